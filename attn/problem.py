@@ -199,7 +199,7 @@ class Problem:
 
   Options, all off by default:
     softcap      > 0, in the units of scaled scores
-    alibi        tensor alibi_slopes float32 (H), or (B, H): True for each dimension
+    alibi        tensor alibi_slopes float32, (H) or (B, H). The field is a tuple with a True for each dimension
     bias         tensor bias of bias_dtype, added to the scores. The field says for each dimension of (B, H, Sq, Sk) whether the
                  tensor has that size (True) or 1 (False)
     score_mod    the caller's own function of a score, applied after the score terms above
@@ -372,7 +372,7 @@ class Problem:
     return ("o", *["lse"]*self.return_lse, *["lse_rest"]*self.lse_rest)
   @property
   def has_rows_of_none(self) -> bool:
-    """Tells whether q may have rows that belong to no sequence. Such a row has 0 in o and -inf in lse."""
+    """Tells whether q may have rows that belong to no sequence, such as padding. A row of this kind has 0 in o and -inf in lse."""
     return self.varlen or (self.dealt is not None and self.dealt.queries < self.Sq)
   def place(self, row:Any) -> Any:
     """Returns the position of row `row` of q in the row's sequence. `row` and the result are ints, or UOps in a kernel."""

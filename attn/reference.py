@@ -73,7 +73,7 @@ PLAIN = Options()
 
 def exact(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN) -> tuple[Array, Array]:
   """Computes attention in float64. Returns (o, lse) for q (..., H, Sq, D), k (..., Hkv, Sk, D), v (..., Hkv, Sk, Dv). A query that sees no key has 0
-  in o and -inf in lse. `window` and `offset` say which keys a query sees (see `visible`)."""
+  in o and -inf in lse. `scale` is softmax_scale. `window` and `offset` say which keys a query sees (see `visible`)."""
   return _attention(q, k, v, scale, window, offset, np.float64, None, options)
 
 def same(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
@@ -171,7 +171,7 @@ TEXTBOOK: dict[str, Callable[[Array, Options, int], tuple[Array, Array|None]]] =
                                                                                     "score_mod": _modified}
 
 def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
-  """Applies the score terms (softcap, ALiBi, bias, score_mod) to raw scores, and returns one step for each term, in order."""
+  """Applies the score terms (softcap, ALiBi, bias, score_mod) to raw scores `s`. Returns one TermStep for each term, in order."""
   found = list[TermStep]()
   for name, value in TEXTBOOK.items():
     if isinstance(given := getattr(x, name), np.ndarray) or given:
@@ -180,8 +180,9 @@ def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
   return found
 
 def slope_of(steps:list[TermStep], after:str|None=None) -> Any:
-  """Returns the derivative of the finished score by the raw score, at each score: the product of the derivatives of all terms (softcap, score_mod,
-  ...). If `after` names a term, the product has only the derivatives of the terms that follow this term."""
+  """Returns the derivative of the finished score (after all score terms) by the raw score (before all terms), at each score: the product of the
+  derivatives of all terms (softcap, score_mod, ...). If `after` names a term, the product has only the derivatives of the terms that follow this
+  term."""
   names = [step.name for step in steps]
   some = steps if after is None else steps[names.index(after) + 1:]
   slopes: list[Any] = [step.slope for step in some if step.slope is not None]
@@ -191,8 +192,8 @@ def _scores(q:Array, k:Array, scale:float, window:tuple[int, int], offset:int, x
   return finished_scores((q @ k.swapaxes(-1, -2))*q.dtype.type(scale), window, offset, x)
 
 def finished_scores(s:Array, window:tuple[int, int], offset:int, x:Options) -> tuple[Array, list[TermStep]]:
-  """Applies score terms (softcap, ALiBi, bias, score_mod) and masks to raw scores. Returns the scores that go into the softmax, and one step for each
-  term. A score that a mask hides is -inf. `window` and `offset` say which keys a query sees (see `visible`)."""
+  """Applies score terms (softcap, ALiBi, bias, score_mod) and masks to raw scores `s`. Returns the scores that go into the softmax, and one TermStep
+  for each term. A score that a mask hides is -inf. `window` and `offset` say which keys a query sees (see `visible`)."""
   steps, (Sq, Sk) = term_steps(s, offset, x), s.shape[-2:]
   seen = visible(Sq, Sk, window, offset) if x.mask_mod is None else visible(Sq, Sk, window, offset) & x.mask_mod
   return np.where(seen, steps[-1].after if steps else s, s.dtype.type(-np.inf)), steps

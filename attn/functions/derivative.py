@@ -74,7 +74,7 @@ def _limit(value:UOp) -> float:
   return found[value] if value in found else _limit_of_operand(value)
 
 def may_be_infinite(value:UOp) -> bool:
-  """Returns whether an expression may be infinite in float32. The score may be: a score can be -inf."""
+  """Returns whether an expression may be infinite in float32. The result is True for the score, because a score may be -inf."""
   return not _limit(value.simplify()) < _OVERFLOW
 
 # ***** a rule for each operation *****
@@ -142,8 +142,8 @@ def _has_slope_zero(u:UOp) -> bool:
   return u.op in (Ops.CMPLT, Ops.CMPNE, Ops.CMPEQ, Ops.TRUNC, Ops.INDEX)
 
 def _shown_part(value:UOp) -> UOp:
-  """Returns the function `value` without its masks: each WHERE with a branch of -inf is replaced by the WHERE's other branch. The result equals the
-  function wherever the function does not choose such a -inf."""
+  """Returns the function `value` without its masks: each WHERE (a choice between two values by a condition) with -inf as one value is replaced by the
+  WHERE's other value. The result equals the function wherever the function does not choose such a -inf."""
   made = dict[UOp, UOp]()
   for u in value.toposort(lambda u: u.op in (Ops.WHERE, Ops.ADD)):
     src = tuple(made.get(x, x) for x in u.src)

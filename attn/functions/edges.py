@@ -68,12 +68,13 @@ def _applied(step:FloorStep, x:Any) -> Any:
   return x//over if over > 1 else x
 
 def applied(steps:Steps, x:Any) -> Any:
-  """Computes the function made of `steps` for x, a number, UOp or Tensor. In the result, FAR stands for infinity. The result is an int if the
-  function is constant."""
+  """Computes a function of x, a number, UOp or Tensor. `steps` are the functions that make up this function, applied one after another. In the
+  result, FAR stands for infinity. The result is an int if the function is constant."""
   return functools.reduce(lambda y, step: _applied(step, y), steps, x)
 
 def exact_range(steps:Steps) -> tuple[int, int]:
-  """Returns the first and the last x for which the function made of `steps` is computed from numbers in -2^30..2^30 (MOST_INSIDE) alone."""
+  """Returns the first and the last x for which a function is computed from numbers in -2^30..2^30 (MOST_INSIDE) alone. `steps` are the functions that
+  make up this function, applied one after another."""
   first, last = -MOST_INSIDE, MOST_INSIDE
   for times, plus, over in reversed(steps):
     if times == 0 or over == 0: first, last = -MOST_INSIDE, MOST_INSIDE
@@ -88,15 +89,16 @@ def fits(steps:Steps) -> bool:
   return (first <= -FAR or applied(steps, first) <= -FAR) and (last >= FAR or applied(steps, last) >= FAR)
 
 def clamped(steps:Steps, x:Any) -> Any:
-  """Computes the function made of `steps` for x in int32 without overflow: x is first clamped to the function's `exact_range`."""
+  """Computes a function of x in int32 without overflow: x is first clamped to the function's `exact_range`. `steps` are the functions that make up
+  this function, applied one after another."""
   first, last = exact_range(steps)
   if first > -FAR: x = larger(x, first)
   if last < FAR: x = smaller(x, last)
   return applied(steps, x)
 
 def _band(steps:Steps) -> tuple[Fraction, Fraction, Fraction]|None:
-  """Finds two parallel lines between which the function F made of `steps` lies. Returns the slope of the lines, and the smallest and the largest
-  value that F(x) - slope*x can have. Returns None if F is infinite."""
+  """Finds two parallel lines between which a function F lies. `steps` are the functions that make up F, applied one after another. Returns the slope
+  of the lines, and the smallest and the largest value that F(x) - slope*x can have. Returns None if F is infinite."""
   slope, least, most = Fraction(1), Fraction(0), Fraction(0)
   for times, plus, over in steps:
     if over == 0: return None
@@ -104,7 +106,7 @@ def _band(steps:Steps) -> tuple[Fraction, Fraction, Fraction]|None:
   return slope, least, most
 
 def never_above(f:Steps, g:Steps) -> bool:
-  """Returns whether F(x) <= G(x) is certain for each x. `f` and `g` are the steps of F and G."""
+  """Returns whether F(x) <= G(x) is certain for each x. `f` are the functions that make up F, applied one after another. `g` likewise make up G."""
   (*start, x), (*other_start, y) = f or (FloorStep(1, 0, 1),), g or (FloorStep(1, 0, 1),)
   if start == other_start and (x.times, x.over) == (y.times, y.over): return x.plus <= y.plus
   one, two = _band(f), _band(g)

@@ -142,8 +142,8 @@ def _in_int(extremes:Extremes, least:int, most:int) -> MaskSpan|None:
   return MaskSpan(extremes, least, most) if least >= LEAST_INT and most <= MOST_INT else None
 
 def one_sided_expressions(mask:UOp) -> list[UOp]:
-  """Returns the expressions in a mask that depend on the query alone or on the key alone, and whose extremes on a tile decide whether the mask is
-  constant on the tile. For `i//64 == tokens[j]` these expressions are i//64 and tokens[j]."""
+  """Returns the expressions in a mask that depend on the query alone or on the key alone, and whose lowest and highest values on a tile decide
+  whether the mask is constant on the tile. For `i//64 == tokens[j]` these expressions are i//64 and tokens[j]."""
   found = dict[UOp, None]()
   def taken(u:UOp) -> Extremes:
     found[u] = None

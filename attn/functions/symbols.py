@@ -1,8 +1,8 @@
 """Symbols: the UOps that stand for the arguments of a caller's score_mod or mask_mod while attn traces the function, that is, calls the function on
 UOps in place of numbers.
 
-A traced function is one scalar UOp, made of symbols, constants, arithmetic, and elements of tensors. An element of a tensor is `INDEX(tensor symbol,
-one int per axis)`. Kernels and tensor operations replace the symbols by their own values."""
+A traced function is one scalar UOp, made of symbols, constants, arithmetic, and elements of tensors. An element of a tensor is a UOp that indexes the
+tensor's symbol by one int for each axis. Kernels and tensor operations replace the symbols by their own values."""
 from __future__ import annotations
 import math
 from attn.tinygrad_compat import Ops, UOp, dtypes
@@ -37,7 +37,7 @@ def indices_of(element:UOp) -> tuple[UOp, ...]:
   return element.src[1:]
 
 def number_of_tensor(element:UOp) -> int:
-  """Returns the index, in `mod_tensors`, of the tensor to which an element belongs."""
+  """Returns the index of the tensor to which an element belongs, counted in `mod_tensors`, the tensors that the caller's function reads."""
   base = tensor_of(element)
   while base.op is Ops.RESHAPE: base = base.src[0]
   return int(base.arg.slot)

@@ -55,9 +55,9 @@ def trace(signature:FunctionForm, function:Any, tensors:TensorKinds) -> Traced|N
   """Calls a caller's function on UOps in place of numbers, and returns the UOp of the function's result. Returns None if the function changes
   nothing: a score_mod that returns the score, a mask_mod that returns True.
 
-  `signature` says which arguments the function must take, and which dtype the result must have. `tensors` has the shape and dtype of each tensor in
-  `mod_tensors`. The function is called twice, and the two results must be equal. If a function with the same code and the same values in its closure
-  was traced before, the function is not called, and the result comes from a cache.
+  `signature` says which arguments the function must take, and which dtype the result must have. `tensors` has the shape and dtype of each tensor that
+  the function reads. The function is called twice, and the two results must be equal. If a function with the same code and the same values in its
+  closure was traced before, the function is not called, and the result comes from a cache.
 
   Raises ValueError if the function does not take these arguments, returns something other than a scalar UOp of the right dtype, or returns different
   UOps in the two calls. Raises NotImplementedError, with the name of the operation, for a UOp that a kernel cannot compute."""
@@ -87,8 +87,8 @@ def call_twice(signature:FunctionForm, function:Callable[..., Any], tensors:Tens
   return Traced(found, described(function))
 
 def tensor_argument(number:int, shape:tuple[int, ...], dtype:str) -> UOp:
-  """Returns the UOp that a caller's function gets for the tensor mod_tensors[number]: a UOp that stands for the tensor, or, if the tensor has no
-  axes, the tensor's only element."""
+  """Returns the UOp that a caller's function gets as an argument for the tensor mod_tensors[number]. The UOp stands for the tensor, or, if the tensor
+  has no axes, for the tensor's only element."""
   return tensor_symbol(number, shape, dtype) if shape else tensor_symbol(number, (1,), dtype)[0]
 
 def called(signature:FunctionForm, function:Callable[..., Any], arguments:tuple[UOp, ...]) -> Any:
@@ -111,8 +111,8 @@ REASONS = {Ops.BUFFER: NO_ARGUMENT, Ops.PARAM: NO_ARGUMENT, Ops.RANGE: "a loop",
            Ops.STORE: "a store", Ops.PAD: "a padded tensor"}
 
 def checked(signature:FunctionForm, function:Callable[..., Any], arguments:tuple[UOp, ...], x:Any) -> UOp:
-  """Checks that a kernel can compute the UOp `x` that a caller's function returned for the UOps `arguments`. Returns the UOp without LOADs: an
-  element of a tensor is then the UOp that indexes the tensor, without a LOAD around this UOp."""
+  """Checks that a kernel can compute the UOp `x` that a caller's function returned for the UOps `arguments`. Returns the UOp without LOADs (reads
+  from memory): an element of a tensor is then the UOp that indexes the tensor, without a LOAD around this UOp."""
   what = f"{signature.name}={described(function)}"
   if not isinstance(x, UOp): raise ValueError(f"{what} returned {values.shown(x)}: must return a scalar UOp, {signature.form}")
   if x.op is Ops.CONST and signature.returns == dtypes.float and x.dtype == dtypes.weakfloat: x = UOp.const(x.val, dtypes.float)
@@ -195,9 +195,9 @@ def unmoved(u:UOp) -> UOp:
     u = x.src[0].index(*indices)
 
 def without_loads(u:UOp, rewritten:dict[UOp, UOp]) -> UOp:
-  """Rewrites an index `u` of a tensor so that the index contains no LOADs. An index may be computed from elements of tensors; such an element becomes
-  the UOp that indexes the tensor, without a LOAD around this UOp. `rewritten` has the new form of each UOp of the caller's function that has already
-  been rewritten."""
+  """Rewrites an index `u` of a tensor so that the index contains no LOADs (reads from memory). An index may be computed from elements of tensors;
+  such an element becomes the UOp that indexes the tensor, without a LOAD around this UOp. `rewritten` has the new form of each UOp of the caller's
+  function that has already been rewritten."""
   return u.substitute({old: new for old, new in rewritten.items() if old is not new}) if u not in rewritten else rewritten[u]
 
 # ***** recognising a function *****
