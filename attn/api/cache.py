@@ -300,6 +300,9 @@ def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenRows
     return OfCache(name, values.tensor(f"{name}_new", new), values.tensor(f"{name}_cache", cache) if x is None else x.stored, x)
   found = [part("k", k_new, k_cache), *([] if v_new is None else [part("v", v_new, v_cache)])]
   for x in found:
+    if x.quantized is not None and x.quantized.shared:
+      raise NotImplementedError(f"{x.name}_cache.scales has fewer numbers than the cache has rows: a new row may be too large for a scale that rows "
+                                "share, and would be cut off without a sign; to append rows, each needs a scale of its own")
     if 0 in static_shape(f"{x.name}_new", x.new.shape):
       raise ValueError(f"{x.name}_new has shape {values.shown_shape(x.new.shape)}: every dimension must be at least 1")
   return found

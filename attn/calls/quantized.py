@@ -74,6 +74,7 @@ class Quantized:
   scales: Tensor
   format: Format
   rotary: Tensor|None = None     # columns of 16 bits
+  shared: bool = False           # whether rows share scales
   @property
   def width(self) -> int:
     """Number of elements of a row, with the rotary columns."""
@@ -108,7 +109,7 @@ def check_quantized(name:str, x:QuantizedRows|QuantizedLatent) -> Quantized:
   if not isinstance(stored.device, str):
     raise NotImplementedError(f"{name}.scales has shape {given} on several devices: must be {shape[:-1]} there, one for each row of values")
   expanded = scales.reshape(*[1]*(len(shape) - 1 - len(given)), *given).expand(*shape[:-1])
-  return Quantized(stored, expanded, format, check_rotary(name, x, stored))
+  return Quantized(stored, expanded, format, check_rotary(name, x, stored), shared=True)
 
 def check_rotary(name:str, x:QuantizedRows|QuantizedLatent, stored:Tensor) -> Tensor|None:
   """Checks and returns the rotary columns of a cache for latent attention (MLA): the last columns of K, which are not stored in 8 bits. `stored` has

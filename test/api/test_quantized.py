@@ -170,7 +170,7 @@ def test_refused() -> None:
       (append(k=QuantizedRows(k.values, k.scales.cast(dtypes.bfloat16))), "k_cache.scales has dtype bfloat16: must be one of float32, float16"),
       (append(k=QuantizedRows(k.values, k.scales[:, :, :7])), r"k_cache.scales has shape \(2, 2, 7\): must be \(2, 2, 8\), one for each row"),
       (append(k=QuantizedRows(k.values, k.scales.to("EMU:1"))), "k_cache.scales is on EMU:1 but values on EMU"),
-      (append(k=QuantizedRows(k.values, k.scales[:1, :, :1].clone().realize())), "k_cache.scales is expanded along its batch axis"),
+      (append(k=QuantizedRows(k.values, k.scales[:1, :, :1].clone().realize())), "k_cache.scales has fewer numbers than the cache has rows"),
       (append(k=QuantizedRows(k.values, k.scales*2)), "k_cache.scales is a computed value"),
       (append(k=QuantizedRows(v.values, k.scales)), "k_cache and v_cache overlap"), (append(v=QuantizedRows(v.values, k.scales)), "overlap"),
       (append(new=draw(B, HKV, 1, 8)), r"k_new has shape \(2, 2, 1, 8\): must be that of k_cache"),

@@ -20,11 +20,11 @@ from attn.ops.nvidia import commit
 from attn.ops.renderers import render
 from attn.ops.softmax import LANE
 from attn.ops.stored import numbers
-from attn.problem import Problem
+from attn.problem import Problem, Strided
 from attn.tinygrad_compat import UOp
 from attn.values import FLOATS, INTS
-from cases import EVERY_ARCH, GPU, chip, floats, in_turn, ints, one_in, rounded
-from stored_cases import Stored, check_stored, dequantised, normal_rows, numbers_of, quantised, run_stored, stored_problem
+from cases import EVERY_ARCH, GPU, chip, every_other, floats, in_turn, ints, one_in, rounded
+from stored_cases import Stored, check_stored, dequantised, hold_stored, normal_rows, numbers_of, quantised, run_stored, stored_problem
 
 SIXTEEN = ("float16", "bfloat16")
 UNITS = (*EVERY_ARCH, "gfx90a", "sm_90")
@@ -225,6 +225,20 @@ def other_half_first(m:pytest.MonkeyPatch) -> None:
 def test_faults_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant, make, error) -> None:
   plant(monkeypatch)
   with pytest.raises(error): check_wgmma("sm_90", make, Sk=400, D=32, causal=True)
+
+# ***** scales that rows share *****
+
+@pytest.mark.parametrize("latent", (False, True))
+@pytest.mark.parametrize("arch", every_other(UNITS))
+def test_one_scale_for_all_rows(arch:str, latent:bool) -> None:
+  """Attention is right if all rows of K have one scale, and all rows of V another, or the same one in latent attention."""
+  sizes = dict(H=16, Hkv=1, Sq=2, D=96, Dv=64, v_in_k=True) if latent else dict(Sq=40, D=64, causal=True)
+  one, p = Strided(1, 0, 0, 0, 0), stored_problem(Sk=150, **sizes)
+  p = replace(p, k_scale_view=one, v_scale_view=None if latent else one)
+  x, (of_k, of_v) = normal_rows(p), (0.02, 0.02 if latent else 0.03)
+  given = replace(x, k_scales=np.array([of_k], np.float32), v_scales=np.array([of_v], np.float32))
+  full = replace(x, k_scales=np.full_like(x.k_scales, of_k), v_scales=np.full_like(x.v_scales, of_v))
+  hold_stored(p, full, {}, *run_stored(p, given, arch, {}))
 
 # ***** floats of 8 bits *****
 

@@ -9,7 +9,7 @@ O is divided by the sum of the P that is multiplied by V: P rounded to 16 bits. 
 rounding makes. If one key outweighs all other keys, O is exactly this key's row of V. The LSE is computed from the sum of P before the rounding. This
 second sum is computed only if an LSE is written."""
 from __future__ import annotations
-import math
+import functools, math
 from dataclasses import dataclass
 from typing import Any, Callable
 from attn.chips import Chip
@@ -154,7 +154,8 @@ def nans_of_scales(scores:Scores, scales:list[UOp], rows:list[Row], tile:UOp, ma
   LSE."""
   found = [zero_or_nan(x) for x in scales]
   seen = [scores.clear(found, row, tile) if masked else found for row in rows]
-  return ops.build(*[row_sum(x, False) for x in seen])
+  # fma, not add: if rows of V share a scale, all vectors are one UOp x, and tinygrad 0.14.0 would rewrite x + x to x*2, which fails for vectors
+  return ops.build(*[row_sum([functools.reduce(lambda a, b: ops.fma(a, 1.0, b), x)], False) for x in seen])
 
 def sum_of_unscaled(packed:list[UOp], p:list[UOp], scales:list[UOp], dtype:str, rows:int=1) -> UOp:
   """Sums the weights of a matrix tile of queries without the scales that packed P includes. Returns one number for each of the lane's `rows` rows."""
