@@ -167,8 +167,8 @@ def with_places_of_scales(x:PlacedInputs, quantized:dict[str, Quantized]) -> Pla
   `quantized` has k and v by name if k and v have rows of 8-bit numbers, and is empty otherwise."""
   if not quantized: return x
   if x.shards is not None:
-    raise NotImplementedError("k and v are QuantizedRows sharded along their rows: devices that share rows send each other keys without scales; shard "
-                              "them along batch or heads")
+    raise NotImplementedError("k and v are QuantizedRows sharded along their rows: devices that share rows send each other keys without scales; "
+                              "shard them along batch or heads")
   if x.layout == "thd" and x.pages is None:
     raise NotImplementedError("k and v are QuantizedRows with layout='thd': packed keys are not a cache; give pages and a block_table")
   layout, k = "bshd" if x.pages is not None else x.layout, quantized["k"]
