@@ -131,7 +131,8 @@ DQ_MMA = (
   UpTo(128, MmaBackwardShape(1, 32, 32)),
   UpTo(256, MmaBackwardShape(1, 16, 16)))
 DKDV_MMA = (
-  UpTo(64, MmaBackwardShape(2, 32, 16), burden=Burden.OPTIONS, spills_on=("sm_120",)),
+  UpTo(64, MmaBackwardShape(2, 32, 16), burden=Burden.PLAIN),
+  UpTo(64, MmaBackwardShape(2, 16, 16), burden=Burden.OPTIONS),
   UpTo(64, MmaBackwardShape(1, 32, 32, waves=8)),
   UpTo(128, MmaBackwardShape(1, 32, 16)),
   UpTo(256, MmaBackwardShape(1, 16, 16, passes=2)))

@@ -168,7 +168,7 @@ def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[MmaBackwardSh
     row_tiles = min(row.shape.row_tiles, ceildiv(rows, mat.M))
     waves = min(row.shape.waves, ceildiv(rows, row_tiles*mat.M))
     return MmaBackwardTile(**vars(replace(row.shape, row_tiles=row_tiles, waves=waves)), matrix=mat, keys=keys)
-  load = Burden.BIAS if p.dropout_p else burden(p)      # dropout takes as many registers as a bias
+  load = Burden.BIAS if p.dropout_p else burden(replace(p, return_lse=False))      # dropout takes as many registers as a bias; no lse is written
   return next(fitting(kernel, p, arch, table, tile, load))
 
 def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> BackwardTile:

@@ -1,7 +1,6 @@
 """Tests of multi-head latent attention, where values are the first columns of the keys. In the kernels mla and mla_mma each wave multiplies P by its
 own part of V's columns. Other tests are for attention and caches with one tensor for keys and values."""
 from __future__ import annotations
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable
@@ -31,9 +30,9 @@ from attn.measure import decode
 from attn.ops.operation import statement
 from attn.problem import Problem
 from attn.search.latent import latent_space
-from attn.tinygrad_compat import Ops, Tensor, UOp
+from attn.tinygrad_compat import Ops, Tensor, UOp, ast_of
 from api_cases import draw, emulated
-from cases import Inputs, array, check_kernels, floats, in_turn, ints, normal, problem, tensor
+from cases import Inputs, array, check_kernels, expected, floats, in_turn, ints, normal, problem, tensor
 from kinds import KINDS
 
 UNITS = ("gfx1100", "sm_80", "gfx942", "gfx1201", "sm_90", "gfx950")
@@ -49,12 +48,12 @@ def latent(make:Maker) -> Maker:
 
 def tile_for(arch:str, p:Problem) -> MlaTile|MlaMmaTile: return (mla_mma_tile if arch.startswith("sm") else mla_tile)(p, get_chip(arch))
 
-def check_mla(arch:str, make:Maker=normal, **parameters:Any) -> None:
-  """Compares o and lse of latent attention with float64: each element must be within its error limit (docs/contract.md). The kernel is mla or
-  mla_mma, with the tile that fits the number of query rows (queries times heads), although dispatch would choose another kernel for such a small head
-  dimension."""
+def check_mla(arch:str, make:Maker=normal, **parameters:Any) -> np.ndarray|None:
+  """Compares o and lse of latent attention with float64: each element must be within its error limit (docs/contract.md). Returns lse. The kernel is
+  mla or mla_mma, with the tile that fits the number of query rows (queries times heads), although dispatch would choose another kernel for such a
+  small head dimension."""
   parameters = {**NARROW, "Sq": 1, "v_in_k": True, **parameters}
-  check_kernels(arch, latent(make), tile=lambda _: tile_for(arch, problem(**parameters)), **parameters)
+  return check_kernels(arch, latent(make), tile=lambda _: tile_for(arch, problem(**parameters)), **parameters)[1]
 
 # ***** the kernels *****
 
@@ -115,14 +114,22 @@ def sums_cut_off(m:pytest.MonkeyPatch) -> None:
   wrong(m, Layout, "add_matrices", cut)
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("added_up", (mma_latent.ADDED_UP, 36))
-def test_sums_that_are_cut_off(monkeypatch:pytest.MonkeyPatch, added_up:int) -> None:
-  """lse of rows dominated by one key is within its error limit even if the matrix unit rounds sums towards 0. It would not be if all products of a
-  row went into one sum."""
+def test_sums_that_are_cut_off(monkeypatch:pytest.MonkeyPatch) -> None:
+  """If the matrix unit rounds sums towards 0, lse of rows dominated by one key becomes too small. Partial sums of ADDED_UP instructions, which fp32
+  additions add up, lose less than half of what one sum of all 36 instructions loses: the loss of an instruction grows with the sum before it. With
+  either, lse is within its error limit, which allows for such sums (docs/contract.md)."""
+  sizes:dict[str, Any] = dict(H=128, Sk=500, D=576)
+  p = problem(**NARROW | sizes, Sq=1, v_in_k=True)
+  def steep(p:Problem) -> Inputs: return KINDS["q times 8"](p, 1)
+  exact = expected(p, latent(steep)(p), {})[1].exact
+  def lost(added_up:int) -> float:
+    """Returns the share of lse that the kernel loses in the mean, with partial sums of `added_up` instructions."""
+    monkeypatch.setattr(mma_latent, "ADDED_UP", added_up)
+    ast_of.cache_clear()      # an AST with another ADDED_UP is kept for the same problem
+    lse = check_mla("sm_80", steep, **sizes)
+    return float(np.mean((exact - lse)/exact))
   sums_cut_off(monkeypatch)
-  monkeypatch.setattr(mma_latent, "ADDED_UP", added_up)
-  with contextlib.nullcontext() if added_up < 36 else pytest.raises(AssertionError, match="lse: "):
-    check_mla("sm_80", lambda p: KINDS["q times 8"](p, 1), H=128, Sk=500, D=576)
+  assert 0 < 2*lost(mma_latent.ADDED_UP) < lost(36)
 
 # ***** planted faults: each is caught *****
 

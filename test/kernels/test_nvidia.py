@@ -139,6 +139,21 @@ def test_banks() -> None:
     for u in range(rows.units): assert {len(set(at[r:r + 8, u] % 8)) for r in (0, 8)} == {8}
     for u in range(0, rows.units//8*8, 8): assert all(len(set(at[r, u:u + 8] % 8)) == 8 for r in range(16))
 
+@pytest.mark.parametrize("begin", (0, 24, 1))
+def test_a_place_in_shared_memory_is_a_register_and_a_constant(begin:int) -> None:
+  """`SwizzledRows.further` divides a place into a register and a constant. The register is the same for two tiles at a constant distance. A tile that
+  begins inside a line of eight units is refused: xor would mix its rows."""
+  def tile(base:int) -> SwizzledRows: return SwizzledRows(16, 16, base=UOp.variable("t", 0, 3)*2*rows + base)
+  def place(base:int, row:int, unit:int) -> int: return int(tile(base).place(UOp.const(row), UOp.const(unit)).substitute(third).simplify().arg)
+  rows, third = 16*8, {UOp.variable("t", 0, 3): UOp.const(3)}
+  if begin%8:
+    with pytest.raises(AssertionError, match="multiple of 8 units"): tile(begin).further(UOp.const(0), UOp.const(0), 0, 0)
+    return
+  for row, more, units in itertools.product(range(8), (0, 8), range(0, 16, 2)):
+    kept, constant = tile(begin).further(UOp.const(row), UOp.const(1), more, units)
+    assert int(kept.substitute(third).simplify().arg) + constant == place(begin, row + more, units + 1)
+    assert kept.simplify() is tile(0).further(UOp.const(row), UOp.const(1), more, units)[0].simplify()
+
 DECODE = dict(B=2, H=16, Hkv=2, Sq=1, Sk=4096, causal=True, num_splits=16, extras=dict(kv_lengths=np.ones(1, np.int32).repeat(2)))
 COMPILED: dict[str, dict[str, Any]] = {"full": dict(lse=False), "causal": dict(lse=False, causal=True), "lse": {}, "causal, lse": dict(causal=True),
                                        **OPTIONS_COMPILED, "decode": DECODE}

@@ -109,8 +109,9 @@ class MmaBackwardTile(MmaBackwardShape):
     of_d, of_dv = (SwizzledRows(rows, round_up(d, self.matrix.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   def numbers(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory that the values of a tile's queries take: lse, delta and, if the problem has it, lse_rest."""
-    return units_of_query_values(p, self.block_n) if self.keys else 0
+    """Number of 16-byte units of shared memory for the values of a tile's queries: lse, delta and, if the problem has it, lse_rest. It is a number of
+    whole lines, because the rows that lie behind must begin at a whole line."""
+    return round_up(units_of_query_values(p, self.block_n), LINE) if self.keys else 0
   @property
   def carried(self) -> int:
     """Number of queries for which one thread copies lse and delta to shared memory. The threads divide the queries of a tile."""

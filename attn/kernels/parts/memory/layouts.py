@@ -114,8 +114,11 @@ class SwizzledRows(CopiedLayout):
   def further(self, row:UOp, unit:UOp, rows:int, units:int) -> tuple[UOp, int]:
     """Returns the position of a 16-byte unit in shared memory as two summands: a number that takes few different values and is kept in a register,
     and a constant. The unit is `rows` rows and `units` units beyond unit `unit` of row `row`. `rows` must be a multiple of 8. `unit` must be 0, or it
-    may be 1 if `units` is even."""
-    return self.place(row, unit) ^ units%LINE, rows*self.stride + units//LINE*LINE
+    may be 1 if `units` is even. The tile must begin at a whole line: xor with a unit's number within its line would else leave the line."""
+    base = UOp.const(0) + self.base
+    first = int(base.vmin)
+    assert base.const_factor()%LINE == 0, f"a tile must begin at a multiple of {LINE} units, not at {base.render()}"
+    return self.moved_to(base - first).place(row, unit) ^ units%LINE, first + rows*self.stride + units//LINE*LINE
 
 @dataclass(frozen=True)
 class LongRows(SwizzledRows):
