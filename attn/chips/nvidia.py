@@ -22,7 +22,7 @@ CHIPS_OF_NVIDIA = (
 FORWARD_MMA = (
   UpTo(64, MmaShape(2, 64), burden=Burden.MASK, large=True),
   UpTo(64, MmaShape(2, 48, parts=3), large=True),
-  UpTo(96, MmaShape(2, 64, q_in_lds=True), burden=Burden.OPTIONS, large=True),
+  UpTo(96, MmaShape(2, 64, q_in_lds=True, parts=4), burden=Burden.OPTIONS, large=True),
   UpTo(128, MmaShape(2, 64, q_in_lds=True, parts=4), burden=Burden.PLAIN, large=True),
   UpTo(128, MmaShape(2, 48, q_in_lds=True, parts=3), burden=Burden.MASK, large=True),
   UpTo(128, MmaShape(2, 32, q_in_lds=True), burden=Burden.ALIBI, large=True),
@@ -36,7 +36,7 @@ FORWARD_MMA = (
 FEW_QUERIES = (
   UpTo(64, MmaShape(1, 128, stages=3)),
   UpTo(128, MmaShape(1, 64, stages=3)),
-  UpTo(256, MmaShape(1, 64, stages=3)),
+  UpTo(256, MmaShape(1, 64, q_in_lds=True, stages=3)),
   UpTo(256, MmaShape(1, 64, stages=2)),
 )
 
@@ -131,10 +131,11 @@ DQ_MMA = (
   UpTo(128, MmaBackwardShape(1, 32, 32)),
   UpTo(256, MmaBackwardShape(1, 16, 16)))
 DKDV_MMA = (
-  UpTo(64, MmaBackwardShape(2, 32, 16), burden=Burden.PLAIN),
+  UpTo(64, MmaBackwardShape(2, 32, 16), burden=Burden.PLAIN, spills_on=("sm_90",)),
   UpTo(64, MmaBackwardShape(2, 16, 16), burden=Burden.OPTIONS),
   UpTo(64, MmaBackwardShape(1, 32, 32, waves=8)),
-  UpTo(128, MmaBackwardShape(1, 32, 16)),
+  UpTo(128, MmaBackwardShape(1, 32, 16, waves=8), spills_on=("sm_90", "sm_120")),
+  UpTo(128, MmaBackwardShape(1, 16, 16, waves=8)),
   UpTo(256, MmaBackwardShape(1, 16, 16, passes=2)))
 DBIAS_MMA = (
   UpTo(128, MmaBackwardShape(1, 64, 32)),
