@@ -74,6 +74,8 @@ WGMMA_AT_ONCE = ("sinks", "kv_lengths", "varlen")
 # blocks.
 WGMMA_ALONE_AT_ONCE: dict[str, tuple[tuple[int, int], ...]|None] = {
   "alibi": (FULL_WINDOW, CAUSAL_WINDOW), "dropout_p": (FULL_WINDOW, CAUSAL_WINDOW), "softcap": (FULL_WINDOW,), "mask_mod": None}
+# It is chosen on wgmma for problems without options, which were measured, and for these options, which hardly change the time.
+USED_AT_ONCE = ("sinks", "kv_lengths", "alibi")
 AMD_AT_ONCE = ("sinks", "kv_lengths", "alibi", "softcap", "dropout_p")     # on MFMA, with any window: it spills no register
 REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of K and V
 
@@ -82,7 +84,7 @@ class FasterInOrder:
   """Describes the problems for which one kernel computes all gradients even with deterministic=True, because adding to dq in a fixed order was
   measured to be faster than two kernels. `options` and `windows` are those of these problems. `keys` and `blocks` are the least number of keys, and
   of blocks of keys in all batches and heads together."""
-  options: tuple[str, ...] = ("sinks", "kv_lengths", "alibi")
+  options: tuple[str, ...] = USED_AT_ONCE
   windows: tuple[tuple[int, int], ...] = ()
   keys: int = 0
   blocks: int = 0
@@ -102,7 +104,7 @@ def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
     return f"D={p.D}, Dv={p.Dv}: measured to be faster only with D {', '.join(map(str, AT_ONCE_WGMMA))}, and Dv no larger"
   tile = WgmmaBackwardTile(**vars(shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
   if has_sum(p): return f"{sum_over_scores(p).name}: a kernel of its own computes its gradient, beside two kernels"
-  if (reason := short_of_registers(p, tile)) is not None: return reason
+  if (reason := short_of_registers(p, tile) or not_measured(p, tile)) is not None: return reason
   if (keys := keys_of_query(p)) < LEAST_KEYS: return f"a query sees {keys} keys on average: faster only from {LEAST_KEYS} on"
   # Without a mask it was measured to be faster also with 64 queries, and with 32 blocks of keys that 32 heads share: then several workgroups share a
   # block of keys.
@@ -119,6 +121,14 @@ def short_of_registers(p:Problem, tile:WgmmaBackwardTile) -> str|None:
   if windows is not None and p.window not in windows: return f"{option} with window={p.window}: {why}"
   if p.Sk % tile.block_m or p.Sq % tile.block_n: return f"{option}: {why} if Sq or Sk is no multiple of {tile.block_n} or {tile.block_m}"
   return None
+
+def not_measured(p:Problem, tile:WgmmaBackwardTile) -> str|None:
+  """Returns the reason why two kernels, which were measured, compute the gradients of a problem: the speed of one kernel on wgmma was not measured
+  with the problem's options, window or number of keys. Returns None if there is no such reason."""
+  options = [x for x in p.options if x not in USED_AT_ONCE]
+  if p.window not in (FULL_WINDOW, CAUSAL_WINDOW): options.append(f"window={p.window}")
+  if p.Sk % tile.block_m: options.append(f"Sk={p.Sk}, no multiple of {tile.block_m}")
+  return f"{options[0]}: right, but its speed was not measured" if options else None
 
 def keys_of_query(p:Problem) -> int:
   """Returns how many keys a query sees on average, if every sequence is as long as the longest one and no mask_mod hides keys."""
@@ -144,7 +154,7 @@ def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterInOrder) -> str|None:
   if not p.deterministic: return None
   order = "deterministic=True: adding to dq in a fixed order"
   if (options := [x for x in p.options if x not in faster.options]): return f"{order} was not measured with {options[0]}"
-  if p.window not in faster.windows or p.Hkv != p.H: return f"{order} is not faster for this mask and these heads"
+  if p.window not in faster.windows or p.mask_bounds is not None or p.Hkv != p.H: return f"{order} is not faster for this mask and these heads"
   if (blocks := blocks_of_keys(p, tile)) < faster.blocks or p.Sk < faster.keys:
     return f"{order} is faster from {faster.keys} keys and {faster.blocks} blocks of keys on, here {p.Sk} and {blocks}"
   return None

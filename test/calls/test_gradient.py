@@ -16,6 +16,8 @@ from attn.calls.options import DEFAULTS
 from attn.calls.placement import AXES
 from attn.chips import get_chip
 from attn.choose.backward import Parts, can_differentiate, choose_backward, choose_parts, memory_of, most_seen
+from attn.choose.backward_tiles import wgmma_at_once
+from attn.functions.trace import functions_of
 from attn.kernels.tiles.plain import TiledBackwardTile
 from attn.problem import Problem
 from attn.reference import arrange, restore, rounded
@@ -240,14 +242,13 @@ def test_gradients_at_once_in_a_jit(monkeypatch:pytest.MonkeyPatch, arch:str, su
 
 REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
   "deterministic": ({}, dict(deterministic=True), "deterministic=True: "), "D": (dict(D=64), {}, "D=64, Dv=64: "),
-  "few keys": ({}, dict(window=(9, 9), causal=False), r"a query sees 18 keys on average: faster only from 768 on"),
+  "few keys": (dict(Sk=512), dict(causal=False), "a query sees 512 keys on average: faster only from 768 on"),
   "softcap": ({}, dict(softcap=3.0), r"softcap with window=\(-1, 0\): it would have too few registers"),
   "score_mod": ({}, dict(score_mod=lambda s, b, h, i, j: s*s), "score_mod: it would have too few registers"),
   "dropout beside slopes": ({}, dict(dropout_p=0.1, alibi_slopes=Tensor.empty(2)), "alibi with dropout_p: it would have too few registers"),
   "dropout and part blocks": (dict(Sk=2100), dict(dropout_p=0.1), "dropout_p: it would have too few registers if Sq or Sk is no multiple"),
   "few blocks in order": (dict(B=2, Sk=16384), dict(deterministic=True, causal=False), "deterministic=True: .* here 16384 and 512"),
   "few keys in order": (dict(B=512, Sk=1024), dict(deterministic=True, causal=False), "deterministic=True: .* here 1024 and 8192"),
-  "option in order": ({}, dict(deterministic=True, causal=False, softcap=3.0), "deterministic=True: .* was not measured with softcap"),
   "blocks": (dict(B=2), {}, "64 blocks of 128 keys: "),
 }
 @pytest.mark.parametrize("case", REFUSED_AT_ONCE)
@@ -265,23 +266,36 @@ def test_a_bias_has_a_kernel_of_its_own_beside_two_kernels() -> None:
   assert found.kernels == ("backward_dq_wgmma", "backward_dkdv_wgmma", "backward_dbias_mma")
   assert (found.why_not("backward_all_wgmma") or "").startswith("bias: a kernel of its own"), found
 
-BY_ONE_KERNEL: dict[str, dict[str, Any]] = {
-  "keys that fill no whole block": dict(Sk=2100, causal=True), "window": dict(window=(1023, 200)),
-  "slopes": dict(slopes=True, causal=True, Hkv=1),
-  "softcap": dict(softcap=3.0), "dropout": dict(dropout_p=0.1, causal=True), "mask_mod": dict(mask_mod=lambda b, h, i, j: i - j < 1500),
-  "packed": dict(packed=True, Hkv=1, causal=True, max_seqlen_q=2100, max_seqlen_k=2100), "lengths": dict(lengths=True, Hkv=1, Sk=2100)}
-@pytest.mark.parametrize("case", BY_ONE_KERNEL)
+NOT_MEASURED: dict[str, tuple[dict[str, Any], str]] = {
+  "keys that fill no whole block": (dict(Sk=2100, causal=True), "Sk=2100, no multiple of 128"), "window": (dict(window=(1023, 200)), "window="),
+  "softcap": (dict(softcap=3.0), "softcap"), "dropout": (dict(dropout_p=0.1, causal=True), "dropout_p"),
+  "packed": (dict(packed=True, Hkv=1, causal=True, max_seqlen_q=2048, max_seqlen_k=2048), "varlen")}
+@pytest.mark.parametrize("case", [*NOT_MEASURED, "slopes", "lengths"])
 def test_one_kernel_with_options(case:str) -> None:
-  """One kernel computes all gradients with any option with which it has enough registers."""
-  options = {"H": 2, "Hkv": 2, "Sq": 2048, "Sk": 2048, **BY_ONE_KERNEL[case]}
+  """One kernel computes all gradients with ALiBi slopes or with lengths. With other options dispatch does not choose it, because its speed was not
+  measured."""
+  given, reason = NOT_MEASURED.get(case, ({"causal": True, "Hkv": 1}, ""))
+  options = {"H": 2, "Hkv": 2, "Sq": 2048, "Sk": 2048, **given}
   H, Hkv, Sq, Sk = (options.pop(name) for name in ("H", "Hkv", "Sq", "Sk"))
   packed, q, k = options.pop("packed", False), *(Tensor.empty(66, heads, rows, 128, dtype="half") for heads, rows in ((H, Sq), (Hkv, Sk)))
   if packed:
     q, k = (Tensor.empty(66*2048, heads, 128, dtype="half") for heads in (H, Hkv))
     options |= {"layout": "thd", **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), Tensor.empty(67, dtype=dtypes.int))}
-  if options.pop("slopes", False): options["alibi_slopes"] = Tensor.empty(H)
-  if options.pop("lengths", False): options["kv_lengths"] = Tensor.empty(66, dtype=dtypes.int)
-  assert attn.explain(q, k, k, arch="sm_90", backward=True, deterministic=False, **options).at_once
+  if case == "slopes": options["alibi_slopes"] = Tensor.empty(H)
+  if case == "lengths": options["kv_lengths"] = Tensor.empty(66, dtype=dtypes.int)
+  found = attn.explain(q, k, k, arch="sm_90", backward=True, deterministic=False, **options)
+  assert found.at_once == (not reason)
+  if reason: assert re.match(f"{reason}.*: right, but its speed was not measured", found.why_not("backward_all_wgmma") or ""), found
+
+def test_one_kernel_with_a_mask_mod() -> None:
+  """A mask_mod that leaves a query several intervals of keys gets two kernels, because one kernel was not measured. A mask_mod that leaves each query
+  one interval gets one kernel in no order, but not in a fixed order."""
+  def reason(mask:Any, deterministic:bool=False) -> str:
+    p = problem(B=66, Sq=2048, D=128, deterministic=deterministic, **functions_of(None, mask, ()))
+    return str(wgmma_at_once(p, get_chip("sm_90")))
+  assert reason(lambda b, h, i, j: (i - j) % 4 < 2).startswith("mask_mod: right, but its speed was not measured")
+  assert reason(lambda b, h, i, j: i >= j).startswith("128x64 8 waves")
+  assert reason(lambda b, h, i, j: i >= j, True).endswith("is not faster for this mask and these heads")
 
 def test_a_fixed_order_is_chosen_where_it_was_measured_to_be_faster() -> None:
   """One kernel computes all gradients on sm_90 with deterministic=True (the default) where it was measured to be faster than two kernels, although
