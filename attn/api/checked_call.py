@@ -22,7 +22,7 @@ from attn.parallel.shards import SequenceShards
 from attn.problem import EXTRAS, INPUT_SCALES, INVARIANT_KEYS, LAYOUTS, MOD_TENSORS, OF_8_BITS, Pages, Problem, Strided, problem_of
 from attn.score.masks import check_moves, fixed_in_sequence
 from attn.score.terms import TERM_TENSORS
-from attn.tinygrad_compat import Tensor, UOp, dtypes
+from attn.tinygrad_compat import Tensor, UOp, bits_under_views, dtypes
 from attn.values import FLOATS, static_shape
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def as_bytes(dtype:str, tensors:dict[str, Tensor], options:AttentionOptions, in_
   numbers is QuantizedRows."""
   for name, there in (("block_table", options.block_table is not None), ("v_dim", options.v_dim is not None), ("a cache", in_place)):
     if there: raise NotImplementedError(f"{name} with q of {dtype}: a cache of 8 bits is QuantizedRows, and its queries have 16 bits")
-  return {name: t.bitcast(dtypes.uchar) if values.dtype_text(t.dtype) in OF_8_BITS else t for name, t in tensors.items()}
+  return {name: Tensor(bits_under_views(t.uop, dtypes.uchar)) if values.dtype_text(t.dtype) in OF_8_BITS else t for name, t in tensors.items()}
 
 def input_scale(name:str, t:Tensor, x:PlacedInputs, sequences:int) -> Tensor:
   """Returns the factor t of q, k or v of 8-bit floats as a tensor of the shape (1, 1), or (B, Hkv) if each batch and key/value head has a factor.

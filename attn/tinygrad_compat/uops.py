@@ -74,6 +74,17 @@ def on_top(u:UOp, base:UOp, other:UOp) -> UOp|None:
   for view in reversed(views): other = view.replace(src=(other, *view.src[1:]))
   return other
 
+def bits_under_views(u:UOp, dtype:DType) -> UOp:
+  """Reinterprets the bits of a tensor as another dtype of the same size. If the tensor is a view, the bits of the tensor under it are reinterpreted,
+  and the result is a view of those: where tinygrad emulates 8-bit floats, it loses their denormal numbers as it copies a view."""
+  views = []
+  while u.op in GroupOp.Movement:
+    views.append(u)
+    u = u.src[0]
+  bits = u.bitcast(dtype)
+  for view in reversed(views): bits = view.replace(dtype=dtype, src=(bits, *view.src[1:]))
+  return bits
+
 def view_of_placeholder(u:UOp) -> UOp|None:
   """Replaces the buffer under a view by a placeholder of the same size, so that equal views of different buffers become the identical UOp. Returns
   None if `u` is not a view of a buffer."""
