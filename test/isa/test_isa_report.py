@@ -406,7 +406,7 @@ def test_backward_kernels_by_options_and_by_their_words(monkeypatch):
   assert by_options == run("gfx942/64/float16/causal/dq", "--json")
   assert json.loads(by_options)[0]["name"] == "gfx942/64/float16/causal/dq"
   assert str(source.Spec.parse("gfx942/64/float16/full/dkdv")) == "gfx942/64/float16/full/dkdv"
-  with pytest.raises(ValueError, match="kernel 'dv' is not one of forward, decode, dq, dkdv"):
+  with pytest.raises(ValueError, match="kernel 'dv' is not one of forward, decode, decode_int8, decode_fp8, dq, dkdv"):
     run("gfx942/64/float16/full/dv", ok=False)
   assert "numbers of products over D and over Dv" in run("--products", "5", "gfx942/64", ok=False)
 
