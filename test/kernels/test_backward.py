@@ -601,6 +601,20 @@ def test_one_kernel_with_options_compiles_without_spills(case:str, tmp_path:Path
   text = compiled_by_nvcc("sm_90", all_arguments(p), all_of(p, on, tile), tmp_path)
   assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text and "serialized" not in text, text
 
+SPILLED_DKDV: dict[str, dict[str, Any]] = {"window": dict(window=(500, 300)), "grouped heads": dict(Hkv=8, causal=True),
+                                             "fp32 out": dict(out_dtype="float32", causal=True)}
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.thorough
+@pytest.mark.parametrize("arch", ("sm_80", "sm_120"))
+@pytest.mark.parametrize("d", (64, 128))
+@pytest.mark.parametrize("option", SPILLED_DKDV)
+def test_dkdv_on_mma_spills_under_no_option(option:str, d:int, arch:str, tmp_path:Path) -> None:
+  """The mma.sync kernel of dk and dv spills no registers with options under which tiles of an earlier version spilled."""
+  p, on = problem(B=2, H=32, Sq=4096, D=d, dtype="bfloat16", **SPILLED_DKDV[option]), get_chip(arch)
+  text = compiled_by_nvcc(arch, dkdv_arguments(p), dkdv_of(p, on, tiles_of(p, on)[1]), tmp_path)
+  assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text, text
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
