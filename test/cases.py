@@ -51,7 +51,7 @@ def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[An
   other pairs get the mark `thorough`. n is `among`. If `among` is 0, n is the number of chips in `on`: each case then runs by default on one chip,
   and the next case on the next chip. Every case also runs on the chips in `always`. Cases in `besides` also run by default on the last chip of
   `on`. Of every `every` cases only the first runs by default: for a kernel whose cases other kernels' tests run, too."""
-  def label(x:Any) -> str: return getattr(x, "__name__", None) or str(x)
+  def label(x:Any) -> str: return " ".join(map(label, x)) if isinstance(x, tuple) else getattr(x, "__name__", None) or str(x)
   found = []
   for i, case in enumerate(cases):
     in_its_turn = [(i//every - k) % (among or len(on)) == turn or (case in besides and k == len(on) - 1) for k in range(len(on))]
