@@ -465,9 +465,13 @@ def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
 
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
   """Returns the limit of all errors of o except the roundings that the dtypes force (the slack of o). `o` has the exact values. The slack is the sum
-  of four limits. (1) The fp32 errors of scores. The error of a product q.k is equal for keys with equal q.k. The error of the operations after this
-  product is equal for keys with equal weights. (2) The error of adding up, in fp32 or as `t.short` describes. (3) The error of rescaling the sums
-  when the softmax subtracts a larger number than before. (4) The systematic errors of rounding small weights (see `_rounding`)."""
+  of four limits.
+
+    1. fp32 errors of the scores. Independent errors partly cancel in the sum over the keys, but equal errors add up, so keys with equal errors are
+       added first. These are keys with equal q.k for the error of this product, and keys with equal weights for the error of all later operations
+    2. errors of adding up the products with V, in fp32 or, if `t.short` is given, in a matrix unit that adds with fewer bits
+    3. errors of rescaling the sums when the softmax subtracts a larger number than before
+    4. systematic errors of rounding small weights (see `_rounding`)"""
   largest, centred = _prefixes(t.p, t.v, t.factor, o)
   assert centred is not None
   of_products, _ = _grouped(t.raw, t.p*t.off, t.v, t.factor, o)
@@ -561,9 +565,11 @@ class _Gradients:
 
   def product(self, w:Array, off:Array, x:Array, of_delta:Array|float=0.0) -> _Moments:
     """Describes the errors of the matrix product w @ x, where w is rounded to the inputs' dtype before the product. Returns the variance of the
-    rounding errors, and the limit of all other errors. `off` is the variance of the independent error that each element of w has before the rounding.
-    `of_delta` is the variance of the error that delta causes in each element of w. This error only decides whether an element may be rounded to 0:
-    the caller adds the effect of delta's error on the product."""
+    errors from this rounding, and the limit of all other errors. `off` and `of_delta` are variances of the errors that each element of w has before
+    the rounding. The errors of `off` are independent of each other. The errors of `of_delta` come from delta, so elements of one query share them.
+
+    If the matrix unit replaces denormal numbers by 0, an element may become 0 if these errors could make it denormal. The limit then includes the
+    whole element. `of_delta` has no other effect: the caller adds what delta's error does to the product."""
     r, lost = _rounding(w, self.t.dtype, self.t.flushes, SIGMAS*np.sqrt(off + of_delta))
     slack, (total, equals) = SIGMAS*np.sqrt(off @ (x*x)) + _added(w, _prefixes(w, x)[0]), _grouped(w, r, x)
     return _Moments(total/3, slack if lost is None else slack + lost @ np.abs(x), equals)

@@ -446,8 +446,9 @@ class Problem:
 
   @property
   def scale_views(self) -> dict[str, Strided|None]:
-    """Places of the scales of rows that are stored in 8 bits: {name of the tensor of scales: place of the scales in this tensor}. A place is None if
-    the problem has no such tensor."""
+    """Positions of the scales in memory, if K and V are stored in 8 bits, with one scale for each row: {"k_scales": ..., "v_scales": ...}. The
+    tensors k_scales and v_scales may be large buffers, of which the scales are only a part. A position has the start of the scales in the buffer, and
+    the distances from one batch, head or row to the next. None if the problem has no such tensor."""
     return {"k_scales": self.k_scale_view, "v_scales": self.v_scale_view}
 
   @property

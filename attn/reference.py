@@ -32,7 +32,8 @@ def arrange(x:Array, layout:str) -> Array:
   return x.swapaxes(1, 2) if layout == "bshd" else x.reshape(-1, *x.shape[2:]) if layout == "nsd" else x
 
 def restore(x:Array, layout:str, shape:tuple[int, ...]) -> Array:
-  """Undoes `arrange`: returns x, a tensor in `layout`, as a tensor (B, H, S, D). `shape` is this tensor's shape."""
+  """Undoes `arrange`: returns x, a tensor in `layout`, with the axes (B, H, S, D). `shape` is the shape (B, H, S, D) of the result. Layout "nsd"
+  joins B and H in one axis, so only `shape` tells the sizes of both."""
   return x.swapaxes(1, 2) if layout == "bshd" else x.swapaxes(0, 1)[None] if layout == "thd" else x.reshape(shape)
 
 def visible(Sq:int, Sk:int, window:tuple[int, int], offset:int) -> Array:
@@ -192,8 +193,9 @@ def _scores(q:Array, k:Array, scale:float, window:tuple[int, int], offset:int, x
   return finished_scores((q @ k.swapaxes(-1, -2))*q.dtype.type(scale), window, offset, x)
 
 def finished_scores(s:Array, window:tuple[int, int], offset:int, x:Options) -> tuple[Array, list[TermStep]]:
-  """Applies score terms (softcap, ALiBi, bias, score_mod) and masks to raw scores `s`. Returns the scores that go into the softmax, and one TermStep
-  for each term. A score that a mask hides is -inf. `window` and `offset` say which keys a query sees (see `visible`)."""
+  """Applies score terms (softcap, ALiBi, bias, score_mod) and masks to raw scores `s`. Returns the scores that go into the softmax, and a list with
+  one TermStep for each term: the scores before the term, the scores after the term, and the term's derivative at each score. A score that a mask
+  hides is -inf. `window` and `offset` say which keys a query sees (see `visible`)."""
   steps, (Sq, Sk) = term_steps(s, offset, x), s.shape[-2:]
   seen = visible(Sq, Sk, window, offset) if x.mask_mod is None else visible(Sq, Sk, window, offset) & x.mask_mod
   return np.where(seen, steps[-1].after if steps else s, s.dtype.type(-np.inf)), steps

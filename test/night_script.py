@@ -20,7 +20,9 @@ __all__ = ["DTYPES", "Context", "Tensor", "TinyJit", "Variable", "arrange", "arr
 
 @contextlib.contextmanager
 def on(device:str, kernel:str="", guard:str="", **settings:int) -> Iterator[None]:
-  """Sets DEV, ATTN_KERNEL and settings of tinygrad. `guard` names the side of CPU buffers that touches a protected page, or is empty."""
+  """Context manager. Until the context ends, tinygrad computes on `device`, ATTN_KERNEL is `kernel`, and tinygrad's `settings` have the given values.
+  tinygrad's random numbers begin anew. If `guard` is "end" or "begin", each CPU buffer has a protected page of memory directly after its end or
+  before its begin, so a kernel that accesses this page crashes. An empty `guard` protects nothing."""
   with Context(DEV=device, **settings), pytest.MonkeyPatch.context() as patch, guarded(guard) if guard else contextlib.nullcontext():
     patch.setenv("ATTN_KERNEL", kernel)
     Tensor.manual_seed(0)

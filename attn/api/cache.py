@@ -210,7 +210,8 @@ class Output:
     return self.tensor if self.tensor.ndim == len(AXES[self.layout]) else self.tensor.unsqueeze(-1)
   @functools.cached_property
   def view(self) -> Strided|None:
-    """Where the rows lie in a larger buffer: the start and the strides. None if the tensor is a whole buffer, or lies on several devices."""
+    """Position of the tensor's rows in a larger buffer: the start of the first row, and the strides. None if the tensor is a whole buffer, or lies on
+    several devices."""
     return rows_in(self.name, self.rows, self.layout)
   @property
   def places(self) -> Strided: return self.view or whole_places(local_shape(self.rows), self.layout)

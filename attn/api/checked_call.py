@@ -193,9 +193,10 @@ def check_latent_cache(x:PlacedInputs, k:Quantized) -> None:
     raise ValueError(f"k.rotary has dtype {of_rotary}: must be that of q, {x.types[0]}")
 
 def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:AttentionOptions, lengths_name:str) -> PlacedInputs:
-  """Checks q, and k and v that consist of pages (blocks of cache rows), and finds on which devices and with which strides the tensors lie. `tensors`
-  has q, k and v, and `types` their dtypes. In the returned record k and v have the shape that one device would have without pages: (sequences, Hkv,
-  largest number of rows of a sequence, width). Error messages call kv_lengths `lengths_name`, the name that the caller's own argument has."""
+  """Checks q, and k and v that consist of pages (blocks of cache rows). Finds on which devices the tensors lie, and with which strides. `tensors` has
+  q, k and v, and `types` their dtypes. In the returned record the shapes of k and v don't show the pages: they are (sequences, Hkv, largest number of
+  rows of a sequence, width). Hkv counts the heads on one device, if devices share the heads. `lengths_name` is the name that the argument kv_lengths
+  has in the function that the user called. Error messages use this name."""
   q, k, v, table = tensors["q"], tensors["k"], tensors.get("v", tensors["k"]), options.block_table
   assert table is not None
   pages = check_pages(q, k, v, options, lengths_name)

@@ -50,7 +50,7 @@ class SlicedCall:
   column: Tensor|None = None
   def choice(self) -> Choice: return self.call.choice()
   def run(self) -> Tensor:
-    """Computes the attention. Returns the output o (B, H, rows, Dv), without the padding."""
+    """Computes the attention. Returns the output o (B, H, Sq, Dv) of the caller's queries, without the rows of o for the padding of q."""
     o, = run(self.call)
     o = (o if isinstance(self.rows, int) else o.shrink((None, (0, self.rows), None, None))).transpose(1, 2)
     return o if self.column is None else hidden_by(o, self.column)
@@ -61,8 +61,8 @@ def is_symbolic(t:Any) -> bool:
 
 def dtypes_of(query:Tensor, key:Tensor, value:Tensor) -> tuple[str, str]:
   """Returns the dtype in which attention is computed, and the dtype of the result. If some inputs are float32 and others float16 (or bfloat16), the
-  inputs are rounded to 16 bits, and the result is float32, like the result of tinygrad's own function. Raises ValueError for float16 with
-  bfloat16."""
+  inputs are rounded to 16 bits, and the result is float32, like the result of tinygrad's scaled_dot_product_attention. Raises ValueError for float16
+  with bfloat16."""
   types = [values.dtype_name(name, values.tensor(name, t).dtype, FLOATS) for name, t in (("query", query), ("key", key), ("value", value))]
   if len(narrow := set(types) - {"float32"}) > 1:
     raise ValueError(f"query, key and value have dtypes {', '.join(types)}: must be the same, or float32 and one 16-bit dtype")

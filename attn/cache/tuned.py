@@ -1,11 +1,12 @@
 """File of the fastest tile descriptions in the user's cache directory. bench.py with TUNE=1 measures and writes the file. A tile description has the
 sizes by which a kernel divides a problem, such as block_n, and is called a tile here. The emulator (the tinygrad device EMU) doesn't use the file.
 
-The file has this form: {chip: {entry: {"tile": ..., "seconds": ..., "stamp": ...}}}. The name of an entry is the name of a problem class, in backward
-followed by a space and the kernel's name. "tile" has the sizes, by name, and "matrix": the index of a matrix instruction in the chip's list of matrix
-instructions. "tile" is null if no tile was faster than the tile of attn's tables. "seconds" is the tile's time, "stamp" the versions of attn,
-tinygrad and the compiler in this measurement. The file is untrusted input: an entry that is invalid, or measured with other versions, is ignored with
-one warning that names the file."""
+The file has this form: {chip: {entry: {"tile": ..., "seconds": ..., "stamp": ...}}}. An entry is for one kernel and one problem class: problems of
+the same dtype and mask, and of about the same sizes, use the same tile. The name of an entry is the name of the class; for a backward kernel the name
+of the class, a space, and the name of the kernel. "tile" has the sizes, by name, and "matrix": the index of a matrix instruction in the chip's list
+of matrix instructions. "tile" is null if no tile was faster than the tile of attn's tables. "seconds" is the tile's time, "stamp" the versions of
+attn, tinygrad and the compiler in this measurement. The file is untrusted input: an entry that is invalid, or measured with other versions, is
+ignored with one warning that names the file."""
 from __future__ import annotations
 import functools, importlib.metadata, itertools, json, warnings
 from collections.abc import Callable

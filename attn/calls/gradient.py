@@ -1,10 +1,13 @@
 """Gradient of attention, in the form of a grad_fxn: the function by which tinygrad differentiates a custom kernel.
 
 With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = scale * dS K, dK = scale * dS^T Q
-(FlashAttention-2, arXiv 2307.08691, algorithm 2). Either two kernels compute the gradients: `backward_dq`, which also writes delta, and then
-`backward_dkdv`. Or one kernel, `backward_all`, computes all three gradients, between `backward_delta` and `backward_finish`. `backward_dbias`
-computes the gradient of a bias. A caller's own function of scores (score_mod) may read tensors (mod_tensors). `backward_dbias` also computes the
-gradients of mod_tensors if the function reads the tensors by the indices of batch, head, query i and key j, or by i - j.
+(FlashAttention-2, arXiv 2307.08691, algorithm 2). The gradients of q, k and v are computed in one of two ways:
+- by two kernels. `backward_dq` computes dQ and delta, and then `backward_dkdv` computes dK and dV;
+- by one kernel for all three gradients, `backward_all`, between two small kernels: `backward_delta` computes delta, and `backward_finish` turns fp32
+sums into dQ.
+
+`backward_dbias` computes the gradient of a bias. A caller's own function of scores (score_mod) may read tensors (mod_tensors). `backward_dbias` also
+computes the gradient of a mod_tensor if the function reads the tensor by the indices of batch, head, query i and key j, or by i - j.
 
 tinygrad computes all other gradients: the gradients of ALiBi slopes and of other mod_tensors, and all gradients of a problem that the kernels don't
 support (attn/choose/backward.py says why). tinygrad then differentiates `three_pass`, which is attention in plain tensor operations of tinygrad. The
@@ -105,9 +108,9 @@ def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists=(
 @cache_of_kernels
 def kernels_with_tiles(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists, dq:AnyBackwardTile,
                        dkdv:AnyBackwardTile, one:AtOnceTile|str|None) -> dict[str, BackwardLaunch]:
-  """Returns the kernel launches of backward by name, as `backward_kernels` does. `dq` and `dkdv` are the tile descriptions (the sizes by which
-  kernels divide the problem) of these two kernels. `one` is the tile description of the kernel that computes all gradients at once, or the reason why
-  two kernels compute the gradients."""
+  """Returns the kernel launches of backward by name, as `backward_kernels` does; `p` to `lists` are the arguments of `backward_kernels`. `dq` and
+  `dkdv` are the tile descriptions (the sizes by which kernels divide the problem) of the kernels `backward_dq` and `backward_dkdv`. `one` is the tile
+  description of the kernel that computes all gradients at once, or the reason why `backward_dq` and `backward_dkdv` compute the gradients."""
   def launch(shapes:Shapes, program:Callable[..., UOp], *outputs:str) -> BackwardLaunch:
     def kernel(*placeholders:UOp) -> CheckedKernel:
       return CheckedKernel(checked_ast(program, arch, *placeholders), outputs, gradient=no_second_derivative)
@@ -189,9 +192,11 @@ def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch]
 
 def over_devices(parts:Parts, sums:tuple[KernelSum, ...], inputs:dict[str, UOp]) -> Parts:
   """Returns how many fp32 partial results each device stores for each gradient; 0 means that the device stores the gradient itself. `parts` has these
-  numbers for a call on one device, and `parts.sums[n]` is the number for the sum of dS `sums[n]`. `inputs` are the tensors of the call. If k and v,
-  or a bias or mod_tensor, lie whole on every device, each device has a part of the gradient. The returned number for this gradient is then at least
-  1, because the parts are added in fp32."""
+  numbers for a call on one device: `parts.sums[n]` is for the tensor `sums[n].tensor`, a bias or a mod_tensor, whose gradient adds up the gradients
+  of all scores that use the same element of the tensor. `inputs` are the tensors of the call.
+
+  If q is divided over devices, but k and v, a bias or a mod_tensor lies whole on each device, then each device computes a part of this tensor's
+  gradient. The returned number for this gradient is at least 1, because the parts of the devices are added in fp32."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
   return replace(parts, dkdv=least("k", parts.dkdv), sums=tuple(least(x.tensor, number) for x, number in zip(sums, parts.sums)))

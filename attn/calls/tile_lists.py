@@ -15,8 +15,9 @@ MOST_KEPT = 64     # most results of `kept_lists` that a process keeps
 
 @cache_of_kernels
 def list_launches(x:ListedBlocks) -> list[tuple[KernelFunction, Shapes]]:
-  """Returns the kernels that make the lists of tiles that `x` describes, each with the (shape, dtype) of its tensors by name. Equal arguments return
-  identical objects, because tinygrad's schedule cache compares by identity."""
+  """Returns the kernels that make lists of tiles on the device, each with the (shape, dtype) of its tensors by name. A list names the tiles in which
+  a mask_mod leaves scores visible. Each workgroup of an attention kernel loops over the tiles of its list, and so skips the hidden tiles between
+  them. `x` describes the lists. Equal arguments return identical objects, because tinygrad's schedule cache compares by identity."""
   def checked(program:Callable[..., UOp], names:tuple[str, ...]) -> KernelFunction:
     return lambda *placeholders: CheckedKernel(ast_of(program, *placeholders), names[:1], small=True)
   return [(checked(program, tuple(shapes)), shapes) for program, shapes in list_kernels(x)]

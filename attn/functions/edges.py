@@ -141,7 +141,8 @@ class Edge:
   @property
   def negated(self) -> Edge: return Edge(not self.upper, then(self.steps, FloorStep(1, 1 if self.upper else -1, 1)))
   def implies(self, other:Edge) -> bool:
-    """Returns whether each pair of a query and a key that fulfils this edge is certain to fulfil the edge `other`."""
+    """Returns True if every pair of a query i and a key j that fulfils the inequality of this edge, `j <= F(i)` or `j >= F(i)`, is certain to fulfil
+    the inequality of the edge `other`. False means no, or not known."""
     if self.upper != other.upper: return False
     return never_above(self.steps, other.steps) if self.upper else never_above(other.steps, self.steps)
   @property

@@ -18,9 +18,9 @@ from attn.isa.instruction import KINDS, VECTOR, Instruction, access_bytes, matri
 from attn.isa.parse import Kernel, parse
 from attn.isa.waits import Stop, path_of_waits, waits_of
 
-LoopProducts = tuple[tuple[int, int], ...]   # for each hot loop of a kernel: number of matrix products that sum over D, and over Dv
+LoopProducts = tuple[tuple[int, int], ...]   # for each hot loop of a kernel: number of matrix products with a side D, and with a side Dv
 PRODUCTS: LoopProducts = ((1, 1),)           # forward: S and O
-GRADIENTS = (3, 2)                       # backward needs S, dQ and dK (over D), and dP and dV (over Dv)
+GRADIENTS = (3, 2)                       # backward needs S, dQ and dK (with a side D), and dP and dV (with a side Dv)
 
 @dataclass(frozen=True)
 class Resources:

@@ -92,7 +92,9 @@ def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
   def step(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]: return [x.realize() for x in call(q, k, v)]
   for _ in range(3): step(*tensors)
   def timed(calls:int) -> tuple[float, float]:
-    """Runs `calls` calls. Returns the seconds per call, and the seconds until the first call is launched."""
+    """Times `calls` calls of attention, one after another, which TinyJit has compiled before. Returns two times in seconds. The first is the mean
+    time of a call, until the devices have finished. The second is the host's time for the first call: from the start of the call until it returns,
+    while the devices still compute."""
     synchronize(devices)
     start = time.perf_counter()
     step(*tensors)

@@ -8,7 +8,8 @@ from attn.tinygrad_compat import Ops, UOp, cuda_graph_seconds, device_seconds
 ROUNDS, ROUND_SECONDS = 5, 0.25     # shorter rounds favour cuDNN: docs/nvidia.md
 
 def runs_of_a_round(seconds:Callable[[], float]) -> int:
-  """Returns the number of runs that fill a round. `seconds` times one run."""
+  """Returns how many runs, one after another, take about as long as a round should (ROUND_SECONDS), but at least 1. `seconds` is a function that
+  makes one run and returns the run's time. The fastest of three runs counts."""
   return max(1, round(ROUND_SECONDS/min(seconds() for _ in range(3))))
 
 def in_turn(timers:Mapping[str, Callable[[], float]]) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""Interpreter `Numbers`, which runs the Python function that defines an operation on numpy arrays. The arrays have one column for each thread."""
+"""Class `Numbers`, which computes operations of kernels in numpy. The definition of an operation is a Python function that calls primitives, such as
+fma or exp2. `Numbers` has a method for each primitive. A method takes and returns numpy arrays with one column for each thread."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -89,8 +89,9 @@ def other_scores(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
   return (scores*scores).softmax(-1) @ v
 
 def with_sinks_at(q:Tensor, k:Tensor, v:Tensor, sink:Tensor, shift:float=0.0, square:bool=False) -> Tensor:
-  """Writes out attention with sinks in tensor operations. With a `shift` that is not 0 or with `square`, the result is something similar that is not
-  attention."""
+  """Writes out attention with sinks in tensor operations, and returns the output. `shift` and `square` change the formula to one that attn must not
+  take for attention. With a `shift`, the number that is subtracted from the sink before the exponential is larger by `shift` than the number that is
+  subtracted from the scores. With `square`, the sum in the denominator has the squares of the scores' exponentials."""
   scores = (q @ k.transpose(-1, -2)).float()
   m = scores.max(-1, keepdim=True)
   e = (scores - m).exp()

@@ -43,8 +43,9 @@ def computed(value:UOp, places:Given, tensors:list[Array]) -> Array:
   return found[value]
 
 def element_at(u:UOp, found:dict[UOp, Any]) -> tuple[Array, ...]:
-  """Returns which element `u` reads from its tensor, for all pairs of query and key: an array of indices for each axis of the tensor. `found` has the
-  values of the symbols and UOps, the indices among them. The index of a hidden pair may lie outside the tensor: it is clamped to the axis."""
+  """Returns which element of a tensor the UOp `u` reads, for each pair of a query and a key: an array of indices for each axis of the tensor. `u` is
+  a read in a traced score_mod or mask_mod. `found` has the values of the UOps that are the indices, for all pairs. For a pair that the mask hides, an
+  index may lie outside the tensor. Indices are therefore clamped to the axis."""
   return tuple(np.clip(found[x], 0, size - 1) for x, size in zip(indices_of(u), tensor_of(u).shape))
 
 # ***** one call *****

@@ -155,7 +155,8 @@ def own_keys_alone(m:pytest.MonkeyPatch) -> None:
   def alone(highest:Any) -> Any: return lambda self, *x: highest(replace(self, share=replace(self.share, key_parts=1)), *x)
   for of in (AmdLatent, MmaLatent): wrong(m, of, "highest", alone)
 def first_part_of_sums(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the kernel uses the sum of P over the first part of the keys as the sum over every part."""
+  """Plants a fault in how the kernel adds up a row's sum of P. There is one sum for each part of the keys. The kernel adds the sum for the first part
+  as often as there are parts, and none of the other sums."""
   wrong(m, ScalarPlaces, "total", lambda total: lambda self, kind, part: total(self, kind, part if isinstance(part, UOp) else 0))
 
 AMD = tuple(unit for unit in UNITS if unit.startswith("gfx"))

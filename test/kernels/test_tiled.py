@@ -212,7 +212,9 @@ def test_the_kernel_is_plain_uops() -> None:
   assert not {u.dtype for u in program.toposort()} & set(VECTORS)
 
 def operations(x:UOp, y:UOp, word:UOp, place:UOp, dtype:str) -> list[UOp]:
-  """Returns a list of expressions, one for each operation that kernels may use in plain UOps."""
+  """Returns a list of expressions, one for each of attn's operations that tinygrad's own UOps can replace, such as exp2, softcap or the bits of
+  dropout. x and y are fp32 numbers, `word` is a uint32 of random bits, and `place` is a small int that stands for positions. `dtype` is the 16-bit
+  dtype to which numbers are packed."""
   four = ops.build(x, y, ops.mul(x, 3.0), ops.add(x, y))
   bits = dropout.kept_octet((word, word), place, place, place, word, 0.3)
   return [ops.exp2(x), ops.log2(ops.mul(x, x)), ops.rcp(y), ops.max_(x, y), ops.fma(x, 2.5, y), ops.sub(x, y),

@@ -197,7 +197,7 @@ def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[
   """Predicts the time of one iteration of a loop. The first half of the waves runs the first loop of `pair`, the second half runs the second loop. In
   most kernels both loops are the same.
 
-    products  number of matrix products in an iteration that sum over the head dimension d, and number of those that sum over dv
+    products  number of matrix products in an iteration with a side d (a head dimension), and with a side dv
     shape     workgroups on a compute unit, waves of a workgroup, SIMDs, and waves of a workgroup that begin the loop one barrier behind the others"""
   groups, waves, simds, behind = shape
   per_exp = float(flops_of_score(products, d, dv))*chip.wave if d else 0.0
@@ -259,7 +259,7 @@ def timing_of(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, k
   """Predicts the time of the hot loops of a kernel from its assembly text.
 
     d, dv     head dimensions as the kernel computes them: rounded up to whole matrix tiles
-    products  for each hot loop, the number of matrix products that sum over d, and the number that sum over dv
+    products  for each hot loop, the number of matrix products with a side d, and the number with a side dv
     behind    number of waves of a workgroup that begin the loop one barrier behind the others; by default found in the text
     rank      which loop is timed: 0 is the loop with the most matrix work, 1 the next one, and so on
     grid      number of workgroups. If it is small, a compute unit of the chip's largest card runs fewer workgroups than it has room for

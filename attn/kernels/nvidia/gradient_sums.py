@@ -52,7 +52,8 @@ class QueriesOfSums:
     """Returns the stores of 0 to the sums that belong to this lane."""
     return [self.to[i.valid(self.group.has_sums)].store(nv.zero(UOp.const(0))) for i in self.places()]
   def load(self) -> list[UOp]:
-    """Loads the sums that belong to this lane. Returns 0 if the queries lie beyond the end of a packed sequence."""
+    """Loads the elements of the fp32 accumulator of dQ that belong to this lane. Returns one vector of four elements for every 8 columns. All
+    elements are 0 if the queries lie beyond the end of a packed sequence."""
     if not self.group.p.varlen: return [self.to[i].load() for i in self.places()]
     return [ops.as_float(ops.load_where(self.to[i], self.group.has_sums, 16)) for i in self.places()]
 

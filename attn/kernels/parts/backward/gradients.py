@@ -157,10 +157,10 @@ def less_delta(dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp]) -> list[
   return [ops.add(x, d) for x, d in zip(kept.numbers(dp), minus_delta)] if kept.words else dp
 
 def gradients_of(weights:Weights, dp:list[UOp], derivatives:Collection[str]|None=None) -> list[UOp]:
-  """Computes dS = P * (dP - delta), the gradient of the raw scores without the factor softmax_scale. The argument `dp` is already dP - delta. By
-  default the result is multiplied by the derivatives of all score terms (softcap, ALiBi, bias, score_mod). If `derivatives` is given, it is
-  multiplied only by the derivatives of the terms that `derivatives` names. The result is then the gradient of a bias, or of a tensor's element that
-  score_mod reads."""
+  """Computes gradients of scores from the weights P and from `dp`, which is already dP - delta. The product P * (dP - delta) is the gradient of the
+  finished scores, after all score terms (softcap, ALiBi, bias, score_mod). By default this product is multiplied by the derivatives of all terms. The
+  result is dS, the gradient of the raw scores, without the factor softmax_scale. If `derivatives` is given, the product is multiplied only by the
+  derivatives of the terms that `derivatives` names. The result is then the gradient of a bias, or of a tensor's element that score_mod reads."""
   ds = [ops.mul(y, d) for y, d in zip(weights.p, dp)]
   for name, derivative in weights.derivatives.items():
     if derivatives is None or name in derivatives: ds = [ops.mul(y, slope) for y, slope in zip(ds, derivative)]

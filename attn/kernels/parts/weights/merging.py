@@ -74,8 +74,9 @@ def weight_of(lse:UOp, reference:UOp, rest:UOp|None=None) -> UOp:
   return ops.exp2(found if rest is None else ops.fma(rest, LOG2E, found))
 
 def store_merged(at:MergedRow, given:Mapping[str, UOp], values:UOp, weights:UOp, largest:UOp) -> list[UOp]:
-  """Returns the stores of a merged row: to o the quotient `values` / `weights`, and to lse and lse_rest (the part of lse that rounding to fp32 lost)
-  if they are among the tensors `given`. `values` is the weighted sum of the partial results, and `weights` is the sum of the weights."""
+  """Returns the stores of a merged row. o gets the quotient `values` / `weights`: the weighted sum of the partial results, divided by the sum of the
+  weights. lse gets `largest` + ln(`weights`), rounded to fp32, where `largest` is the largest lse of the partial results and of the sink. lse_rest
+  gets what this rounding lost. lse and lse_rest are stored only if `given` has these tensors."""
   p, (batch, head, query) = at.p, at.coordinates
   values = ops.mul(values, weights.eq(0.0).where(0.0, ops.rcp(weights)))
   sb, sh, ss = strides(p.layout, p.H, at.length, p.Dv)
