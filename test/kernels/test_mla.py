@@ -305,7 +305,8 @@ def test_a_tile_that_was_timed(arch:str, monkeypatch:pytest.MonkeyPatch, tmp_pat
   assert choose_tile(p, real) == own and "row_tiles=7" in str(recwarn.list[0].message) and len(recwarn.list) == 1
 
 def test_rows_of_the_measurement() -> None:
-  assert decode.decode_steps(["576", "B=8", "page=16", "H=16"]) == [decode.DecodeStep(8, 16, 1, 4096, 576, 16, v_dim=512)]
+  of_16 = decode.DecodeStep(8, 16, 1, 4096, 576, 16, v_dim=512)
+  assert decode.decode_steps(["576", "B=8", "page=16", "H=16"]) == [of_16, replace(of_16, bits=8)]
   for word, text in (("C=8", "C=8: must be NAME=NUMBER, NAME one"), ("B=x", "B=x: must be a whole number"), ("keys=0", "keys=0: must be a whole")):
     with pytest.raises(ValueError, match=text): decode.decode_steps([word])
   with emulated("sm_90"), pytest.raises(ValueError, match="it is for latent attention"): decode.tune(decode.DecodeStep(1, 2, 2, 64))
