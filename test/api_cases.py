@@ -1,6 +1,6 @@
 """Helper functions for the tests of the API: they call `attention` on the emulator and compare the results with float64."""
 from __future__ import annotations
-import contextlib, shutil
+import contextlib, os, shutil, subprocess, sys
 from pathlib import Path
 from typing import Any, Callable, Iterator
 import numpy as np
@@ -12,7 +12,8 @@ from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor
 from cases import DTYPES, Inputs, arrange, array, hold, normal, problem, restore, tensor
 
-CLANG_OF_ZIG = str(Path(__file__).resolve().parent.parent/"examples/clang_of_zig.sh")
+ROOT = Path(__file__).resolve().parent.parent
+CLANG_OF_ZIG = str(ROOT/"examples/clang_of_zig.sh")
 
 @contextlib.contextmanager
 def computed_on(device:str, kernel:str="") -> Iterator[None]:
@@ -21,6 +22,15 @@ def computed_on(device:str, kernel:str="") -> Iterator[None]:
     patch.setenv("ATTN_KERNEL", kernel)
     if device == "CPU" and shutil.which("clang") is None: patch.setenv("CC", CLANG_OF_ZIG)
     yield
+
+def run_on_a_cpu(script:str, timeout:int=300) -> None:
+  """Runs a Python script in a new process with DEV=CPU and the clang of the package ziglang. The script may import test modules of the API and of
+  functions. It must end without an error within `timeout` seconds."""
+  pytest.importorskip("ziglang")
+  environment = {**os.environ, "DEV": "CPU", "CC": CLANG_OF_ZIG, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                 "PYTHONPATH": os.pathsep.join(str(ROOT/folder) for folder in ("", "test", "test/api", "test/functions"))}
+  done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=timeout)
+  assert done.returncode == 0, done.stderr[-2000:]
 
 def emulated(arch:str, kernel:str="") -> contextlib.AbstractContextManager[None]:
   """Sets DEV to the emulator of `arch`, and ATTN_KERNEL to `kernel`."""

@@ -1,10 +1,8 @@
 """Tests of keys and values in pages: attention and append through a block table on every matrix unit, and faults in a block table that the emulator
 finds."""
 from __future__ import annotations
-import os, subprocess, sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from attn.problem import Pages, Strided
 from attn.reference import Options
 from attn.tinygrad_compat import Context, Ops, Tensor, UOp, compiled, dtypes
 from tinygrad.engine.realize import get_call_arg_uops
-from api_cases import draw, emulated, whole
+from api_cases import draw, emulated, run_on_a_cpu, whole
 from cases import EVERY_ARCH, array, arrange, restore, tensor
 
 H, HKV, D = 4, 2, 32
@@ -237,16 +235,11 @@ def test_append_in_plain_uops() -> None:
 @pytest.mark.thorough
 def test_on_a_cpu() -> None:
   """Pages work on a CPU, but slowly: tinygrad's operations first gather the rows from the pages."""
-  pytest.importorskip("ziglang")
-  root = Path(__file__).parent.parent.parent
   script = "import numpy as np, attn, test_paged as t\n" \
     "x, q = t.Paged.of((40, 9), 7), np.random.default_rng(5).standard_normal((2, t.H, 1, t.D)).astype(np.float16)\n" \
     "given = [t.Tensor(y, device='CPU').realize() for y in (q, *x.pages, x.table, np.array(x.lengths, np.int32))]\n" \
     "t.close(attn.attention(*given[:3], block_table=given[3], kv_lengths=given[4], causal=True).numpy(), q, x)"
-  environment = {**os.environ, "DEV": "CPU", "CC": str(root/"examples/clang_of_zig.sh"), "PYTHONPATH": f"{root}:{root/'test'}:{root/'test/api'}",
-                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-  done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=300)
-  assert done.returncode == 0, done.stderr[-2000:]
+  run_on_a_cpu(script)
 
 @pytest.mark.parametrize("arch", ("sm_80", pytest.param("gfx1100", marks=pytest.mark.thorough)))
 def test_flash_attn_varlen_func(arch:str) -> None:

@@ -1,7 +1,5 @@
 """Tests of keys and values of 8 bits: conversion of whole tensors, caches and the rows appended to them, and calls that are refused."""
 from __future__ import annotations
-import os, subprocess, sys
-from pathlib import Path
 from typing import Any
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ import attn
 from attn import QuantizedRows
 from attn.ops.formats import FORMATS
 from attn.tinygrad_compat import Tensor, dtypes
-from api_cases import draw, emulated, whole
+from api_cases import draw, emulated, run_on_a_cpu, whole
 from cases import EVERY_ARCH, arrange, every_other, restore, tensor
 from eight_bits import MOST, numbers_of, rounded_rows, scales_of
 
@@ -120,16 +118,11 @@ def test_a_cache_on_two_devices(axis:int) -> None:
 @pytest.mark.thorough
 def test_rows_appended_on_a_cpu() -> None:
   """`append_kv` stores the same 8-bit rows on a CPU, whose kernels have no threads, as on a GPU."""
-  pytest.importorskip("ziglang")
-  root = Path(__file__).parent.parent.parent
   script = "import numpy as np, attn, test_quantized as t\n" \
     "x, caches = t.rows(2, 2, 3, 40), attn.empty_kv_cache(2, 2, 8, 40, dtype='int8')\n" \
     "attn.append_kv(*[t.Tensor(x)]*2, *caches, 5)\n" \
     "for c in caches: t.same_rows(c.values.numpy()[:, :, 5:].astype(float), c.scales.numpy()[:, :, 5:], x, 'int8')\n"
-  environment = {**os.environ, "DEV": "CPU", "CC": str(root/"examples/clang_of_zig.sh"), "PYTHONPATH": f"{root}:{root/'test'}:{root/'test/api'}",
-                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-  done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=300)
-  assert done.returncode == 0, done.stderr[-2000:]
+  run_on_a_cpu(script)
 
 # ***** memory *****
 

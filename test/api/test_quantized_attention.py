@@ -1,7 +1,5 @@
 """Tests of attention over keys and values of 8 bits, by the API: caches that grow, pages, views, devices, shared scales, and rows of NaN."""
 from __future__ import annotations
-import os, subprocess, sys
-from pathlib import Path
 from typing import Any
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ from attn import QuantizedRows, flash_attn
 from attn.accuracy import judge, law_of
 from attn.choose import refusals
 from attn.tinygrad_compat import Context, Tensor, dtypes
-from api_cases import computed_on, draw, emulated, whole
+from api_cases import computed_on, draw, emulated, run_on_a_cpu, whole
 from cases import array, arrange, restore, tensor
 from eight_bits import numbers_of
 from test_quantized import DEVICES, FORMAT_OF, format_of, int32
@@ -210,18 +208,13 @@ def test_a_row_of_nan_reaches_only_the_rows_that_see_it(arch:str, dtype:str) -> 
 
 @pytest.mark.thorough
 def test_on_a_cpu() -> None:
-  pytest.importorskip("ziglang")
-  root = Path(__file__).parent.parent.parent
   script = "import attn, test_quantized_attention as t\n" \
     "x, (k, v) = t.drawn(20), t.stale(device='CPU')\n" \
     "for i, j in ((0, 19), (19, 20)):\n" \
     "  new = [t.Tensor(a[:, :, i:j].astype('float32'), device='CPU').cast('float').realize() for a in x]\n" \
     "  got = attn.attention_with_kv_cache(*new, k, v, i).numpy()\n" \
     "  t.close(got, x[0][:, :, i:j], t.rows_in(k), t.rows_in(v), j, 'float32')\n"
-  environment = {**os.environ, "DEV": "CPU", "CC": str(root/"examples/clang_of_zig.sh"), "PYTHONPATH": f"{root}:{root/'test'}:{root/'test/api'}",
-                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-  done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=300)
-  assert done.returncode == 0, done.stderr[-2000:]
+  run_on_a_cpu(script)
 
 # ***** refused calls *****
 

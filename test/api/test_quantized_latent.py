@@ -1,7 +1,5 @@
 """Tests of latent attention (MLA) over caches of 8 bits, by the API: caches that grow, pages, views, devices, and calls that are refused."""
 from __future__ import annotations
-import os, subprocess, sys
-from pathlib import Path
 from typing import Any
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ from tinygrad import TinyJit, Variable
 import attn
 from attn import QuantizedLatent, QuantizedRows
 from attn.tinygrad_compat import Context, Tensor, dtypes
-from api_cases import draw, emulated, whole
+from api_cases import draw, emulated, run_on_a_cpu, whole
 from cases import array, in_turn, tensor
 from test_quantized import DEVICES, FORMAT_OF, format_of, int32
 from test_quantized_attention import close, drawn, given, near, rows_in, stale
@@ -123,18 +121,13 @@ def test_a_tensor_and_back() -> None:
 
 @pytest.mark.thorough
 def test_on_a_cpu() -> None:
-  pytest.importorskip("ziglang")
-  root = Path(__file__).parent.parent.parent
   script = "import attn, test_quantized_latent as t\n" \
     "x, cache = t.inputs(20), t.stale_latent(device='CPU', of_rotary='float32')\n" \
     "for i, j in ((0, 19), (19, 20)):\n" \
     "  q, new = [t.Tensor(a[:, :, i:j].astype('float32'), device='CPU').realize() for a in x]\n" \
     "  got = attn.attention_with_kv_cache(q, new, None, cache, None, i, v_dim=t.V).numpy()\n" \
     "  t.check_step(got, x[0][:, :, i:j], t.latent_rows(cache), j, 'float32')\n"
-  environment = {**os.environ, "DEV": "CPU", "CC": str(root/"examples/clang_of_zig.sh"), "PYTHONPATH": f"{root}:{root/'test'}:{root/'test/api'}",
-                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-  done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=300)
-  assert done.returncode == 0, done.stderr[-2000:]
+  run_on_a_cpu(script)
 
 def test_refused() -> None:
   with emulated("gfx942"):

@@ -1,9 +1,7 @@
 """Tests of the functions of attn.mods: o, lse and gradients agree with float64. What a function means is written here once more, in numpy."""
 from __future__ import annotations
-import os, subprocess, sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ import attn
 from attn.accuracy import judge, law_of, law_of_gradients
 from attn.reference import Array, Options
 from attn.tinygrad_compat import Context, Tensor
-from api_cases import computed_on
+from api_cases import computed_on, run_on_a_cpu
 from cases import array, normal, problem, tensor
 
 pytestmark = pytest.mark.usefixtures("not_unrolled")
@@ -110,11 +108,5 @@ def test_example_in_tensor_operations(name:str) -> None: check(EXAMPLES[name], "
 
 @pytest.mark.thorough
 def test_examples_on_a_cpu() -> None:
-  pytest.importorskip("ziglang")
-  root = Path(__file__).resolve().parent.parent.parent
   script = "import test_mods\nfor x in test_mods.EXAMPLES.values(): test_mods.check(x, 'CPU', dtype='float32')"
-  environment = {**os.environ, "DEV": "CPU", "CC": str(root/"examples/clang_of_zig.sh"),
-                 "PYTHONPATH": ":".join(str(root/x) for x in ("", "test", "test/api", "test/functions")),
-                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-  done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=900)
-  assert done.returncode == 0, done.stderr[-2000:]
+  run_on_a_cpu(script, timeout=900)

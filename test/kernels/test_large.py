@@ -1,10 +1,9 @@
 """Tests of tensors of more than 2^31 elements. The ranges of integers in a lowered program prove that no integer of a kernel overflows. Only the test
 on a CPU allocates such tensors, and it writes only a few rows."""
 from __future__ import annotations
-import math, os, subprocess, sys
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from attn.kernels.parts.grid.tensors import arguments, dbias_arguments, dkdv_arg
 from attn.ops.renderers import printer_of
 from attn.problem import DealtRows, Pages, Problem, Strided
 from attn.tinygrad_compat import Ops, UOp, dtypes, lower
+from api_cases import run_on_a_cpu
 from cases import TYPES, in_turn
 
 MANY = 2**33      # elements
@@ -87,12 +87,7 @@ assert not pages[page, :9].numpy().any() and not pages[page, 10:].numpy().any()
 @pytest.mark.thorough
 def test_append_on_a_cpu() -> None:
   """Append works on two caches of 4.3 GB. Only the written rows use physical memory."""
-  pytest.importorskip("ziglang")
-  root = Path(__file__).resolve().parent.parent.parent
-  environment = {**os.environ, "DEV": "CPU", "CC": str(root/"examples/clang_of_zig.sh"), "PYTHONPATH": str(root),
-                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-  done = subprocess.run([sys.executable, "-c", ON_A_CPU], capture_output=True, text=True, env=environment, timeout=600)
-  assert done.returncode == 0, done.stderr[-2000:]
+  run_on_a_cpu(ON_A_CPU, timeout=600)
 
 # ***** attention *****
 
