@@ -12,7 +12,10 @@ def mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute", ba
   return Matrix(f"mfma_f32_{M}x{M}x{K}{suffix}", M, M, K, 64, M*K//64, 4, operand_type, "{a}, {b}, {c}, 0, 0, 0", exchange, banks=banks)
 
 def mfma_of_bytes(name:str, K:int, operand_type:str, arguments:str, exchange:str="bpermute", banks:int=32) -> Matrix:
-  """Makes the table row of one of CDNA's MFMA instructions of 8-bit floats, with 32 x 32 results."""
+  """Describes one of CDNA's MFMA instructions for 8-bit floats: C (32 x 32) += A (32 x K) B (K x 32). `name` is the part of the name of the
+  instruction's builtin in clang after `__builtin_amdgcn_`, `operand_type` the builtin's type for the elements of A and B, and `arguments` the text of
+  the builtin's arguments after A, B and C. `banks` is the number of LDS banks from which the operands are read. `exchange` names the instruction that
+  exchanges values between lanes: "bpermute" (ds_bpermute) or "permlane_swap" (v_permlane16_swap and v_permlane32_swap)."""
   return Matrix(name, 32, 32, K, 64, K//2, 4, operand_type, f"{{a}}, {{b}}, {{c}}, {arguments}", exchange, size=1, banks=banks)
 
 SUMS = {"float16": LaneSums("mfma_f32_4x4x4f16", "half"), "bfloat16": LaneSums("mfma_f32_4x4x4bf16_1k", "short")}

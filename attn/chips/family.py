@@ -37,7 +37,8 @@ LLVM = 22    # release of LLVM for which tiles are chosen if no compiler is know
 
 @dataclass(frozen=True)
 class Pipes:
-  """Costs of instructions on one compute unit. Cycles are cycles of one SIMD. Bytes per clock are bytes of the LDS that all SIMDs share."""
+  """Costs of instructions on one compute unit. Costs in cycles are for one SIMD. Costs in bytes per clock are for LDS, which all SIMDs of the compute
+  unit share."""
   simds: int                 # SIMDs per compute unit
   valu: int                  # cycles of a full-rate vector instruction
   trans: int                 # cycles of a transcendental
@@ -88,7 +89,7 @@ class Family:
   apart: tuple[str, ...] = ()  # input dtypes of kernels in which fp32 operations are better not packed (docs/tried.md)
   packs_anew: bool = False     # whether clang packs a dword again for each of its uses, unless it is told not to
   says_lds: bool = False       # whether the launch of a kernel must state LDS beyond what the kernel's text declares
-  # Tables of tiles. The first row that fits is taken. If a table is empty, a cautious tile is used (attn/chips/shapes.py).
+  # Tables of tile shapes. The first row that fits is taken. If a table is empty, a cautious shape is used (attn/chips/shapes.py).
   forward: tuple[UpTo[ForwardShape], ...] = ()
   forward_of_bytes: tuple[UpTo[ForwardShape], ...] = ()     # for q, k and v of 8-bit floats
   dq: tuple[UpTo[BackwardShape], ...] = ()
@@ -178,7 +179,7 @@ class Chip:
     """Returns the dense 16-bit TFLOP/s of a card with this chip."""
     return card.cus*self.pipes.flops*card.ghz/1e3
   def sustained(self, card:Card) -> float:
-    """Returns the clock in GHz that a card sustains while its matrix units work, or 0 if it is not known. It is the clock at which the card's fastest
-    published GEMM uses the matrix units for GEMM_USE of the time, but at most the rated clock."""
+    """Returns the clock in GHz that a card sustains while its matrix units work, or 0 if the clock is not known. It is computed from the card's
+    fastest published GEMM: the clock at which this GEMM keeps the matrix units busy 94% (GEMM_USE) of the time, but at most the rated clock."""
     return min(card.ghz, card.gemm*1e3/(card.cus*self.pipes.flops*GEMM_USE)) if card.cus else 0.0
   def __str__(self) -> str: return self.name if self.products == self.name else f"{self.name} ({self.products})"

@@ -30,8 +30,8 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-  """Figures of a family with which machine code is timed instruction by instruction. A latency is the time from the issue of an instruction to the
-  issue of an instruction that uses its result."""
+  """Latencies and rates of the instructions of one family of chips, from which the time of machine code is predicted instruction by instruction. A
+  latency is the time from the issue of an instruction to the issue of an instruction that uses its result."""
   turn: Figure               # cycles between turns of a SIMD; in a turn it issues at most one instruction of each kind, from different waves
   step: Figure               # least cycles between two instructions of a wave
   vector: Figure             # latency of a vector instruction

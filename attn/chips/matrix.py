@@ -92,8 +92,9 @@ class Matrix:
 
 @dataclass(frozen=True)
 class LaneSums:
-  """A matrix instruction of small blocks (v_mfma_f32_4x4x4_16b: MI300 ISA section 7.1) that sums the elements of each lane. A lane holds one column
-  of a block of B and of D. If all elements of A are 1, each element of D is the element of C plus the sum of the lane's own elements of B."""
+  """A matrix instruction that computes several small products at once (v_mfma_f32_4x4x4_16b: MI300 ISA section 7.1), used to sum the elements of each
+  lane. In each product D = A B + C, a lane holds one column of B and the same column of C and D. If all elements of A are 1, each element of D is the
+  element of C plus the sum of the lane's own elements of B."""
   name: str             # name of the clang builtin after `__builtin_amdgcn_`
   operand_type: str     # element type of the builtin's A and B
   operand_words: int = 2
@@ -102,21 +103,21 @@ class LaneSums:
     """Returns the C text that calls the instruction, given the texts of its operands A, B and C."""
     return f"__builtin_amdgcn_{self.name}({self.arguments.format(a=a, b=b, c=c)})"
   def with_ones(self, p:Any, ones:Any) -> tuple[Any, Any]:
-    """Returns the operands (A, B) with which the instruction sums P of each lane: a matrix of ones, and P."""
+    """Returns the operands (A, B) with which the instruction sums each lane's elements of P: `ones`, a matrix of ones, and `p`."""
     return ones, p
 
 # ***** NVIDIA *****
 
 @dataclass(frozen=True)
 class Mma:
-  """The instruction mma.sync.m16n8k16 on 16-bit inputs, or m16n8k32 on 8-bit floats, with fp32 accumulation (PTX ISA 9.7.14.5.8 and 9.7.14.5.10),
-  and the addresses from which ldmatrix.x4 (9.7.14.5.15) reads its operands. ldmatrix moves pairs of 8-bit floats as if each were one number of 16
+  """The instruction mma.sync.m16n8k16 on 16-bit inputs, or m16n8k32 on 8-bit floats, with fp32 accumulation (PTX ISA 9.7.14.5.8 and 9.7.14.5.10), and
+  the addresses from which ldmatrix.x4 (9.7.14.5.15) reads its operands. ldmatrix moves pairs of 8-bit floats as if each pair were one number of 16
   bits.
 
-  With S = Q K^T and O = P V a query is a row. A lane holds parts of rows g = lane//4 and g + 8. In each of these rows of C, it holds the columns
-  2*(lane%4) and 2*(lane%4) + 1. The C fragments of `together` neighbouring tiles, packed, are the A fragment of their columns, so P never leaves its
-  lane. For 8-bit floats, a lane then has its columns in another order than the PTX ISA gives them, which does not matter if V has the same order. K
-  is read as it lies in memory. ldmatrix transposes V while it reads V."""
+  Kernels compute S = Q K^T and O = P V, so a query is a row of S. A lane holds elements of two rows of C: g = lane//4 and g + 8. In each of these
+  rows, it holds the columns 2*(lane%4) and 2*(lane%4) + 1. If a lane packs its C fragments of `together` neighbouring tiles of S, it gets its A
+  fragment of P for the product P V. So P never leaves its lane. For 8-bit floats, the lane then has the columns of P in another order than in the PTX
+  ISA. This does not matter if the rows of V have the same order. ldmatrix reads K as it lies in memory, and transposes V while it reads V."""
   name: str       # name of the instruction in the emulator
   ptx: str        # PTX type of A and B
   M: int = 16
@@ -128,7 +129,7 @@ class Mma:
   size: int = 2     # bytes of an element of A and B
   operand_words: int = 4   # dwords of A in a lane
   def with_ones(self, p:Any, ones:Any) -> tuple[Any, Any]:
-    """Returns the operands (A, B) with which the instruction sums the rows of P."""
+    """Returns the operands (A, B) with which the instruction sums each row of P: `p`, and `ones`, a matrix of ones."""
     return p, ones
   @property
   def unit(self) -> int: return UNIT_BYTES//self.size               # elements of a unit
@@ -140,20 +141,21 @@ class Mma:
   def tile_keys(self) -> int: return self.N                         # keys of a tile of scores
   def c_row(self, lane:Int, i:int) -> Int: return lane//self.groups + i*8     # i: which of the two rows
   def key_of(self, h:Int, n:int) -> Int:
-    """Returns the key to which the n-th score of a lane belongs. `h` is the index of the lane among the four lanes that share a row. n counts the
-    lane's scores in one row of S, over a row of tiles of S."""
+    """Returns the key to which the n-th score of a lane belongs. `h` is the index of the lane among the four lanes that share a row of S. A lane has
+    scores of the row in several neighbouring tiles of S, and n counts these scores over all the tiles."""
     return n//self.block*self.N + h*self.block + n%self.block
   def a_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns the address, as (row, unit of 16 bytes), that a lane gives to ldmatrix to read A (16 rows and K columns) from memory that holds rows
-    of A. The result of ldmatrix is a uint4."""
+    """Returns the address, as (row, unit of 16 bytes), that a lane gives to ldmatrix.x4 to read operand A (16 rows and K columns) from memory that
+    holds rows of A. The result of ldmatrix.x4 is a uint4."""
     return lane%16, lane//16
   def b_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns the address, as (row, unit of 16 bytes), that a lane gives to ldmatrix to read B of two tiles from memory that holds rows of B^T: 16
-    rows (keys) and K of their columns, over which the product sums. The result of ldmatrix is a uint4, half of it for each tile."""
+    """Returns the address, as (row, unit of 16 bytes), that a lane gives to ldmatrix.x4 to read the operands B of two neighbouring tiles of C. The
+    memory holds rows of B^T: ldmatrix.x4 reads 16 rows (keys) and K of their columns, over which the product sums. The result is a uint4, half of it
+    for each tile."""
     return lane//16*8 + lane%8, lane//8%2
   def b_transposed_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns the address, as (row, unit of 16 bytes), that a lane gives to ldmatrix to read B of two tiles from memory that holds rows of B: K
-    rows, over which the product sums, and 16 of their columns. ldmatrix transposes them."""
+    """Returns the address, as (row, unit of 16 bytes), that a lane gives to ldmatrix.x4 to read the operands B of two neighbouring tiles of C. The
+    memory holds rows of B: ldmatrix.x4 reads K rows, over which the product sums, and 16 of their columns, and transposes them."""
     return lane%self.K, lane//self.K
 
 MMA_OF_8_BITS: dict[str, Mma] = {"fp8e4m3": Mma("mma_m16n8k32_e4m3", "e4m3", K=32, size=1)}

@@ -1,5 +1,5 @@
-"""NVIDIA's chips. Their matrix instructions are mma.sync and, on Hopper, also wgmma. The forward tiles, and the backward tiles for wgmma, were
-measured on an H200 (docs/nvidia.md)."""
+"""Data of NVIDIA's chips: their matrix instructions (mma.sync, and on Hopper also wgmma), the tables of tile shapes (the sizes by which kernels
+divide their work), and the cards. The forward shapes, and the backward shapes for wgmma, were measured on an H200 (docs/nvidia.md)."""
 from __future__ import annotations
 from attn.chips.family import Card, Chip, Family
 from attn.chips.matrix import MMA

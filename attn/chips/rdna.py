@@ -6,8 +6,9 @@ from attn.chips.shapes import MlaShape, UpTo
 
 def wmma(suffix:str, operand_type:str, block:int, duplicated:bool=False, K:int=16, arguments:str="{a}, {b}, {c}", size:int=2) -> Matrix:
   """Describes one of RDNA's WMMA instructions: C (16 x 16) += A (16 x K) B (K x 16). `suffix` is the end of its builtin's name in clang,
-  `operand_type` the builtin's type for an element of A and B, and `arguments` the text of the builtin's arguments. A lane holds `block` consecutive
-  rows of C at a time. `duplicated` says whether both halves of a wave hold all of A and B."""
+  `operand_type` the builtin's type for an element of A and B, and `arguments` the text of the builtin's arguments. `size` is the number of bytes of
+  an element of A and B. A lane holds the rows of C in groups of `block` consecutive rows. `duplicated` says whether both halves of a wave hold all of
+  A and B."""
   operand = 16*K//32*(1 + duplicated)
   return Matrix(f"wmma_f32_16x16x{K}_{suffix}", 16, 16, K, 32, operand, block, operand_type, arguments, "permlanex16", duplicated, size)
 
@@ -16,6 +17,7 @@ LATENT_ON_RDNA = (UpTo(576, MlaShape(4, 32, 2, q_anew=True, weight_parts=2), bey
                   UpTo(576, MlaShape(2, 32, 2, q_anew=True, weight_parts=2, prefetch=0)))
 
 def caches_of_one_die(l2:int, shared:int, gbs:float) -> Caches:
-  """Describes the caches of a chip that consists of one die: `l2` MB of L2, and `shared` MB of Infinity Cache with a bandwidth of `gbs` GB/s.
-  Workgroups that run together may loop over K and V that fill half of Infinity Cache; Q and O pass through the other half."""
+  """Describes the caches of a chip that consists of one die: `l2` MB of L2, and `shared` MB of Infinity Cache with a bandwidth of `gbs` GB/s. The
+  workgroups that run at the same time should read K and V that fill at most half of Infinity Cache (`Caches.group`). The other half is for Q and O.
+  """
   return Caches(1, l2 << 20, shared << 20, gbs, group=shared << 19)

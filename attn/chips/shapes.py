@@ -1,7 +1,8 @@
-"""Rows of the tables of tiles. A table row gives the shape of a kernel's tile, and says for which problems the kernel may use this shape.
+"""Tile shapes, and the classes of the table rows that choose one. A tile shape has the sizes by which a kernel divides its work over workgroups and
+waves, independent of the problem. A table row gives a tile shape, and says for which problems a kernel may use the shape.
 
-A shape holds the numbers by which a kernel divides its work, whatever the problem. The tile of a problem (attn/kernels/tiles) has these numbers, or
-smaller numbers if the problem has few queries or keys. It also has further fields that depend on the problem."""
+The tile description of a problem (attn/kernels/tiles) is made from a tile shape. It has the same sizes, or smaller sizes if the problem has few
+queries or keys, and further fields that depend on the problem."""
 from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
@@ -13,8 +14,8 @@ from attn.chips.matrix import Matrix
 EVERY = 1000    # number above every release of LLVM: a table row for this release and older ones is for every release
 
 class Burden(IntEnum):
-  """Reason why the loop of a kernel needs more registers than its matrix tiles do: masks, options and score terms (softcap, ALiBi, bias). The members
-  are in order of weight, and each includes the members before it."""
+  """Reason why the loop of a kernel needs more registers than its matrix tiles do: masks, options and score terms (softcap, ALiBi, bias). Later
+  members need more registers. A kernel that has enough registers for one member also has enough for all members before it."""
   PLAIN = 0
   MASK = 1
   OPTIONS = 2
@@ -25,8 +26,8 @@ AnyShape = TypeVar("AnyShape")
 
 @dataclass(frozen=True)
 class UpTo(Generic[AnyShape]):
-  """Row of a table of tiles: a shape for head dimensions up to `up_to`. The other fields, except `matrix`, are conditions that a problem, chip or
-  compiler must fulfil."""
+  """Row of a table of tile shapes: the tile shape `shape`, for head dimensions up to `up_to`. The other fields, except `matrix`, are conditions that
+  a problem, chip or compiler must fulfil."""
   up_to: int
   shape: AnyShape
   _: KW_ONLY
@@ -45,7 +46,7 @@ class UpTo(Generic[AnyShape]):
 
 @dataclass(frozen=True)
 class ForwardShape:
-  """Sizes of a tile of the forward kernels on AMD's matrix units, independent of the problem."""
+  """Tile shape of the forward kernels on AMD's matrix units: the sizes by which they divide their work, independent of the problem."""
   waves: int         # waves of a workgroup, each with its own queries
   q_tiles: int       # tiles of a wave, each with matrix.N queries: the tiles share the K and V operands
   block_n: int       # keys of an iteration
@@ -58,7 +59,8 @@ BOTH = (True, True)     # both tensors of the rows that a workgroup owns are in 
 
 @dataclass(frozen=True)
 class BackwardShape:
-  """Sizes of a tile of a backward kernel on AMD's matrix units, independent of the problem."""
+  """Tile shape of the backward kernels on AMD's matrix units: the sizes by which they divide their work, independent of the problem. A workgroup owns
+  rows (queries, or keys) and loops over tiles of the other rows."""
   waves: int         # waves of a workgroup, each with its own rows
   block_n: int       # rows of an iteration
   own_in_lds: tuple[bool, bool] = (False, False)   # Q and dO, or K and V, are read from LDS in every iteration instead of being kept in registers
@@ -71,7 +73,7 @@ class BackwardShape:
 
 @dataclass(frozen=True)
 class MlaShape:
-  """Sizes of a tile of `mla`, the kernel of latent attention on AMD's matrix units, independent of the problem."""
+  """Tile shape of `mla`, the kernel of latent attention on AMD's matrix units: the sizes by which it divides its work, independent of the problem."""
   row_tiles: int               # tiles of matrix.N queries of a workgroup, over all heads that share a key/value head
   block_n: int                 # keys of an iteration
   key_parts: int               # parts of an iteration's keys for the scores: this many waves have the same queries, and each has one part of the keys
@@ -84,7 +86,7 @@ class MlaShape:
 
 @dataclass(frozen=True)
 class MmaShape:
-  """Sizes of a tile of `forward_mma`, the forward kernel with NVIDIA's mma.sync, independent of the problem."""
+  """Tile shape of `forward_mma`, the forward kernel with NVIDIA's mma.sync: the sizes by which it divides its work, independent of the problem."""
   q_tiles: int                 # tiles of a warp, each with 16 queries: the tiles share the K and V operands
   block_n: int                 # keys of an iteration
   q_in_lds: bool = False       # Q is read from shared memory in every iteration instead of being kept in registers
@@ -93,15 +95,15 @@ class MmaShape:
 
 @dataclass(frozen=True)
 class WgmmaShape:
-  """Sizes of a tile of `forward_wgmma`, the forward kernel with Hopper's wgmma, independent of the problem."""
+  """Tile shape of `forward_wgmma`, the forward kernel with Hopper's wgmma: the sizes by which it divides its work, independent of the problem."""
   groups: int                  # warpgroups of a block, each with 64 queries
   block_n: int                 # keys of an iteration
 
 @dataclass(frozen=True)
 class RatedUpTo(UpTo[WgmmaShape]):
-  """Row of a table of tiles that also says how fast the tile is, in TFLOP/s for a large grid and many keys: `full` without a mask, `causal` with a
-  causal mask. The registers of a multiprocessor have room for `resident` blocks. Besides its loop over keys, a block waits for Q and its first K and
-  V, and stores O. This takes as long as the loop takes for `prologue` keys."""
+  """Row of a table of tile shapes that also says how fast the kernel is with this shape. `full` (without a mask) and `causal` are rates in TFLOP/s
+  for a large grid and many keys. `resident` is the number of blocks for which the registers of a multiprocessor have room. Besides its loop over
+  keys, a block waits for Q and its first K and V, and stores O. This takes as long as the loop over `prologue` keys."""
   resident: int
   full: int
   causal: int
@@ -110,14 +112,16 @@ class RatedUpTo(UpTo[WgmmaShape]):
 
 @dataclass(frozen=True)
 class MlaMmaShape:
-  """Sizes of a tile of `mla_mma`, the kernel of latent attention with NVIDIA's mma.sync, independent of the problem."""
+  """Tile shape of `mla_mma`, the kernel of latent attention with NVIDIA's mma.sync: the sizes by which it divides its work, independent of the
+  problem."""
   row_tiles: int               # tiles of 16 queries of a block, over all heads that share a key/value head
   block_n: int                 # keys of an iteration
   key_parts: int               # parts of an iteration's keys for the scores: this many warps have the same queries, and each has one part of the keys
 
 @dataclass(frozen=True)
 class MmaBackwardShape:
-  """Sizes of a tile of a backward kernel with NVIDIA's mma.sync, independent of the problem."""
+  """Tile shape of the backward kernels with NVIDIA's mma.sync: the sizes by which they divide their work, independent of the problem. A block owns
+  rows (queries, or keys) and loops over tiles of the other rows."""
   row_tiles: int           # tiles of a warp, each with 16 rows: the tiles share the operands that the warp reads
   block_n: int             # rows of an iteration
   part_n: int              # rows of an iteration whose P and dS are computed and used at a time
@@ -126,14 +130,16 @@ class MmaBackwardShape:
 
 @dataclass(frozen=True)
 class WgmmaBackwardShape:
-  """Sizes of a tile of a backward kernel with Hopper's wgmma, independent of the problem."""
+  """Tile shape of the backward kernels with Hopper's wgmma: the sizes by which they divide their work, independent of the problem. A block owns rows
+  (queries, or keys) and loops over tiles of the other rows."""
   groups: int              # warpgroups of a block
   block_n: int             # rows of an iteration
   passes: int = 1          # passes over the queries. 2: dv first and then dk, each with all registers for itself, and S is computed twice
 
 @dataclass(frozen=True)
 class GradientsUpTo(UpTo[WgmmaBackwardShape]):
-  """Row of the table of a backward kernel's tiles: the tile for head dimensions up to a bound. The fields say which problems may take the row."""
+  """Row of a table of tile shapes for a backward kernel with Hopper's wgmma: a tile shape for head dimensions up to a bound, and the problems that
+  may use the shape."""
   _: KW_ONLY
   varied: bool = True            # whether there are registers for a term whose derivative is not 1
   few_queries: int|None = None   # most queries that the table row is for: of one head, or if the kernel owns keys, of all heads that share the keys
@@ -141,18 +147,19 @@ class GradientsUpTo(UpTo[WgmmaBackwardShape]):
 # ***** tiles for a family without tables *****
 
 def cautious(mat:Matrix) -> tuple[UpTo[ForwardShape], ...]:
-  """Makes the table of forward tiles for a family of chips without a measured table. The tiles use the family's preferred matrix instruction, and as
-  few registers as the kernel can use."""
+  """Makes the table of forward tile shapes (the sizes by which a kernel divides its work) for a family of chips for which no shapes were searched or
+  measured. The kernel uses as few registers as possible. `mat` is the matrix instruction."""
   return (UpTo(256, ForwardShape(4, 1, mat.least_keys, q_in_lds=True, fenced=True, prefetch=0)),)
 
 def cautious_backward(mat:Matrix, keys:bool) -> tuple[UpTo[BackwardShape], ...]:
-  """Makes the table of a backward kernel's tiles for a family of chips without a measured table. The tiles use as few registers as the kernel can
-  use. If `keys` is true, each workgroup of the kernel handles a block of keys and loops over queries; otherwise it handles queries and loops over
-  keys."""
+  """Makes the table of a backward kernel's tile shapes (the sizes by which it divides its work) for a family of chips for which no shapes were
+  searched or measured. The kernel uses as few registers as possible. `mat` is the matrix instruction. If `keys` is true, a workgroup of the kernel
+  owns a block of keys and loops over queries; otherwise it owns queries and loops over keys."""
   return (UpTo(256, BackwardShape(2, mat.least_keys, BOTH, fenced=max(1, mat.operand//mat.unit), prefetch=0, sparing=True, passes=1 + keys,
                                   by_item=True)),)
 
 def cautious_latent(mat:Matrix) -> tuple[UpTo[MlaShape], ...]:
-  """Makes the table of tiles for `mla`, the kernel of latent attention on AMD's matrix units, for a family of chips without a measured table. The
-  tiles use as few registers as the kernel can use."""
+  """Makes the table of tile shapes (the sizes by which a kernel divides its work) for `mla`, the kernel of latent attention on AMD's matrix units,
+  for a family of chips for which no shapes were searched or measured. The kernel uses as few registers as possible. `mat` is the matrix instruction.
+  """
   return (UpTo(576, MlaShape(2, 2*mat.least_keys, 2, q_anew=True, weight_parts=2, prefetch=0)),)

@@ -1,5 +1,5 @@
-"""Choice of what computes the gradient of a problem on a chip: the backward kernels, or tinygrad by differentiating `three_pass` (attention in plain
-tensor operations). Each refusal comes with a reason."""
+"""Choice of what computes the gradients of a problem on a chip: the backward kernels, or tinygrad by differentiating `three_pass` (attention in plain
+tensor operations). If the backward kernels are not chosen, the choice says why."""
 from __future__ import annotations
 import itertools, math
 from dataclasses import dataclass, replace
@@ -24,13 +24,13 @@ from attn.tinygrad_compat import UOp
 from attn.values import FLOATS, INTS, cache_of_kernels
 
 def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel that computes dq and delta with the tile `tile`. `dlse` says whether lse has a gradient, too. If `parts` is above 0, the
-  kernel stores this number of fp32 partial results in place of dq."""
+  """Returns the kernel that computes dq and delta, with the tile description `tile`. `dlse` says whether lse has a gradient, too. If `parts` is above
+  0, the kernel stores this number of fp32 partial results in place of dq."""
   return GRADIENT_KERNELS[tile.suffix].dq(p, arch, tile, dlse, parts)
 
 def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel that computes dk and dv with the tile `tile`. If `parts` is above 0, the kernel stores this number of fp32 partial results in
-  place of dk, and as many in place of dv."""
+  """Returns the kernel that computes dk and dv, with the tile description `tile`. If `parts` is above 0, the kernel stores this number of fp32
+  partial results in place of dk, and as many in place of dv."""
   return GRADIENT_KERNELS[tile.suffix].dkdv(p, arch, tile, parts)
 
 def kernels_at_once(tile:AnyBackwardTile) -> AtOnce:
@@ -39,45 +39,45 @@ def kernels_at_once(tile:AnyBackwardTile) -> AtOnce:
   return found
 
 def delta_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False) -> Callable[..., UOp]:
-  """Returns the kernel that runs before the kernel for all gradients with the tile `tile`. The returned kernel computes delta, and sets the fp32
-  accumulator of dQ in memory to 0. `dlse` says whether lse has a gradient, too."""
+  """Returns the kernel that runs before the kernel that computes all gradients at once, whose tile description is `tile`. The returned kernel
+  computes delta, and sets the fp32 accumulator of dQ in memory to 0. `dlse` says whether lse has a gradient, too."""
   return kernels_at_once(tile).delta(p, arch, dlse)
 def all_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel with the tile `tile` that computes dk and dv, and adds dQ to the fp32 accumulator of dQ in memory. If `parts` is above 0, the
-  kernel stores this number of fp32 partial results in place of dk, and as many in place of dv."""
+  """Returns the kernel that computes all gradients at once, with the tile description `tile`. It stores dk and dv, and adds dQ to an fp32 accumulator
+  in memory. If `parts` is above 0, the kernel stores this number of fp32 partial results in place of dk, and as many in place of dv."""
   return kernels_at_once(tile).all(p, arch, tile, parts)
 def finish_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
-  """Returns the kernel that turns the fp32 accumulator of dQ in memory into dq: multiplies it by softmax_scale and rounds it. The returned kernel
-  runs after the kernel with the tile `tile` that `all_of` returns, which adds to the accumulator."""
+  """Returns the kernel that runs after the kernel of `all_of`, whose tile description is `tile`. The returned kernel turns the fp32 accumulator of dQ
+  in memory into dq: multiplies it by softmax_scale and rounds it."""
   return kernels_at_once(tile).finish(p, arch)
 
 def at_once(p:Problem, arch:Chip) -> AtOnceTile|str|None:
-  """Returns the tile of the kernel that computes dq, dk and dv at once. If two kernels compute them instead, returns the reason. Returns None if the
-  matrix unit has no such kernel. Requires that the backward kernels can compute the gradient of `p`."""
+  """Returns the tile description of the kernel that computes dq, dk and dv at once. If two kernels compute them instead, returns the reason as a
+  text. Returns None if the matrix unit has no such kernel. Requires that the backward kernels can compute the gradients of `p`."""
   found = GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].at_once
   return None if found is None else found.tile(p, arch)
 
 def choose_bias_tile(p:Problem, arch:Chip) -> BackwardTile|MmaBackwardTile:
-  """Returns the tile of the kernel that computes dbias on the chip `arch`. Raises NotImplementedError if the chip has no such kernel."""
+  """Returns the tile description of the kernel that computes dbias on the chip `arch`. Raises NotImplementedError if the chip has no such kernel."""
   for gradient in GRADIENT_KERNELS.values():
     if gradient.bias is not None and gradient.lacks(arch) is None: return gradient.bias.tile(p, arch)
   raise NotImplementedError(no_tiles(arch))
 
 def dbias_of(p:Problem, arch:Chip, tile:BackwardTile|MmaBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel that computes dbias with the tile `tile`. If `parts` is above 0, the kernel stores this number of fp32 partial results in
-  place of dbias."""
+  """Returns the kernel that computes dbias, with the tile description `tile`. If `parts` is above 0, the kernel stores this number of fp32 partial
+  results in place of dbias."""
   bias = GRADIENT_KERNELS[tile.suffix].bias
   assert bias is not None
   return bias.program(p, arch, tile, parts)
 
 @dataclass(frozen=True)
 class ChosenKernel:
-  """A kernel that takes part in the computation of gradients.
+  """A kernel that was chosen to compute gradients, or a part of them.
 
-    tile: the tile that was chosen, or None for a kernel that has nothing to choose
-    over: "keys" or "queries": the rows of which the kernel's tiles consist, if `explain` counts these tiles, otherwise ""
-    parts: number of partial results that the kernel stores of each of its gradients; 0: it stores the gradient itself
-    tensor: name of the tensor whose gradient `backward_dbias` sums; "" for other kernels"""
+      tile: the kernel's tile description, or None for a kernel for which there is nothing to choose
+      over: "keys" or "queries": the rows over whose tiles the kernel loops, if `explain` counts these tiles, otherwise ""
+      parts: number of fp32 partial results that the kernel stores for each of its gradients; 0: it stores the gradient itself
+      tensor: name of the tensor whose gradient `backward_dbias` sums; "" for other kernels"""
   name: str
   tile: AnyBackwardTile|None = None
   over: str = ""
@@ -89,13 +89,13 @@ class ChosenKernel:
 
 @dataclass(frozen=True)
 class BackwardChoice:
-  """What computes the gradients of a problem. `chosen` has the kernels in the order in which they run. If it is empty, tinygrad differentiates
+  """What computes the gradients of a problem. `chosen` has the kernels in the order in which they run. If `chosen` is empty, tinygrad differentiates
   `three_pass` (attention in plain tensor operations).
 
       refused: why the backward kernels do not compute the gradients
       memory: bytes of the tensors that the kernels need besides inputs and outputs
-      others: (kernels, reason) for each kind of matrix unit that comes before the chosen one and was refused
-      by_tinygrad: (name of a tensor of floats that score_mod reads, why no kernel sums its gradient)"""
+      others: (names of kernels, why they were not chosen) for each kind of matrix unit that attn would prefer to the chosen one
+      by_tinygrad: (name of a floating-point tensor that score_mod reads, why no kernel computes its gradient)"""
   chosen: tuple[ChosenKernel, ...]
   arch: Chip|None
   refused: str|None = None
@@ -103,19 +103,19 @@ class BackwardChoice:
   others: tuple[tuple[str, str], ...] = ()
   by_tinygrad: tuple[tuple[str, str], ...] = ()
   def why_not(self, kernel:str) -> str|None:
-    """Returns the reason why a backward kernel, such as "backward_dq_mma", was not chosen. None if it was chosen, or if a better kernel was
-    chosen."""
+    """Returns the reason why a backward kernel, such as "backward_dq_mma", was not chosen. Returns None if it was chosen, or if attn prefers the
+    chosen kernel anyway."""
     return next((reason for names, reason in self.others if kernel in names.split(", ")), None)
   @property
   def kernels(self) -> tuple[str, ...]: return tuple(x.name for x in self.chosen)
   @property
   def tiles(self) -> tuple[AnyBackwardTile, ...]|None:
-    """Tiles of the chosen backward kernels. Kernels that have nothing to choose have no tile and are left out. None if tinygrad computes the
-    gradients."""
+    """Tile descriptions of the chosen backward kernels, without the kernels that have none. None if tinygrad computes the gradients."""
     return tuple(x.tile for x in self.chosen if x.tile is not None) or None
   @property
   def parts(self) -> tuple[int, ...]:
-    """How many partial results each kernel in `tiles` stores of its gradients; 0 if it stores the result itself."""
+    """Numbers of fp32 partial results, one number for each kernel in `tiles`: how many partial results the kernel stores for each of its gradients,
+    or 0 if it stores the gradients themselves."""
     return tuple(x.parts for x in self.chosen if x.tile is not None)
   @property
   def at_once(self) -> bool:
@@ -134,19 +134,19 @@ FULL_GRIDS = 4    # most workgroups that parts may add to a kernel's own, counte
 
 @dataclass(frozen=True)
 class Parts:
-  """How many partial results of its gradients each backward kernel stores, so that more workgroups have work; 0 if it stores the result itself. The
-  partial results are fp32 tensors. A further kernel adds the partial results of each gradient, always in the same order.
+  """How many partial results each backward kernel stores for each of its gradients, so that more workgroups have work; 0 if the kernel stores the
+  gradient itself. The partial results are fp32 tensors. A further kernel adds the partial results of each gradient, always in the same order.
 
-      dq, dkdv: for the kernels of these gradients
+      dq, dkdv: for the kernel of dq, and for the kernel of dk and dv
       sums: for each sum of dS that `backward_dbias` computes, in the order of `kernel_sums`"""
   dq: int
   dkdv: int
   sums: tuple[int, ...] = ()
 
 def choose_parts(p:Problem, arch:Chip) -> Parts:
-  """Chooses how many partial results of its gradients each backward kernel stores. It stores more than one if it has fewer workgroups than the chip
-  can work on: then several workgroups compute parts of one gradient, as fp32 numbers, and a further kernel adds them. The time is estimated by the
-  model of `splits.split_heuristic`. To limit the memory for the partial results, a kernel gets at most as many additional workgroups as fill the chip
+  """Chooses how many partial results each backward kernel stores for each of its gradients. A kernel with fewer workgroups than the chip can work on
+  stores several: then several workgroups compute parts of one gradient, as fp32 numbers, and a further kernel adds the parts. The time is estimated
+  by the model of `splits.split_heuristic`. To limit the memory for the parts, a kernel gets at most as many additional workgroups as fill the chip
   FULL_GRIDS times."""
   dq, dkdv = tiles_of(p, arch)
   if arch.serial or not arch.cus: return Parts(0, 0, (0,)*len(kernel_sums(p, arch)))      # nothing is known of such a device
@@ -164,8 +164,8 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
                tuple(parts_of_sum(x, arch) for x in kernel_sums(p, arch)))
 
 def most_seen(p:Problem, over:str) -> int:
-  """Returns the largest number of keys that a query of the problem sees through its window, or, with `over` "queries", the largest number of queries
-  that see a key."""
+  """Returns the largest number of keys that a query sees through the window (over "keys"), or the largest number of queries that see a key (over
+  "queries")."""
   (left, right), rows, columns, offset = (p.window, p.Sq, p.Sk, p.offset) if over == "keys" else (p.window[::-1], p.Sk, p.Sq, -p.offset)
   # The row whose column on the diagonal is `center` sees the columns from center - left to center + right. The next row has the next column.
   best = left if min(left, right) >= 0 else 0 if right < 0 else columns
@@ -174,7 +174,7 @@ def most_seen(p:Problem, over:str) -> int:
   return max(0, last - first + 1)
 
 def parts_of_sum(x:KernelSum, arch:Chip) -> int:
-  """Chooses how many partial results `backward_dbias` stores of its sum; 0: it stores the sum itself."""
+  """Chooses how many partial results `backward_dbias` stores of the sum `x`. 0: it stores the sum itself."""
   share = BiasShare(x.p, x.tile.block_m, x.tile.block_n)
   if share.summed.diagonals: return 0
   found = share.trips if share.uneven else min(share.trips, arch.cus//share.workgroups)
@@ -182,18 +182,19 @@ def parts_of_sum(x:KernelSum, arch:Chip) -> int:
 
 @dataclass(frozen=True)
 class KernelSum:
-  """A sum of dS (the gradients of scores) that `backward_dbias` computes, such as the gradient of a bias. `p` is the problem for which the kernel is
-  made (`problems_of_sums`), `tile` the kernel's tile."""
+  """A sum of dS (the gradients of scores) that `backward_dbias` computes, such as the gradient of a bias. `p` is the problem for which this kernel is
+  made (`problems_of_sums`), and `tile` its tile description."""
   p: Problem
   tile: BackwardTile|MmaBackwardTile
   @property
   def tensor(self) -> str:
-    """Name of the tensor whose gradient the sum is, or is a part of."""
+    """Name of the tensor whose gradient is this sum, or contains it."""
     return sum_over_scores(self.p).name
 
 @cache_of_kernels
 def kernel_sums(p:Problem, arch:Chip) -> tuple[KernelSum, ...]:
-  """Returns the sums of dS (the gradients of scores) that `backward_dbias` computes on a chip. A chip without such a kernel has none."""
+  """Returns the sums of dS (the gradients of scores) that the kernel `backward_dbias` computes for `p`: gradients of a bias or of tensors that
+  score_mod reads. Returns () for a chip without such a kernel."""
   if (bias := GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].bias) is None: return ()
   found = list[KernelSum]()
   for x in problems_of_sums(p):
@@ -203,15 +204,16 @@ def kernel_sums(p:Problem, arch:Chip) -> tuple[KernelSum, ...]:
   return tuple(found)
 
 def tensors_by_tinygrad(p:Problem, arch:Chip) -> dict[str, str]:
-  """Returns the tensors of floats that score_mod reads and whose gradients no kernel sums, by name, each with the reason."""
+  """Returns {name: reason} for each floating-point tensor that score_mod reads and whose gradient no kernel computes, so that tinygrad computes it.
+  The name is "mod_tensor" with a number."""
   by_kernel = {x.tensor for x in kernel_sums(p, arch)}
   numbers = {} if p.score_mod is None else dict.fromkeys(number_of_tensor(u) for u in float_elements(p))
   return {f"mod_tensor{n}": why_not_summed(p, n) or f"no kernel of this unit sums it on {arch.name}" for n in numbers
           if f"mod_tensor{n}" not in by_kernel}
 
 def memory_of(p:Problem, arch:Chip, parts:Parts) -> int:
-  """Returns the number of bytes that the gradients need besides inputs and outputs: for lse and delta of each row, for sums that are divided into
-  parts, and for sums that become gradients of a caller's tensors."""
+  """Returns the number of bytes that the backward kernels need besides inputs and outputs: for lse and delta of each query, for the partial results
+  of gradients, and for the sums of dS from which gradients of score_mod's tensors are made."""
   divided = [dq_arguments(p, parts=parts.dq)["dq"]]*bool(parts.dq)
   if parts.dkdv: divided += [dkdv_arguments(p, parts.dkdv)[name] for name in ("dk", "dv")]
   for x, number in zip(kernel_sums(p, arch), parts.sums):
@@ -221,15 +223,17 @@ def memory_of(p:Problem, arch:Chip, parts:Parts) -> int:
 def nbytes(tensor:tuple[tuple[int, ...], str]) -> int: return (FLOATS | INTS)[tensor[1]].itemsize*math.prod(tensor[0])
 
 def tiles_of(p:Problem, arch:Chip) -> Tiles:
-  """Returns the tiles of the backward kernels for a problem `p`. Requires that the backward kernels can compute the gradient of `p`."""
+  """Returns the tile descriptions of the kernel of dq and of the kernel of dk and dv for a problem `p`. Requires that the backward kernels can
+  compute the gradients of `p`."""
   found = can_differentiate(p, arch)
   assert not isinstance(found, str)
   return found
 
 def can_differentiate(p:Problem, arch:Chip|None) -> Tiles|str:
-  """Returns the tiles of the backward kernels for `p` on `arch`, or the reason why the backward kernels do not compute its gradient: they cannot, or
-  ATTN_KERNEL asks tinygrad to compute it. Raises NotImplementedError if ATTN_KERNEL asks for the backward kernels and they cannot."""
-  if (asked := asked_for()).backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} forces another"
+  """Returns the tile descriptions of the kernel of dq and of the kernel of dk and dv for `p` on `arch`. If these kernels are not used, returns the
+  reason: they cannot compute the gradients, or ATTN_KERNEL asks tinygrad to compute them. Raises NotImplementedError if ATTN_KERNEL asks for backward
+  kernels that cannot compute the gradients."""
+  if (asked := asked_for()).backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} asks for another kernel"
   if isinstance(found := kernel_tiles(p, arch, asked.units), str): check_not_forced(found)
   return found
 
@@ -239,8 +243,9 @@ def check_not_forced(reason:str) -> None:
 
 @cache_of_kernels
 def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> Tiles|str:
-  """Returns the tiles of the best backward kernels for `p` on `arch`, or the reasons why no backward kernels can compute its gradient. Considers only
-  kernels for `units`. Kernels for a matrix unit come before kernels of plain UOps."""
+  """Returns the tile descriptions of the best kernel of dq and the best kernel of dk and dv for `p` on `arch`, or the reasons why no backward kernels
+  can compute the gradients. Considers only kernels for the matrix units `units` (endings of the kernels' names). Prefers kernels for a matrix unit to
+  kernels of plain UOps."""
   if arch is None: return NO_UNIT
   if p.of_8_bits: return f"q, k and v are {p.dtype}: attention of 8-bit floats has no gradient"
   p, reasons = replace(p, num_splits=1), []
@@ -255,7 +260,7 @@ def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> Tile
 
 def by_tinygrad(arch:Chip|None, reason:str) -> BackwardChoice:
   """Returns the BackwardChoice for gradients that tinygrad computes by differentiating `three_pass` (attention in plain tensor operations). `reason`
-  says why the backward kernels do not. Raises NotImplementedError if ATTN_KERNEL asks for the backward kernels."""
+  says why the backward kernels do not compute them. Raises NotImplementedError if ATTN_KERNEL asks for the backward kernels."""
   check_not_forced(reason)
   return BackwardChoice((), arch, reason)
 
@@ -278,9 +283,10 @@ def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   return BackwardChoice((*kernels, *sums), arch, None, memory_of(p, arch, parts), others, tuple(tensors_by_tinygrad(p, arch).items()))
 
 def others_of(p:Problem, arch:Chip, chosen:str) -> tuple[tuple[str, str], ...]:
-  """Returns (kernels, reason) for each kind of matrix unit that comes before the chosen one: why its kernels were not chosen."""
+  """Returns (names of kernels, reason) for each kind of matrix unit that attn prefers to the unit `chosen` (the ending of the chosen kernels' names).
+  The reason says why these kernels were not chosen."""
   asked, p, found = asked_for(), replace(p, num_splits=1), []
   for suffix, gradient in itertools.takewhile(lambda x: x[0] != chosen, GRADIENT_KERNELS.items()):
-    if not isinstance(reason := gradient.tiles(p, arch), str): reason = f"ATTN_KERNEL={asked.backward} forces another"
+    if not isinstance(reason := gradient.tiles(p, arch), str): reason = f"ATTN_KERNEL={asked.backward} asks for another kernel"
     found.append((", ".join(name + suffix for name in BACKWARD_KERNELS), reason))
   return tuple(found)

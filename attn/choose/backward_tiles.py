@@ -1,8 +1,8 @@
-"""Choice of the backward kernels' tiles for a problem on a chip. Each family of chips has tables of tiles. The first row of a table whose tile fits
-the problem and the chip is chosen.
+"""Choice of the backward kernels' tile descriptions for a problem on a chip. Each family of chips has tables of tile shapes (the sizes by which a
+kernel divides its work). The first row of a table that fits the problem and the chip is chosen.
 
-The tables for AMD were made by the number of registers that clang 22 needs, the tables for mma.sync by the number of registers that nvcc 13 needs.
-None of these tables was measured."""
+The shapes in AMD's tables were chosen by the number of registers that clang 22 needs, the shapes for mma.sync by the number of registers that nvcc 13
+needs. The speed of these shapes was not measured."""
 from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ def amd_backward_tile(p:Problem, arch:Chip, keys:bool) -> BackwardTile:
   return _chosen("backward_dq", p, arch, arch.unit.dq, False, arch.unit.plain_dq)
 
 def amd_bias_tile(p:Problem, arch:Chip) -> BackwardTile:
-  """Chooses the tile of AMD's kernel for dbias, from the table of tiles that the kernel for dq uses."""
+  """Chooses the tile description of AMD's kernel for dbias, from the table that the kernel for dq uses."""
   return _chosen("backward_dq", p, arch, arch.unit.dq, False)
 
 def mma_backward_tile(p:Problem, arch:Chip, keys:bool) -> MmaBackwardTile:
@@ -50,8 +50,9 @@ def mma_backward_tile(p:Problem, arch:Chip, keys:bool) -> MmaBackwardTile:
 def mma_bias_tile(p:Problem, arch:Chip) -> MmaBackwardTile: return _chosen_mma("backward_dbias_mma", p, arch, DBIAS_MMA, p.Sq, False)
 
 def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
-  """Chooses the tile of a backward kernel on wgmma: the first row of the table that is for the problem's head dimensions. The tile is for the kernel
-  of dk and dv if `keys` is true, otherwise for the kernel of dq. There is such a row for every problem that the wgmma kernels can compute."""
+  """Chooses the tile description of a backward kernel on wgmma: of the kernel of dk and dv if `keys` is true, otherwise of the kernel of dq. Takes
+  the first row of the kernel's table that is for the problem's head dimensions. There is such a row for every problem that the wgmma kernels can
+  compute."""
   queries, rows = (p.Sq*(p.H//p.Hkv), p.Sk) if keys else (p.Sq, p.Sq)
   table = DKDV_WGMMA if keys else DQ_WGMMA
   found = next(row for row in table if max(p.D, p.Dv) <= row.up_to and (row.varied or not varies(p)) and
@@ -59,8 +60,8 @@ def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
   return WgmmaBackwardTile(**vars(replace(found, groups=min(found.groups, ceildiv(rows, wgmma.M)))), matrix=MMA[p.dtype], keys=keys)
 
 def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
-  """Returns the reason why the wgmma kernels do not compute the gradient of `p` on `arch`, or None if they do. Either wgmma cannot compute the
-  gradient, or the kernels with mma.sync are faster, because their tiles are smaller."""
+  """Returns the reason why the wgmma kernels do not compute the gradients of `p` on `arch`, or None if they do. The reason may be that they cannot,
+  or that the kernels with mma.sync are faster, because they have smaller tiles."""
   if (reason := wgmma_refuses(p, arch)) is not None: return reason
   if p.out_dtype != p.dtype: return f"out_dtype {p.out_dtype}: the dtype of dO must be that of q, k and v, {p.dtype}"
   rows = wgmma.M
@@ -81,9 +82,9 @@ REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of
 
 @dataclass(frozen=True)
 class FasterInOrder:
-  """Describes the problems for which one kernel computes all gradients even with deterministic=True, because adding to dq in a fixed order was
-  measured to be faster than two kernels. `options` and `windows` are those of these problems. `keys` and `blocks` are the least number of keys, and
-  of blocks of keys in all batches and heads together."""
+  """The problems for which one kernel computes all gradients even with deterministic=True: adding to dq in a fixed order was measured to be faster
+  than two kernels. Such a problem has only options in `options`, a window in `windows`, at least `keys` keys, and at least `blocks` blocks of keys in
+  all batches and heads together."""
   options: tuple[str, ...] = USED_AT_ONCE
   windows: tuple[tuple[int, int], ...] = ()
   keys: int = 0
@@ -99,7 +100,8 @@ LEAST_QUERIES = 1024     # of all heads that share keys: no smaller number was t
 LEAST_KEYS = 768
 
 def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
-  """Returns the tile of the kernel on wgmma that computes dq, dk and dv at once. If two kernels compute them instead, returns the reason."""
+  """Returns the tile description of the kernel on wgmma that computes dq, dk and dv at once. If two kernels compute them instead, returns the reason
+  as a text."""
   if (shape := AT_ONCE_WGMMA.get(p.D)) is None or p.Dv > p.D:
     return f"D={p.D}, Dv={p.Dv}: measured to be faster only with D {', '.join(map(str, AT_ONCE_WGMMA))}, and Dv no larger"
   tile = WgmmaBackwardTile(**vars(shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
@@ -123,19 +125,21 @@ def short_of_registers(p:Problem, tile:WgmmaBackwardTile) -> str|None:
   return None
 
 def not_measured(p:Problem, tile:WgmmaBackwardTile) -> str|None:
-  """Returns the reason why two kernels, which were measured, compute the gradients of a problem: the speed of one kernel on wgmma was not measured
-  with the problem's options, window or number of keys. Returns None if there is no such reason."""
+  """Returns the reason why one kernel on wgmma does not compute all gradients of a problem, because its speed was not measured with the problem's
+  options, window or number of keys. Then two kernels compute them, whose speed was measured. Returns None if there is no such reason."""
   options = [x for x in p.options if x not in USED_AT_ONCE]
   if p.window not in (FULL_WINDOW, CAUSAL_WINDOW): options.append(f"window={p.window}")
   if p.Sk % tile.block_m: options.append(f"Sk={p.Sk}, no multiple of {tile.block_m}")
   return f"{options[0]}: right, but its speed was not measured" if options else None
 
 def keys_of_query(p:Problem) -> int:
-  """Returns how many keys a query sees on average, if every sequence is as long as the longest one and no mask_mod hides keys."""
+  """Returns how many keys a query sees on average under the problem's masks. The estimate assumes that every sequence is as long as the longest one,
+  and that mask_mod hides no keys."""
   return p.flops//(2*p.B*p.H*(p.D + p.Dv)*p.Sq)
 
 def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
-  """Returns the tile of the kernel on MFMA that computes dq, dk and dv at once. If two kernels compute them instead, returns the reason."""
+  """Returns the tile description of the kernel on MFMA that computes dq, dk and dv at once. If two kernels compute them instead, returns the reason
+  as a text."""
   if arch.vgprs < REGISTERS_AT_ONCE: return f"a wave of {arch.name} has {arch.vgprs} registers: too few for it"
   if not (shapes := arch.unit.at_once): return f"{arch.name}: it is not predicted to be much faster there"
   if (shape := shapes.get(p.D)) is None or p.Dv != p.D:
@@ -148,9 +152,9 @@ def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   return not_in_order(p, tile, IN_ORDER_MFMA) or too_few_blocks(p, arch, tile) or not_in_lds(p, arch, tile) or tile
 
 def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterInOrder) -> str|None:
-  """Returns the reason why deterministic=True (the same bits in every run) forbids one kernel for all gradients of `p`, so that two kernels compute
-  them. One kernel would have to add to dq in a fixed order (attn/kernels/parts/backward/turns.py), which is slower for most problems. `faster`
-  describes the problems for which the fixed order is faster. Returns None without deterministic=True, and for such a problem."""
+  """Returns the reason why two kernels compute the gradients of `p` with deterministic=True (the same bits in every run), instead of one kernel. With
+  deterministic=True one kernel would have to add to dq in a fixed order (attn/kernels/parts/backward/turns.py), which is slower for most problems.
+  `faster` describes the problems for which it is faster than two kernels. Returns None for these problems, and without deterministic=True."""
   if not p.deterministic: return None
   order = "deterministic=True: adding to dq in a fixed order"
   if (options := [x for x in p.options if x not in faster.options]): return f"{order} was not measured with {options[0]}"
@@ -168,7 +172,8 @@ def too_few_blocks(p:Problem, arch:Chip, tile:AtOnceTile, parts:int=1) -> str|No
   return f"{blocks} blocks of {tile.block_m} keys: fewer than the {arch.cus} compute units of {arch.name}"
 
 def not_in_lds(p:Problem, arch:Chip, tile:AtOnceTile) -> str|None:
-  """Returns a sentence if the tile of the kernel that computes all gradients does not fit into LDS, otherwise None."""
+  """Returns the reason if the kernel that computes all gradients at once, with the tile description `tile`, needs more LDS than a workgroup has,
+  otherwise None."""
   need = tile.lds_bytes(p)
   return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}" if need > arch.lds else None
 
@@ -182,8 +187,9 @@ def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[MmaBackwardSh
   return next(fitting(kernel, p, arch, table, tile, load))
 
 def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> BackwardTile:
-  """Returns the tile that a table row gives for a problem. With `keys` the tile is for the kernel whose workgroups handle keys and loop over queries,
-  otherwise for the kernel whose workgroups handle queries and loop over keys. The tile has no more waves than the rows of the problem need."""
+  """Returns the tile description that a table row gives for a problem. With `keys` it is for the kernel whose workgroups own keys and loop over
+  queries, otherwise for the kernel whose workgroups own queries and loop over keys. A workgroup has no more waves than the rows of the problem need.
+  """
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
   waves = max(1, min(c.waves, ceildiv(p.Sk if keys else p.Sq, mat.N)))
   # dropout, what lse lost to rounding, or a mask that is computed for every score, takes the registers of a prefetched tile
@@ -192,8 +198,8 @@ def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> B
   return BackwardTile(**vars(replace(c, waves=waves, prefetch=prefetch)), matrix=mat, keys=keys)
 
 def _plain(p:Problem, arch:Chip, table:tuple[UpTo[BackwardShape], ...], keys:bool) -> Iterator[UpTo[BackwardShape]]:
-  """Yields the rows of `table` that fit a problem. The table is only for problems without options (bias, softcap, ...). Its rows for dk and dv
-  (`keys`) are only for problems without a mask: with a mask, kernels of these tiles would spend most of their time on moves between registers."""
+  """Yields the rows of `table` that fit a problem. The table is only for problems without options (bias, softcap, ...). If it is the table of dk and
+  dv (`keys`), it is only for problems without a mask: with a mask, these kernels would spend most of their time on moves between registers."""
   if p.options or arch.llvm < PLAIN_LLVM or (keys and any(hiding(p))): return
   for row in (x for x in table if x.up_to == tuned.head_class(p)):
     tile = backward_tile(p, arch, row, keys)

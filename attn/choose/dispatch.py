@@ -1,5 +1,5 @@
-"""Choice of the kernel for a problem on a chip. Each kernel says whether it can compute the problem, and whether another kernel is faster. Each
-refusal comes with a reason."""
+"""Choice of the kernel for a problem on a chip. The table KERNELS has a row for each forward kernel: whether the kernel can compute a problem, and
+whether another kernel is faster. For each kernel that is not chosen, the choice says why."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
@@ -40,13 +40,15 @@ STAGGERED_UP_TO = 128  # largest head dimension: three tiles of K and of V fill 
 
 @dataclass(frozen=True)
 class Work:
-  """The way in which a kernel divides a problem: its tile (None if tinygrad makes the schedule), and the number of key ranges (KV splits)."""
+  """The way in which a kernel divides a problem: its tile description (None if tinygrad makes the schedule), and the number of key ranges (KV
+  splits)."""
   tile: AnyTile|None
   splits: int = 1
 
 @dataclass(frozen=True)
 class Choice:
-  """The kernel that computes a problem, and the reasons against the kernels that come before it in the list KERNELS."""
+  """The kernel that computes a problem, and for each kernel that attn would prefer (that comes before it in the table KERNELS) the reason why it was
+  not chosen."""
   kernel: str
   work: Work
   arch: Chip|None
@@ -54,7 +56,8 @@ class Choice:
   memory: tuple[tuple[str, int], ...] = ()    # (kernel, bytes besides inputs and outputs) for the chosen kernel and for three_pass
   grid: str = ""                              # how the kernel's workgroups fill the chip, in words
   def why_not(self, kernel:str) -> str|None:
-    """Returns the reason why `kernel` was not chosen. None if it was chosen, or if it comes after the chosen kernel in KERNELS."""
+    """Returns the reason why `kernel` was not chosen. Returns None if it was chosen, or if it comes after the chosen kernel in the table KERNELS,
+    which has the preferred kernels first."""
     return dict(self.refused).get(kernel)
   def __str__(self) -> str:
     packed = ", GQA packed" if self.work.tile is not None and self.work.tile.pack_gqa else ""
@@ -68,11 +71,11 @@ class Choice:
 
 # ***** problems that a kernel cannot compute, on a chip that has the kernel's unit *****
 
-def plain_only(p:Problem, *but:str) -> str|None:
-  """Returns the reason why `p` has an option that a kernel does not support. The kernel supports no options except those named in `but`. Returns None
-  if the kernel supports all options of `p`."""
+def plain_only(p:Problem, *supported:str) -> str|None:
+  """Returns the reason why a kernel that supports only the options `supported` cannot compute `p`: an option of `p` that is not among them, or 8-bit
+  inputs. Returns None if there is no such reason."""
   if p.of_8_bits: return f"q, k and v are {p.dtype}: this kernel multiplies only {' and '.join(MMA)}"
-  options = [x for x in (*p.options, *["num_splits"]*(p.num_splits > 1)) if x not in but]
+  options = [x for x in (*p.options, *["num_splits"]*(p.num_splits > 1)) if x not in supported]
   return f"{options[0]}: this kernel does not support it" if options else None
 
 def dual_wave_refuses(p:Problem, arch:Chip) -> str|None:
@@ -104,17 +107,17 @@ def never(p:Problem, arch:Chip) -> None: return None
 TileOf = Callable[[Problem, Chip], Any]     # returns a kernel's tile for a problem, or raises NotImplementedError if none fits
 
 def whole(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns a kernel's `Work` (its tile, and one key range) if the kernel can compute the problem without dividing the keys, otherwise the reason why
-  not. `tile_of` is a function that chooses the tile."""
+  """Returns a kernel's `Work` (its tile description, and one key range) if the kernel can compute the problem without dividing the keys, otherwise
+  the reason why not. `tile_of` is a function that chooses the tile description."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if (asked := min(p.num_splits, splits.key_tiles(p, tile))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
   return Work(tile)
 
 def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns a kernel's `Work` (its tile and the number of key ranges) with at least two key ranges, or the reason why the keys are not divided.
-  `tile_of` is a function that chooses the tile. The number of ranges is num_splits. For num_splits=0 an occupancy model chooses this number
-  (`split_heuristic`)."""
+  """Returns a kernel's `Work` (its tile description and the number of key ranges) with at least two key ranges, or the reason why the keys are not
+  divided. `tile_of` is a function that chooses the tile description. The number of ranges is num_splits. For num_splits=0 an occupancy model chooses
+  this number (`split_heuristic`); a batch-invariant problem has one range for every INVARIANT_KEYS keys."""
   if p.num_splits == 1: return "num_splits=1 asks for no split"
   if isinstance(work := whole(replace(p, num_splits=1), arch, tile_of), str): return work
   assert work.tile is not None
@@ -127,9 +130,9 @@ def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile_of(replace(p, num_splits=number), arch), number)
 
 def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the `Work` (the tile and the number of key ranges) of the kernel `tiled`, which is made of plain UOps, or the reason why this kernel
-  cannot compute the problem. `tile_of` is a function that chooses the tile. The number of key ranges is num_splits. For num_splits=0 an occupancy
-  model chooses this number (`split_heuristic`)."""
+  """Returns the `Work` (the tile description and the number of key ranges) of the kernel `tiled`, which is made of plain UOps, or the reason why this
+  kernel cannot compute the problem. `tile_of` is a function that chooses the tile description. The number of key ranges is num_splits. For
+  num_splits=0 an occupancy model chooses this number (`split_heuristic`)."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if arch.serial and (reason := too_many_parts(p, arch, math.prod(blocks_of_queries(p, tile)), p.all_heads)) is not None: return reason
@@ -137,8 +140,8 @@ def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile, splits.resolve(replace(p, num_splits=p.num_splits or int(not arch.cus)), arch, tile).num_splits)
 
 def by_tensors(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the `Work` of `three_pass` (no tile, and one key range), tensor operations that tinygrad schedules, or the reason why they cannot compute
-  the problem. `tile_of` is not used."""
+  """Returns the `Work` of `three_pass`, which computes attention in tensor operations that tinygrad schedules: no tile description, and one key
+  range. If `three_pass` cannot compute the problem, returns the reason. `tile_of` is not used."""
   if p.num_splits > 1: return f"num_splits={p.num_splits}: three_pass supports no key ranges"
   return Work(None)
 
@@ -148,8 +151,8 @@ def of_grid(p:Problem, arch:Chip, tile:AnyTile) -> str:
   return f"{splits.workgroups(p, tile)} workgroups, {splits.key_tiles(p, tile)} key tiles, {arch.cus} compute units"
 
 def grid_told(p:Problem, arch:Chip|None, work:Work) -> str:
-  """Returns a text that says how the workgroups of a kernel fill a chip. It names the numbers of workgroups, waves and compute units, and the
-  percentages of rows and keys that are padding."""
+  """Returns a sentence for `explain` that says how well the kernel's workgroups fill a chip: the numbers of workgroups, waves and compute units, and
+  the percentages of rows and keys that are padding."""
   if arch is None or (tile := work.tile) is None: return ""
   rows, keys = (f"{100*x:.0f} %" for x in splits.padding(p, tile))
   units = f" on {arch.cus} compute units" if arch.cus else ""
@@ -196,7 +199,7 @@ def wgmma_slower(p:Problem, arch:Chip) -> str|None:
 
 @dataclass(frozen=True)
 class ForwardKernel:
-  """Row of KERNELS: a forward kernel with the functions by which dispatch chooses it."""
+  """Row of the table KERNELS: a forward kernel, and the functions that say whether and how it computes a problem."""
   refuses: Callable[[Problem, Chip], str|None]                              # why it cannot compute a problem on a chip that has its unit, or None
   tile: TileOf
   program: Callable[[Problem, Chip, Any], Callable[..., UOp]]|None          # makes the kernel of a tile; None: tensor operations
@@ -206,12 +209,12 @@ class ForwardKernel:
   ranges: bool = False      # whether split_kv may give it ranges of the keys
   general: bool = False     # whether it takes every problem that its unit can compute: then its reason says more than those of other kernels
   def can(self, p:Problem, arch:Any) -> Work|str:
-    """Returns the kernel's `Work` (its tile and the number of key ranges) for a problem on a chip, or the reason why the kernel cannot compute the
-    problem."""
+    """Returns the kernel's `Work` (its tile description and the number of key ranges) for a problem on a chip, or the reason why the kernel cannot
+    compute the problem."""
     return self.lacks(arch) or self.refuses(p, arch) or self.divide(p, arch, self.tile)
 
 def choose_tile(p:Problem, arch:Chip) -> AnyTile:
-  """Returns the tile of the chip's best forward kernel for `p`. Raises NotImplementedError, with the reason, if there is none."""
+  """Returns the tile description of the chip's best forward kernel for `p`. Raises NotImplementedError, with the reason, if there is none."""
   refusals = []
   for kernel in KERNELS.values():
     if not kernel.ranges: continue
@@ -221,7 +224,7 @@ def choose_tile(p:Problem, arch:Chip) -> AnyTile:
   raise NotImplementedError(most_telling(refusals))
 
 def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
-  """Returns the forward kernel that uses the tile `tile`. With p.num_splits > 1, the kernel divides the keys into p.num_splits ranges."""
+  """Returns the forward kernel with the tile description `tile`. With p.num_splits > 1, the kernel divides the keys into p.num_splits ranges."""
   program = KERNELS[tile.kernel].program
   assert program is not None
   return program(p, arch, tile)
@@ -240,14 +243,14 @@ KERNELS: dict[str, ForwardKernel] = {
   "three_pass": ForwardKernel(tensors_refuse, never, None, divide=by_tensors)}
 
 def can(name:str, p:Problem, arch:Chip|None) -> Work|str:
-  """Returns the `Work` (the tile and the number of key ranges) of the kernel `name` for `p` on `arch`, or the reason why the kernel cannot compute
-  `p` there."""
+  """Returns the `Work` (the tile description and the number of key ranges) of the kernel `name` for `p` on `arch`, or the reason why the kernel
+  cannot compute `p` there."""
   return NO_UNIT if arch is None and KERNELS[name].program is not None else KERNELS[name].can(p, arch)
 
 @cache_of_kernels
 def program_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
-  """Returns the kernel chosen for `p`, as a function of the placeholders that `tensors.arguments(p)` names. Equal arguments return the identical
-  function. Raises NotImplementedError if tensor operations are chosen instead of a kernel."""
+  """Returns the kernel chosen for `p`, as a function of UOps that stand for its tensors (placeholders, in the order of `tensors.arguments(p)`). Equal
+  arguments return the identical function. Raises NotImplementedError if tensor operations are chosen instead of a kernel."""
   program = KERNELS[choice.kernel].program
   if program is None or choice.arch is None:
     raise NotImplementedError(f"{choice.kernel} is no single kernel: use attn.attention, which runs it as tensor operations")
@@ -261,14 +264,14 @@ def combine_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
   return (lambda *args: plain(merge(*args))) if choice.kernel == "tiled" else merge
 
 def memory_of_forward(name:str, p:Problem, work:Work) -> int:
-  """Returns the least number of bytes that forward needs besides inputs and outputs: for the partial results of key ranges, or for the score matrix
-  of `three_pass` (attention in plain tensor operations)."""
+  """Returns the number of bytes that the forward kernel `name` needs at least, besides inputs and outputs: for the partial results of key ranges, or
+  for the score matrix of `three_pass` (attention in plain tensor operations)."""
   if name == "three_pass": return 4*p.H*(p.total_q*p.total_k if p.varlen else p.B*p.Sq*p.Sk)
   return 4*p.rows*(p.Dv + 1)*work.splits if work.splits > 1 else 0
 
 def single_kernel(p:Problem, arch:Chip) -> tuple[Callable[..., UOp], AnyTile]:
-  """Returns the single kernel that computes `p`, as a function of its placeholders, and its tile. Raises NotImplementedError if `p` takes more than
-  one kernel."""
+  """Returns the one kernel that computes `p` without dividing the keys, as a function of UOps that stand for its tensors (placeholders), and its tile
+  description. Raises NotImplementedError if tensor operations would compute `p`."""
   choice = choose(p := replace(p, num_splits=1), arch)
   if choice.work.tile is None:
     raise NotImplementedError(f"no single kernel takes this problem: {'; '.join(f'{name}: {reason}' for name, reason in choice.refused)}")
@@ -279,18 +282,18 @@ def asked_for() -> Forced:
   return forced(tuple(KERNELS))
 
 def choose(p:Problem, arch:Chip|None) -> Choice:
-  """Chooses the first kernel that can compute `p` on `arch` and that is not slower than another kernel. With arch=None the device has none of attn's
-  kernels. If ATTN_KERNEL names a kernel, chooses that kernel, even if another one is faster.
+  """Chooses the first kernel of the table KERNELS that can compute `p` on `arch` and that is not slower than another kernel. If ATTN_KERNEL names a
+  kernel, chooses that kernel, even if another one is faster. `arch` is None for a device on which none of attn's kernels runs.
 
-  Raises NotImplementedError, with every reason, if no kernel can compute `p`, or if the named kernel cannot. Raises ValueError if ATTN_KERNEL names
-  no kernel."""
+  Raises NotImplementedError, with every reason, if no kernel can compute `p`, or if the named kernel cannot. Raises ValueError if ATTN_KERNEL is not
+  the name of a kernel."""
   return _choose(p, arch, asked_for().forward)
 
 LONG_SEQUENCE = 256     # queries of a sequence that counts as long
 
 def one_of_any_batch(p:Problem) -> Problem:
-  """Replaces a batch-invariant problem by one that does not depend on the batch, so that dispatch chooses the same kernel for every batch. The new
-  problem has a single sequence, with LONG_SEQUENCE queries if sequences are packed. Returns any other problem unchanged."""
+  """Returns the problem for which dispatch chooses the kernel. For a batch-invariant problem it is one that does not depend on the batch, so that
+  every batch gets the same kernel: a single sequence, with LONG_SEQUENCE queries if sequences are packed. Any other problem is returned unchanged."""
   if not p.batch_invariant: return p
   if not p.varlen: return replace(p, B=1)
   return replace(p, B=1, Sq=LONG_SEQUENCE, offset=p.offset + p.Sq - LONG_SEQUENCE if not p.top_left else 0)
@@ -301,7 +304,7 @@ def _choose(p:Problem, arch:Chip|None, wanted:str) -> Choice:
   for name, kernel in KERNELS.items():
     work, slower = can(name, p, arch), None
     if isinstance(work, str): refused.append((name, work))
-    elif wanted and name != wanted: refused.append((name, f"ATTN_KERNEL={wanted} forces another"))
+    elif wanted and name != wanted: refused.append((name, f"ATTN_KERNEL={wanted} asks for another kernel"))
     elif not wanted and arch is not None and (slower := kernel.slower(p, arch)) is not None: refused.append((name, slower))
     else:
       memory = tuple((x, memory_of_forward(x, p, work)) for x in dict.fromkeys((name, "three_pass")))

@@ -1,5 +1,5 @@
-"""Reading of the environment variable ATTN_KERNEL. It names the kernel that computes attention, the way in which the gradient is computed, or first
-one and then the other with a comma between."""
+"""Reads the environment variable ATTN_KERNEL. Its value is the name of a forward kernel, or a name that says how gradients are computed, or both with
+a comma between them."""
 from __future__ import annotations
 import functools, os
 from collections.abc import Iterator, Sequence
@@ -10,8 +10,8 @@ BY_TINYGRAD = "backward_three_pass"      # tinygrad computes the gradient from t
 UNITS = tuple(GRADIENT_KERNELS)          # units that have backward kernels, as the endings of the kernels' names
 
 def together_on(unit:str) -> Iterator[str]:
-  """Returns the names of the backward kernels that together compute gradients on a kind of matrix unit. A name without an ending such as _mma is the
-  name of AMD's kernel; it also stands for the corresponding kernel on every other unit."""
+  """Yields the names of backward kernels that may stand in ATTN_KERNEL for the kind of matrix unit `unit`, an ending of names such as "_mma". A name
+  without an ending stands for the corresponding kernel on every unit."""
   for suffix in ("", unit): yield from (name + suffix for name in BACKWARD_KERNELS)
   if (bias := GRADIENT_KERNELS[unit].bias) is not None:
     for suffix in ("", bias.suffix): yield BIAS_KERNEL + suffix
@@ -21,15 +21,15 @@ WAYS = {name: tuple(unit for unit in UNITS if name in together_on(unit)) for uni
 
 @dataclass(frozen=True)
 class Forced:
-  """Names of the kernels that ATTN_KERNEL asks for; "" where it leaves the choice to dispatch. The name of one backward kernel stands for all
-  backward kernels that run together with it, on one of the `units`."""
+  """The kernels that ATTN_KERNEL asks for: the name of a forward kernel, and the name of a backward kernel. A name is "" if dispatch may choose. A
+  backward kernel is asked for together with the other backward kernels of its matrix unit; `units` are the units that are possible."""
   forward: str
   backward: str
   units: tuple[str, ...] = UNITS
 
 def forced(kernels:Sequence[str]) -> Forced:
-  """Reads the names in ATTN_KERNEL. `kernels` lists the names of the forward kernels. Raises ValueError for an unknown name, and for names that
-  cannot be used together."""
+  """Reads ATTN_KERNEL. `kernels` has the names of the forward kernels. Raises ValueError for an unknown name, and for names that cannot be used
+  together."""
   return _parsed(os.environ.get("ATTN_KERNEL", ""), tuple(kernels))
 
 @functools.cache

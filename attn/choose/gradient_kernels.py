@@ -1,5 +1,5 @@
-"""Kernels that compute gradients. For each kind of matrix unit, one record says which problems its kernels refuse, which tiles they use, and which
-functions make the kernels."""
+"""The table of the kernels that compute gradients. It has a row for each kind of matrix unit: which problems the unit's kernels refuse, which tile
+descriptions they use, and which functions make the kernels."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
@@ -37,7 +37,7 @@ Tiles = tuple[AnyBackwardTile, AnyBackwardTile]     # tiles of the kernel of dq,
 LEAST_KEPT = 2.0**-14     # least probability with which dropout may keep an element, if P is rounded to float16
 
 def beyond_float16(p:Problem) -> str|None:
-  """Returns the reason why P after dropout, P/(1 - dropout_p), may be too large for float16. None if it always fits."""
+  """Returns the reason if weights after dropout, P/(1 - dropout_p), may be too large for float16, otherwise None."""
   if p.kept >= LEAST_KEPT: return None
   return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be too large for float16 if dropout_p is above {1 - LEAST_KEPT}"
 
@@ -47,15 +47,15 @@ def tiled_backward_refuses(p:Problem, arch:Chip) -> str|None:
 
 @dataclass(frozen=True)
 class BiasKernel:
-  """The kernel that computes dbias, which runs beside the other backward kernels of the same matrix unit."""
+  """The kernel that computes dbias. It runs after the kernels of dq, dk and dv of the same matrix unit."""
   suffix: str                                                       # ending of its name
   tile: Callable[[Problem, Chip], BackwardTile|MmaBackwardTile]     # raises NotImplementedError
   program: Callable[..., Callable[..., UOp]]
 
 @dataclass(frozen=True)
 class AtOnce:
-  """The kernels that compute dq, dk and dv at once, in place of two kernels. The first sets the fp32 accumulator of dQ in memory to 0. The second
-  computes dk and dv, and adds to the accumulator. The third turns the accumulator into dq."""
+  """Three kernels that compute dq, dk and dv, in place of one kernel for dq and one for dk and dv. `delta` computes delta and sets the fp32
+  accumulator of dQ in memory to 0. `all` computes dk and dv, and adds dQ to the accumulator. `finish` turns the accumulator into dq."""
   tile: Callable[[Problem, Chip], AtOnceTile|str]            # the tile of the second one, or the reason why two kernels compute the gradients
   delta: Callable[..., Callable[..., UOp]]
   all: Callable[..., Callable[..., UOp]]
@@ -63,7 +63,8 @@ class AtOnce:
 
 @dataclass(frozen=True)
 class GradientKernels:
-  """Row of GRADIENT_KERNELS: the kernels that together compute gradients on one unit, with the functions by which dispatch chooses them."""
+  """Row of the table GRADIENT_KERNELS: the kernels that together compute gradients on one kind of matrix unit, and the functions that say whether and
+  how they do it."""
   refuses: Callable[[Problem, Chip], str|None]                      # why they cannot differentiate a problem on a chip that has their unit, or None
   tile: Callable[[Problem, Chip, bool], AnyBackwardTile]            # tile of the kernel that owns queries, or keys (True); raises NotImplementedError
   dq: Callable[..., Callable[..., UOp]]
@@ -74,7 +75,8 @@ class GradientKernels:
   general: bool = False                                             # as in `dispatch.ForwardKernel`
 
   def tiles(self, p:Problem, arch:Chip) -> Tiles|str:
-    """Returns the kernels' tiles for a problem on a chip, or the reason why the kernels cannot compute its gradient."""
+    """Returns the tile descriptions of the kernel of dq and of the kernel of dk and dv for a problem on a chip, or the reason why the kernels cannot
+    compute its gradients."""
     if (reason := self.lacks(arch) or self.refuses(p, arch)) is not None: return reason
     try:
       tiles = self.tile(p, arch, False), self.tile(p, arch, True)

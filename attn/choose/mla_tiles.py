@@ -1,5 +1,5 @@
-"""Choice of tiles for the kernels of latent attention: mla (on AMD's matrix units) and mla_mma (with NVIDIA's mma.sync). In latent attention the rows
-of O and K are too long for one wave, so several waves share each row."""
+"""Choice of tile descriptions (the sizes by which a kernel divides its work) for the kernels of latent attention: mla on AMD's matrix units, and
+mla_mma with NVIDIA's mma.sync. In latent attention the rows of O and K are too long for one wave, so several waves share each row."""
 from __future__ import annotations
 from typing import Any
 from attn.cache import tuned
@@ -30,8 +30,8 @@ def latent_refuses(p:Problem, arch:Chip) -> str|None:
   return next((f"{name}={value}: this kernel supports at most {UP_TO[name]}" for name, value in widths if value > UP_TO[name]), None)
 
 def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
-  """Makes the tile of mla, the kernel of latent attention on AMD's matrix units, from a row of the table of tiles. Raises ValueError if the chip
-  lacks the row's matrix instruction, or if the tile's keys cannot be divided into whole tiles of the matrix instruction."""
+  """Makes the tile description of mla, the kernel of latent attention on AMD's matrix units, from a row of a table of tile shapes. Raises ValueError
+  if the chip lacks the row's matrix instruction, or if the keys of an iteration cannot be divided into parts of whole matrix instructions."""
   if row.matrix >= len(matrices := arch.matrix[p.dtype]): raise ValueError(f"matrix={row.matrix}: {arch.name} has {len(matrices)} for {p.dtype}")
   tile = MlaTile(**vars(row.shape), matrix=matrices[row.matrix])
   for name, parts in (("key_parts", tile.key_parts), ("weight_parts", tile.weight_parts)):
@@ -40,17 +40,17 @@ def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
   return tile
 
 def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:
-  """Makes the tile of mla_mma, the kernel of latent attention with NVIDIA's mma.sync, from a row of the table of tiles. Raises ValueError if the
-  number of keys that a warp computes is not a multiple of two matrix tiles."""
+  """Makes the tile description of mla_mma, the kernel of latent attention with NVIDIA's mma.sync, from a row of a table of tile shapes. Raises
+  ValueError if the number of keys for which a warp computes scores in an iteration is not a multiple of 16, two matrix tiles."""
   tile = MlaMmaTile(**vars(row.shape), matrix=MMA[p.dtype])
   if tile.block_n//tile.key_parts % (least := 2*tile.matrix.N):
     raise ValueError(f"key_parts={tile.key_parts}: must divide block_n={tile.block_n} keys into parts of a multiple of {least}")
   return tile
 
 def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
-  """Makes a tile of a kernel of latent attention (mla or mla_mma) from a row that a search found, or that the file of fastest tiles holds. Raises
-  ValueError if the tile's keys cannot be divided into the matrix instruction's tiles, if LDS has no room for the tile, or if mla_mma has more warps
-  than O has columns for: every warp must multiply P with columns of V."""
+  """Makes the tile description of a kernel of latent attention (mla or mla_mma) from a tile shape that a search found, or that was read from the file
+  of the fastest shapes. Raises ValueError if the shape is impossible: if its keys cannot be divided into the matrix instruction's tiles, if LDS has
+  no room for its tiles, or if mla_mma has so many warps that some would get no columns of O to compute."""
   tile = of_mla_mma(row, arch, p) if arch.unit.mma else of_mla(row, arch, p)
   if isinstance(tile, MlaMmaTile) and tile.waves > (most := max(1, fragments(p.Dv, tile.matrix)//LINE)):
     raise ValueError(f"{tile.waves} warps: must be at most {most}, because O has {p.Dv} columns and a warp computes at least {LINE*tile.matrix.N}")
@@ -60,13 +60,13 @@ def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
 ENTRY = "mla"       # name of the entry in the file of kept tiles
 
 def mla_tile(p:Problem, arch:Chip) -> MlaTile:
-  """Chooses the tile of mla, the kernel of latent attention on AMD's matrix units: the tile that a search with TUNE=1 found, or else the first tile
-  of the table that fits."""
+  """Chooses the tile description of mla, the kernel of latent attention on AMD's matrix units: the one that a search with TUNE=1 found, or else the
+  first one of the table that fits."""
   rows = (*tuned.kept_rows(p, arch, ENTRY, MlaShape, checked_latent), *(arch.unit.latent or cautious_latent(arch.matrix[p.dtype][0])))
   return next(fitting("mla", p, arch, rows, lambda row: of_mla(row, arch, p)))
 
 def mla_mma_tile(p:Problem, arch:Chip) -> MlaMmaTile:
-  """Chooses the tile of mla_mma, the kernel of latent attention with NVIDIA's mma.sync: the tile that a search with TUNE=1 found, or else the first
-  tile of the table that fits."""
+  """Chooses the tile description of mla_mma, the kernel of latent attention with NVIDIA's mma.sync: the one that a search with TUNE=1 found, or else
+  the first one of the table that fits."""
   rows = (*tuned.kept_rows(p, arch, ENTRY, MlaMmaShape, checked_latent), *(LATENT_STORED_MMA if p.stored else LATENT_MMA))
   return next(fitting("mla_mma", p, arch, rows, lambda row: of_mla_mma(row, arch, p)))

@@ -1,4 +1,4 @@
-"""Reasons why kernels refuse problems: the chip lacks the unit that a kernel needs, or no kernel for this unit can compute the problem."""
+"""Reasons why kernels refuse problems: the chip lacks the matrix unit that a kernel needs, or no kernel for this unit can compute the problem."""
 from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ MATRIX_DTYPES = ("float16", "bfloat16")
 WITH_TILES = [name for name, family in FAMILIES.items() if family.matrix]
 
 def lacks_nothing(arch:Chip) -> None:
-  """Returns None: every chip runs kernels of plain UOps."""
+  """Says that a chip lacks nothing that kernels of plain UOps need, for every chip runs them. Returns None, where such a function for other kernels
+  may return a reason."""
 
 def no_tiles(arch:Chip) -> str|None:
   return None if arch.matrix else f"{arch.name}: AMD's kernels have no tile for its matrix unit; they have some for {', '.join(WITH_TILES)}"
@@ -32,13 +33,13 @@ NO_UNIT = f"none of the kernels runs on this device; they know {', '.join(CHIPS)
 CONVERTED = ("int8", "fp8e4m3", "fp8e4m3fnuz")     # formats of stored rows that kernels convert: int8 on every chip, a chip's own floats on this chip
 
 def unconverted(p:Problem, arch:Chip) -> str|None:
-  """Returns a sentence if k and v are stored in a format that kernels cannot convert on a chip, otherwise None."""
+  """Returns the reason if k and v are stored in a format that no kernel on the chip converts, otherwise None."""
   able = [x for x in CONVERTED if x in ("int8", arch.fp8)]
   return f"stored={p.stored!r}: {arch.name} converts {' and '.join(able)}" if p.stored not in ("", *able) else None
 
 def bits_refused(p:Problem, arch:Chip, able:bool) -> str|None:
-  """Returns the reason why a chip cannot multiply q, k and v of 8 bits, or None if it can or if they have more bits. `able` says whether a kernel
-  for the chip's matrix unit multiplies the chip's own 8-bit floats."""
+  """Returns the reason why kernels on a chip cannot multiply q, k and v of 8 bits. Returns None if they can, or if q, k and v have more bits. `able`
+  says whether a kernel for the chip's matrix unit multiplies the format of 8-bit floats that this chip has."""
   if not p.of_8_bits or (able and p.dtype == arch.fp8): return None
   if able: return f"q, k and v are {p.dtype}: the 8-bit floats of {arch.name} are {arch.fp8}"
   return f"q, k and v are {p.dtype}: {arch.name} multiplies no 8-bit floats; {ABLE_WITH_8_BITS}. Convert them to bfloat16"
@@ -46,7 +47,7 @@ def bits_refused(p:Problem, arch:Chip, able:bool) -> str|None:
 def latent_of_8_bits(p:Problem) -> str|None:
   return f"stored={p.stored!r} with v_dim: the kernels for latent attention read such a cache" if p.stored and p.v_in_k else None
 def torn_rows(p:Problem, unit:int) -> str|None:
-  """Returns a sentence if rows are not made of whole 16-byte units, which have `unit` elements, otherwise None."""
+  """Returns the reason if rows of q, k or v are not made of whole 16-byte units, which have `unit` elements, otherwise None."""
   found = [f"{name}={width}: must be a multiple of {unit}" for name, width in (("D", p.D), ("Dv", p.Dv)) if width % unit]
   return found[0] if found else None
 
@@ -77,20 +78,20 @@ def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
 MOST_PARTS = 8192    # half of the commands that tinygrad's queue for a CPU holds
 
 def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
-  """Returns the reason why a device that computes one block after another, such as a CPU, cannot compute `blocks` blocks of rows for each of `heads`
-  heads of all batches. Returns None if it can."""
+  """Returns the reason why a device that computes one block after another, such as a CPU, cannot compute a kernel with `blocks` blocks of rows for
+  each head and `heads` heads in all batches together: tinygrad's queue has no room for so many commands. Returns None if the device can."""
   if (parts := serial_items(p, blocks, heads)[0]) <= MOST_PARTS: return None
   return f"{parts} blocks of rows: {arch.name} takes at most {MOST_PARTS}, because tinygrad gives each its own command"
 
 @dataclass(frozen=True)
 class Refusal:
-  """The reason why a kernel cannot compute a problem, and two facts by which `most_telling` picks the most helpful reason: whether the chip has the
-  unit that the kernel needs, and whether the kernel is general (takes every problem that its unit can compute)."""
+  """The reason why a kernel cannot compute a problem. `present` and `general` help `most_telling` to pick the most helpful one of several reasons. A
+  general kernel takes every problem that its unit can compute."""
   present: bool     # whether the chip has the kernel's unit
   general: bool     # as in `dispatch.ForwardKernel`
   reason: str
 
 def most_telling(refusals:Sequence[Refusal]) -> str:
-  """Returns the reason that helps a user most. Prefers the reasons of kernels whose matrix unit the chip has. Among these, prefers the reasons of
-  general kernels to those of special ones."""
+  """Returns the reason that helps a user most: of a kernel whose matrix unit the chip has, and if possible of a general kernel (one that takes every
+  problem that its unit can compute)."""
   return max(refusals, key=lambda x: (x.present, x.general)).reason

@@ -1,8 +1,7 @@
-"""The number of key ranges into which a problem is divided: the occupancy model behind num_splits=0.
+"""Choice of the number of key ranges (KV splits) into which a problem is divided: the occupancy model for num_splits=0.
 
-In decoding, B*H heads of Sq queries make fewer workgroups than the chip has compute units. Dividing the keys then gives all compute units work
-(Flash-Decoding, pytorch.org/blog/flash-decoding). attn/kernels/combine.py merges the results of the key ranges.
-"""
+In decoding, B*H heads of Sq queries make fewer workgroups than the chip has compute units. If the keys are divided, all compute units have work
+(Flash-Decoding, pytorch.org/blog/flash-decoding). attn/kernels/combine.py merges the results of the key ranges."""
 from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
@@ -30,7 +29,8 @@ def workgroups(p:Problem, tile:AnyTile) -> int:
   return p.all_heads//heads*ceildiv(p.Sq*heads, tile.block_m)
 
 def padding(p:Problem, tile:AnyTile) -> tuple[float, float]:
-  """Returns two fractions: how much of the rows of queries, and how much of the keys, that workgroups compute is padding. Masks are ignored."""
+  """Returns which part of the queries that the workgroups compute is padding, and which part of the keys, as fractions from 0 to 1. Masks are
+  ignored."""
   rows = p.Sq*heads_of(p, tile)
   return 1 - rows/round_up(rows, tile.block_m), 1 - p.Sk/round_up(p.Sk, tile.block_n)
 
@@ -57,17 +57,18 @@ def places_of(p:Problem, arch:Chip, tile:BlockTile) -> int:
   return arch.cus*max(1, min(busy(p, arch, tile), arch.lds//tile.lds_bytes(p)))
 
 def busy(p:Problem, arch:Chip, tile:BlockTile) -> int:
-  """Returns how many workgroups keep a compute unit busy. Usually this depends on the number of waves in a workgroup. If a workgroup's warps divide
-  the keys among them, one workgroup is enough, because it has many loads in flight. If such a workgroup must also wait for a block table, two are
-  needed: this is so if its tiles do not divide the pages."""
+  """Returns how many workgroups keep a compute unit busy: as many as have `Chip.busy_waves` waves together. There is one exception. If the warps of a
+  workgroup divide the keys among them, one workgroup is enough, because it has many loads in flight. It needs a second one beside it if it must also
+  wait for entries of a block table, because its tiles do not divide the pages evenly."""
   if not isinstance(tile, MmaTile) or tile.key_waves == 1: return arch.busy_waves//tile.waves
   return 2 if p.pages is not None and p.pages.size % tile.block_n else 1
 
 def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, places:int, numbers:int, longest:int=0) -> int:
-  """Returns the number of parts, out of `choices`, that takes the least time by an occupancy model (see `split_heuristic`). `workgroups`, `trips`,
-  `block_n` and `places` are the quantities of the same names there. The model includes the time to write and merge the results: each part writes
-  `numbers` fp32 numbers. If a mask leaves the workgroups different numbers of trips, `trips` is their mean and `longest` is the largest one. Then the
-  chip is busy all the time, because workgroups with few trips start last, but it takes no less time than the longest workgroup."""
+  """Returns the number of parts, out of `choices`, into which workgroups should be divided so that the time is least by an occupancy model (see
+  `split_heuristic`). There are `workgroups` workgroups, each with `trips` iterations of `block_n` rows, and the chip works on `places` workgroups at
+  a time. Each part writes `numbers` fp32 numbers; the model includes the time to write and merge them. If a mask gives the workgroups different
+  numbers of iterations, `trips` is the mean and `longest` the largest number. Then the chip is busy all the time, because workgroups with few
+  iterations start last, but it takes no less time than the longest workgroup."""
   def one(trips:int, parts:int) -> int: return ceildiv(trips, parts)*block_n + PROLOGUE
   def time(parts:int) -> float:
     merge = COMBINE + 4*parts*numbers/COMBINE_BYTES if parts > 1 else 0
@@ -87,6 +88,6 @@ def fixed_ranges(p:Problem, tile:AnyTile) -> int:
 
 def resolve(p:Problem, arch:Chip, tile:AnyTile) -> Problem:
   """Returns `p` with the final number of splits (key ranges). For num_splits=0 an occupancy model chooses this number (`split_heuristic`). A given
-  number is reduced to the number of key tiles if it is larger."""
+  number is reduced to the number of key tiles if it is larger. A batch-invariant problem gets the number that `fixed_ranges` gives."""
   if p.batch_invariant: return replace(p, num_splits=fixed_ranges(p, tile) if p.num_splits != 1 else 1)
   return replace(p, num_splits=min(p.num_splits or split_heuristic(p, arch, tile), key_tiles(p, tile)))

@@ -1,4 +1,4 @@
-"""Says for which problems kernels loop over lists of tiles (attn/kernels/tile_lists.py)."""
+"""Decides for which problems kernels loop over lists of the tiles that a mask_mod leaves visible (attn/kernels/tile_lists.py)."""
 from __future__ import annotations
 from dataclasses import replace
 from attn.chips import CHIPS, Chip
@@ -11,8 +11,8 @@ LEAST_TILES = 2048     # tiles of the scores of all heads: to make lists of fewe
 LEAST_HEADS = 4        # heads that share a list of a mask that reads tensors: such a list is made in every call
 
 def no_lists(p:Problem, arch:Chip, tile:BlockTile) -> str|None:
-  """Returns the reason why a kernel with the tile `tile` gets no lists of visible tiles for the mask_mod of a problem, whatever the size of the
-  problem. Returns None if nothing forbids lists."""
+  """Returns the reason why a kernel with the tile description `tile` cannot loop over lists of the tiles that the problem's mask_mod leaves visible,
+  whatever the size of the problem. Returns None if there is no such reason."""
   reasons = ((p.v_in_k, "V is a part of K"), (p.varlen, "sequences are packed"), (p.kv_lengths, "kv_lengths says how many keys there are"),
              (p.sk_variable is not None, "a Variable says how many keys there are"), (p.dealt is not None, "devices share the rows of a sequence"),
              (p.first_batch_and_head, "devices share the batches or heads"), (p.batch_invariant, "batch_invariant=True"),
@@ -20,16 +20,18 @@ def no_lists(p:Problem, arch:Chip, tile:BlockTile) -> str|None:
   return next((reason for holds, reason in reasons if holds), None)
 
 def listing(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys", with_turns:bool=False) -> ListedBlocks|None:
-  """Returns which lists of visible tiles a kernel with the tile `tile` loops over, or None if it loops over neighbouring tiles without a list. `over`
-  says whether the tiles are tiles of keys or of queries, and `with_turns` whether the lists have turns (`ListedBlocks`).
+  """Returns the lists of visible tiles over which a kernel with the tile description `tile` loops, or None if it loops over all tiles of an interval.
+  `over` says whether these are tiles of "keys" or of "queries". `with_turns` says whether the lists have turns: the order in which workgroups add to
+  a sum (`ListedBlocks`).
 
   Lists are made for a mask_mod that may leave a query more than one interval of keys."""
   found = lists_or_reason(p, arch, tile, over)
   return replace(found, with_turns=with_turns) if isinstance(found, ListedBlocks) else None
 
 def lists_or_reason(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") -> ListedBlocks|str|None:
-  """Returns which lists of visible tiles a kernel with the tile `tile` loops over. If the kernel could loop over lists for this mask but does not,
-  returns the reason as a text. Returns None if the mask needs no lists."""
+  """Returns the lists of visible tiles over which a kernel with the tile description `tile` loops. `over` says whether these are tiles of "keys" or
+  of "queries". If the kernel could loop over lists for this mask but does not, returns the reason as a text. Returns None if the mask needs no lists.
+  """
   if p.mask_mod is None or tile is None: return None
   if (reason := no_lists(p, arch, tile)) is not None: return reason
   of_batches, of_heads = (depends(p.mask_mod.value, symbol) for symbol in (BATCH, QUERY_HEAD))
@@ -41,5 +43,6 @@ def lists_or_reason(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") 
   return found if tiles >= LEAST_TILES else f"{tiles} tiles are fewer than {LEAST_TILES}"
 
 def with_lists(p:Problem, lists:ListedBlocks|None) -> Problem:
-  """Returns `p` with the shape of the lists of visible tiles that its kernel loops over, or `p` itself if there are no lists."""
+  """Returns `p` for a kernel that loops over the lists of visible tiles `lists`: p.tile_list is the shape of the lists. Returns `p` itself if `lists`
+  is None."""
   return p if lists is None else replace(p, tile_list=lists.shape)

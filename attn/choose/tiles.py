@@ -1,4 +1,4 @@
-"""Choice of a forward kernel's tile for a problem on a chip."""
+"""Choice of a forward kernel's tile description (the sizes by which the kernel divides its work) for a problem on a chip."""
 from __future__ import annotations
 import functools, itertools, math
 from dataclasses import dataclass, replace
@@ -56,8 +56,8 @@ TWO_ON_A_SIMD = "two on a SIMD"  # two waves on a SIMD, each with half of the re
 
 @dataclass(frozen=True)
 class Shortage:
-  """A rule that says when registers are short: when a problem has all of `burdens` (properties that need registers, such as a window or dropout), and
-  D or Dv is larger than `beyond`. The loop then saves registers in the ways that `means` names."""
+  """A rule for when registers are short: when a problem has all of `burdens` (properties that need registers, such as a window or dropout), and D or
+  Dv is larger than `beyond`. Then the kernel's loop saves registers in the ways that `means` names."""
   beyond: int
   burdens: tuple[str, ...]
   means: Economy
@@ -95,15 +95,15 @@ def burdens_of(p:Problem, mat:Matrix, waves:int, few_queries:bool) -> set[str]:
   return {name for name, there in found.items() if there}
 
 def economy_of(p:Problem, arch:Chip, mat:Matrix, waves:int, few_queries:bool) -> Economy:
-  """Returns the ways in which a kernel's loop must save registers to fit into the registers of a chip, with `waves` waves in a workgroup.
-  `few_queries` says that the problem's queries need fewer waves than the table of tiles has; each wave then loads more of K and V."""
+  """Returns the ways in which a kernel's loop must save registers so that a problem fits into the registers of a chip. A workgroup has `waves` waves.
+  `few_queries` says that this is fewer than the table row has, because the problem has few queries; each wave then loads more of K and V."""
   table = WHERE_A_WAVE_HAS_ALL if arch.vgprs == arch.registers else WHERE_A_WAVE_HAS_A_PART
   burdens, longest = burdens_of(p, mat, waves, few_queries), max(p.D, p.Dv)
   return functools.reduce(Economy.__or__, (x.means for x in table if longest > x.beyond and burdens.issuperset(x.burdens)), Economy.NONE)
 
 def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
-  """Returns the tile that a table row gives for a problem. The tile is no larger than the problem's queries need. It is smaller if the problem has
-  terms (bias, softcap, ...) that need registers."""
+  """Makes the tile description of AMD's forward kernel for a problem from a table row. Its sizes are smaller than those of the row if the problem has
+  fewer queries or keys, or score terms (bias, softcap, ...) that need registers."""
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
   least = mat.least_keys
   pack = p.Hkv < p.H and p.Sq < mat.N                     # the queries of one head don't fill a matrix tile: it takes those of all heads of a group
@@ -129,7 +129,7 @@ def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
               anew=Economy.ANEW in means)
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
-  """Chooses the tile of AMD's forward kernel: the tile that a search with TUNE=1 found, or else the first tile of the table that fits."""
+  """Chooses the tile description of AMD's forward kernel: the one that a search with TUNE=1 found, or else the first one of the table that fits."""
   table = arch.unit.forward_of_bytes if p.of_8_bits else arch.unit.forward
   rows = (*tuned.winner(p, arch), *(rows_for(table, arch.llvm) or cautious(arch.matrix[p.dtype][0])))
   return next(fitting("the forward kernel", p, arch, rows, lambda row: amd_tile(p, arch, row)))
@@ -146,14 +146,14 @@ WARPS = 4     # warps of a block of forward_mma: two or three blocks share a mul
 BLOCK_LDS = 1024  # bytes of shared memory that CUDA takes for itself in each block (CUDA C++ Programming Guide, compute capability 8.0 and later)
 
 def blocks_in_lds(p:Problem, arch:Chip, tile:MmaTile|WgmmaTile) -> int:
-  """Returns the number of blocks that fit into the shared memory of a multiprocessor."""
+  """Returns how many blocks of a kernel with the tile description `tile` fit into the shared memory of a multiprocessor at the same time."""
   return (arch.lds + BLOCK_LDS)//(tile.lds_bytes(p) + BLOCK_LDS)
 
 def mma_tile(p:Problem, arch:Chip) -> MmaTile:
-  """Chooses the tile of `forward_mma` from tables of attn/chips. If there are so few queries that at least two warps can share each matrix tile of
-  queries and divide the keys, chooses the first row of FEW_QUERIES that fits. Otherwise chooses the first row of FORWARD_MMA that fits and leaves
-  enough shared memory for two blocks on a multiprocessor, or, if there is none, the first row that fits. The tile is no larger than the problem's
-  queries need."""
+  """Chooses the tile description of `forward_mma` from tables of attn/chips. If there are so few queries that at least two warps can share each
+  matrix tile of queries and divide the keys, chooses the first row of FEW_QUERIES that fits. Otherwise chooses the first row of FORWARD_MMA that fits
+  and leaves enough shared memory for two blocks on a multiprocessor, or, if there is none, the first row that fits. A block gets no more warps and
+  matrix tiles than its queries need."""
   mat = (MMA | MMA_OF_8_BITS)[p.dtype]
   group = p.H//p.Hkv if p.Sq < mat.M else 1     # the queries of one head don't fill a matrix tile: it takes those of all heads of a group
   rows = p.Sq*group
@@ -179,15 +179,17 @@ BY_ITSELF = 0.7   # least time of a block that is alone on a multiprocessor, as 
 LAST = 0.8       # time of the longest block beside blocks that end before it, as a share of its time beside blocks that do not
 
 def stored_wgmma_tile(p:Problem, row:UpTo[WgmmaShape]) -> WgmmaTile:
-  """Makes the tile for k and v of 8 bits from a table row. It has at most as many warpgroups as the queries need."""
+  """Makes the tile description of the forward kernel on wgmma for k and v that are stored in 8 bits, from a table row. A block has at most as many
+  warpgroups as the queries need."""
   return WgmmaTile(min(row.shape.groups, ceildiv(p.Sq, wgmma.M)), min(row.shape.block_n, round_up(p.Sk, MMA[p.dtype].K)))
 
 def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
-  """Chooses the tile with the least estimated time. A tile has at most as many keys as the problem, rounded up to whole matrix instructions.
+  """Chooses the tile description of the forward kernel on wgmma that has the least estimated time. A tile has at most as many keys as the problem,
+  rounded up to whole matrix instructions.
 
-  The estimate multiplies the blocks that each multiprocessor computes by the rows and keys of a block, padding included. It divides the product by
-  the speed that was measured with this tile. Under a causal mask, late blocks loop over more keys than early ones. There the estimate takes the
-  average number of keys, but is at least the time of the block with the most keys."""
+  The estimated time is the number of blocks that each multiprocessor computes, times the rows and keys of a block (padding included), divided by the
+  speed that was measured with this tile description. Under a causal mask, late blocks loop over more keys than early ones. There the estimate uses
+  the average number of keys, but is at least the time of the block with the most keys."""
   if p.stored: return next(fitting("forward_wgmma", p, arch, FORWARD_WGMMA_STORED, lambda row: stored_wgmma_tile(p, row)))
   table, mat = FORWARD_WGMMA_OF_BYTES if p.of_8_bits else FORWARD_WGMMA, (MMA | MMA_OF_8_BITS)[p.dtype]
   up_to = min(row.up_to for row in table if max(p.D, p.Dv) <= row.up_to)

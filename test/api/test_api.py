@@ -277,7 +277,7 @@ def test_forced(monkeypatch):
     with pytest.raises(ValueError, match=r"ATTN_KERNEL='fast': must be one of split_kv,.* forward,.* three_pass"): attn.attention(q, q, q)
     monkeypatch.setenv("ATTN_KERNEL", "three_pass")
     half = draw(1, 1, 4, 64)
-    assert attn.explain(half, half, half).why_not("forward") == "ATTN_KERNEL=three_pass forces another"
+    assert attn.explain(half, half, half).why_not("forward") == "ATTN_KERNEL=three_pass asks for another kernel"
 
 FORCED = [("gfx950", "dual_wave", {"D": 128}, "blocks of 256 queries leave some of the 256 compute units idle"),
           ("gfx942", "split_kv", {}, "no split is the fastest"), ("sm_90", "forward_wgmma", {}, "a warpgroup has 64 queries"),
