@@ -1,4 +1,4 @@
-"""Helper functions for the tests of the API: they call `attention` on the emulator and compare the results with float64."""
+"""Functions that the tests of the API share: they call `attention` on the emulator and compare the results with float64."""
 from __future__ import annotations
 import contextlib, os, shutil, subprocess, sys
 from pathlib import Path
@@ -17,7 +17,8 @@ CLANG_OF_ZIG = str(ROOT/"examples/clang_of_zig.sh")
 
 @contextlib.contextmanager
 def computed_on(device:str, kernel:str="") -> Iterator[None]:
-  """Sets DEV to `device` and ATTN_KERNEL to `kernel`. If there is no clang, a CPU gets that of the package ziglang."""
+  """Context in which tinygrad's DEV is `device` and the environment variable ATTN_KERNEL is `kernel`, a kernel's name. If `device` is CPU and there
+  is no clang, the clang of the package ziglang compiles."""
   with Context(DEV=device), pytest.MonkeyPatch.context() as patch:
     patch.setenv("ATTN_KERNEL", kernel)
     if device == "CPU" and shutil.which("clang") is None: patch.setenv("CC", CLANG_OF_ZIG)
@@ -33,12 +34,12 @@ def run_on_a_cpu(script:str, timeout:int=300) -> None:
   assert done.returncode == 0, done.stderr[-2000:]
 
 def emulated(arch:str, kernel:str="") -> contextlib.AbstractContextManager[None]:
-  """Sets DEV to the emulator of `arch`, and ATTN_KERNEL to `kernel`."""
+  """Context in which tinygrad's device is the emulator of the chip `arch`, and the environment variable ATTN_KERNEL is `kernel`, a kernel's name."""
   return computed_on(f"EMU::{arch}", kernel)
 
 @contextlib.contextmanager
 def lists(wanted:bool) -> Iterator[None]:
-  """Context in which every kernel that can loop over a list of the visible tiles does so, or, with `wanted` false, no kernel does."""
+  """Context in which all kernels that can loop over a list of the visible tiles do so. If `wanted` is false, no kernel does."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(tile_lists, "LEAST_TILES", 0 if wanted else 2**62)
     patch.setattr(tile_lists, "LEAST_HEADS", 1)
@@ -48,7 +49,8 @@ def draw(*shape:int, dtype:str="float16", seed:int=0) -> Tensor:
   return tensor(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32), dtype).realize()
 
 def whole(t:Tensor) -> Tensor:
-  """Gathers a tensor that may be sharded onto the first device; reading a sharded tensor directly would make tinygrad move it to the CPU."""
+  """Gathers a tensor that may be divided over devices onto the first device. Reading a divided tensor directly would make tinygrad move it to the
+  CPU."""
   return t.to(t.device[0]).contiguous() if isinstance(t.device, tuple) else t
 
 def extra(name:str, x:np.ndarray, bias_dtype:str="float32") -> Tensor:

@@ -1,4 +1,4 @@
-"""Inputs and checks for the backward kernels, which the tests launch one after the other on the emulator."""
+"""Inputs and checks for tests of the backward kernels. The tests launch the kernels one after the other on the emulator."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from cases import DTYPES, SCORE_OPTIONS, TYPES, Inputs, array, chip, dropped, no
 
 @dataclass(frozen=True)
 class Loss:
-  """Gradients of the loss with respect to o (B, H, Sq, Dv) and lse (B, H, Sq). The gradient of lse may be None. dO has the dtype of o."""
+  """Gradients of the loss: `do` is the gradient of o (B, H, Sq, Dv) and has the dtype of o; `dlse` is the gradient of lse (B, H, Sq), or None."""
   do: np.ndarray
   dlse: np.ndarray|None
 
@@ -30,7 +30,8 @@ def loss_of(p:Problem, dlse:bool=False, size:float=1.0) -> Loss:
   return Loss(do, rng.standard_normal(rows, dtype=np.float32) if dlse else None)
 
 def forward_results(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-  """Computes o and lse in numpy by FlashAttention-2's arithmetic (attn.reference). Rows that belong to no sequence get o 0 and lse -inf."""
+  """Computes o and lse in numpy by FlashAttention-2's arithmetic (attn/reference.py). In packed tensors, rows that belong to no sequence get o 0 and
+  lse -inf."""
   if not p.varlen: return same(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset, options_of(p, extras), dtype=p.dtype, out_dtype=p.out_dtype)
   o, lse = np.zeros((1, p.H, p.total_q, p.Dv), np.float32), np.full((1, p.H, p.total_q), -np.inf, np.float32)
   for b, (qs, ks) in enumerate(packed_sequences(p, extras)):
@@ -41,8 +42,8 @@ def forward_results(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[
   return o, lse
 
 def options_of(p:Problem, extras:dict[str, np.ndarray], sequence:tuple[int, int, int]|None=None) -> Options:
-  """Returns the options of a problem as attn.reference (attention in numpy) takes them: for the whole problem, or for one packed sequence. `sequence`
-  is its index, its number of queries and its number of keys."""
+  """Returns the options of a problem in the form that attn/reference.py (attention in numpy) takes: for the whole problem, or for one packed
+  sequence. `sequence` is the index of the packed sequence, its number of queries and its number of keys."""
   found: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras, *(sequence or ()))
   return Options(top_left=p.top_left, **numbers_of_rows(p), **found)
 
@@ -57,9 +58,9 @@ AT_ONCE_ON_AMD = {64: BackwardShape(4, 64, fenced=2), 128: BackwardShape(4, 32, 
 def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.ndarray],
                  tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0) -> dict[str, np.ndarray]:
   """Runs the backward kernels, and returns dq, dk and dv in the shapes of q, k and v. The kernels get o and lse from a forward pass in numpy. `tiles`
-  maps each tile that dispatch chooses to the tile that is used. `only` selects one kernel: "dq", "dkdv" or "dbias"; the last two get delta from
-  numpy. With `only` = "all", one kernel computes dq, dk and dv at once, between a kernel for delta and one that finishes dq. With `parts`, the
-  kernels write that many partial gradients, and this function adds them. The kernels run on the emulator, or on the GPU if `arch` is "CUDA"."""
+  maps the tile that dispatch chooses to the tile that is used. `only` runs a single kernel: "dq", "dkdv" or "dbias"; the last two get delta from
+  numpy. `only` = "all" runs the kernel that computes dq, dk and dv at once, between a kernel for delta and one that finishes dq. If `parts` is not 0,
+  the kernels write that many partial gradients, which this function adds. The kernels run on the emulator, or on the GPU if `arch` is "CUDA"."""
   on, device, (o, lse) = chip(arch), "CUDA" if arch == "CUDA" else "EMU", forward_results(p, x, extras)
   dq_tile, dkdv_tile = map(tiles, tiles_of(p, on))
   launches = {"dq": (dq_arguments(p, loss.dlse is not None, parts), dq_of(p, on, dq_tile, loss.dlse is not None, parts)),

@@ -1,4 +1,4 @@
-"""Inputs and checks for the tests of kernels."""
+"""Functions that tests of kernels share: they make problems and inputs, run kernels, and compare results with float64."""
 from __future__ import annotations
 import inspect, zlib
 from dataclasses import dataclass, replace
@@ -34,8 +34,8 @@ WIDTHS = (64, 80, 96, 128, 192, 256)                     # head dimensions for w
 DTYPES_AND_MASKS = (("bfloat16", True), ("float16", "top-left"), ("float16", False))
 
 def on_two(name:str, on:Sequence[Any], always:Sequence[Any]=()) -> Callable[[Any], Any]:
-  """Parametrizes a test over the chips `on`. Two of them, chosen by the name of the test, run by default; the others get the mark `thorough`. Chips
-  in `always` never get the mark."""
+  """Parametrizes a test over the chips `on`. By default the test runs on two of them, which the test's name decides, and on all chips of `always`.
+  The other chips get pytest's mark `thorough`, and run only with `-m thorough`."""
   def parametrized(test:Any) -> Any:
     first = zlib.crc32(test.__name__.encode()) % len(on)
     chosen = {first, (first + len(on)//2) % len(on)}
@@ -47,10 +47,10 @@ every_arch = on_two("arch", EVERY_ARCH, [GPU])
 on_the_emulator = on_two("arch", EVERY_ARCH)
 def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0, among:int=0,
             besides:Container[Any]=(), every:int=1) -> Any:
-  """Parametrizes a test over all pairs of a case and a chip of `on`. The pair of case i and chip k runs by default if (i - k) % n is `turn`; all
-  other pairs get the mark `thorough`. n is `among`. If `among` is 0, n is the number of chips in `on`: each case then runs by default on one chip,
-  and the next case on the next chip. Every case also runs on the chips in `always`. Cases in `besides` also run by default on the last chip of
-  `on`. Of every `every` cases only the first runs by default: for a kernel whose cases other kernels' tests run, too."""
+  """Parametrizes a test over all pairs of a case and a chip of `on`. Some pairs run by default; the others get pytest's mark `thorough`, and run only
+  with `-m thorough`. The pair of case i and chip k runs by default if (i - k) % n is `turn`. n is `among`, or the number of chips if `among` is 0:
+  then each case runs by default on one chip, and the next case on the next chip. Every case also runs on the chips of `always`, and the cases of
+  `besides` on the last chip of `on`. With `every` = m, only the first of each m cases runs by default."""
   def label(x:Any) -> str: return " ".join(map(label, x)) if isinstance(x, tuple) else getattr(x, "__name__", None) or str(x)
   found = []
   for i, case in enumerate(cases):
@@ -62,16 +62,16 @@ def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[An
   return pytest.mark.parametrize(names, found)
 
 def one_in(n:int, cases:Iterable[Any]) -> list[Any]:
-  """Marks all cases `thorough` but each n-th, beginning with the first."""
+  """Gives all cases but each n-th, beginning with the first, pytest's mark `thorough`: they run only with `-m thorough`."""
   return [pytest.param(x, marks=() if i % n == 0 else pytest.mark.thorough) for i, x in enumerate(cases)]
 
 def every_other(cases:Iterable[Any]) -> list[Any]:
-  """Marks half of the cases `thorough`. If the cases come in pairs, it marks the second case of one pair, the first case of the next pair, and so
-  on."""
+  """Gives half of the cases pytest's mark `thorough`: they run only with `-m thorough`. Of the first pair of cases the second is marked, of the next
+  pair the first, and so on in turn."""
   return [pytest.param(x, marks=() if (i + i//2) % 2 == 0 else pytest.mark.thorough) for i, x in enumerate(cases)]
 
 def drawn(test:Any) -> Any:
-  """Parametrizes a test by `draws`, its number of random problems. The number is small by default and large in the thorough run."""
+  """Parametrizes a test by `draws`, the number of random problems: 6 by default, 100 with pytest's mark `thorough`."""
   return pytest.mark.parametrize("draws", (6, pytest.param(100, marks=pytest.mark.thorough)))(test)
 
 # Runs each case on one of the matrix units.
@@ -110,8 +110,8 @@ def array(t:Tensor) -> np.ndarray:
 def problem(B:int=1, H:int=2, Hkv:int|None=None, Sq:int=64, Sk:int|None=None, D:int=32, Dv:int|None=None, dtype:str="float16",
             out_dtype:str|None=None, layout:str="bhsd", lse:bool=True, extras:dict[str, np.ndarray]|None=None, bias_dtype:str="float32",
             **options:Any) -> Problem:
-  """Builds a Problem. `extras` holds its optional tensors by name. With layout "thd", Sq and Sk count the rows of all sequences. D is 32 by default,
-  because the time to lower a kernel grows with its number of operations."""
+  """Builds a Problem (sizes and options of a call). `extras` holds its optional tensors by name. With layout "thd" (packed sequences), Sq and Sk
+  count the rows of all sequences. D is small by default, because the time to lower a kernel grows with D."""
   Hkv, Sk, Dv = Hkv or H, Sk or Sq, Dv or D
   shape = lambda h, s, d: {"nsd": (B*h, s, d), "bshd": (B, s, h, d), "thd": (s, h, d)}.get(layout, (B, h, s, d))
   return problem_of(shape(H, Sq, Dv), shape(H, Sq, D), shape(Hkv, Sk, D), shape(Hkv, Sk, Dv),
@@ -120,8 +120,8 @@ def problem(B:int=1, H:int=2, Hkv:int|None=None, Sq:int=64, Sk:int|None=None, D:
                     extras={n: (x.shape, bias_dtype if n == "bias" else str(x.dtype)) for n, x in (extras or {}).items()})
 
 def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.ndarray|None]:
-  """Runs the kernel that `flash_attention_fn` returns for these `options`, by `custom_kernel`. Returns o (B, H, Sq, Dv) and lse, or None for lse if p
-  does not return it. The kernel runs on the emulator, or on the GPU if `arch` is "CUDA"."""
+  """Runs the kernel that `flash_attention_fn(**options)` returns, by tinygrad's `custom_kernel`. Returns o (B, H, Sq, Dv) and lse, or None in place
+  of lse if p does not ask for lse. The kernel runs on the emulator, or on the GPU if `arch` is "CUDA"."""
   device = "CUDA" if arch == "CUDA" else "EMU"
   with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
     q, k, v = (tensor(arrange(a, p.layout), p.dtype, device).realize() for a in (x.q, x.k, x.v))
@@ -138,13 +138,14 @@ def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.nd
 # ***** kernels without the API, with every option *****
 
 def change_kernel(monkeypatch:pytest.MonkeyPatch, name:str, **fields:Any) -> None:
-  """Gives fields of the forward kernel `name` other values in dispatch's table of kernels, for example the function that says which chips lack what
-  the kernel needs (`lacks`)."""
+  """Replaces fields of a kernel's record in dispatch's table of forward kernels, until the test ends. `name` is the kernel's name. A field is, for
+  example, `lacks`, the function that says why a chip cannot run the kernel."""
   monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], **fields))
   monkeypatch.setattr(dispatch, "_choose", inspect.unwrap(dispatch._choose))
 
 def count_products(monkeypatch:pytest.MonkeyPatch) -> list[int]:
-  """Returns a list to which the emulator adds, whenever a kernel starts a product by wgmma, the number of warpgroups that start it."""
+  """Makes the emulator count matrix products by wgmma. Returns a list: whenever a kernel starts such a product, the emulator appends the number of
+  warpgroups that start it."""
   started, start = list[int](), Frame.start_product
   def counted(frame:Frame, *args:Any) -> np.ndarray:
     started.append(int(frame.active.reshape(-1, GROUP).any(axis=1).sum()))
@@ -153,8 +154,8 @@ def count_products(monkeypatch:pytest.MonkeyPatch) -> list[int]:
   return started
 
 def compute_all_gradients_at_once(monkeypatch:pytest.MonkeyPatch, suffix:str="_wgmma") -> None:
-  """Makes dispatch choose one kernel for all gradients, also for few queries, few keys, few blocks of keys, and with deterministic=True. `suffix` is
-  the ending of the names of the kernels for which this holds, such as "_wgmma", or "" for the kernels of AMD's matrix units."""
+  """Makes dispatch choose a kernel that computes dq, dk and dv at once, also for few queries, few keys, few blocks of keys, and with
+  deterministic=True. This holds for kernels whose names end with `suffix`: "_wgmma", or "" for the kernels of AMD's matrix units."""
   for name in ("LEAST_QUERIES", "LEAST_KEYS"): monkeypatch.setattr(backward_tiles, name, 64)
   for name in ("IN_ORDER_WGMMA", "IN_ORDER_MFMA"): monkeypatch.setattr(backward_tiles, name, FasterInOrder(windows=((-1, -1), (-1, 0))))
   row = GRADIENT_KERNELS[suffix]
@@ -170,8 +171,8 @@ def chip(arch:str) -> Chip:
 
 def outputs_of_launches(p:Problem, launches:list[Any], inputs:dict[str, Tensor], extras:dict[str, np.ndarray],
                         device:str) -> tuple[np.ndarray, np.ndarray|None]:
-  """Launches the forward kernel, and `combine` where p has splits, on q, k and v by name (`inputs`) and on the optional tensors `extras`. Returns o
-  (B, H, Sq, Dv) and lse; with layout "thd" o is (1, H, total_q, Dv)."""
+  """Runs `launches`: the forward kernel, and if p has splits the kernel `combine`. `inputs` holds q, k and v by name, and `extras` the optional
+  tensors. Returns o (B, H, Sq, Dv) and lse, or None if p does not ask for lse. With packed sequences o is (1, H, total_q, Dv)."""
   done = dict(inputs)
   for n, a in extras.items():
     done[n] = Tensor(a, device=device) if a.dtype in (np.int32, np.uint32) else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
@@ -185,8 +186,8 @@ def outputs_of_launches(p:Problem, launches:list[Any], inputs:dict[str, Tensor],
   return o, done["lse"].numpy().reshape(B, p.H, length) if p.return_lse else None
 
 def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], tile:Tile|MmaTile|None=None) -> tuple[np.ndarray, np.ndarray|None]:
-  """Runs the forward kernel, and `combine` where p has splits, and returns o (B, H, Sq, Dv) and lse; with layout "thd" o is (1, H, total_q, Dv). The
-  kernels run on the emulator, or on the GPU where `arch` is "CUDA"."""
+  """Runs the forward kernel, and if p has splits the kernel `combine`. Returns o (B, H, Sq, Dv) and lse, or None if p does not ask for lse. With
+  packed sequences o is (1, H, total_q, Dv). The kernels run on the emulator, or on the GPU if `arch` is "CUDA"."""
   tile, device = tile or choose_tile(p, chip(arch)), "CUDA" if arch == "CUDA" else "EMU"
   launches = kernels(p, Choice("split_kv", Work(tile, p.num_splits), chip(arch), ()))
   with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
@@ -218,15 +219,16 @@ def philox4x32(counter:Sequence[Any], key:Sequence[int]) -> list[np.ndarray]:
   return x
 
 def kept_mask(seed:Sequence[int], p:float, B:int, H:int, Sq:int, Sk:int, batch:int=0, head:int=0) -> np.ndarray:
-  """Mask of the elements of P that dropout keeps, bool (B, H, Sq, Sk). Dropout keeps key j of query i if half j%2 of word j%8//2 of Philox(i, j//8,
-  head, batch) is at least p*2^16."""
+  """Computes the mask of the elements of P that dropout keeps, bool (B, H, Sq, Sk). Philox with the key `seed` gives four 32-bit words for the
+  counter (i, j//8, head, batch), which are eight 16-bit numbers. Dropout keeps key j of query i if number j%8 is at least p*2^16."""
   b, h, i, j = np.meshgrid(np.arange(B) + batch, np.arange(H) + head, np.arange(Sq), np.arange(Sk), indexing="ij")
   words = np.stack(philox4x32((i, j//8, h, b), [int(x) for x in seed]))
   word = np.take_along_axis(words, (j % 8//2)[None], 0)[0]
   return (word >> (j % 2*16).astype(np.uint64) & 0xffff) >= round(p*65536)
 
 def dropped(p:Problem, extras:dict[str, np.ndarray], sequence:int|None=None, Sq:int=0, Sk:int=0) -> dict[str, Any]:
-  """Returns the dropout options for attn.reference (attention in numpy), for the whole problem or for one packed sequence."""
+  """Returns the dropout options in the form that attn/reference.py (attention in numpy) takes: for the whole problem, or for the packed sequence with
+  the index `sequence`, which has Sq queries and Sk keys."""
   if not p.dropout_p: return {}
   batch, head = map(int, extras.get("first_batch_and_head", (0, 0)))
   B, Sq, Sk = (p.B, p.Sq, p.Sk) if sequence is None else (1, Sq, Sk)
@@ -235,13 +237,13 @@ def dropped(p:Problem, extras:dict[str, np.ndarray], sequence:int|None=None, Sq:
 SCORE_OPTIONS = (*TERM_TENSORS, "sinks", "kv_lengths")
 
 def numbers_of_rows(p:Problem) -> dict[str, float]:
-  """Returns the options of score terms and masks that are single numbers, such as softcap, by the names that attn.reference (attention in numpy)
+  """Returns the options of score terms and masks that are single numbers, such as softcap, by the names that attn/reference.py (attention in numpy)
   uses."""
   return {name: x for name in (*OF_TERMS, *OF_MASKS) if isinstance(x := getattr(p, name), int|float) and not isinstance(x, bool)}
 
 def hold(p:Problem, x:Inputs, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None, short:ShortSums|None=None) -> None:
-  """Compares a kernel's o and lse (None: no lse) with float64: each element must be within its error limit (docs/contract.md). `short` describes the
-  sums of the matrix unit, if it does not add in fp32."""
+  """Checks a kernel's o and lse (None: no lse): each element must be within its error limit (docs/contract.md) of a float64 computation. `short`
+  describes how the matrix unit adds, if it does not add in fp32."""
   law, of_lse = expected(p, x, extras, short)
   assert (verdict := judge(o, law)).ok, f"o: {verdict}"
   if lse is not None: assert (verdict := judge(lse, of_lse)).ok, f"lse: {verdict}"
@@ -255,8 +257,8 @@ def with_input_scales(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> Inpu
   return Inputs(*(scaled(a, name) for a, name in ((x.q, "q_scale"), (x.k, "k_scale"), (x.v, "v_scale"))))
 
 def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray], short:ShortSums|None=None) -> tuple[Law, Law]:
-  """Returns the expected o and lse: for each the exact values and the limit of each element's error. Packed sequences are computed one at a time.
-  Rows of no sequence have o 0 and lse -inf."""
+  """Computes o and lse in float64, and returns for each the exact values and the error limit of each element. Packed sequences are computed one at a
+  time. Rows that belong to no sequence have o 0 and lse -inf."""
   options: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras)
   def law(q:np.ndarray, k:np.ndarray, v:np.ndarray, offset:int, **more:Any) -> tuple[Law, Law]:
     o = Options(top_left=p.top_left, **numbers_of_rows(p), **{**options, **more})
@@ -278,9 +280,9 @@ def packed_sequences(p:Problem, extras:dict[str, np.ndarray]) -> list[tuple[slic
   return [(slice(*q_ends[b:b+2]), slice(*k_ends[b:b+2])) for b in range(p.B)]
 
 def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.ndarray|None, dlse:np.ndarray|None) -> dict[str, Law]:
-  """Returns the expected gradients of q, k and v, and of bias, sinks and slopes if p has them: for each the exact values and the limit of each
-  element's error. `do` and `dlse` are the gradients of o and lse: (B, H, Sq, Dv) and (B, H, Sq), or (1, H, total_q, ...) for packed sequences. Packed
-  sequences are computed one at a time; rows of no sequence get gradient 0."""
+  """Computes the gradients of q, k and v, and of bias, sinks and slopes if p has them. Returns for each the exact values and the error limit of each
+  element. `do` and `dlse` are the gradients of o and lse: (B, H, Sq, Dv) and (B, H, Sq), or (1, H, total_q, ...) for packed sequences. Packed
+  sequences are computed one at a time. Rows that belong to no sequence get gradient 0."""
   def laws(q:np.ndarray, k:np.ndarray, v:np.ndarray, rows:slice, offset:int, **more:Any) -> dict[str, Law]:
     o = Options(top_left=p.top_left, **numbers_of_rows(p), **{**{n: extras[n] for n in SCORE_OPTIONS if n in extras}, **dropped(p, extras), **more})
     at = (None if do is None else rounded(do[:, :, rows], p.dtype), None if dlse is None else dlse[:, :, rows], p.softmax_scale, p.window, offset, o)

@@ -74,8 +74,8 @@ def test_nan_beyond_the_lengths(kernel):
 
 @on_two("kernel", KERNELS)
 def test_window_counts_the_diagonal(kernel):
-  """The window (W-1, 0) shows W keys, including the key on the diagonal. A causal mask equals the window (-1, 0). Here one query sees W=128 of 256
-  keys."""
+  """window=(W-1, 0) lets a query see W keys: the key at the query's own position and W-1 keys before it. window=(-1, 0) has no limit on the left and
+  equals causal=True. Here one query sees W=128 of 256 keys."""
   with emulated(arch_of(kernel), kernel):
     q, k, v = draw(1, 2, 1, 64), draw(1, 2, 256, 64, seed=1), draw(1, 2, 256, 64, seed=2)
     more = SPLITS.get(kernel, {})
@@ -86,8 +86,8 @@ def test_window_counts_the_diagonal(kernel):
 
 @in_turn("causal, kernel", (False, True), KERNELS, among=2)
 def test_empty_sequences(kernel, causal):
-  """Results are right if packed sequences have no queries, no keys, or neither queries nor keys. Such sequences stand first, in the middle and
-  last."""
+  """Results are right if a batch of packed sequences contains sequences without queries, without keys, or without both: as the first, a middle and
+  the last sequence."""
   on_kernel(kernel, H=2, Sq=50, Sk=170, D=32, layout="thd", causal=causal,
             extras={"cu_seqlens_q": int32(0, 0, 20, 20, 30, 50, 50), "cu_seqlens_k": int32(0, 10, 10, 30, 150, 170, 170)})
 
@@ -104,7 +104,7 @@ def test_a_sink_counts_once(kernel):
 
 @on_two("kernel", KERNELS)
 def test_low_scores_are_not_taken_for_masked_ones(kernel):
-  """Keys that a query sees keep their weight if their scores are below -5e4: they do not count as masked."""
+  """A key that a query sees keeps its weight if its score is below -5e4: a kernel must not treat such a score as masked."""
   def low(p:Problem) -> Inputs:
     x = normal(p)
     x.q[:] = 64*np.sign(x.q[:, :, :1])
@@ -115,8 +115,8 @@ def test_low_scores_are_not_taken_for_masked_ones(kernel):
 
 @pytest.mark.parametrize("kernel", ("forward", "forward_mma", "three_pass"))
 def test_huge_scores(kernel):
-  """Scores of 1.7e10 in bfloat16, scaled by 0.25, give finite results. The test leaves out split_kv. Its merge reads lse in fp32, where an lse of
-  this size is a multiple of 256, so the merged result is finite but inexact."""
+  """Scores of 1.7e10 in bfloat16, scaled by 0.25, give finite results. The kernel split_kv is left out: split_kv merges partial results by their fp32
+  lse, and an fp32 number of this size is a multiple of 256, so its result is finite but inexact."""
   def huge(p:Problem) -> Inputs:
     x = normal(p)
     x.q[:], x.k[:] = 16384.0, 16384.0
@@ -253,8 +253,8 @@ def test_explain(capsys):
     with pytest.raises(ValueError, match=r"scale=2: attention has no such option; it has causal, softmax_scale"): attn.explain(q, k, k, scale=2)
 
 def test_explain_on_nvidia():
-  """Dispatch on NVIDIA chooses mma.sync kernels also for calls with a score option, a length or a split, and does not fall back to tensor operations
-  (three_pass)."""
+  """On NVIDIA, dispatch chooses mma.sync kernels also for calls with a score option, a length or a split. It does not choose three_pass, which
+  computes attention in tinygrad's tensor operations."""
   for arch in ("sm_80", "sm_90"):
     with emulated(arch):
       q, k = draw(1, 8, 1, 64), draw(1, 1, 4096, 64)
@@ -285,7 +285,7 @@ FORCED = [("gfx950", "dual_wave", {"D": 128}, "blocks of 256 queries leave some 
 
 @pytest.mark.parametrize("arch, kernel, sizes, slower", FORCED)
 def test_a_kernel_that_would_be_slower_can_be_forced(arch, kernel, sizes, slower):
-  """ATTN_KERNEL runs a kernel that dispatch would not choose, and `explain` says why another kernel is faster."""
+  """The environment variable ATTN_KERNEL runs a kernel that dispatch would not choose, and `explain` says why another kernel is faster."""
   problem = {"H": 2, "Sq": 20, "Sk": 150, "D": 64, "causal": True} | sizes
   with emulated(arch):
     q, k = draw(1, 2, problem["Sq"], problem["D"]), draw(1, 2, 150, problem["D"])

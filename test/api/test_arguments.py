@@ -73,8 +73,8 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 def packed_but(*names:str) -> dict[str, Any]: return {name: x for name, x in packed().items() if name not in names}
 def pages(k:str, v:str) -> dict[str, Any]:
-  """Makes the arguments of a call with a paged cache: one page of four rows and four heads, and the block table. `k` and `v` are the names of the two
-  cache arguments. A function without pages can read the same tensors as a cache of one batch."""
+  """Makes the cache arguments of a call: caches with one page of four rows and four heads, and the block table. `k` and `v` are the names of the
+  cache arguments. For a function without pages, the same tensors are a cache of one batch."""
   found = [draw(1, 4, 4, 16, seed=i).contiguous().realize() for i in range(2)]
   return {k: found[0], v: found[1], "block_table": Tensor([[0]], dtype=dtypes.int, device="EMU").realize()}
 
@@ -129,8 +129,8 @@ def mentions(value:Any, text:str) -> bool:
   return any(x in text for x in told)
 
 def right(name:str, given:dict[str, Any], result:Any) -> None:
-  """Checks the result of a call. Each element of the output o of `attention` in layout bhsd must be within its error limit (docs/contract.md); all
-  other results must be finite."""
+  """Checks the result of a call of the function `name` with the arguments `given`. Each element of the output o of `attention` in layout bhsd must be
+  within its error limit (docs/contract.md); all other results must be finite."""
   tensors = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
   if tensors: Tensor.realize(*tensors)
   if name == "attention" and not any(given.get(x) is not None for x in ("kv_lengths", "bias")) and given.get("layout", "bhsd") == "bhsd":
@@ -151,8 +151,8 @@ def right(name:str, given:dict[str, Any], result:Any) -> None:
       assert np.isfinite(array(t) if dtypes.is_float(t.dtype) else t.numpy()).all()
 
 def result_of(name:str, argument:str, label:str) -> tuple[dict[str, Any], Any]|None:
-  """Calls a function with one argument replaced. Returns the arguments and the result, which is not computed yet, or None if the function raises an
-  error with a good message, which names the function and the argument."""
+  """Calls the function `name` with its usual arguments, except that `argument` gets the test value `VALUES[label]`. Returns the arguments and the
+  result, which is not computed yet, or None if the function raises a good error. A good error names the function and the argument."""
   function, make = FUNCTIONS[name]
   given, before = make() | {argument: VALUES[label]()}, GlobalCounters.kernel_count
   try: return given, function(**given)
@@ -170,8 +170,8 @@ def result_of(name:str, argument:str, label:str) -> tuple[dict[str, Any], Any]|N
 ARGUMENTS = [(name, argument) for name in FUNCTIONS for argument in parameters(name)]
 
 def check_argument(name:str, argument:str, computed:slice) -> None:
-  """Calls the function `name` once with each test value of this argument. Some of the accepted calls, those in the slice `computed`, are also
-  computed, and their results are checked."""
+  """Calls the function `name` once for each test value of `argument`. The function accepts some of the values. `computed` is a slice of the accepted
+  calls: only these calls are computed, and their results checked."""
   with emulated("gfx942"):
     accepted = [(label, found) for label in VALUES if (found := result_of(name, argument, label)) is not None]
     for label, (given, result) in accepted[computed]:
@@ -180,8 +180,8 @@ def check_argument(name:str, argument:str, computed:slice) -> None:
 
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
 def test_every_argument(name:str, argument:str) -> None:
-  """A function either accepts a value of an argument, or refuses it with a good message. To save time, the test computes only every fortieth
-  accepted result, and starts at a different one for each argument."""
+  """A function either accepts a value of an argument, or refuses the value with a good error. To save time, only every fortieth accepted call is
+  computed, beginning with another call for each argument."""
   turn = ARGUMENTS.index((name, argument))
   check_argument(name, argument, slice(turn % 40, None, 40))
 
@@ -222,7 +222,7 @@ def random_problems(d:Any) -> dict[str, Any]:
   return p | {"extras": extras}
 
 def drawn(examples:int) -> Callable[[Any], Any]:
-  """Parametrizes a test by its number of random problems. Up to 25 problems are identical in every run."""
+  """Runs a test on `examples` random problems, each on a random chip. If `examples` is at most 25, every run draws the same problems."""
   problems = given(random_problems(), st.sampled_from(("gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_90")))
   many = settings(max_examples=examples, deadline=None, derandomize=examples <= 25, suppress_health_check=list(HealthCheck))
   return lambda test: many(problems(test))

@@ -1,5 +1,5 @@
-"""Tests of `batch_invariant=True`: the result of a row has identical bits alone and in any batch, whatever lengths and pages the other sequences
-have."""
+"""Tests of `batch_invariant=True`: the output of a sequence has the same bits whether the sequence is computed alone or in a batch, whatever the
+lengths and pages of the other sequences are."""
 from __future__ import annotations
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ H, HKV, D = 4, 2, 16
 
 @pytest.mark.parametrize("arch, batches", [("sm_80", 1), *[pytest.param(x, 20, marks=pytest.mark.thorough) for x in ("gfx942", "gfx1201", "sm_80")]])
 def test_in_random_batches(arch:str, batches:int) -> None:
-  """One decoding step over 600 keys in pages of 16 gives identical bits for a sequence alone and in a batch with up to seven other sequences and a
-  wider block table."""
+  """One decoding step over 600 keys in pages of 16 rows gives a sequence the same bits alone and in a batch. The batch has up to seven other
+  sequences and a wider block table."""
   rng, most = np.random.default_rng(7), 600
   q, k, v = (rng.standard_normal((1, h, n, D)).astype(np.float16) for h, n in ((H, 1), (HKV, most), (HKV, most)))
   def step(others:tuple[int, ...], pages_more:int, invariant:bool) -> np.ndarray:
@@ -33,8 +33,8 @@ def test_in_random_batches(arch:str, batches:int) -> None:
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
 def test_choices_do_not_depend_on_the_batch(arch:str) -> None:
-  """The tile and the number of key ranges do not depend on the batch size with batch_invariant, for one query and for 300 queries. Without
-  batch_invariant they do."""
+  """With batch_invariant, the tile and the number of key ranges are the same for every batch size, for one query and for 300 queries. Without
+  batch_invariant they change with the batch size."""
   def choice(B:int, invariant:bool, Sq:int=1) -> tuple[str, str, int]:
     q, k = (Tensor.empty(B, *shape, 64, dtype="half", device="EMU") for shape in ((H, Sq), (HKV, 2048)))
     found = attn.api.attention.choice_of(q, k, k, kv_lengths=1100, batch_invariant=invariant)

@@ -1,5 +1,5 @@
-"""Tests of dropout: its random bits are equal on every chip and statistically random, the kernels of every matrix unit drop elements of P and of its
-gradient by these bits, and every way to ask for dropout works."""
+"""Tests of dropout. Its random bits are equal on every chip and statistically random. The kernels of every matrix unit drop elements of P, and of the
+gradient of P, by these bits. Every way to ask for dropout works."""
 from __future__ import annotations
 import functools, itertools, re
 from collections.abc import Callable, Iterator
@@ -40,8 +40,8 @@ P = 0.3
 def with_seed(**extras:np.ndarray) -> dict[str, Any]: return dict(dropout_p=P, extras={**extras, "dropout_seed": SEED})
 
 def in_turn_on(archs:tuple[str, ...], cases:dict[str, Any]) -> Any:
-  """Parametrizes a test over all pairs (case, chip). By default only one chip runs each case: case i runs on one chip and case i + 1 on the next
-  chip. All other pairs get the mark `thorough`."""
+  """Parametrizes a test over all pairs (case, chip). By default each case runs on only one chip: case i on one chip of `archs`, case i + 1 on the
+  next. All other pairs get pytest's mark `thorough`, and run only with `-m thorough`."""
   return pytest.mark.parametrize("case, arch", [
     pytest.param(case, arch, marks=() if i % len(archs) == k else pytest.mark.thorough, id=f"{case}-{arch}")
     for i, case in enumerate(cases) for k, arch in enumerate(archs)])
@@ -75,12 +75,14 @@ def test_the_mask_in_tensor_operations() -> None:
 @pytest.mark.usefixtures("not_unrolled")
 @pytest.mark.parametrize("sizes", [(2, 2, 3, 5), (5, 7, 11, 13)])
 def test_the_mask_of_sizes_that_are_no_powers_of_two(sizes:tuple[int, ...]) -> None:
-  """tinygrad computes the index of an axis as a remainder of a division, and not in 64 bits, which it cannot lower."""
+  """`dropout_mask` is right for sizes that are no powers of two. tinygrad then computes the index of an axis as the remainder of a division, which
+  must not need 64-bit integers: tinygrad cannot lower such a remainder."""
   with emulated("gfx942"): np.testing.assert_array_equal(attn.dropout_mask(Tensor(SEED, device="EMU"), P, *sizes).numpy(), kept_mask(SEED, P, *sizes))
 
 def lags(mask:np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-  """Yields pairs of arrays of equal shape, in which each element of the mask meets the element at a fixed distance along one axis. The distances
-  along the keys reach keys of the same octet (eight neighbouring keys), of neighbouring octets, and further away."""
+  """Yields a label and two arrays of equal shape for each axis of the mask (batch, head, query, key) and each distance along the axis: elements at
+  the same place in the two arrays are that distance apart in the mask. Along the keys, two such elements lie in the same octet (eight neighbouring
+  keys), in neighbouring octets, or further apart."""
   for axis, name in enumerate(("batch", "head", "query", "key")):
     for lag in (1, 2, 3, 4, 7, 8, 16, 32, 64):
       if lag < mask.shape[axis]:
@@ -120,13 +122,14 @@ def test_a_rate_that_is_wrong_is_noticed() -> None:
 UNITS = (*ARCHS, "sm_80", "sm_90")      # sm_90 uses wgmma from 64 queries on
 
 def showing(p:Problem) -> Inputs:
-  """Inputs that make the dropout mask visible: all keys have equal weight, and column j of O is the weight of key j."""
+  """Makes inputs with which O shows the dropout mask: all keys have equal weight, and column j of O is the weight of key j."""
   assert p.Dv >= p.Sk
   v = np.broadcast_to(np.eye(p.Sk, p.Dv, dtype=np.float32), (p.B, p.Hkv, p.Sk, p.Dv)).copy()
   return Inputs(np.zeros((p.B, p.H, p.Sq, p.D), np.float32), np.zeros((p.B, p.Hkv, p.Sk, p.D), np.float32), v)
 
 def mask_of(arch:str, tile:Callable[[Any], Any]=lambda x: x, **parameters:Any) -> np.ndarray:
-  """Returns the dropout mask of the kernels: true for each element of P that they keep."""
+  """Runs the forward kernel on inputs with which O shows the dropout mask, and returns the mask: true for each element of P that the kernel keeps.
+  `tile` maps the tile that dispatch chooses to the tile that is used; `parameters` change the problem."""
   p = problem(**{**dict(B=2, H=2, Sq=70, Sk=104, D=8, Dv=104, lse=False), **with_seed(), **parameters})
   o, _ = run_kernels(p, showing(p), arch, {"dropout_seed": SEED}, tile(choose_tile(p, get_chip(arch))))
   found = o != 0
@@ -190,8 +193,8 @@ def test_rates_near_0_and_1(p:float) -> None:
 def unscaled(self:Any, row:Any, m:Any, totals:Any) -> Any: return finish(m, totals, self.scores, None)
 
 def summed_after(self:Any, s:Any, tiles:Any, t:Any, part:Any, masked:bool) -> Any:
-  """Faulty version of a step of the forward kernel, `weigh`, which computes P from a tile of scores: the sum of P contains only the elements that
-  dropout keeps."""
+  """Faulty replacement for `weigh`, the step of the forward kernel that computes P and its row sums from a tile of scores. The row sums contain only
+  elements that dropout keeps; right row sums contain all elements."""
   scores = self.group.scores
   left = [kept_scores(scores, [row], t) for row in self.queries]
   softmax, addends = s.softmax.addends(self.dual)
@@ -231,7 +234,8 @@ ON_NVIDIA: dict[str, tuple[str, Any, str, Any]] = {
   "O without 1/(1 - p)": ("o", (Workgroup,), "normalised", unscaled)}
 
 def of_both(fault:str) -> bool:
-  """Returns whether a fault lies in code that the kernels of mma.sync and those of wgmma share, or in the same line of both."""
+  """Tells whether a test with this fault on one NVIDIA unit suffices: mma.sync and wgmma kernels share the faulty code, or have the same faulty line.
+  """
   return fault.startswith("O ") or len(ON_NVIDIA[fault][1]) == 1
 
 @pytest.mark.parametrize("fault, arch", [pytest.param(fault, arch, marks=pytest.mark.thorough if of_both(fault) and (i + k) % 2 else ())
@@ -256,8 +260,8 @@ def test_a_fault_is_caught(fault:str, monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
 def test_comparisons_stay_packed(arch:str) -> None:
-  """The forward kernel compares dropout's 16-bit random numbers two at a time, by packed subtractions and minima, and its machine code has no other
-  16-bit comparison. clang would otherwise emit a comparison and a select for each number."""
+  """The forward kernel compares dropout's 16-bit random numbers two at a time, by packed subtractions and minima. Its machine code has no 16-bit
+  comparison: clang would otherwise emit one comparison and one select for each number."""
   pytest.importorskip("ziglang")
   from attn.compilers.clang import assembly
   p, chip = problem(Sq=256, Sk=256, D=64, lse=False, **with_seed()), get_chip(arch)
@@ -291,8 +295,8 @@ def shards(of_q:int|None, of_k:int|None) -> Callable[[str, Tensor], Tensor]:
 
 @pytest.mark.parametrize("of_q, of_k, heads", [(0, 0, 2), (1, 1, 2), (1, None, 1), (None, None, 2)])
 def test_shards_use_the_mask_of_the_whole(of_q:int|None, of_k:int|None, heads:int) -> None:
-  """Each shard uses its own section of the dropout mask of the whole tensor. The tensors are sharded along batch or heads, only q is sharded along
-  heads, or all tensors are replicated."""
+  """Each device that holds a part of the tensors uses its part of the dropout mask of the whole tensors. The tensors are divided along batch or
+  heads, only q is divided along heads, or every device has all of the tensors."""
   check_gradients(**{**SMALL, "Hkv": heads}, place=shards(of_q, of_k), **with_seed())
 
 def test_shards_with_masks_of_their_own_are_caught(monkeypatch:pytest.MonkeyPatch) -> None:
@@ -301,12 +305,12 @@ def test_shards_with_masks_of_their_own_are_caught(monkeypatch:pytest.MonkeyPatc
     with pytest.raises(AssertionError, match="error"): check_attention(**SMALL, place=shards(of, of), **with_seed())
 
 def drops(call:Callable[[], Tensor]) -> bool:
-  """Tells whether two calls of a function give different results."""
+  """Calls a function twice and tells whether the results differ."""
   return not np.array_equal(array(call()), array(call()))
 
 def test_a_seed_is_drawn() -> None:
-  """Every call without a seed draws a new seed from tinygrad's generator. o and its gradients use one seed. The gradient of v shows this, because o
-  is linear in v."""
+  """Every call without a seed draws a new seed from tinygrad's random generator. o and the gradients of a call use the same seed; the gradient of v
+  shows this, because o is linear in v."""
   with emulated("gfx942"), Context(TRAINING=1):
     q, k, v = draw(1, 2, 12, 16), draw(1, 2, 20, 16, seed=1), draw(1, 2, 20, 16, seed=2)
     def call() -> Tensor: return attn.attention(q, k, v, dropout_p=P)

@@ -1,4 +1,5 @@
-"""Tests of FlashAttention's functions. The tests run every argument of each function, and these runs produce the table in docs/flash_attention.md."""
+"""Tests of attn's versions of FlashAttention's functions. The tests run every argument of each function. The table in docs/flash_attention.md is made
+from the list of these tests."""
 from __future__ import annotations
 import inspect, sys
 from pathlib import Path
@@ -32,7 +33,7 @@ CU_Q, CU_K = [(0, n, 2*n) for n in (SQ, SK)]
 # ***** the functions on the same numbers: each returns out (B, SQ, H, D), and lse where wanted *****
 
 def whole(function:str, **more:Any) -> Any:
-  """Calls a FlashAttention function without a cache: on inputs that all tests of this file share, with the given extra arguments."""
+  """Calls the FlashAttention function named `function`, one without a cache, on the inputs of this file. `more` are extra arguments of the call."""
   q, k, v = qkv()
   if function == "flash_attn_func": return flash_attn.flash_attn_func(q, k, v, **more)
   if function == "flash_attn_kvpacked_func": return flash_attn.flash_attn_kvpacked_func(q, half(np.stack([K, V], 2)), **more)
@@ -59,9 +60,8 @@ def agrees(ours_:dict[str, Any], **theirs:Any) -> Callable[[str], None]:
   return run
 
 def close_packed(function:str) -> None:
-  """Compares causal attention by `function`, of packed or separate sequences, with float64: each element must be within its error limit
-  (docs/contract.md). (Packed and separate sequences are not compared with each other bit by bit, because dispatch may choose another tile for packed
-  sequences.)"""
+  """Compares causal attention by `function` with float64, for packed sequences and for separate ones: each element must be within its error limit
+  (docs/contract.md). Packed and separate results may differ in their bits, because dispatch may choose another tile for packed sequences."""
   o = array(whole(function, causal=True)).reshape(B, SQ, H, D).swapaxes(1, 2)
   k, v = (x[:, :SQ].repeat(2, 2) if "qkvpacked" in function else x for x in (K, V))
   x = [a.astype(np.float32).swapaxes(1, 2) for a in (Q, k, v)]
@@ -88,8 +88,9 @@ def dropped(function:str) -> None:
 SEED, DROPPED_P = np.array([7, 11], np.uint32), .4
 
 def kept(mask:Tensor) -> np.ndarray:
-  """Returns which elements dropout keeps, according to S_dmask. Sets NOOPT to 0 to read S_dmask: the tests run with NOOPT=1, but tinygrad cannot
-  lower the kernel that computes S_dmask without its optimizations."""
+  """Returns a bool array: true for each element of P that dropout kept. `mask` is S_dmask, the third result of FlashAttention's functions, negative
+  where an element was dropped. NOOPT=0 is set while S_dmask is read: tests run with NOOPT=1, but without its optimizations tinygrad cannot lower the
+  kernel that computes S_dmask."""
   with Context(NOOPT=0): return array(mask) >= 0
 
 def seeded(function:str) -> None:
@@ -99,7 +100,8 @@ def seeded(function:str) -> None:
   np.testing.assert_allclose(got.reshape(want.shape), want, rtol=0, atol=2e-3)     # another tile rounds otherwise
 
 def probabilities(function:str) -> None:
-  """Checks S_dmask where tinygrad's generator draws the dropout seed: `out` is V times those elements of P that S_dmask shows as kept."""
+  """Checks S_dmask, the dropped P that a call returns, where tinygrad's generator draws the dropout seed: `out` equals V times the elements of P that
+  S_dmask shows as kept."""
   q, k, v = (x.astype(np.float64).swapaxes(1, 2) for x in (Q, *((x[:, :SQ].repeat(2, 2) for x in (K, V)) if "qkvpacked" in function else (K, V))))
   k, v = (x.repeat(H//x.shape[1], 1) for x in (k, v))
   o, _, mask = whole(function, dropout_p=DROPPED_P, return_attn_probs=True)
@@ -163,7 +165,8 @@ TABLE["flash_attn_varlen_func", "block_table"] = ("int32 (B, max_blocks); k and 
 START = (5, 8)       # rows already in the cache
 
 def cached(causal:bool=True, start:Any=None, caches:tuple[Tensor, Tensor]|None=None, new:int=2, **more:Any) -> Tensor:
-  """Calls `flash_attn_with_kvcache` and appends `new` rows."""
+  """Calls `flash_attn_with_kvcache` on the inputs of this file with `new` new rows, and returns the output. `start` has the old length of each batch,
+  and `caches` the key and value caches."""
   k_cache, v_cache = caches or [half(x) for x in (K, V)]
   at = int32(*START) if start is None else start
   return flash_attn.flash_attn_with_kvcache(half(Q[:, :new]), k_cache, v_cache, half(Q[:, :new, :HKV]), half(Q[:, :new, 2:]), cache_seqlens=at,
@@ -195,8 +198,8 @@ def cache_full(_:str) -> None:
   o = flash_attn.flash_attn_with_kvcache(*qkv(), causal=True)
   judged(o, Q, K, V, (SK, SK))
 def cache_more_batches(_:str) -> None:
-  """Checks caches of three batches with queries for two of them. cache_batch_idx selects two batches in another order; without it, the queries belong
-  to the first two batches."""
+  """Checks calls in which the caches have three batches and the queries two. cache_batch_idx selects two batches of the caches in another order.
+  Without cache_batch_idx, the queries belong to the first two batches."""
   larger = [np.concatenate([x[1:], numbers(1, SK, HKV, D, seed=9).astype(np.float16), x[:1]]) for x in (K, V)]
   caches = [half(x) for x in larger]
   judged(cached(caches=(caches[0], caches[1]), cache_batch_idx=int32(2, 0)), Q[:, :2], *appended(), ENDS)
@@ -210,7 +213,9 @@ def cache_in_pages(_:str) -> None:
   judged(cached(caches=(k_pages, v_pages), block_table=int32([1, 2], [3, 0])), Q[:, :2], *appended(), ENDS)
 
 def turned(x:np.ndarray, places:np.ndarray, cos:np.ndarray, sin:np.ndarray, interleaved:bool) -> np.ndarray:
-  """Computes rotary embedding with complex numbers: a pair of columns is one complex number, multiplied by e^(i*angle)."""
+  """Computes the rotary embedding of x in float64 with complex numbers: two columns are the real and the imaginary part of one complex number, which
+  is multiplied by cos + i sin. `places` has each row's position, the index into `cos` and `sin`. `interleaved` pairs neighbouring columns; otherwise
+  column j is paired with the column half the rotary width further."""
   half_, y = cos.shape[1], x.astype(np.float64)
   a, b = (y[..., 0:2*half_:2], y[..., 1:2*half_:2]) if interleaved else (y[..., :half_], y[..., half_:2*half_])
   z = (a + 1j*b)*(cos + 1j*sin)[places][:, :, None]
@@ -280,8 +285,8 @@ def table() -> str:
   return "\n".join([*lines, *(f"| {function} | {argument} | {text} |" for (function, argument), (text, _) in TABLE.items())]) + "\n"
 
 def test_the_table_has_every_argument_and_is_in_the_document() -> None:
-  """The table of the arguments of FlashAttention's functions lists every argument, and docs/flash_attention.md contains the table. To rewrite the
-  table: python test/api/test_flash_attn.py."""
+  """The table in docs/flash_attention.md lists every argument of FlashAttention's functions. `python test/api/test_flash_attn.py` writes the table
+  anew."""
   functions = {name: f for name, f in vars(flash_attn).items() if name.startswith("flash_attn_")}
   for name, f in functions.items():
     assert {argument for function, argument in TABLE if function == name} == set(inspect.signature(f).parameters), name

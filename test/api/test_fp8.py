@@ -14,7 +14,8 @@ B, H, HKV, SQ, SK, D = 2, 4, 2, 20, 40, 32
 KINDS = {"gfx942": "fp8e4m3fnuz", "sm_120": "fp8e4m3"}
 
 def drawn(kind:str, *shape:int, seed:int=0, device:Any="EMU") -> tuple[Tensor, np.ndarray]:
-  """Makes a tensor of 8-bit floats, and the numbers that it stands for."""
+  """Draws normal random numbers and rounds them to 8-bit floats of the format `kind`, a dtype's name. Returns them as a tensor and as float64
+  numbers."""
   stored = rounded_bytes(np.random.default_rng(seed).standard_normal(shape).astype(np.float32), kind, True)
   return Tensor(stored, device=device).bitcast(getattr(dtypes, kind)), numbers(stored, kind).astype(np.float64)
 
@@ -23,8 +24,8 @@ def inputs(kind:str) -> tuple[list[Tensor], list[np.ndarray]]:
   return [t for t, _ in found], [x for _, x in found]
 
 def check(o:Tensor, numbers_of:list[np.ndarray], scales:list[Any], kind:str, causal:bool=True) -> None:
-  """Compares o, float32 (B, H, Sq, D), with float64: each element must be within its error limit. `scales` are those of q, k and v, which broadcast
-  to (B, Hkv)."""
+  """Compares o, float32 (B, H, Sq, D), with float64: each element must be within its error limit (docs/contract.md). `numbers_of` has q, k and v as
+  float64 numbers of the 8-bit format `kind`, and `scales` their scales, each of a shape that broadcasts to (B, Hkv)."""
   def scaled(x:np.ndarray, s:Any) -> np.ndarray:
     return x*np.repeat(np.broadcast_to(np.asarray(s, np.float64), (B, HKV)), x.shape[1]//HKV, 1)[..., None, None]
   q, k, v = map(scaled, numbers_of, scales)
@@ -33,7 +34,7 @@ def check(o:Tensor, numbers_of:list[np.ndarray], scales:list[Any], kind:str, cau
 
 @pytest.mark.parametrize("arch", KINDS)
 def test_scales(arch:str) -> None:
-  """Scales are one number or one for each batch and key/value head, and any of them may be missing."""
+  """Calls accept scales of q, k and v as a single number, or as one number for each batch and key/value head. Each scale may be left out."""
   of_heads = np.random.default_rng(5).uniform(0.3, 3, (B, HKV)).astype(np.float32)
   with emulated(arch):
     (q, k, v), known = inputs(kind := KINDS[arch])
@@ -66,7 +67,7 @@ def test_layouts_views_and_jit() -> None:
 
 @pytest.mark.parametrize("axis", (0, 1))
 def test_shards(axis:int) -> None:
-  """Batches, or heads, of 8-bit floats may be sharded over devices. Scales of heads are sharded with them."""
+  """Tensors of 8-bit floats may be divided over devices along batch or heads. Scales of heads are divided in the same way."""
   of_heads = np.float32([[0.5, 2], [1, 3]])
   with emulated("sm_120"):
     (q, k, v), known = inputs("fp8e4m3")

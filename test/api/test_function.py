@@ -1,4 +1,4 @@
-"""Tests of attention inside tinygrad's `@function`: results and gradients are the same as outside."""
+"""Tests of attention inside a function that is decorated with tinygrad's `@function`: results and gradients are the same as outside."""
 from __future__ import annotations
 import itertools, warnings
 from collections.abc import Callable
@@ -22,8 +22,8 @@ Layer = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Call:
-  """A call of attention inside a `@function`: the Python function, the shapes of its 16-bit arguments, and the values of all other arguments. Every
-  argument gets a gradient, unless it holds integers."""
+  """Describes a call of attention that the tests make inside a tinygrad `@function`: the Python function, the shapes of its 16-bit arguments, and the
+  values of all other arguments. Every argument gets a gradient, except integers."""
   layer: Layer
   shapes: tuple[tuple[int, ...], ...] = ((1, 2, 24, 32), (1, 1, 24, 32), (1, 1, 24, 32))
   others: tuple[np.ndarray, ...] = ()
@@ -45,17 +45,17 @@ def twice(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
   return (*causal(first, k, v), first)
 def nested(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return causal(function(causal)(q, k, v)[0], k, v)
 def nested_apart(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
-  """Calls attention twice, in a function that is precompiled (tinygrad's `@function(precompile=True)`). A test puts both calls inside another
-  function; by itself tinygrad cannot compile a precompiled function inside another function."""
+  """Calls attention twice through a function that tinygrad compiles on its own (`@function(precompile=True)`). A test puts this function inside
+  another `@function`, which tinygrad alone cannot compile."""
   layer = function(causal, precompile=True, precompile_backward=True)
   return layer(layer(q, k, v)[0], k, v)
 def part(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
-  """Calls attention with kv_lengths. K is a slice of a buffer, and does not begin at a multiple of 16 bytes."""
+  """Calls attention with kv_lengths on a K that is a slice of a buffer and does not begin at a multiple of 16 bytes."""
   return (attn.attention(q, k.flatten()[3:3 + 24*32].reshape(v.shape), v, kv_lengths=20),)
 def splits(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (attn.attention(q[:, :, :1], k, v, num_splits=2),)
 def by_tinygrad(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (attn.attention(q, k, v),)
 def dealt(q:Tensor, k:Tensor, v:Tensor, bias:Tensor, sinks:Tensor) -> tuple[Tensor, ...]:
-  """Calls attention with rows in the order "zigzag", of which the last are padding, and with a bias that has a gradient."""
+  """Calls attention on 13 rows in the order "zigzag", followed by padding rows, with sinks, softcap, and a bias that gets a gradient."""
   return (attn.attention(q, k, v, causal=True, softcap=20.0, bias=bias, sinks=sinks, sequence_order="zigzag", sequence_lengths=(13, 13)),)
 def sunk(q:Tensor, k:Tensor, v:Tensor, sinks:Tensor) -> tuple[Tensor, ...]: return (attn.attention(q, k, v, causal=True, sinks=sinks),)
 
@@ -81,7 +81,8 @@ def arguments(call:Call) -> list[Tensor]:
   return [t.shard(TWO, call.axis if t.ndim == 4 and not (call.whole_q and i == 0) else None).realize() for i, t in enumerate(drawn)]
 
 def results(call:Call, layer:Layer, jit:bool) -> list[np.ndarray]:
-  """Returns the outputs of a layer of attention, and the gradients of a loss that depends on two calls of the layer."""
+  """Returns the outputs of `layer`, a function that calls attention on the arguments of `call`, and the gradients of a loss that depends on two calls
+  of `layer`. `jit` runs all of this under TinyJit."""
   tensors = arguments(call)
   def step(*given:Tensor) -> tuple[Tensor, ...]:
     first, second = layer(*given), layer(given[0]*0.5, *given[1:])
@@ -98,8 +99,8 @@ def results(call:Call, layer:Layer, jit:bool) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name, way, jit, arch", ALL)
 def test_same_as_outside(name:str, way:str, jit:bool, arch:str) -> None:
-  """Results and gradients of attention are the same inside one of tinygrad's functions (`@function`) as outside. Only sums that tinygrad's own
-  kernels compute may differ, in their last bit, because tinygrad may add in another order."""
+  """Results and gradients of attention are the same inside a tinygrad `@function` as outside. Only the last bit of sums that tinygrad's own kernels
+  compute may differ, because tinygrad may add in another order."""
   call = CALLS[name]
   with emulated(arch):
     found, right = results(call, function(call.layer, **WAYS[way]), jit), results(call, call.layer, jit)
@@ -107,9 +108,9 @@ def test_same_as_outside(name:str, way:str, jit:bool, arch:str) -> None:
 
 @pytest.mark.parametrize("axis", [pytest.param(None, marks=pytest.mark.thorough), 2])
 def test_rows_on_devices_under_installed(axis:int|None) -> None:
-  """Inside a tinygrad `@function` and under `attn.installed()`, attn's kernels compute Tensor.scaled_dot_product_attention if the sequence of k and
-  v, or of q, k and v, is divided over two devices. The results are right. A call with dropout on such tensors goes to tinygrad's own implementation,
-  with a warning."""
+  """Tensor.scaled_dot_product_attention is right inside a tinygrad `@function` and under `attn.installed()` if two devices each hold half of the
+  sequence of k and v, or of q, k and v. attn's kernels compute the call. With dropout, tinygrad's own implementation computes the call, with a
+  warning."""
   q, k, v = (draw(1, 2, 16, 32, seed=i).shard(TWO, a).realize() for i, a in enumerate((axis, 2, 2)))
   def layer(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (q.scaled_dot_product_attention(k, v, is_causal=True),)
   def dropping(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (q.scaled_dot_product_attention(k, v, dropout_p=0.5),)
@@ -124,8 +125,8 @@ def test_rows_on_devices_under_installed(axis:int|None) -> None:
   np.testing.assert_allclose(found, right, rtol=2**-9, atol=2**-10*np.abs(right).max())
 
 def test_gradient_through_a_function_of_an_output_that_was_computed() -> None:
-  """Gradients are right if the output of attention is an argument of a `@function`, and the loss was computed before gradients are taken. Backward
-  must then still find the inputs of attention."""
+  """Gradients are right if a `@function` takes the output of attention as its argument and the loss is realized before the gradients are taken.
+  Backward must still find the inputs of attention."""
   def gradients(layer:Layer, read:bool) -> list[np.ndarray]:
     q, k, v = arguments(CALLS["causal"])
     loss = layer(causal(q, k, v)[0], k)[0].float().square().sum()
@@ -139,8 +140,8 @@ def test_gradient_through_a_function_of_an_output_that_was_computed() -> None:
       np.testing.assert_allclose(x, y, rtol=2**-10, atol=2**-11*np.abs(y).max())
 
 def test_equal_steps_are_scheduled_once() -> None:
-  """tinygrad schedules the first of two equal training steps, and finds the schedule of the second step in its cache. This requires that the buffers
-  that attn makes inside a `@function` and in its gradient have the same slot numbers (`BUFFER.arg.slot`) in every step."""
+  """tinygrad schedules the first of two equal training steps and finds the schedule of the second in its cache. This works only if each step gives
+  the same slot numbers (`BUFFER.arg.slot`) to the buffers that attn makes inside a `@function` and in its gradient."""
   layer = function(causal, precompile=True, precompile_backward=True)
   def step() -> None:
     q, k, v = arguments(CALLS["causal"])

@@ -1,5 +1,5 @@
-"""Tests of keys and values in pages: attention and append through a block table on every matrix unit, and faults in a block table that the emulator
-finds."""
+"""Tests of keys and values in pages: attention and append through a block table on every matrix unit, and wrong block tables, which the emulator
+reports."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,7 +26,8 @@ def int32(x:Any, device:str="EMU") -> Tensor: return Tensor(np.array(x, np.int32
 
 @dataclass(frozen=True)
 class Paged:
-  """Key and value sequences of the given lengths, stored in pages in random order. Elements that belong to no sequence are NaN."""
+  """Keys and values of sequences with the given `lengths`: as plain arrays `k` and `v`, and in `pages` in random order with the block `table`.
+  Elements of pages that belong to no sequence are NaN."""
   lengths: tuple[int, ...]
   k: np.ndarray
   v: np.ndarray
@@ -46,8 +47,8 @@ class Paged:
   def tensors(self, device:str="EMU") -> list[Tensor]: return [tensor(x, "float16", device).realize() for x in self.pages]
 
 def close(got:np.ndarray, q:np.ndarray, x:Paged, window:tuple[int, int]=(-1, 0), **options:Any) -> None:
-  """Checks `got` (B, H, Sq, D), the output of attention of `q` to the pages `x`. Each element must agree with a float64 computation up to its error
-  limit (docs/contract.md). The expected values are computed sequence by sequence. `options` are options of the softmax, such as softcap."""
+  """Checks `got` (B, H, Sq, D), the output of attention with queries `q` over the paged sequences `x`. Each element must be within its error limit
+  (docs/contract.md) of a float64 computation of its sequence. `options` are score options, such as softcap."""
   for b, n in enumerate(x.lengths):
     one = [a.astype(np.float32) for a in (q[b:b+1], x.k[b:b+1, :, :n], x.v[b:b+1, :, :n])]
     args, more = (q.shape[-1]**-.5, window, n - q.shape[2]), {"options": Options(**options)} if options else {}
@@ -73,8 +74,8 @@ def test_attention(page:int, Sq:int, lengths:tuple[int, ...], d:int, options:dic
 
 @pytest.mark.parametrize("layout, arch", [("bshd", "gfx942"), pytest.param("nsd", "sm_80", marks=pytest.mark.thorough)])
 def test_with_options_in_any_layout(layout:str, arch:str) -> None:
-  """Pages that are views of one tensor work with a window, softcap, sinks and packed GQA in any layout. three_pass (attention in plain tensor
-  operations) gives equal results."""
+  """A window, softcap, sinks and packed GQA work in any layout over pages that are views of one tensor. The fallback three_pass, which computes
+  attention in tinygrad's tensor operations, is right, too."""
   x, q = Paged.of((9, 5), 4), np.random.default_rng(5).standard_normal((2, H, 2, D)).astype(np.float16)
   sinks = np.random.default_rng(6).standard_normal(H).astype(np.float32)
   for kernel in ("", "three_pass"):
@@ -86,8 +87,8 @@ def test_with_options_in_any_layout(layout:str, arch:str) -> None:
 
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=() if a == "sm_80" else pytest.mark.thorough) for a in EVERY_ARCH])
 def test_a_prefix_that_two_sequences_share(arch:str) -> None:
-  """Two sequences share their first two pages, and each continues in its own pages by one row at a time under TinyJit. The result of each sequence
-  equals its result without the other sequence."""
+  """Two sequences share their first two pages. Each sequence then grows in pages of its own, one row at a time under TinyJit. Each result equals the
+  result of the sequence without the other."""
   rng = np.random.default_rng(3)
   prefix = [rng.standard_normal((1, h, 16, D)).astype(np.float16) for h in (HKV, HKV)]
   own = [rng.standard_normal((2, h, 4, D)).astype(np.float16) for h in (H, HKV, HKV)]
@@ -129,8 +130,8 @@ def test_heads_on_several_devices(count:int, arch:str, kernel:str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"pages of {case[0]}, {case[1]} queries")
 def test_on_a_gpu(case:tuple[Any, ...]) -> None:
-  """Attention over pages (the cases of the other tests) and append are right on a GPU. A table entry that is not a valid page number makes a kernel
-  read another page, but does not stop the kernel."""
+  """Attention over pages, in the cases of the other tests, and append are right on a GPU. An entry of the block table that is no valid page number
+  makes a kernel read another page, but does not stop the kernel."""
   page, Sq, lengths, d, options, _ = case
   if 0 in lengths: lengths = lengths[:1]
   x, q = Paged.of(lengths, page, d), np.random.default_rng(5).standard_normal((len(lengths), H, Sq, d)).astype(np.float16)
@@ -147,8 +148,8 @@ def test_on_a_gpu(case:tuple[Any, ...]) -> None:
     attn.attention(tensor(q, "float16", "CUDA"), k_pages, v_pages, block_table=wild, kv_lengths=int32(lengths, "CUDA"), **options).realize()
 
 def test_a_single_page_keeps_its_table() -> None:
-  """Kernels over a single page do not read the block table, but keep it as a parameter. A CUDA graph under TinyJit passes every tensor of a call to
-  each program, and fails if a parameter is missing."""
+  """A kernel over a single page does not read the block table, but still takes it as an argument. A CUDA graph under TinyJit passes every tensor of a
+  call to each kernel, and fails if a kernel lacks a parameter."""
   with emulated("sm_90"):
     k, v = attn.empty_paged_cache(1, 64, HKV, D, device="EMU")
     table, n = int32([[0]]), attn.append_kv(*[draw(1, HKV, 3, D)]*2, k, v, int32([5]), block_table=int32([[0]]))
@@ -174,7 +175,8 @@ def test_the_emulator_stops_at_an_entry_that_is_no_page() -> None:
     k_pages.realize()
 
 def test_the_emulator_stops_at_two_rows_for_one_slot() -> None:
-  """Two sequences that share a page may write different rows of it. The emulator reports an error if they write two rows to one slot."""
+  """Two sequences may append different rows to a page that they share. If they write two rows to the same place in the page, the emulator stops with
+  an error."""
   with emulated("gfx942"):
     k_pages, v_pages = attn.empty_paged_cache(3, 8, HKV, D, device="EMU")
     new, table = draw(2, HKV, 2, D), int32([[1], [1]])
@@ -213,9 +215,9 @@ def test_refused() -> None:
 
 @pytest.mark.parametrize("starts, there", (((14, -2), (14, 15, 16)), ((5, 16), (5, 6, 7))))
 def test_rows_that_do_not_fit_are_dropped(starts:tuple[int, ...], there:tuple[int, ...]) -> None:
-  """If only the device knows the lengths, append drops new rows beyond the block table. An earlier version read past the end of the table's row. For
-  the last sequence it read past the end of the table; for other sequences it read an entry of the next sequence, which the emulator reported as two
-  rows in one slot."""
+  """If only the device knows the lengths, append drops new rows for which the block table has no page. In an earlier version such rows went through
+  table entries of the next sequence, which the emulator reported as two rows in one place; rows of the last sequence read past the end of the table.
+  """
   with emulated("gfx942"):
     k, v = attn.empty_paged_cache(4, 8, HKV, D, device="EMU")
     new = draw(2, HKV, 3, D)
@@ -224,8 +226,8 @@ def test_rows_that_do_not_fit_are_dropped(starts:tuple[int, ...], there:tuple[in
     for cache in (k, v): assert np.flatnonzero(array(cache).reshape(32, -1).any(-1)).tolist() == list(there)
 
 def test_append_in_plain_uops() -> None:
-  """Appending to a cache needs none of attn's own operations, so that it also works on a device whose renderer does not know them, such as CPU. With
-  `checked`, the kernel has one such operation, by which the emulator finds two rows that go to one place."""
+  """The append kernel has no custom operation, so it also works on devices such as CPU, whose renderer does not know attn's operations. With
+  `checked`, the kernel has one custom operation, which lets the emulator find two rows that go to one place."""
   a = Append(2, HKV, 1, 16, D, "bhsd", Strided(4*8*HKV*D, 0, 8*HKV*D, D, HKV*D), Pages(8, 4, 2), threads=False, checked=False)
   shapes = ((a.places.size,), dtypes.half), ((2, HKV, 1, D), dtypes.half), ((2,), dtypes.int), ((2, 2), dtypes.int)
   for checked in (False, True):
@@ -243,7 +245,7 @@ def test_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("arch", ("sm_80", pytest.param("gfx1100", marks=pytest.mark.thorough)))
 def test_flash_attn_varlen_func(arch:str) -> None:
-  """FlashAttention's varlen function accepts packed queries over pages."""
+  """FlashAttention's function `flash_attn_varlen_func` accepts packed queries over pages."""
   x, counts = Paged.of((30, 17), 8), (5, 3)
   q = np.random.default_rng(5).standard_normal((8, H, D)).astype(np.float16)
   with emulated(arch):
@@ -256,8 +258,8 @@ def test_flash_attn_varlen_func(arch:str) -> None:
 # ***** a single page: no kernel reads its block table *****
 
 def step_of_one_page(device:str) -> Callable[[int], tuple[Tensor, Paged, np.ndarray]]:
-  """Returns a step under TinyJit that appends row i to a single page. The step returns the output for the query of that row, the keys stored up to
-  it, and the query."""
+  """Returns a function of i, to be called with i = 0, 1, 2, ...: under TinyJit, it appends row i to a single page. It returns the output for the
+  query of that row, the keys and values stored so far, and the query."""
   rng, pages, table = np.random.default_rng(3), attn.empty_paged_cache(1, 8, HKV, D, device=device), int32([[0]], device)
   q, k, v = (rng.standard_normal((1, h, 4, D)).astype(np.float16) for h in (H, HKV, HKV))
   jitted = TinyJit(lambda q, k, v, n: attn.attention_with_kv_cache(q, k, v, *pages, n, block_table=table).realize())

@@ -1,4 +1,4 @@
-"""Tests of keys and values of 8 bits: conversion of whole tensors, caches and the rows appended to them, and calls that are refused."""
+"""Tests of 8-bit keys and values: conversion of whole tensors, caches, rows that are appended to caches, and calls that are refused."""
 from __future__ import annotations
 from typing import Any
 import numpy as np
@@ -33,12 +33,13 @@ def rows(*shape:int, seed:int=0) -> np.ndarray:
   return x
 
 def numbers(x:QuantizedRows, format:str) -> np.ndarray:
-  """Returns the 8-bit numbers of `x` in float64, not multiplied by the scales of their rows. `format` says which number a byte stands for."""
+  """Returns the 8-bit numbers of `x` in float64, without the scales of the rows. `format` names the 8-bit format: which number each byte stands for.
+  """
   return numbers_of(format)[whole(x.values).numpy().view(np.uint8)]
 
 def same_rows(got:np.ndarray, scales:np.ndarray, x:np.ndarray, format:str) -> None:
-  """Checks that rows x were rounded to 8 bits correctly. `got` are the stored numbers, and `scales` the scales of the rows. Each number times its
-  scale must be as near to x as the nearest number of the format. Rows with NaN or inf must store zeros."""
+  """Checks that the rows x were rounded correctly to the 8-bit `format`. `got` has the 8-bit numbers and `scales` the scale of each row. Each number
+  times its scale must be as near to x as the nearest number of the format. Rows with NaN or inf must be stored as zeros."""
   want = scales_of(format, x, str(scales.dtype))
   np.testing.assert_allclose(scales, want, rtol=2e-7 if scales.dtype == np.float32 else 2.0**-10)
   there, exact, wide = np.isfinite(want), x.astype(np.float64), scales[..., None].astype(np.float64)
@@ -64,7 +65,8 @@ def test_a_tensor_and_back(dtype:str, arch:str, scale_dtype:str) -> None:
 @pytest.mark.parametrize("dtype, arch, scale_dtype", KINDS)
 @pytest.mark.parametrize("layout", ("bhsd", "bshd", "nsd"))
 def test_appended_rows(dtype:str, arch:str, scale_dtype:str, layout:str) -> None:
-  """Appended rows and their scales land where they belong, under TinyJit with a Variable, and nothing else in the caches changes."""
+  """Appending under TinyJit, at an offset that a Variable gives, writes rows and scales to the right places in the caches. Nothing else in the caches
+  changes."""
   format, new = format_of(dtype, arch), [rows(B, HKV, 3, D, seed=i) for i in range(2)]
   with emulated(arch):
     caches = attn.empty_kv_cache(B, HKV, CAPACITY, D, dtype=dtype, scale_dtype=scale_dtype, layout="bshd" if layout == "bshd" else "bhsd")
@@ -130,7 +132,7 @@ def nbytes(cache:Any) -> int: return sum(t.uop.buffer.nbytes for t in (cache if 
 
 @pytest.mark.parametrize("width, scale_dtype", ((128, "float32"), (256, "float32"), (64, "float16")))
 def test_tokens_in_the_same_memory(width:int, scale_dtype:str) -> None:
-  """A cache of 8 bits has 1.9 times as many tokens as one of 16 bits in the same memory. Rows of 64 elements need scales of float16 for that."""
+  """In the same memory, an 8-bit cache holds 1.9 times as many tokens as a 16-bit cache. Rows of 64 elements reach this only with float16 scales."""
   with emulated("gfx942"):
     of_16 = sum(map(nbytes, attn.empty_kv_cache(1, 2, 100, width)))
     for dtype in ("int8", "fp8e4m3"):

@@ -1,4 +1,4 @@
-"""Tests of attention over keys and values of 8 bits, by the API: caches that grow, pages, views, devices, shared scales, and rows of NaN."""
+"""Tests of the API over 8-bit keys and values: caches that grow, pages, views, several devices, scales that rows share, and rows with NaN."""
 from __future__ import annotations
 from typing import Any
 import numpy as np
@@ -20,7 +20,7 @@ B, H, HKV, D, CAPACITY = 2, 4, 2, 32, 80
 UNITS = ("gfx942", "gfx1100", "gfx1201", "sm_80", "sm_90")
 
 def stale(dtype:str="int8", shape:tuple[int, ...]=(B, HKV, CAPACITY, D), device:Any="EMU", scale_dtype:str="float32") -> list[QuantizedRows]:
-  """Makes a key cache and a value cache with random numbers, and scales that are NaN, infinity or large."""
+  """Makes an 8-bit key cache and an 8-bit value cache as if from old memory: random numbers, with scales that are NaN, infinity or 1e4."""
   rng = np.random.default_rng(7)
   def made() -> QuantizedRows:
     stored = rng.integers(0, 256, shape).astype(np.uint8)
@@ -30,7 +30,7 @@ def stale(dtype:str="int8", shape:tuple[int, ...]=(B, HKV, CAPACITY, D), device:
   return [made(), made()]
 
 def rows_in(cache:QuantizedRows, format:str="int8") -> tuple[np.ndarray, np.ndarray]:
-  """Returns the rows of an 8-bit cache in float64, already multiplied by their scales, and the scales."""
+  """Returns the rows of an 8-bit cache in float64, multiplied by their scales, and the scales."""
   scales = array(whole(cache.scales)).astype(np.float64)
   with np.errstate(invalid="ignore"): return numbers_of(format)[whole(cache.values).numpy().view(np.uint8)]*scales[..., None], scales
 
@@ -42,8 +42,8 @@ def close(got:np.ndarray, q:np.ndarray, k:tuple[np.ndarray, np.ndarray], v:tuple
   assert (verdict := judge(got, law)).ok, verdict
 
 def near(cache:tuple[np.ndarray, np.ndarray], x:np.ndarray, format:str="int8") -> None:
-  """Checks that the first rows of a cache of 8 bits equal x up to rounding. The error may be half a scale in int8. In fp8 it may be 1/16 of the
-  number, or 1/1000 of the scale if that is more."""
+  """Checks that the first rows of an 8-bit cache equal x up to rounding. `cache` is a pair: the rows in float64, multiplied by their scales, and the
+  scales. The error may be half a scale in int8. In fp8 it may be 1/16 of the number, or 1/1000 of the scale if that is more."""
   n = x.shape[2]
   most = 0.5001*cache[1][:, :, :n, None] if format == "int8" else np.maximum(np.abs(x)/15.9, cache[1][:, :, :n, None]/1000)
   assert (np.abs(cache[0][:, :, :n] - x) <= most).all()
@@ -57,9 +57,9 @@ def given(xs:list[np.ndarray], i:int, j:int, layout:str="bhsd", dtype:str="float
 # ***** caches that grow *****
 
 def grow(device:str, dtype:str, format:str, width:int=D, scale_dtype:str="float32") -> None:
-  """Checks attention over caches of 8 bits that grow by a prompt, by a chunk of rows, and by single rows under TinyJit at a position that a Variable
-  gives. Rows that no call has appended hold random numbers and bad scales, and must have no effect. The output is within its error limits, given the
-  rows that the caches hold. These rows equal the appended rows up to rounding to 8 bits."""
+  """Checks attention over 8-bit caches that grow: by a prompt, by 16 rows, and by single rows under TinyJit at a position that a Variable gives. The
+  other rows of the caches hold random numbers and bad scales, which must have no effect. The output must be within its error limits, given the rows
+  in the caches. These rows must equal the appended rows up to rounding to 8 bits."""
   x, (k, v) = drawn(60, width=width), stale(dtype, (B, HKV, CAPACITY, width), device, scale_dtype)
   def step(q:Tensor, k_new:Tensor, v_new:Tensor, n:Any) -> Tensor: return attn.attention_with_kv_cache(q, k_new, v_new, k, v, n).realize()
   jitted, n = TinyJit(step), Variable("n", 0, CAPACITY - 1)
@@ -111,9 +111,9 @@ def test_caches_as_inputs_of_tinyjit(arch:str, layout:str, scale_dtype:str, dtyp
 @pytest.mark.parametrize("arch, page, dtype", (
   ("gfx1100", 16, "int8"), ("sm_80", 7, "int8"), ("gfx942", 64, "fp8e4m3"), ("gfx1030", 4, "int8"), ("sm_90", 16, "fp8e4m3")))
 def test_pages(arch:str, page:int, dtype:str) -> None:
-  """Attention over a paged cache of 8 bits is right, with and without a split of the keys into ranges. K and V are views of one tensor, which holds
-  two layers. The sequences have different lengths, which only the device knows. Pages that belong to no sequence hold random numbers and bad scales.
-  A call that only reads the cache gives the same output."""
+  """Attention over a paged 8-bit cache is right, with and without a split of the keys into ranges. The caches of K and V are views of one tensor that
+  holds two layers. Only the device knows the lengths of the sequences. Pages that belong to no sequence hold random numbers and bad scales. A call
+  that appends no row gives the same output."""
   lengths, count = (33, 9), 2*-(-40//page) + 3
   most, x = -(-40//page), drawn(40)
   table = np.random.default_rng(2).permutation(count)[:2*most].reshape(2, most).astype(np.int32)
@@ -139,8 +139,8 @@ def test_a_chunk_of_a_prompt_by_wgmma() -> None:
 
 @pytest.mark.parametrize("axis, arch", ((0, "gfx942"), (1, "sm_90")))
 def test_on_two_devices(axis:int, arch:str) -> None:
-  """Attention is right over caches of 8 bits whose batches or heads are divided over two devices. If the heads are divided, a paged cache gives the
-  same output."""
+  """Attention is right over 8-bit caches whose batches or heads are divided over two devices. With divided heads, a paged cache gives the same
+  output."""
   with emulated(arch):
     x, (k, v) = drawn(20), stale(device="EMU:0")
     k, v = (QuantizedRows(*(t.shard(DEVICES, axis).realize() for t in cache)) for cache in (k, v))

@@ -1,4 +1,4 @@
-"""Tests of latent attention (MLA) over caches of 8 bits, by the API: caches that grow, pages, views, devices, and calls that are refused."""
+"""Tests of the API with latent attention (MLA) over 8-bit caches: caches that grow, pages, views, several devices, and calls that are refused."""
 from __future__ import annotations
 from typing import Any
 import numpy as np
@@ -18,12 +18,14 @@ B, H, V, R, CAPACITY = 2, 16, 32, 16, 70
 UNITS = ("gfx942", "gfx1100", "gfx1201", "gfx950", "sm_80", "sm_90", "gfx1030")
 
 def stale_latent(dtype:str="int8", shape:tuple[int, ...]=(B, 1, CAPACITY), device:str="EMU", of_rotary:str="float16") -> QuantizedLatent:
-  """Makes a latent cache of random numbers, NaN, and bad scales."""
+  """Makes an 8-bit latent cache as if from old memory: random numbers, with NaN, infinity or large numbers as scales and in the rotary columns.
+  `of_rotary` is the dtype of the rotary columns."""
   rotary = np.random.default_rng(3).choice(np.array([np.nan, np.inf, 9], np.float32), (*shape, R))
   return QuantizedLatent(*stale(dtype, (*shape, V), device)[0], tensor(rotary, of_rotary, device).realize())
 
 def latent_rows(cache:QuantizedLatent, format:str="int8") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Returns the rows of a latent cache as keys and as values, in float64, and their scales."""
+  """Returns three arrays in float64: the keys that a latent cache holds (latent and rotary columns), the values (latent columns), and the scales of
+  the rows."""
   v, scales = rows_in(QuantizedRows(*cache[:2]), format)
   return np.concatenate([v, array(whole(cache.rotary)).astype(np.float64)], -1), v, scales
 
@@ -34,7 +36,8 @@ def check_step(o:np.ndarray, q:np.ndarray, cache:tuple[np.ndarray, np.ndarray, n
 def inputs(n:int=60) -> list[np.ndarray]: return drawn(n, (H, 1), width=V + R)
 
 def appended(cache:tuple[np.ndarray, np.ndarray, np.ndarray], x:np.ndarray, format:str="int8") -> None:
-  """Checks that the first rows of a latent cache equal x: the latent columns up to rounding, the rotary columns exactly."""
+  """Checks that the first rows of a latent cache equal x: in the latent columns up to rounding, in the rotary columns exactly. `cache` has the keys,
+  the values and the scales in float64."""
   near((cache[1], cache[2]), x[..., :V], format)
   np.testing.assert_array_equal(cache[0][:, :, :x.shape[2], V:], x[..., V:])
 
@@ -77,7 +80,8 @@ def test_pages(arch:str, page:int) -> None:
 
 @pytest.mark.parametrize("layout", ("bhsd", "bshd"))
 def test_empty_caches(layout:str) -> None:
-  """An empty latent cache of 8 bits has the shapes that are asked for, and 1.7 times as many tokens as one of 16 bits in DeepSeek's sizes."""
+  """An empty 8-bit latent cache has the shapes that are asked for. With DeepSeek's sizes it holds 1.7 times as many tokens as a 16-bit cache in the
+  same memory."""
   with emulated("gfx942"):
     cache, none = attn.empty_kv_cache(1, 1, 100, 576, dtype="int8", v_dim=512, rotary_dtype="bfloat16", layout=layout)
     assert none is None and isinstance(cache, QuantizedLatent) and cache.rotary.dtype == dtypes.bfloat16

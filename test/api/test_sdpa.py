@@ -1,5 +1,5 @@
-"""Tests of `scaled_dot_product_attention` as a replacement for tinygrad's method: its results agree with PyTorch's definition in float64, in direct
-calls and when it is installed under a transformer."""
+"""Tests of `scaled_dot_product_attention` as a replacement for the method of tinygrad's Tensor. Its results agree with PyTorch's definition in
+float64, in direct calls and when attn is installed under a transformer."""
 import os, subprocess, sys
 import numpy as np
 import pytest
@@ -15,8 +15,8 @@ from cases import EVERY_ARCH, array, in_turn, tensor
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
 def law(q, k, v, mask=None, is_causal=False, scale=None, dtype=""):
-  """Returns the exact values of PyTorch's scaled_dot_product_attention, and the limit of each element's error. Axes before the last two may be
-  broadcast. A row that sees no key gives 0."""
+  """Computes scaled_dot_product_attention by PyTorch's definition in float64, and returns the exact values with the error limit of each element. Axes
+  before the last two may broadcast. A row that sees no key gives 0."""
   if q.ndim > 2 and k.shape[-3] not in (1, q.shape[-3]): k, v = (np.repeat(x, q.shape[-3]//x.shape[-3], -3) for x in (k, v))
   lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], () if mask is None else mask.shape[:-2])
   flat = lambda x, *last: np.broadcast_to(x, (*lead, *(last or x.shape[-2:]))).reshape(-1, 1, *(last or x.shape[-2:]))
@@ -128,7 +128,7 @@ def test_a_transformer_both_ways(name, arch):
     assert np.abs(ours - own).max() > 0     # different kernels round differently
 
 def goes_through_ours(method=None) -> bool:
-  """Tells whether a call of tinygrad's method reaches attn's dispatch. `method` may be a reference to tinygrad's method that was taken earlier."""
+  """Tells whether a call of tinygrad's method reaches attn. `method` may be a reference to the method that was taken earlier."""
   with emulated("gfx942"):
     q, before = draw(1, 1, 4, 16), len(sdpa.decisions)
     (method or Tensor.scaled_dot_product_attention)(q, q, q)
@@ -158,8 +158,8 @@ def test_what_was_bound_before_is_ours_too():
   assert not goes_through_ours(BOUND_EARLY)
 
 def test_another_library_in_its_place(monkeypatch):
-  """attn works after another library has replaced tinygrad's method by a function that itself calls tinygrad's method. If attn is then installed and
-  does not compute a call itself, the library's function gets the call. The call inside this function then reaches tinygrad's own method, not attn."""
+  """attn can be installed after another library has put its own function, which calls tinygrad's method, in the place of tinygrad's method. A call
+  that attn does not compute goes to the library's function. The call inside this function then reaches tinygrad's own method and not attn."""
   calls = []
   def others(*args, **kwargs):
     calls.append(args)
@@ -173,8 +173,8 @@ def test_another_library_in_its_place(monkeypatch):
   assert Tensor.scaled_dot_product_attention is others and not goes_through_ours()
 
 def test_without_wrapped_methods():
-  """TRACEMETA=0 leaves tinygrad's methods without a wrapper. A reference to a method that was taken before the import of attn still reaches attn
-  while attn is installed."""
+  """With TRACEMETA=0, tinygrad does not wrap its methods. A reference to a method that was taken before `import attn` still reaches attn while attn
+  is installed."""
   script = ("from tinygrad import Tensor; early = Tensor.scaled_dot_product_attention; import attn; q = Tensor.empty(1, 1, 4, 16, dtype='half')\n"
             "with attn.installed() as decisions: early(q, q, q)\nassert len(decisions) == 1; early(q, q, q); assert len(decisions) == 1")
   subprocess.run([sys.executable, "-c", script], env={**os.environ, "TRACEMETA": "0", "DEV": "EMU::gfx942"}, check=True)
@@ -183,8 +183,8 @@ def test_without_wrapped_methods():
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_80"))
 def test_a_mask_of_a_weak_dtype(arch):
-  """BERT's mask, (1.0 - mask)*-10000.0, works as a mask and as a bias. Its dtype is weakfloat, a float type that adapts to the other operand; attn
-  treats it as float32."""
+  """The mask of tinygrad's BERT, (1.0 - mask)*-10000.0, works as attn_mask and as bias. The mask has the dtype weakfloat, which takes the dtype of
+  the tensor that it is added to; attn treats it as float32."""
   with emulated(arch):
     q, seen = draw(2, 2, 24, 16), Tensor(np.random.default_rng(5).integers(0, 2, (2, 1, 1, 24)).astype(np.int32))
     mask = (1.0 - seen)*-10000.0

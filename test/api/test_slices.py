@@ -1,5 +1,5 @@
-"""Tests of `scaled_dot_product_attention` under tinygrad's models: one kernel reads a cache in place for every position, and only the models' causal
-mask is recognized as causal."""
+"""Tests of `scaled_dot_product_attention` under tinygrad's models: one kernel reads a cache in place at every position, and attn recognizes only the
+models' causal mask as causal."""
 from __future__ import annotations
 import math, warnings
 from typing import Any
@@ -33,8 +33,8 @@ class Gpt2:
     return q.scaled_dot_product_attention(keys, values, causal_mask(T, start) if T > 1 else None).realize()
 
 class Llm:
-  """A model step that uses its cache as tinygrad/llm/model.py does: one tensor (2, B, H, S, D) in half holds K and V, and queries are float32. A
-  prompt comes in chunks whose length is a Variable. The step on such a chunk runs inside tinygrad's `@function(precompile=True)`."""
+  """A model step that uses its cache as tinygrad/llm/model.py does: one tensor (2, B, H, S, D) in half holds K and V, and queries are float32. The
+  prompt comes in chunks; the length of a chunk is a Variable. The step on a chunk runs inside tinygrad's `@function(precompile=True)`."""
   def __init__(self, dtype:str, device:str) -> None:
     self.cache = Tensor.zeros(2, 1, HKV, CAPACITY, D, dtype=dtypes.half, device=device).contiguous().realize()
   def attend(self, q:Tensor, k:Tensor, v:Tensor, start:UOp) -> Tensor:
@@ -52,8 +52,8 @@ class Llm:
   for n, model in enumerate((Gpt2, Llm)) for dtype in ("float16", "bfloat16") for i, arch in enumerate(EVERY_ARCH)]
   + [pytest.param(model, "float16", "CUDA", marks=pytest.mark.gpu) for model in (Gpt2, Llm)])
 def test_a_model_of_tinygrad(model:Any, dtype:str, arch:str) -> None:
-  """A model processes a prompt in two chunks and then single tokens under TinyJit. attn's kernels compute every attention call, one capture serves
-  all tokens, and no kernel copies the cache."""
+  """A model processes a prompt in two chunks, then single tokens under TinyJit. attn's kernels compute every attention call. TinyJit captures the
+  step once for all tokens, and no kernel copies the cache."""
   if model is Llm and dtype == "bfloat16": pytest.skip("this model's cache is always half")
   device = "CUDA" if arch == "CUDA" else "EMU"
   with Context(DEV="CUDA") if arch == "CUDA" else emulated(arch), attn.installed() as decisions:
@@ -80,8 +80,8 @@ def test_a_model_of_tinygrad(model:Any, dtype:str, arch:str) -> None:
 INF = -math.inf
 
 def test_the_causal_mask_is_known_and_nothing_else() -> None:
-  """attn recognizes the causal mask of tinygrad's models in every form. It does not recognize a similar mask that hides other keys, or that hides
-  keys by a number other than -inf."""
+  """attn recognizes the causal mask of tinygrad's models however they build it. A similar mask that hides other keys, or that hides keys by a number
+  other than -inf, is not recognized as causal."""
   with emulated("gfx942"):
     n, other, T = Variable("n", 0, 15).bind(3), Variable("m", 0, 15).bind(3), UOp.variable("T", 1, 4).bind(2)
     def full(rows:Any, columns:Any, value:float=INF) -> Tensor: return Tensor.full((1, 1, rows, columns), value, dtype=dtypes.float)
@@ -188,8 +188,8 @@ def test_a_mask_of_one_column() -> None:
 
 @pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_one_kernel_for_lengths_that_are_ints(together:bool) -> None:
-  """attn copies the first slice of a cache that it sees. For slices of any other length, one kernel then reads the cache in place: a further length
-  costs no compilation and no copy. The cache is one tensor for K and V, or two."""
+  """attn copies the first slice of a cache that it sees. After that, one kernel reads slices of any length in place: another length costs no
+  compilation and no copy. K and V are slices of one tensor or of two."""
   with emulated("gfx942"), attn.installed() as decisions:
     decisions.clear()
     lengths_seen.clear()
@@ -211,8 +211,8 @@ def test_one_kernel_for_lengths_that_are_ints(together:bool) -> None:
 @pytest.mark.parametrize("rows, arch", [pytest.param(n, arch, marks=pytest.mark.thorough if (n, arch) != (16385, "gfx942") else ())
                                         for n in (16383, 16384, 16385, 131072) for arch in ("gfx942", "gfx1100", "sm_80")])
 def test_a_long_cache(rows:int, arch:str) -> None:
-  """A query sees exactly the first n rows of a long cache, where n comes from a Variable. Later rows are NaN and must have no effect; the newest row
-  has the largest weight, so it must not be missing."""
+  """A query sees exactly the first n rows of a long cache; a Variable gives n. The rows after them are NaN and must have no effect. Row n has the
+  largest weight, so a kernel that misses it gives a wrong output."""
   with emulated(arch), attn.installed() as decisions:
     decisions.clear()
     q, k, v = numbers(1, 2, 1, 16), *(numbers(1, 1, rows, 16, seed=seed) for seed in (1, 2))
@@ -228,8 +228,8 @@ def test_a_long_cache(rows:int, arch:str) -> None:
 @pytest.mark.parametrize("arch", ("gfx942", "gfx1100", "sm_80"))
 @pytest.mark.parametrize("queries", [1, 5])
 def test_a_latent_cache(queries:int, arch:str) -> None:
-  """One kernel computes attention that a model writes out in tensor operations as tinygrad.llm does for latent attention (MLA), and reads the cache
-  in place. Sizes are DeepSeek's: a row of the cache has 512 + 64 columns, and the first 512 are the values."""
+  """A model writes out latent attention (MLA) in tensor operations, as tinygrad.llm does. One kernel computes it and reads the cache in place. The
+  sizes are DeepSeek's: a row of the cache has 512 + 64 columns, and the first 512 are the values."""
   D, Dv, n = 576, 512, 70
   with emulated(arch), attn.installed() as decisions:
     decisions.clear()
@@ -245,7 +245,8 @@ def test_a_latent_cache(queries:int, arch:str) -> None:
     assert (verdict := judge(array(o), law)).ok, verdict
 
 def test_room_for_rows() -> None:
-  """room_for_rows says how many rows a cache may grow to: until its buffer ends, or until its rows would overwrite the next head or batch."""
+  """`room_for_rows` returns to how many rows the slice of a cache may grow: its rows end with the buffer, or before they would overwrite the next
+  head or batch."""
   def room(t:Tensor) -> int:
     found = in_buffer(t)
     assert found is not None

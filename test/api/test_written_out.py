@@ -1,4 +1,5 @@
-"""Tests of attention that a model writes out in operations of Tensor: `attn.installed()` recognises it, and nothing that is not attention."""
+"""Tests of attention that a model writes out in operations of Tensor: `attn.installed()` recognizes it, and does not mistake other operations for
+attention."""
 from __future__ import annotations
 import math
 from collections.abc import Callable
@@ -28,7 +29,7 @@ def hiding(seen:Tensor) -> Tensor: return seen.where(0.0, -math.inf)
 def sinks() -> Tensor: return draw(4, dtype="float32", seed=5)
 
 def over_sinks(scores:Tensor, sink:Tensor, m:Tensor) -> Tensor:
-  """Computes softmax weights with a sink (one more logit of each row, which only adds to the sum). `m` is the number that is subtracted before the
+  """Computes the softmax weights of `scores` with a sink, a logit of each row that adds to the sum but has no key. `m` is subtracted before the
   exponential. The operations are those of tinygrad's examples/mlperf/models/gpt_oss.py."""
   e = (scores - m).exp()
   return e/(e.sum(-1, keepdim=True) + (sink - m).exp())
@@ -38,15 +39,15 @@ def with_sinks(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
   return over_sinks(scores, sink, scores.max(-1, keepdim=True).maximum(sink)).cast(v.dtype) @ v
 
 def with_groups(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
-  """Computes attention with sinks, where two query heads use each key/value head. q is reshaped to (batch, key/value heads, 2, rows, D), and k and v
-  get an axis of length 1 in the place of the 2."""
+  """Computes attention with sinks for four query heads, two for each key/value head. q is reshaped to (batch, key/value head, 2, row, D), and k and v
+  get an axis of length 1 for the 2."""
   q, k, v = q.reshape(2, 2, 2, ROWS, D), k[:, :2].unsqueeze(2), v[:, :2].unsqueeze(2)
   scores, sink = (q @ k.transpose(-1, -2)).float()*0.3 + hiding(shown()).unsqueeze(0), sinks().reshape(2, 2, 1, 1)
   return (over_sinks(scores, sink, scores.max(-1, keepdim=True)) @ v.float()).cast(q.dtype).reshape(2, 4, ROWS, D)
 
 def in_bands(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
-  """Computes attention with sinks in two bands of three queries. The first band sees some of the first six keys, the second band some of the last
-  six."""
+  """Computes attention with sinks in two bands, as block-wise local attention does: the first three queries see some of the first six keys, the last
+  three queries some of the last six."""
   q, seen = q.reshape(2, 4, 2, 3, D), shown()[0, 0, :, :6].reshape(2, 3, 6)
   k, v = (x[:, :, :6].stack(x[:, :, 3:], dim=2) for x in (k, v))
   scores, sink = seen.where((q.float() @ k.float().transpose(-1, -2))*0.3, -math.inf), sinks().reshape(1, 4, 1, 1, 1)
@@ -89,9 +90,9 @@ def other_scores(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
   return (scores*scores).softmax(-1) @ v
 
 def with_sinks_at(q:Tensor, k:Tensor, v:Tensor, sink:Tensor, shift:float=0.0, square:bool=False) -> Tensor:
-  """Writes out attention with sinks in tensor operations, and returns the output. `shift` and `square` change the formula to one that attn must not
-  take for attention. With a `shift`, the number that is subtracted from the sink before the exponential is larger by `shift` than the number that is
-  subtracted from the scores. With `square`, the sum in the denominator has the squares of the scores' exponentials."""
+  """Writes out attention with sinks in tensor operations, and returns the output. `shift` and `square` make a formula that attn must not take for
+  attention. `shift` makes the number that is subtracted from the sink larger than the number that is subtracted from the scores. With `square`, the
+  denominator sums the squares of the exponentials."""
   scores = (q @ k.transpose(-1, -2)).float()
   m = scores.max(-1, keepdim=True)
   e = (scores - m).exp()
@@ -125,8 +126,8 @@ def test_other_products_are_left_alone(form:str) -> None:
       assert not decisions
 
 def test_written_out_sinks_are_recognised() -> None:
-  """Attention with sinks that `with_sinks_at` writes out in tensor operations runs as a kernel under `attn.installed()`, if `shift` and `square` are
-  off."""
+  """Attention with sinks that a model writes out in tensor operations runs as a kernel under `attn.installed()`. Two changed formulas, which are not
+  attention, do not."""
   with emulated("gfx942"), attn.installed() as decisions:
     decisions.clear()
     with_sinks_at(*(draw(2, 4, n, D) for n in (ROWS, KEYS, KEYS)), sinks().reshape(4, 1, 1))
@@ -146,8 +147,8 @@ def test_gradients_go_through(form:str) -> None:
     for g, want in zip(ours, exact): np.testing.assert_allclose(g, want, atol=4e-3*np.abs(want).max())
 
 def test_rows_are_cast_to_the_dtype_of_their_cache() -> None:
-  """The rows that a model stores into a cache of another dtype are cast: no STORE in the graph has a value of another dtype than its buffer. Such a
-  STORE of vectors does not compile on a GPU."""
+  """Rows that a model stores into a cache of another dtype are cast first: in the graph, no STORE has a value of another dtype than its buffer. GPU
+  compilers refuse such a STORE of vectors."""
   def attended() -> Tensor:
     cache, new = draw(1, 1, 32, 24, seed=1), draw(1, 1, ROWS, 24, dtype="float32", seed=2)
     k = Tensor(cache.uop.after(cache[:, :, 3:3 + ROWS].uop.store(new.uop)))[:, :, :KEYS]
@@ -164,7 +165,7 @@ def test_rows_are_cast_to_the_dtype_of_their_cache() -> None:
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_80"))
 def test_a_key_hidden_by_where_may_be_nan(arch:str) -> None:
-  """Scores that a `where` hides have no effect if their key is NaN or infinite, with and without sinks."""
+  """A key that a `where` on the scores hides has no effect, even if the key is NaN or infinite, with and without sinks."""
   def hidden(k:Tensor) -> list[Tensor]:
     scores = seen.where(q @ k.transpose(-1, -2), -math.inf)
     return [scores.softmax(-1) @ v, over_sinks(scores, sink, scores.max(-1, keepdim=True)) @ v]
@@ -179,9 +180,9 @@ def test_a_key_hidden_by_where_may_be_nan(arch:str) -> None:
     assert [d.kernel is not None for d in decisions] == [True]*4
 
 def test_sinks_beside_a_length_that_is_a_variable() -> None:
-  """attn recognises attention with sinks that a model writes out over a slice of a cache. The result is the same whether the slice's length is a
-  Variable or an int. With a Variable, two kinds of calls go to tinygrad's own attention: those whose mask is applied by `where`, and those whose
-  sinks differ between batches."""
+  """attn recognizes attention with sinks that a model writes out over a slice of a cache. The result is the same whether the slice's length is a
+  Variable or an int. With a Variable, two kinds of calls stay tinygrad's own attention: calls with a mask that `where` applies, and calls with sinks
+  that differ between batches."""
   cache, n = [(2, 12, 4, D, seed) for seed in (1, 2)], Variable("n", 1, 12)
   def attended(q:Tensor, k:Tensor, v:Tensor, rows:int|UOp, sink:Tensor, mask:Tensor|None=None) -> Tensor:
     k, v = (x[:, :rows].transpose(1, 2) for x in (k, v))
@@ -203,16 +204,16 @@ def test_sinks_beside_a_length_that_is_a_variable() -> None:
         assert [d.kernel for d in decisions] == [None]
 
 def test_a_kernels_output_keeps_its_tag_as_keys() -> None:
-  """`stored_in_its_dtype`, which casts rows on their way into a cache, returns the output of an attn kernel unchanged, also transposed. A rebuilt UOp
-  would lose its tag. Without this tag tinygrad could take the result of a later write to the same buffer for the kernel's output."""
+  """`stored_in_its_dtype`, which casts rows before a model stores them into a cache, returns the output of an attn kernel as the same UOp, also
+  transposed. A new UOp would lose the tag that keeps tinygrad from taking the result of a later write to the same buffer for the kernel's output."""
   with emulated("gfx942"), attn.installed():
     q = draw(1, 2, ROWS, D)
     k = attn.attention(q, q, q)
     assert stored_in_its_dtype(k) is k and stored_in_its_dtype(k.transpose(-1, -2)).uop is k.transpose(-1, -2).uop
 
 def test_tinygrads_own_attention_is_decided_once() -> None:
-  """The list of decisions that `attn.installed()` returns gets one entry for a call that attn passes on to tinygrad's own attention. tinygrad's own
-  attention consists of tensor operations that attn would otherwise recognise as attention, and attn must not list them as a second call."""
+  """The list that `attn.installed()` returns gets one entry for a call that attn leaves to tinygrad's own attention. That attention consists of
+  tensor operations, which attn would otherwise recognize as attention and list as a second call."""
   dot, softmax = Tensor.dot, Tensor.softmax
   with emulated("gfx942"):
     q = draw(1, 2, 4, 600)
