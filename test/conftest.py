@@ -20,9 +20,8 @@ def pytest_sessionfinish() -> None: gc.freeze()
 
 @pytest.fixture(scope="session", autouse=True)
 def offsets_of_our_kernels() -> Iterator[None]:
-  """Fails a test that emulates a kernel of attn if a term of an offset of AMD's buffer instructions may be negative. A GPU may then load zeros
-  (attn/emulator/offsets.py says why), but the emulator loads the right numbers. The terms are checked in the lowered program, when the emulator reads
-  it."""
+  """Fails a test that emulates an attn kernel in which a term of an offset of AMD's buffer instructions may be negative. A GPU may then load zeros
+  (attn/emulator/offsets.py says why), but the emulator loads the right numbers. The terms are checked when the emulator reads the lowered program."""
   own = plan.Plan.__init__
   def made(self:plan.Plan, *args:object, **named:object) -> None:
     own(self, *args, **named)     # type: ignore[arg-type]
@@ -33,18 +32,18 @@ def offsets_of_our_kernels() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_kept_asts() -> None:
-  """Forgets kernels' ASTs before each test, so that a test that changes the code of a kernel gets a new AST."""
+  """Clears attn's cache of kernels' UOps before each test: a test that changes the code of a kernel would otherwise get the old kernel."""
   ast_of.cache_clear()
 
 @pytest.fixture
 def not_unrolled(request:pytest.FixtureRequest) -> Iterator[None]:
-  """Makes tinygrad lower its own kernels, which run before, after and beside attn's kernels, without unrolling. Unrolling takes most of the time of a
-  test with many kernels. On a real device tinygrad optimizes them."""
+  """Makes tinygrad lower its own kernels, which run around attn's kernels, without unrolling loops: unrolling takes most of the time of a test with
+  many kernels. On real devices tinygrad's kernels stay optimized."""
   on_a_gpu = request.node.get_closest_marker("gpu") is not None
   with Context(NOOPT=NOOPT.value if on_a_gpu else 1): yield
 
 @pytest.fixture
 def without_places(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Skips the search for the Python line of a fault, because the emulator lowers the kernel a second time for it. These tests only need the emulator
-  to stop at the fault."""
+  """Switches off the emulator's search for the Python line that made a faulty operation, which lowers the kernel a second time. The tests with this
+  fixture need only the fault."""
   monkeypatch.setattr(plan.Plan, "place", lambda self, u: NOWHERE)

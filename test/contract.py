@@ -1,17 +1,16 @@
-"""Measures how far the outputs of kernels are from exact, for each kind of input and each unit: a chip, or `tiled`, the kernels of plain UOps for
-chips
-without a matrix unit. The error of an element is divided by its own rounding error, and has a limit (docs/contract.md).
+"""Measures how far the outputs of kernels are from exact, for each kind of input and each unit. A unit is a chip, or `tiled`, the kernels of plain
+UOps for chips without a matrix unit. The error of an element is divided by the element's own rounding error, and has a limit (docs/contract.md).
 
     python test/contract.py --write docs/contract.csv [--draws 100] [--jobs 2] [--units gfx942 tiled] [--missing] [--seconds 400]
     python test/contract.py --write docs/contract.csv --device CUDA --units sm_80 sm_90
 
-The first command uses the emulator, the second a Hopper GPU; on that GPU the unit sm_80 means the mma.sync kernels, and sm_90 the wgmma kernels. A
-run writes one line for each output of a case as soon as the case is done, and the table of docs/contract.md from all lines. Lines of units not in
---units are kept. --missing continues a run that --seconds or anything else ended early. The run fails if an error is above its limit.
+The first command uses the emulator, the second a Hopper GPU. On that GPU the unit sm_80 means the mma.sync kernels, and sm_90 the wgmma kernels. As
+soon as a case is done, its results are written, one line of the file for each output. At the end the table of docs/contract.md is made from all
+lines. Lines of units not in --units stay. --missing continues a run that --seconds or anything else ended early. The run fails if an error is above
+its limit.
 
-One draw is one batch of a problem. Everything goes through `attn.attention`: o and lse, then the gradients for a dO that differs by draw. Each draw
-has a bias of its own with one number for each key, except for `tiled`, which computes no gradient of a bias. Draws that run together have the same
-sinks."""
+A draw is one batch of random inputs. Each draw goes through `attn.attention`: o and lse, then the gradients for a random dO. Each draw has its own
+bias, with one number for each key, except for `tiled`, which computes no gradient of a bias. Draws of one launch have the same sinks."""
 from __future__ import annotations
 import argparse, csv, math, os, sys, time
 from collections.abc import Iterable, Iterator
@@ -55,8 +54,9 @@ class Case:
   def arch(self) -> str: return TILED_ON if self.unit == "tiled" else self.unit
   @property
   def kernel(self) -> str:
-    """Returns the value of ATTN_KERNEL for this case. It is empty for a case with splits: such a case has fewer queries than the wgmma kernel
-    supports. On sm_90 it names no backward kernel if dO is float32, which the wgmma backward kernels do not support; dispatch then chooses one."""
+    """Returns the value of the environment variable ATTN_KERNEL for this case: the names of the forward and the backward kernel. A case with splits
+    returns "", because its queries are too few for the wgmma kernel. On sm_90 with a float32 dO, the backward kernel is not named: wgmma kernels do
+    not support this dtype, and dispatch chooses another."""
     if "splits" in self.shape: return ""
     backward = BACKWARD.get(self.unit, "") if self.gradients and (self.unit != "sm_90" or self.out_dtype == self.dtype) else ""
     return ",".join(filter(None, (KERNELS.get(self.unit, ""), backward)))
@@ -64,7 +64,7 @@ class Case:
   def key(self) -> tuple[str, ...]: return (self.shape, self.unit, self.dtype, self.out_dtype, self.kind)
 
 def cases_of(units:Iterable[str]) -> list[Case]:
-  """Returns all cases of these units. Cases with a common kernel are neighbours in the list, because a process keeps the kernels that it has
+  """Returns all cases of these units. Cases that use the same kernel are neighbours in the list, because a process caches the kernels that it has
   lowered."""
   every = [Case(shape, unit, dtype, out, kind) for shape in SHAPES for unit in units for dtype in ("float16", "bfloat16")
            for out in (dtype, "float32") for kind in KINDS]
@@ -73,8 +73,9 @@ def cases_of(units:Iterable[str]) -> list[Case]:
 # ***** one case *****
 
 def judged(case:Case, n:int, seed:int, device:str=EMULATOR) -> dict[str, Verdict]:
-  """Runs n draws of a case as one call, and compares each output with float64. Returns for each output, by name, its largest error relative to the
-  error's limit and the root mean square of its errors (`Verdict`). The draws run on the emulator of the case's chip, or on a GPU."""
+  """Runs n draws of random inputs for a case as one call, beginning with the random seed `seed`, and compares each output with float64. Returns a
+  `Verdict` for each output, by name: the largest error relative to its limit, and the root mean square of the errors. The draws run on the emulator
+  of the case's chip, or on a GPU."""
   options = dict(SHAPES[case.shape])
   extras = {"sinks": floats(options["H"], seed=seed + 3)} if case.gradients else {}
   if case.gradients and case.unit != "tiled": extras["bias"] = floats(n, 1, 1, options["Sk"], seed=seed + 2)     # `tiled` computes no dbias
@@ -95,11 +96,11 @@ def judged(case:Case, n:int, seed:int, device:str=EMULATOR) -> dict[str, Verdict
 
 @dataclass(frozen=True)
 class Line:
-  """A line of docs/contract.csv: the errors of one output over a number of draws. The contract limits the error of each element to 6 sigma + slack.
-  Sigma is the standard deviation of the rounding errors that no kernel with these dtypes can avoid; slack is for all other errors. `limit` is the
-  largest ratio of an error to its limit, and must be at most 1. `sigmas` is the largest error/sigma, and `rms` the root mean square of error/sigma.
-  Both count only elements with slack < sigma/4, and are 0 if there are too few of them. `resolved` is the percentage of such elements. `device`
-  computed the output."""
+  """One line of docs/contract.csv: the errors of one output over a number of draws. The contract limits the error of each element to 6 sigma + slack.
+  Sigma is the standard deviation of the rounding errors that these dtypes force; slack is for all other errors. `limit` is the largest ratio of an
+  error to its limit, and must be at most 1. `sigmas` is the largest error/sigma, and `rms` the root mean square of error/sigma. These two count only
+  elements with slack < sigma/4; `rms` is 0 if there are too few such elements. `resolved` is the percentage of such elements. `device` computed the
+  output."""
   output: str
   draws: int
   limit: float
@@ -126,8 +127,8 @@ def line_of(output:str, draws:int, found:list[tuple[Verdict, int]], device:str) 
   return Line(output, draws, worst, max(v.furthest for v, _ in found), rms, 100*resolved/sum(n for _, n in found), device)
 
 def lines_of(case:Case, draws:int, device:str=EMULATOR, seed:int=0, together:int=TOGETHER) -> list[Line]:
-  """Runs the kernels of a case on this number of draws, `together` draws in one launch. Compares each element with float64, and returns the lines of
-  the table."""
+  """Runs the kernels of a case on this number of draws, `together` draws in one launch. Compares each element with float64, and returns one line of
+  docs/contract.csv for each output."""
   runs = [judged(case, min(together, draws - first), seed + first, device) for first in range(0, draws, together)]
   return [line_of(name, draws, [(run[name], run[name].count) for run in runs], device) for name in runs[0]]
 
@@ -153,7 +154,7 @@ BEGIN, END = "<!-- of docs/contract.csv -->\n", "<!-- end -->\n"
 OUTPUTS = ("o", "lse", "dq", "dk", "dv", "dbias", "dsinks")
 
 def worst_of(lines:list[Line]) -> str:
-  """Formats the largest error/limit of the lines, and the largest rms if any line has one."""
+  """Formats the largest error/limit of all lines, followed by the largest rms if a line has an rms."""
   if not lines: return ""
   of_many = [line.rms for line in lines if line.rms]
   return f"{max(line.limit for line in lines):.2f}" + (f", {max(of_many):.2f}" if of_many else "")
@@ -175,7 +176,7 @@ def with_table(page:str, lines:Lines) -> str:
 # ***** many cases *****
 
 def lines_until(case:Case, draws:int, device:str, until:float) -> list[Line]|None:
-  """Returns the lines of a case, or None if the time `until` passes before the case begins."""
+  """Returns the lines of a case, or None if the time is already later than `until` when the case should begin."""
   return None if time.time() > until else lines_of(case, draws, device)
 
 def computed(cases:Iterable[Case], draws:int, device:str, jobs:int, seconds:float) -> Iterable[tuple[Case, list[Line]]]:

@@ -1,5 +1,4 @@
-"""Formats of 8 bits in numpy, independent of attn's own code for them: the number that each byte stands for, and rows that are rounded to a
-format."""
+"""8-bit formats in numpy, written without attn's own code: the number that each byte stands for, and rounding of rows to a format."""
 from __future__ import annotations
 import math
 import numpy as np
@@ -7,7 +6,7 @@ import numpy as np
 MOST = {"int8": 127.0, "fp8e4m3": 448.0, "fp8e4m3fnuz": 240.0}     # largest numbers of the formats
 
 def numbers_of(name:str) -> np.ndarray:
-  """Returns the number that each of the 256 bytes stands for, from the definition of the format."""
+  """Returns the number that each of the 256 bytes stands for, by the definition of the format `name`."""
   byte = np.arange(256)
   if name == "int8": return byte.astype(np.uint8).view(np.int8).astype(np.float64)
   bias, exponent, mantissa = {"fp8e4m3": 7, "fp8e4m3fnuz": 8}[name], byte >> 3 & 15, byte & 7
@@ -17,7 +16,7 @@ def numbers_of(name:str) -> np.ndarray:
   return found
 
 def nearest(name:str, x:np.ndarray) -> np.ndarray:
-  """Returns the number of the format that is nearest to each x, the one with an even byte if two are equally near."""
+  """Returns the number of the format `name` that is nearest to each x. If two are equally near, the number with the even byte is returned."""
   numbers = numbers_of(name)
   there = np.flatnonzero(np.isfinite(numbers) & (np.abs(numbers) <= MOST[name]) & ((np.arange(256) != 0x80) | (name == "int8")))
   distance = np.abs(np.clip(x.astype(np.float64), -1e4, 1e4)[:, None] - numbers[there])

@@ -14,7 +14,7 @@ SIDES = ("end", "begin")
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 def closed(address:int) -> None:
-  """Protects a memory page: any access to it kills the process."""
+  """Protects the memory page at `address`: any access to it kills the process."""
   if LIBC.mprotect(ctypes.c_void_p(address), PAGE, 0): raise OSError(ctypes.get_errno(), "mprotect")
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Checks of kernels over keys and values that are stored in 8 bits with a scale for each row."""
+"""Checks for tests of kernels over keys and values that are stored in 8 bits with a scale for each row."""
 from __future__ import annotations
 import math
 from collections.abc import Callable
@@ -16,7 +16,8 @@ from cases import SCORE_OPTIONS, chip, dropped, numbers_of_rows, outputs_of_laun
 
 @dataclass(frozen=True)
 class Stored:
-  """q, and rows of k and v in 8 bits with a scale for each row: q (B, H, Sq, D), numbers (B, Hkv, Sk, D), scales (B, Hkv, Sk)."""
+  """Inputs with 8-bit keys and values: q (B, H, Sq, D); the 8-bit numbers k and v (B, Hkv, Sk, D) with one scale for each row (B, Hkv, Sk); for
+  latent attention the rotary columns."""
   q: np.ndarray
   k: np.ndarray
   v: np.ndarray
@@ -25,18 +26,20 @@ class Stored:
   rotary: np.ndarray|None = None     # latent attention: the last columns of K, in 16 bits. k is then v
 
 def float_of(byte:int, kind:str) -> float:
-  """Returns the number that a byte of a format e4m3 stands for (OCP 8-bit Floating Point Specification; the CDNA3 ISA for fp8e4m3fnuz)."""
+  """Returns the number that a byte of the 8-bit float format `kind`, an e4m3 format, stands for. Sources: OCP 8-bit Floating Point Specification, and
+  the CDNA3 ISA document for fp8e4m3fnuz."""
   bias, exponent, mantissa = {"fp8e4m3": 7, "fp8e4m3fnuz": 8}[kind], byte >> 3 & 15, byte & 7
   if (byte == 0x80 and kind == "fp8e4m3fnuz") or (byte & 0x7f == 0x7f and kind == "fp8e4m3"): return math.nan
   size = mantissa*2.0**(-2 - bias) if exponent == 0 else (8 + mantissa)*2.0**(exponent - bias - 3)
   return -size if byte & 0x80 else size
 
 def numbers_of(stored:np.ndarray, kind:str) -> np.ndarray:
-  """Returns the numbers that stored bytes stand for, as float64, before multiplication by the scales."""
+  """Returns the numbers that stored bytes of the format `kind` stand for, as float64, not multiplied by their scales."""
   return stored.astype(np.float64) if kind == "int8" else np.array([float_of(i, kind) for i in range(256)])[stored]
 
 def quantised(x:np.ndarray, kind:str) -> tuple[np.ndarray, np.ndarray]:
-  """Quantises the rows of x to a format of 8 bits. A row with NaN or inf has the scale NaN and numbers 0."""
+  """Rounds the rows of x to the 8-bit format `kind`. Returns the stored bytes and the scale of each row. A row with NaN or inf gets the scale NaN and
+  numbers 0."""
   largest = np.abs(x).max(-1)
   scales = (np.where(np.isfinite(largest), largest, np.nan)/{"int8": 127, "fp8e4m3": 448, "fp8e4m3fnuz": 240}[kind]).astype(np.float32)
   with np.errstate(all="ignore"): y = np.nan_to_num(x/scales[..., None], nan=0, posinf=0, neginf=0)
@@ -47,7 +50,7 @@ def quantised(x:np.ndarray, kind:str) -> tuple[np.ndarray, np.ndarray]:
   return (nearest + np.where((y < 0) & (nearest > 0), 0x80, 0)).astype(np.uint8), scales
 
 def normal_rows(p:Problem, seed:int=0) -> Stored:
-  """Makes normally distributed inputs. Each row of k and v has a standard deviation of its own, from 0.1 to 10."""
+  """Makes normally distributed inputs and rounds k and v to 8 bits. Each row of k and v has its own standard deviation, from 0.1 to 10."""
   rng = np.random.default_rng(seed)
   k, v = (rng.standard_normal((p.B, p.Hkv, p.Sk, width))*np.exp(rng.uniform(-2.3, 2.3, (p.B, p.Hkv, p.Sk, 1))) for width in (p.D, p.Dv))
   rotary = rounded(k[..., p.Dv:].astype(np.float32), p.dtype) if p.v_in_k else None
@@ -57,7 +60,7 @@ def normal_rows(p:Problem, seed:int=0) -> Stored:
   return Stored(rounded(rng.standard_normal(rows, dtype=np.float32)*0.5, p.dtype), k, v, k_scales, v_scales, rotary)
 
 def in_pages(x:np.ndarray, p:Problem, table:np.ndarray) -> np.ndarray:
-  """Returns rows (B, Hkv, Sk, ...) in the pages (pages, page_size, Hkv, ...) that the block table gives them."""
+  """Copies rows (B, Hkv, Sk, ...) into pages (pages, page_size, Hkv, ...), to the pages that the block table names."""
   assert p.pages is not None
   pages = np.zeros((p.pages.count, p.pages.size, p.Hkv, *x.shape[3:]), x.dtype)
   for b, row in enumerate(table):
@@ -67,7 +70,7 @@ def in_pages(x:np.ndarray, p:Problem, table:np.ndarray) -> np.ndarray:
 def stored_problem(B:int=1, H:int=4, Hkv:int=2, Sq:int=20, Sk:int=150, D:int=64, Dv:int|None=None, dtype:str="float16", out_dtype:str|None=None,
                    page_size:int=0, scale_dtype:str="float32", lse:bool=True, extras:dict[str, np.ndarray]|None=None, bias_dtype:str="float32",
                    stored:str="int8", **options:Any) -> Problem:
-  """Builds a problem over keys and values of 8 bits. With `page_size` they lie in pages."""
+  """Builds a problem with 8-bit keys and values. If `page_size` is not 0, they lie in pages of that many rows. `stored` is the 8-bit format."""
   Dv, pages = Dv or D, Pages(page_size, B*Sk//page_size, Sk//page_size) if page_size else None
   def view(width:int) -> Strided:
     if pages is None: return Strided(B*Hkv*Sk*width, 0, Hkv*Sk*width, Sk*width, width)
@@ -85,7 +88,8 @@ def stored_problem(B:int=1, H:int=4, Hkv:int=2, Sq:int=20, Sk:int=150, D:int=64,
                     extras=of_extras, **of_v, **options)
 
 def run_stored(p:Problem, x:Stored, arch:str, extras:dict[str, np.ndarray], tile:Any=None) -> tuple[np.ndarray, np.ndarray|None]:
-  """Runs the forward kernel, and `combine` where p has splits. Returns o (B, H, Sq, Dv) and lse."""
+  """Runs the forward kernel on 8-bit keys and values, and if p has splits the kernel `combine`, which merges key ranges. Returns o (B, H, Sq, Dv) and
+  lse."""
   tile, device = tile or choose_tile(p, chip(arch)), "CUDA" if arch == "CUDA" else "EMU"
   choice = Choice("tiled" if tile.kernel == "tiled" else "split_kv", Work(tile, p.num_splits), chip(arch), ())
   place = (lambda a: in_pages(a, p, extras["block_table"])) if p.pages is not None else (lambda a: a)
@@ -97,15 +101,15 @@ def run_stored(p:Problem, x:Stored, arch:str, extras:dict[str, np.ndarray], tile
     return outputs_of_launches(p, kernels(p, choice), done, extras, device)
 
 def dequantised(x:Stored, kind:str) -> tuple[np.ndarray, np.ndarray]:
-  """Returns k and v in float64."""
+  """Returns k and v in float64: the 8-bit numbers times the scales of their rows."""
   with np.errstate(all="ignore"):
     k, v = (numbers_of(a, kind)*s[..., None].astype(np.float64) for a, s in ((x.k, x.k_scales), (x.v, x.v_scales)))
   return k if x.rotary is None else np.concatenate([k, x.rotary.astype(np.float64)], axis=-1), v
 
 def hold_stored(p:Problem, x:Stored, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None,
                 flushes:bool=False) -> None:
-  """Compares a kernel's o and lse with float64, computed from the dequantised rows: each element must be within its error limit
-  (docs/contract.md)."""
+  """Checks a kernel's o and lse against float64, computed from the dequantised rows: each element must be within its error limit (docs/contract.md).
+  `flushes` says that the chip treats 16-bit denormals as zero."""
   (k, v), options = dequantised(x, p.stored), {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras) | numbers_of_rows(p)
   law, of_lse = law_of(x.q, k, v, p.softmax_scale, p.window, p.offset, Options(top_left=p.top_left, **options), dtype=p.dtype, out_dtype=p.out_dtype,
                        v_scales=x.v_scales, flushes=flushes)
@@ -114,9 +118,9 @@ def hold_stored(p:Problem, x:Stored, extras:dict[str, np.ndarray], o:np.ndarray,
 
 def check_stored(arch:str, make:Callable[[Problem], Stored]=normal_rows, *, tile:Callable[[Any], Any]|None=None,
                  extras:dict[str, np.ndarray]|None=None, **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
-  """Runs the kernels for 8-bit caches on a problem made from `parameters` (the arguments of `stored_problem`), and compares o and lse with float64:
-  each element must be within its error limit (docs/contract.md). Returns o and lse. `tile` is a function that maps the problem to the tile that is
-  used."""
+  """Runs the kernels for 8-bit caches on a problem made from `parameters` (the arguments of `stored_problem`), with inputs that `make` draws.
+  Compares o and lse with float64: each element must be within its error limit (docs/contract.md). Returns o and lse. `tile` maps the problem to the
+  tile that is used."""
   extras = dict(extras or {})
   if parameters.get("page_size"):
     B, pages = parameters.get("B", 1), parameters["Sk"]//parameters["page_size"]

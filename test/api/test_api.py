@@ -253,7 +253,7 @@ def test_explain(capsys):
     with pytest.raises(ValueError, match=r"scale=2: attention has no such option; it has causal, softmax_scale"): attn.explain(q, k, k, scale=2)
 
 def test_explain_on_nvidia():
-  """On NVIDIA, dispatch chooses mma.sync kernels also for calls with a score option, a length or a split. It does not choose three_pass, which
+  """Dispatch on NVIDIA chooses mma.sync kernels also for calls with a score option, a length or a split. It does not choose three_pass, which
   computes attention in tinygrad's tensor operations."""
   for arch in ("sm_80", "sm_90"):
     with emulated(arch):

@@ -33,7 +33,7 @@ def test_in_random_batches(arch:str, batches:int) -> None:
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
 def test_choices_do_not_depend_on_the_batch(arch:str) -> None:
-  """With batch_invariant, the tile and the number of key ranges are the same for every batch size, for one query and for 300 queries. Without
+  """The tile and the number of key ranges are the same for every batch size with batch_invariant, for one query and for 300 queries. Without
   batch_invariant they change with the batch size."""
   def choice(B:int, invariant:bool, Sq:int=1) -> tuple[str, str, int]:
     q, k = (Tensor.empty(B, *shape, 64, dtype="half", device="EMU") for shape in ((H, Sq), (HKV, 2048)))

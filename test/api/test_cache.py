@@ -47,7 +47,7 @@ def test_rows_land_where_they_belong(layout, new):
 
 @pytest.mark.parametrize("arch", every_other(EVERY_ARCH))
 def test_decoding_is_the_uncached_computation(arch):
-  """At every position, decoding with a cache gives the result of attention without a cache. The cache is full of NaN at first. The test appends a
+  """Decoding with a cache gives the result of attention without a cache at every position. The cache is full of NaN at first. The test appends a
   prompt of 60 rows, then single rows under TinyJit at an offset that a Variable gives."""
   with emulated(arch):
     q, k, v = (np.random.default_rng(i).standard_normal((B, h, 90, D)).astype(np.float16) for i, h in enumerate((H, HKV, HKV)))

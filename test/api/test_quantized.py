@@ -132,7 +132,7 @@ def nbytes(cache:Any) -> int: return sum(t.uop.buffer.nbytes for t in (cache if 
 
 @pytest.mark.parametrize("width, scale_dtype", ((128, "float32"), (256, "float32"), (64, "float16")))
 def test_tokens_in_the_same_memory(width:int, scale_dtype:str) -> None:
-  """In the same memory, an 8-bit cache holds 1.9 times as many tokens as a 16-bit cache. Rows of 64 elements reach this only with float16 scales."""
+  """An 8-bit cache holds 1.9 times as many tokens as a 16-bit cache in the same memory. Rows of 64 elements reach this only with float16 scales."""
   with emulated("gfx942"):
     of_16 = sum(map(nbytes, attn.empty_kv_cache(1, 2, 100, width)))
     for dtype in ("int8", "fp8e4m3"):

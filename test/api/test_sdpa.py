@@ -173,8 +173,8 @@ def test_another_library_in_its_place(monkeypatch):
   assert Tensor.scaled_dot_product_attention is others and not goes_through_ours()
 
 def test_without_wrapped_methods():
-  """With TRACEMETA=0, tinygrad does not wrap its methods. A reference to a method that was taken before `import attn` still reaches attn while attn
-  is installed."""
+  """tinygrad does not wrap its methods if TRACEMETA=0. A reference to a method that was taken before `import attn` still reaches attn while attn is
+  installed."""
   script = ("from tinygrad import Tensor; early = Tensor.scaled_dot_product_attention; import attn; q = Tensor.empty(1, 1, 4, 16, dtype='half')\n"
             "with attn.installed() as decisions: early(q, q, q)\nassert len(decisions) == 1; early(q, q, q); assert len(decisions) == 1")
   subprocess.run([sys.executable, "-c", script], env={**os.environ, "TRACEMETA": "0", "DEV": "EMU::gfx942"}, check=True)

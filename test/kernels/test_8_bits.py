@@ -27,7 +27,8 @@ WITH_WGMMA = (*UNITS, "sm_90")
 RUN = 128       # products that a matrix unit with short sums adds up before the sum goes to fp32
 
 def short_sums(arch:str, fast:bool=False) -> ShortSums|None:
-  """Returns how the matrix unit of a chip adds 8-bit products, if it does not add them in fp32."""
+  """Returns how the chip's matrix unit adds 8-bit products if its sums have fewer bits than fp32, otherwise None. `fast` is the option
+  fast_accumulate: the unit then adds all products of a sum without fp32 additions between."""
   return ShortSums(SHORT_SUMS[arch], 0 if fast else RUN) if arch in SHORT_SUMS else None
 
 def check_8_bits(arch:str, make:Any=normal, *, extras:dict[str, np.ndarray]|None=None, out_dtype:str="float32", **parameters:Any) -> None:
@@ -68,7 +69,7 @@ def test_shapes_of_wgmma(shape:dict[str, Any]) -> None: check_8_bits("sm_90", **
 def of(p:Problem, q:np.ndarray, k:np.ndarray, v:np.ndarray) -> Inputs: return Inputs(*(rounded(a, p.dtype) for a in (q, k, v)))
 
 def rising(p:Problem, by:float) -> Inputs:
-  """Makes scores that rise by `by` powers of two from each group of 16 keys to the next, the same for all queries."""
+  """Makes scores that are equal for all queries and rise from each group of 16 keys to the next, by a factor of 2^`by` in exp(score)."""
   x = normal(p)
   k = np.zeros_like(x.k)
   steps = np.arange(p.Sk)//16*by*np.log(2)/p.softmax_scale      # q k, which is the product of the first two elements of the rows
@@ -83,7 +84,7 @@ def falling(p:Problem) -> Inputs:
   x = just_below_the_headroom(p)
   return Inputs(x.q, x.k[:, :, ::-1].copy(), x.v)
 def large(p:Problem) -> Inputs:
-  """Makes queries and keys up to the largest numbers of the format."""
+  """Makes queries and keys with numbers up to the largest number of the 8-bit format."""
   x = normal(p)
   return of(p, x.q*100, x.k*100, x.v*100)
 def one_huge_key(p:Problem) -> Inputs:
@@ -92,15 +93,15 @@ def one_huge_key(p:Problem) -> Inputs:
   return of(p, x.q, x.k, x.v)
 def constants(p:Problem) -> Inputs: return Inputs(*(np.full_like(a, c) for a, c in zip((normal(p).q, normal(p).k, normal(p).v), (1, 1, 3))))
 def positive(p:Problem) -> Inputs:
-  """Makes inputs without negative numbers, whose sums have errors of one sign."""
+  """Makes inputs without negative numbers: the errors of their sums have one sign and do not cancel."""
   x = normal(p)
   return Inputs(*map(np.abs, (x.q, x.k, x.v)))
 def tiny(p:Problem) -> Inputs:
-  """Makes inputs many of which are denormal numbers of the format."""
+  """Makes inputs in which many numbers are denormal in the 8-bit format."""
   x = normal(p)
   return of(p, x.q*2.0**-5, x.k*2.0**-5, x.v*2.0**-8)
 def nan_rows(p:Problem) -> Inputs:
-  """Makes a NaN in a query, in a key that only some queries see under a causal mask, and in a row of V that all of them see."""
+  """Puts a NaN into a query, into a key that a causal mask hides from some queries, and into a row of V that all queries see."""
   x = normal(p)
   x.q[:, :, 3, 1], x.k[:, :, p.Sk - p.Sq + 9, 0], x.v[:, :, 0, 2] = np.nan, np.nan, np.nan
   return x
@@ -135,7 +136,8 @@ def test_options(name:str, arch:str) -> None: check_8_bits(arch, **{"Sq": 66, "S
 # ***** sums of about 14 bits *****
 
 def test_a_long_row_needs_sums_in_fp32() -> None:
-  """Sums of 4096 products of one sign lose more with `fast_accumulate` than the law allows for sums that go to fp32 after 128 products."""
+  """`fast_accumulate` leaves all sums to a matrix unit that adds with fewer bits than fp32. On 4096 products of one sign its error is above the error
+  limit; without `fast_accumulate`, where sums go to fp32 after 128 products, the error is within the limit."""
   for fast in (False, True):
     p = problem(dtype="fp8e4m3", out_dtype="float32", H=1, Sq=16, Sk=4096, D=32, lse=False, fast_accumulate=fast)
     x = positive(p)
@@ -143,7 +145,8 @@ def test_a_long_row_needs_sums_in_fp32() -> None:
     assert judge(o, expected(p, x, {}, short_sums("sm_89"))[0]).ok != fast
 
 def test_the_needle() -> None:
-  """One key of 8192 that has a tenth of a row's weight is found: o has its row of V, within the limits of its own rounding."""
+  """One key among 8192 has a large value row and a tenth of the weight of a query. o contains this row, and each element of o is within its error
+  limit."""
   p = problem(dtype="fp8e4m3", out_dtype="float32", H=1, Sq=16, Sk=8192, D=64, lse=False)
   x = normal(p)
   x.k[0, 0, 5000], x.v[0, 0, 5000] = np.sign(x.q[0, 0, 0])*1.25, 16
@@ -154,7 +157,7 @@ def test_the_needle() -> None:
 # ***** planted faults *****
 
 def left_out(name:str) -> Any:
-  """Makes a fault: the kernel does not use the scale `name`."""
+  """Returns a planted fault, as the class, the method and its faulty replacement: the kernel does not multiply by the scale `name`."""
   right = Workgroup.input_scale
   return Workgroup, "input_scale", lambda group, given: None if given == name else right(group, given)
 
@@ -183,7 +186,7 @@ LARGE: dict[str, dict[str, Any]] = {
   "softcap": dict(Sq=4096, softcap=3.0, causal=True)}
 
 def text_of(arch:str, D:int, shape:dict[str, Any]) -> str:
-  """Returns the text of the kernel that dispatch chooses on a chip for large problems with scales."""
+  """Returns the source of the kernel that dispatch chooses on a chip for large problems with scales of q, k and v."""
   p = problem(dtype=get_chip(arch).fp8, out_dtype="bfloat16", B=4, H=32, D=D, lse=shape.get("window") is not None, extras=scales_of(1, 1), **shape)
   tensors = [UOp.placeholder(shape, (FLOATS | INTS)[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
   return render(forward_of(p, get_chip(arch), choose_tile(p, get_chip(arch)))(*tensors), arch)

@@ -1,5 +1,5 @@
-"""Tests of CDNA's kernel that computes dq, dk and dv at once, and of the two kernels around it: each element of the gradients agrees with float64
-within its error limit (docs/contract.md), and planted faults are found."""
+"""Tests of CDNA's kernel that computes dq, dk and dv at once, and of the kernels that run before and after it: each element of the gradients agrees
+with float64 within its error limit (docs/contract.md), and planted faults are found."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -48,8 +48,8 @@ def test_at_once_on_cdna_with_128_columns(case:str) -> None:
 
 @pytest.mark.parametrize("D, shape", ((128, BackwardShape(4, 64, fenced=8)), (64, BackwardShape(2, 32, fenced=2, prefetch=2))))
 def test_tiles_at_once(D:int, shape:BackwardShape) -> None:
-  """The kernel that computes dq, dk and dv at once gives right gradients for two unusual shapes: a wave computes two matrix tiles of dQ in an
-  iteration, and a workgroup has just as many waves as dQ has columns of matrix tiles."""
+  """The kernel that computes dq, dk and dv at once gives right gradients for two unusual tiles. With one, a wave computes two matrix tiles of dQ in
+  each iteration. With the other, a workgroup has as many waves as a row of dQ has matrix tiles."""
   check_backward_kernels("gfx950", H=1, Sq=100, Sk=150, D=D, causal=True, deterministic=False, only="all",
                          tiles=lambda t: replace(t, **vars(shape)) if t.adds_dq else t)
 
@@ -66,8 +66,8 @@ def test_at_once_in_any_order_of_workgroups(monkeypatch:pytest.MonkeyPatch, resi
 
 def keys_beyond_the_last(m:pytest.MonkeyPatch) -> None: m.setattr(AmdTrip, "zero_for_missing_keys", lambda self, weights: weights)
 def test_keys_beyond_the_last_reach_no_query(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The kernel that computes dq, dk and dv at once gives the right dq with kv_lengths, although P of a key beyond the length may be inf. P is inf if
-  all scores are far below 0. A kernel without the step that sets this P to 0 fails the check."""
+  """The kernel that computes dq, dk and dv at once gives the right dq with kv_lengths. For a key beyond the length, P = exp(0 - lse) is inf if all
+  scores are far below 0. The kernel sets this P to 0; a kernel without this step fails the check."""
   case: dict[str, Any] = dict(B=3, H=1, Sq=70, Sk=150, D=64, extras=dict(kv_lengths=ints(130, 0, 64)), only="all")
   check_backward_kernels("gfx942", deep, **case)
   keys_beyond_the_last(monkeypatch)
@@ -85,7 +85,8 @@ def scale_of_dq(m:pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Bare:
-  """Planted fault: a tile in LDS whose reads are not ordered after the stores and barriers before them."""
+  """Planted fault: a wrapper of a tile in LDS that drops the order of operations, so that reads may run before the stores and barriers that they
+  depend on."""
   lds: LdsTile
   def after(self, *deps:UOp) -> LdsTile: return self.lds
 

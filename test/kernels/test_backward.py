@@ -81,8 +81,9 @@ def test_long_rows(arch:str) -> None: check_backward_kernels(arch, H=1, Sq=20, S
 def test_every_width(arch:str, d:int) -> None: check_backward_kernels(arch, H=1, Sq=70, Sk=90, D=d, causal=True, dtype="bfloat16")
 
 def test_a_bias_of_float32_beside_wide_rows() -> None:
-  """dK and dV on mma.sync are right where a tile has 16 queries and three values for each: lse, what lse lost by rounding, and delta. These values
-  take one and a half lines of shared memory. Fault of an earlier version: the next tile began inside a line, and the kernel read wrong rows."""
+  """The mma.sync kernel of dK and dV is right at D=256 with a float32 bias. Its tiles have 16 queries with three numbers each (lse, the rounding
+  error of lse, and delta), which fill one and a half lines of shared memory. In an earlier version the next tile began inside a line, and the kernel
+  read wrong rows."""
   check_backward_kernels("sm_80", H=1, Sq=40, Sk=20, D=256, extras=dict(bias=floats(1, 1, 40, 20)), only="dkdv")
 
 @pytest.mark.parametrize("make", (dq_of, dkdv_of, dbias_of))
@@ -114,7 +115,7 @@ def constants(p:Problem) -> Inputs:
   return Inputs(np.ones_like(x.q), np.ones_like(x.k), x.v)
 
 def level(p:Problem) -> Inputs:
-  """Makes inputs near 3, for which dP and delta nearly cancel."""
+  """Makes inputs whose elements are all near 3. dP and delta then nearly cancel in dS = P*(dP - delta)."""
   x = normal(p)
   return Inputs(x.q, x.k, rounded(3 + 0.1*x.v, p.dtype))
 
@@ -122,21 +123,21 @@ ADVERSARIAL = (peaked, deep, huge_key, constants, level)
 
 @chips_in_turn("make", ADVERSARIAL, (deep, level))
 def test_adversarial(arch:str, make:Callable[[Problem], Inputs]) -> None:
-  """Gradients are within their error limits on hard inputs, which show a wrong P or delta. The kernels round a float32 dO for its products, and must
-  compute delta from the rounded dO."""
+  """Gradients are within their error limits on hard inputs, on which a wrong P or delta gives a large error. If dO is float32, the kernels round dO
+  for its matrix products, and must compute delta from the rounded dO."""
   wide = dict(size=1000.0, out_dtype="float32") if make is level else {}
   check_backward_kernels(arch, make, H=1, Sq=70, Sk=90, D=32, causal=make in (peaked, level), **wide)
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_80"))
 def test_keys_beyond_kv_lengths_get_exactly_0(arch:str) -> None:
-  """Keys beyond kv_lengths get a gradient of exactly 0. Without the mask their P would be exp(0 - lse), which overflows here."""
+  """Keys beyond kv_lengths get a gradient of exactly 0. Without a mask their P would be exp(0 - lse), which overflows on these inputs."""
   check_backward_kernels(arch, deep, B=2, H=1, Sq=20, Sk=40, D=16, dtype="bfloat16", extras=dict(kv_lengths=ints(20, 0)), only="dkdv")
 
 # ***** NaN *****
 
 class Reach(NamedTuple):
-  """A tensor and a row of it in which a test plants a NaN. `gradient` names the gradient in which the NaN also reaches rows that do not see it: rows
-  of the same tile. There the kernel multiplies the NaN by a weight of 0, which gives NaN."""
+  """Where a test puts a NaN: the tensor and the row of the tensor. `gradient` names the gradient in which the NaN also reaches rows that do not see
+  it but lie in the same tile. For this gradient the kernel multiplies the NaN by a weight of 0, and 0 times NaN is NaN."""
   tensor: str
   row: int
   gradient: str
@@ -144,9 +145,9 @@ class Reach(NamedTuple):
 REACHES = (Reach("q", 70, "dk"), Reach("k", 70, "dq"), Reach("do", 70, "dv"), Reach("v", 70, ""))
 
 def same_tiles(p:Problem, tile:Any, row:int, of_queries:bool) -> np.ndarray:
-  """Returns, for each row that workgroups of a backward kernel own, whether its block loops over the tile that contains row `row` of the other
-  operand. The kernel owns queries and loops over tiles of keys if `of_queries`; otherwise it owns keys and loops over tiles of queries. A block of
-  own rows loops over a tile if a row of the block sees, or is seen by, a row of the tile."""
+  """Tells for each row that a backward kernel's workgroups own whether its workgroup loops over the tile that contains `row`, a row of the other
+  kind. With `of_queries` the workgroups own queries and loop over tiles of keys, otherwise the reverse. A workgroup loops over a tile if one of its
+  own rows sees, or is seen by, a row of the tile."""
   seen = visible(p.Sq, p.Sk, p.window, p.offset)
   if not of_queries: seen = seen.T                  # (own, walked)
   first = row//tile.block_n*tile.block_n
@@ -155,8 +156,8 @@ def same_tiles(p:Problem, tile:Any, row:int, of_queries:bool) -> np.ndarray:
 
 @in_turn("nan, arch", REACHES, (*EVERY_ARCH, "sm_90"), among=2)
 def test_nan_stays_where_it_belongs(nan:Reach, arch:str) -> None:
-  """A NaN reaches exactly the rows of the gradients that it reaches in attn.reference, where hidden pairs of a query and a key add 0. In one gradient
-  it also reaches other rows of the tile, because 0 times NaN is NaN (docs/attention.md)."""
+  """A NaN in an input reaches exactly the rows of the gradients that it reaches in attn/reference.py, where a query adds nothing for a hidden key. In
+  one gradient the NaN also reaches other rows of the tile, because 0 times NaN is NaN (docs/attention.md)."""
   p = problem(H=1, Sq=200, D=16, causal=True)
   x, loss = normal(p), loss_of(p)
   (loss.do if nan.tensor == "do" else getattr(x, nan.tensor))[..., nan.row, 3] = np.nan
@@ -204,9 +205,9 @@ ROWS_OF_PLAIN = [(arch, c, keys) for arch in ("gfx90a", *ARCHS) for keys in (Fal
 
 @amd_in_turn("read_ahead", (3,))
 def test_tiles_of_few_registers(arch:str, read_ahead:int) -> None:
-  """Tiles with all options that save registers give right gradients. The rows that a workgroup owns stay in LDS, other rows are loaded 16 bytes at a
-  time, and a compiler fence after each two units of a row keeps reads from LDS near the products that use them. With `read_ahead`, operands of that
-  many matrix tiles are read before the fence nevertheless."""
+  """Tiles with all options that save registers give right gradients. The rows that a workgroup owns stay in LDS, and other rows are loaded 16 bytes
+  at a time. After each two 16-byte units of a row, a compiler fence keeps reads from LDS near the products that use them. With `read_ahead` = n, the
+  operands of n matrix tiles are read before the fence."""
   few = dict(own_in_lds=(True, True), fenced=2, prefetch=0, sparing=True, by_item=True, read_ahead=read_ahead)
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=53, Dv=46, causal=True, tiles=lambda t: replace(t, **few))
 
@@ -214,17 +215,16 @@ def in_turn(arch:str, row:UpTo[BackwardShape]) -> Any: return () if arch == "gfx
 
 @pytest.mark.parametrize("arch, row, keys", [pytest.param(*x, marks=in_turn(*x[:2])) for x in ROWS_OF_PLAIN])
 def test_tiles_for_problems_without_options(arch:str, row:UpTo[BackwardShape], keys:bool) -> None:
-  """Each tile that the tables have for problems without options gives right results, also with a last tile that is not full. Dispatch would not
-  choose these tiles for grids small enough to emulate."""
+  """Each tile in the tables for problems without options gives right gradients, also with a last tile that is not full. For grids that are small
+  enough to emulate, dispatch itself would choose other tiles."""
   p, chip = problem(D=row.up_to, Sq=300, Sk=300), get_chip(arch)
   tile = backward_tile(p, chip, row, keys)
   check_backward_kernels(arch, H=1, Sq=150, Sk=200, D=row.up_to, causal=not keys, tiles=lambda t: tile if t.keys == keys else t,
                          only="dkdv" if keys else "dq")
 
 def test_part_of_an_operand_is_refused() -> None:
-  """Dispatch refuses a tile for RDNA3 with fenced=1, which puts a compiler fence after every 16-byte unit of a row. RDNA3's matrix instruction needs
-  two units as an operand, so no operand would be whole between two fences. The kernel would compute no product, and only its wrong results would show
-  this."""
+  """Dispatch refuses a tile with fenced=1 on RDNA3. Such a tile puts a compiler fence after every 16-byte unit of a row, but an operand of RDNA3's
+  matrix instruction consists of two units. So no operand would be complete between two fences, and the kernel would compute no product."""
   p, chip = problem(D=64), get_chip("gfx1100")
   one, two = (UpTo(64, BackwardShape(4, 16, fenced=n)) for n in (1, 2))
   assert "fenced=1 is less than the number of units in one operand" in str(misfit(p, chip, one, backward_tile(p, chip, one, False)))
@@ -296,9 +296,9 @@ def test_planted_fault_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant:Callable[[
     check_backward_kernels("sm_90", H=2, Hkv=1, Sq=350, Sk=70, D=16, causal=True, only="dkdv", extras=dict(alibi_slopes=floats(2)**2))
 
 def test_warpgroups_skip_tiles_that_they_do_not_see(monkeypatch:pytest.MonkeyPatch) -> None:
-  """A warpgroup skips products of a tile in which it sees nothing. Under this causal mask there are two blocks of two warpgroups, with two and four
-  tiles, and in one tile of each block a warpgroup sees nothing. The warpgroup then starts none of the three products for dq, and only two of the four
-  products for dk and dv."""
+  """A warpgroup starts no products for a tile in which its rows see nothing. The causal mask here leaves two workgroups of two warpgroups each with
+  two and four tiles. In one tile of each workgroup one warpgroup sees nothing. It then starts none of the three products of the dq kernel, and two of
+  the four products of the kernel of dk and dv."""
   started = count_products(monkeypatch)
   check_backward_kernels("sm_90", H=1, Sq=256, Sk=256, D=128, causal="top-left")
   assert sum(started) == 3*(12 - 2) + 4*12 - 2*2
@@ -452,7 +452,8 @@ def without_delta(m:pytest.MonkeyPatch) -> None:
 def without_dlse(m:pytest.MonkeyPatch) -> None:
   wrong(m, Workgroup, "number", lambda number: lambda self, name, row: NOTHING if name == "dlse" else number(self, name, row))
 def scaled(*names:str, power:int) -> Callable[[pytest.MonkeyPatch], None]:
-  """Plants a fault: the kernel multiplies by softmax_scale once too often, or never."""
+  """Returns a function that plants a fault: the kernel multiplies the gradients `names` by an additional factor softmax_scale^power. With power 1 the
+  scale counts twice, with -1 not at all."""
   def plant(m:pytest.MonkeyPatch) -> None:
     def gradient(original:Any) -> Any:
       def store(self:Workgroup, name:str, row:Any, columns:Any) -> Any:
@@ -478,11 +479,12 @@ def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   plant.__name__ = f"{wanted}_of_head_0"
   return plant
 def lanes_swapped(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: query indices are in the order of the tile, and not in the order of a lane's elements."""
+  """Plants a fault: a lane loads lse and delta of the queries in the order of the tile. The right order is that of the lane's elements of a matrix
+  tile."""
   wrong(m, QueryValues, "fetch", lambda fetch: lambda self, rows, t: [x.load_number(t*self.block_n, self.block_n, self.thread,
                                                                                    self.thread < self.block_n) for x in rows.each])
 def columns_swapped(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the column indices of a lane are in the reverse order of its fragments."""
+  """Plants a fault: a lane takes the numbers of its columns (keys or queries) in reverse order."""
   for of in (MmaTrip, WgmmaTrip): wrong(m, of, "numbers", lambda numbers: lambda self, *args: numbers(self, *args)[::-1])
 def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
@@ -492,7 +494,7 @@ def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
 def unwritten(m:pytest.MonkeyPatch) -> None: m.setattr(Workgroup, "cleared_gradients", lambda self, names: [])
 
 def blind_row(Sq:int) -> np.ndarray:
-  """Makes a bias that is -inf for all keys of query 7. The query sees no key, although no mask such as causal=True hides one."""
+  """Makes a bias that is -inf for all keys of query 7: the query sees no key, although no mask hides one."""
   bias = floats(1, 1, Sq, 1)
   bias[0, 0, 7] = -np.inf
   return bias
@@ -516,8 +518,8 @@ FOR_WARPGROUPS: dict[str, dict[str, Any]] = {     # sizes that wgmma takes: it h
   "unmasked_queries": dict(Sq=100, Sk=133, extras=dict(bias=floats(1, 1, 1, 133) + 200))}
 
 def fault_on(plant:Any, arch:str) -> Any:
-  """Returns the test parameters of a planted fault on a chip. If several kernels use the faulty code, the fault is planted in one kernel by default,
-  and in the others with `-m thorough`."""
+  """Makes the pytest case of a planted fault on a chip. By default a fault in code that several kernels share is planted in one kernel only, with `-m
+  thorough` in all."""
   by_default = arch == "gfx942" or (arch == "sm_80" and not plant.__name__.startswith(("scale_of", "unmasked", "lse_of")))
   return pytest.param(plant, arch, id=f"{plant.__name__}-{arch}", marks=() if by_default else pytest.mark.thorough)
 
@@ -543,8 +545,8 @@ def test_planted_fault_no_barriers(monkeypatch:pytest.MonkeyPatch, prefetch:int,
 @pytest.mark.parametrize("fault", ("barrier", "wait"))
 @pytest.mark.usefixtures("without_places")
 def test_planted_fault_of_the_ring(monkeypatch:pytest.MonkeyPatch, fault:str) -> None:
-  """The mma.sync kernel needs the barriers and the waits for copies of its ring buffer of tiles: without one of them the emulator finds a fault. No
-  other test uses this problem, because tinygrad's cache keeps the faulty program."""
+  """The mma.sync kernel stores tiles in a ring buffer in shared memory. If one of its barriers or one of its waits for copies is left out, the
+  emulator reports a fault. The problem of this test is used nowhere else, because tinygrad's cache keeps the faulty program."""
   if fault == "barrier":
     monkeypatch.setattr(Plan, "barrier", lambda self, u: None)
     monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})
@@ -553,7 +555,7 @@ def test_planted_fault_of_the_ring(monkeypatch:pytest.MonkeyPatch, fault:str) ->
     check_backward_kernels("sm_80", **{**SMALL, "Sq": 72}, only="dkdv")
 
 def compiled_by_nvcc(arch:str, names:Shapes, program:Callable[..., UOp], to:Path) -> str:
-  """Compiles a kernel with nvcc, and returns the output of ptxas."""
+  """Compiles a kernel with nvcc, and returns the messages of ptxas, which count registers and spills."""
   target = "90a" if arch == "sm_90" else arch.removeprefix("sm_")
   placeholders = [UOp.placeholder(shape, (FLOATS | INTS)[kind], i) for i, (shape, kind) in enumerate(names.values())]
   source = to/"kernel.cu"
@@ -567,7 +569,8 @@ def compiled_by_nvcc(arch:str, names:Shapes, program:Callable[..., UOp], to:Path
   for kernel, d, arch in (*itertools.product(("dq", "dkdv", "dbias"), (64, 128), ("sm_80", "sm_86", "sm_90", "sm_120")), ("all", 128, "sm_90"),
                           ("all in order", 128, "sm_90"))])
 def test_compiled_by_nvcc(kernel:str, d:int, arch:str, tmp_path:Path) -> None:
-  """The wgmma backward kernels, compiled by nvcc, do not spill, and nothing makes ptxas wait for each wgmma before the next instruction."""
+  """Compiled by nvcc, the wgmma backward kernels do not spill registers. ptxas also does not report that it makes each wgmma wait for the one before.
+  """
   for dtype, causal in (("float16", False), ("bfloat16", True)):
     extras, on = {"bias": np.zeros((1, 32, 1, 4096), np.float32)} if kernel == "dbias" else {}, get_chip(arch)
     p = problem(B=2, H=32, Sq=4096, D=d, dtype=dtype, causal=causal, extras=extras)
@@ -610,7 +613,7 @@ SPILLED_DKDV: dict[str, dict[str, Any]] = {"window": dict(window=(500, 300)), "g
 @pytest.mark.parametrize("d", (64, 128))
 @pytest.mark.parametrize("option", SPILLED_DKDV)
 def test_dkdv_on_mma_spills_under_no_option(option:str, d:int, arch:str, tmp_path:Path) -> None:
-  """The mma.sync kernel of dk and dv spills no registers with options under which tiles of an earlier version spilled."""
+  """The mma.sync kernel of dk and dv spills no registers with the options with which an earlier version spilled."""
   p, on = problem(B=2, H=32, Sq=4096, D=d, dtype="bfloat16", **SPILLED_DKDV[option]), get_chip(arch)
   text = compiled_by_nvcc(arch, dkdv_arguments(p), dkdv_of(p, on, tiles_of(p, on)[1]), tmp_path)
   assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text, text
@@ -669,8 +672,8 @@ def test_planted_fault_of_a_bias(monkeypatch:pytest.MonkeyPatch, plant:Callable[
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_bias_of_long_rows(arch:str) -> None:
-  """The gradient of a bias is right at D=256. At this width some kernels of dbias have no registers left for the rows that a workgroup owns, and load
-  them from global memory in every iteration."""
+  """The gradient of a bias is right at D=256. At this width some kernels have no registers for the rows that a workgroup owns, and load them from
+  global memory in every iteration."""
   check_backward_kernels(arch, only="dbias", H=2, Sq=40, Sk=50, D=256, extras=dict(bias=floats(1, 1, 40, 50)))
 
 @chips_in_turn("case", BIASES, ("of keys",), every=2)

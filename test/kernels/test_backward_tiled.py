@@ -1,5 +1,5 @@
-"""Tests of gradients by kernels of plain UOps, in every type, with every option, and with many threads or one thread. Planted faults must give errors
-above the limits."""
+"""Tests of gradients by kernels of plain UOps, which need no matrix unit: in every dtype, with every option, with many threads and with one thread.
+Planted faults must give errors above the limits."""
 from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
@@ -51,7 +51,7 @@ SMALL: dict[str, Any] = dict(H=1, Sq=20, Sk=33, D=16, dtype="float32")
 SEED = np.array([3, 5], np.uint32)
 
 def check(arch:str="gfx1030", tile:TiledBackwardTile=FEW, **parameters:Any) -> dict[str, np.ndarray]:
-  """Launches the backward kernels directly, without `attention`, with this tile, and checks the gradients."""
+  """Launches the backward kernels of plain UOps with the given tile, without `attention`, and checks the gradients."""
   return check_backward_kernels(arch, tiles=lambda t: replace(tile, keys=t.keys), **{**SMALL, **parameters})
 
 @contextlib.contextmanager
@@ -64,7 +64,8 @@ def with_tiles(tile:TiledBackwardTile) -> Iterator[None]:
     finally: kernel_tiles.cache_clear()
 
 def check_all(arch:str="gfx1030", tile:TiledBackwardTile|None=FEW, **parameters:Any) -> dict[str, np.ndarray]:
-  """Checks forward and backward through `attention`, where lse comes from `tiled`, the forward kernel of plain UOps."""
+  """Checks the outputs and gradients of `attention`, computed by kernels of plain UOps. With a `tile`, backward uses that tile, and forward a small
+  one."""
   with contextlib.ExitStack() as small:
     if tile is not None:
       small.enter_context(with_tiles(tile))
@@ -87,8 +88,8 @@ def test_one_thread(case:str) -> None: check(tile=ONE_THREAD, **CASES[case])
 @pytest.mark.parametrize("arch", PLAIN_CHIPS)
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
 def test_every_type_with_its_own_tiles(arch:str, dtype:str) -> None:
-  """The forward and backward kernels of plain UOps give right results in every dtype, with the tiles that dispatch chooses. 16-bit types get D=264,
-  because kernels of matrix units support D only up to 256."""
+  """The forward and backward kernels of plain UOps are right in every dtype with the tiles that dispatch chooses. In 16-bit dtypes the test uses
+  D=264, because kernels for matrix units end at D=256."""
   check_all(arch, None, H=4, Hkv=2, Sq=70, Sk=100, D=40 if dtype == "float32" else 264, Dv=24, dtype=dtype, causal=True, through=("o", "lse"))
 
 @pytest.mark.thorough
@@ -97,8 +98,8 @@ def test_every_type_with_its_own_tiles(arch:str, dtype:str) -> None:
 def test_head_dimensions(arch:str, D:int, Dv:int) -> None: check_all(arch, None, H=1, Sq=20, Sk=40, D=D, Dv=Dv)
 
 def test_float32_is_exact_to_its_own_rounding() -> None:
-  """The backward kernels of plain UOps give float32 gradients with an error below 2e-6, even where docs/contract.md allows more. Two heads share
-  their keys, and some queries see no key."""
+  """float32 gradients by the kernels of plain UOps have errors below 2e-6, even where docs/contract.md allows more. Two query heads share their keys,
+  and some queries see no key."""
   parameters = {**SMALL, "H": 2, "Hkv": 1, "Sq": 36, "causal": True}
   p = problem(**parameters)
   want, got = expected_gradients(p, normal(p), loss_of(p), {}), check(tile=KEPT, **parameters)
@@ -108,9 +109,8 @@ HARD = {f"{make.__module__.removeprefix('test_')}-{make.__name__}": make for mak
 @pytest.mark.parametrize("name, D", [pytest.param(name, D, marks=() if (name, D) == ("backward-deep", 40)
                                                   else pytest.mark.thorough) for name in HARD for D in (16, 40)])
 def test_adversarial(name:str, D:int) -> None:
-  """Gradients are within their error limits on hard inputs. If one key dominates, P is exactly 1 only if backward rounds the scores as forward did
-  for lse. If all scores are near -300, the terms P*(dO V^T - delta) of a query must cancel. They do only if P equals the P by which forward computed
-  O, from which delta comes."""
+  """Gradients are within their error limits on hard inputs. Where one key dominates, P is exactly 1 only if backward rounds the scores as forward did
+  when it computed lse. Where all scores are near -300, dP and delta cancel in P*(dP - delta) only if backward computes P exactly as forward did."""
   check_all(make=HARD[name], Sq=40, Sk=50, D=D)
 
 @pytest.mark.thorough
@@ -139,8 +139,7 @@ BLIND: dict[str, dict[str, Any]] = {     # rows that see no key
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=() if x == "causal" else pytest.mark.thorough) for x in BLIND])
 def test_three_pass_where_rows_see_no_key(case:str) -> None:
-  """The gradients of three_pass, attention in tensor operations, contain no NaN if some rows see no key. Another test compares kernels with
-  three_pass."""
+  """Gradients of three_pass, the fallback in tinygrad's tensor operations, contain no NaN if some rows see no key."""
   check_gradients("gfx1030", "three_pass", through=("o", "lse"), H=2, Sq=40, Sk=20, D=16, dtype="float32", **BLIND[case])
 
 @pytest.mark.thorough
@@ -158,7 +157,7 @@ def test_packed_sequences(name:str, kernel:str) -> None:
 
 @pytest.mark.thorough
 def test_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Gradients are right on a chip without workgroups, whose kernels loop over the grid as they do on a CPU. The test runs on the emulator."""
+  """Gradients are right on a chip without workgroups, where a kernel loops over the grid, as on a CPU. The emulator plays such a chip."""
   def serial(device:Any) -> Any: return replace(get_chip("gfx1030"), lds=0, serial=True)
   for module in (attn.api.checked_call, attn.calls.checked_kernel): monkeypatch.setattr(module, "arch_of", serial)
   check_all(tile=ONE_THREAD, B=2, H=4, Hkv=2, Sq=20, Sk=30, window=(9, 3), through=("o", "lse"), extras=dict(kv_lengths=int32(21, 30)))
@@ -173,8 +172,8 @@ def test_same_in_every_run() -> None:
 
 def without_delta(m:pytest.MonkeyPatch) -> None: m.setattr(plain_backward, "scaled_delta", lambda delta, p: UOp.const(0.0, dtypes.float))
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the kernel does not set P and dS of hidden pairs to 0. A query that sees no key has lse = -inf; kernels use +inf in its place,
-  which also makes P 0. The fault removes this second protection too, so that the gradients become NaN."""
+  """Plants a fault: the kernel does not set P and dS of hidden keys to 0. A query that sees no key has lse = -inf; kernels use +inf instead, which
+  also makes P 0. The fault removes this second protection, too, so the gradients become NaN."""
   m.setattr(gradients, "reference", lambda x: x)
   m.setattr(Scores, "clear", lambda self, x, row, tile: x)
 def of_another_head(m:pytest.MonkeyPatch) -> None:
@@ -255,8 +254,8 @@ def both_tiles(p:Problem, chip:Chip) -> list[TiledBackwardTile]: return [tiled_b
 
 @pytest.mark.parametrize("arch", ("gfx1030", "gfx942", "gfx950", "sm_80", "sm_90"))
 def test_tiles_fit_in_local_memory(arch:str) -> None:
-  """A tile fits in local memory for every combination of element sizes. A tile that does not fit would fail only when the gradient is asked for,
-  after forward has run."""
+  """The tiles of the backward kernels of plain UOps fit in local memory for every combination of element sizes. A tile that is too large would fail
+  only when a gradient is asked for, after forward has run."""
   for D, Dv in itertools.product((1, 20, 48, 64, 80, 128, 160, 256, 384, 512), repeat=2):
     p = problem(Sq=100, Sk=77, D=D, Dv=Dv, dtype="float32")
     for tile in both_tiles(p, get_chip(arch)): assert tile.lds_bytes(p) <= get_chip(arch).lds, (D, Dv, tile)
@@ -298,7 +297,7 @@ for dtype, kind in (("float32", np.float32), ("float16", np.float16))[:{types}]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("device", ("CPU", "CL"))
 def test_on_this_machine(device:str) -> None:
-  """Gradients are right on a CPU, compiled by the clang of the PyPI package ziglang, and through OpenCL, with Debian's pocl-opencl-icd."""
+  """Gradients are right on this machine's CPU, with the clang of the PyPI package ziglang, and through OpenCL, with Debian's pocl-opencl-icd."""
   if device == "CPU": pytest.importorskip("ziglang")
   elif not any(Path("/etc/OpenCL/vendors").glob("pocl*.icd")): pytest.skip("no OpenCL driver: apt-get install pocl-opencl-icd ocl-icd-libopencl1")
   on(device, 2, SCRIPT, **({"CC": str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh")} if device == "CPU" else {}))
@@ -310,8 +309,8 @@ ON_A_GPU: tuple[dict[str, Any], ...] = (dict(Sq=40, Sk=200, D=64), dict(Sq=150, 
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
 @pytest.mark.parametrize("name", (None, *HARD))
 def test_on_a_gpu(name:str|None, dtype:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """Forward and backward results are within their error limits on a GPU. Inputs with NaN or inf run without a mask, because 0 times NaN would reach
-  dk of hidden keys (docs/attention.md)."""
+  """Outputs and gradients are within their error limits on a GPU. Inputs with NaN or inf run without a mask: with a mask, 0 times NaN would reach dk
+  of hidden keys (docs/attention.md)."""
   if dtype == "float16" and name is not None and "huge_key" in name: pytest.skip("float16 cannot hold such large scores")
   monkeypatch.setenv("ATTN_KERNEL", "tiled,backward_dq_tiled")
   for shape in ON_A_GPU if name is None else [{**shape, "causal": False} for shape in ON_A_GPU[:2]]:

@@ -75,7 +75,7 @@ Arrays = tuple[np.ndarray, np.ndarray]
 def arch_of(unit:str) -> str: return TILED_ON if unit == "tiled" else unit
 
 def forward(unit:str, p:Problem, x:Inputs, kernel:bool=True, **call:Any) -> Arrays:
-  """Computes o and lse of a problem by `attention`, on the emulator of the chip that `unit` names."""
+  """Computes o and lse by `attention` on the emulator of the chip that `unit` names."""
   with emulated(arch_of(unit), KERNELS.get(unit, "") if kernel else ""):
     q, k, v = (tensor(a, p.dtype) for a in (x.q, x.k, x.v))
     o, lse = attn.attention(q, k, v, return_lse=True, out_dtype=DTYPES[p.out_dtype], **call)
@@ -133,7 +133,8 @@ def wrong_split(unit:str, monkeypatch) -> Found:
   return against(p, x := replace(x, v=rounded(v, p.dtype)), forward(unit, p, x, False, num_splits=2), "o")
 
 def backward(unit:str, p:Problem, x:Inputs, loss:Loss, right:Loss, *names:str) -> Found:
-  """Computes the gradients of a faulty loss. Returns them with the expected gradients of the right loss (exact values and limits of the errors)."""
+  """Computes the gradients of the loss `loss`, which contains a fault, and the expected gradients of the loss `right` (exact values and limits of the
+  errors). Returns both for the gradients `names`."""
   got, laws = run_backward(p, x, loss, arch_of(unit), {}), expected_gradients(p, x, right, {})
   return {name: (got[name], laws[name]) for name in names}
 
@@ -162,17 +163,17 @@ UNIT_KINDS = ("gfx942", "gfx1100", "sm_80", "sm_90", "tiled")
 @pytest.mark.usefixtures("without_places")
 @in_turn("fault, unit", FAULTS, UNIT_KINDS)
 def test_fault(fault:str, unit:str, monkeypatch) -> None:
-  """Each planted fault gives an error above its limit (docs/contract.md). A fault that changes a kernel uses its own problem, because the cache finds
-  kernels by their problem."""
+  """Each planted fault gives an error above its limit (docs/contract.md). A fault that changes a kernel has its own problem, because the cache would
+  otherwise return the unchanged kernel of the same problem."""
   if (fault, unit) == ("truncated", "tiled"): pytest.skip("tiled does not round P")
   for name, (got, law) in FAULTS[fault](unit, monkeypatch).items(): assert not judge(got, law).ok, f"{name}: {judge(got, law)}"
 
 # ***** the two sums of P *****
 
 def two_keys(p:Problem, seed:int) -> Inputs:
-  """Makes inputs in which only the first and the last key have weight. The last key weighs 2^6 to 2^7.9 times as much as the first. This is too
-  little for the softmax to raise the number that it subtracts from the scores. The rounding error of P cancels only if O is divided by the sum of the
-  rounded P. All rows of a draw are equal."""
+  """Makes inputs in which only the first and the last key have weight. The last key weighs 2^6 to 2^7.9 times as much as the first: too little for
+  the softmax to raise the number that it subtracts from the scores. The rounding error of P cancels only if O is divided by the sum of the rounded P.
+  All rows are equal."""
   x, q, k = normal(p, seed), np.zeros((p.B, 1, p.Sq, p.D), np.float32), np.zeros((p.B, 1, p.Sk, p.D), np.float32)
   gap = np.random.default_rng(seed).uniform(6, 7.9, p.B)
   q[..., 0], k[..., 1:-1, 0], k[..., -1, 0] = 1, -60/p.softmax_scale, gap[:, None]*np.log(2)/p.softmax_scale
@@ -190,9 +191,9 @@ def of_two_keys(unit:str, dtype:str, out_dtype:str, Sq:int, monkeypatch) -> dict
 
 @in_turn("chip, name", CHIPS, list(SUMS), every=2)
 def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
-  """A kernel that divides O by the wrong sum of P, or that computes lse from the wrong sum, gives errors above the limits of docs/contract.md. The
-  other output of such a kernel, computed from its right sum, stays within its limits. A kernel without a fault stays within the limits in both
-  outputs."""
+  """O must be divided by the sum of the rounded P, and lse computed from the sum of P before rounding. A kernel that takes the wrong one of the two
+  sums for O, or for lse, gives errors above the limits of docs/contract.md in this output. Its other output stays within the limits, as both outputs
+  of a right kernel do."""
   fault, wrong, Sq = SUMS[name]
   monkeypatch.setattr(workgroup, "finish", fault)
   for dtype in ("float16", "bfloat16"):
@@ -201,9 +202,9 @@ def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
 
 @in_turn("chip, dtypes", CHIPS, (("bfloat16", "float16"), ("float16", "float16"), ("float16", "bfloat16")), among=3)
 def test_a_row_that_two_keys_share(chip:str, dtypes:tuple[str, str], monkeypatch) -> None:
-  """Rows in which two keys have weight have errors within the limit of each element, for every pair of 16-bit types of P and O. (An O in float16 does
-  not hide the rounding of P to bfloat16.) The root mean square of the errors is not checked: all rows of a draw round equally, so 12 draws are too
-  few for it."""
+  """Rows in which two keys have all the weight are right: each element is within its error limit, for every pair of 16-bit dtypes of P and O. (A
+  float16 O does not hide that P was rounded to bfloat16.) The root mean square of the errors is not checked: all rows of one draw round equally, and
+  12 draws are too few."""
   for line in of_two_keys(chip, *dtypes, 256, monkeypatch).values(): assert line.limit <= 1, line
 
 # ***** 16-bit denormals *****
@@ -215,9 +216,9 @@ def marks(chip:str, dtype:str): return () if chip in BY_DEFAULT and dtype == "fl
 @pytest.mark.parametrize("chip, dtype", [pytest.param(chip, dtype, marks=marks(chip, dtype))
                                          for chip in ("gfx90a", *CHIPS) for dtype in ("float16", "bfloat16")])
 def test_denormal_weights(chip:str, dtype:str) -> None:
-  """O and lse are right if P of many keys is denormal. One key has score 0, and 4096 keys have score ln 2^-15; their P is denormal in fp16 but not in
-  bf16. Matrix units and dot products compute with denormals, except on CDNA2, which treats 16-bit denormals as zero (attn/emulator/matrix.py). On
-  CDNA2 these keys have no weight in O. Their weight always counts in lse, because the sum of P is computed before rounding."""
+  """O and lse are right if P of many keys is denormal. One key has score 0, and 4096 keys have score ln 2^-15: their P is denormal in fp16 and normal
+  in bf16. Matrix units and dot products compute with denormals, except on CDNA2, which treats 16-bit denormals as zero. There these keys have no
+  weight in O. In lse they always count, because the sum for lse is computed before rounding."""
   n, low = 4096, -15*np.log(2)
   p = problem(H=1, Sq=1, Sk=n + 1, D=16, dtype=dtype, out_dtype="float32", softmax_scale=1.0)
   q, k, v = np.zeros((1, 1, 1, 16), np.float32), np.zeros((1, 1, n + 1, 16), np.float32), np.zeros((1, 1, n + 1, 16), np.float32)

@@ -1,5 +1,5 @@
-"""Tests of decoding: one query (or a few) over long keys of any length, split over workgroups, with the query heads of a key head packed into one
-tile."""
+"""Tests of decoding: one query or a few for each head, over keys of any length that several workgroups share. The query heads that use the same
+key/value head form one tile."""
 from __future__ import annotations
 from dataclasses import replace
 import pytest
@@ -25,7 +25,7 @@ def test_long_keys(where:tuple[str, int], Sk:int) -> None:
   (DecodeStep(2, 16, 1, 128, 576, 16, v_dim=512), "mla_mma", "(2, 16 on 1, 1 x 128, 576/512) pages of 16"),
   (DecodeStep(1, 4, 2, 4096, 64), "split_kv", "(1, 4 on 2, 1 x 4096, 64)")))
 def test_what_the_measurement_asks_for(row:DecodeStep, kernel:str, text:str) -> None:
-  """Dispatch chooses the expected kernel for each problem of `python -m attn.measure.decode`. The measurement itself needs a GPU."""
+  """Dispatch chooses the expected kernel for each problem that `python -m attn.measure.decode` times on a GPU."""
   with Context(DEV="EMU::sm_90"): call = call_of(row)
   p, choice = call.problem, call.choice()
   assert str(row) == text and (p.v_in_k, p.Dv) == (row.v_dim > 0, row.v_dim or row.D) and (p.pages is not None) == (row.page > 0)

@@ -1,4 +1,5 @@
-"""Tests of the dual-wave kernel of CDNA4: its results agree with float64, and the emulator finds a missing wait or barrier."""
+"""Tests of dual_wave, a forward kernel of CDNA4 in which two groups of waves take turns: one group computes while the other reads LDS. The results
+agree with float64, and the emulator finds a missing wait or barrier."""
 from __future__ import annotations
 import pytest
 from attn.chips import get_chip
@@ -42,8 +43,8 @@ def test_loads_waited_for_too_little(monkeypatch) -> None:
 @pytest.mark.parametrize("left_out", every_other((3, 4, 5, 6)))
 @pytest.mark.usefixtures("without_places")
 def test_a_barrier_left_out(monkeypatch, left_out:int) -> None:
-  """The dual-wave kernel needs each barrier of a tile: without it the emulator reports a race. The program has two barriers before the loop, then
-  four for each tile."""
+  """The dual_wave kernel needs every barrier: if one is left out, the emulator reports a race. The kernel has two barriers before the loop over
+  tiles, and four in the loop for each tile."""
   count, barrier = iter(range(10**6)), amd.barrier
   monkeypatch.setattr(amd, "barrier", lambda *done: amd.sched_barrier(*done) if next(count) == left_out else barrier(*done))
   with pytest.raises(LdsRace): check(H=1, Sq=256, Sk=768)

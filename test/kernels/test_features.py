@@ -1,4 +1,4 @@
-"""Tests of every option of the forward kernel against float64, and of errors that other implementations have with these options."""
+"""Tests of every option of the forward kernel against float64, also on cases that other implementations of attention get wrong."""
 from __future__ import annotations
 import math, mmap
 from dataclasses import replace
@@ -138,7 +138,7 @@ def test_cache_beyond_lengths(arch:str, Sq:int) -> None:
 
 @every_arch
 def test_lengths_beyond_the_buffer(arch:str) -> None:
-  """A length above the buffer's number of rows counts as this number of rows. A negative length counts as 0. No access leaves the buffer."""
+  """A length above the number of rows of a buffer counts as this number, and a negative length as 0. No access leaves the buffer."""
   p = problem(B=3, Sq=3, Sk=40, causal=True, extras=dict(kv_lengths=ints(0, 0, 0)))
   o, _ = run_kernels(p, x := normal(p), arch, dict(kv_lengths=ints(40, 2**31 - 1, -5)))
   assert (verdict := judge(o, expected(p, x, dict(kv_lengths=ints(40, 40, 0)))[0])).ok, str(verdict)
@@ -150,7 +150,7 @@ def even(p:Problem) -> Inputs:
 @every_arch
 @pytest.mark.parametrize("Sq", (1, 256))
 def test_window_counts_itself(arch:str, Sq:int) -> None:
-  """The window (W-1, 0) shows W keys, including the key on the diagonal."""
+  """window=(W-1, 0) lets a query see W keys: the key at the query's own position and W-1 keys before it."""
   o, lse = check_kernels(arch, even, H=1, Sq=Sq, Sk=256, D=16, window=(127, -1), causal=True)
   v = normal(problem(H=1, Sq=Sq, Sk=256, D=16)).v[0, 0]
   assert lse is not None
@@ -174,7 +174,7 @@ def test_bias_of_minus_infinity(arch:str) -> None:
 
 @every_arch
 def test_nan_in_a_masked_bias(arch:str) -> None:
-  """NaN in a bias has no effect on hidden keys: beyond a length, and above the diagonal."""
+  """NaN in a bias has no effect where the key is hidden: beyond a length, or above the diagonal of a causal mask."""
   bias = floats(1, 1, 40, 150)
   bias[..., 100:] = np.nan
   o, _ = check_kernels(arch, Sq=40, Sk=150, extras=dict(bias=bias, kv_lengths=ints(100)))
@@ -184,7 +184,7 @@ def test_nan_in_a_masked_bias(arch:str) -> None:
   assert np.isfinite(check_kernels(arch, Sq=40, Sk=150, causal=True, extras=dict(bias=bias))[0]).all()
 
 def low(p:Problem) -> Inputs:
-  """Makes inputs with scores near -1e5. A finite stand-in for -inf could be above these scores."""
+  """Makes inputs with scores near -1e5. A kernel that used a finite number in place of -inf for hidden keys might give them weight here."""
   x = normal(p)
   return Inputs(np.full_like(x.q, 112), np.full_like(x.k, -112), x.v)
 
@@ -196,8 +196,8 @@ def test_scores_far_below_zero(arch:str, option:dict[str, Any]) -> None:
   assert lse is not None and (lse < -5e4).all()
 
 def huge(p:Problem) -> Inputs:
-  """Makes inputs with scores of 1.3e10 whose products with the softmax scale are inexact. If a kernel rounds the product of the maximum but not the
-  products of the scores, as an fma does, the differences are wrong by hundreds, and so is P by hundreds of powers of two."""
+  """Makes inputs with scores of 1.3e10 whose products with softmax_scale are inexact. In exp(score*scale - maximum*scale), a kernel may round the
+  product of the maximum but not that of the score, as an fma does. Then the difference is wrong by hundreds, and P by hundreds of powers of two."""
   x = normal(p)
   k = np.full_like(x.k, 16384)
   k[:, :, ::3] = 16256               # the next lower bfloat16
@@ -217,14 +217,15 @@ def uops_of(p:Problem, arch:str, tile:Tile|MmaTile) -> list[UOp]:
   return lower(forward_of(p, get_chip(arch), tile)(*tensors), renderer(Target("EMU", "HIP", arch)))
 
 def sparse(nbytes:int) -> View:
-  """Returns a view of device memory full of zeros. A page of it needs physical memory only after a write."""
+  """Returns a view of emulated device memory, `nbytes` of zeros. Only parts that are written use physical memory."""
   a = Allocation.__new__(Allocation)
   memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))   # since Python 3.13
   a.data, a.written, a.touched, a.outputs = np.frombuffer(memory, np.uint8), None, True, {}
   return View(a, 0, nbytes)
 
 def run_alone(p:Problem, arch:str, views:list[View], number:int) -> None:
-  """Runs only one workgroup of the forward kernel, the one with index `number`; -1 is the last one."""
+  """Runs one workgroup of the forward kernel on the emulator: the workgroup with the index `number`, where -1 is the last. `views` are the tensors in
+  memory."""
   uops = uops_of(p, arch, choose_tile(p, get_chip(arch)))
   plan, sizes = Plan(uops, "attn_large", arch), {u.arg: u.vmax + 1 for u in uops if u.op is Ops.SPECIAL}
   grid, local = (tuple(sizes.get(f"{kind}idx{i}", 1) for i in range(3)) for kind in "gl")
@@ -232,8 +233,8 @@ def run_alone(p:Problem, arch:str, views:list[View], number:int) -> None:
   with np.errstate(all="ignore"): Frame(plan, number % (p.B*p.H), 1, grid, local, dict(zip(plan.params, views, strict=True)), {}).run()
 
 def run_last_workgroup(p:Problem, arch:str) -> tuple[np.ndarray, Inputs]:
-  """Runs the workgroup of the forward kernel for the last head of the last batch. The inputs that it reads are random numbers; all other inputs are
-  zeros."""
+  """Runs only the workgroup of the forward kernel for the last head of the last batch, and returns its o and its inputs. The rows that this workgroup
+  reads are random numbers; all others are zeros."""
   views, x = [sparse(math.prod(shape)*2) for shape, _ in arguments(p).values()], normal(replace(p, B=1, H=1, Hkv=1))
   for view, tensor in zip(views[1:], (x.q, x.k, x.v), strict=True): view.data[-2*tensor.size:] = tensor.astype(np.float16).ravel().view(np.uint8)
   run_alone(p, arch, views, -1)
@@ -252,7 +253,7 @@ def test_indices_beyond_32_bits(arch:str) -> None:
 
 @on_the_emulator
 def test_a_bias_beyond_32_bits(arch:str) -> None:
-  """The forward kernel reads for the first head this head's own section of a bias with 2^32 elements."""
+  """The forward kernel reads the first head's part of a bias with 2^32 elements."""
   p = replace(problem(B=2**12, H=2**8, Sq=16, Sk=256, D=16, lse=False), bias=(True,)*4)
   one = replace(p, B=1, H=1, Hkv=1, bias=None)
   views, x, bias = [sparse(math.prod(shape)*(4 if name == "bias" else 2)) for name, (shape, _) in arguments(p).items()], normal(one), floats(16, 256)

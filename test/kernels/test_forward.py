@@ -77,25 +77,27 @@ def test_grouped_heads(arch:str, ratio:int) -> None:
 # ***** inputs that break a wrong online softmax *****
 
 def falling(p:Problem) -> Inputs:
-  """Makes inputs whose row maxima fall from tile to tile: the maximum of each tile of keys lies below the maximum so far."""
+  """Makes inputs in which the largest score of a row falls: each tile of keys has a lower maximum than the tiles before."""
   x = normal(p)
   return Inputs(np.abs(x.q), rounded(x.k*np.linspace(3, 0.01, p.Sk, dtype=np.float32)[:, None], p.dtype), x.v)
 
 def rising(p:Problem) -> Inputs:
-  """Makes inputs whose row maxima rise from tile to tile, by more than the rescale threshold each time."""
+  """Makes inputs in which the largest score of a row rises from each tile of keys to the next, by more than the threshold above which the kernel
+  rescales its accumulators."""
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//16*8).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.25), k, x.v)
 
 def creeping(p:Problem) -> Inputs:
-  """Makes inputs whose row maxima rise by less than the rescale threshold from tile to tile, but far in total."""
+  """Makes inputs in which the largest score of a row rises from each tile of keys to the next by less than the threshold above which the kernel
+  rescales its accumulators, but far in total."""
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//32).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.25), k, x.v)
 
 def climbing(p:Problem) -> Inputs:
-  """Makes inputs whose largest score in a row rises by more than 89 from each 64 keys to the next. A weight relative to the maximum before, exp(more
-  than 89), then overflows float32."""
+  """Makes inputs in which the scores rise by more than 89 from each 64 keys to the next. A weight relative to the earlier maximum, exp(more than 89),
+  then overflows float32."""
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//64*64 - 64).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.5), k, x.v)
@@ -112,7 +114,7 @@ def late_key(p:Problem) -> Inputs:
   return Inputs(np.where(np.arange(p.Sq)[:, None] % 7 == 2, np.abs(x.q), x.q*np.float32(0.125)), x.k, x.v)
 
 def masked_first(p:Problem) -> Inputs:
-  """Makes inputs whose scores are -inf in the first tiles, for all rows of some waves."""
+  """Makes inputs in which some waves see only scores of -inf in the first tiles of keys."""
   x = normal(p)
   return Inputs(rounded(np.abs(x.q) + 1, p.dtype), np.where(np.arange(p.Sk)[:, None] < p.Sk*2//3, np.float32(-np.inf), x.k), x.v)
 
@@ -132,7 +134,7 @@ def huge_key(p:Problem) -> Inputs:
   return x
 
 def minus_inf_keys(p:Problem) -> Inputs:
-  """Makes inputs in which some scores are -inf, and in some rows all scores. The cause is keys of -inf, multiplied by rows of positive q."""
+  """Makes inputs in which some scores are -inf, and in some rows all scores. The scores are products of positive queries and keys of -inf."""
   x = normal(p)
   x.q[..., 3, :] = 1
   x.q[..., 5, :] = 1
@@ -150,7 +152,8 @@ def inf_query(p:Problem) -> Inputs:
   return x
 
 def nan_neighbour(p:Problem) -> Inputs:
-  """Makes inputs in which all keys and values of heads after head 0 are NaN. A kernel that reads beyond the last key of head 0 would read them."""
+  """Makes inputs in which all keys and values of the heads after head 0 are NaN. They reach the output if a kernel reads beyond the last key of head
+  0."""
   x = normal(p)
   x.k[:, 1:], x.v[:, 1:] = np.nan, np.nan
   return x
@@ -166,8 +169,8 @@ def test_adversarial(arch:str, make) -> None:
 @pytest.mark.parametrize("above", (0.0, 8.0))
 @in_turn("make, arch", (normal, *(f for f in ADVERSARIAL if f is not huge_key)), ARCHS, every=2)
 def test_rescale_above(arch:str, above:float, make) -> None:
-  """The forward kernel is right with both values of the tile's field `rescale_above`, which says how much a row's maximum may grow before the
-  accumulators are rescaled. Dispatch chooses one of the values; the test runs both. With 0 they are rescaled whenever the maximum grows."""
+  """The forward kernel is right for both values of the tile's field `rescale_above`: how far the maximum of a row may rise before the kernel rescales
+  its accumulators. With 0 it rescales whenever the maximum rises. Dispatch chooses only one of the values; the test runs both."""
   check_kernels(arch, make, tile=lambda t: replace(t, rescale_above=above), H=2, Sq=70, Sk=300, D=64)
 
 TRIPS = {   # 1 for each of 8 iterations that moves the reference
@@ -177,8 +180,8 @@ TRIPS = {   # 1 for each of 8 iterations that moves the reference
 
 @pytest.mark.parametrize("make", TRIPS, ids=lambda f: f.__name__)
 def test_which_trips_correct(monkeypatch, make) -> None:
-  """The forward kernel raises the number that the softmax subtracts from a row's scores in exactly the iterations that TRIPS lists for each kind of
-  input. The inputs of this file reach both sides of the kernel's branch for this, and the kernel takes the branch as rarely as possible."""
+  """The kernel raises the number that the softmax subtracts from a row's scores as rarely as possible. TRIPS lists for each kind of input the
+  iterations of the loop over tiles that raise this number; the test compares the list with the emulated kernel."""
   seen, any_lane = [], Numbers.any_lane
   def note(self, condition):
     seen.append(int((found := any_lane(self, condition)).any()))
@@ -189,8 +192,8 @@ def test_which_trips_correct(monkeypatch, make) -> None:
 
 @every_arch
 def test_scores_too_large_for_one_fma(arch:str) -> None:
-  """The forward kernel computes exp2(score - maximum) without overflow even if the score and the maximum are rounded differently. The inputs are
-  bfloat16 scores of 1.7e10 and a scale that makes products inexact."""
+  """The forward kernel computes exp2(score - maximum) without overflow for bfloat16 scores of 1.7e10, with a scale that makes products inexact. A
+  single fma would round the product of the scale with the maximum, but not its product with the score."""
   def make(p:Problem) -> Inputs:
     x = normal(p)
     return Inputs(np.full_like(x.q, 16512), np.full_like(x.k, 16512), x.v)
@@ -210,7 +213,8 @@ def test_prefetch(arch:str, prefetch:int, case:str) -> None:
 @every_arch
 @pytest.mark.usefixtures("without_places")
 def test_one_buffer_for_two(monkeypatch, arch:str) -> None:
-  """A kernel that uses one LDS buffer in place of two stores a tile while other waves still read the previous tile. The emulator finds this race."""
+  """A planted fault gives the kernel one LDS buffer in place of two: a tile is stored while other waves still read the tile before. The emulator
+  reports this race."""
   monkeypatch.setattr(LdsTile, "nth", lambda self, i: self)
   with pytest.raises(LdsRace): check_kernels(arch, tile=lambda t: replace(t, prefetch=2, block_n=32), H=1, Sq=128, Sk=200, D=64)
 
@@ -224,12 +228,12 @@ def test_no_barriers(monkeypatch, arch:str, prefetch:int) -> None:
 @pytest.mark.parametrize("arch", ("gfx942", "gfx950"))
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_narrow_matrices(arch:str, dtype:str) -> None:
-  """Kernels with CDNA's 16x16 matrix instructions give right results. These instructions divide a wave into four lane groups, and the 32x32
-  instructions into two."""
+  """Kernels with CDNA's 16x16 matrix instructions are right. A wave has four lane groups in these instructions, and two in the usual 32x32
+  instructions."""
   narrow = get_chip(arch).matrix[dtype][1]
   for make in (normal, rising, masked_first):
     check_kernels(arch, make, tile=lambda t: replace(t, matrix=narrow, waves=4), H=1, Sq=70, Sk=300, D=96, dtype=dtype, causal=make is normal)
 
 def test_65536_heads() -> None:
-  """Computes attention of 65,536 heads, which is more than the second dimension of a grid may have. No head is left out."""
+  """Attention of 65,536 heads is right for every head, although the second dimension of a grid may have at most 65,535 workgroups."""
   check("gfx1201", B=1, H=65536, Sq=1, Sk=1, D=16)

@@ -1,5 +1,5 @@
-"""Tests of tensors of more than 2^31 elements. The ranges of integers in a lowered program prove that no integer of a kernel overflows. Only the test
-on a CPU allocates such tensors, and it writes only a few rows."""
+"""Tests of tensors with more than 2^31 elements. The ranges of the integers in a lowered program prove that no integer of a kernel overflows, so no
+test but the one on a CPU allocates such tensors. That test writes only a few rows."""
 from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -26,11 +26,11 @@ MANY = 2**33      # elements
 CHIPS = ("gfx942", "sm_80")
 
 def unproven(sink:UOp, arch:str) -> list[str]:
-  """Returns the integers of a kernel that may exceed the range of their type."""
+  """Returns a line for each integer of a kernel whose value may exceed the range of its type."""
   return [f"{u.op.name} of {u.dtype.name}: {low}..{high}" for u, (low, high) in Ranges(lower(sink, printer_of(arch))).beyond.items()]
 
 def types_of_indices(uops:Iterable[UOp], slot:int) -> set[str]:
-  """Returns the types of the indices by which a program accesses an argument."""
+  """Returns the types of the integers with which a program indexes its argument number `slot`."""
   return {u.src[1].dtype.name for u in uops if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].op is Ops.PARAM and u.src[0].arg.slot == slot}
 
 # ***** rows that are appended *****
@@ -100,7 +100,7 @@ def posed(**options:Any) -> Problem:
   return Problem(**sizes)
 
 def in_views(rows:int, size:int, apart:int, **options:Any) -> Problem:
-  """Makes a problem whose K and V lie in a buffer of `size` elements. The distance between rows is `apart` elements."""
+  """Makes a problem whose K and V are views of larger buffers: each batch takes `size` elements, and rows are `apart` elements apart."""
   view = Strided(size, 0, 16, 32, apart)
   return posed(B=2, H=2, Sq=64, Sk=rows, k_view=view, v_view=view, **options)
 
@@ -211,8 +211,8 @@ def test_too_many_rows(name:str) -> None:
 # ***** operations *****
 
 def test_operations_of_a_mask() -> None:
-  """The number of operations of a masked problem follows from the total number of keys that all rows see. A count that loops over 2^28 rows would
-  need minutes."""
+  """The number of operations of a masked problem is computed from the total number of keys that all rows see, by a formula. A loop over 2^28 rows
+  would need minutes."""
   rng = np.random.default_rng(0)
   for i in range(300):
     Sq, Sk, left, right, offset = map(int, rng.integers((2, 1, -1, -1, -20), (30, 30, 40, 40, 20)))

@@ -1,5 +1,5 @@
-"""Tests of multi-head latent attention, where values are the first columns of the keys. In the kernels mla and mla_mma each wave multiplies P by its
-own part of V's columns. Other tests are for attention and caches with one tensor for keys and values."""
+"""Tests of multi-head latent attention (MLA), where V is the first columns of K. In its kernels mla and mla_mma each wave multiplies P by its own
+part of V's columns. Some tests cover such attention by other kernels, and caches with one tensor for keys and values."""
 from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,7 @@ NARROW = dict(H=40, Hkv=1, D=48, Dv=40)     # quick to lower; the rows fill more
 Maker = Callable[[Problem], Inputs]
 
 def latent(make:Maker) -> Maker:
-  """Returns a function that makes inputs as `make` does, but with the first columns of K as V."""
+  """Returns a function that makes inputs as `make` does, except that V is the first columns of K."""
   def made(p:Problem) -> Inputs:
     x = make(p)
     return Inputs(x.q, x.k, x.k[..., :p.Dv])
@@ -49,9 +49,9 @@ def latent(make:Maker) -> Maker:
 def tile_for(arch:str, p:Problem) -> MlaTile|MlaMmaTile: return (mla_mma_tile if arch.startswith("sm") else mla_tile)(p, get_chip(arch))
 
 def check_mla(arch:str, make:Maker=normal, **parameters:Any) -> np.ndarray|None:
-  """Compares o and lse of latent attention with float64: each element must be within its error limit (docs/contract.md). Returns lse. The kernel is
-  mla or mla_mma, with the tile that fits the number of query rows (queries times heads), although dispatch would choose another kernel for such a
-  small head dimension."""
+  """Compares o and lse of latent attention with float64: each element must be within its error limit (docs/contract.md). Returns lse. The latent
+  kernel (mla or mla_mma) runs, although dispatch would choose another kernel for so small a head dimension. Its tile fits the number of query rows
+  (queries times heads)."""
   parameters = {**NARROW, "Sq": 1, "v_in_k": True, **parameters}
   return check_kernels(arch, latent(make), tile=lambda _: tile_for(arch, problem(**parameters)), **parameters)[1]
 
@@ -84,8 +84,8 @@ def test_further_option(option:str, arch:str) -> None: check_mla(arch, **OPTIONS
 @pytest.mark.thorough
 @pytest.mark.parametrize("heads, arch", [(heads, UNITS[i%len(UNITS)]) for i, heads in enumerate((32, 64, 32, 64, 128, 16))])
 def test_whole_rows(heads:int, arch:str) -> None:
-  """Latent attention is right for rows of 576 and 512 columns, as in DeepSeek's models, with two queries for each head: 32 to 256 rows on one
-  key/value head."""
+  """Latent attention is right for DeepSeek's sizes: keys of 576 columns, of which 512 are the values. Two queries for each head give 32 to 256 query
+  rows on one key/value head."""
   check_mla(arch, H=heads, Sq=2, Sk=70, D=576, Dv=512, causal=True, dtype="bfloat16" if heads == 64 else "float16")
 
 @pytest.mark.parametrize("kind, arch", [pytest.param(kind, arch, marks=() if (kind, arch) == ("rising", "gfx950") else pytest.mark.thorough)
@@ -115,15 +115,16 @@ def sums_cut_off(m:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.thorough
 def test_sums_that_are_cut_off(monkeypatch:pytest.MonkeyPatch) -> None:
-  """If the matrix unit rounds sums towards 0, lse of rows dominated by one key becomes too small. Partial sums of ADDED_UP instructions, which fp32
-  additions add up, lose less than half of what one sum of all 36 instructions loses: the loss of an instruction grows with the sum before it. With
-  either, lse is within its error limit, which allows for such sums (docs/contract.md)."""
+  """lse of a row with one dominant key becomes too small on a matrix unit that rounds sums towards 0: each instruction loses more the larger the sum
+  already is. So the kernel sums a few instructions (ADDED_UP) at a time, and adds these partial sums in fp32. This loses less than half as much as
+  one sum of all 36 instructions. Either way, lse is within its error limit."""
   sizes:dict[str, Any] = dict(H=128, Sk=500, D=576)
   p = problem(**NARROW | sizes, Sq=1, v_in_k=True)
   def steep(p:Problem) -> Inputs: return KINDS["q times 8"](p, 1)
   exact = expected(p, latent(steep)(p), {})[1].exact
   def lost(added_up:int) -> float:
-    """Returns the share of lse that the kernel loses in the mean, with partial sums of `added_up` instructions."""
+    """Returns the mean relative error of lse, as a positive number if lse is too small. The kernel sums `added_up` instructions in the matrix unit
+    before it adds in fp32."""
     monkeypatch.setattr(mma_latent, "ADDED_UP", added_up)
     ast_of.cache_clear()      # an AST with another ADDED_UP is kept for the same problem
     lse = check_mla("sm_80", steep, **sizes)
@@ -136,11 +137,11 @@ def test_sums_that_are_cut_off(monkeypatch:pytest.MonkeyPatch) -> None:
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 def first_columns_only(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: every wave reads the first wave's columns of V."""
+  """Plants a fault: every wave multiplies P by the first wave's columns of V."""
   m.setattr(amd_latent, "LdsColumns", lambda tile, mat, first: LdsColumns(tile, mat, UOp.const(0)))
   wrong(m, MmaLatent, "v_rows", lambda rows: lambda self, t, line: self.k_rows(t))
 def weights_of_another_wave(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: a wave stores P to the rows of the next tile of queries."""
+  """Plants a fault: a wave stores its P in the place of another wave, which computes the next queries."""
   def of_next(x:Any) -> Any:
     wave, tiles = x.share.wave, x.share.row_tiles
     return replace(x, share=replace(x.share, wave=wave//tiles*tiles + (wave + 1)%tiles))
@@ -151,12 +152,13 @@ def never_rescaled(m:pytest.MonkeyPatch) -> None:
   for of in (amd_latent, mma_latent): m.setattr(of, "rescale", of_none)
 def unmasked(m:pytest.MonkeyPatch) -> None: m.setattr(Scores, "mask", lambda self, x, row, tile: x)
 def own_keys_alone(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: a wave uses the largest score of its own keys as the largest score of the row, but a row has keys in several waves."""
+  """Plants a fault: a wave takes the largest score of its own keys for the largest score of the row, although several waves share the keys of a row.
+  """
   def alone(highest:Any) -> Any: return lambda self, *x: highest(replace(self, share=replace(self.share, key_parts=1)), *x)
   for of in (AmdLatent, MmaLatent): wrong(m, of, "highest", alone)
 def first_part_of_sums(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault in how the kernel adds up a row's sum of P. There is one sum for each part of the keys. The kernel adds the sum for the first part
-  as often as there are parts, and none of the other sums."""
+  """Plants a fault: several waves each sum P over a part of the keys of a row, and the kernel adds the first sum once for each part in place of the
+  other sums."""
   wrong(m, ScalarPlaces, "total", lambda total: lambda self, kind, part: total(self, kind, part if isinstance(part, UOp) else 0))
 
 AMD = tuple(unit for unit in UNITS if unit.startswith("gfx"))
@@ -174,7 +176,7 @@ def test_planted_fault(monkeypatch:pytest.MonkeyPatch, plant:Plant, arch:str) ->
   with pytest.raises(AssertionError, match="o: "): check_mla(arch, lambda p: make(p, 0), Sk=139, D=80, Dv=72, lse=False)
 
 def barriers_but(m:pytest.MonkeyPatch, left_out:int) -> Callable[[], int]:
-  """Makes the emulator skip the barrier with index `left_out` in the next program. Returns a function that returns the number of barriers that the
+  """Makes the emulator skip one barrier of the next program, the one with index `left_out`. Returns a function that tells how many barriers the
   program had."""
   seen, barrier = [0], Plan.barrier
   def some(self:Plan, u:UOp) -> None:
@@ -191,9 +193,8 @@ BARRIERS:dict[str, tuple[int, int|None]] = {"gfx942": (8, 6), "gfx1201": (10, 8)
                                             for arch, (n, spare) in BARRIERS.items() for i in range(n) if i != spare])
 @pytest.mark.usefixtures("without_places")
 def test_without_a_barrier(monkeypatch:pytest.MonkeyPatch, arch:str, left_out:int) -> None:
-  """The kernel for latent attention needs each of its barriers: if one is left out, the emulator finds a race or a read of memory that was never
-  written. The only exception is a barrier that tinygrad inserts itself if it is missing. Each case uses its own problem, because a program stays in
-  tinygrad's cache."""
+  """The kernel for latent attention needs each of its barriers: if one is left out, the emulator reports a race or a read of unwritten memory. The
+  only exception is a barrier that tinygrad would insert by itself. Each case has its own problem, because tinygrad's cache keeps programs."""
   count = barriers_but(monkeypatch, left_out)
   with pytest.raises((LdsRace, UninitialisedRead)): check_mla(arch, Sk=129 + left_out, lse=False)
   assert count() == BARRIERS[arch][0]
@@ -201,8 +202,8 @@ def test_without_a_barrier(monkeypatch:pytest.MonkeyPatch, arch:str, left_out:in
 # ***** attention and caches *****
 
 def check_against_exact(o:np.ndarray, q:np.ndarray, k:np.ndarray, Dv:int, **options:Any) -> None:
-  """Checks o (B, H, Sq, Dv) of latent attention for q and for k (B, 1, Sk, D), whose first Dv columns are the values. Each element must be within its
-  error limit (docs/contract.md). The mask is causal: the last query sees all keys."""
+  """Checks o (B, H, Sq, Dv) of latent attention with queries q and keys k (B, 1, Sk, D), whose first Dv columns are the values. Each element must be
+  within its error limit (docs/contract.md). The mask is causal, and the last query sees all keys."""
   args = q.astype(np.float32), k.astype(np.float32), k[..., :Dv].astype(np.float32), q.shape[-1]**-0.5, (-1, 0), k.shape[-2] - q.shape[-2]
   assert (verdict := judge(o, law_of(*args, dtype="float16", out_dtype="float16")[0])).ok, verdict
 
@@ -211,7 +212,7 @@ def drawn(*shape:int, seed:int=0) -> np.ndarray: return np.random.default_rng(se
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", UNITS)
 def test_kernel_by_dispatch(arch:str, D:int=264) -> None:
-  """Dispatch chooses the latent kernels for rows too long for the forward kernel. The latent kernels read a view of a larger tensor in place."""
+  """Dispatch chooses the latent kernels for rows that are too long for the forward kernel. They read a view of a larger tensor in place."""
   q, whole = drawn(1, 8, 2, D), drawn(2, 1, 40, D, seed=1)
   with emulated(arch):
     k = tensor(whole, "float16").realize()[1:]
@@ -222,13 +223,13 @@ def test_kernel_by_dispatch(arch:str, D:int=264) -> None:
 @pytest.mark.parametrize("arch, Dv", [pytest.param(arch, Dv, marks=() if arch == "gfx1201" else pytest.mark.thorough)
                                       for arch, Dv in (("gfx1201", 24), ("sm_90", 24), ("sm_80", 20), ("gfx942", 20), ("gfx950", 32))])
 def test_other_kernels_read_v_in_k(arch:str, Dv:int) -> None:
-  """Latent attention with short rows is right: dispatch chooses the usual kernels for it, which then read V from the columns of K."""
+  """Latent attention with short rows runs on the usual kernels, which read V from the first columns of K."""
   q, k = drawn(1, 4, 70, 32), drawn(1, 1, 80, 32, seed=1)
   with emulated(arch): check_against_exact(array(attn.attention(tensor(q, "float16"), tensor(k, "float16"), None, v_dim=Dv, causal=True)), q, k, Dv)
 
 def test_no_kernel_has_its_gradient() -> None:
-  """No kernel computes the gradients of a call with v_dim (latent attention, where V is the first v_dim columns of K): tinygrad differentiates tensor
-  operations instead. `explain` gives this reason also for small head dimensions and float32, where an earlier version raised KeyError."""
+  """No kernel computes gradients of a call with v_dim, in which V is the first v_dim columns of K: tinygrad differentiates tensor operations instead.
+  `explain` says so, also for small head dimensions and float32, where an earlier version raised KeyError."""
   for arch, dtype, D in (("gfx942", "float16", 32), ("sm_80", "float32", 32), ("sm_90", "float16", 576)):
     with emulated(arch):
       choice = backward_choice_of(draw(1, 4, 3, D, dtype=dtype), draw(1, 1, 40, D, dtype=dtype), None, v_dim=20)
@@ -237,8 +238,8 @@ def test_no_kernel_has_its_gradient() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch, D, Dv", (("gfx942", 32, 20), ("sm_80", 264, 257)))
 def test_gradient(arch:str, D:int, Dv:int) -> None:
-  """The gradient of a call with v_dim, which tinygrad computes from tensor operations, equals that of a call with V as a tensor of its own. The
-  gradient of K is the sum of its gradient as keys and of the gradient of its first columns as values."""
+  """tinygrad computes the gradient of a call with v_dim, in which V is the first v_dim columns of K, from tensor operations. It equals the gradient
+  of a call with separate K and V: the gradient of K gets that of V added in its first columns."""
   with emulated(arch):
     q, k = (tensor(x, "float16").realize() for x in (drawn(1, 4, 3, D), drawn(1, 1, 40, D, seed=1)))
     found, want = (attn.attention(q, k, v, causal=True, **options).float().square().sum().gradient(q, k)
@@ -275,14 +276,15 @@ SPACES = [(arch, tile) for arch in UNITS for tile in latent_space(latent_problem
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch, tile", SPACES, ids=lambda x: str(x) + getattr(x, "options", ""))
 def test_every_tile_that_is_timed(arch:str, tile:MlaTile|MlaMmaTile) -> None:
-  """Latent attention is right with every tile that tuning by time (TUNE=1) tries. Short rows replace the full rows, which are slow to emulate."""
+  """Latent attention is right with every tile that tuning by time (the environment variable TUNE=1) tries. The rows are shorter than in real calls,
+  to save time."""
   check_kernels(arch, latent(normal), tile=lambda _: tile, **NARROW, Sq=2, Sk=139, v_in_k=True, causal=True)
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
 def test_a_tile_that_was_timed(arch:str, monkeypatch:pytest.MonkeyPatch, tmp_path:Path, recwarn:pytest.WarningsRecorder) -> None:
-  """Tuning by time (TUNE=1) stores the fastest tile for latent attention. Dispatch uses the tile for all problems with the same head dimensions and
-  options whose lengths and number of heads round up to the same powers of two, with caches and without. Dispatch ignores a stored tile that the chip
-  does not have, with a warning."""
+  """Tuning by time (the environment variable TUNE=1) stores the fastest tile for latent attention. Dispatch uses this tile for all problems with the
+  same head dimensions and options whose lengths and number of heads round up to the same powers of two. A stored tile that the chip cannot have is
+  ignored, with a warning."""
   monkeypatch.setattr(tuned, "path", lambda: tmp_path/"tune.json")
   monkeypatch.setattr(tuned, "stamp", lambda: {"attn": "0"})
   row, chip, seen = decode.DecodeStep(2, 128, 1, 4000, 576, v_dim=512), get_chip(arch), list[Any]()

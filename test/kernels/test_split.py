@@ -1,5 +1,5 @@
-"""Tests of split-KV: the partial results of key ranges and their merge agree with float64, and with the kernel that computes all keys in one
-range."""
+"""Tests of split-KV, where each workgroup computes a range of the keys: the merged partial results agree with float64, and with the kernel that
+computes all keys in one range."""
 from __future__ import annotations
 from dataclasses import replace
 from typing import Any
@@ -137,13 +137,14 @@ def test_variable_length_under_jit(arch:str) -> None:
 @pytest.mark.parametrize(("b", "h", "hk", "sq", "sk", "least", "most"), (
   (1, 2, 2, 40000, 40000, 4, 4), (1, 16, 16, 128, 65535, 16, 16), (1, 8, 8, 32768, 32768, 1, 4), (8, 16, 16, 8192, 8192, 1, 1)))
 def test_heuristic_of_published_shapes(b:int, h:int, hk:int, sq:int, sk:int, least:int, most:int) -> None:
-  """The heuristic for split-KV chooses numbers of key ranges within published limits, for shapes with D=64 on a chip of 304 compute units."""
+  """The heuristic for split-KV chooses between `least` and `most` key ranges, numbers from publications, for shapes with D=64 on a chip of 304
+  compute units."""
   p, arch = problem(B=b, H=h, Hkv=hk, Sq=sq, Sk=sk, D=64, dtype="bfloat16"), get_chip("gfx942")
   assert least <= split_heuristic(p, arch, choose_tile(p, arch)) <= most
 
 def test_a_first_decode_starts_no_workers(monkeypatch) -> None:
-  """A first decoding step with two key ranges starts no worker processes. tinygrad starts them to compile two kernels at once, which takes longer
-  than compiling `combine`, the kernel that merges the ranges. So attn compiles `combine` when it is called."""
+  """The first decoding step with two key ranges starts no worker processes. tinygrad would start them to compile two kernels at once, which takes
+  longer than compiling the small kernel `combine`, which merges the ranges. So attn compiles `combine` itself when it is called."""
   def pool() -> Any: raise AssertionError("worker processes are started")
   monkeypatch.setattr("tinygrad.engine.realize.get_worker_pool", pool)
   with Context(DEV="EMU::sm_90"):

@@ -1,4 +1,4 @@
-"""Tests of forward kernels over keys and values that are stored as int8 with a scale for each row."""
+"""Tests of forward kernels over keys and values that are stored in 8 bits with a scale for each row."""
 from __future__ import annotations
 import shutil, subprocess
 from dataclasses import replace
@@ -36,8 +36,8 @@ widened_stores = StoredKeys.widened_stores
 def along_keys(p:Problem) -> np.ndarray: return np.arange(p.Sk)/p.Sk
 
 def with_values(p:Problem, k:np.ndarray|None=None, v:np.ndarray|None=None) -> Stored:
-  """Makes inputs with these rows of k and v, not yet quantised; where one is None, its rows are normally distributed. In latent attention the rows of
-  v are also the first columns of k. They are those of k if v is None."""
+  """Makes normally distributed inputs, except that the rows of k or v are quantised from the given float arrays. In latent attention the values are
+  the first columns of k, so v defaults to those columns."""
   x = normal_rows(p)
   if p.v_in_k:
     if k is not None: x, v = replace(x, rotary=rounded(k[..., p.Dv:], p.dtype)), k[..., :p.Dv] if v is None else v
@@ -60,12 +60,12 @@ def values_of_all_sizes(p:Problem) -> Stored:
   sizes = np.exp(np.random.default_rng(2).uniform(np.log(4e-7), np.log(2e4), (p.B, p.Hkv, p.Sk, 1)))
   return with_values(p, v=rows_like(p, p.Dv)*sizes)
 def growing_values(p:Problem) -> Stored:
-  """Makes rows of V that grow by a factor of about 2^40 from the first key to the last. A product of P and a row's scale then soon exceeds any fixed
-  number that the kernel could subtract from the exponents."""
+  """Makes rows of V that grow by a factor of about 2^40 from the first key to the last. P times the scale of a row then outgrows any fixed number
+  that the kernel could subtract from the exponents."""
   return with_values(p, v=rows_like(p, p.Dv)*2.0**(along_keys(p)*40 - 30)[:, None])
 def falling_values(p:Problem) -> Stored: return with_values(p, v=rows_like(p, p.Dv)*2.0**(10 - along_keys(p)*40)[:, None])
 def tiny_values_of_the_best_key(p:Problem) -> Stored:
-  """Makes one key that has nearly all the weight, and the smallest row of V; the rows of the other keys are the largest."""
+  """Makes one key that has nearly all the weight and the smallest row of V. All other rows of V are as large as possible."""
   k, v, x = rows_like(p, p.D), rows_like(p, p.Dv), normal_rows(p)
   k[:, :, 7] = 3*np.repeat(x.q.reshape(p.B, p.Hkv, -1, p.Sq, p.D)[:, :, 0, :1], 1, 2)[:, :, 0]
   v[:, :, 7] *= 1e-7
@@ -84,14 +84,14 @@ def rising_scores(p:Problem) -> Stored:
   k = np.repeat((q.mean((1, 2)) if p.H else q)[:, None, None, :], p.Hkv, 1)*(300*along_keys(p))[:, None] + rows_like(p, p.D)
   return with_values(p, k=k)
 def zero_rows(p:Problem) -> Stored:
-  """Makes rows of zeros in K and V, which have the scale 0, and a head of V that has only such rows."""
+  """Makes some rows of K and V all zeros, so that their scale is 0, and all rows of one head of V."""
   k, v = rows_like(p, p.D), rows_like(p, p.Dv)
   k[:, :, 3::5] = v[:, :, 2::3] = 0
   v[:, -1] = 0
   return with_values(p, k, v)
 def equal_rows(p:Problem) -> Stored: return with_values(p, np.ones((p.B, p.Hkv, p.Sk, p.D)), np.full((p.B, p.Hkv, p.Sk, p.Dv), 3.0))
 def odd_rows_of_k(p:Problem) -> Stored:
-  """Makes a row of K with a NaN and one with an inf. Under a causal mask some queries see none of them, some one, and some both."""
+  """Puts a NaN into one row of K and an inf into another. Under a causal mask some queries see neither of these rows, some one, and some both."""
   k = rows_like(p, p.D)
   k[:, :, p.Sk - p.Sq + 5, 1], k[:, 0, p.Sk - 3, 0] = np.nan, np.inf
   return with_values(p, k)
@@ -109,8 +109,8 @@ HARD = (tiny_values, large_values, values_of_all_sizes, growing_values, falling_
 
 @in_turn("make, arch", HARD, UNITS, [GPU], every=2)
 def test_hard_rows(arch:str, make) -> None:
-  """Attention over stored 8-bit rows is within its error limits on hard inputs, whatever kernel computes it: for a chunk of a prompt under a causal
-  mask, and for decoding in key ranges."""
+  """Attention over 8-bit rows is within its error limits on hard inputs, by every kernel: for a chunk of a prompt under a causal mask, and for
+  decoding with the keys split into ranges."""
   check_stored(arch, make, Sq=20, Sk=150, D=32, causal=True, out_dtype="float32")
   check_stored(arch, make, Sq=6, Sk=300, D=64, dtype="bfloat16", causal=True, num_splits=3)
 
@@ -122,7 +122,7 @@ def test_hard_rows_in_plain_uops(make) -> None:
 # ***** what users have beside the rows *****
 
 def lengths_with_garbage(p:Problem) -> Stored:
-  """Makes rows beyond each length whose numbers and scales are anything: NaN, inf, 0 and large."""
+  """Makes caches in which the rows beyond each length hold random numbers, and scales that are NaN, inf, 0, very large or very small."""
   x, rng = normal_rows(p), np.random.default_rng(4)
   for b, n in enumerate((37, 111)):
     for a in (x.k_scales, x.v_scales): a[b, :, n:] = rng.choice(np.array([np.nan, np.inf, 0, 3e38, 1e-40], np.float32), a[b, :, n:].shape)
@@ -201,17 +201,18 @@ def test_rows_beyond_the_lengths_have_no_effect_by_wgmma(arch:str) -> None:
   for page_size in (0, 16): check_wgmma(arch, lengths_with_garbage, B=2, Sk=128, page_size=page_size, extras=dict(kv_lengths=ints(37, 111)))
 
 def not_waited_for(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: a thread converts its part of a tile before its copies are complete."""
+  """Plants a fault: a thread converts its part of a tile to 16 bits before the copies of the tile to shared memory are complete."""
   m.setattr(wgmma_forward.nv, "wait_copies", lambda after, but: commit(after))
 def scales_of_two_tiles(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: shared memory has room for the scales of two tiles only, so those of the next tile replace scales that are still read."""
+  """Plants a fault: shared memory has room for the scales of only two tiles, so the scales of the next tile overwrite scales that are still needed.
+  """
   m.setattr(wgmma_forward, "SCALE_STAGES", 2)
 def no_nans(m:pytest.MonkeyPatch) -> None: m.setattr(wgmma_forward, "zero_or_nan", lambda x: ops.splat(0.0, 2))
 def sums_without_factors(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the sum that shows whether P is too large is that of P without V's scales."""
+  """Plants a fault: the kernel decides whether P has grown too large from the sum of P without the scales of V."""
   m.setattr(wgmma_forward, "FACTORS", LANE)
 def other_half_first(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the two halves of a converted piece change places."""
+  """Plants a fault: 16 numbers of 8 bits become two 16-byte units of 16-bit numbers, and these two units are stored in each other's place."""
   def swapped(self:StoredKeys, shared:UOp, to:dict, base:int) -> list[UOp]:
     class Elsewhere:
       def __init__(self, layout): self.layout = layout
@@ -231,7 +232,7 @@ def test_faults_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant, make, error) -> 
 @pytest.mark.parametrize("latent", (False, True))
 @pytest.mark.parametrize("arch", every_other(UNITS))
 def test_one_scale_for_all_rows(arch:str, latent:bool) -> None:
-  """Attention is right if all rows of K have one scale, and all rows of V another, or the same one in latent attention."""
+  """Attention is right if all rows of K have one scale and all rows of V another. In latent attention K and V have the same scale."""
   sizes = dict(H=16, Hkv=1, Sq=2, D=96, Dv=64, v_in_k=True) if latent else dict(Sq=40, D=64, causal=True)
   one, p = Strided(1, 0, 0, 0, 0), stored_problem(Sk=150, **sizes)
   p = replace(p, k_scale_view=one, v_scale_view=None if latent else one)
@@ -248,7 +249,7 @@ OF_FLOATS = [("gfx942", "fp8e4m3fnuz"), ("gfx950", "fp8e4m3"), ("gfx1201", "fp8e
          [pytest.param(("CUDA", "fp8e4m3"), marks=pytest.mark.gpu)])
 def test_floats_of_8_bits(make, on:tuple[str, str]) -> None:
   """Attention over keys and values in the chip's own 8-bit float format is within its error limits (docs/contract.md): for 20 queries, and for 6
-  queries over pages in two key ranges."""
+  queries over a paged cache with the keys split into two ranges."""
   arch, kind = on
   check_stored(arch, make, stored=kind, Sq=20, Sk=150, D=32, causal=True, out_dtype="float32")
   check_stored(arch, make, stored=kind, Sq=6, Sk=160, D=64, dtype="bfloat16", causal=True, num_splits=2, page_size=16)
@@ -272,7 +273,7 @@ def test_chips_without_floats_of_8_bits_refuse_them(arch:str) -> None:
 DECODE = dict(B=64, H=32, Hkv=8, Sq=1, Sk=4096, D=128, lse=False)
 
 def text_of(p:Problem, arch:str, llvm:int=22) -> str:
-  """Returns the source of the kernel that dispatch chooses for a chip and an LLVM release."""
+  """Returns the source of the kernel that dispatch chooses for a problem on a chip, if the compiler is clang of the LLVM release `llvm`."""
   choice = choose(p, replace(get_chip(arch), llvm=llvm))
   names = arguments(p := replace(p, num_splits=choice.work.splits))
   tensors = [UOp.placeholder(shape, (FLOATS | INTS)[dtype], i) for i, (shape, dtype) in enumerate(names.values())]
@@ -304,7 +305,7 @@ def no_spills_on_nvidia(p:Problem, tmp_path:Path) -> None:
 # ***** refusals *****
 
 def test_refusals() -> None:
-  """Kernels that cannot read keys and values of 8 bits refuse them with a reason, and so does the backward pass."""
+  """Kernels that cannot read 8-bit keys and values refuse them with a reason. So do the backward kernels."""
   p = stored_problem(Sq=300, D=128)
   for arch, kernel in (("gfx950", "dual_wave"), ("gfx942", "staggered"), ("sm_90", "three_pass")):
     reason = choose(p, get_chip(arch)).why_not(kernel)

@@ -28,8 +28,8 @@ def check_latent(arch:str, *make:Any, **parameters:Any) -> None: check_stored(ar
 
 @in_turn("make, arch", HARD, UNITS, [GPU], every=3)
 def test_hard_rows(arch:str, make:Any) -> None:
-  """Latent attention over stored rows is within its error limits on hard inputs: for some queries under a causal mask, and for decoding in key
-  ranges."""
+  """Latent attention over 8-bit rows is within its error limits on hard inputs: for some queries under a causal mask, and for decoding with the keys
+  split into ranges."""
   check_latent(arch, make, Sq=20, Sk=150, causal=True, out_dtype="float32")
   check_latent(arch, make, H=40, Sq=6, Sk=200, D=40, Dv=32, dtype="bfloat16", causal=True, num_splits=3)
 
@@ -58,13 +58,13 @@ def test_floats_of_8_bits(make:Any, on:tuple[str, str]) -> None: check_latent(on
 @pytest.mark.parametrize("arch", (*UNITS, pytest.param("CUDA", marks=pytest.mark.gpu)))
 @pytest.mark.parametrize("heads", (16, 128))
 def test_whole_rows(heads:int, arch:str) -> None:
-  """The rows of DeepSeek's models: 512 latent columns and 64 rotary ones."""
+  """Latent attention over 8-bit rows is right for DeepSeek's sizes: 512 latent columns and 64 rotary columns."""
   check_latent(arch, H=heads, Sq=1, Sk=150, D=576, Dv=512, dtype="bfloat16" if heads > 16 else "float16")
 
 @in_turn("dtype, arch", SIXTEEN, UNITS, [GPU])
 def test_a_row_that_one_key_dominates_is_exact(arch:str, dtype:str) -> None:
-  """If one key has all the weight, O is its stored row: its numbers times the scale, in float32 with two roundings. The rotary columns choose the
-  key."""
+  """If one key has all the weight, O is the stored row of this key times the row's scale, up to two roundings in float32. The scores of this test
+  come from the rotary columns alone."""
   p = stored_problem(Sq=1, Sk=96, dtype=dtype, out_dtype="float32", **LATENT)
   x = normal_rows(p)
   assert x.rotary is not None
@@ -84,12 +84,12 @@ def weights_without_scales(m:pytest.MonkeyPatch) -> None:
 def reference_without_scales(m:pytest.MonkeyPatch) -> None:
   for module in MODULES: m.setattr(module, "compared_scores", lambda scores, scales, to_log2: scores)
 def sums_with_scales(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: O is divided by a sum of P that includes the scales."""
+  """Plants a fault: O is divided by a sum of P times the scales of the rows. The right sum is that of P."""
   def of_ones(packed:list[UOp], p:list[UOp], scales:list[UOp], dtype:str, rows:int=1) -> UOp:
     return sum_of_unscaled(packed, p, [ops.splat(1.0, ops.length(x)) for x in scales], dtype, rows)
   for module in MODULES: m.setattr(module, "sum_of_unscaled", of_ones)
 def rotary_columns_of_one_row(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: all keys have the rotary columns of the first one."""
+  """Plants a fault: the kernel uses the rotary columns of the first key for all keys."""
   own = Workgroup.rows_of
   def first_only(self:Workgroup, name:str, *how:Any, **named:Any) -> Any:
     rows = own(self, name, *how, **named)

@@ -1,5 +1,5 @@
-"""Tests of the textbook kernel: it is right on every input of the other kernels' tests, and a planted fault gives an error above its limit
-(docs/contract.md)."""
+"""Tests of the textbook kernel, which computes attention in plain UOps on one page of code. It is right on every input of the other kernels' tests,
+and a planted fault gives an error above its limit (docs/contract.md)."""
 from __future__ import annotations
 import inspect, os, sys
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def test_shapes_that_contradict_each_other() -> None:
     with pytest.raises(ValueError, match="the head dimension of q is 16"): Tensor.empty(1, 2, 8, 24).custom_kernel(q, k, k, fxn=textbook())
 
 def test_it_is_plain_and_fits_on_a_screen() -> None:
-  """The textbook kernel has at most 60 lines, and consists of tinygrad's own UOps, without source text of HIP or CUDA."""
+  """The textbook kernel has at most 60 lines and consists of tinygrad's own UOps only, without source text in HIP or CUDA."""
   assert len(inspect.getsource(attn.kernels.textbook).splitlines()) <= 60
   p = problem(Sq=8, D=16)
   sink = textbook(True)(*[UOp.placeholder(p.shapes[n][0], dtypes.half, i) for i, n in enumerate("oqkv")])

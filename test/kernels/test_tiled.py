@@ -1,5 +1,5 @@
-"""Tests of the kernel of plain UOps: on chips without a matrix unit, in every type, with many threads and with one thread, and on real devices of
-this machine."""
+"""Tests of `tiled`, the forward kernel of plain UOps, which needs no matrix unit: in every dtype, with many threads and with one thread, on the
+emulator and on real devices of this machine."""
 from __future__ import annotations
 import contextlib, functools, os, subprocess, sys
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ ONE_THREAD = replace(ALONE, walked=4, own=4, parts=2, columns=4)
 
 @contextlib.contextmanager
 def with_tile(tile:TiledTile|None, patch:pytest.MonkeyPatch) -> Iterator[None]:
-  """Makes dispatch use this tile for every problem, if a tile is given."""
+  """Context in which dispatch uses `tile` for every problem. With None, dispatch chooses as usual."""
   if tile is not None: patch.setitem(KERNELS, "tiled", replace(KERNELS["tiled"], tile=lambda p, arch: tile))
   _choose.cache_clear(), kernels.cache_clear()
   try: yield
@@ -61,7 +61,7 @@ def check(arch:str="gfx1030", make=normal, tile:TiledTile|None=None, **parameter
 def test_every_type(dtype:str, arch:str) -> None: check(arch, B=1, H=4, Hkv=2, Sq=70, Sk=100, D=40, Dv=24, dtype=dtype, causal=dtype != "float16")
 
 def test_float32_is_exact_to_its_own_rounding() -> None:
-  """float32 results of the kernel of plain UOps differ from attention in float64 by at most 2e-6, whatever error docs/contract.md allows."""
+  """float32 results of the forward kernel of plain UOps differ from float64 by at most 2e-6, even where docs/contract.md allows more."""
   p = problem(H=1, Sq=64, Sk=200, D=64, dtype="float32")
   x, got = normal(p), check(H=1, Sq=64, Sk=200, D=64, dtype="float32")
   s = (x.q.astype(np.float64) @ x.k.swapaxes(-1, -2).astype(np.float64))*p.softmax_scale
@@ -77,16 +77,16 @@ def test_adversarial(make, dtype:str) -> None:
 def test_head_dimensions(D:int, Dv:int) -> None: check(tile=SMALL if D < 100 else None, H=1, Sq=20, Sk=40, D=D, Dv=Dv, dtype="float32")
 
 def test_long_sums_are_taken_in_parts() -> None:
-  """The kernel of plain UOps sums long dot products in parts. With scores near 1e4, lse is within 4 units in the last place of the largest score. One
-  sequential sum of 512 products would err by 9 units."""
+  """The forward kernel of plain UOps sums a long dot product in several parts. So lse for scores near 1e4 is within 4 units in the last place of the
+  largest score. One sequential sum of 512 products would err by 9 such units."""
   parameters:dict[str, Any] = dict(H=2, Sq=70, Sk=90, D=512, Dv=8, dtype="float32")
   _, lse = check(make=large_rows, tile=replace(SMALL, down=8, across=8, depth=32, ahead=True), **parameters)
   _, law = expected(p := problem(**parameters), large_rows(p), {})
   assert np.abs(lse - law.exact).max() < 4*np.spacing(np.float32(np.abs(law.exact).max()))
 
 def test_softcap_is_as_exact_as_float32() -> None:
-  """The error of o with softcap in float32 is below 6e-7 of the size of the values. If tanh(x) were computed as 1 - 2/(1 + exp(2x)) also near 0, the
-  error would be 15e-7."""
+  """The error of o with softcap in float32 is below 6e-7 times the size of the values. Near 0, tanh(x) must not be computed as 1 - 2/(1 + exp(2x)),
+  with which the error would be 15e-7."""
   def large_values(p:Problem) -> Inputs:
     x = normal(p)
     return replace(x, v=x.v*1000)
@@ -110,8 +110,8 @@ PACKED = {"layout": "thd", "causal": True, "extras": {"cu_seqlens_q": int32(0, 0
 def test_options(dtype:str, tile:TiledTile) -> None: check(tile=tile, B=2, H=4, Hkv=2, Sq=20, Sk=50, D=16, dtype=dtype, **MASKED)
 
 def test_options_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The forward kernel of plain UOps is right with options (packed sequences; window, softcap, ALiBi, bias, sinks and lengths) on a chip without
-  workgroups. Kernels for such a chip loop over the grid, as they do on a CPU. The test runs on the emulator."""
+  """The forward kernel of plain UOps loops over the grid on a chip without workgroups, as on a CPU. Its results are right with packed sequences, and
+  with window, softcap, ALiBi, bias, sinks and lengths together. The emulator plays such a chip."""
   monkeypatch.setattr(attn.api.checked_call, "arch_of", serial := lambda device: replace(get_chip("gfx1030"), lds=0, serial=True))
   monkeypatch.setattr(attn.calls.checked_kernel, "arch_of", serial)
   check(tile=ONE_THREAD, H=2, Hkv=1, Sq=11, Sk=13, D=16, dtype="float32", **PACKED)
@@ -131,8 +131,8 @@ def test_nan_beyond_the_lengths_has_no_effect() -> None:
     assert np.isfinite(o).all() and np.isfinite(lse).all()
 
 def test_one_thread_without_workgroups() -> None:
-  """The kernel of plain UOps is right on a device without workgroups, such as a CPU: the grid goes over the blocks of queries, and one thread loops
-  over the batches and heads. The test runs on the emulator."""
+  """The forward kernel of plain UOps is right on a device without workgroups, such as a CPU. There the grid has only the blocks of queries, and one
+  thread loops over batches and heads. The emulator plays such a device."""
   serial = replace(get_chip("gfx1030"), lds=0, serial=True)
   p = problem(B=2, H=2, Sq=20, Sk=30, D=16, dtype="float32", lse=False, causal=True)
   kernel = forward_of(p, serial, ONE_THREAD)
@@ -158,7 +158,8 @@ FAULTS_OF_DROPOUT: dict[str, tuple[Any, str, Any]] = {
 
 @pytest.mark.parametrize("fault", [pytest.param(x, marks=pytest.mark.thorough if i else ()) for i, x in enumerate(FAULTS_OF_DROPOUT)])
 def test_planted_fault_of_dropout(fault:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """A planted fault in dropout makes o wrong by more than the allowed error. Each fault uses its own problem, because tinygrad caches programs."""
+  """A planted fault in dropout makes the error of o larger than its limit. Each fault has its own problem, because tinygrad's cache keeps programs.
+  """
   monkeypatch.setattr(*FAULTS_OF_DROPOUT[fault])
   with pytest.raises(AssertionError, match="o: "): check(tile=SMALL, **{**DROPOUT, "Sq": 10 + list(FAULTS_OF_DROPOUT).index(fault)})
 
@@ -172,8 +173,8 @@ def test_rows_that_are_no_multiple_of_four(D:int) -> None:
 # ***** planted faults *****
 
 def fault(name:str, change) -> None:
-  """Runs the forward kernel of plain UOps with one method of PlainForward replaced by change(method), and asserts that its output is right: with a
-  planted fault this raises."""
+  """Replaces the method `name` of PlainForward, the steps of the forward kernel of plain UOps, by change(method), and checks the output of the
+  kernel. With a faulty method the check raises AssertionError."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(PlainForward, name, change(getattr(PlainForward, name)))
     check(make=rising, tile=SMALL, H=1, Sq=20, Sk=70, D=16, dtype="float32", causal=True)
@@ -212,9 +213,9 @@ def test_the_kernel_is_plain_uops() -> None:
   assert not {u.dtype for u in program.toposort()} & set(VECTORS)
 
 def operations(x:UOp, y:UOp, word:UOp, place:UOp, dtype:str) -> list[UOp]:
-  """Returns a list of expressions, one for each of attn's operations that tinygrad's own UOps can replace, such as exp2, softcap or the bits of
-  dropout. x and y are fp32 numbers, `word` is a uint32 of random bits, and `place` is a small int that stands for positions. `dtype` is the 16-bit
-  dtype to which numbers are packed."""
+  """Applies each of attn's operations that can be written in plain UOps, such as exp2, softcap or the bits of dropout, and returns the list of
+  results. x and y are fp32 numbers, `word` is 32 random bits, and `place` a small int that is used as a position. `dtype` is the 16-bit dtype to
+  which numbers are packed."""
   four = ops.build(x, y, ops.mul(x, 3.0), ops.add(x, y))
   bits = dropout.kept_octet((word, word), place, place, place, word, 0.3)
   return [ops.exp2(x), ops.log2(ops.mul(x, x)), ops.rcp(y), ops.max_(x, y), ops.fma(x, 2.5, y), ops.sub(x, y),
@@ -226,8 +227,8 @@ def operations(x:UOp, y:UOp, word:UOp, place:UOp, dtype:str) -> list[UOp]:
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_an_operation_means_the_same_in_plain_uops(dtype:str) -> None:
-  """Each operation of kernels gives equal numbers in two ways on the emulator: by the numpy function of the operation, and by the plain UOps that
-  replace it."""
+  """attn's operations are defined twice: as a numpy function for the emulator, and in plain UOps for devices that lack the operation. Both give equal
+  numbers on the emulator."""
   n, rng = 64, np.random.default_rng(0)
   given = rng.standard_normal((2, n)).astype(np.float32), rng.integers(0, 2**31, n).astype(np.uint32)
   count = len(operations(*[UOp.const(1.0, dtypes.float)]*2, *[UOp.const(1, t) for t in (dtypes.uint, dtypes.int)], dtype))
@@ -249,8 +250,8 @@ def test_an_instruction_without_plain_uops_is_named() -> None:
 
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
 def test_a_program_takes_every_tensor_of_its_call(dtype:str) -> None:
-  """A compiled kernel keeps every tensor of its call as a parameter, also a tensor that it does not read. The kernel that merges the results of key
-  ranges gets q, k and v only so that gradients find the inputs of attention. When an earlier version dropped these parameters, a CUDA graph on an
+  """A compiled kernel has a parameter for every tensor of its call, also for a tensor that it does not read. For example, the kernel that merges key
+  ranges takes q, k and v only so that the gradient finds the inputs of attention. An earlier version dropped such parameters, and a CUDA graph on an
   H200 failed with "invalid argument"."""
   with emulated("sm_90"):
     q, k = draw(1, 2, 1, 64, dtype=dtype), draw(1, 2, 4096, 64, dtype=dtype)
@@ -300,8 +301,8 @@ for dtype, kind in (("float32", np.float32), ("float16", np.float16))[:{types}]:
 """
 
 def on(device:str, types:int, script:str=SCRIPT, **settings:str) -> None:
-  """Runs a script in a new process on this device of the machine. The script tests the first `types` dtypes of its list, which begins with
-  float32."""
+  """Runs a script in a new process with DEV=`device` and the environment variables `settings`. The script tests the first `types` dtypes of its list,
+  which begins with float32."""
   root = Path(__file__).resolve().parent.parent.parent
   environment = {**os.environ, "DEV": device, "PYTHONPATH": str(root), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **settings}
   done = subprocess.run([sys.executable, "-c", script.replace("{types}", str(types))], capture_output=True, text=True, env=environment, timeout=600)
@@ -321,8 +322,8 @@ assert np.isneginf(attn.attention(*map(Tensor, (q, k, v))).numpy()).all()
 """
 
 def test_a_cpu_with_an_infinite_last_row() -> None:
-  """The kernel of plain UOps with one thread computes whole tiles of keys. In place of a key beyond the last one it reads the last row of V again and
-  gives it the weight 0. If this row is infinite, the product of 0 and the row must not become NaN."""
+  """The forward kernel of plain UOps computes whole tiles of keys, also with one thread. For a key beyond the last it reads the last row of V once
+  more, with weight 0. If this row is infinite, 0 times the row must not give NaN in the output."""
   pytest.importorskip("ziglang")
   on("CPU", 1, INFINITE, CC=str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh"))
 
@@ -338,8 +339,8 @@ for start, value in ((0, 1.0), (1, 0.0)):
 """
 
 def test_a_cpu_with_slices_that_begin_between_units() -> None:
-  """Kernels on a CPU read slices that begin at any element of a buffer. A 16-byte instruction of the CPU would crash the process at an address that
-  is no multiple of 16."""
+  """Kernels on a CPU read slices that begin at any element of a buffer. A CPU instruction for 16 aligned bytes would crash the process at such an
+  address."""
   pytest.importorskip("ziglang")
   on("CPU", 1, BETWEEN_UNITS, CC=str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh"))
 

@@ -30,7 +30,7 @@ either = pytest.mark.parametrize("chip", ("sm_90", GPU))
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch) -> None:
-  """Makes the wgmma kernel run in every test, also for few queries and for the problems of test_features."""
+  """Makes the wgmma kernel run in every test, also for few queries and in the tests that this file takes from test_features.py."""
   monkeypatch.setenv("ATTN_KERNEL", "forward_wgmma")
   monkeypatch.setattr(cases, "choose_tile", wgmma_tile)
 
@@ -53,8 +53,8 @@ def test_adversarial(chip:str, make) -> None:
 @in_turn("D, on", WIDTHS, [("sm_90", *mask) for mask in DTYPES_AND_MASKS],
          [pytest.param(("CUDA", *mask), marks=pytest.mark.gpu) for mask in DTYPES_AND_MASKS])
 def test_head_dimensions(D:int, on:tuple[str, str, bool|str]) -> None:
-  """forward_wgmma is right for every head dimension that has a tile of its own, in float16 and bfloat16, with causal masks of both alignments and
-  without a mask."""
+  """forward_wgmma is right for every head dimension that has a tile of its own, in float16 and bfloat16, without a mask and with causal masks that
+  begin at the top left or end at the bottom right."""
   chip, dtype, causal = on
   check(chip, H=4, Hkv=2, Sq=150, Sk=203, D=D, dtype=dtype, causal=causal)
 
@@ -98,8 +98,8 @@ def test_feature(chip:str, feature:str) -> None: FEATURES[feature](chip)
 
 @pytest.mark.parametrize("descending", (True, False))
 def test_nearest_keys_first(descending:bool, monkeypatch) -> None:
-  """The wgmma forward kernel begins with the nearest keys. With steep slopes of ALiBi, the number that the softmax subtracts from a row's scores then
-  changes only at the first tile. In ascending order this number changes at every tile."""
+  """The wgmma forward kernel loops over the keys beginning with those nearest to the query. With steep ALiBi slopes, the number that the softmax
+  subtracts from a row's scores then changes only at the first tile. In the other order it changes at every tile."""
   if not descending: monkeypatch.setattr(workgroup, "nearest_first", lambda walk: False)
   definition, changes = OPERATIONS["correct"].meaning, list[bool]()
   def counted(lanes, reference, *args, **static):
@@ -136,15 +136,15 @@ PLANTED = {
 }
 
 def of_weigh(monkeypatch, change) -> None:
-  """Replaces the emulator's numpy function for the operation `weigh`, which computes P of a tile of keys. `change` gets the original function and its
-  arguments."""
+  """Replaces the emulator's numpy function for the operation `weigh`, which computes P of a tile of keys, by `change`. `change` gets the numpy
+  function and its arguments."""
   definition = OPERATIONS["weigh"].meaning
   changed = replace(OPERATIONS["weigh"], meaning=lambda lanes, *args, **static: change(definition, lanes, *args, **static))
   monkeypatch.setitem(OPERATIONS, "weigh", changed)
 
 def never_weighed(definition, lanes, reference, bias, p, scores, part, *rest, **static):
-  """Faulty version of the operation `weigh`, which computes P of a tile of keys. Once a row has a reference (the number that the softmax subtracts),
-  this version computes nothing, so the kernel uses an earlier tile's P again."""
+  """Faulty version of the operation `weigh`, which computes P of a tile of keys. It computes P for the first tile only; for later tiles the kernel
+  then uses the old P again."""
   seen = (lanes.load_register(reference, 0) > LOWEST).any()
   if not seen: return definition(lanes, reference, bias, p, scores, part, *rest, **static)
   return np.zeros(len(lanes.active), np.float32)
@@ -161,8 +161,8 @@ def test_planted_wrong_numbers(fault:str, monkeypatch) -> None:
 
 @pytest.mark.usefixtures("without_places")
 def test_the_ring_has_no_more_places_than_tiles(monkeypatch) -> None:
-  """The ring buffer of the wgmma forward kernel, which holds tiles of keys, has two places if there are only two tiles. The kernel then does not copy
-  a third tile, which would be all zeros."""
+  """The wgmma forward kernel keeps tiles of keys in a ring buffer. If there are only two tiles, the buffer has two places, so the kernel does not
+  copy a third tile of zeros."""
   tile = WgmmaTile(1, 48)
   change_kernel(monkeypatch, "forward_wgmma", tile=lambda p, arch: tile)
   assert [tile.stages(problem(Sk=n)) for n in (1, 48, 49, 97, 1000)] == [1, 1, 2, 3, 3]
@@ -172,8 +172,8 @@ def test_the_ring_has_no_more_places_than_tiles(monkeypatch) -> None:
 
 @pytest.mark.parametrize("rows, idle", ((192, 0), (128, 1), (64, 2), (65, 1)))
 def test_warpgroups_without_queries(rows:int, idle:int, monkeypatch) -> None:
-  """Warpgroups without queries start no matrix products. In the last block, `idle` of the three warpgroups have no query. Each other warpgroup starts
-  two products in each iteration."""
+  """Warpgroups without queries start no matrix products. The last workgroup has three warpgroups, of which `idle` have no query. Each other warpgroup
+  starts two products in each iteration."""
   tile, started = WgmmaTile(3, 64), count_products(monkeypatch)
   check_kernels("sm_90", H=1, Sq=192 + rows, Sk=100, D=32, tile=lambda _: tile)
   assert started == [6 - idle]*4       # two blocks at a time, two iterations
@@ -203,7 +203,8 @@ WITH_DROPOUT = dict(causal=True, dropout_p=0.1, extras={"dropout_seed": np.zeros
 @in_turn("D, options", (64, 128, 192, 256),
          ({}, dict(causal=True), dict(lse=True, window=(64, 64)), dict(lse=True, causal=True, softcap=30.0), WITH_DROPOUT), among=2, besides=(128,))
 def test_no_local_memory(D:int, options:dict, tmp_path) -> None:
-  """The wgmma forward kernel, compiled by nvcc, does not spill, and nothing makes ptxas wait for each wgmma before the next instruction."""
+  """Compiled by nvcc, the wgmma forward kernel does not spill registers. ptxas also does not report that it makes each wgmma wait for the one before.
+  """
   p = problem(H=256, Sq=4096, D=D, **{"lse": False, **options})
   kinds = DTYPES | {"uint32": dtypes.uint}
   tensors = [UOp.placeholder(shape, kinds[dtype], i) for i, (shape, dtype) in enumerate(p.shapes.values())]
