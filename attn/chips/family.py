@@ -94,6 +94,7 @@ class Family:
   forward_of_bytes: tuple[UpTo[ForwardShape], ...] = ()     # for q, k and v of 8-bit floats
   dq: tuple[UpTo[BackwardShape], ...] = ()
   dkdv: tuple[UpTo[BackwardShape], ...] = ()
+  dbias: tuple[UpTo[BackwardShape], ...] = ()         # of the kernel for the gradient of a bias; empty: the rows of `dq`
   plain_dq: tuple[UpTo[BackwardShape], ...] = ()      # for plain problems, tried before `dq`: see attn/choose/backward_tiles.py
   plain_dkdv: tuple[UpTo[BackwardShape], ...] = ()    # for plain problems, tried before `dkdv`
   at_once: Mapping[int, BackwardShape] = field(default_factory=dict)     # head dimension -> shape of the kernel of all gradients

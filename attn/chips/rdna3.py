@@ -3,7 +3,7 @@ kernels divide their work), and the cards with these chips."""
 from __future__ import annotations
 from attn.chips.family import Card, Chip, Counters, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure, Machine
-from attn.chips.rdna import LATENT_ON_RDNA, caches_of_one_die, wmma
+from attn.chips.rdna import DBIAS_IN_PIECES, LATENT_ON_RDNA, caches_of_one_die, wmma
 from attn.chips.shapes import BOTH, BackwardShape, ForwardShape, UpTo
 
 RDNA3_MACHINE = Machine(
@@ -33,6 +33,7 @@ DQ_ON_RDNA3 = (
   UpTo(128, BackwardShape(4, 16, (True, False), fenced=2), whole=True),
   UpTo(128, BackwardShape(4, 16, (True, False), fenced=2, prefetch=0, sparing=True)),
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, by_item=True)))
+DBIAS_ON_RDNA3 = (*DQ_ON_RDNA3[:2], DBIAS_IN_PIECES, DQ_ON_RDNA3[3])
 DKDV_ON_RDNA3 = (
   UpTo(64, BackwardShape(4, 16), whole=True), UpTo(64, BackwardShape(4, 16, fenced=2, prefetch=0)),
   UpTo(64, BackwardShape(4, 16, fenced=2), whole=True, llvm=21), UpTo(64, BackwardShape(4, 16, fenced=2, prefetch=0), llvm=21),
@@ -50,7 +51,8 @@ RDNA3 = Family("rdna3", wave=32, vgprs=256, busy_waves=2, dual_issue=True, dual_
   dots=("float16", "bfloat16"),
   pipes=Pipes(simds=2, valu=1, trans=4, lds_read=128, lds_write=128, coissue=False, matrix_issue=0, max_waves=16, lds_granule=1024, flops=512,
               matrix={"16x16x16": 32}),
-  forward=FORWARD_ON_RDNA3, dq=DQ_ON_RDNA3, dkdv=DKDV_ON_RDNA3, plain_dq=PLAIN_DQ_ON_RDNA3, latent=LATENT_ON_RDNA,
+  forward=FORWARD_ON_RDNA3, dq=DQ_ON_RDNA3, dkdv=DKDV_ON_RDNA3, dbias=DBIAS_ON_RDNA3,
+  plain_dq=PLAIN_DQ_ON_RDNA3, latent=LATENT_ON_RDNA,
   counters=Counters("vmcnt", "vscnt", "lgkmcnt", "lgkmcnt", {"vmcnt": ((10, 6),), "lgkmcnt": ((4, 6),)}), machine=RDNA3_MACHINE)
 
 CHIPS_OF_RDNA3 = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import replace
 from attn.chips.family import Card, Chip, Counters, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure
-from attn.chips.rdna import LATENT_ON_RDNA, caches_of_one_die, wmma
+from attn.chips.rdna import DBIAS_IN_PIECES, LATENT_ON_RDNA, caches_of_one_die, wmma
 from attn.chips.rdna3 import RDNA3_MACHINE
 from attn.chips.shapes import BOTH, BackwardShape, ForwardShape, UpTo
 
@@ -26,6 +26,7 @@ DQ_ON_RDNA4 = (
   UpTo(64, BackwardShape(4, 32, fenced=8)),
   UpTo(128, BackwardShape(4, 16, fenced=2), whole=True), UpTo(128, BackwardShape(4, 16, fenced=2, prefetch=0, sparing=True)),
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, by_item=True)))
+DBIAS_ON_RDNA4 = (*DQ_ON_RDNA4[:2], DBIAS_IN_PIECES, DQ_ON_RDNA4[3])
 DKDV_ON_RDNA4 = (
   UpTo(64, BackwardShape(4, 16, fenced=2)),
   UpTo(128, BackwardShape(4, 16, BOTH, fenced=2), whole=True), UpTo(128, BackwardShape(4, 16, BOTH, fenced=2, prefetch=0, sparing=True)),
@@ -50,7 +51,7 @@ RDNA4 = Family("rdna4", wave=32, vgprs=256, busy_waves=2, dual_issue=True, descr
   dots=("float16", "bfloat16", "fp8e4m3"),
   pipes=Pipes(simds=2, valu=1, trans=4, lds_read=128, lds_write=128, coissue=False, matrix_issue=0, max_waves=16, lds_granule=1024, flops=1024,
               matrix={"16x16x16": 16}),
-  packs_anew=True, forward=FORWARD_ON_RDNA4, forward_of_bytes=BYTES_ON_RDNA4, dq=DQ_ON_RDNA4, dkdv=DKDV_ON_RDNA4,
+  packs_anew=True, forward=FORWARD_ON_RDNA4, forward_of_bytes=BYTES_ON_RDNA4, dq=DQ_ON_RDNA4, dkdv=DKDV_ON_RDNA4, dbias=DBIAS_ON_RDNA4,
   plain_dq=PLAIN_DQ_ON_RDNA4, latent=LATENT_ON_RDNA,
   counters=Counters("loadcnt", "storecnt", "dscnt", "kmcnt"), machine=RDNA4_MACHINE)
 

@@ -40,8 +40,8 @@ def amd_backward_tile(p:Problem, arch:Chip, keys:bool) -> BackwardTile:
   return _chosen("backward_dq", p, arch, arch.unit.dq, False, arch.unit.plain_dq)
 
 def amd_bias_tile(p:Problem, arch:Chip) -> BackwardTile:
-  """Chooses the tile description of AMD's kernel for dbias, from the table that the kernel for dq uses."""
-  return _chosen("backward_dq", p, arch, arch.unit.dq, False)
+  """Chooses the tile description of AMD's kernel for dbias, from a table of its own or from the table of the kernel for dq."""
+  return _chosen("backward_dq", p, arch, arch.unit.dbias or arch.unit.dq, False)
 
 def mma_backward_tile(p:Problem, arch:Chip, keys:bool) -> MmaBackwardTile:
   if keys: return _chosen_mma("backward_dkdv_mma", p, arch, DKDV_MMA, p.Sk, True)
