@@ -25,7 +25,7 @@ def offsets_of_our_kernels() -> Iterator[None]:
   own = plan.Plan.__init__
   def made(self:plan.Plan, *args:object, **named:object) -> None:
     own(self, *args, **named)     # type: ignore[arg-type]
-    assert not self.name.startswith("attn_") or not self.offset_parts, f"{self.name}: {[u.arg.name for u in self.offset_parts]}"
+    assert not self.name.startswith("attn_") or not self.offset_terms, f"{self.name}: {[u.arg.name for u in self.offset_terms]}"
   with pytest.MonkeyPatch.context() as m:
     m.setattr(plan.Plan, "__init__", made)
     yield

@@ -10,11 +10,11 @@
 ATTN_EMU_CHECKS=0 turns the sanitiser off. ATTN_EMU_BANKS=1 counts LDS bank conflicts and prints them for each kernel. ATTN_EMU_ORDER and
 ATTN_EMU_RESIDENT choose how workgroups with atomic operations run (launch.py)."""
 from attn.emulator.checks import (AccessError, AtomicRace, BadEntry, BadOperand, Deadlock, Divergence, DivergentBarrier, DivergentMatrix,
-                                  EmulatorError, LaunchLimit, LdsLimit, LdsRace, LimitExceeded, Misaligned, NegativePart, NeverWritten, NotWaitedFor,
+                                  EmulatorError, LaunchLimit, LdsLimit, LdsRace, LimitExceeded, Misaligned, NegativeTerm, NeverWritten, NotWaitedFor,
                                   OutOfBounds, OutOfScope, Overflow, Race, SharedSlot, UninitialisedRead, UnwrittenOutput)
 from attn.emulator.launch import Launch, last_run
 from attn.emulator.probe import probe, probes
 
 __all__ = ["AccessError", "AtomicRace", "BadEntry", "BadOperand", "Deadlock", "Divergence", "DivergentBarrier", "DivergentMatrix", "EmulatorError",
-           "Launch", "LaunchLimit", "LdsLimit", "LdsRace", "LimitExceeded", "Misaligned", "NegativePart", "NeverWritten", "NotWaitedFor",
+           "Launch", "LaunchLimit", "LdsLimit", "LdsRace", "LimitExceeded", "Misaligned", "NegativeTerm", "NeverWritten", "NotWaitedFor",
            "OutOfBounds", "OutOfScope", "Overflow", "Race", "SharedSlot", "UninitialisedRead", "UnwrittenOutput", "last_run", "probe", "probes"]

@@ -7,7 +7,7 @@ Each kind of error is a class. An indented class is a subclass of the one above 
   - `OutOfBounds`: a load or store outside its buffer (global, LDS or register array), by an active, ungated thread.
   - `Misaligned`: a vector access whose address is not a multiple of its width (the rendered C cast promises alignment); an operand of
     wgmma in shared memory that does not begin at the alignment which the hardware requires.
-  - `NegativePart`: the offset of a buffer instruction is a sum with a negative term, even if the sum is not negative. The compiler may leave that
+  - `NegativeTerm`: the offset of a buffer instruction is a sum with a negative term, even if the sum is not negative. The compiler may leave that
     term alone in the register, and the memory unit may treat the register as an address out of range (attn/emulator/offsets.py).
 - `NeverWritten`: a value that was never written.
   - `UninitialisedRead`: a read of LDS, of a register or of global memory that was never written. For global memory this counts from the allocation
@@ -50,7 +50,7 @@ class EmulatorError(RuntimeError):
 class AccessError(EmulatorError): pass
 class OutOfBounds(AccessError): pass
 class Misaligned(AccessError): pass
-class NegativePart(AccessError): pass
+class NegativeTerm(AccessError): pass
 
 class NeverWritten(EmulatorError): pass
 class UninitialisedRead(NeverWritten): pass
@@ -79,9 +79,9 @@ class OutOfScope(EmulatorError): pass
 
 @dataclass
 class Finding:
-  """An error found in an access: the kind of error, the threads, and for each thread the other access to the same location. `other` is the index of
-  the wave that made the other access, or for NotWaitedFor the index of the asynchronous operation. `verb` says what this wave or operation did at
-  the location, such as "written"."""
+  """An error found in an access: the kind of error, the threads, and for each thread another access to the same location, with which this access is
+  in conflict. `other` is the index of the wave that made the other access, or for NotWaitedFor the index of the asynchronous operation. `verb` says
+  what the other wave or operation did at the location, such as "written"."""
   error: type[EmulatorError]
   threads: Array
   other: Array|None = None

@@ -67,9 +67,9 @@ SATURATING = ("nvidia",)
 
 class Layout:
   """Layout of a matrix over the elements of a lane and over lanes, written as in einops. `spec` is "element-factors lane-factors -> row-factors
-  column-factors". An index is divided into factors, as a number is into digits; each letter names one factor, and the keyword `size` gives how many
-  values it has. For example "rp gt -> rg tp" with r=2, p=2, g=8, t=4: a lane's element is 2r + p and the lane is 4g + t. This element is in row 8r +
-  g and column 2t + p of the matrix. If a lane factor is in neither the row nor the column, lanes hold duplicates."""
+  column-factors". Each letter names one factor of an index, and the keyword argument of this name in `size` gives how many values the factor has. An
+  index is composed of its factors as a number is of digits, the highest first. For example, in "rp gt -> rg tp" with r=2, p=2, g=8, t=4, element 2r +
+  p of lane 4g + t is in row 8r + g and column 2t + p of the matrix. If a lane factor is in neither the row nor the column, lanes hold duplicates."""
   def __init__(self, spec:str, **size:int):
     e, l, rows, cols = re.fullmatch(r"(\w*) (\w*) -> (\w*) (\w*)", spec).groups()   # type: ignore[union-attr]
     self.elements, self.rows, self.columns = [math.prod(size[x] for x in factors) for factors in (e, rows, cols)]

@@ -20,8 +20,8 @@ from attn.emulator.plan import Plan
 DEFAULT_ARCH = "gfx942"
 
 class UOpCompiler(Compiler):
-  """Compiler from source text to the emulator's binary. The renderer in this process records the UOps of each text that it renders. The compiler
-  looks up these UOps."""
+  """Compiler from source text to the emulator's binary, a pickled list of UOps. The renderer in this process records the UOps of each text that it
+  renders, and the compiler looks them up."""
   printed: ClassVar[dict[str, list[UOp]]] = {}
   def __init__(self) -> None: super().__init__(None)   # nothing goes to the disk cache
   @classmethod
@@ -31,7 +31,7 @@ class UOpCompiler(Compiler):
   def compile(self, src:str) -> bytes: return zlib.compress(pickle.dumps(self.printed[src]), 1)
 
 class _Emulated(Renderer):
-  """Changes that the emulator makes to a renderer for hardware: it uses another compiler, and has no fp8."""
+  """Base class that adapts a renderer for hardware to the emulator: another compiler, no fp8, and only the matrix instructions that the chip has."""
   target: Target
   def adapt(self) -> None:
     self.compiler = UOpCompiler()

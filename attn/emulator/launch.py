@@ -1,7 +1,8 @@
-"""Runs a program on a grid of workgroups.
+"""Runs a program on a grid of workgroups. A `Frame` holds the threads and values of a range of workgroups, and executes each step for all of them at
+the same time.
 
-Workgroups without atomic operations are independent. They run together, in ranges of workgroups that execute each step at the same time. If a program
-has atomic operations, each workgroup has its own `Frame`. The frame stops before each atomic operation, so that other workgroups can run.
+Workgroups without atomic operations are independent, so they run in ranges of many workgroups. If a program has atomic operations, each workgroup has
+its own `Frame`. The frame stops before each atomic operation, so that other workgroups can run.
 
 Two environment variables choose what hardware leaves open. ATTN_EMU_RESIDENT is the number of workgroups that the chip holds at the same time;
 another one starts when one of them ends. ATTN_EMU_ORDER chooses one of many orders. In order 0 the workgroups start in the order of their numbers,

@@ -63,7 +63,7 @@ class Place:
 NOWHERE = Place(None, None, "")
 
 def _stores(ast:UOp) -> tuple[UOp, ...]:
-  """Returns the stores among the sources of an AST's SINK. Leaves out sources that are parameters."""
+  """Returns the stores of a kernel: the sources of its AST, a SINK, without those that are parameters."""
   return tuple(u for u in ast.src if u.op is not Ops.PARAM)
 
 class Listing:
@@ -74,8 +74,8 @@ class Listing:
 
   @classmethod
   def of(cls, make:Callable[[], UOp], renderer:Any) -> Listing:
-    """Lists the places of the UOps of a kernel that `make` returns as an AST. Lowers the AST, and finds for each UOp its line in the rendered source
-    and in Python."""
+    """Lists the places of the UOps of a kernel, whose AST the function `make` returns. Lowers the AST, and finds for each UOp its line in the
+    rendered source and its line of Python."""
     made, places = made_with_places(make, _internal)
     listing = cls.__new__(cls)
     listing.source, listing.lines = statements(renderer, lowered_with_places(made, renderer, places))

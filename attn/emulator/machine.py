@@ -12,7 +12,7 @@ from attn.emulator.alu import elements, numpy_dtype
 from attn.emulator.banks import BankCounter
 from attn.emulator.chips import SATURATING
 from attn.emulator.checks import (BadEntry, Deadlock, DivergentBarrier, DivergentMatrix, EmulatorError, Misaligned,
-                                  NegativePart, OutOfBounds, SharedSlot)
+                                  NegativeTerm, OutOfBounds, SharedSlot)
 from attn.emulator.matrix import (WARPGROUP, MatrixUnit, bits_of_sums, depth_of_wgmma, element_size, to_float32, warpgroup_operand,
                                   warpgroup_product)
 from attn.emulator.memory import PADDING, Pointer, divided, RegisterPointer, Registers, Space, View
@@ -42,7 +42,8 @@ class Wait:
     return f"waits until {self.space.name}[{self.at[i]}] is {self.number[i]}, and it is {self.memory[self.at[i]]}"
 
 class Frame(Threads):
-  """One run of a program over a range of workgroups. It executes each step for all their threads at once."""
+  """One run of a program over a range of workgroups: it holds the threads, values and memory of these workgroups, and executes each step for all the
+  threads at once."""
   def __init__(self, plan:EmulatedProgram, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], params:dict[UOp, View],
                values:dict[UOp, int], checks:bool=True, banks:BankCounter|None=None, meeting:Meeting|None=None):
     super().__init__(plan, first, workgroups, grid, local, checks, banks)
@@ -101,7 +102,7 @@ class Frame(Threads):
       else: pc = jump
 
   def parts(self) -> Iterator[None]:
-    """Runs the program in parts: yields before each atomic operation, and each time a step has to wait for another workgroup."""
+    """Runs the program as a generator, which yields before each atomic operation and each time a step has to wait for another workgroup."""
     pc, steps, frees, v = 0, self.plan.steps, self.plan.frees, self.v
     with self._explained():
       try:
@@ -130,8 +131,8 @@ class Frame(Threads):
   # ***** threads *****
 
   def special(self, kind:str, axis:int) -> Array:
-    """Returns the thread indices that a SPECIAL operation stands for, along one axis: gidx (workgroup), lidx (thread in the workgroup) or idx (thread
-    in the grid). `kind` is the first letter of this name."""
+    """Returns for each thread its index along one axis, as tinygrad's UOp SPECIAL names it: gidx (of the workgroup), lidx (of the thread in the
+    workgroup) or idx (of the thread in the grid). `kind` is the first letter of this name."""
     wg, size = self.workgroup_of + self.first, self.local[axis]
     group = (wg // int(np.prod(self.grid[:axis], dtype=np.int64)) % self.grid[axis]).astype(np.int32)
     thread = self.local_of // int(np.prod(self.local[:axis], dtype=np.int64)) % size
@@ -142,7 +143,7 @@ class Frame(Threads):
     return np.asarray(sum((np.asarray(self.v[s], np.int64)*size for s, size in at.terms), np.int64(0)))
 
   def aligned(self, index:Array, per:int, name:str, active:Array|None) -> Array:
-    """Converts an index that counts elements to an index that counts accesses of `per` elements. Raises Misaligned if the index is not a multiple of
+    """Converts an index that counts elements to an index that counts vectors of `per` elements. Raises Misaligned if the index is not a multiple of
     `per`."""
     index, beyond = divided(index, per)
     if beyond.any() and (bad := (beyond != 0) if active is None else (beyond != 0) & active).any():
@@ -151,7 +152,8 @@ class Frame(Threads):
     return index
 
   def leave(self, to:int|None=None) -> int|None:
-    """Ends a loop. The run continues with step `to`, or with the next step if `to` is None."""
+    """Ends a loop: threads that the loop has deactivated are active again. Returns `to`, the step at which the run continues, or None for the next
+    step."""
     self.pop()
     return to
 
@@ -184,9 +186,9 @@ class Frame(Threads):
 
   def arrive(self, with_copies:bool=True) -> Array:
     """Executes an arrival at an mbarrier: NVIDIA's barrier in LDS on which a wave waits later, by another operation. The active threads must form
-    whole workgroups. A phase of the mbarrier ends. Another wave may access what these threads have stored after it has waited for this phase; the
-    shadow of LDS checks this. With `with_copies` an arrival waits for the thread's asynchronous copies, so that the same holds for what they write.
-    Returns zeros, because an arrival has no value."""
+    whole workgroups, so the arrival completes a phase of the mbarrier. After another wave has waited for this phase, it may access what these threads
+    have stored; the emulator checks that it has waited. With `with_copies` an arrival first waits for the thread's asynchronous copies, so that other
+    waves may access what the copies write, too. Returns zeros, because an arrival has no value."""
     if with_copies:
       self.under_way.commit()
       self.under_way.wait_copies(0)
@@ -269,12 +271,12 @@ class Frame(Threads):
     if bad.any():
       raise self.error(OutOfBounds, bad, lambda t: f"a descriptor of {self.full(nbytes)[t]} bytes from byte {self.full(pointer.offset)[t]} on "
                                                    f"reaches beyond {pointer.space.name} ({pointer.space.limit} bytes)")
-  def check_part(self, slot:int, taken:bool) -> None:
-    """Raises NegativePart if a term of a buffer instruction's offset is negative. `slot` is the index of the term in the frame's list of values.
-    `taken` is true if the term is subtracted."""
-    part = self.full(-self.v[slot] if taken else self.v[slot])
-    if self.checks and (bad := self.active & (part < 0)).any():
-      raise self.error(NegativePart, bad, lambda t: f"a part of the offset of a {self.plan.uops[self.pc].arg.name} is {part[t]}: no document says "
+  def check_term(self, slot:int, subtracted:bool) -> None:
+    """Raises NegativeTerm if a term of a buffer instruction's offset is negative. `slot` is the index of the term in the frame's list of values.
+    `subtracted` is true if the offset contains minus the term."""
+    term = self.full(-self.v[slot] if subtracted else self.v[slot])
+    if self.checks and (bad := self.active & (term < 0)).any():
+      raise self.error(NegativeTerm, bad, lambda t: f"a term of the offset of a {self.plan.uops[self.pc].arg.name} is {term[t]}: no document says "
                                                     "what the memory unit does with an address register below 0")
   def check_numbers(self, name:str, x:Array, gate:Array, count:int) -> None:
     bad = gate & ((x < 0) | (x >= count))

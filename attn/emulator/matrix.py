@@ -1,12 +1,10 @@
 """Emulation of matrix instructions on the registers of waves, with the layouts of emulator/chips.py.
 
 Arithmetic: products of 8-bit and of 16-bit floats are exact in fp32. They are summed in fp32, and then C is added. The ISA does not specify the order
-in which hardware adds the products: a kernel must not depend on the last bit. NaN and inf propagate as in a dot product. On some chips the sums of
-8-bit floats are much less exact (SHORT_SUMS). Matrix instructions of CDNA2
-treat denormals as zero, in their 16-bit inputs, and in the fp32 accumulator that they read and write: "the FP16 and BF16 V_DOT2 and MFMA matrix
-instructions flush input and output denormal values to zero" (PyTorch, "Numerical accuracy", section on MI200, written by AMD; AMD's MIOpen says the
-same of MFMA_F16, MFMA_BF16, MFMA_BF16_1K).
-"""
+in which hardware adds the products: a kernel must not depend on the last bit. NaN and inf propagate as in a dot product. On some chips (SHORT_SUMS)
+the sums of products of 8-bit floats have only 13 bits after the binary point. Matrix instructions of CDNA2 treat denormals as zero, in their 16-bit
+inputs, and in the fp32 accumulator that they read and write: "the FP16 and BF16 V_DOT2 and MFMA matrix instructions flush input and output denormal
+values to zero" (PyTorch, "Numerical accuracy", section on MI200, written by AMD; AMD's MIOpen says the same of MFMA_F16, MFMA_BF16, MFMA_BF16_1K)."""
 from __future__ import annotations
 import functools, operator
 from dataclasses import dataclass, field
@@ -23,15 +21,16 @@ Array = NDArray[Any]
 WARPGROUP = 128
 
 def warpgroup_operand(a:Array, size:int) -> Array:
-  """Converts A fragments of 32 bytes a row each to matrices. `a` has the dtype uint32 and the shape (registers, threads). The result holds the bits
-  of the elements, of `size` bytes each, as (warpgroups, 64, columns)."""
+  """Converts operand A of a wgmma from the registers of its threads to matrices. `a` has the dtype uint32 and the shape (registers, threads). The
+  result has the shape (warpgroups, 64, columns) and holds the bits of the elements, of `size` bytes each."""
   layout = Layout("scrp wgt -> wrg sctp", s=a.shape[0]//4, c=2, r=2, p=4//size, w=4, g=8, t=4)
   return layout.to_matrices(a, lambda x: _parts(x, f"u{size}")).swapaxes(1, 2)
 
 def warpgroup_product(a:Array, b:Array, c:Array, depth:int=0, bits:int=0) -> Array:
   """Computes c + A B^T in fp32 for each warpgroup. c has the shape (registers, threads), A is fp32 (warpgroups, 64, k), and B is fp32 (warpgroups, n,
-  k). Multiplies for each warp separately. A BLAS library would distribute one larger product over CPU threads, which costs more than it saves,
-  above all when other processes use the cores. If `bits` is above 0, each instruction adds `depth` products in short sums (SHORT_SUMS)."""
+  k). If `bits` is above 0, the sums are less exact, as on chips of SHORT_SUMS: `depth` products are added at a time, and cut off at `bits` bits after
+  the binary point. Multiplies for each warp separately: a BLAS library would distribute one larger product over CPU threads, which costs more than it
+  saves, above all when other processes use the cores."""
   layout, (groups, n, k) = Layout("irp gt -> rg itp", i=c.shape[0]//4, r=2, p=2, g=8, t=4), b.shape
   rows, columns = a.reshape(groups, 4, 16, k), b[:, None].swapaxes(2, 3)
   if not bits: return layout.add_matrices(c, (rows @ columns).reshape(groups*4, 16, n))
@@ -113,13 +112,13 @@ def flushed(x:Array, dtype:str) -> Array:
   return np.where(np.abs(x) < _SMALLEST[dtype], np.float32(0), x)
 
 def truncated_at(x:Array, size:Array, bits:int) -> Array:
-  """Cuts off fp32 numbers x towards zero at `bits` binary places below the power of two of `size`."""
+  """Rounds fp32 numbers `x` towards zero to multiples of 2^(e - bits), where 2^e is the largest power of two that is not larger than `size`."""
   places = np.ldexp(np.float32(1), bits + 1 - np.frexp(size)[1])     # frexp counts the power of two from 1/2
   return np.trunc(x*places)/places
 
 def short_sum(a:Array, b:Array, c:Array, bits:int) -> Array:
-  """Computes c + A B with the short sums of 8-bit floats (SHORT_SUMS of emulator/chips.py). A is (waves, M, K), B (waves, K, N), c (waves, M, N). All
-  addends are cut off at `bits` binary places of the largest one."""
+  """Computes c + A B as chips of SHORT_SUMS add products of 8-bit floats. A is (waves, M, K), B (waves, K, N), c (waves, M, N). The products and c
+  are cut off at `bits` bits after the binary point of the largest of them, then added, and the sum is cut off to `bits` bits of mantissa."""
   addends = np.concatenate([a[:, :, None] * b.swapaxes(1, 2)[:, None], c[..., None]], axis=-1, dtype=np.float32)
   size = np.abs(addends).max(-1)
   usual = (size > 2.0**-80) & (size < np.inf)      # neither zero, nor so small that fp32 loses bits, nor NaN or inf
@@ -133,13 +132,14 @@ def depth_of_wgmma(dtype:str) -> int:
   """Returns the number of products that one wgmma adds for each element of its result (PTX ISA 9.7.15.2: 32 bytes of a row of A)."""
   return 32//_BYTES[dtype]
 def bits_of_sums(arch:str, dtype:str) -> int:
-  """Returns the number of bits of a chip's short sums of products (SHORT_SUMS), or 0 if it adds products of this dtype in fp32."""
+  """Returns the number of bits after the binary point that a chip keeps when it adds products of this dtype in its matrix unit (SHORT_SUMS), or 0 if
+  it adds them in fp32."""
   return SHORT_SUMS.get(arch, 0) if dtype in _FP8 else 0
 
 @dataclass
 class MatrixUnit:
-  """Matrix unit of one architecture family. An operand that is used repeatedly (Q in a loop over keys, P for each slice of V) is converted to fp32
-  only once."""
+  """Emulates the matrix unit of one family of chips. An operand that is used repeatedly (Q in a loop over keys, P for each slice of V) is converted
+  to fp32 only once."""
   family: str
   arch: str
   _recent: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict)
@@ -182,7 +182,8 @@ class MatrixUnit:
     return flushed(functools.reduce(operator.add, pairs[0]*pairs[1], flushed(c, "float32")), "float32")
 
   def wmma(self, dims:tuple[int, int, int], dtype:str, a:Array, b:Array, c:Array, out:str) -> Array:
-    """Executes Ops.WMMA: `dims` is (N, M, K), the operands have one array row per element, `out` is the type of C and D."""
+    """Executes a matrix product of tinygrad's own kernels, the UOp WMMA. `dims` is (N, M, K). The operands a, b and c have the shape (elements of a
+    lane, threads). `out` is the type of C and D."""
     i = next((x for x in INSTRUCTIONS.values() if self.family in x.families and x.dims == tuple(dims) and x.dtype == dtype), None)
     if i is None: raise BadOperand(f"{self.arch} has no matrix instruction for (N, M, K) = {dims} on {dtype}")
     widen, narrow = _ACCUMULATOR[out]

@@ -98,9 +98,9 @@ class Meeting:
     for wave in here: self.known[wave] = joint
 
   def take_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that threads have waited for their turn: until the counter at `pointer` had the number of the turn. The waves that passed earlier turns
-    of this counter (added 1 to it) have stored with the counter which accesses were complete. The waves of the waiting threads now know these
-    accesses."""
+    """Records that threads have waited for their turn: until the counter at `pointer` had the number of the turn. Each wave that passed an earlier
+    turn (added 1 to the counter) has stored with the counter which accesses were complete then. The waves of the waiting threads now know that these
+    accesses are complete."""
     for wave, threads in self.waves_of(f, gate):
       for counter in self._counters(pointer, threads):
         if (left := self.left.get(counter)) is not None: self.known[wave] = np.maximum(self.of_wave(wave), left)
@@ -189,7 +189,7 @@ class Meeting:
   def note(self, f:Threads, space:Space, elements:Array, active:Array|None, verb:str, atomic:bool) -> None:
     """Records an access to memory. `elements` holds the indices of the elements that each thread accesses, in an array (elements of a thread,
     threads). `atomic` tells whether the access is an atomic operation, and `verb` says in error messages what the access does. Raises AtomicRace if
-    one of the two, this access and an earlier access to the same element, is atomic and the other is not, and nothing puts them in order."""
+    nothing orders this access and an earlier access to the same element, and just one of the two is atomic."""
     traces, elements = self.traces[_base(space)], elements + space.begin//4
     mine, others = (traces.atomic, traces.plain) if atomic else (traces.plain, traces.atomic)
     for wave, threads in self.waves_of(f, f.active if active is None else active):

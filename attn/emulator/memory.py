@@ -89,7 +89,8 @@ class View:
 # ***** buffers of a running kernel *****
 
 class Space:
-  """A buffer that threads address by index: a PARAM, or a LOCAL buffer, which has one copy for each workgroup (`stride` bytes apart)."""
+  """A buffer that threads address by index: in global memory (a kernel's parameter), or in LDS. An LDS buffer has one copy for each workgroup,
+  `stride` bytes apart."""
   def __init__(self, f:Threads, name:str, data:Array, limit:int, stride:int=0, written:Array|None=None, guarded:bool=False,
                shadow:LdsShadow|None=None, base:Allocation|None=None, begin:int=0):
     self.f, self.name, self.data, self.limit, self.stride, self.shadow = f, name, data, limit, stride, shadow
@@ -194,39 +195,40 @@ class Space:
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 class Pointer:
-  """The address operand of an operation, made from an INDEX: a buffer, and a byte offset for each thread."""
+  """The address operand of an operation: a buffer in global memory or LDS, and for each thread a byte offset in it."""
   def __init__(self, space:Space, buffer:UOp, offset:Array): self.space, self.buffer, self.offset = space, buffer, offset
 
-  def units(self, offset:Array, nbytes:int, gate:Array) -> tuple[Array, int]:
-    """Returns the addresses of an access, counted in units, and the size of a unit in bytes. The unit is the whole access if all addresses are
-    multiples of the access's size. Otherwise it is at most a dword."""
+  def chunks(self, offset:Array, nbytes:int, gate:Array) -> tuple[Array, int]:
+    """Returns the addresses of an access to `nbytes` bytes at `offset` bytes from the pointer, counted in chunks, and the size of a chunk in bytes. A
+    chunk is the whole access if all addresses are multiples of `nbytes`. Otherwise a chunk has at most 4 bytes. Raises Misaligned if the addresses
+    are not multiples of the chunk's size."""
     at = np.broadcast_to(self.offset + offset, self.space.f.T)
     index, beyond = divided(at, nbytes)
     if not beyond.any(): return index, nbytes
-    unit = nbytes if not beyond[gate].any() else min(nbytes & -nbytes, 4)
-    index, beyond = divided(at, unit)
+    chunk = nbytes if not beyond[gate].any() else min(nbytes & -nbytes, 4)
+    index, beyond = divided(at, chunk)
     if (bad := gate & (beyond != 0)).any():
-      raise self.space.f.error(Misaligned, bad, lambda t: f"access of {nbytes} bytes at byte {at[t]} of {self.space.name} is not aligned to {unit}")
-    return index, unit
+      raise self.space.f.error(Misaligned, bad, lambda t: f"access of {nbytes} bytes at byte {at[t]} of {self.space.name} is not aligned to {chunk}")
+    return index, chunk
 
   def load(self, offset:Array, nbytes:int, gate:Array) -> Array:
-    at, unit = self.units(offset, nbytes, gate)
+    at, chunk = self.chunks(offset, nbytes, gate)
     active = None if gate.all() else gate
-    parts = [self.space.load(at + i, unit, active) for i in range(nbytes//unit)]
+    parts = [self.space.load(at + i, chunk, active) for i in range(nbytes//chunk)]
     raw = (parts[0] if len(parts) == 1 else np.stack(parts, -1)).view(np.uint8).reshape(-1, nbytes)
     if active is not None: raw[~active] = 0
     return raw.T
 
   def store(self, offset:Array, data:Array, gate:Array) -> None:
     nbytes = data.shape[0]
-    at, unit = self.units(offset, nbytes, gate)
-    self.space.f.plan.stored.setdefault(self.buffer, unit)
-    raw = np.ascontiguousarray(np.broadcast_to(data, (nbytes, self.space.f.T)).T).view(chunk_type(unit))
-    for i in range(nbytes//unit): self.space.store(at + i, unit, raw[:, i], gate)
+    at, chunk = self.chunks(offset, nbytes, gate)
+    self.space.f.plan.stored.setdefault(self.buffer, chunk)
+    raw = np.ascontiguousarray(np.broadcast_to(data, (nbytes, self.space.f.T)).T).view(chunk_type(chunk))
+    for i in range(nbytes//chunk): self.space.store(at + i, chunk, raw[:, i], gate)
 
 class Registers:
-  """A register array (REG buffer). Each element has its own value, so a store by all threads replaces this value and copies nothing. `written` tells
-  for each element which threads have written it: all (True), none (False), or a mask."""
+  """A register array, with a separate numpy array for each element (a store by all threads only replaces this array). `written` tells for each
+  element which threads have written it: all (True), none (False), or a mask."""
   def __init__(self, f:Threads, name:str, count:int, dtype:np.dtype[Any], lanes:int):
     self.f, self.name, self.blank = f, name, np.zeros(() if lanes == 1 else (lanes, 1), dtype)
     self.values: list[Array] = [self.blank] * count
@@ -271,8 +273,8 @@ class Registers:
     return out
 
   def result(self, i:int, active:Array|None) -> Array:
-    """Returns the value of element i for a matrix product that adds to this element. Such a product need not wait for earlier products on the same
-    accumulators, so the value includes their results."""
+    """Returns the value of element i for a matrix product that adds to this element. Such a product need not wait for earlier products that write the
+    element, so the value includes their results."""
     if (product := self.coming.get(i)) is None: return self.load(np.asarray(i), active)
     return np.where(product.threads, product.results[i], self.values[i])
 
@@ -296,7 +298,7 @@ class Registers:
 
 @dataclass(frozen=True)
 class RegisterPointer:
-  """The address operand of an operation in a register array, made from an INDEX: one element of the array."""
+  """The address operand of an operation: one element of a register array."""
   array: Registers
   first: int
 

@@ -1,4 +1,4 @@
-"""Finds terms of a buffer instruction's offset that may be negative. No term may be negative.
+"""Finds terms of a buffer instruction's offset that may be negative. In a kernel of attn no such term may be negative.
 
 A buffer instruction adds a register and an immediate number, and checks the sum against the range of the buffer. If an offset is a sum, the compiler
 makes a positive constant the immediate and leaves the other terms in the register. If the register is then negative, no document says whether the
@@ -15,24 +15,24 @@ from attn.tinygrad_compat import Ops, UOp
 OPERANDS = {"buffer_load": 2, "load_to_lds": 2}     # buffer instruction -> index of the operand that is its offset
 
 @dataclass(frozen=True)
-class Part:
-  """One term of a buffer instruction's offset. `taken` is true if the term is subtracted."""
+class OffsetTerm:
+  """One term of a buffer instruction's offset. `subtracted` is true if the offset contains minus this term."""
   number: UOp
-  taken: bool = False
+  subtracted: bool = False
 
-def parts_of(offset:UOp) -> Iterator[Part]:
+def terms_of_offset(offset:UOp) -> Iterator[OffsetTerm]:
   """Yields the offset of a buffer instruction, and every term of the sums in it except constants. If the offset contains a product, also yields the
   terms of its factors, because a compiler may multiply out the product."""
   if offset.op in (Ops.CAST, Ops.WHERE):
-    for x in offset.src[offset.op is Ops.WHERE:]: yield from parts_of(x)
+    for x in offset.src[offset.op is Ops.WHERE:]: yield from terms_of_offset(x)
   elif offset.op is not Ops.CONST:
-    yield Part(offset)
-    if offset.op is Ops.SUB: yield Part(offset.src[1], True)
+    yield OffsetTerm(offset)
+    if offset.op is Ops.SUB: yield OffsetTerm(offset.src[1], True)
     if offset.op in (Ops.ADD, Ops.SUB, Ops.MUL, Ops.SHL):
-      for x in offset.src: yield from parts_of(x)
+      for x in offset.src: yield from terms_of_offset(x)
 
-def may_be_negative(u:UOp, ranges:Ranges) -> list[Part]:
+def may_be_negative(u:UOp, ranges:Ranges) -> list[OffsetTerm]:
   """Returns the terms of a buffer instruction's offset that are not proven to be nonnegative. Returns an empty list for other operations."""
   if not isinstance(u.arg, Call) or u.arg.name not in OPERANDS: return []
-  parts = dict.fromkeys(parts_of(u.src[OPERANDS[u.arg.name]]))
-  return [part for part in parts if (ranges.of[part.number][1] > 0 if part.taken else ranges.of[part.number][0] < 0)]
+  terms = dict.fromkeys(terms_of_offset(u.src[OPERANDS[u.arg.name]]))
+  return [x for x in terms if (ranges.of[x.number][1] > 0 if x.subtracted else ranges.of[x.number][0] < 0)]

@@ -1,5 +1,5 @@
-"""Compiles a program's linear UOps to a `Plan`: a list of closures that run the program. A plan is made once per program. The values of a run are in
-a `machine.Frame`."""
+"""Compiles a lowered program, a list of UOps in the order of execution, to a `Plan`: a list of closures that run the program. A plan is made once per
+program. The values of a run are in a `machine.Frame`."""
 from __future__ import annotations
 from typing import Any, Callable
 from collections import Counter
@@ -13,7 +13,7 @@ from attn.emulator.checks import LdsLimit, OutOfScope, Overflow
 from attn.emulator.chips import emulated_chip
 from attn.emulator.machine import Frame
 from attn.emulator.memory import to_chunks, to_values
-from attn.emulator.offsets import Part, may_be_negative
+from attn.emulator.offsets import OffsetTerm, may_be_negative
 from attn.emulator.program import Address, EmulatedProgram
 from attn.emulator.ranges import Ranges, held_by
 
@@ -21,8 +21,8 @@ Array = NDArray[Any]
 Step = Callable[[Frame], "int|None"]   # returns the next program counter, or None for the following step
 
 class Plan(EmulatedProgram):
-  """A program compiled for the interpreter. `renderer` makes the renderer that emitted the program. Error messages use this renderer to
-  find the place of an operation in the source."""
+  """A program compiled for the interpreter from its UOps `uops`, in the order of execution. `renderer` is a function that makes the renderer which
+  emitted the program; error messages need it to find the place of an operation in the source."""
   def __init__(self, uops:list[UOp], name:str, arch:str, renderer:Callable[[], Any]|None=None):
     self.name, self.arch, self.chip, self.renderer = name, arch, emulated_chip(arch), renderer
     self.linear = uops
@@ -42,7 +42,7 @@ class Plan(EmulatedProgram):
     self.stored, self.units = {}, {}
     self.ranges = Ranges(uops) if is_ours(name, uops) else None
     self.unproven = self.ranges.beyond if self.ranges is not None else {}     # integers that may not fit their type
-    self.offset_parts: dict[UOp, list[Part]] = {}   # buffer instruction -> terms of its offset that are checked at run time
+    self.offset_terms: dict[UOp, list[OffsetTerm]] = {}   # buffer instruction -> terms of its offset that are checked at run time
     for u in uops:
       self._compile(u)
       if u in self.unproven: self._check_fits(u)
@@ -129,14 +129,15 @@ class Plan(EmulatedProgram):
     self._value(u, stack, *u.src)
 
   def lane(self, u:UOp) -> None:
-    """Adds a step for an INDEX that selects one element of a vector."""
+    """Adds a step for a UOp that selects one element of a vector."""
     def step(x:Array, i:Array) -> Array:
       if not np.shape(i): return x[int(i)]
       return np.take_along_axis(np.broadcast_to(x, (x.shape[0], len(i))), np.asarray(i, np.int64)[None], 0)[0]
     self._value(u, step, *u.src)
 
   def _index(self, at:Address, chunk:int) -> Callable[[Frame, Array|None], Array]:
-    """Returns a function that computes each thread's index for an access to `at`. The index counts chunks of `chunk` bytes."""
+    """Returns a function that computes each thread's index for an access to `at`. The index counts chunks of `chunk` bytes from the start of the
+    buffer."""
     if not at.terms: return lambda f, active: np.asarray(0)
     if len(at.terms) == 1 and at.terms[0][1] == chunk:
       slot = at.terms[0][0]
@@ -214,10 +215,10 @@ class Plan(EmulatedProgram):
       self.meetings.add(len(self.steps))
       self.waits |= u.arg.name == "await_turn"
     out, dtype = self._new(u), None if u.dtype == dtypes.void else numpy_dtype(u.dtype)
-    if self.ranges is not None and self.chip.family != "nvidia" and (parts := may_be_negative(u, self.ranges)): self.offset_parts[u] = parts
-    looked_at = [(self._slot(part.number), part.taken) for part in self.offset_parts.get(u, ())]
+    if self.ranges is not None and self.chip.family != "nvidia" and (terms := may_be_negative(u, self.ranges)): self.offset_terms[u] = terms
+    looked_at = [(self._slot(term.number), term.subtracted) for term in self.offset_terms.get(u, ())]
     def step(f:Frame) -> None:
-      for slot, taken in looked_at: f.check_part(slot, taken)
+      for slot, subtracted in looked_at: f.check_term(slot, subtracted)
       got = meaning(f, *[f.pointer(a) if isinstance(a, Address) else f.full(f.v[a]) for a in args], **static)
       f.v[out] = literal(0, u.dtype) if got is None and dtype is not None else None if got is None else np.asarray(got, dtype)
     self._emit(u, step)
@@ -286,7 +287,7 @@ class Plan(EmulatedProgram):
         size[self.slot[u]] = u.dtype.itemsize * (u.max_numel() if u._shape is not None else 1)
       for s in u.src:
         used = [t for t, _ in self.addresses[s].terms] if s in self.addresses else [self.slot[s]] if s in self.slot else []
-        used += [self._slot(part.number) for part in self.offset_parts.get(u, ())]
+        used += [self._slot(term.number) for term in self.offset_terms.get(u, ())]
         if u.op is Ops.END and u.src[1] in self.slot: used += [self.slot[u.src[1]], self.slot[u.src[1].src[0]]]
         for slot in used:
           outer = [end for start, end in loop_of if start <= i <= end and not start <= born.get(slot, -1) <= end]

@@ -1,4 +1,5 @@
-"""Program that the emulator runs: its steps, and the buffers and values that the steps work on. attn/emulator/plan.py makes it from linear UOps."""
+"""Program that the emulator runs: its steps, and the buffers and values that the steps work on. attn/emulator/plan.py makes it from the UOps of a
+lowered kernel."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -8,8 +9,8 @@ from attn.tinygrad_compat import DType, UOp
 
 @dataclass(frozen=True)
 class Address:
-  """A pointer in a compiled program: an element of `buffer`, as data of the type `dtype`. `terms` has a pair (slot, bytes) for each index that was
-  added to the pointer: `slot` is where the frame's list of values holds the index, and `bytes` is how far an index of 1 moves the pointer."""
+  """A pointer in a compiled program to an element of `buffer`, of the type `dtype`. `terms` has a pair (slot, bytes) for each index that was added to
+  the pointer: `slot` is where the frame's list of values holds the index, and `bytes` is how far an index of 1 moves the pointer."""
   buffer: UOp
   dtype: DType
   terms: tuple[tuple[int, int], ...] = ()

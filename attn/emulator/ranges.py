@@ -26,7 +26,7 @@ def held_by(dtype:DType) -> Range:
 def is_number(u:UOp) -> bool: return u.dtype in dtypes.ints or u.dtype == dtypes.bool
 
 def must_fit(u:UOp) -> bool:
-  """Tells whether the exact result of u must fit u's type."""
+  """Tells whether an overflow of the integer `u` would be an error: whether its exact result must fit its type."""
   if u.dtype not in dtypes.ints: return False
   if u.op in WRAPPING: return not dtypes.is_unsigned(u.dtype)
   source = u.src[0].dtype if u.op is Ops.CAST else u.dtype
@@ -73,8 +73,8 @@ OF_CONDITIONS: dict[Ops, Callable[[Range, Range], Range]] = {
   Ops.CMPLT: lambda x, y: (int(x[1] < y[0]), int(x[0] < y[1])), Ops.AND: lambda x, y: (x[0] & y[0], x[1] & y[1])}
 
 class Ranges:
-  """The ranges of a program's integers. `of` maps each integer to its range. `beyond` maps each integer that is not proven to fit its type to the
-  range of its exact result."""
+  """The ranges of a program's integers. `of` maps the UOp of each integer to its range. `beyond` maps each integer that is not proven to fit its type
+  to the range of its exact result."""
   def __init__(self, uops:list[UOp]):
     self.of, self.beyond, self.sums = dict[UOp, Range](), dict[UOp, Range](), dict[UOp, Sum]()
     # uses of each number, counted without uses in which a choice (WHERE) or the gate of an access excludes values that do not fit
@@ -86,8 +86,8 @@ class Ranges:
     self.beyond = {u: exact for u, exact in self.beyond.items() if self.unguarded[u]}
 
   def _within(self, u:UOp, exact:Range) -> Range:
-    """Returns the range of values of the number u, given the range `exact` of its exact result. If u is a sum, its range is also computed from its
-    terms, which may narrow it. Adds u to `beyond` if its exact result must fit its type, and this is not proven."""
+    """Returns the range of the integer `u` in its type, given the range `exact` of its exact result. If u is a sum, the range is also computed from
+    the terms of the sum, which may narrow it. Adds u to `beyond` if its exact result must fit its type, and this is not proven."""
     total = self._sum(u)
     if len(total) > 1:
       low, high = self._extent(total)
@@ -100,7 +100,7 @@ class Ranges:
     return exact if fits else (least, most)
 
   def _exact(self, u:UOp) -> Range|None:
-    """Returns the range of a number's exact result, computed from the ranges of its sources, or None if nothing is known."""
+    """Returns the range of the exact result of the integer `u`, computed from the ranges of its sources, or None if nothing is known."""
     known = [self.of.get(s) for s in u.src]
     if u.op in (Ops.SPECIAL, Ops.RANGE): return (0, max(known[0][1] - 1, 0)) if known[0] is not None else None
     if u.op is Ops.PARAM: return int(u.vmin), int(u.vmax)       # a Variable
@@ -117,7 +117,8 @@ class Ranges:
 
   # ***** sums, in which equal terms of opposite sign cancel *****
   def _sum(self, u:UOp) -> Sum:
-    """Writes an integer as a sum of terms with factors. An integer that is not a sum becomes a single term with factor 1."""
+    """Writes the integer `u` as a sum: {term: factor}, with the constant under None. An integer that is not a sum becomes a single term with factor
+    1."""
     parts, found = [self.sums.get(s) for s in u.src], None
     if u.op is Ops.CAST and parts[0] is not None: found = parts[0]
     elif len(parts) == 2 and (x := parts[0]) is not None and (y := parts[1]) is not None:
@@ -139,15 +140,16 @@ class Ranges:
 
   # ***** choices *****
   def _chosen(self, u:UOp) -> Range|None:
-    """Returns the range of a WHERE, which chooses between two values by a condition such as x < y. The condition narrows the ranges of x and y in the
-    two branches. Maxima and minima are rendered as such choices; a branch may be x or y cast to another type."""
+    """Returns the range of the integer `u`, which is one of two values (branches) by a condition such as x < y, as in a maximum or minimum. The
+    condition narrows the ranges of x and y in the two branches. A branch may be x or y cast to another type."""
     condition, *branches = u.src
     if any(b not in self.of for b in branches): return None
     possible = [(low, high) for low, high in map(self._taken, branches, self._known_by(condition)) if low <= high]    # one branch may never be taken
     return (min(low for low, _ in possible), max(high for _, high in possible)) if possible else None
 
   def _known_by(self, condition:UOp) -> tuple[NumberBounds, NumberBounds]:
-    """Returns the ranges of the numbers that a condition compares, first for a condition that is true, then for a condition that is false."""
+    """Returns what a condition such as x < y says of the numbers that it compares: {number: range} if the condition is true, and {number: range} if
+    it is false."""
     if condition.op is Ops.CMPLT and all(s in self.of for s in condition.src):
       x, y = condition.src
       (a, b), (c, d) = self.of[x], self.of[y]
@@ -157,8 +159,8 @@ class Ranges:
     return (both(yes, other_yes), {}) if condition.op is Ops.AND else ({}, both(no, other_no))
 
   def _taken(self, branch:UOp, bounds:NumberBounds) -> Range:
-    """Returns the range of `branch`, one of the two values of a WHERE, in the case that the condition selects it. In the other case the value does
-    not matter. `bounds` has the ranges of numbers in the first case."""
+    """Returns the range of `branch`, one of two values between which a condition chooses, in the case that the condition chooses it. `bounds` has the
+    ranges of numbers in this case. In the other case the value does not matter."""
     if branch in bounds: return bounds[branch]
     if branch.op is not Ops.CAST or (exact := bounds.get(branch.src[0])) is None: return self.of[branch]
     least, most = held_by(branch.dtype)
@@ -167,8 +169,8 @@ class Ranges:
     return exact
 
 def gated(uops:list[UOp]) -> set[UOp]:
-  """Returns the addresses (INDEX or SHRINK) of accesses that a gate may prevent. tinygrad uses a 32-bit index for such an address in a buffer of up
-  to 2^31 elements: either the index lies in the buffer, or the gate prevents the access."""
+  """Returns the UOps of addresses of accesses that a gate may prevent. tinygrad uses a 32-bit index for such an address in a buffer of up to 2^31
+  elements: either the index lies in the buffer, or the gate prevents the access."""
   places = {u.src[1] if u.op is Ops.IF else u.src[0] for u in uops if u.op is Ops.IF or (u.op is Ops.LOAD and len(u.src) == 3)}
   return {u for u in places if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].max_numel() <= held_by(dtypes.int)[1] + 1}
 
@@ -177,6 +179,7 @@ def both(x:NumberBounds, y:NumberBounds) -> NumberBounds:
   return x | y | {u: (max(x[u][0], y[u][0]), min(x[u][1], y[u][1])) for u in x if u in y}
 
 def plus(x:Sum, y:Sum, factor:int) -> Sum:
-  """Returns the sum of terms x + factor*y. Terms of the same number are combined, and terms with factor 0 are dropped."""
+  """Returns the sum x + factor*y of two sums, {term: factor}. The factors of a term that both sums have are added, and terms with factor 0 are
+  dropped."""
   found = {key: x.get(key, 0) + factor*y.get(key, 0) for key in (*x, *y)}
   return {key: n for key, n in found.items() if n or key is None}

@@ -24,16 +24,16 @@ class Spans:
 PENDING = 64   # number of reads that are kept in a list before they are written to the planes
 
 class LdsShadow:
-  """Shadow of a LOCAL buffer: the waves that wrote and read each location since the last barrier. A location is `unit` bytes, which is the narrowest
+  """Shadow of an LDS buffer: the waves that wrote and read each location since the last barrier. A location is `unit` bytes, which is the narrowest
   access in the kernel.
 
   An interval is the time between two barriers. Intervals are counted per wave: a barrier that only some waves reach ends the interval of those waves
   only. Accesses of two waves in intervals of the same number may happen at the same time, even if the waves are at different points of the program.
   So an access is safe only if a barrier lies between it and the other wave's access: it must be in a later interval.
 
-  `writer` holds a tag for each location: interval * stride + wave of the last write, or 0 for a location that was never written. A write that is
-  under way (an asynchronous copy that is not complete) has the index of its operation, counted from `UNDER_WAY` on, in place of the interval.
-  `reader` holds for each wave an array, called a plane, with the interval in which the wave last read each location.
+  `writer` holds a tag for each location: interval * stride + wave of the last write, or 0 for a location that was never written. If the last write is
+  an asynchronous copy that is not complete, the tag has the index of this operation, counted from `UNDER_WAY` on, in place of the interval. `reader`
+  holds for each wave an array, called a plane, with the interval in which the wave last read each location.
 
   Locations are checked only if a conflict is possible: each access has a span, and accesses whose spans don't overlap can't conflict. So most reads
   are never recorded in the planes of `reader`. A read is first kept in a list. When a write overlaps a read in the list, all reads of the list are
@@ -61,8 +61,8 @@ class LdsShadow:
       self.pending.clear()
 
   def all_written(self, span:Span) -> bool:
-    """Tells whether every workgroup has written all locations of a span. To save time, the emulator looks at a span at most once between two
-    barriers. If the span was not complete then, it counts as not written until the next barrier."""
+    """Tells whether every workgroup has written all locations of a span. To save time, the emulator looks at the locations of a span at most once
+    between two barriers. A span with locations that were not yet written then counts as not written until the next barrier."""
     if self.complete or span in self.full: return True
     if self.looked.get(span) == self.f.since: return False
     self.looked[span] = self.f.since

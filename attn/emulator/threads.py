@@ -61,7 +61,7 @@ class Threads:
     return len(self.started) - 1
 
   def full(self, x:Any) -> Array:
-    """Broadcasts a value to one column for each thread: the last axis of the result is as long as the number of threads."""
+    """Broadcasts a value to all threads: the last axis of the result is as long as the number of threads."""
     return x if isinstance(x, np.ndarray) and x.shape[-1:] == (self.T,) else np.broadcast_to(x, np.shape(x)[:-1] + (self.T,))
 
   def error(self, kind:type[EmulatorError], bad:Array, text:Callable[[int], str]) -> EmulatorError:
@@ -105,9 +105,9 @@ class Threads:
     self.note_intervals()
 
   def note_intervals(self) -> None:
-    """Recomputes the attributes that depend on `interval` and `seen`, after a wave has passed a barrier. An interval is the time of a wave between
-    two barriers or arrivals at an mbarrier, counted from 0. `interval` has the number of each wave's current interval. `seen` also has one number n
-    for each wave: the wave has waited for everything that the other waves of its workgroup did in intervals before n."""
+    """Recomputes the attributes that depend on `interval` and `seen`, after these have changed. An interval is the time of a wave between two
+    barriers or arrivals at an mbarrier; later intervals have larger numbers. `interval` has the number of each wave's current interval. `seen` has
+    one number n for each wave: the wave has waited for everything that the other waves of its workgroup did in intervals before n."""
     self.in_step = bool((self.interval == self.interval[:, :1]).all())      # are all waves of each workgroup in the same interval?
     same = bool((self.interval == self.interval[0, 0]).all())
     self.interval_of: Any = self.interval[0, 0] if same else self.interval[self.workgroup_of, self.wave_of]

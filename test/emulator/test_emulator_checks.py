@@ -305,9 +305,9 @@ def test_part_of_an_offset_below_zero():
   or a conditional expression."""
   np.testing.assert_array_equal(loaded_at(lambda t: t*4), X[:64])
   np.testing.assert_array_equal(loaded_at(lambda t: (t < 60).where(t*4 + 16, OUT_OF_RANGE)), np.where(X[:64] < 60, X[:64] + 4, 0))
-  with says(checks.NegativePart, "is -1:", "lane 1"): loaded_at(lambda t: (63 - t)*(t % 2*4))
+  with says(checks.NegativeTerm, "is -1:", "lane 1"): loaded_at(lambda t: (63 - t)*(t % 2*4))
   for offset in (lambda t: t*-4 + 252, lambda t: (63 - t)*4, lambda t: (t < 60).where(252 + t*-4, OUT_OF_RANGE)):
-    with says(checks.NegativePart, "loaded_at", "a part of the offset of a buffer_load is -4:", "wave 0, lane 1"): loaded_at(offset)
+    with says(checks.NegativeTerm, "loaded_at", "a term of the offset of a buffer_load is -4:", "wave 0, lane 1"): loaded_at(offset)
     with Context(DEV="EMU::sm_80"): assert loaded_at(offset)[1] == X[62]     # on this chip the operand is a pointer
 
 # ***** limits *****

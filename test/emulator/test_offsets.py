@@ -11,7 +11,7 @@ from attn.chips import get_chip
 from attn.choose.backward import can_differentiate, choose_bias_tile, dbias_of, dkdv_of, dq_of
 from attn.choose.dispatch import KERNELS, choose
 from attn.choose.mla_tiles import mla_tile
-from attn.emulator.offsets import Part, may_be_negative
+from attn.emulator.offsets import OffsetTerm, may_be_negative
 from attn.emulator.ranges import Ranges
 from attn.kernels.parts.grid import workgroup
 from attn.kernels.parts.grid.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
@@ -90,12 +90,12 @@ def backward_kernels(p:Problem, arch:str) -> Iterator[UOp]:
   yield dkdv_of(p, chip, found[1])(*placeholders(dkdv_arguments(p)))
   if p.bias is not None: yield dbias_of(p, chip, choose_bias_tile(p, chip))(*placeholders(dbias_arguments(p)))
 
-def not_shown(kernel:UOp, arch:str) -> list[Part]:
+def not_shown(kernel:UOp, arch:str) -> list[OffsetTerm]:
   """Returns the terms of offsets of a kernel's buffer loads for which `may_be_negative` cannot prove that they are at least 0."""
   uops = lower(kernel, printer_of(arch))
   assert any(isinstance(u.arg, Call) and u.arg.name in ("buffer_load", "load_to_lds") for u in uops)
   ranges = Ranges(uops)
-  return [part for u in uops for part in may_be_negative(u, ranges)]
+  return [term for u in uops for term in may_be_negative(u, ranges)]
 
 @amd_in_turn("name", SEVERAL_HEADS)
 def test_several_heads(name:str, arch:str) -> None: assert not not_shown(forward_kernel(problem(**SEVERAL_HEADS[name]), arch), arch)
