@@ -1,5 +1,6 @@
 """Appends rows to the key/value cache in place: new row i of batch b becomes row lengths[b] + i of the cache. A row that would lie outside the cache
-is not stored. A cache of 8 bits gets the row's numbers of 8 bits, and its scale, which follows from the largest element."""
+is not stored. If the cache stores 8-bit numbers, the kernel chooses a scale for each row by the row's largest element, and stores the scale and the
+quotients of the elements by it."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Callable
@@ -17,18 +18,18 @@ THREADS = 64
 
 @dataclass(frozen=True)
 class Scales:
-  """The scales of a cache of 8 bits: the format of its rows (attn/ops/formats.py), the dtype of the scales, and where the scales lie in their
-  buffer."""
+  """The scales of a cache that stores 8-bit numbers: `format` is the format of these numbers (attn/ops/formats.py), `dtype` the dtype of the scales.
+  `places` says where the scales lie in their buffer."""
   format: str
   dtype: str
   places: Strided
 
 @dataclass(frozen=True)
 class Append:
-  """The shapes of an append: `new` rows of `width` elements, in `layout`, for each of H heads of each of B batches. The cache has `capacity` rows for
-  each head. `places` holds where the cache begins in its buffer, and the strides between its batches, heads and rows. With `pages`, the cache
-  consists of pages, and the stride between batches is the stride between pages. With `scales`, the cache has rows of 8 bits. If the new rows are
-  longer than those of the cache, `of_row` is their length, and the cache gets `width` elements of each, from element `column` on."""
+  """The shapes of an append: `new` rows of `width` elements for each of H heads of each of B batches, in `layout`. The cache has `capacity` rows for
+  each head. `places` says where the cache begins in its buffer, and has the strides between its batches, heads and rows. With `pages` the cache
+  consists of pages, and the stride between batches is the stride between pages. With `scales` the cache stores 8-bit numbers. If the cache gets only
+  some columns of the new rows, `of_row` is the length of a new row, and `column` the first of the `width` columns that the cache gets."""
   B: int
   H: int
   new: int
@@ -43,16 +44,16 @@ class Append:
   threads: bool = True   # False on a device without threads: loops do everything
   checked: bool = True   # contains the operation by which the emulator finds rows that share a slot; False where a device can't render this operation
   @property
-  def columns(self) -> int:
+  def threads_of_row(self) -> int:
     """Number of threads that copy a row."""
     return THREADS if self.threads else 1
 
 @dataclass(frozen=True)
 class NewRow:
-  """A new row, as one of the threads that copy it sees it. `place` is the row of the cache at which it is stored, if `inside` is true. `batch` is the
-  index of its batch, or of its page."""
+  """A new row, as one of the threads that copy the row sees it. The row is stored as row `place` of the cache, if `inside` is true. `batch` is the
+  index of the batch to which the row belongs, or in a cache of pages the index of the page."""
   a: Append
-  numbers: Allocator
+  allocator: Allocator
   rows: UOp
   first: UOp       # index of the row's first element in `rows`
   thread: UOp
@@ -62,21 +63,22 @@ class NewRow:
   inside: UOp
 
   def element(self, part:UOp) -> tuple[UOp, UOp, UOp]:
-    """Loads one of the elements of the row that this thread copies. `part` says which of them: the range that `part()` makes. Returns the element's
-    column, whether the row has this column, and the element."""
-    column = part*self.a.columns + self.thread
+    """Loads the element with index `part` among the elements of the row that this thread copies. Returns (column of the element, whether the row has
+    this column, the element). The method `part` makes the range of these indices."""
+    column = part*self.a.threads_of_row + self.thread
     there = column < self.a.width
     return column, there, self.rows[(self.first + column).valid(there)].load()
-  def part(self, kind:AxisType) -> UOp: return self.numbers.range(ceildiv(self.a.width, self.a.columns), kind)
+  def part(self, kind:AxisType) -> UOp: return self.allocator.range(ceildiv(self.a.width, self.a.threads_of_row), kind)
   def index(self, at:Strided) -> UOp:
-    """Returns the index at which the row begins in the buffer of the cache, if `at` says where the cache's rows lie. Returns the index of the row's
-    scale, if `at` says where the scales lie."""
+    """Returns the flat index of this row in a buffer with the strides `at`: of the row's first element, if these are the strides of the cache; of the
+    row's scale, if these are the strides of the scales."""
     return at.start + self.batch*at.batch + self.head*at.head + self.place*at.row
   def largest(self) -> UOp:
-    """Returns the largest absolute value of the row: each thread finds that of its elements, and all exchange what they found."""
+    """Returns the largest absolute value of the row. Each thread finds the largest of the elements that it copies; then the threads exchange these
+    maxima."""
     mine = sizes_of(self.element(part := self.part(AxisType.REDUCE))[2].cast(dtypes.float)).reduce(part, arg=Ops.MAX)
     if not self.a.threads: return mine
-    found = self.numbers.lds(THREADS, dtypes.float)
+    found = self.allocator.lds(THREADS, dtypes.float)
     met = found.after(found[self.thread].store(mine))      # tinygrad puts a barrier after this store
     each = [met[i].load() for i in range(THREADS)]
     while len(each) > 1: each = [x.maximum(y) for x, y in zip(each[::2], each[1::2])]
@@ -84,17 +86,17 @@ class NewRow:
 
 @cache_of_kernels
 def append(a:Append) -> Callable[..., UOp]:
-  """Returns the kernel, a function of the tensors (cache, [scales], rows, lengths, [block_table]). `cache` is the buffer that holds the cache,
-  `scales` the one that holds its scales. `rows` (B, H, new, width) has the layout `a.layout`, and the dtype of a cache without scales. `lengths` is
-  int32 (B), `block_table` int32 (B, a.pages.most)."""
+  """Returns the kernel, a function of the tensors (cache, [scales], rows, lengths, [block_table]). `cache` and `scales` are the buffers in which the
+  cache and its scales lie. `rows` (B, H, new, width), in the layout `a.layout`, has the new rows: floats, of the cache's dtype unless the cache
+  stores 8-bit numbers. `lengths` (B) and `block_table` (B, a.pages.most) are int32."""
   def kernel(*placeholders:UOp) -> UOp:
     cache, *scales = map(flat, placeholders[:1 + (a.scales is not None)])
     rows, lengths, *table = map(flat, placeholders[1 + len(scales):])
-    numbers = Allocator()
-    row = numbers.range(a.B*a.H*a.new, AxisType.GLOBAL if a.threads else AxisType.LOOP)
-    threads = [numbers.range(THREADS, AxisType.LOCAL)] if a.threads else []
+    allocator = Allocator()
+    row = allocator.range(a.B*a.H*a.new, AxisType.GLOBAL if a.threads else AxisType.LOOP)
+    threads = [allocator.range(THREADS, AxisType.LOCAL)] if a.threads else []
     thread = threads[0] if threads else UOp.const(0)
-    new = new_row(a, numbers, row, thread, rows, lengths, table)
+    new = new_row(a, allocator, row, thread, rows, lengths, table)
     part, stores = new.part(AxisType.LOOP), []
     column, there, value = new.element(part)
     gate = left_alone(new.inside)     # otherwise tinygrad takes it for granted, and reads the table for rows outside of the cache, too
@@ -107,13 +109,14 @@ def append(a:Append) -> Callable[..., UOp]:
     return UOp.group(*stores).end(row, *threads).sink(arg=KernelInfo(f"attn_append_{a.new}_{a.capacity}_{a.width}", opts_to_apply=()))
   return kernel
 
-def new_row(a:Append, numbers:Allocator, row:UOp, thread:UOp, rows:UOp, lengths:UOp, table:list[UOp]) -> NewRow:
-  """Finds where the new row `row`, counted over all batches and heads, comes from and goes to."""
+def new_row(a:Append, allocator:Allocator, row:UOp, thread:UOp, rows:UOp, lengths:UOp, table:list[UOp]) -> NewRow:
+  """Returns the new row with index `row`, counted over all batches and heads: where it lies in `rows`, and where it is stored in the cache. `table`
+  has the block table if the cache consists of pages, and is empty otherwise."""
   batch, head, i = row//(a.H*a.new), row//a.new%a.H, row%a.new
   sb, sh, ss = strides(a.layout, a.H, a.new, a.width if a.of_row is None else a.of_row)
   to = bounded(lengths[batch].load(), -a.new, a.capacity) + i
   inside = (to >= 0) & (to < a.capacity)
-  new = NewRow(a, numbers, rows, batch*sb + head*sh + i*ss + a.column, thread, batch, head, to, inside)
+  new = NewRow(a, allocator, rows, batch*sb + head*sh + i*ss + a.column, thread, batch, head, to, inside)
   if a.pages is None: return new
   in_page = to%a.pages.size
   page = Table(table[0], batch*a.pages.most, a.pages.size, a.pages.count, a.places.batch, False, a.checked).page(to, inside)

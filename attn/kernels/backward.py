@@ -25,22 +25,24 @@ Carry = TypeVar("Carry")
 
 class BackwardTrip(Protocol[Carry]):
   """The operations of the backward algorithms on one tile, as one thread sees them. Either the workgroup owns queries and the tile holds keys, or the
-  workgroup owns keys and the tile holds queries. The state passes results from step to step: sums in registers, and tiles in LDS."""
+  workgroup owns keys and the tile holds queries. The state `s` holds what operations pass on to later ones: sums in registers, and tiles in LDS."""
   def start(self, s:Carry) -> Carry: """Starts the products for S and dP, if the matrix unit works asynchronously. Otherwise does nothing."""
-  def lse(self, s:Carry) -> Any: """Returns the lse of the queries that take part in this iteration: the workgroup's queries, or the tile's
-                                 queries."""
-  def scores(self, s:Carry) -> tuple[Carry, Any]: """Computes S = Q K^T."""
+  def lse(self, s:Carry) -> Any: """Returns the lse of the queries of this iteration: of the workgroup's queries, or of the tile's queries."""
+  def scores(self, s:Carry) -> tuple[Carry, Any]: """Computes S = Q K^T. Returns the state and S."""
   def weights(self, scores:Any, lse:Any) -> Any: """Applies terms (bias, softcap, ...) and masks to S. Computes P = exp(S - lse) and the derivatives
                                                  of the terms."""
-  def dp(self, s:Carry) -> tuple[Carry, Any]: """Computes dP - delta, with dP = dO V^T. Dropout removes the same elements of dP as of P."""
+  def dp(self, s:Carry) -> tuple[Carry, Any]: """Computes dP - delta, with dP = dO V^T. Sets the elements of dP to 0 whose weights dropout drops.
+                                                 Returns the state and dP - delta."""
   def ds(self, weights:Any, dp:Any, derivatives:Collection[str]|None=None) -> Any:
-    """Computes dS = P * (dP - delta), the gradient of the product Q K^T without the factor softmax_scale. By default the result is multiplied by the
-    derivatives of all score terms (softcap, ALiBi, bias, score_mod). If `derivatives` is given, it is multiplied only by the derivatives of the terms
-    that `derivatives` names. The result is then, for each score, the gradient of the bias, or of the value that score_mod reads from a tensor."""
+    """Computes dS = P * (dP - delta), the gradient of the product Q K^T without the factor softmax_scale; `dp` is dP - delta. By default the result
+    is multiplied by the derivatives of all score terms (softcap, ALiBi, bias, score_mod). If `derivatives` is given, it is multiplied only by the
+    derivatives of the terms that `derivatives` names. The result is then, for each score, the gradient of the bias, or of the value that score_mod
+    reads from a tensor."""
   def kept(self, weights:Any) -> Any: """Returns P after dropout, rounded to the inputs' dtype, as an operand of the product P^T dO."""
   def rounded(self, ds:Any) -> Any: """Returns dS, rounded to the inputs' dtype, as an operand of the products that give dQ and dK."""
   def add(self, s:Carry, name:str, p_or_ds:Any) -> Carry:
-    """Multiplies P or dS, which `p_or_ds` holds, by rows of the tile, and adds the product to the gradient `name`."""
+    """Adds to the gradient `name` the product of `p_or_ds` (P or dS) and the rows of a tensor in the tile: P and dO for dv, dS and q for dk, dS and k
+    for dq."""
 
 class SharingTrip(BackwardTrip[Carry], Protocol[Carry]):
   """The operations on a tile of queries, if workgroups that own keys also add up dQ. The fp32 accumulator of dQ lies in memory, because all
@@ -57,17 +59,17 @@ class OwnUnit(Protocol[Carry]):
     """Loops over tiles, one head after another: over the keys that the workgroup's queries see, or over the queries that see the workgroup's keys.
     Calls `work(state, trip)` for each loaded tile; `work` returns the state after its work on this tile."""
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
-    """Returns the kernel, which ends with `stores`. `cleared` names tensors: the kernel also stores 0 to their rows that belong to no sequence.
-    `count` is the number of the kernel's floating-point operations."""
+    """Returns the kernel, which ends with `stores`. `name` becomes a part of its name. `cleared` names tensors in which some rows may belong to no
+    sequence: the kernel stores 0 to these rows. `count` is the kernel's number of floating-point operations."""
 
 class BackwardUnit(OwnUnit[Carry], Protocol[Carry]):
   """A workgroup that owns queries or keys, and computes the gradients that belong to these rows."""
   @property
-  def wanted(self) -> tuple[str, ...]: """Names of the gradients that the workgroup computes, in the order of their accumulators."""
+  def wanted(self) -> tuple[str, ...]: """Names of the gradients that the workgroup computes (dq, dk, dv), in the order of their accumulators."""
   def begin(self, s:Carry|None=None, stores:list[UOp]|None=None) -> Carry:
-    """Returns the state before the first tile. All sums are 0, and the rows that the workgroup owns are loaded, or their loads have started. For a
-    second pass over the tiles, `s` is the state after the first pass and `stores` are the stores of the first pass: the second pass begins after
-    both."""
+    """Returns the state before the first tile: all sums are 0, and the rows that the workgroup owns are loaded, or their loads have started. If this
+    is a second pass over the tiles, `s` is the state after the first pass, and `stores` are the stores of the first pass. The second pass begins
+    after these stores."""
   def gradient(self, s:Carry, name:str) -> list[UOp]: """Returns the stores of the gradient `name` to memory."""
 
 class QueriesUnit(BackwardUnit[Carry], Protocol[Carry]):
@@ -77,8 +79,8 @@ class BiasUnit(OwnUnit[Carry], Protocol[Carry]):
   """A workgroup that owns a block of a bias and loops over all scores to which the block is added. If all queries share the elements of the bias, the
   block is one row. If all keys share the elements of the bias, the block is one column."""
   def begin(self) -> Carry: """Returns the state before the first tile: all sums are 0."""
-  def sum(self, s:Carry, ds:Any, tile:Any) -> Carry: """Adds dS to the sums. If each element of the bias is added to only one score, there is nothing
-                                                     to sum: then stores dS to memory."""
+  def sum(self, s:Carry, ds:Any, tile:Any) -> Carry: """Adds dS to the sums, and returns the state. If each element of the bias is added to only
+                                                        one score, there is nothing to sum: then stores dS to memory."""
   def sums(self, s:Carry) -> list[UOp]: """Returns the stores of the block's sums to memory."""
 
 def gradient_of_q(unit:QueriesUnit[Any]) -> UOp:
@@ -97,8 +99,8 @@ def gradient_of_q(unit:QueriesUnit[Any]) -> UOp:
 
 def gradients_of_kv(passes:list[BackwardUnit[Any]]) -> UOp:
   """Returns the kernel for the gradients of k and v. A workgroup owns keys and loops over the queries of all heads that share these keys, one head
-  after another. The workgroup makes one such pass for both gradients, or, if registers are short, two passes: first for dV, then for dK. If a unit
-  also wants dQ, the workgroup adds its part of dQ to sums in memory."""
+  after another. `passes` has one object for each loop over all these queries: a single pass for both gradients, or, if registers are short, one pass
+  for dV and one for dK. If dQ is among the gradients that a pass computes, the workgroup adds its part of dQ to sums in memory."""
   s, stores = None, list[UOp]()
   for unit in passes:
     def work(s:Any, tile:Any, wanted:tuple[str, ...]=unit.wanted) -> Any:
@@ -139,15 +141,17 @@ def gradient_of_bias(unit:BiasUnit[Any]) -> UOp:
 
 class UnitOf(Protocol):
   def __call__(self, p:Problem, arch:Chip, tile:Any, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> Any:
-    """Makes the steps of a backward kernel for one workgroup, an `OwnUnit`. For a workgroup that owns keys, makes a list with one `OwnUnit` for each
-    pass over the queries. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes, in the same order. If `parts` is above 0, the
-    rows that the workgroups loop over are divided into `parts` parts, and each workgroup loops over one part."""
+    """Makes the `OwnUnit` of a problem: the operations of a backward kernel for one workgroup. For a kernel whose workgroups own keys, makes a list
+    with one `OwnUnit` for each pass over the queries. `args` are the kernel's tensors. `shapes` has the names, shapes and dtypes of these tensors, in
+    the same order. If `parts` is above 0, the rows over which workgroups loop are divided into `parts` parts, and each workgroup loops over one part.
+    """
 
 def backward_dq(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns maker(p, arch, tile, dlse=False, parts=0), which returns the kernel that computes dq, and delta for the other kernels. The kernel takes
-  the tensors of `tensors.dq_arguments(p, dlse, parts)`, in this order. dq of a query that sees no key is 0. dq and delta of a row that belongs to no
-  sequence are 0. If `parts` is above 0, the keys are divided into `parts` parts: the kernel stores an fp32 dq for each part, and the caller adds them
-  up. The maker raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
+  """Returns maker(p, arch, tile, dlse=False, parts=0) for one kind of matrix unit, whose operations `unit` makes. The maker returns the kernel that
+  computes dq, and delta for the other kernels. The kernel takes the tensors of `tensors.dq_arguments(p, dlse, parts)`, in this order; `dlse` says
+  whether lse has a gradient. dq of a query that sees no key is 0. dq and delta of a row that belongs to no sequence are 0. If `parts` is above 0, the
+  keys are divided into `parts` parts: the kernel stores an fp32 dq for each part, and the caller adds them up. The maker raises NotImplementedError
+  for a problem that `tensors.check_backward` rejects."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradient_of_q(unit(p, arch, tile, args, dq_arguments(p, dlse, parts), parts))

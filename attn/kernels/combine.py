@@ -30,7 +30,7 @@ MERGED = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial"
 PARTS_AT_ONCE = 16          # partial results whose loads run at the same time: a thread has no other work while it waits
 
 def combine_arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-  """Returns (shape, dtype) of the tensors that `combine` takes, the kernel that merges the partial results of key ranges, by name and in order."""
+  """Returns (shape, dtype) of the tensors that the kernel `combine` takes, by name and in order."""
   shapes = {**p.shapes, **arguments(p)}
   return {name: shapes[name] for name in MERGED if name in shapes}
 
@@ -47,9 +47,9 @@ def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
   return lambda *args: merged(p, arch, splits, args)
 
 def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
-  """Divides the key ranges (KV splits) into groups. The partial results of one group are loaded at the same time. Returns (loops, indices) for each
-  group: the tinygrad loop around its loads, if there is one, and the indices of its key ranges. If there are many key ranges, the first group is a
-  loop that loads PARTS_AT_ONCE of them at a time, and the last group holds the rest."""
+  """Divides the key ranges (KV splits) into groups whose partial results are loaded at the same time. Returns (loops, indices of key ranges) for each
+  group; `loops` has the tinygrad loop that surrounds the group's loads, or is empty. If there are many key ranges, the first group is a loop that
+  loads PARTS_AT_ONCE partial results in each iteration, and the last group has the rest."""
   found, looped = list[tuple[tuple[UOp, ...], list[UOp]]](), splits//PARTS_AT_ONCE*PARTS_AT_ONCE if splits >= 2*PARTS_AT_ONCE else 0
   if looped:
     g = new.range(looped//PARTS_AT_ONCE, AxisType.LOOP)

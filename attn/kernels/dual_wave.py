@@ -53,8 +53,8 @@ def dual_wave(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
 
 @dataclass(frozen=True)
 class DualWaveState(InOrder):
-  """The state between clusters (the steps between two barriers): the LDS buffers, S(t) and K(t+1) in registers, the softmax's registers, and the
-  statements (operations with side effects) so far."""
+  """What the kernel carries from one cluster to the next (a cluster is the code between two barriers): the LDS buffers, S(t) and K(t+1) in registers,
+  the softmax's registers, and the statements (operations with side effects) so far."""
   k0: LdsTile
   k1: LdsTile
   v0: LdsTile
@@ -68,28 +68,27 @@ class DualWaveState(InOrder):
 
   # Statements keep their order. A statement waits only for the values that it is given.
   def begin(self, statement:UOp) -> DualWaveState:
-    """Adds a statement (an operation with a side effect, such as a barrier) to the program, after the earlier statements. Other operations may run
-    before or after it."""
+    """Returns the state after one more statement (an operation with a side effect, such as a barrier). The statement runs after the earlier
+    statements. Other operations of the program may run before or after it."""
     return replace(self, statements=self.statements.begin(statement))
   def keep(self, *stores:UOp) -> DualWaveState:
-    """Adds to the program stores whose targets are registers. A later read of these registers returns the stored values only after the next call of
-    `settled`."""
+    """Returns the state after `stores` to registers. Only reads through a state that `settled` returned later are sure to give the stored values."""
     return replace(self, statements=self.statements.note(UOp.group(*stores)))
   def values_after(self, *deps:UOp) -> DualWaveState: return replace(self.after(*deps), statements=self.statements)
   def sync(self, statement:UOp) -> DualWaveState:
-    """Adds a statement (an operation with a side effect, such as a barrier) to the program. Values that are read through the returned state later are
-    computed after this statement."""
+    """Returns the state after one more statement (an operation with a side effect, such as a barrier). Values that are read through the returned
+    state are computed after this statement."""
     s = self.begin(statement)
     return s.values_after(s.statements.effects[-1])
   def settled(self, statement:UOp) -> DualWaveState:
-    """Adds a statement (an operation with a side effect, such as a barrier) to the program. Values that are read through the returned state later are
-    computed after this statement, and after all statements and stores that were added before it."""
+    """Returns the state after one more statement (an operation with a side effect, such as a barrier). Values that are read through the returned
+    state are computed after this statement, and after all earlier statements and stores."""
     s = self.begin(statement)
     return s.values_after(s.statements.effects[-1], UOp.group(*s.statements.effects))
 
 @dataclass(frozen=True)
 class DualWave:
-  """The kernel of one problem, as one thread sees it: the values that are equal for all tiles, and the steps."""
+  """The kernel of one problem, as one thread sees it. The methods write the parts of its program. No field changes during the loop over tiles."""
   group: Workgroup
   tile: Tile
   at: Lane
@@ -161,8 +160,8 @@ class DualWave:
     return self.load_v(s, s.v1, begin + 1)
 
   def trips(self, s:DualWaveState, first:UOp, count:UOp, scores:Scores, masked:Row|None) -> DualWaveState:
-    """Does `count` iterations of the loop, of two tiles each, from tile `first` on. `masked` is this lane's query if masks are applied, and None
-    otherwise."""
+    """Computes 2*`count` tiles of keys, from tile `first` on, in a loop of `count` iterations. `masked` is this lane's query if masks may hide keys
+    of these tiles, and None otherwise. Returns the state after the loop."""
     if (n := trip_count(count)) is None: return s
     r = self.group.grid.allocator.range(n, AxisType.LOOP)
     inside = replace(s, statements=replace(s.statements, effects=())).after(r)
@@ -175,7 +174,8 @@ class DualWave:
     return s.after(UOp.group(*inside.statements.effects).end(r))
 
   def late(self, s:DualWaveState) -> tuple[Lane, Row]:
-    """Computes the lane's place in its wave and the lane's query once more, after a loop. No register then has to hold them during the loop."""
+    """Returns the lane's place in its wave, and the lane's query, computed once more after a loop. Without this, registers would hold them during the
+    loop."""
     lane = bounded(amd.opaque(self.at.lane, s.done), 0, self.mat.wave - 1)
     here, wave = replace(self.at, lane=lane), bounded(self.wave, 0, WAVES - 1)
     return here, self.group.row(wave*self.mat.N, here.n)
@@ -190,7 +190,8 @@ class DualWave:
 
   # ***** the four clusters of tile t, the i-th of its iteration *****
   def compute_scores(self, s:DualWaveState, t:UOp, scores:Scores, masked:Row|None) -> tuple[DualWaveState, list[UOp]]:
-    """Does step C1 of tile t: turns the scores S(t) into P(t) on the vector unit, and computes S(t+1) on the matrix unit."""
+    """Computes cluster C1 of tile t: turns S(t) into P(t) on the vector unit, and computes S(t+1) on the matrix unit. `masked` is this lane's query
+    if masks may hide keys, and None otherwise. Returns the state and P(t)."""
     s = s.sync(amd.priority(1, s.done))
     x = [s.s[kt].load() for kt in range(self.k_tiles)]
     if masked is not None: x = scores.mask(x, masked, t)
@@ -206,15 +207,15 @@ class DualWave:
     return s.settled(amd.barrier(s.done)), weights
 
   def read_values(self, s:DualWaveState, t:UOp, i:int) -> tuple[DualWaveState, list[list[UOp]]]:
-    """Does step M1 of tile t: reads V(t) from LDS, and starts the load of K(t+3) from global memory to LDS. `i` is 0 for the first tile of an
-    iteration and 1 for the second; it chooses the LDS buffers."""
+    """Computes cluster M1 of tile t: reads V(t) from LDS, and starts the load of K(t+3) from global memory to LDS. `i` is 0 for the first of the two
+    tiles of an iteration and 1 for the second, which lie in different LDS buffers. Returns the state and the operands of V(t)."""
     values = self.read_v(s.v_lds(i))
     s = self.load_k(s, s.k_lds(i + 1), t + 3)
     s = s.begin(amd.wait_loads(BEHIND, *itertools.chain(*values), s.done))
     return s.sync(amd.barrier(s.done)), values
 
   def compute_output(self, s:DualWaveState, values:list[list[UOp]], weights:list[UOp]) -> DualWaveState:
-    """Does step C2 of tile t: adds V(t) P(t) to O on the matrix unit."""
+    """Computes cluster C2 of tile t: adds V(t) P(t) to O on the matrix unit. `values` are the operands of V(t), and `weights` those of P(t)."""
     s = s.sync(amd.priority(1, s.done))
     accs = [s.softmax.acc[dt].load() for dt in range(self.d_tiles)]
     for dt, v_operands in enumerate(values):
@@ -223,8 +224,8 @@ class DualWave:
     return s.settled(amd.barrier(s.done))
 
   def read_keys(self, s:DualWaveState, t:UOp, i:int) -> DualWaveState:
-    """Does step M2 of tile t: reads K(t+2) from LDS to registers, and starts the load of V(t+2) from global memory to LDS. `i` is 0 for the first
-    tile of an iteration and 1 for the second; it chooses the LDS buffers."""
+    """Computes cluster M2 of tile t: reads K(t+2) from LDS to registers, and starts the load of V(t+2) from global memory to LDS. `i` is 0 for the
+    first of the two tiles of an iteration and 1 for the second, which lie in different LDS buffers."""
     keys = self.read_k(s.k_lds(i))
     s = self.load_v(s.keep(*store_all(s.k, keys)), s.v_lds(i), t + 2)
     s = s.begin(amd.wait_loads(BEHIND, *keys, s.done))
@@ -232,9 +233,9 @@ class DualWave:
 
   # ***** the steps of clusters *****
   def weigh(self, s:DualWaveState, x:list[UOp], exps:list[UOp], scores:Scores, *deps:UOp) -> tuple[DualWaveState, list[UOp]]:
-    """Computes P = exp2(x - m) of the scores `x`, as operands of the next product. m is the number that the softmax subtracts from the scores of a
-    row. `exps` is P for the present m. A branch, which comes after the operations `deps`, checks whether m is high enough. If it is not, the
-    branch raises m and computes P again."""
+    """Returns the state and P = exp2(x - m) of the scores `x`, as operands of the next product. m is the number that the softmax subtracts from the
+    scores of a row. `exps` is P for the present m. After the operations `deps`, a branch checks whether m is high enough. If m is too low, the branch
+    raises m and computes P again."""
     corrected = list[UOp]()
     def correct(statement:UOp) -> UOp:
       corrected.append(s.statements.do(statement))
@@ -245,8 +246,8 @@ class DualWave:
   def load_k(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows_of("k"), K_LAYOUT, to.buffer, t)
   def load_v(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows_of("v"), V_LAYOUT, to.buffer, t)
   def load(self, s:DualWaveState, source:GlobalRows, layout:ExchangedChunks, buffer:UOp, t:UOp) -> DualWaveState:
-    """Starts the load of this wave's part of tile t of the rows `source` to the LDS buffer `buffer`, which has the layout `layout`. The load
-    instruction stores 16 bytes of each lane to LDS, in the order of the lanes. So each lane loads the 16 bytes that belong at the lane's place in LDS
+    """Starts the load of this wave's part of tile t, from the rows `source` in global memory to the LDS buffer `buffer`, whose layout is `layout`.
+    One load instruction fills LDS in the order of the lanes, 16 bytes for each lane. So each lane loads the 16 bytes that belong at its place in LDS
     (`layout.exchanged`)."""
     lane, rows = self.at.lane, layout.chunk
     unit = layout.exchanged(lane//ROW_UNITS, lane%ROW_UNITS)
@@ -262,8 +263,8 @@ class DualWave:
   def read_k(self, tile:LdsTile) -> list[UOp]: return [tile.load(kt*self.mat.M + self.at.n, u) for kt in range(self.k_tiles) for u in self.units]
 
   def read_v(self, tile:LdsTile) -> list[list[UOp]]:
-    """Reads V from LDS as the A operands of O^T = V^T P^T. Returns a list for each matrix tile of columns of V. Each operand holds a lane's elements
-    for eight keys, and takes two transposing loads of four keys each."""
+    """Reads V from LDS as the A operands of O^T = V^T P^T. Returns a list of operands for each matrix tile of columns of V. An operand has a lane's
+    elements of eight keys: two loads read and transpose four keys each."""
     mat, member = self.mat, self.at.lane%16
     m = self.at.lane//16%2*16 + member%4*4                                 # m: row of V^T in the operand; d: column of V of that row
     d = mat.accumulator*(m//mat.block%mat.groups) + m//(mat.block*mat.groups)*mat.block
@@ -273,7 +274,7 @@ class DualWave:
     return [[ops.concat(load(dt, n), load(dt, n + 4)) for n in range(0, BLOCK_N//mat.groups, mat.unit)] for dt in range(self.d_tiles)]
 
   def products(self, k_operands:list[UOp]) -> list[UOp]:
-    """Computes S^T = K Q^T. Returns a C fragment for each matrix tile of keys."""
+    """Computes S^T = K Q^T, given the operands of K. Returns a C fragment for each matrix tile of keys."""
     tiles, units = [], len(self.units)
     for first in range(0, len(k_operands), units):
       x = ops.splat(0.0, self.mat.accumulator)

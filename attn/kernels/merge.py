@@ -33,8 +33,9 @@ class RowRange:
   def has(self, row:UOp) -> UOp: return (row >= self.first) & (row < self.first + self.count)
 
 def part_places(p:Problem, rows:int) -> list[int]:
-  """Returns where the pieces of a partial result begin in its buffer: the indices of o, of the LSE and of the rest of the LSE (the part that fp32
-  rounding removed). A last number is the length of the buffer in float32 elements. The partial result holds `rows` rows of each head."""
+  """Returns at which elements of its float32 buffer o, the LSE and the rest of the LSE (the part that rounding to fp32 lost) of a partial result
+  begin, and, as the last number, the length of the buffer. The partial result has `rows` rows of each head. Without p.wide_scores there is no rest of
+  the LSE."""
   sizes = (p.B*p.H*rows*n for n in (p.Dv, 1, *[1]*p.wide_scores))
   return [0, *itertools.accumulate(round_up(n, UNIT_BYTES//4) for n in sizes)]
 
@@ -51,12 +52,11 @@ def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]
   return ops.as_float(values), inside.where(number(1), NEG_INF), number(2) if p.wide_scores else None
 
 def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...]=()) -> Callable[..., UOp]:
-  """Returns the kernel that merges partial results into the outputs of `p`, for all rows. `parts` lists which rows each partial result holds; the
-  kernel has one argument for each partial result.
+  """Returns the kernel that merges partial results into the outputs of `p`. `parts` says which rows each partial result holds; the kernel takes one
+  buffer for each of them.
 
-  A row that no partial result holds gives o = 0 and lse = -inf. With p.sinks, the sinks are added only to the rows in `there`; all other rows are
-  padding. Raises ValueError if `parts` or `there` names rows that `p` does not have.
-  """
+  A row that no partial result holds gives o = 0 and lse = -inf. With p.sinks, `there` says which rows are real: only to these rows the kernel adds
+  the sinks. All other rows are padding. Raises ValueError if `parts` or `there` names rows that `p` does not have."""
   for rows in (*parts, *there):
     if rows.first < 0 or rows.count < 1 or rows.first + rows.count > p.Sq: raise ValueError(f"{rows}: must lie within the problem's {p.Sq} rows")
   return lambda *args: merged_parts(p, arch, parts, there, args)

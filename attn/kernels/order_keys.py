@@ -9,9 +9,10 @@ from attn.tinygrad_compat import AxisType, KernelInfo, UOp
 ROWS_OF_A_THREAD, ELEMENTS_OF_A_THREAD = 4, 8     # at most: the loads of a thread all run at the same time
 
 def order_keys(p:Problem, held:int, keys:DealtRows, width:int, gathered:UOp, shard:UOp) -> UOp:
-  """Returns the kernel that copies rows from `shard` to `gathered`. `gathered` (rows, heads, width) is the buffer for the rows of all devices.
-  `shard` has the rows that this device holds, `held` of each head, in the layout of `p`. `keys` says which key/value heads of all B*Hkv to copy, how
-  many of the held rows, and to which row of `gathered` each row goes. tinygrad divides the copying among threads."""
+  """Returns the kernel that copies rows of k or v of a sequence that several devices share: from `shard`, the rows of this device, to `gathered`, the
+  buffer for the rows of all devices. `gathered` has the shape (rows, heads, width). `shard` has `held` rows of each head, in the layout of `p`.
+  `keys` says which key/value heads of all B*Hkv to copy, how many of the held rows, and to which row of `gathered` each row goes. tinygrad divides
+  the copying among threads."""
   (first, heads), to, held_rows = keys.heads, flat(gathered), flat(shard)
   each = math.gcd(keys.queries, ROWS_OF_A_THREAD), math.gcd(width, ELEMENTS_OF_A_THREAD)
   block, head, part = (UOp.range(n, i) for i, n in enumerate((keys.queries//each[0], heads, width//each[1])))

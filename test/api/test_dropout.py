@@ -198,7 +198,7 @@ def summed_after(self:Any, s:Any, tiles:Any, t:Any, part:Any, masked:bool) -> An
   scores = self.group.scores
   left = [kept_scores(scores, [row], t) for row in self.queries]
   softmax, addends = s.softmax.addends(self.dual)
-  weights = [kept.numbers(softmax.weights(x, addend, scores.to_log2)) for kept, x, addend in zip(left, tiles, addends, strict=True)]
+  weights = [kept.drop(softmax.weights(x, addend, scores.to_log2)) for kept, x, addend in zip(left, tiles, addends, strict=True)]
   softmax = softmax.correct(weights, tiles, scores.to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do)
   return replace(s, softmax=softmax), None
 
@@ -211,11 +211,11 @@ def as_it_was(self:Any, x:Any, first:int=0) -> Any: return x
 FAULTS: dict[str, tuple[str, Any, str, Any]] = {
   "O without 1/(1 - p)": ("o", Workgroup, "normalised", unscaled), "sums of what is left": ("o", amd_forward.AmdForward, "weigh", summed_after),
   "O by another head's mask": ("o", amd_forward, "kept_scores", wrong_head), "O of all P": ("o", Kept, "packed", as_it_was),
-  "dQ by another tile's mask": ("dq", amd_backward, "kept_scores", wrong_tile), "dQ of all dP": ("dq", Kept, "numbers", as_it_was),
+  "dQ by another tile's mask": ("dq", amd_backward, "kept_scores", wrong_tile), "dQ of all dP": ("dq", Kept, "drop", as_it_was),
   "dQ without 1/(1 - p)": ("dq", Normaliser, "of", staticmethod(plain_normaliser)),
   "dQ with too much delta": ("dq", amd_backward, "scaled_delta", whole_delta),
   "dK and dV by another head's mask": ("dkdv", amd_backward, "kept_scores", wrong_head), "dV of all P": ("dkdv", Kept, "packed", as_it_was),
-  "dK of all dP": ("dkdv", Kept, "numbers", as_it_was),
+  "dK of all dP": ("dkdv", Kept, "drop", as_it_was),
   "dK and dV without 1/(1 - p)": ("dkdv", Normaliser, "of", staticmethod(plain_normaliser)),
   "dK with too much delta": ("dkdv", gradients, "scaled_delta", whole_delta)}
 
@@ -226,7 +226,7 @@ def hold_to_the_law(kernel:str) -> None:
 
 ON_NVIDIA: dict[str, tuple[str, Any, str, Any]] = {
   "dQ by another tile's mask": ("dq", (warp_gradients,), "kept_scores", wrong_tile),
-  "dQ of all dP": ("dq", (Kept,), "numbers", as_it_was), "dV of all P": ("dkdv", (Kept,), "packed", as_it_was),
+  "dQ of all dP": ("dq", (Kept,), "drop", as_it_was), "dV of all P": ("dkdv", (Kept,), "packed", as_it_was),
   "dK and dV by another head's mask": ("dkdv", (warp_gradients,), "kept_scores", wrong_head),
   "dK with too much delta": ("dkdv", (gradients, wgmma_backward), "scaled_delta", whole_delta),
   "dQ with too much delta": ("dq", (warp_gradients,), "scaled_delta", whole_delta),

@@ -279,7 +279,7 @@ def before_a_tile_is_there(m:pytest.MonkeyPatch) -> None:
 def waits_for_one_less(m:pytest.MonkeyPatch) -> None:
   wrong(m, hopper, "wait_products", lambda wait: lambda acc, order, but=0: wait(acc, order, but + 1))
 def numbers_of_the_next_tile(m:pytest.MonkeyPatch) -> None:
-  wrong(m, WgmmaTrip, "numbers", lambda numbers: lambda self, s, kind: numbers(replace(self, ring_place=self.of.next(self.ring_place)), s, kind))
+  wrong(m, WgmmaTrip, "query_values", lambda numbers: lambda self, s, kind: numbers(replace(self, ring_place=self.of.next(self.ring_place)), s, kind))
 def another_head(m:pytest.MonkeyPatch) -> None:
   wrong(m, WgmmaBackward, "next", lambda next_: lambda self, place: replace(next_(self, place), loop=place.loop))
 def mask_of_first_head(m:pytest.MonkeyPatch) -> None: m.setattr(WarpRows, "of_head", lambda self, head: self)
@@ -475,7 +475,7 @@ def unguarded(m:pytest.MonkeyPatch) -> None:
   m.setattr(Normaliser, "of", staticmethod(lambda p, log_sum, *rest: Normaliser(ops.mul(log_sum, -LOG2E))))
 def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
-    wrong(m, Workgroup, "numbers", lambda numbers: lambda self, name, head: numbers(self, name, UOp.const(0) if name == wanted else head))
+    wrong(m, Workgroup, "query_value_rows", lambda numbers: lambda self, name, head: numbers(self, name, UOp.const(0) if name == wanted else head))
   plant.__name__ = f"{wanted}_of_head_0"
   return plant
 def lanes_swapped(m:pytest.MonkeyPatch) -> None:
@@ -484,8 +484,8 @@ def lanes_swapped(m:pytest.MonkeyPatch) -> None:
   wrong(m, QueryValues, "fetch", lambda fetch: lambda self, rows, t: [x.load_number(t*self.block_n, self.block_n, self.thread,
                                                                                    self.thread < self.block_n) for x in rows.each])
 def columns_swapped(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: a lane takes the numbers of its columns (keys or queries) in reverse order."""
-  for of in (MmaTrip, WgmmaTrip): wrong(m, of, "numbers", lambda numbers: lambda self, *args: numbers(self, *args)[::-1])
+  """Plants a fault: a lane takes the query values (lse, delta) of its columns in reverse order."""
+  for of in (MmaTrip, WgmmaTrip): wrong(m, of, "query_values", lambda values: lambda self, *args: values(self, *args)[::-1])
 def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
     wrong(m, Scores, "_beyond", lambda mask: lambda self, x, *rest: x if self.walk.over == over else mask(self, x, *rest))

@@ -177,7 +177,7 @@ def unguarded(m:pytest.MonkeyPatch) -> None:
   m.setattr(gradients, "reference", lambda x: x)
   m.setattr(Scores, "clear", lambda self, x, row, tile: x)
 def of_another_head(m:pytest.MonkeyPatch) -> None:
-  wrong(m, Workgroup, "numbers", lambda numbers: lambda self, name, head: numbers(self, name, self.first_head))
+  wrong(m, Workgroup, "query_value_rows", lambda numbers: lambda self, name, head: numbers(self, name, self.first_head))
 def rounded_otherwise(m:pytest.MonkeyPatch) -> None: m.setattr(plain_backward, "exact_weights", without_rounding)
 def without_rounding(scores:Scores, raw:list[UOp], normalisers:list[gradients.Normaliser], row:Any, tile:UOp, masked:bool) -> gradients.Weights:
   ops, log2e = plain_backward.ops, 1.4426950408889634

@@ -153,7 +153,7 @@ def test_dropout(tile:TiledTile) -> None: check(tile=tile, **DROPOUT)
 HALF, NORMALISED = kept._kept_half, Workgroup.normalised
 FAULTS_OF_DROPOUT: dict[str, tuple[Any, str, Any]] = {
   "bits of the wrong keys": (kept, "_kept_half", lambda scores, row, query, key: HALF(scores, row, query, key//8*8)),
-  "O of all P": (kept.KeptHere, "numbers", lambda self, x: x),
+  "O of all P": (kept.KeptHere, "drop", lambda self, x: x),
   "O without 1/(1 - p)": (Workgroup, "normalised", lambda self, *args: NORMALISED(replace(self, p=replace(self.p, dropout_p=0.0)), *args))}
 
 @pytest.mark.parametrize("fault", [pytest.param(x, marks=pytest.mark.thorough if i else ()) for i, x in enumerate(FAULTS_OF_DROPOUT)])

@@ -43,16 +43,16 @@ from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 
 @dataclass(frozen=True)
 class TripStores:
-  """The stores that an iteration of the loop over tiles has made so far, to registers, LDS or memory. The iteration ends when all of them are done.
-  Inside the iteration only the barrier before the product for dQ waits for them. `after` returns an object without stores, because each iteration
-  begins with none."""
+  """Stores to registers, LDS or memory that one iteration of the loop over tiles has made so far. The iteration ends when all these stores are done.
+  Inside the iteration, only the barrier before the product for dQ waits for these stores. The method `after` returns an object without stores: it is
+  called where an iteration begins, and at its beginning an iteration has made no stores."""
   found: tuple[UOp, ...] = ()
   def after(self, *deps:UOp) -> TripStores: return TripStores()
 
 @dataclass(frozen=True)
 class KeysState(TripState):
-  """The state between iterations of a loop over keys: tiles of K and V in LDS, the sums of the gradient in registers as C fragments, and the stores
-  that the current iteration has made so far."""
+  """The values that a loop over keys carries from iteration to iteration: tiles of K and V in LDS, and the sums of the gradient in registers, as C
+  fragments (`acc`). `stores` are the stores that the iteration has made so far."""
   k: StagedTile
   v: StagedTile
   acc: UOp
@@ -60,25 +60,25 @@ class KeysState(TripState):
 
 @dataclass(frozen=True)
 class QueriesState(TripState):
-  """The state between iterations of a loop over queries: tiles of Q and dO in LDS, lse and delta of the queries in LDS, the sums of the gradients in
-  registers as C fragments, and the stores that the current iteration has made so far."""
+  """The values that a loop over queries carries from iteration to iteration: tiles of Q and dO, and lse and delta of the queries, in LDS; and the
+  sums of the gradients in registers, as C fragments (`acc`). `stores` are the stores that the iteration has made so far."""
   q: StagedTile
   do: StagedTile
-  numbers: QueryValues
+  query_values: QueryValues
   acc: UOp
   stores: TripStores
 
 @dataclass(frozen=True)
 class AllState(QueriesState):
-  """The state between iterations of a loop over queries that also adds up dQ: the fields of `QueriesState`, and the LDS tile in which waves exchange
-  dS."""
+  """The values that a loop over queries carries from iteration to iteration, if the kernel adds to dQ, too: the fields of `QueriesState`, and the LDS
+  tile through which waves exchange dS."""
   ds: LdsTile
 
 @dataclass(frozen=True)
 class AmdBackward:
-  """A backward kernel of one problem as one thread sees it, or one pass of the kernel over its tiles. The fields are equal in all iterations of the
-  loop over the tiles of one head. Each method is an operation of the algorithm. `own` holds the rows that the workgroup owns, of q and dO, or of k
-  and v. `head` is the query head that the loop works on."""
+  """A backward kernel for one problem, as one thread sees it. If the kernel loops over the tiles twice (two passes), there is one object for each
+  pass. Each method is an operation of the algorithm. Of the fields, `own` has the rows that the workgroup owns (of q and dO, or of k and v), and
+  `head` is the query head whose tiles the loop reads. No field changes during the loop over the tiles of one head."""
   tile: BackwardTile
   new: Allocator
   statements: Statements
@@ -94,8 +94,9 @@ class AmdBackward:
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> AmdBackward:
-    """Makes the steps of the kernel for a workgroup that owns queries. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes,
-    in the same order. If `parts` is above 0, the keys are divided into `parts` parts, and each workgroup loops over one part."""
+    """Makes the object for a kernel whose workgroups own queries and loop over keys. `args` are the kernel's tensors. `shapes` has the names, shapes
+    and dtypes of these tensors, in the same order. If `parts` is above 0, the keys are divided into `parts` parts, and each workgroup loops over one
+    part."""
     mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix, arch)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     k_rows, v_rows = (LdsTile.of(new, both_ways_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv))
@@ -109,9 +110,10 @@ class AmdBackward:
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> list[AmdBackward]:
-    """Makes the steps of the kernel for a workgroup that owns keys, as a list with one object for each pass over the queries: one pass for dK and dV
-    together, or one for each. The passes share the tiles in LDS. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes, in the
-    same order. If `parts` is above 0, the queries are divided into `parts` parts, and each workgroup loops over one part."""
+    """Makes the objects for a kernel whose workgroups own keys and loop over queries. The list has one object for each pass over the queries: a
+    single pass for dK and dV together, or one pass for each gradient. The passes use the same LDS. `args` are the kernel's tensors. `shapes` has the
+    names, shapes and dtypes of these tensors, in the same order. If `parts` is above 0, the queries are divided into `parts` parts, and each
+    workgroup loops over one part."""
     if "dq_turns" in shapes and tile.prefetch > 1:
       raise NotImplementedError(f"prefetch={tile.prefetch}: a kernel that adds to dq in a fixed order has one LDS buffer for each tile")
     mat, n, grid = tile.matrix, tile.block_n, kv_head_fastest(p, tile, tile.matrix, arch)
@@ -146,7 +148,8 @@ class AmdBackward:
   @property
   def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements, self.tile.read_ahead)
   def accumulators(self, name:str) -> range:
-    """Indices of the gradient `name` in the registers `acc` of the state, which hold the sums of all gradients of this pass as C fragments."""
+    """Returns the indices of the accumulators of the gradient `name` (dq, dk or dv), among the accumulators of all gradients that this pass computes.
+    """
     names = self.wanted[:self.wanted.index(name) + 1]
     *before, own = [round_up(self.group.rows_of(x).width, self.tile.matrix.M)//self.tile.matrix.M for x in names]
     return range(sum(before), sum(before) + own)
@@ -167,7 +170,7 @@ class AmdBackward:
   def trips(self) -> StagedTrips[Any]:
     group, head = self.group, self.head
     loaded: dict[str, Any] = {name: group.operand_rows(name, head) for name in self.walked}
-    if self.tile.keys: loaded["numbers"] = QueryValueTensors(tuple(group.numbers(name, head) for name in query_value_names(group.p)))
+    if self.tile.keys: loaded["query_values"] = QueryValueTensors(tuple(group.query_value_rows(name, head) for name in query_value_names(group.p)))
     return StagedTrips(self.tile, self.new, self.statements, self.state, loaded, group.scores.tile)
 
   def walk(self, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:
@@ -182,14 +185,14 @@ class AmdBackward:
   @functools.cached_property
   def turns(self) -> Turns|None: return Turns.of(self.group, self.at.wave, self.at.lane)
   def turn_ended(self, turns:Turns, t:UOp, done:UOp, last:bool=False) -> UOp:
-    """Ends the workgroup's turn, the period in which it may add to dQ in memory, if the turn ends with tile t: waits until this wave's additions are
-    complete, and lets the next workgroup add. Comes after the operation `done`. `last` says that the workgroup has no further tile. Returns a store.
-    """
+    """Ends the turn of this wave, the period in which the wave may add to dQ in memory: waits until the wave's additions are complete, and lets the
+    next workgroup add. Does this only if tile t is the last tile of a turn; `last` says that tile t is the last tile of the workgroup. The returned
+    store comes after the operation `done`."""
     return self.statements.do(turns.end(self.head, t, self.statements.begin(atomics.settle(done)).done, last))
 
   def trip(self, work:Callable[[Any, AmdTrip], Any]) -> Callable[[Any, UOp, bool], UOp]:
-    """Returns the body of the loop over tiles, made from `work`, which computes one tile. The body calls `work` and returns the stores with which the
-    iteration ends."""
+    """Returns the body of the loop over tiles, as a function of (state, index of the tile, masked). The body calls `work`, which computes one tile,
+    and returns the stores with which the iteration ends."""
     return lambda s, t, masked: UOp.group(*work(s, AmdTrip(self, t, masked)).stores.found)
 
   # ***** gradients, and the kernel *****
@@ -211,7 +214,7 @@ class AmdBackward:
 
 @dataclass(frozen=True)
 class AmdTrip:
-  """The operations of backward on the tile with index t, which lies in LDS."""
+  """The operations of one loop iteration of a backward kernel. The iteration computes the tile with index `t`, which lies in LDS."""
   of: AmdBackward
   t: UOp
   masked: bool
@@ -224,27 +227,27 @@ class AmdTrip:
   def left(self) -> Kept: return kept_scores(self.of.scores, [self.of.row], self.t)
   def lds(self, s:Any, name:str) -> Any: return self.of.trips.in_lds(s, self.t, name)
 
-  def numbers(self, s:Any) -> tuple[list[Normaliser], list[UOp]]:
+  def query_values(self, s:Any) -> tuple[list[Normaliser], list[UOp]]:
     """Returns two lists for the queries of this lane's C fragments. The first has their normalisers, which are computed from lse and turn scores into
     P. The second has their -delta."""
-    if self.of.known is None: return self.lds(s, "numbers").load(self.of.at)
+    if self.of.known is None: return self.lds(s, "query_values").load(self.of.at)
     (normaliser, delta), n = self.of.known, self.of.tile.matrix.accumulator
     return [normaliser.each(lambda x: ops.splat(x, n))]*self.count, [ops.splat(scaled_delta(delta, self.of.group.p), n)]*self.count
 
   def product(self, s:Any, which:int, start:list[UOp]) -> list[UOp]:
-    """Multiplies the tile's rows by the rows that the workgroup owns, and adds the product to `start`. Returns C fragments. `which` chooses the two
-    tensors of the product: 0 for S, 1 for dP."""
+    """Returns `start` + A B as C fragments, where A is the rows of the tile and B the rows that the workgroup owns. `which` chooses the two tensors:
+    0 for S (q and k), 1 for dP (dO and v)."""
     number = self.t if self.of.outer_trip is None else self.of.outer_trip      # own rows outside of registers are read again for each such number
     return self.of.products.with_rows(self.lds(s, self.of.walked[which]).row_tile, self.count, self.of.own[which], number, [start])[0]
 
   # ***** the steps *****
   def start(self, s:Any) -> Any: return s
-  def lse(self, s:Any) -> list[Normaliser]: return self.numbers(s)[0]
+  def lse(self, s:Any) -> list[Normaliser]: return self.query_values(s)[0]
   def scores(self, s:Any) -> tuple[Any, list[UOp]]: return s, self.product(s, 0, zeros(self.of.tile.matrix, 1, self.count)[0])
   def weights(self, scores:list[UOp], lse:list[Normaliser]) -> Weights:
     return weights_of(self.of.scores, scores, lse, self.of.row, self.t, self.masked)
   def dp(self, s:Any) -> tuple[Any, list[UOp]]:
-    minus_delta = self.numbers(s)[1]
+    minus_delta = self.query_values(s)[1]
     return s, less_delta(self.product(s, 1, dp_start(minus_delta, self.left)), self.left, minus_delta)
   def ds(self, weights:Weights, dp:list[UOp], derivatives:Collection[str]|None=None) -> list[UOp]: return gradients_of(weights, dp, derivatives)
   def kept(self, weights:Weights) -> list[UOp]:
@@ -264,8 +267,8 @@ class AmdTrip:
     return self.of.sharing
 
   def start_dq(self, s:Any, ds:list[UOp]) -> Any:
-    """Stores dS of the lane's key to LDS, for all queries of the tile. `ds` holds dS as C fragments, rounded and packed. Returns the state, to which
-    these stores are added."""
+    """Stores dS of the lane's key and of all queries of the tile to LDS. `ds` holds dS as C fragments, rounded and packed to 16 bits. Returns the
+    state with these stores."""
     of = self.of
     first = [] if of.turns is None else [of.turn_ended(of.turns, self.t - 1, s.acc[0].load())]
     return replace(s, stores=TripStores((*s.stores.found, *first, *self.sharing.store(s.ds, self.zero_for_missing_keys(ds)))))
@@ -288,8 +291,8 @@ class AmdTrip:
 
 @dataclass(frozen=True)
 class DqOfTile:
-  """The part of dQ that one wave of a workgroup computes in each iteration, if the workgroup owns keys: some matrix tiles of dQ = dS K, all in the
-  same columns, summed over all keys of the workgroup. The wave keeps its columns of K in registers."""
+  """What one wave needs to compute its part of a tile's dQ = dS K, if the workgroup owns keys. The sum goes over all keys of the workgroup. The wave
+  computes some matrix tiles of dQ, which lie one below the other in the same columns, and keeps these columns of K in registers."""
   at: Lane
   columns: list[UOp]      # operand B: the lane's column of K, all keys of the workgroup
   column: UOp             # index of the matrix tile in a row of dQ
@@ -308,7 +311,7 @@ class DqOfTile:
   def matrix(self) -> Matrix: return self.at.matrix
 
   def store(self, lds:LdsTile, ds:list[UOp]) -> list[UOp]:
-    """Returns the stores of dS of the lane's key to LDS, 16 bits for each query. `ds` holds dS as C fragments, rounded and packed."""
+    """Returns the stores of dS of the lane's key to LDS, 16 bits for each query. `ds` holds dS as C fragments, rounded and packed to 16 bits."""
     mat, key, stores = self.matrix, self.at.wave*self.matrix.N + self.at.n, list[UOp]()
     to, stride = lds.buffer.bitcast(dtypes.ushort), self.stride*mat.unit
     begin = self.at.h*mat.block*stride + key
@@ -319,7 +322,7 @@ class DqOfTile:
     return stores
 
   def product(self, lds:LdsTile, tile:BackwardTile, statements:Statements) -> list[UOp]:
-    """Computes this wave's C fragments of dQ. dS is in `lds`."""
+    """Computes this wave's part of the tile's dQ = dS K. Returns one C fragment for each matrix tile. `lds` holds dS."""
     mat, found = self.matrix, list[UOp]()
     for row in self.rows:
       acc = zeros(mat, 1, 1)[0][0]
@@ -337,8 +340,9 @@ class DqOfTile:
                        *waited, steps=tuple(i*mat.wave for i in range(mat.accumulator))) for row, x in zip(self.rows, found)]
 
 def own_rows(group:Workgroup, tile:BackwardTile, at:Lane, statements:Statements, in_lds:tuple[bool, bool]) -> tuple[OwnRows, OwnRows]:
-  """Returns the rows that the lane owns of two tensors, of q and dO, or of k and v. `in_lds` says for each of the two whether LDS keeps the rows,
-  instead of registers. `statements` gives the loads an order where registers are short."""
+  """Returns the lane's own rows of two tensors: of q and dO if the workgroup owns queries, of k and v if it owns keys. `in_lds` says for each of the
+  two tensors whether the rows stay in LDS; otherwise they stay in registers. If registers are short, the rows are loaded a few units at a time, and
+  `statements` orders these loads."""
   own = OF_KEYS if tile.keys else OF_QUERIES
   first, second = (OwnRows.of(at, group.operand_rows(name), group.first_row, tile.block_m, group.grid.allocator, kept, tile.sparing, statements)
                    for name, kept in zip(own, in_lds))

@@ -1,9 +1,9 @@
 """The gradient of a bias, with AMD's matrix instructions: the block of the bias that a workgroup owns, the loop over all scores to which this block
 is added, and the stores of the sums.
 
-One iteration computes what an iteration of attn/kernels/amd/backward.py computes for a workgroup that owns queries. Each iteration of the loop loads
-other queries. If the workgroup owns a tile of keys, the iteration reads this tile. Otherwise the iteration loops over all keys that its queries
-see."""
+A workgroup has an outer loop over blocks of queries (of one head after another). For each block of queries an inner loop computes P and dS of tiles
+of keys, as attn/kernels/amd/backward.py does in a workgroup that owns queries. If the workgroup owns a tile of keys, the inner loop has this tile
+alone. Otherwise it has all keys that the queries see."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable
@@ -28,14 +28,14 @@ from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward:
-  """Returns a copy of `of` that owns the queries of one iteration of the outer loop. `group` is the part of the problem on which the workgroup works
-  in this iteration. `number` is the index of the iteration if all iterations read the same tile of keys, otherwise None. P is 0 for queries beyond
-  the last query, because dS may be summed over queries. Rows of q and dO that other kernels keep in LDS are read from global memory in every
-  iteration."""
+  """Returns a copy of `of` for one iteration of the outer loop, the loop over blocks of queries. `group` is the workgroup with the block of queries
+  of this iteration. `number` is the index of the iteration if all iterations read the same tile of keys, otherwise None. P is 0 for queries beyond
+  the last query, because dS may be summed over queries. Rows of q and dO that other kernels keep in LDS are loaded from global memory for each tile.
+  """
   own = own_rows(group, of.tile, of.at, of.statements, (False, False))
   first, second = (replace(x, anew=anew) for x, anew in zip(own, of.tile.own_in_lds))
   there = replace(of, group=group, own=(first, second), outer_trip=number)
-  return replace(there, known=(normaliser_of(group, there.row).where(there.row.there), group.number("delta", there.row)))
+  return replace(there, known=(normaliser_of(group, there.row).where(there.row.there), group.query_value("delta", there.row)))
 
 @dataclass(frozen=True)
 class AmdBias:
@@ -65,7 +65,8 @@ class AmdBias:
   def begin(self) -> Any: return self.of.begin()
 
   def walk(self, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:
-    """Loops over the scores whose gradients this workgroup adds up: the scores that its block of the bias is added to."""
+    """Loops over all scores to which the workgroup's block of the bias is added, tile by tile. Calls `work` for each tile; `work` returns the state
+    after its work on this tile."""
     if self.bias.one_trip: return self.over_keys(self.of, s, self.bias.first_trip, work)
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s

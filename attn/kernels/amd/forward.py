@@ -33,15 +33,15 @@ APART_UP_TO = 64     # largest head dimension at which vector instructions limit
 
 @dataclass(frozen=True)
 class ForwardState(TripState):
-  """The state between iterations of the loop over keys: the registers of the softmax, and the tiles in LDS."""
+  """The values that the loop over keys carries from iteration to iteration: the registers of the softmax, and the tiles of K and V in LDS."""
   softmax: Softmax
   k: StagedTile
   v: StagedTile
 
 @dataclass(frozen=True)
 class AmdForward:
-  """The forward kernel of one problem, as one thread sees it: the values that are equal for all tiles of keys, and one method for each operation of
-  the algorithm."""
+  """The forward kernel for one problem, as one thread sees it. Each method is an operation of the algorithm `online_softmax`. No field changes during
+  the loop over tiles of keys."""
   tile: Tile
   new: Allocator
   statements: Statements
@@ -120,8 +120,8 @@ class AmdForward:
     return replace(s, softmax=softmax.spoiled(nans)), None
 
   def add_to_o(self, s:ForwardState, p:None, t:UOp, part:None, masked:bool) -> UOp:
-    """Computes O^T += V^T P^T for tile t of keys. P comes from the state, where `weigh` has put it: `p` is None. `part` is None, too, because a
-    tile's keys are not divided. Weights that dropout drops are 0. Returns the stores of O^T to registers."""
+    """Computes O^T += V^T P^T for tile t of keys, after dropout of P. Returns the stores of O^T to registers. P is read from the state `s`, in which
+    `weigh` has put it; so the argument `p` is None. `part` is None, too, because this kernel computes a tile's keys all at once."""
     q_tiles, softmax, renewed = range(self.tile.q_tiles), s.softmax, not masked      # masked iterations lack registers for another lane number
     left = [kept_scores(self.group.scores, [row], t) for row in self.queries]
     weights = [softmax.operands(self.at, qt, self.k_tiles, left[qt], renewed) for qt in q_tiles]
@@ -144,8 +144,8 @@ class AmdForward:
 
   def weighed(self, softmax:Softmax, scores:list[list[UOp]], scales:list[UOp]|None=None) -> Softmax:
     """Computes P = exp2(scores - m) for a tile of keys, where m is the number that the softmax subtracts from the scores of a row. `scores` has a
-    list of C fragments for each of the wave's matrix tiles of queries. If P of a row becomes too large, raises m and computes P again. If V's rows
-    have `scales`, P includes them."""
+    list of C fragments for each of the wave's matrix tiles of queries. If P of a row becomes too large, raises m and computes P again. If the rows of
+    V have `scales`, P is multiplied by them."""
     to_log2 = self.group.scores.to_log2
     softmax, addends = softmax.addends(self.dual)
     weights = [softmax.weights(x, addend, to_log2) for x, addend in zip(scores, addends, strict=True)]

@@ -29,8 +29,8 @@ def place_of_tile(group:Workgroup, mat:Matrix, head:UOp, first_query:UOp, column
 
 def delta_of_row(group:Workgroup, tile:BackwardTile, in_block:UOp, row:Row, together:list[list[UOp]], fence:Callable[[UOp], list[UOp]]) -> UOp:
   """Computes delta = rowsum(dO * O) - dLSE of a lane's query, summed over the lanes that share the query. `in_block` is the index of the query in the
-  workgroup's block. `together` lists the lane's 16-byte units of dO in groups; the units of a group may be loaded at the same time. `fence` gets the
-  sum of the groups so far, and returns the operations after which the next group is loaded."""
+  workgroup's block. `together` lists the lane's 16-byte units of dO in groups; the units of a group may be loaded at the same time. `fence` takes the
+  sum over the groups so far, and returns the operations that must be done before the next group is loaded."""
   mat = tile.matrix
   rows, total = ((group.rows_of("o"), group.p.out_dtype), (group.operand_rows("do"), group.p.dtype)), ops.splat(0.0, mat.unit)
   for some in together:
@@ -40,7 +40,7 @@ def delta_of_row(group:Workgroup, tile:BackwardTile, in_block:UOp, row:Row, toge
       total = ops.add(total, ops.mul(o, do))
   total = element_sum(total)
   if not mat.duplicated: total = sum_over_groups(total, mat)
-  return ops.sub(total, group.number("dlse", row)) if "dlse" in group.given else total
+  return ops.sub(total, group.query_value("dlse", row)) if "dlse" in group.given else total
 
 def of_queries(p:Problem, arch:Chip, shapes:Shapes, args:tuple[UOp, ...]) -> tuple[Workgroup, BackwardTile, Lane]:
   """Makes three things for a kernel whose workgroups each own some queries of the fp32 accumulator of dQ: the workgroup (`Workgroup`), the sizes of
@@ -53,7 +53,8 @@ def of_queries(p:Problem, arch:Chip, shapes:Shapes, args:tuple[UOp, ...]) -> tup
   return Workgroup.of(p, arch, tile, args, grid, at, shapes), tile, at
 
 def pieces(group:Workgroup, tile:BackwardTile) -> list[tuple[UOp, UOp]]:
-  """Lists the pieces of dQ, 16 bytes of fp32 numbers each, that this thread handles for the workgroup's queries: (row, first column)."""
+  """Returns (row, first column) of each piece of dQ that this thread handles, among the queries of the workgroup. A piece is four neighbouring fp32
+  numbers of a row."""
   across = group.p.D//NUMBERS_OF_PIECE
   numbers = [group.thread + i*tile.threads for i in range(QUERIES_OF_SUMS*across//tile.threads)]
   return [(i//across, i%across*NUMBERS_OF_PIECE) for i in numbers]

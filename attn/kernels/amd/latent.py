@@ -37,17 +37,17 @@ from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
 def latent_rows(group:Workgroup, mat:Matrix) -> LatentRows:
-  """Returns the rows of a latent cache of 8 bits that a workgroup reads."""
+  """Returns the rows of K that a workgroup reads, from a latent cache whose elements have 8 bits."""
   p = group.p
   rotary = group.rows_of("k_rotary") if p.k_rotary_view is not None else None
   return LatentRows(group.rows_of("k", unit_bytes=mat.unit), rotary, functools.partial(widen_all, kind=p.stored, dtype=p.dtype, in_order=True))
 
 @dataclass(frozen=True)
 class LatentState(TripState):
-  """The state between iterations of the loop over keys. Registers hold the wave's columns of O^T for all queries. For the query whose scores the lane
-  computes, registers also hold m, the number that the softmax subtracts from its scores, and the sums of P over the wave's part of the keys. Within
-  an iteration, registers also hold the factors by which O is rescaled, one for each matrix tile of queries. LDS holds the tile of K, P, and the
-  numbers that waves exchange."""
+  """The values that the loop over keys carries from iteration to iteration. Registers hold the wave's columns of O^T for all queries. For the query
+  whose scores the lane computes, registers also hold m, the number that the softmax subtracts from its scores, and the sums of P over the wave's part
+  of the keys. Within an iteration, registers also hold the factors by which O is rescaled, one for each matrix tile of queries. LDS holds the tile of
+  K, P, and the numbers that waves exchange."""
   acc: UOp
   m: UOp
   l: UOp
@@ -58,7 +58,8 @@ class LatentState(TripState):
 
 @dataclass(frozen=True)
 class AmdLatent:
-  """The kernel of latent attention for one problem, as one thread sees it: the values that are equal for all tiles of keys, and the steps."""
+  """The forward kernel of latent attention for one problem, as one thread sees it. Each method is an operation of the algorithm `online_softmax`. No
+  field changes during the loop over tiles of keys."""
   tile: MlaTile
   new: Allocator
   statements: Statements
@@ -91,7 +92,7 @@ class AmdLatent:
   @property
   def names(self) -> ScalarPlaces: return self.tile.scalar_places(self.group.p)
   def in_block(self, tile:int|UOp) -> UOp:
-    """Returns the number, counted from the block's first row, of this lane's row in a matrix tile of queries."""
+    """Returns the index, counted from the block's first row, of the row that this lane holds of the matrix tile of queries `tile`."""
     return tile*self.mat.N + self.at.n
   @functools.cached_property
   def own(self) -> UOp:
@@ -145,9 +146,9 @@ class AmdLatent:
     return replace(known.lds_after(told), k=s.k), None      # reads of K need no barrier: K was complete in LDS before
 
   def add_to_o(self, s:LatentState, p:None, t:UOp, part:None, masked:bool) -> UOp:
-    """Computes O^T += V^T P^T for tile t of keys and the columns of O that belong to this wave. P comes from LDS, where `weigh` has put it: `p` is
-    None. `part` is None, too. The product is computed for a few of the tile's keys at a time, to save registers. Returns the stores of O^T to
-    registers."""
+    """Computes O^T += V^T P^T for tile t of keys and this wave's columns of O, a few keys at a time, to save registers. Returns the stores of O^T to
+    registers. P is read from LDS, where `weigh` has put it; so the argument `p` is None. `part` is None, too: it is for kernels that divide a tile.
+    """
     keys, v, done = self.tile.block_n//self.tile.weight_parts, LdsColumns(self.k_tile(s, t), self.mat, self.first_column), list[UOp]()
     s = s.after(UOp.group(*store_all(s.factors, [s.told.load(self.names.factor, self.in_block(tile)) for tile in self.row_tiles])))
     s = s.after(self.statements.do(rescale(s.acc, s.factors)))
@@ -196,7 +197,8 @@ class AmdLatent:
     return functools.reduce(ops.max_, [told.load(self.names.top(part), self.own) for part in range(self.share.key_parts)])
 
   def store_weights(self, s:LatentState, packed:list[UOp]) -> list[UOp]:
-    """Returns the stores of P to LDS, 16 bytes at a time. The keys keep the order in which lanes hold P, the order of `staging.key_rows`."""
+    """Returns the stores of P to LDS, 16 bytes at a time. `packed` is P in 16 bits. A row of P in LDS has the keys in the order in which the lanes
+    hold them in registers, not in ascending order (`staging.key_rows`)."""
     mat, words = self.mat, UNIT_BYTES//4
     if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
     units = [ops.slice_(x, i, words) for x in packed for i in range(0, ops.length(x), words)]

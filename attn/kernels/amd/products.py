@@ -1,5 +1,6 @@
-"""The two kinds of matrix product in an iteration of the loop over tiles: the rows of a tile in LDS times the rows that the workgroup owns (scores),
-and the columns of a tile in LDS times the weights P or dS of the own rows (O and gradients)."""
+"""The two kinds of matrix product in an iteration of the loop over tiles. One multiplies the rows of a tile in LDS by the rows that the workgroup
+owns: its results are scores or dP. The other multiplies the columns of a tile in LDS by the weights of the own rows (P or dS): its results are O or
+gradients."""
 from __future__ import annotations
 import functools, itertools
 from dataclasses import dataclass, replace
@@ -33,9 +34,9 @@ class OwnRows:
 
   @staticmethod
   def of(at:Lane, rows:Rows, first:UOp, block_m:int, new:Allocator, in_lds:bool, sparing:bool, statements:Statements) -> OwnRows:
-    """Makes the `OwnRows` of a kernel in which each wave owns one matrix tile of rows. `in_lds` says whether LDS keeps the rows, instead of
-    registers. `sparing` says that registers are short: then at most WAITED_FOR units are loaded at the same time, and `statements` gives the loads an
-    order."""
+    """Makes the `OwnRows` of a kernel in which each wave owns one matrix tile of `rows`. If `in_lds` is true, the rows stay in LDS, otherwise in
+    registers. `sparing` says that registers are short: then at most WAITED_FOR units are loaded at the same time, and `statements` orders the loads.
+    """
     mat, layout = at.matrix, row_layout(at.matrix, block_m, rows.width)
     lds, units = LdsTile.of(new, layout) if in_lds else None, units_of(mat, contraction(mat, rows.width), at.h)
     return OwnRows(at, rows, first, block_m, [at.wave*mat.N + at.n], units, lds, statements=statements if sparing else None)
@@ -48,8 +49,8 @@ class OwnRows:
   def loaded(self) -> list[list[UOp]]: return self.load(self.units, self.in_block)
 
   def clamped(self, row:UOp) -> UOp:
-    """Clamps `row`, an index in the block, to the block's rows. The index always lies within these bounds. tinygrad cannot see this, because
-    `amd.opaque` has hidden the index, so that each iteration loads the rows again."""
+    """Clamps `row`, an index in the block, to 0..`block_m` - 1. This changes no index, but tells tinygrad the bounds, which it does not know:
+    `amd.opaque` has hidden how the index was computed, so that each iteration loads the rows again."""
     return bounded(row, 0, self.block_m - 1)
 
   @property
@@ -84,9 +85,9 @@ class OwnRows:
 
 @dataclass(frozen=True)
 class LdsColumns:
-  """The columns, from column `first` on, of a tile that lies in LDS row by row. A product can read these columns directly, so LDS needs no transposed
-  copy of the tile (`LdsTile`). The product reads the rows in the order in which lanes hold the weights of these rows (`staging.key_rows`). A
-  column beyond the tile's last column reads the last column."""
+  """Columns of a tile, from column `first` on, as operand A of a product that sums over the tile's rows. The tile lies in LDS row by row: the product
+  reads its columns there, so LDS needs no transposed copy. The rows are read in the order in which the lanes hold the weights of these rows
+  (`staging.key_rows`). In place of a column beyond the tile's last column, the last column is read."""
   tile: LdsTile
   matrix: Matrix
   first: UOp
@@ -100,9 +101,10 @@ class LdsColumns:
 
 @dataclass(frozen=True)
 class Products:
-  """The matrix products of a loop iteration. `fenced` limits how far the compiler reads operand A ahead, which saves registers; 0 sets no limit.
-  Otherwise the code has fences: operand A after a fence is read from LDS only when the products before the fence are done. In `with_rows` there is a
-  fence after every `fenced` 16-byte units of a row of A. In `with_columns` there is a fence after each matrix tile of A."""
+  """The matrix products of a loop iteration. `fenced` limits how many units of operand A the compiler reads from LDS before they are multiplied,
+  because each of them takes registers; 0 sets no limit. The limit is a fence in the code: operand A after a fence is read only when the products
+  before the fence are done. `with_rows` has a fence after every `fenced` 16-byte units of a row of A, `with_columns` one after each matrix tile of A.
+  """
   at: Lane
   fenced: int
   statements: Statements
@@ -111,8 +113,9 @@ class Products:
   def matrix(self) -> Matrix: return self.at.matrix
 
   def with_rows(self, tile:LdsTile, count:int, own:OwnRows, t:UOp, start:list[list[UOp]]) -> list[list[UOp]]:
-    """Computes `start` + A B, where A is `count` matrix tiles of rows in LDS and B is the rows that the workgroup owns. `t` is the index of the
-    iteration: rows that registers do not keep are read again in each iteration. Returns a list of C fragments for each tile of own rows."""
+    """Returns `start` + A B, where A is `count` matrix tiles of rows in LDS, and B is the rows that the workgroup owns. The result and `start` are
+    lists of C fragments, one list for each matrix tile of own rows. `t` is the index of the iteration: own rows that do not stay in registers are
+    read again in each iteration."""
     mat, tiles, together = self.matrix, [list(column) for column in start], self.fenced or FENCE_UNITS
     for kt, first in itertools.product(range(count), range(0, len(own.units), together)):
       steps, before = slice(first, first + together), tiles[-1][kt - (first == 0)]
@@ -130,8 +133,9 @@ class Products:
 
   def with_columns(self, tile:LdsTile, block_n:int, weights:list[list[UOp]], accs:list[list[UOp]],
                    first:list[UOp]|None=None) -> list[list[UOp]]:
-    """Computes `accs` + A B. A is a tile of `block_n` rows that lies transposed in LDS. B is `weights`: P, or in backward P or dS, one matrix for
-    each tile of own rows. The product sums over the `block_n` rows. `first` is operand A of the first matrix tile, if it has been read already."""
+    """Returns `accs` + A B. A is a tile of `block_n` rows, transposed; the product sums over these rows. B is the weights of these rows, P or dS.
+    `weights`, `accs` and the result have a list for each matrix tile of own rows: of B operands, or of C fragments. `first` is operand A of the first
+    matrix tile, if it has been read already."""
     mat, accs = self.matrix, [list(column) for column in accs]
     for dt in range(len(accs[0])):
       done = dt - 1 - self.read_ahead      # index of the tile whose product comes before this read; if negative, only the weights come before
@@ -144,5 +148,5 @@ class Products:
     return accs
 
 def zeros(mat:Matrix, columns:int, tiles:int) -> list[list[UOp]]:
-  """Returns C fragments of 0, with which sums begin."""
+  """Returns C fragments that are 0: `columns` lists of `tiles` fragments."""
   return [[ops.splat(0.0, mat.accumulator)]*tiles for _ in range(columns)]

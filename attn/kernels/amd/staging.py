@@ -1,5 +1,5 @@
-"""Copies of a tile of rows from global memory through registers to LDS. The registers can transpose the tile. Each thread copies a part of the
-tile."""
+"""Copies a tile of rows from global memory to LDS. Each thread loads a part of the tile to registers, and stores it from there to LDS. In the
+registers, rows can be transposed."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable
@@ -24,9 +24,9 @@ LOW_BYTES_IN_TURN, HIGH_BYTES_IN_TURN = 0x05010400, 0x07030602     # byte_perm: 
 
 @dataclass(frozen=True)
 class Staging:
-  """The part of a K or V tile that one thread copies from global memory to LDS. The part consists of `items`. An item is 16 bytes of one row, or, if
-  the tile is transposed, 16 bytes of each row of a quad (four neighbouring rows). An item is given as (row or quad, which 16 bytes of the row,
-  whether it exists)."""
+  """The part of a K or V tile that one thread copies from global memory to LDS: `items`. An item is 16 bytes of one row. If the tile is transposed on
+  the way, an item is the same 16 bytes of a quad, four neighbouring rows. Each entry of `items` is (row or quad, which 16 bytes of the row, whether
+  the item exists)."""
   rows: int
   units: int
   threads: int
@@ -43,8 +43,8 @@ class Staging:
     if self.across: return ceildiv(self.rows, self.threads//self.across)*ceildiv(self.units, self.across)
     return ceildiv(self.rows//self.group*self.units, self.threads)
   def item(self, j:int) -> tuple[UOp, UOp, UOp]:
-    """Returns the j-th item that the thread copies: (row or quad of four rows, which 16 bytes of the row, whether the item exists). If the tile is
-    transposed, up to FAST_QUADS neighbouring threads take the same 16 bytes of different quads. The next threads take the next 16 bytes."""
+    """Returns the j-th item that this thread copies, as (row or quad of four rows, which 16 bytes of the row, whether the item exists). If the tile
+    is transposed, up to FAST_QUADS neighbouring threads take the same 16 bytes of different quads, and the next threads the next 16 bytes."""
     if self.across:
       rows, parts = self.threads//self.across, ceildiv(self.units, self.across)
       row, unit = self.thread//self.across + j//parts*rows, self.thread%self.across + j%parts*self.across
@@ -81,9 +81,9 @@ def quads_of_unit(matrix:Matrix) -> int:
   return matrix.unit//TURNED_ROWS
 
 def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
-  """Returns which four keys lie side by side in a row of V^T in LDS. The row is divided into 16-byte units, and each unit into quads of four
-  elements. `quad` is the index of a quad in the row. If a matrix tile has g lane groups (lanes that hold the same rows of the accumulator), unit u is
-  read by lane group u % g. So the four keys are those whose weights this lane group holds."""
+  """Returns the four keys whose elements form quad number `quad` of a row of V^T in LDS. A row is divided into 16-byte units, and each unit into
+  quads of four elements. With g lane groups (lanes that hold the same rows of the accumulator), unit u is read by lane group u % g. The four keys are
+  therefore keys whose weights this lane group holds, in the order in which the lanes hold them."""
   unit, part = quad//quads_of_unit(matrix), quad%quads_of_unit(matrix)
   n = unit//matrix.groups*matrix.unit + part*TURNED_ROWS
   first = n//matrix.accumulator*matrix.M + matrix.c_row(unit%matrix.groups, n%matrix.accumulator)
@@ -91,8 +91,8 @@ def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
 
 @dataclass(frozen=True)
 class StagedTile(InLds):
-  """A tile of `block_n` rows that is copied to LDS. `lies` is the tile in LDS row by row, `turned` the transposed tile; each is None if LDS does not
-  hold this form. One load serves both forms."""
+  """A tile of `block_n` rows that a workgroup copies to LDS, row by row to `lies`, transposed to `turned`, or both. Each of the two is None if LDS
+  does not hold the tile in this form. For both forms, a thread loads its part of the tile only once."""
   matrix: Matrix
   block_n: int
   carried: Staging
@@ -105,8 +105,8 @@ class StagedTile(InLds):
   def of(mat:Matrix, block_n:int, threads:int, thread:UOp, lies:LdsTile|None, turned:LdsTile|None, across:int=0,
          convert:Callable[[UOp], UOp]|None=None) -> StagedTile:
     """Makes a tile that `threads` threads copy to LDS: row by row to `lies`, and transposed to `turned`, unless one of the two is None. `across` is
-    the number of threads that copy a row together; 0: any number. `convert` converts the units of rows that are stored in 8 bits to units of 16-bit
-    numbers."""
+    the number of threads that copy a row together; 0 means that this number does not matter. `convert` converts a unit of a row that is stored in 8
+    bits to a unit of 16-bit numbers."""
     units, fast = lies.layout.units if lies is not None else 0, v_columns(block_n)
     if turned is None: return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, across=across), lies, None, convert=convert)
     units = max(units, turned.layout.rows//mat.unit)
@@ -118,7 +118,7 @@ class StagedTile(InLds):
     lies, turned = (x.after(*deps) if x is not None else None for x in (self.lies, self.turned))
     return replace(self, lies=lies, turned=turned)
   def nth(self, i:UOp) -> StagedTile:
-    """Returns this tile, placed in the i-th LDS buffer."""
+    """Returns this tile, as it lies in LDS buffer number `i`."""
     lies, turned = (x.nth(i) if x is not None else None for x in (self.lies, self.turned))
     return replace(self, lies=lies, turned=turned)
   @property
@@ -135,24 +135,24 @@ class StagedTile(InLds):
   def items(self) -> list[tuple[UOp, UOp, UOp]]: return self.carried.items if self.only is None else [self.carried.item(self.only)]
   @property
   def single(self) -> list[StagedTile]:
-    """This tile divided into a list of smaller tiles. Each contains only one of the 16-byte items that a thread copies, so that few registers are in
-    use at a time."""
+    """Divides this tile into smaller tiles, which are copied one after another to save registers. In each of them a thread copies a single item, 16
+    bytes of a row."""
     return [replace(self, only=i) for i in range(self.carried.count)]
 
   def anew(self, t:UOp) -> StagedTile:
-    """Returns this tile for iteration t of the loop. The thread then computes its addresses once more in this iteration, and no register holds them
-    during the loop."""
+    """Returns this tile for iteration t of the loop, such that the thread computes its addresses again in this iteration. Otherwise registers would
+    hold the addresses during the whole loop."""
     thread = bounded(amd.opaque(self.carried.thread, t), 0, self.carried.threads - 1)
     return replace(self, carried=replace(self.carried, thread=thread))
 
   def fetch(self, rows:Rows|LatentRows, t:UOp) -> list[UOp]:
-    """Loads this thread's part of tile number t of `rows` from global memory to registers."""
+    """Loads this thread's part of the t-th tile of `rows` from global memory. Returns the loaded registers."""
     first, n = t*self.block_n, self.block_n
     if self.turned is None: return [rows.load_units(first, n, *item) for item in self.items]
     return [rows.load_units(first, n, row, unit, gate) for quad, unit, gate in self.items for row in key_rows(self.matrix, quad)]
 
   def store(self, parts:list[UOp]) -> list[UOp]:
-    """Returns the stores of `parts`, the data that this thread has loaded, to LDS. Transposes the data where needed."""
+    """Returns the stores of `parts`, the registers that `fetch` returned, to LDS. Transposes them for the transposed tile."""
     if self.convert is not None: parts = [self.convert(x) for x in parts]
     if self.turned is None:
       return [self.row_tile.store(row, unit, part, gate) for part, (row, unit, gate) in zip(parts, self.items)]

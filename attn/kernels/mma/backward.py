@@ -33,11 +33,11 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 @dataclass(frozen=True)
 class MmaBackwardState(CopyGroups):
-  """The state between iterations of the loop over tiles: the accumulators of each tile of own rows, shared memory, and the statements (operations
-  with side effects) so far. `numbers` holds lse and delta of queries that are loaded to registers but not yet stored to shared memory."""
+  """What the loop over tiles carries from iteration to iteration: shared memory, the accumulators of the gradients, and the statements (operations
+  with side effects) so far. `query_values` are registers with lse and delta of the next tile's queries, until they are stored to shared memory."""
   shared: UOp
   acc: UOp
-  numbers: UOp
+  query_values: UOp
   statements: Statements
 
   @staticmethod
@@ -51,8 +51,8 @@ MmaWork = Callable[[MmaBackwardState, "MmaTrip"], MmaBackwardState]
 
 @dataclass(frozen=True)
 class MmaBackward:
-  """A backward kernel of one problem, or one pass of the kernel, as one thread sees it: the values that stay equal while the block loops over the
-  rows of a head, and one method for each operation of the algorithm."""
+  """A backward kernel for one problem, as one thread sees it. If the kernel loops over the tiles twice (two passes), there is one object for each
+  pass. Each method is an operation of the algorithm. No field changes during the loop over the tiles of one head."""
   warp_rows: WarpRows[SwizzledRows]
   tile: MmaBackwardTile
   state: MmaBackwardState      # before the first iteration
@@ -60,8 +60,8 @@ class MmaBackward:
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> MmaBackward:
-    """Makes the steps of the kernel for a block that owns queries. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes, in
-    the same order. If `parts` is above 0, the keys are divided into `parts` parts, and each block loops over one part."""
+    """Makes the object for a kernel whose blocks own queries and loop over keys. `args` are the kernel's tensors. `shapes` has the names, shapes and
+    dtypes of these tensors, in the same order. If `parts` is above 0, the keys are divided into `parts` parts, and each block loops over one part."""
     warps = Warps.of(p, arch, tile, tile.matrix, args, shapes, parts)
     state = MmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix))
     rows: WarpRows[SwizzledRows] = WarpRows(warps, tile, ("dq",), warps.group.first_head)
@@ -69,10 +69,10 @@ class MmaBackward:
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> list[MmaBackward]:
-    """Makes the steps of the kernel for a block that owns keys, as a list with one object for each pass over the queries: one pass for dK and dV
-    together, or one for each. The passes use the same accumulators, one pass after another. `args` are the kernel's tensors. `shapes` has their
-    names, shapes and dtypes, in the same order. If `parts` is above 0, the queries are divided into `parts` parts, and each block loops over one
-    part."""
+    """Makes the objects for a kernel whose blocks own keys and loop over queries. The list has one object for each pass over the queries: a single
+    pass for dK and dV together, or one pass for each gradient. Two passes use the same accumulators. `args` are the kernel's tensors. `shapes` has
+    the names, shapes and dtypes of these tensors, in the same order. If `parts` is above 0, the queries are divided into `parts` parts, and each
+    block loops over one part."""
     warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, shapes, parts), gradients_of_passes(tile.passes)
     accs = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}
     state = MmaBackwardState.of(warps, tile, max(sum(accs[name] for name in wanted) for wanted in passes))
@@ -87,11 +87,11 @@ class MmaBackward:
   # ***** shared memory *****
   def stage(self, t:UOp) -> UOp: return t%self.tile.stages*self.tile.stage(self.group.p) + self.warp_rows.size
   def walked(self, name:str, t:UOp) -> SwizzledRows:
-    """Returns where tile t of the tensor `name` lies in shared memory: the layout of its rows, at the tile's place. The block loops over the tiles of
-    this tensor."""
+    """Returns the layout, in shared memory, of tile t of the tensor `name`, over whose tiles the block loops. The layout begins at the place of this
+    tile."""
     return self.warp_rows.lies(name, self.tile.block_n, self.stage(t))
-  def numbers(self, t:UOp) -> UOp:
-    """Returns where lse and delta of the queries of tile t begin in shared memory, in units of 16 bytes."""
+  def place_of_query_values(self, t:UOp) -> UOp:
+    """Returns the 16-byte unit of shared memory at which lse and delta of the queries of tile t begin."""
     return self.stage(t) + sum(x.size for x in self.tile.layouts(self.group.p, self.tile.block_n))
 
   # ***** the loop over tiles *****
@@ -121,32 +121,33 @@ class MmaBackward:
     return over_tiles(s, tiles, self.group.grid.allocator, trip)
 
   def worked(self, s:MmaBackwardState, t:UOp, masked:bool, work:MmaWork) -> MmaBackwardState:
-    """Calls `work` once for each part of tile t, one after another. A tile is divided into parts to save registers."""
+    """Calls `work` for each part of tile t, one after another, and returns the state after that. Parts take fewer registers than a whole tile."""
     parts, score = self.tile.block_n//self.tile.part_n, replace(self.warp_rows.scores, block_n=self.tile.part_n)
     for part in range(parts): s = work(s, MmaTrip(self.warp_rows, score, t*parts + part, masked, self, t, part))
     return s
 
   def fetch(self, s:MmaBackwardState, t:UOp) -> MmaBackwardState:
-    """Starts the copies of tile t to shared memory. If the block owns keys, also loads lse and delta of the tile's queries to registers."""
+    """Starts the copies of tile t to shared memory. If the block owns keys, also loads lse and delta of the tile's queries to registers. Returns the
+    state."""
     group, n, head = self.group, self.tile.block_n, self.warp_rows.head
     first = group.scores.row(t*n)
     if self.tile.keys:
-      numbers = [[group.numbers(name, head).load_number(first, n, i, i < n) for i in self.carried] for name in query_value_names(group.p)]
+      numbers = [[group.query_value_rows(name, head).load_number(first, n, i, i < n) for i in self.carried] for name in query_value_names(group.p)]
       found = zip(*[shared_query_values(group.p, *of_query) for of_query in zip(*numbers)])
-      s = s.store(store_all(s.numbers, [x for kind in found for x in kind]))
+      s = s.store(store_all(s.query_values, [x for kind in found for x in kind]))
     of_tile = {name: self.warp_rows.walked_rows(name, head, group.walked_end) for name in self.warp_rows.walked}
     return s.started([x for name, rows in of_tile.items() for x in self.warp_rows.warps.copies(rows, s.shared, first, self.walked(name, t))])
 
   def settle(self, s:MmaBackwardState, t:UOp) -> MmaBackwardState:
-    """Stores lse and delta of the queries of tile t from registers to shared memory, if the block owns keys."""
+    """Stores lse and delta of the queries of tile t from registers to shared memory, if the block owns keys. Returns the state."""
     if not self.tile.keys: return s
     to, n = s.shared.bitcast(dtypes.float), self.tile.block_n
     places = [(kind*n + i, i < n) for kind in range(len(query_value_names(self.group.p))) for i in self.carried]
-    return s.do(*[nv.put(to[self.numbers(t)*4 + place], s.numbers[j].load(), there) for j, (place, there) in enumerate(places)])
+    return s.do(*[nv.put(to[self.place_of_query_values(t)*4 + place], s.query_values[j].load(), there) for j, (place, there) in enumerate(places)])
 
   @property
   def carried(self) -> list[UOp]:
-    """Indices of the queries whose lse and delta this thread copies to shared memory, counted from the first query of a tile."""
+    """Queries whose lse and delta this thread brings to shared memory, as indices in the tile."""
     return [self.warp_rows.warps.at.thread + i*self.tile.threads for i in range(self.tile.carried)]
 
   # ***** gradients, and the kernel *****
@@ -157,23 +158,24 @@ class MmaBackward:
 
 @dataclass(frozen=True)
 class MmaTrip(WarpTrip[SwizzledRows]):
-  """The operations of backward on one part of tile t. A tile is computed part by part to save registers."""
+  """The operations of one iteration of a backward kernel's loop over parts of tiles. The iteration computes part number `part` of tile `t`. Parts
+  take fewer registers than a whole tile."""
   of: MmaBackward
   t: UOp
   part: int
 
   @property
   def mat(self) -> Mma: return self.of.tile.matrix
-  def numbers(self, s:MmaBackwardState, kind:int) -> list[UOp]:
-    """Loads per-query values of one `kind` from shared memory, for the queries that belong to the lane's columns of the scores. `kind` is a position
-    in the list of `shared_query_values`, which has the normalisers (computed from lse) and the deltas."""
+  def query_values(self, s:MmaBackwardState, kind:int) -> list[UOp]:
+    """Loads one value of each query that belongs to the lane's columns of the scores, from shared memory. `kind` is the index of the value in the
+    list that `shared_query_values` returns: a number for P, made from lse (0 or 2), or -delta (1). Returns one vector for each C fragment."""
     pairs, tile = s.shared.bitcast(nv.F2), self.of.tile
-    first = self.of.numbers(self.t)*2 + (kind*tile.block_n + self.part*tile.part_n)//2 + self.warp_rows.warps.at.h
+    first = self.of.place_of_query_values(self.t)*2 + (kind*tile.block_n + self.part*tile.part_n)//2 + self.warp_rows.warps.at.h
     return [pairs[first + n*self.mat.N//2].load() for n in self.columns]
 
   def product(self, s:MmaBackwardState, which:int, start:list[list[UOp]]) -> list[list[UOp]]:
-    """Computes `start` + A B, where A is the rows that the block owns and B is the transposed rows of the tile's part. `which` chooses the two
-    tensors of the product: 0 for S, 1 for dP. Returns C fragments for each tile of own rows."""
+    """Returns `start` + A B. A is the rows that the block owns, and B the rows of this part of the tile, transposed. `which` chooses the two tensors:
+    0 for S (q and k), 1 for dP (dO and v). `start` and the result have a list of C fragments for each tile of own rows."""
     mat, tiles, first, row_tiles = self.mat, [list(row) for row in start], self.part*self.of.tile.part_n, range(self.of.tile.row_tiles)
     own, tile = self.warp_rows.kept(self.warp_rows.own[which]), self.of.walked(self.warp_rows.walked[which], self.t)
     (a_row, a_unit), (b_row, b_unit) = mat.a_address(self.warp_rows.warps.at.lane), mat.b_address(self.warp_rows.warps.at.lane)
@@ -189,12 +191,12 @@ class MmaTrip(WarpTrip[SwizzledRows]):
   def start(self, s:MmaBackwardState) -> MmaBackwardState: return s
   def lse(self, s:MmaBackwardState) -> Lse:
     if self.of.known is not None: return self.lse_of_own(self.of.known)
-    return self.lse_of_walked([Normaliser(*xs) for xs in zip(*[self.numbers(s, kind) for kind in kinds_of_normalisers(self.warp_rows.p)])])
+    return self.lse_of_walked([Normaliser(*xs) for xs in zip(*[self.query_values(s, kind) for kind in kinds_of_normalisers(self.warp_rows.p)])])
   def scores(self, s:MmaBackwardState) -> tuple[MmaBackwardState, list[list[UOp]]]:
     return s, self.product(s, 0, [[nv.zero(s.done)]*len(self.columns) for _ in self.warp_rows.of_lane])
   def dp(self, s:MmaBackwardState) -> tuple[MmaBackwardState, list[list[UOp]]]:
     known = self.of.known
-    minus_delta = self.minus_delta_of_own(known) if known is not None else self.minus_delta_of_walked(self.numbers(s, 1))
+    minus_delta = self.minus_delta_of_own(known) if known is not None else self.minus_delta_of_walked(self.query_values(s, 1))
     dp = self.product(s, 1, [dp_start(x, left) for x, left in zip(minus_delta, self.left)])
     return s, [less_delta(x, left, delta) for x, left, delta in zip(dp, self.left, minus_delta)]
 

@@ -1,10 +1,10 @@
-"""The gradient of a bias, with NVIDIA's mma.sync: the elements of the bias that a thread block owns, the loop over all scores to which these elements
-are added, and the stores of the sums.
+"""The gradient of a bias, with NVIDIA's mma.sync: the block of the bias that a thread block owns, the loop over all scores to which this block of the
+bias is added, and the stores of the sums.
 
-One iteration computes what an iteration of attn/kernels/mma/backward.py computes for a thread block that owns queries. In each iteration Q and dO of
-some queries of one head are copied to shared memory. K and V come in one of two ways. If the thread block owns a tile of keys, this tile is copied in
-each iteration, too. If all keys share one element of the bias, or each score has an element to itself, an iteration loops over all tiles of K and V,
-which pass through a ring buffer. The sums are fp32 numbers in registers."""
+A thread block has an outer loop over blocks of queries (of one head after another). For each of them Q and dO are copied to shared memory, and an
+inner loop computes P and dS of tiles of keys, as attn/kernels/mma/backward.py does in a thread block that owns queries. If the thread block owns a
+tile of keys, the inner loop has this tile alone, which is copied again each time. Otherwise it has all keys that the queries see, whose tiles pass
+through a ring buffer. The sums are fp32 numbers in registers."""
 from __future__ import annotations
 import functools
 from dataclasses import dataclass
@@ -28,11 +28,12 @@ from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 def _queries_of(group:Workgroup, at:MmaLane, tile:MmaBackwardTile, state:MmaBackwardState) -> MmaBackward:
-  """Returns the `MmaBackward` that owns the queries of one loop iteration. `group` is the part of the problem on which the block works in this
-  iteration. Sets P to 0 for queries beyond the last query, because dS may be summed over queries."""
+  """Returns the operations for one iteration of the outer loop, the loop over blocks of queries. `group` is the thread block with the queries of this
+  iteration. P is 0 for queries beyond the last query, because dS may be summed over queries."""
   queries: WarpRows[SwizzledRows] = WarpRows(Warps(group, at), tile, (), group.first_head)
   normalisers = [[x.where(row.there) for x, row in zip(own, rows)] for own, rows in zip(queries.normalisers, queries.of_lane)]
-  return MmaBackward(queries, tile, state, OwnQueryValues(normalisers, [[group.number("delta", row) for row in rows] for rows in queries.of_lane]))
+  deltas = [[group.query_value("delta", row) for row in rows] for rows in queries.of_lane]
+  return MmaBackward(queries, tile, state, OwnQueryValues(normalisers, deltas))
 
 @dataclass(frozen=True)
 class MmaBias:
@@ -62,8 +63,8 @@ class MmaBias:
   def begin(self) -> MmaBackwardState: return self.of.cleared(self.of.state)
 
   def walk(self, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:
-    """Loops over the scores whose gradients this thread block adds up: the scores that its block of the bias is added to. An iteration begins when
-    all reads of the previous iteration are done."""
+    """Loops over all scores to which the thread block's block of the bias is added, tile by tile. Calls `work` for each part of a tile; `work`
+    returns the state after its work on this part. An iteration of the outer loop begins when all reads of the iteration before are done."""
     if self.bias.one_trip: return self.over_keys(self.of, s, self.bias.first_trip, work)
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s
@@ -84,18 +85,19 @@ class MmaBias:
     return s.store([s.acc[at].store(ops.add(s.acc[at].load(), y)) for own, x in zip(places, ds) for at, y in zip(own, x)])
 
   def fragments(self, i:int) -> range:
-    """Indices of the accumulators that hold the gradient of the bias for the i-th matrix tile of queries."""
+    """Returns the indices of the accumulators in which the i-th matrix tile of queries sums dS."""
     n = self.of.tile.block_n//self.of.tile.matrix.N
     return range(i*n, (i + 1)*n)
 
   # ***** the stores *****
   def of_rows(self, of:MmaBackward, ds:list[list[UOp]]) -> list[tuple[Row, list[UOp]]]:
-    """Splits the C fragments of each matrix tile of queries, `ds`, by row. Returns (row, elements) for each of the lane's rows; the elements are
-    vectors of neighbouring keys."""
+    """Splits C fragments into rows: returns (row, elements) for each of the lane's rows, where the elements are vectors of neighbouring keys. `ds`
+    has a list of C fragments for each matrix tile of queries."""
     return [(row, [ops.slice_(x, 2*r, 2) for x in own]) for rows, own in zip(of.warp_rows.of_lane, ds) for r, row in enumerate(rows)]
 
   def stores(self, of:MmaBackward, t:UOp, ds:list[list[UOp]], part:int=0) -> list[UOp]:
-    """Returns the stores of dS to memory, for the keys of part `part` of tile t. `ds` has, for each matrix tile of queries, the C fragments of dS."""
+    """Returns the stores of dS to the bias's gradient, for the keys of part number `part` of tile t. `ds` has a list of C fragments for each matrix
+    tile of queries."""
     first = t*of.tile.block_n + part*of.tile.part_n + self.at.h*of.tile.matrix.block
     return [x for row, columns in self.of_rows(of, ds) for n, values in enumerate(columns)
             for x in self.bias.stores(of.group, row, first + n*of.tile.matrix.N, values, self.bias.stored(row))]
@@ -119,8 +121,8 @@ class MmaBias:
     return [x for row, (total,) in rows for x in self.bias.stores(self.group, row, UOp.const(0), total, row.there & first)]
 
   def sums_of_rows(self, s:MmaBackwardState, rows:list[list[UOp]]) -> list[UOp]:
-    """Sums `rows` over all rows: first over the rows of a lane, then over the lanes of a warp, then over the warps of the block. Returns the stores
-    of the sums. The last step goes through shared memory: there each thread adds up a pair of neighbouring numbers of every warp."""
+    """Sums `rows` over all queries of the block: first over the rows of a lane, then over the lanes of a warp, then, through shared memory, over the
+    warps. `rows` has for each of the lane's rows a list of vectors of neighbouring keys. Returns the stores of the sums to the bias's gradient."""
     at, tile, mat, one = self.at, self.of.tile, self.of.tile.matrix, self.share.broadcast[3]
     columns, n = [functools.reduce(ops.add, column) for column in zip(*rows)], mat.block
     numbers = columns if one else [ops.extract(x, i) for x in columns for i in range(n)]

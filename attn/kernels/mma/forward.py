@@ -2,7 +2,7 @@
 
 A warp computes 16 or 32 queries of its block. cp.async copies K and V tiles into a ring of `stages` tiles in shared memory. One barrier in each
 iteration is enough: after it, the iteration's tile has arrived, and no warp reads the previous tile any more. ldmatrix reads the operands from rows
-that are swizzled against bank conflicts, and transposes V. The softmax computes row maxima only in a rare branch: see attn/ops/softmax.py.
+that are swizzled against bank conflicts, and transposes V. The softmax looks for the maximum of a row only in a rare branch: see attn/ops/softmax.py.
 """
 from __future__ import annotations
 import functools, itertools
@@ -31,17 +31,17 @@ EXACT_PRODUCTS = 128     # 8-bit products of which a matrix unit with short sums
 
 @dataclass(frozen=True)
 class Operands:
-  """The operands of Q for each matrix tile of queries, loaded once before the loop over keys. Empty unless registers keep Q during the loop."""
+  """The A operands of S = Q K^T, if registers keep them during the loop over keys: a tuple for each matrix tile of queries, with one operand for each
+  step of the product. Empty if Q stays in shared memory."""
   of_tiles: tuple[tuple[UOp, ...], ...] = ()
   def after(self, *deps:UOp) -> Operands: return self
 
 @dataclass(frozen=True)
 class MmaState(CopyGroups):
-  """The state between iterations of the loop over keys: the accumulators of O, and for each matrix tile of queries three values of each row. These
-  are m, the number that the softmax subtracts from the scores; addend = -m*Scores.to_log2; and l, the row's sum of rounded P. O divided by l is a
-  weighted mean of V, for any rounding of P. For the LSE, l also holds the lane's part of the sums of unrounded P. Within an iteration the state also
-  holds the scores, P as operand A of the product P V, and the sums of this iteration. Further fields are shared memory, the statements (operations
-  with side effects) so far, and Q."""
+  """What the loop over keys carries from iteration to iteration. Registers hold the accumulators of O, and three values of each row: m, the number
+  that the softmax subtracts from the scores; `addend` = -m*Scores.to_log2; and l, the sums of P by which O is divided and from which the LSE is
+  computed (`MmaForward.kinds`). Within an iteration, registers also hold the scores, P as operand A of the product P V, and the sums of P of this
+  iteration. Further fields are shared memory, the statements (operations with side effects) so far, and Q."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -56,8 +56,8 @@ class MmaState(CopyGroups):
 
 @dataclass(frozen=True)
 class MmaForward:
-  """The forward kernel of one problem, as one thread sees it: the values that are equal for all tiles of keys, and one method for each operation of
-  the algorithm."""
+  """The forward kernel for one problem, as one thread sees it. Each method is an operation of the algorithm `online_softmax`. No field changes during
+  the loop over tiles of keys."""
   warps: Warps
   tile: MmaTile
   state: MmaState      # before the first iteration
@@ -80,23 +80,26 @@ class MmaForward:
   def p(self) -> Problem: return self.warps.group.p
   @property
   def kinds(self) -> tuple[str, ...]:
-    """Names of the sums of P that the kernel adds up for each row: of P after rounding; if V is stored in 8 bits, of P without the scales of V's
-    rows; and for the LSE, of P before rounding."""
+    """Names of the sums of P that the kernel computes for each row, in the order in which the state holds them. ONES sums P as it is multiplied by V:
+    rounded, and times the scales of V's rows if V is stored in 8 bits. UNSCALED, only with such scales, sums P without them. LANE, only if an LSE is
+    written, sums P before rounding."""
     return (ONES, *[UNSCALED]*bool(self.p.stored), *[LANE]*(self.warps.group.lse is not None))
   @property
   def kinds_of_result(self) -> tuple[str, ...]:
-    """Names of the sums of P (see `kinds`) by which O is divided and from which the LSE is computed. If V is stored in 8 bits, O is divided by a sum
-    of P without V's scales. The first sum of `kinds`, in which P is multiplied by these scales, is then left out."""
+    """Names of the sums of P from which the results are computed: O is divided by the first one, and the last one gives the LSE. Leaves out ONES (see
+    `kinds`) if V is stored in 8 bits, because this sum includes the scales of V's rows."""
     return self.kinds[1:] if self.p.stored else self.kinds
   @property
   def of_bytes(self) -> bool: return self.mat.size == 1
   @property
-  def in_turn(self) -> bool:
-    """Whether pairs of C fragments of O hold the even and the odd columns (`Warps.columns_in_turn`). This is so if V has 8 bits in memory."""
+  def alternating(self) -> bool:
+    """Whether the first of two neighbouring C fragments of O has the even columns and the second one the odd columns. This is so if V is stored in 8
+    bits."""
     return self.p.key_itemsize == 1
   @property
   def exact_steps(self) -> int:
-    """Number of steps of a sum that the matrix unit adds before the sum goes to fp32 registers, or 0 for all steps."""
+    """Number of matrix instructions that may add to one sum before it is added to a sum in fp32. 0 if there is no such limit. Some chips add products
+    of 8-bit floats with fewer bits than fp32."""
     return EXACT_PRODUCTS//self.mat.K if self.of_bytes and self.warps.group.arch.short_sums and not self.p.fast_accumulate else 0
   @property
   def stored(self) -> StoredKeys: return StoredKeys(self.warps)
@@ -106,18 +109,19 @@ class MmaForward:
   def d_tiles(self) -> int: return fragments(self.p.Dv, self.mat)
   @property
   def depth_steps(self) -> range:
-    """Indices of the steps in which S = Q K^T sums over the elements of a row. In each step, one matrix instruction adds to a matrix tile of S."""
+    """The steps of S = Q K^T, as indices. In each step, one matrix instruction multiplies and adds 16 (of 8-bit floats: 32) elements of each row of Q
+    and K."""
     return range(round_up(self.p.D, self.mat.K)//self.mat.K)
   @property
   def parts(self) -> list[range]:
-    """The parts into which a tile of keys is divided, each as the steps in which O += P V sums over its keys. P of a part is computed and multiplied
-    by V before P of the next part."""
+    """The parts into which a tile of keys is divided, to save registers. P of a part is computed and multiplied by V before P of the next part. A
+    part is given as a range of steps of O += P V; in each step one matrix instruction multiplies 16 (of 8-bit floats: 32) keys."""
     steps = self.tile.warp_keys//self.mat.K
     n = min(self.tile.parts, steps)
     return [range(i*steps//n, (i + 1)*steps//n) for i in range(n)]
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """Index of the first row of each of the warp's matrix tiles of queries, counted from the block's first row."""
+    """Returns the index, counted from the block's first row, of the first row of each matrix tile of queries that this warp computes."""
     return [(self.warps.at.wave//self.tile.key_waves*self.tile.q_tiles + t)*self.mat.M for t in range(self.tile.q_tiles)]
   @property
   def share(self) -> UOp:
@@ -125,11 +129,11 @@ class MmaForward:
     return self.warps.at.wave%self.tile.key_waves
   @property
   def first_key(self) -> UOp:
-    """First key, within a tile, of the keys that this warp computes."""
+    """First of the keys that this warp computes, as an index in the block's tile of keys."""
     return self.share*self.tile.warp_keys
   def own_tile(self, t:UOp) -> UOp:
-    """Returns which tile of `warp_keys` keys this warp computes in iteration t, as an index in the sequence. The block's tile t consists of several
-    such tiles: one for each warp that computes the same queries."""
+    """Returns the index of the tile of keys that this warp computes in iteration t, if the sequence is divided into tiles of `warp_keys` keys, the
+    keys of one warp. The block's tile t is several such tiles, if several warps compute the same queries."""
     return t*self.tile.key_waves + self.share
   @functools.cached_property
   def queries(self) -> list[list[Row]]: return [self.warps.queries(first) for first in self.in_block]
@@ -148,7 +152,8 @@ class MmaForward:
   def loops(self) -> Iterator[TileLoop[MmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
   def scores(self, s:MmaState, t:UOp, masked:bool) -> tuple[MmaState, None]:
-    """Computes S of a tile, in registers. Copies of later tiles start while the tensor cores work."""
+    """Computes S of tile t, after score terms and masks, and stores it to registers of the state. Starts the copies of a later tile. Returns the
+    state, and None in place of S."""
     s = s.arrived(self.tile.stages - 2)
     raw = self.warps.group.scaled(self.raw_scores(s, t))
     if self.p.stored:
@@ -160,7 +165,8 @@ class MmaForward:
     return self.fetch(s, t + self.tile.stages - 1), None
 
   def with_scales(self, s:MmaState, t:UOp, masked:bool) -> MmaState:
-    """Loads the scales of V of tile t to registers. If a scale is NaN, l becomes NaN in the rows that see the key of this scale."""
+    """Loads the scales of V's rows in tile t to registers. If a scale is NaN, the row sums l become NaN for the queries that see its key. Returns the
+    state."""
     q_tiles, scales = self.tile.q_tiles, self.scales(s, t, 1)
     nans = [nans_of_scales(self.warps.group.scores, scales, rows, self.own_tile(t), masked) for rows in self.queries]
     places = [q_tiles*self.kinds.index(UNSCALED) + qt for qt in range(q_tiles)]
@@ -168,8 +174,8 @@ class MmaForward:
     return s.store(store_all(s.scales.value, map(scale_in_range, scales)), [s.l[i].store(ops.add(s.l[i].load(), x)) for i, x in zip(places, nans)])
 
   def factors(self, s:MmaState, p:UOp, tile:int) -> UOp:
-    """Returns the weights of a C fragment in the form in which they multiply V: `p` itself, or `p` times the scales of V's rows if V is stored in 8
-    bits. `tile` is the index of the fragment's matrix tile of keys."""
+    """Returns `p`, a C fragment of P, as it is multiplied by V: times the scales of V's rows if V is stored in 8 bits, otherwise unchanged. `tile` is
+    the index of the fragment in its row of fragments."""
     return p if s.scales.value is None else scaled_weights(p, s.scales.value[tile].load(), nv.ROWS)
 
   def weigh(self, s:MmaState, x:None, t:UOp, steps:range, masked:bool) -> tuple[MmaState, None]:
@@ -194,8 +200,8 @@ class MmaForward:
     return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(len(kinds)*q_tiles)])), None
 
   def add_to_o(self, s:MmaState, p:None, t:UOp, steps:range, masked:bool) -> UOp:
-    """Computes O += P V for the keys of `steps`, some steps of the sum over the tile's keys. P comes from the state, where `weigh` has put it: `p` is
-    None. Weights that dropout drops are 0. Returns the stores of O to registers."""
+    """Computes O += P V for some keys of tile t, after dropout of P. `steps` says which keys: the steps of the product that have them. Returns the
+    stores of O to registers. P is read from the state `s`, in which `weigh` has put it; so the argument `p` is None."""
     left = [kept_scores(self.warps.group.scores, rows, self.own_tile(t)) for rows in self.queries]
     n, q_tiles = self.mat.together, range(self.tile.q_tiles)
     accs = [[s.acc[qt*self.d_tiles + i].load() for i in range(self.d_tiles)] for qt in q_tiles]
@@ -204,45 +210,45 @@ class MmaForward:
     return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))
 
   def kernel(self, s:MmaState) -> UOp:
-    if self.tile.key_waves > 1: s = self.exchanged(s.arrived(0))
+    if self.tile.key_waves > 1: s = self.stored_results(s.arrived(0))
     return self.warps.group.kernel("mma", [x for qt in range(self.tile.q_tiles) for x in self.outputs(s, qt)], self.tile.lds_bytes(self.p))
 
   def outputs(self, s:MmaState, qt:int) -> list[UOp]:
-    """Returns the stores of the results for a matrix tile of queries, O = O / l and LSE = m + ln l. m is the number that the softmax subtracts from
-    the scores of a row, and l the row's sum of P."""
-    m, sums, accs = self.found_by_all(s, qt) if self.tile.key_waves > 1 else self.found(s, qt)
+    """Returns the stores of O / l and of LSE = m + ln l, for the matrix tile of queries with index `qt`. m is the number that the softmax subtracts
+    from the scores of a row, and l the row's sum of P."""
+    m, sums, accs = self.merged_results(s, qt) if self.tile.key_waves > 1 else self.results_of_warp(s, qt)
     return self.warps.outputs(self.queries[qt], accs, m, sums, self.kinds_of_result, self.share if self.tile.key_waves > 1 else None,
-                              self.in_turn)
+                              self.alternating)
 
   # ***** sums over warps with the same queries *****
-  def found(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """Returns the results that this warp has computed for the matrix tile of queries `qt`: m (the number that the softmax subtracts from a row's
-    scores), the row sums, and the accumulators of O."""
+  def results_of_warp(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
+    """Returns what this warp has computed for the matrix tile of queries with index `qt`: m (the number that the softmax subtracts from a row's
+    scores), the row sums of P, and the accumulators of O."""
     sums = [s.l[self.kinds.index(kind)*self.tile.q_tiles + qt].load() for kind in self.kinds_of_result]
     return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
 
-  def place_found(self, share:UOp|int, qt:int, i:UOp|int) -> UOp:
-    """Returns where the i-th 16 bytes of a lane's results for the matrix tile of queries `qt` lie in shared memory. The lane belongs to the warp with
-    index `share` among the warps that compute these queries, and has the same index in its warp as this thread."""
+  def place_of_result(self, share:UOp|int, qt:int, i:UOp|int) -> UOp:
+    """Returns the 16-byte unit of shared memory with the i-th part of a warp's results, for the matrix tile of queries with index `qt` and for this
+    thread's lane. `share` is the index of the warp among the warps that compute the same queries."""
     wave = self.warps.at.wave//self.tile.key_waves*self.tile.key_waves + share
     per = self.d_tiles + 2
     return (wave*self.tile.q_tiles*per + qt*per + i)*self.mat.wave + self.warps.at.lane
 
-  def exchanged(self, s:MmaState) -> MmaState:
-    """Stores this warp's results to shared memory, and waits until all warps have stored theirs."""
+  def stored_results(self, s:MmaState) -> MmaState:
+    """Stores this warp's results to shared memory, and waits until all warps have done so. Returns the state."""
     puts = []
     for qt in range(self.tile.q_tiles):
-      m, sums, accs = self.found(s, qt)
+      m, sums, accs = self.results_of_warp(s, qt)
       for i, x in enumerate((ops.concat(m, sums[0]), ops.concat(sums[-1], sums[-1]), *accs)):
-        puts.append(nv.put(s.shared[self.place_found(self.share, qt, i)], x, UOp.const(True)))
+        puts.append(nv.put(s.shared[self.place_of_result(self.share, qt, i)], x, UOp.const(True)))
     s = s.do(*puts)
     return s.after(workgroup_barrier(s.done))
 
-  def found_by_all(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """Adds up the results of all warps that compute the same queries over different keys. Returns m, the row sums and O. m is the largest m of these
-    warps. The row sums and O of each warp are rescaled to this m, and added in the order of the warps' keys. Each warp returns only some columns of
-    O, so that the warps divide the columns."""
-    def unit(share:int, i:UOp|int) -> UOp: return ops.as_float(s.shared[self.place_found(share, qt, i)].load())
+  def merged_results(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
+    """Returns m, the row sums of P and O of the matrix tile of queries with index `qt`, merged from the results of all warps that compute these
+    queries, each with other keys. m is the largest m of these warps. The row sums and O of each warp are rescaled to this m, and added in the order
+    of the warps' keys. The warps divide the columns of O: each warp returns only its columns."""
+    def unit(share:int, i:UOp|int) -> UOp: return ops.as_float(s.shared[self.place_of_result(share, qt, i)].load())
     shares, to_log2 = range(self.tile.key_waves), self.warps.group.scores.to_log2
     heads = [unit(n, 0) for n in shares]
     m = functools.reduce(ops.max_, [ops.slice_(x, 0, 2) for x in heads])
@@ -250,7 +256,7 @@ class MmaForward:
     def total(parts:list[UOp], factors:list[UOp]) -> UOp: return functools.reduce(ops.add, [ops.mul(x, y) for x, y in zip(parts, factors)])
     sums = [total([ops.slice_(x, 2, 2) for x in heads], factors)]
     if len(self.kinds_of_result) > 1: sums.append(total([ops.slice_(unit(n, 1), 0, 2) for n in shares], factors))
-    columns = round_up(ceildiv(self.d_tiles, self.tile.key_waves), 2 if self.in_turn else 1)
+    columns = round_up(ceildiv(self.d_tiles, self.tile.key_waves), 2 if self.alternating else 1)
     wide = [ops.build(*[ops.extract(x, r) for r in range(nv.ROWS) for _ in range(2)]) for x in factors]
     places = [(self.share*columns + i).minimum(self.d_tiles - 1) + 2 for i in range(columns)]
     return m, sums, [total([unit(n, i) for n in shares], wide) for i in places]
@@ -264,7 +270,7 @@ class MmaForward:
     return v.moved_to(q.size + self.tile.stages*k.size + t%self.tile.stages*v.size)
 
   def first_scale(self, t:UOp) -> UOp:
-    """Returns where the scales of tile t begin in shared memory, counted in floats."""
+    """Returns where the scales of the 8-bit rows of tile t (keys first, then values) begin in shared memory, counted in floats."""
     q, k, v = self.tile.layouts(self.p)
     return (q.size + self.tile.stages*(k.size + v.size) + t%self.tile.stages*self.tile.scales(self.p))*(UNIT_BYTES//4)
   def scales(self, s:MmaState, t:UOp, kind:int) -> list[UOp]:
@@ -274,20 +280,22 @@ class MmaForward:
     copies = self.warps.copies_of_keys(s.shared, t, self.k_rows(t), self.v_rows(t))
     return s.started(copies + (self.stored.copies(s.shared, t, self.first_scale(t)) if self.p.stored else []))
   def q_operand(self, s:MmaState, qt:int, step:int) -> UOp:
-    """Reads operand A of S = Q K^T from shared memory. If registers keep Q, this happens once, otherwise in every iteration."""
+    """Reads operand A of S = Q K^T from shared memory, for the matrix tile of queries with index `qt` and the step of the product with index `step`.
+    """
     if self.p.stored: return self.stored.q_operand(s.shared, self.tile.layouts(self.p)[0], self.in_block[qt], step)
     row, unit = self.mat.a_address(self.warps.at.lane)
     return s.read(self.tile.layouts(self.p)[0], self.in_block[0] + row, unit, qt*self.mat.M, 2*step)
 
   def k_operand(self, s:MmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Reads operand B of S = Q K^T for one step of the sum over columns and 16 keys: the group of 16 keys with index `pair` among the warp's keys of
-    tile t."""
+    """Reads operand B of S = Q K^T from tile t in shared memory, for one step of the product and 16 keys. `pair` is the index of this group of 16
+    keys, among the keys that this warp computes."""
     row, unit = self.mat.b_address(self.warps.at.lane)
     def read(units:int) -> UOp: return s.read(self.k_rows(t), self.first_key + row, unit, pair*2*self.mat.N, units)
     return self.stored.k_operand(read(step//2*2), step) if self.p.stored else read(2*step)
   def v_operand(self, s:MmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Reads operand B of O += P V for one step of keys and 16 columns. `step` is the index of the keys among the warp's groups of K keys in tile t,
-    and `pair` is the index of the columns. If the elements have 8 bits, there is one fragment of the even columns and one of the odd columns."""
+    """Reads operand B of O += P V from tile t in shared memory, for one step of the product (16 keys, or 32 of 8-bit floats) and two C fragments of
+    O. `pair` is the index of these two fragments. If V is stored in 8 bits, one fragment has the even columns and the other the odd columns;
+    otherwise they are neighbours."""
     row, unit = self.mat.b_transposed_address(self.warps.at.lane)
     def read(units:int) -> UOp: return s.read(self.v_rows(t), self.first_key + row, unit, step*self.mat.K, units, transposed=True)
     if self.p.stored: return self.stored.v_operand(read(pair//2*2), pair)
@@ -296,16 +304,18 @@ class MmaForward:
 
   # ***** products *****
   def raw_scores(self, s:MmaState, t:UOp) -> list[list[UOp]]:
-    """Computes S = Q K^T of one tile of keys, without terms (bias, softcap, ...) and masks. Returns C fragments for each tile of queries."""
+    """Computes S = Q K^T of tile t, without score terms (bias, softcap, ...) and masks. Returns a list of C fragments for each matrix tile of
+    queries."""
     def a(qt:int, step:int) -> UOp: return self.q_operand(s, qt, step) if self.tile.q_in_lds else s.q.of_tiles[qt][step]
     zeros = [[nv.zero(s.done)]*self.k_tiles for _ in range(self.tile.q_tiles)]
     return self.multiplied(s, zeros, self.depth_steps, a, lambda step, pair: self.k_operand(s, t, step, pair), empty=True)
 
   def multiplied(self, s:MmaState, tiles:list[list[UOp]], steps:range, a:Callable[[int, int], UOp], b:Callable[[int, int], UOp],
                  empty:bool=False) -> list[list[UOp]]:
-    """Adds A B to C fragments. `tiles` has the fragments of each tile of queries. `a` returns operand A of a tile of queries and a step of the sum,
-    `b` operand B of a step and a pair of neighbouring fragments. If the matrix unit adds too coarsely (`exact_steps`), it adds only some steps, and
-    their sums are added in fp32. `empty` says that the fragments are still 0; there are then only few of them."""
+    """Returns `tiles` + A B, lists of C fragments, one for each matrix tile of queries. The product sums over `steps`. `a(tile of queries, step)`
+    returns an operand A, and `b(step, pair)` an operand B for two neighbouring C fragments. If the matrix unit adds with too few bits
+    (`exact_steps`), its sums over a few steps are added in fp32. `empty` says that `tiles` are 0: then there are so few of them that all are computed
+    together."""
     queries, pairs = range(self.tile.q_tiles), range(len(tiles[0])//2)
     def add(into:list[list[UOp]], step:int, pair:int) -> None:
       operand = b(step, pair)

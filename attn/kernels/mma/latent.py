@@ -5,9 +5,9 @@ A block owns the queries of many heads and reads each key once for all these que
 16 queries and a part of the keys. For O += P V each warp computes some columns of all queries. The warps exchange P through shared memory. cp.async
 copies K into a ring of `stages` tiles. V is read from the tile of K and transposed by ldmatrix, as in attn/kernels/mma/forward.py.
 
-If the latent columns of K are stored in 8 bits, they lie so in shared memory, and are converted when they are read (attn/kernels/nvidia/stored.py).
-The scores of these columns are multiplied by the scale of their row before the other columns are added to them. P is multiplied by it before P is
-rounded."""
+If the latent columns of K are stored in 8 bits, shared memory holds them in 8 bits, too: they are converted when a warp reads them
+(attn/kernels/nvidia/stored.py). The sum of a score over these columns is multiplied by the scale of the key's row, before the other columns are
+added. P is multiplied by this scale before P is rounded."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterator
@@ -39,11 +39,10 @@ ADDED_UP = 12
 
 @dataclass(frozen=True)
 class LatentMmaState(CopyGroups):
-  """The state between iterations of the loop over keys. Registers hold the warp's columns of O for all queries. For the queries whose scores the warp
-  computes, registers hold m, the number that the softmax subtracts from the scores of a row, and two kinds of sums over the warp's part of the keys:
-  sums of rounded P, and for the LSE the lane's part of the sums of unrounded P. Within an iteration, registers also hold the scores, and the factors
-  by which O is rescaled, for each matrix tile of queries. Further fields are shared memory and the statements (operations with side effects) so far.
-  """
+  """What the loop over keys carries from iteration to iteration. Registers hold the warp's columns of O for all queries. For the queries whose scores
+  the warp computes, registers hold m, the number that the softmax subtracts from the scores of a row, and sums over the warp's part of the keys: of
+  rounded P, and, if an LSE is written, of unrounded P. Within an iteration, registers also hold the scores, and the factors by which O is rescaled.
+  Further fields are shared memory and the statements (operations with side effects) so far."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -54,7 +53,8 @@ class LatentMmaState(CopyGroups):
 
 @dataclass(frozen=True)
 class MmaLatent:
-  """The kernel of latent attention for one problem, as one thread sees it: the values that are equal for all tiles of keys, and the steps."""
+  """The forward kernel of latent attention for one problem, as one thread sees it. Each method is an operation of the algorithm `online_softmax`. No
+  field changes during the loop over tiles of keys."""
   warps: Warps
   tile: MlaMmaTile
   state: LatentMmaState      # before the first iteration
@@ -81,7 +81,7 @@ class MmaLatent:
   def columns(self) -> int: return self.tile.columns(self.p)
   @property
   def latent_steps(self) -> int:
-    """Number of steps of 16 columns in which S = Q K^T sums over columns that are stored in 8 bits. They are the first steps."""
+    """Number of steps of S = Q K^T (16 columns each) whose columns of K are stored in 8 bits. These steps come first."""
     return self.p.k_width//self.mat.K if self.p.stored else 0
   @property
   def stored(self) -> StoredKeys: return StoredKeys(self.warps)
@@ -94,7 +94,8 @@ class MmaLatent:
   @functools.cached_property
   def queries(self) -> list[Row]: return self.warps.queries(self.own)
   def in_block(self, first:int|UOp) -> list[UOp]:
-    """Returns the indices, within the block, of the lane's two rows among the 16 rows from row `first` on."""
+    """Returns the indices, in the block, of the two rows that this lane holds of a matrix tile of 16 queries. `first` is the index of the tile's
+    first row."""
     return [first + self.mat.c_row(self.warps.at.lane, r) for r in range(nv.ROWS)]
 
   # ***** the steps *****
@@ -109,16 +110,17 @@ class MmaLatent:
   def loops(self) -> Iterator[TileLoop[LatentMmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
   def scores(self, s:LatentMmaState, t:UOp, masked:bool) -> tuple[LatentMmaState, list[UOp]]:
-    """Computes the scores S of the queries and keys that belong to this warp, as C fragments. Copies of later tiles start while the tensor cores
-    work."""
+    """Computes S of the queries and keys that belong to this warp, after score terms and masks. Starts the copies of a later tile. Returns the state,
+    and S as C fragments."""
     s = self.raw_scores(s.arrived(self.tile.stages - 2), t)
     raw = [s.scores[i].load() for i in range(s.scores.max_numel())]
     scores = self.share.scores(self.warps.group.scores).finished(raw, self.queries, self.share.tile_number(t), masked)
     return self.fetch(s, t + self.tile.stages - 1), scores
 
   def weigh(self, s:LatentMmaState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentMmaState, None]:
-    """Raises m, the number that the softmax subtracts from the scores of a row, if a score exceeds it by too much. Computes P = exp2(scores - m), and
-    the factor by which the row of O must be rescaled. Stores P and the factor to shared memory, where all warps read them."""
+    """Raises m, the number that the softmax subtracts from the scores of a row, if a score exceeds m by too much. Computes P = exp2(scores - m), and
+    the factor by which the row of O must be rescaled. Stores P and the factor to shared memory, where all warps read them. Returns the state, and
+    None in place of P."""
     to_log2, m, p, zero = self.warps.group.scores.to_log2, s.m[0].load(), self.p, ops.splat(0.0, nv.ROWS)
     of_v = [scale_in_range(y) for y in self.scales(s, t)] if p.stored else []
     s, top = self.highest(s, compared_scores(x, [ops.concat(y, y) for y in of_v], to_log2) if p.stored else x, m)
@@ -132,13 +134,13 @@ class MmaLatent:
     else: rounded = rounded_sum(packed, ONES, self.mat, p.dtype, nv.ROWS, nv.zero(s.done))
     sums = (rounded, exact)[:self.names.kinds]
     s = s.store([s.m[0].store(reference)], store_all(s.l, [ops.add(ops.mul(s.l[i].load(), factor), y) for i, y in enumerate(sums)]))
-    return self.met(s.do(*self.put_weights(s, packed), *self.tell(s, self.names.factor, factor, self.share.part.eq(0)))), None
+    return self.after_barrier(s.do(*self.put_weights(s, packed), *self.put_row_values(s, self.names.factor, factor, self.share.part.eq(0)))), None
 
   def add_to_o(self, s:LatentMmaState, p:None, t:UOp, part:None, masked:bool) -> UOp:
-    """Computes O += P V for tile t of keys and the columns of O that belong to this warp. P comes from shared memory, where `weigh` has put it: `p`
-    is None. `part` is None, too, because a tile's keys are not divided. Returns the stores of O to registers."""
+    """Computes O += P V for tile t of keys and this warp's columns of O. Returns the stores of O to registers. P is read from shared memory, where
+    `weigh` has put it; so the argument `p` is None. `part` is None, too: it is for kernels that divide a tile."""
     mat, lane = self.mat, self.warps.at.lane
-    s = s.store(store_all(s.factors, [self.hear(s, self.names.factor, tile*mat.M) for tile in self.row_tiles]))
+    s = s.store(store_all(s.factors, [self.load_row_values(s, self.names.factor, tile*mat.M) for tile in self.row_tiles]))
     s = s.do(rescale(s.acc, s.factors, s.done))
     a_row, a_unit = mat.a_address(lane)
     accs = [[s.acc[tile*self.columns + i].load() for i in range(self.columns)] for tile in self.row_tiles]
@@ -158,36 +160,39 @@ class MmaLatent:
   def k_rows(self, t:UOp) -> LongRows:
     return self.tile.layouts(self.p)[1].moved_to(self.first_of(t))
   def rotary_rows(self, t:UOp) -> LongRows:
-    """Returns the layout of the columns of tile t that a latent cache of 8 bits keeps in 16 bits."""
+    """Returns the layout, in shared memory, of the rotary columns of tile t. If the latent columns of K are stored in 8 bits, the rotary columns keep
+    16 bits and have a layout of their own."""
     _, k, rotary, _ = self.tile.layouts(self.p)
     return rotary.moved_to(self.first_of(t) + k.size)
   def first_of(self, t:UOp) -> UOp:
     """Returns the 16-byte unit of shared memory at which tile t begins."""
     return self.tile.layouts(self.p)[0].size + t%self.tile.stages*self.tile.stage(self.p)
   def first_scale(self, t:UOp) -> UOp:
-    """Returns where the scales of tile t begin in shared memory, counted in floats."""
+    """Returns where the scales of the 8-bit rows of tile t begin in shared memory, counted in floats."""
     _, k, rotary, _ = self.tile.layouts(self.p)
     return (self.first_of(t) + k.size + rotary.size)*(UNIT_BYTES//4)
   def scales(self, s:LatentMmaState, t:UOp) -> list[UOp]:
-    """Reads the scales of the rows of K whose scores this lane computes: two for each C fragment. The rows of V have the same scales."""
+    """Reads the scales of the 8-bit rows of K whose scores this lane computes: two for each C fragment. V, the first columns of K, has the same
+    scales."""
     return self.stored.scales(s.shared, self.first_scale(t), 0, self.share.part*self.share.keys, self.share.keys)
   @property
   def weight_rows(self) -> SwizzledRows:
     q, _, _, weights = self.tile.layouts(self.p)
     return weights.moved_to(q.size + self.tile.stages*self.tile.stage(self.p))
-  def told(self, s:LatentMmaState) -> RowScalars:
+  def row_scalars(self, s:LatentMmaState) -> RowScalars:
     return RowScalars(s.shared, self.tile.block_m, int(self.weight_rows.base) + self.weight_rows.size)
-  def tell(self, s:LatentMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
-    """Returns the statements that store a number for each of this lane's two rows to shared memory, where all warps can read them. `values` holds the
-    two numbers; `i` says what they are, such as a maximum or a sum. Where `gate` is false, nothing is stored."""
-    told, to = self.told(s), s.shared.bitcast(dtypes.float)
+  def put_row_values(self, s:LatentMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
+    """Returns the statements that store a number for each of this lane's two rows to a table in shared memory, where all warps can read it. `values`
+    holds the two numbers. `i` is the index of their kind in the table (`ScalarPlaces`), such as the maximum of a row. Where `gate` is false, nothing
+    is stored."""
+    told, to = self.row_scalars(s), s.shared.bitcast(dtypes.float)
     return [nv.put(to[told.place(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
-  def hear(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
-    """Loads numbers that warps have stored to shared memory with `tell`: the numbers of kind `i` (such as a maximum or a sum) of the lane's two rows
-    among the 16 rows from row `first` of the block on."""
-    return ops.build(*[self.told(s).load(i, row) for row in self.in_block(first)])
-  def met(self, s:LatentMmaState) -> LatentMmaState:
-    """Waits at a barrier until all warps have done all statements (operations with side effects, such as stores) so far."""
+  def load_row_values(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
+    """Loads numbers that warps have stored with `put_row_values`, for the two rows that this lane holds of a matrix tile of 16 queries. `i` is the
+    index of their kind in the table (`ScalarPlaces`), and `first` the index, in the block, of the tile's first row."""
+    return ops.build(*[self.row_scalars(s).load(i, row) for row in self.in_block(first)])
+  def after_barrier(self, s:LatentMmaState) -> LatentMmaState:
+    """Waits at a barrier until all warps have done their statements (operations with side effects, such as stores) so far. Returns the state."""
     return s.after(workgroup_barrier(s.done))
   def fetch(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
     group, block_n = self.warps.group, self.tile.block_n
@@ -200,8 +205,8 @@ class MmaLatent:
 
   # ***** products *****
   def raw_scores(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
-    """Computes S = Q K^T of the queries and keys that belong to this warp, before score terms (softcap, ALiBi, bias) and masks, as C fragments in the
-    state."""
+    """Computes S = Q K^T of the queries and keys that belong to this warp, without score terms (softcap, ALiBi, bias) and masks. Returns the state,
+    whose registers `scores` then hold S."""
     mat, steps = self.mat, range(round_up(self.p.D, self.mat.K)//self.mat.K)
     for some in (piece[i:i + ADDED_UP] for piece in (steps[:self.latent_steps], steps[self.latent_steps:]) for i in range(0, len(piece), ADDED_UP)):
       tiles = [nv.zero(s.done)]*s.scores.max_numel()
@@ -216,39 +221,41 @@ class MmaLatent:
     return s
 
   def q_operand(self, s:LatentMmaState, step:int) -> UOp:
-    """Reads operand A of S = Q K^T for one step of 16 columns."""
+    """Reads operand A of S = Q K^T from shared memory, for this warp's 16 queries and one step of the product (16 columns)."""
     q, (row, unit) = self.tile.layouts(self.p)[0], self.mat.a_address(self.warps.at.lane)
     if step < self.latent_steps: return self.stored.q_operand(s.shared, q, self.own, step)
     return s.read(q, self.own + row, unit, 0, 2*step)
   def k_operand(self, s:LatentMmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Reads operand B of S = Q K^T for 16 keys and one step of 16 columns."""
+    """Reads operand B of S = Q K^T from tile t in shared memory, for one step of the product (16 columns) and 16 keys. `pair` is the index of this
+    group of 16 keys, among the keys that this warp computes."""
     row, unit = self.mat.b_address(self.warps.at.lane)
     def read(rows:LongRows, units:int) -> UOp: return s.read(rows, self.share.part*self.share.keys + row, unit, pair*self.mat.K, units)
     if step < self.latent_steps: return self.stored.k_operand(read(self.k_rows(t), step//2*2), step)
     return read(self.rotary_rows(t) if self.latent_steps else self.k_rows(t), 2*(step - self.latent_steps))
   def v_operand(self, s:LatentMmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Reads operand B of O += P V for 16 keys and 16 of the warp's columns."""
+    """Reads operand B of O += P V from tile t in shared memory, for one step of the product (16 keys) and 16 columns. `pair` is the index of this
+    group of 16 columns, among the columns that this warp computes."""
     (row, unit), in_line = self.mat.b_transposed_address(self.warps.at.lane), LINE//2
     if not self.p.stored: return s.read(self.v_rows(t, pair//in_line), row, unit, step*self.mat.K, 2*(pair%in_line), transposed=True)
     first = (self.warps.at.wave*(self.columns//2) + pair//in_line*in_line).minimum(self.k_rows(t).units - in_line)
     return self.stored.v_operand(s.read(self.k_rows(t), row, first + unit, step*self.mat.K, pair%in_line//2*2, transposed=True), pair)
 
   def highest(self, s:LatentMmaState, scores:list[UOp], m:UOp) -> tuple[LatentMmaState, UOp]:
-    """Computes, for each of the lane's rows, the maximum of m and of all the row's scores in this iteration. The maximum includes the scores that
-    other lanes and warps hold. Returns the state and the maxima."""
+    """Returns the state, and for each of the lane's two rows the maximum of m and of all the row's scores in this iteration, also of those that other
+    lanes and warps hold."""
     tops = []
     for r in range(nv.ROWS):
       top = functools.reduce(ops.max_, [ops.extract(x, 2*r + i) for x in scores for i in range(2)], ops.extract(m, r))
       for step in (1, 2): top = ops.max_(top, nv.xor_lane(top, step))
       tops.append(top)
     if self.share.key_parts == 1: return s, ops.build(*tops)
-    s = self.met(s.do(*self.tell(s, self.names.top(self.share.part), ops.build(*tops), UOp.const(True))))
-    heard = [self.hear(s, self.names.top(part), self.own) for part in range(self.share.key_parts)]
+    s = self.after_barrier(s.do(*self.put_row_values(s, self.names.top(self.share.part), ops.build(*tops), UOp.const(True))))
+    heard = [self.load_row_values(s, self.names.top(part), self.own) for part in range(self.share.key_parts)]
     return s, ops.build(*[functools.reduce(ops.max_, [ops.extract(x, r) for x in heard]) for r in range(nv.ROWS)])
 
   def put_weights(self, s:LatentMmaState, packed:list[UOp]) -> list[UOp]:
-    """Returns the statements that store P to shared memory. Dword i of an A fragment belongs to the lane's row i%2 and to 8-key tile i//2 of the
-    fragment."""
+    """Returns the statements that store P to shared memory. `packed` holds P as operand A: its dword i has two neighbouring keys of the lane's row
+    i%2, from the first 8 keys of the operand if i//2 is 0, else from the second 8."""
     to, first, statements = s.shared.bitcast(dtypes.float), self.share.part*(self.share.keys//self.mat.N), []
     for step, x in enumerate(packed):
       for i in range(4):
@@ -257,32 +264,32 @@ class MmaLatent:
     return statements
 
   def v_rows(self, t:UOp, line:int) -> LongRows:
-    """Returns where the rows of V lie in shared memory, for some of the columns that this warp multiplies. V is the first columns of K, so the result
-    is the layout of K's rows, moved to these columns. The warp's columns take several lines of 128 bytes, and `line` is the index of one of them. If
-    the warp has no such line, the last line is read instead: the columns of O that are computed from it are not stored."""
+    """Returns the layout, in shared memory, of V's rows in tile t, for one line of 128 bytes of the columns that this warp multiplies: the line with
+    index `line`. V is the first columns of K, so the result is the layout of K's rows, moved to these columns. If the warp has no such line, the
+    result is the last line of V: the columns of O that are then computed are not stored."""
     k = self.k_rows(t)
     return k.moved_to(k.base + (self.warps.at.wave*(self.columns//LINE) + line).minimum(k.panels - 1)*LINE)
 
   # ***** after the last iteration *****
   def totals(self, s:LatentMmaState) -> LatentMmaState:
-    """Stores to shared memory, for each row, the number that the softmax subtracts from its scores and the sums of P that this warp has computed.
-    Returns the state after these stores."""
+    """Stores two kinds of values of each row to shared memory, where all warps read them: m, the number that the softmax subtracts from the row's
+    scores, and this warp's sums of P. Returns the state."""
     sums = [s.l[kind].load() for kind in range(self.names.kinds)]
     own = 0 if self.p.stored else 1      # the first kind of sums that a lane has of its own P alone
     sums[own:] = [ops.build(*[sum_over_quad(ops.extract(x, r)) for r in range(nv.ROWS)]) for x in sums[own:]]
-    told = [x for kind, total in enumerate(sums) for x in self.tell(s, self.names.total(kind, self.share.part), total, UOp.const(True))]
-    return self.met(s.do(*told, *self.tell(s, self.names.reference, s.m[0].load(), self.share.part.eq(0))))
+    told = [x for kind, total in enumerate(sums) for x in self.put_row_values(s, self.names.total(kind, self.share.part), total, UOp.const(True))]
+    return self.after_barrier(s.do(*told, *self.put_row_values(s, self.names.reference, s.m[0].load(), self.share.part.eq(0))))
 
   def outputs(self, s:LatentMmaState, tile:int) -> list[UOp]:
-    """Returns the stores of O = O / l for the warp's columns. The first warp also stores LSE = m + ln l. `tile` is the index of a matrix tile of the
+    """Returns the stores of O / l for the warp's columns; the first warp also stores LSE = m + ln l. `tile` is the index of a matrix tile of the
     block's queries."""
     group, mat, names, stores = self.warps.group, self.mat, self.names, list[UOp]()
     accs, first = [s.acc[tile*self.columns + i].load() for i in range(self.columns)], self.warps.at.wave*(self.columns*mat.N)
     for r, (row, in_block) in enumerate(zip(self.warps.queries(UOp.const(tile*mat.M)), self.in_block(tile*mat.M))):
-      totals = [functools.reduce(ops.add, [self.told(s).load(names.total(kind, part), in_block) for part in range(self.tile.key_parts)])
+      totals = [functools.reduce(ops.add, [self.row_scalars(s).load(names.total(kind, part), in_block) for part in range(self.tile.key_parts)])
                 for kind in range(names.kinds)]
-      factor, log_sum = group.normalised(row, self.told(s).load(names.reference, in_block), totals)
+      factor, log_sum = group.normalised(row, self.row_scalars(s).load(names.reference, in_block), totals)
       o = [(first + i*mat.N + self.warps.at.h*mat.block, ops.mul(ops.slice_(acc, 2*r, 2), factor)) for i, acc in enumerate(accs)]
-      if self.p.stored: o = self.warps.columns_in_turn(accs, r, factor, self.warps.at.wave)
+      if self.p.stored: o = self.warps.alternating_columns(accs, r, factor, self.warps.at.wave)
       stores += group.outputs(row, o, None) + group.outputs(replace(row, there=row.there & self.warps.at.wave.eq(0)), [], log_sum)
     return stores

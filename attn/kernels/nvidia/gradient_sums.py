@@ -21,14 +21,14 @@ from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
 def place_in_sums(group:Workgroup, mat:Mma, head:UOp, first_query:UOp, warp:UOp, fragment:UOp|int) -> UOp:
-  """Returns the index, in the fp32 accumulator of dQ, of the first element of a C fragment of 16 queries and 8 columns. `first_query` is the first
-  query of the tile, `warp` says which 16 queries of the tile, and `fragment` which columns."""
+  """Returns the index, in the fp32 accumulator of dQ, of the first element of a C fragment of a warp (16 queries by 8 columns). `first_query` is the
+  first query of the 64 that lie together in the accumulator, `warp` says which 16 of these queries, and `fragment` which 8 columns."""
   row = (group.first_sums(head) + first_query//QUERIES_OF_SUMS)*(QUERIES_OF_SUMS//mat.M) + warp
   return (row*fragments(group.p.D, mat) + fragment)*(mat.M*mat.N)
 
 @dataclass(frozen=True)
 class QueriesOfSums:
-  """The 64 queries for which a block reads or writes the fp32 accumulator of dQ in memory. Each of the block's four warps has 16 of them."""
+  """The 64 queries whose part of the fp32 accumulator of dQ a block sets to 0 or reads. Each of the block's four warps has 16 of these queries."""
   rows: WarpRows[SwizzledRows]
 
   @staticmethod
@@ -40,22 +40,22 @@ class QueriesOfSums:
   @property
   def group(self) -> Workgroup: return self.rows.warps.group
   def places(self) -> list[UOp]:
-    """Returns the places of the sums that belong to this lane, as indices of vectors of four sums. There is one vector for every 8 columns."""
+    """Returns where this lane's elements lie in the fp32 accumulator of dQ: an index for every 8 columns, counted in vectors of four elements."""
     group, at, mat = self.group, self.rows.warps.at, self.rows.mat
     first = place_in_sums(group, mat, group.first_head, group.first_row, at.wave, 0)//4 + at.lane
     return [first + i*(mat.M*mat.N//4) for i in range(fragments(group.p.D, mat))]
   @property
-  def to(self) -> UOp:
-    """Returns the fp32 accumulator of dQ as vectors of four sums."""
+  def sums(self) -> UOp:
+    """The fp32 accumulator of dQ in memory, as vectors of four elements."""
     return flat(self.group.given["dq_sums"]).bitcast(nv.F4)
   def cleared(self) -> list[UOp]:
-    """Returns the stores of 0 to the sums that belong to this lane."""
-    return [self.to[i.valid(self.group.has_sums)].store(nv.zero(UOp.const(0))) for i in self.places()]
+    """Returns the stores of 0 to this lane's elements of the fp32 accumulator of dQ."""
+    return [self.sums[i.valid(self.group.has_sums)].store(nv.zero(UOp.const(0))) for i in self.places()]
   def load(self) -> list[UOp]:
     """Loads the elements of the fp32 accumulator of dQ that belong to this lane. Returns one vector of four elements for every 8 columns. All
     elements are 0 if the queries lie beyond the end of a packed sequence."""
-    if not self.group.p.varlen: return [self.to[i].load() for i in self.places()]
-    return [ops.as_float(ops.load_where(self.to[i], self.group.has_sums, 16)) for i in self.places()]
+    if not self.group.p.varlen: return [self.sums[i].load() for i in self.places()]
+    return [ops.as_float(ops.load_where(self.sums[i], self.group.has_sums, 16)) for i in self.places()]
 
 def delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp]:
   """Returns the kernel that computes delta and sets the fp32 accumulator of dQ to 0. The kernel takes the tensors of `tensors.delta_arguments(p,

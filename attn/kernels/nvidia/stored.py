@@ -1,9 +1,10 @@
-"""Rows of K and V that are stored in 8 bits: copies of their scales to shared memory, and their conversion to operands. wgmma reads its operands from
-shared memory, so rows are converted there, on the way from one place to another. For mma.sync they are converted after ldmatrix.
+"""Rows of K and V that are stored in 8 bits: copies of their scales to shared memory, and their conversion to 16-bit operands. wgmma reads operands
+from shared memory; so these rows are converted there, on the way from one place to another. For mma.sync they are converted in registers, after
+ldmatrix.
 
 ldmatrix moves pairs of bytes as 16-bit numbers. A pair holds two neighbouring columns of a row. So a lane gets other columns than with 16-bit rows:
 - of K, four neighbouring columns of a key. The product sums over columns, in any order: Q is read in the same order (`q_operand`).
-- of V, transposed, two neighbouring columns of two keys. The even columns make one fragment, the odd columns another (`Warps.columns_in_turn`)."""
+- of V, transposed, two neighbouring columns of two keys. The even columns make one fragment, the odd ones another (`Warps.alternating_columns`)."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn.chips.matrix import UNIT_BYTES
@@ -18,18 +19,19 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class StoredKeys:
-  """The 8-bit rows of K and V over which a block loops, as one thread sees them."""
+  """The rows of K and V over which a block loops, if they are stored in 8 bits: their copies, conversions and scales, as one thread sees them."""
   warps: Warps
 
   def widened(self, *pairs:tuple[UOp, tuple[int, int]]) -> UOp:
-    """Converts 8-bit numbers to vectors of the 16-bit dtype of the matrix unit. Each of `pairs` has a dword and the indices of two of its bytes."""
+    """Converts numbers stored in 8 bits to a vector of 16-bit numbers, of the dtype that the matrix unit multiplies. Each of `pairs` is (a dword of
+    four stored numbers, the indices of two of them)."""
     p = self.warps.group.p
     return ops.build(*[widen_pair(word, places, p.stored, p.dtype) for word, places in pairs])
 
   # ***** operands *****
   def q_operand(self, shared:UOp, rows:SwizzledRows, first:UOp, step:int) -> UOp:
-    """Reads operand A of S = Q K^T for one step of 16 columns. The lane's four columns are neighbours, as in the operand that `k_operand` makes of
-    8-bit keys. The lane's rows belong to the matrix tile that begins at row `first`."""
+    """Reads operand A of S = Q K^T from shared memory, for one step of the product (16 columns). A lane gets four neighbouring columns of its rows,
+    the columns that it also has in `k_operand`. Its rows belong to the matrix tile that begins at row `first`, in the layout `rows`."""
     at, halves = self.warps.at, shared.bitcast(ops.u32(2))
     apart = at.matrix.M//nv.ROWS
     places = [rows.further(first + at.matrix.c_row(at.lane, 0), at.h//2, r*apart, 2*step) for r in range(nv.ROWS)]
@@ -37,14 +39,13 @@ class StoredKeys:
     return ops.build(*[ops.extract(x, i) for i in range(2) for x in of_rows])
 
   def k_operand(self, words:UOp, step:int) -> UOp:
-    """Returns operand B of the matrix instruction for S = Q K^T, widened from the 8-bit keys: 16 keys and one step of 16 columns. `words` are what
-    ldmatrix returned for two steps."""
+    """Returns operand B of S = Q K^T for 16 keys and one step of the product (16 columns), converted from 8 to 16 bits. `words` are what ldmatrix
+    returned for two steps: the step with index `step`, and its neighbour."""
     return self.widened(*[(ops.extract(words, step%2 + 2*tile), places) for tile in range(2) for places in ((0, 1), (2, 3))])
 
   def v_operand(self, words:UOp, pair:int) -> UOp:
-    """Returns operand B of O += P V, converted from 8-bit values to 16 bits, for 16 keys and 16 columns. There is one fragment of the even columns
-    and one of the odd columns. `words` are what ldmatrix returned, transposed, for 32 columns. `pair` is the index of the group of 16 columns in
-    the row."""
+    """Returns operand B of O += P V for 16 keys and 16 columns, converted from 8 to 16 bits: for one C fragment of the even columns, and one of the
+    odd columns. `words` are what ldmatrix returned, transposed, for 32 columns. `pair` is the index of the group of 16 columns in the row."""
     return self.widened(*[(ops.extract(words, 2*(pair%2) + half), places) for places in ((0, 2), (1, 3)) for half in range(2)])
 
   # ***** conversion in shared memory *****
@@ -62,8 +63,8 @@ class StoredKeys:
     return found
 
   def staged(self, shared:UOp, t:UOp, base:int) -> list[UOp]:
-    """Returns the statements that start this thread's asynchronous copies of tile t, in 8 bits, to shared memory from unit `base` on. Each thread
-    copies the pieces that it converts later (`widened_stores`). Rows that do not exist become zeros."""
+    """Returns the statements that start this thread's asynchronous copies of tile t to shared memory, in 8 bits, from the 16-byte unit with index
+    `base` on. A thread copies the pieces that it later converts (`widened_stores`). Rows that do not exist become zeros."""
     group, first, found = self.warps.group, self.warps.group.scores.row(t*self.warps.group.tile.block_n), list[UOp]()
     for number, (name, row, piece, inside) in enumerate(self.pieces()):
       rows = replace(group.rows_of(name), count=group.walked_end)
@@ -74,8 +75,8 @@ class StoredKeys:
   def staging(self, base:int, number:int) -> UOp: return base + number*self.warps.group.tile.threads + self.warps.at.thread
 
   def widened_stores(self, shared:UOp, to:dict[str, SwizzledPanels], base:int) -> list[UOp]:
-    """Returns the statements that convert the pieces that this thread has copied (`staged`) to 16 bits, and store them to shared memory. `to` has the
-    layouts of K and V there."""
+    """Returns the statements that convert the pieces of a tile that this thread has copied (`staged`, with the same `base`) to 16 bits, and store
+    them to shared memory in the layouts `to` of K and V."""
     found = list[UOp]()
     for number, (name, row, piece, inside) in enumerate(self.pieces()):
       words = shared[self.staging(base, number)].load()
@@ -99,8 +100,9 @@ class StoredKeys:
     return found
 
   def scales(self, shared:UOp, base:UOp, kind:int, first_key:UOp, keys:int) -> list[UOp]:
-    """Reads the scales of K (`kind` 0) or of V (`kind` 1) from shared memory. Returns two scales for each C fragment: those of the two keys whose
-    scores this lane holds. The fragments cover `keys` keys from `first_key` on."""
+    """Reads scales of K (`kind` 0) or of V (`kind` 1) from shared memory, for `keys` keys from `first_key` on. Returns a vector for each C fragment
+    of the scores of these keys: the scales of the two keys whose scores this lane holds. `base` is the first float of the tile's scales in shared
+    memory."""
     mat, pairs = self.warps.at.matrix, shared.bitcast(nv.F2)
     first = (base + kind*self.warps.group.tile.block_n + first_key)//2 + self.warps.at.h
     return [pairs[first + i*mat.N//2].load() for i in range(keys//mat.N)]

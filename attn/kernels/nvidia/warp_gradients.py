@@ -1,5 +1,6 @@
-"""What the backward kernels with mma.sync and with wgmma have in common. A warp owns rows (queries or keys). This file computes lse and delta of
-queries, P and dS of the own rows, and the stores of gradients. Walked rows are the rows of the other kind, over which the warp loops in tiles."""
+"""What the backward kernels with mma.sync and with wgmma have in common: lse and delta of queries, P and dS of a warp's own rows, and the stores of
+gradients. A warp owns queries and loops over tiles of keys, or owns keys and loops over tiles of queries. The rows of these tiles are the walked
+rows."""
 from __future__ import annotations
 import functools
 from collections.abc import Collection
@@ -28,8 +29,8 @@ L = TypeVar("L", bound=CopiedLayout)
 L_co = TypeVar("L_co", bound=CopiedLayout, covariant=True)
 
 class WarpsTile(BlockTile, Protocol[L_co]):
-  """Sizes of a backward kernel's tile on NVIDIA: those of a `BlockTile`, and the matrix instruction, the rows of a warp, whether a block owns keys,
-  and the layouts of rows in shared memory."""
+  """The tile description of a backward kernel on NVIDIA: the sizes of a `BlockTile`, the matrix instruction, how many rows a warp owns, whether a
+  block owns keys, and the layouts of rows in shared memory."""
   @property
   def matrix(self) -> Mma: """The matrix instruction of the kernel, with the shapes of its fragments."""
   @property
@@ -44,15 +45,15 @@ Lse = list[Normalisers]                  # one entry for each tile of own rows
 
 @dataclass(frozen=True)
 class OwnQueryValues:
-  """Values of the queries that this lane owns: the normaliser and the delta of each query, in lists with an entry for each tile of rows. The
-  normaliser is made from the lse, and turns scores into P."""
+  """The normaliser and the delta of each query that this lane owns, in lists with an entry for each tile of 16 rows. A normaliser is made from a
+  query's lse, and turns scores into P."""
   normalisers: list[list[Normaliser]]
   deltas: list[list[UOp]]
 
 @dataclass(frozen=True)
 class WarpRows(Generic[L]):
-  """The rows that the warps of a block own: queries, if the block loops over keys, or keys, if it loops over queries. `head` is the query head that
-  the loop works on. `wanted` lists the gradients that the warps compute, in the order of their accumulators."""
+  """The rows that the warps of a block own: queries if the block loops over keys, keys if the block loops over queries. `head` is the query head over
+  whose rows the block loops at present. `wanted` lists the gradients (dq, dk, dv) that the warps compute, in the order of their accumulators."""
   warps: Warps
   tile: WarpsTile[L]
   wanted: tuple[str, ...]
@@ -75,11 +76,11 @@ class WarpRows(Generic[L]):
 
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """Index of the first row of each tile of rows that the warp owns, counted from the block's first row."""
+    """Returns the index, counted from the block's first row, of the first row of each tile of 16 rows that this warp owns."""
     return [(self.warps.at.wave*self.tile.row_tiles + i)*self.mat.M for i in range(self.tile.row_tiles)]
   @functools.cached_property
   def of_lane(self) -> list[list[Row]]:
-    """Rows (batch, head, index, whether the row exists) that this lane owns, in a list for each tile of rows."""
+    """Returns the rows that this lane owns (batch, head, index, whether the row exists): two for each tile of 16 rows."""
     if not self.tile.keys: return [self.warps.queries(first) for first in self.in_block]
     group = self.warps.group
     there = group.sequence.n_k if self.p.varlen else self.p.Sk
@@ -88,34 +89,33 @@ class WarpRows(Generic[L]):
 
   # ***** registers *****
   def accs(self, name:str) -> int:
-    """Number of accumulators that a lane needs for the gradient `name` of one tile of rows."""
+    """Number of accumulators that a lane needs for the gradient `name` of 16 rows."""
     return fragments(self.p.Dv if name == "dv" else self.p.D, self.mat)
   def accumulators(self, name:str, i:int=0) -> range:
-    """Indices of the accumulators of the gradient `name` for the i-th tile of own rows."""
+    """Returns the indices of the accumulators of the gradient `name`, for the i-th tile of 16 rows that this warp owns."""
     before = sum(map(self.accs, self.wanted[:self.wanted.index(name)]))
     first = i*sum(map(self.accs, self.wanted)) + before
     return range(first, first + self.accs(name))
 
   # ***** shared memory: own rows, then tiles of walked rows *****
   def lies(self, name:str, rows:int, first:UOp|int) -> L:
-    """Returns where rows of the tensor `name` lie in shared memory. A piece of shared memory that begins at the 16-byte unit with index `first` holds
-    `rows` rows of q or k, and then as many rows of do or v. `name` is one of these four tensors."""
+    """Returns the layout of rows of the tensor `name` (q, k, v or do) in shared memory. From the 16-byte unit with index `first` on, there lie `rows`
+    rows of q or k, and behind them as many rows of do or v."""
     of_d, of_dv = self.tile.layouts(self.p, rows)
     return of_d.moved_to(first) if name in ("q", "k") else of_dv.moved_to(first + of_d.size)
   def kept(self, name:str) -> L:
-    """Returns the layout, in shared memory, of the rows of the tensor `name` that the block owns."""
+    """Returns the layout, in shared memory, of the block's own rows of the tensor `name`."""
     return self.lies(name, self.tile.block_m, 0)
   @property
   def size(self) -> int:
-    """Number of 16-byte units of shared memory for all rows that the block owns."""
+    """Number of 16-byte units of shared memory that the block's own rows of two tensors take: of q and do, or of k and v."""
     return sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m))
   def copies(self, shared:UOp) -> list[UOp]:
     """Returns the statements with which this thread copies its part of the block's own rows to shared memory."""
     group = self.warps.group
     return [x for name in self.own for x in self.warps.copies(group.operand_rows(name), shared, group.first_row, self.kept(name))]
   def walked_rows(self, name:str, head:UOp, count:UOp) -> Rows:
-    """Returns the rows of the tensor `name` that belong to the query head `head`, for a block that loops over them. Only the first `count` rows
-    exist."""
+    """Returns the rows of the tensor `name` over which the block loops: those of the query head `head`. Rows from number `count` on do not exist."""
     return self.warps.group.operand_rows(name, head).up_to(count)
 
   # ***** the numbers of own queries *****
@@ -136,11 +136,11 @@ class WarpRows(Generic[L]):
       quads = [x.load_quads(group.first_row, self.tile.block_m, in_block, first + self.warps.at.h, dtype) for x, dtype in rows]
       for o, do in zip(*quads): total = ops.add(total, ops.mul(o, do))
     total = sum_over_quad(element_sum(total))
-    return ops.sub(total, group.number("dlse", row)) if "dlse" in group.given else total
+    return ops.sub(total, group.query_value("dlse", row)) if "dlse" in group.given else total
 
   # ***** the stores at the end *****
   def gradient(self, acc:UOp, name:str) -> list[UOp]:
-    """Returns the stores of the gradient `name` to memory. `acc` holds the sums. Rows of keys beyond a batch's length (kv_lengths) are stored as
+    """Returns the stores of the gradient `name` to memory. `acc` is the accumulators. Rows of keys beyond a batch's length (kv_lengths) are stored as
     0."""
     group, stores, scale = self.warps.group, list[UOp](), 1.0 if name == "dv" else self.p.softmax_scale
     for i, own in enumerate(self.of_lane):
@@ -160,8 +160,8 @@ class WarpRows(Generic[L]):
 
 @dataclass(frozen=True)
 class WarpTrip(Generic[L]):
-  """The operations of backward between the matrix products, for the tile with index `tile_number` of the rows over which the block loops. A tile has
-  `score.block_n` rows."""
+  """The operations of a backward kernel on one tile, between the matrix products. `tile_number` is the index of the tile among the tiles of
+  `score.block_n` rows over which the block loops."""
   warp_rows: WarpRows[L]
   score: Scores
   tile_number: UOp
@@ -169,7 +169,7 @@ class WarpTrip(Generic[L]):
 
   @property
   def columns(self) -> range:
-    """Indices of the C fragments that hold the scores of one tile of rows that the warp owns."""
+    """Indices of the C fragments that hold the scores of 16 rows of this warp, one for every 8 rows of the tile."""
     return range(self.score.block_n//self.warp_rows.mat.N)
   @functools.cached_property
   def left(self) -> list[Kept]: return [kept_scores(self.score, own, self.tile_number) for own in self.warp_rows.of_lane]
@@ -178,7 +178,8 @@ class WarpTrip(Generic[L]):
     return [[[e.each(lambda x: ops.splat(x, 2))]*len(self.columns) for e in own] for own in numbers.normalisers]
   def lse_of_walked(self, normalisers:list[Normaliser]) -> Lse: return [[normalisers]*nv.ROWS for _ in self.warp_rows.of_lane]
   def minus_delta_of_own(self, numbers:OwnQueryValues) -> list[list[UOp]]:
-    """Returns -delta, or with dropout -delta*(1 - dropout_p), of the queries that the lane owns, as C fragments, in a list for each tile of rows."""
+    """Returns -delta of the queries that this lane owns, repeated in the form of C fragments, in a list for each tile of 16 rows. With dropout
+    returns -delta*(1 - dropout_p)."""
     return [[ops.concat(*[ops.splat(scaled_delta(x, self.warp_rows.p), nv.ROWS) for x in own])]*len(self.columns) for own in numbers.deltas]
   def minus_delta_of_walked(self, columns:list[UOp]) -> list[list[UOp]]: return [[ops.concat(x, x) for x in columns] for _ in self.warp_rows.of_lane]
 
@@ -188,7 +189,7 @@ class WarpTrip(Generic[L]):
   def ds(self, weights:list[Weights], dp:list[list[UOp]], derivatives:Collection[str]|None=None) -> list[list[UOp]]:
     return [gradients_of(w, x, derivatives) for w, x in zip(weights, dp)]
   def packed(self, x:list[UOp]) -> list[UOp]:
-    """Packs C fragments of one tile of rows into operand A of the next product."""
+    """Packs the C fragments of 16 rows to 16 bits. Returns the A operands of the next product, one for every two fragments."""
     return [nv.pack_a([a, b], self.warp_rows.p.dtype) for a, b in zip(x[0::2], x[1::2])]
   def rounded(self, ds:list[list[UOp]]) -> list[list[UOp]]: return [self.packed(x) for x in ds]
   def kept(self, weights:list[Weights]) -> list[list[UOp]]:

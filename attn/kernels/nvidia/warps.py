@@ -27,15 +27,16 @@ def always(gate:UOp|None) -> UOp: return UOp.const(True) if gate is None else ga
 
 @dataclass(frozen=True)
 class Warps:
-  """The warps of a thread block: the part of a problem that belongs to the block (`group`), and the position of this thread in the block (`at`)."""
+  """The warps of a thread block, as one thread sees them: `group` is the part of the problem that the block computes, and `at` the position of this
+  thread in the block."""
   group: Workgroup
   at: MmaLane
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], shapes:Shapes|None=None, parts:int=0) -> Warps:
-    """Makes the warps of a block that owns queries. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes in the same order;
-    by default they are the tensors of `arguments(p)`. If `parts` is above 1, the keys are divided into `parts` parts, and each block loops over one
-    part."""
+    """Makes the warps of a block that owns queries. `args` are the kernel's tensors. `shapes` has the names, shapes and dtypes of these tensors, in
+    the same order; by default they are the tensors of `arguments(p)`. If `parts` is above 1, the keys are divided into `parts` parts, and each block
+    loops over one part."""
     grid = head_in_group_fastest(p, tile, mat)
     at = MmaLane(grid.lane, grid.wave, mat)
     return Warps(Workgroup.of(p, arch, tile, args, grid, at, shapes, parts), at)
@@ -43,39 +44,42 @@ class Warps:
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], shapes:Shapes, parts:int=0, grid:Grid|None=None,
               lds:UOp|None=None) -> Warps:
-    """Makes the warps of a block that owns keys. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes, in the same order. If
-    `parts` is above 0, the queries are divided into `parts` parts, and each block loops over one part. `grid` may give the grid of which the block is
-    a part. `lds` is an int32 in shared memory, through which the warps learn the block's ticket if blocks add to dQ in a fixed order."""
+    """Makes the warps of a block that owns keys. `args` are the kernel's tensors. `shapes` has the names, shapes and dtypes of these tensors, in the
+    same order. If `parts` is above 0, the queries are divided into `parts` parts, and each block loops over one part. `grid` is the grid of blocks,
+    if the caller has made it already. `lds` is an int32 in shared memory, through which the warps learn the block's ticket if blocks add to dQ in a
+    fixed order."""
     if grid is None: grid = kv_head_in_group_fastest(p, tile, mat)
     at = MmaLane(grid.lane, grid.wave, mat)
     return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, shapes, parts, lds), at)
 
   def with_keys(self, keys:int) -> Warps:
-    """Returns a copy of this block for a kernel whose warps divide the keys of a tile: each warp computes `keys` of them."""
+    """Returns a copy for a kernel whose warps divide the keys of a tile among them, such that each warp computes `keys` keys."""
     return replace(self, group=replace(self.group, scores=replace(self.group.scores, block_n=keys)))
 
   def queries(self, first:UOp) -> list[Row]:
-    """Returns the lane's two queries, among the 16 rows that begin at row `first` of the block."""
+    """Returns the two queries that this lane holds of a matrix tile of 16 queries. `first` is the index, in the block, of the tile's first row."""
     return [self.group.row(first, self.at.matrix.c_row(self.at.lane, r)) for r in range(nv.ROWS)]
 
   # ***** global -> shared memory *****
   def copies_of_q(self, shared:UOp, to:CopiedLayout) -> list[UOp]:
-    """Returns the statements that copy this thread's part of the block's rows of Q to shared memory."""
+    """Returns the statements that copy this thread's part of the block's rows of Q to shared memory, in the layout `to`."""
     return self.copies(self.group.rows_of("q"), shared, self.group.first_row, to)
 
   def copies_of_keys(self, shared:UOp, t:UOp, k:CopiedLayout, v:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
-    """Returns the statements that copy this thread's part of tile t of K and V to shared memory, if `gate` is true."""
+    """Returns the statements that copy this thread's part of tile t of K and V to shared memory, in the layouts `k` and `v`. Where `gate` is false,
+    nothing is copied."""
     return [x for name, to in (("k", k), ("v", v)) for x in self.copies_of(name, shared, t, to, gate)]
 
   def copies_of(self, name:str, shared:UOp, t:UOp, to:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
-    """Returns the statements that copy this thread's part of tile t of the tensor `name` ("k" or "v") to shared memory, if `gate` is true."""
+    """Returns the statements that copy this thread's part of tile t of the tensor `name` ("k" or "v") to shared memory, in the layout `to`. Where
+    `gate` is false, nothing is copied."""
     group = self.group
     return self.copies(replace(group.rows_of(name), count=group.walked_end), shared, group.scores.row(t*group.tile.block_n), to, gate)
 
   def copies(self, source:Rows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
-    """Returns the statements that copy this thread's part of a tile to shared memory, if `gate` is true. The tile begins at row `first` of `source`.
+    """Returns the statements that copy this thread's part of a tile to shared memory, in the layout `to`. The tile begins at row `first` of `source`.
     Rows that do not exist, and columns beyond the last column, become zero. Rows that need a conversion are loaded to registers, converted, and
-    stored."""
+    stored. Where `gate` is false, nothing is copied."""
     if isinstance(source, GlobalRows): return self.started(source, shared, first, to, gate)
     items = [(self.at.thread + j*self.group.tile.threads) for j in range(ceildiv(to.rows*to.across, self.group.tile.threads))]
     places = [(i//to.across, i%to.across) for i in items]
@@ -83,8 +87,8 @@ class Warps:
             for row, unit in places]
 
   def started(self, source:GlobalRows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None) -> list[UOp]:
-    """Returns the statements that start this thread's asynchronous copies of a tile to shared memory, if `gate` is true. The tile begins at row
-    `first` of `source`. The rows are not converted."""
+    """Returns the statements that start this thread's asynchronous copies of a tile to shared memory, in the layout `to`, without conversion. The
+    tile begins at row `first` of `source`. Where `gate` is false, nothing is copied."""
     threads, apart, width, size = self.group.tile.threads, self.group.tile.threads//to.across, source.width, source.size
     regular = threads % to.across == 0 and apart % LINE == 0 and source.regular
     statements = []
@@ -106,36 +110,37 @@ class Warps:
 
   # ***** the softmax's registers, O and LSE *****
   def first_values(self, m:UOp, addend:UOp, l:UOp) -> list[UOp]:
-    """Returns the stores with which the registers of the online softmax get their values before the first key: m, which is subtracted from scores,
-    `addend`, which is -m*c for scores that are multiplied by c, and the sum l. `nv.clear` sets O to 0."""
+    """Returns the stores that give the registers of the online softmax their values before the first key: m, the number that the softmax subtracts
+    from scores; `addend`, which is -m times the factor of the scores; and l, the row sums of P. `nv.clear` sets O to 0."""
     scores = self.group.scores
     begin = ((m, LOWEST), (addend, math.nan if scores.natural else first_addend(scores.to_log2)), (l, 0.0))
     return [x for y, value in begin for x in store_all(y, [ops.splat(value, 2)]*y.max_numel())]
 
   def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...], share:UOp|None=None,
-              in_turn:bool=False) -> list[UOp]:
-    """Returns the stores of O = O / l and LSE = m + ln l for 16 queries. `accs` are the C fragments of O. m is the number that the softmax subtracts
-    from the scores of a row. `sums` lists one or two sums l of each row: O is divided by the first one, and the LSE is computed from the last one.
-    `kinds` says for each of them how it was added up. ONES: by products with a matrix of ones, which give every lane the sum of the whole row. LANE:
-    each lane has only the sum of its own elements, and this function adds up the four lanes of a row.
+              alternating:bool=False) -> list[UOp]:
+    """Returns the stores of O / l and LSE = m + ln l for 16 queries. `accs` are the C fragments of O. m is the number that the softmax subtracts from
+    the scores of a row. `sums` lists one or two sums l of each row: O is divided by the first one, and the LSE is computed from the last one. `kinds`
+    says for each of them how it was computed. ONES: by products with a matrix of ones, which give every lane the sum of the whole row. LANE: each
+    lane has only the sum of its own elements, and this function adds up the four lanes of a row.
 
-    If several warps have the same queries, each stores a part of the columns of O: this warp stores part `share`. The first warp stores the LSE. With
-    `in_turn`, the first of two C fragments holds the even columns and the second one the odd columns (`columns_in_turn`)."""
+    If several warps compute the same queries, `share` is the index of this warp among them: it stores only its part of the columns of O, and the
+    first of them stores the LSE. With `alternating`, the first of two neighbouring C fragments has the even columns of O and the second one the odd
+    columns."""
     group, stores = self.group, []
     for r, row in enumerate(queries):
       parts = [ops.extract(total, r) for total in sums]
       totals = [part if kind == ONES else sum_over_quad(part) for part, kind in zip(parts, kinds)]
       factor, log_sum = group.normalised(row, ops.extract(m, r), totals)
-      columns = (self.columns_in_turn if in_turn else self.columns)(accs, r, factor, share)
+      columns = (self.alternating_columns if alternating else self.columns)(accs, r, factor, share)
       stores += group.outputs(row, columns, None if share is not None else log_sum)
       if share is not None: stores += group.outputs(replace(row, there=row.there & share.eq(0)), [], log_sum)
     return stores
 
   def columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
-    """Returns (first column, values) for each group of neighbouring elements of row `r` of O that this lane stores. The values are multiplied by
-    `factor`. `accs` are the C fragments of the whole row, or of part `share` of the row. Four lanes share a row, and each has two elements of it
-    in each fragment. If rows consist of whole units of 16 bytes, the four lanes first exchange elements: each lane then stores every fourth unit
-    of the row."""
+    """Returns this lane's elements of row `r` of O, multiplied by `factor`, as (first column, values) for each group of neighbouring elements. `accs`
+    are the C fragments of the row, or, if several warps divide the columns, those of warp `share`. Four lanes share a row, and each has two elements
+    of it in each fragment. If a row consists of whole 16-byte units, the four lanes first exchange elements, such that each lane gets every fourth
+    unit of the row."""
     mat, dtype, whole = self.at.matrix, self.group.out_dtype, 0
     unit = mat.groups*mat.block       # elements of 16 bits in a unit of O
     first = UOp.const(0) if share is None else share*(len(accs)*mat.N)
@@ -144,15 +149,16 @@ class Warps:
     return [*[(first + self.at.h*unit + i*(mat.groups*unit), x) for i, x in enumerate(units)],
             *[(first + self.at.h*mat.block + (whole + i)*mat.N, ops.mul(ops.slice_(x, nv.ROWS*r, 2), factor)) for i, x in enumerate(accs[whole:])]]
 
-  def columns_in_turn(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
-    """Returns (first column, values) for each group of neighbouring elements of row `r` of O that this lane stores, multiplied by `factor`. Each pair
-    of C fragments covers 2*N columns: the first fragment has the even columns, the second one the odd columns. So a lane has four neighbouring
-    columns of the pair."""
+  def alternating_columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
+    """Returns this lane's elements of row `r` of O, multiplied by `factor`, as (first column, values) for each group of neighbouring elements, if C
+    fragments have alternating columns: of two neighbouring fragments, which have 16 columns together, the first one has the even columns, and the
+    second one the odd columns. So a lane has four neighbouring columns of the two. `accs` are the C fragments of the row, or, if several warps divide
+    the columns, those of warp `share`."""
     mat, first = self.at.matrix, UOp.const(0) if share is None else share*(len(accs)*self.at.matrix.N)
     def values(even:UOp, odd:UOp) -> UOp: return ops.build(*[ops.extract(x, nv.ROWS*r + i) for i in range(mat.block) for x in (even, odd)])
     return [(first + self.at.h*(2*mat.block) + i*mat.N, ops.mul(values(*accs[i:i + 2]), factor)) for i in range(0, len(accs), 2)]
 
 def sum_over_quad(x:UOp) -> UOp:
-  """Sums a number over the four lanes that share a row."""
+  """Returns the sum of `x` over the four lanes that share a row."""
   for step in (1, 2): x = x + nv.xor_lane(x, step)
   return x

@@ -156,8 +156,8 @@ class PlainBackward(Rectangle):
     done = UOp.group(*added).end(*loop)
     totals, ready = self.over_threads([x.load() for x in self.each(s.minus_deltas.after(done))], ops.add, ready, done)
     delta = [ops.extract(totals[i//QUAD], i%QUAD) for i in range(len(self.own_rows))]
-    if "dlse" in group.given: delta = [ops.sub(x, group.number("dlse", row)) for x, row in zip(delta, self.own_rows)]
-    normalisers = [exact_normaliser(p, *[group.number(name, row) for name in log_sums(group.given)]).numbers for row in self.own_rows]
+    if "dlse" in group.given: delta = [ops.sub(x, group.query_value("dlse", row)) for x, row in zip(delta, self.own_rows)]
+    normalisers = [exact_normaliser(p, *[group.query_value(name, row) for name in log_sums(group.given)]).values for row in self.own_rows]
     numbers = dict(zip(s.normalisers, zip(*normalisers))) | {s.minus_deltas: tuple(scaled_delta(x, p) for x in delta)}
     registers = [to.after(*ready)[j].store(ops.build(*x[j*QUAD:(j + 1)*QUAD])) for to, x in numbers.items() for j in self.quads]
     mine = self.at.h.eq(0) & group.is_first_part
@@ -215,7 +215,7 @@ class PlainTrip:
   def of_walked(self, name:str) -> list[list[UOp]]:
     """Loads lse or delta (`name`) of the queries in this part of a tile. Returns a list with four numbers for each group of four neighbouring
     queries."""
-    rows = self.of.group.numbers(name, self.of.own_rows[0].head)
+    rows = self.of.group.query_value_rows(name, self.of.own_rows[0].head)
     return [[rows.buffer[(rows.base + first + e).valid(first + e < rows.count)].load() for e in range(QUAD)] for first in self.firsts]
   def minus_delta(self, s:PlainState) -> Columns:
     if self.of.keys: return [[ops.build(*[scaled_delta(x, self.of.p) for x in quad]) for quad in self.of_walked("delta")]]*len(self.of.own_rows)
@@ -248,6 +248,6 @@ class PlainTrip:
                for x, left, delta in zip(dp, self.left, self.minus_delta(s))]
   def ds(self, weights:list[Weights], dp:Columns, derivatives:Collection[str]|None=None) -> Columns:
     return [gradients_of(w, x, derivatives) for w, x in zip(weights, dp)]
-  def kept(self, weights:list[Weights]) -> Columns: return [left.numbers(w.p) for left, w in zip(self.left, weights)]
+  def kept(self, weights:list[Weights]) -> Columns: return [left.drop(w.p) for left, w in zip(self.left, weights)]
   def rounded(self, ds:Columns) -> Columns: return ds
   def add(self, s:PlainState, name:str, p_or_ds:Columns) -> PlainState: return replace(s, weights={**s.weights, WEIGHTED[name][1]: p_or_ds})

@@ -191,7 +191,7 @@ class PlainForward(Rectangle):
     groups."""
     if not self.p.dropout_p: return weights
     kept = [x for j in self.quads for x in kept_here(self.part_scores, self.queries[j*QUAD:(j + 1)*QUAD], firsts)]
-    return self.by_walked_row([x.numbers(column) for x, column in zip(kept, self.by_own_row(weights))])
+    return self.by_walked_row([x.drop(column) for x, column in zip(kept, self.by_own_row(weights))])
 
   def outputs(self, state:QueryState) -> list[UOp]:
     """Returns the stores of the results, O = O^T / l and LSE = m + ln l. m is the maximum of a row's scores, and l its row sum."""

@@ -44,9 +44,9 @@ class MmaTile(MmaShape):
     return 2*self.block_n*4//UNIT_BYTES if p.stored else 0
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
-    found = self.waves*self.matrix.wave*self.units_found(p) if self.key_waves > 1 else 0
+    found = self.waves*self.matrix.wave*self.units_of_results(p) if self.key_waves > 1 else 0
     return UNIT_BYTES*max(q.size + self.stages*(k.size + v.size + self.scales(p)), found)
-  def units_found(self, p:Problem) -> int:
+  def units_of_results(self, p:Problem) -> int:
     """Number of 16-byte units of shared memory that the results of one lane take: its elements of O and, for each matrix tile of queries, m and the
     row sums."""
     return self.q_tiles*(fragments(p.Dv, self.matrix) + 2)
@@ -108,7 +108,7 @@ class MmaBackwardTile(MmaBackwardShape):
     """Returns two layouts of `rows` rows in shared memory: one for rows of q or k, one for rows of do or v."""
     of_d, of_dv = (SwizzledRows(rows, round_up(d, self.matrix.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
-  def numbers(self, p:Problem) -> int:
+  def units_of_query_values(self, p:Problem) -> int:
     """Number of 16-byte units of shared memory for the values of a tile's queries: lse, delta and, if the problem has it, lse_rest. It is a number of
     whole lines, because the rows that lie behind must begin at a whole line."""
     return round_up(units_of_query_values(p, self.block_n), LINE) if self.keys else 0
@@ -118,7 +118,7 @@ class MmaBackwardTile(MmaBackwardShape):
     return ceildiv(self.block_n, self.threads)
   def stage(self, p:Problem) -> int:
     """Number of 16-byte units of shared memory for one tile of the rows that the block loops over, with lse and delta of the tile's queries."""
-    return sum(x.size for x in self.layouts(p, self.block_n)) + self.numbers(p)
+    return sum(x.size for x in self.layouts(p, self.block_n)) + self.units_of_query_values(p)
   def lds_bytes(self, p:Problem) -> int:
     return UNIT_BYTES*(sum(x.size for x in self.layouts(p, self.block_m)) + self.stages*self.stage(p))
   def __str__(self) -> str:

@@ -82,9 +82,9 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     return of_d, of_dv
   def stage(self, p:Problem) -> int:
     """Number of 16-byte units of shared memory for one tile of the rows that the block loops over. Does not include lse and delta of the tile's
-    queries: see `numbers`."""
+    queries: see `units_of_query_values`."""
     return sum(x.size for x in self.layouts(p, self.block_n))
-  def numbers(self, p:Problem) -> int:
+  def units_of_query_values(self, p:Problem) -> int:
     """Number of 16-byte units of shared memory that the values of a tile's queries take: lse, delta and, if the problem has it, lse_rest."""
     return units_of_query_values(p, self.block_n) if self.keys else 0
   @property
@@ -106,5 +106,5 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     return self.ds_size + self.waves*self.sent(p) if self.adds_dq else 0
   def lds_bytes(self, p:Problem) -> int:
     own = sum(x.size for x in self.layouts(p, self.block_m))
-    return UNIT_BYTES*(own + RING*(self.stage(p) + self.numbers(p)) + self.shared_dq(p) + 1)      # the last unit is for the mbarrier
+    return UNIT_BYTES*(own + RING*(self.stage(p) + self.units_of_query_values(p)) + self.shared_dq(p) + 1)      # the last unit is for the mbarrier
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {RING} stages"

@@ -123,10 +123,10 @@ class WgmmaBackward:
   def ring(self, name:str, place:RingPlace) -> SwizzledPanels:
     """Returns where a tile of the tensor `name` lies in the ring buffer in shared memory: the layout of its rows, at the tile's place."""
     return self.warp_rows.lies(name, self.tile.block_n, place.index%RING*self.tile.stage(self.group.p) + self.warp_rows.size)
-  def numbers(self, place:RingPlace) -> UOp:
+  def place_of_query_values(self, place:RingPlace) -> UOp:
     """Returns where lse and delta of the tile's queries begin in shared memory, in units of 16 bytes."""
     p = self.group.p
-    return place.index%RING*self.tile.numbers(p) + (self.warp_rows.size + RING*self.tile.stage(p) + self.tile.shared_dq(p))
+    return place.index%RING*self.tile.units_of_query_values(p) + (self.warp_rows.size + RING*self.tile.stage(p) + self.tile.shared_dq(p))
   def ds_in_shared(self, place:RingPlace) -> SwizzledPanels:
     """Returns where dS of the tile lies in shared memory, if the block adds to dQ. There is room for dS of two tiles: while one warpgroup stores dS
     of a tile, another warpgroup may still read dS of the previous tile."""
@@ -166,8 +166,8 @@ class WgmmaBackward:
     copies = [x for name in self.warp_rows.walked
               for x in self.warp_rows.warps.copies(self.warp_rows.walked_rows(name, head, there), s.shared, first_row, self.ring(name, place))]
     if self.tile.keys:
-      first, row = self.numbers(place)*4 + i, first_row + i
-      rows = [group.numbers(name, head) for name in query_value_names(group.p)]
+      first, row = self.place_of_query_values(place)*4 + i, first_row + i
+      rows = [group.query_value_rows(name, head) for name in query_value_names(group.p)]
       copies += [nv.copy_number(floats[first + kind*n], x.buffer[x.base + row], row < there, i < n) for kind, x in enumerate(rows)]
     s = s.do(*copies)
     return s.do(wgmma.arrive(s.arrivals, s.done))
@@ -223,11 +223,11 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return self.score.seen_by(first, first + (wgmma.M - 1), self.tile_number)
   @property
   def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
-  def numbers(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
+  def query_values(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
     """Loads one value of each query that belongs to the lane's columns from shared memory. `kind` selects the value: 0 for lse, 1 for delta, 2 for
     lse_rest (the part of lse that rounding to fp32 lost)."""
     pairs, n = s.shared.bitcast(nv.F2), self.of.tile.block_n
-    first = self.of.numbers(self.ring_place)*2 + kind*n//2 + self.warp_rows.warps.at.h
+    first = self.of.place_of_query_values(self.ring_place)*2 + kind*n//2 + self.warp_rows.warps.at.h
     return [pairs[first + i*self.warp_rows.mat.N//2].load() for i in self.columns]
 
   def product(self, s:WgmmaBackwardState, acc:UOp, which:int, there:UOp) -> WgmmaBackwardState:
@@ -250,7 +250,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   def lse(self, s:WgmmaBackwardState) -> Lse:
     if self.of.known is not None: return self.lse_of_own(self.of.known)
-    numbers = zip(*[self.numbers(s, kind) for kind in kinds_of_normalisers(self.warp_rows.p)])
+    numbers = zip(*[self.query_values(s, kind) for kind in kinds_of_normalisers(self.warp_rows.p)])
     return self.lse_of_walked([Normaliser.joined([Normaliser.of(self.warp_rows.p, *[ops.extract(x, i) for x in xs]) for i in range(2)], ops.build)
                                for xs in numbers])
 
@@ -265,7 +265,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     """Waits for dP, but not for the product with P that was started after dP. Returns dP - delta."""
     s = s.do(wgmma.wait_products(s.dp, s.done, but=int("dv" in self.of.wanted)))
     if self.of.known is not None: minus_delta = self.minus_delta_of_own(self.of.known)[0]
-    else: minus_delta = self.minus_delta_of_walked([scaled_delta(x, self.warp_rows.p) for x in self.numbers(s, 1)])[0]
+    else: minus_delta = self.minus_delta_of_walked([scaled_delta(x, self.warp_rows.p) for x in self.query_values(s, 1)])[0]
     dp, left = [s.dp[i].load() for i in self.columns], self.left[0]
     return s, [less_delta(dp if left.words else [ops.add(x, d) for x, d in zip(dp, minus_delta)], left, minus_delta)]
 

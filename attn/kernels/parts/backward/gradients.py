@@ -54,7 +54,7 @@ class Normaliser:
     their `high` values."""
     return Normaliser(*[None if xs[0] is None else join(*xs) for xs in ([x.low for x in parts], [x.high for x in parts])])
   @property
-  def numbers(self) -> list[UOp]:
+  def values(self) -> list[UOp]:
     """Lists `high` and `low`. Leaves out the one that is None."""
     return [x for x in (self.high, self.low) if x is not None]
   def each(self, change:Callable[[UOp], UOp]) -> Normaliser:
@@ -129,7 +129,7 @@ def reference(log_sum:UOp) -> UOp:
 def normaliser_of(group:Workgroup, row:Row) -> Normaliser:
   """Loads a query's lse, and its lse_rest (the part of the lse that rounding lost) if the problem has this tensor. Returns the `Normaliser` made of
   them, which turns the query's scores into P."""
-  return Normaliser.of(group.p, *[group.number(name, row) for name in log_sums(group.given)])
+  return Normaliser.of(group.p, *[group.query_value(name, row) for name in log_sums(group.given)])
 
 def exact_normaliser(p:Problem, log_sum:UOp, *rest:UOp) -> Normaliser:
   """Makes the `Normaliser` of a query from its lse, `log_sum`, for scores in base e: P = e^(score - lse). `rest`, if given, is the part of the lse
@@ -154,7 +154,7 @@ def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], ro
 def less_delta(dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp]) -> list[UOp]:
   """Returns dP - delta. Without dropout this is `dp` itself, because the accumulators of dP began with -delta. With dropout the accumulators began
   with 0: this function sets the elements of dP to 0 whose weights are dropped, and subtracts delta."""
-  return [ops.add(x, d) for x, d in zip(kept.numbers(dp), minus_delta)] if kept.words else dp
+  return [ops.add(x, d) for x, d in zip(kept.drop(dp), minus_delta)] if kept.words else dp
 
 def gradients_of(weights:Weights, dp:list[UOp], derivatives:Collection[str]|None=None) -> list[UOp]:
   """Computes gradients of scores from the weights P and from `dp`, which is already dP - delta. The product P * (dP - delta) is the gradient of the

@@ -327,14 +327,14 @@ class Workgroup:
     rows, dtype = self.rows_of(name, head), self.p.shapes["o"][1]
     return ConvertedRows(rows, dtype, self.p.dtype) if name == "do" and dtype != self.p.dtype else rows
 
-  def numbers(self, name:str, head:UOp) -> GlobalRows:
+  def query_value_rows(self, name:str, head:UOp) -> GlobalRows:
     """Returns the rows of a tensor that has one fp32 number for each query of a head, such as lse or delta."""
     first = place_of_row(self.p, self.sequence, Row(self.batch, head, UOp.const(0), UOp.const(True)))[0]
     return GlobalRows(flat(self.given[name]), first, 1, self.sequence.n_q, 1, 4, isinstance(self.sequence.n_q, UOp))
 
-  def number(self, name:str, row:Row) -> UOp:
+  def query_value(self, name:str, row:Row) -> UOp:
     """Loads one query's number, such as its lse or delta, from the tensor `name`. Loads nothing if the query does not exist."""
-    rows = self.numbers(name, row.head)
+    rows = self.query_value_rows(name, row.head)
     return rows.buffer[(rows.base + row.index).valid(row.there)].load()
 
   # ***** O and LSE *****

@@ -53,7 +53,7 @@ class Kept:
     words, places = self._of([(r, ((first + v)*len(pairs) + i)*2) for v in range(vectors) for r in rows for i in pairs])
     return bits.drop_packed(x, words, places, first)
 
-  def numbers(self, vectors:list[UOp]) -> list[UOp]:
+  def drop(self, vectors:list[UOp]) -> list[UOp]:
     """Replaces dropped elements by 0. `vectors` holds the fp32 values of all of the lane's scores of a tile."""
     if not self.words: return vectors
     found, part = [], self.at.matrix.row_part
@@ -105,7 +105,7 @@ class KeptHere:
   scores there is a vector of dwords. `places` holds the (dword, position) of the bit of each element."""
   words: tuple[UOp, ...]
   places: tuple[tuple[int, int], ...]
-  def numbers(self, vectors:list[UOp]) -> list[UOp]:
+  def drop(self, vectors:list[UOp]) -> list[UOp]:
     """Replaces dropped elements by 0. `vectors` holds the fp32 values of all of the thread's scores of a tile."""
     if not self.words: return vectors
     return [bits.drop_numbers(x, words, self.places, i) for i, (x, words) in enumerate(zip(vectors, self.words, strict=True))]
