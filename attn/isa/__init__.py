@@ -1,2 +1,3 @@
-"""Reports on the machine code of kernels, without ROCm. The module source turns a name such as gfx942/128/float16/causal into a kernel; parse and
-flow read its assembly; report, roofline and costs compute what it costs."""
+"""Reports on the machine code of kernels, without ROCm. The module source makes the source of the kernel that a word such as
+gfx942/128/float16/causal names. The modules parse and flow read assembly. The modules report, roofline and costs compute the costs of the code:
+registers, instructions, cycles."""

@@ -56,7 +56,7 @@ def check_options_of_files(word:str) -> None:
 
 def _report(word:str, arch:str|None, d:int|None, options:dict[str, Any]) -> Report:
   """Returns the report on the file `word`, or on a kernel of attn if `word` is the kernel's name."""
-  path, amd = Path(word), f"reports are of AMD's chips, {', '.join(MODELLED)}"
+  path, amd = Path(word), f"reports are only for AMD's chips, {', '.join(MODELLED)}"
   if path.is_file() and arch is not None and arch not in MODELLED: raise ValueError(f"--arch {arch}: {amd}")
   if path.is_file(): return analyse(_text_of(path), arch, d, title=path.name, **options)
   if "/" not in word: raise ValueError(f"{word}: no such file")
@@ -155,7 +155,7 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, decode
     return
   click.echo(text := source.text_of(spec))
   if source_alone: return
-  if (lacking := sass.missing()) is not None: click.echo(f"the source alone, for there is {lacking}", err=True)
+  if (lacking := sass.missing()) is not None: click.echo(f"only the source is printed, because there is {lacking}", err=True)
   else: click.echo(sass.sass(text, spec.arch))
 
 @main.command("time")
@@ -185,7 +185,7 @@ def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, cau
   if len(words) != 1: raise click.UsageError("name one file, one kernel such as gfx942/128/float16/causal, or --arch and --d")
   problem = source.Shape(batch, heads, hkv or heads, length)
   if Path(words[0]).is_file():
-    if arch is not None and arch not in MODELLED: raise ValueError(f"--arch {arch}: the model is of AMD's chips, {', '.join(MODELLED)}")
+    if arch is not None and arch not in MODELLED: raise ValueError(f"--arch {arch}: the model is only for AMD's chips, {', '.join(MODELLED)}")
     found = kernels.of_text(_text_of(Path(words[0])), problem, arch, d, dtype=dtype, causal=causal, dv=dv, kernel_name=kernel, queries=queries,
                             lds=lds, threads=threads, title=Path(words[0]).name, products=products, behind=behind)
   else:
@@ -240,7 +240,8 @@ def check_command(what:tuple[str, ...], arch:tuple[str, ...], compilers:bool) ->
   found = [f"{word}: {x}" for word in files for x in check.findings(_text_of(Path(word)), *arch[:1])]
   words = [word for word in what if word not in files]
   specs = [s for s in (map(source.Spec.parse, words) if what else costs.SPECS) if not arch or s.arch in arch]
-  if other := next((s for s in specs if s.arch not in MODELLED), None): raise ValueError(f"{other}: checks are of AMD's chips, {', '.join(MODELLED)}")
+  if other := next((s for s in specs if s.arch not in MODELLED), None):
+    raise ValueError(f"{other}: checks are only for AMD's chips, {', '.join(MODELLED)}")
   for tools in [toolchain_of(llvm) for llvm in OLDER] if compilers else [clang.toolchain()]:
     known = [s for s in specs if costs.knows(tools, s.arch)]
     found += [f"{kernel}: {x}" for kernel, lines in check.findings_of(known, tools) for x in lines]

@@ -32,8 +32,8 @@ _RULES |= {f"{op}_not{i}": _RULES[f"{op}n{i + 1}"] for op in ("and", "or") for i
 _SCALAR = re.compile(rf"s_({'|'.join(_RULES)})(_saveexec|_wrexec)?_b(32|64)")
 
 def _least(facts:Iterable[Fact]) -> Facts:
-  """Drops each fact that follows from another fact, and the facts about too many registers. A fact is a set of scalar registers: each lane has its
-  bit set in at least one of them. So a fact follows from any fact about a subset of its registers."""
+  """Drops each fact that follows from another fact, and facts about more than LARGEST registers. A fact is a set of scalar registers that hold lane
+  masks: every lane's bit is known to be set in at least one of them. So a fact follows from a fact about a part of its registers."""
   found = {f for f in facts if len(f) <= LARGEST}
   return frozenset(f for f in found if not any(g < f for g in found))
 
@@ -50,9 +50,9 @@ def _operands(x:Instruction) -> list[str]: return [a.strip() for a in x.args.spl
 def _without(facts:Facts, registers:Iterable[str]) -> Facts: return frozenset(f for f in facts if f.isdisjoint(registers))
 
 def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:str) -> Facts:
-  """Returns the facts about scalar registers after an operation has written register `out`. A fact is a set of scalar registers: each lane has its
-  bit set in at least one of them. Each rule (all_of, none_of) names operands by letters: the operation sets the bit of a lane if the bit is set in
-  all operands of `all_of` and clear in all operands of `none_of`. `operands` says which register each letter stands for."""
+  """Returns the facts after an operation has written the scalar register `out`. A fact is a set of scalar registers that hold lane masks: every
+  lane's bit is known to be set in at least one of them. Each rule (all_of, none_of) names operands by letters: the operation sets the bit of a lane
+  if the bit is set in all operands of `all_of` and clear in all operands of `none_of`. `operands` says which register each letter stands for."""
   # "" names the new value of `out` here, because facts about the old value are still needed
   known = {f - {"0"} for f in facts} | ({frozenset({"-1"})} if "-1" in operands.values() else set())
   while True:
@@ -63,9 +63,9 @@ def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:st
   return _least(frozenset(out if x == "" else x for x in f) for f in _without(frozenset(known), {out, "-1"}))
 
 def _after_scalar(facts:Facts, m:re.Match[str], operands:list[str]) -> Facts:
-  """Returns the facts after a logical instruction on masks. A fact is a set of scalar registers: each lane has its bit set in at least one of them.
-  An instruction with _saveexec or _wrexec combines its operand with EXEC and stores the result in EXEC. Its result register gets the old value of
-  EXEC (_saveexec) or the new value (_wrexec)."""
+  """Returns the facts after a logical instruction on lane masks. A fact is a set of scalar registers that hold lane masks: every lane's bit is known
+  to be set in at least one of them. `m` is the match of the mnemonic. An instruction with _saveexec or _wrexec combines its operand with EXEC and
+  stores the result in EXEC. Its result register gets the old value of EXEC (_saveexec) or the new value (_wrexec)."""
   def halves(operand:str) -> tuple[str, ...]: return (_dwords(operand)*2)[:int(m[3])//32]
   out, *sources = map(halves, operands)
   for i, register in enumerate(out):
@@ -78,7 +78,7 @@ def _after_scalar(facts:Facts, m:re.Match[str], operands:list[str]) -> Facts:
   return facts
 
 def _written(x:Instruction, operands:list[str]) -> Iterator[str]:
-  """Yields the scalar registers that an instruction writes. The position of an operand tells whether the instruction writes it."""
+  """Yields the scalar registers that an instruction writes: which of its operands these are follows from the mnemonic."""
   if re.match(r"s_(cmp|bitcmp|branch|cbranch|wait|barrier|set|nop|sleep|delay|clause|store|endpgm)", x.op): return
   for operand in operands[:2 if re.search(r"_co_|_div_scale|_mad_[ui]64", x.op) else 1]: yield from _dwords(operand)
   if x.op.startswith("v_cmpx"): yield from EXEC
@@ -94,15 +94,15 @@ def _after(facts:Facts, x:Instruction) -> Facts:
   return _without(facts, set(_written(x, operands)))
 
 def _on_edge(facts:Facts, block:Block, taken:bool) -> Facts:
-  """Returns the facts after a branch on one of its two sides: where the branch is `taken`, or where it is not. A fact is a set of scalar registers:
-  each lane has its bit set in at least one of them. If the branch tests EXEC, no lane is active on one side. For that side the result contains the
-  empty fact, which no lane can satisfy: it marks a path that no wave takes."""
+  """Returns the facts on one side of the branch at the end of a basic block: where the branch is `taken`, or where it is not. A fact is a set of
+  scalar registers that hold lane masks: every lane's bit is known to be set in at least one of them. If the branch tests EXEC, no lane is active on
+  one of the sides. For that side the result contains the empty fact: it can never hold, so it marks a path that no wave takes."""
   last = block.instructions[-1].op if block.instructions else ""
   return _least(f - set(EXEC) for f in facts) if last == ("s_cbranch_execz" if taken else "s_cbranch_execnz") else facts
 
 def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
-  """Returns the facts at the beginning of each basic block, or None for a block that no path leads to. A fact is a set of scalar registers: each lane
-  has its bit set in at least one of them. `entry` has the facts at the beginning of the function."""
+  """Returns the facts at the beginning of each basic block, or None for a block that no path leads to. A fact is a set of scalar registers that hold
+  lane masks: every lane's bit is known to be set in at least one of them. `entry` has the facts at the beginning of the function."""
   known: list[Facts|None] = [None]*len(blocks)
   known[0], waiting = entry, [0]
   while waiting:

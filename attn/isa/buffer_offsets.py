@@ -38,9 +38,9 @@ def _scalar_field(x:Range, at:Range) -> Range:
 def _least(*xs:Range) -> Range: return min(x[0] for x in xs), min(x[1] for x in xs)
 def _most(*xs:Range) -> Range: return max(x[0] for x in xs), max(x[1] for x in xs)
 def _below(limit:int, fn:Callable[..., Range]) -> Callable[..., Range]:
-  """Makes a function from the ranges of an instruction's operands to the range of its result. `fn` computes the result if the first two operands are
-  at most `limit`. For larger operands the result is unknown, because the numbers are signed, or because the instruction reads only some bits of these
-  operands."""
+  """Limits a rule `fn`, which computes the range of an instruction's result from the ranges of its operands, to numbers for which it is right. If one
+  of the first two operands may be larger than `limit`, the result is unknown: the instruction would read the operand as a negative number, or read
+  only some of its bits."""
   return lambda *xs: fn(*xs) if max(x[1] for x in xs[:2]) <= limit else UNKNOWN
 def _most_signed(*xs:Range) -> Range:
   known = [x for x in xs if x[1] <= POSITIVE]
@@ -117,8 +117,8 @@ class KnownRegisters:
     if "exec" in results and not _FEWER_LANES.match(x.text): self.active = dict(self.every)
 
   def meet(self, other:KnownRegisters, often:bool) -> bool:
-    """Merges the ranges of `other` into these ranges, at a point where two paths meet: a range then includes both. Returns whether less is known than
-    before. With `often`, a register whose range changes becomes unknown."""
+    """Merges the ranges of `other` into these ranges, at a point where two paths meet: a merged range contains both ranges. Returns whether a range
+    has changed, so that less is known than before. With `often`, a register whose range changes becomes unknown."""
     changed = False
     for known, more in ((self.active, other.active), (self.every, other.every)):
       for r, before in list(known.items()):

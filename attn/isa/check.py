@@ -47,8 +47,8 @@ def findings(text:str, arch:str|None=None) -> list[str]:
   return [f"{name}: {found}" for kernel in functions for name, check in CHECKS.items() for found in check(Function(kernel, chip))]
 
 def findings_of(specs:Sequence[Spec], tools:Toolchain) -> Iterator[tuple[str, list[str]]]:
-  """Yields a description and the findings of each of attn's kernels in `specs`, compiled by `tools`: once for whole tiles, and once for numbers of
-  queries and keys that are not powers of two. Kernels are rendered one after another while clang compiles on every core."""
+  """Yields (description, findings) for each of attn's kernels in `specs`, compiled by `tools`. Each kernel is checked twice: for a problem of whole
+  tiles, and for numbers of queries and keys that are not powers of two. Kernels are rendered one after another while clang compiles on every core."""
   def checked(spec:Spec, text:str) -> list[str]: return findings(assembly(text, spec.arch, tools=tools), spec.arch)
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     jobs = {f"{spec}{words}": pool.submit(checked, spec, source.kernel_source(spec, llvm=tools.llvm, shape=shape).text)

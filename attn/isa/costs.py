@@ -1,7 +1,7 @@
-"""The cost of every kernel of attn on every chip, one line each. Also finds slow idioms that no kernel may contain.
+"""The cost of every kernel of attn on every chip, one line each: registers, spills, bounds. Also finds slow idioms that no kernel may contain.
 
-python -m attn.isa costs --write docs/costs.txt                           rewrites the file in the repository
-python -m attn.isa costs --compilers --write docs/costs_compilers.txt     the same figures under the compilers that users may have
+  python -m attn.isa costs --write docs/costs.txt                           rewrites the file in the repository
+  python -m attn.isa costs --compilers --write docs/costs_compilers.txt     registers and spills of forward kernels under users' compilers
 
 A test compares the file with the kernels by `Costs.compare`, which returns the changed lines."""
 from __future__ import annotations
@@ -36,9 +36,10 @@ def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:b
 def _report(spec:Spec, kernel:Source, tools:Toolchain) -> Report: return report_of_text(spec, kernel, assembly(kernel.text, spec.arch, tools=tools))
 
 def report_of(spec:Spec, rank:int=0, every_block:bool=False) -> Report:
-  """Compiles a kernel of attn and reports on its machine code. By default the figure `useful` (share of the matrix unit's peak rate that goes to
-  useful products) counts all kernels that do the work together, such as both backward kernels. With another `rank` or with `every_block`, which
-  choose what `report_of_text` counts, `useful` counts only this kernel."""
+  """Compiles the kernel of attn that `spec` names, and reports on its machine code. By default the figure `useful` (share of the matrix unit's peak
+  rate that goes to useful products) counts all kernels that do the work together, such as both backward kernels. A `rank` above 0 reports on another
+  loop than the one with the most matrix work, and `every_block` counts all instructions of the loop, not only the usual path. Then `useful` counts
+  only this kernel."""
   if not rank and not every_block: return reports_of([spec])[0]
   kernel = source.kernel_source(spec, llvm=toolchain().llvm)
   return report_of_text(spec, kernel, assembly(kernel.text, spec.arch), rank, every_block)
@@ -110,8 +111,8 @@ def knows(tools:Toolchain, arch:str) -> bool:
   return tools.llvm >= oldest_for(arch)
 
 def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]:
-  """Computes the columns CELLS for each kernel whose chip the compiler supports: the tile (queries x keys), registers, spills, and the number of
-  waves per SIMD that registers allow."""
+  """Computes the figures of each kernel whose chip the compiler supports, as the texts of the columns CELLS: block sizes (queries x keys), registers,
+  spills, and the number of waves per SIMD that registers allow."""
   found = [spec for spec in specs if knows(tools, spec.arch)]
   cells = {}
   for spec, report in zip(found, reports_of(found, tools), strict=True):
@@ -121,7 +122,8 @@ def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]
   return cells
 
 def costs_under(compilers:Sequence[Toolchain]) -> Costs:
-  """Describes the file docs/costs_compilers.txt, which has registers, spills and waves of the default tiles under each of several compilers."""
+  """Describes the file docs/costs_compilers.txt, which has registers, spills and waves of the kernels that dispatch chooses under each of several
+  compilers."""
   header = (f"# Registers, spills and waves of the default tiles under {', '.join(map(short_version, compilers))}: of machine code, not measured. "
             f"Rewritten by: {COMMAND} --compilers --write docs/costs_compilers.txt")
   def lines_of(specs:Sequence[Spec]) -> list[str]:
@@ -132,8 +134,8 @@ def costs_under(compilers:Sequence[Toolchain]) -> Costs:
 # ***** slow idioms *****
 
 def _halves(x:Instruction) -> list[tuple[str, list[str]]]:
-  """Splits an instruction into (mnemonic, operands without modifiers). Returns two such pairs for two instructions that issue together (dual
-  issue)."""
+  """Splits an instruction into pairs (mnemonic, operands without modifiers): one pair, or two pairs if the text has two instructions that issue
+  together (dual issue)."""
   parts = [part.strip().replace("v_dual_", "v_", 1).partition(" ") for part in x.text.split("::")]
   return [(op, [re.sub(r"[|\-]|\b(abs|neg)\b|[()]", "", a).strip().replace("vcc_lo", "vcc") for a in args.split(",")]) for op, _, args in parts]
 

@@ -58,8 +58,8 @@ def scratch_accesses(blocks:Sequence[Block]) -> list[str]:
   return [f"{n} in {_at(blocks, loop)}" for loop, n in _per_loop(blocks, wanted)]
 
 def scalar_spills(blocks:Sequence[Block]) -> list[str]:
-  """Counts the moves of spilled scalar registers to and from lanes of vector registers. Returns one line per loop. A loop around a loop with matrix
-  work is left out, because a move is one instruction, which costs little there (for example once per head)."""
+  """Counts the moves of spilled scalar registers to and from lanes of vector registers. Returns one line per loop. A loop that contains a loop with
+  matrix work is left out: it runs rarely (for example once per head), and a move is only one instruction."""
   code = [x for block in blocks for x in block.instructions]
   aside = {x.args.split(",")[0] for x in code if x.op.startswith("v_writelane")}
   wanted = {id(x) for x in code if x.op.startswith("v_writelane") or (x.op.startswith("v_readlane") and x.args.split(",")[1].strip() in aside)}

@@ -120,8 +120,8 @@ def _widths(instructions:Sequence[Instruction]) -> dict[str, int]:
   return dict(sorted(Counter(f"b{8*access_bytes(x.op)}" for x in instructions).items(), key=lambda w: int(w[0][1:])))
 
 def matrix_cycles(instructions:Sequence[Instruction], chip:Chip) -> tuple[float, Counter[str]]:
-  """Returns (cycles of the matrix instructions, count of each unknown shape). The model has no cycle count for an unknown shape, and assumes the
-  chip's peak rate for it."""
+  """Returns (cycles of the matrix instructions, {unknown shape: number of its instructions}). The chip's table has no cycle count for an unknown
+  shape; it counts at the chip's peak rate."""
   cu, cycles, unknown = chip.pipes, 0.0, Counter[str]()
   for x in instructions:
     shape, flops = matrix_shape(x.op)
@@ -133,7 +133,8 @@ def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|
             products:LoopProducts=PRODUCTS) -> HotLoop:
   """Counts the instructions of one iteration, and computes from them upper bounds on the use of the matrix unit. `trip` has the instructions on the
   iteration's usual path, `in_all` is the number of instructions in all blocks of the loop, and `queries` is the number of queries of a wave. `label`
-  names the loop in the result, `d` and `dv` are the head dimensions, and `products` says which matrix products of attention the loop computes."""
+  names the loop in the result, and `d` and `dv` are the head dimensions. `products` has, for each hot loop, the numbers of matrix products with a
+  side D and with a side Dv."""
   cu = chip.pipes
   by_kind: dict[str, list[Instruction]] = {k: [] for k in KINDS}
   for x in trip: by_kind[x.kind].append(x)
@@ -172,11 +173,11 @@ def flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 
 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
-  """Finds the loop with the most matrix work, or with `rank` = 1, 2, ... a loop that follows it in matrix work. Returns (label, instructions of an
-  iteration, number of instructions in all blocks of the loop, number of loops with matrix work, waits of an iteration). An iteration takes the usual
-  path through the loop (without side blocks that few iterations enter), or with `every_block` every basic block. If `products` describes several
-  loops that follow one another, each of these loops does a part of the matrix work, and the result covers one iteration of each loop. Returns None if
-  no loop has matrix work. Raises ValueError if there are too few loops for `rank`."""
+  """Finds the loop with the most matrix work, or with `rank` = 1, 2, ... the loop with the second most, third most, ... matrix work. An iteration
+  takes the usual path through the loop (without side blocks that few iterations enter), or with `every_block` every basic block. If `products` has
+  several entries, the kernel has several loops, one after another, which share the matrix work; then the result covers one iteration of each of these
+  loops. Returns (label, instructions of an iteration, number of instructions in all blocks of the loop, number of loops with matrix work, waits of an
+  iteration), or None if no loop has matrix work. Raises ValueError if there are too few loops for `rank`."""
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)
   labels, trip, in_all, waits = [], list[Instruction](), 0, list[Stop]()
@@ -200,8 +201,9 @@ def loops_with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most
 def analyse(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, queries:int|None=None, lds:int|None=None,
             threads:int|None=None, every_block:bool=False, rank:int=0, title:str|None=None, products:LoopProducts=PRODUCTS) -> Report:
   """Reports on one kernel of an assembly text. `d` and `dv` are the head dimensions as the kernel computes them (padded). `queries` is the number of
-  queries of a wave. `products` says which matrix products its hot loops compute. Without `kernel_name`, which may be a part of the name, the kernel
-  with the most matrix instructions is taken. `lds` and `threads` replace what the text declares. `rank` and `every_block` are as in `hot_loop`.
+  queries of a wave. `products` has, for each hot loop, the numbers of matrix products with a side D and with a side Dv. Without `kernel_name`, which
+  may be a part of the name, the kernel with the most matrix instructions is taken. `lds` and `threads` replace what the text declares. `rank` chooses
+  the loop: 0 for the one with the most matrix work, 1 for the next. `every_block` counts every basic block of the loop, not only its usual path.
   `title` is the name of the report."""
   kernel = pick_kernel(parse(text, arch), kernel_name)
   if kernel.arch is None: raise ValueError("the text doesn't name its chip: give arch, such as gfx942")

@@ -64,8 +64,8 @@ def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
   return found
 
 def roofline(p:Problem, tile:Tile, chip:Chip, card:Card, overlap:float=1.0) -> Roofline:
-  """Computes the bound for the problem `p` with `tile` on a card whose clock is known. `overlap` is the largest possible use of the matrix unit in
-  the hot loop: HotLoop.overlap, or HotLoop.serial for a loop in which nothing overlaps."""
+  """Computes the bound for the problem `p` and the tile description `tile` on a card whose clock is known. `overlap` is the largest possible use of
+  the matrix unit in the hot loop: HotLoop.overlap, or HotLoop.serial for a loop in which nothing overlaps."""
   # if a workgroup has fewer waves than SIMDs, other workgroups run beside it at full speed
   beside = max(1, chip.pipes.simds//tile.waves)
   blocks, machines = trips(p, tile), card.cus*beside
@@ -83,7 +83,8 @@ def roofline(p:Problem, tile:Tile, chip:Chip, card:Card, overlap:float=1.0) -> R
 
 @dataclass(frozen=True)
 class Published:
-  """Speed of a forward kernel that others have published. A field is None if the source doesn't state it, or if it may have any value."""
+  """Speed of a forward kernel that others have published. A field is None if the source doesn't state it, or if the speed is for every value of it.
+  """
   card: str
   kernel: str
   tflops: float

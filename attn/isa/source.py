@@ -40,7 +40,7 @@ KNOWN = (*MODELLED, *(name for name, chip in CHIPS.items() if chip.unit.mma))   
 
 @dataclass(frozen=True, order=True)
 class Spec:
-  """Name of a kernel of attn, in parts: chip, head dimension, dtype, mask and kernel."""
+  """Name of a kernel of attn: its chip, head dimension, dtype, mask and kind, as in gfx942/128/float16/causal/dq."""
   arch: str
   d: int
   dtype: str = "float16"
@@ -59,7 +59,8 @@ class Spec:
   def __str__(self) -> str: return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}" + f"/{self.kernel}"*(self.kernel != FORWARD)
   @property
   def together(self) -> tuple[Spec, ...]:
-    """Names of the kernels that together do the work of which this kernel is a part: forward alone, or both backward kernels."""
+    """Names of the kernels that divide one piece of work among them, this kernel included: both backward kernels (dq and dkdv), or any other kernel
+    alone."""
     return (self,) if self.kernel not in BACKWARD else tuple(replace(self, kernel=kernel) for kernel in BACKWARD)
 
   @classmethod
@@ -105,9 +106,9 @@ ROTARY, DECODED = 64, 2     # latent attention: number of columns of K that are 
 
 def usual_shape(spec:Spec) -> Shape: return {**dict.fromkeys(DECODING, SHAPE_OF_DECODE), LATENT: SHAPE_OF_LATENT}.get(spec.kernel, SHAPE)
 def uneven_shape(spec:Spec) -> Shape:
-  """Returns a problem size for the kernel in which the numbers of queries and keys are not powers of two. If the kernel fixes the number of queries,
-  only the number of keys is changed. The kernel that computes dq, dk and dv together gets a larger batch, because dispatch would not choose it
-  otherwise."""
+  """Returns a problem size for the kernel that `spec` names, in which the numbers of queries and keys are not powers of two. If the kernel fixes the
+  number of queries, only the number of keys is changed. For the kernel that computes dq, dk and dv at once, the batch is larger, because dispatch
+  would not choose this kernel otherwise."""
   if spec.kernel == ALL: return replace(UNEVEN, b=2)
   return replace(usual_shape(spec), n=UNEVEN.n) if spec.kernel in (*DECODING, LATENT) else UNEVEN
 
@@ -135,8 +136,8 @@ def _placeholders(shapes:Shapes) -> list[UOp]:
   return [UOp.placeholder(shape, (FLOATS | INTS)[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
 
 def _chip(spec:Spec, llvm:int|None=None) -> Chip:
-  """Returns the `Chip` record of a kernel's chip, with `llvm` as the release of LLVM that decides which rows of the tile tables are used. By default
-  this is the release of the clang that reports use. If no clang is installed, it is the release that the record has, so that a kernel's source can be
+  """Returns the record of the chip that `spec` names, for compilers of the LLVM release `llvm`: dispatch chooses tile descriptions by this release.
+  By default it is the release of the clang that reports use, or, without a clang, the release in the chip's table, so that a kernel's source can be
   rendered without a compiler."""
   if llvm is not None: return replace(get_chip(spec.arch), llvm=llvm)
   try: return replace(get_chip(spec.arch), llvm=toolchain().llvm)
@@ -162,7 +163,7 @@ def _made_by() -> str:
   return TINYGRAD_VERSION + hashlib.sha256(b"".join(x.read_bytes() for x in files)).hexdigest()
 
 def _with_lines(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) -> tuple[str, dict[int, PythonLine]]:
-  """Returns a kernel's source, and for lines of the source the file and line of Python that emitted them, where known. The result is kept in the
+  """Returns a kernel's source, and {line of the source: (file, line) of the Python code that emitted it}, as far as known. The result is kept in the
   user's cache, because it takes a second or more to make a kernel while the place of every operation is recorded."""
   def made() -> bytes:
     found = Listing.of(lambda: _ast(spec, p, kernel, tile), printer_of(spec.arch))
@@ -171,7 +172,8 @@ def _with_lines(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) 
   return text, {line: (file, number) for line, (file, number) in lines}
 
 def _chosen(spec:Spec, p:Problem, llvm:int|None) -> tuple[str, AnyTile|AnyBackwardTile, int]:
-  """Returns the kernel that dispatch chooses for the problem `p`, its tile, and the number of key ranges (KV splits)."""
+  """Returns the name of the kernel that dispatch chooses for the problem `p`, the kernel's tile description, and the number of key ranges (KV
+  splits)."""
   arch = _chip(spec, llvm)
   if spec.kernel in (*BACKWARD, ALL):
     if isinstance(found := can_differentiate(p, arch), str): raise NotImplementedError(f"{spec}: {found}")
@@ -185,20 +187,22 @@ def _chosen(spec:Spec, p:Problem, llvm:int|None) -> tuple[str, AnyTile|AnyBackwa
   return choice.kernel, choice.work.tile, choice.work.splits
 
 def chosen(spec:Spec, llvm:int|None=None, shape:Shape|None=None) -> tuple[str, AnyTile|AnyBackwardTile]:
-  """Returns the kernel and tile that dispatch chooses for release `llvm` of LLVM, by default the release of the clang that reports use. `shape`
-  replaces the usual size of the problem."""
+  """Returns the name and the tile description of the kernel that dispatch chooses for compilers of the LLVM release `llvm`, by default the release of
+  the clang that reports use. `shape` replaces the usual size of the problem."""
   return _chosen(spec, problem_of_spec(spec, shape), llvm)[:2]
 
 def text_of(spec:Spec) -> str:
-  """Returns the HIP or CUDA text that tinygrad's renderer emits for the kernel and tile that dispatch chooses."""
+  """Returns the HIP or CUDA text of the kernel that `spec` names, as tinygrad's renderer emits it. Dispatch chooses the kernel and its tile
+  description."""
   p = problem_of_spec(spec)
   name, tile, splits = _chosen(spec, p, None)
   return _text(spec, replace(p, num_splits=splits), name, tile)
 
 def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=None, shape:Shape|None=None, lines:bool=False) -> Source:
-  """Returns the source of a kernel, as tinygrad's renderer emits it. Dispatch chooses the kernel and its tile, for release `llvm` of LLVM (by default
-  the release of the clang that reports use). If `tile` is given, the source is of the kernel that `spec` names, with this tile. `shape` replaces the
-  usual size of the problem. `lines` also asks for the line of Python that emitted each line of the source."""
+  """Returns the source of a kernel, as tinygrad's renderer emits it. Dispatch chooses the kernel and its tile description, for compilers of the LLVM
+  release `llvm` (by default the release of the clang that reports use). If the tile description `tile` is given, the source is of the kernel that
+  `spec` names, with this description. `shape` replaces the usual size of the problem. `lines` also asks for the line of Python that emitted each line
+  of the source."""
   p = problem_of_spec(spec, shape)
   name, used, splits = (spec.kernel, tile, max(1, p.num_splits)) if tile is not None else _chosen(spec, p, llvm)
   assert isinstance(used, Tile|BackwardTile|MlaTile)

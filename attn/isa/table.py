@@ -77,7 +77,7 @@ def waits(report:Report) -> Table:
   return table
 
 def brief(reports:Sequence[Report]) -> Table:
-  """Makes a table with a short line for each report, which is on one kernel."""
+  """Makes a table with one short line for each report, that is, for each kernel."""
   table = Table("kernel", "arch", *BRIEF)
   for r in reports: table.add_row(r.name, r.arch, *brief_cells(r))
   return table

@@ -25,7 +25,7 @@ def counters_in(number:int, counters:Counters) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Awaited:
-  """Accesses that a wait waits for: their number, the last of them, and how many instructions lie between that last access and the wait."""
+  """The accesses that a wait waits for: their number, the last one, and how many instructions lie between the last one and the wait."""
   accesses: int                 # number of accesses
   last: str                     # text of the instruction of the last access
   kind: str                     # kind of that instruction
@@ -66,8 +66,8 @@ def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
   return {one[1]: value} if one is not None else {}
 
 def path_of_waits(blocks:Sequence[Block], loop:Loop, usual:Sequence[int]) -> list[int]:
-  """Returns the path of basic blocks on which the waits of an iteration lie. The result is the path `usual`, with the basic blocks added that
-  s_cbranch_execz skips for a wave without active lanes. All other waves run through the added basic blocks and wait in them."""
+  """Returns the basic blocks in which the waits of an iteration lie: the path `usual`, and the basic blocks that an s_cbranch_execz on this path
+  skips only for waves without active lanes."""
   path = []
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)

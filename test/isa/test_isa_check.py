@@ -272,5 +272,5 @@ def test_the_command_looks_at_files(tmp_path:Path) -> None:
   with pytest.raises(ValueError, match="no AMDGPU code found"): run(file, "--arch", "gfx1100")
 
 def test_kernels_for_other_vendors_are_refused() -> None:
-  with pytest.raises(ValueError, match=r"sm_90/64/float16/full: checks are of AMD's chips"): run("sm_90/64")
+  with pytest.raises(ValueError, match=r"sm_90/64/float16/full: checks are only for AMD's chips"): run("sm_90/64")
 

@@ -508,8 +508,8 @@ def test_cuda_source_and_sass(monkeypatch, tmp_path):
   with pytest.raises(CompileError, match=r"nvcc failed:\n.*error: what"): run("asm", "sm_90/64", ok=False)
 
 def test_no_report_on_a_chip_of_nvidia():
-  with pytest.raises(ValueError, match=r"sm_90/64: reports are of AMD's chips.*`asm sm_90/64` prints"): run("sm_90/64", ok=False)
-  with pytest.raises(ValueError, match="--arch sm_90: reports are of AMD's chips"): run(__file__, "--arch", "sm_90", ok=False)
+  with pytest.raises(ValueError, match=r"sm_90/64: reports are only for AMD's chips.*`asm sm_90/64` prints"): run("sm_90/64", ok=False)
+  with pytest.raises(ValueError, match="--arch sm_90: reports are only for AMD's chips"): run(__file__, "--arch", "sm_90", ok=False)
 
 def test_costs_are_written_compared_and_changes_named(ours, monkeypatch, tmp_path):
   specs = [source.Spec("gfx942", 64), source.Spec("gfx1100", 64), source.Spec("gfx942", 64, mask="causal")]

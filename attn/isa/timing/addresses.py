@@ -198,7 +198,8 @@ class WaveState:
     return sum(use.cycles for use in counter.uses.values())
 
 def bank_cycles_of(trip:Sequence[Instruction], state:WaveState) -> list[int|None]:
-  """Returns the LDS bank cycles of each instruction of a loop iteration. `state` has the values of registers at its beginning."""
+  """Returns for each instruction of a loop iteration the cycles that the LDS banks need for it, or None for an instruction that does not access LDS
+  or whose addresses are not known. `state` has the values of registers at the beginning of the iteration."""
   found = []
   for x in trip:
     found.append(state.bank_cycles(x))

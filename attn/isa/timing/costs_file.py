@@ -13,8 +13,9 @@ from attn.isa.timing.kernels import of_source
 TIMES = ("ms", "ms at GEMM's clock")
 
 def cells_of_times(spec:Spec) -> list[str]:
-  """Computes the columns TIMES for a forward kernel: the predicted time of a problem of size ASKED on the chip's first card whose clock is known, at
-  its rated clock and at the clock that it sustains under matrix work. Returns dashes for other kernels, and for a clock that is not known."""
+  """Computes the predicted times of a forward kernel, as the texts of the columns TIMES: for a problem of size ASKED on the chip's first card whose
+  clock is known, at its rated clock and at the clock that it sustains under matrix work. The text is a dash for other kernels, and for a clock that
+  is not known."""
   if spec.kernel != FORWARD: return ["-"]*len(TIMES)
   kernel = source.kernel_source(spec, llvm=toolchain().llvm)
   card = next(card for card in get_chip(spec.arch).cards if card.ghz)

@@ -18,7 +18,7 @@ def decoding_specs(arch:str) -> list[Spec]:
   return [Spec(arch, DECODE_WIDTH, dtype, "full", kernel) for dtype in MMA for kernel in able]
 
 def decoding_line(spec:Spec) -> str:
-  """Returns a row of the table. Compiles the kernel."""
+  """Compiles the kernel that `spec` names, and returns its row of the table of predicted decoding times."""
   found, report, tile = of_spec(spec, DECODE_STEP, lines=False), report_of(spec, 0, False), chosen(spec, shape=DECODE_STEP)[1]
   assert found.division is not None and report.loop is not None
   timing, predicted = found.timing, found.on_cards()[0]

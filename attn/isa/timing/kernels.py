@@ -18,7 +18,8 @@ ASKED = source.Shape(4, 16, 16, 8192)     # shape of the predicted problem by de
 
 @dataclass(frozen=True)
 class Predicted:
-  """Predicted time of a kernel's hot loop, and the problem whose time follows from this prediction."""
+  """Predicted time of a kernel's hot loops, with what is needed to predict the time of a whole problem from it: the problem, and its division among
+  workgroups."""
   timing: Timing
   problem: Problem|None
   division: Division|None          # None: not known, so no problem can be predicted
@@ -50,7 +51,7 @@ def of_spec(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Pred
   predict the time of the whole problem (`on_cards`). Without `lines` the prediction does not name the line of Python that emitted an instruction.
   Raises ValueError for a kernel or chip that the model does not cover."""
   if spec.kernel == source.LATENT: raise ValueError(f"{spec}: the model does not cover latent attention; `report` gives bounds for it")
-  if spec.arch not in MODELLED: raise ValueError(f"{spec}: the model is of AMD's chips, {', '.join(MODELLED)}")
+  if spec.arch not in MODELLED: raise ValueError(f"{spec}: the model is only for AMD's chips, {', '.join(MODELLED)}")
   kernel = source.kernel_source(spec, shape=shape, lines=lines)
   return of_source(spec, kernel, assembly(kernel.text, spec.arch, LINE_TABLES), shape)
 

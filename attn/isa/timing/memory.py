@@ -18,9 +18,9 @@ class GroupWork:
   trips: float      # iterations
 
 def starting_order(trips:Sequence[float], heads:int, sharing:int, together:int, splits:int=1) -> list[GroupWork]:
-  """Lists the workgroups of a problem in the order in which they start. `trips` has the number of loop iterations of each block of a head. `sharing`
-  consecutive heads read the same rows of K and V. The order goes over groups of `together` heads. In a group it goes over the blocks, the longest
-  first, and for each block over the heads of the group. Each of `splits` key ranges has workgroups of its own."""
+  """Lists the workgroups of a problem in the order in which they start. `trips` has the number of loop iterations of each block of queries of a head.
+  `sharing` consecutive heads read the same rows of K and V. The order goes over groups of `together` heads. In a group it goes over the blocks, the
+  block with the most iterations first, and for each block over the heads of the group. Each of `splits` key ranges has workgroups of its own."""
   blocks = sorted(trips, reverse=True)
   return [GroupWork((group*together + head)//sharing*splits + split, math.ceil(t/splits)) for group in range(heads//together) for t in blocks
           for head in range(together) for split in range(splits)]
@@ -36,8 +36,8 @@ def makespan_in_order(work:Sequence[GroupWork], slots:int, dies:int, cycles:floa
   return max(ends)
 
 def rows_fetched(work:Sequence[GroupWork], slots:int, room:float) -> float:
-  """Returns the number of iterations whose rows a cache fetches from the next level, for workgroups that run `slots` at a time. `room` is the number
-  of iterations whose rows the cache can hold."""
+  """Returns how many rows of K and V a cache fetches from the next level of memory, counted in loop iterations (an iteration reads as many rows as
+  any other). `slots` workgroups run at a time. The cache has room for the rows of `room` iterations."""
   fetched, before = 0.0, dict[int, float]()
   for first in range(0, len(work), max(1, slots)):
     now = dict[int, float]()

@@ -61,8 +61,8 @@ def blocks_of_grid(p:Problem, own:int, keys:bool=False, heads:int=1) -> int:
   return ceildiv(rows, own)*copies*p.num_splits
 
 def walked_in_a_trip(timing:Timing, own:int) -> float:
-  """Returns the number of rows that a workgroup with `own` rows of its own reads in one loop iteration. This is the number of scores that the
-  workgroup computes in an iteration, divided by `own`."""
+  """Returns the number of rows over which a workgroup goes in one loop iteration: the number of scores that it computes in an iteration, divided by
+  `own`, the number of rows that it owns."""
   assert timing.loops[0].scores is not None
   return timing.loops[0].scores*timing.waves/own
 
@@ -82,15 +82,15 @@ def trips_of_blocks(p:Problem, x:Division) -> list[float]:
   return found
 
 def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
-  """Returns the rate of matrix work for which the L2 caches can deliver the data, divided by the chip's peak rate of matrix work. If the quotient is
-  1 or more, L2 does not slow the kernel. `row` is the number of bytes that one row of the loop needs: a row of K and one of V, or a row of Q and one
-  of dO. The L2 rate is that of the card with the lowest rate per compute unit."""
+  """Returns how fast the L2 caches can deliver the data of a loop, as a fraction of the speed that the chip's matrix units need at their peak rate.
+  If the fraction is 1 or more, L2 does not slow the kernel. `row` is the number of bytes that one row of the loop needs: a row of K and one of V, or
+  a row of Q and one of dO. The speed of L2 is that of the card with the least L2 bandwidth per compute unit."""
   given = [card.l2/card.cus for card in timing.chip.cards if card.l2]
   flops = sum(loop.flops for loop in timing.loops)*timing.waves
   return min(given, default=math.inf)*flops/(x.walked*row*len(x.products)*timing.chip.pipes.flops)
 
 def work_of_grid(p:Problem, x:Division) -> list[GroupWork]:
-  """Lists the workgroups of a problem in the order in which they start."""
+  """Lists the workgroups of a problem, divided as `x` says, in the order in which they start."""
   heads = p.B*(p.Hkv if x.keys else p.H//x.heads)
   return starting_order(trips_of_blocks(p, x), heads, 1 if x.keys else p.H//p.Hkv//x.heads, x.together or heads, x.splits)
 

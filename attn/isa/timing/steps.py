@@ -106,9 +106,9 @@ def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]
 # ***** accesses *****
 
 def awaited(trip:Sequence[Instruction], chip:Chip) -> list[list[int]]:
-  """Returns, for each instruction of a loop iteration, the memory accesses that it waits for, as distances in instructions. The iteration is in the
-  steady state, after the first iterations. The numbers in s_waitcnt say how many accesses may still be incomplete: the instruction waits for all
-  earlier ones. A memory access waits for earlier accesses if its counter would overflow otherwise."""
+  """Returns, for each instruction of a loop iteration, the memory accesses that it waits for, as distances in instructions. The iteration is one in
+  the steady state, not one of the first. A number in s_waitcnt says how many accesses may still be incomplete: the instruction waits for all accesses
+  before these. A memory access waits for earlier accesses if its counter would overflow otherwise."""
   counters, found = chip.counters, list[list[int]]()
   under_way: dict[str, list[int]] = {}
   for now in range(3*len(trip)):

@@ -89,9 +89,8 @@ def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[in
   return way
 
 def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:WaveState) -> list[int]:
-  """Finds the basic blocks that a wave runs through in one iteration. These are the basic blocks of the path `usual`. If `state` knows that the wave
-  has an active lane, they also include the basic blocks that s_cbranch_execz skips for a wave without active lanes. Updates `state` with the
-  instructions on the path."""
+  """Finds the basic blocks that a wave runs through in one iteration: the path `usual`, and the basic blocks that an s_cbranch_execz on this path
+  skips for a wave without active lanes, if `state` knows that the wave has an active lane. Updates `state` by the instructions on the path."""
   path = list[int]()
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)
@@ -172,9 +171,8 @@ def _use(found:Run) -> float:
   return sum(1 - u.idle(found.begin, found.end)/(found.end - found.begin) for u in used)/len(used)
 
 def _beside(blocks:Sequence[Block], loops:Sequence[Loop], loop:Loop) -> Loop:
-  """Finds the loop that half of a workgroup's waves run while the other half runs `loop`. This other loop has the same matrix work and the same
-  number of barriers. A wave that runs one of the two loops does not run the other one in the same iteration of a loop around them. Returns `loop`
-  itself if there is no such loop."""
+  """Finds the loop that the other half of a workgroup's waves run while one half runs `loop`: a loop with the same matrix work and the same number of
+  barriers, such that no wave runs both loops in the same iteration of a loop around them. Returns `loop` itself if there is no such loop."""
   def traits(x:Loop) -> tuple[int, int]:
     return sum(blocks[b].flops for b in x.body), sum(i.kind == "barrier" for b in x.body for i in blocks[b].instructions)
   def leads(a:Loop, b:Loop) -> bool:
