@@ -3,14 +3,15 @@
     python test/night.py --forward 2000 --backward 1000 [--jobs 2] [--seconds 3600] [--chips gfx942,sm_90] [--first 0]
     python test/night.py --seed 12345 [--device CUDA]
 
-The first command runs a night: it takes seeds from --first on until it has the wanted number of calls. It prints a table of the calls that ran, were
-refused and failed, with the seed of each failure. The second command repeats the call of one seed and prints it as a script to paste (run it with
-PYTHONPATH=.:test). attn may refuse a call with ValueError or NotImplementedError; any other outcome that is not a right result is a failure. A worker
-process runs one call at a time, for at most --limit seconds, so a crash or a hanging call can be traced to its seed. A failed call runs once more in
-a new process, to show whether it also fails alone.
+The first command runs a night: it takes seeds from --first on until it has the wanted number of calls. It prints a table of the calls that were
+right, were refused and failed, with the seed of each failure. The second command repeats the call of one seed, and prints it as a script to paste
+(run the script with PYTHONPATH=.:test). attn may refuse a call with ValueError or NotImplementedError; anything else that is no right result is a
+failure. A worker process runs one call at a time, for at most --limit seconds, so a crash or a hanging call can be traced to its seed. A failed call
+runs once more in a new process, to show whether it also fails alone.
 
-DEV=CPU uses CC=test/clang_with_checks.sh, the default here, and buffers between protected pages (test/guarded.py): a kernel that leaves an array or a
-buffer crashes its process. Calls through OpenCL are skipped where there is no driver (docs/plain.md)."""
+Calls on the CPU are compiled by CC=test/clang_with_checks.sh, which finds accesses outside of an array, and have buffers between protected pages
+(test/guarded.py): a kernel that leaves an array or a buffer crashes its process. Calls through OpenCL are skipped if there is no driver
+(docs/plain.md)."""
 from __future__ import annotations
 import multiprocessing, os, re, sys, tempfile, threading, time, traceback
 from collections import Counter
@@ -35,7 +36,7 @@ CALLS_OF_A_WORKER = 60      # then a new process takes over, because memory that
 
 @dataclass(frozen=True)
 class Outcome:
-  """The outcome of a random call: its state "right", "refused" or "failed", and the reason. `seconds` is the process time that the call used."""
+  """The outcome of a random call: "right", "refused" or "failed", and the reason. `seconds` is the processor time that the call used."""
   seed: int
   state: str
   why: str = ""
@@ -44,7 +45,7 @@ class Outcome:
 # ***** one call *****
 
 def in_attn(error:BaseException) -> bool:
-  """Tells whether the error comes from attn, or from `by_attn` because attn passed the call on to tinygrad."""
+  """Tells whether attn raised an error. It also counts if `by_attn` raised the error, because attn had left the call to tinygrad."""
   last = traceback.extract_tb(error.__traceback__)[-1]
   return last.filename.startswith(str(ROOT/"attn")) or last.name == "by_attn"
 
@@ -61,7 +62,7 @@ def run(call:Call) -> Outcome:
   return outcome("failed" if wrong else "right", "; ".join(wrong))
 
 def work(pipe:Connection, does:Callable[[Call], Outcome]) -> None:
-  """Runs, in a worker process, the calls that it receives through the pipe."""
+  """Main loop of a worker process: receives calls through the pipe, does each, and sends the outcome back."""
   import gc
   gc.disable()
   while True:
@@ -117,8 +118,8 @@ def seeds(first:int, wanted:dict[str, int], chips:tuple[str, ...], device:str) -
     yield call
 
 def night(calls:list[Call], jobs:int, limit:float, until:float) -> Iterator[tuple[Call, Outcome]]:
-  """Runs calls in parallel, and starts none after `until`. Each device of this machine has its own workers, because drivers conflict within one
-  process."""
+  """Runs calls in parallel, and starts none after the time `until`. Yields each call with its outcome. Each device of this machine has worker
+  processes of its own, because drivers conflict within one process."""
   own = threading.local()
   def worker(call:Call) -> Worker:
     workers = own.__dict__.setdefault("workers", {})
@@ -136,12 +137,12 @@ def night(calls:list[Call], jobs:int, limit:float, until:float) -> Iterator[tupl
   with ThreadPoolExecutor(jobs) as pool: yield from pool.map(one, calls)
 
 def reason(why:str) -> str:
-  """Returns the reason of a refusal, with # in place of numbers. If several kernels refused the call, it is the reason of `tiled`, the last kernel,
-  which supports the most problems."""
+  """Shortens the message of a refusal, with # in place of numbers, so that equal reasons can be counted. If several kernels refused the call, the
+  reason of `tiled` is taken: it supports the most problems."""
   return re.sub(r"-?\d+(\.\d+)?(e[-+]\d+)?", "#", why[max(why.find("tiled: "), 0):])[:170]
 
 def table(done:list[tuple[Call, Outcome]]) -> str:
-  """Makes the table of the calls that ran, were refused and failed, by chip and by kind of call."""
+  """Makes the table of the calls that were right, were refused and failed, by chip and by kind of call."""
   lines = []
   for title, of in (("chip", lambda c: c.on), ("kind", lambda c: f"{c.kind} {c.direction}")):
     lines.append(f"{title:24}{'run':>8}{'right':>8}{'refused':>8}{'failed':>8}{'seconds':>9}")

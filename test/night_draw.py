@@ -1,4 +1,4 @@
-"""Random calls of attention. The seed determines a call completely, including every input number. A call is a script, which night.py runs and a
+"""Draws random calls of attention. The seed determines a call completely, with every input number. A call is a script, which night.py runs and a
 person can paste."""
 from __future__ import annotations
 import itertools, random
@@ -31,10 +31,9 @@ class Call:
 
 @dataclass
 class Posed:
-  """A random call of attention while it is being drawn. The result is a script with a function `step` that makes the call. `arrays` holds the code of
-  the inputs as numpy arrays (B, H, S, D), by name. `outside` holds the code of the arguments of `step`: tensors that are made from these arrays.
-  `inside` holds the lines of `step`, first those that make views of its arguments. `restored` holds the code that brings a result to the shape of its
-  expected values."""
+  """A random call of attention while it is being drawn. The result is a script with a function `step` that makes the call. Four fields hold lines of
+  the script. `arrays`: the inputs as numpy arrays (B, H, S, D), by name. `outside`: the arguments of `step`, tensors made from these arrays.
+  `inside`: the lines of `step`; the first make views of its arguments. `restored`: how to bring each result to the shape of its expected values."""
   rng: random.Random
   on: str
   backward: bool
@@ -94,7 +93,7 @@ class Posed:
     self.Dv = self.D if self.chance(.75) else self.width()
 
   def held_to_work(self) -> None:
-    """Reduces the problem until its call needs at most about a second: halves the longer sequence, and then the head dimensions."""
+    """Makes the drawn problem smaller until the call needs at most about a second: halves the longer sequence, and then the head dimensions."""
     most = WORK["tiled" if self.plain_uops and self.on not in MACHINE else ""]/(2.5 if self.backward else 1)
     def work() -> int: return self.B*self.H*(self.Sq + 32)*(self.Sk + 32)*(self.D + self.Dv)
     while work() > most and (longest := max(self.Sq, self.Sk)) > 8: self.Sq, self.Sk = (-(-n//2) if n == longest else n for n in (self.Sq, self.Sk))
@@ -103,13 +102,14 @@ class Posed:
   # ***** inputs *****
 
   def values(self, name:str, kind:str, shape:tuple[int, ...]|str, dtype:str, same:int|None=None) -> None:
-    """Adds an input of the given kind to the drawn call of attention. Each step of a TinyJit gets other numbers."""
+    """Adds an input to the drawn call: random numbers of a kind that the function `values` of night_script.py knows. Each step of a TinyJit gets
+    other numbers."""
     seed = f"{self.rng.randrange(10**6)}" + (" + turn" if self.turns > 1 else "")
     self.arrays[name] = f"values({kind!r}, {shape}, {dtype!r}, {seed}{f', same={same}' if same is not None else ''})"
 
   def profile(self) -> dict[str, str]:
-    """Draws which kind of numbers q, k and v have. No kind has NaN or inf in v, because they would spread to other rows if the problem has a mask
-    (docs/attention.md)."""
+    """Draws which kinds of numbers q, k and v have, such as "large" or "nan". v never has NaN or inf, because these would spread to other rows if the
+    problem has a mask (docs/attention.md)."""
     hard = [{"q": "positive", "k": "rising"}, {"q": "positive", "k": "falling"}, {"q": "large"}, {"k": "large"}, {"v": "large"}, {"k": "huge"},
             {"q": "constant", "k": "constant"}, {"k": "zero"}, {"q": "small", "v": "small"}, {"v": "constant"}]
     odd = [{"q": "nan"}, *([] if self.facts.get("v_dim") else [{"k": "nan"}, {"q": "positive", "k": "-inf"}, {"q": "positive", "k": "inf"}])]
@@ -117,8 +117,8 @@ class Posed:
     return self.one(*odd) if self.chance(.15) and not self.backward else self.one(*hard)
 
   def inputs(self, may_be_same:bool=False, kinds:dict[str, str]|None=None) -> None:
-    """Adds the inputs q, k and v to the drawn call of attention. In some draws all batches, or all heads, of k and v are equal, and k and v become
-    views of one batch or head."""
+    """Adds q, k and v to the drawn call. In some draws all batches, or all heads, of k and v are equal, and k and v become views of one batch or
+    head."""
     if kinds is None: kinds = self.profile()
     shapes = {"q": (self.B, self.H, self.Sq, self.D), "k": (self.B, self.Hkv, self.Sk, self.D), "v": (self.B, self.Hkv, self.Sk, self.Dv)}
     same = self.one(0, 1) if may_be_same and self.chance(.08) else None
@@ -128,15 +128,15 @@ class Posed:
     if same is not None: self.settings["same"] = same
 
   def far_reaching(self) -> dict[str, str]:
-    """Returns kinds of inputs with a row of NaN or inf that spreads to other rows. In v it spreads to all rows that see the row. In a gradient it
-    spreads from any input."""
+    """Returns which input gets a row of NaN or inf that spreads to other rows. In forward this is v: the row spreads to all rows that see it. In
+    backward it is any of q, k and v."""
     return {self.one("q", "k", "v"): "nan"} if self.backward else {"v": self.one("nan", "inf", "-inf")}
 
   def ndim(self, layout:str="") -> int: return len(AXES[layout or self.layout])
 
   def steps(self, name:str, shape:tuple[int, ...], dtype:str) -> list[tuple[Any, ...]]:
-    """Draws the steps (movement operations) that make a view of this shape from a base tensor. Each step is drawn from the shape that it produces, so
-    the last step is drawn first."""
+    """Draws movement operations that make a view of this shape from a larger tensor. The last operation is drawn first, because each is drawn from
+    the shape that it must produce."""
     found: list[tuple[Any, ...]] = []
     if (same := self.settings.get("same")) is not None and name in "kv" and self.layout == "bhsd":
       found.append(("expand", same, shape[same]))
@@ -169,8 +169,8 @@ class Posed:
     return tuple(sizes[axis] for axis in AXES[layout])
 
   def place(self, name:str, text:str, dtype:str, shape:tuple[int, ...], views:bool=True, after:str="") -> None:
-    """Adds a tensor to the drawn script. `text` is the code that computes its array. `after` is code appended to the tensor before the call receives
-    it, for example to shard it."""
+    """Adds a tensor to the drawn script. `text` is the code of its array. With `views`, the tensor may become a view of a larger one. `after` is code
+    that follows the tensor before the call gets it, for example to divide it over devices."""
     steps = ", ".join(map(repr, self.steps(name, shape, dtype))) if views else ""
     realized = ".realize()" if self.jit or self.chance(.3) else ""
     made = f"tensor(base({text}, {steps}), {dtype!r}, {self.device!r})" if steps else f"tensor({text}, {dtype!r}, {self.device!r})"
@@ -181,11 +181,11 @@ class Posed:
       self.inside.append(f"{name} = view({name}, {steps})")
 
   def tensor(self, text:str) -> str:
-    """Returns the code of a tensor of the problem's type, realized in memory."""
+    """Returns the code of a realized tensor of the problem's dtype. `text` is the code of its array."""
     return f"tensor({text}, {self.dtype!r}, {self.device!r}).realize()"
 
   def three(self, views:bool=True) -> None:
-    """Adds code that makes q, k and v, in the drawn layout, to the drawn call."""
+    """Adds the code that makes q, k and v in the drawn layout."""
     for name, h, s, d in (("q", self.H, self.Sq, self.D), ("k", self.Hkv, self.Sk, self.D), ("v", self.Hkv, self.Sk, self.Dv)):
       if name == "v" and self.facts.get("v_dim"): continue
       self.place(name, f"arrange(x[{name!r}], {self.layout!r})", self.dtype, self.shape_in(self.layout, h, s, d), views)
@@ -242,8 +242,8 @@ class Posed:
   # ***** the call *****
 
   def call(self, text:str, lse:bool|None=None, shape_of_o:tuple[int, ...]|None=None, between:str="") -> None:
-    """Adds a call to the drawn script, and draws what the call returns: o, lse, o and lse, or gradients through them. `text` is the code of the
-    call."""
+    """Adds a call to the drawn script, and draws what it returns: o, lse, both, or gradients through them. `text` is the code of the call. `between`
+    is a line of code that follows the call."""
     lse = self.chance(.5) if lse is None else lse
     if self.backward: return self.gradients(text, lse, between)
     self.inside.append(f"{'o, lse' if lse else 'o'} = " + text)
@@ -290,12 +290,12 @@ class Posed:
   def of_shards(self, name:str) -> str: return self.settings.get("shards", {}).get(name, "")
 
   def attention(self, more:str="") -> str:
-    """Returns the code of a call of attn.attention with all drawn options."""
+    """Returns the code of a call of attn.attention with all drawn options. `more` is code of further arguments."""
     options = "".join(f", {name}={value}" for name, value in self.options.items())
     return f"attn.attention(q, k, {'None' if self.facts.get('v_dim') else 'v'}{options}{more})"
 
   def common(self, lse:bool|None=None, between:str="") -> None:
-    """Adds a call of attn.attention with all drawn options to the drawn script."""
+    """Adds a call of attn.attention with all drawn options, and with the drawn layout and dtype of the output."""
     if self.layout != "bhsd": self.options["layout"] = repr(self.layout)
     if self.out_dtype != self.dtype: self.options["out_dtype"] = self.one(repr(self.out_dtype), f"DTYPES[{self.out_dtype!r}]")
     lse = self.chance(.5) if lse is None else lse
@@ -320,8 +320,7 @@ class Posed:
     self.common()
 
   def lengths(self) -> None:
-    """Draws a random attention call with kv_lengths, which is a tensor, a number or a Variable. Some draws also have kv_starts. The arrays and
-    options of the call are kept in this object."""
+    """Draws a call with kv_lengths: as a tensor, a number or a Variable. Some draws also have kv_starts."""
     self.layout = self.one("bhsd", "bshd")
     self.held_to_work()
     self.inputs()
@@ -348,13 +347,14 @@ class Posed:
     self.common()
 
   def poison(self) -> None:
-    """Replaces the rows of k and v beyond a length or before a start by NaN, which must have no effect."""
+    """Replaces rows of k and v beyond the length, or before the start, of each sequence by NaN. They must have no effect."""
     for name in ("k", "v"):
       if name == "v" and self.facts.get("v_dim"): continue
       self.outside[name] = self.outside[name].replace(f"x[{name!r}]", f"unseen(x[{name!r}], x)")
 
   def ends(self, count:int, total:int) -> list[int]:
-    """Draws cumulative row counts of this number of packed sequences. In some draws a sequence is empty, and some rows belong to no sequence."""
+    """Draws where packed sequences begin and end: `count` + 1 numbers in ascending order, up to `total` rows. In some draws a sequence is empty, and
+    some rows belong to no sequence."""
     inner = sorted(self.rng.randint(0, total) for _ in range(count - 1))
     first, last = (0, total) if self.chance(.7) else (min(2, total), max(total - 3, min(2, total)))
     return [first, *(min(max(n, first), last) for n in inner), last]
@@ -396,7 +396,7 @@ class Posed:
     self.common()
 
   def flash(self) -> None:
-    """Draws a call of FlashAttention's functions, for whole or packed sequences, with q, k and v in separate tensors or in one tensor."""
+    """Draws a call of one of FlashAttention's functions, for whole or packed sequences, with q, k and v in separate tensors or in one."""
     self.out_dtype = self.dtype
     form, varlen = self.one("", "kv", "qkv"), self.chance(.5)
     if form: self.Dv = self.D
@@ -489,7 +489,7 @@ class Posed:
   # ***** several devices *****
 
   def shards(self) -> None:
-    """Draws a call over several devices. Each device holds a part of the batch, heads, rows or keys, or all of them."""
+    """Draws a call over several devices. Each device holds a part of the batches, heads, rows or keys, or all of them."""
     self.device_count = n = self.one(*COUNTS)
     shared = self.one("batch", "heads", "rows", "rows", "rows", "keys", "keys", "none", "one head")
     self.layout = self.one("bhsd", "bhsd", "bshd") if shared in ("batch", "none") else self.one("bhsd", "bshd", "nsd")
@@ -543,9 +543,9 @@ class Posed:
     self.common(lse, back)
 
   def dealt(self, name:str, text:str, dtype:str, shape:tuple[int, ...], axis:int, order:str) -> None:
-    """Adds q, k or v to the drawn script, as a tensor whose sequence (`axis`) is divided over devices in the given `order`. `text` is the code of its
-    array. `attn.shard_sequence` divides it before the call, or inside the function `step`. If it is divided inside, the gradient that is checked is
-    the gradient of the whole tensor."""
+    """Adds q, k or v to the drawn script, as a tensor whose sequence (axis `axis`) is divided over devices in the given `order`. `text` is the code
+    of its array. `attn.shard_sequence` divides it before the call of `step`, or inside `step`; in the second case the gradient that is checked is
+    that of the whole tensor."""
     if self.jit or (not self.backward and self.chance(.5)):
       self.outside[name] = f"attn.shard_sequence(tensor({text}, {dtype!r}, {self.device!r}), {self.devices}, {axis}, {order!r}).realize()"
       if self.backward:
@@ -563,8 +563,8 @@ class Posed:
   # ***** caches *****
 
   def cache(self) -> None:
-    """Draws several steps that append rows to a cache and attend to it, with a cache without pages or in pages, through each of the public
-    functions."""
+    """Draws several steps, each of which appends rows to a cache and attends to the cache. The cache is in pages or not, and each public function for
+    caches may be drawn."""
     self.out_dtype = self.dtype
     paged, form = self.chance(.45), self.one("kv_cache", "append", "flash")
     self.layout = "bshd" if form == "flash" else self.one("bhsd", "bshd")
@@ -654,8 +654,8 @@ class Posed:
     self.after += [f"for name, cache in (('k', k_cache), ('v', v_cache)): np.testing.assert_array_equal(array(cache), {want}, f'{{name}}_cache')"]
 
   def turned(self, positions:int) -> None:
-    """Replaces q and the new rows of k in the drawn call by rows from which the rotary embedding computes them. Angles are quarter turns, so the
-    rotation is exact in every type."""
+    """Lets the drawn call compute a rotary embedding: replaces q and the new rows of k by rows that the embedding turns into the expected ones.
+    Angles are quarter turns, so that the embedding is exact in every dtype. `positions` is the number of rows of the tables of angles."""
     half, interleaved = self.rng.randint(1, max(self.D//2, 1)), self.one(True, False)
     moving = "causal" in self.options or "window" in self.options
     if self.D < 2: return
@@ -667,7 +667,7 @@ class Posed:
     self.options |= {"rotary_cos": "rotary_cos", "rotary_sin": "rotary_sin", "rotary_interleaved": repr(interleaved)}
 
   def pages(self) -> None:
-    """Draws a call of attention over keys and values in pages. The block table has invalid entries that no kernel may read. In some draws the queries
+    """Draws a call over keys and values in pages. The block table also has invalid page numbers, which no kernel may use. In some draws the queries
     are packed."""
     self.layout = self.one("bhsd", "bshd", "nsd", "bhsd")
     self.held_to_work()
@@ -738,7 +738,7 @@ KINDS = {   # weights of each kind, forward and backward
   "shards": (16, 22), "custom": (4, 4), "sliced": (3, 0)}
 
 def drawn(seed:int, on:str="") -> Call:
-  """Draws the random call of attention that belongs to a seed; `on` overrides the drawn chip or device."""
+  """Draws the random call that belongs to a seed. `on` replaces the drawn chip or device."""
   rng = random.Random(seed)
   direction = "backward" if rng.random() < 1/3 else "forward"
   chosen = rng.choice((*CHIPS, "CPU", "CL"))

@@ -1,5 +1,5 @@
-"""Oracle for random calls: computes attention sequence by sequence in float64 for every kind of call, and checks that each element of the results is
-within its error limit (docs/contract.md)."""
+"""Expected results of random calls: computes attention sequence by sequence in float64 for every kind of call, and checks that each element of a
+call's results is within its error limit (docs/contract.md)."""
 from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Facts:
-  """Facts about a call that its arrays do not show. `wanted` names its results: o and lse, or the inputs whose gradients it returns. If `v_dim` is
-  set, V is the first `v_dim` columns of K. `types` lists the inputs whose type is not `dtype`. `emulates` says that tinygrad may emulate float16 on
-  the device, and so read and write numbers below 2^-14 as 0 (docs/plain.md)."""
+  """Facts about a call that its arrays do not show. `wanted` names the results: o and lse, or the inputs whose gradients the call returns. If `v_dim`
+  is not 0, V is the first `v_dim` columns of K. `types` lists the inputs whose dtype is not `dtype`. `flushes`: the chip treats 16-bit denormals as
+  zero. `emulates`: tinygrad may emulate float16 on the device, and then reads and writes numbers below 2^-14 as 0 (docs/plain.md)."""
   dtype: str
   out_dtype: str
   scale: float
@@ -32,7 +32,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Sequence:
-  """Queries and keys of one softmax: one batch, or the packed sequence `number` in batch `batch`."""
+  """The queries (`rows`) and `keys` of one sequence: a batch, or packed sequence number `number` in batch `batch`."""
   batch: int
   number: int
   rows: slice
@@ -42,8 +42,8 @@ class Sequence:
   def offset(self, f:Facts) -> int: return 0 if f.top_left else self.counts[1] - self.counts[0]
 
 def sequences(x:Arrays) -> Iterator[Sequence]:
-  """Returns the sequences of q (B, H, Sq, D) and k (B, Hkv, Sk, D). With cu_seqlens these are the packed sequences; otherwise each batch is one
-  sequence, with its keys from kv_starts to kv_lengths."""
+  """Yields the sequences of q (B, H, Sq, D) and k (B, Hkv, Sk, D): the packed sequences if there are cu_seqlens, otherwise each batch, with its keys
+  from kv_starts to kv_lengths."""
   if "cu_seqlens_q" in x:
     ends = x["cu_seqlens_q"], x["cu_seqlens_k"]
     for i in range(len(ends[0]) - 1):
@@ -58,7 +58,7 @@ def sequences(x:Arrays) -> Iterator[Sequence]:
 def four(bias:np.ndarray) -> np.ndarray: return bias.reshape((1,)*(4 - bias.ndim) + bias.shape)
 
 def where_of_bias(bias:np.ndarray, s:Sequence) -> tuple[Any, ...]:
-  """Returns the index that selects the part of a 4-dimensional bias for one sequence."""
+  """Returns the index of the part of a 4-dimensional bias that one sequence uses."""
   return slice(s.batch, s.batch + 1) if len(bias) > 1 else slice(None), slice(None), slice(None), s.keys if bias.shape[3] > 1 else slice(None)
 
 def bias_of(bias:np.ndarray, s:Sequence) -> np.ndarray: return four(bias)[where_of_bias(four(bias), s)]
@@ -74,7 +74,8 @@ def part(x:Arrays, s:Sequence) -> tuple[np.ndarray, ...]:
   return x["q"][one, :, s.rows], x["k"][one, :, s.keys], x["v"][one, :, s.keys]
 
 def forward(x:Arrays, f:Facts) -> dict[str, Law]:
-  """Returns the expected o and lse: for each the exact values and the limit of each element's error. Rows of no sequence have o 0 and lse -inf."""
+  """Returns o and lse in float64: for each the exact values and the error limit of each element. Rows that belong to no sequence have o 0 and lse
+  -inf."""
   shape = x["q"].shape[:3]
   total = {"o": without_error((*shape, x["v"].shape[-1])), "lse": without_error(shape, -np.inf)}
   for s in sequences(x):
@@ -85,8 +86,8 @@ def forward(x:Arrays, f:Facts) -> dict[str, Law]:
   return total
 
 def backward(x:Arrays, f:Facts) -> dict[str, Law]:
-  """Returns the expected gradients of sum(o*do) + sum(lse*dlse), where the second sum is over rows that see a key: for each wanted gradient the exact
-  values and the limit of each element's error."""
+  """Returns the gradients of sum(o*do) + sum(lse*dlse) in float64: for each wanted gradient the exact values and the error limit of each element. The
+  second sum takes only rows that see a key."""
   total = {name: without_error(x[name].shape) for name in f.wanted}
   for s in sequences(x):
     at, rows = slice(s.batch, s.batch + 1), (slice(s.batch, s.batch + 1), slice(None), s.rows)
@@ -106,22 +107,21 @@ def backward(x:Arrays, f:Facts) -> dict[str, Law]:
 # ***** the judge *****
 
 def without_small(x:Arrays, f:Facts) -> Arrays:
-  """Replaces numbers below the normal range of float16 by 0, in the inputs whose type is float16."""
+  """Replaces numbers below the normal range of float16 by 0 in the float16 inputs."""
   def read(name:str, a:np.ndarray) -> np.ndarray:
     half = name != "dlse" and a.dtype.kind == "f" and f.type_of(name) == "float16"
     return np.where(np.abs(a) < SMALLEST["float16"], np.float32(0), a) if half else a
   return {name: read(name, a) for name, a in x.items()}
 
 def hold(x:Arrays, f:Facts, found:Arrays) -> list[str]:
-  """Lists errors in the results, which have the shapes of `forward`'s results or of the inputs. The list is empty if each element is within its error
-  limit (docs/contract.md). Where tinygrad may emulate float16, the results may instead all be those of inputs without small numbers, with 0 for each
-  small number."""
+  """Checks the results `found` of a call, and returns a list of errors: empty if each element is within its error limit (docs/contract.md). If
+  tinygrad may emulate float16, results are also right that belong to inputs without small numbers, and that have 0 for each small number."""
   wrong = errors(x, f, found, small=True)
   return errors(without_small(x, f), f, found, small=False) if wrong and f.emulates else wrong
 
 def errors(x:Arrays, f:Facts, found:Arrays, small:bool) -> list[str]:
-  """Lists the errors of results as `hold` does. If `small` is false, 0 counts as right for each small number of a result in float16. A loss through
-  lse alone gives v the gradient 0: this 0 counts as right, also where exact arithmetic multiplies it by a weight of NaN."""
+  """Returns a list of errors in the results `found`. If `small` is false, 0 counts as right for each number of a float16 result below the normal
+  range. A loss that uses only lse gives v the gradient 0: this 0 also counts as right where exact arithmetic multiplies it by a NaN."""
   expected = forward(x, f) if "o" in f.wanted or "lse" in f.wanted else backward(x, f)
   wrong = []
   for name in f.wanted:

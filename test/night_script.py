@@ -1,4 +1,4 @@
-"""Functions for the scripts that test/night_draw.py writes: hard inputs, tensors that are views, caches, and reading results back."""
+"""Functions that the scripts of test/night_draw.py call: hard inputs, tensors that are views, caches, and reading of results."""
 from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,9 @@ __all__ = ["DTYPES", "Context", "Tensor", "TinyJit", "Variable", "arrange", "arr
 
 @contextlib.contextmanager
 def on(device:str, kernel:str="", guard:str="", **settings:int) -> Iterator[None]:
-  """Context manager. Until the context ends, tinygrad computes on `device`, ATTN_KERNEL is `kernel`, and tinygrad's `settings` have the given values.
-  tinygrad's random numbers begin anew. If `guard` is "end" or "begin", each CPU buffer has a protected page of memory directly after its end or
-  before its begin, so a kernel that accesses this page crashes. An empty `guard` protects nothing."""
+  """Context in which tinygrad computes on `device`, the environment variable ATTN_KERNEL is `kernel`, and tinygrad's `settings` have the given
+  values. tinygrad's random numbers begin anew. If `guard` is "end" or "begin", a protected page of memory follows or precedes each CPU buffer: a
+  kernel that accesses it crashes."""
   with Context(DEV=device, **settings), pytest.MonkeyPatch.context() as patch, guarded(guard) if guard else contextlib.nullcontext():
     patch.setenv("ATTN_KERNEL", kernel)
     Tensor.manual_seed(0)
@@ -31,18 +31,16 @@ def on(device:str, kernel:str="", guard:str="", **settings:int) -> Iterator[None
 # ***** inputs *****
 
 def lowest(dtype:str) -> float:
-  """Returns the lowest finite number of a type, which models write into masks instead of -inf."""
+  """Returns the lowest finite number of a dtype. Models write it into masks instead of -inf."""
   return {"float16": -65504.0, "bfloat16": -3.3895313892515355e38, "float32": -3.4028234663852886e38}[dtype]
 
 def values(kind:str, shape:Sequence[int], dtype:str, seed:int, same:int|None=None) -> np.ndarray:
   """Draws numbers of a kind, rounded to `dtype`, as float32. With `same`, all slices along that axis are copies of the first. Rows are the last axis
   but one.
 
-  normal; positive; constant; zero; small;
-  falling, rising: rows that make the maxima of scores fall, or rise, over the tiles;
-  large: some rows 100 times as large; huge: one row of 512;
-  nan, inf, -inf: one row of this value;
-  masked, blind, lowest, -10000: for a bias: some elements -inf, whole rows of -inf, some elements the lowest number, some -10000, as models mask."""
+  normal; positive; constant; zero; small; falling, rising: the largest score of a row falls, or rises, from tile to tile; large: some rows 100 times
+  as large; huge: one row of 512; nan, inf, -inf: one row of this value; masked, blind, lowest, -10000: for a bias: some elements -inf, whole rows of
+  -inf, some elements the lowest number, some -10000, as models mask."""
   rng = np.random.default_rng(seed)
   x = rng.standard_normal(shape, dtype=np.float32)
   rows = x.shape[-2] if x.ndim > 1 else 1
@@ -74,7 +72,7 @@ def bools(x:np.ndarray) -> np.ndarray:
   return np.where(x > -.5, np.float32(0), np.float32(-np.inf))
 
 def unseen(a:np.ndarray, x:dict[str, np.ndarray]) -> np.ndarray:
-  """Replaces rows of keys or values that kv_lengths and kv_starts hide by NaN."""
+  """Replaces the rows of keys or values that kv_lengths and kv_starts hide by NaN."""
   found = until(a, x["kv_lengths"])
   for b, n in enumerate(x.get("kv_starts", ())): found[b, :, :n] = np.nan
   return found
@@ -84,7 +82,7 @@ def unseen(a:np.ndarray, x:dict[str, np.ndarray]) -> np.ndarray:
 Step = tuple[Any, ...]
 
 def base(a:np.ndarray, *steps:Step) -> np.ndarray:
-  """Builds the array from which `view` with these steps produces `a`. Elements that every step skips are NaN."""
+  """Builds the array from which the movement operations `steps` make `a`. Elements that the operations leave out are NaN."""
   for name, *at in reversed(steps):
     match name, *at:
       case "permute", *axes: a = a.transpose(np.argsort(axes))
@@ -125,25 +123,25 @@ def paged(a:np.ndarray, table:np.ndarray, size:int, pages:int) -> np.ndarray:
   return found
 
 def entries(table:np.ndarray, lengths:Sequence[int], size:int) -> np.ndarray:
-  """Returns a copy of a block table with invalid page numbers beyond each length."""
+  """Copies a block table, and writes invalid page numbers beyond the last page of each length."""
   found = table.copy()
   for b, n in enumerate(lengths): found[b, -(-n//size):] = 10**9
   return found
 
 def until(a:np.ndarray, ends:Sequence[int]) -> np.ndarray:
-  """Replaces the rows of each batch after its end by NaN."""
+  """Replaces the rows of each batch b from row ends[b] on by NaN."""
   found = a.copy()
   for b, n in enumerate(ends): found[b, :, n:] = np.nan
   return found
 
 def in_8_bits(cache:Tensor, format:str, scale_dtype:str) -> attn.QuantizedRows:
-  """Makes a cache of 8 bits with the rows of another cache. Each row of NaN gets a scale of NaN."""
+  """Converts a cache to 8 bits. Each row with NaN gets the scale NaN."""
   return attn.QuantizedRows(*(t.contiguous().realize() for t in attn.quantize_kv(cache, format, scale_dtype=scale_dtype)))
 
 def held_in_8_bits(caches:Sequence[attn.QuantizedRows], format:str, rows:dict[str, np.ndarray], ends:Sequence[int], layout:str,
                    table:np.ndarray|None=None, size:int=0) -> dict[str, np.ndarray]:
-  """Returns k and v in float64 as caches of 8 bits hold them (stored numbers times scales), and the scales of v, which the error limit of attention
-  depends on. Checks that the rows before each end equal `rows` up to the rounding to 8 bits."""
+  """Returns k and v in float64 as 8-bit caches hold them (numbers times scales), and the scales of v, on which the error limit of attention depends.
+  Checks that the rows of each batch before its end equal `rows` up to the rounding to 8 bits."""
   found, scales = {}, np.zeros(0)
   for (name, a), cache in zip(rows.items(), caches):
     stored, scales = numbers_of(format)[cache.values.numpy().view(np.uint8)], array(cache.scales).astype(np.float64)[..., None]
@@ -157,19 +155,19 @@ def held_in_8_bits(caches:Sequence[attn.QuantizedRows], format:str, rows:dict[st
   return found | {"v_scales": scales[..., 0]}
 
 def rows_of_steps(a:np.ndarray, start:Sequence[int], count:int) -> np.ndarray:
-  """Selects `count` rows of each batch, from the start of the batch on."""
+  """Selects `count` rows of each batch b, from row start[b] on."""
   return np.stack([a[b, :, at:at + count] for b, at in enumerate(start)])
 
 def indexed(a:np.ndarray, batches:np.ndarray, count:int) -> np.ndarray:
-  """Makes a cache of `count` batches. The batches at the indices `batches` contain `a`, and the other batches contain NaN."""
+  """Makes a cache of `count` batches: those with the indices `batches` contain `a`, all others NaN."""
   found = np.full((count, *a.shape[1:]), np.nan, np.float32)
   found[batches] = a
   return found
 
 def turned_back(a:np.ndarray, quarters:np.ndarray, at:Sequence[int], interleaved:bool, moving:bool) -> np.ndarray:
-  """Returns the rows (B, H, S, D) from which a rotary embedding computes `a`. The embedding rotates pair i of row j of batch b by quarters[at[b] + j,
-  i] quarters of a circle, or by quarters[at[b], i] if rows are not `moving`. A pair is two neighbouring columns if `interleaved`; otherwise its two
-  columns are half of the rotated width apart."""
+  """Returns rows (B, H, S, D) that a rotary embedding turns into `a`. The embedding rotates pair i of row j of batch b by quarters[at[b] + j, i]
+  quarters of a circle, or by quarters[at[b], i] if not `moving`. A pair is two neighbouring columns if `interleaved`; otherwise its columns are half
+  of the rotated width apart."""
   found, half = a.copy(), quarters.shape[1]
   first, second = (slice(0, 2*half, 2), slice(1, 2*half, 2)) if interleaved else (slice(0, half), slice(half, 2*half))
   for b, start in enumerate(at):
@@ -183,17 +181,19 @@ def turned_back(a:np.ndarray, quarters:np.ndarray, at:Sequence[int], interleaved
 # ***** calls and results *****
 
 def by_attn(q:Tensor, *args:Any, **options:Any) -> Tensor:
-  """Calls Tensor.scaled_dot_product_attention with attn installed. Raises NotImplementedError if attn passed the call on to tinygrad."""
+  """Calls Tensor.scaled_dot_product_attention with attn installed. Raises NotImplementedError if attn leaves the call to tinygrad."""
   with attn.installed() as decisions: o = q.scaled_dot_product_attention(*args, **options)
   if decisions[-1].kernel is None: raise NotImplementedError(f"left to tinygrad's own: {decisions[-1].reason}")
   return o
 
 
 def whole(t:Tensor) -> Tensor:
-  """Gathers a tensor that may be sharded onto the first device; reading a sharded tensor directly would make tinygrad move it to the CPU."""
+  """Gathers a tensor that may be divided over devices onto the first device. Reading a divided tensor directly would make tinygrad move it to the
+  CPU."""
   return t.to(t.device[0]).contiguous() if isinstance(t.device, tuple) else t
 
 def read(results:dict[str, Tensor], order:Sequence[str], together:bool) -> dict[str, np.ndarray]:
-  """Reads results as arrays, one by one in this order, or all at once if `together`. The gradient of an input that has no effect is a constant 0."""
+  """Reads results as arrays: one after another in this order, or all at once if `together`. The gradient of an input without effect is an array of
+  zeros."""
   if together and (computed := [results[name] for name in order if results[name].device is not None]): Tensor.realize(*computed)
   return {name: array(whole(t)) if (t := results[name]).device is not None else np.zeros(t.shape, np.float32) for name in order}

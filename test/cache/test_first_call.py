@@ -1,5 +1,5 @@
-"""Tests of the first call of a kernel: what attn computes and caches before the kernel reaches the device, in this process and in the next process.
-No device is needed."""
+"""Tests of the first call of a kernel: what attn computes and caches before the kernel reaches the device, and what the next process takes from the
+cache. No device is needed."""
 from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -23,8 +23,8 @@ from cases import TYPES, problem
 @pytest.mark.parametrize("renderer", (OperationsCUDARenderer, OperationsNVCCRenderer))
 @pytest.mark.parametrize(("arch", "named"), (("sm_80", "sm_80"), ("sm_90", "sm_90a")))
 def test_machine_code(renderer:Any, arch:str, named:str, monkeypatch) -> None:
-  """attn's CUDA compiler makes machine code for the chip, and not PTX. In tinygrad's disk cache it uses another key than the compiler to PTX. The
-  renderer's own target stays the chip's name: sm_90, where the compiler gets sm_90a."""
+  """attn's CUDA compiler makes machine code for the chip, and not PTX. The code has another key in tinygrad's disk cache than PTX. The compiler for
+  sm_90 gets the name sm_90a, but the renderer's target stays sm_90."""
   from tinygrad.runtime.autogen import nvrtc
   monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda major, minor: 0)       # the compiler's library may be missing on this machine
   made = renderer(Target("CUDA", "", arch))
@@ -33,8 +33,7 @@ def test_machine_code(renderer:Any, arch:str, named:str, monkeypatch) -> None:
 
 @pytest.mark.parametrize(("lib", "shown"), ((b"\x7fELF\x02\x80\xff", 4), (b".version 9.0", 5)))
 def test_debug_takes_machine_code(lib:bytes, shown:int, monkeypatch) -> None:
-  """tinygrad with DEBUG=5 would decode CUDA machine code as text, so attn lowers DEBUG while tinygrad loads machine code. tinygrad still prints
-  PTX."""
+  """tinygrad with DEBUG=5 would decode CUDA machine code as text, so attn lowers DEBUG while tinygrad loads machine code. PTX is still printed."""
   from tinygrad.runtime import ops_cuda
   monkeypatch.setattr(ops_cuda, "CUDAProgram", lambda dev, obj, smem: (DEBUG.value, smem))
   with Context(DEBUG=5):
@@ -44,8 +43,7 @@ def test_debug_takes_machine_code(lib:bytes, shown:int, monkeypatch) -> None:
 FP16, BF16 = "#include <cuda_fp16.h>", "#include <cuda_bf16.h>"
 @pytest.mark.parametrize(("headers", "left"), (((), ["half", "nv_bfloat16"]), ((FP16,), ["nv_bfloat16"]), ((BF16,), []), ((FP16, BF16), [])))
 def test_a_type_is_declared_once(headers:tuple[str, ...], left:list[str]) -> None:
-  """CUDA source declares a 16-bit type once: it does not declare a type that an included header declares. The header of bfloat16 includes the header
-  of half."""
+  """CUDA source does not declare a 16-bit type that an included header declares. The header of bfloat16 includes the header of half."""
   buffers = [(None, (SimpleNamespace(dtype=dtype), None)) for dtype in (dtypes.half, dtypes.bfloat16)]
   found = printer_of("sm_90").declarations(list(headers), buffers, "")
   assert [line.split()[1] for line in found] == left
@@ -53,16 +51,16 @@ def test_a_type_is_declared_once(headers:tuple[str, ...], left:list[str]) -> Non
 # ***** cached programs *****
 
 class Echo(Compiler):
-  """Stand-in for a compiler: its machine code is the source itself."""
+  """Stand-in for a compiler: it returns the source itself as machine code."""
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-  """Makes an empty cache, and returns its folder."""
+  """Makes an empty cache directory, and returns its path."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   return tmp_path/"attn/compilers"
 
 def kernel(arch:str, **options:Any) -> tuple[UOp, Any]:
-  """Returns the AST of a small kernel, and a renderer for `arch` that needs no compiler."""
+  """Builds the UOps of a small kernel. Returns them with a renderer for `arch` that needs no compiler."""
   p, renderer = problem(H=1, Sq=64, Sk=64, D=64, lse=False, **options), printer_of(arch)
   renderer.compiler = Echo()
   return single_kernel(p, get_chip(arch))[0](*[UOp.placeholder(s, TYPES[d], i) for i, (s, d) in enumerate(arguments(p).values())]), renderer
@@ -139,8 +137,8 @@ def test_a_program_with_a_variable_is_lowered_again(cache, monkeypatch) -> None:
   assert programs[0].arg == programs[1].arg and [v.expr for v in programs[0].arg.vars] == ["n"]
 
 def test_cached_kernels_are_compiled_when_called(monkeypatch) -> None:
-  """If the cache has a kernel's source, `attention` compiles the kernel itself when it is called. So tinygrad does not start worker processes to
-  compile the kernels of a step, which would take longer than reading the cache."""
+  """If the cache has a kernel's source, `attention` compiles the kernel itself. Otherwise tinygrad would start worker processes for the kernels of a
+  step, which takes longer than reading the cache."""
   compiled: list[str] = []
   monkeypatch.setattr(checked_kernel, "compile_at_once", lambda call, device: compiled.append(call.src[0].arg.name))
   q = Tensor(np.zeros((1, 1, 32, 16), np.float16), device="EMU").realize()
@@ -153,15 +151,15 @@ def test_cached_kernels_are_compiled_when_called(monkeypatch) -> None:
 
 @dataclass(frozen=True)
 class SmallState(InOrder):
-  """State of a small test kernel: two register arrays, and the stores to them so far."""
+  """State of a small test kernel: two register arrays, and the operations on them so far."""
   a: UOp
   b: UOp
   statements: Statements
 
 def test_steps_come_in_order() -> None:
-  """`InOrder.store` puts the stores of a kernel in order. If a second store uses the result of the first, the second one waits for the first, and
-  later stores need to wait only for the second. If the second store uses only older values, it does not wait for the first, and later stores wait for
-  both. Inside a loop, every store also waits for the start of the loop."""
+  """`InOrder.store` puts the stores of a kernel in order. A second store that uses the result of the first waits for the first, and later stores wait
+  for the second alone. A second store that uses only older values does not wait for the first, and later stores wait for both. In a loop, every store
+  also waits for the start of the loop."""
   a, b, register = (UOp.placeholder((2,), dtypes.float, slot, AddrSpace.REG) for slot in range(3))
   s = SmallState(a, b, Statements(register))
   one = s.store([s.a[0].store(1.0)])

@@ -1,4 +1,4 @@
-"""Tests of the cache directory, and of cache files that other processes write, that are damaged, or that are not regular files."""
+"""Tests of the cache directory, and of cache files that other processes write, that are damaged, or that are no regular files."""
 import multiprocessing, os
 from dataclasses import replace
 from pathlib import Path

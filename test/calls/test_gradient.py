@@ -34,8 +34,8 @@ def check_gradients(arch:str="gfx942", kernel:str="", make:Callable[[Problem], I
                     **parameters:Any) -> dict[str, np.ndarray]:
   """Runs `attention`, and compares the gradient of every input with float64: each element must be within its error limit (docs/contract.md).
   `parameters` are the arguments of `problem`, `make` draws q, k and v, and `extras` holds optional tensors by name. The loss is a weighted sum of the
-  outputs that `through` names: "o", "lse", or both. `training` is the value of tinygrad's TRAINING. `place` may move each tensor to other devices.
-  Returns the gradients in the shapes of the inputs, those of q, k and v as (B, H, S, D)."""
+  outputs that `through` names: "o", "lse", or both. `training` is the value of tinygrad's setting TRAINING. `place` may move each tensor to other
+  devices. Returns the gradients by name in the shapes of the inputs; those of q, k and v are (B, H, S, D)."""
   extras = extras or {}
   p = problem(extras=extras, lse="lse" in through, **{**SMALL, **parameters})
   x, B, rows = make(p), *((1, p.total_q) if p.varlen else (p.B, p.Sq))
@@ -104,7 +104,7 @@ def hidden_keys(p:Problem, seed:int=0) -> Inputs:
   return x
 
 def keys_of_minus_inf(p:Problem, seed:int=0) -> Inputs:
-  """Makes inputs in which one key is -inf. All queries see it, and a softcap makes its score finite."""
+  """Makes inputs in which one key that all queries see is -inf. A softcap makes its scores finite."""
   x = normal(p, seed)
   x.k[:, :, 1] = -np.inf
   return Inputs(np.abs(x.q), x.k, x.v)
@@ -140,7 +140,7 @@ def test_rows_that_see_no_key_get_exactly_0() -> None:
 # ***** ways to call *****
 
 def expected_of_sum(*tensors:Tensor, **options:Any) -> tuple[Law, ...]:
-  """Returns the expected dq, dk and dv of the loss sum(o): for each the exact values and the limit of each element's error."""
+  """Returns dq, dk and dv of the loss sum(o) in float64: for each the exact values and the error limit of each element."""
   p = problem(**options)
   return tuple(expected_gradients(p, Inputs(*map(array, tensors)), {}, np.ones((p.B, p.H, p.Sq, p.Dv), np.float32), None)[n] for n in "qkv")
 
@@ -203,8 +203,8 @@ def for_few(monkeypatch:pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("for_few")
 @pytest.mark.parametrize("order, deterministic", (((0, 1, 2), False), ((1, 0, 2), True), ((2, 1, 0), False)))
 def test_gradients_at_once_in_any_order(order:tuple[int, ...], deterministic:bool) -> None:
-  """If one kernel computes dq, dk and dv at once, each gradient is right even if they are realized one after another. The kernel must add to the fp32
-  sums of dq only once."""
+  """The kernel that computes dq, dk and dv at once runs only once, even if the three gradients are realized one after another: otherwise it would add
+  to the fp32 sums of dq twice."""
   p = problem(**FEW)
   x = normal(p)
   with emulated("sm_90"):
@@ -218,8 +218,8 @@ def test_gradients_at_once_in_any_order(order:tuple[int, ...], deterministic:boo
 
 @pytest.mark.usefixtures("for_few")
 def test_tiles_of_gradients_at_once(capsys:pytest.CaptureFixture[str]) -> None:
-  """If one kernel computes all gradients, `explain` counts the query tiles that this kernel skips, masks, and computes without a mask. It counts no
-  tiles of the small kernels before and after it."""
+  """Where one kernel computes dq, dk and dv at once, `explain` counts the query tiles that this kernel skips, masks, and computes without a mask. The
+  small kernels before and after it are not counted."""
   q, k = (Tensor.empty(1, 2, rows, 128, dtype=dtypes.half) for rows in (256, 256))
   assert attn.explain(q, k, k, causal=True, deterministic=False, arch="sm_90", backward=True).at_once
   counted = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  backward_")]
@@ -229,7 +229,7 @@ def test_tiles_of_gradients_at_once(capsys:pytest.CaptureFixture[str]) -> None:
                                                          ("gfx942", "", True)))
 def test_gradients_at_once_in_a_jit(monkeypatch:pytest.MonkeyPatch, arch:str, suffix:str, deterministic:bool) -> None:
   """Three calls under TinyJit give the same dq, although the kernel that computes all gradients at once adds to sums in memory. So each replay must
-  set these sums to 0 again. With deterministic=True it must also set the counters to 0 that say which workgroup adds next."""
+  set these sums to 0 again. With deterministic=True it must also reset the counters that say which workgroup adds next."""
   compute_all_gradients_at_once(monkeypatch, suffix)
   with emulated(arch):
     q, k, v = (Tensor.randn(1, 2, rows, 128, device="EMU").half().realize() for rows in (80, 256, 256))
@@ -272,8 +272,8 @@ NOT_MEASURED: dict[str, tuple[dict[str, Any], str]] = {
   "packed": (dict(packed=True, Hkv=1, causal=True, max_seqlen_q=2048, max_seqlen_k=2048), "varlen")}
 @pytest.mark.parametrize("case", [*NOT_MEASURED, "slopes", "lengths"])
 def test_one_kernel_with_options(case:str) -> None:
-  """One kernel computes all gradients with ALiBi slopes or with lengths. With other options dispatch does not choose it, because its speed was not
-  measured."""
+  """Dispatch chooses the kernel that computes all gradients at once also with ALiBi slopes and with lengths. It does not choose this kernel with
+  other options, with which the kernel's speed was not measured."""
   given, reason = NOT_MEASURED.get(case, ({"causal": True, "Hkv": 1}, ""))
   options = {"H": 2, "Hkv": 2, "Sq": 2048, "Sk": 2048, **given}
   H, Hkv, Sq, Sk = (options.pop(name) for name in ("H", "Hkv", "Sq", "Sk"))
@@ -288,8 +288,9 @@ def test_one_kernel_with_options(case:str) -> None:
   if reason: assert re.match(f"{reason}.*: right, but its speed was not measured", found.why_not("backward_all_wgmma") or ""), found
 
 def test_one_kernel_with_a_mask_mod() -> None:
-  """A mask_mod that leaves a query several intervals of keys gets two kernels, because one kernel was not measured. A mask_mod that leaves each query
-  one interval gets one kernel in no order, but not in a fixed order."""
+  """One kernel computes all gradients, with deterministic=False, if the mask_mod leaves each query one interval of keys. If it leaves a query several
+  intervals, two kernels do, because the speed of one was not measured. With deterministic=True, two kernels do, because one was measured to be
+  slower."""
   def reason(mask:Any, deterministic:bool=False) -> str:
     p = problem(B=66, Sq=2048, D=128, deterministic=deterministic, **functions_of(None, mask, ()))
     return str(wgmma_at_once(p, get_chip("sm_90")))
@@ -298,9 +299,9 @@ def test_one_kernel_with_a_mask_mod() -> None:
   assert reason(lambda b, h, i, j: i >= j, True).endswith("is not faster for this mask and these heads")
 
 def test_a_fixed_order_is_chosen_where_it_was_measured_to_be_faster() -> None:
-  """One kernel computes all gradients on sm_90 with deterministic=True (the default) where it was measured to be faster than two kernels, although
-  workgroups must then add to dq in a fixed order: without a mask, without shared key/value heads, and from 2048 keys and 2048 blocks of keys on. With
-  causal=True or with shared heads, two kernels compute the gradients."""
+  """The workgroups of the kernel that computes all gradients at once add to dq in a fixed order on sm_90 with deterministic=True, the default.
+  Dispatch chooses this kernel where it was measured to be faster than two kernels: without a mask, without shared key/value heads, from 2048 keys and
+  2048 blocks of keys on. With causal=True or with shared heads, two kernels compute the gradients."""
   def kernels(Hkv:int, causal:bool) -> tuple[str, ...]:
     q, k = (Tensor.empty(4, heads, 4096, 128, dtype="half") for heads in (16, Hkv))
     return attn.explain(q, k, k, arch="sm_90", backward=True, causal=causal).kernels
@@ -324,7 +325,7 @@ def test_two_kernels_where_one_is_not_chosen_on_amd(case:str) -> None:
   assert (found.why_not("backward_all") or "").startswith(reason), found
 
 def test_gradients_at_once_on_cdna(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Dispatch chooses, on CDNA, the kernel that computes dq, dk and dv at once. Each gradient is right, also if it is realized by itself."""
+  """Dispatch chooses the kernel that computes dq, dk and dv at once on CDNA, too. Each gradient is right, also if it is realized alone."""
   compute_all_gradients_at_once(monkeypatch, "")
   p = problem(**FEW)
   x = normal(p)
@@ -338,9 +339,9 @@ def test_gradients_at_once_on_cdna(monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("for_few")
 def test_memory_at_once() -> None:
-  """One kernel that computes all gradients needs 4 bytes for each element of dq, for fp32 sums. Rows are rounded up to whole tiles of 64 queries.
-  With deterministic=True there are also integers that give workgroups a fixed order: 8 for each of these tiles, and one that numbers the workgroups
-  as they start. The number of keys does not matter."""
+  """The kernel that computes all gradients at once needs 4 bytes of extra memory for each element of dq, for fp32 sums. Rows are rounded up to tiles
+  of 64 queries. With deterministic=True it also needs integers that give workgroups a fixed order: 8 for each tile, and one counter that numbers the
+  workgroups as they start. The number of keys does not matter."""
   for Sk, deterministic in ((1024, False), (8192, False), (8192, True)):
     p = problem(B=4, H=64, Sq=2000, Sk=Sk, D=128, deterministic=deterministic)
     found = choose_backward(p, get_chip("sm_90"), "forward_wgmma")
@@ -356,8 +357,8 @@ def test_sdpa_by_itself_and_installed() -> None:
     assert decisions[-1].kernel == "forward"
 
 def test_a_model_in_training_calls_as_berts_and_llamas_do() -> None:
-  """Gradients are right for calls in the form of BERT (additive mask (B, 1, 1, S), no dropout) and of LLaMA (causal, grouped heads, bfloat16). They
-  differ from fp32 gradients at most twice as much as tinygrad's own gradients."""
+  """Gradients are right for calls in the form of BERT (additive mask (B, 1, 1, S), no dropout) and of LLaMA (causal, grouped heads, bfloat16): their
+  error against fp32 is at most twice that of tinygrad's own gradients."""
   with emulated("gfx942"), Context(TRAINING=1):
     mask = Tensor(np.where(np.arange(12) < 9, 0, -10000.0).astype(np.float32).reshape(1, 1, 1, 12)).cast(dtypes.half)
     for dtype, heads, call in (("float16", 4, {"attn_mask": mask}), ("bfloat16", 2, {"is_causal": True, "enable_gqa": True})):
@@ -408,8 +409,8 @@ READ: dict[str, Callable[[Tensor, Tensor], Any]] = {
   ("the loss", 1, 1), ("the loss", 0, 1), ("o by name", 0, 1),
   *[pytest.param(*x, marks=pytest.mark.thorough) for x in (("o", 1, 1), ("o", 0, 2), ("o by name", 1, 2), ("the loss", 1, 2), ("the loss", 0, 2))]])
 def test_a_loss_may_be_read_before_its_gradients_are_taken(what:str, training:int, splits:int) -> None:
-  """Gradients through two layers, computed twice, are equal to the last bit, whether or not the loss or an output was read before. A realized output
-  has its own buffer, so a later write to q does not change it."""
+  """Gradients through two layers of attention have the same bits whether or not the loss or an output was read before. A realized output has its own
+  buffer, so a later write to q does not change it."""
   def gradient_of(read:str) -> list[np.ndarray]:
     x = draw(1, 2, 12, 16) @ (w := draw(16, 16, seed=3))
     first, lse = attn.attention(x + x, x, x, num_splits=splits, return_lse=True)
@@ -430,8 +431,8 @@ def test_a_loss_may_be_read_before_its_gradients_are_taken(what:str, training:in
     np.testing.assert_array_equal(o.numpy(), before)
 
 def test_lse_alone_after_it_was_read() -> None:
-  """The gradient through lse is right after lse was read and o was deleted, because attn then computes o again. If the sequence is divided over
-  devices, attn raises an error instead."""
+  """The gradient of a loss that uses only lse is right after lse was read and o was deleted: attn computes o again. If the rows of a sequence are
+  divided over devices, attn raises an error instead."""
   def gradient_of(read:bool) -> np.ndarray:
     q, k, v = three()
     lse = attn.attention(q, k, v, return_lse=True)[1]
@@ -475,8 +476,7 @@ TWO = ("EMU", "EMU:1")
   ("batch", "batch", 2, "bhsd"), ("heads", "heads", 2, "bshd"), ("heads", None, 1, "bhsd"), (None, "rows", 2, "bhsd"),
   *[pytest.param(x, x, 2, "bhsd", marks=pytest.mark.thorough) for x in ("heads", None)]])
 def test_shards(of_q:str|None, of_k:str|None, heads:int, layout:str) -> None:
-  """If the query heads of one key/value head are on two devices, the gradient of this key/value head is the sum of the gradients from both
-  devices."""
+  """If two devices share the query heads of one key/value head, the gradient of this key/value head is the sum of the gradients from both devices."""
   axes = {"q": of_q, "k": of_k, "v": of_k, "o": of_q, "lse": of_q}
   def place(name:str, t:Tensor) -> Tensor:
     if name == "sinks": return t.shard(TWO, 0 if of_q == "heads" else None)
@@ -490,8 +490,8 @@ def test_shards_with_a_bias(shape:tuple[int, ...], shared:str, axis:int|None) ->
   check_gradients(B=2, H=4, Hkv=4, Sq=12, Sk=16, place=place, extras=dict(bias=floats(*shape)))
 
 def test_attention_shards_a_tensor_on_one_device() -> None:
-  """If q, k and v are sharded over devices, `attention` also shards a bias or sinks that lie on one device. Each device then computes the gradient of
-  its shard."""
+  """If q, k and v are divided over devices, `attention` also divides a bias or sinks that lie on one device. Each device then computes the gradient
+  of its part."""
   def place(name:str, t:Tensor) -> Tensor: return t if name in ("bias", "sinks") else t.shard(TWO, 1)
   check_gradients(H=4, Sq=6, Sk=8, place=place, extras=dict(bias=floats(1, 4, 6, 8), sinks=floats(4)))
 
@@ -510,8 +510,8 @@ def test_named_kernels(kernel:str, names:tuple[str, ...]) -> None:
 @pytest.mark.parametrize("arch, kernel, unit", [("sm_90", "backward_dq", "_wgmma"), ("sm_90", "backward_dkdv_wgmma,backward_dbias_mma", "_wgmma"),
                                                 ("sm_90", "backward_dbias_mma,backward_dq_mma", "_mma"), ("sm_80", "backward_dbias_mma", "_mma")])
 def test_named_units(arch:str, kernel:str, unit:str) -> None:
-  """ATTN_KERNEL with the name of a gradient kernel makes all gradients of q, k and v use the same matrix unit as that kernel. `explain` shows names
-  that ATTN_KERNEL accepts, one by one or as a list."""
+  """If the environment variable ATTN_KERNEL names a backward kernel, all gradients of q, k and v use the matrix unit of this kernel. ATTN_KERNEL
+  accepts the names that `explain` shows, one by one or as a list."""
   with emulated(arch, kernel):
     q, bias = draw(1, 1, 64, 16), draw(1, 1, 64, 64)
     shown = attn.explain(q, q, q, bias=bias, backward=True).kernels
@@ -546,7 +546,7 @@ def test_words_that_name_no_kernel(kernel:str, said:str) -> None:
 # ***** cost and limits *****
 
 def launches(*names:str, arch:str="gfx942", kernel:str="", training:int=1, **more:Tensor) -> int:
-  """Number of kernels that the gradients of sum(o * dO) launch, forward included."""
+  """Counts the kernels, forward included, that run when the gradients of the inputs `names` are computed for a random dO."""
   with emulated(arch, kernel), Context(TRAINING=training):
     t = dict(zip("qkv", three())) | {name: x.realize() for name, x in more.items()}
     gradients = attn.attention(**t).gradient(*[t[name] for name in names], gradient=draw(1, 2, 32, 16, seed=9))
@@ -555,8 +555,8 @@ def launches(*names:str, arch:str="gfx942", kernel:str="", training:int=1, **mor
     return GlobalCounters.kernel_count
 
 def test_a_gradient_that_nobody_asks_for_costs_no_kernel() -> None:
-  """A gradient that is not asked for launches no kernel. forward and backward_dq always run; backward_dkdv (which needs the delta of backward_dq),
-  dsinks and dbias run only if asked for."""
+  """A gradient that is not asked for runs no kernel. The forward kernel and backward_dq always run. backward_dkdv, which needs delta from
+  backward_dq, and the kernels of the gradients of sinks and bias run only if their gradient is asked for."""
   assert launches("q") == 2 and launches("k") == launches("v") == launches("q", "k", "v") == 3
   with emulated("gfx942"): sinks, bias = Tensor(floats(2), device="EMU"), draw(1, 2, 32, 32, seed=4)
   assert launches("q", "k", "v", sinks=sinks, bias=bias) == 3 and launches("q", "sinks", sinks=sinks) == 3
@@ -579,7 +579,8 @@ def test_each_sum_of_parts_is_one_kernel_more(monkeypatch:pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("parts", [(0, 0), (2, 4)])
 def test_memory(monkeypatch:pytest.MonkeyPatch, parts:tuple[int, ...]) -> None:
-  """Memory beside inputs and outputs is lse and delta (8 bytes for each row) and the partial gradients. `explain` shows this number of bytes."""
+  """Gradients need memory, besides inputs and outputs, for lse and delta (8 bytes for each row) and for partial gradients. `memory_of`, whose number
+  `explain` shows, agrees with the buffers that tinygrad allocates."""
   in_parts(monkeypatch, *parts)
   found, allocate = list[int](), Buffer.allocate
   def counted(self:Buffer, *args:Any, **more:Any) -> Buffer:
@@ -596,8 +597,8 @@ def test_memory(monkeypatch:pytest.MonkeyPatch, parts:tuple[int, ...]) -> None:
   assert sum(found) == outputs + memory_of(p, get_chip("gfx942"), Parts(*parts))
 
 def test_parts_where_a_grid_leaves_units_idle(capsys:pytest.CaptureFixture[str]) -> None:
-  """Kernels divide their sums and compute partial gradients if the grid would leave compute units idle: with MQA (all query heads share one key
-  head), or with few queries against many keys. A large grid needs no partial gradients."""
+  """A kernel divides its sums into partial gradients if its grid would leave compute units idle: if all query heads share one key/value head (MQA),
+  or if few queries meet many keys. A large grid needs no partial gradients."""
   def chosen(B:int, H:int, Hkv:int, Sq:int, Sk:int, arch:str="gfx942") -> Parts:
     return choose_parts(problem(B=B, H=H, Hkv=Hkv, Sq=Sq, Sk=Sk, D=128), get_chip(arch))
   for arch in ("gfx942", "gfx950", "gfx1100", "gfx1201"):
@@ -612,14 +613,14 @@ def test_parts_where_a_grid_leaves_units_idle(capsys:pytest.CaptureFixture[str])
   assert f"in {choice.parts[1]} parts" in text and f"memory beside inputs and outputs: {choice.memory} bytes" in text and choice.parts[1] > 1
 
 def test_parts_by_the_longest_workgroup() -> None:
-  """The number of parts follows from the longest workgroup: under a causal mask the workgroups of the first keys see all queries. If such a workgroup
-  would take most of the time, sums are divided into more parts than without a mask: twice as many if all heads share the keys. A grid with enough
-  other work is not divided."""
+  """The number of partial gradients follows from the longest workgroup. Under a causal mask the workgroups of the first keys see all queries. Where
+  such a workgroup would take most of the time, sums are divided into more parts than without a mask, twice as many if all heads share the keys. A
+  grid with enough other work is not divided."""
   def chosen(H:int, Hkv:int, causal:bool) -> int: return choose_parts(problem(H=H, Hkv=Hkv, Sq=4096, D=128, causal=causal), get_chip("sm_90")).dkdv
   assert chosen(32, 1, True) == 2*chosen(32, 1, False) == 8 and chosen(16, 4, True) == 2 and chosen(16, 4, False) == 0 == chosen(16, 16, True)
 
 def test_most_seen() -> None:
-  """The largest number of keys that a query sees, and of queries that see a key, agree with a mask in numpy."""
+  """`most_seen` computes the largest number of keys that a query sees, and of queries that see a key. Both agree with a mask in numpy."""
   rng = np.random.default_rng(3)
   for _ in range(400):
     Sq, Sk, left, right = (int(rng.integers(low, high)) for low, high in ((1, 40), (1, 40), (-1, 12), (-1, 12)))
@@ -632,7 +633,8 @@ def test_most_seen() -> None:
 FEW_ROWS_AT_ONCE = {"few queries": (1, 8, 8, 64, 65536), "all heads on one": (1, 32, 1, 4096, 4096)}
 @pytest.mark.parametrize("case", FEW_ROWS_AT_ONCE)
 def test_one_kernel_of_few_rows(case:str) -> None:
-  """One kernel computes all gradients, without a mask, also of few queries, and of few keys if parts of the heads can share them."""
+  """One kernel computes all gradients, without a mask, also for few queries, and also for few keys if several workgroups can share the query heads of
+  a key/value head."""
   B, H, Hkv, Sq, Sk = FEW_ROWS_AT_ONCE[case]
   q, k = Tensor.empty(B, H, Sq, 128, dtype=dtypes.half), Tensor.empty(B, Hkv, Sk, 128, dtype=dtypes.half)
   assert attn.explain(q, k, k, arch="sm_90", backward=True, deterministic=False).at_once

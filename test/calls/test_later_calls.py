@@ -1,4 +1,4 @@
-"""Tests of what a later call of attention costs on the host: it makes no kernel's AST again, and no gradient that nobody wants."""
+"""Tests of what a later call of attention costs on the host: it builds no kernel's UOps again, and computes no gradient that nobody wants."""
 from __future__ import annotations
 from collections.abc import Callable
 import numpy as np
@@ -35,15 +35,15 @@ CACHED: dict[str, Call] = {
                                           kv_lengths=whole([7, 30]))}
 
 def made_by(call:Callable[[], object]) -> int:
-  """Returns how many ASTs of kernels a call makes."""
+  """Calls a function, and returns for how many kernels it builds the UOps."""
   before = ast_of.cache_info().misses
   call()
   return ast_of.cache_info().misses - before
 
 @pytest.mark.parametrize("name", [*CALLS, *CACHED])
 def test_a_later_call_makes_no_ast(name:str) -> None:
-  """The first call with certain shapes and options makes the ASTs of its kernels. A later call makes no AST, even with other tensors, with another
-  value of a Variable, or with a new score_mod or mask_mod that computes the same."""
+  """The first call with certain shapes and options builds the UOps of its kernels. A later call builds none, even with other tensors, another value
+  of a Variable, or a new score_mod or mask_mod that computes the same."""
   call = (CALLS | CACHED)[name]
   with emulated("gfx942"):
     first, later = (made_by(lambda: call(*[half(2, 2, 40, 16) for _ in range(3)])) for _ in range(2))
@@ -66,8 +66,8 @@ def test_a_gradient_is_not_sought_inside_kernels() -> None:
 
 @pytest.mark.parametrize("name", CACHED)
 def test_a_later_call_looks_at_no_kernel_and_at_no_view(name:str) -> None:
-  """The third call of attention with equal shapes searches no AST for its outputs and no view for where its rows lie: both were cached by earlier
-  calls."""
+  """The third call of attention with equal shapes searches no kernel for its outputs and no view for the places of its rows: earlier calls have
+  cached both."""
   def looks() -> int: return output_params.cache_info().misses + places_of_view.cache_info().misses
   with emulated("gfx942"):
     seen = []
@@ -88,7 +88,7 @@ def test_few_asts_are_kept() -> None:
 
 @pytest.mark.parametrize("wanted", ["q", "alibi_slopes"])
 def test_only_wanted_gradients_are_computed_by_tensor_operations(wanted:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """The gradient of ALiBi's slopes, which no kernel computes, is computed by tensor operations, and only if it is wanted. A gradient has the same
+  """No kernel computes the gradient of ALiBi's slopes. tinygrad's tensor operations compute it, and only if it is wanted. A gradient has the same
   bits whether it is wanted alone or together with all others."""
   asked, own = [], gradient.plain_gradients
   monkeypatch.setattr(gradient, "plain_gradients", lambda *args: asked.append(1) or own(*args))     # type: ignore[func-returns-value]

@@ -53,7 +53,8 @@ def test_the_readme_names_options_that_there_are() -> None:
 
 @pytest.mark.parametrize("name", OF_ATTENTION)
 def test_every_option_is_checked_by_name(name:str) -> None:
-  """Attention refuses a wrong value of each option with an error that names the option. Attention with a cache refuses it before it appends a row."""
+  """`attention` refuses a wrong value of each option with an error that names the option. Attention with a cache does so before it appends a row to
+  the cache."""
   class Nonsense:
     def __repr__(self) -> str: return "nonsense"
   with emulated("gfx942"):

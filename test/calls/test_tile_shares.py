@@ -1,5 +1,5 @@
-"""Tests of the tiles that `explain` counts: skipped, masked, and without a mask. The expected tiles come from a look at all pairs of a query and a
-key in numpy."""
+"""Tests of the numbers of tiles that `explain` prints: how many tiles a kernel skips, masks, and computes without a mask. The expected numbers come
+from numpy, which looks at all pairs of a query and a key."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ from cases import problem
 
 @dataclass(frozen=True)
 class Mask:
-  """A mask under test. `sees` computes in numpy whether a query sees a key; `mod` is the same mask as a mask_mod. `hull` computes whether a key lies
-  in an interval that contains all keys that the query sees. It is None if the mask itself is an interval. `built_in` holds the mask as options of a
-  problem."""
+  """A mask, written several times: in numpy (`sees`: whether a query sees a key), as a mask_mod (`mod`), and as options of a problem (`built_in`).
+  `hull` computes whether a key lies in an interval that contains all keys that the query sees; it is None if the keys that a query sees are an
+  interval. `documents` says whether the mask reads the document of each key."""
   sees: Callable[..., Any]
   mod: Callable[..., Any]|None = None
   hull: Callable[..., Any]|None = None
@@ -74,17 +74,17 @@ def posed(mask:Mask, sizes:dict[str, int]) -> tuple[Problem, Array]:
 # ***** all pairs *****
 
 def seen(p:Problem, sees:Callable[..., Any], tensors:list[Array], rows:int) -> Array:
-  """Returns whether the query of each row sees each key: (B, H, rows, keys). `rows` may exceed the number of queries; the mask is then evaluated for
-  further query positions."""
+  """Computes in numpy whether the query of each row sees each key: (B, H, rows, keys). `rows` may exceed the number of queries: the mask is then
+  computed for positions beyond the last query, too."""
   b, h, i, j = np.ogrid[:p.B, :p.H, p.offset:p.offset + rows, :p.Sk]
   return np.broadcast_to(sees(b, h, i, j, *tensors), (p.B, p.H, rows, p.Sk))
 
 def expected(p:Problem, mask:Mask, d:Array, tile:BlockTile, width:int, over:str, listed:bool, always:bool) -> Array:
   """Returns for each tile of scores whether a kernel skips it, computes it without the mask, or computes it with the mask: an array (B, H, blocks,
-  tiles). With `over` = "keys", a workgroup owns a block of queries and loops over tiles of `width` keys; otherwise it owns keys and loops over
-  queries. `d` (B, rows) holds the document of each token, for a mask that reads it. `listed`: the kernel has a list of the tiles that a block sees.
-  Without a list it visits all tiles within the mask's `hull`, and a block also counts places after its last row. `always`: the mask is computed in
-  every tile that is visited."""
+  tiles). If `over` is "keys", a workgroup owns a block of queries and loops over tiles of `width` keys; otherwise it owns keys and loops over
+  queries. `d` (B, rows) has the document of each row, for a mask that reads documents. With `listed`, the kernel has a list of the tiles that a block
+  sees. Without a list it visits all tiles in the mask's `hull`, and rows of a block beyond the last row count, too. With `always`, the kernel
+  computes the mask in every tile that it visits."""
   heads = heads_of(p, tile) if over == "keys" else 1
   own = p.Sq*heads if over == "keys" else p.Sk
   blocks, exact = -(-own//tile.block_m), listed or mask.hull is None
@@ -150,8 +150,8 @@ def test_tiles_of_intervals(name:str, sizes:str, arch:str) -> None: check(name, 
 def test_tiles_of_lists(name:str, sizes:str, arch:str) -> None: check(name, sizes, arch, True)
 
 def test_two_tiles_of_dual_wave_are_one() -> None:
-  """Tests the tiles that `visited_tiles` reports for the kernel dual_wave. Each iteration of this kernel computes two tiles of 64 keys, so both count
-  as one tile of 128 keys."""
+  """`visited_tiles`, which tells which tiles a kernel skips or masks, takes 128 keys as one tile for the kernel dual_wave: each iteration of this
+  kernel computes two tiles of 64 keys."""
   p, chip = problem(B=4, H=32, Sq=600, Sk=700, D=128, causal=True, lse=False), get_chip("gfx950")
   choice = choose(p, chip)
   assert choice.kernel == "dual_wave" and choice.work.tile is not None
@@ -162,8 +162,8 @@ def test_two_tiles_of_dual_wave_are_one() -> None:
 # ***** lengths *****
 
 def check_causal_batches(p:Problem, tensors:dict[str, Array], queries:Array, keys:Array) -> None:
-  """Checks which tiles `visited_tiles` reports as skipped, masked, or computed without a mask. The mask is causal, and each batch or packed sequence
-  has its own numbers of queries and keys. The last query of a sequence sees all keys of the sequence."""
+  """Checks which tiles `visited_tiles` reports as skipped, masked, or computed without a mask. Each batch or packed sequence has its own number of
+  queries and keys. The mask is causal, and the last query of a sequence sees all its keys."""
   chip = get_chip("gfx942")
   tile = choose(p, chip).work.tile
   assert tile is not None
@@ -194,8 +194,8 @@ def test_packed_sequences() -> None:
 def lines_of(capsys:pytest.CaptureFixture[str]) -> list[str]: return [x.strip() for x in capsys.readouterr().out.splitlines() if " tiles: " in x]
 
 def test_explain_says_the_shares(capsys:pytest.CaptureFixture[str], monkeypatch:pytest.MonkeyPatch) -> None:
-  """`explain` prints the shares of the tiles that a kernel skips, masks, and computes without a mask: under a causal mask of 256 queries these are 2,
-  4 and 2 of 8 tiles of 128 x 64. For this it runs no kernel that makes lists of tiles."""
+  """`explain` prints how many tiles a kernel skips, masks, and computes without a mask. Under a causal mask of 256 queries these are 2, 4 and 2 of 8
+  tiles of 128 x 64. `explain` runs no kernel for this."""
   monkeypatch.setattr(tile_shares, "tile_lists", None)
   with emulated("gfx942"):
     q = Tensor.empty(1, 2, 256, 64, dtype="half", device="EMU")
@@ -225,7 +225,7 @@ def test_explain_says_what_is_not_known(capsys:pytest.CaptureFixture[str]) -> No
 
 def test_explain_says_why_there_is_no_list(capsys:pytest.CaptureFixture[str]) -> None:
   """`attn.explain` says why a kernel has no list of visible tiles: there are few tiles, kv_lengths are given, sequences are packed, or too few heads
-  share a list. It says nothing for a mask that is an interval of keys, and nothing if there is a list."""
+  share a list. It says nothing if there is a list, or if a query's visible keys are an interval."""
   def told(*sizes:int, mask:Callable[..., Any]|None=None, **options:Any) -> list[str]:
     q = Tensor.empty(*sizes, dtype="half", device="EMU")
     attn.explain(q, q, q, mask_mod=mask or mods.sinks_and_window(4, 64), **options)

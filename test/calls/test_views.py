@@ -26,7 +26,8 @@ APPLIED: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 @dataclass(frozen=True)
 class View:
-  """A view of an array. The movement operations `steps` make the view from `memory`; `of` holds the elements that the view must then have."""
+  """A view of an array in memory. The movement operations `steps` make the view from `memory`, and `of` has the elements that the view must then
+  have."""
   memory: np.ndarray
   steps: tuple[tuple[str, Any], ...]
   of: np.ndarray
@@ -37,12 +38,13 @@ class View:
     return base, t
 
 def larger(x:np.ndarray, before:list[int], after:list[int]) -> np.ndarray:
-  """Surrounds x with numbers that no kernel may read."""
+  """Surrounds x with numbers that no kernel may read: `before` and `after` say how many along each axis."""
   lost: Any = np.nan if x.dtype.kind == "f" else 10**6
   return np.pad(x, list(zip(before, after)), constant_values=np.array(lost).astype(x.dtype))
 
 def before(d:Any, kind:str, x:np.ndarray) -> tuple[np.ndarray, Any]|None:
-  """Draws an array from which the movement operation `kind` makes x, with the argument of the operation. Returns None if no such array was found."""
+  """Draws an array from which the movement operation `kind` makes x. Returns the array and the operation's argument, or None if none is found. `d` is
+  hypothesis's function that draws."""
   axes = range(x.ndim)
   def some(most:int) -> list[int]: return [d(st.integers(0, most)) for _ in axes]
   match kind:
@@ -83,8 +85,8 @@ def before(d:Any, kind:str, x:np.ndarray) -> tuple[np.ndarray, Any]|None:
 
 @st.composite
 def views(d:Any, x:np.ndarray, writable:bool=False) -> View:
-  """Draws a view with the elements x. In half of the draws of floats it first changes x, so that the view may repeat or pad: all slices along an axis
-  become equal, or the first slice becomes 0."""
+  """Draws a view with the elements x, made by up to four movement operations. Some draws first change a float x, so that the view may repeat or pad:
+  all slices along an axis become equal, or the first slice becomes 0. `d` is hypothesis's function that draws."""
   alter, axis = d(st.sampled_from(("", "", "alike", "zeros"))), d(st.integers(0, x.ndim - 1))
   of_floats = x.dtype.kind == "f" and not writable
   if alter == "alike" and of_floats: x = np.repeat(x.take([0], axis), x.shape[axis], axis)
@@ -97,8 +99,8 @@ def views(d:Any, x:np.ndarray, writable:bool=False) -> View:
   return View(memory, tuple(reversed(steps)), x)
 
 def drawn(examples:int) -> Callable[[Any], Any]:
-  """Runs a test on `examples` random draws. Fewer than 50 draws are the same in every run. A failing draw is reported without shrinking it, which
-  would take minutes."""
+  """Runs a test on `examples` random draws. Fewer than 50 draws are the same in every run. A failing draw is not made smaller first, which would take
+  minutes."""
   return settings(max_examples=examples, deadline=None, derandomize=examples < 50, suppress_health_check=list(HealthCheck), database=None,
                   phases=(Phase.generate,))
 
@@ -118,8 +120,8 @@ def check_where_rows_lie(view:View) -> None:
   np.testing.assert_array_equal(view.memory.reshape(-1)[at.start + b*at.batch + h*at.head + s*at.row + d], view.of)
 
 def test_where_the_rows_of_a_view_lie() -> None:
-  """attn reads a view in place only if every element lies where the strides of the view say. Some of the drawn views fulfil this condition, and some
-  do not."""
+  """attn reads a view in place only if the strides that attn finds for the view give the place of every element. Some of the random views fulfil this
+  condition, and some do not."""
   found_in_place.clear()
   check_where_rows_lie()
   assert 0.1 < np.mean(found_in_place) < 0.9
@@ -157,7 +159,7 @@ def cached(**t:Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Function:
-  """A function under test, its arguments as arrays by name, and the names of the arguments that it writes."""
+  """A function under test: how to call it, the arrays that it takes by name, and the names of the arguments that it writes."""
   call: Callable[..., Any]
   takes: Callable[[], Arrays]
   writes: tuple[str, ...] = ()
@@ -203,14 +205,14 @@ FUNCTIONS = {
 def placed(x:np.ndarray|None) -> Tensor|None: return None if x is None else Tensor(np.ascontiguousarray(x), device="EMU").realize()
 
 def results(call:Callable[..., Any], tensors:dict[str, Any], writes:tuple[str, ...]) -> list[np.ndarray]:
-  """Returns the results of a call, and the tensors that the call has written."""
+  """Calls a function, and returns its results and the tensors that it has written, as arrays."""
   found = call(**tensors)
   given = [t for t in (found if isinstance(found, (tuple, list)) else (found,)) if isinstance(t, Tensor)]
   Tensor.realize(*given)
   return [array(t) if t.dtype.name != "bool" else t.numpy() for t in (*given, *(tensors[name] for name in writes))]
 
 def check_views(name:str, d:Any) -> None:
-  """Compares a call with views to the call with contiguous tensors of equal elements."""
+  """Draws views for the arguments of the function `name`. Compares the call with views to the call with contiguous tensors of equal elements."""
   function = FUNCTIONS[name]
   with emulated("gfx942"):
     arrays = function.takes()
@@ -271,13 +273,13 @@ def test_many_views(name:str) -> None:
 # ***** slices that begin between two 16-byte units *****
 
 def slice_at(x:np.ndarray, first:int, dtype:str="float16") -> Tensor:
-  """Makes a tensor whose first element is element `first` of a larger buffer."""
+  """Makes a tensor that is a slice of a larger buffer, beginning at element `first`."""
   return tensor(np.concatenate([np.full(first, np.nan, np.float32), x.ravel()]), dtype).realize()[first:].reshape(x.shape)
 
 @pytest.mark.parametrize("arch, first", (("gfx942", 1), ("gfx1100", 2), ("sm_80", 1), ("sm_90", 4), ("gfx1030", 3)))
 def test_slices_that_begin_anywhere(arch:str, first:int) -> None:
   """Inputs and dO may begin at any element of a buffer, in `attention` and in `custom_kernel`, forward and backward. attn must not read them in place
-  with vector loads that need aligned addresses. tinygrad's optimisations are on (NOOPT=0), so that its own copies use vectors too."""
+  with vector loads that need aligned addresses. tinygrad's optimizations are on (NOOPT=0), so its own copies use vectors, too."""
   p = problem(H=2, Sq=70, Sk=66, D=24, extras={"bias": floats(1, 1, 1, 66)})
   x, bias, do = normal(p), floats(1, 1, 1, 66), rounded(floats(1, 2, 70, 24, seed=3), "float16")
   with emulated(arch), Context(NOOPT=0):
@@ -295,7 +297,7 @@ def test_slices_that_begin_anywhere(arch:str, first:int) -> None:
     assert (verdict := judge(array(gq), expected_gradients(p, x, {}, do, None)["q"])).ok, verdict
 
 def test_slices_of_several_devices() -> None:
-  """Attention reads a slice of a sharded tensor right: on each device the slice begins at an offset inside the device's shard."""
+  """A slice of a tensor that is divided over devices is read correctly: on each device it begins at an offset in the device's part."""
   p, devices = problem(B=2, H=1, Sq=33, D=24), ("EMU:0", "EMU:1")
   x = normal(p)
   def part(a:np.ndarray) -> Tensor:

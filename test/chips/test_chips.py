@@ -1,5 +1,5 @@
-"""Tests of the table of chips: its rows agree with the emulator's table, which is written independently, and the results of each chip's kernels agree
-with float64."""
+"""Tests of the table of chips. Its rows agree with the emulator's table, which was written independently, and each chip's kernels agree with float64.
+"""
 from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
@@ -35,8 +35,8 @@ def test_gfx90a_loses_what_is_denormal_in_fp16() -> None:
   with pytest.raises(AssertionError, match="o: "): check("gfx90a", **shape)
 
 def test_plain_tinygrad_runs_on_every_chip() -> None:
-  """tinygrad's own matrix product is right on every family of chips. If tinygrad does not know a chip, it must not use the matrix instruction of
-  another chip."""
+  """tinygrad's own matrix product is right on an emulated chip of every family. For a chip that tinygrad does not know, it must not use the matrix
+  instruction of another chip."""
   x = np.random.default_rng(0).integers(-4, 5, (2, 64, 64)).astype(np.float16)
   for arch in dict((chip.family, name) for name, chip in CHIPS.items()).values():
     with Context(DEV=f"EMU::{arch}"):
@@ -54,8 +54,8 @@ def test_cards_and_machines_belong_to_one_chip() -> None:
   assert {name for name, chip in CHIPS.items() if chip.machine} == set(MODELLED) == {chip.name for chip, _ in RATED.values()}
 
 def test_a_chip_has_the_registers_for_a_wave_and_lds_for_a_workgroup() -> None:
-  """The registers of a wave fit into a SIMD. On CDNA one wave may use all registers of the SIMD, on RDNA at most a quarter. Allocation granules
-  divide the numbers of registers and of LDS bytes."""
+  """Each chip's numbers are consistent: the registers of a wave are at most those of a SIMD, and registers and LDS are multiples of the sizes in
+  which they are allocated."""
   for chip in map(CHIPS.__getitem__, MODELLED):
     assert chip.registers % chip.granule == 0 and chip.registers >= chip.vgprs and chip.lds % chip.pipes.lds_granule == 0, chip
 

@@ -1,6 +1,6 @@
-"""Tests of a matrix unit that no chip of attn has. It is RDNA4's WMMA, but multiplies 32 columns at once instead of 16, and has the layout and the
-arguments of gfx1250. Two descriptions are enough to add it: one in attn's table of chips, and one in the emulator's table. The description has no dot
-products and no table of tiles, so dispatch must choose tiles without it."""
+"""Tests of a matrix unit that no chip of attn has: RDNA4's WMMA with 32 columns instead of 16, in the layout and with the arguments of gfx1250. Two
+table rows add it, one in attn's table of chips and one in the emulator's. The new chip has no dot products and no table of tiles, so dispatch must
+choose tiles without a table."""
 from __future__ import annotations
 from dataclasses import replace
 import pytest
@@ -29,7 +29,7 @@ DEEP = Family("deep", wave=32, vgprs=256, busy_waves=2, bf16_pack=True, descript
 @pytest.fixture(autouse=True)
 def with_unit(monkeypatch:pytest.MonkeyPatch) -> None:
   """Adds a chip with a new matrix unit to attn's table of chips and to the emulator's table. Half h of a wave's lanes holds the elements k = 16d + 8h
-  + e of A and B, for d = 0, 1 and e = 0..7, and the rows 8h + r of C."""
+  + e of A and B (d = 0, 1; e = 0 to 7), and the rows 8h + r of C."""
   ab, c = Layout("de hi -> i dhe", d=2, e=8, h=2, i=16), Layout("r hn -> hr n", r=8, h=2, n=16)
   monkeypatch.setitem(CHIPS, ARCH, Chip(ARCH, DEEP, LDS, (Card("of this test", 256),), registers=1024, granule=16))
   monkeypatch.setitem(EMULATED, ARCH, EmulatedChip("deep", 32, LDS))
@@ -38,8 +38,8 @@ def with_unit(monkeypatch:pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("D, dtype", [(40, "float16"), (80, "bfloat16"), *[pytest.param(*x, marks=pytest.mark.thorough) for x in (
   (64, "float16"), (128, "float16"), (40, "bfloat16"), (64, "bfloat16"), (128, "bfloat16"))]])
 def test_forward_and_backward(D:int, dtype:str) -> None:
-  """Forward and backward use the kernels of matrix units on a chip whose matrix unit no other chip has. They do not use the slow kernels that run on
-  every chip. Results are within their error limits."""
+  """Forward and backward on a chip with a new matrix unit use the kernels for matrix units, and not the slow kernels of plain UOps. Results are
+  within their error limits."""
   shape = {"H": 2, "Sq": 100, "Sk": 150, "D": D, "dtype": dtype, "causal": True}
   p, chip = problem(**shape), get_chip(ARCH)
   assert choose(p, chip).kernel == "forward" and choose_backward(p, chip, "forward").kernels == ("backward_dq", "backward_dkdv")

@@ -1,4 +1,5 @@
-"""Tests of how a row of a table of tiles is chosen for a problem: each condition by itself, the order of rows, and the error if no row fits."""
+"""Tests of the choice of a row from a table of tiles: each condition of a row by itself, the order of rows, and the error if no row fits the problem.
+"""
 from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
@@ -42,8 +43,7 @@ def test_whole_rows_of_whole_workgroups(sizes:dict[str, Any], said:str) -> None:
   assert misfit(p, chip, row, backward_tile(p, chip, row, False)) is None
 
 def test_every_condition_of_a_row_is_tested() -> None:
-  """This file tests every condition that a row of a tile table may have, except the compiler's release, which test_tune.py tests. The field `matrix`
-  of a row is no condition."""
+  """This file tests every condition that a row of a table of tiles may have, except the compiler's release, which test_tune.py tests."""
   tested = {name for condition, _, _ in CONDITIONS for name in condition} | {"whole", "matrix", "llvm"}
   assert {f.name for f in fields(UpTo)} == tested
 

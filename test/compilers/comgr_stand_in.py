@@ -1,6 +1,6 @@
-"""Stand-in for ROCm's libamd_comgr.so: the functions that tinygrad calls, written in C. To compile, it runs a shell script with the source on stdin
-and the chip as $1. The output of the script is the code object, or the error log if the script fails. Tests select a stand-in by COMGR_PATH, as users
-select a library."""
+"""Stand-in for ROCm's compiler library libamd_comgr.so: the functions that tinygrad calls, written in C. To compile, it runs a shell script with the
+source on stdin and the chip as $1. The output of the script is the code object, or the error log if the script fails. Tests select a stand-in by the
+environment variable COMGR_PATH, as users select a library."""
 import functools, subprocess, sys
 from pathlib import Path
 
@@ -58,7 +58,7 @@ int amd_comgr_do_action(int kind, handle x, handle in, handle out) {
 
 @functools.cache
 def build(folder:Path, name:str, script:str, major:int=2) -> str:
-  """Builds a comgr library with interface version `major`.7 that compiles by `script`, and returns its path."""
+  """Builds a stand-in for ROCm's compiler library (comgr) with the interface version `major`.7, which compiles by `script`. Returns its path."""
   (folder/f"{name}.sh").write_text(script)
   (folder/f"{name}.c").write_text(SOURCE)
   subprocess.run([sys.executable, "-m", "ziglang", "cc", "-shared", "-fPIC", "-O1", "-w", f"-DMAJOR={major}", f'-DSCRIPT="{folder}/{name}.sh"',
@@ -67,8 +67,8 @@ def build(folder:Path, name:str, script:str, major:int=2) -> str:
 
 VERSION = "AMD clang version {} (roc-test)"
 def compiles(version:str) -> str:
-  """Returns a script that accepts every source. Its "code object" contains the version, the chip and a checksum of the source."""
+  """Returns a compile script that accepts every source. Its "code object" is a text with the version, the chip and a checksum of the source."""
   return f'printf "\\177ELF\\000{VERSION.format(version)}\\000for %s: %s" "$1" "$(cksum)"\n'
 def too_old(version:str) -> str:
-  """Returns a script that rejects buffer descriptors, like LLVM 18 and older."""
+  """Returns a compile script that rejects buffer descriptors, as LLVM 18 and older do."""
   return f'if grep -q make_buffer_rsrc; then echo "x.hip:1:2: error: use of undeclared identifier"; exit 1; fi\n{compiles(version)}'

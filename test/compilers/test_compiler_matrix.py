@@ -109,7 +109,8 @@ def other_text(name:str, arch:str) -> str:
 
 @functools.cache
 def gradient_texts(name:str, arch:str, tiles:tuple[AnyBackwardTile, AnyBackwardTile]) -> list[str]:
-  """Returns the sources of the backward kernels for the problem GRADIENTS[name]. `tiles` are the tiles of the kernels of dq and of dk and dv."""
+  """Returns the sources of the backward kernels for the problem GRADIENTS[name]. `tiles` are the tiles of the dq kernel and of the kernel of dk and
+  dv."""
   p, chip = replace(problem(**GRADIENTS[name]), return_lse=True), get_chip(arch)
   dq, dkdv = tiles
   assert isinstance(dq, BackwardTile)
@@ -125,15 +126,15 @@ def kernel_text(name:str, arch:str, llvm:int) -> str:
   return forward_text(name, arch, choice.kernel, choice.work.tile)
 
 def known(compilers:dict[int, Toolchain], arch:str) -> dict[int, Toolchain]:
-  """Returns the compilers that support the instructions of the chip."""
+  """Returns those of the compilers that support the instructions of the chip, by LLVM release."""
   return {llvm: tools for llvm, tools in compilers.items() if costs.knows(tools, arch)}
 
 Jobs = dict[tuple[Any, ...], Future[str]]
 
 def check_compiled(jobs:Jobs, arch:str, checks:tuple[str, ...]=("waterfall", "across lanes")) -> None:
-  """Checks that clang has compiled every kernel in `jobs`, and that `checks` (of attn.isa.check) find nothing in the machine code. "waterfall" finds
-  loops that access memory for one lane after another. "across lanes" finds operations across lanes that run while some lanes of the wave are not
-  active."""
+  """Checks that clang has compiled every kernel of `jobs`, and that the `checks` of machine code (attn.isa.check) find nothing. The check "waterfall"
+  finds loops that access memory for one lane after another. "across lanes" finds operations across lanes that run while some lanes of the wave are
+  inactive."""
   assert {key: str(error) for key, job in jobs.items() if (error := job.exception()) is not None} == {}
   found = {key: [x for x in findings(job.result(), arch) if x.startswith(checks)] for key, job in jobs.items()}
   assert {key: lines for key, lines in found.items() if lines} == {}
@@ -150,7 +151,7 @@ def test_every_kernel_compiles(arch:str, compilers:dict[int, Toolchain], pool:Th
 
 @pytest.mark.parametrize("arch", SEARCHED)
 def test_every_backward_kernel_compiles(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:
-  """Every backward kernel compiles with the older compilers. The test of kernel costs compiles the backward kernels with the newest compiler."""
+  """Every backward kernel compiles with the older clangs. Other tests compile them with the newest one."""
   jobs: Jobs = {}
   for name, options in GRADIENTS.items():
     for llvm, tools in known(compilers, arch).items():
@@ -164,7 +165,8 @@ def test_every_backward_kernel_compiles(arch:str, compilers:dict[int, Toolchain]
 
 @functools.cache
 def dbias_text(arch:str, causal:bool) -> str:
-  """Returns the source of backward_dbias for a bias that has a row for each query. The number of queries is no multiple of the tile."""
+  """Returns the source of the kernel backward_dbias, which computes the gradient of a bias. The bias has a row for each query, and the number of
+  queries is no multiple of the tile."""
   p = replace(problem(Sq=83, Sk=71, causal=causal, extras=dict(bias=np.zeros((1, 2, 83, 71), np.float32))), return_lse=True)
   tile = choose_bias_tile(p, get_chip(arch))
   assert isinstance(tile, BackwardTile)
@@ -179,8 +181,8 @@ def test_rows_of_a_bias(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoo
 @pytest.mark.parametrize("arch, llvm, instruction", [("gfx950", 20, "v_permlane32_swap"), ("gfx1201", 19, "v_permlanex16")])
 def test_swaps_that_clang_moves_into_a_branch_are_seen(arch:str, llvm:int, instruction:str, compilers:dict[int, Toolchain],
                                                        monkeypatch:pytest.MonkeyPatch) -> None:
-  """The check for operations across lanes finds lane swaps that clang moves into a branch. If a branch stores values and the kernel for latent
-  attention does not compute them before the branch, clang makes this fault."""
+  """The check of operations across lanes finds swaps between lanes that clang has moved into a branch. clang does so in the kernel for latent
+  attention if the values that a branch stores are not computed before the branch; the test switches that protection off."""
   monkeypatch.setattr(renderers, "made_before_branches", lambda uops: {})
   p = problem(**OPTIONS["latent, few rows"])
   tile = choose(p, replace(get_chip(arch), llvm=llvm)).work.tile
@@ -195,8 +197,8 @@ def waves(report:Report, tile:AnyTile) -> int:
   return waves_of(report, tile, get_chip(report.arch))
 
 def small_grid(spec:Spec, llvm:int) -> Tile:
-  """Returns the tile that dispatch chooses for the problem of a kernel name `spec`, but with only two heads. The tile that is chosen for many heads
-  would leave some of the chip's compute units idle."""
+  """Returns the tile that dispatch chooses for the problem of `spec` with only two heads: a smaller tile, because a large one would leave compute
+  units idle."""
   tile = choose_tile(replace(problem_of_spec(spec), H=2, Hkv=2, num_splits=1), replace(get_chip(spec.arch), llvm=llvm))
   assert isinstance(tile, Tile)
   return tile
@@ -207,8 +209,8 @@ CANNOT_BE_HELPED = {("gfx950", 256, "small", 20), ("gfx950", 256, "small", 21)}
 @pytest.mark.parametrize("grid", ("large", "small"))
 @pytest.mark.parametrize("arch", (*SEARCHED, "the others"))
 def test_no_default_tile_spills(arch:str, grid:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:
-  """No default tile spills registers. Under older compilers no tile uses so many registers that fewer waves fit than under LLVM 22, unless enough
-  waves remain to keep a SIMD busy."""
+  """No tile that dispatch chooses spills registers. With an older compiler a tile may also not use so many more registers that fewer waves fit on a
+  SIMD than with LLVM 22, unless enough waves remain to keep the SIMD busy."""
   jobs: dict[tuple[Spec, int], tuple[AnyTile, Future[Report]]] = {}
   for spec in PLAIN[arch]:
     for llvm in WITHOUT_SPILLS:
@@ -237,8 +239,8 @@ def report_on(source:Source, spec:Spec, tools:Toolchain) -> Report:
   return analyse(assembly(source.text, spec.arch, tools=tools), spec.arch, source.d, source.dv, queries=source.queries, title=str(spec))
 
 def test_dual_wave_is_for_the_newest(compilers:dict[int, Toolchain]) -> None:
-  """Dispatch chooses dual_wave only for the newest compiler, because older compilers spill its registers. For older compilers it chooses another
-  kernel, and `explain` says the reason."""
+  """Dispatch chooses the kernel dual_wave only for the newest compiler, because older ones spill its registers. With an older compiler dispatch
+  chooses another kernel, and `explain` says why."""
   spec = Spec("gfx950", 128)
   assert chosen(spec, 22)[0] == "dual_wave"
   source = kernel_source(spec, None, 22)

@@ -1,6 +1,6 @@
 """Tests of the choice of a compiler for attn's kernels. Every case runs in its own process, with stand-ins for the installed packages and libraries
-(comgr_stand_in.py replaces ROCm's library). Other tests check what the cache keeps for each compiler version, the renderers of the AMD device, and
-what runs without the packages that `pip install .[...]` adds as options."""
+(comgr_stand_in.py stands in for ROCm's compiler library). Other tests check what the cache keeps for each compiler version, the renderers of the AMD
+device, and what works without the optional packages of `pip install .[...]`."""
 import ctypes.util, json, os, pickle, re, stat, subprocess, sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,8 +35,8 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Without
 
 @pytest.fixture(scope="session")
 def machine(tmp_path_factory) -> Path:
-  """Makes a folder that stands for a machine. It contains stand-ins for comgr and a `sitecustomize.py`, which hides the packages named in WITHOUT
-  from every Python process."""
+  """Makes a folder that stands for a machine. It contains stand-ins for ROCm's compiler library (comgr), and a `sitecustomize.py` that hides the
+  packages named in the environment variable WITHOUT from every Python process."""
   folder = tmp_path_factory.mktemp("machine")
   (folder/"sitecustomize.py").write_text(WITHOUT)
   (folder/"broken.so").write_text("no library")
@@ -46,7 +46,8 @@ def machine(tmp_path_factory) -> Path:
   return folder
 
 def environment(machine:Path, comgr:str="broken", without:str="", path:str="/bin:/usr/bin", **env:str) -> dict[str, str]:
-  """Returns the environment variables of a process that uses the stand-in `comgr` and lacks some packages. The stand-in "broken" does not load."""
+  """Returns the environment variables of a process that uses the stand-in `comgr` for ROCm's compiler library, and does not find the packages named
+  in `without`. The stand-in "broken" cannot be loaded."""
   library = str(machine/f"{comgr}.so")
   keep = {k: v for k, v in os.environ.items() if k in ("HOME", "TMPDIR", "LANG", "VIRTUAL_ENV")}
   settings = {"PATH": path, "PYTHONPATH": f"{machine}:{ROOT}", "COMGR_PATH": library, "COMGR_3_PATH": library, "ROCM_PATH": str(machine/"rocm"),
@@ -81,9 +82,8 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def say(machine) -> Iterator[Callable[..., str]]:
-  """Returns a function that runs Python code on a machine (a folder that `machine` makes) and returns its output. The code runs in a fork of a
-  process that has already imported attn, which saves the time of the imports. So the code must not depend on settings that tinygrad reads during its
-  import."""
+  """Returns a function that runs Python code with the packages and libraries of a folder that `machine` makes, and returns its output. The code runs
+  in a fork of a process that has imported attn, to save time. So it must not depend on settings that tinygrad reads during its import."""
   with subprocess.Popen([sys.executable, "-c", COPIED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
                         env=environment(machine)) as process:
     assert process.stdin is not None and process.stdout is not None
@@ -158,8 +158,7 @@ def test_a_named_clang_that_cannot_compile_the_kernels_is_an_error(say, tmp_path
                   "(what is this); needed is LLVM 19 or later")
 
 def test_the_cache_keeps_successes_only(say, tmp_path):
-  """The cache keeps the result that a compiler works, but not that a compiler failed. The missing part may have been installed later, under an equal
-  version number."""
+  """The cache keeps that a compiler works, but not that a compiler failed: what was missing may be installed later, under the same version number."""
   home = tmp_path/"home"
   home.mkdir()
   def says(text:str) -> str:
@@ -175,8 +174,8 @@ def test_the_cache_keeps_successes_only(say, tmp_path):
 REAL = ctypes.util.find_library("amd_comgr")
 @pytest.mark.skipif(REAL is None, reason="ROCm's comgr is not installed")
 def test_the_comgr_that_is_installed(say):
-  """attn's clang is the first choice also if ROCm's real comgr is installed where tinygrad finds it. Without attn's clang, attn uses comgr. If comgr
-  is too old, the error names comgr."""
+  """attn's clang is the first choice, also if ROCm's compiler library comgr is installed where tinygrad finds it. Without attn's clang, attn uses
+  comgr. If comgr is too old, the error names comgr."""
   nothing = {"COMGR_PATH": "", "COMGR_3_PATH": "", "ROCM_PATH": os.environ.get("ROCM_PATH", "/opt/rocm")}
   assert re.fullmatch(PACKAGED, say(CHOOSE, **nothing))
   said = say(CHOOSE, without=EXTRAS, **nothing)
@@ -188,8 +187,8 @@ def test_the_comgr_that_is_installed(say):
 
 @pytest.mark.parametrize("arch", CHIPS)
 def test_the_probe_has_the_matrix_instructions_of_its_chip(arch):
-  """The probe (a small test source) of a chip uses the matrix instructions of the chip for float16 and bfloat16, and the compiled machine code
-  contains them."""
+  """attn tests a compiler by a small source for each chip. This source uses the chip's matrix instructions for float16 and bfloat16, and the machine
+  code contains them."""
   text = assembly(probe_source(arch), arch)
   expected = 4 if arch.startswith("gfx9") else 2
   assert len(re.findall(r"^\s+v_(?:mfma|wmma)_f32_", text, re.MULTILINE)) == expected and "buffer_load" in text
@@ -209,8 +208,8 @@ compiler = AMDHIPRenderer(Target("AMD", "HIP", "gfx942")).compiler
 for source in (MARK + "\\nthe kernel", "another's kernel"): print(compiler.compile_cached(source)[:34])
 """
 def test_an_exchanged_compiler_does_not_get_what_the_other_left(machine, tmp_path):
-  """A new version of comgr compiles attn's kernels again, because their cache key contains the version. tinygrad's own kernels still get
-  the code of the old version from tinygrad's cache, as without attn."""
+  """An update of comgr, ROCm's compiler library, makes attn compile its kernels again, because their cache key contains the version. tinygrad's own
+  kernels still get old code from tinygrad's cache, as they do without attn."""
   def compiled(name:str) -> list[str]:
     done = answer(machine, COMPILE, comgr=name, ATTN_COMPILER="comgr", XDG_CACHE_HOME=str(tmp_path), CACHEDB=str(tmp_path/"db"))
     return [re.findall(r"version (\d+)", line)[0] for line in done.splitlines()]
@@ -219,7 +218,8 @@ def test_an_exchanged_compiler_does_not_get_what_the_other_left(machine, tmp_pat
   assert compiled("good") == ["20", "20"]
 
 def test_clang_and_comgr_do_not_share_what_is_kept(say, tmp_path):
-  """comgr and clang never load each other's code from the cache. The test compiles one source by comgr, then by clang, then by comgr."""
+  """comgr (ROCm's compiler library) and clang never load each other's code from the cache. The test compiles one source by comgr, then by clang, then
+  by comgr."""
   code = ("from attn.compilers.choice import compiler_for, probe_source\n"
           "print(b'roc-test' in compiler_for('gfx1201').compile(probe_source('gfx1201'), 'gfx1201'))")
   results = [say(code, comgr="good", ATTN_COMPILER=name, XDG_CACHE_HOME=str(tmp_path)) for name in ("comgr", "clang", "comgr")]
@@ -249,7 +249,7 @@ for i in range(2):
 
 @pytest.mark.parametrize("parallel", ["0", "2"])
 def test_two_compilers_in_one_process_and_in_workers(machine, tmp_path, parallel):
-  """One device uses two compilers: clang compiles attn's kernels, and comgr compiles all other kernels."""
+  """One device uses two compilers: clang compiles attn's kernels, and comgr (ROCm's compiler library) compiles all other kernels."""
   lines = answer(machine, WORKERS, comgr="good", PARALLEL=parallel, XDG_CACHE_HOME=str(tmp_path)).splitlines()
   ours, another = map(json.loads, lines[-2:])
   assert ours == [MARK, True, False]
@@ -291,7 +291,7 @@ def test_the_command_tells_both_compilers(machine):
   assert re.fullmatch(f"reports: {PACKAGED}\nDEV=AMD: {GOOD}\n", done.stdout), done
 
 def sources(renderer) -> str:
-  """Returns the source that `renderer` emits for a kernel of attn."""
+  """Returns the source of an attn kernel, as `renderer` renders it."""
   placeholders = (UOp.placeholder((1, 2, 256, 64), dtypes.half, slot) for slot in range(4))
   return renderer.render(lower(flash_attention_fn(arch="gfx942")(*placeholders).sink, renderer))
 
@@ -313,8 +313,8 @@ def test_import_runs_and_searches_nothing(machine):
   assert answer(machine, code) == "[] []"
 
 def test_printing_and_emulating_load_no_comgr(machine):
-  """Rendering and emulating a kernel do not load comgr. The LLVM inside comgr crashes a process that has loaded another LLVM, for example with an
-  OpenCL driver."""
+  """Rendering and emulating a kernel do not load comgr, ROCm's compiler library. The LLVM inside comgr crashes a process that has loaded another
+  LLVM, for example with an OpenCL driver."""
   code = ("import sys, attn; from attn.ops.renderers import render; from tinygrad import Tensor, UOp, dtypes\n"
           "q = Tensor([[[[1.0]*16]*16]], dtype=dtypes.half, device='EMU::gfx942'); attn.attention(q, q, q).realize()\n"
           "tensors = [UOp.placeholder((1, 1, 16, 16), dtypes.half, i) for i in range(4)]\n"
@@ -349,15 +349,15 @@ def test_an_import_without_the_extra_has_the_sentence_too(say):
   assert say(code, without="click").startswith("click python -m attn.tune: needs click, which the extra isa installs")
 
 def test_bench_without_a_compiler_for_bounds(machine):
-  """bench.py with ISA=1 computes bounds on speed from machine code. If the package rich is installed but no clang is, bench.py ends with exit code 2
-  and one sentence that says that a clang is missing."""
+  """bench.py with ISA=1 computes bounds of the speed from machine code, for which it needs clang and the package rich. Without clang it ends with
+  exit code 2 and one sentence that says so."""
   done = python(machine, "bench.py", without="ziglang", ISA="1", DEV="EMU::gfx942", H="1", N="32", D="16")
   assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("bench.py: no clang of LLVM 19 or later") and "Traceback" not in done.stderr
 
 # ***** the renderers *****
 
 def elementwise(op, dtype, renderer) -> str:
-  """Returns the source that `renderer` emits for out[i] = op(x[i])."""
+  """Returns the source of a kernel that computes out[i] = op(x[i]), as `renderer` renders it."""
   out, x, i = UOp.placeholder((256,), dtype, 0), UOp.placeholder((256,), dtype, 1), UOp.range(256, 0, AxisType.GLOBAL)
   return renderer.render(lower(out[i].store(x[i].load().alu(op)).end(i).sink(arg=KernelInfo("E", opts_to_apply=())), renderer))
 
@@ -370,8 +370,8 @@ def test_every_function_of_tinygrad_compiles_without_a_call(arch, op, dtype):
   assert "s_swappc" not in text and "__oc" not in text
 
 def test_indices_are_not_widened():
-  """clang computes the indices of a kernel from attn's renderer in 32 bits and not in 64 bits, although group and lane ids are size_t in tinygrad's
-  source."""
+  """clang computes a kernel's indices in 32 bits if attn's renderer wrote the source. In tinygrad's source the indices of workgroups and threads have
+  64 bits (size_t)."""
   source = elementwise(Ops.SQRT, dtypes.float, AMDClangRenderer(Target("AMD", "CLANG", "gfx942")))
   assert "__ockl_get_group_id" in source
   assert not re.search(r"v_(lshl_add|lshlrev)_[bu]64|v_mad_u64", assembly(source, "gfx942"))
@@ -416,7 +416,7 @@ def test_other_devices_are_left_alone():
   assert "AMD" not in Device._opened_devices   # registration of the renderer opens no device
 
 def test_a_spawned_worker_gets_the_renderer():
-  """Python can pickle a renderer. tinygrad needs this because it compiles in spawned processes."""
+  """Python can pickle a renderer. tinygrad needs this, because its worker processes compile with it."""
   renderer = AMDClangRenderer(Target("AMD", "CLANG", "gfx1100"))
   code = f"import pickle; r = pickle.loads({pickle.dumps(renderer)!r}); print(r.compiler.compile_cached({sample('gfx1100')!r})[:4] == b'\\x7fELF')"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
@@ -434,15 +434,15 @@ from attn.compilers.choice import compiled_on
 print(*(compiled_on(get_chip("gfx942"), device).llvm for device in ("AMD", "AMD:1", "EMU")))"""
 
 def test_a_chip_knows_the_release_of_its_compiler(say):
-  """`compiled_on` returns the description of a chip with the LLVM release of the compiler that an AMD GPU uses. The description of an emulated chip,
-  or of a GPU without a compiler, has the newest release. Without a compiler only a call of a kernel raises an error."""
+  """`compiled_on` returns the record of a chip with the LLVM release of the compiler that an AMD GPU uses. For an emulated chip, or a GPU without a
+  compiler, it is the newest release. Without a compiler only a call of a kernel raises an error."""
   assert say(RELEASES, comgr="good", without=EXTRAS) == "20 20 22"
   assert say(RELEASES, comgr="other", without=EXTRAS) == "21 21 22"
   assert say(RELEASES, without=EXTRAS) == "22 22 22"
 
 @pytest.mark.parametrize("command", ["clang", "a_clang_that_is_nowhere"])
 def test_a_cpu_without_a_clang_says_what_to_install(command:str, tmp_path:Path) -> None:
-  """A call on the CPU is refused in one sentence, before tinygrad starts the compiler that is not there."""
+  """A call on the CPU without clang is refused in one sentence, before tinygrad starts the missing compiler."""
   code = "import numpy as np, attn\nfrom tinygrad import Tensor\nq = Tensor(np.ones((1, 2, 8, 16), np.float32))\nattn.attention(q, q, q)"
   env = {**os.environ, "DEV": "CPU", "PATH": str(tmp_path), "CC": command, "CACHEDB": str(tmp_path/"empty.db")}
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)

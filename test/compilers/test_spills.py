@@ -1,6 +1,6 @@
-"""Tests that the forward and backward kernels that dispatch chooses spill no registers in a loop, and never load memory for one lane after another,
-which clang does if an address that all lanes must share lies in vector registers. The problems are random, or are problems whose kernels had one of
-these faults in an earlier version."""
+"""Tests that the forward and backward kernels that dispatch chooses spill no registers in a loop, and never load memory for one lane after another.
+clang generates such loads if an address that all lanes share lies in vector registers. The problems are random, or had one of these faults in an
+earlier version."""
 from __future__ import annotations
 import random
 from dataclasses import replace
@@ -133,14 +133,13 @@ OPTIONS = ("softcap", "bias", "alibi_slopes", "sinks", "kv_lengths", "dropout_se
 def any_width(rng:random.Random) -> int: return rng.choice((rng.randint(1, 256), rng.choice((32, 64, 96, 128, 192, 256))))
 
 def edge_of_a_class(rng:random.Random) -> int:
-  """Draws a head dimension that is 1 to 15 below one of CLASSES, the head dimensions up to which tiles are stored. A kernel for such a head dimension
-  has the fewest free registers, and reads each row in several pieces."""
+  """Draws a head dimension that is 1 to 15 below one of CLASSES, the head dimensions for which tables store a tile. A kernel for such a head
+  dimension has the fewest free registers, and reads each row in several pieces."""
   return rng.choice(CLASSES) - rng.randint(1, 15)
 
 def edge_of_the_grid(rng:random.Random, arch:str, heads:int) -> int:
-  """Draws a number of queries for which tiles of LARGEST_TILE queries give about as many workgroups as a chip needs. Dispatch is likely to change to
-  larger tiles near this number. The number of workgroups lies between FILLS, the least number for which dispatch uses a large tile, and the number of
-  compute units of the chip."""
+  """Draws a number of queries near which dispatch probably changes to larger tiles: tiles of LARGEST_TILE queries give about as many workgroups as
+  fill the chip. The number of workgroups lies between FILLS, the least for which dispatch takes a large tile, and the number of compute units."""
   return LARGEST_TILE*rng.randint(*sorted((FILLS, get_chip(arch).cus)))//heads
 
 def drawn_option(rng:random.Random, sizes:dict[str, int]) -> dict[str, Any]:
@@ -252,8 +251,8 @@ FUNCTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {     # the functi
   "tanh_softcap": ({"score_mod": mods.tanh_softcap(30.0)}, {})}
 
 def with_functions(name:str, D:int, kernel:str) -> Problem:
-  """Returns a problem with the score_mod or mask_mod called `name`. Its lengths are multiples of every tile's, so that only the function can make
-  kernels spill. With a mask_mod that is not an interval, such as `documents`, kernels loop over lists of visible tiles."""
+  """Returns a problem with the score_mod or mask_mod called `name`. Its lengths are multiples of every tile, so that only the function can cause
+  spills. With a mask_mod that leaves a query several intervals of keys, such as `documents`, kernels loop over lists of visible tiles."""
   given, tensors = FUNCTIONS[name]
   traced = functions_of(given.get("score_mod"), given.get("mask_mod"), tuple((t.shape, str(t.dtype)) for t in tensors.values()))
   return problem(B=2, H=FUNCTION_HEADS, Sq=LENGTHS, Sk=LENGTHS, D=D, lse=kernel != "forward", extras=tensors, **traced)
@@ -272,7 +271,7 @@ def test_kernels_with_functions(arch:str, D:int, kernel:str, name:str) -> None:
   assert (found_in_forward(p, arch) if kernel == "forward" else found_in_backward(p, arch, kernel)) == []
 
 def loop_of(p:Problem, arch:str, kernel:str) -> HotLoop:
-  """Returns the numbers of instructions in the hot loop, the loop over tiles, of the forward kernel or of the kernel of dq."""
+  """Compiles the forward kernel or the dq kernel, and returns the instruction counts of its hot loop, the loop over tiles."""
   chip = replace(get_chip(arch), llvm=toolchain().llvm)
   choice, tiles = choose(p, chip), can_differentiate(p, chip)
   assert isinstance(choice.work.tile, Tile) and choice.work.splits == 1 and not isinstance(tiles, str)
@@ -297,7 +296,6 @@ def test_a_function_costs_what_the_built_in_term_costs(name:str, kernel:str, arc
   assert 1 < mine.valu_per_score <= 1.05*other.valu_per_score
 
 def test_an_identity_costs_nothing() -> None:
-  """A score_mod that returns its score unchanged, and a mask_mod that is true for all pairs, are dropped: the problem equals the problem without
-  functions."""
+  """attn drops a score_mod that returns the score unchanged, and a mask_mod that is true for all pairs of a query and a key."""
   sizes = {"Sq": 300, "D": 128}
   assert problem(**sizes, **functions_of(lambda s, b, h, i, j: s, lambda b, h, i, j: (i >= 5) | (i < 5), ())) == problem(**sizes)

@@ -13,8 +13,8 @@ from attn.kernels.tiles.amd import both_ways_layout, v_columns
 from cases import ARCHS, check_kernel, check_kernels, normal, problem, run
 
 def conflicts() -> dict[tuple[str, str], float]:
-  """Returns the bank conflicts of the last kernel: a dictionary from (buffer, read or write) to LDS cycles divided by the cycles without
-  conflicts."""
+  """Returns the bank conflicts of the last kernel: for each (buffer, "read" or "write") the LDS cycles of the accesses, divided by the cycles that
+  they would take without conflicts."""
   launch = last_run()
   assert launch is not None and launch.bank_conflicts
   return {(use.buffer, use.verb): use.cycles/use.phases for use in launch.bank_conflicts}
@@ -30,7 +30,7 @@ def test_forward(monkeypatch, arch:str, D:int) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("block_n", (16, 32, 64, 128))
 def test_tiles(monkeypatch, arch:str, block_n:int) -> None:
-  """Rows of V^T of any length cause no bank conflicts, with one LDS buffer or two."""
+  """Tiles of V^T with rows of any length cause no bank conflicts, with one LDS buffer or two."""
   if block_n < get_chip(arch).matrix["float16"][0].M: pytest.skip("too few keys for a tile of the matrix instruction")
   monkeypatch.setenv("ATTN_EMU_BANKS", "1")
   check_kernels(arch, tile=lambda t: replace(t, block_n=block_n, waves=4, prefetch=1 if block_n > 64 else 2), H=1, Sq=128, Sk=300, D=64)
@@ -53,8 +53,8 @@ def test_table(monkeypatch, arch:str, row:UpTo[ForwardShape]) -> None:
 @pytest.mark.parametrize("width", (64, 72, 128, 256))
 @pytest.mark.parametrize("block_n", (16, 32, 64))
 def test_rows_that_lie_both_ways(arch:str, width:int, block_n:int) -> None:
-  """Tiles that backward kernels store to LDS both transposed and not transposed cause no bank conflicts, neither in stores nor in reads. The test
-  computes each lane's elements from the thread number. The emulator's table says which lanes access LDS in one phase."""
+  """Tiles that backward kernels store to LDS twice, transposed and not transposed, cause no bank conflicts in stores or reads. The test computes
+  which elements each lane accesses. A table of the emulator says which lanes access LDS at the same time."""
   chip = get_chip(arch)
   mat, threads = chip.matrix["float16"][0], 4*chip.wave
   if block_n < mat.M: pytest.skip("too few keys for a tile of the matrix instruction")
@@ -65,8 +65,8 @@ def test_rows_that_lie_both_ways(arch:str, width:int, block_n:int) -> None:
     return all(len({x % (banks//4) for x in some}) == len(set(some)) for some in found)
   fast, groups = v_columns(block_n), block_n//4
   def item(thread:int) -> tuple[int, int]:
-    """Returns what a thread copies, as `Staging.item` computes it: the number of a group of four rows, and which 16 bytes of each of these rows. Up
-    to 8 neighbouring threads take the same 16 bytes of different groups. The next threads take other 16 bytes of these groups."""
+    """Returns what a thread copies, as `Staging.item` computes it: the number of a group of four rows, and which 16-byte unit of each of these rows.
+    Up to 8 neighbouring threads copy the same unit of different groups. The next threads copy the next unit of these groups."""
     near = min(groups, 8)
     group, unit = thread % near + thread//near//units*near, thread//near % units
     return group, unit//(2*fast)*(2*fast) + unit % fast*2 + unit % (2*fast)//fast

@@ -50,8 +50,8 @@ ROUND = {"float32": lambda x: x, "float16": lambda x: x.astype(np.float16), "bfl
 
 @pytest.mark.parametrize("dtype", ROUND)
 def test_matmul(arch, dtype):
-  """tinygrad's matrix product is right on the emulator, with sizes that use the tensor cores and with other sizes. For other sizes tinygrad rounds
-  each product to the dtype."""
+  """tinygrad's matrix product is right on the emulator, with sizes for which tinygrad uses the tensor cores and with other sizes. With other sizes
+  tinygrad rounds each product to the dtype."""
   for M, N, K in ((64, 64, 64), (33, 29, 47)):
     a, b = rng.standard_normal((M, K)).astype(np.float32), rng.standard_normal((K, N)).astype(np.float32)
     x, y = [Tensor(m).cast(dtype).realize() for m in (a, b)]
@@ -282,8 +282,8 @@ def test_vector_types_in_memory(emu):
   np.testing.assert_array_equal(got, x.reshape(128, 8)[::-1].ravel())
 
 def test_custom_text(emu, monkeypatch):
-  """The emulator refuses an operation that is given as text only, because it cannot tell what the text computes. An operation with a definition
-  runs."""
+  """The emulator refuses an operation that exists only as source text, because it cannot tell what the text computes. It runs an operation that also
+  has a numpy function."""
   def kernel(value):
     def kernel(o, x):
       t = UOp.range(64, 0, AxisType.WARP)
@@ -306,7 +306,7 @@ def test_chunks_of_the_grid_change_nothing(emu, monkeypatch):
 # ***** memory after a run *****
 
 def test_lowering_and_a_run_leave_no_cycles() -> None:
-  """Python frees the memory of a kernel's values and LDS after the run, without the cycle collector."""
+  """The memory of a kernel's values and LDS is freed at once after a run. Python's cycle collector is not needed."""
   gc.freeze()     # the test ignores objects that existed before
   try:
     gc.set_debug(gc.DEBUG_SAVEALL)

@@ -44,7 +44,7 @@ def run(fxn, out, *inputs):
   return o.custom_kernel(*[Tensor(x).realize() for x in inputs], fxn=fxn)[0].numpy()
 
 def says(error, *patterns):
-  """Expects an exception of type `error` whose text matches all patterns."""
+  """Expects an exception of the class `error` whose text matches every pattern, in any order."""
   return pytest.raises(error, match="".join(f"(?=.*{p})" for p in patterns))
 
 X = np.arange(256, dtype=np.float32)
@@ -155,8 +155,8 @@ def test_untouched_buffer_reads_as_nan():
 # ***** races *****
 
 def rotate(barrier):
-  """Returns a kernel in which each thread reads the value that its neighbour in the next wave stored, with or without a barrier between store and
-  read."""
+  """Returns a kernel in which each thread stores a value to LDS and reads the value that a thread of the other wave stored. `barrier` says whether a
+  barrier lies between the store and the read."""
   def kernel(o, x):
     g, t = threads(128)
     tile = lds(128)
@@ -168,7 +168,7 @@ def rotate(barrier):
 def barrier(*after): return UOp(Ops.BARRIER, src=after)
 
 def no_barriers(fxn):
-  """Runs fxn without the barriers that tinygrad inserts."""
+  """Calls `fxn`, which runs a kernel. tinygrad inserts no barriers into the kernel."""
   from tinygrad.codegen import pm_implicit_barriers
   from tinygrad.uop.ops import PatternMatcher
   import tinygrad.codegen
@@ -197,8 +197,8 @@ def test_lds_race_of_two_stores():
   with says(checks.LdsRace, "two_stores", "writes lds0 at byte 0", "wave"): run(kernel, (128,), X)
 
 def tile_over_tile(waits):
-  """Returns a kernel that stores V to the LDS that held K. If `waits` is False, no barrier comes before the store. A wave that has finished with K
-  then stores V while a slow wave still reads K. tinygrad's former amd_flash_attention.py had this fault."""
+  """Returns a kernel that stores V to the LDS in which K was. Without a barrier before this store (`waits` is False), a fast wave stores V while a
+  slow wave still reads K. tinygrad's former amd_flash_attention.py had this fault."""
   def kernel(o, k, v):
     g, t = threads(128)
     tile = lds(128)
@@ -294,15 +294,16 @@ def test_buffers_that_begin_between_units():
 # ***** parts of offsets *****
 
 def loaded_at(offset):
-  """Returns a kernel that loads a dword of x by a buffer instruction. `offset` computes the byte offset from the thread's number."""
+  """Runs a kernel that loads 4 bytes of x by AMD's buffer instruction, and returns the loaded numbers. `offset` computes the byte offset from the
+  thread's number."""
   def kernel(o, x):
     g, t = threads(64)
     return sink("loaded_at", o[t].store(buffer_load(x[0], UOp.const(256), offset(t), 4).bitcast(dtypes.float)), ranges=(g, t))
   return run(kernel, (64,), X[:64])
 
 def test_part_of_an_offset_below_zero():
-  """A negative term of a buffer instruction's offset is an error, even if the sum of the terms is right. The emulator also finds it inside a product
-  or a conditional expression."""
+  """The offset of a buffer instruction is a sum of terms. A negative term is an error even if the sum is right. The emulator also finds such a term
+  inside a product or a conditional expression."""
   np.testing.assert_array_equal(loaded_at(lambda t: t*4), X[:64])
   np.testing.assert_array_equal(loaded_at(lambda t: (t < 60).where(t*4 + 16, OUT_OF_RANGE)), np.where(X[:64] < 60, X[:64] + 4, 0))
   with says(checks.NegativeTerm, "is -1:", "lane 1"): loaded_at(lambda t: (63 - t)*(t % 2*4))
@@ -342,8 +343,8 @@ def test_checks_can_be_turned_off(monkeypatch, word):
 # ***** bank conflicts *****
 
 def test_bank_conflicts(monkeypatch):
-  """The emulator counts bank conflicts. If a wave reads a column of a 64 x 32 tile of dwords, all lanes access one bank. If rows are one dword
-  longer, there is no conflict."""
+  """The emulator counts bank conflicts. Where a wave reads a column of a 64 x 32 tile of 4-byte elements, all lanes access one bank. Where rows are 4
+  bytes longer, there is no conflict."""
   def kernel(row):
     def kernel(o, x):
       g, t = threads(64)
@@ -364,7 +365,7 @@ def test_bank_conflicts(monkeypatch):
 
 def at_most_once(bound):
   """Returns a kernel that adds exp2(x) in a loop of `bound` iterations, and once more after the loop. If tinygrad can prove that `bound` is 0 or 1,
-  it moves exp2 into the loop, and the use after the loop is a fault."""
+  it computes exp2 inside the loop, and the use after the loop is a fault."""
   def kernel(o, x):
     g, t = threads(64, 2)
     total, r = reg(1), UOp.range(bound(g), 2, AxisType.LOOP)
@@ -389,11 +390,11 @@ def ones():
   return build(*[UOp.const(0x3c003c00, dtypes.uint)]*4)
 
 def multiplied(*steps):
-  """Runs one warpgroup of sm_90 whose operands are all ones: acc = Q K^T over 16 columns, acc += P V over 16 keys, then `steps`, then a store of acc.
+  """Runs one warpgroup of sm_90 whose matrix operands are all ones, and returns its accumulator. The kernel computes acc = Q K^T over 16 columns, acc
+  += P V over 16 keys, and then `steps`.
 
-  A step is a function with keyword arguments acc, p, tile, thread and order. `order` is the value that the step must wait for. The step returns the
-  order for the next step.
-  """
+  A step is a function with the keyword arguments acc, p, tile, thread and order. It adds operations that run after the UOp `order`, and returns the
+  UOp that the next step runs after."""
   def kernel(o, x):
     g, t = threads(128)
     tile, acc, p, order = lds(512, nvidia.U4), reg(1, nvidia.F4, 1), reg(1, nvidia.U4, 2), reg(1, slot=3)
@@ -408,8 +409,8 @@ def multiplied(*steps):
 
 def wait(acc, order, **_): return hopper.wait_products(acc, order)
 def ordered(slot, order, store):
-  """Returns a step of a test kernel of wgmma products: a store that runs after the step `order`. `store` makes the store; it gets a function that
-  puts a buffer behind `order`. `slot` and `slot` + 1 are unused slots for the registers that carry this order."""
+  """Makes a store that runs after the UOp `order`, and returns a UOp for the next step to run after. `store` builds the store; its argument is a
+  function that makes a buffer depend on `order`. `slot` and `slot` + 1 are numbers of registers that no other code uses."""
   before, after = reg(1, slot=slot), reg(1, slot=slot + 1)
   return after.after(after[0].store(0.0), store(lambda buffer: buffer.after(before[0].store(order))))[0].load()
 def overwrite_accumulator(acc, order, **_): return ordered(4, order, lambda then: then(acc)[0].store(nvidia.zero(order)))
@@ -433,8 +434,8 @@ def test_products_under_way(steps, text):
 def test_what_a_product_had_may_be_changed_after_the_wait(step): multiplied(wait, step)
 
 def copied(n, but):
-  """Runs n threads on sm_80. Each thread starts a copy of 16 bytes into a tile full of ones, waits until at most `but` groups of copies are under way
-  (None: does not wait), and reads the 16 bytes of another thread."""
+  """Runs n threads on sm_80 and returns what they read. Each thread starts an asynchronous copy of 16 bytes into a tile full of ones, waits until at
+  most `but` groups of copies are pending (None: does not wait), and reads the 16 bytes that another thread copied."""
   def kernel(o, x):
     g, t = threads(n)
     tile, order = lds(n, nvidia.U4), reg(1)
@@ -454,7 +455,8 @@ def test_a_copy_is_under_way_until_its_own_thread_has_waited(n):
     with says(checks.NotWaitedFor, "copied", "reads lds0 at byte", started): copied(n, but)
 
 def test_a_copy_that_was_waited_for_is_no_more_than_a_store():
-  """A copy that a thread has waited for counts as a store of this thread: another wave may read it only after a barrier that follows the wait."""
+  """An asynchronous copy that a thread has waited for counts as a store by this thread: another wave may read it only after a barrier that follows
+  the wait."""
   def kernel(o, x):
     g, t = threads(64)
     tile, before, after = lds(64, nvidia.U4), reg(1, slot=1), reg(1, slot=2)
@@ -469,8 +471,8 @@ def test_a_copy_that_was_waited_for_is_no_more_than_a_store():
 # ***** integers that overflow their type *****
 
 def far(name, factor):
-  """Returns a kernel that reads an element of x. It multiplies a loaded number by `factor` in 32 bits, divides the product by `factor`, limits the
-  result to the buffer and uses it as the index. The product may overflow."""
+  """Returns a kernel that reads x at a loaded index. It multiplies the index by `factor` in 32 bits, where the product may overflow, divides it by
+  `factor` again, and limits it to the size of x."""
   def kernel(o, x, idx):
     g, t = threads(32)
     at = idx[t].load()*factor
@@ -478,8 +480,8 @@ def far(name, factor):
   return kernel
 
 def test_an_integer_that_overflows():
-  """The emulator stops an attn kernel in which a 32-bit product with a loaded number overflows. It runs other kernels, which may need the wrapped
-  result."""
+  """The emulator stops an attn kernel in which a 32-bit product with a loaded number overflows. Other kernels run, because they may rely on the
+  overflow."""
   numbers = np.full(32, 2**20, np.int32)
   np.testing.assert_array_equal(run(far("attn_far", 2**10), (32,), X, numbers), X[255])
   numbers[17] = 2**22

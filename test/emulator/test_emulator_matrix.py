@@ -1,5 +1,5 @@
-"""Tests of the emulator's matrix instructions. Their results agree with formulas, taken from the ISA documents, that say which lane holds which
-element of A, B and C, and with tinygrad's scalar emulation. They follow the hardware's rules for denormals and rounding."""
+"""Tests of the emulator's matrix instructions. The results agree with formulas from the ISA documents, which say which lane holds which element of A,
+B and C, and with tinygrad's own scalar emulation. Denormals and rounding follow the hardware."""
 import numpy as np
 import pytest
 from tinygrad import Context, Tensor, dtypes
@@ -42,9 +42,8 @@ def unit_of(name):
 def bits16(x, dtype): return x.astype(np.float16).view(np.uint16) if dtype == "float16" else float_to_bf16(x)
 
 def place(m, where, elements, lanes, dtype=np.float32):
-  """Puts the elements of matrices (waves, rows, columns), one matrix for each wave, into the registers of lanes. `where` maps a row and a column to
-  the number of the lane and of its element. A lane has `elements` elements, and a wave has `lanes` lanes. Returns an array (elements,
-  waves*lanes)."""
+  """Puts matrices (waves, rows, columns), one for each wave, into the registers of lanes. `where` maps a row and a column to the number of a lane and
+  the number of an element in this lane. Returns an array (elements, waves*lanes): a lane has `elements` elements, a wave `lanes` lanes."""
   out = np.zeros((elements, m.shape[0], lanes), dtype)
   for r in range(m.shape[1]):
     for c in range(m.shape[2]):
@@ -53,7 +52,7 @@ def place(m, where, elements, lanes, dtype=np.float32):
   return out.reshape(elements, -1)
 
 def pack(elements):
-  """Packs elements of 8 or 16 bits (elements, lanes) into dwords."""
+  """Packs numbers of 8 or 16 bits, an array (elements, lanes), into 32-bit registers."""
   return np.ascontiguousarray(elements.T).view(np.uint32).T.copy()
 
 def bits(x, dtype): return bits16(x, dtype) if "float16" in dtype else bytes_of(dtype, x)
@@ -65,7 +64,8 @@ def bytes_of(dtype, x):
   return np.where(np.isnan(x), 0x80 if dtype == "fp8e4m3fnuz" else 0x7f, found).astype(np.uint8)
 
 def operands(name, a, b, c):
-  """Packs matrices (waves, M, K), (waves, K, N), (waves, M, N) into registers. The table FORMULAS says which lane holds which element."""
+  """Puts the matrices a (waves, M, K), b (waves, K, N) and c (waves, M, N) into registers, for the matrix instruction `name`. The table FORMULAS says
+  which lane holds which element."""
   i, (fa, fb, fc) = INSTRUCTIONS[name], FORMULAS[name]
   _, lanes = unit_of(name)
   kind = np.uint16 if "float16" in i.dtype else np.uint8
@@ -100,7 +100,7 @@ OF_8_BITS = [name for name in FORMULAS if "fp8" in INSTRUCTIONS[name].dtype]
 
 @pytest.mark.parametrize("name", OF_8_BITS)
 def test_every_8_bit_float_is_multiplied(name):
-  """The matrix instructions of 8-bit floats give each of the 256 bytes its number, NaN included."""
+  """The matrix instructions for 8-bit floats read each of the 256 bytes as the right number, or as NaN."""
   unit, lanes = unit_of(name)
   numbers = numbers_of(INSTRUCTIONS[name].dtype)
   a, b, c = [np.zeros_like(x) for x in matrices(name, waves=8)]
@@ -115,8 +115,8 @@ def test_every_8_bit_float_is_multiplied(name):
   assert np.isnan(got).sum() == c.shape[2]
 
 def test_short_sums():
-  """sm_89 and sm_90 cut off the addends of 8-bit products at 2^-13 of the largest one, towards zero. sm_120 adds them in fp32, and sm_80 has no such
-  instruction."""
+  """The matrix units of sm_89 and sm_90 cut 8-bit products off at 2^-13 of the largest product before they add, towards zero. The matrix unit of
+  sm_120 adds them in fp32. sm_80 has no such instruction."""
   name = "mma_m16n8k32_e4m3"
   def total(arch, c, *products):
     a, b, C = [np.zeros_like(x) for x in matrices(name)]

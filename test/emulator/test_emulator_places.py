@@ -1,5 +1,5 @@
-"""Tests of `probe`, which collects or prints values inside a kernel, and of the line of Python and the statement of the source that an error of the
-emulator names."""
+"""Tests of `probe`, which collects or prints values inside an emulated kernel, and of the place that an error of the emulator names: a line of Python
+and a statement of the rendered source."""
 from __future__ import annotations
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ def threads(n, groups=1): return UOp.range(groups, 0, AxisType.GLOBAL), UOp.rang
 def run(fxn, *inputs, out=(64,)): return Tensor.empty(*out).custom_kernel(*[Tensor(x).realize() for x in inputs], fxn=fxn)[0].numpy()
 
 def line_of(text:str) -> int:
-  """Returns the number of the line in this file that ends in a comment with this text."""
+  """Returns the number of the line of this file that ends in the comment `text`."""
   return next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.endswith(f"# {text}"))
 
 def places(e:pytest.ExceptionInfo[BaseException]) -> list[str]: return str(e.value).splitlines()[1:]
@@ -55,7 +55,7 @@ def test_an_error_names_the_line_of_python_and_the_statement() -> None:
   assert source.splitlines()[int(number) - 1].strip() == text
 
 def test_what_an_operation_of_ours_emits_belongs_to_its_caller() -> None:
-  """An error in an operation from attn/ops/amd.py is traced to the line of the kernel that calls it."""
+  """An error in an operation of attn/ops/amd.py names the line of the kernel that calls the operation."""
   def kernel(o, x):
     g, t = threads(64)
     r = UOp.range(t % 2 + 1, 2, AxisType.LOOP)
@@ -67,7 +67,7 @@ def test_what_an_operation_of_ours_emits_belongs_to_its_caller() -> None:
   assert "ordered_barrier()" in places(e)[1]
 
 def test_an_error_in_a_kernel_of_ours(monkeypatch) -> None:
-  """An error in a large kernel of attn names lines of the kernel's files, and not lines of the operations' files, after all passes of lowering."""
+  """An error in a large kernel of attn names lines of the kernel's files, and not lines of attn/ops, although tinygrad has lowered the kernel."""
   monkeypatch.setattr(trips, "workgroup_barrier", lambda after: after)
   q, k, v = [Tensor(np.random.default_rng(i).standard_normal((1, 1, 150, 64)).astype(np.float16)).realize() for i in range(3)]
   o = Tensor.empty(1, 1, 150, 64, dtype="half")
@@ -83,8 +83,8 @@ def test_a_kernel_that_tinygrad_makes_has_a_statement_alone() -> None:
   assert len(places(e)) == 1 and "of the source" in places(e)[0]
 
 def test_a_kernel_that_is_made_otherwise_the_second_time_has_no_line_of_python() -> None:
-  """The emulator builds a failed kernel a second time to find the Python line of an error. If the second program differs from the first, the error
-  names no Python line, because the line would be a guess."""
+  """The emulator builds a faulty kernel a second time to find the line of Python that made the faulty operation. If the second program differs from
+  the first, the error names no line: it would be a guess."""
   shift = iter(range(1, 100))
   def kernel(o, x): return shifted(next(shift))(o, x).replace(arg=KernelInfo("otherwise", opts_to_apply=()))
   with pytest.raises(checks.OutOfBounds) as e: run(kernel, X[:64])
@@ -106,7 +106,7 @@ def test_a_value_out_of_scope_names_both_ends() -> None:
   assert [x.split(":")[0].strip() for x in places(e)[::2]] == ["test/emulator/test_emulator_checks.py"]*2
 
 def test_statements() -> None:
-  """`statements` assigns each rendered UOp the line of its declaration or statement."""
+  """`statements` renders a lowered program, and maps each of its UOps to the line of the source with the UOp's declaration or statement."""
   tensors = [UOp.placeholder((1, 2, 64, 64), dtypes.half, i) for i in range(4)]
   renderer = OperationsHIPCCRenderer(Target("AMD", "HIPCC", "gfx942"))
   uops = lower(flash_attention_fn(arch="gfx942")(*tensors).sink, renderer)
@@ -133,8 +133,8 @@ def test_few_kernels_are_remembered() -> None:
 
 @pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_the_emulator_prints_what_hardware_gets(arch:str) -> None:
-  """The emulator renders the same source as a renderer for hardware. ASTs on the emulator also name the kernel's outputs among the sources of the
-  SINK, so that the emulator finds outputs without a store. The rendered source must not depend on this."""
+  """The emulator renders the same source as the renderer for hardware does. Kernels for the emulator also list their outputs in a source of the SINK,
+  so that it finds outputs without a store; this must not change the source."""
   tensors = [UOp.placeholder((1, 2, 64, 32), dtypes.half, i) for i in range(4)]
   fxn = flash_attention_fn(arch=arch)
   with Context(DEV=f"EMU::{arch}"):
@@ -146,8 +146,8 @@ def test_the_emulator_prints_what_hardware_gets(arch:str) -> None:
 
 @pytest.mark.parametrize("other", (False, True))
 def test_an_output_whose_store_is_simplified_away(other:bool) -> None:
-  """Reading an output raises UnwrittenOutput if the only store to it is never active, so that lowering removes the store. This holds for a kernel
-  with one output, and for a kernel that writes a second output."""
+  """Reading an output raises UnwrittenOutput if the condition of its only store is never true, so that lowering removes the store. This holds whether
+  or not the kernel writes a second output."""
   def kernel(o, *more):
     g, t = threads(64)
     stores = [o[t.valid(t >= 64)].store(more[-1][t])]
@@ -168,7 +168,7 @@ def test_an_output_that_was_written_before_may_be_left_as_it_is() -> None:
 # ***** probes *****
 
 def probed(o, x):
-  """Test kernel with two workgroups of 70 threads: two waves each, the second with 6 lanes."""
+  """Test kernel with two workgroups of 70 threads each: a full wave of 64 lanes and a wave of 6 lanes."""
   g, t = threads(70, 2)
   i = emulator.probe("index", g*70 + t)
   pair = common.build(x[t].load(), x[t].load() + 1.0)
@@ -220,7 +220,7 @@ def test_a_probe_of_an_address() -> None:
     emulator.probe("x", UOp.placeholder((4,), dtypes.float, 0)[0])
 
 def test_a_probe_costs_nothing_on_hardware() -> None:
-  """A kernel has the same machine code with and without a `probe`, which shows a value on the emulator."""
+  """A kernel has the same machine code with and without a `probe`, an operation that collects values on the emulator."""
   from attn.compilers.clang import assembly
   def code(with_probe:bool) -> list[str]:
     def kernel(o, x):

@@ -1,6 +1,6 @@
-"""Tests of kernels whose workgroups work on the same sums in global memory, on the emulator, with few and with many resident workgroups. A ticket is
-a number that each workgroup draws from an atomic counter. Workgroups take turns if each waits until a counter reaches its own number, and then raises
-the counter. For each fault there are two kernels: one with this fault alone, and the same kernel without it."""
+"""Tests of emulated kernels whose workgroups add to the same sums in global memory. A ticket is a number that each workgroup draws from an atomic
+counter. Workgroups take turns: each waits until a second counter reaches its ticket, adds, and raises the counter. The emulator runs few or many
+workgroups at the same time. For each fault there are two kernels, one with this fault alone and one without it."""
 import dataclasses
 import numpy as np
 import pytest
@@ -27,14 +27,14 @@ class Steps:
   def end(self, name, *ranges): return self.latest.end(*ranges).sink(arg=KernelInfo(name, opts_to_apply=()))
 
 def begin(counters):
-  """Begins a kernel in which each workgroup draws a ticket, a number from an atomic counter. Returns the index of the workgroup, the index of the
-  thread, whether the thread is the first one, the ticket, and an empty list of statements."""
+  """Begins a kernel in which each workgroup draws a ticket, a number from the atomic counter counters[0]. Returns the index of the workgroup, the
+  index of the thread, whether the thread is the first of its workgroup, the ticket, and an empty list of operations."""
   g, t = UOp.range(GROUPS, 0, AxisType.GLOBAL), UOp.range(WIDTH, 1, AxisType.WARP)
   steps, lds = Steps(), UOp.placeholder((1,), dtypes.int, 0, AddrSpace.LOCAL)
   return g, t, t.eq(0), ticket(counters[0], g, t.eq(0), lds=lds[0]), steps
 
 def run(kernel, *tensors, arch="gfx942"):
-  """Runs a kernel on the emulator. The arguments of the kernel are `tensors`. Returns the value of the first one after the run."""
+  """Runs a kernel on the emulator with `tensors` as arguments, and returns the value of the first tensor after the run."""
   with Context(DEV=f"EMU::{arch}"):
     found = Tensor(tensors[0]).realize().custom_kernel(*[Tensor(x).realize() for x in tensors[1:]], fxn=kernel)
     Tensor.realize(*found)
@@ -42,8 +42,8 @@ def run(kernel, *tensors, arch="gfx942"):
 
 @pytest.fixture
 def emulated(monkeypatch):
-  """Returns a function that runs a kernel on the emulator. Its parameters choose the order of the workgroups and the number of resident
-  workgroups."""
+  """Returns a function that runs a kernel on the emulator. Its parameters choose the order in which workgroups start, and how many run at the same
+  time."""
   def emulate(kernel, *tensors, order=0, resident=0, arch="gfx942"):
     monkeypatch.setenv("ATTN_EMU_ORDER", str(order))
     monkeypatch.setenv("ATTN_EMU_RESIDENT", str(resident))
@@ -59,9 +59,9 @@ ORDERS, RESIDENTS = range(6), (1, 2, GROUPS - 1, GROUPS, 0)
 # ***** sums *****
 
 def summed(*without, number=lambda g, drawn: drawn, twice=False):
-  """Makes a kernel whose workgroups add rows to the same sums in turns: each waits until a counter reaches its number, and raises the counter after
-  its additions. `without` names the steps that the kernel leaves out. `number` computes a workgroup's number. With `twice` one workgroup raises the
-  counter twice."""
+  """Makes a kernel whose workgroups add rows to the same sums in turns: each waits until a counter reaches its number, adds, and raises the counter.
+  `without` names steps that are left out, as a fault. `number` computes a workgroup's number from its index and its ticket. With `twice` one
+  workgroup raises the counter twice."""
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     turn = number(g, drawn)
@@ -77,7 +77,7 @@ def summed(*without, number=lambda g, drawn: drawn, twice=False):
   return kernel
 
 def in_order(rows):
-  """Adds up rows in numpy, one after another, in fp32."""
+  """Adds rows one after another in fp32, in numpy."""
   total = np.zeros(WIDTH, np.float32)
   for row in rows: total = total + row
   return total
@@ -88,8 +88,8 @@ def test_sums_in_turn_have_the_same_bits_in_every_order(emulated, resident):
     np.testing.assert_array_equal(emulated(summed(), SUMS, X, COUNTERS, order=order, resident=resident), in_order(X.reshape(GROUPS, WIDTH)))
 
 def test_sums_in_no_order_have_varied_bits(emulated):
-  """The emulator varies the order of atomic additions if no wait for a counter puts them in order, whether or not all workgroups are resident: sums
-  then have different bits. Runs with the same `order` have the same bits."""
+  """Atomic additions that no wait puts in order happen in a random order on the emulator, whether few or all workgroups run at the same time: the
+  bits of the sums differ between runs. Runs with the same `order` give the same bits."""
   kernel = summed("await", "barrier after", "settle", "barrier before", "pass", number=lambda g, drawn: g)
   for resident in (0, 2):
     found = [emulated(kernel, SUMS, X, COUNTERS, order=order, resident=resident) for order in ORDERS]
@@ -98,8 +98,8 @@ def test_sums_in_no_order_have_varied_bits(emulated):
     np.testing.assert_array_equal(emulated(kernel, SUMS, X, COUNTERS, order=3, resident=resident), found[3])
 
 def test_waves_of_a_workgroup_add_in_varied_order(emulated):
-  """If two waves of one workgroup add to the same elements during the turn of their workgroup, the emulator varies the order of the two waves, and
-  the bits of the sums vary."""
+  """Two waves of one workgroup that add to the same elements in the same turn add in a random order on the emulator, and the bits of the sums differ
+  between runs."""
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     steps.do(await_turn(counters[1], drawn, first, steps.done))
@@ -114,7 +114,7 @@ def test_waves_of_a_workgroup_add_in_varied_order(emulated):
 # ***** turns *****
 
 def test_deadlock(emulated):
-  """Workgroups take turns by a counter. The emulator reports a deadlock if a workgroup never raises the counter, or raises it twice. The report names
+  """The emulator reports a deadlock if a workgroup never raises the counter for which the others wait, or raises it twice. The report names
   workgroup, counter and line."""
   with says(checks.Deadlock, r"summed: waits until data2\[1\] is 1, and it is 0; resident workgroups: 2, all of them waiting; not started: 3",
             r"; workgroup \(2, 0, 0\) waits until data2\[1\] is 2, and it is 0", r"workgroup \(1, 0, 0\), wave 0, lane 0 ",
@@ -124,8 +124,8 @@ def test_deadlock(emulated):
     emulated(summed(twice=True), SUMS, X, COUNTERS)
 
 def test_block_numbers_promise_nothing(emulated):
-  """Each workgroup waits until the workgroups with lower block numbers have added to the sums. The kernel ends if workgroups start in the order of
-  their numbers, or if all are resident. In another order with one resident workgroup, the emulator reports a deadlock."""
+  """Each workgroup of this kernel waits for the workgroups with lower block numbers. The kernel ends if workgroups start in the order of their
+  numbers, or if all run at the same time. If they start in another order and run one at a time, the emulator reports a deadlock."""
   kernel = summed(number=lambda g, drawn: g)
   for order, resident in ((0, 1), (0, 2), (1, 0), (2, 0), (3, GROUPS)):
     np.testing.assert_array_equal(emulated(kernel, SUMS, X, COUNTERS, order=order, resident=resident), in_order(X.reshape(GROUPS, WIDTH)))
@@ -139,8 +139,9 @@ def test_higher_tickets_may_not_be_there(emulated):
       emulated(kernel, SUMS, X, COUNTERS, order=order, resident=GROUPS - 1)
 
 def ring(members):
-  """Makes a kernel in which each `members` workgroups with consecutive tickets (numbers from an atomic counter) form a ring. Each workgroup of a ring
-  adds its row to all sums of the ring, one after another, its own sum first."""
+  """Makes a kernel in which each `members` workgroups with consecutive tickets form a ring. (A ticket is a number from an atomic counter.) Each ring
+  has `members` sums. Each workgroup adds its row to all of them: first to its own sum, then to the next, so that no two workgroups need the same sum
+  at the same time."""
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     value, me, base = x[drawn*WIDTH + t].load(), drawn % members, drawn - drawn % members
@@ -168,8 +169,8 @@ def test_a_ring_needs_all_its_members(emulated, members):
 
 @pytest.mark.parametrize("order", (0, 1))
 def test_a_turn_of_several_waves(emulated, order):
-  """Workgroups of several waves that add to the same sums take turns. The emulator reports an error if a step is missing: the barrier after the
-  wait for the turn, each wave's wait for its own additions (on AMD), or the barrier before the turn is passed on."""
+  """Workgroups of several waves add to the same sums in turns. The emulator reports an error if a step is missing: the barrier after the wait for the
+  turn, each wave's wait for its own additions (on AMD), or the barrier before the next workgroup gets its turn."""
   line = "(?s:.)*test_meeting.py:"
   with says(checks.AtomicRace, r"adds to data0, where wave 1 of workgroup .* has added in an earlier turn",
             "wave 0 has waited for this turn, but no barrier has followed", line): emulated(summed("barrier after"), SUMS, X, COUNTERS, order=order)
@@ -179,8 +180,8 @@ def test_a_turn_of_several_waves(emulated, order):
   emulated(summed("settle"), SUMS, X, COUNTERS, order=order, arch="sm_90")     # a barrier is enough on NVIDIA
 
 def test_turns_of_single_waves_need_no_barriers(emulated):
-  """Workgroups add to the same sums in turns: each wave waits until a counter reaches its number, and then raises the counter. The sums are right
-  without barriers if the waves of a workgroup use different counters."""
+  """Workgroups add to the same sums in turns, given by counters. Where the waves of a workgroup each use a counter of their own, the sums are right
+  without barriers."""
   def kernel(o, x, counters):
     g, t, _, drawn, steps = begin(counters)
     first, counter, value = (t % 64).eq(0), counters[1 + t//64], x[drawn*WIDTH + t].load()
@@ -195,8 +196,8 @@ def test_turns_of_single_waves_need_no_barriers(emulated):
 # ***** atomic operations beside others *****
 
 def zeroed(ordered, also_settled=True):
-  """Makes a kernel in which the first workgroup to draw a ticket sets the sums to zero. With `ordered`, the other workgroups wait until it has done
-  so before they add. `also_settled` is False for a kernel in which the first workgroup does not wait for its own stores before the others may add."""
+  """Makes a kernel in which the first workgroup to draw from an atomic counter sets the sums to zero. With `ordered`, the other workgroups wait for
+  it before they add. If `also_settled` is False, the first workgroup lets the others add before its own stores are complete."""
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     value = x[drawn*WIDTH + t].load()
@@ -223,8 +224,8 @@ def test_plain_stores_beside_additions(emulated):
     emulated(zeroed(True, also_settled=False), junk, X, COUNTERS)
 
 def rounded(waits):
-  """Makes a kernel in which all workgroups add to sums, and the last workgroup to draw from an atomic counter reads the sums. With `waits` it first
-  waits until all have added."""
+  """Makes a kernel in which all workgroups add to sums, and the last to draw from an atomic counter reads the sums and writes the result. With
+  `waits` it first waits until all workgroups have added."""
   def kernel(o, sums, x, counters):
     g, t, first, drawn, steps = begin(counters)
     steps.do(atomic_add(sums[t], x[drawn*WIDTH + t].load(), steps.done))

@@ -1,5 +1,5 @@
-"""Tests that no term of an offset of AMD's buffer instructions may be below 0 (attn/emulator/offsets.py says why). In the source an offset is a sum
-of terms."""
+"""Tests that no term of an offset of AMD's buffer instructions can be negative (attn/emulator/offsets.py says why). The offset in a kernel's source
+is a sum of terms."""
 from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -72,8 +72,8 @@ BACKWARD = ("causal, bias, dropout", "odd widths", "window of packed sequences")
 def placeholders(shapes:Shapes) -> list[UOp]: return [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(shapes.values())]
 
 def forward_kernel(p:Problem, arch:str) -> UOp:
-  """Returns the forward kernel that dispatch chooses. For latent attention returns `mla` instead, although dispatch uses mla only for longer rows:
-  short rows are quick to lower."""
+  """Builds the forward kernel that dispatch chooses. For latent attention it builds `mla`, also for short rows, which dispatch would give to another
+  kernel: kernels of short rows are quick to lower."""
   chip = get_chip(arch)
   choice = choose(p, chip)
   name, tile = ("mla", mla_tile(p, chip)) if p.v_in_k else (choice.kernel, choice.work.tile)
@@ -91,7 +91,7 @@ def backward_kernels(p:Problem, arch:str) -> Iterator[UOp]:
   if p.bias is not None: yield dbias_of(p, chip, choose_bias_tile(p, chip))(*placeholders(dbias_arguments(p)))
 
 def not_shown(kernel:UOp, arch:str) -> list[OffsetTerm]:
-  """Returns the terms of offsets of a kernel's buffer loads for which `may_be_negative` cannot prove that they are at least 0."""
+  """Returns the terms in the offsets of a kernel's buffer loads that are not proven to be at least 0."""
   uops = lower(kernel, printer_of(arch))
   assert any(isinstance(u.arg, Call) and u.arg.name in ("buffer_load", "load_to_lds") for u in uops)
   ranges = Ranges(uops)
@@ -113,7 +113,7 @@ def test_backward(name:str, arch:str) -> None:
 
 @in_turn("name, arch", ("latent, 64 heads", "24 heads"), ARCHS, turn=1)
 def test_blocks_backwards_are_needed(name:str, arch:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """Kernels that start their last blocks first need `not_negative`, which hides a block's number (a difference) from the compiler. The test removes
-  `not_negative`: an offset then has a term that may be negative."""
+  """A kernel that starts its last blocks first computes a block's number as a difference. `not_negative` hides this difference from the compiler. If
+  the test removes `not_negative`, an offset has a term that may be negative."""
   monkeypatch.setattr(workgroup.ops, "not_negative", lambda x, most: x)
   assert not_shown(forward_kernel(problem(**SEVERAL_HEADS[name]), arch), arch)

@@ -1,6 +1,6 @@
-"""Tests of how a mask function is split into an interval of keys for each query and a rest. Interval and rest together must give the mask for each
-pair of a query and a key. The same is checked for intervals of queries. The expected mask comes from a plain Python function, or from the traced
-function computed by numpy."""
+"""Tests of how attn splits a mask function into an interval of keys for each query and a remaining condition. Interval and condition together must
+give the mask for each pair of a query and a key. The same is tested with an interval of queries for each key. The expected mask comes from a plain
+Python function, or from the mask's UOps, computed in numpy."""
 from __future__ import annotations
 import functools, itertools, operator
 from collections.abc import Callable
@@ -26,7 +26,7 @@ VALUES: dict[Ops, Callable[..., Any]] = {
   Ops.SHL: np.left_shift, Ops.SHR: np.right_shift, Ops.CDIV: lambda x, y: np.trunc(x/y).astype(np.int64)}
 
 def value(u:UOp, i:Array, j:Array) -> Array:
-  """Computes a traced mask function with numpy for queries with the indices i and keys with the indices j, for head 2."""
+  """Computes a mask function, given as the UOp `u`, in numpy for queries with the indices i and keys with the indices j, for head 2."""
   found: dict[UOp, Array] = {QUERY: i, KEY: j, QUERY_HEAD: np.array(2)}
   for x in u.toposort():
     if x in found: continue
@@ -39,16 +39,16 @@ def value(u:UOp, i:Array, j:Array) -> Array:
 # ***** what is checked of each mask *****
 
 def shown(interval:Callable[[int], Interval], rows:Array, columns:Array) -> Array:
-  """Returns a table (rows, columns) that says whether a column lies in the interval of a row. Also checks that neither end of the interval decreases
-  from one row to the next."""
+  """Returns a bool table (rows, columns): whether a column lies in the interval of a row. Checks that neither end of the interval decreases from one
+  row to the next."""
   found = [interval(int(row)) for row in rows]
   for numbers in zip(*found):
     assert all(x is None for x in numbers) or all(x <= y for x, y in itertools.pairwise(numbers)), numbers
   return np.stack([(columns >= (-FAR if first is None else first)) & (columns <= (FAR if last is None else last)) for first, last in found])
 
 def hold(mask:UOp, want:Array) -> Bounds:
-  """Writes a mask as an interval and a condition for what is left, and checks that both together give the mask `want`. Does this with an
-  interval of keys for each query, and again with an interval of queries for each key."""
+  """Splits a mask into an interval of keys for each query and a remaining condition, and checks that both together give the mask `want`. Checks the
+  same for an interval of queries for each key. Returns the split mask."""
   found = mask_bounds(mask)
   rest = np.broadcast_to(True if found.rest is None else value(found.rest, I, J), want.shape)
   np.testing.assert_array_equal(shown(found.keys_of, I[:, 0], J[0]) & rest, want)
@@ -135,8 +135,7 @@ def test_intervals_and_rest_are_the_mask(name:str) -> None:
 
 @pytest.mark.parametrize("name", EDGES)
 def test_far_places(name:str) -> None:
-  """The interval of keys that a mask function gives for a query is also right for the smallest and the largest allowed indices, and so is the
-  interval of queries for a key."""
+  """A mask function's interval of keys, and its interval of queries, are also right for the smallest and the largest indices that are allowed."""
   mask, plain = EDGES[name]
   found = mask_bounds(mask)
   for place in (-FAR + 1, -FAR//7, -12345678, FAR//16, 123456789, FAR - 2):
@@ -148,8 +147,8 @@ def test_far_places(name:str) -> None:
 
 @pytest.mark.parametrize("name", EDGES)
 def test_numbers_of_kernels_fit_in_int32(name:str) -> None:
-  """The integers from which a kernel computes the first and the last visible column of a row are at most 3*2^29 in magnitude. So they do not overflow
-  int32, even after the kernel adds the number Sk - Sq, by which the diagonal of a causal mask is shifted."""
+  """The integers from which a kernel computes the first and the last visible column of a row are at most 3*2^29 in magnitude. So they still fit in
+  int32 after the kernel has added Sk - Sq, the shift of the diagonal."""
   found = mask_bounds(EDGES[name][0])
   for end in (*found.keys_of(QUERY), *found.queries_of(KEY)):
     if isinstance(end, UOp): assert all(max(-x.vmin, x.vmax) <= 3*2**29 for x in end.toposort() if x.dtype in (dtypes.int, ANY_INT))

@@ -1,5 +1,6 @@
-"""Tests of attn/functions/derivative.py. Derivatives are computed in numpy and compared with known formulas, with differences of the function's
-values, and with tinygrad's own differentiation. Derivatives in float32 contain no NaN, also where parts of the function overflow."""
+"""Tests of attn/functions/derivative.py, which derives functions of scores. The derivatives are computed in numpy and compared with known formulas,
+with differences of the function's values, and with tinygrad's differentiation. In float32 they contain no NaN, also where parts of the function
+overflow."""
 from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -26,11 +27,11 @@ OPERATIONS: dict[Ops, Callable[..., Any]] = {
   Ops.AND: np.bitwise_and, Ops.OR: np.bitwise_or, Ops.XOR: np.bitwise_xor, Ops.FLOORDIV: np.floor_divide, Ops.FLOORMOD: np.mod}
 
 def as_dtype(x:Any, u:UOp, real:Real) -> Any:
-  """Converts numbers to the dtype of the UOp `u`. A float dtype becomes `real`."""
+  """Converts x to a numpy array of the dtype of the UOp `u`, except that any float dtype becomes `real`."""
   return np.asarray(x).astype(real if dtypes.is_float(u.dtype) else bool if u.dtype == dtypes.bool else np.int64)
 
 def computed(value:UOp, numbers:Given, real:Real) -> Array:
-  """Evaluates an expression with floats of type `real`."""
+  """Computes the UOp `value` in numpy, with floats of the type `real`. `numbers` has the values of its symbols."""
   found = {u: as_dtype(x, u, real) for u, x in numbers.items()}
   with np.errstate(all="ignore"):
     for u in value.toposort(lambda u: u not in numbers):
@@ -42,8 +43,8 @@ def computed(value:UOp, numbers:Given, real:Real) -> Array:
   return np.broadcast_to(found[value], np.broadcast(*(found[u] for u in numbers), found[value]).shape)
 
 def differences(value:UOp, of:UOp, numbers:Given) -> tuple[Array, Array]:
-  """Returns central differences of a function, and where the function is smooth. A place counts as smooth if the differences over two distances
-  agree."""
+  """Computes the derivative of the UOp `value` by the symbol `of` from central differences, and a bool array that says where the function is smooth:
+  where differences over two distances agree. `numbers` has the values of the symbols."""
   def over(step:float) -> Array:
     h = np.longdouble(step)
     after, before = (computed(value, {**numbers, of: np.asarray(numbers[of], np.longdouble) + x}, np.longdouble) for x in (h, -h))
@@ -56,7 +57,7 @@ def hold_near(found:Array, expected:Array, tolerance:float) -> None:
 
 @contextmanager
 def exact_constants() -> Iterator[None]:
-  """Context manager in which the constants of derivatives stay Python numbers. Otherwise they are rounded to float32."""
+  """Context in which constants in derivatives stay Python numbers. Otherwise they are rounded to float32."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(module, "committed", lambda u: u)
     derivative_or_reason.cache_clear()
@@ -126,7 +127,7 @@ def test_closed_forms(name:str) -> None:
 
 @pytest.mark.parametrize("name", CLOSED)
 def test_no_nan_where_the_value_is_finite(name:str) -> None:
-  """The derivative in float32 is no NaN wherever the function is finite, for scores of every size and for -inf."""
+  """The derivative in float32 is not NaN wherever the function is finite, for scores of every size and for -inf."""
   value = CLOSED[name][0](SCORE)
   numbers = {**NUMBERS, SCORE: np.append(EXTREME, -np.inf)}
   finite = np.isfinite(computed(value, numbers, np.float32))
@@ -195,9 +196,8 @@ def test_a_function_that_adds_to_the_score() -> None:
                 SCORE + SCORE.bitcast(dtypes.int).bitcast(dtypes.float)): assert not is_additive(value), value
 
 def test_a_hidden_score_that_comes_back_is_not_hidden() -> None:
-  """A caller's function hides a score by a WHERE that gives -inf. The derivative of a hidden score is 0 if only additions and other WHEREs use this
-  -inf on the way to the function's result. In the tested function, exp(-inf) is 0 and the score is added to it: so the score is visible again, and
-  its derivative counts."""
+  """A score_mod hides a score where a WHERE gives -inf. The derivative is 0 there only if nothing but additions and other WHEREs follows. This
+  function takes exp of the -inf, which gives 0, and adds the score again: the score is visible, and its derivative counts."""
   hidden = (KEY < 3).where(SCORE, -math.inf)
   value = (QUERY < 5).where(hidden, hidden.exp() + SCORE)
   found = computed(derivative(value, SCORE), {QUERY: [7, 7, 3], KEY: [5, 1, 1], SCORE: 0.5}, np.float64)
@@ -270,7 +270,7 @@ TWO_ARGUMENTS: tuple[Callable[[UOp, UOp], UOp], ...] = (
   lambda x, y: (QUERY < KEY).where(x, y), lambda x, y: (x.abs() + 1)**y.tanh())
 
 def larger(inner:st.SearchStrategy[UOp]) -> st.SearchStrategy[UOp]:
-  """Returns a hypothesis strategy for an operation whose operands are functions that `inner` draws."""
+  """Returns a hypothesis strategy that draws an operation whose operands are functions drawn by `inner`."""
   return st.one_of(st.builds(lambda f, x: f(x), st.sampled_from(ONE_ARGUMENT), inner),
                    st.builds(lambda f, x, y: f(x, y), st.sampled_from(TWO_ARGUMENTS), inner, inner))
 
@@ -279,7 +279,7 @@ FUNCTIONS = st.recursive(st.sampled_from(LEAVES), larger, max_leaves=8).map(lamb
 RANDOM:dict[UOp, Any] = {**NUMBERS, ELEMENT: 1.4371, HALF: -0.7613, SCORE: SCORES/4 + 0.0123}     # numbers at which few functions have a tie
 
 def random_functions(check:Callable[[UOp], None]) -> None:
-  """Runs a check with 150 random functions, which are the same in each run."""
+  """Runs `check` with 150 random functions, which are the same in each run."""
   @settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
   @given(FUNCTIONS)
   def checked(value:UOp) -> None: check(value)

@@ -1,4 +1,5 @@
-"""Tests of the gradients of `mod_tensors`, the tensors that a caller's score_mod reads, against float64. Kernels add up these gradients."""
+"""Tests of the gradients of `mod_tensors`, the tensors that a score_mod reads, against float64. Each element gets the sum of the gradients of all
+scores that read the element; kernels add up these sums."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ UNIT = 2.0**-11        # half a unit in the last place of float16
 
 @dataclass(frozen=True)
 class Case:
-  """A score_mod and what it means in numpy: `numpy` gets scores, tensor, b, h, i and j. It returns the new scores and, for each element that the
-  function reads, the derivative by the element and the element's index."""
+  """A score_mod, and `numpy`, which computes the same: from scores, the tensor and indices b, h, i and j it returns the new scores, and for each
+  element that the score_mod reads the derivative by the element and the element's index."""
   shape: Callable[[int, int, int, int], tuple[int, ...]]
   function: Callable[..., UOp]
   numpy: Callable[..., tuple[Array, list[tuple[Any, tuple[Any, ...]]]]]
@@ -47,9 +48,9 @@ CASES = {
 }
 
 def expected(case:Case, q:Array, k:Array, v:Array, do:Array, t:Array, causal:bool, cap:float) -> tuple[Array, Array]:
-  """Returns the gradient of the tensor `t`, which the case's score_mod reads, in float64, and a bound of the error of each element: six standard
-  deviations. The kernels round O to float16, so delta of a row is wrong by about the sum of these roundings, and with it dS of all scores of the row.
-  Errors of different rows are independent."""
+  """Returns the gradient of the tensor `t`, which the score_mod reads, in float64, and the error limit of each element, six standard deviations. The
+  kernels round O to float16, so delta of a row is wrong by about the sum of these roundings, and with delta dS of all scores of the row. Errors of
+  different rows are independent."""
   q, k, v, do, t = (x.astype(np.float64) for x in (q, k, v, do, t))
   k, v = (np.repeat(x, q.shape[1]//x.shape[1], 1) for x in (k, v))
   (B, H, Sq, D), Sk = q.shape, k.shape[2]

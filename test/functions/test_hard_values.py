@@ -1,4 +1,4 @@
-"""Tests of score_mod and mask_mod at their limits: an index outside its tensor, scores that are infinite, NaN or as large as float32 allows, rows
+"""Tests of score_mod and mask_mod at their limits: an index outside its tensor; scores that are infinite, NaN or as large as float32 allows; rows
 that see no key."""
 from __future__ import annotations
 import math, re
@@ -58,8 +58,8 @@ def test_the_emulator_stops_at_an_index_outside_a_tensor(chip:str, name:str) -> 
 @pytest.mark.parametrize("chip", [pytest.param(chip, marks=() if chip == "gfx942" else pytest.mark.thorough) for chip in CHIPS])
 @pytest.mark.parametrize("of", (0, 1))
 def test_backward_stops_too(chip:str, of:int) -> None:
-  """The emulator stops the kernel for dq, and the kernel for dk and dv, if score_mod reads an element outside its tensor. Forward finds all indices
-  inside; then the tensor from which the function computes an index is changed, before backward runs."""
+  """If a score_mod reads an element outside its tensor, the emulator also stops the kernel for dq, and the kernel for dk and dv. Forward runs with
+  right indices; then the test changes the tensor from which the score_mod computes an index, and runs backward."""
   with emulated(chip):
     q, k, v, do = map(on, drawn(21, 33))
     table, last = on(np.ones((H, 33), np.float32)), on(np.zeros(1, np.int32))
@@ -71,8 +71,7 @@ def test_backward_stops_too(chip:str, of:int) -> None:
 
 @pytest.mark.parametrize("chip", [pytest.param(chip, marks=() if chip == "gfx942" else pytest.mark.thorough) for chip in CHIPS])
 def test_hidden_pairs_do_not_stop(chip:str) -> None:
-  """The emulator does not stop at an index outside its tensor if causal or the caller's own mask hides the pair of query and key, or if the query or
-  the key does not exist."""
+  """The emulator does not stop at an index outside its tensor if a mask hides this key from the query, or if the query or the key does not exist."""
   q, k, v, do = drawn(21, 33)
   table = floats(H, 33, seed=9)
   i, j = np.arange(21)[:, None] + 12, np.arange(33)

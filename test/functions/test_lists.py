@@ -1,5 +1,5 @@
-"""Tests of lists of visible tiles, over which kernels loop if a mask leaves a query more than one interval of keys. The expected lists and masks are
-computed by numpy."""
+"""Tests of lists of visible tiles. Kernels loop over such a list if a mask leaves a query more than one interval of keys. numpy computes the expected
+lists and masks."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,7 +30,8 @@ UNITS = ("gfx942", "gfx1100", "sm_80", "sm_90", "gfx1030")     # the last one ha
 
 @dataclass(frozen=True)
 class Case:
-  """A mask as UOps, and the same mask as numpy computes it. `documents` says whether it reads a tensor int32 (B, Sk)."""
+  """A mask_mod in UOps (`mask`) and the same mask in numpy (`of_numbers`). `documents` says whether the mask reads a tensor int32 (B, Sk): the
+  document of each key."""
   mask: Callable[..., Any]
   of_numbers: Callable[..., Any]
   documents: bool = False
@@ -46,16 +47,16 @@ CASES = {
                            lambda b, h, i, j: ((i//32 + j//32)%3 == h%3) | ((h == 3) & ((i + j)%2 == 0)))}
 
 def documents(p:Problem, seed:int=0, rows:int=20) -> np.ndarray:
-  """Returns for each key the index of its document. Documents have about `rows` rows."""
+  """Returns for each key the index of its document, int32 (B, Sk). A document has about `rows` keys."""
   return np.sort(np.random.default_rng(seed).integers(0, p.Sk//rows, (p.B, p.Sk)), 1).astype(np.int32)
 
 def seen(p:Problem, case:Case, d:np.ndarray) -> np.ndarray:
-  """Computes in numpy whether each query sees each key under the mask of a case: (B, H, Sq, Sk)."""
+  """Computes in numpy whether each query sees each key under the mask of a case: a bool array (B, H, Sq, Sk). d has the document of each key."""
   b, h, i, j = np.ogrid[:p.B, :p.H, p.offset:p.offset + p.Sq, :p.Sk]
   return np.broadcast_to(case.of_numbers(b, h, i, j, *[d]*case.documents), (p.B, p.H, p.Sq, p.Sk))
 
 def posed(case:Case, **sizes:Any) -> Problem:
-  """Returns a problem of these sizes with the mask of a case."""
+  """Builds a problem of the given sizes with the mask of a case."""
   p = problem(**sizes)
   kinds = (((p.B, p.Sk), "int32"),) if case.documents else ()
   extras = {"mod_tensor0": np.empty((p.B, p.Sk), np.int32)} if case.documents else {}
@@ -64,14 +65,15 @@ def posed(case:Case, **sizes:Any) -> Problem:
 # ***** the lists *****
 
 def expected_turns(lists:np.ndarray, block:int, started:Callable[[int], int]) -> list[int]:
-  """Returns how many blocks that start before the block `block` have each tile of its list in their lists. `lists` has the lists of all blocks of a
-  head. `started` returns how many blocks start before a block."""
+  """Returns a number for each tile in the list of the block `block`: how many blocks that start earlier have the tile in their lists, too. `lists`
+  has the lists of all blocks of a head. `started` maps a block to its place in the order in which blocks start."""
   def tiles_of(b:int) -> list[int]: return lists[b][2:2 + lists[b][1]].tolist()
   return [sum(tile in tiles_of(b) for b in range(len(lists)) if started(b) < started(block)) for tile in tiles_of(block)]
 
 def expected_list(mask:np.ndarray, block_n:int, tiles:int) -> list[int]:
-  """Returns the list of tiles that the kernels must make for one block, given which scores of the block are visible: (..., rows, columns). The list
-  begins with the number of masked tiles and the number of all tiles in it. Then come the masked tiles and the tiles without a mask."""
+  """Returns the list of visible tiles that the kernels must make for one block. `mask` says which scores of the block are visible: (..., rows,
+  columns). The list begins with the number of partly masked tiles and the number of all visible tiles. Then come the partly masked tiles, then the
+  tiles without a hidden score."""
   parts = [mask[..., t*block_n:(t + 1)*block_n] for t in range(tiles)]
   whole = [x.all() and x.shape[-1] == block_n for x in parts]
   some = [t for t, x in enumerate(parts) if x.any() and not whole[t]]
@@ -97,7 +99,8 @@ def test_lists_have_the_tiles_that_a_mask_leaves(name:str, over:str) -> None:
 
 @pytest.mark.parametrize("name, keys", (("documents", 400), ("squares", 400), ("causal stripes", 400), ("documents", 60), ("documents", 100)))
 def test_lists_say_when_a_block_has_its_turn(name:str, keys:int) -> None:
-  """A list with turns is the same list, and goes on with the turns: how many blocks that start earlier have each of its tiles in their lists."""
+  """Kernels that add to dq in a fixed order need a longer list of visible tiles. It begins with the usual list. Then comes a number for each tile:
+  how many blocks that start earlier have the tile in their lists, too."""
   stripes = Case(lambda b, h, i, j: (i >= j) & ((i//50 + j//40) % 2).eq(0), lambda b, h, i, j: (i >= j) & ((i//50 + j//40) % 2 == 0))
   p = posed(CASES.get(name, stripes), B=1, H=4, Sq=keys - 70 if keys > 100 else 50, Sk=keys)
   d = documents(p)
@@ -114,8 +117,8 @@ def test_lists_say_when_a_block_has_its_turn(name:str, keys:int) -> None:
 
 @dataclass(frozen=True)
 class TensorCase:
-  """A mask that reads tensors. `mask` computes it with UOps, and `of_numbers` with numpy. `tensors` makes the tensors for given numbers of queries
-  and keys."""
+  """A mask_mod that reads tensors, in UOps (`mask`), and the same mask in numpy (`of_numbers`). `tensors` makes the tensors for given numbers of
+  queries and keys."""
   mask: Callable[..., Any]
   of_numbers: Callable[..., Any]
   tensors: Callable[[int, int], tuple[np.ndarray, ...]]
@@ -123,8 +126,7 @@ class TensorCase:
 def ids(n:int, least:int=-4, most:int=5, seed:int=3) -> np.ndarray: return np.random.default_rng(seed).integers(least, most, n).astype(np.int32)
 def with_nan(n:int) -> np.ndarray: return np.where(np.arange(n) % 70 == 69, np.nan, np.arange(n)//64).astype(np.float32)
 def by_rows(mask:Callable[..., Any], rows:int, keys:int) -> Callable[..., Any]:
-  """Returns a mask that is called with a query's index among the rows of q, and calls `mask` with the query's position, which counts from the first
-  key."""
+  """Returns a mask function that takes a query's row in q. It calls `mask` with the query's position among the keys, rows - keys further."""
   return lambda b, h, i, j, *t: mask(b, h, i + (rows - keys), j, *t)
 
 TENSOR_CASES = {
@@ -168,7 +170,8 @@ def test_lists_of_masks_that_read_tensors(name:str, rows:int, keys:int, over:str
 # ***** attention over them *****
 
 def computed(p:Problem, x:Inputs, do:np.ndarray, arch:str, case:Case, d:np.ndarray, **options:Any) -> list[np.ndarray]:
-  """Computes o and the gradients of q, k and v by `attention` with the mask of a case, on the emulator."""
+  """Computes o and the gradients of q, k and v by `attention` with the mask of a case, on the emulator of the chip `arch`. d has the document of each
+  key."""
   with emulated(arch):
     q, k, v, of_o = (tensor(a, p.dtype).realize() for a in (x.q, x.k, x.v, do))
     o = attn.attention(q, k, v, mask_mod=case.mask, mod_tensors=[Tensor(d, device="EMU").realize()]*case.documents, **options)
@@ -177,9 +180,8 @@ def computed(p:Problem, x:Inputs, do:np.ndarray, arch:str, case:Case, d:np.ndarr
 @pytest.mark.parametrize("name", ("squares", "documents"))
 @pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch in ("gfx942", "sm_90") else pytest.mark.thorough) for arch in UNITS])
 def test_attention_over_lists_agrees_with_float64(arch:str, name:str) -> None:
-  """o and the gradients agree with float64, within the error limit of each element, where kernels loop over lists of visible tiles. Under the masks
-  of this test blocks have skipped tiles, masked tiles and tiles without a mask. The mask of documents reads a tensor, so that kernels make its lists
-  in each call."""
+  """o and the gradients are within the error limit of each element where kernels loop over lists of visible tiles. With these masks a block has
+  hidden tiles, partly masked tiles and tiles without a hidden score. The mask of documents reads a tensor, so kernels make its lists in each call."""
   case, sizes = CASES[name], {"H": 2, "Hkv": 1, "Sq": 300, "Sk": 300}
   p = posed(case, **sizes)
   x, d = normal(p), documents(p, rows=150)
@@ -192,15 +194,15 @@ def test_attention_over_lists_agrees_with_float64(arch:str, name:str) -> None:
   for n, g in zip(("q", "k", "v"), gradients): assert (verdict := judge(g, laws[n])).ok, f"{n}: {verdict}"
 
 def one_kernel(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Makes one kernel on wgmma compute all gradients, whatever the problem."""
+  """Makes dispatch choose the wgmma kernel that computes all gradients at once, for every problem."""
   row = GRADIENT_KERNELS["_wgmma"]
   assert row.at_once is not None
   def tile(p:Problem, arch:Chip) -> WgmmaBackwardTile: return WgmmaBackwardTile(2, 64, matrix=MMA[p.dtype], keys=True, adds_dq=True)
   monkeypatch.setitem(GRADIENT_KERNELS, "_wgmma", replace(row, at_once=replace(row.at_once, tile=tile)))
 
 def gradients_by_one_kernel(name:str, deterministic:bool=True) -> list[np.ndarray]:
-  """Computes the gradients of q, k and v under the mask of a case by one kernel that loops over lists of visible tiles, and compares them with
-  float64."""
+  """Computes the gradients of q, k and v under the mask of the case `name`, and compares them with float64. The kernel that computes all gradients at
+  once runs, over lists of visible tiles."""
   case, sizes = CASES[name], {"H": 2, "Hkv": 1, "Sq": 300, "Sk": 400, "D": 16}
   p = posed(case, **sizes)
   x, d = normal(p), documents(p, rows=150)
@@ -213,8 +215,8 @@ def gradients_by_one_kernel(name:str, deterministic:bool=True) -> list[np.ndarra
 
 @pytest.mark.parametrize("name", ("documents", pytest.param("squares", marks=pytest.mark.thorough)))
 def test_one_kernel_loops_over_lists(monkeypatch:pytest.MonkeyPatch, name:str) -> None:
-  """One kernel that computes all gradients loops over lists of visible tiles. The gradients agree with float64. If it adds to dq in a fixed order, dq
-  has the same bits in every order of workgroups."""
+  """The kernel that computes all gradients at once can loop over lists of visible tiles. The gradients agree with float64. If the kernel adds to dq
+  in a fixed order, dq has the same bits in whatever order workgroups start."""
   one_kernel(monkeypatch)
   gradients_by_one_kernel(name, deterministic=False)
   found = []
@@ -249,7 +251,7 @@ def test_planted_fault_of_turns_in_lists(monkeypatch:pytest.MonkeyPatch, plant:C
 
 def test_lists_of_part_tiles_change_no_bit() -> None:
   """A loop over the list of visible tiles gives the same bits as a loop over all tiles, if the mask hides some scores of every tile: here documents
-  are shorter than tiles. The tiles then have the same order in both loops, and the tiles that are not in the list add 0."""
+  are shorter than tiles. Both loops then take the tiles in the same order, and tiles that are not in the list add 0."""
   case = CASES["documents"]
   p = posed(case, B=2, Sq=200)
   x, d = normal(p), documents(p)
@@ -260,7 +262,7 @@ def test_lists_of_part_tiles_change_no_bit() -> None:
   for with_lists, without in zip(*found): np.testing.assert_array_equal(with_lists, without)
 
 def test_lists_follow_the_numbers_of_a_tensor() -> None:
-  """If the mask reads a tensor, the lists of visible tiles are made again for each call, also when TinyJit replays the call."""
+  """If a mask reads a tensor, kernels make the lists of visible tiles anew in each call, also when TinyJit replays the call."""
   case = CASES["documents"]
   p = posed(case, Sq=200)
   x = normal(p)

@@ -1,4 +1,5 @@
-"""Tests of the functions of attn.mods: o, lse and gradients agree with float64. What a function means is written here once more, in numpy."""
+"""Tests of the functions of attn.mods, ready-made score_mods and mask_mods: o, lse and the gradients agree with float64. The tests compute each
+function a second time in numpy."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,14 +34,14 @@ def times(s:Array, x:Array) -> Scores: return s*x, np.broadcast_to(x, s.shape), 
 def capped(s:Array, cap:float) -> Scores: return cap*np.tanh(s/cap), np.cosh(s/cap)**-2, cap
 
 def in_reach(i:Any, j:Any) -> Any:
-  """Returns whether pixel j lies in the tile of pixel i or in a tile beside it, diagonally too. Tiles are 2 x 2 pixels of an image of 8 columns."""
+  """Tells whether pixel j lies in the tile of pixel i or in one of the eight tiles around it. Tiles are 2 x 2 pixels of an image with 8 columns."""
   (y, x), (at_y, at_x) = np.divmod(i, 8), np.divmod(j, 8)
   first_y, first_x = y - y % 2 - 2, x - x % 2 - 2
   return (first_y <= at_y) & (at_y < first_y + 6) & (first_x <= at_x) & (at_x < first_x + 6)
 
 @dataclass(frozen=True)
 class Example:
-  """A function of attn.mods, its tensors, and what it means: `sees` for a mask, `scores` for a score_mod."""
+  """A function of attn.mods with its tensors, and its meaning in numpy: `sees` for a mask_mod, `scores` for a score_mod."""
   function: Callable[..., Any]
   sees: Array|None = None
   scores: Callable[[Array], Scores]|None = None

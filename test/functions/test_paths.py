@@ -1,5 +1,5 @@
-"""Tests of score_mod and mask_mod in every kind of call: decoding, splits, lengths, pages, packed sequences, latent attention, shards, TinyJit,
-flash_attention_fn and tensor operations. In all of them a function gets the positions of query and key in the whole sequence."""
+"""Tests of score_mod and mask_mod in every kind of call: decoding, splits, lengths, pages, packed sequences, latent attention, several devices,
+TinyJit, flash_attention_fn and tensor operations. Everywhere the function gets the positions that query and key have in the whole sequence."""
 from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,8 @@ def drawn(*shape:int, seed:int) -> Array: return floats(*shape, seed=seed).astyp
 def on(x:Array, device:str="EMU") -> Tensor: return Tensor(x, device=device).realize()
 
 def expected(q:Array, k:Array, v:Array, table:Array=TABLE) -> Array:
-  """Computes attention of arrays (B, H, Sq, D) in float64, with the score_mod and the mask_mod written in numpy."""
+  """Computes attention of arrays (B, H, Sq, D) in float64, with the score_mod and the mask_mod of these tests in numpy. `table` is the tensor that
+  the score_mod reads."""
   q, k, v = (x.astype(np.float64) for x in (q, k, v))
   k, v = (np.repeat(x, q.shape[1]//x.shape[1], 1) for x in (k, v))
   i, j = np.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2], np.arange(k.shape[2])
@@ -86,7 +87,7 @@ def gradients(attend:Callable[..., Tensor], inputs:list[Tensor]) -> list[Array]:
                                                   *[pytest.param(axis, True, marks=pytest.mark.thorough) for axis in range(3)]))
 def test_shards(axis:int, with_gradients:bool) -> None:
   """Two devices each compute a part of a call: half of the batches, of the heads or of the sequence. On each device, score_mod and mask_mod get the
-  indices that queries and keys have in the whole call."""
+  indices that query and key have in the whole call."""
   x, devices = [drawn(B, H, 32, D, seed=1), drawn(B, HKV, 32, D, seed=2), drawn(B, HKV, 32, D, seed=3)], ("EMU:1", "EMU:2")
   with emulated("gfx942"):
     def shard(t:Tensor) -> Tensor: return attn.shard_sequence(t, devices, 2, "contiguous") if axis == 2 else t.shard(devices, axis)
@@ -108,7 +109,7 @@ def test_keys_alone_shared_are_refused() -> None:
 
 @pytest.mark.parametrize("kernel", ("", "three_pass"))
 def test_jit_and_new_values(kernel:str) -> None:
-  """A call under TinyJit computes with the new values that mod_tensors, the tensors that a score_mod or mask_mod reads, have in this call."""
+  """A call that TinyJit replays uses the new values of mod_tensors, the tensors that its score_mod or mask_mod reads."""
   x = [drawn(B, H, 20, D, seed=1), drawn(B, HKV, 33, D, seed=2), drawn(B, HKV, 33, D, seed=3)]
   with emulated("gfx942", kernel):
     attend = TinyJit(lambda q, k, v, t: attn.attention(q, k, v, mod_tensors=(t,), **OWN).realize())
@@ -117,8 +118,8 @@ def test_jit_and_new_values(kernel:str) -> None:
       close(attend(*map(on, x), on(table)), expected(*x, table))
 
 def test_kernel_function() -> None:
-  """flash_attention_fn accepts score_mod and mask_mod. The tensors that they read are named in `extras`, and follow q, k and v among the kernel's
-  tensors. Equal functions give the identical kernel function."""
+  """flash_attention_fn accepts score_mod and mask_mod. The tensors that they read are named in the argument `extras`; the kernel takes them after q,
+  k and v. Equal functions give the same kernel function."""
   x = [drawn(B, H, 20, D, seed=1), drawn(B, HKV, 33, D, seed=2), drawn(B, HKV, 33, D, seed=3)]
   with emulated("gfx942"):
     fn = attn.flash_attention_fn(extras=("mod_tensor0",), arch="gfx942", **OWN)
@@ -127,8 +128,8 @@ def test_kernel_function() -> None:
     close(Tensor.empty(B, H, 20, D, dtype="half", device="EMU").custom_kernel(*tensors, fxn=fn)[0], expected(*x))
 
 def test_a_part_of_larger_tensors() -> None:
-  """If first_batch_and_head says that q, k and v are a part of larger tensors, score_mod and mask_mod get batch and head as counted in the larger
-  tensors. This holds in kernels and in the tensor operations of gradients."""
+  """If the option first_batch_and_head says that q, k and v are a part of larger tensors, score_mod and mask_mod get batch and head as counted in the
+  larger tensors. This holds in kernels, and in tensor operations that compute gradients."""
   x, table = [drawn(B, H, 20, D, seed=1), drawn(B, HKV, 33, D, seed=2), drawn(B, HKV, 33, D, seed=3)], floats(B + 1, H + 2, seed=7).astype(np.float32)
   def gradient(t:Tensor, o:Tensor) -> Array: return o.float().square().sum().gradient(t)[0].numpy().astype(np.float64)
   with emulated("gfx942"):

@@ -1,6 +1,5 @@
-"""Tests of random score_mods and mask_mods, which run forward and backward on five chips with a matrix unit and on one without, and are compared with
-float64. The expected values of a function come from its traced UOp, computed in numpy. The expected derivatives come from
-attn/functions/derivative.py, which other tests compare with differences."""
+"""Tests of random score_mods and mask_mods, forward and backward, on five chips with a matrix unit and one without, against float64. The expected
+values come from the function's UOps, computed in numpy, and the expected derivatives from attn/functions/derivative.py, which other tests check."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
@@ -30,8 +29,8 @@ def as_dtype(x:Any, u:UOp) -> Any:
   return np.asarray(x).astype(np.float64 if dtypes.is_float(u.dtype) else bool if u.dtype == dtypes.bool else np.int64)
 
 def computed(value:UOp, places:Given, tensors:list[Array]) -> Array:
-  """Evaluates a traced score_mod or mask_mod in numpy for all pairs of a query and a key. `places` has the values of the function's symbolic
-  arguments."""
+  """Computes a score_mod or mask_mod, given as the UOp `value`, in numpy for all pairs of a query and a key. `places` has the values of its symbols,
+  such as the indices."""
   found = {u: as_dtype(x, u) for u, x in places.items()}
   with np.errstate(all="ignore"):
     for u in value.toposort(lambda u: u not in places):
@@ -43,9 +42,9 @@ def computed(value:UOp, places:Given, tensors:list[Array]) -> Array:
   return found[value]
 
 def element_at(u:UOp, found:dict[UOp, Any]) -> tuple[Array, ...]:
-  """Returns which element of a tensor the UOp `u` reads, for each pair of a query and a key: an array of indices for each axis of the tensor. `u` is
-  a read in a traced score_mod or mask_mod. `found` has the values of the UOps that are the indices, for all pairs. For a pair that the mask hides, an
-  index may lie outside the tensor. Indices are therefore clamped to the axis."""
+  """Returns which element of a tensor a score_mod or mask_mod reads, for each pair of a query and a key: an array of indices for each axis of the
+  tensor. `u` is the read, and `found` has the values of all UOps. Indices are clamped to the axis, because they may lie outside for a pair that the
+  mask hides."""
   return tuple(np.clip(found[x], 0, size - 1) for x, size in zip(indices_of(u), tensor_of(u).shape))
 
 # ***** one call *****
@@ -54,7 +53,8 @@ EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-20}
 
 @dataclass(frozen=True)
 class Case:
-  """Inputs of a call of attention, rounded to their dtypes, with its score_mod and mask_mod."""
+  """Inputs of a call of attention, rounded to their dtypes, with a score_mod or mask_mod or both. Tests run the call, and compute the expected
+  results."""
   dtype: str
   q: Array
   k: Array
@@ -68,17 +68,17 @@ class Case:
   def kinds(self) -> tuple[tuple[tuple[int, ...], str], ...]: return tuple((x.shape, str(x.dtype)) for x in self.tensors)
   @functools.cached_property
   def value(self) -> UOp:
-    """The traced score_mod. Without a score_mod it is the symbol of the score itself."""
+    """The score_mod as a UOp, or the symbol of the score if there is no score_mod."""
     found = None if self.score is None else trace(SCORE_FUNCTION, self.score, self.kinds)
     return SCORE if found is None else found.value
   @functools.cached_property
   def elements(self) -> dict[int, list[UOp]]:
-    """Returns the elements of float tensors that the score_mod reads, as UOps, by the index of the tensor."""
+    """Elements of float tensors that the score_mod reads, as UOps: a list for each tensor, by the tensor's number."""
     of_floats = [u for u in elements_of(self.value) if dtypes.is_float(u.dtype)]
     return {n: [u for u in of_floats if number_of_tensor(u) == n] for n in sorted({number_of_tensor(u) for u in of_floats})}
 
   def run(self, arch:str, kernel:str="") -> list[Array]:
-    """Returns o and the gradients of q, k, v, and of the tensors in `elements`."""
+    """Computes o and the gradients of q, k, v and of the float tensors that the score_mod reads, on the emulator of the chip `arch`."""
     with emulated(arch, kernel):
       q, k, v, do = (tensor(x, self.dtype).realize() for x in (self.q, self.k, self.v, self.do))
       given = [Tensor(x, device="EMU").realize() for x in self.tensors]
@@ -94,8 +94,8 @@ class Case:
 
   def expected(self) -> list[tuple[Array, Array]]:
     """Returns o and the gradients in float64, each with the largest error that the test allows. P, dS and each result may be off by 4 times the
-    roundoff of the dtype. A score may be off by 2^-17 times (1 + the sum of the magnitudes of the products that it adds up). The gradient of a
-    tensor's element may have the errors of dS of all scores that read the element."""
+    roundoff of the dtype. A score may be off by 2^-17 times (1 + the sum of the magnitudes of its products q k). The gradient of an element that the
+    score_mod reads may have the errors of dS of all scores that read the element."""
     q, k, v, do = (x.astype(np.float64) for x in (self.q, self.k, self.v, self.do))
     (B, H, Sq, D), (Hkv, Sk) = q.shape, k.shape[1:3]
     scale, e = D**-.5, 4*EPSILON[self.dtype]
@@ -121,7 +121,7 @@ class Case:
     wrong_delta = (np.abs(do)*wrong_o).sum(-1, keepdims=True)
     apart = p*np.abs(dp - delta)*(wrong + e + 2.0**-12) + p*(wrong_delta + e*np.abs(do)@np.abs(v).swapaxes(-1, -2))
     def of_slope(slope:Array) -> tuple[Array, Array]:
-      """Returns P * (dP - delta) * slope, and its largest error."""
+      """Returns P*(dP - delta)*slope and its largest error. `slope` is the derivative of the score_mod by the score or by an element."""
       slope = np.where(p > 0, slope, 0)
       return p*(dp - delta)*slope, apart*np.abs(slope)
     ds, wrong_ds = of_slope(slope)
@@ -142,7 +142,7 @@ class Case:
 
 @dataclass
 class Draw:
-  """Draws functions of UOps: Python functions that take the arguments of a score_mod (score, b, h, i, j and four tensors)."""
+  """Draws random score_mods and mask_mods: Python functions of (score, b, h, i, j) and four tensors."""
   rng: np.random.Generator
   B: int
   H: int
@@ -153,7 +153,7 @@ class Draw:
   def axes(self) -> list[str]: return [self.one_of("b", "h", "i", "j", "i - j", "0") for _ in range(self.rng.integers(1, 4))]
 
   def tensors(self) -> list[tuple[list[str], Array]]:
-    """Tensors of four dtypes, with the symbols that index their axes."""
+    """Tensors of four dtypes, each with the names of the indices that select an element, such as "h" or "i - j"."""
     sizes = {"b": self.B, "h": self.H, "i": self.Sq + self.Sk, "j": self.Sk, "i - j": self.Sq + 2*self.Sk, "0": 3}
     axes = [self.axes() for _ in range(4)]
     shapes = [tuple(sizes[x] for x in each) for each in axes]
@@ -162,7 +162,8 @@ class Draw:
     return list(zip(axes, made))
 
   def element(self, n:int, axes:list[str]) -> Callable[..., UOp]:
-    """Returns a function of a score's arguments that reads tensor n. The `axes` name the arguments that index the tensor."""
+    """Returns a function (score, b, h, i, j, *tensors) that reads an element of tensor number n. `axes` names the index along each axis, such as "h"
+    or "i - j"."""
     def of(s:Any, b:UOp, h:UOp, i:UOp, j:UOp, *t:UOp) -> UOp:
       places = {"b": b, "h": h, "i": i + self.Sq, "j": j, "i - j": i - j + self.Sq + self.Sk, "0": UOp.const(2)}
       return t[n][tuple(places[x] for x in axes)]
@@ -181,8 +182,8 @@ class Draw:
     return self.one_of(*choices)
 
   def factor(self, elements:list[Callable[..., UOp]]) -> Callable[..., UOp]:
-    """Draws a function of (score, b, h, i, j, *tensors) whose value does not depend on the score. `elements` are functions that read one element of a
-    tensor, one for each tensor that may occur in it."""
+    """Draws a function (score, b, h, i, j, *tensors) whose value does not depend on the score. `elements` has for each of the four tensors a function
+    that reads an element."""
     c = self.number()
     return self.one_of(elements[0], lambda *a: elements[1](*a).cast(dtypes.float), lambda *a: elements[2](*a).cast(dtypes.float)*c,
                        lambda s, b, h, i, j, *t: (i - j).cast(dtypes.float)*(c/32), lambda s, b, h, i, j, *t: (h + 2*b).cast(dtypes.float)*c + 0.5,
@@ -204,7 +205,7 @@ class Draw:
 UNITS = ("gfx942", "gfx1100", "gfx950", "sm_80", "sm_90", "gfx1030")     # gfx1030 has no matrix unit: tiled
 
 def rounded(x:Array, dtype:str) -> Array:
-  """Converts numbers to values of `dtype`, and returns them as float32. For bfloat16 the lower 16 bits are cut off."""
+  """Rounds numbers to `dtype`, and returns them as float32. For bfloat16 the lower 16 bits of float32 are cut off."""
   if dtype == "bfloat16": return (x.astype(np.float32).view(np.uint32) & 0xffff0000).view(np.float32)
   return x.astype(dtype).astype(np.float32)
 

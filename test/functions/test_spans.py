@@ -1,5 +1,5 @@
-"""Tests of the spans of masks (attn/functions/spans.py): whether a mask is true for all pairs of a tile, or for none, as derived from the lowest and
-the highest value of its parts. numpy computes the mask for each pair of the tile, and both must agree."""
+"""Tests of attn/functions/spans.py, which derives whether a mask is true for all pairs of a tile, or for none, from the lowest and the highest value
+of the mask's parts. The derived answer must agree with the mask, which numpy computes for each pair of the tile."""
 from __future__ import annotations
 import itertools
 from collections.abc import Callable
@@ -31,7 +31,8 @@ RULES: dict[Ops, Callable[..., Any]] = {
 NUMPY = {dtypes.int: np.int32, dtypes.bool: np.bool_, dtypes.float: np.float32, dtypes.uchar: np.uint8}
 
 def value(u:UOp, tensors:list[Array], i:Array, j:Array) -> Array:
-  """Computes a traced mask function with numpy for queries with the indices i and keys with the indices j."""
+  """Computes a mask function, given as the UOp `u`, in numpy for queries with the indices i and keys with the indices j. `tensors` are the tensors
+  that the mask reads."""
   found: dict[UOp, Array] = {QUERY: i, KEY: j}
   for x in u.toposort():
     if x in found or x._shape != () or x.op is Ops.STACK: continue
@@ -42,8 +43,8 @@ def value(u:UOp, tensors:list[Array], i:Array, j:Array) -> Array:
   return found[u]
 
 def limits_on(mask:UOp, tensors:list[Array], i:Array, j:Array) -> tuple[bool, bool]:
-  """Returns what is derived about a mask on a block of queries i and keys j: whether the mask is true for all pairs of a query and a key, and whether
-  it may be true for any pair."""
+  """Returns what attn derives about a mask on queries i and keys j: whether the mask is true for all pairs, and whether it may be true for any pair.
+  The lowest and highest values of the mask's parts come from numpy."""
   def limits(u:UOp) -> Extremes:
     x = value(u, tensors, i, j)
     low, high = (-np.inf, np.inf) if np.issubdtype(x.dtype, np.floating) and np.isnan(x).any() else (x.min(), x.max())
@@ -55,8 +56,8 @@ def limits_on(mask:UOp, tensors:list[Array], i:Array, j:Array) -> tuple[bool, bo
 BLOCKS = list(itertools.product(range(0, LENGTH, BLOCK), repeat=2))
 
 def known(function:Mask, *names:str) -> list[tuple[bool, bool]]:
-  """Returns for each block of (query, key) pairs what `limits_on` derives from the limits of the block's indices: whether the mask is true for all
-  pairs, and whether it may be true for any. Asserts that both agree with the mask's values."""
+  """Returns for each test block of queries and keys what attn derives about a mask function: whether the mask is true for all pairs, and whether it
+  may be true for any. Asserts that both agree with the mask. `names` selects the tensors that the mask reads."""
   tensors, found = [TENSORS[name] for name in names], []
   traced = functions_of(None, function, tuple((x.shape, x.dtype.name) for x in tensors)).get("mask_mod")
   if traced is None: return []
@@ -99,7 +100,7 @@ def test_spans_are_true_and_decide(name:str) -> None:
   assert found and {"all": all(decided), "some": any(decided), "none": not any(decided)}[want], decided
 
 def test_parts_depend_on_one_side() -> None:
-  """A mask is divided into parts that depend on the query alone or on the key alone, and these parts are as large as possible."""
+  """attn finds the parts of a mask that depend on the query alone or on the key alone. These parts are as large as possible."""
   d = tensor_symbol(0, (8,), "int32")
   one, two = d[QUERY]//2 + 1, (d[KEY]*2).maximum(3)
   assert one_sided_expressions(one.eq(two) & (KEY < 5)) == [one, two, KEY < 5]

@@ -1,5 +1,5 @@
 """Tests of attn/functions/trace.py, and of what `attention` does with a score_mod or mask_mod before a kernel runs: which functions and tensors it
-refuses and with which message, what it makes of the accepted ones, and when it calls a function or compiles a kernel again."""
+refuses and with which message, and when it calls the function or compiles a kernel again."""
 from __future__ import annotations
 import functools, itertools, random, types
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def on_emulator(shape:tuple[int, ...]=(2, 5), dtype:Any=dtypes.float, device:str
   return Tensor.ones(*shape, dtype=dtype, device=device).contiguous().realize()
 
 def call(*tensors:Any, score:Any=None, mask:Any=None) -> Any:
-  """Checks a call of `attention` with this score_mod and mask_mod, and returns the kernel that is chosen for it."""
+  """Checks the arguments of a call of `attention` with this score_mod and mask_mod, and returns dispatch's choice of a kernel. No kernel runs."""
   q = on_emulator((1, 2, 5, 32), dtypes.half)
   return choice_of(q, q, q, arch="gfx942", score_mod=score, mask_mod=mask, mod_tensors=tensors)
 
@@ -38,7 +38,7 @@ def masked(function:Any) -> UOp:
 # ***** what is refused *****
 
 def mod(function:Callable[..., Any]) -> Callable[..., Any]:
-  """Turns `function(score, h, i, j, tensor)` into a score_mod that reads one tensor."""
+  """Makes a score_mod of one tensor from `function(score, h, i, j, tensor)`: the argument b is left out."""
   return lambda s, b, h, i, j, t: function(s, h, i, j, t)
 
 RETURNED = {"None": None, "True": True, "1.0": 1.0, "3": 3, "'x'": "x", r"\(1,\)": (1,), "nan": float("nan")}
@@ -137,7 +137,7 @@ def test_python_that_needs_a_number(name:str) -> None:
   with pytest.raises(ValueError, match=rf"(?s)^mask_mod=\S+ \(.*test_trace.py:\d+\) raised \w+: .*{advice}"): call(mask=PYTHON[name])
 
 class Scaled:
-  """A callable object, as a score_mod, with a factor that may change after it was traced."""
+  """A score_mod that is an object: it multiplies the score by `factor`, which tests change after a first call."""
   def __init__(self, factor:float) -> None: self.factor = factor
   def __call__(self, s:UOp, b:UOp, h:UOp, i:UOp, j:UOp) -> UOp: return s*self.factor
 
@@ -216,7 +216,7 @@ def test_tensors_that_are_taken() -> None:
       check(rows, mod(lambda s, h, i, j, t, view=view: s + view(h, i, j, t)), t)
 
 def test_a_view_of_a_tensor_is_checked_like_the_tensor() -> None:
-  """An index beyond the end of a flipped or permuted tensor is an error. It does not wrap around to another element."""
+  """An index beyond the end of a flipped or permuted tensor is an error. It does not read another element of the buffer."""
   for function, axis in ((lambda s, b, h, i, j, t: s + t.permute((1, 0))[0, 2], 0), (lambda s, b, h, i, j, t: s + t.flip((1,))[0, 5], 1)):
     with pytest.raises(ValueError, match=f"reads index -?[12] of axis {axis} of a tensor of shape"): call(on_emulator(), score=function)
   assert scored(lambda s, b, h, i, j, t: s + t.permute((1, 0))[j, h]) is scored(lambda s, b, h, i, j, t: s + t[h][j])
@@ -249,7 +249,7 @@ def test_equality_outside_a_function_is_identity() -> None:
 
 @pytest.fixture
 def calls(monkeypatch:pytest.MonkeyPatch) -> list[str]:
-  """Returns a list to which the name of each traced function is appended, in the order of tracing."""
+  """Returns a list. Whenever attn calls a score_mod or mask_mod to trace it, the name of the function is appended."""
   found: list[str] = []
   own = module.call_twice
   def counted(signature:Any, function:Any, tensors:Any) -> Traced:

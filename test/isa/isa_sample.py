@@ -1,6 +1,6 @@
-"""Makes a small attention loop in HIP for each matrix unit, for the tests of the compiler and of the report on machine code. The loop has the
-structure of a real kernel (K and V through LDS, S^T = K Q^T, softmax over registers, O^T = V^T P^T, a rare rescale behind a branch), but does not
-compute attention."""
+"""Small attention loops in HIP, one for each matrix unit, for tests of the compiler and of the reports on machine code. A loop has the structure of a
+real kernel (K and V through LDS, S^T = K Q^T, softmax over registers, O^T = V^T P^T, a rare rescaling behind a branch), but does not compute
+attention."""
 from dataclasses import dataclass
 from attn.chips import CHIPS, MODELLED
 from attn.chips.matrix import Matrix
@@ -28,8 +28,8 @@ BARRIER = ('    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");__builtin_
            '__builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");')
 
 def sample(arch:str, d:int=64, exp:str="__builtin_amdgcn_exp2f", maximum:str="__builtin_fmaxf(x, y)") -> str:
-  """Returns a small attention loop over tiles of keys as HIP text in tinygrad's form: with its typedefs, its declarations of device functions, and
-  its kernel signature. `d` is the head dimension. `exp` and `maximum` are the C expressions for 2^x and for the larger of x and y."""
+  """Returns the HIP source of a kernel with a small attention loop over tiles of keys, in the form in which tinygrad renders kernels. `d` is the head
+  dimension. `exp` is the C function for 2^x, and `maximum` the C expression for the larger of x and y."""
   u = UNITS[arch]
   tiles, steps, parts, key_steps = KEYS//u.m, d//u.k, d//u.m, KEYS//u.k
   step = u.lanes if u.lanes*u.wave == u.m*u.k else 0   # on gfx11 both half-waves hold the same elements

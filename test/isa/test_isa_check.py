@@ -1,5 +1,5 @@
-"""Tests of the checks of machine code. The checks must find the planted fault in a small assembly text, and must find nothing in a text without a
-fault."""
+"""Tests of the checks of machine code. The checks find a planted fault in a small assembly text, and find nothing in the same text without the fault.
+"""
 from __future__ import annotations
 import random, re
 from collections.abc import Callable
@@ -77,8 +77,8 @@ def test_what_needs_all_lanes_is_found_where_some_are_off(arch:str, text:str) ->
 def test_whole_waves_are_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
 
 def branches(depth:int, inside:str, i:int=0) -> str:
-  """Returns the text of nested if-else as clang compiles it. Both branches contain if-else up to this depth, and the innermost branches contain
-  `inside`."""
+  """Returns the assembly text of nested if-else as clang compiles it. `depth` is the depth of the nesting; the innermost branches contain `inside`.
+  """
   own, (then, other) = f"s{10 + i}", (branches(depth - 1, inside, i + 1) if depth > 1 else inside for _ in range(2))
   return (f"s_and_saveexec_b32 {own}, s{20 + i}; s_xor_b32 {own}, exec_lo, {own}; {then}; s_and_not1_saveexec_b32 {own}, {own}; {other}; "
           f"s_or_b32 exec_lo, exec_lo, {own}")
@@ -133,8 +133,8 @@ def test_a_register_that_may_be_negative_is_found(arch:str, text:str) -> None:
 def test_a_register_that_is_not_negative_is_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
 
 def test_how_many_dimensions_a_workgroup_has() -> None:
-  """The check of machine code knows the range of v0, which holds ten bits for each coordinate of a thread. The range follows from the number of
-  dimensions that the assembly text states for a workgroup, or from three dimensions if the text states none."""
+  """The check of machine code knows the range of register v0, which has ten bits for each coordinate of a thread. The range follows from the number
+  of dimensions of a workgroup that the assembly text states, or from three if it states none."""
   text = f"k:\nv_lshlrev_b32_e32 v1, 4, v0\n{LOAD}\ns_endpgm\n"
   says = ".amdhsa_kernel k\n  .amdhsa_system_vgpr_workitem_id {}\n.end_amdhsa_kernel\n"
   assert [len(findings(text + more, "gfx942")) for more in ("", says.format(0), says.format(1), says.format(2))] == [1, 0, 0, 1]
@@ -159,8 +159,8 @@ OPERATIONS: dict[str, Callable[..., int]] = {     # results by the ISA documents
   "v_max_i32_e32": lambda x, y: max(x, y, key=signed), "v_med3_i32": lambda x, y, z: sorted((x, y, z), key=signed)[1]}
 
 def test_ranges_hold_what_instructions_give() -> None:
-  """The check of machine code computes a range for the result of each instruction, and the range contains the result. The test draws the operands
-  from small and large ranges."""
+  """The check of machine code computes a range for the result of each instruction, and the result lies in it. The test draws operands from small and
+  large ranges."""
   rng = random.Random(0)
   known = 0
   for op, meaning in OPERATIONS.items():
@@ -208,7 +208,8 @@ def test_other_loops_are_left_alone(arch:str, text:str) -> None: assert of(text,
 # ***** kernels *****
 
 def dbias_text(arch:str) -> str:
-  """Returns the source of backward_dbias for a bias that has a row for each query. The number of queries is no multiple of the tile."""
+  """Returns the source of the kernel backward_dbias, which computes the gradient of a bias. The bias has a row for each query, and the number of
+  queries is no multiple of the tile."""
   p = replace(problem(Sq=83, Sk=71, extras=dict(bias=np.zeros((1, 2, 83, 71), np.float32))), return_lse=True)
   chip = get_chip(arch)
   args = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(dbias_arguments(p).values())]
@@ -239,8 +240,8 @@ def run(*args:object) -> tuple[int, list[str]]:
 
 @pytest.fixture
 def ours(monkeypatch:pytest.MonkeyPatch) -> list[Spec]:
-  """Replaces attn's kernels by three small sample kernels, one for each of three chips. The sample for gfx1100 has a fault: some lanes return before
-  an operation across lanes. The sample for gfx1201 has this fault only if it is made for lengths that are not powers of two."""
+  """Replaces attn's kernels by three small sample kernels, for gfx942, gfx1100 and gfx1201. In the sample for gfx1100, as a fault, some lanes return
+  before an operation across lanes. The sample for gfx1201 has this fault only for lengths that are no powers of two."""
   specs = [Spec("gfx942", 64), Spec("gfx1100", 64), Spec("gfx1201", 64)]
   def kernel_source(spec:Spec, llvm:int, shape:Shape|None) -> source.Source:
     text, leave = sample(spec.arch, spec.d), "  if (t&1) return;\n  l = __builtin_amdgcn_update_dpp(0.0f, l, 0xb1, 15, 15, true);\n"
@@ -257,8 +258,8 @@ def test_the_command_looks_at_every_kernel(ours:list[Spec]) -> None:
   assert run("--arch", "gfx942") == (0, []) and run("gfx942/64") == (0, []) and run("gfx1100/64") == (1, lines[:2])
 
 def test_uneven_rows() -> None:
-  """`uneven_shape` gives a problem for checks of machine code: no tile divides its numbers of rows, except tiles of a few rows. Its causal mask ends
-  at the last query and the last key."""
+  """`uneven_shape` gives a problem for checks of machine code in which the last tiles are not full: no tile, except of a few rows, divides its
+  numbers of rows. Its causal mask ends at the last query and the last key."""
   p = problem_of_spec(spec := Spec("gfx942", 64, mask="causal"), uneven_shape(spec))
   assert (p.Sq, p.Sk, p.H, p.Hkv, p.offset, p.window) == (4000, 4133, 32, 8, 133, (-1, 0)) and p.Sq % 128 and p.Sk % 16
   latent = problem_of_spec(spec := Spec("gfx942", 576, kernel="mla"), uneven_shape(spec))

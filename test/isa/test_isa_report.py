@@ -1,5 +1,5 @@
-"""Tests of the report on machine code: classes of instructions, the control flow graph and its loops, the usual path, counts and bounds, and the
-command line."""
+"""Tests of attn.isa's reports on machine code: classes of instructions, branches and loops, the path that a loop usually takes, counts and bounds,
+and the command line."""
 import json
 from dataclasses import replace
 import pytest
@@ -91,8 +91,8 @@ def test_shape_of_a_matrix_instruction(op, shape, flops): assert matrix_shape(op
 
 @pytest.mark.parametrize("arch", MODELLED)
 def test_the_cycles_of_a_shape_are_the_chips_peak_or_its_half(arch):
-  """The published cycles of a matrix instruction are never faster than the published peak of the chip, or than twice this peak for FP8. The older
-  instructions of gfx950 run at half of the peak."""
+  """The published cycles of each matrix instruction agree with the published peak rate of its chip: the instruction runs at the peak, at half or a
+  quarter of it, or in FP8 at twice the peak. The older instructions of gfx950 run at half."""
   cu = CHIPS[arch].pipes
   for shape, cycles in cu.matrix.items():
     if shape == "4x4x4_16b": continue      # adds numbers of single lanes and counts as no matrix operations
@@ -126,7 +126,7 @@ def test_of_nested_loops_the_inner_one_with_matrices_counts():
   assert len(loops_of(blocks)) == 3 and [blocks[x.header].labels for x in matrix_loops(blocks)] == [[".LBB0_2"]]
 
 def test_of_equal_loops_the_shorter_one_counts():
-  """If two loops of a kernel have equal matrix operations, the report on its machine code describes the shorter loop: the loop without the mask."""
+  """If two loops of a kernel have the same matrix operations, the report on its machine code describes the shorter loop: the one without a mask."""
   blocks = block_names(f".LBB0_1:\nv_cndmask_b32 v0, v1, v2, vcc\n{MFMA}s_cbranch_scc0 .LBB0_1\n"
                        f".LBB0_2:\n{MFMA}s_cbranch_scc0 .LBB0_2\ns_endpgm")
   assert blocks[matrix_loops(blocks)[0].header].labels == [".LBB0_2"]
@@ -141,8 +141,8 @@ def test_a_rare_side_block_is_left_out():
   assert path.count("v_exp_f32_e32") == 4 and "v_mul_f32" not in path
 
 def test_a_block_with_the_exponentials_is_not_left_out():
-  """The usual path through a loop, whose instructions the report on machine code counts, contains the basic block with the exponentials, although an
-  s_cbranch_execz can skip this block."""
+  """The report on machine code counts the instructions of the usual path through a loop. This path contains the basic block with the exponentials,
+  although an s_cbranch_execz can skip the block."""
   path = path_of(f".LBB0_1:\n{MFMA*4}s_cbranch_execz .LBB0_2\n{EXP*4}v_mul_f32 v2, v2, v0\n"
                  ".LBB0_2:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
   assert "v_exp_f32_e32" in path and "v_mul_f32" in path
@@ -152,8 +152,8 @@ def test_a_block_with_matrix_work_is_not_left_out():
   assert path.count("v_mfma_f32_32x32x8_f16") == 8
 
 def test_of_two_ways_with_the_same_work_the_cheaper_is_taken():
-  """The usual path through a loop, whose instructions the report on machine code counts, follows the cheaper of two branches with equal matrix
-  operations: the branch without the mask."""
+  """The report on machine code counts the instructions of the usual path through a loop. Of two branches with the same matrix operations, this path
+  takes the cheaper: the one without a mask."""
   path = path_of(f".LBB0_1:\ns_cbranch_vccz .LBB0_2\n{MFMA*4}{EXP*4}v_cndmask_b32 v0, v1, v2, vcc\ns_branch .LBB0_3\n"
                  f".LBB0_2:\n{MFMA*4}{EXP*4}\n"
                  ".LBB0_3:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
@@ -162,13 +162,14 @@ def test_of_two_ways_with_the_same_work_the_cheaper_is_taken():
 # ***** waits *****
 
 def _counted(report):
-  """Returns the waits for memory accesses, and the barriers, that a report counts. Other waits differ between the assembly text and the code
-  object."""
+  """Returns (kind, pending accesses) for each wait for memory and each barrier in a report. Other waits are left out, because they differ between the
+  assembly text and the code object."""
   return [(x.what.split()[0], x.under_way) for x in report.waits if not x.what.startswith(("s_wait_alu", "s_waitcnt_depctr"))]
 
 def stops(arch, text):
-  """Returns a tuple for each wait or barrier: (what it is, accesses, instructions since the last access was issued, matrix instructions among them,
-  pending accesses)."""
+  """Returns a tuple for each wait and barrier of an assembly text: its text, the number of memory accesses that it waits for, the instructions since
+  the last of these was issued, the matrix instructions among them, and the number of accesses that are still pending. If it waits for no access, the
+  three middle numbers are one 0."""
   trip = parse(f".amdgcn_target \"amdgcn-amd-amdhsa--{arch}\"\nk:\n{text}\n.type k,@function")[0].instructions
   return [(x.what, *([y.accesses, y.instructions, y.matrix] if (y := x.awaited) is not None else [0]), x.under_way)
           for x in waits_of(trip, CHIPS[arch])]
@@ -217,8 +218,8 @@ def test_a_wait_lasts_for_what_came_before_those_it_leaves():
                    ("vmcnt(0)", 1, 7, 3, {})]
 
 def test_loads_of_the_trip_before_are_under_way():
-  """The table of waits in the report on machine code counts a load that is still pending at the end of a loop iteration: a wait of the next iteration
-  is for this load."""
+  """The table of waits in a report on machine code knows that a load which is pending at the end of a loop iteration is waited for in the next
+  iteration."""
   assert stops("gfx1201", "buffer_load_b128 v[0:3], v4, s[0:3], null offen\n" + MFMA + "s_wait_loadcnt 0x1\n" + MFMA) == [
     ("loadcnt(1)", 1, 6, 3, {"loadcnt": 1})]
 
@@ -234,8 +235,8 @@ def test_waits_of_waves_with_an_active_lane_are_on_the_way():
 @pytest.mark.parametrize("arch", SEARCHED)
 @pytest.mark.parametrize("d", [64, 128])
 def test_the_work_of_a_trip_is_known(arch, d):
-  """The report on machine code has the counts of one loop iteration that follow from the source (matrix instructions, scores, exponentials, LDS
-  traffic). It also has the bounds that follow from these counts."""
+  """A report on machine code counts the work of one loop iteration as the source determines it: matrix instructions, scores, exponentials and LDS
+  traffic. The bounds of the loop's time follow from these counts."""
   u, cu = UNITS[arch], CHIPS[arch].pipes
   report = analyse(assembly(sample(arch, d), arch), d=d, queries=u.m)
   loop, held = report.loop, report.resources
@@ -335,8 +336,8 @@ def test_a_code_object_that_would_be_decoded_wrongly_is_refused():
     disassemble(assemble(assembly(sample("gfx90a"), "gfx90a"), "gfx90a"))
 
 def test_agprs_are_told_from_vgprs():
-  """The report on machine code distinguishes accumulation registers from vector registers in a CDNA kernel with more than 256 registers, in the
-  assembly text and in the code object."""
+  """The report on a CDNA kernel with more than 256 registers counts accumulation registers and vector registers separately, from the assembly text
+  and from the code object."""
   text = assembly(sample("gfx950", 256), "gfx950")
   held = analyse(text, d=256).resources
   text = text.replace(".agpr_count:     0", ".agpr_count:     16")
@@ -346,7 +347,7 @@ def test_agprs_are_told_from_vgprs():
   assert changed == analyse(disassemble(assemble(text, "gfx950")), d=256).resources
 
 def test_llvm_objdump_text_is_read():
-  """attn.isa reads the text of llvm-objdump. Branches in this text have numbers as targets. A comment gives the address of the target; without the
+  """attn.isa reads the text of llvm-objdump. A branch in this text has a number as its target. The target's address is in a comment; without the
   comment, attn.isa computes it."""
   dump = ("\nkernel.co:\tfile format elf64-amdgpu\n\n0000000000001600 <k>:\n"
           "\tv_mov_b32_e32 v0, 0                                        // 000000001600: 7E000280\n"
@@ -412,8 +413,8 @@ def test_backward_kernels_by_options_and_by_their_words(monkeypatch):
 
 @pytest.mark.parametrize("kernel, passes, exponentials", (("dq", 1, 1), ("dkdv", 1, 1), ("dkdv", 2, 2)))
 def test_hot_loops_of_the_backward(kernel, passes, exponentials):
-  """The report on machine code finds the hot loop of each backward kernel, and counts its scores, exponentials and matrix instructions correctly. A
-  kernel of two passes computes P twice, so it has two exponentials for each score."""
+  """The report on machine code finds the hot loop of each backward kernel, and counts scores, exponentials and matrix instructions correctly. A
+  kernel of dk and dv that loops over the queries twice (two passes) computes P twice, so it has two exponentials for each score."""
   spec = source.Spec("gfx1100", 32, "float16", "causal", kernel)
   _, tile = source.chosen(spec)
   found = source.kernel_source(spec, replace(tile, passes=passes))
@@ -422,8 +423,8 @@ def test_hot_loops_of_the_backward(kernel, passes, exponentials):
   assert sum(loop.matrix.values()) == 2*{("dq", 1): 3, ("dkdv", 1): 4, ("dkdv", 2): 5}[kernel, passes]*loop.scores/256
 
 def test_useful_is_of_both_backward_kernels():
-  """The figure `useful` (share of the matrix unit's peak rate that goes to useful products) of the two backward kernels is the cycles of five
-  products at the dense rate, divided by the cycles of the two kernels. The kernels compute seven products, so `useful` is at most 5/7."""
+  """`useful` is the share of the matrix unit's peak rate that goes to necessary products. For the two backward kernels together it is the time of
+  five products at the peak rate, divided by the time of both kernels. The kernels compute seven products, so `useful` is at most 5/7."""
   reports = costs.reports_of([source.Spec("gfx1201", 32, kernel=kernel) for kernel in ("dq", "dkdv")])
   cycles = [sum(r.loop.cycles[x] for x in ("matrix", "vector", "transcendental"))/r.loop.scores for r in reports]
   matrix = [r.loop.cycles["matrix"]/r.loop.scores for r in reports]
@@ -486,8 +487,8 @@ def test_help_shows_every_option():
   assert "Options of report, the command where none is named" in shown and "--every-block" in shown
 
 def test_cuda_source_and_sass(monkeypatch, tmp_path):
-  """The command `python -m attn.isa asm` prints CUDA source and SASS, here with a toolkit of two scripts that print their input. Without a toolkit it
-  prints the source alone."""
+  """`python -m attn.isa asm` prints CUDA source and SASS. Here two scripts that print their input stand for the CUDA toolkit. Without a toolkit the
+  command prints the source alone."""
   scripts = {"nvcc": 'while [ "$1" != -o ]; do echo "$1" >> "$CALLS"; shift; done; echo binary > "$2"',
              "nvdisasm": 'echo "SASS of $1"; cat "$2"'}
   for tool, text in scripts.items():

@@ -1,4 +1,4 @@
-"""Tests of the performance bound that follows from the problem, the tile and the chip."""
+"""Tests of the lower bound of a kernel's time that follows from the problem, the tile and the chip."""
 import itertools
 import pytest
 from attn.chips import MODELLED

@@ -1,5 +1,5 @@
-"""Compiles every kernel that dispatch chooses on every chip. No kernel spills registers or has a slow instruction sequence that `costs.defects`
-finds, such as a maximum by compare and select. The costs of each kernel equal those in docs/costs.txt."""
+"""Compiles every kernel that dispatch chooses, for every chip. No kernel spills registers or has one of the slow instruction sequences that
+`costs.defects` finds, such as a maximum by compare and select. The costs of each kernel equal those in docs/costs.txt."""
 from __future__ import annotations
 import functools, re
 from dataclasses import replace
@@ -53,15 +53,15 @@ def test_the_page_has_the_files_figures() -> None:
     assert (useful, int(spilled)) == (dq["useful"], int(dq["spill"]) + int(dkdv["spill"])), name
 
 def wrong_waits(spec:Spec, report:Report) -> list[str]:
-  """Returns the waits and barriers in the hot loop that differ from the waits and barriers of the kernel's design."""
+  """Returns the waits and barriers in a kernel's hot loop that differ from the kernel's design."""
   name, tile = chosen(spec)
   if name == "staggered": return wrong_in_staggered(report)
   return wrong_in_dual_wave(report) if name == "dual_wave" else wrong_in_forward(report, tile)
 
 def wrong_in_staggered(report:Report) -> list[str]:
-  """Returns the wrong waits and barriers in a staggered kernel, a forward kernel whose waves alternate between matrix work and other work. The loads
-  of two tiles must be pending during all matrix instructions of an iteration and at its two barriers; the first half of the next iteration waits for
-  them."""
+  """Returns the wrong waits and barriers of the staggered kernel, in which one half of the waves multiplies while the other computes the softmax.
+  Loads of two tiles must be pending during all matrix instructions of an iteration and at its two barriers. The first half of the next iteration
+  waits for them."""
   assert report.loop is not None
   matrix = report.loop.matrix
   products = sum(n for shape, n in matrix.items() if "4x4x4" not in shape)      # without the matrix instructions that sum P
@@ -73,9 +73,10 @@ def wrong_in_staggered(report:Report) -> list[str]:
   return [what for what in right if not right[what]]
 
 def wrong_in_dual_wave(report:Report) -> list[str]:
-  """Returns which waits and barriers of a dual-wave kernel are wrong. An iteration computes two tiles of keys. Each tile takes four steps, two of
-  computation and two of memory access, and a barrier ends each step. A wait at the end of each step of memory access is for the loads that were
-  issued four steps before: the two matrix products of a tile hide them. Loads of two later tiles are always under way."""
+  """Returns the wrong waits and barriers of the dual_wave kernel, in which one group of waves computes while the other reads LDS. An iteration
+  computes two tiles of keys. Each tile takes four steps, two of computation and two of memory access, and a barrier ends each step. A step of memory
+  access ends with a wait for loads that were issued four steps before, so that the two matrix products of a tile hide them. Loads of two later tiles
+  are always pending."""
   assert report.loop is not None
   waits = [x for x in report.waits if x.what.startswith("vmcnt")]
   barriers = [x for x in report.waits if x.what in BARRIERS]
@@ -87,9 +88,9 @@ def wrong_in_dual_wave(report:Report) -> list[str]:
   return [what for what in right if not right[what]]
 
 def wrong_in_forward(report:Report, tile:Tile) -> list[str]:
-  """Returns the wrong waits and barriers in a forward kernel. With prefetch, the next tile's loads must be pending from before the first matrix
-  instruction of an iteration until after the last one. Without prefetch, an iteration waits for its own loads before the first matrix instruction.
-  Barriers separate the waves that read LDS from the waves that write it."""
+  """Returns the wrong waits and barriers of a forward kernel. With prefetch, the next tile's loads must be pending from before the first matrix
+  instruction of an iteration until after the last. Without prefetch, an iteration waits for its loads before the first matrix instruction. Barriers
+  separate stores to LDS from reads by other waves."""
   assert report.loop is not None
   matrix = sum(report.loop.matrix.values())
   # At D=256 on CDNA3 and its predecessor the compiler moves loads below the softmax's branch, so they are under way in most of the second product
@@ -105,8 +106,7 @@ def wrong_in_forward(report:Report, tile:Tile) -> list[str]:
   return [what for what in right if not right[what]]
 
 def test_a_fence_that_waits_for_loads_is_seen(monkeypatch:pytest.MonkeyPatch) -> None:
-  """A memory fence in place of the barrier's own wait instruction makes the kernel wait for loads that it has just issued. `wrong_waits` reports
-  this."""
+  """A barrier that is compiled as a memory fence waits for loads that the kernel has just issued. `wrong_waits` reports this wait."""
   spec = Spec("gfx950", 128)
   kernel = kernel_source(spec)
   text = kernel.text.replace("__builtin_amdgcn_s_waitcnt(0xc07f);", FENCE)
@@ -114,8 +114,8 @@ def test_a_fence_that_waits_for_loads_is_seen(monkeypatch:pytest.MonkeyPatch) ->
   assert wrong_waits(spec, report) == ["waits", "what is waited for", "time of loads", "under way at barriers"]
 
 def test_loads_that_have_no_time_are_seen() -> None:
-  """`wrong_waits` finds a wait that comes too soon after its loads. Without fences in the second product the compiler moves loads into the middle of
-  the product, and waits for them six matrix instructions later."""
+  """`wrong_waits` reports a wait that comes too soon after its loads. Here the second matrix product has no compiler fences: clang moves loads into
+  the middle of the product, and waits for them six matrix instructions later."""
   spec = Spec("gfx942", 256)
   _, tile = chosen(spec)
   assert isinstance(tile, Tile)
@@ -149,7 +149,7 @@ def test_lane_groups_meet_by_the_chips_own_instruction(arch:str, matrix:int) -> 
   assert set(found) == EXCHANGES[arch, matrix]
 
 def trip(spec:Spec, **tile:Any) -> list[Instruction]:
-  """Returns the hot loop of the forward kernel. Its tile is the one that dispatch chooses, with some fields changed."""
+  """Returns the instructions of the forward kernel's hot loop. Its tile is the one that dispatch chooses, with the fields `tile` changed."""
   p, arch = problem_of_spec(spec), get_chip(spec.arch)
   kernel = kernel_source(spec, replace(choose_tile(p, arch), **tile))
   found = hot_loop(parse(assembly(kernel.text, spec.arch))[0], get_chip(spec.arch), kernel.d, kernel.dv)
@@ -159,8 +159,8 @@ def trip(spec:Spec, **tile:Any) -> list[Instruction]:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("d", costs.HEAD_DIMENSIONS)
 def test_the_next_tile_is_loaded_before_the_matrix_work(arch:str, d:int) -> None:
-  """An iteration issues the next tile's loads before all of its matrix instructions. On gfx942 with D=256 the compiler moves loads below the
-  softmax's branch, where they come before the second product."""
+  """An iteration issues the loads of the next tile before all its matrix instructions. On gfx942 with D=256 clang moves some loads further down,
+  behind the branch of the softmax but before the second product."""
   kinds = ["sum of P" if x.kind == "matrix" and not matrix_shape(x.op)[1] else x.kind for x in trip(Spec(arch, d), prefetch=1)]
   after = kinds[len(kinds) - kinds[::-1].index("load"):].count("matrix")
   assert after >= kinds.count("matrix")*(0.5 if (arch, d) == ("gfx942", 256) else 1)
@@ -172,8 +172,8 @@ def test_barriers_of_a_trip(arch:str, prefetch:int, barriers:int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_lazy_and_eager(arch:str) -> None:
-  """The softmax subtracts a number from all scores of a row. A kernel that raises this number to the maximum in every iteration executes about half
-  an instruction per score more than a kernel that raises it only when needed."""
+  """The softmax subtracts a number from all scores of a row. A kernel that sets this number to the row's maximum in every iteration executes about
+  half an instruction more for each score than a kernel that raises it only when needed."""
   def valu(above:float) -> int: return sum(x.kind in VECTOR for x in trip(Spec(arch, 128), rescale_above=above))
   spec = Spec(arch, 128)
   tile = choose_tile(problem_of_spec(spec), get_chip(arch))
@@ -184,8 +184,8 @@ def test_lazy_and_eager(arch:str) -> None:
 
 @functools.cache
 def both(spec:Spec) -> list[tuple[Report, list[str]]]:
-  """Returns the reports on the two kernels that compute the gradients for `spec`, each with the slow instruction sequences that `costs.defects` finds
-  in the kernel."""
+  """Returns reports on the machine code of the two kernels that compute the gradients for `spec`: dq, and dk and dv. Each comes with the slow
+  instruction sequences that `costs.defects` finds in the kernel."""
   sources = [kernel_source(x) for x in spec.together]
   texts = [assembly(source.text, spec.arch) for source in sources]
   reports = [costs.report_of_text(x, source, text) for x, source, text in zip(spec.together, sources, texts)]
@@ -202,8 +202,8 @@ def sampled(arch:str, d:int, dtype:str, mask:str) -> Any:
 
 @pytest.mark.parametrize("spec", [sampled(x.arch, x.d, x.dtype, x.mask) for x in GRADIENTS])
 def test_gradients(spec:Spec) -> None:
-  """Backward kernels do not spill up to D=128. For larger D at most OUTSIDE vector registers spill, and no hot loop accesses them. An iteration has
-  only the barriers that separate readers of LDS from writers; on gfx12 a barrier is two instructions."""
+  """Backward kernels do not spill up to D=128. For larger D at most OUTSIDE vector registers spill, outside of the hot loop. An iteration has only
+  the barriers that separate stores to LDS from reads; on gfx12 a barrier is two instructions."""
   for one, (r, slow) in zip(spec.together, both(spec), strict=True):
     held, loop, tile = r.resources, r.loop, chosen(one)[1]
     assert isinstance(tile, BackwardTile) and loop is not None

@@ -1,4 +1,5 @@
-"""Tests that the rendered source of attn's kernels is readable: its lines are short, and the whole text is short."""
+"""Tests that the rendered source of attn's kernels is readable, with short lines and short in total, and how attn renders integers with known bounds.
+"""
 from __future__ import annotations
 import re
 from collections.abc import Callable
@@ -25,8 +26,9 @@ OPTIONS:dict[str, dict[str, Any]] = {
   "bias in a window": dict(window=(100, 20), extras=dict(bias=np.zeros((1, 32, 1024, 1024), np.float32)))}
 
 def test_a_range_stays_the_same_in_what_is_simplified() -> None:
-  """If the bound of a loop is hidden from tinygrad, a simplified expression of the loop's index still uses the same range UOp. In an earlier version
-  the expression got a range with another end, and no kernel of gfx1201 for D=256, Dv=98 and 33 keys could be lowered."""
+  """attn hides the bound of some loops from tinygrad. When tinygrad simplifies an expression of the loop's index, the expression still uses the same
+  range UOp. In an earlier version the expression got a range with another end, and the gfx1201 kernel for D=256, Dv=98 and 33 keys could not be
+  lowered."""
   bound = trip_count(UOp.const(1))
   assert bound is not None
   loop = Allocator().range(bound, AxisType.LOOP)
@@ -51,15 +53,15 @@ def test_size(chip:str) -> None: assert len(text_of(Spec(chip, 128))) <= SHORT[c
 # ***** integers between two bounds *****
 
 def printed_bounds(x:UOp, name:str, value:Callable[[UOp], UOp]) -> str:
-  """Returns the source of a kernel that computes an integer from a loop index and stores it. `value` makes the integer from the index x."""
+  """Returns the source of a kernel called `name` that stores an integer in a loop with the index x. `value` makes the integer from x."""
   store = UOp.placeholder((64,), dtypes.int, 0)[x].store(value(x).cast(dtypes.int))
   return render(store.end(x).sink(arg=KernelInfo(name, opts_to_apply=()), tag=OPTIMISED), "gfx942")
 
 @pytest.mark.parametrize(("name", "axis", "held"), (("attn_clamped", AxisType.GLOBAL, True), ("attn_clamped", AxisType.WARP, False),
                                                     ("clamped", AxisType.GLOBAL, False)))
 def test_the_second_of_two_bounds_is_hidden(name:str, axis:AxisType, held:bool) -> None:
-  """The rendered source of an attn kernel hides the second bound from clang if an integer is clamped between two bounds and is equal in all lanes.
-  clang then computes the integer in scalar registers. The source does not hide the bounds of other integers."""
+  """attn's renderer hides the second bound from clang where an attn kernel clamps an integer between two bounds and all lanes have the same integer.
+  clang then computes the integer in scalar registers. Bounds of other integers are not hidden."""
   x = UOp.range(64, 0, axis)
   text = printed_bounds(x, name, lambda x: (x*3 - 5).maximum(0).minimum(100))
   assert ("= ~not_above(" in text) == held and "?0:" in text
@@ -84,8 +86,8 @@ def test_hidden_bounds_hold(value:Callable[[UOp], UOp], known:Callable[[int], in
     assert names["result"] == known(n)
 
 def test_where_a_number_is_known_the_second_bound_is_not() -> None:
-  """An integer is clamped between two bounds in a loop of one iteration, where clang knows its value. Then the first bound needs no instruction, and
-  the second bound, which is hidden from clang, needs one."""
+  """An integer is clamped between two bounds, and clang knows its value. The first bound then needs no instruction. The second bound, which is hidden
+  from clang, needs one."""
   text = printed_bounds(UOp.range(64, 0, AxisType.GLOBAL), "attn_clamped", BOUNDED[0][0])
   code = assembly(re.sub(r"alu0 = .*;", "alu0 = 17;", text), "gfx1201")
   assert "s_min_i32" in code and "v_med3" not in code

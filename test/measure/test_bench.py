@@ -63,8 +63,7 @@ def test_backward(bench_here:Callable[..., int], settings:dict[str, str], tmp_pa
   assert row["heads checked"] == "100%"
 
 def test_sweep_shows_progress(bench_here:Callable[..., int], tmp_path:Path, capsys:pytest.CaptureFixture[str]) -> None:
-  """bench.py with SWEEP=1 runs every shape of its list with the given settings, writes a row for each shape to the CSV file, and shows its
-  progress."""
+  """bench.py with SWEEP=1 runs every shape of its list, writes a row for each shape to a CSV file, and shows its progress."""
   assert bench_here(**SMALL, SWEEP="1", CSV=str(tmp_path/"table.csv"), VERIFY="0", HKV="1", CAUSAL="0", DTYPE="half", OUT_DTYPE="half",
                     WINDOW="-1,-1", SK="64") == 0
   assert len(rows(tmp_path/"table.csv")) == len(bench.SWEEP) and f"{len(bench.SWEEP)}/{len(bench.SWEEP)}" in capsys.readouterr().err
@@ -152,8 +151,8 @@ def test_verify_judges_lse_too() -> None:
   assert not verdicts.verify(p, (q, k, v), (o, lse + 1), None)[0].ok
 
 def test_every_shape_of_the_comparison_is_one_that_bench_takes() -> None:
-  """bench.py accepts every shape of the comparison with other libraries (COMPARE=1 and SWEEP=1). The comparison needs PyTorch and a GPU, but its list
-  of shapes does not."""
+  """bench.py accepts every shape for the comparison with other libraries (COMPARE=1 and SWEEP=1). The comparison itself needs PyTorch and a GPU; this
+  test does not."""
   from attn.measure import peers
   problems = [bench.settings({**bench.ON_A_GPU, **x}).problem for x in (*peers.sweep("float16"), *peers.sweep("float32"))]
   assert len({(p, p.dtype, p.window) for p in problems}) == len(problems) == 4*len(peers.SHAPES) + 2*len(peers.SHAPES_FP32)
@@ -164,8 +163,8 @@ def test_the_comparison_without_pytorch_is_one_clear_line(monkeypatch:pytest.Mon
   with Context(DEV="CUDA"), pytest.raises(bench.BadSetting, match="COMPARE=1 needs PyTorch, which is not installed"): bench.compare_all(True)
 
 def test_the_sweep_of_the_backward_is_written(monkeypatch:pytest.MonkeyPatch, tmp_path:Path) -> None:
-  """bench.py with BWD=1, COMPARE=1 and SWEEP=1 writes the table and the picture of its list of shapes, also for shapes whose gradients are too large
-  to be checked against float64. Stand-ins replace the device and PyTorch."""
+  """bench.py with BWD=1, COMPARE=1 and SWEEP=1 writes a table and a picture of all its shapes, also of shapes whose gradients are too large to be
+  checked against float64. Here stand-ins replace the device and PyTorch."""
   pytest.importorskip("matplotlib")
   def row(p:Problem, causal:bool) -> dict[str, object]:
     theirs = {"TFLOP/s cuDNN": 2.0} if p.D < 256 else {}
@@ -190,8 +189,8 @@ def test_problems_of_the_backward() -> None:
   assert backward.name_of(*backward.problems(["65536"])[0]).startswith("1x8x64x65536x128 full") and len(backward.problems([])) == 32
 
 def test_the_backwards_peers_take_every_setting_before_anything_runs(monkeypatch:pytest.MonkeyPatch) -> None:
-  """`BWD=1` of bench.py takes its problems from the settings, and refuses settings that the comparison of backward kernels does not have, before
-  anything runs. PyTorch is not needed."""
+  """bench.py with BWD=1 compares backward kernels with other libraries' on problems that the settings describe. It refuses settings that this
+  comparison does not have, before anything runs and without PyTorch."""
   compared: list[tuple[Problem, bool]] = []
   from attn.measure import backward
   monkeypatch.setattr(backward, "compare_backward", lambda p, causal: compared.append((p, causal)) or {"shape": "one"})

@@ -1,5 +1,5 @@
-"""Tests of the measurement programs without a GPU: which problems they measure, how often, and which other libraries they compare with. test_bench.py
-tests bench.py."""
+"""Tests of the measurement programs of attn/measure without a GPU: which problems they measure, how often, and with which other libraries they
+compare."""
 from __future__ import annotations
 import importlib.util, itertools, json, os, subprocess, sys
 from collections.abc import Callable
@@ -43,7 +43,8 @@ def test_ways_of_backward_give_the_same_gradients(documents:bool) -> None:
     for name, x in two.items(): np.testing.assert_allclose(other[name], x, atol=5e-3*np.abs(x).max())
 
 def test_rows_of_ways_have_the_options_that_they_name() -> None:
-  """Each row of attn.measure.at_once is a problem with the options that its name says, and has the optional tensors of this problem."""
+  """attn.measure.at_once measures a list of problems. The name of each problem says its options, and the problem has exactly these options and their
+  tensors."""
   rows = at_once.rows_of_ways([])
   assert len({row.name for row in rows}) == len(rows) and len(at_once.rows_of_ways(["packed", "32/8"])) == 2
   for row in rows:
@@ -57,8 +58,8 @@ def test_rows_of_ways_have_the_options_that_they_name() -> None:
     np.testing.assert_array_equal(at_once.as_laid(x, packed).numpy(), x.numpy().swapaxes(1, 2).reshape(8, 3, 5))
 
 def test_first_calls_are_timed() -> None:
-  """attn.measure.latency times a first call, here in this process on the emulator. The time includes the compiler's time. To measure that, the
-  program replaces the compiler's method, and then restores it."""
+  """attn.measure.latency times a first call, here in this process on the emulator. To measure the compiler's share, it replaces the compiler's method
+  for the time of the call."""
   with Context(DEV="EMU::gfx942"):
     compiler = Device["EMU"].renderer.compiler
     found = latency.first_call(FirstCall(1, 2, 1, 33, 40, 16, True))
@@ -82,7 +83,7 @@ def test_later_calls_are_timed(capsys) -> None:
   assert not capsys.readouterr().out
 
 def test_first_calls_have_empty_caches(monkeypatch, capsys) -> None:
-  """attn.measure.latency starts two processes in each of its runs. The two processes share caches that are new and empty."""
+  """attn.measure.latency starts two processes in each run. The two share caches that are new and empty."""
   seen = []
   def run(command:list[str], env:dict[str, str], **kwargs:object) -> SimpleNamespace:
     row, caches = FirstCall(**json.loads(command[-1])), [env[name] for name in ("XDG_CACHE_HOME", "CACHEDB", "CUDA_CACHE_PATH")]
@@ -97,8 +98,8 @@ def test_first_calls_have_empty_caches(monkeypatch, capsys) -> None:
   with pytest.raises(RuntimeError, match="what was wrong"): latency.main(["32 on 8", "2048"])
 
 def test_launches_of_a_tinyjit(monkeypatch) -> None:
-  """The timer of attn.measure.short runs attention the wanted number of times in TinyJit, first eagerly and then captured. Every launch writes the
-  same output."""
+  """The timer of attn.measure.short runs attention under TinyJit, `steps` times in each of TinyJit's first two calls. Every run writes the same
+  output tensor."""
   calls = []
   monkeypatch.setattr(short, "attention", lambda *args, **options: calls.append(options) or attention(*args, **options))
   rng = np.random.default_rng(0)
@@ -109,15 +110,15 @@ def test_launches_of_a_tinyjit(monkeypatch) -> None:
     np.testing.assert_array_equal(out.numpy(), attention(q, k, v).numpy())
 
 def test_short_rows() -> None:
-  """The wgmma kernel computes every problem in the table of short sequences of attn.measure.short. Each problem has a causal mask or no mask, so
-  PyTorch can compute an equal problem."""
+  """The wgmma kernel computes every problem in attn.measure.short's table of short sequences. The problems have a causal mask or no mask, so PyTorch
+  can compute the same."""
   for row in short.SHORT_ROWS:
     assert choose(row.problem, get_chip("sm_90")).kernel == "forward_wgmma" and (row.causal or row.problem.window == (-1, -1))
   assert len({str(row) for row in short.SHORT_ROWS}) == 8
 
 def test_peers_take_turns() -> None:
-  """`in_turn`, which measures kernels of several libraries in rounds, runs each library once in a round. The order differs between rounds, and the
-  median time of each library counts."""
+  """`in_turn` measures kernels of several libraries in rounds. Each library runs once in a round, in another order in each round, and its median time
+  counts."""
   called = list[str]()
   def timer(name:str, *seconds:float) -> Callable[[], float]:
     left = iter(seconds)

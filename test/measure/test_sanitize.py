@@ -1,4 +1,5 @@
-"""Tests of the command that runs compute-sanitizer, without a GPU: its table of calls, its planted faults, and how it reads the tools' output."""
+"""Tests, without a GPU, of the command that runs attn's kernels under NVIDIA's compute-sanitizer: its table of calls, its planted faults, and how it
+reads the tool's output."""
 from __future__ import annotations
 import contextlib, json, os, re, subprocess, sys
 from collections.abc import Callable, Iterator
@@ -24,8 +25,8 @@ SEVERAL_DEVICES = {"merge", "in_order"}      # kernels of tensors that are shard
 WITHOUT_CUDA = {"dual_wave", "textbook"}
 
 def kernels_for_nvidia() -> set[str]:
-  """Returns the beginnings of the names of all kernels that an NVIDIA GPU may run. The names of the forward and backward kernels come from the tables
-  by which dispatch chooses them. Other names are found in attn/kernels, as text in quotes that begins with "attn_"."""
+  """Returns how the names of the kernels begin that an NVIDIA GPU may run. Dispatch's tables have the names of the forward and backward kernels.
+  Other names are found in attn/kernels, as quoted texts that begin with "attn_"."""
   chip = get_chip("sm_90")
   found = {{"forward_wgmma": "wgmma", "forward_mma": "mma", "mla_mma": "mla"}.get(name, name) for name, kernel in KERNELS.items()
            if kernel.program is not None and kernel.lacks(chip) is None and name != "split_kv"}
@@ -119,8 +120,8 @@ def but(tool:str, name:str, answer:tuple[str, int]) -> Answer:
   (but("racecheck", "a barrier less", (CLEAN_RACECHECK, 0)), "racecheck does not report the planted fault, a barrier less"),
   (but("memcheck", "a store out of bounds", (CLEAN, 0)), "memcheck does not report the planted fault, a store out of bounds")))
 def test_exit_code(answer:Answer, told:str, monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
-  """The exit code of `python -m attn.measure.sanitize` is 0 only if every process ends well, no tool has a finding, and both planted faults are
-  reported."""
+  """The exit code of `python -m attn.measure.sanitize` is 0 only if every process ends well, compute-sanitizer reports no error in attn's kernels,
+  and it reports both planted faults."""
   seen = list[tuple[str, str]]()
   def run(command:list[str], env:dict[str, str], **kwargs:Any) -> SimpleNamespace:
     tool, names = command[2] if command[0] == "the tool" else "", json.loads(command[-1])

@@ -1,6 +1,5 @@
-"""Small programs that call attention as tinygrad's examples and models of release 0.14.0 do, which the wheel of tinygrad does not have. Each program
-has one layer with random weights. It calls the methods of Tensor that the example calls, with the same kinds of arguments, dtypes, caches and
-masks."""
+"""Small programs that call attention as tinygrad's examples and models of release 0.14.0 do. (tinygrad's wheel does not contain those.) Each program
+has one layer with random weights, and calls the same methods of Tensor with the same kinds of arguments, dtypes, caches and masks."""
 from __future__ import annotations
 import math
 from collections.abc import Callable
@@ -13,8 +12,8 @@ D = WIDTH//HEADS
 BOUND_AT_IMPORT = Tensor.scaled_dot_product_attention      # as extra/models/unet.py binds the method
 
 class Program:
-  """Base of the small programs. It holds their weights and inputs, drawn at random in the order of the calls and rounded to `dtype`. If `exact`, they
-  are then converted to float32."""
+  """Base class of the small programs. Weights and inputs are random, drawn in the order in which the program asks for them, and rounded to `dtype`.
+  If `exact`, the rounded numbers are then converted to float32."""
   def __init__(self, dtype:Any, exact:bool=False) -> None:
     self.rng, self.rounded, self.dtype = np.random.default_rng(1), dtype, dtypes.float if exact else dtype
   def draw(self, *shape:int, factor:float=1.0) -> Tensor:
@@ -27,8 +26,8 @@ def heads(x:Tensor) -> Tensor: return x.reshape(*x.shape[:2], HEADS, D).transpos
 def merged(x:Tensor) -> Tensor: return x.transpose(1, 2).flatten(2)
 
 class Bert(Program):
-  """Small program that calls attention as tinygrad's extra/models/bert.py does. Its mask is computed from Python floats and integers, and therefore
-  has tinygrad's weak float dtype (one that adapts to the other operand). Its dropout does nothing outside training."""
+  """Small program that calls attention as tinygrad's extra/models/bert.py does. Its mask is computed from Python numbers, so it has tinygrad's dtype
+  weakfloat, which takes the dtype of the tensor that it is added to. Its dropout does nothing outside training."""
   calls = 1
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")
@@ -54,8 +53,8 @@ class Vit(Program):
     return [Tensor.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, -1, WIDTH)]
 
 class Unet(Program):
-  """Small program that calls attention as tinygrad's extra/models/unet.py does: over a picture, and over the words of a prompt. The module takes
-  Tensor.scaled_dot_product_attention when it is imported, before attn replaces this method. attn must compute the calls nevertheless."""
+  """Small program that calls attention as tinygrad's extra/models/unet.py does: over a picture, and over the words of a prompt. That file takes a
+  reference to Tensor.scaled_dot_product_attention when it is imported, before attn replaces this method. attn must compute the calls nevertheless."""
   calls = 2
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")
@@ -117,8 +116,8 @@ class Llama(Gpt2):
     return (x + merged(q.transpose(1, 2).scaled_dot_product_attention(keys.transpose(1, 2), values.transpose(1, 2), mask))).realize()
 
 class Whisper(Program):
-  """Small program that calls attention as tinygrad's examples/whisper.py does. Self-attention reads the cache, which is float32 whatever the weights
-  are, up to the newest row, and its mask is the corner of a larger mask. Cross-attention to the output of the encoder follows."""
+  """Small program that calls attention as tinygrad's examples/whisper.py does. Self-attention reads a float32 cache up to the newest row, and its
+  mask is a corner of a larger mask. Cross-attention to the output of the encoder follows."""
   calls = 6
   def step(self, x:Tensor, start:Any) -> Tensor:
     q, k, v = x @ self.q, x @ self.k, x @ self.v
@@ -141,7 +140,7 @@ class Whisper(Program):
 
 class T5(Program):
   """Small program that calls attention as tinygrad's extra/models/t5.py does: written out in tensor operations, without a scale, with a learned bias
-  of positions and softmax in float32."""
+  that depends on positions, and with softmax in float32."""
   calls = 1
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")

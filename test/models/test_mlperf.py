@@ -1,5 +1,5 @@
-"""Tests of the attention of tinygrad's examples/mlperf/models/flat_llama.py and gpt_oss.py. Small trainers call attention inside a
-`@function(precompile=True)` for each layer, as these models do: once with attn's kernels, and once with tinygrad's own expressions."""
+"""Tests of the attention in tinygrad's examples/mlperf/models/flat_llama.py and gpt_oss.py. Small trainers call attention inside a
+`@function(precompile=True)` for each layer, as these models do: once with attn, and once with tinygrad's own operations."""
 from __future__ import annotations
 import itertools, math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("not_unrolled")
 DIM, HEADS, KV_HEADS, D, LAYERS, VOCAB, B, S, WINDOW, STEPS = 32, 4, 2, 16, 2, 32, 2, 24, 8, 20
 
 def rotated(x:Tensor, freqs:Tensor) -> Tensor:
-  """Computes the rotary embedding as extra/models/llama.py does, which rotates pairs of neighbouring elements."""
+  """Computes the rotary embedding as tinygrad's extra/models/llama.py does, with pairs of neighbouring elements."""
   a, b = x.reshape(*x.shape[:-1], D//2, 2).split(1, -1)
   cosine, sine = freqs[..., :1], freqs[..., 1:]
   return (a*cosine - b*sine).cat(a*sine + b*cosine, dim=-1).flatten(3)
@@ -51,7 +51,8 @@ def weights_of(scores:Tensor, sink:Tensor) -> Tensor:
   return e/(e.sum(-1, keepdim=True) + (sink - m).exp())
 
 def in_bands(xq:Tensor, xk:Tensor, xv:Tensor, sinks:Tensor) -> Tensor:
-  """Computes attention with a sliding window in bands of WINDOW queries, which see their own keys and those of the band before."""
+  """Computes attention with a sliding window in tensor operations, band by band. A band has WINDOW queries, which see keys of their own band and of
+  the band before."""
   length, group, bands = xq.shape[1], HEADS//KV_HEADS, xq.shape[1]//WINDOW
   q = xq.reshape(-1, length, KV_HEADS, group, D).permute(0, 2, 3, 1, 4).reshape(-1, KV_HEADS, group, bands, WINDOW, D).float()
   k, v = (x.permute(0, 2, 1, 3).reshape(-1, KV_HEADS, 1, bands, WINDOW, D).float() for x in (xk, xv))
@@ -75,8 +76,8 @@ def gpt_oss_by_tinygrad(xqkv:Tensor, freqs:Tensor, sinks:Tensor, sliding:bool) -
   return (w @ v).permute(0, 3, 1, 2, 4), []
 
 class Trainer:
-  """A small language model of LAYERS layers. Each layer is a `@function(precompile=True)`. It has a normalization, attention with its projections,
-  and a product with a matrix DIM x DIM."""
+  """A small language model of LAYERS layers that tests train. Each layer is a `@function(precompile=True)` with a normalization, attention with its
+  projections, and a product with a DIM x DIM matrix. `attend` computes the attention."""
   def __init__(self, attend:Attend, dtype:str, devices:tuple[str, ...], shared:str) -> None:
     self.attend, self.devices, self.shared = attend, devices, shared
     rng = np.random.default_rng(0)
@@ -130,8 +131,8 @@ CASES = [("flat_llama.py", "float16", "EMU::gfx942", ""), ("flat_llama.py", "bfl
 @pytest.mark.thorough
 @pytest.mark.parametrize("program, dtype, on, shared", CASES)
 def test_losses(program:str, dtype:str, on:str, shared:str) -> None:
-  """A small trainer has the same losses in 20 training steps with attn's attention and with tinygrad's own, up to rounding, also if the batch or the
-  heads are divided over two devices."""
+  """A small trainer has the same losses in 20 training steps with attn as with tinygrad's own attention, up to rounding, also if two devices share
+  the batch or the heads."""
   ours, own = PROGRAMS[program]
   kind = on.split(":")[0]
   devices = (kind, f"{kind}:1") if shared else (kind,)
@@ -145,7 +146,7 @@ def test_losses(program:str, dtype:str, on:str, shared:str) -> None:
   np.testing.assert_allclose(found, right, rtol=0, atol=NOISE[dtype])
 
 def names_of(t:Tensor) -> list[str]:
-  """Returns the names of the kernels that would compute a tensor. They do not run, and the tensor cannot be computed afterwards."""
+  """Returns the names of the kernels that would compute a tensor. The kernels do not run, and afterwards the tensor can no longer be computed."""
   return [getattr(call.src[0].arg, "name", "") for call in t.schedule_linear().src]
 
 def scheduled(attend:Attend, sliding:bool) -> list[tuple[str, list[int]]]:
@@ -179,9 +180,9 @@ BY_DEFAULT = (("float16", "EMU::gfx942", True), ("bfloat16", "EMU::sm_80", False
   pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.thorough)
   for case in itertools.product(NOISE, ("EMU::gfx942", "EMU::gfx1100", "EMU::sm_80", "CPU"), (True, False))])
 def test_inference_of_gpt_oss(dtype:str, on:str, sliding:bool, monkeypatch:pytest.MonkeyPatch) -> None:
-  """One kernel computes the attention of a layer with gpt-oss's heads and sinks, with or without a sliding window, if the layer calls attn. One
-  kernel also computes it if the layer writes attention out in tensor operations, as tinygrad's model does. The error against float32 is at most twice
-  that of tinygrad's own kernels."""
+  """One kernel computes the attention of a layer with gpt-oss's heads and sinks, with or without a sliding window. This holds if the layer calls
+  attn, and also if it writes attention out in tensor operations, as tinygrad's model does. The error against float32 is at most twice that of
+  tinygrad's own kernels."""
   for name, n in {"HEADS": 64, "KV_HEADS": 8, "D": 64, "S": 48, "WINDOW": 16}.items(): monkeypatch.setitem(globals(), name, n)
   rng, kind = np.random.default_rng(5), on.split(":")[0]
   angles = np.outer(np.arange(S), 150000.0**(-np.arange(0, D, 2)/D)).reshape(1, S, 1, D//2, 1)

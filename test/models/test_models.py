@@ -1,4 +1,4 @@
-"""Tests of tinygrad's programs under `attn.installed()`: every call of attention goes through a kernel, and the results agree with tinygrad's own."""
+"""Tests of tinygrad's models under `attn.installed()`: attn's kernels compute every call of attention, and the results agree with tinygrad's own."""
 from __future__ import annotations
 import warnings
 from typing import Any
@@ -22,14 +22,15 @@ def results(program:Any, dtype:str, exact:bool=False) -> list[np.ndarray]:
 NEVER_BY_DEFAULT = (Clip, Vit, Unet, Vae, Gpt2, Mla)      # whose calls other tests make as well
 
 def by_default(place:int, dtype:str, device:str) -> bool:
-  """Returns whether a case runs by default. Each program outside NEVER_BY_DEFAULT has one such case: with half and bfloat16 by turns, and on the
-  emulated chips by turns."""
+  """Tells whether a case runs without `-m thorough`. `place` is the program's index in PROGRAMS. Each program outside NEVER_BY_DEFAULT has one such
+  case; half and bfloat16, and the emulated chips, alternate from program to program."""
   return PROGRAMS[place] not in NEVER_BY_DEFAULT and dtype == ("half", "bfloat16")[place % 2] and device == DEVICES[place % 3]
 
 OWN = Tensor.scaled_dot_product_attention
 
 def own_of_rounded(q:Tensor, k:Tensor, v:Tensor, *args:Any, **kwargs:Any) -> Tensor:
-  """Computes tinygrad's own attention. Where float32 meets 16 bits, it rounds as attn does, and the result is float32."""
+  """Computes tinygrad's own attention. If some of q, k and v are float32 and the others have 16 bits, all are rounded to 16 bits first and the result
+  is float32, as attn does it."""
   types = {t.dtype for t in (q, k, v)}
   if len(types) == 1: return OWN(q, k, v, *args, **kwargs)
   narrow = next(iter(types - {dtypes.float}))
@@ -39,8 +40,8 @@ def own_of_rounded(q:Tensor, k:Tensor, v:Tensor, *args:Any, **kwargs:Any) -> Ten
   pytest.param(program, dtype, device, marks=() if by_default(place, dtype, device) else pytest.mark.thorough)
   for place, program in enumerate(PROGRAMS) for dtype in TYPES for device in DEVICES])
 def test_a_program_of_tinygrad(program:Any, dtype:str, device:str) -> None:
-  """A small program like one of tinygrad's models has at most twice as large an error against float32 with attn's attention as with tinygrad's own
-  attention on tensors rounded in the same way."""
+  """A small program that calls attention as one of tinygrad's models does has an error against float32 with attn that is at most twice the error with
+  tinygrad's own attention. Tensors are rounded in the same way for both."""
   with computed_on(device), warnings.catch_warnings():
     warnings.simplefilter("error")       # a call that goes to tinygrad's own warns
     exact = results(program, dtype, exact=True)

@@ -1,5 +1,5 @@
 """Tests of the operations by which workgroups add to sums in global memory: atomic additions, tickets (numbers from an atomic counter), and turns
-(each workgroup waits until a counter reaches its number). The tests check their machine code for each chip, and what they compute on the emulator."""
+(each workgroup waits until a counter reaches its number). The machine code is tested for each chip, and the result on the emulator."""
 import re, shutil, subprocess
 import numpy as np
 import pytest
@@ -19,8 +19,8 @@ GROUPS, WIDTH = 4, 256
 AMD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 
 def in_turn(o, x, counters):
-  """Kernel that adds up the rows of x (GROUPS, WIDTH) in the order in which workgroups draw tickets, numbers from an atomic counter. `counters` has
-  this counter and a second one, which says whose turn it is."""
+  """Kernel that adds the rows of x (GROUPS, WIDTH) to o, in the order in which workgroups draw tickets, numbers from an atomic counter. `counters`
+  has this counter, and a second one that says whose turn it is."""
   g, t = UOp.range(GROUPS, 0, AxisType.GLOBAL), UOp.range(WIDTH, 1, AxisType.LOCAL)
   first, lds, done = t.eq(0), UOp.placeholder((1,), dtypes.int, 0, AddrSpace.LOCAL), UOp.placeholder((1,), dtypes.float, 1, AddrSpace.REG)
   drawn = ticket(counters[0], g, first, lds=lds[0])
@@ -41,13 +41,13 @@ SUMS = (WIDTH, dtypes.float), (GROUPS*WIDTH, dtypes.float), (2, dtypes.int)
 # ***** machine code *****
 
 def instructions(text, arch, name):
-  """Returns the instructions of a kernel that access memory or LDS, wait, stop at a barrier, or write back or invalidate a cache."""
+  """Compiles HIP source, and returns those instructions of the kernel `name` that access memory or LDS, wait, or are barriers."""
   asm = assembly(text, arch)
   lines = [line.split("//")[0].strip() for line in asm[asm.index(f"\n{name}:"):asm.index("s_endpgm")].splitlines()]
   return [x for x in lines if re.match(r"(global|flat|buffer|ds|s_barrier|s_wait|s_sleep)", x)]
 
 def order(found, *patterns):
-  """Tells whether instructions that match the patterns follow each other in this order; other instructions may stand between them."""
+  """Tells whether a list of instructions contains instructions that match the patterns, in this order. Other instructions may stand between them."""
   at = iter(found)
   return all(any(re.match(p, x) for x in at) for p in patterns)
 
@@ -69,8 +69,8 @@ def test_machine_code_of_turns(arch):
 
 @pytest.mark.parametrize("release", (19, 20, 22))
 def test_clang_19_is_refused_for_rdna4(release):
-  """The source of atomic additions for RDNA4 makes clang 19 stop with an error, because clang 19 would add with the scope of one compute unit. The
-  sources for other chips do not test the version of clang."""
+  """clang 19 stops with an error at the source of atomic additions for RDNA4, because it would add with the scope of one compute unit only. The
+  sources for other chips do not test clang's version."""
   text = text_of(in_turn, "gfx1201", *SUMS).replace("__clang_major__", str(release))
   if release >= 20: assert assembly(text, "gfx1201")
   else:
@@ -78,7 +78,7 @@ def test_clang_19_is_refused_for_rdna4(release):
   assert "__clang_major__" not in text_of(in_turn, "gfx1100", *SUMS) + text_of(in_turn, "gfx942", *SUMS)
 
 def four(o, x):
-  """Kernel that adds by one operation to four elements that lie 64 elements apart."""
+  """Kernel in which one atomic addition of each lane adds to four elements that are 64 elements apart."""
   t = UOp.range(64, 0, AxisType.WARP)
   values = build(*[x[t*4 + i].load() for i in range(4)])
   r = UOp.placeholder((1,), dtypes.float, 1, AddrSpace.REG)
@@ -93,7 +93,7 @@ def test_constant_distances_are_in_the_instruction(arch):
   assert all(x.startswith("global_atomic_add_f32 ") and "glc" not in x and "sc0" not in x and "RETURN" not in x for x in found)
 
 def backwards(o, x):
-  """Kernel that adds to two elements by one operation: to the element at an index, and to the element 64 before it."""
+  """Kernel in which one atomic addition of each lane adds to two elements: at an index, and 64 elements before it."""
   t, r = UOp.range(64, 0, AxisType.WARP), UOp.placeholder((1,), dtypes.float, 1, AddrSpace.REG)
   both = build(x[t].load(), x[t + 64].load())
   return r[0].store(atomic_add(o[t + 64], both, steps=(-64, 0))).end(t).sink(arg=KernelInfo("backwards", opts_to_apply=()))
@@ -105,7 +105,8 @@ def test_a_distance_may_be_negative():
   assert "[%0+-256]" in text_of(backwards, "sm_80", *FOUR)
 
 def neighbours(together, shift=0):
-  """Makes a kernel that adds to four neighbouring elements, `together` of them by one instruction."""
+  """Makes a kernel in which each lane adds to four neighbouring elements, `together` of them by one instruction. The elements begin `shift` elements
+  further."""
   def kernel(o, x):
     g, t = UOp.range(2, 0, AxisType.GLOBAL), UOp.range(32, 1, AxisType.WARP)
     values = build(*[x[(g*32 + t)*4 + i].load() for i in range(4)])
@@ -147,7 +148,7 @@ def test_wrong_operands():
 # ***** meaning *****
 
 def run(kernel, arch, *tensors):
-  """Runs a kernel on the emulator. The arguments of the kernel are `tensors`. Returns their values after the run."""
+  """Runs a kernel on the emulator with `tensors` as arguments, and returns their values after the run."""
   with Context(DEV=f"EMU::{arch}"):
     first, *rest = [Tensor(x).realize() for x in tensors]
     found = first.custom_kernel(*rest, fxn=kernel)

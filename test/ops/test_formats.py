@@ -1,4 +1,4 @@
-"""Tests of the formats of 8 bits: all numbers of a format, rounding to the nearest one, and the scales of rows."""
+"""Tests of 8-bit formats: all numbers of a format, rounding to the nearest one, and the scales of rows."""
 from __future__ import annotations
 import math
 import numpy as np
@@ -8,7 +8,7 @@ from attn.tinygrad_compat import Context, Tensor, dtypes
 from eight_bits import nearest, numbers_of
 
 def drawn(name:str) -> np.ndarray:
-  """Draws numbers of all sizes. Adds all numbers of the format, the midpoints between neighbours, and numbers beyond the largest one."""
+  """Draws numbers of all sizes, and adds all numbers of the format `name`, the midpoints between neighbours, and numbers beyond the largest one."""
   known = np.unique(numbers_of(name)[np.isfinite(numbers_of(name))])
   known, rng = known[np.abs(known) <= FORMATS[name].most], np.random.default_rng(0)
   some = [rng.standard_normal(500)*size for size in (1e-4, 1e-2, 1.0, 30.0, 200.0)]
@@ -32,8 +32,8 @@ def test_every_byte_is_read(name:str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_scales_of_rows(name:str) -> None:
-  """Rows of zeros, and rows whose scale is below the normal fp32 numbers, have scale 0. A row with NaN or infinity has scale NaN, and so has a row
-  whose scale is too large for float16. The stored numbers of all these rows are 0."""
+  """Rows of zeros get the scale 0. So do rows whose scale would be below the normal fp32 numbers. Rows with NaN or infinity get the scale NaN, and so
+  do rows whose scale is too large for float16. All these rows are stored as zeros."""
   format = FORMATS[name]
   rows = np.array([[0, 0], [1, -2], [math.nan, 1], [1, -math.inf], [1e-38, 0], [3e38, -3e38], [70000*format.most, 1], [1e-7, 1e-9]], np.float32)
   with Context(DEV="EMU::gfx942"):

@@ -1,9 +1,8 @@
-"""Tests that the rendered texts of an operation agree with its numpy function, which the emulator runs. The texts for HIP and CUDA are compiled for
-this machine, with stand-ins for the GPU's builtins and instructions. The tests also cover compound operations. Each has a single definition, from
-which attn/ops/language.py makes its text for HIP and CUDA, its numpy function, and plain UOps.
+"""Tests that an operation's HIP and CUDA source agrees with its numpy function, which the emulator runs. The source is compiled for this machine,
+with stand-ins for the GPU's builtins and instructions. Compound operations are tested, too: from a single definition, attn/ops/language.py makes
+their HIP and CUDA source, numpy function, and plain UOps.
 
-Each lane has its own operands. A text that takes a value from the wrong lane, or from its own lane in place of another one, therefore gives wrong
-results."""
+Each lane has its own operands. So the result is wrong if an operation takes a value from a wrong lane."""
 from __future__ import annotations
 import ctypes, functools, itertools, re, subprocess, sys
 from collections.abc import Callable, Iterator
@@ -38,7 +37,7 @@ NUMPY = {dtypes.float: np.float32, dtypes.uint: np.uint32, dtypes.int: np.int32,
 # ***** the cases *****
 
 def value(dtype, slot:int) -> UOp:
-  """Makes an operand: the value of a register of the given type. Operands of one operation need different slots."""
+  """Makes an operand of an operation: a value in a register. Each operand of an operation needs another `slot`."""
   return UOp.placeholder((1,), dtype, slot, AddrSpace.REG)[0].load()
 
 def f(n:int=1, slot:int=0) -> UOp: return value(ops.f32(n), slot)
@@ -46,7 +45,7 @@ def u(n:int=1, slot:int=0) -> UOp: return value(ops.u32(n), slot)
 def i(slot:int=0) -> UOp: return value(dtypes.int, slot)
 
 def array(count:int, n:int, slot:int) -> UOp:
-  """Makes an operand that is an array of `count` vectors."""
+  """Makes an operand of an operation: an array in registers, of `count` vectors of n fp32 elements."""
   return UOp.placeholder((count,), ops.f32(n), slot, AddrSpace.REG)
 
 AMD, RDNA, NATIVE, NVIDIA = "gfx942", "gfx1201", "gfx950", "sm_80"     # NATIVE has an instruction that rounds to bf16
@@ -54,7 +53,7 @@ HIPS, ALL = (AMD, RDNA), (AMD, RDNA, NVIDIA)
 OFFSETS = (0, 1, 2, 3, 8, 9, 10, 11)
 
 def common(n:int) -> dict[str, Callable[[], UOp]]:
-  """Returns test cases of the operations for all vendors, on vectors of n elements."""
+  """Returns test cases of the operations that all vendors' kernels use, by name, on vectors of n elements."""
   offsets = OFFSETS[:n]
   return {
     "splat": lambda: ops.splat(1.5, n), "splat of a value": lambda: ops.splat(f(), n), "build": lambda: ops.build(f(1, 0), f(1, 1)),
@@ -97,7 +96,7 @@ def of_dropout(n:int) -> dict[str, Callable[[], UOp]]:
   }
 
 def of_scales(n:int) -> dict[str, Callable[[], UOp]]:
-  """Returns test cases of the operations for scales of stored rows, on vectors of n elements."""
+  """Returns test cases of the operations for scales of 8-bit rows, on vectors of n elements."""
   return {
     "scale_in_range": lambda: scale_in_range(f(n)), "zero_or_nan": lambda: zero_or_nan(f(n)),
     "scaled_weights": lambda: scaled_weights(f(n, 0), f(n, 1)), "scaled_weights of two rows": lambda: scaled_weights(f(4, 0), f(2, 1), 2),
@@ -107,9 +106,8 @@ def of_scales(n:int) -> dict[str, Callable[[], UOp]]:
   }
 
 def corrected(rows:RowLanes, tiles:int, shapes:dict[str, tuple[int, int]], matrix:Any=None, **options:Any) -> UOp:
-  """Makes a test case for the operation `correct` on `tiles` tiles of scores. This operation computes P again if the reference of a row, the number
-  that the softmax subtracts from its scores, must be raised. `shapes` gives, for each operand, the number of vectors in a tile and the number of
-  elements in a vector."""
+  """Makes a test case of the operation `correct` on `tiles` tiles of scores. `correct` computes P again if the number that the softmax subtracts from
+  a row's scores must be raised. `shapes` has for each operand the number of vectors in a tile, and of elements in a vector."""
   def place(slot:int, name:str) -> UOp:
     count, n = shapes[name]
     return UOp.placeholder((count*tiles,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
@@ -118,15 +116,15 @@ def corrected(rows:RowLanes, tiles:int, shapes:dict[str, tuple[int, int]], matri
   return correct(*operands.values(), rows=rows, matrix=matrix, **options)
 
 def sum_of(arch:str, dtype:str) -> tuple[str, Any]:
-  """Returns the kind of sum by which an AMD chip adds rounded P, and the matrix instruction for this sum, or None if the chip uses dot products."""
+  """Returns how a chip's AMD kernels sum the rounded P: the kind of sum, and the matrix instruction for it, or None if the sum uses dot products."""
   sums = Sums.of(get_chip(arch), dtype, False)
   return sums.kinds[0], sums.matrix
 
 def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, lse:bool=True, scaled:bool=False) -> UOp:
-  """Makes a test case for the operation `correct` as AMD's kernels use it, where all scores of a lane belong to one row. This operation computes P
-  again if the reference of a row, the number that the softmax subtracts from its scores, must be raised: if a sum of P is above 2^`above`, or, with
-  above=0, if a score is larger than the reference. `tiles` is the number of tiles of queries. With `lse`, the operation also computes the sum of the
-  unrounded P. With `scaled`, packed P includes scales of V's rows."""
+  """Makes a test case of the operation `correct` as AMD's kernels use it, where all scores of a lane belong to one row. `correct` computes P again if
+  the number that the softmax subtracts from a row's scores must be raised: if a sum of P is above 2^`above`, or, with above=0, if a score is larger
+  than this number. `tiles` is the number of tiles of queries. With `lse`, it also sums the unrounded P. With `scaled`, packed P includes the scales
+  of V's rows."""
   matrix = get_chip(arch).matrix[dtype][0]
   n, (kind, sums) = matrix.accumulator, sum_of(arch, dtype)
   kinds = (kind, *[UNSCALED]*scaled, *[LANE]*lse)
@@ -136,16 +134,16 @@ def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, ls
   return corrected(rows, tiles, shapes, sums, dtype=dtype, sums=kinds, scale=scale, above=above)
 
 def by_rows(sums:tuple[str, ...], dtype:str="float16", scale:float=0.18, above:float=8.0, tiles:int=2, **part:int) -> UOp:
-  """Makes a test case for the operation `correct` in the form of NVIDIA's kernels, in which a lane has elements of two rows, and two tiles of scores
-  become one tile of P. This operation computes P again if the number that the softmax subtracts from a row's scores must be raised."""
+  """Makes a test case of the operation `correct` as NVIDIA's kernels use it, where a lane has elements of two rows, and two tiles of scores become
+  one tile of P. `correct` computes P again if the number that the softmax subtracts from a row's scores must be raised."""
   kinds = len(sums)
   shapes = dict(reference=(1, 2), bias=(1, 2), l=(kinds, 2), acc=(3, 4), p=(4//IN_A_DWORD[dtype], 4), scores=(4, 4), part=(kinds, 2))
   if UNSCALED in sums: shapes |= {"scales": (4, 2)}
   return corrected(nv.ROW_LANES, tiles, shapes, WGMMA[dtype], dtype=dtype, sums=sums, scale=scale, above=above, **part)
 
 def weighed(sums:tuple[str, ...], dtype:str) -> UOp:
-  """Makes a test case for the operation `weigh`, which computes P of a loop iteration and the sums of P, as the wgmma kernel uses it: a lane has
-  elements of two rows, and two tiles of scores become one tile of P. `sums` names the kinds of sums."""
+  """Makes a test case of the operation `weigh` as the wgmma kernel uses it. `weigh` computes P of a loop iteration, and the sums of P that `sums`
+  names. A lane has elements of two rows, and two tiles of scores become one tile of P."""
   shapes = dict(reference=(1, 2), bias=(1, 2), p=(4//IN_A_DWORD[dtype], 4), scores=(4, 4), part=(len(sums), 2))
   registers = [UOp.placeholder((2*count,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
                for slot, (name, (count, n)) in enumerate(shapes.items())]
@@ -215,11 +213,11 @@ CASES:dict[tuple[str, str], Callable[[], UOp]] = {
 # ***** operands *****
 
 def parts(x:UOp) -> bool:
-  """Tells whether a UOp is an operation under test, and not an operand."""
+  """Tells whether a UOp belongs to the operation under test, and is not one of its operands."""
   return isinstance(x.arg, Call) or (x.op in (Ops.ADD, Ops.SUB, Ops.MUL) and x.dtype not in (dtypes.int, dtypes.weakint))
 
 def operands(x:UOp) -> Iterator[UOp]:
-  """Returns the operands of an expression, in order."""
+  """Yields the operands of an operation under test, given as a UOp, in order."""
   seen = dict[UOp, None]()
   def visit(y:UOp) -> None:
     if not parts(y): seen[y] = None
@@ -229,18 +227,18 @@ def operands(x:UOp) -> Iterator[UOp]:
   return iter(seen)
 
 def constant(x:UOp) -> float|None:
-  """Returns the value of an operand that is a constant, else None."""
+  """Returns the value of an operand that is a constant, or None."""
   while x.op is Ops.CAST: x = x.src[0]
   return x.arg if x.op is Ops.CONST else None
 
 @dataclass(frozen=True)
 class Registers:
-  """An array of registers from its element `first` on, in the form in which the emulator passes registers to an operation."""
+  """An array of registers, from its element `first` on. The emulator passes registers to an operation in this form."""
   elements: list[np.ndarray]
   first: int
 
 class Wave:
-  """Stand-in for the emulator's interface to operations (`Lanes`), with the methods that the operations under test need."""
+  """Stand-in for the object (`Lanes`) through which operations use the emulator. It has the methods that the operations under test call."""
   def __init__(self, arch:str):
     self.wave, self.unit = EMULATED[arch].wave, MatrixUnit(EMULATED[arch].family, arch)
     self.active, self.saturates = np.ones(WAVES*self.wave, np.bool_), EMULATED[arch].family in SATURATING
@@ -254,7 +252,7 @@ def size(dtype) -> int: return VECTORS[dtype][1] if dtype in VECTORS else 1
 def numpy_type(dtype) -> np.dtype: return np.dtype(VECTORS[dtype][0] if dtype in VECTORS else NUMPY[dtype])
 
 def draw(dtype, wave:int, rng:np.random.Generator) -> np.ndarray:
-  """Draws random values (threads, elements). Each wave has another magnitude, and later waves also contain the special values that occur in a
+  """Draws random values (threads, elements). Each wave has numbers of another magnitude, and later waves also have the special values that occur in a
   softmax."""
   n, threads = size(dtype), WAVES*wave
   if dtype is dtypes.bool: return rng.integers(0, 2, (threads, 1)).astype(np.bool_)
@@ -268,7 +266,8 @@ def draw(dtype, wave:int, rng:np.random.Generator) -> np.ndarray:
   return x
 
 def given(x:UOp, place:int, arch:str, rng:np.random.Generator) -> np.ndarray:
-  """Returns the values of an operand for each thread: (threads, elements), or for a register array (threads, count, elements)."""
+  """Draws the values of an operand for each thread: (threads, elements), or (threads, count, elements) for an array of registers. `place` is the
+  operand's place among the operands."""
   wave = EMULATED[arch].wave
   if (number := constant(x)) is not None: return np.full((WAVES*wave, 1), number, numpy_type(x.dtype))
   if x.op is not Ops.INDEX: return draw(x.dtype, wave, rng)
@@ -277,7 +276,7 @@ def given(x:UOp, place:int, arch:str, rng:np.random.Generator) -> np.ndarray:
   return np.ascontiguousarray(drawn)
 
 def columns(x:np.ndarray) -> np.ndarray:
-  """Transposes (threads, elements) to (elements, threads), the form that the emulator gives to an operation's numpy function."""
+  """Transposes (threads, elements) to (elements, threads), the form that an operation's numpy function takes."""
   return x.T.copy() if x.shape[1] > 1 else x[:, 0].copy()
 
 def rows(x:np.ndarray, n:int, threads:int) -> np.ndarray: return np.broadcast_to(x, (n, threads)).T if n > 1 else np.broadcast_to(x, threads)[:, None]
@@ -295,7 +294,8 @@ def language(arch:str) -> str: return "cuda" if arch.startswith("sm_") else "hip
 def ctype(dtype) -> str: return C_NAMES.get(dtype, dtype.name)
 
 def function(number:int, arch:str, x:UOp) -> str:
-  """Returns a C++ function that runs an expression in every thread. The functions that its text calls are in a namespace of this function."""
+  """Returns a C++ function that computes the operation x in every thread, from its HIP or CUDA source. A namespace of its own holds the functions
+  that it calls."""
   if language(arch) == "cuda": renderer:Any = OperationsNVCCRenderer(Target("CUDA", "NVCC", arch))
   else: renderer = OperationsHIPCCRenderer(Target("AMD", "HIPCC", arch))
   renderer.operations, renderer.r = KernelText(language(arch), arch), {}
@@ -333,8 +333,8 @@ extern "C" int f{number}({", ".join([*parameters, f"{out}* out"])}) {{
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, str], UOp]]:
-  """Compiles the functions f0, f1 ... of the cases into two libraries, one for HIP and one for CUDA, because vector types of HIP and CUDA have equal
-  names."""
+  """Compiles the cases' operations, as functions f0, f1 ..., into one library for HIP and one for CUDA: both have vector types of the same names.
+  Returns the libraries, and the operations as UOps."""
   pytest.importorskip("ziglang")
   made = {case: make() for case, make in CASES.items()}
   texts:dict[str, list[str]] = {"hip": [], "cuda": []}
@@ -357,8 +357,8 @@ def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, s
 # ***** the tests *****
 
 def test_operations_in_which_lanes_meet_are_known() -> None:
-  """ACROSS_LANES names exactly the operations whose texts exchange values between lanes. Kernels compute the results of these operations before a
-  branch stores them."""
+  """ACROSS_LANES names exactly the operations whose source exchanges values between lanes. Kernels compute such operations before a branch, also if
+  only the branch uses the result."""
   found = set()
   for (arch, _), make in CASES.items():
     for x in make().toposort() if language(arch) == "hip" else ():
@@ -406,7 +406,7 @@ def aligned(x:np.ndarray) -> np.ndarray:
   return copy
 
 def close(a:np.ndarray, b:np.ndarray, absolute:float=2e-38, relative:float=TWO_UNITS) -> None:
-  """Compares two arrays. NaN equals NaN, and fp32 numbers may differ by the error of libm's functions."""
+  """Compares two arrays. NaN equals NaN, and fp32 numbers may differ by the errors of the C math library."""
   if a.dtype == np.float32: np.testing.assert_allclose(a, b, rtol=relative, atol=absolute)
   else: np.testing.assert_array_equal(a, b)
 
@@ -426,7 +426,7 @@ def test_masks(offsets:tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("side", ("above", "below"))
 def test_masks_of_registers(side:str) -> None:
-  """mask_rows hides the right keys. Vector i of three vectors holds the keys 8*i and 8*i + 1 of two rows."""
+  """`mask_rows` sets the scores of the right keys to -inf. Vector i of three vectors has the keys 8*i and 8*i + 1 of two rows."""
   threads = WAVES*32
   scores = Registers([np.ones((4, threads), np.float32) for _ in range(3)], 0)
   limits = np.stack([np.arange(threads) % 19 - 1, np.arange(threads) % 5 + 7]).astype(np.int32)
@@ -437,9 +437,9 @@ def test_masks_of_registers(side:str) -> None:
       np.testing.assert_array_equal(scores.elements[k][2*row + offset], np.where(gone, -np.inf, 1))
 
 def test_transposed_bits() -> None:
-  """`transposed_bits` transposes four 8x8 matrices of bits at once, across eight lanes. Before it, the dword of lane i holds row i of each matrix;
-  after it, column i. The bits of matrix m have the places 4m..4m+3 in the lower half of the dword for even columns, and the same places in the
-  upper half for odd columns."""
+  """`transposed_bits` transposes four 8x8 matrices of bits at once, across eight lanes. Before, the 32-bit word of lane i holds row i of each matrix;
+  afterwards, column i. The bits of matrix m have the places 4m to 4m+3, in the lower half of the word for even columns and in the upper half for odd
+  columns."""
   rng, threads = np.random.default_rng(0), WAVES*32
   rows = rng.integers(0, 2, (threads//8, 8, 4, 8))                        # groups of eight lanes: lane, matrix, column
   def words(bits:np.ndarray) -> np.ndarray:
@@ -449,8 +449,8 @@ def test_transposed_bits() -> None:
   np.testing.assert_array_equal(got, words(rows.transpose(0, 3, 2, 1)))
 
 def test_correction_of_rows() -> None:
-  """The softmax's correction of two rows over four lanes raises the number that is subtracted from a row's scores to the row's maximum. It makes the
-  accumulators and P relative to the new number."""
+  """`correct` raises the number that the softmax subtracts from a row's scores to the row's maximum, here for two rows that four lanes share. It then
+  makes the accumulators and P relative to the new number."""
   rng, lanes, scale = np.random.default_rng(0), Wave(NVIDIA), 0.18
   threads, x = len(lanes.active), by_rows((LANE,), tiles=1, scale=scale)
   names = ("reference", "bias", "l", "acc", "p", "scores", "part")
@@ -474,8 +474,8 @@ def test_correction_of_rows() -> None:
   np.testing.assert_allclose(got.transpose(1, 2, 3, 0), p, rtol=1e-3, atol=1e-7)
 
 def test_splitting_rounds_to_nearest_even() -> None:
-  """If no instruction rounds to bf16, P is still rounded to nearest even. The test tries every upper half of a normal fp32 number. The lower halves
-  lie at the two ends and around ties, and some of them carry into the next power of two."""
+  """P is rounded to the nearest bf16 number, ties to even, also on chips without an instruction for this. The test tries every upper half of a normal
+  fp32 number, with lower halves at both ends and around ties. Some of them carry into the next power of two."""
   largest = numerics.bits_as(np.array([numerics.LARGEST_WEIGHT], np.float32), "uint32")[0] >> 16
   upper, lower = np.r_[0, 1 << 7:largest].astype(np.uint32), np.r_[:2, 0x7ffe:0x8002, 0xff00:0xff04, 0xfffc:0x10000].astype(np.uint32)
   x = (upper[:, None] << np.uint32(16) | lower).view(np.float32)

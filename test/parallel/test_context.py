@@ -1,5 +1,5 @@
-"""Tests of sequences whose rows are spread over devices. They compare the keys that queries see in each launch with the mask of the whole sequence,
-compare results with float64, and check what is copied and what is refused."""
+"""Tests of sequences whose rows several devices share. The keys that queries see in each launch are compared with the mask of the whole sequence, and
+results with float64. Other tests check what is copied between devices and what is refused."""
 from __future__ import annotations
 import collections, itertools, math, random, re, zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -44,14 +44,15 @@ def shards(p:Problem, count:int, order:str, whole_q:bool=False) -> SequenceShard
   return SequenceShards(count, order, rows_held(p.Sk, count, order), None if whole_q else rows_held(p.Sq, count, order))
 
 def held(s:SequenceShards, rows:int, length:int, device:int) -> np.ndarray:
-  """Returns the positions in the sequence of the rows on a device, -1 for padding. Computes them by the text of docs/sharding.md, and not by the
-  functions under test."""
+  """Returns the position in the sequence of each row on a device, -1 for padding, by the text of docs/sharding.md and without the functions under
+  test. `rows` is the number of rows on a device, `length` that of the sequence."""
   places = np.arange(rows*s.count)
   pieces = np.split(np.where(places < length, places, -1), s.count if s.order == "contiguous" else 2*s.count)
   return pieces[device] if s.order == "contiguous" else np.concatenate([pieces[device], pieces[-1 - device]])
 
 def counted(p:Problem, s:SequenceShards) -> np.ndarray:
-  """Counts how often the launches of all devices see each pair (query, key), by the window, the offset and the rows of each launch."""
+  """Counts for each pair (query, key) how many launches on all devices see it, from the rows, the window and the offset of each launch. Returns an
+  array (Sq, Sk), which should equal the mask."""
   seen = np.zeros((p.Sq, p.Sk), int)
   for device in range(s.count):
     mine = np.arange(p.Sq) if s.queries is None else held(s, s.queries, p.Sq, device)
@@ -116,8 +117,8 @@ def test_planted_faults_of_the_plan_are_seen(monkeypatch:pytest.MonkeyPatch, fau
 @pytest.mark.parametrize("count, order", ((1, "zigzag"), (2, "zigzag"), (3, "zigzag"), (3, "contiguous")))
 @pytest.mark.parametrize("block_m", (3, 5, 8))
 def test_a_kernel_knows_where_queries_are(count:int, order:str, block_m:int) -> None:
-  """A kernel computes the position of each query in the whole sequence if a device holds one or two pieces of 5 rows of the sequence. No block of
-  queries contains rows of two pieces."""
+  """A kernel computes the right position in the whole sequence for each query, if a device holds one or two pieces of 5 rows. No block of queries has
+  rows of two pieces."""
   length = 5*count*ORDERS[order] - 3
   p = posed(length, length, (-1, 0), 0)
   s = shards(p, count, order)
@@ -128,8 +129,8 @@ def test_a_kernel_knows_where_queries_are(count:int, order:str, block_m:int) -> 
     assert places_of_blocks(q, block_m) == mine[mine >= 0].tolist()
 
 def check_keys(p:Problem, s:SequenceShards) -> None:
-  """Checks that a device stores the keys that its queries see, and REACH rows around them, at the addresses where its kernel reads them. Each key of
-  each head is a different number here."""
+  """Checks that each device gets the keys that its queries see, and REACH rows around them, which tiles may read, too. The keys must lie at the
+  addresses at which the device's kernel reads them."""
   keys, heads = np.arange(p.Sk), np.arange(p.B*p.Hkv)[:, None]
   for device in range(s.count):
     mine = held(s, s.queries or 0, p.Sq, device)
@@ -157,7 +158,7 @@ def test_keys_are_where_kernels_look_for_them(monkeypatch:pytest.MonkeyPatch) ->
     for p, s in some: check_keys(p, s)
 
 def places_of_blocks(p:Problem, block_m:int) -> list[int]:
-  """Returns the positions in the sequence of the queries of all blocks of `block_m` rows, in order. Fails if a query is in two blocks."""
+  """Returns the position in the sequence of each query, from the blocks of `block_m` rows. Fails if a query is in two blocks."""
   tile: Any = SimpleNamespace(block_m=block_m, pack_gqa=False)
   places = dict[int, int]()
   for number in range(math.prod(blocks_of_queries(p, tile))):
@@ -187,8 +188,8 @@ def test_zigzag_deals_out_front_and_back() -> None:
 
 def check(count:int, order:str="zigzag", arch:str="gfx942", kernel:str="", *, keys:bool=False, extras:dict[str, np.ndarray]|None=None,
           shared_bias:bool=False, **parameters:Any) -> None:
-  """Compares o and lse of `attention` on `count` devices with float64: each element must be within its error limit (docs/contract.md). With `keys`,
-  every device has all rows of q."""
+  """Compares o and lse of `attention` on `count` devices with float64: each element must be within its error limit (docs/contract.md). The devices
+  share the rows of q, k and v, or with `keys` the rows of k and v only."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, axis = normal(p), ROWS[p.layout]
@@ -259,8 +260,8 @@ def test_contract_of_every_option(name:str, count:int, order:str, arch:str, kern
   check(count, order, arch, kernel, keys=keys, layout=layout, dtype=dtype, **MORE[name])
 
 def test_a_tile_has_rows_that_no_query_sees(monkeypatch:pytest.MonkeyPatch) -> None:
-  """A tile reads rows before and after the rows that a window shows, so a device needs REACH more rows. With REACH=0 the emulator stops at a read of
-  rows that were not copied."""
+  """A tile reads rows before and after the rows that a window shows, so a device copies REACH more rows. If REACH is 0, the emulator stops at a read
+  of rows that were not copied."""
   monkeypatch.setattr(dealing, "REACH", 0)
   with pytest.raises(UninitialisedRead): check(2, Sq=300, D=16, H=1, window=(70, 0), causal=True)
 
@@ -269,37 +270,38 @@ def test_a_tile_has_rows_that_no_query_sees(monkeypatch:pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("arch, dtype", (("gfx942", "float16"), ("gfx1100", "bfloat16"),
                                          ("sm_80", "float16"), ("sm_90", "bfloat16")))
 def test_windows_of_long_sequences(monkeypatch:pytest.MonkeyPatch, arch:str, dtype:str, order:str) -> None:
-  """A device copies only a part of a long sequence if the problem has a window. REACH is 256 rows here (two tiles), which is still more than these
-  kernels need."""
+  """A device copies only a part of a long sequence if there is a window. REACH, the number of rows that it copies before and after the visible ones,
+  is 256 here; these kernels need fewer."""
   monkeypatch.setattr(dealing, "REACH", 256)
   check(2, order, arch, Sq=1300, D=32, H=1, window=(70, 0), causal=True, dtype=dtype)
 
 def test_wide_scores_of_an_odd_number_of_rows() -> None:
-  """Results are right if a device's partial result has 5 rows: then lse_rest, the part of lse that fp32 loses, begins at no multiple of 16 bytes in
+  """Results are right if a device's partial result has 5 rows. `lse_rest`, the part of lse that fp32 loses, then begins at no multiple of 16 bytes in
   the device's buffer."""
   check(2, keys=True, H=1, Sq=5, Sk=12, D=16, extras={"bias": floats(1, 1, 1, 12)})
 
 @pytest.mark.thorough
 def test_a_bias_of_one_query() -> None:
-  """A bias of one row for a sequence of one query stays the bias of this query: it is not taken for a bias that all queries share. The second device
-  has no query, only rows of padding."""
+  """A bias of one row for a sequence of one query belongs to this query, and is not taken for a row that all queries share. The second device has
+  only padding and no query."""
   check(2, Sq=1, Sk=31, D=16, extras={"bias": floats(1, 2, 1, 31)})
 
 @pytest.mark.thorough
 def test_devices_without_regions(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Results are right on devices such as OpenCL's, where a kernel cannot get a part of a buffer as an argument, and whose renderer does not know
+  """Results are right on devices, such as OpenCL's, where a kernel cannot take a part of a buffer as an argument and the renderer does not know
   attn's operations. A device then computes its queries over the keys of one device after another, and kernels of plain UOps merge the results."""
   monkeypatch.setattr(context, "region", lambda u: None)
   monkeypatch.setattr(context, "CHIPS", {})
   check(2, kernel="tiled", Sq=6, Sk=5, D=6, dtype="float32", extras={"sinks": SINKS})
 
 def test_sharded_keys_with_whole_queries() -> None:
-  """Results are right for sharded keys with a single query on every device, as in decoding. zigzag gives each device two pieces of the keys."""
+  """Results are right if devices share the keys and every device has the single query, as in decoding. The order "zigzag" gives each device two
+  pieces of the keys."""
   check(4, Sq=1, Sk=70, H=4, Hkv=1, causal=True, keys=True, extras={"sinks": np.float32([1, 2, -1, 0])})
 
 def test_sharded_keys_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Results are right for keys that are divided over two chips without workgroups. Kernels then loop over the grid as on a CPU, here on the emulator.
-  tinygrad renders the kernel that merges results as such a loop."""
+  """Results are right if two chips without workgroups share the keys. Kernels then loop over the grid, as on a CPU, and so does the kernel that
+  merges results."""
   for module in (checked_call, checked_kernel):
     monkeypatch.setattr(module, "arch_of", lambda device: replace(get_chip("gfx1030"), lds=0, serial=True))
   check(2, arch="gfx1030", kernel="tiled", Sq=6, Sk=5, D=6, keys=True, dtype="float32")
@@ -315,7 +317,8 @@ def test_sharded_keys_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None
 
 def check_gradients(count:int, order:str="zigzag", arch:str="gfx942", *, keys:bool=False, extras:dict[str, np.ndarray]|None=None,
                     shared_bias:bool=False, **parameters:Any) -> None:
-  """Compares the gradients of a loss through o and lse with float64: each element must be within its error limit (docs/contract.md)."""
+  """Compares the gradients of a loss that uses o and lse, on `count` devices, with float64: each element must be within its error limit
+  (docs/contract.md). The devices share the rows of q, k and v, or with `keys` the rows of k and v only."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, axis, lse_axis, at = normal(p), ROWS[p.layout], LSE_ROWS[p.layout], devices(count)
@@ -362,7 +365,7 @@ def test_gradients_of_every_option(name:str, count:int, order:str, arch:str, dty
   check_gradients(count, order, arch, keys=keys, dtype=dtype, D=16, **MORE[name])
 
 def test_the_gradient_of_a_sum_and_a_shard_of_padding() -> None:
-  """Gradients are right if dO is one number everywhere and one device has only padding of q."""
+  """Gradients are right if dO is one number everywhere, and if one device has only padding and no query."""
   with emulated("gfx942"):
     x = [draw(1, 1, rows, 16) for rows in (1, 6, 6)]
     def gradients(place:Any, **options:Any) -> list[np.ndarray]:
@@ -380,7 +383,7 @@ def test_gradients_of_a_bias_sharded_like_q() -> None:
 SHARED = {"rows": 2, "keys": 2, "heads": 1, "batch": 0}     # what the devices share, and the sharded axis of k and v
 
 def groups(names:list[str], seed:int) -> list[list[str]]:
-  """Splits the names, in random order, into groups of at least one name."""
+  """Splits the names, in random order, into groups of one or more names."""
   rng = random.Random(seed)
   order = rng.sample(names, len(names))
   cuts = sorted(rng.sample(range(1, len(order)), rng.randrange(len(order))))
@@ -388,9 +391,9 @@ def groups(names:list[str], seed:int) -> list[list[str]]:
 
 def check_reading(count:int, shared:str, reading:Callable[[list[str]], list[list[str]]], *, order:str="zigzag", calls:int=1, arch:str="gfx942",
                   extras:dict[str, np.ndarray]|None=None, **parameters:Any) -> None:
-  """Compares o, lse and all gradients of attention over `count` devices with float64: each element must be within its error limit (docs/contract.md).
-  `shared` says what is divided over the devices: "rows", "keys", "heads" or "batch". `reading` divides the names of the results into groups, and the
-  groups are realized one after another. With several `calls`, the step runs under TinyJit with other inputs in each call."""
+  """Compares o, lse and all gradients of attention on `count` devices with float64: each element must be within its error limit (docs/contract.md).
+  `shared` says what is divided over the devices: "rows", "keys", "heads" or "batch". `reading` divides the names of the results into groups, which
+  are realized one after another. With `calls` above 1, the step runs that many times under TinyJit, with other inputs in each call."""
   p, at, extras = problem(extras=extras, **parameters), devices(count), extras or {}
   options, in_order = {name: parameters[name] for name in ("causal", "softcap") if name in parameters}, shared in ("rows", "keys")
   if in_order: options |= {"sequence_order": order}
@@ -425,13 +428,13 @@ def check_reading(count:int, shared:str, reading:Callable[[list[str]], list[list
 def one_by_one(names:list[str]) -> list[list[str]]: return [[name] for name in names]
 
 def test_gradients_are_read_one_by_one(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Gradients are right on three devices if they are realized one after another, and if each device has only one buffer for keys from other devices,
-  so that each copy into the buffer replaces the one before."""
+  """Gradients are right on three devices if they are realized one after another and each device has only one buffer for keys of other devices. Each
+  copy into the buffer then overwrites the one before."""
   monkeypatch.setattr(context, "SLOTS", 1)
   check_reading(3, "rows", one_by_one, order="contiguous", calls=3, Sq=48, H=1, D=16)
 
 class AnyOrder(collections.deque[Any]):
-  """Queue of the kernels that tinygrad's scheduler may schedule next. It returns a random kernel instead of the first."""
+  """Queue of the kernels that tinygrad's scheduler may take next. It gives a random one instead of the first."""
   def __init__(self, ready:Iterable[Any], rng:random.Random) -> None:
     super().__init__(ready)
     self.rng = rng
@@ -440,7 +443,7 @@ class AnyOrder(collections.deque[Any]):
     return super().popleft()
 
 def in_any_order(monkeypatch:pytest.MonkeyPatch, seed:int) -> Context:
-  """Makes tinygrad schedule kernels in a random order that their dependencies allow. Each scheduling uses a new order."""
+  """Makes tinygrad schedule kernels in a random order that their dependencies allow, another one each time. `seed` begins the random numbers."""
   rng = random.Random(seed)
   monkeypatch.setattr(tinygrad.schedule, "deque", lambda ready: AnyOrder(ready, rng))
   return Context(SCACHE=0)
@@ -448,8 +451,7 @@ def in_any_order(monkeypatch:pytest.MonkeyPatch, seed:int) -> Context:
 @pytest.mark.parametrize("launches", (1, 3))
 @pytest.mark.parametrize("seed", (1, 2))
 def test_no_launch_is_before_the_keys_that_it_reads(monkeypatch:pytest.MonkeyPatch, seed:int, launches:int) -> None:
-  """A launch waits for all copies of keys to its device, and for the device's own keys, in whatever order tinygrad schedules the kernels. It must not
-  depend on which of these copies comes last."""
+  """A kernel on a device waits for all copies of keys that it reads, in whatever order tinygrad schedules kernels and copies."""
   def chunks(p:Problem, shards:SequenceShards) -> list[tuple[int, int]]:
     return [(head, p.Hkv//launches) for head in range(0, p.Hkv, p.Hkv//launches)]
   monkeypatch.setattr(context, "head_chunks", chunks)
@@ -467,8 +469,8 @@ READ: dict[str, dict[str, Any]] = {
   "slopes": {"causal": True, "extras": {"alibi_slopes": SLOPES}}}
 
 def scaled_up(shared:str, count:int, *, extras:dict[str, np.ndarray]|None=None, Hkv:int=2, **parameters:Any) -> dict[str, Any]:
-  """Adapts a problem of the table READ to `count` devices, so that every device has the same number of rows, batches or heads. Tests read the results
-  of these problems in any order."""
+  """Changes a problem of the table READ so that `count` devices can share it evenly: every device gets the same number of rows, batches or heads.
+  Returns the parameters of the problem."""
   rows, heads = 80//(2*count)*2*count, count if shared == "heads" else 1
   def scaled(name:str, a:np.ndarray) -> np.ndarray:
     return np.repeat(a, heads, 1)[:, :, :rows, :rows] if name == "bias" else np.repeat(a, heads, 0)
@@ -480,7 +482,7 @@ def scaled_up(shared:str, count:int, *, extras:dict[str, np.ndarray]|None=None, 
 @pytest.mark.parametrize("count", (2, 3, 4, 5, 8))
 @pytest.mark.parametrize("shared", SHARED)
 def test_results_are_read_in_any_order(shared:str, count:int, seed:int) -> None:
-  """Results of random problems are right in any order of reading, one by one or in groups, with and without TinyJit."""
+  """Results of random problems on several devices are right in whatever order they are read, one by one or in groups, with and without TinyJit."""
   rng = random.Random(zlib.crc32(f"{shared} {count} {seed}".encode()))
   name, order, calls, reading = rng.choice([*READ]), rng.choice([*ORDERS]), rng.choice((1, 3)), rng.randrange(1000)
   problem_of_count = scaled_up(shared, count, **READ[name])
@@ -489,8 +491,8 @@ def test_results_are_read_in_any_order(shared:str, count:int, seed:int) -> None:
 # ***** under TinyJit *****
 
 def test_under_tinyjit() -> None:
-  """Grouped heads, padding and a causal mask are right under TinyJit. The inputs are computed values, so tinygrad gives them new buffers in each
-  call. It also gives new buffers to parts of keys and to messages between devices."""
+  """Results on several devices are right under TinyJit with grouped heads, padding and a causal mask. The inputs are computed tensors, so in each
+  call tinygrad uses other buffers for them, for parts of keys, and for messages between devices."""
   p = problem(H=2, Hkv=1, Sq=21, D=16, causal=True)
   with emulated("gfx942"):
     @TinyJit
@@ -505,8 +507,8 @@ def test_under_tinyjit() -> None:
 
 @pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
 def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, mended:bool) -> None:
-  """Each call under TinyJit uses its own inputs, although the launches and copies of a device read only parts of these inputs. tinygrad's own graph
-  keeps the parts of the first call; the case `mended=False` shows this."""
+  """Each call under TinyJit uses its own inputs, although launches and copies read only parts of them. tinygrad's own graph keeps the parts of the
+  first call; the case `mended=False` shows this."""
   monkeypatch.setattr(context.SharedRows, "gathers", False)
   with emulated("gfx942", "tiled"):
     anew = list[int]()
@@ -525,8 +527,8 @@ def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, m
     assert anew == copied_anew and (copied_anew == [4, 4]) == mended
 
 def test_long_copies_of_keys_run_beside_a_launch() -> None:
-  """A device computes its heads in several launches of equal size if copying the keys of all heads takes long: while one launch runs, the keys of the
-  next are copied. 32 or 8 key/value heads run in two halves, 9 heads in groups of three. With short sequences one launch computes all heads."""
+  """Where copying the keys of all heads takes long, a device computes its heads in several launches of equal size: while one runs, the keys of the
+  next are copied. 32 or 8 key/value heads run in two halves, 9 heads in groups of three. Short sequences need one launch for all heads."""
   def parts(H:int, Hkv:int, rows:int) -> list[tuple[int, int]]:
     p = Problem(1, H, Hkv, rows, rows, 128, 128, window=(-1, 0), softmax_scale=1.0)
     return head_chunks(p, shards(p, 2, "zigzag"))
@@ -539,8 +541,8 @@ def heads_at_a_time(monkeypatch:pytest.MonkeyPatch, count:int) -> None:
   monkeypatch.setattr(context, "head_chunks", lambda p, shards: [(first, count) for first in range(0, p.B*p.Hkv, count)])
 
 def graph_of_heads(monkeypatch:pytest.MonkeyPatch) -> tuple[StandInGraph, bool]:
-  """Captures the graph of two devices that compute three heads one after another. Returns the graph, and whether its results are right if inputs
-  change."""
+  """Captures under TinyJit two devices that compute three heads one after another. Returns the graph, and whether the results are right for other
+  inputs than the first."""
   heads_at_a_time(monkeypatch, 1)
   with emulated("gfx942", "tiled"), Context(JIT_BATCH_SIZE=0):
     for name in devices(2): monkeypatch.setattr(Device[name], "graph", with_selected_inputs(StandInGraph, lambda *_: None))
@@ -554,8 +556,8 @@ def graph_of_heads(monkeypatch:pytest.MonkeyPatch) -> tuple[StandInGraph, bool]:
 
 def test_a_graph_copies_keys_while_heads_are_computed(monkeypatch:pytest.MonkeyPatch) -> None:
   """Two devices compute three heads, each head in a launch. A launch waits for two things: all keys of its head have arrived, and its own device has
-  put its keys of the next head in order. The keys of the third head overwrite those of the first head in a device's buffers. They wait until the
-  device's first launch has read them and the other device has copied them."""
+  put its keys of the next head in order. A device's buffers have room for two heads. So the keys of the third head wait until the keys of the first
+  head were used by the device's own launch, and copied by the other device."""
   graph, right = graph_of_heads(monkeypatch)
   assert right
   for device in ("EMU", "EMU:1"):
@@ -576,7 +578,7 @@ def test_a_graph_that_forgets_what_is_read_is_seen(monkeypatch:pytest.MonkeyPatc
 # ***** what is copied *****
 
 def copies(o:Tensor) -> list[tuple[str, str, int]]:
-  """Returns the copies between devices that are needed to compute o, each as (from, to, bytes)."""
+  """Returns the copies between devices that computing o needs, each as (from, to, bytes)."""
   calls = [u for u in o.schedule_linear().src if u.src[0].op is Ops.COPY and u.src[1].device != u.src[2].device]
   return [(u.src[2].device, u.src[1].device, u.src[1].max_numel()*u.src[1].dtype.itemsize) for u in calls]
 
@@ -600,8 +602,8 @@ def test_only_visible_keys_of_small_heads_are_copied(monkeypatch:pytest.MonkeyPa
 @pytest.mark.thorough
 @pytest.mark.parametrize("count, causal", ((2, True), (8, True), (8, False)))
 def test_memory_is_that_of_one_device_and_two_parts_of_the_keys(monkeypatch:pytest.MonkeyPatch, count:int, causal:bool) -> None:
-  """Each device under TinyJit needs memory for its inputs, for o and lse of its own rows, and for two buffers. Each buffer holds k and v of some
-  heads of all devices."""
+  """Each device needs, under TinyJit, memory for its inputs, for o and lse of its own rows, and for two buffers with k and v of some heads from all
+  devices."""
   for name, value in (("MEASURED_SECONDS", 0), ("MEASURED_ROUNDS", 1)): monkeypatch.setattr(measure, name, value)
   rows, heads, together, D = 32, 4, 1, 16
   heads_at_a_time(monkeypatch, together)
@@ -622,8 +624,8 @@ def test_the_measurement_prints_its_rows(monkeypatch:pytest.MonkeyPatch, capsys:
   for text in ("(1, 4 on 1, 1 x 128, 16) full, keys shared: one", "bytes, inputs:", "copy from EMU:1"): assert text in printed
 
 def test_few_queries_are_exchanged_once() -> None:
-  """Devices exchange the results of few queries once: each device sends one buffer with o and lse to every other device, and one kernel merges
-  them."""
+  """Devices that share keys exchange the results of few queries once: each device sends one buffer with o and lse to every other device, and one
+  kernel merges them."""
   with emulated("gfx942"):
     q, k = draw(1, 4, 1, 16).shard(devices(2)).realize(), sequence(2, 1, 1, 64, 16, order="contiguous")
     o = attn.attention(q, k, k)

@@ -1,5 +1,5 @@
-"""Tests of the table of masks in attn/score/masks.py. Each row of the table must agree with attn.reference.visible about the keys that a query sees
-and the queries that see a key. Kernels that use a wrong row must give wrong results."""
+"""Tests of the table of masks in attn/score/masks.py. Each mask agrees with attn/reference.py about the keys that a query sees and the queries that
+see a key. Kernels with a wrong mask must give wrong results."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,21 +35,21 @@ def number(x:UOp|int) -> int:
   return x if isinstance(x, int) else int(x.simplify().arg)
 
 def walks(p:Problem) -> list[tuple[Walk, Array]]:
-  """Returns two views of a problem: queries (rows) that see keys (columns), and keys (rows) that queries (columns) see. Each comes with a table of
-  the visible columns of each row, from attn.reference."""
+  """Returns a problem's score matrix in two forms: rows are queries and columns keys, or the reverse. Each comes with a table, from
+  attn/reference.py, that tells which columns each row sees."""
   seen, sequence = visible(p.Sq, p.Sk, p.window, p.offset), Extent(p.Sq, p.Sk, 0, 0, p.offset)
   return [(over_keys(p, sequence), seen), (over_queries(p, sequence), seen.T)]
 
 def hold_columns(walk:Walk, seen:Array) -> None:
-  """Checks that the intervals of the masks show each row exactly the right columns, and no column beyond the last column."""
+  """Checks that the masks together show each row exactly the right columns, and no column beyond the last one."""
   j = np.arange(number(walk.count) + 1)
   for row, want in enumerate(np.pad(seen, ((0, 0), (0, 1)))):
     first, last = first_seen(walk, UOp.const(row)), last_seen(walk, UOp.const(row))
     np.testing.assert_array_equal((j >= (0 if first is None else number(first))) & (j <= number(last)), want)
 
 def hold_tiles(walk:Walk, seen:Array) -> None:
-  """Checks that a block loops over every tile in which one of its rows sees a column. Also checks that it treats a tile as unmasked exactly if all of
-  its rows see all columns."""
+  """Checks that a block loops over every tile in which one of its rows sees a column, and that it leaves out the mask exactly in tiles where all its
+  rows see all columns."""
   rows, count = seen.shape
   for begin in range(0, rows, BLOCK):
     x = blocks_seen(walk, UOp.const(begin), UOp.const(begin + BLOCK - 1), TILE)
@@ -87,8 +87,8 @@ def test_which_masks_a_problem_has() -> None:
 # ***** planted faults *****
 
 def moved(before:int, after:int) -> Callable[[pytest.MonkeyPatch], None]:
-  """Plants a fault: the first and last columns of a window are moved by these numbers, in kernels that loop over keys and in kernels that loop over
-  queries."""
+  """Returns a function that plants a fault: the first and the last column of a window are moved by `before` and `after` columns, in kernels that loop
+  over keys and in kernels that loop over queries."""
   def seen(walk:Walk, row:Any) -> Interval:
     x = WINDOW_MASK.seen(walk, row)
     return Interval(None if x.first is None else x.first + before, None if x.last is None else x.last + after)
@@ -97,17 +97,17 @@ def moved(before:int, after:int) -> Callable[[pytest.MonkeyPatch], None]:
   return plant
 
 def with_row(row:Mask) -> tuple[Mask, ...]:
-  """Returns the table of all masks, with the given row in place of the row of the same name."""
+  """Returns the table of all masks, in which the given row replaces the row of the same name."""
   return tuple(row if mask.name == row.name else mask for mask in SCORE_MASKS)
 
 def uncounted(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the mask shows one key, or one query, beyond the last."""
+  """Plants a fault: the mask of lengths shows one column beyond the last."""
   row = next(mask for mask in SCORE_MASKS if mask.name == "count")
   m.setattr(masks, "SCORE_MASKS", with_row(replace(row, seen=lambda walk, i: Interval(last=walk.count))))
 
 def shifted(**by:int) -> Callable[[pytest.MonkeyPatch], None]:
-  """Plants a fault: adds the given numbers to fields of `Blocks`, which says over which tiles a workgroup loops (`begin` to `end`) and which of them
-  it computes without the mask (`full_begin` to `full_end`)."""
+  """Returns a function that plants a fault: it adds numbers to fields of `Blocks`, which says over which tiles a workgroup loops (`begin` to `end`)
+  and which of them need no mask (`full_begin` to `full_end`)."""
   original = blocks_seen
   def plant(m:pytest.MonkeyPatch) -> None:
     def seen(*args:Any) -> Blocks:
@@ -123,8 +123,8 @@ FAULTS = [*ROWS, shifted(begin=1), shifted(end=-1), shifted(full_begin=-1), shif
 
 @pytest.mark.parametrize("plant", (*FAULTS, uncounted), ids=lambda x: x.__name__)
 def test_planted_fault_in_tiles(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None]) -> None:
-  """If a row of the table of masks is wrong, or blocks leave out tiles, these tests' checks of columns and tiles fail, both for kernels that loop
-  over keys and for kernels that loop over queries."""
+  """If a row of the table of masks is wrong, or a workgroup leaves out tiles, the checks of columns and tiles fail: for kernels that loop over keys
+  and for kernels that loop over queries."""
   for side in range(2):
     with monkeypatch.context() as m:
       plant(m)
@@ -147,8 +147,8 @@ def test_planted_fault_in_kernels(monkeypatch:pytest.MonkeyPatch, plant:Callable
   with pytest.raises((AssertionError, RuntimeError)): compute(kind)
 
 def test_a_key_too_many_shows(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The test of the forward kernel fails if a mask shows one key too many, beyond the last. The kernel reads this key as zeros. Its score adds weight
-  in forward, but nothing to a gradient."""
+  """The check of the forward kernel fails if a mask shows one key beyond the last. The kernel reads this key as zeros. Its weight changes the forward
+  result, but it would add nothing to a gradient."""
   uncounted(monkeypatch)
   with pytest.raises(AssertionError): compute("forward")
 

@@ -1,5 +1,5 @@
-"""Tests of score terms (softcap, ALiBi, bias, score_mod): each derivative agrees with finite differences of the term's value, and the operations of
-kernels compute the derivative and the value. A term without a derivative refuses gradients."""
+"""Tests of score terms (softcap, ALiBi, bias, score_mod). A term's derivative agrees with differences of its value, and kernels compute both rightly.
+A term without a derivative refuses gradients."""
 from __future__ import annotations
 from dataclasses import replace
 from typing import Any
@@ -40,7 +40,7 @@ def test_dimensions_that_a_tensor_cannot_have(name:str, value:Any, message:str) 
 
 def applied(term:ScoreTerm, p:Problem, unit:ScoreUnit, to:ScoreUnit, given:dict[str, np.ndarray], x:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Applies a score term (bias, softcap, ...) to the scores x of one query. `unit` is the unit of x, such as base-2 logarithms, and `to` is the unit
-  of the scores that the term returns. Returns these scores, converted to natural logarithms, and the derivative of the term at each score."""
+  of the scores that the term returns. Returns these scores in natural logarithms, and the term's derivative at each score."""
   def kernel(out:UOp, scores:UOp, *tensors:UOp) -> UOp:
     r, zero = UOp.range(N//4, 0, AxisType.GLOBAL), UOp.const(0)
     row, first = (Row(zero, UOp.const(1), i, UOp.const(True)) for i in (UOp.const(3), zero))
@@ -73,8 +73,8 @@ def test_a_derivative_is_that_of_the_value(term:ScoreTerm, raw:bool, to:ScoreUni
 SIZE, SCALE = (1, 2, 8, 16), 0.25
 
 def replaced(m:pytest.MonkeyPatch, **changes:Any) -> None:
-  """Sets fields of softcap's row in the table of terms (`TERMS`) to other values, for one test. Each test needs its own softcap value, because attn
-  caches its choices for a problem."""
+  """Changes fields of softcap's row in the table of score terms, until the test ends. Each test needs its own softcap value, because attn caches its
+  choices for a problem."""
   m.setattr(terms, "TERMS", tuple(replace(term, **changes) if term.name == "softcap" else term for term in TERMS))
 
 def loss_of(device:Any, **options:Any) -> tuple[list[Tensor], Tensor]:
@@ -90,8 +90,7 @@ def by_book(given:list[Tensor], softcap:float) -> tuple[np.ndarray, list[np.ndar
 
 @pytest.mark.parametrize("kernel", ("", "three_pass"))
 def test_a_term_without_a_derivative_refuses_a_gradient(monkeypatch:pytest.MonkeyPatch, kernel:str) -> None:
-  """Tests a score term without a derivative. A request for gradients raises an error that names the term before any kernel runs. Forward still works.
-  """
+  """If a score term has no derivative, a request for gradients raises an error that names the term, before a kernel runs. Forward still works."""
   softcap = 2.125 + len(kernel)
   replaced(monkeypatch, derivative=None, differentiable=False)
   with emulated("gfx942", kernel):

@@ -1,6 +1,6 @@
-"""Tests of rows whose biases are all large and negative, such as the lowest float32 or -1e9, which mask padding. An ordinary score added to such a
-bias changes nothing in fp32, and an lse of this size loses the logarithm of the number of keys. The expected values are float64 results from scores
-rounded to fp32. The error limits of docs/contract.md are no help: they let a score err in proportion to its size, which here allows nearly any
+"""Tests of rows whose biases are all large and negative, such as the lowest float32 or -1e9, with which models mask padding. Adding a score to such a
+bias changes nothing in fp32, and an fp32 lse of this size loses the logarithm of the number of keys. The expected values are float64 results from
+scores that were rounded to fp32. The error limits of docs/contract.md are no help here: they grow with a score's size, and would allow nearly any
 result."""
 from __future__ import annotations
 import os, sys
@@ -25,8 +25,8 @@ LEAST = float(np.finfo(np.float32).min)
 EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 def large_bias(shape:tuple[int, ...], dtype:str) -> Array:
-  """Makes a bias. Its even rows have ordinary numbers. Large negative numbers mask the odd rows: in all columns, in some columns, or by sums of two
-  such numbers."""
+  """Makes a bias with ordinary numbers in its even rows. Large negative numbers mask the odd rows: in all columns, in some columns, or by a sum of
+  two such numbers."""
   bias = np.random.default_rng(5).standard_normal(shape).astype(np.float32)
   keys = shape[-1]
   bias[..., 1::16, :], bias[..., 3::16, :], bias[..., 5::16, :], bias[..., 7::16, :], bias[..., 9::16, :] = LEAST, -1e9, LEAST, LEAST, -1e4
@@ -62,7 +62,7 @@ class Given:
     return {name: x.realize() for name, x in (found | {"bias": tensor(self.bias, self.bias_dtype)}).items()}
 
 def exact(x:Given) -> dict[str, Array]:
-  """Computes o, lse and the gradients of sum(o*do) in float64. Rounds the scores to fp32 after the bias is added."""
+  """Computes o, lse and the gradients of sum(o*do) in float64. Scores are rounded to fp32 after the bias is added."""
   q, k, v, do, bias = (a.astype(np.float64) for a in (x.q, x.k, x.v, x.do, x.bias))
   (_, H, Sq, D), (_, Hkv, Sk, _) = q.shape, k.shape
   k, v = np.repeat(k, H//Hkv, 1), np.repeat(v, H//Hkv, 1)
@@ -87,7 +87,7 @@ def exact(x:Given) -> dict[str, Array]:
           "bias": of_bias}
 
 def hold(x:Given, found:dict[str, Array]) -> None:
-  """Checks results against the expected results. The tolerance is a few roundings of the inputs' type or the bias's type."""
+  """Checks results, by name, against float64. The tolerance is a few roundings of the inputs' dtype, or of the bias's dtype for its gradient."""
   want = exact(x)
   for name, got in found.items():
     if name == "lse":
@@ -97,7 +97,7 @@ def hold(x:Given, found:dict[str, Array]) -> None:
     np.testing.assert_allclose(got, want[name], rtol=0, atol=4*coarse*np.abs(want[name]).max(), err_msg=name)
 
 def computed(x:Given, *training:int) -> dict[str, Array]:
-  """Computes o and lse by `attention`, and checks the gradients for each value of TRAINING."""
+  """Computes o and lse by `attention`. Checks the gradients, once for each of the given values of tinygrad's setting TRAINING."""
   given, options = x.tensors, dict(x.options)
   if "alibi_slopes" in options: options["alibi_slopes"] = tensor(options["alibi_slopes"], "float32")
   o, lse = attn.attention(**given, **options, return_lse=True)
@@ -127,7 +127,8 @@ def test_every_option(name:str, arch:str) -> None:
   with emulated(arch): hold(x, computed(x))
 
 def test_dropout_of_a_mean() -> None:
-  """Backward drops the keys that forward drops, in rows whose o is a mean of V. With dO = 1, the sum of v times its gradient is the sum of o."""
+  """Backward drops the keys that forward drops, also in rows whose o is a mean of V. If dO is 1, the sum of v times its gradient equals the sum of o.
+  """
   x = Given.of()
   with emulated("gfx942"), Context(TRAINING=1):
     t = x.tensors
@@ -137,13 +138,14 @@ def test_dropout_of_a_mean() -> None:
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_80", pytest.param("gfx1030", marks=pytest.mark.thorough)))
 def test_key_ranges(arch:str) -> None:
-  """The merge of key ranges of unequal length is right for rows whose biases are all large and negative: each range weighs as much as it has keys."""
+  """Key ranges of unequal length are merged rightly for rows whose biases are all large and negative: a range weighs in proportion to its number of
+  keys."""
   x = Given.of(Sq=16, Sk=400)
   with emulated(arch): hold(x, dict(zip(("o", "lse"), map(array, attn.attention(**x.tensors, num_splits=3, return_lse=True)))))
 
 def test_the_lost_part_of_lse_is_needed(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Kernels need the part of lse that fp32 loses. Without it a gradient is too large by a factor of the row's number of keys, and key ranges of all
-  lengths have equal weights."""
+  """Kernels need lse_rest, the part of lse that fp32 loses. Without it, in rows whose biases are all large and negative, a gradient is too large by a
+  factor of the number of keys, and key ranges of all lengths weigh the same."""
   of = epilogue.LogSum.of
   def forgotten(reference:UOp, total:UOp) -> epilogue.LogSum:
     found = of(reference, total)
@@ -155,8 +157,8 @@ def test_the_lost_part_of_lse_is_needed(monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count, keys", ((2, False), (3, True), *(pytest.param(4, keys, marks=pytest.mark.thorough) for keys in (False, True))))
 def test_rows_that_devices_share(count:int, keys:bool) -> None:
-  """Results are right for rows whose biases are all large and negative, if the rows of a sequence are sharded over devices. If every device has all
-  rows of q, only the keys are sharded."""
+  """Results are right for rows whose biases are all large and negative, if several devices share the rows of a sequence. With `keys` they share only
+  the rows of k and v."""
   x, at = Given.of(Sq=18, Sk=54), devices(count)
   with emulated("gfx942"), Context(TRAINING=1):
     t = x.tensors
@@ -169,8 +171,8 @@ def test_rows_that_devices_share(count:int, keys:bool) -> None:
     hold(x, {"o": whole(o, 18), "lse": whole(lse, 18)} | {name: whole(g, 18 if name == "q" else 54) for name, g in zip("qkv", gradients)})
 
 def test_a_mask_of_padding() -> None:
-  """A mask hides padding columns and the columns above the diagonal by the lowest float32, as models make it. A row whose columns are all hidden gets
-  the mean of V."""
+  """A float mask hides padding columns, and columns above the diagonal, by the lowest float32, as models make it. A row whose columns are all hidden
+  gets the mean of V."""
   x = Given.of(Sq=20, Sk=20, bias_heads=1)
   with np.errstate(over="ignore"): mask = np.where(np.arange(20) < 6, LEAST, 0) + np.triu(np.full((20, 20), LEAST), 1)
   x.bias[:] = np.maximum(mask, LEAST)
@@ -191,7 +193,7 @@ def test_a_cpu() -> None:
 @pytest.mark.parametrize("arch", ("gfx942", "gfx1100", "sm_80", "sm_90", "gfx1030"))
 @pytest.mark.parametrize("options", ({"softcap": 20.0}, {"extras": {"alibi_slopes": np.float32([0.5, 0.25])}}), ids=("softcap", "slopes"))
 def test_a_row_of_nan(arch:str, options:dict[str, Any]) -> None:
-  """Scores of NaN stay NaN if softcap or ALiBi changes the scores before the bias is added, and infinite scores keep their effect."""
+  """Scores of NaN stay NaN, and infinite scores keep their effect, if softcap or ALiBi changes the scores before a large negative bias is added."""
   def make(p:Problem) -> Inputs:
     x = normal(p)
     x.q[:, :, 3], x.k[:, :, 5, 0] = np.nan, -np.inf
