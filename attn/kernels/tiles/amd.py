@@ -61,7 +61,7 @@ class Tile(ForwardShape):
     mat = self.matrix
     return row_layout(mat, self.block_m, p.D), row_layout(mat, self.block_n, p.D), column_layout(mat, self.block_n, p.Dv)
   @property
-  def in_turn(self) -> bool: return self.prefetch == 0 and self.sparing
+  def by_tensor(self) -> bool: return self.prefetch == 0 and self.sparing
   @property
   def by_item(self) -> bool: return False
   @property
@@ -98,9 +98,7 @@ class BackwardTile(BackwardShape):
   @property
   def buffers(self) -> int: return max(1, self.prefetch)
   @property
-  def in_turn(self) -> bool:
-    """Whether each iteration loads the tile that it uses, one tensor after another. Otherwise it loads the tile of the next iteration."""
-    return self.prefetch == 0 and self.sparing
+  def by_tensor(self) -> bool: return self.prefetch == 0 and self.sparing
   @property
   def anew(self) -> bool: return True
   @property
@@ -147,7 +145,7 @@ class MlaTile(MlaShape, SharingTile):
   @property
   def block_m(self) -> int: return self.row_tiles*self.matrix.N
   @property
-  def in_turn(self) -> bool: return False
+  def by_tensor(self) -> bool: return False
   @property
   def anew(self) -> bool: return False
   @property

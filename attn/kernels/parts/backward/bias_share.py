@@ -24,8 +24,8 @@ from attn.tinygrad_compat import AxisType, UOp
 
 @dataclass(frozen=True)
 class BiasShare:
-  """Division of the gradient of a bias over workgroups. Says which block of the bias each workgroup owns. Says over which batches, heads, queries and
-  keys the workgroup loops, because they share this block."""
+  """How the gradient of a bias is divided over workgroups: which block of the bias a workgroup owns, and over which batches, heads, queries and keys
+  it loops, because all of them share this block."""
   p: Problem
   block_m: int
   block_n: int
@@ -34,7 +34,7 @@ class BiasShare:
   def summed(self) -> Summed: return sum_over_scores(self.p)
   @property
   def shape(self) -> tuple[int, ...]:
-    """Shape of the sum that the kernel writes. If the sum is divided into parts, shape of one part."""
+    """Shape of the sum that the kernel writes. If the sum is divided into parts, the shape of one part."""
     return size_of_sum(self.p, self.block_m, self.block_n)
   @functools.cached_property
   def diagonals(self) -> Diagonals|None:
@@ -42,16 +42,16 @@ class BiasShare:
     return Diagonals(self.p.Sq, self.p.Sk, self.block_m, self.block_n) if self.summed.diagonals else None
   @property
   def broadcast(self) -> tuple[bool, ...]:
-    """Whether all batches, all heads, all queries and all keys share one bias: four bools. Each is True if the bias has size 1 along this axis and
-    the problem has a larger size."""
+    """Four bools: whether all batches, all heads, all queries, and all keys of the problem share the elements of the bias. Each is true if the bias
+    has the size 1 along this axis, and the problem a larger size."""
     found = tuple(size == 1 and n > 1 for size, n in zip(self.summed.sizes, (self.p.B, self.p.H, self.p.Sq, self.p.Sk)))
     return (*found[:2], False, False) if self.summed.diagonals else found
   @property
   def blocks(self) -> int: return ceildiv(self.p.Sq, self.block_m)
   @property
   def walked(self) -> tuple[int, int, int]:
-    """Numbers of batches, heads and blocks of queries over which one workgroup loops. For diagonals of tiles, the last number belongs to the longest
-    diagonal: workgroups with shorter diagonals loop over fewer blocks."""
+    """Returns (batches, heads, blocks of queries): how many of each one workgroup loops over. If workgroups own diagonals of tiles, the last number
+    is that of the longest diagonal."""
     batches, heads, rows, _ = self.broadcast
     blocks = self.diagonals.most if self.diagonals is not None else self.blocks if rows else 1
     return self.p.B if batches else 1, self.p.H if heads else 1, blocks
@@ -59,42 +59,42 @@ class BiasShare:
   def trips(self) -> int: return math.prod(self.walked)
   @property
   def owned(self) -> tuple[int, int, int]:
-    """Numbers of batches, heads and blocks of queries that are divided among the workgroups. If workgroups own diagonals of tiles, the last number
-    counts diagonals."""
+    """Returns (batches, heads, blocks of queries): how many of each are divided among the workgroups. If workgroups own diagonals of tiles, the last
+    number counts diagonals instead of blocks."""
     blocks = self.diagonals.count if self.diagonals is not None else self.blocks//self.walked[2]
     return self.p.B//self.walked[0], self.p.H//self.walked[1], blocks
   @property
   def owns_keys(self) -> bool:
-    """Whether a workgroup owns one tile of keys, and works on this tile alone in each iteration. If not, each iteration loops over all tiles of
-    keys."""
+    """Whether a workgroup owns a tile of keys, and reads only this tile in each iteration. Otherwise each iteration loops over all tiles of keys."""
     return self.summed.diagonals or (any(self.broadcast[:3]) and not self.broadcast[3])
   @property
   def uneven(self) -> bool:
-    """Whether iterations of the outer loop need different tiles of keys, because queries see different keys or batches have different numbers of
-    keys. The bound of the inner loop over tiles would then depend on the outer loop. tinygrad's linearizer finds no order for such loops."""
+    """Whether iterations of a workgroup's loop need different tiles of keys, because their queries see different keys, or because batches have
+    different numbers of keys. The length of the inner loop over tiles of keys would then depend on the outer loop. tinygrad's linearizer finds no
+    order for such loops."""
     batches, _, blocks = self.walked
     ends = self.p.kv_lengths or self.p.varlen
     return not self.owns_keys and ((blocks > 1 and any(hiding(self.p))) or (batches*blocks > 1 and ends))
   @property
   def key_tiles(self) -> int:
-    """Number of tiles of keys that are divided among the workgroups. 1 if each workgroup works on all keys, or owns a diagonal."""
+    """Number of tiles of keys that are divided among the workgroups; 1 if each workgroup reads all keys, or owns a diagonal."""
     return ceildiv(self.p.Sk, self.block_n) if self.owns_keys and not self.summed.diagonals else 1
   @property
   def stored_at_once(self) -> bool:
-    """Whether nothing has to be summed, because each element of the bias is added to only one score. Each tile of dS is then stored unchanged."""
+    """Whether each element of the bias is added to only one score. There is then nothing to sum, and each tile of dS is stored as it is."""
     return not any(self.broadcast) and not self.summed.diagonals
   @property
   def workgroups(self) -> int: return math.prod(self.owned)*self.key_tiles
 
   def check_parts(self, parts:int) -> None:
-    """Raises ValueError if the number of parts is negative, or larger than the number of iterations that are divided."""
+    """Raises ValueError if `parts` is negative, or larger than the number of iterations of a workgroup's loop, which are divided into parts."""
     most = 1 if self.summed.diagonals else self.trips
     if not 0 <= parts <= most:
       raise ValueError(f"parts={parts}: must be 0 (no parts) to {most}, the blocks of queries that a workgroup loops over")
 
 @dataclass(frozen=True)
 class BiasPart:
-  """The part of a bias's gradient that one workgroup computes."""
+  """The part of a bias's gradient that one workgroup computes: the block of the bias that the workgroup owns, and the iterations of its loop."""
   share: BiasShare
   grid: Grid             # with indices of a head and a block among the owned heads and the owned blocks of queries
   key_tile: UOp          # index of the owned tile of keys; 0 where a workgroup loops over all tiles, or over a diagonal
@@ -113,19 +113,19 @@ class BiasPart:
   # ***** the iterations *****
   @property
   def one_trip(self) -> bool:
-    """Whether the workgroup needs only one iteration, so that there is no loop over batches, heads and blocks of queries."""
+    """Whether the workgroup has a single iteration, so that its kernel needs no loop over batches, heads and blocks of queries."""
     return self.share.trips == max(self.parts, 1)
 
   @property
   def first_place(self) -> Grid:
-    """Head and block of queries with which this workgroup's loop begins, as a position in the grid."""
+    """The grid position (head, and block of queries) of the workgroup's first iteration."""
     return self.grid_of_trip(self.first_trip)
   @property
   def first_trip(self) -> UOp: return self.part if self.one_trip else UOp.const(0)
 
   @property
   def own_trips(self) -> tuple[UOp, UOp]:
-    """Index of the first loop iteration of this workgroup, and how many iterations it has."""
+    """Returns (index of the workgroup's first iteration, number of its iterations)."""
     trips, (batches, heads, _) = self.share.trips, self.share.walked
     if self.share.diagonals is not None: return UOp.const(0), self.share.diagonals.range(self.grid.block)[1]*(batches*heads)
     if self.parts <= 1: return UOp.const(0), UOp.const(trips)
@@ -134,19 +134,19 @@ class BiasPart:
     return first, (trips - first).maximum(0).minimum(each)
 
   def grid_of_trip(self, i:UOp) -> Grid:
-    """Returns the position in the grid for iteration i: the head and the block of queries that the workgroup works on."""
+    """Returns the grid position of iteration i: the head, and the block of queries, that the workgroup reads in this iteration."""
     heads = self.share.walked[1]
     of_heads, block, _ = self.place_of_trip(i)
     batch, head = self.grid.head//self.share.owned[1] + of_heads//heads, self.grid.head%self.share.owned[1] + of_heads%heads
     return replace(self.grid, head=batch*self.share.p.H + head, block=block)
 
   def key_tile_of(self, i:UOp) -> UOp:
-    """Returns the tile of keys that iteration i works on."""
+    """Returns the index of the tile of keys that the workgroup reads in iteration i."""
     return self.place_of_trip(i)[2]
 
   def place_of_trip(self, i:UOp) -> tuple[UOp, UOp, UOp]:
-    """Returns for iteration i of this workgroup's loop: the index of a head among the heads that the workgroup loops over, the index of a block of
-    queries in the order in which blocks are launched, and the index of a tile of keys."""
+    """Returns three indices for iteration i: of a head, among the heads that the workgroup loops over; of a block of queries, counted in the order in
+    which blocks start; and of a tile of keys."""
     (batches, heads, most), diagonals = self.share.walked, self.share.diagonals
     if diagonals is None: return i//most, self.grid.block + i%most, self.key_tile
     first, count = diagonals.range(self.grid.block)
@@ -155,20 +155,20 @@ class BiasPart:
     return head, in_order_of_start(self.share.p, block, self.share.blocks), key_tile
 
   def walked(self, group:Workgroup) -> Blocks:
-    """Returns the tiles of keys that an iteration loops over: the tiles that its queries see. If iterations need different tiles of keys (`uneven`),
-    returns all tiles that may exist and treats all of them as masked."""
+    """Returns the tiles of keys that an iteration loops over: those that the queries of `group` see. If iterations need different tiles (`uneven`),
+    returns all tiles of keys, as tiles in which a mask may hide scores."""
     if self.one_trip or not self.share.uneven: return group.walked
     none = UOp.const(0)
     return Blocks(none, none, none, UOp.const(ceildiv(self.share.p.Sk, self.share.block_n)), False)
 
   # ***** the stores *****
   def stored(self, row:Row) -> UOp:
-    """Returns the condition under which a row of sums is stored. A row of a diagonal is always stored; any other row is stored only if it exists."""
+    """Returns the condition under which sums of row `row` are stored: the row exists, or the workgroup owns a diagonal of tiles."""
     return UOp.const(True) if self.share.diagonals is not None else row.there
 
   def row_start(self, group:Workgroup, row:Row) -> UOp:
-    """Returns the flat index, in the gradient of the bias, at which a row begins. If all queries share one row, returns the index of this shared
-    row."""
+    """Returns the flat index, in the gradient of the bias, of the first element of a row. If all queries share one row of the bias, this is the index
+    of the shared row."""
     batches, heads, rows, keys = self.share.shape
     batch, head = self.grid.head//self.share.owned[1], self.grid.head%self.share.owned[1]
     own = 0 if rows == 1 else row.index
@@ -177,14 +177,15 @@ class BiasPart:
     return self.part*(batches*heads*rows*keys) + ((batch*heads + head)*rows + own)*keys
 
   def stores(self, group:Workgroup, row:Row, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-    """Returns the stores of `values` to neighbouring elements of a row of the gradient, from column `column` on. Where `there` is false, nothing is
-    stored."""
+    """Returns the stores of `values` to neighbouring elements of a row of the bias's gradient, from column `column` on. Where `there` is false,
+    nothing is stored."""
     found, gradient = self.share.summed, flat(group.given[f"d{self.share.summed.name}"])
     dtype = "float32" if self.parts else found.dtype
     return store_row(group.arch, gradient, dtype, self.share.shape[3], self.row_start(group, row), column, values, there)
 
   def outside(self, walked:Blocks, stores:Callable[[UOp], list[UOp]]) -> list[UOp]:
-    """Returns loops that store to the tiles of keys that no query of the block sees. `stores` returns the stores to one of these tiles."""
+    """Returns loops over the tiles of keys that no query of the block sees, those outside of `walked`. `stores(t)` makes the stores of the loop's
+    body for tile t."""
     tiles, found = ceildiv(self.share.p.Sk, self.share.block_n), []
     for begin, end in ((UOp.const(0), walked.begin), (walked.end, UOp.const(tiles))):
       if (count := trip_count(end - begin)) is None: continue

@@ -1,5 +1,5 @@
-"""Turns scores and dP into P and dS. This takes three values of each query: its lse, its delta, and with wide scores (scores that may be as large as
-fp32 allows) lse_rest, the part of the lse that rounding to fp32 lost."""
+"""Turns scores and dP into P and dS. This takes values of each query: its lse, its delta, and with wide scores (scores that may be as large as fp32
+allows) lse_rest, the part of the lse that rounding to fp32 lost."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Collection, Sequence
@@ -25,15 +25,14 @@ WEIGHTED = {"dq": ("k", "ds"), "dk": ("q", "ds"), "dv": ("do", "p")}     # each 
 PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # by the number of passes over the queries: the gradients that each pass computes
 
 def gradients_of_passes(passes:int, adds_dq:bool=False) -> tuple[tuple[str, ...], ...]:
-  """Returns which gradients each pass over the queries computes, one tuple of names per pass, in a kernel whose workgroups own keys. With `adds_dq`
-  there is one pass, and it computes dV, dK and dQ: each workgroup adds its part of dQ to memory."""
+  """Returns the gradients that each pass over the queries computes, as a tuple of names for each pass, in a kernel whose workgroups own keys. With
+  `adds_dq` there is a single pass, for dV, dK and dQ."""
   return (("dv", "dk", "dq"),) if adds_dq else PASSES[passes]
 
 @dataclass(frozen=True)
 class Normaliser:
-  """The lse of a query in the form in which P is computed: P = exp2(scores*to_log2 + low), or P = exp2((scores - high)*to_log2 + low) if there is a
-  `high`. Both values are scalars, or vectors of the same length as the scores. With dropout P is the weight times 1/(1 - dropout_p), like the P of a
-  kept score in forward.
+  """The lse of a query in the form in which P is computed: P = exp2(scores*to_log2 + low), or, if there is a `high`, P = exp2((scores - high)*to_log2
+  + low). `low` and `high` are numbers, or vectors as long as those of the scores. With dropout, P includes the factor 1/(1 - dropout_p).
 
   For scores in base e, with P = e^(score - lse), `high` is the lse. The kernel subtracts `high` first, because the difference is exact where score
   and lse are close. If scores may be as large as fp32 allows (wide scores), `low` holds the part of the lse that rounding lost."""
@@ -42,43 +41,42 @@ class Normaliser:
 
   @staticmethod
   def of(p:Problem, log_sum:UOp, rest:UOp|None=None) -> Normaliser:
-    """Makes the normaliser from an lse. If scores may be so large that the rounding of the lse matters, `rest` is the part of the lse that rounding
-    lost. A query that sees no key gets P = 0."""
+    """Makes the normaliser of a query from its lse, `log_sum`. `rest`, given with wide scores, is the part of the lse that rounding to fp32 lost. For
+    a query that sees no key, P will be 0."""
     kept = UOp.const(-math.log2(p.kept), dtypes.float)
     def low(x:UOp) -> UOp: return ops.add(x, kept) if p.dropout_p else x
     if rest is not None: return Normaliser(low(ops.mul(rest, -LOG2E)), reference(log_sum))
     return Normaliser(log_sum.eq(NEG_INF).where(NEG_INF, low(ops.mul(log_sum, -LOG2E))))
   @staticmethod
   def joined(parts:Sequence[Normaliser], join:Callable[..., UOp]) -> Normaliser:
-    """Joins the normalisers of several queries into one. `join` makes one value, for example a vector, of all their `low` values, and one of all
-    their `high` values."""
+    """Joins the normalisers of several queries into one, whose values are vectors: `join(*values)` makes a vector of the `low` values of all `parts`,
+    and one of their `high` values."""
     return Normaliser(*[None if xs[0] is None else join(*xs) for xs in ([x.low for x in parts], [x.high for x in parts])])
   @property
   def values(self) -> list[UOp]:
-    """Lists `high` and `low`. Leaves out the one that is None."""
+    """The values `high` and `low` in this order, without a value that is None."""
     return [x for x in (self.high, self.low) if x is not None]
   def each(self, change:Callable[[UOp], UOp]) -> Normaliser:
-    """Returns a new normaliser: the function `change` applied to `low` and to `high`."""
+    """Returns a normaliser whose `low` and `high` are `change(low)` and `change(high)` of this one."""
     return Normaliser.joined([self], change)
   def where(self, there:UOp) -> Normaliser:
-    """Returns the normaliser, changed so that P is 0 for a query that does not exist (`there` is false)."""
+    """Returns a normaliser that gives P = 0 where `there`, whether the query exists, is false."""
     assert self.low is not None
     return replace(self, low=there.where(self.low, NEG_INF))
   def weight(self, x:UOp, to_log2:float) -> UOp:
-    """Computes P from the scores `x`."""
+    """Returns P of the scores `x`."""
     if self.high is not None: x = ops.sub(x, self.high)
     return ops.exp2(ops.mul(x, to_log2) if self.low is None else ops.fma(x, to_log2, self.low))
 
 def shared_query_values(p:Problem, log_sum:UOp, delta:UOp, *rest:UOp) -> list[UOp]:
-  """Lists the values of a query that a kernel keeps in shared memory if its workgroups loop over queries. The first is `low` of the query's
-  normaliser, the form of the lse that exp2 takes. The second is -delta, or with dropout -delta*(1 - dropout_p). The third is `high` of the
-  normaliser, unless it is None."""
+  """Returns the numbers of a query that a kernel keeps in shared memory, if its workgroups loop over queries. The first is `low` of the query's
+  normaliser (its lse in the form that exp2 takes). The second is -delta, or with dropout -delta*(1 - dropout_p). With wide scores the third is `high`
+  of the normaliser."""
   normaliser = Normaliser.of(p, log_sum, *rest)
   return [x for x in (normaliser.low, scaled_delta(delta, p), normaliser.high) if x is not None]
 
 def kinds_of_normalisers(p:Problem) -> range:
-  """Returns which of the values that a kernel keeps for each query (`shared_query_values`) belong to the query's normaliser, as positions: all but
-  the second, which holds delta."""
+  """Returns the indices of the normaliser's numbers in the list that `shared_query_values` returns: all but 1, the index of delta."""
   return range(0, len(query_value_names(p)), 2)
 
 def scaled_delta(delta:UOp, p:Problem) -> UOp:
@@ -87,27 +85,28 @@ def scaled_delta(delta:UOp, p:Problem) -> UOp:
   return ops.mul(delta, -p.kept)
 
 def dp_start(minus_delta:list[UOp], kept:Kept) -> list[UOp]:
-  """Returns the values with which the accumulators of dP begin: -delta, or with dropout 0. Dropout sets elements of dP to 0, but must not change
-  delta, which is therefore subtracted later."""
+  """Returns the values with which the accumulators of dP begin: -delta, or 0 with dropout. Dropout sets elements of dP to 0, but not the delta that
+  is subtracted from them: so delta is then subtracted later (`less_delta`)."""
   return [ops.splat(0.0, ops.length(x)) for x in minus_delta] if kept.words else minus_delta
 
 @dataclass(frozen=True)
 class Weights:
-  """The weights P of a lane's scores, and the derivatives of the score terms (softcap, ALiBi, bias, score_mod) at these scores. P and dS are
-  multiplied by rows of tensors, which may hold inf or NaN. P and dS must therefore be exactly 0 where a query does not see a key. The function
-  `visible` sets the elements of a vector to 0 there."""
+  """The weights P of a lane's scores, and the derivatives of the score terms (softcap, ALiBi, bias, score_mod) at these scores. `visible(vectors)`
+  sets the elements to 0 for which the query does not see the key. P and dS must be exactly 0 there, because they are multiplied by rows of tensors
+  that may hold inf or NaN."""
   p: list[UOp]
   derivatives: dict[str, list[UOp]]                 # derivatives of the terms at each score, by the terms' names, in the terms' order
   visible: Callable[[list[UOp]], list[UOp]]
 
 def weights_of(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], row:Row, tile:UOp, masked:bool) -> Weights:
-  """Computes P, and the derivatives of the score terms, from the raw scores (Q K^T) of one row. `masked` says whether masks may hide some of the
-  scores."""
+  """Returns P and the derivatives of the score terms, given the raw scores (Q K^T) of row `row` in tile number `tile`. `normalisers` has one entry
+  for each vector of `raw`. `masked` says whether masks may hide some of the scores."""
   return weights_of_rows(scores, raw, [normalisers], [row], tile, masked)
 
 def weights_of_rows(scores:Scores, raw:list[UOp], normalisers:list[list[Normaliser]], rows:list[Row], tile:UOp, masked:bool) -> Weights:
-  """Computes P, and the derivatives of the score terms, from the raw scores (Q K^T) of several rows. Each vector of `raw` holds elements of all these
-  rows, one row after another. `normalisers` has one list for each row. `masked` says whether masks may hide some of the scores."""
+  """Returns P and the derivatives of the score terms, given the raw scores (Q K^T) of several rows in tile number `tile`. Each vector of `raw` has
+  elements of all these rows, one row after another. `normalisers` has a list for each row, with one entry for each vector. `masked` says whether
+  masks may hide some of the scores."""
   def by_row(x:list[UOp]) -> list[list[UOp]]:
     n = ops.length(x[0])//len(rows)
     return [x] if len(rows) == 1 else [[ops.slice_(y, i*n, n) for y in x] for i in range(len(rows))]
@@ -122,27 +121,27 @@ def weights_of_rows(scores:Scores, raw:list[UOp], normalisers:list[list[Normalis
   return Weights(visible(joined([p for p, _ in found])), derivatives, visible)
 
 def reference(log_sum:UOp) -> UOp:
-  """Returns the number that is subtracted from a query's scores in P = exp(score - reference), given the query's lse. For a query that sees no key
-  the number is inf, so P is 0."""
+  """Returns the number that is subtracted from a query's scores in P = exp(score - reference): the query's lse, `log_sum`. For a query that sees no
+  key (lse = -inf) returns inf, so that P is 0."""
   return log_sum.eq(NEG_INF).where(math.inf, log_sum)
 
 def normaliser_of(group:Workgroup, row:Row) -> Normaliser:
-  """Loads a query's lse, and its lse_rest (the part of the lse that rounding lost) if the problem has this tensor. Returns the `Normaliser` made of
-  them, which turns the query's scores into P."""
+  """Loads the lse of the query `row`, and lse_rest (the part of the lse that rounding lost) if the problem has it. Returns the `Normaliser` that
+  turns the query's scores into P."""
   return Normaliser.of(group.p, *[group.query_value(name, row) for name in log_sums(group.given)])
 
 def exact_normaliser(p:Problem, log_sum:UOp, *rest:UOp) -> Normaliser:
-  """Makes the `Normaliser` of a query from its lse, `log_sum`, for scores in base e: P = e^(score - lse). `rest`, if given, is the part of the lse
-  that rounding lost."""
+  """Makes the normaliser of a query for scores in base e, P = e^(score - lse). `log_sum` is the query's lse. `rest`, given with wide scores, is the
+  part of the lse that rounding to fp32 lost."""
   return Normaliser.of(p, log_sum, *rest) if rest else Normaliser(None, reference(log_sum))
 
 def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], row:Row, tile:UOp, masked:bool) -> Weights:
-  """Computes P = e^(score - lse) from raw scores (Q K^T) for float32 inputs. The scores are computed with the same roundings as in forward. So if one
-  key dominates a row, the difference of its score and the row's lse is exactly 0.
+  """Returns P = e^(score - lse) and the derivatives of the score terms, given the raw scores (Q K^T) of row `row`, for float32 inputs. The scores are
+  computed with the same roundings as in forward. So if one key dominates a row, the difference of its score and the row's lse is exactly 0.
 
-  Between the multiplication that makes a score and the subtraction of the lse, the kernel takes max(score, LOWEST). This changes no score. The
-  maximum stops compilers from joining the two operations into a multiply-add, which would leave out a rounding. Wide scores (scores that may be as
-  large as fp32 allows) need no maximum, because their last step is the addition of a bias."""
+  Between the multiplication that makes a score and the subtraction of the lse, the kernel takes max(score, LOWEST). This changes no score. It keeps
+  compilers from joining the two operations into a multiply-add, which would leave out a rounding. Wide scores (scores that may be as large as fp32
+  allows) need no maximum, because their last step is the addition of a bias."""
   def visible(x:list[UOp]) -> list[UOp]: return scores.clear(x, row, tile) if masked else x
   def weight(y:UOp, e:Normaliser) -> UOp:
     if not scores.p.wide_scores: y = ops.max_(y, ops.splat(LOWEST, ops.length(y)))
@@ -152,37 +151,37 @@ def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], ro
   return Weights(visible([weight(y, e) for y, e in zip(scores.final(steps), normalisers)]), scores.derivatives(steps, row, tile), visible)
 
 def less_delta(dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp]) -> list[UOp]:
-  """Returns dP - delta. Without dropout this is `dp` itself, because the accumulators of dP began with -delta. With dropout the accumulators began
-  with 0: this function sets the elements of dP to 0 whose weights are dropped, and subtracts delta."""
+  """Returns dP - delta. Without dropout this is `dp` itself, because its accumulators began with -delta (`dp_start`). With dropout the accumulators
+  began with 0: then sets the elements of dP to 0 whose weights are dropped, and subtracts delta."""
   return [ops.add(x, d) for x, d in zip(kept.drop(dp), minus_delta)] if kept.words else dp
 
 def gradients_of(weights:Weights, dp:list[UOp], derivatives:Collection[str]|None=None) -> list[UOp]:
-  """Computes gradients of scores from the weights P and from `dp`, which is already dP - delta. The product P * (dP - delta) is the gradient of the
-  finished scores, after all score terms (softcap, ALiBi, bias, score_mod). By default this product is multiplied by the derivatives of all terms. The
-  result is dS, the gradient of the raw scores, without the factor softmax_scale. If `derivatives` is given, the product is multiplied only by the
-  derivatives of the terms that `derivatives` names. The result is then the gradient of a bias, or of a tensor's element that score_mod reads."""
+  """Returns the gradient of the scores, given P and `dp`, which is dP - delta. The product P * (dP - delta) is the gradient of the finished scores,
+  after all score terms (softcap, ALiBi, bias, score_mod). By default this product is multiplied by the derivatives of all terms. The result is dS,
+  the gradient of the raw scores, without the factor softmax_scale. If `derivatives` is given, the product is multiplied only by the derivatives of
+  the terms that `derivatives` names. The result is then the gradient of a bias, or of a tensor's element that score_mod reads."""
   ds = [ops.mul(y, d) for y, d in zip(weights.p, dp)]
   for name, derivative in weights.derivatives.items():
     if derivatives is None or name in derivatives: ds = [ops.mul(y, slope) for y, slope in zip(ds, derivative)]
   return weights.visible(ds)
 
 def where_known(known:UOp|None, x:UOp, factor:float) -> UOp:
-  """Multiplies the elements `x` of a row of a gradient by a factor. If the condition `known` is false, returns exactly 0 instead, even where `x` is
-  inf or NaN. `known` is None if the row is always multiplied."""
+  """Returns `x`*`factor`, or exactly 0 where the condition `known` is false, even if `x` is inf or NaN there. `x` is elements of a row of a gradient.
+  `known` None means true."""
   if known is None: return ops.mul(x, factor)
   return ops.build(*[known.where(ops.mul(ops.extract(x, i), factor), 0.0) for i in range(ops.length(x))])
 
 @dataclass(frozen=True)
 class QueryValueTensors:
-  """Tensors in global memory with one number for each query, such as lse and delta. `query_value_names` gives their names."""
+  """The tensors in global memory that have one number for each query, such as lse and delta, in the order of `query_value_names`."""
   each: tuple[GlobalRows, ...]
   in_units = True
   def after(self, *deps:UOp) -> QueryValueTensors: return QueryValueTensors(tuple(x.after(*deps) for x in self.each))
 
 @dataclass(frozen=True)
 class QueryValues(InLds):
-  """LDS buffer with the values of each query of a tile (`shared_query_values`): the normaliser, which is the lse in the form that exp2 takes, and
-  delta. The queries are stored in the order in which lanes hold their scores in C, so the values for one lane lie side by side."""
+  """LDS buffer for the query values of a tile, the numbers that `shared_query_values` makes of lse and delta. The queries are stored in the order in
+  which a lane holds their scores in C, so the numbers for one lane lie side by side."""
   p: Problem
   matrix: Matrix
   block_n: int
@@ -197,12 +196,13 @@ class QueryValues(InLds):
   def nth(self, i:UOp) -> QueryValues: return replace(self, base=i*units_of_query_values(self.p, self.block_n))
   @property
   def single(self) -> list[QueryValues]:
-    """Returns a list with only this object. A `StagedTile` has a method of the same name, which makes one smaller tile for each 16-byte item that a
-    thread copies. Here each thread copies the values of only one query."""
+    """A list with only this object: each thread copies the values of one query. (`StagedTile.single`, which the same loop calls, divides a tile into
+    smaller tiles.)"""
     return [self]
 
   def fetch(self, rows:QueryValueTensors, t:UOp) -> list[UOp]:
-    """Loads from global memory the values (lse, delta) of the query that this thread copies to LDS."""
+    """Loads the query values (lse, delta) of one query of tile t from global memory: of the query that this thread copies to LDS. Returns a number
+    for each tensor."""
     mat, thread, gate = self.matrix, self.thread, self.thread < self.block_n
     row = thread//mat.M*mat.M + mat.c_row(thread%mat.M//mat.accumulator, thread%mat.accumulator)
     return [x.load_number(t*self.block_n, self.block_n, row, gate) for x in rows.each]
@@ -213,8 +213,8 @@ class QueryValues(InLds):
             for i, x in enumerate(shared_query_values(self.p, *parts))]
 
   def load(self, at:Lane) -> tuple[list[Normaliser], list[UOp]]:
-    """Loads from LDS, for the queries in a lane's column of C fragments, two lists. The first has the normalisers, the form of the lse that exp2
-    takes. The second has -delta, or with dropout -delta*(1 - dropout_p)."""
+    """Loads the query values for a lane's C fragments from LDS. Returns two lists with an entry for each fragment: the normalisers, made from lse,
+    and -delta (with dropout -delta*(1 - dropout_p))."""
     mat, units = self.matrix, self.matrix.accumulator//4
     def fragment(kind:int, kt:int) -> UOp:
       first = self.base + kind*(self.block_n//4) + (kt*mat.groups + at.h)*units

@@ -27,8 +27,8 @@ TILES_OF_TURN = 2
 
 @dataclass(frozen=True)
 class Turns:
-  """The turns of one wave, the periods in which the wave may add to the sums of dQ. A turn takes `tiles` neighbouring tiles of queries, or those of
-  them over which the workgroup loops. `first` is true in lane 0 of the wave."""
+  """The turns of one wave: the periods in which the wave may add to the sums of dQ in memory. A turn is for `tiles` neighbouring tiles of queries;
+  the wave adds to those among them that its workgroup loops over. `first` is true in lane 0 of the wave."""
   group: Workgroup
   wave: UOp
   first: UOp
@@ -36,22 +36,22 @@ class Turns:
 
   @staticmethod
   def of(group:Workgroup, wave:UOp, lane:UOp) -> Turns|None:
-    """Makes the turns of a wave. Returns None if workgroups add to the sums of dQ in no fixed order. If the queries are divided into parts, a turn
-    takes a single tile, because neighbouring tiles may belong to different parts. It also takes a single tile if workgroups loop over lists, because
-    the neighbouring tile may not be in a list."""
+    """Makes the turns of a wave. Returns None if workgroups add to the sums of dQ in any order. A turn is for a single tile if the queries are
+    divided into parts, because the next tile may belong to another part, and if workgroups loop over lists of tiles, because the next tile may not be
+    in the list."""
     if "dq_turns" not in group.given: return None
     return Turns(group, wave, lane.eq(0), 1 if group.split or isinstance(group.scores.order, TileList) else TILES_OF_TURN)
 
   def turn(self, tile:UOp) -> UOp:
-    """Returns the first tile of the turn that takes `tile`."""
+    """Returns the first tile of the turn to which `tile` belongs."""
     return tile//self.tiles*self.tiles
   def counter(self, head:UOp, tile:UOp) -> UOp:
-    """Returns the wave's counter for the turn that takes `tile`, as a UOp that indexes the tensor of counters. The counter counts the blocks of keys
-    that have ended this turn."""
+    """Returns a UOp that indexes this wave's counter of the turn to which `tile` belongs. The counter says how many blocks of keys have ended this
+    turn."""
     group = self.group
     return flat(group.given["dq_turns"])[group.first_sums(head)*TURNS_OF_SUMS + self.turn(tile)*group.tile.waves + self.wave]
   def number(self, i:UOp, tile:UOp) -> UOp:
-    """Returns how many blocks of keys have their turn before the workgroup's own block, for `tile`, the tile of iteration i."""
+    """Returns how many blocks of keys have the turn of `tile` before the workgroup's own block has it. `tile` is the tile of iteration i."""
     group, n, order = self.group, self.group.scores.block_n, self.group.scores.order
     if isinstance(order, TileList): return order.turn(i)
     first, block = self.turn(tile)*n, group.grid.block
@@ -59,22 +59,22 @@ class Turns:
     return seen.end - 1 - block if hiding(group.p).after else block - seen.begin
 
   def begin(self, head:UOp, i:UOp, done:UOp) -> UOp:
-    """Waits until all blocks that add first have ended their turn, if the workgroup's turn begins with the tile of iteration i. Comes after the
-    operation `done`. Returns a statement."""
+    """Begins the turn of the tile of iteration i, if this tile is the first of the turn: waits until all blocks that have this turn earlier have
+    ended it. Returns a statement, which comes after the operation `done`."""
     tile = self.group.scores.tile(i)
     begins = tile.eq(self.turn(tile)) | i.eq(self.group.walked.begin)
     return atomics.await_turn(self.counter(head, tile), self.number(i, tile), self.first & begins, done)
   def end(self, head:UOp, i:UOp, done:UOp, last:bool=False) -> UOp:
-    """Ends the workgroup's turn and lets the next block add, if the turn ends with the tile of iteration i. Does nothing if the workgroup's loop
-    begins after iteration i. `last` says that the iteration is the workgroup's last one. Comes after the operation `done`, after which the wave's
-    additions to the tile must be complete. Returns a statement."""
+    """Ends the turn of the tile of iteration i, if this tile is the last of the turn, or the workgroup's last (`last`): lets the next block add. Does
+    nothing if iteration i comes before the workgroup's loop. Returns a statement, which comes after the operation `done`. At `done`, the wave's
+    additions to the tile must be complete."""
     tile = self.group.scores.tile(i)
     ends = UOp.const(True) if last else (tile + 1).eq(self.turn(tile + 1))
     return atomics.pass_turn(self.counter(head, tile), self.first & ends & (i >= self.group.walked.begin), done)
 
 def first_turns(group:Workgroup, thread:UOp) -> list[UOp]:
-  """Returns the stores that set to 0 the counters of turns for the tile of dQ's sums that the workgroup owns. The workgroup that owns the first tile
-  also sets the counter of tickets to 0."""
+  """Returns the stores of 0 to the counters of turns, for the tile of the accumulator of dQ that the workgroup sets to 0. The workgroup with the
+  first tile of all also sets the counter of tickets to 0."""
   if (counters := group.given.get("dq_turns")) is None: return []
   heads, tiles = dq_sums(group.p)[0][:2]
   head, tile, ticket = group.batch*group.p.H + group.first_head, group.first_row//QUERIES_OF_SUMS, thread.eq(TURNS_OF_SUMS)

@@ -1,5 +1,5 @@
-"""Code for kernels whose waves compute O of the same rows together. Each wave holds some columns of O, and computes the scores of some queries and
-some keys of each tile."""
+"""Code for kernels whose waves compute the same rows of O together. Each wave holds some columns of O. It computes the scores of some of the queries,
+with some of the keys of each tile."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn.kernels.parts.program.allocator import Allocator, InLds
@@ -9,15 +9,15 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Share:
-  """The part of a tile's scores that one wave computes. The workgroup has `row_tiles` matrix tiles of queries and `block_n` keys. The keys are
-  divided into `key_parts` parts."""
+  """The part of a tile's scores that one wave computes. The workgroup has `row_tiles` matrix tiles of queries, and divides the `block_n` keys of a
+  tile into `key_parts` parts. A wave computes one matrix tile of queries with one part of the keys."""
   wave: UOp
   row_tiles: int
   block_n: int
   key_parts: int
   @property
   def keys(self) -> int:
-    """Number of keys in this wave's part of the `block_n` keys."""
+    """Number of keys in one part of a tile."""
     return self.block_n//self.key_parts
   @property
   def tile(self) -> UOp:
@@ -25,18 +25,18 @@ class Share:
     return self.wave%self.row_tiles
   @property
   def part(self) -> UOp:
-    """Index of this wave's part of the keys: the part whose scores the wave computes."""
+    """Index of the part of each tile's keys whose scores this wave computes."""
     return self.wave//self.row_tiles
   def scores(self, of_all:Scores) -> Scores:
-    """Returns the `Scores` of this wave: the rows of the workgroup's scores `of_all`, but only the wave's part of the keys. The wave counts tiles by
-    the size of its own part: in iteration t its keys are the tile with the index `tile_number(t)`."""
+    """Returns the `Scores` of this wave, made from those of the workgroup, `of_all`. For the wave, a tile is its own part of the keys: in iteration t
+    it computes tile number `tile_number(t)`."""
     return replace(of_all, block_n=self.keys)
   def tile_number(self, t:UOp) -> UOp: return t*self.key_parts + self.part
 
 @dataclass(frozen=True)
 class RowScalars(InLds):
-  """Table of fp32 values in LDS, through which waves exchange values that belong to a row, such as its maximum and its sum. The table has one value
-  of each kind for each of the `rows` rows."""
+  """Table of fp32 numbers in LDS, through which waves exchange numbers of a row, such as its maximum and its sum. The table has `rows` numbers of
+  each kind, one for each row."""
   buffer: UOp       # in units of 16 bytes
   rows: int
   base: UOp|int = 0

@@ -38,8 +38,8 @@ def extras_of_backward(p:Problem) -> Shapes:
   return {name: x for name, x in p.extras.items() if name != "sinks"}
 
 def in_parts(tensor:tuple[tuple[int, ...], str], parts:int) -> tuple[tuple[int, ...], str]:
-  """Returns (shape, dtype) of a gradient as a kernel writes it. If `parts` is 0, this is the gradient itself. Otherwise the kernel writes `parts`
-  partial sums in fp32, which are added up later."""
+  """Returns (shape, dtype) of a gradient as a kernel writes it. If `parts` is 0, this is `tensor`, the gradient itself. Otherwise the kernel writes
+  `parts` partial sums in fp32, which are added up later."""
   return ((parts, *tensor[0]), "float32") if parts else tensor
 
 def of_backward(p:Problem) -> Problem:
@@ -68,31 +68,31 @@ def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def dq_sums(p:Problem) -> tuple[tuple[int, ...], str]:
-  """Returns (shape, dtype) of the fp32 accumulator of dQ in memory, to which every workgroup that owns keys adds its share. For each head it has
-  whole tiles of queries. Packed sequences lie one after another, and each begins with a new tile. So sequence b, whose first row is r, begins with
-  tile r//QUERIES_OF_SUMS + b: the rounding down of r, and one tile for each sequence before it, leave room for the last tiles of these sequences."""
+  """Returns (shape, dtype) of the fp32 accumulator of dQ in memory, to which every workgroup that owns keys adds. For each head, the accumulator
+  consists of tiles of QUERIES_OF_SUMS queries. Packed sequences lie one after another, and each begins at a new tile: sequence b, whose first row is
+  r, at tile r//QUERIES_OF_SUMS + b. This leaves room for all tiles of the sequences before it, each of which may end with a tile that is not full."""
   heads, tiles = (p.H, p.total_q//QUERIES_OF_SUMS + p.B) if p.varlen else (p.B*p.H, ceildiv(p.Sq, QUERIES_OF_SUMS))
   return ((heads, tiles, QUERIES_OF_SUMS*p.D), "float32")
 
 def dq_turns(p:Problem) -> Shapes:
-  """Returns (shape, dtype), by name, of the int32 counters with which workgroups add to the sums of dQ in a fixed order. A counter of turns says how
-  many blocks of keys have added to a tile of queries. The last counter says how many workgroups have drawn a ticket, the number that decides which
-  block of keys a workgroup owns. Returns an empty dictionary if workgroups add in no order."""
+  """Returns (shape, dtype), by name, of the int32 counters with which workgroups add to the sums of dQ in a fixed order. The counters of turns say
+  how many blocks of keys have added to a tile of queries. The last counter says how many workgroups have drawn a ticket, the number that decides
+  which block of keys a workgroup owns. Returns an empty dictionary if workgroups add in any order."""
   return {"dq_turns": ((math.prod(dq_sums(p)[0][:2])*TURNS_OF_SUMS + 1,), "int32")} if p.deterministic else {}
 
 def lengths_of(p:Problem) -> Shapes:
   return {name: x for name, x in p.extras.items() if name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k")}
 
 def delta_arguments(p:Problem, dlse:bool=False) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_delta` takes, by name and in order. The kernel writes delta, and sets to 0 dq_sums, the fp32
-  accumulator of dQ, and the counters of `dq_turns`. The kernel reads o, do, the lengths of sequences, and with `dlse` the gradient of lse. Later
-  `backward_all` adds to the accumulator, and `backward_finish` makes dq from it."""
+  """Returns (shape, dtype) of the tensors that `backward_delta` takes, by name and in order. The kernel writes delta. It sets the fp32 accumulator of
+  dQ (the tensor dq_sums) to 0, and the counters of turns (dq_turns), if there are any. It reads o, do, the lengths of sequences, and with `dlse` the
+  gradient of lse. Later `backward_all` adds to the accumulator, and `backward_finish` makes dq from it."""
   x = of_backward(p).shapes
   return {"dq_sums": dq_sums(p), **dq_turns(p), "delta": x["lse"], "o": x["o"], "do": x["o"], **lengths_of(p), **({"dlse": x["lse"]} if dlse else {})}
 
 def all_arguments(p:Problem, parts:int=0) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_all` takes, by name and in order: the fp32 accumulator of dQ, to which the kernel adds, the
-  counters `dq_turns`, and then the tensors of `dkdv_arguments`."""
+  """Returns (shape, dtype) of the tensors that `backward_all` takes, by name and in order: the fp32 accumulator of dQ, to which the kernel adds; the
+  counters with which workgroups add in a fixed order (`dq_turns`), if there are any; and the tensors of `dkdv_arguments`."""
   return {"dq_sums": dq_sums(p), **dq_turns(p), **dkdv_arguments(p, parts)}
 
 def finish_arguments(p:Problem) -> Shapes:
@@ -101,10 +101,10 @@ def finish_arguments(p:Problem) -> Shapes:
   return {"dq": p.shapes["q"], "dq_sums": dq_sums(p), **lengths_of(p)}
 
 def dbias_arguments(p:Problem, parts:int=0, tile:BlockTile|None=None) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_dbias` takes, by name and in order. The first one is the kernel's output, the sum
-  `sum_over_scores(p)` of dS, from which the gradient of a bias, or of a tensor that score_mod reads, is made. If `parts` is above 0, the kernel
-  writes `parts` partial sums instead. If dS of scores with equal query number minus key number is added up (diagonals), the output's shape depends on
-  `tile`; without `tile` it is the shape of the finished sum. The kernel reads q, k, v, lse, lse_rest if scores may be as large as fp32 allows
+  """Returns (shape, dtype) of the tensors that `backward_dbias` takes, by name and in order. The first one is the kernel's output: the sum of dS that
+  `sum_over_scores(p)` describes, from which the gradient of a bias, or of a tensor that score_mod reads, is made. If `parts` is above 0, the kernel
+  writes `parts` partial sums. A sum over diagonals (scores with equal query number minus key number) has a shape that depends on `tile`; without
+  `tile`, the shape of the finished sum is returned. The kernel reads q, k, v, lse, lse_rest if scores may be as large as fp32 allows
   (`Problem.wide_scores`), delta, do, and the optional tensors."""
   x, found = of_backward(p).shapes, sum_over_scores(p)
   size = found.sizes if tile is None else size_of_sum(p, tile.block_m, tile.block_n)
@@ -112,15 +112,15 @@ def dbias_arguments(p:Problem, parts:int=0, tile:BlockTile|None=None) -> Shapes:
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def size_of_sum(p:Problem, block_m:int, block_n:int) -> tuple[int, ...]:
-  """Returns the shape in which a kernel with tiles of `block_m` queries and `block_n` keys writes a sum of dS, such as the gradient of a bias
-  (`sum_over_scores(p)`). A sum over diagonals adds dS of all scores with equal query number minus key number. For such a sum the kernel adds up whole
+  """Returns the shape in which a kernel with tiles of `block_m` queries by `block_n` keys writes the sum of dS that `sum_over_scores(p)` describes,
+  such as the gradient of a bias. A sum over diagonals adds dS of all scores with equal query number minus key number: the kernel then adds up all
   tiles that lie on one diagonal, and writes one tile for each diagonal."""
   found = sum_over_scores(p)
   if not found.diagonals: return found.sizes
   return (*found.sizes[:2], Diagonals(p.Sq, p.Sk, block_m, block_n).count*block_m, block_n)
 
 def too_wide(p:Problem) -> str|None:
-  """Returns a sentence if D or Dv is too large for a kernel that holds a row of O in registers, otherwise None."""
+  """Returns an error message if D or Dv is too large for a kernel that holds a row of O in registers, otherwise None."""
   widths = (("D", p.D), ("Dv", p.Dv))
   return next((f"{name}={value}: this kernel supports at most {MAX_D}" for name, value in widths if value > MAX_D), None)
 

@@ -39,10 +39,9 @@ class Grid:
   wave: UOp
 
 def drawn(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[Grid, tuple[UOp, ...]]:
-  """Lets workgroups draw their work by tickets (attn/ops/atomics.py): the workgroup that draws ticket n does the work of workgroup n of the grid. So
-  work is begun in the order of the grid, in whatever order the hardware starts workgroups. Returns `grid` and `split` (the index of a part of a
-  divided sum), computed from the ticket. `counter` counts the tickets. `lds` is an int32 in LDS, through which the waves of a workgroup learn its
-  ticket."""
+  """Returns `grid` and `split` for a workgroup that draws its work by a ticket (attn/ops/atomics.py): with ticket n it does the work of workgroup n
+  of the grid, so that work begins in the order of the grid, in whatever order the hardware starts workgroups. `split` has the index of a part of a
+  divided sum, or is empty. `counter` counts the tickets. `lds` is an int32 in LDS, through which the waves of a workgroup learn its ticket."""
   axes = [*grid.ranges[:-2], *split]
   number = functools.reduce(lambda n, axis: n*(axis.vmax + 1) + axis, axes, UOp.const(0))
   left, digits = bounded(ticket(counter, number, grid.lane.eq(0) & grid.wave.eq(0), lds=lds), 0, number.vmax), dict[UOp, UOp]()
@@ -51,21 +50,22 @@ def drawn(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[Grid,
   return replace(grid, head=head, block=block), tuple(digits[axis] for axis in split)
 
 def head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
-  """Makes AMD's grid over blocks of queries. Consecutive workgroups take the same block of different heads of a group, so that the blocks of one head
-  share the cache of an XCD (a die of the GPU). A group has as many heads as fit, with K and V, into the cache that all XCDs share."""
+  """Makes AMD's grid over blocks of queries. Consecutive workgroups take the same block of the heads of a group, one after another. The hardware
+  deals consecutive workgroups to the XCDs (dies of the GPU) in turn, so that the blocks of one head share the cache of one XCD. A group has as many
+  heads as fit, with K and V, into the cache that all XCDs share."""
   heads = heads_of(p, tile)
   return _in_group_fastest((1, math.prod(blocks_of_queries(p, tile))), p.all_heads//heads, heads_together(p, arch, heads), tile, mat)
 
 def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
-  """Makes AMD's grid over blocks of keys. Consecutive workgroups take the same block of different key/value heads of a group, so that the blocks of
-  one head share the cache of an XCD (a die of the GPU). A group has as many heads as fit, with their rows of q and dO, into the cache that all XCDs
-  share."""
+  """Makes AMD's grid over blocks of keys. Consecutive workgroups take the same block of the key/value heads of a group, one after another. The
+  hardware deals consecutive workgroups to the XCDs (dies of the GPU) in turn, so that the blocks of one head share the cache of one XCD. A group has
+  as many heads as fit, with their rows of q and dO, into the cache that all XCDs share."""
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, heads_together(p, arch), tile, mat)
 
 def heads_together(p:Problem, arch:Chip, heads:int=0) -> int:
-  """Returns the number of heads whose blocks alternate in AMD's grid. `heads` is the number of query heads of a workgroup that owns queries, or 0 if
-  a workgroup owns keys. The blocks of all heads alternate if the chip needs no groups, or if its cache has room for the rows of all heads over which
-  workgroups loop: K and V, or q and dO if workgroups own keys. Otherwise the blocks of as many heads alternate as have room."""
+  """Returns the number of heads in a group of AMD's grid, whose workgroups run together. `heads` is the number of query heads of a workgroup that
+  owns queries, or 0 if workgroups own keys. A group has as many heads as the cache of the chip has room for, with the rows over which workgroups
+  loop: K and V, or q and dO. On a chip that needs no groups, all heads are one group."""
   n, room = (p.all_heads//heads if heads else p.B*p.Hkv), arch.caches.group
   row, group = p.key_bytes if heads else (p.D + p.Dv)*p.itemsize, p.H//p.Hkv
   most = room*(group//heads)//(row*p.Sk) if heads else room//(row*p.Sq*group)
@@ -76,19 +76,19 @@ def largest_divisor(n:int, most:int) -> int:
   return max(i for i in range(1, min(n, max(1, most)) + 1) if n % i == 0)
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
-  """Makes NVIDIA's grid over blocks of queries: the blocks of a group of heads run together. Under a causal mask the cache has room for K and V of
-  all heads of the group; without a causal mask a group is a single head. If a device holds two separate pieces of a sequence, the grid goes over the
-  blocks of one piece before those of the other. Blocks with many keys then do not run last."""
+  """Makes NVIDIA's grid over blocks of queries: the blocks of a group of heads run together. Under a causal mask a group has as many heads as fit,
+  with K and V, into the cache; otherwise a group is a single head. If a device holds two separate pieces of a sequence, all blocks of one piece come
+  before those of the other. Blocks with many keys then do not run last."""
   heads = heads_of(p, tile)
   sharing = p.H//p.Hkv//heads      # several heads that share K and V leave only half of the cache to them: Q and O take more
   cached = CACHED*sharing//(min(sharing, 2)*p.key_itemsize*p.Sk*(p.D + p.Dv)) if hiding(p).after else 1
   return _in_group_fastest(blocks_of_queries(p, tile), p.all_heads//heads, cached, tile, mat)
 
-def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma, in_turn:bool=False) -> Grid:
-  """Makes NVIDIA's grid over blocks of keys: the blocks of a group of key/value heads run together. Under a causal mask the cache has room for the
-  queries of all heads of the group; without a causal mask a group is a single key/value head. If blocks of the same head add to dQ in turn
-  (`in_turn`), a group has as many heads as under a causal mask: then fewer of the blocks that run at the same time wait for each other."""
-  cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if in_turn or hiding(p).after else 1
+def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma, fixed_order:bool=False) -> Grid:
+  """Makes NVIDIA's grid over blocks of keys: the blocks of a group of key/value heads run together. Under a causal mask a group has as many heads as
+  fit, with their queries, into the cache; otherwise a group is a single head. If blocks of a head add to dQ in a fixed order (`fixed_order`), groups
+  are as large as under a causal mask: fewer of the blocks that run at the same time then wait for each other."""
+  cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if fixed_order or hiding(p).after else 1
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, cached, tile, mat)
 
 def _in_group_fastest(pieces_of_blocks:tuple[int, int], n:int, cached:int, tile:BlockTile, mat:Matrix|Mma) -> Grid:
@@ -110,37 +110,37 @@ def by_name(shapes:Shapes, args:tuple[UOp, ...]) -> dict[str, UOp]:
   return dict(zip(shapes, args))
 
 def scale_as_float(word:UOp, size:int) -> UOp:
-  """Converts a loaded scale to fp32. `word` is a dword with the scale: a float32 if `size` is 4, or a float16 if `size` is 2."""
+  """Returns a loaded scale in fp32. `word` holds the scale as float32 if `size` is 4 (bytes), or as float16 if `size` is 2."""
   return ops.as_float(word) if size == 4 else ops.widen_to_float(word, 1, "float16")
 
 def ranges_of(grid:Grid, parts:int) -> tuple[UOp, ...]:
-  """Makes the index of the part that a workgroup computes, if a sum is divided into `parts` parts: a range of the grid. Returns the range as a tuple
-  with one element, or an empty tuple if there is at most one part."""
+  """Makes the range of the grid that says which part a workgroup computes, if work is divided into `parts` parts. Returns a tuple with this range, or
+  an empty tuple if there is at most one part."""
   return (grid.allocator.range(parts, AxisType.GLOBAL),) if parts > 1 else ()
 
 def part_of(split:tuple[UOp, ...], parts:int) -> UOp|None:
-  """Returns the index of the part of a divided sum that this workgroup computes. Returns None if the sum is not divided (`parts` is 0), and 0 if it
-  has a single part."""
+  """Returns the index of the part that this workgroup computes, given the range that `ranges_of` made. Returns 0 if there is a single part, and None
+  if the sum is not divided (`parts` is 0)."""
   return None if not parts else split[0] if split else UOp.const(0)
 
 @dataclass(frozen=True)
 class BlockRows:
-  """The queries that a workgroup owns: the rows from `first` to `last` that lie before `end`. If devices share a sequence, the tensor holds only some
-  of its queries: row r of the tensor is then query r + `further` of the sequence."""
+  """The queries that a workgroup owns: the rows from `first` to `last`, as far as they lie before `end`. If devices share a sequence, row r of the
+  tensor, which holds only some of the sequence's queries, is query r + `further` of the sequence."""
   first: UOp
   last: UOp
   end: int|UOp
   further: int|UOp
 
 def in_order_of_start(p:Problem, number:UOp, blocks:int) -> UOp:
-  """Converts between two numbers of a block: by its position in the sequence, and by the order in which blocks start. The conversion is the same in
-  both directions. Under a causal mask the order is reversed. So the blocks of queries with the most keys start first, or, where blocks of keys add to
-  dQ in turn (attn/kernels/parts/backward/turns.py), the blocks with the fewest queries."""
+  """Converts the number of a block in the sequence to its number in the order in which blocks start, or the other way round: the conversion is the
+  same. Under a causal mask the order of the start is reversed. So the blocks of queries with the most keys start first, or, where blocks of keys add
+  to dQ in a fixed order (attn/kernels/parts/backward/turns.py), the blocks with the fewest queries."""
   return blocks - 1 - number if hiding(p).after else number
 
 def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool) -> BlockRows:
-  """Returns the rows of a block of queries. `number` counts blocks in the order in which they start. Set `buffers` if the first row becomes part of
-  the offsets of buffer instructions: the function then makes sure that no offset is negative."""
+  """Returns the rows of a block of queries. `number` counts blocks in the order in which they start. `buffers` says that the kernel uses buffer
+  instructions, whose offsets must not be negative: the function then makes sure that the block's first row is not."""
   heads, (pieces, blocks), size = heads_of(p, tile), blocks_of_queries(p, tile), tile.block_m
   block, end, before = in_order_of_start(p, number, pieces*blocks), x.n_q*heads, UOp.const(0)
   further: int|UOp = 0 if p.dealt is None else p.dealt.start
@@ -154,16 +154,16 @@ def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool)
   return BlockRows(first, last if p.dealt is None else last.minimum(end - 1), end, further)
 
 def list_of(p:Problem, tile:BlockTile, given:Mapping[str, UOp], batch:UOp, head:UOp, block:UOp) -> TileList|None:
-  """Returns the list of the tiles that a workgroup loops over, or None if the problem has no such lists. Tiles of which the mask hides all scores are
-  not in the list. `block` is the index of the workgroup's block of rows."""
+  """Returns the list of the tiles that a workgroup loops over, those in which the mask leaves scores, or None if the problem has no such lists.
+  `block` is the index of the workgroup's block of rows, and `given` has the kernel's tensors by name."""
   if p.tile_list is None: return None
   batches, heads, blocks, length = p.tile_list
   number = (batch if batches > 1 else UOp.const(0))*heads + (head if heads > 1 else UOp.const(0))
   return TileList(flat(given["tile_list"]), (number*blocks + block)*length, tiles_of_list(length, "dq_turns" in given), tile.block_n)
 
 def cut_off(walk:Walk, tile:BlockTile) -> bool:
-  """Returns whether masks have to compare key numbers with the first and last key that a row sees. This is unnecessary only if mask_mod alone hides
-  scores and the limits of every row lie between tiles."""
+  """Returns whether a mask may begin or end within a tile, so that the kernel has to compare key numbers with the first and the last key that a row
+  sees. False only if these two keys of every row lie at the borders of tiles, and mask_mod alone hides scores within a tile."""
   return not scattered(walk.p) or cuts_some(walk, tile.block_n)
 
 @dataclass(frozen=True)
@@ -189,9 +189,9 @@ class Workgroup:
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace,
          shapes:Shapes|None=None, parts:int=0) -> Workgroup:
-    """Makes the workgroup that owns the block of queries at the position `grid`. `args` are the kernel's tensors. `shapes` has their names, shapes
-    and dtypes in the same order; by default they are the tensors of `arguments(p)`. `at` is the thread's place in a matrix tile. If `parts` is above
-    1, the keys are divided into `parts` parts, and each workgroup loops over one part."""
+    """Makes the workgroup that owns the block of queries at the position `grid`. `args` are the kernel's tensors. `shapes` has the names, shapes and
+    dtypes of these tensors, in the same order; by default they are the tensors of `arguments(p)`. `at` is the thread's place in a matrix tile. If
+    `parts` is above 1, the keys are divided into `parts` parts, and each workgroup loops over one part."""
     heads, given = heads_of(p, tile), by_name(shapes or arguments(p), args)
     groups = p.H//heads
     split = ranges_of(grid, number := max(p.num_splits, parts))
@@ -220,8 +220,8 @@ class Workgroup:
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace, shapes:Shapes,
               parts:int=0, lds:UOp|None=None) -> Workgroup:
-    """Makes the workgroup that owns the block of keys at the position `grid`. The workgroup loops over the queries of all query heads that share
-    these keys. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes, in the same order. `at` is the thread's place in a
+    """Makes the workgroup that owns the block of keys at the position `grid`, and loops over the queries of all query heads that share these keys.
+    `args` are the kernel's tensors. `shapes` has the names, shapes and dtypes of these tensors, in the same order. `at` is the thread's place in a
     matrix tile. If `parts` is above 0, the queries are divided into `parts` parts, first by heads, then by queries of a head, and each workgroup
     loops over one part. If workgroups add to dQ in a fixed order, each draws its block by a ticket (`drawn`), and `lds` is an int32 in LDS for the
     ticket."""
@@ -243,8 +243,8 @@ class Workgroup:
                      part, heads)
 
   def moved(self, grid:Grid) -> Workgroup:
-    """Returns a copy of this workgroup with another head and block of queries, those of `grid`. The copy owns queries and loops over all keys, not
-    over a part of them."""
+    """Returns a copy of this workgroup that owns other queries: the block of queries and the head at the position `grid`. The copy loops over all
+    keys, not over a part of them."""
     return Workgroup.of(self.p, self.arch, self.tile, tuple(self.given.values()), grid, self.scores.at, dict.fromkeys(self.given, ((), "")))
 
   @property
@@ -262,14 +262,14 @@ class Workgroup:
   def lse_rest(self) -> UOp|None: return self.given.get("lse_rest", self.given.get("lse_rest_partial"))
 
   def row(self, *i:UOp) -> Row:
-    """Returns a row of the workgroup's block. The row's index, counted from the block's first row, is the sum of the arguments `i`."""
+    """Returns a row of the workgroup's block. The sum of the arguments `i` is the index of the row in the block."""
     row = functools.reduce(UOp.__add__, i, self.first_row)
     return Row(self.batch, self.first_head + row%self.heads, row//self.heads, below(row, self.end_row))
 
   def rows_of(self, name:str, head:UOp|None=None, unit_bytes:int=UNIT_BYTES) -> GlobalRows:
-    """Returns the rows of a tensor that the workgroup reads or writes: the rows of its sequence that belong to its head, or to the query head `head`
-    if this is given. For q, returns the rows of all heads of the workgroup. The rows are loaded in units of `unit_bytes` bytes. A row of scales is
-    one number."""
+    """Returns the rows of the tensor `name` that the workgroup reads or writes: those of its sequence and of its head, or of the query head `head` if
+    this is given. For q, returns the rows of all heads of the workgroup. The rows are loaded in units of `unit_bytes` bytes. In a tensor of scales,
+    each row is a single number."""
     p, x = self.p, self.sequence
     views = {"k": p.k_view, "v": p.v_view, "k_rotary": p.k_rotary_view, **p.scale_views}
     widths = {"q": p.D, "k": p.k_width, "k_rotary": p.D - p.Dv, "dq": p.D, "dk": p.D, **dict.fromkeys(p.scale_views, 1)}
@@ -289,7 +289,8 @@ class Workgroup:
     return PackedRows.of(rows, self.heads, sh) if name == "q" and self.heads > 1 else rows
 
   def paged_rows(self, name:str, width:int, view:Strided, unit_bytes:int) -> PagedRows:
-    """Returns the rows of k or v, or their scales, for keys that lie in pages. Uses the first `width` columns of the rows."""
+    """Returns the first `width` columns of the rows of the tensor `name` (k, v, or their scales) that the workgroup reads, for a cache whose rows lie
+    in pages."""
     pages, buffer = self.p.pages, flat(self.given[name])
     assert pages is not None
     size, begin = buffer.dtype.itemsize, self.sequence.k_start
@@ -299,8 +300,8 @@ class Workgroup:
                      unit_bytes, table, begin)
 
   def scales(self, name:str, t:UOp, share:Share|None=None) -> list[UOp]:
-    """Loads the scales of the keys to which a lane's scores in tile t belong, in fp32: one vector for each vector of scores. `name` is "k_scales" or
-    "v_scales". If several waves divide the keys of a tile among them, `share` says which keys belong to this wave."""
+    """Loads the scales of the 8-bit rows of K or V (`name` is "k_scales" or "v_scales") to which a lane's scores in tile t belong. Returns them in
+    fp32, one vector for each vector of scores. If several waves divide the keys of a tile among them, `share` says which keys belong to this wave."""
     size, scores = BYTES[self.p.scale_dtype], self.scores
     rows, first, lane = self.rows_of(name, unit_bytes=size), scores.tile(t)*scores.block_n, scores.at.h*scores.at.matrix.block
     walked = scores.walked if share is None else share.scores(scores).walked
@@ -309,31 +310,32 @@ class Workgroup:
     return [ops.build(*map(load, columns)) for columns in walked]
 
   def input_scale(self, name:str) -> UOp|None:
-    """Loads the factor of q, k or v of 8 bits, for the workgroup's key/value head. `name` is "q_scale", "k_scale" or "v_scale". Returns None if the
-    problem has no such tensor."""
+    """Loads the scale of q, k or v (`name` is "q_scale", "k_scale" or "v_scale") if these tensors are 8-bit floats: one number for the workgroup's
+    key/value head, in fp32. Returns None if the problem has no such tensor."""
     if name not in self.given: return None
     numbers = flat(self.given[name])
     return numbers[self.batch*self.p.Hkv + self.kv_head if numbers.max_numel() > 1 else 0].load()
 
   def scaled(self, raw:list[list[UOp]]) -> list[list[UOp]]:
-    """Multiplies raw scores by the factors of q and k, if q and k have 8 bits and such factors."""
+    """Multiplies raw scores by the scales of q and k (`input_scale`), if the problem has such scales."""
     if not (factors := [x for name in ("q_scale", "k_scale") if (x := self.input_scale(name)) is not None]): return raw
     factor = functools.reduce(ops.mul, factors)
     return [[ops.mul(x, factor) for x in row] for row in raw]
 
   def operand_rows(self, name:str, head:UOp|None=None) -> Rows:
-    """Returns the rows of a tensor that the workgroup reads (its sequence and head, or the query head `head`), converted to the dtype of the matrix
-    unit's inputs."""
+    """Returns the rows of the tensor `name` that the workgroup reads: those of its sequence and of its head, or of the query head `head`. Loads from
+    these rows give the dtype that the matrix unit multiplies."""
     rows, dtype = self.rows_of(name, head), self.p.shapes["o"][1]
     return ConvertedRows(rows, dtype, self.p.dtype) if name == "do" and dtype != self.p.dtype else rows
 
   def query_value_rows(self, name:str, head:UOp) -> GlobalRows:
-    """Returns the rows of a tensor that has one fp32 number for each query of a head, such as lse or delta."""
+    """Returns the rows of the tensor `name`, which has one fp32 number for each query, such as lse or delta, for the queries of the workgroup's
+    sequence and the query head `head`."""
     first = place_of_row(self.p, self.sequence, Row(self.batch, head, UOp.const(0), UOp.const(True)))[0]
     return GlobalRows(flat(self.given[name]), first, 1, self.sequence.n_q, 1, 4, isinstance(self.sequence.n_q, UOp))
 
   def query_value(self, name:str, row:Row) -> UOp:
-    """Loads one query's number, such as its lse or delta, from the tensor `name`. Loads nothing if the query does not exist."""
+    """Loads a query's number, such as its lse or delta, from the tensor `name`. Reads nothing, and returns 0, if the query does not exist."""
     rows = self.query_value_rows(name, row.head)
     return rows.buffer[(rows.base + row.index).valid(row.there)].load()
 
@@ -352,8 +354,8 @@ class Workgroup:
     return (ops.mul(factor, 1/self.p.kept) if self.p.dropout_p else factor), log_sum
 
   def outputs(self, row:Row, o:list[tuple[UOp, UOp]], log_sum:LogSum|None) -> list[UOp]:
-    """Returns the stores of the lane's elements of a row of O, and of the row's LSE if the problem wants it. `o` lists the elements as (first column,
-    values)."""
+    """Returns the stores of this lane's elements of a row of O, and of the row's LSE, if `log_sum` is given and the problem has an lse. `o` lists the
+    elements as (first column, values)."""
     p, to = self.p, flat(self.given["o_partial" if self.split else "o"])
     number, begin = place_of_row(p, self.sequence, row, *self.split)
     stores = []
@@ -364,15 +366,15 @@ class Workgroup:
     return stores
 
   def cleared(self) -> list[UOp]:
-    """Returns the stores with which this workgroup clears rows that belong to no sequence (`clear_outside`). Workgroups divide these rows among
-    them."""
+    """Returns the stores with which this workgroup clears rows of o and lse that belong to no sequence (`clear_outside`). The workgroups divide these
+    rows among them."""
     blocks, threads = (self.grid.block, math.prod(blocks_of_queries(self.p, self.tile))), (self.thread, self.tile.threads)
     heads = [self.first_head + i for i in range(self.heads)]
     return clear_outside(self.p, self.arch, self.sequence, self.given, self.batch, heads, blocks, threads, self.grid.allocator, *self.split)
 
   def kernel(self, kind:str, outputs:list[UOp], dynamic_shared:int=0) -> UOp:
-    """Returns the finished forward kernel, given `outputs`, the stores with which it ends. `kind` becomes a part of the kernel's name.
-    `dynamic_shared` is the size of its shared memory in bytes on NVIDIA, where the name must contain a large size; 0 on other chips."""
+    """Returns the finished forward kernel, which ends with the stores `outputs`. `kind` becomes a part of the kernel's name. `dynamic_shared` is the
+    size of the shared memory in bytes on NVIDIA, where the name must contain a large size; 0 on other chips."""
     tile, p = self.tile, self.p
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}" + f"_split{p.num_splits}"*len(self.split)
     if dynamic_shared: name = dynamic_shared_name(name, dynamic_shared)
@@ -380,34 +382,36 @@ class Workgroup:
 
   # ***** gradients *****
   def first_sums(self, head:UOp) -> UOp:
-    """Returns the index of a tile of the fp32 accumulator of dQ (`tensors.dq_sums`): the tile with the first query of the workgroup's sequence, for
-    the query head `head`."""
+    """Returns the index of the tile of the fp32 accumulator of dQ (`tensors.dq_sums`) that has the first query of the workgroup's sequence, for the
+    query head `head`."""
     p, tiles = self.p, dq_sums(self.p)[0][1]
     if not p.varlen: return (self.batch*p.H + head)*tiles
     return head*tiles + self.sequence.q_start//QUERIES_OF_SUMS + self.batch
 
   @property
   def has_sums(self) -> UOp:
-    """Returns whether the tile of sums with the workgroup's first query belongs to its sequence. A short packed sequence has fewer tiles."""
+    """Whether a tile of the accumulator of dQ belongs to the workgroup's queries. In the grid, each packed sequence has as many workgroups as the
+    longest one; a shorter sequence has fewer tiles."""
     return below(self.first_row, self.sequence.n_q) if self.p.varlen else UOp.const(True)
 
   def gradient(self, name:str, row:Row, columns:list[tuple[UOp, UOp]]) -> list[UOp]:
-    """Returns the stores of the lane's elements of a row of the gradient `name`. `columns` lists the elements as (first column, values)."""
+    """Returns the stores of this lane's elements of a row of the gradient `name`. `columns` lists the elements as (first column, values)."""
     to = self.rows_of(name)
     begin = self.in_part(name) + to.start(UOp.const(0), row.index)
     return [x for column, values in columns for x in self.store_gradient(to, begin, column, values, row.there)]
 
   def in_part(self, name:str) -> UOp|int:
-    """Returns the flat index at which this workgroup's part begins in the gradient `name`. Returns 0 if the gradient is not divided into parts."""
+    """Returns the flat index, in the gradient `name`, at which the part that this workgroup computes begins; 0 if the gradient is not divided into
+    parts."""
     return 0 if self.part is None else self.part*(math.prod(self.given[name].shape[1:]))
 
   def store_gradient(self, to:GlobalRows, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
     return store_row(self.arch, to.buffer, self.p.dtype if self.part is None else "float32", to.width, begin, column, values, there)
 
   def gradient_kernel(self, kind:str, names:tuple[str, ...], outputs:list[UOp], count:int, dynamic_shared:int=0) -> UOp:
-    """Returns the kernel that ends in the stores `outputs` to the tensors `names`, and in stores of 0 to the rows of these tensors that belong to no
-    sequence. `count` is the kernel's number of floating-point operations. `kind` becomes a part of the kernel's name. `dynamic_shared` is the size of
-    its shared memory in bytes on NVIDIA, where the name must contain a large size; 0 on other chips."""
+    """Returns the finished backward kernel, which ends with the stores `outputs` to the tensors `names`, and with stores of 0 to rows of these
+    tensors that belong to no sequence. `count` is the kernel's number of floating-point operations. `kind` becomes a part of the kernel's name.
+    `dynamic_shared` is the size of the shared memory in bytes on NVIDIA, where the name must contain a large size; 0 on other chips."""
     tile, p = self.tile, self.p
     nbytes = sum(math.prod(x.shape)*x.dtype.itemsize for x in self.given.values())
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}"
@@ -416,7 +420,8 @@ class Workgroup:
 
   @property
   def is_first_part(self) -> UOp:
-    """Whether this workgroup computes the first part of a divided sum. Results that every part computes in full are stored by the first part only."""
+    """Whether this workgroup computes the first part of a divided sum. Results that all parts compute equally, such as delta, are stored by the first
+    part only."""
     return UOp.const(True) if self.part is None else self.part.eq(0)
 
   def cleared_gradients(self, names:tuple[str, ...]) -> list[UOp]:

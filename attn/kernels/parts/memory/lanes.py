@@ -22,20 +22,20 @@ class Lane:
   # lanes with which this lane exchanges values: their distances, and the way of exchange (`exchange` of the interpreters in attn/ops)
   @property
   def sharing(self) -> tuple[tuple[int, ...], str]:
-    """Returns how lanes that hold scores of the same row exchange values: the distances between these lanes, and the name of the instruction."""
+    """How the lanes that hold scores of the same row exchange values: (the distances between these lanes, the name of the instruction)."""
     return self.matrix.group_steps, self.matrix.exchange
   @property
   def neighbours(self) -> tuple[tuple[int, int, int], str]:
-    """Returns how lanes that hold the rows of one octet (eight neighbouring rows) exchange values: the distances between these lanes, and the name of
-    the instruction."""
+    """How the lanes that hold the rows of one octet (eight neighbouring rows) exchange values: (the distances between these lanes, the name of the
+    instruction)."""
     return (1, 2, 4), "neighbours"
   @property
   def in_octet(self) -> UOp: return self.lane % 8
 
 @dataclass(frozen=True)
 class MmaLane:
-  """A thread's place in a matrix tile of NVIDIA's instruction mma.sync. `h` says which columns of C the thread holds, `thread` is its index in the
-  workgroup."""
+  """A thread's place in a matrix tile of NVIDIA's instruction mma.sync. Of the four lanes that share a row of C, this is lane number `h`. `thread` is
+  the thread's index in the workgroup."""
   lane: UOp
   wave: UOp
   matrix: Mma
@@ -52,8 +52,9 @@ class MmaLane:
 
 @dataclass(frozen=True)
 class OwnKeys:
-  """Describes which keys of a tile one thread computes in the kernel `tiled`, which uses no matrix instruction. The fields are named like those of a
-  matrix instruction, so that the same code can read both. Threads take groups of four neighbouring keys (quads) in turn."""
+  """The keys of a tile that one thread computes in the kernel `tiled`, which uses no matrix instruction. The keys are divided into quads (four
+  neighbouring keys). Of `groups` threads, thread h computes quads h, h + groups, h + 2*groups, and so on. The fields have the names of a matrix
+  instruction's fields, so that the same code can read both."""
   groups: int     # threads that share the keys of a tile
   keys: int       # keys of each of these threads
   @property
@@ -66,8 +67,8 @@ class OwnKeys:
 
 @dataclass(frozen=True)
 class ThreadPlace:
-  """A thread's place in the kernel `tiled`, whose threads form a rectangle over a tile of scores. `h` is its number along the keys (down), `x` its
-  number along the queries (across)."""
+  """A thread's place in the kernel `tiled`, whose threads form a rectangle over a tile of scores. `h` is the thread's index along the keys (down),
+  `x` its index along the queries (across)."""
   h: UOp
   x: UOp
   across: int
@@ -78,12 +79,13 @@ class ThreadPlace:
 # ***** sums *****
 
 def element_sum(x:UOp) -> UOp:
-  """Sums the elements of a vector, whose length is a power of two. Adds the two halves of the vector again and again, as in a tree."""
+  """Returns the sum of the elements of a vector, whose length is a power of two. Adds the two halves of the vector, then the two halves of the
+  result, and so on."""
   while (n := ops.length(x)) > 2: x = ops.add(ops.slice_(x, 0, n//2), ops.slice_(x, n//2, n//2))
   return ops.add(ops.extract(x, 0), ops.extract(x, 1))
 
 def sum_over_groups(x:UOp, matrix:Matrix) -> UOp:
-  """Sums a value over the lanes that share a column of the matrix tile: one lane of each lane group (the lanes that hold the same rows)."""
+  """Returns the sum of `x` over the lanes that share a column of the matrix tile: one lane of each lane group (the lanes that hold the same rows)."""
   for step in matrix.group_steps:
     pair = amd.pair(x, step, matrix)
     x = ops.add(ops.extract(pair, 0), ops.extract(pair, 1))
@@ -93,22 +95,22 @@ def sum_over_groups(x:UOp, matrix:Matrix) -> UOp:
 # A contraction is read in units of 16 bytes. Lane group h owns every groups-th unit. Where lanes are duplicated, each lane reads all units.
 
 def units_of(matrix:Matrix, length:int, h:UOp) -> list[UOp]:
-  """Lists the 16-byte units of a row that a lane reads for a matrix product, in the order of the matrix instructions that use them. The product sums
-  over `length` elements of the row."""
+  """Returns the indices of the 16-byte units of a row that a lane reads for a matrix product, in the order of the matrix instructions that use them.
+  The product sums over `length` elements of the row. `h` is the lane's group."""
   if matrix.duplicated: return [UOp.const(u) for u in range(length//matrix.unit)]
   return [h + u*matrix.groups for u in range(length//(matrix.unit*matrix.groups))]
 
 def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
-  """Turns 16-byte units in registers into operands of successive matrix instructions. Cuts the units if an operand is shorter than a unit, joins them
-  if it is longer."""
+  """Turns 16-byte units in registers into the operands of successive matrix instructions: cuts each unit if operands are shorter than a unit, joins
+  units if operands are longer."""
   held, words = UNIT_BYTES//4, matrix.operand_words
   if words < held: return [ops.slice_(u, i, words) for u in units for i in range(0, held, words)]
   if words == held: return units
   return [ops.concat(*parts) for parts in zip(*[iter(units)]*(words//held), strict=True)]
 
 def fragment_operands(at:Lane, packed:list[UOp], renewed:bool=False) -> list[UOp]:
-  """Turns a column of C fragments, packed to the inputs' dtype, into the B operands of the next product. This product sums over the rows of C, in the
-  order of `staging.key_rows`.
+  """Turns a column of C fragments, packed to 16 bits (or 8), into the B operands of the next product. This product sums over the rows of C, in the
+  order in which a lane holds them.
 
   On some chips (`duplicated`) lanes 16-31 must repeat the operands of lanes 0-15. The instruction for this takes a boolean that says whether a lane
   is one of lanes 0-15. With `renewed` the boolean is computed here, just before its use (see `amd.low_lanes`). Otherwise it is computed once in the

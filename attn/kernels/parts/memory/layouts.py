@@ -1,8 +1,7 @@
 """Layouts of the rows of a tile in LDS (on NVIDIA: shared memory). There is one layout for each way in which rows are written and read.
 
-Positions in LDS are counted in units of 16 bytes and called places. Each layout makes sure that lanes which access LDS at the same time use different
-banks: docs/algorithm.md.
-"""
+A place is a position in LDS, counted in units of 16 bytes. Each layout makes sure that lanes which access LDS at the same time use different banks:
+docs/algorithm.md."""
 from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -27,10 +26,10 @@ class SharedLayout:
     """Number of 16-byte units that the tile takes in shared memory, including gaps."""
     raise NotImplementedError
   def place(self, row:UOp, unit:UOp) -> UOp:
-    """Returns the position, in shared memory, of the 16-byte unit with index `unit` of a row. Positions are counted in units of 16 bytes."""
+    """Returns the place of a unit (16 bytes) of a row in shared memory, counted in units. `unit` is the index of the unit in the row."""
     raise NotImplementedError
   def moved_to(self, base:UOp|int) -> Self:
-    """Returns the same layout for a tile that begins at unit `base`."""
+    """Returns the same layout for a tile that begins at the 16-byte unit `base` of shared memory."""
     return replace(self, base=base)
 
 @dataclass(frozen=True)
@@ -45,37 +44,37 @@ class PaddedRows(SharedLayout):
   @property
   def size(self) -> int: return self.begin(self.rows) + (self.skew if self.rows%self.together else 0)
   def begin(self, row:Int) -> Int:
-    """Returns the number of 16-byte units from the beginning of the tile to a row."""
+    """Returns where a row begins, counted in 16-byte units from the beginning of the tile."""
     return row*self.stride + row//self.together*self.skew
   def place(self, row:UOp, unit:UOp, pieces:int=1) -> UOp:
-    """Returns the position in LDS of the unit with index `unit` of a row. A unit is 16 bytes, and positions count units. With `pieces` above 1 each
-    unit is cut into this number of pieces: `unit` is then the index of a piece, and positions count pieces.
+    """Returns the place of a unit (16 bytes) of a row in LDS, counted in units. `unit` is the index of the unit in the row. With `pieces` above 1,
+    units are cut into this number of pieces: `unit` is then the index of a piece in the row, and the place is counted in pieces.
 
     `row` may be a sum x + c with a constant c. Rows lie in groups of `together` rows. Then c must be a multiple of `together`, or x and x + c must
-    lie in the same group. Constants are added last, so that tinygrad computes the common part of many positions only once."""
+    lie in the same group. Constants are added last, so that tinygrad computes the common part of many places only once."""
     (row, rows), (unit, units) = row.pop_const(), unit.pop_const()
     common = (self.base + self.begin(row))*pieces + unit
     return common.cast(dtypes.int) + (self.begin(int(rows))*pieces + int(units))
 
 @dataclass(frozen=True)
 class ExchangedChunks(SharedLayout):
-  """Layout for direct loads from global memory to LDS. One direct load of a wave fills a chunk of rows: 64 units of 16 bytes without a gap. There is
-  padding between chunks. Units change places within a row: in row r of a chunk, unit u of the data lies at position u ^ r*exchange. This xor has few
-  different values, so few registers hold addresses. The rest of an address is a constant offset in an instruction."""
+  """Layout for direct loads from global memory to LDS. One direct load of a wave fills a chunk of rows: 64 units of 16 bytes without a gap. Between
+  chunks there is padding. Within row r of a chunk, units change places: unit u lies where unit u ^ r*exchange would lie. This xor has few different
+  values, so few registers hold addresses; the rest of an address is a constant offset in the instruction."""
   exchange: int = 1
   @property
   def chunk(self) -> int:
-    """Number of rows in a chunk, the rows that one load of a wave fills."""
+    """Number of rows in a chunk, which one load of a wave fills."""
     return WAVE_UNITS//self.units
   @property
   def stride(self) -> int:
-    """Number of 16-byte units from one chunk (the rows that one load of a wave fills) to the next."""
+    """Number of 16-byte units from one chunk to the next, with the padding between them. A chunk is the rows that one load of a wave fills."""
     return WAVE_UNITS + 4
   @property
   def size(self) -> int: return self.rows//self.chunk*self.stride
   def exchanged(self, row:UOp, unit:UOp) -> UOp:
-    """Returns the position, within row `row` of a chunk, at which 16-byte unit `unit` lies. Given a position instead, returns the unit that lies
-    there."""
+    """Returns where unit `unit` lies in row `row` of a chunk, counted in 16-byte units from the beginning of the row. The function is its own
+    inverse: given where a unit lies, it returns which unit lies there."""
     return unit ^ row*self.exchange
   def place(self, row:UOp, unit:UOp) -> UOp:
     in_chunk = row%self.chunk
@@ -83,24 +82,24 @@ class ExchangedChunks(SharedLayout):
 
 @dataclass(frozen=True)
 class CopiedLayout(SharedLayout):
-  """Layout for rows that threads copy with cp.async, 16 bytes with each copy."""
+  """Layout for rows that threads copy with cp.async, 16 bytes in each copy."""
   @property
   def across(self) -> int:
     """Number of threads that copy one row together."""
     raise NotImplementedError
   @property
   def panels(self) -> int:
-    """Number of steps in which the threads copy one row. Each step copies the next 128 bytes of the row (LINE units of 16 bytes)."""
+    """Number of steps in which threads copy a row: in each step, the next 128 bytes of the row."""
     return 1
   @property
   def pitch(self) -> int:
-    """Average distance between the beginnings of neighbouring rows, in 16-byte units. The average is over eight rows."""
+    """Distance from one row to the next in 16-byte units, as the mean over eight rows."""
     raise NotImplementedError
 
 @dataclass(frozen=True)
 class SwizzledRows(CopiedLayout):
-  """Layout of rows in whole lines of 128 bytes. The 16-byte units of a line are permuted by xor with the row's number. As a result, the eight rows of
-  an 8x8 matrix that ldmatrix reads lie in different banks, and so do the eight units of a line that is copied."""
+  """Layout of rows that consist of whole lines of 128 bytes. The 16-byte units of a line are permuted by xor with the row's number. As a result, the
+  eight rows of an 8x8 matrix that ldmatrix reads lie in different banks, and so do the eight units of a line that threads copy."""
   @property
   def stride(self) -> int: return round_up(self.units, LINE)
   @property
@@ -112,9 +111,10 @@ class SwizzledRows(CopiedLayout):
   def place(self, row:UOp, unit:UOp) -> UOp:
     return (self.base + row*self.stride).cast(dtypes.int) + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
   def further(self, row:UOp, unit:UOp, rows:int, units:int) -> tuple[UOp, int]:
-    """Returns the position of a 16-byte unit in shared memory as two summands: a number that takes few different values and is kept in a register,
-    and a constant. The unit is `rows` rows and `units` units beyond unit `unit` of row `row`. `rows` must be a multiple of 8. `unit` must be 0, or it
-    may be 1 if `units` is even. The tile must begin at a whole line: xor with a unit's number within its line would else leave the line."""
+    """Returns the place of a 16-byte unit in shared memory as the sum of two numbers: a number that few registers hold for many units, and a
+    constant. The unit lies `rows` rows and `units` units after unit `unit` of row `row`. `rows` must be a multiple of 8. `unit` must be 0, or may be
+    1 if `units` is even. The tile must begin at a whole line (128 bytes); otherwise the xor that permutes the units of a line would lead out of the
+    line."""
     base = UOp.const(0) + self.base
     first = int(base.vmin)
     assert base.const_factor()%LINE == 0, f"a tile must begin at a multiple of {LINE} units, not at {base.render()}"
@@ -122,8 +122,8 @@ class SwizzledRows(CopiedLayout):
 
 @dataclass(frozen=True)
 class LongRows(SwizzledRows):
-  """Layout like `SwizzledRows`, for long rows, which few threads copy in steps of one 128-byte line. Everything that one thread copies lies at
-  constant distances from the first 16 bytes that it copies."""
+  """Layout like `SwizzledRows`, for long rows, which few threads copy in steps of 128 bytes. Everything that one thread copies then lies at constant
+  distances from the first 16 bytes that it copies."""
   @property
   def across(self) -> int: return LINE
   @property
@@ -131,15 +131,15 @@ class LongRows(SwizzledRows):
 
 @dataclass(frozen=True)
 class SwizzledPanels(CopiedLayout):
-  """Layout that wgmma reads (attn/ops/hopper.py): panels, one after another. A panel holds 128 bytes of every row. The number of rows is a multiple
-  of 8."""
+  """Layout that wgmma reads (attn/ops/hopper.py): panels, one after another. A panel has 128 bytes of every row. There must be a multiple of 8 rows.
+  """
   @property
   def across(self) -> int: return 1 << (self.units - 1).bit_length()
   @property
   def pitch(self) -> int: return LINE
   @property
   def panel(self) -> int:
-    """Number of 16-byte units in one panel."""
+    """Number of 16-byte units of one panel (128 bytes of every row)."""
     return self.rows*LINE
   @property
   def size(self) -> int: return ceildiv(self.units, LINE)*self.panel
@@ -149,7 +149,7 @@ class SwizzledPanels(CopiedLayout):
 
 @dataclass(frozen=True)
 class LdsTile(InLds):
-  """A tile in LDS, or several tiles one after another: the LDS buffer, and the layout of the rows."""
+  """A tile in LDS, or several tiles of the same layout one after another: the LDS buffer, and the layout of a tile's rows."""
   buffer: UOp
   layout: SharedLayout
   @staticmethod
@@ -160,10 +160,10 @@ class LdsTile(InLds):
   def nth(self, i:UOp) -> LdsTile: return replace(self, layout=self.layout.moved_to(i*self.layout.size))
   @property
   def halves(self) -> UOp:
-    """The LDS buffer as an array of 8-byte elements."""
+    """The LDS buffer as an array of 8-byte elements, the halves of 16-byte units."""
     return self.in_pieces(2)
   def in_pieces(self, pieces:int) -> UOp:
-    """Returns the LDS buffer as an array of elements of which `pieces` (2 or 4) make a 16-byte unit."""
+    """Returns the LDS buffer as an array of elements of 16/`pieces` bytes. `pieces` is 2 or 4."""
     return self.buffer.bitcast(ops.u32(4//pieces))
   def from_row(self, row:UOp) -> LdsTile:
     """Returns the part of the tile that begins at row `row`, a multiple of 16."""
@@ -171,7 +171,7 @@ class LdsTile(InLds):
   def load(self, row:UOp, unit:UOp) -> UOp: return self.buffer[self.layout.place(row, unit)].load()
   def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[self.layout.place(row, unit).valid(gate)].store(value)
   def store_piece(self, row:UOp, piece:UOp, pieces:int, value:UOp, gate:UOp) -> UOp:
-    """Stores a piece of a row: piece number `piece`, counted from the beginning of the row, of which `pieces` (2 or 4) make a 16-byte unit. Works
-    only in a layout that keeps the 16-byte units of a row side by side and in order."""
+    """Returns the store of `value` to a piece of a row. `pieces` (2 or 4) pieces make a 16-byte unit, and `piece` is the index of the piece in the
+    row. Works only in a layout that keeps the 16-byte units of a row side by side and in order. Where `gate` is false, nothing is stored."""
     assert isinstance(self.layout, PaddedRows)
     return self.in_pieces(pieces)[self.layout.place(row, piece, pieces).valid(gate)].store(value)

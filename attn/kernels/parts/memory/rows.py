@@ -10,13 +10,13 @@ from attn.tinygrad_compat import UOp
 LOW_HALVES = 0x05040100      # byte_perm: the low halves of two dwords side by side
 
 def strides(layout:str, heads:int, length:int, width:int) -> tuple[int, int, int]:
-  """Returns the strides, in elements, of batches, heads and rows of a contiguous tensor in `layout`. For packed sequences ("thd") the stride of
-  batches is 0, because each sequence begins at a row of its own."""
+  """Returns the strides (of batches, of heads, of rows) of a contiguous tensor in `layout`, counted in elements. For packed sequences ("thd") the
+  stride of batches is 0, because each sequence begins at a row of its own."""
   if layout == "thd": return 0, width, heads*width
   return (heads*length*width, width, heads*width) if layout == "bshd" else (heads*length*width, length*width, width)
 
 def halves(words:UOp, dtype:str) -> list[UOp]:
-  """Converts eight 16-bit numbers, given as four dwords, to fp32. Returns two vectors of four."""
+  """Converts eight 16-bit numbers of the dtype `dtype`, given as four dwords, to fp32. Returns two vectors of four."""
   return [ops.widen_to_float(ops.slice_(words, 2*i, 2), 4, dtype) for i in range(2)]
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class GlobalRows:
 
   @property
   def in_units(self) -> bool:
-    """Whether rows are made of whole, aligned units (`unit_bytes` bytes, by default 16). Rows can then be loaded and copied one unit at a time."""
+    """Whether rows consist of whole, aligned units (`unit_bytes` bytes, by default 16), so that a row can be loaded and copied one unit at a time."""
     return self.width % self.unit == 0 and self.stride % self.unit == 0 and self.begins_whole
   @property
   def unit(self) -> int: return self.unit_bytes//self.size   # elements of a unit
@@ -45,62 +45,62 @@ class GlobalRows:
 
   @property
   def regular(self) -> bool:
-    """Whether all neighbouring rows are `stride` elements apart."""
+    """Whether every row begins `stride` elements after the row before it."""
     return True
   def origin(self, first:UOp) -> UOp:
-    """Returns the flat index at which row `first`, the first row of a tile, begins."""
+    """Returns the flat index of the first element of row `first`, the first row of a tile."""
     return self.base + first*self.stride
   def start(self, first:UOp, row:UOp) -> UOp:
-    """Returns the flat index at which row `first` + `row` begins."""
+    """Returns the flat index of the first element of row `first` + `row`."""
     return self.origin(first) + row*self.stride
   def up_to(self, count:int|UOp) -> Self:
-    """Returns a copy of this object that ends after `count` rows. Rows from there on read as zero."""
+    """Returns a copy with only the first `count` rows. Rows after them read as zero."""
     return replace(self, count=count)
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Loads one unit of row `first` + `row`: `unit_bytes` bytes, by default 16. `unit` is the index of the unit within the row. Rows beyond the last
-    one and columns beyond the width read as zero. If `gate` is false, everything reads as zero.
+    """Loads one unit of row `first` + `row`: `unit_bytes` bytes, by default 16. `unit` is the index of the unit in the row. Rows beyond the last one,
+    and columns beyond the width, read as zero. Where `gate` is false, the whole unit reads as zero.
 
-    `first` is equal in the whole workgroup; `row` < `rows` differs between threads. A row that is not made of whole, aligned units is read element by
-    element."""
+    `first` is equal in the whole workgroup; `row`, which is below `rows`, differs between threads. A row that does not consist of whole, aligned
+    units is read element by element."""
     left = (self.count - first).maximum(0).minimum(rows)
     records = ((left - 1)*self.stride + self.width).maximum(0)*self.size
     if self.pin: records = ops.uniform(records)
     return self._load(self.buffer[self.origin(first)], records, row*self.stride, unit, gate)
 
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
-    """Loads `n` elements of row `first` + `row` and converts them to fp32. The elements begin at element `n`*`part` of the row, and have the dtype
-    `dtype`. `n` elements fill one 16-byte unit, or two units if `dtype` is float32. `first` is equal in the whole workgroup; `row` < `rows` differs
-    between threads."""
+    """Loads `n` elements of row `first` + `row`, from element `n`*`part` on, and converts them from the dtype `dtype` to fp32. `n` elements fill one
+    16-byte unit, or two units if `dtype` is float32. `first` is equal in the whole workgroup; `row`, which is below `rows`, differs between threads.
+    """
     if self.size == 2: return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
     return ops.concat(*[ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)])
 
   def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
-    """Loads eight elements of a row, of dtype `dtype`, and converts them to fp32. The elements begin at element 8*`part` of the row. Returns two
-    vectors of four."""
+    """Loads eight elements of row `first` + `row`, from element 8*`part` on, and converts them from the dtype `dtype` to fp32. Returns two vectors of
+    four."""
     if self.size == 4: return [ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)]
     return halves(self.load_units(first, rows, row, part), dtype)
 
   def load_number(self, first:UOp, rows:int, row:UOp, gate:UOp) -> UOp:
-    """Loads one row's number from a tensor that has a single fp32 number for each row. The row is `first` + `row`, where `first` is equal in the
-    whole workgroup and `row` < `rows` differs between threads. Returns 0 for rows beyond the last one, and if `gate` is false."""
+    """Loads the only number of row `first` + `row`, from a tensor that has a single fp32 number in each row. `first` is equal in the whole workgroup;
+    `row`, which is below `rows`, differs between threads. Returns 0 for a row beyond the last one, and where `gate` is false."""
     records = (self.count - first).maximum(0).minimum(rows)*self.size
     if self.pin: records = ops.uniform(records)
     return ops.as_float(ops.buffer_load(self.buffer[self.base + first], records, gate.where(row*self.size, ops.OUT_OF_RANGE), self.size))
 
   def _load(self, base:UOp, records:UOp, start:UOp, unit:UOp, gate:UOp|None) -> UOp:
-    """Loads one unit (`unit_bytes` bytes, by default 16) of the row that begins at index `start`, counted from the element `base`. `records` is the
-    number of bytes from `base` on that may be read; elements beyond read as zero. `unit` is the index of the unit within the row. Elements beyond the
-    row's width read as zero. If `gate` is false, all elements read as zero."""
+    """Loads one unit (`unit_bytes` bytes, by default 16) of a row. `base` is a UOp that indexes the buffer. The row begins `start` elements after it,
+    and `unit` is the index of the unit in the row. `records` is the number of bytes after `base` that may be read. Elements beyond these bytes or
+    beyond the row's width read as zero. Where `gate` is false, the whole unit reads as zero."""
     offset = (start + unit*self.unit)*self.size
     def load(i:int, inside:UOp, nbytes:int) -> UOp:
       return ops.buffer_load(base, records, inside.where(offset + self.size*i, ops.OUT_OF_RANGE), nbytes)
     return self._unit_of(unit, gate, load)
 
   def _unit_of(self, unit:UOp, gate:UOp|None, load:Callable[[int, UOp, int], UOp]) -> UOp:
-    """Loads one unit (`unit_bytes` bytes, by default 16) of a row with the function `load`: in one access, or element by element where rows are not
-    made of whole units. `unit` is the index of the unit within the row. `load` takes the index of the first element within the unit, whether that
-    element exists, and how many bytes to load."""
+    """Loads one unit (`unit_bytes` bytes, by default 16) of a row with the function `load`: in one access, or element by element if rows do not
+    consist of whole units. `unit` is the index of the unit in the row. `load(i, exists, n)` loads n bytes from element i of the unit on, or zeros
+    where the condition `exists` is false. Where `gate` is false, the whole unit reads as zero."""
     def inside(place:UOp, width:int) -> UOp: return below(place, width) if gate is None else gate & below(place, width)
     if self.in_units: return load(0, inside(unit, self.width//self.unit), self.unit_bytes)
     parts = [load(i, inside(unit*self.unit + i, self.width), self.size) for i in range(self.unit)]
@@ -109,8 +109,8 @@ class GlobalRows:
     return ops.build(*parts) if len(parts) > 1 else parts[0]
 
 def columns_of_rows(x:GlobalRows, first:UOp, rows:int, column:UOp, units:list[UOp]) -> list[UOp]:
-  """Loads 16-bit elements of one column of the rows from `first` on. Returns a vector of 16 bytes for each u of `units`: the elements of the eight
-  rows that begin at row first + 8*u. Rows beyond the last one read as zero."""
+  """Loads 16-bit elements of column `column`. For each u of `units` returns a vector with the elements of eight rows: those from row first + 8*u on.
+  Rows beyond the last row of `x` read as zero; the rows lie among the `rows` rows from `first` on."""
   records = (((x.count - first).maximum(0).minimum(rows) - 1)*x.stride + x.width).maximum(0)*x.size
   def one(unit:UOp, i:int) -> UOp:
     return ops.buffer_load(x.buffer[x.origin(first)], records, ((unit*x.unit + i)*x.stride + column)*x.size, x.size)
@@ -119,9 +119,9 @@ def columns_of_rows(x:GlobalRows, first:UOp, rows:int, column:UOp, units:list[UO
 
 @dataclass(frozen=True)
 class Table:
-  """Block table: the list of the pages in which the rows of one sequence lie. The table begins at index `first` of `entries`. Each entry is the
+  """Block table of one sequence: a list of the pages in which its rows lie. The list begins at index `first` of `entries`, and each entry is the
   index of a page of `size` rows. There are `count` pages in memory, and each begins `apart` elements after the page before it. If `whole` is true, a
-  tile that begins at a multiple of its own length always lies within one page."""
+  tile that begins at a multiple of its own length never reaches into a second page."""
   entries: UOp
   first: UOp
   size: int
@@ -136,14 +136,14 @@ class Table:
     if self.checked: entry = ops.page_number(entry, there, self.count)
     return bounded(ops.uniform(entry) if self.whole else entry, 0, self.count - 1)
   def start(self, row:UOp, stride:int, there:UOp) -> UOp:
-    """Returns the index at which a row begins, counted from row 0 of page 0. Within a page each row begins `stride` elements after the row before it.
-    `there` says whether the row exists; if not, its table entry is not read."""
+    """Returns the index of the first element of a row, counted from row 0 of page 0. In a page, each row begins `stride` elements after the row
+    before it. If the row does not exist (`there` is false), its table entry is not read."""
     return self.page(row, there)*self.apart + row%self.size*stride
 
 @dataclass(frozen=True)
 class PagedRows(GlobalRows):
-  """Rows of one head of a sequence that lie in pages. `base` is the index, in each page, at which the rows of this head begin. `begin` is the
-  position in the sequence at which the rows of this object begin."""
+  """Rows of one head of a sequence that lie in pages. In each page, the rows of this head begin at index `base`. Row 0 of this object is row `begin`
+  of the sequence."""
   table: Table|None = None
   begin: UOp|int = 0
 
@@ -156,8 +156,8 @@ class PagedRows(GlobalRows):
   def origin(self, first:UOp) -> UOp:
     return self.base + self.pages.start(first, self.stride, first < self.count)
   def start_in_pages(self, first:UOp, row:UOp, there:UOp) -> UOp:
-    """Returns the flat index at which row `first` + `row` begins. Looks up the page of this row itself, because other rows of the tile may lie in
-    other pages. `there` says whether the row exists; if not, its table entry is not read."""
+    """Returns the flat index of the first element of row `first` + `row`, whose page is looked up for this row alone: other rows of the tile may lie
+    in other pages. If the row does not exist (`there` is false), its table entry is not read."""
     return self.base + self.pages.start(self.begin + first + row, self.stride, there)
   def start(self, first:UOp, row:UOp) -> UOp:
     return super().start(first, row) if self.pages.whole else self.start_in_pages(first, row, first + row < self.count)
@@ -170,7 +170,8 @@ class PagedRows(GlobalRows):
 
 @dataclass(frozen=True)
 class PackedRows(GlobalRows):
-  """Rows of `heads` neighbouring heads as one list: row r of the list is row r//heads of head r%heads. `count` is the length of the list."""
+  """Rows of `heads` neighbouring heads as one list, in which heads alternate: row r of the list is row r//heads of head r%heads. `count` is the
+  length of the list."""
   heads: int = 1
   head_stride: int = 0
   extent: UOp = field(default_factory=lambda: UOp.const(0))   # bytes from the first row of the first head to the end of the last row of the last one
@@ -186,8 +187,8 @@ class PackedRows(GlobalRows):
   def regular(self) -> bool: return False
   def start(self, first:UOp, row:UOp) -> UOp: return self.base + self.in_heads(first + row)
   def in_heads(self, packed:UOp) -> UOp:
-    """Returns the number of elements from the beginning of row 0 of this list to the beginning of row `packed` of the list. The list alternates
-    between the `heads` heads: row r of the list is row r//heads of head r%heads."""
+    """Returns where row `packed` of the list begins, counted in elements from row 0 of the list. In the list the heads alternate: row r of the list
+    is row r//heads of head r%heads."""
     return packed//self.heads*self.stride + packed%self.heads*self.head_stride
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
@@ -197,7 +198,7 @@ class PackedRows(GlobalRows):
 
 @dataclass(frozen=True)
 class ConvertedRows:
-  """Rows in global memory that are converted from `dtype` to the 16-bit dtype `to` when they are loaded."""
+  """Rows in global memory whose elements are converted from `dtype` to the 16-bit dtype `to` when they are loaded."""
   given: GlobalRows
   dtype: str
   to: str
@@ -209,29 +210,29 @@ class ConvertedRows:
   def after(self, *deps:UOp) -> ConvertedRows: return replace(self, given=self.given.after(*deps))
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
     """Loads eight elements of row `first` + `row`, from element 8*`unit` on, and converts them to the dtype `to`, in which they fill 16 bytes.
-    Ignores `gate`: the caller does not store the result where the gate is false."""
+    Ignores `gate`: the caller must not use the result where the gate is false."""
     return ops.concat(*[ops.pack(x, self.to) for x in self.given.load_quads(first, rows, row, unit, self.dtype)])
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
-    """Loads `n` elements of a row, which begin at element `n`*`part`. Rounds them to the 16-bit dtype `to` and returns the rounded numbers in fp32.
-    `dtype` must be equal to `to`."""
+    """Loads `n` elements of row `first` + `row`, from element `n`*`part` on, rounds them to the 16-bit dtype `to`, and returns the rounded numbers in
+    fp32. `dtype` must be equal to `to`."""
     return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
   def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
-    """Loads eight elements of a row as `GlobalRows.load_quads` does, after conversion to the dtype `to`, and returns them in fp32. `dtype` must be
-    equal to `to`."""
+    """Loads eight elements of row `first` + `row`, from element 8*`part` on, rounds them to the 16-bit dtype `to`, and returns the rounded numbers as
+    two fp32 vectors of four. `dtype` must be equal to `to`."""
     return halves(self.load_units(first, rows, row, part), dtype)
 
 Rows = GlobalRows|ConvertedRows
 
 @dataclass(frozen=True)
 class LatentRows:
-  """Rows of a latent cache of 8 bits, in units of eight elements. The first columns of a row are stored in 8 bits, `stored`. The last ones keep 16
-  bits, `rotary`. `widen` converts eight stored numbers to 16 bits."""
+  """Rows of K of a latent cache that stores 8-bit numbers. The first columns of a row are 8-bit numbers (`stored`), the last ones, the rotary
+  columns, 16-bit numbers (`rotary`). A unit is eight elements of a row. `widen` converts eight stored numbers to 16 bits."""
   stored: GlobalRows          # in units of 8 bytes, of which a row has a whole number
   rotary: GlobalRows|None     # in units of 16 bytes
   widen: Callable[[UOp], UOp]
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Loads one unit of row `first` + `row`, as `GlobalRows.load_units` does. Returns two dwords of stored numbers, which `widened` converts, or four
-    dwords of 16-bit numbers."""
+    """Loads unit `unit` (eight elements) of row `first` + `row`. Returns four dwords of 16-bit numbers, or two dwords of 8-bit numbers, which
+    `widened` converts. Rows beyond the last one read as zero, and the whole unit where `gate` is false."""
     if self.rotary is None or unit.vmax < (count := self.stored.width//self.stored.unit):
       return self.stored.load_units(first, rows, row, unit, gate)
     in_rotary, there = unit >= count, UOp.const(True) if gate is None else gate
@@ -240,5 +241,5 @@ class LatentRows:
     high = self.rotary.load_units(first, rows, row, bounded(amd.opaque(unit - count, row), 0, int(unit.vmax) - count), there & in_rotary)
     return ops.build(*[in_rotary.where(ops.extract(high, i), ops.extract(low, i)) for i in range(ops.length(low))])
   def widened(self, x:UOp) -> UOp:
-    """Converts a loaded unit to 16 bits, if it consists of stored numbers."""
+    """Converts a unit that `load_units` has returned to 16-bit numbers, if it has 8-bit numbers."""
     return self.widen(x) if ops.length(x)*4 == self.stored.unit_bytes else x

@@ -1,5 +1,5 @@
-"""Makes the ranges (UOps that are indices of loops, workgroups or threads), the registers and the LDS buffers of a kernel. tinygrad tells them apart
-by numbers, and an `Allocator` gives out all these numbers. No kernel contains such a number that is written by hand."""
+"""Makes the ranges (UOps that are indices of loops, workgroups or threads), the registers and the LDS buffers of a kernel. tinygrad tells ranges from
+each other by numbers, and buffers, too. An `Allocator` gives out all these numbers: none is written by hand in a kernel."""
 from __future__ import annotations
 import itertools
 from typing import Self
@@ -9,7 +9,8 @@ from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
 LDS_UNIT = ops.u32(4)
 
 class InLds:
-  """Base class of objects that lie in LDS, such as tiles. The method `after` returns the object as it is after given operations."""
+  """Base class of objects that lie in LDS, such as tiles. `after(*deps)` returns the object such that its loads and stores come after the operations
+  `deps`."""
   def after(self, *deps:UOp) -> Self: raise NotImplementedError
 
 class Allocator:
@@ -18,12 +19,12 @@ class Allocator:
   lower number comes first in the program."""
   def __init__(self) -> None: self._axes, self._slots = itertools.count(), itertools.count()
   def range(self, n:int|UOp, kind:AxisType) -> UOp:
-    """Makes a range, a UOp that is an index from 0 to n - 1. `kind` says of what: of a loop, of the grid, or of threads. Simplifies n first.
-    Otherwise tinygrad would simplify n in the expressions that use the range, but not in the operation that ends its loop, and would take the two for
-    different ranges."""
+    """Makes a range, a UOp that is an index from 0 to n - 1. `kind` says what it counts: iterations of a loop, workgroups of the grid, or threads. n
+    is simplified first. Otherwise tinygrad would simplify n in the expressions that use the range, but not in the operation that ends its loop, and
+    would take the two for different ranges."""
     return UOp.range(n.simplify() if isinstance(n, UOp) else n, next(self._axes), kind)
   def registers(self, n:int, dtype:DType=dtypes.float) -> UOp:
-    """Allocates registers for n values per thread."""
+    """Allocates registers for n values of the dtype `dtype` in each thread."""
     return UOp.placeholder((n,), dtype, next(self._slots), AddrSpace.REG)
   def lds(self, units:int, dtype:DType=LDS_UNIT) -> UOp:
     """Allocates LDS, which the threads of a workgroup share: `units` units of 16 bytes, by default vectors of four dwords."""

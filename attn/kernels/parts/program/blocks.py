@@ -1,5 +1,5 @@
-"""Numbers of queries and keys of a workgroup's sequence, and the range of tiles over which a workgroup loops. In some tiles of this range a mask may
-hide scores, in the others no mask hides any."""
+"""How many queries and keys a workgroup's sequence has, and over which tiles the workgroup loops: in some of these tiles a mask may hide scores, in
+the others no mask hides any."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping
@@ -12,24 +12,24 @@ from attn.score.places import Walk
 from attn.tinygrad_compat import UOp
 
 def run_time(x:UOp, low:int, high:int) -> UOp:
-  """Makes an index from a number that the kernel loads and that is the same in the whole workgroup. The index is clamped to `low`..`high`, so that no
+  """Makes an index from a number that the kernel loads, and that is equal in the whole workgroup. Clamps the index to `low`..`high`, so that no
   access can leave a buffer."""
   return bounded(ops.uniform(x), low, high)
 
 FEW, MANY = 3, 1000    # numbers of iterations
 
 def trip_count(n:UOp) -> UOp|None:
-  """Returns the number of iterations of a loop, or None if the loop never runs. A number that is known to be at most FEW is hidden from tinygrad and
-  from the compiler. If tinygrad knew that a loop runs at most once, it would move values from before the loop into the loop, and code after the loop
-  could not use these values. If clang knew that a loop runs at most three times, it would keep more values in registers than fit (dual_wave spilled
-  106 with 200 keys and a mask, 52 with 250 queries and 515 keys)."""
+  """Returns the number of iterations of a loop, or None if the loop never runs. A number that is at most FEW is hidden from tinygrad and from the
+  compiler. If tinygrad knew that a loop runs at most once, it would move values from before the loop into the loop, and code after the loop could not
+  use these values. If clang knew that a loop runs at most three times, it would keep more values in registers than fit: dual_wave spilled 106
+  registers with 200 keys and a mask, and 52 with 250 queries and 515 keys."""
   if (n := n.simplify()).vmax <= 0: return None
   return n if n.vmax > FEW else bounded(ops.opaque_uniform(n), 0, MANY)
 
 @dataclass(frozen=True)
 class Extent:
-  """The sequence that a workgroup works on: its numbers of queries and keys, and the rows of the tensors at which they begin. `offset` places the
-  diagonal of causal masks: query i is on the diagonal at key i + offset."""
+  """The sequence that a workgroup works on: how many queries and keys it has (`n_q`, `n_k`), and at which rows of the tensors they begin. `offset`
+  places the diagonal of causal masks: query i is on the diagonal at key i + offset."""
   n_q: int|UOp
   n_k: int|UOp
   q_start: int|UOp
@@ -37,14 +37,14 @@ class Extent:
   offset: int|UOp
 
 def counted(n:Count) -> UOp:
-  """Turns a number of rows into a UOp of a kernel. The number may be a constant plus tinygrad Variables."""
+  """Returns `n`, a number of rows that may be a constant plus tinygrad Variables, as a UOp of a kernel."""
   return sum((UOp.variable(*v, param=True) for v in n.variables), UOp.const(n.constant))
 
 def extent(p:Problem, batch:UOp, given:Mapping[str, UOp]) -> Extent:
-  """Returns the sequence that a workgroup works on. `batch` is the index of the batch or of the packed sequence, `given` has the optional tensors by
+  """Returns the sequence that a workgroup works on. `batch` is the index of the batch or of the packed sequence. `given` has the kernel's tensors by
   name."""
   def keys_of() -> tuple[UOp, int|UOp]:
-    """Returns how many keys the batch has, and its first key, from kv_lengths and kv_starts."""
+    """Returns (number of keys, first key) of the batch, from kv_lengths and kv_starts."""
     end = run_time(flat(given["kv_lengths"])[batch].load(), 0, p.Sk)
     if not p.kv_starts: return end, 0
     start = run_time(flat(given["kv_starts"])[batch].load(), 0, p.Sk)
@@ -70,15 +70,15 @@ def over_queries(p:Problem, x:Extent) -> Walk: return Walk(p, "queries", -x.offs
 
 @dataclass(frozen=True)
 class Outside:
-  """Rows of a packed tensor that belong to no sequence, and that the workgroups of one neighbouring sequence clear. These are the rows from the end
-  of this sequence to the next sequence or the end of the tensor. The workgroups of the first sequence also clear the rows before it. If cu_seqlens
-  are valid, every row of the tensor belongs either to one sequence or to one `Outside`."""
+  """Rows of a packed tensor that belong to no sequence, and that the workgroups of one sequence clear: the rows from the end of this sequence to
+  the next sequence, or to the end of the tensor. For the first sequence, these are also the rows before it. If cu_seqlens are valid, every row of the
+  tensor belongs either to one sequence or to one `Outside`."""
   count: UOp
   before: UOp
   after: UOp
   total: int      # all rows of the tensor: of all sequences, and between them
   def row(self, i:UOp) -> UOp:
-    """Returns the index, within the tensor, of the i-th row that belongs to no sequence."""
+    """Returns the index, in the tensor, of the i-th of these rows."""
     return (i < self.before).where(i, self.after + i - self.before)
 
 def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=False) -> Outside:
@@ -95,8 +95,8 @@ def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=F
 
 @dataclass(frozen=True)
 class Blocks:
-  """The tiles over which a workgroup loops: from `begin` up to but not including `end`. No mask hides scores of the tiles from `full_begin` up to
-  `full_end`; a mask may hide scores of the others. `masked_first` is False if no tile lies before `full_begin`."""
+  """The tiles over which a workgroup loops: from `begin` up to but not including `end`. A mask may hide scores of these tiles, but hides none of the
+  tiles from `full_begin` up to but not including `full_end`. `masked_first` is False if no tile lies before `full_begin`."""
   begin: UOp
   full_begin: UOp
   full_end: UOp
@@ -104,13 +104,13 @@ class Blocks:
   masked_first: bool
 
   def share(self, index:UOp, of:int) -> Blocks:
-    """Divides the tiles into `of` parts of almost equal size, and returns the part with the index `index`. The last parts may be empty."""
+    """Divides the tiles into `of` parts of almost equal size, and returns part number `index`. The last parts may be empty."""
     each = (self.end - self.begin + (of - 1))//of
     first = (self.begin + index*each).minimum(self.end)
     return self.between(first, (first + each).minimum(self.end))
   def range(self, index:UOp, tiles:int) -> Blocks:
-    """Cuts these tiles to one range of the sequence. The sequence is divided into ranges of `tiles` tiles, counted from tile 0. `index` is the index
-    of the range."""
+    """Returns those of these tiles that lie in range number `index` of the sequence, if the whole sequence is divided into ranges of `tiles` tiles.
+    """
     first = (index*tiles).maximum(self.begin).minimum(self.end)
     return self.between(first, ((index + 1)*tiles).maximum(first).minimum(self.end))
   def between(self, first:UOp, last:UOp) -> Blocks:
@@ -119,8 +119,8 @@ class Blocks:
 
 @dataclass(frozen=True)
 class TileList:
-  """A list of the tiles in which a mask leaves scores. A workgroup loops over the list: first over the tiles of which the mask hides some scores,
-  then over those of which it hides none. attn/kernels/tile_lists.py makes the list.
+  """The list of the tiles in which a mask leaves scores, for one workgroup. The workgroup loops over the list: first over the tiles of which the mask
+  hides some scores, then over those of which it hides none. attn/kernels/tile_lists.py makes the list.
 
     entries: buffer with the lists of all workgroups. The entries of a list are: the number of its tiles of which the mask hides some scores;
       the number of all its tiles; the tiles; and in all remaining entries (at least one) the number `tiles`. A list with turns goes on: for each
@@ -134,38 +134,37 @@ class TileList:
   size: int
   def entry(self, i:int|UOp) -> UOp: return run_time(self.entries[self.first + i].load(), 0, self.tiles)
   def row(self, place:UOp) -> UOp:
-    """Converts a position in the list to a row of the sequence. Positions count the rows of the listed tiles, in the order of the list. A position
-    beyond the list gives a row beyond the sequence."""
+    """Returns the row of the sequence that is row number `place` of the listed tiles, counted in the order of the list. For a number beyond the list
+    returns a row beyond the sequence."""
     return self.entry((place//self.size).minimum(self.tiles) + OF_A_LIST)*self.size + place%self.size
   def turn(self, i:UOp) -> UOp:
-    """Returns how many blocks that start before the workgroup's own block have the list's i-th tile in their lists, too."""
+    """Returns how many blocks start before the workgroup's own block and also have the list's i-th tile in their lists."""
     return self.entries[self.first + list_length(self.tiles) + i].load()
   @property
   def blocks(self) -> Blocks:
-    """The tiles that the workgroup loops over. The indices of these tiles are positions in the list: tiles of which the mask hides some scores come
-    first."""
+    """The tiles that the workgroup loops over, numbered in the order of the list, which begins with the tiles of which the mask hides some scores."""
     parts, count = self.entry(0), self.entry(1)
     return Blocks(UOp.const(0), parts, count, count, True)
 
 @dataclass(frozen=True)
 class Descending:
-  """Descending order of the tiles over which a workgroup loops: it begins with the last tile. Under a causal mask the keys nearest to the queries
-  come first. Scores that fall with the distance (ALiBi) then never rise above the number that the softmax subtracts, and nothing is rescaled.
+  """A loop over tiles in descending order: it begins with the last tile. Under a causal mask the keys nearest to the queries then come first. If
+  scores fall with the distance (ALiBi), later scores never rise above the number that the softmax subtracts, and nothing is rescaled.
 
-    tiles: tiles of the sequence
+    tiles: tiles over which the workgroup loops
     count: number of rows of the sequence
     size: rows of a tile"""
   tiles: Blocks
   count: UOp
   size: int
   def row(self, place:UOp) -> UOp:
-    """Converts a position in the loop to a row of the sequence. Positions count rows in the order of the loop. A position after the loop gives a row
-    beyond the sequence."""
+    """Returns the row of the sequence that is row number `place` of the loop, counted in the order of the loop's tiles. For a number after the loop
+    returns a row beyond the sequence."""
     tile, beyond = place//self.size, (self.count + (self.size - 1))//self.size
     return (tile < self.tiles.end).where(self.mirrored(tile) - 1, beyond)*self.size + place%self.size
   def mirrored(self, x:UOp) -> UOp:
-    """Converts the index of a boundary between tiles from one direction of the loop to the other: x becomes begin + end - x, where the loop covers
-    the tiles from `begin` up to `end`."""
+    """Returns begin + end - x, where the loop covers the tiles from `begin` up to `end`. If `x` is a boundary between tiles, counted in ascending
+    order, the result is this boundary counted in descending order, and the other way round."""
     return self.tiles.begin + self.tiles.end - x
   @property
   def blocks(self) -> Blocks:
@@ -176,7 +175,7 @@ class Descending:
 OF_A_LIST = 2      # numbers before the first tile of a list
 
 def list_length(tiles:int, with_turns:bool=False) -> int:
-  """Returns the number of entries of a list that has room for `tiles` tiles, and with `with_turns` also for their turns."""
+  """Returns how many entries a list has that has room for `tiles` tiles, and with `with_turns` also for their turns."""
   return OF_A_LIST + tiles + 1 + tiles*with_turns
 
 def tiles_of_list(length:int, with_turns:bool) -> int:
@@ -184,9 +183,9 @@ def tiles_of_list(length:int, with_turns:bool) -> int:
   return (length - list_length(0))//(1 + with_turns)
 
 def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:
-  """Returns the tiles of columns that the rows `first`..`last` see, in a walk over columns (keys if rows are queries, queries if rows are keys). A
-  tile has `block_n` columns. The tiles go from the first column that row `first` sees to the last column that row `last` sees. This covers the rows
-  between, because from row to row neither the first nor the last seen column moves back."""
+  """Returns the tiles of columns that the rows from `first` to `last` see. Columns are keys if rows are queries, and queries if rows are keys; `walk`
+  says which. A tile has `block_n` columns. The tiles go from the first column that row `first` sees to the last column that row `last` sees. This
+  covers the rows between, because from row to row neither the first nor the last seen column moves back."""
   masked_first = first_seen(walk, first) is not None
   def hidden(row:UOp) -> UOp: return UOp.const(0) if (column := first_seen(walk, row)) is None else column.maximum(0)
   seen, unseen = seen_up_to(walk, last), hidden(first).minimum(walk.count)

@@ -6,9 +6,9 @@ def ceildiv(a:int, b:int) -> int: return -(-a//b)
 def round_up(a:int, b:int) -> int: return ceildiv(a, b)*b
 
 def bounded(x:UOp, low:int, high:int) -> UOp:
-  """Clamps a number to `low`..`high`, and makes it an index. Use it for a number whose bounds tinygrad does not know, such as a loaded one. tinygrad
-  chooses between 32 and 64 bits for an index by the bounds of the numbers in it. The number becomes an index first, because the sum of an index and
-  an int32 would be an int32, whatever its bounds."""
+  """Returns `x` as an index, clamped to `low`..`high`, for a number whose bounds tinygrad does not know, such as a loaded one. tinygrad chooses
+  between 32 and 64 bits for an index by the bounds of the numbers in it. `x` becomes an index first, because the sum of an index and an int32 would
+  be an int32, whatever its bounds."""
   return x.cast(dtypes.weakint).maximum(low).minimum(high)
 
 def below(x:UOp, limit:int|UOp) -> UOp:
@@ -16,7 +16,7 @@ def below(x:UOp, limit:int|UOp) -> UOp:
   return UOp.const(True) if isinstance(limit, int) and x.vmax < limit else left_alone(x < limit)
 
 def left_alone(gate:UOp) -> UOp:
-  """Rewrites a gate (the condition of a load or a store) so that tinygrad does not use it to simplify addresses. This simplification, in three
-  passes, takes up to a third of the lowering time. The rewritten gate first turns the condition into a number, 1 or 0, and then compares this number
-  with 0. tinygrad derives nothing from such a comparison."""
+  """Returns the gate (the condition of a load or a store) in a form that tinygrad does not use to simplify addresses: the condition as a number, 1 or
+  0, compared with 0. tinygrad derives nothing from such a comparison. Its simplification, in three passes, takes up to a third of the lowering time.
+  """
   return gate if gate.op is Ops.CONST else gate.where(UOp.const(1, dtypes.int), UOp.const(0, dtypes.int)).ne(0)

@@ -1,4 +1,4 @@
-"""Diagonals of tiles. A diagonal is a list of tiles of scores that have equal numbers i - j (query number minus key number) at equal places.
+"""Diagonals of tiles. A diagonal is a list of tiles of scores. At equal places, all its tiles have equal i - j (query number minus key number).
 
 A tile has `block_m` queries and `block_n` keys. From one tile of a diagonal to the next, queries and keys both move on by the least common multiple
 of block_m and block_n, so i - j stays as it is at each place of the tile. If the tiles of a diagonal are added up, the result has sums for block_m +
@@ -11,10 +11,11 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Diagonals:
-  """The diagonals of a problem's tiles: lists of tiles that have equal i - j at equal places. From one tile of a diagonal to the next, the block of
-  queries rises by `step_m` and the tile of keys by `step_n`. A diagonal has two numbers. `phase` is its first block of queries. `offset` says how far
-  its tiles of keys are shifted: its n-th tile has the block of queries `phase + n*step_m` and the tile of keys `n*step_n + offset - offset_0`, for
-  each n for which both exist. `offset_0` is the offset of an unshifted diagonal, so that no offset is negative."""
+  """The diagonals of a problem's tiles: lists of tiles that have equal i - j (query number minus key number) at equal places. From one tile of a
+  diagonal to the next, the block of queries rises by `step_m` and the tile of keys by `step_n`. Two numbers describe a diagonal: `phase`, its first
+  block of queries, and `offset`, the shift of its tiles of keys. Its n-th tile has the block of queries `phase + n*step_m` and the tile of keys
+  `n*step_n + offset - offset_0`, for each n for which both exist. `offset_0` is the offset of a diagonal without a shift, so that no offset is
+  negative."""
   queries: int
   keys: int
   block_m: int
@@ -42,12 +43,12 @@ class Diagonals:
   def count(self) -> int: return self.phases*self.offsets
 
   def place(self, number:UOp, n:UOp) -> tuple[UOp, UOp]:
-    """Returns (block of queries, tile of keys) of the n-th tile of diagonal `number`. If there is no such tile, returns another tile, which
+    """Returns (block of queries, tile of keys) of the n-th tile of diagonal `number`. If the diagonal has no such tile, returns some tile that
     exists."""
     block, tile = number//self.offsets + n*self.step_m, n*self.step_n + number%self.offsets - self.offset_0
     return block.minimum(self.blocks - 1), tile.maximum(0).minimum(self.tiles - 1)
   def range(self, number:UOp) -> tuple[UOp, UOp]:
-    """Returns the first n for which diagonal `number` has a tile, and the number of its tiles, which may be 0."""
+    """Returns (first n for which diagonal `number` has a tile, number of its tiles). There may be no tile."""
     phase, offset = number//self.offsets, number%self.offsets - self.offset_0
     first = ((self.step_n - 1 - offset)//self.step_n).maximum(0)
     of_queries, of_keys = (self.blocks - phase + (self.step_m - 1))//self.step_m, (self.tiles - offset + (self.step_n - 1))//self.step_n

@@ -1,4 +1,5 @@
-"""Statements of a kernel and their order, and the values that a kernel carries from one step to the next."""
+"""Statements of a kernel (operations with side effects) in their order, and base classes for the state that a kernel carries from one step to the
+next."""
 from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -7,22 +8,22 @@ from attn.kernels.parts.program.allocator import Allocator
 from attn.tinygrad_compat import Ops, UOp, dtypes, new_uop
 
 class Carried:
-  """Base class of dataclasses that hold the values which a kernel passes from one step to the next. Every field has a method `after`, which makes its
-  value wait for given operations."""
+  """Base class of states: dataclasses with the values that a kernel passes from one step to the next. Every field has a method `after(*deps)`, which
+  returns the field's value such that it is used only after the operations `deps`."""
   def after(self, *deps:UOp) -> Self:
     self_: Any = self
     return type(self)(*[getattr(self, f.name).after(*deps) for f in fields(self_)])
 
 @dataclass(frozen=True)
 class Optional:
-  """A value that a kernel passes from one step to the next. The value is None in kernels that do not need one."""
+  """A field of a state that only some kernels need. `value` is None in the others."""
   value: UOp|None = None
   def after(self, *deps:UOp) -> Optional: return Optional(None if self.value is None else self.value.after(*deps))
 
 @dataclass(frozen=True)
 class Statements:
-  """Statements that a program has so far. A statement is an operation that is there for its effect, such as a barrier, and not for a value. tinygrad
-  keeps only operations whose value is stored. A statement's value, 0, is therefore stored to a register that has no other use.
+  """The statements that a program has so far. A statement is an operation that is there for its effect, such as a barrier, and not for a value.
+  tinygrad keeps only operations whose value is stored. A statement's value, 0, is therefore stored to a register that has no other use.
 
   tinygrad orders two operations only if one is computed from the other. So a statement comes after its operands. A value that is read after the
   statement's store (`value.after(store)`) comes after the statement. The property `done` is a value that is computed from all statements so far: a
@@ -34,62 +35,60 @@ class Statements:
   def of(allocator:Allocator) -> Statements: return Statements(allocator.registers(1))
   def after(self, *deps:UOp) -> Statements: return replace(self, latest=(self.register if self.latest is None else self.latest).after(*deps))
   def do(self, statement:UOp, *after:UOp) -> UOp:
-    """Adds a statement (an operation with a side effect, such as a barrier) to the program, after the operations `after`. The statement's value, 0,
-    is stored to a register, because tinygrad drops an operation whose value nothing uses. Returns this store."""
+    """Makes a statement (an operation with a side effect, such as a barrier) a part of the program, after the operations `after`. Returns the store
+    of the statement's value, 0, to a register: tinygrad drops an operation whose value is not stored."""
     return (self.register.after(*after) if after else self.register)[0].store(statement)
   @property
   def first(self) -> UOp:
-    """A store of 0 to the register of the statements. A kernel begins with it, so that the register holds a value when `done` loads it before any
-    statement has stored one."""
+    """A store of 0 to the register that all statements store to. A kernel begins with it, because `done` may load this register before a statement
+    has stored to it."""
     return self.do(UOp.const(0.0, dtypes.float))
   def begin(self, statement:UOp) -> Statements:
-    """Adds to the program a statement that comes after the statements so far, because the property `done` is one of its operands. Returns the
-    statements including this one. Later statements come after it, but other values of the kernel do not wait for it."""
+    """Adds a statement whose operands include `done`, so that it comes after the statements so far. Returns all statements, with this one. Later
+    statements come after it, but other values of the kernel do not wait for it."""
     return self.ran(self.do(statement))
   def ran(self, stored:UOp) -> Statements:
-    """Adds to this object a statement that the program already contains, so that later statements wait for it. `stored` is the store that `do`
-    returned for the statement."""
+    """Adds a statement that is already a part of the program, so that later statements wait for it. `stored` is the store that `do` returned for it.
+    Returns all statements, with this one."""
     return replace(self, effects=(*self.effects, stored), latest=self.register.after(stored))
   def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
   @property
   def done(self) -> UOp:
-    """A value that depends on all these statements and on all operations that they come after. A statement that has this value as an operand runs
-    later than all of them."""
+    """A value that is computed from all statements so far. A new statement with this value as an operand comes after all of them."""
     return (self.register if self.latest is None else self.latest)[0].load()
   @property
   def before(self) -> tuple[UOp, ...]:
-    """Returns (done,), a value that depends on all statements so far, or an empty tuple if there is no statement yet."""
+    """The tuple (done,), whose value is computed from all statements so far, or an empty tuple if there is no statement yet."""
     return (self.done,) if self.latest is not None else ()
 
 class InOrder(Carried):
-  """Base class for the state of a kernel whose statements (operations with side effects) keep their order: each statement comes after all statements
-  before it."""
+  """Base class for the state of a kernel whose statements (operations with side effects) run in the order in which they are added."""
   statements: Statements
   @property
   def done(self) -> UOp: return self.statements.done
   def do(self, *statements:UOp) -> Self:
-    """Adds statements, which have no order among themselves, to the program. Returns the state after all of them."""
+    """Adds statements (operations with side effects) to the program, in no order among themselves. Returns the state after all of them."""
     return self.after(UOp.group(*map(self.statements.do, statements)))
   def store(self, *stores:Iterable[UOp]) -> Self:
-    """Adds stores to the program. Returns the state after all of them."""
+    """Adds stores to the program, in no order among themselves. Returns the state after all of them."""
     return self.after(UOp.group(*[x for xs in stores for x in xs]))
   def after(self, *deps:UOp) -> Self:
-    """Returns the state in which every value waits for the operations `deps`. If `deps` come after everything that a value already waits for, the
-    value's own waits (tinygrad's AFTER) are removed, because they say nothing new. This leaves fewer UOps to lower."""
+    """Returns the state such that every value is used only after the operations `deps`. If `deps` come after everything that a value already waits
+    for, these older waits of the value (tinygrad's AFTER) are removed, because they say nothing new. This leaves fewer UOps to lower."""
     self_: Any = self
     carried = [getattr(self, f.name) for f in fields(self_)]
     said = {awaited: comes_after(deps, awaited) for awaited in set(map(awaited_by, carried))}
     return type(self)(*[(bare_of(x) if said[awaited_by(x)] else x).after(*deps) for x in carried])
 
 def bare_of(x:Any) -> Any:
-  """Returns the UOp `x`, which a loop carries, without the operations that it comes after (tinygrad's AFTER), so that it waits for nothing. Other
-  objects are returned unchanged. `Statements` are such objects, and must keep waiting: only through them does the kernel use the stores with which a
-  loop ends, and tinygrad drops a loop that nothing uses."""
+  """Returns the UOp `x`, which a loop carries, without the operations that it comes after (tinygrad's AFTER), so that it waits for nothing. Returns
+  other objects unchanged, among them `Statements`, which must keep waiting: only through them does the kernel use the stores with which a loop ends,
+  and tinygrad drops a loop that nothing uses."""
   while isinstance(x, UOp) and x.op is Ops.AFTER: x = x.src[0]
   return x
 
 def awaited_by(x:Any) -> frozenset[UOp]:
-  """Returns all operations that the value `x`, which a kernel carries from one step to the next, must come after."""
+  """Returns all operations that `x`, a value of a kernel's state, must come after."""
   found, u = set[UOp](), x
   while isinstance(u, UOp) and u.op is Ops.AFTER:
     found.update(u.src[1:])
@@ -97,8 +96,8 @@ def awaited_by(x:Any) -> frozenset[UOp]:
   return frozenset(found)
 
 def comes_after(xs:tuple[UOp, ...], deps:frozenset[UOp]) -> bool:
-  """Tells whether the values `xs` already wait for all of the operations `deps`. This is true if one of `xs` is computed from a UOp that waits for
-  all of `deps`. The search goes from `xs` to their sources, and stops at each UOp that waits for something itself (tinygrad's AFTER)."""
+  """Returns whether the values `xs` already come after all of the operations `deps`: whether one of `xs` is computed from a UOp that waits for all of
+  `deps`. The search goes from `xs` to their sources, and stops at each UOp that waits for something itself (tinygrad's AFTER)."""
   stack, seen = list(xs), set[UOp]()
   while stack and deps:
     if (u := stack.pop()) in seen: continue
@@ -108,7 +107,7 @@ def comes_after(xs:tuple[UOp, ...], deps:frozenset[UOp]) -> bool:
   return not deps
 
 def store_all(to:UOp, values:Iterable[UOp]) -> list[UOp]:
-  """Stores each of `values` to an element of `to`, such as an array of registers. Returns the stores."""
+  """Returns the stores of `values` to the first elements of `to`, such as an array of registers."""
   return [to[i].store(x) for i, x in enumerate(values)]
 
 def workgroup_barrier(after:UOp) -> UOp:

@@ -13,39 +13,40 @@ from attn.tinygrad_compat import AxisType, UOp
 Crossing = TypeVar("Crossing", bound=Carried)
 
 class TileLoop(Generic[Crossing]):
-  """A loop over neighbouring tiles, one tile in each iteration. `masked` says whether a mask may hide scores of these tiles."""
+  """A loop over neighbouring tiles, with one tile in each iteration. `masked` says whether a mask may hide scores of these tiles. `begin` and `end`
+  surround the loop's body."""
   before: Crossing
   trip: UOp
 
   def __init__(self, first:UOp, count:UOp, masked:bool, new:Allocator) -> None:
     self.first, self.count, self.masked, self.new = first, count, masked, new
   def begin(self, s:Crossing) -> tuple[Crossing, UOp]:
-    """Begins the loop's body, given the state before the loop. Returns the state inside the loop, and the index of the iteration's tile."""
+    """Begins the loop's body. `s` is the state before the loop. Returns the state inside the loop, and the index of the iteration's tile."""
     self.before, self.trip = s, self.new.range(self.count, AxisType.LOOP)
     return s.after(self.trip), self.first + self.trip
   def end(self, done:UOp) -> Crossing:
-    """Ends the loop, given the last operation of its body, `done`. Returns the state after the loop."""
+    """Ends the loop's body. `done` is the body's last operation. Returns the state after the loop."""
     return self.before.after(done.end(self.trip))
 
 def tile_loops(tiles:Blocks, new:Allocator, loop:Callable[..., TileLoop[Crossing]]=TileLoop) -> Iterator[TileLoop[Crossing]]:
-  """Yields up to three loops, one after another: over the first tiles, of which a mask may hide scores; over the tiles of which no mask hides scores;
-  and over the last tiles, of which a mask may hide scores. A loop that never runs is left out."""
+  """Yields up to three loops, one after another: over the first tiles, where a mask may hide scores; over the tiles where no mask hides scores; and
+  over the last tiles, where a mask may hide scores. Leaves out a loop that never runs. `loop` makes a loop."""
   parts = [(tiles.begin, tiles.full_begin, True)]*tiles.masked_first + [(tiles.full_begin, tiles.full_end, False), (tiles.full_end, tiles.end, True)]
   for first, last, masked in parts:
     if (count := trip_count(last - first)) is not None: yield loop(first, count, masked, new)
 
 def over_tiles(s:Crossing, tiles:Blocks, new:Allocator, trip:Callable[[Crossing, UOp, bool], UOp]) -> Crossing:
-  """Calls `trip(state, tile, masked)` for each tile; `trip` returns the last operation of the loop's body. `masked` is False for tiles of which no
-  mask hides scores. Returns the state after all tiles."""
+  """Loops over `tiles` with the body `trip(state, tile, masked)`, which returns its last operation. `masked` is False for tiles in which no mask
+  hides scores. `s` is the state before the first tile. Returns the state after the last one."""
   loops:Iterator[TileLoop[Crossing]] = tile_loops(tiles, new)
   for loop in loops: s = loop.end(trip(*loop.begin(s), loop.masked))
   return s
 
 class TripState(Carried):
-  """State that a kernel carries from one iteration over tiles to the next: tiles in LDS, and registers."""
+  """The state that an AMD kernel carries from one iteration over tiles to the next: tiles in LDS, and registers."""
   def lds_after(self, *deps:UOp) -> Self:
-    """Returns the state in which the tiles in LDS wait for the operations `deps`. All other values are unchanged. If `deps` store to these tiles,
-    tinygrad adds a barrier."""
+    """Returns the state such that its tiles in LDS are used only after the operations `deps`. Its other values do not wait. If `deps` store to these
+    tiles, tinygrad adds a barrier."""
     self_: Any = self
     found = {f.name: getattr(self, f.name) for f in fields(self_)}
     return replace(self_, **{name: x.after(*deps) for name, x in found.items() if isinstance(x, InLds)})
@@ -62,17 +63,18 @@ class StagedTripsTile(Protocol):
   @property
   def buffers(self) -> int: """Number of LDS buffers for the tiles of each tensor."""
   @property
-  def in_turn(self) -> bool: """Whether tensors (such as K and V) are loaded one after another in an iteration, instead of together. Only possible
-                             without prefetch."""
+  def by_tensor(self) -> bool: """Whether an iteration loads its tensors (such as K and V) one after another, instead of together. Only possible
+                                  without prefetch."""
   @property
   def by_item(self) -> bool: """Whether a thread loads its 16-byte items of a tensor one after another in an iteration, which saves registers. Only
-                             possible without prefetch."""
+                                possible without prefetch."""
   @property
   def anew(self) -> bool: """Whether each iteration computes the addresses of loads again, instead of keeping these addresses in registers."""
 
 @dataclass(frozen=True)
 class StagedTrips(Generic[S]):
-  """Loop over tiles that travel from global memory through registers to LDS. Holds where the tiles come from, and when each of them is loaded."""
+  """A loop over tiles that travel from global memory through registers to LDS: where the tiles come from (`loaded`), and when each of them is loaded
+  (`tile`)."""
   tile: StagedTripsTile
   new: Allocator
   statements: Statements
@@ -81,18 +83,18 @@ class StagedTrips(Generic[S]):
   tile_of: Callable[[UOp], UOp]=lambda t: t      # which tile of these rows iteration t brings
 
   def fetch(self, t:UOp) -> list[list[UOp]]:
-    """Loads this thread's part of tile t from global memory to registers. Returns one list of values for each tensor."""
+    """Loads this thread's part of tile t from global memory. Returns a list of the loaded registers for each tensor."""
     return [getattr(self.start, name).fetch(rows, self.tile_of(t)) for name, rows in self.loaded.items()]
 
   def to_lds(self, s:S, t:UOp, parts:list[list[UOp]]) -> UOp:
-    """Stores `parts`, the values that this thread has loaded of tile t, to LDS."""
+    """Returns the stores of `parts`, what `fetch` has loaded of tile t, to LDS."""
     tiles = [self.in_lds(s, t, name) for name in self.loaded]
     return UOp.group(*[x for tile, part in zip(tiles, parts, strict=True) for x in tile.store(part)])
 
-  def in_turn(self, s:S, t:UOp) -> UOp:
-    """Loads tile t and stores it to LDS, one tensor after another. The registers then hold only one tensor at a time, or with `by_item` only one
-    16-byte item of each thread. If rows are loaded in several pieces, `anew` makes each iteration compute their addresses again, so that no register
-    holds addresses during the loop."""
+  def load_by_tensor(self, s:S, t:UOp) -> UOp:
+    """Returns the stores of tile t to LDS, where a tensor is loaded only after the tensor before it has been stored. Registers then hold one tensor
+    at a time, or with `by_item` one 16-byte item of each thread. If rows are loaded in several pieces, `anew` makes each iteration compute their
+    addresses again, so that no register holds addresses during the loop."""
     stores: list[UOp] = []
     for name, rows in self.loaded.items():
       tile = self.in_lds(s, t, name) if rows.in_units or not self.tile.anew else self.in_lds(s, t, name).anew(t)
@@ -102,45 +104,46 @@ class StagedTrips(Generic[S]):
     return UOp.group(*stores)
 
   def in_lds(self, s:S, t:UOp, name:str) -> Any:
-    """Returns the LDS buffer that holds tile t of a tensor. `name` is the field of the state with the tensor's buffers."""
+    """Returns the tile in LDS that holds tile t of a tensor. `name` is the tensor's field in the state."""
     return getattr(s, name).nth(t%self.tile.buffers)
 
   def first(self, s:S, tiles:Blocks) -> S:
-    """Brings the first tile to LDS before the loop. Does nothing without prefetch, because each iteration then loads its own tile. Returns the
-    state."""
+    """Brings the first tile to LDS before the loop, and returns the state. Without prefetch does nothing, because each iteration then loads its own
+    tile."""
     return s.lds_after(self.to_lds(s, tiles.begin, self.fetch(tiles.begin))) if self.tile.prefetch else s
 
   def arrive(self, s:S, t:UOp) -> tuple[S, list[list[UOp]]]:
-    """Waits until tile t is in LDS, and starts to load the next tile to registers. Returns the state, and the loaded values of the next tile. Without
-    prefetch, loads tile t itself and stores it to LDS, and returns an empty list instead of values."""
-    if not self.tile.prefetch: return s.lds_after(self.in_turn(s, t) if self.tile.in_turn else self.to_lds(s, t, self.fetch(t))), []
+    """Begins an iteration: waits until tile t is in LDS, and starts to load the next tile to registers. Returns the state, and the registers of the
+    next tile. Without prefetch, loads tile t itself and stores it to LDS, and returns an empty list instead of registers."""
+    if not self.tile.prefetch: return s.lds_after(self.load_by_tensor(s, t) if self.tile.by_tensor else self.to_lds(s, t, self.fetch(t))), []
     parts = self.fetch(t + 1)
     return s.lds_after(self.statements.do(amd.sched_barrier(*itertools.chain(*parts)))), parts     # else the compiler delays the loads
 
   def leave(self, s:S, t:UOp, worked:UOp, parts:list[list[UOp]]) -> UOp:
-    """Stores the next tile to LDS after the work on tile t. `worked` is the last operation of this work, `parts` the loaded values of the next tile.
-    With a single buffer, a barrier before the stores waits until all waves have finished the work. With two buffers, the only barrier is the one at
-    the end of the iteration. Without prefetch, stores nothing."""
+    """Ends an iteration: stores the next tile to LDS after the work on tile t. `worked` is the last operation of this work, and `parts` the registers
+    of the next tile. With a single LDS buffer, a barrier before the stores waits until all waves have finished their work. With two buffers, the only
+    barrier is the one at the end of the iteration. Without prefetch, stores nothing. Returns the last operation."""
     if not self.tile.prefetch: return worked
     free = worked if self.tile.prefetch > 1 else workgroup_barrier(worked)
     return UOp.group(worked, self.to_lds(s.lds_after(free), t + 1, parts))
 
   def walk(self, s:S, tiles:Blocks, work:TileWork[S]) -> S:
-    """Does `work` on one tile after another. Returns the state after all tiles."""
+    """Loops over `tiles` with the body `work(state, tile, masked)`, which returns its last operation. `s` is the state before the first tile. Returns
+    the state after the last one."""
     return over_tiles(self.first(s, tiles), tiles, self.new, lambda s, t, masked: self.trip(s, t, masked, work))
 
   def trip(self, s:S, t:UOp, masked:bool, work:TileWork[S]) -> UOp:
-    """Calls `work` on tile t while the next tile is being loaded. Returns the last operation of the iteration."""
+    """Makes the body of one iteration: calls `work(state, t, masked)` while the next tile is being loaded. Returns the last operation of the body."""
     there, parts = self.arrive(s, t)
     return self.leave(s, t, work(there, t, masked), parts)
 
   def loops(self, tiles:Blocks) -> Iterator[TileLoop[S]]:
-    """Yields the loops over `tiles`, for a kernel that writes the loops' bodies itself. With prefetch, the next tile is loaded during the work on
-    each tile."""
+    """Yields the loops over `tiles`, for a kernel that writes the body of each loop itself. With prefetch, the next tile is loaded during the body.
+    """
     return tile_loops(tiles, self.new, lambda *which: StagedLoop(self, *which))
 
 class StagedLoop(TileLoop[S]):
-  """One of the loops of a `StagedTrips`. At the beginning of an iteration its tile arrives in LDS, and at the end the next tile is stored there."""
+  """One of the loops of a `StagedTrips`. When its body begins, the iteration's tile is in LDS. When its body ends, the next tile is stored there."""
   def __init__(self, trips:StagedTrips[S], first:UOp, count:UOp, masked:bool, new:Allocator) -> None:
     super().__init__(first, count, masked, new)
     self.trips = trips
