@@ -1,1 +1,1 @@
-"""Operations that attn's kernels use and that tinygrad has no UOp for: see operation.py."""
+"""Operations of attn's kernels for which tinygrad has no UOp: operation.py explains how they are defined."""

@@ -90,9 +90,9 @@ def _low_lanes_text(printer:Any, out:str) -> Body:
 instruction("low_lanes", lambda lanes, x: np.arange(x.shape[-1])%lanes.wave < 16, _low_lanes_text)
 
 def low_lanes(x:UOp) -> UOp:
-  """Tells whether this lane is one of lanes 0-15. `x` is a vector whose elements the caller is about to select by the answer. Each call computes the
-  answer when x is ready, because comparisons overwrite the register VCC in which the answer lies. With the answer in VCC, two selects can be one
-  instruction (v_dual_cndmask_b32: RDNA3 ISA section 7.6)."""
+  """Tells whether this lane is one of lanes 0-15. `x` is a vector from whose elements the caller then selects by the answer. Each call computes the
+  answer anew, at the time when `x` is ready: the answer lies in the register VCC, which comparisons overwrite. With the answer in VCC, two selects
+  can be one instruction (v_dual_cndmask_b32: RDNA3 ISA section 7.6)."""
   return emit("low_lanes", dtypes.bool, x)
 
 # ***** order *****
@@ -121,33 +121,33 @@ instruction("fp32_apart", nothing, Body("return 0.0f;", ""))
 instruction("sched_barrier", nothing, Body("__builtin_amdgcn_sched_barrier(0);\nreturn 0.0f;", ""))
 instruction("opaque", lambda lanes, x, _: x, Body('asm volatile("" : "+v"(x));\nreturn x;', "x"))
 
-def barrier(*done:UOp) -> UOp:
-  """Makes a barrier of the workgroup, after the values `done` are computed. The compiler moves no access to LDS across the barrier. (The kernel
-  places this barrier; tinygrad does not insert it.) Returns a statement (an operation with a side effect)."""
-  return statement("barrier", *done)
-def barrier_of(waves:UOp, *done:UOp) -> UOp:
+def barrier(*after:UOp) -> UOp:
+  """Makes a barrier of the workgroup. The compiler moves no access to LDS across the barrier. (The kernel places this barrier; tinygrad does not
+  insert it.) Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
+  return statement("barrier", *after)
+def barrier_of(waves:UOp, *after:UOp) -> UOp:
   """Makes a barrier that a wave executes only if `waves` is not 0 in this wave. From then on, each wave that has not executed the barrier is one
-  barrier behind. Returns a statement (an operation with a side effect)."""
-  return statement("barrier_of", integer(waves), *done)
-def wait_loads(n:int, *done:UOp) -> UOp:
-  """Waits until at most `n` of this wave's loads to LDS are still under way (s_waitcnt vmcnt). Returns a statement (an operation with a side
-  effect)."""
-  return statement("wait_loads", *done, n=n)
-def priority(level:int, *done:UOp) -> UOp:
+  barrier behind. Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
+  return statement("barrier_of", integer(waves), *after)
+def wait_loads(n:int, *after:UOp) -> UOp:
+  """Waits until at most `n` of this wave's loads to LDS are still under way (s_waitcnt vmcnt). Returns a statement (an operation with a side effect)
+  that is executed after the UOps `after`."""
+  return statement("wait_loads", *after, n=n)
+def priority(level:int, *after:UOp) -> UOp:
   """Sets this wave's priority among the waves of its SIMD to `level`, which is 0 to 3 (s_setprio). Returns a statement (an operation with a side
-  effect)."""
-  return statement("priority", *done, level=level)
-def fp32_apart(*done:UOp) -> UOp:
+  effect) that is executed after the UOps `after`."""
+  return statement("priority", *after, level=level)
+def fp32_apart(*after:UOp) -> UOp:
   """Keeps clang from packing two fp32 operations of this kernel into one instruction. (GLOBAL_UNPACKED in ops.renderers says why.) Returns a
-  statement (an operation with a side effect)."""
-  return statement("fp32_apart", *done)
-def sched_barrier(*done:UOp) -> UOp:
-  """Keeps clang from moving instructions across the point where all of `done` are computed, so that loads don't start long before their use. Returns
-  a statement (an operation with a side effect)."""
-  return statement("sched_barrier", *done)
+  statement (an operation with a side effect) that is executed after the UOps `after`."""
+  return statement("fp32_apart", *after)
+def sched_barrier(*after:UOp) -> UOp:
+  """Keeps clang from moving instructions across this point of the program, so that loads don't start long before their use. Returns a statement (an
+  operation with a side effect) that is executed after the UOps `after`."""
+  return statement("sched_barrier", *after)
 def opaque(x:UOp, trip:UOp) -> UOp:
-  """Returns the integer x and hides its value from the compiler. The compiler repeats a load for every new `trip` if the address depends on the
-  result, and does not keep the loaded value in registers. `trip` is usually the index of a loop's iteration."""
+  """Returns the integer x and hides its value from the compiler. If the address of a load is computed from the result, the compiler must load again
+  for every new `trip` (usually the index of a loop's iteration), and so does not keep the loaded value in registers."""
   return emit("opaque", dtypes.int, integer(x), trip if trip.dtype == dtypes.float else integer(trip))
 
 instruction("made_here", nothing, lambda printer, out, n: Body("\n".join([f'asm volatile("" :: "v"({"abcdefghijklmnop"[i]}[0]));' for i in range(n)]
@@ -203,15 +203,15 @@ def _load_column_text(printer:Any, out:str, steps:tuple[int, ...]) -> Body:
 instruction("load_column", _load_column, _load_column_text)
 
 def load_column(lds:UOp, steps:tuple[int, ...]) -> UOp:
-  """Loads 16-bit numbers from LDS (ds_read_u16) and packs two numbers into each dword. There is one number for each s in `steps`, s bytes after
-  `lds`, a UOp that indexes LDS. The numbers are a column of a tile that is stored by rows."""
+  """Loads 16-bit numbers from LDS (ds_read_u16) and packs two numbers into each dword. The numbers lie at the distances `steps` (in bytes) from
+  `lds`, a UOp that indexes LDS: a column of a tile that is stored by rows."""
   return emit("load_column", u32(len(steps)//2), lds, steps=steps)
-def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *done:UOp) -> UOp:
+def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *after:UOp) -> UOp:
   """Copies 16 bytes per lane from global memory directly to LDS. `base` and `lds` are UOps that index a buffer in global memory and LDS, both equal
   in all lanes of the wave. Lane l's bytes come from `base` + `offset` bytes and go to `lds` + 16*l. They are zero if offset + 16 exceeds `records`,
   the size of the buffer's range in bytes. The copy is not complete until `wait_loads` has waited for it. Returns a statement (an operation with a
-  side effect)."""
-  return statement("load_to_lds", base, integer(records), offset.cast(dtypes.uint), lds, *done)
+  side effect) that is executed after the UOps `after`."""
+  return statement("load_to_lds", base, integer(records), offset.cast(dtypes.uint), lds, *after)
 def load_transposed(lds:UOp) -> UOp:
   """Loads a 4 x 16 matrix of 16-bit elements, transposed, for each group of 16 lanes (ds_read_b64_tr_b16). Lane l of a group points to 4 consecutive
   elements of row l//4, from column 4*(l%4) on. The lane gets column l (CDNA4 ISA section 11.4)."""

@@ -58,8 +58,8 @@ def in_global(at:UOp, dtype:DType, name:str) -> UOp:
   return at
 
 def shared_tensors(u:UOp) -> set[int]:
-  """Returns which of the kernel's tensors the atomic operation u works on, as their places among the kernel's arguments. Returns an empty set if u is
-  not an atomic operation."""
+  """Returns which of the kernel's tensors the operation `u` adds to, counts in or waits for, if it is an atomic operation: their indices among the
+  kernel's arguments. Returns an empty set for any other UOp."""
   if not isinstance(u.arg, Call) or not u.arg.operation.atomic: return set()
   return {x.buf_uop.arg.slot for x in u.src if x.op is Ops.INDEX and x.buf_uop.op is Ops.PARAM}
 
@@ -104,16 +104,16 @@ def _atomic_add_cuda(printer:Any, out:str, steps:tuple[int, ...], together:int) 
 
 instruction("atomic_add", _atomic_add, _atomic_add_hip, _atomic_add_cuda, atomic=True)
 
-def atomic_add(at:UOp, x:UOp, *done:UOp, gate:UOp=ALL_LANES, steps:tuple[int, ...]=(), together:int=1) -> UOp:
+def atomic_add(at:UOp, x:UOp, *after:UOp, gate:UOp=ALL_LANES, steps:tuple[int, ...]=(), together:int=1) -> UOp:
   """Adds the elements of x to float32 numbers in global memory, in lanes where `gate` is true. `at` is a UOp that indexes the buffer of these
   numbers. `steps` has one constant distance from `at` for each element of x, counted in elements; by default the distances are 0, 1, 2 and so on. If
   `together` is 2 or 4, one instruction adds this many neighbouring elements, whose address is a multiple of their size; `steps` then has one distance
   for each instruction. Only NVIDIA's chips from sm_90 on can do this. Raises ValueError if `together` or `steps` does not fit the elements of x.
-  Returns a statement (an operation with a side effect)."""
+  Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
   n = length(x)
   if together not in (1, 2, 4) or n % together: raise ValueError(f"together={together}: must be 1, 2 or 4, and divide the {n} elements of x")
   if len(steps := steps or tuple(range(0, n, together))) != n//together: raise ValueError(f"steps={steps}: must be {n//together} distances")
-  return statement("atomic_add", in_global(at, dtypes.float, "at"), x, gate, *done, steps=steps, together=together)
+  return statement("atomic_add", in_global(at, dtypes.float, "at"), x, gate, *after, steps=steps, together=together)
 
 # ***** tickets *****
 
@@ -141,13 +141,13 @@ instruction("ticket_of_all", _ticket_of_all,
             Body("if (first) {\n  int drawn;\n" f"  {_DRAW}\n  *(int*)lds = drawn;\n" "}\n"
                  "__syncthreads();\nreturn __shfl_sync(0xffffffffu, *(int*)lds, 0);", "counter lds first"), atomic=True)
 
-def ticket(counter:UOp, block:UOp, first:UOp, *done:UOp, lds:UOp|None=None) -> UOp:
+def ticket(counter:UOp, block:UOp, first:UOp, *after:UOp, lds:UOp|None=None) -> UOp:
   """Adds 1 to a counter, and returns, in all lanes of the workgroup, the number that the counter had before. `counter` is a UOp that indexes an int32
   in global memory. `block` is any number computed from all block indices. It has no effect on the result, but tinygrad launches workgroups along an
   axis only if an operation has the axis's index. `first` is true in lane 0 of wave 0 only. A workgroup of several waves needs `lds`, a UOp that
   indexes an int32 in LDS: wave 0 writes the number there, and the other waves read it. The operation then contains a barrier, and another barrier
-  must come before the next use of this int32."""
-  sources = in_global(counter, dtypes.int, "counter"), *(() if lds is None else (lds,)), first, integer(block), *done
+  must come before the next use of this int32. The operation is executed after the UOps `after`."""
+  sources = in_global(counter, dtypes.int, "counter"), *(() if lds is None else (lds,)), first, integer(block), *after
   return emit("ticket" if lds is None else "ticket_of_all", dtypes.int, *sources)
 
 # ***** turns *****
@@ -190,16 +190,17 @@ instruction("pass_turn", _pass_turn, _pass_text, Body(
   f'__syncwarp();\nif (first) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: {of_global("counter")} : "memory");\nreturn 0.0f;',
   "counter first"), atomic=True)
 
-def await_turn(counter:UOp, number:UOp, first:UOp, *done:UOp) -> UOp:
+def await_turn(counter:UOp, number:UOp, first:UOp, *after:UOp) -> UOp:
   """Waits until a counter is equal to `number`, in lanes where `first` is true. `counter` is a UOp that indexes an int32 in global memory. Everything
   that other workgroups did before they passed this turn is then visible: to this wave at once, to the other waves of the workgroup after a barrier.
-  Returns a statement (an operation with a side effect)."""
-  return statement("await_turn", in_global(counter, dtypes.int, "counter"), integer(number), first, *done)
-def settle(*done:UOp) -> UOp:
-  """Waits until this wave's additions and stores to global memory are complete. Returns a statement (an operation with a side effect)."""
-  return statement("settle", *done)
-def pass_turn(counter:UOp, first:UOp, *done:UOp) -> UOp:
+  Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
+  return statement("await_turn", in_global(counter, dtypes.int, "counter"), integer(number), first, *after)
+def settle(*after:UOp) -> UOp:
+  """Waits until this wave's additions and stores to global memory are complete. Returns a statement (an operation with a side effect) that is
+  executed after the UOps `after`."""
+  return statement("settle", *after)
+def pass_turn(counter:UOp, first:UOp, *after:UOp) -> UOp:
   """Adds 1 to a counter, in lanes where `first` is true. `counter` is a UOp that indexes an int32 in global memory. A wave that waits for the new
   number then sees what this wave did before. If other waves of the workgroup acted in the turn too, each of them must call `settle`, and a barrier
-  must follow, before the turn is passed. Returns a statement (an operation with a side effect)."""
-  return statement("pass_turn", in_global(counter, dtypes.int, "counter"), first, *done)
+  must follow, before the turn is passed. Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
+  return statement("pass_turn", in_global(counter, dtypes.int, "counter"), first, *after)

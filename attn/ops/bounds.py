@@ -41,14 +41,15 @@ def is_maximum(u:UOp) -> bool:
   return u.src[0].src[0] is u.src[2] and u.src[0].src[1] is u.src[1]
 
 def is_minimum(u:UOp) -> bool:
-  """Tells whether the maximum u = max(y, c) is part of a minimum. A minimum min(x, n) is written as ~max(~x, ~n), with the bitwise complement ~; then
-  y begins with ~. If y is itself a minimum, as in max(min(x, a), n), y begins with ~ too, but u is a true maximum and the answer is False. The answer
+  """Tells whether `u`, a maximum max(y, c), belongs to a minimum. A renderer gets min(x, n) as ~max(~x, ~n), with the bitwise complement ~, so y then
+  has the form ~x. If y is itself a minimum, as in max(min(x, a), n), y begins with ~ too, but u is a true maximum and the answer is False. The answer
   is also False for the minimum of a minimum, where two ~ cancel."""
   y = u.src[2]
   return y.op is Ops.XOR and not (is_maximum(y.src[0]) and is_minimum(y.src[0]))
 
 def second_bounds(uops:list[UOp]) -> set[UOp]:
-  """Returns the UOps that apply the second of two bounds to a uniform number. Each such UOp is a maximum (a minimum is written as ~max(~x, ~n))."""
+  """Returns the UOps that apply the second of two bounds to an integer that is equal in all threads of a workgroup. Each such UOp is a maximum (a
+  minimum is written as ~max(~x, ~n))."""
   found, uniform = set[UOp](), uniform_numbers(uops)
   for outer in filter(is_maximum, uops):
     inner = outer.src[2]

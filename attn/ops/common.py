@@ -44,13 +44,13 @@ def concat(x:UOp, y:UOp) -> UOp: return emit("concat", resized(x, length(x) + le
 # ***** fp32 arithmetic, element by element *****
 
 def widest(*xs:UOp) -> tuple[DType, list[UOp]]:
-  """Broadcasts the operands to the length of the longest operand. Returns the common type and the vectors."""
+  """Broadcasts scalars among the operands to the length of the vectors. Returns the vectors' type, and the operands as vectors."""
   n = max(map(length, xs))
   return f32(n), [x if length(x) == n else splat(x, n) for x in xs]
 
 def arithmetic(op:Ops, *xs:UOp) -> UOp:
-  """Applies one of tinygrad's UOps to vectors. (tinygrad's own operators would look for a common type of the operands, and vector types have no
-  common type.)"""
+  """Applies an arithmetic UOp of tinygrad, such as Ops.ADD, to vectors. (tinygrad's own operators would look for a common type of the operands, and
+  vector types have no common type.)"""
   dtype, operands = widest(*xs)
   return new_uop(op, tuple(operands), dtype)
 def add(x:UOp, y:UOp) -> UOp: return arithmetic(Ops.ADD, x, y)
@@ -157,11 +157,12 @@ def mask_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
   """Masks elements of a vector of scores: sets them to -inf. `offsets` has the column index of each element. An element is masked if its column index
   is not in `first`..`last`."""
   return emit("mask_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
-def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *done:UOp) -> UOp:
-  """Sets masked scores to -inf, as one statement (an operation with a side effect). `scores` is a register array of vectors. Each vector holds scores
-  of one row, then as many scores of the next row. Score j of a row in vector i has the column index offsets[j] + i*apart. A score is masked if its
-  column index is above the limit of its row (`side` "above") or below it (`side` "below"). `limits` has one limit for each row."""
-  return statement(f"mask_rows_{side}", scores[0], *[integer(limit) for limit in limits], *done, offsets=offsets, apart=apart,
+def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *after:UOp) -> UOp:
+  """Sets masked scores of a register array to -inf, in one statement (an operation with a side effect), which is executed after the UOps `after`.
+  `scores` is an array of vectors. Each vector holds scores of one row, then as many scores of the next row. Score j of a row in vector i has the
+  column index offsets[j] + i*apart. A score is masked if its column index is above the limit of its row (`side` "above") or below it (`side`
+  "below"). `limits` has one limit for each row."""
+  return statement(f"mask_rows_{side}", scores[0], *[integer(limit) for limit in limits], *after, offsets=offsets, apart=apart,
                    vectors=scores.max_numel())
 def clear_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
   """Sets elements of a vector to 0, even if they are NaN or infinite. `offsets` has the column index of each element. An element is set to 0 if its
@@ -262,13 +263,14 @@ def page_number(entry:UOp, there:UOp, count:int) -> UOp:
   0..count-1 in such a lane."""
   return emit("page_number", dtypes.int, entry, there, count=count)
 def element_number(index:UOp, limits:tuple[UOp, UOp], there:UOp, column:int, size:int, index_name:str) -> UOp:
-  """Returns `index` unchanged. A caller's function of scores (score_mod or mask_mod) uses it along an axis of `size` elements of a tensor, for the
-  score at column `column` of a row. The emulator stops if `index` is not in 0..size-1 in a lane that uses the score: a lane where `there` is true,
-  and whose row sees the column. `limits` are the first and the last column that the row sees. The emulator's message calls the index `index_name`."""
+  """Returns `index` unchanged, and lets the emulator check it. A user's function of scores (score_mod or mask_mod) has used `index` in a tensor,
+  along an axis of `size` elements, for the score at column `column` of a row. The emulator stops if `index` is not in 0..size-1 in a lane that uses
+  the score: a lane where `there` is true, and whose row sees the column. `limits` are the first and the last column that the row sees. The emulator's
+  message calls the index `index_name`."""
   return emit("element_number", dtypes.int, index, *limits, there, column=column, size=size, index_name=index_name)
 def at_least_0(x:UOp) -> UOp:
-  """Returns max(x, 0) of an integer x, in a form that the compiler cannot split into summands. An offset that is computed from the result then has no
-  negative summand (attn/emulator/offsets.py explains why this matters)."""
+  """Returns max(x, 0) of an integer x, in a form that the compiler cannot split into terms of a sum. An offset that is computed from the result then
+  has no negative term (attn/emulator/offsets.py explains why this matters)."""
   return emit("at_least_0", dtypes.int, x)
 def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
   """Returns `page`, the index of a page, and declares that this lane writes to the slot `slot` of the page if `gate` is true. The emulator stops if
@@ -291,7 +293,7 @@ def opaque_uniform(x:UOp) -> UOp:
   """Returns the integer x, which is equal in the whole workgroup, and hides its value from tinygrad and from the compiler."""
   return emit("opaque_uniform", dtypes.int, integer(x))
 def not_negative(x:UOp, most:int) -> UOp:
-  """Returns the integer x in a form that neither tinygrad nor the compiler can split into summands. x must be in 0..most and equal in the whole
-  workgroup. An offset that is computed from the result then has no negative summand (attn/emulator/offsets.py explains why this matters)."""
+  """Returns the integer x in a form that neither tinygrad nor the compiler can split into terms of a sum. x must be in 0..most and equal in the whole
+  workgroup. An offset that is computed from the result then has no negative term (attn/emulator/offsets.py explains why this matters)."""
   bits = (1 << most.bit_length()) - 1     # lowering keeps the bounds of a mask, but loses the bounds of a maximum
   return (opaque_uniform(x).cast(dtypes.weakint) & bits).minimum(most) if most else UOp.const(0)

@@ -6,10 +6,10 @@ Here the counter is (query, octet, head, batch), and the key is the seed. An oct
 with 16 bits for each key: half h of word i is the 16-bit number for key 2*i + h of the octet. The key's element of P is kept if this number is at
 least p * 2^16. So p has steps of 2^-16.
 
-A lane needs the bits of the scores in its registers. Lanes that share a query, or eight lanes whose keys form an octet, divide the calls among
-themselves and exchange the results. A dword holds the bits of 32 neighbouring keys of a query, or of 32 neighbouring queries of a key: the bit of
-number 8*j + 2*i + h lies at 4*j + i + 16*h. So two neighbours have the same bit position in the two halves of the dword, and one shift moves both
-bits to where a mask for two packed 16-bit numbers has them."""
+The dropout bit of an element of P says whether the element is kept. A lane needs the dropout bits of the scores in its registers. Lanes that share a
+query, or eight lanes whose keys form an octet, divide the calls of Philox among themselves and exchange the results. A dword holds the dropout bits
+of 32 neighbouring keys of a query, or of 32 neighbouring queries of a key: number 8*j + 2*i + h has bit 4*j + i + 16*h. So two neighbours have the
+same bit position in the two halves of the dword, and one shift moves both bits to where a mask for two packed 16-bit numbers has them."""
 from __future__ import annotations
 import functools, operator
 from collections.abc import Sequence
@@ -66,9 +66,9 @@ def _together(c:Any, x:Value, place:Value, *, steps:tuple[int, ...], exchange:st
   return x
 
 def together(x:UOp, place:UOp, steps:tuple[int, ...], exchange:str) -> UOp:
-  """Joins the dropout bits of lanes that share a query into one dword, and returns this dword in all of these lanes. `x` has the bits of this lane,
-  which are moved up by `place`; the bits of different lanes do not overlap. The lanes whose indices differ by a distance in `steps` exchange bits.
-  `exchange` names the exchange instruction, such as "bpermute" (`Matrix.exchange`)."""
+  """Joins the dropout bits of lanes that share a query into one dword, and returns this dword in all of these lanes. `x` has the bits of this lane in
+  its lowest bits, and `place` is the position of the lane's bits in the dword. Lanes whose indices differ by a distance in `steps` exchange their
+  bits. `exchange` names the exchange instruction, such as "bpermute" (`Matrix.exchange`)."""
   return emit("together", dtypes.uint, x, place.cast(dtypes.uint), steps=steps, exchange=exchange)
 
 LOW_BITS = {16: 0x0000ffff, 1: 0x55555555, 2: 0x33333333}    # {distance: mask of the bits exchanged with the bits `distance` higher}
@@ -84,10 +84,10 @@ def _transposed_bits(c:Any, x:Value, row:Value, *, steps:tuple[int, int, int], e
   return x
 
 def transposed_bits(x:UOp, row:UOp, steps:tuple[int, int, int], exchange:str) -> UOp:
-  """Transposes four 8 x 8 matrices of bits across eight lanes: a lane has row `row` of each matrix in `x`, and gets column `row`. Element 2*i + h of
-  the row of matrix j is bit 4*j + i + 16*h of x. `steps` has one distance for each bit of `row`: two lanes at this distance differ in this bit.
-  `exchange` names the instruction, such as "neighbours" (`Lane.neighbours`). The lanes exchange blocks of 1 x 1, then 2 x 2, then 4 x 4 bits (Warren,
-  Hacker's Delight, 7-3)."""
+  """Transposes four 8 x 8 matrices of bits across eight lanes. Before, the lane's `x` holds row `row` of each matrix; the result holds column `row`
+  of each matrix. Element 2*i + h of a row (or column) of matrix j is bit 4*j + i + 16*h. `steps` has one distance between lanes for each of the three
+  bits of `row`: two lanes at this distance differ in this bit. `exchange` names the exchange instruction, such as "neighbours" (`Lane.neighbours`).
+  The lanes exchange blocks of 1 x 1, then 2 x 2, then 4 x 4 bits (Warren, Hacker's Delight, 7-3)."""
   return emit("transposed_bits", dtypes.uint, x, row.cast(dtypes.uint), steps=steps, exchange=exchange)
 
 @compound("lane_bits")
@@ -98,8 +98,8 @@ def _lane_bits(c:Any, x:Value, place:Value, *, alternate:bool) -> Value:
   return x | x << c.word(SPREAD)
 
 def lane_bits(x:UOp, place:UOp, alternate:bool) -> UOp:
-  """Shifts the dropout bits x of a lane right by `place`, so that bit 0 belongs to the first row whose scores the lane holds. With `alternate`, two
-  consecutive rows of the lane have neighbouring bits in x, and the bit of the second row is moved to the upper half of the dword."""
+  """Shifts the dropout bits `x` of a lane right by `place`, so that bit 0 belongs to the lane's first score. With `alternate`, the lane has scores of
+  pairs of consecutive rows, whose bits are neighbours in `x`; the result has the bit of a pair's second row in the upper half of the dword."""
   return emit("lane_bits", dtypes.uint, x, place.cast(dtypes.uint), alternate=alternate)
 
 # ***** dropping elements *****

@@ -27,8 +27,8 @@ def bytes_of(words:Array) -> Array:
   return np.stack([(words >> np.uint32(8*i)).astype(np.uint8) for i in range(4)], axis=1).reshape(-1, words.shape[-1])
 
 def rounded_bytes(x:Array, kind:str, saturates:bool) -> Array:
-  """Rounds fp32 numbers to the nearest 8-bit float of a format, ties to even, and returns its bytes. A number beyond the largest one becomes the
-  largest one, or NaN if the chip's conversion does not saturate."""
+  """Rounds fp32 numbers to the nearest 8-bit float of the format `kind`, ties to even, and returns its bytes. A number beyond the largest one becomes
+  the largest one if the conversion `saturates`, otherwise NaN."""
   of, size = FORMATS[kind], np.abs(x).astype(np.float32)
   bits = size.view(np.uint32).astype(np.int64)
   normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - ((127 - of.bias) << 3)
@@ -40,6 +40,7 @@ def rounded_bytes(x:Array, kind:str, saturates:bool) -> Array:
   return np.where(np.isnan(x), of.nans[0], signed).astype(np.uint8)
 
 def packed_bytes(x:Array, kind:str, saturates:bool) -> Array:
-  """Rounds n fp32 numbers to 8-bit floats and packs them into n/4 dwords, the first number into the low byte."""
+  """Rounds n fp32 numbers to 8-bit floats of the format `kind` and packs them into n/4 dwords, the first number into the low byte. A number beyond
+  the largest one becomes the largest one if the conversion `saturates`, otherwise NaN."""
   code = rounded_bytes(x, kind, saturates).astype(np.uint32)
   return code[0::4] | code[1::4] << np.uint32(8) | code[2::4] << np.uint32(16) | code[3::4] << np.uint32(24)

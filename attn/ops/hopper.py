@@ -33,8 +33,8 @@ EVERYWHERE = UOp.const(True)
 
 def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], units:int, begin:Array|int=0) -> Array:
   """Reads an operand of each warpgroup from shared memory, as uint16 (warpgroups, lines, 8*units). The operand has `lines` lines, each of `units`
-  neighbouring units of 16 bytes. `line` maps the index of a line to the offset of its first byte from the start of the tile, before the swizzle.
-  `begin` is added to every offset; it may differ from thread to thread."""
+  neighbouring units of 16 bytes. The function `line` returns the offset of a line's first byte from the start of the tile, before the swizzle, from
+  the line's index. `begin` is added to every offset; it may differ from thread to thread."""
   lanes.check_alignment(pointer, ATOM)
   groups = len(lanes.active)//GROUP
   def load(turned:int) -> list[Array]:
@@ -52,18 +52,18 @@ def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], un
   return bits.reshape(groups, -1, 8)[:, :lines*units].reshape(groups, lines, units*8)
 
 def _rows(lanes:Lanes, pointer:Any, rows:int, steps:int, panel:int) -> Array:
-  """Reads `rows` rows of 16*steps columns from shared memory, for a product that sums over the columns. Returns an array (warpgroups, rows,
-  16*steps)."""
+  """Reads `rows` rows of 16*steps numbers of 16 bits (or pairs of 8-bit floats) from shared memory, for a product that sums over the columns. `panel`
+  is the distance in bytes between panels, which hold 128 bytes of each row. Returns an array (warpgroups, rows, 16*steps)."""
   def line(i:Array) -> Array: return i//steps//8*ATOM + i//steps % 8*PANEL + i % steps//4*panel + i % steps % 4*2*K
   return _read(lanes, pointer, rows*steps, line, 2).reshape(-1, rows, steps*K)
 
 def _elements(bits:Array, dtype:str) -> Array:
-  """Returns an operand as its elements: pairs of 8-bit floats are taken apart."""
+  """Returns an operand, read as numbers of 16 bits, as elements of `dtype`: pairs of 8-bit floats are taken apart."""
   return np.ascontiguousarray(bits).view(np.uint8) if IN_A_DWORD[dtype] == 4 else bits
 
 def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int, begin:Array|int=0) -> Array:
-  """Reads `keys` rows of `width` columns from shared memory, for a product that sums over the rows. Returns them transposed, (warpgroups, width,
-  keys)."""
+  """Reads `keys` rows of `width` columns from shared memory, for a product that sums over the rows. `panel` is the distance in bytes between panels,
+  which hold 64 columns. Returns the rows transposed, (warpgroups, width, keys). `begin` is an offset in bytes from the start of the tile."""
   blocks = width//8
   def line(i:Array) -> Array: return i//blocks//8*ATOM + i//blocks % 8*PANEL + i % blocks//8*panel + i % blocks % 8*16
   return _read(lanes, pointer, keys*blocks, line, 1, begin).reshape(-1, keys, width).swapaxes(1, 2)
@@ -97,7 +97,7 @@ def accumulators(n:int) -> str:
   return ", ".join(f"%{i}" for i in range(4*n))
 
 def both_ways(n:int) -> str:
-  """Returns the operands of inline assembly for the registers of n C fragments. The assembly reads and writes these registers."""
+  """Returns the operands of inline assembly for the registers of n C fragments, which the assembly both reads and writes."""
   return wrapped(", ".join(f'"+f"(acc[{i}].{e})' for i in range(n) for e in "xyzw"), "      ")
 
 def _descriptor(name:str, pointer:str, apart:int=16) -> str:
@@ -131,15 +131,17 @@ def _send_text(printer:Any, out:str, accs:int) -> Body:
     f'    :: {of_global("to")}, {shared("stage")}, "r"({512*accs}) : "memory");', "return 0.0f;"]), "acc stage to lane", name=f"send_{accs}")
 
 def _wgmma(accs:int, dtype:str, a:str, more:str, transposed:str) -> str:
-  """Returns one wgmma (PTX ISA 9.7.15.5.2). `a` is its operand A, `more` says whether the product is added to the accumulators. `transposed` says for
-  the operands in shared memory whether they are transposed. Operands of 8 bits cannot be."""
+  """Returns the text of one wgmma (PTX ISA 9.7.15.5.2). `a` is the text of operand A, and `more` a text that says whether the product is added to the
+  accumulators. `transposed` is the text that says which operands in shared memory are transposed. It is left out for operands of 8 bits, which cannot
+  be transposed."""
   lies = f", {transposed}" if IN_A_DWORD[dtype] == 2 else ""
   return (f"wgmma.mma_async.sync.aligned.m64n{8*accs}k{K*IN_A_DWORD[dtype]//2}.f32.{PTX[dtype]}.{PTX[dtype]} {{{accumulators(accs)}}}, "
           f"{a}, b, {more}, 1, 1{lies};")
 
 def _shared_product(accs:int, steps:list[tuple[int, int]], transposed:int, operands:str, dtype:str) -> str:
   """Returns inline assembly of a product whose two operands both lie in shared memory. `steps` has a pair of distances in bytes for each instruction:
-  the instruction reads A and B at these distances from their first bytes. `operands` names the two descriptors and the condition."""
+  the instruction reads A and B at these distances from their first bytes. `operands` has the operands of the assembly: the two descriptors, and the
+  numbers that say whether to add to the accumulators and whether to start the product."""
   lines, c = [], 4*accs
   for i, at in enumerate(steps):
     lines += [f"add.s64 a, %{c}, {at[0] >> 4}; add.s64 b, %{c+1}, {at[1] >> 4}; setp.ne.u32 p, %{c+2}, {i and 2};",
@@ -210,67 +212,68 @@ def init(barrier:UOp, first:UOp, threads:int) -> UOp:
   return statement("init_arrivals", barrier, first, threads=threads)
 def arrive(barrier:UOp, after:UOp) -> UOp:
   """Makes this thread arrive at the mbarrier's current phase as soon as the copies that the thread has started are complete. The thread does not
-  wait. `barrier` is a UOp that indexes the mbarrier in shared memory, and `after` the statement before this one. Returns a statement (an operation
-  with a side effect)."""
+  wait. `barrier` is a UOp that indexes the mbarrier in shared memory. Returns a statement (an operation with a side effect) that is executed after
+  the UOp `after`."""
   return statement("arrive", barrier, after)
 def arrive_stored(barrier:UOp, after:UOp) -> UOp:
   """Makes this thread arrive at the mbarrier's current phase. Threads that wait for the phase then see what this thread has stored to shared memory,
-  but not what its copies under way write there. `barrier` is a UOp that indexes the mbarrier in shared memory, and `after` the statement before this
-  one. Returns a statement (an operation with a side effect)."""
+  but not what its copies under way write there. `barrier` is a UOp that indexes the mbarrier in shared memory. Returns a statement (an operation with
+  a side effect) that is executed after the UOp `after`."""
   return statement("arrive_stored", barrier, after)
 def arrive_twice(barrier:UOp, after:UOp) -> UOp:
   """Makes this thread arrive twice at the mbarrier's current phase: now, for what it has stored to shared memory, and as soon as the copies that it
-  has started are complete. The thread does not wait. `barrier` is a UOp that indexes the mbarrier in shared memory, and `after` the statement before
-  this one. Returns a statement (an operation with a side effect)."""
+  has started are complete. The thread does not wait. `barrier` is a UOp that indexes the mbarrier in shared memory. Returns a statement (an operation
+  with a side effect) that is executed after the UOp `after`."""
   return statement("arrive_twice", barrier, after)
 def arrived(barrier:UOp, phase:UOp, after:UOp) -> UOp:
   """Waits until all threads have arrived at the mbarrier in phase number `phase`, counted from 0. After that wgmma may read the data that these
-  threads have copied. `barrier` is a UOp that indexes the mbarrier in shared memory, and `after` the statement before this one. Returns a statement
-  (an operation with a side effect)."""
+  threads have copied. `barrier` is a UOp that indexes the mbarrier in shared memory. Returns a statement (an operation with a side effect) that is
+  executed after the UOp `after`."""
   return statement("await_arrivals", barrier, integer(phase % 2), after)
 def scores(acc:UOp, q:UOp, k:UOp, after:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE) -> UOp:
-  """Starts acc = Q K^T, as asynchronous products. `acc` is a register array of C fragments. Q has 64 rows, K has 8 rows for each fragment in `acc`,
-  and both have 16*steps columns. `q` and `k` are UOps that index shared memory at the first 16 bytes of Q and of K. `panels` has the distances in
-  bytes between panels (64 columns) of Q, and between panels of K. `after` is the statement before this one. Warpgroups where `there` is false start
-  no product, but `wait_products` counts one. Returns a statement (an operation with a side effect)."""
+  """Starts acc = Q K^T, as asynchronous products. `acc` is a register array of C fragments. Q has 64 rows, and K has 8 rows for each fragment in
+  `acc`. Both have 16*steps columns, or 32*steps columns of 8-bit floats. `q` and `k` are UOps that index shared memory at the first 16 bytes of Q and
+  of K. `panels` has the distances in bytes between panels (128 bytes of each row) of Q, and between panels of K. Warpgroups where `there` is false
+  start no product, but `wait_products` counts one. Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
   return statement("start_scores", acc[0], q, k, there, after, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype)
 def output(acc:UOp, p:UOp, v:UOp, after:UOp, panel:int, dtype:str, place:range|None=None, there:UOp=EVERYWHERE, more:bool=True) -> UOp:
   """Starts acc += P V, or with `more` False acc = P V, as asynchronous products. `acc` is a register array of C fragments, of which `place` selects
   some; None selects all. `p` is a register array of A fragments, one for each 16 keys, or 32 keys of 8-bit floats. `v` is a UOp that indexes shared
   memory at the first 16 bytes of V, which has one row for each key, or of V^T if `dtype` has 8 bits. `panel` is the distance in bytes between panels
-  of 128 bytes. `after` is the statement before this one. Warpgroups where `there` is false start no product, but `wait_products` counts one. Returns
-  a statement (an operation with a side effect)."""
+  (128 bytes of each row). Warpgroups where `there` is false start no product, but `wait_products` counts one. Returns a statement (an operation with
+  a side effect) that is executed after the UOp `after`."""
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
   return statement("start_output", acc[first], p[0], v, there, after, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype,
                    more=more)
 def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, after:UOp, rows:int, dtype:str) -> UOp:
   """Starts acc = X^T Y, summed over `rows` rows (a multiple of 16), as asynchronous products. `acc` is a register array of C fragments. X has 64
   columns, and Y has 8 columns for each fragment in `acc`. `x` and `y` are UOps that index shared memory at the first 16 bytes of a panel (64
-  columns). Y begins at the 16-byte unit with index `unit` of its panel, and ends in this panel. `after` is the statement before this one. Returns a
-  statement (an operation with a side effect)."""
+  columns). Y begins at the 16-byte unit with index `unit` of its panel, and ends in this panel. Returns a statement (an operation with a side effect)
+  that is executed after the UOp `after`."""
   return statement("start_sums", acc[0], x, y, integer(unit), after, accs=acc.max_numel(), steps=rows//K, dtype=dtype)
 def send(acc:UOp, stage:UOp, to:UOp, lane:UOp, after:UOp) -> UOp:
   """Adds a warp's C fragments to float32 sums in global memory. Each number is added atomically, in no fixed order. `acc` is a register array of the
   fragments. The sums of the first fragment come first: four neighbouring sums for each lane, lane after lane. Then the next fragment follows. `to` is
-  a UOp that indexes this lane's first sum. The warp copies the fragments to shared memory at `stage`, and the copy engine adds them from there. The
-  warp does not wait for the additions; `sent` does. `after` is the statement before this one. Returns a statement (an operation with a side
-  effect)."""
+  a UOp that indexes this lane's first sum. The warp copies the fragments to shared memory at `stage`, and the copy engine (TMA) adds them from there.
+  The warp does not wait for the additions; `sent` does. Returns a statement (an operation with a side effect) that is executed after the UOp `after`.
+  """
   return statement("send", acc[0], stage, in_global(to, dtypes.float, "to"), integer(lane), after, accs=acc.max_numel())
 def sent(after:UOp) -> UOp:
-  """Waits until everything that this thread has sent is added to the sums. Returns a statement (an operation with a side effect)."""
+  """Waits until all additions that this thread has started by `send` are complete. Returns a statement (an operation with a side effect) that is
+  executed after the UOp `after`."""
   return statement("sent", after)
 def may_send(after:UOp) -> UOp:
-  """Makes sure that what this thread sends from now on (`send`) comes after everything that the thread has waited for (9.7.13.4, fence.proxy.async).
-  Returns a statement (an operation with a side effect)."""
+  """Makes sure that additions which this thread starts by `send` from now on come after everything that the thread has waited for (9.7.13.4,
+  fence.proxy.async). Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
   return statement("may_send", after)
 def publish(after:UOp) -> UOp:
   """Makes the data that this thread has stored to shared memory visible to products that start after a barrier (PTX ISA 9.7.13.4, fence.proxy.async).
-  Returns a statement (an operation with a side effect)."""
+  Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
   return statement("publish", after)
 def wait_products(acc:UOp, after:UOp, but:int=0) -> UOp:
   """Waits for all products that this thread has started, except the last `but` products. After that the accumulators `acc` may be used. Returns a
-  statement (an operation with a side effect)."""
+  statement (an operation with a side effect) that is executed after the UOp `after`."""
   return statement("wait_products", acc[0], after, accs=acc.max_numel(), but=but)
 def group(wave:UOp) -> UOp:
-  """Returns the index of this thread's warpgroup, and tells the compiler that this number is equal in the whole warp."""
+  """Returns the index of the warpgroup to which warp `wave` belongs, and tells the compiler that this number is equal in the whole warp."""
   return emit("warpgroup", dtypes.int, integer(wave//4))

@@ -7,7 +7,7 @@ import numpy as np
 from attn.ops import numerics
 from attn.ops.eight_bits import bytes_of, numbers, packed_bytes
 from attn.ops.numerics import ONES_OF, Array
-from attn.ops.operation import Lanes, Value, Variable
+from attn.ops.operation import Lanes, Value, LocalVariable
 
 class Numbers:
   """Runs the definition of an operation on numpy arrays with one column per thread. A scalar has the shape (threads,), a vector (n, threads). A
@@ -17,8 +17,8 @@ class Numbers:
 
   # naming and control
   def let(self, name:str, x:Value) -> Value: return x
-  def variable(self, name:str, x:Value) -> Variable: return Variable(x)
-  def assign(self, v:Variable, x:Value) -> None: v.value = np.where(self.gate, x, v.value)
+  def variable(self, name:str, x:Value) -> LocalVariable: return LocalVariable(x)
+  def assign(self, v:LocalVariable, x:Value) -> None: v.value = np.where(self.gate, x, v.value)
   def when(self, condition:Array, body:Callable[[], None]) -> None:
     outside, self.gate = self.gate, self.gate & condition
     if self.gate.any(): body()

@@ -4,7 +4,7 @@ import math, operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from attn.ops.operation import Variable
+from attn.ops.operation import LocalVariable
 from attn.tinygrad_compat import UOp, as_uint64, dtypes
 from attn.values import FLOATS
 
@@ -39,8 +39,8 @@ class PlainUOps:
   """Interpreter whose values are UOps. It has those primitives of the language (attn/ops/language.py) that need only one thread."""
   inf, nan = number_of(math.inf), number_of(math.nan)
   def let(self, name:str, x:Elements) -> Elements: return x
-  def variable(self, name:str, x:Elements) -> Variable: return Variable(x)
-  def assign(self, v:Variable, x:Elements) -> None: v.value = x
+  def variable(self, name:str, x:Elements) -> LocalVariable: return LocalVariable(x)
+  def assign(self, v:LocalVariable, x:Elements) -> None: v.value = x
   # arithmetic
   def number(self, x:float) -> Elements: return number_of(x)
   def fma(self, x:Elements, y:Elements, z:Elements) -> Elements: return elementwise(lambda a, b, c: a*b + c, x, y, z)

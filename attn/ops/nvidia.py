@@ -86,18 +86,19 @@ def put(to:UOp, value:UOp, gate:UOp) -> UOp:
   `store` of the UOp, after which tinygrad would add a barrier.) Returns a statement (an operation with a side effect)."""
   return statement("put", to, value, gate, kind="float" if value.dtype == dtypes.float else value.dtype.name)
 def commit(after:UOp) -> UOp:
-  """Makes one group of the copies that this thread has started since its last `commit`. Returns a statement (an operation with a side effect)."""
+  """Makes one group of the copies that this thread has started since its last `commit`. Returns a statement (an operation with a side effect) that is
+  executed after the UOp `after`."""
   return statement("commit", after)
 def wait_copies(after:UOp, but:int) -> UOp:
   """Waits for this thread's groups of copies, except the last `but` groups. A barrier must follow before other threads read the data. Returns a
-  statement (an operation with a side effect)."""
+  statement (an operation with a side effect) that is executed after the UOp `after`."""
   return statement("wait", after, but=but)
 
 # ***** fragments: 9.7.14.5.8 (mma.m16n8k16), 9.7.14.5.15 (ldmatrix) *****
 
 def _ldmatrix(lanes:Any, pointer:Any, step:int, transposed:bool) -> Array:
-  """Computes ldmatrix for the emulator. Lane l gives the address of row l%8 of the 8x8 matrix l//8, and gets two neighbouring elements of each of the
-  four matrices."""
+  """Computes ldmatrix for the emulator: loads four 8x8 matrices of 16-bit elements from shared memory. Lane l gives the address of row l%8 of matrix
+  l//8, and gets two neighbouring elements of each of the four matrices."""
   raw = lanes.load_bytes(pointer, np.full(len(lanes.active), step, np.int64), 16, lanes.active)
   m = np.ascontiguousarray(raw.T).view(np.uint16).reshape(-1, 4, 8, 8)                    # warp, matrix, row, column
   if transposed: m = m.swapaxes(2, 3)
@@ -112,8 +113,8 @@ def _ldmatrix_text(printer:Any, out:str, step:int, transposed:bool) -> Body:
 instruction("ldmatrix", _ldmatrix, cuda=_ldmatrix_text)
 
 def _stmatrix(lanes:Any, row:Any, words:Array, gate:Array|bool=True) -> Array:
-  """Computes stmatrix for the emulator. Lane l gives the address of row l%8 of the 8x8 matrix l//8, and two neighbouring elements of each of the four
-  matrices."""
+  """Computes stmatrix for the emulator: stores four 8x8 matrices of 16-bit elements to shared memory. Lane l gives `row`, the address of row l%8 of
+  matrix l//8, and `words`, two neighbouring elements of each of the four matrices. Returns zeros, because a store has no value."""
   pairs = words.reshape(4, -1, 8, 4).transpose(1, 0, 2, 3)                                # warp, matrix, row, pair of columns
   raw = np.ascontiguousarray(pairs).view(np.uint8).reshape(-1, 16)
   lanes.store_bytes(row, np.zeros(len(raw), np.int64), np.ascontiguousarray(raw.T), lanes.active & gate)
@@ -141,7 +142,8 @@ def stmatrix(row:UOp, words:UOp) -> UOp:
   Returns a statement (an operation with a side effect)."""
   return statement("stmatrix", row, words)
 def stmatrix_where(row:UOp, words:UOp, gate:UOp) -> UOp:
-  """Does what `stmatrix` does, in the warps where `gate` is true. The gate must be equal in the whole warp."""
+  """Stores four 8x8 matrices of 16-bit elements to shared memory, as `stmatrix` does, in the warps where `gate` is true. The gate must be equal in
+  the whole warp. Returns a statement (an operation with a side effect)."""
   return statement("stmatrix_where", row, words, gate)
 def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
   """Computes c + A B by one mma.sync, the instruction `matrix`. `a` is an A fragment and `c` a C fragment. `b` has the B fragments of two
@@ -166,8 +168,8 @@ instruction("columns_apart", _columns_apart, cuda=Body(
 
 def columns_apart(words:UOp) -> UOp:
   """Returns B fragments of 32 keys of V of 8 bits: one of 8 even columns, and one of 8 odd columns. `words` is what ldmatrix returned for 32 rows of
-  16 columns, transposed: each dword has two neighbouring columns of two keys, because ldmatrix moves pairs of bytes. The keys of a lane are in the
-  order in which `pack_a` packs their weights."""
+  16 columns, transposed. Because ldmatrix moves pairs of bytes, each dword of `words` has two neighbouring columns of two keys. The keys of a lane
+  are in the order in which `pack_a` packs the weights."""
   return emit("columns_apart", U4, words)
 
 @compound("row_unit", suffix="_{row}")
@@ -183,18 +185,19 @@ def _clear(c:Any, acc:Value, *, count:int) -> Value:
 def _zero(c:Any, order:Value) -> Value: return c.splat(c.number(0.0), 4)
 
 def zero(after:UOp) -> UOp:
-  """Makes a C fragment of zeros, once `after` is computed."""
+  """Makes a C fragment of zeros. The operation is executed after the UOp `after`."""
   return emit("zero", F4, after)
-def clear(acc:UOp, *done:UOp) -> UOp:
-  """Sets all C fragments in the register array `acc` to zero. Returns a statement (an operation with a side effect)."""
-  return statement("clear", acc[0], *done, count=acc.max_numel())
+def clear(acc:UOp, *after:UOp) -> UOp:
+  """Sets all C fragments in the register array `acc` to zero. Returns a statement (an operation with a side effect) that is executed after the UOps
+  `after`."""
+  return statement("clear", acc[0], *after, count=acc.max_numel())
 def row_unit(fragments:list[UOp], row:int, factor:UOp, dtype:str) -> UOp:
-  """Multiplies a lane's elements of one row by a factor and packs them, rounded to nearest even. The elements come from four neighbouring C
-  fragments, two from each. The result is four dwords."""
+  """Multiplies the elements of one row that a lane has in four neighbouring C fragments, two in each, by a factor. Rounds the eight products to
+  `dtype` and packs them into four dwords, 16 bytes. `row` is 0 or 1, for the first or the second of the lane's two rows."""
   return emit("row_unit", U4, *fragments, factor, row=row, dtype=dtype)
 def pack_a(fragments:list[UOp], dtype:str) -> UOp:
-  """Packs the C fragments of neighbouring tiles into the A fragment of their columns, rounded to nearest even: two tiles for a `dtype` of 16 bits,
-  four for 8 bits."""
+  """Rounds the C fragments of neighbouring tiles to `dtype`, to nearest even, and packs them into one A fragment with the tiles' columns: two tiles
+  for a `dtype` of 16 bits, four for 8 bits."""
   return emit("pack_a", U4, *fragments, dtype=dtype)
 
 # ***** across lanes *****

@@ -24,8 +24,8 @@ from attn.tinygrad_compat import DType, GroupOp, Ops, UOp, VectorDType, dtypes, 
 Array = NDArray[Any]
 Value = Any            # value in a definition: an array, a Term of the rendered text, or Elements (UOps)
 
-class Variable:
-  """Variable in the definition of an operation. A branch of the definition may assign to it."""
+class LocalVariable:
+  """Local variable in the definition of an operation. A branch of the definition may assign a new value to it."""
   def __init__(self, value:Value): self.value = value
 
 class Lanes(Protocol):
@@ -60,23 +60,25 @@ class Lanes(Protocol):
     """Puts the stores that each active thread has started since its last `commit_stores` into one group. The thread can wait for this group."""
   def wait_stores(self, but:int) -> Array:
     """Makes the active threads wait for their groups of stores, except the last `but` groups."""
-  def arrive(self) -> Array:
-    """Makes the active threads arrive at the next phase of their workgroup's mbarrier. The arrival counts once the stores that these threads have
-    started are complete. So a thread that has waited for this phase sees the stores."""
+  def arrive(self, with_copies:bool=True) -> Array:
+    """Makes the active threads arrive at the next phase of their workgroup's mbarrier. A thread that has waited for this phase sees what these
+    threads have stored. With `with_copies` the arrival counts only once the asynchronous stores that these threads have started are complete; then
+    the waiting thread sees these stores, too."""
   def await_arrivals(self, parity:Array) -> Array:
     """Makes the active threads wait for the earliest phase of their mbarrier that they have not yet waited for. `parity` must be the parity of this
     phase's number."""
   def only(self, gate:Array) -> AbstractContextManager[None]:
     """Context manager in which an active thread stays active only if `gate` is true."""
   def warpgroup_operand(self, a:Array, dtype:str) -> Array:
-    """Converts the A fragments of each warpgroup's wgmma to matrices. `a` has the dtype uint32 and the shape (registers, threads). The result has the
-    shape (warpgroups, 64, k) and holds bit patterns of `dtype`."""
+    """Converts operand A of a wgmma from the registers of its threads to matrices. `a` has the dtype uint32 and the shape (registers, threads). The
+    result has the shape (warpgroups, 64, k) and holds the bits of numbers of `dtype`."""
   def start_product(self, acc:Any, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
     """Starts a wgmma that computes A B^T into the `count` C fragments from `acc` on. With `more` the product is added to the fragments. `a` and `b`
     are functions that read the operands as bits of `dtype`, in the shapes (warpgroups, 64, k) and (warpgroups, n, k). Until the thread has waited for
     the product, no thread may access the fragments or write the operands."""
   def start_nothing(self, acc:Any) -> None:
-    """Starts a group without products, in place of a product into the C fragments from `acc` on. `wait_products` counts the group as a product."""
+    """Starts an empty group of products for the C fragments from `acc` on, where other warpgroups start a product. `wait_products` counts the group
+    as a product."""
   def wait_products(self, but:int) -> Array:
     """Makes the active threads wait for the products that they have started, except the last `but` products."""
   def atomic_add(self, pointer:Any, steps:Sequence[int], x:Array, gate:Array, sent:bool=False) -> None:
@@ -100,8 +102,8 @@ class Lanes(Protocol):
   def probe(self, name:str, x:Array) -> Array:
     """Prints the values x of the active threads under the name `name`, or collects them if the caller is inside `probes()`. Returns x."""
   def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array:
-    """Computes c + a . b. Each dword of a and b holds two numbers of `dtype`, and their dot product is computed like AMD's v_dot2_f32_f16 or
-    v_dot2_f32_bf16."""
+    """Computes c + a . b as AMD's dot product instructions do. A dword of a and of b holds two numbers of a 16-bit `dtype` (v_dot2_f32_f16,
+    v_dot2_f32_bf16) or four of an 8-bit `dtype` (v_dot4_f32_fp8_fp8)."""
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
     """Executes the matrix instruction called `name` (see `attn.chips.matrix.Matrix.name`). The operands lie as the registers hold them, in the layout
     of the ISA."""

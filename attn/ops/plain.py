@@ -42,7 +42,7 @@ NUMBER_CHECKS = ("page_number", "element_number")     # instructions that return
 # ***** a kernel *****
 
 def as_value(x:Elements) -> UOp|Elements:
-  """Returns the value that stands for a UOp in the plain kernel: the single element if x has only one element, and x otherwise."""
+  """Returns a value in the form that plain UOps take as operands: the UOp of its element if it has only one, and otherwise `x` itself."""
   return x if len(x.each) > 1 else x.each[0]
 
 VECTOR_ELEMENT = {"float32": dtypes.float, "uint32": dtypes.uint}

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
-from attn.ops.operation import Value, Variable
+from attn.ops.operation import Value, LocalVariable
 
 PRINTED_WIDTH = 120            # columns of a rendered line, if it can be broken
 
@@ -115,8 +115,8 @@ class Printer:
     x, name = self.term(x), self.fresh(name)
     self.say(f"{x.type} {name} = {bare(x.text)};")
     return Term(self, name, x.type)
-  def variable(self, name:str, x:Value) -> Variable: return Variable(self.let(name, x))
-  def assign(self, v:Variable, x:Value) -> None: self.say(f"{v.value.text} = {bare(self.term(x).text)};")
+  def variable(self, name:str, x:Value) -> LocalVariable: return LocalVariable(self.let(name, x))
+  def assign(self, v:LocalVariable, x:Value) -> None: self.say(f"{v.value.text} = {bare(self.term(x).text)};")
   def when(self, condition:Value, body:Callable[[], None]) -> None:
     self.say(f"if ({self.rarely(condition.text)}) {{")
     self.depth += 1

@@ -21,7 +21,7 @@ import numpy as np
 from attn.ops.common import f32, length
 from attn.ops.language import compound
 from attn.ops.numerics import IN_A_DWORD
-from attn.ops.operation import Value, Variable, emit, statement
+from attn.ops.operation import Value, LocalVariable, emit, statement
 from attn.tinygrad_compat import UOp
 
 LARGE = 2.0**14                             # a larger |addend| (in powers of two) has a rounding error that shows in exp2
@@ -40,8 +40,8 @@ def first_addend(scale:float) -> float:
   -inf."""
   return -LOWEST*min(scale, 1.0)
 
-def parts(c:Any, x:Value, rows:int) -> list[Value]:
-  """Splits a vector that holds `rows` rows into the elements of each row."""
+def by_row(c:Any, x:Value, rows:int) -> list[Value]:
+  """Splits a vector, which holds the elements of `rows` rows one row after another, into one vector for each row."""
   n = c.length(x)//rows
   return [c.part(x, r*n, n) for r in range(rows)]
 
@@ -55,10 +55,10 @@ def highest(c:Any, start:Value, scores:list[Value]) -> Value:
 
 def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Value],
                     scale:float, lift:float=0.0) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
-  """Raises the reference m of each row of a tile to the largest score of the row so far, less `lift` powers of two. The reference is the number that
-  the softmax subtracts from the scores. `scores` are the lane's vectors of scores, in which rows lie as `rows` says. Returns the new m, the new
-  addend, the factors that rescale the accumulators, and a function that computes P from scores with the new m."""
-  split, tops, addends, factors, nears, shifts = [parts(c, x, rows.rows) for x in scores], [], [], [], [], []
+  """Raises the reference m of each row of a tile (the number that the softmax subtracts from the scores) to the row's largest score so far, or, if
+  `lift` is above 0, to a number below it for which the largest P is 2^lift. `scores` are the lane's vectors of scores, in which rows lie as `rows`
+  says. Returns the new m, the new addend, the factors that rescale the accumulators, and a function that computes P from scores with the new m."""
+  split, tops, addends, factors, nears, shifts = [by_row(c, x, rows.rows) for x in scores], [], [], [], [], []
   for r in range(rows.rows):
     old = c.let("old", c.element(m, r))
     top = highest(c, old if not lift else c.number(LOWEST), [x[r] for x in split])
@@ -72,13 +72,13 @@ def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Val
     addends.append(c.let("next", c.select(top == old, c.element(addend, r), c.select(far, c.nan, found))))
     tops.append(top)
   def weigh(x:Value) -> Value:
-    each = [c.exp2(c.let("x", c.fma(y - shifts[r], c.number(scale), nears[r]))) for r, y in enumerate(parts(c, x, rows.rows))]
+    each = [c.exp2(c.let("x", c.fma(y - shifts[r], c.number(scale), nears[r]))) for r, y in enumerate(by_row(c, x, rows.rows))]
     return c.let("weights", c.join(*each))
   return c.vector(*tops), c.vector(*addends), factors, weigh
 
 def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
   """Multiplies the elements of each row in x by the factor of this row."""
-  return c.join(*[y*factor for y, factor in zip(parts(c, x, len(factors)), factors)]) if len(factors) > 1 else x*factors[0]
+  return c.join(*[y*factor for y, factor in zip(by_row(c, x, len(factors)), factors)]) if len(factors) > 1 else x*factors[0]
 
 # Kinds of sums of P. LANE adds a lane's own elements in fp32, before they are rounded. The other kinds add P after rounding to the inputs' dtype:
 # DOT by dot products of a lane's dwords with ones (the first term may be a product with a matrix of ones),
@@ -95,17 +95,17 @@ SMALLEST_SCALE = 2.0**-100
 ALL_SET_BEFORE, SIGNS = 0x08080808, 0x80808080     # added to bytes whose exponent has all bits set, and to NaN, the first sets the sign
 
 def lift_of(dtype:str, scale:float) -> float:
-  """Returns the power of two that is the largest P of a row, for scores that are multiplied by `scale`. It is 0 if the scale is so small that fp32
-  has no number for the difference of two references."""
+  """Returns the exponent e for which kernels make the largest P of a row 2^e, for scores that are multiplied by `scale`. It is above 0 for 8-bit
+  floats. It is 0 if the scale is so small that fp32 has no number for the difference of two references."""
   return LIFT[dtype] if scale > SMALLEST_SCALE else 0.0
 
 def of_bytes(dtype:str) -> bool: return IN_A_DWORD[dtype] == 4
 
 def packed_together(c:Any, vectors:list[Value], rows:int, dtype:str) -> Value:
-  """Packs vectors of weights into dwords, rounded to `dtype`. Each vector has `rows` rows. A dword has elements of one row: two elements of one
-  vector or, for 8 bits, those of two neighbouring vectors."""
+  """Rounds vectors of weights to `dtype` and packs them into dwords. Each vector has `rows` rows, one after another. A dword has elements of one row:
+  two elements of one vector or, for 8 bits, two elements of each of two neighbouring vectors."""
   if rows == 1 or not of_bytes(dtype): return c.join(*[c.pack_weights(x, dtype) for x in vectors])
-  return c.vector(*[c.pack_weights(c.join(*[parts(c, x, rows)[r] for x in pair]), dtype)
+  return c.vector(*[c.pack_weights(c.join(*[by_row(c, x, rows)[r] for x in pair]), dtype)
                     for pair in zip(vectors[0::2], vectors[1::2]) for r in range(rows)])
 
 def too_large(c:Any, packed:list[Value]) -> Value:
@@ -113,23 +113,23 @@ def too_large(c:Any, packed:list[Value]) -> Value:
   words = [c.element(x, i) for x in packed for i in range(c.length(x))]
   return ~((functools.reduce(operator.or_, [x + c.word(ALL_SET_BEFORE) for x in words]) & c.word(SIGNS)) == c.word(0))
 
-def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
+def lane_sums(c:Any, total:LocalVariable, x:Value, rows:int) -> None:
   """Adds P to a lane's sums. If the lane has several rows, it keeps one sum for each row. If the lane has one row, it keeps two sums, one of the even
   and one of the odd elements, so that additions are packed in pairs."""
   if rows == 1:
     for i in range(0, c.length(x), 2): c.assign(total, total.value + c.part(x, i, 2))
   else:
-    each = [functools.reduce(operator.add, [c.element(y, i) for i in range(c.length(y))]) for y in parts(c, x, rows)]
+    each = [functools.reduce(operator.add, [c.element(y, i) for i in range(c.length(y))]) for y in by_row(c, x, rows)]
     c.assign(total, c.vector(*[c.element(total.value, r) + y for r, y in enumerate(each)]))
 
 def row_totals(c:Any, total:Value, rows:int) -> Value:
   """Returns one sum of P for each row, from the sums that a lane keeps (`lane_sums`): a lane with one row keeps two sums, which are added here."""
   return c.element(total, 0) + c.element(total, 1) if rows == 1 else total
 
-def add_rounded(c:Any, total:Variable|None, packed:Value, kind:str, matrix:Any, dtype:str) -> Variable:
-  """Adds the elements of P, packed to the 16-bit type `dtype`, to a lane's sums of P, and returns these sums. If `total` is None, begins new sums.
-  `kind` says how to add: DOT by dot products with ones, ONES by `matrix` (the chip's matrix instruction) with a matrix of ones, UNPACKED by
-  converting the elements back to fp32."""
+def add_rounded(c:Any, total:LocalVariable|None, packed:Value, kind:str, matrix:Any, dtype:str) -> LocalVariable:
+  """Adds the elements of P, packed to `dtype`, to a lane's sums of P, and returns these sums. If `total` is None, begins new sums. `kind` says how to
+  add: DOT by dot products with ones, ONES by `matrix` (the chip's matrix instruction) with a matrix of ones, UNPACKED by converting the elements back
+  to fp32."""
   if kind == DOT: c.whole(packed)
   n = matrix.operand_words if kind == ONES else 1
   words = range(0, c.length(packed), n)
@@ -158,9 +158,9 @@ def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
 NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}     # smallest normal numbers
 
 def with_scales(c:Any, x:Value, scales:Value, rows:int, operation:Callable[[Value, Value], Value]) -> Value:
-  """Applies an operation to each element of x and the scale of the element's key. x holds `rows` rows of scores or weights, one after another, and
-  `scales` has a scale for each column."""
-  each = [operation(y, scales) for y in parts(c, x, rows)]
+  """Applies `operation` to each element of x and the scale of the element's key. x holds `rows` rows of scores or weights, one after another, and
+  `scales` has a scale for each key of a row."""
+  each = [operation(y, scales) for y in by_row(c, x, rows)]
   return c.join(*each) if rows > 1 else each[0]
 
 def without_scales(c:Any, packed:Value, p:Value, scales:Value, rows:int, dtype:str) -> Value:
@@ -202,7 +202,7 @@ def weigh_rows(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part
                sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, together:int, scale:float) -> Value:
   def weights(t:int, i:int) -> Value:
     x, b = c.load(scores, t*stride + i), c.load(addend, t)
-    return c.let("weights", c.join(*[c.exp2(c.let("x", c.fma(y, c.number(scale), c.element(b, r)))) for r, y in enumerate(parts(c, x, rows.rows))]))
+    return c.let("weights", c.join(*[c.exp2(c.let("x", c.fma(y, c.number(scale), c.element(b, r)))) for r, y in enumerate(by_row(c, x, rows.rows))]))
   def weigh_all() -> None:
     for t in range(tiles): store_weights(c, p, part, lambda i: weights(t, i), t, rows, dtype, sums, matrix, tiles, stride, count, together, scales)
   for i in range(len(sums)*tiles): c.store(part, i, c.splat(c.inf, rows.rows))
@@ -215,15 +215,15 @@ def weigh_rows(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part
 
 def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:int, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
                   tiles:int, stride:int, count:int, together:int, scales:Value|None=None) -> None:
-  """Computes P of the t-th of the wave's tiles of queries, and stores P, packed to `dtype`, to the register array `p`. `weigh(i)` computes P for the
-  tile's i-th vector of scores. If V's rows have `scales`, P is multiplied by them before it is packed. The function uses the first `count` of the
-  tile's `stride` vectors; each element of `p` holds `together` vectors.
+  """Computes P of the t-th of the wave's `tiles` tiles of queries, and stores P, packed to `dtype`, to the register array `p`, and sums of P to the
+  register array `part`. `weigh(i)` computes P for the tile's i-th vector of scores. The tile has `stride` vectors, of which the first `count` are
+  used. Each element of `p` holds `together` vectors. If V's rows have `scales`, P is multiplied by them before it is packed.
 
-  Stores the sums of P to the register array `part`, which has a sum for each kind in `sums`, such as sums in fp32 (LANE) or of P after rounding
-  (DOT), and each of the `tiles` tiles. `rows` says how rows lie in a vector; `matrix` is the chip's matrix instruction, which the kind ONES uses."""
+  `part` has a sum for each kind in `sums`, such as sums in fp32 (LANE) or of P after rounding (DOT), and for each tile. `rows` says how rows lie in a
+  vector; `matrix` is the chip's matrix instruction, which the kind ONES uses."""
   total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None     # sums of even and odd elements, or of two rows
   of_factors = c.variable("of_factors", c.splat(c.number(0.0), 2)) if FACTORS in sums else None
-  unscaled: Variable|None = c.variable("unscaled", c.splat(c.number(0.0), rows.rows)) if UNSCALED in sums else None
+  unscaled: LocalVariable|None = c.variable("unscaled", c.splat(c.number(0.0), rows.rows)) if UNSCALED in sums else None
   kind = next((x for x in sums if x not in (LANE, UNSCALED, FACTORS)), "")
   rounded = None
   for i in range(0, count, together):
@@ -257,8 +257,8 @@ def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Val
                  rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int,
                  scale:float, above:float) -> Value:
   def compared(t:int) -> list[Value]:
-    """Returns the scores that are compared with the references of the t-th tile of queries. If P includes the scales of V's rows, the logarithm of
-    the scale of a key's row is added to each score of the key."""
+    """Returns the scores by which the references of the t-th tile of queries are raised. If P includes the scales of V's rows, these are the scores
+    plus the logarithms of the scales, so that the largest product of P and scale counts."""
     found = [c.load(scores, t*stride + i) for i in range(count)]
     if scales is None: return found
     logs = [c.let("log", c.log2(c.load(scales, i))*(1/scale)) for i in range(count)]
@@ -282,24 +282,25 @@ def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Val
   c.when(c.any_lane(functools.reduce(operator.or_, [grown(t) for t in range(tiles)])), correct_all)
   return c.number(0.0)
 
-def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
+def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
           scale:float, scales:UOp|None=None) -> UOp:
-  """Computes P of one loop iteration and the sums of P, as one statement (an operation with a side effect). `reference` holds the numbers that the
-  softmax subtracts from the scores of each row. `p` gets P packed to `dtype`, and `part` gets the sums, for each kind in `sums`, such as sums in fp32
-  (LANE) or of P after rounding (DOT). `correct` describes all operands. If no row of the wave has seen a key yet, P is not computed, because there is
-  no reference. The sums are then inf, so that `correct` computes P afterwards."""
+  """Computes P of one loop iteration and the sums of P, in one statement (an operation with a side effect), which is executed after the UOps `after`.
+  `reference` holds the numbers that the softmax subtracts from the scores of each row. `p` gets P packed to `dtype`, and `part` gets the sums, for
+  each kind in `sums`, such as sums in fp32 (LANE) or of P after rounding (DOT). `correct` describes all operands. If no row of the wave has seen a
+  key yet, P is not computed, because there is no reference. The sums are then inf, so that `correct` computes P afterwards."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   operands = (reference, addend, p, scores, part, *(() if scales is None else (scales,)))
-  return statement("weigh" if scales is None else "weigh_scaled", *[x[0] for x in operands], *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix,
+  return statement("weigh" if scales is None else "weigh_scaled", *[x[0] for x in operands], *after, rows=rows, dtype=dtype, sums=sums, matrix=matrix,
                    tiles=tiles, stride=stride, count=stride, together=together, scale=scale)
 
-def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str,
+def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None, scales:UOp|None=None) -> UOp:
-  """Computes P of one loop iteration again, if the reference of a query must be raised. The reference is the number that the softmax subtracts from
-  the scores. P is computed again if a sum of P in a lane of the wave is inf or NaN; also if such a sum exceeds 2^above (`above` > 0), or if a score
-  exceeds its query's reference (`above` = 0). Then the reference of every query of the wave becomes the query's largest score so far. The correction
-  is one statement, because tinygrad has no branch around stores to registers.
+  """Computes P of one loop iteration again, if the reference of a query must be raised (the number that the softmax subtracts from the scores). This
+  is so if a sum of P in a lane of the wave is inf or NaN; also if such a sum exceeds 2^above (`above` > 0), or if a score exceeds its query's
+  reference (`above` = 0). For P of 8 bits it is so if an element of P is too large. Then the reference of every query of the wave becomes the query's
+  largest score so far (for 8 bits a number below it, see `lift_of`). The correction is one statement, executed after the UOps `after`, because
+  tinygrad has no branch around stores to registers.
 
   The operands are register arrays, with equally many elements for each of the wave's tiles of queries:
 
@@ -311,13 +312,13 @@ def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:U
     part: the sums of P of this iteration, for each kind in `sums`
     scales: if P includes the scales of V's rows, these scales, for the keys of each vector of scores
 
-  `sums` names kinds of sums: LANE adds P in fp32; DOT, ONES and UNPACKED add P after rounding to 16 bits. `rows` says how rows lie in a vector of
-  scores, and `matrix` is the chip's matrix instruction."""
+  `sums` names kinds of sums: LANE adds P in fp32; DOT, ONES and UNPACKED add P after rounding. `rows` says how rows lie in a vector of scores, and
+  `matrix` is the chip's matrix instruction."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   name, operands = "correct", [x[0] for x in (reference, addend, l, acc)] + [p[first//together], scores[first], part[0]]
   if scales is not None: name, operands = "correct_scaled", [*operands, scales[first]]
-  return statement(name, *operands, *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles, stride=stride,
+  return statement(name, *operands, *after, rows=rows, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles, stride=stride,
                    count=stride if count is None else count, accs=acc.max_numel()//tiles, together=together, scale=scale, above=above)
 
 # ***** the correction where several waves share a row's scores: all of them raise its reference together *****
@@ -331,7 +332,7 @@ def _raised(c:Any, reference:Value, top:Value, *, rows:int, scale:float, above:f
 
 @compound("weights_from", suffix="_{rows}")
 def _weights_from(c:Any, scores:Value, reference:Value, *, rows:int, scale:float) -> Value:
-  return c.join(*[c.exp2((y - c.element(reference, r))*scale) for r, y in enumerate(parts(c, scores, rows))])
+  return c.join(*[c.exp2((y - c.element(reference, r))*scale) for r, y in enumerate(by_row(c, scores, rows))])
 
 @compound("rescale")
 def _rescale(c:Any, acc:Value, factors:Value, *, rows:int, tiles:int, accs:int) -> Value:
@@ -350,11 +351,11 @@ def weights_from(scores:UOp, reference:UOp, scale:float) -> UOp:
   """Computes P = exp2((scores - reference)*scale). The vector `scores` holds several rows one after another; `reference` has one number for each row.
   The subtraction comes first, so that large scores lose no accuracy."""
   return emit("weights_from", scores.dtype, scores, reference, rows=length(reference), scale=scale)
-def rescale(acc:UOp, factors:UOp, *done:UOp) -> UOp:
+def rescale(acc:UOp, factors:UOp, *after:UOp) -> UOp:
   """Multiplies the accumulators of each of the wave's tiles of queries by the factors of the tile's rows, if any factor in the wave is not 1. `acc`
-  and `factors` are register arrays. Returns a statement (an operation with a side effect)."""
+  and `factors` are register arrays. Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
   tiles = factors.max_numel()
-  return statement("rescale", acc[0], factors[0], *done, rows=length(factors[0]), tiles=tiles, accs=acc.max_numel()//tiles)
+  return statement("rescale", acc[0], factors[0], *after, rows=length(factors[0]), tiles=tiles, accs=acc.max_numel()//tiles)
 
 @compound("lane_sum")
 def _lane_sum(c:Any, total:Value, x:Value, *, rows:int) -> Value:
@@ -380,7 +381,7 @@ def _row_sums(c:Any, total:Value, *, kind:str, rows:int) -> Value: return rounde
 def rounded_sum(packed:list[UOp], kind:str, matrix:Any, dtype:str, rows:int, zero:UOp|None=None) -> UOp:
   """Returns the sums of P, one number for each of `rows` rows, computed from P packed to `dtype`. `kind` says how to add: DOT by dot products with
   ones, ONES by `matrix` (the chip's matrix instruction) with a matrix of ones, UNPACKED by converting the elements back to fp32. `zero` is a UOp of
-  zeros from which the sums begin; if it comes after a statement, so do the sums."""
+  zeros from which the sums begin; if `zero` is executed after some statement, the sums are, too."""
   how = {"kind": kind, "matrix": matrix, "dtype": dtype}
   if zero is None: zero, packed = emit("first_sum", f32(4 if kind == ONES else 1), packed[0], **how), packed[1:]
   total = functools.reduce(lambda l, x: emit("rounded_sum", l.dtype, l, x, **how), packed, zero)
