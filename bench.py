@@ -344,7 +344,7 @@ def compare_all_backward(x:Task, card:str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Task:
-  """Settings that say what bench.py does with the problems, such as tuning or a comparison, and which files bench.py writes."""
+  """What bench.py is to do with the problems, such as tuning or a comparison, and which files it writes."""
   figures: bool
   sweep: bool
   tune: bool

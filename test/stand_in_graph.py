@@ -1,4 +1,4 @@
-"""A stand-in, on the emulator, for tinygrad's graphs under TinyJit."""
+"""Stand-in, on the emulator, for the GPU graphs (such as CUDA graphs) that tinygrad makes under TinyJit."""
 from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -6,8 +6,8 @@ from attn.tinygrad_compat import Ops, UOp
 from tinygrad.engine.jit import MultiGraphRunner
 
 class StandInGraph(MultiGraphRunner):
-  """Stand-in on the emulator for a graph of tinygrad, such as CUDA's. It records the addresses of a call once, and replaces the addresses of inputs
-  in each later call. It also records which nodes each node waits for. Among nodes that are ready, the last node runs first."""
+  """Stand-in for a GPU graph, such as a CUDA graph. A node is a kernel or a copy. The graph records the addresses of a call once, and replaces the
+  addresses of inputs in each later call. It also records for which nodes each node waits. Of the nodes that need not wait, the last runs first."""
   made: ClassVar[list[StandInGraph]] = []
   def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
     super().__init__(linear, input_uops)
@@ -48,9 +48,9 @@ class StandInGraph(MultiGraphRunner):
       found.append(max(n for n, waits in enumerate(self.waits) if n not in found and waits <= {*found}))
     return found
   def launches_on(self, device:str) -> list[int]:
-    """Returns the nodes of a graph that launch attention on a device."""
+    """Returns the numbers of the graph's nodes that are attention kernels on a device."""
     return [n for n, (_, ast, buffers, _) in enumerate(self.calls)
             if ast.op is Ops.PROGRAM and buffers[0].device == device and "in_order" not in ast.arg.name]
   def before(self, node:int) -> set[int]:
-    """Returns the nodes that a node waits for, directly or through other nodes."""
+    """Returns the nodes for which a node waits, directly or through other nodes."""
     return self.waits[node].union(*map(self.before, self.waits[node]))

@@ -1,5 +1,5 @@
-"""Tests of the accuracy law (attn/accuracy.py), which gives a limit for the error of each element: the errors of FlashAttention-2's arithmetic,
-computed in numpy, are within the limits for every kind of input, and faulty arithmetic exceeds them."""
+"""Tests of attn/accuracy.py, which limits the error of each element. The errors of FlashAttention-2's arithmetic, computed in numpy, are within the
+limits for every kind of input. Faulty arithmetic exceeds them."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,8 +19,8 @@ def gradient_of_o(p:Problem, seed:int, size:float=1.0) -> np.ndarray:
   return rounded(floats(p.B, p.H, p.Sq, p.Dv, seed=seed)*np.float32(size), p.dtype)
 
 def verdicts(p:Problem, x:Inputs, do:np.ndarray, options:Options, dlse:np.ndarray|None=None) -> dict[str, Verdict]:
-  """Compares FlashAttention-2's arithmetic, computed in numpy with the roundings of the inputs' types, with float64. Returns for each output its
-  largest error relative to the error's limit and the root mean square of its errors."""
+  """Runs FlashAttention-2's arithmetic in numpy, with the roundings of the inputs' dtypes, and compares it with float64. Returns for each output, by
+  name, the largest error relative to its limit and the root mean square of the errors."""
   of = (p.softmax_scale, p.window, p.offset, options)
   found = {n: judge(got, law) for n, got, law in zip(("o", "lse"), same(x.q, x.k, x.v, *of, dtype=p.dtype, out_dtype=p.out_dtype),
                                                      law_of(x.q, x.k, x.v, *of, dtype=p.dtype, out_dtype=p.out_dtype), strict=True)}
@@ -59,8 +59,8 @@ def test_flash_attention_2_keeps_the_law_with_options(name:str, dtype:str) -> No
   check(p, KINDS["normal"](p, 0), gradient_of_o(p, 3), options, floats(3, 4, 50, seed=5))
 
 def test_errors_that_scores_share() -> None:
-  """If all keys are equal, all scores of a row have the same rounding error. Beside a sink that has most of P, this error does not cancel, and the
-  error limit allows for it."""
+  """If all keys are equal, all scores of a row have the same rounding error. Beside a sink with most of P, this error does not cancel in the softmax.
+  The error limit allows for it."""
   p = problem(B=50, H=1, Sq=4, Sk=18, D=118, dtype="float32")
   x = replace(normal(p), q=np.full((50, 1, 4, 118), 0.3, np.float32), k=np.full((50, 1, 18, 118), -2.0, np.float32))
   dot = np.zeros((), np.float32)
@@ -73,8 +73,8 @@ def test_errors_that_scores_share() -> None:
     assert (verdict := judge(got, law)).ok, verdict
 
 def test_errors_that_scores_do_not_share() -> None:
-  """All products of q and k are equal, but a bias makes the scores round independently. The rounding errors do not cancel, whatever V is, and the
-  error limit allows for them."""
+  """All products of q and k are equal, but a bias makes each score round differently. These errors do not cancel, whatever V is. The error limit
+  allows for them."""
   p, bias = problem(B=50, H=1, Sq=1, Sk=18, D=128, dtype="float32"), floats(50, 1, 1, 18, seed=1)
   x = replace(normal(p), q=np.full((50, 1, 1, 128), 0.25, np.float32), k=np.full((50, 1, 18, 128), -2.0, np.float32))
   up_or_down = np.where(floats(50, 1, 1, 18, seed=2) > 0, 1, -1)
@@ -86,8 +86,8 @@ def test_errors_that_scores_do_not_share() -> None:
     assert verdict.ok is ok, verdict
 
 def test_sums_that_cancel() -> None:
-  """If all weights are equal, only additions make errors. A sum that ends near 0 was larger before, so the error limit must allow for the roundings
-  of the larger sum."""
+  """If all weights are equal, only additions cause errors. A sum that ends near 0 was larger on its way, and the error limit must allow for the
+  roundings of the larger sum."""
   p = problem(B=50, H=1, Sq=1, Sk=23, D=64, dtype="float32")
   x = replace(normal(p), q=np.full((50, 1, 1, 64), 0.25, np.float32), k=np.ones((50, 1, 23, 64), np.float32))
   sums = np.zeros((50, 1, 1, 64), np.float32)
@@ -96,9 +96,8 @@ def test_sums_that_cancel() -> None:
   assert (verdict := judge(sums/np.float32(23), law)).ok, verdict
 
 def test_gradients_below_the_normal_numbers() -> None:
-  """The predicted standard deviation of errors is right for gradients below the normal range of their dtype. There the rounding error has one size
-  for every mantissa. So the root mean square of the errors is about the predicted standard deviation (sigma), and not 0.73 of it as for normal
-  numbers."""
+  """sigma, the predicted standard deviation of errors, is right for gradients below the normal range of their dtype. There the rounding error is
+  equally large for every mantissa, so the root mean square of the errors is about sigma. For normal numbers it is 0.73 sigma."""
   p = problem(H=6, Hkv=2, Sq=3, Sk=150, D=48)
   x, dlse = normal(p, 2), floats(1, 6, 3, seed=7)
   x = replace(x, q=rounded(x.q*np.float32(1e-3), p.dtype))
@@ -109,14 +108,15 @@ def test_gradients_below_the_normal_numbers() -> None:
   assert judge(stored, law).ok and not judge(stored + np.float32(2.0**-21), law).ok
 
 def test_scores_far_below_a_sink() -> None:
-  """Every limit of an error is a finite number for scores of -10000 beside a sink of 0."""
+  """All error limits are finite for scores of -10000 beside a sink of 0."""
   p = problem(B=1, H=1, Sq=3, Sk=3, D=8)
   options = Options(bias=np.full((1, 1, 1, 3), -10000.0), sinks=np.zeros(1))
   laws = law_of_gradients(*vars(normal(p)).values(), gradient_of_o(p, 3), None, 1.0, options=options, dtype="float16", out_dtype="float16")
   assert all(np.isfinite(law.limit).all() for law in vars(laws).values() if law is not None)
 
 def test_float32() -> None:
-  """The error limits for float32 allow only the errors of fp32 itself, in every kind of input, with dO of normal size and 1000 times as large."""
+  """The error limits of float32 results allow for no errors except those of fp32 arithmetic, in every kind of input, with dO of normal size and 1000
+  times as large."""
   for kind in KINDS:
     p = problem(B=2, H=2, Hkv=1, Sq=60, Sk=130, D=32, dtype="float32")
     check(p, KINDS[kind](p, 0), gradient_of_o(p, 3, 1000.0 if kind == LARGE else 1.0), Options())
@@ -124,7 +124,7 @@ def test_float32() -> None:
 # ***** parts of the law *****
 
 def test_rounded_once_more() -> None:
-  """`Law.rounded_to` gives the error limits of a sum in fp32 that is then stored in 16 bits, like the gradient of a 16-bit tensor."""
+  """`Law.rounded_to` returns the error limits of an fp32 result that is then rounded to 16 bits, such as the gradient of a 16-bit tensor."""
   x = floats(1000)
   law = replace(without_error(x.shape), exact=x.astype(np.float64), slack=np.full(x.shape, 1e-6))
   stored = law.rounded_to("bfloat16")
@@ -134,8 +134,8 @@ def test_rounded_once_more() -> None:
 def pieces(law:Law) -> list[np.ndarray]: return [law.exact, law.sigma, law.slack, law.left_out]
 
 def test_each_batch_has_its_own_law() -> None:
-  """The error limits of a batch with kv_lengths follow from its visible keys alone. For gradients of a tensor that batches share, the variances of
-  the batches' errors add up."""
+  """The error limits of a batch with kv_lengths depend only on the keys that this batch sees. For the gradient of a tensor that batches share, the
+  variances of the batches' errors are added."""
   p, options = problem(B=2, H=2, Hkv=1, Sq=9, Sk=20, D=8), Options(kv_lengths=np.array([7, 20]), bias=floats(2, 1, 9, 20), sinks=floats(2))
   x, do = KINDS["normal"](p, 0), gradient_of_o(p, 3)
   how, found = dict(dtype="float16", out_dtype="float16"), []
@@ -157,8 +157,8 @@ def test_each_batch_has_its_own_law() -> None:
   np.testing.assert_allclose(np.square(gradients.sinks.sigma), sum(parts), rtol=1e-6)
 
 def test_equal_scores_are_rounded_alike() -> None:
-  """Equal scores have equal rounding errors, and the error limit takes this into account. Half of the keys have one score, and the other half another
-  score. With independent roundings in place of equal ones, this row would count as 20 standard deviations off."""
+  """Equal scores have equal rounding errors, and the error limit allows for this. Here half of the keys have one score, and half another. If the
+  roundings counted as independent, this row would be 20 standard deviations off."""
   n, q = 16384, np.float32([[[1.0, 0, 0, 0, 0, 0, 0, 0]]])
   k, v = np.zeros((1, n, 8), np.float32), np.zeros((1, n, 8), np.float32)
   k[:, n//2:, 0] = np.log(1 + 1.98*ROUNDOFF["float16"])*-1
@@ -178,15 +178,14 @@ def test_nan_and_inf_must_match() -> None:
 
 @pytest.mark.parametrize("count, alike, ok", ((10**4, False, False), (9999, False, True), (10**4, True, True)))
 def test_elements_that_are_wrong_together(count:int, alike:bool, ok:bool) -> None:
-  """10^4 elements that all have an error of 1.1 standard deviations are refused together, because their root mean square is above 1, although each
-  error is far below its limit. Fewer elements, or elements whose rounding errors are equal (`alike`), are not refused."""
+  """10^4 elements that each have an error of 1.1 sigma are refused: each error is far below its limit, but their root mean square is above 1 sigma.
+  Fewer elements are not refused, and neither are elements that do not count because their errors are equal (`alike`)."""
   law = Law(np.zeros(count), np.ones(count), np.full(count, 0.2), np.full(count, alike))
   assert judge(np.full(count, 1.1), law).ok == ok and judge(np.full(count, 0.9), law).ok
 
 def test_a_unit_that_flushes_may_lose_a_weight() -> None:
-  """The accuracy contract allows dq = 0 on a unit that treats subnormal inputs as 0, where dS is only slightly above the smallest normal number
-  2^-14. Such a unit loses an element of V that contributes 2^-17 to dS, so that dS falls below 2^-14 and is flushed, too. A dq of the wrong sign is
-  not allowed."""
+  """The error limit allows dq = 0 on a matrix unit that treats denormal inputs as 0, if dS is only slightly above 2^-14, the smallest normal number.
+  Such a unit loses an element of V that contributes 2^-17 to dS, and then dS itself. A dq of the wrong sign is not allowed."""
   q, k, do = np.zeros((1, 1, 1, 16), np.float32), np.zeros((1, 1, 2, 16), np.float32), np.ones((1, 1, 1, 16), np.float32)
   k[0, 0, :, 0], v = (1, -1), np.zeros((1, 1, 2, 16), np.float32)
   v[0, 0, 0, :2] = 4*(2.0**-14 + 2.0**-18 - 2.0**-17), 4*2.0**-17
@@ -222,8 +221,8 @@ def arrays(Sq:int, Sk:int, dtype:str, heads:int=1, near:float=0.0) -> tuple[np.n
 
 def forward(x:tuple[np.ndarray, ...], dtype:str, out:str="", *, wrong:tuple[np.ndarray, ...]=(), scale:float=SCALE, offset:int=0,
             window:tuple[int, int]=(-1, -1)) -> Found:
-  """Computes o and lse with wrong inputs, a wrong scale or a wrong diagonal. Returns each with the expected values of the right problem and the
-  limits of their errors."""
+  """Runs FlashAttention-2's arithmetic on wrong inputs, or with a wrong scale or diagonal (`offset`, `window`). Returns o and lse, each with the
+  exact values of the right problem and their error limits."""
   how = dict(dtype=dtype, out_dtype=out or dtype)
   laws = law_of(*x, SCALE, window, **how)
   got = same(*(wrong or x), scale, window, offset, **how)
@@ -235,8 +234,8 @@ def dropped_key(dtype:str) -> Found:
   return {"o": forward((q, k, v), dtype, wrong=(q, k[:, :, left], v[:, :, left]))["o"]}
 
 def truncated(dtype:str) -> Found:
-  """Computes o and lse with a fault: P is rounded towards zero, but O is divided by the sum of P before this rounding. Returns them with the expected
-  values and error limits."""
+  """Computes o and lse with a fault: P is rounded towards zero, but O is divided by the sum of P before this rounding. Returns both with the exact
+  values and the error limits."""
   q, k, v = arrays(512, 300, dtype, near=3.0)
   s = q @ k.swapaxes(2, 3)*np.float32(SCALE)
   weights = np.exp(s - s.max(-1, keepdims=True))
@@ -246,7 +245,7 @@ def truncated(dtype:str) -> Found:
 
 def wrong_split(dtype:str) -> Found:
   """Merges two key ranges, with values near 1 and near -1, with a fault: the weight of the first range is too large by a factor of 1 + 2^-10. Returns
-  o with the expected values and error limits."""
+  o with the exact values and the error limits."""
   q, k, v = arrays(200, 256, dtype)
   v = rounded(v*np.float32(0.1) + np.where(np.arange(256) < 128, 1, -1)[:, None].astype(np.float32), dtype)
   parts = [same(q, k[:, :, at], v[:, :, at], SCALE, dtype=dtype, out_dtype="float32") for at in (slice(128), slice(128, None))]
@@ -281,9 +280,9 @@ def test_faults_break_the_law(fault:str, dtype:str) -> None:
   for name, (got, law) in FAULTS[fault](dtype).items(): assert not judge(got, law).ok, f"{name}: {judge(got, law)}"
 
 def test_errors_that_roundings_hide() -> None:
-  """Some faults give errors below the limit, because they are smaller than the rounding errors that the limit allows. One is a wrong weight of a
-  split whose key ranges have equal means. Another is a dropped key whose weight is smaller than the rounding errors of the other keys. A truncated P
-  is a third, if the mean of V is 0."""
+  """Some faults stay below the error limit, because their errors are smaller than the rounding errors that the limit allows. Three examples: a wrong
+  weight of a key range if all ranges have equal means; a missing key whose weight is smaller than the rounding errors of the other keys; a truncated
+  P if the mean of V is 0."""
   q, k, v = arrays(16, 256, "bfloat16")
   law = law_of(q, k, v, SCALE, dtype="bfloat16", out_dtype="bfloat16")[0]
   parts = [exact(q, k[:, :, at], v[:, :, at], SCALE) for at in (slice(128), slice(128, None))]

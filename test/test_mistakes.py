@@ -25,7 +25,8 @@ ON_EVERY_KERNEL = pytest.mark.parametrize("arch, kernel", KERNELS)
 def int32(*values:int) -> Tensor: return Tensor(np.array(values, np.int32), device="EMU")
 def half(*shape:int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.half, device="EMU")
 def rounded_to(q:Tensor, k:Tensor, v:Tensor, o:Tensor, **options:Any) -> None:
-  """Compares o with float64: each element must be within its error limit (docs/contract.md)."""
+  """Compares o with float64: each element must be within its error limit (docs/contract.md). `options` are the window and the offset of the diagonal.
+  """
   x = [array(t) for t in (q, k, v)]
   args = (x[0].shape[-1]**-.5, options.get("window", (-1, -1)), options.get("offset", 0))
   assert (verdict := judge(array(o), law_of(*x, *args, dtype="float16", out_dtype="float16")[0])).ok, verdict
@@ -35,8 +36,8 @@ def rounded_to(q:Tensor, k:Tensor, v:Tensor, o:Tensor, **options:Any) -> None:
 ROWS = 200     # two key tiles or more in every kernel
 
 def packed(arch:str, kernel:str, ends:tuple[int, ...], longest:int|None, sinks:bool) -> None:
-  """Checks that rows of a packed sequence equal the rows of a call with this sequence alone. Rows of no sequence are 0 with lse -inf, even if the
-  output buffer held other numbers before the call."""
+  """Runs packed sequences that begin and end at rows `ends`. Each sequence must get the result of a call with this sequence alone. Rows that belong
+  to no sequence must be 0 with lse -inf, also if the output buffer held other numbers before. `longest` is max_seqlen_q."""
   with emulated(arch, kernel):
     more: dict[str, Any] = {"num_splits": 2} if kernel == "split_kv" else {}
     if sinks: more["sinks"] = draw(2, dtype="float32")
@@ -69,8 +70,7 @@ def test_rows_of_no_sequence_have_no_sink(arch:str, kernel:str) -> None: packed(
 def test_rows_beyond_the_longest_sequence_are_zero(arch:str, kernel:str) -> None: packed(arch, kernel, (5, 20, 70, 72), 11, False)
 
 def test_padding_under_jit() -> None:
-  """Rows of the output beyond the last packed sequence are 0 after every call under TinyJit: none keeps a value that an earlier call with these
-  shapes wrote."""
+  """Rows of the output beyond the last packed sequence are 0 after every call under TinyJit. None keeps a number that an earlier call wrote."""
   with emulated("gfx942"):
     @TinyJit
     def step(q:Tensor, ends:Tensor) -> Tensor:
@@ -99,7 +99,8 @@ def test_bounds_beyond_the_lengths_are_none(kernel:str, window:tuple[int, int]) 
     rounded_to(q, k, v, o, window=tuple(-1 if n > 1000 else n for n in window), offset=50)
 
 def test_window_bounds_that_hide_nothing_are_dropped() -> None:
-  """attn drops a window bound only if the bound hides no key from any query, at every offset of the queries that a problem or a shard can have."""
+  """attn drops a bound of a window if it hides no key from any query, and only then. This is tested for many offsets between the first query and the
+  first key."""
   def cut(window:tuple[int, int], offset:int, Sq:int=40, Sk:int=90) -> tuple[int, int]:
     return Problem(1, 1, 1, Sq, Sk, 16, 16, window=window, offset=offset, softmax_scale=1.0).window
   def seen(window:tuple[int, int], offset:int, Sq:int, Sk:int) -> np.ndarray:
@@ -116,7 +117,7 @@ def test_window_bounds_that_hide_nothing_are_dropped() -> None:
 @pytest.mark.parametrize("options", ({"softcap": 2.0**100}, {"softcap": 1e-30}, {"softmax_scale": 1e30}, {"softmax_scale": 1.2e-38},
                                      {"softcap": 1e20, "softmax_scale": 1e-10}), ids=str)
 def test_scales_that_fp32_holds(kernel:str, options:dict[str, float]) -> None:
-  """Results of attention are right, and never NaN, for very small and very large values of softmax_scale and softcap."""
+  """Results are right, and never NaN, for very small and very large values of softmax_scale and softcap."""
   from attn.reference import Options
   with emulated("gfx942", kernel):
     q, k, v = (draw(1, 1, 20, 32, seed=i) for i in range(3))
@@ -168,7 +169,7 @@ def test_a_refused_call_appends_nothing() -> None:
     assert (array(k) == 0).all() and (array(v) == 0).all()
 
 def clang(folder:Path) -> str:
-  """Returns a value of PATH with which the command `clang` runs the clang of the PyPI package ziglang."""
+  """Returns a value of the environment variable PATH with which the command `clang` runs the clang of the PyPI package ziglang."""
   pytest.importorskip("ziglang")
   (script := folder/"clang").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang clang "$@"\n')
   script.chmod(0o755)
@@ -276,7 +277,7 @@ def test_numbers_of_numpy_and_lists_are_accepted() -> None:
 # ***** error messages *****
 
 def said(call:Callable[[], Any]) -> str:
-  """Returns the message of a refused call. The refused call must launch nothing, and the message must not print a graph of UOps."""
+  """Returns the error message of a call that attn refuses. The call must launch no kernel, and the message must be short and contain no UOps."""
   before = GlobalCounters.kernel_count
   with pytest.raises(REFUSALS) as e: call()
   assert GlobalCounters.kernel_count == before and "UOp(" not in str(e.value) and "<UOp" not in str(e.value) and len(str(e.value)) < 500, str(e.value)

@@ -1,5 +1,5 @@
-"""Tests with random calls from test/night.py: a few with fixed seeds by default, many more in the thorough run. Other tests check which outcomes of a
-call test/night.py reports as failures."""
+"""Tests of test/night.py, and with it: a few random calls with fixed seeds by default, many more with `-m thorough`. Other tests check which outcomes
+of a call night.py reports as failures."""
 from __future__ import annotations
 import os, random, signal, sys, time
 from dataclasses import replace
@@ -15,7 +15,7 @@ from night_script import base, on, turned_back, view
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, Tensor, UOp, dtypes
 
 def emulated_seeds(first:int, count:int) -> list[int]:
-  """Returns the first `count` seeds from `first` on whose calls run on emulated chips."""
+  """Returns the first `count` seeds, counting from `first`, whose random calls run on emulated chips."""
   return [seed for seed in range(first, first + 3*count) if drawn(seed).on in CHIPS][:count]
 
 CHEAP = (1003, 1004)     # each takes about a second
@@ -36,8 +36,7 @@ def test_views_have_the_numbers_of_their_array() -> None:
     np.testing.assert_array_equal(view(Tensor(base(a, *steps), device="PYTHON"), *steps).numpy(), a, err_msg=str(steps))
 
 def test_rows_before_a_rotary_embedding() -> None:
-  """`turned_back` inverts a rotary embedding. The test rotates its rows by the embedding's angles, with column pairs as complex numbers, and gets the
-  original rows."""
+  """`turned_back` inverts a rotary embedding: rotating its rows by the angles, with pairs of columns as complex numbers, gives the original rows."""
   rng = np.random.default_rng(0)
   a, quarters, at = rng.standard_normal((2, 3, 4, 8)).astype(np.float32), rng.integers(4, size=(9, 3)), (5, 2)
   for interleaved, moving in ((True, True), (False, True), (True, False)):
@@ -51,7 +50,7 @@ def test_rows_before_a_rotary_embedding() -> None:
 # ***** what counts as a failure *****
 
 def changed(call:Any, line:str) -> Any:
-  """Returns a copy of a random call of attention (from test/night.py) with the code `line` added at the end of its script."""
+  """Returns a copy of a random call (from test/night.py) whose script ends in the additional code `line`."""
   return night.Call(call.seed, call.on, call.direction, call.kind, call.script + line, call.facts)
 
 def a_right_call() -> Any:
@@ -68,7 +67,7 @@ def test_wrong_numbers_and_errors_are_failures() -> None:
     assert outcome.state == state and why in outcome.why, outcome
 
 def with_values(*of:float) -> dict[str, np.ndarray]:
-  """Returns the arrays of a call with equal weights. Both rows of v are `of`, so o is `of` too."""
+  """Returns the arrays of a call in which both rows of v have the numbers `of` and all weights are equal, so that o is `of`, too."""
   q, v = np.zeros((1, 1, 2, 2), np.float32), np.float32([[[of, of]]])
   return {"q": q, "k": q, "v": v}
 
@@ -84,8 +83,8 @@ def test_small_numbers_where_float16_is_emulated() -> None:
   assert not held(replace(f, dtype="bfloat16", out_dtype="bfloat16"), 0, 1)
 
 def test_v_has_no_gradient_through_lse() -> None:
-  """The check of random calls expects the gradient 0 for v if the loss depends on lse alone, because lse does not depend on v. It also accepts NaN if
-  weights are NaN, because a kernel may multiply them by 0. If the loss also depends on o, it accepts only NaN."""
+  """lse does not depend on v, so the check of random calls expects the gradient 0 for v if the loss uses only lse. It also accepts NaN if weights are
+  NaN, because a kernel may multiply them by 0. If the loss also uses o, it accepts only NaN there."""
   f, x = Facts("float16", "float16", 1.0, ("v",)), with_values(1.0, 2.0)
   x |= {"q": np.full_like(x["q"], np.nan), "dlse": np.ones((1, 1, 2), np.float32)}
   nothing, unknown, wrong = (np.full_like(x["v"], n) for n in (0, np.nan, 1))
@@ -103,11 +102,11 @@ def test_a_crash_and_a_call_that_hangs_have_a_seed(does:Any, why:str) -> None:
 # ***** memory that a kernel on a CPU must not touch *****
 
 def of_a_number(o:UOp, x:UOp) -> UOp:
-  """Defines a test kernel that reads element x[x[0]]."""
+  """Test kernel that reads element x[x[0]]."""
   return o[0].store(x[x[0].load().cast(dtypes.int)].load()).sink(arg=KernelInfo("of_a_number", opts_to_apply=()))
 
 def of_its_own(o:UOp, x:UOp) -> UOp:
-  """Defines a test kernel that copies x into its private array of eight elements and reads element x[0] of this array."""
+  """Test kernel that copies x into a private array of eight elements, and reads element x[0] of this array."""
   own, i = UOp.placeholder((8,), dtypes.float, 3, AddrSpace.REG), UOp.range(8, 0, AxisType.LOOP)
   filled = own.after(own[i].store(x[i].load()).end(i))
   return o[0].store(filled[x[0].load().cast(dtypes.int)].load()).sink(arg=KernelInfo("of_its_own", opts_to_apply=()))
@@ -115,8 +114,8 @@ def of_its_own(o:UOp, x:UOp) -> UOp:
 BEYOND = {"end": (of_a_number, 8, -signal.SIGSEGV), "begin": (of_a_number, -1, -signal.SIGSEGV), "array": (of_its_own, 8, -signal.SIGILL)}
 
 def reads(call:Any) -> Outcome:
-  """Runs a test kernel that reads element 7 of an array of eight, or an element outside the array if `call.seed` is 1. The table BEYOND names the
-  kernels; `call.on` chooses one."""
+  """Runs a kernel that reads element 7 of an array of eight, or, if `call.seed` is 1, an element outside of the array. `call.on` chooses a kernel of
+  the table BEYOND."""
   with on("CPU", guard="begin" if call.on == "begin" else "end"):
     x = Tensor(np.full(8, BEYOND[call.on][1] if call.seed else 7, np.float32), device="CPU").realize()
     return Outcome(call.seed, str(Tensor.empty(8, device="CPU").custom_kernel(x, fxn=BEYOND[call.on][0])[0].numpy()[0]))

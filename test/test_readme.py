@@ -1,4 +1,4 @@
-"""Tests that every command in README.md runs, and that the samples there have the form of the real output."""
+"""Tests that every command in README.md runs, and that the samples of output in README.md have the form of the real output."""
 import os, re, subprocess, sys, tomllib
 from pathlib import Path
 import pytest
@@ -25,7 +25,7 @@ def run(command:str, folder:Path) -> str:
   return done.stdout
 
 def shape(line:str) -> str:
-  """Removes figures and widths from a line. The rest must be equal in a sample and in a real run."""
+  """Removes figures and widths from a line of output. What remains must be equal in README.md and in a real run."""
   return " ".join(re.sub(r"[\d.]+", "#", line).split())
 
 def test_the_main_commands_are_there() -> None:
@@ -33,7 +33,7 @@ def test_the_main_commands_are_there() -> None:
   assert len(COMMANDS) > 10
 
 def test_the_gate_runs_the_test_command() -> None:
-  """.ci/run takes the test command from README.md with a sed expression. This expression finds the right command, and .ci/run executes it."""
+  """.ci/run finds the right test command in README.md, by a sed expression, and executes it."""
   script = (ROOT/".ci/run").read_text()
   expression = re.search(r"sed -n '([^']*)' README.md", script)
   assert expression is not None
@@ -52,8 +52,8 @@ def test_the_test_commands_collect(tmp_path:Path) -> None:
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "COMPARE=1" in c])
 def test_a_comparison_needs_a_gpu(command:str, tmp_path:Path) -> None:
-  """The settings in README.md's commands for a comparison with other libraries are valid: each command stops only because this machine has nothing to
-  compare with."""
+  """Each command in README.md that compares attn with other libraries has valid settings. On this machine it stops only because there is no GPU to
+  compare on."""
   with pytest.raises(AssertionError, match=r"bench\.py: COMPARE=1 on EMU: it is for DEV=CUDA"): run(command, tmp_path)
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c not in (TESTS, GPU_TESTS, INSTALL) and "examples/" not in c and "COMPARE=1" not in c])
@@ -71,13 +71,12 @@ def test_every_example_is_shown_and_tested() -> None:
   assert shown == set(test_examples.SAYS)
 
 def test_it_stays_short() -> None:
-  """README.md has at most 100 lines of prose. Tables and blocks of commands do not count, because each chip has a row and each example has a
-  command."""
+  """README.md has at most 100 lines of prose. Tables and blocks of commands do not count: they grow with the number of chips and examples."""
   prose = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
   assert 20 < len([line for line in prose.splitlines() if line and not line.startswith("|")]) <= 100
 
 def test_the_table_of_chips_is_the_one_in_code() -> None:
-  """README.md calls a chip measured only if measurements ran on a GPU with this chip."""
+  """README.md says that a chip was measured only if attn's table of chips says so, too."""
   table = re.search(r"^\| chip \|.*\n.*\n((?:\|.*\n)+)", README, re.MULTILINE)
   assert table is not None
   rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
@@ -88,9 +87,9 @@ def test_the_table_of_chips_is_the_one_in_code() -> None:
     assert "emulated" in state and (("wgmma" in unit) == CHIPS[name].wgmma) and ("compiled" in state) == (name in costed), name
 
 def test_what_is_predicted_for_amd_follows_from_the_costs() -> None:
-  """The table of README.md about AMD repeats docs/costs.txt. It has the range of `useful` (share of the matrix unit's peak rate that goes to useful
-  products) over both dtypes and masks at D = 128. It also has the range of the rate that follows from the predicted time for a batch of 4, 16 heads,
-  and 8192 queries and keys, at the clock that the GPU's fastest GEMM sustains."""
+  """README.md's table about AMD repeats docs/costs.txt: the range of `useful` (share of the matrix unit's peak rate that goes to necessary products)
+  over both dtypes and masks at D = 128, and the range of the predicted rate. The rate follows from the predicted time for a batch of 4, 16 heads, and
+  8192 queries and keys, at the clock that the GPU sustains in its fastest GEMM."""
   costs, scores = costs_by_kernel(), 4*16*8192
   for name, useful, rate, gemm in table_after("docs/costs.txt also has predicted times"):
     chip, card = next((chip, card) for chip in CHIPS.values() for card in chip.cards if card.name == name)
@@ -109,7 +108,7 @@ def costs_by_kernel() -> dict[str, dict[str, str]]:
   return {row[0]: dict(zip(header, row, strict=True)) for row in rows}
 
 def table_after(words:str) -> list[list[str]]:
-  """Returns the rows of the first table of README.md after `words`, without its header."""
+  """Returns the rows of the first table in README.md that follows the text `words`, without the table's header."""
   found = re.search(re.escape(words) + r"[^|]*?\n\n\|.*\n\|[-|]+\n((?:\|.*\n)+)", README)
   assert found is not None, words
   return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[1].splitlines()]

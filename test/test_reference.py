@@ -1,5 +1,5 @@
-"""Tests of attn.reference, attention in numpy: its gradients agree with central differences of `exact`, and with tinygrad's gradients of
-`three_pass`."""
+"""Tests of attn/reference.py, attention in numpy. The gradients of its function `exact` agree with central differences, and with tinygrad's gradients
+of three_pass, attention in tensor operations."""
 from __future__ import annotations
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,7 @@ def inputs() -> dict[str, np.ndarray]:
 DO, DLSE = normal(B, H, SQ, DV, seed=4), normal(B, H, SQ, seed=5)
 
 def slope(f:Any, x:np.ndarray, h:float=1e-5) -> np.ndarray:
-  """Computes the gradient of f() with respect to each element of x, by central differences."""
+  """Computes the gradient of f() with respect to each element of x by central differences. `h` is the step."""
   found = np.zeros_like(x)
   for i in np.ndindex(x.shape):
     at, ends = x[i], []
@@ -92,7 +92,7 @@ def test_exact_is_tinygrads_autograd_of_three_pass(name:str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_textbook_rounds_like_its_type(dtype:str) -> None:
-  """`same_backward`, which computes gradients in numpy with the roundings of a dtype, is exact up to fp32 errors in float32. In a 16-bit dtype its
+  """`same_backward` computes gradients in numpy with the roundings of a dtype. In float32 it is exact up to errors of fp32. In a 16-bit dtype its
   results are numbers of this dtype, and its errors are about as large as the dtype's roundoff."""
   rng = np.random.default_rng(0)
   q, k, v, do = (rounded(rng.standard_normal((1, 2, 64, 32), dtype=np.float32), dtype) for _ in range(4))

@@ -13,7 +13,7 @@ MODULES = sorted((ROOT/"attn").rglob("*.py"))
 ALLOWED = {"main", "Array"}     # the entry of a module that can be run; a type alias for numpy's array
 
 def defined(tree:ast.Module) -> set[str]:
-  """Returns the names that a module defines at module level, except imported and private names."""
+  """Returns the public names that a module defines at module level. Imported names do not count."""
   names = set()
   for node in tree.body:
     if isinstance(node, ast.FunctionDef|ast.ClassDef): names.add(node.name)
@@ -52,7 +52,7 @@ def module_of(path:Path) -> str: return ".".join(path.relative_to(ROOT).with_suf
 NAMES = {module_of(path) for path in MODULES}
 
 def imports(path:Path) -> set[str]:
-  """Returns the modules of attn that a file imports anywhere. Imports inside functions and imports for types count, too."""
+  """Returns the modules of attn that a file imports anywhere, also inside functions and for type annotations only."""
   found = set()
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.ImportFrom) and node.module:
@@ -83,7 +83,8 @@ def test_no_kernel_imports_another() -> None:
     assert not [x for x in imports(path) if room_of(x) == "kernels"], path
 
 def test_an_algorithm_knows_no_unit() -> None:
-  """Modules with algorithms (forward.py, backward.py) import no module with the steps for a matrix unit or in plain UOps, directly or indirectly."""
+  """forward.py and backward.py, the modules with the algorithms, import no module with the steps of a matrix unit or of plain UOps, directly or
+  indirectly."""
   of = {module_of(path): imports(path) for path in MODULES}
   for name in ("forward", "backward"):
     taken = {f"attn.kernels.{name}"}
@@ -91,7 +92,7 @@ def test_an_algorithm_knows_no_unit() -> None:
     assert not [x for x in taken if x.startswith(("attn.kernels.amd", "attn.kernels.mma", "attn.kernels.wgmma", "attn.kernels.plain"))]
 
 def test_forward_knows_nothing_of_backward() -> None:
-  """Only kernels of gradients import modules named for gradients, directly or indirectly."""
+  """Modules of forward kernels import no module that is named for gradients, directly or indirectly."""
   of = {module_of(path): imports(path) for path in MODULES}
   of_gradients = ("backward", "dbias", "gradient")
   taken = {x for x in of if x.startswith("attn.kernels.") and not x.startswith("attn.kernels.parts.") and not any(word in x for word in of_gradients)}
@@ -111,7 +112,7 @@ def test_functions_fit_on_a_screen() -> None:
 # ***** what `import attn` loads *****
 
 def test_import_loads_no_tools() -> None:
-  """`import attn` starts no process. It loads no reports on machine code, no search for a compiler, and no modules that only a command needs."""
+  """`import attn` starts no process. It does not load the reports on machine code, the search for tiles, or modules that only a command needs."""
   script = ("import subprocess, sys, json\n"
             "def started(*args, **kwargs): raise AssertionError(f'import attn starts {args}')\n"
             "subprocess.Popen.__init__ = started\n"
@@ -136,8 +137,8 @@ def family_names_in(tree:ast.AST) -> list[str]:
   return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FAMILIES]
 
 def test_a_family_is_known_in_its_own_file() -> None:
-  """Only attn/chips uses names of chip families. One exception is the emulator, which has its own tables of the families from the vendors' documents.
-  Names of tinygrad's instruction tables are another."""
+  """Only attn/chips contains names of chip families. There are two exceptions: the emulator, whose own tables of the families come from the vendors'
+  documents, and the names of tinygrad's instruction tables."""
   wrong = ast.parse('if arch.family == "rdna4": x = {"cdna3": 1, "gfx950": 2}')
   assert family_names_in(wrong) == ["rdna4", "cdna3"] and keys_that_are_chips(wrong) == ["gfx950"]
   for path in MODULES:

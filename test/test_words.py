@@ -16,7 +16,7 @@ POINTS_ELSEWHERE = re.compile(r"(That|Those|These|The same|The others?|Of|Their|
                               r"Beside|Into|Over|Under|Between|After|Before|Than|Likewise|There|So|Such)\b")
 
 def docstrings(program:str) -> Iterator[tuple[int, str]]:
-  """Yields line and text of each docstring of a program."""
+  """Yields the line and the text of each docstring of a program."""
   for node in ast.walk(ast.parse(program)):
     if isinstance(node, ast.Module|ast.ClassDef|ast.FunctionDef) and (text := ast.get_docstring(node)): yield getattr(node, "lineno", 1), text
 
@@ -32,7 +32,7 @@ def test_docstrings_begin_with_what_they_describe() -> None:
 # ***** how long the pages are *****
 
 def prose(page:str) -> list[str]:
-  """Returns the words of a page without blocks of code, tables, pictures, comments and addresses of links."""
+  """Returns the words of a page, except those in code blocks, tables, pictures, comments and addresses of links."""
   for pattern in (BLOCK, r"<!--.*?-->", r"!\[[^\]]*\]\([^)]*\)", r"(?<=\])\([^)]*\)"): page = re.sub(pattern, "", page, flags=TEXT_BLOCK)
   return " ".join(line for line in page.splitlines() if not line.lstrip().startswith("|")).split()
 
@@ -72,7 +72,7 @@ OTHERS = {"compilersupport", "ds_bpermute", "ds_permute", "ds_swizzle", "every_k
           "UPAT_COMPILE", "v_cos", "v_log", "v_pk_add_f32", "v_rcp", "v_rsq", "v_sin", "v_sqrt", "__launch_bounds__"}
 
 def unknown_names(text:str) -> list[str]:
-  """Returns the names in backticks of a text that do not occur in the project's programs."""
+  """Returns the names in backticks in a text that occur nowhere in the project's programs."""
   sources = [path.read_text() for path in [*PROGRAMS, ROOT/".ci/run", ROOT/"pyproject.toml"] if path != Path(__file__)]
   known = set(re.findall(r"\w+", " ".join(sources)))
   for name in ELSEWHERE: text = text.replace(name, "")
@@ -85,7 +85,7 @@ def test_names_in_backticks_are_in_code() -> None:
   assert not unknown_names("\n".join(page.read_text() for page in PAGES))
 
 def missing_members(text:str) -> list[str]:
-  """Returns the modules and members of the package that a text names but that do not exist. Blocks of code count as text."""
+  """Returns the modules and members of the package attn that a text names but that do not exist. The text in code blocks counts, too."""
   def source(module:str) -> str:
     path = ROOT.joinpath(*module.split("."))
     return next((file.read_text() for file in (path.with_suffix(".py"), path/"__init__.py") if file.exists()), "")

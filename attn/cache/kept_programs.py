@@ -24,8 +24,8 @@ def files(folder:Path, names:tuple[str, ...]) -> list[Path]:
 
 @functools.cache
 def printed_by() -> str:
-  """Digest of all files that decide which source is rendered for a kernel: the contents of attn's files, and the names, sizes and times of tinygrad's
-  files."""
+  """Returns a digest of all files that decide which source is rendered for a kernel: the contents of attn's files, and the names, sizes and times of
+  tinygrad's files."""
   digest = hashlib.sha256()
   for path in files(Path(__file__).parent.parent, PRINTING): digest.update(path.read_bytes())
   for path in files(Path(tinygrad_folder), LOWERING): digest.update(f"{path} {(found := path.stat()).st_size} {found.st_mtime_ns}".encode())

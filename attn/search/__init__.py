@@ -1,2 +1,2 @@
-"""Searches for the best tiles without a GPU: decides which tiles are compiled, predicts their speed from the machine code, ranks them, and writes the
-table. The command is attn.tune."""
+"""Search for the best tiles without a GPU: which tiles to compile, a prediction of their speed from the machine code, their order, and the text of
+the tables of tiles. The command is `python -m attn.tune`."""

@@ -106,7 +106,8 @@ def candidates(arch:Chip, d:int) -> list[UpTo[ForwardShape]]:
 # ***** the bound of one tile *****
 
 def waves_of(report:Report, tile:Tile|BackwardTile, chip:Chip) -> int:
-  """Returns how many waves can run on a SIMD at a time. Registers and LDS limit this number, and only whole workgroups count."""
+  """Returns how many waves can run on a SIMD at the same time. Registers and LDS limit this number, and a SIMD runs only waves of whole workgroups.
+  """
   r = report.resources
   assert r.waves_by_registers is not None and r.waves_by_lds is not None
   simds = chip.pipes.simds
@@ -149,7 +150,7 @@ def why_none(arch:str, d:int) -> str:
 
 def first_bound(arch:str, row:UpTo[ForwardShape], dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
   """Compiles the forward kernel with the tile of a table row, for one dtype and mask, and returns the figures (`Bound`) by which tiles are ranked. By
-  default these are the first dtype and mask of VARIANTS, the most expensive variant. Returns None if the kernel doesn't compile, or spills
+  default these are the first dtype and mask of VARIANTS, with which the kernel is slowest. Returns None if the kernel doesn't compile, or spills
   registers."""
   spec = Spec(arch, row.up_to, dtype, mask)
   tile = amd_tile(problem_of_spec(spec), get_chip(arch), row)
@@ -284,8 +285,8 @@ def with_table(text:str, rows:Mapping[RowsKey, list[str]]) -> str:
   return TABLE.sub(lambda table: f"{table[1]}{lines})", text)
 
 def differences(old:TableRows, new:TableRows) -> list[str]:
-  """Compares two tables of tiles, and returns a line for each tile that only one of them has. The figures behind the tiles, such as predicted speeds,
-  are not compared."""
+  """Compares two tables of tiles, and returns a line of text for each tile that only one of them has. Figures in the tables' comments, such as
+  predicted speeds, are not compared."""
   def tiles(rows:TableRows, family:str, key:RowsKey) -> list[str]:
     return [line.partition("#")[0].strip() for line in rows.get(family, {}).get(key, [])]
   lines = []

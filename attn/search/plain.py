@@ -1,5 +1,4 @@
-"""Tile descriptions (sizes by which a kernel divides a problem) that bench.py times with TUNE=1 for the kernels without matrix instructions: all that
-fit into local memory and registers."""
+"""Tile descriptions that bench.py times with TUNE=1 for the kernels of plain UOps: all that fit into local memory and registers."""
 from __future__ import annotations
 import itertools
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""A stand-in for tinygrad's AMD device. The emulator executes each kernel once; every launch takes 50 ms of the stand-in's time. The stand-in counts
-what is asked of it: programs, launches, and bytes of memory."""
+"""Stand-in for tinygrad's AMD device. The emulator executes each kernel once; every launch then counts as 50 ms of the stand-in's time. The stand-in
+counts programs, launches, and bytes of memory."""
 from __future__ import annotations
 import collections, sys, types
 from typing import Any
@@ -38,7 +38,7 @@ class AMDDevice(emulated.EMUDevice):
   def device_props(self) -> dict[str, int]: return PROPERTIES
 
 def install() -> None:
-  """Makes tinygrad use the stand-in of this module, `AMDDevice`, as its device AMD. Must be called before anything opens AMD."""
+  """Makes tinygrad use the stand-in of this module as its device AMD. Must be called before tinygrad opens AMD."""
   module: Any = types.ModuleType("tinygrad.runtime.ops_amd")
   module.AMDDevice = AMDDevice
   sys.modules[module.__name__] = module

@@ -1,5 +1,5 @@
-"""Tests of attn.report, which checks and times attn's kernels on one GPU: reports made on the emulator, damaged report files, the GPU's sensors, the
-picture, and the table of docs/reports."""
+"""Tests of attn.report, which checks and times attn's kernels on one GPU and writes a report: reports made on the emulator, damaged report files, the
+GPU's sensors, the picture, and the table of docs/reports."""
 from __future__ import annotations
 import json
 import xml.etree.ElementTree as ET
@@ -106,8 +106,8 @@ def test_bad_arguments(device:str, words:tuple[str, ...], said:str, capsys:pytes
   assert said in capsys.readouterr().err
 
 def test_the_full_shapes_fit_into_the_memory_that_the_help_names() -> None:
-  """The tensors of all problems of a report fit into the about 3 GB that the help text names, with the tensors of the memory copy that the report
-  also times. All of them stay on the GPU until they are timed."""
+  """The tensors of all problems of a report stay on the GPU at the same time. Together with the tensors of the memory copy that the report times,
+  they take at most the "about 3 GB" that the help text names."""
   assert "about 3 GB" in command.DESCRIPTION.replace("\n", " ")
   def elements(x:ReportedShape) -> int:
     q, k = x.B*x.H*x.Sq*x.D, x.B*x.Hkv*x.Sk*x.D
@@ -119,12 +119,12 @@ def test_the_full_shapes_fit_into_the_memory_that_the_help_names() -> None:
 
 @pytest.fixture
 def example() -> dict[str, Any]:
-  """A valid report: one of docs/reports."""
+  """Returns a valid report: one of docs/reports."""
   data: dict[str, Any] = json.loads(sorted(FOLDER.glob("*.json"))[0].read_text())
   return data
 
 def put(*path:str|int, to:Any) -> Callable[[Any], None]:
-  """Returns a function that changes one value in a report."""
+  """Returns a function that changes one value of a report. `path` leads to the value: keys and indices, from the outside in."""
   def change(data:Any) -> None:
     for name in path[:-1]: data = data[name]
     data[path[-1]] = to
@@ -193,8 +193,8 @@ def test_names_are_removed(monkeypatch:pytest.MonkeyPatch) -> None:
 # ***** sensors *****
 
 def test_sensors_of_amdgpu(tmp_path:Path) -> None:
-  """`amd_sensors` reads clock and power of an AMD GPU from the files of the driver amdgpu. A missing or damaged file gives None for its value.
-  Without any file there is no reading."""
+  """`amd_sensors` reads the clock and the power of an AMD GPU from files of the driver amdgpu. If a file is missing or damaged, its value is None. If
+  all files are missing, there is no reading."""
   read = system.amd_sensors(tmp_path)
   assert read() is None
   (tmp_path/"pp_dpm_sclk").write_text("0: 500Mhz\n1: 2371Mhz *\n")
@@ -222,9 +222,9 @@ def test_median_of_readings() -> None:
 
 @in_turn("arch, dtype", ("gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_90"), ("float16", "bfloat16"))
 def test_the_matrix_loop_computes_what_it_counts(arch:str, dtype:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """A matrix loop, the kernel that measures the rate of a matrix instruction alone, computes all products that its `flops` counts. Its operands are
-  random. The sum of all its results must be the sum over k of (sum of A's column k) times (sum of B's row k). On sm_90 the test instead compares
-  `flops` with the wgmma products that the emulator counts."""
+  """A matrix loop is the kernel that measures the rate of a matrix instruction alone. It computes as many products as its `flops` counts. The
+  operands are random, and the sum of all results must equal the sum over k of (sum of A's column k) times (sum of B's row k). On sm_90 the test
+  instead compares `flops` with the number of wgmma products that the emulator counts."""
   loop = matrix_loop(get_chip(arch), dtype)
   assert loop is not None
   started = count_products(monkeypatch)
@@ -241,8 +241,9 @@ def test_the_matrix_loop_computes_what_it_counts(arch:str, dtype:str, monkeypatc
   assert abs(few.sum() - expected) < 1e-5*np.abs(few).sum(), (few.sum(), expected)
 
 def sums_of_operands(mat:Any, data:np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-  """Adds up the operands of a matrix loop, the kernel that measures the rate of a matrix instruction alone. Returns for each step of an iteration the
-  sum of A over its rows and the sum of B over its columns, for each k. Also returns the number of products that a wave computes in an iteration."""
+  """Adds up the operands of a matrix loop, the kernel that measures the rate of a matrix instruction alone. Returns for each step of an iteration,
+  and each k, the sum of A over its rows and the sum of B over its columns. Also returns the number of products that a wave computes in an iteration.
+  """
   if isinstance(mat, Matrix):
     words, lanes = mat.operand, mat.wave
     fragments = data.reshape(-1, lanes, words)
@@ -269,7 +270,7 @@ def test_the_copy_copies(arch:str) -> None:
 # ***** the picture and the table *****
 
 def with_predictions(report:CardReport) -> CardReport:
-  """Returns a report in which every kernel was predicted to take half of its measured time."""
+  """Returns a copy of a report in which every kernel has a predicted time: half of its measured time."""
   def halved(x:Any) -> Any: return replace(x, predicted=(PredictedTime("a card", 1.0, x.seconds/2, "compute"),), unpredicted=None)
   return replace(report, rows=tuple(replace(row, kernels=tuple(map(halved, row.kernels))) for row in report.rows))
 

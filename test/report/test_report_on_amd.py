@@ -38,7 +38,7 @@ measured.backward_of = stopped
 SERIAL = "9c5d1f0c77e1a2b3"
 
 def files_of_the_card(folder:Path) -> None:
-  """Writes what amdgpu shows of a card in sysfs, its serial number among it."""
+  """Writes the files in which the driver amdgpu shows a card in sysfs, with the card's serial number."""
   card = folder/"class/drm/renderD128/device"
   sensors = {"freq1_input": 2700000000, "freq2_input": 1000000000, "power1_average": 54000000, "temp1_input": 61000}
   for name, text in {**{f"hwmon/hwmon3/{name}": x for name, x in sensors.items()}, "serial_number": SERIAL, "unique_id": SERIAL}.items():
@@ -48,7 +48,8 @@ def files_of_the_card(folder:Path) -> None:
   (folder/"module/amdgpu/version").write_text("6.10.5\n")
 
 def run(folder:Path, change:str="") -> tuple[subprocess.CompletedProcess[str], str, dict[str, Any]]:
-  """Runs attn.report in a process of its own. Returns the process, the JSON text of the report, and what the stand-in for the GPU counted."""
+  """Runs attn.report in a new process, with a stand-in for the GPU. `change` is Python code that runs first. Returns the process, the JSON text of
+  the report, and what the stand-in counted."""
   files_of_the_card(folder/"sys")
   environment = os.environ | {"DEV": "AMD", "XDG_CACHE_HOME": str(folder), "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"}
   files = [str(folder/name) for name in ("sys", "report.json", "counted.json")]
@@ -64,8 +65,8 @@ def right(tmp_path_factory:pytest.TempPathFactory) -> tuple[subprocess.Completed
 def report_of(text:str) -> CardReport: return checked_report(json.loads(text))
 
 def test_what_is_asked_of_the_card(right:tuple[Any, str, dict[str, Any]]) -> None:
-  """A report launches each kernel once to check its result, and then in rounds of ROUND_SECONDS seconds. It launches nothing else, except what
-  measures the GPU's own rates: a memory copy, tinygrad's GEMM and loops of matrix instructions."""
+  """A report launches each kernel once to check its result, and then in rounds of ROUND_SECONDS seconds to time it. It launches nothing else, except
+  what measures the GPU's own rates: a memory copy, tinygrad's GEMM, and loops of matrix instructions."""
   done, text, counted = right
   assert done.returncode == 0, done.stderr
   report, runs = report_of(text), round(ROUND_SECONDS/stand_in_amd.SECONDS)

@@ -1,4 +1,5 @@
-"""Tests of the search for tiles: how it ranks tiles, that the table contains the tiles it finds, and bench.py with TUNE=1 and a fake clock."""
+"""Tests of the search for tiles: how it ranks tiles, that the tables contain the tiles that it finds, and bench.py with TUNE=1 and a stand-in for the
+clock."""
 from __future__ import annotations
 import json, os, subprocess, sys
 from collections.abc import Callable
@@ -61,9 +62,9 @@ def test_ranking(better:dict[str, int], worse:dict[str, int]) -> None:
   assert bound(**better) > bound(**worse)
 
 def test_the_best_is_the_best_of_the_worst() -> None:
-  """The search for tiles chooses the tile whose slowest variant (by dtype and mask) is the fastest. Here the tile that is fastest in the first
-  variant has a slow one. The search does not examine the slow variants of the last tile, because even its first variant is no faster than the slowest
-  variant of the chosen tile."""
+  """The search chooses the tile whose slowest variant (a dtype and a mask) is the fastest. Here the tile with the fastest first variant has a slow
+  other variant, and is not chosen. The search does not compile the other variants of a tile if the first is no faster than the slowest variant of the
+  best tile so far."""
   tiles = [UpTo(64, ForwardShape(4, 1, n)) for n in (16, 32, 64, 128)]
   ranked = [RankedTile(c, bound(issued=i)) for c, i in zip(tiles, (124, 123, 122, 118))]
   worst, seen = {tiles[0]: bound(issued=100), tiles[1]: None, tiles[2]: bound(issued=120)}, []
@@ -91,15 +92,15 @@ def test_the_space_is_what_fits() -> None:
 @pytest.mark.parametrize(("family", "matrix", "meet"), [("cdna3", 0, False), ("cdna3", 1, True), ("cdna4", 0, False), ("cdna4", 1, True),
                                                         ("rdna3", 0, False), ("rdna4", 0, False)])
 def test_operands_that_meet_in_a_bank(family:str, matrix:int, meet:bool) -> None:
-  """The search for tiles knows for which matrix instructions a wave reads operands with bank conflicts (`meet`): for CDNA's 16x16 instructions. The
-  emulator agrees with it (test_banks.py)."""
+  """The search for tiles knows with which matrix instructions a wave reads operands with bank conflicts: CDNA's 16x16 instructions. The emulator
+  counts the same (test_banks.py)."""
   assert all(search.conflict(family, FAMILIES[family].matrix["float16"][matrix], stride) == meet for stride in (5, 9, 17, 33))
 
 def test_an_even_stride_conflicts() -> None: assert search.conflict("rdna4", FAMILIES["rdna4"].matrix["float16"][0], 8)
 
 class Bounds:
-  """Stand-in for the compiler. For a tile it returns the bounds on speed that the function `rule` gives, and it records each tile that it was asked
-  about."""
+  """Stand-in for the compiler in the search for tiles. It returns the figures that the function `rule` gives for a tile, and records the tiles for
+  which it was asked."""
   def __init__(self, monkeypatch:pytest.MonkeyPatch, rule:Callable[[UpTo[ForwardShape]], dict[str, int]|None]):
     self.seen, self.rule = list[UpTo[ForwardShape]](), rule
     monkeypatch.setattr(search, "first_bound", self)
@@ -118,8 +119,8 @@ def test_a_second_buffer_is_tried_on_the_leading_tiles(monkeypatch:pytest.Monkey
 
 @pytest.mark.parametrize(("ahead", "behind", "chosen"), [(True, True, 1), (False, True, 0), (False, False, 1)])
 def test_no_prefetch_where_nothing_else_has_two_waves(monkeypatch:pytest.MonkeyPatch, ahead:bool, behind:bool, chosen:int) -> None:
-  """The search prefers tiles with which each SIMD holds two waves. Of these it prefers a tile with prefetch; then one without prefetch; a tile with
-  which a SIMD holds one wave comes last."""
+  """The search prefers tiles with which two waves run on each SIMD: first a tile with prefetch, then one without. A tile with which only one wave
+  runs comes last."""
   def rule(row:UpTo[ForwardShape]) -> dict[str, int]|None:
     if row.shape.prefetch == 2: return None
     if 2*search.held(row, get_chip("gfx942"), 128) > 512: return {"enough": 1}
@@ -142,8 +143,8 @@ def test_where_no_tile_compiles_the_search_says_why(monkeypatch:pytest.MonkeyPat
   assert search.why_none("gfx1201", 64) == "none of those looked at fits"
 
 def test_the_table_is_what_the_search_finds() -> None:
-  """The search for tiles finds the tiles of attn's tables, here for the smallest head dimensions. A search for all head dimensions needs minutes:
-  `python -m attn.tune --check`."""
+  """The search finds the tiles that attn's tables have, here for the smallest head dimensions. `python -m attn.tune --check` compares all head
+  dimensions, which takes minutes."""
   pytest.importorskip("ziglang")
   result = CliRunner().invoke(tune.main, ["--arch", "gfx1100", "--d", "256", "--jobs", "1", "--check"])
   assert result.exit_code == 0 and "attn/chips has these tiles" in result.output and "bounds, not measured" in result.output, result.output
@@ -192,8 +193,8 @@ def test_rows_of_an_older_compiler_stand_only_where_they_differ() -> None:
 
 @pytest.mark.parametrize(("llvm", "tiles"), [(19, (20, 16)), (20, (20, 16)), (21, (21, 16)), (22, (1000, 16)), (30, (1000, 16))])
 def test_rows_for_a_compiler(llvm:int, tiles:tuple[int, ...]) -> None:
-  """Each row of a tile table has a newest LLVM release that it is for. Among the rows for the same head dimensions, dispatch uses those whose release
-  is the oldest that is not older than the compiler's. Rows without a release are used only if there are no such rows."""
+  """A row of a table of tiles may name the newest LLVM release that it is for. Among rows for the same head dimensions, dispatch takes those with the
+  oldest release that is not older than the compiler's, or, if there are none, the rows without a release."""
   shape = ForwardShape(4, 1, 32)
   table = (UpTo(64, shape), UpTo(64, shape, llvm=21), UpTo(64, shape, llvm=20), UpTo(128, ForwardShape(4, 1, 16)))
   assert [row.llvm if row.up_to == 64 else row.shape.block_n for row in rows_for(table, llvm)] == list(tiles)
@@ -274,8 +275,8 @@ def test_a_good_entry_is_taken(cache:Path, recwarn:pytest.WarningsRecorder) -> N
 
 @pytest.mark.parametrize("keys", (7, 150, 1000))
 def test_a_winner_of_few_keys_takes_whole_operands(keys:int) -> None:
-  """attn makes a tile smaller for a problem with few keys, but its number of keys stays a multiple of 32, which both products need with 16x16x16
-  matrix instructions. In an earlier version a tile of 16 keys left the second product without an operand."""
+  """attn shrinks the fastest tile for a problem with few keys, to a multiple of 32 keys. The operand of the second product, with 16x16x16 matrix
+  instructions, needs 32. In an earlier version a tile of 16 keys left the second product without an operand."""
   p, arch = problem(Sq=40, Sk=keys), get_chip("gfx942")
   tile = amd_tile(p, arch, UpTo(128, ForwardShape(4, 1, 128), matrix=1))
   assert tile.matrix.M == 16 and tile.block_n % 32 == 0
@@ -295,7 +296,8 @@ def settings(monkeypatch:pytest.MonkeyPatch, **values:str) -> bench.Settings:
   finally: bench.getenv.cache_clear()
 
 def clock(s:bench.Settings, fastest:Callable[[Tile], bool]) -> tiles_by_time.Seconds:
-  """Returns a function that runs a kernel on the emulator and returns an invented time, which is shortest for the tiles that `fastest` selects."""
+  """Returns a stand-in for the timer: a function that runs a kernel on the emulator, and returns a short time for tiles that `fastest` selects and a
+  longer time for the others."""
   run = bench.device_timer(s)
   def seconds(program:Callable[..., UOp], tile:Tile) -> float:
     assert run(program, tile) >= 0
@@ -366,8 +368,8 @@ def test_tuning_the_backward_where_tiles_were_measured(monkeypatch:pytest.Monkey
   ({"down": 1, "across": 1}, "65536 bytes of local memory"), ({"waves": 4}, "waves: a tile has no such field"),
   ({"keys": 1}, "keys=1: must be one of False, True"), ({"keys": False, "ahead": True}, "ahead=True: must be one of False")])
 def test_an_unsupported_tile_of_tiled_is_ignored(fields:dict[str, Any], said:str, cache:Path, recwarn:pytest.WarningsRecorder) -> None:
-  """attn ignores a tile in the file of fastest tiles if the kernel of plain UOps does not support it, with one warning. If `fields` contains `keys`,
-  the tile is a tile of a backward kernel."""
+  """The file of fastest tiles may contain a tile that the kernel of plain UOps does not support. attn ignores it with one warning. If `fields`
+  contains `keys`, the tile is for a backward kernel."""
   chip, p = replace(get_chip("gfx1030"), tuned=True), problem(D=64, Dv=64, dtype="float32")
   tile: dict[str, Any] = {"down": 8, "across": 16, "walked": 4, "own": 4, "depth": 16, "values": 16}
   kind, kernel = (TiledBackwardTile, "backward_dq_tiled") if "keys" in fields else (TiledTile, "tiled")
@@ -416,8 +418,7 @@ def test_bounds_of_the_backwards_tiles(monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("d, keys", ((64, False), (128, True), (256, True)))
 def test_the_backwards_space(d:int, keys:bool) -> None:
-  """The search for backward tiles examines fewer than 500 tiles. Among them is a tile with as many waves, keys and passes as the tile that attn's
-  tables give."""
+  """The search for backward tiles tries fewer than 500 tiles. One of them has as many waves, keys and passes as the tile of attn's tables."""
   for arch in ("gfx942", "gfx1201"):
     found = backward_search.backward_candidates(get_chip(arch), d, keys)
     own = amd_backward_tile(problem_of_spec(Spec(arch, d)), get_chip(arch), keys)

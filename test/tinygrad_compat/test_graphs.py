@@ -1,4 +1,4 @@
-"""Tests of graphs under TinyJit: for which other kernels a kernel waits, and which tensors it gets."""
+"""Tests of GPU graphs that tinygrad makes under TinyJit: for which other kernels a kernel waits, and which tensors it gets."""
 from __future__ import annotations
 import inspect
 import numpy as np
@@ -12,8 +12,8 @@ from stand_in_graph import StandInGraph
 
 @pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
 def test_a_graph_passes_the_tensors_that_a_program_has(monkeypatch:pytest.MonkeyPatch, mended:bool) -> None:
-  """When tinygrad has unrolled the loop over a row, a tensor that is only multiplied by 0 is no longer a parameter of the program, and a graph must
-  not pass it. tinygrad's own graphs do pass it; the case `mended=False` shows this."""
+  """After tinygrad has unrolled a loop, a tensor that is only multiplied by 0 is no parameter of the kernel any more, and a graph must not pass it.
+  tinygrad's own graphs do pass it; the case `mended=False` shows this."""
   if not mended: monkeypatch.setattr(MultiGraphRunner, "__init__", inspect.unwrap(MultiGraphRunner.__init__))
   with emulated("gfx942"), Context(NOOPT=0):
     monkeypatch.setattr(Device["EMU"], "graph", StandInGraph)
@@ -30,8 +30,8 @@ def test_a_graph_passes_the_tensors_that_a_program_has(monkeypatch:pytest.Monkey
 
 @pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
 def test_a_graph_of_a_grid_that_depends_on_a_variable(mended:bool) -> None:
-  """tinygrad makes a CUDA graph with all Variables set to 0. A grid whose size is a Variable then has no thread blocks, and CUDA refuses it, as the
-  case `mended=False` shows. attn gives such a grid one block while the graph is made."""
+  """tinygrad makes a CUDA graph with all Variables set to 0. A grid whose size is a Variable then has no thread blocks, and CUDA refuses it; the case
+  `mended=False` shows this. attn gives such a grid one block while the graph is made."""
   made = list[tuple[int, ...]]()
   class Made(StandInGraph):
     def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()) -> None:
@@ -48,9 +48,10 @@ def test_a_graph_of_a_grid_that_depends_on_a_variable(mended:bool) -> None:
 
 @pytest.mark.parametrize("deterministic", (False, True))
 def test_a_graph_finishes_dq_after_all_sums(monkeypatch:pytest.MonkeyPatch, deterministic:bool) -> None:
-  """The kernel that turns the sums of dQ into dq waits, in a graph under TinyJit, for the kernel that adds to these sums. tinygrad does not see these
-  additions. The stand-in runs a kernel as early as it may, so dq would be 0 without this wait. With deterministic=True workgroups add in a fixed
-  order, by counters. The kernel that adds then also waits for the kernel that sets the counters to 0, and all replays give the same bits."""
+  """One kernel adds to fp32 sums of dQ, and another turns the sums into dq. tinygrad does not see these additions, so attn makes the second kernel
+  wait for the first in a graph. The stand-in for the graph runs a kernel as early as it may: without this wait dq would be 0. With deterministic=True
+  workgroups add in a fixed order, given by counters. Then the first kernel also waits for the kernel that sets the counters to 0, and all replays
+  give the same bits."""
   compute_all_gradients_at_once(monkeypatch)
   with emulated("sm_90"):
     monkeypatch.setattr(Device["EMU"], "graph", StandInGraph)
