@@ -1,8 +1,8 @@
-"""Compares the ways in which attn computes dq, dk and dv on an NVIDIA GPU with wgmma: by two kernels, by one kernel whose workgroups add to dq in no
-order, and by one kernel whose workgroups add to dq in a fixed order. Also times the backward of PyTorch's backends, if they have the options, and
-with a mask_mod that of PyTorch's compiled flex_attention.
+"""Compares the three ways in which attn computes dq, dk and dv on an NVIDIA GPU with wgmma: by two kernels, by one kernel whose workgroups add to dq
+in no order, and by one kernel whose workgroups add to dq in a fixed order. Also times the backward of PyTorch's backends if they have the options of
+a problem, and for a mask_mod that of PyTorch's compiled flex_attention.
 
-  DEV=CUDA python -m attn.measure.at_once [WORD ...]      prints the rows whose name has each WORD; CSV=path writes them to a file
+  DEV=CUDA python -m attn.measure.at_once [WORD ...]      prints the problems whose name has each WORD; CSV=path writes them to a file
 
 Times are device times of all kernels that a way needs, also of those that compute delta and turn the sums of dQ into dq."""
 from __future__ import annotations
@@ -66,11 +66,9 @@ WaysSizes = tuple[int, int, int, int, int, int]     # batch, heads, heads of key
 
 @dataclass(frozen=True)
 class WaysRow:
-  """A problem of this comparison: its sizes, a word for its options, and the options.
+  """A problem of this comparison: its sizes, words that name its options, and the options.
 
-    extras: the optional tensors by name
-    packed: whether the batches are packed sequences
-    function: the mask_mod, for attn and for PyTorch"""
+  extras: the optional tensors by name packed: whether the batches are packed sequences function: the mask_mod, for attn and for PyTorch"""
   sizes: WaysSizes
   told: str
   options: dict[str, Any] = field(default_factory=dict)
@@ -102,7 +100,7 @@ MASKS_TIMED = ("documents", "dilated", "neighbours")
 FURTHER_SIZES = ((4, 16, 16, 4000, 4000, 128), (8, 16, 16, 2048, 2048, 128), (16, 16, 16, 1024, 1024, 128))
 
 def extras_of(told:str, sizes:WaysSizes) -> dict[str, np.ndarray]:
-  """Returns the optional tensors, by name, that a row with the options `told` needs."""
+  """Returns the optional tensors, by name, of a problem whose options the words `told` name."""
   B, H, _, Sq, Sk, _ = sizes
   if "dropout" in told: return {"dropout_seed": np.array([1, 2], np.uint32)}
   if told.endswith("documents"): return {"mod_tensor0": np.arange(Sk, dtype=np.int32)//DOCUMENT}
@@ -110,7 +108,7 @@ def extras_of(told:str, sizes:WaysSizes) -> dict[str, np.ndarray]:
   return {f"cu_seqlens_{name}": np.arange(B + 1, dtype=np.int32)*n for name, n in (("q", Sq), ("k", Sk))} if "packed" in told else {}
 
 def rows_of_ways(words:list[str]) -> list[WaysRow]:
-  """Returns the rows of this comparison whose name contains every one of `words`."""
+  """Returns the problems of this comparison whose name contains every one of `words`."""
   sizes = [x for x in (*SIZES, *FURTHER_SIZES) if x[-1] <= MOST_COLUMNS]
   found = [WaysRow(x, told, options) for x, (told, options) in itertools.product(sizes, OF_PEERS.items())]
   found += [WaysRow(x, told, options, extras_of(told, x), "packed" in told)
@@ -132,9 +130,9 @@ def flex_backward(row:FunctionRow, q:Any, k:Any, v:Any, do:Any) -> Callable[[], 
   return lambda: tuple(torch.autograd.grad(o, inputs, do, retain_graph=True))
 
 def compare_ways(row:WaysRow, seed:int=0) -> dict[str, Any]:
-  """Times the gradients of a problem in each of the three ways in which attn computes them. If PyTorch's backends have the problem's options, also
-  times these backends. Returns a row of the table: the milliseconds of each, and whether the gradients agree with cuDNN's, or with
-  flex_attention's, or, with other options, with those of the two kernels."""
+  """Times the gradients of a problem in each of the three ways in which attn computes them, and PyTorch's backends if they have the problem's
+  options. Returns a row of the printed table: the milliseconds of each, and whether the gradients agree. They are compared with cuDNN's or
+  flex_attention's. If neither has the options, those of one kernel are compared with those of two."""
   import torch
   torch.cuda.init()
   p = row.p

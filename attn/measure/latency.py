@@ -74,7 +74,7 @@ def in_new_process(row:FirstCall, caches:Path) -> dict[str, float]:
   return found
 
 def latency(row:FirstCall, runs:int=RUNS) -> dict[str, Any]:
-  """Measures the first and the second call of a row in several runs. Returns the median of each time, and the times of each run."""
+  """Measures the first and the second call of a problem in several runs. Returns the median of each time, and the times of each run."""
   found = []
   for _ in range(runs):
     with tempfile.TemporaryDirectory() as caches: found.append([in_new_process(row, Path(caches)) for _ in range(2)])

@@ -1,9 +1,9 @@
-"""Times later calls on the host: `python -m attn.measure.later_calls [WORD ...]` prints a line for each problem whose name contains every WORD.
+"""Times later calls on the host: `python -m attn.measure.later_calls [WORD ...]` prints a line for each call whose name contains every WORD.
 
 Each time is the median of the host's milliseconds from the second call on, outside TinyJit. `call` ends when the call returns its result, which is
 not computed yet. `scheduled` ends when tinygrad has also made the list of launches. The times with gradients include the gradients of q, k and v.
-Nothing is launched, so the device's speed does not matter: with DEV=EMU::gfx942 the command runs without a GPU. If tinygrad's own attention can
-compute a row, its times are in the row too."""
+Nothing is launched, so the device's speed does not matter: with DEV=EMU::gfx942 the command runs without a GPU. The times of tinygrad's own attention
+are in the line, too, if it has the options of the call."""
 from __future__ import annotations
 import statistics, sys, time
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def milliseconds(call:Callable[[], Any], calls:int=CALLS) -> float:
   return 1e3*statistics.median(seconds[1:])
 
 def times(attend:Callable[..., Tensor], row:LaterCall, calls:int=CALLS) -> dict[str, float]:
-  """Times the calls of one row. `attend` is the attention function to time. Returns the milliseconds by column."""
+  """Times the calls that `row` describes. `attend` is the attention function to time. Returns the milliseconds by column of the printed table."""
   q, k, v = (Tensor.empty(*shape, dtype=dtypes.half).realize() for shape in (row.q, row.kv, row.kv))
   kept = row.options | {name: make() for name, make in row.tensors.items()}
   def forward() -> Tensor: return attend(q, k, v, **kept, **{name: make() for name, make in row.anew.items()})
@@ -81,8 +81,8 @@ def times(attend:Callable[..., Tensor], row:LaterCall, calls:int=CALLS) -> dict[
 def tinygrad_attention(q:Tensor, k:Tensor, v:Tensor, causal:Any=False) -> Tensor: return q.scaled_dot_product_attention(k, v, is_causal=bool(causal))
 
 def later_call(row:LaterCall, calls:int=CALLS) -> dict[str, float]:
-  """Times the later calls of `row` on the host. Returns the milliseconds by column. If tinygrad's own attention can compute the row, its times are
-  included."""
+  """Times the later calls that `row` describes on the host. Returns the milliseconds by column of the printed table. The times of tinygrad's own
+  attention are included if it has the options of the call."""
   found = times(attention, row, calls)
   if row.in_tinygrad: found |= {f"tinygrad's {name}": x for name, x in times(tinygrad_attention, row, calls).items()}
   return found

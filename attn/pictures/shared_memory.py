@@ -22,8 +22,8 @@ HEIGHT = 18                  # height of a cell, in pixels
 
 @dataclass(frozen=True)
 class Access:
-  """Access to LDS in one phase: the pieces (cells of the picture) that some lanes of a wave read or write at the same time. These pieces must lie in
-  different banks."""
+  """One phase of an access to LDS: the pieces (cells of the picture) that some lanes of a wave read or write at the same time. These pieces must lie
+  in different banks."""
   words: str
   pieces: list[Piece]
 
@@ -79,8 +79,8 @@ def dual_wave_k(mat:Matrix) -> Panel:
                (Access("read in one phase", [(lane % mat.N, lane//mat.N) for lane in lanes]),), 20)
 
 def dual_wave_v(mat:Matrix) -> Panel:
-  """Makes the panel of V for CDNA4's load from LDS that transposes. 32 lanes load in one phase. Groups of four lanes read the same row of V (one
-  key), 4 elements each. After the load, these four lanes hold rows of V^T whose indices differ by four."""
+  """Makes the picture of V for CDNA4's load that transposes while it reads LDS. 32 lanes load at the same time. Groups of four lanes read the same
+  row of V (one key), 4 elements each. After the load, these four lanes hold rows of V^T whose indices differ by four."""
   def piece(lane:int) -> Piece:
     m = lane//16%2*16 + lane%4*4
     d = next(d for d in range(mat.M) if mat.row_of(d) == m)

@@ -33,7 +33,7 @@ class Drawing:
   def line(self, points:list[tuple[float, float]], stroke:str=INK, stroke_width:float=1.2) -> None:
     self._add("polyline", points=" ".join(f"{number(x)},{number(y)}" for x, y in points), fill="none", stroke=stroke, stroke_width=stroke_width)
   def text(self, x:float, y:float, words:str|int, size:float=11, anchor:str="start", fill:str=INK, bold:bool=False) -> None:
-    """Draws words at x. The middle of their height is at y. `anchor` says which point of the words is at x: "start", "middle" or "end"."""
+    """Draws words at x, with the middle of their height at y. `anchor` says which point of the words is at x: "start", "middle" or "end"."""
     more = {"text_anchor": anchor} if anchor != "start" else {}
     if fill != INK: more["fill"] = fill
     if bold: more["font_weight"] = "bold"

@@ -48,8 +48,8 @@ def problem_with(mask:Callable[..., Any], tensors:Sequence[Array], x:Sizes) -> P
   return problem_of(q, q, k, k, dtypes=["float16"]*4, extras=dict(zip(MOD_TENSORS, kinds)), **functions_of(None, mask, kinds))
 
 def kernel_of_map(p:Problem, chip:Chip, kernel:str) -> tuple[str, Problem, BlockTile]:
-  """Returns (name, problem, tile description) of the kernel that dispatch chooses for problem `p`. `kernel` says which one: "forward", or "dq" or
-  "dkdv" for gradients. For gradients the problem differs from `p` as backward kernels need it. Raises ValueError if dispatch chooses tensor
+  """Returns (name, problem, tile description) of the kernel that dispatch chooses for problem `p`. `kernel` is "forward", or "dq" or "dkdv" for
+  gradients. For gradients the returned problem also asks for lse, as backward kernels need it. Raises ValueError if dispatch chooses tensor
   operations, which have no tiles, or if no kernel computes the gradients."""
   choice = choose(p, chip)
   if choice.work.tile is None: raise ValueError(f"{choice.kernel} on {chip.name}: tensor operations have no tiles")

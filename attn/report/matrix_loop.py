@@ -1,9 +1,8 @@
 """Kernels of matrix instructions alone. They measure the rate that a card's matrix units sustain, which no attention kernel can exceed.
 
 A wave loads operands of normally distributed numbers once. Then it adds their products to several independent accumulators, again and again, so no
-instruction waits for the one before it. Nothing is read from memory in the loop; wgmma reads one operand from shared memory. The work of a GEMM
-beside its products (loads, addresses, barriers) is missing, so a GEMM is slower. The matrix units run at the clock and the power that these products
-allow."""
+instruction waits for the one before it. Nothing is read from memory in the loop; wgmma reads one operand from shared memory. A GEMM also loads,
+computes addresses and waits at barriers, so it is slower."""
 from __future__ import annotations
 import functools, itertools
 from collections.abc import Callable
@@ -111,7 +110,8 @@ def loaded_operand(data:UOp, first:UOp, nbytes:int, size:int) -> UOp:
   return functools.reduce(ops.concat, [ops.load_where(flat(data)[first + i//size], EVERYONE, width) for i in range(0, nbytes, width)])
 
 def finished(name:str, results:UOp, ranges:tuple[UOp, ...], thread:UOp, threads:int, values:list[UOp], words:int) -> UOp:
-  """Returns the measuring kernel as a program. Each thread stores its `values`, of `words` numbers each, to `results`."""
+  """Returns a measuring kernel as a program: each of `threads` threads stores its `values`, each a vector of `words` numbers, to `results`. `ranges`
+  are the loops and axes of the kernel, and `thread` is the index of the thread."""
   first = (ranges[0]*threads + thread)*(len(values)*words)
   stores = [flat(results)[first + i*words + e].store(ops.extract(x, e)) for i, x in enumerate(values) for e in range(words)]
   return UOp.group(*stores).end(*ranges).sink(arg=KernelInfo(name, opts_to_apply=()), tag=OPTIMISED)

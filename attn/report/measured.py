@@ -1,5 +1,5 @@
-"""Runs and times the shapes of a report on this device. First attn's results for all shapes are checked for accuracy. Then the kernels are timed, and
-for comparison a memory copy, tinygrad's GEMM and matrix instructions alone. Last, the times are predicted."""
+"""Runs and times the problems of a report on this device. First the results of all problems are checked for accuracy. Then attn's kernels are timed,
+and for comparison a memory copy, tinygrad's GEMM and matrix instructions alone. Last, the times are predicted."""
 from __future__ import annotations
 import datetime, sys, time
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ SCORES = {OF_FORWARD: 1 << 20, OF_DECODE: 1 << 18, OF_BACKWARD: 1 << 20}
 
 @dataclass
 class ReportedKernel:
-  """A kernel that computes a shape of a report, ready to run: its name, its tile, and the compiled schedule."""
+  """A kernel of one of the report's problems, ready to run: its name, its tile, and the compiled schedule."""
   name: str
   tile: str
   schedule: UOp
@@ -34,7 +34,7 @@ class ReportedKernel:
 
 @dataclass
 class JudgedShape:
-  """A shape of a report whose results were checked for accuracy. Its tensors stay on the device, so that the same kernels can be timed later."""
+  """A problem of a report whose results were checked for accuracy. Its tensors stay on the device, so that the same kernels can be timed later."""
   shape: ReportedShape
   verdict: JudgedResult|None = None
   kernels: list[ReportedKernel] = field(default_factory=list)
@@ -43,8 +43,8 @@ class JudgedShape:
 # ***** verdicts *****
 
 def judged(shape:ReportedShape, arch:Chip) -> JudgedShape:
-  """Runs the kernels of a shape once and checks the accuracy of the results. The returned object says that the shape is refused if no kernel of attn
-  supports it, and that its results are wrong if a kernel fails in any other way, such as by a compiler's error or a fault of the card. Raises
+  """Runs the kernels of a problem once and checks the accuracy of the results. The returned object says that the problem is refused if no kernel of
+  attn supports it, and that its results are wrong if a kernel fails in any other way, such as by a compiler's error or a fault of the card. Raises
   NoCompiler if no compiler is installed."""
   found = JudgedShape(shape)
   try: verdict, checked = (judge_backward if shape.kind == OF_BACKWARD else judge_forward)(found, arch)
@@ -58,7 +58,7 @@ def judged(shape:ReportedShape, arch:Chip) -> JudgedShape:
 def failed(text:str) -> JudgedResult: return JudgedResult(False, text, None, None, 0.0)
 
 def first_run(found:JudgedShape, name:str, tile:Any, *outputs:Any) -> None:
-  """Compiles the kernel that computes `outputs` and runs it once. Adds it, with the time of this run, to the kernels of a shape."""
+  """Compiles the kernel that computes `outputs` and runs it once. Adds it, with the time of this run, to the kernels in `found`."""
   schedule = compiled(*outputs)
   found.kernels.append(ReportedKernel(name, str(tile), schedule, device_seconds(schedule)))
 
@@ -89,8 +89,8 @@ def kernel_time(x:ReportedKernel, how:str, sensors:Sensors) -> KernelTime:
   return KernelTime(x.name, x.tile, runs, rounds, median_reading(readings))
 
 def timed_row(x:JudgedShape, how:str, sensors:Sensors) -> ReportRow:
-  """Times the kernels of a shape whose results were checked before. `how` (one of `schema.HOW`) says by which clock. If a kernel fails while it is
-  timed, the results of the shape count as wrong."""
+  """Times the kernels of a problem whose results were checked before. `how` (one of `schema.HOW`) says by which clock. If a kernel fails while it is
+  timed, the results of the problem count as wrong."""
   try: return ReportRow(x.shape, x.verdict, tuple(kernel_time(k, how, sensors) for k in x.kernels), x.refused)
   except Exception as e: return ReportRow(x.shape, failed(f"failed while it was timed: {first_line(e)}"))
 
@@ -125,7 +125,8 @@ def measure_report(sizes:str, card_name:str|None=None) -> CardReport:
                     tuple(rows), (*refusals, *notes_on(card, before)))
 
 def notes_on(card:FoundCard, before:Any) -> list[str]:
-  """Returns remarks for the reader of a report, such as that the system tells no clocks of the card."""
+  """Returns remarks for the reader of a report: for example, that the driver gives no clocks of the card. `before` is a reading of the card's sensors
+  before the measurements."""
   several = len(card.may_be) > 1 and card.text.kind == "AMD"
   return [*[f"the card may be {' or '.join(x.name for x in card.may_be)}: predictions are for the first; --card names the right one"]*several,
           *["the system tells no clocks and no power"]*(before is None)]

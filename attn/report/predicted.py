@@ -1,4 +1,4 @@
-"""Predicted times of a report: the model of attn/isa/timing, for the kernels that ran."""
+"""Predicted times of the kernels of a report, by the timing model of attn/isa/timing."""
 from __future__ import annotations
 import importlib.util
 from attn.chips import MODELLED, Card, Chip
@@ -10,9 +10,9 @@ PACKAGES = ("click", "rich", "ziglang")     # what the extra isa installs and th
 WITHOUT_ISA = "predictions need the extra isa: run pip install '.[isa]' in a clone of attn"
 
 def predicted(shape:ReportedShape, kernel:str, tile:str, arch:Chip, may_be:tuple[Card, ...]) -> tuple[PredictedTime, ...]|str:
-  """Predicts the time of a kernel of a shape on the first card in `may_be`: at the rated clock, and at the clock that GEMMs sustain if it is known.
-  `kernel` is forward, dq, dkdv or decode, and `tile` is the tile with which the kernel ran. Returns the reason if nothing can be predicted, whatever
-  the reason is: a prediction that fails must not cost the measurements."""
+  """Predicts the time of a kernel of a problem on the first card in `may_be`: at the rated clock, and at the clock that GEMMs sustain if it is known.
+  `kernel` is forward, dq, dkdv or decode, and `tile` is the tile with which the kernel ran. Returns the reason if there is no prediction. It never
+  raises an error, so that a failed prediction does not end the measurements."""
   if arch.name not in MODELLED: return f"the model is of AMD's chips, and {arch.name} is none that it knows"
   if any(importlib.util.find_spec(name) is None for name in PACKAGES): return WITHOUT_ISA
   rated = [card for card in may_be if card.ghz]

@@ -1,5 +1,5 @@
-"""Measures speeds of a card that do not depend on attn's attention kernels, as a comparison: matrix instructions alone, tinygrad's GEMM, and a copy
-in memory."""
+"""Measures speeds of a card that do not depend on attn's attention kernels, for comparison: matrix instructions alone, tinygrad's GEMM, and a copy in
+memory."""
 from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class WrongProducts(RuntimeError):
 @dataclass(frozen=True)
 class RateToMeasure:
   """A rate to measure, such as TFLOP/s of matrix instructions or GB/s of a copy. `work` is the number of operations or bytes of one run. `timer`
-  returns a function that runs the work and returns its time."""
+  returns a function that runs the work `count` times and returns the seconds of one run."""
   what: str
   unit: str
   work: float

@@ -1,4 +1,4 @@
-"""Form of a report: dataclasses, and how they are written to JSON and read back. Whatever is wrong in a file is an error that names the field."""
+"""Form of a report: dataclasses, which are written to JSON and read back. A file that is wrong in any way gives an error that names the field."""
 from __future__ import annotations
 import json, math, re, statistics, types, typing
 from collections.abc import Sequence
@@ -19,12 +19,13 @@ class BadReport(ValueError):
 # ***** the fields *****
 
 def limited(least:float|None=None, among:Sequence[Any]|None=None, matching:str|None=None, default:Any=MISSING) -> Any:
-  """Makes a field whose values are limited: at least `least`, one of `among`, or a text that matches the regular expression `matching`."""
+  """Makes a field of a dataclass whose values are limited: at least `least`, one of `among`, or a text that matches the regular expression
+  `matching`."""
   return field(default=default, metadata={"least": least, "among": among, "matching": matching})
 
 @dataclass(frozen=True)
 class SensorReading:
-  """What the system tells of a card at one moment. A field is None if the system does not tell it."""
+  """Clocks, power and temperature of a card at one moment. A field is None if the driver does not give it."""
   core_mhz: float|None = limited(0, default=None)
   memory_mhz: float|None = limited(0, default=None)
   watts: float|None = limited(0, default=None)
@@ -32,7 +33,8 @@ class SensorReading:
 
 @dataclass(frozen=True)
 class CardText:
-  """The card and its device: `kind` is tinygrad's name of the device, `chip` the name of the instruction set, `name` the product."""
+  """The card and its device: `kind` is tinygrad's name of the device, `chip` is the instruction set such as gfx942, and `name` is the product's name.
+  """
   kind: str = limited(matching=r"[A-Z]+")
   chip: str = limited(matching=r"[\w.]+")
   name: str = limited()
@@ -63,7 +65,7 @@ class MeasuredRate:
 
 @dataclass(frozen=True)
 class PredictedTime:
-  """Time of a kernel that the model of attn/isa/timing predicts for a card at a clock. `limit` says what limits the speed."""
+  """Time of a kernel that the timing model of attn/isa/timing predicts for a card at a clock. `limit` says what limits the speed."""
   card: str
   ghz: float = limited(0)
   seconds: float = limited(0)
@@ -71,9 +73,9 @@ class PredictedTime:
 
 @dataclass(frozen=True)
 class KernelTime:
-  """Time of one kernel, and of the kernels that merge its parts. `rounds` has the seconds of one run in each round, and `runs` is the number of runs
-  of a round. `predicted` has predictions at the rated clock, then at the clock that GEMMs sustain if it is known; `unpredicted` says why there are
-  none."""
+  """Time of one kernel, together with the kernel that merges its partial results if there is one. `rounds` has the seconds of one run in each round,
+  and `runs` is the number of runs of a round. `predicted` has predictions at the rated clock, then at the clock that GEMMs sustain if it is known;
+  `unpredicted` says why there are none."""
   name: str
   tile: str
   runs: int = limited(1)
@@ -85,8 +87,8 @@ class KernelTime:
   def seconds(self) -> float: return statistics.median(self.rounds)
   @property
   def expected(self) -> PredictedTime|None:
-    """The prediction with which the measured time is compared. It is the one at the clock that the card sustains in GEMMs, if this clock is known,
-    otherwise the one at the rated clock."""
+    """The prediction with which the measured time is compared: at the clock that the card sustains in GEMMs if this clock is known, otherwise at the
+    rated clock."""
     return self.predicted[-1] if self.predicted else None
   @property
   def ratio(self) -> float|None:
@@ -96,8 +98,8 @@ class KernelTime:
 @dataclass(frozen=True)
 class JudgedResult:
   """Result of the comparison with float64 (docs/contract.md). `error` and `limit` are those of the element with the largest error relative to its
-  limit. Both are None if NaN or inf are out of place, or if a kernel gave no numbers to compare. `checked` is the share of the rows or heads that was
-  compared."""
+  limit. Both are None if NaN or inf are at wrong places, or if a kernel gave no numbers to compare. `checked` is the share of the rows or heads that
+  was compared."""
   ok: bool
   text: str
   error: float|None = limited(0)
@@ -106,7 +108,8 @@ class JudgedResult:
 
 @dataclass(frozen=True)
 class ReportRow:
-  """One shape: the verdict on its results, and the times of its kernels. `refused` says why no kernel of attn computes the shape on this device."""
+  """One problem of a report: the verdict on its results, and the times of its kernels. `refused` says why no kernel of attn computes the problem on
+  this device."""
   shape: ReportedShape
   verdict: JudgedResult|None = None
   kernels: tuple[KernelTime, ...] = ()
@@ -153,8 +156,8 @@ def read_report(path:Path) -> CardReport:
   except BadReport as e: raise BadReport(f"{path}: {e}") from None
 
 def checked_report(data:Any) -> CardReport:
-  """Makes a report from the values of a JSON file. Raises BadReport, with the name of the field, for a field that is missing, unknown, of a wrong
-  type or out of its limits, and for statements that contradict each other."""
+  """Makes a report from the values of a JSON file. Raises BadReport, with the name of the field, if a field is missing, unknown, of a wrong type or
+  out of its limits, or if two fields contradict each other."""
   if not isinstance(data, dict): raise BadReport(f"must be an object with the fields of a report, not {shown_value(data)}")
   if data.get("version") != VERSION: raise BadReport(f"version: is {shown_value(data.get('version'))}, and this attn reads {VERSION}")
   report: CardReport = made_from(CardReport, data, "")
@@ -199,7 +202,7 @@ def check_limits(limits:typing.Mapping[str, Any], x:Any, at:str) -> None:
   if matching is not None and not re.fullmatch(matching, x): raise BadReport(f"{at}: must match {matching}, not {shown_value(x)}")
 
 def contradictions(report:CardReport) -> typing.Iterator[tuple[str, str]]:
-  """Yields (field, what is wrong) for statements of a report that contradict each other."""
+  """Yields (field, what is wrong) for fields of a report that contradict each other."""
   wanted, have = REPORT_SHAPES[report.sizes], [x.shape for x in report.rows]
   for shape in wanted:
     if shape not in have: yield "rows", f"there is none for {shape}"
@@ -217,7 +220,7 @@ def contradictions(report:CardReport) -> typing.Iterator[tuple[str, str]]:
     if not rate.rounds: yield f"rates[{i}].rounds", "must have at least one round"
 
 def of_verdict(x:JudgedResult|None) -> list[str]:
-  """Returns what is wrong in the verdict on a result, as texts. A result may be called right only if its error is given and within the limit."""
+  """Returns texts that say what is wrong in a verdict on a result. A result may be called right only if its error is given and within the limit."""
   if x is None or not x.ok: return []
   if x.error is None or x.limit is None: return ["is true, but there is no error and limit"]
   return [f"is true, but the error {x.error:.3g} is above the limit {x.limit:.3g}"]*(x.error > x.limit)

@@ -1,4 +1,4 @@
-"""The shapes of a report: twelve for GPUs, and twelve of the same kinds that take seconds on the emulator and on a CPU."""
+"""The problems of a report: twelve for GPUs, and twelve of the same kinds that take seconds on the emulator and on a CPU."""
 from __future__ import annotations
 from dataclasses import dataclass
 from attn.measure.rows import heads_text
@@ -10,7 +10,8 @@ COUNTED_AS = {OF_FORWARD: 1.0, OF_DECODE: 1.0, OF_BACKWARD: 2.5}     # operation
 
 @dataclass(frozen=True)
 class ReportedShape:
-  """A shape of a report. `kind` says what is computed: forward, the gradients of q, k and v (backward), or one query for each sequence (decode)."""
+  """A problem of a report: its sizes, dtype and mask. `kind` says what is computed: forward, the gradients of q, k and v (backward), or one query for
+  each sequence (decode)."""
   kind: str
   B: int
   H: int

@@ -1,5 +1,5 @@
-"""What the system tells of a card: its name, driver, clocks and power. Reads sysfs for amdgpu, and asks nvidia-smi for NVIDIA. Never reads a serial
-number or another number that names one specimen."""
+"""Facts about a card that the operating system gives: name, driver, clocks and power. They come from sysfs for amdgpu, and from nvidia-smi for
+NVIDIA. Serial numbers, and other numbers of an individual card, are never read."""
 from __future__ import annotations
 import contextlib, getpass, importlib.metadata, json, platform, re, shutil, socket, statistics, subprocess, threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ Sensors = Callable[[], SensorReading|None]     # reads the sensors of a card, as
 # ***** texts without names *****
 
 def without_names(text:str) -> str:
-  """Removes what names a machine or a person from a text: folders of file paths, the host's name and the user's name."""
+  """Removes from a text what names a machine or a person: the folders of file paths, the host's name and the user's name."""
   text = re.sub(r"(?<![\w/])(?:~|\.\.?)?(?:/[\w.+@-]+)+/", "", text)
   host = socket.gethostname()
   try: user = getpass.getuser()
@@ -49,7 +49,7 @@ def attn_version() -> str:
     return found[1] if found is not None else "unknown"
 
 def version_numbers(version:str) -> str:
-  """Returns the numbers at the beginning of a version text, without what a person who built it may have added."""
+  """Returns the numbers at the beginning of a version text, without suffixes of a build."""
   found = re.match(r"\d+(\.\d+)*", version)
   return found[0] if found is not None else "unknown"
 
@@ -63,14 +63,14 @@ def software(device:str, arch:Chip) -> SoftwareText:
 
 @dataclass(frozen=True)
 class FoundCard:
-  """The card of a device: the card's text in a report, the cards of attn/chips that may be this card, and a function that reads its sensors."""
+  """The card of a device: its description for a report, the cards of attn/chips that it may be, and a function that reads its sensors."""
   text: CardText
   may_be: tuple[Card, ...]
   sensors: Sensors
 
 def find_card(device:str, arch:Chip, name:str|None=None) -> FoundCard:
-  """Finds the card of a device. `name` is a name from the table of cards; by default the number of compute units decides, and on Instinct cards what
-  the driver calls the card. Raises ValueError for a name that is no card with this chip."""
+  """Finds the card of a device. `name` is a name from attn's table of cards. Without a `name`, the number of compute units decides; on Instinct cards
+  the name in the driver decides, too. Raises ValueError for a name that is no card with this chip."""
   kind, facts = device.split(":")[0], card_facts(device)
   known = {card.name: card for card in arch.cards}
   if name is not None and name not in known: raise ValueError(f"--card {name!r}: the cards with {arch.name} are {', '.join(known)}")
@@ -153,8 +153,8 @@ def median_reading(readings:Sequence[SensorReading]) -> SensorReading|None:
 
 @contextlib.contextmanager
 def sampled(sensors:Sensors) -> Iterator[list[SensorReading]]:
-  """Context in which a thread reads the sensors again and again. Yields the list that gets the readings. At the end it has at least one,
-  if the system tells anything."""
+  """Context in which a thread reads the sensors again and again. Yields the list to which it appends. At the end the list has at least one reading,
+  if the driver gives any."""
   found, over = list[SensorReading](), threading.Event()
   def sample() -> None:
     while not over.wait(SAMPLE_SECONDS):

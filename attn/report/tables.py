@@ -18,8 +18,8 @@ def figure(x:float|None) -> str:
   return f"{x:.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 def rate_of(row:ReportRow) -> tuple[float, str]|None:
-  """Returns the rate of a shape and its unit: TFLOP/s of the matrix products, or for decode GB/s of reading K and V. Returns None if the shape has no
-  time, or if its results are wrong."""
+  """Returns the rate of a problem and its unit: TFLOP/s of the matrix products, or for decode GB/s of reading K and V. Returns None if the problem
+  has no time, or if its results are wrong."""
   if row.seconds is None or not row.right: return None
   return (row.shape.bytes_read/row.seconds/1e9, GBS) if row.shape.kind == OF_DECODE else (row.shape.flops/row.seconds/1e12, TFLOPS)
 
@@ -31,7 +31,7 @@ def sensors_text(x:SensorReading|None) -> str:
 # ***** one report *****
 
 def markdown(x:CardReport) -> str:
-  """Returns a report as text: the verdicts first, then times and predictions, then the rates of the card and the system."""
+  """Returns a report as Markdown: the verdicts first, then times and predictions, then the rates of the card and facts about the system."""
   wrong = [row for row in x.rows if not row.right]
   verdict = "all results keep the accuracy law" if not wrong else f"{len(wrong)} of {len(x.rows)} results are WRONG"
   parts = [f"### {x.card.name}, {x.card.chip}, {x.card.kind}: {verdict}\n",
