@@ -3,16 +3,17 @@
 An AMD matrix instruction computes D[M][N] += A[M][K] B[K][N] over the lanes of a wave. A lane is (h, n): n = lane % N is its column, h = lane // N
 its lane group. The kernels need only two facts about a layout (AMD Instinct MI300 ISA section 7.1, CDNA4 ISA section 7.1, RDNA3 ISA section 7.9,
 RDNA4 ISA section 7.9; AMD Matrix Instruction Calculator):
-- C and D: element i of lane (h, n) is row `c_row(h, i)`, column n. Rows come in blocks of `block` consecutive rows. The lane groups get these blocks
-  in turn.
-- A and B: lane (h, m) holds `operand` elements of row (column) m. Element e of lane group h of A is multiplied by element e of lane group h of B.
-  The ISA gives each such pair a number k. This number does not matter, because pairs may be added in any order, as long as both operands agree.
-RDNA3 is the exception: a lane holds all 16 elements of a row, and lanes 16-31 must repeat lanes 0-15 (`duplicated`).
+- C and D: element i of lane (h, n) is row `c_row(h, i)`, column n. Rows come in groups of `block` consecutive rows. The lane groups get these groups
+  of rows in turn.
+- A and B: lane (h, m) holds `operand` elements of row m of A, and of column m of B. Element e of lane group h of A is multiplied by element e of lane
+  group h of B. The ISA gives each such pair a number k. This number does not matter, because pairs may be added in any order, as long as both
+  operands agree.
+
+RDNA3 is the exception: a lane holds all 16 elements of a row of A and of a column of B, and lanes 16-31 must repeat lanes 0-15 (`duplicated`).
 
 With S^T = K Q^T a query is a column of S^T. A lane's elements of S^T are scores of one query with several keys of the tile; `key_of` returns the key
 of each score. These elements, packed, are then the B operand of O^T = V^T P^T, if V^T has the keys in the same order. So P never leaves its lane (on
-RDNA3 the lane groups exchange halves).
-"""
+RDNA3 the lane groups exchange halves)."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any

@@ -164,8 +164,8 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
                tuple(parts_of_sum(x, arch) for x in kernel_sums(p, arch)))
 
 def most_seen(p:Problem, over:str) -> int:
-  """Returns the largest number of keys that a query sees through the window (over "keys"), or the largest number of queries that see a key (over
-  "queries")."""
+  """Returns the largest number of keys that a query sees through the window, if `over` is "keys". If `over` is "queries", returns the largest number
+  of queries that see a key."""
   (left, right), rows, columns, offset = (p.window, p.Sq, p.Sk, p.offset) if over == "keys" else (p.window[::-1], p.Sk, p.Sq, -p.offset)
   # The row whose column on the diagonal is `center` sees the columns from center - left to center + right. The next row has the next column.
   best = left if min(left, right) >= 0 else 0 if right < 0 else columns

@@ -125,16 +125,16 @@ def short_of_registers(p:Problem, tile:WgmmaBackwardTile) -> str|None:
   return None
 
 def not_measured(p:Problem, tile:WgmmaBackwardTile) -> str|None:
-  """Returns the reason why one kernel on wgmma does not compute all gradients of a problem, because its speed was not measured with the problem's
-  options, window or number of keys. Then two kernels compute them, whose speed was measured. Returns None if there is no such reason."""
+  """Returns a reason for which two kernels compute the gradients of a problem: the speed of the one kernel on wgmma that could compute them all was
+  not measured with the problem's options, window or number of keys. Returns None if this is no reason."""
   options = [x for x in p.options if x not in USED_AT_ONCE]
   if p.window not in (FULL_WINDOW, CAUSAL_WINDOW): options.append(f"window={p.window}")
   if p.Sk % tile.block_m: options.append(f"Sk={p.Sk}, no multiple of {tile.block_m}")
   return f"{options[0]}: right, but its speed was not measured" if options else None
 
 def keys_of_query(p:Problem) -> int:
-  """Returns how many keys a query sees on average under the problem's masks. The estimate assumes that every sequence is as long as the longest one,
-  and that mask_mod hides no keys."""
+  """Returns how many keys a query sees on average through the window. The estimate assumes that every sequence is as long as the longest one, and
+  that mask_mod hides no keys."""
   return p.flops//(2*p.B*p.H*(p.D + p.Dv)*p.Sq)
 
 def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
@@ -152,9 +152,9 @@ def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   return not_in_order(p, tile, IN_ORDER_MFMA) or too_few_blocks(p, arch, tile) or not_in_lds(p, arch, tile) or tile
 
 def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterInOrder) -> str|None:
-  """Returns the reason why two kernels compute the gradients of `p` with deterministic=True (the same bits in every run), instead of one kernel. With
-  deterministic=True one kernel would have to add to dq in a fixed order (attn/kernels/parts/backward/turns.py), which is slower for most problems.
-  `faster` describes the problems for which it is faster than two kernels. Returns None for these problems, and without deterministic=True."""
+  """Returns a reason for which two kernels compute the gradients of `p`: with deterministic=True (the same bits in every run), one kernel for all
+  gradients would have to add to dq in a fixed order (attn/kernels/parts/backward/turns.py), which makes it slower than two kernels for most problems.
+  `faster` describes the problems for which it is faster. Returns None for these problems, and without deterministic=True."""
   if not p.deterministic: return None
   order = "deterministic=True: adding to dq in a fixed order"
   if (options := [x for x in p.options if x not in faster.options]): return f"{order} was not measured with {options[0]}"
@@ -166,8 +166,8 @@ def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterInOrder) -> str|None:
 def blocks_of_keys(p:Problem, tile:AtOnceTile) -> int: return p.B*p.Hkv*ceildiv(p.Sk, tile.block_m)
 
 def too_few_blocks(p:Problem, arch:Chip, tile:AtOnceTile, parts:int=1) -> str|None:
-  """Returns the reason why a problem has too few blocks of keys for one kernel that computes all gradients to be faster than two kernels, or None if
-  it has enough. `parts` is the largest number of workgroups that may share a block of keys."""
+  """Returns a reason for which two kernels compute the gradients of a problem: it has so few blocks of keys that one kernel for all gradients would
+  leave compute units idle. `parts` is the largest number of workgroups that may share a block of keys. Returns None if there are enough blocks."""
   if (blocks := blocks_of_keys(p, tile))*parts >= arch.cus: return None
   return f"{blocks} blocks of {tile.block_m} keys: fewer than the {arch.cus} compute units of {arch.name}"
 

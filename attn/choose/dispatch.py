@@ -117,7 +117,7 @@ def whole(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
 def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   """Returns a kernel's `Work` (its tile description and the number of key ranges) with at least two key ranges, or the reason why the keys are not
   divided. `tile_of` is a function that chooses the tile description. The number of ranges is num_splits. For num_splits=0 an occupancy model chooses
-  this number (`split_heuristic`); a batch-invariant problem has one range for every INVARIANT_KEYS keys."""
+  this number (`split_heuristic`). With batch_invariant=True (results do not depend on the batch) there is one range for every INVARIANT_KEYS keys."""
   if p.num_splits == 1: return "num_splits=1 asks for no split"
   if isinstance(work := whole(replace(p, num_splits=1), arch, tile_of), str): return work
   assert work.tile is not None
@@ -292,8 +292,8 @@ def choose(p:Problem, arch:Chip|None) -> Choice:
 LONG_SEQUENCE = 256     # queries of a sequence that counts as long
 
 def one_of_any_batch(p:Problem) -> Problem:
-  """Returns the problem for which dispatch chooses the kernel. For a batch-invariant problem it is one that does not depend on the batch, so that
-  every batch gets the same kernel: a single sequence, with LONG_SEQUENCE queries if sequences are packed. Any other problem is returned unchanged."""
+  """Returns the problem for which dispatch chooses the kernel. With batch_invariant=True (results do not depend on the batch), this is a problem that
+  is the same for every batch: a single sequence, with LONG_SEQUENCE queries if sequences are packed. Otherwise it is `p`."""
   if not p.batch_invariant: return p
   if not p.varlen: return replace(p, B=1)
   return replace(p, B=1, Sq=LONG_SEQUENCE, offset=p.offset + p.Sq - LONG_SEQUENCE if not p.top_left else 0)

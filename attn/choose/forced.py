@@ -10,8 +10,8 @@ BY_TINYGRAD = "backward_three_pass"      # tinygrad computes the gradient from t
 UNITS = tuple(GRADIENT_KERNELS)          # units that have backward kernels, as the endings of the kernels' names
 
 def together_on(unit:str) -> Iterator[str]:
-  """Yields the names of backward kernels that may stand in ATTN_KERNEL for the kind of matrix unit `unit`, an ending of names such as "_mma". A name
-  without an ending stands for the corresponding kernel on every unit."""
+  """Yields the names by which ATTN_KERNEL may ask for the backward kernels of one kind of matrix unit. `unit` is the ending of these kernels' names,
+  such as "_mma". A name without an ending asks for the corresponding kernel of any unit."""
   for suffix in ("", unit): yield from (name + suffix for name in BACKWARD_KERNELS)
   if (bias := GRADIENT_KERNELS[unit].bias) is not None:
     for suffix in ("", bias.suffix): yield BIAS_KERNEL + suffix

@@ -60,13 +60,13 @@ def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
 ENTRY = "mla"       # name of the entry in the file of kept tiles
 
 def mla_tile(p:Problem, arch:Chip) -> MlaTile:
-  """Chooses the tile description of mla, the kernel of latent attention on AMD's matrix units: the one that a search with TUNE=1 found, or else the
-  first one of the table that fits."""
+  """Chooses the tile description of mla, the kernel of latent attention on AMD's matrix units: the one that a search with the environment variable
+  TUNE=1 found, or else the first one of the table that fits."""
   rows = (*tuned.kept_rows(p, arch, ENTRY, MlaShape, checked_latent), *(arch.unit.latent or cautious_latent(arch.matrix[p.dtype][0])))
   return next(fitting("mla", p, arch, rows, lambda row: of_mla(row, arch, p)))
 
 def mla_mma_tile(p:Problem, arch:Chip) -> MlaMmaTile:
-  """Chooses the tile description of mla_mma, the kernel of latent attention with NVIDIA's mma.sync: the one that a search with TUNE=1 found, or else
-  the first one of the table that fits."""
+  """Chooses the tile description of mla_mma, the kernel of latent attention with NVIDIA's mma.sync: the one that a search with the environment
+  variable TUNE=1 found, or else the first one of the table that fits."""
   rows = (*tuned.kept_rows(p, arch, ENTRY, MlaMmaShape, checked_latent), *(LATENT_STORED_MMA if p.stored else LATENT_MMA))
   return next(fitting("mla_mma", p, arch, rows, lambda row: of_mla_mma(row, arch, p)))

@@ -29,8 +29,8 @@ def workgroups(p:Problem, tile:AnyTile) -> int:
   return p.all_heads//heads*ceildiv(p.Sq*heads, tile.block_m)
 
 def padding(p:Problem, tile:AnyTile) -> tuple[float, float]:
-  """Returns which part of the queries that the workgroups compute is padding, and which part of the keys, as fractions from 0 to 1. Masks are
-  ignored."""
+  """Returns two fractions from 0 to 1: which part of the rows of queries that workgroups compute is padding, and which part of the keys is padding.
+  Masks are ignored."""
   rows = p.Sq*heads_of(p, tile)
   return 1 - rows/round_up(rows, tile.block_m), 1 - p.Sk/round_up(p.Sk, tile.block_n)
 
@@ -40,7 +40,7 @@ def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
   A chip with `arch.cus` compute units works on `arch.cus` workgroups at a time. It works on more only if a workgroup has too few waves to keep a
   compute unit busy, and if LDS has room for several workgroups. `places` is the number of workgroups at a time. The workgroups of a busy compute unit
   share its matrix unit and its memory bandwidth. With G splits there are G times as many workgroups, each with 1/G of the tiles of keys (`trips` is
-  the number of these tiles). They take this time, in units of a workgroup's time for one key:
+  the number of these tiles). All workgroups together take this time, in units of a workgroup's time for one key:
 
     time(G) = ceil(workgroups*G / places) * (ceil(trips/G)*tile.block_n + PROLOGUE) + (COMBINE + scratch(G) / COMBINE_BYTES if G > 1)
 
@@ -77,8 +77,9 @@ def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, plac
   return min(choices, key=lambda parts: (time(parts), parts))
 
 def fixed_ranges(p:Problem, tile:AnyTile) -> int:
-  """Returns the number of key ranges (KV splits) of a batch-invariant problem. If its queries fill at most one tile, as in decoding, there is one
-  range for every INVARIANT_KEYS keys; otherwise there is one range for all keys. Raises NotImplementedError for more than MAX_SPLITS ranges."""
+  """Returns the number of key ranges (KV splits) of a problem with batch_invariant=True (results do not depend on the batch). If its queries fill at
+  most one tile, as in decoding, there is one range for every INVARIANT_KEYS keys; otherwise there is one range for all keys. Raises
+  NotImplementedError for more than MAX_SPLITS ranges."""
   if p.Sq*heads_of(p, tile) > tile.block_m: return 1
   ranges = ceildiv(key_tiles(p, tile), ceildiv(INVARIANT_KEYS, tile.block_n))
   if ranges > MAX_SPLITS:
@@ -88,6 +89,7 @@ def fixed_ranges(p:Problem, tile:AnyTile) -> int:
 
 def resolve(p:Problem, arch:Chip, tile:AnyTile) -> Problem:
   """Returns `p` with the final number of splits (key ranges). For num_splits=0 an occupancy model chooses this number (`split_heuristic`). A given
-  number is reduced to the number of key tiles if it is larger. A batch-invariant problem gets the number that `fixed_ranges` gives."""
+  number is reduced to the number of key tiles if it is larger. With batch_invariant=True (results do not depend on the batch) `fixed_ranges` gives
+  the number."""
   if p.batch_invariant: return replace(p, num_splits=fixed_ranges(p, tile) if p.num_splits != 1 else 1)
   return replace(p, num_splits=min(p.num_splits or split_heuristic(p, arch, tile), key_tiles(p, tile)))

@@ -32,8 +32,8 @@ TILED = (
 ALONE = TiledTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # for workgroups of one thread
 
 def tiled_tile(p:Problem, arch:Chip) -> TiledTile:
-  """Chooses the tile description of the forward kernel of plain UOps: the one that a search with TUNE=1 found, or else the first one of the table
-  that fits."""
+  """Chooses the tile description of the forward kernel of plain UOps: the one that a search with the environment variable TUNE=1 found, or else the
+  first one of the table that fits."""
   rows = (*tuned.kept_rows(p, arch, "tiled", TiledTile, tuned.check_threads), *(TILED if arch.lds else [UpTo(MAX_WIDTH, ALONE)]))
   return next(fitting("tiled", p, arch, rows, lambda row: row.shape))
 
@@ -65,7 +65,7 @@ BACKWARD_ALONE = TiledBackwardTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # 
 def tiled_backward_tile(p:Problem, arch:Chip, keys:bool) -> TiledBackwardTile:
   """Chooses the tile description of a backward kernel of plain UOps. With `keys` this is the kernel of dk and dv, whose workgroups own keys and loop
   over queries. Otherwise it is the kernel of dq, whose workgroups own queries and loop over keys. Returns the first one whose tiles fit into local
-  memory, among those that a search with TUNE=1 found and then those of the kernel's table."""
+  memory, among those that a search with the environment variable TUNE=1 found and then those of the kernel's table."""
   kernel, table = ("backward_dkdv_tiled", DKDV_TILED) if keys else ("backward_dq_tiled", DQ_TILED)
   rows = (*tuned.kept_rows(p, arch, kernel, TiledBackwardTile, tuned.check_threads), *(table if arch.lds else [UpTo(MAX_WIDTH, BACKWARD_ALONE)]))
   return next(fitting(kernel, p, arch, rows, lambda row: replace(row.shape, keys=keys)))

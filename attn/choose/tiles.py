@@ -95,8 +95,9 @@ def burdens_of(p:Problem, mat:Matrix, waves:int, few_queries:bool) -> set[str]:
   return {name for name, there in found.items() if there}
 
 def economy_of(p:Problem, arch:Chip, mat:Matrix, waves:int, few_queries:bool) -> Economy:
-  """Returns the ways in which a kernel's loop must save registers so that a problem fits into the registers of a chip. A workgroup has `waves` waves.
-  `few_queries` says that this is fewer than the table row has, because the problem has few queries; each wave then loads more of K and V."""
+  """Returns the ways in which a kernel's loop must save registers so that a problem fits into the registers of a chip. `mat` is the kernel's matrix
+  instruction. A workgroup has `waves` waves. `few_queries` says that this is fewer than the table row has, because the problem has few queries; each
+  wave then loads more of K and V."""
   table = WHERE_A_WAVE_HAS_ALL if arch.vgprs == arch.registers else WHERE_A_WAVE_HAS_A_PART
   burdens, longest = burdens_of(p, mat, waves, few_queries), max(p.D, p.Dv)
   return functools.reduce(Economy.__or__, (x.means for x in table if longest > x.beyond and burdens.issuperset(x.burdens)), Economy.NONE)
@@ -129,7 +130,8 @@ def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
               anew=Economy.ANEW in means)
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
-  """Chooses the tile description of AMD's forward kernel: the one that a search with TUNE=1 found, or else the first one of the table that fits."""
+  """Chooses the tile description of AMD's forward kernel: the one that a search with the environment variable TUNE=1 found, or else the first one of
+  the table that fits."""
   table = arch.unit.forward_of_bytes if p.of_8_bits else arch.unit.forward
   rows = (*tuned.winner(p, arch), *(rows_for(table, arch.llvm) or cautious(arch.matrix[p.dtype][0])))
   return next(fitting("the forward kernel", p, arch, rows, lambda row: amd_tile(p, arch, row)))

@@ -21,9 +21,9 @@ Each kind of error is a class. An indented class is a subclass of the one above 
   - `NotWaitedFor`: an access to data that an asynchronous operation still writes, in LDS (a copy) or in an accumulator (a wgmma), or a store to data
     that such an operation still reads. The thread that started the operation has not waited for it. Or a wave passes a turn (below) while additions
     by another wave of its workgroup may not be complete.
-  - `AtomicRace`: one launch accesses an element by atomic operations and by others, and no turn puts them in order. A turn is the number that a
-    counter must have before a workgroup may act (attn/ops/atomics.py). Or one wave of a workgroup has waited for a turn, and another wave of the
-    workgroup may add to an element before this turn, because no barrier has followed.
+  - `AtomicRace`: one launch accesses an element by atomic operations and by others, and no turn puts them in order. A turn is the period in which one
+    workgroup may act: it begins when a counter has the number of the turn (attn/ops/atomics.py). Or one wave of a workgroup has waited for a turn,
+    and another wave of the workgroup may add to an element before this turn, because no barrier has followed.
   - `SharedSlot`: one launch appends two rows to the same slot of a cache.
 - `Divergence`: threads that must execute an operation together do not.
   - `DivergentBarrier`: some threads of a workgroup reach a barrier and others do not, or threads wait for a phase of an mbarrier before any arrival.

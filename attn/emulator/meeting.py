@@ -1,7 +1,8 @@
 """Effects of the workgroups of one launch on each other through global memory: atomic additions, tickets and turns (attn/ops/atomics.py).
 
-A ticket is a number that a workgroup draws from a counter; each workgroup gets another number. A turn is the number that a counter must have before a
-workgroup may act. A wave passes a turn when it adds 1 to the counter. A wave settles when it waits until its own accesses are complete.
+A ticket is a number that a workgroup draws from a counter; each workgroup gets another number. A turn is the period in which one workgroup may act:
+it begins when a counter has the number of the turn. A wave passes the turn when it adds 1 to the counter. A wave settles when it waits until its own
+accesses are complete.
 
 A `Meeting` belongs to one launch. It knows which accesses are ordered. Each wave has a clock. A wave also knows, for each other wave, the clock up to
 which the other wave's accesses came before its own accesses. This knowledge passes from wave to wave in two ways. First, a wave that passes a turn
@@ -9,7 +10,7 @@ stores all that it knows with the counter, and a wave that has waited for the tu
 at a barrier what they know, and also the accesses that each of them had made when it last settled (on NVIDIA all accesses before the barrier).
 
 ATTN_EMU_ORDER may select an order drawn at random. Then an addition does not happen at once: the additions of one wave happen in order, but at any
-time until the wave settles or passes a turn. On NVIDIA a wave may also send additions to the copy engine, which adds in the background
+time until the wave settles or passes a turn. On NVIDIA a wave may also send additions to the copy engine (TMA), which adds in the background
 (attn/ops/hopper.py). Sent additions happen at any time until the wave waits for the copy engine; nothing else waits for them."""
 from __future__ import annotations
 from collections import deque
@@ -75,7 +76,7 @@ class Meeting:
     for wave, _ in self.waves_of(f, gate): self._settle(wave)
 
   def await_sent(self, f:Threads, gate:Array) -> None:
-    """Records that waves have waited for the copy engine: all additions that these waves have sent to the engine are complete."""
+    """Records that waves have waited for the copy engine (TMA): all additions that these waves have sent to it are complete."""
     for wave, _ in self.waves_of(f, gate):
       self.sent.pop(wave, None)
       self.happen(wave)
@@ -87,8 +88,9 @@ class Meeting:
     self.clock[wave] += 1
 
   def barrier(self, f:Threads) -> None:
-    """Records a barrier of all waves of a workgroup. From now on each of these waves knows what any of them knew. Each also knows the accesses that
-    the others had completed before the barrier: those before they last waited for their own memory accesses."""
+    """Records a barrier of all waves of a workgroup. From now on each of these waves knows what any of them knew, and also the accesses that the
+    other waves had made when they last settled (waited until their own accesses were complete), or on NVIDIA all their accesses before the barrier.
+    """
     if not self.plan.waits and not self.watched: return
     here = range(f.first*self.waves, (f.first + 1)*self.waves)
     if self.plan.chip.family == "nvidia":
@@ -98,9 +100,9 @@ class Meeting:
     for wave in here: self.known[wave] = joint
 
   def take_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that threads have waited for their turn: until the counter at `pointer` had the number of the turn. Each wave that passed an earlier
-    turn (added 1 to the counter) has stored with the counter which accesses were complete then. The waves of the waiting threads now know that these
-    accesses are complete."""
+    """Records that threads have waited until their turn began: until the counter at `pointer` had the number of the turn. Each wave that passed an
+    earlier turn (added 1 to the counter) has stored with the counter which accesses were complete then. The waves of the waiting threads now know
+    that these accesses are complete."""
     for wave, threads in self.waves_of(f, gate):
       for counter in self._counters(pointer, threads):
         if (left := self.left.get(counter)) is not None: self.known[wave] = np.maximum(self.of_wave(wave), left)
@@ -139,10 +141,10 @@ class Meeting:
 
   def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array, sent:bool=False) -> None:
     """Performs an atomic addition: each thread where `gate` is true adds its number of `values` (threads,) to the element `at` (threads,) of
-    `memory`, the contents of the buffer `space`. `sent` says whether the wave sends the additions to the copy engine.
+    `memory`, the contents of the buffer `space`. `sent` says whether the wave sends the additions to the copy engine (TMA).
 
-    Raises AtomicRace if another wave of the workgroup has waited for its turn (for the value of a counter in memory), and this wave may add before
-    that turn."""
+    Raises AtomicRace if another wave of the workgroup has waited for the workgroup's turn (the period in which it may add), and this wave may add
+    before the turn begins, because no barrier has followed."""
     traces, first = self.traces[_base(space)], space.begin//4
     for wave, threads in self.waves_of(f, gate):
       threads = self.in_order(threads)

@@ -59,7 +59,7 @@ class View:
   def written(self) -> Array|None: return None if self.base.written is None else self.base.written[self.offset:self.offset + self.size]
 
   def settle(self) -> None:
-    """Records a write to the allocation. Drops the flags of written bytes if every byte of the allocation is written now."""
+    """Records a write to the allocation. If every byte of the allocation is written now, drops the flags that say which bytes were written."""
     self.base.touched = True
     if self.base.written is not None and self.base.written.all(): self.base.written = None
 
@@ -227,8 +227,8 @@ class Pointer:
     for i in range(nbytes//chunk): self.space.store(at + i, chunk, raw[:, i], gate)
 
 class Registers:
-  """A register array, with a separate numpy array for each element (a store by all threads only replaces this array). `written` tells for each
-  element which threads have written it: all (True), none (False), or a mask."""
+  """A register array. Each element is a numpy array of its own, which a store by all threads replaces. `written` tells for each element which threads
+  have written it: all (True), none (False), or a mask."""
   def __init__(self, f:Threads, name:str, count:int, dtype:np.dtype[Any], lanes:int):
     self.f, self.name, self.blank = f, name, np.zeros(() if lanes == 1 else (lanes, 1), dtype)
     self.values: list[Array] = [self.blank] * count

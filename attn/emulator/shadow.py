@@ -163,7 +163,8 @@ class LdsShadow:
     if len(self.pending) >= PENDING: self._settle_reads()
 
   def readers(self, span:Span) -> Array|None:
-    """Returns the last read of each location by each wave (one plane per wave), or None if no read since the last barrier overlaps the span."""
+    """Returns for each wave an array (a plane) with the number of the interval in which the wave last read each location, or None if no read since
+    the last barrier overlaps the span."""
     if self.reader is None or not self.read_at.meet(span, self.f.since): return None
     self._settle_reads()
     return self.reader

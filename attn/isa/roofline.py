@@ -1,4 +1,4 @@
-"""Upper bound on TFLOP/s for a problem, tile and chip, and the rates that others measured. The bound is computed, not measured.
+"""Upper bound on TFLOP/s for a problem, a tile description and a chip, and the rates that others measured. The bound is computed, not measured.
 
   bound = roofline(problem, tile, *RATED["MI300X"], overlap=report.loop.overlap)
 

@@ -1,9 +1,9 @@
 """Operations by which the workgroups of one launch work together through global memory: sums of float32, tickets and turns.
 
 `atomic_add` adds to a sum that several workgroups share. A ticket is a number that a workgroup draws: the first workgroup that draws gets 0, the next
-one 1 and so on. A turn is the number that a counter must have before a workgroup may act. `await_turn` waits until the counter has this number.
-`pass_turn` adds 1 to the counter. A workgroup that has waited for a turn sees everything that was done before the turn was passed. All of these
-operations have the scope of the whole chip, even if the chip has several L2 caches.
+one 1 and so on. A turn is the period in which one workgroup may act: it begins when a counter in memory has the number of the turn. `await_turn`
+waits until the counter has this number. `pass_turn` ends the turn: it adds 1 to the counter. A workgroup that has waited for a turn sees everything
+that was done before the turn was passed. All of these operations have the scope of the whole chip, even if the chip has several L2 caches.
 
 If several waves of a workgroup act in a turn, barriers keep them together:
 
@@ -172,8 +172,8 @@ def _settle_text(printer:Any, out:str) -> Body:
   return Body(kept_in_order(waitcnt(vmcnt=0)) if counts_as_loads(printer.arch) else f"{fence('RELEASE', 'agent')}\nreturn 0.0f;", "")
 
 def _pass_text(printer:Any, out:str) -> Body:
-  """Returns the HIP text of `pass_turn`, the function by which a workgroup passes its turn to the next one: it counts one up in memory after the
-  workgroup's stores. On CDNA, clang up to 22 omits the wait for the write-back of the L2 cache (buffer_wbl2) if nothing else is under way
+  """Returns the HIP text of `pass_turn`, the function by which a workgroup passes its turn to the next one: it adds 1 to a counter in memory after
+  the workgroup's stores. On CDNA, clang up to 22 omits the wait for the write-back of the L2 cache (buffer_wbl2) if nothing else is under way
   (llvm/llvm-project#178316). So the text contains this wait."""
   wait = [waitcnt(vmcnt=0)] if counts_as_loads(printer.arch) else []
   lines = [*with_scope(printer.arch), _AT, "if (!first) return 0.0f;", fence("RELEASE", "agent"), *wait, _DRAWN, "return 0.0f;"]
@@ -191,16 +191,16 @@ instruction("pass_turn", _pass_turn, _pass_text, Body(
   "counter first"), atomic=True)
 
 def await_turn(counter:UOp, number:UOp, first:UOp, *after:UOp) -> UOp:
-  """Waits until a counter is equal to `number`, in lanes where `first` is true. `counter` is a UOp that indexes an int32 in global memory. Everything
-  that other workgroups did before they passed this turn is then visible: to this wave at once, to the other waves of the workgroup after a barrier.
-  Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
+  """Waits until a turn begins, in lanes where `first` is true: until the counter has the turn's number `number`. `counter` is a UOp that indexes an
+  int32 in global memory. Everything that other workgroups did before they passed the turn is then visible: to this wave at once, to the other waves
+  of the workgroup after a barrier. Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
   return statement("await_turn", in_global(counter, dtypes.int, "counter"), integer(number), first, *after)
 def settle(*after:UOp) -> UOp:
   """Waits until this wave's additions and stores to global memory are complete. Returns a statement (an operation with a side effect) that is
   executed after the UOps `after`."""
   return statement("settle", *after)
 def pass_turn(counter:UOp, first:UOp, *after:UOp) -> UOp:
-  """Adds 1 to a counter, in lanes where `first` is true. `counter` is a UOp that indexes an int32 in global memory. A wave that waits for the new
-  number then sees what this wave did before. If other waves of the workgroup acted in the turn too, each of them must call `settle`, and a barrier
-  must follow, before the turn is passed. Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
+  """Ends a turn: adds 1 to the counter, in lanes where `first` is true. `counter` is a UOp that indexes an int32 in global memory. A wave that waits
+  for the new number then sees what this wave did before. If other waves of the workgroup acted in the turn too, each of them must call `settle`, and
+  a barrier must follow, before the turn is passed. Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
   return statement("pass_turn", in_global(counter, dtypes.int, "counter"), first, *after)

@@ -64,7 +64,7 @@ class Numbers:
   def high_half(self, x:Value) -> Value: return x >> np.uint32(16)
   def word(self, n:int) -> Value: return np.uint32(n)
   def words(self, n:int, count:int) -> Value:
-    """Returns a vector of `count` equal dwords."""
+    """Returns a vector of `count` dwords, each equal to `n`."""
     return np.full((count, len(self.gate)), n, np.uint32)
   def wide_product(self, x:Value, y:int) -> tuple[Value, Value]:
     """Returns the low dword and the high dword of the product of two dwords."""

@@ -83,20 +83,21 @@ class Lanes(Protocol):
     """Makes the active threads wait for the products that they have started, except the last `but` products."""
   def atomic_add(self, pointer:Any, steps:Sequence[int], x:Array, gate:Array, sent:bool=False) -> None:
     """Adds float32 x (instructions, elements, threads) to global memory where `gate` is true, in any order. The elements of instruction i are added
-    to neighbouring numbers, which begin `steps[i]` elements after `pointer`. `sent` says that the copy engine adds them: then only the
-    method `sent` waits for them."""
+    to neighbouring numbers, which begin `steps[i]` elements after `pointer`. `sent` says that the copy engine (TMA) adds them: then only the method
+    `sent` waits for them."""
   def sent(self) -> Array:
-    """Makes the active waves wait until the additions that they have sent are complete."""
+    """Makes the active waves wait until the additions that they have sent to the copy engine (TMA) are complete."""
   def fetch_add(self, pointer:Any, gate:Array) -> Array:
     """Adds 1 to an int32 in global memory for each thread where `gate` is true, in any order. Returns an array (threads,) with the number that each
     thread found before its addition."""
   def await_turn(self, pointer:Any, number:Array, gate:Array) -> None:
-    """Waits until an int32 in global memory is equal to `number`, in the threads where `gate` is true."""
+    """Waits until a turn begins (the period in which a workgroup may add to shared sums): until an int32 in global memory is equal to `number`, in
+    the threads where `gate` is true."""
   def settle(self) -> None:
     """Makes the active waves wait until their additions and stores to global memory are complete."""
   def pass_turn(self, pointer:Any, gate:Array) -> None:
-    """Adds 1 to an int32 in global memory for each thread where `gate` is true. A thread that waits for the new number then sees everything that this
-    wave has done before."""
+    """Ends a turn (the period in which a workgroup may add to shared sums): adds 1 to an int32 in global memory for each thread where `gate` is true.
+    A thread that waits for the new number then sees everything that this wave has done before."""
   def check_alignment(self, pointer:Any, nbytes:int) -> None:
     """Raises an error if the distance of `pointer` from the start of its buffer is not a multiple of `nbytes` bytes."""
   def probe(self, name:str, x:Array) -> Array:

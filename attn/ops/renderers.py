@@ -100,8 +100,8 @@ class HipOperations(OperationsPrinter):
     self.held, self.before = second_bounds(uops) if is_ours(name, uops) else set[UOp](), made_before_branches(uops)
     return super()._render(uops)
   def held_text(self, x:UOp) -> str:
-    """Returns the text of a maximum max(x, n), with the bound n hidden from clang. A minimum of x and n reaches the renderer as ~max(~x, ~n); the
-    text of this inner maximum is then ~min(x, n)."""
+    """Returns the text of a maximum max(x, n) or a minimum min(x, n), with the bound n hidden from clang. A minimum reaches the renderer as ~max(~x,
+    ~n); the text of its maximum max(~x, ~n) is ~min(x, n)."""
     bound, of = x.src[1].src[0].arg, x.src[2]
     least = is_minimum(x)
     name = "not_above" if least else "not_below"
