@@ -36,14 +36,14 @@ def staggered(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
 
 @dataclass(frozen=True)
 class StaggeredState(ForwardState):
-  """The state between the two halves of an iteration. In addition to the fields of a forward state, registers hold S^T of the tile whose softmax
-  comes next, and the parts of K and V tiles that are loaded but not yet stored to LDS."""
+  """What the kernel carries from one half of an iteration to the next: the fields of a forward state, S^T of the tile whose softmax comes next, and
+  the parts of K and V tiles that are loaded to registers but not yet stored to LDS."""
   s: UOp
   on_the_way: UOp
 
 @dataclass(frozen=True)
 class Staggered:
-  """The kernel of one problem, as one thread sees it: the values that are equal for all tiles of keys, and the steps."""
+  """The kernel for one problem, as one thread sees it. No field changes during the loop over tiles of keys."""
   tile: Tile
   state: StaggeredState      # before the first iteration
   common: AmdForward         # the steps from which the two halves are built
@@ -85,8 +85,8 @@ class Staggered:
 
   # ***** the two halves of an iteration *****
   def weigh(self, s:StaggeredState, t:UOp, masked:bool) -> tuple[StaggeredState, list[UOp]]:
-    """Turns S(t) into P(t), stores the loaded tiles to LDS and starts the next loads. Before the barrier that ends this step, reads from LDS the
-    columns of V(t) for the first of O's matrix tiles. Returns the state, and these columns as operand A."""
+    """Computes the first half of iteration t: turns S(t) into P(t), stores the loaded tiles to LDS, and starts the next loads. Before the barrier
+    that ends this half, reads the columns of V(t) for the first matrix tile of O from LDS. Returns the state, and these columns as operand A."""
     one = self.common
     raw = [s.s[i].load() for i in range(s.s.max_numel())]
     softmax = one.weighed(s.softmax, [one.group.scores.finished(raw, [one.queries[0]], t, masked)])
@@ -98,8 +98,9 @@ class Staggered:
     return StaggeredState(softmax, s.k, s.v, s.s, s.on_the_way).after(halfway), first
 
   def multiply(self, s:StaggeredState, t:UOp, first:list[UOp], renewed:bool) -> UOp:
-    """Computes O += V(t) P(t) and S(t+1) = K(t+1) Q^T. `first` holds the columns of V(t) for the first matrix tile of O, which `weigh` has read.
-    `renewed` says that the kernel finds out here once more whether a lane is one of lanes 0-15, instead of keeping the answer in a register."""
+    """Computes the second half of iteration t: O += V(t) P(t) and S(t+1) = K(t+1) Q^T. `first` holds the columns of V(t) for the first matrix tile of
+    O, which `weigh` has read. `renewed` says that the kernel finds out here once more whether a lane is one of lanes 0-15, instead of keeping the
+    answer in a register. Returns the last operation."""
     one = self.common
     weights = s.softmax.operands(one.at, 0, one.k_tiles, Kept(one.at), renewed)
     accs = [s.softmax.acc[i].load() for i in range(one.d_tiles)]

@@ -11,9 +11,9 @@ from attn.score.places import Positions
 from attn.tinygrad_compat import Tensor
 
 def _lengths(B:int, head:Tensor, Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None, kv_starts:Tensor|None) -> Positions:
-  """Returns the positions of queries and keys in their sequences if each batch is one sequence. `head` has the indices of the query heads. The keys
-  of batch b are rows kv_starts[b] to kv_lengths[b] - 1 of k, or all rows if no lengths are given. `top_left` and `offset` say where query i stands:
-  see `three_pass`."""
+  """Returns the positions of queries and keys in their sequences, if each batch is one sequence. `head` has the indices of the query heads. The keys
+  of batch b are rows kv_starts[b] to kv_lengths[b] - 1 of k, or all rows if no lengths are given. `top_left` and `offset` say at which position query
+  i stands: see `three_pass`."""
   i, j = Tensor.arange(Sq).reshape(Sq, 1), Tensor.arange(Sk).reshape(1, Sk)
   counted = Tensor.arange(B).reshape(-1, 1, 1, 1, 1), i, j
   if kv_lengths is None: return Positions(None, i + offset, j, counted, head)
@@ -24,9 +24,9 @@ def _lengths(B:int, head:Tensor, Sq:int, Sk:int, top_left:bool, offset:int, kv_l
                    head)
 
 def _sequences(head:Tensor, Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:tuple[int, int]) -> Positions:
-  """Returns the positions of queries and keys in their sequences if sequences lie one after another in a single batch: a query sees only keys of its
-  own sequence. `head` has the indices of the query heads. A token outside of all sequences belongs to no sequence. `longest` is (most queries, most
-  keys) that one sequence may have: further tokens of a sequence count as tokens of no sequence."""
+  """Returns the positions of queries and keys in their sequences, if sequences lie one after another in a single batch: a query sees only keys of its
+  own sequence. `head` has the indices of the query heads. `longest` is (most queries, most keys) that one sequence may have: tokens of a sequence
+  beyond them belong to no sequence, as do tokens outside of all sequences."""
   def rows_of_each(cu:Tensor, most:int) -> Tensor: return (cu[1:] - cu[:-1]).maximum(0).minimum(most)
   rows_q, rows_k = rows_of_each(cu_q, longest[0]), rows_of_each(cu_k, longest[1])
   def inside(cu:Tensor, rows:Tensor, n:int) -> Tensor:
@@ -43,8 +43,9 @@ def _sequences(head:Tensor, Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Ten
   return Positions(belongs, (i + shift).reshape(Sq, 1), j.reshape(1, Sk), counted, head, in_q)
 
 def for_each_query(rows:Tensor, sees:Tensor|None) -> Tensor:
-  """Returns the rows of k or v (B, Hkv, Sk, width) for each query, broadcastable to (B, Hkv, query heads of each, Sq, Sk, width). Replaces rows that
-  a query does not see by 0. Otherwise a weight of 0 times inf or NaN in such a row would give NaN, also in the gradients."""
+  """Returns the rows of k or v (B, Hkv, Sk, width) for each query, with a shape that broadcasts to (B, Hkv, query heads of each, Sq, Sk, width).
+  Replaces rows that a query does not see by 0. Otherwise a weight of 0 times inf or NaN in such a row would give NaN, also in the gradients. `sees`
+  says which query sees which key; None: all see all."""
   rows = rows.float().unsqueeze(2).unsqueeze(3)
   return rows if sees is None else sees.unsqueeze(-1).where(rows, 0.0)
 
@@ -73,7 +74,7 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Calla
   Hkv, Sk, Dv = int(k.shape[1]), int(k.shape[2]), int(v.shape[3])
   grouped = (B, Hkv, H//Hkv)                               # query heads that share keys lie side by side
   def per_head(x:Tensor) -> Tensor:
-    """Reshapes a tensor of shape (H) or (B, H) so that it broadcasts to the scores."""
+    """Reshapes a tensor of shape (H) or (B, H) such that it broadcasts to the scores."""
     return x.float().reshape(-1, Hkv, H//Hkv, 1, 1)
   head = Tensor.arange(H).reshape(Hkv, H//Hkv, 1, 1)
   if cu_seqlens_q is None or cu_seqlens_k is None: at = _lengths(B, head, Sq, Sk, top_left, offset, kv_lengths, kv_starts)

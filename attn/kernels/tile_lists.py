@@ -43,8 +43,8 @@ NOTHING_SEEN = UOp.const(0), UOp.const(-1)     # a row's first and last column
 
 @dataclass(frozen=True)
 class ListedBlocks:
-  """Lists of tiles to make: one list for each block of `block_m` rows, of tiles of `block_n` columns. Columns are keys if `over` is "keys", and
-  queries if `over` is "queries".
+  """Which lists of tiles are made: one list for each block of `block_m` rows, with tiles of `block_n` columns. If `over` is "keys", columns are keys
+  and rows are queries; if it is "queries", the other way round.
 
     heads: (number of heads that have lists of their own, number of query heads that share a list); (1, 1) if the mask is the same for all heads
     batches: number of batches that have lists of their own; 1 if the mask is the same for all batches
@@ -71,13 +71,13 @@ class ListedBlocks:
   def lists(self) -> int: return self.batches*self.heads[0]
   @property
   def shape(self) -> tuple[int, int, int, int]:
-    """Shape of the tensor with the lists of visible tiles of all workgroups: (batches, heads, blocks, entries of a list)."""
+    """Shape of the tensor with all lists: (batches, heads, blocks, entries of a list)."""
     return self.batches, self.heads[0], self.blocks, list_length(self.tiles, self.with_turns)
 
 def list_arguments(x:ListedBlocks) -> dict[str, Shapes]:
-  """Returns the tensors of the kernels that make lists of visible tiles: for each kernel the (shape, dtype) of its tensors by name, in the order in
-  which the kernels run. The dictionary has each kernel under the name of its first tensor, which the kernel writes. The kernel that writes "extremes"
-  is left out if no expression of the mask depends on the row alone or on the column alone."""
+  """Returns the tensors of the kernels that make lists of tiles: for each kernel (shape, dtype) of its tensors by name, in the order in which the
+  kernels run. The key of a kernel in the dictionary is the name of its first tensor, which the kernel writes. The kernel that writes "extremes" is
+  left out if no expression of the mask depends on the row alone or on the column alone."""
   in_tiles: Shapes = {"in_tiles": ((x.lists, x.blocks, x.tiles), "uint8")}
   read: Shapes = {name: of for name, of in x.p.extras.items() if name in (*MOD_TENSORS, "first_batch_and_head")}
   length = Sides.of(x).length
@@ -86,7 +86,7 @@ def list_arguments(x:ListedBlocks) -> dict[str, Shapes]:
   return found | {"in_tiles": in_tiles | extremes | read, "tile_list": {"tile_list": (x.shape, "int32"), **in_tiles}}
 
 def list_kernels(x:ListedBlocks) -> list[tuple[Callable[..., UOp], Shapes]]:
-  """Returns the kernels that make lists of visible tiles, in the order in which they run, each with the (shape, dtype) of its tensors by name."""
+  """Returns the kernels that make lists of tiles, in the order in which they run, each with (shape, dtype) of its tensors by name."""
   kernels = {"extremes": extremes_of_expressions, "in_tiles": seen_in_tiles, "tile_list": tiles_in_order}
   return [(kernels[written](x), shapes) for written, shapes in list_arguments(x).items()]
 
@@ -94,29 +94,29 @@ def list_kernels(x:ListedBlocks) -> list[tuple[Callable[..., UOp], Shapes]]:
 
 @dataclass(frozen=True)
 class Items:
-  """The items of work of a kernel that makes lists of visible tiles. An item is, for example, one tile. Either a thread does an item alone, or all
-  threads of a workgroup do it together."""
+  """How a kernel that makes lists of tiles divides its work. The work consists of items, for example tiles. Either each thread computes an item
+  alone, or all threads of a workgroup compute an item together."""
   new: Allocator
   ranges: tuple[UOp, ...]
   @property
   def thread(self) -> UOp: return self.ranges[-1]
   @staticmethod
   def of_workgroups(*sizes:int) -> tuple[Items, tuple[UOp, ...]]:
-    """Makes items that a workgroup does together: there are as many as the product of `sizes`. Returns the items, and the position of this
-    workgroup's item along each of `sizes`."""
+    """Divides the work such that each workgroup computes one item. There are as many items as the product of `sizes`. Returns the object, and the
+    position of this workgroup's item along each of `sizes`."""
     new = Allocator()
     outer = tuple(new.range(n, AxisType.GLOBAL) for n in sizes)
     return Items(new, (*outer, new.range(THREADS_OF_A_LIST, AxisType.LOCAL))), outer
   @staticmethod
   def of_threads(*sizes:int) -> tuple[Items, UOp, list[UOp]]:
-    """Makes items that a thread does: there are as many as the product of `sizes`. The last of the sizes is divided among threads. Returns the items,
-    whether this thread's item exists, and its position along each of `sizes`."""
+    """Divides the work such that each thread computes one item. There are as many items as the product of `sizes`; a workgroup's threads take
+    neighbouring items along the last of them. Returns the object, whether this thread's item exists, and its position along each of `sizes`."""
     items, outer = Items.of_workgroups(*sizes[:-1], ceildiv(sizes[-1], THREADS_OF_A_LIST))
     index = outer[-1]*THREADS_OF_A_LIST + items.thread
     return items, left_alone(index < sizes[-1]), [*outer[:-1], index.minimum(sizes[-1] - 1)]
   def totals(self, count:int|UOp, begin:list[UOp], work:Callable[[list[UOp], UOp], list[UOp]], *after:UOp) -> list[UOp]:
-    """Returns the results of a loop of `count` iterations. `work` gets the results so far, first `begin`, and the index of the iteration. `work`
-    returns new results. The loop runs after the stores `after`."""
+    """Loops `count` times over `work(results, i)`, which returns new results, given the results so far and the index of the iteration. `begin` are
+    the results before the first iteration. The loop runs after the stores `after`. Returns the last results."""
     registers = [self.new.registers(1, x.dtype) for x in begin]
     begun = [r.after(*self.ranges, *after)[0].store(x) for r, x in zip(registers, begin)]
     i = self.new.range(count, AxisType.LOOP)
@@ -124,8 +124,8 @@ class Items:
     end = UOp.group(*[r[0].store(x) for r, x in zip(now, work([r[0].load() for r in now], i))]).end(i)
     return [r.after(end)[0].load() for r in registers]
   def kernel(self, name:str, stores:list[UOp], operations:int) -> UOp:
-    """Returns the kernel. `operations` is an upper estimate of the number of its operations. tinygrad needs it, because it cannot estimate loops
-    whose length a kernel loads from memory."""
+    """Returns the kernel with the name `name`, which ends with `stores`. `operations` is an upper estimate of its number of operations, which
+    tinygrad needs: it cannot estimate loops whose length a kernel loads from memory."""
     info = KernelInfo(name, opts_to_apply=(), estimates=Estimates(ops=operations, lds=operations, mem=operations))
     return UOp.group(*stores).end(*self.ranges).sink(arg=info, tag=OPTIMISED)
 
@@ -137,8 +137,8 @@ LOW_END, HIGH_END = 0, 1
 
 @dataclass(frozen=True)
 class Side:
-  """Either the expressions in a mask that depend on the row alone, or those that depend on the column alone. The kernel finds the extremes (the
-  lowest and the highest value) of each expression in each block of rows, or in each tile of columns.
+  """The expressions in a mask that depend on the row alone, or those that depend on the column alone. The kernel finds the extremes (the lowest and
+  the highest value) of each of them: in each block of rows, or in each tile of columns.
 
       begin: position of this side's first extreme, among all extremes that belong to a list
       count: number of blocks, or of tiles
@@ -149,8 +149,8 @@ class Side:
   count: int
   size: int
   def index(self, nth:int, which:int, n:UOp) -> UOp:
-    """Returns the position of one extreme among all extremes that belong to a list: the lowest (`which` is LOW_END) or the highest (HIGH_END) value
-    that the expression with index `nth` has in block or tile `n`."""
+    """Returns the position of an extreme among all extremes that belong to a list. The extreme is the lowest (`which` is LOW_END) or the highest
+    value (HIGH_END) of the expression with index `nth`, in block or tile number `n`."""
     return self.begin + (2*nth + which)*self.count + n
 
 @dataclass(frozen=True)
@@ -172,13 +172,14 @@ class Sides:
     return self.columns.begin + 2*len(self.columns.expressions)*self.columns.count
 
 def extreme_of_all(dtype:DType, which:int) -> UOp:
-  """Returns the highest number of a dtype if `which` is HIGH_END, and otherwise its lowest number. For floats these are inf and -inf."""
+  """Returns the highest number of the dtype if `which` is HIGH_END, and its lowest number if `which` is LOW_END. For floats these are inf and -inf.
+  """
   if dtype == dtypes.float: return UOp.const(math.inf if which == HIGH_END else -math.inf, dtype)
   return UOp.const(MOST_INT if which == HIGH_END else LEAST_INT, dtype)
 
 def extended(extremes:list[UOp], value:UOp, there:UOp) -> list[UOp]:
-  """Returns the minimum and the maximum of some values and one more value. `extremes` has the minimum and the maximum before; `value` is the further
-  value, which counts if `there` is true. A NaN counts as -inf and as inf."""
+  """Returns the minimum and the maximum of some values and of one more, `value`. `extremes` are the minimum and the maximum without it. If `there` is
+  false, `value` does not count. A NaN counts as both -inf and inf."""
   low, high = value, value
   if value.dtype == dtypes.float: low, high = (value.ne(value).where(extreme_of_all(value.dtype, which), value) for which in (LOW_END, HIGH_END))
   return [(there & (low < extremes[LOW_END])).where(low, extremes[LOW_END]), (there & (extremes[HIGH_END] < high)).where(high, extremes[HIGH_END])]
@@ -220,8 +221,8 @@ def extremes_of_expressions(x:ListedBlocks) -> Callable[..., UOp]:
 
 @cache_of_kernels
 def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the kernel that says for each block and tile whether some scores are seen and some are hidden. If several heads share a list, the kernel
-  says this of the scores of all these heads together."""
+  """Returns the kernel that finds, for each block of rows and each tile of columns, whether some scores are seen and whether some are hidden. If
+  several heads share a list, the scores of all these heads count."""
   mask, width = x.p.mask_mod, math.gcd(x.block_n, OF_A_STEP)
   assert mask is not None
   pieces = x.block_n//width
@@ -231,8 +232,7 @@ def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
     batch, first_head = of_list//x.heads[0], of_list%x.heads[0]*x.heads[1]
     walk = walk_over(x, x.over, batch, given)
     def extremes(u:UOp) -> Extremes:
-      """Loads the lowest and the highest value of an expression in this block of rows or tile of columns, which `extremes_of_expressions` has
-      found."""
+      """Loads the lowest and the highest value of the expression `u` in this block of rows, or in this tile of columns."""
       side, n = (sides.rows, block) if u in sides.rows.expressions else (sides.columns, tile)
       to = ORDERED.get(u.dtype, dtypes.bool)
       at = [of_list*sides.length + side.index(side.expressions.index(u), which, n) for which in (LOW_END, HIGH_END)]
@@ -249,8 +249,8 @@ def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
     seen = (last_begin <= 0) & (first_end >= x.block_n - 1) & always
     unsure = ops.uniform((hidden | seen).where(int32(0), int32(1)))
     def work(now:list[UOp], i:UOp) -> list[UOp]:
-      """Evaluates the mask for a few neighbouring scores of one row of the tile. Adds to the bits found so far whether some of these scores are seen
-      and whether some are hidden."""
+      """Evaluates the mask for a few neighbouring scores of one row of the tile. `now` has the bits found so far: whether some scores are seen, and
+      whether some are hidden. Returns the bits with those of these scores."""
       index = i*THREADS_OF_A_LIST + items.thread
       row, piece, head = first_row + index%x.block_m, index//x.block_m%pieces, (first_head + index//x.block_m//pieces)
       of = Row(batch, head.minimum(first_head + x.heads[1] - 1), row.minimum(x.rows - 1), row < x.rows)
@@ -276,20 +276,21 @@ def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
 
 @cache_of_kernels
 def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the kernel that puts the tiles of each block in order. The position of a tile is the number of tiles that come before it; one thread for
-  each tile counts them. Tiles that are not in the list come last, and their positions hold the number of all tiles. If the lists have turns, the
-  thread also counts the blocks that start before its block and have the tile in their lists."""
+  """Returns the kernel that puts the tiles of each block into the block's list, in order. One thread for each tile counts the tiles that come before
+  it: this is its position in the list. Tiles that are not in the list come last, and in their place the list has the number of all tiles. If lists
+  have turns, the thread also counts the blocks that start before its block and have the tile in their lists."""
   def kernel(tile_list:UOp, in_tiles:UOp) -> UOp:
     items, there, (of_list, block, tile) = Items.of_threads(x.lists, x.blocks, x.tiles)
     line = (of_list*x.blocks + block)*x.tiles
     def group(t:UOp, line:UOp=line) -> UOp:
       """Returns 0 for a tile of which the mask hides some scores, 1 for a tile of which it hides none, and 2 for a tile of which it hides all. `line`
-      is the index of the first tile of a block."""
+      is where the tiles of a block begin in `in_tiles`."""
       bits = flat(in_tiles)[line + t].load()
       return bits.eq(SEEN | HIDDEN).where(int32(0), bits.eq(SEEN).where(int32(1), int32(2)))
     mine = group(tile)
     def work(now:list[UOp], i:UOp) -> list[UOp]:
-      """Counts the tiles that come before this tile, those of which some scores are hidden, and those that are in the list."""
+      """Counts, over a few more tiles, those that come before this tile, those of which some scores are hidden, and those that are in the list. `now`
+      has the three counts so far."""
       for n in range(OF_A_STEP):
         t = i*OF_A_STEP + n
         other = (t < x.tiles).where(group(t.minimum(x.tiles - 1)), int32(3))

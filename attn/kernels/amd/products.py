@@ -55,7 +55,7 @@ class OwnRows:
 
   @property
   def together(self) -> list[list[UOp]]:
-    """The 16-byte units of this lane's rows, in groups. All units of a group are loaded at the same time."""
+    """The lane's 16-byte units of its rows, in groups. All units of a group are loaded at the same time."""
     n = WAITED_FOR if self.statements is not None else len(self.units)
     return [self.units[i:i + n] for i in range(0, len(self.units), n)]
 
@@ -74,9 +74,9 @@ class OwnRows:
     return self.lds.after(workgroup_barrier(UOp.group(*stores)))
 
   def operands(self, t:UOp, steps:slice, *after:UOp) -> list[list[UOp]]:
-    """Returns operand B for each matrix tile of own rows. A product sums over the elements of a row in steps; `steps` selects the steps whose
-    operands are returned. `t` is the index of the iteration: operands that registers do not keep are read again in each iteration, after the
-    operations `after`."""
+    """Returns operand B for each matrix tile of own rows. `steps` selects the units of a row whose operands are returned: a product sums over the
+    elements of a row, a few units at a time. `t` is the index of the iteration: rows that do not stay in registers are read again in each iteration,
+    after the operations `after`."""
     mat = self.at.matrix
     if self.lds is None and not self.anew: return [operands(mat, units[steps]) for units in self.loaded]
     rows = [amd.opaque(i, t) for i in self.in_block]

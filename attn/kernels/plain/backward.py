@@ -32,9 +32,9 @@ Columns = list[list[UOp]]      # a list for each own row: vectors with one numbe
 
 @dataclass(frozen=True)
 class PlainState:
-  """The state between iterations of the loop over tiles.
+  """The values that the loop over tiles carries from iteration to iteration, and those that an iteration passes from step to step.
 
-    sums: registers that accumulate each gradient
+    sums: registers in which each gradient is summed
     normalisers: if the workgroup owns queries, registers of the lse, which turn scores into P. If a score may be as large as fp32 allows
       (`wide_scores`), also registers of lse_rest: the part of the lse that rounding to fp32 lost
     minus_deltas: if the workgroup owns queries, registers of -delta
@@ -58,8 +58,8 @@ PlainWork = Callable[[PlainState, "PlainTrip"], PlainState]
 
 @dataclass(frozen=True)
 class PlainBackward(Rectangle):
-  """A backward kernel of one problem, as one thread sees it. If the workgroup owns keys, it loops over the queries of one head after another, and
-  `head` is the current one."""
+  """A backward kernel for one problem, as one thread sees it. If the workgroup owns keys, it loops over the queries of one head after another, and
+  `head` is the head over whose queries it loops at present."""
   s: UOp               # S^T of the walked keys of a part, or S of the walked queries of a part
   dp: UOp              # dP of these keys or queries, transposed if they are keys
   state: PlainState    # before the first iteration
@@ -67,14 +67,15 @@ class PlainBackward(Rectangle):
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:TiledBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> PlainBackward:
-    """Makes the steps of the kernel for a workgroup that owns queries. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes,
-    in the same order. If `parts` is above 0, the keys are divided into `parts` parts, and each workgroup loops over one part."""
+    """Makes the object for a kernel whose workgroups own queries and loop over keys. `args` are the kernel's tensors. `shapes` has the names, shapes
+    and dtypes of these tensors, in the same order. If `parts` is above 0, the keys are divided into `parts` parts, and each workgroup loops over one
+    part."""
     return PlainBackward.of(p, arch, tile, args, shapes, parts, ("dq",))
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:TiledBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> list[PlainBackward]:
-    """Makes the steps of the kernel for a workgroup that owns keys, as a list with one object: a single pass over the queries gives dk and dv. `args`
-    are the kernel's tensors. `shapes` has their names, shapes and dtypes, in the same order. If `parts` is above 0, the queries are divided into
-    `parts` parts, and each workgroup loops over one part."""
+    """Makes the object for a kernel whose workgroups own keys and loop over queries, as a list with this object alone: a single loop over the queries
+    gives dk and dv. `args` are the kernel's tensors. `shapes` has the names, shapes and dtypes of these tensors, in the same order. If `parts` is
+    above 0, the queries are divided into `parts` parts, and each workgroup loops over one part."""
     return [PlainBackward.of(p, arch, tile, args, shapes, parts, ("dk", "dv"))]
 
   @staticmethod
@@ -129,8 +130,8 @@ class PlainBackward(Rectangle):
     return s.after(done.end(trip).end(*heads))
 
   def trip(self, s:PlainState, t:UOp, ready:list[UOp], work:PlainWork) -> UOp:
-    """Does one iteration of the loop: adds what tile t contributes to the gradients. First computes P and dS of one part of the tile after another,
-    with `work`, and stores P and dS to local memory. Then adds the tile's rows, weighted by P or dS. Accesses to local memory come after the
+    """Computes one iteration of the loop: what tile t adds to the gradients. `work` computes P and dS of one part of the tile after another, and they
+    are stored to local memory. Then the tile's rows, weighted by P or dS, are added to the gradients. Accesses to local memory come after the
     operations `ready`. Returns the last operation."""
     tile, (part, loop) = self.tile, self.loop(self.tile.parts)
     found, stores = work(s, PlainTrip(self, t*tile.parts + part, [*ready, *loop])).weights, list[UOp]()
@@ -144,9 +145,8 @@ class PlainBackward(Rectangle):
 
   # ***** the numbers of own queries *****
   def deltas_and_normalisers(self, ready:list[UOp]) -> tuple[UOp, PlainState]:
-    """Computes delta and the normaliser of each query that the workgroup owns. A normaliser is a query's lse in the form in which exp2 takes it.
-    Accesses to local memory come after the operations `ready`. Returns the stores of both to registers, and the state with the stores of delta to
-    memory."""
+    """Computes delta and the normaliser (the lse in the form that exp2 takes) of each query that the workgroup owns. Accesses to local memory come
+    after the operations `ready`. Returns the stores of both to registers, and the state, which has the stores of delta to memory."""
     group, p, s = self.group, self.p, self.state
     column, loop = self.loop(ceildiv(p.Dv, QUAD*self.tile.down))
     sums = s.minus_deltas.after(self.zeroed(s.minus_deltas.after(*ready)), *loop)
@@ -166,8 +166,8 @@ class PlainBackward(Rectangle):
     return UOp.group(*registers), replace(s, ready=tuple(ready), stores=tuple(stores))
 
   def times(self, row:Row, first:UOp) -> UOp:
-    """Computes what four elements, from element `first` on, contribute to a query's rowsum(dO * O). Rounds dO to the inputs' dtype, because the
-    product dP = dO V^T uses rounded dO."""
+    """Returns a part of delta of the query `row`: the sum of dO * O over four elements, from element `first` on. Rounds dO to the inputs' dtype,
+    because the product dP = dO V^T uses rounded dO."""
     def elements(tensor:str) -> UOp:
       rows, convert = self.rows_of(tensor), self.converted(tensor)
       begin, inside = rows.start(UOp.const(0), row.index) + first, [first + (0 if rows.width % QUAD == 0 else i) < rows.width for i in range(QUAD)]
@@ -194,36 +194,36 @@ class PlainBackward(Rectangle):
 
 @dataclass(frozen=True)
 class PlainTrip:
-  """The operations of backward on one part of a tile. `t` is the index of this part, counted over all tiles. Accesses to local memory come after
-  `ready`."""
+  """The operations of a backward kernel on one part of a tile. `t` is the index of this part, counted over all tiles. Accesses to local memory come
+  after the operations `ready`."""
   of: PlainBackward
   t: UOp
   ready: list[UOp]
 
   @functools.cached_property
   def firsts(self) -> list[UOp]:
-    """Index, in the sequence, of the first row of each group of four neighbouring rows that this thread computes. These are rows over which the
-    workgroup loops."""
+    """The walked rows (those over which the workgroup loops) of this thread are groups of four neighbours. Returns the index, in the sequence, of the
+    first row of each group."""
     return [self.of.part_scores.row(self.t*self.of.part_scores.block_n) + self.of.result_row(i) for i in range(0, self.of.tile.walked, QUAD)]
   @functools.cached_property
   def left(self) -> list[KeptHere]:
     return [x for j in self.of.quads for x in kept_here(self.of.part_scores, self.of.own_rows[j*QUAD:(j + 1)*QUAD], self.firsts)]
 
   def own(self, x:UOp, i:int) -> UOp:
-    """Returns the number that the registers `x` hold for the i-th query of this thread, repeated in a vector of QUAD elements."""
+    """Returns a vector of QUAD copies of the number that the registers `x` hold for the i-th of this thread's own queries."""
     return ops.splat(ops.extract(x[i//QUAD].load(), i%QUAD), QUAD)
   def of_walked(self, name:str) -> list[list[UOp]]:
-    """Loads lse or delta (`name`) of the queries in this part of a tile. Returns a list with four numbers for each group of four neighbouring
-    queries."""
+    """Loads a number, such as lse or delta (`name`), of each query in this part of a tile. Returns a list of four numbers for each group of four
+    neighbouring queries."""
     rows = self.of.group.query_value_rows(name, self.of.own_rows[0].head)
     return [[rows.buffer[(rows.base + first + e).valid(first + e < rows.count)].load() for e in range(QUAD)] for first in self.firsts]
   def minus_delta(self, s:PlainState) -> Columns:
     if self.of.keys: return [[ops.build(*[scaled_delta(x, self.of.p) for x in quad]) for quad in self.of_walked("delta")]]*len(self.of.own_rows)
     return [[self.own(s.minus_deltas, i)]*len(self.firsts) for i in range(len(self.of.own_rows))]
   def product(self, to:UOp, which:int, ready:list[UOp]) -> tuple[UOp, Columns]:
-    """Multiplies the rows of this part by the rows that the workgroup owns. `which` chooses the two tensors: 0 for S, 1 for dP. The products go to
-    the registers `to`. Accesses to local memory come after the operations `ready`. Returns these registers, and a list of products for each own row.
-    """
+    """Multiplies the rows of this part of a tile by the rows that the workgroup owns, into the registers `to`. `which` chooses the two tensors: 0 for
+    S (q and k), 1 for dP (dO and v). Accesses to local memory come after the operations `ready`. Returns the registers, and a list of products for
+    each own row."""
     of, n = self.of, len(self.of.quads)
     x = of.product(to, of.walked[which], of.own[which], KEPT[which], self.t, ready)
     return x, of.by_own_row([[x[i*n + j].load() for j in of.quads] for i in range(of.tile.walked)])

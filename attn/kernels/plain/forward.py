@@ -30,14 +30,14 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Ready:
-  """Operations with side effects, `deps`, such as stores and barriers. Every access to local memory must come after them."""
+  """The operations, such as stores and barriers, that must come before every access to local memory."""
   deps: tuple[UOp, ...] = ()
   def after(self, *deps:UOp) -> Ready: return Ready((*self.deps, *deps))
 
 @dataclass(frozen=True)
 class QueryState(Carried):
-  """The state between iterations of the loop over keys: the thread's part of O^T; the maximum of the scores so far, for each of the thread's queries;
-  the sum of the P that this thread has computed; and the parts of K and V that the thread has loaded ahead."""
+  """The values that the loop over keys carries from iteration to iteration: the thread's part of O^T (`acc`); for each of its queries, the maximum of
+  the scores so far (`m`) and the sum of the P that this thread has computed (`l`); and registers with elements of K and V that are loaded ahead."""
   acc: UOp
   m: UOp
   l: UOp
@@ -47,16 +47,16 @@ class QueryState(Carried):
 
 @dataclass(frozen=True)
 class Weighed:
-  """Result of the step `weigh` for a tile of keys, for the step `add_to_o`. After the statement `done`, P^T is in local memory. `rescale` has the
-  factors by which O^T must be multiplied, because the rows' maxima may have grown. `stores` are further stores of the iteration: the new maxima, and
-  the keys that were loaded ahead."""
+  """What the step `weigh` has computed for a tile of keys, for the step `add_to_o`. After the statement `done`, P^T is in local memory. `rescale` has
+  the factors by which O^T must be multiplied, because the rows' maxima may have grown. `stores` are further stores of the iteration: of the new
+  maxima, and of the keys that are loaded ahead."""
   done: UOp
   rescale: list[UOp]
   stores: list[UOp]
 
 @dataclass(frozen=True)
 class PlainForward(Rectangle):
-  """The forward kernel of one problem, as one thread sees it."""
+  """The forward kernel for one problem, as one thread sees it. Each method is an operation of the algorithm `online_softmax`."""
   s: UOp             # S^T of the keys of a part of a tile
   top: UOp           # the maximum of each query's scores, including this iteration's scores
   state: QueryState
@@ -92,8 +92,8 @@ class PlainForward(Rectangle):
     if (count := trip_count(walked.end - walked.begin)) is not None: yield TileLoop(walked.begin, count, self.masked, self.new)
 
   def scores(self, s:QueryState, t:UOp, masked:bool) -> tuple[QueryState, UOp]:
-    """Computes S^T of a tile. Returns a statement (an operation with a side effect). After it, local memory holds S^T, and the registers `top` hold
-    the maximum score of each query so far. If loads run ahead, also starts the loads of V."""
+    """Computes S^T of tile t. If loads run ahead, also starts the loads of V. Returns the state and a statement (an operation with a side effect):
+    after it, local memory holds S^T, and the registers `top` hold the maximum score of each query so far."""
     s = s.after(*(self.fetched(self.first_of("v", t), s.v) if self.tile.ahead else []))
     return s, self.scored(s, t, list(s.ready.deps))
 
@@ -117,21 +117,22 @@ class PlainForward(Rectangle):
 
   # ***** parts of the steps *****
   def first_of(self, tensor:str, t:UOp) -> Portion:
-    """Returns the first part of the t-th tile of K or V. A tile is copied to local memory part by part."""
+    """Returns which data of tile t of K or V (`tensor`) is copied to local memory first. A tile is copied in several portions."""
     tile, first = self.tile, self.group.scores.row(t*self.tile.block_n)
     if tensor == "k": return Portion("walked", "k", first, UOp.const(0), tile.block_n)
     return Portion("rows", "v", first, UOp.const(0), tile.values)
 
   def start(self, *deps:UOp) -> UOp:
-    """Returns the stores of the initial sums and maxima to registers. If loads run ahead, also returns the stores of the first loaded part of K."""
+    """Returns the stores that give the row sums and maxima their values before the first key. If loads run ahead, also loads the first portion of K
+    to registers."""
     s = self.state.after(*deps)
     first = self.fetched(self.first_of("k", self.group.walked.begin), s.k) if self.tile.ahead else []
     return UOp.group(self.cleared(s.acc), *first,
                      *[x.store(ops.splat(value, QUAD)) for of, value in ((s.m, LOWEST), (s.l, 0.0)) for x in self.all(of)])
 
   def scored(self, state:QueryState, t:UOp, ready:list[UOp]) -> UOp:
-    """Computes S^T of a tile and stores it to the place in local memory where P^T will lie later, after the operations `ready`. Updates the thread's
-    maxima with the scores that the thread has computed."""
+    """Computes S^T of tile t, and stores it where P^T will lie later in local memory, after the operations `ready`. Raises the thread's maxima to the
+    scores that it has computed. Returns the last operation."""
     tile, began = self.tile, UOp.group(*[top.store(x.load()) for top, x in zip(self.each(self.top.after(*ready)), self.each(state.m))])
     part, loop = self.loop(tile.parts)
     s = self.product(self.s, "k", "q", "kept", t*tile.parts + part, [*ready, *loop], state.k if tile.ahead else None)
@@ -147,19 +148,20 @@ class PlainForward(Rectangle):
     return UOp.group(*stores).end(*loop)
 
   def finished(self, rows:list[list[UOp]], t:UOp) -> list[list[UOp]]:
-    """Applies terms (bias, softcap, ...) and masks to the raw scores of some keys. Returns scores in base e (P = e^(score - m)), as the softmax of
-    this file needs them. Regroups the scores by query, because parts/weights/scores.py works on one query at a time."""
+    """Applies score terms (bias, softcap, ...) and masks to raw scores of part number `t` of the tiles. Returns scores in base e (P = e^(score - m)).
+    `rows` and the result have a list for each key. The scores are regrouped by query for this, because parts/weights/scores.py works on one query at
+    a time."""
     if self.part_scores.raw and not self.masked: return [[ops.mul(x, self.part_scores.unit.natural) for x in row] for row in rows]
     return self.by_walked_row([self.part_scores.finished(x, [row], t, self.masked) for x, row in zip(self.by_own_row(rows), self.queries)])
 
   def weight(self, x:UOp, top:UOp) -> UOp:
-    """Computes P of the score `x`, relative to the maximum `top`. Subtracts before it multiplies: for scores near the maximum the subtraction is
-    exact."""
+    """Returns P of the score `x`: exp(x - top), where `top` is the maximum of the row's scores. Subtracts before it multiplies by log2(e), because
+    the difference is exact for scores near the maximum."""
     return ops.exp2(ops.mul(ops.sub(x, top), self.part_scores.to_log2))
 
   def weights(self, l:UOp, tops:list[UOp], t:UOp, ready:list[UOp]) -> UOp:
-    """Replaces the scores that this thread stored in local memory by P^T after dropout, after the operations `ready`. `tops` are the maxima of the
-    thread's queries. Adds P before dropout to the row sums `l`."""
+    """Replaces the scores that this thread has stored to local memory by P^T after dropout, after the operations `ready`. `tops` are the maxima of
+    the thread's queries. Adds P before dropout to the row sums `l`. Returns the last operation."""
     tile = self.tile
     four, loop = self.loop(tile.block_n//QUAD) if tile.alone else (UOp.const(0), [])
     rows = [four*QUAD + i for i in range(QUAD)] if tile.alone else [self.result_row(i) for i in range(tile.walked)]
@@ -181,13 +183,14 @@ class PlainForward(Rectangle):
     return rows.buffer[rows.start(first, row).valid(first + row < rows.count)].load().cast(dtypes.float)
 
   def scaled(self, weights:UOp, scores:UOp, scale:UOp) -> UOp:
-    """Multiplies weights of a key by the scale of its row of V. Weights of hidden scores, which are -inf, stay 0 even if the scale is NaN."""
+    """Returns the weights P of a key, multiplied by the scale of its row of V. Where the score is hidden (-inf), P stays 0 even if the scale is NaN.
+    """
     found = ops.mul(weights, scale)
     if not self.masked: return found
     return ops.select_each([ops.extract(scores, i).eq(-math.inf) for i in range(QUAD)], 0.0, found)
 
   def dropped(self, weights:list[list[UOp]], firsts:list[UOp]) -> list[list[UOp]]:
-    """Returns the weights P after dropout. The weights belong to groups of four neighbouring keys, and `firsts` are the first keys of these
+    """Returns P after dropout. `weights` has a list for each key. The keys are groups of four neighbours, and `firsts` are the first keys of these
     groups."""
     if not self.p.dropout_p: return weights
     kept = [x for j in self.quads for x in kept_here(self.part_scores, self.queries[j*QUAD:(j + 1)*QUAD], firsts)]

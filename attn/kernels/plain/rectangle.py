@@ -37,14 +37,14 @@ ROWS_TOGETHER = 8    # rows of a portion: neighbouring threads copy one quad of 
 MOST_UNROLLED = 8    # most quads that a thread copies without a loop: their loads run at the same time
 
 def beyond_registers(p:Problem) -> str|None:
-  """Returns the reason if rows of the problem are too long for the kernels of plain UOps, otherwise None."""
+  """Returns an error message if rows of the problem are too long for the kernels of plain UOps, otherwise None."""
   widths = (("D", p.D), ("Dv", p.Dv))
   return next((f"{name}={value}: this kernel supports at most {MAX_WIDTH}"
                for name, value in widths if value > MAX_WIDTH), None)
 
 def for_rectangles(kernel_of:Callable[..., Callable[..., UOp]]) -> Callable[..., Callable[..., UOp]]:
-  """Wraps a function that makes kernels in plain UOps. The wrapped function raises NotImplementedError for rows that are too long. The kernels that
-  it makes keep the program that they have built, and return it again for the same tensors, because building a program takes a while."""
+  """Wraps `kernel_of`, a function that makes kernels in plain UOps. The wrapped function raises NotImplementedError for rows that are too long. Its
+  kernels keep the program that they have built, and return it again for the same tensors, because building a program takes a while."""
   def checked(p:Problem, *how:Any) -> Callable[..., UOp]:
     if (reason := beyond_registers(p)) is not None: raise NotImplementedError(reason)
     return functools.cache(kernel_of(p, *how))
@@ -65,9 +65,9 @@ class Section:
 
 @dataclass(frozen=True)
 class WhereItLies:
-  """Left operand of a product that is read directly from global memory, without a copy in local memory. Used on devices where a workgroup is a single
-  thread. The operand is rows of a tensor, transposed if `turned`. A row that does not exist is replaced by the last row: masks hide the scores of
-  such a row, and in a sum over rows its weights are 0."""
+  """Left operand of a product that is read directly from global memory, without a copy in local memory, on devices where a workgroup is a single
+  thread. The operand is rows of a tensor, transposed if `turned`. In place of a row that does not exist, the last row is read: masks hide its scores,
+  and in a sum over rows its weights are 0."""
   source: GlobalRows
   first: UOp
   turned: bool
@@ -81,8 +81,8 @@ class WhereItLies:
 
 @dataclass(frozen=True)
 class Portion:
-  """The piece of a tensor that one step copies to a section of local memory: n rows from row `first` on, and of each row the elements from `column`
-  on."""
+  """The data that one step copies from a tensor to a section of local memory: `n` rows from row `first` on, and of each row the elements from
+  `column` on, as many as the section has room for."""
   section: str
   tensor: str
   first: UOp
@@ -92,10 +92,9 @@ class Portion:
 # ***** how the work is divided *****
 
 def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
-  """Divides the work on a device without workgroups into parts. The work is `blocks` blocks of rows of each of `heads` heads (counted over batches).
-  Returns the number of parts, which the device computes one after another, and the number of heads in each part. A part loops over its heads. If
-  batches have different numbers of keys, each batch has parts of its own, because the length of the loop over keys must not depend on the loop over
-  heads."""
+  """Divides the work on a device without workgroups into parts, which the device computes one after another. The work is `blocks` blocks of rows of
+  each of `heads` heads (counted over batches). Returns (number of parts, number of heads in each part). A part loops over its heads. If batches have
+  different numbers of keys, no part has heads of two batches, because the length of the loop over keys must not depend on the loop over heads."""
   parts = p.B if p.kv_lengths or p.varlen else 1
   return parts*blocks, heads//parts
 
@@ -116,7 +115,7 @@ def grid_of(p:Problem, arch:Chip, tile:RectangleTile, blocks:int, heads:int) -> 
 
 @dataclass(frozen=True)
 class Rectangle:
-  """A kernel of one problem, as one thread of the rectangle sees it."""
+  """A kernel for one problem, as one thread of the rectangle of threads sees it."""
   tile: RectangleTile
   new: Allocator
   group: Workgroup
@@ -131,36 +130,37 @@ class Rectangle:
   def p(self) -> Problem: return self.group.p
   @property
   def quads(self) -> range:
-    """Indices of the groups of four neighbouring rows (quads) that this thread computes, among the rows that the workgroup owns."""
+    """Indices of this thread's quads (four neighbouring rows) of the rows that the workgroup owns."""
     return range(self.tile.own//QUAD)
   @functools.cached_property
   def sections(self) -> Sections: return self.tile.sections(self.p)
   @property
   def part_scores(self) -> Scores:
-    """The `Scores` of one part of a tile: the rows of a tile that the threads compute at a time."""
+    """The `Scores` of one part of a tile, the rows of a tile that the threads compute at a time."""
     scores = replace(self.group.scores, block_n=self.tile.down*self.tile.walked)
     return scores if self.head is None else scores.of_head(self.head)
   @property
   def masked(self) -> bool:
-    """Whether a tile may contain a row that a mask hides or that does not exist."""
+    """Whether a mask may hide rows of a tile, or rows of a tile may not exist."""
     return hides_some(self.group.scores.walk, self.tile.block_n)
   @property
   def items(self) -> list[UOp]:
-    """A list with the loop over heads, if the device has no workgroups. Otherwise empty."""
+    """The loop over heads as a list, if the device has no workgroups. Otherwise an empty list."""
     return [x for x in self.group.grid.ranges if x.arg[-1] is AxisType.LOOP]
   def rows_of(self, tensor:str) -> GlobalRows: return self.group.rows_of(tensor, self.head)
   def in_block(self, j:int) -> UOp:
-    """Returns the first row of the j-th group of four own rows that this thread computes, counted from the block's first row."""
+    """Returns the first row of this thread's j-th quad (four neighbouring own rows), as an index in the block."""
     return (self.at.x + j*self.tile.across)*QUAD
   def result_row(self, i:int) -> UOp:
-    """Returns the row of a product that this thread computes as its i-th row. For scores it is the index of a walked row within a part of a tile. For
-    O or a gradient, which are computed transposed, it is the index of a column, counted from the first column that is computed at the same time."""
+    """Returns the row number `i` of this thread's rows of a product, as a row of the whole product. For scores this is a row of the part of a tile
+    that the workgroup computes at a time. O and gradients are computed transposed: the result is then a column of O or of the gradient, counted from
+    the first of the columns that the workgroup computes at a time."""
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
   def section(self, name:str, *deps:UOp) -> Section:
-    """Returns the section `name` of local memory. Accesses to the section come after the operations `deps`."""
+    """Returns the section `name` of local memory, such that accesses to it come after the operations `deps`."""
     return Section(self.memory.after(*deps), self.sections.places[name], self.sections.shapes[name])
   def loop(self, n:int) -> tuple[UOp, list[UOp]]:
-    """Makes a loop over n parts, if n > 1. Returns (index of the part, list with the loop); the list is empty if n is 1."""
+    """Makes a loop over n parts. Returns (index of the part, list with the loop). If n is 1 there is no loop, and the list is empty."""
     if n == 1: return UOp.const(0), []
     part = self.new.range(n, AxisType.LOOP)
     return part, [part]
@@ -168,44 +168,41 @@ class Rectangle:
   # ***** registers *****
   def all(self, x:UOp) -> list[UOp]: return [x[i] for i in range(x.max_numel())]
   def each(self, x:UOp) -> list[UOp]:
-    """Returns the elements of `x`, which holds one number for each row that the workgroup owns. Each element is a vector of four
-    neighbouring rows."""
+    """Returns the registers of `x`, which hold one number for each of this thread's own rows: a vector for each four neighbouring rows."""
     return [x[j] for j in self.quads]
   def zeroed(self, x:UOp) -> UOp: return UOp.group(*[y.store(ops.splat(0.0, QUAD)) for y in self.all(x)])
   def width(self, acc:UOp) -> int:
-    """Returns the number of columns of the sum `acc` that one thread computes."""
+    """Returns how many columns of the sum `acc` (O or a gradient) one thread computes."""
     return acc.max_numel()//len(self.quads)
   def blocks(self, acc:UOp) -> int:
-    """Returns the number of blocks into which a thread divides its columns of the sum `acc`. The thread computes one block of columns after
-    another."""
+    """Returns into how many blocks a thread divides its columns of the sum `acc` (O or a gradient). The thread computes one block after another."""
     return self.width(acc)//(self.tile.columns or self.width(acc))
   def block_of(self, acc:UOp, block:UOp) -> list[UOp]:
-    """Returns the registers of one block of columns of the sum `acc`."""
+    """Returns the registers of block number `block` of this thread's columns of the sum `acc` (O or a gradient)."""
     count = acc.max_numel()//self.blocks(acc)
     return [acc[block*count + i] for i in range(count)]
   def cleared(self, acc:UOp) -> UOp:
-    """Returns the stores of 0 to the sum `acc`, one block of columns after another."""
+    """Returns the stores of 0 to the registers of the sum `acc` (O or a gradient), one block of columns after another."""
     block, loop = self.loop(self.blocks(acc))
     return UOp.group(*[x.store(ops.splat(0.0, QUAD)) for x in self.block_of(acc.after(*loop), block)]).end(*loop)
   def by_own_row(self, rows:list[list[UOp]]) -> list[list[UOp]]:
-    """Regroups the scores of a part of a tile, so that each list belongs to an own row (a row that the workgroup owns). Before, there is a list for
-    each row of the tile, with vectors of four own rows. Afterwards, there is a list for each own row, with vectors of QUAD rows of the tile."""
+    """Regroups scores of a part of a tile by the rows that the workgroup owns. `rows` has a list for each row of the tile, with vectors of four own
+    rows. The result has a list for each own row, with vectors of four rows of the tile."""
     return [[ops.build(*[ops.extract(rows[i + k][j], e) for k in range(QUAD)]) for i in range(0, len(rows), QUAD)]
             for j in self.quads for e in range(QUAD)]
   def by_walked_row(self, columns:list[list[UOp]]) -> list[list[UOp]]:
-    """Undoes the regrouping of `by_own_row`, so that each list belongs to a walked row (a row of the tile). Before, there is a list for each own row
-    (a row that the workgroup owns), with vectors of QUAD rows of the tile. Afterwards, there is a list for each row of the tile, with vectors of four
-    own rows."""
+    """Regroups scores of a part of a tile by the rows of the tile, as they were before `by_own_row`. `columns` has a list for each row that the
+    workgroup owns, with vectors of four rows of the tile. The result has a list for each row of the tile, with vectors of four own rows."""
     return [[ops.build(*[ops.extract(columns[j*QUAD + e][i//QUAD], i%QUAD) for e in range(QUAD)]) for j in self.quads]
             for i in range(len(columns[0])*QUAD)]
   def barrier(self, *deps:UOp) -> UOp: return UOp.group(*deps) if self.tile.alone else workgroup_barrier(UOp.group(*deps))
 
   # ***** products *****
   def product(self, to:UOp, walked:str, own:str, kept:str, t:UOp, ready:list[UOp], ahead:UOp|None=None) -> UOp:
-    """Multiplies part t of the walked rows (the rows that the workgroup loops over) by the own rows (the rows that it owns). `walked` and `own` name
-    the two tensors. Returns the registers `to`, which hold the products. Rows are copied to local memory a few columns at a time, after the
-    operations `ready`. If own rows stay in local memory, they are read from the section `kept`. `ahead` has the registers with the walked rows that
-    were loaded before; None: no loads run ahead."""
+    """Multiplies part number `t` of the walked rows (over which the workgroup loops) by the own rows (which the workgroup owns). `walked` and `own`
+    are the names of the two tensors. The products are in the registers `to`, which are returned. Rows are copied to local memory a few columns at a
+    time, after the operations `ready`. Own rows that stay in local memory are read from the section `kept`. If loads run ahead, the registers `ahead`
+    have the first walked rows."""
     tile, n, width = self.tile, self.tile.down*self.tile.walked, self.width_of(walked)
     depth, (step, loop) = tile.depth_of(width), self.loop(tile.steps(width))
     now, first, mine = [*ready, *loop], step*depth, [self.result_row(i) for i in range(tile.walked)]
@@ -228,9 +225,9 @@ class Rectangle:
 
   def summed(self, acc:UOp, tensor:str, weights:str, t:UOp, ready:list[UOp], weighed:list[UOp], rescale:list[UOp]|None=None,
              ahead:UOp|None=None) -> UOp:
-    """Computes acc = acc*rescale + X^T W. X is tile t of the rows of `tensor`, copied to local memory some rows at a time, after the operations
-    `ready`. W is the weights (P or dS) of these rows, which lie in the section `weights` of local memory after the operations `weighed`. `ahead` has
-    the registers with the rows that were loaded before; None: no loads run ahead. Returns the last operation."""
+    """Computes acc = acc*rescale + X^T W, where X is tile t of the rows of `tensor`, and W is the weights of these rows, P or dS. The rows are copied
+    to local memory a few at a time, after the operations `ready`. The weights are in the section `weights` of local memory after the operations
+    `weighed`. If loads run ahead, the registers `ahead` have the first rows. Returns the last operation."""
     tile, n, first = self.tile, len(self.quads), self.group.scores.row(t*self.tile.block_n)
     block, blocks = self.loop(self.blocks(acc))
     to = self.some.after(*ready, *blocks) if tile.columns else acc
@@ -252,8 +249,8 @@ class Rectangle:
     return self.outer_products(begun.after(*loop), left, own, right, step*tile.values, tile.values).end(*loop)
 
   def outer_products(self, acc:UOp, left:Section|WhereItLies, columns:list[UOp], right:Section, first:UOp, n:int) -> UOp:
-    """Adds n outer products to `acc`: the outer products of row i of the left operand and row `first` + i of the right operand, for i from 0 to n -
-    1. `columns` are the columns of the left operand that this thread computes."""
+    """Adds to the registers `acc` the outer products of row i of `left` and row `first` + i of `right`, for i from 0 to n - 1. `columns` are the
+    columns of `left` that this thread computes. Returns the last operation."""
     together = math.gcd(n, self.tile.steps_at_once)
     k = self.new.range(n//together, AxisType.LOOP)
     places = [acc.after(k)[i] for i in range(len(columns)*len(self.quads))]
@@ -265,16 +262,17 @@ class Rectangle:
 
   # ***** from global to local memory *****
   def converted(self, tensor:str) -> Callable[[UOp], UOp]:
-    """Returns the function that converts an element of the tensor to fp32. dO is first rounded to the inputs' dtype, as in the kernels with matrix
-    instructions."""
+    """Returns the function that converts an element of the tensor `tensor` to fp32. dO is first rounded to the inputs' dtype, as in the kernels with
+    matrix instructions."""
     if self.p.stored and tensor in ("k", "v"): return FORMATS[self.p.stored].decode
     return lambda x: (x.cast(FLOATS[self.p.dtype]) if tensor == "do" else x).cast(dtypes.float)
 
   def width_of(self, tensor:str) -> int: return self.p.D if tensor == "k" else self.rows_of(tensor).width
 
   def element(self, tensor:str, first:UOp, row:UOp, column:UOp, *there:UOp) -> UOp:
-    """Loads an element of row `first` + `row` of a tensor, in fp32, if all conditions `there` hold. Rows of K of a latent cache of 8 bits are read as
-    they are: their stored numbers times the scale of the row, and behind them the columns of 16 bits."""
+    """Loads an element of row `first` + `row` of the tensor `tensor`, in fp32, or 0 where one of the conditions `there` is false. K of a latent cache
+    that stores 8-bit numbers is loaded as the numbers that it stands for: in the latent columns the stored number times the row's scale, and after
+    them the rotary columns, which have 16 bits."""
     def loaded(name:str, column:UOp|int) -> UOp:
       rows = self.rows_of(name)
       at = rows.start(first, row) + column
@@ -285,24 +283,24 @@ class Rectangle:
     return found if p.Dv == p.D else (column < p.Dv).where(found, loaded("k_rotary", (column - p.Dv).maximum(0)).cast(dtypes.float))
 
   def units(self, portion:Portion) -> int:
-    """Returns the number of groups of four elements in one row of the data `portion`."""
+    """Returns the number of quads (four neighbouring elements) in one row of the data `portion`."""
     shape = self.sections.shapes[portion.section]
     return (shape.rows if shape.turned else self.tile.width(self.width_of(portion.tensor)))//QUAD
 
   def quads_carried(self, portion:Portion) -> int:
-    """Returns the number of groups of four elements that each thread copies, of the data `portion`."""
+    """Returns how many quads (four neighbouring elements) of the data `portion` each thread copies."""
     return ceildiv(portion.n*self.units(portion), self.tile.threads)
 
   def carried(self, portion:Portion, ready:list[UOp]) -> UOp:
-    """Returns this thread's stores of the data `portion` to its section of local memory, transposed if the section is. Elements that do not exist
-    become 0. Each thread copies some groups of four elements. The stores come after the operations `ready`."""
+    """Copies this thread's quads (four neighbouring elements) of the data `portion` to local memory, after the operations `ready`. If its section is
+    stored transposed, transposes the data. Elements that do not exist become 0. Returns the last operation."""
     to, count = self.section(portion.section, *ready), self.quads_carried(portion)
     item, loop = self.loop(count) if self.tile.alone or count > MOST_UNROLLED else (UOp.const(0), [])
     items = [item] if loop else [UOp.const(i) for i in range(count)]
     return UOp.group(*[to.memory[place].store(x) for i in items for x, place in self.quad_of(portion, i)]).end(*loop)
 
   def quad_of(self, portion:Portion, item:UOp) -> list[tuple[UOp, UOp]]:
-    """Loads one group of four elements of the data `portion`. `item` is the index of the group among the groups that this thread copies. Returns the
+    """Loads one quad (four neighbouring elements) of the data `portion`: the quad with index `item` among those that this thread copies. Returns its
     elements in fp32, each with its place in local memory."""
     to, rows, threads, units = self.section(portion.section), self.rows_of(portion.tensor), self.tile.threads, self.units(portion)
     turned, width = to.shape.turned, self.width_of(portion.tensor)
@@ -318,13 +316,14 @@ class Rectangle:
     return found
 
   def fetched(self, portion:Portion, ahead:UOp) -> list[UOp]:
-    """Returns the stores of this thread's part of the data `portion` to the registers `ahead`."""
+    """Returns the stores of this thread's quads of the data `portion` from global memory to the registers `ahead`."""
     values = [x for j in range(self.quads_carried(portion)) for x, _ in self.quad_of(portion, UOp.const(j))]
     return [UOp.group(*[ahead[i].store(x) for i, x in enumerate(values)])]
 
   def brought(self, portion:Portion, then:Portion|None, ready:list[UOp], ahead:UOp|None) -> list[UOp]:
-    """Returns the stores of the data `portion` to local memory, after the operations `ready`. The data comes from global memory, or, if `ahead` is
-    given, from the registers `ahead`. In the second case the next data, `then`, is loaded to these registers afterwards."""
+    """Returns the stores of the data `portion` to local memory, after the operations `ready`. If `ahead` is None, the data comes from global memory.
+    Otherwise it comes from the registers `ahead`, to which it was loaded earlier, and the next data, `then`, is loaded to these registers afterwards.
+    """
     if ahead is None: return [self.carried(portion, ready)]
     to, now = self.section(portion.section, *ready), ahead.after(*ready)
     places = [place for j in range(self.quads_carried(portion)) for _, place in self.quad_of(portion, UOp.const(j))]
@@ -332,9 +331,9 @@ class Rectangle:
     return [stores, *(self.fetched(then, ahead.after(stores)) if then is not None else [])]
 
   def over_threads(self, parts:list[UOp], join:Callable[[UOp, UOp], UOp], ready:list[UOp], *done:UOp) -> tuple[list[UOp], list[UOp]]:
-    """Combines the values of all threads that share a row into one value, by the function `join` (such as a sum or maximum). `parts` has this
-    thread's number for each of its own rows. The threads exchange the numbers through local memory, after the operations `ready` and the statements
-    `done`. Returns the results, and the operations after which local memory may be used for something else."""
+    """Combines the numbers that several threads have for the same row into one number, by `join`, such as a sum or a maximum. `parts` has this
+    thread's numbers, a vector for each four of its own rows. The threads exchange the numbers through local memory, after the operations `ready` and
+    the statements `done`. Returns (the results, the operations after which local memory may be used for something else)."""
     if self.tile.alone: return parts, [*ready, *done]
     to = self.section("exchanged", *ready)
     met = self.barrier(*done, *[y for j, x in enumerate(parts) for y in to.store_quad(self.at.h, self.in_block(j), x)])

@@ -19,12 +19,12 @@ def v_skew(mat:Matrix, block_n:int) -> int:
   return 8//v_columns(block_n) if mat.M == 16 and mat.accumulator == mat.unit else 0
 
 def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """Returns the LDS layout of rows of `width` elements, not transposed. The rows are operand A of products that sum over the elements of a row."""
+  """Returns the LDS layout for rows of `width` elements, not transposed, as operand A of products that sum over the elements of a row."""
   return PaddedRows(rows, contraction(mat, width)//mat.unit)
 
 def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """Returns the LDS layout of the rows of a tile, for a kernel that holds the tile twice: row by row and transposed. This is the layout of the first
-  copy; a row has `width` elements. The layout puts the rows that one access of a wave reaches into different banks.
+  """Returns the LDS layout for rows of `width` elements, for a kernel that holds a tile twice: row by row, in this layout, and transposed. The layout
+  puts the rows that one access of a wave reaches into different banks.
 
   A read reaches neighbouring rows. The rows that one store reaches lie in different groups of four neighbouring rows (`staging.key_rows`). If a
   matrix tile has 32 rows, the rows of a store are 4 apart: then neighbouring rows of a group begin an even number of 16-byte units apart, and
@@ -37,12 +37,12 @@ def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
   return PaddedRows(rows, units, 1, 8)
 
 def column_layout(mat:Matrix, block_n:int, width:int) -> PaddedRows:
-  """Returns the LDS layout of a transposed tile: operand A of products that sum over the tile's `block_n` rows."""
+  """Returns the LDS layout for a transposed tile of `block_n` rows of `width` elements, as operand A of products that sum over the tile's rows."""
   return PaddedRows(round_up(width, mat.M), block_n//mat.unit, v_skew(mat, block_n))
 
 @dataclass(frozen=True)
 class Tile(ForwardShape):
-  """How a forward kernel on AMD's matrix units divides the work."""
+  """Tile description of the forward kernel on AMD's matrix units: how the kernel divides a problem over workgroups and waves."""
   _: KW_ONLY
   matrix: Matrix
   pack_gqa: bool = False       # a tile has the queries of all heads that share a key/value head: K and V are read once for all of them
@@ -66,22 +66,22 @@ class Tile(ForwardShape):
   def by_item(self) -> bool: return False
   @property
   def buffers(self) -> int:
-    """Number of tiles of K for which LDS has room at the same time. LDS has room for as many tiles of V."""
+    """Number of tiles of K, and of V, for which LDS has room at the same time."""
     return max(1, self.prefetch)
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
     return UNIT_BYTES*(self.buffers*(k.size + v.size) + (q.size if self.q_in_lds else 0))
   @property
   def options(self) -> str:
-    """The options of the tile whose values are not the default, in words."""
+    """Text that names the options of the tile whose values are not the default, such as "prefetch=2"."""
     said = [name for name in ("q_in_lds", "fenced", "sparing", "anew") if getattr(self, name)]
     return " ".join(said + [f"prefetch={self.prefetch}"]*(self.prefetch != 1))
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
 
 @dataclass(frozen=True)
 class BackwardTile(BackwardShape):
-  """How a backward kernel on AMD's matrix units divides the work. A workgroup owns `block_m` rows (queries in backward_dq, keys in backward_dkdv) and
-  loops over the rows of the other kind, `block_n` at a time."""
+  """Tile description of a backward kernel on AMD's matrix units: how the kernel divides a problem over workgroups and waves. A workgroup owns
+  `block_m` rows (queries in backward_dq, keys in backward_dkdv) and loops over the rows of the other kind, `block_n` at a time."""
   _: KW_ONLY
   matrix: Matrix
   keys: bool = False       # the own rows are keys
@@ -104,17 +104,17 @@ class BackwardTile(BackwardShape):
   @property
   def torn(self) -> bool:
     """Whether a fence would separate two 16-byte units of one operand of a matrix instruction. The compiler moves no read from LDS across a fence,
-    and a fence comes after every `fenced` units. Such a tile is invalid: the instruction would not have its whole operand between two fences."""
+    and there is a fence after every `fenced` units. Such a tile is invalid: the operand of an instruction must be read between two fences."""
     return bool(self.fenced and self.fenced % max(1, self.matrix.operand//self.matrix.unit))
   @property
   def ds(self) -> PaddedRows:
-    """Layout of dS of a tile in LDS: a row for each query of the tile, a column for each key of the workgroup."""
+    """Layout, in LDS, of dS of a tile: a row for each query of the tile, a column for each key of the workgroup."""
     return PaddedRows(self.block_n, self.block_m//self.matrix.unit)
   def dq_columns(self, p:Problem) -> int:
-    """Number of matrix tiles side by side in a row of dQ. The number of waves is a multiple of it."""
+    """Number of matrix tiles side by side in a row of dQ. The number of waves is a multiple of this number."""
     return p.D//self.matrix.N
   def dq_tiles(self, p:Problem) -> int:
-    """Number of matrix tiles of a tile's dQ that each wave computes."""
+    """Number of matrix tiles of dQ that each wave computes for a tile of queries."""
     return self.block_n//self.matrix.M*self.dq_columns(p)//self.waves
   def lds_bytes(self, p:Problem) -> int:
     rows = [both_ways_layout(self.matrix, self.block_n, width).size for width in (p.D, p.Dv)]
@@ -125,7 +125,7 @@ class BackwardTile(BackwardShape):
     return UNIT_BYTES*(self.buffers*(sum(rows) + (sum(columns) if self.passes == 1 else max(columns)) + numbers) + sum(own))
   @property
   def options(self) -> str:
-    """The options of the tile whose values are not the default, in words."""
+    """Text that names the options of the tile whose values are not the default, such as "prefetch=2"."""
     kept = [name for name, in_lds in zip(("k", "v") if self.keys else ("q", "do"), self.own_in_lds) if in_lds]
     numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("prefetch", self.prefetch, 1), ("passes", self.passes, 1),
                                                                    ("read_ahead", self.read_ahead, 0)) if value != usual]
@@ -135,7 +135,7 @@ class BackwardTile(BackwardShape):
 
 @dataclass(frozen=True)
 class MlaTile(MlaShape, SharingTile):
-  """How the kernel of latent attention on AMD's matrix units divides the work."""
+  """Tile description of the kernel of latent attention on AMD's matrix units: how the kernel divides a problem over workgroups and waves."""
   _: KW_ONLY
   matrix: Matrix
   rescale_above: float = 8.0   # the reference of a row is raised when its largest score exceeds it by more than this, in powers of two
@@ -163,7 +163,7 @@ class MlaTile(MlaShape, SharingTile):
     return UNIT_BYTES*(k.size + weights.size + self.scalar_places(p).units(self.block_m))
   @property
   def options(self) -> str:
-    """The options of the tile whose values are not the default, in words."""
+    """Text that names the options of the tile whose values are not the default, such as "prefetch=2"."""
     numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("weight_parts", self.weight_parts, 1),
                                                             ("prefetch", self.prefetch, 1)) if value != usual]
     return " ".join(["q_anew"]*self.q_anew + numbers)

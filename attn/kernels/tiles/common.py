@@ -11,9 +11,11 @@ from attn.tinygrad_compat import UOp
 class BlockTile(Protocol):
   """Properties that the tile description of every kernel has. A tile description says how the kernel divides a problem over workgroups."""
   @property
-  def block_m(self) -> int: """Number of rows that a workgroup owns. With `pack_gqa` a query has a row for each of its heads."""
+  def block_m(self) -> int: """Number of rows that a workgroup owns. With `pack_gqa` each query counts as several rows, one for each of the
+                               workgroup's heads."""
   @property
-  def block_n(self) -> int: """Number of keys in a tile of the loop over keys (in a kernel that owns keys: number of queries)."""
+  def block_n(self) -> int: """Number of keys in a tile of the loop over keys. In a kernel that owns keys: number of queries in a tile of the loop
+                               over queries."""
   @property
   def waves(self) -> int: """Number of waves (on NVIDIA: warps) in a workgroup."""
   @property
@@ -28,28 +30,28 @@ def heads_of(p:Problem, tile:BlockTile) -> int:
   return p.H//p.Hkv if tile.pack_gqa else 1
 
 def blocks_of_queries(p:Problem, tile:BlockTile) -> tuple[int, int]:
-  """Returns (pieces, workgroups for each piece) for the queries of a head, or with `pack_gqa` of all heads of a workgroup. A device may hold two
-  pieces of a sequence, one from the front and one from the back (`DealtRows`). No workgroup owns rows of both pieces: for the back rows it would loop
-  over keys that the front rows don't see."""
+  """Returns (pieces, workgroups for each piece) for the queries of a head, or with `pack_gqa` of all heads of a workgroup. There are two pieces if a
+  device holds two pieces of a sequence, one from the front and one from the back (`DealtRows`). No workgroup owns rows of both: for the rows from the
+  back it would loop over keys that the rows from the front don't see."""
   pieces = 1 if p.dealt is None or not p.dealt.front else 2
   return pieces, ceildiv(p.Sq//pieces*heads_of(p, tile), tile.block_m)
 
 def query_value_names(p:Problem) -> tuple[str, ...]:
-  """Names of the tensors that have one number for each query: lse and delta, and, if scores may be as large as fp32 allows, lse_rest, the part of lse
-  that rounding to fp32 lost. A kernel whose workgroups own keys copies these numbers to shared memory."""
+  """Returns the names of the tensors that have one number for each query: lse and delta, and, if scores may be as large as fp32 allows, lse_rest, the
+  part of lse that rounding to fp32 lost. A kernel whose workgroups own keys copies these numbers to shared memory."""
   return ("lse", "delta", *["lse_rest"]*p.wide_scores)
 
 def units_of_query_values(p:Problem, queries:int) -> int:
-  """Number of 16-byte units of shared memory that the values of `queries` queries take: lse, delta and, if the problem has it, lse_rest."""
+  """Number of 16-byte units of shared memory that the numbers of `queries` queries take: lse, delta and, if the problem has it, lse_rest."""
   return len(query_value_names(p))*4*queries//UNIT_BYTES
 
 @dataclass(frozen=True)
 class ScalarPlaces:
-  """Places of the fp32 values of one query row that the waves of a workgroup exchange through LDS. The place `factor` has the number that rescales O
-  after an iteration. The place `reference` has, after the last iteration, the number that the softmax subtracts from the row's scores. The tile's
-  keys are divided into `parts` parts. For each part, `top` returns the place of the row's largest score in an iteration. `total` returns the place of
-  a part's sum of P after the last iteration. `kinds` is 1 or 2: the sum of P as rounded to 16 bits and, if lse is written, also the sum of P before
-  rounding."""
+  """Which fp32 numbers of a row (a query) the waves of a workgroup exchange through a table in LDS, and at which index (place) of the table each of
+  them stands. At `factor`: the number that rescales O after an iteration. At `reference`: after the last iteration, the number that the softmax
+  subtracts from the row's scores. The tile's keys are divided into `parts` parts. `top(part)` is the place of the largest score of a part in an
+  iteration, `total(kind, part)` that of a part's sum of P after the last iteration. `kinds` is the number of sums of P: P as rounded to 16 bits and,
+  if lse is written, P before rounding."""
   parts: int
   kinds: int
   factor: int = 0
@@ -57,15 +59,15 @@ class ScalarPlaces:
   @property
   def count(self) -> int: return 2 + self.parts*(1 + self.kinds)
   def units(self, rows:int) -> int:
-    """Number of 16-byte units of LDS that the fp32 numbers of `rows` rows take."""
+    """Number of 16-byte units of LDS that the table takes for `rows` rows."""
     return ceildiv(rows*self.count, 4)
   def top(self, part:int|UOp) -> int|UOp: return 2 + part
   def total(self, kind:int, part:int|UOp) -> int|UOp: return 2 + (1 + kind)*self.parts + part
 
 class SharingTile:
   """Tile description of a kernel whose waves divide both the rows and the keys among them. The rows are the queries of all heads that share a
-  key/value head. In each iteration a wave computes the scores of one matrix tile of rows with one part of the keys. There are `row_tiles` matrix
-  tiles of rows, and `key_parts` parts of the keys."""
+  key/value head. In each iteration a wave computes the scores of one of `row_tiles` matrix tiles of rows with one of `key_parts` parts of the keys.
+  """
   matrix: Any
   row_tiles: int
   key_parts: int

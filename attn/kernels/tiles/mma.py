@@ -11,12 +11,12 @@ from attn.kernels.tiles.common import SharingTile, units_of_query_values
 from attn.problem import Problem
 
 def fragments(width:int, mat:Mma) -> int:
-  """Returns the number of C fragments that a lane holds if C is a tile of rows with `width` elements."""
+  """Returns how many C fragments a lane holds, if the matrix C has `width` columns."""
   return round_up(width, mat.K)//mat.N
 
 @dataclass(frozen=True)
 class MmaTile(MmaShape):
-  """How the forward kernel on mma.sync divides the work."""
+  """Tile description of the forward kernel on mma.sync: how the kernel divides a problem over blocks and warps."""
   _: KW_ONLY
   matrix: Mma
   waves: int                   # warps of a block
@@ -40,15 +40,15 @@ class MmaTile(MmaShape):
     of_q, of_k, of_v = units(p.D, p.itemsize), units(p.D, p.key_itemsize), units(p.Dv, p.key_itemsize)
     return SwizzledRows(self.block_m, of_q), SwizzledRows(self.block_n, of_k), SwizzledRows(self.block_n, of_v)
   def scales(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for the scales of a tile: those of K, and after them those of V."""
+    """Number of 16-byte units of shared memory that the scales of the 8-bit rows of a tile take: first those of K, then those of V."""
     return 2*self.block_n*4//UNIT_BYTES if p.stored else 0
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
     found = self.waves*self.matrix.wave*self.units_of_results(p) if self.key_waves > 1 else 0
     return UNIT_BYTES*max(q.size + self.stages*(k.size + v.size + self.scales(p)), found)
   def units_of_results(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory that the results of one lane take: its elements of O and, for each matrix tile of queries, m and the
-    row sums."""
+    """Number of 16-byte units of shared memory that the results of one lane take, for the warps that compute the same queries to exchange them: for
+    each matrix tile of queries, elements of O, m and the row sums."""
     return self.q_tiles*(fragments(p.Dv, self.matrix) + 2)
   def __str__(self) -> str:
     shared = f", {self.key_waves} share keys" if self.key_waves > 1 else ""
@@ -56,7 +56,7 @@ class MmaTile(MmaShape):
 
 @dataclass(frozen=True)
 class MlaMmaTile(MlaMmaShape, SharingTile):
-  """How the kernel of latent attention on mma.sync divides the work."""
+  """Tile description of the kernel of latent attention on mma.sync: how the kernel divides a problem over blocks and warps."""
   _: KW_ONLY
   matrix: Mma
   stages: int = 2              # tiles of K in shared memory
@@ -67,16 +67,16 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
   @property
   def block_m(self) -> int: return self.row_tiles*self.matrix.M
   def columns(self, p:Problem) -> int:
-    """Number of C fragments, side by side in a row of O, that each warp computes. The columns of these fragments fill whole 128-byte lines of shared
-    memory."""
+    """Number of C fragments, side by side in a row of O, that each warp computes. Their columns fill whole 128-byte lines of shared memory."""
     return round_up(ceildiv(fragments(p.Dv, self.matrix), self.waves), LINE)
   def layouts(self, p:Problem) -> tuple[LongRows, LongRows, LongRows, SwizzledRows]:
-    """Layouts of Q, of K, of the columns of K that a latent cache of 8 bits keeps in 16 bits, and of P in shared memory."""
+    """Layouts in shared memory of Q, of K, of the rotary columns of K, and of P. If the latent columns of K are stored in 8 bits, the rotary columns
+    have 16 bits and lie apart from them; otherwise they are a part of K."""
     def rows(count:int, width:int, size:int) -> LongRows: return LongRows(count, round_up(width*size, LINE*UNIT_BYTES)//UNIT_BYTES)
     return (rows(self.block_m, p.D, p.itemsize), rows(self.block_n, p.k_width, p.key_itemsize),
             rows(self.block_n, p.D - p.k_width, p.itemsize), SwizzledRows(self.block_m, self.block_n//self.matrix.unit))
   def stage(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for a tile of keys, with the scales of rows that are stored in 8 bits."""
+    """Number of 16-byte units of shared memory for a tile of keys, with its scales if the keys are stored in 8 bits."""
     _, k, rotary, _ = self.layouts(p)
     return k.size + rotary.size + (self.block_n*4//UNIT_BYTES if p.stored else 0)
   def lds_bytes(self, p:Problem) -> int:
@@ -87,8 +87,8 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
 
 @dataclass(frozen=True)
 class MmaBackwardTile(MmaBackwardShape):
-  """How a backward kernel on mma.sync divides the work. A block owns `block_m` rows (queries in backward_dq_mma, keys in backward_dkdv_mma) and loops
-  over the rows of the other kind, `block_n` at a time."""
+  """Tile description of a backward kernel on mma.sync: how the kernel divides a problem over blocks and warps. A block owns `block_m` rows (queries
+  in backward_dq_mma, keys in backward_dkdv_mma) and loops over the rows of the other kind, `block_n` at a time."""
   _: KW_ONLY
   matrix: Mma
   stages: int = 2          # tiles of the walked rows in shared memory
@@ -109,12 +109,12 @@ class MmaBackwardTile(MmaBackwardShape):
     of_d, of_dv = (SwizzledRows(rows, round_up(d, self.matrix.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   def units_of_query_values(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for the values of a tile's queries: lse, delta and, if the problem has it, lse_rest. It is a number of
-    whole lines, because the rows that lie behind must begin at a whole line."""
+    """Number of 16-byte units of shared memory for the numbers of a tile's queries: lse, delta and, if the problem has it, lse_rest. Rounded up to
+    whole lines (128 bytes), because the rows that lie behind must begin at a whole line."""
     return round_up(units_of_query_values(p, self.block_n), LINE) if self.keys else 0
   @property
   def carried(self) -> int:
-    """Number of queries for which one thread copies lse and delta to shared memory. The threads divide the queries of a tile."""
+    """Number of queries whose lse and delta one thread copies to shared memory. The threads divide the queries of a tile."""
     return ceildiv(self.block_n, self.threads)
   def stage(self, p:Problem) -> int:
     """Number of 16-byte units of shared memory for one tile of the rows that the block loops over, with lse and delta of the tile's queries."""

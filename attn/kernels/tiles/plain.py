@@ -13,8 +13,8 @@ LONG_SUM = 128       # a score with more products than this is summed in parts: 
 SHORTEST_PART = 16   # least products of such a part: with shorter parts the kernel would be slower
 
 def summed_together(width:int) -> int:
-  """Returns how many products of elements a thread adds up before it adds the sum to a score: all of a short row, or a divisor of the length `width`
-  of a long one. Sums of sums have smaller rounding errors."""
+  """Returns how many products of elements a thread adds up before it adds their sum to a score: all `width` products of a short row, or a divisor of
+  `width` for a long row. A sum of such partial sums has a smaller rounding error than one long sum."""
   part = max(n for n in range(1, LONG_SUM + 1) if width % n == 0)
   return width if width <= LONG_SUM or part < SHORTEST_PART else part
 
@@ -24,8 +24,8 @@ KEPT = ("kept", "kept of dp")      # sections for the own rows of a backward ker
 
 @dataclass(frozen=True)
 class SectionShape:
-  """Shape of a matrix in local memory: the number of its rows, the floats from one row to the next (`pitch`), and whether the matrix is stored
-  transposed (`turned`)."""
+  """Shape of a matrix in local memory: the number of its rows, the floats from one row to the next (`pitch`), and whether it is the transpose of the
+  rows that are copied there (`turned`)."""
   rows: int
   pitch: int
   turned: bool = False
@@ -34,8 +34,8 @@ class SectionShape:
 
 @dataclass(frozen=True)
 class Sections:
-  """The sections (matrices) of local memory, by name. Local memory begins with the sections `kept`, which stay for the whole kernel. Behind them lies
-  a place that the groups of sections in `turns` use one after another. The sections `rest` lie at the end."""
+  """The sections (matrices) of local memory, by name. First come the sections `kept`, which stay for the whole kernel. Behind them is a place that
+  the groups of sections in `turns` use one after another. The sections `rest` lie at the end."""
   kept: dict[str, SectionShape]
   turns: tuple[dict[str, SectionShape], ...]
   rest: dict[str, SectionShape]
@@ -54,7 +54,8 @@ class Sections:
 END = ""     # name, among the places, of the end of the last section
 
 def after_each(shapes:dict[str, SectionShape], first:int) -> dict[str, int]:
-  """Returns the index of the first float of each section, by name, if the sections lie one after another from float `first` on."""
+  """Returns the index of the first float of each section, by name, and of the end, if the sections `shapes` lie one after another from float `first`
+  on."""
   found = {END: first}
   for name, shape in shapes.items(): found |= {name: found[END], END: found[END] + shape.floats}
   return found
@@ -63,8 +64,8 @@ def after_each(shapes:dict[str, SectionShape], first:int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class RectangleTile:
-  """How a workgroup divides the work if its threads form a rectangle. The workgroup owns some rows (queries or keys) and loops over tiles of the rows
-  of the other kind, the walked rows."""
+  """Tile description of a kernel in plain UOps: how a workgroup, whose threads form a rectangle, divides its work. The workgroup owns some rows
+  (queries or keys) and loops over tiles of the rows of the other kind, the walked rows."""
   down: int       # threads along the walked rows of scores, and along the columns of O or of a gradient
   across: int     # threads along the own rows
   walked: int     # walked rows that a thread computes at a time
@@ -92,22 +93,22 @@ class RectangleTile:
   @property
   def pack_gqa(self) -> bool: return False
   def width(self, of:int) -> int:
-    """Number of columns of a result such as O or dK that the workgroup computes, if the result has `of` columns. `of` is rounded up to a multiple of
-    `columns`, the columns that a thread computes at a time. If `columns` is 0, a thread computes all its columns at once, and `of` is rounded up to
-    whole quads (4 columns) for each of the `down` threads."""
+    """Returns how many columns of a result, such as O or dK, the workgroup computes, if the result has `of` columns: `of`, rounded up to a multiple
+    of `columns`, the columns that a thread computes at a time. If `columns` is 0, a thread computes all its columns at once, and `of` is rounded up
+    to whole quads (4 columns) for each of the `down` threads."""
     return round_up(of, self.columns or QUAD*self.down)
   def depth_of(self, width:int) -> int: return self.depth or summed_together(width)
   def steps(self, width:int) -> int:
-    """Number of steps in which rows of `width` elements are copied to local memory. Each step copies some elements of every row."""
+    """Returns in how many steps rows of `width` elements are copied to local memory. Each step copies some elements of every row."""
     return ceildiv(width, self.depth_of(width))
   def kept_rows(self, width:int) -> SectionShape:
-    """Shape of the section of local memory for the workgroup's own rows, of `width` elements each. The section stays for the whole kernel. The shape
-    is empty if the rows do not stay in local memory."""
+    """Returns the shape of the section for the workgroup's own rows, of `width` elements each, which stay in local memory for the whole kernel. The
+    shape is empty if they do not stay there."""
     elements = round_up(self.steps(width)*self.depth_of(width), QUAD)
     return SectionShape(elements*self.keeps_own, self.block_m + (0 if self.alone else TURNED_PADDING), turned=True)
   def turns(self, width:int) -> tuple[dict[str, SectionShape], ...]:
-    """Two groups of sections (matrices) that use the same piece of local memory one after the other. The first group holds parts of the own rows (the
-    rows that the workgroup owns) and of the walked rows (the rows that it loops over), both transposed. The second group holds walked rows of at most
+    """Returns two groups of sections (matrices) that use the same place in local memory one after the other. The first group holds some elements of
+    the rows that the workgroup owns and of the rows that it loops over, both transposed. The second group holds rows that it loops over, of at most
     `width` elements, not transposed."""
     shared = 0 if self.alone else 1
     own = SectionShape(self.depth*(not self.keeps_own), self.block_m + TURNED_PADDING, turned=True)
@@ -117,29 +118,29 @@ class RectangleTile:
   def lds_bytes(self, p:Problem) -> int: return 0 if self.alone else 4*self.sections(p).floats
   @property
   def options(self) -> str:
-    """The options of the tile whose values are not the default, in words."""
+    """Text that names the options of the tile whose values are not the default."""
     return " ".join(["own rows in parts"]*(not self.keeps_own) + ["ahead"]*self.ahead)
   def __str__(self) -> str:
     return f"{self.block_m}x{self.block_n} " + ("1 thread" if self.alone else f"{self.down}x{self.across} threads of {self.walked}x{self.own}")
 
 @dataclass(frozen=True)
 class TiledTile(RectangleTile):
-  """How a workgroup of the forward kernel divides the work. The workgroup owns queries and loops over keys."""
+  """Tile description of the forward kernel in plain UOps. A workgroup owns queries and loops over keys."""
   kernel: ClassVar[str] = "tiled"
   def sections(self, p:Problem) -> Sections:
-    """Sections (matrices) of local memory. Section `p` holds S^T first and then P^T. Section `exchanged` holds one number of each query from each
-    thread."""
+    """Sections (matrices) of local memory. Section `p` holds first S^T, and then P^T. In section `exchanged` each thread stores one number for each
+    of its queries."""
     rest = {"p": SectionShape(self.block_n, self.block_m), "exchanged": SectionShape(0 if self.alone else self.down, self.block_m)}
     return Sections({"kept": self.kept_rows(p.D)}, self.turns(p.Dv), rest)
 
 @dataclass(frozen=True)
 class TiledBackwardTile(RectangleTile):
-  """How a workgroup of a backward kernel divides the work. The workgroup owns queries, or with `keys` it owns keys."""
+  """Tile description of a backward kernel in plain UOps. A workgroup owns queries, or, if `keys` is set, keys."""
   suffix: ClassVar[str] = "_tiled"
   keys: bool = False
   def sections(self, p:Problem) -> Sections:
-    """Sections (matrices) of local memory. Section `p` holds P, if a gradient is a sum with weights P, and section `ds` holds dS. Section `exchanged`
-    holds one value of each query from each thread."""
+    """Sections (matrices) of local memory. Section `ds` holds dS, and section `p`, if the workgroup owns keys, P. In section `exchanged` each thread
+    stores one number for each of its queries."""
     weights = SectionShape(self.block_n, self.block_m)
     of_keys = {"p": weights} if self.keys else {"exchanged": SectionShape(0 if self.alone else self.down, self.block_m)}
     kept = dict(zip(KEPT, map(self.kept_rows, (p.D, p.Dv))))

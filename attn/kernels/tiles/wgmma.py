@@ -18,7 +18,7 @@ RING = 3        # tiles of walked rows in shared memory, in a backward kernel
 
 @dataclass(frozen=True)
 class WgmmaTile(WgmmaShape):
-  """How the forward kernel on wgmma divides the work."""
+  """Tile description of the forward kernel on wgmma: how the kernel divides a problem over blocks and warpgroups."""
   _: KW_ONLY
   rescale_above: float = 8.0   # accumulators are rescaled when a lane's P of one iteration add up to more than 2 to this power
 
@@ -32,22 +32,22 @@ class WgmmaTile(WgmmaShape):
   @property
   def threads(self) -> int: return self.groups*wgmma.GROUP
   def layouts(self, p:Problem) -> tuple[SwizzledPanels, SwizzledPanels, SwizzledPanels]:
-    """Layouts of Q, of K and of V in shared memory. V of 8 bits lies transposed there."""
+    """Layouts of Q, of K and of V in shared memory. If the inputs are 8-bit floats, V lies there transposed."""
     mat = WGMMA[p.dtype]
     k_units, columns = round_up(p.D, mat.K)//mat.unit, round_up(p.Dv, mat.K)
     of_v = SwizzledPanels(columns, self.block_n//mat.unit) if p.of_8_bits else SwizzledPanels(self.block_n, columns//mat.unit)
     return SwizzledPanels(self.block_m, k_units), SwizzledPanels(self.block_n, k_units), of_v
   def given_v(self, p:Problem) -> SwizzledRows:
-    """Layout of V of 8 bits in shared memory before it is transposed."""
+    """Layout of V in shared memory before it is transposed there, if the inputs are 8-bit floats."""
     return SwizzledRows(self.block_n, round_up(p.Dv, WGMMA[p.dtype].K)//WGMMA[p.dtype].unit)
   def stages(self, p:Problem) -> int:
-    """Number of tiles of keys, with their values, for which shared memory has room at the same time."""
+    """Number of tiles of K, and of V, for which shared memory has room at the same time."""
     return STAGES if p.stored or p.of_8_bits else min(STAGES, ceildiv(p.Sk, self.block_n))
   def raw(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for a tile of keys and values in 8 bits, before threads convert it."""
+    """Number of 16-byte units of shared memory for a tile of K and V as an 8-bit cache stores them, before threads convert it to 16 bits."""
     return sum(round_up(self.block_n*width//UNIT_BYTES, self.threads) for width in (p.D, p.Dv)) if p.stored else 0
   def scales(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for the scales of a tile: those of K, and after them those of V."""
+    """Number of 16-byte units of shared memory that the scales of the 8-bit rows of a tile take: first those of K, then those of V."""
     return 2*self.block_n*4//UNIT_BYTES if p.stored else 0
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
@@ -57,8 +57,8 @@ class WgmmaTile(WgmmaShape):
 
 @dataclass(frozen=True)
 class WgmmaBackwardTile(WgmmaBackwardShape):
-  """How a backward kernel on wgmma divides the work. A block owns 64 rows for each warpgroup (queries in backward_dq_wgmma, keys in
-  backward_dkdv_wgmma) and loops over the rows of the other kind, `block_n` at a time."""
+  """Tile description of a backward kernel on wgmma: how the kernel divides a problem over blocks and warpgroups. A block owns 64 rows for each
+  warpgroup (queries in backward_dq_wgmma, keys in backward_dkdv_wgmma) and loops over the rows of the other kind, `block_n` at a time."""
   _: KW_ONLY
   matrix: Mma
   keys: bool = False       # the own rows are keys
@@ -81,28 +81,29 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     of_d, of_dv = (SwizzledPanels(rows, round_up(d, wgmma.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   def stage(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for one tile of the rows that the block loops over. Does not include lse and delta of the tile's
-    queries: see `units_of_query_values`."""
+    """Number of 16-byte units of shared memory for one tile of the rows that the block loops over, without lse and delta of the tile's queries
+    (`units_of_query_values`)."""
     return sum(x.size for x in self.layouts(p, self.block_n))
   def units_of_query_values(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory that the values of a tile's queries take: lse, delta and, if the problem has it, lse_rest."""
+    """Number of 16-byte units of shared memory for the numbers of a tile's queries: lse, delta and, if the problem has it, lse_rest."""
     return units_of_query_values(p, self.block_n) if self.keys else 0
   @property
   def ds(self) -> SwizzledPanels:
-    """Layout of dS of a tile in shared memory: a row for each key of the block, a column for each query of the tile."""
+    """Layout, in shared memory, of dS of a tile: a row for each key of the block, a column for each query of the tile."""
     return SwizzledPanels(self.block_m, self.block_n//self.matrix.unit)
   @property
   def ds_size(self) -> int:
-    """Number of 16-byte units of shared memory for dS of two tiles: while dS of one tile is still read, dS of the next is stored."""
+    """Number of 16-byte units of shared memory for dS of two tiles. There are two, because warpgroups may still read dS of one tile while dS of the
+    next is stored."""
     return 2*self.ds.size
   def dq_columns(self, p:Problem) -> int:
     """Number of columns of dQ that each warpgroup computes."""
     return p.D//self.groups
   def sent(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for one warp's part of a tile's dQ, on its way to memory."""
+    """Number of 16-byte units of shared memory for the part of a tile's dQ that one warp has computed, before it is added to dQ in global memory."""
     return self.matrix.M*self.dq_columns(p)*4//UNIT_BYTES
   def shared_dq(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory that dS and dQ take if the block adds to dQ, otherwise 0."""
+    """Number of 16-byte units of shared memory that a block needs to add to dQ: for dS, and for dQ of a tile. 0 if the block does not add to dQ."""
     return self.ds_size + self.waves*self.sent(p) if self.adds_dq else 0
   def lds_bytes(self, p:Problem) -> int:
     own = sum(x.size for x in self.layouts(p, self.block_m))

@@ -38,8 +38,8 @@ from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 
 @dataclass(frozen=True)
 class WgmmaBackwardState(Arrivals):
-  """The state between iterations of the loop over tiles: the accumulators. Within an iteration the state also holds the scores, dP, and P and dS as
-  operand A. Further fields are shared memory and the statements (operations with side effects) so far."""
+  """What the loop over tiles carries from iteration to iteration: shared memory, the accumulators of the gradients, and the statements (operations
+  with side effects) so far. Within an iteration, registers also hold the scores, dP, P and dS as operand A, and dQ of the tile."""
   shared: UOp
   acc: UOp
   scores: UOp
@@ -60,9 +60,9 @@ def shared_memory(grid:Grid, p:Problem, tile:WgmmaBackwardTile) -> UOp: return g
 
 @dataclass(frozen=True)
 class RingPlace:
-  """The position of a tile in the order in which a block uses the tiles. The block loops over the tiles of one head after another, in each pass.
-  `tile` is the index of the tile within the loop over one head, `loop` the index of that loop (counted over heads and passes), and `index` the
-  number of tiles that the block has used before."""
+  """Which tile the block uses, and where it lies in the ring buffer. The block loops over the tiles of one head after another; if it makes two
+  passes, twice. `tile` is the index of the tile in this loop over one head, and `loop` the index of the loop, counted over heads and passes. `index`
+  is the number of tiles that the block has used before, over all loops."""
   tile: UOp
   loop: UOp|int
   index: UOp
@@ -71,8 +71,8 @@ WgmmaWork = Callable[[WgmmaBackwardState, "WgmmaTrip"], WgmmaBackwardState]
 
 @dataclass(frozen=True)
 class WgmmaBackward:
-  """A backward kernel of one problem, or the kernel's pass with index `pass_number`, as one thread sees it: the values that are equal for all tiles,
-  and one method for each operation of the algorithm."""
+  """A backward kernel for one problem, as one thread sees it. If the kernel loops over the tiles twice (two passes), there is one object for each
+  pass, and `pass_number` is its index. Each method is an operation of the algorithm. No field changes during the loop over the tiles of one head."""
   warp_rows: WarpRows[SwizzledPanels]
   tile: WgmmaBackwardTile
   state: WgmmaBackwardState      # before the first iteration
@@ -81,8 +81,8 @@ class WgmmaBackward:
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> WgmmaBackward:
-    """Makes the steps of the kernel for a block that owns queries. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes, in
-    the same order. If `parts` is above 0, the keys are divided into `parts` parts, and each block loops over one part."""
+    """Makes the object for a kernel whose blocks own queries and loop over keys. `args` are the kernel's tensors. `shapes` has the names, shapes and
+    dtypes of these tensors, in the same order. If `parts` is above 0, the keys are divided into `parts` parts, and each block loops over one part."""
     warps = Warps.of(p, arch, tile, tile.matrix, args, shapes, parts)
     state = WgmmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix), shared_memory(warps.group.grid, p, tile))
     rows: WarpRows[SwizzledPanels] = WarpRows(warps, tile, ("dq",), warps.group.first_head)
@@ -90,10 +90,10 @@ class WgmmaBackward:
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> list[WgmmaBackward]:
-    """Makes the steps of the kernel for a block that owns keys, as a list with one object for each pass over the queries: one pass for dK and dV
-    together, or one for each. The passes use the same accumulators, one pass after another. `args` are the kernel's tensors. `shapes` has their
-    names, shapes and dtypes, in the same order. If `parts` is above 0, the queries are divided into `parts` parts, and each block loops over one
-    part."""
+    """Makes the objects for a kernel whose blocks own keys and loop over queries. The list has one object for each pass over the queries: a single
+    pass for dK and dV together, or one pass for each gradient. Two passes use the same accumulators. `args` are the kernel's tensors. `shapes` has
+    the names, shapes and dtypes of these tensors, in the same order. If `parts` is above 0, the queries are divided into `parts` parts, and each
+    block loops over one part."""
     grid, passes = kv_head_in_group_fastest(p, tile, tile.matrix, "dq_turns" in shapes), gradients_of_passes(tile.passes, tile.adds_dq)
     shared = shared_memory(grid, p, tile)
     warps = Warps.of_keys(p, arch, tile, tile.matrix, args, shapes, parts, grid, shared.bitcast(dtypes.int)[4*shared.max_numel() - 2])
@@ -110,31 +110,31 @@ class WgmmaBackward:
   def walked(self) -> Blocks: return self.group.walked
   @property
   def heads(self) -> int:
-    """Number of heads whose rows the block loops over, one head after another."""
+    """Number of query heads over whose rows the block loops, one head after another."""
     return self.group.walked_heads
   @property
   def loops(self) -> int:
-    """Number of loops over tiles that the block makes: one for each head, in each pass."""
+    """Number of loops over tiles that the block makes: one for each head; in a kernel with two passes, two for each head."""
     return self.heads*self.tile.passes
   @functools.cached_property
   def turns(self) -> Turns|None: return Turns.of(self.group, self.warp_rows.warps.at.wave, self.warp_rows.warps.at.lane)
 
   # ***** shared memory *****
   def ring(self, name:str, place:RingPlace) -> SwizzledPanels:
-    """Returns where a tile of the tensor `name` lies in the ring buffer in shared memory: the layout of its rows, at the tile's place."""
+    """Returns the layout, in shared memory, of a tile of the tensor `name`, at the tile's place in the ring buffer."""
     return self.warp_rows.lies(name, self.tile.block_n, place.index%RING*self.tile.stage(self.group.p) + self.warp_rows.size)
   def place_of_query_values(self, place:RingPlace) -> UOp:
-    """Returns where lse and delta of the tile's queries begin in shared memory, in units of 16 bytes."""
+    """Returns the 16-byte unit of shared memory at which lse and delta of the tile's queries begin."""
     p = self.group.p
     return place.index%RING*self.tile.units_of_query_values(p) + (self.warp_rows.size + RING*self.tile.stage(p) + self.tile.shared_dq(p))
   def ds_in_shared(self, place:RingPlace) -> SwizzledPanels:
-    """Returns where dS of the tile lies in shared memory, if the block adds to dQ. There is room for dS of two tiles: while one warpgroup stores dS
-    of a tile, another warpgroup may still read dS of the previous tile."""
+    """Returns the layout, in shared memory, of dS of the tile, if the block adds to dQ. There is room for dS of two tiles: while one warpgroup stores
+    dS of a tile, another warpgroup may still read dS of the previous tile."""
     ds = self.tile.ds
     return ds.moved_to(place.index%2*ds.size + (self.warp_rows.size + RING*self.tile.stage(self.group.p)))
   @property
   def sent(self) -> UOp:
-    """Returns where this warp's part of dQ lies in shared memory, on its way to memory."""
+    """The 16-byte unit of shared memory at which this warp's part of a tile's dQ begins, before it is added to dQ in global memory."""
     p, tile = self.group.p, self.tile
     return self.warp_rows.warps.at.wave*tile.sent(p) + (self.warp_rows.size + RING*tile.stage(p) + tile.ds_size)
 
@@ -158,7 +158,7 @@ class WgmmaBackward:
 
   def fetch(self, s:WgmmaBackwardState, place:RingPlace) -> WgmmaBackwardState:
     """Starts this thread's copies of a tile, if the tile exists. If the block owns keys, also starts the copies of lse and delta of the tile's
-    queries. The thread arrives at the mbarrier when its copies are complete."""
+    queries. The thread arrives at the mbarrier when its copies are complete. Returns the state."""
     group, n, i, floats = self.group, self.tile.block_n, self.warp_rows.warps.at.thread, s.shared.bitcast(dtypes.float)
     there, first_row = group.walked_end, group.scores.row(place.tile*n)
     if self.loops > 1: there = (place.index < self.loops*(self.walked.end - self.walked.begin)).where(there, 0)
@@ -174,7 +174,7 @@ class WgmmaBackward:
 
   def walk(self, s:WgmmaBackwardState, work:WgmmaWork) -> WgmmaBackwardState:
     """Loops over the tiles of the block's heads, one head after another, and calls `work` for each tile. Then waits for all products that these calls
-    have started."""
+    have started. Returns the state."""
     if self.heads == 1: s = self.over_head(s, self.warp_rows, self.pass_number, work)
     else:
       r = self.group.grid.allocator.range(self.heads, AxisType.LOOP)
@@ -191,17 +191,17 @@ class WgmmaBackward:
     return self.turn_ended(s, rows.head, self.walked.end - 1, True)
 
   def turn_ended(self, s:WgmmaBackwardState, head:UOp, t:UOp, last:bool=False) -> WgmmaBackwardState:
-    """Ends the block's turn, the period in which it may add to dQ in memory, if the turn ends with tile t: waits until all of dQ that this warp has
-    sent to memory is added there, and lets the next block add. `last` says that the block has no further tile of this head. Does nothing if blocks
-    add to dQ in no fixed order."""
+    """Ends the block's turn, the period in which it may add to dQ in memory: waits until all of dQ that this warp has sent to memory is added there,
+    and lets the next block add. Does this only if tile t is the last tile of a turn; `last` says that the block has no further tile of this head.
+    Does nothing if blocks add to dQ in any order. Returns the state."""
     if self.turns is None: return s
     s = s.do(wgmma.sent(s.done))
     return s.do(self.turns.end(head, t, s.done, last))
 
   # ***** gradients, and the kernel *****
   def gradient(self, s:WgmmaBackwardState, name:str) -> list[UOp]:
-    """Returns the stores of a gradient to memory. Returns no stores for dQ, because each iteration has already added its part of dQ to the sums in
-    memory."""
+    """Returns the stores of the gradient `name` to memory. If a block that owns keys also adds to dQ, there are no stores for dQ: each iteration has
+    already added its part to the sums in memory."""
     return [] if name == "dq" and self.tile.keys else self.warp_rows.gradient(s.acc, name)
   def deltas(self, s:WgmmaBackwardState) -> list[UOp]: return self.warp_rows.kept_deltas()
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
@@ -209,31 +209,32 @@ class WgmmaBackward:
 
 @dataclass(frozen=True)
 class WgmmaTrip(WarpTrip[SwizzledPanels]):
-  """The operations of backward on one tile. Products run asynchronously: one statement starts a product, and a later statement waits for it."""
+  """The operations of one iteration of a backward kernel, on one tile. Products run asynchronously: one statement starts a product, and a later
+  statement waits for it."""
   of: WgmmaBackward
   ring_place: RingPlace
 
   @functools.cached_property
   def there(self) -> UOp:
-    """Returns a predicate: whether one of this warpgroup's rows may see a row of the tile. If the predicate is false, the warpgroup skips products of
-    the tile, and the tensor cores are free for the other warpgroups. In a block that owns keys the predicate is always true if a term (bias, softcap,
-    ALiBi) changes scores, because no registers are left for the predicate."""
+    """Predicate: whether one of this warpgroup's rows may see a row of the tile. If it is false, the warpgroup skips products of the tile, and the
+    tensor cores are free for the other warpgroups. In a block that owns keys, it is always true if a score term (bias, softcap, ALiBi) changes
+    scores, because no registers are left for the predicate."""
     if not self.masked or self.of.tile.groups == 1 or (self.of.tile.keys and not self.score.raw): return wgmma.EVERYWHERE
     first = self.of.group.first_row + wgmma.group(self.warp_rows.warps.at.wave)*wgmma.M
     return self.score.seen_by(first, first + (wgmma.M - 1), self.tile_number)
   @property
   def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
   def query_values(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
-    """Loads one value of each query that belongs to the lane's columns from shared memory. `kind` selects the value: 0 for lse, 1 for delta, 2 for
-    lse_rest (the part of lse that rounding to fp32 lost)."""
+    """Loads one number of each query that belongs to the lane's columns of the scores, from shared memory. `kind` says which number: 0 for lse, 1 for
+    delta, 2 for lse_rest (the part of lse that rounding to fp32 lost). Returns one vector for each C fragment."""
     pairs, n = s.shared.bitcast(nv.F2), self.of.tile.block_n
     first = self.of.place_of_query_values(self.ring_place)*2 + kind*n//2 + self.warp_rows.warps.at.h
     return [pairs[first + i*self.warp_rows.mat.N//2].load() for i in self.columns]
 
   def product(self, s:WgmmaBackwardState, acc:UOp, which:int, there:UOp) -> WgmmaBackwardState:
-    """Starts the product of the rows that the warpgroup owns with the transposed rows of the tile. `which` chooses the two tensors of the product: 0
-    for S, 1 for dP. The result is written to `acc`. A warpgroup for which `there` is false skips the product. The warpgroup starts an empty group of
-    products instead, so that later waits, which count groups, are the same in all warpgroups."""
+    """Starts a product A B, whose result goes to the registers `acc`. A is the rows that the warpgroup owns, and B the rows of the tile, transposed.
+    `which` chooses the two tensors: 0 for S (q and k), 1 for dP (dO and v). If `there` is false, the warpgroup skips the product. It then starts an
+    empty group of products, so that later waits, which count groups, are the same in all warpgroups. Returns the state."""
     a, b = self.warp_rows.kept(self.warp_rows.own[which]), self.of.ring(self.warp_rows.walked[which], self.ring_place)
     first = s.shared[wgmma.group(self.warp_rows.warps.at.wave)*(wgmma.M*LINE) + a.base]
     panels = UNIT_BYTES*a.panel, UNIT_BYTES*b.panel
@@ -256,13 +257,14 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   def scores(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
     """Waits for S, and then starts the copies of the next tile. When S is done, the products of the previous iteration are done, too: the warpgroup
-    no longer reads the previous tile."""
+    no longer reads the previous tile. Returns the state, and S as C fragments, in a list with one list."""
     s = s.do(wgmma.wait_products(s.scores, s.done, but=int(self.needs_dp)))
     s = self.of.fetch(s, self.of.next(self.ring_place))
     return s, [[s.scores[i].load() for i in self.columns]]
 
   def dp(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
-    """Waits for dP, but not for the product with P that was started after dP. Returns dP - delta."""
+    """Waits for dP, but not for the product with P that was started after dP. Returns the state, and dP - delta as C fragments, in a list with one
+    list."""
     s = s.do(wgmma.wait_products(s.dp, s.done, but=int("dv" in self.of.wanted)))
     if self.of.known is not None: minus_delta = self.minus_delta_of_own(self.of.known)[0]
     else: minus_delta = self.minus_delta_of_walked([scaled_delta(x, self.warp_rows.p) for x in self.query_values(s, 1)])[0]
@@ -270,7 +272,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return s, [less_delta(dp if left.words else [ops.add(x, d) for x, d in zip(dp, minus_delta)], left, minus_delta)]
 
   def add(self, s:WgmmaBackwardState, name:str, p_or_ds:list[list[UOp]]) -> WgmmaBackwardState:
-    """Starts the product of P or dS, which `p_or_ds` holds, with the tile's rows. The product is added to the gradient `name`."""
+    """Starts the product of `p_or_ds` (P or dS) and the tile's rows, which is added to the gradient `name`. Returns the state."""
     tensor, kind = WEIGHTED[name]
     b, rows = self.of.ring(tensor, self.ring_place), self.warp_rows
     s = s.store(store_all(getattr(s, kind), p_or_ds[0]))
@@ -284,8 +286,8 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return wgmma.group(self.warp_rows.warps.at.wave)*self.of.tile.dq_columns(self.warp_rows.p)
 
   def start_dq(self, s:WgmmaBackwardState, ds:list[list[UOp]]) -> WgmmaBackwardState:
-    """Stores dS of the own keys, which `ds` holds, to shared memory, and waits until all warpgroups have done so. Then starts the product for this
-    warpgroup's columns of the tile's dQ, summed over all keys of the block."""
+    """Stores dS of the warpgroup's own keys to shared memory, and waits until all warpgroups have done so. Then starts the product for this
+    warpgroup's columns of the tile's dQ = dS K, summed over all keys of the block. Returns the state."""
     at, lies, k, mat = self.warp_rows.warps.at, self.of.ds_in_shared(self.ring_place), self.warp_rows.kept("k"), self.warp_rows.mat
     row, unit, panel = at.wave*mat.M + at.lane%mat.M, at.lane//mat.M, LINE*mat.unit      # `panel`: columns of a panel
     s = s.do(*[nv.stmatrix(s.shared[lies.place(row, unit + 2*i)], words) for i, words in enumerate(self.zero_for_missing_keys(ds[0]))])
@@ -295,14 +297,15 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return s.do(wgmma.sums(s.dq, s.shared[lies.base], s.shared[k.base + first*k.panel], within, s.done, self.of.tile.block_m, self.warp_rows.p.dtype))
 
   def zero_for_missing_keys(self, ds:list[UOp]) -> list[UOp]:
-    """Returns `ds` with 0 for keys beyond the last key. For such a key P = exp(0 - lse) may be inf, and so may its dS. This dS does not enter the
+    """Returns `ds`, with 0 for keys beyond the last key. For such a key P = exp(0 - lse) may be inf, and so may dS. This dS does not enter the
     gradients of other keys, but it would enter dQ, which sums over the keys."""
     there = [below(row.index, self.of.group.sequence.n_k) for row in self.warp_rows.of_lane[0]]
     if all(x.op is Ops.CONST and x.arg for x in there): return ds
     return [ops.build(*[there[i%nv.ROWS].where(ops.extract(words, i), 0) for i in range(4)]) for words in ds]
 
   def add_dq(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
-    """Waits until dQ of the tile is computed, but not for the product that was started after dQ. Adds dQ to the sums in memory."""
+    """Waits until dQ of the tile is computed, but not for the product that was started after dQ. Starts to add dQ of the tile to the sums in memory.
+    Returns the state."""
     s = self.of.turn_ended(s, self.warp_rows.head, self.tile_number - 1)
     s = s.do(wgmma.wait_products(s.dq, s.done, but=1))
     at, group, mat, first = self.warp_rows.warps.at, self.of.group, self.warp_rows.mat, self.score.row(self.tile_number*self.score.block_n)

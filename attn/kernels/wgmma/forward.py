@@ -3,12 +3,11 @@
 A warpgroup computes 64 queries of its block. For each tile of keys a warpgroup starts S = Q K^T, turns S into P in registers and starts O += P V. The
 tensor cores compute the products of one warpgroup while the other warpgroups compute the softmax. The warpgroups wait for each other only at the
 tiles: all warpgroups copy each tile together, by cp.async, into a ring buffer of three tiles. In each iteration a thread copies its part of the next
-iteration's tile. The thread arrives at an mbarrier when its part is complete. A warpgroup that has waited for the mbarrier knows that every warpgroup
-has finished the previous iteration.
+iteration's tile, and arrives at an mbarrier when its part is complete. A warpgroup that has waited for the mbarrier of its tile knows two things: the
+tile is complete, and all warpgroups have finished with the tile of two iterations ago. The next copies overwrite that tile.
 
 Keys and values that are stored in 8 bits come to shared memory as they are, an iteration earlier. While the tensor cores compute S, each thread
-converts the part of the next tile that it has copied itself, and stores it to the ring buffer in 16 bits.
-"""
+converts the part of the next tile that it has copied itself, and stores it to the ring buffer in 16 bits."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterator
@@ -36,20 +35,20 @@ from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
 def sums_of(p:Problem) -> tuple[str, ...]:
-  """Returns which row sums of P the kernel computes for a problem. The sum of P as rounded to 16 bits costs 4 to 15 % of the speed on an H200 if
-  mma.sync computes it, and 2 to 8 % if vector additions do. Dividing O by this sum avoids an error of the size of P's rounding. The kernel computes
-  this sum only if O is stored in a finer type than P: otherwise the rounding of O hides this error. The kernels for all other matrix units always
-  compute this sum. If V is stored in 8 bits, a further sum, the first one, shows whether P with V's scales is too large."""
+  """Returns which sums of P the kernel computes for each row. The sum of P as rounded to 16 bits costs 4 to 15 % of the speed on an H200 if mma.sync
+  computes it, and 2 to 8 % if vector additions do. Dividing O by this sum avoids an error of the size of P's rounding. The kernel computes this sum
+  only if O is stored in a finer type than P: otherwise the rounding of O hides this error. The kernels for all other matrix units always compute this
+  sum. If V is stored in 8 bits, a further sum, the first one, shows whether P times V's scales is too large."""
   stored = "float32" if p.num_splits > 1 else p.out_dtype
   kind = LANE if ROUNDOFF[stored] >= ROUNDOFF[p.dtype] else UNSCALED if p.stored else ONES
   return (*[FACTORS]*bool(p.stored), kind, *[LANE]*(kind != LANE and p.writes_lse))
 
 @dataclass(frozen=True)
 class WgmmaState(Arrivals):
-  """The state between iterations of the loop over keys: the accumulators of O, and three values of each of a lane's two rows. These are m, the number
-  that the softmax subtracts from the row's scores; addend = -m*Scores.to_log2; and l, the row's sum of P. Within an iteration the state also holds
-  the iteration's part of l, the scores, and P as operand A of the product P V. Further fields are shared memory and the statements (operations with
-  side effects) so far."""
+  """What the loop over keys carries from iteration to iteration. Registers hold the accumulators of O, and three values of each of a lane's two rows:
+  m, the number that the softmax subtracts from the row's scores; `addend` = -m*Scores.to_log2; and l, the row's sums of P. Within an iteration,
+  registers also hold the iteration's part of l, the scores, and P as operand A of the product P V. Further fields are shared memory and the
+  statements (operations with side effects) so far."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -64,8 +63,8 @@ class WgmmaState(Arrivals):
 
 @dataclass(frozen=True)
 class WgmmaForward:
-  """The forward kernel of one problem, as one thread sees it: the values that are equal for all tiles of keys, and one method for each operation of
-  the algorithm."""
+  """The forward kernel for one problem, as one thread sees it. Each method is an operation of the algorithm `online_softmax`. No field changes during
+  the loop over tiles of keys."""
   warps: Warps
   tile: WgmmaTile
   state: WgmmaState      # before the first iteration
@@ -92,7 +91,7 @@ class WgmmaForward:
 
   @functools.cached_property
   def there(self) -> UOp:
-    """Whether the warpgroup has queries. If all its rows lie beyond the last query, the warpgroup only copies tiles, because products would take time
+    """Whether the warpgroup has queries. A warpgroup whose rows all lie beyond the last query only copies tiles, because its products would take time
     from the other warpgroups."""
     group, n_q, front = self.warps.group, self.warps.group.sequence.n_q, 0 if self.p.dealt is None else self.p.dealt.front
     def full(rows:int) -> bool: return round_up(rows, wgmma.M) % group.tile.block_m == 0
@@ -117,7 +116,8 @@ class WgmmaForward:
   def loops(self) -> Iterator[TileLoop[WgmmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
   def scores(self, s:WgmmaState, t:UOp, masked:bool) -> tuple[WgmmaState, None]:
-    """Waits for tile t and starts S of the warpgroup's queries. Then starts the copies of the next tile, if the ring buffer holds several tiles."""
+    """Waits for tile t, and starts S of the warpgroup's queries. Then starts the copies of the next tile, if the ring buffer holds several tiles.
+    Returns the state, and None in place of S."""
     q, k, _ = self.tile.layouts(self.p)
     s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done))
     group = wgmma.group(self.warps.at.wave)
@@ -141,8 +141,8 @@ class WgmmaForward:
     return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(s.p.max_numel())])), None
 
   def with_scales(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
-    """Multiplies S by the scales of K, and loads those of V of tile t to registers. A scale of V that is NaN makes the first kind of row sums NaN in
-    the rows that see its key (`outputs`)."""
+    """Multiplies S by the scales of K's 8-bit rows, and loads the scales of V's rows in tile t to registers. If a scale of V is NaN, the first row
+    sum (`sums_of`) of the queries that see its key becomes NaN; `outputs` then makes O NaN, but not the LSE. Returns the state."""
     of_k, of_v = (self.stored.scales(s.shared, self.first_scale(t), kind, UOp.const(0), self.tile.block_n) for kind in range(2))
     nan = nans_of_scales(self.warps.group.scores, of_v, self.queries, t, masked)
     assert s.scales.value is not None
@@ -150,7 +150,7 @@ class WgmmaForward:
                    store_all(s.scales.value, map(scale_in_range, of_v)), [s.l[0].store(ops.add(s.l[0].load(), nan))])
 
   def finished(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
-    """Returns the state after terms (bias, softcap, ...) and masks are applied to S."""
+    """Applies score terms (bias, softcap, ...) and masks to S, and returns the state."""
     scores = self.warps.group.scores
     if not scores.in_place or self.p.q_scale or self.p.k_scale:
       tiles, = self.warps.group.scaled([[s.scores[kt].load() for kt in range(s.scores.max_numel())]])
@@ -170,7 +170,7 @@ class WgmmaForward:
     return self.warps.group.kernel("wgmma", self.outputs(s), self.tile.lds_bytes(self.p))
 
   def outputs(self, s:WgmmaState) -> list[UOp]:
-    """Returns the stores of the results, O = O / l and LSE = m + ln l. m is the number that the softmax subtracts from the scores of a row, and l the
+    """Returns the stores of the results, O / l and LSE = m + ln l. m is the number that the softmax subtracts from the scores of a row, and l the
     row's sum of P."""
     accs = [s.acc[dt].load() for dt in range(s.acc.max_numel())]
     kinds, sums = sums_of(self.p), [s.l[i].load() for i in range(s.l.max_numel())]
@@ -193,15 +193,15 @@ class WgmmaForward:
     return rows.moved_to(q.size + self.stages*(k.size + v.size) + self.stage(t)*rows.size)
 
   def fetch_bytes(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Prepares tile t of 8-bit floats: starts this thread's copies of K of this tile and of V of the next one, and transposes this warp's part of V
-    of this tile, which has arrived. Then the thread arrives at the mbarrier."""
+    """Prepares tile t, if the inputs are 8-bit floats: starts this thread's copies of K of this tile and of V of the next one, and transposes this
+    warp's part of V of this tile, which has arrived. Then the thread arrives at the mbarrier. Returns the state."""
     copies = self.warps.copies_of("k", s.shared, t, self.k_panels(t)) + self.warps.copies_of("v", s.shared, t + 1, self.given_v(t + 1))
     s = self.transposed(s.do(*copies), t)
     return s.do(wgmma.arrive_twice(s.arrivals, s.done))
 
   def transposed(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Transposes this warp's part of V of tile t in shared memory, because wgmma reads 8-bit floats along the keys only. A part is 32 keys of 16
-    columns. Keys come in the order in which `nv.pack_a` packs their weights."""
+    """Transposes this warp's part of V of tile t in shared memory, if the inputs are 8-bit floats: wgmma reads these along the keys only. A warp's
+    part consists of pieces of 32 keys by 16 columns. The keys get the order in which `nv.pack_a` packs their weights. Returns the state."""
     (lane, wave), waves, mat, rows, to = (self.warps.at.lane, self.warps.at.wave), self.tile.waves, self.mat, self.given_v(t), self.v_panels(t)
     across = round_up(self.p.Dv, mat.K)//mat.unit
     parts = self.tile.block_n//mat.K*across
@@ -215,8 +215,9 @@ class WgmmaForward:
     return s.do(*stores)
 
   def fetch(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Starts this thread's copies of tile t. The thread arrives at the mbarrier when its copies are complete. A tile beyond the last tile becomes
-    zeros. If the ring buffer has fewer than STAGES places, it holds just the tiles that exist, and a tile beyond them is not copied."""
+    """Starts this thread's copies of tile t. The thread arrives at the mbarrier when its copies are complete. If the sequence has fewer than STAGES
+    tiles, the ring buffer has room for these tiles only, and nothing is copied for a tile after the last one. Otherwise such a tile becomes zeros.
+    Returns the state."""
     if self.p.stored: return self.widened(s, t)
     there = None if self.stages == STAGES else t < self.warps.group.walked.end
     s = s.do(*self.warps.copies_of_keys(s.shared, t, self.k_panels(t), self.v_panels(t), there))
@@ -227,19 +228,20 @@ class WgmmaForward:
   def stored(self) -> StoredKeys: return StoredKeys(self.warps)
   @property
   def first_raw(self) -> int:
-    """The 16-byte unit of shared memory at which the tile in 8 bits begins."""
+    """The 16-byte unit of shared memory at which a tile begins as an 8-bit cache stores it, before threads convert it to 16 bits."""
     q, k, v = self.tile.layouts(self.p)
     return q.size + self.stages*(k.size + v.size)
   def first_scale(self, t:UOp) -> UOp:
-    """Returns where the scales of tile t begin in shared memory, counted in floats."""
+    """Returns where the scales of the 8-bit rows of tile t begin in shared memory, counted in floats."""
     place = (t - self.warps.group.walked.begin)%SCALE_STAGES
     return (self.first_raw + self.tile.raw(self.p) + place*self.tile.scales(self.p))*(UNIT_BYTES//4)
   def staged(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Starts this thread's copies of tile t in 8 bits, and of the tile's scales."""
+    """Starts this thread's copies of tile t, as an 8-bit cache stores it, and of the tile's scales. Returns the state."""
     s = s.do(*self.stored.staged(s.shared, t, self.first_raw), *self.stored.copies(s.shared, t, self.first_scale(t)))
     return s.do(nv.commit(s.done))
   def widened(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Waits for this thread's copies of tile t, stores the tile in 16 bits, and arrives at the mbarrier. Then starts the copies of the next tile."""
+    """Waits for this thread's copies of tile t, which an 8-bit cache stores, stores the tile in 16 bits, and arrives at the mbarrier. Then starts the
+    copies of the next tile. Returns the state."""
     s = s.do(nv.wait_copies(s.done, 0))
     s = s.do(*self.stored.widened_stores(s.shared, {"k": self.k_panels(t), "v": self.v_panels(t)}, self.first_raw))
     s = s.do(wgmma.publish(s.done))

@@ -2,8 +2,8 @@
 
 attn/ops/dropout.py makes the bits that say which scores are kept. One call makes the bits of an octet (eight neighbouring keys of a query). Lanes
 that share a row of scores divide its octets among them, so that no octet is computed twice in a wave. In backward kernels a lane may own a key
-instead of a query. An octet then belongs to eight lanes. Each of them computes the octets of other queries, and the lanes then transpose the bits
-among them."""
+instead of a query. Eight lanes with neighbouring keys then need bits of the same octets. Each of them computes the octets of other queries, and the
+lanes then transpose the bits among them."""
 from __future__ import annotations
 import functools, operator
 from dataclasses import dataclass
@@ -18,35 +18,35 @@ from attn.tinygrad_compat import UOp, dtypes
 OCTETS = WORD//OCTET     # octets whose bits fill a dword
 
 def bit_of(row:int) -> int:
-  """Returns the position of a row's bit in a dword that holds the bits of 32 rows: see attn/ops/dropout.py."""
+  """Returns the position of the bit for row `row` in a dword that holds the bits of 32 rows: see attn/ops/dropout.py."""
   return row//OCTET*4 + row % OCTET//2 + row % 2*16
 
 @dataclass(frozen=True)
 class Kept:
-  """Bits that say which of a lane's scores of a tile dropout keeps. For each row that the lane owns there is a dword for every 32 rows of the tile.
-  Without dropout, `words` is empty."""
+  """Bits that say which of a lane's scores in a tile dropout keeps. `words` has a tuple for each row that the lane owns, with a dword of bits for
+  every 32 rows of the tile. Without dropout, `words` is empty."""
   at: Lane|MmaLane|ThreadPlace
   words: tuple[tuple[UOp, ...], ...] = ()
 
   @property
   def pairs(self) -> int:
-    """Number of pairs of neighbouring scores of one row in a vector of scores."""
+    """Number of pairs of neighbouring scores that a vector of scores holds of one row."""
     return self.at.matrix.row_part//2
   def bit(self, n:int) -> tuple[int, int]:
-    """Returns (index of the dword that holds the bit of the n-th score of a row, position of the bit in this dword)."""
+    """Returns where the bit of the n-th score of a row is: (index of the dword, position in this dword)."""
     word, row = divmod(self.at.matrix.key_of(0, n), WORD)
     return word, row//OCTET*4 + row % OCTET//4*2 + row//2 % 2*16 if alternate(self.at) else bit_of(row)
 
   def _of(self, at:list[tuple[int, int]]) -> tuple[UOp, tuple[tuple[int, int], ...]]:
-    """Finds the dropout bits of some scores, which `at` lists as (row, n): the n-th score of a row. Returns a vector of the dwords that hold these
-    bits, and for each score the (dword, position) of its bit."""
+    """Finds the bits of the scores `at`, a list of (row, n): the n-th score of a row. Returns a vector of the dwords with these bits, and for each
+    score (index of the dword in this vector, position in the dword)."""
     found = [(r, *self.bit(n)) for r, n in at]
     used = sorted({(r, word) for r, word, _ in found})
     return ops.build(*[self.words[r][word] for r, word in used]), tuple((used.index((r, word)), place) for r, word, place in found)
 
   def packed(self, x:UOp, first:int) -> UOp:
-    """Replaces dropped elements by 0 in P that is packed to 16 bits. `x` holds the lane's vectors of P, from the vector with the index `first` on.
-    Each vector has the elements of the lane's rows, one row after another."""
+    """Returns `x`, vectors of P that are packed to 16 bits (or 8), with 0 in place of dropped elements. The first of these vectors has the index
+    `first` among the lane's vectors of P. Each vector has elements of all of the lane's rows, one row after another."""
     if not self.words: return x
     rows, pairs = range(len(self.words)), range(self.pairs)
     vectors = ops.length(x)//(len(rows)*len(pairs))
@@ -54,7 +54,7 @@ class Kept:
     return bits.drop_packed(x, words, places, first)
 
   def drop(self, vectors:list[UOp]) -> list[UOp]:
-    """Replaces dropped elements by 0. `vectors` holds the fp32 values of all of the lane's scores of a tile."""
+    """Returns `vectors` with 0 in place of dropped elements. They are fp32 numbers for all of the lane's scores in a tile, such as dP."""
     if not self.words: return vectors
     found, part = [], self.at.matrix.row_part
     for kt, x in enumerate(vectors):
@@ -63,27 +63,28 @@ class Kept:
     return found
 
 def alternate(at:Lane|MmaLane|ThreadPlace) -> bool:
-  """Says whether the vectors of a lane hold every second row of the tile: neighbouring scores of a vector then belong to rows that are two apart."""
+  """Whether a lane's vectors hold every second row of the tile, so that neighbouring elements of a vector belong to rows that are two apart."""
   return at.matrix.block == 1
 
 def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
-  """Returns which of a lane's scores dropout keeps. `rows` are the rows that the lane owns, and `tile` is the index of a tile of the rows that the
-  workgroup loops over."""
+  """Returns which of a lane's scores dropout keeps. `rows` are the rows that the lane owns. The other side of the scores is the rows of tile number
+  `tile`, over whose tiles the workgroup loops."""
   if not scores.p.dropout_p: return Kept(scores.at)
   count = scores.block_n//OCTET      # groups of eight keys, or of eight queries, in a tile
   def word(row:Row, first:int) -> UOp: return _word(scores, row, scores.tile(tile)*count + first, min(OCTETS, count - first))
   return Kept(scores.at, tuple(tuple(word(row, first) for first in range(0, count, OCTETS)) for row in rows))
 
 def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
-  """Returns the numbers from which dropout makes the bits of a row: the seed, and the batch and head, counted over all devices."""
+  """Returns the numbers from which dropout makes the bits of a row: the seed (two dwords), the batch, and the head. Batch and head are counted over
+  all devices."""
   seed, first = scores.given["dropout_seed"], scores.given.get("first_batch_and_head")
   seed0, seed1 = (ops.uniform(flat(seed)[i].load()) for i in range(2))
   batch, head = (x if first is None else x.cast(dtypes.uint) + flat(first)[i].load() for i, x in enumerate((row.batch, row.head)))
   return (seed0, seed1), batch, head
 
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
-  """Returns a dword with the dropout bits of a lane's scores: each bit says whether a score is kept. The scores are those of row `row` with `count`
-  octets of the rows over which the workgroup loops. An octet is eight neighbouring rows, and `first` is the index of the first octet."""
+  """Returns a dword of bits that say which of a lane's scores are kept: the scores of row `row` with `count` octets (eight neighbouring rows) of the
+  rows over which the workgroup loops. `first` is the index of the first octet."""
   at, p = scores.at, scores.p
   assert not isinstance(at, ThreadPlace)
   shared = min(at.matrix.groups, count)           # number of lanes that share the octets: each computes every `shared`-th one
@@ -101,20 +102,20 @@ def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
 
 @dataclass(frozen=True)
 class KeptHere:
-  """Bits that say which scores of a row dropout keeps, for a thread that exchanges no values with other threads. For each of the row's vectors of
-  scores there is a vector of dwords. `places` holds the (dword, position) of the bit of each element."""
+  """Bits that say which scores of a row dropout keeps, for a thread that exchanges no values with other threads. `words` has a vector of dwords for
+  each of the row's vectors of scores. `places` says where the bit of each element of a vector is: (index of the dword, position in the dword)."""
   words: tuple[UOp, ...]
   places: tuple[tuple[int, int], ...]
   def drop(self, vectors:list[UOp]) -> list[UOp]:
-    """Replaces dropped elements by 0. `vectors` holds the fp32 values of all of the thread's scores of a tile."""
+    """Returns `vectors` with 0 in place of dropped elements. They are fp32 numbers for all scores of the row in a tile, such as dP."""
     if not self.words: return vectors
     return [bits.drop_numbers(x, words, self.places, i) for i, (x, words) in enumerate(zip(vectors, self.words, strict=True))]
 
 def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
-  """Returns which scores dropout keeps, for four neighbouring rows that the thread owns, one entry for each of these rows. The other side of the
-  scores is rows of a tile, in groups of four neighbouring rows; `firsts` has the first row of each group. The thread's rows are queries and the
-  tile's rows are keys, or the other way round. One random number decides on eight neighbouring keys of a query (an octet, see attn/ops/dropout.py),
-  so four keys use half of its bits."""
+  """Returns which scores dropout keeps, one entry for each of `rows`, four neighbouring rows that a thread owns. The other side of the scores is rows
+  of a tile, in groups of four neighbours; `firsts` has the first row of each group. Either the thread's rows are queries and the tile's rows are
+  keys, or the other way round. The bits of eight neighbouring keys of a query are made together (an octet, see attn/ops/dropout.py), so four keys use
+  half of them."""
   if not scores.p.dropout_p: return [KeptHere((), ()) for _ in rows]
   if scores.walk.over == "keys":
     words = [[_kept_half(scores, row, row.index, first) for first in firsts] for row in rows]
@@ -123,6 +124,6 @@ def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]
   return [KeptHere(of_queries, tuple((i, bit_of(key)) for i in range(len(rows)))) for key in range(len(rows))]
 
 def _kept_half(scores:Scores, row:Row, query:UOp, key:UOp) -> UOp:
-  """Returns the dropout bits of four neighbouring keys of a query, which say whether their scores are kept. The bit of the first key is bit 0."""
+  """Returns the bits that say which scores of a query with four neighbouring keys are kept. `key` is the first of these keys, and has bit 0."""
   octet = bits.kept_octet(*_counted(scores, row), query, key//OCTET, scores.p.dropout_p)
   return (key//(OCTET//2)%2).eq(0).where(octet, octet >> 2)

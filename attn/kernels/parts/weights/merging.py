@@ -3,7 +3,7 @@ with its natural-log LSE:
 
   o = sum_g exp(lse_g - lse) o_g,   lse = ln(sum_g exp(lse_g) + exp(sink))      (FlashAttention-2, arXiv 2307.08691, section 2.3.1)
 
-The largest exponent is factored out. A partial result of no keys has o_g = 0 and lse_g = -inf, so its weight is 0."""
+The largest lse_g is subtracted from every exponent first. A partial result of no keys has o_g = 0 and lse_g = -inf, so its weight is 0."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ from attn.values import LOG2E
 COMBINE_THREADS = 256       # the most threads of a workgroup
 
 def rows_together(p:Problem, arch:Chip, columns:int) -> int:
-  """Returns the number of rows that a workgroup merges, with `columns` threads for each row. If there are few rows in all, each workgroup merges
-  fewer of them, so that every compute unit has work. There are always enough rows to fill a wave with threads."""
+  """Returns how many rows a workgroup merges, with `columns` threads for each row. If there are few rows in all, a workgroup merges fewer, so that
+  every compute unit has work, but enough to fill a wave with threads."""
   return max(1, min(COMBINE_THREADS//columns, max(ceildiv(p.rows, max(1, arch.cus)), arch.wave//columns)))
 
 @dataclass(frozen=True)
 class MergedRow:
-  """The output row that a thread merges. The thread computes `vec` elements of this row, from element `column` on. `index` is the row's number,
-  counted over batches and heads and clamped to the last row. `there` says whether the thread has a row at all."""
+  """The row of the output that a thread merges. The thread computes `vec` elements of this row, from element `column` on. `index` is the index of the
+  row, counted over batches and heads. `there` is false if the thread has no row; `index` is then that of the last row."""
   p: Problem
   arch: Chip
   block: UOp
@@ -56,7 +56,7 @@ class MergedRow:
   def column(self) -> UOp: return self.thread%self.columns*self.vec
   @property
   def length(self) -> int:
-    """Number of rows that one head has in the tensors: total_q for packed sequences."""
+    """Number of rows of one head in the tensors: Sq, or total_q for packed sequences."""
     return self.p.total_q if self.p.varlen else self.p.Sq
   @property
   def coordinates(self) -> tuple[UOp, UOp, UOp]:
@@ -64,7 +64,8 @@ class MergedRow:
     return self.index//(self.p.H*self.length), self.index//self.length%self.p.H, self.index%self.length
 
 def reference_of(largest:UOp) -> UOp:
-  """Returns the number that is subtracted from every exponent before the exponential: the largest LSE, or 0 where no partial result has a key."""
+  """Returns the number that is subtracted from every exponent before the exponential: `largest`, the largest lse, or 0 if no partial result has a key
+  (then `largest` is -inf)."""
   return largest.eq(NEG_INF).where(0.0, largest)
 
 def weight_of(lse:UOp, reference:UOp, rest:UOp|None=None) -> UOp:
@@ -74,9 +75,9 @@ def weight_of(lse:UOp, reference:UOp, rest:UOp|None=None) -> UOp:
   return ops.exp2(found if rest is None else ops.fma(rest, LOG2E, found))
 
 def store_merged(at:MergedRow, given:Mapping[str, UOp], values:UOp, weights:UOp, largest:UOp) -> list[UOp]:
-  """Returns the stores of a merged row. o gets the quotient `values` / `weights`: the weighted sum of the partial results, divided by the sum of the
-  weights. lse gets `largest` + ln(`weights`), rounded to fp32, where `largest` is the largest lse of the partial results and of the sink. lse_rest
-  gets what this rounding lost. lse and lse_rest are stored only if `given` has these tensors."""
+  """Returns the stores of a merged row. o gets `values`/`weights`: the weighted sum of the partial results, divided by the sum of the weights. lse
+  gets `largest` + ln(`weights`), rounded to fp32, where `largest` is the largest lse of the partial results and of the sink. lse_rest gets what this
+  rounding lost. lse and lse_rest are stored only if they are among the tensors `given`."""
   p, (batch, head, query) = at.p, at.coordinates
   values = ops.mul(values, weights.eq(0.0).where(0.0, ops.rcp(weights)))
   sb, sh, ss = strides(p.layout, p.H, at.length, p.Dv)

@@ -25,9 +25,10 @@ NEG_INF = -math.inf
 
 @dataclass(frozen=True)
 class Scores:
-  """Scores of one row that the workgroup owns, as a lane holds them in one iteration of the loop over tiles: a list of vectors. The rows over which
-  the workgroup loops are the walked rows: keys if it owns queries, queries if it owns keys. Element n, counted over all vectors, is the score of
-  walked row `tile*block_n + matrix.key_of(h, n)`."""
+  """Scores as a lane holds them in one iteration of the loop over tiles, and what is applied to them: the score terms and the masks of a problem. The
+  scores belong to one row that the workgroup owns, and form a list of vectors. The rows over which the workgroup loops, the walked rows, are keys if
+  it owns queries, and queries if it owns keys. Element n, counted over all vectors, is the score of walked row `tile*block_n + matrix.key_of(h, n)`.
+  """
   p: Problem
   at: Lane|MmaLane|ThreadPlace
   block_n: int
@@ -44,54 +45,54 @@ class Scores:
   def raw(self) -> bool: return not self.terms
   @property
   def unit(self) -> ScoreUnit:
-    """Unit of the scores after all score terms (softcap, ALiBi, bias) are applied: base 2, base e, or raw scores."""
+    """What the scores are after all score terms (softcap, ALiBi, bias): exponents of base 2, exponents of base e, or raw scores."""
     return raw_unit(self.p) if self.raw else self.unit_of_terms
   @property
   def unit_of_terms(self) -> ScoreUnit: return NATURAL if self.natural else BASE2
   @property
   def to_log2(self) -> float:
-    """Factor by which the softmax multiplies scores to get exponents of 2."""
+    """Factor that turns the scores that the softmax gets into exponents of 2."""
     return LOG2E if self.natural else self.unit.base2
   @property
   def to_natural(self) -> float: return 1.0 if self.natural else self.unit.natural
   @property
   def walked(self) -> list[tuple[int, ...]]:
-    """Rows of the tile to which the elements of a lane's scores belong, as indices counted from the first row of the tile, one tuple for each vector.
-    The indices are those of lane group 0 (lane group h is the lanes that hold the same rows of an accumulator). In lane group h each index is larger
-    by h*matrix.block, the number of neighbouring rows that a lane holds."""
+    """Indices, in the tile, of the rows to which the elements of a lane's scores belong: a tuple for each vector. They are right for lane group 0. In
+    lane group h (the lanes that hold the same rows of an accumulator, each in another column) h*matrix.block is added to each index, where
+    matrix.block is the number of neighbouring rows that a lane holds."""
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
   def of_head(self, head:UOp) -> Scores:
     return replace(self, first=replace(self.first, head=head))
   def row(self, place:UOp) -> UOp:
-    """Converts the position of a row in the workgroup's loop to the row's index in the sequence. The two differ if the loop has an `order`: it then
-    leaves tiles out, or takes them in descending order."""
+    """Returns the row of the sequence that is row number `place` of the workgroup's loop. The two numbers differ only if the loop has an `order`: it
+    then leaves tiles out, or takes them in descending order."""
     return place if self.order is None else self.order.row(place)
   def tile(self, number:UOp) -> UOp:
-    """Converts the index of an iteration to the index of the tile of the sequence that this iteration computes. The two differ if the loop has an
+    """Returns the tile of the sequence that iteration `number` of the workgroup's loop computes. The two numbers differ only if the loop has an
     `order`: it then leaves tiles out, or takes them in descending order."""
     return number if self.order is None else self.order.row(number*self.block_n)//self.block_n
   def begin(self, tile:UOp) -> UOp: return self.tile(tile)*self.block_n + self.at.h*self.at.matrix.block
 
   def fragment(self, row:Row, tile:UOp) -> Fragment:
-    """Returns a `Fragment`: the query and the key of each of a row's scores in a tile. Score terms (softcap, ALiBi, bias) compute their values from
-    it."""
+    """Returns the query and the key of each of a row's scores in a tile, as a `Fragment`, from which score terms (softcap, ALiBi, bias) compute their
+    values."""
     mat = self.at.matrix
     return Fragment(self.p, self.given, row, self.first, self.walk, self.tile(tile), self.block_n, self.at.h, mat.block, self.walked, mat.tile_keys,
                     self.unit_of_terms, self.limits(row, tile))
 
   def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Applies the problem's score terms (softcap, ALiBi, bias) to raw scores. Without terms, multiplies the scores by softmax_scale if `natural` is
-    set, and otherwise returns them unchanged."""
+    """Applies the problem's score terms (softcap, ALiBi, bias) to the raw scores `x` of a row. Without terms, multiplies them by softmax_scale if
+    `natural` is set, and returns them unchanged otherwise."""
     return self.final(self.steps(x, row, tile))
 
   def final(self, steps:list[list[UOp]]) -> list[UOp]:
-    """Returns the scores that the softmax uses, before masks are applied: the last of the `steps` (see the method `steps`), in base e if `natural` is
-    set."""
+    """Returns the scores that the softmax uses, before masks: the last of the scores that the method `steps` returned. Without score terms these are
+    raw scores; then multiplies them by softmax_scale if `natural` is set."""
     return [ops.mul(y, self.unit.natural) for y in steps[-1]] if self.natural and self.raw else steps[-1]
 
   def steps(self, x:list[UOp], row:Row, tile:UOp) -> list[list[UOp]]:
-    """Returns a list with the raw scores `x`, and then the scores after each score term (softcap, ALiBi, bias) in turn."""
+    """Returns the raw scores `x` of a row, then the scores after the first score term (softcap, ALiBi, bias), after the second, and so on."""
     found, at, unit = [x], self.fragment(row, tile), raw_unit(self.p)
     for term in self.terms:
       found.append(term.value(found[-1], at, unit))
@@ -99,8 +100,8 @@ class Scores:
     return found
 
   def derivatives(self, steps:list[list[UOp]], row:Row, tile:UOp) -> dict[str, list[UOp]]:
-    """Returns by name, for each score term (softcap, ALiBi, bias), the derivative of the term's result with respect to its input. `steps` has the
-    scores that the method of this name returned. Leaves out terms whose derivative is always 1."""
+    """Returns, by the name of each score term (softcap, ALiBi, bias), the derivative of the term's result with respect to its input. `steps` is what
+    the method `steps` returned. Leaves out terms whose derivative is always 1."""
     found, at, unit = dict[str, list[UOp]](), self.fragment(row, tile), raw_unit(self.p)
     for term, before, after in zip(self.terms, steps, steps[1:]):
       assert term.derivative is not None
@@ -109,21 +110,21 @@ class Scores:
     return found
 
   def mask(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Replaces scores by -inf where the key or query does not exist, or where the query does not see the key."""
+    """Returns the scores `x` of a row, with -inf where the key or the query does not exist, or the query does not see the key."""
     return self._seen(self._beyond(x, row, tile, ops.mask_above, ops.mask_beyond), row, tile, NEG_INF)
   def clear(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Replaces elements of `x` by 0 where the key or query does not exist, or where the query does not see the key."""
+    """Returns `x`, elements for each of a row's scores, with 0 where the key or the query does not exist, or the query does not see the key."""
     return self._seen(self._beyond(x, row, tile, ops.clear_above, ops.clear_beyond), row, tile, 0.0)
 
   def limits(self, row:Row, tile:UOp) -> tuple[UOp|None, UOp]:
-    """Returns the first and the last column of a tile that a row sees, counted from the lane's first column. A column is a key if the row is a query,
-    and a query if the row is a key. The first is None if masks hide no columns at the beginning of a row."""
+    """Returns the first and the last column of a tile that a row sees, counted from the lane's first column. Columns are keys if the row is a query,
+    and queries if the row is a key. The first is None if no mask hides columns before the first one that a row sees."""
     first, here = first_seen(self.walk, row.index), self.begin(tile)
     return None if first is None else first - here, last_seen(self.walk, row.index) - here
 
   def seen_by(self, first:UOp, last:UOp, tile:UOp) -> UOp:
-    """Returns whether some row from `first` to `last` may see a column of a tile. A column is a key if rows are queries, and a query if rows are
-    keys."""
+    """Returns whether one of the rows from `first` to `last` may see a column of a tile. Columns are keys if rows are queries, and queries if rows
+    are keys."""
     begin, first_column = self.tile(tile)*self.block_n, first_seen(self.walk, first)
     seen = begin <= last_seen(self.walk, last)
     return seen if first_column is None else seen & (first_column < begin + self.block_n)
@@ -135,26 +136,27 @@ class Scores:
     return [of_beyond(y, first, last, rows) for y, rows in zip(x, self.walked)]
 
   def _seen(self, x:list[UOp], row:Row, tile:UOp, hidden:float) -> list[UOp]:
-    """Replaces elements by `hidden` where the caller's mask_mod hides the score. mask_mod may hide any score of a tile."""
+    """Returns `x`, elements for each of a row's scores, with `hidden` where the caller's mask_mod hides the score. mask_mod may hide any scores of a
+    tile."""
     if (seen := seen_each(self.fragment(row, tile))) is None: return x
     return [ops.select_each(conditions, y, hidden) for conditions, y in zip(seen, x)]
 
   @property
   def in_place(self) -> bool:
-    """Returns whether masks can be applied inside the registers that already hold the raw scores (see `masks`), without a copy. This needs a problem
-    without score terms (softcap, ALiBi, bias) and without a mask_mod that is computed for every score."""
+    """Whether masks can be applied to the raw scores in their registers, without a copy (`masks`). This needs a problem without score terms (softcap,
+    ALiBi, bias) and without a mask_mod that is computed for every score."""
     return self.raw and not scattered(self.p)
 
   def masks(self, scores:UOp, rows:list[Row], tile:UOp, *done:UOp) -> list[UOp]:
-    """Returns statements that mask the raw scores of two rows, in the registers that hold the scores. The statements come after the operations
-    `done`, and may run in any order."""
+    """Returns statements that apply masks to the raw scores of two rows in their registers, `scores`. The statements come after the operations
+    `done`, in any order."""
     of_rows = [self.limits(row, tile) for row in rows]
     limits = {"above": [last for _, last in of_rows], "below": [first for first, _ in of_rows if first is not None]}
     return [ops.mask_rows(scores, each, side, self.walked[0], self.at.matrix.tile_keys, *done) for side, each in limits.items() if each]
 
   def finished(self, tiles:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> list[UOp]:
-    """Turns the raw scores of `rows`, which the vectors `tiles` hold, into the input of the softmax: applies the score terms (softcap, ALiBi, bias),
-    and if `masked` the masks. In each vector the elements of one row lie before those of the next row."""
+    """Turns raw scores into the input of the softmax: applies the score terms (softcap, ALiBi, bias), and if `masked` the masks. `tiles` are vectors
+    of raw scores, and each has the elements of all of `rows`, one row after another."""
     if self.raw and not masked and not self.natural: return tiles
     n = ops.length(tiles[0])//len(rows)
     parts = [[ops.slice_(y, i*n, n) for y in tiles] for i in range(len(rows))]

@@ -27,10 +27,10 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Sums:
-  """Sums of P that a kernel computes, as a list of `kinds` (attn/ops/softmax.py). The first kind sums P after rounding. If P includes the scales of
-  V's rows, this sum only shows whether P is too large, and the next kind, UNSCALED, sums P without the scales. If an LSE is written, the last kind
-  sums P before rounding. `matrix` is the matrix instruction that can compute the first kind, as a product of P with ones; it is None if the chip sums
-  this dtype without a matrix instruction. `dual` says whether the chip issues two dot products in one cycle."""
+  """The kinds of sums of P that a kernel computes for each row: `kinds` (attn/ops/softmax.py). The first kind sums P after rounding. If P includes
+  the scales of V's rows, this sum only shows whether P is too large, and the next kind, UNSCALED, sums P without the scales. If an LSE is written,
+  the last kind sums P before rounding. `matrix` is the matrix instruction that computes the first kind, as a product of P with ones; None if the chip
+  sums this dtype without a matrix instruction. `dual` says whether the chip issues two dot products in one cycle."""
   dtype: str
   kinds: tuple[str, ...]
   matrix: Any
@@ -38,15 +38,15 @@ class Sums:
 
   @staticmethod
   def of(arch:Chip, dtype:str, lse:bool, scaled:bool=False) -> Sums:
-    """Returns which sums of P a kernel computes for each row: always the sum of rounded P, with `lse` also the sum of P before rounding. `scaled`
-    says that P includes the scales of V's rows; then the sum of P without these scales is computed, too."""
+    """Returns which sums of P a kernel computes for each row: always the sum of rounded P, and with `lse` the sum of P before rounding. With
+    `scaled`, P includes the scales of V's rows, and the kernel also computes the sum of P without them."""
     matrix = arch.unit.sums.get(dtype)
     kind = DOT if dtype in arch.unit.dots else UNPACKED if matrix is None else ONES
     return Sums(dtype, (kind, *[UNSCALED]*scaled, *[LANE]*lse), matrix, dtype in arch.unit.dual_dots)
 
   def rounded(self, packed:list[list[UOp]]) -> list[UOp]:
-    """Returns the sum of rounded P for each of the wave's matrix tiles of queries. `packed` has a list for each of them: vectors of P, packed to 16
-    bits, one for each matrix tile of S^T.
+    """Returns this lane's sum of rounded P for each of the wave's matrix tiles of queries. `packed` has a list of vectors of P for each of them,
+    packed to 16 bits, with a vector for each matrix tile of S^T.
 
     If the chip issues two dot products at once (`dual`), two chains of dot products run side by side. With two matrix tiles of queries, each chain
     makes the sum of one of them. With one, a chain takes every second vector. Two dot products issue at once only if their operands lie in different
@@ -61,10 +61,10 @@ class Sums:
 
 @dataclass(frozen=True)
 class Softmax(Carried):
-  """State of the online softmax in registers. `acc` holds the accumulators of O^T. Each matrix tile of queries has the reference `m`, which is
-  subtracted from its scores, and `addend` = -m*to_log2 (NaN if the rounding error of this product is too large). `l` holds this lane's part of the
-  row sums, one for each kind of sum (`Sums`). Three fields belong to the current iteration: `p` holds its weights, packed to 16 bits, `scores` its
-  scores, and `l_of_trip` what it adds to `l`."""
+  """The state of the online softmax, in registers. `acc` holds the accumulators of O^T. Each matrix tile of queries has its reference `m`, the number
+  that is subtracted from the scores, and `addend` = -m*to_log2 (NaN if the rounding error of this product is too large). `l` holds this lane's part
+  of the row sums, for each kind of sum (`Sums`). Three fields are for the current iteration: `p` holds P, packed to 16 bits, `scores` the scores, and
+  `l_of_trip` what the iteration adds to `l`."""
   acc: UOp
   m: UOp
   addend: UOp
@@ -90,8 +90,7 @@ class Softmax(Carried):
     return UOp.group(*[x[i].store(ops.splat(value, ops.length(x))) for x, value in begin for i in range(x.max_numel())])
 
   def addends(self, dual:bool) -> tuple[Softmax, list[UOp]]:
-    """Loads -m*to_log2 of each matrix tile of queries (the field `addend`), in the form in which the method `weights` takes it. Returns the state and
-    the loaded addends.
+    """Returns the state, and the addends (-m*to_log2) in the form in which the method `weights` takes them: one for each matrix tile of queries.
 
     With `dual` the chip issues two instructions at once if their operands are in neighbouring registers. The addends of two matrix tiles of queries
     are then put into neighbouring registers. A single addend becomes a vector of two copies."""
@@ -102,9 +101,9 @@ class Softmax(Carried):
     return kept, [kept.addend[i].load() for i in range(2)] if len(found) == 2 else [both]
 
   def weights(self, scores:list[UOp], addend:UOp, to_log2:float) -> list[UOp]:
-    """Computes P of a matrix tile of queries from its scores. `addend` is -m*to_log2, where m is the number that the softmax at present subtracts
-    from the scores. If `addend` is a vector of two numbers, the first number is added to the first half of each vector of scores, and the second
-    number to the second half."""
+    """Returns P of a matrix tile of queries, given its scores. `addend` is -m*to_log2, where m is the number that the softmax at present subtracts
+    from the scores. If `addend` is a vector of two numbers, the first is for the first half of each vector of scores, and the second for the second
+    half."""
     if ops.length(addend) == 1: return [ops.weights(x, addend, to_log2) for x in scores]
     def exponents(x:UOp) -> UOp:
       n = ops.length(x)//2
@@ -113,10 +112,10 @@ class Softmax(Carried):
 
   def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, sums:Sums, above:float,
               do:Callable[[UOp], UOp], *before:UOp, scales:list[UOp]|None=None) -> Softmax:
-    """Adds the weights P of this iteration to the state. If a sum of P is above the limit `above` (see attn/ops/softmax.py), the reference m of a row
-    is too low: raises m, and corrects the weights and the whole state for the new m. `do` adds a statement (an operation with a side effect) to the
-    program. The correction comes after the operations `before`. If V's rows have `scales`, the P that will be multiplied by V includes them; there is
-    a vector of scales for each vector of P."""
+    """Adds the weights P of this iteration to the row sums, and returns the state. If a sum of P is above the limit `above` (see
+    attn/ops/softmax.py), the reference m of a row is too low: then raises m, and corrects P and the whole state for the new m. `do` adds a statement
+    (an operation with a side effect) to the program. The correction comes after the operations `before`. If the rows of V have `scales`, a vector for
+    each vector of P, P is multiplied by them before it is rounded."""
     scaled = weights if scales is None else [[scaled_weights(x, y) for x, y in zip(column, scales)] for column in weights]
     packed = [[ops.pack_weights(x, sums.dtype) for x in column] for column in scaled]
     parts = sums.rounded(packed)
@@ -132,45 +131,46 @@ class Softmax(Carried):
     return s.after(UOp.group(*[s.l[i].store(ops.add(s.l[i].load(), s.l_of_trip[i].load())) for i in range(len(parts))]))
 
   def spoiled(self, nans:list[UOp]) -> Softmax:
-    """Adds `nans` to the row sums by which O is divided. `nans_of_scales` made these numbers, one for each matrix tile of queries: NaN if a scale
-    that the row sees is NaN, otherwise 0."""
+    """Adds `nans`, a number for each matrix tile of queries, to the row sums by which O is divided. The numbers are NaN for a row that sees a key
+    whose scale of V is NaN, otherwise 0 (`nans_of_scales`)."""
     q_tiles = self.m.max_numel()
     return self.after(UOp.group(*[self.l[q_tiles + i].store(ops.add(self.l[q_tiles + i].load(), x)) for i, x in enumerate(nans)]))
 
   def totals(self, qt:int, matrix:Matrix) -> list[UOp]:
-    """Returns the row sums of P for the matrix tile of queries with index `qt`, added over all lanes that share a query. There is one for each kind
-    of sum."""
+    """Returns the row sums of P for the matrix tile of queries with index `qt`, added over all lanes that share a query: first the sum by which O is
+    divided, and last the sum for the LSE. With one kind of sum, the list has this sum only."""
     q_tiles, first = self.m.max_numel(), 0 if self.scales.value is None else 1       # with scales, the first sum only shows whether P is too large
     return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt + first*q_tiles, self.l.max_numel(), q_tiles)]
 
   def operands(self, at:Lane, qt:int, k_tiles:int, kept:Kept, renewed:bool=False) -> list[UOp]:
-    """Returns the weights of the matrix tile of queries with index `qt`, as the B operands of O^T = V^T P^T. Weights that dropout drops are 0. On
-    some chips lanes 16-31 repeat the operands of lanes 0-15. The instruction for this takes a boolean that says whether a lane is one of lanes 0-15.
-    With `renewed` the boolean is computed here, just before its use, instead of being kept in a register."""
+    """Returns P of the matrix tile of queries with index `qt`, after dropout, as the B operands of O^T = V^T P^T. On some chips lanes 16-31 repeat
+    the operands of lanes 0-15. The instruction for this takes a boolean that says whether a lane is one of lanes 0-15. With `renewed` the boolean is
+    computed here, just before its use, instead of being kept in a register."""
     return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)], renewed)
 
 def nans_of_scales(scores:Scores, scales:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> UOp:
-  """Returns a number for each of `rows`: NaN if the row sees a key whose row of V has the scale NaN, otherwise 0. Such a NaN reaches O, but not the
-  LSE."""
+  """Returns a number for each of `rows`: NaN if the row sees a key whose scale of V is NaN, otherwise 0. Such a NaN reaches O, but not the LSE.
+  `scales` has the scales of V's rows, a vector for each vector of scores."""
   found = [zero_or_nan(x) for x in scales]
   seen = [scores.clear(found, row, tile) if masked else found for row in rows]
   # fma, not add: if rows of V share a scale, all vectors are one UOp x, and tinygrad 0.14.0 would rewrite x + x to x*2, which fails for vectors
   return ops.build(*[row_sum([functools.reduce(lambda a, b: ops.fma(a, 1.0, b), x)], False) for x in seen])
 
 def sum_of_unscaled(packed:list[UOp], p:list[UOp], scales:list[UOp], dtype:str, rows:int=1) -> UOp:
-  """Sums the weights of a matrix tile of queries without the scales that packed P includes. Returns one number for each of the lane's `rows` rows."""
+  """Returns the sum of P without the scales of V's rows, for each of the lane's `rows` rows of a matrix tile of queries. `packed` is P times
+  `scales`, rounded and packed; `p` is P before that."""
   total = ops.splat(0.0, rows)
   for x, y, scale in zip(packed, p, scales): total = sum_without_scales(total, x, y, scale, dtype)
   return total
 
 def compared_scores(scores:list[UOp], scales:list[UOp], to_log2:float) -> list[UOp]:
-  """Adds the logarithms of the scales of V's rows to scores. The softmax must subtract the largest of these sums from the scores of a row if P
-  includes the scales. There is one vector of scales for each vector of scores."""
+  """Returns scores plus the logarithms of the scales of V's rows. If P includes these scales, the softmax must subtract the largest of these numbers
+  from the scores of a row. There is one vector of `scales` for each vector of scores."""
   return [ops.add(x, ops.mul(ops.log2(y), 1/to_log2)) for x, y in zip(scores, scales)]
 
 def row_sum(x:list[UOp], pairs:bool) -> UOp:
-  """Sums all elements of a list of vectors as a tree: first adds whole vectors, then the elements of the resulting vector. Set `pairs` if the chip
-  adds two numbers with one instruction: the elements are then first added as vectors of two."""
+  """Returns the sum of all elements of a list of vectors: adds vectors in pairs until one is left, and then its elements. `pairs` says that the chip
+  adds two numbers with one instruction: the elements are then added as vectors of two, as long as possible."""
   def tree(x:list[UOp]) -> UOp:
     while len(x) > 1: x = [ops.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
     return x[0]
