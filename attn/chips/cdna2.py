@@ -12,9 +12,9 @@ CDNA2_MACHINE = replace(CDNA3_MACHINE, memory=Figure(650, ASSUMED), memory_bytes
                         packed_alone=Figure(1, ASSUMED), packed_drain=Figure(8, ASSUMED), lds=Figure(48, ASSUMED))
 
 # Best first: the first row that fits is taken. A search by predictions from machine code made this table (python -m attn.tune --write). No row was
-# measured. Beside each row stand the worst figures over fp16 and bf16, full and causal: the predicted use of the matrix unit, bounds on that use, and
-# waves per SIMD. A row with `llvm` is for compilers of that release and older ones: for them it replaces the rows without `llvm` that have the same
-# head dimension.
+# measured. Beside each row stand the worst figures over fp16 and bf16, full and causal: the predicted use of the matrix unit, bounds on that use
+# (docs/isa.md), and waves per SIMD. A row with `llvm` is for compilers of that release and older ones: for them it replaces the rows without `llvm`
+# that have the same head dimension.
 FORWARD_ON_CDNA2: tuple[UpTo[ForwardShape], ...] = (
   UpTo(64, ForwardShape(4, 2, 32), fills=256),                                # serial 67.5%, issued 66.5%, overlap 100.0%, waves 2
   UpTo(64, ForwardShape(4, 1, 64)),                                           # serial 68.0%, issued 65.5%, overlap 100.0%, waves 2

@@ -18,9 +18,9 @@ CDNA3_MACHINE = Machine(
   memory_queue=Figure(16, "fifo"), lds_load=Figure(48, ASSUMED))
 
 # Best first: the first row that fits is taken. A search by predictions from machine code made this table (python -m attn.tune --write). No row was
-# measured. Beside each row stand the worst figures over fp16 and bf16, full and causal: the predicted use of the matrix unit, bounds on that use, and
-# waves per SIMD. A row with `llvm` is for compilers of that release and older ones: for them it replaces the rows without `llvm` that have the same
-# head dimension.
+# measured. Beside each row stand the worst figures over fp16 and bf16, full and causal: the predicted use of the matrix unit, bounds on that use
+# (docs/isa.md), and waves per SIMD. A row with `llvm` is for compilers of that release and older ones: for them it replaces the rows without `llvm`
+# that have the same head dimension.
 FORWARD_ON_CDNA3: tuple[UpTo[ForwardShape], ...] = (
   UpTo(64, ForwardShape(4, 1, 64, fenced=True)),                              # predicted 56.5%, serial 51.0%, issued 48.5%, overlap 94.0%, waves 3
   UpTo(64, ForwardShape(8, 1, 64), fills=256, llvm=21),                       # serial 51.5%, issued 49.0%, overlap 93.5%, waves 2

@@ -12,9 +12,9 @@ CDNA4_MACHINE = replace(CDNA3_MACHINE, transcendental=Figure(12, "cdna4"), matri
                         memory_bytes=Figure(64, ASSUMED), memory_queue=Figure(16, ASSUMED), lds=Figure(48, ASSUMED))
 
 # Best first: the first row that fits is taken. A search by predictions from machine code made this table (python -m attn.tune --write). No row was
-# measured. Beside each row stand the worst figures over fp16 and bf16, full and causal: the predicted use of the matrix unit, bounds on that use, and
-# waves per SIMD. A row with `llvm` is for compilers of that release and older ones: for them it replaces the rows without `llvm` that have the same
-# head dimension.
+# measured. Beside each row stand the worst figures over fp16 and bf16, full and causal: the predicted use of the matrix unit, bounds on that use
+# (docs/isa.md), and waves per SIMD. A row with `llvm` is for compilers of that release and older ones: for them it replaces the rows without `llvm`
+# that have the same head dimension.
 FORWARD_ON_CDNA4: tuple[UpTo[ForwardShape], ...] = (
   UpTo(64, ForwardShape(4, 1, 64, prefetch=2)),                               # predicted 55.5%, serial 52.0%, issued 47.5%, overlap 97.0%, waves 3
   UpTo(64, ForwardShape(8, 1, 64), fills=256, llvm=21),                       # serial 53.0%, issued 48.0%, overlap 98.5%, waves 2

@@ -17,9 +17,9 @@ RDNA3_MACHINE = Machine(
   memory=Figure(376, "chips"), memory_bytes=Figure(64, ASSUMED), memory_queue=Figure(16, ASSUMED), lds_load=Figure(0, "isa"))
 
 # Best first: the first row that fits is taken. A search by predictions from machine code made this table (python -m attn.tune --write). No row was
-# measured. Beside each row stand the worst figures over fp16 and bf16, full and causal: the predicted use of the matrix unit, bounds on that use, and
-# waves per SIMD. A row with `llvm` is for compilers of that release and older ones: for them it replaces the rows without `llvm` that have the same
-# head dimension.
+# measured. Beside each row stand the worst figures over fp16 and bf16, full and causal: the predicted use of the matrix unit, bounds on that use
+# (docs/isa.md), and waves per SIMD. A row with `llvm` is for compilers of that release and older ones: for them it replaces the rows without `llvm`
+# that have the same head dimension.
 FORWARD_ON_RDNA3: tuple[UpTo[ForwardShape], ...] = (
   UpTo(64, ForwardShape(8, 1, 32, fenced=True)),                              # predicted 78.5%, serial 80.5%, issued 75.5%, overlap 87.0%, waves 8
   UpTo(128, ForwardShape(8, 1, 32, fenced=True)),                             # serial 86.5%, issued 81.5%, overlap 90.0%, waves 4

@@ -11,9 +11,9 @@ from attn.chips.shapes import BOTH, BackwardShape, ForwardShape, UpTo
 RDNA4_MACHINE = replace(RDNA3_MACHINE, memory=Figure(446, ASSUMED))     # RDNA3's latency in time, in cycles of 2.97 GHz
 
 # Best first: the first row that fits is taken. A search by predictions from machine code made this table (python -m attn.tune --write). No row was
-# measured. Beside each row stand the worst figures over fp16 and bf16, full and causal: the predicted use of the matrix unit, bounds on that use, and
-# waves per SIMD. A row with `llvm` is for compilers of that release and older ones: for them it replaces the rows without `llvm` that have the same
-# head dimension.
+# measured. Beside each row stand the worst figures over fp16 and bf16, full and causal: the predicted use of the matrix unit, bounds on that use
+# (docs/isa.md), and waves per SIMD. A row with `llvm` is for compilers of that release and older ones: for them it replaces the rows without `llvm`
+# that have the same head dimension.
 FORWARD_ON_RDNA4: tuple[UpTo[ForwardShape], ...] = (
   UpTo(64, ForwardShape(8, 1, 64, fenced=True)),                              # predicted 71.5%, serial 69.5%, issued 65.5%, overlap 80.0%, waves 8
   UpTo(128, ForwardShape(8, 1, 16, fenced=True)),                             # predicted 75.5%, serial 79.5%, issued 73.5%, overlap 86.0%, waves 8

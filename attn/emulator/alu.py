@@ -68,7 +68,7 @@ def bitcast(x:Array, dst:DType) -> Array:
   """Reinterprets the bits of a value as the type `dst`. If the types have different sizes, the number of a vector's elements changes."""
   to, x = numpy_dtype(dst), np.asarray(x)
   if x.dtype.itemsize == to.itemsize: return x.view(to)
-  rows = np.ascontiguousarray((x if x.ndim > 1 else x.reshape(1, -1)).T).view(to)   # (T, elements)
+  rows = np.ascontiguousarray((x if x.ndim > 1 else x.reshape(1, -1)).T).view(to)   # (threads, elements)
   return np.ascontiguousarray(rows.T) if rows.shape[1] > 1 else rows[:, 0]
 
 # ***** arithmetic *****

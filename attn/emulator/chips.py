@@ -46,9 +46,10 @@ def emulated_chip(arch:str) -> EmulatedChip:
   if arch not in EMULATED: raise ValueError(f"EMU does not emulate {arch!r}; DEV=EMU::<arch> with arch one of {', '.join(EMULATED)}")
   return EMULATED[arch]
 
-# Sums of products of 8-bit floats on Ada and Hopper have 13 bits after the binary point: each product, and C, is cut off at 2^-13 of the power of two
-# of the largest one, they are added, and the sum is cut off to 13 bits of mantissa (MMA-Sim, arXiv 2511.10909; SageAttention2, arXiv 2411.10958,
-# section 3.2). Other chips add them as 16-bit floats.
+# Sums of products of 8-bit floats on Ada and Hopper have 13 bits after the binary point: let 2^e be the largest power of two that is not above the
+# largest of the products and C. Each product, and C, is cut off at 2^(e - 13), they are added, and the sum is cut off to 13 bits of mantissa
+# (MMA-Sim, arXiv 2511.10909; SageAttention2, arXiv 2411.10958, section 3.2). Other chips add products of 8-bit floats as exactly as products of
+# 16-bit floats.
 SHORT_SUMS = {"sm_89": 13, "sm_90": 13}
 # Chips without mma.sync of 8-bit floats (PTX ISA, mma: ".e4m3 requires sm_89 or higher")
 WITHOUT_FP8 = ("sm_80", "sm_86")

@@ -143,8 +143,8 @@ class Frame(Threads):
     return np.asarray(sum((np.asarray(self.v[s], np.int64)*size for s, size in at.terms), np.int64(0)))
 
   def aligned(self, index:Array, per:int, name:str, active:Array|None) -> Array:
-    """Converts an index that counts elements to an index that counts vectors of `per` elements. Raises Misaligned if the index is not a multiple of
-    `per`."""
+    """Converts an index of the buffer `name` that counts elements to an index that counts vectors of `per` elements. Raises Misaligned if the index
+    of an active thread is not a multiple of `per`."""
     index, beyond = divided(index, per)
     if beyond.any() and (bad := (beyond != 0) if active is None else (beyond != 0) & active).any():
       at = self.full(index*per + beyond)
@@ -217,10 +217,10 @@ class Frame(Threads):
     self.note_intervals()
     return np.zeros(self.T, np.float32)
 
-  def _whole(self, unit:int, kind:type[EmulatorError], text:str) -> Array:
-    """Groups consecutive threads into units of `unit` threads, such as waves. Returns which units are active. Raises `kind`, with the message `text`,
-    if only some threads of a unit are active."""
-    here = self.active.reshape(-1, unit)
+  def _whole(self, size:int, kind:type[EmulatorError], text:str) -> Array:
+    """Divides the threads into groups of `size` consecutive threads, such as waves. Returns which groups have active threads. Raises `kind`, with the
+    message `text`, if only some threads of a group are active."""
+    here = self.active.reshape(-1, size)
     if self.checks and (missing := ~here & here.any(axis=1, keepdims=True)).any(): raise self.error(kind, missing.ravel(), lambda t: text)
     return np.asarray(here.any(axis=1))
 

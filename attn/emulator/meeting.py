@@ -222,7 +222,8 @@ class WatchedSpace(Space):
     self._note_plain(index, chunk, active, "writes")
     super().store(index, chunk, values, active)
   def note_atomic(self, at:Array, count:int, gate:Array, verb:str) -> None:
-    """Records an atomic operation by each thread for which `gate` is true, on `count` elements of 4 bytes from element `at` on."""
+    """Records an atomic operation by each thread for which `gate` is true, on `count` elements of 4 bytes from element `at` on. `verb` says in error
+    messages what the operation does."""
     self.meeting.note(self.f, self, at + np.arange(count)[:, None], gate, verb, atomic=True)
   def _note_plain(self, index:Array, chunk:int, active:Array|None, verb:str) -> None:
     at = np.broadcast_to(self._at(index, chunk, active, verb), self.f.T).astype(np.int64)*chunk

@@ -64,14 +64,15 @@ class View:
     if self.base.written is not None and self.base.written.all(): self.base.written = None
 
   def stored_by(self, kernel:str, buffer:str, itemsize:int, stores:bool) -> None:
-    """Records that a kernel has run and has this buffer as an output, whose elements have `itemsize` bytes. If `stores` is false, lowering has
-    removed all stores to the buffer from the kernel."""
+    """Records that the kernel `kernel` has run and has this memory as an output, which the kernel calls `buffer` and whose elements have `itemsize`
+    bytes. If `stores` is false, lowering has removed all stores to the buffer from the kernel."""
     if stores: self.settle()
     why = "" if stores else ": every store to it was simplified away, because its condition is never true or its loop has no iterations"
     if self.written is not None: self.base.outputs[self.offset, self.size] = kernel, buffer, itemsize, why
 
   def fill(self, data:Array, written:Array|None=None) -> None:
-    """Copies data into the memory. `written` holds the flags of the source's bytes; None means that all of them were written."""
+    """Copies `data` into the memory. `written` has one flag for each byte of the data that tells whether it was written; None means that all of them
+    were."""
     self.data[:] = data
     if (mine := self.written) is not None: mine[:] = 1 if written is None else written
     self.settle()
@@ -109,7 +110,8 @@ class Space:
     return v
 
   def _at(self, index:Array, chunk:int, active:Array|None, verb:str) -> Array:
-    """Returns the position of each thread's chunk of bytes in the memory. Checks the bounds for the active threads; the other threads get 0."""
+    """Returns the position in the memory of each thread's chunk of bytes. `index` counts chunks of `chunk` bytes from the start of the buffer. Checks
+    the bounds for the active threads; the other threads get 0. `verb` says in error messages what the access does."""
     if self.begin % chunk:
       bad = np.ones(self.f.T, bool) if active is None else np.broadcast_to(active, self.f.T)
       if bad.any():
@@ -147,8 +149,8 @@ class Space:
       flags[at] = np.full(chunk, 1, np.uint8).view(chunk_type(chunk))[0]
 
   def atomic(self, index:Array, nbytes:int, gate:Array, verb:str) -> tuple[Array, Array]:
-    """Prepares atomic operations on numbers of 4 bytes. Each thread for which `gate` is true operates on `nbytes` bytes at once. Returns the memory
-    as uint32, and the position of each thread's first number in it."""
+    """Prepares atomic operations on numbers of 4 bytes. Each thread for which `gate` is true operates on `nbytes` bytes at once. `verb` says in error
+    messages what the operation does. Returns the memory as uint32, and the position of each thread's first number in it."""
     index, beyond = divided(index, nbytes)
     if (bad := gate & (beyond != 0)).any():
       raise self.f.error(Misaligned, bad, lambda t: f"{verb} {nbytes} bytes of {self.name} at once, at no multiple of {nbytes} bytes")
@@ -160,7 +162,8 @@ class Space:
     return self._view(4).view(np.uint32), at
 
   def note_atomic(self, at:Array, count:int, gate:Array, verb:str) -> None:
-    """Records atomic operations on `count` elements of 4 bytes from element `at` on. Does nothing here; `WatchedSpace` overrides it."""
+    """Records atomic operations on `count` elements of 4 bytes from element `at` on, by each thread for which `gate` is true. Does nothing here;
+    `WatchedSpace` overrides it."""
 
   def _check_flags(self, at:Array, chunk:int, active:Array|None) -> None:
     bad = np.broadcast_to((np.atleast_1d(self._view(chunk, True).take(at)).view(np.uint8).reshape(-1, chunk) == 0).any(axis=1), self.f.T)

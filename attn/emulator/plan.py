@@ -136,8 +136,8 @@ class Plan(EmulatedProgram):
     self._value(u, step, *u.src)
 
   def _index(self, at:Address, chunk:int) -> Callable[[Frame, Array|None], Array]:
-    """Returns a function that computes each thread's index for an access to `at`. The index counts chunks of `chunk` bytes from the start of the
-    buffer."""
+    """Returns a function that computes each thread's index for an access to the pointer `at`. The index counts chunks of `chunk` bytes from the start
+    of the buffer."""
     if not at.terms: return lambda f, active: np.asarray(0)
     if len(at.terms) == 1 and at.terms[0][1] == chunk:
       slot = at.terms[0][0]

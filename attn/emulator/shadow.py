@@ -17,7 +17,7 @@ class Spans:
   def add(self, span:Span, interval:int) -> None: self.last[span] = self.latest = interval
   def clear(self) -> None: self.last, self.latest = {}, 0
   def meet(self, span:Span, since:int) -> bool:
-    """Tells whether a span that was accessed in interval `since` or later overlaps `span`."""
+    """Tells whether `span` overlaps a span that was accessed in interval `since` or later. An interval is the time between two barriers."""
     low, high = span
     return self.latest >= since and any(n >= since and a < high and low < b for (a, b), n in self.last.items())
 
@@ -61,18 +61,18 @@ class LdsShadow:
       self.pending.clear()
 
   def all_written(self, span:Span) -> bool:
-    """Tells whether every workgroup has written all locations of a span. To save time, the emulator looks at the locations of a span at most once
-    between two barriers. A span with locations that were not yet written then counts as not written until the next barrier."""
+    """Tells whether every workgroup has written all locations of `span`, a range of locations. To save time, the emulator looks at the locations of a
+    span at most once between two barriers. A span with locations that were not yet written then counts as not written until the next barrier."""
     if self.complete or span in self.full: return True
     if self.looked.get(span) == self.f.since: return False
     self.looked[span] = self.f.since
     if (full := bool(self.writer.reshape(self.f.workgroups, -1)[:, span[0]:span[1]].all())): self.full.add(span)
     return full
   def coming(self, span:Span) -> bool:
-    """Tells whether an asynchronous copy that is not complete writes to a location of the span."""
+    """Tells whether an asynchronous copy that is not complete writes to a location of `span`, a range of locations."""
     return any(_overlap(x, span) for x in self.arriving)
   def kept(self, span:Span) -> bool:
-    """Tells whether an asynchronous product that is not complete reads a location of the span."""
+    """Tells whether an asynchronous product that is not complete reads a location of `span`, a range of locations."""
     return any(_overlap(x.span, span) for _, x in self.holding)
 
   def foreign(self, tag:Array) -> Array:
@@ -108,8 +108,8 @@ class LdsShadow:
   # chunk as fast as a number. If an access may be faulty, the `on_` methods check each location separately.
 
   def clean_read(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
-    """Records a read by each thread, of `per` neighbouring locations from location `at*per` on, and returns True. `at` has the shape (threads,).
-    Returns False and records nothing if the read may be faulty."""
+    """Records a read by each active thread, of `per` neighbouring locations from location `at*per` on, and returns True. `at` has the shape
+    (threads,). `span` is the range of locations that all the threads read. Returns False and records nothing if the read may be faulty."""
     meets = self.waves > 1 and self.written_at.meet(span, self.f.since)
     if (coming := self.coming(span)) or meets or not self.all_written(span):
       tag = chunks(self.writer, per).take(at).view(np.int32).reshape(-1, per)
@@ -119,8 +119,8 @@ class LdsShadow:
     return True
 
   def clean_write(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
-    """Records a write by each thread, to `per` neighbouring locations from location `at*per` on, and returns True. `at` has the shape (threads,).
-    Returns False and records nothing if the write may be faulty."""
+    """Records a write by each active thread, to `per` neighbouring locations from location `at*per` on, and returns True. `at` has the shape
+    (threads,). `span` is the range of locations that all the threads write. Returns False and records nothing if the write may be faulty."""
     f, writer = self.f, chunks(self.writer, per)
     if self.kept(span): return False
     meets = self.waves > 1 and self.written_at.meet(span, f.since)
@@ -145,7 +145,8 @@ class LdsShadow:
     return not (late & (tag % f.stride != f.wave_of[:, None])).any()
 
   def on_read(self, at:Array, active:Array|None, span:Span) -> Finding|None:
-    """Records the read of one location by each thread. `at` (threads,) holds the locations. Returns a Finding if the read is faulty, else None."""
+    """Records the read of one location by each active thread. `at` (threads,) holds the locations, and `span` is the range in which they lie. Returns
+    a Finding if the read is faulty, else None."""
     f, meets = self.f, self.waves > 1 and self.written_at.meet(span, self.f.since)
     if (coming := self.coming(span)) or meets or not self.complete:
       tag = self.writer[at]
@@ -156,15 +157,16 @@ class LdsShadow:
     return None
 
   def note_read(self, at:Array, per:int, active:Array|None, span:Span) -> None:
-    """Records the read of `per` neighbouring locations from `at*per` on, without any check."""
+    """Records the read of `per` neighbouring locations from `at*per` on by each active thread, without any check. `span` is the range of locations
+    that all the threads read."""
     if self.reader is None: return
     self.read_at.add(span, self.f.last_interval)
     self.pending.append((at, per, active, self.f.interval_of, self.f.last_interval))
     if len(self.pending) >= PENDING: self._settle_reads()
 
   def readers(self, span:Span) -> Array|None:
-    """Returns for each wave an array (a plane) with the number of the interval in which the wave last read each location, or None if no read since
-    the last barrier overlaps the span."""
+    """Returns for each wave an array (a plane) with the number of the interval (time between two barriers) in which the wave last read each location,
+    or None if no read since the last barrier overlaps `span`, a range of locations."""
     if self.reader is None or not self.read_at.meet(span, self.f.since): return None
     self._settle_reads()
     return self.reader

@@ -179,7 +179,7 @@ instruction("load_to_lds", _load_to_lds, _load_to_lds_text)
 
 def _load_transposed(lanes:Any, pointer:Any) -> Array:
   loaded = lanes.load_bytes(pointer, np.zeros(lanes.active.shape, np.int64), 8, lanes.active)
-  raw = np.ascontiguousarray(loaded.T).view(np.uint16).astype(np.uint32)   # (T, 4)
+  raw = np.ascontiguousarray(loaded.T).view(np.uint16).astype(np.uint32)   # (threads, 4)
   lane = np.arange(raw.shape[0])
   got = [raw[lane // 16 * 16 + 4*e + lane % 16 // 4, lane % 4] for e in range(4)]
   return np.stack([got[0] | got[1] << np.uint32(16), got[2] | got[3] << np.uint32(16)])

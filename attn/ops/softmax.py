@@ -84,15 +84,15 @@ def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
 # DOT by dot products of a lane's dwords with ones (the first term may be a product with a matrix of ones),
 # ONES by products with a matrix of ones (on NVIDIA over all lanes that share a row),
 # UNPACKED by converting a lane's own elements back to fp32.
-# UNSCALED is for weights that include the scales of stored rows of V (attn/ops/stored.py): it adds the weights without the scales.
-# FACTORS, too: it adds a lane's own weights with the scales, before rounding, and only shows whether they are too large.
+# Two kinds are for weights that include the scales of stored rows of V (attn/ops/stored.py). UNSCALED adds the weights without the scales. FACTORS
+# adds a lane's own weights with the scales, before rounding; this sum only shows whether the weights are too large.
 LANE, DOT, ONES, UNPACKED, UNSCALED, FACTORS = "lane", "dot", "ones", "unpacked", "unscaled", "factors"
 
 # Weights of 8 bits. The largest P of a row is 2^LIFT: small weights then keep more of their bits. If P has grown to 2^8 (OCP's e4m3 ends at 448), or
 # to 2^7 (e4m3fnuz ends at 240), its exponent has all bits set, and the reference is raised.
 LIFT = {"float16": 0.0, "bfloat16": 0.0, "fp8e4m3": 4.0, "fp8e4m3fnuz": 3.0}
 SMALLEST_SCALE = 2.0**-100
-ALL_SET_BEFORE, SIGNS = 0x08080808, 0x80808080     # added to bytes whose exponent has all bits set, and to NaN, the first sets the sign
+ALL_SET_BEFORE, SIGNS = 0x08080808, 0x80808080     # the first plus a byte has the sign bit if the byte is NaN or its exponent has all bits
 
 def lift_of(dtype:str, scale:float) -> float:
   """Returns the exponent e for which kernels make the largest P of a row 2^e, for scores that are multiplied by `scale`. It is above 0 for 8-bit
