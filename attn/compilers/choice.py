@@ -20,8 +20,8 @@ NAMES = ("clang", "comgr")   # values of ATTN_COMPILER
 # ***** the probe *****
 
 def _multiplies(i:int, m:Matrix) -> str:
-  """Returns C++ lines for the probe that load the operands of a matrix instruction from memory, execute the instruction and store its result. `i`
-  makes their names unique."""
+  """Returns C++ lines that load the operands of a matrix instruction from memory, execute the instruction and store its result. They are a part of
+  `probe_source`, the source that tests a compiler. `i` is a number that makes the names of their variables unique."""
   return f"""  typedef {VECTOR_ELEMENTS[m.operand_type]} operand{i} __attribute__((ext_vector_type({m.operand})));
   typedef float accumulator{i} __attribute__((ext_vector_type({m.accumulator})));
   operand{i} a{i} = ((operand{i}*)q)[lane];
@@ -30,8 +30,8 @@ def _multiplies(i:int, m:Matrix) -> str:
 """
 
 def probe_source(arch:str) -> str:
-  """Returns a small HIP source with all compiler features that kernels for `arch` need: named vectors, buffer loads through a descriptor, the matrix
-  instructions of 16-bit inputs, elementwise builtins, and the device functions that tinygrad declares."""
+  """Returns a small HIP source that tests a compiler. It uses all compiler features that kernels for `arch` need: named vectors, buffer loads through
+  a descriptor, the matrix instructions of 16-bit inputs, elementwise builtins, and the device functions that tinygrad declares."""
   chip = CHIPS.get(arch)
   wave = chip.wave if chip is not None else 64
   matrices = [m for rows in chip.matrix.values() for m in rows if m.size == 2] if chip is not None else []
@@ -119,9 +119,9 @@ def in_use(arch:str) -> str:
   except (NoCompiler, ValueError) as e: return str(e)
 
 def compiled_on(chip:Chip, device:str) -> Chip:
-  """Returns the `Chip` record with the LLVM release of the compiler that `device` uses. On an AMD GPU this is the release of the compiler that
-  `compiler_for` returns, if the release is known. On other devices, and without a compiler, the record is returned unchanged. Without a compiler
-  `renderer.require` raises an error before anything runs."""
+  """Returns the `Chip` record with the LLVM release of the compiler that compiles attn's kernels for `device`, if `device` is an AMD GPU and the
+  release is known. Otherwise returns the record unchanged, also without a compiler: `renderer.require` raises an error for that before anything runs.
+  """
   if device.split(":")[0] != "AMD": return chip
   try: return replace(chip, llvm=compiler_for(chip.name).llvm or chip.llvm)
   except (NoCompiler, ValueError): return chip

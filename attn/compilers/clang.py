@@ -40,7 +40,7 @@ PRELUDE = "".join(f'extern "C" inline __attribute__((device, always_inline, {att
 
 @dataclass(frozen=True)
 class Toolchain:
-  """Compiler and linker. Each is given as the beginning of its command line. The linker is None if none was found. `version` is a text with the
+  """Compiler and linker, each given by the first words of its command line. The linker is None if none was found. `version` is a text with the
   compiler's version and where the compiler was found."""
   clang: tuple[str, ...]
   lld: tuple[str, ...]|None
@@ -122,7 +122,7 @@ def toolchain() -> Toolchain:
   raise NoCompiler(f"no clang of LLVM {OLDEST} or later for AMD's chips: {'; '.join(reasons)}; {INSTALL}")
 
 def found(tools:Toolchain) -> Found:
-  """Makes the record by which choice.py chooses among compilers, from a clang and its linker."""
+  """Makes the record of a clang and its linker among which choice.py chooses a compiler."""
   return Found("clang", tools.version, lambda source, arch: code_object(source, arch, tools=tools))
 
 # ***** compilation *****

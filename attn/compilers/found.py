@@ -1,4 +1,4 @@
-"""Record of a compiler that was found on this machine, and the error for a machine without a usable compiler."""
+"""Record of a compiler that was found on this machine, and the error if no compiler on this machine can be used."""
 from __future__ import annotations
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ class NoCompiler(RuntimeError):
 
 @dataclass(frozen=True)
 class Found:
-  """HIP compiler for AMD's chips that was found on this machine."""
+  """A compiler for AMD's chips that was found on this machine, with a function that compiles HIP source to a code object."""
   name: str                             # "clang" or "comgr", as in ATTN_COMPILER
   version: str                          # text with the LLVM release and the place of the compiler; part of the key of kept results
   compile: Callable[[str, str], bytes]  # (HIP source, chip) -> linked code object; raises CompileError

@@ -1,4 +1,4 @@
-"""Provides the clang of LLVM releases other than the installed one, so that one can look at the machine code that users' compilers make from the
+"""Provides the clang of other LLVM releases than the installed one, so that one can look at the machine code that these clangs make of attn's
 kernels.
 
 Each release comes from a version of the PyPI package `ziglang`. pip installs it into a separate directory of the user's cache directory, where it
@@ -33,8 +33,8 @@ def _get(version:str) -> Path:
   return place
 
 def toolchain_of(llvm:int) -> Toolchain:
-  """Returns the clang of this LLVM release: from the installed package, or from a package that pip installs. Raises ValueError for a release that is
-  not in ZIGLANG, and NoCompiler if it can't be installed or run."""
+  """Returns the clang of the LLVM release `llvm`: from the installed package, or from a package that pip installs. Raises ValueError for a release
+  that is not in ZIGLANG, and NoCompiler if it can't be installed or run."""
   if llvm not in ZIGLANG: raise ValueError(f"llvm={llvm}: must be one of {', '.join(map(str, ZIGLANG))}")
   if isinstance(own := packaged(), Toolchain) and own.llvm == llvm: return own
   version = ZIGLANG[llvm]

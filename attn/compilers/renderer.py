@@ -1,8 +1,8 @@
 """Makes tinygrad's device AMD compile attn's kernels with the compiler that choice.py finds. tinygrad's own kernels are compiled by tinygrad's
 compiler, as before.
 
-The first line of a source marks attn's kernels (ops/renderers.py). tinygrad passes a renderer to its compile workers by its class. A worker therefore
-imports this module, and chooses the same compiler as its parent process."""
+The first line of a source marks attn's kernels (ops/renderers.py). tinygrad's compile processes import the class of a renderer from this module, so
+they choose the same compiler as their parent process."""
 from __future__ import annotations
 import functools, shutil
 from typing import Any
@@ -77,7 +77,7 @@ def register_renderers() -> None:
   for device in opened_devices("AMD"): _offer(device)
 
 def missing_c_compiler(device:str) -> str|None:
-  """Returns a sentence that says what a CPU device lacks to compile kernels, or None if it lacks nothing."""
+  """Returns a sentence that says which compiler a CPU device lacks, or None if it lacks none."""
   if device.split(":")[0] != "CPU" or (command := c_compiler(device)) is None or shutil.which(command) is not None: return None
   return (f"tinygrad's device {device} needs a clang, but {command} is not there: install clang, or run `python -m pip install ziglang` and set CC "
           "to the path of examples/clang_of_zig.sh in a clone of attn")

@@ -1,5 +1,4 @@
-"""Context parallelism: attention over sequences whose rows are divided among devices. See docs/sharding.md.
+"""Context parallelism: attention over sequences whose rows several devices share. See docs/sharding.md.
 
-shards.py computes the rows that a device holds and the launches that compute them. sequence.py shards and unshards a sequence. context.py computes
-attention, context_gradient.py its gradient.
-"""
+shards.py says which rows a device holds, and which kernel launches compute them. sequence.py divides a sequence over devices and joins it again.
+context.py computes attention, context_gradient.py its gradient."""

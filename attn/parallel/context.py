@@ -1,12 +1,12 @@
-"""Context parallelism: attention over sequences whose rows are divided among devices. There are three ways:
+"""Context parallelism: attention over sequences whose rows several devices share. There are three ways:
 
-- Gathering: q, k and v are sharded along their rows. Each device computes its own queries over all keys. It runs several launches, each for some
-heads, and each writes o to its final place. The device gathers the keys of these heads from all devices. During a launch the keys for the next heads
-are copied; launches use two buffers in turn.
-- Exchange: only k and v are sharded, and every device has all queries. Each device computes all queries over its own keys. Then the devices exchange
+- Gathering: q, k and v are divided along their rows. Each device computes its own queries over all keys, by several launches of a kernel, each for
+some heads. The device first gathers the keys of these heads from all devices. While one launch runs, the keys of the next heads are copied to a
+second buffer.
+- Exchange: only k and v are divided, and every device has all queries. Each device computes all queries over its own keys. Then the devices exchange
 the results, o and lse in one buffer, and one kernel on each device merges the results.
-- Ring attention (arXiv 2310.01889): q, k and v are sharded, but no single kernel can compute the problem. A device runs launches over the keys of one
-device after another, and merges the results. The shards of these keys are copied into two buffers in turn."""
+- Ring attention (arXiv 2310.01889): q, k and v are divided, but no single kernel can compute the problem. A device computes its queries over the keys
+of one device after another, and merges the results. These keys are copied into two buffers in turn."""
 from __future__ import annotations
 import functools, itertools, math
 from collections.abc import Callable, Iterator, Sequence
@@ -38,8 +38,8 @@ Attend = Callable[[Problem, dict[str, Tensor], str, Sequence[Tensor]], list[Tens
 
 @dataclass(frozen=True)
 class SharedRows:
-  """Problem whose rows are divided among devices. `problem` is the whole problem, without the padding that the devices hold. `at` says which devices
-  these are, and `shards` says how the rows are divided."""
+  """A problem whose rows several devices share. `problem` is the whole problem, without the padding that the devices hold. `at` says which devices
+  these are, and `shards` how the rows are divided."""
   problem: Problem
   arch: Chip
   at: Placement
@@ -48,13 +48,12 @@ class SharedRows:
   def devices(self) -> tuple[str, ...]: return (self.at.device,) if isinstance(self.at.device, str) else self.at.device
   @property
   def own(self) -> Problem:
-    """Problem whose outputs have the shapes that one device stores: with the number of queries that a device holds, padding included."""
+    """The problem with outputs of the shapes that one device stores: its number of queries is the number that a device holds, padding included."""
     return of_backward(replace(self.problem, Sq=self.shards.queries or self.problem.Sq))
   def gathering(self, device:int) -> list[tuple[tuple[int, int], Problem]]:
-    """Returns the launches of a device that gathers the keys of all devices. Each launch is given as (heads, problem). `heads` is (first, count): the
-    key/value heads of the launch, counted over all batches. Each launch has the same heads on all devices. One launch computes all heads if there is
-    only one device. One launch also computes all heads if the kernel divides the keys into ranges, because one buffer holds the results of all
-    ranges."""
+    """Returns the launches of a device that gathers the keys of all devices, each as (heads, problem). `heads` is (first, count): the key/value heads
+    of the launch, counted over all batches. Each launch has the same heads on all devices. One launch computes all heads if there is only one device,
+    or if the kernel divides the keys into ranges: then one buffer holds the partial results of all ranges."""
     p, shards = self.problem, self.shards
     heads = (0, p.B*p.Hkv)
     if shards.count == 1 or self.divides_keys: return [(heads, shards.dealt(p, device, heads))]
@@ -145,9 +144,9 @@ def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> 
 # ***** shards *****
 
 def in_buffers(u:UOp) -> UOp:
-  """Makes sure that a tensor lies in a buffer on each of its devices. Returns the tensor if it does; if not, copies it to new buffers. (Without
-  buffers, one kernel might read the tensor as an expression that is not computed yet, and another kernel read one device's buffer. tinygrad would
-  take the expression and the buffer for the same value.)"""
+  """Makes sure that a tensor lies in a buffer on each of its devices: returns the tensor itself, or a copy in new buffers. Without buffers, one
+  kernel might read the tensor as an expression that is not computed yet, and another read one device's buffer. tinygrad would take the expression and
+  the buffer for the same value."""
   if inside_function(): return copied(u)      # a function's argument has no shards yet
   if u.has_buffer_identity(): return u
   return u.contiguous() if isinstance(u.device, str) else copied(u)
@@ -164,9 +163,9 @@ def of_device(u:UOp, i:int) -> UOp:
   return u if isinstance(u.device, str) else u.mselect(i)
 
 def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) -> Iterator[dict[str, UOp]]:
-  """Brings the shards of several devices, one after another, to one device. `held` has all shards of each tensor. `owners` are the indices of the
-  devices that own the shards, in the order in which the shards come. `device` and `name` are the index and the name of the device that gets them.
-  Yields {tensor name: shard} for each owner. The device's own shards are not copied. Other shards are copied into SLOTS buffers of each tensor, used
+  """Brings the shards (parts of tensors) of several devices, one after another, to one device. `held` has all shards of each tensor, by name.
+  `owners` are the indices of the devices that own the shards, in the order in which the shards come. `device` and `name` are the index and the name
+  of the device that gets them. Yields {tensor name: shard} for each owner. Shards of other devices are copied into SLOTS buffers of each tensor, used
   in turn.
 
   In the end the buffers hold the shards of the last owners only. So the UOp of each copy is marked (`remembered`): tinygrad must not replace the UOp
@@ -191,8 +190,9 @@ def cut(u:UOp, axis:int, first:int, count:int) -> UOp:
   return u.shrink(tuple((first, first + count) if i == axis else (0, n) for i, n in enumerate(u.max_shape)))
 
 def rows_in_buffer(u:UOp, axis:int, first:int, count:int) -> UOp:
-  """Copies `count` rows along an axis, from row `first` on, to a new buffer. Returns `u` itself if these are all rows of `u`. (`contiguous()` is not
-  enough: for a buffer that is already contiguous tinygrad makes a view, and its memory planner would not know that the buffer is still in use.)"""
+  """Copies `count` rows along an axis, from row `first` on, to a new buffer. Returns `u` itself if these are all its rows. tinygrad's `contiguous()`
+  is not enough here: it makes a view of a buffer that is already contiguous, and tinygrad's memory planner would not know that the buffer is still in
+  use."""
   return u if count == u.shape[axis] else filled_with_rows(cut(u, axis, first, count))
 
 def filled_with_rows(u:UOp) -> UOp:
@@ -207,8 +207,9 @@ def launch_problem(p:Problem, launch:ContextLaunch) -> Problem:
                              sinks=False))
 
 def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> dict[str, UOp]:
-  """Returns the tensors of terms (such as a bias) for one launch, by name: only those with an axis of queries or keys, cut to the queries and keys of
-  the launch. The keys of such a tensor are in the order of the sequence. Its rows are in this order, too, unless they are divided like those of q."""
+  """Returns the tensors that score terms read (such as a bias) for one launch, by name. Only tensors with an axis of queries or keys are returned,
+  cut to the queries and keys of the launch. Along keys such a tensor has the order of the whole sequence. Along queries it has this order, too,
+  unless it is divided over devices like q."""
   def part(name:str, u:UOp, axis:int|None, run:PieceRun) -> UOp:
     if axis is None or u.shape[axis] == 1: return u
     if name in c.shards.as_q and run is launch.queries: return cut(u, axis, run.first, run.count)
@@ -222,9 +223,9 @@ def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> d
   return found
 
 def with_views(p:Problem, arch:Chip, held:dict[str, tuple[int, ...]], keys:PieceRun) -> Problem:
-  """Changes the problem of a launch so that the kernel reads keys in place, from the tensors that the device holds. `held` has the shapes of these
-  tensors. Returns the problem unchanged if the launch uses all rows that the device holds, if another kernel would be needed to read keys in place,
-  or if no kernel computes the problem."""
+  """Changes the problem of a launch so that the kernel reads the keys `keys` in place, from the tensors k and v that the device holds. `held` has the
+  shapes of these tensors. Returns the problem unchanged if the launch uses all rows that the device holds, if another kernel would be needed to read
+  keys in place, or if no kernel computes the problem."""
   axis = AXES[p.layout].index("rows")
   if all(shape[axis] == keys.count for shape in held.values()): return p
   def of(name:str) -> Strided|None:
@@ -241,7 +242,7 @@ def region_of(u:UOp, first:int, count:int) -> UOp:
   return u.flatten().shrink(((first, first + count),)).contiguous()
 
 def bare_buffer(u:UOp) -> UOp:
-  """Returns the buffer of a tensor, without the writes that are still pending."""
+  """Returns the buffer of a tensor. The returned UOp does not wait for writes to the buffer that are still pending."""
   while u.op in (Ops.RESHAPE, Ops.UNSHARD, Ops.AFTER): u = u.src[0]
   return u
 
@@ -258,13 +259,11 @@ def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first
 
 @dataclass
 class GatheringDevice:
-  """State of a device that gathers the keys of all devices.
+  """A device that gathers the keys of all devices, while its launches are being put together.
 
-    tensors: the device's tensors, by name
-    launches: the device's launches as (heads, problem)
-    slots: buffers for the gathered k and v, by name; successive launches use different ones. A buffer's UOp comes after all launches so far that use
-      the buffer
-    own_copies: for each buffer in `slots`, the UOps of the launches that have copied the device's own keys into it"""
+  tensors: the device's tensors, by name launches: the device's launches as (heads, problem) slots: buffers for the gathered k and v, by name;
+  successive launches use different ones. The UOp of a buffer waits for all launches so far that use the buffer own_copies: for each element of
+  `slots`, the UOps of the kernels that have copied the device's own keys into it"""
   c: SharedRows
   number: int
   tensors: dict[str, UOp]
@@ -280,14 +279,14 @@ class GatheringDevice:
              for _ in launches[:SLOTS]]
     return GatheringDevice(c, number, t, launches, slots, [{} for _ in slots])
   def keys(self, n:int, name:str, rows:range) -> UOp:
-    """Returns the region of a gathering buffer that holds the given rows of k or v. It is the buffer that the n-th launch uses. `name` is "k" or
-    "v"."""
+    """Returns the region with the rows `rows` of the sequence in the buffer in which the n-th launch finds the gathered k or v. `name` is "k" or "v".
+    """
     (_, heads), p = self.launches[n][0], self.c.problem
     row, first = heads*(p.D if name == "k" else p.Dv), self.c.shards.keys_gathered(p, self.number).start
     return region_of(bare_buffer(self.slots[n % SLOTS][name]), (rows.start - first)*row, len(rows)*row)
   def order_own(self, n:int) -> None:
-    """Copies the device's own keys into the gathering buffers of the n-th launch. These copies come after the device's copies for the launch before,
-    because that launch needs its keys first."""
+    """Copies the device's own keys into the buffers of the n-th launch. These copies wait for the device's copies for the launch before, which needs
+    its keys first."""
     before, called = (self.own_keys(n - 1), tuple(self.own_copies[(n - 1) % SLOTS].values())) if n else ([], ())
     p, shards, slot = self.c.problem, self.c.shards, self.slots[n % SLOTS]
     pieces, first = shards.keys_of(p, self.number), shards.keys_gathered(p, self.number).start
@@ -297,14 +296,13 @@ class GatheringDevice:
       self.own_copies[n % SLOTS][name] = call = written.src[1]
       slot[name] = u.after(call)
   def own_keys(self, n:int) -> list[UOp]:
-    """Returns the regions of the gathering buffers that hold the device's own keys for the n-th launch. `order_own` fills them."""
+    """Returns the regions with the device's own keys in the buffers of the n-th launch. `order_own` fills them."""
     held = self.c.shards.keys_held(self.c.problem, self.number)
     return [self.keys(n, name, rows) for name in self.slots[n % SLOTS] for rows in held]
 
 def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
-  """Copies keys between devices for the n-th launch of each device: from the gathering buffers of the devices that own them, where they lie in order,
-  to the gathering buffers of the device that needs them. These copies begin after the copies for the launch before, which they would otherwise slow
-  down."""
+  """Copies keys between devices for the n-th launch of each device: from the buffers of the devices that own them, where they lie in order, to the
+  buffers of the device that needs them. These copies wait for the copies for the launch before, which they would otherwise slow down."""
   copied = [(x, y, name, rows) for x in devices for owner, rows in c.shards.keys_copied(c.problem, x.number)
             for y in [devices[owner]] for name in x.slots[n % SLOTS]]
   taken = list[tuple[GatheringDevice, str, UOp]]()
@@ -318,9 +316,9 @@ def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
 
 def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
   """Computes attention by gathering keys: fills the `outputs` on each device, and returns the UOp of the last launch. `inputs` are the tensors by
-  name, and `held` the shards of each tensor. A launch computes all queries of a device over all keys, for some heads. While a launch runs, the keys
-  for the next heads are copied from other devices. A device copies its own keys for the next heads before the launch, because during the launch it is
-  busy."""
+  name, and `held` the part of each tensor on each device. A launch computes all queries of a device over all keys, for some heads. While it runs, the
+  keys for the next heads are copied from other devices. A device copies its own keys for the next heads before the launch, because it is busy during
+  the launch."""
   devices, states = [GatheringDevice.of(c, held, i) for i in range(len(c.devices))], outputs
   count = len(devices[0].launches)
   for n in range(count):
@@ -343,8 +341,8 @@ def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]]
   return call
 
 def heads_in(p:Problem, name:str, u:UOp, heads:tuple[int, int], device:int) -> UOp:
-  """Returns the part of q, o or lse that one launch reads or writes on a device: the region of its `heads`, or the whole tensor if the launch
-  computes all heads."""
+  """Returns the part of q, o or lse that one launch reads or writes on a device: the region of the key/value heads (first, count), or the whole
+  tensor if the launch computes all heads."""
   size = math.prod(p.shapes[name][0])
   if size == math.prod(u.max_shard_shape): return shards_of(u)[device] if name == "q" else of_device(u, device)
   return of_device(region_of(bare_buffer(u), heads[0]//heads[1]*size, size), device)
@@ -360,15 +358,15 @@ def dealt_rows(c:SharedRows, name:str, u:UOp, device:int) -> UOp:
 # ***** parts: one buffer with o and lse (and lse_rest for wide scores) of some rows over some keys *****
 
 def packed(p:Problem, results:Sequence[Tensor]) -> UOp:
-  """Copies the results of a launch into one buffer, called a part, so that one copy can send them to another device. `p` is the problem of the
-  launch."""
+  """Copies the results of a launch, o and lse, into one buffer, so that one copy can send them to another device. `p` is the problem of the launch.
+  """
   first, *rest = [x.flatten().pad_to(end - begin) for x, (begin, end) in zip(results, itertools.pairwise(part_places(p, p.Sq)))]
   return first.cat(*rest).contiguous().uop
 
 def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
-  """Makes a part: one buffer that holds all results of a launch (o, lse, and lse_rest, what rounding to fp32 lost of lse, if there is one). `p` is
-  the problem of the launch. The function `write` makes the launch: it gets the regions for the results and the whole buffer, and returns the UOp of
-  the launch. The whole buffer is one of the launch's arguments, so that tinygrad's memory planner knows that the buffer is in use."""
+  """Makes a buffer that holds all results of a launch: o, lse, and lse_rest (what rounding to fp32 lost of lse) if there is one. `p` is the problem
+  of the launch. The function `write` makes the launch: it gets the regions for the results and the whole buffer, and returns the UOp of the launch.
+  The whole buffer is an argument of the launch, so that tinygrad's memory planner knows that the buffer is in use."""
   shapes, (*places, size) = [p.shapes[name][0] for name in p.outputs], part_places(p, p.Sq)
   buffer = new_buffer((size,), dtypes.float, device)
   results = [buffer.shrink(((begin, begin + math.prod(shape)),)).reshape(shape).contiguous()
@@ -379,7 +377,7 @@ def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
   return packed(p, [Tensor(u.after(call)) for u in results])
 
 def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:int, attend:Attend) -> UOp:
-  """Runs a launch on the tensors `held` of its device. Returns the results as a part: one buffer with o and lse."""
+  """Runs a launch on the tensors `held` of its device. Returns one buffer with its results, o and lse."""
   name, axis = c.devices[device], AXES[c.problem.layout].index("rows")
   p = replace(launch_problem(c.problem, launch), out_dtype="float32")
   p = with_views(p, c.arch, {x: held[x].max_shape for x in ("k", "v") if x in held}, launch.keys)
@@ -410,8 +408,8 @@ class ContextPart:
 def merge_call(c:SharedRows, p:Problem, parts:list[ContextPart], outputs:tuple[UOp, ...], sinks:UOp|None=None,
                real_rows:tuple[RowRange, ...]=()) -> UOp:
   """Makes a launch that merges the partial results `parts` into the outputs of `p`, and returns its UOp. `outputs` begins with the buffers for these
-  outputs. The launch does not use the further buffers in `outputs`: they are arguments only so that tinygrad keeps them. `real_rows` lists the rows
-  that are no padding."""
+  outputs. The launch takes the further buffers in `outputs` as arguments but does not use them, so that tinygrad keeps them. `real_rows` lists the
+  rows that are no padding."""
   p = replace(p, sinks=sinks is not None, num_splits=1)
   kernel = merge_kernel(p, c.arch, tuple(part.rows for part in parts), real_rows, c.arch.name not in CHIPS)
   given = [part.found for part in parts] + ([sinks] if sinks is not None else [])
@@ -452,10 +450,9 @@ def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:
   return call
 
 def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> tuple[dict[str, UOp], dict[str, UOp]]:
-  """Computes attention over rows that are divided among devices. Returns two mappings by name. The first mapping has o and lse, sharded like q, as
-  buffers that are still to be filled. The second mapping has what a gradient needs: the inputs in buffers, and the filled outputs, under the names
-  merged_o, merged_lse and merged_lse_rest. `with_context_gradient` makes o and lse depend on all of these buffers, so a gradient finds the inputs
-  computed."""
+  """Computes attention over rows that several devices share. Returns two mappings by name. The first has o and lse, divided like q, as buffers that
+  are still to be filled. The second has what a gradient needs: the inputs in buffers, and the filled outputs, under the names merged_o, merged_lse
+  and merged_lse_rest. `with_context_gradient` makes o and lse depend on all of these buffers, so that a gradient finds the inputs computed."""
   inputs = {name: in_buffers(t.uop) for name, t in tensors.items()}
   held = {name: shards_of(u) for name, u in inputs.items()}
   shapes, layout = c.own.shapes, c.problem.layout
@@ -476,7 +473,7 @@ def exchanged(c:SharedRows, parts:list[list[ContextPart]]) -> list[list[ContextP
           for to, name in enumerate(c.devices)]
 
 def first_launch(p:Problem, shards:SequenceShards) -> Problem:
-  """Returns the problem of a launch over the keys of one device: the first launch of the first device that has one. Returns `p` if no device has a
-  launch."""
+  """Returns the problem of one launch over the keys of one device: the first launch of the first device that has a launch. Returns `p` if no device
+  has one."""
   some = [launch for device in range(shards.count) for _, launches in shards.plan(p, device) for launch in launches]
   return replace(launch_problem(p, some[0]), out_dtype="float32") if some else p

@@ -1,6 +1,6 @@
-"""Gradient of attention over rows that are divided among devices.
+"""Gradient of attention over rows that several devices share.
 
-The shards of k and v are passed to each device in turn, its own first. From these shards, and from o and lse computed over all keys, the device
+The parts of k and v come to each device one after another, its own first. From these keys, and from o and lse computed over all keys, the device
 computes a part of dq, which it keeps, and parts of dk and dv in float32, which it sends back to the device that holds those keys. Every sum is in
 float32 and in a fixed order, so results are equal in every run."""
 from __future__ import annotations
@@ -24,7 +24,7 @@ def all_launches(c:SharedRows) -> list[ContextLaunch]:
   return [launch for device in range(c.shards.count) for _, some in c.shards.plan(c.problem, device) for launch in some]
 
 def by_kernels(c:SharedRows) -> bool:
-  """Returns whether the backward kernels can compute every launch. They cannot if a change of the scores (such as a bias, or the caller's mask_mod)
+  """Returns whether the backward kernels can compute every launch. They cannot if a score term or mask (such as a bias, or the caller's mask_mod)
   needs the positions of keys in the whole sequence: a launch over the keys of one device counts keys from the first key of this device."""
   if fixed_in_sequence(c.problem): return False
   return not any(isinstance(can_differentiate(replace(launch_problem(c.problem, x), num_splits=1), c.arch), str) for x in all_launches(c))
@@ -34,8 +34,8 @@ def rows_axis(c:SharedRows, name:str) -> int:
   return (lse_axes if "lse" in name else AXES.__getitem__)(c.problem.layout).index("rows")
 
 def lying_as(g:UOp, out:UOp) -> UOp:
-  """Puts the gradient `g` where its output lies: casts it to the dtype of the output `out`, moves it to the output's devices, and shards it like the
-  output."""
+  """Puts the gradient `g` where its output lies: casts it to the dtype of the output `out`, moves it to the output's devices, and divides it over
+  them like the output."""
   g = g.cast(out.dtype)
   if g.axis == out.axis: return g
   if out.axis is None and out.device is not None: return g.copy_to_device(out.device)
@@ -47,7 +47,7 @@ def lying_as(g:UOp, out:UOp) -> UOp:
 
 @dataclass(frozen=True)
 class RowGradient:
-  """Part of a gradient, in float32: `found` has the gradient of the rows `run` of a tensor on a device."""
+  """Part of a gradient, in float32: `found` has the gradient of the rows `run` of a tensor that a device holds."""
   run: PieceRun
   found: Tensor
 
@@ -88,8 +88,8 @@ def summed(c:SharedRows, each:list[Tensor]) -> list[Tensor]:
   return [functools.reduce(Tensor.add, [x.to(device) for x in each]) for device in c.devices]
 
 def passed_gradients(c:SharedRows, inputs:dict[str, UOp], merged:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Computes the gradients of q, k, v and the sinks with the backward kernels, while the shards of k and v are passed from device to device. `given`
-  has the gradients of o and lse, sharded like the outputs in `merged`."""
+  """Computes the gradients of q, k, v and the sinks with the backward kernels, while the parts of k and v go from device to device. `given` has the
+  gradients of o and lse, divided like the outputs in `merged`."""
   p, held = c.problem, {name: shards_of(u) for name, u in (inputs | merged).items()}
   for name, g in given.items(): held[f"d{name}"] = shards_of(in_buffers(g))
   if "do" not in held: held["do"] = [filled_with_rows(Tensor.zeros(*u.shape, dtype=u.dtype, device=u.device).uop) for u in held["o"]]
@@ -150,13 +150,13 @@ def gathered_gradients(c:SharedRows, inputs:dict[str, UOp], given:dict[str, UOp]
 
 @dataclass(frozen=True)
 class ContextGradient:
-  """Gradient function (tinygrad's `grad_fxn`) of a call of attention whose rows are divided among devices. `shared` is the call's problem and
-  devices. `names` are the names of the call's sources, in order."""
+  """Gradient function (tinygrad's `grad_fxn`) of a call of attention whose rows several devices share. `shared` is the call's problem and devices.
+  `names` has the name of each input of the call, in order."""
   shared: SharedRows
   names: tuple[str, ...]
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
-    """Returns the gradient of each source of the call, or None for a source that has no gradient. `args` are the gradients of the outputs, without
-    those outputs that have no gradient. The last element of `args` is the call, unless the call is given by name."""
+    """Returns the gradient of each input of the call, or None for an input that has no gradient. `args` are the gradients of the outputs, without
+    outputs that have no gradient. The last element of `args` is the call, unless the call is given by name."""
     check_differentiable(self.shared.problem)
     c, (gradients, call) = self.shared, (args[:-1], args[-1]) if call is None else (args, call)
     t = dict(zip(self.names, call.src[1:]))
@@ -174,8 +174,8 @@ def context_gradient(c:SharedRows, names:tuple[str, ...]) -> ContextGradient:
   return ContextGradient(c, names)
 
 def with_context_gradient(c:SharedRows, outputs:dict[str, UOp], sources:dict[str, UOp]) -> tuple[Tensor, Tensor]:
-  """Attaches a gradient function to o and lse, in whichever way they were computed. Returns o and lse as results of an empty launch, which has this
-  function as tinygrad's `grad_fxn`. `sources` are the tensors on which the gradient depends, by name."""
+  """Attaches a gradient function to o and lse, however they were computed. Returns o and lse as results of an empty launch, which has this function
+  as tinygrad's `grad_fxn`. `sources` are the tensors on which the gradient depends, by name."""
   gradient = context_gradient(c, (*outputs, *sources))
   call = UOp.sink().call(*outputs.values(), *sources.values(), grad_fxn=gradient)
   keep_inputs(list(outputs.values()), list(sources.values()), gradient)

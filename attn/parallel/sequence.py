@@ -1,4 +1,4 @@
-"""Shards the rows of a sequence over several devices, and gathers them back."""
+"""Divides the rows of a sequence over several devices, and joins them again."""
 from __future__ import annotations
 from collections.abc import Sequence
 from attn import values

@@ -47,14 +47,14 @@ def rows_held(length:int, count:int, order:str) -> int:
 
 @dataclass(frozen=True)
 class SeenKeys:
-  """Mask between some queries and some keys. Query i sees key j if i + offset - left <= j <= i + offset + right, with (left, right) = `window`. A
-  bound of -1 means no bound. i and j count from the first of these queries and keys."""
+  """Mask between some queries and some keys. Query i sees key j if i + offset - left <= j <= i + offset + right, where (left, right) is `window`. A
+  bound of -1 hides nothing. i and j count from the first of these queries and keys."""
   window: tuple[int, int]
   offset: int
 
 def seen_keys(window:tuple[int, int], offset:int, queries:int, keys:int, by_distance:bool) -> SeenKeys|None:
-  """Returns a mask in normal form, so that two masks can be compared. A bound of the window that hides no key becomes -1. The offset becomes 0 if no
-  bound is left and no score depends on it; `by_distance` says whether a score does. Returns None if no query sees a key."""
+  """Makes a mask in a normal form, so that equal masks compare as equal. A bound of the window that hides no key becomes -1. The offset becomes 0 if
+  no bound is left and no score depends on the distance of query and key (`by_distance` is false). Returns None if no query sees a key."""
   left, right = window
   first, last = offset - left, queries - 1 + offset + right      # first visible key of the first query, last visible key of the last query
   if (left >= 0 and first >= keys) or (right >= 0 and last < 0): return None
@@ -89,12 +89,12 @@ def pair_seen(p:Problem, queries:SequencePiece, keys:SequencePiece, offset:int|N
   return seen_keys(p.window, p.offset + queries.start - keys.start if offset is None else offset, queries.rows, keys.rows, goes_by_distance(p))
 
 def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
-  """Finds one mask for several pieces of queries and several pieces of keys together, so that one launch can compute them. The window and the offset
-  of the mask count from the first query and the first key. Returns None if no such mask exists."""
+  """Finds one mask for several pieces of queries and several pieces of keys together, so that one launch can compute them. Its window and offset
+  count from the first query and the first key. Returns None if no such mask exists."""
   if not (queries.unbroken and keys.unbroken): return None
   def moved(x:SequencePiece, y:SequencePiece) -> int:
-    """Returns how far the mask's offset between a piece `x` of queries and a piece `y` of keys exceeds the offset between all queries and all keys.
-    (An offset counts from the first query and key, see `SeenKeys`, and the pieces begin later.)"""
+    """Returns how far the offset of the mask between a piece `x` of queries and a piece `y` of keys exceeds the offset between all queries and all
+    keys. Each offset counts from the first row of its own queries and keys, and `x` and `y` begin later."""
     return (x.at - queries.first) - (y.at - keys.first)
   pairs = {(x, y): pair_seen(p, x, y) for x in queries.pieces for y in keys.pieces}
   bounded = [(x, y) for (x, y), seen in pairs.items() if seen is not None and (goes_by_distance(p) or seen.window != (-1, -1))]
@@ -122,8 +122,8 @@ def owners(device:int, count:int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class SequenceShards:
-  """Division of a problem's rows among `count` devices. Each device holds `keys` rows of k and v, and `queries` rows of q (None: all of q). `as_q`
-  has the names of the other tensors, such as a bias, whose rows are divided like those of q."""
+  """How the rows of a problem are divided over `count` devices. Each device holds `keys` rows of k and v, and `queries` rows of q (None: all of q).
+  `as_q` has the names of other tensors, such as a bias, whose rows are divided like those of q."""
   count: int
   order: str
   keys: int
@@ -160,8 +160,8 @@ class SequenceShards:
              for x in self.keys_held(p, owner) for y in self.keys_read(p, device)]
     return tuple((owner, rows) for owner, rows in found if rows)
   def keys_gathered(self, p:Problem, device:int) -> range:
-    """Returns the range of the sequence for which a device's gathering buffers have room: the rows of k and v that it reads, the rows that it holds,
-    and the rows between them."""
+    """Returns the range of the sequence for which the buffers of a device that gathers keys have room: the rows of k and v that it reads, the rows
+    that it holds, and the rows between them."""
     some = (*self.keys_read(p, device), *self.keys_held(p, device))
     return range(min(x.start for x in some), max(x.stop for x in some))
   def dealt(self, p:Problem, device:int, heads:tuple[int, int]) -> Problem:

@@ -17,8 +17,8 @@ from attn.values import FLOATS
 
 @compound("rounded")
 def _rounded(c:Any, x:Value) -> Value:
-  """Returns x unchanged, also if x is NaN or infinite. Compilers cannot see that x stays unchanged. Without this step they could fuse the
-  multiplication that makes x and the addition that follows into a multiply-add, which would not round x."""
+  """Returns the fp32 numbers x unchanged, but in a way that compilers cannot see through. Otherwise they could fuse the multiplication that makes x
+  and the addition that follows into a multiply-add, which would not round x."""
   n = c.length(x)
   bounded = c.let("bounded", c.max(x, c.splat(c.number(LOWEST), n)))
   def element(i:int) -> Value: return c.select(c.number(LOWEST) < c.element(x, i), c.element(bounded, i), c.element(x, i))

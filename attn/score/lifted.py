@@ -28,8 +28,8 @@ Elementwise = list[list[UOp]]     # scalars: for each vector of the fragment, on
 
 @dataclass(frozen=True)
 class Evaluated:
-  """The value of a function, or of a part of it, on a fragment. It has one of three forms, and the other two fields are None. `same`: one scalar that
-  is equal for all columns. `each`: a scalar for each element. `vectors`: vectors of fp32 numbers."""
+  """The value of a score_mod or mask_mod, or of a part of it, on a fragment (the scores that a lane holds). Two of the three fields are None. `same`:
+  one scalar that is equal for all columns. `each`: a scalar for each element. `vectors`: vectors of fp32 numbers."""
   same: UOp|None = None
   each: Elementwise|None = None
   vectors: list[UOp]|None = None
@@ -44,9 +44,9 @@ IN_DWORDS = ("float16", "bfloat16", "float32", "int32", "uint32")     # dtypes w
 EXACT = 2**24     # whole numbers up to this are exact in fp32
 
 class Lifted:
-  """Computes a caller's function on one fragment, the scores that a lane holds. `told` names the function in error messages. `raw` are the scores
-  that the function gets, as vectors; None for a function without a score, such as a mask. `raw` times `factor` are the scores in units of the natural
-  logarithm."""
+  """Computes a caller's score_mod or mask_mod on one fragment, the scores that a lane holds. `told` names the function in error messages. `raw` are
+  the scores that the function gets, as vectors; None for a function without a score, such as a mask. `raw` times `factor` are the scores in units of
+  the natural logarithm."""
   def __init__(self, at:Fragment, told:str, raw:list[UOp]|None=None, factor:float=1.0) -> None:
     self.at, self.told, self.raw, self.factor = at, told, raw, factor
     self.lengths = [len(columns) for columns in at.columns]
@@ -64,14 +64,13 @@ class Lifted:
 
   # ***** parts *****
   def part(self, u:UOp) -> Evaluated:
-    """Computes a traced function, or one UOp inside it, on the fragment. First computes the UOps of which it is made. Each UOp is computed only once.
-    """
+    """Computes the whole function, or one UOp inside it, on the fragment. Computes first the UOps that it uses, each only once."""
     for x in u.toposort(gate=lambda x: x not in self.parts) if u not in self.parts else ():
       if x not in self.parts and x._shape == () and x.op is not Ops.STACK: self.parts[x] = self.computed(x)
     return self.parts[u]
 
   def computed(self, u:UOp) -> Evaluated:
-    """Computes a single UOp of the user's score or mask function. The sources of the UOp have already been computed."""
+    """Computes one UOp of the caller's function on the fragment, from the values of the UOps that it uses, which must have been computed before."""
     if u in self.symbols: return Evaluated(same=self.symbols[u])
     if u is SCORE:
       assert self.raw is not None
@@ -91,7 +90,7 @@ class Lifted:
     return Evaluated(vectors=[ops.build(*x) for x in made]) if u.dtype == dtypes.float else Evaluated(each=made)
 
   def each(self, u:UOp) -> Elementwise:
-    """Returns the values of the UOp u as one scalar for each element of the fragment. u belongs to the user's score or mask function."""
+    """Returns the values of the UOp u, a part of the caller's function, as one scalar for each element of the fragment."""
     x = self.part(u)
     if x.same is not None: return [[x.same]*n for n in self.lengths]
     if x.each is not None: return x.each
@@ -99,7 +98,7 @@ class Lifted:
     return [[ops.extract(y, i) for i in range(n)] for y, n in zip(x.vectors, self.lengths)]
 
   def vectors(self, u:UOp) -> list[UOp]:
-    """Returns the values of the UOp u as vectors of fp32 numbers. u belongs to the user's score or mask function and has a float dtype."""
+    """Returns the values of the UOp u, a part of the caller's function with a float dtype, as vectors of fp32 numbers."""
     x = self.part(u)
     if x.vectors is not None: return x.vectors
     if x.same is not None: return [ops.splat(as_fp32(x.same), n) for n in self.lengths]
@@ -107,7 +106,7 @@ class Lifted:
 
   # ***** columns *****
   def column(self, vector:int, i:int) -> int:
-    """Returns the column of element `i` of a vector, as a distance from the first column of which the lane holds scores."""
+    """Returns how many columns element `i` of vector `vector` lies after the first column of which the lane holds a score."""
     return self.at.columns[0][i] + vector*self.at.apart - self.at.columns[0][0]
   def step(self, u:UOp) -> int|None:
     """Returns by how much a UOp grows from one column to the next. Returns None unless the UOp is an integer expression that is converted to fp32,
@@ -124,9 +123,9 @@ class Lifted:
       return ops.add(ops.splat(moved(n*self.at.apart), size), ops.build(*steps[:size]))
     return [vector(n, size) for n, size in enumerate(self.lengths)]
   def line(self, u:UOp, k:float) -> Line|None:
-    """Returns k times a UOp as a `Line`: numbers that grow by the same amount from column to column. Returns None for a UOp that is neither such a
-    sequence of numbers nor a product of one with factors that are equal for all columns. The factors are multiplied first. So that their product does
-    not overflow in fp32, k must be at most 2^64 (MODERATE), and elements of tensors are assumed to be at most 2^64."""
+    """Returns k times the UOp u as a `Line`, numbers that grow evenly from column to column. Returns None unless u is such a sequence of numbers, or
+    its product with factors that are equal for all columns. The factors are multiplied first. So that their product does not overflow in fp32, k must
+    be at most 2^64 (MODERATE), and elements of tensors are assumed to be at most 2^64."""
     if not abs(k) <= MODERATE: return None
     if (step := self.step(u)) is not None: return Line(self.at_first(u.src[0]).cast(dtypes.float), step, UOp.const(k, dtypes.float))
     if u.op is not Ops.MUL: return None
@@ -136,7 +135,7 @@ class Lifted:
         return line._replace(weight=ops.mul(as_fp32(same), line.weight))
     return None
   def plus_line(self, x:UOp, line:Line, k:float) -> list[UOp]:
-    """Returns k*x + line for a fragment: for a UOp x of a float dtype and for numbers `line` that grow evenly from column to column. An element takes
+    """Returns k*x + line on the fragment, for a UOp x of a float dtype and numbers `line` that grow evenly from column to column. Each element takes
     two operations: one adds the line's value at the first column of its vector, and one adds the growth from there to the element's column. If x is
     the score, the first operation also multiplies by k."""
     def at(n:int) -> UOp:
@@ -151,10 +150,10 @@ class Lifted:
       return ops.build(*[UOp.const(float(line.step*self.column(of, i)), dtypes.float) for i in range(size)])
     return [ops.fma(steps(n, size), line.weight, y) for (n, size), y in zip(enumerate(self.lengths), begun)]
   def at_first(self, u:UOp) -> UOp:
-    """Returns the value that an int expression has at the first column of which the lane holds scores."""
+    """Returns the value of an int expression at the first column of which the lane holds a score."""
     return u.substitute({**self.symbols, self.walked: self.first})
   def is_exact(self, u:UOp, step:int) -> bool:
-    """Returns whether fp32 holds every value exactly that an int expression has on this fragment. From column to column the value grows by `step`."""
+    """Returns whether fp32 holds exactly every value of an int expression on this fragment. The value grows by `step` from column to column."""
     first = self.at_first(u)
     reach = abs(step)*(self.column(len(self.lengths) - 1, self.lengths[-1] - 1) + 1)
     return first.vmin - reach > -EXACT and first.vmax + reach < EXACT
@@ -197,7 +196,8 @@ class Lifted:
 
   # ***** with a factor *****
   def scaled(self, u:UOp, k:float) -> list[UOp]:
-    """Returns k times a UOp of a float dtype, as vectors. The factor k is multiplied into the function's own constants where that is possible."""
+    """Returns k times the UOp u, which has a float dtype, as vectors. The factor k is multiplied into the function's own constants where that is
+    possible."""
     self.part(u)
     if (u, k) not in self.factors: self.factors[u, k] = self._scaled(u, k)
     return self.factors[u, k]

@@ -1,5 +1,5 @@
-"""Definition of a mask: it leaves each row an interval of columns. Each query sees an interval of keys, and each key is seen by an interval of
-queries."""
+"""Definition of a mask. A mask leaves each row of the score matrix an interval of columns: each query sees an interval of keys, and each key is seen
+by an interval of queries."""
 from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,8 +16,7 @@ SeenEach = Callable[[Fragment], list[list[UOp]]]
 
 def by_places(seen:SeenColumns) -> PlainMask:
   """Makes the function that computes a mask in tensor operations, for a mask that depends only on the places of query and key. `seen` returns the
-  interval of columns that a row sees. The function says for each query and key whether the query sees the key, or returns None if every query sees
-  every key."""
+  interval of columns that a row sees. The made function returns a bool tensor, whether a query sees a key, or None if every query sees every key."""
   def sees(p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor|None:
     first, last = seen(Walk(p, "keys", 0, p.Sk, p.Sq), at.query)
     return both_hold(None if first is None else at.key >= first, None if last is None else at.key <= last)
@@ -31,16 +30,16 @@ def both_hold(x:Tensor|None, y:Tensor|None) -> Tensor|None:
 class Mask:
   """One row of the table of masks. All code that computes with masks reads it.
 
-  seen: returns the interval of columns that a row sees. The interval decides which tiles a kernel loops over, which of these tiles need no mask, and
-  which columns of a fragment are hidden
+  seen: returns the interval of columns that a row sees. It decides which tiles a kernel loops over, which of these tiles need no mask, and which
+  columns of a fragment are hidden
 
   plain: the mask in tensor operations
 
-  each: for a mask that is more than an interval: says for each score that a lane holds whether the query sees the key. None: the mask is always an
-  interval. A problem uses `each` if its field with the mask's name is not None
+  each: for a mask that may hide keys inside this interval: says for each score that a lane holds whether the query sees the key. None: the mask is
+  always an interval. A problem uses `each` if its field with the mask's name is not None
 
-  moves: whether the mask hides the same pairs of query and key if both are counted from another row. Devices that share a sequence count rows from
-  their own first one"""
+  moves: whether the mask stays right if queries and keys are both counted from a later row. Devices that share a sequence count rows from their own
+  first one"""
   name: str               # field of Problem that says what it hides, or "count"
   seen: SeenColumns
   plain: PlainMask

@@ -56,19 +56,19 @@ def hides_some(walk:Walk, columns:int) -> bool:
   return bool(scattered(walk.p)) or cuts_some(walk, columns)
 
 def scattered(p:Problem) -> tuple[Mask, ...]:
-  """Returns the masks of a problem that may hide any score of a tile, and not only the scores outside an interval of columns."""
+  """Returns the masks of a problem that may hide a key between keys that a query sees."""
   return tuple(mask for mask in SCORE_MASKS if mask.each is not None and getattr(p, mask.name) is not None)
 
 def seen_each(at:Fragment) -> list[list[UOp]]|None:
-  """Returns, for each score that a lane holds, whether it is visible under the masks that are more than an interval of columns. Returns None if the
-  problem has no such mask."""
+  """Returns, for each score that a lane holds, whether it is visible under the masks that may hide a key between keys that a query sees. Returns None
+  if the problem has no such mask."""
   found = [mask.each(at) for mask in scattered(at.p) if mask.each is not None]
   if not found: return None
   return [[functools.reduce(UOp.__and__, conditions) for conditions in zip(*vectors)] for vectors in zip(*found)]
 
 class Hiding(NamedTuple):
-  """The masks of a problem in two groups: `before` hide keys before the first key that a query sees, `after` hide keys after the last key that it
-  sees. COUNT, the mask beyond the last key of a sequence, is in neither group."""
+  """The masks of a problem in two groups: `before` hide keys before the first key that a query sees, `after` hide keys after the last. COUNT, the
+  mask beyond the last key of a sequence, is in neither group."""
   before: tuple[Mask, ...]
   after: tuple[Mask, ...]
 

@@ -1,5 +1,5 @@
-"""Functions that the caller supplies: score_mod, which changes scores as softcap, ALiBi and a bias do (a score term), and mask_mod, which is a mask.
-attn/functions traces them."""
+"""Functions that the caller supplies, as table rows: score_mod, which changes scores as softcap, ALiBi and a bias do (a score term), and mask_mod,
+which is a mask. attn/functions makes UOps of them."""
 from __future__ import annotations
 import math
 from collections.abc import Mapping
@@ -33,12 +33,12 @@ def float_elements(p:Problem) -> list[UOp]:
   return [u for u in elements_of(score_function(p).value) if dtypes.is_float(u.dtype)]
 
 def _variable(p:Problem) -> UOp:
-  """Returns the symbol by which a kernel differentiates score_mod: the score, or an element of a mod_tensor."""
+  """Returns the symbol by which a kernel derives the score_mod of a problem: the score, or an element of a mod_tensor."""
   return SCORE if p.by_element is None else float_elements(p)[p.by_element]
 
 def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
-  """Computes the derivative of a score_mod by the score, or by the element that `Problem.by_element` names. Sets it to 0 where the function returns
-  -inf: the weight P is 0 there, and the product of P and the derivative must be 0, too, but the derivative could be infinite or NaN."""
+  """Computes the derivative of a score_mod by the score, or by the element that `Problem.by_element` names. It is 0 where the function returns -inf:
+  there P is 0, and P times the derivative must be 0, too, although the derivative could be infinite or NaN."""
   mod = score_function(at.p)
   slopes = Lifted(at, f"score_mod={mod}", before, unit.natural).scaled(derivative(mod.value, _variable(at.p)), 1.0)
   if not may_be_infinite(mod.value) and not float_elements(at.p): return slopes     # the function never returns -inf. (Tensors may hold -inf.)

@@ -28,9 +28,9 @@ class Walk:
 
 @dataclass(frozen=True)
 class Positions:
-  """Positions of queries and keys in their sequences, as tensors. `belongs` (bool, broadcastable to (B, 1, 1, Sq, Sk)) says which keys exist for a
-  query; None: all keys exist. `query` (..., Sq, 1) and `key` (1, Sk) are positions on one axis: under a causal mask a query sees the keys up to its
-  own position."""
+  """Positions of queries and keys in their sequences, as tensors: the same numbers as the places of `Walk`. `belongs` (bool, broadcastable to (B, 1,
+  1, Sq, Sk)) says which keys exist for a query; None: all keys exist. `query` (..., Sq, 1) and `key` (1, Sk) are positions on one axis: under a
+  causal mask a query sees the keys up to its own position."""
   belongs: Tensor|None
   query: Tensor
   key: Tensor

@@ -1,4 +1,5 @@
-"""Sums over scores that the kernel `backward_dbias` computes: the gradient of a bias, or of what score_mod reads of a mod_tensor.
+"""Sums of dS (gradients of scores) that the kernel `backward_dbias` computes: the gradient of a bias, or of an element of a mod_tensor that score_mod
+reads.
 
 An element of such a tensor changes many scores. Its gradient is the sum of the gradients of these scores, each multiplied by the derivative of the
 score by the element."""
@@ -30,8 +31,8 @@ class Summed:
   diagonals: bool = False
 
 def sum_over_scores(p:Problem) -> Summed:
-  """Returns the sum of dS that a kernel of a problem computes. Needs a problem with a sum: `Problem.by_element` names an element of a mod_tensor, or
-  there is a bias."""
+  """Returns which sum of dS (gradients of scores) the kernel of a problem computes. The problem must have one: a bias, or an element of a mod_tensor
+  that `Problem.by_element` names."""
   if p.by_element is not None: return _of_element(p, float_elements(p)[p.by_element])
   (term, tensor), = ((term, tensor) for term in score_terms(p) for tensor in term.tensors if tensor.summed)
   return Summed(tensor.name, *p.extras[tensor.name], tuple(terms_after(term)))

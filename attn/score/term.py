@@ -1,4 +1,4 @@
-"""Definition of a term, which is a step that changes scores between Q K^T and the softmax, and of the data that a term may read."""
+"""Definition of a score term, an operation on scores between Q K^T and the softmax, and of the data that a term may read."""
 from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from attn.values import LN2, LOG2E
 
 @dataclass(frozen=True)
 class Row:
-  """A query of one head, or a key of one head if lanes own keys. `there` says whether the row exists: the last block may reach beyond the last
-  row."""
+  """A row of the score matrix: a query of one head, or a key of one head if lanes own keys. `there` says whether the row exists, because the last
+  block may reach beyond the last row."""
   batch: UOp
   head: UOp
   index: UOp
@@ -42,8 +42,8 @@ def changed(x:list[UOp], unit:ScoreUnit, to:ScoreUnit) -> list[UOp]:
 
 @dataclass(frozen=True)
 class Fragment:
-  """Positions of the scores that a lane holds of one row in one tile: which row, and which column each score has. The scores themselves are a list of
-  vectors beside this object. Rows are queries and columns are keys, or the reverse (`over`)."""
+  """Positions of the scores of one row that a lane holds in one tile: which row, and which column each score has. The scores themselves are a list of
+  vectors, which is passed beside this object. Rows are queries and columns are keys, or the reverse (`over`)."""
   p: Problem
   given: Mapping[str, UOp]            # the problem's optional tensors, by name
   row: Row

@@ -21,8 +21,8 @@ def score_terms(p:Problem) -> tuple[ScoreTerm, ...]:
   return tuple(term if term.of is None else term.of(p) for term in TERMS if getattr(p, term.name) not in (None, False, 0.0))
 
 def heaviest(p:Problem) -> TermRegisters|None:
-  """Returns the class of register needs (`TermRegisters`) of that term of a problem which needs the most registers. None if the problem has no terms
-  (bias, softcap, ...)."""
+  """Returns how many registers the most expensive score term of a problem needs, as a class of `TermRegisters`. None if the problem has no score term
+  (softcap, ALiBi, bias, score_mod)."""
   return max((term.registers for term in score_terms(p)), default=None)
 
 def crowded(p:Problem) -> bool:

@@ -16,8 +16,8 @@ MOST_ASTS = 128     # number of ASTs that `ast_of` keeps; tinygrad's own caches 
 
 @functools.lru_cache(MOST_ASTS)
 def ast_of(make:Callable[..., UOp], *args:Any) -> UOp:
-  """Returns the kernel's AST `make(*args)`, and keeps the latest ASTs. Making an AST takes 10 to 150 ms, and tinygrad asks for it in each call of
-  `Tensor.custom_kernel`. `make` must be the identical object for the same kernel."""
+  """Returns the AST of a kernel, `make(*args)`, and caches the latest ASTs. Making an AST takes 10 to 150 ms, and tinygrad asks for it in each call
+  of `Tensor.custom_kernel`. `make` must be the identical object for the same kernel."""
   return make(*args)
 
 def forget_oldest_kernels(prefix:str, most:int) -> None:
@@ -35,14 +35,14 @@ def forget_oldest_kernels(prefix:str, most:int) -> None:
   for schedule_key in launched: del schedule.schedule_cache[schedule_key]
 
 def program_key(ast:UOp, renderer:Renderer) -> tuple[str, ...]:
-  """Returns a key for the PROGRAM that `renderer` makes of an AST. The key is also valid in other processes. It contains everything that tinygrad's
-  own key of the PROGRAM contains."""
+  """Returns a key for the compiled kernel (PROGRAM) that `renderer` makes of an AST. The key is also valid in other processes. It contains everything
+  that tinygrad's own key contains."""
   key, kind, *rest = to_program_key(ast, renderer)
   return (key.hex(), f"{kind.__module__}.{kind.__qualname__}", *map(str, rest))
 
 def launch_of(program:UOp) -> dict[str, Any]|None:
-  """Describes a PROGRAM by numbers and texts that JSON can store: its source and its launch parameters, without UOps and machine code. Returns None
-  if this is not possible, for example because a size is a Variable."""
+  """Describes a compiled kernel (PROGRAM) by numbers and texts that JSON can store: its source and its launch parameters, without UOps and machine
+  code. Returns None if this is not possible, for example because a size is a Variable."""
   info, own = program.arg, program.src[0].arg
   estimates, sizes = own.estimates, (info.global_size, info.local_size)
   numbers = (*info.global_size, *(info.local_size or ()), estimates.ops, estimates.lds, estimates.mem)
@@ -51,7 +51,7 @@ def launch_of(program:UOp) -> dict[str, Any]|None:
           "slots": [u.arg.slot for u in program.src[1].src if u.op is Ops.PARAM], "globals": info.globals, "outs": info.outs, "ins": info.ins}
 
 def program_of_launch(launch:dict[str, Any], ast:UOp, renderer:Renderer) -> UOp:
-  """Makes the PROGRAM of an AST from its description by numbers and texts (`launch_of`). The PROGRAM has a source but no machine code yet."""
+  """Makes a kernel's PROGRAM from its AST and the description that `launch_of` has made. The PROGRAM has a source but no machine code yet."""
   params = {u.arg.slot: u for u in ast.toposort() if u.op is Ops.PARAM}
   sink = new_uop(Ops.SINK, arg=replace(ast.arg, name=launch["name"], estimates=Estimates(*launch["estimates"])))
   linear = new_uop(Ops.LINEAR, tuple(params[slot] for slot in launch["slots"]))

@@ -19,7 +19,8 @@ from attn.tinygrad_compat.patches import input_of, resolved
 STATIC_SHARED = 49152
 
 def dynamic_shared_name(name:str, nbytes:int) -> str:
-  """Returns the name of a kernel that has `nbytes` of shared memory in one buffer. If the shared memory is dynamic, the name contains `nbytes`."""
+  """Returns the name under which a kernel with `nbytes` of shared memory is compiled. If this is more than static shared memory may have, the memory
+  is dynamic, and `nbytes` is a part of the name."""
   return name if nbytes <= STATIC_SHARED else f"{name}_smem{nbytes}"
 
 def shared_memory_text(x:UOp, text:str) -> str:
@@ -80,9 +81,9 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
       self.copied = {(node, i): address_of(self.calls[node][2][i]) for node, i, *_ in self.selected if self.nodes[node][3]}
       self.lay = [list[Any]() for _ in input_uops]      # addresses of the inputs in the call before, on each device
     def _access_resources(self, bufs:list[Buffer], write:list[int], new_dependency:Any) -> Any:
-      """Returns the dependencies of a graph node, computed from the regions of buffers that it uses. tinygrad's own method computes them from whole
-      allocations, and looks at only two buffers of a copy. The arguments of a node may include the whole buffer of a region that it writes, so that
-      the memory planner treats the buffer as used. The node does not read it."""
+      """Returns for which nodes a graph node waits, computed from the regions of buffers that it uses. tinygrad's own method computes this from whole
+      buffers, and looks at only two buffers of a copy. The arguments of a node may include a whole buffer of which it writes a region, so that the
+      memory planner treats the buffer as used. The node does not read the whole buffer."""
       call = self.calls[len(self.nodes)]
       regions = [(i, b) for i, b in enumerate(call[2]) if i in write or not any(holds(b, call[2][n]) for n in write)]
       return super()._access_resources([b for _, b in regions], [n for n, (i, _) in enumerate(regions) if i in write], new_dependency)
@@ -106,7 +107,7 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
   return SelectedInputs
 
 def holds(whole:Buffer, part:Buffer) -> bool:
-  """Tells whether `part` is a region of the buffer `whole` and smaller than it. Both are regions of one allocation."""
+  """Tells whether `part` is a region of the buffer `whole`, and smaller than it."""
   ends = [(b.offset, b.offset + b.nbytes) for b in (whole, part)]
   return whole.base is part.base and ends[0] != ends[1] and ends[0][0] <= ends[1][0] and ends[1][1] <= ends[0][1]
 

@@ -1,5 +1,5 @@
-"""Queries tinygrad's devices, and gives access to what tinygrad has for AMD's machine code: the compiler comgr, tables of instructions, and patterns
-that replace exp2 and log2 of doubles, which AMD's hardware does not have."""
+"""Facts about tinygrad's devices, and access to what tinygrad has for AMD's machine code: ROCm's compiler library comgr, tables of instructions, and
+the replacement of exp2 and log2 of doubles, which AMD's hardware does not have."""
 from __future__ import annotations
 import contextlib, ctypes, os, sys, types
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from tinygrad.uop.ops import Ops, PatternMatcher, UPat
 
 def device_of(name:str) -> Compiled:
-  """Returns the device of this name, also inside tinygrad's `@function`. `@function` forbids the use of devices, because the Python function must not
-  run anything. `device_of` only looks up a device, such as the arguments' device, and runs nothing."""
+  """Returns the device of this name, also inside tinygrad's `@function`. `@function` forbids the use of devices, because the Python function that it
+  calls must not run anything. `device_of` only looks up a device, and runs nothing."""
   with Context(ALLOW_DEVICE_USAGE=1): return Device[name]
 
 def c_compiler(name:str) -> str|None:
@@ -58,7 +58,7 @@ def is_cpu(device:Any) -> bool:
 # **** the card ****
 @dataclass(frozen=True)
 class CardFacts:
-  """What a device tells of its card. A field is None if the device does not tell it. `render_minor` is the number of the card's file
+  """Facts about a card that its device tells. A field is None if the device does not tell it. `render_minor` is the number of the card's file
   /dev/dri/renderD128 and so on, `pci` its address on the PCI bus."""
   name: str|None = None
   compute_units: int|None = None
@@ -105,9 +105,9 @@ def decode_instruction(data:bytes, tables:str) -> Any:
 
 @contextlib.contextmanager
 def without_comgr() -> Iterator[None]:
-  """Context in which a HIP renderer without a compiler can be constructed. tinygrad's constructor imports its compilers, which would load ROCm's
-  comgr; here it imports a stand-in. comgr's LLVM ends the process if another LLVM of the system is already loaded (Debian's comgr beside pocl, for
-  example)."""
+  """Context in which a HIP renderer without a compiler can be constructed. tinygrad's constructor imports its compilers, and so loads comgr, ROCm's
+  compiler library. Here it imports a stand-in. The LLVM inside comgr ends the process if another LLVM is already loaded, for example that of an
+  OpenCL driver."""
   name = "tinygrad.runtime.support.compiler_amd"
   if name in sys.modules:
     yield

@@ -1,7 +1,7 @@
 """Makes kernels work inside tinygrad's `@function`: gives them buffers that belong to the function, and corrects its gradients.
 
-`@function` calls a Python function once, makes a FUNCTION of the resulting expression, and passes every buffer in the expression as an argument. The
-buffers of `new_buffer` are no arguments: they belong to the function, which fills them before it reads them."""
+`@function` calls a Python function once, makes a UOp (FUNCTION) of the resulting expression, and makes every buffer in the expression an argument.
+The buffers of `new_buffer` are no arguments: they belong to the function, which fills them before it reads them."""
 from __future__ import annotations
 import functools, importlib, itertools, math
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +26,7 @@ MOST_SHAPES = 1024     # shapes that are kept
 
 @functools.lru_cache(MOST_SHAPES)
 def kept_shape(shape:tuple[int, ...]) -> UOp:
-  """Returns a shape as a UOp, in the form that tinygrad's operation RESHAPE takes."""
+  """Returns a shape as a UOp, in the form that tinygrad's operation RESHAPE takes, from a cache."""
   return UOp.sink(shape_to_shape_arg(shape)).simplify().src[0]
 
 def in_shape(buffer:UOp, shape:tuple[int, ...]) -> UOp:
@@ -41,7 +41,7 @@ def new_buffer(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...]) -
   return made
 
 def copied(u:UOp) -> UOp:
-  """Copies a value to a new buffer on the same devices."""
+  """Copies a tensor to a new buffer on the same devices."""
   buffer = new_buffer(u.max_shard_shape, u.dtype, u.device)
   if u.axis is not None: buffer = buffer.unshard(u.axis)
   return buffer.after(buffer.store(u))
@@ -52,18 +52,19 @@ def buffers_of_function(uret:UOp) -> set[UOp]:
   return of_tinygrad(uret) | {u for u in uret.backward_slice_with_self if u in own_buffers}
 
 def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
-  """Gives new numbers, taken from `slots`, to the buffers that belong to the body of a `@function`. One replacement changes all of them at once."""
+  """Gives new numbers, taken from `slots`, to the buffers that belong to a `@function`. `body` is the expression that the function computes. One
+  replacement changes all numbers at once."""
   own = buffers_of_function(body)
   buffers = {u: u.replace(arg=replace(u.arg, slot=next(slots))) for u in body.toposort(enter_calls=False)
              if u.op is Ops.BUFFER and (u in own or u.arg.slot < 0)}
   return body.substitute(buffers, walk=True)
 
 def with_shared_outputs(body:UOp) -> UOp:
-  """Changes what the body of a `@function` returns, so that tinygrad does not compute an output twice. If the body copies an output to a buffer
-  because a kernel reads it there, the body now returns this copy.
+  """Changes what a `@function` returns, so that tinygrad does not compute an output twice. `body` is the expression that the function computes. If it
+  copies an output to a buffer because a kernel reads the output there, it now returns this copy.
 
-  If the buffers of an output on several devices are filled one device after another, the body returns a copy of the output in a new buffer. tinygrad
-  replaces a returned buffer by the caller's buffer, but only where all devices use the buffer together, and not where one device fills its part."""
+  If several devices fill their parts of an output one after another, `body` returns a copy of the output in a new buffer. tinygrad replaces a
+  returned buffer by the caller's buffer, but only where all devices use the buffer together, and not where one device fills its part."""
   if body.op is not Ops.TUPLE: return body
   inside = body.toposort(enter_calls=False)
   buffers = {u.src[0]: u for u in inside if u.op is Ops.CONTIGUOUS}
@@ -75,15 +76,15 @@ def with_shared_outputs(body:UOp) -> UOp:
   return body.replace(src=tuple(map(shared, body.src)))
 
 def with_inlined_functions(body:UOp) -> UOp:
-  """Marks every `@function` that is called inside the body of another one as inlined. tinygrad compiles only the outermost function separately. It
-  would leave an inner one that is marked for this (`precompile`) in the schedule, and fail."""
+  """Marks every `@function` that another one calls as inlined. `body` is the expression that the outer function computes. tinygrad compiles only the
+  outermost function separately. It would leave an inner one with the option `precompile` in the schedule, and fail."""
   apart = [u for u in body.toposort(enter_calls=False) if u.op is Ops.FUNCTION and u.arg.precompile]
   return body.substitute({u: u.replace(arg=replace(u.arg, precompile=False)) for u in apart})
 
 def numbered(uret:UOp) -> UOp:
-  """Prepares the body of a `@function`, in place of tinygrad's own step for this. The buffers inside get the numbers -1, -2 and so on, so that equal
-  functions are the same UOp. tinygrad gives the numbers 0, 1 and so on, and renames one buffer after another. If the new number of a buffer is the
-  present number of another buffer, two buffers become one UOp."""
+  """Prepares the expression that a `@function` computes, in place of tinygrad's own step for this. The buffers inside get the numbers -1, -2 and so
+  on, so that equal functions are the same UOp. tinygrad's step gives the numbers 0, 1 and so on, one buffer after another: if the new number of a
+  buffer is the present number of another, two buffers become one UOp."""
   return with_shared_outputs(with_own_buffers(with_inlined_functions(uret), itertools.count(-1, -1)))
 
 tinygrad_function = importlib.import_module("tinygrad.function")     # the package has the decorator under this name
@@ -91,9 +92,9 @@ tinygrad_function.invalid_outputs = buffers_of_function     # type: ignore[attr-
 for module in (tinygrad_function, gradient): module.renumber_invalid_outputs = numbered   # type: ignore[attr-defined]
 
 def compact_params(body:UOp, all_args:tuple[UOp, ...]) -> tuple[UOp, tuple[UOp, ...]]:
-  """Renumbers the PARAMs (tinygrad's placeholders for arguments) of a gradient's body from 0 on, and returns the body with the arguments that it
-  uses. It replaces tinygrad's own function, which also counts the PARAMs inside the body's kernels. A kernel's PARAMs have nothing to do with these
-  arguments, and tinygrad raises an IndexError if a kernel has more PARAMs than the body has arguments."""
+  """Renumbers the PARAMs (UOps that stand for arguments) of an expression for a gradient from 0 on. Returns the expression with the arguments that it
+  uses. It replaces tinygrad's own function, which also counts the PARAMs inside kernels. A kernel's PARAMs have nothing to do with these arguments,
+  and tinygrad raises an IndexError if a kernel has more PARAMs than there are arguments."""
   used = sorted((u for u in body.toposort(enter_calls=False) if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
   return body.substitute({u: u.replace(arg=replace(u.arg, slot=i)) for i, u in enumerate(used)}, walk=True), tuple(all_args[u.arg.slot] for u in used)
 
@@ -109,8 +110,8 @@ def wanted_of(names:Iterable[str]) -> set[str]:
 
 def inside(own:Callable[..., Any]) -> Callable[..., Any]:
   """Wraps tinygrad's function that differentiates a call. While it differentiates a call of a `@function`, `inside_function` returns True, because
-  the gradient is again the body of a `@function`. While it runs a grad_fxn (a function that computes the gradients of a call), `wanted_of` returns
-  which gradients are needed."""
+  the gradient becomes a `@function`, too. While it runs a grad_fxn (a function that computes the gradients of a call), `wanted_of` returns which
+  gradients are needed."""
   @functools.wraps(own)
   def differentiate(ctx:UOp, call:UOp, needed:set[int]) -> tuple[UOp|None, ...]:
     of_function = call.op is Ops.FUNCTION and call.arg.grad_fxn is None

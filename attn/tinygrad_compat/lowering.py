@@ -1,4 +1,5 @@
-"""Lowers kernels, with or without a device, and finds the place of each operation in Python and in the rendered source (for attn/emulator)."""
+"""Lowers kernels: makes from a kernel's AST the list of UOps that a renderer turns into source. Works with or without a device. For the emulator it
+also finds the place of each operation in Python and in the rendered source."""
 from __future__ import annotations
 import contextlib, gc, os, re, sys
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ def without_collections() -> Iterator[None]:
     if enabled: gc.enable()
 
 def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
-  """Lowers a kernel's AST (a SINK) to the list of UOps that `renderer` emits, by the steps of tinygrad's own `to_program`."""
+  """Makes from a kernel's AST the list of UOps that `renderer` turns into source, by the steps of tinygrad's own `to_program`."""
   with Context(ALLOW_DEVICE_USAGE=0), without_collections():
     return line_rewrite(linearize(full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)), pm_linearize_cleanups)
 
@@ -61,8 +62,8 @@ def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> 
   with _changed(UOpMetaClass, __call__=noted): return make(), places
 
 def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]:
-  """Lowers a kernel as `lower` does, and adds the places of new UOps to `places`. `places` holds the file and line that each UOp comes from. A UOp
-  that replaces another UOp gets the place of that UOp."""
+  """Lowers a kernel as `lower` does. `places` has the file and line that made each UOp; the places of new UOps are added. A UOp that replaces another
+  UOp gets the place of that UOp."""
   unified, walk, replace = RewriteContext.unified_rewrite, RewriteContext.walk_rewrite, UOp.replace
   def inherit(new:UOp, old:UOp) -> UOp:
     if places.get(new) is None and (place := places.get(old)) is not None: places[new] = place

@@ -1,4 +1,4 @@
-"""Changes that attn makes to tinygrad within a process, besides its CUDA devices."""
+"""Changes that attn makes to tinygrad within a process, except the changes to CUDA devices (cuda.py)."""
 from __future__ import annotations
 import contextlib, functools, inspect, numbers, sqlite3, sys, warnings
 from collections.abc import Callable, Iterator
@@ -95,8 +95,8 @@ def resolved(u:UOp, inputs:tuple[UOp, ...]) -> UOp:
 realize._resolve = resolved   # type: ignore[assignment]
 
 def with_used_tensors(graph:UOp) -> UOp:
-  """Cleans the kernel calls of a graph under TinyJit: removes the tensors that the kernel's program does not take. A program lacks the parameter for
-  a tensor if simplification has removed all its loads."""
+  """Corrects the kernel calls of a graph under TinyJit: removes the tensors that a kernel does not take. A kernel lacks the parameter for a tensor if
+  tinygrad's simplification has removed all loads of the tensor."""
   def used(call:UOp) -> UOp:
     program, tensors = call.src[0], realize.get_call_arg_uops(call)
     if program.op is not Ops.PROGRAM or len(kept := program.arg.globals) == len(tensors): return call

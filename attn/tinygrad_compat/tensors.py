@@ -1,4 +1,4 @@
-"""Updates Tensors after a write to their buffers, and differentiates functions (for attn/calls/gradient.py and attn/calls/history.py)."""
+"""Updates Tensors after a kernel has written to their buffers, and differentiates functions."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any

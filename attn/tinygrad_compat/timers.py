@@ -1,4 +1,4 @@
-"""Times kernels on a device (for bench.py and attn/measure)."""
+"""Times kernels on a device."""
 from __future__ import annotations
 import contextlib, ctypes, math
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from tinygrad.uop.ops import Ops, UOp
 from attn.tinygrad_compat.uops import new_uop
 
 def compiled(*outputs:Tensor) -> UOp:
-  """Returns the schedule that computes `outputs` from realized tensors, lowered and compiled."""
+  """Schedules the computation of `outputs` from realized tensors, and compiles its kernels. Returns the schedule."""
   return compile_linear(outputs[0].schedule_linear(*outputs[1:]))
 
 def make_current(device:str) -> None:

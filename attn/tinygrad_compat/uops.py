@@ -1,4 +1,5 @@
-"""Constructs UOps (no other module does), values of vector types, buffers and their views, and the parameters of a kernel."""
+"""Makes UOps and changes them: values of vector types, buffers and their views, and the parameters of a kernel. No other module calls UOp's
+constructor."""
 from __future__ import annotations
 import functools
 from collections.abc import Collection, Sequence
@@ -22,20 +23,21 @@ def new_uop(op:Ops, src:tuple[UOp, ...]=(), dtype:DType|None=None, arg:Any=None)
 _COMMIT = pm_commit_weak + pm_cast_weak
 
 def committed(u:UOp) -> UOp:
-  """Gives a dtype to each Python number in an expression: the dtype in which the expression computes with this number."""
+  """Gives a dtype to each Python number in an expression: the dtype of the operation that uses the number."""
   return graph_rewrite(u, _COMMIT)
 
 Number = TypeVar("Number", UOp, Tensor)
 def as_uint64(x:Number) -> Number:
-  """Casts 32-bit numbers to uint64, by way of a bitcast. Without the bitcast tinygrad merges this cast with the one that made them from an index, and
-  gets a 64-bit index, which it computes in floats where it meets 32-bit numbers. It then fails to lower the kernel."""
+  """Casts 32-bit numbers to uint64, through a bitcast. Without the bitcast tinygrad merges this cast with an earlier cast from an index, and gets a
+  64-bit index. It computes such an index in floats where the index meets 32-bit numbers, and then fails to lower the kernel."""
   return x.cast(dtypes.int).bitcast(dtypes.uint).cast(dtypes.ulong)
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would split a shaped value into n UOps, and lowering time grows
 # with the number of UOps. A dtype's name is printed unchanged, so the name is the C type; every pass sees a scalar of an unknown dtype.
 class VectorDType(DType):
-  """Dtype of a register vector. It is a separate class, so that a compile worker that unpickles one imports this module."""
+  """Dtype of a vector in a register. It is a class of its own, so that a process in which tinygrad compiles imports this module when it unpickles
+  one."""
   def __repr__(self) -> str: return f"VectorDType({self.name!r})"
   def __reduce__(self) -> Any: return vector_dtype, VECTORS[self]     # a worker that unpickles a dtype adds it to VECTORS too
 
@@ -92,23 +94,23 @@ def view_of_placeholder(u:UOp) -> UOp|None:
   return on_top(u, base, UOp.placeholder((base.max_numel(),), dtypes.uchar, 0).reshape(base.shape))
 
 def flat_element(index:UOp) -> UOp|None:
-  """Rewrites an element of a view of a parameter as an element of the flat parameter. The view may permute or reshape, for example. Returns None if
-  that is not possible."""
+  """Rewrites an element of a view of a kernel's parameter as an element of the flat parameter. The view may permute or reshape the parameter, for
+  example. Returns None if the element cannot be rewritten."""
   found = graph_rewrite(index, pm_mops + symbolic, name="attn element")
   return found if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
 
 def copy_call(to:UOp, source:UOp, *held:UOp) -> UOp:
-  """Returns the UOp of a launch (tinygrad's CALL) that copies one buffer, or a region of one, to another on any device. The buffers `held` are
-  arguments of the launch only so that they stay in use; `to` and `source` may be regions of them."""
+  """Returns the UOp of a launch (tinygrad's CALL) that copies one buffer, or a region of one, to another, on any devices. The launch takes the
+  buffers `held` as arguments only so that they stay in use; `to` and `source` may be regions of them."""
   srcs = (to, source, *held)
   params = [UOp.param(i, x.dtype, x.max_shape, x.device) for i, x in enumerate(srcs)]
   copy = new_uop(Ops.COPY, (params[1],), arg=to.device).call(*params)
   return new_uop(Ops.LINEAR, (copy,)).call(*srcs)
 
 def also_after(u:UOp, *calls:UOp) -> UOp:
-  """Makes uses of a buffer wait for the launches `calls`, and for the launches that the buffer already follows. A single AFTER, tinygrad's UOp for
-  this order, does both. With nested AFTERs tinygrad 0.14.0 would wait only for the launches of the outermost AFTER. If those launches don't read what
-  the inner ones have written, nothing would wait for the inner ones."""
+  """Makes uses of a buffer wait for the launches `calls`, and for the launches for which they already wait. One AFTER, tinygrad's UOp for this order,
+  does both. With nested AFTERs tinygrad 0.14.0 would wait only for the launches of the outermost one; if these don't read what the inner launches
+  have written, nothing would wait for the inner ones."""
   return u.after(*dict.fromkeys((*(u.src[1:] if u.op is Ops.AFTER else ()), *calls)))
 
 def remembered(u:UOp) -> UOp:
@@ -131,8 +133,8 @@ def with_outputs(sink:UOp) -> UOp:
   return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
 
 def with_accesses(program:UOp, slots:Collection[int]) -> UOp:
-  """Makes a compiled kernel (a PROGRAM) count as reading and writing some further tensors. `slots` has the numbers of their parameters. In a graph
-  under TinyJit, kernels wait for each other because of the tensors that they read and write."""
+  """Makes a compiled kernel (PROGRAM) count as reading and writing further tensors, whose parameters have the numbers `slots`. In a graph under
+  TinyJit, a kernel waits for another if their tensors say so."""
   info = program.arg
   return program.replace(arg=replace(info, outs=tuple(sorted({*info.outs, *slots})), ins=tuple(sorted({*info.ins, *slots})))) if slots else program
 

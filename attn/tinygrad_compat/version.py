@@ -1,4 +1,4 @@
-"""Checks tinygrad's version before any part of tinygrad is imported, so that another version fails with one sentence."""
+"""Checks tinygrad's version before any part of tinygrad is imported: another version fails with one sentence."""
 from __future__ import annotations
 import importlib.metadata
 
