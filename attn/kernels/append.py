@@ -99,7 +99,7 @@ def append(a:Append) -> Callable[..., UOp]:
     new = new_row(a, allocator, row, thread, rows, lengths, table)
     part, stores = new.part(AxisType.LOOP), []
     column, there, value = new.element(part)
-    gate = left_alone(new.inside)     # otherwise tinygrad takes it for granted, and reads the table for rows outside of the cache, too
+    gate = left_alone(new.inside)     # else tinygrad, sure that the row is inside, would read the table for every row
     if a.scales is not None:
       format, largest = FORMATS[a.scales.format], new.largest()
       scale = format.scale_of(largest, dtype := FLOATS[a.scales.dtype])

@@ -26,11 +26,12 @@ Carry = TypeVar("Carry")
 class BackwardTrip(Protocol[Carry]):
   """The operations of the backward algorithms on one tile, as one thread sees them. Either the workgroup owns queries and the tile holds keys, or the
   workgroup owns keys and the tile holds queries. The state `s` holds what operations pass on to later ones: sums in registers, and tiles in LDS."""
-  def start(self, s:Carry) -> Carry: """Starts the products for S and dP, if the matrix unit works asynchronously. Otherwise does nothing."""
+  def start(self, s:Carry) -> Carry: """Starts the products for S and dP, if the matrix unit works asynchronously; otherwise does nothing. Returns
+                                        the state."""
   def lse(self, s:Carry) -> Any: """Returns the lse of the queries of this iteration: of the workgroup's queries, or of the tile's queries."""
   def scores(self, s:Carry) -> tuple[Carry, Any]: """Computes S = Q K^T. Returns the state and S."""
-  def weights(self, scores:Any, lse:Any) -> Any: """Applies terms (bias, softcap, ...) and masks to S. Computes P = exp(S - lse) and the derivatives
-                                                 of the terms."""
+  def weights(self, scores:Any, lse:Any) -> Any: """Applies score terms (bias, softcap, ...) and masks to S. Returns P = exp(S - lse) and the
+                                                    derivatives of the terms."""
   def dp(self, s:Carry) -> tuple[Carry, Any]: """Computes dP - delta, with dP = dO V^T. Sets the elements of dP to 0 whose weights dropout drops.
                                                  Returns the state and dP - delta."""
   def ds(self, weights:Any, dp:Any, derivatives:Collection[str]|None=None) -> Any:
@@ -45,11 +46,11 @@ class BackwardTrip(Protocol[Carry]):
     for dq."""
 
 class SharingTrip(BackwardTrip[Carry], Protocol[Carry]):
-  """The operations on a tile of queries, if workgroups that own keys also add up dQ. The fp32 accumulator of dQ lies in memory, because all
-  workgroups add to it."""
+  """The operations of `gradients_of_kv` on one tile of queries, if workgroups that own keys also add up dQ. They add it to the fp32 accumulator of dQ
+  in memory, because each of them has only the part of dQ of its own keys."""
   def start_dq(self, s:Carry, ds:Any) -> Carry:
-    """Starts the product of dS and K that gives dQ of the tile, summed over all keys of the workgroup. `ds` holds dS, rounded."""
-  def add_dq(self, s:Carry) -> Carry: """Adds the product that `start_dq` started to the fp32 accumulator of dQ in memory."""
+    """Starts the product dQ = dS K of the tile, summed over all keys of the workgroup. `ds` holds dS, rounded. Returns the state."""
+  def add_dq(self, s:Carry) -> Carry: """Adds the product that `start_dq` started to the fp32 accumulator of dQ in memory. Returns the state."""
 
 class OwnUnit(Protocol[Carry]):
   """The part of a problem that one workgroup owns (rows, or a block of a bias), and the loop over the tiles that this part needs."""
@@ -57,7 +58,7 @@ class OwnUnit(Protocol[Carry]):
   def group(self) -> Workgroup: """The part of the problem that belongs to this workgroup."""
   def walk(self, s:Carry, work:Callable[[Carry, Any], Carry]) -> Carry:
     """Loops over tiles, one head after another: over the keys that the workgroup's queries see, or over the queries that see the workgroup's keys.
-    Calls `work(state, trip)` for each loaded tile; `work` returns the state after its work on this tile."""
+    Calls `work(state, trip)` for each loaded tile; `work` returns the state after its work on this tile. Returns the state after the last tile."""
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
     """Returns the kernel, which ends with `stores`. `name` becomes a part of its name. `cleared` names tensors in which some rows may belong to no
     sequence: the kernel stores 0 to these rows. `count` is the kernel's number of floating-point operations."""
@@ -158,33 +159,34 @@ def backward_dq(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
   return kernel_of
 
 def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns maker(p, arch, tile, parts=0), which returns the kernel that computes dk and dv, given delta. The kernel takes the tensors of
-  `tensors.dkdv_arguments(p, parts)`, in this order. dk and dv of a key are 0 if no query sees the key, if the key lies beyond kv_lengths, or if the
-  key belongs to no sequence. If `parts` is above 0, the loop over the queries of all heads that share keys is divided into `parts` parts, first by
-  heads, then by queries: the kernel stores an fp32 dk and dv for each part, and the caller adds them up. The maker raises NotImplementedError for a
-  problem that `tensors.check_backward` rejects."""
+  """Returns maker(p, arch, tile, parts=0) for one kind of matrix unit, whose operations `passes` makes. The maker returns the kernel that computes dk
+  and dv, given delta. The kernel takes the tensors of `tensors.dkdv_arguments(p, parts)`, in this order. dk and dv of a key are 0 if no query sees
+  the key, if the key lies beyond kv_lengths, or if the key belongs to no sequence. If `parts` is above 0, the loop over the queries of all heads that
+  share keys is divided into `parts` parts, first by heads, then by queries: the kernel stores an fp32 dk and dv for each part, and the caller adds
+  them up. The maker raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv(passes(p, arch, tile, args, dkdv_arguments(p, parts), parts))
   return kernel_of
 
 def backward_all(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns maker(p, arch, tile, parts=0), which returns the kernel that computes dk and dv as `backward_dkdv` does, and adds dq, without the factor
-  softmax_scale, to fp32 sums in memory. The kernel takes the tensors of `tensors.all_arguments(p, parts)`, in this order. Many workgroups add to each
-  sum of dq. If p.deterministic is true, they add one after another in a fixed order. Otherwise they add in any order, and the last bits of dq differ
-  from run to run. If `parts` is above 0, the kernel stores an fp32 dk and dv for each part of the queries, and the caller adds them up. The maker
-  raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
+  """Returns maker(p, arch, tile, parts=0) for one kind of matrix unit, whose operations `passes` makes. The maker returns the kernel that computes dk
+  and dv as `backward_dkdv` does, and adds dq, without the factor softmax_scale, to fp32 sums in memory. The kernel takes the tensors of
+  `tensors.all_arguments(p, parts)`, in this order. Many workgroups add to each sum of dq. If p.deterministic is true, they add one after another in a
+  fixed order. Otherwise they add in any order, and the last bits of dq differ from run to run. If `parts` is above 0, the kernel stores an fp32 dk
+  and dv for each part of the queries, and the caller adds them up. The maker raises NotImplementedError for a problem that `tensors.check_backward`
+  rejects."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv(passes(p, arch, tile, args, all_arguments(p, parts), parts))
   return kernel_of
 
 def backward_dbias(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns maker(p, arch, tile, parts=0), which returns the kernel that computes dbias, given delta. The kernel takes the tensors of
-  `tensors.dbias_arguments(p, parts)`, in this order. A workgroup sums dS over the batches, heads and blocks of queries that share its block of the
-  bias. If `parts` is above 0, this loop is divided into `parts` parts: the kernel stores fp32 sums for each part, and the caller adds them up. The
-  maker raises NotImplementedError for a problem that `tensors.check_backward` rejects, and ValueError if there are more parts than iterations of the
-  loop."""
+  """Returns maker(p, arch, tile, parts=0) for one kind of matrix unit, whose operations `unit` makes. The maker returns the kernel that computes
+  dbias, given delta. The kernel takes the tensors of `tensors.dbias_arguments(p, parts)`, in this order. A workgroup sums dS over the batches, heads
+  and blocks of queries that share its block of the bias. If `parts` is above 0, this loop is divided into `parts` parts: the kernel stores fp32 sums
+  for each part, and the caller adds them up. The maker raises NotImplementedError for a problem that `tensors.check_backward` rejects, and ValueError
+  if there are more parts than iterations of the loop."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     BiasShare(p, tile.block_m, tile.block_n).check_parts(parts)

@@ -58,7 +58,7 @@ def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
   return found
 
 def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
-  """Writes the program of the kernel that `combine` returns, for the tensors `args`. Raises ValueError if their number is wrong."""
+  """Builds the program of the kernel that `combine` returns, for the tensors `args`. Raises ValueError if their number is wrong."""
   names, new = combine_arguments(p), Allocator()
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   given = {name: flat(x) for name, x in zip(names, args)}

@@ -199,7 +199,7 @@ class DualWave:
     for kt in range(self.k_tiles):
       following += self.products([s.k[j].load() for j in range(kt*units, (kt + 1)*units)])
       exps += s.softmax.weights([x[kt]], s.softmax.addend[0].load(), scores.to_log2)
-      # Packed P takes half the registers. A mask takes more: they suffice only if the compiler may reorder, so no fence then.
+      # The fence makes the compiler pack P early, which saves half of P's registers. With a mask, registers suffice only without a fence.
       if masked is None and kt < self.k_tiles - 1: s = s.sync(amd.sched_barrier(following[-1], ops.pack_weights(exps[-1], self.sums.dtype), s.done))
     # the row sum is computed during the last products; the branch on the row sum comes after these products
     s, weights = self.weigh(s, x, exps, scores, *(following[-1:] if masked is None else []))

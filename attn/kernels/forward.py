@@ -17,31 +17,32 @@ from attn.tinygrad_compat import UOp
 State = TypeVar("State")
 
 class ForwardUnit(Protocol[State]):
-  """The operations of the forward algorithm (`online_softmax`) on one kind of matrix unit, for one workgroup, as one thread sees them. The state
-  passes results from step to step: m (the number that the softmax subtracts from the scores of a row), l (the sum of P) and O in registers, and
-  tiles in LDS."""
+  """The operations of the forward algorithm (`online_softmax`) on one kind of matrix unit, for one workgroup, as one thread sees them. The state `s`
+  holds what operations pass on to later ones: m (the number that the softmax subtracts from the scores of a row), l (the sum of P) and O in
+  registers, and tiles in LDS."""
   @property
   def parts(self) -> Iterable[Any]: """The parts into which a tile of keys is divided. `weigh` and `add_to_o` are called for each part, one part after
                                     another."""
   def begin(self) -> State:
-    """Returns the state before the first key: m, which the softmax subtracts from the scores, is the lowest number; the sums l and O are 0. Q is
-    loaded, or its load has started."""
+    """Returns the state before the first key. m, the number that the softmax subtracts from scores, is the lowest number, and the sums l and O are 0.
+    Q is loaded, or its load has started."""
   def loops(self) -> Iterable[TileLoop[Any]]:
     """Returns the loops over the tiles of keys that the queries see. When an iteration begins, its tile of K and V is already loaded. On some units
     `scores` waits for the tile instead."""
   def scores(self, s:State, t:UOp, masked:bool) -> tuple[State, Any]:
-    """Computes S = Q K^T of tile t, and applies score terms (softcap, ALiBi, bias) and masks. Returns S, or None if the state holds S. On an
-    asynchronous matrix unit only starts the product."""
+    """Computes S = Q K^T of tile t, after score terms (softcap, ALiBi, bias) and masks. Returns the state and S, or None in place of S if the state
+    holds S. On an asynchronous matrix unit only starts the product."""
   def weigh(self, s:State, x:Any, t:UOp, part:Any, masked:bool) -> tuple[State, Any]:
-    """Computes P = exp(S - m) of one part of the keys, and adds sum(P) to l. `x` is the S that `scores` returned. If S exceeds m by too much, raises
-    m and scales O and l down by the matching factor. Returns P, or None if the state holds P."""
+    """Computes P = exp(S - m) of one part of the tile's keys, and adds the sum of P to l. `x` is the S that `scores` returned. If S exceeds m by too
+    much, raises m, and scales O and l down by the matching factor. Returns the state and P, or None in place of P if the state holds P."""
   def add_to_o(self, s:State, p:Any, t:UOp, part:Any, masked:bool) -> UOp:
-    """Adds P V of one part of the keys to O. `p` is the P that `weigh` returned. Returns the statement or the stores by which O is changed."""
+    """Adds P V of one part of the tile's keys to O. `p` is the P that `weigh` returned. Returns the statement or the stores by which O changes."""
   def kernel(self, s:State) -> UOp:
     """Returns the kernel, which ends with the stores of O / l and of lse = m + log(l)."""
 
 def online_softmax(unit:ForwardUnit[Any]) -> UOp:
-  """Returns the forward kernel. One workgroup computes O and lse in a single loop over the tiles of keys, by the online softmax."""
+  """Returns the forward kernel, made from the operations of `unit`. A workgroup computes O and lse in a single loop over the tiles of keys, by the
+  online softmax."""
   s = unit.begin()                                       # m lowest, l = 0, O = 0; Q
   for loop in unit.loops():                              # loops over tiles of keys: masked tiles, full tiles, masked tiles
     s, t = loop.begin(s)                                 # K and V of tile t

@@ -40,9 +40,9 @@ def part_places(p:Problem, rows:int) -> list[int]:
   return [0, *itertools.accumulate(round_up(n, UNIT_BYTES//4) for n in sizes)]
 
 def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]:
-  """Loads one row of a partial result. `part` is the buffer of the partial result, and `rows` says which rows the buffer has. Returns (elements of o,
-  LSE, rest of the LSE that fp32 rounding removed). The rest is None unless p.wide_scores. If the buffer does not have the row, o is 0 and LSE is
-  -inf."""
+  """Loads one row of a partial result. `part` is the buffer of the partial result, and `rows` says which rows are in it. Returns (elements of o, LSE,
+  rest of the LSE). The rest is what rounding the LSE to fp32 lost; it is None unless p.wide_scores. If the buffer does not have the row, o is 0 and
+  LSE is -inf."""
   p, (batch, head, query) = at.p, at.coordinates
   inside, own, places = rows.has(query) & at.there, query - rows.first, part_places(p, rows.count)
   sb, sh, ss = strides(p.layout, p.H, rows.count, p.Dv)
@@ -62,7 +62,7 @@ def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange
   return lambda *args: merged_parts(p, arch, parts, there, args)
 
 def merged_parts(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], args:tuple[UOp, ...]) -> UOp:
-  """Writes the program of the kernel that `merge` returns, for the tensors `args`. Raises ValueError if their number is wrong."""
+  """Builds the program of the kernel that `merge` returns, for the tensors `args`. Raises ValueError if their number is wrong."""
   names = (*p.outputs, *(f"part_{i}" for i in range(len(parts))), *["sinks"]*p.sinks)
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   given = {name: flat(x) for name, x in zip(names, args)}

@@ -115,7 +115,7 @@ class AmdBackward:
     names, shapes and dtypes of these tensors, in the same order. If `parts` is above 0, the queries are divided into `parts` parts, and each
     workgroup loops over one part."""
     if "dq_turns" in shapes and tile.prefetch > 1:
-      raise NotImplementedError(f"prefetch={tile.prefetch}: a kernel that adds to dq in a fixed order has one LDS buffer for each tile")
+      raise NotImplementedError(f"prefetch={tile.prefetch}: a kernel that adds to dq in a fixed order supports only prefetch 0 and 1")
     mat, n, grid = tile.matrix, tile.block_n, kv_head_fastest(p, tile, tile.matrix, arch)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     q_rows, do_rows = (LdsTile.of(new, both_ways_layout(mat, n, width), tile.buffers) for width in (p.D, p.Dv))
@@ -237,7 +237,7 @@ class AmdTrip:
   def product(self, s:Any, which:int, start:list[UOp]) -> list[UOp]:
     """Returns `start` + A B as C fragments, where A is the rows of the tile and B the rows that the workgroup owns. `which` chooses the two tensors:
     0 for S (q and k), 1 for dP (dO and v)."""
-    number = self.t if self.of.outer_trip is None else self.of.outer_trip      # own rows outside of registers are read again for each such number
+    number = self.t if self.of.outer_trip is None else self.of.outer_trip      # for each number, own rows outside of registers are read again
     return self.of.products.with_rows(self.lds(s, self.of.walked[which]).row_tile, self.count, self.of.own[which], number, [start])[0]
 
   # ***** the steps *****
@@ -274,14 +274,14 @@ class AmdTrip:
     return replace(s, stores=TripStores((*s.stores.found, *first, *self.sharing.store(s.ds, self.zero_for_missing_keys(ds)))))
 
   def zero_for_missing_keys(self, ds:list[UOp]) -> list[UOp]:
-    """Returns `ds`, dS of the lane's key, or 0 if the lane's key lies beyond the last key. P = exp(0 - lse) of such a key may be inf. Such a P would
-    not change the gradients of other keys, but would change dQ, which sums over the keys."""
+    """Returns `ds`, dS of the lane's key, or 0 if this key lies beyond the last key. For such a key P = exp(0 - lse) may be inf, and so may dS. This
+    dS does not enter the gradients of other keys, but it would enter dQ, which sums over the keys."""
     there = below(self.of.row.index, self.of.group.sequence.n_k)
     if there.op is Ops.CONST and there.arg: return ds
     return [ops.build(*[there.where(ops.extract(x, i), 0) for i in range(ops.length(x))]) for x in ds]
 
   def add_dq(self, s:Any) -> Any:
-    """Waits until all waves have stored dS, and adds this wave's part of the tile's dQ to the sums in memory."""
+    """Waits until all waves have stored dS, and adds this wave's part of the tile's dQ to the sums in memory. Returns the state."""
     of = self.of
     found = self.sharing.product(s.ds.after(workgroup_barrier(UOp.group(*s.stores.found))), of.tile, of.statements)
     waited = [] if of.turns is None else [of.statements.begin(of.turns.begin(of.head, self.t, ops.extract(found[-1], 0))).done]
@@ -333,8 +333,8 @@ class DqOfTile:
     return found
 
   def added(self, group:Workgroup, head:UOp, first:UOp, found:list[UOp], *waited:UOp) -> list[UOp]:
-    """Returns statements that add the C fragments `found` to the fp32 accumulator of dQ in memory, after the operations `waited`. `first` is the
-    first query of the tile."""
+    """Returns statements that add `found`, this wave's C fragments of a tile's dQ, to the fp32 accumulator of dQ in memory, after the operations
+    `waited`. `first` is the first query of the tile, and `head` its query head."""
     mat, sums = self.matrix, flat(group.given["dq_sums"])
     return [atomic_add(sums[place_of_tile(group, mat, head, first + row*mat.M, self.column) + self.at.lane], x,
                        *waited, steps=tuple(i*mat.wave for i in range(mat.accumulator))) for row, x in zip(self.rows, found)]

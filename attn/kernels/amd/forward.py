@@ -78,7 +78,7 @@ class AmdForward:
   def d_tiles(self) -> int: return round_up(self.group.p.Dv, self.mat.M)//self.mat.M
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """Indices of the queries whose scores this lane holds, one for each of the wave's matrix tiles of queries, counted from the block's first row."""
+    """Returns the queries whose scores this lane holds, as indices in the block: one for each of the wave's matrix tiles of queries."""
     return [(self.at.wave*self.tile.q_tiles + t)*self.mat.N + self.at.n for t in range(self.tile.q_tiles)]
   @functools.cached_property
   def queries(self) -> list[Row]: return [self.group.row(i) for i in self.in_block]
@@ -105,7 +105,8 @@ class AmdForward:
   def loops(self) -> Iterator[TileLoop[ForwardState]]: return self.trips.loops(self.group.walked)
 
   def scores(self, s:ForwardState, t:UOp, masked:bool) -> tuple[ForwardState, list[list[UOp]]]:
-    """Computes the scores S^T of the keys of tile t. Returns a list of C fragments for each of the wave's matrix tiles of queries."""
+    """Computes the scores S^T of tile t, after score terms and masks. Returns the state, and a list of C fragments for each of the wave's matrix
+    tiles of queries."""
     raw = self.group.scaled(self.raw_scores(s, t, masked))
     if self.group.p.stored:
       scales = self.group.scales("k_scales", t)
@@ -122,7 +123,7 @@ class AmdForward:
   def add_to_o(self, s:ForwardState, p:None, t:UOp, part:None, masked:bool) -> UOp:
     """Computes O^T += V^T P^T for tile t of keys, after dropout of P. Returns the stores of O^T to registers. P is read from the state `s`, in which
     `weigh` has put it; so the argument `p` is None. `part` is None, too, because this kernel computes a tile's keys all at once."""
-    q_tiles, softmax, renewed = range(self.tile.q_tiles), s.softmax, not masked      # masked iterations lack registers for another lane number
+    q_tiles, softmax, renewed = range(self.tile.q_tiles), s.softmax, not masked      # masked: no register is free for this
     left = [kept_scores(self.group.scores, [row], t) for row in self.queries]
     weights = [softmax.operands(self.at, qt, self.k_tiles, left[qt], renewed) for qt in q_tiles]
     accs = [[softmax.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)] for qt in q_tiles]
@@ -135,8 +136,8 @@ class AmdForward:
 
   # ***** parts of the steps *****
   def raw_scores(self, s:ForwardState, t:UOp, masked:bool=False) -> list[list[UOp]]:
-    """Computes S^T = K Q^T of the keys of tile t, without terms (bias, softcap, ...) and masks. Returns a list of C fragments for each of the wave's
-    matrix tiles of queries."""
+    """Computes S^T = K Q^T of tile t, without score terms (bias, softcap, ...) and masks. Returns a list of C fragments for each of the wave's matrix
+    tiles of queries."""
     k_tile = self.trips.in_lds(s, t, "k").row_tile
     # iterations that compute mask_mod lack registers to read ahead
     products = replace(self.products, fenced=FENCE_UNITS) if masked and scattered(self.group.p) else self.products

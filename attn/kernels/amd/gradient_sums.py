@@ -23,8 +23,8 @@ from attn.tinygrad_compat import UOp
 NUMBERS_OF_PIECE = 4      # neighbouring elements of a row of dQ that a thread reads or writes
 
 def place_of_tile(group:Workgroup, mat:Matrix, head:UOp, first_query:UOp, column:Int) -> UOp:
-  """Returns the index, in the fp32 accumulator of dQ, of the first element of a matrix tile. `first_query` is the first query of the tile, a multiple
-  of mat.M. `column` is the index of the tile in its row of tiles."""
+  """Returns the index, in the fp32 accumulator of dQ, of the first element of a matrix tile of the query head `head`. `first_query`, the tile's first
+  query, is a multiple of mat.M. `column` is the index of the tile in its row of tiles."""
   return (group.first_sums(head)*QUERIES_OF_SUMS + first_query)*group.p.D + column*(mat.M*mat.N)
 
 def delta_of_row(group:Workgroup, tile:BackwardTile, in_block:UOp, row:Row, together:list[list[UOp]], fence:Callable[[UOp], list[UOp]]) -> UOp:
@@ -43,9 +43,9 @@ def delta_of_row(group:Workgroup, tile:BackwardTile, in_block:UOp, row:Row, toge
   return ops.sub(total, group.query_value("dlse", row)) if "dlse" in group.given else total
 
 def of_queries(p:Problem, arch:Chip, shapes:Shapes, args:tuple[UOp, ...]) -> tuple[Workgroup, BackwardTile, Lane]:
-  """Makes three things for a kernel whose workgroups each own some queries of the fp32 accumulator of dQ: the workgroup (`Workgroup`), the sizes of
-  its tile (`BackwardTile`), and this thread's position (`Lane`). `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes, in the
-  same order."""
+  """Makes the objects for a kernel whose workgroups each handle some queries of the fp32 accumulator of dQ: the workgroup, its tile description, and
+  this thread's place in a matrix tile. `args` are the kernel's tensors. `shapes` has the names, shapes and dtypes of these tensors, in the same
+  order."""
   mat = arch.matrix[p.dtype][0]
   tile = BackwardTile(QUERIES_OF_SUMS//mat.N, mat.least_keys, matrix=mat)
   grid = head_fastest(p, tile, mat, arch)

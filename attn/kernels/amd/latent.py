@@ -8,8 +8,9 @@ P^T, each wave computes some columns of V for all queries. The waves exchange P 
 rescales O, and the largest score of each query whose scores several waves compute. V^T is read by columns from the tile of K in LDS, so LDS holds no
 tile of V.
 
-If the latent columns of K are stored in 8 bits, they are converted on their way to LDS, without the scale of their row. The scores of these columns
-are multiplied by the scale before the other columns are added to them. P is multiplied by it before P is rounded."""
+If the latent columns of K (those that are V, too) are stored in 8 bits, they are converted to 16 bits on their way to LDS. They are not multiplied by
+the scale of their row there. Instead, the sum of a score over these columns is multiplied by the scale of the key's row, before the other columns are
+added. P is multiplied by this scale before P is rounded."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterator
@@ -112,7 +113,8 @@ class AmdLatent:
     rows = latent_rows(self.group, self.mat) if self.group.p.stored else self.group.rows_of("k")
     return StagedTrips(self.tile, self.new, self.statements, self.state, {"k": rows})
   def scales(self, t:UOp) -> list[UOp]:
-    """Loads the scales of the rows of K whose scores this lane computes, one vector for each vector of scores. The rows of V have the same scales."""
+    """Loads the scales of the 8-bit rows of K whose scores this lane computes, one vector for each vector of scores. V, the first columns of K, has
+    the same scales."""
     return self.group.scales("k_scales", t, self.share)
 
   # ***** the steps *****
@@ -124,12 +126,14 @@ class AmdLatent:
   def loops(self) -> Iterator[TileLoop[LatentState]]: return self.trips.loops(self.group.walked)
 
   def scores(self, s:LatentState, t:UOp, masked:bool) -> tuple[LatentState, list[UOp]]:
-    """Computes the scores S^T of the keys and queries that belong to this wave. Returns a list of C fragments."""
+    """Computes the scores S^T of the keys and queries that belong to this wave, after score terms and masks. Returns the state, and S^T as C
+    fragments."""
     return s, self.share.scores(self.group.scores).finished(self.raw_scores(s, t), [self.query], self.share.tile_number(t), masked)
 
   def weigh(self, s:LatentState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentState, None]:
-    """Raises m, the number that the softmax subtracts from the scores of a row, if a score exceeds it by too much. Computes P = exp2(scores - m), and
-    the factor by which the row of O must be rescaled. Stores P and the factor to LDS, where all waves read them."""
+    """Raises m, the number that the softmax subtracts from the scores of a row, if a score exceeds m by too much. Computes P = exp2(scores - m), and
+    the factor by which the row of O must be rescaled. Stores P and the factor to LDS, where all waves read them. Returns the state, and None in place
+    of P."""
     to_log2, m, p = self.group.scores.to_log2, s.m[0].load(), self.group.p
     of_v = [scale_in_range(y) for y in self.scales(t)] if p.stored else []
     compared = compared_scores(x, of_v, to_log2) if p.stored else x
@@ -175,8 +179,8 @@ class AmdLatent:
     return self.trips.in_lds(s, t, "k").row_tile
 
   def raw_scores(self, s:LatentState, t:UOp) -> list[UOp]:
-    """Computes S^T = K Q^T of the keys and queries that belong to this wave, before score terms (softcap, ALiBi, bias) and masks. Returns a list of C
-    fragments."""
+    """Computes S^T = K Q^T of the keys and queries that belong to this wave, without score terms (softcap, ALiBi, bias) and masks. Returns a list of
+    C fragments."""
     tiles, p = self.share.keys//self.mat.M, self.group.p
     k = self.k_tile(s, t).from_row(self.share.part*self.share.keys)
     def added(start:list[list[UOp]], units:slice) -> list[list[UOp]]:

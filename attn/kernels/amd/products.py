@@ -15,7 +15,7 @@ from attn.kernels.tiles.amd import row_layout
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp, dtypes
 
-FENCE_UNITS = 8  # units of a contraction that are read between two fences
+FENCE_UNITS = 8  # 16-byte units of a row that are read between two fences
 WAITED_FOR = 4   # units of own rows that are loaded at the same time, if registers are short
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class OwnRows:
     for units in self.together:
       fence = [self.statements.do(amd.sched_barrier(), *stores)] if self.statements is not None and stores else []
       found = self.load(units, rows, *fence)
-      # Opaque row numbers: clang keeps no addresses of one tensor for the next. (Rows in pieces have too many addresses for tinygrad.)
+      # The row numbers are made opaque, so that clang keeps no addresses of one tensor in registers for the next tensor. This is not done for rows
+      # that are loaded element by element: they have too many addresses for tinygrad.
       if sparing and not stores: rows = [self.clamped(amd.opaque(i, ops.extract(found[0][0], 0))) for i in rows]
       stores += [self.lds.store(i, u, x, own) for i, xs in zip(self.in_block, found) for u, x in zip(units, xs)]
     # An explicit barrier is needed: delta's fences come after these stores, and without it tinygrad would put a barrier before each later read.
@@ -126,8 +127,8 @@ class Products:
     return tiles
 
   def column_operands(self, tile:LdsTile, block_n:int, dt:int) -> list[UOp]:
-    """Reads operand A from a tile of `block_n` rows that lies transposed in LDS. A matrix instruction takes a group of M columns of the tile; `dt` is
-    the index of the group."""
+    """Reads the A operands for one group of M columns of a tile: those of the group with index `dt`. The tile has `block_n` rows, and lies transposed
+    in LDS. A product with these operands sums over the tile's rows."""
     mat = self.matrix
     return operands(mat, [tile.load(self.at.n + dt*mat.M, u) for u in units_of(mat, block_n, self.at.h)])
 

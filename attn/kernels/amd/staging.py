@@ -20,7 +20,7 @@ UNITS_APART = 2                   # units between an item and its neighbour, if 
 FAST_QUADS = 8                    # quads that vary fastest over threads: their stores fill a row of V^T
 FIRST_OF_FOUR = 0x05040100        # byte_perm: the low halves of two dwords side by side
 SECOND_OF_FOUR = 0x07060302       # byte_perm: the high halves of two dwords side by side
-LOW_BYTES_IN_TURN, HIGH_BYTES_IN_TURN = 0x05010400, 0x07030602     # byte_perm: bytes of two dwords in turn, of the low halves or the high ones
+LOW_BYTES_IN_TURN, HIGH_BYTES_IN_TURN = 0x05010400, 0x07030602     # byte_perm: alternating bytes of two dwords, of the low halves or the high ones
 
 @dataclass(frozen=True)
 class Staging:
@@ -32,7 +32,7 @@ class Staging:
   threads: int
   thread: UOp
   group: int = 1       # rows of one item; more than one if the tile is transposed
-  together: int = 1    # the units of `together` neighbouring items of a row group are `apart` units apart, and their columns in different banks
+  together: int = 1    # `together` neighbouring items of the same rows are `apart` units apart: their columns then lie in different banks
   apart: int = 1
   across: int = 0      # threads that copy each long row: each unit of a thread then has a constant distance from the thread's first unit
   clamped: bool = False    # items that do not exist are computed as the last one. Otherwise tinygrad may make negative summands of an address
@@ -98,8 +98,8 @@ class StagedTile(InLds):
   carried: Staging
   lies: LdsTile|None
   turned: LdsTile|None
-  only: int|None = None      # number of the only item that each thread copies, or None for all items
-  convert: Callable[[UOp], UOp]|None = None     # converts the units of stored rows to units of 16-bit numbers, when they are stored to LDS
+  only: int|None = None      # index of the only item that each thread copies; None: all items
+  convert: Callable[[UOp], UOp]|None = None     # converts units of 8-bit numbers to units of 16-bit numbers, on their way to LDS
 
   @staticmethod
   def of(mat:Matrix, block_n:int, threads:int, thread:UOp, lies:LdsTile|None, turned:LdsTile|None, across:int=0,

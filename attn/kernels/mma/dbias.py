@@ -128,7 +128,7 @@ class MmaBias:
     numbers = columns if one else [ops.extract(x, i) for x in columns for i in range(n)]
     for step in at.neighbours[0]: numbers = [x + nv.xor_lane(x, step) for x in numbers]
     places = [at.h*n + (i//n*mat.N + i%n) for i in range(len(numbers))]
-    pairs = 1 if one else tile.block_n//n                   # pairs of numbers of each warp
+    pairs = 1 if one else tile.block_n//n                   # number of pairs of numbers of each warp
     s = s.arrived(0)
     to = s.shared.bitcast(dtypes.float)
     s = s.do(*[nv.put(to[at.wave*(pairs*n) + place], x, at.in_octet.eq(0) & (place < pairs*n)) for place, x in zip(places, numbers)])

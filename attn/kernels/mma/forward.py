@@ -27,7 +27,7 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
-EXACT_PRODUCTS = 128     # 8-bit products of which a matrix unit with short sums adds up; more of them would lose the small ones
+EXACT_PRODUCTS = 128     # products of 8-bit floats that are added in a short sum of the matrix unit; a longer one would lose small products
 
 @dataclass(frozen=True)
 class Operands:

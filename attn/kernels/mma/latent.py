@@ -275,7 +275,7 @@ class MmaLatent:
     """Stores two kinds of values of each row to shared memory, where all warps read them: m, the number that the softmax subtracts from the row's
     scores, and this warp's sums of P. Returns the state."""
     sums = [s.l[kind].load() for kind in range(self.names.kinds)]
-    own = 0 if self.p.stored else 1      # the first kind of sums that a lane has of its own P alone
+    own = 0 if self.p.stored else 1      # the first kind of sum that has only this lane's P: four lanes are then added up
     sums[own:] = [ops.build(*[sum_over_quad(ops.extract(x, r)) for r in range(nv.ROWS)]) for x in sums[own:]]
     told = [x for kind, total in enumerate(sums) for x in self.put_row_values(s, self.names.total(kind, self.share.part), total, UOp.const(True))]
     return self.after_barrier(s.do(*told, *self.put_row_values(s, self.names.reference, s.m[0].load(), self.share.part.eq(0))))

@@ -50,9 +50,9 @@ class StoredKeys:
 
   # ***** conversion in shared memory *****
   def pieces(self) -> list[tuple[str, UOp, UOp, UOp]]:
-    """Lists the pieces of a tile of K and V that this thread converts. A piece is 16 bytes of one row. Returns for each piece the name of the tensor,
-    the row, the index of the piece in the row, and whether the piece exists. Eight neighbouring threads take four pieces of each of two rows: what
-    they store at the same time lies in different banks."""
+    """Returns (name of the tensor, row, index of the piece in the row, whether the piece exists) for each piece of a tile of K and V that this thread
+    converts. A piece is 16 bytes of one row. Eight neighbouring threads take four pieces of each of two rows: what they store at the same time lies
+    in different banks."""
     group, found = self.warps.group, list[tuple[str, UOp, UOp, UOp]]()
     for name, width in (("k", group.p.D), ("v", group.p.Dv)):
       across, threads = width//UNIT_BYTES, group.tile.threads
@@ -87,8 +87,8 @@ class StoredKeys:
 
   # ***** scales *****
   def copies(self, shared:UOp, t:UOp, base:UOp) -> list[UOp]:
-    """Returns the statements that copy the scales of tile t to shared memory, from the float with index `base` on: first the scales of K, then those
-    of V. Rows that do not exist get scales of 0."""
+    """Returns the statements that copy the scales of tile t to shared memory, from the float with index `base` on: first the scales of K's rows, then
+    those of V's rows. Rows that do not exist get scales of 0."""
     group, floats, found = self.warps.group, shared.bitcast(dtypes.float), list[UOp]()
     n, threads, size, first = group.tile.block_n, group.tile.threads, BYTES[group.p.scale_dtype], group.scores.row(t*group.tile.block_n)
     for kind, name in enumerate(name for name, view in group.p.scale_views.items() if view is not None):

@@ -14,7 +14,7 @@ from attn.problem import Problem
 # Sixteen lanes store at the same time, 8 bytes each, to `v_columns` columns of V (rows of V^T). These columns must lie in different banks.
 def v_columns(block_n:int) -> int: return 16//math.gcd(block_n//4, 8)
 def v_skew(mat:Matrix, block_n:int) -> int:
-  """Number of 16-byte units that stay empty after each matrix tile of V^T in LDS. If a matrix tile has 16 rows, columns of V that are two units (16
+  """Number of 16-byte units that stay empty after each matrix tile of V^T in LDS. With matrix tiles of 16 rows, columns of V that are two units (16
   elements) apart lie in different matrix tiles. The gap between the tiles puts these columns into different banks."""
   return 8//v_columns(block_n) if mat.M == 16 and mat.accumulator == mat.unit else 0
 
@@ -46,9 +46,9 @@ class Tile(ForwardShape):
   _: KW_ONLY
   matrix: Matrix
   pack_gqa: bool = False       # a tile has the queries of all heads that share a key/value head: K and V are read once for all of them
-  sparing: bool = False        # an iteration without prefetch loads K first and V later: fewer registers
+  sparing: bool = False        # without prefetch, an iteration loads V only after K is in LDS: fewer registers
   rescale_above: float = 8.0   # accumulators are rescaled when a row maximum grows by more than this, in powers of two; 0: whenever it grows
-  anew: bool = False           # a sparing iteration computes the addresses of its pieces of rows, instead of keeping them: even fewer registers
+  anew: bool = False           # with `sparing`, an iteration computes the addresses of its loads again, instead of keeping them: even fewer registers
 
   kernel: ClassVar[str] = "forward"
 

@@ -242,7 +242,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   # ***** the steps that WarpTrip does not define *****
   def start(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
-    there = wgmma.EVERYWHERE if self.of.tile.keys else self.there     # of keys, a predicate for all products would spill registers
+    there = wgmma.EVERYWHERE if self.of.tile.keys else self.there     # with own keys, a predicate for all products would spill registers
     s = self.product(s, s.scores, 0, there)
     s = self.product(s, s.dp, 1, there) if self.needs_dp else s
     if (turns := self.of.turns) is None: return s

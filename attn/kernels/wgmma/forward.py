@@ -59,7 +59,7 @@ class WgmmaState(Arrivals):
   statements: Statements
   l_of_trip: UOp
   scales: Optional     # of the iteration's rows of V, if V is stored in 8 bits
-  sums: Optional     # O of one tile, if the tensor cores add coarsely: it is added to O in fp32
+  sums: Optional     # O of one tile, if the tensor cores add with few bits: it is then added to O in fp32
 
 @dataclass(frozen=True)
 class WgmmaForward:

@@ -90,7 +90,7 @@ class BiasShare:
     """Raises ValueError if `parts` is negative, or larger than the number of iterations of a workgroup's loop, which are divided into parts."""
     most = 1 if self.summed.diagonals else self.trips
     if not 0 <= parts <= most:
-      raise ValueError(f"parts={parts}: must be 0 (no parts) to {most}, the blocks of queries that a workgroup loops over")
+      raise ValueError(f"parts={parts}: must be from 0 (no parts) to {most}, the number of blocks of queries that a workgroup loops over")
 
 @dataclass(frozen=True)
 class BiasPart:

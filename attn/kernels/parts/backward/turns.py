@@ -3,8 +3,8 @@
 Several blocks of keys add to dQ of one tile of queries: all blocks with keys that these queries see. These blocks add one after another, in ascending
 order of the blocks, or in descending order if a mask hides keys after a query, as a causal mask does. So each sum is added up in the same order in
 every run, on every chip. The period in which a block may add is its turn. Each wave of a workgroup has its own counter, and adds only in its turn
-(attn/ops/atomics.py). A turn takes two neighbouring tiles, because waiting for a turn and passing it on take time. If
-workgroups loop over lists of tiles, a turn is a single tile.
+(attn/ops/atomics.py). A turn is for two neighbouring tiles, because waiting for a turn and passing it on take time. If workgroups loop over lists of
+tiles, a turn is for a single tile.
 
 A workgroup waits only for blocks of its own head that add before its own block. Workgroups draw their blocks by tickets, numbers that they get in the
 order in which they start (`workgroup.drawn`). Blocks that add first have the lower tickets. So the workgroup with the lowest ticket never waits, and

@@ -48,21 +48,21 @@ def of_backward(p:Problem) -> Problem:
   return replace(p, return_lse=True, lse_rest=p.wide_scores)
 
 def log_sums(tensors:Mapping[str, X]) -> dict[str, X]:
-  """Picks lse and, if it exists, lse_rest (the part of lse that rounding to fp32 lost) from a mapping of tensors by name."""
+  """Returns lse and, if it exists, lse_rest (the part of lse that rounding to fp32 lost) out of a mapping of tensors by name."""
   return {name: x for name, x in tensors.items() if name in ("lse", "lse_rest")}
 
 def dq_arguments(p:Problem, dlse:bool=False, parts:int=0) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_dq` takes, by name and in order. The kernel writes dq, or with `parts` > 0 as many fp32
-  partial sums of dq, and delta. The kernel reads q, k, v, o, lse, do, the optional tensors, and with `dlse` the gradient of lse. With wide scores
-  (scores that may be as large as fp32 allows) the kernel also reads lse_rest, the part of lse that rounding to fp32 lost."""
+  """Returns (shape, dtype) of the tensors that `backward_dq` takes, by name and in order. The kernel writes delta, and dq; with `parts` above 0 it
+  writes `parts` partial sums of dq in fp32 instead of dq. It reads q, k, v, o, lse, do, the optional tensors, and with `dlse` the gradient of lse.
+  With wide scores (scores that may be as large as fp32 allows) it also reads lse_rest, the part of lse that rounding to fp32 lost."""
   x = of_backward(p).shapes
   return {"dq": in_parts(x["q"], parts), "delta": x["lse"], "q": x["q"], "k": x["k"], "v": x["v"], "o": x["o"], **log_sums(x), "do": x["o"],
           **extras_of_backward(p), **({"dlse": x["lse"]} if dlse else {})}
 
 def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_dkdv` takes, by name and in order. The kernel writes dk and dv, or with `parts` > 0 as many
-  fp32 partial sums of each. The kernel reads q, k, v, lse, delta, do, and the optional tensors. With wide scores (scores that may be as large as fp32
-  allows) the kernel also reads lse_rest, the part of lse that rounding to fp32 lost."""
+  """Returns (shape, dtype) of the tensors that `backward_dkdv` takes, by name and in order. The kernel writes dk and dv; with `parts` above 0 it
+  writes `parts` partial sums of each in fp32 instead. It reads q, k, v, lse, delta, do, and the optional tensors. With wide scores (scores that may
+  be as large as fp32 allows) it also reads lse_rest, the part of lse that rounding to fp32 lost."""
   x = of_backward(p).shapes
   return {"dk": in_parts(x["k"], parts), "dv": in_parts(x["v"], parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}

@@ -34,7 +34,7 @@ class Grid:
   allocator: Allocator
   ranges: tuple[UOp, ...]     # the ranges over the grid and over a workgroup's threads
   head: UOp                   # index of the workgroup's head, or group of heads, among all that are computed
-  block: UOp                  # index of its block of queries, or of keys
+  block: UOp                  # index of the workgroup's block of queries, or of keys
   lane: UOp
   wave: UOp
 
@@ -80,7 +80,7 @@ def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   with K and V, into the cache; otherwise a group is a single head. If a device holds two separate pieces of a sequence, all blocks of one piece come
   before those of the other. Blocks with many keys then do not run last."""
   heads = heads_of(p, tile)
-  sharing = p.H//p.Hkv//heads      # several heads that share K and V leave only half of the cache to them: Q and O take more
+  sharing = p.H//p.Hkv//heads      # if several heads share K and V, only half of the cache is left for K and V: Q and O take the rest
   cached = CACHED*sharing//(min(sharing, 2)*p.key_itemsize*p.Sk*(p.D + p.Dv)) if hiding(p).after else 1
   return _in_group_fastest(blocks_of_queries(p, tile), p.all_heads//heads, cached, tile, mat)
 
@@ -98,7 +98,7 @@ def _in_group_fastest(pieces_of_blocks:tuple[int, int], n:int, cached:int, tile:
   block = new.range(blocks, AxisType.GLOBAL)
   in_group = new.range(together, AxisType.GLOBAL)
   lane = new.range(mat.wave, AxisType.WARP)
-  wave = new.range(tile.waves, AxisType.WARP)       # WARP: tinygrad would split a LOCAL axis where % divides it
+  wave = new.range(tile.waves, AxisType.WARP)       # WARP: tinygrad would split a LOCAL range that is used with %
   head = functools.reduce(lambda head, group: group*together + head, groups, in_group)
   number = functools.reduce(lambda block, piece: piece*blocks + block, outer, block)
   return Grid(new, (*outer, *groups, block, in_group, lane, wave), head, number, lane, wave)
@@ -178,7 +178,7 @@ class Workgroup:
   batch: UOp
   first_head: UOp
   kv_head: UOp
-  first_row: UOp              # a row is a key or a query; where a tile has several heads, each query has one row per head, side by side
+  first_row: UOp              # a row is a key or a query; if a workgroup has several heads, each query has neighbouring rows, one for each head
   end_row: int|UOp            # the workgroup owns no row from this one on
   sequence: Extent
   scores: Scores

@@ -8,8 +8,8 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Lane:
-  """A thread's place in a matrix tile on AMD. `n` is the column of the tile of which the thread holds elements. `h` is its lane group: all lanes of a
-  group hold the same rows. `thread` is its index in the workgroup."""
+  """A thread's place in a matrix tile on AMD. The thread holds elements of column `n` of the tile. `h` is the thread's lane group: all lanes of a
+  group hold the same rows. `thread` is the index of the thread in the workgroup."""
   lane: UOp
   wave: UOp
   matrix: Matrix
@@ -19,7 +19,7 @@ class Lane:
   def h(self) -> UOp: return self.lane // self.matrix.N
   @property
   def thread(self) -> UOp: return self.wave*self.matrix.wave + self.lane
-  # lanes with which this lane exchanges values: their distances, and the way of exchange (`exchange` of the interpreters in attn/ops)
+  # the lanes with which this lane exchanges values: distances to them, and the instruction (`exchange` of the interpreters in attn/ops)
   @property
   def sharing(self) -> tuple[tuple[int, ...], str]:
     """How the lanes that hold scores of the same row exchange values: (the distances between these lanes, the name of the instruction)."""
@@ -92,7 +92,7 @@ def sum_over_groups(x:UOp, matrix:Matrix) -> UOp:
   return x
 
 # ***** matrix operands *****
-# A contraction is read in units of 16 bytes. Lane group h owns every groups-th unit. Where lanes are duplicated, each lane reads all units.
+# Rows are read in units of 16 bytes. Of g lane groups, group h reads units h, h + g, h + 2*g, ... Duplicated lanes each read all units.
 
 def units_of(matrix:Matrix, length:int, h:UOp) -> list[UOp]:
   """Returns the indices of the 16-byte units of a row that a lane reads for a matrix product, in the order of the matrix instructions that use them.

@@ -34,8 +34,8 @@ class SharedLayout:
 
 @dataclass(frozen=True)
 class PaddedRows(SharedLayout):
-  """Layout with one row after another. By default a row and its padding take an odd number of 16-byte units, so that eight neighbouring rows lie in
-  different banks. After every `together` rows there may be a gap of `skew` units."""
+  """Layout with one row after another, and padding behind each row. By default a row and its padding take an odd number of 16-byte units, so that
+  eight neighbouring rows lie in different banks. After every `together` rows there may be a gap of `skew` units."""
   skew: int = 0
   together: int = 16
   padded: int = 0     # units of a row with its padding; 0: the next odd number of units

@@ -28,7 +28,7 @@ class GlobalRows:
   count: int|UOp     # number of rows
   width: int         # elements of a row
   size: int          # bytes of an element
-  pin: bool = False  # moves the range of the loads to a scalar register: clang would compute it in vector registers, and loop over its values
+  pin: bool = False  # computes the range of the loads in a scalar register: in vector registers, clang would loop over its different values
   begins_whole: bool = True   # whether row 0 begins at a whole unit of the buffer
   unit_bytes: int = UNIT_BYTES   # bytes that a unit takes in this tensor
 

@@ -76,7 +76,7 @@ class Outside:
   count: UOp
   before: UOp
   after: UOp
-  total: int      # all rows of the tensor: of all sequences, and between them
+  total: int      # number of rows of the tensor: those of all sequences, and those between them
   def row(self, i:UOp) -> UOp:
     """Returns the index, in the tensor, of the i-th of these rows."""
     return (i < self.before).where(i, self.after + i - self.before)

@@ -19,7 +19,7 @@ from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp
 from attn.values import LOG2E
 
-COMBINE_THREADS = 256       # the most threads of a workgroup
+COMBINE_THREADS = 256       # largest number of threads in a workgroup
 
 def rows_together(p:Problem, arch:Chip, columns:int) -> int:
   """Returns how many rows a workgroup merges, with `columns` threads for each row. If there are few rows in all, a workgroup merges fewer, so that
