@@ -137,10 +137,9 @@ def report(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bo
 @kernel_options
 @click.option("--hip", "--cuda", "source_alone", is_flag=True, help="The source alone: HIP, or CUDA for sm_xx.")
 def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, decode:bool, gradient:str|None, source_alone:bool) -> None:
-  """Print the machine code of WHAT, the word of a kernel of attn. If WHAT is a HIP file, print its assembly for --arch.
+  """Print the machine code of WHAT, a kernel of attn such as gfx942/128/float16/causal. If WHAT is a HIP file, print its assembly for --arch.
 
-  For sm_xx print the CUDA source. Print the SASS after it if a CUDA toolkit is installed (nvcc, and cuobjdump or nvdisasm).
-  """
+  For sm_xx print the CUDA source. Print the SASS after it if a CUDA toolkit is installed (nvcc, and cuobjdump or nvdisasm)."""
   if what is not None and Path(what).is_file():
     if arch is None: raise click.UsageError(f"--arch is missing: the chip to compile the file for, one of {', '.join(MODELLED)}")
     if arch not in MODELLED: raise click.UsageError(f"a file is compiled as HIP: --arch is one of {', '.join(MODELLED)}")
@@ -233,9 +232,10 @@ def costs_command(compilers:bool, write:Path|None, check:Path|None, arch:tuple[s
 @click.option("--arch", multiple=True, type=click.Choice(MODELLED), help="Only kernels of these chips; for a disassembly, its chip.")
 @click.option("--compilers", is_flag=True, help=f"Under clang {', '.join(map(str, OLDER))}, which pip gets once, instead of the one in use.")
 def check_command(what:tuple[str, ...], arch:tuple[str, ...], compilers:bool) -> None:
-  """Look for mistakes in the machine code of WHAT: kernels by word, or files. [default: every kernel of docs/costs.txt]
+  """Look for mistakes in the machine code of WHAT: kernels of attn such as gfx942/128/float16/causal, or files. [default: every kernel of
+  docs/costs.txt]
 
-  Kernels are compiled for whole tiles, and for numbers of queries and keys that are no powers of two."""
+  Each kernel of attn is compiled twice: for a problem of whole tiles, and for numbers of queries and keys that are no powers of two."""
   files = [word for word in what if Path(word).is_file()]
   found = [f"{word}: {x}" for word in files for x in check.findings(_text_of(Path(word)), *arch[:1])]
   words = [word for word in what if word not in files]

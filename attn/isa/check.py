@@ -2,7 +2,8 @@
 looks at one function and returns its findings as sentences.
 
   findings(assembly_text, "gfx942")           every check on any text
-  python -m attn.isa check                    every check on every kernel of docs/costs.txt, under the compiler in use or under users' compilers"""
+  python -m attn.isa check                    every check on every kernel of docs/costs.txt, under the compiler in use
+  python -m attn.isa check --compilers        the same under older releases of clang"""
 from __future__ import annotations
 import os, re
 from concurrent.futures import ThreadPoolExecutor
@@ -47,8 +48,9 @@ def findings(text:str, arch:str|None=None) -> list[str]:
   return [f"{name}: {found}" for kernel in functions for name, check in CHECKS.items() for found in check(Function(kernel, chip))]
 
 def findings_of(specs:Sequence[Spec], tools:Toolchain) -> Iterator[tuple[str, list[str]]]:
-  """Yields (description, findings) for each of attn's kernels in `specs`, compiled by `tools`. Each kernel is checked twice: for a problem of whole
-  tiles, and for numbers of queries and keys that are not powers of two. Kernels are rendered one after another while clang compiles on every core."""
+  """Yields (description, findings) for each of attn's kernels in `specs`, compiled by `tools`. Each kernel is checked twice: for numbers of queries
+  and keys that fill whole tiles, and for numbers that are not powers of two. Kernels are rendered one after another while clang compiles on every
+  core."""
   def checked(spec:Spec, text:str) -> list[str]: return findings(assembly(text, spec.arch, tools=tools), spec.arch)
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     jobs = {f"{spec}{words}": pool.submit(checked, spec, source.kernel_source(spec, llvm=tools.llvm, shape=shape).text)

@@ -1,7 +1,7 @@
 """The cost of every kernel of attn on every chip, one line each: registers, spills, bounds. Also finds slow idioms that no kernel may contain.
 
   python -m attn.isa costs --write docs/costs.txt                           rewrites the file in the repository
-  python -m attn.isa costs --compilers --write docs/costs_compilers.txt     registers and spills of forward kernels under users' compilers
+  python -m attn.isa costs --compilers --write docs/costs_compilers.txt     registers and spills of forward kernels under older releases of clang
 
 A test compares the file with the kernels by `Costs.compare`, which returns the changed lines."""
 from __future__ import annotations
@@ -26,10 +26,10 @@ SPECS = [Spec(arch, d, dtype, mask, kernel) for arch in MODELLED for d in HEAD_D
 SPECS += [Spec(arch, 576, dtype, MASKS[0], LATENT) for arch in MODELLED for dtype in MATRIX_DTYPES]
 
 def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:bool=False) -> Report:
-  """Reports on the kernel of attn that `spec` names, from its source `kernel` and its machine code `text`. The report covers the loop with the
-  `rank`-th most matrix work; rank 0 is the hot loop. The report counts the instructions on the usual path through the loop (without side blocks that
-  few iterations enter), or with `every_block` all instructions of the loop. The figure `useful` (share of the matrix unit's peak rate that goes to
-  useful products) counts only this kernel."""
+  """Reports on the kernel of attn that `spec` names, from its source `kernel` and its machine code `text`. `rank` chooses the loop: 0 is the loop
+  with the most matrix work (the hot loop), 1 the next. The report counts the instructions on the usual path through the loop (without side blocks
+  that few iterations enter), or with `every_block` all instructions of the loop. The figure `useful` (share of the matrix unit's peak rate that goes
+  to useful products) counts only this kernel."""
   return analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec), products=kernel.products, rank=rank,
                  every_block=every_block)
 

@@ -53,8 +53,8 @@ VECTOR = ("valu", "packed", "dual", "acc_move", "lane")   # the vector ALU witho
 
 @functools.lru_cache(maxsize=8192)
 def kind_of(op:str, args:str="") -> str:
-  """Returns the kind of an instruction, which is one of KINDS. A buffer access without a per-lane address counts as an access to scratch (memory of a
-  lane's own), because CDNA2 has no other instruction for scratch."""
+  """Returns the kind of an instruction, which is one of KINDS. A buffer access without a per-lane address counts as an access to scratch (a lane's
+  own memory, for spilled registers), because CDNA2 has no other instruction for scratch."""
   kind = next(kind for kind, pattern in _KINDS if pattern.match(op))
   if kind == "load" and ("_lds_" in op or re.search(r"\blds\b", args)): return "load_to_lds"
   return "scratch" if kind in ("load", "store") and op.startswith("buffer_") and re.search(r"\boff\b", args) else kind

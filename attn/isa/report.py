@@ -133,8 +133,8 @@ def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|
             products:LoopProducts=PRODUCTS) -> HotLoop:
   """Counts the instructions of one iteration, and computes from them upper bounds on the use of the matrix unit. `trip` has the instructions on the
   iteration's usual path, `in_all` is the number of instructions in all blocks of the loop, and `queries` is the number of queries of a wave. `label`
-  names the loop in the result, and `d` and `dv` are the head dimensions. `products` has, for each hot loop, the numbers of matrix products with a
-  side D and with a side Dv."""
+  names the loop in the result, and `d` and `dv` are the head dimensions. `products` has, for each hot loop, the number of matrix products with a side
+  of length D (such as S), and with a side of length Dv (such as O)."""
   cu = chip.pipes
   by_kind: dict[str, list[Instruction]] = {k: [] for k in KINDS}
   for x in trip: by_kind[x.kind].append(x)
@@ -174,10 +174,11 @@ def flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
   """Finds the loop with the most matrix work, or with `rank` = 1, 2, ... the loop with the second most, third most, ... matrix work. An iteration
-  takes the usual path through the loop (without side blocks that few iterations enter), or with `every_block` every basic block. If `products` has
-  several entries, the kernel has several loops, one after another, which share the matrix work; then the result covers one iteration of each of these
-  loops. Returns (label, instructions of an iteration, number of instructions in all blocks of the loop, number of loops with matrix work, waits of an
-  iteration), or None if no loop has matrix work. Raises ValueError if there are too few loops for `rank`."""
+  takes the usual path through the loop (without side blocks that few iterations enter), or with `every_block` every basic block. `products` has the
+  numbers of matrix products of each hot loop (see `analyse`). If it has several entries, the kernel has several hot loops, one after another, which
+  share the matrix work; then the result covers one iteration of each of these loops. Returns (label, instructions of an iteration, number of
+  instructions in all blocks of the loop, number of loops with matrix work, waits of an iteration), or None if no loop has matrix work. Raises
+  ValueError if there are too few loops for `rank`."""
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)
   labels, trip, in_all, waits = [], list[Instruction](), 0, list[Stop]()
@@ -201,10 +202,10 @@ def loops_with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most
 def analyse(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, queries:int|None=None, lds:int|None=None,
             threads:int|None=None, every_block:bool=False, rank:int=0, title:str|None=None, products:LoopProducts=PRODUCTS) -> Report:
   """Reports on one kernel of an assembly text. `d` and `dv` are the head dimensions as the kernel computes them (padded). `queries` is the number of
-  queries of a wave. `products` has, for each hot loop, the numbers of matrix products with a side D and with a side Dv. Without `kernel_name`, which
-  may be a part of the name, the kernel with the most matrix instructions is taken. `lds` and `threads` replace what the text declares. `rank` chooses
-  the loop: 0 for the one with the most matrix work, 1 for the next. `every_block` counts every basic block of the loop, not only its usual path.
-  `title` is the name of the report."""
+  queries of a wave. `products` has, for each hot loop, the number of matrix products with a side of length D (such as S), and with a side of length
+  Dv (such as O). Without `kernel_name`, which may be a part of the name, the kernel with the most matrix instructions is taken. `lds` and `threads`
+  replace what the text declares. `rank` chooses the loop: 0 for the one with the most matrix work, 1 for the next. `every_block` counts every basic
+  block of the loop, not only its usual path. `title` is the name of the report."""
   kernel = pick_kernel(parse(text, arch), kernel_name)
   if kernel.arch is None: raise ValueError("the text doesn't name its chip: give arch, such as gfx942")
   chip = modelled(re.split(r"[:+-]", kernel.arch)[0])

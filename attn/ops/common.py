@@ -197,14 +197,15 @@ def flat(placeholder:UOp) -> UOp:
   return placeholder.flatten()
 
 def _buffer_load(lanes:Any, pointer:Any, records:Array, offset:Array, width:int) -> Array:
-  """Computes a raw buffer load for the emulator: `width` bytes at `pointer` + `offset`. All bytes are zero if offset + width > records; these numbers
-  are unsigned."""
+  """Computes a raw buffer load for the emulator: `width` bytes at `pointer` + `offset`. `records` is the size of the buffer's range in bytes. All
+  bytes are zero if offset + width > records, where the numbers are unsigned."""
   records, offset = records.astype(np.int64) & 0xffffffff, offset.astype(np.int64) & 0xffffffff
   lanes.check_extent(pointer, records)
   return words_of(lanes.load_bytes(pointer, offset, width, lanes.active & (offset + width <= records)))
 
 def descriptor(arch:str) -> str:
-  """Returns a C++ expression that makes a buffer descriptor. The descriptor's range is the `records` bytes from `base` on."""
+  """Returns a C++ expression that makes a buffer descriptor. Its range is the `records` bytes from the pointer `base` on; `records` and `base` are
+  variables of the C++ function that contains the expression."""
   return f"__builtin_amdgcn_make_buffer_rsrc((void*)base, 0, records, 0x{get_chip(arch).unit.descriptor:08x})"
 
 def _buffer_load_hip(printer:Any, out:str, width:int) -> Body:

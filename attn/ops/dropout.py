@@ -34,7 +34,8 @@ def threshold(p:float) -> int:
   return min(round(p*STEPS_OF_P), STEPS_OF_P - 1)
 
 def philox(c:Any, counter:Sequence[Value], key:Sequence[Value]) -> list[Value]:
-  """Computes the four words of Philox4x32-7. `c` is an interpreter (attn/ops/language.py); the methods `word` and `wide_product` are enough."""
+  """Computes the four random words of Philox4x32-7 from `counter`, four words, and `key`, two words. `c` is an interpreter (attn/ops/language.py);
+  the methods `word` and `wide_product` are enough."""
   x0, x1, x2, x3 = counter
   k0, k1 = key
   for i in range(PHILOX_ROUNDS):

@@ -69,8 +69,8 @@ def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int, begin:Arr
   return _read(lanes, pointer, keys*blocks, line, 1, begin).reshape(-1, keys, width).swapaxes(1, 2)
 
 def _start(lanes:Lanes, there:Array, acc:Any, *product:Any) -> Array:
-  """Starts a product in the warpgroups where `there` is true. In the other warpgroups starts a group without products, so that waits count equally
-  many groups in all warpgroups."""
+  """Starts a product in the warpgroups where `there` is true: `product` has the arguments of `Lanes.start_product` after `acc`. In the other
+  warpgroups starts a group without products, so that waits count equally many groups in all warpgroups."""
   with lanes.only(~there): lanes.start_nothing(acc)
   with lanes.only(there): return lanes.start_product(acc, *product)
 
@@ -107,9 +107,10 @@ def _descriptor(name:str, pointer:str, apart:int=16) -> str:
   return f"unsigned long long {name} = (unsigned long long)(((unsigned)__cvta_generic_to_shared({pointer}) & 0x3ffffu) >> 4) | {rest}ull;"
 
 def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str, there:int) -> str:
-  """Returns inline assembly that starts one group of products: the instructions `lines`, and the registers and predicates that they need. If the
-  operand with index `there` is 0, a thread skips the instructions and commits a group without products. So waits that count groups are the same for
-  all threads. (The branch is inside the assembly. With a branch around the assembly, ptxas would wait for each wgmma, warning C7511.)"""
+  """Returns inline assembly that starts one group of products into `accs` C fragments. `lines` are its instructions, `descriptors` the names of the
+  registers for descriptors, and `operands` its operands after the C fragments. If the operand with index `there` is 0, a thread skips the
+  instructions and commits a group without products. So waits that count groups are the same for all threads. (The branch is inside the assembly. With
+  a branch around the assembly, ptxas would wait for each wgmma, warning C7511.)"""
   body = [f'{{ .reg .pred p; .reg .b64 {", ".join(descriptors)};', f"setp.eq.u32 p, %{there}, 0; @p bra over;", "wgmma.fence.sync.aligned;", *lines,
           "over: wgmma.commit_group.sync.aligned; }"]
   quoted = "\n    ".join(f'"{part} "' for line in body for part in wrapped(line, "  ").split("\n"))
@@ -131,17 +132,18 @@ def _send_text(printer:Any, out:str, accs:int) -> Body:
     f'    :: {of_global("to")}, {shared("stage")}, "r"({512*accs}) : "memory");', "return 0.0f;"]), "acc stage to lane", name=f"send_{accs}")
 
 def _wgmma(accs:int, dtype:str, a:str, more:str, transposed:str) -> str:
-  """Returns the text of one wgmma (PTX ISA 9.7.15.5.2). `a` is the text of operand A, and `more` a text that says whether the product is added to the
-  accumulators. `transposed` is the text that says which operands in shared memory are transposed. It is left out for operands of 8 bits, which cannot
-  be transposed."""
+  """Returns the text of one wgmma with `accs` C fragments (PTX ISA 9.7.15.5.2). `a` is the text of operand A, and `more` a text that says whether the
+  product is added to the accumulators. `transposed` is the text that says which operands in shared memory are transposed. It is left out for operands
+  of 8 bits, which cannot be transposed."""
   lies = f", {transposed}" if IN_A_DWORD[dtype] == 2 else ""
   return (f"wgmma.mma_async.sync.aligned.m64n{8*accs}k{K*IN_A_DWORD[dtype]//2}.f32.{PTX[dtype]}.{PTX[dtype]} {{{accumulators(accs)}}}, "
           f"{a}, b, {more}, 1, 1{lies};")
 
 def _shared_product(accs:int, steps:list[tuple[int, int]], transposed:int, operands:str, dtype:str) -> str:
-  """Returns inline assembly of a product whose two operands both lie in shared memory. `steps` has a pair of distances in bytes for each instruction:
-  the instruction reads A and B at these distances from their first bytes. `operands` has the operands of the assembly: the two descriptors, and the
-  numbers that say whether to add to the accumulators and whether to start the product."""
+  """Returns inline assembly of a product into `accs` C fragments whose two operands both lie in shared memory. `steps` has a pair of distances in
+  bytes for each instruction: the instruction reads A and B at these distances from their first bytes. `transposed` is 1 if both operands are
+  transposed, else 0. `operands` has the operands of the assembly: the two descriptors, and the numbers that say whether to add to the accumulators
+  and whether to start the product."""
   lines, c = [], 4*accs
   for i, at in enumerate(steps):
     lines += [f"add.s64 a, %{c}, {at[0] >> 4}; add.s64 b, %{c+1}, {at[1] >> 4}; setp.ne.u32 p, %{c+2}, {i and 2};",

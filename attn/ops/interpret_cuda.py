@@ -77,8 +77,8 @@ class Cuda(Printer):
     pairs = [self.call(name, "unsigned", self.element(x, i), self.element(x, i + 1)) for i in range(0, length_of(x.type), 2)]
     return self.vector(*pairs)
   def pack_four(self, x:Value, first:int) -> Value:
-    """Renders the rounding of four fp32 numbers to a dword of 8-bit floats, the first number in the low byte (PTX ISA 9.7.9.21). A number beyond the
-    largest one becomes the largest one."""
+    """Renders the rounding of four fp32 numbers, the elements of x from `first` on, to a dword of 8-bit floats, the first number in the low byte (PTX
+    ISA 9.7.9.21). A number beyond the largest one becomes the largest one."""
     self.declare("pack_fp8(float, float, float, float)",
                  f"{self.header}unsigned pack_fp8(float x, float y, float z, float w) {{\n  unsigned packed;\n"
                  '  asm("{\\n.reg .b16 low, high;\\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\\n"\n'

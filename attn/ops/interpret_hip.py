@@ -191,13 +191,13 @@ class Hip(Printer):
 QUAD_PERM = {1: 0xb1, 2: 0x4e}     # controls of v_mov_b32_dpp, by the bit in which the lane numbers differ, within four lanes
 
 def exchange_neighbours(bits:str, step:int) -> str:
-  """Returns HIP text that reads the dword of a neighbouring lane. The indices of the two lanes differ in one bit, which has the value `step` (1, 2 or
-  4). The instruction is v_mov_b32_dpp, or ds_swizzle_b32 in its mask mode."""
+  """Returns HIP text that reads the dword `bits` of a neighbouring lane. The indices of the two lanes differ in one bit, which has the value `step`
+  (1, 2 or 4). The instruction is v_mov_b32_dpp, or ds_swizzle_b32 in its mask mode."""
   if step in QUAD_PERM: return f"__builtin_amdgcn_mov_dpp((int){bits}, {QUAD_PERM[step]}, 15, 15, true)"
   return f"__builtin_amdgcn_ds_swizzle((int){bits}, {step << 10 | 0x1f})"
 
 def exchange_rows(bits:str) -> str:
-  """Returns HIP text that reads the dword of the lane 16 lanes away in the same half of the wave: bit 4 of the two lanes' indices differs
+  """Returns HIP text that reads the dword `bits` of the lane 16 lanes away in the same half of the wave: bit 4 of the two lanes' indices differs
   (v_permlanex16_b32). The text permits reads of inactive lanes. No lane is inactive here, but without this permission clang would copy a register
   first: the one whose value an inactive lane would keep."""
   return f"__builtin_amdgcn_permlanex16({bits}, {bits}, 0x76543210u, 0xfedcba98u, true, false)"

@@ -223,5 +223,6 @@ instruction("transposed", _transposed, cuda=Body("\n".join([
   "return words;"]), "words lane"))
 
 def transposed(words:UOp, in_quad:UOp) -> UOp:
-  """Transposes 4 x 4 words across four neighbouring lanes: lane `in_quad` gets word `in_quad` of each of the four lanes."""
+  """Transposes a 4 x 4 matrix of words across four neighbouring lanes, each of which has four words: the lane with index `in_quad` among the four
+  gets word `in_quad` of each of them."""
   return emit("transposed", U4, words, integer(in_quad))

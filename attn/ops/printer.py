@@ -154,8 +154,8 @@ class Printer:
     self.declare(f"{name}({', '.join(t.type for t in terms)})", f"{self.header}{out} {name}({parameters}) {{\n{result}\n}}")
     return self.call(name, out, *terms)
   def declare(self, key:str, text:str) -> None:
-    """Adds a function after the functions that it calls. Raises ValueError if a different function has the same name and types, which is a mistake in
-    the text of an operation."""
+    """Declares a function with the text `text`, after the functions that it calls. `key` has the function's name and the types of its parameters.
+    Raises ValueError if a different function has the same key, which is a mistake in the text of an operation."""
     if self.functions.setdefault(key, text) != text: raise ValueError(f"two different functions {key}:\n{self.functions[key]}\n{text}")
   def log2(self, x:Value) -> Value: return self.elementwise("log2_of", self.functions_of_numbers["log2"], x)
   def rcp(self, x:Value) -> Value: return self.elementwise("rcp_of", self.functions_of_numbers["rcp"], x)

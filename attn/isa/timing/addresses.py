@@ -159,8 +159,8 @@ class WaveState:
     return None if no is None or yes is None or mask is None else np.where(mask, yes, no)
 
   def _bits_of_three(self, x:Instruction, parts:Sequence[str]) -> LaneValues|None:
-    """Computes v_bitop3, whose operands have the texts `parts`. Each bit of the result is bit number 4a + 2b + c of the instruction's table, where a,
-    b and c are the bits of its operands at the same place."""
+    """Computes v_bitop3, whose operands have the texts `parts`. The instruction has a table of eight bits. Each bit of the result is bit number 4a +
+    2b + c of the table, where a, b and c are the bits of the three operands at the same place."""
     a, b, c = (self._operand(p.split()[0]) for p in parts[1:4])
     found = re.search(r"bitop3:(\w+)", x.args)
     if a is None or b is None or c is None or found is None: return None

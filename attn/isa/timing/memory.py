@@ -26,8 +26,9 @@ def starting_order(trips:Sequence[float], heads:int, sharing:int, together:int, 
           for head in range(together) for split in range(splits)]
 
 def makespan_in_order(work:Sequence[GroupWork], slots:int, dies:int, cycles:float, edges:float) -> float:
-  """Returns the cycles until all workgroups have ended. A die has slots//dies places for workgroups, and starts its next one when a place is free. A
-  workgroup takes `cycles` cycles for each iteration, and `edges` cycles for what comes before and after its iterations."""
+  """Returns the cycles until all workgroups have ended. The chip has room for `slots` workgroups at a time, slots//dies on each die. A die starts its
+  next workgroup when a place is free. A workgroup takes `cycles` cycles for each iteration, and `edges` cycles for what comes before and after its
+  iterations."""
   ends = []
   for die in range(dies):
     free = [0.0]*max(1, slots//dies)

@@ -195,7 +195,7 @@ def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[
   """Predicts the time of one iteration of a loop. The first half of the waves runs the first loop of `pair`, the second half runs the second loop. In
   most kernels both loops are the same.
 
-    products  number of matrix products in an iteration with a side d (a head dimension), and with a side dv
+    products  number of matrix products in an iteration with a side of length d (the head dimension), and with a side of length dv
     shape     workgroups on a compute unit, waves of a workgroup, SIMDs, and waves of a workgroup that begin the loop one barrier behind the others"""
   groups, waves, simds, behind = shape
   per_exp = float(flops_of_score(products, d, dv))*chip.wave if d else 0.0
@@ -257,10 +257,11 @@ def timing_of(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, k
   """Predicts the time of the hot loops of a kernel from its assembly text.
 
     d, dv     head dimensions as the kernel computes them: rounded up to whole matrix tiles
-    products  for each hot loop, the number of matrix products with a side d, and the number with a side dv
+    products  for each hot loop, the number of matrix products with a side of length d (such as S), and with a side of length dv (such as O)
     behind    number of waves of a workgroup that begin the loop one barrier behind the others; by default found in the text
     rank      which loop is timed: 0 is the loop with the most matrix work, 1 the next one, and so on
     grid      number of workgroups. If it is small, a compute unit of the chip's largest card runs fewer workgroups than it has room for
+
   Raises ValueError if the text has no loop with matrix instructions, and if the number of threads of a workgroup is not known."""
   kernel = pick_kernel(parse(text, arch), kernel_name)
   if kernel.arch is None: raise ValueError("the text doesn't name its chip: give arch, such as gfx942")
