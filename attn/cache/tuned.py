@@ -110,7 +110,7 @@ def check_threads(row:UpTo[Any], arch:Chip, p:Problem) -> None:
   if tile.alone == bool(arch.lds): raise ValueError(f"tile {tile}: a workgroup of {arch.name} has {arch.lds} bytes of local memory")
   if tile.alone: whole = tile.keeps_own and not tile.ahead and tile.columns
   else: whole = tile.depth and tile.values and tile.parts == 1 and not tile.columns and tile.block_n % tile.values == 0
-  if not whole: raise ValueError(f"tile {tile}: its parts don't go together")
+  if not whole: raise ValueError(f"tile {tile}: its sizes contradict each other")
 
 def check_stamp(found:Any) -> None:
   """Raises ValueError unless the measurement of an entry was made with the present versions of attn, tinygrad and the compiler. `found` is the

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from attn.tinygrad_compat import Ops, UOp, cuda_graph_seconds, device_seconds
 
-ROUNDS, ROUND_SECONDS = 5, 0.25     # shorter rounds favour cuDNN: docs/nvidia.md
+ROUNDS, ROUND_SECONDS = 5, 0.25     # in shorter rounds cuDNN is faster than in long ones: docs/nvidia.md
 
 def runs_of_a_round(seconds:Callable[[], float]) -> int:
   """Returns how many runs, one after another, take about as long as a round should (ROUND_SECONDS), but at least 1. `seconds` is a function that

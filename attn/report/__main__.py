@@ -24,7 +24,7 @@ def file_name(report:CardReport) -> str: return re.sub(r"[^a-z0-9]+", "_", f"{re
 def make(out:Path|None, sizes:str|None, card:str|None) -> int:
   need(REPORT_COMMAND, kind=ANY)
   device = Device.DEFAULT.split(":")[0]
-  if sizes == "full" and device == "EMU": raise ValueError("--shapes full: the emulator would need hours; it takes small")
+  if sizes == "full" and device == "EMU": raise ValueError("--shapes full: the emulator would need hours; use --shapes small")
   report = measure_report(sizes or ("small" if device in SLOW else "full"), card)
   text = report_json(report)
   path = out if out is not None else Path(file_name(report))

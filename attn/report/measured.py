@@ -129,4 +129,4 @@ def notes_on(card:FoundCard, before:Any) -> list[str]:
   before the measurements."""
   several = len(card.may_be) > 1 and card.text.kind == "AMD"
   return [*[f"the card may be {' or '.join(x.name for x in card.may_be)}: predictions are for the first; --card names the right one"]*several,
-          *["the system tells no clocks and no power"]*(before is None)]
+          *["the driver gives neither clocks nor power"]*(before is None)]

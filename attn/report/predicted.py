@@ -13,17 +13,17 @@ def predicted(shape:ReportedShape, kernel:str, tile:str, arch:Chip, may_be:tuple
   """Predicts the time of a kernel of a problem on the first card in `may_be`: at the rated clock, and at the clock that GEMMs sustain if it is known.
   `kernel` is forward, dq, dkdv or decode, and `tile` is the tile with which the kernel ran. Returns the reason if there is no prediction. It never
   raises an error, so that a failed prediction does not end the measurements."""
-  if arch.name not in MODELLED: return f"the model is of AMD's chips, and {arch.name} is none that it knows"
+  if arch.name not in MODELLED: return f"the timing model has no data for {arch.name}"
   if any(importlib.util.find_spec(name) is None for name in PACKAGES): return WITHOUT_ISA
   rated = [card for card in may_be if card.ghz]
-  if not rated: return f"no card with {arch.name} and this number of compute units is known; --card names one"
+  if not rated: return f"attn knows no card with {arch.name} and this number of compute units; name the card by --card"
   from attn.isa import source
   from attn.isa.timing.kernels import of_spec
   mask = "causal" if shape.causal else "full"
   try:
     spec = source.Spec(arch.name, shape.D, shape.dtype, mask, kernel)
     size = source.Shape(shape.B, shape.H, shape.Hkv, shape.Sk)
-    if (modelled := str(source.chosen(spec, shape=size)[1])) != tile: return f"the tile that ran is not the one of the model ({modelled})"
+    if (modelled := str(source.chosen(spec, shape=size)[1])) != tile: return f"the kernel ran with another tile than the model has ({modelled})"
     found = of_spec(spec, size, lines=False).on_cards(rated[0].name)
   except Exception as e: return first_line(e)
   return tuple(PredictedTime(x.card.name, x.ghz, x.seconds, x.limit) for x in found)

@@ -47,7 +47,7 @@ def loop_rate(arch:Chip, dtype:str, trips:int, compute_units:int) -> RateToMeasu
     seconds = repeater(compiled(many))
     seconds(1)
     x, y = few.numpy(), many.numpy()
-    if not np.isfinite(y).all() or np.abs(y - 4*x).max() > 0.01*np.abs(y).max(): raise WrongProducts("the sums of the matrix loop are wrong")
+    if not np.isfinite(y).all() or np.abs(y - 4*x).max() > 0.01*np.abs(y).max(): raise WrongProducts("the matrix loop returned wrong sums")
     return seconds
   return RateToMeasure(f"matrix instructions alone: {loop.what}", TFLOPS, loop.flops*trips*groups, timer)
 

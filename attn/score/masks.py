@@ -92,9 +92,9 @@ def check_moves(p:Problem) -> None:
   """Raises NotImplementedError for a term (such as a bias) or a mask that depends on where query and key stand in the whole sequence. Devices that
   share rows and do not gather the keys cannot compute it."""
   if names := fixed_in_sequence(p):
-    raise NotImplementedError(f"{' and '.join(names)} with k and v that devices share by their rows: a device that does not gather all keys counts "
-                              "them from its own first one, but places in the whole sequence are needed; shard q along its rows, too, or q, k and v "
-                              "along batch or heads")
+    raise NotImplementedError(f"{' and '.join(names)} with k and v sharded along their rows: needs the positions of keys in the whole sequence, but "
+                              "here a device counts keys from the first one that it holds; shard q along its rows, too, or q, k and v along batch "
+                              "or heads")
 
 def plain_masks(p:Problem, given:Mapping[str, Tensor]) -> Callable[[Positions], Tensor|None]:
   """Returns a function that applies all masks of a problem in tensor operations. The function says whether a query sees a key; None: every query sees

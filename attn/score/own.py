@@ -41,7 +41,7 @@ def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:ScoreUnit) -> li
   there P is 0, and P times the derivative must be 0, too, although the derivative could be infinite or NaN."""
   mod = score_function(at.p)
   slopes = Lifted(at, f"score_mod={mod}", before, unit.natural).scaled(derivative(mod.value, _variable(at.p)), 1.0)
-  if not may_be_infinite(mod.value) and not float_elements(at.p): return slopes     # the function never returns -inf. (Tensors may hold -inf.)
+  if not may_be_infinite(mod.value) and not float_elements(at.p): return slopes     # without tensors, which may hold -inf
   def nothing(x:UOp) -> list[UOp]: return [ops.extract(x, i).eq(-math.inf) for i in range(ops.length(x))]
   return [ops.select_each(nothing(x), 0.0, slope) for slope, x in zip(slopes, after)]
 

@@ -49,7 +49,7 @@ def check_derivatives(p:Problem) -> None:
   problem."""
   check_differentiable(p)
   for term in score_terms(p):
-    if term.derivative is None: raise NotImplementedError(f"{term.name}={getattr(p, term.name)}: the backward kernels have no derivative of it")
+    if term.derivative is None: raise NotImplementedError(f"{term.name}={getattr(p, term.name)}: the backward kernels cannot compute its derivative")
 
 def terms_after(term:ScoreTerm) -> set[str]:
   """Returns the names of the score terms (softcap, ALiBi, bias, score_mod) that apply to a score after `term`."""

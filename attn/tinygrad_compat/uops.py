@@ -19,7 +19,7 @@ def new_uop(op:Ops, src:tuple[UOp, ...]=(), dtype:DType|None=None, arg:Any=None)
   versions."""
   return UOp(op, dtype, src, arg)   # type: ignore[arg-type] # its metaclass accepts None
 
-# **** numbers without a width ****
+# **** dtypes of Python numbers ****
 _COMMIT = pm_commit_weak + pm_cast_weak
 
 def committed(u:UOp) -> UOp:

@@ -57,7 +57,7 @@ def test_layouts_views_and_jit() -> None:
   with emulated("gfx950"):
     (q, k, v), known = inputs(kind)
     scale = Tensor(np.float32([[0.5, 2], [1, 3]]), device="EMU")
-    turned = [t.transpose(1, 2) for t in (q, k, v)]     # views, which the call copies, denormal numbers too
+    turned = [t.transpose(1, 2) for t in (q, k, v)]     # views, which the call copies; denormal numbers must survive the copy
     o = attn.attention(*turned, layout="bshd", causal=True, k_scale=scale, out_dtype="float32")
     check(o.transpose(1, 2), known, [1, scale.numpy(), 1], kind)
     dtype, bits = q.dtype, [t.bitcast(dtypes.uchar).contiguous().realize() for t in (q, k, v)]

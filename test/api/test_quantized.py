@@ -102,7 +102,7 @@ def test_rows_appended_to_pages(dtype:str, arch:str, scale_dtype:str) -> None:
     table = int32([[4, 1], [5, 2]])
     attn.append_kv(*(tensor(x, "float16") for x in new), *caches, int32([2, 6]), block_table=table)
     for i, x in enumerate(new):
-      of, got = scales.numpy()[1, :, :, i], numbers(QuantizedRows(stored, scales), format)[1, :, :, i]     # reading scales alone appends, too
+      of, got = scales.numpy()[1, :, :, i], numbers(QuantizedRows(stored, scales), format)[1, :, :, i]     # reading the scales appends
       for b, places in enumerate(([(4, 2), (4, 3), (1, 0)], [(2, 2), (2, 3)])):
         for j, place in enumerate(places): same_rows(got[place], of[place], x[b, :, j], format)
     assert np.count_nonzero(scales.numpy()[0]) == 0 and np.count_nonzero(scales.numpy()[1].any(-1)) == 2*5

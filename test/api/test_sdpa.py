@@ -202,7 +202,7 @@ def test_options_of_a_weak_dtype(option, weak):
     q = draw(1, 2, 20, 16)
     got, want = (array(attn.attention(q, q, q, **{option: x})) for x in (weak(), weak().cast(dtypes.float)))
     np.testing.assert_array_equal(got, want)
-    assert not np.array_equal(got, array(attn.attention(q, q, q))) or option == "bias"     # the same number everywhere changes nothing
+    assert not np.array_equal(got, array(attn.attention(q, q, q))) or option == "bias"     # a bias that is the same number everywhere changes nothing
 
 @pytest.mark.parametrize("q, call, reason", [
   (lambda: draw(1, 2, 8, 520, dtype="float32"), {}, "forward: dtype float32"), (lambda: draw(1, 2, 8, 600), {}, "tiled: D=600"),

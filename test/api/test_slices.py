@@ -203,7 +203,7 @@ def test_one_kernel_for_lengths_that_are_ints(together:bool) -> None:
       judged(o, q, k[:, :, :n], v[:, :, :n])
     assert kernels[0] > 1 and kernels[1:] == [1]*2 and all(x.kernel is not None for x in decisions)
     assert [len(x) for x in lengths_seen.values()] == [3]
-    with Context(TRAINING=1):        # gradients exist there
+    with Context(TRAINING=1):        # in training the call also gets gradients
       keys = both[0][:, :, :12]
       (g,) = query.scaled_dot_product_attention(keys, keys, enable_gqa=True).float().sum().gradient(query)
       assert np.isfinite(array(g)).all()

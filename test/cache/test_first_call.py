@@ -167,7 +167,7 @@ def test_steps_come_in_order() -> None:
   two = one.store([one.b[0].store(2.0)])
   second, = awaited_by(two.a)
   assert awaited_by(two.b) == {second} and first in second.toposort()
-  assert awaited_by(two.statements.latest) == {first, second}     # else a register that only other stores precede would be dropped
+  assert awaited_by(two.statements.latest) == {first, second}     # otherwise a register array whose stores only precede other stores would be dropped
   apart = one.store([s.b[0].store(2.0)])       # uses a value from before the first step
   assert first in awaited_by(apart.a) and len(awaited_by(apart.a)) == 2
   r = UOp.range(3, 0)

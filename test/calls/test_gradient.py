@@ -77,7 +77,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "splits": dict(Sk=150, num_splits=2),
   "bshd": dict(B=2, layout="bshd", causal=True), "nsd": dict(layout="nsd", window=(9, -1))}
 
-# cases that others nearly contain, such as "all of the scores" or the tests of kernels
+# cases that other cases or the tests of kernels nearly repeat
 THOROUGH = ("MQA, top-left", "softcap", "alibi", "bias", "sinks", "nsd")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) if n in THOROUGH else n for n in OPTIONS])
 def test_options(name:str) -> None: check_gradients(**OPTIONS[name])

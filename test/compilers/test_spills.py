@@ -257,8 +257,8 @@ def with_functions(name:str, D:int, kernel:str) -> Problem:
   traced = functions_of(given.get("score_mod"), given.get("mask_mod"), tuple((t.shape, str(t.dtype)) for t in tensors.values()))
   return problem(B=2, H=FUNCTION_HEADS, Sq=LENGTHS, Sk=LENGTHS, D=D, lse=kernel != "forward", extras=tensors, **traced)
 
-# Of every chip and every kernel, with the function that needs the most registers. Faults of earlier versions: an index that is never negative was
-# clamped for each key, and the ends of the keys were looked for where no tile holds an end. That took registers for each key of a tile.
+# Every chip and every kernel, each with the function that needs the most registers there. Earlier versions spilled: they clamped an index that is
+# never negative for each key, and looked for the last key in tiles that do not contain it. That took registers for each key of a tile.
 FUNCTIONS_BY_DEFAULT = {("gfx942", 128, "dq"), ("gfx942", 256, "dkdv"), ("gfx950", 128, "forward"), ("gfx950", 256, "forward"),
                         ("gfx950", 64, "dkdv"), ("gfx1100", 128, "dkdv"), ("gfx1100", 64, "forward"), ("gfx1201", 256, "forward"),
                         ("gfx1201", 128, "dq")}

@@ -100,7 +100,7 @@ EDGES: dict[str, tuple[UOp, Plain]] = {     # masks that are intervals
   "long": (i.cast(dtypes.long) - j.cast(dtypes.long) < 4, lambda i, j: i - j < 4),
   "far": ((i - j < 2**31 - 1) & (j - i < 2**30) & (i > -FAR), lambda i, j: (i == i) & (j == j))}
 
-MIXED: dict[str, tuple[UOp, Plain, UOp|None]] = {     # masks with more than intervals, and the mask that the intervals say
+MIXED: dict[str, tuple[UOp, Plain, UOp|None]] = {     # masks that hide keys inside an interval, too, and the mask of the interval alone
   "sinks and window": ((i >= j) & ((j < 4) | (i - j < 9)), lambda i, j: (j <= i) & ((j < 4) | (i - j < 9)), i >= j),
   "dilated window": ((i >= j) & (i - j < 20) & ((i - j) % 4).eq(0), lambda i, j: (j <= i) & (i - j < 20) & ((i - j) % 4 == 0),
                      (i >= j) & (i - j < 20)),

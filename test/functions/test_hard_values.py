@@ -37,7 +37,7 @@ def beyond(s:UOp, b:UOp, h:UOp, i:UOp, j:UOp, t:UOp) -> UOp: return s + t[h, j]
 def before(s:UOp, b:UOp, h:UOp, i:UOp, j:UOp, t:UOp) -> UOp: return s + t[h, i - j]
 FIRST = {f: f.__code__.co_firstlineno for f in (beyond, before)}
 
-Bad = tuple[Callable[..., UOp], tuple[int, int], dict[str, Any], str]     # function, shape of the tensor, options, the index of which the error tells
+Bad = tuple[Callable[..., UOp], tuple[int, int], dict[str, Any], str]     # function, shape of the tensor, options, the index that the error names
 BAD: dict[str, Bad] = {"beyond": (beyond, (H, 20), {}, r"(2[0-9]|3[0-2])"), "before": (before, (H, 40), {}, r"-\d+"),
                        "one key": (beyond, (H, 32), {}, "32")}
 

@@ -102,9 +102,9 @@ def test_keys_alone_shared_are_refused() -> None:
   x, devices = [drawn(B, H, 32, D, seed=1), drawn(B, HKV, 32, D, seed=2), drawn(B, HKV, 32, D, seed=3)], ("EMU:1", "EMU:2")
   with emulated("gfx942"):
     q, k, v = (on(a, "EMU:1").shard(devices, axis) for a, axis in zip(x, (None, 2, 2)))
-    with pytest.raises(NotImplementedError, match="mask_mod with k and v that devices share by their rows"):
+    with pytest.raises(NotImplementedError, match="mask_mod with k and v sharded along their rows"):
       attn.attention(q, k, v, mask_mod=lambda b, h, i, j: j < 20)
-    with pytest.raises(NotImplementedError, match="score_mod and mask_mod with k and v that devices share by their rows"):
+    with pytest.raises(NotImplementedError, match="score_mod and mask_mod with k and v sharded along their rows"):
       attn.attention(q, k, v, mod_tensors=(on(TABLE, "EMU:1").shard(devices, None),), **OWN)
 
 @pytest.mark.parametrize("kernel", ("", "three_pass"))

@@ -115,7 +115,7 @@ class Case:
     p = p/np.where(total == 0, 1, total)
     o, dp = p@v, do@v.swapaxes(-1, -2)
     delta = (do*o).sum(-1, keepdims=True)
-    # errors of P relative to P, those of its row's sum among them
+    # relative errors of P, including the error of the sum of its row
     wrong = e + noise + (p*noise).sum(-1, keepdims=True)
     wrong_o = (p*wrong)@np.abs(v) + e*np.abs(o)
     wrong_delta = (np.abs(do)*wrong_o).sum(-1, keepdims=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from attn.chips import CHIPS, MODELLED
 from attn.chips.matrix import Matrix
 
-# Kernels in which clang keeps up to four values in accumulation registers and counts them as spilled. These registers are as close as others, and
+# Kernels in which clang keeps up to four values in accumulation registers and counts them as spilled. These registers are as fast as others, and
 # nothing goes to memory.
 PARKED = {(arch, 256, "bfloat16") for arch in ("gfx90a", "gfx942")}
 

@@ -242,7 +242,7 @@ def test_the_work_of_a_trip_is_known(arch, d):
   loop, held = report.loop, report.resources
   assert report.arch == arch and loop.kinds["matrix"] == sum(loop.matrix.values()) == 2*KEYS*d//(u.m*u.k)
   assert loop.scores == u.m*KEYS and loop.keys == KEYS and loop.exp_per_score == 1.0
-  assert loop.kinds["barrier"] >= 2 and loop.instructions < loop.instructions_in_all   # the rescale is a side block
+  assert loop.kinds["barrier"] >= 2 and loop.instructions < loop.instructions_in_all   # rescaling lies beside the usual path
   reads, writes = (sum(n*int(w[1:])//8 for w, n in x.items()) for x in (loop.lds_read, loop.lds_write))
   assert reads == loop.kinds["matrix"]*u.lanes*2 and loop.kinds["lds_permute"] == 1
   share = u.m*KEYS/u.wave

@@ -43,7 +43,7 @@ from test_backward import CASES, PARTS, diagonal, of_head_0, scaled, unmasked, w
 from test_gradient import ENDS, PACKED, check_gradients
 from test_tiled import PLAIN_CHIPS, customs, on, with_tile
 
-FEW = TiledBackwardTile(2, 2, 4, 4, 8, 4, keeps_own=False)      # four threads: every dimension of a problem has several sections
+FEW = TiledBackwardTile(2, 2, 4, 4, 8, 4, keeps_own=False)      # four threads: a problem has several tiles along every dimension
 KEPT = replace(FEW, down=4, values=8, keeps_own=True, steps_at_once=2)
 ONE_THREAD = replace(BACKWARD_ALONE, walked=4, own=4, parts=2, columns=4)
 FEW_FORWARD, FORWARD_ALONE = TiledTile(2, 2, 4, 4, 8, 4, keeps_own=False), TiledTile(1, 1, 4, 4, 0, 0, parts=2, columns=4)

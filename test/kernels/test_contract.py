@@ -32,7 +32,7 @@ CHIPS = tuple(unit for unit in UNITS if unit != "tiled")
 def small(monkeypatch) -> None:
   for name, parameters in SMALL.items(): monkeypatch.setitem(contract.SHAPES, name, parameters)
 
-# On AMD, a problem with fewer queries than a workgroup computes gets a kernel whose references follow every maximum. Sq=260 avoids it.
+# A problem with fewer queries than a workgroup gets, on AMD, a kernel that raises the reference at every new maximum. Sq=260 avoids this.
 SMALL:dict[str, dict[str, Any]] = {
   "a sample": dict(H=1, Sq=260, Sk=150, D=32), "a sample in 3 splits": dict(H=8, Sq=1, Sk=300, D=32, num_splits=3),
   "gradients, a sample": dict(H=2, Hkv=1, Sq=66, Sk=70, D=16, causal=True)}      # a warpgroup has 64 rows

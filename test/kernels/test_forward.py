@@ -173,7 +173,7 @@ def test_rescale_above(arch:str, above:float, make) -> None:
   its accumulators. With 0 it rescales whenever the maximum rises. Dispatch chooses only one of the values; the test runs both."""
   check_kernels(arch, make, tile=lambda t: replace(t, rescale_above=above), H=2, Sq=70, Sk=300, D=64)
 
-TRIPS = {   # 1 for each of 8 iterations that moves the reference
+TRIPS = {   # for each of 8 iterations: 1 if it raises the reference
   normal: (1, 0, 0, 0, 0, 0, 0, 0), constants: (1, 0, 0, 0, 0, 0, 0, 0), falling: (1, 0, 0, 0, 0, 0, 0, 0), climbing: (1, 0, 1, 0, 1, 0, 1, 0),
   rising: (1,)*8, late_key: (1, 0, 0, 0, 0, 0, 0, 1),
   creeping: (1, 0)*4}    # the 16 weights of a lane grow by 2^2.9 in each iteration; their sum may reach 2^8

@@ -36,7 +36,7 @@ from cases import Inputs, array, check_kernels, expected, floats, in_turn, ints,
 from kinds import KINDS
 
 UNITS = ("gfx1100", "sm_80", "gfx942", "gfx1201", "sm_90", "gfx950")
-NARROW = dict(H=40, Hkv=1, D=48, Dv=40)     # quick to lower; the rows fill more than half of many tiles
+NARROW = dict(H=40, Hkv=1, D=48, Dv=40)     # small, so that lowering is quick; the last tiles are more than half full
 Maker = Callable[[Problem], Inputs]
 
 def latent(make:Maker) -> Maker:
@@ -162,7 +162,7 @@ def first_part_of_sums(m:pytest.MonkeyPatch) -> None:
   wrong(m, ScalarPlaces, "total", lambda total: lambda self, kind, part: total(self, kind, part if isinstance(part, UOp) else 0))
 
 AMD = tuple(unit for unit in UNITS if unit.startswith("gfx"))
-FAULTS:dict[Plant, tuple[str, ...]] = {     # units on which each fault breaks the law; by default the test runs the fault on the first unit
+FAULTS:dict[Plant, tuple[str, ...]] = {     # units on which each fault gives an error above its limit; by default the test runs the first unit
   first_columns_only: ("sm_80", *AMD, "sm_90"), weights_of_another_wave: ("gfx942", *UNITS), never_rescaled: ("gfx950", *UNITS),
   unmasked: ("gfx1201", *UNITS), own_keys_alone: ("gfx1100", "sm_80", "gfx1201", "sm_90"),
   first_part_of_sums: ("gfx1201", "sm_90", "gfx1100", "sm_80")}

@@ -38,7 +38,7 @@ from cases import Inputs, array, expected, in_turn, normal, problem, tensor
 from test_forward import ADVERSARIAL, large_rows, rising
 
 PLAIN_CHIPS = ("gfx1030", "gfx1010", "sm_80", "gfx942")
-SMALL = TiledTile(4, 4, 4, 4, 16, 8, keeps_own=False)     # 16 threads: every dimension of a problem has several sections
+SMALL = TiledTile(4, 4, 4, 4, 16, 8, keeps_own=False)     # 16 threads: a problem has several tiles along every dimension
 AHEAD = replace(SMALL, depth=8, keeps_own=True, ahead=True)
 ONE_THREAD = replace(ALONE, walked=4, own=4, parts=2, columns=4)
 

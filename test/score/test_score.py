@@ -112,5 +112,6 @@ def test_a_derivative_that_kernels_lack_is_tinygrads(monkeypatch:pytest.MonkeyPa
   with emulated("gfx942"):
     given, o = loss_of(lambda t: t, softcap=2.625)
     choice = attn.explain(*given, softcap=2.625, backward=True)
-    assert choice.kernels == () and choice.refused is not None and "softcap=2.625: the backward kernels have no derivative of it" in choice.refused
+    assert choice.kernels == () and choice.refused is not None
+    assert "softcap=2.625: the backward kernels cannot compute its derivative" in choice.refused
     for got, want in zip(o.sum().gradient(*given), by_book(given, 2.625)[1]): np.testing.assert_allclose(got.numpy(), want, atol=4e-3)

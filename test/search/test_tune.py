@@ -364,7 +364,7 @@ def test_tuning_the_backward_where_tiles_were_measured(monkeypatch:pytest.Monkey
     assert all(isinstance(x, TiledBackwardTile) for x in tiles_by_time.backward_tiles_to_tune(wide.problem, get_chip("sm_90")))
 
 @pytest.mark.parametrize("fields, said", [
-  ({"down": 3}, "down=3: must be one of 1, 2"), ({"values": 48}, "values=48: must be one of"), ({"columns": 8}, "its parts don't go together"),
+  ({"down": 3}, "down=3: must be one of 1, 2"), ({"values": 48}, "values=48: must be one of"), ({"columns": 8}, "its sizes contradict each other"),
   ({"down": 1, "across": 1}, "65536 bytes of local memory"), ({"waves": 4}, "waves: a tile has no such field"),
   ({"keys": 1}, "keys=1: must be one of False, True"), ({"keys": False, "ahead": True}, "ahead=True: must be one of False")])
 def test_an_unsupported_tile_of_tiled_is_ignored(fields:dict[str, Any], said:str, cache:Path, recwarn:pytest.WarningsRecorder) -> None:
