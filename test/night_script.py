@@ -38,9 +38,11 @@ def values(kind:str, shape:Sequence[int], dtype:str, seed:int, same:int|None=Non
   """Draws numbers of a kind, rounded to `dtype`, as float32. With `same`, all slices along that axis are copies of the first. Rows are the last axis
   but one.
 
-  normal; positive; constant; zero; small; falling, rising: the largest score of a row falls, or rises, from tile to tile; large: some rows 100 times
-  as large; huge: one row of 512; nan, inf, -inf: one row of this value; masked, blind, lowest, -10000: for a bias: some elements -inf, whole rows of
-  -inf, some elements the lowest number, some -10000, as models mask."""
+  normal; positive; constant; zero; small;
+  falling, rising: the largest score of a row falls, or rises, from tile to tile;
+  large: some rows 100 times as large; huge: one row of 512;
+  nan, inf, -inf: one row of this value;
+  masked, blind, lowest, -10000: for a bias: some elements -inf, whole rows of -inf, some elements the lowest number, some -10000, as models mask."""
   rng = np.random.default_rng(seed)
   x = rng.standard_normal(shape, dtype=np.float32)
   rows = x.shape[-2] if x.ndim > 1 else 1

@@ -68,7 +68,9 @@ WaysSizes = tuple[int, int, int, int, int, int]     # batch, heads, heads of key
 class WaysRow:
   """A problem of this comparison: its sizes, words that name its options, and the options.
 
-  extras: the optional tensors by name packed: whether the batches are packed sequences function: the mask_mod, for attn and for PyTorch"""
+  extras: the optional tensors by name
+  packed: whether the batches are packed sequences
+  function: the mask_mod, for attn and for PyTorch"""
   sizes: WaysSizes
   told: str
   options: dict[str, Any] = field(default_factory=dict)

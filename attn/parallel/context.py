@@ -261,9 +261,11 @@ def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first
 class GatheringDevice:
   """A device that gathers the keys of all devices, while its launches are being put together.
 
-  tensors: the device's tensors, by name launches: the device's launches as (heads, problem) slots: buffers for the gathered k and v, by name;
-  successive launches use different ones. The UOp of a buffer waits for all launches so far that use the buffer own_copies: for each element of
-  `slots`, the UOps of the kernels that have copied the device's own keys into it"""
+  tensors: the device's tensors, by name
+  launches: the device's launches as (heads, problem)
+  slots: buffers for the gathered k and v, by name; successive launches use different ones. The UOp of a buffer waits for all launches so far that use
+    the buffer
+  own_copies: for each element of `slots`, the UOps of the kernels that have copied the device's own keys into it"""
   c: SharedRows
   number: int
   tensors: dict[str, UOp]

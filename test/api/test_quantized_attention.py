@@ -131,7 +131,7 @@ def test_pages(arch:str, page:int, dtype:str) -> None:
     np.testing.assert_allclose(array(again), o, atol=2e-3)
 
 def test_a_chunk_of_a_prompt_by_wgmma() -> None:
-  """ATTN_KERNEL=forward_wgmma computes a chunk of a prompt over caches of 8 bits."""
+  """The kernel forward_wgmma, chosen by the environment variable ATTN_KERNEL, is right for a chunk of a prompt over 8-bit caches."""
   with emulated("sm_90", "forward_wgmma"):
     x, (k, v) = drawn(80), stale()
     for i, j in ((0, 10), (10, 80)): got = array(attn.attention_with_kv_cache(*given(x, i, j), k, v, i))
