@@ -83,7 +83,6 @@ class Posed:
   def length(self) -> int: return self.one(*LENGTHS)
 
   def sizes(self) -> None:
-    """Draws the problem's sizes and types."""
     self.dtype = self.one("float16", "float16", "float16", "bfloat16", "bfloat16", "float32")
     self.out_dtype = self.dtype if self.chance(.75) else self.one("float16", "bfloat16", "float32")
     self.B, self.Hkv = self.one(1, 1, 2, 3), self.one(1, 1, 2, 3)
@@ -462,7 +461,7 @@ class Posed:
     self.call(f"{function}({three}{given})", False, between=back)
 
   def custom(self) -> None:
-    """Draws a call that runs a kernel by Tensor.custom_kernel."""
+    """Draws a call that runs attn's kernel function by tinygrad's Tensor.custom_kernel."""
     self.layout = self.one("bhsd", "bshd", "nsd")
     if self.layout == "nsd": self.B = 1
     self.held_to_work()

@@ -9,9 +9,9 @@ from attn.score.places import Positions
 from attn.tinygrad_compat import Ops, Tensor, UOp, dtypes
 
 def parts_in_tensors(value:UOp, s:Tensor|None, at:Positions, given:Mapping[str, Tensor]) -> dict[UOp, Tensor]:
-  """Computes a traced function (a UOp) in tensor operations. Returns the tensor of every UOp inside the function, also of each element that the
-  function reads of a caller's tensor. The tensors broadcast to the scores (B, Hkv, query heads of each, Sq, Sk). `s` are the scores that the function
-  gets; None for a function without a score, such as a mask."""
+  """Computes a caller's score_mod or mask_mod, given as a UOp, in tensor operations. Returns the tensor of every UOp inside the function, also of
+  each element that the function reads of a caller's tensor. The tensors broadcast to the scores (B, Hkv, query heads of each, Sq, Sk). `s` are the
+  scores that the function gets; None for a mask_mod, which gets no score."""
   places = {BATCH: at.counted[0], QUERY_HEAD: at.head, QUERY: at.place_of_query, KEY: at.place_of_key}
   made = {symbol: x.cast(dtypes.int) for symbol, x in places.items()} | ({} if s is None else {SCORE: s})
   for u in value.toposort():

@@ -401,8 +401,8 @@ def test_flash_attn_names():
 # ***** caches of a process *****
 
 def test_old_kernels_are_forgotten(monkeypatch) -> None:
-  """When the number of cached kernels reaches the limit, tinygrad's cache drops kernels until half of the limit remains. TinyJit still replays calls
-  that it captured earlier, and a new call rebuilds a dropped kernel."""
+  """attn limits how many of its kernels tinygrad's caches keep. If there are more, the oldest are dropped until half of the limit remains. TinyJit
+  still replays calls that it captured earlier, and a new call builds a dropped kernel again."""
   most, scale, before = 4, 0.25, set(schedule.schedule_cache)
   monkeypatch.setattr(launch, "MOST_KERNELS", most)
   with emulated("gfx942"):

@@ -110,8 +110,8 @@ def test_rate_and_independence(p:float) -> None:
     held(f"seed {i} {bit}", (x*(kept_mask(other, p, 4, 4, 160, 160) - (1 - q))).mean(), n, variance**2)
 
 def test_a_rate_that_is_wrong_is_noticed() -> None:
-  """The statistics detect a rate of 26/256, which is 6 sigma away from p = 0.1 (8 random bits for each score would give this rate). They also detect
-  a mask that is equal in all heads."""
+  """The statistics of these tests reject a rate of 26/256, which is 6 sigma from p = 0.1 (a generator with 8 random bits for each score would have
+  this rate). They also reject a mask that is equal in all heads."""
   mask = kept_mask(SEED, 26/256, 4, 4, 320, 320)
   assert abs(mask.mean() - 0.9) > SIGMAS*np.sqrt(0.09/mask.size)
   shared = np.broadcast_to(mask[:, :1], mask.shape) - 0.9

@@ -94,7 +94,7 @@ def kept(mask:Tensor) -> np.ndarray:
   with Context(NOOPT=0): return array(mask) >= 0
 
 def seeded(function:str) -> None:
-  """Checks that `out` of a call with dropout_seed equals the result of `attention` with this seed."""
+  """Checks one of FlashAttention's functions, by name: `out` of a call with dropout_seed equals the result of `attention` with this seed."""
   seed = Tensor(SEED, device="EMU")
   got, want = array(whole(function, dropout_p=DROPPED_P, dropout_seed=seed)), array(ours(function, dropout_p=DROPPED_P, dropout_seed=seed))
   np.testing.assert_allclose(got.reshape(want.shape), want, rtol=0, atol=2e-3)     # another tile rounds otherwise
@@ -120,12 +120,13 @@ def softcap(function:str) -> None:
   agrees({}, softcap=-1.0)(function)
 
 def longest(function:str) -> None:
-  """Checks that a max_seqlen larger than the number of rows does not change the result."""
+  """Checks one of FlashAttention's functions, by name: a max_seqlen larger than the number of rows does not change the result."""
   q = function == "flash_attn_varlen_qkvpacked_func"
   agrees({}, **({"max_seqlen": 99} if q else {"max_seqlen_q": 99, "max_seqlen_k": 999}))(function)
 
 def in_pages(function:str) -> None:
-  """Checks that keys and values in pages of 6 rows, stored in another order, give the result of keys and values without pages."""
+  """Checks one of FlashAttention's functions, by name: keys and values in pages of 6 rows, in another order, give the same result as without pages.
+  """
   pages = [half(x.reshape(2*B, 6, HKV, D)[[3, 0, 1, 2]]) for x in (K, V)]
   o = flash_attn.flash_attn_varlen_func(half(packed_rows(Q)), *pages, int32(*CU_Q), int32(*CU_K), SQ, SK, block_table=int32([1, 2], [3, 0]))
   x = [a.astype(np.float32).swapaxes(1, 2) for a in (Q, K, V)]

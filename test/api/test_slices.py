@@ -173,8 +173,8 @@ COLUMNS = [([[3.5]], [[1], [1]]), ([[INF]], [[0], [0]]), ([[math.nan]], [[math.n
            ([[True], [False]], [[1], [0]]), ([[-2.0], [-INF]], [[1], [math.nan]])]
 
 def test_a_mask_of_one_column() -> None:
-  """A mask with a single column, which is the same for all keys, does not change the weights of a row. Only if it hides the row, the output of the
-  row is 0."""
+  """A mask with a single column adds the same number to all scores of a row, so it does not change the weights. If this number is -inf, the output of
+  the row is 0."""
   with emulated("gfx942"), attn.installed() as decisions:
     decisions.clear()
     q, k = tensor(numbers(1, H, 2, D), "float16").realize(), tensor(numbers(1, H, 12, D, seed=1), "float16").realize()

@@ -211,8 +211,7 @@ def test_selections_only_where_a_factor_can_be_infinite(name:str) -> None:
   assert sum(u.op is Ops.WHERE for u in found.toposort()) == SELECTIONS[name]
 
 def test_a_softcap_takes_its_derivative_from_its_value() -> None:
-  """The derivative of a softcap reuses r = 1/(1 + 2^y) from the softcap's value. It adds four operations: r*r, its product with -1 (which becomes
-  part of a fused multiply-add), r - r*r, and one product."""
+  """A kernel computes the derivative of a softcap from values that it has already computed for the softcap itself, with only four more operations."""
   value = (SCORE/30).tanh()*30
   there = set(committed(value.simplify()).toposort())
   added = [u for u in derivative(value, SCORE).toposort() if u not in there and u.op is not Ops.CONST]

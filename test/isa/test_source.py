@@ -76,7 +76,7 @@ BOUNDED: list[tuple[Callable[[Any], Any], Callable[[int], int]]] = [
 
 @pytest.mark.parametrize("value, known", BOUNDED)
 def test_hidden_bounds_hold(value:Callable[[UOp], UOp], known:Callable[[int], int]) -> None:
-  """The rendered source of an integer whose bounds are hidden from clang gives the right value when its expressions are evaluated."""
+  """attn's renderer hides bounds of some integers from clang. The rendered expressions still give the right value."""
   text = printed_bounds(UOp.range(64, 0, AxisType.GLOBAL), "attn_clamped", value)
   statements = [re.sub(r"\(\((.*?)<(.*?)\)\?(.*?):(.*?)\)", r"(\3 if \1<\2 else \4)", x) for x in re.findall(r"(alu\d+ = .*|= .*alu\d.*);", text)]
   assert re.search(r"= ~?not_(above|below)\(", text)

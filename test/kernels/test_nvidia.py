@@ -71,13 +71,13 @@ def test_grouped_heads(chip:str, ratio:int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", WIDTHS)
 def test_large_grids(D:int) -> None:
-  """The mma.sync kernel gives right results on a GPU for grids that fill the chip, which get the large tiles."""
+  """The mma.sync kernel is right on a GPU for grids that fill the chip, for which dispatch chooses its large tiles."""
   for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):
     check("CUDA", B=2, H=24, Hkv=8, Sq=1000, Sk=1111, D=D, dtype=dtype, causal=causal)
 
 @pytest.mark.gpu
 def test_attention_of_tensors() -> None:
-  """`attention` works on the GPU itself with options of the score, with a split, and with a cache to which TinyJit appends."""
+  """`attention` is right on a GPU with score options, with a split, and with a cache to which TinyJit appends."""
   from attn import attention, attention_with_kv_cache, explain
   with Context(DEV="CUDA"):
     rng = np.random.default_rng(0)

@@ -171,7 +171,7 @@ def test_heuristic_fills_the_chip(arch:str) -> None:
     if Sk >= 16384: assert 8*splits*2 > a.cus
 
 def test_heuristic_leaves_a_full_chip_alone() -> None:
-  """The heuristic for split-KV keeps a single key range for a batch with more workgroups than the chip can run at once. Shorter workgroups would only
+  """The heuristic for split-KV keeps a single key range for a batch with more workgroups than the chip can run at once: shorter workgroups would only
   start and end more often."""
   p, arch = problem(B=64, H=32, Sq=1, Sk=1024, D=128), get_chip("gfx942")
   assert split_heuristic(p, arch, choose_tile(p, arch)) == 1
