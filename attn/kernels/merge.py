@@ -33,9 +33,8 @@ class RowRange:
   def has(self, row:UOp) -> UOp: return (row >= self.first) & (row < self.first + self.count)
 
 def part_places(p:Problem, rows:int) -> list[int]:
-  """Returns at which elements of its float32 buffer o, the LSE and the rest of the LSE (the part that rounding to fp32 lost) of a partial result
-  begin, and, as the last number, the length of the buffer. The partial result has `rows` rows of each head. Without p.wide_scores there is no rest of
-  the LSE."""
+  """Returns where the numbers of a partial result begin in its float32 buffer: o, the LSE, and with p.wide_scores the rest of the LSE (the part that
+  rounding to fp32 lost). The last number is the length of the buffer. The partial result has `rows` rows of each head."""
   sizes = (p.B*p.H*rows*n for n in (p.Dv, 1, *[1]*p.wide_scores))
   return [0, *itertools.accumulate(round_up(n, UNIT_BYTES//4) for n in sizes)]
 

@@ -250,7 +250,7 @@ def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
     unsure = ops.uniform((hidden | seen).where(int32(0), int32(1)))
     def work(now:list[UOp], i:UOp) -> list[UOp]:
       """Evaluates the mask for a few neighbouring scores of one row of the tile. `now` has the bits found so far: whether some scores are seen, and
-      whether some are hidden. Returns the bits with those of these scores."""
+      whether some are hidden. Returns these bits, together with what the new scores show."""
       index = i*THREADS_OF_A_LIST + items.thread
       row, piece, head = first_row + index%x.block_m, index//x.block_m%pieces, (first_head + index//x.block_m//pieces)
       of = Row(batch, head.minimum(first_head + x.heads[1] - 1), row.minimum(x.rows - 1), row < x.rows)

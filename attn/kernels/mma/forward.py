@@ -98,8 +98,8 @@ class MmaForward:
     return self.p.key_itemsize == 1
   @property
   def exact_steps(self) -> int:
-    """Number of matrix instructions that may add to one sum before it is added to a sum in fp32. 0 if there is no such limit. Some chips add products
-    of 8-bit floats with fewer bits than fp32."""
+    """Number of matrix instructions that may add to one sum of the matrix unit, before this sum is added to another in fp32. 0 if there is no such
+    limit. Some chips add products of 8-bit floats with fewer bits than fp32."""
     return EXACT_PRODUCTS//self.mat.K if self.of_bytes and self.warps.group.arch.short_sums and not self.p.fast_accumulate else 0
   @property
   def stored(self) -> StoredKeys: return StoredKeys(self.warps)

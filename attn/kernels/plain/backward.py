@@ -202,8 +202,8 @@ class PlainTrip:
 
   @functools.cached_property
   def firsts(self) -> list[UOp]:
-    """The walked rows (those over which the workgroup loops) of this thread are groups of four neighbours. Returns the index, in the sequence, of the
-    first row of each group."""
+    """Returns the index, in the sequence, of the first row of each group of four neighbouring walked rows that this thread computes. Walked rows are
+    the rows over which the workgroup loops."""
     return [self.of.part_scores.row(self.t*self.of.part_scores.block_n) + self.of.result_row(i) for i in range(0, self.of.tile.walked, QUAD)]
   @functools.cached_property
   def left(self) -> list[KeptHere]:

@@ -155,8 +155,8 @@ class PlainForward(Rectangle):
     return self.by_walked_row([self.part_scores.finished(x, [row], t, self.masked) for x, row in zip(self.by_own_row(rows), self.queries)])
 
   def weight(self, x:UOp, top:UOp) -> UOp:
-    """Returns P of the score `x`: exp(x - top), where `top` is the maximum of the row's scores. Subtracts before it multiplies by log2(e), because
-    the difference is exact for scores near the maximum."""
+    """Returns P of the score `x`: exp(x - top), where `top` is the maximum of the row's scores. The subtraction comes before the multiplication by
+    log2(e), because the difference is exact for scores near the maximum."""
     return ops.exp2(ops.mul(ops.sub(x, top), self.part_scores.to_log2))
 
   def weights(self, l:UOp, tops:list[UOp], t:UOp, ready:list[UOp]) -> UOp:

@@ -152,9 +152,9 @@ class Rectangle:
     """Returns the first row of this thread's j-th quad (four neighbouring own rows), as an index in the block."""
     return (self.at.x + j*self.tile.across)*QUAD
   def result_row(self, i:int) -> UOp:
-    """Returns the row number `i` of this thread's rows of a product, as a row of the whole product. For scores this is a row of the part of a tile
-    that the workgroup computes at a time. O and gradients are computed transposed: the result is then a column of O or of the gradient, counted from
-    the first of the columns that the workgroup computes at a time."""
+    """A thread computes some rows of a product. Returns which row of the product is the i-th row of this thread. For scores this is the index of a
+    walked row, among the rows of a tile that the workgroup computes at a time. O and gradients are computed transposed: for these it is the index of
+    a column, among the columns that the workgroup computes at a time."""
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
   def section(self, name:str, *deps:UOp) -> Section:
     """Returns the section `name` of local memory, such that accesses to it come after the operations `deps`."""

@@ -24,11 +24,10 @@ def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
 
 def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
   """Returns the LDS layout for rows of `width` elements, for a kernel that holds a tile twice: row by row, in this layout, and transposed. The layout
-  puts the rows that one access of a wave reaches into different banks.
-
-  A read reaches neighbouring rows. The rows that one store reaches lie in different groups of four neighbouring rows (`staging.key_rows`). If a
-  matrix tile has 32 rows, the rows of a store are 4 apart: then neighbouring rows of a group begin an even number of 16-byte units apart, and
-  neighbouring groups an odd number. In other matrix tiles the rows of a store are 8 apart, or belong to another lane group."""
+  puts the rows that one access of a wave reaches into different banks."""
+  # A read reaches neighbouring rows. A store reaches rows of different groups of four neighbouring rows (`staging.key_rows`). In matrix tiles of 32
+  # rows these rows are 4 apart: then neighbouring rows of a group begin an even number of 16-byte units apart, and neighbouring groups an odd number.
+  # In other matrix tiles the rows of a store are 8 apart, or belong to another lane group.
   units = contraction(mat, width)//mat.unit
   if mat.M == 32:
     apart = mat.banks//16

@@ -47,8 +47,8 @@ class MmaTile(MmaShape):
     found = self.waves*self.matrix.wave*self.units_of_results(p) if self.key_waves > 1 else 0
     return UNIT_BYTES*max(q.size + self.stages*(k.size + v.size + self.scales(p)), found)
   def units_of_results(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory that the results of one lane take, for the warps that compute the same queries to exchange them: for
-    each matrix tile of queries, elements of O, m and the row sums."""
+    """Number of 16-byte units of shared memory for the results of one lane, which the warps with the same queries exchange: for each matrix tile of
+    queries, elements of O, m and the row sums."""
     return self.q_tiles*(fragments(p.Dv, self.matrix) + 2)
   def __str__(self) -> str:
     shared = f", {self.key_waves} share keys" if self.key_waves > 1 else ""

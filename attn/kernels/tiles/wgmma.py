@@ -44,7 +44,7 @@ class WgmmaTile(WgmmaShape):
     """Number of tiles of K, and of V, for which shared memory has room at the same time."""
     return STAGES if p.stored or p.of_8_bits else min(STAGES, ceildiv(p.Sk, self.block_n))
   def raw(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for a tile of K and V as an 8-bit cache stores them, before threads convert it to 16 bits."""
+    """Number of 16-byte units of shared memory for the 8-bit numbers of a tile of K and V, before threads convert them to 16 bits."""
     return sum(round_up(self.block_n*width//UNIT_BYTES, self.threads) for width in (p.D, p.Dv)) if p.stored else 0
   def scales(self, p:Problem) -> int:
     """Number of 16-byte units of shared memory that the scales of the 8-bit rows of a tile take: first those of K, then those of V."""

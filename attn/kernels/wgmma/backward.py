@@ -192,8 +192,8 @@ class WgmmaBackward:
 
   def turn_ended(self, s:WgmmaBackwardState, head:UOp, t:UOp, last:bool=False) -> WgmmaBackwardState:
     """Ends the block's turn, the period in which it may add to dQ in memory: waits until all of dQ that this warp has sent to memory is added there,
-    and lets the next block add. Does this only if tile t is the last tile of a turn; `last` says that the block has no further tile of this head.
-    Does nothing if blocks add to dQ in any order. Returns the state."""
+    and lets the next block add. Does this if tile t is the last tile of a turn, or, with `last`, the block's last tile of this head. Does nothing if
+    blocks add to dQ in any order. Returns the state."""
     if self.turns is None: return s
     s = s.do(wgmma.sent(s.done))
     return s.do(self.turns.end(head, t, s.done, last))

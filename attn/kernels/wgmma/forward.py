@@ -228,7 +228,7 @@ class WgmmaForward:
   def stored(self) -> StoredKeys: return StoredKeys(self.warps)
   @property
   def first_raw(self) -> int:
-    """The 16-byte unit of shared memory at which a tile begins as an 8-bit cache stores it, before threads convert it to 16 bits."""
+    """The 16-byte unit of shared memory at which the 8-bit numbers of a tile begin, before threads convert them to 16 bits."""
     q, k, v = self.tile.layouts(self.p)
     return q.size + self.stages*(k.size + v.size)
   def first_scale(self, t:UOp) -> UOp:
@@ -236,11 +236,11 @@ class WgmmaForward:
     place = (t - self.warps.group.walked.begin)%SCALE_STAGES
     return (self.first_raw + self.tile.raw(self.p) + place*self.tile.scales(self.p))*(UNIT_BYTES//4)
   def staged(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Starts this thread's copies of tile t, as an 8-bit cache stores it, and of the tile's scales. Returns the state."""
+    """Starts this thread's copies of tile t, whose numbers have 8 bits, and of the tile's scales. Returns the state."""
     s = s.do(*self.stored.staged(s.shared, t, self.first_raw), *self.stored.copies(s.shared, t, self.first_scale(t)))
     return s.do(nv.commit(s.done))
   def widened(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Waits for this thread's copies of tile t, which an 8-bit cache stores, stores the tile in 16 bits, and arrives at the mbarrier. Then starts the
+    """Waits for this thread's copies of tile t, whose numbers have 8 bits, stores the tile in 16 bits, and arrives at the mbarrier. Then starts the
     copies of the next tile. Returns the state."""
     s = s.do(nv.wait_copies(s.done, 0))
     s = s.do(*self.stored.widened_stores(s.shared, {"k": self.k_panels(t), "v": self.v_panels(t)}, self.first_raw))

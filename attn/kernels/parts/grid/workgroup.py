@@ -50,15 +50,15 @@ def drawn(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[Grid,
   return replace(grid, head=head, block=block), tuple(digits[axis] for axis in split)
 
 def head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
-  """Makes AMD's grid over blocks of queries. Consecutive workgroups take the same block of the heads of a group, one after another. The hardware
-  deals consecutive workgroups to the XCDs (dies of the GPU) in turn, so that the blocks of one head share the cache of one XCD. A group has as many
-  heads as fit, with K and V, into the cache that all XCDs share."""
+  """Makes AMD's grid over blocks of queries. Consecutive workgroups take the same block of queries, each of the next head of a group of heads. The
+  hardware deals consecutive workgroups to the XCDs (dies of the GPU) in turn; so the blocks of one head share the cache of one XCD. A group has as
+  many heads as fit, with K and V, into the cache that all XCDs share."""
   heads = heads_of(p, tile)
   return _in_group_fastest((1, math.prod(blocks_of_queries(p, tile))), p.all_heads//heads, heads_together(p, arch, heads), tile, mat)
 
 def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
-  """Makes AMD's grid over blocks of keys. Consecutive workgroups take the same block of the key/value heads of a group, one after another. The
-  hardware deals consecutive workgroups to the XCDs (dies of the GPU) in turn, so that the blocks of one head share the cache of one XCD. A group has
+  """Makes AMD's grid over blocks of keys. Consecutive workgroups take the same block of keys, each of the next head of a group of key/value heads.
+  The hardware deals consecutive workgroups to the XCDs (dies of the GPU) in turn; so the blocks of one head share the cache of one XCD. A group has
   as many heads as fit, with their rows of q and dO, into the cache that all XCDs share."""
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, heads_together(p, arch), tile, mat)
 
@@ -140,7 +140,7 @@ def in_order_of_start(p:Problem, number:UOp, blocks:int) -> UOp:
 
 def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool) -> BlockRows:
   """Returns the rows of a block of queries. `number` counts blocks in the order in which they start. `buffers` says that the kernel uses buffer
-  instructions, whose offsets must not be negative: the function then makes sure that the block's first row is not."""
+  instructions: the block's first row is then clamped, because their offsets must not be negative."""
   heads, (pieces, blocks), size = heads_of(p, tile), blocks_of_queries(p, tile), tile.block_m
   block, end, before = in_order_of_start(p, number, pieces*blocks), x.n_q*heads, UOp.const(0)
   further: int|UOp = 0 if p.dealt is None else p.dealt.start

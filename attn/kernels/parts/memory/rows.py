@@ -109,8 +109,8 @@ class GlobalRows:
     return ops.build(*parts) if len(parts) > 1 else parts[0]
 
 def columns_of_rows(x:GlobalRows, first:UOp, rows:int, column:UOp, units:list[UOp]) -> list[UOp]:
-  """Loads 16-bit elements of column `column`. For each u of `units` returns a vector with the elements of eight rows: those from row first + 8*u on.
-  Rows beyond the last row of `x` read as zero; the rows lie among the `rows` rows from `first` on."""
+  """Loads 16-bit elements of column `column`, from `rows` rows of `x` that begin at row `first`. For each u of `units` returns a vector with the
+  elements of eight rows, from row first + 8*u on. Rows beyond the last row of `x` read as zero."""
   records = (((x.count - first).maximum(0).minimum(rows) - 1)*x.stride + x.width).maximum(0)*x.size
   def one(unit:UOp, i:int) -> UOp:
     return ops.buffer_load(x.buffer[x.origin(first)], records, ((unit*x.unit + i)*x.stride + column)*x.size, x.size)

@@ -95,7 +95,7 @@ def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=F
 
 @dataclass(frozen=True)
 class Blocks:
-  """The tiles over which a workgroup loops: from `begin` up to but not including `end`. A mask may hide scores of these tiles, but hides none of the
+  """The tiles over which a workgroup loops: from `begin` up to but not including `end`. A mask may hide scores of these tiles, but no scores of the
   tiles from `full_begin` up to but not including `full_end`. `masked_first` is False if no tile lies before `full_begin`."""
   begin: UOp
   full_begin: UOp
@@ -109,8 +109,7 @@ class Blocks:
     first = (self.begin + index*each).minimum(self.end)
     return self.between(first, (first + each).minimum(self.end))
   def range(self, index:UOp, tiles:int) -> Blocks:
-    """Returns those of these tiles that lie in range number `index` of the sequence, if the whole sequence is divided into ranges of `tiles` tiles.
-    """
+    """Divides the whole sequence into ranges of `tiles` tiles, and returns the tiles of this object that lie in range number `index`."""
     first = (index*tiles).maximum(self.begin).minimum(self.end)
     return self.between(first, ((index + 1)*tiles).maximum(first).minimum(self.end))
   def between(self, first:UOp, last:UOp) -> Blocks:
@@ -175,7 +174,7 @@ class Descending:
 OF_A_LIST = 2      # numbers before the first tile of a list
 
 def list_length(tiles:int, with_turns:bool=False) -> int:
-  """Returns how many entries a list has that has room for `tiles` tiles, and with `with_turns` also for their turns."""
+  """Returns the number of entries of a list with room for `tiles` tiles, and with `with_turns` also for their turns."""
   return OF_A_LIST + tiles + 1 + tiles*with_turns
 
 def tiles_of_list(length:int, with_turns:bool) -> int:

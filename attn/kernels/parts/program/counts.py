@@ -17,6 +17,6 @@ def below(x:UOp, limit:int|UOp) -> UOp:
 
 def left_alone(gate:UOp) -> UOp:
   """Returns the gate (the condition of a load or a store) in a form that tinygrad does not use to simplify addresses: the condition as a number, 1 or
-  0, compared with 0. tinygrad derives nothing from such a comparison. Its simplification, in three passes, takes up to a third of the lowering time.
-  """
+  0, compared with 0. tinygrad derives nothing from such a comparison. Simplifying addresses by gates, in three passes, takes up to a third of the
+  lowering time."""
   return gate if gate.op is Ops.CONST else gate.where(UOp.const(1, dtypes.int), UOp.const(0, dtypes.int)).ne(0)

@@ -30,7 +30,8 @@ class TileLoop(Generic[Crossing]):
 
 def tile_loops(tiles:Blocks, new:Allocator, loop:Callable[..., TileLoop[Crossing]]=TileLoop) -> Iterator[TileLoop[Crossing]]:
   """Yields up to three loops, one after another: over the first tiles, where a mask may hide scores; over the tiles where no mask hides scores; and
-  over the last tiles, where a mask may hide scores. Leaves out a loop that never runs. `loop` makes a loop."""
+  over the last tiles, where a mask may hide scores. Leaves out a loop that never runs. `loop(first tile, number of tiles, masked, new)` makes a loop.
+  """
   parts = [(tiles.begin, tiles.full_begin, True)]*tiles.masked_first + [(tiles.full_begin, tiles.full_end, False), (tiles.full_end, tiles.end, True)]
   for first, last, masked in parts:
     if (count := trip_count(last - first)) is not None: yield loop(first, count, masked, new)

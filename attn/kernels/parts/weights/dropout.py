@@ -30,7 +30,7 @@ class Kept:
 
   @property
   def pairs(self) -> int:
-    """Number of pairs of neighbouring scores that a vector of scores holds of one row."""
+    """Number of pairs of neighbouring scores of the same row in one vector of scores."""
     return self.at.matrix.row_part//2
   def bit(self, n:int) -> tuple[int, int]:
     """Returns where the bit of the n-th score of a row is: (index of the dword, position in this dword)."""

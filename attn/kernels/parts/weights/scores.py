@@ -27,8 +27,8 @@ NEG_INF = -math.inf
 class Scores:
   """Scores as a lane holds them in one iteration of the loop over tiles, and what is applied to them: the score terms and the masks of a problem. The
   scores belong to one row that the workgroup owns, and form a list of vectors. The rows over which the workgroup loops, the walked rows, are keys if
-  it owns queries, and queries if it owns keys. Element n, counted over all vectors, is the score of walked row `tile*block_n + matrix.key_of(h, n)`.
-  """
+  the workgroup owns queries, and queries if it owns keys. Element n, counted over all vectors, is the score of walked row `tile*block_n +
+  matrix.key_of(h, n)`."""
   p: Problem
   at: Lane|MmaLane|ThreadPlace
   block_n: int
@@ -118,7 +118,7 @@ class Scores:
 
   def limits(self, row:Row, tile:UOp) -> tuple[UOp|None, UOp]:
     """Returns the first and the last column of a tile that a row sees, counted from the lane's first column. Columns are keys if the row is a query,
-    and queries if the row is a key. The first is None if no mask hides columns before the first one that a row sees."""
+    and queries if the row is a key. The first is None if no mask hides columns at the beginning of a row."""
     first, here = first_seen(self.walk, row.index), self.begin(tile)
     return None if first is None else first - here, last_seen(self.walk, row.index) - here
 
