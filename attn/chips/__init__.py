@@ -28,5 +28,5 @@ def get_chip(name:str) -> Chip:
 def modelled(name:str) -> Chip:
   """Returns the chip of this name. Raises ValueError if attn does not know the chip's rates (cycles of instructions, bandwidths), from which attn
   computes lower bounds of a kernel's time."""
-  if name not in MODELLED: raise ValueError(f"no machine model for {name!r}: known are {', '.join(MODELLED)}")
+  if name not in MODELLED: raise ValueError(f"no rates of instructions are known for {name!r}; they are known for {', '.join(MODELLED)}")
   return CHIPS[name]

@@ -165,7 +165,7 @@ class Chip:
   @property
   def pipes(self) -> Pipes:
     """Costs of the chip's instructions. Only chips for which attn computes bounds from machine code (MODELLED) have them."""
-    assert self.unit.pipes is not None, f"{self.name} has no machine model"
+    assert self.unit.pipes is not None, f"{self.name} has no rates of instructions"
     return self.unit.pipes
   @property
   def counters(self) -> Counters:
@@ -180,7 +180,8 @@ class Chip:
     """Returns the dense 16-bit TFLOP/s of a card with this chip."""
     return card.cus*self.pipes.flops*card.ghz/1e3
   def sustained(self, card:Card) -> float:
-    """Returns the clock in GHz that a card sustains while its matrix units work, or 0 if the clock is not known. It is computed from the card's
-    fastest published GEMM: the clock at which this GEMM keeps the matrix units busy 94% (GEMM_USE) of the time, but at most the rated clock."""
+    """Returns the clock in GHz that a card sustains while its matrix units work, or 0 if the clock is not known. The clock is computed from the
+    card's fastest published GEMM: with this clock, the GEMM keeps the matrix units busy 94% (GEMM_USE) of the time, but the clock is at most the
+    rated one."""
     return min(card.ghz, card.gemm*1e3/(card.cus*self.pipes.flops*GEMM_USE)) if card.cus else 0.0
   def __str__(self) -> str: return self.name if self.products == self.name else f"{self.name} ({self.products})"

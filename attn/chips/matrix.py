@@ -118,7 +118,7 @@ class Mma:
   Kernels compute S = Q K^T and O = P V, so a query is a row of S. A lane holds elements of two rows of C: g = lane//4 and g + 8. In each of these
   rows, it holds the columns 2*(lane%4) and 2*(lane%4) + 1. If a lane packs its C fragments of `together` neighbouring tiles of S, it gets its A
   fragment of P for the product P V. So P never leaves its lane. For 8-bit floats, the lane then has the columns of P in another order than in the PTX
-  ISA. This does not matter if the rows of V have the same order. ldmatrix reads K as it lies in memory, and transposes V while it reads V."""
+  ISA. This order does not matter if the rows of V have it, too. ldmatrix reads K as it lies in memory, and transposes V while it reads V."""
   name: str       # name of the instruction in the emulator
   ptx: str        # PTX type of A and B
   M: int = 16

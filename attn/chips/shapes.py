@@ -1,8 +1,8 @@
 """Tile shapes, and the classes of the table rows that choose one. A tile shape has the sizes by which a kernel divides its work over workgroups and
 waves, independent of the problem. A table row gives a tile shape, and says for which problems a kernel may use the shape.
 
-The tile description of a problem (attn/kernels/tiles) is made from a tile shape. It has the same sizes, or smaller sizes if the problem has few
-queries or keys, and further fields that depend on the problem."""
+The tile description of a problem (attn/kernels/tiles) is made from a tile shape. A tile description has the sizes of its tile shape, or smaller sizes
+if the problem has few queries or keys, and further fields that depend on the problem."""
 from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
@@ -103,7 +103,7 @@ class WgmmaShape:
 class RatedUpTo(UpTo[WgmmaShape]):
   """Row of a table of tile shapes that also says how fast the kernel is with this shape. `full` (without a mask) and `causal` are rates in TFLOP/s
   for a large grid and many keys. `resident` is the number of blocks for which the registers of a multiprocessor have room. Besides its loop over
-  keys, a block waits for Q and its first K and V, and stores O. This takes as long as the loop over `prologue` keys."""
+  keys, a block waits for Q and its first K and V, and stores O. Waiting and storing take as long as the loop over `prologue` keys."""
   resident: int
   full: int
   causal: int

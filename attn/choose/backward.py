@@ -43,8 +43,9 @@ def delta_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False) -> Cal
   computes delta, and sets the fp32 accumulator of dQ in memory to 0. `dlse` says whether lse has a gradient, too."""
   return kernels_at_once(tile).delta(p, arch, dlse)
 def all_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel that computes all gradients at once, with the tile description `tile`. It stores dk and dv, and adds dQ to an fp32 accumulator
-  in memory. If `parts` is above 0, the kernel stores this number of fp32 partial results in place of dk, and as many in place of dv."""
+  """Returns the kernel that computes all gradients at once, with the tile description `tile`. The returned kernel stores dk and dv, and adds dQ to an
+  fp32 accumulator in memory. If `parts` is above 0, the kernel stores this number of fp32 partial results in place of dk, and as many in place of dv.
+  """
   return kernels_at_once(tile).all(p, arch, tile, parts)
 def finish_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
   """Returns the kernel that runs after the kernel of `all_of`, whose tile description is `tile`. The returned kernel turns the fp32 accumulator of dQ
@@ -174,7 +175,7 @@ def most_seen(p:Problem, over:str) -> int:
   return max(0, last - first + 1)
 
 def parts_of_sum(x:KernelSum, arch:Chip) -> int:
-  """Chooses how many partial results `backward_dbias` stores of the sum `x`. 0: it stores the sum itself."""
+  """Chooses how many partial results `backward_dbias` stores of the sum `x`. Returns 0 if it should store the sum itself."""
   share = BiasShare(x.p, x.tile.block_m, x.tile.block_n)
   if share.summed.diagonals: return 0
   found = share.trips if share.uneven else min(share.trips, arch.cus//share.workgroups)

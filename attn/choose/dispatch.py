@@ -257,8 +257,8 @@ def program_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
   return program(p, choice.arch, choice.work.tile)
 
 def combine_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
-  """Returns the kernel that merges the results of the key ranges (KV splits) of `p`. It is made of plain UOps if the chosen forward kernel is made of
-  plain UOps."""
+  """Returns the kernel that merges the results of the key ranges (KV splits) of `p`. The returned kernel is made of plain UOps if the chosen forward
+  kernel is made of plain UOps."""
   assert choice.arch is not None
   merge = combine(p, choice.arch, p.num_splits)
   return (lambda *args: plain(merge(*args))) if choice.kernel == "tiled" else merge

@@ -1,5 +1,5 @@
-"""Reads the environment variable ATTN_KERNEL. Its value is the name of a forward kernel, or a name that says how gradients are computed, or both with
-a comma between them."""
+"""Reads the environment variable ATTN_KERNEL. The value of ATTN_KERNEL is the name of a forward kernel, or a name that says how gradients are
+computed, or both with a comma between them."""
 from __future__ import annotations
 import functools, os
 from collections.abc import Iterator, Sequence

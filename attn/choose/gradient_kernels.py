@@ -1,5 +1,5 @@
-"""The table of the kernels that compute gradients. It has a row for each kind of matrix unit: which problems the unit's kernels refuse, which tile
-descriptions they use, and which functions make the kernels."""
+"""The table of the kernels that compute gradients. The table has a row for each kind of matrix unit: which problems the unit's kernels refuse, which
+tile descriptions they use, and which functions make the kernels."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable

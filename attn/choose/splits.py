@@ -37,17 +37,17 @@ def padding(p:Problem, tile:AnyTile) -> tuple[float, float]:
 def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
   """Returns the number of splits (key ranges), a power of two, by an occupancy model.
 
-  A chip with `arch.cus` compute units works on `arch.cus` workgroups at a time. It works on more only if a workgroup has too few waves to keep a
-  compute unit busy, and if LDS has room for several workgroups. `places` is the number of workgroups at a time. The workgroups of a busy compute unit
-  share its matrix unit and its memory bandwidth. With G splits there are G times as many workgroups, each with 1/G of the tiles of keys (`trips` is
-  the number of these tiles). All workgroups together take this time, in units of a workgroup's time for one key:
+  A chip with `arch.cus` compute units works on `arch.cus` workgroups at a time. The chip works on more workgroups only if a workgroup has too few
+  waves to keep a compute unit busy, and if LDS has room for several workgroups. `places` is the number of workgroups at a time. The workgroups of a
+  busy compute unit share its matrix unit and its memory bandwidth. With G splits there are G times as many workgroups, each with 1/G of the tiles of
+  keys (`trips` is the number of these tiles). All workgroups together take this time, in units of a workgroup's time for one key:
 
     time(G) = ceil(workgroups*G / places) * (ceil(trips/G)*tile.block_n + PROLOGUE) + (COMBINE + scratch(G) / COMBINE_BYTES if G > 1)
 
   PROLOGUE is a workgroup's time for all work besides its tiles of keys. COMBINE is the time to launch the kernel that merges the splits. scratch(G)
   is the size of the results to merge, in bytes; the chip writes and reads COMBINE_BYTES of them in a unit of time.
 
-  The smallest G with the least time is chosen. It is at most the number of key tiles. A grid that fills the chip many times over gets no split."""
+  The smallest G with the least time is chosen. G is at most the number of key tiles. A grid that fills the chip many times over gets no split."""
   trips = max(1, ceildiv(p.flops//(2*p.all_heads*p.Sq*(p.D + p.Dv)), tile.block_n))    # of an average block of queries
   choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= key_tiles(p, tile)]
   return quickest(choices or [1], workgroups(p, tile), trips, tile.block_n, places_of(p, arch, tile), p.rows*(p.Dv + 1))
@@ -58,8 +58,8 @@ def places_of(p:Problem, arch:Chip, tile:BlockTile) -> int:
 
 def busy(p:Problem, arch:Chip, tile:BlockTile) -> int:
   """Returns how many workgroups keep a compute unit busy: as many as have `Chip.busy_waves` waves together. There is one exception. If the warps of a
-  workgroup divide the keys among them, one workgroup is enough, because it has many loads in flight. It needs a second one beside it if it must also
-  wait for entries of a block table, because its tiles do not divide the pages evenly."""
+  workgroup divide the keys among them, one workgroup is enough, because it has many loads in flight. But if such a workgroup must also wait for
+  entries of a block table, because its tiles do not divide the pages evenly, two workgroups are needed."""
   if not isinstance(tile, MmaTile) or tile.key_waves == 1: return arch.busy_waves//tile.waves
   return 2 if p.pages is not None and p.pages.size % tile.block_n else 1
 

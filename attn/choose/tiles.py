@@ -103,7 +103,7 @@ def economy_of(p:Problem, arch:Chip, mat:Matrix, waves:int, few_queries:bool) ->
   return functools.reduce(Economy.__or__, (x.means for x in table if longest > x.beyond and burdens.issuperset(x.burdens)), Economy.NONE)
 
 def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
-  """Makes the tile description of AMD's forward kernel for a problem from a table row. Its sizes are smaller than those of the row if the problem has
+  """Makes the tile description of AMD's forward kernel for a problem from a table row. The sizes are smaller than those of the row if the problem has
   fewer queries or keys, or score terms (bias, softcap, ...) that need registers."""
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
   least = mat.least_keys

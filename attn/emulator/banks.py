@@ -53,8 +53,8 @@ class BankCounter:
     """Prints the counted LDS accesses and bank conflicts of a kernel to stderr."""
     for use in self.uses.values(): print(f"{kernel} on {arch}: {use}", file=sys.stderr)
   def count(self, buffer:str, read:bool, address:Array, nbytes:int, active:Array|None) -> None:
-    """Adds one access to the counts: the phases (groups of lanes that LDS serves together) of all its threads, and the cycles that they take.
-    `address` (threads,) holds the byte address of each thread."""
+    """Adds an access of `nbytes` bytes per thread, a read or a write, to the counts of `buffer`: the phases (groups of lanes that LDS serves
+    together) of all active threads, and the cycles that the phases take. `address` (threads,) holds the byte address of each thread."""
     verb = "read" if read else "write"
     use = self.uses.setdefault((buffer, verb, nbytes), BankUse(buffer, verb, nbytes))
     banks, groups = phases(self.family, self.wave, read, nbytes)

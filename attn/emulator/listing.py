@@ -3,8 +3,8 @@ renders.
 
 The UOps of a program contain neither the line nor the statement, and nothing is recorded while a kernel is made and run. The device only remembers,
 for the latest kernels of `Tensor.custom_kernel`, a function that makes the kernel's AST a second time. When a kernel fails, its AST is made and
-lowered again, and the place of each UOp is recorded. If the result equals the failing program, UOp by UOp, the places are valid. This takes about as
-long as making and lowering the kernel did."""
+lowered again, and the place of each UOp is recorded. If the result equals the failing program, UOp by UOp, the places are valid. To find the places
+takes about as long as making and lowering the kernel did."""
 from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path

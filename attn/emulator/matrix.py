@@ -1,10 +1,11 @@
 """Emulation of matrix instructions on the registers of waves, with the layouts of emulator/chips.py.
 
-Arithmetic: products of 8-bit and of 16-bit floats are exact in fp32. They are summed in fp32, and then C is added. The ISA does not specify the order
-in which hardware adds the products: a kernel must not depend on the last bit. NaN and inf propagate as in a dot product. On some chips (SHORT_SUMS)
-the sums of products of 8-bit floats have only 13 bits after the binary point. Matrix instructions of CDNA2 treat denormals as zero, in their 16-bit
-inputs, and in the fp32 accumulator that they read and write: "the FP16 and BF16 V_DOT2 and MFMA matrix instructions flush input and output denormal
-values to zero" (PyTorch, "Numerical accuracy", section on MI200, written by AMD; AMD's MIOpen says the same of MFMA_F16, MFMA_BF16, MFMA_BF16_1K)."""
+Arithmetic: products of 8-bit and of 16-bit floats are exact in fp32. The products are summed in fp32, and then C is added. The ISA does not specify
+the order in which hardware adds the products: a kernel must not depend on the last bit. NaN and inf propagate as in a dot product. On some chips
+(SHORT_SUMS) the sums of products of 8-bit floats have only 13 bits after the binary point. Matrix instructions of CDNA2 treat denormals as zero, in
+their 16-bit inputs, and in the fp32 accumulator that they read and write: "the FP16 and BF16 V_DOT2 and MFMA matrix instructions flush input and
+output denormal values to zero" (PyTorch, "Numerical accuracy", section on MI200, written by AMD; AMD's MIOpen says the same of MFMA_F16, MFMA_BF16,
+MFMA_BF16_1K)."""
 from __future__ import annotations
 import functools, operator
 from dataclasses import dataclass, field

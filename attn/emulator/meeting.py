@@ -4,10 +4,11 @@ A ticket is a number that a workgroup draws from a counter; each workgroup gets 
 it begins when a counter has the number of the turn. A wave passes the turn when it adds 1 to the counter. A wave settles when it waits until its own
 accesses are complete.
 
-A `Meeting` belongs to one launch. It knows which accesses are ordered. Each wave has a clock. A wave also knows, for each other wave, the clock up to
-which the other wave's accesses came before its own accesses. This knowledge passes from wave to wave in two ways. First, a wave that passes a turn
-stores all that it knows with the counter, and a wave that has waited for the turn takes this knowledge over. Second, the waves of a workgroup share
-at a barrier what they know, and also the accesses that each of them had made when it last settled (on NVIDIA all accesses before the barrier).
+A `Meeting` belongs to one launch. The `Meeting` knows which accesses are ordered. Each wave has a clock. A wave also knows, for each other wave, the
+clock up to which the other wave's accesses came before its own accesses. This knowledge passes from wave to wave in two ways. First, a wave that
+passes a turn stores all that it knows with the counter, and a wave that has waited for the turn takes this knowledge over. Second, the waves of a
+workgroup share at a barrier what they know, and also the accesses that each of them had made when it last settled (on NVIDIA all accesses before the
+barrier).
 
 ATTN_EMU_ORDER may select an order drawn at random. Then an addition does not happen at once: the additions of one wave happen in order, but at any
 time until the wave settles or passes a turn. On NVIDIA a wave may also send additions to the copy engine (TMA), which adds in the background
@@ -109,7 +110,7 @@ class Meeting:
 
   def pass_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
     """Records that threads pass a turn: they add 1 to the counter at `pointer`, for which other workgroups wait. Raises NotWaitedFor if additions by
-    the other waves of the workgroup may not be complete, or additions that the wave has sent to the copy engine."""
+    the other waves of the workgroup may not be complete, or additions that the wave has sent to the copy engine (TMA)."""
     passing = self.waves_of(f, gate)
     for wave, threads in passing:
       if f.checks and (step := self.sent.get(wave)) is not None:
@@ -211,7 +212,8 @@ def _base(space:Space) -> Allocation:
   return space.base
 
 class WatchedSpace(Space):
-  """A buffer that both atomic and other operations access. It passes every access on to the `Meeting`, which checks their order."""
+  """A buffer that both atomic and other operations access. Every access to it is passed on to the `Meeting`, which checks the order of the accesses.
+  """
   def __init__(self, meeting:Meeting, *args:Any, **more:Any):
     super().__init__(*args, **more)
     self.meeting = meeting

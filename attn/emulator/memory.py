@@ -153,7 +153,7 @@ class Space:
     messages what the operation does. Returns the memory as uint32, and the position of each thread's first number in it."""
     index, beyond = divided(index, nbytes)
     if (bad := gate & (beyond != 0)).any():
-      raise self.f.error(Misaligned, bad, lambda t: f"{verb} {nbytes} bytes of {self.name} at once, at no multiple of {nbytes} bytes")
+      raise self.f.error(Misaligned, bad, lambda t: f"{verb} {nbytes} bytes of {self.name} at once, but the address is no multiple of {nbytes}")
     at = np.broadcast_to(self._at(index, nbytes, gate, verb), self.f.T)
     if self.f.checks and self.guarded: self._check_flags(at, nbytes, gate)
     if self.written is not None: self._view(nbytes, True)[at[gate]] = np.full(nbytes, 1, np.uint8).view(chunk_type(nbytes))[0]

@@ -90,7 +90,7 @@ class Plan(EmulatedProgram):
       if not f.checks: return
       exact = f.full(fn(*[np.asarray(f.v[i]).astype(exactly) for i in ins]))
       if (bad := f.active & ((exact < least) | (exact > most))).any():
-        raise f.error(Overflow, bad, lambda t: f"a number is {exact[t]}: {u.dtype.name} holds {least}..{most}")
+        raise f.error(Overflow, bad, lambda t: f"an integer is {exact[t]}, but {u.dtype.name} holds only {least}..{most}")
     self._emit(u, step)
 
   # ***** one UOp *****

@@ -35,9 +35,9 @@ _collecting: list[dict[str, list[Array]]] = []
 
 @contextlib.contextmanager
 def probes() -> Iterator[dict[str, list[Array]]]:
-  """Context manager that collects probed values instead of printing them. It yields {name: arrays}, with one structured array for each execution of
-  the probe. An array has a row for each active thread and the fields "workgroup" (x, y, z), "wave", "lane" and "values" (one number, or the numbers
-  of a fragment). A grid that is too large to run at once runs in ranges of workgroups; each range executes the probe separately."""
+  """Context manager that collects probed values instead of printing them. Yields {name: arrays}, with one structured array for each execution of the
+  probe. An array has a row for each active thread and the fields "workgroup" (x, y, z), "wave", "lane" and "values" (one number, or the numbers of a
+  fragment). A grid that is too large to run at once runs in ranges of workgroups; each range executes the probe separately."""
   found: dict[str, list[Array]] = {}
   _collecting.append(found)
   try: yield found

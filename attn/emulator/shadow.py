@@ -29,7 +29,7 @@ class LdsShadow:
 
   An interval is the time between two barriers. Intervals are counted per wave: a barrier that only some waves reach ends the interval of those waves
   only. Accesses of two waves in intervals of the same number may happen at the same time, even if the waves are at different points of the program.
-  So an access is safe only if a barrier lies between it and the other wave's access: it must be in a later interval.
+  So an access is safe only if a barrier lies between it and the other wave's access, so that the later access is in a later interval.
 
   `writer` holds a tag for each location: interval * stride + wave of the last write, or 0 for a location that was never written. If the last write is
   an asynchronous copy that is not complete, the tag has the index of this operation, counted from `UNDER_WAY` on, in place of the interval. `reader`
@@ -212,7 +212,7 @@ class LdsOperand(Operand):
   def hold(self, product:Product) -> None: self.shadow.holding.append((product, self))
   def release(self, product:Product) -> None: self.shadow.holding = [x for x in self.shadow.holding if x[0] is not product]
   def read_until_now(self, threads:Array) -> None:
-    """Records that the product has read these locations until now. Another wave may write them only after a barrier."""
+    """Records that the product has read these locations until now. Another wave may write these locations only after a barrier."""
     self.shadow.note_read(self.at, self.per, threads if self.active is None else threads & self.active, self.span)
 
 def chunks(x:Array, per:int) -> Array:

@@ -67,7 +67,7 @@ def _report(word:str, arch:str|None, d:int|None, options:dict[str, Any]) -> Repo
 
 def _products(text:str) -> LoopProducts:
   found = re.fullmatch(r"([1-9]),(\d)", text)
-  if found is None: raise click.BadParameter(f"{text!r}: must be the numbers of products over D and over Dv, such as 2,1 for S and dQ, and dP")
+  if found is None: raise click.BadParameter(f"{text!r}: must be two numbers, of products with a side D and with a side Dv: 2,1 for S, dQ; dP")
   return (int(found[1]), int(found[2])),
 
 def _specs(arch:str|None, d:int|None, dtype:str, causal:bool, decode:bool, gradient:str|None) -> list[str]:

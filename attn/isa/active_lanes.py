@@ -65,7 +65,7 @@ def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:st
 def _after_scalar(facts:Facts, m:re.Match[str], operands:list[str]) -> Facts:
   """Returns the facts after a logical instruction on lane masks. A fact is a set of scalar registers that hold lane masks: every lane's bit is known
   to be set in at least one of them. `m` is the match of the mnemonic. An instruction with _saveexec or _wrexec combines its operand with EXEC and
-  stores the result in EXEC. Its result register gets the old value of EXEC (_saveexec) or the new value (_wrexec)."""
+  stores the result in EXEC. The result register of the instruction gets the old value of EXEC (_saveexec) or the new value (_wrexec)."""
   def halves(operand:str) -> tuple[str, ...]: return (_dwords(operand)*2)[:int(m[3])//32]
   out, *sources = map(halves, operands)
   for i, register in enumerate(out):

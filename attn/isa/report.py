@@ -121,7 +121,7 @@ def _widths(instructions:Sequence[Instruction]) -> dict[str, int]:
 
 def matrix_cycles(instructions:Sequence[Instruction], chip:Chip) -> tuple[float, Counter[str]]:
   """Returns (cycles of the matrix instructions, {unknown shape: number of its instructions}). The chip's table has no cycle count for an unknown
-  shape; it counts at the chip's peak rate."""
+  shape. Instructions of such a shape are counted at the chip's peak rate."""
   cu, cycles, unknown = chip.pipes, 0.0, Counter[str]()
   for x in instructions:
     shape, flops = matrix_shape(x.op)

@@ -53,8 +53,8 @@ def trips(p:Problem, tile:Tile) -> list[int]:
 
 def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
   """Computes a lower bound on the time of the busiest compute unit, when `machines` units share `copies` jobs of each size in `sizes`. The bound is
-  the largest of these numbers. One is the mean time of the units. The others are, for each k: of the machines*k + 1 longest jobs, at least k + 1 go
-  to the same unit, so its time is at least the sum of the k + 1 shortest of these jobs."""
+  the largest of several lower bounds. One of them is the mean time of the units. For each k there is another one: of the machines*k + 1 longest jobs,
+  at least k + 1 go to the same unit, so the time of this unit is at least the sum of the k + 1 shortest of these jobs."""
   jobs = sorted(sizes, reverse=True)
   count, total = len(jobs)*copies, sum(jobs)*copies
   found = ceildiv(total, machines)
@@ -83,8 +83,7 @@ def roofline(p:Problem, tile:Tile, chip:Chip, card:Card, overlap:float=1.0) -> R
 
 @dataclass(frozen=True)
 class Published:
-  """Speed of a forward kernel that others have published. A field is None if the source doesn't state it, or if the speed is for every value of it.
-  """
+  """Speed of a forward kernel that others have published. A field is None if the source doesn't state it, or gives one speed for all its values."""
   card: str
   kernel: str
   tflops: float

@@ -14,8 +14,8 @@ from attn.ops.operation import Body, emit, integer, statement
 from attn.tinygrad_compat import UOp, dtypes
 
 def nothing(lanes:Any, *_:Any, **static:Any) -> Array:
-  """Returns 0 for each thread. This is the emulator's version of an operation that only gives the compiler a hint, such as a scheduling barrier, and
-  so changes no value."""
+  """Returns 0 for each thread. This function is the emulator's version of an operation that only gives the compiler a hint, such as a scheduling
+  barrier, and so changes no value."""
   return np.zeros(lanes.active.shape, np.float32)
 
 # ***** vectors and bits *****
@@ -58,10 +58,10 @@ def _pair_text(printer:Any, out:str, step:int, exchange:str) -> Body:
 instruction("pair", lambda lanes, x, step, exchange: np.stack(Numbers(lanes).exchange(x, step, exchange)), _pair_text)
 
 def pair(x:UOp, step:int, matrix:Any) -> UOp:
-  """Returns two numbers as a vector: x of this lane and x of the lane `step` lanes away. Their order differs between instructions, so the caller must
-  reduce them by a commutative operation. `matrix` is the chip's matrix instruction. To reduce over all lanes that share a query, call `pair` for each
-  step in `matrix.group_steps`. `matrix.exchange` names the exchange instruction: v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section
-  12), v_permlanex16_b32 or ds_bpermute_b32."""
+  """Returns two numbers as a vector: x of this lane and x of the lane `step` lanes away. The order of the two numbers differs between instructions,
+  so the caller must reduce them by a commutative operation. `matrix` is the chip's matrix instruction. To reduce over all lanes that share a query,
+  call `pair` for each step in `matrix.group_steps`. `matrix.exchange` names the exchange instruction: v_permlane16_swap_b32 and v_permlane32_swap_b32
+  (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32."""
   return emit("pair", f32(2), x, step=step, exchange=matrix.exchange)
 
 def _share_halves(lanes:Any, x:Array, low:Array) -> Array:
@@ -208,9 +208,9 @@ def load_column(lds:UOp, steps:tuple[int, ...]) -> UOp:
   return emit("load_column", u32(len(steps)//2), lds, steps=steps)
 def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *after:UOp) -> UOp:
   """Copies 16 bytes per lane from global memory directly to LDS. `base` and `lds` are UOps that index a buffer in global memory and LDS, both equal
-  in all lanes of the wave. Lane l's bytes come from `base` + `offset` bytes and go to `lds` + 16*l. They are zero if offset + 16 exceeds `records`,
-  the size of the buffer's range in bytes. The copy is not complete until `wait_loads` has waited for it. Returns a statement (an operation with a
-  side effect) that is executed after the UOps `after`."""
+  in all lanes of the wave. Lane l's bytes come from `base` + `offset` bytes and go to `lds` + 16*l. The bytes are zero if offset + 16 exceeds
+  `records`, the size of the buffer's range in bytes. The copy is not complete until `wait_loads` has waited for it. Returns a statement (an operation
+  with a side effect) that is executed after the UOps `after`."""
   return statement("load_to_lds", base, integer(records), offset.cast(dtypes.uint), lds, *after)
 def load_transposed(lds:UOp) -> UOp:
   """Loads a 4 x 16 matrix of 16-bit elements, transposed, for each group of 16 lanes (ds_read_b64_tr_b16). Lane l of a group points to 4 consecutive

@@ -143,8 +143,8 @@ instruction("ticket_of_all", _ticket_of_all,
 
 def ticket(counter:UOp, block:UOp, first:UOp, *after:UOp, lds:UOp|None=None) -> UOp:
   """Adds 1 to a counter, and returns, in all lanes of the workgroup, the number that the counter had before. `counter` is a UOp that indexes an int32
-  in global memory. `block` is any number computed from all block indices. It has no effect on the result, but tinygrad launches workgroups along an
-  axis only if an operation has the axis's index. `first` is true in lane 0 of wave 0 only. A workgroup of several waves needs `lds`, a UOp that
+  in global memory. `block` is any number computed from all block indices. `block` has no effect on the result, but tinygrad launches workgroups along
+  an axis only if an operation has the axis's index. `first` is true in lane 0 of wave 0 only. A workgroup of several waves needs `lds`, a UOp that
   indexes an int32 in LDS: wave 0 writes the number there, and the other waves read it. The operation then contains a barrier, and another barrier
   must come before the next use of this int32. The operation is executed after the UOps `after`."""
   sources = in_global(counter, dtypes.int, "counter"), *(() if lds is None else (lds,)), first, integer(block), *after

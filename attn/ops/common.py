@@ -204,8 +204,8 @@ def _buffer_load(lanes:Any, pointer:Any, records:Array, offset:Array, width:int)
   return words_of(lanes.load_bytes(pointer, offset, width, lanes.active & (offset + width <= records)))
 
 def descriptor(arch:str) -> str:
-  """Returns a C++ expression that makes a buffer descriptor. Its range is the `records` bytes from the pointer `base` on; `records` and `base` are
-  variables of the C++ function that contains the expression."""
+  """Returns a C++ expression that makes a buffer descriptor. The descriptor's range is the `records` bytes from the pointer `base` on; `records` and
+  `base` are variables of the C++ function that contains the expression."""
   return f"__builtin_amdgcn_make_buffer_rsrc((void*)base, 0, records, 0x{get_chip(arch).unit.descriptor:08x})"
 
 def _buffer_load_hip(printer:Any, out:str, width:int) -> Body:

@@ -55,14 +55,15 @@ class Format:
 
   def scale_of(self, largest:Floats, dtype:DType) -> Floats:
     """Returns the scale of a row whose largest absolute value is `largest`, in fp32, as a number that `dtype` holds. The scale is NaN if `largest` is
-    infinite, or if the scale is beyond the range of `dtype`. It is 0 for a row of zeros, or of numbers so small that the scale would be a denormal of
-    fp32."""
+    infinite, or if the scale is beyond the range of `dtype`. The scale is 0 for a row of zeros, or of numbers so small that the scale would be a
+    denormal of fp32."""
     scale = (largest < self.most*FP32_LEAST).where(0.0, largest*(1/self.most))
     if dtype == dtypes.half: scale = as_fp16(scale)
     return (scale > SCALES[dtype]).where(math.nan, scale)
 
   def stored(self, x:Floats, scale:Floats) -> Floats:
-    """Returns the elements x of a row, which are fp32, as 8-bit numbers of this format: x/scale, rounded. They are 0 if the scale is 0 or NaN."""
+    """Returns the elements x of a row, which are fp32, as 8-bit numbers of this format: x/scale, rounded. The results are 0 if the scale is 0 or NaN.
+    """
     there = scale > 0
     return self.encode(there.where(x*there.where(scale, 1.0).reciprocal(), 0.0))
 

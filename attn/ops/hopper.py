@@ -133,8 +133,8 @@ def _send_text(printer:Any, out:str, accs:int) -> Body:
 
 def _wgmma(accs:int, dtype:str, a:str, more:str, transposed:str) -> str:
   """Returns the text of one wgmma with `accs` C fragments (PTX ISA 9.7.15.5.2). `a` is the text of operand A, and `more` a text that says whether the
-  product is added to the accumulators. `transposed` is the text that says which operands in shared memory are transposed. It is left out for operands
-  of 8 bits, which cannot be transposed."""
+  product is added to the accumulators. `transposed` is the text that says which operands in shared memory are transposed. This text is left out for
+  operands of 8 bits, which cannot be transposed."""
   lies = f", {transposed}" if IN_A_DWORD[dtype] == 2 else ""
   return (f"wgmma.mma_async.sync.aligned.m64n{8*accs}k{K*IN_A_DWORD[dtype]//2}.f32.{PTX[dtype]}.{PTX[dtype]} {{{accumulators(accs)}}}, "
           f"{a}, b, {more}, 1, 1{lies};")

@@ -35,8 +35,8 @@ class Hip(Printer):
     return Term(self, f"(({keys.text} {operator} (int{n})({bare(limit.text)})) ? (float{n})({bare(self.term(instead).text)}) : {x.text})", x.type)
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
     """Returns the text of x with `instead` for each element whose column index in `offsets` is not in `first`..`last`. If a wave has 64 lanes, the
-    text makes one comparison instead of two, because every result of a comparison takes two scalar registers in such a wave. It compares unsigned
-    distances from `first`: an index below `first` has a huge distance."""
+    text makes one comparison instead of two, because every result of a comparison takes two scalar registers in such a wave. The comparison is of
+    unsigned distances from `first`: an index below `first` has a huge distance."""
     if get_chip(self.arch).wave == 32: return super().beyond(x, offsets, first, last, instead)
     n = len(offsets)
     count = self.let("count", Term(self, f"({last.text} < {first.text} ? 0u : {last.text} - {first.text} + 1u)", "unsigned"))
@@ -139,8 +139,8 @@ class Hip(Printer):
                  "  return __builtin_bit_cast(unsigned, __builtin_elementwise_min(above, __builtin_bit_cast(ushort2, ones)));\n}")
     return self.call(f"at_least_{least}", "unsigned", x)
   def sign_halves(self, x:Value) -> Value:
-    """Renders v_perm_b32, which here sets all bits of each half of a dword to the half's highest bit. Its selectors 8 and 9 give the signs of the two
-    halves of its second operand."""
+    """Renders v_perm_b32, which here sets all bits of each half of a dword to the half's highest bit. The selectors 8 and 9 of v_perm_b32 give the
+    signs of the two halves of its second operand."""
     return Term(self, f"__builtin_amdgcn_perm({x.text}, {x.text}, 0x09090808u)", "unsigned")
   def where_bit(self, word:Value, bit:int, x:Value) -> Value:
     """Renders an expression that is x where a bit of `word` is 1, and 0 where the bit is 0: an AND of x and the sign-extended bit (v_bfe_i32). A
@@ -153,7 +153,7 @@ class Hip(Printer):
   def any_lane(self, condition:Value) -> Value:
     return Term(self, f"__builtin_amdgcn_ballot_w{get_chip(self.arch).wave}({bare(condition.text)}) != 0", "bool")
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
-    """Renders an exchange between lanes that are `step` apart. Returns x of this lane and x of the other lane. Their order differs between
+    """Renders an exchange between lanes that are `step` apart. Returns x of this lane and x of the other lane. The order of the two differs between
     instructions. `how` selects the instruction: "permlane_swap" is v_permlane16_swap_b32 or v_permlane32_swap_b32 (CDNA4 ISA section 12),
     "permlanex16" is v_permlanex16_b32, "bpermute" is ds_bpermute_b32, and "neighbours", for steps of 1, 2 and 4, is DPP or ds_swizzle_b32."""
     x = self.term(x)

@@ -36,7 +36,7 @@ def elementwise(f:Callable[..., UOp], *xs:Any) -> Elements:
   return Elements(tuple(f(*[x.each[i if len(x.each) > 1 else 0] for x in values]) for i in range(n)))
 
 class PlainUOps:
-  """Interpreter whose values are UOps. It has those primitives of the language (attn/ops/language.py) that need only one thread."""
+  """Interpreter whose values are UOps. The interpreter has those primitives of the language (attn/ops/language.py) that need only one thread."""
   inf, nan = number_of(math.inf), number_of(math.nan)
   def let(self, name:str, x:Elements) -> Elements: return x
   def variable(self, name:str, x:Elements) -> LocalVariable: return LocalVariable(x)

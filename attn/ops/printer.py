@@ -77,7 +77,7 @@ class Term:
 
 @dataclass
 class RegisterArray:
-  """Operand that is an array of registers. It records which elements a definition reads (`used`) and writes (`stored`)."""
+  """Operand that is an array of registers. The object records which elements a definition reads (`used`) and writes (`stored`)."""
   text: str
   type: str      # type of an element
   used: set[int] = field(default_factory=set)

@@ -1,4 +1,5 @@
-"""Correction of the online softmax: the rare branch that raises the reference values of a wave's rows. It is written once for all matrix units.
+"""Correction of the online softmax: the rare branch that raises the reference values of a wave's rows. The correction is written once for all matrix
+units.
 
 Each row has a reference m, and P = exp2(S*scale + addend) with addend = -m*scale. No P is negative. So if a sum of P is at most a bound, 2^`above`,
 no P in the sum exceeds this bound: the row keeps its reference, and no maximum is computed. If a sum in any lane of the wave is larger, inf or NaN,
@@ -95,8 +96,8 @@ SMALLEST_SCALE = 2.0**-100
 ALL_SET_BEFORE, SIGNS = 0x08080808, 0x80808080     # the first plus a byte has the sign bit if the byte is NaN or its exponent has all bits
 
 def lift_of(dtype:str, scale:float) -> float:
-  """Returns the exponent e for which kernels make the largest P of a row 2^e, for scores that are multiplied by `scale`. It is above 0 for 8-bit
-  floats. It is 0 if the scale is so small that fp32 has no number for the difference of two references."""
+  """Returns the exponent e for which kernels make the largest P of a row 2^e, for scores that are multiplied by `scale`. The exponent is above 0 for
+  8-bit floats. It is 0 if `scale` is so small that fp32 has no number for the difference of two references."""
   return LIFT[dtype] if scale > SMALLEST_SCALE else 0.0
 
 def of_bytes(dtype:str) -> bool: return IN_A_DWORD[dtype] == 4
@@ -296,11 +297,11 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, ro
 
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None, scales:UOp|None=None) -> UOp:
-  """Computes P of one loop iteration again, if the reference of a query must be raised (the number that the softmax subtracts from the scores). This
-  is so if a sum of P in a lane of the wave is inf or NaN; also if such a sum exceeds 2^above (`above` > 0), or if a score exceeds its query's
-  reference (`above` = 0). For P of 8 bits it is so if an element of P is too large. Then the reference of every query of the wave becomes the query's
-  largest score so far (for 8 bits a number below it, see `lift_of`). The correction is one statement, executed after the UOps `after`, because
-  tinygrad has no branch around stores to registers.
+  """Computes P of one loop iteration again, if the reference of a query must be raised (the number that the softmax subtracts from the scores). The
+  reference must be raised if a sum of P in a lane of the wave is inf or NaN; also if such a sum exceeds 2^above (`above` > 0), or if a score exceeds
+  its query's reference (`above` = 0). For P of 8 bits, the reference must be raised if an element of P is too large. Then the reference of every
+  query of the wave becomes the query's largest score so far (for 8 bits a number below it, see `lift_of`). The correction is one statement, executed
+  after the UOps `after`, because tinygrad has no branch around stores to registers.
 
   The operands are register arrays, with equally many elements for each of the wave's tiles of queries:
 

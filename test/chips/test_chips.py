@@ -62,4 +62,4 @@ def test_a_chip_has_the_registers_for_a_wave_and_lds_for_a_workgroup() -> None:
 def test_a_name_may_have_features_and_must_be_known() -> None:
   assert get_chip("gfx942:sramecc+:xnack-") is CHIPS["gfx942"]
   with pytest.raises(ValueError, match=r"arch='gfx906' is not known; .*: gfx90a.*; without one: gfx1010"): get_chip("gfx906")
-  with pytest.raises(ValueError, match="no machine model for 'sm_80': known are gfx"): modelled("sm_80")
+  with pytest.raises(ValueError, match="no rates of instructions are known for 'sm_80'; they are known for gfx"): modelled("sm_80")

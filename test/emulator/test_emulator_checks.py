@@ -485,6 +485,6 @@ def test_an_integer_that_overflows():
   numbers = np.full(32, 2**20, np.int32)
   np.testing.assert_array_equal(run(far("attn_far", 2**10), (32,), X, numbers), X[255])
   numbers[17] = 2**22
-  with says(checks.Overflow, "attn_far", rf"a number is {2**32}: int holds -2147483648..2147483647", "lane 17"):
+  with says(checks.Overflow, "attn_far", rf"an integer is {2**32}, but int holds only -2147483648..2147483647", "lane 17"):
     run(far("attn_far", 2**10), (32,), X, numbers)
   run(far("far", 2**10), (32,), X, numbers)

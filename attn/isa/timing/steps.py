@@ -84,7 +84,7 @@ def matrix_cycles_of(x:Instruction, chip:Chip) -> int:
 
 def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]:
   """Returns, for each instruction of a loop iteration, the earlier instructions whose results it waits for. For each register that an instruction
-  reads, this is the last instruction that wrote the register. This instruction may be in the iteration before."""
+  reads, this is the last instruction that wrote the register. The last instruction that wrote it may be in the iteration before."""
   machine, written = chip.latencies, dict[str, int]()
   found: list[list[Dependence]] = []
   used = [uses(x) for x in trip]
