@@ -264,8 +264,8 @@ def combine_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
   return (lambda *args: plain(merge(*args))) if choice.kernel == "tiled" else merge
 
 def memory_of_forward(name:str, p:Problem, work:Work) -> int:
-  """Returns the number of bytes that the forward kernel `name` needs at least, besides inputs and outputs: for the partial results of key ranges, or
-  for the score matrix of `three_pass` (attention in plain tensor operations)."""
+  """Returns the number of bytes that the forward kernel `name` needs at least, besides inputs and outputs, if it divides the problem as `work` says:
+  for the partial results of key ranges, or for the score matrix of `three_pass` (attention in plain tensor operations)."""
   if name == "three_pass": return 4*p.H*(p.total_q*p.total_k if p.varlen else p.B*p.Sq*p.Sk)
   return 4*p.rows*(p.Dv + 1)*work.splits if work.splits > 1 else 0
 

@@ -38,8 +38,8 @@ _READ_B128: dict[str, tuple[list[int], ...]] = {   # family with waves of 64 lan
 
 @functools.cache
 def phases(family:str, wave:int, read:bool, nbytes:int) -> tuple[int, Array]:
-  """Returns the number of LDS banks, and the lanes of each phase, for an access of `nbytes` per lane. A phase is a group of lanes that LDS serves
-  together."""
+  """Returns the number of LDS banks, and the lanes of each phase, for an access (a `read` or a write) of `nbytes` bytes per lane on a chip of the
+  family `family`. A phase is a group of lanes that LDS serves together."""
   banks = 64 if family == "cdna4" and read else 32
   if read and nbytes == 16 and wave == 64:
     groups = _READ_B128.get(family, _READ_B128["cdna3"])

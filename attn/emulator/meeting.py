@@ -77,7 +77,8 @@ class Meeting:
     for wave, _ in self.waves_of(f, gate): self._settle(wave)
 
   def await_sent(self, f:Threads, gate:Array) -> None:
-    """Records that waves have waited for the copy engine (TMA): all additions that these waves have sent to it are complete."""
+    """Records that the waves of the threads where `gate` is true have waited for the copy engine (TMA): all additions that these waves have sent to
+    it are complete."""
     for wave, _ in self.waves_of(f, gate):
       self.sent.pop(wave, None)
       self.happen(wave)
@@ -101,16 +102,17 @@ class Meeting:
     for wave in here: self.known[wave] = joint
 
   def take_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that threads have waited until their turn began: until the counter at `pointer` had the number of the turn. Each wave that passed an
-    earlier turn (added 1 to the counter) has stored with the counter which accesses were complete then. The waves of the waiting threads now know
-    that these accesses are complete."""
+    """Records that the threads where `gate` is true have waited until their turn began: until the counter at `pointer` had the number of the turn.
+    Each wave that passed an earlier turn (added 1 to the counter) has stored with the counter which accesses were complete then. The waves of the
+    waiting threads now know that these accesses are complete."""
     for wave, threads in self.waves_of(f, gate):
       for counter in self._counters(pointer, threads):
         if (left := self.left.get(counter)) is not None: self.known[wave] = np.maximum(self.of_wave(wave), left)
 
   def pass_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that threads pass a turn: they add 1 to the counter at `pointer`, for which other workgroups wait. Raises NotWaitedFor if additions by
-    the other waves of the workgroup may not be complete, or additions that the wave has sent to the copy engine (TMA)."""
+    """Records that the threads where `gate` is true pass a turn: they add 1 to the counter at `pointer`, for which other workgroups wait. Raises
+    NotWaitedFor if additions by the other waves of the workgroup may not be complete, or additions that the wave has sent to the copy engine (TMA).
+    """
     passing = self.waves_of(f, gate)
     for wave, threads in passing:
       if f.checks and (step := self.sent.get(wave)) is not None:
@@ -190,9 +192,9 @@ class Meeting:
   # ***** accesses of both kinds *****
 
   def note(self, f:Threads, space:Space, elements:Array, active:Array|None, verb:str, atomic:bool) -> None:
-    """Records an access to memory. `elements` holds the indices of the elements that each thread accesses, in an array (elements of a thread,
-    threads). `atomic` tells whether the access is an atomic operation, and `verb` says in error messages what the access does. Raises AtomicRace if
-    nothing orders this access and an earlier access to the same element, and just one of the two is atomic."""
+    """Records an access of the active threads to the buffer `space`. `elements` holds the indices of the elements that each thread accesses, in an
+    array (elements of a thread, threads). `atomic` tells whether the access is an atomic operation, and `verb` says in error messages what the access
+    does. Raises AtomicRace if nothing orders this access and an earlier access to the same element, and just one of the two is atomic."""
     traces, elements = self.traces[_base(space)], elements + space.begin//4
     mine, others = (traces.atomic, traces.plain) if atomic else (traces.plain, traces.atomic)
     for wave, threads in self.waves_of(f, f.active if active is None else active):

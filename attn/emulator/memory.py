@@ -149,8 +149,9 @@ class Space:
       flags[at] = np.full(chunk, 1, np.uint8).view(chunk_type(chunk))[0]
 
   def atomic(self, index:Array, nbytes:int, gate:Array, verb:str) -> tuple[Array, Array]:
-    """Prepares atomic operations on numbers of 4 bytes. Each thread for which `gate` is true operates on `nbytes` bytes at once. `verb` says in error
-    messages what the operation does. Returns the memory as uint32, and the position of each thread's first number in it."""
+    """Prepares atomic operations on numbers of 4 bytes. Each thread for which `gate` is true operates on `nbytes` bytes at once, from byte `index` of
+    the buffer on. `verb` says in error messages what the operation does. Returns the memory as uint32, and the position of each thread's first number
+    in it."""
     index, beyond = divided(index, nbytes)
     if (bad := gate & (beyond != 0)).any():
       raise self.f.error(Misaligned, bad, lambda t: f"{verb} {nbytes} bytes of {self.name} at once, but the address is no multiple of {nbytes}")
@@ -163,7 +164,7 @@ class Space:
 
   def note_atomic(self, at:Array, count:int, gate:Array, verb:str) -> None:
     """Records atomic operations on `count` elements of 4 bytes from element `at` on, by each thread for which `gate` is true. Does nothing here;
-    `WatchedSpace` overrides it."""
+    `WatchedSpace` overrides this method."""
 
   def _check_flags(self, at:Array, chunk:int, active:Array|None) -> None:
     bad = np.broadcast_to((np.atleast_1d(self._view(chunk, True).take(at)).view(np.uint8).reshape(-1, chunk) == 0).any(axis=1), self.f.T)
@@ -203,8 +204,8 @@ class Pointer:
 
   def chunks(self, offset:Array, nbytes:int, gate:Array) -> tuple[Array, int]:
     """Returns the addresses of an access to `nbytes` bytes at `offset` bytes from the pointer, counted in chunks, and the size of a chunk in bytes. A
-    chunk is the whole access if all addresses are multiples of `nbytes`. Otherwise a chunk has at most 4 bytes. Raises Misaligned if the addresses
-    are not multiples of the chunk's size."""
+    chunk is the whole access if the addresses of all threads where `gate` is true are multiples of `nbytes`. Otherwise a chunk has at most 4 bytes.
+    Raises Misaligned if the addresses are not multiples of the chunk's size."""
     at = np.broadcast_to(self.offset + offset, self.space.f.T)
     index, beyond = divided(at, nbytes)
     if not beyond.any(): return index, nbytes
@@ -276,8 +277,8 @@ class Registers:
     return out
 
   def result(self, i:int, active:Array|None) -> Array:
-    """Returns the value of element i for a matrix product that adds to this element. Such a product need not wait for earlier products that write the
-    element, so the value includes their results."""
+    """Returns the value of element i in the active threads for a matrix product that adds to this element. Such a product need not wait for earlier
+    products that write the element, so the value includes their results."""
     if (product := self.coming.get(i)) is None: return self.load(np.asarray(i), active)
     return np.where(product.threads, product.results[i], self.values[i])
 
@@ -293,7 +294,7 @@ class Registers:
     self.put(i, value, active)
 
   def put(self, i:int, value:Array, active:Array|None) -> None:
-    """Sets element i in the active threads, without checks."""
+    """Sets element i to `value` in the active threads, without checks."""
     if active is None or active.all(): self.values[i], self.written[i] = value, True
     elif active.any():
       self.values[i] = np.where(active, value, self.values[i])

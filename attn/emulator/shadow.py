@@ -84,8 +84,8 @@ class LdsShadow:
   # ***** operations that are under way *****
 
   def send(self, at:Array, by:Array, operation:int) -> None:
-    """Marks the locations `at` as the target of an asynchronous store that the threads `by` have started. No wave may access them until the store
-    arrives, not even the wave that started the store."""
+    """Marks the locations `at` as the target of an asynchronous store that the threads `by` have started. `operation` is the index of the store among
+    all asynchronous operations. No wave may access them until the store arrives, not even the wave that started the store."""
     self.writer[at] = (self.first + operation)*self.f.stride + self.f.wave_of[by]
   def arrive(self, at:Array, by:Array, span:Span) -> None:
     self.writer[at] = self.f.tag[by]
@@ -212,7 +212,8 @@ class LdsOperand(Operand):
   def hold(self, product:Product) -> None: self.shadow.holding.append((product, self))
   def release(self, product:Product) -> None: self.shadow.holding = [x for x in self.shadow.holding if x[0] is not product]
   def read_until_now(self, threads:Array) -> None:
-    """Records that the product has read these locations until now. Another wave may write these locations only after a barrier."""
+    """Records that the product has read these locations until now, when `threads` have waited for it. Another wave may write these locations only
+    after a barrier."""
     self.shadow.note_read(self.at, self.per, threads if self.active is None else threads & self.active, self.span)
 
 def chunks(x:Array, per:int) -> Array:

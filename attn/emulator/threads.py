@@ -73,11 +73,11 @@ class Threads:
                 f"({u.op.name}, step {self.pc} of {len(self.plan.steps)}, {self.plan.arch})")
 
   def workgroup(self, number:int) -> tuple[int, int, int]:
-    """Returns the three indices of a workgroup of the grid."""
+    """Returns the three indices in the grid of the workgroup with the number `number`."""
     return number % self.grid[0], number//self.grid[0] % self.grid[1], number//self.grid[0]//self.grid[1]
 
   def operation(self, number:int) -> str:
-    """Describes an asynchronous operation by the line of code that started it."""
+    """Describes the asynchronous operation with index `number` by the line of code that started it."""
     step = self.started[number]
     return f"the operation started at {self.plan.place(self.plan.uops[step]).name or f'step {step}'}"
 

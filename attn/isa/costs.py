@@ -45,9 +45,9 @@ def report_of(spec:Spec, rank:int=0, every_block:bool=False) -> Report:
   return report_of_text(spec, kernel, assembly(kernel.text, spec.arch), rank, every_block)
 
 def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
-  """Compiles several of attn's kernels and reports on their machine code. Kernels are rendered one after another, because tinygrad's lowering is
-  Python, while clang compiles on every core. The figure `useful` of a report (share of the matrix unit's peak rate that goes to useful products)
-  counts all kernels that do the work together, such as both backward kernels."""
+  """Compiles the kernels of attn that `specs` names, by the compiler `tools`, and reports on their machine code. Kernels are rendered one after
+  another, because tinygrad's lowering is Python, while clang compiles on every core. The figure `useful` of a report (share of the matrix unit's peak
+  rate that goes to useful products) counts all kernels that do the work together, such as both backward kernels."""
   tools = tools or toolchain()
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     jobs = {spec: pool.submit(_report, spec, source.kernel_source(spec, llvm=tools.llvm), tools)
@@ -111,8 +111,8 @@ def knows(tools:Toolchain, arch:str) -> bool:
   return tools.llvm >= oldest_for(arch)
 
 def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]:
-  """Computes the figures of each kernel whose chip the compiler supports, as the texts of the columns CELLS: block sizes (queries x keys), registers,
-  spills, and the number of waves per SIMD that registers allow."""
+  """Computes the figures of each kernel in `specs` whose chip the compiler `tools` supports, as the texts of the columns CELLS: block sizes (queries
+  x keys), registers, spills, and the number of waves per SIMD that registers allow."""
   found = [spec for spec in specs if knows(tools, spec.arch)]
   cells = {}
   for spec, report in zip(found, reports_of(found, tools), strict=True):

@@ -174,11 +174,11 @@ def flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
   """Finds the loop with the most matrix work, or with `rank` = 1, 2, ... the loop with the second most, third most, ... matrix work. An iteration
-  takes the usual path through the loop (without side blocks that few iterations enter), or with `every_block` every basic block. `products` has the
-  numbers of matrix products of each hot loop (see `analyse`). If it has several entries, the kernel has several hot loops, one after another, which
-  share the matrix work; then the result covers one iteration of each of these loops. Returns (label, instructions of an iteration, number of
-  instructions in all blocks of the loop, number of loops with matrix work, waits of an iteration), or None if no loop has matrix work. Raises
-  ValueError if there are too few loops for `rank`."""
+  takes the usual path through the loop (without side blocks that few iterations enter), or with `every_block` every basic block. `d` and `dv` are the
+  head dimensions as the kernel computes them (padded). `products` has the numbers of matrix products of each hot loop (see `analyse`). If it has
+  several entries, the kernel has several hot loops, one after another, which share the matrix work; then the result covers one iteration of each of
+  these loops. Returns (label, instructions of an iteration, number of instructions in all blocks of the loop, number of loops with matrix work, waits
+  of an iteration), or None if no loop has matrix work. Raises ValueError if there are too few loops for `rank`."""
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)
   labels, trip, in_all, waits = [], list[Instruction](), 0, list[Stop]()

@@ -53,8 +53,9 @@ def _kept_octet(c:Any, seed0:Value, seed1:Value, batch:Value, head:Value, query:
   return functools.reduce(operator.or_, [c.at_least(c.let("word", x), least) << c.word(i) for i, x in enumerate(words)])
 
 def kept_octet(seed:tuple[UOp, UOp], batch:UOp, head:UOp, query:UOp, octet:UOp, p:float) -> UOp:
-  """Returns a dword of dropout bits for an octet, which is eight neighbouring keys of a query. Bit i + 16*h tells whether dropout keeps key 2*i +
-  h."""
+  """Returns a dword of dropout bits for an octet, which is eight neighbouring keys of a query. `octet` is the index of the octet among the keys, and
+  `batch`, `head` and `query` are the indices of the query. `seed` is two words, and `p` the probability that an element is dropped. Bit i + 16*h
+  tells whether dropout keeps key 2*i + h."""
   operands = [x.cast(dtypes.uint) for x in (*seed, batch, head, query, octet)]
   return emit("kept_octet", dtypes.uint, *operands, least=threshold(p))
 

@@ -42,7 +42,8 @@ class KernelText:
     return function_text(call.name, found, printer, out, types, sources)
 
   def compound(self, call:Call, definition:Callable[..., Any], out:str, types:Sequence[str], sources:Sequence[str]) -> str:
-    """Returns the C++ expression that calls the function of a compound operation. The function is rendered once for all calls with these types."""
+    """Returns the C++ expression that calls the function of a compound operation, which `definition` defines. `types` are the C types of the
+    operands, `sources` their texts, and `out` is the C type of the result. The function is rendered once for all calls with these types."""
     names = operands_of(definition)
     types, sources = types[:len(names)], [bare(x) for x in sources[:len(names)]]     # further sources only order the call after other statements
     key = (call, out, *types)

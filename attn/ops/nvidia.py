@@ -73,9 +73,9 @@ instruction("put", lambda lanes, to, value, gate, kind: _put(lanes, to, value, g
 def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, piece:int) -> UOp:
   """Copies `nbytes` (0..16) bytes to 16 bytes of shared memory, if `gate` is true. The rest of the 16 bytes becomes zero. `to` and `source` are UOps
   that index shared memory and global memory. `step` has two constants in bytes: the first is added to `to`, the second to `source`. So copies at
-  several constant distances share one address register. The copy is made in pieces of `piece` bytes (16, 2 or 1); the caller makes sure that `nbytes`
-  and the address in `source` are multiples of `piece`. If `piece` is 16, the copy is asynchronous: the data have arrived only after `wait_copies`.
-  Returns a statement (an operation with a side effect)."""
+  several constant distances share one address register. The copy is made in pieces of `piece` bytes (16, 2 or 1); `nbytes` and the address in
+  `source` must be multiples of `piece`. If `piece` is 16, the copy is asynchronous: the data have arrived only after `wait_copies`. Returns a
+  statement (an operation with a side effect)."""
   return statement("copy", to, source, integer(nbytes), gate, step=step, piece=piece)
 def copy_number(to:UOp, source:UOp, there:UOp, gate:UOp) -> UOp:
   """Copies 4 bytes from `source` to `to` asynchronously, if `gate` is true. `source` and `to` are UOps that index global and shared memory. If
@@ -98,7 +98,8 @@ def wait_copies(after:UOp, but:int) -> UOp:
 
 def _ldmatrix(lanes:Any, pointer:Any, step:int, transposed:bool) -> Array:
   """Computes ldmatrix for the emulator: loads four 8x8 matrices of 16-bit elements from shared memory. Lane l gives the address of row l%8 of matrix
-  l//8, and gets two neighbouring elements of each of the four matrices."""
+  l//8, `step` bytes after `pointer`, and gets two neighbouring elements of each of the four matrices. With `transposed`, each matrix is transposed
+  first."""
   raw = lanes.load_bytes(pointer, np.full(len(lanes.active), step, np.int64), 16, lanes.active)
   m = np.ascontiguousarray(raw.T).view(np.uint16).reshape(-1, 4, 8, 8)                    # warp, matrix, row, column
   if transposed: m = m.swapaxes(2, 3)
@@ -114,7 +115,8 @@ instruction("ldmatrix", _ldmatrix, cuda=_ldmatrix_text)
 
 def _stmatrix(lanes:Any, row:Any, words:Array, gate:Array|bool=True) -> Array:
   """Computes stmatrix for the emulator: stores four 8x8 matrices of 16-bit elements to shared memory. Lane l gives `row`, the address of row l%8 of
-  matrix l//8, and `words`, two neighbouring elements of each of the four matrices. Returns zeros, because a store has no value."""
+  matrix l//8, and `words`, two neighbouring elements of each of the four matrices. Only lanes where `gate` is true store. Returns zeros, because a
+  store has no value."""
   pairs = words.reshape(4, -1, 8, 4).transpose(1, 0, 2, 3)                                # warp, matrix, row, pair of columns
   raw = np.ascontiguousarray(pairs).view(np.uint8).reshape(-1, 16)
   lanes.store_bytes(row, np.zeros(len(raw), np.int64), np.ascontiguousarray(raw.T), lanes.active & gate)

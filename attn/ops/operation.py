@@ -44,7 +44,7 @@ class Lanes(Protocol):
   def load_register(self, pointer:Any, i:int) -> Array:
     """Reads element i of a register array, counted from `pointer`."""
   def store_register(self, pointer:Any, i:int, value:Array, gate:Array) -> None:
-    """Writes element i of a register array, counted from `pointer`, in the threads where `gate` is true."""
+    """Writes `value` to element i of a register array, counted from `pointer`, in the threads where `gate` is true."""
   def check_extent(self, pointer:Any, nbytes:Array) -> None:
     """Raises an error unless the `nbytes` bytes from `pointer` on, which are the range of a buffer descriptor, are all inside the buffer."""
   def check_numbers(self, name:str, x:Array, gate:Array, count:int) -> None:
@@ -88,16 +88,16 @@ class Lanes(Protocol):
   def sent(self) -> Array:
     """Makes the active waves wait until the additions that they have sent to the copy engine (TMA) are complete."""
   def fetch_add(self, pointer:Any, gate:Array) -> Array:
-    """Adds 1 to an int32 in global memory for each thread where `gate` is true, in any order. Returns an array (threads,) with the number that each
-    thread found before its addition."""
+    """Adds 1 to the int32 in global memory at `pointer` for each thread where `gate` is true, in any order. Returns an array (threads,) with the
+    number that each thread found before its addition."""
   def await_turn(self, pointer:Any, number:Array, gate:Array) -> None:
-    """Waits until a turn begins (the period in which a workgroup may add to shared sums): until an int32 in global memory is equal to `number`, in
-    the threads where `gate` is true."""
+    """Waits until a turn begins (the period in which a workgroup may add to shared sums): until the int32 in global memory at `pointer` is equal to
+    `number`, in the threads where `gate` is true."""
   def settle(self) -> None:
     """Makes the active waves wait until their additions and stores to global memory are complete."""
   def pass_turn(self, pointer:Any, gate:Array) -> None:
-    """Ends a turn (the period in which a workgroup may add to shared sums): adds 1 to an int32 in global memory for each thread where `gate` is true.
-    A thread that waits for the new number then sees everything that this wave has done before."""
+    """Ends a turn (the period in which a workgroup may add to shared sums): adds 1 to the int32 in global memory at `pointer` for each thread where
+    `gate` is true. A thread that waits for the new number then sees everything that this wave has done before."""
   def check_alignment(self, pointer:Any, nbytes:int) -> None:
     """Raises an error if the distance of `pointer` from the start of its buffer is not a multiple of `nbytes` bytes."""
   def probe(self, name:str, x:Array) -> Array:
@@ -168,10 +168,11 @@ def integer(x:UOp) -> UOp:
   return wide[x].cast(dtypes.int)
 
 def emit(name:str, out:DType, /, *sources:UOp, **static:Any) -> UOp:
-  """Makes the UOp of an operation. `out` is the type of its result, and `static` are its compile-time parameters."""
+  """Makes the UOp of the operation `name` on the operands `sources`. `out` is the type of the result, and `static` are the operation's compile-time
+  parameters."""
   return new_uop(Ops.CUSTOM, sources, out, Call(name, tuple(static.items())))
 
 def statement(name:str, /, *sources:UOp, **static:Any) -> UOp:
-  """Makes the UOp of a statement: an operation that is executed for its effect. The value of the UOp is 0 and must be stored somewhere. The store
-  gives the operation its place in the order of statements."""
+  """Makes the UOp of the statement `name` on the operands `sources`: an operation that is executed for its effect. The value of the UOp is 0 and must
+  be stored somewhere. The store gives the operation its place in the order of statements."""
   return new_uop(Ops.CUSTOMI, sources, dtypes.float, Call(name, tuple(static.items())))

@@ -67,7 +67,8 @@ class OperationsPrinter(CStyleLanguage):
     self.operations.printer().vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
     """Returns declarations of types that the source uses and that tinygrad does not declare. tinygrad itself declares a type only if a kernel
-    computes with it."""
+    computes with it. `prefix` has the lines that tinygrad writes before the kernel, `bufs` the kernel's buffers, and `text` the rest of the source.
+    """
     raise NotImplementedError
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
     """Returns the source of a kernel. The source of an attn kernel (see `is_ours`) begins with the line MARK. The source of any other kernel is the

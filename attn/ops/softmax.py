@@ -37,8 +37,8 @@ class RowLanes:
   exchange: str = "shuffle"
 
 def first_addend(scale:float) -> float:
-  """Returns the addend of a row that has not seen a key yet. With this addend, exp2(s*scale + addend) is inf for a finite score s, and 0 for s =
-  -inf."""
+  """Returns the addend of a row that has not seen a key yet, where P = exp2(s*scale + addend) for a score s. With this addend, exp2(s*scale + addend)
+  is inf for a finite score s, and 0 for s = -inf."""
   return -LOWEST*min(scale, 1.0)
 
 def by_row(c:Any, x:Value, rows:int) -> list[Value]:
@@ -57,8 +57,9 @@ def highest(c:Any, start:Value, scores:list[Value]) -> Value:
 def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Value],
                     scale:float, lift:float=0.0) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
   """Raises the reference m of each row of a tile (the number that the softmax subtracts from the scores) to the row's largest score so far, or, if
-  `lift` is above 0, to a number below it for which the largest P is 2^lift. `scores` are the lane's vectors of scores, in which rows lie as `rows`
-  says. Returns the new m, the new addend, the factors that rescale the accumulators, and a function that computes P from scores with the new m."""
+  `lift` is above 0, to a number below it for which the largest P is 2^lift. P is exp2((score - m)*scale). `scores` are the lane's vectors of scores,
+  in which rows lie as `rows` says. Returns the new m, the new addend, the factors that rescale the accumulators, and a function that computes P from
+  scores with the new m."""
   split, tops, addends, factors, nears, shifts = [by_row(c, x, rows.rows) for x in scores], [], [], [], [], []
   for r in range(rows.rows):
     old = c.let("old", c.element(m, r))

@@ -45,7 +45,7 @@ def _shown(loop:LoopTiming) -> list[int]:
   return sorted((i for i, w in enumerate(loop.run.waves) if w.group == 0), key=lambda i: (loop.run.waves[i].simd, i))
 
 def svg_of(timing:Timing, loop:LoopTiming, trips:int=_SHOWN) -> str:
-  """Draws iterations of a loop as SVG text. Each wave has a band of lines: one for each execution unit, then one for waits."""
+  """Draws `trips` iterations of a loop as SVG text. Each wave has a band of lines: one for each execution unit, then one for waits."""
   shown, (begin, end) = _shown(loop), _window(loop, trips)
   height, scale = len(LANES)*_LANE + _LANE + _GAP, (_WIDTH - _LEFT - 20)/(end - begin)
   title = f"{timing.name} on {timing.chip.name}: {loop.cycles:.0f} cycles an iteration, matrix unit in use {100*loop.matrix_use:.0f}% (predicted)"
@@ -74,7 +74,8 @@ def draw_svg(timing:Timing, loop:LoopTiming, path:Path, trips:int=_SHOWN) -> Non
   path.write_text(svg_of(timing, loop, trips), encoding="utf-8")
 
 def draw_png(timing:Timing, loop:LoopTiming, path:Path, trips:int=_SHOWN) -> None:
-  """Draws iterations of a loop to a PNG file. Raises SystemExit, with a message that says what to install, if matplotlib is not installed."""
+  """Draws `trips` iterations of a loop to the PNG file `path`. Raises SystemExit, with a message that says what to install, if matplotlib is not
+  installed."""
   with needs("bench", "a PNG of it", __name__):
     from matplotlib.figure import Figure as Canvas
   shown, (begin, end) = _shown(loop), _window(loop, trips)

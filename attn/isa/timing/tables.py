@@ -40,7 +40,7 @@ def problem_table(title:str, found:Sequence[Prediction]) -> Table:
   return table
 
 def stalls_table(loop:LoopTiming, most:int, lines:Mapping[int, PythonLine]) -> Table:
-  """Makes a table of the longest waits of an iteration, each with its instruction and source line."""
+  """Makes a table of the longest waits of an iteration, at most `most`, each with its instruction and source line."""
   table = Table("matrix idle", "waits", "for", "instruction", "line", title=f"{loop.label}: what a wave waits for in an iteration (predicted cycles)")
   for x in loop.stalls[:most]:
     table.add_row(f"{x.idle:.0f}", f"{x.cycles:.0f}", x.why, x.step.instruction.text, python_place(x.step.instruction.line, lines))

@@ -125,7 +125,7 @@ def _groups_of_a_unit(resources:Resources, chip:Chip, waves:int, simds:int) -> i
 
 def _behind(blocks:Sequence[Block], prologue:Sequence[int], waves:int) -> int:
   """Returns the number of waves of a workgroup that pass an additional barrier before the loop. The number is half of the waves if the code before
-  the loop can jump over a basic block that holds only a barrier, and otherwise 0."""
+  the loop (the basic blocks `prologue`) can jump over a basic block that holds only a barrier, and otherwise 0."""
   return waves//2 if any(len(blocks[b].successors) == 2 and b + 1 < len(blocks) and _only_a_barrier(blocks[b + 1]) and
                          b + 1 in blocks[b].successors for b in prologue) else 0
 

@@ -63,7 +63,7 @@ class _Groups:
     self.complete: dict[tuple[int, int], int] = {}      # (workgroup, index of a barrier) -> cycle when its last wave arrived
     self.parked: dict[int, int] = {}                    # wave -> index of the barrier it waits at
   def arrive(self, wave:int, group:int, now:int) -> list[int]:
-    """Records that a wave arrives at a barrier, and returns the waves that the barrier then releases."""
+    """Records that the wave `wave` of workgroup `group` arrives at a barrier in cycle `now`, and returns the waves that the barrier then releases."""
     self.arrived[wave] += 1
     nth = self.arrived[wave]
     if min(self.arrived[i] for i in self.members[group]) < nth: return []
