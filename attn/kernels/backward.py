@@ -46,8 +46,8 @@ class BackwardTrip(Protocol[Carry]):
     for dq."""
 
 class SharingTrip(BackwardTrip[Carry], Protocol[Carry]):
-  """The operations of `gradients_of_kv` on one tile of queries, if workgroups that own keys also add up dQ. They add it to the fp32 accumulator of dQ
-  in memory, because each of them has only the part of dQ of its own keys."""
+  """The operations of `gradients_of_kv` on one tile of queries, if workgroups that own keys also add up dQ. Each workgroup computes the part of dQ
+  that comes from its own keys, and adds this part to the fp32 accumulator of dQ in memory."""
   def start_dq(self, s:Carry, ds:Any) -> Carry:
     """Starts the product dQ = dS K of the tile, summed over all keys of the workgroup. `ds` holds dS, rounded. Returns the state."""
   def add_dq(self, s:Carry) -> Carry: """Adds the product that `start_dq` started to the fp32 accumulator of dQ in memory. Returns the state."""

@@ -88,7 +88,8 @@ class DualWaveState(InOrder):
 
 @dataclass(frozen=True)
 class DualWave:
-  """The kernel of one problem, as one thread sees it. The methods write the parts of its program. No field changes during the loop over tiles."""
+  """The kernel that `dual_wave` returns, for one problem, as one thread sees it. The methods write the parts of its program. No field changes during
+  the loop over tiles."""
   group: Workgroup
   tile: Tile
   at: Lane

@@ -43,7 +43,7 @@ class StaggeredState(ForwardState):
 
 @dataclass(frozen=True)
 class Staggered:
-  """The kernel for one problem, as one thread sees it. No field changes during the loop over tiles of keys."""
+  """The kernel that `staggered` returns, for one problem, as one thread sees it. No field changes during the loop over tiles of keys."""
   tile: Tile
   state: StaggeredState      # before the first iteration
   common: AmdForward         # the steps from which the two halves are built

@@ -98,7 +98,7 @@ class AmdBias:
     return [x for values, keys in zip(ds, of.group.scores.walked) for i in range(0, len(keys), n)
             for x in self.stores_of_row(of, t*of.tile.block_n + of.at.h*n + keys[i], ops.slice_(values, i, n), self.bias.stored(of.row))]
 
-  def nothing(self, t:UOp) -> list[UOp]:
+  def zero_stores(self, t:UOp) -> list[UOp]:
     """Returns the stores of 0 to tile t of the bias's gradient."""
     return self.stores(self.of, t, zeros(self.of.tile.matrix, 1, self.of.tile.block_n//self.of.tile.matrix.M)[0])
 
@@ -108,7 +108,8 @@ class AmdBias:
     there is nothing to sum: each iteration has already stored its tile of dS, and this method returns only the stores of 0 to the tiles of keys that
     no query sees."""
     of, share = self.of, self.bias.share
-    if share.stored_at_once: return [*self.bias.outside(of.group.walked, self.nothing), of.statements.do(amd.sched_barrier(), s.k.row_tile.buffer)]
+    if share.stored_at_once:
+      return [*self.bias.outside(of.group.walked, self.zero_stores), of.statements.do(amd.sched_barrier(), s.k.row_tile.buffer)]
     ds = [s.acc[i].load() for i in range(s.acc.max_numel())]
     if share.broadcast[3]: ds = [sum_over_groups(functools.reduce(ops.add, map(element_sum, ds)), of.tile.matrix)]
     if share.broadcast[2]: return self.sums_of_rows(ds)

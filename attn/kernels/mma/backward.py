@@ -117,10 +117,10 @@ class MmaBackward:
     def trip(s:MmaBackwardState, t:UOp, masked:bool) -> UOp:
       ahead = t + self.tile.stages - 1
       s = self.fetch(s.arrived(self.tile.stages - 2), ahead)
-      return self.settle(self.worked(s, t, masked, work), ahead).done
+      return self.settle(self.over_parts(s, t, masked, work), ahead).done
     return over_tiles(s, tiles, self.group.grid.allocator, trip)
 
-  def worked(self, s:MmaBackwardState, t:UOp, masked:bool, work:MmaWork) -> MmaBackwardState:
+  def over_parts(self, s:MmaBackwardState, t:UOp, masked:bool, work:MmaWork) -> MmaBackwardState:
     """Calls `work` for each part of tile t, one after another, and returns the state after that. Parts take fewer registers than a whole tile."""
     parts, score = self.tile.block_n//self.tile.part_n, replace(self.warp_rows.scores, block_n=self.tile.part_n)
     for part in range(parts): s = work(s, MmaTrip(self.warp_rows, score, t*parts + part, masked, self, t, part))

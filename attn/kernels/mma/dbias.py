@@ -77,7 +77,7 @@ class MmaBias:
     s = s.started(of.warp_rows.copies(s.shared))
     if not self.share.owns_keys: return of.over_tiles(s, self.bias.walked(of.group), work)
     key_tile = self.bias.key_tile_of(i)
-    return of.worked(of.fetch(s, key_tile).arrived(0), key_tile, True, work)
+    return of.over_parts(of.fetch(s, key_tile).arrived(0), key_tile, True, work)
 
   def sum(self, s:MmaBackwardState, ds:list[list[UOp]], tile:MmaTrip) -> MmaBackwardState:
     if self.share.stored_at_once: return s.after(UOp.group(*self.stores(tile.of, tile.t, ds, tile.part)))
@@ -102,7 +102,7 @@ class MmaBias:
     return [x for row, columns in self.of_rows(of, ds) for n, values in enumerate(columns)
             for x in self.bias.stores(of.group, row, first + n*of.tile.matrix.N, values, self.bias.stored(row))]
 
-  def nothing(self, t:UOp) -> list[UOp]:
+  def zero_stores(self, t:UOp) -> list[UOp]:
     """Returns the stores of 0 to tile t of the bias's gradient."""
     return self.stores(self.of, t, [[ops.splat(0.0, 4)]*len(self.fragments(0))]*self.of.tile.row_tiles)
 
@@ -111,7 +111,7 @@ class MmaBias:
     registers and over the lanes of a row. If all queries share one row of the bias, first sums dS over the queries, through shared memory. If each
     score has an element of the bias to itself, there is nothing to sum: each iteration has already stored its tile of dS, and this method returns
     only the stores of 0 to the tiles of keys that no query sees."""
-    if self.share.stored_at_once: return [*self.bias.outside(self.group.walked, self.nothing), s.statements.do(s.done)]
+    if self.share.stored_at_once: return [*self.bias.outside(self.group.walked, self.zero_stores), s.statements.do(s.done)]
     tiles = [[s.acc[j].load() for j in self.fragments(i)] for i in range(self.of.tile.row_tiles)]
     rows = self.of_rows(self.of, tiles)
     if self.share.broadcast[3]: rows = [(row, [sum_over_quad(element_sum(functools.reduce(ops.add, columns)))]) for row, columns in rows]

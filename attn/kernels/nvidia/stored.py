@@ -30,8 +30,9 @@ class StoredKeys:
 
   # ***** operands *****
   def q_operand(self, shared:UOp, rows:SwizzledRows, first:UOp, step:int) -> UOp:
-    """Reads operand A of S = Q K^T from shared memory, for one step of the product (16 columns). A lane gets four neighbouring columns of its rows,
-    the columns that it also has in `k_operand`. Its rows belong to the matrix tile that begins at row `first`, in the layout `rows`."""
+    """Reads operand A of S = Q K^T from shared memory, for one step of the product (16 columns). Each lane gets four neighbouring columns of two
+    rows, the columns that it also has in `k_operand`. The rows belong to the matrix tile that begins at row `first`; they lie in the layout `rows`.
+    """
     at, halves = self.warps.at, shared.bitcast(ops.u32(2))
     apart = at.matrix.M//nv.ROWS
     places = [rows.further(first + at.matrix.c_row(at.lane, 0), at.h//2, r*apart, 2*step) for r in range(nv.ROWS)]

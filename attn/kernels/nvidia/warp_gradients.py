@@ -118,7 +118,7 @@ class WarpRows(Generic[L]):
     """Returns the rows of the tensor `name` over which the block loops: those of the query head `head`. Rows from number `count` on do not exist."""
     return self.warps.group.operand_rows(name, head).up_to(count)
 
-  # ***** the numbers of own queries *****
+  # ***** values of own queries *****
   @property
   def normalisers(self) -> list[list[Normaliser]]: return [[normaliser_of(self.warps.group, row) for row in own] for own in self.of_lane]
   @functools.cached_property

@@ -137,9 +137,9 @@ class Warps:
     return stores
 
   def columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
-    """Returns this lane's elements of row `r` of O, multiplied by `factor`, as (first column, values) for each group of neighbouring elements. `accs`
-    are the C fragments of the row, or, if several warps divide the columns, those of warp `share`. Four lanes share a row, and each has two elements
-    of it in each fragment. If a row consists of whole 16-byte units, the four lanes first exchange elements, such that each lane gets every fourth
+    """Returns (first column, values) for each group of neighbouring elements of row `r` of O that this lane stores, multiplied by `factor`. `accs`
+    are the C fragments of the row, or, if several warps divide the columns, those of warp `share`. Four lanes share a row, and each has two of its
+    elements in each fragment. If a row consists of whole 16-byte units, the four lanes first exchange elements, such that each lane gets every fourth
     unit of the row."""
     mat, dtype, whole = self.at.matrix, self.group.out_dtype, 0
     unit = mat.groups*mat.block       # elements of 16 bits in a unit of O
@@ -150,10 +150,9 @@ class Warps:
             *[(first + self.at.h*mat.block + (whole + i)*mat.N, ops.mul(ops.slice_(x, nv.ROWS*r, 2), factor)) for i, x in enumerate(accs[whole:])]]
 
   def alternating_columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
-    """Returns this lane's elements of row `r` of O, multiplied by `factor`, as (first column, values) for each group of neighbouring elements, if C
-    fragments have alternating columns: of two neighbouring fragments, which have 16 columns together, the first one has the even columns, and the
-    second one the odd columns. So a lane has four neighbouring columns of the two. `accs` are the C fragments of the row, or, if several warps divide
-    the columns, those of warp `share`."""
+    """Returns (first column, values) for each group of four neighbouring elements of row `r` of O that this lane holds, multiplied by `factor`. Two
+    neighbouring C fragments have 16 columns of O together: the first one has the even columns, and the second one the odd columns. `accs` are the C
+    fragments of the row, or, if several warps divide the columns, those of warp `share`."""
     mat, first = self.at.matrix, UOp.const(0) if share is None else share*(len(accs)*self.at.matrix.N)
     def values(even:UOp, odd:UOp) -> UOp: return ops.build(*[ops.extract(x, nv.ROWS*r + i) for i in range(mat.block) for x in (even, odd)])
     return [(first + self.at.h*(2*mat.block) + i*mat.N, ops.mul(values(*accs[i:i + 2]), factor)) for i in range(0, len(accs), 2)]

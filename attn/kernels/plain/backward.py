@@ -143,7 +143,7 @@ class PlainBackward(Rectangle):
     for acc, name in zip(s.sums, self.wanted): done = self.summed(acc, *WEIGHTED[name], t, [*ready, met := self.barrier(done)], [met])
     return done
 
-  # ***** the numbers of own queries *****
+  # ***** values of own queries *****
   def deltas_and_normalisers(self, ready:list[UOp]) -> tuple[UOp, PlainState]:
     """Computes delta and the normaliser (the lse in the form that exp2 takes) of each query that the workgroup owns. Accesses to local memory come
     after the operations `ready`. Returns the stores of both to registers, and the state, which has the stores of delta to memory."""
@@ -151,7 +151,7 @@ class PlainBackward(Rectangle):
     column, loop = self.loop(ceildiv(p.Dv, QUAD*self.tile.down))
     sums = s.minus_deltas.after(self.zeroed(s.minus_deltas.after(*ready)), *loop)
     first = (column*self.tile.down + self.at.h)*QUAD
-    added = [x.store(ops.add(x.load(), ops.build(*[self.times(row, first) for row in self.own_rows[j*QUAD:(j + 1)*QUAD]])))
+    added = [x.store(ops.add(x.load(), ops.build(*[self.part_of_delta(row, first) for row in self.own_rows[j*QUAD:(j + 1)*QUAD]])))
              for j, x in enumerate(self.each(sums))]
     done = UOp.group(*added).end(*loop)
     totals, ready = self.over_threads([x.load() for x in self.each(s.minus_deltas.after(done))], ops.add, ready, done)
@@ -165,7 +165,7 @@ class PlainBackward(Rectangle):
               for row, x in zip(self.own_rows, delta)]
     return UOp.group(*registers), replace(s, ready=tuple(ready), stores=tuple(stores))
 
-  def times(self, row:Row, first:UOp) -> UOp:
+  def part_of_delta(self, row:Row, first:UOp) -> UOp:
     """Returns a part of delta of the query `row`: the sum of dO * O over four elements, from element `first` on. Rounds dO to the inputs' dtype,
     because the product dP = dO V^T uses rounded dO."""
     def elements(tensor:str) -> UOp:

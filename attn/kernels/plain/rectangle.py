@@ -64,7 +64,7 @@ class Section:
   def store_quad(self, row:UOp, column:UOp, x:UOp) -> list[UOp]: return [self.place(row, column + i).store(ops.extract(x, i)) for i in range(QUAD)]
 
 @dataclass(frozen=True)
-class WhereItLies:
+class GlobalOperand:
   """Left operand of a product that is read directly from global memory, without a copy in local memory, on devices where a workgroup is a single
   thread. The operand is rows of a tensor, transposed if `turned`. In place of a row that does not exist, the last row is read: masks hide its scores,
   and in a sum over rows its weights are 0."""
@@ -210,7 +210,7 @@ class Rectangle:
     zeroed = self.zeroed(to.after(*ready))
     acc = self.apart.after(self.zeroed(self.apart.after(*now))) if long else to.after(zeroed, *loop)
     if tile.alone:
-      where = WhereItLies(self.rows_of(walked), self.group.scores.row(t*n), True, width, functools.partial(self.element, walked), first)
+      where = GlobalOperand(self.rows_of(walked), self.group.scores.row(t*n), True, width, functools.partial(self.element, walked), first)
       done = self.outer_products(acc, where, mine, self.section(kept, *now), first, depth)
     else:
       portion = Portion("walked", walked, self.group.scores.row(t*n), first, n)
@@ -238,7 +238,7 @@ class Rectangle:
       begun = to.after(UOp.group(*[y.store(x) for x, y in zip(numbers, self.all(to))]))
     own = [self.result_row(i) for i in range(self.width(to))]
     if tile.alone:
-      where = WhereItLies(self.rows_of(tensor), first, False, self.width_of(tensor), functools.partial(self.element, tensor))
+      where = GlobalOperand(self.rows_of(tensor), first, False, self.width_of(tensor), functools.partial(self.element, tensor))
       columns = [block*tile.columns + x for x in own]
       done = self.outer_products(begun, where, columns, self.section(weights, *ready, *weighed), UOp.const(0), tile.block_n)
       return UOp.group(*[x.store(y.load()) for x, y in zip(self.block_of(acc.after(*blocks), block), self.all(to.after(done)))]).end(*blocks)
@@ -248,7 +248,7 @@ class Rectangle:
     left, right = (self.section(name, *now, *weighed, *stores) for name in ("rows", weights))
     return self.outer_products(begun.after(*loop), left, own, right, step*tile.values, tile.values).end(*loop)
 
-  def outer_products(self, acc:UOp, left:Section|WhereItLies, columns:list[UOp], right:Section, first:UOp, n:int) -> UOp:
+  def outer_products(self, acc:UOp, left:Section|GlobalOperand, columns:list[UOp], right:Section, first:UOp, n:int) -> UOp:
     """Adds to the registers `acc` the outer products of row i of `left` and row `first` + i of `right`, for i from 0 to n - 1. `columns` are the
     columns of `left` that this thread computes. Returns the last operation."""
     together = math.gcd(n, self.tile.steps_at_once)

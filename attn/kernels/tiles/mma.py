@@ -11,7 +11,7 @@ from attn.kernels.tiles.common import SharingTile, units_of_query_values
 from attn.problem import Problem
 
 def fragments(width:int, mat:Mma) -> int:
-  """Returns how many C fragments a lane holds, if the matrix C has `width` columns."""
+  """Returns how many C fragments a lane holds of a matrix C with 16 rows and `width` columns."""
   return round_up(width, mat.K)//mat.N
 
 @dataclass(frozen=True)

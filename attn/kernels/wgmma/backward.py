@@ -134,7 +134,7 @@ class WgmmaBackward:
     return ds.moved_to(place.index%2*ds.size + (self.warp_rows.size + RING*self.tile.stage(self.group.p)))
   @property
   def sent(self) -> UOp:
-    """The 16-byte unit of shared memory at which this warp's part of a tile's dQ begins, before it is added to dQ in global memory."""
+    """The 16-byte unit of shared memory at which this warp's part of a tile's dQ begins, on its way to dQ in global memory."""
     p, tile = self.group.p, self.tile
     return self.warp_rows.warps.at.wave*tile.sent(p) + (self.warp_rows.size + RING*tile.stage(p) + tile.ds_size)
 

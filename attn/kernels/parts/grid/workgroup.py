@@ -374,7 +374,8 @@ class Workgroup:
 
   def kernel(self, kind:str, outputs:list[UOp], dynamic_shared:int=0) -> UOp:
     """Returns the finished forward kernel, which ends with the stores `outputs`. `kind` becomes a part of the kernel's name. `dynamic_shared` is the
-    size of the shared memory in bytes on NVIDIA, where the name must contain a large size; 0 on other chips."""
+    size of the shared memory in bytes on NVIDIA, and 0 on other chips: a size that is too large for static shared memory becomes a part of the name,
+    too (`dynamic_shared_name`)."""
     tile, p = self.tile, self.p
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}" + f"_split{p.num_splits}"*len(self.split)
     if dynamic_shared: name = dynamic_shared_name(name, dynamic_shared)
@@ -411,7 +412,8 @@ class Workgroup:
   def gradient_kernel(self, kind:str, names:tuple[str, ...], outputs:list[UOp], count:int, dynamic_shared:int=0) -> UOp:
     """Returns the finished backward kernel, which ends with the stores `outputs` to the tensors `names`, and with stores of 0 to rows of these
     tensors that belong to no sequence. `count` is the kernel's number of floating-point operations. `kind` becomes a part of the kernel's name.
-    `dynamic_shared` is the size of the shared memory in bytes on NVIDIA, where the name must contain a large size; 0 on other chips."""
+    `dynamic_shared` is the size of the shared memory in bytes on NVIDIA, and 0 on other chips: a size that is too large for static shared memory
+    becomes a part of the name, too (`dynamic_shared_name`)."""
     tile, p = self.tile, self.p
     nbytes = sum(math.prod(x.shape)*x.dtype.itemsize for x in self.given.values())
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}"

@@ -78,7 +78,7 @@ class Outside:
   after: UOp
   total: int      # number of rows of the tensor: those of all sequences, and those between them
   def row(self, i:UOp) -> UOp:
-    """Returns the index, in the tensor, of the i-th of these rows."""
+    """Returns the index, in the tensor, of the i-th row that belongs to no sequence."""
     return (i < self.before).where(i, self.after + i - self.before)
 
 def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=False) -> Outside:

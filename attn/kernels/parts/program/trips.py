@@ -94,7 +94,7 @@ class StagedTrips(Generic[S]):
 
   def load_by_tensor(self, s:S, t:UOp) -> UOp:
     """Returns the stores of tile t to LDS, where a tensor is loaded only after the tensor before it has been stored. Registers then hold one tensor
-    at a time, or with `by_item` one 16-byte item of each thread. If rows are loaded in several pieces, `anew` makes each iteration compute their
+    at a time, or with `by_item` one 16-byte item of each thread. If rows are loaded element by element, `anew` makes each iteration compute the
     addresses again, so that no register holds addresses during the loop."""
     stores: list[UOp] = []
     for name, rows in self.loaded.items():
