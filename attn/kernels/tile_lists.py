@@ -289,8 +289,8 @@ def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
       return bits.eq(SEEN | HIDDEN).where(int32(0), bits.eq(SEEN).where(int32(1), int32(2)))
     mine = group(tile)
     def work(now:list[UOp], i:UOp) -> list[UOp]:
-      """Counts, over a few more tiles, those that come before this tile, those of which some scores are hidden, and those that are in the list. `now`
-      has the three counts so far."""
+      """Counts three kinds of tiles among the next few tiles: those that come before this thread's tile, those of which some scores are hidden, and
+      those that are in the list. `now` has the three counts so far. Returns the new counts."""
       for n in range(OF_A_STEP):
         t = i*OF_A_STEP + n
         other = (t < x.tiles).where(group(t.minimum(x.tiles - 1)), int32(3))
@@ -298,7 +298,7 @@ def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
         now = [count + c.where(int32(1), int32(0)) for count, c in zip(now, conditions)]
       return now
     def turn() -> UOp:
-      """Counts the blocks that start before this block and have the tile in their lists."""
+      """Returns the number of blocks that start before this block and have this thread's tile in their lists."""
       if x.blocks == 1: return int32(0)      # a loop of one iteration that adds nothing: tinygrad would lose the 0 with which it begins
       started = functools.partial(in_order_of_start, x.p, blocks=x.blocks)
       def earlier(b:UOp) -> UOp:

@@ -1,10 +1,10 @@
-"""The gradient of a bias, with NVIDIA's mma.sync: the block of the bias that a thread block owns, the loop over all scores to which this block of the
-bias is added, and the stores of the sums.
+"""The gradient of a bias, with NVIDIA's mma.sync: the elements of the bias that a thread block owns, the loop over all scores to which these elements
+are added, and the stores of the sums.
 
-A thread block has an outer loop over blocks of queries (of one head after another). For each of them Q and dO are copied to shared memory, and an
-inner loop computes P and dS of tiles of keys, as attn/kernels/mma/backward.py does in a thread block that owns queries. If the thread block owns a
-tile of keys, the inner loop has this tile alone, which is copied again each time. Otherwise it has all keys that the queries see, whose tiles pass
-through a ring buffer. The sums are fp32 numbers in registers."""
+A thread block has an outer loop over groups of queries (of one head after another). For each group Q and dO are copied to shared memory, and an inner
+loop computes P and dS of tiles of keys, as attn/kernels/mma/backward.py does in a thread block that owns queries. If the thread block owns a tile of
+keys, the inner loop has this tile alone, which is copied again each time. Otherwise the inner loop has all keys that the queries see, whose tiles
+pass through a ring buffer. The sums are fp32 numbers in registers."""
 from __future__ import annotations
 import functools
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 def _queries_of(group:Workgroup, at:MmaLane, tile:MmaBackwardTile, state:MmaBackwardState) -> MmaBackward:
-  """Returns the operations for one iteration of the outer loop, the loop over blocks of queries. `group` is the thread block with the queries of this
+  """Returns the operations for one iteration of the outer loop, the loop over groups of queries. `group` is the thread block with the queries of this
   iteration. P is 0 for queries beyond the last query, because dS may be summed over queries."""
   queries: WarpRows[SwizzledRows] = WarpRows(Warps(group, at), tile, (), group.first_head)
   normalisers = [[x.where(row.there) for x, row in zip(own, rows)] for own, rows in zip(queries.normalisers, queries.of_lane)]
@@ -63,8 +63,9 @@ class MmaBias:
   def begin(self) -> MmaBackwardState: return self.of.cleared(self.of.state)
 
   def walk(self, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:
-    """Loops over all scores to which the thread block's block of the bias is added, tile by tile. Calls `work` for each part of a tile; `work`
-    returns the state after its work on this part. An iteration of the outer loop begins when all reads of the iteration before are done."""
+    """Loops over all scores to which the elements of the bias that this thread block owns are added, tile by tile. Calls `work` for each part of a
+    tile; `work` returns the state after its work on this part. An iteration of the outer loop, over groups of queries, begins when all reads of the
+    iteration before are done."""
     if self.bias.one_trip: return self.over_keys(self.of, s, self.bias.first_trip, work)
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s

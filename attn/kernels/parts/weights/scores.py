@@ -110,10 +110,12 @@ class Scores:
     return found
 
   def mask(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Returns the scores `x` of a row, with -inf where the key or the query does not exist, or the query does not see the key."""
+    """Applies masks to the scores `x` of a row. Returns the scores with -inf where the key or the query does not exist, or the query does not see the
+    key."""
     return self._seen(self._beyond(x, row, tile, ops.mask_above, ops.mask_beyond), row, tile, NEG_INF)
   def clear(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Returns `x`, elements for each of a row's scores, with 0 where the key or the query does not exist, or the query does not see the key."""
+    """Applies masks to `x`, numbers that belong to the scores of a row, such as P. Returns the numbers with 0 where the key or the query does not
+    exist, or the query does not see the key."""
     return self._seen(self._beyond(x, row, tile, ops.clear_above, ops.clear_beyond), row, tile, 0.0)
 
   def limits(self, row:Row, tile:UOp) -> tuple[UOp|None, UOp]:
@@ -136,8 +138,8 @@ class Scores:
     return [of_beyond(y, first, last, rows) for y, rows in zip(x, self.walked)]
 
   def _seen(self, x:list[UOp], row:Row, tile:UOp, hidden:float) -> list[UOp]:
-    """Returns `x`, elements for each of a row's scores, with `hidden` where the caller's mask_mod hides the score. mask_mod may hide any scores of a
-    tile."""
+    """Applies the caller's mask_mod, which may hide any scores of a tile, to `x`: the scores of a row, or numbers that belong to them. Returns `x`
+    with the number `hidden` where mask_mod hides the score."""
     if (seen := seen_each(self.fragment(row, tile))) is None: return x
     return [ops.select_each(conditions, y, hidden) for conditions, y in zip(seen, x)]
 
