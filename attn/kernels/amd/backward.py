@@ -77,7 +77,7 @@ class AllState(QueriesState):
 @dataclass(frozen=True)
 class AmdBackward:
   """A backward kernel for one problem, as one thread sees it. If the kernel loops over the tiles twice (two passes), there is one object for each
-  pass. Each method is an operation of the algorithm. Of the fields, `own` has the rows that the workgroup owns (of q and dO, or of k and v), and
+  pass. Has a method for each operation of the algorithm. Of the fields, `own` has the rows that the workgroup owns (of q and dO, or of k and v), and
   `head` is the query head whose tiles the loop reads. No field changes during the loop over the tiles of one head."""
   tile: BackwardTile
   new: Allocator

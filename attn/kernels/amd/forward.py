@@ -40,8 +40,8 @@ class ForwardState(TripState):
 
 @dataclass(frozen=True)
 class AmdForward:
-  """The forward kernel for one problem, as one thread sees it. Each method is an operation of the algorithm `online_softmax`. No field changes during
-  the loop over tiles of keys."""
+  """The forward kernel for one problem, as one thread sees it. Has a method for each operation of the algorithm `online_softmax`. No field changes
+  during the loop over tiles of keys."""
   tile: Tile
   new: Allocator
   statements: Statements

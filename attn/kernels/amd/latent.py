@@ -59,8 +59,8 @@ class LatentState(TripState):
 
 @dataclass(frozen=True)
 class AmdLatent:
-  """The forward kernel of latent attention for one problem, as one thread sees it. Each method is an operation of the algorithm `online_softmax`. No
-  field changes during the loop over tiles of keys."""
+  """The forward kernel of latent attention for one problem, as one thread sees it. Has a method for each operation of the algorithm `online_softmax`.
+  No field changes during the loop over tiles of keys."""
   tile: MlaTile
   new: Allocator
   statements: Statements

@@ -52,7 +52,7 @@ MmaWork = Callable[[MmaBackwardState, "MmaTrip"], MmaBackwardState]
 @dataclass(frozen=True)
 class MmaBackward:
   """A backward kernel for one problem, as one thread sees it. If the kernel loops over the tiles twice (two passes), there is one object for each
-  pass. Each method is an operation of the algorithm. No field changes during the loop over the tiles of one head."""
+  pass. Has a method for each operation of the algorithm. No field changes during the loop over the tiles of one head."""
   warp_rows: WarpRows[SwizzledRows]
   tile: MmaBackwardTile
   state: MmaBackwardState      # before the first iteration

@@ -56,8 +56,8 @@ class MmaState(CopyGroups):
 
 @dataclass(frozen=True)
 class MmaForward:
-  """The forward kernel for one problem, as one thread sees it. Each method is an operation of the algorithm `online_softmax`. No field changes during
-  the loop over tiles of keys."""
+  """The forward kernel for one problem, as one thread sees it. Has a method for each operation of the algorithm `online_softmax`. No field changes
+  during the loop over tiles of keys."""
   warps: Warps
   tile: MmaTile
   state: MmaState      # before the first iteration

@@ -53,8 +53,8 @@ class LatentMmaState(CopyGroups):
 
 @dataclass(frozen=True)
 class MmaLatent:
-  """The forward kernel of latent attention for one problem, as one thread sees it. Each method is an operation of the algorithm `online_softmax`. No
-  field changes during the loop over tiles of keys."""
+  """The forward kernel of latent attention for one problem, as one thread sees it. Has a method for each operation of the algorithm `online_softmax`.
+  No field changes during the loop over tiles of keys."""
   warps: Warps
   tile: MlaMmaTile
   state: LatentMmaState      # before the first iteration

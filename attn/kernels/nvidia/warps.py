@@ -111,7 +111,7 @@ class Warps:
   # ***** the softmax's registers, O and LSE *****
   def first_values(self, m:UOp, addend:UOp, l:UOp) -> list[UOp]:
     """Returns the stores that give the registers of the online softmax their values before the first key: m, the number that the softmax subtracts
-    from scores; `addend`, which is -m times the factor of the scores; and l, the row sums of P. `nv.clear` sets O to 0."""
+    from scores; `addend`, which is -m*c if scores are multiplied by c; and l, the row sums of P. `nv.clear` sets O to 0."""
     scores = self.group.scores
     begin = ((m, LOWEST), (addend, math.nan if scores.natural else first_addend(scores.to_log2)), (l, 0.0))
     return [x for y, value in begin for x in store_all(y, [ops.splat(value, 2)]*y.max_numel())]

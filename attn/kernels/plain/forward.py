@@ -56,7 +56,7 @@ class Weighed:
 
 @dataclass(frozen=True)
 class PlainForward(Rectangle):
-  """The forward kernel for one problem, as one thread sees it. Each method is an operation of the algorithm `online_softmax`."""
+  """The forward kernel for one problem, as one thread sees it. Has a method for each operation of the algorithm `online_softmax`."""
   s: UOp             # S^T of the keys of a part of a tile
   top: UOp           # the maximum of each query's scores, including this iteration's scores
   state: QueryState

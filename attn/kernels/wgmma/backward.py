@@ -72,7 +72,8 @@ WgmmaWork = Callable[[WgmmaBackwardState, "WgmmaTrip"], WgmmaBackwardState]
 @dataclass(frozen=True)
 class WgmmaBackward:
   """A backward kernel for one problem, as one thread sees it. If the kernel loops over the tiles twice (two passes), there is one object for each
-  pass, and `pass_number` is its index. Each method is an operation of the algorithm. No field changes during the loop over the tiles of one head."""
+  pass, and `pass_number` is its index. Has a method for each operation of the algorithm. No field changes during the loop over the tiles of one head.
+  """
   warp_rows: WarpRows[SwizzledPanels]
   tile: WgmmaBackwardTile
   state: WgmmaBackwardState      # before the first iteration

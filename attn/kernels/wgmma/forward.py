@@ -63,8 +63,8 @@ class WgmmaState(Arrivals):
 
 @dataclass(frozen=True)
 class WgmmaForward:
-  """The forward kernel for one problem, as one thread sees it. Each method is an operation of the algorithm `online_softmax`. No field changes during
-  the loop over tiles of keys."""
+  """The forward kernel for one problem, as one thread sees it. Has a method for each operation of the algorithm `online_softmax`. No field changes
+  during the loop over tiles of keys."""
   warps: Warps
   tile: WgmmaTile
   state: WgmmaState      # before the first iteration

@@ -59,8 +59,8 @@ class Turns:
     return seen.end - 1 - block if hiding(group.p).after else block - seen.begin
 
   def begin(self, head:UOp, i:UOp, done:UOp) -> UOp:
-    """Begins the turn of the tile of iteration i, if this tile is the first of the turn: waits until all blocks that have this turn earlier have
-    ended it. Returns a statement, which comes after the operation `done`."""
+    """Begins the turn of the tile of iteration i, if this tile is the first of the turn, or the workgroup's first: waits until all blocks that have
+    this turn earlier have ended it. Returns a statement, which comes after the operation `done`."""
     tile = self.group.scores.tile(i)
     begins = tile.eq(self.turn(tile)) | i.eq(self.group.walked.begin)
     return atomics.await_turn(self.counter(head, tile), self.number(i, tile), self.first & begins, done)

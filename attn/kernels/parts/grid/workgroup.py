@@ -310,8 +310,8 @@ class Workgroup:
     return [ops.build(*map(load, columns)) for columns in walked]
 
   def input_scale(self, name:str) -> UOp|None:
-    """Loads the scale of q, k or v (`name` is "q_scale", "k_scale" or "v_scale") if these tensors are 8-bit floats: one number for the workgroup's
-    key/value head, in fp32. Returns None if the problem has no such tensor."""
+    """Loads the scale of q, k or v (`name` is "q_scale", "k_scale" or "v_scale") if these tensors are 8-bit floats: the number for the workgroup's
+    key/value head, or the only number if all heads share it. Returns None if the problem has no such tensor."""
     if name not in self.given: return None
     numbers = flat(self.given[name])
     return numbers[self.batch*self.p.Hkv + self.kv_head if numbers.max_numel() > 1 else 0].load()

@@ -112,7 +112,8 @@ def clear_rows(rows:Outside, columns:int, vec:int, block:tuple[UOp, int], thread
   return [UOp.group(*stores(row, column, there)).end(trip)]
 
 def estimates(p:Problem) -> Estimates:
-  """Returns the kernel's costs that tinygrad shows with DEBUG=2: the number of floating-point operations, and the bytes of its tensors."""
+  """Returns the kernel's costs that tinygrad shows with DEBUG=2: the number of floating-point operations, and the bytes that the kernel would move if
+  it read or wrote each tensor once."""
   keys = p.all_heads*p.Hkv//p.H*p.Sk
   memory = p.all_heads*p.Sq*(p.D*p.itemsize + p.Dv*p.out_itemsize) + keys*(p.D + (0 if p.v_in_k else p.Dv))*p.key_itemsize
   if p.stored: memory += 2*keys*BYTES[p.scale_dtype]
