@@ -12,8 +12,7 @@ MATRIX_DTYPES = ("float16", "bfloat16")
 WITH_TILES = [name for name, family in FAMILIES.items() if family.matrix]
 
 def lacks_nothing(arch:Chip) -> None:
-  """Says that a chip lacks nothing that kernels of plain UOps need, for every chip runs them. Returns None, where such a function for other kernels
-  may return a reason."""
+  """Returns None: every chip has all that kernels of plain UOps need. (For other kernels, such a function returns what the chip lacks.)"""
 
 def no_tiles(arch:Chip) -> str|None:
   return None if arch.matrix else f"{arch.name}: AMD's kernels have no tile for its matrix unit; they have some for {', '.join(WITH_TILES)}"

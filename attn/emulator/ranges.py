@@ -26,7 +26,7 @@ def held_by(dtype:DType) -> Range:
 def is_number(u:UOp) -> bool: return u.dtype in dtypes.ints or u.dtype == dtypes.bool
 
 def must_fit(u:UOp) -> bool:
-  """Tells whether an overflow of the integer `u` would be an error: whether its exact result must fit its type."""
+  """Tells whether an overflow of the integer `u` would be an error: whether its exact value must fit its type."""
   if u.dtype not in dtypes.ints: return False
   if u.op in WRAPPING: return not dtypes.is_unsigned(u.dtype)
   source = u.src[0].dtype if u.op is Ops.CAST else u.dtype
@@ -74,7 +74,7 @@ OF_CONDITIONS: dict[Ops, Callable[[Range, Range], Range]] = {
 
 class Ranges:
   """The ranges of a program's integers. `of` maps the UOp of each integer to its range. `beyond` maps each integer that is not proven to fit its type
-  to the range of its exact result."""
+  to the range of its exact value, which it would have if its type held every integer."""
   def __init__(self, uops:list[UOp]):
     self.of, self.beyond, self.sums = dict[UOp, Range](), dict[UOp, Range](), dict[UOp, Sum]()
     # uses of each number, counted without uses in which a choice (WHERE) or the gate of an access excludes values that do not fit
@@ -86,8 +86,9 @@ class Ranges:
     self.beyond = {u: exact for u, exact in self.beyond.items() if self.unguarded[u]}
 
   def _within(self, u:UOp, exact:Range) -> Range:
-    """Returns the range of the integer `u` in its type, given the range `exact` of its exact result. If u is a sum, the range is also computed from
-    the terms of the sum, which may narrow it. Adds u to `beyond` if its exact result must fit its type, and this is not proven."""
+    """Returns the range of the integer `u` in its type. `exact` is the range of its exact value, which it would have if its type held every integer.
+    If u is a sum, the range is also computed from the terms of the sum, which may narrow it. Adds u to `beyond` if its exact value must fit its type,
+    and this is not proven."""
     total = self._sum(u)
     if len(total) > 1:
       low, high = self._extent(total)
@@ -100,7 +101,8 @@ class Ranges:
     return exact if fits else (least, most)
 
   def _exact(self, u:UOp) -> Range|None:
-    """Returns the range of the exact result of the integer `u`, computed from the ranges of its sources, or None if nothing is known."""
+    """Returns the range of the exact value of the integer `u`: the value that it would have if its type held every integer. The range is computed
+    from the ranges of the sources of `u`. Returns None if nothing is known."""
     known = [self.of.get(s) for s in u.src]
     if u.op in (Ops.SPECIAL, Ops.RANGE): return (0, max(known[0][1] - 1, 0)) if known[0] is not None else None
     if u.op is Ops.PARAM: return int(u.vmin), int(u.vmax)       # a Variable

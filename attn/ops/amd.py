@@ -213,8 +213,9 @@ def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *after:UOp) -> UOp:
   with a side effect) that is executed after the UOps `after`."""
   return statement("load_to_lds", base, integer(records), offset.cast(dtypes.uint), lds, *after)
 def load_transposed(lds:UOp) -> UOp:
-  """Loads a 4 x 16 matrix of 16-bit elements, transposed, for each group of 16 lanes (ds_read_b64_tr_b16). `lds` is a UOp that indexes LDS: in lane l
-  of a group at 4 consecutive elements of row l//4, from column 4*(l%4) on. Lane l gets column l (CDNA4 ISA section 11.4)."""
+  """Loads a 4 x 16 matrix of 16-bit elements, transposed, for each group of 16 lanes (ds_read_b64_tr_b16). Lane l of a group gives the address `lds`,
+  a UOp that indexes LDS, of 4 consecutive elements: columns 4*(l%4) to 4*(l%4)+3 of row l//4. Lane l gets the 4 elements of column l (CDNA4 ISA
+  section 11.4)."""
   return emit("load_transposed", u32(2), lds)
 
 # ***** matrix unit *****

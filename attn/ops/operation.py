@@ -154,7 +154,7 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {}
 
 def is_ours(name:str, uops:Iterable[UOp]) -> bool:
-  """Tells whether a kernel is a kernel of attn, by its name, its vector types or its operations."""
+  """Tells whether a kernel is a kernel of attn: whether its name begins with "attn_", or its UOps contain an operation or a vector type of attn."""
   return name.startswith("attn_") or any(isinstance(u.dtype, VectorDType) or isinstance(u.arg, Call) for u in uops)
 
 def integer(x:UOp) -> UOp:

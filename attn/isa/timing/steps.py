@@ -17,8 +17,8 @@ from attn.isa.operands import registers, uses, written_operands
 from attn.isa.waits import raised_by, waited_for
 
 class Pipe(IntEnum):
-  """An execution unit of a SIMD or compute unit. The SIMDs of a compute unit take turns to issue: on CDNA each has its turn every fourth cycle, on
-  RDNA in every cycle. In a turn each execution unit can start at most one instruction."""
+  """An execution unit of a SIMD or compute unit. On CDNA the SIMDs of a compute unit issue instructions one after another, each SIMD in every fourth
+  cycle. On RDNA each SIMD issues in every cycle. In such a cycle each execution unit of the SIMD can start at most one instruction."""
   VECTOR, MATRIX, TRANSCENDENTAL, SCALAR, LDS, MEMORY, BRANCH, NONE = range(8)
 
 _UNIT_OF_KIND = {
