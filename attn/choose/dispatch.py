@@ -31,7 +31,7 @@ from attn.kernels.tiles.wgmma import WgmmaTile
 from attn.kernels.wgmma.forward import WgmmaForward
 from attn.ops.plain import plain
 from attn.problem import INVARIANT_KEYS, Problem
-from attn.score.masks import hiding, told
+from attn.score.masks import hiding, options_of_masks
 from attn.tinygrad_compat import UOp
 from attn.values import cache_of_kernels
 
@@ -82,7 +82,7 @@ def dual_wave_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := amd_refuses(p, arch)) is not None: return reason
   if not arch.unit.loads_to_lds: return f"{arch.name} has no direct loads to LDS of 16 bytes and no transposing ones from it; gfx950 has"
   if (p.D, p.Dv) != (dual_wave.HEAD, dual_wave.HEAD): return f"D={p.D}, Dv={p.Dv}: this kernel supports only D = Dv = {dual_wave.HEAD}"
-  if masks := hiding(p).before: return f"{told(p, masks)}: this kernel supports no mask that hides the first keys of a query"
+  if masks := hiding(p).before: return f"{options_of_masks(p, masks)}: this kernel supports no mask that hides the first keys of a query"
   return plain_only(p)
 
 def staggered_refuses(p:Problem, arch:Chip) -> str|None:

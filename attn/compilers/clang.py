@@ -122,7 +122,7 @@ def toolchain() -> Toolchain:
   raise NoCompiler(f"no clang of LLVM {OLDEST} or later for AMD's chips: {'; '.join(reasons)}; {INSTALL}")
 
 def found(tools:Toolchain) -> Found:
-  """Makes the record of a clang and its linker among which choice.py chooses a compiler."""
+  """Makes the record of a compiler (`Found`) for a clang and its linker. choice.py chooses among such records."""
   return Found("clang", tools.version, lambda source, arch: code_object(source, arch, tools=tools))
 
 # ***** compilation *****

@@ -1,5 +1,5 @@
-"""Compiles kernels by comgr, ROCm's compiler library, as tinygrad loads it, and finds out its version. The machine code is stored in the user's cache
-directory, separately for each version of comgr."""
+"""Compiles kernels by comgr, ROCm's compiler library, which tinygrad loads, and finds out comgr's version. The machine code is stored in the user's
+cache directory, separately for each version of comgr."""
 from __future__ import annotations
 import contextlib, functools, io, re
 from attn.compilers.found import Found, base_arch

@@ -117,8 +117,8 @@ def flex_forward(inputs:list[Any], mask:Callable[..., Any], score:Callable[..., 
   return lambda: flex(*inputs, score_mod=score, block_mask=blocks)
 
 def compare_functions(row:FunctionRow) -> dict[str, Any]:
-  """Times attention with the score_mod and mask_mod of `row`, by attn and by PyTorch's flex_attention. Returns the results by column: milliseconds,
-  seconds of the first calls, and the largest difference between the outputs."""
+  """Times attention with the score_mod and mask_mod of `row`, by attn and by PyTorch's flex_attention. Returns the results, by column, as one row of
+  the printed table: milliseconds, seconds of the first calls, and the largest difference between the outputs."""
   import torch
   from torch.nn.attention.flex_attention import create_block_mask
   torch.cuda.init()

@@ -1,4 +1,4 @@
-"""Base class for rows of tables of measurements: the sizes of the measured problem, and their text in the table."""
+"""Base class of the problems that the measurements print as rows of tables: the sizes of the problem, and their text in the table."""
 from __future__ import annotations
 from dataclasses import dataclass
 

@@ -120,8 +120,8 @@ SMALL_CALLS = (
 
 @contextlib.contextmanager
 def at_any_size() -> Iterator[None]:
-  """Context manager in which small problems get kernels that dispatch otherwise chooses for large problems only: kernels that loop over lists of
-  visible tiles, and kernels that compute all gradients at once. Each tensor gets separate memory, so that the tools see accesses outside of the
+  """Context in which small problems get kernels that dispatch otherwise chooses for large problems only: kernels that loop over lists of visible
+  tiles, and kernels that compute all gradients at once. Each tensor gets separate memory, so that compute-sanitizer sees accesses outside of the
   tensor."""
   with (patch.object(tile_lists, "LEAST_TILES", 0), patch.object(tile_lists, "LEAST_HEADS", 0), patch.object(backward_tiles, "LEAST_QUERIES", 0),
         patch.object(backward_tiles, "LEAST_KEYS", 0), patch.object(backward_tiles, "too_few_blocks", lambda p, arch, tile, parts=1: None),

@@ -53,7 +53,7 @@ def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS) -> tup
   return seconds, out
 
 def compare_short(row:ShortRow) -> dict[str, Any]:
-  """Times attn's kernel and PyTorch's kernels on one problem. Returns the results by column."""
+  """Times attn's kernel and PyTorch's kernels on one problem. Returns the results, by column, as one row of the printed table."""
   import torch
   torch.cuda.init()
   p = row.problem

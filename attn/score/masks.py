@@ -77,7 +77,7 @@ def hiding(p:Problem) -> Hiding:
   found = {mask: mask.seen(walk, row) for mask in SCORE_MASKS}
   return Hiding(tuple(mask for mask, x in found.items() if x.first is not None), tuple(mask for mask, x in found.items() if isinstance(x.last, UOp)))
 
-def told(p:Problem, masks:tuple[Mask, ...]) -> str:
+def options_of_masks(p:Problem, masks:tuple[Mask, ...]) -> str:
   """Returns a text for messages: the names and values of the problem's options from which the given masks come."""
   return ", ".join(f"{mask.name}={getattr(p, mask.name)}" for mask in masks)
 

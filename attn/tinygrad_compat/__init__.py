@@ -18,7 +18,7 @@ with release.imports_of_the_release():
   from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, UOp, UPat, exec_alu
   from attn.tinygrad_compat.caches import ast_of, forget_oldest_kernels, launch_of, program_key, program_of_launch
   from attn.tinygrad_compat.cuda import adapt_cuda, dynamic_shared_name, shared_memory_text, with_selected_inputs
-  from attn.tinygrad_compat.devices import (Means, c_compiler, card_facts, comgr_compiler, comgr_version, decode_instruction, device_of,
+  from attn.tinygrad_compat.devices import (DeviceAbilities, c_compiler, card_facts, comgr_compiler, comgr_version, decode_instruction, device_of,
                                             double_transcendentals, opened_devices, without_comgr, workgroups_of)
   from attn.tinygrad_compat.functions import copied, inside_function, new_buffer, wanted_of
   from attn.tinygrad_compat.lowering import Places, compile_at_once, lower, lowered_with_places, made_with_places, statements, tinygrad_folder
@@ -31,15 +31,15 @@ with release.imports_of_the_release():
                                          with_accesses, with_outputs, with_params)
 
 __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CCACHE", "CStyleLanguage", "CUDARenderer", "CompileError",
-           "Compiled", "Compiler", "Context", "DEBUG", "DEV", "DType", "Device", "Estimates", "GlobalCounters", "GroupOp", "HIPCCRenderer",
-           "HIPRenderer", "KernelInfo", "Means", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer", "Rerouted",
-           "TINYGRAD_VERSION", "TRAINING", "Target", "Tensor", "TinyELF", "TinyJit", "ToProgram", "UOp", "UPat", "VECTORS", "VIZ", "VectorDType",
-           "adapt_cuda", "also_after", "around_gradients", "as_uint64", "ast_of", "begins_at", "bits_under_views", "buffer_under", "c_compiler",
-           "capturing", "card_facts", "comgr_compiler", "comgr_version", "committed", "compile_at_once", "compiled", "copied", "copy_call",
-           "cuda_graph_seconds", "cuda_seconds", "decode_instruction", "device_of", "device_seconds", "differentiated", "double_transcendentals",
-           "dtypes", "dynamic_shared_name", "elf_loader", "equality_as_uops", "exec_alu", "flat_element", "foreign_cuda_context",
-           "forget_oldest_kernels", "inside_function", "launch_of", "levels_to_caller", "lower", "lowered_with_places", "made_with_places",
-           "make_current", "maker_of_latent_cache", "method_of_tinygrad", "new_buffer", "new_uop", "on_top", "opened_devices", "program_key",
-           "program_of_launch", "programs_through", "put_into_tensors", "remembered", "run_alone", "shared_memory_text", "spec_names", "statements",
-           "strong_dtype", "survive_a_damaged_cache", "tinygrad_folder", "vector_dtype", "view_of_placeholder", "wanted_of", "watch_kernels",
-           "with_accesses", "with_outputs", "with_params", "with_selected_inputs", "without_comgr", "workgroups_of", "written_to"]
+           "Compiled", "Compiler", "Context", "DEBUG", "DEV", "DType", "Device", "DeviceAbilities", "Estimates", "GlobalCounters", "GroupOp",
+           "HIPCCRenderer", "HIPRenderer", "KernelInfo", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer",
+           "Rerouted", "TINYGRAD_VERSION", "TRAINING", "Target", "Tensor", "TinyELF", "TinyJit", "ToProgram", "UOp", "UPat", "VECTORS", "VIZ",
+           "VectorDType", "adapt_cuda", "also_after", "around_gradients", "as_uint64", "ast_of", "begins_at", "bits_under_views", "buffer_under",
+           "c_compiler", "capturing", "card_facts", "comgr_compiler", "comgr_version", "committed", "compile_at_once", "compiled", "copied",
+           "copy_call", "cuda_graph_seconds", "cuda_seconds", "decode_instruction", "device_of", "device_seconds", "differentiated",
+           "double_transcendentals", "dtypes", "dynamic_shared_name", "elf_loader", "equality_as_uops", "exec_alu", "flat_element",
+           "foreign_cuda_context", "forget_oldest_kernels", "inside_function", "launch_of", "levels_to_caller", "lower", "lowered_with_places",
+           "made_with_places", "make_current", "maker_of_latent_cache", "method_of_tinygrad", "new_buffer", "new_uop", "on_top", "opened_devices",
+           "program_key", "program_of_launch", "programs_through", "put_into_tensors", "remembered", "run_alone", "shared_memory_text", "spec_names",
+           "statements", "strong_dtype", "survive_a_damaged_cache", "tinygrad_folder", "vector_dtype", "view_of_placeholder", "wanted_of",
+           "watch_kernels", "with_accesses", "with_outputs", "with_params", "with_selected_inputs", "without_comgr", "workgroups_of", "written_to"]

@@ -48,9 +48,9 @@ def at_least_one_block() -> Iterator[None]:
   finally: ProgramInfo.launch_dims = sizes   # type: ignore[method-assign]
 
 def copied_anew(graph:Any, moved:list[int]) -> None:
-  """Gives the copy nodes `moved` of a CUDA graph their current parameters. For this the whole graph is instantiated again, because a copy that is
-  changed in an instance no longer runs on the copy engine but on multiprocessors, and waits until a kernel leaves some multiprocessors free (measured
-  on H200s, driver 580)."""
+  """Gives the copy nodes `moved` of a CUDA graph their current addresses. The whole graph is instantiated again for this. Changing a copy in an
+  existing instance would be slower: the copy would no longer run on the copy engine but on multiprocessors, and wait until a kernel leaves some of
+  them free (measured on H200s, driver 580)."""
   from tinygrad.runtime.autogen import cuda
   from tinygrad.runtime.ops_cuda import check
   for node, params, _, _ in (graph.nodes[i] for i in moved): check(cuda.cuGraphMemcpyNodeSetParams(node, ctypes.byref(params)))
@@ -112,7 +112,7 @@ def holds(whole:Buffer, part:Buffer) -> bool:
   return whole.base is part.base and ends[0] != ends[1] and ends[0][0] <= ends[1][0] and ends[1][1] <= ends[0][1]
 
 def address_of(buffer:Any) -> Any:
-  """Returns the address of a buffer, or another value that changes when the buffer moves."""
+  """Returns the address of a buffer, or, on a device without addresses, another value that changes when the buffer moves."""
   return getattr(buffer._buf, "value", buffer._buf)
 
 def addresses_of(buffer:Any) -> list[Any]:

@@ -33,19 +33,19 @@ def opened_devices(name:str) -> list[Compiled]:
 
 # **** properties for kernels of plain UOps ****
 @dataclass(frozen=True)
-class Means:
+class DeviceAbilities:
   """Abilities of a device that matter to kernels without matrix instructions. `local_memory` is the number of bytes of local memory that a workgroup
   may use. It is 0 if threads are faster without local memory. `serial` says that the device has no workgroups."""
   local_memory: int
   serial: bool = False
 
-def workgroups_of(device:str) -> Means|None:
+def workgroups_of(device:str) -> DeviceAbilities|None:
   """Returns what a device offers to kernels without matrix instructions: its local memory, and whether it has workgroups. Returns None if tinygrad
   renders neither C nor LLVM for the device."""
   opened = device_of(device)
   if not opened.renderers or not isinstance(renderer := opened.renderer, CStyleLanguage|LLVMRenderer): return None
-  if not renderer.has_local: return Means(0, serial=True)
-  return Means(0 if is_cpu(opened) else renderer.shared_max if renderer.has_shared else 0)
+  if not renderer.has_local: return DeviceAbilities(0, serial=True)
+  return DeviceAbilities(0 if is_cpu(opened) else renderer.shared_max if renderer.has_shared else 0)
 
 def is_cpu(device:Any) -> bool:
   """Tells whether a device is a CPU that runs OpenCL. Its local memory is then ordinary memory."""

@@ -47,7 +47,7 @@ def copied(u:UOp) -> UOp:
   return buffer.after(buffer.store(u))
 
 def buffers_of_function(uret:UOp) -> set[UOp]:
-  """Returns the buffers that belong to a FUNCTION, tinygrad's UOp for a call of a `@function`: the buffers that `new_buffer` made, and the buffers
+  """Returns the buffers that belong to a call of a `@function`, given as tinygrad's UOp FUNCTION: the buffers that `new_buffer` made, and the buffers
   without initial content that tinygrad's own code makes inside the function (`Tensor.invalids`)."""
   return of_tinygrad(uret) | {u for u in uret.backward_slice_with_self if u in own_buffers}
 
@@ -81,7 +81,7 @@ def with_inlined_functions(body:UOp) -> UOp:
   apart = [u for u in body.toposort(enter_calls=False) if u.op is Ops.FUNCTION and u.arg.precompile]
   return body.substitute({u: u.replace(arg=replace(u.arg, precompile=False)) for u in apart})
 
-def numbered(uret:UOp) -> UOp:
+def prepared_body(uret:UOp) -> UOp:
   """Prepares the expression that a `@function` computes, in place of tinygrad's own step for this. The buffers inside get the numbers -1, -2 and so
   on, so that equal functions are the same UOp. tinygrad's step gives the numbers 0, 1 and so on, one buffer after another: if the new number of a
   buffer is the present number of another, two buffers become one UOp."""
@@ -89,7 +89,7 @@ def numbered(uret:UOp) -> UOp:
 
 tinygrad_function = importlib.import_module("tinygrad.function")     # the package has the decorator under this name
 tinygrad_function.invalid_outputs = buffers_of_function     # type: ignore[attr-defined]
-for module in (tinygrad_function, gradient): module.renumber_invalid_outputs = numbered   # type: ignore[attr-defined]
+for module in (tinygrad_function, gradient): module.renumber_invalid_outputs = prepared_body   # type: ignore[attr-defined]
 
 def compact_params(body:UOp, all_args:tuple[UOp, ...]) -> tuple[UOp, tuple[UOp, ...]]:
   """Renumbers the PARAMs (UOps that stand for arguments) of an expression for a gradient from 0 on. Returns the expression with the arguments that it
@@ -103,9 +103,9 @@ gradient._compact_params = compact_params   # type: ignore[assignment]
 _wanted: list[set[int]] = []     # for each call being differentiated: indices of the sources whose gradients are wanted. The innermost is last
 
 def wanted_of(names:Iterable[str]) -> set[str]:
-  """Returns which gradients of a call are needed, by the names of the call's inputs. It answers inside a grad_fxn, the function that computes the
-  gradients of a call: tinygrad knows which are needed, but does not tell the grad_fxn. `names` has a name for each input of the call. Outside a
-  grad_fxn all names are returned, because every input may need a gradient."""
+  """Returns which gradients of a call are needed, by the names of the call's inputs. `names` has a name for each input. A grad_fxn, the function that
+  computes the gradients of a call, asks for this: tinygrad knows which gradients are needed, but does not tell the grad_fxn. Outside of a grad_fxn
+  all names are returned, because every input may need a gradient."""
   return {name for i, name in enumerate(names) if not _wanted or i in _wanted[-1]}
 
 def inside(own:Callable[..., Any]) -> Callable[..., Any]:

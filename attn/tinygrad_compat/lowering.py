@@ -48,8 +48,8 @@ def _changed(owner:Any, **new:Any) -> Iterator[None]:
     for name, value in old.items(): setattr(owner, name, value)
 
 def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> tuple[Any, Places]:
-  """Calls `make`, and notes where each UOp was made. Returns the result of `make`, and the place of each UOp: the innermost line on Python's call
-  stack whose file is not `internal`. Also forgets the ASTs that `ast_of` keeps, because a kept AST would not be made again."""
+  """Calls `make`, and records where each UOp was made. Returns the result of `make`, and the place of each UOp: the file and line of the innermost
+  call on Python's stack whose file is not `internal`. Also clears the cache of `ast_of`, because a cached AST would not be made again."""
   ast_of.cache_clear()
   places, create = Places(), UOpMetaClass.__call__
   def here() -> tuple[str, int]|None:

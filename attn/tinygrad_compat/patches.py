@@ -44,8 +44,8 @@ def survive_a_damaged_cache() -> None:
   helpers.db_connection = connection
 
 def method_of_tinygrad(name:str) -> FunctionType|None:
-  """Returns the function behind a method of Tensor if the method is tinygrad's own. Returns None if another library has replaced it. (With TRACEMETA
-  tinygrad wraps each method; a wrapped method is still tinygrad's own.)"""
+  """Returns the function behind a method of Tensor, or None if another library has replaced tinygrad's method. With the setting TRACEMETA tinygrad
+  wraps each method; a wrapped method still counts as tinygrad's own."""
   method, own = getattr(Tensor, name), next(vars(of)[name] for of in Tensor.__mro__[1:] if name in vars(of))
   return own if method is own or (method.__module__ == own.__module__ and inspect.unwrap(method) is own) else None
 

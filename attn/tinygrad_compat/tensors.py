@@ -21,8 +21,8 @@ def put_into_tensors(instead:dict[UOp, UOp]) -> None:
 
 def differentiated(outputs:UOp, sources:Sequence[UOp], gradients:Sequence[UOp|None], again:Callable[..., Any]) -> dict[int, UOp]:
   """Differentiates `outputs`, a tuple computed from placeholders (PARAMs) whose values are `sources`. `gradients` has the gradients of the outputs;
-  None stands for 0. Returns {index of a source: its gradient} for the float sources on which the outputs depend. Each gradient can be computed
-  separately. `again` is the function by which tinygrad would differentiate the gradients once more."""
+  None stands for 0. Returns the gradients of the float sources on which the outputs depend, by the index of the source; each can be computed
+  separately. `again` is the function by which tinygrad would differentiate these gradients once more."""
   slot, given = len(sources), []
   for g in gradients:
     given.append(new_uop(Ops.NOOP) if g is None else g.param_like(slot))

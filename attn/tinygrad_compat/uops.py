@@ -124,12 +124,12 @@ MOST_SINKS = 128     # kernels whose outputs are kept: a walk over an AST takes 
 
 @functools.lru_cache(MOST_SINKS)
 def output_params(sink:UOp) -> tuple[UOp, ...]:
-  """Returns the parameters of a kernel (tinygrad's PARAMs) to which its AST stores, in the order of their slots."""
+  """Returns the parameters (tinygrad's PARAMs) to which a kernel's AST stores, in the order of their numbers."""
   found = {target for u in sink.toposort() if u.op is Ops.STORE and (target := u.src[0].buf_uop).op is Ops.PARAM}
   return tuple(sorted(found, key=lambda u: u.arg.slot))
 
 def with_outputs(sink:UOp) -> UOp:
-  """Adds the outputs of a kernel to the sources of the SINK, the root of the kernel's AST."""
+  """Adds a kernel's outputs to the sources of the SINK, the root of the kernel's AST, so that they stay parameters of the compiled kernel."""
   return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
 
 def with_accesses(program:UOp, slots:Collection[int]) -> UOp:
