@@ -45,7 +45,7 @@ class Outcome:
 # ***** one call *****
 
 def in_attn(error:BaseException) -> bool:
-  """Tells whether attn raised an error. It also counts if `by_attn` raised the error, because attn had left the call to tinygrad."""
+  """Tells whether attn raised an error. An error of `by_attn`, which says that attn has left the call to tinygrad, counts, too."""
   last = traceback.extract_tb(error.__traceback__)[-1]
   return last.filename.startswith(str(ROOT/"attn")) or last.name == "by_attn"
 

@@ -346,7 +346,7 @@ class Posed:
     self.common()
 
   def poison(self) -> None:
-    """Replaces rows of k and v beyond the length, or before the start, of each sequence by NaN. They must have no effect."""
+    """Replaces rows of k and v by NaN that must have no effect: rows beyond the length, or before the start, of each sequence."""
     for name in ("k", "v"):
       if name == "v" and self.facts.get("v_dim"): continue
       self.outside[name] = self.outside[name].replace(f"x[{name!r}]", f"unseen(x[{name!r}], x)")

@@ -20,8 +20,8 @@ NAMES = ("clang", "comgr")   # values of ATTN_COMPILER
 # ***** the probe *****
 
 def _multiplies(i:int, m:Matrix) -> str:
-  """Returns C++ lines that load the operands of a matrix instruction from memory, execute the instruction and store its result. They are a part of
-  `probe_source`, the source that tests a compiler. `i` is a number that makes the names of their variables unique."""
+  """Returns C++ lines for `probe_source`, the source that tests a compiler: they load the operands of a matrix instruction from memory, execute the
+  instruction and store its result. The number `i` makes the names of the variables in these lines unique."""
   return f"""  typedef {VECTOR_ELEMENTS[m.operand_type]} operand{i} __attribute__((ext_vector_type({m.operand})));
   typedef float accumulator{i} __attribute__((ext_vector_type({m.accumulator})));
   operand{i} a{i} = ((operand{i}*)q)[lane];

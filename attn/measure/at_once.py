@@ -133,8 +133,8 @@ def flex_backward(row:FunctionRow, q:Any, k:Any, v:Any, do:Any) -> Callable[[], 
 
 def compare_ways(row:WaysRow, seed:int=0) -> dict[str, Any]:
   """Times the gradients of a problem in each of the three ways in which attn computes them, and PyTorch's backends if they have the problem's
-  options. Returns a row of the printed table: the milliseconds of each, and whether the gradients agree. They are compared with cuDNN's or
-  flex_attention's. If neither has the options, those of one kernel are compared with those of two."""
+  options. Returns a row of the printed table: the milliseconds of each, and whether attn's gradients agree with those of cuDNN or flex_attention. If
+  neither has the options, the gradients of one kernel are compared with those of two."""
   import torch
   torch.cuda.init()
   p = row.p

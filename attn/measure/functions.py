@@ -110,7 +110,8 @@ def in_thd(x:Tensor) -> Tensor:
   return x[0].permute(1, 0, 2).contiguous().realize()
 
 def flex_forward(inputs:list[Any], mask:Callable[..., Any], score:Callable[..., Any]|None=None) -> Callable[[], Any]:
-  """Returns a function that computes attention of `inputs` (q, k and v) by PyTorch's compiled flex_attention. Its block mask is made before."""
+  """Returns a function that computes attention of `inputs` (q, k and v) by PyTorch's compiled flex_attention. The block mask is made here, before the
+  returned function is called."""
   import torch
   from torch.nn.attention.flex_attention import create_block_mask, flex_attention
   flex, blocks = torch.compile(flex_attention), create_block_mask(mask, None, None, *[x.shape[2] for x in inputs[:2]], device="cuda")

@@ -49,7 +49,8 @@ def _capped(x:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
   return [softcap(y, unit.natural/p.softcap, p.softcap*at.unit.of_natural, terms) for y in x]
 
 def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
-  """Computes the derivative of softcap * tanh(score / softcap). It is 1 - tanh^2, where tanh comes from `after`, the scores after the term."""
+  """Computes the derivative of softcap * tanh(score / softcap), which is 1 - tanh^2. `after` has the scores after the term, from which tanh follows.
+  """
   tanhs = [ops.mul(y, 1/(at.p.softcap*at.unit.of_natural)) for y in after]
   return [ops.sub(ops.splat(1.0, ops.length(y)), ops.mul(y, y)) for y in tanhs]
 

@@ -35,8 +35,8 @@ def forget_oldest_kernels(prefix:str, most:int) -> None:
   for schedule_key in launched: del schedule.schedule_cache[schedule_key]
 
 def program_key(ast:UOp, renderer:Renderer) -> tuple[str, ...]:
-  """Returns a key for the compiled kernel (PROGRAM) that `renderer` makes of an AST. The key is also valid in other processes. It contains everything
-  that tinygrad's own key contains."""
+  """Returns a key for the compiled kernel (PROGRAM) that `renderer` makes of an AST. The key contains everything that tinygrad's own key contains,
+  and is also valid in other processes."""
   key, kind, *rest = to_program_key(ast, renderer)
   return (key.hex(), f"{kind.__module__}.{kind.__qualname__}", *map(str, rest))
 

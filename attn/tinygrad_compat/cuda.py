@@ -24,8 +24,8 @@ def dynamic_shared_name(name:str, nbytes:int) -> str:
   return name if nbytes <= STATIC_SHARED else f"{name}_smem{nbytes}"
 
 def shared_memory_text(x:UOp, text:str) -> str:
-  """Returns the declaration of a buffer in CUDA. `text` is tinygrad's declaration. It is changed to dynamic shared memory if the buffer is too large
-  for static shared memory."""
+  """Returns the declaration of a buffer in CUDA. `text` is tinygrad's declaration. If the buffer is too large for static shared memory, the returned
+  declaration is of dynamic shared memory."""
   if x.addrspace is not AddrSpace.LOCAL or x.max_numel()*x.dtype.itemsize <= STATIC_SHARED: return text
   return f"extern {text[:text.rindex('[')]}[];".replace("__align__(16)", "__align__(1024)")    # wgmma's swizzle depends on the address
 

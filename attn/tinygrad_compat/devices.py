@@ -35,7 +35,7 @@ def opened_devices(name:str) -> list[Compiled]:
 @dataclass(frozen=True)
 class DeviceAbilities:
   """Abilities of a device that matter to kernels without matrix instructions. `local_memory` is the number of bytes of local memory that a workgroup
-  may use. It is 0 if threads are faster without local memory. `serial` says that the device has no workgroups."""
+  may use, or 0 if threads are faster without local memory. `serial` says that the device has no workgroups."""
   local_memory: int
   serial: bool = False
 

@@ -77,7 +77,7 @@ def with_shared_outputs(body:UOp) -> UOp:
 
 def with_inlined_functions(body:UOp) -> UOp:
   """Marks every `@function` that another one calls as inlined. `body` is the expression that the outer function computes. tinygrad compiles only the
-  outermost function separately. It would leave an inner one with the option `precompile` in the schedule, and fail."""
+  outermost function separately, and fails at an inner one with the option `precompile`."""
   apart = [u for u in body.toposort(enter_calls=False) if u.op is Ops.FUNCTION and u.arg.precompile]
   return body.substitute({u: u.replace(arg=replace(u.arg, precompile=False)) for u in apart})
 

@@ -253,8 +253,8 @@ def test_explain(capsys):
     with pytest.raises(ValueError, match=r"scale=2: attention has no such option; it has causal, softmax_scale"): attn.explain(q, k, k, scale=2)
 
 def test_explain_on_nvidia():
-  """Dispatch on NVIDIA chooses mma.sync kernels also for calls with a score option, a length or a split. It does not choose three_pass, which
-  computes attention in tinygrad's tensor operations."""
+  """Dispatch on NVIDIA chooses mma.sync kernels also for calls with a score option, a length or a split, and not three_pass, which computes attention
+  in tinygrad's tensor operations."""
   for arch in ("sm_80", "sm_90"):
     with emulated(arch):
       q, k = draw(1, 8, 1, 64), draw(1, 1, 4096, 64)

@@ -1,5 +1,5 @@
-"""Tests of dropout. Its random bits are equal on every chip and statistically random. The kernels of every matrix unit drop elements of P, and of the
-gradient of P, by these bits. Every way to ask for dropout works."""
+"""Tests of dropout: its random bits are equal on every chip and statistically random; the kernels of every matrix unit drop elements of P, and of the
+gradient of P, by these bits; every way to ask for dropout works."""
 from __future__ import annotations
 import functools, itertools, re
 from collections.abc import Callable, Iterator

@@ -99,8 +99,8 @@ def test_lists_have_the_tiles_that_a_mask_leaves(name:str, over:str) -> None:
 
 @pytest.mark.parametrize("name, keys", (("documents", 400), ("squares", 400), ("causal stripes", 400), ("documents", 60), ("documents", 100)))
 def test_lists_say_when_a_block_has_its_turn(name:str, keys:int) -> None:
-  """Kernels that add to dq in a fixed order need a longer list of visible tiles. It begins with the usual list. Then comes a number for each tile:
-  how many blocks that start earlier have the tile in their lists, too."""
+  """Kernels that add to dq in a fixed order need a longer list of visible tiles: the usual list, followed by a number for each tile, namely how many
+  blocks that start earlier have the tile in their lists, too."""
   stripes = Case(lambda b, h, i, j: (i >= j) & ((i//50 + j//40) % 2).eq(0), lambda b, h, i, j: (i >= j) & ((i//50 + j//40) % 2 == 0))
   p = posed(CASES.get(name, stripes), B=1, H=4, Sq=keys - 70 if keys > 100 else 50, Sk=keys)
   d = documents(p)
@@ -126,7 +126,8 @@ class TensorCase:
 def ids(n:int, least:int=-4, most:int=5, seed:int=3) -> np.ndarray: return np.random.default_rng(seed).integers(least, most, n).astype(np.int32)
 def with_nan(n:int) -> np.ndarray: return np.where(np.arange(n) % 70 == 69, np.nan, np.arange(n)//64).astype(np.float32)
 def by_rows(mask:Callable[..., Any], rows:int, keys:int) -> Callable[..., Any]:
-  """Returns a mask function that takes a query's row in q. It calls `mask` with the query's position among the keys, rows - keys further."""
+  """Returns a mask function that takes a query's row in q as the index i. The returned function calls `mask` with the query's position among the
+  keys, which is larger by rows - keys."""
   return lambda b, h, i, j, *t: mask(b, h, i + (rows - keys), j, *t)
 
 TENSOR_CASES = {

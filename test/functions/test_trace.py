@@ -216,7 +216,7 @@ def test_tensors_that_are_taken() -> None:
       check(rows, mod(lambda s, h, i, j, t, view=view: s + view(h, i, j, t)), t)
 
 def test_a_view_of_a_tensor_is_checked_like_the_tensor() -> None:
-  """An index beyond the end of a flipped or permuted tensor is an error. It does not read another element of the buffer."""
+  """An index beyond the end of a flipped or permuted tensor is an error, and does not read another element of the tensor's buffer."""
   for function, axis in ((lambda s, b, h, i, j, t: s + t.permute((1, 0))[0, 2], 0), (lambda s, b, h, i, j, t: s + t.flip((1,))[0, 5], 1)):
     with pytest.raises(ValueError, match=f"reads index -?[12] of axis {axis} of a tensor of shape"): call(on_emulator(), score=function)
   assert scored(lambda s, b, h, i, j, t: s + t.permute((1, 0))[j, h]) is scored(lambda s, b, h, i, j, t: s + t[h][j])

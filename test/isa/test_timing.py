@@ -193,7 +193,7 @@ def test_trips_of_causal_problems() -> None:
   assert trips_of_blocks(p, Division(64, 32)) == [2, 4, 6, 8] and trips_of_blocks(p, Division(64, 32, keys=True)) == [16, 12, 8, 4]
 
 def test_a_problem_takes_its_trips_and_edges() -> None:
-  """The timing model predicts the time of a problem whose workgroups fill 304 compute units once. It is the time of 8 loop iterations and of the
+  """The timing model predicts the time of a problem whose workgroups fill 304 compute units once: the time of 8 loop iterations and of the
   instructions before and after the loop, at 2.1 GHz."""
   timing, card = timing_of(kernel()), next(c for c in CHIPS["gfx942"].cards if c.name == "MI300X")
   p = Problem(1, 304*timing.groups, 304*timing.groups, 128, 256, 64, 64, softmax_scale=0.125)

@@ -296,9 +296,9 @@ def test_planted_fault_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant:Callable[[
     check_backward_kernels("sm_90", H=2, Hkv=1, Sq=350, Sk=70, D=16, causal=True, only="dkdv", extras=dict(alibi_slopes=floats(2)**2))
 
 def test_warpgroups_skip_tiles_that_they_do_not_see(monkeypatch:pytest.MonkeyPatch) -> None:
-  """A warpgroup starts no products for a tile in which its rows see nothing. The causal mask here leaves two workgroups of two warpgroups each with
-  two and four tiles. In one tile of each workgroup one warpgroup sees nothing. It then starts none of the three products of the dq kernel, and two of
-  the four products of the kernel of dk and dv."""
+  """A warpgroup starts no products for a tile in which its rows see nothing. Two workgroups have two warpgroups each, and loop over two and four
+  tiles under this causal mask. In one tile of each workgroup, the rows of one warpgroup see nothing. This warpgroup starts none of the three products
+  of the dq kernel, and two of the four products of the kernel of dk and dv."""
   started = count_products(monkeypatch)
   check_backward_kernels("sm_90", H=1, Sq=256, Sk=256, D=128, causal="top-left")
   assert sum(started) == 3*(12 - 2) + 4*12 - 2*2

@@ -212,7 +212,8 @@ def drawn(*shape:int, seed:int=0) -> np.ndarray: return np.random.default_rng(se
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", UNITS)
 def test_kernel_by_dispatch(arch:str, D:int=264) -> None:
-  """Dispatch chooses the latent kernels for rows that are too long for the forward kernel. They read a view of a larger tensor in place."""
+  """Dispatch chooses the latent kernels for rows that are too long for the forward kernel. The latent kernels read a view of a larger tensor in
+  place."""
   q, whole = drawn(1, 8, 2, D), drawn(2, 1, 40, D, seed=1)
   with emulated(arch):
     k = tensor(whole, "float16").realize()[1:]
@@ -238,8 +239,8 @@ def test_no_kernel_has_its_gradient() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch, D, Dv", (("gfx942", 32, 20), ("sm_80", 264, 257)))
 def test_gradient(arch:str, D:int, Dv:int) -> None:
-  """tinygrad computes the gradient of a call with v_dim, in which V is the first v_dim columns of K, from tensor operations. It equals the gradient
-  of a call with separate K and V: the gradient of K gets that of V added in its first columns."""
+  """A call with v_dim takes V from the first v_dim columns of K, and tinygrad computes its gradient from tensor operations. The gradient of K equals
+  that of a call with separate K and V, where the gradient of V is added to the first columns of the gradient of K."""
   with emulated(arch):
     q, k = (tensor(x, "float16").realize() for x in (drawn(1, 4, 3, D), drawn(1, 1, 40, D, seed=1)))
     found, want = (attn.attention(q, k, v, causal=True, **options).float().square().sum().gradient(q, k)

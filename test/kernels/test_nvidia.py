@@ -58,8 +58,8 @@ def test_scores_too_large_for_one_fma(chip:str, value:int, scale:float) -> None:
 @in_turn("D, on", WIDTHS, [(chip, *mask) for mask in DTYPES_AND_MASKS for chip in ("sm_80", "sm_86", "sm_89")],
          [pytest.param(("CUDA", *mask), marks=pytest.mark.gpu) for mask in DTYPES_AND_MASKS], every=2)
 def test_head_dimensions(D:int, on:tuple[str, str, bool|str]) -> None:
-  """The mma.sync kernel is right for each head dimension, in float16 and bfloat16, with causal masks that begin at the top left or end at the bottom
-  right. It uses the tiles of large grids, on a problem of few heads."""
+  """The mma.sync kernel is right for each head dimension, with the tiles of large grids on a problem of few heads: in float16 and bfloat16, with
+  causal masks that begin at the top left or end at the bottom right."""
   chip, dtype, causal = on
   check(chip, H=4, Hkv=2, Sq=150, Sk=203, D=D, dtype=dtype, causal=causal)
 

@@ -1,5 +1,5 @@
-"""Tests of the textbook kernel, which computes attention in plain UOps on one page of code. It is right on every input of the other kernels' tests,
-and a planted fault gives an error above its limit (docs/contract.md)."""
+"""Tests of the textbook kernel, which computes attention in plain UOps on one page of code. The kernel is right on every input of the other kernels'
+tests, and a planted fault gives an error above its limit (docs/contract.md)."""
 from __future__ import annotations
 import inspect, os, sys
 from collections.abc import Callable

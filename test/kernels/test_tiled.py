@@ -227,8 +227,8 @@ def operations(x:UOp, y:UOp, word:UOp, place:UOp, dtype:str) -> list[UOp]:
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_an_operation_means_the_same_in_plain_uops(dtype:str) -> None:
-  """attn's operations are defined twice: as a numpy function for the emulator, and in plain UOps for devices that lack the operation. Both give equal
-  numbers on the emulator."""
+  """Many of attn's operations can be computed in two ways: on the emulator by a numpy function, and in plain UOps on devices that lack the operation.
+  Both give equal numbers."""
   n, rng = 64, np.random.default_rng(0)
   given = rng.standard_normal((2, n)).astype(np.float32), rng.integers(0, 2**31, n).astype(np.uint32)
   count = len(operations(*[UOp.const(1.0, dtypes.float)]*2, *[UOp.const(1, t) for t in (dtypes.uint, dtypes.int)], dtype))

@@ -449,8 +449,8 @@ def test_transposed_bits() -> None:
   np.testing.assert_array_equal(got, words(rows.transpose(0, 3, 2, 1)))
 
 def test_correction_of_rows() -> None:
-  """`correct` raises the number that the softmax subtracts from a row's scores to the row's maximum, here for two rows that four lanes share. It then
-  makes the accumulators and P relative to the new number."""
+  """`correct` raises the number that the softmax subtracts from a row's scores to the row's maximum, and makes the accumulators and P relative to the
+  new number. Here two rows are shared by four lanes."""
   rng, lanes, scale = np.random.default_rng(0), Wave(NVIDIA), 0.18
   threads, x = len(lanes.active), by_rows((LANE,), tiles=1, scale=scale)
   names = ("reference", "bias", "l", "acc", "p", "scores", "part")

@@ -222,9 +222,9 @@ def test_median_of_readings() -> None:
 
 @in_turn("arch, dtype", ("gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_90"), ("float16", "bfloat16"))
 def test_the_matrix_loop_computes_what_it_counts(arch:str, dtype:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """A matrix loop is the kernel that measures the rate of a matrix instruction alone. It computes as many products as its `flops` counts. The
-  operands are random, and the sum of all results must equal the sum over k of (sum of A's column k) times (sum of B's row k). On sm_90 the test
-  instead compares `flops` with the number of wgmma products that the emulator counts."""
+  """A matrix loop, the kernel that measures the rate of a matrix instruction alone, computes as many products as its `flops` counts. The operands are
+  random, and the sum of all results must equal the sum over k of (sum of A's column k) times (sum of B's row k). On sm_90 the test instead compares
+  `flops` with the number of wgmma products that the emulator counts."""
   loop = matrix_loop(get_chip(arch), dtype)
   assert loop is not None
   started = count_products(monkeypatch)
