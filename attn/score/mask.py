@@ -35,8 +35,8 @@ class Mask:
 
   plain: the mask in tensor operations
 
-  each: for a mask that may hide keys inside this interval: says for each score that a lane holds whether the query sees the key. None: the mask is
-  always an interval. A problem uses `each` if its field with the mask's name is not None
+  each: for a mask that may hide keys inside this interval: returns for each score that a lane holds whether the query sees the key. None: the mask is
+  always an interval. A problem has this mask if the problem's field with the mask's name is not None
 
   moves: whether the mask stays right if queries and keys are both counted from a later row. Devices that share a sequence count rows from their own
   first one"""

@@ -215,9 +215,8 @@ def test_refused() -> None:
 
 @pytest.mark.parametrize("starts, there", (((14, -2), (14, 15, 16)), ((5, 16), (5, 6, 7))))
 def test_rows_that_do_not_fit_are_dropped(starts:tuple[int, ...], there:tuple[int, ...]) -> None:
-  """If only the device knows the lengths, append drops new rows for which the block table has no page. In an earlier version such rows went through
-  table entries of the next sequence, which the emulator reported as two rows in one place; rows of the last sequence read past the end of the table.
-  """
+  """If only the device knows the lengths, append drops new rows for which the block table has no page. In an earlier version, such a row used a table
+  entry of the next sequence, and the emulator reported two rows in one place; for the last sequence, the kernel read past the end of the table."""
   with emulated("gfx942"):
     k, v = attn.empty_paged_cache(4, 8, HKV, D, device="EMU")
     new = draw(2, HKV, 3, D)

@@ -54,8 +54,8 @@ def test_cards_and_machines_belong_to_one_chip() -> None:
   assert {name for name, chip in CHIPS.items() if chip.machine} == set(MODELLED) == {chip.name for chip, _ in RATED.values()}
 
 def test_a_chip_has_the_registers_for_a_wave_and_lds_for_a_workgroup() -> None:
-  """Each chip's numbers are consistent: the registers of a wave are at most those of a SIMD, and registers and LDS are multiples of the sizes in
-  which they are allocated."""
+  """Each chip's numbers are consistent: the registers of a wave are at most those of a SIMD (on CDNA one wave may use all of them, on RDNA at most a
+  quarter), and registers and LDS are multiples of the sizes in which they are allocated."""
   for chip in map(CHIPS.__getitem__, MODELLED):
     assert chip.registers % chip.granule == 0 and chip.registers >= chip.vgprs and chip.lds % chip.pipes.lds_granule == 0, chip
 

@@ -215,6 +215,7 @@ def test_a_softcap_takes_its_derivative_from_its_value() -> None:
   value = (SCORE/30).tanh()*30
   there = set(committed(value.simplify()).toposort())
   added = [u for u in derivative(value, SCORE).toposort() if u not in there and u.op is not Ops.CONST]
+  # With r = 1/(1 + 2^y) of the value: r*r, its product with -1 (a part of a fused multiply-add), r - r*r, and one product.
   assert [u.op for u in added] == [Ops.MUL, Ops.MUL, Ops.ADD, Ops.MUL] and added[-1].src[1].val == 4.0
 
 def test_the_same_function_has_the_same_derivative() -> None:

@@ -1,5 +1,5 @@
 """Tests of attn/functions/trace.py, and of what `attention` does with a score_mod or mask_mod before a kernel runs: which functions and tensors it
-refuses and with which message, and when it calls the function or compiles a kernel again."""
+refuses and with which message, which UOps it makes of the others, and when it calls the function or compiles a kernel again."""
 from __future__ import annotations
 import functools, itertools, random, types
 from collections.abc import Callable
