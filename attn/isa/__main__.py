@@ -17,7 +17,7 @@ with needs("isa", "python -m attn.isa", __name__):
   from click.core import ParameterSource
   from rich.console import Console
   from attn.isa import check, costs, table
-  from attn.isa.timing import costs_file, decoding, drawing, kernels, tables
+  from attn.isa.timing import costs_file, decoding, drawing, kernels, published, tables
 
 class ReportByDefault(click.Group):
   """Group of commands in which `python -m attn.isa WHAT` means `python -m attn.isa report WHAT`."""
@@ -211,6 +211,28 @@ def decoding_command(write:Path|None) -> None:
   text = decoding.decoding_table()
   if write is None: click.echo(text, nl=False)
   else: write.write_text(text)
+
+TABLES = Path(__file__).resolve().parents[2]/"docs"/"data"
+
+@main.command("published")
+@click.option("--tables", type=click.Path(exists=True, file_okay=False, path_type=Path), default=TABLES,
+              help="Folder of timing_published.csv and timing_kernels.csv. [default: docs/data]")
+@click.option("--code", type=click.Path(exists=True, file_okay=False, path_type=Path),
+              help="Step the machine code in this folder anew: the files that the column `code` of timing_kernels.csv names.")
+@click.option("--write", is_flag=True, help="Write timing_predicted.csv into the folder, and with --code also timing_kernels.csv.")
+def published_command(tables:Path, code:Path|None, write:bool) -> None:
+  """Predict kernels of other projects beside their published speeds."""
+  peers = published.peer_kernels_in((tables/"timing_kernels.csv").read_text())
+  if code is not None: peers = published.restepped(peers, code, _text_of)
+  rows = published.predicted_rows((tables/"timing_published.csv").read_text(), peers)
+  if write:
+    (tables/"timing_predicted.csv").write_text(published.text_of_rows(rows))
+    if code is not None: (tables/"timing_kernels.csv").write_text(published.text_of_kernels(peers))
+  else: click.echo(published.text_of_rows(rows), nl=False)
+  for share in (0.15, 0.3):
+    found = published.predictions_within(rows, share)
+    click.echo(f"within {share:.0%} of the published figure: {found['sustained']} of {found['all']} at the sustained clock, {found['rated']} at the "
+               "rated clock", err=True)
 
 @main.command("costs")
 @click.option("--compilers", is_flag=True, help=f"Under clang {', '.join(map(str, OLDER))}, which pip gets once, instead of the one in use.")

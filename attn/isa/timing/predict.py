@@ -11,6 +11,7 @@ iteration are the cycles in which all these workgroups make one iteration. The p
 from __future__ import annotations
 import math
 from dataclasses import dataclass
+from typing import Protocol
 from attn.chips import Card, Chip
 from attn.isa.report import GRADIENTS, PRODUCTS, LoopProducts
 from attn.isa.timing.memory import GroupWork, starting_order, makespan_in_order, rows_fetched
@@ -18,6 +19,19 @@ from attn.isa.timing.trips import Timing
 from attn.kernels.parts.grid.tensors import all_arguments, arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.program.counts import ceildiv
 from attn.problem import BYTES, Problem, Shapes
+
+class CodeTime(Protocol):
+  """What a prediction takes from a kernel's machine code. `Timing` has it, and more."""
+  @property
+  def chip(self) -> Chip: ...
+  @property
+  def groups(self) -> int: ...                 # workgroups on a compute unit
+  @property
+  def whole_processor(self) -> bool: ...       # RDNA: a workgroup runs on both compute units of a pair
+  @property
+  def cycles(self) -> float: ...               # of one iteration of every loop
+  @property
+  def edges(self) -> int: ...                  # cycles of a workgroup before and after its loops
 
 @dataclass(frozen=True)
 class Division:
@@ -110,7 +124,7 @@ def bytes_of_levels(p:Problem, x:Division, work:list[GroupWork], chip:Chip, slot
     fetched = rows_fetched(work, slots, caches.shared/trip)
   return {**found, "memory": moved + (fetched - once)*trip}
 
-def predict(p:Problem, timing:Timing, x:Division, card:Card, ghz:float|None=None) -> Prediction:
+def predict(p:Problem, timing:CodeTime, x:Division, card:Card, ghz:float|None=None) -> Prediction:
   """Predicts the time of a problem on a card, at the clock `ghz` or by default at the card's rated clock. Raises ValueError if the clock is not
   known."""
   clock, chip = ghz or card.ghz, timing.chip
@@ -122,7 +136,7 @@ def predict(p:Problem, timing:Timing, x:Division, card:Card, ghz:float|None=None
   return Prediction(card, clock, sum(w.trips for w in work)/len(work), cycles/(clock*1e9), bytes_of_levels(p, x, work, chip, slots),
                     {level: rate for level, rate in rates.items() if rate}, flops)
 
-def at_both_clocks(p:Problem, timing:Timing, x:Division, card:Card) -> tuple[Prediction, Prediction|None]:
+def at_both_clocks(p:Problem, timing:CodeTime, x:Division, card:Card) -> tuple[Prediction, Prediction|None]:
   """Predicts the time of a problem on a card at the rated clock, and at the clock that the card sustains under matrix work. The sustained clock is
   derived from the fastest published GEMM on this card. The second prediction is None if no such GEMM is known."""
   clock = timing.chip.sustained(card)

@@ -1,0 +1,161 @@
+"""Predicts the kernels of other projects whose speed was published: the table docs/data/timing_predicted.csv.
+
+Two tables are read. docs/data/timing_published.csv has the published speeds. docs/data/timing_kernels.csv names the machine code of the kernels. That
+code is not in this repository, so the table also has what the model of time found in the code, such as the cycles of a loop iteration. The model of
+time adds the grid, the caches and the clock of the card."""
+from __future__ import annotations
+import csv, io, re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from attn.chips import CHIPS, Card, Chip, get_chip
+from attn.chips.family import GEMM_USE
+from attn.isa.timing.predict import Division, Prediction, at_both_clocks, walked_in_a_trip
+from attn.isa.timing.trips import timing_of
+from attn.problem import Problem
+
+PREDICTED_COLUMNS = ("#", "chip", "kernel", "published", "at the rated clock", "ratio", "at the sustained clock", "ratio")
+SHAPE_CELL = re.compile(r"(\d+), (\d+)(?:/(\d+))?, (\d+)(?: queries of (\d+) keys)?, (full|causal)")
+MFMA_FLOPS = 2*32*32*8     # operations of the matrix instruction whose cycles rows 10 and 11 give
+OWN_QUERIES, OWN_KEYS = "queries", "keys of a query head"     # what a workgroup owns: the column `owns`
+NO_CODE = "no machine code"     # value of the column `owns`: `code` then says why the kernel is not predicted
+
+@dataclass(frozen=True)
+class PeerKernel:
+  """PredictedRow of docs/data/timing_kernels.csv: a kernel of another project, and what the model of time found in its machine code."""
+  rows: str              # numbers of the kernel's rows in docs/data/timing_published.csv
+  kernel: str
+  source: str            # project and commit, or compiler and settings
+  code: str              # path of the code object or assembly
+  chip: str = ""
+  D: int = 0
+  owns: str = OWN_QUERIES
+  own: int = 0           # rows that a workgroup owns
+  products: str = "1 1"  # matrix products of an iteration with a side D, and with a side Dv
+  order: str = ""        # heads of which workgroups run together: all, or one
+  lds: str = ""          # LDS bytes and threads that the text does not name
+  threads: str = ""
+  walked: float = 0      # rows that an iteration reads
+  groups: int = 0        # workgroups on a compute unit
+  whole: str = ""        # yes: a workgroup runs on both compute units of a pair
+  cycles: float = 0      # of an iteration
+  edges: int = 0         # cycles of a workgroup before and after its iterations
+  @property
+  def whole_processor(self) -> bool: return self.whole == "yes"
+
+@dataclass(frozen=True)
+class StepsOfPeer:
+  """The cycles that the model of time found in a kernel's code, in the form that `predict` takes."""
+  chip: Chip
+  groups: int
+  whole_processor: bool
+  cycles: float
+  edges: int
+
+@dataclass(frozen=True)
+class PredictedRow:
+  """PredictedRow of docs/data/timing_predicted.csv."""
+  number: str
+  chip: str
+  kernel: str
+  published: float
+  rated: float|None = None          # predicted at the card's rated clock
+  sustained: float|None = None      # predicted at the clock that the card sustains under matrix work
+  why_not: str = ""
+  @property
+  def ratios(self) -> tuple[float|None, float|None]:
+    """Predicted over published, at the rated and at the sustained clock. If the published figure depends on no clock, the two are equal."""
+    rated = None if self.rated is None else self.rated/self.published
+    return rated, rated if self.sustained is None else self.sustained/self.published
+  def cells(self) -> list[str]:
+    if self.rated is None: return [self.number, self.chip, self.kernel, f"{self.published:g}", self.why_not, "", "", ""]
+    rated, sustained = self.ratios
+    later = ["", ""] if self.sustained is None else [f"{self.sustained:.4g}", f"{sustained:.2f}"]
+    return [self.number, self.chip, self.kernel, f"{self.published:g}", f"{self.rated:.4g}", f"{rated:.2f}", *later]
+
+# ***** what the model finds in machine code *****
+
+def stepped_peer(kernel:PeerKernel, text:str) -> PeerKernel:
+  """Returns a row of docs/data/timing_kernels.csv with the cycles that the model of time finds in the kernel's assembly text."""
+  d_side, dv_side = map(int, kernel.products.split())
+  lds, threads = (int(x) if x else None for x in (kernel.lds, kernel.threads))
+  timing = timing_of(text, kernel.chip, kernel.D, lds=lds, threads=threads, products=((d_side, dv_side),))
+  return replace(kernel, walked=walked_in_a_trip(timing, kernel.own), groups=timing.groups, whole="yes" if timing.whole_processor else "no",
+                 cycles=timing.cycles, edges=timing.edges)
+
+def restepped(kernels:Iterable[PeerKernel], folder:Path, read:Callable[[Path], str]) -> list[PeerKernel]:
+  """Returns the rows of docs/data/timing_kernels.csv, with new cycles for the kernels whose machine code lies in `folder`. `read` returns the
+  assembly of a file."""
+  return [stepped_peer(x, read(folder/x.code)) if x.own and (folder/x.code).is_file() else x for x in kernels]
+
+# ***** the two tables that are read *****
+
+NUMBER_COLUMNS: dict[type[int]|type[float], tuple[str, ...]] = {int: ("D", "own", "groups", "edges"), float: ("walked", "cycles")}
+
+def peer_kernels_in(text:str) -> list[PeerKernel]:
+  def kernel(row:Mapping[str, str]) -> PeerKernel:
+    cells: dict[str, Any] = dict(row)
+    for kind, names in NUMBER_COLUMNS.items(): cells |= {name: kind(row[name] or 0) for name in names}
+    return PeerKernel(**cells)
+  return [kernel(row) for row in csv.DictReader(io.StringIO(text))]
+
+def text_of_kernels(kernels:Iterable[PeerKernel]) -> str:
+  def cell(value:object) -> str: return "" if not value else f"{value:.10g}" if isinstance(value, float) else str(value)
+  return _csv(tuple(PeerKernel.__dataclass_fields__), ([cell(x) for x in vars(kernel).values()] for kernel in kernels))
+
+def _csv(head:Iterable[str], rows:Iterable[Iterable[str]]) -> str:
+  out = io.StringIO()
+  csv.writer(out, lineterminator="\n").writerows([head, *rows])
+  return out.getvalue()
+
+# ***** the predictions *****
+
+def card_of(name:str) -> tuple[Chip, Card]: return next((chip, card) for chip in CHIPS.values() for card in chip.cards if card.name == name)
+
+def problem_of_cell(shape:str, kernel:PeerKernel) -> Problem:
+  """Returns the problem that a cell of the column `shape` names, such as 4, 64/8, 8192, causal. Raises ValueError for a cell of another form."""
+  if (found := SHAPE_CELL.match(shape)) is None: raise ValueError(f"shape {shape!r}: must be B, H[/Hkv], N[ queries of M keys], full or causal")
+  b, h, hkv, n, m = (int(x) if x else 0 for x in found.groups()[:5])
+  if kernel.owns == OWN_KEYS: hkv = h     # each query head has workgroups of its own
+  return Problem(b, h, hkv or h, n, m or n, kernel.D, kernel.D, dtype="bfloat16", out_dtype="bfloat16", softmax_scale=kernel.D**-0.5,
+                 window=(-1, 0 if found[6] == "causal" else -1))
+
+def of_peer(kernel:PeerKernel, shape:str, card:Card) -> tuple[Prediction, Prediction|None]:
+  """Predicts a kernel for the problem of a row, at the card's rated clock and at the clock that the card sustains under matrix work."""
+  d_side, dv_side = map(int, kernel.products.split())
+  division = Division(kernel.own, kernel.walked, kernel.owns == OWN_KEYS, ((d_side, dv_side),), together=1 if kernel.order == "one" else 0)
+  steps = StepsOfPeer(get_chip(kernel.chip), kernel.groups, kernel.whole_processor, kernel.cycles, kernel.edges)
+  return at_both_clocks(problem_of_cell(shape, kernel), steps, division, card)
+
+def cycles_of_mfma(kernel:PeerKernel) -> float:
+  """Predicts the cycles that pass on a SIMD for each matrix instruction of MFMA_FLOPS operations in the kernel's hot loop."""
+  flops = kernel.walked*kernel.own*4*kernel.D*kernel.groups/get_chip(kernel.chip).pipes.simds
+  return kernel.cycles*MFMA_FLOPS/flops
+
+def predicted_rows(published:str, kernels:Iterable[PeerKernel]) -> list[PredictedRow]:
+  """Predicts every row of docs/data/timing_published.csv, whose text is `published`. A GEMM is not stepped. At the rated clock it is predicted to use
+  the matrix units for the time GEMM_USE, and at the sustained clock to be as fast as the fastest published GEMM of its card."""
+  by_row = {number: kernel for kernel in kernels for number in kernel.rows.split()}
+  found, shape = list[PredictedRow](), ""
+  for row in csv.DictReader(io.StringIO(published)):
+    if (kernel := by_row.get(row["#"])) is None: raise ValueError(f"row {row['#']} of timing_published.csv: no kernel of timing_kernels.csv names it")
+    shape = shape if row["shape (B, H/Hkv, N)"] == "the same" else row["shape (B, H/Hkv, N)"]
+    line = PredictedRow(row["#"], row["chip"], f"{kernel.kernel}: {shape}", float(row["published"].split()[0]))
+    if kernel.owns == NO_CODE: found.append(replace(line, why_not=kernel.code))
+    elif shape.startswith("cycles"): found.append(replace(line, rated=cycles_of_mfma(kernel)))
+    elif not kernel.own:
+      chip, card = card_of(row["chip"])
+      found.append(replace(line, rated=GEMM_USE*chip.peak(card), sustained=card.gemm))
+    else:
+      rated, sustained = of_peer(kernel, shape, card_of(row["chip"])[1])
+      found.append(replace(line, rated=rated.tflops, sustained=sustained.tflops if sustained else None))
+  return found
+
+def predictions_within(rows:Iterable[PredictedRow], share:float) -> Mapping[str, int]:
+  """Counts the predictions that differ from the published figure by at most `share`, at each clock, and all predictions."""
+  ratios = [x.ratios for x in rows if x.rated is not None]
+  near = [[r is not None and abs(r - 1) <= share for r in pair] for pair in ratios]
+  return {"rated": sum(x for x, _ in near), "sustained": sum(x for _, x in near), "all": len(ratios)}
+
+def text_of_rows(rows:Iterable[PredictedRow]) -> str: return _csv(PREDICTED_COLUMNS, (x.cells() for x in rows))
