@@ -5,7 +5,7 @@ from attn import values
 from attn.calls.placement import Placement
 from attn.ops.dropout import STEPS_OF_P, kept_elements
 from attn.problem import Problem, check_dropout_p
-from attn.tinygrad_compat import Tensor, dtypes
+from attn.tinygrad_compat import Tensor, dtypes, rand_then
 from attn.values import static_shape
 
 def check_seed(name:str, x:Any) -> Tensor:
@@ -14,11 +14,15 @@ def check_seed(name:str, x:Any) -> Tensor:
   if (shape := static_shape(name, x.shape)) != (2,): raise ValueError(f"{name} has shape {shape}: must be (2,)")
   return x
 
+def seed_from(x:Tensor) -> Tensor:
+  """Makes a dropout seed, uint32 (2), of four random fp32 numbers."""
+  halves = (x*STEPS_OF_P).cast(dtypes.uint)
+  return (halves[0]*STEPS_OF_P + halves[1]).contiguous()
+
 def drawn_seed(at:Placement) -> Tensor:
   """Draws a dropout seed, uint32 (2), from tinygrad's random generator, on the first device of `at`. The generator gives fp32 numbers, which hold 16
   random bits without rounding, but not 32. So each of the two numbers is joined from two random 16-bit numbers."""
-  halves = (Tensor.rand(2, 2, device=at.device if isinstance(at.device, str) else at.device[0])*STEPS_OF_P).cast(dtypes.uint)
-  return (halves[0]*STEPS_OF_P + halves[1]).contiguous()
+  return rand_then((2, 2), at.device if isinstance(at.device, str) else at.device[0], seed_from)
 
 def first_of_each(at:Placement, p:Problem) -> Tensor:
   """Returns for each device the index of the device's first batch and of the first head in the whole tensors, for tensors sharded along batch or

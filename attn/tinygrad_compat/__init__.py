@@ -2,8 +2,8 @@
 test/tinygrad_compat/test_compat.py checks every name and signature used here: another version fails with one clear sentence and not somewhere later.
 
 The rest of attn imports tinygrad's names from here, some of them wrapped by these modules: uops.py constructs UOps, lowering.py lowers kernels,
-caches.py handles tinygrad's caches of kernels, patches.py and cuda.py change tinygrad's behaviour, functions.py does so for `@function`, tensors.py
-and devices.py query tensors and devices, timers.py times kernels."""
+caches.py handles tinygrad's caches of kernels, draws.py draws random numbers, patches.py and cuda.py change tinygrad's behaviour, functions.py does
+so for `@function`, tensors.py and devices.py query tensors and devices, timers.py times kernels."""
 from attn.tinygrad_compat.version import TINYGRAD_VERSION   # first, because it checks tinygrad's version
 from attn.tinygrad_compat import release as release     # second, because it checks what the other modules import
 with release.imports_of_the_release():
@@ -20,6 +20,7 @@ with release.imports_of_the_release():
   from attn.tinygrad_compat.cuda import adapt_cuda, dynamic_shared_name, shared_memory_text, with_selected_inputs
   from attn.tinygrad_compat.devices import (DeviceAbilities, c_compiler, card_facts, comgr_compiler, comgr_version, decode_instruction, device_of,
                                             double_transcendentals, opened_devices, without_comgr, workgroups_of)
+  from attn.tinygrad_compat.draws import rand_then
   from attn.tinygrad_compat.functions import copied, inside_function, new_buffer, wanted_of
   from attn.tinygrad_compat.lowering import Places, compile_at_once, lower, lowered_with_places, made_with_places, statements, tinygrad_folder
   from attn.tinygrad_compat.patches import (Rerouted, ToProgram, around_gradients, equality_as_uops, levels_to_caller, maker_of_latent_cache,
@@ -40,6 +41,7 @@ __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "Buffer
            "double_transcendentals", "dtypes", "dynamic_shared_name", "elf_loader", "equality_as_uops", "exec_alu", "flat_element",
            "foreign_cuda_context", "forget_oldest_kernels", "inside_function", "launch_of", "levels_to_caller", "lower", "lowered_with_places",
            "made_with_places", "make_current", "maker_of_latent_cache", "method_of_tinygrad", "new_buffer", "new_uop", "on_top", "opened_devices",
-           "program_key", "program_of_launch", "programs_through", "put_into_tensors", "remembered", "run_alone", "shared_memory_text", "spec_names",
-           "statements", "strong_dtype", "survive_a_damaged_cache", "tinygrad_folder", "vector_dtype", "view_of_placeholder", "wanted_of",
-           "watch_kernels", "with_accesses", "with_outputs", "with_params", "with_selected_inputs", "without_comgr", "workgroups_of", "written_to"]
+           "program_key", "program_of_launch", "programs_through", "put_into_tensors", "rand_then", "remembered", "run_alone", "shared_memory_text",
+           "spec_names", "statements", "strong_dtype", "survive_a_damaged_cache", "tinygrad_folder", "vector_dtype", "view_of_placeholder",
+           "wanted_of", "watch_kernels", "with_accesses", "with_outputs", "with_params", "with_selected_inputs", "without_comgr", "workgroups_of",
+           "written_to"]

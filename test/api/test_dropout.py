@@ -11,6 +11,8 @@ from tinygrad import TinyJit
 import attn
 from attn import flash_attn
 from attn.api import launch
+from attn.api.dropout import drawn_seed, seed_from
+from attn.calls.placement import Placement
 from attn.chips import get_chip
 from attn.choose.dispatch import choose_tile, forward_of
 from attn.kernels.amd import backward as amd_backward, forward as amd_forward
@@ -325,6 +327,26 @@ def test_a_seed_is_drawn() -> None:
     dv, = total.gradient(v)
     Tensor.realize(total, dv)
     np.testing.assert_allclose((array(dv)*array(v)).sum(), total.numpy(), atol=0.02)
+
+def seeds_by(draw_one:Callable[[], Tensor], random_dtype:str) -> list[list[float]]:
+  """Draws seeds: four that are realized one after another, with a draw of the user's after each of them, and four that are realized together,
+  with a last draw of the user's. Returns all of the numbers. `random_dtype` is the user's default dtype of random numbers."""
+  with Context(DEFAULT_FLOAT=random_dtype):
+    Tensor.manual_seed(7)
+    apart = [(draw_one().tolist(), Tensor.rand(3).tolist()) for _ in range(4)]
+    together = [draw_one() for _ in range(4)] + [Tensor.rand(2)]
+    Tensor.realize(*together)
+    return [*itertools.chain(*apart), *[x.tolist() for x in together]]
+
+@pytest.mark.parametrize("random_dtype", ["float32", "float16"])
+def test_seeds_are_those_of_tinygrads_generator(random_dtype:str) -> None:
+  """A seed is computed from four numbers of `Tensor.rand` in float32, whatever the default dtype is, and the user's own draws are as if `Tensor.rand`
+  had drawn them. attn does not call `Tensor.rand` for each seed, so both are compared."""
+  with emulated("gfx942"):
+    at = Placement("EMU")
+    got = seeds_by(lambda: drawn_seed(at), random_dtype)
+    assert got == seeds_by(lambda: seed_from(Tensor.rand(2, 2, dtype=dtypes.float)), random_dtype)
+  assert len({tuple(x) for x in got}) == len(got)
 
 def test_under_jit_each_call_has_a_seed_of_its_own() -> None:
   with emulated("gfx942"), Context(TRAINING=1):

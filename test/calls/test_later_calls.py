@@ -1,11 +1,15 @@
-"""Tests of what a later call of attention costs on the host: it builds no kernel's UOps again, and computes no gradient that nobody wants."""
+"""Tests of what a later call of attention costs on the host: it builds no kernel's UOps and no expressions of random numbers again, and computes no
+gradient that nobody wants."""
 from __future__ import annotations
 from collections.abc import Callable
+from typing import Any
 import numpy as np
 import pytest
 from tinygrad import Variable
 import attn
+from attn.api.dropout import drawn_seed
 from attn.calls import gradient
+from attn.calls.placement import Placement
 from attn.calls.views import places_of_view
 from attn.tinygrad_compat import Context, Ops, Tensor, ast_of, dtypes
 from attn.tinygrad_compat.caches import MOST_ASTS
@@ -75,6 +79,20 @@ def test_a_later_call_looks_at_no_kernel_and_at_no_view(name:str) -> None:
       CACHED[name](*[half(2, 2, 40, 16) for _ in range(3)])
       seen.append(looks())
   assert seen[1] == seen[2]
+
+def test_a_later_seed_of_dropout_builds_no_expression(monkeypatch:pytest.MonkeyPatch) -> None:
+  """The first call with dropout builds tinygrad's expressions for random numbers. A later call builds only the UOps that depend on the generator's
+  counter, and makes no Tensor for them."""
+  made = []
+  def counted(own:Callable[..., Any]) -> Callable[..., Any]: return lambda *args, **kwargs: made.append(1) or own(*args, **kwargs)
+  with emulated("gfx942"):
+    for name in ("rand", "_next_counter", "_rand"): monkeypatch.setattr(Tensor, name, staticmethod(counted(getattr(Tensor, name))))
+    Tensor.manual_seed(0)
+    seen = []
+    for _ in range(4):
+      drawn_seed(Placement("EMU"))
+      seen.append(len(made))
+  assert seen[0] > 0 and seen[3] == seen[1]
 
 def test_another_problem_has_another_ast() -> None:
   with emulated("gfx942"):

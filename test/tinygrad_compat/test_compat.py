@@ -76,6 +76,7 @@ SIGNATURES = {
   "tinygrad:Tensor.scaled_dot_product_attention": "self key value attn_mask= dropout_p= is_causal= enable_gqa=",
   "tinygrad.uop.ops:UOp.custom_kernel": "*srcs fxn grad_fxn=", "tinygrad.uop.ops:UOp.placeholder_like": "self slot addrspace=",
   "tinygrad.uop.ops:UOp.replace": "self **kwargs", "tinygrad.uop.ops:UOp.rtag": "self tag=", "tinygrad:Tensor.backward": "self gradient=",
+  "tinygrad:Tensor._next_counter": "device num", "tinygrad:Tensor._rand": "key counter shape dtype contiguous=",
   "tinygrad:Tensor.gradient": "self *targets gradient=", "tinygrad.tensor:_apply_map_to_tensors": "applied_map name",
   "tinygrad.uop.ops:UOp.toposort": "self gate= enter_calls=",
   "tinygrad.uop.ops:UOpMetaClass.__call__": "cls op dtype= src= arg= tag= metadata= _buffer=",
