@@ -1,5 +1,5 @@
-"""Runs and trains a causal layer on a sequence that two devices share. The rows of the sequence are dealt out in zigzag. Keys and values are passed
-from device to device, and their gradients return to the devices that hold the keys and values.
+"""Runs and trains a causal layer on a sequence whose rows are sharded over two devices in the order "zigzag": each device holds two pieces of the
+sequence. Keys and values are passed from device to device, and their gradients return to the devices that hold the keys and values.
 
 Takes seconds on the emulator, less with GRADIENT=0. On two GPUs: `DEV=CUDA S=65536 D=128 python examples/long_context.py`."""
 import os
@@ -20,7 +20,7 @@ weights = [drawn(WIDTH, heads*D) for heads in (H, HKV, HKV)] + [drawn(WIDTH, WID
 
 def layer(x:Tensor, wq:Tensor, wk:Tensor, wv:Tensor, wo:Tensor, **shared:Any) -> Tensor:
   """Computes a causal attention layer with its four projections and a residual connection on x (rows, WIDTH). `shared` are further arguments of
-  `attn.attention`, which say how the devices share the rows. Each device projects the rows that the device holds."""
+  `attn.attention`, which say how the rows are sharded over devices. Each device projects the rows that it holds."""
   q, k, v = ((x @ w).reshape(1, x.shape[0], -1, D) for w in (wq, wk, wv))
   o = attn.attention(q, k, v, causal=True, layout="bshd", **shared)
   return x + o.reshape(x.shape[0], WIDTH) @ wo

@@ -1,11 +1,11 @@
-"""Times attention over sequences whose rows several GPUs share, and compares the times with one GPU. `DEV=CUDA python -m attn.measure.context [WORD
-...]` prints a line for each problem whose name contains every WORD.
+"""Times attention over sequences whose rows are sharded over GPUs, and compares the times with one GPU. The command `DEV=CUDA python -m
+attn.measure.context [WORD ...]` prints a line for each problem whose name contains every WORD.
 
 A line shows the wall time of one call under TinyJit, on each device by itself and on all devices together. The line also shows the host's time to
 launch one call, the bytes that each device uses, and a timeline. The wall time is the median of rounds of at least a quarter of a second. For the
 timeline each kernel and each copy of the call runs with nothing beside it. These times are added up in two ways: as if all copies ran beside kernels,
-and as if no copy did. The measured time should lie between the two sums. In some problems the devices share the heads instead of the rows. Such a
-problem needs no copies, and shows the highest speed that the devices can have together.
+and as if no copy did. The measured time should lie between the two sums. In some problems the heads are sharded over the devices instead of the rows.
+Such a problem needs no copies, and shows the highest speed that the devices can have together.
 
 DEVICES=4 uses four devices; the default is two. With DEV=EMU and SMALL=1 the program runs without a GPU, and its times mean nothing."""
 from __future__ import annotations
@@ -23,7 +23,7 @@ MEASURED_SECONDS, MEASURED_ROUNDS = .25, 5     # long rounds measure a sustained
 
 @dataclass(frozen=True)
 class SharedProblem:
-  """Problem that is divided among devices. `shared` says what is divided: "rows", "keys" or "heads". With `backward`, the call also computes dq, dk
+  """Problem that is sharded over devices. `shared` says what is divided: "rows", "keys" or "heads". With `backward`, the call also computes dq, dk
   and dv."""
   shared: str
   H: int

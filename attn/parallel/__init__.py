@@ -1,4 +1,4 @@
-"""Context parallelism: attention over sequences whose rows several devices share. See docs/sharding.md.
+"""Context parallelism: attention over sequences whose rows are sharded over devices. See docs/sharding.md.
 
-shards.py says which rows a device holds, and which kernel launches compute them. sequence.py divides a sequence over devices and joins it again.
+shards.py says which rows a device holds, and which kernel launches compute them. sequence.py shards a sequence over devices and gathers it again.
 context.py computes attention, context_gradient.py its gradient."""

@@ -1,4 +1,4 @@
-"""Context parallelism: attention over sequences whose rows several devices share. There are three ways:
+"""Context parallelism: attention over sequences whose rows are sharded over devices. There are three ways:
 
 - Gathering: q, k and v are divided along their rows. Each device computes its own queries over all keys, by several launches of a kernel, each for
 some heads. The device first gathers the keys of these heads from all devices. While one launch runs, the keys of the next heads are copied to a
@@ -38,7 +38,7 @@ Attend = Callable[[Problem, dict[str, Tensor], str, Sequence[Tensor]], list[Tens
 
 @dataclass(frozen=True)
 class SharedRows:
-  """A problem whose rows several devices share. `problem` is the whole problem, without the padding that the devices hold. `at` says which devices
+  """A problem whose rows are sharded over devices. `problem` is the whole problem, without the padding that the devices hold. `at` says which devices
   these are, and `shards` how the rows are divided."""
   problem: Problem
   arch: Chip
@@ -452,9 +452,10 @@ def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:
   return call
 
 def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> tuple[dict[str, UOp], dict[str, UOp]]:
-  """Computes attention over rows that several devices share. Returns two mappings by name. The first has o and lse, divided like q, as buffers that
-  are still to be filled. The second has what a gradient needs: the inputs in buffers, and the filled outputs, under the names merged_o, merged_lse
-  and merged_lse_rest. `with_context_gradient` makes o and lse depend on all of these buffers, so that a gradient finds the inputs computed."""
+  """Computes attention over rows that are sharded over devices. Returns two mappings by name. The first has o and lse, sharded like q, as buffers
+  that are still to be filled. The second has what a gradient needs: the inputs in buffers, and the filled outputs, under the names merged_o,
+  merged_lse and merged_lse_rest. `with_context_gradient` makes o and lse depend on all of these buffers, so that a gradient finds the inputs
+  computed."""
   inputs = {name: in_buffers(t.uop) for name, t in tensors.items()}
   held = {name: shards_of(u) for name, u in inputs.items()}
   shapes, layout = c.own.shapes, c.problem.layout

@@ -1,4 +1,4 @@
-"""Gradient of attention over rows that several devices share.
+"""Gradient of attention over rows that are sharded over devices.
 
 The parts of k and v come to each device one after another, its own first. From these keys, and from o and lse computed over all keys, the device
 computes a part of dq, which it keeps, and parts of dk and dv in float32, which it sends back to the device that holds those keys. Every sum is in
@@ -150,7 +150,7 @@ def gathered_gradients(c:SharedRows, inputs:dict[str, UOp], given:dict[str, UOp]
 
 @dataclass(frozen=True)
 class ContextGradient:
-  """Gradient function (tinygrad's `grad_fxn`) of a call of attention whose rows several devices share. `shared` is the call's problem and devices.
+  """Gradient function (tinygrad's `grad_fxn`) of a call of attention whose rows are sharded over devices. `shared` is the call's problem and devices.
   `names` has the name of each input of the call, in order."""
   shared: SharedRows
   names: tuple[str, ...]

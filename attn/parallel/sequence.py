@@ -1,4 +1,4 @@
-"""Divides the rows of a sequence over several devices, and joins them again."""
+"""Shards the rows of a sequence over several devices, and gathers them again."""
 from __future__ import annotations
 from collections.abc import Sequence
 from attn import values

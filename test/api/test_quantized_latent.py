@@ -93,7 +93,8 @@ def test_empty_caches(layout:str) -> None:
     assert 1.7*sum(t.uop.buffer.nbytes for t in pages) <= of_16.uop.buffer.nbytes*1.0 or sum(t.uop.buffer.nbytes for t in pages)/100 == 512 + 4 + 128
 
 def test_on_two_devices() -> None:
-  """Attention is right if two devices share the batches of a latent cache, or if each has the whole cache and half of the query heads."""
+  """Attention is right if the batches of a latent cache are sharded over two devices, or if each device has the whole cache and half of the query
+  heads."""
   with emulated("gfx942"):
     x = inputs(20)
     for axis in (0, None):

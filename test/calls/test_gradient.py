@@ -476,7 +476,8 @@ TWO = ("EMU", "EMU:1")
   ("batch", "batch", 2, "bhsd"), ("heads", "heads", 2, "bshd"), ("heads", None, 1, "bhsd"), (None, "rows", 2, "bhsd"),
   *[pytest.param(x, x, 2, "bhsd", marks=pytest.mark.thorough) for x in ("heads", None)]])
 def test_shards(of_q:str|None, of_k:str|None, heads:int, layout:str) -> None:
-  """If two devices share the query heads of one key/value head, the gradient of this key/value head is the sum of the gradients from both devices."""
+  """If one half of the query heads of a key/value head is on one device and the other half on another, the gradient of this key/value head is the sum
+  of the gradients from both devices."""
   axes = {"q": of_q, "k": of_k, "v": of_k, "o": of_q, "lse": of_q}
   def place(name:str, t:Tensor) -> Tensor:
     if name == "sinks": return t.shard(TWO, 0 if of_q == "heads" else None)

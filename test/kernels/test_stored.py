@@ -56,7 +56,7 @@ def large_values(p:Problem) -> Stored:
   v = rows_like(p, p.Dv)
   return with_values(p, v=v/np.abs(v).max(-1, keepdims=True)*65504)
 def values_of_all_sizes(p:Problem) -> Stored:
-  """Makes rows of V whose scales lie between 1e-8 and 516, in no order."""
+  """Makes rows of V of random magnitudes: their scales lie between 1e-8 and 516."""
   sizes = np.exp(np.random.default_rng(2).uniform(np.log(4e-7), np.log(2e4), (p.B, p.Hkv, p.Sk, 1)))
   return with_values(p, v=rows_like(p, p.Dv)*sizes)
 def growing_values(p:Problem) -> Stored:

@@ -131,8 +131,8 @@ CASES = [("flat_llama.py", "float16", "EMU::gfx942", ""), ("flat_llama.py", "bfl
 @pytest.mark.thorough
 @pytest.mark.parametrize("program, dtype, on, shared", CASES)
 def test_losses(program:str, dtype:str, on:str, shared:str) -> None:
-  """A small trainer has the same losses in 20 training steps with attn as with tinygrad's own attention, up to rounding, also if two devices share
-  the batch or the heads."""
+  """A small trainer has the same losses in 20 training steps with attn as with tinygrad's own attention, up to rounding, also if the batch or the
+  heads are sharded over two devices."""
   ours, own = PROGRAMS[program]
   kind = on.split(":")[0]
   devices = (kind, f"{kind}:1") if shared else (kind,)

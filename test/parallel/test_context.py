@@ -1,5 +1,5 @@
-"""Tests of sequences whose rows several devices share. The keys that queries see in each launch are compared with the mask of the whole sequence, and
-results with float64. Other tests check what is copied between devices and what is refused."""
+"""Tests of sequences whose rows are sharded over devices. The keys that queries see in each launch are compared with the mask of the whole sequence,
+and results with float64. Other tests check what is copied between devices and what is refused."""
 from __future__ import annotations
 import collections, itertools, math, random, re, zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -188,8 +188,8 @@ def test_zigzag_deals_out_front_and_back() -> None:
 
 def check(count:int, order:str="zigzag", arch:str="gfx942", kernel:str="", *, keys:bool=False, extras:dict[str, np.ndarray]|None=None,
           shared_bias:bool=False, **parameters:Any) -> None:
-  """Compares o and lse of `attention` on `count` devices with float64: each element must be within its error limit (docs/contract.md). The devices
-  share the rows of q, k and v, or with `keys` the rows of k and v only."""
+  """Compares o and lse of `attention` on `count` devices with float64: each element must be within its error limit (docs/contract.md). The rows of q,
+  k and v are sharded over the devices. With `keys` only k and v are, and each device has all of q."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, axis = normal(p), ROWS[p.layout]
@@ -282,8 +282,8 @@ def test_wide_scores_of_an_odd_number_of_rows() -> None:
 
 @pytest.mark.thorough
 def test_a_bias_of_one_query() -> None:
-  """A bias of one row for a sequence of one query belongs to this query, and is not taken for a row that all queries share. The second device has
-  only padding and no query."""
+  """A bias of one row for a sequence of one query belongs to this query, and is not taken for a row that applies to all queries. The second device
+  has only padding and no query."""
   check(2, Sq=1, Sk=31, D=16, extras={"bias": floats(1, 2, 1, 31)})
 
 @pytest.mark.thorough
@@ -295,13 +295,13 @@ def test_devices_without_regions(monkeypatch:pytest.MonkeyPatch) -> None:
   check(2, kernel="tiled", Sq=6, Sk=5, D=6, dtype="float32", extras={"sinks": SINKS})
 
 def test_sharded_keys_with_whole_queries() -> None:
-  """Results are right if devices share the keys and every device has the single query, as in decoding. The order "zigzag" gives each device two
-  pieces of the keys."""
+  """Results are right if the keys are sharded over devices and every device has the single query, as in decoding. The order "zigzag" gives each
+  device two pieces of the keys."""
   check(4, Sq=1, Sk=70, H=4, Hkv=1, causal=True, keys=True, extras={"sinks": np.float32([1, 2, -1, 0])})
 
 def test_sharded_keys_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Results are right if two chips without workgroups share the keys. Kernels then loop over the grid, as on a CPU, and so does the kernel that
-  merges results."""
+  """Results are right if the keys are sharded over two chips without workgroups. Kernels then loop over the grid, as on a CPU, and so does the kernel
+  that merges results."""
   for module in (checked_call, checked_kernel):
     monkeypatch.setattr(module, "arch_of", lambda device: replace(get_chip("gfx1030"), lds=0, serial=True))
   check(2, arch="gfx1030", kernel="tiled", Sq=6, Sk=5, D=6, keys=True, dtype="float32")
@@ -318,7 +318,7 @@ def test_sharded_keys_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None
 def check_gradients(count:int, order:str="zigzag", arch:str="gfx942", *, keys:bool=False, extras:dict[str, np.ndarray]|None=None,
                     shared_bias:bool=False, **parameters:Any) -> None:
   """Compares the gradients of a loss that uses o and lse, on `count` devices, with float64: each element must be within its error limit
-  (docs/contract.md). The devices share the rows of q, k and v, or with `keys` the rows of k and v only."""
+  (docs/contract.md). The rows of q, k and v are sharded over the devices. With `keys` only k and v are, and each device has all of q."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, axis, lse_axis, at = normal(p), ROWS[p.layout], LSE_ROWS[p.layout], devices(count)
@@ -392,8 +392,8 @@ def groups(names:list[str], seed:int) -> list[list[str]]:
 def check_reading(count:int, shared:str, reading:Callable[[list[str]], list[list[str]]], *, order:str="zigzag", calls:int=1, arch:str="gfx942",
                   extras:dict[str, np.ndarray]|None=None, **parameters:Any) -> None:
   """Compares o, lse and all gradients of attention on `count` devices with float64: each element must be within its error limit (docs/contract.md).
-  `shared` says what is divided over the devices: "rows", "keys", "heads" or "batch". `reading` divides the names of the results into groups, which
-  are realized one after another. With `calls` above 1, the step runs that many times under TinyJit, with other inputs in each call."""
+  `shared` says what is sharded over the devices: "rows", "keys", "heads" or "batch". `reading` divides the names of the results into groups, which
+  are realized one after another. With `calls` above 1, everything is computed that many times under TinyJit, with other inputs each time."""
   p, at, extras = problem(extras=extras, **parameters), devices(count), extras or {}
   options, in_order = {name: parameters[name] for name in ("causal", "softcap") if name in parameters}, shared in ("rows", "keys")
   if in_order: options |= {"sequence_order": order}
@@ -469,8 +469,8 @@ READ: dict[str, dict[str, Any]] = {
   "slopes": {"causal": True, "extras": {"alibi_slopes": SLOPES}}}
 
 def scaled_up(shared:str, count:int, *, extras:dict[str, np.ndarray]|None=None, Hkv:int=2, **parameters:Any) -> dict[str, Any]:
-  """Changes a problem of the table READ so that `count` devices can share it evenly: every device gets the same number of rows, batches or heads.
-  Returns the parameters of the problem."""
+  """Changes a problem of the table READ so that it can be sharded evenly over `count` devices: every device gets the same number of rows, batches or
+  heads. Returns the parameters of the problem."""
   rows, heads = 80//(2*count)*2*count, count if shared == "heads" else 1
   def scaled(name:str, a:np.ndarray) -> np.ndarray:
     return np.repeat(a, heads, 1)[:, :, :rows, :rows] if name == "bias" else np.repeat(a, heads, 0)
@@ -624,8 +624,8 @@ def test_the_measurement_prints_its_rows(monkeypatch:pytest.MonkeyPatch, capsys:
   for text in ("(1, 4 on 1, 1 x 128, 16) full, keys shared: one", "bytes, inputs:", "copy from EMU:1"): assert text in printed
 
 def test_few_queries_are_exchanged_once() -> None:
-  """Devices that share keys exchange the results of few queries once: each device sends one buffer with o and lse to every other device, and one
-  kernel merges them."""
+  """If the keys are sharded over devices, the devices exchange the results of few queries once: each device sends one buffer with o and lse to every
+  other device, and one kernel merges them."""
   with emulated("gfx942"):
     q, k = draw(1, 4, 1, 16).shard(devices(2)).realize(), sequence(2, 1, 1, 64, 16, order="contiguous")
     o = attn.attention(q, k, k)

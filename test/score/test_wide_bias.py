@@ -157,8 +157,8 @@ def test_the_lost_part_of_lse_is_needed(monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count, keys", ((2, False), (3, True), *(pytest.param(4, keys, marks=pytest.mark.thorough) for keys in (False, True))))
 def test_rows_that_devices_share(count:int, keys:bool) -> None:
-  """Results are right for rows whose biases are all large and negative, if several devices share the rows of a sequence. With `keys` they share only
-  the rows of k and v."""
+  """Results are right for rows whose biases are all large and negative, if the rows of a sequence are sharded over devices. With `keys` only the rows
+  of k and v are, and each device has all of q."""
   x, at = Given.of(Sq=18, Sk=54), devices(count)
   with emulated("gfx942"), Context(TRAINING=1):
     t = x.tensors
