@@ -63,19 +63,19 @@ def _widen_all_hip(printer:Any, out:str, kind:str, dtype:str, in_order:bool) -> 
   return Body("\n".join([*lines, "return wide;"]), "words", name=f"widen_{kind}_{dtype}" + "_in_order"*in_order)
 
 def _widen_pair_cuda(printer:Any, out:str, places:tuple[int, int], kind:str, dtype:str) -> Body:
-  selector = f"0x4{places[1]}4{places[0]}u"
+  # a constant comes first in __byte_perm: ptxas would copy the selector to a register for each pair if the constant came second
+  def beside(constant:str, word:str) -> str: return f"__byte_perm({constant}, {word}, 0x0{places[1] + 4}0{places[0] + 4}u)"
   if kind != "int8":
-    lines = [f"unsigned y, x = __byte_perm(word, 0u, 0x44{places[1]}{places[0]}u);",
-             'asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"((unsigned short)x));']
+    pair = {(0, 1): "word", (2, 3): "word >> 16"}.get(places, f"__byte_perm(word, 0u, 0x44{places[1]}{places[0]}u)")
+    lines = ["unsigned y;", f'asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"((unsigned short)({pair})));']
     if dtype == "bfloat16":
       lines.append('asm("{\\n.reg .b16 low, high;\\n.reg .f32 a, b;\\nmov.b32 {low, high}, %0;\\ncvt.f32.f16 a, low;\\ncvt.f32.f16 b, high;\\n"\n'
                    '    "cvt.rn.bf16x2.f32 %0, b, a;\\n}" : "+r"(y));')
-  elif dtype == "float16": lines = ["unsigned y, x = __byte_perm(word ^ 0x80808080u, 0x64646464u, " + selector + ");",
+  elif dtype == "float16": lines = [f"unsigned y, x = {beside('0x64646464u', 'word ^ 0x80808080u')};",
                                   'asm("sub.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0x64806480u));']
   # int8 to bf16: 128 + the low seven bits, and then -128 or, for a negative number, -256
-  else: lines = [f"unsigned y, x = __byte_perm(word, 0u, {selector});",
-                 'asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y)\n'
-                 '    : "r"((x & 0x007f007fu) | 0x43004300u), "r"(0x3f803f80u), "r"((x & 0x00800080u) | 0xc300c300u));']
+  else: lines = [f"unsigned y, x = {beside('0x43434343u', 'word & 0x7f7f7f7fu')}, z = {beside('0xc3c3c3c3u', 'word & 0x80808080u')};",
+                 'asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0x3f803f80u), "r"(z));']
   return Body("\n".join([*lines, "return y;"]), "word", name=f"widen_{kind}_{dtype}_{places[0]}{places[1]}")
 
 instruction("widen_all", _widen_all, _widen_all_hip)
