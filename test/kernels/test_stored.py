@@ -12,6 +12,7 @@ from attn.choose.tiles import wgmma_tile
 from attn.compilers.clang import assembly, toolchain
 from attn.emulator.checks import EmulatorError
 from attn.isa.report import analyse
+from attn.kernels.nvidia import stored as stored_keys
 from attn.kernels.nvidia.stored import StoredKeys
 from attn.kernels.parts.grid.tensors import arguments, check_backward
 from attn.kernels.wgmma import forward as wgmma_forward
@@ -208,6 +209,9 @@ def scales_of_two_tiles(m:pytest.MonkeyPatch) -> None:
   """
   m.setattr(wgmma_forward, "SCALE_STAGES", 2)
 def no_nans(m:pytest.MonkeyPatch) -> None: m.setattr(wgmma_forward, "zero_or_nan", lambda x: ops.splat(0.0, 2))
+def scales_of_any_size(m:pytest.MonkeyPatch) -> None:
+  """Plants a fault: scales of V are used as they are, also those of rows of zeros."""
+  m.setattr(stored_keys, "scale_in_range", lambda x: x)
 def sums_without_factors(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: the kernel decides whether P has grown too large from the sum of P without the scales of V."""
   m.setattr(wgmma_forward, "FACTORS", LANE)
@@ -222,6 +226,7 @@ def other_half_first(m:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("plant, make, error", (
   (not_waited_for, normal_rows, EmulatorError), (scales_of_two_tiles, normal_rows, EmulatorError), (no_nans, odd_rows_of_v, AssertionError),
+  (scales_of_any_size, zero_rows, AssertionError),
   (sums_without_factors, growing_values, AssertionError), (other_half_first, normal_rows, AssertionError)))
 def test_faults_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant, make, error) -> None:
   plant(monkeypatch)

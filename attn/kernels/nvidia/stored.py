@@ -13,7 +13,7 @@ from attn.kernels.parts.grid.workgroup import scale_as_float
 from attn.kernels.parts.memory.layouts import SwizzledPanels, SwizzledRows
 from attn.kernels.parts.program.counts import ceildiv
 from attn.ops import common as ops, nvidia as nv
-from attn.ops.stored import widen_pair
+from attn.ops.stored import scale_in_range, widen_pair, zero_or_nan
 from attn.problem import BYTES
 from attn.tinygrad_compat import UOp, dtypes
 
@@ -100,10 +100,20 @@ class StoredKeys:
         else: found.append(nv.put(to, scale_as_float(rows.load_units(first, n, row, UOp.const(0), inside), size), inside))
     return found
 
+  def checked_scales(self, shared:UOp, base:UOp) -> list[UOp]:
+    """Returns the statements by which this thread replaces the scales of V that it has copied by scales in range (`scale_in_range`). Behind them, the
+    thread stores NaN for each scale that is NaN, otherwise 0. So each scale is checked once, and not by each lane that uses it."""
+    n, threads, floats, found = self.warps.group.tile.block_n, self.warps.group.tile.threads, shared.bitcast(dtypes.float), list[UOp]()
+    for row in [self.warps.at.thread + i*threads for i in range(ceildiv(n, threads))]:
+      at, inside = base + n + row, row < n
+      given = ops.as_float(ops.load_where(floats[at], inside, 4))
+      found += [nv.put(floats[at], scale_in_range(given), inside), nv.put(floats[at + n], zero_or_nan(given), inside)]
+    return found
+
   def scales(self, shared:UOp, base:UOp, kind:int, first_key:UOp, keys:int) -> list[UOp]:
-    """Reads scales of K (`kind` 0) or of V (`kind` 1) from shared memory, for `keys` keys from `first_key` on. Returns a vector for each C fragment
-    of the scores of these keys: the scales of the two keys whose scores this lane holds. `base` is the first float of the tile's scales in shared
-    memory."""
+    """Reads scales of K (`kind` 0) or of V (`kind` 1) from shared memory, or the numbers that `checked_scales` stores (`kind` 2), for `keys` keys
+    from `first_key` on. Returns a vector for each C fragment of the scores of these keys: the scales of the two keys whose scores this lane holds.
+    `base` is the first float of the tile's scales in shared memory."""
     mat, pairs = self.warps.at.matrix, shared.bitcast(nv.F2)
     first = (base + kind*self.warps.group.tile.block_n + first_key)//2 + self.warps.at.h
     return [pairs[first + i*mat.N//2].load() for i in range(keys//mat.N)]

@@ -47,8 +47,9 @@ class WgmmaTile(WgmmaShape):
     """Number of 16-byte units of shared memory for the 8-bit numbers of a tile of K and V, before threads convert them to 16 bits."""
     return sum(round_up(self.block_n*width//UNIT_BYTES, self.threads) for width in (p.D, p.Dv)) if p.stored else 0
   def scales(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory that the scales of the 8-bit rows of a tile take: first those of K, then those of V."""
-    return 2*self.block_n*4//UNIT_BYTES if p.stored else 0
+    """Number of 16-byte units of shared memory that the scales of the 8-bit rows of a tile take: first those of K, then those of V, and then a number
+    for each row of V that is NaN if its scale is NaN."""
+    return 3*self.block_n*4//UNIT_BYTES if p.stored else 0
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
     of_stage = k.size + v.size + (self.given_v(p).size if p.of_8_bits else 0)

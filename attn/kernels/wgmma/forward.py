@@ -23,13 +23,13 @@ from attn.kernels.parts.program.counts import below, ceildiv, round_up
 from attn.kernels.parts.program.statements import Optional, Statements, store_all, workgroup_barrier
 from attn.kernels.parts.program.trips import TileLoop, tile_loops
 from attn.kernels.parts.weights.dropout import kept_scores
-from attn.kernels.parts.weights.softmax import nans_of_scales
+from attn.kernels.parts.weights.softmax import sum_of_nans
 from attn.kernels.tiles.mma import fragments
 from attn.kernels.tiles.wgmma import SCALE_STAGES, STAGES, WGMMA, WgmmaTile
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.ops.numerics import ROUNDOFF
 from attn.ops.softmax import FACTORS, LANE, ONES, UNSCALED, correct, weigh
-from attn.ops.stored import scale_in_range, zero_or_nan
+from attn.ops.stored import zero_or_nan
 from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
@@ -143,11 +143,11 @@ class WgmmaForward:
   def with_scales(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
     """Multiplies S by the scales of K's 8-bit rows, and loads the scales of V's rows in tile t to registers. If a scale of V is NaN, the first row
     sum (`sums_of`) of the queries that see its key becomes NaN; `outputs` then makes O NaN, but not the LSE. Returns the state."""
-    of_k, of_v = (self.stored.scales(s.shared, self.first_scale(t), kind, UOp.const(0), self.tile.block_n) for kind in range(2))
-    nan = nans_of_scales(self.warps.group.scores, of_v, self.queries, t, masked)
+    of_k, of_v, nans = (self.stored.scales(s.shared, self.first_scale(t), kind, UOp.const(0), self.tile.block_n) for kind in range(3))
+    nan = sum_of_nans(self.warps.group.scores, nans, self.queries, t, masked)
     assert s.scales.value is not None
     return s.store(store_all(s.scores, [ops.mul(s.scores[i].load(), ops.concat(x, x)) for i, x in enumerate(of_k)]),
-                   store_all(s.scales.value, map(scale_in_range, of_v)), [s.l[0].store(ops.add(s.l[0].load(), nan))])
+                   store_all(s.scales.value, of_v), [s.l[0].store(ops.add(s.l[0].load(), nan))])
 
   def finished(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
     """Applies score terms (bias, softcap, ...) and masks to S, and returns the state."""
@@ -240,9 +240,10 @@ class WgmmaForward:
     s = s.do(*self.stored.staged(s.shared, t, self.first_raw), *self.stored.copies(s.shared, t, self.first_scale(t)))
     return s.do(nv.commit(s.done))
   def widened(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Waits for this thread's copies of tile t, whose numbers have 8 bits, stores the tile in 16 bits, and arrives at the mbarrier. Then starts the
-    copies of the next tile. Returns the state."""
+    """Waits for this thread's copies of tile t, whose numbers have 8 bits, stores the tile in 16 bits, and checks the scales of V. Then arrives at
+    the mbarrier, and starts the copies of the next tile. Returns the state."""
     s = s.do(nv.wait_copies(s.done, 0))
-    s = s.do(*self.stored.widened_stores(s.shared, {"k": self.k_panels(t), "v": self.v_panels(t)}, self.first_raw))
+    s = s.do(*self.stored.widened_stores(s.shared, {"k": self.k_panels(t), "v": self.v_panels(t)}, self.first_raw),
+             *self.stored.checked_scales(s.shared, self.first_scale(t)))
     s = s.do(wgmma.publish(s.done))
     return self.staged(s.do(wgmma.arrive_stored(s.arrivals, s.done)), t + 1)

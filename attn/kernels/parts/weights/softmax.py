@@ -151,8 +151,12 @@ class Softmax(Carried):
 def nans_of_scales(scores:Scores, scales:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> UOp:
   """Returns a number for each of `rows`: NaN if the row sees a key whose scale of V is NaN, otherwise 0. Such a NaN reaches O, but not the LSE.
   `scales` has the scales of V's rows, a vector for each vector of scores."""
-  found = [zero_or_nan(x) for x in scales]
-  seen = [scores.clear(found, row, tile) if masked else found for row in rows]
+  return sum_of_nans(scores, [zero_or_nan(x) for x in scales], rows, tile, masked)
+
+def sum_of_nans(scores:Scores, nans:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> UOp:
+  """Returns a number for each of `rows`: NaN if the row sees a key for which `nans` has NaN, otherwise 0. `nans` has NaN or 0 for each key, a vector
+  for each vector of scores."""
+  seen = [scores.clear(nans, row, tile) if masked else nans for row in rows]
   # fma, not add: if rows of V share a scale, all vectors are one UOp x, and tinygrad 0.14.0 would rewrite x + x to x*2, which fails for vectors
   return ops.build(*[row_sum([functools.reduce(lambda a, b: ops.fma(a, 1.0, b), x)], False) for x in seen])
 
