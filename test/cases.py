@@ -46,29 +46,19 @@ def on_two(name:str, on:Sequence[Any], always:Sequence[Any]=()) -> Callable[[Any
 every_arch = on_two("arch", EVERY_ARCH, [GPU])
 on_the_emulator = on_two("arch", EVERY_ARCH)
 def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0, among:int=0,
-            besides:Container[Any]=(), every:int=1) -> Any:
+            besides:Container[Any]=()) -> Any:
   """Parametrizes a test over all pairs of a case and a chip of `on`. Some pairs run by default; the others get pytest's mark `thorough`, and run only
   with `-m thorough`. The pair of case i and chip k runs by default if (i - k) % n is `turn`. n is `among`, or the number of chips if `among` is 0:
   then each case runs by default on one chip, and the next case on the next chip. Every case also runs on the chips of `always`, and the cases of
-  `besides` on the last chip of `on`. With `every` = m, only the first of each m cases runs by default."""
+  `besides` on the last chip of `on`."""
   def label(x:Any) -> str: return " ".join(map(label, x)) if isinstance(x, tuple) else getattr(x, "__name__", None) or str(x)
   found = []
   for i, case in enumerate(cases):
-    in_its_turn = [(i//every - k) % (among or len(on)) == turn or (case in besides and k == len(on) - 1) for k in range(len(on))]
-    runs = [here and i % every == 0 for here in in_its_turn]
+    runs = [(i - k) % (among or len(on)) == turn or (case in besides and k == len(on) - 1) for k in range(len(on))]
     marked = [(x, () if here else pytest.mark.thorough) for x, here in zip(on, runs)]
     marked += [(x.values[0], x.marks) for x in always]
     found += [pytest.param(case, x, marks=marks, id=f"{label(case)}-{label(x)}") for x, marks in marked]
   return pytest.mark.parametrize(names, found)
-
-def one_in(n:int, cases:Iterable[Any]) -> list[Any]:
-  """Gives all cases but each n-th, beginning with the first, pytest's mark `thorough`: they run only with `-m thorough`."""
-  return [pytest.param(x, marks=() if i % n == 0 else pytest.mark.thorough) for i, x in enumerate(cases)]
-
-def every_other(cases:Iterable[Any]) -> list[Any]:
-  """Gives half of the cases pytest's mark `thorough`: they run only with `-m thorough`. Of the first pair of cases the second is marked, of the next
-  pair the first, and so on in turn."""
-  return [pytest.param(x, marks=() if (i + i//2) % 2 == 0 else pytest.mark.thorough) for i, x in enumerate(cases)]
 
 def drawn(test:Any) -> Any:
   """Parametrizes a test by `draws`, the number of random problems: 6 by default, 100 with pytest's mark `thorough`."""
@@ -76,8 +66,8 @@ def drawn(test:Any) -> Any:
 
 # Runs each case on one of the matrix units.
 def amd_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, ARCHS)
-def chips_in_turn(name:str, cases:Iterable[Any], by_mma:Container[Any]=(), every:int=1) -> Any:
-  return in_turn(f"{name}, arch", cases, EVERY_ARCH, [GPU], besides=by_mma, every=every)
+def chips_in_turn(name:str, cases:Iterable[Any], by_mma:Container[Any]=()) -> Any:
+  return in_turn(f"{name}, arch", cases, EVERY_ARCH, [GPU], besides=by_mma)
 
 TYPES = {**DTYPES, "int32": dtypes.int, "uint32": dtypes.uint}
 

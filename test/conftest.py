@@ -4,7 +4,7 @@ BLAS uses one thread, because a pytest worker has one core. Python's cycle colle
 collector would walk over every living UOp. pytest itself collects when all tests are done; `gc.freeze` then leaves it nothing to walk over. The
 default device is CPU, whatever drivers exist: an OpenCL driver, for example, may bring its own LLVM, which conflicts with another LLVM in the same
 process."""
-import gc, os
+import collections, gc, hashlib, os
 from collections.abc import Iterator
 import pytest
 os.environ.setdefault("PARALLEL", "0")
@@ -17,6 +17,23 @@ from attn.emulator.listing import NOWHERE       # noqa: E402
 from attn.tinygrad_compat import ast_of         # noqa: E402
 
 def pytest_sessionfinish() -> None: gc.freeze()
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config:pytest.Config) -> None:
+  """Lets a worker of pytest-xdist that has no test left take tests of another worker, so that all workers end at about the same time."""
+  if getattr(config.option, "dist", "no") == "load": config.option.dist = "worksteal"
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items:list[pytest.Item]) -> None:
+  """Applies the mark `sample(n)` of a test: n of the cases that would run by default do, chosen by a checksum of their names. The other cases get the
+  mark `thorough`."""
+  cases = collections.defaultdict[str, list[pytest.Item]](list)
+  for item in items:
+    if item.get_closest_marker("sample") is not None and not any(map(item.get_closest_marker, ("gpu", "thorough", "compilers"))):
+      cases[item.nodeid.split("[")[0]].append(item)
+  for found in cases.values():
+    n = found[0].get_closest_marker("sample").args[0]      # type: ignore[union-attr]
+    for item in sorted(found, key=lambda x: hashlib.sha256(x.name.encode()).digest())[n:]: item.add_marker(pytest.mark.thorough)
 
 @pytest.fixture(scope="session", autouse=True)
 def offsets_of_our_kernels() -> Iterator[None]:

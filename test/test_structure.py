@@ -1,9 +1,12 @@
-"""Rules of the code base: what `import attn` loads, which modules a module may import, and that a name at module level has one meaning."""
+"""Rules of the code base: what `import attn` loads, which modules a module may import, that a name at module level has one meaning, and which
+tests run by default."""
 from __future__ import annotations
 import ast, graphlib, json, os, subprocess, sys
 from collections import defaultdict
 from pathlib import Path
+import pytest
 from attn.chips import CHIPS, FAMILIES
+from conftest import pytest_collection_modifyitems
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT/"attn").rglob("*.py"))
@@ -145,3 +148,21 @@ def test_a_family_is_known_in_its_own_file() -> None:
     if path.parent.name in ("chips", "emulator", "tinygrad_compat"): continue
     tree = ast.parse(path.read_text())
     assert not family_names_in(tree) and not keys_that_are_chips(tree), path
+
+# ***** which tests run by default *****
+
+class Case:
+  """A stand-in for a collected test case with the marks `marks`."""
+  def __init__(self, name:str, *marks:pytest.MarkDecorator) -> None:
+    self.name, self.nodeid, self.marks = name, f"test_a.py::{name}", list(marks)
+  def get_closest_marker(self, name:str) -> pytest.Mark|None: return next((x.mark for x in self.marks if x.name == name), None)
+  def add_marker(self, mark:pytest.MarkDecorator) -> None: self.marks.append(mark)
+
+def test_a_sample_of_cases_runs_by_default() -> None:
+  """The mark `sample(2)` leaves 2 of the cases that would run by default. Cases with other marks, and tests without the mark, stay as they are."""
+  few = pytest.mark.sample(2)
+  ours, other = [Case(f"test_x[{i}]", few) for i in range(5)], [Case(f"test_y[{i}]") for i in range(5)]
+  gpu = Case("test_x[gpu]", few, pytest.mark.gpu)
+  pytest_collection_modifyitems([*ours, gpu, *other])      # type: ignore[list-item]
+  assert [x.get_closest_marker("thorough") is None for x in ours].count(True) == 2
+  assert all(x.get_closest_marker("thorough") is None for x in (gpu, *other))

@@ -16,7 +16,7 @@ from attn.tinygrad_compat import GlobalCounters, Ops, Tensor, dtypes
 from attn.tinygrad_compat.caches import codegen, realize, schedule
 from attn.values import MOST_KERNELS
 from api_cases import check_attention, draw, emulated, floats, int32
-from cases import ARCHS, EVERY_ARCH, Inputs, array, drawn, every_other, in_turn, normal, on_two
+from cases import ARCHS, EVERY_ARCH, Inputs, array, drawn, in_turn, normal, on_two
 
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
@@ -41,8 +41,9 @@ OPTIONS = {
 @in_turn("name, kernel", OPTIONS, KERNELS)
 def test_options(name, kernel): on_kernel(kernel, B=2, H=4, Hkv=2, Sq=20, Sk=150, D=32, **OPTIONS[name])
 
-@pytest.mark.parametrize("on", every_other([*itertools.product(ARCHS[1:], ("forward", "split_kv")), ("sm_80", "forward_mma"),
-                                                      ("sm_86", "split_kv"), ("sm_90", "split_kv")]))
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("on", [*itertools.product(ARCHS[1:], ("forward", "split_kv")), ("sm_80", "forward_mma"),
+                               ("sm_86", "split_kv"), ("sm_90", "split_kv")])
 def test_all_options_on_every_chip(on):
   arch, kernel = on
   on_kernel(kernel, arch, B=2, H=4, Hkv=2, Sq=3, Sk=150, D=32, causal=True, window=(70, -1), softcap=2.0, dtype="bfloat16",

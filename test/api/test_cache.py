@@ -8,7 +8,7 @@ from attn.accuracy import judge, law_of
 from attn.api.cache import append_kv, attention_with_kv_cache, empty_kv_cache
 from attn.tinygrad_compat import Tensor, dtypes
 from api_cases import draw, emulated, whole
-from cases import EVERY_ARCH, arrange, array, every_other, restore, tensor
+from cases import EVERY_ARCH, arrange, array, restore, tensor
 
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
@@ -45,7 +45,8 @@ def test_rows_land_where_they_belong(layout, new):
       for b, at in enumerate(start): want[b, :, at:at + new] = x.reshape(-1, heads, new, D)[b]
       np.testing.assert_array_equal(got, want)
 
-@pytest.mark.parametrize("arch", every_other(EVERY_ARCH))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_decoding_is_the_uncached_computation(arch):
   """Decoding with a cache gives the result of attention without a cache at every position. The cache is full of NaN at first. The test appends a
   prompt of 60 rows, then single rows under TinyJit at an offset that a Variable gives."""

@@ -73,6 +73,7 @@ def grow(device:str, dtype:str, format:str, width:int=D, scale_dtype:str="float3
 
 EIGHT_BITS = [name for name in ("int8", "fp8e4m3") if name in refusals.CONVERTED]
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("arch", UNITS)
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_decoding(arch:str, dtype:str) -> None:
@@ -108,6 +109,7 @@ def test_caches_as_inputs_of_tinyjit(arch:str, layout:str, scale_dtype:str, dtyp
         one = [(a[0][b:b + 1], a[1][b:b + 1, ..., 0]) for a in (of_k, of_v)]
         close(got[b:b + 1], x[0][b:b + 1, :, 8:9], *one, n + 1, dtype)
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arch, page, dtype", (
   ("gfx1100", 16, "int8"), ("sm_80", 7, "int8"), ("gfx942", 64, "fp8e4m3"), ("gfx1030", 4, "int8"), ("sm_90", 16, "fp8e4m3")))
 def test_pages(arch:str, page:int, dtype:str) -> None:

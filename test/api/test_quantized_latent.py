@@ -52,6 +52,7 @@ def grow(cache:QuantizedLatent, device:str, format:str) -> None:
     check_step(got, x[0][:, :, i:j], latent_rows(cache, format), j)
   appended(latent_rows(cache, format), x[1], format)
 
+@pytest.mark.sample(5)
 @in_turn("dtype, arch", ("int8", "fp8e4m3"), UNITS, among=3)
 def test_decoding(arch:str, dtype:str) -> None:
   if dtype != "int8" and arch not in FORMAT_OF: pytest.skip(f"{arch} has no fp8")

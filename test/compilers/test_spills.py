@@ -54,6 +54,7 @@ def found_in_backward(p:Problem, arch:str, kernel:str) -> list[str]:
   if kernel == "dq": return found_in_code(dq_of(p, chip, tiles[0]), dq_arguments(p), arch)
   return found_in_code(dkdv_of(p, chip, tiles[1]), dkdv_arguments(p), arch)
 
+@pytest.mark.sample(5)
 @in_turn("case, dtype", ("full", "causal", "uneven rows", "kv_lengths", "alibi_slopes", "softcap", "dropout"), ("float16", "bfloat16"))
 def test_all_gradients_at_once(case:str, dtype:str) -> None:
   """The kernel that dispatch chooses for all gradients spills no vector register, spills no scalar register in a loop, and never accesses memory for

@@ -27,6 +27,7 @@ def test_forward(monkeypatch, arch:str, D:int) -> None:
   run(p, normal(p), arch)
   assert all(factor == 1 for factor in conflicts().values()), conflicts()
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("block_n", (16, 32, 64, 128))
 def test_tiles(monkeypatch, arch:str, block_n:int) -> None:
@@ -42,6 +43,7 @@ def test_dual_wave(monkeypatch) -> None:
   check_kernel(dual_wave(p, chip, dual_wave_tile(p, chip)), p, normal(p), "gfx950")
   assert all(factor == 1 for factor in conflicts().values()), conflicts()
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("arch", "row"), [(arch, row) for arch in ARCHS for row in get_chip(arch).unit.forward], ids=str)
 def test_table(monkeypatch, arch:str, row:UpTo[ForwardShape]) -> None:
   monkeypatch.setenv("ATTN_EMU_BANKS", "1")

@@ -48,6 +48,7 @@ def test_elementwise_and_reductions(arch):
 
 ROUND = {"float32": lambda x: x, "float16": lambda x: x.astype(np.float16), "bfloat16": lambda x: bf16_to_float(float_to_bf16(x))}
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("dtype", ROUND)
 def test_matmul(arch, dtype):
   """tinygrad's matrix product is right on the emulator, with sizes for which tinygrad uses the tensor cores and with other sizes. With other sizes

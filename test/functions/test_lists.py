@@ -147,6 +147,7 @@ TENSOR_CASES = {
                                lambda b, h, i, j, f, k: f[h, j] & ((i//64 == k[j]) | f[h, 0]),
                                lambda rows, keys: (ids(4*keys, 0, 9).reshape(4, keys) > 0, (np.arange(keys)//64).astype(np.uint8)))}
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("over", ["keys", "queries"])
 @pytest.mark.parametrize("rows, keys", [(170, 300), (300, 170)])
 @pytest.mark.parametrize("name", TENSOR_CASES)

@@ -20,7 +20,7 @@ from attn.isa.timing import costs_file
 from attn.isa.waits import time_of_loads
 from attn.kernels import dual_wave
 from attn.kernels.tiles.amd import BackwardTile, Tile
-from cases import ARCHS, one_in
+from cases import ARCHS
 from isa_sample import PARKED
 
 FILE = Path(__file__).parent.parent.parent/"docs"/"costs.txt"
@@ -123,7 +123,8 @@ def test_loads_that_have_no_time_are_seen() -> None:
   report = analyse(assembly(kernel.text, spec.arch), spec.arch, kernel.d, kernel.dv)
   assert wrong_in_forward(report, unfenced) == ["waits", "time of loads", "under way"] and time_of_loads(report.waits) == 6
 
-@pytest.mark.parametrize("spec", one_in(4, COMPILED), ids=str)
+@pytest.mark.sample(14)
+@pytest.mark.parametrize("spec", COMPILED, ids=str)
 def test_kernel(spec:Spec) -> None:
   arch, kernel = get_chip(spec.arch), kernel_source(spec)
   text = assembly(kernel.text, spec.arch)
@@ -200,6 +201,7 @@ def sampled(arch:str, d:int, dtype:str, mask:str) -> Any:
   return pytest.param(Spec(arch, d, dtype, mask, BACKWARD[0]), id=f"{arch}/{d}/{dtype}/{mask}",
                       marks=() if (arch, d, dtype, mask) in SAMPLE else pytest.mark.thorough)
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("spec", [sampled(x.arch, x.d, x.dtype, x.mask) for x in GRADIENTS])
 def test_gradients(spec:Spec) -> None:
   """Backward kernels do not spill up to D=128. For larger D at most OUTSIDE vector registers spill, outside of the hot loop. An iteration has only

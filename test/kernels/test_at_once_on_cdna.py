@@ -16,7 +16,7 @@ from attn.ops import common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 from backward_cases import check_backward_kernels
-from cases import Inputs, every_other, floats, in_turn, ints
+from cases import Inputs, floats, in_turn, ints
 from test_backward import ADVERSARIAL, LONG, deep, level, peaked, wrong
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,7 +35,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
   "in parts": ("gfx942", dict(H=6, Hkv=2, causal=True, parts=6)),
 }
 
-@pytest.mark.parametrize("case", every_other(CASES))
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("case", CASES)
 def test_at_once_on_cdna(case:str) -> None:
   arch, parameters = CASES[case]
   check_backward_kernels(arch, **{**LONG, "D": 64, "deterministic": False, **parameters}, only="all")
@@ -53,7 +54,8 @@ def test_tiles_at_once(D:int, shape:BackwardShape) -> None:
   check_backward_kernels("gfx950", H=1, Sq=100, Sk=150, D=D, causal=True, deterministic=False, only="all",
                          tiles=lambda t: replace(t, **vars(shape)) if t.adds_dq else t)
 
-@in_turn("make, arch", ADVERSARIAL, ("gfx942", "gfx950"), every=2)
+@pytest.mark.sample(3)
+@in_turn("make, arch", ADVERSARIAL, ("gfx942", "gfx950"))
 def test_at_once_adversarial_on_cdna(make:Callable[[Problem], Inputs], arch:str) -> None:
   size = 1000.0 if make is level else 1.0
   check_backward_kernels(arch, make, H=1, Sq=70, Sk=150, D=64, causal=make in (peaked, level), size=size, only="all")

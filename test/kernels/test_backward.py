@@ -69,6 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 BY_MMA = ("window, grouped heads", "D above Dv, fp16 out", "packed", "softcap", "bias of a query", "scale, fp32 out")
+@pytest.mark.sample(10)
 @chips_in_turn("case", CASES, BY_MMA)
 def test_gradients(arch:str, case:str) -> None: check_backward_kernels(arch, **{**SMALL, **CASES[case]})
 
@@ -235,6 +236,7 @@ PARTS: dict[str, dict[str, Any]] = {
   "a window": dict(H=4, Hkv=2, Sq=90, Sk=70, window=(20, 7), D=24, Dv=8, layout="bshd", dlse=True, parts=2),
   "packed": {**CASES["packed"], "parts": 3}, "one part": dict(parts=1)}
 
+@pytest.mark.sample(3)
 @chips_in_turn("case", PARTS, ("one head of keys for six",))
 def test_parts(arch:str, case:str) -> None: check_backward_kernels(arch, **{**SMALL, **PARTS[case]})
 
@@ -257,6 +259,7 @@ BY_WGMMA: dict[str, dict[str, Any]] = {
 }
 
 RARE = ("two passes", "few queries", "sinks", "more queries, causal", "long rows")     # other cases cover these sizes
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("arch", ("sm_90", GPU))
 @pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.thorough) if x in RARE else x for x in BY_WGMMA])
 def test_wgmma(arch:str, case:str) -> None: check_backward_kernels(arch, **{**LONG, **BY_WGMMA[case]})
@@ -334,6 +337,7 @@ AT_ONCE: dict[str, dict[str, Any]] = {
                                extras=dict(cu_seqlens_q=ints(0, 140, 260), cu_seqlens_k=ints(0, 270, 270))),
 }
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("arch", ("sm_90", GPU))
 @pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.thorough) if x in RARE else x for x in AT_ONCE])
 def test_at_once(arch:str, case:str) -> None:
@@ -523,6 +527,7 @@ def fault_on(plant:Any, arch:str) -> Any:
   by_default = arch == "gfx942" or (arch == "sm_80" and not plant.__name__.startswith(("scale_of", "unmasked", "lse_of")))
   return pytest.param(plant, arch, id=f"{plant.__name__}-{arch}", marks=() if by_default else pytest.mark.thorough)
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("plant, arch", [fault_on(plant, arch) for plant in FAULTS for arch in (*EVERY_ARCH, "sm_90")
                                          if arch in ONLY_ON.get(plant, (arch,))])
 def test_planted_fault(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], arch:str) -> None:
@@ -676,7 +681,8 @@ def test_bias_of_long_rows(arch:str, d:int) -> None:
   workgroup owns, and load them from global memory in every iteration."""
   check_backward_kernels(arch, only="dbias", H=2, Sq=40, Sk=50, D=d, extras=dict(bias=floats(1, 1, 40, 50)))
 
-@chips_in_turn("case", BIASES, ("of keys",), every=2)
+@pytest.mark.sample(6)
+@chips_in_turn("case", BIASES, ("of keys",))
 def test_gradient_of_a_bias(arch:str, case:str) -> None:
   """The gradient of a bias is right in both cases: the kernel writes the whole gradient, or it writes partial sums that are added afterwards."""
   parameters = {**SMALL, "B": 2, "H": 2, **BIASES[case]}

@@ -40,6 +40,7 @@ SMALL:dict[str, dict[str, Any]] = {
 def held(case:Case, draws:int) -> None:
   for line in lines_of(case, draws): assert line.held, f"{case}: {line}"
 
+@pytest.mark.sample(2)
 @in_turn("unit, dtype", UNITS, ("float16", "bfloat16"), among=8)
 def test_sample(unit:str, dtype:str, small:None) -> None:
   kinds = [kind for kind in KINDS if not kind.startswith("dO")]
@@ -189,7 +190,8 @@ def of_two_keys(unit:str, dtype:str, out_dtype:str, Sq:int, monkeypatch) -> dict
   monkeypatch.setitem(contract.SHAPES, "two keys", dict(H=1, Sq=Sq, Sk=149, D=32))
   return {line.output: line for line in lines_of(Case("two keys", unit, dtype, out_dtype, "two keys"), 12)}
 
-@in_turn("chip, name", CHIPS, list(SUMS), every=2)
+@pytest.mark.sample(3)
+@in_turn("chip, name", CHIPS, list(SUMS))
 def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
   """O must be divided by the sum of the rounded P, and lse computed from the sum of P before rounding. A kernel that takes the wrong one of the two
   sums for O, or for lse, gives errors above the limits of docs/contract.md in this output. Its other output stays within the limits, as both outputs
@@ -200,6 +202,7 @@ def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
     found = of_two_keys(chip, dtype, "float32", Sq, monkeypatch)
     for what in ("o", "lse"): assert found[what].held == (what != wrong), f"{dtype}: {what} {found[what]}"
 
+@pytest.mark.sample(3)
 @in_turn("chip, dtypes", CHIPS, (("bfloat16", "float16"), ("float16", "float16"), ("float16", "bfloat16")), among=3)
 def test_a_row_that_two_keys_share(chip:str, dtypes:tuple[str, str], monkeypatch) -> None:
   """Rows in which two keys have all the weight are right: each element is within its error limit, for every pair of 16-bit dtypes of P and O. (A

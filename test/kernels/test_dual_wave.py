@@ -8,7 +8,7 @@ from attn.choose.tiles import dual_wave_tile
 from attn.emulator.checks import LdsRace, NotWaitedFor
 from attn.kernels import dual_wave
 from attn.ops import amd
-from cases import check_kernel, every_other, normal, problem
+from cases import check_kernel, normal, problem
 from test_forward import ADVERSARIAL, huge_key
 
 GFX950 = get_chip("gfx950")
@@ -27,7 +27,8 @@ CASES = {
   "nsd": dict(B=1, H=3, Sq=40, Sk=70, layout="nsd"), "right window": dict(H=1, Sq=300, window=(-1, 20)),
 }
 
-@pytest.mark.parametrize("case", every_other(CASES))
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("case", CASES)
 def test_contract(case:str) -> None: check(**CASES[case])
 
 @pytest.mark.parametrize("make", ADVERSARIAL, ids=lambda f: f.__name__)
@@ -40,7 +41,8 @@ def test_loads_waited_for_too_little(monkeypatch) -> None:
   monkeypatch.setattr(dual_wave, "BEHIND", dual_wave.BEHIND + 1)
   with pytest.raises(NotWaitedFor, match=r"attn_dual_wave.*reads lds"): check(H=1, Sq=256, Sk=512)
 
-@pytest.mark.parametrize("left_out", every_other((3, 4, 5, 6)))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("left_out", (3, 4, 5, 6))
 @pytest.mark.usefixtures("without_places")
 def test_a_barrier_left_out(monkeypatch, left_out:int) -> None:
   """The dual_wave kernel needs every barrier: if one is left out, the emulator reports a race. The kernel has two barriers before the loop over

@@ -56,6 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
                       extras=dict(alibi_slopes=slopes(2, 2), bias=floats(2, 2, 33, 80), sinks=floats(2), kv_lengths=ints(50, 80))),
 }
 
+@pytest.mark.sample(16)
 @chips_in_turn("option", OPTIONS)
 def test_option(arch:str, option:str) -> None: check_kernels(arch, **OPTIONS[option])
 
@@ -294,7 +295,8 @@ COMPILED: dict[str, dict[str, Any]] = {   # enough heads for the largest tile
   "packed sequences": dict(layout="thd", causal=True, extras=dict(cu_seqlens_q=ints(0, 512), cu_seqlens_k=ints(0, 512))),
 }
 
-@in_turn("of, arch", [(option, D) for option in COMPILED for D in (64, 128)], ARCHS, every=2)
+@pytest.mark.sample(10)
+@in_turn("of, arch", [(option, D) for option in COMPILED for D in (64, 128)], ARCHS)
 def test_no_spills(of:tuple[str, int], arch:str) -> None:
   option, D = of
   p = problem(H=512, Sq=512, D=D, **COMPILED[option])
@@ -303,6 +305,7 @@ def test_no_spills(of:tuple[str, int], arch:str) -> None:
   assert ".vgpr_spill_count: 0" in text and ".private_segment_fixed_size: 0" in text
   assert text.count("v_readfirstlane") < 10, "loads loop over the values of their descriptor"
 
+@pytest.mark.sample(3)
 @in_turn("window, arch", ((100, -1), (100, 0)), ARCHS, among=2)
 def test_no_spills_in_a_window(arch:str, window:tuple[int, int]) -> None:
   p = problem(H=512, Sq=512, D=256, dtype="bfloat16", window=window)

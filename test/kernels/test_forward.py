@@ -63,12 +63,15 @@ MASKS = {
   "causal and window": dict(Sq=1, Sk=256, window=(127, -1), causal=True),
 }
 
+@pytest.mark.sample(10)
 @amd_in_turn("case", SHAPES)
 def test_shapes(arch:str, case:str) -> None: check(arch, **SHAPES[case])
 
+@pytest.mark.sample(6)
 @amd_in_turn("case", MASKS)
 def test_masks(arch:str, case:str) -> None: check(arch, **MASKS[case])
 
+@pytest.mark.sample(4)
 @amd_in_turn("ratio", (1, 3, 4, 5, 7, 8, 24))
 def test_grouped_heads(arch:str, ratio:int) -> None:
   layout = {"gfx950": "bshd", "gfx1201": "nsd"}.get(arch, "bhsd")
@@ -161,13 +164,15 @@ def nan_neighbour(p:Problem) -> Inputs:
 ADVERSARIAL = (falling, rising, creeping, climbing, deep, late_key, masked_first, large_rows, constants, huge_key, minus_inf_keys, nan_query,
                inf_query, nan_neighbour)
 
+@pytest.mark.sample(9)
 @in_turn("make, arch", ADVERSARIAL, ARCHS)
 def test_adversarial(arch:str, make) -> None:
   check(arch, make, H=2, Sq=40, Sk=200, D=64, dtype="bfloat16" if make is huge_key else "float16")
   check(arch, make, H=2, Sq=70, Sk=90, D=32, dtype="bfloat16", causal=True)
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("above", (0.0, 8.0))
-@in_turn("make, arch", (normal, *(f for f in ADVERSARIAL if f is not huge_key)), ARCHS, every=2)
+@in_turn("make, arch", (normal, *(f for f in ADVERSARIAL if f is not huge_key)), ARCHS)
 def test_rescale_above(arch:str, above:float, make) -> None:
   """The forward kernel is right for both values of the tile's field `rescale_above`: how far the maximum of a row may rise before the kernel rescales
   its accumulators. With 0 it rescales whenever the maximum rises. Dispatch chooses only one of the values; the test runs both."""
@@ -205,6 +210,7 @@ def test_scores_too_large_for_one_fma(arch:str) -> None:
 AHEAD = {"one trip": dict(Sq=20, Sk=20, D=32), "several trips": dict(Sq=40, Sk=333), "causal": dict(Sq=150, Sk=170, causal=True, dtype="bfloat16"),
          "three loops": dict(Sq=90, Sk=300, window=(100, 20)), "splits": dict(Sq=40, Sk=500, num_splits=3)}
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("prefetch", (0, 2))
 @amd_in_turn("case", AHEAD)
 def test_prefetch(arch:str, prefetch:int, case:str) -> None:

@@ -171,7 +171,8 @@ def check_large(p:Problem, programs:Callable[[Problem, Chip], Iterator[Program]]
     assert not unproven(kernel(*[UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(shapes.values())]), arch)
   assert found >= set(large)
 
-@in_turn("of, arch", LARGE, ("gfx942", "gfx1201", "sm_80", "sm_90"), every=2)
+@pytest.mark.sample(8)
+@in_turn("of, arch", LARGE, ("gfx942", "gfx1201", "sm_80", "sm_90"))
 def test_attention(of:str, arch:str) -> None: check_large(*LARGE[of], arch)
 
 PLAIN = {"bias": (posed(B=2**10, dtype="float32", **BIAS), plain, ("bias",)), "pages": (of_pages(8, 2**23, 2**13), plain, ("k", "v")),

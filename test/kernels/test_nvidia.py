@@ -19,7 +19,7 @@ from attn.ops import nvidia
 from attn.ops.renderers import render
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, UOp
-from cases import DTYPES_AND_MASKS, GPU, TYPES, WIDTHS, Inputs, change_kernel, check, every_other, in_turn, normal, one_in, problem
+from cases import DTYPES_AND_MASKS, GPU, TYPES, WIDTHS, Inputs, change_kernel, check, in_turn, normal, problem
 from test_features import COMPILED as OPTIONS_COMPILED
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
@@ -30,15 +30,18 @@ def without_wgmma(monkeypatch) -> None:
   """Makes dispatch choose mma.sync kernels on sm_90. Clears dispatch's cached choices before and after each test."""
   change_kernel(monkeypatch, "forward_wgmma", lacks=lambda arch: "this tests mma.sync")
 
+@pytest.mark.sample(6)
 @in_turn("case, chip", SHAPES, ["sm_90"], [GPU], among=2)
 def test_shapes(chip:str, case:str) -> None: check(chip, **SHAPES[case])
 
+@pytest.mark.sample(5)
 @either
-@pytest.mark.parametrize("case", every_other(MASKS))
+@pytest.mark.parametrize("case", MASKS)
 def test_masks(chip:str, case:str) -> None: check(chip, **MASKS[case])
 
+@pytest.mark.sample(5)
 @either
-@pytest.mark.parametrize("make", every_other(ADVERSARIAL), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", ADVERSARIAL, ids=lambda f: f.__name__)
 def test_adversarial(chip:str, make) -> None:
   check(chip, make, H=2, Sq=40, Sk=200, D=64, dtype="bfloat16" if make.__name__ == "huge_key" else "float16")
   check(chip, make, H=2, Sq=70, Sk=90, D=32, dtype="bfloat16", causal=True)
@@ -55,16 +58,18 @@ def test_scores_too_large_for_one_fma(chip:str, value:int, scale:float) -> None:
     return Inputs(q, k, x.v)
   check(chip, make, Sq=20, Sk=170, D=64, dtype="bfloat16", softmax_scale=scale, out_dtype="float32")
 
+@pytest.mark.sample(3)
 @in_turn("D, on", WIDTHS, [(chip, *mask) for mask in DTYPES_AND_MASKS for chip in ("sm_80", "sm_86", "sm_89")],
-         [pytest.param(("CUDA", *mask), marks=pytest.mark.gpu) for mask in DTYPES_AND_MASKS], every=2)
+         [pytest.param(("CUDA", *mask), marks=pytest.mark.gpu) for mask in DTYPES_AND_MASKS])
 def test_head_dimensions(D:int, on:tuple[str, str, bool|str]) -> None:
   """The mma.sync kernel is right for each head dimension, with the tiles of large grids on a problem of few heads: in float16 and bfloat16, with
   causal masks that begin at the top left or end at the bottom right."""
   chip, dtype, causal = on
   check(chip, H=4, Hkv=2, Sq=150, Sk=203, D=D, dtype=dtype, causal=causal)
 
+@pytest.mark.sample(3)
 @either
-@pytest.mark.parametrize("ratio", one_in(3, (1, 3, 4, 5, 7, 8, 24)))
+@pytest.mark.parametrize("ratio", (1, 3, 4, 5, 7, 8, 24))
 def test_grouped_heads(chip:str, ratio:int) -> None:
   check(chip, B=2, H=2*ratio, Hkv=2, Sq=20, Sk=40, layout=("bhsd", "bshd")[ratio % 2], causal=ratio % 2 == 1)
 
@@ -105,7 +110,8 @@ TILES += [replace(TILES[0], q_tiles=1, stages=3, key_waves=4), replace(TILES[0],
 ON_TILES: dict[str, dict[str, Any]] = {"causal": dict(Sq=150, Sk=133, D=64, causal=True), "window": dict(Sq=40, Sk=203, D=96, window=(70, -1)),
                                        "full": dict(H=1, Sq=70, Sk=130, D=128, dtype="float16")}
 
-@in_turn("tile, case", TILES, list(ON_TILES), every=2)
+@pytest.mark.sample(4)
+@in_turn("tile, case", TILES, list(ON_TILES))
 def test_every_kind_of_tile(tile:MmaTile, case:str, monkeypatch) -> None:
   """The mma.sync kernel is right with any combination of a tile's fields: number of warps, tiles of queries for each warp, keys and the parts that
   they are computed in, stages of the ring buffer, and where Q is kept."""
@@ -158,8 +164,9 @@ DECODE = dict(B=2, H=16, Hkv=2, Sq=1, Sk=4096, causal=True, num_splits=16, extra
 COMPILED: dict[str, dict[str, Any]] = {"full": dict(lse=False), "causal": dict(lse=False, causal=True), "lse": {}, "causal, lse": dict(causal=True),
                                        **OPTIONS_COMPILED, "decode": DECODE}
 
+@pytest.mark.sample(3)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@in_turn("option, D", COMPILED, (64, 128), [pytest.param(D, marks=pytest.mark.thorough) for D in (96, 256)], among=4, every=2)
+@in_turn("option, D", COMPILED, (64, 128), [pytest.param(D, marks=pytest.mark.thorough) for D in (96, 256)], among=4)
 def test_no_local_memory(option:str, D:int, tmp_path) -> None:
   """The mma.sync kernel, with its tiles for large grids and for decoding, compiles without spills and without a stack. tinygrad compiles sm_90
   kernels as sm_90a, and so does the test."""

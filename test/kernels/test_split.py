@@ -50,7 +50,8 @@ SPLITS: dict[str, dict[str, Any]] = {
   "decode": dict(B=2, H=8, Hkv=2, Sq=1, Sk=300, D=128, num_splits=5, causal=True, extras=dict(kv_lengths=ints(300, 77), sinks=floats(8))),
 }
 
-@chips_in_turn("case", SPLITS, every=2)
+@pytest.mark.sample(8)
+@chips_in_turn("case", SPLITS)
 def test_split(arch:str, case:str) -> None: check_kernels(arch, **SPLITS[case])
 
 @every_arch
@@ -178,6 +179,7 @@ def test_heuristic_leaves_a_full_chip_alone() -> None:
 
 # ***** machine code *****
 
+@pytest.mark.sample(3)
 @on_two("arch", ARCHS)
 @in_turn("D, dtype", (64, 128, 256), ("float16", "bfloat16"))
 def test_no_spills(arch:str, dtype:str, D:int) -> None:

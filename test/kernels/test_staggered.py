@@ -10,7 +10,7 @@ from attn.compilers.clang import assembly
 from attn.emulator.checks import LdsRace
 from attn.isa.source import Spec, kernel_source, problem_of_spec
 from attn.kernels import staggered
-from cases import check_kernel, every_other, normal, problem
+from cases import check_kernel, normal, problem
 from test_forward import ADVERSARIAL, huge_key
 
 def check(make=normal, arch:str="gfx942", **parameters) -> None:
@@ -26,10 +26,12 @@ CASES = {
   "causal top-left": dict(H=1, Sq=300, Sk=150, causal="top-left"), "a window": dict(H=1, Sq=300, Sk=400, window=(50, 20)),
 }
 
-@pytest.mark.parametrize("case", every_other(CASES))
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("case", CASES)
 def test_contract(case:str) -> None: check(**CASES[case])
 
-@pytest.mark.parametrize("make", every_other(ADVERSARIAL), ids=lambda f: f.__name__)
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("make", ADVERSARIAL, ids=lambda f: f.__name__)
 def test_adversarial(make) -> None: check(make, H=2, Sq=70, Sk=200, dtype="bfloat16" if make is huge_key else "float16")
 
 @pytest.mark.usefixtures("without_places")

@@ -24,7 +24,7 @@ from attn.ops.stored import numbers
 from attn.problem import Problem, Strided
 from attn.tinygrad_compat import UOp
 from attn.values import FLOATS, INTS
-from cases import EVERY_ARCH, GPU, chip, every_other, floats, in_turn, ints, one_in, rounded
+from cases import EVERY_ARCH, GPU, chip, floats, in_turn, ints, rounded
 from stored_cases import Stored, check_stored, dequantised, hold_stored, normal_rows, numbers_of, quantised, run_stored, stored_problem
 
 SIXTEEN = ("float16", "bfloat16")
@@ -108,14 +108,16 @@ def nan_query(p:Problem) -> Stored:
 HARD = (tiny_values, large_values, values_of_all_sizes, growing_values, falling_values, tiny_values_of_the_best_key, keys_of_all_sizes, large_keys,
         rising_scores, zero_rows, equal_rows, odd_rows_of_k, odd_rows_of_v, nan_query)
 
-@in_turn("make, arch", HARD, UNITS, [GPU], every=2)
+@pytest.mark.sample(5)
+@in_turn("make, arch", HARD, UNITS, [GPU])
 def test_hard_rows(arch:str, make) -> None:
   """Attention over 8-bit rows is within its error limits on hard inputs, by every kernel: for a chunk of a prompt under a causal mask, and for
   decoding with the keys split into ranges."""
   check_stored(arch, make, Sq=20, Sk=150, D=32, causal=True, out_dtype="float32")
   check_stored(arch, make, Sq=6, Sk=300, D=64, dtype="bfloat16", causal=True, num_splits=3)
 
-@pytest.mark.parametrize("make", one_in(3, HARD))
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("make", HARD)
 def test_hard_rows_in_plain_uops(make) -> None:
   for arch, dtype in (("gfx942", "float32"), ("sm_80", "float16")):
     check_stored(arch, make, tile=lambda p: tiled_tile(p, chip(arch)), Sq=20, Sk=70, D=16, causal=True, dtype=dtype)
@@ -143,11 +145,13 @@ OPTIONS: dict[str, dict] = {
   "dropout": dict(dropout_p=0.3, extras=dict(dropout_seed=np.array([3, 5], np.uint32))),
   "batch invariant": dict(Sq=1, Sk=600, B=2, batch_invariant=True, num_splits=2)}
 
-@in_turn("name, arch", OPTIONS, UNITS, [GPU], every=2)
+@pytest.mark.sample(8)
+@in_turn("name, arch", OPTIONS, UNITS, [GPU])
 @pytest.mark.parametrize("dtype", ("float16", pytest.param("bfloat16", marks=pytest.mark.thorough)))
 def test_options(arch:str, name:str, dtype:str) -> None: check_stored(arch, dtype=dtype, **OPTIONS[name])
 
-@in_turn("pages, arch", (16, 0, 64), UNITS, [GPU], every=2)
+@pytest.mark.sample(2)
+@in_turn("pages, arch", (16, 0, 64), UNITS, [GPU])
 def test_rows_beyond_the_lengths_have_no_effect(arch:str, pages:int) -> None:
   for splits in (1, 2):
     check_stored(arch, lengths_with_garbage, B=2, Sq=3, Sk=128, page_size=pages, num_splits=splits, extras=dict(kv_lengths=ints(37, 111)))
@@ -157,6 +161,7 @@ def test_rows_beyond_the_lengths_have_no_effect_in_plain_uops(arch:str) -> None:
   check_stored(arch, lengths_with_garbage, tile=lambda p: tiled_tile(p, chip(arch)), B=2, Sq=3, Sk=128, D=16, page_size=16,
                extras=dict(kv_lengths=ints(37, 111)))
 
+@pytest.mark.sample(6)
 @in_turn("dtype, arch", (*SIXTEEN, "float32"), UNITS, [GPU], among=3)
 def test_a_row_that_one_key_dominates_is_exact(arch:str, dtype:str) -> None:
   """If one key has all the weight, O is the stored row of this key times the row's scale, up to rounding in float32."""
@@ -177,6 +182,7 @@ def check_wgmma(arch:str, *make, **parameters) -> None:
 
 ON_HOPPER = pytest.mark.parametrize("arch", ("sm_90", GPU))
 
+@pytest.mark.sample(5)
 @ON_HOPPER
 @pytest.mark.parametrize("make", HARD)
 def test_hard_rows_by_wgmma(arch:str, make) -> None:
@@ -193,6 +199,7 @@ FOR_PROMPTS: dict[str, dict] = {
   "fp8": dict(stored="fp8e4m3", dtype="bfloat16"),
   "dropout": dict(dropout_p=0.3, extras=dict(dropout_seed=np.array([3, 5], np.uint32)))}
 
+@pytest.mark.sample(5)
 @ON_HOPPER
 @pytest.mark.parametrize("name", FOR_PROMPTS)
 def test_options_by_wgmma(arch:str, name:str) -> None: check_wgmma(arch, **FOR_PROMPTS[name])
@@ -234,8 +241,9 @@ def test_faults_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant, make, error) -> 
 
 # ***** scales that rows share *****
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("latent", (False, True))
-@pytest.mark.parametrize("arch", every_other(UNITS))
+@pytest.mark.parametrize("arch", UNITS)
 def test_one_scale_for_all_rows(arch:str, latent:bool) -> None:
   """Attention is right if all rows of K have one scale and all rows of V another. In latent attention K and V have the same scale."""
   sizes = dict(H=16, Hkv=1, Sq=2, D=96, Dv=64, v_in_k=True) if latent else dict(Sq=40, D=64, causal=True)
@@ -250,6 +258,7 @@ def test_one_scale_for_all_rows(arch:str, latent:bool) -> None:
 
 OF_FLOATS = [("gfx942", "fp8e4m3fnuz"), ("gfx950", "fp8e4m3"), ("gfx1201", "fp8e4m3"), ("sm_90", "fp8e4m3")]
 
+@pytest.mark.sample(4)
 @in_turn("make, on", (normal_rows, values_of_all_sizes, zero_rows, odd_rows_of_v), OF_FLOATS,
          [pytest.param(("CUDA", "fp8e4m3"), marks=pytest.mark.gpu)])
 def test_floats_of_8_bits(make, on:tuple[str, str]) -> None:
@@ -284,8 +293,9 @@ def text_of(p:Problem, arch:str, llvm:int=22) -> str:
   tensors = [UOp.placeholder(shape, (FLOATS | INTS)[dtype], i) for i, (shape, dtype) in enumerate(names.values())]
   return render(program_of(choice, p)(*tensors), arch)
 
+@pytest.mark.sample(4)
 @in_turn("dtype, arch", SIXTEEN, ("gfx942", "gfx950", "gfx1100", "gfx1201"), among=2)
-@pytest.mark.parametrize("floats", one_in(2, (False, True)))
+@pytest.mark.parametrize("floats", (False, True))
 def test_decoding_spills_no_registers_on_amd(arch:str, dtype:str, floats:bool) -> None:
   if floats and not get_chip(arch).fp8: return
   no_spills_on_amd(stored_problem(dtype=dtype, stored=get_chip(arch).fp8 if floats else "int8", **DECODE), arch)

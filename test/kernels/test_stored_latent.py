@@ -16,7 +16,7 @@ from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.weights.softmax import sum_of_unscaled
 from attn.ops import common as ops
 from attn.tinygrad_compat import UOp
-from cases import EVERY_ARCH, GPU, chip, in_turn, ints, one_in, rounded
+from cases import EVERY_ARCH, GPU, chip, in_turn, ints, rounded
 from stored_cases import check_stored, dequantised, normal_rows, run_stored, stored_problem
 from test_stored import (HARD, OF_FLOATS, SIXTEEN, lengths_with_garbage, no_spills_on_amd, no_spills_on_nvidia, odd_rows_of_k, tiny_values,
                          values_of_all_sizes)
@@ -26,14 +26,16 @@ LATENT: dict[str, Any] = dict(H=16, Hkv=1, D=96, Dv=64, v_in_k=True)
 
 def check_latent(arch:str, *make:Any, **parameters:Any) -> None: check_stored(arch, *make, **{**LATENT, **parameters})
 
-@in_turn("make, arch", HARD, UNITS, [GPU], every=3)
+@pytest.mark.sample(5)
+@in_turn("make, arch", HARD, UNITS, [GPU])
 def test_hard_rows(arch:str, make:Any) -> None:
   """Latent attention over 8-bit rows is within its error limits on hard inputs: for some queries under a causal mask, and for decoding with the keys
   split into ranges."""
   check_latent(arch, make, Sq=20, Sk=150, causal=True, out_dtype="float32")
   check_latent(arch, make, H=40, Sq=6, Sk=200, D=40, Dv=32, dtype="bfloat16", causal=True, num_splits=3)
 
-@pytest.mark.parametrize("make", one_in(5, HARD))
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("make", HARD)
 def test_hard_rows_in_plain_uops(make:Any) -> None:
   for arch, dtype in (("gfx942", "float32"), ("sm_80", "float16")):
     check_latent(arch, make, tile=lambda p: tiled_tile(p, chip(arch)), H=4, Sq=20, Sk=70, D=24, Dv=17, causal=True, dtype=dtype)
@@ -44,7 +46,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "softcap": dict(softcap=5.0, Sk=70, H=3), "bshd": dict(layout="bshd", window=(50, 3), Sq=5), "no lse": dict(lse=False, H=40, dtype="bfloat16"),
   "tiny scale": dict(softmax_scale=1.3e-38, Sk=70), "batch invariant": dict(Sk=600, batch_invariant=True, num_splits=2)}
 
-@in_turn("name, arch", OPTIONS, UNITS, [GPU], every=2)
+@pytest.mark.sample(6)
+@in_turn("name, arch", OPTIONS, UNITS, [GPU])
 def test_options(arch:str, name:str) -> None: check_latent(arch, **{"Sq": 1, **OPTIONS[name]})
 
 @in_turn("pages, arch", (0, 16), UNITS, [GPU])

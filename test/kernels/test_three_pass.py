@@ -34,6 +34,7 @@ OPTIONS = {
   "top-left lengths": {"causal": "top-left", "extras": {"kv_lengths": int32(4, 13)}},
 }
 
+@pytest.mark.sample(14)
 @in_turn("name, dtype", OPTIONS, ["float16", "float32"])
 def test_options(name, dtype): check(B=2, H=2, Sq=9, Sk=13, D=16, dtype=dtype, **OPTIONS[name])
 

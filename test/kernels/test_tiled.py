@@ -68,6 +68,7 @@ def test_float32_is_exact_to_its_own_rounding() -> None:
   weights = np.exp(s - s.max(-1, keepdims=True))
   assert np.abs(got[0] - weights/weights.sum(-1, keepdims=True) @ x.v.astype(np.float64)).max() < 2e-6
 
+@pytest.mark.sample(3)
 @in_turn("make, dtype", ADVERSARIAL, ("float32", "bfloat16", "float16"), among=12)
 def test_adversarial(make, dtype:str) -> None:
   dtype = "bfloat16" if make.__name__ == "huge_key" and dtype == "float16" else dtype

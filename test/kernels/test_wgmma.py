@@ -23,7 +23,7 @@ from attn.ops.operation import OPERATIONS
 from attn.ops.renderers import render
 from attn.ops.softmax import LOWEST
 from attn.tinygrad_compat import UOp, dtypes
-from cases import DTYPES, DTYPES_AND_MASKS, GPU, WIDTHS, change_kernel, check, check_kernels, count_products, every_other, in_turn, problem
+from cases import DTYPES, DTYPES_AND_MASKS, GPU, WIDTHS, change_kernel, check, check_kernels, count_products, in_turn, problem
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
 either = pytest.mark.parametrize("chip", ("sm_90", GPU))
@@ -64,7 +64,8 @@ def test_large_grids(D:int) -> None:
   for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):
     check("CUDA", B=2, H=24, Hkv=8, Sq=1000, Sk=1111, D=D, dtype=dtype, causal=causal)
 
-@pytest.mark.parametrize("row", every_other(FORWARD_WGMMA), ids=str)
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("row", FORWARD_WGMMA, ids=str)
 def test_every_tile(row:RatedUpTo, monkeypatch) -> None:
   tile = WgmmaTile(**vars(row.shape))
   change_kernel(monkeypatch, "forward_wgmma", tile=lambda p, arch: tile)
@@ -72,6 +73,7 @@ def test_every_tile(row:RatedUpTo, monkeypatch) -> None:
   assert tile.lds_bytes(problem(Sk=tile.block_n, D=row.up_to)) <= get_chip("sm_90").lds
   check("sm_90", H=1, Sq=200, Sk=tile.block_n if few else 500, D=row.up_to, causal="top-left" if few else True)
 
+@pytest.mark.sample(5)
 @in_turn("option, chip", features.OPTIONS, ["sm_90"], [GPU], turn=1, among=2)    # test_features.py runs the other options by mma.sync
 def test_option(chip:str, option:str) -> None: features.test_option(chip, option)
 
@@ -199,6 +201,7 @@ def test_planted_fault(fault:str, monkeypatch) -> None:
   with pytest.raises(error, match=text): check("sm_90", H=1, Sq=200, Sk=500, D=64)
 
 WITH_DROPOUT = dict(causal=True, dropout_p=0.1, extras={"dropout_seed": np.zeros(2, np.uint32)})
+@pytest.mark.sample(5)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @in_turn("D, options", (64, 128, 192, 256),
          ({}, dict(causal=True), dict(lse=True, window=(64, 64)), dict(lse=True, causal=True, softcap=30.0), WITH_DROPOUT), among=2, besides=(128,))
