@@ -59,9 +59,9 @@ def extra(name:str, x:np.ndarray, bias_dtype:str="float32") -> Tensor:
 def check_attention(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
                     place:Callable[[str, Tensor], Tensor]=lambda _, t: t, **parameters:Any) -> tuple[np.ndarray, np.ndarray]:
   """Runs `attention` and compares o and lse with float64: each element must be within its error limit (docs/contract.md). `parameters` are the
-  arguments of `problem`, `make` draws q, k and v, and `extras` holds optional tensors such as a bias by name. `kernel` is a kernel's name
-  (ATTN_KERNEL) to use that kernel. `place` receives each tensor with its name, and may move it to other devices. Returns o as (B, H, Sq, Dv) and lse
-  as (B, H, Sq)."""
+  arguments of `problem`, `make` draws q, k and v, and `extras` holds optional tensors such as a bias by name. `kernel` is the name of the kernel to
+  run; "" leaves the choice to dispatch. `place` receives each tensor with its name, and may move it to other devices. Returns o as (B, H, Sq, Dv) and
+  lse as (B, H, Sq)."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, call = make(p), {name: value for name, value in parameters.items() if name in DEFAULTS and name != "out_dtype"}

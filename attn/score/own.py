@@ -33,7 +33,7 @@ def float_elements(p:Problem) -> list[UOp]:
   return [u for u in elements_of(score_function(p).value) if dtypes.is_float(u.dtype)]
 
 def _variable(p:Problem) -> UOp:
-  """Returns the symbol by which a kernel derives the score_mod of a problem: the score, or an element of a mod_tensor."""
+  """Returns the symbol by which a kernel differentiates the score_mod of a problem: the score, or an element of a mod_tensor."""
   return SCORE if p.by_element is None else float_elements(p)[p.by_element]
 
 def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:

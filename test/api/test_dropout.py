@@ -77,8 +77,8 @@ def test_the_mask_in_tensor_operations() -> None:
 @pytest.mark.usefixtures("not_unrolled")
 @pytest.mark.parametrize("sizes", [(2, 2, 3, 5), (5, 7, 11, 13)])
 def test_the_mask_of_sizes_that_are_no_powers_of_two(sizes:tuple[int, ...]) -> None:
-  """`dropout_mask` is right for sizes that are no powers of two. tinygrad then computes the index of an axis as the remainder of a division, which
-  must not need 64-bit integers: tinygrad cannot lower such a remainder."""
+  """`dropout_mask` is right for sizes that are no powers of two. tinygrad computes the index of an axis there as the remainder of a division, and
+  would fail to lower a remainder of 64-bit integers."""
   with emulated("gfx942"): np.testing.assert_array_equal(attn.dropout_mask(Tensor(SEED, device="EMU"), P, *sizes).numpy(), kept_mask(SEED, P, *sizes))
 
 def lags(mask:np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -329,8 +329,8 @@ def test_a_seed_is_drawn() -> None:
     np.testing.assert_allclose((array(dv)*array(v)).sum(), total.numpy(), atol=0.02)
 
 def seeds_by(draw_one:Callable[[], Tensor], random_dtype:str) -> list[list[float]]:
-  """Draws seeds: four that are realized one after another, with a draw of the user's after each of them, and four that are realized together,
-  with a last draw of the user's. Returns all of the numbers. `random_dtype` is the user's default dtype of random numbers."""
+  """Draws eight seeds by `draw_one`, the first four realized one after another and the last four together, with draws of the user's own
+  (`Tensor.rand`) between and after them. Returns the numbers of all draws. `random_dtype` is tinygrad's default float dtype."""
   with Context(DEFAULT_FLOAT=random_dtype):
     Tensor.manual_seed(7)
     apart = [(draw_one().tolist(), Tensor.rand(3).tolist()) for _ in range(4)]
@@ -340,8 +340,8 @@ def seeds_by(draw_one:Callable[[], Tensor], random_dtype:str) -> list[list[float
 
 @pytest.mark.parametrize("random_dtype", ["float32", "float16"])
 def test_seeds_are_those_of_tinygrads_generator(random_dtype:str) -> None:
-  """A seed is computed from four numbers of `Tensor.rand` in float32, whatever the default dtype is, and the user's own draws are as if `Tensor.rand`
-  had drawn them. attn does not call `Tensor.rand` for each seed, so both are compared."""
+  """attn draws a seed without a call of `Tensor.rand`. The seed is the one that follows from four float32 numbers of `Tensor.rand`, whatever the
+  default float dtype is, and later calls of `Tensor.rand` give the same numbers as if it had drawn the seed."""
   with emulated("gfx942"):
     at = Placement("EMU")
     got = seeds_by(lambda: drawn_seed(at), random_dtype)

@@ -65,7 +65,8 @@ def test_decoding_on_a_gpu(dtype:str) -> None:
 
 @pytest.mark.parametrize("arch, page", (("gfx942", 16), ("sm_90", 7), ("gfx1030", 4)))
 def test_pages(arch:str, page:int) -> None:
-  """Attention over a paged latent cache is right. The pages are views of tensors with two layers, and the lengths differ."""
+  """Attention over a paged latent cache is right. The pages are views of tensors that hold two layers, and the two sequences have different lengths.
+  """
   lengths, most, x = (33, 9), -(-40//page), inputs(40)
   count = 2*most + 3
   table = np.random.default_rng(2).permutation(count)[:2*most].reshape(2, most).astype(np.int32)

@@ -126,8 +126,8 @@ def test_other_products_are_left_alone(form:str) -> None:
       assert not decisions
 
 def test_written_out_sinks_are_recognised() -> None:
-  """Attention with sinks that a model writes out in tensor operations runs as a kernel under `attn.installed()`. Two changed formulas, which are not
-  attention, do not."""
+  """A model writes out attention with sinks in tensor operations. Under `attn.installed()` a kernel computes it. Two changed formulas, which are not
+  attention, stay tensor operations."""
   with emulated("gfx942"), attn.installed() as decisions:
     decisions.clear()
     with_sinks_at(*(draw(2, 4, n, D) for n in (ROWS, KEYS, KEYS)), sinks().reshape(4, 1, 1))
@@ -180,9 +180,9 @@ def test_a_key_hidden_by_where_may_be_nan(arch:str) -> None:
     assert [d.kernel is not None for d in decisions] == [True]*4
 
 def test_sinks_beside_a_length_that_is_a_variable() -> None:
-  """attn recognizes attention with sinks that a model writes out over a slice of a cache. The result is the same whether the slice's length is a
-  Variable or an int. With a Variable, two kinds of calls stay tinygrad's own attention: calls with a mask that `where` applies, and calls with sinks
-  that differ between batches."""
+  """A model writes out attention with sinks, over a slice of a cache, in tensor operations, and attn recognizes it. The result is the same whether
+  the slice's length is a Variable or an int. With a Variable, two kinds of calls stay tinygrad's own attention: calls with a mask that `where`
+  applies, and calls with sinks that differ between batches."""
   cache, n = [(2, 12, 4, D, seed) for seed in (1, 2)], Variable("n", 1, 12)
   def attended(q:Tensor, k:Tensor, v:Tensor, rows:int|UOp, sink:Tensor, mask:Tensor|None=None) -> Tensor:
     k, v = (x[:, :rows].transpose(1, 2) for x in (k, v))

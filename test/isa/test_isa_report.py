@@ -168,8 +168,8 @@ def _counted(report):
 
 def stops(arch, text):
   """Returns a tuple for each wait and barrier of an assembly text: its text, the number of memory accesses that it waits for, the instructions since
-  the last of these was issued, the matrix instructions among them, and the number of accesses that are still pending. If it waits for no access, the
-  three middle numbers are one 0."""
+  the last of these was issued, the matrix instructions among them, and the number of accesses that are still pending. If it waits for no access, a
+  single 0 stands for the three numbers in the middle."""
   trip = parse(f".amdgcn_target \"amdgcn-amd-amdhsa--{arch}\"\nk:\n{text}\n.type k,@function")[0].instructions
   return [(x.what, *([y.accesses, y.instructions, y.matrix] if (y := x.awaited) is not None else [0]), x.under_way)
           for x in waits_of(trip, CHIPS[arch])]

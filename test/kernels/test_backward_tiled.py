@@ -157,7 +157,7 @@ def test_packed_sequences(name:str, kernel:str) -> None:
 
 @pytest.mark.thorough
 def test_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Gradients are right on a chip without workgroups, where a kernel loops over the grid, as on a CPU. The emulator plays such a chip."""
+  """Gradients are right on a chip without workgroups, which runs the grid as a loop, as a CPU does. The emulator simulates such a chip."""
   def serial(device:Any) -> Any: return replace(get_chip("gfx1030"), lds=0, serial=True)
   for module in (attn.api.checked_call, attn.calls.checked_kernel): monkeypatch.setattr(module, "arch_of", serial)
   check_all(tile=ONE_THREAD, B=2, H=4, Hkv=2, Sq=20, Sk=30, window=(9, 3), through=("o", "lse"), extras=dict(kv_lengths=int32(21, 30)))

@@ -138,8 +138,8 @@ def test_variable_length_under_jit(arch:str) -> None:
 @pytest.mark.parametrize(("b", "h", "hk", "sq", "sk", "least", "most"), (
   (1, 2, 2, 40000, 40000, 4, 4), (1, 16, 16, 128, 65535, 16, 16), (1, 8, 8, 32768, 32768, 1, 4), (8, 16, 16, 8192, 8192, 1, 1)))
 def test_heuristic_of_published_shapes(b:int, h:int, hk:int, sq:int, sk:int, least:int, most:int) -> None:
-  """The heuristic for split-KV chooses between `least` and `most` key ranges, numbers from publications, for shapes with D=64 on a chip of 304
-  compute units."""
+  """The heuristic for split-KV chooses between `least` and `most` key ranges for published shapes with D=64, on a chip of 304 compute units. These
+  limits come from publications, too."""
   p, arch = problem(B=b, H=h, Hkv=hk, Sq=sq, Sk=sk, D=64, dtype="bfloat16"), get_chip("gfx942")
   assert least <= split_heuristic(p, arch, choose_tile(p, arch)) <= most
 

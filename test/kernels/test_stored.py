@@ -85,7 +85,7 @@ def rising_scores(p:Problem) -> Stored:
   k = np.repeat((q.mean((1, 2)) if p.H else q)[:, None, None, :], p.Hkv, 1)*(300*along_keys(p))[:, None] + rows_like(p, p.D)
   return with_values(p, k=k)
 def zero_rows(p:Problem) -> Stored:
-  """Makes some rows of K and V all zeros, so that their scale is 0, and all rows of one head of V."""
+  """Sets some rows of K and V, and all rows of one head of V, to zeros. The scale of such a row is 0."""
   k, v = rows_like(p, p.D), rows_like(p, p.Dv)
   k[:, :, 3::5] = v[:, :, 2::3] = 0
   v[:, -1] = 0

@@ -111,8 +111,8 @@ PACKED = {"layout": "thd", "causal": True, "extras": {"cu_seqlens_q": int32(0, 0
 def test_options(dtype:str, tile:TiledTile) -> None: check(tile=tile, B=2, H=4, Hkv=2, Sq=20, Sk=50, D=16, dtype=dtype, **MASKED)
 
 def test_options_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The forward kernel of plain UOps loops over the grid on a chip without workgroups, as on a CPU. Its results are right with packed sequences, and
-  with window, softcap, ALiBi, bias, sinks and lengths together. The emulator plays such a chip."""
+  """A chip without workgroups, such as a CPU, runs the grid as a loop. The forward kernel of plain UOps is right on such a chip, which the emulator
+  simulates here: with packed sequences, and with window, softcap, ALiBi, bias, sinks and lengths together."""
   monkeypatch.setattr(attn.api.checked_call, "arch_of", serial := lambda device: replace(get_chip("gfx1030"), lds=0, serial=True))
   monkeypatch.setattr(attn.calls.checked_kernel, "arch_of", serial)
   check(tile=ONE_THREAD, H=2, Hkv=1, Sq=11, Sk=13, D=16, dtype="float32", **PACKED)
@@ -132,8 +132,8 @@ def test_nan_beyond_the_lengths_has_no_effect() -> None:
     assert np.isfinite(o).all() and np.isfinite(lse).all()
 
 def test_one_thread_without_workgroups() -> None:
-  """The forward kernel of plain UOps is right on a device without workgroups, such as a CPU. There the grid has only the blocks of queries, and one
-  thread loops over batches and heads. The emulator plays such a device."""
+  """A device without workgroups, such as a CPU, runs the grid as a loop over the blocks of queries. One thread computes a block for all batches and
+  heads. The forward kernel of plain UOps is right on such a device, which the emulator simulates here."""
   serial = replace(get_chip("gfx1030"), lds=0, serial=True)
   p = problem(B=2, H=2, Sq=20, Sk=30, D=16, dtype="float32", lse=False, causal=True)
   kernel = forward_of(p, serial, ONE_THREAD)
