@@ -13,12 +13,13 @@ from attn.emulator.device import register as _register_emulator
 from attn.compilers.renderer import register_renderers as _register_renderers
 from attn.cache.kept_programs import keep_programs as _keep_programs
 from attn.ops.atomics import show_shared_tensors as _show_shared_tensors
-from attn.tinygrad_compat import survive_a_damaged_cache as _survive_a_damaged_cache
+from attn.tinygrad_compat import lower_few_kernels_here as _lower_few_kernels_here, survive_a_damaged_cache as _survive_a_damaged_cache
 
 _register_emulator()
 _register_renderers()
 _show_shared_tensors()
 _keep_programs()
+_lower_few_kernels_here()
 _keep_history()
 _survive_a_damaged_cache()
 

@@ -10,7 +10,7 @@ from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_devic
 from attn.calls.gradient import INPUTS, gradient_of, lse_axes, no_gradient
 from attn.calls.placement import AXES, Placement, empty, place
 from attn.calls.plain import plain_attention
-from attn.calls.tile_lists import tile_lists
+from attn.calls.tile_lists import lists_made_last, tile_lists
 from attn.calls.views import flat_buffer
 from attn.choose.backward import can_differentiate, choose_backward
 from attn.choose.dispatch import Choice, combine_of, program_of
@@ -51,7 +51,8 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
                no_gradient(OF_STORED_ROWS if p.stored else OF_A_CACHE)
     def kernel(*placeholders:UOp) -> CheckedKernel:
       sink = checked_ast(program, arch, *placeholders[:len(takes)])
-      return CheckedKernel(sink, written, gradient=gradient, small=written[0] == "o" and p.num_splits > 1, kept="o" in given, takes=len(takes))
+      return CheckedKernel(sink, written, gradient=gradient, small=written[0] == "o" and p.num_splits > 1, kept="o" in given, takes=len(takes),
+                           ahead=p.tile_list is not None)
     return kernel
   programs = [(program_of(choice, p), arguments(p))]
   if p.num_splits > 1: programs.append((combine_of(choice, p), combine_arguments(p)))
@@ -83,6 +84,7 @@ def in_a_buffer(c:CheckedCall, x:Tensor) -> Tensor:
   """Returns the input x if x is a whole buffer, else a copy of x in a new buffer."""
   return x if x.uop.has_buffer_identity(after_ok=True) or (c.into and region(x.uop)) else x.contiguous()
 
+@lists_made_last()
 def launch_kernels(c:CheckedCall, choice:Choice) -> list[Tensor]:
   """Launches the attention kernel that `choice` names. If `choice` divides the keys into ranges, the attention kernel writes one partial result per
   range, and the kernel `combine` merges these partial results. Returns the list of o, and of lse and lse_rest if the call asks for them."""

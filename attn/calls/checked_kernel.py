@@ -17,7 +17,7 @@ from attn.ops.renderers import adapt
 from attn.problem import INPUT_SCALES, MOD_TENSORS
 from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import (AddrSpace, AxisType, Device, Ops, Tensor, UOp, ast_of, begins_at, capturing, compile_at_once, copied, device_of,
-                                  inside_function, with_params, workgroups_of)
+                                  in_threads, inside_function, with_params, workgroups_of)
 from attn.values import FLOATS
 
 MATRIX_DEVICES = ("AMD", "HIP", "EMU", "CUDA")   # devices whose chip may have a matrix unit that the kernels know
@@ -101,7 +101,9 @@ class CheckedKernel:
   variables: tuple[UOp, ...] = ()            # bound Variables that the kernel takes besides its tensors
   kept: bool = False         # keep the inputs, so that a gradient can be taken after the outputs are computed
   takes: int|None = None     # number of leading tensors that the kernel uses, None for all; the rest only have to exist when it runs
-  small: bool = False        # compile as soon as it is called. Other kernels wait, unless an earlier process has lowered them
+  small: bool = False        # compile as soon as it is called, unless its device compiles in threads. Other kernels wait, unless an earlier process
+                             # has lowered them
+  ahead: bool = False        # begin to compile as soon as it is called, if its device compiles in threads
   def call(self, *srcs:UOp, grad_fxn:Callable[..., Any]|None=None, **kwargs:Any) -> UOp:
     for name, src in zip(self.outputs, srcs): check_output(name, src)
     devices = srcs[0].device
@@ -115,7 +117,8 @@ class CheckedKernel:
     if self.kept and gradient is not None: keep_inputs(srcs[:count], srcs[count:], gradient)
     if devices:
       first = devices if isinstance(devices, str) else devices[0]
-      if self.small or has_program(called.src[0], device_of(first).renderer): compile_at_once(called, first)
+      renderer = device_of(first).renderer
+      if (self.ahead if in_threads(renderer) else self.small) or has_program(called.src[0], renderer): compile_at_once(called, first)
     return called
 
 def default_arch() -> str:

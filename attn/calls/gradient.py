@@ -21,7 +21,7 @@ from attn.calls.checked_kernel import CheckedKernel, checked_ast
 from attn.calls.placement import AXES, empty
 from attn.calls.plain import plain_attention
 from attn.calls.sums import gradient_of_element
-from attn.calls.tile_lists import tile_lists
+from attn.calls.tile_lists import lists_made_last, tile_lists
 from attn.chips import Chip
 from attn.choose.backward import (KernelSum, Parts, all_of, at_once, can_differentiate, choose_parts, dbias_of, delta_of, dkdv_of, dq_of, finish_of,
                                   kernel_sums, tensors_by_tinygrad, tiles_of)
@@ -113,7 +113,7 @@ def kernels_with_tiles(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists
   description of the kernel that computes all gradients at once, or the reason why `backward_dq` and `backward_dkdv` compute the gradients."""
   def launch(shapes:Shapes, program:Callable[..., UOp], *outputs:str) -> BackwardLaunch:
     def kernel(*placeholders:UOp) -> CheckedKernel:
-      return CheckedKernel(checked_ast(program, arch, *placeholders), outputs, gradient=no_second_derivative)
+      return CheckedKernel(checked_ast(program, arch, *placeholders), outputs, gradient=no_second_derivative, ahead="tile_list" in shapes)
     return BackwardLaunch(kernel, shapes, outputs)
   for_q, for_kv = (with_lists(p, x) for x in lists)
   found = {"forward": launch(p.shapes, single_kernel(p, arch)[0], *p.outputs)}
@@ -152,6 +152,7 @@ def like(g:UOp, out:UOp) -> UOp:
   g = g.cast(out.dtype)
   return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
 
+@lists_made_last()
 def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
   """Computes gradients with the backward kernels: the gradients of q, k, v and the sinks, and the gradients that are sums of dS, such as the gradient
   of a bias. Returns the gradients by the names of the inputs. `inputs` has the tensors that forward read, and `given` the gradients of o and lse.

@@ -1,8 +1,9 @@
 """Makes, on the device, the lists of tiles that kernels loop over. attn/kernels/tile_lists.py describes the lists and has the kernels that make
 lists."""
 from __future__ import annotations
-import functools
-from collections.abc import Callable, Mapping
+import contextlib, functools, threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import ClassVar
 from attn.calls.checked_kernel import CheckedKernel, KernelFunction
 from attn.calls.placement import empty
 from attn.functions.symbols import elements_of
@@ -29,12 +30,43 @@ def tile_lists(x:ListedBlocks, device:str, given:Mapping[str, Tensor]) -> Tensor
   assert mask is not None
   return new_lists(x, device, given) if elements_of(mask.value) or capturing or inside_function() else kept_lists(x, device)
 
+class KeptLists:
+  """The lists of tiles that a process keeps. `waiting` has functions that make the lists of buffers that `kept_lists` has returned already; it does
+  so inside of `lists_made_last`, which counts its contexts in `delays`."""
+  lock = threading.RLock()
+  waiting: ClassVar[list[Callable[[], object]]] = []
+  delays = 0
+  @staticmethod
+  def make() -> None:
+    try:
+      while KeptLists.waiting: KeptLists.waiting.pop()()
+    except BaseException:      # no later call may find a buffer without its lists
+      KeptLists.waiting.clear()
+      kept_lists.cache_clear()
+      raise
+
+@contextlib.contextmanager
+def lists_made_last() -> Iterator[None]:
+  """Context that makes kept lists at its end. The kernels that read the lists are called in this context, so that they can begin to be compiled
+  before the kernels that make the lists."""
+  with KeptLists.lock:
+    KeptLists.delays += 1
+    try: yield
+    finally:
+      KeptLists.delays -= 1
+      if not KeptLists.delays: KeptLists.make()
+
 @functools.lru_cache(MOST_KEPT)
-def kept_lists(x:ListedBlocks, device:str) -> Tensor: return new_lists(x, device, {}).realize()
+def kept_lists(x:ListedBlocks, device:str) -> Tensor:
+  """Returns a buffer for the lists of tiles that `x` describes. The lists are made at once, or at the end of `lists_made_last`."""
+  found = empty(x.shape, INTS["int32"], device, None)
+  KeptLists.waiting.append(lambda: new_lists(x, device, {"tile_list": found}).realize())
+  if not KeptLists.delays: KeptLists.make()
+  return found
 
 def new_lists(x:ListedBlocks, device:str, given:Mapping[str, Tensor]) -> Tensor:
   """Makes new lists of visible tiles, as `x` describes. Returns a tensor that is not realized yet: an expression of the tensors `given`, which the
-  mask reads."""
+  mask reads. If `given` has the buffer "tile_list", the lists are written there."""
   t = dict(given)
   for kernel, shapes in list_launches(x):
     for name, (shape, dtype) in shapes.items():

@@ -17,12 +17,13 @@ with release.imports_of_the_release():
   from tinygrad.runtime.support.elf import elf_loader
   from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, UOp, UPat, exec_alu
   from attn.tinygrad_compat.caches import ast_of, forget_oldest_kernels, launch_of, program_key, program_of_launch
+  from attn.tinygrad_compat.compile_threads import compile_at_once, in_threads, lower_few_kernels_here
   from attn.tinygrad_compat.cuda import adapt_cuda, dynamic_shared_name, shared_memory_text, with_selected_inputs
   from attn.tinygrad_compat.devices import (DeviceAbilities, c_compiler, card_facts, comgr_compiler, comgr_version, decode_instruction, device_of,
                                             double_transcendentals, opened_devices, without_comgr, workgroups_of)
   from attn.tinygrad_compat.draws import rand_then
   from attn.tinygrad_compat.functions import copied, inside_function, new_buffer, wanted_of
-  from attn.tinygrad_compat.lowering import Places, compile_at_once, lower, lowered_with_places, made_with_places, statements, tinygrad_folder
+  from attn.tinygrad_compat.lowering import Places, lower, lowered_with_places, made_with_places, statements, tinygrad_folder
   from attn.tinygrad_compat.patches import (Rerouted, ToProgram, around_gradients, equality_as_uops, levels_to_caller, maker_of_latent_cache,
                                             method_of_tinygrad, programs_through, survive_a_damaged_cache, watch_kernels)
   from attn.tinygrad_compat.tensors import differentiated, put_into_tensors, written_to
@@ -39,9 +40,9 @@ __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "Buffer
            "c_compiler", "capturing", "card_facts", "comgr_compiler", "comgr_version", "committed", "compile_at_once", "compiled", "copied",
            "copy_call", "cuda_graph_seconds", "cuda_seconds", "decode_instruction", "device_of", "device_seconds", "differentiated",
            "double_transcendentals", "dtypes", "dynamic_shared_name", "elf_loader", "equality_as_uops", "exec_alu", "flat_element",
-           "foreign_cuda_context", "forget_oldest_kernels", "inside_function", "launch_of", "levels_to_caller", "lower", "lowered_with_places",
-           "made_with_places", "make_current", "maker_of_latent_cache", "method_of_tinygrad", "new_buffer", "new_uop", "on_top", "opened_devices",
-           "program_key", "program_of_launch", "programs_through", "put_into_tensors", "rand_then", "remembered", "run_alone", "shared_memory_text",
-           "spec_names", "statements", "strong_dtype", "survive_a_damaged_cache", "tinygrad_folder", "vector_dtype", "view_of_placeholder",
-           "wanted_of", "watch_kernels", "with_accesses", "with_outputs", "with_params", "with_selected_inputs", "without_comgr", "workgroups_of",
-           "written_to"]
+           "foreign_cuda_context", "forget_oldest_kernels", "in_threads", "inside_function", "launch_of", "levels_to_caller", "lower",
+           "lower_few_kernels_here", "lowered_with_places", "made_with_places", "make_current", "maker_of_latent_cache", "method_of_tinygrad",
+           "new_buffer", "new_uop", "on_top", "opened_devices", "program_key", "program_of_launch", "programs_through", "put_into_tensors",
+           "rand_then", "remembered", "run_alone", "shared_memory_text", "spec_names", "statements", "strong_dtype", "survive_a_damaged_cache",
+           "tinygrad_folder", "vector_dtype", "view_of_placeholder", "wanted_of", "watch_kernels", "with_accesses", "with_outputs", "with_params",
+           "with_selected_inputs", "without_comgr", "workgroups_of", "written_to"]

@@ -5,13 +5,12 @@ import contextlib, gc, os, re, sys
 from collections.abc import Callable, Iterator
 from typing import Any
 import tinygrad
-from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cleanups, to_program
+from tinygrad.codegen import full_rewrite_to_sink, line_rewrite, pm_linearize_cleanups
 from tinygrad.codegen.late.linearizer import linearize
 from tinygrad.helpers import Context
 from tinygrad.renderer import Renderer
 from tinygrad.uop.ops import RewriteContext, UOp, UOpMetaClass
 from attn.tinygrad_compat.caches import ast_of
-from attn.tinygrad_compat.devices import device_of
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
@@ -28,18 +27,13 @@ def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
   with Context(ALLOW_DEVICE_USAGE=0), without_collections():
     return line_rewrite(linearize(full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)), pm_linearize_cleanups)
 
-def compile_at_once(launch:UOp, device:str) -> None:
-  """Lowers and compiles the kernel of a launch now, in this process. `launch` is its UOp (tinygrad's CALL). For a schedule with more than one kernel
-  to compile, tinygrad would start worker processes, which takes longer than compiling a small kernel."""
-  to_program(launch.src[0], device_of(device).renderer)
-
 # **** places of operations ****
 tinygrad_folder = os.path.dirname(os.path.abspath(tinygrad.__file__)) + os.sep
 
 Places = dict[UOp, "tuple[str, int]|None"]   # UOp -> file and line that it comes from
 
 @contextlib.contextmanager
-def _changed(owner:Any, **new:Any) -> Iterator[None]:
+def with_attributes(owner:Any, **new:Any) -> Iterator[None]:
   """Context in which some attributes of one of tinygrad's objects, `owner`, have other values. The old values are restored at the end."""
   old = {name: getattr(owner, name) for name in new}
   for name, value in new.items(): setattr(owner, name, value)
@@ -59,7 +53,7 @@ def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> 
   def noted(cls:Any, *args:Any, **kwargs:Any) -> UOp:
     if (made := create(cls, *args, **kwargs)) not in places: places[made] = here()
     return made
-  with _changed(UOpMetaClass, __call__=noted): return make(), places
+  with with_attributes(UOpMetaClass, __call__=noted): return make(), places
 
 def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]:
   """Lowers a kernel as `lower` does. `places` has the file and line that made each UOp; the places of new UOps are added. A UOp that replaces another
@@ -74,8 +68,8 @@ def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]
       for old, new in self.replace.items(): inherit(new, old)
       return result
     return run
-  with (_changed(RewriteContext, unified_rewrite=noted(unified), walk_rewrite=noted(walk)),
-        _changed(UOp, replace=lambda self, **kwargs: inherit(replace(self, **kwargs), self))):
+  with (with_attributes(RewriteContext, unified_rewrite=noted(unified), walk_rewrite=noted(walk)),
+        with_attributes(UOp, replace=lambda self, **kwargs: inherit(replace(self, **kwargs), self))):
     return lower(sink, renderer)
 
 def statements(renderer:Any, uops:list[UOp]) -> tuple[str, dict[UOp, int]]:

@@ -9,6 +9,7 @@ import pytest
 from tinygrad import TinyJit
 import attn
 from attn.accuracy import judge
+from attn.calls import checked_kernel, tile_lists as calls_tile_lists
 from attn.calls.tile_lists import tile_lists
 from attn.chips import Chip
 from attn.chips.matrix import MMA
@@ -22,7 +23,7 @@ from attn.kernels.tile_lists import ListedBlocks
 from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.problem import Problem
 from attn.score.masks import hiding
-from attn.tinygrad_compat import Tensor, UOp, dtypes
+from attn.tinygrad_compat import GlobalCounters, Tensor, UOp, dtypes
 from api_cases import emulated, lists
 from cases import Inputs, array, expected, expected_gradients, floats, normal, problem, tensor
 
@@ -293,3 +294,47 @@ def test_the_first_lists_start_no_workers(name:str, monkeypatch:pytest.MonkeyPat
     extras = {"bias": np.where(seen(p, case, d), 0, -np.inf).astype(np.float32)}
     o = array(attn.attention(q, k, v, mask_mod=case.mask, **given).realize())
   assert (verdict := judge(o, expected(problem(Sq=132, extras=extras), x, extras)[0])).ok, verdict
+
+def neighbourhood(seed:int) -> tuple[Problem, Inputs, Callable[..., Any]]:
+  """Returns a problem with a mask that reads no tensor, its inputs, and the mask. Each seed gives other sizes, so that no lists are kept yet."""
+  p = posed(CASES["neighbourhood"], Sq=140 + seed, Sk=140 + seed)
+  return p, normal(p), CASES["neighbourhood"].mask
+
+def test_the_kernel_that_reads_kept_lists_begins_to_compile_first(monkeypatch:pytest.MonkeyPatch) -> None:
+  """The kernel that loops over lists begins, on a device that compiles in threads, to be compiled before the kernels that make these lists, because
+  its compilation takes longest. The lists are there when the call returns, and later calls use the same lists."""
+  order, own = list[str](), checked_kernel.compile_at_once
+  def noted(launch:UOp, device:str) -> None:
+    order.append(launch.src[0].arg.name)
+    own(launch, device)
+  def made(*args:Any, of:Callable[..., Tensor]=calls_tile_lists.new_lists) -> Tensor:
+    order.append("lists")
+    return of(*args)
+  monkeypatch.setattr(checked_kernel, "compile_at_once", noted)
+  monkeypatch.setattr(calls_tile_lists, "new_lists", made)
+  monkeypatch.setattr(checked_kernel, "in_threads", lambda renderer: True)
+  p, x, mask = neighbourhood(1)
+  with lists(True), emulated("sm_90"):
+    q, k, v = (tensor(a, p.dtype).realize() for a in (x.q, x.k, x.v))
+    found = [attn.attention(q, k, v, mask_mod=mask) for _ in range(2)]
+    assert len(order) == 3 and order[1] == "lists" and order[0] == order[2]
+    before = GlobalCounters.kernel_count
+    for o in found: o.realize()
+    assert GlobalCounters.kernel_count == before + 2
+    d = documents(p)
+    extras = {"bias": np.where(seen(p, CASES["neighbourhood"], d), 0, -np.inf).astype(np.float32)}
+    assert (verdict := judge(array(found[0]), expected(problem(Sq=141, Sk=141, extras=extras), x, extras)[0])).ok, verdict
+
+def test_lists_that_could_not_be_made_are_made_again(monkeypatch:pytest.MonkeyPatch) -> None:
+  """If making the kept lists of a mask fails, the next call makes the lists, and does not use a buffer without lists."""
+  own = calls_tile_lists.new_lists
+  def failing(*args:Any) -> Tensor: raise RuntimeError("no lists")
+  p, x, mask = neighbourhood(2)
+  with lists(True), emulated("gfx942"):
+    q, k, v = (tensor(a, p.dtype).realize() for a in (x.q, x.k, x.v))
+    monkeypatch.setattr(calls_tile_lists, "new_lists", failing)
+    with pytest.raises(RuntimeError, match="no lists"): attn.attention(q, k, v, mask_mod=mask)
+    monkeypatch.setattr(calls_tile_lists, "new_lists", own)
+    o = array(attn.attention(q, k, v, mask_mod=mask))
+  extras = {"bias": np.where(seen(p, CASES["neighbourhood"], documents(p)), 0, -np.inf).astype(np.float32)}
+  assert (verdict := judge(o, expected(problem(Sq=142, Sk=142, extras=extras), x, extras)[0])).ok, verdict

@@ -15,6 +15,8 @@ SIGNATURES = {
   "tinygrad.codegen.decomp.transcendental:xexp2": "d", "tinygrad.codegen.decomp.transcendental:xlog2": "d",
   "tinygrad.codegen:to_program": "ast renderer", "tinygrad.codegen:do_to_program": "*args **kwargs",
   "tinygrad.codegen:to_program_key": "ast renderer", "tinygrad.helpers:db_connection": "",
+  "tinygrad.helpers:diskcache_get": "table key", "tinygrad.helpers:diskcache_put": "table key val prepickled=",
+  "tinygrad.engine.realize:get_worker_pool": "",
   "tinygrad.codegen.late.linearizer:linearize": "sink", "tinygrad.codegen:full_rewrite_to_sink": "ast ren optimize=",
   "tinygrad.codegen:line_rewrite": "lst pm ctx=", "tinygrad.device:Allocator": "dev supports_copy_from_disk= supports_transfer=",
   "tinygrad.device:Allocator._alloc": "self size options", "tinygrad.device:Allocator._copyin": "self dest src",
@@ -94,7 +96,7 @@ SIGNATURES = {
 }
 # names that are no functions
 VALUES = ("tinygrad.runtime.support.compiler_cpu:ClangCompiler",
-          "tinygrad:codegen", "tinygrad:helpers", "tinygrad:schedule", "tinygrad.engine:jit", "tinygrad.engine:realize",
+          "tinygrad:codegen", "tinygrad:helpers", "tinygrad:schedule", "tinygrad.engine:jit", "tinygrad.engine:realize", "tinygrad.engine:worker",
           "tinygrad.function:_function",
           "tinygrad.mixin:gradient", "tinygrad.schedule:rangeify", "tinygrad:TinyJit", "tinygrad.helpers:CCACHE",
           "tinygrad.helpers:DEBUG", "tinygrad.helpers:VIZ",
@@ -110,7 +112,7 @@ VALUES = ("tinygrad.runtime.support.compiler_cpu:ClangCompiler",
           "tinygrad.uop.ops:UOpMetaClass", "tinygrad:Device")
 # attributes of these values
 ATTRIBUTES = ("tinygrad:codegen.to_program_cache", "tinygrad.function:_function.depth", "tinygrad.schedule:rangeify.earliest_rewrites",
-              "tinygrad:schedule.schedule_cache", "tinygrad.engine:realize.runtime_cache",
+              "tinygrad:schedule.schedule_cache", "tinygrad.engine:realize.runtime_cache", "tinygrad.engine:worker.worker_pool",
               "tinygrad.helpers:_db_connection", "tinygrad.helpers:_db_tables", "tinygrad.helpers:CACHEDB",
               "tinygrad:Device._opened_devices", "tinygrad.runtime.autogen:comgr.amd_comgr_get_version",
               "tinygrad.helpers:DEV.target", "tinygrad.helpers:GlobalCounters.time_sum_s", "tinygrad.helpers:GlobalCounters.mem_used_per_device",
