@@ -101,8 +101,8 @@ class Posed:
   # ***** inputs *****
 
   def values(self, name:str, kind:str, shape:tuple[int, ...]|str, dtype:str, same:int|None=None) -> None:
-    """Adds an input to the drawn call: random numbers of a kind that the function `values` of night_script.py knows. Each step of a TinyJit gets
-    other numbers."""
+    """Adds an input to the drawn call: random numbers of a kind that the function `values` of night_script.py knows. With `same`, all slices along
+    that axis are equal. Each call of a TinyJit gets other numbers."""
     seed = f"{self.rng.randrange(10**6)}" + (" + turn" if self.turns > 1 else "")
     self.arrays[name] = f"values({kind!r}, {shape}, {dtype!r}, {seed}{f', same={same}' if same is not None else ''})"
 
@@ -240,9 +240,9 @@ class Posed:
 
   # ***** the call *****
 
-  def call(self, text:str, lse:bool|None=None, shape_of_o:tuple[int, ...]|None=None, between:str="") -> None:
-    """Adds a call to the drawn script, and draws what it returns: o, lse, both, or gradients through them. `text` is the code of the call. `between`
-    is a line of code that follows the call."""
+  def call(self, text:str, lse:bool|None=None, between:str="") -> None:
+    """Adds a call to the drawn script, and draws what it returns: o, lse, both, or gradients of a loss through them. `text` is the code of the call,
+    and `between` a line of code that follows it. `lse` says whether the call returns lse; None draws this."""
     lse = self.chance(.5) if lse is None else lse
     if self.backward: return self.gradients(text, lse, between)
     self.inside.append(f"{'o, lse' if lse else 'o'} = " + text)

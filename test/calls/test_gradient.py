@@ -299,9 +299,9 @@ def test_one_kernel_with_a_mask_mod() -> None:
   assert reason(lambda b, h, i, j: i >= j, True).endswith("is not faster for this mask and these heads")
 
 def test_a_fixed_order_is_chosen_where_it_was_measured_to_be_faster() -> None:
-  """The workgroups of the kernel that computes all gradients at once add to dq in a fixed order on sm_90 with deterministic=True, the default.
-  Dispatch chooses this kernel where it was measured to be faster than two kernels: without a mask, without shared key/value heads, from 2048 keys and
-  2048 blocks of keys on. With causal=True or with shared heads, two kernels compute the gradients."""
+  """One kernel can compute all gradients on sm_90: its workgroups add to dq, in a fixed order with deterministic=True, the default. Dispatch chooses
+  this kernel where it was measured to be faster than two kernels: without a mask, with one query head for each key/value head, from 2048 keys and
+  2048 blocks of keys on. With causal=True, or with several query heads for a key/value head, two kernels compute the gradients."""
   def kernels(Hkv:int, causal:bool) -> tuple[str, ...]:
     q, k = (Tensor.empty(4, heads, 4096, 128, dtype="half") for heads in (16, Hkv))
     return attn.explain(q, k, k, arch="sm_90", backward=True, causal=causal).kernels

@@ -34,7 +34,8 @@ def test_the_page_says_what_is_in_the_table() -> None:
   for x in missed: assert re.search(rf"\b{x.ratios[1]:.2f}\b", table), x.kernel
 
 def test_machine_code_is_stepped_anew(tmp_path:Path) -> None:
-  """A row gets its cycles from machine code: those that the model of time finds. Rows whose code is not in the folder stay as they are."""
+  """`python -m attn.isa published --code FOLDER --write` runs the timing model again on the machine code in the folder, and writes the cycles into
+  timing_kernels.csv. Rows of kernels whose code is not in the folder stay as they are."""
   peer = PeerKernel("1", "a kernel", "a test", "k.s", "gfx942", 64, own=128)
   found = stepped_peer(peer, kernel())
   assert found.groups == 4 and found.whole == "no" and found.cycles > 0 and found.edges > 0
@@ -47,7 +48,8 @@ def test_machine_code_is_stepped_anew(tmp_path:Path) -> None:
   assert first == replace(found, rows="1 2 3 4 5 6") and others == peer_kernels_in(PEERS)[1:]
 
 def test_shapes_and_what_a_workgroup_owns() -> None:
-  """The problem of a row has the row's numbers. If a workgroup owns keys of one query head, no heads share keys."""
+  """`problem_of_cell` makes a problem from the text of a shape, such as "1, 16/2, 8192, causal". If each workgroup of a backward kernel computes keys
+  of one query head, the problem gets as many key/value heads as query heads."""
   forward, backward = PeerKernel("", "", "", "", "gfx942", 128, own=256), PeerKernel("", "", "", "", "gfx942", 128, "keys of a query head", 192)
   p = problem_of_cell("1, 16/2, 10240 queries of 2583 keys, causal", forward)
   assert (p.B, p.H, p.Hkv, p.Sq, p.Sk, p.D, p.window) == (1, 16, 2, 10240, 2583, 128, (-1, 0))
@@ -55,8 +57,9 @@ def test_shapes_and_what_a_workgroup_owns() -> None:
   with pytest.raises(ValueError, match="shape '8192'"): problem_of_cell("8192", forward)
 
 def test_rows_of_each_kind() -> None:
-  """A GEMM is as fast as the card's fastest published one, a row without machine code says why it is not predicted, and the cycles of a matrix
-  instruction are those of an iteration, divided by the instructions that a SIMD runs in it."""
+  """A GEMM is predicted to reach the rate of the card's fastest published GEMM. A kernel without machine code gets no prediction, and its row says
+  why. The cycles of one matrix instruction are the cycles of a loop iteration, divided by the matrix instructions that a SIMD executes in the
+  iteration."""
   mi300x = get_chip("gfx942")
   peer = PeerKernel("1", "a kernel", "", "", "gfx942", 128, own=256, walked=64, groups=1, whole="no", cycles=5120, edges=0)
   assert cycles_of_mfma(peer) == 5120/(64*256*4*128/(2*32*32*8)/4)

@@ -58,8 +58,8 @@ def test_rows_of_ways_have_the_options_that_they_name() -> None:
     np.testing.assert_array_equal(at_once.as_laid(x, packed).numpy(), x.numpy().swapaxes(1, 2).reshape(8, 3, 5))
 
 def test_first_calls_are_timed() -> None:
-  """attn.measure.latency times a first call, here in this process on the emulator. To measure the compiler's share, it replaces the compiler's method
-  for the time of the call."""
+  """attn.measure.latency times a first call, here on the emulator. For the time of the call it replaces a method of the compiler, to measure how long
+  compiling takes; afterwards the compiler has its own method again."""
   with Context(DEV="EMU::gfx942"):
     compiler = Device["EMU"].renderer.compiler
     found = latency.first_call(FirstCall(1, 2, 1, 33, 40, 16, True))

@@ -189,7 +189,8 @@ def test_zigzag_deals_out_front_and_back() -> None:
 def check(count:int, order:str="zigzag", arch:str="gfx942", kernel:str="", *, keys:bool=False, extras:dict[str, np.ndarray]|None=None,
           shared_bias:bool=False, **parameters:Any) -> None:
   """Compares o and lse of `attention` on `count` devices with float64: each element must be within its error limit (docs/contract.md). The rows of q,
-  k and v are sharded over the devices. With `keys` only k and v are, and each device has all of q."""
+  k and v are sharded over the devices. With `keys` only k and v are, and each device has all of q. `extras` are optional inputs, such as a bias, by
+  name; each device has all of them. With `shared_bias`, the rows of the bias are sharded like those of q."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, axis = normal(p), ROWS[p.layout]
@@ -318,7 +319,8 @@ def test_sharded_keys_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None
 def check_gradients(count:int, order:str="zigzag", arch:str="gfx942", *, keys:bool=False, extras:dict[str, np.ndarray]|None=None,
                     shared_bias:bool=False, **parameters:Any) -> None:
   """Compares the gradients of a loss that uses o and lse, on `count` devices, with float64: each element must be within its error limit
-  (docs/contract.md). The rows of q, k and v are sharded over the devices. With `keys` only k and v are, and each device has all of q."""
+  (docs/contract.md). The rows of q, k and v are sharded over the devices. With `keys` only k and v are, and each device has all of q. `extras` are
+  optional inputs, such as a bias, by name; each device has all of them. With `shared_bias`, the rows of the bias are sharded like those of q."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, axis, lse_axis, at = normal(p), ROWS[p.layout], LSE_ROWS[p.layout], devices(count)

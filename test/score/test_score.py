@@ -1,5 +1,5 @@
-"""Tests of score terms (softcap, ALiBi, bias, score_mod). A term's derivative agrees with differences of its value, and kernels compute both rightly.
-A term without a derivative refuses gradients."""
+"""Tests of score terms (softcap, ALiBi, bias, score_mod). A term's derivative agrees with differences of its value, and kernels compute both
+correctly. The gradient of a term without a derivative is refused."""
 from __future__ import annotations
 from dataclasses import replace
 from typing import Any

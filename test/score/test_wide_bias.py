@@ -138,8 +138,8 @@ def test_dropout_of_a_mean() -> None:
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_80", pytest.param("gfx1030", marks=pytest.mark.thorough)))
 def test_key_ranges(arch:str) -> None:
-  """Key ranges of unequal length are merged rightly for rows whose biases are all large and negative: a range weighs in proportion to its number of
-  keys."""
+  """Key ranges of unequal length are merged correctly for rows whose biases are all large and negative: the weight of a range's result is
+  proportional to its number of keys."""
   x = Given.of(Sq=16, Sk=400)
   with emulated(arch): hold(x, dict(zip(("o", "lse"), map(array, attn.attention(**x.tensors, num_splits=3, return_lse=True)))))
 
