@@ -150,7 +150,7 @@ class Lifted:
       return ops.build(*[UOp.const(float(line.step*self.column(of, i)), dtypes.float) for i in range(size)])
     return [ops.fma(steps(n, size), line.weight, y) for (n, size), y in zip(enumerate(self.lengths), begun)]
   def at_first(self, u:UOp) -> UOp:
-    """Returns the value of an int expression at the first column of which the lane holds a score."""
+    """Computes an int expression of the caller's function at the first column of the fragment (the scores that a lane holds)."""
     return u.substitute({**self.symbols, self.walked: self.first})
   def is_exact(self, u:UOp, step:int) -> bool:
     """Returns whether fp32 holds exactly every value of an int expression on this fragment. The value grows by `step` from column to column."""

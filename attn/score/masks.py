@@ -17,26 +17,28 @@ from attn.tinygrad_compat import Tensor, UOp
 SCORE_MASKS: tuple[Mask, ...] = (WINDOW_MASK, MASK_MOD, COUNT)
 
 def intervals(walk:Walk, row:UOp) -> list[Interval]:
-  """Returns, for each mask of the table, the interval of columns that a row sees, both ends included. `walk` says what a row and a column are: a
-  query and a key, or a key and a query."""
+  """Returns, for each mask that attn knows, the interval of columns that a row sees, both ends included. The row is a query and the columns are keys,
+  or the reverse, as `walk` says."""
   return [mask.seen(walk, row) for mask in SCORE_MASKS]
 
 def as_index(x:int|UOp) -> UOp: return x if isinstance(x, UOp) else UOp.const(x)
 
 def first_seen(walk:Walk, row:UOp) -> UOp|None:
-  """Returns the first column that a row sees, or None if no mask hides columns at the beginning."""
+  """Returns the first column that a row sees, or None if no mask hides columns at the beginning. The row is a query and the columns are keys, or the
+  reverse, as `walk` says."""
   found = [as_index(x.first) for x in intervals(walk, row) if x.first is not None]
   return functools.reduce(UOp.maximum, found) if found else None
 
 def lasts(walk:Walk, row:UOp) -> list[UOp]:
-  """Returns the last column that each mask leaves to a row. The list is never empty, because the end of the sequence counts as a mask, too (COUNT),
-  and always has a last column."""
+  """Returns for each mask the last column that a row may see. The list is never empty, because the end of the sequence counts as a mask, too (COUNT),
+  and always has a last column. The row is a query and the columns are keys, or the reverse, as `walk` says."""
   return [as_index(x.last) for x in intervals(walk, row) if x.last is not None]
 
 def last_seen(walk:Walk, row:UOp) -> UOp: return functools.reduce(UOp.minimum, lasts(walk, row))
 
 def seen_up_to(walk:Walk, row:UOp) -> UOp:
-  """Returns the number of columns up to and including the last one that a row sees."""
+  """Returns the number of columns up to and including the last one that a row sees. The row is a query and the columns are keys, or the reverse, as
+  `walk` says."""
   return functools.reduce(UOp.minimum, [(x + 1).maximum(0) for x in lasts(walk, row)])
 
 def nearest_first(walk:Walk) -> bool:
@@ -47,12 +49,14 @@ def nearest_first(walk:Walk) -> bool:
   return goes_by_distance(walk.p) and not fixed and row in last_seen(walk, row).toposort()
 
 def cuts_some(walk:Walk, columns:int) -> bool:
-  """Returns whether some row's interval of seen columns may begin or end inside a tile of `columns` columns."""
+  """Returns whether a row's interval of visible columns may begin or end inside a tile of `columns` columns. Rows are queries and columns are keys,
+  or the reverse, as `walk` says."""
   return any(x.first is not None or (x.last is not None and (isinstance(x.last, UOp) or (x.last + 1) % columns > 0))
              for x in intervals(walk, UOp.const(0)))
 
 def hides_some(walk:Walk, columns:int) -> bool:
-  """Returns whether a mask may hide scores of a tile of `columns` columns."""
+  """Returns whether a mask may hide scores inside a tile that is `columns` wide. A column is a key, or a query in a loop over queries, as `walk`
+  says."""
   return bool(scattered(walk.p)) or cuts_some(walk, columns)
 
 def scattered(p:Problem) -> tuple[Mask, ...]:
@@ -89,8 +93,8 @@ def fixed_in_sequence(p:Problem) -> tuple[str, ...]:
   return (*[term.name for term in score_terms(p) if not term.moves], *[mask.name for mask in masks])
 
 def check_moves(p:Problem) -> None:
-  """Raises NotImplementedError for a term (such as a bias) or a mask that depends on where query and key stand in the whole sequence. Devices that
-  share rows and do not gather the keys cannot compute it."""
+  """Raises NotImplementedError for a term (such as a bias) or a mask that depends on where query and key stand in the whole sequence. If keys are
+  sharded over devices and not gathered, a device does not know this and cannot compute the term or mask."""
   if names := fixed_in_sequence(p):
     raise NotImplementedError(f"{' and '.join(names)} with k and v sharded along their rows: needs the positions of keys in the whole sequence, but "
                               "here a device counts keys from the first one that it holds; shard q along its rows, too, or q, k and v along batch "

@@ -296,7 +296,8 @@ def test_the_first_lists_start_no_workers(name:str, monkeypatch:pytest.MonkeyPat
   assert (verdict := judge(o, expected(problem(Sq=132, extras=extras), x, extras)[0])).ok, verdict
 
 def neighbourhood(seed:int) -> tuple[Problem, Inputs, Callable[..., Any]]:
-  """Returns a problem with a mask that reads no tensor, its inputs, and the mask. Each seed gives other sizes, so that no lists are kept yet."""
+  """Returns a problem with a mask that reads no tensor, its inputs, and the mask. Each seed gives another number of rows, so attn has not yet cached
+  the problem's lists of visible tiles."""
   p = posed(CASES["neighbourhood"], Sq=140 + seed, Sk=140 + seed)
   return p, normal(p), CASES["neighbourhood"].mask
 

@@ -123,8 +123,8 @@ def test_sums_that_are_cut_off(monkeypatch:pytest.MonkeyPatch) -> None:
   def steep(p:Problem) -> Inputs: return KINDS["q times 8"](p, 1)
   exact = expected(p, latent(steep)(p), {})[1].exact
   def lost(added_up:int) -> float:
-    """Returns the mean relative error of lse, as a positive number if lse is too small. The kernel sums `added_up` instructions in the matrix unit
-    before it adds in fp32."""
+    """Returns the mean relative error of lse, positive if lse is too small. The kernel adds the products of `added_up` matrix instructions in the
+    matrix unit, which cuts off the sum's low bits, before it adds them in fp32."""
     monkeypatch.setattr(mma_latent, "ADDED_UP", added_up)
     ast_of.cache_clear()      # an AST with another ADDED_UP is kept for the same problem
     lse = check_mla("sm_80", steep, **sizes)
