@@ -90,11 +90,12 @@ def call_of(row:DecodeStep) -> CheckedCall:
   return prepare(q, k, v, options_of("attention", options))
 
 def cache_of_bits(rows:Tensor, bits:int) -> GivenRows:
-  """Returns the rows as a cache of 16 bits, or of int8."""
+  """Returns the rows of a cache unchanged if `bits` is 16. If `bits` is 8, rounds them to int8, with a scale for each row."""
   return rows if bits == 16 else QuantizedRows(*(t.contiguous().realize() for t in quantize_kv(rows)))
 
 def latent_of_bits(rows:Tensor, v_dim:int, bits:int) -> GivenRows:
-  """Returns the rows as a latent cache of 16 bits, or one whose first `v_dim` columns are int8."""
+  """Returns the rows of a latent cache unchanged if `bits` is 16. If `bits` is 8, rounds their first `v_dim` columns to int8, with a scale for each
+  row."""
   if bits == 16: return rows
   return QuantizedLatent(*(t.contiguous().realize() for t in (*quantize_kv(rows[..., :v_dim]), rows[..., v_dim:])))
 

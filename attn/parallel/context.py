@@ -440,8 +440,8 @@ def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend)
   return parts
 
 def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
-  """Computes attention by merging: runs launches over some keys each, and merges their partial results into the `outputs` on each device. `held` has
-  the shards of each tensor, by name. Returns the UOp of the last launch."""
+  """Computes attention by merging: on each device, launches compute partial results, each over some keys, and kernels merge these into the `outputs`.
+  `held` has the shards of each tensor, by name, and `attend` is the function that makes one launch. Returns the UOp of the last launch."""
   parts = [found_by(c, held, device, attend) for device in range(len(c.devices))]
   if c.shards.queries is None: parts = exchanged(c, parts)
   states = outputs

@@ -93,8 +93,8 @@ def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
   count from the first query and the first key. Returns None if no such mask exists."""
   if not (queries.unbroken and keys.unbroken): return None
   def moved(x:SequencePiece, y:SequencePiece) -> int:
-    """Returns how far the offset of the mask between a piece `x` of queries and a piece `y` of keys exceeds the offset between all queries and all
-    keys. Each offset counts from the first row of its own queries and keys, and `x` and `y` begin later."""
+    """A mask has one offset if rows are counted from the first of all queries and keys, and another if they are counted from the first rows of a
+    piece `x` of queries and a piece `y` of keys. Returns the second minus the first."""
     return (x.at - queries.first) - (y.at - keys.first)
   pairs = {(x, y): pair_seen(p, x, y) for x in queries.pieces for y in keys.pieces}
   bounded = [(x, y) for (x, y), seen in pairs.items() if seen is not None and (goes_by_distance(p) or seen.window != (-1, -1))]

@@ -1,5 +1,5 @@
-"""Draws which keys the queries of each device see, if a causal sequence is sharded over devices. The positions of
-each device's queries come from the problem that attn itself makes for the device (`SequenceShards.dealt`)."""
+"""Draws which keys the queries of each device see, if a causal sequence is sharded over devices. The positions of each device's queries
+come from the problem that attn itself makes for the device (`SequenceShards.dealt`)."""
 from __future__ import annotations
 import itertools
 import numpy as np

@@ -38,8 +38,8 @@ class Mask:
   each: for a mask that may hide keys inside this interval: returns for each score that a lane holds whether the query sees the key. None: the mask is
   always an interval. A problem has this mask if the problem's field with the mask's name is not None
 
-  moves: whether the mask stays right if queries and keys are both counted from a later row. Devices that share a sequence count rows from their own
-  first one"""
+  moves: whether the mask stays right if queries and keys are both counted from a later row, as on a device that holds a part
+  of a sequence"""
   name: str               # field of Problem that says what it hides, or "count"
   seen: SeenColumns
   plain: PlainMask

@@ -62,7 +62,7 @@ def begin(ast:UOp, renderer:Renderer) -> None:
   with with_attributes(renderer, compiler=compiler): begun[key] = Begun(codegen.do_to_program(ast, renderer), compiler)
 
 def finished_program(ast:UOp, renderer:Renderer) -> UOp|None:
-  """Returns the PROGRAM of a kernel that `begin` got. Returns None for every other kernel."""
+  """Waits for the kernel of an AST that `begin` has started to compile, and returns its PROGRAM. Returns None for an AST that `begin` did not get."""
   return None if (found := begun.pop(to_program_key(ast, renderer), None)) is None else found.finished()
 
 def compile_at_once(launch:UOp, device:str) -> None:

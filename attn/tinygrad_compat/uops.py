@@ -29,7 +29,7 @@ def committed(u:UOp) -> UOp:
 Number = TypeVar("Number", UOp, Tensor)
 def as_uint64(x:Number) -> Number:
   """Casts 32-bit numbers to uint64, through a bitcast. Without the bitcast tinygrad merges this cast with an earlier cast from an index, and gets a
-  64-bit index. It computes such an index in floats where the index meets 32-bit numbers, and then fails to lower the kernel."""
+  64-bit index. Where a 64-bit index meets 32-bit numbers, tinygrad computes it in floats, and then fails to lower the kernel."""
   return x.cast(dtypes.int).bitcast(dtypes.uint).cast(dtypes.ulong)
 
 # **** vector-typed values ****

@@ -116,7 +116,7 @@ def corrected(rows:RowLanes, tiles:int, shapes:dict[str, tuple[int, int]], matri
   return correct(*operands.values(), rows=rows, matrix=matrix, **options)
 
 def sum_of(arch:str, dtype:str) -> tuple[str, Any]:
-  """Returns how a chip's AMD kernels sum the rounded P: the kind of sum, and the matrix instruction for it, or None if the sum uses dot products."""
+  """Returns how the kernels for an AMD chip sum the rounded P: the kind of sum, and the matrix instruction that sums, or None if dot products do."""
   sums = Sums.of(get_chip(arch), dtype, False)
   return sums.kinds[0], sums.matrix
 
