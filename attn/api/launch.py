@@ -16,7 +16,7 @@ from attn.choose.backward import can_differentiate, choose_backward
 from attn.choose.dispatch import Choice, combine_of, program_of
 from attn.choose.tile_lists import listing, with_lists
 from attn.kernels.combine import combine_arguments
-from attn.kernels.parts.grid.tensors import arguments, of_backward
+from attn.kernels.parts.grid.tensors import arguments, of_backward, split_into
 from attn.parallel.context import first_launch, run_shared_rows
 from attn.parallel.context_gradient import with_context_gradient
 from attn.problem import Problem
@@ -88,7 +88,7 @@ def in_a_buffer(c:CheckedCall, x:Tensor) -> Tensor:
 def launch_kernels(c:CheckedCall, choice:Choice) -> list[Tensor]:
   """Launches the attention kernel that `choice` names. If `choice` divides the keys into ranges, the attention kernel writes one partial result per
   range, and the kernel `combine` merges these partial results. Returns the list of o, and of lse and lse_rest if the call asks for them."""
-  p = replace(c.problem, num_splits=choice.work.splits)
+  p = split_into(c.problem, choice.work.splits)
   in_place = () if p.k_view is None else ("k", "v", "k_rotary", *p.scale_views)
   t = {name: flat_buffer(x) if name in in_place else in_a_buffer(c, x) for name, x in c.tensors.items()}
   if choice.kernel == "tiled": choose_backward(p, c.arch, choice.kernel)      # raises if ATTN_KERNEL asks for backward kernels that can't be

@@ -30,7 +30,7 @@ from attn.choose.dispatch import single_kernel
 from attn.choose.tile_lists import listing, with_lists
 from attn.kernels.tile_lists import ListedBlocks
 from attn.kernels.parts.grid.tensors import (Shapes, all_arguments, dbias_arguments, delta_arguments, dkdv_arguments, dq_arguments, dq_turns,
-                                             finish_arguments, log_sums, of_backward)
+                                             finish_arguments, log_sums, of_backward, split_into)
 from attn.problem import EXTRAS, Problem
 from attn.score.sums import sum_over_scores
 from attn.score.terms import TERM_TENSORS, check_differentiable
@@ -158,7 +158,7 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   of a bias. Returns the gradients by the names of the inputs. `inputs` has the tensors that forward read, and `given` the gradients of o and lse.
   `outputs` has o, and lse and lse_rest (the part of lse that rounding to fp32 lost) if forward wrote lse and lse_rest. If an output is missing,
   forward runs again."""
-  p = replace(of_backward(p), num_splits=1)
+  p = split_into(of_backward(p), 1)
   lists = lists_of(p, arch, inputs["q"].device)
   kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), kernel_sums(p, arch), inputs), lists)
   t = inputs | outputs

@@ -149,7 +149,11 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
   stores several: then several workgroups compute parts of one gradient, as fp32 numbers, and a further kernel adds the parts. The time is estimated
   by the model of `splits.split_heuristic`. To limit the memory for the parts, a kernel gets at most as many additional workgroups as fill the chip
   FULL_GRIDS times."""
-  dq, dkdv = tiles_of(p, arch)
+  return parts_with_tiles(p, arch, *tiles_of(p, arch))
+
+@cache_of_kernels
+def parts_with_tiles(p:Problem, arch:Chip, dq:AnyBackwardTile, dkdv:AnyBackwardTile) -> Parts:
+  """Chooses the numbers of partial results, as `choose_parts` does, for backward kernels with the tile descriptions `dq` and `dkdv`."""
   if arch.serial or not arch.cus: return Parts(0, 0, (0,)*len(kernel_sums(p, arch)))      # nothing is known of such a device
   visible = p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head that a mask leaves
   rows, keys = (p.total_q, p.total_k) if p.varlen else (p.B*p.Sq, p.B*p.Sk)

@@ -2,8 +2,8 @@
 
 Each time is the median of the host's milliseconds from the second call on, outside TinyJit. `call` ends when the call returns its result, which is
 not computed yet. `scheduled` ends when tinygrad has also made the list of launches. The times with gradients include the gradients of q, k and v.
-Nothing is launched, so the device's speed does not matter: with DEV=EMU::gfx942 the command runs without a GPU. The times of tinygrad's own attention
-are in the line, too, if it has the options of the call."""
+No kernel is launched but that of tinygrad's random generator, which is not timed, so the device's speed does not matter: with DEV=EMU::gfx942 the
+command runs without a GPU. The times of tinygrad's own attention are in the line, too, if it has the options of the call."""
 from __future__ import annotations
 import statistics, sys, time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from attn.api.attention import attention
 from attn.measure.machine import ANY, need
-from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
+from attn.tinygrad_compat import Context, Tensor, UOp, dtypes, realize_counters
 
 CALLS = 21       # calls of each median
 
@@ -63,6 +63,7 @@ def milliseconds(call:Callable[[], Any], calls:int=CALLS) -> float:
     begin = time.perf_counter()
     call()
     seconds.append(time.perf_counter() - begin)
+    realize_counters()
   return 1e3*statistics.median(seconds[1:])
 
 def times(attend:Callable[..., Tensor], row:LaterCall, calls:int=CALLS) -> dict[str, float]:

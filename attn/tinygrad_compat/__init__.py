@@ -21,7 +21,7 @@ with release.imports_of_the_release():
   from attn.tinygrad_compat.cuda import adapt_cuda, dynamic_shared_name, shared_memory_text, with_selected_inputs
   from attn.tinygrad_compat.devices import (DeviceAbilities, c_compiler, card_facts, comgr_compiler, comgr_version, decode_instruction, device_of,
                                             double_transcendentals, opened_devices, without_comgr, workgroups_of)
-  from attn.tinygrad_compat.draws import rand_then
+  from attn.tinygrad_compat.draws import rand_then, realize_counters
   from attn.tinygrad_compat.functions import copied, inside_function, new_buffer, wanted_of
   from attn.tinygrad_compat.lowering import Places, lower, lowered_with_places, made_with_places, statements, tinygrad_folder
   from attn.tinygrad_compat.patches import (Rerouted, ToProgram, around_gradients, equality_as_uops, levels_to_caller, maker_of_latent_cache,
@@ -43,6 +43,6 @@ __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "Buffer
            "foreign_cuda_context", "forget_oldest_kernels", "in_threads", "inside_function", "launch_of", "levels_to_caller", "lower",
            "lower_few_kernels_here", "lowered_with_places", "made_with_places", "make_current", "maker_of_latent_cache", "method_of_tinygrad",
            "new_buffer", "new_uop", "on_top", "opened_devices", "program_key", "program_of_launch", "programs_through", "put_into_tensors",
-           "rand_then", "remembered", "run_alone", "shared_memory_text", "spec_names", "statements", "strong_dtype", "survive_a_damaged_cache",
-           "tinygrad_folder", "vector_dtype", "view_of_placeholder", "wanted_of", "watch_kernels", "with_accesses", "with_outputs", "with_params",
-           "with_selected_inputs", "without_comgr", "workgroups_of", "written_to"]
+           "rand_then", "realize_counters", "remembered", "run_alone", "shared_memory_text", "spec_names", "statements", "strong_dtype",
+           "survive_a_damaged_cache", "tinygrad_folder", "vector_dtype", "view_of_placeholder", "wanted_of", "watch_kernels", "with_accesses",
+           "with_outputs", "with_params", "with_selected_inputs", "without_comgr", "workgroups_of", "written_to"]

@@ -10,9 +10,7 @@ from tinygrad.engine import realize
 from tinygrad.renderer import Estimates, Renderer
 from tinygrad.uop.ops import Ops, ProgramInfo, UOp
 from attn.tinygrad_compat.devices import device_of
-from attn.tinygrad_compat.uops import new_uop
-
-MOST_ASTS = 128     # number of ASTs that `ast_of` keeps; tinygrad's own caches hold the ASTs of more kernels
+from attn.tinygrad_compat.uops import MOST_ASTS, new_uop
 
 @functools.lru_cache(MOST_ASTS)
 def ast_of(make:Callable[..., UOp], *args:Any) -> UOp:

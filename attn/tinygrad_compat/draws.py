@@ -30,3 +30,8 @@ def rand_then(shape:tuple[int, ...], device:str, then:Callable[[Tensor], Tensor]
   key, before, expressions = _expressions(device, shape, then)
   drawn, counter.uop = expressions.substitute({key: Tensor._device_seeds[device].uop, before: counter.uop}, walk=True).src
   return Tensor(drawn)
+
+def realize_counters() -> None:
+  """Computes the counters of tinygrad's generators, as realizing the numbers that were drawn would do. Until then, the expressions of each draw
+  contain those of all earlier ones."""
+  for counter in Tensor._device_rng_counters.values(): counter.realize()

@@ -149,9 +149,15 @@ def begins_at(u:UOp) -> int:
   view = u.contiguous_view()
   return 0 if view is None else view[1]*view[0].dtype.itemsize
 
+MOST_ASTS = 128     # number of kernels' ASTs that a cache of this package keeps; tinygrad's own caches hold the ASTs of more kernels
+
 def with_params(sink:UOp, tensors:Sequence[UOp]) -> UOp:
   """Adds tensors to the parameters of a kernel's AST, whether the kernel uses them or not. In a graph under TinyJit the kernel then waits for
   everything that writes these tensors. (`with_used_tensors` later removes tensors from a call if its program does not take them.)"""
-  placeholders = [UOp.placeholder_like(u, slot) for slot, u in enumerate(tensors) if not (u.is_variable or u.is_bound_var)]
+  return _with_params_of(sink, *(UOp.placeholder_like(u, slot) for slot, u in enumerate(tensors) if not (u.is_variable or u.is_bound_var)))
+
+@functools.lru_cache(MOST_ASTS)
+def _with_params_of(sink:UOp, *placeholders:UOp) -> UOp:
+  """Adds the PARAMs of placeholders to the sources of the SINK, the root of a kernel's AST."""
   params = dict.fromkeys(u for x in placeholders for u in x.toposort() if u.op is Ops.PARAM)
   return sink.replace(src=sink.src + tuple(u for u in params if u not in sink.src))

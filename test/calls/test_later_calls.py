@@ -10,11 +10,12 @@ import attn
 from attn.api.dropout import drawn_seed
 from attn.calls import gradient
 from attn.calls.placement import Placement
+from attn.choose.backward import parts_with_tiles
+from attn.kernels.parts.grid.tensors import of_backward, split_into
 from attn.calls.views import places_of_view
 from attn.tinygrad_compat import Context, Ops, Tensor, ast_of, dtypes
-from attn.tinygrad_compat.caches import MOST_ASTS
 from attn.tinygrad_compat.functions import path_to_targets
-from attn.tinygrad_compat.uops import output_params
+from attn.tinygrad_compat.uops import MOST_ASTS, _with_params_of, output_params
 from api_cases import emulated
 
 def half(*shape:int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.half)
@@ -60,6 +61,20 @@ def test_a_later_gradient_makes_no_ast(name:str) -> None:
     with Context(TRAINING=1): CALLS[name](q, k, v).gradient(q, k, v, gradient=half(2, 2, 40, 16))
   with emulated("gfx942"): first, later = made_by(step), made_by(step)
   assert first > 1 and not later
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_later_gradient_makes_no_problem_and_chooses_no_parts(name:str) -> None:
+  """The third call with gradients finds the problems of its kernels, the numbers of partial results, and the kernels with the parameters of its
+  tensors in caches, which the first two calls have filled. The caches are bounded."""
+  kept = (of_backward, split_into, parts_with_tiles, _with_params_of)
+  def misses() -> list[int]: return [x.cache_info().misses for x in kept]
+  seen = []
+  with emulated("gfx942"):
+    for _ in range(3):
+      q, k, v = (half(2, 2, 40, 16) for _ in range(3))
+      with Context(TRAINING=1): CALLS[name](q, k, v).gradient(q, k, v, gradient=half(2, 2, 40, 16))
+      seen.append(misses())
+  assert seen[1] == seen[2] and all(x.cache_info().maxsize for x in kept)
 
 def test_a_gradient_is_not_sought_inside_kernels() -> None:
   with emulated("gfx942"):

@@ -12,6 +12,7 @@ from attn.ops.common import MAX_RECORDS
 from attn.problem import BYTES, Problem, Shapes, Strided
 from attn.score.sums import sum_over_scores
 from attn.score.terms import check_derivatives, score_terms
+from attn.values import cache_of_kernels
 
 X = TypeVar("X")
 
@@ -42,6 +43,12 @@ def in_parts(tensor:tuple[tuple[int, ...], str], parts:int) -> tuple[tuple[int, 
   `parts` partial sums in fp32, which are added up later."""
   return ((parts, *tensor[0]), "float32") if parts else tensor
 
+@cache_of_kernels
+def split_into(p:Problem, number:int) -> Problem:
+  """Returns the problem with `number` key ranges (KV splits)."""
+  return replace(p, num_splits=number)
+
+@cache_of_kernels
 def of_backward(p:Problem) -> Problem:
   """Returns the problem whose forward kernel also writes what the backward kernels read: the lse, and with wide scores (scores that may be as large
   as fp32 allows) lse_rest, the part of the lse that rounding to fp32 lost."""
