@@ -17,7 +17,7 @@ with needs("isa", "python -m attn.isa", __name__):
   from click.core import ParameterSource
   from rich.console import Console
   from attn.isa import check, costs, table
-  from attn.isa.timing import costs_file, decoding, drawing, kernels, published, tables
+  from attn.isa.timing import control, costs_file, decoding, drawing, kernels, published, tables
 
 class ReportByDefault(click.Group):
   """Group of commands in which `python -m attn.isa WHAT` means `python -m attn.isa report WHAT`."""
@@ -233,6 +233,17 @@ def published_command(tables:Path, code:Path|None, write:bool) -> None:
     found = published.predictions_within(rows, share)
     click.echo(f"within {share:.0%} of the published figure: {found['sustained']} of {found['all']} at the sustained clock, {found['rated']} at the "
                "rated clock", err=True)
+
+@main.command("control")
+@click.option("--tables", type=click.Path(exists=True, file_okay=False, path_type=Path), default=TABLES,
+              help="Folder of nvidia_order_of_heads.csv. [default: docs/data]")
+@click.option("--write", is_flag=True, help="Write the predictions into the file.")
+def control_command(tables:Path, write:bool) -> None:
+  """Predict the times that were measured on an H100, without its machine code: a check of the order of workgroups and of the memory."""
+  path = tables/"nvidia_order_of_heads.csv"
+  text = control.text_of_control(control.control_table(path.read_text()))
+  if write: path.write_text(text)
+  else: click.echo(text, nl=False)
 
 @main.command("costs")
 @click.option("--compilers", is_flag=True, help=f"Under clang {', '.join(map(str, OLDER))}, which pip gets once, instead of the one in use.")

@@ -1,12 +1,13 @@
 """Tests of the table of predicted and published speeds: the committed table is what the command makes, and docs/timing.md says what is in it."""
 from __future__ import annotations
-import re, shutil
+import itertools, re, shutil
 from dataclasses import replace
 from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from attn.chips import get_chip
 from attn.isa.__main__ import TABLES, main
+from attn.isa.timing.control import CONTROL_COLUMNS, control_table
 from attn.isa.timing.published import (PeerKernel, PredictedRow, card_of, cycles_of_mfma, of_peer, peer_kernels_in, predicted_rows,
                                        predictions_within, problem_of_cell, stepped_peer, text_of_kernels, text_of_rows)
 from test_timing import kernel
@@ -78,3 +79,28 @@ def test_rows_of_each_kind() -> None:
   assert text_of_rows([none]).splitlines()[1] == "3,MI300X,\"other: 4, 16, 16384, full\",600,why,,,"
   with pytest.raises(ValueError, match="row 4 of timing_published"): predicted_rows(table, [replace(peer, rows="1 2"), others[0]])
   assert PredictedRow("1", "", "", 2.0, 1.0).ratios == (0.5, 0.5)
+
+# ***** the control on an H100 *****
+
+CONTROL = (TABLES/"nvidia_order_of_heads.csv").read_text()
+
+def test_the_control_is_what_the_command_makes(tmp_path:Path) -> None:
+  shutil.copy(TABLES/"nvidia_order_of_heads.csv", tmp_path)
+  assert CliRunner().invoke(main, ["control", "--tables", str(tmp_path), "--write"]).exit_code == 0
+  assert (tmp_path/"nvidia_order_of_heads.csv").read_text() == CONTROL, "python -m attn.isa control --write"
+
+def test_the_page_says_how_the_control_went() -> None:
+  """docs/timing.md counts the predictions of the control that are within 15%, for both orders of heads and for workgroups that drift apart, and the
+  pairs of tiles whose order is as measured."""
+  rows = [x for x in control_table(CONTROL) if x["predicted, ms"]]
+  def near(order:str, column:str) -> str:
+    ratios = [float(x[column]) for x in rows if x["heads"] == order]
+    return f"{sum(abs(r - 1) <= 0.15 for r in ratios)} of {len(ratios)}"
+  together, apart = "predicted over measured", "that over measured"
+  assert f"heads one after another | {near('one after another', together)} predictions within 15%" in PAGE
+  assert f"all heads alternate | {near('alternate', together)} within 15%" in PAGE
+  assert f"drift apart | {near('alternate', apart)} within 15%" in PAGE
+  pairs = [((float(a["measured, ms"]), float(b["measured, ms"])), float(a["predicted, ms"]) < float(b["predicted, ms"]))
+           for a, b in itertools.combinations(rows, 2) if (a[CONTROL_COLUMNS[0]], a["heads"]) == (b[CONTROL_COLUMNS[0]], b["heads"])]
+  apart_by_3 = [(x < y) == as_predicted for (x, y), as_predicted in pairs if abs(x - y) >= 0.03*min(x, y)]
+  assert f"| {sum(apart_by_3)} of {len(apart_by_3)} in the measured order |" in PAGE

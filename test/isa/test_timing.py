@@ -247,6 +247,21 @@ def test_a_place_that_is_free_takes_the_next_workgroup() -> None:
 def test_rows_that_workgroups_share_are_fetched_once(order:str, slots:int, room:float, fetched:float) -> None:
   assert rows_fetched([GroupWork("ab".index(x), 4) for x in order], slots, room) == fetched
 
+@pytest.mark.parametrize("order, slots, room, fetched", [
+  ("abab", 2, 0, 16), ("aabb", 2, 0, 16),     # nothing is shared without room
+  ("aabb", 2, 4, 8), ("abab", 4, 7, 16), ("abab", 4, 8, 8)])      # room for one set of rows, for less than both, for both
+def test_workgroups_that_drift_apart_share_what_the_cache_holds(order:str, slots:int, room:float, fetched:float) -> None:
+  assert rows_fetched([GroupWork("ab".index(x), 4) for x in order], slots, room, apart=True) == fetched
+
+def test_workgroups_that_drift_apart_take_longer() -> None:
+  """Workgroups that drift apart are predicted to take longer if L2 is small: they fetch rows again and again. With room for all rows of a round, the
+  two predicted times are equal."""
+  p, timing, card = Problem(1, 4, 4, 4096, 4096, 64, 64, softmax_scale=0.125), timing_of(kernel(arch="gfx90a")), CHIPS["gfx90a"].cards[0]
+  for l2, equal in ((1 << 16, False), (1 << 30, True)):
+    found = predict(p, replace(timing, chip=replace(timing.chip, caches=Caches(1, l2))), Division(128, 32), replace(card, gbs=1))
+    assert (found.seconds_apart == found.seconds) == equal and found.seconds_apart >= found.seconds
+    assert found.bytes_apart["memory"] == (found.bytes["memory"] if equal else found.bytes["memory"] + 4*31*4096*2*64*2)
+
 def test_the_order_of_heads_decides_what_memory_delivers() -> None:
   """The timing model counts how often K and V of a head are fetched from memory, which depends on the order of heads in the grid. Here 4 heads have 2
   blocks each, and RX 9070 XT has two places for workgroups. If heads alternate, each round of workgroups needs K and V of 2 heads, and each head is

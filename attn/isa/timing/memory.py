@@ -5,7 +5,8 @@ The hardware starts workgroups in the order of their numbers, and gives them to 
 time are a round. Workgroups of a round that loop over the same rows (of a key head, or of the query heads that share it) loop over them together. So
 their die reads each of these rows once: from its own L2, if the previous round read the rows and the L2 has room for all rows of the round, and
 otherwise from the next level. In the same way the rounds of the whole chip read each row once from memory, or from the cache that all dies share.
-That workgroups drift apart is not modelled."""
+Workgroups of a round may also drift apart, so that each reads its rows at another time. How far they drift is not modelled. Instead there is a second
+prediction (`apart`): workgroups then share rows only in a cache that has room for all rows of the round, and otherwise each fetches its own rows."""
 from __future__ import annotations
 import heapq, math
 from collections.abc import Sequence
@@ -36,14 +37,17 @@ def makespan_in_order(work:Sequence[GroupWork], slots:int, dies:int, cycles:floa
     ends.append(max(free))
   return max(ends)
 
-def rows_fetched(work:Sequence[GroupWork], slots:int, room:float) -> float:
+def rows_fetched(work:Sequence[GroupWork], slots:int, room:float, apart:bool=False) -> float:
   """Returns how many rows of K and V a cache fetches from the next level of memory, counted in loop iterations (an iteration reads as many rows as
-  any other). `slots` workgroups run at a time. The cache has room for the rows of `room` iterations."""
+  any other). `slots` workgroups run at a time. The cache has room for the rows of `room` iterations. With `apart`, workgroups share fetched rows only
+  if the cache has room for all rows of their round."""
   fetched, before = 0.0, dict[int, float]()
   for first in range(0, len(work), max(1, slots)):
-    now = dict[int, float]()
-    for x in work[first:first + max(1, slots)]: now[x.rows] = max(now.get(x.rows, 0.0), x.trips)
-    kept = before if sum(now.values()) <= room else {}
-    fetched += sum(max(0.0, trips - kept.get(rows, 0.0)) for rows, trips in now.items())
+    now, together = dict[int, float](), work[first:first + max(1, slots)]
+    for x in together: now[x.rows] = max(now.get(x.rows, 0.0), x.trips)
+    fits = sum(now.values()) <= room
+    kept = before if fits else {}
+    if apart and not fits: fetched += sum(x.trips for x in together)
+    else: fetched += sum(max(0.0, trips - kept.get(rows, 0.0)) for rows, trips in now.items())
     before = now
   return fetched

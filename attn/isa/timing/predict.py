@@ -10,7 +10,8 @@ iteration are the cycles in which all these workgroups make one iteration. The p
   memory          every tensor once, and rows that no cache still has, at the memory's bandwidth"""
 from __future__ import annotations
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 from attn.chips import Card, Chip
 from attn.isa.report import GRADIENTS, PRODUCTS, LoopProducts
@@ -59,11 +60,15 @@ class Prediction:
   bytes: dict[str, float]   # bytes that each level of memory delivers or takes; a level is missing if its size is not known
   rates: dict[str, float]   # bytes a second of each level whose rate is known
   flops: float              # operations of the products that the kernel has to compute, two for forward
+  bytes_apart: dict[str, float] = field(default_factory=dict)   # the same bytes, if workgroups drift apart: see memory.py
+  def times_of(self, moved:Mapping[str, float]) -> dict[str, float]:
+    return {"compute": self.compute_seconds, **{level: n/self.rates[level] for level, n in moved.items() if level in self.rates}}
   @property
-  def times(self) -> dict[str, float]:
-    return {"compute": self.compute_seconds, **{level: n/self.rates[level] for level, n in self.bytes.items() if level in self.rates}}
+  def times(self) -> dict[str, float]: return self.times_of(self.bytes)
   @property
   def seconds(self) -> float: return max(self.times.values())
+  @property
+  def seconds_apart(self) -> float: return max(self.times_of(self.bytes_apart).values())
   @property
   def limit(self) -> str: return max(self.times, key=lambda name: self.times[name])
   @property
@@ -108,9 +113,9 @@ def work_of_grid(p:Problem, x:Division) -> list[GroupWork]:
   heads = p.B*(p.Hkv if x.keys else p.H//x.heads)
   return starting_order(trips_of_blocks(p, x), heads, 1 if x.keys else p.H//p.Hkv//x.heads, x.together or heads, x.splits)
 
-def bytes_of_levels(p:Problem, x:Division, work:list[GroupWork], chip:Chip, slots:int) -> dict[str, float]:
-  """Returns the number of bytes that each level of memory delivers or takes, for workgroups of which `slots` run at a time. A level is missing if its
-  size is not known."""
+def bytes_of_levels(p:Problem, x:Division, work:list[GroupWork], chip:Chip, slots:int, apart:bool=False) -> dict[str, float]:
+  """Returns the number of bytes that each level of memory delivers or takes, for workgroups of which `slots` run at a time. With `apart`, workgroups
+  drift apart (memory.py). A level is missing if its size is not known."""
   caches, of_queries, of_keys = chip.caches, (p.D + p.Dv)*p.itemsize, p.key_bytes
   trip = x.walked*(of_queries if x.keys else of_keys)*len(x.products)
   own = p.B*(p.Hkv*p.Sk*of_keys if x.keys else p.H*p.Sq*x.splits*of_queries)
@@ -118,10 +123,10 @@ def bytes_of_levels(p:Problem, x:Division, work:list[GroupWork], chip:Chip, slot
   found = {"L2": sum(w.trips for w in work)*trip + own}
   if not caches.l2: return {**found, "memory": moved}
   once = rows_fetched(work, len(work), 0)
-  fetched = sum(rows_fetched(work[die::caches.dies], slots//caches.dies, caches.l2/trip) for die in range(caches.dies))
+  fetched = sum(rows_fetched(work[die::caches.dies], slots//caches.dies, caches.l2/trip, apart) for die in range(caches.dies))
   if caches.shared:
     found["Infinity Cache"] = fetched*trip + own
-    fetched = rows_fetched(work, slots, caches.shared/trip)
+    fetched = rows_fetched(work, slots, caches.shared/trip, apart)
   return {**found, "memory": moved + (fetched - once)*trip}
 
 def predict(p:Problem, timing:CodeTime, x:Division, card:Card, ghz:float|None=None) -> Prediction:
@@ -133,8 +138,9 @@ def predict(p:Problem, timing:CodeTime, x:Division, card:Card, ghz:float|None=No
   cycles = makespan_in_order(work, slots, chip.caches.dies, timing.cycles, timing.edges/timing.groups)
   rates = {"L2": card.l2*clock*1e9, "Infinity Cache": chip.caches.shared_gbs*1e9, "memory": card.gbs*1e9}
   flops = p.flops/(2*(p.D + p.Dv))*sum(2*(a*p.D + b*p.Dv) for a, b in x.products)
-  return Prediction(card, clock, sum(w.trips for w in work)/len(work), cycles/(clock*1e9), bytes_of_levels(p, x, work, chip, slots),
-                    {level: rate for level, rate in rates.items() if rate}, flops)
+  together, apart = (bytes_of_levels(p, x, work, chip, slots, drift) for drift in (False, True))
+  return Prediction(card, clock, sum(w.trips for w in work)/len(work), cycles/(clock*1e9), together,
+                    {level: rate for level, rate in rates.items() if rate}, flops, apart)
 
 def at_both_clocks(p:Problem, timing:CodeTime, x:Division, card:Card) -> tuple[Prediction, Prediction|None]:
   """Predicts the time of a problem on a card at the rated clock, and at the clock that the card sustains under matrix work. The sustained clock is

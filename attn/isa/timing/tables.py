@@ -33,10 +33,11 @@ def _rows(timing:Timing) -> list[tuple[str, list[str]]]:
 def problem_table(title:str, found:Sequence[Prediction]) -> Table:
   """Makes a table of the predicted time of a problem, one line per card and clock."""
   table = Table("card", "GHz", "iterations of a workgroup", "ms of compute units", "of L2", "of Infinity Cache", "of memory", "limit", "TFLOP/s",
+                "ms if workgroups drift apart",
                 title=f"{title}: predicted, not measured")
   for x in found:
     times = (f"{1e3*x.times[level]:.3f}" if level in x.times else "not known" for level in ("compute", "L2", "Infinity Cache", "memory"))
-    table.add_row(x.card.name, f"{x.ghz:.2f}", f"{x.trips:.1f}", *times, x.limit, f"{x.tflops:.4g}")
+    table.add_row(x.card.name, f"{x.ghz:.2f}", f"{x.trips:.1f}", *times, x.limit, f"{x.tflops:.4g}", f"{1e3*x.seconds_apart:.3f}")
   return table
 
 def stalls_table(loop:LoopTiming, most:int, lines:Mapping[int, PythonLine]) -> Table:
@@ -67,4 +68,4 @@ def timing_json(timing:Timing, found:Sequence[Prediction], lines:Mapping[int, Py
                      "stalls": [{"instruction": s.step.instruction.text, "cycles": s.cycles, "idle": s.idle, "why": s.why,
                                  "line": python_place(s.step.instruction.line, lines)} for s in x.stalls]} for x in timing.loops],
           "problems": [{"card": x.card.name, "ghz": x.ghz, "seconds": x.seconds, "limit": x.limit,
-                        "times": x.times, "bytes": x.bytes, "tflops": x.tflops} for x in found]}
+                        "times": x.times, "bytes": x.bytes, "tflops": x.tflops, "seconds_apart": x.seconds_apart} for x in found]}
