@@ -83,7 +83,7 @@ def packed(x:Any) -> bytes:
   return struct.pack("<IIQ", 9, 8 if isinstance(x[0], str) else 5, len(x)) + b"".join(parts)
 
 def write_gguf(path:Path, kind:str) -> None:
-  """Writes a GGUF file of a model with random weights in float16."""
+  """Writes a GGUF file of a model with random weights in float16. `kind` is "grouped", "latent" or "hybrid"."""
   arch, settings, shapes = model(kind)
   settings = {f"{arch}.{name}": x for name, x in settings.items()} | {
     "general.architecture": arch, "general.name": f"a tiny {kind} model", "tokenizer.ggml.tokens": TOKENS,

@@ -176,8 +176,9 @@ def outputs_of_launches(p:Problem, launches:list[Any], inputs:dict[str, Tensor],
   return o, done["lse"].numpy().reshape(B, p.H, length) if p.return_lse else None
 
 def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], tile:Tile|MmaTile|None=None) -> tuple[np.ndarray, np.ndarray|None]:
-  """Runs the forward kernel, and if p has splits the kernel `combine`. Returns o (B, H, Sq, Dv) and lse, or None if p does not ask for lse. With
-  packed sequences o is (1, H, total_q, Dv). The kernels run on the emulator, or on the GPU if `arch` is "CUDA"."""
+  """Runs the forward kernel with the tile `tile` (None: the one that dispatch chooses), and if p has splits the kernel `combine`. Returns o (B, H,
+  Sq, Dv) and lse, or None if p does not ask for lse. With packed sequences o is (1, H, total_q, Dv). The kernels run on the emulator, or on the GPU
+  if `arch` is "CUDA". `extras` has the optional tensors, such as a bias, by name."""
   tile, device = tile or choose_tile(p, chip(arch)), "CUDA" if arch == "CUDA" else "EMU"
   launches = kernels(p, Choice("split_kv", Work(tile, p.num_splits), chip(arch), ()))
   with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
@@ -218,7 +219,7 @@ def kept_mask(seed:Sequence[int], p:float, B:int, H:int, Sq:int, Sk:int, batch:i
 
 def dropped(p:Problem, extras:dict[str, np.ndarray], sequence:int|None=None, Sq:int=0, Sk:int=0) -> dict[str, Any]:
   """Returns the dropout options in the form that attn/reference.py (attention in numpy) takes: for the whole problem, or for the packed sequence with
-  the index `sequence`, which has Sq queries and Sk keys."""
+  the index `sequence`, which has Sq queries and Sk keys. `extras` has the optional tensors, such as a bias, by name."""
   if not p.dropout_p: return {}
   batch, head = map(int, extras.get("first_batch_and_head", (0, 0)))
   B, Sq, Sk = (p.B, p.Sq, p.Sk) if sequence is None else (1, Sq, Sk)
@@ -233,13 +234,13 @@ def numbers_of_rows(p:Problem) -> dict[str, float]:
 
 def hold(p:Problem, x:Inputs, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None, short:ShortSums|None=None) -> None:
   """Checks a kernel's o and lse (None: no lse): each element must be within its error limit (docs/contract.md) of a float64 computation. `short`
-  describes how the matrix unit adds, if it does not add in fp32."""
+  describes how the matrix unit adds, if it does not add in fp32. `extras` has the optional tensors, such as a bias, by name."""
   law, of_lse = expected(p, x, extras, short)
   assert (verdict := judge(o, law)).ok, f"o: {verdict}"
   if lse is not None: assert (verdict := judge(lse, of_lse)).ok, f"lse: {verdict}"
 
 def with_input_scales(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> Inputs:
-  """Multiplies q, k and v of 8 bits by their scales, in float64."""
+  """Multiplies q, k and v of 8 bits by their scales, which are in `extras`, in float64."""
   def scaled(a:np.ndarray, name:str) -> np.ndarray:
     if name not in extras: return a
     factors = np.broadcast_to(extras[name].astype(np.float64), (p.B, p.Hkv))
@@ -247,8 +248,9 @@ def with_input_scales(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> Inpu
   return Inputs(*(scaled(a, name) for a, name in ((x.q, "q_scale"), (x.k, "k_scale"), (x.v, "v_scale"))))
 
 def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray], short:ShortSums|None=None) -> tuple[Law, Law]:
-  """Computes o and lse in float64, and returns for each the exact values and the error limit of each element. Packed sequences are computed one at a
-  time. Rows that belong to no sequence have o 0 and lse -inf."""
+  """Computes o and lse in float64, and returns for each the exact values and the error limit of each element. `extras` has the optional tensors, such
+  as a bias, by name. `short` describes how the matrix unit adds, if it does not add in fp32. Packed sequences are computed one at a time. Rows that
+  belong to no sequence have o 0 and lse -inf."""
   options: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras)
   def law(q:np.ndarray, k:np.ndarray, v:np.ndarray, offset:int, **more:Any) -> tuple[Law, Law]:
     o = Options(top_left=p.top_left, **numbers_of_rows(p), **{**options, **more})
@@ -264,15 +266,16 @@ def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray], short:ShortSums|
   return found
 
 def packed_sequences(p:Problem, extras:dict[str, np.ndarray]) -> list[tuple[slice, slice]]:
-  """Returns, for each sequence, the range of its rows in q and the range of its rows in k."""
+  """Returns, for each sequence, the range of its rows in q and the range of its rows in k. `extras` has the optional tensors, such as a bias, by
+  name."""
   if not p.varlen: return [(slice(None), slice(None))]
   q_ends, k_ends = extras["cu_seqlens_q"], extras["cu_seqlens_k"]
   return [(slice(*q_ends[b:b+2]), slice(*k_ends[b:b+2])) for b in range(p.B)]
 
 def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.ndarray|None, dlse:np.ndarray|None) -> dict[str, Law]:
   """Computes the gradients of q, k and v, and of bias, sinks and slopes if p has them. Returns for each the exact values and the error limit of each
-  element. `do` and `dlse` are the gradients of o and lse: (B, H, Sq, Dv) and (B, H, Sq), or (1, H, total_q, ...) for packed sequences. Packed
-  sequences are computed one at a time. Rows that belong to no sequence get gradient 0."""
+  element. `extras` has the optional tensors, such as a bias, by name. `do` and `dlse` are the gradients of o and lse: (B, H, Sq, Dv) and (B, H, Sq),
+  or (1, H, total_q, ...) for packed sequences. Packed sequences are computed one at a time. Rows that belong to no sequence get gradient 0."""
   def laws(q:np.ndarray, k:np.ndarray, v:np.ndarray, rows:slice, offset:int, **more:Any) -> dict[str, Law]:
     o = Options(top_left=p.top_left, **numbers_of_rows(p), **{**{n: extras[n] for n in SCORE_OPTIONS if n in extras}, **dropped(p, extras), **more})
     at = (None if do is None else rounded(do[:, :, rows], p.dtype), None if dlse is None else dlse[:, :, rows], p.softmax_scale, p.window, offset, o)
@@ -291,8 +294,8 @@ def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.
 def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Callable[[Any], Any]|None=None, extras:dict[str, np.ndarray]|None=None,
                   **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
   """Runs the forward kernels on a problem made from `parameters` (the arguments of `problem`), with inputs that `make` draws. Compares o and lse with
-  float64: each element must be within its error limit (docs/contract.md). Returns o and lse. `tile` is a function that maps the tile that dispatch
-  chooses to the tile that is used."""
+  float64: each element must be within its error limit (docs/contract.md). Returns o and lse. `extras` has the optional tensors, such as a bias, by
+  name. `tile` is a function that maps the tile that dispatch chooses to the tile that is used."""
   p, extras = problem(extras=extras, **parameters), dict(extras or {})
   if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
   chosen = choose_tile(p, chip(arch))

@@ -109,7 +109,7 @@ def opens(device:str) -> bool:
   return subprocess.run([sys.executable, "-c", script], capture_output=True, env={**os.environ, "DEV": device}).returncode == 0
 
 def seeds(first:int, wanted:dict[str, int], chips:tuple[str, ...], device:str) -> Iterator[Call]:
-  """Yields the calls of the seeds from `first` on, until forward and backward each have the wanted number of calls."""
+  """Yields the calls of the seeds from `first` on that run on one of `chips`, until forward and backward each have the wanted number of calls."""
   left, seed = dict(wanted), first
   while any(left.values()):
     call = drawn(seed, device)
@@ -119,8 +119,8 @@ def seeds(first:int, wanted:dict[str, int], chips:tuple[str, ...], device:str) -
     yield call
 
 def night(calls:list[Call], jobs:int, limit:float, until:float) -> Iterator[tuple[Call, Outcome]]:
-  """Runs calls in parallel, and starts none after the time `until`. Yields each call with its outcome. Each device of this machine has worker
-  processes of its own, because drivers conflict within one process."""
+  """Runs calls in `jobs` threads, each call for at most `limit` seconds, and starts none after the time `until`. Yields each call with its outcome.
+  Each device of this machine has worker processes of its own, because drivers conflict within one process."""
   own = threading.local()
   def worker(call:Call) -> Worker:
     workers = own.__dict__.setdefault("workers", {})

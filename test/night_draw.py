@@ -116,8 +116,8 @@ class Posed:
     return self.one(*odd) if self.chance(.15) and not self.backward else self.one(*hard)
 
   def inputs(self, may_be_same:bool=False, kinds:dict[str, str]|None=None) -> None:
-    """Adds q, k and v to the drawn call. In some draws all batches, or all heads, of k and v are equal, and k and v become views of one batch or
-    head."""
+    """Adds q, k and v to the drawn call. With `may_be_same`, in some draws all batches, or all heads, of k and v are equal, and k and v become views
+    of one batch or head. `kinds` has the kind of the numbers of each tensor, by default as `profile` draws them."""
     if kinds is None: kinds = self.profile()
     shapes = {"q": (self.B, self.H, self.Sq, self.D), "k": (self.B, self.Hkv, self.Sk, self.D), "v": (self.B, self.Hkv, self.Sk, self.Dv)}
     same = self.one(0, 1) if may_be_same and self.chance(.08) else None
@@ -184,7 +184,7 @@ class Posed:
     return f"tensor({text}, {self.dtype!r}, {self.device!r}).realize()"
 
   def three(self, views:bool=True) -> None:
-    """Adds the code that makes q, k and v in the drawn layout."""
+    """Adds the code that makes q, k and v in the drawn layout. With `views`, they may become views of larger tensors."""
     for name, h, s, d in (("q", self.H, self.Sq, self.D), ("k", self.Hkv, self.Sk, self.D), ("v", self.Hkv, self.Sk, self.Dv)):
       if name == "v" and self.facts.get("v_dim"): continue
       self.place(name, f"arrange(x[{name!r}], {self.layout!r})", self.dtype, self.shape_in(self.layout, h, s, d), views)
@@ -294,7 +294,8 @@ class Posed:
     return f"attn.attention(q, k, {'None' if self.facts.get('v_dim') else 'v'}{options}{more})"
 
   def common(self, lse:bool|None=None, between:str="") -> None:
-    """Adds a call of attn.attention with all drawn options, and with the drawn layout and dtype of the output."""
+    """Adds a call of attn.attention with all drawn options, and with the drawn layout and dtype of the output. `lse` and `between` are as in `call`.
+    """
     if self.layout != "bhsd": self.options["layout"] = repr(self.layout)
     if self.out_dtype != self.dtype: self.options["out_dtype"] = self.one(repr(self.out_dtype), f"DTYPES[{self.out_dtype!r}]")
     lse = self.chance(.5) if lse is None else lse

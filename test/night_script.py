@@ -125,7 +125,7 @@ def paged(a:np.ndarray, table:np.ndarray, size:int, pages:int) -> np.ndarray:
   return found
 
 def entries(table:np.ndarray, lengths:Sequence[int], size:int) -> np.ndarray:
-  """Copies a block table, and writes invalid page numbers beyond the last page of each length."""
+  """Copies a block table, and writes invalid page numbers beyond the last page of each length. `size` is the number of rows of a page."""
   found = table.copy()
   for b, n in enumerate(lengths): found[b, -(-n//size):] = 10**9
   return found
@@ -137,13 +137,14 @@ def until(a:np.ndarray, ends:Sequence[int]) -> np.ndarray:
   return found
 
 def in_8_bits(cache:Tensor, format:str, scale_dtype:str) -> attn.QuantizedRows:
-  """Converts a cache to 8 bits. Each row with NaN gets the scale NaN."""
+  """Converts a cache to the 8-bit format `format`. Each row with NaN gets the scale NaN."""
   return attn.QuantizedRows(*(t.contiguous().realize() for t in attn.quantize_kv(cache, format, scale_dtype=scale_dtype)))
 
 def held_in_8_bits(caches:Sequence[attn.QuantizedRows], format:str, rows:dict[str, np.ndarray], ends:Sequence[int], layout:str,
                    table:np.ndarray|None=None, size:int=0) -> dict[str, np.ndarray]:
   """Returns k and v in float64 as 8-bit caches hold them (numbers times scales), and the scales of v, on which the error limit of attention depends.
-  Checks that the rows of each batch before its end equal `rows` up to the rounding to 8 bits."""
+  With `table`, the block table, the caches are in pages. Checks that the rows of each batch before its end equal `rows` up to the rounding to 8 bits.
+  """
   found, scales = {}, np.zeros(0)
   for (name, a), cache in zip(rows.items(), caches):
     stored, scales = numbers_of(format)[cache.values.numpy().view(np.uint8)], array(cache.scales).astype(np.float64)[..., None]

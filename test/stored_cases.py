@@ -70,7 +70,8 @@ def in_pages(x:np.ndarray, p:Problem, table:np.ndarray) -> np.ndarray:
 def stored_problem(B:int=1, H:int=4, Hkv:int=2, Sq:int=20, Sk:int=150, D:int=64, Dv:int|None=None, dtype:str="float16", out_dtype:str|None=None,
                    page_size:int=0, scale_dtype:str="float32", lse:bool=True, extras:dict[str, np.ndarray]|None=None, bias_dtype:str="float32",
                    stored:str="int8", **options:Any) -> Problem:
-  """Builds a problem with 8-bit keys and values. If `page_size` is not 0, they lie in pages of that many rows. `stored` is the 8-bit format."""
+  """Builds a problem with 8-bit keys and values. If `page_size` is not 0, they lie in pages of that many rows. `stored` is the 8-bit format, and
+  `scale_dtype` the dtype of the scales. `extras` has the optional tensors, such as a bias, by name."""
   Dv, pages = Dv or D, Pages(page_size, B*Sk//page_size, Sk//page_size) if page_size else None
   def view(width:int) -> Strided:
     if pages is None: return Strided(B*Hkv*Sk*width, 0, Hkv*Sk*width, Sk*width, width)
@@ -88,8 +89,8 @@ def stored_problem(B:int=1, H:int=4, Hkv:int=2, Sq:int=20, Sk:int=150, D:int=64,
                     extras=of_extras, **of_v, **options)
 
 def run_stored(p:Problem, x:Stored, arch:str, extras:dict[str, np.ndarray], tile:Any=None) -> tuple[np.ndarray, np.ndarray|None]:
-  """Runs the forward kernel on 8-bit keys and values, and if p has splits the kernel `combine`, which merges key ranges. Returns o (B, H, Sq, Dv) and
-  lse."""
+  """Runs the forward kernel, with the tile `tile` (None: the one that dispatch chooses), on 8-bit keys and values, and if p has splits the kernel
+  `combine`, which merges key ranges. Returns o (B, H, Sq, Dv) and lse. `extras` has the optional tensors, such as a bias, by name."""
   tile, device = tile or choose_tile(p, chip(arch)), "CUDA" if arch == "CUDA" else "EMU"
   choice = Choice("tiled" if tile.kernel == "tiled" else "split_kv", Work(tile, p.num_splits), chip(arch), ())
   place = (lambda a: in_pages(a, p, extras["block_table"])) if p.pages is not None else (lambda a: a)
@@ -101,7 +102,7 @@ def run_stored(p:Problem, x:Stored, arch:str, extras:dict[str, np.ndarray], tile
     return outputs_of_launches(p, kernels(p, choice), done, extras, device)
 
 def dequantised(x:Stored, kind:str) -> tuple[np.ndarray, np.ndarray]:
-  """Returns k and v in float64: the 8-bit numbers times the scales of their rows."""
+  """Returns k and v in float64: the 8-bit numbers times the scales of their rows. `kind` is the 8-bit format."""
   with np.errstate(all="ignore"):
     k, v = (numbers_of(a, kind)*s[..., None].astype(np.float64) for a, s in ((x.k, x.k_scales), (x.v, x.v_scales)))
   return k if x.rotary is None else np.concatenate([k, x.rotary.astype(np.float64)], axis=-1), v
@@ -109,7 +110,7 @@ def dequantised(x:Stored, kind:str) -> tuple[np.ndarray, np.ndarray]:
 def hold_stored(p:Problem, x:Stored, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None,
                 flushes:bool=False) -> None:
   """Checks a kernel's o and lse against float64, computed from the dequantised rows: each element must be within its error limit (docs/contract.md).
-  `flushes` says that the chip treats 16-bit denormals as zero."""
+  `flushes` says that the chip treats 16-bit denormals as zero. `extras` has the optional tensors, such as a bias, by name."""
   (k, v), options = dequantised(x, p.stored), {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras) | numbers_of_rows(p)
   law, of_lse = law_of(x.q, k, v, p.softmax_scale, p.window, p.offset, Options(top_left=p.top_left, **options), dtype=p.dtype, out_dtype=p.out_dtype,
                        v_scales=x.v_scales, flushes=flushes)
@@ -120,7 +121,7 @@ def check_stored(arch:str, make:Callable[[Problem], Stored]=normal_rows, *, tile
                  extras:dict[str, np.ndarray]|None=None, **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
   """Runs the kernels for 8-bit caches on a problem made from `parameters` (the arguments of `stored_problem`), with inputs that `make` draws.
   Compares o and lse with float64: each element must be within its error limit (docs/contract.md). Returns o and lse. `tile` maps the problem to the
-  tile that is used."""
+  tile that is used. `extras` has the optional tensors, such as a bias, by name."""
   extras = dict(extras or {})
   if parameters.get("page_size"):
     B, pages = parameters.get("B", 1), parameters["Sk"]//parameters["page_size"]

@@ -221,8 +221,8 @@ def arrays(Sq:int, Sk:int, dtype:str, heads:int=1, near:float=0.0) -> tuple[np.n
 
 def forward(x:tuple[np.ndarray, ...], dtype:str, out:str="", *, wrong:tuple[np.ndarray, ...]=(), scale:float=SCALE, offset:int=0,
             window:tuple[int, int]=(-1, -1)) -> Found:
-  """Runs FlashAttention-2's arithmetic on wrong inputs, or with a wrong scale or diagonal (`offset`, `window`). Returns o and lse, each with the
-  exact values of the right problem and their error limits."""
+  """Runs FlashAttention-2's arithmetic on the inputs `wrong`, if given, instead of x, or with a wrong scale or diagonal (`offset`, `window`). Returns
+  o and lse, each with the exact values of the right problem and their error limits."""
   how = dict(dtype=dtype, out_dtype=out or dtype)
   laws = law_of(*x, SCALE, window, **how)
   got = same(*(wrong or x), scale, window, offset, **how)

@@ -37,7 +37,8 @@ ROWS = 200     # two key tiles or more in every kernel
 
 def packed(arch:str, kernel:str, ends:tuple[int, ...], longest:int|None, sinks:bool) -> None:
   """Runs packed sequences that begin and end at rows `ends`. Each sequence must get the result of a call with this sequence alone. Rows that belong
-  to no sequence must be 0 with lse -inf, also if the output buffer held other numbers before. `longest` is max_seqlen_q."""
+  to no sequence must be 0 with lse -inf, also if the output buffer held other numbers before. `longest` is max_seqlen_q. With `sinks`, the call has
+  sinks."""
   with emulated(arch, kernel):
     more: dict[str, Any] = {"num_splits": 2} if kernel == "split_kv" else {}
     if sinks: more["sinks"] = draw(2, dtype="float32")

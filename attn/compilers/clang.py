@@ -61,8 +61,8 @@ def _zig() -> str|None:
   return shutil.which("zig", path=next(iter(spec.submodule_search_locations)))
 
 def _linker(clang:tuple[str, ...]) -> tuple[str, ...]|None:
-  """Returns the command of the linker lld, or None if there is none. The compiler's own lld is preferred, so that compiler and linker are of the same
-  release."""
+  """Returns the command of the linker lld for the compiler whose command is `clang`, or None if there is none. The compiler's own lld is preferred,
+  so that compiler and linker are of the same release."""
   if clang[-1] == "clang" and len(clang) == 2: return (clang[0], "ld.lld")
   own = _run((*clang, "-print-prog-name=ld.lld")).stdout.strip()
   if (path:=shutil.which(own) or shutil.which("ld.lld")) is not None: return (path,)
@@ -139,7 +139,7 @@ def _undefined(text:str) -> list[str]:
 
 def assembly(source:str, arch:str, options:tuple[str, ...]=(), tools:Toolchain|None=None) -> str:
   """Compiles a HIP source to assembly text. `options` are added to clang's command line. Raises CompileError with clang's message and the source
-  line."""
+  line. `tools` is the compiler; None: the one that `toolchain` finds."""
   clang, arch = tools or toolchain(), base_arch(arch)
   flags = (*OPTIONS, f"--offload-arch={arch}", *options)
   def compiled() -> bytes:
@@ -150,7 +150,8 @@ def assembly(source:str, arch:str, options:tuple[str, ...]=(), tools:Toolchain|N
   return kept("s", (PRELUDE, source, arch, *flags, clang.version), compiled).decode()
 
 def assemble(text:str, arch:str, tools:Toolchain|None=None) -> bytes:
-  """Assembles and links assembly text to a code object. Raises CompileError for a wrong text, and NoCompiler if there is no linker."""
+  """Assembles and links assembly text to a code object. Raises CompileError for a wrong text, and NoCompiler if there is no linker. `tools` has the
+  compiler and the linker; None: those that `toolchain` finds."""
   clang, arch = tools or toolchain(), base_arch(arch)
   def assembled() -> bytes:
     if clang.lld is None: raise NoCompiler(f"there is no ld.lld beside {clang.version} or on PATH to link a code object with; {INSTALL}")
@@ -165,6 +166,7 @@ def assemble(text:str, arch:str, tools:Toolchain|None=None) -> bytes:
   return kept("co", (text, arch, clang.version), assembled)
 
 def code_object(source:str, arch:str, options:tuple[str, ...]=(), tools:Toolchain|None=None) -> bytes:
-  """Compiles a HIP source to a linked code object. A source that begins with `.text` counts as assembly text, as for tinygrad's own compiler."""
+  """Compiles a HIP source to a linked code object. A source that begins with `.text` counts as assembly text, as for tinygrad's own compiler.
+  `options` are added to clang's command line. `tools` has the compiler and the linker; None: those that `toolchain` finds."""
   is_assembly = source.split("\n", 1)[0].strip() == ".text"
   return assemble(source if is_assembly else assembly(source, arch, options, tools), arch, tools)

@@ -13,7 +13,7 @@ MACHINES = {chip.machine: chip for chip in CHIPS.values() if chip.machine}   # k
 LONGEST_INSTRUCTION = 24   # bytes of the longest instruction
 
 def elf_chip(lib:bytes) -> Chip:
-  """Returns the chip for which an ELF was linked. Raises ValueError if it is not an ELF for a known AMD GPU."""
+  """Returns the chip for which the ELF `lib` was linked. Raises ValueError if it is not an ELF for a known AMD GPU."""
   if lib[:4] != b"\x7fELF": raise ValueError("not an ELF: a bundle of code objects has to be unpacked first (clang-offload-bundler)")
   machine, flags = struct.unpack_from("<H", lib, 18)[0], struct.unpack_from("<I", lib, 48)[0]
   if machine != 0xe0: raise ValueError(f"an ELF of machine {machine:#x}, not of an AMD GPU")
@@ -52,8 +52,8 @@ def _decode(data:bytes, at:int) -> tuple[Any, int]:
   raise ValueError(f"unexpected MessagePack tag {tag:#x}")
 
 def elf_metadata(lib:bytes) -> list[dict[str, Any]]:
-  """Returns the metadata of each kernel in a code object, such as its numbers of registers. It is the list amdhsa.kernels in the ELF's note of type
-  NT_AMDGPU_METADATA, 32 (LLVM, AMDGPUUsage: "Code Object Metadata")."""
+  """Returns the metadata of each kernel in the code object `lib`, such as its numbers of registers. It is the list amdhsa.kernels in the ELF's note
+  of type NT_AMDGPU_METADATA, 32 (LLVM, AMDGPUUsage: "Code Object Metadata")."""
   for section in elf_loader(lib)[1]:
     data, at = section.content, 0
     while section.name == ".note" and at + 12 <= len(data):
@@ -64,8 +64,8 @@ def elf_metadata(lib:bytes) -> list[dict[str, Any]]:
   return []
 
 def symbols(lib:bytes, section:str) -> list[tuple[str, int, bytes]]:
-  """Lists the symbols in a section of a code object, as (name, address, contents). Kernels written by hand may have no size: such a kernel extends to
-  the next symbol or to the end of the section."""
+  """Lists the symbols in a section of the code object `lib`, as (name, address, contents). Kernels written by hand may have no size: such a kernel
+  extends to the next symbol or to the end of the section."""
   sections = elf_loader(lib)[1]
   by_name = {s.name: s for s in sections}
   table, names = (by_name[n].content for n in ((".symtab", ".strtab") if ".symtab" in by_name else (".dynsym", ".dynstr")))
@@ -79,7 +79,8 @@ def symbols(lib:bytes, section:str) -> list[tuple[str, int, bytes]]:
   return [(name, value, all_of_it[value - base:(value + size if size else ends[value]) - base]) for name, value, size in mine]
 
 def metadata_text(lib:bytes, chip:Chip) -> str:
-  """Returns the metadata of all kernels in a code object as text, in the form of clang's assembly text. Leaves out metadata that are no numbers."""
+  """Returns the metadata of all kernels in the code object `lib` as text, in the form of clang's assembly text. Leaves out metadata that are no
+  numbers."""
   descriptors = {name: contents for name, _, contents in symbols(lib, ".rodata")}
   lines = [f"amdhsa.target: amdgcn-amd-amdhsa--{chip.name}", "amdhsa.kernels:"]
   for kernel in elf_metadata(lib):
@@ -113,7 +114,7 @@ def _instructions(code:bytes, address:int, chip:Chip) -> Iterator[str]:
     at += ins.size()
 
 def disassemble(lib:bytes) -> str:
-  """Disassembles a code object: its metadata, then its functions. Raises ValueError if tinygrad has no tables of the chip's instructions."""
+  """Disassembles the code object `lib`: its metadata, then its functions. Raises ValueError if tinygrad has no tables of the chip's instructions."""
   chip = elf_chip(lib)
   if not chip.unit.tables:
     raise ValueError(f"a code object of {chip}: there are no tables to decode it by. Pass the output of `llvm-objdump -d` of ROCm instead")

@@ -70,7 +70,8 @@ def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
   return lambda: seconds(count)
 
 def outputs_of(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) -> dict[str, Tensor]:
-  """Returns the tensors that a kernel writes, by name. The tensors are not computed yet. `have` has the tensors that exist already, by name."""
+  """Returns the tensors that the kernel `fxn` writes, by name. `shapes` has shape and dtype of all its tensors. The tensors are not computed yet.
+  `have` has the tensors that exist already, by name."""
   given = [have[name] if name in have else Tensor.empty(*shape, dtype=FLOATS[dtype]) for name, (shape, dtype) in shapes.items()]
   return {name: t for name, t in zip(shapes, Tensor.custom_kernel(*given, fxn=fxn)) if name not in have}
 

@@ -60,7 +60,7 @@ def inputs_of(row:SharedProblem, devices:tuple[str, ...]) -> list[Tensor]:
 def order_of(row:SharedProblem) -> str: return "zigzag" if row.shared == "rows" and row.causal else "contiguous"
 
 def computes(row:SharedProblem, devices:tuple[str, ...]) -> Callable[..., list[Tensor]]:
-  """Returns a function of q, k and v that makes one call of attention. The results of the call are not realized."""
+  """Returns a function of q, k and v that makes one call of attention for the problem `row`. The results of the call are not realized."""
   options: dict[str, Any] = {"causal": row.causal}
   if len(devices) > 1: options["sequence_order"] = order_of(row)
   def call(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]:
@@ -117,7 +117,8 @@ class TimedPiece:
   copied: bool
 
 def pieces_alone(row:SharedProblem, devices:tuple[str, ...]) -> list[TimedPiece]:
-  """Times each kernel and each copy of a call of attention, in order, with nothing running beside it. Each time is the fastest of three runs."""
+  """Times each kernel and each copy of a call of attention for the problem `row`, in order, with nothing running beside it. Each time is the fastest
+  of three runs."""
   schedule, found = compiled(*computes(row, devices)(*inputs_of(row, devices))), []
   for call in schedule.src:
     times = []

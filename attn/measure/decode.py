@@ -77,8 +77,8 @@ def normal(*shape:int) -> Tensor:
   return (x if count <= REPEATED else x.expand(count//REPEATED, REPEATED)).reshape(shape).contiguous().realize()
 
 def call_of(row:DecodeStep) -> CheckedCall:
-  """Prepares a call of `attention` that does a decode step on random numbers. The arguments are checked, but nothing runs yet. The pages of a paged
-  cache are in random order."""
+  """Prepares a call of `attention` that does the decode step `row` on random numbers. The arguments are checked, but nothing runs yet. The pages of a
+  paged cache are in random order."""
   q, blocks, options = normal(row.B, row.H, 1, row.D), row.keys//row.page if row.page else 0, dict[str, Any]()
   shape = (row.B*blocks, row.page, row.Hkv, row.D) if row.page else (row.B, row.Hkv, row.keys, row.D)
   if row.page:
@@ -100,7 +100,8 @@ def latent_of_bits(rows:Tensor, v_dim:int, bits:int) -> GivenRows:
   return QuantizedLatent(*(t.contiguous().realize() for t in (*quantize_kv(rows[..., :v_dim]), rows[..., v_dim:])))
 
 def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
-  """Returns a timer of one decode step. `work` has the tile and the number of key ranges (KV splits); by default attn chooses them."""
+  """Returns a timer of one decode step, given as the checked call `call`. `work` has the tile and the number of key ranges (KV splits); by default
+  attn chooses them."""
   choice = call.choice()
   o, = launch_kernels(call, choice if work is None else replace(choice, work=work))
   schedule = compiled(o)
@@ -153,13 +154,14 @@ def compare(row:DecodeStep) -> dict[str, Any]:
 Timer = Callable[[CheckedCall, Work], float]
 
 def fastest_step(call:CheckedCall, work:Work) -> float:
-  """Returns the seconds of a decode step, as the minimum of several rounds."""
+  """Returns the seconds of a decode step, as the minimum of several rounds. `work` has the tile and the number of key ranges."""
   seconds = our_timer(call, work)
   return min(seconds() for _ in range(ROUNDS))
 
 def tune(row:DecodeStep, seconds:Timer=fastest_step) -> list[dict[str, Any]]:
-  """Times a decode step with the tile that the table of tiles gives, and with all other possible tiles. Keeps the fastest tile in the user's cache,
-  where later calls find it. Returns rows for printing, fastest first. Raises ValueError if no kernel of latent attention supports the problem."""
+  """Times a decode step with the tile that the table of tiles gives, and with all other possible tiles. `seconds` is the function that times the step
+  with one tile. Keeps the fastest tile in the user's cache, where later calls find it. Returns rows for printing, fastest first. Raises ValueError if
+  no kernel of latent attention supports the problem."""
   call = call_of(row)
   if call.arch is None or not row.v_dim: raise ValueError(f"TUNE=1 of {row}: it is for latent attention (v_dim); bench.py tunes other kernels")
   p, arch = call.problem, dataclasses.replace(call.arch, tuned=False)

@@ -96,7 +96,8 @@ def graph_timer(*outputs:Tensor) -> Callable[[], float]:
   return cuda_graph_seconds(schedule, runs_of_a_round(lambda: device_seconds(schedule)))
 
 def our_timers(inputs:list[Tensor], **options:Any) -> tuple[dict[str, Callable[[], float]], Tensor, dict[str, float]]:
-  """Returns three results: attn's timers of forward and of the gradients, the output, and the seconds of the first calls."""
+  """Returns three results: attn's timers of forward and of the gradients, the output, and the seconds of the first calls. `inputs` are q, k, v and
+  dO, and `options` the options of `attention`."""
   (q, k, v, do), wait = inputs, device_of(Device.DEFAULT).synchronize
   first = {"forward": seconds_of(lambda: attention(q, k, v, **options).realize(), wait)}
   with Context(TRAINING=1):
@@ -111,7 +112,7 @@ def in_thd(x:Tensor) -> Tensor:
 
 def flex_forward(inputs:list[Any], mask:Callable[..., Any], score:Callable[..., Any]|None=None) -> Callable[[], Any]:
   """Returns a function that computes attention of `inputs` (q, k and v) by PyTorch's compiled flex_attention. The block mask is made here, before the
-  returned function is called."""
+  returned function is called. `mask` and `score` are the mask_mod and the score_mod."""
   import torch
   from torch.nn.attention.flex_attention import create_block_mask, flex_attention
   flex, blocks = torch.compile(flex_attention), create_block_mask(mask, None, None, *[x.shape[2] for x in inputs[:2]], device="cuda")

@@ -49,8 +49,8 @@ Seconds = Callable[[Callable[..., UOp], Tile|TiledTile], float]   # times a kern
 
 def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
   """Times the forward kernel with the tile description that dispatch chooses by default, and the kernel `forward` with every other tile description
-  that doesn't spill registers. Keeps the fastest one for dispatch. Returns the rows of the table to print. Raises NotImplementedError if dispatch
-  chooses a kernel whose tile descriptions cannot be timed."""
+  that doesn't spill registers. `seconds` is the function that times a kernel with a tile. Keeps the fastest one for dispatch. Returns the rows of the
+  table to print. Raises NotImplementedError if dispatch chooses a kernel whose tile descriptions cannot be timed."""
   from attn.search.forward import candidates
   arch = replace(arch, tuned=False)
   own = choose(replace(p, num_splits=1), arch)
@@ -73,8 +73,8 @@ def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
 
 def time_tiled(p:Problem, arch:Chip, own:TiledTile, seconds:Seconds) -> list[dict[str, Any]]:
   """Times `tiled`, the forward kernel without matrix instructions, with every tile description (sizes by which it divides the problem), and keeps the
-  fastest for dispatch. Tiles that spill are timed too, because the compilers of this kernel don't report spills. Returns the times as rows of a
-  table, for printing."""
+  fastest for dispatch. `own` is the default tile, and `seconds` the function that times the kernel with a tile. Tiles that spill are timed too,
+  because the compilers of this kernel don't report spills. Returns the times as rows of a table, for printing."""
   make = KERNELS["tiled"].program
   assert make is not None
   return time_plain(p, arch, "tiled", own, tiled_space(p, arch), lambda tile: seconds(make(p, arch, tile), tile), p.flops)
@@ -83,9 +83,9 @@ PlainTile = TypeVar("PlainTile", TiledTile, TiledBackwardTile)
 
 def time_plain(p:Problem, arch:Chip, kernel:str, own:PlainTile, space:Sequence[PlainTile], seconds:Callable[[PlainTile], float],
                flops:int) -> list[dict[str, Any]]:
-  """Times a kernel without matrix instructions with its default tile description `own`, and with each one in `space`. A tile is left out, with a
-  message, if its kernel does not compile or does not run. Keeps the fastest tile for dispatch. Returns the times as rows of a table, for printing;
-  `flops` is the number of operations, from which the rows' TFLOP/s are computed."""
+  """Times a kernel without matrix instructions with its default tile description `own`, and with each one in `space`. `seconds` is the function that
+  times it. A tile is left out, with a message, if its kernel does not compile or does not run. Keeps the fastest tile for dispatch. Returns the times
+  as rows of a table, for printing; `flops` is the number of operations, from which the rows' TFLOP/s are computed."""
   timed = [(seconds(own), own)]
   for tile in tqdm([x for x in space if x != own], unit="tile"):
     try: timed.append((seconds(tile), tile))
@@ -117,8 +117,8 @@ def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, Tim
                             "tiles of NVIDIA's matrix units were measured")
 
 def time_backward(p:Problem, arch:Chip, name:str, seconds:BackwardSeconds) -> list[dict[str, Any]]:
-  """Times a backward kernel with the tile description that attn's tables give, and with every other one that doesn't spill registers. Keeps the
-  fastest for dispatch. Returns the times as rows of a table, for printing."""
+  """Times a backward kernel with the tile description that attn's tables give, and with every other one that doesn't spill registers. `seconds` is
+  the function that times a kernel with a tile. Keeps the fastest for dispatch. Returns the times as rows of a table, for printing."""
   from attn.search.backward import backward_candidates
   arch, keys = replace(arch, tuned=False), name == "dkdv"
   own, flops = backward_tiles_to_tune(p, arch)[keys], (4 if keys else 3)*p.flops//2

@@ -121,7 +121,8 @@ def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
   return at, shared, lengths or rows
 
 def lies_as_q(name:str, t:Tensor|None, rows:int, at:Placement) -> bool:
-  """Tells whether the rows of an optional tensor of the scores (such as a bias) are divided among devices like the rows of q, with padding."""
+  """Tells whether the rows of an optional tensor of the scores (such as a bias) are divided among devices like the rows of q, with padding. `rows` is
+  the number of rows of q, and `at` says which devices hold the call's tensors."""
   axes = TERM_TENSORS[name].axes
   if t is None or "rows" not in axes or at.shared != "rows" or (axis := t.ndim - len(axes) + axes.index("rows")) < 0: return False
   if isinstance(at.device, str): return int(t.shape[axis]) == rows
@@ -133,8 +134,8 @@ def with_rows(shape:tuple[int, ...], layout:str, rows:int) -> tuple[int, ...]:
 
 def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> tuple[int, ...]:
   """Returns the shape that an optional tensor (such as a bias or sinks) has for the whole problem. A tensor whose rows are divided among devices like
-  those of q has all rows of the sequence, without the padding. Every other tensor is complete on each device: its shape is the one that it has
-  there."""
+  those of q has all rows of the sequence, without the padding. Every other tensor is complete on each device: its shape is the one that it has there.
+  `shards` says how rows are divided, and `queries` is the number of queries of the whole problem."""
   shape = local_shape(t)
   if shards is None or name not in shards.as_q or (axis := rows_dimension(name)) is None: return shape
   if shape[axis] != shards.queries:
@@ -318,9 +319,9 @@ def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
 
 def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
   """Computes attention by gathering keys: fills the `outputs` on each device, and returns the UOp of the last launch. `inputs` are the tensors by
-  name, and `held` the part of each tensor on each device. A launch computes all queries of a device over all keys, for some heads. While it runs, the
-  keys for the next heads are copied from other devices. A device copies its own keys for the next heads before the launch, because it is busy during
-  the launch."""
+  name, `held` has the part of each tensor on each device, and `attend` makes one launch. A launch computes all queries of a device over all keys, for
+  some heads. While it runs, the keys for the next heads are copied from other devices. A device copies its own keys for the next heads before the
+  launch, because it is busy during the launch."""
   devices, states = [GatheringDevice.of(c, held, i) for i in range(len(c.devices))], outputs
   count = len(devices[0].launches)
   for n in range(count):
@@ -379,7 +380,8 @@ def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
   return packed(p, [Tensor(u.after(call)) for u in results])
 
 def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:int, attend:Attend) -> UOp:
-  """Runs a launch on the tensors `held` of its device. Returns one buffer with its results, o and lse."""
+  """Runs a launch on the tensors `held` of its device. Returns one buffer with its results, o and lse. `attend` is the function that makes the
+  launch."""
   name, axis = c.devices[device], AXES[c.problem.layout].index("rows")
   p = replace(launch_problem(c.problem, launch), out_dtype="float32")
   p = with_views(p, c.arch, {x: held[x].max_shape for x in ("k", "v") if x in held}, launch.keys)
@@ -427,8 +429,8 @@ def merged_part(c:SharedRows, parts:list[ContextPart], device:int) -> ContextPar
 # ***** all devices *****
 
 def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend) -> list[ContextPart]:
-  """Runs all launches of a device, and returns their partial results. `held` has the shards of each tensor, by name. As soon as there are PARTS_KEPT
-  partial results, they are merged into one, so that no more are in memory."""
+  """Runs all launches of a device, and returns their partial results. `held` has the shards of each tensor, by name, and `attend` makes one launch.
+  As soon as there are PARTS_KEPT partial results, they are merged into one, so that no more are in memory."""
   plan, parts = c.shards.plan(c.problem, device), list[ContextPart]()
   keys = {name: shards for name, shards in held.items() if name in ("k", "v")}
   others = {name: shards[device] for name, shards in held.items() if name not in ("k", "v", "sinks")}
@@ -452,10 +454,10 @@ def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:
   return call
 
 def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> tuple[dict[str, UOp], dict[str, UOp]]:
-  """Computes attention over rows that are sharded over devices. Returns two mappings by name. The first has o and lse, sharded like q, as buffers
-  that are still to be filled. The second has what a gradient needs: the inputs in buffers, and the filled outputs, under the names merged_o,
-  merged_lse and merged_lse_rest. `with_context_gradient` makes o and lse depend on all of these buffers, so that a gradient finds the inputs
-  computed."""
+  """Computes attention of `tensors`, whose rows are sharded over devices. `attend` makes one launch. Returns two mappings by name. The first has o
+  and lse, sharded like q, as buffers that are still to be filled. The second has what a gradient needs: the inputs in buffers, and the filled
+  outputs, under the names merged_o, merged_lse and merged_lse_rest. `with_context_gradient` makes o and lse depend on all of these buffers, so that a
+  gradient finds the inputs computed."""
   inputs = {name: in_buffers(t.uop) for name, t in tensors.items()}
   held = {name: shards_of(u) for name, u in inputs.items()}
   shapes, layout = c.own.shapes, c.problem.layout

@@ -128,8 +128,9 @@ def sinks_gradient(c:SharedRows, held:dict[str, list[UOp]]) -> UOp:
 # ***** gradients that tinygrad computes *****
 
 def gathered_gradients(c:SharedRows, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Lets tinygrad compute the gradients of all float inputs. All inputs are gathered on the first device, in the order of the sequence, and tinygrad
-  differentiates `three_pass` (attention in plain tensor operations) there. The gradients are then sharded like the inputs."""
+  """Lets tinygrad compute the gradients of all float `inputs` from `given`, the gradients of o and lse. All inputs are gathered on the first device,
+  in the order of the sequence, and tinygrad differentiates `three_pass` (attention in plain tensor operations) there. The gradients are then sharded
+  like the inputs."""
   p, order, first = c.problem, c.shards.order, c.devices[0]
   lengths = {"q": p.Sq, "o": p.Sq, "lse": p.Sq, "k": p.Sk, "v": p.Sk} | dict.fromkeys(c.shards.as_q, p.Sq)
   if c.shards.queries is None: lengths = {name: n for name, n in lengths.items() if name in ("k", "v")}

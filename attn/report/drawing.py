@@ -43,7 +43,7 @@ def legend_of_reports(drawing:Drawing, names:Sequence[str]) -> None:
 
 def marks(drawing:Drawing, measured:float|None, predicted:float|None, place:Callable[[float], float], y:float, colour:str) -> None:
   """Draws the times of one problem in one report: a filled mark for the measured time, an open mark for the predicted one, and measured/predicted
-  beside them."""
+  beside them. `place` converts milliseconds to a position along the axis of time, and `y` is the position across it."""
   at = [(None if t is None else place(1e3*t)) for t in (measured, predicted)]
   if at[0] is not None and at[1] is not None: drawing.line([(at[0], y), (at[1], y)], colour)
   for x, fill in zip(at, (colour, PAPER)):

@@ -58,7 +58,7 @@ def judged(shape:ReportedShape, arch:Chip) -> JudgedShape:
 def failed(text:str) -> JudgedResult: return JudgedResult(False, text, None, None, 0.0)
 
 def first_run(found:JudgedShape, name:str, tile:Any, *outputs:Any) -> None:
-  """Compiles the kernel that computes `outputs` and runs it once. Adds it, with the time of this run, to the kernels in `found`."""
+  """Compiles the kernel that computes `outputs` and runs it once. Adds it, with its tile and the time of this run, to the kernels in `found`."""
   schedule = compiled(*outputs)
   found.kernels.append(ReportedKernel(name, str(tile), schedule, device_seconds(schedule)))
 
@@ -83,7 +83,8 @@ def judge_backward(found:JudgedShape, arch:Chip) -> tuple[Any, float]:
 
 def kernel_time(x:ReportedKernel, how:str, sensors:Sensors) -> KernelTime:
   """Measures the time of a kernel in several rounds of runs. `how` (one of `schema.HOW`) says by which clock: events around a CUDA graph, the
-  device's time of each launch, or the emulator's time. For the emulator, returns the time of the kernel's first run."""
+  device's time of each launch, or the emulator's time. For the emulator, returns the time of the kernel's first run. While the rounds run, `sensors`
+  is read again and again."""
   if how == BY_EMULATOR: return KernelTime(x.name, x.tile, 1, (x.seconds,))
   with sampled(sensors) as readings: runs, rounds = timed_rounds(repeater(x.schedule))
   return KernelTime(x.name, x.tile, runs, rounds, median_reading(readings))

@@ -20,7 +20,7 @@ class BadReport(ValueError):
 
 def limited(least:float|None=None, among:Sequence[Any]|None=None, matching:str|None=None, default:Any=MISSING) -> Any:
   """Makes a field of a dataclass whose values are limited: at least `least`, one of `among`, or a text that matches the regular expression
-  `matching`."""
+  `matching`. `default` is the field's default value."""
   return field(default=default, metadata={"least": least, "among": among, "matching": matching})
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from attn.score.places import Positions
 from attn.tinygrad_compat import Ops, Tensor, UOp, dtypes
 
 def parts_in_tensors(value:UOp, s:Tensor|None, at:Positions, given:Mapping[str, Tensor]) -> dict[UOp, Tensor]:
-  """Computes a caller's score_mod or mask_mod, given as a UOp, in tensor operations. Returns the tensor of every UOp inside the function, also of
-  each element that the function reads of a caller's tensor. The tensors broadcast to the scores (B, Hkv, query heads of each, Sq, Sk). `s` are the
-  scores that the function gets; None for a mask_mod, which gets no score."""
+  """Computes a caller's score_mod or mask_mod, given as the UOp `value`, in tensor operations. Returns the tensor of every UOp inside the function,
+  also of each element that the function reads of a caller's tensor. The tensors broadcast to the scores (B, Hkv, query heads of each, Sq, Sk). `s`
+  are the scores that the function gets; None for a mask_mod, which gets no score."""
   places = {BATCH: at.counted[0], QUERY_HEAD: at.head, QUERY: at.place_of_query, KEY: at.place_of_key}
   made = {symbol: x.cast(dtypes.int) for symbol, x in places.items()} | ({} if s is None else {SCORE: s})
   for u in value.toposort():
@@ -27,8 +27,9 @@ def gathered(t:Tensor, indices:list[Tensor]) -> Tensor:
   return t.flatten()[flat]
 
 def with_gradients(value:UOp, s:Tensor, at:Positions, given:Mapping[str, Tensor]) -> Tensor:
-  """Computes a score_mod in tensor operations. Its gradients are the derivatives of attn/functions/derivative.py, because tinygrad's own derivatives
-  give NaN where a branch that is not chosen has an infinite derivative. Where the result is -inf, the weight P is 0, and all gradients are 0."""
+  """Computes a score_mod, given as the UOp `value`, of the scores s in tensor operations. `given` has the tensors that the score_mod reads, by name.
+  The gradients of the result are computed by attn/functions/derivative.py, because tinygrad's own derivatives give NaN where a branch that is not
+  chosen has an infinite derivative. Where the result is -inf, the weight P is 0, and all gradients are 0."""
   made = parts_in_tensors(value, s, at, given)
   found = made[value].detach()
   for part in (SCORE, *[u for u in elements_of(value) if dtypes.is_float(u.dtype)]):

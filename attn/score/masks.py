@@ -102,5 +102,5 @@ def check_moves(p:Problem) -> None:
 
 def plain_masks(p:Problem, given:Mapping[str, Tensor]) -> Callable[[Positions], Tensor|None]:
   """Returns a function that applies all masks of a problem in tensor operations. The function says whether a query sees a key; None: every query sees
-  every key."""
+  every key. `given` has the tensors that masks read, by name."""
   return lambda at: functools.reduce(both_hold, [mask.plain(p, at, given) for mask in SCORE_MASKS])

@@ -37,8 +37,8 @@ def _variable(p:Problem) -> UOp:
   return SCORE if p.by_element is None else float_elements(p)[p.by_element]
 
 def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
-  """Computes the derivative of a score_mod by the score, or by the element that `Problem.by_element` names. It is 0 where the function returns -inf:
-  there P is 0, and P times the derivative must be 0, too, although the derivative could be infinite or NaN."""
+  """Computes the derivative of a score_mod, at the scores `before`, by the score, or by the element that `Problem.by_element` names. It is 0 where
+  the function returns -inf: there P is 0, and P times the derivative must be 0, too, although the derivative could be infinite or NaN."""
   mod = score_function(at.p)
   slopes = Lifted(at, f"score_mod={mod}", before, unit.natural).scaled(derivative(mod.value, _variable(at.p)), 1.0)
   if not may_be_infinite(mod.value) and not float_elements(at.p): return slopes     # without tensors, which may hold -inf

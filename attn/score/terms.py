@@ -58,5 +58,5 @@ def terms_after(term:ScoreTerm) -> set[str]:
 
 def plain_terms(p:Problem, given:Mapping[str, Tensor]) -> Callable[[Tensor, Positions], Tensor]:
   """Returns a function that applies all terms of a problem (softcap, ALiBi, bias, score_mod) in tensor operations, to the scores softmax_scale * Q
-  K^T and their positions."""
+  K^T and their positions. `given` has the tensors that terms read, by name."""
   return lambda s, at: functools.reduce(lambda x, term: term.plain(x, p, at, given), score_terms(p), s)

@@ -43,9 +43,9 @@ def backward_held(tile:BackwardTile, d:int) -> int:
 
 def backward_candidates(arch:Chip, d:int, keys:bool) -> list[UpTo[BackwardShape]]:
   """Returns table rows for the usable shapes of BACKWARD_SPACE. A usable shape has whole tiles of the matrix instruction, fits into LDS and
-  registers, and is read without bank conflicts. Three options of a shape save registers: the workgroup's own rows lie in LDS (`own_in_lds`), rows are
-  read a few units at a time (`sparing`), or the kernel makes two passes over the queries (`passes`). A shape with such an option is tried only if the
-  kernel would otherwise need more than three quarters of the registers."""
+  registers, and is read without bank conflicts. With `keys` the kernel's workgroups own keys, otherwise queries. Three options of a shape save
+  registers: the workgroup's own rows lie in LDS (`own_in_lds`), rows are read a few units at a time (`sparing`), or the kernel makes two passes over
+  the queries (`passes`). A shape with such an option is tried only if the kernel would otherwise need more than three quarters of the registers."""
   found, p = list[UpTo[BackwardShape]](), problem_of_spec(Spec(arch.name, d))
   for *numbers, matrix in itertools.product(*BACKWARD_SPACE.values(), MATRICES):
     c = BackwardShape(**dict(zip(BACKWARD_SPACE, numbers)))

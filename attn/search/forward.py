@@ -114,9 +114,10 @@ def waves_of(report:Report, tile:Tile|BackwardTile, chip:Chip) -> int:
   return int(min(r.waves_by_registers, r.waves_by_lds)*simds)//tile.waves*tile.waves//simds
 
 def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile) -> Bound|None:
-  """Computes the figures (`Bound`) of a kernel from its machine code `text`. Returns None if the kernel has no loop to analyse, or if it spills:
-  keeps vector registers in memory, or scalar registers in vector registers. clang also counts moves from vector registers to accumulation registers
-  as spills. These moves stay in the register file, so they are allowed, and the prediction includes their time."""
+  """Computes the figures (`Bound`) of a kernel from its machine code `text`. `report` is the report on this code. Returns None if the kernel has no
+  loop to analyse, or if it spills: keeps vector registers in memory, or scalar registers in vector registers. clang also counts moves from vector
+  registers to accumulation registers as spills. These moves stay in the register file, so they are allowed, and the prediction includes their time.
+  """
   if report is None or (loop := report.loop) is None: return None
   r, chip = report.resources, get_chip(report.arch)
   if r.scratch or r.sgpr_spills: return None

@@ -17,7 +17,7 @@ DEPTHS_OF_TILED = (16, 32, 64)
 AnyTiledTile = TypeVar("AnyTiledTile", TiledTile, TiledBackwardTile)
 
 def space_alone(kind:type[AnyTiledTile]) -> list[AnyTiledTile]:
-  """Returns the tiles to time on a device without local memory, where a workgroup is one thread."""
+  """Returns the tiles, of the Python class `kind`, to time on a device without local memory, where a workgroup is one thread."""
   return [kind(1, 1, walked, own, 0, 0, parts=parts, columns=columns)
           for (walked, own), parts, columns in itertools.product(ROWS_OF_TILED, (2, 4, 8, 16), (4, 8, 16))]
 

@@ -100,8 +100,8 @@ def seeded(function:str) -> None:
   np.testing.assert_allclose(got.reshape(want.shape), want, rtol=0, atol=2e-3)     # another tile rounds otherwise
 
 def probabilities(function:str) -> None:
-  """Checks S_dmask, the dropped P that a call returns, where tinygrad's generator draws the dropout seed: `out` equals V times the elements of P that
-  S_dmask shows as kept."""
+  """Checks one of FlashAttention's functions, by name, if tinygrad's generator draws the dropout seed: `out` equals V times those elements of P that
+  S_dmask, the dropped P that the call returns, shows as kept."""
   q, k, v = (x.astype(np.float64).swapaxes(1, 2) for x in (Q, *((x[:, :SQ].repeat(2, 2) for x in (K, V)) if "qkvpacked" in function else (K, V))))
   k, v = (x.repeat(H//x.shape[1], 1) for x in (k, v))
   o, _, mask = whole(function, dropout_p=DROPPED_P, return_attn_probs=True)
@@ -175,7 +175,7 @@ def cached(causal:bool=True, start:Any=None, caches:tuple[Tensor, Tensor]|None=N
 
 def appended(start:tuple[int, ...]=START, new:int=2, k_new:np.ndarray|None=None) -> list[np.ndarray]:
   """Returns the expected contents of the key and value caches after `flash_attn_with_kvcache` has appended `new` rows to each batch. `start` has the
-  first new row of each batch."""
+  first new row of each batch. `k_new` are the new keys."""
   out = []
   for cache, rows in ((K, Q[:, :new, :HKV] if k_new is None else k_new), (V, Q[:, :new, 2:])):
     full = cache.copy()

@@ -48,7 +48,7 @@ class Paged:
 
 def close(got:np.ndarray, q:np.ndarray, x:Paged, window:tuple[int, int]=(-1, 0), **options:Any) -> None:
   """Checks `got` (B, H, Sq, D), the output of attention with queries `q` over the paged sequences `x`. Each element must be within its error limit
-  (docs/contract.md) of a float64 computation of its sequence. `options` are score options, such as softcap."""
+  (docs/contract.md) of a float64 computation of its sequence under the mask `window`. `options` are score options, such as softcap."""
   for b, n in enumerate(x.lengths):
     one = [a.astype(np.float32) for a in (q[b:b+1], x.k[b:b+1, :, :n], x.v[b:b+1, :, :n])]
     args, more = (q.shape[-1]**-.5, window, n - q.shape[2]), {"options": Options(**options)} if options else {}

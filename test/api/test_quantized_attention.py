@@ -30,7 +30,7 @@ def stale(dtype:str="int8", shape:tuple[int, ...]=(B, HKV, CAPACITY, D), device:
   return [made(), made()]
 
 def rows_in(cache:QuantizedRows, format:str="int8") -> tuple[np.ndarray, np.ndarray]:
-  """Returns the rows of an 8-bit cache in float64, multiplied by their scales, and the scales."""
+  """Returns the rows of an 8-bit cache in float64, multiplied by their scales, and the scales. `format` is the 8-bit format."""
   scales = array(whole(cache.scales)).astype(np.float64)
   with np.errstate(invalid="ignore"): return numbers_of(format)[whole(cache.values).numpy().view(np.uint8)]*scales[..., None], scales
 
@@ -57,9 +57,9 @@ def given(xs:list[np.ndarray], i:int, j:int, layout:str="bhsd", dtype:str="float
 # ***** caches that grow *****
 
 def grow(device:str, dtype:str, format:str, width:int=D, scale_dtype:str="float32") -> None:
-  """Checks attention over 8-bit caches that grow: by a prompt, by 16 rows, and by single rows under TinyJit at a position that a Variable gives. The
-  other rows of the caches hold random numbers and bad scales, which must have no effect. The output must be within its error limits, given the rows
-  in the caches. These rows must equal the appended rows up to rounding to 8 bits."""
+  """Checks attention over caches in the 8-bit format `format` that grow: by a prompt, by 16 rows, and by single rows under TinyJit at a position that
+  a Variable gives. The other rows of the caches hold random numbers and bad scales, which must have no effect. The output must be within its error
+  limits, given the rows in the caches. These rows must equal the appended rows up to rounding to 8 bits."""
   x, (k, v) = drawn(60, width=width), stale(dtype, (B, HKV, CAPACITY, width), device, scale_dtype)
   def step(q:Tensor, k_new:Tensor, v_new:Tensor, n:Any) -> Tensor: return attn.attention_with_kv_cache(q, k_new, v_new, k, v, n).realize()
   jitted, n = TinyJit(step), Variable("n", 0, CAPACITY - 1)

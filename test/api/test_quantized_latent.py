@@ -25,7 +25,7 @@ def stale_latent(dtype:str="int8", shape:tuple[int, ...]=(B, 1, CAPACITY), devic
 
 def latent_rows(cache:QuantizedLatent, format:str="int8") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Returns three arrays in float64: the keys that a latent cache holds (latent and rotary columns), the values (latent columns), and the scales of
-  the rows."""
+  the rows. `format` is the 8-bit format of the latent columns."""
   v, scales = rows_in(QuantizedRows(*cache[:2]), format)
   return np.concatenate([v, array(whole(cache.rotary)).astype(np.float64)], -1), v, scales
 
@@ -37,7 +37,7 @@ def inputs(n:int=60) -> list[np.ndarray]: return drawn(n, (H, 1), width=V + R)
 
 def appended(cache:tuple[np.ndarray, np.ndarray, np.ndarray], x:np.ndarray, format:str="int8") -> None:
   """Checks that the first rows of a latent cache equal x: in the latent columns up to rounding, in the rotary columns exactly. `cache` has the keys,
-  the values and the scales in float64."""
+  the values and the scales in float64. `format` is the 8-bit format of the latent columns."""
   near((cache[1], cache[2]), x[..., :V], format)
   np.testing.assert_array_equal(cache[0][:, :, :x.shape[2], V:], x[..., V:])
 

@@ -85,8 +85,8 @@ def before(d:Any, kind:str, x:np.ndarray) -> tuple[np.ndarray, Any]|None:
 
 @st.composite
 def views(d:Any, x:np.ndarray, writable:bool=False) -> View:
-  """Draws a view with the elements x, made by up to four movement operations. Some draws first change a float x, so that the view may repeat or pad:
-  all slices along an axis become equal, or the first slice becomes 0. `d` is hypothesis's function that draws."""
+  """Draws a view with the elements x, made by up to four movement operations. Some draws first change a float x, unless `writable`, so that the view
+  may repeat or pad: all slices along an axis become equal, or the first slice becomes 0. `d` is hypothesis's function that draws."""
   alter, axis = d(st.sampled_from(("", "", "alike", "zeros"))), d(st.integers(0, x.ndim - 1))
   of_floats = x.dtype.kind == "f" and not writable
   if alter == "alike" and of_floats: x = np.repeat(x.take([0], axis), x.shape[axis], axis)

@@ -48,9 +48,9 @@ CASES = {
 }
 
 def expected(case:Case, q:Array, k:Array, v:Array, do:Array, t:Array, causal:bool, cap:float) -> tuple[Array, Array]:
-  """Returns the gradient of the tensor `t`, which the score_mod reads, in float64, and the error limit of each element, six standard deviations. The
-  kernels round O to float16, so delta of a row is wrong by about the sum of these roundings, and with delta dS of all scores of the row. Errors of
-  different rows are independent."""
+  """Returns the gradient of the tensor `t`, which the score_mod of `case` reads, in float64, with the softcap `cap` (0: none), and the error limit of
+  each element, six standard deviations. The kernels round O to float16, so delta of a row is wrong by about the sum of these roundings, and with
+  delta dS of all scores of the row. Errors of different rows are independent."""
   q, k, v, do, t = (x.astype(np.float64) for x in (q, k, v, do, t))
   k, v = (np.repeat(x, q.shape[1]//x.shape[1], 1) for x in (k, v))
   (B, H, Sq, D), Sk = q.shape, k.shape[2]

@@ -73,8 +73,8 @@ def expected_turns(lists:np.ndarray, block:int, started:Callable[[int], int]) ->
 
 def expected_list(mask:np.ndarray, block_n:int, tiles:int) -> list[int]:
   """Returns the list of visible tiles that the kernels must make for one block. `mask` says which scores of the block are visible: (..., rows,
-  columns). The list begins with the number of partly masked tiles and the number of all visible tiles. Then come the partly masked tiles, then the
-  tiles without a hidden score."""
+  columns), in `tiles` tiles of `block_n` columns. The list begins with the number of partly masked tiles and the number of all visible tiles. Then
+  come the partly masked tiles, then the tiles without a hidden score."""
   parts = [mask[..., t*block_n:(t + 1)*block_n] for t in range(tiles)]
   whole = [x.all() and x.shape[-1] == block_n for x in parts]
   some = [t for t, x in enumerate(parts) if x.any() and not whole[t]]

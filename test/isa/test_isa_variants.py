@@ -53,7 +53,7 @@ def test_the_page_has_the_files_figures() -> None:
     assert (useful, int(spilled)) == (dq["useful"], int(dq["spill"]) + int(dkdv["spill"])), name
 
 def wrong_waits(spec:Spec, report:Report) -> list[str]:
-  """Returns the waits and barriers in a kernel's hot loop that differ from the kernel's design."""
+  """Returns the waits and barriers in the hot loop of the forward kernel for `spec` that differ from the kernel's design."""
   name, tile = chosen(spec)
   if name == "staggered": return wrong_in_staggered(report)
   return wrong_in_dual_wave(report) if name == "dual_wave" else wrong_in_forward(report, tile)

@@ -33,7 +33,7 @@ def short_sums(arch:str, fast:bool=False) -> ShortSums|None:
 
 def check_8_bits(arch:str, make:Any=normal, *, extras:dict[str, np.ndarray]|None=None, out_dtype:str="float32", **parameters:Any) -> None:
   """Builds a problem of the chip's own 8-bit floats, runs the kernels, and compares o and lse with float64: each element must be within its error
-  limit (docs/contract.md)."""
+  limit (docs/contract.md). `extras` has the optional tensors, such as a bias, by name."""
   extras = dict(extras or {})
   p = problem(dtype=get_chip(arch).fp8, out_dtype=out_dtype, extras=extras, **parameters)
   x = make(p)

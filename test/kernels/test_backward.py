@@ -560,7 +560,7 @@ def test_planted_fault_of_the_ring(monkeypatch:pytest.MonkeyPatch, fault:str) ->
     check_backward_kernels("sm_80", **{**SMALL, "Sq": 72}, only="dkdv")
 
 def compiled_by_nvcc(arch:str, names:Shapes, program:Callable[..., UOp], to:Path) -> str:
-  """Compiles a kernel with nvcc, and returns the messages of ptxas, which count registers and spills."""
+  """Compiles the kernel `program` with nvcc in the folder `to`, and returns the messages of ptxas, which count registers and spills."""
   target = "90a" if arch == "sm_90" else arch.removeprefix("sm_")
   placeholders = [UOp.placeholder(shape, (FLOATS | INTS)[kind], i) for i, (shape, kind) in enumerate(names.values())]
   source = to/"kernel.cu"

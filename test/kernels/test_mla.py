@@ -51,7 +51,7 @@ def tile_for(arch:str, p:Problem) -> MlaTile|MlaMmaTile: return (mla_mma_tile if
 def check_mla(arch:str, make:Maker=normal, **parameters:Any) -> np.ndarray|None:
   """Compares o and lse of latent attention with float64: each element must be within its error limit (docs/contract.md). Returns lse. The latent
   kernel (mla or mla_mma) runs, although dispatch would choose another kernel for so small a head dimension. Its tile fits the number of query rows
-  (queries times heads)."""
+  (queries times heads). `make` draws the inputs."""
   parameters = {**NARROW, "Sq": 1, "v_in_k": True, **parameters}
   return check_kernels(arch, latent(make), tile=lambda _: tile_for(arch, problem(**parameters)), **parameters)[1]
 

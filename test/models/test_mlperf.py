@@ -150,7 +150,8 @@ def names_of(t:Tensor) -> list[str]:
   return [getattr(call.src[0].arg, "name", "") for call in t.schedule_linear().src]
 
 def scheduled(attend:Attend, sliding:bool) -> list[tuple[str, list[int]]]:
-  """Returns the kernels of one layer's forward and backward pass: their names, and the numbers of elements of their buffers, outputs first."""
+  """Returns the kernels of one layer's forward and backward pass, with the function `attend` as its attention: their names, and the numbers of
+  elements of their buffers, outputs first."""
   trainer = Trainer(attend, "float16", ("EMU",), "")
   x = tensor(np.random.default_rng(3).standard_normal((B, S, DIM)).astype(np.float32), "float16").realize()
   outputs = trainer.layer(x, trainer.freqs[:, :S], sliding, trainer.wqkv[0], trainer.wo[0], trainer.w[0], trainer.sinks[0])

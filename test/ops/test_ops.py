@@ -45,7 +45,8 @@ def u(n:int=1, slot:int=0) -> UOp: return value(ops.u32(n), slot)
 def i(slot:int=0) -> UOp: return value(dtypes.int, slot)
 
 def array(count:int, n:int, slot:int) -> UOp:
-  """Makes an operand of an operation: an array in registers, of `count` vectors of n fp32 elements."""
+  """Makes an operand of an operation: an array in registers, of `count` vectors of n fp32 elements. Each operand of an operation needs another
+  `slot`."""
   return UOp.placeholder((count,), ops.f32(n), slot, AddrSpace.REG)
 
 AMD, RDNA, NATIVE, NVIDIA = "gfx942", "gfx1201", "gfx950", "sm_80"     # NATIVE has an instruction that rounds to bf16
@@ -107,7 +108,8 @@ def of_scales(n:int) -> dict[str, Callable[[], UOp]]:
 
 def corrected(rows:RowLanes, tiles:int, shapes:dict[str, tuple[int, int]], matrix:Any=None, **options:Any) -> UOp:
   """Makes a test case of the operation `correct` on `tiles` tiles of scores. `correct` computes P again if the number that the softmax subtracts from
-  a row's scores must be raised. `shapes` has for each operand the number of vectors in a tile, and of elements in a vector."""
+  a row's scores must be raised. `shapes` has for each operand the number of vectors in a tile, and of elements in a vector. `matrix` is the matrix
+  instruction that sums P, or None."""
   def place(slot:int, name:str) -> UOp:
     count, n = shapes[name]
     return UOp.placeholder((count*tiles,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
@@ -135,7 +137,8 @@ def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, ls
 
 def by_rows(sums:tuple[str, ...], dtype:str="float16", scale:float=0.18, above:float=8.0, tiles:int=2, **part:int) -> UOp:
   """Makes a test case of the operation `correct` as NVIDIA's kernels use it, where a lane has elements of two rows, and two tiles of scores become
-  one tile of P. `correct` computes P again if the number that the softmax subtracts from a row's scores must be raised."""
+  one tile of P. `correct` computes P again if the number that the softmax subtracts from a row's scores must be raised: if a sum of P is above
+  2^`above`. `sums` names the sums of P."""
   kinds = len(sums)
   shapes = dict(reference=(1, 2), bias=(1, 2), l=(kinds, 2), acc=(3, 4), p=(4//IN_A_DWORD[dtype], 4), scores=(4, 4), part=(kinds, 2))
   if UNSCALED in sums: shapes |= {"scales": (4, 2)}

@@ -395,7 +395,8 @@ def check_reading(count:int, shared:str, reading:Callable[[list[str]], list[list
                   extras:dict[str, np.ndarray]|None=None, **parameters:Any) -> None:
   """Compares o, lse and all gradients of attention on `count` devices with float64: each element must be within its error limit (docs/contract.md).
   `shared` says what is sharded over the devices: "rows", "keys", "heads" or "batch". `reading` divides the names of the results into groups, which
-  are realized one after another. With `calls` above 1, everything is computed that many times under TinyJit, with other inputs each time."""
+  are realized one after another. With `calls` above 1, everything is computed that many times under TinyJit, with other inputs each time. `extras`
+  has the optional tensors, such as a bias, by name."""
   p, at, extras = problem(extras=extras, **parameters), devices(count), extras or {}
   options, in_order = {name: parameters[name] for name in ("causal", "softcap") if name in parameters}, shared in ("rows", "keys")
   if in_order: options |= {"sequence_order": order}
@@ -472,7 +473,7 @@ READ: dict[str, dict[str, Any]] = {
 
 def scaled_up(shared:str, count:int, *, extras:dict[str, np.ndarray]|None=None, Hkv:int=2, **parameters:Any) -> dict[str, Any]:
   """Changes a problem of the table READ so that it can be sharded evenly over `count` devices: every device gets the same number of rows, batches or
-  heads. Returns the parameters of the problem."""
+  heads. Returns the parameters of the problem. `shared` says what is sharded: "rows", "keys", "heads" or "batch"."""
   rows, heads = 80//(2*count)*2*count, count if shared == "heads" else 1
   def scaled(name:str, a:np.ndarray) -> np.ndarray:
     return np.repeat(a, heads, 1)[:, :, :rows, :rows] if name == "bias" else np.repeat(a, heads, 0)

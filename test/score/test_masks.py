@@ -41,7 +41,8 @@ def walks(p:Problem) -> list[tuple[Walk, Array]]:
   return [(over_keys(p, sequence), seen), (over_queries(p, sequence), seen.T)]
 
 def hold_columns(walk:Walk, seen:Array) -> None:
-  """Checks that the masks together show each row exactly the right columns, and no column beyond the last one."""
+  """Checks that the masks together show each row exactly the right columns, and no column beyond the last one. `seen` says for each row which columns
+  are right."""
   j = np.arange(number(walk.count) + 1)
   for row, want in enumerate(np.pad(seen, ((0, 0), (0, 1)))):
     first, last = first_seen(walk, UOp.const(row)), last_seen(walk, UOp.const(row))
@@ -49,7 +50,7 @@ def hold_columns(walk:Walk, seen:Array) -> None:
 
 def hold_tiles(walk:Walk, seen:Array) -> None:
   """Checks that a block loops over every tile in which one of its rows sees a column, and that it leaves out the mask exactly in tiles where all its
-  rows see all columns."""
+  rows see all columns. `seen` says for each row which columns it sees."""
   rows, count = seen.shape
   for begin in range(0, rows, BLOCK):
     x = blocks_seen(walk, UOp.const(begin), UOp.const(begin + BLOCK - 1), TILE)
