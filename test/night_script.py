@@ -21,7 +21,7 @@ __all__ = ["DTYPES", "Context", "Tensor", "TinyJit", "Variable", "arrange", "arr
 @contextlib.contextmanager
 def on(device:str, kernel:str="", guard:str="", **settings:int) -> Iterator[None]:
   """Context in which tinygrad computes on `device`, the environment variable ATTN_KERNEL is `kernel`, and tinygrad's `settings` have the given
-  values. tinygrad's random numbers begin anew. If `guard` is "end" or "begin", a protected page of memory follows or precedes each CPU buffer: a
+  values. tinygrad's generator starts with seed 0. If `guard` is "end" or "begin", a protected page of memory follows or precedes each CPU buffer: a
   kernel that accesses it crashes."""
   with Context(DEV=device, **settings), pytest.MonkeyPatch.context() as patch, guarded(guard) if guard else contextlib.nullcontext():
     patch.setenv("ATTN_KERNEL", kernel)

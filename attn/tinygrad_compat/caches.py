@@ -19,7 +19,7 @@ def ast_of(make:Callable[..., UOp], *args:Any) -> UOp:
   return make(*args)
 
 def forget_oldest_kernels(prefix:str, most:int) -> None:
-  """Drops the oldest kernels from tinygrad's caches, because tinygrad itself would keep every kernel for ever. If there are more than `most` kernels
+  """Drops the oldest kernels from tinygrad's caches, because tinygrad itself would keep every kernel forever. If there are more than `most` kernels
   whose names begin with `prefix`, half of `most` are left. A kernel that a TinyJit or another object has captured stays in use there."""
   if len(codegen.to_program_cache) <= most: return
   ours = [key for key, program in codegen.to_program_cache.items() if program.src[0].arg.name.startswith(prefix)]

@@ -30,8 +30,8 @@ def kept_shape(shape:tuple[int, ...]) -> UOp:
   return UOp.sink(shape_to_shape_arg(shape)).simplify().src[0]
 
 def in_shape(buffer:UOp, shape:tuple[int, ...]) -> UOp:
-  """Reshapes a flat buffer, as UOp.reshape does, but keeps the UOp of each shape. UOp.reshape simplifies the shape anew in each call, which takes 0.1
-  ms."""
+  """Reshapes a flat buffer, as UOp.reshape does, but keeps the UOp of each shape. UOp.reshape simplifies the shape again in each call, which takes
+  0.1 ms."""
   return buffer if len(shape) == 1 else new_uop(Ops.RESHAPE, (buffer, kept_shape(shape)))
 
 def new_buffer(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...]) -> UOp:

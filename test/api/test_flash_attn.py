@@ -286,8 +286,8 @@ def table() -> str:
   return "\n".join([*lines, *(f"| {function} | {argument} | {text} |" for (function, argument), (text, _) in TABLE.items())]) + "\n"
 
 def test_the_table_has_every_argument_and_is_in_the_document() -> None:
-  """The table in docs/flash_attention.md lists every argument of FlashAttention's functions. `python test/api/test_flash_attn.py` writes the table
-  anew."""
+  """The table in docs/flash_attention.md lists every argument of FlashAttention's functions. `python test/api/test_flash_attn.py` makes this table.
+  """
   functions = {name: f for name, f in vars(flash_attn).items() if name.startswith("flash_attn_")}
   for name, f in functions.items():
     assert {argument for function, argument in TABLE if function == name} == set(inspect.signature(f).parameters), name

@@ -27,8 +27,8 @@ class Call:
   layer: Layer
   shapes: tuple[tuple[int, ...], ...] = ((1, 2, 24, 32), (1, 1, 24, 32), (1, 1, 24, 32))
   others: tuple[np.ndarray, ...] = ()
-  axis: int|None = None      # axis along which two devices share the arguments that have four axes
-  whole_q: bool = False      # whether each device has all of q nevertheless
+  axis: int|None = None      # axis along which the arguments with four axes are sharded over two devices; None: one device
+  whole_q: bool = False      # whether each device has all of q although k and v are sharded
 
 def causal(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> tuple[Tensor, ...]: return (attn.attention(q*1.5, k, v, causal=True, **options),)
 def terms(q:Tensor, k:Tensor, v:Tensor, bias:Tensor, sinks:Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Tests of emulated kernels whose workgroups add to the same sums in global memory. A ticket is a number that each workgroup draws from an atomic
+"""Tests of emulated kernels whose workgroups add to the same sums in global memory. A ticket is a number that each workgroup gets from an atomic
 counter. Workgroups take turns: each waits until a second counter reaches its ticket, adds, and raises the counter. The emulator runs few or many
 workgroups at the same time. For each fault there are two kernels, one with this fault alone and one without it."""
 import dataclasses
@@ -27,7 +27,7 @@ class Steps:
   def end(self, name, *ranges): return self.latest.end(*ranges).sink(arg=KernelInfo(name, opts_to_apply=()))
 
 def begin(counters):
-  """Begins a kernel in which each workgroup draws a ticket, a number from the atomic counter counters[0]. Returns the index of the workgroup, the
+  """Begins a kernel in which each workgroup gets a ticket, a number from the atomic counter counters[0]. Returns the index of the workgroup, the
   index of the thread, whether the thread is the first of its workgroup, the ticket, and an empty list of operations."""
   g, t = UOp.range(GROUPS, 0, AxisType.GLOBAL), UOp.range(WIDTH, 1, AxisType.WARP)
   steps, lds = Steps(), UOp.placeholder((1,), dtypes.int, 0, AddrSpace.LOCAL)
@@ -196,8 +196,8 @@ def test_turns_of_single_waves_need_no_barriers(emulated):
 # ***** atomic operations beside others *****
 
 def zeroed(ordered, also_settled=True):
-  """Makes a kernel in which the first workgroup to draw from an atomic counter sets the sums to zero. With `ordered`, the other workgroups wait for
-  it before they add. If `also_settled` is False, the first workgroup lets the others add before its own stores are complete."""
+  """Makes a kernel in which the workgroup that gets ticket 0, the first number of an atomic counter, sets the sums to zero. With `ordered`, the other
+  workgroups wait for it before they add. If `also_settled` is False, this workgroup lets the others add before its own stores are complete."""
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     value = x[drawn*WIDTH + t].load()
@@ -224,8 +224,8 @@ def test_plain_stores_beside_additions(emulated):
     emulated(zeroed(True, also_settled=False), junk, X, COUNTERS)
 
 def rounded(waits):
-  """Makes a kernel in which all workgroups add to sums, and the last to draw from an atomic counter reads the sums and writes the result. With
-  `waits` it first waits until all workgroups have added."""
+  """Makes a kernel in which all workgroups add to sums. The workgroup that gets the last ticket, the last number of an atomic counter, reads the sums
+  and writes the result. With `waits` it first waits until all workgroups have added."""
   def kernel(o, sums, x, counters):
     g, t, first, drawn, steps = begin(counters)
     steps.do(atomic_add(sums[t], x[drawn*WIDTH + t].load(), steps.done))

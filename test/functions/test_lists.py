@@ -265,7 +265,7 @@ def test_lists_of_part_tiles_change_no_bit() -> None:
   for with_lists, without in zip(*found): np.testing.assert_array_equal(with_lists, without)
 
 def test_lists_follow_the_numbers_of_a_tensor() -> None:
-  """If a mask reads a tensor, kernels make the lists of visible tiles anew in each call, also when TinyJit replays the call."""
+  """If a mask reads a tensor, kernels make the lists of visible tiles again in each call, also when TinyJit replays the call."""
   case = CASES["documents"]
   p = posed(case, Sq=200)
   x = normal(p)

@@ -179,9 +179,9 @@ TWO_LOOPS = "\n".join([
 
 def test_halves_of_a_workgroup_take_loops_of_their_own() -> None:
   """The predicted time of an iteration is right if the two halves of a workgroup run different loops. A SIMD has one wave of each half: one
-  multiplies while the other adds, then they change places. The SIMD issues an MFMA or an addition every 4 cycles, and an MFMA keeps the matrix unit
+  multiplies while the other adds, then they do the reverse. The SIMD issues an MFMA or an addition every 4 cycles, and an MFMA keeps the matrix unit
   busy for 32 cycles. So each phase takes 60*4 + 8*4 = 272 cycles for 60 additions and 8 MFMAs; a barrier, and a branch of 32 cycles at the end of the
-  iteration, come on top. If all waves ran the first loop, an iteration would take 2*256 + 2*240 cycles."""
+  iteration, are added to this. If all waves ran the first loop, an iteration would take 2*256 + 2*240 cycles."""
   sums = [f"v[{16*(i % 4)}:{16*(i % 4) + 15}]" for i in range(8)]
   matrix = "\n".join(f"v_mfma_f32_32x32x8_f16 {x}, v[80:81], v[82:83], {x}" for x in sums)
   text = kernel(threads=512).replace("next_free_vgpr 128", "next_free_vgpr 256")

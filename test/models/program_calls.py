@@ -54,7 +54,7 @@ class Vit(Program):
 
 class Unet(Program):
   """Small program that calls attention as tinygrad's extra/models/unet.py does: over a picture, and over the words of a prompt. That file takes a
-  reference to Tensor.scaled_dot_product_attention when it is imported, before attn replaces this method. attn must compute the calls nevertheless."""
+  reference to Tensor.scaled_dot_product_attention when it is imported, before attn replaces this method. attn must still compute the calls."""
   calls = 2
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")

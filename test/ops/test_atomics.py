@@ -19,8 +19,8 @@ GROUPS, WIDTH = 4, 256
 AMD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 
 def in_turn(o, x, counters):
-  """Kernel that adds the rows of x (GROUPS, WIDTH) to o, in the order in which workgroups draw tickets, numbers from an atomic counter. `counters`
-  has this counter, and a second one that says whose turn it is."""
+  """Kernel that adds the rows of x (GROUPS, WIDTH) to o, in the order in which workgroups get tickets, numbers from an atomic counter. `counters` has
+  this counter, and a second one that says whose turn it is."""
   g, t = UOp.range(GROUPS, 0, AxisType.GLOBAL), UOp.range(WIDTH, 1, AxisType.LOCAL)
   first, lds, done = t.eq(0), UOp.placeholder((1,), dtypes.int, 0, AddrSpace.LOCAL), UOp.placeholder((1,), dtypes.float, 1, AddrSpace.REG)
   drawn = ticket(counters[0], g, first, lds=lds[0])
@@ -177,7 +177,7 @@ def test_meaning_of_neighbours(together):
 
 def tickets(width):
   def kernel(o, counter):
-    """Kernel in which each workgroup draws a ticket, a number from an atomic counter, and writes it."""
+    """Kernel in which each workgroup gets a ticket, a number from an atomic counter, and writes it."""
     g, t = UOp.range(8, 0, AxisType.GLOBAL), UOp.range(width, 1, AxisType.LOCAL)
     lds = UOp.placeholder((1,), dtypes.int, 0, AddrSpace.LOCAL)
     drawn = ticket(counter[0], g, t.eq(0), lds=lds[0] if width > 64 else None)

@@ -349,7 +349,7 @@ def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, s
   libraries = {}
   for kind, text in texts.items():
     (folder/f"{kind}.cpp").write_text("\n".join(text))
-    # compiled without optimization, which takes a fifth of the time; linked with -O1, because zig would otherwise build its own runtime anew
+    # compiled without optimization, which takes a fifth of the time; linked with -O1, because zig would otherwise build its own runtime again
     of_cpp = ["-x", "c++", "-std=c++17", "-O0", "-c", "-fPIC", "-fno-sanitize=all", "-ffp-contract=off", "-Wno-everything"]
     for options in ([*of_cpp, f"{kind}.cpp", "-o", f"{kind}.o"], ["-O1", "-shared", "-nostdlib++", f"{kind}.o", "-o", f"{kind}.so"]):
       done = subprocess.run([sys.executable, "-m", "ziglang", "cc", *options], capture_output=True, text=True, cwd=folder)
