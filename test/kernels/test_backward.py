@@ -589,13 +589,16 @@ def test_compiled_by_nvcc(kernel:str, d:int, arch:str, tmp_path:Path) -> None:
     text = compiled_by_nvcc(arch, names, program, tmp_path)
     assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text) and "serialized" not in text, text
 
-# problems with options for which one kernel for all gradients, in no order, has enough registers on sm_90
+# problems with options for which one kernel for all gradients has enough registers on sm_90
 WITH_OPTIONS: dict[str, dict[str, Any]] = {
   "window": dict(B=2, Hkv=8, Sq=4000, Sk=4000, window=(1500, 300)), "slopes": dict(B=2, Hkv=8, causal=True, extras=dict(alibi_slopes=floats(32))),
   "packed": dict(B=1, Hkv=8, layout="thd", Sq=8192, Sk=8192, max_seqlen_q=4096, max_seqlen_k=4096, causal=True,
                  extras=dict(cu_seqlens_q=ints(0, 4096, 8192), cu_seqlens_k=ints(0, 4096, 8192))),
   "kv_lengths": dict(B=2, Hkv=8, Sk=4000, causal=True, extras=dict(kv_lengths=ints(9, 4000))), "softcap": dict(B=2, softcap=30.0),
   "dropout": dict(B=2, dropout_p=0.1, causal=True, extras=dict(dropout_seed=np.array([7, 9], np.uint32))),
+  "dropout in order": dict(B=2, dropout_p=0.1, causal=True, deterministic=True, extras=dict(dropout_seed=np.array([7, 9], np.uint32))),
+  "dropout, D 64": dict(B=2, D=64, dropout_p=0.1, causal=True, extras=dict(dropout_seed=np.array([7, 9], np.uint32))),
+  "softcap in order": dict(B=2, softcap=30.0, deterministic=True),
   "mask_mod": dict(B=2, causal=True, **functions_of(None, lambda b, h, i, j: ((i - j) % 4).eq(0), ()))}
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -605,7 +608,7 @@ def test_one_kernel_with_options_compiles_without_spills(case:str, tmp_path:Path
   p = problem(**{**sizes, **WITH_OPTIONS[case]})
   tile = WgmmaBackwardTile(2, 64, matrix=MMA[p.dtype], keys=True, adds_dq=True)
   assert short_of_registers(p, tile) is None
-  p = with_lists(p, listing(p, on, tile, "queries"))
+  p = with_lists(p, listing(p, on, tile, "queries", p.deterministic))
   text = compiled_by_nvcc("sm_90", all_arguments(p), all_of(p, on, tile), tmp_path)
   assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text and "serialized" not in text, text
 
