@@ -283,7 +283,7 @@ NOT_MEASURED: dict[str, tuple[dict[str, Any], str]] = {
 
 def one_kernel_or_two(deterministic:bool, *, H:int=2, Hkv:int=2, Sk:int=2048, D:int=128, packed:bool=False, slopes:bool=False, lengths:bool=False,
                       **options:Any) -> BackwardChoice:
-  """Returns what computes the gradients on sm_90 of 66 batches or sequences of 2048 queries."""
+  """Returns the kernels that dispatch chooses for the gradients on sm_90, for 66 batches or packed sequences of 2048 queries: one kernel, or two."""
   q, k = (Tensor.empty(66, heads, rows, D, dtype="half") for heads, rows in ((H, 2048), (Hkv, Sk)))
   if packed:
     q, k = (Tensor.empty(66*2048, heads, D, dtype="half") for heads in (H, Hkv))
@@ -321,8 +321,9 @@ def test_one_kernel_with_a_mask_mod() -> None:
 
 def test_a_fixed_order_is_chosen_where_it_was_measured_to_be_faster() -> None:
   """One kernel can compute all gradients on sm_90: its workgroups add to dq, in a fixed order with deterministic=True, the default. Dispatch chooses
-  this kernel where it was measured to be faster than two kernels: without a mask, with one query head for each key/value head, from 2048 keys and
-  2048 blocks of keys on. With causal=True, or with several query heads for a key/value head, two kernels compute the gradients."""
+  this kernel where it was measured to be faster than two kernels. A call without dropout and softcap must have no mask, one query head for each
+  key/value head, and at least 2048 keys and 2048 blocks of keys. With causal=True, or with several query heads for a key/value head, two kernels
+  compute its gradients."""
   def kernels(Hkv:int, causal:bool) -> tuple[str, ...]:
     q, k = (Tensor.empty(4, heads, 4096, 128, dtype="half") for heads in (16, Hkv))
     return attn.explain(q, k, k, arch="sm_90", backward=True, causal=causal).kernels
