@@ -226,7 +226,7 @@ def other_half_first(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: 16 numbers of 8 bits become two 16-byte units of 16-bit numbers, and these two units are stored in each other's place."""
   def swapped(self:StoredKeys, shared:UOp, to:dict, base:int) -> list[UOp]:
     class Elsewhere:
-      def __init__(self, layout): self.layout = layout
+      def __init__(self, layout): self.layout, self.rows, self.units = layout, layout.rows, layout.units
       def place(self, row:UOp, unit:UOp) -> UOp: return self.layout.place(row, unit ^ 1)
     return widened_stores(self, shared, {name: Elsewhere(layout) for name, layout in to.items()}, base)
   m.setattr(StoredKeys, "widened_stores", swapped)

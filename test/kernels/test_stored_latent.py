@@ -18,8 +18,8 @@ from attn.ops import common as ops
 from attn.tinygrad_compat import UOp
 from cases import EVERY_ARCH, GPU, chip, in_turn, ints, rounded
 from stored_cases import check_stored, dequantised, normal_rows, run_stored, stored_problem
-from test_stored import (HARD, OF_FLOATS, SIXTEEN, lengths_with_garbage, no_spills_on_amd, no_spills_on_nvidia, odd_rows_of_k, tiny_values,
-                         values_of_all_sizes)
+from test_stored import (HARD, OF_FLOATS, SIXTEEN, lengths_with_garbage, no_spills_on_amd, no_spills_on_nvidia, odd_rows_of_k, other_half_first,
+                         tiny_values, values_of_all_sizes)
 
 UNITS = (*EVERY_ARCH, "gfx90a", "sm_90")
 LATENT: dict[str, Any] = dict(H=16, Hkv=1, D=96, Dv=64, v_in_k=True)
@@ -108,6 +108,12 @@ def scores_without_scales(m:pytest.MonkeyPatch) -> None:
         inside.setattr(of, "scales", lambda self, *at: [ops.splat(1.0, ops.length(x)) for x in scales(self, *at)])
         return own(self, *state)
     m.setattr(of, "raw_scores", raw)
+
+def test_faults_where_threads_convert_a_tile(monkeypatch:pytest.MonkeyPatch) -> None:
+  """The test of latent attention finds a fault in the conversion of a tile of K in shared memory, which takes place if there are several matrix tiles
+  of queries."""
+  other_half_first(monkeypatch)
+  with pytest.raises(AssertionError): check_latent("sm_80", H=40, Sq=1, Sk=150)
 
 @in_turn("fault, arch", ((weights_without_scales, normal_rows), (reference_without_scales, tiny_values), (sums_with_scales, normal_rows),
                          (rotary_columns_of_one_row, normal_rows), (scores_without_scales, normal_rows)), ("gfx942", "sm_80"))

@@ -84,6 +84,10 @@ class MmaLatent:
     """Number of steps of S = Q K^T (16 columns each) whose columns of K are stored in 8 bits. These steps come first."""
     return self.p.k_width//self.mat.K if self.p.stored else 0
   @property
+  def converts(self) -> bool:
+    """Whether each warp converts the 8-bit numbers that it reads to operands."""
+    return bool(self.p.stored) and not self.tile.widens(self.p)
+  @property
   def stored(self) -> StoredKeys: return StoredKeys(self.warps)
   @property
   def row_tiles(self) -> range: return range(self.tile.row_tiles)
@@ -112,7 +116,9 @@ class MmaLatent:
   def scores(self, s:LatentMmaState, t:UOp, masked:bool) -> tuple[LatentMmaState, list[UOp]]:
     """Computes S of the queries and keys that belong to this warp, after score terms and masks. Starts the copies of a later tile. Returns the state,
     and S as C fragments."""
-    s = self.raw_scores(s.arrived(self.tile.stages - 2), t)
+    s = s.arrived(self.tile.stages - 2)
+    if self.tile.widens(self.p): s = self.after_barrier(s.do(*self.stored.widened_stores(s.shared, {"k": self.k_rows(t)}, self.first_raw)))
+    s = self.raw_scores(s, t)
     raw = [s.scores[i].load() for i in range(s.scores.max_numel())]
     scores = self.share.scores(self.warps.group.scores).finished(raw, self.queries, self.share.tile_number(t), masked)
     return self.fetch(s, t + self.tile.stages - 1), scores
@@ -158,27 +164,33 @@ class MmaLatent:
 
   # ***** shared memory *****
   def k_rows(self, t:UOp) -> LongRows:
-    return self.tile.layouts(self.p)[1].moved_to(self.first_of(t))
+    """Returns the layout, in shared memory, of the rows of tile t, without rotary columns that have a layout of their own. The operands are read from
+    there: if threads convert K in shared memory (`widens`), K is there in 16 bits, for one tile at a time."""
+    q, k, _, _ = self.tile.layouts(self.p)
+    return k.moved_to(q.size + self.tile.stages*self.tile.stage(self.p) if self.tile.widens(self.p) else self.first_of(t))
+  @property
+  def first_raw(self) -> int:
+    """The 16-byte unit of shared memory at which the 8-bit numbers of a tile begin, before threads convert them to 16 bits."""
+    return self.tile.weights_at(self.p) - self.tile.raw(self.p)
   def rotary_rows(self, t:UOp) -> LongRows:
     """Returns the layout, in shared memory, of the rotary columns of tile t. If the latent columns of K are stored in 8 bits, the rotary columns keep
     16 bits and have a layout of their own."""
     _, k, rotary, _ = self.tile.layouts(self.p)
-    return rotary.moved_to(self.first_of(t) + k.size)
+    return rotary.moved_to(self.first_of(t) + (0 if self.tile.widens(self.p) else k.size))
   def first_of(self, t:UOp) -> UOp:
-    """Returns the 16-byte unit of shared memory at which tile t begins."""
+    """Returns the 16-byte unit of shared memory at which the place of tile t begins (`MlaMmaTile.stage`)."""
     return self.tile.layouts(self.p)[0].size + t%self.tile.stages*self.tile.stage(self.p)
   def first_scale(self, t:UOp) -> UOp:
-    """Returns where the scales of the 8-bit rows of tile t begin in shared memory, counted in floats."""
-    _, k, rotary, _ = self.tile.layouts(self.p)
-    return (self.first_of(t) + k.size + rotary.size)*(UNIT_BYTES//4)
+    """Returns where the scales of the 8-bit rows of tile t begin in shared memory, counted in floats. They are the last part of the tile's place."""
+    return (self.first_of(t) + self.tile.stage(self.p))*(UNIT_BYTES//4) - self.tile.block_n
   def scales(self, s:LatentMmaState, t:UOp) -> list[UOp]:
     """Reads the scales of the 8-bit rows of K whose scores this lane computes: two for each C fragment. V, the first columns of K, has the same
     scales."""
     return self.stored.scales(s.shared, self.first_scale(t), 0, self.share.part*self.share.keys, self.share.keys)
   @property
   def weight_rows(self) -> SwizzledRows:
-    q, _, _, weights = self.tile.layouts(self.p)
-    return weights.moved_to(q.size + self.tile.stages*self.tile.stage(self.p))
+    *_, weights = self.tile.layouts(self.p)
+    return weights.moved_to(self.tile.weights_at(self.p))
   def row_scalars(self, s:LatentMmaState) -> RowScalars:
     return RowScalars(s.shared, self.tile.block_m, int(self.weight_rows.base) + self.weight_rows.size)
   def put_row_values(self, s:LatentMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
@@ -199,7 +211,7 @@ class MmaLatent:
     there = (group.walked.end*block_n).minimum(group.sequence.n_k)
     def copies(name:str, to:LongRows) -> list[UOp]:
       return self.warps.copies(replace(group.rows_of(name), count=there), s.shared, t*block_n, to)
-    found = copies("k", self.k_rows(t))
+    found = self.stored.staged(s.shared, t, {"k": self.k_rows(t)}, self.first_raw) if self.tile.widens(self.p) else copies("k", self.k_rows(t))
     if self.p.k_rotary_view is not None: found += copies("k_rotary", self.rotary_rows(t))
     return s.started(found + (self.stored.copies(s.shared, t, self.first_scale(t)) if self.p.stored else []))
 
@@ -223,20 +235,21 @@ class MmaLatent:
   def q_operand(self, s:LatentMmaState, step:int) -> UOp:
     """Reads operand A of S = Q K^T from shared memory, for this warp's 16 queries and one step of the product (16 columns)."""
     q, (row, unit) = self.tile.layouts(self.p)[0], self.mat.a_address(self.warps.at.lane)
-    if step < self.latent_steps: return self.stored.q_operand(s.shared, q, self.own, step)
+    if self.converts and step < self.latent_steps: return self.stored.q_operand(s.shared, q, self.own, step)
     return s.read(q, self.own + row, unit, 0, 2*step)
   def k_operand(self, s:LatentMmaState, t:UOp, step:int, pair:int) -> UOp:
     """Reads operand B of S = Q K^T from tile t in shared memory, for one step of the product (16 columns) and 16 keys. `pair` is the index of this
     group of 16 keys, among the keys that this warp computes."""
     row, unit = self.mat.b_address(self.warps.at.lane)
     def read(rows:LongRows, units:int) -> UOp: return s.read(rows, self.share.part*self.share.keys + row, unit, pair*self.mat.K, units)
-    if step < self.latent_steps: return self.stored.k_operand(read(self.k_rows(t), step//2*2), step)
-    return read(self.rotary_rows(t) if self.latent_steps else self.k_rows(t), 2*(step - self.latent_steps))
+    if self.converts and step < self.latent_steps: return self.stored.k_operand(read(self.k_rows(t), step//2*2), step)
+    if self.p.stored and step >= self.latent_steps: return read(self.rotary_rows(t), 2*(step - self.latent_steps))
+    return read(self.k_rows(t), 2*step)
   def v_operand(self, s:LatentMmaState, t:UOp, step:int, pair:int) -> UOp:
     """Reads operand B of O += P V from tile t in shared memory, for one step of the product (16 keys) and 16 columns. `pair` is the index of this
     group of 16 columns, among the columns that this warp computes."""
     (row, unit), in_line = self.mat.b_transposed_address(self.warps.at.lane), LINE//2
-    if not self.p.stored: return s.read(self.v_rows(t, pair//in_line), row, unit, step*self.mat.K, 2*(pair%in_line), transposed=True)
+    if not self.converts: return s.read(self.v_rows(t, pair//in_line), row, unit, step*self.mat.K, 2*(pair%in_line), transposed=True)
     first = (self.warps.at.wave*(self.columns//2) + pair//in_line*in_line).minimum(self.k_rows(t).units - in_line)
     return self.stored.v_operand(s.read(self.k_rows(t), row, first + unit, step*self.mat.K, pair%in_line//2*2, transposed=True), pair)
 
@@ -290,6 +303,6 @@ class MmaLatent:
                 for kind in range(names.kinds)]
       factor, log_sum = group.normalised(row, self.row_scalars(s).load(names.reference, in_block), totals)
       o = [(first + i*mat.N + self.warps.at.h*mat.block, ops.mul(ops.slice_(acc, 2*r, 2), factor)) for i, acc in enumerate(accs)]
-      if self.p.stored: o = self.warps.alternating_columns(accs, r, factor, self.warps.at.wave)
+      if self.converts: o = self.warps.alternating_columns(accs, r, factor, self.warps.at.wave)
       stores += group.outputs(row, o, None) + group.outputs(replace(row, there=row.there & self.warps.at.wave.eq(0)), [], log_sum)
     return stores

@@ -6,11 +6,12 @@ ldmatrix moves pairs of bytes as 16-bit numbers. A pair holds two neighbouring c
 - of K, four neighbouring columns of a key. The product sums over columns, in any order: Q is read in the same order (`q_operand`).
 - of V, transposed, two neighbouring columns of two keys. The even columns make one fragment, the odd ones another (`Warps.alternating_columns`)."""
 from __future__ import annotations
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.grid.workgroup import scale_as_float
-from attn.kernels.parts.memory.layouts import SwizzledPanels, SwizzledRows
+from attn.kernels.parts.memory.layouts import SharedLayout, SwizzledRows
 from attn.kernels.parts.program.counts import ceildiv
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.stored import scale_in_range, widen_pair, zero_or_nan
@@ -50,36 +51,40 @@ class StoredKeys:
     return self.widened(*[(ops.extract(words, 2*(pair%2) + half), places) for places in ((0, 2), (1, 3)) for half in range(2)])
 
   # ***** conversion in shared memory *****
-  def pieces(self) -> list[tuple[str, UOp, UOp, UOp]]:
+  def pieces(self, to:Mapping[str, SharedLayout]) -> list[tuple[str, UOp, UOp, UOp]]:
     """Returns (name of the tensor, row, index of the piece in the row, whether the piece exists) for each piece of a tile of K and V that this thread
-    converts. A piece is 16 bytes of one row. Eight neighbouring threads take four pieces of each of two rows: what they store at the same time lies
-    in different banks."""
+    converts. A piece is 16 bytes of one row. `to` has the layouts, in 16 bits, of the tensors that are converted. Eight neighbouring threads take
+    four pieces of each of two rows: what they store at the same time lies in different banks."""
     group, found = self.warps.group, list[tuple[str, UOp, UOp, UOp]]()
-    for name, width in (("k", group.p.D), ("v", group.p.Dv)):
-      across, threads = width//UNIT_BYTES, group.tile.threads
-      for j in range(ceildiv(group.tile.block_n*across, threads)):
-        i = self.warps.at.thread + j*threads
+    for name, layout in to.items():
+      across, threads = layout.units//2, group.tile.threads
+      regular = threads % (2*across) == 0       # then a thread's pieces are the same piece of several rows
+      for j in range(ceildiv(layout.rows*across, threads)):
+        i = self.warps.at.thread + (0 if regular else j*threads)
         row, piece = (i//across, i%across) if across % 4 else (i//(2*across)*2 + i//4%2, i%4 + i//8%(across//4)*4)
-        found.append((name, row, piece, i < group.tile.block_n*across))
+        moved = j*threads//across if regular else 0
+        found.append((name, row + moved, piece, row + moved < layout.rows))
     return found
 
-  def staged(self, shared:UOp, t:UOp, base:int) -> list[UOp]:
+  def staged(self, shared:UOp, t:UOp, to:Mapping[str, SharedLayout], base:int) -> list[UOp]:
     """Returns the statements that start this thread's asynchronous copies of tile t to shared memory, in 8 bits, from the 16-byte unit with index
-    `base` on. A thread copies the pieces that it later converts (`widened_stores`). Rows that do not exist become zeros."""
+    `base` on. A thread copies the pieces that it later converts (`widened_stores`, with the same `to`). Rows and columns that do not exist become
+    zeros."""
     group, first, found = self.warps.group, self.warps.group.scores.row(t*self.warps.group.tile.block_n), list[UOp]()
-    for number, (name, row, piece, inside) in enumerate(self.pieces()):
+    for number, (name, row, piece, inside) in enumerate(self.pieces(to)):
       rows = replace(group.rows_of(name), count=group.walked_end)
+      there = inside & (first + row < rows.count) & (piece < rows.width//UNIT_BYTES)
       found.append(nv.copy(shared[self.staging(base, number)], rows.buffer[rows.start(first, row) + piece*UNIT_BYTES], (0, 0),
-                           (inside & (first + row < rows.count)).where(UNIT_BYTES, 0), UOp.const(True), UNIT_BYTES))
+                           there.where(UNIT_BYTES, 0), UOp.const(True), UNIT_BYTES if rows.in_units else 1))
     return found
 
   def staging(self, base:int, number:int) -> UOp: return base + number*self.warps.group.tile.threads + self.warps.at.thread
 
-  def widened_stores(self, shared:UOp, to:dict[str, SwizzledPanels], base:int) -> list[UOp]:
+  def widened_stores(self, shared:UOp, to:Mapping[str, SharedLayout], base:int) -> list[UOp]:
     """Returns the statements that convert the pieces of a tile that this thread has copied (`staged`, with the same `base`) to 16 bits, and store
     them to shared memory in the layouts `to` of K and V."""
     found = list[UOp]()
-    for number, (name, row, piece, inside) in enumerate(self.pieces()):
+    for number, (name, row, piece, inside) in enumerate(self.pieces(to)):
       words = shared[self.staging(base, number)].load()
       for half in range(2):
         wide = self.widened(*[(ops.extract(words, 2*half + word), places) for word in range(2) for places in ((0, 1), (2, 3))])

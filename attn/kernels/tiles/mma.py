@@ -69,19 +69,30 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
   def columns(self, p:Problem) -> int:
     """Number of C fragments, side by side in a row of O, that each warp computes. Their columns fill whole 128-byte lines of shared memory."""
     return round_up(ceildiv(fragments(p.Dv, self.matrix), self.waves), LINE)
+  def widens(self, p:Problem) -> bool:
+    """Whether threads convert the 8-bit columns of a tile to 16 bits in shared memory, once for all warps. If there is only one matrix tile of
+    queries, no two warps compute scores of the same keys: then each warp converts what it reads."""
+    return bool(p.stored) and self.row_tiles > 1
   def layouts(self, p:Problem) -> tuple[LongRows, LongRows, LongRows, SwizzledRows]:
     """Layouts in shared memory of Q, of K, of the rotary columns of K, and of P. If the latent columns of K are stored in 8 bits, the rotary columns
     have 16 bits and lie apart from them; otherwise they are a part of K."""
     def rows(count:int, width:int, size:int) -> LongRows: return LongRows(count, round_up(width*size, LINE*UNIT_BYTES)//UNIT_BYTES)
-    return (rows(self.block_m, p.D, p.itemsize), rows(self.block_n, p.k_width, p.key_itemsize),
+    return (rows(self.block_m, p.D, p.itemsize), rows(self.block_n, p.k_width, p.itemsize if self.widens(p) else p.key_itemsize),
             rows(self.block_n, p.D - p.k_width, p.itemsize), SwizzledRows(self.block_m, self.block_n//self.matrix.unit))
   def stage(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for a tile of keys, with its scales if the keys are stored in 8 bits."""
+    """Number of 16-byte units of shared memory for what a tile of K takes in each of its `stages` places. The scales of 8-bit rows count. If threads
+    convert K in shared memory (`widens`), K itself has a place of its own."""
     _, k, rotary, _ = self.layouts(p)
-    return k.size + rotary.size + (self.block_n*4//UNIT_BYTES if p.stored else 0)
+    return (0 if self.widens(p) else k.size) + rotary.size + (self.block_n*4//UNIT_BYTES if p.stored else 0)
+  def raw(self, p:Problem) -> int:
+    """Number of 16-byte units of shared memory for the 8-bit numbers of a tile of K, before threads convert them to 16 bits (`widens`)."""
+    return round_up(self.layouts(p)[1].size//2, self.threads) if self.widens(p) else 0
+  def weights_at(self, p:Problem) -> int:
+    """The 16-byte unit of shared memory at which P begins."""
+    q, k, _, _ = self.layouts(p)
+    return q.size + self.stages*self.stage(p) + (k.size + self.raw(p) if self.widens(p) else 0)
   def lds_bytes(self, p:Problem) -> int:
-    q, _, _, weights = self.layouts(p)
-    return UNIT_BYTES*(q.size + self.stages*self.stage(p) + weights.size + self.scalar_places(p).units(self.block_m))
+    return UNIT_BYTES*(self.weights_at(p) + self.layouts(p)[-1].size + self.scalar_places(p).units(self.block_m))
   def __str__(self) -> str:
     return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
 

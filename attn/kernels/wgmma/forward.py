@@ -187,6 +187,7 @@ class WgmmaForward:
   def v_panels(self, t:UOp) -> SwizzledPanels:
     q, k, v = self.tile.layouts(self.p)
     return v.moved_to(q.size + self.stages*k.size + self.stage(t)*v.size)
+  def panels(self, t:UOp) -> dict[str, SwizzledPanels]: return {"k": self.k_panels(t), "v": self.v_panels(t)}
   def given_v(self, t:UOp) -> SwizzledRows:
     q, k, v = self.tile.layouts(self.p)
     rows = self.tile.given_v(self.p)
@@ -237,13 +238,13 @@ class WgmmaForward:
     return (self.first_raw + self.tile.raw(self.p) + place*self.tile.scales(self.p))*(UNIT_BYTES//4)
   def staged(self, s:WgmmaState, t:UOp) -> WgmmaState:
     """Starts this thread's copies of tile t, whose numbers have 8 bits, and of the tile's scales. Returns the state."""
-    s = s.do(*self.stored.staged(s.shared, t, self.first_raw), *self.stored.copies(s.shared, t, self.first_scale(t)))
+    s = s.do(*self.stored.staged(s.shared, t, self.panels(t), self.first_raw), *self.stored.copies(s.shared, t, self.first_scale(t)))
     return s.do(nv.commit(s.done))
   def widened(self, s:WgmmaState, t:UOp) -> WgmmaState:
     """Waits for this thread's copies of tile t, whose numbers have 8 bits, stores the tile in 16 bits, and checks the scales of V. Then arrives at
     the mbarrier, and starts the copies of the next tile. Returns the state."""
     s = s.do(nv.wait_copies(s.done, 0))
-    s = s.do(*self.stored.widened_stores(s.shared, {"k": self.k_panels(t), "v": self.v_panels(t)}, self.first_raw),
+    s = s.do(*self.stored.widened_stores(s.shared, self.panels(t), self.first_raw),
              *self.stored.checked_scales(s.shared, self.first_scale(t)))
     s = s.do(wgmma.publish(s.done))
     return self.staged(s.do(wgmma.arrive_stored(s.arrivals, s.done)), t + 1)
