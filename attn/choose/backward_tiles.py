@@ -60,8 +60,8 @@ def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
   return WgmmaBackwardTile(**vars(replace(found, groups=min(found.groups, ceildiv(rows, wgmma.M)))), matrix=MMA[p.dtype], keys=keys)
 
 def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
-  """Returns the reason why the wgmma kernels do not compute the gradients of `p` on `arch`, or None if they do. The reason may be that they cannot,
-  or that the kernels with mma.sync are faster, because they have smaller tiles."""
+  """Returns the reason why the wgmma kernels do not compute the gradients of `p` on `arch`, or None if they do. Either they cannot, or the kernels
+  with mma.sync are faster because they have smaller tiles."""
   if (reason := wgmma_refuses(p, arch)) is not None: return reason
   if p.out_dtype != p.dtype: return f"out_dtype {p.out_dtype}: the dtype of dO must be that of q, k and v, {p.dtype}"
   rows = wgmma.M
@@ -81,8 +81,9 @@ REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of
 
 @dataclass(frozen=True)
 class FasterAtOnce:
-  """The problems with one head dimension, and at most one option besides USED_AT_ONCE, for which one kernel for all gradients was measured to be
-  faster than two kernels.
+  """Problems for which one kernel for all gradients was measured to be faster than two kernels. It is a row of the table FASTER_ON_WGMMA, whose key
+  gives the head dimension and the one option that these problems have, or "" for none. (The options USED_AT_ONCE hardly change the time and are
+  allowed everywhere.)
 
     windows: windows of these problems, if workgroups add to dq in any order
     in_order: windows of these problems, if workgroups add to dq in a fixed order (deterministic=True). There are then at least `keys` keys, and at
@@ -135,8 +136,9 @@ def short_of_registers(p:Problem, tile:WgmmaBackwardTile) -> str|None:
   return None
 
 def faster_at_once(p:Problem, tile:WgmmaBackwardTile) -> FasterAtOnce|str:
-  """Returns the row of FASTER_ON_WGMMA for a problem. If the row does not have the problem, or if there is no row, returns the reason why two kernels
-  compute its gradients. A mask_mod that hides the last keys of a query counts as causal, and one that hides the first keys as another window."""
+  """Returns the row of the table FASTER_ON_WGMMA with the problems of this head dimension and these options for which one kernel for all gradients is
+  faster than two. Returns a reason for two kernels, as a text, if there is no such row or if `p` is not one of its problems. A mask_mod that hides
+  the last keys of a query counts as a causal mask, and a mask_mod that hides the first keys counts as another window."""
   options, hidden = [x for x in p.options if x not in USED_AT_ONCE], hiding(p)
   row, window, mask = FASTER_ON_WGMMA.get((p.D, "".join(options[:1]))), p.window, " with ".join((f"window={p.window}", *options))
   if p.mask_bounds is not None and any(hidden):
@@ -166,9 +168,9 @@ def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   return not_in_order(p, tile, IN_ORDER_MFMA) or too_few_blocks(p, arch, tile) or not_in_lds(p, arch, tile) or tile
 
 def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterAtOnce) -> str|None:
-  """Returns the reason why deterministic=True (the same bits in every run) forbids one kernel for all gradients of `p`, so that two kernels compute
-  them. One kernel would have to add to dq in a fixed order (attn/kernels/parts/backward/turns.py), which is slower for most problems. `faster`
-  describes the problems for which the fixed order is faster. Returns None without deterministic=True, and for such a problem."""
+  """Returns the reason why deterministic=True (the same bits in every run) excludes one kernel for all gradients of `p`, so that two kernels compute
+  them. With deterministic=True one kernel would have to add to dq in a fixed order (attn/kernels/parts/backward/turns.py), which is slower for most
+  problems; `faster` describes the problems for which it is faster. Returns None if `p` is one of these problems, or if p.deterministic is false."""
   if not p.deterministic: return None
   order = "deterministic=True: adding to dq in a fixed order"
   if p.window not in faster.in_order or p.mask_bounds is not None or p.Hkv != p.H:

@@ -10,7 +10,7 @@ BY_TINYGRAD = "backward_three_pass"      # tinygrad computes the gradient from t
 UNITS = tuple(GRADIENT_KERNELS)          # units that have backward kernels, as the endings of the kernels' names
 
 def together_on(unit:str) -> Iterator[str]:
-  """Yields the names by which ATTN_KERNEL may ask for the backward kernels of one kind of matrix unit. `unit` is the ending of these kernels' names,
+  """Yields the names by which ATTN_KERNEL can ask for the backward kernels of one kind of matrix unit. `unit` is the ending of these kernels' names,
   such as "_mma". A name without an ending asks for the corresponding kernel of any unit."""
   for suffix in ("", unit): yield from (name + suffix for name in BACKWARD_KERNELS)
   if (bias := GRADIENT_KERNELS[unit].bias) is not None:
@@ -21,8 +21,9 @@ WAYS = {name: tuple(unit for unit in UNITS if name in together_on(unit)) for uni
 
 @dataclass(frozen=True)
 class Forced:
-  """The kernels that ATTN_KERNEL asks for: the name of a forward kernel, and the name of a backward kernel. A name is "" if dispatch may choose. A
-  backward kernel is asked for together with the other backward kernels of its matrix unit; `units` are the units that are possible."""
+  """The kernels that the environment variable ATTN_KERNEL asks for: `forward` is the name of a forward kernel, `backward` the name of a backward
+  kernel. A name is "" if dispatch can choose freely. A backward kernel is always used together with the other backward kernels for the same matrix
+  unit. `units` has the endings of names, such as "_mma", of the matrix units to which ATTN_KERNEL leaves the choice."""
   forward: str
   backward: str
   units: tuple[str, ...] = UNITS

@@ -84,13 +84,13 @@ def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
 
 @dataclass(frozen=True)
 class Refusal:
-  """The reason why a kernel cannot compute a problem. `present` and `general` help `most_telling` to pick the most helpful one of several reasons. A
-  general kernel takes every problem that its unit can compute."""
+  """The reason why a kernel cannot compute a problem. `present` says whether the chip has the kernel's matrix unit. `general` says whether the kernel
+  takes every problem that this unit can compute. By these two, `most_telling` picks the most helpful one of several reasons."""
   present: bool     # whether the chip has the kernel's unit
   general: bool     # as in `dispatch.ForwardKernel`
   reason: str
 
 def most_telling(refusals:Sequence[Refusal]) -> str:
-  """Returns the reason that helps a user most: of a kernel whose matrix unit the chip has, and if possible of a general kernel (one that takes every
-  problem that its unit can compute)."""
+  """Returns the one of several reasons that helps a user most. Prefers the reason of a kernel whose matrix unit the chip has. Among these kernels it
+  prefers a general one, which takes every problem that its unit can compute."""
   return max(refusals, key=lambda x: (x.present, x.general)).reason

@@ -29,8 +29,8 @@ def workgroups(p:Problem, tile:AnyTile) -> int:
   return p.all_heads//heads*ceildiv(p.Sq*heads, tile.block_m)
 
 def padding(p:Problem, tile:AnyTile) -> tuple[float, float]:
-  """Returns two fractions from 0 to 1: which part of the rows of queries that workgroups compute is padding, and which part of the keys is padding.
-  Masks are ignored."""
+  """Returns two fractions from 0 to 1: the fraction of the rows of queries that workgroups compute and that are padding, and the same fraction of the
+  keys. Masks are ignored."""
   rows = p.Sq*heads_of(p, tile)
   return 1 - rows/round_up(rows, tile.block_m), 1 - p.Sk/round_up(p.Sk, tile.block_n)
 
@@ -57,9 +57,9 @@ def places_of(p:Problem, arch:Chip, tile:BlockTile) -> int:
   return arch.cus*max(1, min(busy(p, arch, tile), arch.lds//tile.lds_bytes(p)))
 
 def busy(p:Problem, arch:Chip, tile:BlockTile) -> int:
-  """Returns how many workgroups keep a compute unit busy: as many as have `Chip.busy_waves` waves together. There is one exception. If the warps of a
-  workgroup divide the keys among them, one workgroup is enough, because it has many loads in flight. But if such a workgroup must also wait for
-  entries of a block table, because its tiles do not divide the pages evenly, two workgroups are needed."""
+  """Returns how many workgroups keep a compute unit busy: as many as have `Chip.busy_waves` waves together. If the warps of a workgroup divide the
+  keys among them, one workgroup is enough, because it has many loads in flight. Such a kernel needs two workgroups if it must also wait for entries
+  of a block table, because its tiles do not divide the pages evenly."""
   if not isinstance(tile, MmaTile) or tile.key_waves == 1: return arch.busy_waves//tile.waves
   return 2 if p.pages is not None and p.pages.size % tile.block_n else 1
 

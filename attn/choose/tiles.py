@@ -96,8 +96,8 @@ def burdens_of(p:Problem, mat:Matrix, waves:int, few_queries:bool) -> set[str]:
 
 def economy_of(p:Problem, arch:Chip, mat:Matrix, waves:int, few_queries:bool) -> Economy:
   """Returns the ways in which a kernel's loop must save registers so that a problem fits into the registers of a chip. `mat` is the kernel's matrix
-  instruction. A workgroup has `waves` waves. `few_queries` says that this is fewer than the table row has, because the problem has few queries; each
-  wave then loads more of K and V."""
+  instruction, and `waves` the number of waves in a workgroup. If `few_queries` is true, a workgroup has fewer waves than its table row says, because
+  the problem has few queries; each wave then loads more of K and V."""
   table = WHERE_A_WAVE_HAS_ALL if arch.vgprs == arch.registers else WHERE_A_WAVE_HAS_A_PART
   burdens, longest = burdens_of(p, mat, waves, few_queries), max(p.D, p.Dv)
   return functools.reduce(Economy.__or__, (x.means for x in table if longest > x.beyond and burdens.issuperset(x.burdens)), Economy.NONE)

@@ -17,8 +17,8 @@ Array = NDArray[Any]
 
 @dataclass
 class BankUse:
-  """Counts of all accesses of one width to one buffer: the number of phases (groups of lanes that LDS serves together) with an active lane, and the
-  number of cycles that these phases took. The difference is the number of cycles lost to bank conflicts."""
+  """Counts of all accesses of one width to one buffer. `phases` counts the phases (groups of lanes that LDS serves together) that have an active
+  lane, and `cycles` the cycles that these phases took. The difference is the number of cycles lost to bank conflicts."""
   buffer: str
   verb: str
   nbytes: int

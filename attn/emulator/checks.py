@@ -79,9 +79,9 @@ class OutOfScope(EmulatorError): pass
 
 @dataclass
 class Finding:
-  """An error found in an access: the kind of error, the threads, and for each thread another access to the same location, with which this access is
-  in conflict. `other` is the index of the wave that made the other access, or for NotWaitedFor the index of the asynchronous operation. `verb` says
-  what the other wave or operation did at the location, such as "written"."""
+  """A faulty access that was found: the kind of error, the threads that made it, and for each thread an earlier access to the same location with
+  which it is in conflict. `other` is the index of the wave that made the earlier access; for NotWaitedFor it is the index of the asynchronous
+  operation. `verb` says what the other wave or operation did at the location, such as "written"."""
   error: type[EmulatorError]
   threads: Array
   other: Array|None = None

@@ -1,4 +1,5 @@
-"""Interpreter of the emulator: a `Frame` holds the threads of a run, their values and their memory, and executes a program's steps."""
+"""Interpreter of the emulator. A `Frame` holds the threads of a run, their values and their memory. It runs a program step by step; a step is a
+function that runs one operation of the kernel for all threads."""
 from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable
@@ -25,7 +26,7 @@ from attn.emulator.under_way import UnderWay
 
 Array = NDArray[Any]
 class Suspended(Exception):
-  """Exception that a step raises if it has to wait for another workgroup. The emulator runs the step again later."""
+  """Exception that is raised if the running operation has to wait for another workgroup. The emulator runs the operation again later."""
 
 @dataclass
 class Wait:
@@ -42,8 +43,8 @@ class Wait:
     return f"waits until {self.space.name}[{self.at[i]}] is {self.number[i]}, and it is {self.memory[self.at[i]]}"
 
 class Frame(Threads):
-  """One run of a program over a range of workgroups: it holds the threads, values and memory of these workgroups, and executes each step for all the
-  threads at once."""
+  """One run of a program over a range of workgroups. Holds the threads, values and memory of these workgroups, and executes each operation for all
+  the threads at once."""
   def __init__(self, plan:EmulatedProgram, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], params:dict[UOp, View],
                values:dict[UOp, int], checks:bool=True, banks:BankCounter|None=None, meeting:Meeting|None=None):
     super().__init__(plan, first, workgroups, grid, local, checks, banks)
@@ -71,7 +72,7 @@ class Frame(Threads):
 
   @contextmanager
   def _explained(self) -> Iterator[None]:
-    """Context manager that adds the place of the current step to an error."""
+    """Context manager. Adds to an error the place of the operation that is running: its line of Python and its line of the rendered source."""
     try: yield
     except EmulatorError as e:
       e.args = (f"{e}{self.plan.place(self.plan.uops[self.pc])}",)
@@ -102,7 +103,8 @@ class Frame(Threads):
       else: pc = jump
 
   def parts(self) -> Iterator[None]:
-    """Runs the program as a generator, which yields before each atomic operation and each time a step has to wait for another workgroup."""
+    """Runs the program as a generator. The generator yields before each atomic operation, and each time when a step (the function that runs one
+    operation) has to wait for another workgroup."""
     pc, steps, frees, v = 0, self.plan.steps, self.plan.frees, self.v
     with self._explained():
       try:
@@ -152,8 +154,8 @@ class Frame(Threads):
     return index
 
   def leave(self, to:int|None=None) -> int|None:
-    """Ends a loop: threads that the loop has deactivated are active again. Returns `to`, the step at which the run continues, or None for the next
-    step."""
+    """Ends a loop: makes the threads active again that the loop has deactivated. Returns `to`, the index of the step (the function that runs one
+    operation) at which the run continues, or None for the next step."""
     self.pop()
     return to
 

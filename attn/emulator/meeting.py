@@ -90,9 +90,9 @@ class Meeting:
     self.clock[wave] += 1
 
   def barrier(self, f:Threads) -> None:
-    """Records a barrier of all waves of a workgroup. From now on each of these waves knows what any of them knew, and also the accesses that the
-    other waves had made when they last settled (waited until their own accesses were complete), or on NVIDIA all their accesses before the barrier.
-    """
+    """Records a barrier of all waves of a workgroup. After it, each of these waves knows everything that any of them knew. Each wave then also knows
+    the accesses that the other waves had made when they last settled (waited until their own accesses were complete). On NVIDIA each wave knows all
+    accesses that the others made before the barrier."""
     if not self.plan.waits and not self.watched: return
     here = range(f.first*self.waves, (f.first + 1)*self.waves)
     if self.plan.chip.family == "nvidia":
@@ -111,8 +111,8 @@ class Meeting:
 
   def pass_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
     """Records that the threads where `gate` is true pass a turn: they add 1 to the counter at `pointer`, for which other workgroups wait. Raises
-    NotWaitedFor if additions by the other waves of the workgroup may not be complete, or additions that the wave has sent to the copy engine (TMA).
-    """
+    NotWaitedFor if the waves of these threads have sent additions to the copy engine (TMA) and have not waited for them. Also raises NotWaitedFor if
+    another wave of the workgroup has additions that are possibly not complete."""
     passing = self.waves_of(f, gate)
     for wave, threads in passing:
       if f.checks and (step := self.sent.get(wave)) is not None:
@@ -146,8 +146,8 @@ class Meeting:
     """Performs an atomic addition: each thread where `gate` is true adds its number of `values` (threads,) to the element `at` (threads,) of
     `memory`, the contents of the buffer `space`. `sent` says whether the wave sends the additions to the copy engine (TMA).
 
-    Raises AtomicRace if another wave of the workgroup has waited for the workgroup's turn (the period in which it may add), and this wave may add
-    before the turn begins, because no barrier has followed."""
+    Raises AtomicRace if another wave of the workgroup has waited for the workgroup's turn (the period in which it may add) and no barrier has
+    followed: then nothing stops this wave from adding before the turn begins."""
     traces, first = self.traces[_base(space)], space.begin//4
     for wave, threads in self.waves_of(f, gate):
       threads = self.in_order(threads)

@@ -1,5 +1,5 @@
-"""Compiles a lowered program, a list of UOps in the order of execution, to a `Plan`: a list of closures that run the program. A plan is made once per
-program. The values of a run are in a `machine.Frame`."""
+"""Compiles a lowered kernel, a list of UOps in the order of execution, to a `Plan`: a list of Python functions, called steps, of which each runs one
+operation for all threads. A plan is made once per kernel. The values of a run are in a `machine.Frame`."""
 from __future__ import annotations
 from typing import Any, Callable
 from collections import Counter
@@ -21,8 +21,8 @@ Array = NDArray[Any]
 Step = Callable[[Frame], "int|None"]   # returns the next program counter, or None for the following step
 
 class Plan(EmulatedProgram):
-  """A program compiled for the interpreter from its UOps `uops`, in the order of execution. `renderer` is a function that makes the renderer which
-  emitted the program; error messages need it to find the place of an operation in the source."""
+  """A program for the emulator's interpreter, made from the UOps `uops`, which are in the order of execution. `renderer` is a function that returns
+  the renderer which turned these UOps into C or CUDA source. Error messages use it to find the line of that source for an operation."""
   def __init__(self, uops:list[UOp], name:str, arch:str, renderer:Callable[[], Any]|None=None):
     self.name, self.arch, self.chip, self.renderer = name, arch, emulated_chip(arch), renderer
     self.linear = uops
@@ -69,7 +69,8 @@ class Plan(EmulatedProgram):
     self.uops.append(u)
 
   def _value(self, u:UOp, fn:Callable[..., Any], *srcs:UOp) -> None:
-    """Adds a step that computes `u` with the function `fn` from the values of `srcs`."""
+    """Adds to the plan a step (a function that runs one operation for all threads) that computes `u` with the function `fn` from the values of
+    `srcs`."""
     ins, out = [self._slot(s) for s in srcs], self._new(u)
     if len(ins) == 1:
       a, = ins
@@ -82,7 +83,8 @@ class Plan(EmulatedProgram):
     self._emit(u, step)
 
   def _check_fits(self, u:UOp) -> None:
-    """Adds a step that checks whether the exact value of an integer fits its type, in each thread."""
+    """Adds to the plan a step (a function that runs one operation for all threads) that checks, in each thread, whether the exact value of the
+    integer `u` fits its type."""
     ins, (least, most) = [self._slot(s) for s in u.src], held_by(u.dtype)
     fn: Callable[..., Array] = alu(u.op, u.dtype, u.src[-1].dtype) if u.op in GroupOp.ALU else np.asarray
     exactly = np.dtype(np.int64 if u.dtype.itemsize < 8 else object)      # a type that holds the sum or product of two numbers of u's type
@@ -129,14 +131,14 @@ class Plan(EmulatedProgram):
     self._value(u, stack, *u.src)
 
   def lane(self, u:UOp) -> None:
-    """Adds a step for a UOp that selects one element of a vector."""
+    """Adds to the plan a step (a function that runs one operation for all threads) for a UOp `u` that selects one element of a vector."""
     def step(x:Array, i:Array) -> Array:
       if not np.shape(i): return x[int(i)]
       return np.take_along_axis(np.broadcast_to(x, (x.shape[0], len(i))), np.asarray(i, np.int64)[None], 0)[0]
     self._value(u, step, *u.src)
 
   def _index(self, at:Address, chunk:int) -> Callable[[Frame, Array|None], Array]:
-    """Returns a function that computes each thread's index for an access to the pointer `at`. The index counts chunks of `chunk` bytes from the start
+    """Returns a function that computes each thread's index for an access at the address `at`. The index counts pieces of `chunk` bytes from the start
     of the buffer."""
     if not at.terms: return lambda f, active: np.asarray(0)
     if len(at.terms) == 1 and at.terms[0][1] == chunk:
@@ -149,7 +151,7 @@ class Plan(EmulatedProgram):
     return lambda f, active: f.aligned(f.offset(at), chunk, name, active)
 
   def _access(self, u:UOp) -> tuple[Address, int, int]:
-    """Returns the address of a LOAD or STORE, the number of bytes that each thread accesses, and the number of elements in them."""
+    """Returns what a LOAD or STORE accesses: the address, the number of bytes of each thread, and the number of elements in these bytes."""
     target, at = u.src[0], self.addresses[u.src[0]]
     chunk = target.dtype.itemsize * target.max_numel()
     if at.buffer.addrspace is AddrSpace.LOCAL: self.units[at.buffer] = math.gcd(self.units.get(at.buffer, 0), chunk)
@@ -274,8 +276,8 @@ class Plan(EmulatedProgram):
   # ***** lifetimes *****
 
   def _lifetimes(self, uops:list[UOp]) -> tuple[list[list[int]], int]:
-    """Returns for each step which values are dropped after the step, as indices in the frame's list of values. Also returns the largest number of
-    bytes per thread that values occupy at the same time."""
+    """Returns two things. The first is a list: for each step (a function that runs one operation), the indices of the values that are needed no more
+    after it. The second is the largest number of bytes per thread that values occupy at the same time."""
     position = {u: i for i, u in enumerate(self.uops)}
     loop_of: list[tuple[int, int]] = sorted((self.loops[r], self.ends[r]) for r in self.loops)
     born: dict[int, int] = {}

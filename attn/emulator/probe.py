@@ -22,9 +22,9 @@ def _seen(printer:Any, out:str, name:str) -> str: return f"/* probe {name} */ {{
 instruction("probe", lambda lanes, x, name: lanes.probe(name, x), _seen, _seen)
 
 def probe(name:str, x:UOp) -> UOp:
-  """Returns x, a number or a fragment, and makes the emulator collect its values under `name` (letters, digits and "_ . -") or print them. The result
-  has to be used: a value that nothing depends on is not part of the kernel. Raises ValueError for a name with other characters, and if x is a buffer
-  or an address."""
+  """Returns x, a number or a vector of a lane. When the emulator runs the kernel, it also shows the value of x in each thread: it prints the values,
+  or collects them under `name` if `probes()` is active. `name` consists of letters, digits and "_ . -". The returned UOp must be used in the kernel,
+  because a value that nothing depends on is not computed. Raises ValueError for a name with other characters, and if x is a buffer or an address."""
   if not isinstance(name, str) or not re.fullmatch(r"[\w.\-]+", name):
     raise ValueError(f"name={name!r}: must consist of letters, digits, '_', '.' and '-'")
   if x.addrspace is not None and x.addrspace is not AddrSpace.ALU: raise ValueError(f"probe {name!r} is given an address: .load() the value")
@@ -35,17 +35,19 @@ _collecting: list[dict[str, list[Array]]] = []
 
 @contextlib.contextmanager
 def probes() -> Iterator[dict[str, list[Array]]]:
-  """Context manager that collects probed values instead of printing them. Yields {name: arrays}, with one structured array for each execution of the
-  probe. An array has a row for each active thread and the fields "workgroup" (x, y, z), "wave", "lane" and "values" (one number, or the numbers of a
-  fragment). A grid that is too large to run at once runs in ranges of workgroups; each range executes the probe separately."""
+  """Context manager that collects the values of probes instead of printing them. A probe is a call of `probe` in a kernel. Yields {name of the probe:
+  arrays}, with one structured array for each execution of the probe. An array has a row for each active thread and the fields "workgroup" (x, y, z),
+  "wave", "lane" and "values" (one number, or the numbers of a vector). A grid that is too large to run at once runs in ranges of workgroups; each
+  range executes the probe separately."""
   found: dict[str, list[Array]] = {}
   _collecting.append(found)
   try: yield found
   finally: _collecting.remove(found)
 
 def note_probe(name:str, workgroup:Array, wave:Array, lane:Array, values:Array) -> None:
-  """Collects or prints the probed values of n threads. `workgroup` has the shape (n, 3), `wave` and `lane` the shape (n,), and `values` the shape
-  (n,) or (elements, n)."""
+  """Takes the values that n threads have at the probe `name`, a call of `probe` in a kernel. Adds the values to the dictionary of the innermost
+  `probes()`, or prints them if no `probes()` is active. `workgroup` has the shape (n, 3), `wave` and `lane` the shape (n,). `values` has the shape
+  (n,), or (elements, n) for vectors."""
   kind = np.dtype([("workgroup", np.int32, (3,)), ("wave", np.int32), ("lane", np.int32), ("values", values.dtype, values.shape[:-1])])
   rows = np.empty(len(lane), kind)
   rows["workgroup"], rows["wave"], rows["lane"], rows["values"] = workgroup, wave, lane, values.T
@@ -53,7 +55,8 @@ def note_probe(name:str, workgroup:Array, wave:Array, lane:Array, values:Array) 
   else: print(text(name, rows))
 
 def text(name:str, rows:Array) -> str:
-  """Formats probed values for printing: a paragraph for each wave, a line for each lane."""
+  """Returns the text that is printed for the values at the probe `name` (a call of `probe` in a kernel): a paragraph for each wave, a line for each
+  lane."""
   lines, before = list[str](), None
   for row in rows:
     if (here := (tuple(int(i) for i in row["workgroup"]), int(row["wave"]))) != before:

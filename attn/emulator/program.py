@@ -1,5 +1,5 @@
-"""Program that the emulator runs: its steps, and the buffers and values that the steps work on. attn/emulator/plan.py makes it from the UOps of a
-lowered kernel."""
+"""The program that the emulator runs: its steps (functions that run one operation each), and the buffers and values that the steps work on.
+attn/emulator/plan.py makes the program from the UOps of a lowered kernel."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -9,14 +9,15 @@ from attn.tinygrad_compat import DType, UOp
 
 @dataclass(frozen=True)
 class Address:
-  """A pointer in a compiled program to an element of `buffer`, of the type `dtype`. `terms` has a pair (slot, bytes) for each index that was added to
-  the pointer: `slot` is where the frame's list of values holds the index, and `bytes` is how far an index of 1 moves the pointer."""
+  """A pointer in a program of the emulator: the address of an element of `buffer`, of the type `dtype`. `terms` has a pair (slot, bytes) for each
+  index that was added to the pointer. `slot` is the position of the index in the frame's list of values (`Frame.v`), and `bytes` is how far an index
+  of 1 moves the pointer."""
   buffer: UOp
   dtype: DType
   terms: tuple[tuple[int, int], ...] = ()
 
 class EmulatedProgram:
-  """A program compiled for the interpreter: its steps, buffers and values."""
+  """A program for the emulator's interpreter: its steps (functions that run one operation each), buffers and values."""
   name: str
   arch: str
   chip: EmulatedChip
@@ -44,7 +45,7 @@ class EmulatedProgram:
   listing: Listing|None = None
 
   def place(self, u:UOp) -> Place:
-    """Finds the place that an operation comes from: the line of Python that emitted it, and its statement in the rendered source."""
+    """Returns the place that the operation `u` comes from: the line of Python that emitted it, and its statement in the rendered source."""
     if self.renderer is None: return NOWHERE
     if self.listing is None: self.listing = Listing(self.linear, self.name, self.renderer())
     return self.listing.place(u)

@@ -102,7 +102,7 @@ class Ranges:
 
   def _exact(self, u:UOp) -> Range|None:
     """Returns the range of the exact value of the integer `u`: the value that it would have if its type held every integer. The range is computed
-    from the ranges of the sources of `u`. Returns None if nothing is known."""
+    from the ranges of the operands of `u`. Returns None if nothing is known."""
     known = [self.of.get(s) for s in u.src]
     if u.op in (Ops.SPECIAL, Ops.RANGE): return (0, max(known[0][1] - 1, 0)) if known[0] is not None else None
     if u.op is Ops.PARAM: return int(u.vmin), int(u.vmax)       # a Variable
@@ -142,8 +142,8 @@ class Ranges:
 
   # ***** choices *****
   def _chosen(self, u:UOp) -> Range|None:
-    """Returns the range of the integer `u`, which is one of two values (branches) by a condition such as x < y, as in a maximum or minimum. The
-    condition narrows the ranges of x and y in the two branches. A branch may be x or y cast to another type."""
+    """Returns the range of the integer `u`, whose value is one of two branches (values), chosen by a condition such as x < y, as in a maximum or
+    minimum. The condition narrows the ranges of x and y in the two branches. A branch may be x or y cast to another type."""
     condition, *branches = u.src
     if any(b not in self.of for b in branches): return None
     possible = [(low, high) for low, high in map(self._taken, branches, self._known_by(condition)) if low <= high]    # one branch may never be taken
@@ -171,8 +171,8 @@ class Ranges:
     return exact
 
 def gated(uops:list[UOp]) -> set[UOp]:
-  """Returns the UOps of addresses of accesses that a gate may prevent. tinygrad uses a 32-bit index for such an address in a buffer of up to 2^31
-  elements: either the index lies in the buffer, or the gate prevents the access."""
+  """Returns the UOps that compute the addresses of accesses with a gate (a condition without which the access does not happen). tinygrad uses a
+  32-bit index for such an address in a buffer of up to 2^31 elements: either the index lies in the buffer, or the gate prevents the access."""
   places = {u.src[1] if u.op is Ops.IF else u.src[0] for u in uops if u.op is Ops.IF or (u.op is Ops.LOAD and len(u.src) == 3)}
   return {u for u in places if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].max_numel() <= held_by(dtypes.int)[1] + 1}
 

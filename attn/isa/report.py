@@ -133,8 +133,8 @@ def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|
             products:LoopProducts=PRODUCTS) -> HotLoop:
   """Counts the instructions of one iteration, and computes from them upper bounds on the use of the matrix unit. `trip` has the instructions on the
   iteration's usual path, `in_all` is the number of instructions in all blocks of the loop, and `queries` is the number of queries of a wave. `label`
-  names the loop in the result, and `d` and `dv` are the head dimensions. `products` has, for each hot loop, the number of matrix products with a side
-  of length D (such as S), and with a side of length Dv (such as O)."""
+  names the loop in the result, and `d` and `dv` are the head dimensions. `products` has a pair of numbers for each hot loop: how many matrix products
+  have D as one of their three dimensions (such as S = Q K^T), and how many have Dv (such as O = P V)."""
   cu = chip.pipes
   by_kind: dict[str, list[Instruction]] = {k: [] for k in KINDS}
   for x in trip: by_kind[x.kind].append(x)
@@ -202,10 +202,10 @@ def loops_with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most
 def analyse(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, queries:int|None=None, lds:int|None=None,
             threads:int|None=None, every_block:bool=False, rank:int=0, title:str|None=None, products:LoopProducts=PRODUCTS) -> Report:
   """Reports on one kernel of an assembly text. `d` and `dv` are the head dimensions as the kernel computes them (padded). `queries` is the number of
-  queries of a wave. `products` has, for each hot loop, the number of matrix products with a side of length D (such as S), and with a side of length
-  Dv (such as O). Without `kernel_name`, which may be a part of the name, the kernel with the most matrix instructions is taken. `lds` and `threads`
-  replace what the text declares. `rank` chooses the loop: 0 for the one with the most matrix work, 1 for the next. `every_block` counts every basic
-  block of the loop, not only its usual path. `title` is the name of the report."""
+  queries of a wave. `products` has a pair of numbers for each hot loop: how many matrix products have D as one of their three dimensions (such as S =
+  Q K^T), and how many have Dv (such as O = P V). `kernel_name` is the kernel's name or a part of it; without it, the kernel with the most matrix
+  instructions is taken. `lds` and `threads` replace what the text declares. `rank` chooses the loop: 0 for the one with the most matrix work, 1 for
+  the next. `every_block` counts every basic block of the loop, not only its usual path. `title` is the name of the report."""
   kernel = pick_kernel(parse(text, arch), kernel_name)
   if kernel.arch is None: raise ValueError("the text doesn't name its chip: give arch, such as gfx942")
   chip = modelled(re.split(r"[:+-]", kernel.arch)[0])

@@ -217,7 +217,7 @@ def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=Non
   return Source(text, d, dv, used.block_n if used.keys else used.matrix.N, used.block_m, products, python=python)
 
 def products_of(wanted:Iterable[str]) -> tuple[int, int]:
-  """Returns two numbers of matrix products in a backward loop that computes the gradients `wanted`: products with a side of length D, and with a side
-  of length Dv. S, dQ and dK have a side of length D; dP and dV have a side of length Dv."""
+  """Returns two numbers of matrix products in a backward loop that computes the gradients `wanted`: the products that have D as one of their three
+  dimensions (S, dQ, dK), and those that have Dv (dP, dV)."""
   of_scores = {"dq", "dk"}.intersection(wanted)       # gradients that need dS, and therefore dP
   return 1 + len(of_scores), bool(of_scores) + ("dv" in wanted)

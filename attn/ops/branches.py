@@ -37,8 +37,9 @@ def from_all_lanes(uops:list[UOp]) -> set[UOp]:
   return found
 
 def made_before_branches(uops:list[UOp]) -> dict[UOp, dict[UOp, None]]:
-  """Maps the IF of a branch to the stored values that must be computed before this IF. If branches follow one another directly, the first IF gets the
-  values of all of them, because clang merges neighbouring branches that have the same condition."""
+  """Returns {IF: values} for the branches of a program: the values that stores inside a branch store, and that must be computed before its IF,
+  because computing them needs all lanes and only some lanes enter the branch. If branches follow one another directly, the first IF gets the values
+  of all of them, because clang merges neighbouring branches that have the same condition."""
   made, found, first = from_all_lanes(uops), dict[UOp, dict[UOp, None]](), new_uop(Ops.NOOP)
   for before, u, store in zip([first, *uops], uops, uops[1:]):
     if u.op is not Ops.IF: continue

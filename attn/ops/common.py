@@ -178,8 +178,8 @@ def select_each(conditions:list[UOp], x:UOp|float, y:UOp|float) -> UOp:
   def element(v:UOp|float, i:int) -> Any: return v if isinstance(v, float) else extract(v, i)
   return build(*[condition.where(element(x, i), element(y, i)) for i, condition in enumerate(conditions)])
 def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
-  """Subtracts the first column index of a vector from all of its column indices `offsets`. The differences are the same for most vectors, so most
-  vectors share one rendered function."""
+  """Returns the column indices `offsets` minus the first of them. A vector of scores is masked by a rendered function (C source) that is made for the
+  column indices of its elements. Most vectors have the same differences, so one function serves most vectors."""
   return tuple(x - offsets[0] for x in offsets)
 def weights(scores:UOp, addend:UOp, scale:float) -> UOp:
   """Computes P = exp2(scores*scale + addend). The vector `scores` holds several rows one after another; `addend` has one number for each row."""

@@ -54,9 +54,9 @@ class Format:
     return number
 
   def scale_of(self, largest:Floats, dtype:DType) -> Floats:
-    """Returns the scale of a row whose largest absolute value is `largest`, in fp32, as a number that `dtype` holds. The scale is NaN if `largest` is
-    infinite, or if the scale is beyond the range of `dtype`. The scale is 0 for a row of zeros, or of numbers so small that the scale would be a
-    denormal of fp32."""
+    """Returns the scale of a row whose largest absolute value is `largest`, as an fp32 number. Scales are stored as `dtype`, so the scale is rounded
+    to a number that `dtype` can represent. The scale is NaN if `largest` is infinite, or if the scale is beyond the range of `dtype`. The scale is 0
+    for a row of zeros, or of numbers so small that the scale would be a denormal of fp32."""
     scale = (largest < self.most*FP32_LEAST).where(0.0, largest*(1/self.most))
     if dtype == dtypes.half: scale = as_fp16(scale)
     return (scale > SCALES[dtype]).where(math.nan, scale)

@@ -1,8 +1,9 @@
-"""Conversion of kernels to plain UOps. In the result every value is a scalar, and no operation needs support by the device's renderer.
+"""Conversion of kernels to plain UOps, which run on every device that tinygrad has a renderer for.
 
-`plain` takes a kernel that uses operations (attn/ops/operation.py) and runs the definition of each operation again, with an interpreter whose values
-are UOps. A vector becomes the UOps of its elements, a buffer of vectors becomes a buffer of elements, and an instruction becomes the UOps given by
-`MEANINGS`. So the parts of kernels work on every device that tinygrad renders for, and each operation is still written only once."""
+attn's kernels contain operations that tinygrad does not have (attn/ops/operation.py), such as a load of 16 bytes whose range is checked. `plain`
+replaces each of these operations: runs its definition again, with an interpreter whose values are UOps. In the result every value is a scalar. A
+vector becomes the UOps of its elements, and a buffer of vectors becomes a buffer of elements. An instruction of a chip becomes the UOps given by
+`MEANINGS`. So the code in attn/kernels/parts also serves devices without a matrix unit, and each operation is written only once."""
 from __future__ import annotations
 import functools, itertools, operator
 from collections.abc import Callable

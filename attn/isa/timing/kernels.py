@@ -69,10 +69,10 @@ def of_text(text:str, shape:source.Shape=ASKED, arch:str|None=None, d:int|None=N
             kernel_name:str|None=None, queries:int|None=None, lds:int|None=None, threads:int|None=None, title:str|None=None,
             products:LoopProducts=((1, 1),), behind:int|None=None) -> Predicted:
   """Predicts the time of the hot loops of any kernel from its assembly text. If the head dimension `d` and the number of queries of a wave are given,
-  the result can also predict the time of a problem of size `shape` (`on_cards`). `products` has, for each hot loop, the number of matrix products
-  with a side of length D (such as S), and with a side of length Dv (such as O). `behind` is the number of waves of a workgroup that begin the loop
-  one barrier behind the others; by default it is found in the text. `causal` says whether the problem has a causal mask. The other arguments are
-  explained at `analyse`."""
+  the result can also predict the time of a problem of size `shape` (`on_cards`). `products` has a pair of numbers for each hot loop: how many matrix
+  products have D as one of their three dimensions (such as S = Q K^T), and how many have Dv (such as O = P V). `behind` is the number of waves of a
+  workgroup that begin the loop one barrier behind the others; by default it is found in the text. `causal` says whether the problem has a causal
+  mask. The other arguments are explained at `analyse`."""
   timing = timing_of(text, arch, d, dv, kernel_name, lds, threads, title, products, behind)
   if d is None or queries is None: return Predicted(timing, None, None)
   own = queries*timing.waves

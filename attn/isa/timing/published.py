@@ -23,7 +23,7 @@ NO_CODE = "no machine code"     # value of the column `owns`: `code` then says w
 
 @dataclass(frozen=True)
 class PeerKernel:
-  """PredictedRow of docs/data/timing_kernels.csv: a kernel of another project, and what the model of time found in its machine code."""
+  """Row of docs/data/timing_kernels.csv: a kernel of another project, and what the timing model found in its machine code."""
   rows: str              # numbers of the kernel's rows in docs/data/timing_published.csv
   kernel: str
   source: str            # project and commit, or compiler and settings
@@ -55,7 +55,7 @@ class StepsOfPeer:
 
 @dataclass(frozen=True)
 class PredictedRow:
-  """PredictedRow of docs/data/timing_predicted.csv."""
+  """Row of docs/data/timing_predicted.csv: a published speed of a kernel, and the speeds that the timing model predicts for it."""
   number: str
   chip: str
   kernel: str
@@ -114,7 +114,9 @@ def _csv(head:Iterable[str], rows:Iterable[Iterable[str]]) -> str:
 def card_of(name:str) -> tuple[Chip, Card]: return next((chip, card) for chip in CHIPS.values() for card in chip.cards if card.name == name)
 
 def problem_of_cell(shape:str, kernel:PeerKernel) -> Problem:
-  """Returns the problem that a cell of the column `shape` names, such as 4, 64/8, 8192, causal. Raises ValueError for a cell of another form."""
+  """Returns the problem that `shape` describes, a text from the column "shape" of docs/data/timing_published.csv. For example, "4, 64/8, 8192,
+  causal" means batch 4, 64 query heads, 8 key/value heads, 8192 queries and keys, and a causal mask. `kernel` gives the head dimension. Raises
+  ValueError for another form of text."""
   if (found := SHAPE_CELL.match(shape)) is None: raise ValueError(f"shape {shape!r}: must be B, H[/Hkv], N[ queries of M keys], full or causal")
   b, h, hkv, n, m = (int(x) if x else 0 for x in found.groups()[:5])
   if kernel.owns == OWN_KEYS: hkv = h     # each query head has workgroups of its own

@@ -195,7 +195,8 @@ def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[
   """Predicts the time of one iteration of a loop. The first half of the waves runs the first loop of `pair`, the second half runs the second loop. In
   most kernels both loops are the same.
 
-    products  number of matrix products in an iteration with a side of length d (the head dimension), and with a side of length dv
+    products  number of matrix products in an iteration that have d (the head dimension) as one of their three dimensions, and number of those that
+              have dv
     shape     workgroups on a compute unit, waves of a workgroup, SIMDs, and waves of a workgroup that begin the loop one barrier behind the others"""
   groups, waves, simds, behind = shape
   per_exp = float(flops_of_score(products, d, dv))*chip.wave if d else 0.0

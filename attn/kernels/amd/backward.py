@@ -185,9 +185,9 @@ class AmdBackward:
   @functools.cached_property
   def turns(self) -> Turns|None: return Turns.of(self.group, self.at.wave, self.at.lane)
   def turn_ended(self, turns:Turns, t:UOp, done:UOp, last:bool=False) -> UOp:
-    """Ends the turn of this wave, the period in which the wave may add to dQ in memory: waits until the wave's additions are complete, and lets the
-    next workgroup add. Does this if tile t is the last tile of a turn, or, with `last`, the workgroup's last tile. The returned store comes after the
-    operation `done`."""
+    """Ends the turn of this wave (the period in which the wave may add to dQ in memory) if tile t is the last tile of a turn, or if `last` says that
+    t is the workgroup's last tile. At the end of a turn the wave waits until its additions are complete, and then adds 1 to a counter, for which the
+    next workgroup waits. Returns a statement (an operation with a side effect) that is executed after the operation `done`."""
     return self.statements.do(turns.end(self.head, t, self.statements.begin(atomics.settle(done)).done, last))
 
   def trip(self, work:Callable[[Any, AmdTrip], Any]) -> Callable[[Any, UOp, bool], UOp]:

@@ -55,7 +55,7 @@ class OwnRows:
 
   @property
   def together(self) -> list[list[UOp]]:
-    """The lane's 16-byte units of its rows, in groups. All units of a group are loaded at the same time."""
+    """The indices of the lane's 16-byte units in a row, in groups. All units of a group are loaded at the same time."""
     n = WAITED_FOR if self.statements is not None else len(self.units)
     return [self.units[i:i + n] for i in range(0, len(self.units), n)]
 

@@ -129,8 +129,8 @@ class WgmmaBackward:
     p = self.group.p
     return place.index%RING*self.tile.units_of_query_values(p) + (self.warp_rows.size + RING*self.tile.stage(p) + self.tile.shared_dq(p))
   def ds_in_shared(self, place:RingPlace) -> SwizzledPanels:
-    """Returns the layout, in shared memory, of dS of the tile, if the block adds to dQ. There is room for dS of two tiles: while one warpgroup stores
-    dS of a tile, another warpgroup may still read dS of the previous tile."""
+    """Returns the layout of dS in shared memory for the tile that `place` names, in a kernel whose blocks add to dQ. There is room for dS of two
+    tiles: while one warpgroup stores dS of a tile, another warpgroup may still read dS of the previous tile."""
     ds = self.tile.ds
     return ds.moved_to(place.index%2*ds.size + (self.warp_rows.size + RING*self.tile.stage(self.group.p)))
   @property

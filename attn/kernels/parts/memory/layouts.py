@@ -58,9 +58,9 @@ class PaddedRows(SharedLayout):
 
 @dataclass(frozen=True)
 class ExchangedChunks(SharedLayout):
-  """Layout for direct loads from global memory to LDS. One direct load of a wave fills a chunk of rows: 64 units of 16 bytes without a gap. Between
-  chunks there is padding. Within row r of a chunk, units change places: unit u lies where unit u ^ r*exchange would lie. This xor has few different
-  values, so few registers hold addresses; the rest of an address is a constant offset in the instruction."""
+  """Layout for direct loads from global memory to LDS. One direct load of a wave fills a chunk: several whole rows, 64 units of 16 bytes without a
+  gap. Between chunks there is padding. Within row r of a chunk, units change places: unit u lies where unit u ^ r*exchange would lie. This xor has
+  few different values, so few registers hold addresses; the rest of an address is a constant offset in the instruction."""
   exchange: int = 1
   @property
   def chunk(self) -> int:
@@ -73,8 +73,8 @@ class ExchangedChunks(SharedLayout):
   @property
   def size(self) -> int: return self.rows//self.chunk*self.stride
   def exchanged(self, row:UOp, unit:UOp) -> UOp:
-    """Returns where unit `unit` lies in row `row` of a chunk, counted in 16-byte units from the beginning of the row. The function is its own
-    inverse: given where a unit lies, it returns which unit lies there."""
+    """Returns the index, in a row, of the position where the row's 16-byte unit `unit` is stored. `row` is the number of the row among the rows that
+    one load of a wave fills. The function is its own inverse: given a position, it returns the index of the unit that is stored there."""
     return unit ^ row*self.exchange
   def place(self, row:UOp, unit:UOp) -> UOp:
     in_chunk = row%self.chunk
