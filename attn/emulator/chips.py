@@ -119,36 +119,34 @@ class MatrixInstruction:
     return self.c.columns, self.c.rows, self.a.columns
 
 def _mfma(M:int, E:int, dtype:str, *families:str) -> MatrixInstruction:
-  """Returns an MFMA instruction with M x M results, for the chips of `families`. A lane holds `E` elements of a row of A and of a column of B: lane
-  h*M + i has elements E*h to E*h + E - 1 of row i of A. Groups of four rows of D lie in the M-lane groups of the wave in turn: rows 0 to 3 in the
-  first group, rows 4 to 7 in the second one, and so on."""
+  # Lane h*M + i holds elements E*h to E*h + E - 1 of row i of A (and of column i of B). Groups of four rows of D lie in the groups of M lanes in
+  # turn: rows 0 to 3 in the first one, rows 4 to 7 in the second one, and so on.
   groups = 64//M
   ab = Layout("e hi -> i he", e=E, h=groups, i=M)
   return MatrixInstruction(ab, ab, Layout("ab hn -> ahb n", a=M*M//64//4, b=4, h=groups, n=M), dtype, families)
 
 def _blocks(dtype:str, *families:str) -> MatrixInstruction:
-  """Returns the MFMA instruction 4x4x4 with 16 blocks, for the chips of `families`. Each block is a separate product of 4 x 4 matrices. Block b lies
-  in lanes 4b to 4b + 3, which the layouts treat like a wave of 4 lanes. Lane i of a block holds row i of A, and column i of B and of D."""
+  # 16 products of 4 x 4 matrices. Block b lies in lanes 4b to 4b + 3, which the layouts treat like a wave of 4 lanes. Lane i of a block holds row i
+  # of A, and column i of B and of D.
   ab = Layout("k i -> i k", k=4, i=4)
   return MatrixInstruction(ab, ab, Layout("r n -> r n", r=4, n=4), dtype, families)
 
 def _wmma3(dtype:str) -> MatrixInstruction:
-  """Returns a WMMA instruction of RDNA3. A lane holds all 16 elements of a row of A, and lanes 16-31 repeat lanes 0-15. D has its even rows in lanes
-  0-15 and its odd rows in lanes 16-31."""
+  # A lane holds all 16 elements of a row of A, and lanes 16-31 repeat lanes 0-15. D has its even rows in lanes 0-15 and its odd rows in lanes 16-31.
   ab = Layout("k di -> i k", k=16, d=2, i=16)
   return MatrixInstruction(ab, ab, Layout("r hn -> rh n", r=8, h=2, n=16), dtype, ("rdna3",))
 
 def _wmma4(dtype:str) -> MatrixInstruction:
-  """Returns a WMMA instruction of RDNA4. Lanes 0-15 (h = 0) and lanes 16-31 (h = 1) divide each row of A and each column of B: a lane holds elements
-  8h to 8h + 7. They also divide the rows of D: a lane holds rows 8h to 8h + 7."""
+  # Lanes 0-15 (h = 0) and lanes 16-31 (h = 1) divide each row of A, each column of B and the rows of D: elements, or rows, 8h to 8h + 7 are in half
+  # h.
   ab = Layout("e hi -> i he", e=8, h=2, i=16)
   return MatrixInstruction(ab, ab, Layout("r hn -> hr n", r=8, h=2, n=16), dtype, ("rdna4",))
 
 def _mma(K:int, pack:int, dtype:str) -> MatrixInstruction:
-  """Returns the instruction mma.sync m16n8 whose product sums over K elements, with the fragments of the PTX ISA. `pack` is the number of elements in
-  a register. The lane is 4*g + t. An element of a lane has the index (c, r, p): p counts elements within a register, r the rows g and g + 8, c groups
-  of 4*pack columns. Element (c, r, p) of A lies in row 8*r + g and column (4*c + t)*pack + p. Element (c, p) of B lies in column g and row (4*c +
-  t)*pack + p. Element (r, p) of C lies in row 8*r + g and column 2*t + p."""
+  # The fragments of the PTX ISA, with K elements to sum over and `pack` elements in a register. The lane is 4*g + t. An element of a lane has the
+  # index (c, r, p): p counts elements within a register, r the rows g and g + 8, c groups of 4*pack columns. Element (c, r, p) of A lies in row 8*r +
+  # g and column (4*c + t)*pack + p. Element (c, p) of B lies in column g and row (4*c + t)*pack + p. Element (r, p) of C lies in row 8*r + g and
+  # column 2*t + p.
   c = K//(4*pack)
   return MatrixInstruction(Layout("crp gt -> rg ctp", c=c, r=2, p=pack, g=8, t=4), Layout("cp gt -> g ctp", c=c, p=pack, g=8, t=4),
                      Layout("rp gt -> rg tp", r=2, p=2, g=8, t=4), dtype, ("nvidia",))

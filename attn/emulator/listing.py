@@ -63,7 +63,7 @@ class Place:
 NOWHERE = Place(None, None, "")
 
 def _stores(ast:UOp) -> tuple[UOp, ...]:
-  """Returns the stores of a kernel: the operands of the SINK `ast`, without those that are PARAMs."""
+  # the operands of a SINK that are no PARAMs
   return tuple(u for u in ast.src if u.op is not Ops.PARAM)
 
 class Listing:

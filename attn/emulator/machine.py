@@ -87,7 +87,7 @@ class Frame(Threads):
       finally: self._release()
 
   def _release(self) -> None:
-    """Drops everything that refers back to this object, so that its memory is freed at once. Python collects cycles of objects later, if at all."""
+    # Without what refers back to this object, its memory is freed at once. Python collects cycles of objects later, if at all.
     self.v.clear()
     self.spaces.clear()
     self.registers.clear()

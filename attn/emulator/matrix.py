@@ -44,9 +44,8 @@ def warpgroup_product(a:Array, b:Array, c:Array, depth:int=0, bits:int=0) -> Arr
 _SIGN_AND_REST, _REBIAS, _BEYOND_FP16 = np.int32(0x8fffe000 - 2**32), np.float32(2.0**112), np.float32(65536)
 
 def _from_high_half(x:Array) -> Array:
-  """Converts fp16 bits, in the upper halves of the int32 x, to fp32, and overwrites x. The function moves sign, exponent and mantissa to their places
-  in an fp32. The fp32 is then exactly the value times 2^-112, also for a denormal. inf and NaN become numbers of 2^16 or more. The function replaces
-  these numbers by inf and NaN."""
+  # Sign, exponent and mantissa of the fp16 in the upper half move to their places in an fp32. This fp32 is exactly the value times 2^-112, also for a
+  # denormal. inf and NaN become numbers of 2^16 or more, and are replaced by inf and NaN at the end.
   x >>= 3
   x &= _SIGN_AND_REST
   found = x.view(np.float32)

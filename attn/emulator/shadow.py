@@ -224,7 +224,7 @@ def _repeated(x:Array, per:int) -> Array:
   return chunks(np.repeat(x.astype(np.int32, copy=False), per), per)
 
 def _some(bad:Array, active:Array|None) -> Array|None:
-  """Returns the mask of the active threads for which `bad` is true, or None if there are none."""
+  # None says that no active thread is bad
   if not bad.any(): return None
   if active is not None: bad = bad & active
   return bad if bad.any() else None

@@ -32,15 +32,14 @@ _RULES |= {f"{op}_not{i}": _RULES[f"{op}n{i + 1}"] for op in ("and", "or") for i
 _SCALAR = re.compile(rf"s_({'|'.join(_RULES)})(_saveexec|_wrexec)?_b(32|64)")
 
 def _least(facts:Iterable[Fact]) -> Facts:
-  """Drops each fact that follows from another fact, and facts about more than LARGEST registers. A fact is a set of scalar registers that hold lane
-  masks: every lane's bit is known to be set in at least one of them. So a fact follows from a fact about a part of its registers."""
+  # A fact follows from a fact about a part of its registers. Facts about more than LARGEST registers are dropped, too.
   found = {f for f in facts if len(f) <= LARGEST}
   return frozenset(f for f in found if not any(g < f for g in found))
 
 def _meet(a:Facts, b:Facts) -> Facts: return a if a == b else _least(f | g for f, g in product(a, b))
 
 def _dwords(operand:str) -> tuple[str, ...]:
-  """Returns the 32-bit registers that an operand consists of."""
+  # the 32-bit registers of an operand such as vcc or s[4:5]
   if operand in ("vcc", "exec"): return f"{operand}_lo", f"{operand}_hi"
   if (m := re.fullmatch(r"(s|ttmp)\[(\d+):(\d+)\]", operand)) is not None: return tuple(f"{m[1]}{i}" for i in range(int(m[2]), int(m[3]) + 1))
   return (operand,)

@@ -38,16 +38,13 @@ def _scalar_field(x:Range, at:Range) -> Range:
 def _least(*xs:Range) -> Range: return min(x[0] for x in xs), min(x[1] for x in xs)
 def _most(*xs:Range) -> Range: return max(x[0] for x in xs), max(x[1] for x in xs)
 def _below(limit:int, fn:Callable[..., Range]) -> Callable[..., Range]:
-  """Limits a rule `fn`, which computes the range of an instruction's result from the ranges of its operands, to numbers for which it is right. If one
-  of the first two operands may be larger than `limit`, the result is unknown: the instruction would read the operand as a negative number, or read
-  only some of its bits."""
+  # If an operand may be larger than `limit`, the instruction would read it as a negative number, or read only some of its bits: `fn` is not its rule.
   return lambda *xs: fn(*xs) if max(x[1] for x in xs[:2]) <= limit else UNKNOWN
 def _most_signed(*xs:Range) -> Range:
   known = [x for x in xs if x[1] <= POSITIVE]
   return _most(*xs) if len(known) == len(xs) else (known[0][0], POSITIVE) if known else UNKNOWN
 def _middle_signed(*xs:Range) -> Range:
-  """Returns the range of the median of three signed numbers. Two operands that are known to be nonnegative bound the median, because it lies between
-  any two of the three numbers."""
+  # two operands that are known to be nonnegative bound the median, because it lies between any two of the three numbers
   known = [x for x in xs if x[1] <= POSITIVE]
   return _hull(*known) if len(known) > 1 else UNKNOWN
 def _same(x:Range) -> Range: return x

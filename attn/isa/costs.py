@@ -140,7 +140,7 @@ def _halves(x:Instruction) -> list[tuple[str, list[str]]]:
   return [(op, [re.sub(r"[|\-]|\b(abs|neg)\b|[()]", "", a).strip().replace("vcc_lo", "vcc") for a in args.split(",")]) for op, _, args in parts]
 
 def _overwrites(operand:str, register:str) -> bool:
-  """Returns whether an instruction with the result operand `operand`, such as v3 or v[2:5], changes `register`."""
+  # whether the result operand, such as v3 or v[2:5], contains the register
   if (m:=re.fullmatch(r"([vas])\[(\d+):(\d+)\]", operand)) is None: return operand == register
   return register[0] == m[1] and register[1:].isdigit() and int(m[2]) <= int(register[1:]) <= int(m[3])
 

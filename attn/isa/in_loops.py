@@ -25,7 +25,7 @@ def _is_waterfall(blocks:Sequence[Block], loop:Loop) -> bool:
 def _at(blocks:Sequence[Block], loop:Loop) -> str: return f"the loop at {blocks[loop.header].labels[-1]}"
 
 def _innermost(loops:Iterable[Loop], block:int) -> Loop|None:
-  """Returns the smallest of the loops that contain a basic block."""
+  # the smallest of the loops that contain the basic block
   return min((loop for loop in loops if block in loop.body), key=lambda loop: len(loop.body), default=None)
 
 def waterfalls(blocks:Sequence[Block]) -> list[str]:

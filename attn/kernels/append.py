@@ -50,8 +50,8 @@ class Append:
 
 @dataclass(frozen=True)
 class NewRow:
-  """A new row, as one of the threads that copy the row sees it. The row is stored as row `place` of the cache, if `inside` is true. `batch` is the
-  index of the batch to which the row belongs, or in a cache of pages the index of the page."""
+  """A new row, as one of the threads that copy the row sees it. If `inside` is true, the row is stored in the cache at row number `place`. `batch` is
+  the index of the batch to which the row belongs, or in a cache of pages the index of the page."""
   a: Append
   allocator: Allocator
   rows: UOp
@@ -63,15 +63,15 @@ class NewRow:
   inside: UOp
 
   def element(self, part:UOp) -> tuple[UOp, UOp, UOp]:
-    """Loads the element with index `part` among the elements of the row that this thread copies. Returns (column of the element, whether the row has
-    this column, the element). The method `part` makes the range of these indices."""
+    """Returns (column, whether the row has this column, the loaded element) for one of the elements of the row that this thread copies: the one with
+    index `part`, a range that the method `part` makes."""
     column = part*self.a.threads_of_row + self.thread
     there = column < self.a.width
     return column, there, self.rows[(self.first + column).valid(there)].load()
   def part(self, kind:AxisType) -> UOp: return self.allocator.range(ceildiv(self.a.width, self.a.threads_of_row), kind)
   def index(self, at:Strided) -> UOp:
-    """Returns the flat index of this row in a buffer with the strides `at`: of the row's first element, if these are the strides of the cache; of the
-    row's scale, if these are the strides of the scales."""
+    """Returns the flat index of this row in the buffer of the cache or of its scales: of the row's first element if `at` has the strides of the
+    cache, and of the row's scale if `at` has the strides of the scales."""
     return at.start + self.batch*at.batch + self.head*at.head + self.place*at.row
   def largest(self) -> UOp:
     """Returns the largest absolute value of the row. Each thread finds the largest of the elements that it copies; then the threads exchange these

@@ -35,10 +35,10 @@ class BackwardTrip(Protocol[Carry]):
   def dp(self, s:Carry) -> tuple[Carry, Any]: """Computes dP - delta, with dP = dO V^T. Sets the elements of dP to 0 whose weights dropout drops.
                                                  Returns the state and dP - delta."""
   def ds(self, weights:Any, dp:Any, derivatives:Collection[str]|None=None) -> Any:
-    """Computes dS = P * (dP - delta), the gradient of the product Q K^T without the factor softmax_scale; `dp` is dP - delta. By default the result
-    is multiplied by the derivatives of all score terms (softcap, ALiBi, bias, score_mod). If `derivatives` is given, it is multiplied only by the
-    derivatives of the terms that `derivatives` names. The result is then, for each score, the gradient of the bias, or of the value that score_mod
-    reads from a tensor."""
+    """Returns dS = P * (dP - delta), the gradient of the product Q K^T without the factor softmax_scale. `weights` holds P and the derivatives of the
+    score terms (softcap, ALiBi, bias, score_mod), and `dp` is dP - delta. By default the result is multiplied by the derivatives of all terms. If
+    `derivatives` is given, it is multiplied only by the derivatives of the terms that `derivatives` names. The result is then, for each score, the
+    gradient of the bias, or of the value that score_mod reads from a tensor."""
   def kept(self, weights:Any) -> Any: """Returns P after dropout, rounded to the inputs' dtype, as an operand of the product P^T dO."""
   def rounded(self, ds:Any) -> Any: """Returns dS, rounded to the inputs' dtype, as an operand of the products that give dQ and dK."""
   def add(self, s:Carry, name:str, p_or_ds:Any) -> Carry:

@@ -1,18 +1,17 @@
 """Flash attention forward for CDNA4, D = 128: two groups of waves take turns. While one group computes, the other group reads LDS.
 
-The algorithm comes from attn/kernels/amd/forward.py. In this file S, P and O name the transposed matrices S^T, P^T and O^T. A workgroup has eight
-waves of 32 queries. The second four waves run one barrier behind the first four. Each SIMD runs one wave of each group: while one wave is in a
-compute cluster (C1 or C2), the other wave is in a memory cluster (M1 or M2). A tile t of keys takes four clusters, with a barrier after each cluster:
+The algorithm comes from attn/kernels/amd/forward.py. In this file S, P and O name the transposed matrices S^T, P^T and O^T. K(t) and V(t) are the
+rows of tile t of keys, and S(t) and P(t) are the scores and weights of these keys. A workgroup has eight waves of 32 queries. The second four waves
+run one barrier behind the first four. Each SIMD runs one wave of each group: while one wave is in a compute cluster (C1 or C2 below), the other wave
+is in a memory cluster (M1 or M2). A cluster is the code between two barriers. Each tile takes four clusters:
 
   C1  S(t+1) = K(t+1) Q^T on the matrix unit, while the vector unit turns S(t) into P(t)
-  M1  reads V(t) from LDS, transposed by the load; starts the load of K(t+3) to LDS
+  M1  reads V(t) from LDS to registers, transposed; starts the load of K(t+3) from global memory to LDS
   C2  O += V(t) P(t)
-  M2  reads K(t+2) from LDS; starts the load of V(t+2) to LDS
+  M2  reads K(t+2) from LDS to registers; starts the load of V(t+2) from global memory to LDS
 
-K and V tiles are loaded from global memory straight to LDS, which has two buffers for K and two for V. An iteration of the loop computes two tiles,
-so that the buffer of each tile is known at compile time. A wave waits for its load one cluster before it reads the tile. A barrier follows this wait,
-and the other group reads the tile only after this barrier.
-"""
+LDS has two buffers for K and two for V. An iteration of the loop computes two tiles, so that the buffer of each tile is known at compile time. A wave
+waits for its load one cluster before it reads the tile. A barrier follows this wait, and the other group reads the tile only after this barrier."""
 from __future__ import annotations
 import functools, itertools
 from dataclasses import dataclass, replace
@@ -53,8 +52,8 @@ def dual_wave(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
 
 @dataclass(frozen=True)
 class DualWaveState(InOrder):
-  """What the kernel carries from one cluster to the next (a cluster is the code between two barriers): the LDS buffers, S(t) and K(t+1) in registers,
-  the softmax's registers, and the statements (operations with side effects) so far."""
+  """What the kernel carries from one cluster to the next (a cluster is the code between two barriers): the LDS buffers, the scores of the current
+  tile of keys and the rows K of the next tile in registers, the softmax's registers, and the statements (operations with side effects) so far."""
   k0: LdsTile
   k1: LdsTile
   v0: LdsTile
@@ -148,7 +147,9 @@ class DualWave:
     return s.keep(start).values_after(start)
 
   def first_tiles(self, s:DualWaveState, begin:UOp) -> DualWaveState:
-    """Computes S(0) and reads K(1), both to registers. Starts the loads of K(2) and V(1)."""
+    """Prepares the loop, which begins with tile `begin` of keys: loads the first tiles of K and V from global memory to LDS, computes the scores of
+    the first tile in registers, and reads K of the second tile from LDS to registers. Also starts the loads of the third tile of K and the second
+    tile of V to LDS. Returns the state."""
     s = self.load_k(s, s.k0, begin)
     s = self.load_v(s, s.v0, begin)
     s = self.load_k(s, s.k1, begin + 1)
@@ -175,8 +176,8 @@ class DualWave:
     return s.after(UOp.group(*inside.statements.effects).end(r))
 
   def late(self, s:DualWaveState) -> tuple[Lane, Row]:
-    """Returns the lane's place in its wave, and the lane's query, computed once more after a loop. Without this, registers would hold them during the
-    loop."""
+    """Returns the lane's position in its wave, and the lane's query, computed once more after a loop. Without this, registers would hold the two
+    during the loop."""
     lane = bounded(amd.opaque(self.at.lane, s.done), 0, self.mat.wave - 1)
     here, wave = replace(self.at, lane=lane), bounded(self.wave, 0, WAVES - 1)
     return here, self.group.row(wave*self.mat.N, here.n)
@@ -191,8 +192,9 @@ class DualWave:
 
   # ***** the four clusters of tile t, the i-th of its iteration *****
   def compute_scores(self, s:DualWaveState, t:UOp, scores:Scores, masked:Row|None) -> tuple[DualWaveState, list[UOp]]:
-    """Computes cluster C1 of tile t: turns S(t) into P(t) on the vector unit, and computes S(t+1) on the matrix unit. `masked` is this lane's query
-    if masks may hide keys, and None otherwise. Returns the state and P(t)."""
+    """Computes cluster C1, the first of the four pieces of code between barriers for tile t of keys: turns the scores of tile t into P on the vector
+    unit, and computes the scores of tile t+1 on the matrix unit. `masked` is this lane's query if masks may hide keys, and None otherwise. Returns
+    the state, and P of tile t."""
     s = s.sync(amd.priority(1, s.done))
     x = [s.s[kt].load() for kt in range(self.k_tiles)]
     if masked is not None: x = scores.mask(x, masked, t)
@@ -208,15 +210,17 @@ class DualWave:
     return s.settled(amd.barrier(s.done)), weights
 
   def read_values(self, s:DualWaveState, t:UOp, i:int) -> tuple[DualWaveState, list[list[UOp]]]:
-    """Computes cluster M1 of tile t: reads V(t) from LDS, and starts the load of K(t+3) from global memory to LDS. `i` is 0 for the first of the two
-    tiles of an iteration and 1 for the second, which lie in different LDS buffers. Returns the state and the operands of V(t)."""
+    """Computes cluster M1, the second of the four pieces of code between barriers for tile t of keys: reads V of tile t from LDS, and starts the load
+    of K of tile t+3 from global memory to LDS. `i` is 0 for the first of the two tiles of an iteration and 1 for the second; the two lie in different
+    LDS buffers. Returns the state, and V of tile t as operands."""
     values = self.read_v(s.v_lds(i))
     s = self.load_k(s, s.k_lds(i + 1), t + 3)
     s = s.begin(amd.wait_loads(BEHIND, *itertools.chain(*values), s.done))
     return s.sync(amd.barrier(s.done)), values
 
   def compute_output(self, s:DualWaveState, values:list[list[UOp]], weights:list[UOp]) -> DualWaveState:
-    """Computes cluster C2 of tile t: adds V(t) P(t) to O on the matrix unit. `values` are the operands of V(t), and `weights` those of P(t)."""
+    """Computes cluster C2, the third of the four pieces of code between barriers for a tile of keys: adds the product of V and P to O on the matrix
+    unit. `values` are the operands of V, and `weights` those of P. Returns the state."""
     s = s.sync(amd.priority(1, s.done))
     accs = [s.softmax.acc[dt].load() for dt in range(self.d_tiles)]
     for dt, v_operands in enumerate(values):
@@ -225,8 +229,9 @@ class DualWave:
     return s.settled(amd.barrier(s.done))
 
   def read_keys(self, s:DualWaveState, t:UOp, i:int) -> DualWaveState:
-    """Computes cluster M2 of tile t: reads K(t+2) from LDS to registers, and starts the load of V(t+2) from global memory to LDS. `i` is 0 for the
-    first of the two tiles of an iteration and 1 for the second, which lie in different LDS buffers."""
+    """Computes cluster M2, the last of the four pieces of code between barriers for tile t of keys: reads K of tile t+2 from LDS to registers, and
+    starts the load of V of tile t+2 from global memory to LDS. `i` is 0 for the first of the two tiles of an iteration and 1 for the second; the two
+    lie in different LDS buffers. Returns the state."""
     keys = self.read_k(s.k_lds(i))
     s = self.load_v(s.keep(*store_all(s.k, keys)), s.v_lds(i), t + 2)
     s = s.begin(amd.wait_loads(BEHIND, *keys, s.done))
@@ -248,8 +253,8 @@ class DualWave:
   def load_v(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows_of("v"), V_LAYOUT, to.buffer, t)
   def load(self, s:DualWaveState, source:GlobalRows, layout:ExchangedChunks, buffer:UOp, t:UOp) -> DualWaveState:
     """Starts the load of this wave's part of tile t, from the rows `source` in global memory to the LDS buffer `buffer`, whose layout is `layout`.
-    One load instruction fills LDS in the order of the lanes, 16 bytes for each lane. So each lane loads the 16 bytes that belong at its place in LDS
-    (`layout.exchanged`)."""
+    One load instruction fills LDS in the order of the lanes, 16 bytes for each lane. So each lane loads those 16 bytes of the tile that `layout` puts
+    at its position (`layout.exchanged`). Returns the state."""
     lane, rows = self.at.lane, layout.chunk
     unit = layout.exchanged(lane//ROW_UNITS, lane%ROW_UNITS)
     offset = (lane//ROW_UNITS*source.stride + unit*source.unit)*source.size
@@ -264,8 +269,8 @@ class DualWave:
   def read_k(self, tile:LdsTile) -> list[UOp]: return [tile.load(kt*self.mat.M + self.at.n, u) for kt in range(self.k_tiles) for u in self.units]
 
   def read_v(self, tile:LdsTile) -> list[list[UOp]]:
-    """Reads V from LDS as the A operands of O^T = V^T P^T. Returns a list of operands for each matrix tile of columns of V. An operand has a lane's
-    elements of eight keys: two loads read and transpose four keys each."""
+    """Returns V, read from the LDS tile `tile`, as the A operands of O^T = V^T P^T: a list of operands for each matrix tile of columns of V. An
+    operand has a lane's elements of eight keys: two loads read and transpose four keys each."""
     mat, member = self.mat, self.at.lane%16
     m = self.at.lane//16%2*16 + member%4*4                                 # m: row of V^T in the operand; d: column of V of that row
     d = mat.accumulator*(m//mat.block%mat.groups) + m//(mat.block*mat.groups)*mat.block
@@ -275,7 +280,7 @@ class DualWave:
     return [[ops.concat(load(dt, n), load(dt, n + 4)) for n in range(0, BLOCK_N//mat.groups, mat.unit)] for dt in range(self.d_tiles)]
 
   def products(self, k_operands:list[UOp]) -> list[UOp]:
-    """Computes S^T = K Q^T, given the operands of K. Returns a C fragment for each matrix tile of keys."""
+    """Returns S^T = K Q^T as a C fragment for each matrix tile of keys. `k_operands` are the operands of K."""
     tiles, units = [], len(self.units)
     for first in range(0, len(k_operands), units):
       x = ops.splat(0.0, self.mat.accumulator)

@@ -2,15 +2,15 @@
 
 This kernel does the steps of attn/kernels/amd/forward.py in another order. A workgroup has eight waves of 32 queries. The second four waves run one
 barrier behind the first four. Each SIMD runs one wave of each group: while one wave is in the first half of its loop iteration, the other wave is in
-the second half:
+the second half. K(t) and V(t) are the rows of tile t of keys, and S(t) and P(t) are the scores and weights of these keys:
 
-  weigh     turns S(t) into P(t) on the vector unit; stores K(t+2) and V(t+1) from registers to LDS; starts the loads of K(t+3) and V(t+2)
+  weigh     turns S(t) into P(t) on the vector unit; stores K(t+2) and V(t+1) from registers to LDS; starts the loads of K(t+3) and V(t+2) from
+            global memory to registers
   multiply  O += V(t) P(t) and S(t+1) = K(t+1) Q^T on the matrix unit
 
 A barrier ends each half. LDS holds three tiles of K and three of V. Both groups read a stored tile at least one barrier after its store. A store
 overwrites a tile at least one barrier after the last read of that tile. The kernel has no packed fp32 instructions: they would stop the matrix unit
-while the other half of the waves uses it (docs/tried.md).
-"""
+while the other half of the waves uses it (docs/tried.md)."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
@@ -72,7 +72,9 @@ class Staggered:
     return group.kernel("staggered", self.common.outputs(s.softmax))
 
   def first_tiles(self, s:StaggeredState, begin:UOp) -> StaggeredState:
-    """Brings K(0), K(1) and V(0) to LDS, and computes S(0) in registers. Starts the loads of K(2) and V(1)."""
+    """Prepares the loop, which begins with tile `begin` of keys: brings the first two tiles of K and the first tile of V to LDS, and computes the
+    scores of the first tile in registers. Starts the loads of the third tile of K and the second tile of V from global memory to registers. Returns
+    the state."""
     rows = self.trips.loaded
     stores = [x for name, t in (("k", begin), ("k", begin + 1), ("v", begin))
               for x in self.trips.in_lds(s, t, name).store(getattr(s, name).fetch(rows[name], t))]
@@ -85,8 +87,9 @@ class Staggered:
 
   # ***** the two halves of an iteration *****
   def weigh(self, s:StaggeredState, t:UOp, masked:bool) -> tuple[StaggeredState, list[UOp]]:
-    """Computes the first half of iteration t: turns S(t) into P(t), stores the loaded tiles to LDS, and starts the next loads. Before the barrier
-    that ends this half, reads the columns of V(t) for the first matrix tile of O from LDS. Returns the state, and these columns as operand A."""
+    """Computes the first half of iteration t: turns the scores of tile t of keys into P, stores the tiles of K and V that are in registers to LDS,
+    and starts the loads of the tiles after them. Before the barrier that ends this half, reads the columns of V of tile t for the first matrix tile
+    of O from LDS. Returns the state, and these columns as operand A."""
     one = self.common
     raw = [s.s[i].load() for i in range(s.s.max_numel())]
     softmax = one.weighed(s.softmax, [one.group.scores.finished(raw, [one.queries[0]], t, masked)])
@@ -98,9 +101,9 @@ class Staggered:
     return StaggeredState(softmax, s.k, s.v, s.s, s.on_the_way).after(halfway), first
 
   def multiply(self, s:StaggeredState, t:UOp, first:list[UOp], renewed:bool) -> UOp:
-    """Computes the second half of iteration t: O += V(t) P(t) and S(t+1) = K(t+1) Q^T. `first` holds the columns of V(t) for the first matrix tile of
-    O, which `weigh` has read. `renewed` says that the kernel finds out here once more whether a lane is one of lanes 0-15, instead of keeping the
-    answer in a register. Returns the last operation."""
+    """Computes the second half of iteration t: adds the product of V and P of tile t of keys to O, and computes the scores of tile t+1. `first` holds
+    the columns of V for the first matrix tile of O, which `weigh` has read. `renewed` says that the kernel finds out here once more whether a lane is
+    one of lanes 0-15, instead of keeping the answer in a register. Returns the last operation."""
     one = self.common
     weights = s.softmax.operands(one.at, 0, one.k_tiles, Kept(one.at), renewed)
     accs = [s.softmax.acc[i].load() for i in range(one.d_tiles)]
@@ -112,11 +115,11 @@ class Staggered:
 
   # ***** tiles, from global memory to LDS *****
   def load(self, s:StaggeredState, t:UOp) -> UOp:
-    """Starts the loads of K(t+2) and V(t+1) to registers."""
+    """Starts the loads of K of tile t+2 and of V of tile t+1 from global memory to registers. Returns the last operation."""
     parts = [*s.k.fetch(self.trips.loaded["k"], t + 2), *s.v.fetch(self.trips.loaded["v"], t + 1)]
     return UOp.group(self.statements.do(amd.sched_barrier(*parts)), *[s.on_the_way[i].store(x) for i, x in enumerate(parts)])
 
   def store(self, s:StaggeredState, t:UOp) -> list[UOp]:
-    """Returns the stores of K(t+2) and V(t+1) from registers to LDS."""
+    """Returns the stores of K of tile t+2 and of V of tile t+1 from registers to LDS."""
     parts, of_k = [s.on_the_way[i].load() for i in range(s.on_the_way.max_numel())], len(s.k.items)
     return [*self.trips.in_lds(s, t + 2, "k").store(parts[:of_k]), *self.trips.in_lds(s, t + 1, "v").store(parts[of_k:])]

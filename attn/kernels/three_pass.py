@@ -50,7 +50,7 @@ def for_each_query(rows:Tensor, sees:Tensor|None) -> Tensor:
   return rows if sees is None else sees.unsqueeze(-1).where(rows, 0.0)
 
 def _dropped(p:Tensor, at:Positions, dropout_p:float, seed:Tensor) -> Tensor:
-  """Returns P after dropout. P has the shape (B, Hkv, query heads of each key/value head, Sq, Sk)."""
+  # p: (B, Hkv, query heads of each key/value head, Sq, Sk)
   batch, i, j = at.counted
   mask = kept_elements(seed, dropout_p, batch, at.head, i, j).contiguous()     # stored in memory, like the mask of tinygrad's own dropout
   return mask.where(p*(1/(1 - dropout_p)), 0.0)
@@ -74,7 +74,7 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Calla
   Hkv, Sk, Dv = int(k.shape[1]), int(k.shape[2]), int(v.shape[3])
   grouped = (B, Hkv, H//Hkv)                               # query heads that share keys lie side by side
   def per_head(x:Tensor) -> Tensor:
-    """Reshapes a tensor of shape (H) or (B, H) such that it broadcasts to the scores."""
+    # from (H) or (B, H) to a shape that broadcasts to the scores
     return x.float().reshape(-1, Hkv, H//Hkv, 1, 1)
   head = Tensor.arange(H).reshape(Hkv, H//Hkv, 1, 1)
   if cu_seqlens_q is None or cu_seqlens_k is None: at = _lengths(B, head, Sq, Sk, top_left, offset, kv_lengths, kv_starts)

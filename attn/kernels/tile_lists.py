@@ -137,10 +137,10 @@ LOW_END, HIGH_END = 0, 1
 
 @dataclass(frozen=True)
 class Side:
-  """The expressions in a mask that depend on the row alone, or those that depend on the column alone. The kernel finds the extremes (the lowest and
-  the highest value) of each of them: in each block of rows, or in each tile of columns.
+  """The expressions in a mask that depend on the row alone, or those that depend on the column alone: one of the two. The kernel finds the extremes
+  (the lowest and the highest value) of each of these expressions: in each block of rows, or in each tile of columns.
 
-      begin: position of this side's first extreme, among all extremes that belong to a list
+      begin: position of the first of these extremes, among all extremes that belong to a list
       count: number of blocks, or of tiles
       size: rows of a block, or columns of a tile"""
   expressions: tuple[UOp, ...]
@@ -232,14 +232,14 @@ def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
     batch, first_head = of_list//x.heads[0], of_list%x.heads[0]*x.heads[1]
     walk = walk_over(x, x.over, batch, given)
     def extremes(u:UOp) -> Extremes:
-      """Loads the lowest and the highest value of the expression `u` in this block of rows, or in this tile of columns."""
+      # the lowest and the highest value of u in this block of rows or, for an expression of the columns, in this tile
       side, n = (sides.rows, block) if u in sides.rows.expressions else (sides.columns, tile)
       to = ORDERED.get(u.dtype, dtypes.bool)
       at = [of_list*sides.length + side.index(side.expressions.index(u), which, n) for which in (LOW_END, HIGH_END)]
       found = [flat(given["extremes"])[place].load() for place in at]
       return Extremes(*[y.ne(0) if to == dtypes.bool else y.bitcast(to) for y in found])
     def interval(row:UOp) -> tuple[UOp, UOp]:
-      """Returns the first and the last column of the interval that a row sees, counted from the first column of the tile."""
+      # the first and the last column that the row sees, counted from the first column of the tile
       first = first_seen(walk, row)
       return (UOp.const(0) if first is None else first - tile*x.block_n), last_seen(walk, row) - tile*x.block_n
     first_row, last_row = block*x.block_m, (block*x.block_m + x.block_m - 1).minimum(x.rows - 1)
@@ -249,8 +249,7 @@ def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
     seen = (last_begin <= 0) & (first_end >= x.block_n - 1) & always
     unsure = ops.uniform((hidden | seen).where(int32(0), int32(1)))
     def work(now:list[UOp], i:UOp) -> list[UOp]:
-      """Evaluates the mask for a few neighbouring scores of one row of the tile. `now` has the bits found so far: whether some scores are seen, and
-      whether some are hidden. Returns these bits, together with what the new scores show."""
+      # evaluates the mask for `width` neighbouring scores of one row, and adds what they show to the bits SEEN and HIDDEN found so far, `now`
       index = i*THREADS_OF_A_LIST + items.thread
       row, piece, head = first_row + index%x.block_m, index//x.block_m%pieces, (first_head + index//x.block_m//pieces)
       of = Row(batch, head.minimum(first_head + x.heads[1] - 1), row.minimum(x.rows - 1), row < x.rows)
@@ -283,14 +282,13 @@ def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
     items, there, (of_list, block, tile) = Items.of_threads(x.lists, x.blocks, x.tiles)
     line = (of_list*x.blocks + block)*x.tiles
     def group(t:UOp, line:UOp=line) -> UOp:
-      """Returns 0 for a tile of which the mask hides some scores, 1 for a tile of which it hides none, and 2 for a tile of which it hides all. `line`
-      is where the tiles of a block begin in `in_tiles`."""
+      # 0 for a tile of which the mask hides some scores, 1 if it hides none, 2 if it hides all; `line` is where the block's tiles begin in `in_tiles`
       bits = flat(in_tiles)[line + t].load()
       return bits.eq(SEEN | HIDDEN).where(int32(0), bits.eq(SEEN).where(int32(1), int32(2)))
     mine = group(tile)
     def work(now:list[UOp], i:UOp) -> list[UOp]:
-      """Counts three kinds of tiles among the next few tiles: those that come before this thread's tile, those of which some scores are hidden, and
-      those that are in the list. `now` has the three counts so far. Returns the new counts."""
+      # counts the tiles that come before this thread's tile, those of which some scores are hidden, and those in the list; `now` has the counts so
+      # far
       for n in range(OF_A_STEP):
         t = i*OF_A_STEP + n
         other = (t < x.tiles).where(group(t.minimum(x.tiles - 1)), int32(3))
@@ -298,7 +296,7 @@ def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
         now = [count + c.where(int32(1), int32(0)) for count, c in zip(now, conditions)]
       return now
     def turn() -> UOp:
-      """Returns the number of blocks that start before this block and have this thread's tile in their lists."""
+      # how many blocks start before this block and have this thread's tile in their lists
       if x.blocks == 1: return int32(0)      # a loop of one iteration that adds nothing: tinygrad would lose the 0 with which it begins
       started = functools.partial(in_order_of_start, x.p, blocks=x.blocks)
       def earlier(b:UOp) -> UOp:

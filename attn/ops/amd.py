@@ -82,8 +82,8 @@ def share_halves(x:UOp, low:UOp) -> UOp:
   return emit("share_halves", u32(2*length(x)), x, low)
 
 def _low_lanes_text(printer:Any, out:str) -> Body:
-  """Returns the HIP text of `low_lanes`, which tells whether a lane is one of lanes 0-15. Inline assembly hides the mask of the lanes from clang, so
-  that clang can't reuse an earlier result. (The text calls the intrinsic by its LLVM name, because clang 19 has no builtin for the intrinsic.)"""
+  # Inline assembly hides the mask 0xffff from clang, so that clang can't reuse an earlier result. The intrinsic is called by its LLVM name, because
+  # clang 19 has no builtin for it.
   return Body('__attribute__((device)) bool lanes_of(unsigned) __asm("llvm.amdgcn.inverse.ballot.i32");\n'
               'unsigned bits = 0xffffu;\nasm("" : "+s"(bits) : "v"(x[0]));\nreturn lanes_of(bits);', "x")
 
@@ -168,8 +168,7 @@ def _load_to_lds(lanes:Any, pointer:Any, records:Array, offset:Array, lds:Any, *
   return lanes.commit_stores()    # s_waitcnt counts each load by itself
 
 def _load_to_lds_text(printer:Any, out:str) -> Body:
-  """Returns the HIP text of `load_to_lds`, which copies 16 bytes per lane from memory directly to LDS. The text calls the instruction by its LLVM
-  name, because clang 20 has no builtin for the instruction."""
+  # The instruction is called by its LLVM name, because clang 20 has no builtin for it.
   shared = "__attribute__((address_space(3))) void*"
   return Body(f"__attribute__((device)) void load(__amdgpu_buffer_rsrc_t, {shared}, unsigned, int, int, int, int)\n"
               '    __asm("llvm.amdgcn.raw.ptr.buffer.load.lds");\n'
@@ -221,8 +220,7 @@ def load_transposed(lds:UOp) -> UOp:
 # ***** matrix unit *****
 
 def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
-  """Returns the HIP text of a matrix instruction. A vector operand is converted to the instruction's vector type by a C cast, which keeps the bits of
-  a vector of the same size. An operand that the instruction takes as one number of type long needs __builtin_bit_cast."""
+  # A C cast converts a vector to the instruction's vector type of the same size and keeps the bits; one number of type long needs __builtin_bit_cast.
   if matrix.operand_type == "long": a, b = (f"__builtin_bit_cast(long, {{{i}}})" for i in range(2))
   else: a, b = (f"({matrix.operand_type}{matrix.operand_elements}){{{i}}}" for i in range(2))
   return str(matrix.call(a, b, "{2}"))

@@ -83,8 +83,7 @@ def _named(steps:tuple[int, ...], together:int) -> str:
   return "_".join(["atomic_add", *[f"x{together}"]*(together > 1), *map(str, steps)]).replace("-", "minus")
 
 def _atomic_add_hip(printer:Any, out:str, steps:tuple[int, ...], together:int) -> Body:
-  """Returns the HIP text of `atomic_add`, which adds float32 numbers in global memory. The builtin in the text becomes one instruction;
-  __hip_atomic_fetch_add would become a loop."""
+  # The builtin becomes one instruction; __hip_atomic_fetch_add would become a loop.
   if together > 1 or not get_chip(printer.arch).unit.matrix:
     raise NotImplementedError(f"{printer.arch} has no instruction that adds {together} float32 to global memory")
   adds = [f"__builtin_amdgcn_global_atomic_fadd_f32(sum + {step}, x{f'[{i}]'*(len(steps) > 1)});" for i, step in enumerate(steps)]
@@ -165,16 +164,13 @@ def _pass_turn(lanes:Any, counter:Any, first:Array, *_:Any) -> Array:
   return nothing(lanes)
 
 def _settle_text(printer:Any, out:str) -> Body:
-  """Returns the HIP text of `settle`, which waits until this wave's additions and stores to global memory are complete. On CDNA this is s_waitcnt
-  vmcnt(0): a release fence with the scope of a workgroup would wait for nothing there, and a release fence with the scope of the chip would write
-  back the L2 cache. `pass_turn`, which follows, writes the cache back once for all waves. On RDNA the text is a release fence with the scope of the
-  chip."""
+  # CDNA: s_waitcnt vmcnt(0). A release fence with the scope of a workgroup would wait for nothing there, and one with the scope of the chip would
+  # write back the L2 cache. `pass_turn`, which follows, writes the cache back once for all waves.
   return Body(kept_in_order(waitcnt(vmcnt=0)) if counts_as_loads(printer.arch) else f"{fence('RELEASE', 'agent')}\nreturn 0.0f;", "")
 
 def _pass_text(printer:Any, out:str) -> Body:
-  """Returns the HIP text of `pass_turn`, the function by which a workgroup passes its turn to the next one: it adds 1 to a counter in memory after
-  the workgroup's stores. On CDNA, clang up to 22 omits the wait for the write-back of the L2 cache (buffer_wbl2) if nothing else is under way
-  (llvm/llvm-project#178316). So the text contains this wait."""
+  # CDNA: clang up to 22 omits the wait for the write-back of the L2 cache (buffer_wbl2) if nothing else is under way (llvm/llvm-project#178316). So
+  # the text contains this wait.
   wait = [waitcnt(vmcnt=0)] if counts_as_loads(printer.arch) else []
   lines = [*with_scope(printer.arch), _AT, "if (!first) return 0.0f;", fence("RELEASE", "agent"), *wait, _DRAWN, "return 0.0f;"]
   return Body("\n".join(lines), "counter first")

@@ -15,14 +15,13 @@ ACROSS_LANES = ("matrix", "pair", "share_halves", "together", "transposed_bits",
 FROM_MEMORY = ("buffer_load", "load_where", "load_column", "load_transposed")     # operations whose result depends on memory only
 
 def _made_of(u:UOp) -> tuple[UOp, ...]:
-  """Returns the operands that the value of u depends on. A loaded value depends on the array from which it is loaded, and not on the index. A value
-  that an operation loads from memory depends on no operand. (`from_all_lanes` follows values through register arrays only, not through other
-  arrays.)"""
+  # The operands on which the value of u depends. A loaded value depends on the array and not on the index; what an operation loads from memory
+  # depends on no operand, because `from_all_lanes` follows values through register arrays only.
   if u.op in (Ops.LOAD, Ops.INDEX, Ops.AFTER): return u.src[:1]
   return () if isinstance(u.arg, Call) and u.arg.name in FROM_MEMORY else u.src
 
 def _written(u:UOp) -> Iterator[UOp]:
-  """Yields the register arrays that u may write. A store writes its destination. An operation may write every array among its operands."""
+  # The register arrays that u may write: a store writes its destination, an operation any array among its operands.
   for s in u.src[:1] if u.op is Ops.STORE else u.src if isinstance(u.arg, Call) else ():
     if s.op is Ops.INDEX and s.addrspace is AddrSpace.REG: yield s.buf_uop
 

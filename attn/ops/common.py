@@ -113,8 +113,7 @@ def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:
 
 @compound("mask_above")
 def _mask_above(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
-  """Sets each element to -inf whose column index is above `limit`. `offsets` has the column index of each element. A select does this, and not an
-  addition, so that a NaN score is replaced too."""
+  # a select and no addition of -inf, so that a NaN score is replaced too
   return c.masked(x, offsets, ">", limit, -c.inf)
 
 @compound("mask_beyond")
@@ -197,8 +196,7 @@ def flat(placeholder:UOp) -> UOp:
   return placeholder.flatten()
 
 def _buffer_load(lanes:Any, pointer:Any, records:Array, offset:Array, width:int) -> Array:
-  """Computes a raw buffer load for the emulator: `width` bytes at `pointer` + `offset`. `records` is the size of the buffer's range in bytes. All
-  bytes are zero if offset + width > records, where the numbers are unsigned."""
+  # `records` is the size of the buffer's range in bytes; hardware compares unsigned 32-bit numbers
   records, offset = records.astype(np.int64) & 0xffffffff, offset.astype(np.int64) & 0xffffffff
   lanes.check_extent(pointer, records)
   return words_of(lanes.load_bytes(pointer, offset, width, lanes.active & (offset + width <= records)))

@@ -58,7 +58,7 @@ def _rows(lanes:Lanes, pointer:Any, rows:int, steps:int, panel:int) -> Array:
   return _read(lanes, pointer, rows*steps, line, 2).reshape(-1, rows, steps*K)
 
 def _elements(bits:Array, dtype:str) -> Array:
-  """Returns an operand, read as numbers of 16 bits, as elements of `dtype`: pairs of 8-bit floats are taken apart."""
+  # `bits` are numbers of 16 bits: pairs of 8-bit floats are taken apart
   return np.ascontiguousarray(bits).view(np.uint8) if IN_A_DWORD[dtype] == 4 else bits
 
 def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int, begin:Array|int=0) -> Array:
@@ -69,8 +69,7 @@ def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int, begin:Arr
   return _read(lanes, pointer, keys*blocks, line, 1, begin).reshape(-1, keys, width).swapaxes(1, 2)
 
 def _start(lanes:Lanes, there:Array, acc:Any, *product:Any) -> Array:
-  """Starts a product in the warpgroups where `there` is true: `product` has the arguments of `Lanes.start_product` after `acc`. In the other
-  warpgroups starts a group without products, so that waits count equally many groups in all warpgroups."""
+  # A warpgroup where `there` is false starts a group without products, so that waits count equally many groups in all warpgroups.
   with lanes.only(~there): lanes.start_nothing(acc)
   with lanes.only(there): return lanes.start_product(acc, *product)
 

@@ -119,8 +119,7 @@ class Hip(Printer):
     return self._upper_halves("pack_weights", x, f"  {x.type} less = x*{float_literal(1 - factor)};\n"
                               f"  uint{n} u = __builtin_bit_cast(uint{n}, {rounded});\n")
   def _upper_halves(self, name:str, x:Value, rounded:str) -> Value:
-    """Renders a call of a function `name` that packs the upper halves of the dwords u, two halves into each dword. The lines `rounded` compute u from
-    x."""
+    # the lines `rounded` compute the dwords u from x; each v_perm packs the upper halves of two of them
     return self._words(name, x, [f"__builtin_amdgcn_perm(u[{i + 1}], u[{i}], 0x07060302u)" for i in range(0, length_of(x.type), 2)], rounded)
   def _words(self, name:str, x:Value, words:list[str], before:str="") -> Value:
     """Renders a call of a function `name` of x, which returns dwords, and declares this function. `words` are C++ expressions for the dwords, and

@@ -259,14 +259,14 @@ def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Val
                  rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int,
                  scale:float, above:float) -> Value:
   def compared(t:int) -> list[Value]:
-    """Returns the scores by which the references of the t-th tile of queries are raised. If P includes the scales of V's rows, these are the scores
-    plus the logarithms of the scales, so that the largest product of P and scale counts."""
+    # The scores of tile t that compete to be the new reference. If P includes the scales of V's rows, the logarithms of the scales are added, so that
+    # the largest product of P and scale counts.
     found = [c.load(scores, t*stride + i) for i in range(count)]
     if scales is None: return found
     logs = [c.let("log", c.log2(c.load(scales, i))*(1/scale)) for i in range(count)]
     return [c.let("with_scale", with_scales(c, x, log, rows.rows, operator.add)) for x, log in zip(found, logs)]
   def grown(t:int) -> Value:
-    """Tells whether the reference of any query in the t-th tile of queries must be raised."""
+    # True if the reference of any query of tile t must be raised: for 8 bits by P itself, else by sums of P or, if `above` is 0, by scores
     if of_bytes(dtype): return too_large(c, [c.load(p, (t*stride + i)//together) for i in range(0, count, together)])
     total = [c.element(c.load(part, t), r) for r in range(rows.rows)]
     if above: return functools.reduce(operator.or_, [~(x <= 2.0**above) for x in total])

@@ -18,10 +18,10 @@ LaneValues = NDArray[Any]
 _WORD = 0xffffffff
 
 def _signed(x:LaneValues, bits:int=32) -> LaneValues:
-  """Returns the low `bits` bits of each number as a signed number."""
+  # the low `bits` bits as a signed number
   return (x & ((1 << bits) - 1) ^ 1 << bits - 1) - (1 << bits - 1)
 def _reversed(x:LaneValues) -> LaneValues:
-  """Returns the 32 bits of each number in reverse order."""
+  # bit i becomes bit 31 - i
   found = x*0
   for i in range(32): found = found | (x >> i & 1) << 31 - i
   return found

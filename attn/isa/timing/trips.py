@@ -231,7 +231,7 @@ def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[
   return LoopTiming(label, found.cycles, _use(found), scores, flops, steps, _stalls(found, steps), found, conflicts, unknowns)
 
 def _without_conflicts(trip:Sequence[Instruction], chip:Chip) -> list[int|None]:
-  """Returns for each access to LDS the bank cycles that it would need without bank conflicts. Returns None for other instructions."""
+  # the bank cycles of an access to LDS without bank conflicts; None for other instructions
   rate = {"lds_read": chip.pipes.lds_read, "lds_write": chip.pipes.lds_write}
   return [-(-max(4, access_bytes(x.op))*chip.wave//rate[x.kind]) if x.kind in rate else None for x in trip]
 

@@ -155,8 +155,8 @@ class AmdBackward:
     return range(sum(before), sum(before) + own)
   @functools.cached_property
   def delta(self) -> UOp:
-    """Computes delta = rowsum(dO * O) - dLSE of the lane's query, summed over the lanes that share the query. Rounds dO to the inputs' dtype, because
-    the product dP = dO V^T uses rounded dO."""
+    """Returns delta = rowsum(dO * O) - dLSE of the lane's query, summed over the lanes that share the query. dO is first rounded to the inputs'
+    dtype, because the product dP = dO V^T uses rounded dO."""
     kept, of_do = [x.kept.buffer for x in self.own if x.lds is not None], self.own[1]
     def fence(total:UOp) -> list[UOp]: return [self.statements.do(amd.sched_barrier(total), *kept)] if self.tile.fenced else []
     return delta_of_row(self.group, self.tile, of_do.in_block[0], self.row, of_do.together, fence)
@@ -185,14 +185,14 @@ class AmdBackward:
   @functools.cached_property
   def turns(self) -> Turns|None: return Turns.of(self.group, self.at.wave, self.at.lane)
   def turn_ended(self, turns:Turns, t:UOp, done:UOp, last:bool=False) -> UOp:
-    """Ends the turn of this wave (the period in which the wave may add to dQ in memory) if tile t is the last tile of a turn, or if `last` says that
-    t is the workgroup's last tile. At the end of a turn the wave waits until its additions are complete, and then adds 1 to a counter, for which the
-    next workgroup waits. Returns a statement (an operation with a side effect) that is executed after the operation `done`."""
+    """Waits until this wave's additions to dQ in memory are complete. Then ends the wave's turn (the period in which the wave may add to dQ) if tile
+    t is the last tile of a turn, or if `last` says that t is the workgroup's last tile: adds 1 to the counter for which the next workgroup waits.
+    Returns a statement (an operation with a side effect) that is executed after the operation `done`."""
     return self.statements.do(turns.end(self.head, t, self.statements.begin(atomics.settle(done)).done, last))
 
   def trip(self, work:Callable[[Any, AmdTrip], Any]) -> Callable[[Any, UOp, bool], UOp]:
-    """Returns the body of the loop over tiles, as a function of (state, index of the tile, masked). The body calls `work`, which computes one tile,
-    and returns the stores with which the iteration ends."""
+    """Returns a function (state, tile index, masked) that makes the body of the loop over tiles. `masked` says whether a mask may hide scores of the
+    tile. The function calls `work` to compute the tile, and returns the stores with which the iteration ends."""
     return lambda s, t, masked: UOp.group(*work(s, AmdTrip(self, t, masked)).stores.found)
 
   # ***** gradients, and the kernel *****
@@ -267,21 +267,22 @@ class AmdTrip:
     return self.of.sharing
 
   def start_dq(self, s:Any, ds:list[UOp]) -> Any:
-    """Stores dS of the lane's key and of all queries of the tile to LDS. `ds` holds dS as C fragments, rounded and packed to 16 bits. Returns the
-    state with these stores."""
+    """Stores dS to LDS: the dS of the lane's key with every query of this iteration's tile. `ds` holds it as C fragments, rounded and packed to 16
+    bits. Returns the state with these stores."""
     of = self.of
     first = [] if of.turns is None else [of.turn_ended(of.turns, self.t - 1, s.acc[0].load())]
     return replace(s, stores=TripStores((*s.stores.found, *first, *self.sharing.store(s.ds, self.zero_for_missing_keys(ds)))))
 
   def zero_for_missing_keys(self, ds:list[UOp]) -> list[UOp]:
-    """Returns `ds`, dS of the lane's key, or 0 if this key lies beyond the last key. For such a key P = exp(0 - lse) may be inf, and so may dS. This
-    dS does not enter the gradients of other keys, but it would enter dQ, which sums over the keys."""
+    """Returns `ds`, dS of the lane's key, or 0 if this key lies beyond the last key. For such a key P = exp(0 - lse) can be inf, and dS too. dS of a
+    missing key would enter dQ, which sums over the keys."""
     there = below(self.of.row.index, self.of.group.sequence.n_k)
     if there.op is Ops.CONST and there.arg: return ds
     return [ops.build(*[there.where(ops.extract(x, i), 0) for i in range(ops.length(x))]) for x in ds]
 
   def add_dq(self, s:Any) -> Any:
-    """Waits until all waves have stored dS, and adds this wave's part of the tile's dQ to the sums in memory. Returns the state."""
+    """Waits until all waves have stored dS of this iteration's tile of queries, and adds this wave's part of these queries' dQ to the sums in memory.
+    Returns the state."""
     of = self.of
     found = self.sharing.product(s.ds.after(workgroup_barrier(UOp.group(*s.stores.found))), of.tile, of.statements)
     waited = [] if of.turns is None else [of.statements.begin(of.turns.begin(of.head, self.t, ops.extract(found[-1], 0))).done]
@@ -291,8 +292,9 @@ class AmdTrip:
 
 @dataclass(frozen=True)
 class DqOfTile:
-  """What one wave needs to compute its part of a tile's dQ = dS K, if the workgroup owns keys. The sum goes over all keys of the workgroup. The wave
-  computes some matrix tiles of dQ, which lie one below the other in the same columns, and keeps these columns of K in registers."""
+  """What one wave needs to compute its part of dQ = dS K for one tile of queries, if the workgroup owns keys. The sum goes over all keys of the
+  workgroup. The wave computes some matrix tiles of dQ, which lie one below the other in the same columns, and keeps these columns of K in
+  registers."""
   at: Lane
   columns: list[UOp]      # operand B: the lane's column of K, all keys of the workgroup
   column: UOp             # index of the matrix tile in a row of dQ
@@ -322,7 +324,8 @@ class DqOfTile:
     return stores
 
   def product(self, lds:LdsTile, tile:BackwardTile, statements:Statements) -> list[UOp]:
-    """Computes this wave's part of the tile's dQ = dS K. Returns one C fragment for each matrix tile. `lds` holds dS."""
+    """Returns this wave's part of dQ = dS K for the tile of queries whose dS is in `lds`: one C fragment for each matrix tile that the wave
+    computes."""
     mat, found = self.matrix, list[UOp]()
     for row in self.rows:
       acc = zeros(mat, 1, 1)[0][0]

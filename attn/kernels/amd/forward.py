@@ -144,9 +144,9 @@ class AmdForward:
     return products.with_rows(k_tile, self.k_tiles, self.q, t, zeros(self.mat, self.tile.q_tiles, self.k_tiles))
 
   def weighed(self, softmax:Softmax, scores:list[list[UOp]], scales:list[UOp]|None=None) -> Softmax:
-    """Computes P = exp2(scores - m) for a tile of keys, where m is the number that the softmax subtracts from the scores of a row. `scores` has a
-    list of C fragments for each of the wave's matrix tiles of queries. If P of a row becomes too large, raises m and computes P again. If the rows of
-    V have `scales`, P is multiplied by them."""
+    """Returns the state of the softmax with P = exp2(scores - m) of a tile of keys, where m is the number that the softmax subtracts from the scores
+    of a row. `softmax` is the state before, and `scores` has a list of C fragments for each of the wave's matrix tiles of queries. If P of a row
+    becomes too large, raises m and computes P again. If the rows of V have `scales`, P is multiplied by them."""
     to_log2 = self.group.scores.to_log2
     softmax, addends = softmax.addends(self.dual)
     weights = [softmax.weights(x, addend, to_log2) for x, addend in zip(scores, addends, strict=True)]

@@ -28,9 +28,9 @@ def place_of_tile(group:Workgroup, mat:Matrix, head:UOp, first_query:UOp, column
   return (group.first_sums(head)*QUERIES_OF_SUMS + first_query)*group.p.D + column*(mat.M*mat.N)
 
 def delta_of_row(group:Workgroup, tile:BackwardTile, in_block:UOp, row:Row, together:list[list[UOp]], fence:Callable[[UOp], list[UOp]]) -> UOp:
-  """Computes delta = rowsum(dO * O) - dLSE of a lane's query, summed over the lanes that share the query. `in_block` is the index of the query in the
-  workgroup's block. `together` lists the lane's 16-byte units of dO in groups; the units of a group may be loaded at the same time. `fence` takes the
-  sum over the groups so far, and returns the operations that must be done before the next group is loaded."""
+  """Returns delta = rowsum(dO * O) - dLSE of a lane's query, summed over the lanes that share the query. `row` is the query, and `in_block` its index
+  in the workgroup's block. `together` lists the lane's 16-byte units of dO in groups; the units of a group are loaded at the same time. `fence` takes
+  the sum over the groups so far, and returns the operations that must be done before the next group is loaded."""
   mat = tile.matrix
   rows, total = ((group.rows_of("o"), group.p.out_dtype), (group.operand_rows("do"), group.p.dtype)), ops.splat(0.0, mat.unit)
   for some in together:

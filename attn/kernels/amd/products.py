@@ -49,8 +49,7 @@ class OwnRows:
   def loaded(self) -> list[list[UOp]]: return self.load(self.units, self.in_block)
 
   def clamped(self, row:UOp) -> UOp:
-    """Clamps `row`, an index in the block, to 0..`block_m` - 1. This changes no index, but tells tinygrad the bounds, which it does not know:
-    `amd.opaque` has hidden how the index was computed, so that each iteration loads the rows again."""
+    # changes no index in the block, but tells tinygrad its bounds, which `amd.opaque` has hidden
     return bounded(row, 0, self.block_m - 1)
 
   @property
@@ -127,8 +126,8 @@ class Products:
     return tiles
 
   def column_operands(self, tile:LdsTile, block_n:int, dt:int) -> list[UOp]:
-    """Reads the A operands for one group of M columns of a tile: those of the group with index `dt`. The tile has `block_n` rows, and lies transposed
-    in LDS. A product with these operands sums over the tile's rows."""
+    """Returns the A operands, read from LDS, for M columns of a tile: those of the group of columns with index `dt`. The tile has `block_n` rows, and
+    lies transposed in LDS. A product with these operands sums over the tile's rows."""
     mat = self.matrix
     return operands(mat, [tile.load(self.at.n + dt*mat.M, u) for u in units_of(mat, block_n, self.at.h)])
 

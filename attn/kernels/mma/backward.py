@@ -87,11 +87,11 @@ class MmaBackward:
   # ***** shared memory *****
   def stage(self, t:UOp) -> UOp: return t%self.tile.stages*self.tile.stage(self.group.p) + self.warp_rows.size
   def walked(self, name:str, t:UOp) -> SwizzledRows:
-    """Returns the layout, in shared memory, of tile t of the tensor `name`, over whose tiles the block loops. The layout begins at the place of this
-    tile."""
+    """Returns the layout, in shared memory, of tile t of the tensor `name`, over whose tiles the block loops. The layout begins where this tile lies
+    in the ring buffer."""
     return self.warp_rows.lies(name, self.tile.block_n, self.stage(t))
   def place_of_query_values(self, t:UOp) -> UOp:
-    """Returns the 16-byte unit of shared memory at which lse and delta of the queries of tile t begin."""
+    """Returns the index of the 16-byte unit of shared memory at which lse and delta of the queries of tile t begin."""
     return self.stage(t) + sum(x.size for x in self.tile.layouts(self.group.p, self.tile.block_n))
 
   # ***** the loop over tiles *****
@@ -139,7 +139,8 @@ class MmaBackward:
     return s.started([x for name, rows in of_tile.items() for x in self.warp_rows.warps.copies(rows, s.shared, first, self.walked(name, t))])
 
   def settle(self, s:MmaBackwardState, t:UOp) -> MmaBackwardState:
-    """Stores lse and delta of the queries of tile t from registers to shared memory, if the block owns keys. Returns the state."""
+    """Stores lse and delta of the queries of tile t from registers to shared memory, if the block owns keys; otherwise does nothing. Returns the
+    state."""
     if not self.tile.keys: return s
     to, n = s.shared.bitcast(dtypes.float), self.tile.block_n
     places = [(kind*n + i, i < n) for kind in range(len(query_value_names(self.group.p))) for i in self.carried]
@@ -147,7 +148,7 @@ class MmaBackward:
 
   @property
   def carried(self) -> list[UOp]:
-    """Queries whose lse and delta this thread brings to shared memory, as indices in the tile."""
+    """Indices of the queries whose lse and delta this thread copies to shared memory, counted from the first query of the tile of queries."""
     return [self.warp_rows.warps.at.thread + i*self.tile.threads for i in range(self.tile.carried)]
 
   # ***** gradients, and the kernel *****
@@ -167,8 +168,8 @@ class MmaTrip(WarpTrip[SwizzledRows]):
   @property
   def mat(self) -> Mma: return self.of.tile.matrix
   def query_values(self, s:MmaBackwardState, kind:int) -> list[UOp]:
-    """Loads one value of each query that belongs to the lane's columns of the scores, from shared memory. `kind` is the index of the value in the
-    list that `shared_query_values` returns: a number for P, made from lse (0 or 2), or -delta (1). Returns one vector for each C fragment."""
+    """Returns one value of each query that belongs to the lane's columns of the scores, read from shared memory: one vector for each C fragment.
+    `kind` is the index of the value in the list that `shared_query_values` returns: a number for P, made from lse (0 or 2), or -delta (1)."""
     pairs, tile = s.shared.bitcast(nv.F2), self.of.tile
     first = self.of.place_of_query_values(self.t)*2 + (kind*tile.block_n + self.part*tile.part_n)//2 + self.warp_rows.warps.at.h
     return [pairs[first + n*self.mat.N//2].load() for n in self.columns]

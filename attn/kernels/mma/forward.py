@@ -98,8 +98,8 @@ class MmaForward:
     return self.p.key_itemsize == 1
   @property
   def exact_steps(self) -> int:
-    """Number of matrix instructions that may add to one sum of the matrix unit, before this sum is added to another in fp32. 0 if there is no such
-    limit. Some chips add products of 8-bit floats with fewer bits than fp32."""
+    """Largest number of matrix instructions that add to one sum of the matrix unit, before this sum is added to another one in fp32. Some chips add
+    products of 8-bit floats with fewer bits than fp32. 0: there is no limit."""
     return EXACT_PRODUCTS//self.mat.K if self.of_bytes and self.warps.group.arch.short_sums and not self.p.fast_accumulate else 0
   @property
   def stored(self) -> StoredKeys: return StoredKeys(self.warps)
@@ -133,7 +133,7 @@ class MmaForward:
     return self.share*self.tile.warp_keys
   def own_tile(self, t:UOp) -> UOp:
     """Returns the index of the tile of keys that this warp computes in iteration t, if the sequence is divided into tiles of `warp_keys` keys, the
-    keys of one warp. The block's tile t is several such tiles, if several warps compute the same queries."""
+    keys of one warp. If several warps compute the same queries, tile t of the block consists of several such tiles, one for each of these warps."""
     return t*self.tile.key_waves + self.share
   @functools.cached_property
   def queries(self) -> list[list[Row]]: return [self.warps.queries(first) for first in self.in_block]
@@ -174,8 +174,8 @@ class MmaForward:
     return s.store(store_all(s.scales.value, map(scale_in_range, scales)), [s.l[i].store(ops.add(s.l[i].load(), x)) for i, x in zip(places, nans)])
 
   def factors(self, s:MmaState, p:UOp, tile:int) -> UOp:
-    """Returns `p`, a C fragment of P, as it is multiplied by V: times the scales of V's rows if V is stored in 8 bits, otherwise unchanged. `tile` is
-    the index of the fragment in its row of fragments."""
+    """Returns the C fragment `p` of P in the form in which it is multiplied by V: times the scales of V's rows if V is stored in 8 bits, otherwise
+    unchanged. `tile` is the index of the fragment in its row of fragments."""
     return p if s.scales.value is None else scaled_weights(p, s.scales.value[tile].load(), nv.ROWS)
 
   def weigh(self, s:MmaState, x:None, t:UOp, steps:range, masked:bool) -> tuple[MmaState, None]:
@@ -228,8 +228,8 @@ class MmaForward:
     return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
 
   def place_of_result(self, share:UOp|int, qt:int, i:UOp|int) -> UOp:
-    """Returns the 16-byte unit of shared memory with the i-th part of a warp's results, for the matrix tile of queries with index `qt` and for this
-    thread's lane. `share` is the index of the warp among the warps that compute the same queries."""
+    """Returns the index of the 16-byte unit of shared memory with the i-th part of a warp's results, for the matrix tile of queries with index `qt`
+    and for this thread's lane. `share` is the index of the warp among the warps that compute the same queries."""
     wave = self.warps.at.wave//self.tile.key_waves*self.tile.key_waves + share
     per = self.d_tiles + 2
     return (wave*self.tile.q_tiles*per + qt*per + i)*self.mat.wave + self.warps.at.lane
@@ -280,22 +280,22 @@ class MmaForward:
     copies = self.warps.copies_of_keys(s.shared, t, self.k_rows(t), self.v_rows(t))
     return s.started(copies + (self.stored.copies(s.shared, t, self.first_scale(t)) if self.p.stored else []))
   def q_operand(self, s:MmaState, qt:int, step:int) -> UOp:
-    """Reads operand A of S = Q K^T from shared memory, for the matrix tile of queries with index `qt` and the step of the product with index `step`.
-    """
+    """Returns operand A of S = Q K^T, read from shared memory, for the matrix tile of queries with index `qt` and for the step with index `step`: one
+    matrix instruction, which multiplies some columns of Q and K."""
     if self.p.stored: return self.stored.q_operand(s.shared, self.tile.layouts(self.p)[0], self.in_block[qt], step)
     row, unit = self.mat.a_address(self.warps.at.lane)
     return s.read(self.tile.layouts(self.p)[0], self.in_block[0] + row, unit, qt*self.mat.M, 2*step)
 
   def k_operand(self, s:MmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Reads operand B of S = Q K^T from tile t in shared memory, for one step of the product and 16 keys. `pair` is the index of this group of 16
-    keys, among the keys that this warp computes."""
+    """Returns operand B of S = Q K^T, read from tile t in shared memory, for 16 keys and for the step with index `step`: one matrix instruction,
+    which multiplies some columns of Q and K. `pair` is the index of this group of 16 keys, among the keys that this warp computes."""
     row, unit = self.mat.b_address(self.warps.at.lane)
     def read(units:int) -> UOp: return s.read(self.k_rows(t), self.first_key + row, unit, pair*2*self.mat.N, units)
     return self.stored.k_operand(read(step//2*2), step) if self.p.stored else read(2*step)
   def v_operand(self, s:MmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Reads operand B of O += P V from tile t in shared memory, for one step of the product (16 keys, or 32 of 8-bit floats) and two C fragments of
-    O. `pair` is the index of these two fragments. If V is stored in 8 bits, one fragment has the even columns and the other the odd columns;
-    otherwise they are neighbours."""
+    """Returns operand B of O += P V, read from tile t in shared memory, for two C fragments of O and for the step with index `step`: one matrix
+    instruction, which multiplies 16 keys (32 of 8-bit floats). `pair` is the index of the two fragments. If V is stored in 8 bits, one fragment has
+    the even columns and the other the odd columns; otherwise they are neighbours."""
     row, unit = self.mat.b_transposed_address(self.warps.at.lane)
     def read(units:int) -> UOp: return s.read(self.v_rows(t), self.first_key + row, unit, step*self.mat.K, units, transposed=True)
     if self.p.stored: return self.stored.v_operand(read(pair//2*2), pair)

@@ -85,7 +85,7 @@ class MmaLatent:
     return self.p.k_width//self.mat.K if self.p.stored else 0
   @property
   def converts(self) -> bool:
-    """Whether each warp converts the 8-bit numbers that it reads to operands."""
+    """Whether each warp itself converts the 8-bit numbers that it reads from shared memory to operands."""
     return bool(self.p.stored) and not self.tile.widens(self.p)
   @property
   def stored(self) -> StoredKeys: return StoredKeys(self.warps)
@@ -170,7 +170,7 @@ class MmaLatent:
     return k.moved_to(q.size + self.tile.stages*self.tile.stage(self.p) if self.tile.widens(self.p) else self.first_of(t))
   @property
   def first_raw(self) -> int:
-    """The 16-byte unit of shared memory at which the 8-bit numbers of a tile begin, before threads convert them to 16 bits."""
+    """Index of the 16-byte unit of shared memory at which the 8-bit numbers of a tile begin, before threads convert them to 16 bits."""
     return self.tile.weights_at(self.p) - self.tile.raw(self.p)
   def rotary_rows(self, t:UOp) -> LongRows:
     """Returns the layout, in shared memory, of the rotary columns of tile t. If the latent columns of K are stored in 8 bits, the rotary columns keep
@@ -178,14 +178,15 @@ class MmaLatent:
     _, k, rotary, _ = self.tile.layouts(self.p)
     return rotary.moved_to(self.first_of(t) + (0 if self.tile.widens(self.p) else k.size))
   def first_of(self, t:UOp) -> UOp:
-    """Returns the 16-byte unit of shared memory at which the place of tile t begins (`MlaMmaTile.stage`)."""
+    """Returns the index of the 16-byte unit of shared memory at which tile t begins, in the ring buffer of tiles (`MlaMmaTile.stage`)."""
     return self.tile.layouts(self.p)[0].size + t%self.tile.stages*self.tile.stage(self.p)
   def first_scale(self, t:UOp) -> UOp:
-    """Returns where the scales of the 8-bit rows of tile t begin in shared memory, counted in floats. They are the last part of the tile's place."""
+    """Returns where the scales of the 8-bit rows of tile t begin in shared memory, counted in floats. They come last in the tile's part of the ring
+    buffer."""
     return (self.first_of(t) + self.tile.stage(self.p))*(UNIT_BYTES//4) - self.tile.block_n
   def scales(self, s:LatentMmaState, t:UOp) -> list[UOp]:
-    """Reads the scales of the 8-bit rows of K whose scores this lane computes: two for each C fragment. V, the first columns of K, has the same
-    scales."""
+    """Returns the scales of the 8-bit rows of K whose scores this lane computes, read from shared memory: two for each C fragment. V, the first
+    columns of K, has the same scales."""
     return self.stored.scales(s.shared, self.first_scale(t), 0, self.share.part*self.share.keys, self.share.keys)
   @property
   def weight_rows(self) -> SwizzledRows:
@@ -200,8 +201,8 @@ class MmaLatent:
     told, to = self.row_scalars(s), s.shared.bitcast(dtypes.float)
     return [nv.put(to[told.place(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
   def load_row_values(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
-    """Loads numbers that warps have stored with `put_row_values`, for the two rows that this lane holds of a matrix tile of 16 queries. `i` is the
-    index of their kind in the table (`ScalarPlaces`), and `first` the index, in the block, of the tile's first row."""
+    """Returns two numbers that warps have stored with `put_row_values`: those of the two rows that this lane holds of a matrix tile of 16 queries.
+    `i` is the index of their kind in the table (`ScalarPlaces`), and `first` the index, in the block, of the tile's first row."""
     return ops.build(*[self.row_scalars(s).load(i, row) for row in self.in_block(first)])
   def after_barrier(self, s:LatentMmaState) -> LatentMmaState:
     """Waits at a barrier until all warps have done their statements (operations with side effects, such as stores) so far. Returns the state."""
@@ -233,21 +234,22 @@ class MmaLatent:
     return s
 
   def q_operand(self, s:LatentMmaState, step:int) -> UOp:
-    """Reads operand A of S = Q K^T from shared memory, for this warp's 16 queries and one step of the product (16 columns)."""
+    """Returns operand A of S = Q K^T, read from shared memory, for this warp's 16 queries and for the step with index `step`: one matrix instruction,
+    which multiplies 16 columns of Q and K."""
     q, (row, unit) = self.tile.layouts(self.p)[0], self.mat.a_address(self.warps.at.lane)
     if self.converts and step < self.latent_steps: return self.stored.q_operand(s.shared, q, self.own, step)
     return s.read(q, self.own + row, unit, 0, 2*step)
   def k_operand(self, s:LatentMmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Reads operand B of S = Q K^T from tile t in shared memory, for one step of the product (16 columns) and 16 keys. `pair` is the index of this
-    group of 16 keys, among the keys that this warp computes."""
+    """Returns operand B of S = Q K^T, read from tile t in shared memory, for 16 keys and for the step with index `step`: one matrix instruction,
+    which multiplies 16 columns of Q and K. `pair` is the index of this group of 16 keys, among the keys that this warp computes."""
     row, unit = self.mat.b_address(self.warps.at.lane)
     def read(rows:LongRows, units:int) -> UOp: return s.read(rows, self.share.part*self.share.keys + row, unit, pair*self.mat.K, units)
     if self.converts and step < self.latent_steps: return self.stored.k_operand(read(self.k_rows(t), step//2*2), step)
     if self.p.stored and step >= self.latent_steps: return read(self.rotary_rows(t), 2*(step - self.latent_steps))
     return read(self.k_rows(t), 2*step)
   def v_operand(self, s:LatentMmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Reads operand B of O += P V from tile t in shared memory, for one step of the product (16 keys) and 16 columns. `pair` is the index of this
-    group of 16 columns, among the columns that this warp computes."""
+    """Returns operand B of O += P V, read from tile t in shared memory, for 16 columns and for the step with index `step`: one matrix instruction,
+    which multiplies 16 keys. `pair` is the index of this group of 16 columns, among the columns that this warp computes."""
     (row, unit), in_line = self.mat.b_transposed_address(self.warps.at.lane), LINE//2
     if not self.converts: return s.read(self.v_rows(t, pair//in_line), row, unit, step*self.mat.K, 2*(pair%in_line), transposed=True)
     first = (self.warps.at.wave*(self.columns//2) + pair//in_line*in_line).minimum(self.k_rows(t).units - in_line)

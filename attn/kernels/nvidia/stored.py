@@ -1,6 +1,6 @@
 """Rows of K and V that are stored in 8 bits: copies of their scales to shared memory, and their conversion to 16-bit operands. wgmma reads operands
-from shared memory; so these rows are converted there, on the way from one place to another. For mma.sync they are converted in registers, after
-ldmatrix.
+from shared memory. So these rows are copied to shared memory in 8 bits, converted, and stored in another part of shared memory in 16 bits. For
+mma.sync they are converted in registers, after ldmatrix.
 
 ldmatrix moves pairs of bytes as 16-bit numbers. A pair holds two neighbouring columns of a row. So a lane gets other columns than with 16-bit rows:
 - of K, four neighbouring columns of a key. The product sums over columns, in any order: Q is read in the same order (`q_operand`).
@@ -24,16 +24,16 @@ class StoredKeys:
   warps: Warps
 
   def widened(self, *pairs:tuple[UOp, tuple[int, int]]) -> UOp:
-    """Converts numbers stored in 8 bits to a vector of 16-bit numbers, of the dtype that the matrix unit multiplies. Each of `pairs` is (a dword of
-    four stored numbers, the indices of two of them)."""
+    """Returns a vector of 16-bit numbers of the dtype that the matrix unit multiplies, converted from numbers stored in 8 bits. Each of `pairs` is (a
+    dword of four stored numbers, the indices of two of them)."""
     p = self.warps.group.p
     return ops.build(*[widen_pair(word, places, p.stored, p.dtype) for word, places in pairs])
 
   # ***** operands *****
   def q_operand(self, shared:UOp, rows:SwizzledRows, first:UOp, step:int) -> UOp:
-    """Reads operand A of S = Q K^T from shared memory, for one step of the product (16 columns). Each lane gets four neighbouring columns of two
-    rows, the columns that it also has in `k_operand`. The rows belong to the matrix tile that begins at row `first`; they lie in the layout `rows`.
-    """
+    """Returns operand A of S = Q K^T, read from shared memory, for the step with index `step`: one matrix instruction, which multiplies 16 columns.
+    Each lane gets four neighbouring columns of two rows, the columns that it also has in `k_operand`. The rows belong to the matrix tile that begins
+    at row `first`; they lie in the layout `rows`."""
     at, halves = self.warps.at, shared.bitcast(ops.u32(2))
     apart = at.matrix.M//nv.ROWS
     places = [rows.further(first + at.matrix.c_row(at.lane, 0), at.h//2, r*apart, 2*step) for r in range(nv.ROWS)]
@@ -116,9 +116,9 @@ class StoredKeys:
     return found
 
   def scales(self, shared:UOp, base:UOp, kind:int, first_key:UOp, keys:int) -> list[UOp]:
-    """Reads scales of K (`kind` 0) or of V (`kind` 1) from shared memory, or the numbers that `checked_scales` stores (`kind` 2), for `keys` keys
-    from `first_key` on. Returns a vector for each C fragment of the scores of these keys: the scales of the two keys whose scores this lane holds.
-    `base` is the first float of the tile's scales in shared memory."""
+    """Returns a vector for each C fragment of the scores of `keys` keys, from `first_key` on, read from shared memory: the scales of the two keys
+    whose scores this lane holds. `kind` is 0 for scales of K, 1 for scales of V, and 2 for the numbers NaN or 0 that `checked_scales` stores. `base`
+    is the first float of the tile's scales in shared memory."""
     mat, pairs = self.warps.at.matrix, shared.bitcast(nv.F2)
     first = (base + kind*self.warps.group.tile.block_n + first_key)//2 + self.warps.at.h
     return [pairs[first + i*mat.N//2].load() for i in range(keys//mat.N)]

@@ -127,8 +127,8 @@ class WarpRows(Generic[L]):
             for first, own in zip(self.in_block, self.of_lane)]
 
   def delta(self, in_block:UOp, row:Row) -> UOp:
-    """Computes delta = rowsum(dO * O) - dLSE of a query, summed over the lanes that share the query. Rounds dO to the inputs' dtype, because the
-    product dP = dO V^T uses rounded dO."""
+    """Returns delta = rowsum(dO * O) - dLSE of the query `row`, summed over the lanes that share the query. `in_block` is the index of the query in
+    the block. dO is first rounded to the inputs' dtype, because the product dP = dO V^T uses rounded dO."""
     group, mat = self.warps.group, self.mat
     rows = (group.rows_of("o"), self.p.out_dtype), (group.operand_rows("do"), self.p.dtype)
     total = ops.splat(0.0, 4)
@@ -189,7 +189,7 @@ class WarpTrip(Generic[L]):
   def ds(self, weights:list[Weights], dp:list[list[UOp]], derivatives:Collection[str]|None=None) -> list[list[UOp]]:
     return [gradients_of(w, x, derivatives) for w, x in zip(weights, dp)]
   def packed(self, x:list[UOp]) -> list[UOp]:
-    """Packs the C fragments of 16 rows to 16 bits. Returns the A operands of the next product, one for every two fragments."""
+    """Returns the C fragments `x` of 16 rows, packed to 16 bits, as the A operands of the next product: one operand for every two fragments."""
     return [nv.pack_a([a, b], self.warp_rows.p.dtype) for a, b in zip(x[0::2], x[1::2])]
   def rounded(self, ds:list[list[UOp]]) -> list[list[UOp]]: return [self.packed(x) for x in ds]
   def kept(self, weights:list[Weights]) -> list[list[UOp]]:

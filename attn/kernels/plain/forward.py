@@ -37,7 +37,8 @@ class Ready:
 @dataclass(frozen=True)
 class QueryState(Carried):
   """The values that the loop over keys carries from iteration to iteration: the thread's part of O^T (`acc`); for each of its queries, the maximum of
-  the scores so far (`m`) and the sum of the P that this thread has computed (`l`); and registers with elements of K and V that are loaded ahead."""
+  the scores so far (`m`) and the sum of the P that this thread has computed (`l`); and registers with elements of K and V that the kernel has loaded
+  before it needs them."""
   acc: UOp
   m: UOp
   l: UOp
@@ -92,8 +93,9 @@ class PlainForward(Rectangle):
     if (count := trip_count(walked.end - walked.begin)) is not None: yield TileLoop(walked.begin, count, self.masked, self.new)
 
   def scores(self, s:QueryState, t:UOp, masked:bool) -> tuple[QueryState, UOp]:
-    """Computes S^T of tile t. If loads run ahead, also starts the loads of V. Returns the state and a statement (an operation with a side effect):
-    after it, local memory holds S^T, and the registers `top` hold the maximum score of each query so far."""
+    """Computes S^T of tile t. If the kernel loads data to registers before it needs them (`tile.ahead`), also starts the loads of V. Returns the
+    state and a statement (an operation with a side effect): after it, local memory holds S^T, and the registers `top` hold the maximum score of each
+    query so far."""
     s = s.after(*(self.fetched(self.first_of("v", t), s.v) if self.tile.ahead else []))
     return s, self.scored(s, t, list(s.ready.deps))
 
@@ -123,8 +125,8 @@ class PlainForward(Rectangle):
     return Portion("rows", "v", first, UOp.const(0), tile.values)
 
   def start(self, *deps:UOp) -> UOp:
-    """Returns the stores that give the row sums and maxima their values before the first key. If loads run ahead, also loads the first portion of K
-    to registers."""
+    """Returns the stores that give the row sums and maxima their values before the first key. If the kernel loads data to registers before it needs
+    them (`tile.ahead`), also loads the first portion of K to registers. The stores come after the operations `deps`."""
     s = self.state.after(*deps)
     first = self.fetched(self.first_of("k", self.group.walked.begin), s.k) if self.tile.ahead else []
     return UOp.group(self.cleared(s.acc), *first,
@@ -178,7 +180,8 @@ class PlainForward(Rectangle):
     return UOp.group(*stores).end(*loop)
 
   def scale(self, name:str, first:UOp, row:UOp, *after:UOp) -> UOp:
-    """Loads the scale of row `first` + `row` of K ("k_scales") or V ("v_scales"), as fp32. Returns 0 for a row that does not exist."""
+    """Returns the loaded scale of row `first` + `row` of K ("k_scales") or V ("v_scales"), as fp32, or 0 for a row that does not exist. The load
+    comes after the operations `after`."""
     rows = self.rows_of(name).after(*after)
     return rows.buffer[rows.start(first, row).valid(first + row < rows.count)].load().cast(dtypes.float)
 

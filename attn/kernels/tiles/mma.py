@@ -80,15 +80,15 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
     return (rows(self.block_m, p.D, p.itemsize), rows(self.block_n, p.k_width, p.itemsize if self.widens(p) else p.key_itemsize),
             rows(self.block_n, p.D - p.k_width, p.itemsize), SwizzledRows(self.block_m, self.block_n//self.matrix.unit))
   def stage(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for what a tile of K takes in each of its `stages` places. The scales of 8-bit rows count. If threads
-    convert K in shared memory (`widens`), K itself has a place of its own."""
+    """Number of 16-byte units of shared memory for one tile of K in the ring buffer, which holds `stages` tiles. The scales of 8-bit rows count. If
+    threads convert K in shared memory (`widens`), K itself is not counted: it lies outside of the ring buffer."""
     _, k, rotary, _ = self.layouts(p)
     return (0 if self.widens(p) else k.size) + rotary.size + (self.block_n*4//UNIT_BYTES if p.stored else 0)
   def raw(self, p:Problem) -> int:
     """Number of 16-byte units of shared memory for the 8-bit numbers of a tile of K, before threads convert them to 16 bits (`widens`)."""
     return round_up(self.layouts(p)[1].size//2, self.threads) if self.widens(p) else 0
   def weights_at(self, p:Problem) -> int:
-    """The 16-byte unit of shared memory at which P begins."""
+    """Index of the 16-byte unit of shared memory at which P begins."""
     q, k, _, _ = self.layouts(p)
     return q.size + self.stages*self.stage(p) + (k.size + self.raw(p) if self.widens(p) else 0)
   def lds_bytes(self, p:Problem) -> int:

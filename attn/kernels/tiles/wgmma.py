@@ -101,10 +101,11 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     """Number of columns of dQ that each warpgroup computes."""
     return p.D//self.groups
   def sent(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for the part of a tile's dQ that one warp has computed, before it is added to dQ in global memory."""
+    """Number of 16-byte units of shared memory for one warp's part of dQ of a tile of queries, before it is added to dQ in global memory."""
     return self.matrix.M*self.dq_columns(p)*4//UNIT_BYTES
   def shared_dq(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory that a block needs to add to dQ: for dS, and for dQ of a tile. 0 if the block does not add to dQ."""
+    """Number of 16-byte units of shared memory that a block needs to add to dQ: for dS, and for dQ of a tile of queries. 0 if the block does not add
+    to dQ."""
     return self.ds_size + self.waves*self.sent(p) if self.adds_dq else 0
   def lds_bytes(self, p:Problem) -> int:
     own = sum(x.size for x in self.layouts(p, self.block_m))

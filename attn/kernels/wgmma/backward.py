@@ -60,9 +60,9 @@ def shared_memory(grid:Grid, p:Problem, tile:WgmmaBackwardTile) -> UOp: return g
 
 @dataclass(frozen=True)
 class RingPlace:
-  """Which tile the block uses, and where it lies in the ring buffer. The block loops over the tiles of one head after another; if it makes two
-  passes, twice. `tile` is the index of the tile in this loop over one head, and `loop` the index of the loop, counted over heads and passes. `index`
-  is the number of tiles that the block has used before, over all loops."""
+  """Names a tile that the block uses, and says where the tile lies in the ring buffer. The block loops over the tiles of one head after another; if
+  it makes two passes, twice. `tile` is the index of the tile in this loop over one head, and `loop` the index of the loop, counted over heads and
+  passes. `index` is the number of tiles that the block has used before, over all loops."""
   tile: UOp
   loop: UOp|int
   index: UOp
@@ -122,10 +122,10 @@ class WgmmaBackward:
 
   # ***** shared memory *****
   def ring(self, name:str, place:RingPlace) -> SwizzledPanels:
-    """Returns the layout, in shared memory, of a tile of the tensor `name`, at the tile's place in the ring buffer."""
+    """Returns the layout, in shared memory, of the rows of the tensor `name` of the tile that `place` names, in the ring buffer."""
     return self.warp_rows.lies(name, self.tile.block_n, place.index%RING*self.tile.stage(self.group.p) + self.warp_rows.size)
   def place_of_query_values(self, place:RingPlace) -> UOp:
-    """Returns the 16-byte unit of shared memory at which lse and delta of the tile's queries begin."""
+    """Returns the index of the 16-byte unit of shared memory at which lse and delta of the queries of the tile `place` begin."""
     p = self.group.p
     return place.index%RING*self.tile.units_of_query_values(p) + (self.warp_rows.size + RING*self.tile.stage(p) + self.tile.shared_dq(p))
   def ds_in_shared(self, place:RingPlace) -> SwizzledPanels:
@@ -135,7 +135,7 @@ class WgmmaBackward:
     return ds.moved_to(place.index%2*ds.size + (self.warp_rows.size + RING*self.tile.stage(self.group.p)))
   @property
   def sent(self) -> UOp:
-    """The 16-byte unit of shared memory at which this warp's part of a tile's dQ begins, on its way to dQ in global memory."""
+    """Index of the 16-byte unit of shared memory at which this warp's part of dQ of a tile of queries begins, on its way to dQ in global memory."""
     p, tile = self.group.p, self.tile
     return self.warp_rows.warps.at.wave*tile.sent(p) + (self.warp_rows.size + RING*tile.stage(p) + tile.ds_size)
 
@@ -151,15 +151,15 @@ class WgmmaBackward:
 
   def ring_at(self, t:UOp, loop:UOp|int) -> RingPlace: return RingPlace(t, loop, loop*(self.walked.end - self.walked.begin) + t - self.walked.begin)
   def next(self, place:RingPlace) -> RingPlace:
-    """Returns the position of the tile that the block uses next."""
+    """Returns the `RingPlace` of the tile that the block uses after the tile `place`."""
     t, index = place.tile + 1, place.index + 1
     if self.loops == 1: return RingPlace(t, place.loop, index)
     same = t < self.walked.end
     return RingPlace(same.where(t, self.walked.begin), same.where(place.loop, place.loop + 1), index)
 
   def fetch(self, s:WgmmaBackwardState, place:RingPlace) -> WgmmaBackwardState:
-    """Starts this thread's copies of a tile, if the tile exists. If the block owns keys, also starts the copies of lse and delta of the tile's
-    queries. The thread arrives at the mbarrier when its copies are complete. Returns the state."""
+    """Starts this thread's copies of the tile `place` to shared memory, if this tile exists. If the block owns keys, also starts the copies of lse
+    and delta of the tile's queries. The thread arrives at the mbarrier when its copies are complete. Returns the state."""
     group, n, i, floats = self.group, self.tile.block_n, self.warp_rows.warps.at.thread, s.shared.bitcast(dtypes.float)
     there, first_row = group.walked_end, group.scores.row(place.tile*n)
     if self.loops > 1: there = (place.index < self.loops*(self.walked.end - self.walked.begin)).where(there, 0)
@@ -192,9 +192,9 @@ class WgmmaBackward:
     return self.turn_ended(s, rows.head, self.walked.end - 1, True)
 
   def turn_ended(self, s:WgmmaBackwardState, head:UOp, t:UOp, last:bool=False) -> WgmmaBackwardState:
-    """Ends the block's turn, the period in which it may add to dQ in memory: waits until all of dQ that this warp has sent to memory is added there,
-    and lets the next block add. Does this if tile t is the last tile of a turn, or, with `last`, the block's last tile of this head. Does nothing if
-    blocks add to dQ in any order. Returns the state."""
+    """Waits until everything that this warp has sent to dQ in memory is added there. Then ends the block's turn (the period in which the block may
+    add to dQ) if tile t is the last tile of a turn, or if `last` says that t is the block's last tile of the head `head`: adds 1 to the counter for
+    which the next block waits. Does nothing if blocks add to dQ in any order. Returns the state."""
     if self.turns is None: return s
     s = s.do(wgmma.sent(s.done))
     return s.do(self.turns.end(head, t, s.done, last))
@@ -217,25 +217,25 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   @functools.cached_property
   def there(self) -> UOp:
-    """Predicate: whether one of this warpgroup's rows may see a row of the tile. If it is false, the warpgroup skips products of the tile, and the
-    tensor cores are free for the other warpgroups. In a block that owns keys, it is always true if a score term (bias, softcap, ALiBi) changes
-    scores, because no registers are left for the predicate."""
+    """Predicate: whether one of this warpgroup's rows may see a row of this iteration's tile. If the predicate is false, the warpgroup skips products
+    of the tile, and the tensor cores are free for the other warpgroups. In a block that owns keys, the predicate is always true if a score term
+    (bias, softcap, ALiBi) changes scores, because no registers are left for the predicate."""
     if not self.masked or self.of.tile.groups == 1 or (self.of.tile.keys and not self.score.raw): return wgmma.EVERYWHERE
     first = self.of.group.first_row + wgmma.group(self.warp_rows.warps.at.wave)*wgmma.M
     return self.score.seen_by(first, first + (wgmma.M - 1), self.tile_number)
   @property
   def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
   def query_values(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
-    """Loads one number of each query that belongs to the lane's columns of the scores, from shared memory. `kind` says which number: 0 for lse, 1 for
-    delta, 2 for lse_rest (the part of lse that rounding to fp32 lost). Returns one vector for each C fragment."""
+    """Returns one number of each query that belongs to the lane's columns of the scores, read from shared memory: one vector for each C fragment.
+    `kind` says which number: 0 for lse, 1 for delta, 2 for lse_rest (the part of lse that rounding to fp32 lost)."""
     pairs, n = s.shared.bitcast(nv.F2), self.of.tile.block_n
     first = self.of.place_of_query_values(self.ring_place)*2 + kind*n//2 + self.warp_rows.warps.at.h
     return [pairs[first + i*self.warp_rows.mat.N//2].load() for i in self.columns]
 
   def product(self, s:WgmmaBackwardState, acc:UOp, which:int, there:UOp) -> WgmmaBackwardState:
-    """Starts a product A B, whose result goes to the registers `acc`. A is the rows that the warpgroup owns, and B the rows of the tile, transposed.
-    `which` chooses the two tensors: 0 for S (q and k), 1 for dP (dO and v). If `there` is false, the warpgroup skips the product. It then starts an
-    empty group of products, so that later waits, which count groups, are the same in all warpgroups. Returns the state."""
+    """Starts a product A B, whose result goes to the registers `acc`. A is the rows that the warpgroup owns, and B the rows of this iteration's tile,
+    transposed. `which` chooses the two tensors: 0 for S (q and k), 1 for dP (dO and v). If `there` is false, the warpgroup skips the product. It then
+    starts an empty group of products, so that later waits, which count groups, are the same in all warpgroups. Returns the state."""
     a, b = self.warp_rows.kept(self.warp_rows.own[which]), self.of.ring(self.warp_rows.walked[which], self.ring_place)
     first = s.shared[wgmma.group(self.warp_rows.warps.at.wave)*(wgmma.M*LINE) + a.base]
     panels = UNIT_BYTES*a.panel, UNIT_BYTES*b.panel
@@ -257,15 +257,15 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
                                for xs in numbers])
 
   def scores(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
-    """Waits for S, and then starts the copies of the next tile. When S is done, the products of the previous iteration are done, too: the warpgroup
-    no longer reads the previous tile. Returns the state, and S as C fragments, in a list with one list."""
+    """Waits for the product S of this iteration, and then starts the copies of the next tile. When S is done, the products of the previous iteration
+    are done, too: the warpgroup no longer reads the previous tile. Returns the state, and a list that contains one list, the C fragments of S."""
     s = s.do(wgmma.wait_products(s.scores, s.done, but=int(self.needs_dp)))
     s = self.of.fetch(s, self.of.next(self.ring_place))
     return s, [[s.scores[i].load() for i in self.columns]]
 
   def dp(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
-    """Waits for dP, but not for the product with P that was started after dP. Returns the state, and dP - delta as C fragments, in a list with one
-    list."""
+    """Waits for the product dP of this iteration, but not for the product with P that was started after dP. Returns the state, and a list that
+    contains one list, the C fragments of dP - delta."""
     s = s.do(wgmma.wait_products(s.dp, s.done, but=int("dv" in self.of.wanted)))
     if self.of.known is not None: minus_delta = self.minus_delta_of_own(self.of.known)[0]
     else: minus_delta = self.minus_delta_of_walked([scaled_delta(x, self.warp_rows.p) for x in self.query_values(s, 1)])[0]
@@ -273,7 +273,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return s, [less_delta(dp if left.words else [ops.add(x, d) for x, d in zip(dp, minus_delta)], left, minus_delta)]
 
   def add(self, s:WgmmaBackwardState, name:str, p_or_ds:list[list[UOp]]) -> WgmmaBackwardState:
-    """Starts the product of `p_or_ds` (P or dS) and the tile's rows, which is added to the gradient `name`. Returns the state."""
+    """Starts the product of `p_or_ds` (P or dS) and the rows of this iteration's tile, which is added to the gradient `name`. Returns the state."""
     tensor, kind = WEIGHTED[name]
     b, rows = self.of.ring(tensor, self.ring_place), self.warp_rows
     s = s.store(store_all(getattr(s, kind), p_or_ds[0]))
@@ -283,12 +283,12 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
   # ***** dQ of a block that owns keys *****
   @property
   def dq_column(self) -> UOp:
-    """First column of the tile's dQ that this warpgroup computes."""
+    """First of the columns of dQ that this warpgroup computes, of the queries of this iteration's tile."""
     return wgmma.group(self.warp_rows.warps.at.wave)*self.of.tile.dq_columns(self.warp_rows.p)
 
   def start_dq(self, s:WgmmaBackwardState, ds:list[list[UOp]]) -> WgmmaBackwardState:
-    """Stores dS of the warpgroup's own keys to shared memory, and waits until all warpgroups have done so. Then starts the product for this
-    warpgroup's columns of the tile's dQ = dS K, summed over all keys of the block. Returns the state."""
+    """Stores dS of the warpgroup's own keys to shared memory, and waits until all warpgroups have done so. Then starts the product dQ = dS K for the
+    queries of this iteration's tile and this warpgroup's columns of dQ, summed over all keys of the block. Returns the state."""
     at, lies, k, mat = self.warp_rows.warps.at, self.of.ds_in_shared(self.ring_place), self.warp_rows.kept("k"), self.warp_rows.mat
     row, unit, panel = at.wave*mat.M + at.lane%mat.M, at.lane//mat.M, LINE*mat.unit      # `panel`: columns of a panel
     s = s.do(*[nv.stmatrix(s.shared[lies.place(row, unit + 2*i)], words) for i, words in enumerate(self.zero_for_missing_keys(ds[0]))])
@@ -298,15 +298,15 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return s.do(wgmma.sums(s.dq, s.shared[lies.base], s.shared[k.base + first*k.panel], within, s.done, self.of.tile.block_m, self.warp_rows.p.dtype))
 
   def zero_for_missing_keys(self, ds:list[UOp]) -> list[UOp]:
-    """Returns `ds`, with 0 for keys beyond the last key. For such a key P = exp(0 - lse) may be inf, and so may dS. This dS does not enter the
-    gradients of other keys, but it would enter dQ, which sums over the keys."""
+    """Returns `ds`, with 0 for keys beyond the last key. For such a key P = exp(0 - lse) can be inf, and dS too. dS of a missing key would enter dQ,
+    which sums over the keys."""
     there = [below(row.index, self.of.group.sequence.n_k) for row in self.warp_rows.of_lane[0]]
     if all(x.op is Ops.CONST and x.arg for x in there): return ds
     return [ops.build(*[there[i%nv.ROWS].where(ops.extract(words, i), 0) for i in range(4)]) for words in ds]
 
   def add_dq(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
-    """Waits until dQ of the tile is computed, but not for the product that was started after dQ. Starts to add dQ of the tile to the sums in memory.
-    Returns the state."""
+    """Waits until dQ of this iteration's tile is computed, but not for the product that was started after dQ. Starts to add this dQ to the sums in
+    memory. Returns the state."""
     s = self.of.turn_ended(s, self.warp_rows.head, self.tile_number - 1)
     s = s.do(wgmma.wait_products(s.dq, s.done, but=1))
     at, group, mat, first = self.warp_rows.warps.at, self.of.group, self.warp_rows.mat, self.score.row(self.tile_number*self.score.block_n)

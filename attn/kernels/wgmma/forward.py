@@ -116,8 +116,8 @@ class WgmmaForward:
   def loops(self) -> Iterator[TileLoop[WgmmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
   def scores(self, s:WgmmaState, t:UOp, masked:bool) -> tuple[WgmmaState, None]:
-    """Waits for tile t, and starts S of the warpgroup's queries. Then starts the copies of the next tile, if the ring buffer holds several tiles.
-    Returns the state, and None in place of S."""
+    """Waits until tile t of keys is in shared memory, and starts the product S = Q K^T of the warpgroup's queries and these keys. Then starts the
+    copies of the next tile, if the ring buffer holds several tiles. Returns the state, and None in place of S."""
     q, k, _ = self.tile.layouts(self.p)
     s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done))
     group = wgmma.group(self.warps.at.wave)
@@ -201,8 +201,9 @@ class WgmmaForward:
     return s.do(wgmma.arrive_twice(s.arrivals, s.done))
 
   def transposed(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Transposes this warp's part of V of tile t in shared memory, if the inputs are 8-bit floats: wgmma reads these along the keys only. A warp's
-    part consists of pieces of 32 keys by 16 columns. The keys get the order in which `nv.pack_a` packs their weights. Returns the state."""
+    """Transposes this warp's part of V of tile t in shared memory, if the inputs are 8-bit floats, because wgmma can read 8-bit floats only with the
+    keys of a column side by side. A warp's part consists of pieces of 32 keys by 16 columns. The keys get the order in which `nv.pack_a` packs their
+    weights. Returns the state."""
     (lane, wave), waves, mat, rows, to = (self.warps.at.lane, self.warps.at.wave), self.tile.waves, self.mat, self.given_v(t), self.v_panels(t)
     across = round_up(self.p.Dv, mat.K)//mat.unit
     parts = self.tile.block_n//mat.K*across
@@ -229,7 +230,7 @@ class WgmmaForward:
   def stored(self) -> StoredKeys: return StoredKeys(self.warps)
   @property
   def first_raw(self) -> int:
-    """The 16-byte unit of shared memory at which the 8-bit numbers of a tile begin, before threads convert them to 16 bits."""
+    """Index of the 16-byte unit of shared memory at which the 8-bit numbers of a tile begin, before threads convert them to 16 bits."""
     q, k, v = self.tile.layouts(self.p)
     return q.size + self.stages*(k.size + v.size)
   def first_scale(self, t:UOp) -> UOp:

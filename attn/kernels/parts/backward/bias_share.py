@@ -50,8 +50,8 @@ class BiasShare:
   def blocks(self) -> int: return ceildiv(self.p.Sq, self.block_m)
   @property
   def walked(self) -> tuple[int, int, int]:
-    """Returns (batches, heads, blocks of queries): how many of each one workgroup loops over. If workgroups own diagonals of tiles, the last number
-    is that of the longest diagonal."""
+    """Returns (batches, heads, blocks of queries): how many of each a workgroup loops over. If workgroups own diagonals of tiles, the last number is
+    that of the longest diagonal."""
     batches, heads, rows, _ = self.broadcast
     blocks = self.diagonals.most if self.diagonals is not None else self.blocks if rows else 1
     return self.p.B if batches else 1, self.p.H if heads else 1, blocks

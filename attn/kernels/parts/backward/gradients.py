@@ -137,13 +137,11 @@ def exact_normaliser(p:Problem, log_sum:UOp, *rest:UOp) -> Normaliser:
 
 def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], row:Row, tile:UOp, masked:bool) -> Weights:
   """Returns P = e^(score - lse) and the derivatives of the score terms, given the raw scores (Q K^T) of row `row`, for float32 inputs. The scores are
-  computed with the same roundings as in forward. So if one key dominates a row, the difference of its score and the row's lse is exactly 0.
-
-  Between the multiplication that makes a score and the subtraction of the lse, the kernel takes max(score, LOWEST). This changes no score. It keeps
-  compilers from joining the two operations into a multiply-add, which would leave out a rounding. Wide scores (scores that may be as large as fp32
-  allows) need no maximum, because their last step is the addition of a bias."""
+  computed with the same roundings as in forward. So if one key dominates a row, the difference of its score and the row's lse is exactly 0."""
   def visible(x:list[UOp]) -> list[UOp]: return scores.clear(x, row, tile) if masked else x
   def weight(y:UOp, e:Normaliser) -> UOp:
+    # max(score, LOWEST) changes no score. It keeps compilers from joining the multiplication that makes a score and the subtraction of the lse into a
+    # multiply-add, which would leave out a rounding. Wide scores need no maximum: their last step is the addition of a bias.
     if not scores.p.wide_scores: y = ops.max_(y, ops.splat(LOWEST, ops.length(y)))
     p = e.weight(y, scores.to_log2)
     return ops.mul(p, 1/scores.p.kept) if scores.p.dropout_p and e.low is None else p

@@ -44,15 +44,16 @@ class Turns:
     return Turns(group, wave, lane.eq(0), 1 if group.split or isinstance(group.scores.order, TileList) else TILES_OF_TURN)
 
   def turn(self, tile:UOp) -> UOp:
-    """Returns the first tile of the turn to which `tile` belongs."""
+    """Returns the index of the first tile of the turn to which the tile with index `tile` belongs."""
     return tile//self.tiles*self.tiles
   def counter(self, head:UOp, tile:UOp) -> UOp:
-    """Returns a UOp that indexes this wave's counter of the turn to which `tile` belongs. The counter says how many blocks of keys have ended this
-    turn."""
+    """Returns a UOp that indexes a counter of this wave: the counter of the turn to which the tile with index `tile` belongs. The counter says how
+    many blocks of keys have ended this turn."""
     group = self.group
     return flat(group.given["dq_turns"])[group.first_sums(head)*TURNS_OF_SUMS + self.turn(tile)*group.tile.waves + self.wave]
   def number(self, i:UOp, tile:UOp) -> UOp:
-    """Returns how many blocks of keys have the turn of `tile` before the workgroup's own block has it. `tile` is the tile of iteration i."""
+    """Returns the number of the workgroup's own turn for the tile with index `tile`, the tile of iteration i: how many blocks of keys add to dQ of
+    this tile before the workgroup's own block."""
     group, n, order = self.group, self.group.scores.block_n, self.group.scores.order
     if isinstance(order, TileList): return order.turn(i)
     first, block = self.turn(tile)*n, group.grid.block
@@ -60,22 +61,25 @@ class Turns:
     return seen.end - 1 - block if hiding(group.p).after else block - seen.begin
 
   def begin(self, head:UOp, i:UOp, done:UOp) -> UOp:
-    """Begins the turn of the tile of iteration i, if this tile is the first of the turn, or the workgroup's first: waits until all blocks that have
-    this turn earlier have ended it. Returns a statement, which comes after the operation `done`."""
+    """Begins a turn, the period in which the wave may add to dQ of some tiles of queries, if the tile of iteration i is the first of these tiles or
+    the workgroup's first tile: waits until all blocks that have this turn earlier have ended it. `head` is the query head. Returns a statement (an
+    operation with a side effect) that is executed after the operation `done`."""
     tile = self.group.scores.tile(i)
     begins = tile.eq(self.turn(tile)) | i.eq(self.group.walked.begin)
     return atomics.await_turn(self.counter(head, tile), self.number(i, tile), self.first & begins, done)
   def end(self, head:UOp, i:UOp, done:UOp, last:bool=False) -> UOp:
-    """Ends the turn of the tile of iteration i, if this tile is the last of the turn, or the workgroup's last (`last`): lets the next block add. Does
-    nothing if iteration i comes before the workgroup's loop. Returns a statement, which comes after the operation `done`. At `done`, the wave's
-    additions to the tile must be complete."""
+    """Ends a turn, the period in which the wave may add to dQ of some tiles of queries, if the tile of iteration i is the last of these tiles, or if
+    `last` says that it is the workgroup's last tile: adds 1 to the counter for which the next block waits. Does nothing if iteration i comes before
+    the workgroup's loop. `head` is the query head. Returns a statement (an operation with a side effect) that is executed after the operation `done`,
+    at which the wave's additions to this tile must be complete."""
     tile = self.group.scores.tile(i)
     ends = UOp.const(True) if last else (tile + 1).eq(self.turn(tile + 1))
     return atomics.pass_turn(self.counter(head, tile), self.first & ends & (i >= self.group.walked.begin), done)
 
 def first_turns(group:Workgroup, thread:UOp) -> list[UOp]:
-  """Returns the stores of 0 to the counters of turns, for the tile of the accumulator of dQ that the workgroup sets to 0. The workgroup with the
-  first tile of all also sets the counter of tickets to 0."""
+  """Returns the stores of 0 to the counters with which workgroups later wait for their turns to add to dQ. The kernel that sets dQ to 0 makes these
+  stores: each workgroup for its own tile of queries, with its first threads. The workgroup with the first tile of all also sets the counter of
+  tickets to 0. `thread` is the index of the thread."""
   if (counters := group.given.get("dq_turns")) is None: return []
   heads, tiles = dq_sums(group.p)[0][:2]
   head, tile, ticket = group.batch*group.p.H + group.first_head, group.first_row//QUERIES_OF_SUMS, thread.eq(TURNS_OF_SUMS)

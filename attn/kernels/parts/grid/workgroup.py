@@ -39,9 +39,9 @@ class Grid:
   wave: UOp
 
 def drawn(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[Grid, tuple[UOp, ...]]:
-  """Returns `grid` and `split` for a workgroup that draws its work by a ticket (attn/ops/atomics.py): with ticket n it does the work of workgroup n
-  of the grid, so that work begins in the order of the grid, in whatever order the hardware starts workgroups. `split` has the index of a part of a
-  divided sum, or is empty. `counter` counts the tickets. `lds` is an int32 in LDS, through which the waves of a workgroup learn its ticket."""
+  """Returns `grid` and `split` for a workgroup that gets its work by a ticket (attn/ops/atomics.py): with ticket n it does the work of workgroup n of
+  the grid. So work begins in the order of the grid, in whatever order the hardware starts workgroups. `split` has the index of a part of a divided
+  sum, or is empty. `counter` counts the tickets. `lds` is an int32 in LDS, through which the waves of a workgroup learn its ticket."""
   axes = [*grid.ranges[:-2], *split]
   number = functools.reduce(lambda n, axis: n*(axis.vmax + 1) + axis, axes, UOp.const(0))
   left, digits = bounded(ticket(counter, number, grid.lane.eq(0) & grid.wave.eq(0), lds=lds), 0, number.vmax), dict[UOp, UOp]()
@@ -162,8 +162,8 @@ def list_of(p:Problem, tile:BlockTile, given:Mapping[str, UOp], batch:UOp, head:
   return TileList(flat(given["tile_list"]), (number*blocks + block)*length, tiles_of_list(length, "dq_turns" in given), tile.block_n)
 
 def cut_off(walk:Walk, tile:BlockTile) -> bool:
-  """Returns whether a mask may begin or end within a tile, so that the kernel has to compare key numbers with the first and the last key that a row
-  sees. False only if these two keys of every row lie at the borders of tiles, and mask_mod alone hides scores within a tile."""
+  """Returns whether the kernel has to compare key numbers with the first and the last key that a row sees. Returns False only if these two keys of
+  every row lie at the borders of tiles, so that mask_mod alone hides scores within a tile."""
   return not scattered(walk.p) or cuts_some(walk, tile.block_n)
 
 @dataclass(frozen=True)
@@ -300,8 +300,8 @@ class Workgroup:
                      unit_bytes, table, begin)
 
   def scales(self, name:str, t:UOp, share:Share|None=None) -> list[UOp]:
-    """Loads the scales of the 8-bit rows of K or V (`name` is "k_scales" or "v_scales") to which a lane's scores in tile t belong. Returns them in
-    fp32, one vector for each vector of scores. If several waves divide the keys of a tile among them, `share` says which keys belong to this wave."""
+    """Returns the loaded scales of the 8-bit rows of K or V (`name` is "k_scales" or "v_scales") to which a lane's scores in tile t belong, in fp32:
+    one vector for each vector of scores. If several waves divide the keys of a tile among them, `share` says which keys belong to this wave."""
     size, scores = BYTES[self.p.scale_dtype], self.scores
     rows, first, lane = self.rows_of(name, unit_bytes=size), scores.tile(t)*scores.block_n, scores.at.h*scores.at.matrix.block
     walked = scores.walked if share is None else share.scores(scores).walked
@@ -310,14 +310,14 @@ class Workgroup:
     return [ops.build(*map(load, columns)) for columns in walked]
 
   def input_scale(self, name:str) -> UOp|None:
-    """Loads the scale of q, k or v (`name` is "q_scale", "k_scale" or "v_scale") if these tensors are 8-bit floats: the number for the workgroup's
-    key/value head, or the only number if all heads share it. Returns None if the problem has no such tensor."""
+    """Returns the loaded scale of q, k or v (`name` is "q_scale", "k_scale" or "v_scale") if these tensors are 8-bit floats: the number for the
+    workgroup's key/value head, or the only number if all heads share it. Returns None if the problem has no such tensor."""
     if name not in self.given: return None
     numbers = flat(self.given[name])
     return numbers[self.batch*self.p.Hkv + self.kv_head if numbers.max_numel() > 1 else 0].load()
 
   def scaled(self, raw:list[list[UOp]]) -> list[list[UOp]]:
-    """Multiplies raw scores by the scales of q and k (`input_scale`), if the problem has such scales."""
+    """Returns the raw scores `raw` multiplied by the scales of q and k (`input_scale`), or unchanged if the problem has no such scales."""
     if not (factors := [x for name in ("q_scale", "k_scale") if (x := self.input_scale(name)) is not None]): return raw
     factor = functools.reduce(ops.mul, factors)
     return [[ops.mul(x, factor) for x in row] for row in raw]
@@ -335,7 +335,8 @@ class Workgroup:
     return GlobalRows(flat(self.given[name]), first, 1, self.sequence.n_q, 1, 4, isinstance(self.sequence.n_q, UOp))
 
   def query_value(self, name:str, row:Row) -> UOp:
-    """Loads a query's number, such as its lse or delta, from the tensor `name`. Reads nothing, and returns 0, if the query does not exist."""
+    """Returns a query's number, such as its lse or delta, loaded from the tensor `name`. Returns 0, and reads nothing, if the query `row` does not
+    exist."""
     rows = self.query_value_rows(name, row.head)
     return rows.buffer[(rows.base + row.index).valid(row.there)].load()
 

@@ -101,16 +101,16 @@ def units_of(matrix:Matrix, length:int, h:UOp) -> list[UOp]:
   return [h + u*matrix.groups for u in range(length//(matrix.unit*matrix.groups))]
 
 def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
-  """Turns 16-byte units in registers into the operands of successive matrix instructions: cuts each unit if operands are shorter than a unit, joins
-  units if operands are longer."""
+  """Returns the operands of successive matrix instructions, made of 16-byte units in registers. If operands are shorter than a unit, each unit is
+  cut; if operands are longer, units are joined."""
   held, words = UNIT_BYTES//4, matrix.operand_words
   if words < held: return [ops.slice_(u, i, words) for u in units for i in range(0, held, words)]
   if words == held: return units
   return [ops.concat(*parts) for parts in zip(*[iter(units)]*(words//held), strict=True)]
 
 def fragment_operands(at:Lane, packed:list[UOp], renewed:bool=False) -> list[UOp]:
-  """Turns a column of C fragments, packed to 16 bits (or 8), into the B operands of the next product. This product sums over the rows of C, in the
-  order in which a lane holds them.
+  """Returns the B operands of the next product, made of a column of C fragments that are packed to 16 bits (or 8). This product sums over the rows of
+  C, in the order in which a lane holds them.
 
   On some chips (`duplicated`) lanes 16-31 must repeat the operands of lanes 0-15. The instruction for this takes a boolean that says whether a lane
   is one of lanes 0-15. With `renewed` the boolean is computed here, just before its use (see `amd.low_lanes`). Otherwise it is computed once in the

@@ -1,7 +1,6 @@
-"""Layouts of the rows of a tile in LDS (on NVIDIA: shared memory). There is one layout for each way in which rows are written and read.
-
-A place is a position in LDS, counted in units of 16 bytes. Each layout makes sure that lanes which access LDS at the same time use different banks:
-docs/algorithm.md."""
+"""Layouts of the rows of a tile in LDS (on NVIDIA: shared memory). There is one layout for each way in which rows are written and read. A layout says
+at which place each 16-byte unit of a row lies; a place is a position in LDS, counted in units of 16 bytes. Each layout makes sure that lanes which
+access LDS at the same time use different banks: docs/algorithm.md."""
 from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Self

@@ -44,7 +44,7 @@ def extent(p:Problem, batch:UOp, given:Mapping[str, UOp]) -> Extent:
   """Returns the sequence that a workgroup works on. `batch` is the index of the batch or of the packed sequence. `given` has the kernel's tensors by
   name."""
   def keys_of() -> tuple[UOp, int|UOp]:
-    """Returns (number of keys, first key) of the batch, from kv_lengths and kv_starts."""
+    # the batch's number of keys, and its first key
     end = run_time(flat(given["kv_lengths"])[batch].load(), 0, p.Sk)
     if not p.kv_starts: return end, 0
     start = run_time(flat(given["kv_starts"])[batch].load(), 0, p.Sk)

@@ -1,8 +1,9 @@
-"""Diagonals of tiles. A diagonal is a list of tiles of scores. At equal places, all its tiles have equal i - j (query number minus key number).
+"""Diagonals of tiles. A diagonal is a list of tiles of scores. Two scores at the same position in two of these tiles have the same i - j (query
+number minus key number).
 
 A tile has `block_m` queries and `block_n` keys. From one tile of a diagonal to the next, queries and keys both move on by the least common multiple
-of block_m and block_n, so i - j stays as it is at each place of the tile. If the tiles of a diagonal are added up, the result has sums for block_m +
-block_n - 1 values of i - j. Together the diagonals hold every tile of scores once."""
+of block_m and block_n, so i - j stays as it is at each position in the tile. If the tiles of a diagonal are added up, the result has sums for block_m
++ block_n - 1 values of i - j. Together the diagonals hold every tile of scores once."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Diagonals:
-  """The diagonals of a problem's tiles: lists of tiles that have equal i - j (query number minus key number) at equal places. From one tile of a
-  diagonal to the next, the block of queries rises by `step_m` and the tile of keys by `step_n`. Two numbers describe a diagonal: `phase`, its first
-  block of queries, and `offset`, the shift of its tiles of keys. Its n-th tile has the block of queries `phase + n*step_m` and the tile of keys
-  `n*step_n + offset - offset_0`, for each n for which both exist. `offset_0` is the offset of a diagonal without a shift, so that no offset is
-  negative."""
+  """The diagonals of a problem's tiles: lists of tiles in which scores at the same position have the same i - j (query number minus key number). From
+  one tile of a diagonal to the next, the block of queries rises by `step_m` and the tile of keys by `step_n`. Two numbers describe a diagonal:
+  `phase`, its first block of queries, and `offset`, the shift of its tiles of keys. Its n-th tile has the block of queries `phase + n*step_m` and the
+  tile of keys `n*step_n + offset - offset_0`, for each n for which both exist. `offset_0` is the offset of a diagonal without a shift, so that no
+  offset is negative."""
   queries: int
   keys: int
   block_m: int
@@ -33,7 +34,7 @@ class Diagonals:
   def phases(self) -> int: return min(self.step_m, self.blocks)
   @property
   def most(self) -> int:
-    """Largest number of tiles that a diagonal may have."""
+    """Upper bound on the number of tiles in a diagonal."""
     return ceildiv(self.blocks, self.step_m)
   @property
   def offset_0(self) -> int: return (self.most - 1)*self.step_n

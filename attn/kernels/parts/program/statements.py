@@ -97,7 +97,7 @@ def awaited_by(x:Any) -> frozenset[UOp]:
 
 def comes_after(xs:tuple[UOp, ...], deps:frozenset[UOp]) -> bool:
   """Returns whether the values `xs` already come after all of the operations `deps`: whether one of `xs` is computed from a UOp that waits for all of
-  `deps`. The search goes from `xs` to their sources, and stops at each UOp that waits for something itself (tinygrad's AFTER)."""
+  `deps`. The search goes from `xs` to their operands, and stops at each UOp that waits for something itself (tinygrad's AFTER)."""
   stack, seen = list(xs), set[UOp]()
   while stack and deps:
     if (u := stack.pop()) in seen: continue

@@ -67,8 +67,8 @@ def alternate(at:Lane|MmaLane|ThreadPlace) -> bool:
   return at.matrix.block == 1
 
 def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
-  """Returns which of a lane's scores dropout keeps. `rows` are the rows that the lane owns. The other side of the scores is the rows of tile number
-  `tile`, over whose tiles the workgroup loops."""
+  """Returns which scores dropout keeps: the scores of the lane's own rows `rows` with the rows of tile number `tile`, over whose tiles the workgroup
+  loops."""
   if not scores.p.dropout_p: return Kept(scores.at)
   count = scores.block_n//OCTET      # groups of eight keys, or of eight queries, in a tile
   def word(row:Row, first:int) -> UOp: return _word(scores, row, scores.tile(tile)*count + first, min(OCTETS, count - first))
@@ -112,10 +112,10 @@ class KeptHere:
     return [bits.drop_numbers(x, words, self.places, i) for i, (x, words) in enumerate(zip(vectors, self.words, strict=True))]
 
 def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
-  """Returns which scores dropout keeps, one entry for each of `rows`, four neighbouring rows that a thread owns. The other side of the scores is rows
-  of a tile, in groups of four neighbours; `firsts` has the first row of each group. Either the thread's rows are queries and the tile's rows are
-  keys, or the other way round. The bits of eight neighbouring keys of a query are made together (an octet, see attn/ops/dropout.py), so four keys use
-  half of them."""
+  """Returns which scores dropout keeps: the scores of four neighbouring rows `rows` that a thread owns with the rows of a tile. The result has an
+  entry for each of `rows`. The rows of the tile come in groups of four neighbours, and `firsts` has the first row of each group. Either `rows` are
+  queries and the rows of the tile are keys, or the other way round. The bits of eight neighbouring keys of a query are made together (an octet, see
+  attn/ops/dropout.py), so four keys use half of them."""
   if not scores.p.dropout_p: return [KeptHere((), ()) for _ in rows]
   if scores.walk.over == "keys":
     words = [[_kept_half(scores, row, row.index, first) for first in firsts] for row in rows]
@@ -124,6 +124,6 @@ def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]
   return [KeptHere(of_queries, tuple((i, bit_of(key)) for i in range(len(rows)))) for key in range(len(rows))]
 
 def _kept_half(scores:Scores, row:Row, query:UOp, key:UOp) -> UOp:
-  """Returns the bits that say which scores of a query with four neighbouring keys are kept. `key` is the first of these keys, and has bit 0."""
+  # the bits of the query's scores with four neighbouring keys, of which `key` is the first and has bit 0: half of the bits of an octet
   octet = bits.kept_octet(*_counted(scores, row), query, key//OCTET, scores.p.dropout_p)
   return (key//(OCTET//2)%2).eq(0).where(octet, octet >> 2)

@@ -138,8 +138,7 @@ class Scores:
     return [of_beyond(y, first, last, rows) for y, rows in zip(x, self.walked)]
 
   def _seen(self, x:list[UOp], row:Row, tile:UOp, hidden:float) -> list[UOp]:
-    """Applies the caller's mask_mod, which may hide any scores of a tile, to `x`: the scores of a row, or numbers that belong to them. Returns `x`
-    with the number `hidden` where mask_mod hides the score."""
+    # mask_mod may hide any scores of a tile: their elements of x become `hidden`
     if (seen := seen_each(self.fragment(row, tile))) is None: return x
     return [ops.select_each(conditions, y, hidden) for conditions, y in zip(seen, x)]
 

@@ -46,12 +46,11 @@ class Sums:
 
   def rounded(self, packed:list[list[UOp]]) -> list[UOp]:
     """Returns this lane's sum of rounded P for each of the wave's matrix tiles of queries. `packed` has a list of vectors of P for each of them,
-    packed to 16 bits, with a vector for each matrix tile of S^T.
-
-    If the chip issues two dot products at once (`dual`), two chains of dot products run side by side. With two matrix tiles of queries, each chain
-    makes the sum of one of them. With one, a chain takes every second vector. Two dot products issue at once only if their operands lie in different
-    register banks. The first dwords of all vectors lie in the same bank. So the second chain begins with the second dword of each vector."""
+    packed to 16 bits, with a vector for each matrix tile of S^T."""
     def total(column:list[UOp]) -> UOp: return rounded_sum(column, self.kinds[0], self.matrix, self.dtype, rows=1)
+    # With `dual` two chains of dot products run side by side: one for each matrix tile of queries, or, if there is only one tile, one for the even
+    # vectors and one for the odd ones. Two dot products issue at once only if their operands lie in different register banks. The first dwords of all
+    # vectors lie in the same bank. So the second chain begins with the second dword of each vector.
     chains = packed if len(packed) == 2 else [packed[0][0::2], packed[0][1::2]]
     if not self.dual or not all(chains): return [total(column) for column in packed]
     turned = [ops.build(*[ops.extract(x, (i + 1)%ops.length(x)) for i in range(ops.length(x))]) for x in chains[1]]
