@@ -29,7 +29,7 @@ DQ_ON_CDNA = (UpTo(128, BackwardShape(4, 32)), UpTo(256, BackwardShape(4, 32, fe
 DKDV_OF_256_ON_CDNA = (UpTo(256, BackwardShape(4, 32, fenced=8, sparing=True, passes=2, read_ahead=1), whole=True),
                        UpTo(256, BackwardShape(4, 32, fenced=8, prefetch=0, sparing=True, passes=2)))
 DKDV_ON_CDNA = (UpTo(64, BackwardShape(4, 32, fenced=2)), UpTo(128, BackwardShape(4, 32, fenced=4)), *DKDV_OF_256_ON_CDNA)
-PLAIN_DQ_128 = UpTo(128, BackwardShape(8, 32, fenced=2))
+PLAIN_DQ_128 = UpTo(128, BackwardShape(4, 32, fenced=2))     # on CDNA3 and CDNA4
 
 # A wave keeps Q in registers, and no register is spilled. The 64 query rows of a workgroup share each load of K from memory.
 LATENT_ON_CDNA = (UpTo(576, MlaShape(4, 32, 1), matrix=1),)

@@ -56,7 +56,9 @@ CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000,
   pipes=Pipes(simds=4, valu=4, trans=16, lds_read=128, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=512, flops=2048, matrix={
     "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8, "32x32x16": 32, "16x16x32": 16}),
   apart=("float16",), forward=FORWARD_ON_CDNA3, forward_of_bytes=BYTES_ON_CDNA3, dq=DQ_ON_CDNA, dkdv=DKDV_ON_CDNA,
-  plain_dq=(UpTo(64, BackwardShape(4, 64, fenced=2)), PLAIN_DQ_128), latent=LATENT_ON_CDNA, at_once=AT_ONCE_ON_CDNA3,
+  plain_dq=(UpTo(64, BackwardShape(4, 64, fenced=2)), PLAIN_DQ_128,
+            *(UpTo(d, BackwardShape(4, 32, fenced=8, sparing=True, read_ahead=1)) for d in (192, 256))),
+  latent=LATENT_ON_CDNA, at_once=AT_ONCE_ON_CDNA3,
   counters=COUNTERS_ON_CDNA, machine=CDNA3_MACHINE)
 
 CACHES_OF_CDNA3 = Caches(8, 4 << 20, 256 << 20, 17200)

@@ -50,7 +50,7 @@ def mma_backward_tile(p:Problem, arch:Chip, keys:bool) -> MmaBackwardTile:
 def mma_bias_tile(p:Problem, arch:Chip) -> MmaBackwardTile: return _chosen_mma("backward_dbias_mma", p, arch, DBIAS_MMA, p.Sq, False)
 
 def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
-  """Returns the tile description of a backward kernel on wgmma: of the kernel of dk and dv if `keys` is true, otherwise of the kernel of dq. Takes
+  """Chooses the tile description of a backward kernel on wgmma: of the kernel of dk and dv if `keys` is true, otherwise of the kernel of dq. Takes
   the first row of the kernel's table that is for the problem's head dimensions. There is such a row for every problem that the wgmma kernels can
   compute."""
   queries, rows = (p.Sq*(p.H//p.Hkv), p.Sk) if keys else (p.Sq, p.Sq)
@@ -214,9 +214,8 @@ def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> B
   return BackwardTile(**vars(replace(c, waves=waves, prefetch=prefetch)), matrix=mat, keys=keys)
 
 def _plain(p:Problem, arch:Chip, table:tuple[UpTo[BackwardShape], ...], keys:bool) -> Iterator[UpTo[BackwardShape]]:
-  """Yields the rows of `table` that fit a problem. The table is only for problems without options (bias, softcap, ...). If it is the table of dk and
-  dv (`keys`), it is only for problems without a mask: with a mask, these kernels would spend most of their time on moves between registers."""
-  if p.options or arch.llvm < PLAIN_LLVM or (keys and any(hiding(p))): return
+  """Yields the rows of `table`, a table for problems without options (bias, softcap, ...), that fit a problem."""
+  if p.options or arch.llvm < PLAIN_LLVM: return
   for row in (x for x in table if x.up_to == tuned.head_class(p)):
     tile = backward_tile(p, arch, row, keys)
     workgroups = p.B*(p.Hkv if keys else p.H)*ceildiv(p.Sk if keys else p.Sq, tile.block_m)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from attn.chips import Chip, get_chip
-from attn.chips.matrix import contraction, row_registers
+from attn.chips.matrix import row_registers
 from attn.chips.shapes import BackwardShape, UpTo
 from attn.choose.backward_tiles import backward_tile
 from attn.choose.refusals import MATRIX_DTYPES
@@ -16,7 +16,7 @@ from attn.isa.costs import report_of_text
 from attn.isa.source import Spec, kernel_source, problem_of_spec
 from attn.kernels.parts.program.counts import round_up
 from attn.kernels.tiles.amd import BackwardTile
-from attn.search.forward import MATRICES, RESERVE, VARIANTS, Bound, Each, bound_of, conflict
+from attn.search.forward import MATRICES, RESERVE, VARIANTS, Bound, Each, bound_of, whole_and_smooth
 from attn.tinygrad_compat import CompileError
 
 BACKWARD_SPACE: dict[str, tuple[Any, ...]] = {
@@ -51,12 +51,10 @@ def backward_candidates(arch:Chip, d:int, keys:bool) -> list[UpTo[BackwardShape]
     c = BackwardShape(**dict(zip(BACKWARD_SPACE, numbers)))
     if matrix >= len(arch.matrix[MATRIX_DTYPES[0]]) or (c.passes > 1 and not keys) or c.fenced in NOT_LOOKED_AT[arch.wave]: continue
     tile = backward_tile(p, arch, row := UpTo(d, c, matrix=matrix), keys)
-    mat = tile.matrix
-    divides = c.block_n%mat.M == 0 and c.block_n%mat.span == 0
     plain = backward_tile(p, arch, UpTo(d, BackwardShape(c.waves, c.block_n), matrix=matrix), keys)
     needed = backward_held(plain, d) > arch.vgprs*3//4 or not (any(c.own_in_lds) or c.sparing or c.passes > 1)
-    smooth = not any(conflict(arch.family, mat, n//mat.unit | 1) for n in (contraction(mat, d), c.block_n))
-    if divides and needed and smooth and misfit(p, arch, row, tile) is None and backward_held(tile, d) <= arch.vgprs: found.append(row)
+    room = misfit(p, arch, row, tile) is None and backward_held(tile, d) <= arch.vgprs
+    if whole_and_smooth(arch, tile.matrix, c.block_n, d) and needed and room: found.append(row)
   return found
 
 def backward_bound(arch:str, row:UpTo[BackwardShape], kernel:str, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:

@@ -87,6 +87,11 @@ def conflict(family:str, mat:Matrix, stride:int) -> bool:
   unit = np.arange(mat.wave)%mat.N*stride + (0 if mat.duplicated else np.arange(mat.wave)//mat.N)
   return any(len(set(u)) != len(set(u % (banks//4))) for u in unit[groups])
 
+def whole_and_smooth(arch:Chip, mat:Matrix, rows:int, d:int) -> bool:
+  """Returns whether the `rows` of an iteration make whole tiles of the matrix instruction, and lanes read them from LDS without bank conflicts."""
+  divides = rows % mat.M == 0 and rows % mat.span == 0
+  return divides and not any(conflict(arch.family, mat, n//mat.unit | 1) for n in (contraction(mat, d), rows))
+
 def candidates(arch:Chip, d:int) -> list[UpTo[ForwardShape]]:
   """Returns table rows for all usable tile shapes that the search tries. A usable shape has whole tiles of the matrix instruction, fits into LDS and
   registers, and is read without bank conflicts. Q lies in LDS only if the tile would need more than half of the wave's registers with Q in
@@ -96,11 +101,9 @@ def candidates(arch:Chip, d:int) -> list[UpTo[ForwardShape]]:
     if matrix >= len(arch.matrix[MATRIX_DTYPES[0]]): continue
     row = UpTo(d, c := ForwardShape(**dict(zip(SPACE, numbers))), matrix=matrix)   # type: ignore[arg-type]
     tile = amd_tile(p, arch, row)
-    divides = c.block_n%tile.matrix.M == 0 and c.block_n%tile.matrix.span == 0
     crowded = not c.q_in_lds or held(replace(row, shape=replace(c, q_in_lds=False)), arch, d) > arch.vgprs//2
-    smooth = not any(conflict(arch.family, tile.matrix, n//tile.matrix.unit | 1) for n in (contraction(tile.matrix, d), c.block_n))
     room = misfit(p, arch, row, tile) is None and held(row, arch, d) <= arch.vgprs
-    if divides and crowded and smooth and tile.block_m <= LARGEST_TILE and room: found.append(row)
+    if whole_and_smooth(arch, tile.matrix, c.block_n, d) and crowded and tile.block_m <= LARGEST_TILE and room: found.append(row)
   return found
 
 # ***** the bound of one tile *****

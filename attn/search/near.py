@@ -1,0 +1,133 @@
+"""Searches for tiles by the predicted time of a whole problem (attn/isa/timing), near the tile in use. `python -m attn.tune --near` prints it.
+
+The search starts from the tile in use. It tries every tile that differs from the best one so far in one number, such as the waves of a workgroup,
+and goes on from the fastest of them until no such tile is faster. The time counts the matrix work, the caches and the memory of a card at the clock
+that it sustains under matrix work. Beside each time stand the bytes that the tile moves."""
+from __future__ import annotations
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+from attn.chips import get_chip
+from attn.chips.shapes import BackwardShape, ForwardShape, UpTo
+from attn.choose.backward_tiles import backward_tile
+from attn.choose.rows import misfit
+from attn.choose.tiles import amd_tile
+from attn.compilers.clang import assembly
+from attn.isa.costs import report_of_text
+from attn.isa.source import FORWARD, Spec, chosen, kernel_source, problem_of_spec
+from attn.isa.timing.kernels import ASKED, of_source
+from attn.isa.timing.predict import Prediction, work_of_grid
+from attn.kernels.tiles.amd import BackwardTile, Tile
+from attn.search.backward import BACKWARD_SPACE, backward_held
+from attn.search.forward import LARGEST_TILE, SPACE, VARIANTS, held, whole_and_smooth
+from attn.tinygrad_compat import CompileError
+
+GAIN = 0.03          # a table row is changed only if every variant of the kernel is predicted to be faster by this share
+FASTER_BY = 0.01     # the search goes on from a tile only if it is faster than the best one so far by this share
+NUMBERS_CHANGED: dict[str, Mapping[str, tuple[Any, ...]]] = {     # by kernel: the numbers of a shape that the search changes
+  FORWARD: SPACE, "dkdv": (of_dkdv := {**BACKWARD_SPACE, "read_ahead": (0, 1, 3)}),
+  "dq": {name: values for name, values in of_dkdv.items() if name != "passes"}}
+
+@dataclass(frozen=True)
+class Timed:
+  """A tile with the predicted time of a problem, and the bytes that the problem moves."""
+  row: UpTo[Any]
+  tile: Tile|BackwardTile
+  prediction: Prediction
+  workgroups: int
+  @property
+  def ms(self) -> float: return 1e3*self.prediction.seconds
+  @property
+  def read(self) -> float:
+    """Bytes that a workgroup reads and writes in the mean: the rows that it loops over, and its own rows."""
+    return self.prediction.bytes["L2"]/self.workgroups
+
+# ***** the tiles to try *****
+
+def tile_of(spec:Spec, row:UpTo[Any]) -> Tile|BackwardTile:
+  p, chip = problem_of_spec(spec, ASKED), get_chip(spec.arch)
+  return amd_tile(p, chip, row) if spec.kernel == FORWARD else backward_tile(p, chip, row, spec.kernel == "dkdv")
+
+def row_in_use(spec:Spec) -> UpTo[Any]:
+  """Returns a table row that gives the tile in use for a problem of size ASKED."""
+  chip, tile = get_chip(spec.arch), chosen(spec, shape=ASKED)[1]
+  assert isinstance(tile, Tile|BackwardTile)
+  kind = ForwardShape if spec.kernel == FORWARD else BackwardShape
+  shape = kind(**{f.name: getattr(tile, f.name) for f in fields(kind)})
+  return UpTo(spec.d, shape, matrix=chip.matrix[spec.dtype].index(tile.matrix))
+
+def usable(spec:Spec, row:UpTo[Any]) -> bool:
+  """Returns whether a tile has whole tiles of the matrix instruction, is read without bank conflicts, and fits into LDS and registers."""
+  chip, p, tile = get_chip(spec.arch), problem_of_spec(spec, ASKED), tile_of(spec, row)
+  if misfit(p, chip, row, tile) is not None or not whole_and_smooth(chip, tile.matrix, row.shape.block_n, spec.d): return False
+  if isinstance(tile, BackwardTile): return backward_held(tile, spec.d) <= chip.vgprs
+  return held(row, chip, spec.d) <= chip.vgprs and tile.block_m <= LARGEST_TILE
+
+def near_rows(spec:Spec, row:UpTo[Any]) -> Iterator[UpTo[Any]]:
+  """Yields the usable table rows that differ from `row` in one number of the shape."""
+  for name, values in NUMBERS_CHANGED[spec.kernel].items():
+    for value in values:
+      if value != getattr(row.shape, name) and usable(spec, near := replace(row, shape=replace(row.shape, **{name: value}))): yield near
+
+# ***** the time of one tile *****
+
+def timed(spec:Spec, row:UpTo[Any]) -> Timed|None:
+  """Compiles a kernel with the tile of a table row, and predicts the time of a problem of size ASKED on the first card of the chip whose GEMM is
+  known, at the clock that this GEMM sustains. If no card's GEMM is known, it is the first card's rated clock. Returns None if the kernel doesn't
+  compile, or spills registers to memory or scalar registers to vector registers."""
+  chip, tile = get_chip(spec.arch), tile_of(spec, row)
+  kernel = kernel_source(spec, tile, shape=ASKED)
+  try: text = assembly(kernel.text, spec.arch)
+  except CompileError: return None
+  resources = report_of_text(spec, kernel, text).resources
+  if resources.scratch or resources.sgpr_spills: return None
+  found = of_source(spec, kernel, text, ASKED)
+  assert found.problem is not None and found.division is not None
+  card = next((card for card in chip.cards if card.gemm), next(card for card in chip.cards if card.ghz))
+  prediction = found.on_cards(card.name)[-1]
+  return Timed(row, tile, prediction, len(work_of_grid(found.problem, found.division)))
+
+def climb(spec:Spec, time:Callable[[Spec, UpTo[Any]], Timed|None]=timed) -> list[Timed]:
+  """Returns the tiles that the search from the tile in use has tried, the fastest first. `time` predicts the time of one tile."""
+  tried: dict[UpTo[Any], Timed|None] = {}
+  def look(row:UpTo[Any]) -> None:
+    if row not in tried: tried[row] = time(spec, row)
+  best = row_in_use(spec)
+  look(best)
+  while True:
+    so_far = math.inf if (now := tried[best]) is None else now.ms
+    for row in near_rows(spec, best): look(row)
+    ranked = sorted((x for x in tried.values() if x is not None), key=lambda x: x.ms)
+    if not ranked or ranked[0].ms > (1 - FASTER_BY)*so_far: return ranked
+    best = ranked[0].row
+
+def gain_of(spec:Spec, row:UpTo[Any], time:Callable[[Spec, UpTo[Any]], Timed|None]=timed) -> float:
+  """Returns by which share a tile is faster than the tile in use, in the dtype and mask where this share is the smallest. Returns minus infinity if a
+  kernel with the tile doesn't compile or spills."""
+  found = math.inf
+  for dtype, mask in VARIANTS:
+    variant = replace(spec, dtype=dtype, mask=mask)
+    before, after = time(variant, row_in_use(variant)), time(variant, row)
+    if before is None or after is None: return -math.inf
+    found = min(found, 1 - after.ms/before.ms)
+  return found
+
+# ***** the table *****
+
+NEAR_COLUMNS = ("chip", "D", "kernel", "tile", "rows x rows of an iteration", "predicted, ms", "MB that a workgroup moves", "GB from L2",
+                "GB from Infinity Cache", "GB from memory", "gain in the worst variant")
+
+def cells_of(spec:Spec, what:str, x:Timed, gain:str="") -> tuple[str, ...]:
+  gb = (f"{x.prediction.bytes[level]/1e9:.2f}" if level in x.prediction.bytes else "" for level in ("L2", "Infinity Cache", "memory"))
+  name = ", ".join(filter(None, (str(x.tile), x.tile.options)))
+  return spec.arch, str(spec.d), spec.kernel, what, name, f"{x.ms:.3f}", f"{x.read/1e6:.2f}", *gb, gain
+
+def near_table(spec:Spec, time:Callable[[Spec, UpTo[Any]], Timed|None]=timed) -> list[tuple[str, ...]]:
+  """Returns one line for the tile in use and one for the best tile that the search finds, with NEAR_COLUMNS. The best tile's line is missing if it is
+  the tile in use."""
+  used = time(spec, row_in_use(spec))
+  best = climb(spec, time)[0]
+  if used is None: return [cells_of(spec, "best predicted", best)]
+  if best.row == used.row or best.ms > (1 - FASTER_BY)*used.ms: return [cells_of(spec, "in the table, the best", used)]
+  return [cells_of(spec, "in the table", used), cells_of(spec, "best predicted", best, f"{gain_of(spec, best.row, time):.1%}")]
