@@ -270,7 +270,7 @@ def by_tinygrad(arch:Chip|None, reason:str) -> BackwardChoice:
   return BackwardChoice((), arch, reason)
 
 def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
-  """Chooses what computes the gradient of `p`: the backward kernels or tinygrad. `forward` is the name of the kernel that computed the output."""
+  """Returns what computes the gradients of `p`: the backward kernels or tinygrad. `forward` is the name of the kernel that computed the output."""
   if forward == "three_pass": return by_tinygrad(arch, "forward is three_pass, which tinygrad differentiates")
   found = can_differentiate(p, arch)
   if isinstance(found, str) or arch is None: return BackwardChoice((), arch, str(found))

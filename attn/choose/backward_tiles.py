@@ -50,7 +50,7 @@ def mma_backward_tile(p:Problem, arch:Chip, keys:bool) -> MmaBackwardTile:
 def mma_bias_tile(p:Problem, arch:Chip) -> MmaBackwardTile: return _chosen_mma("backward_dbias_mma", p, arch, DBIAS_MMA, p.Sq, False)
 
 def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
-  """Chooses the tile description of a backward kernel on wgmma: of the kernel of dk and dv if `keys` is true, otherwise of the kernel of dq. Takes
+  """Returns the tile description of a backward kernel on wgmma: of the kernel of dk and dv if `keys` is true, otherwise of the kernel of dq. Takes
   the first row of the kernel's table that is for the problem's head dimensions. There is such a row for every problem that the wgmma kernels can
   compute."""
   queries, rows = (p.Sq*(p.H//p.Hkv), p.Sk) if keys else (p.Sq, p.Sq)

@@ -282,8 +282,9 @@ def asked_for() -> Forced:
   return forced(tuple(KERNELS))
 
 def choose(p:Problem, arch:Chip|None) -> Choice:
-  """Chooses the first kernel of the table KERNELS that can compute `p` on `arch` and that is not slower than another kernel. If ATTN_KERNEL names a
-  kernel, chooses that kernel, even if another one is faster. `arch` is None for a device on which none of attn's kernels runs.
+  """Returns the choice of the kernel for `p` on `arch`: the first kernel of the table KERNELS that can compute `p` and that is not slower than
+  another kernel. If ATTN_KERNEL names a kernel, chooses that kernel, even if another one is faster. `arch` is None for a device on which none of
+  attn's kernels runs.
 
   Raises NotImplementedError, with every reason, if no kernel can compute `p`, or if the named kernel cannot. Raises ValueError if ATTN_KERNEL is not
   the name of a kernel."""

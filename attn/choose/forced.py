@@ -29,8 +29,8 @@ class Forced:
   units: tuple[str, ...] = UNITS
 
 def forced(kernels:Sequence[str]) -> Forced:
-  """Reads ATTN_KERNEL. `kernels` has the names of the forward kernels. Raises ValueError for an unknown name, and for names that cannot be used
-  together."""
+  """Returns the kernels that the environment variable ATTN_KERNEL asks for. `kernels` has the names of the forward kernels. Raises ValueError if
+  ATTN_KERNEL has an unknown name, or names that cannot be used together."""
   return _parsed(os.environ.get("ATTN_KERNEL", ""), tuple(kernels))
 
 @functools.cache

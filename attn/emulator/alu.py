@@ -28,7 +28,7 @@ def literal(value:Any, dt:DType) -> Array:
   return np.full((elements(dt), 1), value, to) if dt in VECTORS else to.type(value)
 
 def stack(*xs:Array) -> Array:
-  """Stacks n scalars of shape (threads,) into one vector of shape (n, threads). If each scalar is equal in all threads, the vector has the shape (n,
+  """Returns n scalars of shape (threads,) as one vector of shape (n, threads). If each scalar is equal in all threads, the vector has the shape (n,
   1)."""
   out = np.empty((len(xs), max(np.size(x) for x in xs)), xs[0].dtype)
   for i, x in enumerate(xs): out[i] = x
@@ -39,8 +39,8 @@ def stack(*xs:Array) -> Array:
 def bf16_to_float(x:Array) -> Array: return (np.asarray(x).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 def float_to_bf16(x:Array) -> Array:
-  """Converts fp32 to the 16 bits of a bfloat16. Rounds to nearest, ties to even, by adding half an ulp to the bits. A NaN keeps its upper bits and
-  stays a NaN."""
+  """Returns fp32 numbers rounded to bfloat16, as 16 bits each. Rounds to nearest, ties to even, by adding half an ulp to the bits. A NaN keeps its
+  upper bits and stays a NaN."""
   bits = np.asarray(x, np.float32).view(np.uint32)
   rounded = (bits + np.uint32(0x7fff) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
   return np.where(np.isnan(x), (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype(np.uint16)
@@ -65,7 +65,7 @@ def cast(x:Array, src:DType, dst:DType) -> Array:
   return np.asarray(x).astype(to)
 
 def bitcast(x:Array, dst:DType) -> Array:
-  """Reinterprets the bits of a value as the type `dst`. If the types have different sizes, the number of a vector's elements changes."""
+  """Returns the bits of x as values of the type `dst`. If the two types have different sizes, the number of a vector's elements changes."""
   to, x = numpy_dtype(dst), np.asarray(x)
   if x.dtype.itemsize == to.itemsize: return x.view(to)
   rows = np.ascontiguousarray((x if x.ndim > 1 else x.reshape(1, -1)).T).view(to)   # (threads, elements)

@@ -83,9 +83,9 @@ class Layout:
     self.by_rows, self.by_columns = ([len(e), *[place[x] for x in order]] for order in (rows + cols, cols + rows))
 
   def to_matrices(self, x:Array, unpack:Callable[[Array], Array]) -> Array:
-    """Converts registers x, of shape (registers, threads), to one matrix per wave: (waves, columns, rows). `unpack` converts registers to elements
-    (elements, threads), in the type in which they are multiplied. Raises BadOperand if lanes that hold duplicates hold different values (RDNA3:
-    lanes 16-31 of A and B repeat lanes 0-15)."""
+    """Returns one matrix per wave, (waves, columns, rows), from registers x of shape (registers, threads). `unpack` converts registers to elements
+    (elements, threads), in the type in which they are multiplied. Raises BadOperand if lanes that hold duplicates hold different values (RDNA3: lanes
+    16-31 of A and B repeat lanes 0-15)."""
     e, l = self.split
     if self.duplicated is not None:
       axis = self.duplicated - len(e) + 1

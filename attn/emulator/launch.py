@@ -74,8 +74,8 @@ def run_together(make:Callable[[int], Frame], meeting:Meeting, workgroups:int, r
   meeting.all_happen()
 
 def deadlock(frames:list[Frame], others:int) -> EmulatorError:
-  """Makes the error that is raised if the workgroups of all `frames` wait, so that none of them can run. `others` is the number of workgroups that
-  have not started."""
+  """Returns the error Deadlock, which is raised if the workgroups of all `frames` wait, so that none of them can run. `others` is the number of
+  workgroups that have not started."""
   told = [f"workgroup {f.workgroup(f.first)} {f.wait}" for f in frames[1:4]] + ["..."]*(len(frames) > 4)
   return frames[0].deadlock("; ".join([f"resident workgroups: {len(frames)}, all of them waiting; not started: {others}", *told]))
 

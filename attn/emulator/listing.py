@@ -46,7 +46,7 @@ class Place:
   statement: str
 
   def __str__(self) -> str:
-    """Describes the place for an error message: one line about Python and one line about the rendered source. Leaves out a line that is not known."""
+    """Text of the place for an error message: one line about Python and one line about the rendered source. Leaves out a line that is not known."""
     found = []
     if self.python is not None:
       file, line = self.python
@@ -83,7 +83,7 @@ class Listing:
     return listing
 
   def python_lines(self) -> dict[int, tuple[str, int]]:
-    """Maps the line number in the rendered source (from 1) to the file and line of Python that emitted it. Leaves out lines for which no line of
+    """Returns {line number in the rendered source, from 1: (file, line) of the Python code that emitted it}. Leaves out lines for which no line of
     Python is known."""
     found: dict[int, tuple[str, int]] = {}
     for u, line in self.lines.items():

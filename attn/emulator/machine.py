@@ -123,7 +123,7 @@ class Frame(Threads):
   def can_run(self) -> bool: return self.wait is None or self.wait.over
 
   def deadlock(self, why:str) -> EmulatorError:
-    """Makes the error Deadlock for the first thread that still waits. `why` says what the other workgroups do."""
+    """Returns the error Deadlock, which names the first thread that still waits. `why` says what the other workgroups do."""
     assert self.wait is not None
     bad, wait = np.zeros(self.T, bool), self.wait
     bad[wait.threads[wait.memory[wait.at] != wait.number]] = True
@@ -145,8 +145,8 @@ class Frame(Threads):
     return np.asarray(sum((np.asarray(self.v[s], np.int64)*size for s, size in at.terms), np.int64(0)))
 
   def aligned(self, index:Array, per:int, name:str, active:Array|None) -> Array:
-    """Converts an index of the buffer `name` that counts elements to an index that counts vectors of `per` elements. Raises Misaligned if the index
-    of an active thread is not a multiple of `per`."""
+    """Returns an index that counts vectors of `per` elements, converted from `index`, which counts elements of the buffer `name`. Raises Misaligned
+    if the index of an active thread is not a multiple of `per`."""
     index, beyond = divided(index, per)
     if beyond.any() and (bad := (beyond != 0) if active is None else (beyond != 0) & active).any():
       at = self.full(index*per + beyond)

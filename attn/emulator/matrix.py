@@ -28,10 +28,10 @@ def warpgroup_operand(a:Array, size:int) -> Array:
   return layout.to_matrices(a, lambda x: _parts(x, f"u{size}")).swapaxes(1, 2)
 
 def warpgroup_product(a:Array, b:Array, c:Array, depth:int=0, bits:int=0) -> Array:
-  """Computes c + A B^T in fp32 for each warpgroup. c has the shape (registers, threads), A is fp32 (warpgroups, 64, k), and B is fp32 (warpgroups, n,
-  k). If `bits` is above 0, the sums are less exact, as on chips of SHORT_SUMS: `depth` products are added at a time, and cut off at `bits` bits after
-  the binary point. Multiplies for each warp separately: a BLAS library would distribute one larger product over CPU threads, which costs more than it
-  saves, above all when other processes use the cores."""
+  """Returns c + A B^T in fp32 for each warpgroup. c has the shape (registers, threads), A is fp32 (warpgroups, 64, k), and B is fp32 (warpgroups, n,
+  k). The result has the shape of c. If `bits` is above 0, the sums are less exact, as on chips of SHORT_SUMS: `depth` products are added at a time,
+  and cut off at `bits` bits after the binary point. Multiplies for each warp separately: a BLAS library would distribute one larger product over CPU
+  threads, which costs more than it saves, above all when other processes use the cores."""
   layout, (groups, n, k) = Layout("irp gt -> rg itp", i=c.shape[0]//4, r=2, p=2, g=8, t=4), b.shape
   rows, columns = a.reshape(groups, 4, 16, k), b[:, None].swapaxes(2, 3)
   if not bits: return layout.add_matrices(c, (rows @ columns).reshape(groups*4, 16, n))
@@ -57,16 +57,16 @@ def _from_high_half(x:Array) -> Array:
   return found
 
 def _halves(x:Array) -> Array:
-  """Unpacks the two 16-bit numbers of each dword (n, ...), the low one first. Each number goes into the upper half of an int32. The result is (2n,
-  ...)."""
+  """Returns the two 16-bit numbers of each dword x (n, ...), the low one first, as an array (2n, ...) of int32. Each number is in the upper half of
+  its int32."""
   halves = np.empty((len(x), 2, *x.shape[1:]), np.int32)
   np.left_shift(x.view(np.int32), 16, out=halves[:, 0])
   np.bitwise_and(x.view(np.int32), np.int32(-65536), out=halves[:, 1])
   return halves.reshape(-1, *x.shape[1:])
 
 def _parts(x:Array, kind:str) -> Array:
-  """Splits dwords (n, threads) into the smaller numbers that are packed in them, beginning with the low bits. `kind` is the numpy type of these
-  numbers."""
+  """Returns the numbers that are packed in the dwords x (n, threads), as an array (numbers, threads), beginning with the low bits of a dword. `kind`
+  is the numpy type of these numbers."""
   parts = np.ascontiguousarray(x).view(kind).reshape(*x.shape, -1)
   return np.ascontiguousarray(parts.transpose(0, 2, 1)).reshape(-1, x.shape[-1])
 
@@ -108,17 +108,18 @@ _ACCUMULATOR: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]
 _SMALLEST = {"float16": np.float32(2.0**-14), "bfloat16": np.float32(2.0**-126), "float32": np.float32(2.0**-126)}   # smallest normal number
 
 def flushed(x:Array, dtype:str) -> Array:
-  """Sets the fp32 values that are denormal in `dtype` to zero."""
+  """Returns the fp32 numbers x, with 0 in place of numbers that are denormal in `dtype`."""
   return np.where(np.abs(x) < _SMALLEST[dtype], np.float32(0), x)
 
 def truncated_at(x:Array, size:Array, bits:int) -> Array:
-  """Rounds fp32 numbers `x` towards zero to multiples of 2^(e - bits), where 2^e is the largest power of two that is not larger than `size`."""
+  """Returns the fp32 numbers x rounded towards zero to multiples of 2^(e - bits), where 2^e is the largest power of two that is not larger than
+  `size`."""
   places = np.ldexp(np.float32(1), bits + 1 - np.frexp(size)[1])     # frexp counts the power of two from 1/2
   return np.trunc(x*places)/places
 
 def short_sum(a:Array, b:Array, c:Array, bits:int) -> Array:
-  """Computes c + A B as chips of SHORT_SUMS add products of 8-bit floats. A is (waves, M, K), B (waves, K, N), c (waves, M, N). The products and c
-  are cut off at `bits` bits after the binary point of the largest of them, then added, and the sum is cut off to `bits` bits of mantissa."""
+  """Returns c + A B as chips of SHORT_SUMS add products of 8-bit floats. A is (waves, M, K), B (waves, K, N), c (waves, M, N). The products and c are
+  cut off at `bits` bits after the binary point of the largest of them, then added, and the sum is cut off to `bits` bits of mantissa."""
   addends = np.concatenate([a[:, :, None] * b.swapaxes(1, 2)[:, None], c[..., None]], axis=-1, dtype=np.float32)
   size = np.abs(addends).max(-1)
   usual = (size > 2.0**-80) & (size < np.inf)      # neither zero, nor so small that fp32 loses bits, nor NaN or inf
@@ -166,8 +167,8 @@ class MatrixUnit:
     return flushed(i.c.add_matrices(flushed(c, "float32"), product), "float32")
 
   def instruction(self, name:str, a:Array, b:Array, c:Array) -> Array:
-    """Executes the matrix instruction `name` (the stem of its compiler builtin) on registers as they are on hardware. a and b hold packed elements,
-    as uint32 (registers, threads). c is fp32 (registers, threads)."""
+    """Returns the result of the matrix instruction `name` (the stem of its compiler builtin): c + A B, in registers as on hardware. a and b hold
+    packed elements, as uint32 (registers, threads). c and the result are fp32 (registers, threads)."""
     i = INSTRUCTIONS.get(name)
     if i is None or self.family not in i.families or (i.dtype in _FP8 and self.arch in WITHOUT_FP8):
       have = ", ".join(n for n, x in INSTRUCTIONS.items() if self.family in x.families)
@@ -175,15 +176,16 @@ class MatrixUnit:
     return self._run(i, a, b, c, True)
 
   def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array:
-    """Executes v_dot2_f32_f16, v_dot2_f32_bf16 or v_dot4_f32_fp8_fp8. a and b are dwords of shape (threads,), c is fp32 of shape (threads,)."""
+    """Returns the result of v_dot2_f32_f16, v_dot2_f32_bf16 or v_dot4_f32_fp8_fp8: c plus the dot product of the numbers in a and b. a and b are
+    dwords of shape (threads,), c and the result are fp32 of shape (threads,)."""
     if self.family not in DOTS[dtype]: raise BadOperand(f"{self.arch} has no dot product of dwords of {dtype}")
     pairs = [_UNPACK[dtype](np.atleast_2d(x)) for x in (a, b)]
     if self.family in FLUSHING: pairs = [flushed(x, dtype) for x in pairs]
     return flushed(functools.reduce(operator.add, pairs[0]*pairs[1], flushed(c, "float32")), "float32")
 
   def wmma(self, dims:tuple[int, int, int], dtype:str, a:Array, b:Array, c:Array, out:str) -> Array:
-    """Executes a matrix product of tinygrad's own kernels, the UOp WMMA. `dims` is (N, M, K). The operands a, b and c have the shape (elements of a
-    lane, threads). `out` is the type of C and D."""
+    """Returns the result of a matrix product in tinygrad's own kernels, the UOp WMMA: c + A B, in the type `out`. `dims` is (N, M, K). The operands
+    a, b and c have the shape (elements of a lane, threads)."""
     i = next((x for x in INSTRUCTIONS.values() if self.family in x.families and x.dims == tuple(dims) and x.dtype == dtype), None)
     if i is None: raise BadOperand(f"{self.arch} has no matrix instruction for (N, M, K) = {dims} on {dtype}")
     widen, narrow = _ACCUMULATOR[out]

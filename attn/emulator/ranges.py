@@ -177,7 +177,7 @@ def gated(uops:list[UOp]) -> set[UOp]:
   return {u for u in places if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].max_numel() <= held_by(dtypes.int)[1] + 1}
 
 def both(x:NumberBounds, y:NumberBounds) -> NumberBounds:
-  """Combines two sets of bounds that hold at the same time. A number in both sets gets the intersection of its two ranges."""
+  """Returns the bounds that hold if the bounds x and the bounds y hold. A number in both gets the intersection of its two ranges."""
   return x | y | {u: (max(x[u][0], y[u][0]), min(x[u][1], y[u][1])) for u in x if u in y}
 
 def plus(x:Sum, y:Sum, factor:int) -> Sum:

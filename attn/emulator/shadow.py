@@ -76,7 +76,7 @@ class LdsShadow:
     return any(_overlap(x.span, span) for _, x in self.holding)
 
   def foreign(self, tag:Array) -> Array:
-    """Returns the mask of threads that access a location which another wave wrote last, with no barrier since. Such a write may not be complete.
+    """Returns the mask of threads that access a location which another wave wrote last, with no barrier since. Such a write is possibly not complete.
     `tag` (threads,) has a number for each thread's location that says when and by which wave it was last written: interval * stride + wave."""
     f, late = self.f, tag >= self.f.tag_floor
     return late & (tag != f.tag) if f.settled else late & (tag % f.stride != f.wave_of)
@@ -85,14 +85,14 @@ class LdsShadow:
 
   def send(self, at:Array, by:Array, operation:int) -> None:
     """Marks the locations `at` as the target of an asynchronous store that the threads `by` have started. `operation` is the index of the store among
-    all asynchronous operations. No wave may access them until the store arrives, not even the wave that started the store."""
+    all asynchronous operations. Until the store is complete, an access to these locations is an error, even by the wave that started the store."""
     self.writer[at] = (self.first + operation)*self.f.stride + self.f.wave_of[by]
   def arrive(self, at:Array, by:Array, span:Span) -> None:
     self.writer[at] = self.f.tag[by]
     self.written_at.add(span, self.f.last_interval)
   def held(self, at:Array) -> Array:
-    """Returns, for each of the locations `at`, 1 plus the index of an asynchronous product that still reads it, or 0 if there is none. No wave may
-    write these locations before the product is waited for."""
+    """Returns, for each of the locations `at`, 1 plus the index of an asynchronous product that still reads it, or 0 if there is none. Before the
+    product is waited for, a write to such a location is an error."""
     held = np.zeros(self.total, np.int32)
     for product, x in self.holding:
       by = product.threads if x.active is None else product.threads & x.active
@@ -109,7 +109,7 @@ class LdsShadow:
 
   def clean_read(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
     """Records a read by each active thread, of `per` neighbouring locations from location `at*per` on, and returns True. `at` has the shape
-    (threads,). `span` is the range of locations that all the threads read. Returns False and records nothing if the read may be faulty."""
+    (threads,). `span` is the range of locations that all the threads read. Returns False and records nothing if the read is possibly faulty."""
     meets = self.waves > 1 and self.written_at.meet(span, self.f.since)
     if (coming := self.coming(span)) or meets or not self.all_written(span):
       tag = chunks(self.writer, per).take(at).view(np.int32).reshape(-1, per)
@@ -120,7 +120,7 @@ class LdsShadow:
 
   def clean_write(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
     """Records a write by each active thread, to `per` neighbouring locations from location `at*per` on, and returns True. `at` has the shape
-    (threads,). `span` is the range of locations that all the threads write. Returns False and records nothing if the write may be faulty."""
+    (threads,). `span` is the range of locations that all the threads write. Returns False and records nothing if the write is possibly faulty."""
     f, writer = self.f, chunks(self.writer, per)
     if self.kept(span): return False
     meets = self.waves > 1 and self.written_at.meet(span, f.since)
@@ -138,8 +138,8 @@ class LdsShadow:
     return self.waves == 1 or bool((writer.take(to).view(np.int32).reshape(-1, per) == tags[:, None]).all())
 
   def _settled(self, tag:Array) -> bool:
-    """Tells whether an access may follow the last writes. `tag`, of shape (threads, locations), says when and by which wave each location was
-    written. The access may follow if each write was made before the last barrier, or by the accessing wave."""
+    """Tells whether an access is safe after the last writes to its locations: whether each write was made before the last barrier, or by the
+    accessing wave. `tag`, of shape (threads, locations), says when and by which wave each location was written."""
     f, floor = self.f, np.broadcast_to(self.f.tag_floor, self.f.T)[:, None]
     if not (late := tag >= floor).any(): return True
     return not (late & (tag % f.stride != f.wave_of[:, None])).any()
@@ -212,15 +212,15 @@ class LdsOperand(Operand):
   def hold(self, product:Product) -> None: self.shadow.holding.append((product, self))
   def release(self, product:Product) -> None: self.shadow.holding = [x for x in self.shadow.holding if x[0] is not product]
   def read_until_now(self, threads:Array) -> None:
-    """Records that the product has read these locations until now, when `threads` have waited for it. Another wave may write these locations only
-    after a barrier."""
+    """Records that the product has read these locations until now, when `threads` have waited for it. Without a barrier after that, a write to these
+    locations by another wave is an error."""
     self.shadow.note_read(self.at, self.per, threads if self.active is None else threads & self.active, self.span)
 
 def chunks(x:Array, per:int) -> Array:
-  """Views an array of int32 as chunks of `per` numbers each, without a copy. A chunk is copied as a whole and never interpreted."""
+  """Returns a view of an array of int32 as chunks of `per` numbers each, without a copy. A chunk is copied as a whole and never interpreted."""
   return x.view({1: np.int32, 2: np.uint64, 4: np.complex128}[per])
 def _repeated(x:Array, per:int) -> Array:
-  """Repeats each number of x to make a chunk of `per` equal numbers."""
+  """Returns chunks of `per` equal numbers, one chunk for each number of x."""
   return chunks(np.repeat(x.astype(np.int32, copy=False), per), per)
 
 def _some(bad:Array, active:Array|None) -> Array|None:

@@ -77,7 +77,7 @@ class Threads:
     return number % self.grid[0], number//self.grid[0] % self.grid[1], number//self.grid[0]//self.grid[1]
 
   def operation(self, number:int) -> str:
-    """Describes the asynchronous operation with index `number` by the line of code that started it."""
+    """Returns a text about the asynchronous operation with index `number`, which names the line of code that started it."""
     step = self.started[number]
     return f"the operation started at {self.plan.place(self.plan.uops[step]).name or f'step {step}'}"
 

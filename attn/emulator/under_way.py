@@ -28,7 +28,7 @@ class Copy:
   span: Span
 
   def split(self, arrived:Array) -> tuple[Copy, Copy]:
-    """Splits the copy in two: the part of the threads for which the copy is complete (`arrived`), and the part of all other threads."""
+    """Returns two parts of this copy: the part of the threads for which the copy is complete (`arrived`), and the part of all other threads."""
     return tuple(Copy(self.shadow, self.at[:, x], self.by[x], self.group[x], self.span) for x in (arrived, ~arrived))   # type: ignore[return-value]
 
 @dataclass(eq=False)

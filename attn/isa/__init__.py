@@ -1,3 +1,5 @@
-"""Reports on the machine code of kernels, without ROCm. The module source makes the source of the kernel that a word such as
-gfx942/128/float16/causal names. The modules parse and flow read assembly. The modules report, roofline and costs compute the costs of the code:
-registers, instructions, cycles."""
+"""Reports on the machine code of kernels, without ROCm.
+
+- source.py renders the source of a kernel of attn, which a word such as gfx942/128/float16/causal names
+- parse.py reads assembly; flow.py finds the loops in it
+- report.py, roofline.py and costs.py compute the costs of the code: registers, instructions, cycles"""

@@ -1,4 +1,4 @@
-"""Checks of machine code. A check finds code that may give wrong numbers, or that slows a kernel down without need. CHECKS names each check. A check
+"""Checks of machine code. A check finds code that can give wrong numbers, or that slows a kernel down without need. CHECKS names each check. A check
 looks at one function and returns its findings as sentences.
 
   findings(assembly_text, "gfx942")           every check on any text

@@ -26,28 +26,28 @@ SPECS = [Spec(arch, d, dtype, mask, kernel) for arch in MODELLED for d in HEAD_D
 SPECS += [Spec(arch, 576, dtype, MASKS[0], LATENT) for arch in MODELLED for dtype in MATRIX_DTYPES]
 
 def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:bool=False) -> Report:
-  """Reports on the kernel of attn that `spec` names, from its source `kernel` and its machine code `text`. `rank` chooses the loop: 0 is the loop
-  with the most matrix work (the hot loop), 1 the next. The report counts the instructions on the usual path through the loop (without side blocks
-  that few iterations enter), or with `every_block` all instructions of the loop. The figure `useful` (share of the matrix unit's peak rate that goes
-  to useful products) counts only this kernel."""
+  """Returns a report on the kernel of attn that `spec` names, from its source `kernel` and its machine code `text`. `rank` chooses the loop: 0 is the
+  loop with the most matrix work (the hot loop), 1 the next. The report counts the instructions on the usual path through the loop (without side
+  blocks that few iterations enter), or with `every_block` all instructions of the loop. The figure `useful` (share of the matrix unit's peak rate
+  that goes to useful products) counts only this kernel."""
   return analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec), products=kernel.products, rank=rank,
                  every_block=every_block)
 
 def _report(spec:Spec, kernel:Source, tools:Toolchain) -> Report: return report_of_text(spec, kernel, assembly(kernel.text, spec.arch, tools=tools))
 
 def report_of(spec:Spec, rank:int=0, every_block:bool=False) -> Report:
-  """Compiles the kernel of attn that `spec` names, and reports on its machine code. By default the figure `useful` (share of the matrix unit's peak
-  rate that goes to useful products) counts all kernels that do the work together, such as both backward kernels. A `rank` above 0 reports on another
-  loop than the one with the most matrix work, and `every_block` counts all instructions of the loop, not only the usual path. Then `useful` counts
-  only this kernel."""
+  """Compiles the kernel of attn that `spec` names, and returns a report on its machine code. By default the figure `useful` (share of the matrix
+  unit's peak rate that goes to useful products) counts all kernels that do the work together, such as both backward kernels. A `rank` above 0 reports
+  on another loop than the one with the most matrix work, and `every_block` counts all instructions of the loop, not only the usual path. In these two
+  cases `useful` counts only this kernel."""
   if not rank and not every_block: return reports_of([spec])[0]
   kernel = source.kernel_source(spec, llvm=toolchain().llvm)
   return report_of_text(spec, kernel, assembly(kernel.text, spec.arch), rank, every_block)
 
 def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
-  """Compiles the kernels of attn that `specs` names, by the compiler `tools`, and reports on their machine code. Kernels are rendered one after
-  another, because tinygrad's lowering is Python, while clang compiles on every core. The figure `useful` of a report (share of the matrix unit's peak
-  rate that goes to useful products) counts all kernels that do the work together, such as both backward kernels."""
+  """Compiles the kernels of attn that `specs` names, by the compiler `tools`, and returns reports on their machine code. Kernels are rendered one
+  after another, because tinygrad's lowering is Python, while clang compiles on every core. The figure `useful` of a report (share of the matrix
+  unit's peak rate that goes to useful products) counts all kernels that do the work together, such as both backward kernels."""
   tools = tools or toolchain()
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     jobs = {spec: pool.submit(_report, spec, source.kernel_source(spec, llvm=tools.llvm), tools)
@@ -111,8 +111,8 @@ def knows(tools:Toolchain, arch:str) -> bool:
   return tools.llvm >= oldest_for(arch)
 
 def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]:
-  """Computes the figures of each kernel in `specs` whose chip the compiler `tools` supports, as the texts of the columns CELLS: block sizes (queries
-  x keys), registers, spills, and the number of waves per SIMD that registers allow."""
+  """Returns the figures of each kernel in `specs` whose chip the compiler `tools` supports, as the texts of the columns CELLS: block sizes (queries x
+  keys), registers, spills, and the number of waves per SIMD that registers allow."""
   found = [spec for spec in specs if knows(tools, spec.arch)]
   cells = {}
   for spec, report in zip(found, reports_of(found, tools), strict=True):
@@ -122,8 +122,8 @@ def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]
   return cells
 
 def costs_under(compilers:Sequence[Toolchain]) -> Costs:
-  """Describes the file docs/costs_compilers.txt, which has registers, spills and waves of the kernels that dispatch chooses under each of several
-  compilers."""
+  """Returns the description of the file docs/costs_compilers.txt: its header, its columns, and the function that computes its lines. The file has
+  registers, spills and waves of the kernels that dispatch chooses under each of several compilers."""
   header = (f"# Registers, spills and waves of the default tiles under {', '.join(map(short_version, compilers))}: of machine code, not measured. "
             f"Rewritten by: {COMMAND} --compilers --write docs/costs_compilers.txt")
   def lines_of(specs:Sequence[Spec]) -> list[str]:
@@ -134,7 +134,7 @@ def costs_under(compilers:Sequence[Toolchain]) -> Costs:
 # ***** slow idioms *****
 
 def _halves(x:Instruction) -> list[tuple[str, list[str]]]:
-  """Splits an instruction into pairs (mnemonic, operands without modifiers): one pair, or two pairs if the text has two instructions that issue
+  """Returns pairs (mnemonic, operands without modifiers) of an instruction: one pair, or two pairs if the text has two instructions that issue
   together (dual issue)."""
   parts = [part.strip().replace("v_dual_", "v_", 1).partition(" ") for part in x.text.split("::")]
   return [(op, [re.sub(r"[|\-]|\b(abs|neg)\b|[()]", "", a).strip().replace("vcc_lo", "vcc") for a in args.split(",")]) for op, _, args in parts]

@@ -28,7 +28,7 @@ Way = tuple[int, int, int, tuple[int, ...]]   # a path to a block's end: matrix 
 _ENDS = ("s_branch", "s_cbranch", "s_endpgm", "s_setpc")
 
 def blocks_of(code:Sequence[str|Instruction]) -> list[Block]:
-  """Splits code into basic blocks with their successors. Block 0 is the entry."""
+  """Returns the basic blocks of code, each with its successors. Block 0 is the entry."""
   blocks = [Block()]
   for x in code:
     last = blocks[-1]
@@ -60,7 +60,7 @@ def _postorder(start:int, successors:dict[int, list[int]]) -> list[int]:
   return order
 
 def loops_of(blocks:Sequence[Block]) -> list[Loop]:
-  """Finds the natural loops. Back edges to the same header belong to the same loop."""
+  """Returns the natural loops in a control-flow graph. Back edges to the same header belong to the same loop."""
   order = _postorder(0, {i: b.successors for i, b in enumerate(blocks)})[::-1]
   rank = {b: i for i, b in enumerate(order)}
   predecessors: dict[int, list[int]] = {b: [] for b in order}
@@ -96,7 +96,7 @@ def loops_of(blocks:Sequence[Block]) -> list[Loop]:
   return list(loops.values())
 
 def matrix_loops(blocks:Sequence[Block]) -> list[Loop]:
-  """Finds the innermost loops with matrix instructions. Loops with more floating point operations come first. Among loops with equally many
+  """Returns the innermost loops with matrix instructions. Loops with more floating point operations come first. Among loops with equally many
   operations, the loop with fewer instructions comes first. So of the two loops of a causal kernel, which have equal matrix work, the loop without a
   mask comes first."""
   flops = [b.flops for b in blocks]
@@ -105,7 +105,7 @@ def matrix_loops(blocks:Sequence[Block]) -> list[Loop]:
   return [loop for _, loop in sorted(loops, key=lambda x: (-x[0], sum(len(blocks[i].instructions) for i in x[1].body)))]
 
 def usual_path(blocks:Sequence[Block], loop:Loop, flops_per_exp:float) -> list[int]:
-  """Finds the path that an iteration of a loop usually takes, from the loop's header to its end, as a list of basic blocks. The usual path is the
+  """Returns the path that an iteration of a loop usually takes, from the loop's header to its end, as a list of basic blocks. The usual path is the
   shortest one, counted in instructions, that has all of the loop's matrix work and at least 97 % of its exponentials. The missing 3 % are for
   exponentials in side blocks that few iterations enter, such as a rescale of the accumulator. The number of exponentials follows from the matrix
   work: `flops_per_exp` is the matrix work for each v_exp instruction, or 0 if it is not known. The path goes through an inner loop once."""

@@ -29,7 +29,7 @@ def _innermost(loops:Iterable[Loop], block:int) -> Loop|None:
   return min((loop for loop in loops if block in loop.body), key=lambda loop: len(loop.body), default=None)
 
 def waterfalls(blocks:Sequence[Block]) -> list[str]:
-  """Finds memory accesses that are done lane by lane, inside and outside of loops."""
+  """Finds memory accesses that are done lane by lane, inside and outside of loops. Returns one line for each."""
   loops = loops_of(blocks)
   found = {loop.header: loop for loop in loops if _is_waterfall(blocks, loop)}
   others = [loop for loop in loops if loop.header not in found]

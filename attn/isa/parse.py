@@ -61,7 +61,7 @@ def _read_assembly(lines:list[str], starts:set[str]) -> dict[str, list[str|Instr
   return functions
 
 def _read_dump(lines:list[str]) -> dict[str, list[str|Instruction]]:
-  """Reads the functions of an objdump text. Each address to which a branch jumps becomes a label A<address>."""
+  """Returns {name: instructions and labels} for the functions of an objdump text. Each address to which a branch jumps becomes a label A<address>."""
   rows: dict[str, list[tuple[int, Instruction]]] = {}
   current: list[tuple[int, Instruction]]|None = None
   targets: set[int] = set()
@@ -84,7 +84,8 @@ def _branch_target(ins:Instruction, address:int, comment:str, start:int) -> int|
   return address + 4 + 4*(offset - 65536 if offset >= 32768 else offset)
 
 def parse(text:str, arch:str|None=None) -> list[Kernel]:
-  """Reads the functions of an assembly text. Functions with more matrix instructions come first."""
+  """Returns the functions of an assembly text, each as a `Kernel`. Functions with more matrix instructions come first. `arch` is the chip, if the
+  text does not name it."""
   lines = text.splitlines()
   found = next((g for m in _TARGET.finditer(text) for g in m.groups() if g), None)
   metadata = _metadata(text)

@@ -99,7 +99,7 @@ def waves_by_lds(chip:Chip, lds:int, threads:int, whole_processor:bool) -> float
   return min(cu.max_waves, groups*-(-threads//chip.wave)/(cus*cu.simds))
 
 def resources_of(kernel:Kernel, chip:Chip, lds:int|None=None, threads:int|None=None) -> Resources:
-  """Reads a kernel's resources. `lds` and `threads` override what the kernel declares (LDS may be given at launch)."""
+  """Returns the registers, LDS and threads that a kernel declares. `lds` and `threads` replace what it declares (LDS may be given at launch)."""
   def known(*names:str) -> int|None: return next((kernel.metadata[n] for n in names if n in kernel.metadata), None)
   total, agpr = known("vgpr_count", "amdhsa_next_free_vgpr"), known("agpr_count")
   offset = known("amdhsa_accum_offset", "accum_offset")   # from gfx90a on one register file has the VGPRs, and the AGPRs behind them
@@ -201,11 +201,11 @@ def loops_with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most
 
 def analyse(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, queries:int|None=None, lds:int|None=None,
             threads:int|None=None, every_block:bool=False, rank:int=0, title:str|None=None, products:LoopProducts=PRODUCTS) -> Report:
-  """Reports on one kernel of an assembly text. `d` and `dv` are the head dimensions as the kernel computes them (padded). `queries` is the number of
-  queries of a wave. `products` has a pair of numbers for each hot loop: how many matrix products have D as one of their three dimensions (such as S =
-  Q K^T), and how many have Dv (such as O = P V). `kernel_name` is the kernel's name or a part of it; without it, the kernel with the most matrix
-  instructions is taken. `lds` and `threads` replace what the text declares. `rank` chooses the loop: 0 for the one with the most matrix work, 1 for
-  the next. `every_block` counts every basic block of the loop, not only its usual path. `title` is the name of the report."""
+  """Returns a report on one kernel of an assembly text. `d` and `dv` are the head dimensions as the kernel computes them (padded). `queries` is the
+  number of queries of a wave. `products` has a pair of numbers for each hot loop: how many matrix products have D as one of their three dimensions
+  (such as S = Q K^T), and how many have Dv (such as O = P V). `kernel_name` is the kernel's name or a part of it; without it, the kernel with the
+  most matrix instructions is taken. `lds` and `threads` replace what the text declares. `rank` chooses the loop: 0 for the one with the most matrix
+  work, 1 for the next. `every_block` counts every basic block of the loop, not only its usual path. `title` is the name of the report."""
   kernel = pick_kernel(parse(text, arch), kernel_name)
   if kernel.arch is None: raise ValueError("the text doesn't name its chip: give arch, such as gfx942")
   chip = modelled(re.split(r"[:+-]", kernel.arch)[0])

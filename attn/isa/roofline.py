@@ -52,7 +52,7 @@ def trips(p:Problem, tile:Tile) -> list[int]:
   return found
 
 def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
-  """Computes a lower bound on the time of the busiest compute unit, when `machines` units share `copies` jobs of each size in `sizes`. The bound is
+  """Returns a lower bound on the time of the busiest compute unit, when `machines` units share `copies` jobs of each size in `sizes`. The bound is
   the largest of several lower bounds. One of them is the mean time of the units. For each k there is another one: of the machines*k + 1 longest jobs,
   at least k + 1 go to the same unit, so the time of this unit is at least the sum of the k + 1 shortest of these jobs."""
   jobs = sorted(sizes, reverse=True)
@@ -64,8 +64,8 @@ def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
   return found
 
 def roofline(p:Problem, tile:Tile, chip:Chip, card:Card, overlap:float=1.0) -> Roofline:
-  """Computes the bound for the problem `p` and the tile description `tile` on a card whose clock is known. `overlap` is the largest possible use of
-  the matrix unit in the hot loop: HotLoop.overlap, or HotLoop.serial for a loop in which nothing overlaps."""
+  """Returns an upper bound on the speed (TFLOP/s) for the problem `p` and the tile description `tile` on a card whose clock is known. `overlap` is
+  the largest possible use of the matrix unit in the hot loop: HotLoop.overlap, or HotLoop.serial for a loop in which nothing overlaps."""
   # if a workgroup has fewer waves than SIMDs, other workgroups run beside it at full speed
   beside = max(1, chip.pipes.simds//tile.waves)
   blocks, machines = trips(p, tile), card.cus*beside
@@ -97,7 +97,7 @@ class Published:
 
 def _series(card:str, figures:dict[str, tuple[float|None, float|None]], d:int|None, s:int|None, dtype:str|None=None, b:int|None=None, h:int|None=None,
             hkv:int|None=None) -> list[Published]:
-  """Makes records of published measurements on one card. `figures` maps the name of a kernel to a pair (TFLOP/s without a mask, TFLOP/s with the
+  """Returns records of published measurements on one card. `figures` maps the name of a kernel to a pair (TFLOP/s without a mask, TFLOP/s with the
   causal mask). None means that the rate was not measured. `d` (head dimension), `s` (rows), `dtype`, `b` (batches), `h` and `hkv` (heads) describe
   the problem; None: not stated."""
   return [Published(card, kernel, value, causal, d, s, dtype, b, h, hkv) for kernel, pair in figures.items()

@@ -27,8 +27,8 @@ def _run(*command:str) -> str:
   return done.stdout
 
 def sass(source:str, arch:str) -> str:
-  """Compiles a CUDA source to SASS for `arch`, such as "sm_90" (compiled as sm_90a, because sm_90 has no wgmma). Raises RuntimeError if a tool is not
-  installed, and CompileError with the compiler's message if the source does not compile."""
+  """Compiles a CUDA source for `arch`, and returns the text of the SASS. `arch` is a chip such as "sm_90" (compiled as sm_90a, because sm_90 has no
+  wgmma). Raises RuntimeError if a tool is not installed, and CompileError with the compiler's message if the source does not compile."""
   if (words := missing()) is not None: raise RuntimeError(words)
   nvcc, disassembler = toolkit_program("nvcc"), toolkit_program(*DISASSEMBLERS)
   assert nvcc is not None and disassembler is not None

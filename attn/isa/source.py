@@ -65,7 +65,7 @@ class Spec:
 
   @classmethod
   def parse(cls, word:str) -> Spec:
-    """Parses a word such as gfx942/128[/float16[/causal[/dq]]]."""
+    """Returns the kernel that a word such as gfx942/128[/float16[/causal[/dq]]] names."""
     arch, d, *rest = word.split("/")
     if not d.isdigit() or len(rest) > 3:
       raise ValueError(f"{word!r} is no kernel: must be ARCH/D[/DTYPE[/MASK[/KERNEL]]], such as gfx942/128/bfloat16/causal or .../causal/dq")

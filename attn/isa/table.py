@@ -45,7 +45,7 @@ def show(value:Cell) -> str:
   return str(value)
 
 def rows_of(reports:Sequence[Report]) -> list[tuple[str, list[tuple[str, list[Cell]]]]]:
-  """Arranges the figures of reports in groups: (heading, [(name of a figure, its value in each report)])."""
+  """Returns the figures of reports in groups: (heading, [(name of a figure, its value in each report)])."""
   def of_loop(table:dict[str, Callable[[HotLoop], Cell]]) -> list[tuple[str, list[Cell]]]:
     return [(name, [f(r.loop) if r.loop is not None else None for r in reports]) for name, f in table.items()]
   return [("resources", [(name, [f(r) for r in reports]) for name, f in RESOURCES.items()]), ("hot loop, one iteration of a wave", of_loop(LOOP)),
@@ -97,8 +97,8 @@ def brief_cells(r:Report) -> list[str]:
                   f"{100*x.useful:.0f}%" if x.useful is not None else "?"]
 
 def bounds(p:Problem, tile:Tile, report:Report) -> Table:
-  """Makes a table with the rate that a problem may reach on each card with the chip of `report`, and the rates that others measured for the problem's
-  shape on that card."""
+  """Makes a table for a problem, with a row for each card with the chip of `report`: an upper bound on the problem's rate (`roofline`), and the rates
+  that others measured for the problem's shape on that card."""
   table = Table("card", "peak TFLOP/s", "bound", "serial", "limit", "tail", "useful work", "published", title="bound, not measured")
   if (loop:=report.loop) is None: return table
   for chip, card in rated(report.arch):

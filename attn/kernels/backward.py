@@ -43,7 +43,7 @@ class BackwardTrip(Protocol[Carry]):
   def rounded(self, ds:Any) -> Any: """Returns dS, rounded to the inputs' dtype, as an operand of the products that give dQ and dK."""
   def add(self, s:Carry, name:str, p_or_ds:Any) -> Carry:
     """Adds to the gradient `name` the product of `p_or_ds` (P or dS) and the rows of a tensor in the tile: P and dO for dv, dS and q for dk, dS and k
-    for dq."""
+    for dq. Returns the state."""
 
 class SharingTrip(BackwardTrip[Carry], Protocol[Carry]):
   """The operations of `gradients_of_kv` on one tile of queries, if workgroups that own keys also add up dQ. Each workgroup computes the part of dQ

@@ -202,8 +202,8 @@ def _load_column_text(printer:Any, out:str, steps:tuple[int, ...]) -> Body:
 instruction("load_column", _load_column, _load_column_text)
 
 def load_column(lds:UOp, steps:tuple[int, ...]) -> UOp:
-  """Loads 16-bit numbers from LDS (ds_read_u16) and packs two numbers into each dword. The numbers lie at the distances `steps` (in bytes) from
-  `lds`, a UOp that indexes LDS: a column of a tile that is stored by rows."""
+  """Returns 16-bit numbers loaded from LDS (ds_read_u16), two of them packed into each dword. The numbers lie at the distances `steps` (in bytes)
+  from `lds`, a UOp that indexes LDS: a column of a tile that is stored by rows."""
   return emit("load_column", u32(len(steps)//2), lds, steps=steps)
 def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *after:UOp) -> UOp:
   """Copies 16 bytes per lane from global memory directly to LDS. `base` and `lds` are UOps that index a buffer in global memory and LDS, both equal
@@ -212,9 +212,9 @@ def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *after:UOp) -> UOp:
   with a side effect) that is executed after the UOps `after`."""
   return statement("load_to_lds", base, integer(records), offset.cast(dtypes.uint), lds, *after)
 def load_transposed(lds:UOp) -> UOp:
-  """Loads a 4 x 16 matrix of 16-bit elements, transposed, for each group of 16 lanes (ds_read_b64_tr_b16). Lane l of a group gives the address `lds`,
-  a UOp that indexes LDS, of 4 consecutive elements: columns 4*(l%4) to 4*(l%4)+3 of row l//4. Lane l gets the 4 elements of column l (CDNA4 ISA
-  section 11.4)."""
+  """Returns the four 16-bit elements of a column of a 4 x 16 matrix in LDS (ds_read_b64_tr_b16). Each group of 16 lanes loads one such matrix, and
+  lane l of the group gets column l. `lds` is a UOp that indexes LDS: in lane l it is the address of 4 consecutive elements, columns 4*(l%4) to
+  4*(l%4)+3 of row l//4 (CDNA4 ISA section 11.4)."""
   return emit("load_transposed", u32(2), lds)
 
 # ***** matrix unit *****
@@ -228,8 +228,8 @@ def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
 instruction("matrix", lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a, b, c), _matrix_text)
 
 def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
-  """Computes acc + A B by one matrix instruction. `a`, `b` and `acc` are vectors that hold a lane's part of each matrix, a and b packed as the
-  registers hold them.
+  """Returns acc + A B, computed by one matrix instruction. `a`, `b` and `acc` are vectors that hold a lane's part of each matrix, a and b packed as
+  the registers hold them.
 
   tinygrad's own operation for this, `Ops.WMMA`, is not used. tinygrad wraps each operand of it in further UOps (RESHAPE, STACK, INDEX), and lowering
   takes 25 to 60 % longer (gfx942, D=64: 0.54 s instead of 0.39 s). Besides, HIPRenderer's `#define` names compiler builtins that do not exist for the

@@ -41,9 +41,9 @@ def is_maximum(u:UOp) -> bool:
   return u.src[0].src[0] is u.src[2] and u.src[0].src[1] is u.src[1]
 
 def is_minimum(u:UOp) -> bool:
-  """Tells whether `u`, a maximum max(y, c), belongs to a minimum. A renderer gets min(x, n) as ~max(~x, ~n), with the bitwise complement ~, so y then
-  has the form ~x. If y is itself a minimum, as in max(min(x, a), n), y begins with ~ too, but u is a true maximum and the answer is False. The answer
-  is also False for the minimum of a minimum, where two ~ cancel."""
+  """Tells whether `u`, a maximum max(y, c), is a part of a minimum. A renderer gets min(x, n) as ~max(~x, ~n), with the bitwise complement ~. So `u`
+  is a part of a minimum if y has the form ~x. There are two exceptions, in which the answer is False: y is itself a minimum, as in max(min(x, a), n),
+  because a minimum begins with ~, too; and u is a part of the minimum of a minimum, where two ~ cancel."""
   y = u.src[2]
   return y.op is Ops.XOR and not (is_maximum(y.src[0]) and is_minimum(y.src[0]))
 

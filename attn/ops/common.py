@@ -49,7 +49,7 @@ def widest(*xs:UOp) -> tuple[DType, list[UOp]]:
   return f32(n), [x if length(x) == n else splat(x, n) for x in xs]
 
 def arithmetic(op:Ops, *xs:UOp) -> UOp:
-  """Applies an arithmetic UOp of tinygrad, such as Ops.ADD, to vectors. (tinygrad's own operators would look for a common type of the operands, and
+  """Returns an arithmetic UOp of tinygrad, such as Ops.ADD, on vectors. (tinygrad's own operators would look for a common type of the operands, and
   vector types have no common type.)"""
   dtype, operands = widest(*xs)
   return new_uop(op, tuple(operands), dtype)
@@ -81,7 +81,7 @@ def rcp(x:UOp) -> UOp: return emit("rcp", x.dtype, x)
 def absolute(x:UOp) -> UOp: return emit("absolute", x.dtype, x)
 def max_(x:UOp, y:UOp) -> UOp: return emit("max", x.dtype, x, y)
 def as_float(x:UOp) -> UOp:
-  """Reinterprets the bits of dwords as fp32."""
+  """Returns the bits of dwords as fp32 numbers."""
   return emit("as_float", f32(length(x)), x)
 
 # ***** 16-bit floats *****
@@ -99,14 +99,14 @@ def _widen(c:Any, words:Value, *, n:int, dtype:str) -> Value:
   return c.vector(*map(half, range(n)))
 
 def pack(x:UOp, dtype:str) -> UOp:
-  """Rounds fp32 numbers to `dtype`, of 16 or 8 bits, to nearest even, and packs the results into dwords."""
+  """Returns fp32 numbers rounded to `dtype`, of 16 or 8 bits, to nearest even, and packed into dwords."""
   return emit("pack", u32(length(x)//IN_A_DWORD[dtype]), x, dtype=dtype)
 def pack_weights(x:UOp, dtype:str) -> UOp:
-  """Rounds elements of P to `dtype`, of 16 or 8 bits, and packs them into dwords, with fewer instructions than `pack`. An element that is not finite,
-  or that is above LARGEST_WEIGHT (2^111), may become any value that is not finite, or the largest 8-bit float."""
+  """Returns elements of P rounded to `dtype`, of 16 or 8 bits, and packed into dwords, with fewer instructions than `pack`. For an element that is
+  not finite, or that is above LARGEST_WEIGHT (2^111), the result is any value that is not finite, or the largest 8-bit float."""
   return emit("pack_weights", u32(length(x)//IN_A_DWORD[dtype]), x, dtype=dtype)
 def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:
-  """Converts n 16-bit floats to fp32. Each dword of x holds two 16-bit floats; if n is 1, the float lies in the low half."""
+  """Returns n 16-bit floats, converted to fp32. Each dword of x holds two 16-bit floats; if n is 1, the float lies in the low half."""
   return emit("widen", f32(n), x, n=n, dtype=dtype)
 
 # ***** scores *****
@@ -149,27 +149,27 @@ def _weights(c:Any, scores:Value, addend:Value, *, rows:int, scale:float) -> Val
   return c.join(*[c.exp2(c.let("x", c.fma(c.part(scores, r*n, n), c.number(scale), c.element(addend, r)))) for r in range(rows)])
 
 def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Masks elements of a vector of scores: sets them to -inf. `offsets` has the column index of each element. An element is masked if its column index
-  is above `limit`."""
+  """Returns the vector x of scores with -inf in place of masked elements. `offsets` has the column index of each element. An element is masked if its
+  column index is above `limit`."""
   return emit("mask_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))
 def mask_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Masks elements of a vector of scores: sets them to -inf. `offsets` has the column index of each element. An element is masked if its column index
-  is not in `first`..`last`."""
+  """Returns the vector x of scores with -inf in place of masked elements. `offsets` has the column index of each element. An element is masked if its
+  column index is not in `first`..`last`."""
   return emit("mask_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *after:UOp) -> UOp:
-  """Sets masked scores of a register array to -inf, in one statement (an operation with a side effect), which is executed after the UOps `after`.
-  `scores` is an array of vectors. Each vector holds scores of one row, then as many scores of the next row. Score j of a row in vector i has the
-  column index offsets[j] + i*apart. A score is masked if its column index is above the limit of its row (`side` "above") or below it (`side`
+  """Returns a statement (an operation with a side effect) that sets masked scores of a register array to -inf, and that is executed after the UOps
+  `after`. `scores` is an array of vectors. Each vector holds scores of one row, then as many scores of the next row. Score j of a row in vector i has
+  the column index offsets[j] + i*apart. A score is masked if its column index is above the limit of its row (`side` "above") or below it (`side`
   "below"). `limits` has one limit for each row."""
   return statement(f"mask_rows_{side}", scores[0], *[integer(limit) for limit in limits], *after, offsets=offsets, apart=apart,
                    vectors=scores.max_numel())
 def clear_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Sets elements of a vector to 0, even if they are NaN or infinite. `offsets` has the column index of each element. An element is set to 0 if its
-  column index is above `limit`."""
+  """Returns the vector x with 0 in place of some elements, even if these are NaN or infinite. `offsets` has the column index of each element. An
+  element is replaced if its column index is above `limit`."""
   return emit("clear_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))
 def clear_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Sets elements of a vector to 0, even if they are NaN or infinite. `offsets` has the column index of each element. An element is set to 0 if its
-  column index is not in `first`..`last`."""
+  """Returns the vector x with 0 in place of some elements, even if these are NaN or infinite. `offsets` has the column index of each element. An
+  element is replaced if its column index is not in `first`..`last`."""
   return emit("clear_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def select_each(conditions:list[UOp], x:UOp|float, y:UOp|float) -> UOp:
   """Returns a vector that takes each element from x if the element's condition is true, and from y otherwise. `conditions` has one condition for each
@@ -181,7 +181,7 @@ def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
   column indices of its elements. Most vectors have the same differences, so one function serves most vectors."""
   return tuple(x - offsets[0] for x in offsets)
 def weights(scores:UOp, addend:UOp, scale:float) -> UOp:
-  """Computes P = exp2(scores*scale + addend). The vector `scores` holds several rows one after another; `addend` has one number for each row."""
+  """Returns P = exp2(scores*scale + addend). The vector `scores` holds several rows one after another; `addend` has one number for each row."""
   return emit("weights", scores.dtype, scores, addend, rows=length(addend), scale=scale)
 
 # ***** memory *****

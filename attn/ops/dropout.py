@@ -34,8 +34,8 @@ def threshold(p:float) -> int:
   return min(round(p*STEPS_OF_P), STEPS_OF_P - 1)
 
 def philox(c:Any, counter:Sequence[Value], key:Sequence[Value]) -> list[Value]:
-  """Computes the four random words of Philox4x32-7 from `counter`, four words, and `key`, two words. `c` is an interpreter (attn/ops/language.py);
-  the methods `word` and `wide_product` are enough."""
+  """Returns the four random words that Philox4x32-7 computes from `counter`, four words, and `key`, two words. `c` is an interpreter
+  (attn/ops/language.py); the methods `word` and `wide_product` are enough."""
   x0, x1, x2, x3 = counter
   k0, k1 = key
   for i in range(PHILOX_ROUNDS):
@@ -118,14 +118,15 @@ def _drop_numbers(c:Any, x:Value, words:Value, *, places:tuple[tuple[int, int], 
   return c.vector(*[c.where_bit(c.element(words, word), place, c.element(x, i)) for i, (word, place) in enumerate(places)])
 
 def drop_packed(packed:UOp, words:UOp, places:tuple[tuple[int, int], ...], vector:int) -> UOp:
-  """Sets dropped elements to 0 in a vector of pairs of 16-bit numbers. `words` holds dropout bits. For each pair, `places` has two numbers: the index
-  of the dword in `words` that has the pair's two bits, and the position of these bits in the two halves of this dword. `vector` is the index of this
-  vector among the lane's vectors, which only serves to give the rendered functions of vectors with different `places` different names."""
+  """Returns `packed`, a vector of pairs of 16-bit numbers, with 0 in place of dropped elements. `words` holds dropout bits. For each pair, `places`
+  has two numbers: the index of the dword in `words` that has the pair's two bits, and the position of these bits in the two halves of this dword.
+  `vector` is the index of this vector among the lane's vectors, which only serves to give the rendered functions of vectors with different `places`
+  different names."""
   return emit("drop_packed", u32(length(packed)), packed, words, places=places, vector=vector)
 def drop_numbers(x:UOp, words:UOp, places:tuple[tuple[int, int], ...], vector:int) -> UOp:
-  """Sets dropped elements of a vector of fp32 numbers to 0. `words` holds dropout bits. For each number, `places` has the index of the dword in
-  `words` that has the number's bit, and the position of this bit. `vector` is the index of this vector among the lane's vectors, which only serves to
-  give the rendered functions of vectors with different `places` different names."""
+  """Returns `x`, a vector of fp32 numbers, with 0 in place of dropped elements. `words` holds dropout bits. For each number, `places` has the index
+  of the dword in `words` that has the number's bit, and the position of this bit. `vector` is the index of this vector among the lane's vectors,
+  which only serves to give the rendered functions of vectors with different `places` different names."""
   return emit("drop_numbers", f32(length(x)), x, words, places=places, vector=vector)
 
 # ***** dropout in tensor operations *****

@@ -18,7 +18,7 @@ def numbers_of_bytes(kind:str) -> Array:
   return np.where(np.isin(byte, of.nans), np.nan, np.where(byte < 128, size, -size)).astype(np.float32)
 
 def numbers(stored:Array, kind:str) -> Array:
-  """Converts 8-bit numbers, given as bytes (uint8), to fp32. `kind` is their format: int8 or a float."""
+  """Returns 8-bit numbers, given as bytes (uint8), converted to fp32. `kind` is their format: int8 or a float."""
   return numbers_of_bytes(kind)[stored]
 
 def bytes_of(words:Array) -> Array:
@@ -40,7 +40,7 @@ def rounded_bytes(x:Array, kind:str, saturates:bool) -> Array:
   return np.where(np.isnan(x), of.nans[0], signed).astype(np.uint8)
 
 def packed_bytes(x:Array, kind:str, saturates:bool) -> Array:
-  """Rounds n fp32 numbers to 8-bit floats of the format `kind` and packs them into n/4 dwords, the first number into the low byte. A number beyond
+  """Returns n fp32 numbers rounded to 8-bit floats of the format `kind` and packed into n/4 dwords, the first number in the low byte. A number beyond
   the largest one becomes the largest one if the conversion `saturates`, otherwise NaN."""
   code = rounded_bytes(x, kind, saturates).astype(np.uint32)
   return code[0::4] | code[1::4] << np.uint32(8) | code[2::4] << np.uint32(16) | code[3::4] << np.uint32(24)

@@ -34,7 +34,8 @@ class Format:
     return 2.0**(1 - self.bias)
 
   def encode(self, x:Floats) -> Floats:
-    """Rounds fp32 numbers to the nearest number of the format, ties to even. Numbers beyond the largest one become that one. x must not be NaN."""
+    """Returns fp32 numbers x, rounded to the nearest number of the format, ties to even. A number beyond the format's largest number becomes the
+    largest one. x must not be NaN."""
     x = x.maximum(-self.most).minimum(self.most)
     if not self.bias: return rounded_steps(x, 1.0).bitcast(dtypes.int).cast(dtypes.char)
     sign, size = (x.bitcast(dtypes.uint) >> 24) & 0x80, x.maximum(-x)
@@ -44,7 +45,7 @@ class Format:
     return number.eq(0).where(number, number | sign).cast(dtypes.uchar)      # no -0, which is the NaN of fp8e4m3fnuz
 
   def decode(self, stored:Floats) -> Floats:
-    """Converts numbers of the format to fp32."""
+    """Returns numbers of the format, converted to fp32."""
     if not self.bias: return stored.cast(dtypes.float)
     bits = stored.cast(dtypes.uint)
     size, sign = bits & 0x7f, (bits >> 7).cast(dtypes.float)*-2 + 1
@@ -73,8 +74,8 @@ def rounded_steps(x:Floats, step:float) -> Floats:
   return (x + 1.5*2.0**23*step).bitcast(dtypes.uint) - (pattern(2.0**23*step) + (1 << 22))
 
 def as_fp16(x:Floats) -> Floats:
-  """Rounds a positive fp32 number as a conversion to fp16 does: to 11 significant bits, or to a multiple of 2^-24, ties to even. (tinygrad 0.14.0
-  would remove a cast to fp16 and back.)"""
+  """Returns a positive fp32 number, rounded as a conversion to fp16 rounds it: to 11 significant bits, or to a multiple of 2^-24, ties to even. The
+  result is fp32. (tinygrad 0.14.0 would remove a cast to fp16 and back.)"""
   bits = x.bitcast(dtypes.uint)
   normal = ((bits + 0xfff + ((bits >> 13) & 1)) & 0xffffe000).bitcast(dtypes.float)
   return (x < 2.0**-14).where(rounded_steps(x, 2.0**-24).cast(dtypes.float)*2.0**-24, normal)

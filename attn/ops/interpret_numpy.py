@@ -33,11 +33,12 @@ class Numbers:
   def select(self, condition:Value, x:Value, y:Value) -> Value: return np.where(condition, np.asarray(x, np.float32), np.asarray(y, np.float32))
   def number(self, x:float) -> Value: return np.float32(x)
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
-    """Replaces an element of x by `instead` if its column index in `offsets` is above the limit (operator ">") or below the limit (operator "<")."""
+    """Returns x with `instead` in place of an element whose column index in `offsets` is above the limit (operator ">") or below the limit (operator
+    "<")."""
     beyond = {">": np.greater, "<": np.less}[operator](np.array(offsets)[:, None], limit)
     return np.where(beyond, instead, x)
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
-    """Replaces elements of x by `instead` if their column index in `offsets` is not in `first`..`last`."""
+    """Returns x with `instead` in place of elements whose column index in `offsets` is not in `first`..`last`."""
     return self.masked(self.masked(x, offsets, ">", last, instead), offsets, "<", first, instead)
   def to_float(self, x:Value) -> Value: return x.astype(np.float32)
   # vectors
@@ -54,12 +55,12 @@ class Numbers:
     packed = packed_bytes(x, dtype, self.lanes.saturates) if numerics.IN_A_DWORD[dtype] == 4 else numerics.pack_pairs(x, dtype)
     return packed if len(packed) > 1 else packed[0]
   def pack_weights(self, x:Value, dtype:str) -> Value:
-    """Rounds elements of P to `dtype` and packs them into dwords. An element that is not finite, or that is above LARGEST_WEIGHT (2^111), may become
-    any value that is not finite, or the largest 8-bit float."""
+    """Returns elements of P rounded to `dtype` and packed into dwords. For an element that is not finite, or that is above LARGEST_WEIGHT (2^111),
+    the result is any value that is not finite, or the largest 8-bit float."""
     return self.pack(x, dtype)
   def widen(self, bits:Value, dtype:str) -> Value: return numerics.widen(bits, dtype)
   def widen_four(self, word:Value, dtype:str) -> Value:
-    """Converts the four 8-bit floats of a dword to fp32."""
+    """Returns the four 8-bit floats of a dword, converted to fp32."""
     return numbers(bytes_of(word), dtype)
   def high_half(self, x:Value) -> Value: return x >> np.uint32(16)
   def word(self, n:int) -> Value: return np.uint32(n)
@@ -71,11 +72,11 @@ class Numbers:
     product = np.asarray(x).astype(np.uint64)*np.uint64(y)
     return product.astype(np.uint32), (product >> np.uint64(32)).astype(np.uint32)
   def at_least(self, x:Value, least:int) -> Value:
-    """Sets each half of a dword to 1 if the half is at least `least` (which is not 0), and else to 0."""
+    """Returns a dword: each half is 1 if this half of x is at least `least` (which is not 0), and else 0."""
     low, high = ((half >= least).astype(np.uint32) for half in (x & np.uint32(0xffff), x >> np.uint32(16)))
     return low | high << np.uint32(16)
   def sign_halves(self, x:Value) -> Value:
-    """Sets all bits of each half of a dword to the half's highest bit."""
+    """Returns a dword: all bits of each half are equal to the highest bit of this half of x."""
     halves = np.ascontiguousarray(x, np.uint32).view(np.int16) >> np.int16(15)
     return halves.view(np.uint32)
   def where_bit(self, word:Value, bit:int, x:Value) -> Value:
@@ -100,11 +101,11 @@ class Numbers:
   def whole(self, x:Value) -> None:
     """Does nothing. In rendered text `whole` is a hint that all of x is in its registers at this point."""
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
-    """Adds the numbers in each dword of x to c."""
+    """Returns c plus the numbers in each dword of x."""
     return self.lanes.dot(x, np.full(x.shape, ONES_OF[dtype], np.uint32), c, dtype)
   def times_ones(self, matrix:Any, p:Value, c:Value, dtype:str) -> Value:
-    """Adds the product of P and a matrix of ones to c. The elements of this product are sums of P. The matrix instruction's `with_ones` selects which
-    operand is P."""
+    """Returns c plus the product of P and a matrix of ones. The elements of this product are sums of P. The matrix instruction's `with_ones` selects
+    which operand is P."""
     ones = np.full((2, p.shape[-1]), ONES_OF[dtype], np.uint32)
     a, b = matrix.with_ones(p, ones)
     return self.lanes.matrix(matrix.name, a, b, c)

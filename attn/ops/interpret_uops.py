@@ -30,7 +30,7 @@ class Elements:
 def number_of(x:float|UOp) -> Elements: return Elements((x if isinstance(x, UOp) else UOp.const(float(x), dtypes.float),))
 
 def elementwise(f:Callable[..., UOp], *xs:Any) -> Elements:
-  """Applies f to the elements of vectors; a scalar operand is used for every element."""
+  """Returns f of the elements of vectors, as a vector; a scalar operand is used for every element."""
   values = [x if isinstance(x, Elements) else number_of(x) if isinstance(x, float) else Elements((x,)) for x in xs]
   n = max(len(x.each) for x in values)
   return Elements(tuple(f(*[x.each[i if len(x.each) > 1 else 0] for x in values]) for i in range(n)))

@@ -14,7 +14,7 @@ ONES_OF = {"float16": 0x3c003c00, "bfloat16": 0x3f803f80, "fp8e4m3": 0x38383838,
 IN_A_DWORD = {"float16": 2, "bfloat16": 2, "fp8e4m3": 4, "fp8e4m3fnuz": 4}     # elements of a dword
 
 def bits_as(x:Array, dtype:str) -> Array:
-  """Reinterprets the bits of an array as numbers of another type of the same size."""
+  """Returns the bits of an array as numbers of another type of the same size."""
   return np.ascontiguousarray(x).view(dtype)
 
 def words_of(raw:Array) -> Array:
@@ -25,22 +25,22 @@ def words_of(raw:Array) -> Array:
   return words if len(words) > 1 else words[0]
 
 def round_bf16(x:Array) -> Array:
-  """Rounds fp32 to the nearest bf16, ties to even. Returns the bits of the bf16 in the low half of uint32. A NaN stays a NaN."""
+  """Returns fp32 numbers rounded to the nearest bf16, ties to even. The bits of the bf16 are in the low half of uint32. A NaN stays a NaN."""
   u = bits_as(x.astype(np.float32), "uint32")
   r = (u + np.uint32(0x7fff) + (u >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)     # only a NaN can overflow 32 bits here
   return np.where(np.isnan(x), np.uint32(0x7fc0), r)
 
 def round_fp16(x:Array) -> Array:
-  """Rounds fp32 to the nearest fp16, ties to even. Returns the bits of the fp16 in the low half of uint32."""
+  """Returns fp32 numbers rounded to the nearest fp16, ties to even. The bits of the fp16 are in the low half of uint32."""
   with np.errstate(over="ignore", invalid="ignore"): return bits_as(x.astype(np.float16), "uint16").astype(np.uint32)
 
 def widen(bits:Array, dtype:str) -> Array:
-  """Converts the bits of an fp16 (dtype "float16") or a bf16 (dtype "bfloat16"), in the low half of uint32, to fp32."""
+  """Returns fp16 numbers (dtype "float16") or bf16 numbers (dtype "bfloat16"), whose bits are in the low half of uint32, converted to fp32."""
   if dtype == "float16": return bits_as((bits & 0xffff).astype(np.uint16), "float16").astype(np.float32)
   return bits_as((bits & 0xffff).astype(np.uint32) << np.uint32(16), "float32")
 
 def pack_pairs(x:Array, dtype:str) -> Array:
-  """Rounds n fp32 numbers to 16-bit floats and packs them into n/2 dwords. The even element of a pair lies in the low half."""
+  """Returns n fp32 numbers rounded to 16-bit floats and packed into n/2 dwords. The even element of a pair lies in the low half."""
   r = round_fp16(x) if dtype == "float16" else round_bf16(x)
   return r[0::2] | (r[1::2] << np.uint32(16))
 
@@ -48,11 +48,11 @@ SPLITTING = 2.0**16        # x*SPLITTING - (x*SPLITTING - x) is x rounded to 8 b
 LARGEST_WEIGHT = 2.0**111  # largest x for SPLITTING: x*SPLITTING stays finite
 
 def fused_multiply_add(x:Array, y:Array, z:Array) -> Array:
-  """Computes x*y + z in fp32 without rounding the product, by way of fp64: the product of two fp32 numbers is exact in fp64."""
+  """Returns x*y + z in fp32, without rounding the product, by way of fp64: the product of two fp32 numbers is exact in fp64."""
   return np.asarray(np.asarray(x).astype(np.float64)*y + z).astype(np.float32)
 
 def power_of_two(x:Array) -> Array:
-  """Computes 2^x as v_exp_f32 and ex2.approx.ftz do: denormal results become zero."""
+  """Returns 2^x as v_exp_f32 and ex2.approx.ftz compute it: 0 in place of a denormal result."""
   r = np.exp2(x.astype(np.float64)).astype(np.float32)
   return np.where(np.abs(r) < np.finfo(np.float32).tiny, np.float32(0), r)
 

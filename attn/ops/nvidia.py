@@ -97,9 +97,8 @@ def wait_copies(after:UOp, but:int) -> UOp:
 # ***** fragments: 9.7.14.5.8 (mma.m16n8k16), 9.7.14.5.15 (ldmatrix) *****
 
 def _ldmatrix(lanes:Any, pointer:Any, step:int, transposed:bool) -> Array:
-  """Computes ldmatrix for the emulator: loads four 8x8 matrices of 16-bit elements from shared memory. Lane l gives the address of row l%8 of matrix
-  l//8, `step` bytes after `pointer`, and gets two neighbouring elements of each of the four matrices. With `transposed`, each matrix is transposed
-  first."""
+  """Returns what ldmatrix gives each thread, for the emulator: two neighbouring elements of each of four 8x8 matrices of 16-bit elements in shared
+  memory. Lane l gives the address of row l%8 of matrix l//8, `step` bytes after `pointer`. With `transposed`, each matrix is transposed first."""
   raw = lanes.load_bytes(pointer, np.full(len(lanes.active), step, np.int64), 16, lanes.active)
   m = np.ascontiguousarray(raw.T).view(np.uint16).reshape(-1, 4, 8, 8)                    # warp, matrix, row, column
   if transposed: m = m.swapaxes(2, 3)
@@ -134,9 +133,9 @@ def _mma_text(printer:Any, out:str, matrix:Any, half:int) -> str:
 instruction("mma", lambda lanes, a, b, c, matrix, half: lanes.matrix(matrix.name, a, b[2*half:2*half + 2], c), cuda=_mma_text)
 
 def ldmatrix(row:UOp, step:int, transposed:bool=False) -> UOp:
-  """Loads four 8x8 matrices of 16-bit elements from shared memory. Lane l gives the address of row l%8 of matrix l//8: `row`, a UOp that indexes
-  shared memory, plus `step` times 16 bytes. Lane l gets two neighbouring elements of each matrix. With `transposed`, each matrix is transposed
-  first."""
+  """Returns a lane's elements of four 8x8 matrices of 16-bit elements, loaded from shared memory: two neighbouring elements of each matrix. Lane l
+  gives the address of row l%8 of matrix l//8: `row`, a UOp that indexes shared memory, plus `step` times 16 bytes. With `transposed`, each matrix is
+  transposed first."""
   return emit("ldmatrix", U4, row, step=16*step, transposed=transposed)
 def stmatrix(row:UOp, words:UOp) -> UOp:
   """Stores four 8x8 matrices of 16-bit elements to shared memory. sm_90 and later chips have this instruction. Lane l's `row` is a UOp that indexes
@@ -148,7 +147,7 @@ def stmatrix_where(row:UOp, words:UOp, gate:UOp) -> UOp:
   the whole warp. Returns a statement (an operation with a side effect)."""
   return statement("stmatrix_where", row, words, gate)
 def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
-  """Computes c + A B by one mma.sync, the instruction `matrix`. `a` is an A fragment and `c` a C fragment. `b` has the B fragments of two
+  """Returns c + A B, computed by one mma.sync, the instruction `matrix`. `a` is an A fragment and `c` a C fragment. `b` has the B fragments of two
   neighbouring tiles; `half` selects one of them."""
   return emit("mma", F4, a, b, c, matrix=matrix, half=half)
 
@@ -187,19 +186,19 @@ def _clear(c:Any, acc:Value, *, count:int) -> Value:
 def _zero(c:Any, order:Value) -> Value: return c.splat(c.number(0.0), 4)
 
 def zero(after:UOp) -> UOp:
-  """Makes a C fragment of zeros. The operation is executed after the UOp `after`."""
+  """Returns a C fragment of zeros. The operation is executed after the UOp `after`."""
   return emit("zero", F4, after)
 def clear(acc:UOp, *after:UOp) -> UOp:
   """Sets all C fragments in the register array `acc` to zero. Returns a statement (an operation with a side effect) that is executed after the UOps
   `after`."""
   return statement("clear", acc[0], *after, count=acc.max_numel())
 def row_unit(fragments:list[UOp], row:int, factor:UOp, dtype:str) -> UOp:
-  """Multiplies the elements of one row that a lane has in four neighbouring C fragments, two in each, by a factor. Rounds the eight products to
-  `dtype` and packs them into four dwords, 16 bytes. `row` is 0 or 1, for the first or the second of the lane's two rows."""
+  """Returns four dwords, 16 bytes of a result: eight elements of one row, multiplied by `factor`, rounded to `dtype` and packed. A lane has two of
+  these elements in each of four neighbouring C fragments, `fragments`. `row` is 0 or 1, for the first or the second of the lane's two rows."""
   return emit("row_unit", U4, *fragments, factor, row=row, dtype=dtype)
 def pack_a(fragments:list[UOp], dtype:str) -> UOp:
-  """Rounds the C fragments of neighbouring tiles to `dtype`, to nearest even, and packs them into one A fragment with the tiles' columns: two tiles
-  for a `dtype` of 16 bits, four for 8 bits."""
+  """Returns the C fragments of neighbouring tiles, rounded to `dtype`, to nearest even, and packed into one A fragment with the tiles' columns: two
+  tiles for a `dtype` of 16 bits, four for 8 bits."""
   return emit("pack_a", U4, *fragments, dtype=dtype)
 
 # ***** across lanes *****
@@ -225,6 +224,6 @@ instruction("transposed", _transposed, cuda=Body("\n".join([
   "return words;"]), "words lane"))
 
 def transposed(words:UOp, in_quad:UOp) -> UOp:
-  """Transposes a 4 x 4 matrix of words across four neighbouring lanes, each of which has four words: the lane with index `in_quad` among the four
-  gets word `in_quad` of each of them."""
+  """Returns a lane's row of a 4 x 4 matrix of words that is transposed across four neighbouring lanes. Each of these lanes has four words, and the
+  lane with index `in_quad` among the four gets word `in_quad` of each of them."""
   return emit("transposed", U4, words, integer(in_quad))

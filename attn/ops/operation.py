@@ -42,7 +42,7 @@ class Lanes(Protocol):
     """Stores `data`, uint8 (nbytes, threads), to `pointer` + `offset` bytes, for each thread where `gate` is true. Checks the bounds of the buffer.
     """
   def load_register(self, pointer:Any, i:int) -> Array:
-    """Reads element i of a register array, counted from `pointer`."""
+    """Returns element i of a register array, counted from `pointer`."""
   def store_register(self, pointer:Any, i:int, value:Array, gate:Array) -> None:
     """Writes `value` to element i of a register array, counted from `pointer`, in the threads where `gate` is true."""
   def check_extent(self, pointer:Any, nbytes:Array) -> None:
@@ -52,21 +52,22 @@ class Lanes(Protocol):
   def check_alone(self, name:str, x:Array, gate:Array) -> None:
     """Raises an error if two threads where `gate` is true have the same number x. The message calls the number `name`."""
   def barrier(self, gate:Array) -> Array:
-    """Executes a barrier in the waves of the threads where `gate` is true."""
+    """Executes a barrier in the waves of the threads where `gate` is true. Returns zeros."""
   def start_store(self, pointer:Any, offset:Array, data:Array, gate:Array) -> Array:
     """Starts an asynchronous store of `data`, uint8 (nbytes, threads), to LDS at `pointer` + `offset` bytes, for each thread where `gate` is true.
-    Until the thread has waited for the store, no thread may access the bytes that the store writes."""
+    Before the thread has waited for the store, an access to the bytes that the store writes is an error. Returns zeros."""
   def commit_stores(self) -> Array:
-    """Puts the stores that each active thread has started since its last `commit_stores` into one group. The thread can wait for this group."""
+    """Puts the stores that each active thread has started since its last `commit_stores` into one group, for which the thread can wait. Returns
+    zeros."""
   def wait_stores(self, but:int) -> Array:
-    """Makes the active threads wait for their groups of stores, except the last `but` groups."""
+    """Makes the active threads wait for their groups of stores, except the last `but` groups. Returns zeros."""
   def arrive(self, with_copies:bool=True) -> Array:
     """Makes the active threads arrive at the next phase of their workgroup's mbarrier. A thread that has waited for this phase sees what these
     threads have stored. With `with_copies` the arrival counts only once the asynchronous stores that these threads have started are complete; then
-    the waiting thread sees these stores, too."""
+    the waiting thread sees these stores, too. Returns zeros."""
   def await_arrivals(self, parity:Array) -> Array:
     """Makes the active threads wait for the earliest phase of their mbarrier that they have not yet waited for. `parity` must be the parity of this
-    phase's number."""
+    phase's number. Returns zeros."""
   def only(self, gate:Array) -> AbstractContextManager[None]:
     """Context manager in which an active thread stays active only if `gate` is true."""
   def warpgroup_operand(self, a:Array, dtype:str) -> Array:
@@ -74,19 +75,19 @@ class Lanes(Protocol):
     result has the shape (warpgroups, 64, k) and holds the bits of numbers of `dtype`."""
   def start_product(self, acc:Any, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
     """Starts a wgmma that computes A B^T into the `count` C fragments from `acc` on. With `more` the product is added to the fragments. `a` and `b`
-    are functions that read the operands as bits of `dtype`, in the shapes (warpgroups, 64, k) and (warpgroups, n, k). Until the thread has waited for
-    the product, no thread may access the fragments or write the operands."""
+    are functions that read the operands as bits of `dtype`, in the shapes (warpgroups, 64, k) and (warpgroups, n, k). Before the thread has waited
+    for the product, an access to the fragments or a write to the operands is an error. Returns zeros."""
   def start_nothing(self, acc:Any) -> None:
     """Starts an empty group of products for the C fragments from `acc` on, where other warpgroups start a product. `wait_products` counts the group
     as a product."""
   def wait_products(self, but:int) -> Array:
-    """Makes the active threads wait for the products that they have started, except the last `but` products."""
+    """Makes the active threads wait for the products that they have started, except the last `but` products. Returns zeros."""
   def atomic_add(self, pointer:Any, steps:Sequence[int], x:Array, gate:Array, sent:bool=False) -> None:
     """Adds float32 x (instructions, elements, threads) to global memory where `gate` is true, in any order. The elements of instruction i are added
     to neighbouring numbers, which begin `steps[i]` elements after `pointer`. `sent` says that the copy engine (TMA) adds them: then only the method
     `sent` waits for them."""
   def sent(self) -> Array:
-    """Makes the active waves wait until the additions that they have sent to the copy engine (TMA) are complete."""
+    """Makes the active waves wait until the additions that they have sent to the copy engine (TMA) are complete. Returns zeros."""
   def fetch_add(self, pointer:Any, gate:Array) -> Array:
     """Adds 1 to the int32 in global memory at `pointer` for each thread where `gate` is true, in any order. Returns an array (threads,) with the
     number that each thread found before its addition."""
@@ -103,11 +104,11 @@ class Lanes(Protocol):
   def probe(self, name:str, x:Array) -> Array:
     """Prints the values x of the active threads under the name `name`, or collects them if the caller is inside `probes()`. Returns x."""
   def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array:
-    """Computes c + a . b as AMD's dot product instructions do. A dword of a and of b holds two numbers of a 16-bit `dtype` (v_dot2_f32_f16,
+    """Returns c + a . b as AMD's dot product instructions compute it. A dword of a and of b holds two numbers of a 16-bit `dtype` (v_dot2_f32_f16,
     v_dot2_f32_bf16) or four of an 8-bit `dtype` (v_dot4_f32_fp8_fp8)."""
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
-    """Executes the matrix instruction called `name` (see `attn.chips.matrix.Matrix.name`). The operands lie as the registers hold them, in the layout
-    of the ISA."""
+    """Returns the result of the matrix instruction called `name` (see `attn.chips.matrix.Matrix.name`): c + A B. The operands and the result lie as
+    the registers hold them, in the layout of the ISA."""
 
 @dataclass(frozen=True)
 class Body:
@@ -132,7 +133,8 @@ class Call:
   @property
   def parameters(self) -> dict[str, Any]: return dict(self.static)
   def meaning(self, lanes:Lanes, *sources:Any) -> Any:
-    """Computes the operation in numpy from the values of its sources. A scalar has the shape (threads,), a vector of n elements (n, threads)."""
+    """Returns the result of the operation, computed in numpy from the values of its operands `sources`. A scalar has the shape (threads,), a vector
+    of n elements (n, threads)."""
     with np.errstate(all="ignore"): return self.operation.meaning(lanes, *sources, **self.parameters)
   def format(self, *sources:str) -> str:
     raise NotImplementedError(f"this device's renderer can't print {self.name}, an operation of attn: import attn before the device is opened")
@@ -158,8 +160,8 @@ def is_ours(name:str, uops:Iterable[UOp]) -> bool:
   return name.startswith("attn_") or any(isinstance(u.dtype, VectorDType) or isinstance(u.arg, Call) for u in uops)
 
 def integer(x:UOp) -> UOp:
-  """Casts the index x, which fits an int32, to int32. Numbers inside its expression may not fit: (x % 16).cast(int32) is wrong if x is 2^31 or more,
-  because tinygrad would compute x in 32 bits too. If a number inside does not fit, `integer` makes the parts of the expression 64 bits wide first."""
+  """Returns the index x as an int32. x must fit an int32, but numbers inside its expression need not: (x % 16).cast(int32) is wrong if x is 2^31 or
+  more, because tinygrad would compute x in 32 bits too. If a number inside does not fit, the parts of the expression are first made 64 bits wide."""
   parts = x.toposort(gate=lambda u: u.dtype == dtypes.weakint and u.op in GroupOp.ALU)
   if not any(s.overflows(dtypes.int) for u in parts for s in u.src if s.dtype == dtypes.weakint): return x.cast(dtypes.int)
   wide = dict[UOp, UOp]()
@@ -168,11 +170,11 @@ def integer(x:UOp) -> UOp:
   return wide[x].cast(dtypes.int)
 
 def emit(name:str, out:DType, /, *sources:UOp, **static:Any) -> UOp:
-  """Makes the UOp of the operation `name` on the operands `sources`. `out` is the type of the result, and `static` are the operation's compile-time
+  """Returns the UOp of the operation `name` on the operands `sources`. `out` is the type of the result, and `static` are the operation's compile-time
   parameters."""
   return new_uop(Ops.CUSTOM, sources, out, Call(name, tuple(static.items())))
 
 def statement(name:str, /, *sources:UOp, **static:Any) -> UOp:
-  """Makes the UOp of the statement `name` on the operands `sources`: an operation that is executed for its effect. The value of the UOp is 0 and must
-  be stored somewhere. The store gives the operation its place in the order of statements."""
+  """Returns the UOp of the statement `name` on the operands `sources`: an operation that is executed for its effect. The value of the UOp is 0 and
+  must be stored somewhere. The store gives the operation its place in the order of statements."""
   return new_uop(Ops.CUSTOMI, sources, dtypes.float, Call(name, tuple(static.items())))

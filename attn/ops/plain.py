@@ -17,8 +17,8 @@ from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, UOp, dtypes, new_uop
 # ***** instructions *****
 
 def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
-  """Makes the plain UOps of `buffer_load`, a load whose range is checked. The result is `width` bytes, as dwords. The bytes begin `offset` bytes
-  after `base`, a UOp that indexes a buffer. The result is zero if the bytes exceed `records`, the size of the buffer's range in bytes."""
+  """Returns the plain UOps for the operation `buffer_load`, a load whose range is checked: `width` bytes, as dwords. The bytes begin `offset` bytes
+  after `base`, a UOp that indexes a buffer. They are zero if they exceed `records`, the size of the buffer's range in bytes."""
   buffer, first = base.src
   size = buffer.dtype.itemsize
   further = (offset & (OUT_OF_RANGE - 1)).cast(dtypes.int)
@@ -29,8 +29,8 @@ def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
   return Elements(tuple(functools.reduce(operator.or_, [x << 16*i for i, x in enumerate(bits[j:j + 2])]) for j in range(0, len(bits), 2)))
 
 def plain_load_where(at:UOp, gate:UOp, *, width:int) -> Elements:
-  """Makes the plain UOps of `load_where`, a load under a condition. The result is `width` bytes, as dwords. The bytes begin at `at`, a UOp that
-  indexes a buffer of 32-bit numbers. The result is zero if `gate` is false."""
+  """Returns the plain UOps for the operation `load_where`, a load under a condition: `width` bytes, as dwords. The bytes begin at `at`, a UOp that
+  indexes a buffer of 32-bit numbers. They are zero if `gate` is false."""
   buffer, first = at.src
   return Elements(tuple(buffer[(first + i).valid(gate)].load().bitcast(dtypes.uint) for i in range(width//buffer.dtype.itemsize)))
 
@@ -72,7 +72,7 @@ class Plain:
     return new_uop(u.op, tuple(srcs), srcs[0].dtype, u.arg) if vector else u.replace(src=tuple(srcs))
 
   def indexed(self, u:UOp, at:UOp) -> Elements:
-    """Converts `u`, a UOp that indexes a buffer of vectors. The result has one UOp for each number of the vector, which indexes the buffer of single
+    """Returns the plain UOps for `u`, a UOp that indexes a buffer of vectors: for each number of the vector a UOp that indexes the buffer of single
     numbers. `at` is the index of the vector."""
     buffer, index, there = self.found[u.src[0]], at.get_idx(), at.get_valid()
     n = 4*VECTORS[u.dtype][1]//buffer.dtype.itemsize
@@ -82,14 +82,14 @@ class Plain:
     return Elements(tuple(place(i) for i in range(n)))
 
   def stored(self, to:tuple[UOp, ...], x:Elements) -> UOp:
-    """Stores a value element by element. `to` has a UOp for each element, which indexes the buffer. If the buffer has 16-bit numbers, each dword of x
-    is stored as two numbers."""
+    """Returns the stores of the value x, element by element. `to` has a UOp for each element, which indexes the buffer. If the buffer has 16-bit
+    numbers, each dword of x is stored as two numbers."""
     values, dtype = x.each, to[0].dtype
     if dtype.itemsize == 2: values = [(w >> 16*i).cast(dtypes.ushort).bitcast(dtype) for w in values for i in range(2)]   # type: ignore[assignment]
     return UOp.group(*[place.store(x) for place, x in zip(to, values, strict=True)])
 
   def operation(self, u:UOp, srcs:list[Any]) -> Any:
-    """Converts an operation to plain UOps, by its entry in MEANINGS or by its definition."""
+    """Returns the plain UOps of the operation `u`, made by its entry in MEANINGS or by its definition. `srcs` are the values of its operands."""
     call = u.arg
     if call.name in self.kept: return u.replace(src=tuple(srcs))
     if call.name == "opaque_uniform":     # tinygrad does not know the value of a number that is loaded from a register
@@ -104,8 +104,8 @@ class Plain:
 ARITHMETIC = {Ops.ADD: operator.add, Ops.SUB: operator.sub, Ops.MUL: operator.mul}
 
 def plain(sink:UOp, checked:bool=False) -> UOp:
-  """Converts a kernel to plain UOps. With `checked`, the operations whose operands the emulator checks stay as they are; only attn's renderers can
-  render these operations. Raises NotImplementedError for an instruction that works across threads."""
+  """Returns the kernel `sink` in plain UOps. With `checked`, the operations whose operands the emulator checks stay as they are; only attn's
+  renderers can render these operations. Raises NotImplementedError for an instruction that works across threads."""
   work = Plain(sink, checked)
   for u in sink.toposort(): work.found[u] = work.of(u)
   return work.found[sink]

@@ -27,7 +27,8 @@ def bare(text:str) -> str:
   return text
 
 def wrapped(text:str, indent:str) -> str:
-  """Breaks a text after commas, so that no line is longer than PRINTED_WIDTH if possible. Each line after the first begins with `indent`."""
+  """Returns the text with line breaks after commas, so that no line is longer than PRINTED_WIDTH if possible. Each line after the first begins with
+  `indent`."""
   lines, line = [], ""
   for piece in re.split(r"(?<=, )", text):
     if line and len(line) + len(piece) > PRINTED_WIDTH:

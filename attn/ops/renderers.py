@@ -33,7 +33,7 @@ POINTERS = {AddrSpace.GLOBAL: "const void*", AddrSpace.LOCAL: "void*"}
 C_NAMES = {dtypes.uint: "unsigned", dtypes.int: "int", dtypes.float: "float", dtypes.bool: "bool"}
 
 def readable(line:str) -> str:
-  """Breaks a line of the source into several lines if it is longer than LONGEST."""
+  """Returns a line of the source, broken into several lines if it is longer than LONGEST."""
   return wrapped(line, line[:len(line) - len(line.lstrip())] + " "*6) if len(line) > LONGEST else line
 
 def vector_types(text:str, before:list[str]) -> list[str]:
@@ -127,8 +127,9 @@ class CudaOperations(OperationsPrinter):
   """Base class of the CUDA renderers. Their compilers make machine code (see `machine_code`)."""
   language = "cuda"
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
-    """Declares 16-bit types by their size only. If tinygrad includes no header for such a type, the kernel only uses pointers to the type and does
-    not compute with it, so the size is enough. A header would take NVRTC a tenth of a second."""
+    """Returns declarations of 16-bit types, by their size only, that the source uses and tinygrad does not declare. If tinygrad includes no header
+    for such a type, the kernel only uses pointers to the type and does not compute with it, so the size is enough. A header would take NVRTC a tenth
+    of a second."""
     used = {u.dtype for _, (u, _) in bufs}
     half, bfloat16 = "#include <cuda_fp16.h>", "#include <cuda_bf16.h>"
     unknown = {"half": dtypes.half in used and half not in prefix and bfloat16 not in prefix,      # cuda_bf16.h includes cuda_fp16.h
@@ -172,7 +173,7 @@ def printer_of(arch:str) -> OperationsPrinter:
   return OperationsHIPTextRenderer(Target("AMD", "HIPCC", arch))
 
 def render(sink:UOp, arch:str) -> str:
-  """Renders a kernel's AST as HIP (gfx...) or CUDA (sm_...) source for `arch`. Needs no compiler and no GPU."""
+  """Returns the source of a kernel, given as an AST: HIP if `arch` is gfx..., CUDA if it is sm_.... Needs no compiler and no GPU."""
   renderer = printer_of(arch)
   return renderer.render(lower(sink, renderer))
 

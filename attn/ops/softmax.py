@@ -42,7 +42,7 @@ def first_addend(scale:float) -> float:
   return -LOWEST*min(scale, 1.0)
 
 def by_row(c:Any, x:Value, rows:int) -> list[Value]:
-  """Splits a vector, which holds the elements of `rows` rows one row after another, into one vector for each row."""
+  """Returns one vector for each row, from a vector that holds the elements of `rows` rows one row after another."""
   n = c.length(x)//rows
   return [c.part(x, r*n, n) for r in range(rows)]
 
@@ -79,7 +79,7 @@ def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Val
   return c.vector(*tops), c.vector(*addends), factors, weigh
 
 def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
-  """Multiplies the elements of each row in x by the factor of this row."""
+  """Returns x with the elements of each row multiplied by the factor of this row."""
   return c.join(*[y*factor for y, factor in zip(by_row(c, x, len(factors)), factors)]) if len(factors) > 1 else x*factors[0]
 
 # Kinds of sums of P. LANE adds a lane's own elements in fp32, before they are rounded. The other kinds add P after rounding to the inputs' dtype:
@@ -104,8 +104,8 @@ def lift_of(dtype:str, scale:float) -> float:
 def of_bytes(dtype:str) -> bool: return IN_A_DWORD[dtype] == 4
 
 def packed_together(c:Any, vectors:list[Value], rows:int, dtype:str) -> Value:
-  """Rounds vectors of weights to `dtype` and packs them into dwords. Each vector has `rows` rows, one after another. A dword has elements of one row:
-  two elements of one vector or, for 8 bits, two elements of each of two neighbouring vectors."""
+  """Returns vectors of weights rounded to `dtype` and packed into dwords. Each vector has `rows` rows, one after another. A dword has elements of one
+  row: two elements of one vector or, for 8 bits, two elements of each of two neighbouring vectors."""
   if rows == 1 or not of_bytes(dtype): return c.join(*[c.pack_weights(x, dtype) for x in vectors])
   return c.vector(*[c.pack_weights(c.join(*[by_row(c, x, rows)[r] for x in pair]), dtype)
                     for pair in zip(vectors[0::2], vectors[1::2]) for r in range(rows)])
@@ -160,7 +160,7 @@ def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
 NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}     # smallest normal numbers
 
 def with_scales(c:Any, x:Value, scales:Value, rows:int, operation:Callable[[Value, Value], Value]) -> Value:
-  """Applies `operation` to each element of x and the scale of the element's key. x holds `rows` rows of scores or weights, one after another, and
+  """Returns the vector of `operation`(element of x, scale of the element's key). x holds `rows` rows of scores or weights, one after another, and
   `scales` has a scale for each key of a row."""
   each = [operation(y, scales) for y in by_row(c, x, rows)]
   return c.join(*each) if rows > 1 else each[0]
@@ -185,7 +185,7 @@ def _without_scales(c:Any, total:Value, packed:Value, p:Value, scales:Value, *, 
   return total + without_scales(c, packed, p, scales, rows, dtype)
 
 def scaled_weights(p:UOp, scales:UOp, rows:int=1) -> UOp:
-  """Multiplies the weights p by the scales of their rows of V. The vector p holds several rows of weights one after another."""
+  """Returns the weights p, multiplied by the scales of their rows of V. The vector p holds several rows of weights one after another."""
   return emit("scaled_weights", p.dtype, p, scales, rows=rows)
 def sum_without_scales(total:UOp, packed:UOp, p:UOp, scales:UOp, dtype:str) -> UOp:
   """Adds the sums of a vector's weights, without V's scales, to `total`, and returns the new sums: one number for each row. `p` has the weights
@@ -286,10 +286,10 @@ def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Val
 
 def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
           scale:float, scales:UOp|None=None) -> UOp:
-  """Computes P of one loop iteration and the sums of P, in one statement (an operation with a side effect), which is executed after the UOps `after`.
-  `reference` holds the numbers that the softmax subtracts from the scores of each row. `p` gets P packed to `dtype`, and `part` gets the sums, for
-  each kind in `sums`, such as sums in fp32 (LANE) or of P after rounding (DOT). `correct` describes all operands. If no row of the wave has seen a
-  key yet, P is not computed, because there is no reference. The sums are then inf, so that `correct` computes P afterwards."""
+  """Returns a statement (an operation with a side effect) that computes P of one loop iteration and the sums of P, and that is executed after the
+  UOps `after`. `reference` holds the numbers that the softmax subtracts from the scores of each row. `p` gets P packed to `dtype`, and `part` gets
+  the sums, for each kind in `sums`, such as sums in fp32 (LANE) or of P after rounding (DOT). `correct` describes all operands. If no row of the wave
+  has seen a key yet, P is not computed, because there is no reference. The sums are then inf, so that `correct` computes P afterwards."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   operands = (reference, addend, p, scores, part, *(() if scales is None else (scales,)))
@@ -350,7 +350,7 @@ def raised(reference:UOp, top:UOp, scale:float, above:float) -> UOp:
   stays."""
   return emit("raised", reference.dtype, reference, top, rows=length(reference), scale=scale, above=above)
 def weights_from(scores:UOp, reference:UOp, scale:float) -> UOp:
-  """Computes P = exp2((scores - reference)*scale). The vector `scores` holds several rows one after another; `reference` has one number for each row.
+  """Returns P = exp2((scores - reference)*scale). The vector `scores` holds several rows one after another; `reference` has one number for each row.
   The subtraction comes first, so that large scores lose no accuracy."""
   return emit("weights_from", scores.dtype, scores, reference, rows=length(reference), scale=scale)
 def rescale(acc:UOp, factors:UOp, *after:UOp) -> UOp:

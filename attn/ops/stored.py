@@ -82,10 +82,11 @@ instruction("widen_all", _widen_all, _widen_all_hip)
 instruction("widen_pair", _widen_pair, cuda=_widen_pair_cuda)
 
 def widen_all(words:UOp, kind:str, dtype:str, in_order:bool=False) -> UOp:
-  """Converts eight stored numbers in two dwords to the 16-bit dtype `dtype`, in which they fill four dwords. `kind` is their format
-  (`Problem.stored`). With `in_order` the compiler makes one such conversion after another: fewer registers hold numbers that are half converted."""
+  """Returns eight stored numbers, which fill two dwords, converted to the 16-bit dtype `dtype`, in which they fill four dwords. `kind` is their
+  format (`Problem.stored`). With `in_order` the compiler makes one such conversion after another: fewer registers hold numbers that are half
+  converted."""
   return emit("widen_all", u32(2*length(words)), words, kind=kind, dtype=dtype, in_order=in_order)
 def widen_pair(word:UOp, places:tuple[int, int], kind:str, dtype:str) -> UOp:
-  """Converts two of the four stored numbers in a dword to a dword of two numbers of `dtype`. `places` has the indices of their bytes in the dword.
-  `kind` is their format (`Problem.stored`)."""
+  """Returns two of the four stored numbers in a dword, converted to a dword of two numbers of `dtype`. `places` has the indices of their bytes in the
+  dword. `kind` is their format (`Problem.stored`)."""
   return emit("widen_pair", dtypes.uint, word, places=places, kind=kind, dtype=dtype)

@@ -69,7 +69,7 @@ class _Followed:
 
 @functools.lru_cache(maxsize=16384)
 def _followed(text:str) -> tuple[_Followed, ...]:
-  """Parses a line of assembly, which is one instruction or a pair of instructions that issue together."""
+  """Returns the parsed form of a line of assembly: one instruction, or a pair of instructions that issue together."""
   def half(op:str, args:str) -> _Followed:
     x = Instruction(op, args, f"{op} {args}")
     return _Followed(x, tuple(written_operands(args)), uses(x)[0], INTEGER_OPERATIONS.get(_name(op)) if op[0] in "vs" else None)
@@ -160,8 +160,8 @@ class WaveState:
     return None if no is None or yes is None or mask is None else np.where(mask, yes, no)
 
   def _bits_of_three(self, x:Instruction, parts:Sequence[str]) -> LaneValues|None:
-    """Computes v_bitop3, whose operands have the texts `parts`. The instruction has a table of eight bits. Each bit of the result is bit number 4a +
-    2b + c of the table, where a, b and c are the bits of the three operands at the same place."""
+    """Returns the result of v_bitop3, whose operands have the texts `parts`, or None if an operand is not known. The instruction has a table of eight
+    bits. Each bit of the result is bit number 4a + 2b + c of the table, where a, b and c are the bits of the three operands at the same position."""
     a, b, c = (self._operand(p.split()[0]) for p in parts[1:4])
     found = re.search(r"bitop3:(\w+)", x.args)
     if a is None or b is None or c is None or found is None: return None

@@ -1,4 +1,4 @@
-"""Checks the model of time against times that were measured on an H100: the table docs/data/nvidia_order_of_heads.csv.
+"""Checks the timing model against times that were measured on an H100: the table docs/data/nvidia_order_of_heads.csv.
 
 The table has measured times of the wgmma forward kernel, for several shapes, tiles and orders of heads. The model predicts them without the machine
 code. The cycles of a tile's iteration follow from the measured time of one shape, BASE, with one head after another. So what is checked is the order
@@ -44,10 +44,11 @@ class ControlCase:
   @property
   def slots(self) -> int: return MULTIPROCESSORS*int(self.cells["blocks of a multiprocessor"])
   def iterations(self) -> float:
-    """Iterations until the last workgroup has ended, if an iteration takes one cycle."""
+    """Returns the time from the start of the first workgroup to the end of the last one, in units of the time of one loop iteration."""
     return makespan_in_order(work_of_grid(self.problem, self.division), self.slots, 1, 1.0, 0.0)
   def memory_ms(self, apart:bool) -> float:
-    """Time in which memory delivers what the L2 fetches."""
+    """Returns the time in ms in which memory delivers what the L2 fetches. With `apart`, workgroups drift apart, and so share fewer rows in the L2
+    (memory.py)."""
     work = work_of_grid(self.problem, self.division)
     return 1e3*bytes_of_levels(self.problem, self.division, work, h100(), self.slots, apart)["memory"]/(MEMORY_GBS*1e9)
 

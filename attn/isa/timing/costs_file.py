@@ -13,7 +13,7 @@ from attn.isa.timing.kernels import of_source
 TIMES = ("ms", "ms at GEMM's clock")
 
 def cells_of_times(spec:Spec) -> list[str]:
-  """Computes the predicted times of a forward kernel, as the texts of the columns TIMES: for a problem of size ASKED on the chip's first card whose
+  """Returns the predicted times of a forward kernel, as the texts of the columns TIMES: for a problem of size ASKED on the chip's first card whose
   clock is known, at its rated clock and at the clock that it sustains under matrix work. The text is a dash for other kernels, and for a clock that
   is not known."""
   if spec.kernel != FORWARD: return ["-"]*len(TIMES)
@@ -27,8 +27,8 @@ def line_of(report:Report) -> str: return " | ".join([report.name, *brief_cells(
 def _lines(specs:Sequence[Spec]) -> list[str]: return [line_of(report) for report in reports_of(specs)]
 
 def costs() -> Costs:
-  """Makes the description of docs/costs.txt: its header, its columns, and the function that computes the lines of given kernels with the compiler in
-  use. Each line has a kernel's registers, bounds and predicted times."""
+  """Returns the description of the file docs/costs.txt: its header, its columns, and the function that computes the lines of given kernels with the
+  compiler in use. Each line has a kernel's registers, bounds and predicted times."""
   header = (f"# The costs of our kernels under {short_version(toolchain())}: bounds and predictions from their machine code, not measurements. "
             f"Rewritten by: {COMMAND} --write docs/costs.txt")
   return Costs(header, ("kernel", *BRIEF, *TIMES), _lines)

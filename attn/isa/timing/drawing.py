@@ -45,7 +45,8 @@ def _shown(loop:LoopTiming) -> list[int]:
   return sorted((i for i, w in enumerate(loop.run.waves) if w.group == 0), key=lambda i: (loop.run.waves[i].simd, i))
 
 def svg_of(timing:Timing, loop:LoopTiming, trips:int=_SHOWN) -> str:
-  """Draws `trips` iterations of a loop as SVG text. Each wave has a band of lines: one for each execution unit, then one for waits."""
+  """Returns a drawing of `trips` iterations of a loop, as SVG text. Each wave has a band of lines: one for each execution unit, then one for
+  waits."""
   shown, (begin, end) = _shown(loop), _window(loop, trips)
   height, scale = len(LANES)*_LANE + _LANE + _GAP, (_WIDTH - _LEFT - 20)/(end - begin)
   title = f"{timing.name} on {timing.chip.name}: {loop.cycles:.0f} cycles an iteration, matrix unit in use {100*loop.matrix_use:.0f}% (predicted)"

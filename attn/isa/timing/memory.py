@@ -19,17 +19,17 @@ class GroupWork:
   trips: float      # iterations
 
 def starting_order(trips:Sequence[float], heads:int, sharing:int, together:int, splits:int=1) -> list[GroupWork]:
-  """Lists the workgroups of a problem in the order in which they start. `trips` has the number of loop iterations of each block of queries of a head.
-  `sharing` consecutive heads read the same rows of K and V. The order goes over groups of `together` heads. In a group it goes over the blocks, the
-  block with the most iterations first, and for each block over the heads of the group. Each of `splits` key ranges has workgroups of its own."""
+  """Returns the workgroups of a problem in the order in which they start. `trips` has the number of loop iterations of each block of queries of a
+  head. `sharing` consecutive heads read the same rows of K and V. The order goes over groups of `together` heads. In a group it goes over the blocks,
+  the block with the most iterations first, and for each block over the heads of the group. Each of `splits` key ranges has workgroups of its own."""
   blocks = sorted(trips, reverse=True)
   return [GroupWork((group*together + head)//sharing*splits + split, math.ceil(t/splits)) for group in range(heads//together) for t in blocks
           for head in range(together) for split in range(splits)]
 
 def makespan_in_order(work:Sequence[GroupWork], slots:int, dies:int, cycles:float, edges:float) -> float:
   """Returns the cycles until all workgroups have ended. The chip has room for `slots` workgroups at a time, slots//dies on each die. A die starts its
-  next workgroup when a place is free. A workgroup takes `cycles` cycles for each iteration, and `edges` cycles for what comes before and after its
-  iterations."""
+  next workgroup when one of its workgroups ends. A workgroup takes `cycles` cycles for each iteration, and `edges` cycles for what comes before and
+  after its iterations."""
   ends = []
   for die in range(dies):
     free = [0.0]*max(1, slots//dies)

@@ -22,7 +22,7 @@ from attn.kernels.parts.program.counts import ceildiv
 from attn.problem import BYTES, Problem, Shapes
 
 class CodeTime(Protocol):
-  """What a prediction takes from a kernel's machine code. `Timing` has it, and more."""
+  """The figures of a kernel's machine code from which the time of a problem is predicted. A `Timing` has these figures, and others."""
   @property
   def chip(self) -> Chip: ...
   @property
@@ -46,7 +46,7 @@ class Division:
   together: int = 0                      # heads whose blocks alternate in the order of the grid; 0: all heads
 
   def tensors(self, p:Problem) -> Shapes:
-    """Tensors that the kernel reads and writes."""
+    """Returns (shape, dtype) by name of the tensors that the kernel reads and writes."""
     if self.products == PRODUCTS: return arguments(p)
     if self.products == (GRADIENTS,): return all_arguments(p)
     return dkdv_arguments(p) if self.keys else dq_arguments(p)
@@ -109,7 +109,7 @@ def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
   return min(given, default=math.inf)*flops/(x.walked*row*len(x.products)*timing.chip.pipes.flops)
 
 def work_of_grid(p:Problem, x:Division) -> list[GroupWork]:
-  """Lists the workgroups of a problem, divided as `x` says, in the order in which they start."""
+  """Returns the workgroups of a problem, divided as `x` says, in the order in which they start."""
   heads = p.B*(p.Hkv if x.keys else p.H//x.heads)
   return starting_order(trips_of_blocks(p, x), heads, 1 if x.keys else p.H//p.Hkv//x.heads, x.together or heads, x.splits)
 
@@ -130,8 +130,8 @@ def bytes_of_levels(p:Problem, x:Division, work:list[GroupWork], chip:Chip, slot
   return {**found, "memory": moved + (fetched - once)*trip}
 
 def predict(p:Problem, timing:CodeTime, x:Division, card:Card, ghz:float|None=None) -> Prediction:
-  """Predicts the time of a problem on a card, at the clock `ghz` or by default at the card's rated clock. Raises ValueError if the clock is not
-  known."""
+  """Returns the predicted time of a problem on a card, at the clock `ghz` (in GHz) or by default at the card's rated clock. `timing` has the figures
+  of the kernel's code, and `x` says how the kernel divides the problem among workgroups. Raises ValueError if the clock is not known."""
   clock, chip = ghz or card.ghz, timing.chip
   if not clock: raise ValueError(f"the clock of {card.name} is not known: give it with --ghz")
   work, slots = work_of_grid(p, x), max(1, card.cus//(2 if timing.whole_processor else 1))*timing.groups
@@ -143,7 +143,8 @@ def predict(p:Problem, timing:CodeTime, x:Division, card:Card, ghz:float|None=No
                     {level: rate for level, rate in rates.items() if rate}, flops, apart)
 
 def at_both_clocks(p:Problem, timing:CodeTime, x:Division, card:Card) -> tuple[Prediction, Prediction|None]:
-  """Predicts the time of a problem on a card at the rated clock, and at the clock that the card sustains under matrix work. The sustained clock is
-  derived from the fastest published GEMM on this card. The second prediction is None if no such GEMM is known."""
+  """Returns the predicted time of a problem on a card at the rated clock, and at the clock that the card sustains under matrix work. `timing` has the
+  figures of the kernel's code, and `x` says how the kernel divides the problem among workgroups. The sustained clock is derived from the fastest
+  published GEMM on this card. The second prediction is None if no such GEMM is known."""
   clock = timing.chip.sustained(card)
   return predict(p, timing, x, card), predict(p, timing, x, card, clock) if clock else None

@@ -1,8 +1,8 @@
 """Predicts the kernels of other projects whose speed was published: the table docs/data/timing_predicted.csv.
 
 Two tables are read. docs/data/timing_published.csv has the published speeds. docs/data/timing_kernels.csv names the machine code of the kernels. That
-code is not in this repository, so the table also has what the model of time found in the code, such as the cycles of a loop iteration. The model of
-time adds the grid, the caches and the clock of the card."""
+code is not in this repository, so the table also has what the timing model found in the code, such as the cycles of a loop iteration. The timing
+model adds the grid, the caches and the clock of the card."""
 from __future__ import annotations
 import csv, io, re
 from collections.abc import Callable, Iterable, Mapping
@@ -46,7 +46,7 @@ class PeerKernel:
 
 @dataclass(frozen=True)
 class StepsOfPeer:
-  """The cycles that the model of time found in a kernel's code, in the form that `predict` takes."""
+  """The cycles that the timing model found in a kernel's code, in the form that `predict` takes."""
   chip: Chip
   groups: int
   whole_processor: bool
@@ -77,7 +77,7 @@ class PredictedRow:
 # ***** what the model finds in machine code *****
 
 def stepped_peer(kernel:PeerKernel, text:str) -> PeerKernel:
-  """Returns a row of docs/data/timing_kernels.csv with the cycles that the model of time finds in the kernel's assembly text."""
+  """Returns `kernel`, a row of docs/data/timing_kernels.csv, with the cycles that the timing model finds in the kernel's assembly `text`."""
   d_side, dv_side = map(int, kernel.products.split())
   lds, threads = (int(x) if x else None for x in (kernel.lds, kernel.threads))
   timing = timing_of(text, kernel.chip, kernel.D, lds=lds, threads=threads, products=((d_side, dv_side),))
@@ -124,20 +124,23 @@ def problem_of_cell(shape:str, kernel:PeerKernel) -> Problem:
                  window=(-1, 0 if found[6] == "causal" else -1))
 
 def of_peer(kernel:PeerKernel, shape:str, card:Card) -> tuple[Prediction, Prediction|None]:
-  """Predicts a kernel for the problem of a row, at the card's rated clock and at the clock that the card sustains under matrix work."""
+  """Returns the predicted times of a kernel on `card`, at the card's rated clock and at the clock that the card sustains under matrix work. `shape`
+  describes the problem, as in the column "shape" of docs/data/timing_published.csv. The second prediction is None if the sustained clock is not
+  known."""
   d_side, dv_side = map(int, kernel.products.split())
   division = Division(kernel.own, kernel.walked, kernel.owns == OWN_KEYS, ((d_side, dv_side),), together=1 if kernel.order == "one" else 0)
   steps = StepsOfPeer(get_chip(kernel.chip), kernel.groups, kernel.whole_processor, kernel.cycles, kernel.edges)
   return at_both_clocks(problem_of_cell(shape, kernel), steps, division, card)
 
 def cycles_of_mfma(kernel:PeerKernel) -> float:
-  """Predicts the cycles that pass on a SIMD for each matrix instruction of MFMA_FLOPS operations in the kernel's hot loop."""
+  """Returns the predicted cycles that pass on a SIMD for each matrix instruction of MFMA_FLOPS operations in the kernel's hot loop."""
   flops = kernel.walked*kernel.own*4*kernel.D*kernel.groups/get_chip(kernel.chip).pipes.simds
   return kernel.cycles*MFMA_FLOPS/flops
 
 def predicted_rows(published:str, kernels:Iterable[PeerKernel]) -> list[PredictedRow]:
-  """Predicts every row of docs/data/timing_published.csv, whose text is `published`. A GEMM is not stepped. At the rated clock it is predicted to use
-  the matrix units for the time GEMM_USE, and at the sustained clock to be as fast as the fastest published GEMM of its card."""
+  """Returns a prediction for every row of docs/data/timing_published.csv, whose text is `published`. For a GEMM the timing model is not used. A GEMM
+  is predicted to use the matrix units GEMM_USE of the time at the rated clock, and to be as fast as the fastest published GEMM of its card at the
+  sustained clock. `kernels` are the rows of docs/data/timing_kernels.csv. Raises ValueError for a row without such a kernel."""
   by_row = {number: kernel for kernel in kernels for number in kernel.rows.split()}
   found, shape = list[PredictedRow](), ""
   for row in csv.DictReader(io.StringIO(published)):
@@ -155,7 +158,8 @@ def predicted_rows(published:str, kernels:Iterable[PeerKernel]) -> list[Predicte
   return found
 
 def predictions_within(rows:Iterable[PredictedRow], share:float) -> Mapping[str, int]:
-  """Counts the predictions that differ from the published figure by at most `share`, at each clock, and all predictions."""
+  """Returns three numbers: how many predictions differ from the published figure by at most the fraction `share`, at the "rated" and at the
+  "sustained" clock, and how many predictions there are in "all"."""
   ratios = [x.ratios for x in rows if x.rated is not None]
   near = [[r is not None and abs(r - 1) <= share for r in pair] for pair in ratios]
   return {"rated": sum(x for x, _ in near), "sustained": sum(x for _, x in near), "all": len(ratios)}

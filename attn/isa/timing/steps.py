@@ -1,8 +1,8 @@
 """Converts each instruction of a loop iteration to a step: the unit that the instruction holds and for how long, the earlier instructions that it
 waits for, and the cycles after which others may use its result.
 
-An iteration of the loop is straight-line code that repeats. So the earlier instruction whose result an instruction uses is always a fixed number of
-places before it, in this iteration or in the iteration before. The instruction issues at least a fixed number of cycles after that earlier
+An iteration of the loop is straight-line code that repeats. So an instruction always uses the result of the instruction that lies a fixed number of
+instructions before it, in this iteration or in the iteration before. The instruction issues at least a fixed number of cycles after that earlier
 instruction. Only s_waitcnt waits for the result of a load, as on the machine."""
 from __future__ import annotations
 import re
@@ -161,8 +161,8 @@ def _step(x:Instruction, chip:Chip, m:Machine, bank_cycles:int|None) -> TripStep
   return step
 
 def trip_steps(trip:Sequence[Instruction], chip:Chip, bank_cycles:Sequence[int|None], taken:Sequence[bool]) -> list[TripStep]:
-  """Makes the steps (`TripStep`) of a loop iteration. `bank_cycles` has the LDS bank cycles of each instruction, or None if the addresses of its
-  access are not known. `taken` tells for each instruction whether it is a taken branch."""
+  """Returns the steps of a loop iteration: a `TripStep` for each instruction. `bank_cycles` has the LDS bank cycles of each instruction, or None if
+  the addresses of its access are not known. `taken` tells for each instruction whether it is a taken branch."""
   machine, steps = chip.latencies, list[TripStep]()
   for x, needs, waits, banks, jumps in zip(trip, dependences(trip, chip), awaited(trip, chip), bank_cycles, taken, strict=True):
     step = _step(x, chip, machine, banks)

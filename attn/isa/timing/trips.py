@@ -89,7 +89,7 @@ def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[in
   return way
 
 def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:WaveState) -> list[int]:
-  """Finds the basic blocks that a wave runs through in one iteration: the path `usual`, and the basic blocks that an s_cbranch_execz on this path
+  """Returns the basic blocks that a wave runs through in one iteration: the path `usual`, and the basic blocks that an s_cbranch_execz on this path
   skips for a wave without active lanes, if `state` knows that the wave has an active lane. Updates `state` by the instructions on the path."""
   path = list[int]()
   for b, after in zip(usual, [*usual[1:], loop.header]):
@@ -182,7 +182,7 @@ def _beside(blocks:Sequence[Block], loops:Sequence[Loop], loop:Loop) -> Loop:
   return next(others, loop)
 
 def _reachable(blocks:Sequence[Block], first:int, avoid:set[int]) -> set[int]:
-  """Finds the basic blocks that can be reached from basic block `first` without going through a basic block of `avoid`."""
+  """Returns the basic blocks that can be reached from basic block `first` without going through a basic block of `avoid`."""
   found, stack = set[int](), [first]
   while stack:
     if (b := stack.pop()) not in found:
@@ -258,7 +258,8 @@ def timing_of(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, k
   """Predicts the time of the hot loops of a kernel from its assembly text.
 
     d, dv     head dimensions as the kernel computes them: rounded up to whole matrix tiles
-    products  for each hot loop, the number of matrix products with a side of length d (such as S), and with a side of length dv (such as O)
+    products  for each hot loop, a pair: how many matrix products have d as one of their three dimensions (such as S = Q K^T), and how many have dv
+              (such as O = P V)
     behind    number of waves of a workgroup that begin the loop one barrier behind the others; by default found in the text
     rank      which loop is timed: 0 is the loop with the most matrix work, 1 the next one, and so on
     grid      number of workgroups. If it is small, a compute unit of the chip's largest card runs fewer workgroups than it has room for

@@ -71,8 +71,9 @@ class _Groups:
     return [i for i in self.members[group] if self.parked.get(i) == nth]
 
 def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:int=0, every:bool=False) -> Run:
-  """Simulates the waves until they have made `trips` loop iterations on average, or with `every` until each wave has made `trips` iterations. Records
-  nothing during the `first` iterations. Each workgroup begins `apart` cycles after the workgroup before it."""
+  """Simulates the waves until they have made `trips` loop iterations on average, or with `every` until each wave has made `trips` iterations. Returns
+  when each instruction was issued. Records nothing during the `first` iterations. Each workgroup begins `apart` cycles after the workgroup before
+  it."""
   m, cu = chip.latencies, chip.pipes
   simds, ports, turn = max(w.simd for w in waves) + 1, m.lds_ports.value, m.turn.value
   beside, drain, barrier = bool(m.beside.value), m.packed_drain.value, m.barrier.value

@@ -352,8 +352,8 @@ def own_rows(group:Workgroup, tile:BackwardTile, at:Lane, statements:Statements,
   return first, second
 
 def transposed_tiles(new:Allocator, tile:BackwardTile, *layouts:SharedLayout) -> list[LdsTile]:
-  """Reserves LDS for transposed tiles, one for each of `layouts`. If the kernel loops over the tiles twice (two passes), these tiles share one piece
-  of LDS, because each pass uses only one of them."""
+  """Returns transposed tiles in LDS, one for each of `layouts`, and reserves the LDS for them. If the kernel loops over the tiles twice (two passes),
+  these tiles share one piece of LDS, because each pass uses only one of them."""
   if tile.passes == 1: return [LdsTile.of(new, x, tile.buffers) for x in layouts]
   place = LdsTile.of(new, max(layouts, key=lambda x: x.size), tile.buffers)
   return [replace(place, layout=x) for x in layouts]

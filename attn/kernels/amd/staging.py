@@ -135,8 +135,8 @@ class StagedTile(InLds):
   def items(self) -> list[tuple[UOp, UOp, UOp]]: return self.carried.items if self.only is None else [self.carried.item(self.only)]
   @property
   def single(self) -> list[StagedTile]:
-    """Divides this tile into smaller tiles, which are copied one after another to save registers. In each of them a thread copies a single item, 16
-    bytes of a row."""
+    """Returns smaller tiles into which this tile is divided, and which are copied one after another to save registers. In each of them a thread
+    copies a single item, 16 bytes of a row."""
     return [replace(self, only=i) for i in range(self.carried.count)]
 
   def anew(self, t:UOp) -> StagedTile:

@@ -200,9 +200,9 @@ class Rectangle:
   # ***** products *****
   def product(self, to:UOp, walked:str, own:str, kept:str, t:UOp, ready:list[UOp], ahead:UOp|None=None) -> UOp:
     """Multiplies part number `t` of the walked rows (over which the workgroup loops) by the own rows (which the workgroup owns). `walked` and `own`
-    are the names of the two tensors. The products are in the registers `to`, which are returned. Rows are copied to local memory a few columns at a
-    time, after the operations `ready`. Own rows that stay in local memory are read from the section `kept`. If loads run ahead, the registers `ahead`
-    have the first walked rows."""
+    are the names of the two tensors. Returns the registers `to`, which then hold the products. Rows are copied to local memory a few columns at a
+    time, after the operations `ready`. Own rows that stay in local memory are read from the section `kept`. If the kernel loads data to registers
+    before it needs them, the registers `ahead` have the first walked rows."""
     tile, n, width = self.tile, self.tile.down*self.tile.walked, self.width_of(walked)
     depth, (step, loop) = tile.depth_of(width), self.loop(tile.steps(width))
     now, first, mine = [*ready, *loop], step*depth, [self.result_row(i) for i in range(tile.walked)]
@@ -227,7 +227,7 @@ class Rectangle:
              ahead:UOp|None=None) -> UOp:
     """Computes acc = acc*rescale + X^T W, where X is tile t of the rows of `tensor`, and W is the weights of these rows, P or dS. The rows are copied
     to local memory a few at a time, after the operations `ready`. The weights are in the section `weights` of local memory after the operations
-    `weighed`. If loads run ahead, the registers `ahead` have the first rows. Returns the last operation."""
+    `weighed`. If the kernel loads data to registers before it needs them, the registers `ahead` have the first rows. Returns the last operation."""
     tile, n, first = self.tile, len(self.quads), self.group.scores.row(t*self.tile.block_n)
     block, blocks = self.loop(self.blocks(acc))
     to = self.some.after(*ready, *blocks) if tile.columns else acc
@@ -270,9 +270,9 @@ class Rectangle:
   def width_of(self, tensor:str) -> int: return self.p.D if tensor == "k" else self.rows_of(tensor).width
 
   def element(self, tensor:str, first:UOp, row:UOp, column:UOp, *there:UOp) -> UOp:
-    """Loads an element of row `first` + `row` of the tensor `tensor`, in fp32, or 0 where one of the conditions `there` is false. K of a latent cache
-    that stores 8-bit numbers is loaded as the numbers that it stands for: in the latent columns the stored number times the row's scale, and after
-    them the rotary columns, which have 16 bits."""
+    """Returns a loaded element of row `first` + `row` of the tensor `tensor`, in fp32, or 0 where one of the conditions `there` is false. K of a
+    latent cache that stores 8-bit numbers is loaded as the numbers that it stands for: in the latent columns the stored number times the row's scale,
+    and after them the rotary columns, which have 16 bits."""
     def loaded(name:str, column:UOp|int) -> UOp:
       rows = self.rows_of(name)
       at = rows.start(first, row) + column

@@ -49,8 +49,8 @@ class Normaliser:
     return Normaliser(log_sum.eq(NEG_INF).where(NEG_INF, low(ops.mul(log_sum, -LOG2E))))
   @staticmethod
   def joined(parts:Sequence[Normaliser], join:Callable[..., UOp]) -> Normaliser:
-    """Joins the normalisers of several queries into one, whose values are vectors: `join(*values)` makes a vector of the `low` values of all `parts`,
-    and one of their `high` values."""
+    """Returns one normaliser for several queries, whose values are vectors: `join(*values)` makes a vector of the `low` values of all `parts`, and
+    one of their `high` values."""
     return Normaliser(*[None if xs[0] is None else join(*xs) for xs in ([x.low for x in parts], [x.high for x in parts])])
   @property
   def values(self) -> list[UOp]:

@@ -50,15 +50,15 @@ def drawn(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[Grid,
   return replace(grid, head=head, block=block), tuple(digits[axis] for axis in split)
 
 def head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
-  """Makes AMD's grid over blocks of queries. Consecutive workgroups take the same block of queries, each of the next head of a group of heads. The
-  hardware deals consecutive workgroups to the XCDs (dies of the GPU) in turn; so the blocks of one head share the cache of one XCD. A group has as
+  """Returns AMD's grid over blocks of queries. Consecutive workgroups take the same block of queries, each of the next head of a group of heads. The
+  hardware gives consecutive workgroups to the XCDs (dies of the GPU) in turn; so the blocks of one head share the cache of one XCD. A group has as
   many heads as fit, with K and V, into the cache that all XCDs share."""
   heads = heads_of(p, tile)
   return _in_group_fastest((1, math.prod(blocks_of_queries(p, tile))), p.all_heads//heads, heads_together(p, arch, heads), tile, mat)
 
 def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
-  """Makes AMD's grid over blocks of keys. Consecutive workgroups take the same block of keys, each of the next head of a group of key/value heads.
-  The hardware deals consecutive workgroups to the XCDs (dies of the GPU) in turn; so the blocks of one head share the cache of one XCD. A group has
+  """Returns AMD's grid over blocks of keys. Consecutive workgroups take the same block of keys, each of the next head of a group of key/value heads.
+  The hardware gives consecutive workgroups to the XCDs (dies of the GPU) in turn; so the blocks of one head share the cache of one XCD. A group has
   as many heads as fit, with their rows of q and dO, into the cache that all XCDs share."""
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, heads_together(p, arch), tile, mat)
 
@@ -76,7 +76,7 @@ def largest_divisor(n:int, most:int) -> int:
   return max(i for i in range(1, min(n, max(1, most)) + 1) if n % i == 0)
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
-  """Makes NVIDIA's grid over blocks of queries: the blocks of a group of heads run together. Under a causal mask a group has as many heads as fit,
+  """Returns NVIDIA's grid over blocks of queries: the blocks of a group of heads run together. Under a causal mask a group has as many heads as fit,
   with K and V, into the cache; otherwise a group is a single head. If a device holds two separate pieces of a sequence, all blocks of one piece come
   before those of the other. Blocks with many keys then do not run last."""
   heads = heads_of(p, tile)
@@ -85,9 +85,9 @@ def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   return _in_group_fastest(blocks_of_queries(p, tile), p.all_heads//heads, cached, tile, mat)
 
 def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma, fixed_order:bool=False) -> Grid:
-  """Makes NVIDIA's grid over blocks of keys: the blocks of a group of key/value heads run together. Under a causal mask a group has as many heads as
-  fit, with their queries, into the cache; otherwise a group is a single head. If blocks of a head add to dQ in a fixed order (`fixed_order`), groups
-  are as large as under a causal mask: fewer of the blocks that run at the same time then wait for each other."""
+  """Returns NVIDIA's grid over blocks of keys: the blocks of a group of key/value heads run together. Under a causal mask a group has as many heads
+  as fit, with their queries, into the cache; otherwise a group is a single head. If blocks of a head add to dQ in a fixed order (`fixed_order`),
+  groups are as large as under a causal mask: fewer of the blocks that run at the same time then wait for each other."""
   cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if fixed_order or hiding(p).after else 1
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, cached, tile, mat)
 
@@ -133,9 +133,9 @@ class BlockRows:
   further: int|UOp
 
 def in_order_of_start(p:Problem, number:UOp, blocks:int) -> UOp:
-  """Converts the number of a block in the sequence to its number in the order in which blocks start, or the other way round: the conversion is the
-  same. Under a causal mask the order of the start is reversed. So the blocks of queries with the most keys start first, or, where blocks of keys add
-  to dQ in a fixed order (attn/kernels/parts/backward/turns.py), the blocks with the fewest queries."""
+  """Returns the number of a block in the order in which blocks start, given its number in the sequence, or the other way round: both conversions are
+  the same. Under a causal mask the blocks start in descending order. So the blocks of queries with the most keys start first, or, where blocks of
+  keys add to dQ in a fixed order (attn/kernels/parts/backward/turns.py), the blocks with the fewest queries."""
   return blocks - 1 - number if hiding(p).after else number
 
 def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool) -> BlockRows:

@@ -153,7 +153,7 @@ class LdsTile(InLds):
   layout: SharedLayout
   @staticmethod
   def of(new:Allocator, layout:SharedLayout, buffers:int=1) -> LdsTile:
-    """Allocates LDS for `buffers` tiles of the given layout, one after another."""
+    """Returns a new LDS buffer for `buffers` tiles of the given layout, one after another."""
     return LdsTile(new.lds(buffers*layout.size), layout)
   def after(self, *deps:UOp) -> LdsTile: return replace(self, buffer=self.buffer.after(*deps))
   def nth(self, i:UOp) -> LdsTile: return replace(self, layout=self.layout.moved_to(i*self.layout.size))

@@ -58,8 +58,8 @@ class GlobalRows:
     return replace(self, count=count)
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Loads one unit of row `first` + `row`: `unit_bytes` bytes, by default 16. `unit` is the index of the unit in the row. Rows beyond the last one,
-    and columns beyond the width, read as zero. Where `gate` is false, the whole unit reads as zero.
+    """Returns one loaded unit of row `first` + `row`: `unit_bytes` bytes, by default 16. `unit` is the index of the unit in the row. Rows beyond the
+    last one, and columns beyond the width, read as zero. Where `gate` is false, the whole unit reads as zero.
 
     `first` is equal in the whole workgroup; `row`, which is below `rows`, differs between threads. A row that does not consist of whole, aligned
     units is read element by element."""
@@ -69,15 +69,15 @@ class GlobalRows:
     return self._load(self.buffer[self.origin(first)], records, row*self.stride, unit, gate)
 
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
-    """Loads `n` elements of row `first` + `row`, from element `n`*`part` on, and converts them from the dtype `dtype` to fp32. `n` elements fill one
-    16-byte unit, or two units if `dtype` is float32. `first` is equal in the whole workgroup; `row`, which is below `rows`, differs between threads.
-    """
+    """Returns `n` loaded elements of row `first` + `row`, from element `n`*`part` on, converted from the dtype `dtype` to fp32. `n` elements fill one
+    16-byte unit, or two units if `dtype` is float32. `first` is equal in the whole workgroup; `row`, which is below `rows`, differs between
+    threads."""
     if self.size == 2: return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
     return ops.concat(*[ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)])
 
   def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
-    """Loads eight elements of row `first` + `row`, from element 8*`part` on, and converts them from the dtype `dtype` to fp32. Returns two vectors of
-    four."""
+    """Returns eight loaded elements of row `first` + `row`, from element 8*`part` on, converted from the dtype `dtype` to fp32, as two vectors of
+    four. `first` is equal in the whole workgroup; `row`, which is below `rows`, differs between threads."""
     if self.size == 4: return [ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)]
     return halves(self.load_units(first, rows, row, part), dtype)
 
@@ -89,17 +89,17 @@ class GlobalRows:
     return ops.as_float(ops.buffer_load(self.buffer[self.base + first], records, gate.where(row*self.size, ops.OUT_OF_RANGE), self.size))
 
   def _load(self, base:UOp, records:UOp, start:UOp, unit:UOp, gate:UOp|None) -> UOp:
-    """Loads one unit (`unit_bytes` bytes, by default 16) of a row. `base` is a UOp that indexes the buffer. The row begins `start` elements after it,
-    and `unit` is the index of the unit in the row. `records` is the number of bytes after `base` that may be read. Elements beyond these bytes or
-    beyond the row's width read as zero. Where `gate` is false, the whole unit reads as zero."""
+    """Returns one loaded unit (`unit_bytes` bytes, by default 16) of a row. `base` is a UOp that indexes the buffer. The row begins `start` elements
+    after it, and `unit` is the index of the unit in the row. `records` is the number of bytes after `base` that may be read. Elements beyond these
+    bytes or beyond the row's width read as zero. Where `gate` is false, the whole unit reads as zero."""
     offset = (start + unit*self.unit)*self.size
     def load(i:int, inside:UOp, nbytes:int) -> UOp:
       return ops.buffer_load(base, records, inside.where(offset + self.size*i, ops.OUT_OF_RANGE), nbytes)
     return self._unit_of(unit, gate, load)
 
   def _unit_of(self, unit:UOp, gate:UOp|None, load:Callable[[int, UOp, int], UOp]) -> UOp:
-    """Loads one unit (`unit_bytes` bytes, by default 16) of a row with the function `load`: in one access, or element by element if rows do not
-    consist of whole units. `unit` is the index of the unit in the row. `load(i, exists, n)` loads n bytes from element i of the unit on, or zeros
+    """Returns one unit (`unit_bytes` bytes, by default 16) of a row, loaded with the function `load`: in one access, or element by element if rows do
+    not consist of whole units. `unit` is the index of the unit in the row. `load(i, exists, n)` loads n bytes from element i of the unit on, or zeros
     where the condition `exists` is false. Where `gate` is false, the whole unit reads as zero."""
     def inside(place:UOp, width:int) -> UOp: return below(place, width) if gate is None else gate & below(place, width)
     if self.in_units: return load(0, inside(unit, self.width//self.unit), self.unit_bytes)
@@ -241,5 +241,5 @@ class LatentRows:
     high = self.rotary.load_units(first, rows, row, bounded(amd.opaque(unit - count, row), 0, int(unit.vmax) - count), there & in_rotary)
     return ops.build(*[in_rotary.where(ops.extract(high, i), ops.extract(low, i)) for i in range(ops.length(low))])
   def widened(self, x:UOp) -> UOp:
-    """Converts a unit that `load_units` has returned to 16-bit numbers, if it has 8-bit numbers."""
+    """Returns a unit that `load_units` has loaded as 16-bit numbers: converted if it has 8-bit numbers, otherwise unchanged."""
     return self.widen(x) if ops.length(x)*4 == self.stored.unit_bytes else x

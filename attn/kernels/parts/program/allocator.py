@@ -19,13 +19,13 @@ class Allocator:
   one with the lower number comes first in the program."""
   def __init__(self) -> None: self._axes, self._slots = itertools.count(), itertools.count()
   def range(self, n:int|UOp, kind:AxisType) -> UOp:
-    """Makes a range, a UOp that is an index from 0 to n - 1. `kind` says what it counts: iterations of a loop, workgroups of the grid, or threads. n
-    is simplified first. Otherwise tinygrad would simplify n in the expressions that use the range, but not in the operation that ends its loop, and
-    would take the two for different ranges."""
+    """Returns a new range, a UOp that is an index from 0 to n - 1. `kind` says what it counts: iterations of a loop, workgroups of the grid, or
+    threads. n is simplified first. Otherwise tinygrad would simplify n in the expressions that use the range, but not in the operation that ends its
+    loop, and would take the two for different ranges."""
     return UOp.range(n.simplify() if isinstance(n, UOp) else n, next(self._axes), kind)
   def registers(self, n:int, dtype:DType=dtypes.float) -> UOp:
-    """Allocates registers for n values of the dtype `dtype` in each thread."""
+    """Returns a new register array with n values of the dtype `dtype` in each thread."""
     return UOp.placeholder((n,), dtype, next(self._slots), AddrSpace.REG)
   def lds(self, units:int, dtype:DType=LDS_UNIT) -> UOp:
-    """Allocates LDS, which the threads of a workgroup share: `units` units of 16 bytes, by default vectors of four dwords."""
+    """Returns a new LDS buffer, which the threads of a workgroup share: `units` units of 16 bytes, by default vectors of four dwords."""
     return UOp.placeholder((units,), dtype, next(self._slots), AddrSpace.LOCAL)

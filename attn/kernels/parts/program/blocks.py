@@ -12,8 +12,8 @@ from attn.score.places import Walk
 from attn.tinygrad_compat import UOp
 
 def run_time(x:UOp, low:int, high:int) -> UOp:
-  """Makes an index from a number that the kernel loads, and that is equal in the whole workgroup. Clamps the index to `low`..`high`, so that no
-  access can leave a buffer."""
+  """Returns an index made of a number that the kernel loads, and that is equal in the whole workgroup. The index is clamped to `low`..`high`, so that
+  no access can leave a buffer."""
   return bounded(ops.uniform(x), low, high)
 
 FEW, MANY = 3, 1000    # numbers of iterations

@@ -111,5 +111,6 @@ def store_all(to:UOp, values:Iterable[UOp]) -> list[UOp]:
   return [to[i].store(x) for i, x in enumerate(values)]
 
 def workgroup_barrier(after:UOp) -> UOp:
-  """Makes a workgroup barrier that comes after the operation `after`. tinygrad inserts its own barriers only where it sees stores to LOCAL memory."""
+  """Returns a workgroup barrier that comes after the operation `after`. tinygrad inserts its own barriers only where it sees stores to LOCAL
+  memory."""
   return new_uop(Ops.BARRIER, (after,), dtypes.void)

@@ -156,8 +156,8 @@ class Scores:
     return [ops.mask_rows(scores, each, side, self.walked[0], self.at.matrix.tile_keys, *done) for side, each in limits.items() if each]
 
   def finished(self, tiles:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> list[UOp]:
-    """Turns raw scores into the input of the softmax: applies the score terms (softcap, ALiBi, bias), and if `masked` the masks. `tiles` are vectors
-    of raw scores, and each has the elements of all of `rows`, one row after another."""
+    """Returns the input of the softmax, made from raw scores (Q K^T): applies the score terms (softcap, ALiBi, bias), and if `masked` the masks.
+    `tiles` are vectors of raw scores, and each has the elements of all of `rows`, one row after another."""
     if self.raw and not masked and not self.natural: return tiles
     n = ops.length(tiles[0])//len(rows)
     parts = [[ops.slice_(y, i*n, n) for y in tiles] for i in range(len(rows))]

@@ -75,8 +75,8 @@ class Softmax(Carried):
 
   @staticmethod
   def create(matrix:Matrix, q_tiles:int, d_tiles:int, k_tiles:int, sums:Sums, new:Allocator) -> Softmax:
-    """Allocates the state for `q_tiles` matrix tiles of queries. Each of them has `d_tiles` matrix tiles of O^T, and `k_tiles` matrix tiles of S^T in
-    an iteration."""
+    """Returns a new state, with registers for `q_tiles` matrix tiles of queries. Each of them has `d_tiles` matrix tiles of O^T, and `k_tiles` matrix
+    tiles of S^T in an iteration. `sums` says which sums of P the registers hold."""
     totals = len(sums.kinds)*q_tiles
     kinds = ((q_tiles*d_tiles, ops.f32(matrix.accumulator)), (q_tiles, ops.f32(1)), (q_tiles, ops.f32(1)), (totals, ops.f32(1)),
              (q_tiles*k_tiles, ops.u32(matrix.accumulator*matrix.size//4)), (q_tiles*k_tiles, ops.f32(matrix.accumulator)), (totals, ops.f32(1)))
@@ -130,8 +130,8 @@ class Softmax(Carried):
     return s.after(UOp.group(*[s.l[i].store(ops.add(s.l[i].load(), s.l_of_trip[i].load())) for i in range(len(parts))]))
 
   def spoiled(self, nans:list[UOp]) -> Softmax:
-    """Adds `nans`, a number for each matrix tile of queries, to the row sums by which O is divided. The numbers are NaN for a row that sees a key
-    whose scale of V is NaN, otherwise 0 (`nans_of_scales`)."""
+    """Returns the state after adding `nans`, a number for each matrix tile of queries, to the row sums by which O is divided. The numbers are NaN for
+    a row that sees a key whose scale of V is NaN, otherwise 0 (`nans_of_scales`)."""
     q_tiles = self.m.max_numel()
     return self.after(UOp.group(*[self.l[q_tiles + i].store(ops.add(self.l[q_tiles + i].load(), x)) for i, x in enumerate(nans)]))
 
