@@ -1,5 +1,5 @@
-"""Runs a program on a grid of workgroups. A `Frame` holds the threads and values of a range of workgroups, and executes each step for all of them at
-the same time.
+"""Runs a program on a grid of workgroups. A `Frame` holds the threads and values of a range of workgroups, and executes each operation for all of
+them at the same time.
 
 Workgroups without atomic operations are independent, so they run in ranges of many workgroups. If a program has atomic operations, each workgroup has
 its own `Frame`. The frame stops before each atomic operation, so that other workgroups can run.

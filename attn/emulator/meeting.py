@@ -1,8 +1,8 @@
 """Effects of the workgroups of one launch on each other through global memory: atomic additions, tickets and turns (attn/ops/atomics.py).
 
-A ticket is a number that a workgroup draws from a counter; each workgroup gets another number. A turn is the period in which one workgroup may act:
-it begins when a counter has the number of the turn. A wave passes the turn when it adds 1 to the counter. A wave settles when it waits until its own
-accesses are complete.
+A ticket is the number that a workgroup gets when it adds 1 to a counter; each workgroup gets another number. A turn is the period in which one
+workgroup may act: it begins when a counter has the number of the turn. A wave passes the turn when it adds 1 to the counter. A wave settles when it
+waits until its own accesses are complete.
 
 A `Meeting` belongs to one launch. The `Meeting` knows which accesses are ordered. Each wave has a clock. A wave also knows, for each other wave, the
 clock up to which the other wave's accesses came before its own accesses. This knowledge passes from wave to wave in two ways. First, a wave that
@@ -10,8 +10,8 @@ passes a turn stores all that it knows with the counter, and a wave that has wai
 workgroup share at a barrier what they know, and also the accesses that each of them had made when it last settled (on NVIDIA all accesses before the
 barrier).
 
-ATTN_EMU_ORDER may select an order drawn at random. Then an addition does not happen at once: the additions of one wave happen in order, but at any
-time until the wave settles or passes a turn. On NVIDIA a wave may also send additions to the copy engine (TMA), which adds in the background
+ATTN_EMU_ORDER can select a random order. Then an addition does not happen at once: the additions of one wave happen in order, but at any time until
+the wave settles or passes a turn. On NVIDIA a wave can also send additions to the copy engine (TMA), which adds in the background
 (attn/ops/hopper.py). Sent additions happen at any time until the wave waits for the copy engine; nothing else waits for them."""
 from __future__ import annotations
 from collections import deque
@@ -139,7 +139,7 @@ class Meeting:
   # ***** additions *****
 
   def in_order(self, threads:Array) -> Array:
-    """Returns the order in which threads execute an atomic operation: the order of their numbers, or an order drawn at random (ATTN_EMU_ORDER)."""
+    """Returns the order in which threads execute an atomic operation: the order of their numbers, or a random order (ATTN_EMU_ORDER)."""
     return threads if self.random is None else self.random.permutation(threads)
 
   def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array, sent:bool=False) -> None:
@@ -181,7 +181,7 @@ class Meeting:
     if not waiting: del self.pending[wave]
 
   def some_happen(self) -> None:
-    """Performs some pending additions of some waves, which are drawn at random."""
+    """Performs some pending additions of some waves, both chosen at random."""
     if self.random is None: return
     for wave in self.random.permutation(sorted(self.pending)):
       if self.random.random() < 0.5: self.happen(int(wave), int(self.random.integers(1, len(self.pending[int(wave)]) + 1)))

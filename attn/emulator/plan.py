@@ -1,5 +1,5 @@
-"""Compiles a lowered kernel, a list of UOps in the order of execution, to a `Plan`: a list of Python functions, called steps, of which each runs one
-operation for all threads. A plan is made once per kernel. The values of a run are in a `machine.Frame`."""
+"""Compiles a lowered kernel, a list of UOps in the order of execution, to a `Plan`: a list of Python functions. Each of these functions, called
+steps, runs one operation for all threads. A plan is made once per kernel. The values of a run are in a `machine.Frame`."""
 from __future__ import annotations
 from typing import Any, Callable
 from collections import Counter

@@ -56,7 +56,7 @@ class Threads:
     self.operands: list[Operand]|None = None        # while a product reads its operands, the list that collects them
 
   def start(self) -> int:
-    """Returns the index of a new asynchronous operation, which starts at the current step."""
+    """Returns the index of a new asynchronous operation, which the operation that is running now starts."""
     self.started.append(self.pc)
     return len(self.started) - 1
 

@@ -68,7 +68,7 @@ def _report(word:str, arch:str|None, d:int|None, options:dict[str, Any]) -> Repo
 
 def _products(text:str) -> LoopProducts:
   found = re.fullmatch(r"([1-9]),(\d)", text)
-  if found is None: raise click.BadParameter(f"{text!r}: must be two numbers, of products with a side D and with a side Dv: 2,1 for S, dQ; dP")
+  if found is None: raise click.BadParameter(f"{text!r}: must be two numbers, of products with dimension D and with dimension Dv: 2,1 for S, dQ; dP")
   return (int(found[1]), int(found[2])),
 
 def _specs(arch:str|None, d:int|None, dtype:str, causal:bool, decode:bool, gradient:str|None) -> list[str]:
@@ -91,7 +91,7 @@ FILE_OPTIONS = [
   click.option("--lds", type=int, help="LDS bytes given at launch, for a file."),
   click.option("--threads", type=int, help="Threads of a workgroup, for a file."),
   click.option("--products", default="1,1", show_default=True, callback=lambda _, __, text: _products(text),
-               help="Matrix products in the hot loop of a file: how many have a side D, how many a side Dv. Forward has 1,1, backward up to 3,2."),
+               help="Matrix products in the hot loop of a file: how many have a dimension D, how many Dv. Forward has 1,1, backward up to 3,2."),
 ]
 def with_options(command:Any, options:list[Any]) -> Any:
   for option in reversed(options): command = option(command)

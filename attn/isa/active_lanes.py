@@ -134,8 +134,8 @@ def whole_waves(blocks:Sequence[Block], wave:int) -> list[list[bool]|None]:
   return found
 
 def across_lanes(blocks:Sequence[Block], wave:int) -> list[str]:
-  """Finds each instruction that needs every lane of a wave, at a place where a lane may be switched off. Returns one line each. `wave` is the number
-  of lanes of a wave."""
+  """Returns a line for each instruction that needs every lane of a wave and lies where a lane may be switched off. `wave` is the number of lanes of a
+  wave."""
   found, label = [], "the entry"
   for block, whole in zip(blocks, whole_waves(blocks, wave)):
     label = block.labels[-1] if block.labels else label

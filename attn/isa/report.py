@@ -18,9 +18,9 @@ from attn.isa.instruction import KINDS, VECTOR, Instruction, access_bytes, matri
 from attn.isa.parse import Kernel, parse
 from attn.isa.waits import Stop, path_of_waits, waits_of
 
-LoopProducts = tuple[tuple[int, int], ...]   # for each hot loop of a kernel: number of matrix products with a side D, and with a side Dv
+LoopProducts = tuple[tuple[int, int], ...]   # for each hot loop of a kernel: number of matrix products that have D as a dimension, and that have Dv
 PRODUCTS: LoopProducts = ((1, 1),)           # forward: S and O
-GRADIENTS = (3, 2)                       # backward needs S, dQ and dK (with a side D), and dP and dV (with a side Dv)
+GRADIENTS = (3, 2)                       # backward needs S, dQ and dK (one dimension is D), and dP and dV (one is Dv)
 
 @dataclass(frozen=True)
 class Resources:

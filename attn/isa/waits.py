@@ -14,8 +14,8 @@ from attn.isa.flow import Block, Loop, way_inside
 from attn.isa.instruction import Instruction
 
 def counters_in(number:int, counters:Counters) -> dict[str, int]:
-  """Decodes the number in s_waitcnt. Returns, for each counter that the instruction waits for, the number of accesses that may be incomplete after
-  it."""
+  """Decodes the number in s_waitcnt. Returns, for each counter that the instruction waits for, the largest number of accesses that are still
+  incomplete after it."""
   found = {}
   for name, fields in counters.number.items():
     value = shift = 0
@@ -54,8 +54,8 @@ def raised_by(x:Instruction, counters:Counters) -> set[str]:
   return {counters.store if stores else counters.load} | ({counters.lds} if x.op.startswith("flat_") else set())
 
 def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
-  """Returns, for each counter that an instruction waits for, the number of accesses that may be incomplete after it. Returns an empty dictionary for
-  a wait for the vector ALU."""
+  """Returns, for each counter that an instruction waits for, the largest number of accesses that are still incomplete after it. Returns an empty
+  dictionary for a wait for the vector ALU."""
   named = {name: int(n) for name, n in re.findall(r"(\w+cnt)\((\d+)\)", x.args)}
   number = re.search(r"(?:^|\s)(0x[0-9a-f]+|\d+)$", x.args)
   if named or number is None: return named

@@ -74,7 +74,7 @@ class NewRow:
     cache, and of the row's scale if `at` has the strides of the scales."""
     return at.start + self.batch*at.batch + self.head*at.head + self.place*at.row
   def largest(self) -> UOp:
-    """Returns the largest absolute value of the row. Each thread finds the largest of the elements that it copies; then the threads exchange these
+    """Returns the largest absolute value of this row. Each thread finds the largest of the elements that it copies; then the threads exchange these
     maxima."""
     mine = sizes_of(self.element(part := self.part(AxisType.REDUCE))[2].cast(dtypes.float)).reduce(part, arg=Ops.MAX)
     if not self.a.threads: return mine

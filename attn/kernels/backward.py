@@ -28,7 +28,9 @@ class BackwardTrip(Protocol[Carry]):
   workgroup owns keys and the tile holds queries. The state `s` holds what operations pass on to later ones: sums in registers, and tiles in LDS."""
   def start(self, s:Carry) -> Carry: """Starts the products for S and dP, if the matrix unit works asynchronously; otherwise does nothing. Returns
                                         the state."""
-  def lse(self, s:Carry) -> Any: """Returns the lse of the queries of this iteration: of the workgroup's queries, or of the tile's queries."""
+  def lse(self, s:Carry) -> Any:
+    """Returns the lse of the queries of this iteration: the queries that the workgroup owns, or, if it owns keys, the queries of the iteration's
+    tile."""
   def scores(self, s:Carry) -> tuple[Carry, Any]: """Computes S = Q K^T. Returns the state and S."""
   def weights(self, scores:Any, lse:Any) -> Any: """Applies score terms (bias, softcap, ...) and masks to S. Returns P = exp(S - lse) and the
                                                     derivatives of the terms."""
@@ -42,14 +44,15 @@ class BackwardTrip(Protocol[Carry]):
   def kept(self, weights:Any) -> Any: """Returns P after dropout, rounded to the inputs' dtype, as an operand of the product P^T dO."""
   def rounded(self, ds:Any) -> Any: """Returns dS, rounded to the inputs' dtype, as an operand of the products that give dQ and dK."""
   def add(self, s:Carry, name:str, p_or_ds:Any) -> Carry:
-    """Adds to the gradient `name` the product of `p_or_ds` (P or dS) and the rows of a tensor in the tile: P and dO for dv, dS and q for dk, dS and k
-    for dq. Returns the state."""
+    """Adds to the gradient `name` the product of `p_or_ds` (P or dS) and the rows of a tensor in this iteration's tile: P and dO for dv, dS and q for
+    dk, dS and k for dq. Returns the state."""
 
 class SharingTrip(BackwardTrip[Carry], Protocol[Carry]):
   """The operations of `gradients_of_kv` on one tile of queries, if workgroups that own keys also add up dQ. Each workgroup computes the part of dQ
   that comes from its own keys, and adds this part to the fp32 accumulator of dQ in memory."""
   def start_dq(self, s:Carry, ds:Any) -> Carry:
-    """Starts the product dQ = dS K of the tile, summed over all keys of the workgroup. `ds` holds dS, rounded. Returns the state."""
+    """Starts the product dQ = dS K for the queries of this iteration's tile, summed over all keys of the workgroup. `ds` holds dS, rounded. Returns
+    the state."""
   def add_dq(self, s:Carry) -> Carry: """Adds the product that `start_dq` started to the fp32 accumulator of dQ in memory. Returns the state."""
 
 class OwnUnit(Protocol[Carry]):
@@ -82,7 +85,7 @@ class BiasUnit(OwnUnit[Carry], Protocol[Carry]):
   def begin(self) -> Carry: """Returns the state before the first tile: all sums are 0."""
   def sum(self, s:Carry, ds:Any, tile:Any) -> Carry: """Adds dS to the sums, and returns the state. If each element of the bias is added to only
                                                         one score, there is nothing to sum: then stores dS to memory."""
-  def sums(self, s:Carry) -> list[UOp]: """Returns the stores of the block's sums to memory."""
+  def sums(self, s:Carry) -> list[UOp]: """Returns the stores of the sums, the gradient of the workgroup's block of the bias, to memory."""
 
 def gradient_of_q(unit:QueriesUnit[Any]) -> UOp:
   """Returns the kernel for the gradient of q. A workgroup owns queries and loops over the keys."""

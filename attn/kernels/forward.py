@@ -33,10 +33,10 @@ class ForwardUnit(Protocol[State]):
     """Computes S = Q K^T of tile t, after score terms (softcap, ALiBi, bias) and masks. Returns the state and S, or None in place of S if the state
     holds S. On an asynchronous matrix unit only starts the product."""
   def weigh(self, s:State, x:Any, t:UOp, part:Any, masked:bool) -> tuple[State, Any]:
-    """Computes P = exp(S - m) of one part of the tile's keys, and adds the sum of P to l. `x` is the S that `scores` returned. If S exceeds m by too
+    """Computes P = exp(S - m) of one part of tile t of keys, and adds the sum of P to l. `x` is the S that `scores` returned. If S exceeds m by too
     much, raises m, and scales O and l down by the matching factor. Returns the state and P, or None in place of P if the state holds P."""
   def add_to_o(self, s:State, p:Any, t:UOp, part:Any, masked:bool) -> UOp:
-    """Adds P V of one part of the tile's keys to O. `p` is the P that `weigh` returned. Returns the statement or the stores by which O changes."""
+    """Adds P V of one part of tile t of keys to O. `p` is the P that `weigh` returned. Returns the statement or the stores by which O changes."""
   def kernel(self, s:State) -> UOp:
     """Returns the kernel, which ends with the stores of O / l and of lse = m + log(l)."""
 

@@ -276,8 +276,8 @@ def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
 @cache_of_kernels
 def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
   """Returns the kernel that puts the tiles of each block into the block's list, in order. One thread for each tile counts the tiles that come before
-  it: this is its position in the list. Tiles that are not in the list come last, and in their place the list has the number of all tiles. If lists
-  have turns, the thread also counts the blocks that start before its block and have the tile in their lists."""
+  it: this is its position in the list. At the end of a list, for each tile that is not in the list, stands the number of all tiles. If lists have
+  turns, the thread also counts the blocks that start before its block and have the tile in their lists."""
   def kernel(tile_list:UOp, in_tiles:UOp) -> UOp:
     items, there, (of_list, block, tile) = Items.of_threads(x.lists, x.blocks, x.tiles)
     line = (of_list*x.blocks + block)*x.tiles

@@ -1,9 +1,9 @@
 """Operations by which the workgroups of one launch work together through global memory: sums of float32, tickets and turns.
 
-`atomic_add` adds to a sum that several workgroups share. A ticket is a number that a workgroup draws: the first workgroup that draws gets 0, the next
-one 1 and so on. A turn is the period in which one workgroup may act: it begins when a counter in memory has the number of the turn. `await_turn`
-waits until the counter has this number. `pass_turn` ends the turn: it adds 1 to the counter. A workgroup that has waited for a turn sees everything
-that was done before the turn was passed. All of these operations have the scope of the whole chip, even if the chip has several L2 caches.
+`atomic_add` adds to a sum that several workgroups share. A ticket is the number of workgroups that have called `ticket` before: the first workgroup
+gets 0, the next one 1 and so on. A turn is the period in which one workgroup may act: it begins when a counter in memory has the number of the turn.
+`await_turn` waits until the counter has this number. `pass_turn` ends the turn: it adds 1 to the counter. A workgroup that has waited for a turn sees
+everything that was done before the turn was passed. All of these operations have the scope of the whole chip, even if the chip has several L2 caches.
 
 If several waves of a workgroup act in a turn, barriers keep them together:
 
@@ -16,8 +16,8 @@ If several waves of a workgroup act in a turn, barriers keep them together:
 
 A wave with a counter of its own needs neither the barriers nor `settle`. A counter is an int32 in global memory and must be 0 when the launch begins.
 
-Only the tickets tell which workgroups have started. A workgroup that waits for a workgroup with a higher block number, or with a higher ticket, may
-wait forever: that workgroup may start only when another one ends."""
+Only the tickets tell which workgroups have started. If a workgroup waits for a workgroup with a higher block number, or with a higher ticket, it can
+wait forever, because that workgroup may start only when another one ends."""
 from __future__ import annotations
 import functools
 from typing import Any

@@ -32,9 +32,9 @@ EVERYWHERE = UOp.const(True)
 # ***** the numpy functions *****
 
 def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], units:int, begin:Array|int=0) -> Array:
-  """Reads an operand of each warpgroup from shared memory, as uint16 (warpgroups, lines, 8*units). The operand has `lines` lines, each of `units`
-  neighbouring units of 16 bytes. The function `line` returns the offset of a line's first byte from the start of the tile, before the swizzle, from
-  the line's index. `begin` is added to every offset; it may differ from thread to thread."""
+  """Returns an operand of each warpgroup, read from a tile in shared memory, as uint16 (warpgroups, lines, 8*units). The operand has `lines` lines,
+  each of `units` neighbouring units of 16 bytes. The function `line` returns, from the line's index, the offset of the line's first byte from the
+  start of the tile, before the swizzle. `begin` is added to every offset; it may differ from thread to thread."""
   lanes.check_alignment(pointer, ATOM)
   groups = len(lanes.active)//GROUP
   def load(turned:int) -> list[Array]:
@@ -52,8 +52,8 @@ def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], un
   return bits.reshape(groups, -1, 8)[:, :lines*units].reshape(groups, lines, units*8)
 
 def _rows(lanes:Lanes, pointer:Any, rows:int, steps:int, panel:int) -> Array:
-  """Reads `rows` rows of 16*steps numbers of 16 bits (or pairs of 8-bit floats) from shared memory, for a product that sums over the columns. `panel`
-  is the distance in bytes between panels, which hold 128 bytes of each row. Returns an array (warpgroups, rows, 16*steps)."""
+  """Returns `rows` rows of 16*steps numbers of 16 bits (or pairs of 8-bit floats), read from shared memory, for a product that sums over the columns:
+  an array (warpgroups, rows, 16*steps). `panel` is the distance in bytes between panels, which hold 128 bytes of each row."""
   def line(i:Array) -> Array: return i//steps//8*ATOM + i//steps % 8*PANEL + i % steps//4*panel + i % steps % 4*2*K
   return _read(lanes, pointer, rows*steps, line, 2).reshape(-1, rows, steps*K)
 
@@ -62,8 +62,9 @@ def _elements(bits:Array, dtype:str) -> Array:
   return np.ascontiguousarray(bits).view(np.uint8) if IN_A_DWORD[dtype] == 4 else bits
 
 def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int, begin:Array|int=0) -> Array:
-  """Reads `keys` rows of `width` columns from shared memory, for a product that sums over the rows. `panel` is the distance in bytes between panels,
-  which hold 64 columns. Returns the rows transposed, (warpgroups, width, keys). `begin` is an offset in bytes from the start of the tile."""
+  """Returns `keys` rows of `width` columns, read from a tile in shared memory and transposed, for a product that sums over the rows: an array
+  (warpgroups, width, keys). `panel` is the distance in bytes between panels, which hold 64 columns. `begin` is an offset in bytes from the start of
+  the tile."""
   blocks = width//8
   def line(i:Array) -> Array: return i//blocks//8*ATOM + i//blocks % 8*PANEL + i % blocks//8*panel + i % blocks % 8*16
   return _read(lanes, pointer, keys*blocks, line, 1, begin).reshape(-1, keys, width).swapaxes(1, 2)
@@ -233,9 +234,10 @@ def arrived(barrier:UOp, phase:UOp, after:UOp) -> UOp:
   return statement("await_arrivals", barrier, integer(phase % 2), after)
 def scores(acc:UOp, q:UOp, k:UOp, after:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE) -> UOp:
   """Starts acc = Q K^T, as asynchronous products. `acc` is a register array of C fragments. Q has 64 rows, and K has 8 rows for each fragment in
-  `acc`. Both have 16*steps columns, or 32*steps columns of 8-bit floats. `q` and `k` are UOps that index shared memory at the first 16 bytes of Q and
-  of K. `panels` has the distances in bytes between panels (128 bytes of each row) of Q, and between panels of K. Warpgroups where `there` is false
-  start no product, but `wait_products` counts one. Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
+  `acc`. `steps` is the number of matrix instructions: each multiplies 16 columns of Q and K, or 32 columns of 8-bit floats. `q` and `k` are UOps that
+  index shared memory at the first 16 bytes of Q and of K. `panels` has the distances in bytes between panels (128 bytes of each row) of Q, and
+  between panels of K. Warpgroups where `there` is false start no product, but `wait_products` counts one. Returns a statement (an operation with a
+  side effect) that is executed after the UOp `after`."""
   return statement("start_scores", acc[0], q, k, there, after, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype)
 def output(acc:UOp, p:UOp, v:UOp, after:UOp, panel:int, dtype:str, place:range|None=None, there:UOp=EVERYWHERE, more:bool=True) -> UOp:
   """Starts acc += P V, or with `more` False acc = P V, as asynchronous products. `acc` is a register array of C fragments, of which `place` selects
@@ -272,8 +274,8 @@ def publish(after:UOp) -> UOp:
   Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
   return statement("publish", after)
 def wait_products(acc:UOp, after:UOp, but:int=0) -> UOp:
-  """Waits for all products that this thread has started, except the last `but` products. After that the accumulators `acc` may be used. Returns a
-  statement (an operation with a side effect) that is executed after the UOp `after`."""
+  """Waits for all products that this thread has started, except the last `but` products. A use of the accumulators `acc` must come after this.
+  Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
   return statement("wait_products", acc[0], after, accs=acc.max_numel(), but=but)
 def group(wave:UOp) -> UOp:
   """Returns the index of the warpgroup to which warp `wave` belongs, and tells the compiler that this number is equal in the whole warp."""

@@ -31,7 +31,7 @@ class KernelText:
 
   def call(self, call:Call, out:str, types:Sequence[str], sources:Sequence[str]) -> str:
     """Returns the C++ expression for a call of an operation. `types` are the C types of the operands (a pointer type ends in *), `sources` are the
-    texts of the operands, and `out` is the C type of the result. Raises NotImplementedError if the language has no text for the operation."""
+    C++ texts of the operands, and `out` is the C type of the result. Raises NotImplementedError if the language has no text for the operation."""
     operation, printer = call.operation, self.printer()
     if operation.inline: return inlined(operation, call.parameters, printer, types, sources)
     if operation.definition is not None: return self.compound(call, operation.definition, out, types, sources)
@@ -99,8 +99,8 @@ def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[.
   return define
 
 def instruction(name:str, meaning:Callable[..., Any], hip:Any=None, cuda:Any=None, *, atomic:bool=False) -> None:
-  """Registers an operation that is a single instruction. `meaning` (lanes, *sources, **static) computes the result in numpy. `hip` and `cuda` are the
-  operation's text in these languages, or a function (printer, C type of the result, **static) that returns the text, or None if the language has no
-  such instruction. A text is an expression with {0} and {1} for the sources, or a Body. `atomic` tells whether the operation works on global memory
-  that workgroups share."""
+  """Registers an operation that is a single instruction. `meaning` (lanes, *operands, **static) computes the result in numpy. `hip` and `cuda` are
+  the operation's text in these languages, or a function (printer, C type of the result, **static) that returns the text, or None if the language has
+  no such instruction. A text is an expression with {0} and {1} for the operands, or a Body. `atomic` tells whether the operation works on global
+  memory that workgroups share."""
   OPERATIONS[name] = Operation(meaning, hip, cuda, atomic=atomic)

@@ -8,9 +8,9 @@ in numpy;
 
 A statement is an operation that is executed for its effect (see `statement`).
 
-`emit` avoids these traps of `Ops.CUSTOM` in tinygrad 0.14.0. A CUSTOM needs an explicit dtype and at least one source (the shape of the CUSTOM is the
-shape of its sources). A source that indexes a buffer is rendered as a pointer. So an operand in memory is passed as the UOp that indexes it, and
-every other operand is passed as a loaded value. tinygrad drops a CUSTOM of dtype void."""
+`emit` avoids these traps of `Ops.CUSTOM` in tinygrad 0.14.0. A CUSTOM needs an explicit dtype and at least one operand (the shape of the CUSTOM is
+the shape of its operands). An operand that indexes a buffer is rendered as a pointer. So an operand in memory is passed as the UOp that indexes it,
+and every other operand is passed as a loaded value. tinygrad drops a CUSTOM of dtype void."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
@@ -141,9 +141,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Operation:
-  """Definition of an operation. An instruction has a `meaning` (lanes, *sources, **static), which is the numpy function that computes the
+  """Definition of an operation. An instruction has a `meaning` (lanes, *operands, **static), which is the numpy function that computes the
   instruction, and a text for each language, HIP or CUDA, that can express the instruction. A compound operation has a `definition` (language,
-  *sources, **static), from which the numpy function and the texts are made. An `inline` operation is rendered as an expression where it is used, and
+  *operands, **static), from which the numpy function and the texts are made. An `inline` operation is rendered as an expression where it is used, and
   not as a function."""
   meaning: Callable[..., Any]
   hip: Callable[..., Text]|Text|None = None

@@ -409,7 +409,7 @@ def test_backward_kernels_by_options_and_by_their_words(monkeypatch):
   assert str(source.Spec.parse("gfx942/64/float16/full/dkdv")) == "gfx942/64/float16/full/dkdv"
   with pytest.raises(ValueError, match="kernel 'dv' is not one of forward, decode, decode_int8, decode_fp8, dq, dkdv"):
     run("gfx942/64/float16/full/dv", ok=False)
-  assert "two numbers, of products with a side D and with a side Dv" in run("--products", "5", "gfx942/64", ok=False)
+  assert "two numbers, of products with dimension D and with dimension Dv" in run("--products", "5", "gfx942/64", ok=False)
 
 @pytest.mark.parametrize("kernel, passes, exponentials", (("dq", 1, 1), ("dkdv", 1, 1), ("dkdv", 2, 2)))
 def test_hot_loops_of_the_backward(kernel, passes, exponentials):

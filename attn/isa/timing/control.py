@@ -25,7 +25,8 @@ def h100() -> Chip: return replace(get_chip("sm_90"), caches=Caches(l2=L2_BYTES)
 
 @dataclass(frozen=True)
 class ControlCase:
-  """A measured problem: its shape, the order of heads in the grid, and the tile."""
+  """A measured problem: its shape, the order of heads in the grid, and the tile (queries of a block and keys of an iteration), as cells of the
+  table's row."""
   cells: Mapping[str, str]
   @property
   def ms(self) -> float: return float(self.cells["measured, ms"])

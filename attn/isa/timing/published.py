@@ -32,7 +32,7 @@ class PeerKernel:
   D: int = 0
   owns: str = OWN_QUERIES
   own: int = 0           # rows that a workgroup owns
-  products: str = "1 1"  # matrix products of an iteration with a side D, and with a side Dv
+  products: str = "1 1"  # matrix products of an iteration that have D as a dimension, and that have Dv
   order: str = ""        # heads of which workgroups run together: all, or one
   lds: str = ""          # LDS bytes and threads that the text does not name
   threads: str = ""

@@ -84,7 +84,7 @@ def matrix_cycles_of(x:Instruction, chip:Chip) -> int:
 
 def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]:
   """Returns, for each instruction of a loop iteration, the earlier instructions whose results it waits for. For each register that an instruction
-  reads, this is the last instruction that wrote the register. The last instruction that wrote it may be in the iteration before."""
+  reads, this is the last instruction that wrote the register, in the same iteration or in the iteration before."""
   machine, written = chip.latencies, dict[str, int]()
   found: list[list[Dependence]] = []
   used = [uses(x) for x in trip]
@@ -107,8 +107,8 @@ def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]
 
 def awaited(trip:Sequence[Instruction], chip:Chip) -> list[list[int]]:
   """Returns, for each instruction of a loop iteration, the memory accesses that it waits for, as distances in instructions. The iteration is one in
-  the steady state, not one of the first. A number in s_waitcnt says how many accesses may still be incomplete: the instruction waits for all accesses
-  before these. A memory access waits for earlier accesses if its counter would overflow otherwise."""
+  the steady state, not one of the first. The number in s_waitcnt says how many of the latest accesses need not be complete: the instruction waits for
+  all accesses before these. A memory access waits for earlier accesses if its counter would overflow otherwise."""
   counters, found = chip.counters, list[list[int]]()
   under_way: dict[str, list[int]] = {}
   for now in range(3*len(trip)):

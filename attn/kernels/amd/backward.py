@@ -214,7 +214,8 @@ class AmdBackward:
 
 @dataclass(frozen=True)
 class AmdTrip:
-  """The operations of one loop iteration of a backward kernel. The iteration computes the tile with index `t`, which lies in LDS."""
+  """The operations of one loop iteration of a backward kernel. The iteration computes the tile of walked rows (keys, or queries if the workgroup owns
+  keys) with index `t`, which lies in LDS."""
   of: AmdBackward
   t: UOp
   masked: bool
@@ -235,8 +236,8 @@ class AmdTrip:
     return [normaliser.each(lambda x: ops.splat(x, n))]*self.count, [ops.splat(scaled_delta(delta, self.of.group.p), n)]*self.count
 
   def product(self, s:Any, which:int, start:list[UOp]) -> list[UOp]:
-    """Returns `start` + A B as C fragments, where A is the rows of the tile and B the rows that the workgroup owns. `which` chooses the two tensors:
-    0 for S (q and k), 1 for dP (dO and v)."""
+    """Returns `start` + A B as C fragments, where A is the rows of this iteration's tile and B the rows that the workgroup owns. `which` chooses the
+    two tensors: 0 for S (q and k), 1 for dP (dO and v)."""
     number = self.t if self.of.outer_trip is None else self.of.outer_trip      # for each number, own rows outside of registers are read again
     return self.of.products.with_rows(self.lds(s, self.of.walked[which]).row_tile, self.count, self.of.own[which], number, [start])[0]
 

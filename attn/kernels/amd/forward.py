@@ -78,7 +78,8 @@ class AmdForward:
   def d_tiles(self) -> int: return round_up(self.group.p.Dv, self.mat.M)//self.mat.M
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """Returns the queries whose scores this lane holds, as indices in the block: one for each of the wave's matrix tiles of queries."""
+    """Returns the queries whose scores this lane holds, as indices among the queries that the workgroup owns: one for each of the wave's matrix tiles
+    of queries."""
     return [(self.at.wave*self.tile.q_tiles + t)*self.mat.N + self.at.n for t in range(self.tile.q_tiles)]
   @functools.cached_property
   def queries(self) -> list[Row]: return [self.group.row(i) for i in self.in_block]

@@ -93,11 +93,11 @@ class AmdLatent:
   @property
   def names(self) -> ScalarPlaces: return self.tile.scalar_places(self.group.p)
   def in_block(self, tile:int|UOp) -> UOp:
-    """Returns the index, counted from the block's first row, of the row that this lane holds of the matrix tile of queries `tile`."""
+    """Returns the index, among the workgroup's own rows, of the row that this lane holds of the matrix tile of queries with index `tile`."""
     return tile*self.mat.N + self.at.n
   @functools.cached_property
   def own(self) -> UOp:
-    """Index of the query whose scores this lane computes, counted from the block's first row."""
+    """Index, among the workgroup's own queries, of the query whose scores this lane computes."""
     return self.in_block(self.share.tile)
   @functools.cached_property
   def query(self) -> Row: return self.group.row(self.own)

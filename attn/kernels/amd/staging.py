@@ -43,8 +43,9 @@ class Staging:
     if self.across: return ceildiv(self.rows, self.threads//self.across)*ceildiv(self.units, self.across)
     return ceildiv(self.rows//self.group*self.units, self.threads)
   def item(self, j:int) -> tuple[UOp, UOp, UOp]:
-    """Returns the j-th item that this thread copies, as (row or quad of four rows, which 16 bytes of the row, whether the item exists). If the tile
-    is transposed, up to FAST_QUADS neighbouring threads take the same 16 bytes of different quads, and the next threads the next 16 bytes."""
+    """Returns the j-th item that this thread copies of a tile, as (row or quad of four rows, which 16 bytes of the row, whether the item exists). If
+    the tile is transposed, up to FAST_QUADS neighbouring threads take the same 16 bytes of different quads, and the next threads the next 16
+    bytes."""
     if self.across:
       rows, parts = self.threads//self.across, ceildiv(self.units, self.across)
       row, unit = self.thread//self.across + j//parts*rows, self.thread%self.across + j%parts*self.across
@@ -123,12 +124,12 @@ class StagedTile(InLds):
     return replace(self, lies=lies, turned=turned)
   @property
   def row_tile(self) -> LdsTile:
-    """The tile in LDS, not transposed: operand A of products that sum over the elements of a row."""
+    """This tile in LDS, not transposed: operand A of products that sum over the elements of a row."""
     assert self.lies is not None
     return self.lies
   @property
   def column_tile(self) -> LdsTile:
-    """The transposed tile in LDS: operand A of products that sum over the tile's rows."""
+    """This tile in LDS, transposed: operand A of products that sum over the tile's rows."""
     assert self.turned is not None
     return self.turned
   @property

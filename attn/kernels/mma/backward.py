@@ -175,8 +175,8 @@ class MmaTrip(WarpTrip[SwizzledRows]):
     return [pairs[first + n*self.mat.N//2].load() for n in self.columns]
 
   def product(self, s:MmaBackwardState, which:int, start:list[list[UOp]]) -> list[list[UOp]]:
-    """Returns `start` + A B. A is the rows that the block owns, and B the rows of this part of the tile, transposed. `which` chooses the two tensors:
-    0 for S (q and k), 1 for dP (dO and v). `start` and the result have a list of C fragments for each tile of own rows."""
+    """Returns `start` + A B. A is the rows that the block owns, and B the rows of this iteration's part of a tile, transposed. `which` chooses the
+    two tensors: 0 for S (q and k), 1 for dP (dO and v). `start` and the result have a list of C fragments for each tile of own rows."""
     mat, tiles, first, row_tiles = self.mat, [list(row) for row in start], self.part*self.of.tile.part_n, range(self.of.tile.row_tiles)
     own, tile = self.warp_rows.kept(self.warp_rows.own[which]), self.of.walked(self.warp_rows.walked[which], self.t)
     (a_row, a_unit), (b_row, b_unit) = mat.a_address(self.warp_rows.warps.at.lane), mat.b_address(self.warp_rows.warps.at.lane)

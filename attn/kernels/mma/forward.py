@@ -121,7 +121,7 @@ class MmaForward:
     return [range(i*steps//n, (i + 1)*steps//n) for i in range(n)]
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """Returns the index, counted from the block's first row, of the first row of each matrix tile of queries that this warp computes."""
+    """Returns the index, among the rows that the thread block owns, of the first row of each matrix tile of queries that this warp computes."""
     return [(self.warps.at.wave//self.tile.key_waves*self.tile.q_tiles + t)*self.mat.M for t in range(self.tile.q_tiles)]
   @property
   def share(self) -> UOp:
@@ -129,7 +129,7 @@ class MmaForward:
     return self.warps.at.wave%self.tile.key_waves
   @property
   def first_key(self) -> UOp:
-    """First of the keys that this warp computes, as an index in the block's tile of keys."""
+    """Index of the first key that this warp computes, counted from the first key of the thread block's tile of keys."""
     return self.share*self.tile.warp_keys
   def own_tile(self, t:UOp) -> UOp:
     """Returns the index of the tile of keys that this warp computes in iteration t, if the sequence is divided into tiles of `warp_keys` keys, the

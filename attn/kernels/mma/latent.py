@@ -93,13 +93,13 @@ class MmaLatent:
   def row_tiles(self) -> range: return range(self.tile.row_tiles)
   @functools.cached_property
   def own(self) -> UOp:
-    """First of the 16 rows whose scores this warp computes, counted from the block's first row."""
+    """Index, among the rows that the thread block owns, of the first of the 16 rows whose scores this warp computes."""
     return self.share.tile*self.mat.M
   @functools.cached_property
   def queries(self) -> list[Row]: return self.warps.queries(self.own)
   def in_block(self, first:int|UOp) -> list[UOp]:
-    """Returns the indices, in the block, of the two rows that this lane holds of a matrix tile of 16 queries. `first` is the index of the tile's
-    first row."""
+    """Returns the indices, among the rows that the thread block owns, of the two rows that this lane holds of a matrix tile of 16 queries. `first` is
+    the index of the tile's first row."""
     return [first + self.mat.c_row(self.warps.at.lane, r) for r in range(nv.ROWS)]
 
   # ***** the steps *****
@@ -202,7 +202,8 @@ class MmaLatent:
     return [nv.put(to[told.place(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
   def load_row_values(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
     """Returns two numbers that warps have stored with `put_row_values`: those of the two rows that this lane holds of a matrix tile of 16 queries.
-    `i` is the index of their kind in the table (`ScalarPlaces`), and `first` the index, in the block, of the tile's first row."""
+    `i` is the index of their kind in the table (`ScalarPlaces`), and `first` the index of the tile's first row among the rows that the thread block
+    owns."""
     return ops.build(*[self.row_scalars(s).load(i, row) for row in self.in_block(first)])
   def after_barrier(self, s:LatentMmaState) -> LatentMmaState:
     """Waits at a barrier until all warps have done their statements (operations with side effects, such as stores) so far. Returns the state."""
@@ -296,8 +297,8 @@ class MmaLatent:
     return self.after_barrier(s.do(*told, *self.put_row_values(s, self.names.reference, s.m[0].load(), self.share.part.eq(0))))
 
   def outputs(self, s:LatentMmaState, tile:int) -> list[UOp]:
-    """Returns the stores of O / l for the warp's columns; the first warp also stores LSE = m + ln l. `tile` is the index of a matrix tile of the
-    block's queries."""
+    """Returns the stores of O / l for this warp's columns; the first warp also stores LSE = m + ln l. `tile` is the index of a matrix tile of the
+    thread block's queries."""
     group, mat, names, stores = self.warps.group, self.mat, self.names, list[UOp]()
     accs, first = [s.acc[tile*self.columns + i].load() for i in range(self.columns)], self.warps.at.wave*(self.columns*mat.N)
     for r, (row, in_block) in enumerate(zip(self.warps.queries(UOp.const(tile*mat.M)), self.in_block(tile*mat.M))):

@@ -36,7 +36,7 @@ class WarpsTile(BlockTile, Protocol[L_co]):
   @property
   def row_tiles(self) -> int: """Number of tiles of 16 rows that each warp owns."""
   @property
-  def keys(self) -> bool: """Whether the block owns keys. If not, it owns queries."""
+  def keys(self) -> bool: """Whether a thread block owns keys. If not, it owns queries."""
   def layouts(self, p:Problem, rows:int) -> tuple[L_co, L_co]: """Returns the layouts of `rows` rows in shared memory: the layout for q or k, and the
                                                                layout for do or v."""
 
@@ -76,7 +76,7 @@ class WarpRows(Generic[L]):
 
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """Returns the index, counted from the block's first row, of the first row of each tile of 16 rows that this warp owns."""
+    """Returns the index, among the rows that the thread block owns, of the first row of each tile of 16 rows that this warp owns."""
     return [(self.warps.at.wave*self.tile.row_tiles + i)*self.mat.M for i in range(self.tile.row_tiles)]
   @functools.cached_property
   def of_lane(self) -> list[list[Row]]:
@@ -108,7 +108,7 @@ class WarpRows(Generic[L]):
     return self.lies(name, self.tile.block_m, 0)
   @property
   def size(self) -> int:
-    """Number of 16-byte units of shared memory that the block's own rows of two tensors take: of q and do, or of k and v."""
+    """Number of 16-byte units of shared memory for the rows of two tensors that a thread block owns: of q and do, or of k and v."""
     return sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m))
   def copies(self, shared:UOp) -> list[UOp]:
     """Returns the statements with which this thread copies its part of the block's own rows to shared memory."""
@@ -169,7 +169,7 @@ class WarpTrip(Generic[L]):
 
   @property
   def columns(self) -> range:
-    """Indices of the C fragments that hold the scores of 16 rows of this warp, one for every 8 rows of the tile."""
+    """Indices of the C fragments that hold the scores of 16 rows of this warp, one for every 8 rows of this iteration's tile."""
     return range(self.score.block_n//self.warp_rows.mat.N)
   @functools.cached_property
   def left(self) -> list[Kept]: return [kept_scores(self.score, own, self.tile_number) for own in self.warp_rows.of_lane]

@@ -57,7 +57,8 @@ class Warps:
     return replace(self, group=replace(self.group, scores=replace(self.group.scores, block_n=keys)))
 
   def queries(self, first:UOp) -> list[Row]:
-    """Returns the two queries that this lane holds of a matrix tile of 16 queries. `first` is the index, in the block, of the tile's first row."""
+    """Returns the two queries that this lane holds of a matrix tile of 16 queries. `first` is the index of the tile's first row among the queries
+    that the thread block owns."""
     return [self.group.row(first, self.at.matrix.c_row(self.at.lane, r)) for r in range(nv.ROWS)]
 
   # ***** global -> shared memory *****

@@ -210,7 +210,7 @@ class PlainTrip:
     return [x for j in self.of.quads for x in kept_here(self.of.part_scores, self.of.own_rows[j*QUAD:(j + 1)*QUAD], self.firsts)]
 
   def own(self, x:UOp, i:int) -> UOp:
-    """Returns a vector of QUAD copies of the number that the registers `x` hold for the i-th of this thread's own queries."""
+    """Returns a vector of QUAD equal numbers: the number that the registers `x` hold for the i-th query that this thread owns."""
     return ops.splat(ops.extract(x[i//QUAD].load(), i%QUAD), QUAD)
   def of_walked(self, name:str) -> list[list[UOp]]:
     """Loads a number, such as lse or delta (`name`), of each query in this part of a tile. Returns a list of four numbers for each group of four

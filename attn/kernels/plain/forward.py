@@ -6,7 +6,7 @@ thread computes some rows of S^T and of O^T. Of each of these rows it computes s
 K and Q transposed, V not transposed, and P^T in the order in which it is computed. m is the maximum of the scores so far. For every tile of keys, O
 and the row sum l are rescaled to the new maximum.
 
-The steps use the operations of attn/ops, as all kernels do. `attn.ops.plain` turns these operations into UOps."""
+The kernel uses the operations of attn/ops, as all kernels do. `attn.ops.plain` turns these operations into UOps."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Iterator
@@ -48,9 +48,9 @@ class QueryState(Carried):
 
 @dataclass(frozen=True)
 class Weighed:
-  """What the step `weigh` has computed for a tile of keys, for the step `add_to_o`. After the statement `done`, P^T is in local memory. `rescale` has
-  the factors by which O^T must be multiplied, because the rows' maxima may have grown. `stores` are further stores of the iteration: of the new
-  maxima, and of the keys that are loaded ahead."""
+  """What `weigh` has computed for a tile of keys, for the next operation, `add_to_o`. After the statement `done`, P^T is in local memory. `rescale`
+  has the factors by which O^T must be multiplied, because the rows' maxima may have grown. `stores` are further stores of the iteration: of the new
+  maxima, and of keys that are loaded to registers before they are needed."""
   done: UOp
   rescale: list[UOp]
   stores: list[UOp]
@@ -157,8 +157,8 @@ class PlainForward(Rectangle):
     return self.by_walked_row([self.part_scores.finished(x, [row], t, self.masked) for x, row in zip(self.by_own_row(rows), self.queries)])
 
   def weight(self, x:UOp, top:UOp) -> UOp:
-    """Returns P of the score `x`: exp(x - top), where `top` is the maximum of the row's scores. The subtraction comes before the multiplication by
-    log2(e), because the difference is exact for scores near the maximum."""
+    """Returns P of the score `x`: exp(x - top), where `top` is the maximum of the scores in the same row. The subtraction comes before the
+    multiplication by log2(e), because the difference is exact for scores near the maximum."""
     return ops.exp2(ops.mul(ops.sub(x, top), self.part_scores.to_log2))
 
   def weights(self, l:UOp, tops:list[UOp], t:UOp, ready:list[UOp]) -> UOp:

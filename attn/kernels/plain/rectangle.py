@@ -81,7 +81,7 @@ class GlobalOperand:
 
 @dataclass(frozen=True)
 class Portion:
-  """The data that one step copies from a tensor to a section of local memory: `n` rows from row `first` on, and of each row the elements from
+  """The data that are copied at one time from a tensor to a section of local memory: `n` rows from row `first` on, and of each row the elements from
   `column` on, as many as the section has room for."""
   section: str
   tensor: str
@@ -99,8 +99,8 @@ def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
   return parts*blocks, heads//parts
 
 def grid_of(p:Problem, arch:Chip, tile:RectangleTile, blocks:int, heads:int) -> tuple[Grid, ThreadPlace]:
-  """Returns the grid and the thread's place in it. Each workgroup owns one of the `blocks` blocks of rows of one of the `heads` heads (counted over
-  batches). A device without workgroups, such as a CPU, computes one part after another: a part owns one block of rows and loops over some heads
+  """Returns the grid and the thread's position in it. Each workgroup owns one of the `blocks` blocks of rows of one of the `heads` heads (counted
+  over batches). A device without workgroups, such as a CPU, computes one part after another: a part owns one block of rows and loops over some heads
   (`serial_items`)."""
   new, here, own = Allocator(), UOp.const(0), OwnKeys(tile.down, tile.walked)
   if arch.serial:
@@ -149,7 +149,7 @@ class Rectangle:
     return [x for x in self.group.grid.ranges if x.arg[-1] is AxisType.LOOP]
   def rows_of(self, tensor:str) -> GlobalRows: return self.group.rows_of(tensor, self.head)
   def in_block(self, j:int) -> UOp:
-    """Returns the first row of this thread's j-th quad (four neighbouring own rows), as an index in the block."""
+    """Returns the index, among the workgroup's own rows, of the first row of this thread's j-th quad (four neighbouring own rows)."""
     return (self.at.x + j*self.tile.across)*QUAD
   def result_row(self, i:int) -> UOp:
     """A thread computes some rows of a product. Returns which row of the product is the i-th row of this thread. For scores this is the index of a
@@ -301,7 +301,7 @@ class Rectangle:
 
   def quad_of(self, portion:Portion, item:UOp) -> list[tuple[UOp, UOp]]:
     """Loads one quad (four neighbouring elements) of the data `portion`: the quad with index `item` among those that this thread copies. Returns its
-    elements in fp32, each with its place in local memory."""
+    elements in fp32, each with the index in local memory to which it belongs."""
     to, rows, threads, units = self.section(portion.section), self.rows_of(portion.tensor), self.tile.threads, self.units(portion)
     turned, width = to.shape.turned, self.width_of(portion.tensor)
     count, fast = portion.n*units, math.gcd(portion.n, ROWS_TOGETHER) if turned else 1
@@ -333,7 +333,7 @@ class Rectangle:
   def over_threads(self, parts:list[UOp], join:Callable[[UOp, UOp], UOp], ready:list[UOp], *done:UOp) -> tuple[list[UOp], list[UOp]]:
     """Combines the numbers that several threads have for the same row into one number, by `join`, such as a sum or a maximum. `parts` has this
     thread's numbers, a vector for each four of its own rows. The threads exchange the numbers through local memory, after the operations `ready` and
-    the statements `done`. Returns (the results, the operations after which local memory may be used for something else)."""
+    the statements `done`. Returns two lists: the results, and the operations after which local memory is free for other data."""
     if self.tile.alone: return parts, [*ready, *done]
     to = self.section("exchanged", *ready)
     met = self.barrier(*done, *[y for j, x in enumerate(parts) for y in to.store_quad(self.at.h, self.in_block(j), x)])

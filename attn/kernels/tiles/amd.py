@@ -72,7 +72,7 @@ class Tile(ForwardShape):
     return UNIT_BYTES*(self.buffers*(k.size + v.size) + (q.size if self.q_in_lds else 0))
   @property
   def options(self) -> str:
-    """Text that names the options of the tile whose values are not the default, such as "prefetch=2"."""
+    """Text that names the options of this tile description whose values are not the default, such as "prefetch=2"."""
     said = [name for name in ("q_in_lds", "fenced", "sparing", "anew") if getattr(self, name)]
     return " ".join(said + [f"prefetch={self.prefetch}"]*(self.prefetch != 1))
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
@@ -102,8 +102,9 @@ class BackwardTile(BackwardShape):
   def anew(self) -> bool: return True
   @property
   def torn(self) -> bool:
-    """Whether a fence would separate two 16-byte units of one operand of a matrix instruction. The compiler moves no read from LDS across a fence,
-    and there is a fence after every `fenced` units. Such a tile is invalid: the operand of an instruction must be read between two fences."""
+    """Whether this tile description is invalid because a fence would separate two 16-byte units of one operand of a matrix instruction. The compiler
+    moves no read from LDS across a fence, and there is a fence after every `fenced` units. The operand of an instruction must be read between two
+    fences."""
     return bool(self.fenced and self.fenced % max(1, self.matrix.operand//self.matrix.unit))
   @property
   def ds(self) -> PaddedRows:
@@ -124,7 +125,7 @@ class BackwardTile(BackwardShape):
     return UNIT_BYTES*(self.buffers*(sum(rows) + (sum(columns) if self.passes == 1 else max(columns)) + numbers) + sum(own))
   @property
   def options(self) -> str:
-    """Text that names the options of the tile whose values are not the default, such as "prefetch=2"."""
+    """Text that names the options of this tile description whose values are not the default, such as "prefetch=2"."""
     kept = [name for name, in_lds in zip(("k", "v") if self.keys else ("q", "do"), self.own_in_lds) if in_lds]
     numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("prefetch", self.prefetch, 1), ("passes", self.passes, 1),
                                                                    ("read_ahead", self.read_ahead, 0)) if value != usual]
@@ -162,7 +163,7 @@ class MlaTile(MlaShape, SharingTile):
     return UNIT_BYTES*(k.size + weights.size + self.scalar_places(p).units(self.block_m))
   @property
   def options(self) -> str:
-    """Text that names the options of the tile whose values are not the default, such as "prefetch=2"."""
+    """Text that names the options of this tile description whose values are not the default, such as "prefetch=2"."""
     numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("weight_parts", self.weight_parts, 1),
                                                             ("prefetch", self.prefetch, 1)) if value != usual]
     return " ".join(["q_anew"]*self.q_anew + numbers)

@@ -34,8 +34,8 @@ class SectionShape:
 
 @dataclass(frozen=True)
 class Sections:
-  """The sections (matrices) of local memory, by name. First come the sections `kept`, which stay for the whole kernel. Behind them is a place that
-  the groups of sections in `turns` use one after another. The sections `rest` lie at the end."""
+  """The sections (matrices) of local memory, by name. First come the sections `kept`, which stay for the whole kernel. The part of local memory
+  behind them is used by the groups of sections in `turns`, one group after another. The sections `rest` lie at the end."""
   kept: dict[str, SectionShape]
   turns: tuple[dict[str, SectionShape], ...]
   rest: dict[str, SectionShape]
@@ -107,9 +107,9 @@ class RectangleTile:
     elements = round_up(self.steps(width)*self.depth_of(width), QUAD)
     return SectionShape(elements*self.keeps_own, self.block_m + (0 if self.alone else TURNED_PADDING), turned=True)
   def turns(self, width:int) -> tuple[dict[str, SectionShape], ...]:
-    """Returns two groups of sections (matrices) that use the same place in local memory one after the other. The first group holds some elements of
-    the rows that the workgroup owns and of the rows that it loops over, both transposed. The second group holds rows that it loops over, of at most
-    `width` elements, not transposed."""
+    """Returns two groups of sections (matrices) that use the same part of local memory, one group after the other. The first group holds some
+    elements of the rows that the workgroup owns and of the rows that it loops over, both transposed. The second group holds rows that it loops over,
+    of at most `width` elements, not transposed."""
     shared = 0 if self.alone else 1
     own = SectionShape(self.depth*(not self.keeps_own), self.block_m + TURNED_PADDING, turned=True)
     walked = SectionShape(self.depth*shared, self.block_n + TURNED_PADDING, turned=True)
@@ -118,7 +118,7 @@ class RectangleTile:
   def lds_bytes(self, p:Problem) -> int: return 0 if self.alone else 4*self.sections(p).floats
   @property
   def options(self) -> str:
-    """Text that names the options of the tile whose values are not the default."""
+    """Text that names the options of this tile description whose values are not the default."""
     return " ".join(["own rows in parts"]*(not self.keeps_own) + ["ahead"]*self.ahead)
   def __str__(self) -> str:
     return f"{self.block_m}x{self.block_n} " + ("1 thread" if self.alone else f"{self.down}x{self.across} threads of {self.walked}x{self.own}")

@@ -60,7 +60,7 @@ class Normaliser:
     """Returns a normaliser whose `low` and `high` are `change(low)` and `change(high)` of this one."""
     return Normaliser.joined([self], change)
   def where(self, there:UOp) -> Normaliser:
-    """Returns a normaliser that gives P = 0 where `there`, whether the query exists, is false."""
+    """Returns a normaliser that gives P = 0 where `there` is false, because the query does not exist."""
     assert self.low is not None
     return replace(self, low=there.where(self.low, NEG_INF))
   def weight(self, x:UOp, to_log2:float) -> UOp:
@@ -92,8 +92,8 @@ def dp_start(minus_delta:list[UOp], kept:Kept) -> list[UOp]:
 @dataclass(frozen=True)
 class Weights:
   """The weights P of a lane's scores, and the derivatives of the score terms (softcap, ALiBi, bias, score_mod) at these scores. `visible(vectors)`
-  sets the elements to 0 for which the query does not see the key. P and dS must be exactly 0 there, because they are multiplied by rows of tensors
-  that may hold inf or NaN."""
+  returns the vectors with 0 for each score whose query does not see its key. P and dS must be exactly 0 there, because they are multiplied by rows of
+  tensors that may hold inf or NaN."""
   p: list[UOp]
   derivatives: dict[str, list[UOp]]                 # derivatives of the terms at each score, by the terms' names, in the terms' order
   visible: Callable[[list[UOp]], list[UOp]]
@@ -126,8 +126,8 @@ def reference(log_sum:UOp) -> UOp:
   return log_sum.eq(NEG_INF).where(math.inf, log_sum)
 
 def normaliser_of(group:Workgroup, row:Row) -> Normaliser:
-  """Loads the lse of the query `row`, and lse_rest (the part of the lse that rounding lost) if the problem has it. Returns the `Normaliser` that
-  turns the query's scores into P."""
+  """Returns the `Normaliser` that turns the scores of the query `row` into P. Loads the lse of this query from memory, and lse_rest (the part of the
+  lse that rounding lost) if the problem has it."""
   return Normaliser.of(group.p, *[group.query_value(name, row) for name in log_sums(group.given)])
 
 def exact_normaliser(p:Problem, log_sum:UOp, *rest:UOp) -> Normaliser:

@@ -37,9 +37,9 @@ class Turns:
 
   @staticmethod
   def of(group:Workgroup, wave:UOp, lane:UOp) -> Turns|None:
-    """Makes the turns of a wave. Returns None if workgroups add to the sums of dQ in any order. A turn is for a single tile if the queries are
-    divided into parts, because the next tile may belong to another part, and if workgroups loop over lists of tiles, because the next tile may not be
-    in the list."""
+    """Makes the turns of a wave. Returns None if workgroups add to the sums of dQ in any order. In two cases a turn is for a single tile: if the
+    queries are divided into parts, because the next tile can belong to another part; and if workgroups loop over lists of tiles, because the next
+    tile can be missing in the list."""
     if "dq_turns" not in group.given: return None
     return Turns(group, wave, lane.eq(0), 1 if group.split or isinstance(group.scores.order, TileList) else TILES_OF_TURN)
 

@@ -83,8 +83,8 @@ def dq_sums(p:Problem) -> tuple[tuple[int, ...], str]:
 
 def dq_turns(p:Problem) -> Shapes:
   """Returns (shape, dtype), by name, of the int32 counters with which workgroups add to the sums of dQ in a fixed order. The counters of turns say
-  how many blocks of keys have added to a tile of queries. The last counter says how many workgroups have drawn a ticket, the number that decides
-  which block of keys a workgroup owns. Returns an empty dictionary if workgroups add in any order."""
+  how many blocks of keys have added to a tile of queries. The last counter counts the tickets: a workgroup's ticket, the number of workgroups that
+  have asked before, decides which block of keys it owns. Returns an empty dictionary if workgroups add in any order."""
   return {"dq_turns": ((math.prod(dq_sums(p)[0][:2])*TURNS_OF_SUMS + 1,), "int32")} if p.deterministic else {}
 
 def lengths_of(p:Problem) -> Shapes:

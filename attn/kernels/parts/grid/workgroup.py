@@ -1,4 +1,4 @@
-"""A workgroup's part of a problem: its head, queries and keys, its place in the grid, and the stores that end its kernel."""
+"""A workgroup's part of a problem: its head, queries and keys, its position in the grid, and the stores that end its kernel."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Mapping
@@ -190,7 +190,7 @@ class Workgroup:
   def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace,
          shapes:Shapes|None=None, parts:int=0) -> Workgroup:
     """Makes the workgroup that owns the block of queries at the position `grid`. `args` are the kernel's tensors. `shapes` has the names, shapes and
-    dtypes of these tensors, in the same order; by default they are the tensors of `arguments(p)`. `at` is the thread's place in a matrix tile. If
+    dtypes of these tensors, in the same order; by default they are the tensors of `arguments(p)`. `at` is the thread's position in a matrix tile. If
     `parts` is above 1, the keys are divided into `parts` parts, and each workgroup loops over one part."""
     heads, given = heads_of(p, tile), by_name(shapes or arguments(p), args)
     groups = p.H//heads
@@ -221,9 +221,9 @@ class Workgroup:
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace, shapes:Shapes,
               parts:int=0, lds:UOp|None=None) -> Workgroup:
     """Makes the workgroup that owns the block of keys at the position `grid`, and loops over the queries of all query heads that share these keys.
-    `args` are the kernel's tensors. `shapes` has the names, shapes and dtypes of these tensors, in the same order. `at` is the thread's place in a
+    `args` are the kernel's tensors. `shapes` has the names, shapes and dtypes of these tensors, in the same order. `at` is the thread's position in a
     matrix tile. If `parts` is above 0, the queries are divided into `parts` parts, first by heads, then by queries of a head, and each workgroup
-    loops over one part. If workgroups add to dQ in a fixed order, each draws its block by a ticket (`drawn`), and `lds` is an int32 in LDS for the
+    loops over one part. If workgroups add to dQ in a fixed order, each gets its block by a ticket (`drawn`), and `lds` is an int32 in LDS for the
     ticket."""
     given, split, group = by_name(shapes, args), ranges_of(grid, parts), p.H//p.Hkv
     own_part = split
@@ -262,7 +262,7 @@ class Workgroup:
   def lse_rest(self) -> UOp|None: return self.given.get("lse_rest", self.given.get("lse_rest_partial"))
 
   def row(self, *i:UOp) -> Row:
-    """Returns a row of the workgroup's block. The sum of the arguments `i` is the index of the row in the block."""
+    """Returns a row of the workgroup's block of own rows. The sum of the arguments `i` is the index of the row in this block."""
     row = functools.reduce(UOp.__add__, i, self.first_row)
     return Row(self.batch, self.first_head + row%self.heads, row//self.heads, below(row, self.end_row))
 

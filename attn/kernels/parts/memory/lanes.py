@@ -1,4 +1,4 @@
-"""The place of a thread in the tiles of a matrix instruction, and the operands that the thread reads."""
+"""The position of a thread in the tiles of a matrix instruction, and the operands that the thread reads."""
 from __future__ import annotations
 from dataclasses import dataclass
 from attn.chips.matrix import UNIT_BYTES, Matrix, Mma
@@ -8,7 +8,7 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Lane:
-  """A thread's place in a matrix tile on AMD. The thread holds elements of column `n` of the tile. `h` is the thread's lane group: all lanes of a
+  """A thread's position in a matrix tile on AMD. The thread holds elements of column `n` of the tile. `h` is the thread's lane group: all lanes of a
   group hold the same rows. `thread` is the index of the thread in the workgroup."""
   lane: UOp
   wave: UOp
@@ -34,8 +34,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class MmaLane:
-  """A thread's place in a matrix tile of NVIDIA's instruction mma.sync. Of the four lanes that share a row of C, this is lane number `h`. `thread` is
-  the thread's index in the workgroup."""
+  """A thread's position in a matrix tile of NVIDIA's instruction mma.sync. Of the four lanes that share a row of C, this is lane number `h`. `thread`
+  is the thread's index in the workgroup."""
   lane: UOp
   wave: UOp
   matrix: Mma
@@ -67,7 +67,7 @@ class OwnKeys:
 
 @dataclass(frozen=True)
 class ThreadPlace:
-  """A thread's place in the kernel `tiled`, whose threads form a rectangle over a tile of scores. `h` is the thread's index along the keys (down),
+  """A thread's position in the kernel `tiled`, whose threads form a rectangle over a tile of scores. `h` is the thread's index along the keys (down),
   `x` its index along the queries (across)."""
   h: UOp
   x: UOp

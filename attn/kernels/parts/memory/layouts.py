@@ -22,7 +22,7 @@ class SharedLayout:
   base: UOp|int = field(default=0, kw_only=True)
   @property
   def size(self) -> int:
-    """Number of 16-byte units that the tile takes in shared memory, including gaps."""
+    """Number of 16-byte units that a tile in this layout takes in shared memory, including gaps."""
     raise NotImplementedError
   def place(self, row:UOp, unit:UOp) -> UOp:
     """Returns the place of a unit (16 bytes) of a row in shared memory, counted in units. `unit` is the index of the unit in the row."""
@@ -34,7 +34,7 @@ class SharedLayout:
 @dataclass(frozen=True)
 class PaddedRows(SharedLayout):
   """Layout with one row after another, and padding behind each row. By default a row and its padding take an odd number of 16-byte units, so that
-  eight neighbouring rows lie in different banks. After every `together` rows there may be a gap of `skew` units."""
+  eight neighbouring rows lie in different banks. If `skew` is above 0, a gap of `skew` units follows every `together` rows."""
   skew: int = 0
   together: int = 16
   padded: int = 0     # units of a row with its padding; 0: the next odd number of units
@@ -43,7 +43,7 @@ class PaddedRows(SharedLayout):
   @property
   def size(self) -> int: return self.begin(self.rows) + (self.skew if self.rows%self.together else 0)
   def begin(self, row:Int) -> Int:
-    """Returns where a row begins, counted in 16-byte units from the beginning of the tile."""
+    """Returns where row number `row` of a tile begins, counted in 16-byte units from the beginning of the tile."""
     return row*self.stride + row//self.together*self.skew
   def place(self, row:UOp, unit:UOp, pieces:int=1) -> UOp:
     """Returns the place of a unit (16 bytes) of a row in LDS, counted in units. `unit` is the index of the unit in the row. With `pieces` above 1,
@@ -111,9 +111,9 @@ class SwizzledRows(CopiedLayout):
     return (self.base + row*self.stride).cast(dtypes.int) + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
   def further(self, row:UOp, unit:UOp, rows:int, units:int) -> tuple[UOp, int]:
     """Returns the place of a 16-byte unit in shared memory as the sum of two numbers: a number that few registers hold for many units, and a
-    constant. The unit lies `rows` rows and `units` units after unit `unit` of row `row`. `rows` must be a multiple of 8. `unit` must be 0, or may be
-    1 if `units` is even. The tile must begin at a whole line (128 bytes); otherwise the xor that permutes the units of a line would lead out of the
-    line."""
+    constant. The unit lies `rows` rows and `units` units after unit `unit` of row `row`. `rows` must be a multiple of 8. `unit` must be 0; if `units`
+    is even, it can also be 1. The tile must begin at a whole line (128 bytes); otherwise the xor that permutes the units of a line would lead out of
+    the line."""
     base = UOp.const(0) + self.base
     first = int(base.vmin)
     assert base.const_factor()%LINE == 0, f"a tile must begin at a multiple of {LINE} units, not at {base.render()}"
@@ -165,7 +165,7 @@ class LdsTile(InLds):
     """Returns the LDS buffer as an array of elements of 16/`pieces` bytes. `pieces` is 2 or 4."""
     return self.buffer.bitcast(ops.u32(4//pieces))
   def from_row(self, row:UOp) -> LdsTile:
-    """Returns the part of the tile that begins at row `row`, a multiple of 16."""
+    """Returns the part of this tile that begins at row `row`, a multiple of 16."""
     return replace(self, layout=self.layout.moved_to(self.layout.place(row, UOp.const(0))))
   def load(self, row:UOp, unit:UOp) -> UOp: return self.buffer[self.layout.place(row, unit)].load()
   def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[self.layout.place(row, unit).valid(gate)].store(value)

@@ -156,8 +156,8 @@ class PagedRows(GlobalRows):
   def origin(self, first:UOp) -> UOp:
     return self.base + self.pages.start(first, self.stride, first < self.count)
   def start_in_pages(self, first:UOp, row:UOp, there:UOp) -> UOp:
-    """Returns the flat index of the first element of row `first` + `row`, whose page is looked up for this row alone: other rows of the tile may lie
-    in other pages. If the row does not exist (`there` is false), its table entry is not read."""
+    """Returns the flat index of the first element of row `first` + `row`, whose page is looked up for this row alone, because neighbouring rows can
+    lie in different pages. If the row does not exist (`there` is false), its table entry is not read."""
     return self.base + self.pages.start(self.begin + first + row, self.stride, there)
   def start(self, first:UOp, row:UOp) -> UOp:
     return super().start(first, row) if self.pages.whole else self.start_in_pages(first, row, first + row < self.count)

@@ -104,7 +104,8 @@ class Blocks:
   masked_first: bool
 
   def share(self, index:UOp, of:int) -> Blocks:
-    """Divides the tiles into `of` parts of almost equal size, and returns part number `index`. The last parts may be empty."""
+    """Divides the tiles into `of` parts of almost equal size, and returns part number `index`. If there are fewer than `of` tiles, the last parts are
+    empty."""
     each = (self.end - self.begin + (of - 1))//of
     first = (self.begin + index*each).minimum(self.end)
     return self.between(first, (first + each).minimum(self.end))
@@ -133,7 +134,7 @@ class TileList:
   size: int
   def entry(self, i:int|UOp) -> UOp: return run_time(self.entries[self.first + i].load(), 0, self.tiles)
   def row(self, place:UOp) -> UOp:
-    """Returns the row of the sequence that is row number `place` of the listed tiles, counted in the order of the list. For a number beyond the list
+    """Returns the index, in the sequence, of row number `place` of the listed tiles, counted in the order of the list. For a number beyond the list
     returns a row beyond the sequence."""
     return self.entry((place//self.size).minimum(self.tiles) + OF_A_LIST)*self.size + place%self.size
   def turn(self, i:UOp) -> UOp:
@@ -157,7 +158,7 @@ class Descending:
   count: UOp
   size: int
   def row(self, place:UOp) -> UOp:
-    """Returns the row of the sequence that is row number `place` of the loop, counted in the order of the loop's tiles. For a number after the loop
+    """Returns the index, in the sequence, of row number `place` of the loop, counted in the order of the loop's tiles. For a number after the loop
     returns a row beyond the sequence."""
     tile, beyond = place//self.size, (self.count + (self.size - 1))//self.size
     return (tile < self.tiles.end).where(self.mirrored(tile) - 1, beyond)*self.size + place%self.size

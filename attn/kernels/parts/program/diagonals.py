@@ -49,7 +49,7 @@ class Diagonals:
     block, tile = number//self.offsets + n*self.step_m, n*self.step_n + number%self.offsets - self.offset_0
     return block.minimum(self.blocks - 1), tile.maximum(0).minimum(self.tiles - 1)
   def range(self, number:UOp) -> tuple[UOp, UOp]:
-    """Returns (first n for which diagonal `number` has a tile, number of its tiles). There may be no tile."""
+    """Returns (first n for which diagonal `number` has a tile, number of its tiles, which can be 0)."""
     phase, offset = number//self.offsets, number%self.offsets - self.offset_0
     first = ((self.step_n - 1 - offset)//self.step_n).maximum(0)
     of_queries, of_keys = (self.blocks - phase + (self.step_m - 1))//self.step_m, (self.tiles - offset + (self.step_n - 1))//self.step_n

@@ -1,5 +1,5 @@
-"""Statements of a kernel (operations with side effects) in their order, and base classes for the state that a kernel carries from one step to the
-next."""
+"""Statements of a kernel (operations with side effects) in their order, and base classes for the state: the values that a kernel carries from one
+operation of its algorithm to the next."""
 from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -8,8 +8,8 @@ from attn.kernels.parts.program.allocator import Allocator
 from attn.tinygrad_compat import Ops, UOp, dtypes, new_uop
 
 class Carried:
-  """Base class of states: dataclasses with the values that a kernel passes from one step to the next. Every field has a method `after(*deps)`, which
-  returns the field's value such that it is used only after the operations `deps`."""
+  """Base class of states: dataclasses with the values that a kernel passes from one operation of its algorithm to the next. Every field has a method
+  `after(*deps)`, which returns the field's value such that it is used only after the operations `deps`."""
   def after(self, *deps:UOp) -> Self:
     self_: Any = self
     return type(self)(*[getattr(self, f.name).after(*deps) for f in fields(self_)])

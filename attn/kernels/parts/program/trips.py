@@ -1,4 +1,4 @@
-"""Loops of a kernel over tiles, and on AMD the steps that bring a tile through registers to LDS."""
+"""Loops of a kernel over tiles; and, for AMD, how a tile comes from global memory through registers to LDS."""
 from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -105,12 +105,12 @@ class StagedTrips(Generic[S]):
     return UOp.group(*stores)
 
   def in_lds(self, s:S, t:UOp, name:str) -> Any:
-    """Returns the tile in LDS that holds tile t of a tensor. `name` is the tensor's field in the state."""
+    """Returns the LDS buffer with tile t of a tensor, as a tile. `name` is the tensor's field in the state."""
     return getattr(s, name).nth(t%self.tile.buffers)
 
   def first(self, s:S, tiles:Blocks) -> S:
-    """Brings the first tile to LDS before the loop, and returns the state. Without prefetch does nothing, because each iteration then loads its own
-    tile."""
+    """Brings the first of `tiles` to LDS before the loop, and returns the state. Without prefetch does nothing, because each iteration then loads its
+    own tile."""
     return s.lds_after(self.to_lds(s, tiles.begin, self.fetch(tiles.begin))) if self.tile.prefetch else s
 
   def arrive(self, s:S, t:UOp) -> tuple[S, list[list[UOp]]]:

@@ -54,7 +54,7 @@ class Kept:
     return bits.drop_packed(x, words, places, first)
 
   def drop(self, vectors:list[UOp]) -> list[UOp]:
-    """Returns `vectors` with 0 in place of dropped elements. They are fp32 numbers for all of the lane's scores in a tile, such as dP."""
+    """Returns `vectors` with 0 in place of dropped elements. `vectors` are fp32 numbers, such as dP, for all of a lane's scores in a tile."""
     if not self.words: return vectors
     found, part = [], self.at.matrix.row_part
     for kt, x in enumerate(vectors):
@@ -63,7 +63,8 @@ class Kept:
     return found
 
 def alternate(at:Lane|MmaLane|ThreadPlace) -> bool:
-  """Whether a lane's vectors hold every second row of the tile, so that neighbouring elements of a vector belong to rows that are two apart."""
+  """Whether a lane's vectors of scores hold every second of the rows over which the workgroup loops, so that neighbouring elements of a vector belong
+  to rows that are two apart."""
   return at.matrix.block == 1
 
 def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
@@ -107,7 +108,7 @@ class KeptHere:
   words: tuple[UOp, ...]
   places: tuple[tuple[int, int], ...]
   def drop(self, vectors:list[UOp]) -> list[UOp]:
-    """Returns `vectors` with 0 in place of dropped elements. They are fp32 numbers for all scores of the row in a tile, such as dP."""
+    """Returns `vectors` with 0 in place of dropped elements. `vectors` are fp32 numbers, such as dP, for all of this row's scores in a tile."""
     if not self.words: return vectors
     return [bits.drop_numbers(x, words, self.places, i) for i, (x, words) in enumerate(zip(vectors, self.words, strict=True))]
 

@@ -60,7 +60,7 @@ class MergedRow:
     return self.p.total_q if self.p.varlen else self.p.Sq
   @property
   def coordinates(self) -> tuple[UOp, UOp, UOp]:
-    """Coordinates of the row: (batch, head, query)."""
+    """Coordinates of the output's row that this thread merges: (batch, head, query)."""
     return self.index//(self.p.H*self.length), self.index//self.length%self.p.H, self.index%self.length
 
 def reference_of(largest:UOp) -> UOp:

@@ -57,20 +57,20 @@ class Scores:
   def to_natural(self) -> float: return 1.0 if self.natural else self.unit.natural
   @property
   def walked(self) -> list[tuple[int, ...]]:
-    """Indices, in the tile, of the rows to which the elements of a lane's scores belong: a tuple for each vector. They are right for lane group 0. In
-    lane group h (the lanes that hold the same rows of an accumulator, each in another column) h*matrix.block is added to each index, where
-    matrix.block is the number of neighbouring rows that a lane holds."""
+    """Indices of the rows of a tile to which the elements of a lane's scores belong: a tuple for each vector of scores. The indices are right for
+    lane group 0. In lane group h (the lanes that hold the same rows of an accumulator, each in another column) h*matrix.block is added to each index,
+    where matrix.block is the number of neighbouring rows that a lane holds."""
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
   def of_head(self, head:UOp) -> Scores:
     return replace(self, first=replace(self.first, head=head))
   def row(self, place:UOp) -> UOp:
-    """Returns the row of the sequence that is row number `place` of the workgroup's loop. The two numbers differ only if the loop has an `order`: it
-    then leaves tiles out, or takes them in descending order."""
+    """Returns the index, in the sequence, of the row that the workgroup's loop reads as row number `place`. The two numbers differ only if the loop
+    has an `order`: it then leaves tiles out, or takes them in descending order."""
     return place if self.order is None else self.order.row(place)
   def tile(self, number:UOp) -> UOp:
-    """Returns the tile of the sequence that iteration `number` of the workgroup's loop computes. The two numbers differ only if the loop has an
-    `order`: it then leaves tiles out, or takes them in descending order."""
+    """Returns the index, in the sequence, of the tile that the workgroup's loop computes in iteration `number`. The two numbers differ only if the
+    loop has an `order`: it then leaves tiles out, or takes them in descending order."""
     return number if self.order is None else self.order.row(number*self.block_n)//self.block_n
   def begin(self, tile:UOp) -> UOp: return self.tile(tile)*self.block_n + self.at.h*self.at.matrix.block
 
