@@ -136,8 +136,8 @@ def short_of_registers(p:Problem, tile:WgmmaBackwardTile) -> str|None:
   return None
 
 def faster_at_once(p:Problem, tile:WgmmaBackwardTile) -> FasterAtOnce|str:
-  """Returns the row of the table FASTER_ON_WGMMA with the problems of this head dimension and these options for which one kernel for all gradients is
-  faster than two. Returns a reason for two kernels, as a text, if there is no such row or if `p` is not one of its problems. A mask_mod that hides
+  """Returns the row of the table FASTER_ON_WGMMA for the head dimension and the options of `p`: the problems for which one kernel for all gradients
+  is faster than two. Returns a reason for two kernels, as a text, if there is no such row or if `p` is not one of its problems. A mask_mod that hides
   the last keys of a query counts as a causal mask, and a mask_mod that hides the first keys counts as another window."""
   options, hidden = [x for x in p.options if x not in USED_AT_ONCE], hiding(p)
   row, window, mask = FASTER_ON_WGMMA.get((p.D, "".join(options[:1]))), p.window, " with ".join((f"window={p.window}", *options))

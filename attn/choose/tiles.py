@@ -56,8 +56,8 @@ TWO_ON_A_SIMD = "two on a SIMD"  # two waves on a SIMD, each with half of the re
 
 @dataclass(frozen=True)
 class Shortage:
-  """A rule for when registers are short: when a problem has all of `burdens` (properties that need registers, such as a window or dropout), and D or
-  Dv is larger than `beyond`. Then the kernel's loop saves registers in the ways that `means` names."""
+  """Row of a table that says when registers are short: if a problem has all of `burdens` (properties that need registers, such as a window or
+  dropout), and D or Dv is larger than `beyond`. The kernel's loop then saves registers in the ways that `means` names."""
   beyond: int
   burdens: tuple[str, ...]
   means: Economy

@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 class EmulatorError(RuntimeError):
-  """Base of the sanitiser's errors: an action that is undefined or fails on hardware."""
+  """Base class of the errors that the emulator raises at an action that is undefined or fails on hardware."""
 
 class AccessError(EmulatorError): pass
 class OutOfBounds(AccessError): pass

@@ -144,10 +144,10 @@ class Meeting:
 
   def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array, sent:bool=False) -> None:
     """Performs an atomic addition: each thread where `gate` is true adds its number of `values` (threads,) to the element `at` (threads,) of
-    `memory`, the contents of the buffer `space`. `sent` says whether the wave sends the additions to the copy engine (TMA).
+    `memory`, the contents of the buffer `space`. `sent` says whether the thread's wave sends the additions to the copy engine (TMA).
 
     Raises AtomicRace if another wave of the workgroup has waited for the workgroup's turn (the period in which it may add) and no barrier has
-    followed: then nothing stops this wave from adding before the turn begins."""
+    followed: then nothing stops the adding wave from adding before the turn begins."""
     traces, first = self.traces[_base(space)], space.begin//4
     for wave, threads in self.waves_of(f, gate):
       threads = self.in_order(threads)

@@ -31,7 +31,7 @@ class BackwardTrip(Protocol[Carry]):
   def lse(self, s:Carry) -> Any:
     """Returns the lse of the queries of this iteration: the queries that the workgroup owns, or, if it owns keys, the queries of the iteration's
     tile."""
-  def scores(self, s:Carry) -> tuple[Carry, Any]: """Computes S = Q K^T. Returns the state and S."""
+  def scores(self, s:Carry) -> tuple[Carry, Any]: """Computes S = Q K^T of the workgroup's rows and this iteration's tile. Returns the state and S."""
   def weights(self, scores:Any, lse:Any) -> Any: """Applies score terms (bias, softcap, ...) and masks to S. Returns P = exp(S - lse) and the
                                                     derivatives of the terms."""
   def dp(self, s:Carry) -> tuple[Carry, Any]: """Computes dP - delta, with dP = dO V^T. Sets the elements of dP to 0 whose weights dropout drops.

@@ -21,14 +21,13 @@ class ForwardUnit(Protocol[State]):
   holds what operations pass on to later ones: m (the number that the softmax subtracts from the scores of a row), l (the sum of P) and O in
   registers, and tiles in LDS."""
   @property
-  def parts(self) -> Iterable[Any]: """The parts into which a tile of keys is divided. `weigh` and `add_to_o` are called for each part, one part after
-                                    another."""
+  def parts(self) -> Iterable[Any]: """The parts into which a tile of keys is divided. `weigh` and `add_to_o` are called once for each part."""
   def begin(self) -> State:
     """Returns the state before the first key. m, the number that the softmax subtracts from scores, is the lowest number, and the sums l and O are 0.
     Q is loaded, or its load has started."""
   def loops(self) -> Iterable[TileLoop[Any]]:
-    """Returns the loops over the tiles of keys that the queries see. When an iteration begins, its tile of K and V is already loaded. On some units
-    `scores` waits for the tile instead."""
+    """Returns the loops over the tiles of keys that the queries see. When an iteration begins, its tile of K and V is already loaded. On asynchronous
+    matrix units the tile may still be on its way: then `scores` waits for it."""
   def scores(self, s:State, t:UOp, masked:bool) -> tuple[State, Any]:
     """Computes S = Q K^T of tile t, after score terms (softcap, ALiBi, bias) and masks. Returns the state and S, or None in place of S if the state
     holds S. On an asynchronous matrix unit only starts the product."""

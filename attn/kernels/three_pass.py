@@ -25,8 +25,8 @@ def _lengths(B:int, head:Tensor, Sq:int, Sk:int, top_left:bool, offset:int, kv_l
 
 def _sequences(head:Tensor, Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:tuple[int, int]) -> Positions:
   """Returns the positions of queries and keys in their sequences, if sequences lie one after another in a single batch: a query sees only keys of its
-  own sequence. `head` has the indices of the query heads. `longest` is (most queries, most keys) that one sequence may have: tokens of a sequence
-  beyond them belong to no sequence, as do tokens outside of all sequences."""
+  own sequence. `head` has the indices of the query heads. `longest` is (most queries, most keys) of one sequence. If a sequence is longer, its
+  further tokens belong to no sequence, as do tokens outside of all sequences."""
   def rows_of_each(cu:Tensor, most:int) -> Tensor: return (cu[1:] - cu[:-1]).maximum(0).minimum(most)
   rows_q, rows_k = rows_of_each(cu_q, longest[0]), rows_of_each(cu_k, longest[1])
   def inside(cu:Tensor, rows:Tensor, n:int) -> Tensor:

@@ -220,9 +220,9 @@ instruction("buffer_load", lambda lanes, pointer, records, offset, width: _buffe
             _buffer_load_hip, _buffer_load_cuda)
 
 def buffer_load(base:UOp, records:UOp, offset:UOp, width:int) -> UOp:
-  """Loads `width` (1, 2, 4, 8 or 16) bytes that begin `offset` bytes after `base`. `base` is a UOp that indexes a buffer in global memory, equal in
-  all lanes of the wave. The result is zero if offset + width exceeds `records`, the size of the buffer's range in bytes. The memory unit checks this
-  range, so a masked lane needs no branch. If one or two bytes are loaded, they are in the low end of a dword."""
+  """Returns `width` (1, 2, 4, 8 or 16) loaded bytes, which begin `offset` bytes after `base`. `base` is a UOp that indexes a buffer in global memory,
+  equal in all lanes of the wave. The result is zero if offset + width exceeds `records`, the size of the buffer's range in bytes. The memory unit
+  checks this range, so a masked lane needs no branch. If one or two bytes are loaded, they are in the low end of a dword."""
   return emit("buffer_load", u32(max(1, width//4)), base, integer(records), offset.cast(dtypes.uint), width=width)
 
 def _load_where_text(printer:Any, out:str, width:int) -> Body:
@@ -235,8 +235,8 @@ def _load_where(lanes:Any, pointer:Any, gate:Array, width:int) -> Array:
 instruction("load_where", _load_where, _load_where_text, _load_where_text)
 
 def load_where(at:UOp, gate:UOp, width:int) -> UOp:
-  """Loads `width` (1, 2, 4, 8 or 16) bytes at `at`, a UOp that indexes a buffer and may differ from lane to lane. The result is zero in lanes where
-  `gate` is false. If one or two bytes are loaded, they are in the low end of a dword."""
+  """Returns `width` (1, 2, 4, 8 or 16) bytes, loaded from `at`, a UOp that indexes a buffer and may differ from lane to lane. The result is zero in
+  lanes where `gate` is false. If one or two bytes are loaded, they are in the low end of a dword."""
   return emit("load_where", u32(max(1, width//4)), at, gate, width=width)
 
 # ***** numbers that the caller wrote: the emulator checks them *****

@@ -68,7 +68,7 @@ def _together(c:Any, x:Value, place:Value, *, steps:tuple[int, ...], exchange:st
   return x
 
 def together(x:UOp, place:UOp, steps:tuple[int, ...], exchange:str) -> UOp:
-  """Joins the dropout bits of lanes that share a query into one dword, and returns this dword in all of these lanes. `x` has the bits of this lane in
+  """Returns a dword with the dropout bits of all lanes that share a query, the same dword in each of these lanes. `x` has the bits of this lane in
   its lowest bits, and `place` is the position of the lane's bits in the dword. Lanes whose indices differ by a distance in `steps` exchange their
   bits. `exchange` names the exchange instruction, such as "bpermute" (`Matrix.exchange`)."""
   return emit("together", dtypes.uint, x, place.cast(dtypes.uint), steps=steps, exchange=exchange)

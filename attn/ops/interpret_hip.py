@@ -122,8 +122,8 @@ class Hip(Printer):
     # the lines `rounded` compute the dwords u from x; each v_perm packs the upper halves of two of them
     return self._words(name, x, [f"__builtin_amdgcn_perm(u[{i + 1}], u[{i}], 0x07060302u)" for i in range(0, length_of(x.type), 2)], rounded)
   def _words(self, name:str, x:Value, words:list[str], before:str="") -> Value:
-    """Renders a call of a function `name` of x, which returns dwords, and declares this function. `words` are C++ expressions for the dwords, and
-    `before` has lines that the function executes before it computes them."""
+    """Renders a call of a function that takes x and returns dwords, and declares this function under the name `name`. `words` are C++ expressions for
+    the dwords, and `before` has lines that the function executes before it computes them."""
     out = vector_of("unsigned", len(words))
     result = returned(self.vector_text(out, words) if len(words) > 1 else words[0])
     self.declare(f"{name}({x.type})", f"{self.header}{out} {name}({x.type} x) {{\n{before}{result}\n}}")

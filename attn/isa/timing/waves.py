@@ -21,7 +21,7 @@ ACCESS, RESULT, BUSY, BARRIER = "access", "result", "unit", "barrier"
 
 @dataclass(frozen=True)
 class Wave:
-  """A wave of the simulation: its workgroup, its SIMD, and the steps of one loop iteration."""
+  """A wave of the simulation: its workgroup, its SIMD, and the instructions of one loop iteration, each as a `TripStep`."""
   group: int                 # workgroup
   simd: int
   steps: Sequence[TripStep]      # the steps of an iteration

@@ -83,8 +83,8 @@ def quads_of_unit(matrix:Matrix) -> int:
 
 def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
   """Returns the four keys whose elements form quad number `quad` of a row of V^T in LDS. A row is divided into 16-byte units, and each unit into
-  quads of four elements. With g lane groups (lanes that hold the same rows of the accumulator), unit u is read by lane group u % g. The four keys are
-  therefore keys whose weights this lane group holds, in the order in which the lanes hold them."""
+  quads of four elements. With g lane groups (lanes that hold the same rows of the accumulator), unit u is read by lane group u % g. So the elements
+  of unit u belong to keys whose weights lane group u % g holds, in the order in which the lanes hold these weights."""
   unit, part = quad//quads_of_unit(matrix), quad%quads_of_unit(matrix)
   n = unit//matrix.groups*matrix.unit + part*TURNED_ROWS
   first = n//matrix.accumulator*matrix.M + matrix.c_row(unit%matrix.groups, n%matrix.accumulator)

@@ -200,8 +200,9 @@ class MmaForward:
     return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(len(kinds)*q_tiles)])), None
 
   def add_to_o(self, s:MmaState, p:None, t:UOp, steps:range, masked:bool) -> UOp:
-    """Computes O += P V for some keys of tile t, after dropout of P. `steps` says which keys: the steps of the product that have them. Returns the
-    stores of O to registers. P is read from the state `s`, in which `weigh` has put it; so the argument `p` is None."""
+    """Computes O += P V for some keys of tile t, after dropout of P. `steps` says which keys: each step is a matrix instruction, which multiplies 16
+    keys (32 of 8-bit floats). Returns the stores of O to registers. P is read from the state `s`, in which `weigh` has put it; so the argument `p` is
+    None."""
     left = [kept_scores(self.warps.group.scores, rows, self.own_tile(t)) for rows in self.queries]
     n, q_tiles = self.mat.together, range(self.tile.q_tiles)
     accs = [[s.acc[qt*self.d_tiles + i].load() for i in range(self.d_tiles)] for qt in q_tiles]
@@ -245,9 +246,9 @@ class MmaForward:
     return s.after(workgroup_barrier(s.done))
 
   def merged_results(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """Returns m, the row sums of P and O of the matrix tile of queries with index `qt`, merged from the results of all warps that compute these
-    queries, each with other keys. m is the largest m of these warps. The row sums and O of each warp are rescaled to this m, and added in the order
-    of the warps' keys. The warps divide the columns of O: each warp returns only its columns."""
+    """Returns three results for the matrix tile of queries with index `qt`: m, the row sums of P, and O. They are merged from the results of all
+    warps that compute these queries, each with other keys. m is the largest m of these warps. The row sums and O of each warp are rescaled to this m,
+    and added in the order of the warps' keys. The warps divide the columns of O: each warp returns only its columns."""
     def unit(share:int, i:UOp|int) -> UOp: return ops.as_float(s.shared[self.place_of_result(share, qt, i)].load())
     shares, to_log2 = range(self.tile.key_waves), self.warps.group.scores.to_log2
     heads = [unit(n, 0) for n in shares]

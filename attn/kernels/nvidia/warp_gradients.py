@@ -104,14 +104,14 @@ class WarpRows(Generic[L]):
     of_d, of_dv = self.tile.layouts(self.p, rows)
     return of_d.moved_to(first) if name in ("q", "k") else of_dv.moved_to(first + of_d.size)
   def kept(self, name:str) -> L:
-    """Returns the layout, in shared memory, of the block's own rows of the tensor `name`."""
+    """Returns the layout, in shared memory, of the rows of the tensor `name` that the thread block owns."""
     return self.lies(name, self.tile.block_m, 0)
   @property
   def size(self) -> int:
     """Number of 16-byte units of shared memory for the rows of two tensors that a thread block owns: of q and do, or of k and v."""
     return sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m))
   def copies(self, shared:UOp) -> list[UOp]:
-    """Returns the statements with which this thread copies its part of the block's own rows to shared memory."""
+    """Returns the statements with which this thread copies its part of the rows that the thread block owns to shared memory."""
     group = self.warps.group
     return [x for name in self.own for x in self.warps.copies(group.operand_rows(name), shared, group.first_row, self.kept(name))]
   def walked_rows(self, name:str, head:UOp, count:UOp) -> Rows:

@@ -63,7 +63,7 @@ class Warps:
 
   # ***** global -> shared memory *****
   def copies_of_q(self, shared:UOp, to:CopiedLayout) -> list[UOp]:
-    """Returns the statements that copy this thread's part of the block's rows of Q to shared memory, in the layout `to`."""
+    """Returns the statements that copy this thread's part of the thread block's rows of Q to shared memory, in the layout `to`."""
     return self.copies(self.group.rows_of("q"), shared, self.group.first_row, to)
 
   def copies_of_keys(self, shared:UOp, t:UOp, k:CopiedLayout, v:CopiedLayout, gate:UOp|None=None) -> list[UOp]:

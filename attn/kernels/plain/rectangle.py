@@ -9,8 +9,8 @@ step of the product reads one row of each operand from local memory, which holds
 a sum over the walked rows, the left operand is not transposed, and the right operand is the weights in the order in which they were computed.
 
 On a CPU a workgroup is a single thread, which computes the products in this way, too. The thread's own memory takes the place of local memory. The
-thread reads the walked rows directly from global memory. The thread computes one piece after another what many threads would compute at the same
-time: it loops over parts of a tile, and over parts of the elements of O or of a gradient."""
+thread reads the walked rows directly from global memory. Many threads would compute the pieces of a product at the same time; the single thread
+computes them one after another, in loops over parts of a tile, and over parts of the elements of O or of a gradient."""
 from __future__ import annotations
 import functools, itertools, math
 from collections.abc import Callable
@@ -136,7 +136,7 @@ class Rectangle:
   def sections(self) -> Sections: return self.tile.sections(self.p)
   @property
   def part_scores(self) -> Scores:
-    """The `Scores` of one part of a tile, the rows of a tile that the threads compute at a time."""
+    """The `Scores` of one part of a tile. A part is the rows of a tile that the threads compute at one time."""
     scores = replace(self.group.scores, block_n=self.tile.down*self.tile.walked)
     return scores if self.head is None else scores.of_head(self.head)
   @property
@@ -145,16 +145,16 @@ class Rectangle:
     return hides_some(self.group.scores.walk, self.tile.block_n)
   @property
   def items(self) -> list[UOp]:
-    """The loop over heads as a list, if the device has no workgroups. Otherwise an empty list."""
+    """A list with the loop over heads if the device has no workgroups, otherwise an empty list."""
     return [x for x in self.group.grid.ranges if x.arg[-1] is AxisType.LOOP]
   def rows_of(self, tensor:str) -> GlobalRows: return self.group.rows_of(tensor, self.head)
   def in_block(self, j:int) -> UOp:
     """Returns the index, among the workgroup's own rows, of the first row of this thread's j-th quad (four neighbouring own rows)."""
     return (self.at.x + j*self.tile.across)*QUAD
   def result_row(self, i:int) -> UOp:
-    """A thread computes some rows of a product. Returns which row of the product is the i-th row of this thread. For scores this is the index of a
-    walked row, among the rows of a tile that the workgroup computes at a time. O and gradients are computed transposed: for these it is the index of
-    a column, among the columns that the workgroup computes at a time."""
+    """Returns the index, in a product, of the i-th of the rows that this thread computes. For scores this is the index of a walked row, among the
+    rows of a tile that the workgroup computes at one time. O and gradients are computed transposed: for these it is the index of a column, among the
+    columns that the workgroup computes at one time."""
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
   def section(self, name:str, *deps:UOp) -> Section:
     """Returns the section `name` of local memory, such that accesses to it come after the operations `deps`."""

@@ -14,8 +14,8 @@ class BlockTile(Protocol):
   def block_m(self) -> int: """Number of rows that a workgroup owns. With `pack_gqa` each query counts as several rows, one for each of the
                                workgroup's heads."""
   @property
-  def block_n(self) -> int: """Number of keys in a tile of the loop over keys. In a kernel that owns keys: number of queries in a tile of the loop
-                               over queries."""
+  def block_n(self) -> int:
+    """Number of keys in a tile of the loop over keys. In a kernel whose workgroups own keys: number of queries in a tile of the loop over queries."""
   @property
   def waves(self) -> int: """Number of waves (on NVIDIA: warps) in a workgroup."""
   @property

@@ -2,13 +2,13 @@
 
 A block owns queries and loops over tiles of keys, or owns keys and loops over tiles of queries. Each warpgroup owns 64 of the block's rows. In each
 iteration a warpgroup starts the products S and dP of its own rows and a tile in shared memory. The warpgroup turns S and dP into P and dS in
-registers. Then it starts the products of P and dS with the tile, which wgmma reads transposed from the same place in shared memory. The warpgroup
+registers. Then it starts the products of P and dS with the tile, which wgmma reads transposed from the same part of shared memory. The warpgroup
 waits only for products that it needs: the last products of an iteration still run when S and dP of the next iteration start.
 
-The warpgroups wait for each other only at the tiles. All warpgroups copy each tile together, by cp.async, into a ring buffer of three tiles. In each
-iteration a thread copies its part of the next iteration's tile, once its warpgroup no longer reads the previous tile. The thread arrives at an
-mbarrier when its part is complete. A warpgroup that has waited for the mbarrier of its tile knows two things: the tile is complete, and all
-warpgroups have finished with the tile of two iterations ago. The next copies overwrite that tile."""
+The warpgroups wait for each other only when they change tiles. All warpgroups copy each tile together, by cp.async, into a ring buffer of three
+tiles. In each iteration a thread copies its part of the next iteration's tile, once its warpgroup no longer reads the previous tile. The thread
+arrives at an mbarrier when its part is complete. A warpgroup that has waited for the mbarrier of its tile knows two things: the tile is complete, and
+all warpgroups have finished with the tile of two iterations ago. The next copies overwrite that tile."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable

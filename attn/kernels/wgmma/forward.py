@@ -1,10 +1,10 @@
 """Implementation of forward with Hopper's wgmma (sm_90). The warpgroups overlap products and softmax without a fixed schedule.
 
 A warpgroup computes 64 queries of its block. For each tile of keys a warpgroup starts S = Q K^T, turns S into P in registers and starts O += P V. The
-tensor cores compute the products of one warpgroup while the other warpgroups compute the softmax. The warpgroups wait for each other only at the
-tiles: all warpgroups copy each tile together, by cp.async, into a ring buffer of three tiles. In each iteration a thread copies its part of the next
-iteration's tile, and arrives at an mbarrier when its part is complete. A warpgroup that has waited for the mbarrier of its tile knows two things: the
-tile is complete, and all warpgroups have finished with the tile of two iterations ago. The next copies overwrite that tile.
+tensor cores compute the products of one warpgroup while the other warpgroups compute the softmax. The warpgroups wait for each other only when they
+change tiles: all warpgroups copy each tile together, by cp.async, into a ring buffer of three tiles. In each iteration a thread copies its part of
+the next iteration's tile, and arrives at an mbarrier when its part is complete. A warpgroup that has waited for the mbarrier of its tile knows two
+things: the tile is complete, and all warpgroups have finished with the tile of two iterations ago. The next copies overwrite that tile.
 
 Keys and values that are stored in 8 bits come to shared memory as they are, an iteration earlier. While the tensor cores compute S, each thread
 converts the part of the next tile that it has copied itself, and stores it to the ring buffer in 16 bits."""

@@ -70,8 +70,8 @@ class BiasShare:
   @property
   def uneven(self) -> bool:
     """Whether iterations of a workgroup's loop need different tiles of keys, because their queries see different keys, or because batches have
-    different numbers of keys. The length of the inner loop over tiles of keys would then depend on the outer loop. tinygrad's linearizer finds no
-    order for such loops."""
+    different numbers of keys. If each iteration looped over just the tiles that it needs, the length of this inner loop would depend on the outer
+    loop, and tinygrad's linearizer finds no order for such loops. So each iteration then loops over all tiles of keys."""
     batches, _, blocks = self.walked
     ends = self.p.kv_lengths or self.p.varlen
     return not self.owns_keys and ((blocks > 1 and any(hiding(self.p))) or (batches*blocks > 1 and ends))

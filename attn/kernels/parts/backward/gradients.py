@@ -199,8 +199,8 @@ class QueryValues(InLds):
     return [self]
 
   def fetch(self, rows:QueryValueTensors, t:UOp) -> list[UOp]:
-    """Loads the query values (lse, delta) of one query of tile t from global memory: of the query that this thread copies to LDS. Returns a number
-    for each tensor."""
+    """Returns the loaded query values (a number from each tensor, such as lse and delta) of one query of tile t: the query whose values this thread
+    copies to LDS."""
     mat, thread, gate = self.matrix, self.thread, self.thread < self.block_n
     row = thread//mat.M*mat.M + mat.c_row(thread%mat.M//mat.accumulator, thread%mat.accumulator)
     return [x.load_number(t*self.block_n, self.block_n, row, gate) for x in rows.each]

@@ -329,8 +329,8 @@ class Workgroup:
     return ConvertedRows(rows, dtype, self.p.dtype) if name == "do" and dtype != self.p.dtype else rows
 
   def query_value_rows(self, name:str, head:UOp) -> GlobalRows:
-    """Returns the rows of the tensor `name`, which has one fp32 number for each query, such as lse or delta, for the queries of the workgroup's
-    sequence and the query head `head`."""
+    """Returns the rows of the tensor `name` for the workgroup's sequence and the query head `head`. Each row is one fp32 number of a query, such as
+    its lse or delta."""
     first = place_of_row(self.p, self.sequence, Row(self.batch, head, UOp.const(0), UOp.const(True)))[0]
     return GlobalRows(flat(self.given[name]), first, 1, self.sequence.n_q, 1, 4, isinstance(self.sequence.n_q, UOp))
 

@@ -54,7 +54,7 @@ class GlobalRows:
     """Returns the flat index of the first element of row `first` + `row`."""
     return self.origin(first) + row*self.stride
   def up_to(self, count:int|UOp) -> Self:
-    """Returns a copy with only the first `count` rows. Rows after them read as zero."""
+    """Returns a copy of these rows that ends after the first `count` rows. Rows beyond the end read as zero."""
     return replace(self, count=count)
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
@@ -82,8 +82,8 @@ class GlobalRows:
     return halves(self.load_units(first, rows, row, part), dtype)
 
   def load_number(self, first:UOp, rows:int, row:UOp, gate:UOp) -> UOp:
-    """Loads the only number of row `first` + `row`, from a tensor that has a single fp32 number in each row. `first` is equal in the whole workgroup;
-    `row`, which is below `rows`, differs between threads. Returns 0 for a row beyond the last one, and where `gate` is false."""
+    """Returns the only number of row `first` + `row`, loaded from a tensor that has a single fp32 number in each row. `first` is equal in the whole
+    workgroup; `row`, which is below `rows`, differs between threads. Returns 0 for a row beyond the last one, and where `gate` is false."""
     records = (self.count - first).maximum(0).minimum(rows)*self.size
     if self.pin: records = ops.uniform(records)
     return ops.as_float(ops.buffer_load(self.buffer[self.base + first], records, gate.where(row*self.size, ops.OUT_OF_RANGE), self.size))

@@ -1,5 +1,5 @@
-"""Makes the ranges (UOps that are indices of loops, workgroups or threads), the registers and the LDS buffers of a kernel. tinygrad tells ranges from
-each other by numbers, and buffers, too. An `Allocator` gives out all these numbers: none is written by hand in a kernel."""
+"""Makes the ranges (UOps that are indices of loops, workgroups or threads), the registers and the LDS buffers of a kernel. tinygrad distinguishes
+ranges by numbers, and buffers, too. An `Allocator` gives out all these numbers: none is written by hand in a kernel."""
 from __future__ import annotations
 import itertools
 from typing import Self
@@ -14,9 +14,9 @@ class InLds:
   def after(self, *deps:UOp) -> Self: raise NotImplementedError
 
 class Allocator:
-  """Makes a kernel's ranges (UOps that are indices) and buffers, each with the number by which tinygrad tells it from others. The numbers rise from
-  one request to the next. Of two ranges, tinygrad makes the one with the higher number the inner loop. Of two buffers that nothing else orders, the
-  one with the lower number comes first in the program."""
+  """Makes a kernel's ranges (UOps that are indices) and buffers, each with a number by which tinygrad distinguishes it from others. The numbers rise
+  from one request to the next. Of two ranges, tinygrad makes the one with the higher number the inner loop. Of two buffers that nothing else orders,
+  the one with the lower number comes first in the program."""
   def __init__(self) -> None: self._axes, self._slots = itertools.count(), itertools.count()
   def range(self, n:int|UOp, kind:AxisType) -> UOp:
     """Returns a new range, a UOp that is an index from 0 to n - 1. `kind` says what it counts: iterations of a loop, workgroups of the grid, or

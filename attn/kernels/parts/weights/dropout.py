@@ -24,7 +24,7 @@ def bit_of(row:int) -> int:
 @dataclass(frozen=True)
 class Kept:
   """Bits that say which of a lane's scores in a tile dropout keeps. `words` has a tuple for each row that the lane owns, with a dword of bits for
-  every 32 rows of the tile. Without dropout, `words` is empty."""
+  every 32 of the tile's rows. Without dropout, `words` is empty."""
   at: Lane|MmaLane|ThreadPlace
   words: tuple[tuple[UOp, ...], ...] = ()
 
