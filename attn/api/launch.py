@@ -93,7 +93,7 @@ def launch_kernels(c:CheckedCall, choice:Choice) -> list[Tensor]:
   t = {name: flat_buffer(x) if name in in_place else in_a_buffer(c, x) for name, x in c.tensors.items()}
   if choice.kernel == "tiled": choose_backward(p, c.arch, choice.kernel)      # raises if ATTN_KERNEL asks for backward kernels that can't be
   if TRAINING and not isinstance(can_differentiate(p, c.arch), str): p = of_backward(p)
-  if c.arch is not None and isinstance(c.at.device, str) and (lists := listing(p, c.arch, choice.work.tile)) is not None:
+  if c.arch is not None and (lists := listing(p, c.arch, choice.work.tile)) is not None:
     p, t["tile_list"] = with_lists(p, lists), tile_lists(lists, c.at.device, t)
   for names, fxn in zip(launched(p), kernels(p, choice)):
     given = [t[name] if name in t else output_buffer(c, name, p) for name in names]

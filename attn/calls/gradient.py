@@ -85,11 +85,9 @@ class BackwardLaunch:
 
 Lists = tuple[ListedBlocks|None, ListedBlocks|None]     # lists of tiles that the kernels "dq" and "dkdv" get, or None and the lists of "all"
 
-def lists_of(p:Problem, arch:Chip, device:str|tuple[str, ...]|None) -> Lists:
+def lists_of(p:Problem, arch:Chip) -> Lists:
   """Returns descriptions of the lists of tiles that the kernels "dq" and "dkdv" need, as a pair. A list of tiles names the tiles that the mask leaves
-  visible. The description for a kernel is None if the kernel needs no list: the kernel then loops over all tiles between a first and a last tile.
-  Both descriptions are None if the tensors lie on several devices."""
-  if not isinstance(device, str): return None, None
+  visible. The description for a kernel is None if the kernel needs no list: the kernel then loops over all tiles between a first and a last tile."""
   if isinstance(one := at_once(p, arch), AtOnceTile): return None, listing(p, arch, one, "queries", p.deterministic)
   dq, dkdv = tiles_of(p, arch)
   return listing(p, arch, dq), listing(p, arch, dkdv, "queries")
@@ -159,7 +157,7 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   `outputs` has o, and lse and lse_rest (the part of lse that rounding to fp32 lost) if forward wrote lse and lse_rest. If an output is missing,
   forward runs again."""
   p = split_into(of_backward(p), 1)
-  lists = lists_of(p, arch, inputs["q"].device)
+  lists = lists_of(p, arch)
   kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), kernel_sums(p, arch), inputs), lists)
   t = inputs | outputs
   if missing := [name for name in p.outputs if name not in t]:

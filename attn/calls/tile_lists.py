@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar
 from attn.calls.checked_kernel import CheckedKernel, KernelFunction
 from attn.calls.placement import empty
-from attn.functions.symbols import elements_of
 from attn.kernels.tile_lists import ListedBlocks, list_kernels
 from attn.problem import Shapes
 from attn.tinygrad_compat import Tensor, UOp, ast_of, capturing, inside_function
 from attn.values import INTS, cache_of_kernels
 
+Devices = str|tuple[str, ...]     # a device, or several that divide the batches or heads: then each makes its own lists
 MOST_KEPT = 64     # most results of `kept_lists` that a process keeps
 
 @cache_of_kernels
@@ -23,12 +23,10 @@ def list_launches(x:ListedBlocks) -> list[tuple[KernelFunction, Shapes]]:
     return lambda *placeholders: CheckedKernel(ast_of(program, *placeholders), names[:1], small=True)
   return [(checked(program, tuple(shapes)), shapes) for program, shapes in list_kernels(x)]
 
-def tile_lists(x:ListedBlocks, device:str, given:Mapping[str, Tensor]) -> Tensor:
-  """Returns the tensor with the lists of tiles that `x` describes. `given` has the tensors that the mask reads. If the mask reads no tensor, the
-  lists are made once and kept for later calls."""
-  mask = x.p.mask_mod
-  assert mask is not None
-  return new_lists(x, device, given) if elements_of(mask.value) or capturing or inside_function() else kept_lists(x, device)
+def tile_lists(x:ListedBlocks, device:Devices, given:Mapping[str, Tensor]) -> Tensor:
+  """Returns the tensor with the lists of tiles that `x` describes. `given` has the tensors on which the lists depend. Lists that depend on no tensor
+  are made once and kept for later calls."""
+  return new_lists(x, device, given) if x.read or capturing or inside_function() else kept_lists(x, device)
 
 class KeptLists:
   """The lists of tiles that a process keeps. `waiting` has functions that make the lists of buffers that `kept_lists` has returned already; it does
@@ -57,14 +55,14 @@ def lists_made_last() -> Iterator[None]:
       if not KeptLists.delays: KeptLists.make()
 
 @functools.lru_cache(MOST_KEPT)
-def kept_lists(x:ListedBlocks, device:str) -> Tensor:
+def kept_lists(x:ListedBlocks, device:Devices) -> Tensor:
   """Returns a buffer for the lists of tiles that `x` describes. The lists are made at once, or at the end of `lists_made_last`."""
   found = empty(x.shape, INTS["int32"], device, None)
   KeptLists.waiting.append(lambda: new_lists(x, device, {"tile_list": found}).realize())
   if not KeptLists.delays: KeptLists.make()
   return found
 
-def new_lists(x:ListedBlocks, device:str, given:Mapping[str, Tensor]) -> Tensor:
+def new_lists(x:ListedBlocks, device:Devices, given:Mapping[str, Tensor]) -> Tensor:
   """Makes new lists of visible tiles, as `x` describes. Returns a tensor that is not realized yet: an expression of the tensors `given`, which the
   mask reads. If `given` has the buffer "tile_list", the lists are written there."""
   t = dict(given)

@@ -9,7 +9,7 @@ from attn.calls.tile_lists import tile_lists
 from attn.chips import Chip
 from attn.choose.tile_lists import lists_or_reason, listing
 from attn.emulator.alu import ALU, Array
-from attn.functions.symbols import FAR, elements_of, number_of_tensor
+from attn.functions.symbols import FAR
 from attn.kernels import dual_wave
 from attn.kernels.parts.program.blocks import blocks_seen, extent, over_keys, over_queries
 from attn.kernels.parts.program.counts import ceildiv
@@ -146,9 +146,7 @@ def lists_of_tiles(x:ListedBlocks, arch:Chip, device:str, given:Mapping[str, Ten
   """Returns the lists of tiles over which workgroups loop, as a numpy array. `given` has the tensors that the mask reads. If `device` has the chip
   `arch`, kernels make the lists on `device`, and calls of `attention` use these lists, too. For any other chip, the emulator (the tinygrad device
   EMU) makes the lists. Raises NotCounted if a tensor is not computed yet, or if the lists are too long for the emulator."""
-  here, mask = arch_of(device), x.p.mask_mod
-  assert mask is not None
-  read = {name: check_realized(name, given[name]) for name in (f"mod_tensor{number_of_tensor(u)}" for u in elements_of(mask.value))}
+  here, read = arch_of(device), {name: check_realized(name, given[name]) for name in x.read}
   if here is not None and here.name == arch.name: return tile_lists(x, device, read).numpy()
   if (pairs := x.lists*x.heads[1]*x.rows*x.columns) > MOST_PAIRS: raise NotCounted(f"{pairs} pairs are too many for the emulator of {arch.name}")
   return tile_lists(x, on := f"EMU::{arch.name}", {name: t.to(on).realize() for name, t in read.items()}).numpy()
@@ -166,7 +164,8 @@ def visited_tiles(kernel:str, p:Problem, arch:Chip, tile:BlockTile, over:str, de
   if p.sk_variable is not None: raise NotCounted("Variables say how many keys there are")
   lengths = {name: check_realized(name, given[name]).numpy() for name in LENGTH_TENSORS if name in p.extras}
   found: Neighbours|Listed = tiles_of_intervals(p, tile, columns_of_trip(kernel, tile), over, lengths)
-  if isinstance(device, str) and (lists := listing(p, arch, tile, over)) is not None:
+  if (lists := listing(p, arch, tile, over)) is not None:
+    if not isinstance(device, str): raise NotCounted("each of several devices makes lists", shares_of(over, found))
     try: found = Listed(lists.tiles, lists_of_tiles(lists, arch, device, given))
     except NotCounted as e: raise NotCounted(str(e), shares_of(over, found)) from None
   return found.all_masked() if isinstance(tile, RectangleTile) else found
@@ -177,7 +176,7 @@ def shares_told(kernel:str, p:Problem, arch:Chip|None, tile:BlockTile|None, over
   over tiles of "keys" or of "queries". `device` and `given` are the device and the optional tensors of the call. Returns "" for a problem without a
   mask, and for tensor operations, which have no tiles."""
   if arch is None or tile is None or not (any(hiding(p)) or scattered(p)): return ""
-  listed = lists_or_reason(p, arch, tile, over) if isinstance(device, str) else "several devices compute the call"
+  listed = lists_or_reason(p, arch, tile, over)
   why = f"; no list of tiles: {listed}" if isinstance(listed, str) and scattered(p) else ""
   try: return str(shares_of(over, visited_tiles(kernel, p, arch, tile, over, device, given))) + why
   except NotCounted as e:

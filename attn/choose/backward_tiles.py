@@ -72,7 +72,8 @@ FULL_WINDOW, CAUSAL_WINDOW, NO_WINDOW = (-1, -1), (-1, 0), (-2, -2)      # windo
 # product wait for the one before it.
 WGMMA_AT_ONCE = ("sinks", "kv_lengths", "varlen")
 # With each of the next options it has enough registers for these windows (None: any window), if no option beside sinks is added and rows fill whole
-# blocks.
+# blocks. With D up to 64 it has enough for any window and any rows.
+ROOMY = 64     # largest head dimension with which it has registers to spare
 WGMMA_ALONE_AT_ONCE: dict[str, tuple[tuple[int, int], ...]|None] = {
   "alibi": (FULL_WINDOW, CAUSAL_WINDOW), "dropout_p": (FULL_WINDOW, CAUSAL_WINDOW), "softcap": (FULL_WINDOW,), "mask_mod": None}
 USED_AT_ONCE = ("sinks", "kv_lengths", "alibi")     # options that hardly change the time of a kernel for all gradients
@@ -102,7 +103,8 @@ FASTER_ON_WGMMA = {
   (128, "softcap"): FasterAtOnce((FULL_WINDOW,), (FULL_WINDOW,)),
   (128, "varlen"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW)),
   (128, "mask_mod"): FasterAtOnce((FULL_WINDOW,)),
-  (64, "dropout_p"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW, CAUSAL_WINDOW), blocks=1024)}
+  (64, "dropout_p"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW, CAUSAL_WINDOW), blocks=1024),
+  (64, "softcap"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW))}
 IN_ORDER_MFMA = FasterAtOnce()     # no prediction for MFMA includes what a turn costs
 LEAST_QUERIES = 1024     # of all heads that share keys: no smaller number was tried for MFMA
 # Least number of keys that a query sees on average. One kernel on wgmma saves time for each score, but spends time for each query to clear and to
@@ -131,6 +133,7 @@ def short_of_registers(p:Problem, tile:WgmmaBackwardTile) -> str|None:
   option, why, windows = crowding[0], "it would have too few registers", WGMMA_ALONE_AT_ONCE.get(crowding[0], ())
   if windows == (): return f"{option}: {why}"
   if (others := [x for x in p.options if x not in (option, "sinks")]): return f"{option} with {others[0]}: {why}"
+  if p.D <= ROOMY: return None
   if windows is not None and p.window not in windows: return f"{option} with window={p.window}: {why}"
   if p.Sk % tile.block_m or p.Sq % tile.block_n: return f"{option}: {why} if Sq or Sk is no multiple of {tile.block_n} or {tile.block_m}"
   return None

@@ -2,7 +2,7 @@
 from __future__ import annotations
 from dataclasses import replace
 from attn.chips import CHIPS, Chip
-from attn.functions.symbols import BATCH, QUERY_HEAD, depends, elements_of
+from attn.functions.symbols import BATCH, QUERY_HEAD, depends
 from attn.kernels.tile_lists import ListedBlocks
 from attn.kernels.tiles.common import BlockTile, heads_of
 from attn.problem import Problem
@@ -13,9 +13,9 @@ LEAST_HEADS = 4        # heads that share a list of a mask that reads tensors: s
 def no_lists(p:Problem, arch:Chip, tile:BlockTile) -> str|None:
   """Returns the reason why a kernel with the tile description `tile` cannot loop over lists of the tiles that the problem's mask_mod leaves visible,
   whatever the size of the problem. Returns None if there is no such reason."""
-  reasons = ((p.v_in_k, "V is a part of K"), (p.varlen, "sequences are packed"), (p.kv_lengths, "kv_lengths says how many keys there are"),
+  reasons = ((p.v_in_k, "V is a part of K"), (p.pages is not None, "K and V lie in pages"),
              (p.sk_variable is not None, "a Variable says how many keys there are"), (p.dealt is not None, "devices share the rows of a sequence"),
-             (p.first_batch_and_head, "devices share the batches or heads"), (p.batch_invariant, "batch_invariant=True"),
+             (p.batch_invariant, "batch_invariant=True"),
              (heads_of(p, tile) > 1, "a block has the queries of several heads"), (arch.serial, f"{arch.name} has no threads"))
   return next((reason for holds, reason in reasons if holds), None)
 
@@ -34,11 +34,11 @@ def lists_or_reason(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") 
   """
   if p.mask_mod is None or tile is None: return None
   if (reason := no_lists(p, arch, tile)) is not None: return reason
-  of_batches, of_heads = (depends(p.mask_mod.value, symbol) for symbol in (BATCH, QUERY_HEAD))
+  of_heads, of_batches = depends(p.mask_mod.value, QUERY_HEAD), depends(p.mask_mod.value, BATCH) or p.kv_lengths or p.varlen
   heads = (p.H, 1) if over == "keys" else (p.Hkv, p.H//p.Hkv)
   found = ListedBlocks(p, over, tile.block_m, tile.block_n, p.B if of_batches else 1, heads if of_heads else (1, 1), arch.name in CHIPS)
-  if elements_of(p.mask_mod.value) and LEAST_HEADS*found.lists > p.B*p.H:
-    return f"the mask reads tensors, so that each call makes its lists, and fewer than {LEAST_HEADS} heads share a list"
+  if found.read and LEAST_HEADS*found.lists > p.B*p.H:
+    return f"the lists depend on tensors, so that each call makes its lists, and fewer than {LEAST_HEADS} heads share a list"
   tiles = p.B*p.H*found.blocks*found.tiles
   return found if tiles >= LEAST_TILES else f"{tiles} tiles are fewer than {LEAST_TILES}"
 

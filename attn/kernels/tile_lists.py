@@ -17,7 +17,7 @@ import functools, math, operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from attn.functions.spans import LEAST_INT, MOST_INT, ORDERED, Extremes, one_sided_expressions, span_of
-from attn.functions.symbols import KEY, QUERY, depends
+from attn.functions.symbols import BATCH, KEY, QUERY, QUERY_HEAD, depends, elements_of, number_of_tensor
 from attn.kernels.parts.grid.workgroup import by_name, in_order_of_start
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.program.blocks import OF_A_LIST, extent, list_length, over_keys, over_queries
@@ -26,7 +26,7 @@ from attn.kernels.parts.weights.epilogue import OPTIMISED
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.ops.plain import plain
-from attn.problem import MOD_TENSORS, Problem, Shapes
+from attn.problem import Problem, Shapes
 from attn.score.lifted import Lifted
 from attn.score.masks import first_seen, last_seen, seen_each
 from attn.score.places import Walk
@@ -70,6 +70,15 @@ class ListedBlocks:
   @property
   def lists(self) -> int: return self.batches*self.heads[0]
   @property
+  def read(self) -> tuple[str, ...]:
+    """Names of the tensors on which the lists depend: those that the mask reads, those that say which queries and keys exist, and the one that says
+    which batches and heads a device has."""
+    mask = self.p.mask_mod
+    assert mask is not None
+    others = ["kv_lengths", "kv_starts", "cu_seqlens_q", "cu_seqlens_k"]
+    if any(depends(mask.value, symbol) for symbol in (BATCH, QUERY_HEAD)): others.append("first_batch_and_head")
+    return (*(f"mod_tensor{number_of_tensor(u)}" for u in elements_of(mask.value)), *(name for name in others if name in self.p.extras))
+  @property
   def shape(self) -> tuple[int, int, int, int]:
     """Shape of the tensor with all lists: (batches, heads, blocks, entries of a list)."""
     return self.batches, self.heads[0], self.blocks, list_length(self.tiles, self.with_turns)
@@ -79,7 +88,7 @@ def list_arguments(x:ListedBlocks) -> dict[str, Shapes]:
   kernels run. The key of a kernel in the dictionary is the name of its first tensor, which the kernel writes. The kernel that writes "extremes" is
   left out if no expression of the mask depends on the row alone or on the column alone."""
   in_tiles: Shapes = {"in_tiles": ((x.lists, x.blocks, x.tiles), "uint8")}
-  read: Shapes = {name: of for name, of in x.p.extras.items() if name in (*MOD_TENSORS, "first_batch_and_head")}
+  read: Shapes = {name: of for name, of in x.p.extras.items() if name in x.read}
   length = Sides.of(x).length
   extremes: Shapes = {"extremes": ((x.lists, length), "int32")} if length else {}
   found = {"extremes": extremes | read} if length else {}
@@ -212,7 +221,10 @@ def extremes_of_expressions(x:ListedBlocks) -> Callable[..., UOp]:
       begin = [extreme_of_all(ORDERED.get(u.dtype, dtypes.int), 1 - which) for u in side.expressions for which in (LOW_END, HIGH_END)]
       found = items.totals(pieces*x.heads[1], begin, work) if begin else []
       at = [of_list*sides.length + side.index(nth, which, n) for nth in range(len(side.expressions)) for which in (LOW_END, HIGH_END)]
-      return [flat(given["extremes"])[place.valid(there)].store(extreme.bitcast(dtypes.int)) for place, extreme in zip(at, found)]
+      bits = [extreme.bitcast(dtypes.int) for extreme in found]
+      if isinstance(walk.count, UOp):     # a block or tile beyond its sequence has no extremes: 0 in their place, with which sums do not overflow
+        bits = [(which*side.size < walk.count).where(extreme, int32(0)) for extreme in bits]
+      return [flat(given["extremes"])[place.valid(there)].store(x) for place, x in zip(at, bits)]
     name, both = f"attn_tiles_extremes_{x.over}_{x.block_m}x{x.block_n}", stores(sides.rows) + stores(sides.columns)
     return plain(items.kernel(name, both, x.lists*x.heads[1]*(x.rows + x.columns)))
   return kernel

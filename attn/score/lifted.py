@@ -16,7 +16,8 @@ import functools, math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from attn.functions.indices import linear_in
-from attn.functions.symbols import BATCH, FAR, QUERY_HEAD, KEY, QUERY, SCORE, elements_of, indices_of, is_element, number_of_tensor, tensor_of
+from attn.functions.symbols import (BATCH, FAR, KEY, QUERY, QUERY_HEAD, SCORE, depends, elements_of, indices_of, is_element, number_of_tensor,
+                                    tensor_of)
 from attn.functions.trace import MODERATE
 from attn.ops import common as ops
 from attn.ops.operation import integer
@@ -176,12 +177,18 @@ class Lifted:
     nbytes, name = count*u.dtype.itemsize, DTYPE_NAMES.get(u.dtype)
     if column is None or name not in IN_DWORDS or nbytes > ops.MAX_RECORDS:
       return buffer[flat_index([within(x, n) for x, n in zip(checked, shape)], shape)].load()
-    placed = [ops.at_least_0(x) if has_negative_term(index) else x for x, index in zip(checked, indices)]
-    placed = [x.minimum(n) if elements_of(index) else x for x, n, index in zip(placed, shape, indices_of(u))]     # a tensor may hold any number
+    symbolic = indices_of(u)
+    placed = [ops.at_least_0(x) if has_negative_term(value) or self.of_device(index) else x for x, value, index in zip(checked, indices, symbolic)]
+    # a tensor may hold any number, and as far as tinygrad knows, a device's first batch and head may be any
+    placed = [x.minimum(n) if elements_of(index) or self.of_device(index) else x for x, n, index in zip(placed, shape, symbolic)]
     offset = flat_index(placed, shape)*u.dtype.itemsize
     words = ops.buffer_load(buffer[0], UOp.const(nbytes), offset, u.dtype.itemsize)
     if u.dtype in (dtypes.half, dtypes.bfloat16): return ops.widen_to_float(words, 1, name).cast(u.dtype)
     return words if u.dtype == dtypes.uint else words.bitcast(u.dtype)
+
+  def of_device(self, index:UOp) -> bool:
+    """Returns whether an index counts from a device's first batch or head, which the kernel loads."""
+    return "first_batch_and_head" in self.at.given and any(depends(index, symbol) for symbol in (BATCH, QUERY_HEAD))
 
   def checked(self, index:UOp, column:int|None, size:int, number:int, axis:int) -> UOp:
     """Returns `index` unchanged, and lets the emulator check that it lies in 0..size-1 where `column` of the fragment is visible (None: some column).

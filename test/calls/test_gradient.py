@@ -275,7 +275,7 @@ MEASURED: dict[str, tuple[bool, bool, dict[str, Any]]] = {
   "dropout": (True, True, dict(dropout_p=0.1)), "dropout, causal": (True, True, dict(dropout_p=0.1, causal=True)),
   "softcap": (True, True, dict(softcap=3.0)), "packed": (True, False, dict(packed=True)),
   "packed, causal": (True, False, dict(packed=True, causal=True)),
-  "dropout, D 64": (True, True, dict(D=64, dropout_p=0.1, causal=True))}
+  "dropout, D 64": (True, True, dict(D=64, dropout_p=0.1, causal=True)), "softcap, D 64": (True, False, dict(D=64, softcap=3.0, causal=True))}
 NOT_MEASURED: dict[str, tuple[dict[str, Any], str]] = {
   "keys that fill no whole block": (dict(Sk=2100, causal=True), "Sk=2100, no multiple of 128"),
   "window": (dict(window=(1023, 200)), r"window=\(1023, 200\)"), "packed window": (dict(packed=True, window=(1500, 0)), r"window=.* with varlen"),

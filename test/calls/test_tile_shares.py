@@ -224,8 +224,8 @@ def test_explain_says_what_is_not_known(capsys:pytest.CaptureFixture[str]) -> No
     assert lines_of(capsys) == ["key tiles: not counted: kv_lengths has no numbers yet"]
 
 def test_explain_says_why_there_is_no_list(capsys:pytest.CaptureFixture[str]) -> None:
-  """`attn.explain` says why a kernel has no list of visible tiles: there are few tiles, kv_lengths are given, sequences are packed, or too few heads
-  share a list. It says nothing if there is a list, or if a query's visible keys are an interval."""
+  """`attn.explain` says why a kernel has no list of visible tiles: there are few tiles, or too few heads share a list that each call makes. It says
+  nothing if there is a list, or if a query's visible keys are an interval."""
   def told(*sizes:int, mask:Callable[..., Any]|None=None, **options:Any) -> list[str]:
     q = Tensor.empty(*sizes, dtype="half", device="EMU")
     attn.explain(q, q, q, mask_mod=mask or mods.sinks_and_window(4, 64), **options)
@@ -234,8 +234,8 @@ def test_explain_says_why_there_is_no_list(capsys:pytest.CaptureFixture[str]) ->
   of_sequences = {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_k": ends}
   with emulated("gfx942"):
     assert told(1, 2, 512, 64) == ["64 tiles are fewer than 2048"]
-    assert told(1, 2, 512, 64, kv_lengths=300) == ["kv_lengths says how many keys there are"]
-    assert told(512, 2, 64, **of_sequences) == ["sequences are packed"]
-    assert told(1, 2, 512, 64, mask=mods.documents, mod_tensors=(ids,)) == [
-      "the mask reads tensors, so that each call makes its lists, and fewer than 4 heads share a list"]
+    few_heads = "the lists depend on tensors, so that each call makes its lists, and fewer than 4 heads share a list"
+    assert told(1, 2, 512, 64, kv_lengths=300) == told(512, 2, 64, **of_sequences) == [few_heads]
+    assert told(1, 2, 512, 64, mask=mods.documents, mod_tensors=(ids,)) == [few_heads]
+    assert told(1, 64, 512, 64, kv_lengths=300) == told(512, 64, 64, **of_sequences) == [""]
     assert told(1, 2, 512, 64, mask=mods.causal) == told(1, 64, 512, 64, mask=mods.documents, mod_tensors=(ids,)) == [""]

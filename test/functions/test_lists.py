@@ -24,7 +24,7 @@ from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.problem import Problem
 from attn.score.masks import hiding
 from attn.tinygrad_compat import GlobalCounters, Tensor, UOp, dtypes
-from api_cases import emulated, lists
+from api_cases import emulated, lists, whole
 from cases import Inputs, array, expected, expected_gradients, floats, normal, problem, tensor
 
 UNITS = ("gfx942", "gfx1100", "sm_80", "sm_90", "gfx1030")     # the last one has kernels of plain UOps
@@ -177,7 +177,8 @@ def computed(p:Problem, x:Inputs, do:np.ndarray, arch:str, case:Case, d:np.ndarr
   key."""
   with emulated(arch):
     q, k, v, of_o = (tensor(a, p.dtype).realize() for a in (x.q, x.k, x.v, do))
-    o = attn.attention(q, k, v, mask_mod=case.mask, mod_tensors=[Tensor(d, device="EMU").realize()]*case.documents, **options)
+    given = {name: Tensor(a, device="EMU").realize() if isinstance(a, np.ndarray) else a for name, a in options.items()}
+    o = attn.attention(q, k, v, mask_mod=case.mask, mod_tensors=[Tensor(d, device="EMU").realize()]*case.documents, **given)
     return [array(t) for t in (o, *o.gradient(q, k, v, gradient=of_o))]
 
 @pytest.mark.parametrize("name", ("squares", "documents"))
@@ -339,3 +340,91 @@ def test_lists_that_could_not_be_made_are_made_again(monkeypatch:pytest.MonkeyPa
     o = array(attn.attention(q, k, v, mask_mod=mask))
   extras = {"bias": np.where(seen(p, CASES["neighbourhood"], documents(p)), 0, -np.inf).astype(np.float32)}
   assert (verdict := judge(o, expected(problem(Sq=142, Sk=142, extras=extras), x, extras)[0])).ok, verdict
+
+# ***** lists where tensors say which queries and keys exist *****
+
+STRIPES = Case(lambda b, h, i, j, d: (((i - j + 4096)//64) % 3).eq(0) & (d[b, j] % 5 > 0),
+               lambda b, h, i, j, d: ((i - j + 4096)//64 % 3 == 0) & (d[b, j] % 5 > 0), True)
+
+@pytest.fixture
+def made(monkeypatch:pytest.MonkeyPatch) -> list[ListedBlocks]:
+  """Returns a list, to which the lists of tiles that a test makes are added."""
+  found, of = list[ListedBlocks](), calls_tile_lists.new_lists
+  def noted(x:ListedBlocks, *args:Any) -> Tensor:
+    found.append(x)
+    return of(x, *args)
+  monkeypatch.setattr(calls_tile_lists, "new_lists", noted)
+  return found
+
+def agrees(o:np.ndarray, gradients:list[np.ndarray], p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.ndarray) -> None:
+  assert (verdict := judge(o, expected(p, x, extras)[0])).ok, f"o: {verdict}"
+  laws = expected_gradients(p, x, extras, do, None)
+  for n, g in zip(("q", "k", "v"), gradients): assert (verdict := judge(g, laws[n])).ok, f"{n}: {verdict}"
+
+MASKS_OF_LENGTHS = {"stripes": STRIPES, "sinks and window": CASES["sinks and window"]}
+
+@pytest.mark.parametrize("arch, name", [pytest.param(arch, name, marks=() if arch == on else pytest.mark.thorough)
+                                        for arch in UNITS for name, on in (("stripes", "sm_90"), ("sinks and window", "gfx942"))])
+def test_lists_with_kv_lengths(arch:str, name:str, made:list[ListedBlocks]) -> None:
+  """If kv_lengths says how many keys a batch has, each batch has lists of its own, made in each call. o and the gradients agree with float64, also in
+  a batch without keys, and one with fewer keys than queries."""
+  case, sizes, lengths = MASKS_OF_LENGTHS[name], dict(B=3, H=2, Hkv=1, Sq=150, Sk=400), np.array([333, 0, 100], np.int32)
+  p = posed(case, **sizes)
+  x, d = normal(p), documents(p)
+  do = floats(*x.q.shape).astype(np.float16).astype(np.float32)
+  i, j = np.arange(150)[None, :, None] + (lengths - 150)[:, None, None], np.arange(400)[None, None]
+  mask = case.of_numbers(np.arange(3)[:, None, None], 0, i, j, *[d]*case.documents)
+  extras = {"kv_lengths": lengths, "bias": np.where(mask, 0, -np.inf).astype(np.float32)[:, None]}
+  with lists(True):
+    o, *gradients = computed(p, x, do, arch, case, d, kv_lengths=lengths)
+  agrees(o, gradients, problem(**sizes, extras=extras), x, extras, do)
+  assert {x.over for x in made} == {"keys", "queries"} and all(x.batches == 3 for x in made)
+
+@pytest.mark.parametrize("arch, name", [pytest.param(arch, name, marks=() if arch == on else pytest.mark.thorough)
+                                        for arch in (*UNITS, "gfx950") for name, on in (("stripes", "gfx950"), ("sinks and window", "sm_80"))])
+def test_lists_of_packed_sequences(arch:str, name:str, made:list[ListedBlocks]) -> None:
+  """Each packed sequence has lists of its own, made in each call, in which queries and keys are counted within the sequence. o and the gradients of
+  each sequence agree with float64."""
+  ends_q, ends_k = np.array([5, 155, 155, 290], np.int32), np.array([0, 200, 210, 400], np.int32)
+  case, rng, most_q, most_k = MASKS_OF_LENGTHS[name], np.random.default_rng(5), 150, 200
+  def draw(rows:int, heads:int) -> np.ndarray: return rng.standard_normal((rows, heads, 32)).astype(np.float16).astype(np.float32)
+  q, k, v, do = draw(300, 2), draw(400, 1), draw(400, 1), draw(300, 2)
+  d = rng.integers(0, 9, (3, most_k)).astype(np.int32)
+  with lists(True), emulated(arch):
+    tensors = [tensor(a, "float16").realize() for a in (q, k, v)]
+    given = {told: Tensor(a, device="EMU").realize() for told, a in (("cu_seqlens_q", ends_q), ("cu_seqlens_k", ends_k))}
+    o = attn.attention(*tensors, layout="thd", mask_mod=case.mask, mod_tensors=[Tensor(d, device="EMU").realize()]*case.documents,
+                       max_seqlen_q=most_q, max_seqlen_k=most_k, **given)
+    got = [array(t) for t in (o, *o.gradient(*tensors, gradient=tensor(do, "float16").realize()))]
+  def part(a:np.ndarray, ends:np.ndarray, b:int) -> np.ndarray: return a[ends[b]:ends[b + 1]].transpose(1, 0, 2)[None]
+  for b in (0, 2):
+    x = Inputs(*(part(a, ends, b) for a, ends in ((q, ends_q), (k, ends_k), (v, ends_k))))
+    Sq, Sk = x.q.shape[2], x.k.shape[2]
+    i, j = np.arange(Sq)[:, None] + (Sk - Sq), np.arange(Sk)[None]
+    extras = {"bias": np.where(case.of_numbers(b, 0, i, j, *[d]*case.documents), 0, -np.inf).astype(np.float32)[None, None]}
+    parts = [part(a, ends, b) for a, ends in zip(got, (ends_q, ends_q, ends_k, ends_k))]
+    agrees(parts[0], parts[1:], problem(B=1, H=2, Hkv=1, Sq=Sq, Sk=Sk, extras=extras), x, extras, part(do, ends_q, b))
+  assert {x.over for x in made} == {"keys", "queries"} and all(x.batches == 3 for x in made)
+  for a, ends in zip(got, (ends_q, ends_q, ends_k, ends_k)): assert not a[:ends[0]].any() and not a[ends[-1]:].any()
+
+SQUARES_OF_BATCHES = Case(lambda b, h, i, j: ((i//32 + j//32) % 3).eq((h + b) % 3), lambda b, h, i, j: (i//32 + j//32) % 3 == (h + b) % 3)
+
+@pytest.mark.parametrize("name, axis", (("heads", 0), ("heads", 1), ("documents", 1), pytest.param("documents", 0, marks=pytest.mark.thorough),
+                                        ("neighbourhood", 0)))
+def test_lists_on_devices_that_divide_batches_or_heads(name:str, axis:int, made:list[ListedBlocks]) -> None:
+  """If batches or heads are sharded over devices, each device makes lists for its own batches and heads: the mask gets their indices in the whole
+  call. o and the gradients agree with float64."""
+  case = SQUARES_OF_BATCHES if name == "heads" else CASES[name]
+  sizes, devices = dict(B=2, H=4, Hkv=4, Sq=140, Sk=140), ("EMU:1", "EMU:2")
+  p = posed(case, **sizes)
+  x, d = normal(p), documents(p)
+  do = floats(*x.q.shape).astype(np.float16).astype(np.float32)
+  with lists(True), emulated("gfx942"):
+    def sharded(a:np.ndarray) -> Tensor: return tensor(a, p.dtype, "EMU:1").shard(devices, axis).realize()
+    q, k, v, of_o = map(sharded, (x.q, x.k, x.v, do))
+    tensors = [Tensor(d, device="EMU:1").shard(devices, None).realize()]*case.documents
+    o = attn.attention(q, k, v, mask_mod=case.mask, mod_tensors=tensors)
+    got = [array(whole(t)) for t in (o, *o.gradient(q, k, v, gradient=of_o))]
+  extras = {"bias": np.where(seen(p, case, d), 0, -np.inf).astype(np.float32)}
+  agrees(got[0], got[1:], problem(**sizes, extras=extras), x, extras, do)
+  assert {x.over for x in made} == {"keys", "queries"}

@@ -599,7 +599,7 @@ WITH_OPTIONS: dict[str, dict[str, Any]] = {
   "dropout": dict(B=2, dropout_p=0.1, causal=True, extras=dict(dropout_seed=np.array([7, 9], np.uint32))),
   "dropout in order": dict(B=2, dropout_p=0.1, causal=True, deterministic=True, extras=dict(dropout_seed=np.array([7, 9], np.uint32))),
   "dropout, D 64": dict(B=2, D=64, dropout_p=0.1, causal=True, extras=dict(dropout_seed=np.array([7, 9], np.uint32))),
-  "softcap in order": dict(B=2, softcap=30.0, deterministic=True),
+  "softcap in order": dict(B=2, softcap=30.0, deterministic=True), "softcap, D 64": dict(B=2, D=64, Sk=4000, softcap=30.0, causal=True),
   "mask_mod": dict(B=2, causal=True, **functions_of(None, lambda b, h, i, j: ((i - j) % 4).eq(0), ()))}
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
