@@ -1,5 +1,5 @@
-"""Errors of the sanitiser, which stops at actions that are undefined or fail on hardware. An error names the kernel, buffer, index, workgroup, wave
-and lane.
+"""Errors that the emulator raises at actions that are undefined or fail on hardware. An error names the kernel, buffer, index, workgroup, wave and
+lane.
 
 Each kind of error is a class. An indented class is a subclass of the one above it; all are subclasses of `EmulatorError`:
 
@@ -13,17 +13,17 @@ Each kind of error is a class. An indented class is a subclass of the one above 
   - `UninitialisedRead`: a read of LDS, of a register or of global memory that was never written. For global memory this counts from the allocation
     on, and only after the first write to the buffer: a buffer without any write (`Tensor.empty`, the buffers that BEAM times with) reads as bytes
     0xff (NaN).
-  - `UnwrittenOutput`: the host copies a buffer that a kernel stores to, but some of its elements were never written. The reason may be that every
-    store to the buffer was simplified away. A host may copy a buffer that no kernel stores to.
+  - `UnwrittenOutput`: the host copies a buffer that a kernel stores to, but some of its elements were never written. A possible reason is that
+    tinygrad has simplified every store to the buffer away. It is no error to copy a buffer that no kernel stores to.
 - `Race`: two accesses whose order is not defined.
   - `LdsRace`: between two barriers one wave writes an LDS location that another wave reads or writes. Waves run in any order on hardware; lanes of
-    one wave run in lockstep, so accesses of one wave are ordered. Several waves may read the same location.
+    one wave run in lockstep, so accesses of one wave are ordered. It is no error if several waves read the same location.
   - `NotWaitedFor`: an access to data that an asynchronous operation still writes, in LDS (a copy) or in an accumulator (a wgmma), or a store to data
-    that such an operation still reads. The thread that started the operation has not waited for it. Or a wave passes a turn (below) while additions
-    by another wave of its workgroup may not be complete.
+    that such an operation still reads. The thread that started the operation has not waited for it. Or a wave passes a turn (below), and nothing
+    makes sure that the additions by another wave of its workgroup are complete.
   - `AtomicRace`: one launch accesses an element by atomic operations and by others, and no turn puts them in order. A turn is the period in which one
     workgroup may act: it begins when a counter has the number of the turn (attn/ops/atomics.py). Or one wave of a workgroup has waited for a turn,
-    and another wave of the workgroup may add to an element before this turn, because no barrier has followed.
+    and no barrier has followed: then nothing stops another wave of the workgroup from adding to an element before this turn.
   - `SharedSlot`: one launch appends two rows to the same slot of a cache.
 - `Divergence`: threads that must execute an operation together do not.
   - `DivergentBarrier`: some threads of a workgroup reach a barrier and others do not, or threads wait for a phase of an mbarrier before any arrival.
@@ -33,7 +33,7 @@ Each kind of error is a class. An indented class is a subclass of the one above 
   - `LdsLimit`: the LDS of a workgroup.
   - `LaunchLimit`: the size of a grid or a workgroup.
 - `BadOperand`: a matrix instruction that the chip does not have, or operands whose size does not fit the instruction.
-- `BadEntry`: a number in a tensor that names a place which does not exist, such as an entry of a block table beyond its pages.
+- `BadEntry`: an index in a tensor of something that does not exist, such as an entry of a block table that is not the index of a page.
 - `Overflow`: an integer of one of attn's kernels that does not fit its type, although its exact value matters (it counts or addresses something).
 - `OutOfScope`: a value from inside a loop is used after the loop. The C that the renderer emits would not compile.
 """

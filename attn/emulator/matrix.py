@@ -22,7 +22,7 @@ Array = NDArray[Any]
 WARPGROUP = 128
 
 def warpgroup_operand(a:Array, size:int) -> Array:
-  """Converts operand A of a wgmma from the registers of its threads to matrices. `a` has the dtype uint32 and the shape (registers, threads). The
+  """Returns operand A of a wgmma as matrices, given the registers of its threads. `a` has the dtype uint32 and the shape (registers, threads). The
   result has the shape (warpgroups, 64, columns) and holds the bits of the elements, of `size` bytes each."""
   layout = Layout("scrp wgt -> wrg sctp", s=a.shape[0]//4, c=2, r=2, p=4//size, w=4, g=8, t=4)
   return layout.to_matrices(a, lambda x: _parts(x, f"u{size}")).swapaxes(1, 2)

@@ -26,14 +26,14 @@ def divided(x:Array, n:int) -> tuple[Array, Array]:
   return (x >> n.bit_length() - 1, x & n - 1) if n & n - 1 == 0 else (x//n, x % n)
 
 def to_values(raw:Array, dtype:np.dtype[Any], n:int) -> Array:
-  """Converts bytes to numbers. `raw` (threads,) holds a chunk of bytes for each thread. The result has the shape (threads,), or (n, threads) for
-  vectors of n numbers."""
+  """Returns bytes as numbers of the type `dtype`. `raw` (threads,) holds a chunk of bytes for each thread. The result has the shape (threads,), or
+  (n, threads) for vectors of n numbers."""
   if n == 1: return raw.view(dtype)
   return np.ascontiguousarray(np.atleast_1d(raw).view(dtype).reshape(-1, n).T)
 
 def to_chunks(x:Array, n:int, chunk:int) -> Array:
-  """Converts numbers to bytes. `x` has the shape (threads,), or (n, threads) for vectors of n numbers. The result (threads,) holds a chunk of bytes
-  for each thread."""
+  """Returns numbers as bytes. `x` has the shape (threads,), or (n, threads) for vectors of n numbers. The result (threads,) holds a chunk of `chunk`
+  bytes for each thread."""
   if n == 1 and x.ndim < 2: return np.asarray(x).view(chunk_type(chunk))
   return np.ascontiguousarray(x.T).view(chunk_type(chunk))[..., 0]
 

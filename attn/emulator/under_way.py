@@ -1,6 +1,6 @@
 """Asynchronous operations that a run has started and not waited for: copies to LDS, and products of a warpgroup. The state of these operations exists
-only here. The numpy function of an operation (attn/ops) reaches it through an object of the class `Lanes`, whose methods start copies or products,
-close a group of copies (commit), and wait.
+only here. The numpy function of an operation (attn/ops) changes this state through an object of the class `Lanes`, whose methods start copies or
+products, close a group of copies (commit), and wait.
 
 Copies and products are checked as strictly as the documents allow. From the start of an operation until the thread that started it has waited for it,
 no thread may access the data that the operation writes, or write the data that it reads. The shadow of LDS and the register arrays record the index

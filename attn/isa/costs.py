@@ -145,7 +145,7 @@ def _overwrites(operand:str, register:str) -> bool:
   return register[0] == m[1] and register[1:].isdigit() and int(m[2]) <= int(register[1:]) <= int(m[3])
 
 def _uses(code:Sequence[tuple[str, list[str]]], register:str) -> Iterator[tuple[str, list[str]]]:
-  """Yields the instructions of `code` up to the first instruction that overwrites `register`, including that instruction."""
+  """Yields the instructions of `code` from its beginning up to and including the first one that overwrites `register`."""
   for op, operands in code:
     yield op, operands
     if "store" not in op and "write" not in op and _overwrites(operands[0], register): return

@@ -1,6 +1,6 @@
 """Appends rows to the key/value cache in place: new row i of batch b becomes row lengths[b] + i of the cache. A row that would lie outside the cache
-is not stored. If the cache stores 8-bit numbers, the kernel chooses a scale for each row by the row's largest element, and stores the scale and the
-quotients of the elements by it."""
+is not stored. If the cache stores 8-bit numbers, the kernel chooses a scale for each row by the row's largest element. It stores the scale, and each
+element divided by the scale."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Callable

@@ -54,8 +54,8 @@ def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange
   """Returns the kernel that merges partial results into the outputs of `p`. `parts` says which rows each partial result holds; the kernel takes one
   buffer for each of them.
 
-  A row that no partial result holds gives o = 0 and lse = -inf. With p.sinks, `there` says which rows are real: only to these rows the kernel adds
-  the sinks. All other rows are padding. Raises ValueError if `parts` or `there` names rows that `p` does not have."""
+  A row that no partial result holds gives o = 0 and lse = -inf. With p.sinks, `there` says which rows are real: the kernel adds the sinks only to
+  these rows. All other rows are padding. Raises ValueError if `parts` or `there` names rows that `p` does not have."""
   for rows in (*parts, *there):
     if rows.first < 0 or rows.count < 1 or rows.first + rows.count > p.Sq: raise ValueError(f"{rows}: must lie within the problem's {p.Sq} rows")
   return lambda *args: merged_parts(p, arch, parts, there, args)

@@ -228,9 +228,9 @@ def arrive_twice(barrier:UOp, after:UOp) -> UOp:
   with a side effect) that is executed after the UOp `after`."""
   return statement("arrive_twice", barrier, after)
 def arrived(barrier:UOp, phase:UOp, after:UOp) -> UOp:
-  """Waits until all threads have arrived at the mbarrier in phase number `phase`, counted from 0. After that wgmma may read the data that these
-  threads have copied. `barrier` is a UOp that indexes the mbarrier in shared memory. Returns a statement (an operation with a side effect) that is
-  executed after the UOp `after`."""
+  """Waits until all threads have arrived at the mbarrier in phase number `phase`, counted from 0. Then wgmma can read the data that these threads
+  have copied. `barrier` is a UOp that indexes the mbarrier in shared memory. Returns a statement (an operation with a side effect) that is executed
+  after the UOp `after`."""
   return statement("await_arrivals", barrier, integer(phase % 2), after)
 def scores(acc:UOp, q:UOp, k:UOp, after:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE) -> UOp:
   """Starts acc = Q K^T, as asynchronous products. `acc` is a register array of C fragments. Q has 64 rows, and K has 8 rows for each fragment in

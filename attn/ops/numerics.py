@@ -18,8 +18,8 @@ def bits_as(x:Array, dtype:str) -> Array:
   return np.ascontiguousarray(x).view(dtype)
 
 def words_of(raw:Array) -> Array:
-  """Joins bytes to dwords. `raw` (n, threads) has the n bytes that each lane has loaded. The result has the shape (n/4, threads), or (threads,) if
-  there is one dword. If a lane has loaded fewer than four bytes, they lie in the low end of a dword."""
+  """Returns bytes joined to dwords. `raw` (n, threads) has the n bytes that each lane has loaded. The result has the shape (n/4, threads), or
+  (threads,) if there is one dword. If a lane has loaded fewer than four bytes, they lie in the low end of a dword."""
   if len(raw) < 4: return np.asarray(sum(byte.astype(np.uint32) << np.uint32(8*i) for i, byte in enumerate(raw)), np.uint32)
   words = np.ascontiguousarray(np.ascontiguousarray(raw.T).view(np.uint32).T)
   return words if len(words) > 1 else words[0]

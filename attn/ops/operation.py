@@ -36,8 +36,8 @@ class Lanes(Protocol):
   @property
   def active(self) -> Array: """Threads that execute this operation, as bool (threads,)."""
   def load_bytes(self, pointer:Any, offset:Array, nbytes:int, gate:Array) -> Array:
-    """Loads `nbytes` bytes per thread from `pointer` + `offset` bytes, as uint8 (nbytes, threads). Checks the bounds of the buffer where `gate` is
-    true; returns zeros where `gate` is false."""
+    """Returns `nbytes` bytes per thread, loaded from `pointer` + `offset` bytes, as uint8 (nbytes, threads). Checks the bounds of the buffer where
+    `gate` is true; returns zeros where `gate` is false."""
   def store_bytes(self, pointer:Any, offset:Array, data:Array, gate:Array) -> None:
     """Stores `data`, uint8 (nbytes, threads), to `pointer` + `offset` bytes, for each thread where `gate` is true. Checks the bounds of the buffer.
     """
@@ -71,7 +71,7 @@ class Lanes(Protocol):
   def only(self, gate:Array) -> AbstractContextManager[None]:
     """Context manager in which an active thread stays active only if `gate` is true."""
   def warpgroup_operand(self, a:Array, dtype:str) -> Array:
-    """Converts operand A of a wgmma from the registers of its threads to matrices. `a` has the dtype uint32 and the shape (registers, threads). The
+    """Returns operand A of a wgmma as matrices, given the registers of its threads. `a` has the dtype uint32 and the shape (registers, threads). The
     result has the shape (warpgroups, 64, k) and holds the bits of numbers of `dtype`."""
   def start_product(self, acc:Any, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
     """Starts a wgmma that computes A B^T into the `count` C fragments from `acc` on. With `more` the product is added to the fragments. `a` and `b`

@@ -129,9 +129,9 @@ def row_totals(c:Any, total:Value, rows:int) -> Value:
   return c.element(total, 0) + c.element(total, 1) if rows == 1 else total
 
 def add_rounded(c:Any, total:LocalVariable|None, packed:Value, kind:str, matrix:Any, dtype:str) -> LocalVariable:
-  """Adds the elements of P, packed to `dtype`, to a lane's sums of P, and returns these sums. If `total` is None, begins new sums. `kind` says how to
-  add: DOT by dot products with ones, ONES by `matrix` (the chip's matrix instruction) with a matrix of ones, UNPACKED by converting the elements back
-  to fp32."""
+  """Returns a lane's sums of P, `total`, increased by the elements of P in `packed`, which are rounded to `dtype`. If `total` is None, begins new
+  sums. `kind` says how to add: DOT by dot products with ones, ONES by `matrix` (the chip's matrix instruction) with a matrix of ones, UNPACKED by
+  converting the elements back to fp32."""
   if kind == DOT: c.whole(packed)
   n = matrix.operand_words if kind == ONES else 1
   words = range(0, c.length(packed), n)
@@ -167,8 +167,8 @@ def with_scales(c:Any, x:Value, scales:Value, rows:int, operation:Callable[[Valu
 
 def without_scales(c:Any, packed:Value, p:Value, scales:Value, rows:int, dtype:str) -> Value:
   """Returns the sums of a vector's weights without the scales, one number for each row. `packed` holds the weights with their scales, rounded. A
-  rounded weight is divided by its scale again, so that the sum has the same rounding errors as the product with V. A weight that the rounding made
-  0 or denormal counts as `p`, the weight before its scale was multiplied in."""
+  rounded weight is divided by its scale again, so that the sum has the same rounding errors as the product with V. In place of a weight that the
+  rounding made 0 or denormal, the sum has `p`, the weight before its scale was multiplied in."""
   n = c.length(p)//rows
   inverse = [c.let("inverse", c.rcp(c.element(scales, e))) for e in range(n)]
   def weight(i:int) -> Value:
@@ -188,8 +188,8 @@ def scaled_weights(p:UOp, scales:UOp, rows:int=1) -> UOp:
   """Returns the weights p, multiplied by the scales of their rows of V. The vector p holds several rows of weights one after another."""
   return emit("scaled_weights", p.dtype, p, scales, rows=rows)
 def sum_without_scales(total:UOp, packed:UOp, p:UOp, scales:UOp, dtype:str) -> UOp:
-  """Adds the sums of a vector's weights, without V's scales, to `total`, and returns the new sums: one number for each row. `p` has the weights
-  before the scales were multiplied in, and `packed` the products, rounded to `dtype`."""
+  """Returns `total` plus the sums of a vector's weights without V's scales: one number for each row. `p` has the weights before the scales were
+  multiplied in, and `packed` the products, rounded to `dtype`."""
   return emit("without_scales", total.dtype, total, packed, p, scales, rows=length(total), dtype=dtype)
 
 @compound("weigh", suffix="_{count}")
@@ -298,11 +298,11 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, ro
 
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None, scales:UOp|None=None) -> UOp:
-  """Computes P of one loop iteration again, if the reference of a query must be raised (the number that the softmax subtracts from the scores). The
-  reference must be raised if a sum of P in a lane of the wave is inf or NaN; also if such a sum exceeds 2^above (`above` > 0), or if a score exceeds
-  its query's reference (`above` = 0). For P of 8 bits, the reference must be raised if an element of P is too large. Then the reference of every
-  query of the wave becomes the query's largest score so far (for 8 bits a number below it, see `lift_of`). The correction is one statement, executed
-  after the UOps `after`, because tinygrad has no branch around stores to registers.
+  """Returns a statement (an operation with a side effect), executed after the UOps `after`, that computes P of one loop iteration again if the
+  reference of a query must be raised. The reference is the number that the softmax subtracts from the query's scores. It must be raised if a sum of P
+  in a lane of the wave is inf or NaN; also if such a sum exceeds 2^above (`above` > 0), or if a score exceeds its query's reference (`above` = 0);
+  and for P of 8 bits, if an element of P is too large. Then the reference of every query of the wave becomes the query's largest score so far (for 8
+  bits a number below it, see `lift_of`). The correction is one statement, because tinygrad has no branch around stores to registers.
 
   The operands are register arrays, with equally many elements for each of the wave's tiles of queries:
 
@@ -366,8 +366,8 @@ def _lane_sum(c:Any, total:Value, x:Value, *, rows:int) -> Value:
   return sums.value
 
 def lane_sum(total:UOp, p:UOp, rows:int) -> UOp:
-  """Adds P to the sums `total` of a lane, and returns them. If the lane has several rows, there is one sum for each row. If it has one row, there are
-  two sums, one of the even and one of the odd elements."""
+  """Returns the sums `total` of a lane, increased by P. If the lane has several rows, there is one sum for each row. If it has one row, there are two
+  sums, one of the even and one of the odd elements."""
   return emit("lane_sum", total.dtype, total, p, rows=rows)
 
 @compound("rounded_sum")

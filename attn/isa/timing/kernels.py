@@ -32,9 +32,9 @@ class Predicted:
     ranges = f" in {x.splits} key ranges, without merging them"*(x.splits > 1)
     return f"B={p.B} H={p.H} Hkv={p.Hkv} {length} D={p.D} {p.dtype}" + " causal"*(p.window[1] == 0) + ranges
   def on_cards(self, card:str|None=None, ghz:float|None=None) -> list[Prediction]:
-    """Predicts the problem's time on `card`, or by default on each card whose rated clock is known. `ghz` is the clock. If it is not given, there is
-    one prediction at the card's rated clock, and a second one at the clock that the card sustains under matrix work, if this clock is known. Raises
-    ValueError for a card with another chip. Returns an empty list if the problem is not known."""
+    """Returns predictions of the problem's time on `card`, or by default on each card whose rated clock is known. `ghz` is the clock. If it is not
+    given, there is one prediction at the card's rated clock, and a second one at the clock that the card sustains under matrix work, if this clock is
+    known. Raises ValueError for a card with another chip. Returns an empty list if the problem is not known."""
     known = {c.name: c for c in self.timing.chip.cards}
     if card is not None and card not in known: raise ValueError(f"--card {card}: the cards of {self.timing.chip.name} are {', '.join(known)}")
     if self.problem is None or self.division is None: return []

@@ -337,8 +337,8 @@ class DqOfTile:
     return found
 
   def added(self, group:Workgroup, head:UOp, first:UOp, found:list[UOp], *waited:UOp) -> list[UOp]:
-    """Returns statements that add `found`, this wave's C fragments of a tile's dQ, to the fp32 accumulator of dQ in memory, after the operations
-    `waited`. `first` is the first query of the tile, and `head` its query head."""
+    """Returns statements that add `found`, this wave's C fragments of dQ of a tile of queries, to the fp32 accumulator of dQ in memory, after the
+    operations `waited`. `first` is the first query of the tile, and `head` its query head."""
     mat, sums = self.matrix, flat(group.given["dq_sums"])
     return [atomic_add(sums[place_of_tile(group, mat, head, first + row*mat.M, self.column) + self.at.lane], x,
                        *waited, steps=tuple(i*mat.wave for i in range(mat.accumulator))) for row, x in zip(self.rows, found)]

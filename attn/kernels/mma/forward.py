@@ -313,10 +313,10 @@ class MmaForward:
 
   def multiplied(self, s:MmaState, tiles:list[list[UOp]], steps:range, a:Callable[[int, int], UOp], b:Callable[[int, int], UOp],
                  empty:bool=False) -> list[list[UOp]]:
-    """Returns `tiles` + A B, lists of C fragments, one for each matrix tile of queries. The product sums over `steps`. `a(tile of queries, step)`
-    returns an operand A, and `b(step, pair)` an operand B for two neighbouring C fragments. If the matrix unit adds with too few bits
-    (`exact_steps`), its sums over a few steps are added in fp32. `empty` says that `tiles` are 0: then there are so few of them that all are computed
-    together."""
+    """Returns `tiles` + A B, lists of C fragments, one for each matrix tile of queries. `steps` are the indices of the product's steps: in each step
+    one matrix instruction adds a part of the sum. `a(tile of queries, step)` returns an operand A, and `b(step, pair)` an operand B for two
+    neighbouring C fragments. If the matrix unit adds with too few bits (`exact_steps`), its sums over a few steps are added in fp32. `empty` says
+    that `tiles` are 0: then there are so few of them that all are computed together."""
     queries, pairs = range(self.tile.q_tiles), range(len(tiles[0])//2)
     def add(into:list[list[UOp]], step:int, pair:int) -> None:
       operand = b(step, pair)

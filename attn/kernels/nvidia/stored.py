@@ -106,8 +106,9 @@ class StoredKeys:
     return found
 
   def checked_scales(self, shared:UOp, base:UOp) -> list[UOp]:
-    """Returns the statements by which this thread replaces the scales of V that it has copied by scales in range (`scale_in_range`). Behind them, the
-    thread stores NaN for each scale that is NaN, otherwise 0. So each scale is checked once, and not by each lane that uses it."""
+    """Returns the statements by which this thread replaces the scales of V that it has copied to shared memory by scales in range (`scale_in_range`).
+    In shared memory after the scales, the thread also stores a number for each of them: NaN if the scale is NaN, otherwise 0. So each scale is
+    checked once, and not by each lane that uses it."""
     n, threads, floats, found = self.warps.group.tile.block_n, self.warps.group.tile.threads, shared.bitcast(dtypes.float), list[UOp]()
     for row in [self.warps.at.thread + i*threads for i in range(ceildiv(n, threads))]:
       at, inside = base + n + row, row < n

@@ -292,8 +292,8 @@ class Rectangle:
     return ceildiv(portion.n*self.units(portion), self.tile.threads)
 
   def carried(self, portion:Portion, ready:list[UOp]) -> UOp:
-    """Copies this thread's quads (four neighbouring elements) of the data `portion` to local memory, after the operations `ready`. If its section is
-    stored transposed, transposes the data. Elements that do not exist become 0. Returns the last operation."""
+    """Copies this thread's quads (four neighbouring elements) of the data `portion` to local memory, after the operations `ready`. If the section of
+    local memory is stored transposed, transposes the data. Elements that do not exist become 0. Returns the last operation."""
     to, count = self.section(portion.section, *ready), self.quads_carried(portion)
     item, loop = self.loop(count) if self.tile.alone or count > MOST_UNROLLED else (UOp.const(0), [])
     items = [item] if loop else [UOp.const(i) for i in range(count)]

@@ -184,8 +184,8 @@ class BiasPart:
     return store_row(group.arch, gradient, dtype, self.share.shape[3], self.row_start(group, row), column, values, there)
 
   def outside(self, walked:Blocks, stores:Callable[[UOp], list[UOp]]) -> list[UOp]:
-    """Returns loops over the tiles of keys that no query of the block sees, those outside of `walked`. `stores(t)` makes the stores of the loop's
-    body for tile t."""
+    """Returns loops over the tiles of keys that no query of the workgroup's block sees: the tiles outside of `walked`. `stores(t)` makes the stores
+    of the loop's body for tile t."""
     tiles, found = ceildiv(self.share.p.Sk, self.share.block_n), []
     for begin, end in ((UOp.const(0), walked.begin), (walked.end, UOp.const(tiles))):
       if (count := trip_count(end - begin)) is None: continue

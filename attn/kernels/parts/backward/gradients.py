@@ -150,7 +150,7 @@ def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], ro
 
 def less_delta(dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp]) -> list[UOp]:
   """Returns dP - delta. Without dropout this is `dp` itself, because its accumulators began with -delta (`dp_start`). With dropout the accumulators
-  began with 0: then sets the elements of dP to 0 whose weights are dropped, and subtracts delta."""
+  began with 0. The result is then `dp`, with 0 in place of elements whose weights are dropped, minus delta."""
   return [ops.add(x, d) for x, d in zip(kept.drop(dp), minus_delta)] if kept.words else dp
 
 def gradients_of(weights:Weights, dp:list[UOp], derivatives:Collection[str]|None=None) -> list[UOp]:

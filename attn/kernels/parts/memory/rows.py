@@ -16,7 +16,7 @@ def strides(layout:str, heads:int, length:int, width:int) -> tuple[int, int, int
   return (heads*length*width, width, heads*width) if layout == "bshd" else (heads*length*width, length*width, width)
 
 def halves(words:UOp, dtype:str) -> list[UOp]:
-  """Converts eight 16-bit numbers of the dtype `dtype`, given as four dwords, to fp32. Returns two vectors of four."""
+  """Returns eight 16-bit numbers of the dtype `dtype`, given as four dwords, converted to fp32: two vectors of four."""
   return [ops.widen_to_float(ops.slice_(words, 2*i, 2), 4, dtype) for i in range(2)]
 
 @dataclass(frozen=True)
@@ -209,16 +209,16 @@ class ConvertedRows:
   def up_to(self, count:int|UOp) -> ConvertedRows: return replace(self, given=self.given.up_to(count))
   def after(self, *deps:UOp) -> ConvertedRows: return replace(self, given=self.given.after(*deps))
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Loads eight elements of row `first` + `row`, from element 8*`unit` on, and converts them to the dtype `to`, in which they fill 16 bytes.
+    """Returns eight loaded elements of row `first` + `row`, from element 8*`unit` on, converted to the dtype `to`, in which they fill 16 bytes.
     Ignores `gate`: the caller must not use the result where the gate is false."""
     return ops.concat(*[ops.pack(x, self.to) for x in self.given.load_quads(first, rows, row, unit, self.dtype)])
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
-    """Loads `n` elements of row `first` + `row`, from element `n`*`part` on, rounds them to the 16-bit dtype `to`, and returns the rounded numbers in
-    fp32. `dtype` must be equal to `to`."""
+    """Returns `n` loaded elements of row `first` + `row`, from element `n`*`part` on, rounded to the 16-bit dtype `to` and converted to fp32. `dtype`
+    must be equal to `to`."""
     return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
   def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
-    """Loads eight elements of row `first` + `row`, from element 8*`part` on, rounds them to the 16-bit dtype `to`, and returns the rounded numbers as
-    two fp32 vectors of four. `dtype` must be equal to `to`."""
+    """Returns eight loaded elements of row `first` + `row`, from element 8*`part` on, rounded to the 16-bit dtype `to` and converted to fp32, as two
+    vectors of four. `dtype` must be equal to `to`."""
     return halves(self.load_units(first, rows, row, part), dtype)
 
 Rows = GlobalRows|ConvertedRows

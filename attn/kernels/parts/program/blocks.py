@@ -95,8 +95,8 @@ def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=F
 
 @dataclass(frozen=True)
 class Blocks:
-  """The tiles over which a workgroup loops: from `begin` up to but not including `end`. A mask may hide scores of these tiles, but no scores of the
-  tiles from `full_begin` up to but not including `full_end`. `masked_first` is False if no tile lies before `full_begin`."""
+  """The tiles over which a workgroup loops: from `begin` up to but not including `end`. In the tiles from `full_begin` up to but not including
+  `full_end` no mask hides a score; in the other tiles a mask may hide scores. `masked_first` is False if no tile lies before `full_begin`."""
   begin: UOp
   full_begin: UOp
   full_end: UOp

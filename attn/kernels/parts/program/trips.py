@@ -144,7 +144,7 @@ class StagedTrips(Generic[S]):
     return tile_loops(tiles, self.new, lambda *which: StagedLoop(self, *which))
 
 class StagedLoop(TileLoop[S]):
-  """One of the loops of a `StagedTrips`. When its body begins, the iteration's tile is in LDS. When its body ends, the next tile is stored there."""
+  """One of the loops of a `StagedTrips`. When its body begins, the iteration's tile is in LDS. When its body ends, the next tile is stored to LDS."""
   def __init__(self, trips:StagedTrips[S], first:UOp, count:UOp, masked:bool, new:Allocator) -> None:
     super().__init__(first, count, masked, new)
     self.trips = trips

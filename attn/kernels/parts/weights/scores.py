@@ -51,7 +51,7 @@ class Scores:
   def unit_of_terms(self) -> ScoreUnit: return NATURAL if self.natural else BASE2
   @property
   def to_log2(self) -> float:
-    """Factor that turns the scores that the softmax gets into exponents of 2."""
+    """Factor that turns the scores that the softmax gets into exponents of base 2."""
     return LOG2E if self.natural else self.unit.base2
   @property
   def to_natural(self) -> float: return 1.0 if self.natural else self.unit.natural
@@ -87,8 +87,8 @@ class Scores:
     return self.final(self.steps(x, row, tile))
 
   def final(self, steps:list[list[UOp]]) -> list[UOp]:
-    """Returns the scores that the softmax uses, before masks: the last of the scores that the method `steps` returned. Without score terms these are
-    raw scores; then multiplies them by softmax_scale if `natural` is set."""
+    """Returns the scores that the softmax uses, before masks: the last entry of `steps`, the list that the method `steps` returned. Without score
+    terms this entry is the raw scores, which are then multiplied by softmax_scale if `natural` is set."""
     return [ops.mul(y, self.unit.natural) for y in steps[-1]] if self.natural and self.raw else steps[-1]
 
   def steps(self, x:list[UOp], row:Row, tile:UOp) -> list[list[UOp]]:
