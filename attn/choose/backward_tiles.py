@@ -82,7 +82,7 @@ REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of
 
 @dataclass(frozen=True)
 class FasterAtOnce:
-  """Problems for which one kernel for all gradients was measured to be faster than two kernels. It is a row of the table FASTER_ON_WGMMA, whose key
+  """Row of the table FASTER_ON_WGMMA: problems for which one kernel for all gradients was measured to be faster than two kernels. The key of the row
   gives the head dimension and the one option that these problems have, or "" for none. (The options USED_AT_ONCE hardly change the time and are
   allowed everywhere.)
 

@@ -47,7 +47,7 @@ def tiled_backward_refuses(p:Problem, arch:Chip) -> str|None:
 
 @dataclass(frozen=True)
 class BiasKernel:
-  """The kernel that computes dbias. It runs after the kernels of dq, dk and dv of the same matrix unit."""
+  """The kernel that computes dbias. This kernel runs after the kernels of dq, dk and dv of the same matrix unit."""
   suffix: str                                                       # ending of its name
   tile: Callable[[Problem, Chip], BackwardTile|MmaBackwardTile]     # raises NotImplementedError
   program: Callable[..., Callable[..., UOp]]

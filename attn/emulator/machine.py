@@ -1,5 +1,5 @@
-"""Interpreter of the emulator. A `Frame` holds the threads of a run, their values and their memory. It runs a program step by step; a step is a
-function that runs one operation of the kernel for all threads."""
+"""Interpreter of the emulator. A `Frame` holds the threads of a run, their values and their memory. A `Frame` runs a program step by step; a step is
+a function that runs one operation of the kernel for all threads."""
 from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable
@@ -169,9 +169,9 @@ class Frame(Threads):
     return self.mask is None or bool(self.mask.any())
 
   def barrier(self, gate:Array|None=None) -> Array:
-    """Executes a barrier. Without `gate`, the active threads execute it; they must form whole workgroups. With `gate`, the threads where `gate` is
-    true execute the barrier; they must form whole waves. Only these waves then enter their next interval (the time of a wave between two barriers).
-    Returns zeros, because a barrier has no value."""
+    """Executes a barrier. Without `gate`, the active threads execute the barrier, and must form whole workgroups. With `gate`, the threads where
+    `gate` is true execute the barrier, and must form whole waves. Only these waves then enter their next interval (the time of a wave between two
+    barriers). Returns zeros, because a barrier has no value."""
     mask, unit = self.mask if gate is None else gate, self.width if gate is None else self.wave
     reached = np.ones(self.interval.shape, bool)
     if mask is not None:

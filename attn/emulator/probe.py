@@ -22,8 +22,8 @@ def _seen(printer:Any, out:str, name:str) -> str: return f"/* probe {name} */ {{
 instruction("probe", lambda lanes, x, name: lanes.probe(name, x), _seen, _seen)
 
 def probe(name:str, x:UOp) -> UOp:
-  """Returns x, a number or a vector of a lane. When the emulator runs the kernel, it also shows the value of x in each thread: it prints the values,
-  or collects them under `name` if `probes()` is active. `name` consists of letters, digits and "_ . -". The returned UOp must be used in the kernel,
+  """Returns x, a number or a vector of a lane. The emulator shows the value of x in each thread when it runs the kernel: it prints the values, or
+  collects them under `name` if `probes()` is active. `name` consists of letters, digits and "_ . -". The returned UOp must be used in the kernel,
   because a value that nothing depends on is not computed. Raises ValueError for a name with other characters, and if x is a buffer or an address."""
   if not isinstance(name, str) or not re.fullmatch(r"[\w.\-]+", name):
     raise ValueError(f"name={name!r}: must consist of letters, digits, '_', '.' and '-'")

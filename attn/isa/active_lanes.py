@@ -93,9 +93,9 @@ def _after(facts:Facts, x:Instruction) -> Facts:
   return _without(facts, set(_written(x, operands)))
 
 def _on_edge(facts:Facts, block:Block, taken:bool) -> Facts:
-  """Returns the facts on one side of the branch at the end of a basic block: where the branch is `taken`, or where it is not. A fact is a set of
+  """Returns the facts after the branch at the end of a basic block: on the path where the branch is `taken`, or on the other path. A fact is a set of
   scalar registers that hold lane masks: every lane's bit is known to be set in at least one of them. If the branch tests EXEC, no lane is active on
-  one of the sides. For that side the result contains the empty fact: it can never hold, so it marks a path that no wave takes."""
+  one of the paths. There the result contains the empty fact, which can never hold: it marks a path that no wave takes."""
   last = block.instructions[-1].op if block.instructions else ""
   return _least(f - set(EXEC) for f in facts) if last == ("s_cbranch_execz" if taken else "s_cbranch_execnz") else facts
 

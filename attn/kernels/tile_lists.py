@@ -133,8 +133,8 @@ class Items:
     end = UOp.group(*[r[0].store(x) for r, x in zip(now, work([r[0].load() for r in now], i))]).end(i)
     return [r.after(end)[0].load() for r in registers]
   def kernel(self, name:str, stores:list[UOp], operations:int) -> UOp:
-    """Returns the kernel with the name `name`, which ends with `stores`. `operations` is an upper estimate of its number of operations, which
-    tinygrad needs: it cannot estimate loops whose length a kernel loads from memory."""
+    """Returns the kernel with the name `name`, which ends with `stores`. `operations` is an upper estimate of the kernel's number of operations.
+    tinygrad needs this number, and cannot estimate loops whose length a kernel loads from memory."""
     info = KernelInfo(name, opts_to_apply=(), estimates=Estimates(ops=operations, lds=operations, mem=operations))
     return UOp.group(*stores).end(*self.ranges).sink(arg=info, tag=OPTIMISED)
 

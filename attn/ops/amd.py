@@ -91,7 +91,7 @@ instruction("low_lanes", lambda lanes, x: np.arange(x.shape[-1])%lanes.wave < 16
 
 def low_lanes(x:UOp) -> UOp:
   """Tells whether this lane is one of lanes 0-15. `x` is a vector from whose elements the caller then selects by the answer. Each call computes the
-  answer anew, at the time when `x` is ready: the answer lies in the register VCC, which comparisons overwrite. With the answer in VCC, two selects
+  answer again, at the time when `x` is ready: the answer lies in the register VCC, which comparisons overwrite. With the answer in VCC, two selects
   can be one instruction (v_dual_cndmask_b32: RDNA3 ISA section 7.6)."""
   return emit("low_lanes", dtypes.bool, x)
 

@@ -45,8 +45,8 @@ def counts_as_loads(arch:str) -> bool:
 
 def with_scope(arch:str) -> list[str]:
   """Returns lines of HIP text that make clang before version 20 fail with a message, if the chip is an RDNA4. Returns no lines for other chips. On
-  RDNA4 clang 19 omits the scope of instructions that need one: it adds float32 with the scope of one compute unit, and does not wait for a cache that
-  it writes back."""
+  RDNA4 clang 19 omits the scope of instructions that need one: an addition of float32 gets the scope of one compute unit, and there is no wait for a
+  cache that is written back."""
   if (counters := get_chip(arch).unit.counters) is None or counters.store != "storecnt": return []
   return ["#if __clang_major__ < 20", f'#error "{arch} needs clang 20 to add to global memory and to pass a turn"', "#endif"]
 

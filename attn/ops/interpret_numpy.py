@@ -90,8 +90,8 @@ class Numbers:
     wave = self.lanes.wave
     return np.repeat((condition & self.lanes.active).reshape(-1, wave).any(1), wave)
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
-    """Returns x of this lane and x of another lane, `step` lanes away. `how` names the exchange instruction, such as "bpermute" or "permlane_swap";
-    it decides whether the other lane's index differs by a sum or by one bit, and in which order the two numbers come."""
+    """Returns x of this lane and x of another lane, `step` lanes away. `how` names the exchange instruction, such as "bpermute" or "permlane_swap".
+    The instruction decides whether the other lane's index differs by a sum or by one bit, and in which order the two numbers come."""
     wave, lane = self.lanes.wave, np.arange(x.shape[-1])
     if how == "bpermute": return x, numerics.from_lane(x, lane + step, wave)
     other = numerics.from_xor_lane(x, step, wave)

@@ -18,7 +18,7 @@ from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, UOp, dtypes, new_uop
 
 def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
   """Returns the plain UOps for the operation `buffer_load`, a load whose range is checked: `width` bytes, as dwords. The bytes begin `offset` bytes
-  after `base`, a UOp that indexes a buffer. They are zero if they exceed `records`, the size of the buffer's range in bytes."""
+  after `base`, a UOp that indexes a buffer. All bytes are zero if offset + width exceeds `records`, the size of the buffer's range in bytes."""
   buffer, first = base.src
   size = buffer.dtype.itemsize
   further = (offset & (OUT_OF_RANGE - 1)).cast(dtypes.int)
@@ -30,7 +30,7 @@ def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
 
 def plain_load_where(at:UOp, gate:UOp, *, width:int) -> Elements:
   """Returns the plain UOps for the operation `load_where`, a load under a condition: `width` bytes, as dwords. The bytes begin at `at`, a UOp that
-  indexes a buffer of 32-bit numbers. They are zero if `gate` is false."""
+  indexes a buffer of 32-bit numbers. The result is zero if `gate` is false."""
   buffer, first = at.src
   return Elements(tuple(buffer[(first + i).valid(gate)].load().bitcast(dtypes.uint) for i in range(width//buffer.dtype.itemsize)))
 

@@ -1,7 +1,7 @@
 """tinygrad's renderers for HIP and CUDA, extended for attn's kernels: they also render the text of operations, the functions that these operations
 call, and vector types.
 
-`OperationsPrinter` is the last base of each class here, as in `class X(HIPRenderer, OperationsPrinter)`. tinygrad's class comes first: it renders the
+`OperationsPrinter` is the last base of each class here, as in `class X(HIPRenderer, OperationsPrinter)`. tinygrad's class comes first, renders the
 kernel and passes the text on to `OperationsPrinter`."""
 from __future__ import annotations
 import re

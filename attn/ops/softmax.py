@@ -98,7 +98,7 @@ ALL_SET_BEFORE, SIGNS = 0x08080808, 0x80808080     # the first plus a byte has t
 
 def lift_of(dtype:str, scale:float) -> float:
   """Returns the exponent e for which kernels make the largest P of a row 2^e, for scores that are multiplied by `scale`. The exponent is above 0 for
-  8-bit floats. It is 0 if `scale` is so small that fp32 has no number for the difference of two references."""
+  8-bit floats, and 0 for other dtypes. The exponent is also 0 if `scale` is so small that fp32 has no number for the difference of two references."""
   return LIFT[dtype] if scale > SMALLEST_SCALE else 0.0
 
 def of_bytes(dtype:str) -> bool: return IN_A_DWORD[dtype] == 4

@@ -54,7 +54,8 @@ class ControlCase:
     return 1e3*bytes_of_levels(self.problem, self.division, work, h100(), self.slots, apart)["memory"]/(MEMORY_GBS*1e9)
 
 def control_table(text:str) -> list[dict[str, str]]:
-  """Returns the rows of the table, with the predictions computed anew. `text` is the table, of which only the measured columns are read."""
+  """Returns the rows of the table docs/data/nvidia_order_of_heads.csv, with new predictions. `text` is the table, of which only the measured columns
+  are read."""
   cases = [ControlCase(row) for row in csv.DictReader(io.StringIO(text))]
   cycle = {x.tile: x.ms/x.iterations() for x in cases if x.gives_cycles}
   found = []

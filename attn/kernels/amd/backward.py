@@ -44,8 +44,8 @@ from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 @dataclass(frozen=True)
 class TripStores:
   """Stores to registers, LDS or memory that one iteration of the loop over tiles has made so far. The iteration ends when all these stores are done.
-  Inside the iteration, only the barrier before the product for dQ waits for these stores. The method `after` returns an object without stores: it is
-  called where an iteration begins, and at its beginning an iteration has made no stores."""
+  Inside the iteration, only the barrier before the product for dQ waits for these stores. The method `after` returns an object without stores,
+  because it is called where an iteration begins."""
   found: tuple[UOp, ...] = ()
   def after(self, *deps:UOp) -> TripStores: return TripStores()
 

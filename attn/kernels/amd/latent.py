@@ -151,8 +151,8 @@ class AmdLatent:
 
   def add_to_o(self, s:LatentState, p:None, t:UOp, part:None, masked:bool) -> UOp:
     """Computes O^T += V^T P^T for tile t of keys and this wave's columns of O, a few keys at a time, to save registers. Returns the stores of O^T to
-    registers. P is read from LDS, where `weigh` has put it; so the argument `p` is None. `part` is None, too: it is for kernels that divide a tile.
-    """
+    registers. P is read from LDS, where `weigh` has put it; so the argument `p` is None. `part` is None, too, because this kernel does not divide a
+    tile."""
     keys, v, done = self.tile.block_n//self.tile.weight_parts, LdsColumns(self.k_tile(s, t), self.mat, self.first_column), list[UOp]()
     s = s.after(UOp.group(*store_all(s.factors, [s.told.load(self.names.factor, self.in_block(tile)) for tile in self.row_tiles])))
     s = s.after(self.statements.do(rescale(s.acc, s.factors)))

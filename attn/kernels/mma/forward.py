@@ -246,9 +246,9 @@ class MmaForward:
     return s.after(workgroup_barrier(s.done))
 
   def merged_results(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """Returns three results for the matrix tile of queries with index `qt`: m, the row sums of P, and O. They are merged from the results of all
-    warps that compute these queries, each with other keys. m is the largest m of these warps. The row sums and O of each warp are rescaled to this m,
-    and added in the order of the warps' keys. The warps divide the columns of O: each warp returns only its columns."""
+    """Returns three results for the matrix tile of queries with index `qt`: m, the row sums of P, and O. Each warp that computes these queries has
+    results for other keys; this method merges the results of all these warps. m is the largest m of these warps. The row sums and O of each warp are
+    rescaled to this m, and added in the order of the warps' keys. The warps divide the columns of O: each warp returns only its columns."""
     def unit(share:int, i:UOp|int) -> UOp: return ops.as_float(s.shared[self.place_of_result(share, qt, i)].load())
     shares, to_log2 = range(self.tile.key_waves), self.warps.group.scores.to_log2
     heads = [unit(n, 0) for n in shares]

@@ -145,7 +145,7 @@ class MmaLatent:
 
   def add_to_o(self, s:LatentMmaState, p:None, t:UOp, part:None, masked:bool) -> UOp:
     """Computes O += P V for tile t of keys and this warp's columns of O. Returns the stores of O to registers. P is read from shared memory, where
-    `weigh` has put it; so the argument `p` is None. `part` is None, too: it is for kernels that divide a tile."""
+    `weigh` has put it; so the argument `p` is None. `part` is None, too, because this kernel does not divide a tile."""
     mat, lane = self.mat, self.warps.at.lane
     s = s.store(store_all(s.factors, [self.load_row_values(s, self.names.factor, tile*mat.M) for tile in self.row_tiles]))
     s = s.do(rescale(s.acc, s.factors, s.done))
@@ -182,8 +182,8 @@ class MmaLatent:
     """Returns the index of the 16-byte unit of shared memory at which tile t begins, in the ring buffer of tiles (`MlaMmaTile.stage`)."""
     return self.tile.layouts(self.p)[0].size + t%self.tile.stages*self.tile.stage(self.p)
   def first_scale(self, t:UOp) -> UOp:
-    """Returns where the scales of the 8-bit rows of tile t begin in shared memory, counted in floats. They come last in the tile's part of the ring
-    buffer."""
+    """Returns where the scales of the 8-bit rows of tile t begin in shared memory, counted in floats. The scales come last in the tile's part of the
+    ring buffer."""
     return (self.first_of(t) + self.tile.stage(self.p))*(UNIT_BYTES//4) - self.tile.block_n
   def scales(self, s:LatentMmaState, t:UOp) -> list[UOp]:
     """Returns the scales of the 8-bit rows of K whose scores this lane computes, read from shared memory: two for each C fragment. V, the first

@@ -53,7 +53,7 @@ class OwnQueryValues:
 @dataclass(frozen=True)
 class WarpRows(Generic[L]):
   """The rows that the warps of a block own: queries if the block loops over keys, keys if the block loops over queries. `head` is the query head over
-  whose rows the block loops at present. `wanted` lists the gradients (dq, dk, dv) that the warps compute, in the order of their accumulators."""
+  whose rows the block is looping. `wanted` lists the gradients (dq, dk, dv) that the warps compute, in the order of their accumulators."""
   warps: Warps
   tile: WarpsTile[L]
   wanted: tuple[str, ...]

@@ -124,9 +124,9 @@ class Warps:
     says for each of them how it was computed. ONES: by products with a matrix of ones, which give every lane the sum of the whole row. LANE: each
     lane has only the sum of its own elements, and this function adds up the four lanes of a row.
 
-    If several warps compute the same queries, `share` is the index of this warp among them: it stores only its part of the columns of O, and the
-    first of them stores the LSE. With `alternating`, the first of two neighbouring C fragments has the even columns of O and the second one the odd
-    columns."""
+    If several warps compute the same queries, `share` is the index of this warp among them. Each of these warps stores only its part of the columns
+    of O, and the first of them stores the LSE. With `alternating`, the first of two neighbouring C fragments has the even columns of O and the second
+    one the odd columns."""
     group, stores = self.group, []
     for r, row in enumerate(queries):
       parts = [ops.extract(total, r) for total in sums]

@@ -59,7 +59,7 @@ PlainWork = Callable[[PlainState, "PlainTrip"], PlainState]
 @dataclass(frozen=True)
 class PlainBackward(Rectangle):
   """A backward kernel for one problem, as one thread sees it. If the workgroup owns keys, it loops over the queries of one head after another, and
-  `head` is the head over whose queries it loops at present."""
+  `head` is the head over whose queries it is looping."""
   s: UOp               # S^T of the walked keys of a part, or S of the walked queries of a part
   dp: UOp              # dP of these keys or queries, transposed if they are keys
   state: PlainState    # before the first iteration

@@ -234,8 +234,8 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   def product(self, s:WgmmaBackwardState, acc:UOp, which:int, there:UOp) -> WgmmaBackwardState:
     """Starts a product A B, whose result goes to the registers `acc`. A is the rows that the warpgroup owns, and B the rows of this iteration's tile,
-    transposed. `which` chooses the two tensors: 0 for S (q and k), 1 for dP (dO and v). If `there` is false, the warpgroup skips the product. It then
-    starts an empty group of products, so that later waits, which count groups, are the same in all warpgroups. Returns the state."""
+    transposed. `which` chooses the two tensors: 0 for S (q and k), 1 for dP (dO and v). If `there` is false, the warpgroup starts an empty group of
+    products instead, so that later waits, which count groups, are the same in all warpgroups. Returns the state."""
     a, b = self.warp_rows.kept(self.warp_rows.own[which]), self.of.ring(self.warp_rows.walked[which], self.ring_place)
     first = s.shared[wgmma.group(self.warp_rows.warps.at.wave)*(wgmma.M*LINE) + a.base]
     panels = UNIT_BYTES*a.panel, UNIT_BYTES*b.panel

@@ -1,5 +1,5 @@
-"""Code for kernels whose waves compute the same rows of O together. Each wave holds some columns of O. It computes the scores of some of the queries,
-with some of the keys of each tile."""
+"""Code for kernels whose waves compute the same rows of O together. Each wave holds some columns of O. Each wave computes the scores of some of the
+queries, with some of the keys of each tile."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn.kernels.parts.program.allocator import Allocator, InLds
@@ -29,7 +29,7 @@ class Share:
     return self.wave//self.row_tiles
   def scores(self, of_all:Scores) -> Scores:
     """Returns the `Scores` of this wave, made from those of the workgroup, `of_all`. For the wave, a tile is its own part of the keys: in iteration t
-    it computes tile number `tile_number(t)`."""
+    the wave computes tile number `tile_number(t)`."""
     return replace(of_all, block_n=self.keys)
   def tile_number(self, t:UOp) -> UOp: return t*self.key_parts + self.part
 

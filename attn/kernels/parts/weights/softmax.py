@@ -100,9 +100,9 @@ class Softmax(Carried):
     return kept, [kept.addend[i].load() for i in range(2)] if len(found) == 2 else [both]
 
   def weights(self, scores:list[UOp], addend:UOp, to_log2:float) -> list[UOp]:
-    """Returns P of a matrix tile of queries, given its scores. `addend` is -m*to_log2, where m is the number that the softmax at present subtracts
-    from the scores. If `addend` is a vector of two numbers, the first is for the first half of each vector of scores, and the second for the second
-    half."""
+    """Returns P of a matrix tile of queries, given its scores. `addend` is -m*to_log2, where m is the number that the softmax subtracts from the
+    scores in this iteration. If `addend` is a vector of two numbers, the first is for the first half of each vector of scores, and the second for the
+    second half."""
     if ops.length(addend) == 1: return [ops.weights(x, addend, to_log2) for x in scores]
     def exponents(x:UOp) -> UOp:
       n = ops.length(x)//2
