@@ -101,6 +101,7 @@ HARD: dict[str, Values] = {
 
 def huge_table(n:int) -> Array: return np.where(np.arange(n) % 4 == 1, 1e30, np.where(np.arange(n) % 4 == 2, LEAST, -1e30)).astype(np.float32)
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", HARD)
 @pytest.mark.parametrize("chip, kernel", [("gfx942", ""), *[pytest.param(*x, marks=pytest.mark.thorough) for x in (
   ("sm_90", ""), ("gfx1030", ""), ("gfx942", "three_pass"))]])

@@ -181,6 +181,7 @@ def computed(p:Problem, x:Inputs, do:np.ndarray, arch:str, case:Case, d:np.ndarr
     o = attn.attention(q, k, v, mask_mod=case.mask, mod_tensors=[Tensor(d, device="EMU").realize()]*case.documents, **given)
     return [array(t) for t in (o, *o.gradient(q, k, v, gradient=of_o))]
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ("squares", "documents"))
 @pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch in ("gfx942", "sm_90") else pytest.mark.thorough) for arch in UNITS])
 def test_attention_over_lists_agrees_with_float64(arch:str, name:str) -> None:

@@ -389,6 +389,7 @@ IN_TURN: dict[str, tuple[str, dict[str, Any]]] = {
   "CDNA3, window": ("gfx942", dict(H=1, Sq=300, Sk=300, window=(140, 30))),
 }
 ORDERS = ((0, 0), (1, 1), (2, 2), (0, 3))      # (resident workgroups, order of ATTN_EMU_ORDER); 0 resident: all
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", [x if x in ("in parts", "packed", "CDNA4, causal") else pytest.param(x, marks=pytest.mark.thorough)
                                   for x in IN_TURN])
 def test_dq_has_the_same_bits_in_every_order_of_workgroups(monkeypatch:pytest.MonkeyPatch, case:str) -> None:

@@ -202,6 +202,7 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], tuple[dict[str, Any], str]] =
   unwritten: (dict(only="dkdv", **PACKED, extras=dict(cu_seqlens_q=ENDS["rows of none"][0], cu_seqlens_k=ENDS["rows of none"][1])), "never written")}
 
 BY_DEFAULT = ("without_delta", "unguarded", "of_another_head", "diagonal_of_queries")      # tests of the matrix units plant the other faults, too
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("plant", [pytest.param(f, id=f.__name__, marks=() if f.__name__ in BY_DEFAULT else pytest.mark.thorough) for f in FAULTS])
 def test_planted_fault(plant:Callable[[pytest.MonkeyPatch], None], monkeypatch:pytest.MonkeyPatch) -> None:
   parameters, text = FAULTS[plant]

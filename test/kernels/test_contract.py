@@ -46,6 +46,7 @@ def test_sample(unit:str, dtype:str, small:None) -> None:
   kinds = [kind for kind in KINDS if not kind.startswith("dO")]
   for i, kind in enumerate(kinds): held(Case(list(SMALL)[i % 2], unit, dtype, "float32" if i % 3 else dtype, kind), 4)
 
+@pytest.mark.sample(2)
 @in_turn("unit, dtype", UNITS, ("float16", "bfloat16"), among=6)
 def test_sample_of_gradients(unit:str, dtype:str, small:None) -> None:
   for i, kind in enumerate(list(KINDS)[::3]): held(Case("gradients, a sample", unit, dtype, "float32" if i % 2 else dtype, kind), 6)

@@ -313,6 +313,7 @@ def test_no_spills_in_a_window(arch:str, window:tuple[int, int]) -> None:
   text = clang.assembly(render(forward_of(p, get_chip(arch), choose_tile(p, get_chip(arch)))(*tensors), arch), arch)
   assert ".vgpr_spill_count: 0" in text and ".private_segment_fixed_size: 0" in text
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "out"), (("bfloat16", "float16"), ("float16", "bfloat16"), ("float16", "float32")))
 def test_output_type_compiles(dtype:str, out:str) -> None:
   """The source of the forward kernel declares the type of the output, although the kernel computes no value of this type."""

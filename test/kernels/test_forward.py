@@ -195,6 +195,7 @@ def test_which_trips_correct(monkeypatch, make) -> None:
   check_kernels("gfx1201", make, tile=lambda t: replace(t, block_n=32, rescale_above=8.0), H=1, Sq=16, Sk=256, D=64)
   assert tuple(seen) == TRIPS[make]
 
+@pytest.mark.sample(2)
 @every_arch
 def test_scores_too_large_for_one_fma(arch:str) -> None:
   """The forward kernel computes exp2(score - maximum) without overflow for bfloat16 scores of 1.7e10, with a scale that makes products inexact. A
@@ -231,6 +232,7 @@ def test_no_barriers(monkeypatch, arch:str, prefetch:int) -> None:
   monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})
   with pytest.raises((LdsRace, UninitialisedRead)): check_kernels(arch, tile=lambda t: replace(t, prefetch=prefetch, block_n=32), H=1, Sq=128, Sk=200)
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", ("gfx942", "gfx950"))
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_narrow_matrices(arch:str, dtype:str) -> None:

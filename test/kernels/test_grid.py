@@ -53,6 +53,7 @@ def test_heads_whose_keys_have_room(heads:int, kv_heads:int, rows:int, together:
   assert heads_together(p, chip, 1) == together
   assert heads_together(p, get_chip("gfx942"), 1) == heads and heads_together(p, get_chip("gfx942")) == kv_heads
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("arch, shape", [
   ("gfx1201", dict(B=2, H=4, Sq=150, Sk=100, D=64, causal=True)), ("gfx1100", dict(B=1, H=6, Hkv=3, Sq=70, Sk=140, D=64, dtype="bfloat16"))])
 def test_kernels_with_groups_of_heads(two_heads, arch:str, shape:dict) -> None:

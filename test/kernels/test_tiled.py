@@ -57,6 +57,7 @@ def check(arch:str="gfx1030", make=normal, tile:TiledTile|None=None, **parameter
 
 # ***** the law *****
 
+@pytest.mark.sample(2)
 @in_turn("dtype, arch", ("float32", "float16", "bfloat16"), PLAIN_CHIPS)
 def test_every_type(dtype:str, arch:str) -> None: check(arch, B=1, H=4, Hkv=2, Sq=70, Sk=100, D=40, Dv=24, dtype=dtype, causal=dtype != "float16")
 

@@ -77,6 +77,7 @@ def test_every_tile(row:RatedUpTo, monkeypatch) -> None:
 @in_turn("option, chip", features.OPTIONS, ["sm_90"], [GPU], turn=1, among=2)    # test_features.py runs the other options by mma.sync
 def test_option(chip:str, option:str) -> None: features.test_option(chip, option)
 
+@pytest.mark.sample(2)
 @either
 @pytest.mark.parametrize("ends", features.ENDS)
 def test_packed_sequences(chip:str, ends:str) -> None:

@@ -451,6 +451,7 @@ def in_any_order(monkeypatch:pytest.MonkeyPatch, seed:int) -> Context:
   monkeypatch.setattr(tinygrad.schedule, "deque", lambda ready: AnyOrder(ready, rng))
   return Context(SCACHE=0)
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("launches", (1, 3))
 @pytest.mark.parametrize("seed", (1, 2))
 def test_no_launch_is_before_the_keys_that_it_reads(monkeypatch:pytest.MonkeyPatch, seed:int, launches:int) -> None:
