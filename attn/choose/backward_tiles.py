@@ -1,8 +1,9 @@
 """Choice of the backward kernels' tile descriptions for a problem on a chip. Each family of chips has tables of tile shapes (the sizes by which a
 kernel divides its work). The first row of a table that fits the problem and the chip is chosen.
 
-The shapes in AMD's tables were chosen by the number of registers that clang 22 needs, the shapes for mma.sync by the number of registers that nvcc 13
-needs. The speed of these shapes was not measured."""
+The shapes in AMD's tables were chosen by the number of registers that clang 22 needs, and on CDNA3 and CDNA4 also by the predicted time of a problem
+(`python -m attn.tune --near`). The shapes for mma.sync were chosen by the number of registers that nvcc 13 needs. The speed of these shapes was not
+measured."""
 from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -5,9 +5,9 @@ A block owns the queries of many heads and reads each key once for all these que
 16 queries and a part of the keys. For O += P V each warp computes some columns of all queries. The warps exchange P through shared memory. cp.async
 copies K into a ring of `stages` tiles. V is read from the tile of K and transposed by ldmatrix, as in attn/kernels/mma/forward.py.
 
-If the latent columns of K are stored in 8 bits, cp.async copies them to shared memory in 8 bits. They are converted to 16 bits in one of two ways
-(`MlaMmaTile.widens`, attn/kernels/nvidia/stored.py). With one matrix tile of queries, each warp converts what it reads. With more, several warps read
-the same keys: then the threads convert each tile once, and store it to shared memory in 16 bits. The sum of a score over the latent columns is
+If the latent columns of K are stored in 8 bits, cp.async copies them to shared memory in 8 bits. There are two ways to convert them to 16 bits
+(`MlaMmaTile.widens`, attn/kernels/nvidia/stored.py). With one matrix tile of queries, each warp converts what it reads. With several, several warps
+read the same keys: then the threads convert each tile once, and store it to shared memory in 16 bits. The sum of a score over the latent columns is
 multiplied by the scale of the key's row, before the other columns are added. P is multiplied by this scale before P is rounded."""
 from __future__ import annotations
 import functools

@@ -1,6 +1,7 @@
 """Rows of K and V that are stored in 8 bits: copies of their scales to shared memory, and their conversion to 16-bit operands. wgmma reads operands
-from shared memory. So these rows are copied to shared memory in 8 bits, converted, and stored in another part of shared memory in 16 bits. For
-mma.sync they are converted in registers, after ldmatrix.
+from shared memory. So these rows are copied to shared memory in 8 bits, converted, and stored in another part of shared memory in 16 bits. mla_mma
+(latent attention) does the same if several warps read the same rows. In other kernels with mma.sync, each warp converts the rows in registers, after
+ldmatrix.
 
 ldmatrix moves pairs of bytes as 16-bit numbers. A pair holds two neighbouring columns of a row. So a lane gets other columns than with 16-bit rows:
 - of K, four neighbouring columns of a key. The product sums over columns, in any order: Q is read in the same order (`q_operand`).

@@ -1,5 +1,5 @@
-"""Turns scores and dP into P and dS. This takes values of each query: its lse, its delta, and with wide scores (scores that may be as large as fp32
-allows) lse_rest, the part of the lse that rounding to fp32 lost."""
+"""Turns scores and dP into P and dS. The values of each query that this takes are its lse, its delta, and with wide scores (scores that may be as
+large as fp32 allows) lse_rest, the part of the lse that rounding to fp32 lost."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Collection, Sequence

@@ -2,7 +2,7 @@
 
 Several blocks of keys add to dQ of one tile of queries: all blocks with keys that these queries see. These blocks add one after another, in ascending
 order of the blocks, or in descending order if a mask hides keys after a query, as a causal mask does. So each sum is added up in the same order in
-every run, on every chip. The period in which a block may add is its turn. Each wave of a workgroup has a counter of its own: it waits for its block's
+every run, on every chip. The period in which a block may add is its turn. Each wave of a workgroup has a counter of its own, waits for its block's
 turn, and passes the turn on, separately from the other waves (attn/ops/atomics.py). A turn is for two neighbouring tiles, because waiting for a turn
 and passing it on take time. If workgroups loop over lists of tiles, a turn is for a single tile.
 
@@ -11,9 +11,9 @@ workgroups in the order in which they start (`workgroup.drawn`). Blocks that add
 never waits, and no workgroup waits forever.
 
 Without lists, all workgroups loop over the tiles of queries in ascending order. Under a causal mask the lowest ticket gives the last block of keys,
-which the fewest tiles of queries see. Each next ticket gives the block of keys before it. Its loop begins at a tile of queries that lies two tiles
-nearer to the first query, because two tiles are as long as a block of keys. So blocks that start together work on different tiles at any time, and
-seldom wait."""
+which the fewest tiles of queries see. Each next ticket gives the block of keys before it. This block's loop begins at a tile of queries that lies two
+tiles nearer to the first query, because two tiles are as long as a block of keys. So blocks that start together work on different tiles at any time,
+and seldom wait."""
 from __future__ import annotations
 from dataclasses import dataclass
 from attn.kernels.parts.grid.tensors import QUERIES_OF_SUMS, TURNS_OF_SUMS, dq_sums

@@ -1,9 +1,9 @@
 """Dropout of a lane's scores: which scores are kept, and zeros for the scores that are dropped.
 
 attn/ops/dropout.py makes the bits that say which scores are kept. One call makes the bits of an octet (eight neighbouring keys of a query). Lanes
-that share a row of scores divide its octets among them, so that no octet is computed twice in a wave. In backward kernels a lane may own a key
-instead of a query. Eight lanes with neighbouring keys then need bits of the same octets. Each of them computes the octets of other queries, and the
-lanes then transpose the bits among them."""
+that share a row of scores divide the row's octets among them, so that no octet is computed twice in a wave. In backward kernels a lane may own a key
+instead of a query. Eight lanes with neighbouring keys then need bits of the same octets. Each of these lanes computes the octets of other queries,
+and the lanes then transpose the bits among them."""
 from __future__ import annotations
 import functools, operator
 from dataclasses import dataclass

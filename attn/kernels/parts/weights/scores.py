@@ -1,11 +1,11 @@
 """Turns raw scores Q K^T into the input of the softmax. First the problem's terms (bias, softcap, ALiBi: attn/score) change the scores, then masks
 hide some of them.
 
-Scores are exponents, and leave this file in one of three bases. Without a term they stay raw: one fma multiplies a raw score by softmax_scale *
-log2(e) and subtracts the number that the softmax subtracts from the row's scores. After terms they are in base 2: multiplied by log2(e), in fp32, so
-that P = 2^(score - m). For float32 inputs the rounding of this multiplication would be too coarse. The scores are then in base e (`natural`): P =
-e^(score - m), with the roundings of the textbook formula, the same in forward and backward. Wide scores (Problem.wide_scores: scores as large as fp32
-allows) are in base e, too, because a caller's bias may be the least float32, and this number times log2(e) overflows."""
+Scores are exponents, and this module returns them in one of three bases. Without a term they stay raw: one fma multiplies a raw score by
+softmax_scale * log2(e) and subtracts the number that the softmax subtracts from the row's scores. After terms they are in base 2: multiplied by
+log2(e), in fp32, so that P = 2^(score - m). For float32 inputs the rounding of this multiplication would be too coarse. The scores are then in base e
+(`natural`): P = e^(score - m), with the roundings of the textbook formula, the same in forward and backward. Wide scores (Problem.wide_scores: scores
+as large as fp32 allows) are in base e, too, because a caller's bias may be the lowest float32, and this number times log2(e) overflows."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Mapping
