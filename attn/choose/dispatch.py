@@ -191,7 +191,6 @@ def mma_slower(p:Problem, arch:Chip) -> str|None:
   return f"q, k and v are {p.dtype}: mma.sync multiplies them no faster than wgmma multiplies 16 bits; convert them to bfloat16"
 
 def wgmma_slower(p:Problem, arch:Chip) -> str|None:
-  if p.stored: return f"stored={p.stored!r}: this kernel has not run on a GPU yet with k and v of 8 bits; ATTN_KERNEL=forward_wgmma asks for it"
   rows = WgmmaTile(1, MMA["float16"].N).block_m
   return f"Sq={p.Sq}: a warpgroup has {rows} queries; forward_mma, with smaller tiles, is faster" if p.Sq < rows else None
 

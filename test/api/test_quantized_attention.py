@@ -133,11 +133,13 @@ def test_pages(arch:str, page:int, dtype:str) -> None:
     np.testing.assert_allclose(array(again), o, atol=2e-3)
 
 def test_a_chunk_of_a_prompt_by_wgmma() -> None:
-  """The kernel forward_wgmma, chosen by the environment variable ATTN_KERNEL, is right for a chunk of a prompt over 8-bit caches."""
-  with emulated("sm_90", "forward_wgmma"):
+  """A chunk of a prompt over 8-bit caches is right on sm_90, where the kernel forward_wgmma computes it."""
+  with emulated("sm_90"):
     x, (k, v) = drawn(80), stale()
     for i, j in ((0, 10), (10, 80)): got = array(attn.attention_with_kv_cache(*given(x, i, j), k, v, i))
     close(got, x[0][:, :, 10:], rows_in(k), rows_in(v), 80)
+    told = attn.explain(given(x, 10, 80)[0], k, v, kv_lengths=int32([80, 80]), causal=True)
+    assert "forward_wgmma on sm_90" in str(told)
 
 @pytest.mark.parametrize("axis, arch", ((0, "gfx942"), (1, "sm_90")))
 def test_on_two_devices(axis:int, arch:str) -> None:

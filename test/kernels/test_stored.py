@@ -195,8 +195,10 @@ FOR_PROMPTS: dict[str, dict] = {
   "bshd": dict(layout="bshd", D=128),
   "one tile": dict(Sk=20), "softcap": dict(softcap=5.0), "window": dict(window=(20, -1)),
   "bias": dict(extras=dict(bias=floats(1, 1, 70, 150))),
-  "sinks": dict(extras=dict(sinks=floats(4)), out_dtype="float32"),
-  "fp8": dict(stored="fp8e4m3", dtype="bfloat16"),
+  "alibi": dict(extras=dict(alibi_slopes=np.abs(floats(4))), causal=True), "sinks": dict(extras=dict(sinks=floats(4)), out_dtype="float32"),
+  "fp8": dict(stored="fp8e4m3", dtype="bfloat16"), "fp8 in pages of 32": dict(stored="fp8e4m3", Sk=160, page_size=32, D=128, causal=True),
+  "D of 256": dict(D=256, Sk=100, causal=True, H=2), "pages of 128": dict(D=96, Sk=256, page_size=128, causal=True, H=2),
+  "batch invariant": dict(Sk=200, B=2, batch_invariant=True, D=32),
   "dropout": dict(dropout_p=0.3, extras=dict(dropout_seed=np.array([3, 5], np.uint32)))}
 
 @pytest.mark.sample(5)
@@ -325,8 +327,10 @@ def test_refusals() -> None:
   for arch, kernel in (("gfx950", "dual_wave"), ("gfx942", "staggered"), ("sm_90", "three_pass")):
     reason = choose(p, get_chip(arch)).why_not(kernel)
     assert reason is None or "stored" in reason, reason
-  assert "stored='int8': this kernel has not run on a GPU yet" in str(choose(p, get_chip("sm_90")).why_not("forward_wgmma"))
-  assert choose(p, get_chip("sm_90")).kernel == "forward_mma" and choose(p, get_chip("gfx942")).kernel == "forward"
+  assert choose(p, get_chip("sm_90")).kernel == "forward_wgmma" and choose(p, get_chip("gfx942")).kernel == "forward"
+  for other, reason in (({"Sq": 63}, "Sq=63: a warpgroup has 64 queries"), ({"D": 72}, "D=72: must be a multiple of 16")):
+    found = choose(stored_problem(**{"Sq": 300, "D": 128, **other}), get_chip("sm_90"))
+    assert found.kernel == "forward_mma" and reason in str(found.why_not("forward_wgmma")), found
   with pytest.raises(NotImplementedError, match="stored='int8': keys and values that are stored in 8 bits have no gradient"):
     check_backward(p, choose(p, get_chip("gfx942")).work.tile)
   with pytest.raises(NotImplementedError, match="three_pass: stored='int8': tensor operations would hold"): choose(p, None)
