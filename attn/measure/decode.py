@@ -1,10 +1,10 @@
-"""Compares attn's decoding with that of PyTorch on the same NVIDIA GPU. `DEV=CUDA python -m attn.measure.decode [WORD ...]` prints a line for each
-problem whose name contains every WORD.
+"""Compares attn's decoding with that of PyTorch on the same NVIDIA GPU, and times attention of a chunk of a prompt over a cache. `DEV=CUDA python -m
+attn.measure.decode [WORD ...]` prints a line for each problem whose name contains every WORD.
 
 Times are device times of one step, measured by events around a graph of 100 steps that run one after another. Each time is a median over rounds. In a
 round attn and each peer are timed once, one after another. The peers are two backends of PyTorch's SDPA, FlashAttention-2 and cuDNN. The rate is the
 bytes of K and V, each read once, per second. `python -m attn.measure.decode 576` prints the problems of latent attention, for which PyTorch has no
-kernels.
+kernels. PyTorch is not timed with pages and with chunks of prompts either.
 
 `TUNE=1 DEV=CUDA python -m attn.measure.decode 576` instead times every tile that the kernels of latent attention may have. Each tile is timed with
 the number of key ranges (KV splits) that attn would choose for it. The command keeps the fastest tile in the user's cache, where later calls find it,
@@ -38,9 +38,10 @@ REPEATED = 2**24     # K and V repeat at most this many random numbers
 
 @dataclass(frozen=True)
 class DecodeStep:
-  """Decode step: one query for each of B sequences of `keys` keys. `page` is the number of rows in a page of the cache; 0 means a cache without
-  pages. With `v_dim`, V is the first `v_dim` columns of K; 0 means that V is a separate tensor. `bits` is 16 for a cache of float16, or 8 for a cache
-  of int8 with float32 scales."""
+  """Decode step: one query for each of B sequences of `keys` keys; or a chunk of a prompt: `queries` queries, the last
+  tokens of each sequence, under a causal mask. `page` is the number of rows in a page of the cache; 0 means a cache without pages. With `v_dim`, V is
+  the first `v_dim` columns of K; 0 means that V is a separate tensor. `bits` is 16 for a cache of float16, or 8 for a cache of int8 with float32
+  scales."""
   B: int
   H: int
   Hkv: int
@@ -49,9 +50,10 @@ class DecodeStep:
   page: int = 0
   v_dim: int = 0
   bits: int = 16
+  queries: int = 1
   def __str__(self) -> str:
     width = f"{self.D}/{self.v_dim}" if self.v_dim else f"{self.D}"
-    return f"({self.B}, {heads_text(self.H, self.Hkv)}, 1 x {self.keys}, {width})" + f" pages of {self.page}"*(self.page > 0) \
+    return f"({self.B}, {heads_text(self.H, self.Hkv)}, {self.queries} x {self.keys}, {width})" + f" pages of {self.page}"*(self.page > 0) \
            + " int8"*(self.bits == 8)
   @property
   def bytes_read(self) -> int:
@@ -60,14 +62,20 @@ class DecodeStep:
     of_row = stored + 2*(self.D - stored) + (BYTES["float32"] if stored else 0)
     return self.B*self.Hkv*self.keys*of_row*(1 if self.v_dim else 2)
   @property
-  def flops(self) -> int: return 2*self.B*self.H*self.keys*(self.D + (self.v_dim or self.D))
+  def flops(self) -> int:
+    """FLOPs of the scores that no mask hides: each query sees one key more than the query before it, and the last one sees all keys."""
+    scores = self.queries*self.keys - self.queries*(self.queries - 1)//2
+    return 2*self.B*self.H*scores*(self.D + (self.v_dim or self.D))
 
 LARGE_CACHES = DecodeStep(64, 32, 8, 4096), DecodeStep(1, 32, 8, 131072)
 OF_LATENT = tuple(DecodeStep(B, heads, 1, 4096, 576, page, v_dim=512) for B, heads, page in ((64, 128, 0), (64, 128, 64), (64, 16, 0), (1, 128, 0)))
+CHUNKS = (4, 32, 8, 4096, 64, 512), (4, 32, 8, 4096, 128, 512), (4, 32, 8, 4096, 256, 512), (1, 32, 8, 8192, 128, 2048), (1, 32, 8, 32768, 128, 512)
 DECODES = (DecodeStep(1, 32, 8, 16384), DecodeStep(1, 32, 8, 2048), DecodeStep(1, 32, 32, 16384), DecodeStep(128, 16, 1, 2048), *LARGE_CACHES,
            *(replace(row, page=page) for row in LARGE_CACHES for page in (16, 64)), *OF_LATENT,
            *(replace(row, page=page, bits=8) for row in LARGE_CACHES for page in (0, 16)),
-           *(replace(row, bits=8) for row in OF_LATENT))
+           *(replace(row, bits=8) for row in OF_LATENT),
+           *(DecodeStep(1, 32, 8, keys, bits=bits) for keys in (4096, 8192, 16384) for bits in (16, 8)),
+           *(DecodeStep(*row, bits=bits, queries=queries) for *row, queries in CHUNKS for bits in (16, 8)))
 
 def normal(*shape:int) -> Tensor:
   """Returns a tensor of normally distributed random numbers. At most REPEATED numbers are drawn; they repeat until they fill the shape."""
@@ -79,11 +87,12 @@ def normal(*shape:int) -> Tensor:
 def call_of(row:DecodeStep) -> CheckedCall:
   """Prepares a call of `attention` that does the decode step `row` on random numbers. The arguments are checked, but nothing runs yet. The pages of a
   paged cache are in random order."""
-  q, blocks, options = normal(row.B, row.H, 1, row.D), row.keys//row.page if row.page else 0, dict[str, Any]()
+  q, blocks, options = normal(row.B, row.H, row.queries, row.D), row.keys//row.page if row.page else 0, dict[str, Any]()
   shape = (row.B*blocks, row.page, row.Hkv, row.D) if row.page else (row.B, row.Hkv, row.keys, row.D)
   if row.page:
     order = np.random.default_rng(1).permutation(row.B*blocks).astype(np.int32).reshape(row.B, blocks)
     options |= {"block_table": Tensor(order).realize(), "kv_lengths": Tensor(np.full(row.B, row.keys, np.int32)).realize()}
+  if row.queries > 1: options["causal"] = True
   if row.v_dim:
     return prepare(q, latent_of_bits(normal(*shape), row.v_dim, row.bits), None, options_of("attention", {**options, "v_dim": row.v_dim}))
   k, v = (cache_of_bits(normal(*shape), row.bits) for _ in range(2))
@@ -128,9 +137,9 @@ def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
 
 def peer_timers(row:DecodeStep) -> dict[str, Callable[[], float]]:
   """Returns timers of a decode step by PyTorch's kernels, by the name of PyTorch's backend. Returns no timers for pages and for latent attention,
-  which PyTorch cannot compute."""
+  which PyTorch cannot compute, and for chunks of prompts."""
   import torch
-  if row.page or row.v_dim: return {}
+  if row.page or row.v_dim or row.queries > 1: return {}
   q, k, v = (torch.randn(row.B, h, n, row.D, device="cuda", dtype=torch.float16) for h, n in ((row.H, 1), (row.Hkv, row.keys), (row.Hkv, row.keys)))
   p = Problem(row.B, row.H, row.Hkv, 1, row.keys, row.D, row.D, softmax_scale=row.D**-.5)
   return {name: torch_graph_timer(run) for name, (run, _) in torch_peers(p, False, q, k, v).items()}

@@ -23,6 +23,7 @@ def test_long_keys(where:tuple[str, int], Sk:int) -> None:
 @pytest.mark.parametrize("row, kernel, text", (
   (DecodeStep(2, 16, 1, 128, 576, v_dim=512), "mla_mma", "(2, 16 on 1, 1 x 128, 576/512)"),
   (DecodeStep(2, 16, 1, 128, 576, 16, v_dim=512), "mla_mma", "(2, 16 on 1, 1 x 128, 576/512) pages of 16"),
+  (DecodeStep(2, 4, 2, 256, 64, queries=70), "forward_wgmma", "(2, 4 on 2, 70 x 256, 64)"),
   (DecodeStep(1, 4, 2, 4096, 64), "split_kv", "(1, 4 on 2, 1 x 4096, 64)")))
 def test_what_the_measurement_asks_for(row:DecodeStep, kernel:str, text:str) -> None:
   """Dispatch chooses the expected kernel for each problem that `python -m attn.measure.decode` times on a GPU."""
