@@ -40,11 +40,14 @@ FEW_QUERIES = (
   UpTo(256, MmaShape(1, 64, stages=2)),
 )
 
-# Rows of 8 bits take half of the shared memory. With more than two blocks on a multiprocessor, an H100 reads memory more slowly: at D = 128, 64
-# sequences of 4096 keys take 184 us with five stages (two blocks) and 203 us with three (three blocks).
+# 8-bit rows take half of the shared memory. Times on an H100 at D = 128, of 64 sequences of 4096 keys: 184 us with five stages of 64 keys, for which
+# two blocks fit on a multiprocessor; 203 us with three stages, three blocks. In pages of 16: 196 us with five stages, 192 us with two stages of 128
+# keys. One sequence of 4096 keys has too few blocks to fill the chip: 6.2 us with five stages, 6.0 us with four.
 FEW_QUERIES_OF_STORED = (
   UpTo(64, MmaShape(1, 128, stages=3)),
-  UpTo(128, MmaShape(1, 64, stages=5)),
+  UpTo(128, MmaShape(1, 128, stages=2), paged=True),
+  UpTo(128, MmaShape(1, 64, stages=5), large=True),
+  UpTo(128, MmaShape(1, 64, stages=4)),
   UpTo(256, MmaShape(1, 64, stages=2)),
 )
 
@@ -110,15 +113,16 @@ LATENT_MMA = (
   UpTo(576, MlaMmaShape(1, 64, 4)),
   UpTo(576, MlaMmaShape(1, 32, 2)))
 
-# Tiles of latent attention over a cache of 8 bits. With 64 rows and 64 keys, nvcc 13 spills 48 bytes.
+# Tiles of latent attention over a cache of 8 bits. With 64 rows and 64 keys, nvcc 13 spills 48 bytes. With 32 rows, 64 sequences of 4096 keys take
+# 104 us on an H100, and 115 us with 64 keys and 8 warps.
 LATENT_STORED_MMA = (
   UpTo(576, MlaMmaShape(4, 32, 2), beyond=32),
-  UpTo(576, MlaMmaShape(2, 64, 4), beyond=16),
   UpTo(576, MlaMmaShape(2, 32, 2), beyond=16),
   UpTo(576, MlaMmaShape(1, 64, 4)),
   UpTo(576, MlaMmaShape(1, 32, 2)))
 
-# Tiles for k and v of 8 bits. Chosen by the registers that nvcc 13 needs: scales take some of them. Not measured.
+# Tiles for k and v of 8 bits. Chosen by the registers that nvcc 13 needs: scales take some of them. On an H100 at D = 128, 2 x 96 was faster than
+# 3 x 64 and 2 x 64 in each of three chunks.
 FORWARD_WGMMA_STORED = (
   UpTo(64, WgmmaShape(2, 128)),
   UpTo(128, WgmmaShape(2, 96)),

@@ -69,13 +69,14 @@ class DecodeStep:
 
 LARGE_CACHES = DecodeStep(64, 32, 8, 4096), DecodeStep(1, 32, 8, 131072)
 OF_LATENT = tuple(DecodeStep(B, heads, 1, 4096, 576, page, v_dim=512) for B, heads, page in ((64, 128, 0), (64, 128, 64), (64, 16, 0), (1, 128, 0)))
-CHUNKS = (4, 32, 8, 4096, 64, 512), (4, 32, 8, 4096, 128, 512), (4, 32, 8, 4096, 256, 512), (1, 32, 8, 8192, 128, 2048), (1, 32, 8, 32768, 128, 512)
+CHUNKS = tuple(DecodeStep(B, 32, 8, keys, D, queries=queries) for B, queries, keys, D in (
+  (4, 512, 4096, 64), (4, 512, 4096, 128), (4, 512, 4096, 256), (4, 128, 4096, 128), (16, 64, 4096, 128), (1, 2048, 8192, 128), (1, 512, 32768, 128)))
 DECODES = (DecodeStep(1, 32, 8, 16384), DecodeStep(1, 32, 8, 2048), DecodeStep(1, 32, 32, 16384), DecodeStep(128, 16, 1, 2048), *LARGE_CACHES,
            *(replace(row, page=page) for row in LARGE_CACHES for page in (16, 64)), *OF_LATENT,
            *(replace(row, page=page, bits=8) for row in LARGE_CACHES for page in (0, 16)),
            *(replace(row, bits=8) for row in OF_LATENT),
            *(DecodeStep(1, 32, 8, keys, bits=bits) for keys in (4096, 8192, 16384) for bits in (16, 8)),
-           *(DecodeStep(*row, bits=bits, queries=queries) for *row, queries in CHUNKS for bits in (16, 8)))
+           *(replace(row, bits=bits) for row in CHUNKS for bits in (16, 8)))
 
 def normal(*shape:int) -> Tensor:
   """Returns a tensor of normally distributed random numbers. At most REPEATED numbers are drawn; they repeat until they fill the shape."""
