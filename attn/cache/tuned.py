@@ -17,7 +17,7 @@ from attn import values
 from attn.cache import user_cache
 from attn.chips import Chip
 from attn.chips.shapes import AnyShape, BackwardShape, ForwardShape, MlaMmaShape, MlaShape, UpTo
-from attn.kernels.tiles.plain import TiledBackwardTile, TiledTile
+from attn.kernels.tiles.plain import QUAD, TiledBackwardTile, TiledTile
 from attn.problem import Problem
 from attn.score.masks import hiding
 from attn.tinygrad_compat import TINYGRAD_VERSION, Device, device_of
@@ -60,8 +60,8 @@ Limits = dict[str, tuple[Any, ...]]
 
 RECTANGLES: Limits = {
   "down": (1, 2, 4, 8, 16, 32), "across": (1, 2, 4, 8, 16, 32), "walked": (4, 8, 16), "own": (4, 8, 16), "depth": (0, 4, 8, 16, 32, 64, 128),
-  "values": (0, 4, 8, 16, 32, 64, 128), "keeps_own": (False, True), "ahead": (False, True), "parts": (1, 2, 4, 8, 16), "columns": (0, 4, 8, 16),
-  "steps_at_once": (1, 2, 4, 8)}
+  "values": (0, 4, 8, 16, 32, 64, 128), "keeps_own": (False, True), "ahead": (False, True), "asynchronous": (False, True), "parts": (1, 2, 4, 8, 16),
+  "columns": (0, 4, 8, 16), "steps_at_once": (1, 2, 4, 8, 16)}
 LIMITS: dict[type, Limits] = {
   ForwardShape: {"matrix": (0, 1), "waves": (1, 2, 4, 8), "q_tiles": (1, 2), "block_n": (16, 32, 64, 128), "q_in_lds": (False, True),
                  "fenced": (False, True), "prefetch": (0, 1, 2)},
@@ -71,7 +71,7 @@ LIMITS: dict[type, Limits] = {
   MlaShape: {"matrix": (0, 1), "row_tiles": (4, 2, 1), "block_n": (32, 64), "key_parts": (1, 2, 4), "q_anew": (False, True), "fenced": (8,),
              "weight_parts": (1, 2), "prefetch": (1, 0)},
   MlaMmaShape: {"matrix": (0,), "row_tiles": (4, 2, 1), "block_n": (64, 32), "key_parts": (2, 1, 4, 8)},
-  TiledTile: RECTANGLES, TiledBackwardTile: {**RECTANGLES, "ahead": (False,), "keys": (False, True)}}
+  TiledTile: RECTANGLES, TiledBackwardTile: {**RECTANGLES, "ahead": (False,), "asynchronous": (False,), "keys": (False, True)}}
 
 def fields_of(row:UpTo[Any]) -> dict[str, Any]:
   """Returns the fields of a tile by name, in the form of the file of fastest tiles. `row` is a row of attn's tables of tiles: the sizes of a tile
@@ -110,6 +110,7 @@ def check_threads(row:UpTo[Any], arch:Chip, p:Problem) -> None:
   if tile.alone == bool(arch.lds): raise ValueError(f"tile {tile}: a workgroup of {arch.name} has {arch.lds} bytes of local memory")
   if tile.alone: whole = tile.keeps_own and not tile.ahead and tile.columns
   else: whole = tile.depth and tile.values and tile.parts == 1 and not tile.columns and tile.block_n % tile.values == 0
+  if tile.asynchronous: whole = whole and tile.keeps_own and not tile.ahead and tile.steps_at_once % QUAD == 0
   if not whole: raise ValueError(f"tile {tile}: its sizes contradict each other")
 
 def check_stamp(found:Any) -> None:

@@ -7,21 +7,31 @@ from dataclasses import replace
 from attn.cache import tuned
 from attn.chips import Chip
 from attn.chips.shapes import UpTo
-from attn.choose.rows import fitting
+from attn.choose.rows import fitting, in_units
 from attn.kernels.plain.rectangle import MAX_WIDTH
-from attn.kernels.tiles.plain import TiledBackwardTile, TiledTile
+from attn.kernels.tiles.plain import QUAD, TiledBackwardTile, TiledTile
 from attn.problem import Problem
 
 STEPS_AT_ONCE = 4     # steps of a product that are computed together: on an H200 D=128 takes 3.55 ms so, and 3.92 ms one by one
+MANY_BLOCKS = 600     # workgroups that fill an H100 at least twice, two to a multiprocessor
+
+def copied_by(down:int, across:int, walked:int, own:int, depth:int, values:int, steps:int) -> TiledTile:
+  """Makes a tile description with asynchronous copies of K and V, whose products compute `steps` steps together."""
+  return TiledTile(down, across, walked, own, depth, values, asynchronous=True, steps_at_once=steps)
 
 # the first row that fits is taken
 TILED = (
+  UpTo(64, copied_by(8, 16, 8, 8, 64, 64, 8), fills=MANY_BLOCKS),
+  UpTo(64, copied_by(16, 8, 8, 8, 32, 32, 8), large=True),
+  UpTo(128, copied_by(16, 16, 8, 8, 32, 32, 16), large=True),
+  UpTo(256, copied_by(16, 16, 8, 4, 32, 32, 8), large=True),
   UpTo(64, TiledTile(8, 16, 8, 8, 64, 64, ahead=True, steps_at_once=STEPS_AT_ONCE), large=True),
   UpTo(64, TiledTile(16, 16, 4, 4, 64, 64)),
   UpTo(128, TiledTile(16, 16, 8, 8, 32, 32, ahead=True, steps_at_once=STEPS_AT_ONCE), large=True),
   UpTo(128, TiledTile(16, 16, 8, 4, 64, 32)),
   UpTo(128, TiledTile(32, 16, 4, 4, 32, 16, ahead=True)),
   UpTo(256, TiledTile(16, 16, 8, 4, 32, 32, ahead=True, steps_at_once=STEPS_AT_ONCE)),
+  UpTo(MAX_WIDTH, copied_by(32, 8, 4, 4, 32, 16, 16)),
   UpTo(MAX_WIDTH, TiledTile(32, 8, 8, 4, 32, 16, ahead=True, steps_at_once=STEPS_AT_ONCE)),
   UpTo(MAX_WIDTH, TiledTile(32, 16, 8, 4, 16, 16, keeps_own=False, ahead=True)),
   UpTo(128, TiledTile(16, 16, 4, 4, 32, 32, keeps_own=False)),
@@ -31,11 +41,18 @@ TILED = (
 
 ALONE = TiledTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # for workgroups of one thread
 
+def copies_asynchronously(p:Problem, arch:Chip) -> bool:
+  """Returns whether a kernel of plain UOps can copy K and V to local memory by the chip's asynchronous copies: NVIDIA's copy 16 bytes without any
+  conversion, so every row must consist of whole units of 16 bytes."""
+  views = [view for view in (p.k_view, p.v_view) if view is not None]
+  return bool(arch.unit.mma) and p.dtype == "float32" and not p.stored and in_units(p, QUAD) and all(view.whole(QUAD) for view in views)
+
 def tiled_tile(p:Problem, arch:Chip) -> TiledTile:
-  """Chooses the tile description of the forward kernel of plain UOps: the one that a search with the environment variable TUNE=1 found, or else the
-  first one of the table that fits."""
+  """Chooses the tile description of the forward kernel in plain UOps: the first one that fits, of those that a search with TUNE=1 found and then of
+  the table. Leaves out asynchronous copies where the problem's rows or the chip do not allow them."""
   rows = (*tuned.kept_rows(p, arch, "tiled", TiledTile, tuned.check_threads), *(TILED if arch.lds else [UpTo(MAX_WIDTH, ALONE)]))
-  return next(fitting("tiled", p, arch, rows, lambda row: row.shape))
+  able = copies_asynchronously(p, arch)
+  return next(fitting("tiled", p, arch, [row for row in rows if able or not row.shape.asynchronous], lambda row: row.shape))
 
 # ***** backward *****
 

@@ -2,9 +2,9 @@
 from __future__ import annotations
 import itertools
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 from attn.chips import Chip
-from attn.choose.tiled_tiles import STEPS_AT_ONCE
+from attn.choose.tiled_tiles import STEPS_AT_ONCE, copies_asynchronously
 from attn.kernels.tiles.plain import LONG_SUM, TiledBackwardTile, TiledTile
 from attn.problem import Problem
 
@@ -25,10 +25,13 @@ def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
   """Returns the tile descriptions to time for `tiled`, the forward kernel without matrix instructions."""
   if not arch.lds: return space_alone(TiledTile)
   found = []
-  for (down, across), (walked, own), depth, ahead in itertools.product(THREADS_OF_TILED, ROWS_OF_TILED, DEPTHS_OF_TILED, (True, False)):
-    tile = TiledTile(down, across, walked, own, depth, depth, True, ahead, steps_at_once=STEPS_AT_ONCE)
+  ways: list[dict[str, Any]] = [{"ahead": True}, {}]
+  if copies_asynchronously(p, arch): ways += [{"asynchronous": True, "steps_at_once": n*STEPS_AT_ONCE} for n in (2, 4)]
+  for (down, across), (walked, own), depth, way in itertools.product(THREADS_OF_TILED, ROWS_OF_TILED, DEPTHS_OF_TILED, ways):
+    tile = TiledTile(down, across, walked, own, depth, depth, **{"steps_at_once": STEPS_AT_ONCE, **way})
+    if tile.asynchronous and tile.lds_bytes(p) > arch.lds: continue
     if tile.lds_bytes(p) > arch.lds: tile = replace(tile, keeps_own=False)
-    carried = depth*max(tile.block_n, tile.width(p.Dv))//tile.threads*2 if ahead else 0
+    carried = depth*max(tile.block_n, tile.width(p.Dv))//tile.threads*2 if tile.ahead else 0
     numbers = tile.own*(tile.walked*(2 if p.D > LONG_SUM else 1) + tile.width(p.Dv)//tile.down) + carried
     if tile.lds_bytes(p) <= arch.lds and numbers <= MOST_NUMBERS and tile.block_n % depth == 0: found.append(tile)
   return found

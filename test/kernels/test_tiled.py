@@ -18,20 +18,22 @@ from attn.api.launch import kernels
 from attn.chips import get_chip, other_chip
 from attn.choose.dispatch import KERNELS, _choose, forward_of
 from attn.choose.tiled_tiles import ALONE, TILED, tiled_tile
-from attn.emulator.checks import LdsRace
+from attn.emulator.checks import LdsRace, NotWaitedFor
 from attn.kernels.combine import combine, combine_arguments
 from attn.kernels.parts.grid.tensors import arguments
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.weights import dropout as kept
 from attn.kernels.plain.forward import PlainForward
+from attn.kernels.plain.rectangle import Rectangle
 from attn.kernels.tiles.plain import Sections, TiledTile
-from attn.ops import common as ops, dropout
+from attn.ops import common as ops, dropout, nvidia as nv
 from attn.ops.plain import plain
-from attn.problem import Problem
+from attn.ops.renderers import printer_of
+from attn.problem import Problem, Strided
 from attn.reference import exact
 from attn.score.alibi import alibi
 from attn.score.softcap import softcap
-from attn.tinygrad_compat import VECTORS, AxisType, Context, KernelInfo, Ops, Tensor, UOp, compiled, dtypes
+from attn.tinygrad_compat import VECTORS, AxisType, Context, KernelInfo, Ops, Tensor, UOp, compiled, dtypes, lower
 from attn.values import FLOATS
 from api_cases import check_attention, draw, emulated, floats, int32
 from cases import Inputs, array, expected, in_turn, normal, problem, tensor
@@ -172,6 +174,45 @@ def test_rows_that_are_no_multiple_of_four(D:int) -> None:
   elements that no code had written."""
   check(tile=ONE_THREAD, H=1, Sq=9, Sk=20, D=D, Dv=5, dtype="float32")
 
+# ***** asynchronous copies *****
+
+COPIED = TiledTile(4, 8, 4, 4, 8, 8, asynchronous=True, steps_at_once=8)      # K and V of a tile are copied in two portions each
+COPIED_WHOLE = replace(COPIED, depth=16, values=16)
+CASES_OF_COPIES: dict[str, dict[str, Any]] = {
+  "uneven": dict(H=4, Hkv=2, Sq=45, Sk=70, D=24, Dv=20, causal=True), "options": dict(B=2, H=4, Hkv=2, Sq=20, Sk=50, D=16, **MASKED),
+  "packed": dict(H=2, Hkv=1, Sq=11, Sk=13, D=16, **PACKED), "long sums": dict(H=1, Sq=33, Sk=40, D=256, Dv=16),
+  "key ranges": dict(H=2, Sq=20, Sk=70, D=16, Dv=8, causal=True, num_splits=3),
+  "dropout": dict(H=2, Hkv=1, Sq=9, Sk=50, D=16, dropout_p=0.3, extras={"dropout_seed": np.array([3, 5], np.uint32)})}
+
+@in_turn("name, on", CASES_OF_COPIES, (("sm_90", COPIED), ("sm_80", COPIED_WHOLE)))
+def test_asynchronous_copies(name:str, on:tuple[str, TiledTile]) -> None:
+  check(on[0], tile=on[1], dtype="float32", **CASES_OF_COPIES[name])
+
+STARTED = Rectangle.started
+FAULTS_OF_COPIES: dict[str, tuple[Any, str, Any]] = {
+  "no wait": (nv, "wait_copies", lambda after, but: nv.commit(after)),
+  "to the place that is read": (Rectangle, "started", lambda self, portion, place, *args: STARTED(self, portion, (place + 1)%2, *args))}
+
+@pytest.mark.usefixtures("without_places")
+@pytest.mark.parametrize("fault", FAULTS_OF_COPIES)
+def test_planted_fault_of_asynchronous_copies(fault:str, monkeypatch:pytest.MonkeyPatch) -> None:
+  """The emulator stops at a read of data that was not waited for. Each fault has its own problem, because tinygrad's cache keeps programs."""
+  monkeypatch.setattr(*FAULTS_OF_COPIES[fault])
+  with pytest.raises(NotWaitedFor):
+    check("sm_90", tile=COPIED, H=1, Sq=45 + list(FAULTS_OF_COPIES).index(fault), Sk=71, D=16, dtype="float32")
+
+def test_rows_that_are_no_whole_units_are_not_copied_asynchronously() -> None:
+  """NVIDIA's chips copy whole units of 16 bytes, without a conversion. Other rows are copied through registers, as all rows are on other chips."""
+  def tile(arch:str, **parameters:Any) -> TiledTile:
+    views = {name: parameters.pop(name) for name in ("k_view", "v_view") if name in parameters}
+    p = problem(**{**dict(H=256, Sq=512, Sk=512, D=64, dtype="float32"), **parameters})
+    return tiled_tile(replace(p, **views), get_chip(arch))
+  whole = Strided(256*512*64, 0, 0, 512*64, 64)
+  assert tile("sm_90").asynchronous and tile("sm_90", D=512, Dv=512).asynchronous and tile("sm_90", k_view=whole, v_view=whole).asynchronous
+  for arch, parameters in (("gfx942", {}), ("sm_90", {"D": 62}), ("sm_90", {"Dv": 6}), ("sm_90", {"dtype": "float16"}),
+                           ("sm_90", {"k_view": whole, "v_view": replace(whole, start=2)})):
+    assert not tile(arch, **parameters).asynchronous, (arch, parameters)
+
 # ***** planted faults *****
 
 def fault(name:str, change) -> None:
@@ -207,12 +248,19 @@ def customs(sink:UOp) -> list[UOp]: return [u for u in sink.toposort() if u.op i
 
 def test_the_kernel_is_plain_uops() -> None:
   p = problem(H=2, Sq=20, Sk=50, D=16, softcap=2.0, window=(9, 3), extras={"bias": floats(1, 1, 20, 50), "kv_lengths": int32(31)})
-  program = forward_of(p, get_chip("gfx1030"), SMALL)(*placeholders(p))
+  program = forward_of(p, other_chip("CL", 49152), SMALL)(*placeholders(p))
   q = replace(p, num_splits=2)
   args = [UOp.placeholder(shape, FLOATS[dtype], i) for i, (shape, dtype) in enumerate(combine_arguments(q).values())]
   merge = combine(q, get_chip("gfx1030"), 2)(*args)
   assert customs(merge) and not customs(plain(merge)) and not customs(program)
   assert not {u.dtype for u in program.toposort()} & set(VECTORS)
+
+def test_kernels_for_attns_renderers_keep_their_vectors() -> None:
+  """The kernel for a chip of attn's table has vectors, and at most two thirds as many UOps as the kernel of plain UOps for another chip."""
+  p = problem(H=2, Sq=20, Sk=50, D=16, dtype="float32")
+  ours, others = (lower(forward_of(p, chip, SMALL)(*placeholders(p)), printer_of("gfx1030"))
+                  for chip in (get_chip("gfx1030"), other_chip("CL", 49152)))
+  assert len(ours) < len(others)*2/3
 
 def operations(x:UOp, y:UOp, word:UOp, place:UOp, dtype:str) -> list[UOp]:
   """Applies each of attn's operations that can be written in plain UOps, such as exp2, softcap or the bits of dropout, and returns the list of

@@ -16,6 +16,7 @@ from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.memory.lanes import element_sum
 from attn.kernels.parts.program.blocks import trip_count
 from attn.kernels.parts.program.counts import ceildiv
+from attn.kernels.parts.program.statements import Statements
 from attn.kernels.parts.weights.dropout import KeptHere, kept_here
 from attn.kernels.parts.weights.epilogue import place_of_row
 from attn.kernels.plain.rectangle import Portion, Rectangle, grid_of
@@ -91,7 +92,8 @@ class PlainBackward(Rectangle):
                                                for n in (tile.walked, tile.columns, tile.walked, tile.walked, 1, 1, *columns))
     normalisers = (high, new.registers(quads, ops.f32(QUAD))) if p.wide_scores else (high,)
     head = group.first_head if tile.keys else None
-    return PlainBackward(tile, new, group, at, memory, apart, some, head, s, dp, PlainState(tuple(sums), normalisers, deltas), wanted)
+    state = PlainState(tuple(sums), normalisers, deltas)
+    return PlainBackward(tile, new, group, at, memory, apart, some, Statements.of(new), head, s, dp, state, wanted)
 
   # ***** rows *****
   @property

@@ -1,28 +1,28 @@
-"""Implementation of forward without matrix instructions, in UOps that every device of tinygrad can render, for every dtype of inputs and rows of at
-most MAX_WIDTH elements.
+"""Implementation of forward without matrix instructions, for every device of tinygrad, for every dtype of inputs and rows of at most MAX_WIDTH
+elements.
 
 The threads of a workgroup form a rectangle (rectangle.py). The threads compute S^T = K Q^T and O^T = V^T P^T, each as a sum of outer products. A
 thread computes some rows of S^T and of O^T. Of each of these rows it computes some quads (elements of four neighbouring queries). Local memory holds
-K and Q transposed, V not transposed, and P^T in the order in which it is computed. m is the maximum of the scores so far. For every tile of keys, O
-and the row sum l are rescaled to the new maximum.
+K and Q transposed, V not transposed, and P^T in the order in which it is computed; K that is copied asynchronously is not transposed. m is the
+maximum of the scores so far. For every tile of keys, O and the row sum l are rescaled to the new maximum.
 
-The kernel uses the operations of attn/ops, as all kernels do. `attn.ops.plain` turns these operations into UOps."""
+The kernel uses the operations of attn/ops, as all kernels do. For devices whose renderer does not know these operations, `attn.ops.plain` turns them
+into UOps."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from attn.chips import CHIPS, Chip
+from attn.chips import Chip
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.program.blocks import trip_count
 from attn.kernels.parts.program.counts import ceildiv
-from attn.kernels.parts.program.statements import Carried
+from attn.kernels.parts.program.statements import Carried, Statements
 from attn.kernels.parts.program.trips import TileLoop
 from attn.kernels.parts.weights.dropout import kept_here
-from attn.kernels.plain.rectangle import Portion, Rectangle, grid_of
+from attn.kernels.plain.rectangle import Portion, Rectangle, as_rendered, grid_of
 from attn.kernels.tiles.common import blocks_of_queries
 from attn.kernels.tiles.plain import QUAD, TiledTile
 from attn.ops import common as ops
-from attn.ops.plain import plain
 from attn.ops.softmax import LOWEST
 from attn.problem import Problem
 from attn.score.term import Row
@@ -74,7 +74,8 @@ class PlainForward(Rectangle):
     state = QueryState(acc, m, l, k, v, Ready())
     s, apart, some, top = (new.registers(n*quads, ops.f32(QUAD)) for n in (tile.walked, tile.walked, tile.columns, 1))
     group = Workgroup.of(p, arch, tile, args, grid, at)
-    return PlainForward(tile, new, replace(group, scores=replace(group.scores, natural=True)), at, memory, apart, some, None, s, top, state)
+    group, statements = replace(group, scores=replace(group.scores, natural=True)), Statements.of(new)
+    return PlainForward(tile, new, group, at, memory, apart, some, statements, None, s, top, state)
 
   @functools.cached_property
   def queries(self) -> list[Row]: return [self.group.row(self.in_block(j) + i) for j in self.quads for i in range(QUAD)]
@@ -94,7 +95,7 @@ class PlainForward(Rectangle):
 
   def scores(self, s:QueryState, t:UOp, masked:bool) -> tuple[QueryState, UOp]:
     """Computes S^T of tile t. If the kernel loads data to registers before it needs them (`tile.ahead`), also starts the loads of V. Returns the
-    state and a statement (an operation with a side effect): after it, local memory holds S^T, and the registers `top` hold the maximum score of each
+    state and a statement (an operation with a side effect): after it, S^T is computed, and the registers `top` hold the maximum score of each
     query so far."""
     s = s.after(*(self.fetched(self.first_of("v", t), s.v) if self.tile.ahead else []))
     return s, self.scored(s, t, list(s.ready.deps))
@@ -114,27 +115,22 @@ class PlainForward(Rectangle):
 
   def kernel(self, s:QueryState) -> UOp:
     group = self.group
-    made = group.kernel("tiled", self.outputs(s), self.tile.lds_bytes(self.p) if group.arch.unit.says_lds else 0)
-    return plain(made, group.arch.name in CHIPS)
+    return as_rendered(group.kernel("tiled", self.outputs(s), self.tile.lds_bytes(self.p) if group.arch.unit.says_lds else 0), group.arch,
+                       self.tile)
 
   # ***** parts of the steps *****
-  def first_of(self, tensor:str, t:UOp) -> Portion:
-    """Returns which data of tile t of K or V (`tensor`) is copied to local memory first. A tile is copied in several portions."""
-    tile, first = self.tile, self.group.scores.row(t*self.tile.block_n)
-    if tensor == "k": return Portion("walked", "k", first, UOp.const(0), tile.block_n)
-    return Portion("rows", "v", first, UOp.const(0), tile.values)
-
   def start(self, *deps:UOp) -> UOp:
-    """Returns the stores that give the row sums and maxima their values before the first key. If the kernel loads data to registers before it needs
-    them (`tile.ahead`), also loads the first portion of K to registers. The stores come after the operations `deps`."""
-    s = self.state.after(*deps)
-    first = self.fetched(self.first_of("k", self.group.walked.begin), s.k) if self.tile.ahead else []
+    """Returns the stores that give the row sums and maxima their values before the first key, after the operations `deps`. If the kernel loads or
+    copies data before it needs them (`tile.ahead`, `tile.asynchronous`), also starts this for the first portion of K."""
+    s, of_k, first = self.state.after(*deps), self.first_of("k", self.group.walked.begin), list[UOp]()
+    if self.tile.ahead: first = self.fetched(of_k, s.k)
+    if self.tile.asynchronous: first = [self.statements.first, self.committed(self.started(of_k, UOp.const(0), list(deps)))]
     return UOp.group(self.cleared(s.acc), *first,
                      *[x.store(ops.splat(value, QUAD)) for of, value in ((s.m, LOWEST), (s.l, 0.0)) for x in self.all(of)])
 
   def scored(self, state:QueryState, t:UOp, ready:list[UOp]) -> UOp:
-    """Computes S^T of tile t, and stores it where P^T will lie later in local memory, after the operations `ready`. Raises the thread's maxima to the
-    scores that it has computed. Returns the last operation."""
+    """Computes S^T of tile t, after the operations `ready`, and stores it to the registers `s`. A single thread, which computes a tile in parts,
+    stores it where P^T will lie later in its memory. Raises the thread's maxima to the scores that it has computed. Returns the last operation."""
     tile, began = self.tile, UOp.group(*[top.store(x.load()) for top, x in zip(self.each(self.top.after(*ready)), self.each(state.m))])
     part, loop = self.loop(tile.parts)
     s = self.product(self.s, "k", "q", "kept", t*tile.parts + part, [*ready, *loop], state.k if tile.ahead else None)
@@ -145,8 +141,9 @@ class PlainForward(Rectangle):
     rows = self.finished(raw, t*tile.parts + part)
     tops, to = self.each(self.top.after(began, *loop)), self.section("p", *ready, *loop)
     stores = [top.store(functools.reduce(ops.max_, [row[j] for row in rows], top.load())) for j, top in enumerate(tops)]
-    stores += [x for i, row in enumerate(rows) for j, y in enumerate(row)
-               for x in to.store_quad(part*tile.walked + self.result_row(i), self.in_block(j), y)]
+    for i, row in enumerate(rows):
+      for j, y in enumerate(row):
+        stores += to.store_quad(part*tile.walked + self.result_row(i), self.in_block(j), y) if tile.alone else [s[i*len(row) + j].store(y)]
     return UOp.group(*stores).end(*loop)
 
   def finished(self, rows:list[list[UOp]], t:UOp) -> list[list[UOp]]:
@@ -162,14 +159,15 @@ class PlainForward(Rectangle):
     return ops.exp2(ops.mul(ops.sub(x, top), self.part_scores.to_log2))
 
   def weights(self, l:UOp, tops:list[UOp], t:UOp, ready:list[UOp]) -> UOp:
-    """Replaces the scores that this thread has stored to local memory by P^T after dropout, after the operations `ready`. `tops` are the maxima of
+    """Stores P^T of the scores that this thread has computed, after dropout, to local memory, after the operations `ready`. `tops` are the maxima of
     the thread's queries. Adds P before dropout to the row sums `l`. Returns the last operation."""
     tile = self.tile
     four, loop = self.loop(tile.block_n//QUAD) if tile.alone else (UOp.const(0), [])
     rows = [four*QUAD + i for i in range(QUAD)] if tile.alone else [self.result_row(i) for i in range(tile.walked)]
     p, stores = self.section("p", *ready, *loop), []
     first = self.group.scores.row(t*tile.block_n)
-    scores = [[p.quad(x, self.in_block(j)) for j in self.quads] for x in rows]
+    s, n = self.s.after(*ready), len(self.quads)
+    scores = [[p.quad(x, self.in_block(j)) if tile.alone else s[i*n + j].load() for j in self.quads] for i, x in enumerate(rows)]
     weights = [[self.weight(y, top) for y, top in zip(row, tops)] for row in scores]
     for j, part in enumerate(self.each(l.after(*loop))): stores.append(part.store(functools.reduce(ops.add, [w[j] for w in weights], part.load())))
     if self.p.stored:

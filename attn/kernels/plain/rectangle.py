@@ -5,8 +5,9 @@ rows of the tiles are the walked rows. There are two kinds of products. Scores h
 over the walked rows, such as O or a gradient, is computed transposed: it has a row for each element of a row of O, and a column for each own row. The
 threads of the workgroup form a rectangle: `down` threads along the rows of the product, and `across` threads along the own rows. Each thread computes
 some rows of a product. Of each of these rows the thread holds some quads in fp32 registers. A quad has the elements of four neighbouring own rows. A
-step of the product reads one row of each operand from local memory, which holds both operands in fp32. For scores, both operands lie transposed. For
-a sum over the walked rows, the left operand is not transposed, and the right operand is the weights in the order in which they were computed.
+step of the product reads one row of each operand from local memory, which holds both operands in fp32. For scores, both operands lie transposed; only
+rows that are copied asynchronously do not. For a sum over the walked rows, the left operand is not transposed, and the right operand is the weights
+in the order in which they were computed.
 
 On a CPU a workgroup is a single thread, which computes the products in this way, too. The thread's own memory takes the place of local memory. The
 thread reads the walked rows directly from global memory. Many threads would compute the pieces of a product at the same time; the single thread
@@ -16,17 +17,19 @@ import functools, itertools, math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
-from attn.chips import Chip
+from attn.chips import CHIPS, Chip
 from attn.kernels.parts.grid.workgroup import Grid, Workgroup
+from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.memory.lanes import OwnKeys, ThreadPlace
 from attn.kernels.parts.memory.rows import GlobalRows
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.program.counts import ceildiv
-from attn.kernels.parts.program.statements import workgroup_barrier
+from attn.kernels.parts.program.statements import Statements, workgroup_barrier
 from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.tiles.plain import LONG_SUM, QUAD, RectangleTile, SectionShape, Sections
-from attn.ops import common as ops
+from attn.ops import common as ops, nvidia as nv
 from attn.ops.formats import FORMATS
+from attn.ops.plain import plain
 from attn.problem import Problem
 from attn.score.masks import hides_some
 from attn.tinygrad_compat import AxisType, UOp, dtypes
@@ -50,18 +53,38 @@ def for_rectangles(kernel_of:Callable[..., Callable[..., UOp]]) -> Callable[...,
     return functools.cache(kernel_of(p, *how))
   return checked
 
+def as_rendered(sink:UOp, arch:Chip, tile:RectangleTile) -> UOp:
+  """Returns the kernel `sink` in the form that the chip's renderer takes. attn's own renderers take the operations of attn/ops, whose values are
+  vectors: such a kernel has a third as many UOps to lower. All other renderers take plain UOps only. So does a kernel of a single thread, whose own
+  memory takes the place of local memory and has no vectors."""
+  ours = arch.name in CHIPS
+  return sink if ours and not tile.alone else plain(sink, checked=ours)
+
 # ***** local memory *****
 
 @dataclass(frozen=True)
 class Section:
   """A matrix in local memory. The matrix begins at the float with index `base`."""
   memory: UOp
-  base: int
+  base: int|UOp
   shape: SectionShape
   def place(self, row:UOp, column:UOp) -> UOp: return self.memory[row*self.shape.pitch + column + self.base]
-  def number(self, row:UOp, column:UOp) -> UOp: return self.place(row, column).load()
-  def quad(self, row:UOp, column:UOp) -> UOp: return ops.build(*[self.number(row, column + i) for i in range(QUAD)])
-  def store_quad(self, row:UOp, column:UOp, x:UOp) -> list[UOp]: return [self.place(row, column + i).store(ops.extract(x, i)) for i in range(QUAD)]
+  def rows_of_numbers(self, rows:list[UOp], columns:list[UOp]) -> list[list[UOp]]:
+    """Loads the numbers in the given columns of each of the rows. Columns come in groups of four neighbours."""
+    quads = [[self.quad(row, column) for column in columns[::QUAD]] for row in rows]
+    return [[ops.extract(quad, i) for quad in of_row for i in range(QUAD)] for of_row in quads]
+  def place_of_quad(self, row:UOp, column:UOp) -> UOp:
+    return self.memory.bitcast(ops.f32(QUAD))[row*(self.shape.pitch//QUAD) + column//QUAD + self.base//QUAD]
+  def quad(self, row:UOp, column:UOp) -> UOp: return self.place_of_quad(row, column).load()
+  def store_quad(self, row:UOp, column:UOp, x:UOp) -> list[UOp]: return [self.place_of_quad(row, column).store(x)]
+
+@dataclass(frozen=True)
+class Turned(Section):
+  """The transpose of a matrix in local memory."""
+  def rows_of_numbers(self, rows:list[UOp], columns:list[UOp]) -> list[list[UOp]]:
+    """Loads the numbers in the given columns of each of the rows. Rows come in groups of four neighbours."""
+    quads = [[self.quad(column, row) for column in columns] for row in rows[::QUAD]]
+    return [[ops.extract(quad, i) for quad in of_rows] for of_rows in quads for i in range(QUAD)]
 
 @dataclass(frozen=True)
 class GlobalOperand:
@@ -74,6 +97,7 @@ class GlobalOperand:
   width: int              # elements of a row
   element: Callable[[UOp, UOp, UOp], UOp]     # loads an element, in fp32: the element of a column, of the row whose number is the sum of two
   column: UOp|int = 0     # first column in the tensor
+  def rows_of_numbers(self, rows:list[UOp], columns:list[UOp]) -> list[list[UOp]]: return [[self.number(row, x) for x in columns] for row in rows]
   def number(self, row:UOp, column:UOp) -> UOp:
     row, column = (column, row + self.column) if self.turned else (row, column + self.column)
     x = self.element((self.first + row).minimum(self.source.count - 1).maximum(0), UOp.const(0), column.minimum(self.width - 1))
@@ -98,6 +122,18 @@ def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
   parts = p.B if p.kv_lengths or p.varlen else 1
   return parts*blocks, heads//parts
 
+LANES_DOWN, LANES_ACROSS = 4, 8     # the rectangle of 32 neighbouring threads
+
+def place_in_rectangle(tile:RectangleTile, thread:UOp) -> tuple[UOp, UOp]:
+  """Returns the row and the column of a thread in the rectangle. With asynchronous copies, 32 neighbouring threads form a small rectangle: threads 2n
+  and 2n + 1 are neighbours in one column, and threads n and n + 2 mostly in one row, so that neighbours read the same quads from local memory. On an
+  H100 a kernel for D = 64 was 1.2 times as fast so."""
+  if not tile.asynchronous: return thread//tile.across, thread%tile.across
+  down, across = math.gcd(LANES_DOWN, tile.down), math.gcd(LANES_ACROSS, tile.across)
+  near, (number, lane) = math.gcd(2, down), (thread//(down*across), thread%(down*across))
+  h, x = lane//(near*across)*near + lane%near, lane//near%across
+  return number//(tile.across//across)*down + h, number%(tile.across//across)*across + x
+
 def grid_of(p:Problem, arch:Chip, tile:RectangleTile, blocks:int, heads:int) -> tuple[Grid, ThreadPlace]:
   """Returns the grid and the thread's position in it. Each workgroup owns one of the `blocks` blocks of rows of one of the `heads` heads (counted
   over batches). A device without workgroups, such as a CPU, computes one part after another: a part owns one block of rows and loops over some heads
@@ -107,11 +143,12 @@ def grid_of(p:Problem, arch:Chip, tile:RectangleTile, blocks:int, heads:int) -> 
     parts, together = serial_items(p, blocks, heads)
     part, head = new.range(parts, AxisType.GLOBAL), new.range(together, AxisType.LOOP)
     groups = heads//together
-    return Grid(new, (part, head), part%groups*together + head, part//groups, here, here), ThreadPlace(here, here, 1, own)
+    return Grid(new, (part, head), part%groups*together + head, part//groups, here, here), ThreadPlace(here, here, here, own)
   block, head = new.range(blocks, AxisType.GLOBAL), new.range(heads, AxisType.GLOBAL)
-  if tile.alone: return Grid(new, (block, head), head, block, here, here), ThreadPlace(here, here, 1, own)
-  x, h = new.range(tile.across, AxisType.WARP), new.range(tile.down, AxisType.WARP)
-  return Grid(new, (block, head, x, h), head, block, x, h), ThreadPlace(h, x, tile.across, own)
+  if tile.alone: return Grid(new, (block, head), head, block, here, here), ThreadPlace(here, here, here, own)
+  thread = new.range(tile.threads, AxisType.WARP)
+  h, x = place_in_rectangle(tile, thread)
+  return Grid(new, (block, head, thread), head, block, thread, here), ThreadPlace(h, x, thread, own)
 
 @dataclass(frozen=True)
 class Rectangle:
@@ -123,6 +160,7 @@ class Rectangle:
   memory: UOp        # local memory; for a single thread, the thread's own memory
   apart: UOp         # registers for one part of a long sum
   some: UOp          # registers for one block of columns of a sum, if a thread goes through several blocks
+  statements: Statements
   head: UOp|None     # the head whose queries are walked over, if keys are owned
 
   # ***** sizes and places *****
@@ -214,10 +252,11 @@ class Rectangle:
       done = self.outer_products(acc, where, mine, self.section(kept, *now), first, depth)
     else:
       portion = Portion("walked", walked, self.group.scores.row(t*n), first, n)
-      stores = self.brought(portion, replace(portion, column=(step + 1)*depth) if tile.steps(width) > 1 else None, now, ahead)
-      if not tile.keeps_own: stores.append(self.carried(Portion("own", own, self.group.first_row, first, tile.block_m), now))
+      copied = [] if tile.keeps_own else [self.carried(Portion("own", own, self.group.first_row, first, tile.block_m), now)]
+      later, of_v = replace(portion, column=(step + 1)*depth), self.first_of("v", t)
+      left, there = self.arriving(portion, later, of_v, (step, tile.steps(width)), now, copied, ahead)
       lies, from_row = (kept, first) if tile.keeps_own else ("own", UOp.const(0))
-      done = self.outer_products(acc, self.section("walked", *now, *stores), mine, self.section(lies, *now, *stores), from_row, depth)
+      done = self.outer_products(acc, left, mine, self.section(lies, *there), from_row, depth)
     if long:
       so_far, part = (self.all(x) for x in (to.after(zeroed, *loop), self.apart.after(done)))
       done = UOp.group(*[x.store(ops.add(x.load(), y.load())) for x, y in zip(so_far, part)])
@@ -244,9 +283,9 @@ class Rectangle:
       return UOp.group(*[x.store(y.load()) for x, y in zip(self.block_of(acc.after(*blocks), block), self.all(to.after(done)))]).end(*blocks)
     step, loop = self.loop(parts := tile.block_n//tile.values)
     now, portion = [*ready, *loop], Portion("rows", tensor, first + step*tile.values, UOp.const(0), tile.values)
-    stores = self.brought(portion, replace(portion, first=portion.first + tile.values) if parts > 1 else None, now, ahead)
-    left, right = (self.section(name, *now, *weighed, *stores) for name in ("rows", weights))
-    return self.outer_products(begun.after(*loop), left, own, right, step*tile.values, tile.values).end(*loop)
+    later, of_k = replace(portion, first=portion.first + tile.values), self.first_of("k", t + 1)
+    left, there = self.arriving(portion, later, of_k, (step, parts), now, weighed, ahead)
+    return self.outer_products(begun.after(*loop), left, own, self.section(weights, *there), step*tile.values, tile.values).end(*loop)
 
   def outer_products(self, acc:UOp, left:Section|GlobalOperand, columns:list[UOp], right:Section, first:UOp, n:int) -> UOp:
     """Adds to the registers `acc` the outer products of row i of `left` and row `first` + i of `right`, for i from 0 to n - 1. `columns` are the
@@ -255,12 +294,19 @@ class Rectangle:
     k = self.new.range(n//together, AxisType.LOOP)
     places = [acc.after(k)[i] for i in range(len(columns)*len(self.quads))]
     sums = [place.load() for place in places]
-    for step in [k*together + i for i in range(together)]:
-      quads, numbers = [right.quad(first + step, self.in_block(j)) for j in self.quads], [left.number(step, x) for x in columns]
+    steps = [k*together + i for i in range(together)]
+    for step, numbers in zip(steps, left.rows_of_numbers(steps, columns)):
+      quads = [right.quad(first + step, self.in_block(j)) for j in self.quads]
       sums = [ops.add(x, ops.mul(y, number)) for x, (number, y) in zip(sums, itertools.product(numbers, quads))]
     return UOp.group(*[place.store(x) for place, x in zip(places, sums)]).end(k)
 
   # ***** from global to local memory *****
+  def first_of(self, tensor:str, t:UOp) -> Portion:
+    """Returns which data of tile t of K or V (`tensor`) is copied to local memory first. A tile is copied in several portions."""
+    tile, first = self.tile, self.group.scores.row(t*self.tile.block_n)
+    if tensor == "k": return Portion("walked", "k", first, UOp.const(0), tile.block_n)
+    return Portion("rows", "v", first, UOp.const(0), tile.values)
+
   def converted(self, tensor:str) -> Callable[[UOp], UOp]:
     """Returns the function that converts an element of the tensor `tensor` to fp32. dO is first rounded to the inputs' dtype, as in the kernels with
     matrix instructions."""
@@ -285,6 +331,7 @@ class Rectangle:
   def units(self, portion:Portion) -> int:
     """Returns the number of quads (four neighbouring elements) in one row of the data `portion`."""
     shape = self.sections.shapes[portion.section]
+    if self.tile.asynchronous and portion.section == "walked": return self.tile.depth_of(self.p.D)//QUAD
     return (shape.rows if shape.turned else self.tile.width(self.width_of(portion.tensor)))//QUAD
 
   def quads_carried(self, portion:Portion) -> int:
@@ -329,6 +376,47 @@ class Rectangle:
     places = [place for j in range(self.quads_carried(portion)) for _, place in self.quad_of(portion, UOp.const(j))]
     stores = UOp.group(*[to.memory[place].store(now[i].load()) for i, place in enumerate(places)])
     return [stores, *(self.fetched(then, ahead.after(stores)) if then is not None else [])]
+
+  # ***** asynchronous copies *****
+  def started(self, portion:Portion, place:UOp, ready:list[UOp], gate:UOp|None=None) -> UOp:
+    """Starts this thread's asynchronous copies of `portion` to local memory, if `gate` is true, after the operations `ready`. `place` is the index of
+    the place that the portion gets in its section. Elements that do not exist become 0. Returns the statements."""
+    threads, rows, to = self.tile.threads, self.rows_of(portion.tensor), self.section(portion.section, *ready)
+    units, pitch, copies = self.units(portion), to.shape.pitch//QUAD, list[UOp]()
+    regular = threads % units == 0 and rows.regular      # the copies of a thread are at constant distances
+    for j in range(self.quads_carried(portion)):
+      moved, index = (j*(threads//units), self.at.thread) if regular else (0, j*threads + self.at.thread)
+      row, unit = index//units, index%units
+      there = (portion.first + row + moved < rows.count) & (portion.column + unit*QUAD < rows.width)
+      mine = row + moved < portion.n if portion.n*units % threads else UOp.const(True)
+      source = rows.buffer[rows.start(portion.first, row) + portion.column + unit*QUAD]
+      at = to.memory.bitcast(ops.u32(QUAD))[(place*portion.n + row)*pitch + unit + to.base//QUAD]
+      further = UNIT_BYTES*moved*pitch, rows.size*moved*rows.stride
+      copies.append(nv.copy(at, source, further, there.where(UNIT_BYTES, 0), mine if gate is None else mine & gate, UNIT_BYTES))
+    return UOp.group(*map(self.statements.do, copies))
+
+  def committed(self, *copies:UOp) -> UOp:
+    """Makes one group of asynchronous copies, for which a thread can wait. Returns the statement."""
+    return self.statements.do(nv.commit(self.statements.after(*copies).done), *copies)
+
+  def arriving(self, now:Portion, later:Portion, other:Portion, at:tuple[UOp, int], ready:list[UOp], further:list[UOp],
+               ahead:UOp|None) -> tuple[Section, list[UOp]]:
+    """Brings the portion `now` to local memory in step s of n, where `at` is (s, n), after the operations `ready`. Returns its section, and the
+    operations after which sections may be read: among them `further`, which other sections wait for. Asynchronous copies have brought the portion
+    already. The next ones start as soon as all threads have it, while they compute: those of `later`, the portion of the next step, or in the last
+    step those of `other`, the first portion of another section. In other kernels, loads of `later` to the registers `ahead` start if they run
+    ahead."""
+    step, steps = at
+    if not self.tile.asynchronous:
+      stores = self.brought(now, later if steps > 1 else None, ready, ahead)
+      return self.section(now.section, *ready, *further, *stores), [*ready, *further, *stores]
+    waits, last = self.statements.after(*ready, *further), step.eq(steps - 1)
+    met = self.barrier(waits.do(nv.wait_copies(waits.done, 0), *ready, *further))
+    copies = [self.started(other, UOp.const(0), [met], last if steps > 1 else None)]
+    if steps > 1: copies.append(self.started(later, (step + 1)%2, [met], step < steps - 1))
+    there, section = [met, self.committed(*copies)], self.sections.shapes[now.section]
+    place = self.sections.places[now.section] + step%2*(now.n*section.pitch)
+    return (Turned if now.section == "walked" else Section)(self.memory.after(*there), place, section), there
 
   def over_threads(self, parts:list[UOp], join:Callable[[UOp, UOp], UOp], ready:list[UOp], *done:UOp) -> tuple[list[UOp], list[UOp]]:
     """Combines the numbers that several threads have for the same row into one number, by `join`, such as a sum or a maximum. `parts` has this

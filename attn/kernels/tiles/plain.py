@@ -74,6 +74,7 @@ class RectangleTile:
   values: int     # walked rows that are in local memory at a time, not transposed
   keeps_own: bool = True   # the own rows stay in local memory, as a whole
   ahead: bool = False      # loads run ahead: the data that local memory receives next is loaded during the products
+  asynchronous: bool = False   # walked rows are copied to local memory by NVIDIA's asynchronous copies, during the products
   parts: int = 1           # parts of a tile's rows, which a thread goes through one after another
   columns: int = 0         # columns of O or of a gradient that a thread has in registers at a time; 0: all its columns
   steps_at_once: int = 1   # steps of a product in one iteration of its loop, if this divides the number of steps
@@ -114,12 +115,18 @@ class RectangleTile:
     own = SectionShape(self.depth*(not self.keeps_own), self.block_m + TURNED_PADDING, turned=True)
     walked = SectionShape(self.depth*shared, self.block_n + TURNED_PADDING, turned=True)
     return {"own": own, "walked": walked}, {"rows": SectionShape(self.values*shared, self.width(width))}
+  def copied(self, p:Problem) -> dict[str, SectionShape]:
+    """Returns the sections for walked rows that are copied asynchronously: some elements of the keys of a tile, and some rows of V. If a tile is
+    copied in several portions, a section has two places, of which each has room for a portion."""
+    places_of_k, places_of_v = (min(2, n) for n in (self.steps(p.D), self.block_n//self.values))
+    return {"walked": SectionShape(places_of_k*self.block_n, self.depth_of(p.D) + TURNED_PADDING),
+            "rows": SectionShape(places_of_v*self.values, self.width(p.Dv))}
   def sections(self, p:Problem) -> Sections: raise NotImplementedError("each kernel's tile says what lies in local memory")
   def lds_bytes(self, p:Problem) -> int: return 0 if self.alone else 4*self.sections(p).floats
   @property
   def options(self) -> str:
     """Text that names the options of this tile description whose values are not the default."""
-    return " ".join(["own rows in parts"]*(not self.keeps_own) + ["ahead"]*self.ahead)
+    return " ".join(["own rows in parts"]*(not self.keeps_own) + ["ahead"]*self.ahead + ["asynchronous"]*self.asynchronous)
   def __str__(self) -> str:
     return f"{self.block_m}x{self.block_n} " + ("1 thread" if self.alone else f"{self.down}x{self.across} threads of {self.walked}x{self.own}")
 
@@ -128,10 +135,10 @@ class TiledTile(RectangleTile):
   """Tile description of the forward kernel in plain UOps. A workgroup owns queries and loops over keys."""
   kernel: ClassVar[str] = "tiled"
   def sections(self, p:Problem) -> Sections:
-    """Sections (matrices) of local memory. Section `p` holds first S^T, and then P^T. In section `exchanged` each thread stores one number for each
-    of its queries."""
+    """Sections (matrices) of local memory. Section `p` holds P^T, and for a single thread first S^T. In section `exchanged` each thread stores one
+    number for each of its queries."""
     rest = {"p": SectionShape(self.block_n, self.block_m), "exchanged": SectionShape(0 if self.alone else self.down, self.block_m)}
-    return Sections({"kept": self.kept_rows(p.D)}, self.turns(p.Dv), rest)
+    return Sections({"kept": self.kept_rows(p.D)}, (self.copied(p),) if self.asynchronous else self.turns(p.Dv), rest)
 
 @dataclass(frozen=True)
 class TiledBackwardTile(RectangleTile):

@@ -71,10 +71,8 @@ class ThreadPlace:
   `x` its index along the queries (across)."""
   h: UOp
   x: UOp
-  across: int
+  thread: UOp
   matrix: OwnKeys
-  @property
-  def thread(self) -> UOp: return self.h*self.across + self.x
 
 # ***** sums *****
 
