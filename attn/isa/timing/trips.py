@@ -171,8 +171,8 @@ def _use(found:Run) -> float:
   return sum(1 - u.idle(found.begin, found.end)/(found.end - found.begin) for u in used)/len(used)
 
 def _beside(blocks:Sequence[Block], loops:Sequence[Loop], loop:Loop) -> Loop:
-  """Finds the loop that the other half of a workgroup's waves run while one half runs `loop`: a loop with the same matrix work and the same number of
-  barriers, such that no wave runs both loops in the same iteration of a loop around them. Returns `loop` itself if there is no such loop."""
+  """Finds the loop that one half of a workgroup's waves runs while the other half runs `loop`. Such a loop has the same matrix work and the same
+  number of barriers as `loop`, and no wave runs both loops in one iteration of an outer loop. Returns `loop` itself if there is no such loop."""
   def traits(x:Loop) -> tuple[int, int]:
     return sum(blocks[b].flops for b in x.body), sum(i.kind == "barrier" for b in x.body for i in blocks[b].instructions)
   def leads(a:Loop, b:Loop) -> bool:

@@ -65,8 +65,8 @@ class AmdBias:
   def begin(self) -> Any: return self.of.begin()
 
   def walk(self, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:
-    """Loops over all scores to which the workgroup's block of the bias is added, tile by tile. Calls `work(state, trip)` for each tile, which returns
-    the state after its work on this tile. Returns the state after the last tile."""
+    """Loops over all scores to which the workgroup's block of the bias is added, tile by tile. Calls `work(state, trip)` for each tile; `work`
+    returns the state after its work on this tile. Returns the state after the last tile."""
     if self.bias.one_trip: return self.over_keys(self.of, s, self.bias.first_trip, work)
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s

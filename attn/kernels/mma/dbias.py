@@ -64,8 +64,8 @@ class MmaBias:
 
   def walk(self, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:
     """Loops over all scores to which the elements of the bias that this thread block owns are added, tile by tile. Calls `work(state, trip)` for each
-    part of a tile, which returns the state after its work on this part. An iteration of the outer loop, over groups of queries, begins when all reads
-    of the iteration before are done. Returns the state after the last tile."""
+    part of a tile; `work` returns the state after its work on this part. An iteration of the outer loop, over groups of queries, begins when all
+    reads of the iteration before are done. Returns the state after the last tile."""
     if self.bias.one_trip: return self.over_keys(self.of, s, self.bias.first_trip, work)
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s

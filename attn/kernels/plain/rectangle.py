@@ -179,7 +179,7 @@ class Rectangle:
     return scores if self.head is None else scores.of_head(self.head)
   @property
   def masked(self) -> bool:
-    """Whether the kernel applies masks. It need not if every row of every tile exists and no mask hides a score."""
+    """Whether the kernel applies masks. Masks are not needed if every row of every tile exists and no mask hides a score."""
     return hides_some(self.group.scores.walk, self.tile.block_n)
   @property
   def items(self) -> list[UOp]:

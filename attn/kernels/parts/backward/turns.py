@@ -61,17 +61,17 @@ class Turns:
     return seen.end - 1 - block if hiding(group.p).after else block - seen.begin
 
   def begin(self, head:UOp, i:UOp, done:UOp) -> UOp:
-    """Begins a turn, the period in which the wave may add to dQ of some tiles of queries, if the tile of iteration i is the first of these tiles or
-    the workgroup's first tile: waits until all blocks that have this turn earlier have ended it. `head` is the query head. Returns a statement (an
-    operation with a side effect) that is executed after the operation `done`."""
+    """Begins a turn, the period in which the wave may add to dQ of some tiles of queries: waits until all blocks that have this turn earlier have
+    ended it. Does this only if the tile of iteration i is the first of these tiles, or the workgroup's first tile. `head` is the query head. Returns
+    a statement (an operation with a side effect) that is executed after the operation `done`."""
     tile = self.group.scores.tile(i)
     begins = tile.eq(self.turn(tile)) | i.eq(self.group.walked.begin)
     return atomics.await_turn(self.counter(head, tile), self.number(i, tile), self.first & begins, done)
   def end(self, head:UOp, i:UOp, done:UOp, last:bool=False) -> UOp:
-    """Ends a turn, the period in which the wave may add to dQ of some tiles of queries, if the tile of iteration i is the last of these tiles, or if
-    `last` says that it is the workgroup's last tile: adds 1 to the counter for which the next block waits. Does nothing if iteration i comes before
-    the workgroup's loop. `head` is the query head. Returns a statement (an operation with a side effect) that is executed after the operation `done`,
-    at which the wave's additions to this tile must be complete."""
+    """Ends a turn, the period in which the wave may add to dQ of some tiles of queries: adds 1 to the counter for which the next block waits. Does
+    this only if the tile of iteration i is the last of these tiles, or if `last` says that it is the workgroup's last tile; and never if iteration i
+    comes before the workgroup's loop. `head` is the query head. Returns a statement (an operation with a side effect) that is executed after the
+    operation `done`, at which the wave's additions to this tile must be complete."""
     tile = self.group.scores.tile(i)
     ends = UOp.const(True) if last else (tile + 1).eq(self.turn(tile + 1))
     return atomics.pass_turn(self.counter(head, tile), self.first & ends & (i >= self.group.walked.begin), done)

@@ -110,10 +110,10 @@ class SwizzledRows(CopiedLayout):
   def place(self, row:UOp, unit:UOp) -> UOp:
     return (self.base + row*self.stride).cast(dtypes.int) + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
   def further(self, row:UOp, unit:UOp, rows:int, units:int) -> tuple[UOp, int]:
-    """Returns the place of a 16-byte unit in shared memory as the sum of two numbers: a number that few registers hold for many units, and a
-    constant. The unit lies `rows` rows and `units` units after unit `unit` of row `row`. `rows` must be a multiple of 8. `unit` must be 0; if `units`
-    is even, it can also be 1. The tile must begin at a whole line (128 bytes); otherwise the xor that permutes the units of a line would lead out of
-    the line."""
+    """Returns two numbers whose sum is the place of a 16-byte unit in shared memory. The unit is in row `row` + `rows`, and its index in this row is
+    `unit` + `units`. The first number is equal for many units, so that few registers hold it; the second number is a constant. `rows` must be a
+    multiple of 8. `unit` must be 0; if `units` is even, it can also be 1. The tile must begin at a whole line (128 bytes); otherwise the xor that
+    permutes the units of a line would lead out of the line."""
     base = UOp.const(0) + self.base
     first = int(base.vmin)
     assert base.const_factor()%LINE == 0, f"a tile must begin at a multiple of {LINE} units, not at {base.render()}"

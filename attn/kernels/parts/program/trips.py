@@ -37,8 +37,8 @@ def tile_loops(tiles:Blocks, new:Allocator, loop:Callable[..., TileLoop[Crossing
     if (count := trip_count(last - first)) is not None: yield loop(first, count, masked, new)
 
 def over_tiles(s:Crossing, tiles:Blocks, new:Allocator, trip:Callable[[Crossing, UOp, bool], UOp]) -> Crossing:
-  """Loops over `tiles` with the body `trip(state, tile, masked)`, which returns its last operation. `masked` is False for tiles in which no mask
-  hides scores. `s` is the state before the first tile. Returns the state after the last one."""
+  """Loops over `tiles` with the body `trip(state, tile, masked)`; `trip` returns the body's last operation. `masked` is False for tiles in which no
+  mask hides scores. `s` is the state before the first tile. Returns the state after the last one."""
   loops:Iterator[TileLoop[Crossing]] = tile_loops(tiles, new)
   for loop in loops: s = loop.end(trip(*loop.begin(s), loop.masked))
   return s
@@ -74,8 +74,8 @@ class StagedTripsTile(Protocol):
 
 @dataclass(frozen=True)
 class StagedTrips(Generic[S]):
-  """A loop over tiles that travel from global memory through registers to LDS: where the tiles come from (`loaded`), and when each of them is loaded
-  (`tile`)."""
+  """A loop over tiles that travel from global memory through registers to LDS. `loaded` says where the tiles come from, and `tile` says when each of
+  them is loaded."""
   tile: StagedTripsTile
   new: Allocator
   statements: Statements
@@ -129,8 +129,8 @@ class StagedTrips(Generic[S]):
     return UOp.group(worked, self.to_lds(s.lds_after(free), t + 1, parts))
 
   def walk(self, s:S, tiles:Blocks, work:TileWork[S]) -> S:
-    """Loops over `tiles` with the body `work(state, tile, masked)`, which returns its last operation. `s` is the state before the first tile. Returns
-    the state after the last one."""
+    """Loops over `tiles` with the body `work(state, tile, masked)`; `work` returns the body's last operation. `s` is the state before the first tile.
+    Returns the state after the last one."""
     return over_tiles(self.first(s, tiles), tiles, self.new, lambda s, t, masked: self.trip(s, t, masked, work))
 
   def trip(self, s:S, t:UOp, masked:bool, work:TileWork[S]) -> UOp:
