@@ -95,9 +95,9 @@ class FasterAtOnce:
   keys: int = 2048
   blocks: int = 2048
 
-# By head dimension and option ("": no option). docs/data/nvidia_backward_ways.csv has the times on an H100. In a fixed order without options, two
-# kernels take 1.04 to 1.10 times as long from 2048 blocks and 2048 keys on, 0.98 times as long with 1024 keys or with 512 blocks, and 0.97 to 1.03
-# times with causal=True.
+# By head dimension and option ("": no option). Times on an H100: docs/data/nvidia_backward_ways.csv and nvidia_backward_options.csv. In a fixed order
+# without options, two kernels take 1.04 to 1.10 times as long from 2048 blocks and 2048 keys on, 0.98 times as long with 1024 keys or with 512
+# blocks, and 0.97 to 1.03 times with causal=True.
 FASTER_ON_WGMMA = {
   (128, ""): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW,)),
   (128, "dropout_p"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW, CAUSAL_WINDOW)),

@@ -96,7 +96,7 @@ OF_PEERS:dict[str, TimedOptions] = {"full": {}, "causal": LIKE_TORCH}      # opt
 OPTIONS_TIMED:dict[str, TimedOptions] = {
   "window": {"window": (1023, 0)}, "softcap": {"softcap": 30.0}, "softcap, causal": {"softcap": 30.0} | LIKE_TORCH, "dropout": {"dropout_p": 0.1},
   "dropout, causal": {"dropout_p": 0.1} | LIKE_TORCH, "ALiBi, causal": LIKE_TORCH, "packed": {}, "packed, causal": LIKE_TORCH}
-SIZES_WITH_OPTIONS = ((4, 16, 16, 4096, 4096, 128), (4, 32, 8, 4096, 4096, 128))
+SIZES_WITH_OPTIONS = ((4, 16, 16, 4096, 4096, 128), (4, 32, 8, 4096, 4096, 128), (4, 32, 32, 4096, 4096, 64), (4, 16, 16, 2048, 2048, 64))
 SIZES_WITH_MASKS = (1, HEADS, HEADS, ROWS_OF_ALL, ROWS_OF_ALL, HEAD_DIMENSION)
 MASKS_TIMED = ("documents", "dilated", "neighbours")
 FURTHER_SIZES = ((4, 16, 16, 4000, 4000, 128), (8, 16, 16, 2048, 2048, 128), (16, 16, 16, 1024, 1024, 128))
