@@ -58,6 +58,7 @@ CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000,
   apart=("float16",), forward=FORWARD_ON_CDNA3, forward_of_bytes=BYTES_ON_CDNA3, dq=DQ_ON_CDNA, dkdv=DKDV_ON_CDNA,
   plain_dq=(UpTo(64, BackwardShape(4, 64, fenced=2)), PLAIN_DQ_128,
             *(UpTo(d, BackwardShape(4, 32, fenced=8, sparing=True, read_ahead=1)) for d in (192, 256))),
+  plain_dkdv=(UpTo(192, BackwardShape(4, 32, fenced=8, read_ahead=1)),),
   latent=LATENT_ON_CDNA, at_once=AT_ONCE_ON_CDNA3,
   counters=COUNTERS_ON_CDNA, machine=CDNA3_MACHINE)
 

@@ -49,7 +49,7 @@ CDNA4 = Family("cdna4", wave=64, vgprs=512, busy_waves=4, bf16_pack=True, descri
   dq=DQ_ON_CDNA, dkdv=(DKDV_ON_CDNA[0], UpTo(128, BackwardShape(4, 32)), *DKDV_OF_256_ON_CDNA),
   plain_dq=(UpTo(64, BackwardShape(4, 64, prefetch=2)), PLAIN_DQ_128,
             *(UpTo(d, BackwardShape(4, 32, fenced=8, prefetch=2, read_ahead=3)) for d in (192, 256))),
-  plain_dkdv=(UpTo(128, BackwardShape(4, 64, fenced=8, prefetch=2)),),
+  plain_dkdv=(UpTo(128, BackwardShape(4, 64, fenced=8, prefetch=2)), UpTo(192, BackwardShape(4, 32, fenced=4, sparing=True, read_ahead=1))),
   latent=LATENT_ON_CDNA,
   counters=COUNTERS_ON_CDNA, machine=CDNA4_MACHINE)
 

@@ -3,7 +3,7 @@ kernels divide their work), and the cards with these chips."""
 from __future__ import annotations
 from attn.chips.family import Card, Chip, Counters, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure, Machine
-from attn.chips.rdna import DBIAS_IN_PIECES, LATENT_ON_RDNA, caches_of_one_die, wmma
+from attn.chips.rdna import DBIAS_IN_PIECES, LATENT_ON_RDNA, PLAIN_DKDV_192_ON_RDNA, caches_of_one_die, wmma
 from attn.chips.shapes import BOTH, BackwardShape, ForwardShape, UpTo
 
 RDNA3_MACHINE = Machine(
@@ -43,7 +43,7 @@ DKDV_ON_RDNA3 = (
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)))
 PLAIN_DQ_ON_RDNA3 = (
   UpTo(64, BackwardShape(4, 32, fenced=2)),
-  UpTo(192, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3)),
+  UpTo(192, BackwardShape(2, 16, BOTH, fenced=4, prefetch=0, sparing=True, read_ahead=3)),
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3, by_item=True)))
 
 RDNA3 = Family("rdna3", wave=32, vgprs=256, busy_waves=2, dual_issue=True, dual_dots=("float16",), descriptor=0x31004000, tables="rdna3", matrix={
@@ -52,7 +52,7 @@ RDNA3 = Family("rdna3", wave=32, vgprs=256, busy_waves=2, dual_issue=True, dual_
   pipes=Pipes(simds=2, valu=1, trans=4, lds_read=128, lds_write=128, coissue=False, matrix_issue=0, max_waves=16, lds_granule=1024, flops=512,
               matrix={"16x16x16": 32}),
   forward=FORWARD_ON_RDNA3, dq=DQ_ON_RDNA3, dkdv=DKDV_ON_RDNA3, dbias=DBIAS_ON_RDNA3,
-  plain_dq=PLAIN_DQ_ON_RDNA3, latent=LATENT_ON_RDNA,
+  plain_dq=PLAIN_DQ_ON_RDNA3, plain_dkdv=(PLAIN_DKDV_192_ON_RDNA,), latent=LATENT_ON_RDNA,
   counters=Counters("vmcnt", "vscnt", "lgkmcnt", "lgkmcnt", {"vmcnt": ((10, 6),), "lgkmcnt": ((4, 6),)}), machine=RDNA3_MACHINE)
 
 CHIPS_OF_RDNA3 = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import replace
 from attn.chips.family import Card, Chip, Counters, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure
-from attn.chips.rdna import DBIAS_IN_PIECES, LATENT_ON_RDNA, caches_of_one_die, wmma
+from attn.chips.rdna import DBIAS_IN_PIECES, LATENT_ON_RDNA, PLAIN_DKDV_192_ON_RDNA, caches_of_one_die, wmma
 from attn.chips.rdna3 import RDNA3_MACHINE
 from attn.chips.shapes import BOTH, BackwardShape, ForwardShape, UpTo
 
@@ -52,7 +52,7 @@ RDNA4 = Family("rdna4", wave=32, vgprs=256, busy_waves=2, dual_issue=True, descr
   pipes=Pipes(simds=2, valu=1, trans=4, lds_read=128, lds_write=128, coissue=False, matrix_issue=0, max_waves=16, lds_granule=1024, flops=1024,
               matrix={"16x16x16": 16}),
   packs_anew=True, forward=FORWARD_ON_RDNA4, forward_of_bytes=BYTES_ON_RDNA4, dq=DQ_ON_RDNA4, dkdv=DKDV_ON_RDNA4, dbias=DBIAS_ON_RDNA4,
-  plain_dq=PLAIN_DQ_ON_RDNA4, latent=LATENT_ON_RDNA,
+  plain_dq=PLAIN_DQ_ON_RDNA4, plain_dkdv=(PLAIN_DKDV_192_ON_RDNA,), latent=LATENT_ON_RDNA,
   counters=Counters("loadcnt", "storecnt", "dscnt", "kmcnt"), machine=RDNA4_MACHINE)
 
 CHIPS_OF_RDNA4 = (

@@ -217,6 +217,13 @@ SPILLED_BACKWARD = {
   # Fault of an earlier version: clang stopped with "illegal VGPR to SGPR copy".
   "one trip for each of several heads": ("gfx1201", "dkdv", GQA | {"Sq": 3, "Sk": 449, "D": 128, "window": (192, -1), "dtype": "bfloat16"}),
   "one trip under a mask": ("gfx950", "dkdv", {"B": 8, "H": 8, "Hkv": 2, "Sq": 32, "Sk": 372, "D": 192, "causal": True, "dtype": "bfloat16"}),
+  # Where a tile of the tables for problems without options once spilled, or nearly has no registers left.
+  **{f"no option, {what}": ("gfx950", "dkdv", {"B": 4, **sizes}) for what, sizes in (
+    ("D=176", {"H": 8, "Sq": 4393, "Sk": 3910, "D": 176, "causal": "top-left", "dtype": "bfloat16"}),
+    ("D=184", {"H": 16, "Sq": 3000, "Sk": 3050, "D": 184, "window": (500, -1)}),
+    ("D=128", {"H": 16, "Sq": 4133, "Sk": 4000, "D": 128, "causal": "top-left"}))},
+  "no option, D=192 on RDNA": ("gfx1201", "dkdv", {"B": 4, "H": 16, "Sq": 4000, "Sk": 4133, "D": 192, "window": (50, 20), "dtype": "bfloat16"}),
+  "no option, wide rows": ("gfx950", "dq", GQA | {"Sq": 4133, "Sk": 4000, "D": 200, "Dv": 256, "causal": "top-left"}),
   "one query and a window": ("gfx90a", "dkdv", {"H": 8, "Sq": 1, "Sk": 2970, "D": 49, "window": (145, 118), "softcap": 30.0}),
 }
 BACKWARD_BY_DEFAULT = ("short rows in pieces", "one trip under a mask", "more keys than queries on gfx942", "several heads and a mask on gfx90a",
