@@ -92,6 +92,10 @@ def lists_of(p:Problem, arch:Chip) -> Lists:
   dq, dkdv = tiles_of(p, arch)
   return listing(p, arch, dq), listing(p, arch, dkdv, "queries")
 
+def lists_of_forward(p:Problem, arch:Chip) -> ListedBlocks|None:
+  """Returns a description of the lists of tiles that the kernel "forward" needs, or None if it needs no list."""
+  return listing(p, arch, single_kernel(p, arch)[1])
+
 def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists=(None, None)) -> dict[str, BackwardLaunch]:
   """Returns the kernel launches of backward by name. "dq" and "dkdv" compute the gradients of q, k and v. If one kernel computes these gradients at
   once, "delta", "all" and "finish" stand in place of "dq" and "dkdv". "dbias0", "dbias1", ... compute the gradients of a bias and of mod_tensors, as
@@ -114,7 +118,8 @@ def kernels_with_tiles(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists
       return CheckedKernel(checked_ast(program, arch, *placeholders), outputs, gradient=no_second_derivative, ahead="tile_list" in shapes)
     return BackwardLaunch(kernel, shapes, outputs)
   for_q, for_kv = (with_lists(p, x) for x in lists)
-  found = {"forward": launch(p.shapes, single_kernel(p, arch)[0], *p.outputs)}
+  for_o = with_lists(p, lists_of_forward(p, arch))
+  found = {"forward": launch(for_o.shapes, single_kernel(for_o, arch)[0], *p.outputs)}
   if isinstance(one, AtOnceTile):
     return found | {"delta": launch(delta_arguments(p, dlse), delta_of(p, arch, one, dlse), "dq_sums", *dq_turns(p), "delta"),
                     "all": launch(all_arguments(for_kv, parts.dkdv), all_of(for_kv, arch, one, parts.dkdv), "dq_sums", *dq_turns(p), "dk", "dv"),
@@ -150,6 +155,11 @@ def like(g:UOp, out:UOp) -> UOp:
   g = g.cast(out.dtype)
   return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
 
+def made_lists(x:ListedBlocks|None, inputs:dict[str, UOp]) -> dict[str, UOp]:
+  """Returns the tensor with the lists of tiles that `x` describes, by name. `inputs` has the tensors of the call. Returns an empty dictionary if
+  there are no lists."""
+  return {} if x is None else {"tile_list": tile_lists(x, inputs["q"].device, {name: Tensor(u) for name, u in inputs.items()}).uop}
+
 @lists_made_last()
 def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
   """Computes gradients with the backward kernels: the gradients of q, k, v and the sinks, and the gradients that are sums of dS, such as the gradient
@@ -161,14 +171,13 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), kernel_sums(p, arch), inputs), lists)
   t = inputs | outputs
   if missing := [name for name in p.outputs if name not in t]:
-    again = written_by(kernels["forward"], inputs, p.layout)
+    again = written_by(kernels["forward"], inputs | made_lists(lists_of_forward(p, arch), inputs), p.layout)
     t |= {name: again[name] for name in missing} | log_sums(again)
   t["do"] = like(given["o"], t["o"]) if "o" in given else t["o"].const_like(0.0).clone(device=t["o"].device)
   if "lse" in given: t["dlse"] = like(given["lse"], t["lse"])
   of_kernel = dict(zip(("dq", "dkdv"), lists)) if "dq" in kernels else {"delta": None, "all": lists[1], "finish": None}
   for name, x in of_kernel.items():
-    if x is not None: t["tile_list"] = tile_lists(x, t["q"].device, {name: Tensor(t[name]) for name in inputs}).uop
-    t = written_by(kernels[name], t, p.layout)
+    t = written_by(kernels[name], t | made_lists(x, inputs), p.layout)
   found: dict[str, UOp] = {name: added(t[f"d{name}"], inputs[name]) for name in ("q", "k", "v")}
   found |= gradients_of_tensors(p, arch, kernels, inputs, t)
   if "sinks" in t: found["sinks"] = sink_gradient(*(Tensor(t[name]) for name in ("sinks", "delta", *log_sums(t)))).uop
