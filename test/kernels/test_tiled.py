@@ -188,6 +188,10 @@ CASES_OF_COPIES: dict[str, dict[str, Any]] = {
 def test_asynchronous_copies(name:str, on:tuple[str, TiledTile]) -> None:
   check(on[0], tile=on[1], dtype="float32", **CASES_OF_COPIES[name])
 
+@in_turn("make, on", ADVERSARIAL, (("sm_90", COPIED),), among=4)
+def test_adversarial_inputs_that_are_copied_asynchronously(make, on:tuple[str, TiledTile]) -> None:
+  check(on[0], make, tile=on[1], H=2, Sq=40, Sk=90, D=32, dtype="float32")
+
 STARTED = Rectangle.started
 FAULTS_OF_COPIES: dict[str, tuple[Any, str, Any]] = {
   "no wait": (nv, "wait_copies", lambda after, but: nv.commit(after)),
