@@ -54,7 +54,7 @@ CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000,
     "bfloat16": (mfma(32, 8, "bf16_1k", "short"), mfma(16, 16, "bf16_1k", "short")),
     "fp8e4m3fnuz": (mfma_of_bytes("mfma_f32_32x32x16_fp8_fp8", 16, "long", "0, 0, 0"),)}, dots=("float16",), sums=SUMS,
   pipes=Pipes(simds=4, valu=4, trans=16, lds_read=128, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=512, flops=2048, matrix={
-    "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8, "32x32x16": 32, "16x16x32": 16}),
+    "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8, "32x32x16_fp8": 32, "16x16x32_fp8": 16}),
   apart=("float16",), forward=FORWARD_ON_CDNA3, forward_of_bytes=BYTES_ON_CDNA3, dq=DQ_ON_CDNA, dkdv=DKDV_ON_CDNA,
   plain_dq=(UpTo(64, BackwardShape(4, 64, fenced=2)), PLAIN_DQ_128,
             *(UpTo(d, BackwardShape(4, 32, fenced=8, sparing=True, read_ahead=1)) for d in (192, 256))),

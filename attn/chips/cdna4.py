@@ -44,7 +44,7 @@ CDNA4 = Family("cdna4", wave=64, vgprs=512, busy_waves=4, bf16_pack=True, descri
   dots=("float16", "bfloat16"), sums=SUMS,
   pipes=Pipes(simds=4, valu=4, trans=8, lds_read=256, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=1280, flops=4096, matrix={
     "32x32x16": 32, "16x16x32": 16, "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8,
-    "32x32x64": 64, "16x16x128": 32}),
+    "32x32x64": 64, "16x16x128": 32, "32x32x16_fp8": 32, "16x16x32_fp8": 16}),
   apart=("float16", "bfloat16"), loads_to_lds=True, forward=FORWARD_ON_CDNA4, forward_of_bytes=BYTES_ON_CDNA4,
   dq=DQ_ON_CDNA, dkdv=(DKDV_ON_CDNA[0], UpTo(128, BackwardShape(4, 32)), *DKDV_OF_256_ON_CDNA),
   plain_dq=(UpTo(64, BackwardShape(4, 64, prefetch=2)), PLAIN_DQ_128,

@@ -49,7 +49,7 @@ class Pipes:
   max_waves: int             # wave slots of a SIMD
   lds_granule: int           # bytes by which LDS is allocated
   flops: int                 # dense 16-bit operations per clock of a compute unit
-  matrix: Mapping[str, int]  # shape of a matrix instruction -> its cycles; the shape is MxNxK, with "_2b" after it for 2 blocks
+  matrix: Mapping[str, int]  # shape of a matrix instruction -> its cycles; the shape is MxNxK, with "_2b" after it for 2 blocks, "_fp8" for 8 bits
 
 @dataclass(frozen=True)
 class Counters:

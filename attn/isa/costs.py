@@ -23,6 +23,8 @@ from attn.isa.table import BRIEF, brief_cells
 HEAD_DIMENSIONS = (64, 128, 256)
 SPECS = [Spec(arch, d, dtype, mask, kernel) for arch in MODELLED for d in HEAD_DIMENSIONS for dtype in MATRIX_DTYPES for mask in MASKS
          for kernel in (FORWARD, *BACKWARD, *[ALL]*(d in get_chip(arch).unit.at_once))]
+SPECS += [Spec(arch, d, chip.fp8, mask) for arch, chip in ((arch, get_chip(arch)) for arch in MODELLED) if chip.fp8 in chip.matrix
+          for d in HEAD_DIMENSIONS for mask in MASKS]
 SPECS += [Spec(arch, 576, dtype, MASKS[0], LATENT) for arch in MODELLED for dtype in MATRIX_DTYPES]
 
 def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:bool=False) -> Report:

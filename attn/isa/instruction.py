@@ -62,11 +62,17 @@ def kind_of(op:str, args:str="") -> str:
 _SHAPE = re.compile(r"_(\d+)x(\d+)x(\d+)(?:_(\d+)b)?")
 
 def matrix_shape(op:str) -> tuple[str, int]:
-  """Returns (shape, floating point operations) of a matrix instruction, for example ("32x32x8", 16384). An instruction of 4x4 blocks counts 0
-  operations: kernels use it to add up numbers within a lane, and it computes no part of attention's products."""
+  """Returns (shape, floating point operations) of a matrix instruction, for example ("32x32x8", 16384). The shape of an instruction of 8-bit floats,
+  which some chips compute in fewer cycles, ends in "_fp8". An instruction of 4x4 blocks counts 0 operations: kernels use it to add up numbers within
+  a lane, and it computes no part of attention's products."""
   if (m:=_SHAPE.search(op)) is None: return "?", 0
   rows, columns, depth, blocks = (int(x or 1) for x in m.groups())
-  return f"{rows}x{columns}x{depth}" + (f"_{blocks}b" if blocks > 1 else ""), 2*rows*columns*depth*blocks*(rows > 4)
+  of = "_fp8" if "fp8_fp8" in op else f"_{blocks}b" if blocks > 1 else ""
+  return f"{rows}x{columns}x{depth}{of}", 2*rows*columns*depth*blocks*(rows > 4)
+
+def speed_of_products(op:str) -> int:
+  """Returns the ratio of two peak rates of a chip's matrix unit: of products of this instruction's operands, and of products of 16-bit operands."""
+  return 2 if "fp8_fp8" in op or "f8f6f4" in op else 1
 
 def access_bytes(op:str) -> int:
   """Returns the number of bytes that a memory instruction moves per lane."""

@@ -14,7 +14,7 @@ from typing import Any
 from collections.abc import Sequence
 from attn.chips import Chip, modelled
 from attn.isa.flow import Block, Loop, blocks_of, matrix_loops, usual_path
-from attn.isa.instruction import KINDS, VECTOR, Instruction, access_bytes, matrix_shape
+from attn.isa.instruction import KINDS, VECTOR, Instruction, access_bytes, matrix_shape, speed_of_products
 from attn.isa.parse import Kernel, parse
 from attn.isa.waits import Stop, path_of_waits, waits_of
 
@@ -126,7 +126,7 @@ def matrix_cycles(instructions:Sequence[Instruction], chip:Chip) -> tuple[float,
   for x in instructions:
     shape, flops = matrix_shape(x.op)
     if shape not in cu.matrix or "f8f6f4" in x.op: unknown[shape] += 1
-    cycles += cu.matrix.get(shape, flops*cu.simds/cu.flops)
+    cycles += cu.matrix.get(shape, flops*cu.simds/(cu.flops*speed_of_products(x.op)))
   return cycles, unknown
 
 def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|None, dv:int|None, queries:int|None,
@@ -153,7 +153,8 @@ def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|
   flops = sum(matrix_shape(x.op)[1] for x in by_kind["matrix"])
   scores = flops/sum(flops_of_score(x, d, dv) for x in products) if d else None
   share = scores/chip.wave if scores else None
-  needed = flops_of_score(PRODUCTS[0] if products == PRODUCTS else GRADIENTS, d, dv)*cu.simds/cu.flops if d else 0
+  rate = cu.flops/cu.simds*max((speed_of_products(x.op) for x in by_kind["matrix"]), default=1)
+  needed = flops_of_score(PRODUCTS[0] if products == PRODUCTS else GRADIENTS, d, dv)/rate if d else 0
   def per_score(x:float) -> float|None: return x/share if share else None
   return HotLoop(label, len(trip), in_all, n, dict(Counter(x.name.removeprefix("v_") for x in by_kind["matrix"])), _widths(by_kind["lds_read"]),
                  _widths(by_kind["lds_write"]), _widths(by_kind["load"] + by_kind["load_to_lds"]),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from attn.chips import Chip
 from attn.chips.machine import Machine
-from attn.isa.instruction import Instruction, access_bytes, matrix_shape
+from attn.isa.instruction import Instruction, access_bytes, matrix_shape, speed_of_products
 from attn.isa.operands import registers, uses, written_operands
 from attn.isa.waits import raised_by, waited_for
 
@@ -80,7 +80,7 @@ def matrix_cycles_of(x:Instruction, chip:Chip) -> int:
   """Returns the number of cycles for which an instruction holds the matrix unit. A shape that is not in the chip's table is assumed to run at the
   peak rate."""
   shape, flops = matrix_shape(x.op)
-  return chip.pipes.matrix.get(shape, max(1, round(flops*chip.pipes.simds/chip.pipes.flops)))
+  return chip.pipes.matrix.get(shape, max(1, round(flops*chip.pipes.simds/(chip.pipes.flops*speed_of_products(x.op)))))
 
 def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]:
   """Returns, for each instruction of a loop iteration, the earlier instructions whose results it waits for. For each register that an instruction
