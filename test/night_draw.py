@@ -4,7 +4,9 @@ from __future__ import annotations
 import itertools, random
 from dataclasses import dataclass, field
 from typing import Any
+from attn.accuracy import ShortSums
 from attn.chips import get_chip
+from attn.emulator.chips import SHORT_SUMS
 from guarded import SIDES
 from night_oracle import Facts
 
@@ -224,7 +226,7 @@ class Posed:
     if not self.chance(p): return
     shape = tuple(n if self.chance(.6) else 1 for n in (self.B, self.H, self.Sq, self.Sk))
     while len(shape) > 1 and shape[0] == 1 and self.chance(.4): shape = shape[1:]
-    dtype = self.one("float32", self.dtype, "float16", "bfloat16")
+    dtype = self.one("float32", "float32" if self.kind == "eight" else self.dtype, "float16", "bfloat16")
     self.extra("bias", shape, "normal" if self.chance(.5) else self.one("masked", "blind", "lowest", "-10000"), dtype)
   def dropout(self, p:float=.1) -> None:
     if not self.chance(p): return
@@ -317,6 +319,34 @@ class Posed:
       shape = self.shape_in(self.layout, self.H, self.Sq, self.Dv)
       self.outside["out"] = f"Tensor.empty(*{shape}, dtype=DTYPES[{self.out_dtype!r}], device={self.device!r}).realize()"
       self.options["out"] = "out"
+    self.common()
+
+  def eight(self) -> None:
+    """Draws a call with q, k and v of the chip's 8-bit floats, and scales of tensors or of heads. Draws a dense call if the chip has no such
+    floats."""
+    if self.on in MACHINE or not (own := get_chip(self.on).fp8): return self.dense()
+    self.dtype, self.out_dtype, self.layout = own, self.one("float16", "bfloat16", "float32"), self.one("bhsd", "bhsd", "bshd", "nsd")
+    if self.layout == "nsd": self.B = 1
+    self.held_to_work()
+    self.D, self.Dv = (-(-min(n, 256)//16)*16 for n in (self.D, self.Dv))      # most units take rows of whole 16 bytes
+    self.inputs(kinds=self.one({}, {}, {}, {"q": "positive", "k": "rising"}, {"q": "positive", "k": "falling"}, {"q": "large"}, {"v": "large"},
+                               {"q": "constant", "k": "constant"}, {"k": "zero"}, {"q": "small", "v": "small"}, {"q": "nan"}, {"k": "nan"}))
+    for name in "qkv":
+      self.outside[name] = self.tensor(f"arrange(x[{name!r}], {self.layout!r})")
+      self.inside.append(f"{name} = {name}.bitcast(dtypes.{own})")
+    for name in ("q_scale", "k_scale", "v_scale"):
+      if not self.chance(.4): continue
+      shape = self.one((1,), (self.Hkv,) if self.layout == "nsd" else (self.B, self.Hkv))
+      self.arrays[name] = f"np.exp2(values('normal', {shape}, 'float32', {self.rng.randrange(10**6)}))"
+      self.outside[name] = f"Tensor(x[{name!r}], device={self.device!r}).realize()"
+      self.options[name] = name
+    self.after.append(f"x |= times_scales(x, {self.B}, {self.Hkv})")
+    for option in (self.masks, self.slopes, self.sinks, self.bias): option()
+    if self.chance(.2) and self.layout != "nsd": self.integers("kv_lengths", *(self.rng.randint(0, self.Sk) for _ in range(self.B)))
+    fast = self.chance(.2)
+    if fast: self.options["fast_accumulate"] = "True"
+    if self.on in SHORT_SUMS: self.facts["short"] = ShortSums(SHORT_SUMS[self.on], 0 if fast else 128)
+    self.splits()
     self.common()
 
   def lengths(self) -> None:
@@ -735,7 +765,7 @@ class Posed:
 
 KINDS = {   # weights of each kind, forward and backward
   "dense": (30, 36), "lengths": (12, 10), "packed": (12, 14), "pages": (9, 0), "latent": (5, 4), "flash": (8, 8), "sdpa": (7, 8), "cache": (10, 0),
-  "shards": (16, 22), "custom": (4, 4), "sliced": (3, 0)}
+  "shards": (16, 22), "custom": (4, 4), "sliced": (3, 0), "eight": (8, 0)}
 
 def drawn(seed:int, on:str="") -> Call:
   """Draws the random call that belongs to a seed. `on` replaces the drawn chip or device."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 import numpy as np
-from attn.accuracy import SMALLEST, Law, judge, law_of, law_of_gradients, without_error
+from attn.accuracy import SMALLEST, Law, ShortSums, judge, law_of, law_of_gradients, without_error
 from attn.reference import Options, rounded
 from cases import kept_mask
 
@@ -14,8 +14,9 @@ Arrays = dict[str, np.ndarray]
 @dataclass(frozen=True)
 class Facts:
   """Facts about a call that its arrays do not show. `wanted` names the results: o and lse, or the inputs whose gradients the call returns. If `v_dim`
-  is not 0, V is the first `v_dim` columns of K. `types` lists the inputs whose dtype is not `dtype`. `flushes`: the chip treats 16-bit denormals as
-  zero. `emulates`: tinygrad may emulate float16 on the device, and then reads and writes numbers below 2^-14 as 0 (docs/plain.md)."""
+  is not 0, V is the first `v_dim` columns of K. `short` says how the matrix unit adds products of 8-bit floats, if it does not add in fp32. `types`
+  lists the inputs whose dtype is not `dtype`. `flushes`: the chip treats 16-bit denormals as zero. `emulates`: tinygrad may emulate float16 on the
+  device, and then reads and writes numbers below 2^-14 as 0 (docs/plain.md)."""
   dtype: str
   out_dtype: str
   scale: float
@@ -25,6 +26,7 @@ class Facts:
   softcap: float = 0.0
   dropout_p: float = 0.0
   v_dim: int = 0
+  short: ShortSums|None = None
   types: tuple[tuple[str, str], ...] = ()
   flushes: bool = False
   emulates: bool = False
@@ -81,7 +83,7 @@ def forward(x:Arrays, f:Facts) -> dict[str, Law]:
   for s in sequences(x):
     scales = x["v_scales"][s.batch:s.batch + 1, :, s.keys] if "v_scales" in x else None
     laws = law_of(*part(x, s), f.scale, f.window, s.offset(f), options_of(x, f, s), dtype=f.dtype, out_dtype=f.out_dtype,
-                  flushes=f.flushes, v_scales=scales)
+                  flushes=f.flushes, v_scales=scales, short=f.short)
     for to, law in zip(total.values(), laws): to.put((slice(s.batch, s.batch + 1), slice(None), s.rows), law)
   return total
 

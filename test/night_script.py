@@ -16,7 +16,7 @@ from guarded import guarded
 
 __all__ = ["DTYPES", "Context", "Tensor", "TinyJit", "Variable", "arrange", "array", "attn", "base", "bools", "by_attn", "dtypes", "entries",
            "flash_attn", "held_in_8_bits", "in_8_bits", "indexed", "integers", "np", "on", "paged", "read", "restore", "rounded", "rows_of_steps",
-           "tensor", "turned_back", "unseen", "until", "values", "view"]
+           "tensor", "times_scales", "turned_back", "unseen", "until", "values", "view"]
 
 @contextlib.contextmanager
 def on(device:str, kernel:str="", guard:str="", **settings:int) -> Iterator[None]:
@@ -156,6 +156,12 @@ def held_in_8_bits(caches:Sequence[attn.QuantizedRows], format:str, rows:dict[st
       off = np.abs(found[name] - a)[b, :, :n]
       assert (off <= most[b, :, :n] + 1e-7).all(), f"{name}_cache is off by {off.max()}"
   return found | {"v_scales": scales[..., 0]}
+
+def times_scales(x:dict[str, np.ndarray], B:int, Hkv:int) -> dict[str, np.ndarray]:
+  """Returns q, k and v times their scales, in float64. x has the 8-bit floats q, k and v as numbers, and some of the scales q_scale, k_scale and
+  v_scale, which broadcast to (B, Hkv)."""
+  def scale(name:str) -> np.ndarray: return np.broadcast_to(x.get(f"{name}_scale", np.float64(1)), (B, Hkv)).astype(np.float64)
+  return {name: x[name]*np.repeat(scale(name), x[name].shape[1]//Hkv, 1)[..., None, None] for name in "qkv"}
 
 def rows_of_steps(a:np.ndarray, start:Sequence[int], count:int) -> np.ndarray:
   """Selects `count` rows of each batch b, from row start[b] on."""
