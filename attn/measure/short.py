@@ -35,13 +35,13 @@ SHORT_ROWS = (ShortRow(64, 16, 16, 256, 256, 64, True), ShortRow(8, 16, 16, 128,
               ShortRow(2, 10, 10, 4096, 77, 64, False), ShortRow(2, 20, 20, 1024, 77, 64, False), ShortRow(3, 20, 20, 777, 777, 64, True),
               ShortRow(8, 32, 4, 2048, 2048, 128, True), ShortRow(4, 16, 16, 4096, 4096, 128, False))
 
-def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS) -> tuple[Callable[[], float], Tensor]:
-  """Returns two results: a timer of one launch, and the output of the launches. The timer measures a TinyJit of `steps` launches that all write this
-  output."""
-  out = Tensor.empty(*q.shape, dtype=q.dtype).contiguous().realize()
+def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS, dtype:str="bfloat16", **options:Any) -> tuple[Callable[[], float], Tensor]:
+  """Returns two results: a timer of one launch, and the output of the launches, of the given dtype. The timer measures a TinyJit of `steps` launches
+  that all write this output. `options` are further options of `attention`."""
+  out = Tensor.empty(*q.shape, dtype=dtype).contiguous().realize()
   @TinyJit
   def launches() -> Tensor:
-    for _ in range(steps): attention(q, k, v, causal=causal, out=out).realize()
+    for _ in range(steps): attention(q, k, v, causal=causal, out=out, **options).realize()
     return out
   with Context(JIT_BATCH_SIZE=steps):          # one graph
     for _ in range(3): launches()
