@@ -93,15 +93,18 @@ FORWARD_WGMMA = (
   RatedUpTo(256, WgmmaShape(2, 48), 1, 693, 717, 218),
 )
 
-# Rates are those of an H100 with 8-bit floats: (4, 16, 4096) full and (2, 16, 8192) causal. Not measured: prologues, rates of tiles with 64 keys,
-# which are for terms that take registers, and the causal rate of 3 x 96. At D = 128 three warpgroups spill.
+# Rates are those of an H100 in rounds of 0.25 s, with 16 heads of 12288 queries and keys. Not measured: prologues, and rates of tiles with 64 keys at
+# D up to 128, which are for terms that take registers.
 FORWARD_WGMMA_OF_BYTES = (
-  RatedUpTo(64, WgmmaShape(2, 64), 1, 300, 300, 250),
-  RatedUpTo(64, WgmmaShape(2, 128), 1, 428, 467, 250),
-  RatedUpTo(64, WgmmaShape(3, 96), 1, 500, 440, 250),
-  RatedUpTo(128, WgmmaShape(2, 64), 1, 500, 500, 250),
-  RatedUpTo(128, WgmmaShape(2, 96), 1, 624, 633, 250),
-  RatedUpTo(128, WgmmaShape(2, 128), 1, 694, 691, 250),
+  RatedUpTo(64, WgmmaShape(2, 64), 1, 540, 540, 250),
+  RatedUpTo(64, WgmmaShape(2, 128), 1, 505, 520, 250),
+  RatedUpTo(64, WgmmaShape(3, 96), 1, 616, 601, 250),
+  RatedUpTo(64, WgmmaShape(3, 128), 1, 633, 605, 250),
+  RatedUpTo(128, WgmmaShape(2, 64, True), 1, 690, 690, 250),
+  RatedUpTo(128, WgmmaShape(2, 128, True), 1, 823, 791, 250),
+  RatedUpTo(128, WgmmaShape(3, 96), 1, 933, 924, 250),
+  RatedUpTo(192, WgmmaShape(2, 64, True), 1, 756, 740, 250),
+  RatedUpTo(256, WgmmaShape(2, 64, True), 1, 866, 842, 250),
 )
 
 # The first row for which shared memory has room is taken.

@@ -99,6 +99,7 @@ class WgmmaShape:
   """Tile shape of `forward_wgmma`, the forward kernel with Hopper's wgmma: the sizes by which it divides its work, independent of the problem."""
   groups: int                  # warpgroups of a block, each with 64 queries
   block_n: int                 # keys of an iteration
+  turns: bool = False          # whether warpgroups start their products in turn: one computes weights while another multiplies
 
 @dataclass(frozen=True)
 class RatedUpTo(UpTo[WgmmaShape]):

@@ -61,15 +61,11 @@ def mma_refuses(p:Problem, arch:Chip) -> str|None:
   if p.dtype not in MMA | MMA_OF_8_BITS: return f"dtype {p.dtype}: mma.sync takes {' and '.join(MMA)}"
   return unconverted(p, arch) or latent_of_8_bits(p) or too_wide(p)
 
-MOST_OF_BYTES = 128     # largest head dimension for which the wgmma kernel has registers for O and for O of one tile
-
 def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := bits_refused(p, arch, True)) is not None: return reason
   if p.dtype not in MMA | MMA_OF_8_BITS: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"
   unit = UNIT_BYTES//p.key_itemsize
   if (reason := unconverted(p, arch) or latent_of_8_bits(p) or too_wide(p) or torn_rows(p, unit)) is not None: return reason
-  for name, width in (("D", p.D), ("Dv", p.Dv)):
-    if p.of_8_bits and width > MOST_OF_BYTES: return f"{name}={width}: this kernel has registers for at most {MOST_OF_BYTES} with {p.dtype}"
   for name, view in (("k", p.k_view), ("v", p.v_view)):
     if view is not None and not view.whole(unit): return f"{name} is a view, {view}: its start and strides must be multiples of {unit} elements"
   return None

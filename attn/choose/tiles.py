@@ -199,7 +199,7 @@ def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
   reads = p.mask_mod is not None and bool(elements_of(p.mask_mod.value))
   def tile(row:RatedUpTo) -> WgmmaTile:
     crowded = bool(p.dropout_p) and row.shape.groups == 3 and row.up_to > SHORT
-    return WgmmaTile(row.shape.groups, min(row.shape.block_n - OF_DROPOUT*crowded, round_up(p.Sk, mat.K)))
+    return WgmmaTile(**vars(replace(row.shape, block_n=min(row.shape.block_n - OF_DROPOUT*crowded, round_up(p.Sk, mat.K)))))
   def fits(row:RatedUpTo) -> bool:
     if row.up_to != up_to or (row.few_keys and p.Sk > row.shape.block_n): return False
     if reads and row.shape.groups > OF_DOCUMENTS.get(up_to, row.shape.groups): return False

@@ -219,6 +219,25 @@ class Frame(Threads):
     self.note_intervals()
     return np.zeros(self.T, np.float32)
 
+  def begin_turn(self, groups:int) -> Array:
+    """Makes each warpgroup of a block wait for a turn that the warpgroup before it passes on. The emulator runs all warpgroups together, so all
+    but the first may begin one turn before they get it. Raises DivergentBarrier if a warpgroup waits for a turn that nobody passes on."""
+    if self.taken.shape[1] != groups: self.taken = self.passed = np.zeros((self.workgroups, groups), np.int64)
+    self.taken = self.taken + self._warpgroups(np.ones(self.T, bool))
+    if (late := self.taken > np.roll(self.passed, 1, 1) + (np.arange(groups) > 0)).any():
+      raise self.error(DivergentBarrier, np.repeat(late.ravel(), WARPGROUP), lambda t: "this thread waits for a turn that no warpgroup passes on")
+    return np.zeros(self.T, np.float32)
+  def end_turn(self, groups:int, gate:Array) -> Array:
+    """Makes the warpgroups where `gate` is true pass a turn on to the next warpgroup of their block."""
+    if self.taken.shape[1] != groups: self.taken = self.passed = np.zeros((self.workgroups, groups), np.int64)
+    self.passed = self.passed + self._warpgroups(self.full(gate))
+    return np.zeros(self.T, np.float32)
+  def _warpgroups(self, gate:Array) -> Array:
+    """Tells for each warpgroup of each workgroup whether its threads are active where `gate` is true."""
+    with self.only(gate):
+      found = self._whole(WARPGROUP, DivergentBarrier, "this thread does not reach a barrier that others of its warpgroup reach")
+    return found.reshape(self.workgroups, -1)
+
   def _whole(self, size:int, kind:type[EmulatorError], text:str) -> Array:
     """Divides the threads into groups of `size` consecutive threads, such as waves. Returns which groups have active threads. Raises `kind`, with the
     message `text`, if only some threads of a group are active."""

@@ -50,6 +50,7 @@ class Threads:
     self.interval = self.seen = np.ones((workgroups, self.waves), np.int32)
     self.arrived, self.waited = np.zeros(workgroups, np.int64), np.zeros(workgroups, np.int64)   # phases of the mbarrier
     self.arrivals = np.zeros((workgroups, 0), np.int32)                                          # the interval that each phase ended
+    self.taken = self.passed = np.zeros((workgroups, 0), np.int64)      # turns that each warpgroup has taken, and passed on
     self.stride = self.waves
     self.next_interval(np.ones((workgroups, self.waves), bool))
     self.started: list[int] = []                    # the steps that started operation 0, 1, ...

@@ -185,16 +185,24 @@ instruction("arrive", lambda lanes, bar, _: lanes.arrive(),
             cuda=Body(f'asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: {shared("bar")} : "memory");\nreturn 0.0f;', "bar"))
 instruction("arrive_stored", lambda lanes, bar, _: lanes.arrive(False),
             cuda=Body(f'asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: {shared("bar")} : "memory");\nreturn 0.0f;', "bar"))
-instruction("await_arrivals", lambda lanes, bar, parity, _: lanes.await_arrivals(parity),
-            cuda=Body('unsigned at = (unsigned)__cvta_generic_to_shared(bar), there = 0u;\n'
-                      'while (!there) asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"\n'
-                      '    : "=r"(there) : "r"(at), "r"(parity) : "memory");\n'
-                      'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");\nreturn 0.0f;', "bar parity"))
+instruction("await_arrivals", lambda lanes, bar, parity, _, published: lanes.await_arrivals(parity), cuda=lambda printer, out, published: Body(
+  'unsigned at = (unsigned)__cvta_generic_to_shared(bar), there = 0u;\n'
+  'while (!there) asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"\n'
+  '    : "=r"(there) : "r"(at), "r"(parity) : "memory");\n' + 'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");\n'*(not published) +
+  'return 0.0f;', "bar parity", name="await_published"*published))
 # The second arrival is for the data that the thread has stored itself: it makes them visible to products of threads that wait for this phase.
 instruction("arrive_twice", lambda lanes, bar, _: lanes.arrive(), cuda=Body(
   'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");\n'
   f'asm volatile("{{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }}" :: {shared("bar")} : "memory");\n'
   f'asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: {shared("bar")} : "memory");\nreturn 0.0f;', "bar"))
+# 9.7.13.1: barrier 1 + g counts the threads of warpgroup g, which wait there, and those of the warpgroup that lets it pass
+BOTH = 2*GROUP
+instruction("begin_turn", lambda lanes, group, _, groups: lanes.begin_turn(groups),
+            cuda=lambda printer, out, groups: Body(
+              f'asm volatile("barrier.cta.sync %0, {BOTH};" :: "r"(1 + group) : "memory");\nreturn 0.0f;', "group"))
+instruction("end_turn", lambda lanes, group, gate, _, groups: lanes.end_turn(groups, gate), cuda=lambda printer, out, groups: Body(
+  f'int next = group == {groups - 1} ? 1 : 2 + group;\n'
+  f'if (gate) asm volatile("barrier.cta.arrive %0, {BOTH};" :: "r"(next) : "memory");\nreturn 0.0f;', "group gate"))
 instruction("start_scores", _scores, cuda=_scores_text)
 instruction("start_output", _output, cuda=_output_text)
 instruction("start_sums", _sums, cuda=_sums_text)
@@ -227,11 +235,19 @@ def arrive_twice(barrier:UOp, after:UOp) -> UOp:
   has started are complete. The thread does not wait. `barrier` is a UOp that indexes the mbarrier in shared memory. Returns a statement (an operation
   with a side effect) that is executed after the UOp `after`."""
   return statement("arrive_twice", barrier, after)
-def arrived(barrier:UOp, phase:UOp, after:UOp) -> UOp:
+def arrived(barrier:UOp, phase:UOp, after:UOp, published:bool=False) -> UOp:
   """Waits until all threads have arrived at the mbarrier in phase number `phase`, counted from 0. Then wgmma can read the data that these threads
-  have copied. `barrier` is a UOp that indexes the mbarrier in shared memory. Returns a statement (an operation with a side effect) that is executed
-  after the UOp `after`."""
-  return statement("await_arrivals", barrier, integer(phase % 2), after)
+  have copied or stored. `published` says that each thread has published the data (`publish`) before it arrived. `barrier` is a UOp that indexes the
+  mbarrier in shared memory. Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
+  return statement("await_arrivals", barrier, integer(phase % 2), after, published=published)
+def begin_turn(group:UOp, groups:int, after:UOp) -> UOp:
+  """Waits until the warpgroup before warpgroup `group` has passed its turn on. The turns go round all `groups` warpgroups of a block. Returns a
+  statement (an operation with a side effect) that is executed after the UOp `after`."""
+  return statement("begin_turn", group, after, groups=groups)
+def end_turn(group:UOp, groups:int, gate:UOp, after:UOp) -> UOp:
+  """Passes the turn of warpgroup `group` on to the next of the `groups` warpgroups of a block, if `gate` is true. Returns a statement (an operation
+  with a side effect) that is executed after the UOp `after`."""
+  return statement("end_turn", group, gate, after, groups=groups)
 def scores(acc:UOp, q:UOp, k:UOp, after:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE) -> UOp:
   """Starts acc = Q K^T, as asynchronous products. `acc` is a register array of C fragments. Q has 64 rows, and K has 8 rows for each fragment in
   `acc`. `steps` is the number of matrix instructions: each multiplies 16 columns of Q and K, or 32 columns of 8-bit floats. `q` and `k` are UOps that

@@ -7,20 +7,27 @@ import numpy as np
 import pytest
 from attn.accuracy import ShortSums, judge
 from attn.chips import get_chip
+from attn.chips.nvidia import FORWARD_WGMMA_OF_BYTES
+from attn.chips.shapes import RatedUpTo
 from attn.choose.dispatch import KERNELS, choose, choose_tile, forward_of
 from attn.compilers.clang import assembly
 from attn.emulator.chips import SHORT_SUMS
 from attn.isa.report import analyse
+from attn.emulator.checks import DivergentBarrier, Race
 from attn.kernels.amd import staging
+from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.grid.tensors import arguments
 from attn.kernels.parts.grid.workgroup import Workgroup
+from attn.kernels.tiles.wgmma import WgmmaTile
+from attn.kernels.wgmma import forward as wgmma_forward
+from attn.kernels.wgmma.forward import WgmmaForward
 from attn.ops import nvidia as nv, softmax
 from attn.ops.renderers import render
 from attn.ops.softmax import LIFT
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 from attn.values import FLOATS, INTS
-from cases import Inputs, expected, floats, hold, in_turn, normal, problem, rounded, run_kernels
+from cases import GPU, Inputs, chip, expected, floats, hold, in_turn, normal, problem, rounded, run_kernels
 
 UNITS = ("sm_89", "gfx942", "gfx950", "gfx1201", "sm_120")
 WITH_WGMMA = (*UNITS, "sm_90")
@@ -28,16 +35,18 @@ RUN = 128       # products that a matrix unit with short sums adds up before the
 
 def short_sums(arch:str, fast:bool=False) -> ShortSums|None:
   """Returns how the chip's matrix unit adds 8-bit products if its sums have fewer bits than fp32, otherwise None. `fast` is the option
-  fast_accumulate: the unit then adds all products of a sum without fp32 additions between."""
-  return ShortSums(SHORT_SUMS[arch], 0 if fast else RUN) if arch in SHORT_SUMS else None
+  fast_accumulate: the unit then adds all products of a sum without fp32 additions between. With `arch` "CUDA", the chip is the GPU."""
+  name = chip(arch).name
+  return ShortSums(SHORT_SUMS[name], 0 if fast else RUN) if name in SHORT_SUMS else None
 
-def check_8_bits(arch:str, make:Any=normal, *, extras:dict[str, np.ndarray]|None=None, out_dtype:str="float32", **parameters:Any) -> None:
-  """Builds a problem of the chip's own 8-bit floats, runs the kernels, and compares o and lse with float64: each element must be within its error
-  limit (docs/contract.md). `extras` has the optional tensors, such as a bias, by name."""
+def check_8_bits(arch:str, make:Any=normal, *, extras:dict[str, np.ndarray]|None=None, out_dtype:str="float32", tile:WgmmaTile|None=None,
+                 **parameters:Any) -> None:
+  """Builds a problem of the chip's own 8-bit floats, runs the kernels, by default with the tile that dispatch chooses, and compares o and lse with
+  float64: each element must be within its error limit (docs/contract.md). `extras` has the optional tensors, such as a bias, by name."""
   extras = dict(extras or {})
-  p = problem(dtype=get_chip(arch).fp8, out_dtype=out_dtype, extras=extras, **parameters)
+  p = problem(dtype=chip(arch).fp8, out_dtype=out_dtype, extras=extras, **parameters)
   x = make(p)
-  o, lse = run_kernels(p, x, arch, extras, choose_tile(p, get_chip(arch)))
+  o, lse = run_kernels(p, x, arch, extras, tile or choose_tile(p, chip(arch)))
   hold(p, x, extras, o, lse, short_sums(arch, p.fast_accumulate))
 
 # ***** shapes *****
@@ -46,7 +55,7 @@ SHAPES = (dict(Sq=64, Sk=64, D=32), dict(Sq=40, Sk=150, D=64), dict(Sq=33, Sk=20
           dict(Sq=17, Sk=90, D=144, Dv=192), dict(Sq=30, Sk=77, D=80, Dv=48), dict(Sq=5, Sk=300, D=64, H=8, Hkv=2),
           dict(Sq=1, Sk=400, D=128, H=8, Hkv=1))
 
-@in_turn("shape, arch", SHAPES, UNITS)
+@in_turn("shape, arch", SHAPES, UNITS, [GPU])
 def test_shapes(shape:dict[str, Any], arch:str) -> None: check_8_bits(arch, **shape)
 
 def test_rows_in_pieces() -> None:
@@ -56,13 +65,19 @@ def test_rows_in_pieces() -> None:
   with pytest.raises(NotImplementedError, match="Dv=40: must be a multiple of 16"): choose_tile(p, get_chip("gfx950"))
 
 # A warpgroup has 64 queries, and a block two or three warpgroups, of which the last may have none. The warps divide the parts of V that they
-# transpose.
+# transpose. With more than 128 columns, O is computed in two parts.
 SHAPES_OF_WGMMA = (dict(Sq=64, Sk=64, D=32), dict(Sq=70, Sk=300, D=64), dict(Sq=130, Sk=150, D=128, H=2, Hkv=1, out_dtype="bfloat16"),
                    dict(Sq=200, Sk=77, D=48, Dv=96),
-                   dict(Sq=100, Sk=300, D=128, num_splits=2), dict(Sq=100, Sk=200, D=128, fast_accumulate=True), dict(Sq=3, Sk=200, D=128))
+                   dict(Sq=100, Sk=300, D=128, num_splits=2), dict(Sq=100, Sk=200, D=128, fast_accumulate=True), dict(Sq=3, Sk=200, D=128),
+                   dict(Sq=130, Sk=200, D=256, H=1), dict(Sq=70, Sk=150, D=160, Dv=192, causal=True),
+                   dict(Sq=70, Sk=150, D=64, Dv=256, H=1, out_dtype="bfloat16", fast_accumulate=True))
 
-@pytest.mark.parametrize("shape", SHAPES_OF_WGMMA, ids=str)
-def test_shapes_of_wgmma(shape:dict[str, Any]) -> None: check_8_bits("sm_90", **shape)
+@in_turn("shape, arch", SHAPES_OF_WGMMA, ["sm_90"], [GPU])
+def test_shapes_of_wgmma(shape:dict[str, Any], arch:str) -> None: check_8_bits(arch, **shape)
+
+@in_turn("row, arch", FORWARD_WGMMA_OF_BYTES, ["sm_90"], [GPU])
+def test_every_tile_of_wgmma(row:RatedUpTo, arch:str) -> None:
+  check_8_bits(arch, H=1, Sq=200, Sk=500, D=row.up_to, causal=True, tile=WgmmaTile(**vars(row.shape)))
 
 # ***** inputs *****
 
@@ -108,9 +123,9 @@ def nan_rows(p:Problem) -> Inputs:
 
 HARD = (just_below_the_headroom, just_above_the_headroom, falling, large, one_huge_key, constants, positive, tiny, nan_rows)
 
-@in_turn("make, arch", HARD, WITH_WGMMA)
+@in_turn("make, arch", HARD, WITH_WGMMA, [GPU])
 def test_hard_inputs(make:Any, arch:str) -> None:
-  rows = 66 if arch == "sm_90" else 24
+  rows = 66 if chip(arch).wgmma else 24
   check_8_bits(arch, make, Sq=rows, Sk=150, D=32, causal=True)
   check_8_bits(arch, make, Sq=rows, Sk=300, D=64, causal=True, num_splits=3)
 
@@ -130,7 +145,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "splits": dict(num_splits=2, extras=scales_of(1, 2)), "bfloat16": dict(out_dtype="bfloat16"), "float16": dict(out_dtype="float16"),
   "few queries": dict(Sq=3, H=8, Hkv=2, extras=scales_of(1, 2)), "fast sums": dict(fast_accumulate=True, D=128)}
 
-@in_turn("name, arch", OPTIONS, WITH_WGMMA)
+@in_turn("name, arch", OPTIONS, WITH_WGMMA, [GPU])
 def test_options(name:str, arch:str) -> None: check_8_bits(arch, **{"Sq": 66, "Sk": 100, "D": 32, **OPTIONS[name]})
 
 # ***** sums of about 14 bits *****
@@ -154,6 +169,25 @@ def test_the_needle() -> None:
   law = expected(p, x, {}, short_sums("sm_89"))[0]
   assert judge(o, law).ok and (law.exact[0, 0, 0] > 0.5).all()
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("D", "size"), ((64, 1.75), (128, 1.25), (256, 0.875)))
+def test_the_needle_on_a_gpu(D:int, size:float) -> None:
+  """The same with 131072 keys, for the rows of a whole block, by wgmma where the chip has it."""
+  for dtype in ("float32", "bfloat16"):
+    p = problem(dtype=chip("CUDA").fp8, out_dtype=dtype, H=1, Sq=128, Sk=131072, D=D, lse=False)
+    x = normal(p)
+    x.k[0, 0, 77777], x.v[0, 0, 77777] = np.sign(x.q[0, 0, 0])*size, 16
+    o, _ = run_kernels(p, x, "CUDA", {}, choose_tile(p, chip("CUDA")))
+    law = expected(p, x, {}, short_sums("CUDA"))[0]
+    assert (verdict := judge(o, law)).ok and (law.exact[0, 0, 0] > 0.5).all(), verdict
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", (dict(Sq=1000, Sk=1111, D=64), dict(Sq=1024, Sk=2048, D=128), dict(Sq=700, Sk=1500, D=128, Dv=64),
+                                   dict(Sq=1000, Sk=1111, D=256), dict(Sq=700, Sk=1000, D=192)), ids=str)
+def test_large_grids(shape:dict[str, int]) -> None:
+  for out_dtype, causal in (("float32", False), ("bfloat16", True), ("float16", True)):
+    check_8_bits("CUDA", B=2, H=12, Hkv=4, causal=causal, out_dtype=out_dtype, extras=scales_of(2, 4), **shape)
+
 # ***** planted faults *****
 
 def left_out(name:str) -> Any:
@@ -166,11 +200,25 @@ FAULTS: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
   "the reference is never raised": ("sm_89", (softmax, "ALL_SET_BEFORE", 0x01010101), just_above_the_headroom, {"causal": True}),
   "V's columns are not taken apart, mma": ("sm_120", (nv, "columns_apart", lambda words: words), normal, {}),
   "V's columns are not taken apart, wgmma": ("sm_90", (nv, "columns_apart", lambda words: words), normal, {"Sq": 64}),
+  "ones that are twos": ("sm_90", (wgmma_forward, "ONES_OF", {"fp8e4m3": 0x40404040}), normal, {"Sq": 64}),
+  "columns in another order": ("sm_90", (Warps, "columns_in_turn", Warps.columns), normal, {"Sq": 64}),
   "bytes of two keys are exchanged, gfx942": ("gfx942", (staging, "LOW_BYTES_IN_TURN", 0x01050004), normal, {}),
   "bytes of two keys are exchanged, gfx950": ("gfx950", (staging, "LOW_BYTES_IN_TURN", 0x01050004), normal, {}),
   "bytes of two keys are exchanged, gfx1201": ("gfx1201", (staging, "LOW_BYTES_IN_TURN", 0x01050004), normal, {}),
   "the largest weight is 2^-6": ("sm_120", (softmax, "lift_of", lambda dtype, scale: -6.0), normal, {"Sk": 900}),
   **{f"without {name}": ("gfx1201", left_out(name), normal, SCALED) for name in ("q_scale", "k_scale", "v_scale")}}
+
+RACES: dict[str, tuple[tuple[Any, str, Any], type[Exception]]] = {
+  "a tile of V is overwritten while warps transpose it": ((WgmmaTile, "given_stages", lambda tile, p: 1), Race),
+  "a tile of K is overwritten while products read it": ((WgmmaTile, "key_stages", lambda tile, p: 2), Race),
+  "a thread does not wait for its own copies": ((nv, "wait_copies", lambda after, but: nv.commit(after)), Race),
+  "no warpgroup passes its turn on": ((WgmmaForward, "turn_passed", lambda unit, s, gate: s), DivergentBarrier)}
+
+@pytest.mark.parametrize("name", RACES)
+def test_the_emulator_finds_what_a_chip_would_not_forgive(name:str, monkeypatch:pytest.MonkeyPatch, without_places:None) -> None:
+  fault, error = RACES[name]
+  monkeypatch.setattr(*fault)
+  with pytest.raises(error): check_8_bits("sm_90", H=1, Sq=130, Sk=203, D=48, tile=WgmmaTile(2, 64, True))     # a shape of no other test
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found(name:str, monkeypatch:pytest.MonkeyPatch) -> None:
@@ -223,7 +271,7 @@ def test_the_kernel() -> None:
   ("gfx942", "fp8e4m3", {}, "forward: q, k and v are fp8e4m3: the 8-bit floats of gfx942 are fp8e4m3fnuz"),
   ("gfx1100", "fp8e4m3", {}, "forward: q, k and v are fp8e4m3: gfx1100 multiplies no 8-bit floats; kernels for them: gfx942"),
   ("sm_80", "fp8e4m3", {}, "forward_mma: q, k and v are fp8e4m3: sm_80 multiplies no 8-bit floats"),
-  ("sm_90", "fp8e4m3", {"D": 256}, "forward_wgmma: D=256: this kernel has registers for at most 128 .*forward_mma: .*no faster than wgmma"),
+  ("sm_90", "fp8e4m3", {"D": 320}, "forward_wgmma: D=320: this kernel supports at most 256"),
   ("sm_89", "fp8e4m3", {"D": 256}, "forward_mma: no tile of forward_mma fits D=256"),
   ("sm_90", "fp8e4m3", {"D": 72}, "forward_wgmma: D=72: must be a multiple of 16"), (None, "fp8e4m3", {}, "three_pass: q, k and v are fp8e4m3")))
 def test_refusals(arch:str|None, dtype:str, shape:dict[str, Any], message:str) -> None:

@@ -14,6 +14,10 @@ from attn.problem import Problem
 WGMMA = MMA | MMA_OF_8_BITS     # layouts of the fragments, by the dtype of the inputs
 STAGES = 3      # K and V tiles in shared memory, at most
 SCALE_STAGES = 4      # tiles whose scales are in shared memory at the same time: a warpgroup may read those of a tile three iterations before another
+ONES_ROWS = 8   # rows of ones below each transposed tile of V of 8 bits: wgmma then computes the row sums of P as further columns of P V
+GIVEN_STAGES = 2     # tiles of V of 8 bits that are in shared memory before they are transposed
+MOST_SHARED = 232448     # bytes of shared memory of a block on Hopper
+MOST_OF_PART = 25    # C fragments of P V that are computed together, at most: those of 192 columns and of the row sums
 RING = 3        # tiles of walked rows in shared memory, in a backward kernel
 
 @dataclass(frozen=True)
@@ -32,10 +36,10 @@ class WgmmaTile(WgmmaShape):
   @property
   def threads(self) -> int: return self.groups*wgmma.GROUP
   def layouts(self, p:Problem) -> tuple[SwizzledPanels, SwizzledPanels, SwizzledPanels]:
-    """Layouts of Q, of K and of V in shared memory. If the inputs are 8-bit floats, V lies there transposed."""
+    """Layouts of Q, of K and of V in shared memory. If the inputs are 8-bit floats, V lies there transposed, with rows of ones below it."""
     mat = WGMMA[p.dtype]
     k_units, columns = round_up(p.D, mat.K)//mat.unit, round_up(p.Dv, mat.K)
-    of_v = SwizzledPanels(columns, self.block_n//mat.unit) if p.of_8_bits else SwizzledPanels(self.block_n, columns//mat.unit)
+    of_v = SwizzledPanels(columns + ONES_ROWS, self.block_n//mat.unit) if p.of_8_bits else SwizzledPanels(self.block_n, columns//mat.unit)
     return SwizzledPanels(self.block_m, k_units), SwizzledPanels(self.block_n, k_units), of_v
   def given_v(self, p:Problem) -> SwizzledRows:
     """Layout of V in shared memory before it is transposed there, if the inputs are 8-bit floats."""
@@ -43,6 +47,15 @@ class WgmmaTile(WgmmaShape):
   def stages(self, p:Problem) -> int:
     """Number of tiles of K, and of V, for which shared memory has room at the same time."""
     return STAGES if p.stored or p.of_8_bits else min(STAGES, ceildiv(p.Sk, self.block_n))
+  def ahead(self, p:Problem) -> bool:
+    """Whether the copies of a tile of 8-bit floats start two iterations before the tile is used, for which shared memory must have room."""
+    return p.of_8_bits and self.bytes_with(p, True) <= MOST_SHARED
+  def key_stages(self, p:Problem) -> int: return self.stages(p) + self.ahead(p)
+  def given_stages(self, p:Problem) -> int: return GIVEN_STAGES + self.ahead(p)
+  def first_v(self, p:Problem) -> int:
+    """The 16-byte unit of shared memory at which the tiles of V begin."""
+    q, k, _ = self.layouts(p)
+    return q.size + self.key_stages(p)*k.size
   def raw(self, p:Problem) -> int:
     """Number of 16-byte units of shared memory for the 8-bit numbers of a tile of K and V, before threads convert them to 16 bits."""
     return sum(round_up(self.block_n*width//UNIT_BYTES, self.threads) for width in (p.D, p.Dv)) if p.stored else 0
@@ -51,9 +64,13 @@ class WgmmaTile(WgmmaShape):
     for each row of V that is NaN if its scale is NaN."""
     return 3*self.block_n*4//UNIT_BYTES if p.stored else 0
   def lds_bytes(self, p:Problem) -> int:
+    return self.bytes_with(p, self.ahead(p))
+  def bytes_with(self, p:Problem, ahead:bool) -> int:
+    """Number of bytes of shared memory of a block whose copies start two iterations ahead, or one."""
     q, k, v = self.layouts(p)
-    of_stage = k.size + v.size + (self.given_v(p).size if p.of_8_bits else 0)
-    return UNIT_BYTES*(q.size + self.stages(p)*of_stage + self.raw(p) + SCALE_STAGES*self.scales(p) + 1)   # 1: mbarrier
+    given = (GIVEN_STAGES + ahead)*self.given_v(p).size if p.of_8_bits else 0
+    units = q.size + (self.stages(p) + ahead)*k.size + self.stages(p)*v.size + given + self.raw(p) + SCALE_STAGES*self.scales(p)
+    return UNIT_BYTES*(units + 1)   # 1: mbarrier
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}"
 
 @dataclass(frozen=True)

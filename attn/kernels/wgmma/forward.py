@@ -25,23 +25,32 @@ from attn.kernels.parts.program.trips import TileLoop, tile_loops
 from attn.kernels.parts.weights.dropout import kept_scores
 from attn.kernels.parts.weights.softmax import sum_of_nans
 from attn.kernels.tiles.mma import fragments
-from attn.kernels.tiles.wgmma import SCALE_STAGES, STAGES, WGMMA, WgmmaTile
+from attn.kernels.tiles.wgmma import MOST_OF_PART, ONES_ROWS, SCALE_STAGES, STAGES, WGMMA, WgmmaTile
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
-from attn.ops.numerics import ROUNDOFF
+from attn.ops.numerics import ONES_OF, ROUNDOFF
 from attn.ops.softmax import FACTORS, LANE, ONES, UNSCALED, correct, weigh
 from attn.ops.stored import zero_or_nan
 from attn.problem import Problem
 from attn.score.term import Row
-from attn.tinygrad_compat import UOp
+from attn.tinygrad_compat import UOp, dtypes
 
 def sums_of(p:Problem) -> tuple[str, ...]:
   """Returns which sums of P the kernel computes for each row. The sum of P as rounded to 16 bits costs 4 to 15 % of the speed on an H200 if mma.sync
   computes it, and 2 to 8 % if vector additions do. Dividing O by this sum avoids an error of the size of P's rounding. The kernel computes this sum
   only if O is stored in a finer type than P: otherwise the rounding of O hides this error. The kernels for all other matrix units always compute this
-  sum. If V is stored in 8 bits, a further sum, the first one, shows whether P times V's scales is too large."""
+  sum. If V is stored in 8 bits, a further sum, the first one, shows whether P times V's scales is too large. If q, k and v are
+  8-bit floats, the sum of P as rounded is a column of the product of P and V (`WgmmaForward.ones`)."""
+  if p.of_8_bits: return (LANE,)*p.writes_lse
   stored = "float32" if p.num_splits > 1 else p.out_dtype
   kind = LANE if ROUNDOFF[stored] >= ROUNDOFF[p.dtype] else UNSCALED if p.stored else ONES
   return (*[FACTORS]*bool(p.stored), kind, *[LANE]*(kind != LANE and p.writes_lse))
+
+def parts_of_o(p:Problem) -> list[range]:
+  """Returns the C fragments of each part into which the columns of P V of 8-bit floats are divided. The last fragment has the row sums of P. Parts
+  are equal where they can be: from parts of different sizes, ptxas may make products that wait for each other (C7511)."""
+  whole = fragments(p.Dv, WGMMA[p.dtype]) + ONES_ROWS//WGMMA[p.dtype].N
+  each = ceildiv(whole, next(n for n in (1, 3, 2) if whole <= n*MOST_OF_PART and (n == 2 or whole % n == 0)))
+  return [range(first, min(first + each, whole)) for first in range(0, whole, each)]
 
 @dataclass(frozen=True)
 class WgmmaState(Arrivals):
@@ -59,7 +68,7 @@ class WgmmaState(Arrivals):
   statements: Statements
   l_of_trip: UOp
   scales: Optional     # of the iteration's rows of V, if V is stored in 8 bits
-  sums: Optional     # O of one tile, if the tensor cores add with few bits: it is then added to O in fp32
+  sums: Optional     # a part of P V of one tile, if the tensor cores add with few bits: it is then added to O in fp32
 
 @dataclass(frozen=True)
 class WgmmaForward:
@@ -72,14 +81,15 @@ class WgmmaForward:
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:WgmmaTile, args:tuple[UOp, ...]) -> WgmmaForward:
-    mat, kinds = WGMMA[p.dtype], len(sums_of(p))
+    mat, kinds = WGMMA[p.dtype], max(1, len(sums_of(p)))
+    of_o = parts_of_o(p)[-1].stop if p.of_8_bits else fragments(p.Dv, mat)
     warps = Warps.of(p, arch, tile, mat, args)
     new = warps.group.grid.allocator
-    state = WgmmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(fragments(p.Dv, mat), nv.F4), new.registers(1, nv.F2),
+    state = WgmmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(of_o, nv.F4), new.registers(1, nv.F2),
                        new.registers(1, nv.F2), new.registers(kinds, nv.F2), new.registers(tile.block_n//mat.N, nv.F4),
                        new.registers(tile.block_n//mat.K, nv.U4), Statements.of(new), new.registers(kinds, nv.F2),
                        Optional(new.registers(tile.block_n//mat.N, nv.F2) if p.stored else None),
-                       Optional(new.registers(fragments(p.Dv, mat), nv.F4) if arch.short_sums and p.of_8_bits and not p.fast_accumulate else None))
+                       Optional(new.registers(len(parts_of_o(p)[0]), nv.F4) if arch.short_sums and p.of_8_bits and not p.fast_accumulate else None))
     return WgmmaForward(warps, tile, state)
 
   @property
@@ -92,7 +102,9 @@ class WgmmaForward:
   @functools.cached_property
   def there(self) -> UOp:
     """Whether the warpgroup has queries. A warpgroup whose rows all lie beyond the last query only copies tiles, because its products would take time
-    from the other warpgroups."""
+    from the other warpgroups. With 8-bit floats it computes products nevertheless: products that may be left out keep their old results in registers,
+    and there is no room for those of S beside those of P V."""
+    if self.p.of_8_bits: return wgmma.EVERYWHERE
     group, n_q, front = self.warps.group, self.warps.group.sequence.n_q, 0 if self.p.dealt is None else self.p.dealt.front
     def full(rows:int) -> bool: return round_up(rows, wgmma.M) % group.tile.block_m == 0
     if isinstance(n_q, int) and full(front) and full(n_q - front): return wgmma.EVERYWHERE
@@ -105,13 +117,13 @@ class WgmmaForward:
     s = s.do(nv.clear(s.acc, s.done))
     if self.there is not wgmma.EVERYWHERE:      # a warpgroup without queries computes no products
       s = s.do(nv.clear(s.scores, s.done))
-      if s.sums.value is not None: s = s.do(nv.clear(s.sums.value, s.done))
-    s, first = s.expected(warps.at, self.tile.threads*(1 + self.p.of_8_bits)), warps.group.walked.begin
+    s, first = s.expected(warps.at, self.tile.threads*(1 + (self.p.of_8_bits and not self.tile.ahead(self.p)))), warps.group.walked.begin
     s = s.do(*warps.copies_of_q(s.shared, self.tile.layouts(self.p)[0]))
     if not self.p.of_8_bits: return self.fetch(self.staged(s, first) if self.p.stored else s, first)
-    s = s.do(*warps.copies_of("v", s.shared, first, self.given_v(first)))
+    s = s.do(*warps.copies_of("v", s.shared, first, self.given_v(first)), *self.ones(s.shared))
     s = s.do(nv.commit(s.done))
-    return self.fetch_bytes(s.after(workgroup_barrier(s.statements.do(nv.wait_copies(s.done, 0)))), first)
+    s = s.after(workgroup_barrier(s.statements.do(nv.wait_copies(s.done, 0))))
+    return self.fetch_bytes(self.copied_bytes(s, first) if self.tile.ahead(self.p) else s, first)
 
   def loops(self) -> Iterator[TileLoop[WgmmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
@@ -119,11 +131,12 @@ class WgmmaForward:
     """Waits until tile t of keys is in shared memory, and starts the product S = Q K^T of the warpgroup's queries and these keys. Then starts the
     copies of the next tile, if the ring buffer holds several tiles. Returns the state, and None in place of S."""
     q, k, _ = self.tile.layouts(self.p)
-    s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done))
+    s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done, published=self.tile.ahead(self.p)))
     group = wgmma.group(self.warps.at.wave)
     steps = round_up(self.p.D, self.mat.K)//self.mat.K
     s = s.do(wgmma.scores(s.scores, s.shared[group*(wgmma.M*LINE)], s.shared[self.k_panels(t).base], s.done, steps,
                           (UNIT_BYTES*q.panel, UNIT_BYTES*k.panel), self.p.dtype, self.there))
+    s = self.turn_passed(s, group.eq(self.tile.groups - 1) | (t > self.warps.group.walked.begin))
     if self.p.of_8_bits: return self.fetch_bytes(s, t + 1), None
     return (self.fetch(s, t + 1) if self.stages > 1 else s), None
 
@@ -135,7 +148,7 @@ class WgmmaForward:
                            "scales": s.scales.value}
     s = s.do(weigh(s.m, s.addend, s.p, s.scores, s.l_of_trip, s.done, **how))
     s = s.do(correct(s.m, s.addend, s.l, s.acc, s.p, s.scores, s.l_of_trip, **how, above=self.tile.rescale_above))
-    s = s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(s.l.max_numel())]))
+    if kinds := len(sums_of(self.p)): s = s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(kinds)]))
     if not self.p.dropout_p: return s, None
     left = kept_scores(scores, self.queries, t)
     return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(s.p.max_numel())])), None
@@ -157,16 +170,34 @@ class WgmmaForward:
       return s.store(store_all(s.scores, scores.finished(tiles, self.queries, t, masked)))
     return s.do(*scores.masks(s.scores, self.queries, t, s.done)) if masked else s
 
+  def turn_passed(self, s:WgmmaState, gate:UOp) -> WgmmaState:
+    """Passes the turn to start products on to the next warpgroup, if `gate` is true and the warpgroups take turns. A turn is P V of a tile and S of
+    the next tile. The first warpgroup gets its first turn when the last warpgroup has started S of the first tile."""
+    if not self.tile.turns: return s
+    return s.do(wgmma.end_turn(wgmma.group(self.warps.at.wave), self.tile.groups, gate, s.done))
+
   def add_to_o(self, s:WgmmaState, p:None, t:UOp, part:None, masked:bool) -> UOp:
-    _, _, v = self.tile.layouts(self.p)
-    apart = s.sums.value is not None
-    def to(s:WgmmaState) -> UOp: return s.acc if s.sums.value is None else s.sums.value
-    s = s.do(wgmma.output(to(s), s.p, s.shared[self.v_panels(t).base], s.done, UNIT_BYTES*v.panel, self.p.dtype, there=self.there, more=not apart))
-    s = s.do(wgmma.wait_products(to(s), s.done))
-    if not apart: return s.done
-    return s.store(store_all(s.acc, [ops.add(s.acc[i].load(), to(s)[i].load()) for i in range(s.acc.max_numel())])).done
+    if self.tile.turns: s = s.do(wgmma.begin_turn(wgmma.group(self.warps.at.wave), self.tile.groups, s.done))
+    if self.p.of_8_bits: return self.add_in_parts(s, t)
+    v = self.v_panels(t)
+    s = s.do(wgmma.output(s.acc, s.p, s.shared[v.base], s.done, UNIT_BYTES*v.panel, self.p.dtype, there=self.there))
+    return s.do(wgmma.wait_products(s.acc, s.done)).done
+
+  def add_in_parts(self, s:WgmmaState, t:UOp) -> UOp:
+    """Adds P V of tile t of 8-bit floats to O. If the tensor cores add coarsely, each part of the columns is computed by itself, and then added to O
+    in fp32."""
+    v = self.v_panels(t)
+    for columns in parts_of_o(self.p):
+      def to(s:WgmmaState) -> UOp: return s.acc if s.sums.value is None else s.sums.value
+      place = columns if s.sums.value is None else range(len(columns))
+      s = s.do(wgmma.output(to(s), s.p, s.shared[v.base + columns.start*self.mat.N*LINE], s.done, UNIT_BYTES*v.panel, self.p.dtype, place, self.there,
+                            more=s.sums.value is None))
+      s = s.do(wgmma.wait_products(to(s), s.done))
+      if s.sums.value is not None: s = s.store([s.acc[i].store(ops.add(s.acc[i].load(), s.sums.value[j].load())) for j, i in enumerate(columns)])
+    return s.done
 
   def kernel(self, s:WgmmaState) -> UOp:
+    s = self.turn_passed(s, wgmma.group(self.warps.at.wave) < self.tile.groups - 1)
     return self.warps.group.kernel("wgmma", self.outputs(s), self.tile.lds_bytes(self.p))
 
   def outputs(self, s:WgmmaState) -> list[UOp]:
@@ -174,46 +205,71 @@ class WgmmaForward:
     row's sum of P."""
     accs = [s.acc[dt].load() for dt in range(s.acc.max_numel())]
     kinds, sums = sums_of(self.p), [s.l[i].load() for i in range(s.l.max_numel())]
+    if self.p.of_8_bits:
+      *accs, rounded = accs
+      kinds, sums = (ONES, *kinds), [ops.build(*[ops.extract(rounded, nv.ROWS*r) for r in range(nv.ROWS)]), *sums[:len(kinds)]]
     if self.p.stored: kinds, sums = (kinds[1], *kinds[1:]), [ops.add(sums[1], zero_or_nan(sums[0])), *sums[1:]]     # O is NaN by a scale, lse is not
-    return self.warps.outputs(self.queries, accs, s.m[0].load(), sums, kinds)
+    return self.warps.outputs(self.queries, accs, s.m[0].load(), sums, kinds, in_turn=self.p.of_8_bits)
 
   # ***** global -> shared memory *****
   @property
   def stages(self) -> int: return self.tile.stages(self.p)
-  def stage(self, t:UOp) -> UOp: return (t - self.warps.group.walked.begin)%self.stages
+  def stage(self, t:UOp, of:int) -> UOp: return (t - self.warps.group.walked.begin)%of
   def k_panels(self, t:UOp) -> SwizzledPanels:
     q, k, _ = self.tile.layouts(self.p)
-    return k.moved_to(q.size + self.stage(t)*k.size)
+    return k.moved_to(q.size + self.stage(t, self.tile.key_stages(self.p))*k.size)
   def v_panels(self, t:UOp) -> SwizzledPanels:
-    q, k, v = self.tile.layouts(self.p)
-    return v.moved_to(q.size + self.stages*k.size + self.stage(t)*v.size)
+    _, _, v = self.tile.layouts(self.p)
+    return v.moved_to(self.tile.first_v(self.p) + self.stage(t, self.stages)*v.size)
   def panels(self, t:UOp) -> dict[str, SwizzledPanels]: return {"k": self.k_panels(t), "v": self.v_panels(t)}
   def given_v(self, t:UOp) -> SwizzledRows:
-    q, k, v = self.tile.layouts(self.p)
+    _, _, v = self.tile.layouts(self.p)
     rows = self.tile.given_v(self.p)
-    return rows.moved_to(q.size + self.stages*(k.size + v.size) + self.stage(t)*rows.size)
+    return rows.moved_to(self.tile.first_v(self.p) + self.stages*v.size + self.stage(t, self.tile.given_stages(self.p))*rows.size)
+
+  def copied_bytes(self, s:WgmmaState, t:UOp) -> WgmmaState:
+    """Starts this thread's copies of K of tile t of 8-bit floats, and of V of the tile after it."""
+    s = s.do(*self.warps.copies_of("k", s.shared, t, self.k_panels(t)), *self.warps.copies_of("v", s.shared, t + 1, self.given_v(t + 1)))
+    return s.do(nv.commit(s.done))
 
   def fetch_bytes(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Prepares tile t, if the inputs are 8-bit floats: starts this thread's copies of K of this tile and of V of the next one, and transposes this
-    warp's part of V of this tile, which has arrived. Then the thread arrives at the mbarrier. Returns the state."""
-    copies = self.warps.copies_of("k", s.shared, t, self.k_panels(t)) + self.warps.copies_of("v", s.shared, t + 1, self.given_v(t + 1))
-    s = self.transposed(s.do(*copies), t)
-    return s.do(wgmma.arrive_twice(s.arrivals, s.done))
+    """Prepares tile t of 8-bit floats: transposes this warp's part of V, which has arrived, and arrives at the mbarrier. If shared memory has room,
+    the copies of tile t have been under way for an iteration: the thread first starts those of the next tile, and then waits for the older ones.
+    Otherwise it starts the copies of tile t, and the mbarrier waits for them. Returns the state."""
+    ahead = self.tile.ahead(self.p)
+    s = self.copied_bytes(s, t + 1 if ahead else t)
+    s = self.transposed(s, t)
+    if not ahead: return s.do(wgmma.arrive_twice(s.arrivals, s.done))
+    s = s.do(nv.wait_copies(s.done, 1))
+    s = s.do(wgmma.publish(s.done))
+    return s.do(wgmma.arrive_stored(s.arrivals, s.done))
+
+  def ones(self, shared:UOp) -> list[UOp]:
+    """Returns the stores that write rows of ones below each of the transposed tiles of V. With them, the last C fragment of the product P V has the
+    row sums of P."""
+    ones = ops.build(*[UOp.const(ONES_OF[self.p.dtype], dtypes.uint)]*(UNIT_BYTES//4))
+    across, stores = self.tile.block_n//self.mat.unit, list[UOp]()
+    places = self.stages*ONES_ROWS*across
+    for i in range(ceildiv(places, self.tile.threads)):
+      item = self.warps.at.thread + i*self.tile.threads
+      to = self.v_panels(self.warps.group.walked.begin + item//(ONES_ROWS*across))
+      place = to.place(to.rows - ONES_ROWS + item//across%ONES_ROWS, item%across)
+      stores.append(nv.put(shared[place], ones, item < places))
+    return stores
 
   def transposed(self, s:WgmmaState, t:UOp) -> WgmmaState:
     """Transposes this warp's part of V of tile t in shared memory, if the inputs are 8-bit floats, because wgmma can read 8-bit floats only with the
-    keys of a column side by side. A warp's part consists of pieces of 32 keys by 16 columns. The keys get the order in which `nv.pack_a` packs their
-    weights. Returns the state."""
-    (lane, wave), waves, mat, rows, to = (self.warps.at.lane, self.warps.at.wave), self.tile.waves, self.mat, self.given_v(t), self.v_panels(t)
-    across = round_up(self.p.Dv, mat.K)//mat.unit
-    parts = self.tile.block_n//mat.K*across
-    matrix, stores = lane//8, list[UOp]()
-    for i in range(ceildiv(parts, waves)):
-      part = (wave + i*waves).minimum(parts - 1)
-      step, unit = part//across, part%across
-      words = nv.columns_apart(nv.ldmatrix(s.shared[rows.place(step*mat.K + lane, unit)], 0, transposed=True))
-      place = to.place(unit*mat.unit + lane%8*2 + matrix//2, step*2 + matrix%2)
-      stores.append(nv.stmatrix_where(s.shared[place], words, below(wave + i*waves, parts)))
+    keys of a column side by side. A warp's part consists of pieces of 32 keys by 16 columns. The even columns of a piece come before the odd ones.
+    The keys get the order in which `nv.pack_a` packs their weights. Returns the state."""
+    (lane, wave), mat, rows, to = (self.warps.at.lane, self.warps.at.wave), self.mat, self.given_v(t), self.v_panels(t)
+    across, steps = round_up(self.p.Dv, mat.K)//mat.unit, self.tile.block_n//mat.K
+    together = self.tile.waves//steps      # parts of the same keys that warps transpose at the same time
+    matrix, step, stores = lane//8, wave//together, list[UOp]()
+    for first in range(0, across, together):
+      unit, there = wave%together + first, (step < steps) & (wave%together + first < across)
+      words = nv.columns_apart(nv.ldmatrix(s.shared[rows.place(there.where(step, 0)*mat.K + lane, there.where(unit, 0))], 0, transposed=True))
+      place = to.place(unit*mat.unit + matrix//2*8 + lane%8, step*2 + matrix%2)
+      stores.append(nv.stmatrix_where(s.shared[place], words, there))
     return s.do(*stores)
 
   def fetch(self, s:WgmmaState, t:UOp) -> WgmmaState:
@@ -231,8 +287,8 @@ class WgmmaForward:
   @property
   def first_raw(self) -> int:
     """Index of the 16-byte unit of shared memory at which the 8-bit numbers of a tile begin, before threads convert them to 16 bits."""
-    q, k, v = self.tile.layouts(self.p)
-    return q.size + self.stages*(k.size + v.size)
+    _, _, v = self.tile.layouts(self.p)
+    return self.tile.first_v(self.p) + self.stages*v.size
   def first_scale(self, t:UOp) -> UOp:
     """Returns where the scales of the 8-bit rows of tile t begin in shared memory, counted in floats."""
     place = (t - self.warps.group.walked.begin)%SCALE_STAGES
