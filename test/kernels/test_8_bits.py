@@ -201,7 +201,7 @@ FAULTS: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
   "V's columns are not taken apart, mma": ("sm_120", (nv, "columns_apart", lambda words: words), normal, {}),
   "V's columns are not taken apart, wgmma": ("sm_90", (nv, "columns_apart", lambda words: words), normal, {"Sq": 64}),
   "ones that are twos": ("sm_90", (wgmma_forward, "ONES_OF", {"fp8e4m3": 0x40404040}), normal, {"Sq": 64}),
-  "columns in another order": ("sm_90", (Warps, "columns_in_turn", Warps.columns), normal, {"Sq": 64}),
+  "columns in another order": ("sm_90", (Warps, "alternating_columns", Warps.columns), normal, {"Sq": 64}),
   "bytes of two keys are exchanged, gfx942": ("gfx942", (staging, "LOW_BYTES_IN_TURN", 0x01050004), normal, {}),
   "bytes of two keys are exchanged, gfx950": ("gfx950", (staging, "LOW_BYTES_IN_TURN", 0x01050004), normal, {}),
   "bytes of two keys are exchanged, gfx1201": ("gfx1201", (staging, "LOW_BYTES_IN_TURN", 0x01050004), normal, {}),

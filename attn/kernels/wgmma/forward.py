@@ -209,7 +209,7 @@ class WgmmaForward:
       *accs, rounded = accs
       kinds, sums = (ONES, *kinds), [ops.build(*[ops.extract(rounded, nv.ROWS*r) for r in range(nv.ROWS)]), *sums[:len(kinds)]]
     if self.p.stored: kinds, sums = (kinds[1], *kinds[1:]), [ops.add(sums[1], zero_or_nan(sums[0])), *sums[1:]]     # O is NaN by a scale, lse is not
-    return self.warps.outputs(self.queries, accs, s.m[0].load(), sums, kinds, in_turn=self.p.of_8_bits)
+    return self.warps.outputs(self.queries, accs, s.m[0].load(), sums, kinds, alternating=self.p.of_8_bits)
 
   # ***** global -> shared memory *****
   @property
