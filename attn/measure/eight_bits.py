@@ -15,9 +15,9 @@ from attn.ops.eight_bits import rounded_bytes
 from attn.reference import rounded
 from attn.tinygrad_compat import Tensor, TinyJit, device_seconds, dtypes, make_current
 
-B, H, N, STEPS = 1, 16, 12288, 10      # batch, heads, queries and keys of every problem; launches in a TinyJit
-KIND, LARGEST = "fp8e4m3", 448.0
-DRAWN = 2**20 - 3      # random numbers of a tensor, which repeat. A prime: where they repeat, rows begin elsewhere
+B, H, N, LAUNCHES_OF_GRAPH = 1, 16, 12288, 10      # batch, heads, queries and keys of every problem; launches in a TinyJit
+FORMAT_OF_8_BITS, MOST_OF_FORMAT = "fp8e4m3", 448.0
+NUMBERS_OF_TENSOR = 2**20 - 3      # random numbers of a tensor, which repeat. A prime: where they repeat, rows begin elsewhere
 
 @dataclass(frozen=True)
 class EightBitRow:
@@ -28,32 +28,32 @@ class EightBitRow:
   @property
   def operations(self) -> float: return 4*B*H*N*N*self.d/(2 if self.causal else 1)
 
-ROWS = [EightBitRow(d, causal) for d in (64, 128, 192, 256) for causal in (False, True)]
+EIGHT_BIT_ROWS = [EightBitRow(d, causal) for d in (64, 128, 192, 256) for causal in (False, True)]
 
 def long_enough(seconds:Callable[[], float]) -> Callable[[], float]:
   """Returns a timer that repeats the timer `seconds` for a whole round."""
-  runs = runs_of_a_round(lambda: STEPS*seconds())
+  runs = runs_of_a_round(lambda: LAUNCHES_OF_GRAPH*seconds())
   return lambda: statistics.mean(seconds() for _ in range(runs))
 
 def compared(row:EightBitRow) -> str:
   """Times a problem in bfloat16, in 8-bit floats and in 8-bit floats with scales. Returns the results as a line of text."""
-  q, k, v = (np.random.default_rng(i).standard_normal(DRAWN, np.float32) for i in range(3))
+  q, k, v = (np.random.default_rng(i).standard_normal(NUMBERS_OF_TENSOR, np.float32) for i in range(3))
   def repeated(x:np.ndarray) -> np.ndarray: return np.resize(x, (B, H, N, row.d))
-  def of_bytes(x:np.ndarray) -> Tensor: return Tensor(repeated(rounded_bytes(x, KIND, True))).realize().bitcast(dtypes.fp8e4m3)
+  def of_bytes(x:np.ndarray) -> Tensor: return Tensor(repeated(rounded_bytes(x, FORMAT_OF_8_BITS, True))).realize().bitcast(dtypes.fp8e4m3)
   q8, k8, v8, one = of_bytes(q), of_bytes(k), of_bytes(v), Tensor([1.0]).contiguous().realize()
   in_16 = [to_tensor(repeated(rounded(x, "bfloat16")), "bfloat16") for x in (q, k, v)]
-  timers = {"bfloat16": jit_timer(in_16[0], in_16[1], in_16[2], row.causal, STEPS)[0], KIND: jit_timer(q8, k8, v8, row.causal, STEPS)[0],
-            "with scales": jit_timer(q8, k8, v8, row.causal, STEPS, q_scale=one, k_scale=one, v_scale=one)[0]}
+  timers = {"bfloat16": jit_timer(in_16[0], in_16[1], in_16[2], row.causal, LAUNCHES_OF_GRAPH)[0], FORMAT_OF_8_BITS: jit_timer(q8, k8, v8, row.causal, LAUNCHES_OF_GRAPH)[0],
+            "with scales": jit_timer(q8, k8, v8, row.causal, LAUNCHES_OF_GRAPH, q_scale=one, k_scale=one, v_scale=one)[0]}
   times = in_turn({name: long_enough(timer) for name, timer in timers.items()})
   told = [f"{name} {1e6*t:.0f} us, {row.operations/t/1e12:.0f} TFLOP/s" for name, t in times.items()]
-  return f"{row}: {'; '.join(told)}; {times['bfloat16']/times[KIND]:.2f} and {times['bfloat16']/times['with scales']:.2f} times as fast"
+  return f"{row}: {'; '.join(told)}; {times['bfloat16']/times[FORMAT_OF_8_BITS]:.2f} and {times['bfloat16']/times['with scales']:.2f} times as fast"
 
 def converted(d:int) -> str:
   """Times the conversion of q from bfloat16 to 8-bit floats, by tinygrad's own operations. Returns the results as a line of text."""
-  numbers = rounded(np.random.default_rng(0).standard_normal(DRAWN, np.float32), "bfloat16")
-  xs = [to_tensor(np.resize(numbers, (B, H, N, d)), "bfloat16") for _ in range(STEPS)]
+  numbers = rounded(np.random.default_rng(0).standard_normal(NUMBERS_OF_TENSOR, np.float32), "bfloat16")
+  xs = [to_tensor(np.resize(numbers, (B, H, N, d)), "bfloat16") for _ in range(LAUNCHES_OF_GRAPH)]
   known = Tensor([0.01]).contiguous().realize()
-  def found(x:Tensor) -> Tensor: return (x.abs().max().float()/LARGEST).contiguous()
+  def found(x:Tensor) -> Tensor: return (x.abs().max().float()/MOST_OF_FORMAT).contiguous()
   def seconds(scale:Callable[[Tensor], Tensor]) -> float:
     @TinyJit
     def steps() -> list[Tensor]:
@@ -64,13 +64,13 @@ def converted(d:int) -> str:
     assert steps.captured is not None
     linear = steps.captured.linear
     make_current(str(xs[0].device))
-    return min(device_seconds(linear) for _ in range(5))/STEPS
-  return (f"one tensor of ({B}, {H}, {N}, {d}) from bfloat16 to {KIND}: {1e6*seconds(lambda x: known):.0f} us with a known scale, "
+    return min(device_seconds(linear) for _ in range(5))/LAUNCHES_OF_GRAPH
+  return (f"one tensor of ({B}, {H}, {N}, {d}) from bfloat16 to {FORMAT_OF_8_BITS}: {1e6*seconds(lambda x: known):.0f} us with a known scale, "
           f"{1e6*seconds(found):.0f} us with a scale from its largest number")
 
 def main() -> None:
   need("python -m attn.measure.eight_bits", device="CUDA")
-  for row in [x for x in ROWS if all(word in str(x).split() for word in sys.argv[1:])]: print(compared(row), flush=True)
+  for row in [x for x in EIGHT_BIT_ROWS if all(word in str(x).split() for word in sys.argv[1:])]: print(compared(row), flush=True)
   if not sys.argv[1:] or "convert" in sys.argv[1:]: print(converted(128), flush=True)
 
 if __name__ == "__main__": main()

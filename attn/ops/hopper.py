@@ -196,13 +196,13 @@ instruction("arrive_twice", lambda lanes, bar, _: lanes.arrive(), cuda=Body(
   f'asm volatile("{{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }}" :: {shared("bar")} : "memory");\n'
   f'asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: {shared("bar")} : "memory");\nreturn 0.0f;', "bar"))
 # 9.7.13.1: barrier 1 + g counts the threads of warpgroup g, which wait there, and those of the warpgroup that lets it pass
-BOTH = 2*GROUP
+OF_TURN = 2*GROUP
 instruction("begin_turn", lambda lanes, group, _, groups: lanes.begin_turn(groups),
             cuda=lambda printer, out, groups: Body(
-              f'asm volatile("barrier.cta.sync %0, {BOTH};" :: "r"(1 + group) : "memory");\nreturn 0.0f;', "group"))
+              f'asm volatile("barrier.cta.sync %0, {OF_TURN};" :: "r"(1 + group) : "memory");\nreturn 0.0f;', "group"))
 instruction("end_turn", lambda lanes, group, gate, _, groups: lanes.end_turn(groups, gate), cuda=lambda printer, out, groups: Body(
   f'int next = group == {groups - 1} ? 1 : 2 + group;\n'
-  f'if (gate) asm volatile("barrier.cta.arrive %0, {BOTH};" :: "r"(next) : "memory");\nreturn 0.0f;', "group gate"))
+  f'if (gate) asm volatile("barrier.cta.arrive %0, {OF_TURN};" :: "r"(next) : "memory");\nreturn 0.0f;', "group gate"))
 instruction("start_scores", _scores, cuda=_scores_text)
 instruction("start_output", _output, cuda=_output_text)
 instruction("start_sums", _sums, cuda=_sums_text)

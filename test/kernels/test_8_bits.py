@@ -172,7 +172,7 @@ def test_the_needle() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("D", "size"), ((64, 1.75), (128, 1.25), (256, 0.875)))
 def test_the_needle_on_a_gpu(D:int, size:float) -> None:
-  """The same with 131072 keys, for the rows of a whole block, by wgmma where the chip has it."""
+  """One key of 131072 that has a part of a row's weight is found, by wgmma if the chip has it. Other rows of the block are right, too."""
   for dtype in ("float32", "bfloat16"):
     p = problem(dtype=chip("CUDA").fp8, out_dtype=dtype, H=1, Sq=128, Sk=131072, D=D, lse=False)
     x = normal(p)
