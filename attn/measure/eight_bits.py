@@ -15,7 +15,7 @@ from attn.ops.eight_bits import rounded_bytes
 from attn.reference import rounded
 from attn.tinygrad_compat import Tensor, TinyJit, device_seconds, dtypes, make_current
 
-B, H, N, TOGETHER = 1, 16, 12288, 10      # batch, heads, queries and keys of every problem; launches in a TinyJit
+B, H, N, IN_A_GRAPH = 1, 16, 12288, 10      # batch, heads, queries and keys of every problem; launches in a TinyJit
 FORMAT_OF_8_BITS, MOST_OF_FORMAT = "fp8e4m3", 448.0
 NUMBERS_OF_TENSOR = 2**20 - 3      # random numbers of a tensor, which repeat. A prime: where they repeat, rows begin elsewhere
 
@@ -32,7 +32,7 @@ EIGHT_BIT_ROWS = [EightBitRow(d, causal) for d in (64, 128, 192, 256) for causal
 
 def long_enough(seconds:Callable[[], float]) -> Callable[[], float]:
   """Returns a timer that repeats the timer `seconds` for a whole round."""
-  runs = runs_of_a_round(lambda: TOGETHER*seconds())
+  runs = runs_of_a_round(lambda: IN_A_GRAPH*seconds())
   return lambda: statistics.mean(seconds() for _ in range(runs))
 
 def compared(row:EightBitRow) -> str:
@@ -42,8 +42,9 @@ def compared(row:EightBitRow) -> str:
   def of_bytes(x:np.ndarray) -> Tensor: return Tensor(repeated(rounded_bytes(x, FORMAT_OF_8_BITS, True))).realize().bitcast(dtypes.fp8e4m3)
   q8, k8, v8, one = of_bytes(q), of_bytes(k), of_bytes(v), Tensor([1.0]).contiguous().realize()
   in_16 = [to_tensor(repeated(rounded(x, "bfloat16")), "bfloat16") for x in (q, k, v)]
-  timers = {"bfloat16": jit_timer(in_16[0], in_16[1], in_16[2], row.causal, TOGETHER)[0], FORMAT_OF_8_BITS: jit_timer(q8, k8, v8, row.causal, TOGETHER)[0],
-            "with scales": jit_timer(q8, k8, v8, row.causal, TOGETHER, q_scale=one, k_scale=one, v_scale=one)[0]}
+  timers = {"bfloat16": jit_timer(in_16[0], in_16[1], in_16[2], row.causal, IN_A_GRAPH)[0],
+            FORMAT_OF_8_BITS: jit_timer(q8, k8, v8, row.causal, IN_A_GRAPH)[0],
+            "with scales": jit_timer(q8, k8, v8, row.causal, IN_A_GRAPH, q_scale=one, k_scale=one, v_scale=one)[0]}
   times = in_turn({name: long_enough(timer) for name, timer in timers.items()})
   told = [f"{name} {1e6*t:.0f} us, {row.operations/t/1e12:.0f} TFLOP/s" for name, t in times.items()]
   return f"{row}: {'; '.join(told)}; {times['bfloat16']/times[FORMAT_OF_8_BITS]:.2f} and {times['bfloat16']/times['with scales']:.2f} times as fast"
@@ -51,7 +52,7 @@ def compared(row:EightBitRow) -> str:
 def converted(d:int) -> str:
   """Times the conversion of q from bfloat16 to 8-bit floats, by tinygrad's own operations. Returns the results as a line of text."""
   numbers = rounded(np.random.default_rng(0).standard_normal(NUMBERS_OF_TENSOR, np.float32), "bfloat16")
-  xs = [to_tensor(np.resize(numbers, (B, H, N, d)), "bfloat16") for _ in range(TOGETHER)]
+  xs = [to_tensor(np.resize(numbers, (B, H, N, d)), "bfloat16") for _ in range(IN_A_GRAPH)]
   known = Tensor([0.01]).contiguous().realize()
   def found(x:Tensor) -> Tensor: return (x.abs().max().float()/MOST_OF_FORMAT).contiguous()
   def seconds(scale:Callable[[Tensor], Tensor]) -> float:
@@ -64,7 +65,7 @@ def converted(d:int) -> str:
     assert steps.captured is not None
     linear = steps.captured.linear
     make_current(str(xs[0].device))
-    return min(device_seconds(linear) for _ in range(5))/TOGETHER
+    return min(device_seconds(linear) for _ in range(5))/IN_A_GRAPH
   return (f"one tensor of ({B}, {H}, {N}, {d}) from bfloat16 to {FORMAT_OF_8_BITS}: {1e6*seconds(lambda x: known):.0f} us with a known scale, "
           f"{1e6*seconds(found):.0f} us with a scale from its largest number")
 
