@@ -43,8 +43,8 @@ def compared(row:EightBitRow) -> str:
   q8, k8, v8, one = of_bytes(q), of_bytes(k), of_bytes(v), Tensor([1.0]).contiguous().realize()
   in_16 = [to_tensor(repeated(rounded(x, "bfloat16")), "bfloat16") for x in (q, k, v)]
   timers = {"bfloat16": jit_timer(in_16[0], in_16[1], in_16[2], row.causal, IN_A_GRAPH)[0],
-            FORMAT_OF_8_BITS: jit_timer(q8, k8, v8, row.causal, IN_A_GRAPH)[0],
-            "with scales": jit_timer(q8, k8, v8, row.causal, IN_A_GRAPH, q_scale=one, k_scale=one, v_scale=one)[0]}
+            FORMAT_OF_8_BITS: jit_timer(q8, k8, v8, row.causal, IN_A_GRAPH, "bfloat16")[0],
+            "with scales": jit_timer(q8, k8, v8, row.causal, IN_A_GRAPH, "bfloat16", q_scale=one, k_scale=one, v_scale=one)[0]}
   times = in_turn({name: long_enough(timer) for name, timer in timers.items()})
   told = [f"{name} {1e6*t:.0f} us, {row.operations/t/1e12:.0f} TFLOP/s" for name, t in times.items()]
   return f"{row}: {'; '.join(told)}; {times['bfloat16']/times[FORMAT_OF_8_BITS]:.2f} and {times['bfloat16']/times['with scales']:.2f} times as fast"

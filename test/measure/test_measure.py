@@ -132,7 +132,7 @@ def test_peers_take_turns() -> None:
 NEEDS = {"decode": "needs torch, and an NVIDIA GPU", "backward": "needs torch, and an NVIDIA GPU", "short": "needs torch, and an NVIDIA GPU",
          "context": "needs a GPU", "latency": "needs a GPU",
          "functions": "needs torch, and an NVIDIA GPU", "later_calls": "needs a device", "peers": "FILE.csv PICTURE.png TITLE",
-         "at_once": "needs torch, and an NVIDIA GPU", "rounding": "needs a device"}
+         "at_once": "needs torch, and an NVIDIA GPU", "rounding": "needs a device", "eight_bits": "needs a GPU"}
 
 def test_the_needs_of_every_program_are_here() -> None:
   programs = {file.stem for file in Path(machine.__file__).parent.glob("*.py") if 'if __name__ == "__main__"' in file.read_text()}
