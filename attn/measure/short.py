@@ -36,8 +36,8 @@ SHORT_ROWS = (ShortRow(64, 16, 16, 256, 256, 64, True), ShortRow(8, 16, 16, 128,
               ShortRow(8, 32, 4, 2048, 2048, 128, True), ShortRow(4, 16, 16, 4096, 4096, 128, False))
 
 def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS, dtype:str="", **options:Any) -> tuple[Callable[[], float], Tensor]:
-  """Returns two results: a timer of one launch, and the output of the launches, of `dtype`, or else of q's dtype. The timer measures a TinyJit of `steps` launches
-  that all write this output. `options` are further options of `attention`."""
+  """Returns two results: a timer of one launch, and the output of the launches, of `dtype`, or else of q's dtype. The timer measures a TinyJit of
+  `steps` launches that all write this output. `options` are further options of `attention`."""
   out = Tensor.empty(*q.shape, dtype=dtype or q.dtype).contiguous().realize()
   @TinyJit
   def launches() -> Tensor:
