@@ -128,10 +128,10 @@ def test_planted_order_of_tiles(monkeypatch) -> None:
 def nothing(order:UOp) -> UOp: return nvidia.commit(order)
 
 PLANTED = {
-  "a tile is not waited for": (lambda m: m.setattr(hopper, "arrived", lambda bar, phase, order, published: nothing(order)), LdsRace, "reads lds"),
+  "a tile is not waited for": (lambda m: m.setattr(hopper, "arrived", lambda bar, t, order, published: nothing(order)), LdsRace, "reads lds"),
   "nobody arrives": (lambda m: m.setattr(hopper, "arrive", lambda barrier, order: nothing(order)), DivergentBarrier, "nobody has arrived"),
   "a ring of two": (lambda m: [m.setattr(of, "STAGES", 2) for of in (wgmma_tiles, wgmma_forward)], LdsRace, "writes lds"),
-  "copied over what is being multiplied": (lambda m: m.setattr(wgmma_forward.WgmmaForward, "stage", lambda kernel, t, of: UOp.const(0)), LdsRace, "lds"),
+  "copied over what is being multiplied": (lambda m: m.setattr(wgmma_forward.WgmmaForward, "stage", lambda x, t, of: UOp.const(0)), LdsRace, "lds"),
   "products are not waited for": (lambda m: m.setattr(hopper, "wait_products", lambda acc, order: nothing(order)), NotWaitedFor,
                                   r"the accumulator reg\d+\[0\], which the operation started at attn/kernels/wgmma/forward.py:\d+ still writes"),
   "panels not aligned": (lambda m: m.setattr(WgmmaTile, "lds_bytes", lambda tile, p: 16*9217) or m.setattr(
