@@ -24,7 +24,7 @@ TILED = (
   UpTo(64, copied_by(8, 16, 8, 8, 64, 64, 8), fills=MANY_BLOCKS),
   UpTo(64, copied_by(16, 8, 8, 8, 32, 32, 8), large=True),
   UpTo(128, copied_by(16, 16, 8, 8, 32, 32, 16), large=True),
-  UpTo(256, copied_by(16, 16, 8, 4, 32, 32, 8), large=True),
+  UpTo(256, copied_by(16, 16, 8, 4, 32, 32, 16), large=True),
   UpTo(64, TiledTile(8, 16, 8, 8, 64, 64, ahead=True, steps_at_once=STEPS_AT_ONCE), large=True),
   UpTo(64, TiledTile(16, 16, 4, 4, 64, 64)),
   UpTo(128, TiledTile(16, 16, 8, 8, 32, 32, ahead=True, steps_at_once=STEPS_AT_ONCE), large=True),

@@ -19,12 +19,11 @@ from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.parts.program.statements import Statements
 from attn.kernels.parts.weights.dropout import KeptHere, kept_here
 from attn.kernels.parts.weights.epilogue import place_of_row
-from attn.kernels.plain.rectangle import Portion, Rectangle, grid_of
+from attn.kernels.plain.rectangle import Portion, Rectangle, as_rendered, grid_of
 from attn.kernels.tiles.common import query_value_names
 from attn.kernels.tiles.plain import KEPT, QUAD, TiledBackwardTile
 from attn.ops import common as ops
 from attn.ops.common import flat
-from attn.ops.plain import plain
 from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp, dtypes
@@ -192,7 +191,7 @@ class PlainBackward(Rectangle):
   def deltas(self, s:PlainState) -> list[UOp]: return list(s.stores)
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
     nbytes = self.tile.lds_bytes(self.p) if self.group.arch.unit.says_lds else 0
-    return plain(self.group.gradient_kernel(f"backward_{name}_tiled", cleared, stores, count, nbytes))
+    return as_rendered(self.group.gradient_kernel(f"backward_{name}_tiled", cleared, stores, count, nbytes), self.group.arch, self.tile)
 
 @dataclass(frozen=True)
 class PlainTrip:
