@@ -148,7 +148,7 @@ def faster_at_once(p:Problem, tile:WgmmaBackwardTile) -> FasterAtOnce|str:
   if p.mask_bounds is not None and any(hidden):
     window, mask = NO_WINDOW if hidden.before else CAUSAL_WINDOW, f"a mask_mod that hides the {'first' if hidden.before else 'last'} keys of a query"
   reasons = ((row is None or len(options) > 1, " with ".join((*options, f"D={p.D}"))), (row is not None and window not in row.windows, mask),
-             (p.Sk % tile.block_m, f"Sk={p.Sk}, no multiple of {tile.block_m}"))
+             (p.Sk % tile.block_m and options, f"Sk={p.Sk}, no multiple of {tile.block_m}, with {' '.join(options)}"))
   problem = next((told for holds, told in reasons if holds), None)
   return row if row is not None and problem is None else f"{problem}: right, but was not measured to be faster than two kernels"
 
@@ -179,6 +179,7 @@ def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterAtOnce) -> str|None:
   order = "deterministic=True: adding to dq in a fixed order"
   if p.window not in faster.in_order or p.mask_bounds is not None or p.Hkv != p.H:
     return f"{order} was not measured to be faster with this mask, these options and these heads"
+  if p.Sk % tile.block_m: return f"{order} was not measured with Sk={p.Sk}, no multiple of {tile.block_m}"
   if (blocks := blocks_of_keys(p, tile)) < faster.blocks or p.Sk < faster.keys:
     return f"{order} is faster from {faster.keys} keys and {faster.blocks} blocks of keys on, here {p.Sk} and {blocks}"
   return None

@@ -270,24 +270,25 @@ def test_a_bias_has_a_kernel_of_its_own_beside_two_kernels() -> None:
 
 # (whether one kernel is chosen with deterministic=False, and with deterministic=True; sizes and options)
 MEASURED: dict[str, tuple[bool, bool, dict[str, Any]]] = {
-  "full": (True, True, {}), "causal": (True, False, dict(causal=True)), "slopes": (True, False, dict(causal=True, slopes=True)),
+  "full": (True, True, {}), "causal": (True, False, dict(causal=True)), "keys that fill no whole block": (True, False, dict(Sk=2100)),
+  "slopes": (True, False, dict(causal=True, slopes=True)),
   "lengths": (True, False, dict(causal=True, lengths=True)), "shared heads": (True, False, dict(Hkv=1)),
   "dropout": (True, True, dict(dropout_p=0.1)), "dropout, causal": (True, True, dict(dropout_p=0.1, causal=True)),
   "softcap": (True, True, dict(softcap=3.0)), "packed": (True, False, dict(packed=True)),
   "packed, causal": (True, False, dict(packed=True, causal=True)),
   "dropout, D 64": (True, True, dict(D=64, dropout_p=0.1, causal=True)), "softcap, D 64": (True, False, dict(D=64, softcap=3.0, causal=True))}
 NOT_MEASURED: dict[str, tuple[dict[str, Any], str]] = {
-  "keys that fill no whole block": (dict(Sk=2100, causal=True), "Sk=2100, no multiple of 128"),
+  "packed keys that fill no whole block": (dict(packed=True, longest=2100), "Sk=2100, no multiple of 128, with varlen"),
   "window": (dict(window=(1023, 200)), r"window=\(1023, 200\)"), "packed window": (dict(packed=True, window=(1500, 0)), r"window=.* with varlen"),
   "D 64": (dict(D=64), "D=64"), "D 64, packed": (dict(D=64, packed=True), "varlen with D=64")}
 
 def one_kernel_or_two(deterministic:bool, *, H:int=2, Hkv:int=2, Sk:int=2048, D:int=128, packed:bool=False, slopes:bool=False, lengths:bool=False,
-                      **options:Any) -> BackwardChoice:
+                      longest:int=2048, **options:Any) -> BackwardChoice:
   """Returns the kernels that dispatch chooses for the gradients on sm_90, for 66 batches or packed sequences of 2048 queries: one kernel, or two."""
   q, k = (Tensor.empty(66, heads, rows, D, dtype="half") for heads, rows in ((H, 2048), (Hkv, Sk)))
   if packed:
     q, k = (Tensor.empty(66*2048, heads, D, dtype="half") for heads in (H, Hkv))
-    options |= {"layout": "thd", "max_seqlen_q": 2048, "max_seqlen_k": 2048}
+    options |= {"layout": "thd", "max_seqlen_q": 2048, "max_seqlen_k": longest}
     options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), Tensor.empty(67, dtype=dtypes.int))
   if slopes: options["alibi_slopes"] = Tensor.empty(H)
   if lengths: options["kv_lengths"] = Tensor.empty(66, dtype=dtypes.int)
