@@ -35,14 +35,15 @@ def lowest(dtype:str) -> float:
   return {"float16": -65504.0, "bfloat16": -3.3895313892515355e38, "float32": -3.4028234663852886e38}[dtype]
 
 def values(kind:str, shape:Sequence[int], dtype:str, seed:int, same:int|None=None) -> np.ndarray:
-  """Draws numbers of a kind, rounded to `dtype`, as float32. With `same`, all slices along that axis are copies of the first. Rows are the last axis
-  but one.
+  """Returns a float32 array of random numbers, rounded to `dtype`. A row is a vector along the last axis. If `same` is the number of an axis, all
+  slices along this axis are copies of the first slice. `kind` says which numbers are drawn:
 
-  normal; positive; constant; zero; small;
-  falling, rising: the largest score of a row falls, or rises, from tile to tile;
-  large: some rows 100 times as large; huge: one row of 512;
-  nan, inf, -inf: one row of this value;
-  masked, blind, lowest, -10000: for a bias: some elements -inf, whole rows of -inf, some elements the lowest number, some -10000, as models mask."""
+  normal; positive; constant (all elements are one number); zero; small (a thousandth of normal);
+  falling, rising: for K, with a positive q: from the first row to the last, the numbers shrink (grow), so that the largest score falls (rises);
+  large: some rows are 100 times as large; huge: all elements of one row are 512;
+  nan, inf, -inf: all elements of one row are this value;
+  masked: for a bias: some elements are -inf; blind: for a bias: whole rows are -inf;
+  lowest, -10000: for a bias: some elements are the lowest number of `dtype`, or -10000, as models write into masks."""
   rng = np.random.default_rng(seed)
   x = rng.standard_normal(shape, dtype=np.float32)
   rows = x.shape[-2] if x.ndim > 1 else 1

@@ -16,7 +16,10 @@ STEPS_AT_ONCE = 4     # steps of a product that are computed together: on an H20
 MANY_BLOCKS = 600     # workgroups that fill an H100 at least twice, two to a multiprocessor
 
 def copied_by(down:int, across:int, walked:int, own:int, depth:int, values:int, steps:int) -> TiledTile:
-  """Makes a tile description with asynchronous copies of K and V, whose products compute `steps` steps together."""
+  """Returns the tile description of a forward kernel that copies K and V to local memory by asynchronous copies. The threads of a workgroup form a
+  rectangle of `down` rows and `across` columns. A thread computes scores of `walked` keys and `own` queries at a time. Local memory holds `depth`
+  elements of each key of a tile, or `values` rows of V. A matrix product is a sum of outer products, and its loop adds `steps` of them in one
+  iteration."""
   return TiledTile(down, across, walked, own, depth, values, asynchronous=True, steps_at_once=steps)
 
 # the first row that fits is taken

@@ -59,8 +59,8 @@ class Spec:
   def __str__(self) -> str: return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}" + f"/{self.kernel}"*(self.kernel != FORWARD)
   @property
   def together(self) -> tuple[Spec, ...]:
-    """Names of the kernels that divide one piece of work among them, this kernel included: both backward kernels (dq and dkdv), or any other kernel
-    alone."""
+    """The specs of all kernels that do one piece of work together, this kernel's spec included. The two backward kernels, dq and dkdv, work together;
+    every other kernel works alone."""
     return (self,) if self.kernel not in BACKWARD else tuple(replace(self, kernel=kernel) for kernel in BACKWARD)
 
   @classmethod

@@ -199,8 +199,7 @@ def walk_over(x:ListedBlocks, over:str, batch:UOp, given:Mapping[str, UOp]) -> W
 @cache_of_kernels
 def extremes_of_expressions(x:ListedBlocks) -> Callable[..., UOp]:
   """Returns the kernel that finds the lowest and the highest value of each one-sided expression of a mask (an expression of the row alone or of the
-  column alone), in blocks of rows and in tiles of columns. If several heads share a list, the kernel takes the values for all these heads
-  together."""
+  column alone), in blocks of rows and in tiles of columns. If several query heads share one list of tiles, the values for all these heads count."""
   def kernel(*args:UOp) -> UOp:
     given, sides = by_name(list_arguments(x)["extremes"], args), Sides.of(x)
     items, _, (of_list, n) = Items.of_threads(x.lists, max(x.blocks, x.tiles))
@@ -233,8 +232,8 @@ def extremes_of_expressions(x:ListedBlocks) -> Callable[..., UOp]:
 
 @cache_of_kernels
 def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the kernel that finds, for each block of rows and each tile of columns, whether some scores are seen and whether some are hidden. If
-  several heads share a list, the scores of all these heads count."""
+  """Returns the kernel that finds, for each block of rows and each tile of columns, whether the mask leaves some of their scores visible, and whether
+  it hides some. If several query heads share one list of tiles, the scores of all these heads count."""
   mask, width = x.p.mask_mod, math.gcd(x.block_n, OF_A_STEP)
   assert mask is not None
   pieces = x.block_n//width

@@ -126,8 +126,9 @@ def barrier(*after:UOp) -> UOp:
   insert it.) Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
   return statement("barrier", *after)
 def barrier_of(waves:UOp, *after:UOp) -> UOp:
-  """Makes a barrier that a wave executes only if the number `waves` is not 0 in this wave. From then on, each wave that has not executed the barrier
-  is one barrier behind. Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
+  """Makes a barrier of the workgroup that only some waves execute: those in which the integer `waves` is not 0. These waves wait until the other
+  waves reach the next barrier of the program. From then on, when these waves reach a barrier, the other waves reach the barrier after it. Returns a
+  statement (an operation with a side effect) that is executed after the UOps `after`."""
   return statement("barrier_of", integer(waves), *after)
 def wait_loads(n:int, *after:UOp) -> UOp:
   """Waits until at most `n` of this wave's loads to LDS are still under way (s_waitcnt vmcnt). Returns a statement (an operation with a side effect)

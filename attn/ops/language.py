@@ -62,7 +62,9 @@ def function_text(name:str, body:Body, printer:Printer, out:str, types:Sequence[
   return f"{name}{given}({', '.join(bare(x) for x in sources[:count])})"
 
 def operands_of(definition:Callable[..., Any]) -> list[str]:
-  """Returns the names of the operands of a definition, without the interpreter and the static parameters."""
+  """Returns the names of the operands of an operation, given the Python function that defines the operation. The operands are the function's
+  positional parameters, except the first: this is the interpreter, which says what the operators mean in HIP, CUDA, numpy or UOps. Keyword-only
+  parameters are constants (static parameters), not operands."""
   return [name for name, p in inspect.signature(definition).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
 
 def inlined(operation:Operation, static:dict[str, Any], printer:Printer, types:Sequence[str], sources:Sequence[str]) -> str:
@@ -89,8 +91,9 @@ def compound_function(call:Call, definition:Callable[..., Any], printer:Printer,
 
 def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
   """Decorator that makes a Python function the definition of the operation `name`. The operation is rendered as one C++ function for each combination
-  of operand types; with `inline` it is rendered as an expression. If functions for the same types also differ by static parameters, `suffix` must be
-  a format string of these parameters. The formatted suffix is added to the C++ function's name."""
+  of operand types; with `inline` it is rendered as an expression. If functions for the same types also differ by static parameters (constants that
+  are the definition's keyword-only parameters), `suffix` must be a format string of these parameters. The formatted suffix is added to the C++
+  function's name."""
   def define(definition:Callable[..., Any]) -> Callable[..., Any]:
     taken = None if inline else len(operands_of(definition))
     def meaning(lanes:Lanes, *sources:Any, **static:Any) -> Any: return definition(Numbers(lanes), *sources[:taken], **static)

@@ -1,8 +1,10 @@
-"""tinygrad's renderers for HIP and CUDA, extended for attn's kernels: they also render the text of operations, the functions that these operations
-call, and vector types.
+"""tinygrad's renderers for HIP and CUDA, extended for attn's kernels. These kernels contain operations of attn (attn/ops) and vector types, which
+tinygrad cannot render. The classes here render such an operation as C++ text in the kernel's source. They also add the C++ functions that this text
+calls, and declarations of the vector types.
 
-`OperationsPrinter` is the last base of each class here, as in `class X(HIPRenderer, OperationsPrinter)`. tinygrad's class comes first, renders the
-kernel and passes the text on to `OperationsPrinter`."""
+Each renderer has two bases, as in `class X(HIPRenderer, HipOperations)`. tinygrad's class comes first. Its method `render_kernel` collects the lines
+that stand before the kernel, and passes them on to `OperationsPrinter`, the base class of `HipOperations` and `CudaOperations`. `OperationsPrinter`
+adds attn's functions and declarations to these lines."""
 from __future__ import annotations
 import re
 from typing import Any, ClassVar
@@ -52,7 +54,7 @@ def c_type(u:UOp) -> str:
 class OperationsPrinter(CStyleLanguage):
   language: ClassVar[str]
   def learn(self) -> None:
-    """Teaches the renderer to render operations. Each constructor calls `learn` after the constructor of tinygrad's class."""
+    """Makes the renderer render attn's operations. Each constructor calls `learn` after the constructor of tinygrad's class."""
     self.string_rewrite = print_calls + self.string_rewrite
   def _render(self, uops:list[UOp]) -> Any:
     self.operations = KernelText(self.language, self.target.arch)

@@ -368,8 +368,8 @@ def test_the_command(tmp_path) -> None:
   assert "cards of gfx942 are MI300X" in str(CliRunner().invoke(main, ["time", str(path), "--card", "RX 580"]).exception)
 
 def test_a_kernel_of_ours_with_its_lines() -> None:
-  """The timing model names a line of Python, or of the source, for each wait in the causal kernel's hot loop. Its picture of an iteration shows each
-  wave."""
+  """The timing model predicts attn's forward kernel for gfx942 with D = 64 and a causal mask. For waits in the hot loop it knows the line of Python
+  in attn/kernels that emitted the waiting instruction. The picture of an iteration of this loop has a band for each wave."""
   found = of_spec(source.Spec.parse("gfx942/64/float16/causal"), Shape(1, 8, 8, 2048))
   loop = found.timing.loops[0]
   assert 0.2 < loop.matrix_use < 1 and loop.unknown_addresses == 0 and not found.timing.unknown

@@ -160,8 +160,8 @@ def test_a_long_row_needs_sums_in_fp32() -> None:
     assert judge(o, expected(p, x, {}, short_sums("sm_89"))[0]).ok != fast
 
 def test_the_needle() -> None:
-  """One key among 8192 has a large value row and a tenth of the weight of a query. o contains this row, and each element of o is within its error
-  limit."""
+  """One key among 8192 has a large value row and a tenth of the first query's weight. The first query's row of o contains this value row, and each
+  element of o is within its error limit."""
   p = problem(dtype="fp8e4m3", out_dtype="float32", H=1, Sq=16, Sk=8192, D=64, lse=False)
   x = normal(p)
   x.k[0, 0, 5000], x.v[0, 0, 5000] = np.sign(x.q[0, 0, 0])*1.25, 16
@@ -172,7 +172,8 @@ def test_the_needle() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("D", "size"), ((64, 1.75), (128, 1.25), (256, 0.875)))
 def test_the_needle_on_a_gpu(D:int, size:float) -> None:
-  """One key of 131072 that has a part of a row's weight is found, by wgmma if the chip has it. Other rows of the block are right, too."""
+  """One key among 131072 has a large value row and a part of the first query's weight. The first query's row of o contains this value row, and each
+  element of o, also for the other 127 queries, is within its error limit. The kernel uses wgmma if the GPU has it."""
   for dtype in ("float32", "bfloat16"):
     p = problem(dtype=chip("CUDA").fp8, out_dtype=dtype, H=1, Sq=128, Sk=131072, D=D, lse=False)
     x = normal(p)

@@ -37,7 +37,7 @@ widened_stores = StoredKeys.widened_stores
 def along_keys(p:Problem) -> np.ndarray: return np.arange(p.Sk)/p.Sk
 
 def with_values(p:Problem, k:np.ndarray|None=None, v:np.ndarray|None=None) -> Stored:
-  """Makes normally distributed inputs, except that the rows of k or v are quantised from the given float arrays. In latent attention the values are
+  """Returns normally distributed inputs, except that the rows of k or v are quantised from the given float arrays. In latent attention the values are
   the first columns of k, so v defaults to those columns."""
   x = normal_rows(p)
   if p.v_in_k:
@@ -50,23 +50,25 @@ def with_values(p:Problem, k:np.ndarray|None=None, v:np.ndarray|None=None) -> St
 def rows_like(p:Problem, width:int, seed:int=5) -> np.ndarray: return np.random.default_rng(seed).standard_normal((p.B, p.Hkv, p.Sk, width))
 
 def tiny_values(p:Problem) -> Stored:
-  """Makes rows of V whose scales are about 1e-8. The product of a softmax weight and such a scale would be 0 in float16."""
+  """Returns inputs whose rows of V have scales of about 1e-8. The product of a softmax weight and such a scale would be 0 in float16."""
   return with_values(p, v=rows_like(p, p.Dv)*4e-7)
 def large_values(p:Problem) -> Stored:
-  """Makes rows of V with the largest numbers of float16: their scales are 516."""
+  """Returns inputs in which the largest element of each row of V has the magnitude 65504, the largest of float16. The scales of these rows are 516.
+  """
   v = rows_like(p, p.Dv)
   return with_values(p, v=v/np.abs(v).max(-1, keepdims=True)*65504)
 def values_of_all_sizes(p:Problem) -> Stored:
-  """Makes rows of V of random magnitudes: their scales lie between 1e-8 and 516."""
+  """Returns inputs whose rows of V have random magnitudes: their scales lie between 1e-8 and 516."""
   sizes = np.exp(np.random.default_rng(2).uniform(np.log(4e-7), np.log(2e4), (p.B, p.Hkv, p.Sk, 1)))
   return with_values(p, v=rows_like(p, p.Dv)*sizes)
 def growing_values(p:Problem) -> Stored:
-  """Makes rows of V that grow by a factor of about 2^40 from the first key to the last. P times the scale of a row then outgrows any fixed number
-  that the kernel could subtract from the exponents."""
+  """Returns inputs whose rows of V grow by a factor of about 2^40 from the first key to the last. P times the scale of a row then outgrows any fixed
+  number that the kernel could subtract from the exponents."""
   return with_values(p, v=rows_like(p, p.Dv)*2.0**(along_keys(p)*40 - 30)[:, None])
 def falling_values(p:Problem) -> Stored: return with_values(p, v=rows_like(p, p.Dv)*2.0**(10 - along_keys(p)*40)[:, None])
 def tiny_values_of_the_best_key(p:Problem) -> Stored:
-  """Makes one key that has nearly all the weight and the smallest row of V. All other rows of V are as large as possible."""
+  """Returns inputs in which key 7 has nearly all of the first query's softmax weight. The row of V of this key is about 10^7 times smaller than the
+  other rows of V."""
   k, v, x = rows_like(p, p.D), rows_like(p, p.Dv), normal_rows(p)
   k[:, :, 7] = 3*np.repeat(x.q.reshape(p.B, p.Hkv, -1, p.Sq, p.D)[:, :, 0, :1], 1, 2)[:, :, 0]
   v[:, :, 7] *= 1e-7
@@ -75,24 +77,25 @@ def keys_of_all_sizes(p:Problem) -> Stored:
   sizes = np.exp(np.random.default_rng(2).uniform(np.log(1e-6), np.log(20), (p.B, p.Hkv, p.Sk, 1)))
   return with_values(p, k=rows_like(p, p.D)*sizes)
 def large_keys(p:Problem) -> Stored:
-  """Makes keys with the largest numbers of float16, and small queries."""
+  """Returns inputs in which the largest element of each row of K has the magnitude 65504, the largest of float16. The queries are small."""
   k = rows_like(p, p.D)
   x = with_values(p, k=k/np.abs(k).max(-1, keepdims=True)*65504)
   return replace(x, q=np.sign(x.q)*2.0**-10)
 def rising_scores(p:Problem) -> Stored:
-  """Makes scores that rise from key to key, so that each tile has a new maximum."""
+  """Returns inputs whose scores rise from key to key, so that each tile of keys has a new maximum."""
   q = normal_rows(p).q
   k = np.repeat((q.mean((1, 2)) if p.H else q)[:, None, None, :], p.Hkv, 1)*(300*along_keys(p))[:, None] + rows_like(p, p.D)
   return with_values(p, k=k)
 def zero_rows(p:Problem) -> Stored:
-  """Sets some rows of K and V, and all rows of one head of V, to zeros. The scale of such a row is 0."""
+  """Returns inputs in which some rows of K and V, and all rows of one head of V, are zeros. The scale of such a row is 0."""
   k, v = rows_like(p, p.D), rows_like(p, p.Dv)
   k[:, :, 3::5] = v[:, :, 2::3] = 0
   v[:, -1] = 0
   return with_values(p, k, v)
 def equal_rows(p:Problem) -> Stored: return with_values(p, np.ones((p.B, p.Hkv, p.Sk, p.D)), np.full((p.B, p.Hkv, p.Sk, p.Dv), 3.0))
 def odd_rows_of_k(p:Problem) -> Stored:
-  """Puts a NaN into one row of K and an inf into another. Under a causal mask some queries see neither of these rows, some one, and some both."""
+  """Returns inputs with a NaN in one row of K and an inf in another. Under a causal mask some queries see neither of these rows, some one, and some
+  both."""
   k = rows_like(p, p.D)
   k[:, :, p.Sk - p.Sq + 5, 1], k[:, 0, p.Sk - 3, 0] = np.nan, np.inf
   return with_values(p, k)

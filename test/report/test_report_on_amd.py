@@ -1,4 +1,5 @@
-"""Tests of attn.report on an AMD GPU, with a stand-in for tinygrad's runtime: what the report launches on the GPU, and what it says about the GPU."""
+"""Tests of attn.report for an AMD GPU. No GPU is used: a stand-in takes the place of tinygrad's device AMD, and runs the kernels in the emulator. The
+tests say what the report launches, and what it tells about the GPU that the stand-in plays."""
 from __future__ import annotations
 import getpass, json, os, socket, subprocess, sys
 from pathlib import Path

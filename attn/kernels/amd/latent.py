@@ -45,10 +45,10 @@ def latent_rows(group:Workgroup, mat:Matrix) -> LatentRows:
 
 @dataclass(frozen=True)
 class LatentState(TripState):
-  """The values that the loop over keys carries from iteration to iteration. Registers hold the wave's columns of O^T for all queries. For the query
-  whose scores the lane computes, registers also hold m, the number that the softmax subtracts from its scores, and the sums of P over the wave's part
-  of the keys. Within an iteration, registers also hold the factors by which O is rescaled, one for each matrix tile of queries. LDS holds the tile of
-  K, P, and the numbers that waves exchange."""
+  """The values that the loop over keys carries from iteration to iteration. A wave computes some columns of O for all queries of the workgroup;
+  registers hold this part of O, transposed. A lane computes scores of one query. For this query, registers also hold m, the number that the softmax
+  subtracts from the scores, and the sums of P over the wave's part of the keys. Within an iteration, registers also hold the factors by which O is
+  rescaled, one for each matrix tile of queries. LDS holds the tile of K, P, and the numbers that waves exchange."""
   acc: UOp
   m: UOp
   l: UOp

@@ -121,7 +121,7 @@ class PlainForward(Rectangle):
   # ***** parts of the steps *****
   def start(self, *deps:UOp) -> UOp:
     """Returns the stores that give the row sums and maxima their values before the first key, after the operations `deps`. If the kernel loads or
-    copies data before it needs them (`tile.ahead`, `tile.asynchronous`), also starts this for the first portion of K."""
+    copies data before it needs them (`tile.ahead`, `tile.asynchronous`), also starts to load or copy the part of K that is needed first."""
     s, of_k, first = self.state.after(*deps), self.first_of("k", self.group.walked.begin), list[UOp]()
     if self.tile.ahead: first = self.fetched(of_k, s.k)
     if self.tile.asynchronous: first = [self.statements.first, self.committed(self.started(of_k, UOp.const(0), list(deps)))]

@@ -105,8 +105,8 @@ class GlobalOperand:
 
 @dataclass(frozen=True)
 class Portion:
-  """The data that are copied at one time from a tensor to a section of local memory: `n` rows from row `first` on, and of each row the elements from
-  `column` on, as many as the section has room for."""
+  """The data that are copied at one time from a tensor to a section, which is a matrix in local memory: `n` rows from row `first` on, and of each row
+  the elements from `column` on, as many as the section has room for."""
   section: str
   tensor: str
   first: UOp
@@ -195,7 +195,7 @@ class Rectangle:
     columns that the workgroup computes at one time."""
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
   def section(self, name:str, *deps:UOp) -> Section:
-    """Returns the section `name` of local memory, such that accesses to it come after the operations `deps`."""
+    """Returns the section of local memory (a matrix) that has the name `name`, such that accesses to it come after the operations `deps`."""
     return Section(self.memory.after(*deps), self.sections.places[name], self.sections.shapes[name])
   def loop(self, n:int) -> tuple[UOp, list[UOp]]:
     """Makes a loop over n parts. Returns (index of the part, list with the loop). If n is 1 there is no loop, and the list is empty."""
@@ -239,8 +239,8 @@ class Rectangle:
   def product(self, to:UOp, walked:str, own:str, kept:str, t:UOp, ready:list[UOp], ahead:UOp|None=None) -> UOp:
     """Multiplies part number `t` of the walked rows (over which the workgroup loops) by the own rows (which the workgroup owns). `walked` and `own`
     are the names of the two tensors. Returns the registers `to`, which then hold the products. Rows are copied to local memory a few columns at a
-    time, after the operations `ready`. Own rows that stay in local memory are read from the section `kept`. If the kernel loads data to registers
-    before it needs them, the registers `ahead` have the first walked rows."""
+    time, after the operations `ready`. If the own rows stay in local memory, `kept` is the name of the section (matrix) of local memory from which
+    they are read. If the kernel loads data to registers before it needs them, the registers `ahead` have the first walked rows."""
     tile, n, width = self.tile, self.tile.down*self.tile.walked, self.width_of(walked)
     depth, (step, loop) = tile.depth_of(width), self.loop(tile.steps(width))
     now, first, mine = [*ready, *loop], step*depth, [self.result_row(i) for i in range(tile.walked)]
@@ -265,8 +265,9 @@ class Rectangle:
   def summed(self, acc:UOp, tensor:str, weights:str, t:UOp, ready:list[UOp], weighed:list[UOp], rescale:list[UOp]|None=None,
              ahead:UOp|None=None) -> UOp:
     """Computes acc = acc*rescale + X^T W, where X is tile t of the rows of `tensor`, and W is the weights of these rows, P or dS. The rows are copied
-    to local memory a few at a time, after the operations `ready`. The weights are in the section `weights` of local memory after the operations
-    `weighed`. If the kernel loads data to registers before it needs them, the registers `ahead` have the first rows. Returns the last operation."""
+    to local memory a few at a time, after the operations `ready`. `weights` is the name of the section (matrix) of local memory that holds the
+    weights after the operations `weighed`. If the kernel loads data to registers before it needs them, the registers `ahead` have the first rows.
+    Returns the last operation."""
     tile, n, first = self.tile, len(self.quads), self.group.scores.row(t*self.tile.block_n)
     block, blocks = self.loop(self.blocks(acc))
     to = self.some.after(*ready, *blocks) if tile.columns else acc
@@ -302,7 +303,7 @@ class Rectangle:
 
   # ***** from global to local memory *****
   def first_of(self, tensor:str, t:UOp) -> Portion:
-    """Returns which data of tile t of K or V (`tensor`) is copied to local memory first. A tile is copied in several portions."""
+    """Returns which data of tile t of K or V (`tensor`) are copied to local memory first. A tile may be copied in several such portions."""
     tile, first = self.tile, self.group.scores.row(t*self.tile.block_n)
     if tensor == "k": return Portion("walked", "k", first, UOp.const(0), tile.block_n)
     return Portion("rows", "v", first, UOp.const(0), tile.values)
@@ -339,8 +340,8 @@ class Rectangle:
     return ceildiv(portion.n*self.units(portion), self.tile.threads)
 
   def carried(self, portion:Portion, ready:list[UOp]) -> UOp:
-    """Copies this thread's quads (four neighbouring elements) of the data `portion` to local memory, after the operations `ready`. If the section of
-    local memory is stored transposed, transposes the data. Elements that do not exist become 0. Returns the last operation."""
+    """Copies this thread's quads (four neighbouring elements) of the data `portion` to local memory, after the operations `ready`. Transposes the
+    data if the matrix in local memory is the transpose of the rows. Elements that do not exist become 0. Returns the last operation."""
     to, count = self.section(portion.section, *ready), self.quads_carried(portion)
     item, loop = self.loop(count) if self.tile.alone or count > MOST_UNROLLED else (UOp.const(0), [])
     items = [item] if loop else [UOp.const(i) for i in range(count)]
@@ -379,8 +380,10 @@ class Rectangle:
 
   # ***** asynchronous copies *****
   def started(self, portion:Portion, place:UOp, ready:list[UOp], gate:UOp|None=None) -> UOp:
-    """Starts this thread's asynchronous copies of `portion` to local memory, if `gate` is true, after the operations `ready`. `place` is the index of
-    the place that the portion gets in its section. Elements that do not exist become 0. Returns the statements."""
+    """Starts this thread's asynchronous copies of the data `portion` to a section (a matrix in local memory), after the operations `ready`, if `gate`
+    is true. The section has room for one or two portions: with `place` = 0 the data go to the first half or the only place, with 1 to the second
+    half. Elements beyond the tensor's last row or column become 0. Returns one UOp that groups the statements (operations with side effects) which
+    start the copies."""
     threads, rows, to = self.tile.threads, self.rows_of(portion.tensor), self.section(portion.section, *ready)
     units, pitch, copies = self.units(portion), to.shape.pitch//QUAD, list[UOp]()
     regular = threads % units == 0 and rows.regular      # the copies of a thread are at constant distances
@@ -401,11 +404,11 @@ class Rectangle:
 
   def arriving(self, now:Portion, later:Portion, other:Portion, at:tuple[UOp, int], ready:list[UOp], further:list[UOp],
                ahead:UOp|None) -> tuple[Section, list[UOp]]:
-    """Brings the portion `now` to local memory in step s of n, where `at` is (s, n), after the operations `ready`. Returns its section, and the
-    operations after which sections may be read: among them `further`, which other sections wait for. Asynchronous copies have brought the portion
-    already. The next ones start as soon as all threads have it, while they compute: those of `later`, the portion of the next step, or in the last
-    step those of `other`, the first portion of another section. In other kernels, loads of `later` to the registers `ahead` start if they run
-    ahead."""
+    """Brings the data `now` to its section (a matrix in local memory) in step s of n, where `at` is (s, n), after the operations `ready`. Returns the
+    section, and the operations after which sections may be read. Among them are the operations `further`, which fill other sections. If the kernel
+    uses asynchronous copies, these have been started for `now` in the step before. As soon as all threads see `now`, the next copies start and run
+    during the products: copies of `later`, the data of the next step, or in the last step copies of `other`, the first data of another section. Other
+    kernels store `now` here; if `ahead` is not None, they also load `later` to the registers `ahead`."""
     step, steps = at
     if not self.tile.asynchronous:
       stores = self.brought(now, later if steps > 1 else None, ready, ahead)

@@ -43,7 +43,7 @@ class Sections:
   def shapes(self) -> dict[str, SectionShape]: return functools.reduce(lambda x, y: x | y, (self.kept, *self.turns, self.rest))
   @property
   def places(self) -> dict[str, int]:
-    """Index of the first float of each section, by name."""
+    """Index of the first float of each section (matrix) in local memory, by the section's name."""
     kept = after_each(self.kept, 0)
     turns = [after_each(turn, kept[END]) for turn in self.turns]
     rest = after_each(self.rest, max(turn[END] for turn in turns))
@@ -54,8 +54,8 @@ class Sections:
 END = ""     # name, among the places, of the end of the last section
 
 def after_each(shapes:dict[str, SectionShape], first:int) -> dict[str, int]:
-  """Returns the index of the first float of each section, by name, and of the end, if the sections `shapes` lie one after another from float `first`
-  on."""
+  """Returns the index of the first float of each section (matrix) in local memory, by name, and of the end, if the sections `shapes` lie one after
+  another from float `first` on."""
   found = {END: first}
   for name, shape in shapes.items(): found |= {name: found[END], END: found[END] + shape.floats}
   return found
@@ -103,8 +103,8 @@ class RectangleTile:
     """Returns in how many steps rows of `width` elements are copied to local memory. Each step copies some elements of every row."""
     return ceildiv(width, self.depth_of(width))
   def kept_rows(self, width:int) -> SectionShape:
-    """Returns the shape of the section for the workgroup's own rows, of `width` elements each, which stay in local memory for the whole kernel. The
-    shape is empty if they do not stay there."""
+    """Returns the shape of the section (matrix) of local memory that holds the rows that the workgroup owns, transposed, for the whole kernel. Such a
+    row has `width` elements. If the kernel does not keep these rows in local memory (`keeps_own` is False), the shape has 0 rows."""
     elements = round_up(self.steps(width)*self.depth_of(width), QUAD)
     return SectionShape(elements*self.keeps_own, self.block_m + (0 if self.alone else TURNED_PADDING), turned=True)
   def turns(self, width:int) -> tuple[dict[str, SectionShape], ...]:
@@ -116,8 +116,9 @@ class RectangleTile:
     walked = SectionShape(self.depth*shared, self.block_n + TURNED_PADDING, turned=True)
     return {"own": own, "walked": walked}, {"rows": SectionShape(self.values*shared, self.width(width))}
   def copied(self, p:Problem) -> dict[str, SectionShape]:
-    """Returns the sections for walked rows that are copied asynchronously: some elements of the keys of a tile, and some rows of V. If a tile is
-    copied in several portions, a section has two places, of which each has room for a portion."""
+    """Returns the shapes of the sections (matrices) of local memory for walked rows that are copied asynchronously, by name: "walked" for some
+    elements of each key of a tile, "rows" for some rows of V. If a tile is copied in several portions, a section has room for two: one is copied
+    while the kernel reads the other."""
     places_of_k, places_of_v = (min(2, n) for n in (self.steps(p.D), self.block_n//self.values))
     return {"walked": SectionShape(places_of_k*self.block_n, self.depth_of(p.D) + TURNED_PADDING),
             "rows": SectionShape(places_of_v*self.values, self.width(p.Dv))}

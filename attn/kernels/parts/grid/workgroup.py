@@ -220,11 +220,11 @@ class Workgroup:
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace, shapes:Shapes,
               parts:int=0, lds:UOp|None=None) -> Workgroup:
-    """Makes the workgroup that owns the block of keys at the position `grid`, and loops over the queries of all query heads that share these keys.
-    `args` are the kernel's tensors. `shapes` has the names, shapes and dtypes of these tensors, in the same order. `at` is the thread's position in a
-    matrix tile. If `parts` is above 0, the queries are divided into `parts` parts, first by heads, then by queries of a head, and each workgroup
-    loops over one part. If workgroups add to dQ in a fixed order, each gets its block by a ticket (`drawn`), and `lds` is an int32 in LDS for the
-    ticket."""
+    """Makes the workgroup that owns a block of keys, and loops over the queries of all query heads that share these keys. `grid` says which block and
+    head. `args` are the kernel's tensors. `shapes` has the names, shapes and dtypes of these tensors, in the same order. `at` is the thread's
+    position in a matrix tile. If `parts` is above 0, the queries are divided into `parts` parts, first by heads, then by queries of a head, and each
+    workgroup loops over one part. If workgroups add to dQ in a fixed order, each takes a ticket: the ticket, not its position in the grid, then
+    decides the block and the head (see the function `drawn`). `lds` is an int32 in LDS through which the waves of the workgroup learn the ticket."""
     given, split, group = by_name(shapes, args), ranges_of(grid, parts), p.H//p.Hkv
     own_part = split
     if (turns := given.get("dq_turns")) is not None and lds is not None:

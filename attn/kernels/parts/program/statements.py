@@ -26,8 +26,8 @@ class Statements:
   tinygrad keeps only operations whose value is stored. A statement's value, 0, is therefore stored to a register that has no other use.
 
   tinygrad orders two operations only if one is computed from the other. So a statement comes after its operands. A value that is read after the
-  statement's store (`value.after(store)`) comes after the statement. The property `done` is a value that is computed from all statements so far: a
-  new statement with this operand comes after all of them."""
+  statement's store (`value.after(store)`) comes after the statement. The property `done` is a number that is loaded from this register after all
+  statements so far: a new statement with this operand comes after all of them."""
   register: UOp
   effects: tuple[UOp, ...] = ()  # stores that something must still wait for, at the latest the end of the loop around them
   latest: UOp|None = None        # the register, after what `done` waits for; None before the first statement
@@ -54,11 +54,12 @@ class Statements:
   def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
   @property
   def done(self) -> UOp:
-    """A value that is computed from all statements so far. A new statement with this value as an operand comes after all of them."""
+    """A number that is loaded from the statements' register after all statements so far. A new statement with this operand comes after all of them.
+    """
     return (self.register if self.latest is None else self.latest)[0].load()
   @property
   def before(self) -> tuple[UOp, ...]:
-    """The tuple (done,), whose value is computed from all statements so far, or an empty tuple if there is no statement yet."""
+    """The operands that make a new statement come after all statements so far: `done` alone, or none if there is no statement yet."""
     return (self.done,) if self.latest is not None else ()
 
 class InOrder(Carried):

@@ -45,8 +45,9 @@ class Sums:
     return Sums(dtype, (kind, *[UNSCALED]*scaled, *[LANE]*lse), matrix, dtype in arch.unit.dual_dots)
 
   def rounded(self, packed:list[list[UOp]]) -> list[UOp]:
-    """Returns this lane's sum of rounded P for each of the wave's matrix tiles of queries. `packed` has a list of vectors of P for each of them,
-    packed to 16 bits, with a vector for each matrix tile of S^T."""
+    """Returns the sums of this lane's weights P, rounded to `dtype`: one sum for each matrix tile of queries that the wave computes. `packed[i]` has
+    the rounded weights for the i-th of these matrix tiles, as one vector for each group of keys whose scores lie in one matrix tile of S^T. The
+    elements of a vector are words of 32 bits, each with several weights."""
     def total(column:list[UOp]) -> UOp: return rounded_sum(column, self.kinds[0], self.matrix, self.dtype, rows=1)
     # With `dual` two chains of dot products run side by side: one for each matrix tile of queries, or, if there is only one tile, one for the even
     # vectors and one for the odd ones. Two dot products issue at once only if their operands lie in different register banks. The first dwords of all
