@@ -42,10 +42,10 @@ FEW_QUERIES = (
 
 # 8-bit rows take half of the shared memory. Times on an H100 at D = 128, of 64 sequences of 4096 keys: 184 us with five stages of 64 keys, for which
 # two blocks fit on a multiprocessor; 203 us with three stages, three blocks. In pages of 16: 196 us with five stages, 192 us with two stages of 128
-# keys. One sequence of 4096 keys has too few blocks to fill the chip: 6.2 us with five stages, 6.0 us with four.
+# keys. In pages of 256: 201 and 209 us. One sequence of 4096 keys has too few blocks to fill the chip: 6.2 us with five stages, 6.0 us with four.
 FEW_QUERIES_OF_STORED = (
   UpTo(64, MmaShape(1, 128, stages=3)),
-  UpTo(128, MmaShape(1, 128, stages=2), paged=True),
+  UpTo(128, MmaShape(1, 128, stages=2), pages=64),
   UpTo(128, MmaShape(1, 64, stages=5), large=True),
   UpTo(128, MmaShape(1, 64, stages=4)),
   UpTo(256, MmaShape(1, 64, stages=2)),

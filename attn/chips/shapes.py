@@ -33,7 +33,7 @@ class UpTo(Generic[AnyShape]):
   _: KW_ONLY
   matrix: int = 0                  # index of the matrix instruction that the shape uses, among the chip's instructions for the inputs' dtype
   fills: int = 0                   # least number of workgroups: with fewer, a large tile would leave compute units idle
-  paged: bool = False              # K and V must lie in pages
+  pages: int = 0                   # if not 0, K and V must lie in pages of at most this many rows
   large: bool = False              # whether there must be a workgroup for every compute unit
   beyond: int = 0                  # the problem must have more query rows than this, over all heads that share a key/value head
   burden: Burden = Burden.BIAS     # heaviest burden for which the shape has registers

@@ -41,7 +41,7 @@ def misfit(p:Problem, arch:Chip, row:UpTo[Any], tile:Any, load:Burden=Burden.PLA
   if max(p.D, p.Dv) > row.up_to: return f"tile {tile} is for D and Dv up to {row.up_to}"
   if load > row.burden or arch.name in row.spills_on:
     return f"tile {tile} would need too many registers on {arch.name} with this problem's masks and options"
-  if row.paged and p.pages is None: return f"tile {tile} is for keys in pages"
+  if row.pages and (p.pages is None or p.pages.size > row.pages): return f"tile {tile} is for keys in pages of at most {row.pages} rows"
   if (rows := p.Sq*(p.H//p.Hkv)) <= row.beyond: return f"tile {tile} is for more than {row.beyond} rows, there are {rows}"
   if (wanted := max(row.fills, arch.cus*row.large)) and (blocks := workgroups(p, tile)) < wanted:
     return f"tile {tile} makes {blocks} workgroups, {wanted} are wanted to fill the chip"

@@ -26,7 +26,7 @@ CONDITIONS: list[tuple[dict[str, Any], str, dict[str, Any]|None]] = [
   (dict(spills_on=("sm_80",)), "would need too many registers on sm_80", None),
   (dict(beyond=150), "is for more than 150 rows, there are 150", dict(Hkv=1)),
   (dict(fills=9), "makes 6 workgroups, 9 are wanted", dict(B=2)),
-  (dict(paged=True), "is for keys in pages", None),
+  (dict(pages=64), "is for keys in pages of at most 64 rows", None),
   (dict(large=True), "makes 6 workgroups, 108 are wanted", dict(B=18)),
   (dict(shape=MmaShape(1, 256)), "bytes of LDS, sm_80 has 166912", dict(D=16, Dv=16))]
 

@@ -325,9 +325,9 @@ def no_spills_on_nvidia(p:Problem, tmp_path:Path) -> None:
 # ***** choice *****
 
 @pytest.mark.parametrize("sizes, keys, stages", (
-  ({}, 64, 5), ({"B": 1}, 64, 4), ({"B": 1, "page_size": 16}, 128, 2), ({"B": 17, "page_size": 64}, 128, 2)))
+  ({}, 64, 5), ({"B": 1}, 64, 4), ({"B": 1, "page_size": 16}, 128, 2), ({"B": 17, "page_size": 64}, 128, 2), ({"page_size": 256}, 64, 5)))
 def test_tiles_of_decoding_on_sm_90(sizes:dict[str, int], keys:int, stages:int) -> None:
-  """Tiles of decoding over 8-bit rows on sm_90 have more keys in pages, and fewer stages for few sequences."""
+  """Tiles of decoding over 8-bit rows on sm_90 have more keys in small pages, and fewer stages for few sequences."""
   B, page_size = sizes.get("B", 64), sizes.get("page_size", 0)
   extras = dict(block_table=np.zeros((B, 4096//page_size), np.int32), kv_lengths=np.zeros(B, np.int32)) if page_size else {}
   tile = choose(stored_problem(**{**DECODE, **sizes}, extras=extras), get_chip("sm_90")).work.tile
