@@ -456,7 +456,7 @@ def without_delta(m:pytest.MonkeyPatch) -> None:
   m.setattr(AmdBackward, "delta", NOTHING)
   m.setattr(WarpRows, "delta", lambda self, in_block, row: NOTHING)
 def without_dlse(m:pytest.MonkeyPatch) -> None:
-  wrong(m, Workgroup, "number", lambda number: lambda self, name, row: NOTHING if name == "dlse" else number(self, name, row))
+  wrong(m, Workgroup, "query_value", lambda value: lambda self, name, row: NOTHING if name == "dlse" else value(self, name, row))
 def scaled(*names:str, power:int) -> Callable[[pytest.MonkeyPatch], None]:
   """Returns a function that plants a fault: the kernel multiplies the gradients `names` by an additional factor softmax_scale^power. With power 1 the
   scale counts twice, with -1 not at all."""

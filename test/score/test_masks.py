@@ -160,5 +160,5 @@ def test_devices_that_share_rows_refuse_it(monkeypatch:pytest.MonkeyPatch) -> No
   with emulated("gfx942"):
     q, devices = Tensor(floats(1, 2, 8, 16), device="EMU").realize(), ("EMU:0", "EMU:1")
     k = q.shard(devices, 2)
-    with pytest.raises(NotImplementedError, match="window with k and v that devices share"):
+    with pytest.raises(NotImplementedError, match="window with k and v sharded along their rows"):
       attn.attention(q.shard(devices), k, k, window=(3, -1))
