@@ -4,7 +4,7 @@ The search starts from the tile in use. It tries every tile that differs from th
 and goes on from the fastest of them until no such tile is faster. The time counts the matrix work, the caches and the memory of a card at the clock
 that it sustains under matrix work. Beside each time stand the bytes that the tile moves."""
 from __future__ import annotations
-import math
+import functools, math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -72,6 +72,7 @@ def near_rows(spec:Spec, row:UpTo[Any]) -> Iterator[UpTo[Any]]:
 
 # ***** the time of one tile *****
 
+@functools.cache
 def timed(spec:Spec, row:UpTo[Any]) -> Timed|None:
   """Compiles a kernel with the tile of a table row, and predicts the time of a problem of size ASKED on the first card of the chip whose GEMM is
   known, at the clock that this GEMM sustains. If no card's GEMM is known, it is the first card's rated clock. Returns None if the kernel doesn't
