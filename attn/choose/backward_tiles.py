@@ -144,13 +144,15 @@ def faster_at_once(p:Problem, tile:WgmmaBackwardTile) -> FasterAtOnce|str:
   is faster than two. Returns a reason for two kernels, as a text, if there is no such row or if `p` is not one of its problems. A mask_mod that hides
   the last keys of a query counts as a causal mask, and a mask_mod that hides the first keys counts as another window."""
   options, hidden = [x for x in p.options if x not in USED_AT_ONCE], hiding(p)
-  row, window, mask = FASTER_ON_WGMMA.get((p.D, "".join(options[:1]))), p.window, " with ".join((f"window={p.window}", *options))
+  not_faster = "right, but was not measured to be faster than two kernels"
+  if len(options) > 1 or (row := FASTER_ON_WGMMA.get((p.D, "".join(options)))) is None:
+    return f"{' with '.join((*options, f'D={p.D}'))}: {not_faster}"
+  window, mask = p.window, " with ".join((f"window={p.window}", *options))
   if p.mask_bounds is not None and any(hidden):
     window, mask = NO_WINDOW if hidden.before else CAUSAL_WINDOW, f"a mask_mod that hides the {'first' if hidden.before else 'last'} keys of a query"
-  reasons = ((row is None or len(options) > 1, " with ".join((*options, f"D={p.D}"))), (row is not None and window not in row.windows, mask),
-             (p.Sk % tile.block_m and options, f"Sk={p.Sk}, no multiple of {tile.block_m}, with {' '.join(options)}"))
-  problem = next((told for holds, told in reasons if holds), None)
-  return row if row is not None and problem is None else f"{problem}: right, but was not measured to be faster than two kernels"
+  if window not in row.windows: return f"{mask}: {not_faster}"
+  if options and p.Sk % tile.block_m: return f"Sk={p.Sk}, no multiple of {tile.block_m}, with {options[0]}: {not_faster}"
+  return row
 
 def keys_of_query(p:Problem) -> int:
   """Returns how many keys a query sees on average through the window. The estimate assumes that every sequence is as long as the longest one, and
