@@ -11,6 +11,7 @@ from attn.chips import Chip, get_chip
 from attn.chips.family import Caches
 from attn.isa.timing.memory import makespan_in_order
 from attn.isa.timing.predict import Division, bytes_of_levels, work_of_grid
+from attn.isa.timing.published import csv_text
 from attn.problem import Problem
 
 # of an H100 SXM: NVIDIA H100 Tensor Core GPU data sheet and architecture white paper
@@ -71,8 +72,4 @@ def control_table(text:str) -> list[dict[str, str]]:
   return found
 
 def text_of_control(rows:list[dict[str, str]]) -> str:
-  out = io.StringIO()
-  writer = csv.DictWriter(out, CONTROL_COLUMNS, lineterminator="\n")
-  writer.writeheader()
-  writer.writerows(rows)
-  return out.getvalue()
+  return csv_text(CONTROL_COLUMNS, ([row[name] for name in CONTROL_COLUMNS] for row in rows))

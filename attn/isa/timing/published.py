@@ -43,6 +43,11 @@ class PeerKernel:
   edges: int = 0         # cycles of a workgroup before and after its iterations
   @property
   def whole_processor(self) -> bool: return self.whole == "yes"
+  @property
+  def of_each_dimension(self) -> tuple[int, int]:
+    """Numbers of matrix products of an iteration that have D as a dimension, and that have Dv."""
+    of_d, of_dv = map(int, self.products.split())
+    return of_d, of_dv
 
 @dataclass(frozen=True)
 class StepsOfPeer:
@@ -78,9 +83,8 @@ class PredictedRow:
 
 def stepped_peer(kernel:PeerKernel, text:str) -> PeerKernel:
   """Returns `kernel`, a row of docs/data/timing_kernels.csv, with the cycles that the timing model finds in the kernel's assembly `text`."""
-  d_side, dv_side = map(int, kernel.products.split())
   lds, threads = (int(x) if x else None for x in (kernel.lds, kernel.threads))
-  timing = timing_of(text, kernel.chip, kernel.D, lds=lds, threads=threads, products=((d_side, dv_side),))
+  timing = timing_of(text, kernel.chip, kernel.D, lds=lds, threads=threads, products=(kernel.of_each_dimension,))
   return replace(kernel, walked=walked_in_a_trip(timing, kernel.own), groups=timing.groups, whole="yes" if timing.whole_processor else "no",
                  cycles=timing.cycles, edges=timing.edges)
 
@@ -102,9 +106,9 @@ def peer_kernels_in(text:str) -> list[PeerKernel]:
 
 def text_of_kernels(kernels:Iterable[PeerKernel]) -> str:
   def cell(value:object) -> str: return "" if not value else f"{value:.10g}" if isinstance(value, float) else str(value)
-  return _csv(tuple(PeerKernel.__dataclass_fields__), ([cell(x) for x in vars(kernel).values()] for kernel in kernels))
+  return csv_text(tuple(PeerKernel.__dataclass_fields__), ([cell(x) for x in vars(kernel).values()] for kernel in kernels))
 
-def _csv(head:Iterable[str], rows:Iterable[Iterable[str]]) -> str:
+def csv_text(head:Iterable[str], rows:Iterable[Iterable[str]]) -> str:
   out = io.StringIO()
   csv.writer(out, lineterminator="\n").writerows([head, *rows])
   return out.getvalue()
@@ -127,8 +131,7 @@ def of_peer(kernel:PeerKernel, shape:str, card:Card) -> tuple[Prediction, Predic
   """Returns the predicted times of a kernel on `card`, at the card's rated clock and at the clock that the card sustains under matrix work. `shape`
   describes the problem, as in the column "shape" of docs/data/timing_published.csv. The second prediction is None if the sustained clock is not
   known."""
-  d_side, dv_side = map(int, kernel.products.split())
-  division = Division(kernel.own, kernel.walked, kernel.owns == OWN_KEYS, ((d_side, dv_side),), together=1 if kernel.order == "one" else 0)
+  division = Division(kernel.own, kernel.walked, kernel.owns == OWN_KEYS, (kernel.of_each_dimension,), together=1 if kernel.order == "one" else 0)
   steps = StepsOfPeer(get_chip(kernel.chip), kernel.groups, kernel.whole_processor, kernel.cycles, kernel.edges)
   return at_both_clocks(problem_of_cell(shape, kernel), steps, division, card)
 
@@ -164,4 +167,4 @@ def predictions_within(rows:Iterable[PredictedRow], share:float) -> Mapping[str,
   near = [[r is not None and abs(r - 1) <= share for r in pair] for pair in ratios]
   return {"rated": sum(x for x, _ in near), "sustained": sum(x for _, x in near), "all": len(ratios)}
 
-def text_of_rows(rows:Iterable[PredictedRow]) -> str: return _csv(PREDICTED_COLUMNS, (x.cells() for x in rows))
+def text_of_rows(rows:Iterable[PredictedRow]) -> str: return csv_text(PREDICTED_COLUMNS, (x.cells() for x in rows))
