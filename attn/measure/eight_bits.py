@@ -10,10 +10,10 @@ import numpy as np
 from attn.measure.inputs import to_tensor
 from attn.measure.machine import need
 from attn.measure.rounds import in_turn, runs_of_a_round
-from attn.measure.short import jit_timer
+from attn.measure.short import jit_timer, timer_of_jit
 from attn.ops.eight_bits import rounded_bytes
 from attn.reference import rounded
-from attn.tinygrad_compat import Tensor, TinyJit, device_seconds, dtypes, make_current
+from attn.tinygrad_compat import Tensor, TinyJit, dtypes
 
 B, H, N, IN_A_GRAPH = 1, 16, 12288, 10      # batch, heads, queries and keys of every problem; launches in a TinyJit
 FORMAT_OF_8_BITS, MOST_OF_FORMAT = "fp8e4m3", 448.0
@@ -61,11 +61,8 @@ def converted(d:int) -> str:
       made = [(x.float()*(1/scale(x))).cast(dtypes.fp8e4m3).contiguous() for x in xs]
       Tensor.realize(*made)
       return made
-    for _ in range(3): steps()
-    assert steps.captured is not None
-    linear = steps.captured.linear
-    make_current(str(xs[0].device))
-    return min(device_seconds(linear) for _ in range(5))/IN_A_GRAPH
+    timer = timer_of_jit(steps, str(xs[0].device), IN_A_GRAPH)
+    return min(timer() for _ in range(5))
   return (f"one tensor of ({B}, {H}, {N}, {d}) from bfloat16 to {FORMAT_OF_8_BITS}: {1e6*seconds(lambda x: known):.0f} us with a known scale, "
           f"{1e6*seconds(found):.0f} us with a scale from its largest number")
 

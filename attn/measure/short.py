@@ -35,6 +35,16 @@ SHORT_ROWS = (ShortRow(64, 16, 16, 256, 256, 64, True), ShortRow(8, 16, 16, 128,
               ShortRow(2, 10, 10, 4096, 77, 64, False), ShortRow(2, 20, 20, 1024, 77, 64, False), ShortRow(3, 20, 20, 777, 777, 64, True),
               ShortRow(8, 32, 4, 2048, 2048, 128, True), ShortRow(4, 16, 16, 4096, 4096, 128, False))
 
+def timer_of_jit(launches:Any, device:str, steps:int) -> Callable[[], float]:
+  """Captures a TinyJit of `steps` equal steps, and returns a timer of one step on the device `device`."""
+  for _ in range(3): launches()
+  assert launches.captured is not None
+  linear = launches.captured.linear
+  def seconds() -> float:
+    make_current(device)
+    return device_seconds(linear)/steps
+  return seconds
+
 def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS, dtype:str="", **options:Any) -> tuple[Callable[[], float], Tensor]:
   """Returns two results: a timer of one launch, and the output of the launches, of `dtype`, or else of q's dtype. The timer measures a TinyJit of
   `steps` launches that all write this output. `options` are further options of `attention`."""
@@ -44,13 +54,7 @@ def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS, dtype:
     for _ in range(steps): attention(q, k, v, causal=causal, out=out, **options).realize()
     return out
   with Context(JIT_BATCH_SIZE=steps):          # one graph
-    for _ in range(3): launches()
-  assert launches.captured is not None
-  linear = launches.captured.linear
-  def seconds() -> float:
-    make_current(str(q.device))
-    return device_seconds(linear)/steps
-  return seconds, out
+    return timer_of_jit(launches, str(q.device), steps), out
 
 def compare_short(row:ShortRow) -> dict[str, Any]:
   """Times attn's kernel and PyTorch's kernels on one problem. Returns the results, by column, as one row of the printed table."""
