@@ -43,8 +43,8 @@ NOTHING_SEEN = UOp.const(0), UOp.const(-1)     # a row's first and last column
 
 @dataclass(frozen=True)
 class ListedBlocks:
-  """Which lists of tiles are made: one list for each block of `block_m` rows, with tiles of `block_n` columns. If `over` is "keys", columns are keys
-  and rows are queries; if it is "queries", the other way round.
+  """Describes the lists of tiles that are made: one list for each block of `block_m` rows, with tiles of `block_n` columns. If `over` is "keys",
+  columns are keys and rows are queries; if it is "queries", the other way round.
 
     heads: (number of heads that have lists of their own, number of query heads that share a list); (1, 1) if the mask is the same for all heads
     batches: number of batches that have lists of their own; 1 if the mask is the same for all batches

@@ -47,8 +47,8 @@ def units_of_query_values(p:Problem, queries:int) -> int:
 
 @dataclass(frozen=True)
 class ScalarPlaces:
-  """Which fp32 numbers of a row (a query) the waves of a workgroup exchange through a table in LDS, and at which index of the table each of them
-  stands. At `factor`: the number that rescales O after an iteration. At `reference`: after the last iteration, the number that the softmax subtracts
+  """Describes the table in LDS through which the waves of a workgroup exchange fp32 numbers of a row (a query): which number stands at which index.
+  At `factor`: the number that rescales O after an iteration. At `reference`: after the last iteration, the number that the softmax subtracts
   from the row's scores. The keys of a tile are divided into `parts` parts. At `top(part)`: the largest score of a part in an iteration. At
   `total(kind, part)`: after the last iteration, a part's sum of P. `kinds` is the number of sums of P: P as rounded to 16 bits and, if lse is
   written, P before rounding."""
