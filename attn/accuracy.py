@@ -42,9 +42,10 @@ SHORT_CAP = 64.0                # up to this softcap, kernels of 16-bit inputs c
 
 @dataclass(frozen=True)
 class ShortSums:
-  """Describes how a matrix unit adds products of 8-bit floats with fewer bits than fp32. The unit cuts each product off at 2^-`bits` times the
-  largest partial sum of the products. After every `run` products the sum is added to an fp32 sum. `run` = 0: the unit adds all products of the sum
-  without fp32."""
+  """How a matrix unit adds products of 8-bit floats, if it adds with fewer bits than fp32.
+
+    bits: the unit drops the bits of a product below 2^-bits times the largest partial sum
+    run: after so many products, the unit's sum is added to an fp32 sum. 0: the unit adds all products itself"""
   bits: int
   run: int
   @property
@@ -53,11 +54,13 @@ class ShortSums:
 
 @dataclass(frozen=True)
 class Law:
-  """Exact values that an output is compared with, and the limits of the errors: for each element 6 `sigma` + `slack`. `sigma` is the standard
-  deviation of the rounding errors that the dtypes force, and `slack` the limit of all other errors. `left_out` marks the elements that don't count in
-  the root mean square of error/sigma. An element is left out for one of three reasons: the error of the element comes from few different roundings,
-  equals the error of another element (equal numbers are rounded with equal errors), or the element is below the smallest normal number of the
-  dtype."""
+  """Exact values of an output, and the limit of each element's error: 6 `sigma` + `slack`. `sigma` is the standard deviation of the rounding errors
+  that the dtypes force. `slack` is the limit of all other errors.
+
+  A second check of an output is the root mean square of error/sigma over many elements, which must be at most 1. `left_out` is True for elements that
+  this check skips:
+  - the element's error comes from few roundings, or equals the error of another element
+  - the element is below the smallest normal number of the dtype"""
   exact: Array
   sigma: Array
   slack: Array
@@ -129,8 +132,8 @@ class Verdict:
     return self.error/self.limit if self.limit else math.inf if self.error else 0.0
   @property
   def scattered(self) -> bool:
-    """Tells whether the errors are too large on average: the root mean square of error/sigma is above 1, where sigma is the standard deviation of an
-    element's rounding errors. Returns False if fewer than ENOUGH_ELEMENTS elements count, because a mean of few errors says nothing."""
+    """Tells whether the errors are too large on average: the root mean square of error/sigma is above 1. sigma is the standard deviation of an
+    element's rounding errors. Returns False if the mean would have fewer elements than ENOUGH_ELEMENTS, because a mean of few errors says nothing."""
     return self.resolved >= ENOUGH_ELEMENTS and self.rms > 1
   @property
   def ok(self) -> bool: return not self.pattern and self.error <= self.limit and not self.scattered
@@ -178,8 +181,9 @@ def _largest_error(x:Array, dtype:str) -> Array:
 
 @dataclass(frozen=True)
 class _Moments:
-  """Errors of a result before the result is stored. `variance` is the variance of an element's rounding errors, and `slack` the limit of all other
-  errors. `alike` is True for an element whose error is a sum of several equal errors, because equal numbers were rounded."""
+  """Errors that an array of results has before its elements are rounded to the output's dtype. `variance` is the variance of an element's rounding
+  errors. `slack` is the limit of the element's other errors. `alike` is True for an element whose terms include equal rounding errors, which cannot
+  cancel: equal numbers have equal rounding errors."""
   variance: Array
   slack: Array
   alike: Array
@@ -191,10 +195,10 @@ class _Moments:
     self.alike[at] |= x.alike
 
 def _stored(x:Array, errors:_Moments, dtype:str) -> Law:
-  """Returns the exact values and error limits of a result that is rounded to `dtype` and stored. x has the exact values, and `errors` the errors
-  before this rounding. Elements below the smallest normal number of `dtype` are marked `left_out`, so that such elements don't count in the root mean
-  square of error/sigma (sigma is the standard deviation of rounding errors). The root mean square of many such elements is 1, which is already the
-  limit of the accuracy law. The root mean square of normal numbers is 0.73."""
+  """Rounds the exact results x to `dtype`. Returns the rounded results' exact values and error limits. `errors` are the errors before this rounding.
+
+  The Law's field `left_out` is set for elements below the smallest normal number of `dtype`. These elements don't count in the root mean square of
+  error/sigma, because their own root mean square is 1, which is all that the accuracy law allows. (Normal numbers have 0.73.)"""
   x = _in_dtype(x, dtype)
   finite = _finite(x)
   sigma = np.sqrt(errors.variance + np.square(_largest_error(finite, dtype))/3)
@@ -202,15 +206,12 @@ def _stored(x:Array, errors:_Moments, dtype:str) -> Law:
   return Law(x, sigma, slack, errors.alike | (np.abs(finite) < SMALLEST[dtype]))
 
 def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Array, Array|None]:
-  """Describes the errors of rounding the weights w to `dtype`. Returns two arrays. The first array has the limit of each weight's random error. The
-  second array has the limit of each weight's systematic error, or is None if no weight has a systematic error. Random errors partly cancel in a sum
-  of weights. Systematic errors, such as weights that become 0, add up.
+  """Returns the limits of the errors of rounding weights w to `dtype`, as two arrays: the random errors, and the systematic errors (None if there are
+  none). Random errors partly cancel when weights are added. Systematic errors don't: for example, many small weights become 0.
 
-  A weight below 4 times the smallest denormal number of `dtype` (in float16 below 2^-22) has a systematic error instead of a random error. If the
-  matrix unit replaces denormal numbers by 0 (`flushes`), every weight below the smallest normal number has a systematic error. `off` is the error
-  that w had before the rounding: with `flushes`, a weight may also become 0 if the weight is at most `off` above the smallest normal number. bfloat16
-  has no systematic errors, because the smallest normal numbers of bfloat16 and of fp32, in which weights are computed, are equal. float32 weights are
-  not rounded."""
+  A float16 weight below 2^-22, which is 4 times the smallest denormal number, has a systematic error in place of a random one. If the matrix unit
+  replaces denormal numbers by 0 (`flushes`), this applies to every weight below the smallest normal number plus `off`, where `off` is the error that
+  the weight had before. In bfloat16 no weight has a systematic error, because bfloat16 has the exponents of fp32. float32 weights are not rounded."""
   if dtype == "float32": return np.zeros_like(w), None
   size, largest = np.abs(w), _largest_error(w, dtype)
   if dtype == "bfloat16": return np.minimum(size, largest), None
@@ -240,13 +241,14 @@ def _rows_with_equals(values:Array) -> Array:
   return ((size[..., 1:] - size[..., :-1] <= EQUAL*size[..., 1:]) & (size[..., 1:] > NOTHING*size[..., -1:])).any(-1)
 
 def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[Array, ...], Array], Array]) -> tuple[Array, Array]:
-  """Corrects sums of squares for the rows of `values` (..., n, m) that have equal values. Row r has m terms, and `total` (..., n, columns) holds the
-  sum of the squares of these terms for each row r. The errors of two terms i and j are equal if values[r, i] and values[r, j] are equal. Such terms
-  must be added before the sum is squared.
+  """Corrects sums of squared errors for equal errors. Rows of `values` are (..., n, m). `total` (..., n, columns) is the sum of the squares of a
+  row's m terms, as if their errors were independent. But if values[r, i] = values[r, j], terms i and j have equal errors, so they must be added first
+  and squared then. This function replaces the sums of the rows in which this happens.
 
-  `terms(rows, order)` is a function that returns the terms of some rows as (count, m, columns). `rows` is the numpy index of these rows. `order`
-  (count, m) lists the numbers of the terms for each row, by increasing |value|: the function returns the terms in this order. Returns `total` after
-  the correction, and a bool array (..., n, 1), True for a corrected row."""
+  `terms(rows, order)` is a function that returns the terms of some rows, (count, m, columns). `rows` is a numpy index of these rows. `order` (count,
+  m) says in which order to return each row's m terms.
+
+  Returns the corrected `total`, and a bool array (..., n, 1), True for a corrected row."""
   equals = _rows_with_equals(values)
   at = np.argwhere(equals)
   step = max(1, TOGETHER//max(1, values.shape[-1]*columns))
@@ -296,10 +298,11 @@ def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) 
   return largest, centred
 
 def _roundings(w:Array) -> Array:
-  """Bounds the error of an fp32 sum of products. Returns the bound (..., 1) in units of the roundoff of the largest partial sum. w (..., m) has the
-  first factor of each product; a product with w = 0 does not count. The bound covers two ways to compute the sum. A matrix instruction adds 16
-  products at a time and may truncate: the error grows with the number of instructions. A chain of multiply-adds rounds to nearest after each product:
-  the error grows with the root of the number of products."""
+  """Returns a factor (..., 1) that bounds the error of an fp32 sum of products: error <= factor * fp32 roundoff * largest partial sum. w (..., m) has
+  the first factor of each product; a product with w = 0 does not count.
+
+  The bound holds for two ways to add: a matrix instruction that adds 16 products at a time and may truncate the sum, and a chain of multiply-adds
+  that round to nearest."""
   terms = (w != 0).sum(-1, keepdims=True)
   return np.maximum(2*np.ceil(terms/STEP), SIGMAS/2*np.sqrt(terms))
 
@@ -320,8 +323,8 @@ def _short_dot_errors(short:ShortSums, q:Array, k_transposed:Array, products:Arr
   return unit*EVENLY_SPREAD*math.sqrt(q.shape[-1]), unit*np.abs(np.sign(q) @ np.sign(k_transposed))/2
 
 def _short_sum_errors(short:ShortSums, w:Array, x:Array, cut_below:float=2.0) -> Array:
-  """Bounds the error of the sums w @ x in a matrix unit that cuts bits off each product (see `ShortSums`). Only a product whose weight w_j is below
-  `cut_below` times the sum of all weights has bits to lose. The default of 2 means every product."""
+  """Bounds the error of the sums w @ x in a matrix unit that drops low bits of each product (see `ShortSums`). Only products with weights below
+  `cut_below` times the sum of the weights are assumed to lose bits. The default 2 includes every weight."""
   random, signed = np.zeros((*w.shape[:-1], x.shape[-1])), np.zeros((*w.shape[:-1], x.shape[-1]))
   for here in short.runs(w.shape[-1]):
     some, of_x = w[..., here], x[..., here, :]
@@ -357,8 +360,8 @@ class _Pairs:
   weights: Array         # P; with rows of 8 bits, P times the scale of the key's row of V. Forward rounds these numbers times a factor of each row
   short: ShortSums|None = None           # how the matrix unit adds, if not in fp32
   def kept(self, a:Array) -> Array:
-    """Applies dropout to an array with a value for each pair of a query and a key: multiplies the values of the pairs that dropout keeps by 1/(1 -
-    dropout_p), and the values of all other pairs by 0."""
+    """Applies dropout to an array with one value for each pair of a query and a key. Multiplies a value by 1/(1 - dropout_p) if dropout leaves the
+    pair's weight, and by 0 otherwise."""
     return a if self.factor is None else a*self.factor
 
 def _off_by_the_cap(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Array, Array]:
@@ -454,9 +457,11 @@ def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -
   return _stored(o, of_o, out_dtype), _stored(lse, of_lse, "float32")
 
 def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
-  """Yields the groups of sequences that can be computed together: (slice of the batch axis, number of keys, shift, options). Without kv_lengths all
-  sequences are one group. With kv_lengths each sequence is a group, because each may have another number of keys. The number `shift` is to be added
-  to `offset`, the position of query 0 among the keys: the last query stays at the last key that exists."""
+  """Yields groups of sequences that can be computed together, as (slice of the batch axis, number of keys, shift, options). Without kv_lengths, all
+  sequences are one group. With kv_lengths, each sequence is a group, because each has its own number of keys.
+
+  `shift` is added to the position of query 0 among the keys. It moves the last query to the sequence's last key, and is 0 for a causal mask that is
+  aligned top-left."""
   if x.kv_lengths is None: yield slice(None), k.shape[-2], 0, x
   else:
     for b, n in enumerate(map(int, x.kv_lengths)):
@@ -564,12 +569,12 @@ class _Gradients:
     return a.reshape(*a.shape[:-3], self.heads, a.shape[-3]//self.heads*a.shape[-2], a.shape[-1])
 
   def product(self, w:Array, off:Array, x:Array, of_delta:Array|float=0.0) -> _Moments:
-    """Describes the errors of the matrix product w @ x, where w is rounded to the inputs' dtype before the product. Returns the variance of the
-    errors from this rounding, and the limit of all other errors. `off` and `of_delta` are variances of the errors that each element of w has before
-    the rounding. The errors of `off` are independent of each other. The errors of `of_delta` come from delta, so elements of one query share them.
+    """Describes the errors of the matrix product w @ x, where w is rounded to the inputs' dtype. Returns the variance of the errors that come from
+    this rounding, and the limit of all other errors.
 
-    If the matrix unit replaces denormal numbers by 0, an element may become 0 if these errors could make it denormal. The limit then includes the
-    whole element. `of_delta` has no other effect: the caller adds what delta's error does to the product."""
+    `off` and `of_delta` are the variances of the errors that each element of w has before it is rounded. Errors of `off` are independent. Errors of
+    `of_delta` come from delta, and all elements of one query share them. This function uses `of_delta` only to decide which elements may round to 0;
+    the caller adds the other effects of an error of delta."""
     r, lost = _rounding(w, self.t.dtype, self.t.flushes, SIGMAS*np.sqrt(off + of_delta))
     slack, (total, equals) = SIGMAS*np.sqrt(off @ (x*x)) + _added(w, _prefixes(w, x)[0]), _grouped(w, r, x)
     return _Moments(total/3, slack if lost is None else slack + lost @ np.abs(x), equals)

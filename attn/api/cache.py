@@ -34,10 +34,10 @@ Length = int|UOp|Tensor   # rows filled: for all batches, as a number or a Varia
 def one_or_several(names:tuple[str, ...]) -> str|tuple[str, ...]: return names if len(names) > 1 else names[0]
 
 def cache_maker(dtype:Any, scale_dtype:Any, device:Any, v_dim:int|None, rotary_dtype:Any, axis:int|None=None) -> Callable[..., Any]:
-  """Checks the dtypes and the devices of a new cache. Returns a function that takes a shape and makes a cache of zeros: a Tensor, or QuantizedRows if
-  `dtype` is a format of 8 bits. If `v_dim` is given, a cache of 8-bit numbers is QuantizedLatent. `scale_dtype` is the dtype of the scales of rows of
-  8-bit numbers, and `rotary_dtype` the dtype of the columns after the first v_dim. Each of several devices gets a part of the cache along the axis
-  `axis`, or a copy of the cache if `axis` is None."""
+  """Checks the dtypes and devices of a new cache. Returns a function that makes a cache of zeros of a given shape. The cache is a Tensor. If `dtype`
+  has 8 bits, the cache is QuantizedRows, or QuantizedLatent if `v_dim` is given. `scale_dtype` is the dtype of the scales of 8-bit rows.
+  `rotary_dtype` is the dtype of the columns after the first v_dim. On several devices the cache is sharded along `axis`, or copied to each device if
+  `axis` is None."""
   on = Device.DEFAULT if device is None else one_or_several(device_names("device", device))
   format, of_scales = eight_bits("dtype", dtype, on), check_scale_dtype("scale_dtype", scale_dtype)
   of_rotary = check_out_dtype("rotary_dtype", rotary_dtype)
@@ -206,7 +206,7 @@ class Output:
   layout: str
   @property
   def rows(self) -> Tensor:
-    """The tensor with an axis for each letter of the layout. A tensor of scales gets a last axis of size 1."""
+    """The tensor with as many axes as the layout has, e.g. 4 for "bhsd". A tensor of scales lacks the last axis, and gets one of size 1."""
     return self.tensor if self.tensor.ndim == len(AXES[self.layout]) else self.tensor.unsqueeze(-1)
   @functools.cached_property
   def view(self) -> Strided|None:

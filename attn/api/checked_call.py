@@ -107,15 +107,14 @@ class PlacedInputs:
   @property
   def layout_of_keys(self) -> str: return self.layout if self.pages is None else "bhsd"
   def keys(self, axis:str) -> int:
-    """Returns the size of k along the axis "batch" or "rows", or 1 if the layout has no such axis. For a cache, the size along "rows" is its
-    capacity."""
+    """Returns the size of k's axis "batch" or "rows", or 1 if the layout of k has no such axis. In a cache, "rows" is the capacity."""
     axes = AXES[self.layout_of_keys]
     return self.shapes["k"][axes.index(axis)] if axis in axes else 1
 
 def as_bytes(dtype:str, tensors:dict[str, Tensor], options:AttentionOptions, in_place:bool) -> dict[str, Tensor]:
-  """Returns the tensors q, k and v with 8-bit floats reinterpreted as bytes (uint8), because kernels take bytes; a tensor of another dtype stays as
-  given. `dtype` is the dtype of q. Raises NotImplementedError for v_dim and for a cache (`in_place`, or a block table), because a cache of 8-bit
-  numbers is QuantizedRows."""
+  """Returns the tensors q, k and v with 8-bit floats reinterpreted as bytes (uint8), because kernels take bytes. Tensors of other dtypes are
+  unchanged. `dtype` is the dtype of q, for messages. `in_place` is True if k and v are a cache. Raises NotImplementedError for a cache, block_table
+  or v_dim, which 8-bit floats don't support."""
   for name, there in (("block_table", options.block_table is not None), ("v_dim", options.v_dim is not None), ("a cache", in_place)):
     if there: raise NotImplementedError(f"{name} with q of {dtype}: a cache of 8 bits is QuantizedRows, and its queries have 16 bits")
   return {name: Tensor(bits_under_views(t.uop, dtypes.uchar)) if values.dtype_text(t.dtype) in OF_8_BITS else t for name, t in tensors.items()}
@@ -163,8 +162,8 @@ def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, le
   return with_places_of_scales(PlacedInputs(tensors, shapes, types, at, layout, views=views, shards=shards), quantized)
 
 def with_places_of_scales(x:PlacedInputs, quantized:dict[str, Quantized]) -> PlacedInputs:
-  """Returns the inputs `x` with the scales of k and v added, and with the strides at which rows of 8-bit numbers and their scales lie in memory.
-  `quantized` has k and v by name if k and v have rows of 8-bit numbers, and is empty otherwise."""
+  """Adds the scales of k and v to the inputs `x`, and the positions of k, v and their scales in memory (start and strides). `quantized` has the
+  records of k and v by name; it is empty if k and v have no 8-bit numbers, and then `x` is returned unchanged."""
   if not quantized: return x
   if x.shards is not None:
     raise NotImplementedError("k and v are QuantizedRows sharded along their rows: devices that share rows send each other keys without scales; "

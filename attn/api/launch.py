@@ -39,9 +39,10 @@ def seeded(c:CheckedCall) -> CheckedCall:
 @cache_of_kernels
 def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   """Returns the kernel functions that compute the problem `p`, in the order of the launches. `choice` has the kernel, the tile description and the
-  number of key ranges. Equal arguments return identical objects, because tinygrad's schedule cache compares functions by identity. The last kernel
-  function carries the gradient of attention. tinygrad computes gradients only for the arguments of this kernel, so the arguments include all inputs
-  that need a gradient."""
+  number of key ranges. Equal arguments return identical objects, because tinygrad's schedule cache compares functions by identity.
+
+  The last kernel function has the gradient function. tinygrad computes gradients only for this kernel's arguments, so they include all inputs that
+  need a gradient."""
   assert choice.arch is not None and choice.work.tile is not None
   forget_oldest_kernels("attn_", MOST_KERNELS)
   p, arch = replace(p, num_splits=choice.work.splits), choice.arch
@@ -104,9 +105,8 @@ def launch_kernels(c:CheckedCall, choice:Choice) -> list[Tensor]:
   return [t["o"], *[t[name] for name in c.log_sums]]
 
 def called_by(c:CheckedCall, fxn:KernelFunction) -> KernelFunction:
-  """Returns a kernel function that does what `fxn` does, and in addition passes the values of this call's Variables to the kernel. If the call is one
-  device's part of a larger call, the returned function also says that the inputs need not be kept: the larger call keeps the inputs for the
-  gradient."""
+  """Returns `fxn`, changed in two ways: it passes the values of this call's Variables to the kernel; and if this call is one device's part of a
+  larger call, it does not keep the inputs for the gradient, because the larger call keeps them."""
   if not c.variables and not c.part: return fxn
   def called(*placeholders:UOp) -> CheckedKernel:
     kernel = fxn(*placeholders)

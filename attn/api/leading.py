@@ -8,9 +8,8 @@ Axes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Leading:
-  """Leading axes (all axes before the last two) of the tensors of a call, sorted into three kinds: batch axes, head axes and `shared` axes. Along a
-  `shared` axis, q has several entries, and keys and values have size 1: a single key/value head serves all queries along this axis. Keys and values
-  are read in place and not repeated."""
+  """Leading axes of a call's tensors (all axes before the last two), sorted into three kinds: batch axes, head axes and `shared` axes. Along a
+  `shared` axis only q has a size above 1: one key/value head serves all queries along this axis. Keys and values are not repeated in memory."""
   sizes: tuple[int, ...]      # size of query and output along each leading axis
   kv_sizes: tuple[int, ...]   # size of key and value along each leading axis
   batch: Axes
@@ -52,14 +51,14 @@ class Leading:
       raise ValueError(f"{name} has batch and head dimensions {t.shape[:-2]}: must broadcast to {self.kv_sizes}{hint}") from e
     return whole.reshape(self.size(self.batch), math.prod(self.kv_sizes[a] for a in self.heads), *t.shape[-2:])
   def of_scores(self, mask:Tensor) -> Tensor:
-    """Returns a mask, which broadcasts to the scores of the call, as (B or 1, H or 1, Sq or 1, Sk or 1)."""
+    """Reshapes a mask that broadcasts to the call's scores. Returns it with four axes: (B or 1, H or 1, Sq or 1, Sk or 1)."""
     mask = mask.reshape(*[1]*(len(self.sizes) + 2 - mask.ndim), *mask.shape)
     for axes in (self.batch, self.heads + self.shared):
       if any(mask.shape[a] > 1 for a in axes): mask = mask.expand(*(self.sizes[a] if a in axes else n for a, n in enumerate(mask.shape)))
     batch, heads = (math.prod(mask.shape[a] for a in axes) for axes in (self.batch, self.heads + self.shared))
     return self.ordered(mask).reshape(batch, heads, *mask.shape[-2:])
   def of_heads(self, sinks:Tensor) -> Tensor:
-    """Returns sinks (..., 1, 1), which broadcast to the scores of the call, as (H,)."""
+    """Reshapes sinks (..., 1, 1) that broadcast to the call's scores. Returns them as (H,)."""
     return self.ordered(sinks.expand(*(1 if a in self.batch else n for a, n in enumerate(self.sizes)), 1, 1)).flatten()
   def restored(self, o:Tensor) -> Tensor:
     """Returns the output o (B, H, Sq, Dv) with the leading axes of the call in place of B and H."""

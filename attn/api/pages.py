@@ -72,9 +72,9 @@ def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str
                             "sharded, because it joins the heads of all sequences")
 
 def in_a_cache(t:Tensor, layout:str) -> tuple[Tensor, Strided]:
-  """Returns the rows t as a tensor that kernels can read, and where the rows lie in a buffer. Rows that are a view of a larger buffer are read in
-  place if each row is contiguous and the rows lie a constant stride apart. Any other view is copied. A tensor without the last axis of `layout`, such
-  as scales, has one number in each row."""
+  """Returns the rows `t` of k or v as a tensor that kernels can read, and the start and strides of the rows in the tensor's buffer. A view of a
+  larger buffer is read in place if each row is contiguous and the rows lie a constant stride apart. Any other view is copied. `t` may also be scales,
+  which have one number for each row and lack the last axis of `layout`."""
   rows = t if t.ndim == len(AXES[layout]) else t.unsqueeze(-1)
   if isinstance(t.device, str) and (found := in_buffer(bhsd(rows, layout))) is not None: return t, found.places
   whole = whole_places(local_shape(rows), layout)

@@ -95,8 +95,8 @@ def attended(x:SdpaCall) -> Tensor:
 
 @dataclass(frozen=True)
 class Decision:
-  """Says what computed one call of `Tensor.scaled_dot_product_attention` after `install`. `kernel` is the name of attn's kernel, or None if no kernel
-  computed the call, but the function that `install` has replaced. `reason` says why."""
+  """What computed one call of `Tensor.scaled_dot_product_attention` after `install`. `kernel` is the name of attn's kernel. It is None if the
+  function from before `install` computed the call. `reason` says why."""
   kernel: str|None
   reason: str
 
@@ -124,8 +124,8 @@ def _decide(x:SdpaCall) -> Decision:
   return Decision(choice.kernel, str(choice))
 
 def _attended_if_possible(call:SdpaCall) -> Tensor|None:
-  """Computes a call of scaled_dot_product_attention if a kernel can, and returns the result. Otherwise warns (once for each reason) and returns None.
-  Appends the Decision to `decisions` with or without a kernel."""
+  """Computes a call of scaled_dot_product_attention if a kernel of attn can, and returns the result. Otherwise returns None, and warns once for each
+  reason. In both cases appends a Decision to the list that `install` returned."""
   try: decision = _decide(call)
   except (ValueError, NotImplementedError, RuntimeError) as e: decision = Decision(None, str(e))
   decisions.append(decision)
@@ -180,9 +180,10 @@ def install() -> deque[Decision]:
   return decisions
 
 def uninstall() -> None:
-  """Puts back the function that `Tensor.scaled_dot_product_attention` was before `install`. Does nothing if `install` was not called. If another
-  library has replaced attn's function after `install`, the replacement stays. Where the replacement calls attn's function, this call then goes to the
-  function from before `install`."""
+  """Ends the effect of `install`: `Tensor.scaled_dot_product_attention` is again the function from before. Does nothing if `install` was not called.
+
+  If another library has replaced the function since `install`, its replacement stays. Where this replacement still calls attn's function, attn passes
+  the call on to the function from before `install`."""
   installation.active = False
   if installation.rerouted is not None: installation.rerouted.end()
   elif Tensor.scaled_dot_product_attention is _installed: setattr(Tensor, NAME, installation.before)

@@ -95,8 +95,8 @@ def _sinks(sinks:Tensor, heads:int) -> Tensor:
   return sinks.reshape(-1).expand(heads).cast(dtypes.float)
 
 def _mask(mask:Tensor|None, is_causal:bool, n_q:Size, n_k:Size) -> tuple[tuple[int, int], bool]:
-  """Translates attn_mask and is_causal into (window, top_left): the fields of `Problem` that describe the mask. `n_q` and `n_k` are the numbers of
-  queries and keys. Raises NotImplementedError if attn_mask is not the causal mask."""
+  """Translates attn_mask and is_causal into two fields of `Problem`: window (left, right), and top_left, which is True if query 0 is aligned with key
+  0. `n_q` and `n_k` are the numbers of queries and keys. Raises NotImplementedError if attn_mask is not the causal mask."""
   if mask is None: return (-1, 0) if is_causal else (-1, -1), is_causal and not same_size(n_q, n_k)
   if is_causal_mask(mask, n_q, n_k): return (-1, 0), False
   raise NotImplementedError(f"attn_mask of shape {values.shown_shape(mask.shape)} with keys of symbolic length: only the causal mask is known, "

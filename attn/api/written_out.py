@@ -10,9 +10,10 @@ from attn.calls.views import filled_with, just_stored
 from attn.tinygrad_compat import GroupOp, Ops, Rerouted, Tensor, UOp, dtypes, maker_of_latent_cache, method_of_tinygrad, on_top
 
 def stored_in_its_dtype(t:Tensor) -> Tensor:
-  """Returns a view of a cache with one change: rows that are stored into the cache from another dtype are first cast to the dtype of the cache.
-  Returns any other tensor unchanged. Without a cast, tinygrad renders a store of a vector such as *(half4*)p = make_float4(...), which the compilers
-  of CUDA and HIP refuse."""
+  """Makes pending stores to a cache cast the stored rows to the cache's dtype. Returns the same view `t` of the cache, with these stores. Returns any
+  other tensor unchanged.
+
+  Without a cast, tinygrad renders a store of a vector such as *(half4*)p = make_float4(...), which the compilers of CUDA and HIP refuse."""
   after = t.uop
   while after.op in GroupOp.Movement: after = after.src[0]
   def uneven(u:UOp) -> bool: return u.op is Ops.STORE and u.src[0].dtype != u.src[1].dtype

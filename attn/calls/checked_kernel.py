@@ -60,9 +60,9 @@ def check_output(name:str, u:UOp) -> None:
     raise ValueError(f"{name} begins at byte {first} of its buffer: kernels write rows by {UNIT_BYTES} bytes, so it must begin at a multiple of that")
 
 def at_a_whole_unit(u:UOp) -> UOp:
-  """Returns an input `u` that begins at a multiple of 16 bytes (UNIT_BYTES) in the buffer, because kernels read rows in units of this size. Returns a
-  copy of any other `u`. If `u` is the `contiguous()` of a slice, the copy is made from the slice directly: tinygrad's kernel for `contiguous()` would
-  read the slice by whole vectors, at addresses that are not multiples of a vector's size."""
+  """Returns `u` unchanged if it begins at a multiple of 16 bytes (UNIT_BYTES) in its buffer, because kernels read rows in units of 16 bytes.
+  Otherwise returns a copy of `u`. If `u` is the `contiguous()` of a slice, the copy is made from the slice itself, because tinygrad's `contiguous()`
+  would read whole vectors at misaligned addresses."""
   if not begins_at(u) % UNIT_BYTES: return u
   while u.op is Ops.CONTIGUOUS: u = u.src[0]
   return copied(u)
@@ -92,8 +92,8 @@ def _checked_ast(program:Callable[..., UOp], arch:Chip, *placeholders:UOp) -> UO
 
 @dataclass(frozen=True)
 class CheckedKernel:
-  """AST of a kernel, with a check of the tensors on which the kernel is called. Without the check tinygrad would run the kernel even if an output is
-  a view, and would drop the result."""
+  """A kernel's AST that checks the tensors when the kernel is called. tinygrad alone would accept a view as an output, run the kernel, and drop the
+  result."""
   sink: UOp
   outputs: tuple[str, ...]   # names of the leading arguments, which the kernel writes
   arch: str|None = None      # the chip that the caller named

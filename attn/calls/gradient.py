@@ -50,8 +50,8 @@ def no_gradient(what:str) -> Any:
   return refuse
 
 def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, UOp]:
-  """Returns the gradients of the outputs by name ("o" or "lse"). tinygrad passes only the gradients that exist, in the order of the outputs. o and
-  lse differ in their shapes, so the shape of a gradient says which output the gradient belongs to."""
+  """Returns the gradients that tinygrad passed, by the name of the output: "o" or "lse". tinygrad passes only gradients that exist, without names.
+  The shape of a gradient tells its output, because o and lse have different shapes."""
   of_shape = {u.shape: name for name, u in outputs.items()}
   found = {of_shape.get(g.shape, ""): g for g in gradients}
   if len(found) < len(gradients) or "" in found:
@@ -131,9 +131,9 @@ def kernels_with_tiles(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists
   return found
 
 def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str, UOp]:
-  """Runs a launch on the tensors `t`, and returns `t` with the outputs of the launch added. `layout` is the layout of q. An output that is missing in
-  `t` gets a new buffer. If an output is in `t`, the launch adds to this tensor, so the launch must run only once. Therefore each returned output
-  depends on all outputs of the launch: tinygrad then realizes all outputs together."""
+  """Runs a launch on the tensors `t`. Returns `t` with the outputs of the launch added. `layout` is the layout of q. An output that is not in `t`
+  gets a new buffer. If an output is in `t`, the launch adds to it. Such a launch must run only once, so tinygrad must realize all its outputs
+  together: therefore each returned output depends on all others."""
   def buffer(name:str) -> UOp:
     shape, dtype = launch.shapes[name]
     lies = t[SHARDED_LIKE.get(name, "q")]
@@ -156,8 +156,7 @@ def like(g:UOp, out:UOp) -> UOp:
   return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
 
 def made_lists(x:ListedBlocks|None, inputs:dict[str, UOp]) -> dict[str, UOp]:
-  """Returns the tensor with the lists of tiles that `x` describes, by name. `inputs` has the tensors of the call. Returns an empty dictionary if
-  there are no lists."""
+  """Returns {"tile_list": the tensor with the lists of tiles that `x` describes}, or {} if `x` is None. `inputs` has the tensors of the call."""
   return {} if x is None else {"tile_list": tile_lists(x, inputs["q"].device, {name: Tensor(u) for name, u in inputs.items()}).uop}
 
 @lists_made_last()
@@ -199,12 +198,12 @@ def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch]
   return {name: g.cast(inputs[name].dtype) for name, g in found.items()}
 
 def over_devices(parts:Parts, sums:tuple[KernelSum, ...], inputs:dict[str, UOp]) -> Parts:
-  """Returns how many fp32 partial results each device stores for each gradient; 0 means that the device stores the gradient itself. `parts` has these
-  numbers for a call on one device: `parts.sums[n]` is for the tensor `sums[n].tensor`, a bias or a mod_tensor, whose gradient adds up the gradients
-  of all scores that use the same element of the tensor. `inputs` are the tensors of the call.
+  """Returns the number of fp32 partial results that each device stores for each gradient. 0 means that the device stores the gradient itself. `parts`
+  has these numbers for one device; `parts.sums[n]` is for the gradient of the tensor `sums[n].tensor`, a bias or a mod_tensor. `inputs` has the
+  call's tensors.
 
-  If q is divided over devices, but k and v, a bias or a mod_tensor lies whole on each device, then each device computes a part of this tensor's
-  gradient. The returned number for this gradient is at least 1, because the parts of the devices are added in fp32."""
+  If q is sharded but another tensor, such as k, is copied to each device, then each device computes a part of that tensor's gradient. These parts are
+  added in fp32, so the number is at least 1."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
   return replace(parts, dkdv=least("k", parts.dkdv), sums=tuple(least(x.tensor, number) for x, number in zip(sums, parts.sums)))
@@ -224,8 +223,8 @@ def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None)
 # ***** the grad_fxn: with the kernels or with tinygrad *****
 
 def after(u:UOp, call:UOp) -> UOp:
-  """Returns the UOp for an output buffer `u` of attention after `call` has written the buffer. If `call` has run, attn/calls/history.py has replaced
-  `call` by an empty call. The buffer then holds the result already, and `u` is returned unchanged."""
+  """Returns `u`, an output buffer of attention, as a UOp with the value after `call`. If `call` has already run (attn/calls/history.py has replaced
+  it by an empty call), returns `u` itself."""
   return u.after(call) if call.src[0].src else u
 
 def output_shapes(p:Problem, q:UOp) -> dict[str, tuple[Any, ...]]:

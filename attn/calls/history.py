@@ -26,10 +26,10 @@ class Input:
 class Origin:
   """Call of attention whose gradient may be taken later.
 
-    outputs: for each output, a weak reference to the output's buffer, and the output's shape
-    inputs: the call's inputs; an input that is itself an output of the call is given by the output's number
+    outputs: for each output, a weak reference to its buffer, and its shape
+    inputs: the call's inputs. An int n stands for the call's own output n
     gradient: the call's gradient function
-    captured: whether TinyJit captured the call; the inputs are then not kept"""
+    captured: True if TinyJit captured the call; the inputs are then not kept"""
   outputs: tuple[tuple[ref[UOp], tuple[int|UOp, ...]], ...]
   inputs: tuple[Input|int, ...]
   gradient: Callable[..., Any]
@@ -38,7 +38,7 @@ class Origin:
   @property
   def tensors(self) -> list[Tensor]: return [x.tensor for x in self.inputs if isinstance(x, Input)]
   def existing_outputs(self) -> tuple[list[UOp], Callable[..., Any]]:
-    """Returns the outputs of the call that still exist, and a gradient function that works with only these outputs. Raises RuntimeError if the
+    """Returns the outputs of the call that still exist, and a gradient function for a call with these outputs alone. Raises RuntimeError if the
     gradient needs an output that no longer exists."""
     found = [(of(), shape) for of, shape in self.outputs]
     outputs = [buffer.reshape(shape) if buffer.shape != shape else buffer for buffer, shape in found if buffer is not None]
@@ -49,8 +49,8 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-  """Record of an output. `origin` is the call of attention that computed the output. `needs` are further outputs of this call, which the gradient of
-  the output needs: the record keeps these further outputs alive."""
+  """Record of an output. `origin` is the call of attention that computed it. `needs` are other outputs of this call that the gradient needs; the
+  record keeps them alive."""
   origin: Origin
   needs: tuple[UOp, ...]
 

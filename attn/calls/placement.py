@@ -106,7 +106,8 @@ def place(name:str, t:Tensor, at:Placement) -> Tensor:
   return sharded_with_gradient(t, at.device, axis)
 
 def of_each_device(t:Tensor, axis:int|None) -> Tensor:
-  """Returns a tensor that is sharded along `axis`. Each device's part of `t` becomes a shard. With `axis` None, returns `t` unchanged."""
+  """Makes one tensor of each device's part `t`: the parts become the shards of a tensor that is sharded along `axis`. If `axis` is None, returns `t`.
+  """
   return t if axis is None else Tensor(t.uop.unshard(axis))
 
 def empty(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...], axis:int|None) -> Tensor:

@@ -11,9 +11,9 @@ from attn.tinygrad_compat import DType, Tensor, dtypes
 from attn.values import FLOATS, static_shape
 
 class QuantizedRows(NamedTuple):
-  """Keys or values of which each element is stored in 8 bits. Each row has a scale: an element is the stored number times the scale of the row. A
-  cache of 8-bit numbers holds almost twice as many tokens as a cache of 16-bit numbers. A pair of QuantizedRows, one for K and one for V, is given as
-  k_cache and v_cache; or as k and v of `attention` with kv_lengths or a block_table.
+  """Keys or values stored in 8 bits, with a scale for each row: an element is the stored number times the scale of its row. A cache of 8-bit numbers
+  holds almost twice as many tokens as a cache of 16-bit numbers. Give one QuantizedRows for K and one for V: as k_cache and v_cache, or as k and v of
+  `attention` with kv_lengths or a block_table.
 
     values   int8, or the bytes of fp8 (uint8), in the chip's format e4m3: a cache such as (B, Hkv, capacity, D), or pages
     scales   float32 or float16, one number for each row: such as (B, Hkv, capacity), the shape of `values` without the last axis. If several rows

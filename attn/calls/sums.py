@@ -11,10 +11,10 @@ from attn.score.sums import sum_over_scores
 from attn.tinygrad_compat import Tensor
 
 def gradient_of_element(p:Problem, sums:Tensor, block_m:int, block_n:int) -> Tensor:
-  """Computes a part of the gradient of a mod_tensor (a tensor that the caller's score_mod reads), from sums of dS (the gradients of scores).
-  score_mod may index the tensor in several expressions, as in table[i - j] + table[h]. The part belongs to the expression with the number
-  `p.by_element`; a caller adds the parts of all expressions. `sums` is the result of the kernel `backward_dbias`, whose workgroup owns a block of
-  block_m queries and block_n keys. Returns the part in fp32, in the shape of the mod_tensor."""
+  """Computes a gradient of a mod_tensor, a tensor that the caller's score_mod reads. If score_mod indexes the tensor in several expressions, as in
+  table[i - j] + table[h], each call gives the gradient by one expression, and the caller adds them. `p.by_element` is the number of the expression.
+  `sums` are sums of dS (the gradients of the scores) from the kernel `backward_dbias`, whose workgroup owns block_m queries and block_n keys. Returns
+  fp32, in the shape of the mod_tensor."""
   assert p.by_element is not None
   element = float_elements(p)[p.by_element]
   index, shape = simple_index(element), [int(n) for n in tensor_of(element).shape]
@@ -39,9 +39,9 @@ def within_tensor(x:Tensor, places:list[tuple[int, int]]) -> Tensor:
   return x.shrink(kept).pad(tuple((max(before, 0), max(after, 0)) for before, after in places))
 
 def sums_of_distances(sums:Tensor, of:Diagonals) -> Tensor:
-  """Adds up gradients of scores with equal distance i - j, where i is the index of the query and j the index of the key. `sums` (B, H,
-  diagonals*block_m, block_n) holds a tile for each diagonal of tiles: the sum of all tiles on this diagonal, element by element. `of` describes the
-  diagonals. Returns (B, H, Sq + Sk - 1): one sum for each distance from 1 - Sk to Sq - 1."""
+  """Adds up, for each distance i - j between a query i and a key j, the gradients of all scores with this distance. `sums` (B, H, diagonals*block_m,
+  block_n) has one tile for each diagonal of tiles: the sum of all tiles on this diagonal, element by element. `of` describes the diagonals. Returns
+  (B, H, Sq + Sk - 1): the sums for the distances from 1 - Sk to Sq - 1."""
   batches, heads = (int(n) for n in sums.shape[:2])
   m, n = of.block_m, of.block_n
   width = m + n - 1                               # number of distances in one tile: row x and column y have the distance x - y + n - 1

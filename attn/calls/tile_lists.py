@@ -29,8 +29,8 @@ def tile_lists(x:ListedBlocks, device:Devices, given:Mapping[str, Tensor]) -> Te
   return new_lists(x, device, given) if x.read or capturing or inside_function() else kept_lists(x, device)
 
 class KeptLists:
-  """The lists of tiles that a process keeps. `waiting` has functions that make the lists of buffers that `kept_lists` has returned already; it does
-  so inside of `lists_made_last`, which counts its contexts in `delays`."""
+  """Lists of tiles that a process keeps for later calls. `waiting` has functions that fill buffers with lists: `kept_lists` has already returned
+  these buffers. The functions run when the outermost context `lists_made_last` ends. `delays` is the number of such contexts that are open."""
   lock = threading.RLock()
   waiting: ClassVar[list[Callable[[], object]]] = []
   delays = 0
@@ -45,7 +45,7 @@ class KeptLists:
 
 @contextlib.contextmanager
 def lists_made_last() -> Iterator[None]:
-  """Context that makes kept lists at its end. The kernels that read the lists are called in this context, so that they can begin to be compiled
+  """Context that fills the kept lists of tiles when it ends, not before. Code in the context can so start to compile the kernels that read the lists
   before the kernels that make the lists."""
   with KeptLists.lock:
     KeptLists.delays += 1

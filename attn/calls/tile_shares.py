@@ -131,8 +131,8 @@ def tiles_of_intervals(p:Problem, tile:BlockTile, width:int, over:str, lengths:M
 MOST_PAIRS = 2**26     # most pairs of a query and a key, over all lists, for which the emulator makes lists: this takes some seconds
 
 class NotCounted(Exception):
-  """Exception that says why tiles can't be counted. `least` has counts that hold in any case, or is None. A workgroup skips at least all tiles before
-  the first key and after the last key that the workgroup's queries may see."""
+  """Raised if tiles can't be counted; the message says why. `least` has lower bounds of the skipped tiles, or is None: a workgroup skips at least all
+  tiles before the first key, and after the last key, that its queries may see."""
   def __init__(self, reason:str, least:Shares|None=None) -> None:
     super().__init__(reason)
     self.least = least

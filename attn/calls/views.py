@@ -51,8 +51,8 @@ MOST_VIEWS = 1024     # views whose places are kept: finding the places of one t
 
 @dataclass(frozen=True)
 class InBuffer:
-  """Where keys or values (B, Hkv, S, D) lie in the buffer that they are a view of. If heads are repeated in the tensor, each `group` of neighbouring
-  heads of the tensor is one head in the buffer."""
+  """Position of keys or values (B, Hkv, S, D) in the buffer that they are a view of. `places` has the start and the strides. The view may repeat the
+  buffer's heads: each head of the buffer is then `group` neighbouring heads of the view."""
   places: Strided
   group: int
   rows: int       # largest number of rows
@@ -71,8 +71,8 @@ def whole_places(shape:tuple[int, ...], layout:str) -> Strided:
   return Strided(math.prod(shape), 0, *strides(layout, sizes["heads"], sizes["rows"], sizes["width"]))
 
 def meet(distance:int, steps:list[tuple[int, int]]) -> bool:
-  """Returns whether `distance` is a sum of steps. `steps` has pairs (elements, n): a step of this pair moves by `elements` elements, forward or back,
-  and may be taken at most n times."""
+  """Returns whether some steps add up to `distance`. `steps` has pairs (elements, n): up to n steps of `elements` elements, forward or back. For
+  example, with steps [(4, 1), (10, 2)] distance 16 is 10 + 10 - 4."""
   if not steps: return distance == 0
   (step, most_), rest = steps[0], steps[1:]
   if not step: return meet(distance, rest)
@@ -110,8 +110,8 @@ def coefficients(where:UOp, indices:list[UOp]) -> tuple[int, list[int]]|None:
   return (c*d, [c*j + d*i for i, j in zip(x, y)]) if not any(x) or not any(y) else None
 
 def rows_there(u:UOp, n:Size) -> int:
-  """Returns the largest number of rows that a view can have. The number of rows `n` may depend on Variables. The sizes of the tensors from which the
-  view was cut also limit this number."""
+  """Returns the largest number of rows that a view `u` can have. `n` is the number of rows, which may depend on Variables. The result is the largest
+  value of `n`, or the size of the tensor from which the view was cut, if that is smaller."""
   fewest = most(n)
   while u.op in GroupOp.Movement:
     if u.op is Ops.SHRINK:
@@ -159,8 +159,8 @@ def is_all_of_its_buffer(t:Tensor, places:Strided, layout:str) -> bool:
   return replace(places, **{step: getattr(whole, step) for step in single}) == whole
 
 def places_in_cache(k:Tensor, v:Tensor, layout:str) -> tuple[Strided, Strided]|None:
-  """Returns where the rows of k and v lie (start and strides) if k and v are parts of larger buffers. Returns None for whole buffers and for computed
-  values."""
+  """Returns the start and strides of the rows of k and of v in their buffers. Returns None if both k and v are whole buffers, or if one is a computed
+  value."""
   found = [in_buffer(bhsd(t, layout)) for t in (k, v)]
   if found[0] is None or found[1] is None: return None
   if all(x is not None and is_all_of_its_buffer(t, x.places, layout) for x, t in zip(found, (k, v))): return None

@@ -180,8 +180,8 @@ class Chip:
     """Returns the dense 16-bit TFLOP/s of a card with this chip."""
     return card.cus*self.pipes.flops*card.ghz/1e3
   def sustained(self, card:Card) -> float:
-    """Returns the clock in GHz that a card sustains while its matrix units work, or 0 if the clock is not known. The clock is computed from the
-    card's fastest published GEMM: with this clock, the GEMM keeps the matrix units busy 94% (GEMM_USE) of the time, but the clock is at most the
-    rated one."""
+    """Returns the clock in GHz that a card sustains while its matrix units work, or 0 if the clock is not known. The clock is derived from the speed
+    of the card's fastest published GEMM, which is assumed to keep the matrix units busy 94% of the time (GEMM_USE). It is never above the rated
+    clock."""
     return min(card.ghz, card.gemm*1e3/(card.cus*self.pipes.flops*GEMM_USE)) if card.cus else 0.0
   def __str__(self) -> str: return self.name if self.products == self.name else f"{self.name} ({self.products})"
