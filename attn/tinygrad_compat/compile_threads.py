@@ -20,6 +20,7 @@ from attn.tinygrad_compat.uops import new_uop
 IN_THREADS = ("CUDA",)     # devices whose compiler runs while Python runs
 SHOWS_MACHINE_CODE = 7     # value of DEBUG from which tinygrad prints machine code as it compiles
 COMPILER_THREADS = 4
+OF_ATTN = "attn_"          # beginning of the names of attn's kernels
 # Most kernels of a schedule that are lowered in this process. tinygrad's worker processes lower kernels at the same time, but need a second to start.
 MOST_LOWERED_HERE = 12
 
@@ -70,15 +71,21 @@ def compile_at_once(launch:UOp, device:str) -> None:
   For a schedule with more than one kernel to compile, tinygrad would start worker processes, which takes longer than compiling a small kernel."""
   (begin if in_threads(renderer := device_of(device).renderer) else to_program)(launch.src[0], renderer)
 
+def is_of_attn(ast:UOp) -> bool:
+  """Returns whether the kernel of this AST, or of this PROGRAM without machine code, is a kernel of attn."""
+  return getattr((ast if ast.op is Ops.SINK else ast.src[0]).arg, "name", "").startswith(OF_ATTN)
+
 Task = tuple[int, tuple[UOp, Renderer], dict[str, Any]]      # number of a kernel in its schedule, what to compile, and tinygrad's settings
 
 class LoweredHere:
   """Stand-in for tinygrad's pool of worker processes, which compile the kernels of a schedule. `pool` is tinygrad's function that starts the
-  processes. A few kernels for CUDA are lowered one after another in this process instead, and compiled in threads."""
+  processes. If a schedule has only a few kernels, all for CUDA, and one of them is of attn, its kernels are lowered one after another in this process
+  instead, and compiled in threads."""
   def __init__(self, pool:Callable[[], Any]) -> None: self.pool = pool
   def imap_unordered(self, compile_kernel:Callable[[Task], tuple[int, UOp]], tasks:Iterable[Task]) -> Iterator[tuple[int, UOp]]:
     few = (tasks := list(tasks))[:MOST_LOWERED_HERE + 1]
-    here = len(few) <= MOST_LOWERED_HERE and worker.worker_pool is None and all(in_threads(renderer) for _, (_, renderer), _ in few)
+    here = (len(few) <= MOST_LOWERED_HERE and worker.worker_pool is None and all(in_threads(renderer) for _, (_, renderer), _ in few) and
+            any(is_of_attn(ast) for _, (ast, _), _ in few))
     if not here: return iter((map if (pool := self.pool()) is None else pool.imap_unordered)(compile_kernel, tasks))
     for _, what, settings in sorted(tasks, key=lambda task: -len(task[1][0].toposort())):     # the largest kernel takes longest to compile
       with Context(**settings): begin(*what)
@@ -86,7 +93,7 @@ class LoweredHere:
 
 @functools.cache
 def lower_few_kernels_here() -> None:
-  """Makes tinygrad lower schedules with few kernels for CUDA in this process, for the rest of the process."""
+  """Makes tinygrad lower schedules with few kernels for CUDA, at least one of them of attn, in this process, for the rest of the process."""
   pool = realize.get_worker_pool
   def through(make_program:ToProgram, ast:UOp, renderer:Renderer) -> UOp:
     return make_program(ast, renderer) if (program := finished_program(ast, renderer)) is None else program

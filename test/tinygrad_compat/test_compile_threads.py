@@ -1,6 +1,7 @@
 """Tests of kernels that are compiled in threads while Python lowers other kernels. No GPU is needed."""
 from __future__ import annotations
 import threading, uuid
+from dataclasses import replace
 from typing import Any
 import pytest
 from tinygrad import codegen
@@ -63,13 +64,14 @@ def test_few_kernels_are_lowered_here_and_compiled_in_threads(monkeypatch:pytest
     assert code == program.src[-2].arg.upper().encode() and program.src[-1].arg == code
   assert len(set(codes)) == 3 and not compile_threads.begun
 
-@pytest.mark.parametrize("why", ("many kernels", "workers run", "another device"))
+@pytest.mark.parametrize("why", ("many kernels", "workers run", "another device", "no kernel of attn"))
 def test_worker_processes_compile_other_schedules(monkeypatch:pytest.MonkeyPatch, why:str) -> None:
-  """tinygrad's worker processes compile a schedule with many kernels, or with kernels for a device that does not compile in threads, and all
-  schedules once the processes run."""
+  """tinygrad's worker processes compile a schedule with many kernels, with kernels for a device that does not compile in threads, or without a kernel
+  of attn, and all schedules once the processes run."""
   if why == "many kernels": monkeypatch.setattr(compile_threads, "MOST_LOWERED_HERE", 1)
   if why == "workers run": monkeypatch.setattr(worker, "worker_pool", object())
   asts, renderer = kernels((24, 25), Noting(), "gfx942" if why == "another device" else "sm_90")
+  if why == "no kernel of attn": asts = [ast.replace(arg=replace(ast.arg, name="a kernel of another library")) for ast in asts]
   with pytest.raises(AssertionError, match="worker processes are used"): compiled(asts, renderer, NoWorkers())
 
 def test_machine_code_is_read_from_the_disk() -> None:
