@@ -53,20 +53,21 @@ class Matrix:
     return self.operand if self.size == 2 else self.operand_words
   @property
   def span(self) -> int:
-    """Smallest number of elements that a product may sum over. Every sum must have a multiple of this number of elements: then each lane holds whole
-    16-byte units, and the instruction gets whole operands."""
+    """Number of which the length of every sum must be a multiple, such as the head dimension in Q K^T. Then each lane loads whole units of 16 bytes,
+    and no operand of a matrix instruction is filled only in part."""
     return max(self.K, self.unit*self.groups)
   @property
   def least_keys(self) -> int:
-    """Smallest number of keys for which both matrix products of attention have whole operands: the product that makes scores, and the product that
-    sums over keys."""
+    """Smallest number of keys in a tile. It is at least M, because the M rows of S^T = K Q^T are keys, and at least `span`, because P V sums over
+    keys."""
     return max(self.M, self.span)
   @property
   def groups(self) -> int: return self.wave // self.N             # number of lane groups
   @property
   def group_steps(self) -> tuple[int, ...]:
-    """Distances in lanes by which all lane groups exchange values. A lane group is the lanes that hold the same rows of C. In one step each lane
-    exchanges a value with the lane at one of these distances. After all steps, every lane group has values from all groups."""
+    """Distances between the lanes that exchange values, e.g. (16, 32) for four lane groups of 16 lanes. In the example each lane exchanges with the
+    lane 16 lanes away, and then with the lane 32 lanes away. After that every lane has received values of all lane groups. (A lane group is the lanes
+    that hold the same rows of C.)"""
     return tuple(self.N << i for i in range(self.groups.bit_length() - 1))
   @property
   def accumulator(self) -> int: return self.M*self.N // self.wave # fp32 elements of C in a lane
@@ -78,24 +79,24 @@ class Matrix:
     """Returns the row of C that element i of a lane in lane group h belongs to. A lane group is the lanes that hold the same rows of C."""
     return i//self.block*(self.block*self.groups) + h*self.block + i%self.block
   def key_of(self, h:Int, n:Int) -> Int:
-    """Returns the key to which the n-th score of a lane in lane group h (the lanes that hold the same rows of C) belongs. A lane has scores of one
-    query with the keys of several matrix tiles, which lie one below the other in S^T. n counts the lane's scores over all these tiles."""
+    """Returns the key of the n-th score that a lane in lane group h holds. A lane holds scores of one query with several keys, from one or more
+    matrix tiles: n first counts the scores of the first tile, then those of the next. A lane group is the lanes that hold the same rows of C."""
     return self.c_row(h, n % self.accumulator) + n//self.accumulator*self.M
   def row_of(self, d:Int) -> Int:
-    """Returns the row of A that must hold row d of V^T. If the rows are in this order, a lane's elements of O^T are consecutive columns d of O, and
-    the lane stores many bytes at a time."""
+    """Returns the row of operand A in which a kernel puts row d of V^T, for the product O^T = V^T P^T. With this order of rows, a lane computes
+    consecutive columns of O, which it can store together."""
     tile, d = d//self.M*self.M, d%self.M
     return tile + self.c_row(d//self.accumulator, d%self.accumulator)
   def column_of(self, row:Int) -> Int:
-    """Returns the row d of V^T that is in row `row` of A. This function is the inverse of `row_of`."""
+    """Returns the row of V^T that is in row `row` of operand A. This function is the inverse of `row_of`."""
     tile, r = row//self.M*self.M, row%self.M
     return tile + r//self.block%self.groups*self.accumulator + r//(self.block*self.groups)*self.block + r%self.block
 
 @dataclass(frozen=True)
 class LaneSums:
-  """A matrix instruction that computes several small products at once (v_mfma_f32_4x4x4_16b: MI300 ISA section 7.1), used to sum the elements of each
-  lane. In each product D = A B + C, a lane holds one column of B and the same column of C and D. If all elements of A are 1, each element of D is the
-  element of C plus the sum of the lane's own elements of B."""
+  """Matrix instruction that computes several small products D = A B + C at once (v_mfma_f32_4x4x4_16b: MI300 ISA section 7.1). Kernels use it to sum
+  the elements of each lane. A lane holds one column of B, C and D. If all elements of A are 1, each element of D is the element of C plus the sum of
+  the lane's elements of B."""
   name: str             # name of the clang builtin after `__builtin_amdgcn_`
   operand_type: str     # element type of the builtin's A and B
   operand_words: int = 2
@@ -116,9 +117,10 @@ class Mma:
   bits.
 
   Kernels compute S = Q K^T and O = P V, so a query is a row of S. A lane holds elements of two rows of C: g = lane//4 and g + 8. In each of these
-  rows, it holds the columns 2*(lane%4) and 2*(lane%4) + 1. If a lane packs its C fragments of `together` neighbouring tiles of S, it gets its A
-  fragment of P for the product P V. So P never leaves its lane. For 8-bit floats, the lane then has the columns of P in another order than in the PTX
-  ISA. This order does not matter if the rows of V have it, too. ldmatrix reads K as it lies in memory, and transposes V while it reads V."""
+  rows, it holds the columns 2*(lane%4) and 2*(lane%4) + 1. An A fragment of P, for the product P V, consists of the weights P in the C fragments of
+  neighbouring tiles of S: of two tiles for 16-bit inputs, of four for 8-bit floats (`together`). So P never leaves its lane. For 8-bit floats, the
+  columns of this A fragment are not in the order of the PTX ISA. The product is right nevertheless if the rows of V are in the same order as these
+  columns. ldmatrix reads K as it lies in memory, and transposes V while it reads V."""
   name: str       # name of the instruction in the emulator
   ptx: str        # PTX type of A and B
   M: int = 16
@@ -142,32 +144,31 @@ class Mma:
   def tile_keys(self) -> int: return self.N                         # keys of a tile of scores
   def c_row(self, lane:Int, i:int) -> Int: return lane//self.groups + i*8     # i: which of the two rows
   def key_of(self, h:Int, n:int) -> Int:
-    """Returns the key to which the n-th score of a lane belongs. `h` is the index of the lane among the four lanes that share a row of S. A lane has
-    scores of the row in several neighbouring tiles of S, and n counts these scores over all the tiles."""
+    """Returns the key of the n-th score that a lane holds of a row of S. Four lanes share a row, and `h` is the index of the lane among them. The
+    lane holds two neighbouring scores of each tile of S: n first counts those of the first tile, then those of the next."""
     return n//self.block*self.N + h*self.block + n%self.block
   def a_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns the address, as (row, unit of 16 bytes), that a lane gives to ldmatrix.x4 to read operand A (16 rows and K columns) from memory that
-    holds rows of A. The result of ldmatrix.x4 is a uint4."""
+    """Returns the address that a lane gives to ldmatrix.x4 to read operand A: (row, unit of 16 bytes). The memory holds rows of A. ldmatrix.x4 reads
+    16 rows of K elements each."""
     return lane%16, lane//16
   def b_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns the address, as (row, unit of 16 bytes), that a lane gives to ldmatrix.x4 to read the operands B of two neighbouring tiles of C. The
-    memory holds rows of B^T: ldmatrix.x4 reads 16 rows (keys) and K of their columns, over which the product sums. The result is a uint4, half of it
-    for each tile."""
+    """Returns the address that a lane gives to ldmatrix.x4 to read the operands B of two neighbouring tiles of C: (row, unit of 16 bytes). The memory
+    holds rows of B^T, such as the rows of the matrix of keys. ldmatrix.x4 reads 16 rows, 8 for each tile of C. The product sums over the columns. The
+    result is a uint4, two dwords for each tile."""
     return lane//16*8 + lane%8, lane//8%2
   def b_transposed_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns the address, as (row, unit of 16 bytes), that a lane gives to ldmatrix.x4 to read the operands B of two neighbouring tiles of C. The
-    memory holds rows of B: ldmatrix.x4 reads K rows, over which the product sums, and 16 of their columns, and transposes them."""
+    """Returns the address that a lane gives to ldmatrix.x4 to read the operands B of two neighbouring tiles of C: (row, unit of 16 bytes). The memory
+    holds rows of B, such as the rows of V, which ldmatrix.x4 transposes. It reads 16 columns, 8 for each tile of C. The product sums over the rows.
+    """
     return lane%self.K, lane//self.K
 
 MMA_OF_8_BITS: dict[str, Mma] = {"fp8e4m3": Mma("mma_m16n8k32_e4m3", "e4m3", K=32, size=1)}
 MMA: dict[str, Mma] = {"float16": Mma("mma_m16n8k16_f16", "f16"), "bfloat16": Mma("mma_m16n8k16_bf16", "bf16")}
 
 def contraction(matrix:Matrix, length:int) -> int:
-  """Rounds `length`, the number of elements that a product sums over, up to a number that the instruction can compute: a multiple of the matrix's
-  `span`."""
+  """Rounds the length of a sum up to a length that the matrix instruction can compute: a multiple of `matrix.span`."""
   return -(-length//matrix.span)*matrix.span
 
 def row_registers(matrix:Matrix, length:int) -> int:
-  """Returns the number of registers that a lane needs for its part of a row of `length` elements, if the row is an operand of the matrix
-  instruction."""
+  """Returns the number of registers in which a lane holds its part of a row of `length` elements that is an operand of the matrix instruction."""
   return contraction(matrix, length)*matrix.size//4//(1 if matrix.duplicated else matrix.groups)

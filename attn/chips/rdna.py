@@ -26,7 +26,6 @@ DBIAS_IN_PIECES = UpTo(128, BackwardShape(4, 16, BOTH, fenced=2, prefetch=0, spa
 PLAIN_DKDV_192_ON_RDNA = UpTo(192, BackwardShape(2, 16, BOTH, fenced=4, prefetch=0, passes=2, read_ahead=3))
 
 def caches_of_one_die(l2:int, shared:int, gbs:float) -> Caches:
-  """Describes the caches of a chip that consists of one die: `l2` MB of L2, and `shared` MB of Infinity Cache with a bandwidth of `gbs` GB/s. The
-  workgroups that run at the same time should read K and V that fill at most half of Infinity Cache (`Caches.group`). The other half is for Q and O.
-  """
+  """Describes the caches of a chip that consists of one die: `l2` MB of L2, and `shared` MB of Infinity Cache with a bandwidth of `gbs` GB/s. Half of
+  Infinity Cache is for the K and V of the workgroups that run at the same time, half for Q and O."""
   return Caches(1, l2 << 20, shared << 20, gbs, group=shared << 19)

@@ -14,8 +14,8 @@ from attn.chips.matrix import Matrix
 EVERY = 1000    # number above every release of LLVM: a table row for this release and older ones is for every release
 
 class Burden(IntEnum):
-  """Reason why the loop of a kernel needs more registers than its matrix tiles do: masks, options and score terms (softcap, ALiBi, bias). Later
-  members need more registers. A kernel that has enough registers for one member also has enough for all members before it."""
+  """What needs registers in a kernel's loop besides the matrix tiles: masks, options, and score terms (softcap, ALiBi, bias). Each member needs more
+  registers than the one before it. So a kernel with enough registers for one member has enough for all members before it."""
   PLAIN = 0
   MASK = 1
   OPTIONS = 2
@@ -26,8 +26,8 @@ AnyShape = TypeVar("AnyShape")
 
 @dataclass(frozen=True)
 class UpTo(Generic[AnyShape]):
-  """Row of a table of tile shapes: the tile shape `shape`, for head dimensions up to `up_to`. The other fields, except `matrix`, are conditions that
-  a problem, chip or compiler must fulfil."""
+  """Row of a table of tile shapes. `shape` is the tile shape, for head dimensions up to `up_to`. `matrix` chooses a matrix instruction. The other
+  fields are conditions under which the row may be used."""
   up_to: int
   shape: AnyShape
   _: KW_ONLY
@@ -103,9 +103,12 @@ class WgmmaShape:
 
 @dataclass(frozen=True)
 class RatedUpTo(UpTo[WgmmaShape]):
-  """Row of a table of tile shapes that also says how fast the kernel is with this shape. `full` (without a mask) and `causal` are rates in TFLOP/s
-  for a large grid and many keys. `resident` is the number of blocks for which the registers of a multiprocessor have room. Besides its loop over
-  keys, a block waits for Q and its first K and V, and stores O. Waiting and storing take as long as the loop over `prologue` keys."""
+  """Row of a table of tile shapes that also says how fast the kernel is with this shape.
+
+    full, causal: TFLOP/s without a mask, and under a causal mask, for a large grid and many keys
+    resident: number of blocks for which a multiprocessor has enough registers
+    prologue: time of a block's work besides its loop over keys (waiting for Q and the first K and V, storing O), as the number of keys over which the
+      block could loop in the same time"""
   resident: int
   full: int
   causal: int

@@ -39,8 +39,8 @@ def kernels_at_once(tile:AnyBackwardTile) -> AtOnce:
   return found
 
 def delta_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False) -> Callable[..., UOp]:
-  """Returns the kernel that runs before the kernel that computes all gradients at once, whose tile description is `tile`. The returned kernel
-  computes delta, and sets the fp32 accumulator of dQ in memory to 0. `dlse` says whether lse has a gradient, too."""
+  """Returns the kernel that prepares the computation of all gradients by one kernel (`all_of`): it computes delta, and sets the fp32 accumulator of
+  dQ in memory to 0. `tile` is the tile description of the kernel of `all_of`. `dlse` says whether lse has a gradient, too."""
   return kernels_at_once(tile).delta(p, arch, dlse)
 def all_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
   """Returns the kernel that computes all gradients at once, with the tile description `tile`. The returned kernel stores dk and dv, and adds dQ to an
@@ -48,13 +48,14 @@ def all_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[
   """
   return kernels_at_once(tile).all(p, arch, tile, parts)
 def finish_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
-  """Returns the kernel that runs after the kernel of `all_of`, whose tile description is `tile`. The returned kernel turns the fp32 accumulator of dQ
-  in memory into dq: multiplies it by softmax_scale and rounds it."""
+  """Returns the kernel that finishes the computation of all gradients by one kernel (`all_of`): it multiplies the fp32 accumulator of dQ in memory by
+  softmax_scale, and stores the rounded products as dq. `tile` is the tile description of the kernel of `all_of`."""
   return kernels_at_once(tile).finish(p, arch)
 
 def at_once(p:Problem, arch:Chip) -> AtOnceTile|str|None:
-  """Returns the tile description of the kernel that computes dq, dk and dv at once. If two kernels compute them instead, returns the reason as a
-  text. Returns None if the matrix unit has no such kernel. Requires that the backward kernels can compute the gradients of `p`."""
+  """Returns the tile description of the kernel that computes dq, dk and dv at once, if attn chooses this kernel. Otherwise returns the reason, as a
+  text, why two kernels compute the gradients. Returns None if the matrix unit has no kernel for all gradients. Requires that the backward kernels can
+  compute the gradients of `p`."""
   found = GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].at_once
   return None if found is None else found.tile(p, arch)
 
@@ -76,7 +77,7 @@ class ChosenKernel:
   """A kernel that was chosen to compute gradients, or a part of them.
 
       tile: the kernel's tile description, or None for a kernel for which there is nothing to choose
-      over: "keys" or "queries": the rows over whose tiles the kernel loops, if `explain` counts these tiles, otherwise ""
+      over: "keys" or "queries": what the kernel loops over, tile by tile; "" for kernels whose tiles `attn.explain` does not count
       parts: number of fp32 partial results that the kernel stores for each of its gradients; 0: it stores the gradient itself
       tensor: name of the tensor whose gradient `backward_dbias` sums; "" for other kernels"""
   name: str
@@ -95,8 +96,8 @@ class BackwardChoice:
 
       refused: why the backward kernels do not compute the gradients
       memory: bytes of the tensors that the kernels need besides inputs and outputs
-      others: (names of kernels, why they were not chosen) for each kind of matrix unit that attn would prefer to the chosen one
-      by_tinygrad: (name of a floating-point tensor that score_mod reads, why no kernel computes its gradient)"""
+      others: pairs of text: names of kernels that attn would prefer, with a comma between them; why they were not chosen
+      by_tinygrad: pairs of text: name of a tensor that score_mod reads and whose gradient tinygrad computes; why no kernel computes it"""
   chosen: tuple[ChosenKernel, ...]
   arch: Chip|None
   refused: str|None = None
@@ -104,19 +105,19 @@ class BackwardChoice:
   others: tuple[tuple[str, str], ...] = ()
   by_tinygrad: tuple[tuple[str, str], ...] = ()
   def why_not(self, kernel:str) -> str|None:
-    """Returns the reason why a backward kernel, such as "backward_dq_mma", was not chosen. Returns None if it was chosen, or if attn prefers the
-    chosen kernel anyway."""
+    """Returns the reason why a backward kernel, such as "backward_dq_mma", was not chosen. Returns None for the chosen kernels and for kernels that
+    attn would choose only if the chosen ones could not compute the gradients."""
     return next((reason for names, reason in self.others if kernel in names.split(", ")), None)
   @property
   def kernels(self) -> tuple[str, ...]: return tuple(x.name for x in self.chosen)
   @property
   def tiles(self) -> tuple[AnyBackwardTile, ...]|None:
-    """Tile descriptions of the chosen backward kernels, without the kernels that have none. None if tinygrad computes the gradients."""
+    """Tile descriptions of the chosen backward kernels. Kernels without a tile description are left out. None if tinygrad computes the gradients."""
     return tuple(x.tile for x in self.chosen if x.tile is not None) or None
   @property
   def parts(self) -> tuple[int, ...]:
-    """Numbers of fp32 partial results, one number for each kernel in `tiles`: how many partial results the kernel stores for each of its gradients,
-    or 0 if it stores the gradients themselves."""
+    """Numbers of fp32 partial results, one for each tile description in `tiles`: how many the tile's kernel stores of each gradient, or 0 if it
+    stores the gradients themselves."""
     return tuple(x.parts for x in self.chosen if x.tile is not None)
   @property
   def at_once(self) -> bool:
@@ -135,8 +136,8 @@ FULL_GRIDS = 4    # most workgroups that parts may add to a kernel's own, counte
 
 @dataclass(frozen=True)
 class Parts:
-  """How many partial results each backward kernel stores for each of its gradients, so that more workgroups have work; 0 if the kernel stores the
-  gradient itself. The partial results are fp32 tensors. A further kernel adds the partial results of each gradient, always in the same order.
+  """How many partial results each backward kernel stores of each gradient; 0 if it stores the gradient itself. With partial results, several
+  workgroups share work that one workgroup would do alone. Partial results are fp32 tensors. A further kernel adds them, always in the same order.
 
       dq, dkdv: for the kernel of dq, and for the kernel of dk and dv
       sums: for each sum of dS that `backward_dbias` computes, in the order of `kernel_sums`"""
@@ -145,10 +146,9 @@ class Parts:
   sums: tuple[int, ...] = ()
 
 def choose_parts(p:Problem, arch:Chip) -> Parts:
-  """Chooses how many partial results each backward kernel stores for each of its gradients. A kernel with fewer workgroups than the chip can work on
-  stores several: then several workgroups compute parts of one gradient, as fp32 numbers, and a further kernel adds the parts. The time is estimated
-  by the model of `splits.split_heuristic`. To limit the memory for the parts, a kernel gets at most as many additional workgroups as fill the chip
-  FULL_GRIDS times."""
+  """Chooses how many partial results each backward kernel stores of each gradient. If a kernel has too few workgroups to fill the chip, several
+  workgroups each compute a partial result, in fp32, and a further kernel adds these. The model of `splits.split_heuristic` estimates the time for
+  each number. To limit the memory for partial results, they add at most FULL_GRIDS times as many workgroups as fill the chip."""
   return parts_with_tiles(p, arch, *tiles_of(p, arch))
 
 @cache_of_kernels
@@ -169,8 +169,8 @@ def parts_with_tiles(p:Problem, arch:Chip, dq:AnyBackwardTile, dkdv:AnyBackwardT
                tuple(parts_of_sum(x, arch) for x in kernel_sums(p, arch)))
 
 def most_seen(p:Problem, over:str) -> int:
-  """Returns the largest number of keys that a query sees through the window, if `over` is "keys". If `over` is "queries", returns the largest number
-  of queries that see a key."""
+  """Returns the largest number of keys that any query sees, if `over` is "keys", or the largest number of queries that see any key, if `over` is
+  "queries". Of the masks, only the window (p.window, which includes a causal mask) is considered."""
   (left, right), rows, columns, offset = (p.window, p.Sq, p.Sk, p.offset) if over == "keys" else (p.window[::-1], p.Sk, p.Sq, -p.offset)
   # The row whose column on the diagonal is `center` sees the columns from center - left to center + right. The next row has the next column.
   best = left if min(left, right) >= 0 else 0 if right < 0 else columns
@@ -179,7 +179,7 @@ def most_seen(p:Problem, over:str) -> int:
   return max(0, last - first + 1)
 
 def parts_of_sum(x:KernelSum, arch:Chip) -> int:
-  """Chooses how many partial results `backward_dbias` stores of the sum `x`. Returns 0 if it should store the sum itself."""
+  """Chooses how many partial results of the sum `x` the kernel `backward_dbias` stores. Returns 0 if it should store the sum itself."""
   share = BiasShare(x.p, x.tile.block_m, x.tile.block_n)
   if share.summed.diagonals: return 0
   found = share.trips if share.uneven else min(share.trips, arch.cus//share.workgroups)
@@ -187,13 +187,13 @@ def parts_of_sum(x:KernelSum, arch:Chip) -> int:
 
 @dataclass(frozen=True)
 class KernelSum:
-  """A sum of dS (the gradients of scores) that `backward_dbias` computes, such as the gradient of a bias. `p` is the problem for which this kernel is
-  made (`problems_of_sums`), and `tile` its tile description."""
+  """A sum of dS (the gradients of scores) that the kernel `backward_dbias` computes, such as the gradient of a bias that is broadcast over the batch.
+  `p` is the problem for which this kernel is made, and `tile` its tile description."""
   p: Problem
   tile: BackwardTile|MmaBackwardTile
   @property
   def tensor(self) -> str:
-    """Name of the tensor whose gradient is this sum, or contains it."""
+    """Name of the tensor whose gradient is computed from this sum, such as "bias"."""
     return sum_over_scores(self.p).name
 
 @cache_of_kernels
@@ -209,8 +209,8 @@ def kernel_sums(p:Problem, arch:Chip) -> tuple[KernelSum, ...]:
   return tuple(found)
 
 def tensors_by_tinygrad(p:Problem, arch:Chip) -> dict[str, str]:
-  """Returns {name: reason} for each floating-point tensor that score_mod reads and whose gradient no kernel computes, so that tinygrad computes it.
-  The name is "mod_tensor" with a number."""
+  """Returns {name: reason} for the floating-point tensors that score_mod reads and whose gradients tinygrad computes, because no kernel does. A name
+  is "mod_tensor" followed by a number, e.g. "mod_tensor0"."""
   by_kernel = {x.tensor for x in kernel_sums(p, arch)}
   numbers = {} if p.score_mod is None else dict.fromkeys(number_of_tensor(u) for u in float_elements(p))
   return {f"mod_tensor{n}": why_not_summed(p, n) or f"no kernel of this unit sums it on {arch.name}" for n in numbers

@@ -61,8 +61,8 @@ def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
   return WgmmaBackwardTile(**vars(replace(found, groups=min(found.groups, ceildiv(rows, wgmma.M)))), matrix=MMA[p.dtype], keys=keys)
 
 def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
-  """Returns the reason why the wgmma kernels do not compute the gradients of `p` on `arch`, or None if they do. Either they cannot, or the kernels
-  with mma.sync are faster because they have smaller tiles."""
+  """Returns the reason why the wgmma kernels do not compute the gradients of `p` on `arch`: they cannot, or the kernels with mma.sync are faster
+  because of their smaller tiles. Returns None if the wgmma kernels compute them."""
   if (reason := wgmma_refuses(p, arch)) is not None: return reason
   if p.out_dtype != p.dtype: return f"out_dtype {p.out_dtype}: the dtype of dO must be that of q, k and v, {p.dtype}"
   rows = wgmma.M
@@ -83,13 +83,13 @@ REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of
 
 @dataclass(frozen=True)
 class FasterAtOnce:
-  """Row of the table FASTER_ON_WGMMA: problems for which one kernel for all gradients was measured to be faster than two kernels. The key of the row
-  gives the head dimension and the one option that these problems have, or "" for none. (The options USED_AT_ONCE hardly change the time and are
-  allowed everywhere.)
+  """Row of the table FASTER_ON_WGMMA: the problems for which one kernel for all gradients was measured to be faster than two kernels. The row's key
+  in the table is (head dimension, option): these problems have this head dimension, and no option besides this one ("": none) and those in
+  USED_AT_ONCE.
 
-    windows: windows of these problems, if workgroups add to dq in any order
-    in_order: windows of these problems, if workgroups add to dq in a fixed order (deterministic=True). There are then at least `keys` keys, and at
-      least `blocks` blocks of keys in all batches and heads together"""
+    windows: the values of `Problem.window` with which one kernel is faster, if workgroups add to dq in any order
+    in_order: the same if workgroups add to dq in a fixed order (deterministic=True)
+    keys, blocks: with a fixed order, one kernel is faster from this many keys on, and from this many blocks of keys on (in all batches and heads)"""
   windows: tuple[tuple[int, int], ...] = ()
   in_order: tuple[tuple[int, int], ...] = ()
   keys: int = 2048
@@ -113,8 +113,8 @@ LEAST_QUERIES = 1024     # of all heads that share keys: no smaller number was t
 LEAST_KEYS = 768
 
 def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
-  """Returns the tile description of the kernel on wgmma that computes dq, dk and dv at once. If two kernels compute them instead, returns the reason
-  as a text."""
+  """Returns the tile description of the kernel on wgmma that computes dq, dk and dv at once, if this kernel is chosen. Otherwise returns the reason,
+  as a text, why two kernels compute the gradients."""
   if (shape := AT_ONCE_WGMMA.get(p.D)) is None or p.Dv > p.D:
     return f"D={p.D}, Dv={p.Dv}: it has enough registers only with D {' and '.join(map(str, AT_ONCE_WGMMA))}, and Dv no larger"
   tile = WgmmaBackwardTile(**vars(shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
@@ -140,9 +140,9 @@ def short_of_registers(p:Problem, tile:WgmmaBackwardTile) -> str|None:
   return None
 
 def faster_at_once(p:Problem, tile:WgmmaBackwardTile) -> FasterAtOnce|str:
-  """Returns the row of the table FASTER_ON_WGMMA for the head dimension and the options of `p`: the problems for which one kernel for all gradients
-  is faster than two. Returns a reason for two kernels, as a text, if there is no such row or if `p` is not one of its problems. A mask_mod that hides
-  the last keys of a query counts as a causal mask, and a mask_mod that hides the first keys counts as another window."""
+  """Looks for a measurement by which one kernel for all gradients of `p` is faster than two kernels. Returns the row of the table FASTER_ON_WGMMA
+  that contains `p`, or a text that says that there is none. A mask_mod that hides the last keys of a query counts as a causal mask. A mask_mod that
+  hides the first keys counts as a window that no row contains."""
   options, hidden = [x for x in p.options if x not in USED_AT_ONCE], hiding(p)
   not_faster = "right, but was not measured to be faster than two kernels"
   if len(options) > 1 or (row := FASTER_ON_WGMMA.get((p.D, "".join(options)))) is None:
@@ -155,13 +155,12 @@ def faster_at_once(p:Problem, tile:WgmmaBackwardTile) -> FasterAtOnce|str:
   return row
 
 def keys_of_query(p:Problem) -> int:
-  """Returns how many keys a query sees on average through the window. The estimate assumes that every sequence is as long as the longest one, and
-  that mask_mod hides no keys."""
+  """Returns how many keys a query sees on average, if only the window (p.window) hides keys and all sequences are as long as the longest one."""
   return p.flops//(2*p.B*p.H*(p.D + p.Dv)*p.Sq)
 
 def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
-  """Returns the tile description of the kernel on MFMA that computes dq, dk and dv at once. If two kernels compute them instead, returns the reason
-  as a text."""
+  """Returns the tile description of the kernel on MFMA that computes dq, dk and dv at once, if this kernel is chosen. Otherwise returns the reason,
+  as a text, why two kernels compute the gradients."""
   if arch.vgprs < REGISTERS_AT_ONCE: return f"a wave of {arch.name} has {arch.vgprs} registers: too few for it"
   if not (shapes := arch.unit.at_once): return f"{arch.name}: it is not predicted to be much faster there"
   if (shape := shapes.get(p.D)) is None or p.Dv != p.D:
@@ -174,9 +173,9 @@ def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   return not_in_order(p, tile, IN_ORDER_MFMA) or too_few_blocks(p, arch, tile) or not_in_lds(p, arch, tile) or tile
 
 def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterAtOnce) -> str|None:
-  """Returns the reason why deterministic=True (the same bits in every run) excludes one kernel for all gradients of `p`, so that two kernels compute
-  them. With deterministic=True one kernel would have to add to dq in a fixed order (attn/kernels/parts/backward/turns.py), which is slower for most
-  problems; `faster` describes the problems for which it is faster. Returns None if `p` is one of these problems, or if p.deterministic is false."""
+  """Returns the reason why two kernels compute the gradients of `p` if deterministic=True (the same bits in every run) is asked for. Then one kernel
+  for all gradients would have to add to dq in a fixed order (attn/kernels/parts/backward/turns.py), which is slower for most problems. Returns None
+  if one kernel may be used: for deterministic=False, and for the problems that `faster` describes."""
   if not p.deterministic: return None
   order = "deterministic=True: adding to dq in a fixed order"
   if p.window not in faster.in_order or p.mask_bounds is not None or p.Hkv != p.H:
@@ -189,14 +188,14 @@ def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterAtOnce) -> str|None:
 def blocks_of_keys(p:Problem, tile:AtOnceTile) -> int: return p.B*p.Hkv*ceildiv(p.Sk, tile.block_m)
 
 def too_few_blocks(p:Problem, arch:Chip, tile:AtOnceTile, parts:int=1) -> str|None:
-  """Returns a reason for which two kernels compute the gradients of a problem: it has so few blocks of keys that one kernel for all gradients would
-  leave compute units idle. `parts` is the largest number of workgroups that may share a block of keys. Returns None if there are enough blocks."""
+  """Returns the reason if a problem has so few blocks of keys that one kernel for all gradients would leave compute units idle, otherwise None. Up to
+  `parts` workgroups may share a block of keys."""
   if (blocks := blocks_of_keys(p, tile))*parts >= arch.cus: return None
   return f"{blocks} blocks of {tile.block_m} keys: fewer than the {arch.cus} compute units of {arch.name}"
 
 def not_in_lds(p:Problem, arch:Chip, tile:AtOnceTile) -> str|None:
-  """Returns the reason if the kernel that computes all gradients at once, with the tile description `tile`, needs more LDS than a workgroup has,
-  otherwise None."""
+  """Returns the reason if the kernel that computes all gradients at once needs more LDS than a workgroup has, otherwise None. `tile` is the kernel's
+  tile description."""
   need = tile.lds_bytes(p)
   return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}" if need > arch.lds else None
 
@@ -221,7 +220,7 @@ def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> B
   return BackwardTile(**vars(replace(c, waves=waves, prefetch=prefetch)), matrix=mat, keys=keys)
 
 def _plain(p:Problem, arch:Chip, table:tuple[UpTo[BackwardShape], ...], keys:bool) -> Iterator[UpTo[BackwardShape]]:
-  """Yields the rows of `table`, a table for problems without options (bias, softcap, ...), that fit a problem."""
+  """Yields the rows of `table` that fit a problem. The rows of this table are for problems without options (bias, softcap, ...)."""
   if p.options or arch.llvm < PLAIN_LLVM: return
   for row in (x for x in table if x.up_to == tuned.head_class(p)):
     tile = backward_tile(p, arch, row, keys)

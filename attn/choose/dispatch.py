@@ -40,15 +40,14 @@ STAGGERED_UP_TO = 128  # largest head dimension: three tiles of K and of V fill 
 
 @dataclass(frozen=True)
 class Work:
-  """The way in which a kernel divides a problem: its tile description (None if tinygrad makes the schedule), and the number of key ranges (KV
-  splits)."""
+  """How a kernel divides a problem: its tile description (None if tinygrad makes the schedule), and the number of key ranges (KV splits)."""
   tile: AnyTile|None
   splits: int = 1
 
 @dataclass(frozen=True)
 class Choice:
-  """The kernel that computes a problem, and for each kernel that attn would prefer (that comes before it in the table KERNELS) the reason why it was
-  not chosen."""
+  """The choice of a kernel for a problem. `kernel` is the name of the chosen kernel. `refused` says of each kernel that attn would prefer why it was
+  not chosen. The table KERNELS has the kernels in the order of preference."""
   kernel: str
   work: Work
   arch: Chip|None
@@ -56,8 +55,8 @@ class Choice:
   memory: tuple[tuple[str, int], ...] = ()    # (kernel, bytes besides inputs and outputs) for the chosen kernel and for three_pass
   grid: str = ""                              # how the kernel's workgroups fill the chip, in words
   def why_not(self, kernel:str) -> str|None:
-    """Returns the reason why `kernel` was not chosen. Returns None if it was chosen, or if it comes after the chosen kernel in the table KERNELS,
-    which has the preferred kernels first."""
+    """Returns the reason why `kernel` was not chosen. Returns None for the chosen kernel, and for kernels after it in the table KERNELS, which has
+    the preferred kernels first."""
     return dict(self.refused).get(kernel)
   def __str__(self) -> str:
     packed = ", GQA packed" if self.work.tile is not None and self.work.tile.pack_gqa else ""
@@ -72,8 +71,8 @@ class Choice:
 # ***** problems that a kernel cannot compute, on a chip that has the kernel's unit *****
 
 def plain_only(p:Problem, *supported:str) -> str|None:
-  """Returns the reason why a kernel that supports only the options `supported` cannot compute `p`: an option of `p` that is not among them, or 8-bit
-  inputs. Returns None if there is no such reason."""
+  """Returns the reason why a kernel cannot compute `p` if it supports only 16-bit inputs and only the options whose names are `supported`. Returns
+  None if the kernel can."""
   if p.of_8_bits: return f"q, k and v are {p.dtype}: this kernel multiplies only {' and '.join(MMA)}"
   options = [x for x in (*p.options, *["num_splits"]*(p.num_splits > 1)) if x not in supported]
   return f"{options[0]}: this kernel does not support it" if options else None
@@ -107,17 +106,17 @@ def never(p:Problem, arch:Chip) -> None: return None
 TileOf = Callable[[Problem, Chip], Any]     # returns a kernel's tile for a problem, or raises NotImplementedError if none fits
 
 def whole(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns a kernel's `Work` (its tile description, and one key range) if the kernel can compute the problem without dividing the keys, otherwise
-  the reason why not. `tile_of` is a function that chooses the tile description."""
+  """Returns a kernel's `Work` (its tile description, and one key range), or a text that says why the kernel cannot compute the problem with one key
+  range. `tile_of` chooses the tile description."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if (asked := min(p.num_splits, splits.key_tiles(p, tile))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
   return Work(tile)
 
 def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns a kernel's `Work` (its tile description and the number of key ranges) with at least two key ranges, or the reason why the keys are not
-  divided. `tile_of` is a function that chooses the tile description. The number of ranges is num_splits. For num_splits=0 an occupancy model chooses
-  this number (`split_heuristic`). With batch_invariant=True (results do not depend on the batch) there is one range for every INVARIANT_KEYS keys."""
+  """Returns a kernel's `Work` (its tile description and the number of key ranges) with at least two key ranges, or a text that says why the keys are
+  not divided. `tile_of` chooses the tile description. The number of ranges is num_splits. For num_splits=0 an occupancy model chooses this number
+  (`split_heuristic`). With batch_invariant=True (results do not depend on the batch) there is one range for every INVARIANT_KEYS keys."""
   if p.num_splits == 1: return "num_splits=1 asks for no split"
   if isinstance(work := whole(replace(p, num_splits=1), arch, tile_of), str): return work
   assert work.tile is not None
@@ -130,9 +129,9 @@ def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile_of(replace(p, num_splits=number), arch), number)
 
 def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the `Work` (the tile description and the number of key ranges) of the kernel `tiled`, which is made of plain UOps, or the reason why this
-  kernel cannot compute the problem. `tile_of` is a function that chooses the tile description. The number of key ranges is num_splits. For
-  num_splits=0 an occupancy model chooses this number (`split_heuristic`)."""
+  """Returns the `Work` (the tile description and the number of key ranges) of the kernel `tiled`, which is made of plain UOps, or a text that says
+  why this kernel cannot compute the problem. `tile_of` chooses the tile description. The number of key ranges is num_splits. For num_splits=0 an
+  occupancy model chooses this number (`split_heuristic`)."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if arch.serial and (reason := too_many_parts(p, arch, math.prod(blocks_of_queries(p, tile)), p.all_heads)) is not None: return reason
@@ -140,8 +139,8 @@ def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile, splits.resolve(replace(p, num_splits=p.num_splits or int(not arch.cus)), arch, tile).num_splits)
 
 def by_tensors(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the `Work` of `three_pass`, which computes attention in tensor operations that tinygrad schedules: no tile description, and one key
-  range. If `three_pass` cannot compute the problem, returns the reason. `tile_of` is not used."""
+  """Returns the `Work` of `three_pass` (attention in plain tensor operations), which has no tile description and one key range, or a text that says
+  why `three_pass` cannot compute the problem. `tile_of` is not used."""
   if p.num_splits > 1: return f"num_splits={p.num_splits}: three_pass supports no key ranges"
   return Work(None)
 
@@ -151,8 +150,8 @@ def of_grid(p:Problem, arch:Chip, tile:AnyTile) -> str:
   return f"{splits.workgroups(p, tile)} workgroups, {splits.key_tiles(p, tile)} key tiles, {arch.cus} compute units"
 
 def grid_told(p:Problem, arch:Chip|None, work:Work) -> str:
-  """Returns a sentence for `explain` that says how well the kernel's workgroups fill a chip: the numbers of workgroups, waves and compute units, and
-  the percentages of rows and keys that are padding."""
+  """Returns a sentence for `attn.explain` that says how well the kernel's workgroups fill a chip: the numbers of workgroups, waves and compute units,
+  and the percentages of rows and keys that are padding."""
   if arch is None or (tile := work.tile) is None: return ""
   rows, keys = (f"{100*x:.0f} %" for x in splits.padding(p, tile))
   units = f" on {arch.cus} compute units" if arch.cus else ""
@@ -256,8 +255,7 @@ def program_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
   return program(p, choice.arch, choice.work.tile)
 
 def combine_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
-  """Returns the kernel that merges the results of the key ranges (KV splits) of `p`. The returned kernel is made of plain UOps if the chosen forward
-  kernel is made of plain UOps."""
+  """Returns the kernel that merges the results of the key ranges (KV splits) of `p`. It is made of plain UOps if the chosen forward kernel is."""
   assert choice.arch is not None
   merge = combine(p, choice.arch, p.num_splits)
   return (lambda *args: plain(merge(*args))) if choice.kernel == "tiled" else merge
@@ -281,9 +279,9 @@ def asked_for() -> Forced:
   return forced(tuple(KERNELS))
 
 def choose(p:Problem, arch:Chip|None) -> Choice:
-  """Returns the choice of the kernel for `p` on `arch`: the first kernel of the table KERNELS that can compute `p` and that is not slower than
-  another kernel. If ATTN_KERNEL names a kernel, chooses that kernel, even if another one is faster. `arch` is None for a device on which none of
-  attn's kernels runs.
+  """Chooses the kernel for `p` on `arch`: the first kernel of the table KERNELS that can compute `p`, leaving out kernels to which attn prefers a
+  faster one. If ATTN_KERNEL names a kernel, this kernel is chosen, even if another one is faster. `arch` is None for a device on which none of attn's
+  kernels runs.
 
   Raises NotImplementedError, with every reason, if no kernel can compute `p`, or if the named kernel cannot. Raises ValueError if ATTN_KERNEL is not
   the name of a kernel."""
@@ -292,8 +290,9 @@ def choose(p:Problem, arch:Chip|None) -> Choice:
 LONG_SEQUENCE = 256     # queries of a sequence that counts as long
 
 def one_of_any_batch(p:Problem) -> Problem:
-  """Returns the problem for which dispatch chooses the kernel. With batch_invariant=True (results do not depend on the batch), this is a problem that
-  is the same for every batch: a single sequence, with LONG_SEQUENCE queries if sequences are packed. Otherwise it is `p`."""
+  """Returns the problem by which dispatch chooses a kernel for `p`. Usually this is `p`. With batch_invariant=True (results do not depend on the
+  batch) all batches must get the same kernel, so the returned problem has a single sequence. If sequences are packed, it has LONG_SEQUENCE queries.
+  """
   if not p.batch_invariant: return p
   if not p.varlen: return replace(p, B=1)
   return replace(p, B=1, Sq=LONG_SEQUENCE, offset=p.offset + p.Sq - LONG_SEQUENCE if not p.top_left else 0)

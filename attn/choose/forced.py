@@ -10,8 +10,8 @@ BY_TINYGRAD = "backward_three_pass"      # tinygrad computes the gradient from t
 UNITS = tuple(GRADIENT_KERNELS)          # units that have backward kernels, as the endings of the kernels' names
 
 def together_on(unit:str) -> Iterator[str]:
-  """Yields the names by which ATTN_KERNEL can ask for the backward kernels of one kind of matrix unit. `unit` is the ending of these kernels' names,
-  such as "_mma". A name without an ending asks for the corresponding kernel of any unit."""
+  """Yields the names by which ATTN_KERNEL can ask for the backward kernels of one kind of matrix unit. `unit` is the ending of these kernels' names.
+  For "_mma" the names include "backward_dq_mma" and "backward_dq". A name without an ending allows every unit that has such a kernel."""
   for suffix in ("", unit): yield from (name + suffix for name in BACKWARD_KERNELS)
   if (bias := GRADIENT_KERNELS[unit].bias) is not None:
     for suffix in ("", bias.suffix): yield BIAS_KERNEL + suffix
@@ -21,9 +21,9 @@ WAYS = {name: tuple(unit for unit in UNITS if name in together_on(unit)) for uni
 
 @dataclass(frozen=True)
 class Forced:
-  """The kernels that the environment variable ATTN_KERNEL asks for: `forward` is the name of a forward kernel, `backward` the name of a backward
-  kernel. A name is "" if dispatch can choose freely. A backward kernel is always used together with the other backward kernels for the same matrix
-  unit. `units` has the endings of names, such as "_mma", of the matrix units to which ATTN_KERNEL leaves the choice."""
+  """The kernels that the environment variable ATTN_KERNEL asks for. `forward` is the name of a forward kernel, `backward` the name of a backward
+  kernel; "" if dispatch can choose freely. All backward kernels of a gradient are for the same kind of matrix unit. `units` has the kinds that
+  ATTN_KERNEL allows, as endings of kernels' names, such as "_mma"."""
   forward: str
   backward: str
   units: tuple[str, ...] = UNITS

@@ -19,7 +19,8 @@ WHOLE = 32     # the columns of V that are stored in 8 bits are whole steps of e
 UP_TO = {"D": 576, "Dv": 512}      # longest rows of K and of O for which the tiles have registers
 
 def latent_refuses(p:Problem, arch:Chip) -> str|None:
-  """Returns the reason why the kernels of latent attention, mla and mla_mma, cannot compute `p` on any chip, or None if they can."""
+  """Returns the reason why the kernels of latent attention, mla and mla_mma, cannot compute `p`, or None if they can. Whether the chip has their
+  matrix unit is not checked."""
   if not p.v_in_k: return "v_dim=None: this kernel is for latent attention, where V is the first v_dim columns of K"
   if p.dtype not in MMA: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MMA)}"
   if (reason := unconverted(p, arch)) is not None: return reason
@@ -30,8 +31,9 @@ def latent_refuses(p:Problem, arch:Chip) -> str|None:
   return next((f"{name}={value}: this kernel supports at most {UP_TO[name]}" for name, value in widths if value > UP_TO[name]), None)
 
 def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
-  """Makes the tile description of mla, the kernel of latent attention on AMD's matrix units, from a row of a table of tile shapes. Raises ValueError
-  if the chip lacks the row's matrix instruction, or if the keys of an iteration cannot be divided into parts of whole matrix instructions."""
+  """Makes the tile description of mla, the kernel of latent attention on AMD's matrix units, from a row of a table of tile shapes. The waves of a
+  workgroup divide the keys of an iteration. Raises ValueError if a part of the keys does not fill whole matrix instructions, or if the chip lacks the
+  row's matrix instruction."""
   if row.matrix >= len(matrices := arch.matrix[p.dtype]): raise ValueError(f"matrix={row.matrix}: {arch.name} has {len(matrices)} for {p.dtype}")
   tile = MlaTile(**vars(row.shape), matrix=matrices[row.matrix])
   for name, parts in (("key_parts", tile.key_parts), ("weight_parts", tile.weight_parts)):
@@ -40,8 +42,8 @@ def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
   return tile
 
 def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:
-  """Makes the tile description of mla_mma, the kernel of latent attention with NVIDIA's mma.sync, from a row of a table of tile shapes. Raises
-  ValueError if the number of keys for which a warp computes scores in an iteration is not a multiple of 16, two matrix tiles."""
+  """Makes the tile description of mla_mma, the kernel of latent attention with NVIDIA's mma.sync, from a row of a table of tile shapes. The warps of
+  a block divide the keys of an iteration. Raises ValueError if a warp's part of the keys is not a multiple of 16."""
   tile = MlaMmaTile(**vars(row.shape), matrix=MMA[p.dtype])
   if tile.block_n//tile.key_parts % (least := 2*tile.matrix.N):
     raise ValueError(f"key_parts={tile.key_parts}: must divide block_n={tile.block_n} keys into parts of a multiple of {least}")
@@ -60,13 +62,13 @@ def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
 ENTRY = "mla"       # name of the entry in the file of kept tiles
 
 def mla_tile(p:Problem, arch:Chip) -> MlaTile:
-  """Chooses the tile description of mla, the kernel of latent attention on AMD's matrix units: the one that a search with the environment variable
-  TUNE=1 found, or else the first one of the table that fits."""
+  """Chooses the tile description of mla, the kernel of latent attention on AMD's matrix units. It comes from a search with the environment variable
+  TUNE=1 if that found one that fits, otherwise from the first row of the table that fits."""
   rows = (*tuned.kept_rows(p, arch, ENTRY, MlaShape, checked_latent), *(arch.unit.latent or cautious_latent(arch.matrix[p.dtype][0])))
   return next(fitting("mla", p, arch, rows, lambda row: of_mla(row, arch, p)))
 
 def mla_mma_tile(p:Problem, arch:Chip) -> MlaMmaTile:
-  """Chooses the tile description of mla_mma, the kernel of latent attention with NVIDIA's mma.sync: the one that a search with the environment
-  variable TUNE=1 found, or else the first one of the table that fits."""
+  """Chooses the tile description of mla_mma, the kernel of latent attention with NVIDIA's mma.sync. It comes from a search with the environment
+  variable TUNE=1 if that found one that fits, otherwise from the first row of the table that fits."""
   rows = (*tuned.kept_rows(p, arch, ENTRY, MlaMmaShape, checked_latent), *(LATENT_STORED_MMA if p.stored else LATENT_MMA))
   return next(fitting("mla_mma", p, arch, rows, lambda row: of_mla_mma(row, arch, p)))

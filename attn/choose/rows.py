@@ -1,5 +1,5 @@
-"""Choice of a row from a table of tile shapes (the sizes by which a kernel divides its work), for a problem on a chip. The first row is chosen whose
-conditions hold and whose tiles fit into the chip's LDS and registers."""
+"""Choice of a row from a table of tile shapes (the sizes by which a kernel divides its work), for a problem on a chip. A row fits if its conditions
+hold and if LDS and registers have room for its tiles. The first row that fits is chosen."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -15,8 +15,8 @@ from attn.score.term import TermRegisters
 from attn.score.terms import crowded, heaviest
 
 def burden(p:Problem) -> Burden:
-  """Returns the heaviest `Burden` of a problem: the mask, option or score term (softcap, ALiBi, bias) that needs the most registers in the kernel's
-  loop."""
+  """Returns the largest `Burden` of a problem, such as Burden.BIAS: what needs the most registers in the kernel's loop, a mask, an option or a score
+  term."""
   if crowded(p): return Burden.BIAS
   if heaviest(p) == TermRegisters.COLUMNS: return Burden.ALIBI
   if p.options or p.writes_lse: return Burden.OPTIONS
@@ -29,14 +29,14 @@ def in_units(p:Problem, unit:int) -> bool:
 @functools.cache
 def rows_for(table:tuple[UpTo[AnyShape], ...], llvm:int) -> tuple[UpTo[AnyShape], ...]:
   """Returns the rows of a table of tile shapes that are for code compiled by the LLVM release `llvm`. `row.llvm` is the newest release that a row is
-  for. Among rows that are for `llvm` and for the same head dimensions (`up_to`), only those with the smallest `row.llvm` are returned."""
+  for. If there are rows of several releases for the same head dimensions, only those of the oldest release that is not older than `llvm` are
+  returned."""
   rows = [row for row in table if row.llvm >= llvm]
   return tuple(row for row in rows if row.llvm == min(x.llvm for x in rows if x.up_to == row.up_to))
 
 def misfit(p:Problem, arch:Chip, row:UpTo[Any], tile:Any, load:Burden=Burden.PLAIN) -> str|None:
-  """Returns the reason why a kernel with the tile description `tile` does not fit a problem on `arch`, or None if it fits. `row` is the table row
-  from which the tile description was made. `load` says which mask, option or score term (softcap, ALiBi, bias) of the problem needs the most
-  registers."""
+  """Returns the reason why a kernel with the tile description `tile` does not fit a problem on `arch`, or None if it fits. `tile` was made from the
+  table row `row`. `load` says what in the problem needs the most registers (`burden`)."""
   if isinstance(tile, BackwardTile) and tile.torn: return f"tile {tile}: fenced={tile.fenced} is less than the number of units in one operand"
   if max(p.D, p.Dv) > row.up_to: return f"tile {tile} is for D and Dv up to {row.up_to}"
   if load > row.burden or arch.name in row.spills_on:
@@ -55,8 +55,8 @@ T = TypeVar("T", bound=BlockTile)
 def fitting(kernel:str, p:Problem, arch:Chip, rows:Iterable[UpTo[AnyShape]], tile_of:Callable[[UpTo[AnyShape]], T],
             load:Burden=Burden.PLAIN) -> Iterator[T]:
   """Yields the tile descriptions of the table rows that fit the problem, in the order of the rows: best first. `tile_of` makes a tile description of
-  a row. `load` says which mask, option or score term of the problem needs the most registers (`burden`). Raises NotImplementedError if no row fits;
-  the message names the kernel `kernel` and gives every reason."""
+  a row. `load` says what in the problem needs the most registers (`burden`). Raises NotImplementedError if no row fits; the message names the kernel
+  `kernel` and gives every reason."""
   reasons, found = [], False
   for row in rows:
     if (reason := misfit(p, arch, row, tile := tile_of(row), load)) is not None: reasons.append(reason)

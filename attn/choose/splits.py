@@ -29,8 +29,8 @@ def workgroups(p:Problem, tile:AnyTile) -> int:
   return p.all_heads//heads*ceildiv(p.Sq*heads, tile.block_m)
 
 def padding(p:Problem, tile:AnyTile) -> tuple[float, float]:
-  """Returns two fractions from 0 to 1: the fraction of the rows of queries that workgroups compute and that are padding, and the same fraction of the
-  keys. Masks are ignored."""
+  """Returns which part of a kernel's work is padding, because the last tile is not full: (part of the query rows, part of the keys), as numbers from
+  0 to 1. Masks are ignored."""
   rows = p.Sq*heads_of(p, tile)
   return 1 - rows/round_up(rows, tile.block_m), 1 - p.Sk/round_up(p.Sk, tile.block_n)
 
@@ -57,18 +57,23 @@ def places_of(p:Problem, arch:Chip, tile:BlockTile) -> int:
   return arch.cus*max(1, min(busy(p, arch, tile), arch.lds//tile.lds_bytes(p)))
 
 def busy(p:Problem, arch:Chip, tile:BlockTile) -> int:
-  """Returns how many workgroups keep a compute unit busy: as many as have `Chip.busy_waves` waves together. If the warps of a workgroup divide the
-  keys among them, one workgroup is enough, because it has many loads in flight. Such a kernel needs two workgroups if it must also wait for entries
-  of a block table, because its tiles do not divide the pages evenly."""
+  """Returns how many workgroups keep a compute unit busy. Usually they have `Chip.busy_waves` waves together. If the warps of a workgroup divide the
+  keys among them, one workgroup is enough, because it has many loads in flight. But two are needed if tiles of keys cross the borders of pages, so
+  that the warps also wait for entries of the block table."""
   if not isinstance(tile, MmaTile) or tile.key_waves == 1: return arch.busy_waves//tile.waves
   return 2 if p.pages is not None and p.pages.size % tile.block_n else 1
 
 def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, places:int, numbers:int, longest:int=0) -> int:
-  """Returns the number of parts, out of `choices`, into which workgroups should be divided so that the time is least by an occupancy model (see
-  `split_heuristic`). There are `workgroups` workgroups, each with `trips` iterations of `block_n` rows, and the chip works on `places` workgroups at
-  a time. Each part writes `numbers` fp32 numbers; the model includes the time to write and merge them. If a mask gives the workgroups different
-  numbers of iterations, `trips` is the mean and `longest` the largest number. Then the chip is busy all the time, because workgroups with few
-  iterations start last, but it takes no less time than the longest workgroup."""
+  """Returns the number of parts into which each workgroup's loop should be divided: the one of `choices` with the least time in an occupancy model
+  (see `split_heuristic`).
+
+    workgroups: number of workgroups if the loops are not divided
+    trips: iterations of a workgroup's loop; with a mask, the mean over workgroups
+    block_n: rows of an iteration
+    places: number of workgroups on which the chip works at a time
+    numbers: fp32 numbers that all workgroups together write for one part of their loops. The time to write and merge them is included
+    longest: iterations of the longest loop, if a mask makes the loops unequal. Workgroups with short loops start last. So the model assumes that the
+      chip is busy until the end, and that the time is at least that of the longest loop"""
   def one(trips:int, parts:int) -> int: return ceildiv(trips, parts)*block_n + PROLOGUE
   def time(parts:int) -> float:
     merge = COMBINE + 4*parts*numbers/COMBINE_BYTES if parts > 1 else 0
@@ -88,8 +93,7 @@ def fixed_ranges(p:Problem, tile:AnyTile) -> int:
   return ranges
 
 def resolve(p:Problem, arch:Chip, tile:AnyTile) -> Problem:
-  """Returns `p` with the final number of splits (key ranges). For num_splits=0 an occupancy model chooses this number (`split_heuristic`). A given
-  number is reduced to the number of key tiles if it is larger. With batch_invariant=True (results do not depend on the batch) `fixed_ranges` gives
-  the number."""
+  """Returns `p` with the final number of splits (key ranges). For num_splits=0 an occupancy model chooses this number (`split_heuristic`). With
+  batch_invariant=True (results do not depend on the batch) `fixed_ranges` gives it. There are at most as many splits as tiles of keys."""
   if p.batch_invariant: return replace(p, num_splits=fixed_ranges(p, tile) if p.num_splits != 1 else 1)
   return replace(p, num_splits=min(p.num_splits or split_heuristic(p, arch, tile), key_tiles(p, tile)))

@@ -11,8 +11,8 @@ LEAST_TILES = 2048     # tiles of the scores of all heads: to make lists of fewe
 LEAST_HEADS = 4        # heads that share a list of a mask that reads tensors: such a list is made in every call
 
 def no_lists(p:Problem, arch:Chip, tile:BlockTile) -> str|None:
-  """Returns the reason why a kernel with the tile description `tile` cannot loop over lists of the tiles that the problem's mask_mod leaves visible,
-  whatever the size of the problem. Returns None if there is no such reason."""
+  """Returns the reason why a kernel with the tile description `tile` never loops over lists of the tiles that the problem's mask_mod leaves visible,
+  or None. Problems that are only too small for lists get None."""
   reasons = ((p.v_in_k, "V is a part of K"), (p.pages is not None, "K and V lie in pages"),
              (p.sk_variable is not None, "a Variable says how many keys there are"), (p.dealt is not None, "devices share the rows of a sequence"),
              (p.batch_invariant, "batch_invariant=True"),
@@ -20,18 +20,19 @@ def no_lists(p:Problem, arch:Chip, tile:BlockTile) -> str|None:
   return next((reason for holds, reason in reasons if holds), None)
 
 def listing(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys", with_turns:bool=False) -> ListedBlocks|None:
-  """Returns the lists of visible tiles over which a kernel with the tile description `tile` loops, or None if it loops over all tiles of an interval.
-  `over` says whether these are tiles of "keys" or of "queries". `with_turns` says whether the lists have turns: the order in which workgroups add to
-  a sum (`ListedBlocks`).
+  """Returns the lists of the tiles that a mask_mod leaves visible, over which a kernel with the tile description `tile` loops. Returns None if the
+  kernel needs no lists: without a mask_mod, or if each query sees a single interval of keys. Also returns None if lists are not supported or not
+  worth making (`lists_or_reason`).
 
-  Lists are made for a mask_mod that may leave a query more than one interval of keys."""
+      over: "keys" or "queries": the kernel loops over tiles of these
+      with_turns: whether the lists also say in which order workgroups add to a sum"""
   found = lists_or_reason(p, arch, tile, over)
   return replace(found, with_turns=with_turns) if isinstance(found, ListedBlocks) else None
 
 def lists_or_reason(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") -> ListedBlocks|str|None:
-  """Returns the lists of visible tiles over which a kernel with the tile description `tile` loops. `over` says whether these are tiles of "keys" or
-  of "queries". If the kernel could loop over lists for this mask but does not, returns the reason as a text. Returns None if the mask needs no lists.
-  """
+  """Returns the lists of the tiles that a mask_mod leaves visible, over which a kernel with the tile description `tile` loops. If the kernel does not
+  loop over lists although the mask_mod would allow it, returns the reason as a text. Returns None if there is no mask_mod. `over` is "keys" or
+  "queries": the kernel loops over tiles of these."""
   if p.mask_mod is None or tile is None: return None
   if (reason := no_lists(p, arch, tile)) is not None: return reason
   of_heads, of_batches = depends(p.mask_mod.value, QUERY_HEAD), depends(p.mask_mod.value, BATCH) or p.kv_lengths or p.varlen
@@ -43,6 +44,6 @@ def lists_or_reason(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") 
   return found if tiles >= LEAST_TILES else f"{tiles} tiles are fewer than {LEAST_TILES}"
 
 def with_lists(p:Problem, lists:ListedBlocks|None) -> Problem:
-  """Returns `p` for a kernel that loops over the lists of visible tiles `lists`: p.tile_list is the shape of the lists. Returns `p` itself if `lists`
-  is None."""
+  """Returns a copy of `p` for a kernel that loops over the lists of visible tiles `lists`: its field `tile_list` is the shape of the lists. Returns
+  `p` itself if `lists` is None."""
   return p if lists is None else replace(p, tile_list=lists.shape)

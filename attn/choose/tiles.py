@@ -56,8 +56,8 @@ TWO_ON_A_SIMD = "two on a SIMD"  # two waves on a SIMD, each with half of the re
 
 @dataclass(frozen=True)
 class Shortage:
-  """Row of a table that says when registers are short: if a problem has all of `burdens` (properties that need registers, such as a window or
-  dropout), and D or Dv is larger than `beyond`. The kernel's loop then saves registers in the ways that `means` names."""
+  """Row of a table that says when a kernel's loop must save registers: for problems that have all of `burdens` (properties that need registers, such
+  as "window" or "dropout"), if D or Dv is above `beyond`. `means` has the ways in which the loop then saves registers."""
   beyond: int
   burdens: tuple[str, ...]
   means: Economy
@@ -130,8 +130,8 @@ def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
               anew=Economy.ANEW in means)
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
-  """Chooses the tile description of AMD's forward kernel: the one that a search with the environment variable TUNE=1 found, or else the first one of
-  the table that fits."""
+  """Chooses the tile description of AMD's forward kernel. It comes from a search with the environment variable TUNE=1 if that found one that fits,
+  otherwise from the first row of the table that fits."""
   table = arch.unit.forward_of_bytes if p.of_8_bits else arch.unit.forward
   rows = (*tuned.winner(p, arch), *(rows_for(table, arch.llvm) or cautious(arch.matrix[p.dtype][0])))
   return next(fitting("the forward kernel", p, arch, rows, lambda row: amd_tile(p, arch, row)))
@@ -152,10 +152,10 @@ def blocks_in_lds(p:Problem, arch:Chip, tile:MmaTile|WgmmaTile) -> int:
   return (arch.lds + BLOCK_LDS)//(tile.lds_bytes(p) + BLOCK_LDS)
 
 def mma_tile(p:Problem, arch:Chip) -> MmaTile:
-  """Chooses the tile description of `forward_mma` from tables of attn/chips. If there are so few queries that at least two warps can share each
-  matrix tile of queries and divide the keys, chooses the first row of FEW_QUERIES that fits. Otherwise chooses the first row of FORWARD_MMA that fits
-  and leaves enough shared memory for two blocks on a multiprocessor, or, if there is none, the first row that fits. A block gets no more warps and
-  matrix tiles than its queries need."""
+  """Chooses the tile description of `forward_mma`, NVIDIA's forward kernel with mma.sync. With at most 32 query rows, several warps get the same
+  queries and divide the keys: then the first row of FEW_QUERIES that fits is chosen. Otherwise a row of FORWARD_MMA is chosen: the first one that
+  leaves room for a second block in the shared memory of a multiprocessor, or if there is none, the first one that fits. A block gets no more warps
+  and matrix tiles than its queries need."""
   mat = (MMA | MMA_OF_8_BITS)[p.dtype]
   group = p.H//p.Hkv if p.Sq < mat.M else 1     # the queries of one head don't fill a matrix tile: it takes those of all heads of a group
   rows = p.Sq*group
@@ -189,9 +189,9 @@ def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
   """Chooses the tile description of the forward kernel on wgmma that has the least estimated time. A tile has at most as many keys as the problem,
   rounded up to whole matrix instructions.
 
-  The estimated time is the number of blocks that each multiprocessor computes, times the rows and keys of a block (padding included), divided by the
-  speed that was measured with this tile description. Under a causal mask, late blocks loop over more keys than early ones. There the estimate uses
-  the average number of keys, but is at least the time of the block with the most keys."""
+  The estimated time grows with the number of blocks that a multiprocessor computes and with the number of scores in a block, padding included. It is
+  divided by the speed that was measured with this tile description. Under a causal mask, late blocks loop over more keys than early ones. There the
+  estimate uses the average number of keys, but is at least the time of the block with the most keys."""
   if p.stored: return next(fitting("forward_wgmma", p, arch, FORWARD_WGMMA_STORED, lambda row: stored_wgmma_tile(p, row)))
   table, mat = FORWARD_WGMMA_OF_BYTES if p.of_8_bits else FORWARD_WGMMA, (MMA | MMA_OF_8_BITS)[p.dtype]
   up_to = min(row.up_to for row in table if max(p.D, p.Dv) <= row.up_to)
