@@ -32,8 +32,8 @@ def _softcap(x:Any) -> Any:
   return 0.0 if isinstance(x, (int, float)) and not isinstance(x, bool) and x <= 0 else x
 
 def _options(arguments:dict[str, Any]) -> dict[str, Any]:
-  """Picks the options of `attention` from the arguments of a function of this module. Returns the options by the names that `attention` has for the
-  options. Error messages call an option by FlashAttention's name."""
+  """Picks the options of `attention` from the arguments of a function of this module. Returns {attention's name of the option: checked value}. Error
+  messages use FlashAttention's names."""
   checks = {f.name: f.metadata["check"] for f in fields(AttentionOptions)}
   meant: dict[str, Callable[[Any], Any]] = {"window_size": _window, "softcap": _softcap}
   options = {_OURS.get(name, name): checks[_OURS.get(name, name)](name, meant.get(name, lambda x: x)(x)) for name, x in arguments.items()
@@ -180,8 +180,8 @@ def _check_rotary(cos:Tensor|None, sin:Tensor|None, interleaved:bool, k:Tensor|N
   if 0 in cos.shape: raise ValueError(f"rotary_cos has shape {cos.shape}: both dimensions must be at least 1")
 
 def _check_positions(cos:Tensor, cache:Tensor, table:Tensor|None) -> None:
-  """Raises ValueError, as FlashAttention does, if rotary_cos has fewer positions than a sequence of the cache may have rows. `table` is the block
-  table of a cache in pages."""
+  """Raises ValueError if rotary_cos has fewer rows (positions) than a sequence in the cache can have, as FlashAttention does. `table` is the block
+  table of a cache in pages, or None."""
   of_table = () if table is None else table.shape
   rows = math.prod([*static_shape("k_cache", cache.shape)[1:2], *static_shape("block_table", of_table)[1:2]])
   if (there := int(cos.shape[0])) < rows:

@@ -26,7 +26,8 @@ def held_by(dtype:DType) -> Range:
 def is_number(u:UOp) -> bool: return u.dtype in dtypes.ints or u.dtype == dtypes.bool
 
 def must_fit(u:UOp) -> bool:
-  """Tells whether an overflow of the integer `u` would be an error: whether its exact value must fit its type."""
+  """Tells whether it is an error if the integer `u` overflows its type. False for arithmetic on unsigned numbers, and for conversions that keep the
+  bits or leave fewer than 32."""
   if u.dtype not in dtypes.ints: return False
   if u.op in WRAPPING: return not dtypes.is_unsigned(u.dtype)
   source = u.src[0].dtype if u.op is Ops.CAST else u.dtype
@@ -73,8 +74,8 @@ OF_CONDITIONS: dict[Ops, Callable[[Range, Range], Range]] = {
   Ops.CMPLT: lambda x, y: (int(x[1] < y[0]), int(x[0] < y[1])), Ops.AND: lambda x, y: (x[0] & y[0], x[1] & y[1])}
 
 class Ranges:
-  """The ranges of a program's integers. `of` maps the UOp of each integer to its range. `beyond` maps each integer that is not proven to fit its type
-  to the range of its exact value, which it would have if its type held every integer."""
+  """Ranges of a program's integers. `of` maps each integer's UOp to its range. `beyond` maps each integer that may overflow its type to the range
+  that it would have without overflow."""
   def __init__(self, uops:list[UOp]):
     self.of, self.beyond, self.sums = dict[UOp, Range](), dict[UOp, Range](), dict[UOp, Sum]()
     # uses of each number, counted without uses in which a choice (WHERE) or the gate of an access excludes values that do not fit
@@ -86,9 +87,8 @@ class Ranges:
     self.beyond = {u: exact for u, exact in self.beyond.items() if self.unguarded[u]}
 
   def _within(self, u:UOp, exact:Range) -> Range:
-    """Returns the range of the integer `u` in its type. `exact` is the range of its exact value, which it would have if its type held every integer.
-    If u is a sum, the range is also computed from the terms of the sum, which may narrow it. Adds u to `beyond` if its exact value must fit its type,
-    and this is not proven."""
+    """Returns the range of the integer `u` in its type. `exact` is its range without overflow. If `u` is a sum, the terms of the sum may give a
+    narrower range. Adds `u` to `beyond` if an overflow would be an error and is not ruled out."""
     total = self._sum(u)
     if len(total) > 1:
       low, high = self._extent(total)
@@ -101,8 +101,8 @@ class Ranges:
     return exact if fits else (least, most)
 
   def _exact(self, u:UOp) -> Range|None:
-    """Returns the range of the exact value of the integer `u`: the value that it would have if its type held every integer. The range is computed
-    from the ranges of the operands of `u`. Returns None if nothing is known."""
+    """Returns the range that the integer `u` would have without overflow, computed from the ranges of its operands. Returns None if nothing is known.
+    """
     known = [self.of.get(s) for s in u.src]
     if u.op in (Ops.SPECIAL, Ops.RANGE): return (0, max(known[0][1] - 1, 0)) if known[0] is not None else None
     if u.op is Ops.PARAM: return int(u.vmin), int(u.vmax)       # a Variable
@@ -142,8 +142,9 @@ class Ranges:
 
   # ***** choices *****
   def _chosen(self, u:UOp) -> Range|None:
-    """Returns the range of the integer `u`, whose value is one of two branches (values), chosen by a condition such as x < y, as in a maximum or
-    minimum. The condition narrows the ranges of x and y in the two branches. A branch may be x or y cast to another type."""
+    """Returns the range of the integer `u`, a choice between two values by a condition, such as x < y in a maximum. Where the condition holds, the
+    range of x ends below the largest y; where it doesn't, y ends at the largest x. This narrows the ranges of the two values, which may be x and y,
+    or casts of them."""
     condition, *branches = u.src
     if any(b not in self.of for b in branches): return None
     possible = [(low, high) for low, high in map(self._taken, branches, self._known_by(condition)) if low <= high]    # one branch may never be taken
@@ -161,8 +162,8 @@ class Ranges:
     return (both(yes, other_yes), {}) if condition.op is Ops.AND else ({}, both(no, other_no))
 
   def _taken(self, branch:UOp, bounds:NumberBounds) -> Range:
-    """Returns the range of `branch`, one of two values between which a condition chooses, in the case that the condition chooses it. `bounds` has the
-    ranges of numbers in this case. In the other case the value does not matter."""
+    """Returns the range that `branch` has where a condition chooses it. A WHERE chooses between two values by a condition; `branch` is one of the
+    two. `bounds` has the ranges of numbers where `branch` is chosen. Elsewhere its value does not matter."""
     if branch in bounds: return bounds[branch]
     if branch.op is not Ops.CAST or (exact := bounds.get(branch.src[0])) is None: return self.of[branch]
     least, most = held_by(branch.dtype)
@@ -171,8 +172,8 @@ class Ranges:
     return exact
 
 def gated(uops:list[UOp]) -> set[UOp]:
-  """Returns the UOps that compute the addresses of accesses with a gate (a condition without which the access does not happen). tinygrad uses a
-  32-bit index for such an address in a buffer of up to 2^31 elements: either the index lies in the buffer, or the gate prevents the access."""
+  """Returns the addresses of accesses with a gate, as UOps. A gate is a condition: where it is false, the access does not happen. So an overflow of
+  the address does no harm there. Larger buffers than 2^31 elements are left out, because tinygrad uses 32-bit indices only up to this size."""
   places = {u.src[1] if u.op is Ops.IF else u.src[0] for u in uops if u.op is Ops.IF or (u.op is Ops.LOAD and len(u.src) == 3)}
   return {u for u in places if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].max_numel() <= held_by(dtypes.int)[1] + 1}
 

@@ -61,8 +61,8 @@ class LdsShadow:
       self.pending.clear()
 
   def all_written(self, span:Span) -> bool:
-    """Tells whether every workgroup has written all locations of `span`, a range of locations. To save time, the emulator looks at the locations of a
-    span at most once between two barriers. A span with locations that were not yet written then counts as not written until the next barrier."""
+    """Tells whether every workgroup has written all locations of `span`, a range of locations. To save time, a span is looked at only once between
+    two barriers. If it was not wholly written then, the answer stays False until the next barrier."""
     if self.complete or span in self.full: return True
     if self.looked.get(span) == self.f.since: return False
     self.looked[span] = self.f.since

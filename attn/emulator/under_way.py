@@ -1,10 +1,11 @@
-"""Asynchronous operations that a run has started and not waited for: copies to LDS, and products of a warpgroup. The state of these operations exists
-only here. The numpy function of an operation (attn/ops) changes this state through an object of the class `Lanes`, whose methods start copies or
-products, close a group of copies (commit), and wait.
+"""Asynchronous operations that a run has started and not waited for: copies to LDS, and matrix products of a warpgroup.
 
-Copies and products are checked as strictly as the documents allow. From the start of an operation until the thread that started it has waited for it,
-no thread may access the data that the operation writes, or write the data that it reads. The shadow of LDS and the register arrays record the index
-of the operation, so that an error can name the operation."""
+This module holds their state. The operations of kernels (attn/ops) use an object of the class `Lanes`, whose methods start a copy or product, close a
+group of copies (commit), or wait.
+
+The checks are as strict as the documents of the hardware allow. Before the thread that started an operation has waited for it, no thread may access
+the data that the operation writes, or write the data that it reads. The shadow of LDS and the register arrays store the index of the operation, so
+that an error can name it."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any

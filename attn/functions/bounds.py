@@ -37,10 +37,10 @@ NO_BOUNDS = Bounds((), (), None)     # a mask that hides no pair
 Combine = Callable[[Any, Any], Any]
 
 def _combined(clauses:tuple[Edges, ...], at:Callable[[Edge], Any], one_of:Combine, all_of:Combine) -> Any:
-  """Returns the limit of an interval of keys (or of queries): the first number, or the last number, that all clauses allow. Returns None without
-  clauses. A clause is a list of edges (limits such as j <= i) and allows a number if one of the edges does. `at` returns the limit that one edge
-  sets. `one_of` is the minimum or maximum that combines the limits of the edges of a clause, and `all_of` the minimum or maximum that combines the
-  limits of clauses."""
+  """Returns the first number, or the last number, that all clauses allow: one end of an interval of keys or queries. Returns None without clauses. A
+  clause is a list of edges (limits such as j <= i) and allows what at least one edge allows. `at` returns the limit of one edge. `one_of` combines
+  the limits of a clause's edges, and `all_of` the limits of all clauses. For upper limits one_of is the maximum and all_of the minimum; for lower
+  limits the reverse."""
   return functools.reduce(all_of, [functools.reduce(one_of, map(at, edges)) for edges in clauses]) if clauses else None
 
 def _conjuncts(u:UOp) -> list[UOp]:

@@ -38,7 +38,7 @@ def _joined(x:Clause, y:Clause) -> Clause|None:
   return tuple(a for k, a in enumerate(found) if not any(implies(a, b) and not (k < n and implies(b, a)) for n, b in enumerate(found) if n != k))
 
 def without_covered(clauses:Iterable[Clause]) -> Clauses:
-  """Returns the clauses without each clause that holds wherever another clause holds. A clause is a list of conditions, of which one must hold."""
+  """Removes redundant clauses: a clause is dropped if it follows from another clause. A clause is a list of conditions, of which one must hold."""
   kept: list[Clause] = []
   for x in clauses:
     if not any(covers(y, x) for y in kept): kept = [y for y in kept if not covers(x, y)] + [x]
@@ -47,8 +47,8 @@ def without_covered(clauses:Iterable[Clause]) -> Clauses:
 def conjoined(x:Clauses, y:Clauses) -> Clauses: return without_covered(x + y)
 
 def without_contradicted(clauses:Clauses) -> Clauses:
-  """Shortens clauses: leaves out each condition that can never hold if all clauses hold. A clause is a list of conditions, of which one must hold.
-  The condition of a clause with a single condition must hold. So a condition that contradicts this one is left out of every longer clause."""
+  """Shortens clauses by conditions that can never hold. A clause is a list of conditions, of which one must hold. For example, the clause [a] means
+  that a always holds, so the clause [not a, b] becomes [b]."""
   while True:
     single = [x[0] for x in clauses if len(x) == 1]
     fewer = tuple(x if len(x) == 1 else tuple(a for a in x if not any(implies(b, not_(a)) for b in single)) for x in clauses)
@@ -117,9 +117,9 @@ class Reader:
     if x is None or y is None or len(x)*len(y) > MOST_CLAUSES: return None
     return without_covered(c for a in x for b in y if (c := _joined(a, b)) is not None)
   def _chosen(self, c:UOp, yes:Clauses|None, no:Clauses|None) -> Clauses|None:
-    """Returns clauses for a condition that is chosen by `c`: `yes` if c is true, `no` if c is false. `yes` and `no` are lists of clauses. Returns the
-    clauses of "(not c or yes) and (c or no) and (yes or no)". The last part follows from the rest, but may give an edge (a limit such as j <= i)
-    where c is no edge. Returns None if `yes` or `no` is None, or if the result would have too many clauses."""
+    """Returns clauses for "yes if c, else no". `yes` and `no` are lists of clauses. Returns the clauses of (not c or yes) and (c or no) and (yes or
+    no). "yes or no" follows from the rest, but may give an edge (a limit such as j <= i) if c is no edge. Returns None if `yes` or `no` is None, or
+    if there would be too many clauses."""
     return _all(self._either(self.clauses(c, False), yes), self._either(self.clauses(c), no), self._either(yes, no))
   def _logic(self, u:UOp, holds:bool) -> Clauses|None:
     """Returns the clauses of a condition `u` that combines conditions, such as an AND. With `holds` False, returns the clauses of the negation of
@@ -137,8 +137,8 @@ class Reader:
     return None
   def _comparison(self, u:UOp, holds:bool) -> Clauses|None:
     """Returns the clauses of a comparison `u` of integers. With `holds` False, returns the clauses of the negation of `u`. A clause is a list of
-    conditions, of which one must hold. Returns None if no clause consists of edges (limits such as j <= i) alone, because the clauses are then of no
-    use. Also returns None if there would be too many clauses."""
+    conditions, of which one must hold. Returns None if there would be too many clauses, or if no clause is made of edges (limits such as j <= i)
+    alone, because only such clauses limit the keys."""
     if sum(x.op in (Ops.WHERE, Ops.MAX) for x in u.toposort()) > MOST_CHOICES: return None
     x, y = (self.sum(v) for v in u.src)
     at_most, at_least = _plus(x, y, -1), _plus(y, x, -1)

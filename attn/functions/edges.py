@@ -68,13 +68,13 @@ def _applied(step:FloorStep, x:Any) -> Any:
   return x//over if over > 1 else x
 
 def applied(steps:Steps, x:Any) -> Any:
-  """Computes a function of x, a number, UOp or Tensor. `steps` are the functions that make up this function, applied one after another. In the
-  result, FAR stands for infinity. The result is an int if the function is constant."""
+  """Computes f(x), where x is a number, a UOp or a Tensor. `steps` are the functions that make up f, applied one after another. FAR stands for
+  infinity in the result. If f is constant, the result is an int."""
   return functools.reduce(lambda y, step: _applied(step, y), steps, x)
 
 def exact_range(steps:Steps) -> tuple[int, int]:
-  """Returns the first and the last x for which a function is computed from numbers in -2^30..2^30 (MOST_INSIDE) alone. `steps` are the functions that
-  make up this function, applied one after another."""
+  """Returns the first and the last x for which f(x) can be computed without numbers outside -2^30..2^30 (MOST_INSIDE). `steps` are the functions that
+  make up f, applied one after another."""
   first, last = -MOST_INSIDE, MOST_INSIDE
   for times, plus, over in reversed(steps):
     if times == 0 or over == 0: first, last = -MOST_INSIDE, MOST_INSIDE
@@ -82,9 +82,9 @@ def exact_range(steps:Steps) -> tuple[int, int]:
   return first, last
 
 def fits(steps:Steps) -> bool:
-  """Returns whether x can be clamped to the range first..last that `exact_range` returns, before a function f made of `steps` is applied to x,
-  without changing a mask. All positions of queries and keys lie between -FAR and FAR. So x can be clamped if first or f(first) is at most -FAR, and
-  last or f(last) is at least FAR."""
+  """Returns whether a mask stays the same if x is clamped to the range of `exact_range` before f(x) is computed. `steps` are the functions that make
+  up f. Positions of queries and keys lie between -FAR and FAR. So the mask stays the same if first or f(first) is at most -FAR, and last or f(last)
+  is at least FAR, where first and last are the ends of the range."""
   first, last = exact_range(steps)
   return (first <= -FAR or applied(steps, first) <= -FAR) and (last >= FAR or applied(steps, last) >= FAR)
 

@@ -111,8 +111,8 @@ REASONS = {Ops.BUFFER: NO_ARGUMENT, Ops.PARAM: NO_ARGUMENT, Ops.RANGE: "a loop",
            Ops.STORE: "a store", Ops.PAD: "a padded tensor"}
 
 def checked(signature:FunctionForm, function:Callable[..., Any], arguments:tuple[UOp, ...], x:Any) -> UOp:
-  """Checks that a kernel can compute the UOp `x` that a caller's function returned for the UOps `arguments`. Returns the UOp without LOADs (reads
-  from memory): an element of a tensor is then the UOp that indexes the tensor, without a LOAD around this UOp."""
+  """Checks that a kernel can compute the UOp `x` that a caller's function returned for the UOps `arguments`. Returns `x` without LOADs (reads from
+  memory): a tensor's element then is the INDEX alone."""
   what = f"{signature.name}={described(function)}"
   if not isinstance(x, UOp): raise ValueError(f"{what} returned {values.shown(x)}: must return a scalar UOp, {signature.form}")
   if x.op is Ops.CONST and signature.returns == dtypes.float and x.dtype == dtypes.weakfloat: x = UOp.const(x.val, dtypes.float)
@@ -139,9 +139,8 @@ def unable(what:str, uses:str) -> NotImplementedError:
   return NotImplementedError(f"{what} uses {uses}: a function is computed for each score by itself, from scalars and elements of mod_tensors")
 
 def plainer(value:UOp) -> UOp:
-  """Rewrites each absolute value in a function as the maximum of x and -x. tinygrad writes an absolute value as x times the sign of x. If x is an int
-  whose absolute value is cast to fp32, x itself is cast first, because a GPU takes the maximum of x and -x in one instruction if x is an fp32
-  number."""
+  """Rewrites absolute values as max(x, -x). (tinygrad writes x times the sign of x.) If an absolute value of an int is cast to fp32, x is cast first:
+  on fp32 numbers a GPU computes max(x, -x) in one instruction."""
   made = dict[UOp, UOp]()
   for u in value.toposort():
     new = u.replace(src=tuple(made[s] for s in u.src)) if u.src else u
@@ -158,9 +157,9 @@ def is_absolute(u:UOp) -> bool:
 def greater_of_signs(x:UOp) -> UOp: return committed(x.maximum(-x))
 
 def element(what:str, u:UOp, rewritten:dict[UOp, UOp]) -> UOp:
-  """Rewrites `u`, an element of a tensor or of a view of a tensor, as a UOp that indexes the tensor itself by int32 indices. The UOp has one index
-  for each axis. Only if the view was permuted or sliced and then reshaped, the UOp indexes the flattened tensor, and has one index. `rewritten` has
-  the new form of each UOp of the caller's function that has already been rewritten. `what` names the function in error messages."""
+  """Rewrites `u`, an element of a tensor or of a view of one, as a UOp that indexes the tensor itself. The UOp has an int32 index for each axis. If
+  the view was first permuted or sliced, and then reshaped, the UOp indexes the flattened tensor by a single index. `rewritten` maps UOps of the
+  caller's function to their new forms, as far as they are rewritten already. `what` names the function in error messages."""
   u = unmoved(u)
   plain = u.src[0].op is Ops.PARAM or (u.src[0].op is Ops.RESHAPE and u.src[0].src[0].op is Ops.PARAM)
   if not plain or len(u.src) - 1 != len(u.src[0].shape):
@@ -195,9 +194,8 @@ def unmoved(u:UOp) -> UOp:
     u = x.src[0].index(*indices)
 
 def without_loads(u:UOp, rewritten:dict[UOp, UOp]) -> UOp:
-  """Rewrites an index `u` of a tensor so that the index contains no LOADs (reads from memory). An index may be computed from elements of tensors;
-  such an element becomes the UOp that indexes the tensor, without a LOAD around this UOp. `rewritten` has the new form of each UOp of the caller's
-  function that has already been rewritten."""
+  """Removes LOADs (reads from memory) from `u`, an index of a tensor, which may be computed from elements of tensors. `rewritten` maps UOps of the
+  caller's function to their new forms, as far as they are rewritten already: the new form of an element is the INDEX alone."""
   return u.substitute({old: new for old, new in rewritten.items() if old is not new}) if u not in rewritten else rewritten[u]
 
 # ***** recognising a function *****
@@ -214,9 +212,9 @@ Holders = tuple[Any, ...]     # functions, modules and classes whose keys are be
 Names = tuple[str, ...]
 
 def of_value(x:Any, names:Names, within:Holders) -> Hashable:
-  """Returns a key for x, a value that a function's code reads. `names` are the names of globals and attributes in this code. `within` are the
-  functions, modules and classes whose keys will contain the key of x, the outermost first. If `within` contains x (the code of a function reads the
-  function itself, for example), the key of x is the index of x in `within`. Raises TypeError if x may change unnoticed."""
+  """Returns a key for x, a value that the code of a function reads. `names` are the names of globals and attributes in this code. `within` are the
+  functions, modules and classes through which x was reached, the outermost first. If x is one of them, as in a recursive function, its key is its
+  index in `within`. Raises TypeError if x may change unnoticed."""
   if isinstance(x, SIMPLE): return type(x), repr(x) if isinstance(x, float) else x     # 1, 1.0 and True are equal, and -0.0 and 0.0
   if isinstance(x, tuple): return tuple(of_value(y, names, within) for y in x)
   if isinstance(x, UOp): return x
@@ -255,9 +253,9 @@ def names_in(code:CodeType) -> Names:
 MODERATE = 2.0**64     # constants up to this cannot make a score too large for fp32 in base 2
 
 def may_be_huge(value:UOp) -> bool:
-  """Returns whether a score_mod may return finite numbers that are too large for fp32 once they are multiplied by log2(e). An example is the lowest
-  number of fp32, which callers use as a mask. An element of a float32 or bfloat16 tensor may be so large if the function adds the element to a score
-  or chooses the element instead of a score. An element that multiplies a score is assumed to be moderate."""
+  """Returns whether a score_mod may return finite numbers that overflow fp32 once they are multiplied by log2(e), such as the lowest fp32 number,
+  which callers use as a mask. Elements of float32 and bfloat16 tensors count as that large if the function adds them to a score, or returns them in
+  place of one. A factor of a score is assumed to be moderate."""
   parts = [u for u in value.toposort() if dtypes.is_float(u.dtype)]
   bounded = {x for u in parts if is_sigmoid(u) for x in (u, *u.src, *u.src[0].src)}
   chosen, seen = [value], set[UOp]()

@@ -239,7 +239,7 @@ def published_command(tables:Path, code:Path|None, write:bool) -> None:
               help="Folder of nvidia_order_of_heads.csv. [default: docs/data]")
 @click.option("--write", is_flag=True, help="Write the predictions into the file.")
 def control_command(tables:Path, write:bool) -> None:
-  """Predict the times that were measured on an H100, without its machine code: a check of the order of workgroups and of the memory."""
+  """Predict times that were measured on an H100, without machine code. This checks how the model orders workgroups and treats memory."""
   path = tables/"nvidia_order_of_heads.csv"
   text = control.text_of_control(control.control_table(path.read_text()))
   if write: path.write_text(text)

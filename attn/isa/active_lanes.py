@@ -49,9 +49,11 @@ def _operands(x:Instruction) -> list[str]: return [a.strip() for a in x.args.spl
 def _without(facts:Facts, registers:Iterable[str]) -> Facts: return frozenset(f for f in facts if f.isdisjoint(registers))
 
 def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:str) -> Facts:
-  """Returns the facts after an operation has written the scalar register `out`. A fact is a set of scalar registers that hold lane masks: every
-  lane's bit is known to be set in at least one of them. Each rule (all_of, none_of) names operands by letters: the operation sets the bit of a lane
-  if the bit is set in all operands of `all_of` and clear in all operands of `none_of`. `operands` says which register each letter stands for."""
+  """Returns the facts after an operation that writes the scalar register `out`. A fact is a set of scalar registers that hold lane masks: each lane
+  has its bit set in at least one of them.
+
+  A rule (all_of, none_of) says which bits the operation sets: those that are set in all operands of `all_of` and clear in all operands of `none_of`.
+  Both are strings of letters. `operands` maps each letter to a register."""
   # "" names the new value of `out` here, because facts about the old value are still needed
   known = {f - {"0"} for f in facts} | ({frozenset({"-1"})} if "-1" in operands.values() else set())
   while True:
@@ -77,7 +79,7 @@ def _after_scalar(facts:Facts, m:re.Match[str], operands:list[str]) -> Facts:
   return facts
 
 def _written(x:Instruction, operands:list[str]) -> Iterator[str]:
-  """Yields the scalar registers that an instruction writes: which of its operands these are follows from the mnemonic."""
+  """Yields the scalar registers that an instruction writes. The mnemonic decides which operands are written."""
   if re.match(r"s_(cmp|bitcmp|branch|cbranch|wait|barrier|set|nop|sleep|delay|clause|store|endpgm)", x.op): return
   for operand in operands[:2 if re.search(r"_co_|_div_scale|_mad_[ui]64", x.op) else 1]: yield from _dwords(operand)
   if x.op.startswith("v_cmpx"): yield from EXEC

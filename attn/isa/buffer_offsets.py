@@ -145,9 +145,9 @@ def registers_of(blocks:Sequence[Block], whole:Sequence[Sequence[bool]|None], wo
   return known
 
 def not_shown_to_fit(blocks:Sequence[Block], wave:int, dimensions:int=3) -> list[str]:
-  """Finds buffer instructions that add an immediate number to a register, if the known ranges of register values do not prove that the sum fits into
-  32 bits. Returns one line each. `wave` is the number of lanes of a wave, 32 or 64. `dimensions` is the number of dimensions of a thread's position
-  in its workgroup, which v0 holds, ten bits each."""
+  """Finds buffer instructions that add an immediate number to a register, where the sum may exceed 32 bits as far as this check can tell. Returns one
+  line for each. `wave` is the number of lanes of a wave, 32 or 64. At the beginning v0 holds a thread's position in its workgroup: `dimensions`
+  numbers of ten bits each."""
   whole, found = whole_waves(blocks, wave), list[str]()
   for block, state, each in zip(blocks, registers_of(blocks, whole, (0, (1 << 10*dimensions) - 1)), whole):
     if state is None or each is None: continue

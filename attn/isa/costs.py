@@ -28,20 +28,21 @@ SPECS += [Spec(arch, d, chip.fp8, mask) for arch, chip in ((arch, get_chip(arch)
 SPECS += [Spec(arch, 576, dtype, MASKS[0], LATENT) for arch in MODELLED for dtype in MATRIX_DTYPES]
 
 def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:bool=False) -> Report:
-  """Returns a report on the kernel of attn that `spec` names, from its source `kernel` and its machine code `text`. `rank` chooses the loop: 0 is the
-  loop with the most matrix work (the hot loop), 1 the next. The report counts the instructions on the usual path through the loop (without side
-  blocks that few iterations enter), or with `every_block` all instructions of the loop. The figure `useful` (share of the matrix unit's peak rate
-  that goes to useful products) counts only this kernel."""
+  """Returns a report on the kernel of attn that `spec` names. `kernel` is its source and `text` its machine code. The report is about one loop:
+  `rank` 0 is the loop with the most matrix work (the hot loop), 1 the next. It counts the usual path through the loop, without side blocks that few
+  iterations enter, or all instructions with `every_block`. The figure `useful`, the share of the matrix unit's peak rate in useful products, is for
+  this kernel alone."""
   return analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec), products=kernel.products, rank=rank,
                  every_block=every_block)
 
 def _report(spec:Spec, kernel:Source, tools:Toolchain) -> Report: return report_of_text(spec, kernel, assembly(kernel.text, spec.arch, tools=tools))
 
 def report_of(spec:Spec, rank:int=0, every_block:bool=False) -> Report:
-  """Compiles the kernel of attn that `spec` names, and returns a report on its machine code. By default the figure `useful` (share of the matrix
-  unit's peak rate that goes to useful products) counts all kernels that do the work together, such as both backward kernels. A `rank` above 0 reports
-  on another loop than the one with the most matrix work, and `every_block` counts all instructions of the loop, not only the usual path. In these two
-  cases `useful` counts only this kernel."""
+  """Compiles the kernel of attn that `spec` names, and returns a report on its hot loop: the loop with the most matrix work. `rank` 1, 2, ... chooses
+  the loop with the next most matrix work. `every_block` counts all instructions of the loop, not only the usual path.
+
+  The figure `useful` is the share of the matrix unit's peak rate in useful products. By default it covers all kernels that work together, such as
+  both backward kernels. With `rank` or `every_block` it covers this kernel alone."""
   if not rank and not every_block: return reports_of([spec])[0]
   kernel = source.kernel_source(spec, llvm=toolchain().llvm)
   return report_of_text(spec, kernel, assembly(kernel.text, spec.arch), rank, every_block)
@@ -113,8 +114,8 @@ def knows(tools:Toolchain, arch:str) -> bool:
   return tools.llvm >= oldest_for(arch)
 
 def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]:
-  """Returns the figures of each kernel in `specs` whose chip the compiler `tools` supports, as the texts of the columns CELLS: block sizes (queries x
-  keys), registers, spills, and the number of waves per SIMD that registers allow."""
+  """Returns the cells of the columns CELLS for each kernel, as texts: block sizes (queries x keys), registers, spills, and the waves per SIMD that
+  registers allow. Leaves out kernels of chips that the compiler `tools` does not support."""
   found = [spec for spec in specs if knows(tools, spec.arch)]
   cells = {}
   for spec, report in zip(found, reports_of(found, tools), strict=True):

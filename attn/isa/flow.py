@@ -105,10 +105,11 @@ def matrix_loops(blocks:Sequence[Block]) -> list[Loop]:
   return [loop for _, loop in sorted(loops, key=lambda x: (-x[0], sum(len(blocks[i].instructions) for i in x[1].body)))]
 
 def usual_path(blocks:Sequence[Block], loop:Loop, flops_per_exp:float) -> list[int]:
-  """Returns the path that an iteration of a loop usually takes, from the loop's header to its end, as a list of basic blocks. The usual path is the
-  shortest one, counted in instructions, that has all of the loop's matrix work and at least 97 % of its exponentials. The missing 3 % are for
-  exponentials in side blocks that few iterations enter, such as a rescale of the accumulator. The number of exponentials follows from the matrix
-  work: `flops_per_exp` is the matrix work for each v_exp instruction, or 0 if it is not known. The path goes through an inner loop once."""
+  """Returns the path that an iteration of a loop usually takes, from the loop's header to its end, as a list of basic blocks. It is the path with the
+  fewest instructions that has all of the loop's matrix work and 97 % of its exponentials. So it avoids side blocks that few iterations enter, such as
+  a rescale of the accumulator, even if they have a few exponentials. The path goes through an inner loop once.
+
+  `flops_per_exp` tells how many exponentials the loop has: it is the matrix work for each v_exp instruction, or 0 if that is not known."""
   inside = {b: [s for s in blocks[b].successors if s in loop.body and s != loop.header] for b in loop.body}
   order = _postorder(loop.header, inside)[::-1]
   rank = {b: i for i, b in enumerate(order)}

@@ -44,8 +44,8 @@ def _trip(blocks:Sequence[Block], loop:Loop) -> set[int]:
   return set(path_of_waits(blocks, loop, usual_path(blocks, loop, 0.0)))
 
 def _per_loop(blocks:Sequence[Block], wanted:set[int]) -> list[tuple[Loop, int]]:
-  """Counts, for each loop, the instructions of one iteration whose id() is in `wanted`. An instruction of an inner loop counts for the inner loop
-  only. Returns only loops with at least one such instruction."""
+  """Counts instructions of a kind in an iteration of each loop. `wanted` has the id() of each instruction of this kind. An instruction in an inner
+  loop counts for the inner loop alone. Returns (loop, count) for each loop with at least one."""
   found, loops = list[tuple[Loop, int]](), loops_of(blocks)
   for loop in sorted(loops, key=lambda loop: loop.header):
     own = {b for b in _trip(blocks, loop) if _innermost(loops, b) is loop}

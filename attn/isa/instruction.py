@@ -71,7 +71,8 @@ def matrix_shape(op:str) -> tuple[str, int]:
   return f"{rows}x{columns}x{depth}{of}", 2*rows*columns*depth*blocks*(rows > 4)
 
 def speed_of_products(op:str) -> int:
-  """Returns the ratio of two peak rates of a chip's matrix unit: of products of this instruction's operands, and of products of 16-bit operands."""
+  """Returns how many times faster the matrix unit multiplies operands of this instruction than 16-bit operands, at peak: 2 for 8-bit floats, else 1.
+  """
   return 2 if "fp8_fp8" in op or "f8f6f4" in op else 1
 
 def access_bytes(op:str) -> int:

@@ -174,12 +174,13 @@ def flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 
 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
-  """Finds the loop with the most matrix work, or with `rank` = 1, 2, ... the loop with the second most, third most, ... matrix work. An iteration
-  takes the usual path through the loop (without side blocks that few iterations enter), or with `every_block` every basic block. `d` and `dv` are the
-  head dimensions as the kernel computes them (padded). `products` has the numbers of matrix products of each hot loop (see `analyse`). If it has
-  several entries, the kernel has several hot loops, one after another, which share the matrix work; then the result covers one iteration of each of
-  these loops. Returns (label, instructions of an iteration, number of instructions in all blocks of the loop, number of loops with matrix work, waits
-  of an iteration), or None if no loop has matrix work. Raises ValueError if there are too few loops for `rank`."""
+  """Finds the kernel's loop with the most matrix work, or with `rank` 1, 2, ... the loop with the next most. Returns None if no loop has matrix work,
+  else (label, instructions of an iteration, number of instructions in the whole loop, number of loops with matrix work, waits of an iteration). An
+  iteration takes the usual path through the loop, without side blocks that few iterations enter. With `every_block` it takes all blocks. `d` and `dv`
+  are the padded head dimensions.
+
+  `products` has an entry for each hot loop: its numbers of matrix products (see `analyse`). With several entries, the kernel runs several hot loops
+  one after another, and the result is the sum of one iteration of each. Raises ValueError if the kernel has too few loops for `rank`."""
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)
   labels, trip, in_all, waits = [], list[Instruction](), 0, list[Stop]()
@@ -196,7 +197,8 @@ def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_
   return " ".join(labels), trip, in_all, len(loops), waits
 
 def loops_with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most:int) -> list[Loop]:
-  """Returns the loops whose matrix work is exactly `part`/`most` times the matrix work of the first loop."""
+  """Returns the loops with `part`/`most` of the matrix work of the first loop. A kernel with several hot loops divides the matrix products among
+  them. `most` is the work of the loop with the most products, which comes first."""
   flops = [sum(blocks[b].flops for b in loop.body) for loop in loops]
   return [loop for loop, x in zip(loops, flops) if x*most == flops[0]*part]
 

@@ -52,9 +52,10 @@ def trips(p:Problem, tile:Tile) -> list[int]:
   return found
 
 def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
-  """Returns a lower bound on the time of the busiest compute unit, when `machines` units share `copies` jobs of each size in `sizes`. The bound is
-  the largest of several lower bounds. One of them is the mean time of the units. For each k there is another one: of the machines*k + 1 longest jobs,
-  at least k + 1 go to the same unit, so the time of this unit is at least the sum of the k + 1 shortest of these jobs."""
+  """Returns a lower bound on the time of the busiest of `machines` compute units. They share `copies` jobs of each size in `sizes`.
+
+  The bound is the largest of several. One is the mean time of the units. The others follow from the longest jobs: of 2*machines + 1 jobs, some unit
+  gets at least three, so its time is at least the sum of the three shortest of these jobs. The same holds for other multiples of `machines`."""
   jobs = sorted(sizes, reverse=True)
   count, total = len(jobs)*copies, sum(jobs)*copies
   found = ceildiv(total, machines)
@@ -83,7 +84,8 @@ def roofline(p:Problem, tile:Tile, chip:Chip, card:Card, overlap:float=1.0) -> R
 
 @dataclass(frozen=True)
 class Published:
-  """Speed of a forward kernel that others have published. A field is None if the source doesn't state it, or gives one speed for all its values."""
+  """Published speed of another project's forward kernel. A field is None if the source does not state it, or states one speed for all values of the
+  field."""
   card: str
   kernel: str
   tflops: float
@@ -119,8 +121,8 @@ PUBLISHED: list[Published] = [
 ]
 
 def published(p:Problem, card:str) -> list[Published]:
-  """Returns the rates that others measured on `card` for the shape of `p`, the highest first. If a source does not state a dimension, its figure is
-  used for every value of this dimension."""
+  """Returns the rates that others measured on `card` for the shape of `p`, the highest first. A rate whose source does not state a dimension, such as
+  the batch, matches every value of it."""
   causal = p.window == (-1, 0)
   if p.Sq != p.Sk or p.Dv != p.D or not (causal or p.window == (-1, -1)): return []
   asked = {"d": p.D, "s": p.Sq, "dtype": p.dtype, "b": p.B, "h": p.H, "hkv": p.Hkv}

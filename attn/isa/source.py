@@ -88,8 +88,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Shape:
-  """Size of a problem: batch, query heads, key/value heads, keys, and queries. If the number of queries is not given, it is the number of keys, or
-  for decode 1."""
+  """Size of a problem: `b` batches, `h` query heads, `hkv` key/value heads, `n` keys, and `queries`. If `queries` is None, there are n queries, or 1
+  in decoding."""
   b: int
   h: int
   hkv: int
@@ -106,9 +106,9 @@ ROTARY, DECODED = 64, 2     # latent attention: number of columns of K that are 
 
 def usual_shape(spec:Spec) -> Shape: return {**dict.fromkeys(DECODING, SHAPE_OF_DECODE), LATENT: SHAPE_OF_LATENT}.get(spec.kernel, SHAPE)
 def uneven_shape(spec:Spec) -> Shape:
-  """Returns a problem size for the kernel that `spec` names, in which the numbers of queries and keys are not powers of two. If the kernel fixes the
-  number of queries, only the number of keys is changed. For the kernel that computes dq, dk and dv at once, the batch is larger, because dispatch
-  would not choose this kernel otherwise."""
+  """Returns a problem size for the kernel that `spec` names, with numbers of queries and keys that are not powers of two. If the kernel has a fixed
+  number of queries, only the number of keys differs. The kernel of all gradients at once gets 2 batches, because dispatch does not choose it for one.
+  """
   if spec.kernel == ALL: return replace(UNEVEN, b=2)
   return replace(usual_shape(spec), n=UNEVEN.n) if spec.kernel in (*DECODING, LATENT) else UNEVEN
 
@@ -136,9 +136,8 @@ def _placeholders(shapes:Shapes) -> list[UOp]:
   return [UOp.placeholder(shape, (FLOATS | INTS)[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
 
 def _chip(spec:Spec, llvm:int|None=None) -> Chip:
-  """Returns the record of the chip that `spec` names, for compilers of the LLVM release `llvm`: dispatch chooses tile descriptions by this release.
-  By default it is the release of the clang that reports use, or, without a clang, the release in the chip's table, so that a kernel's source can be
-  rendered without a compiler."""
+  """Returns the record of the chip that `spec` names, for compilers of the LLVM release `llvm`, on which the choice of tile descriptions depends. By
+  default this is the release of the clang in use for reports. If there is no clang, it is the release in the chip's table."""
   if llvm is not None: return replace(get_chip(spec.arch), llvm=llvm)
   try: return replace(get_chip(spec.arch), llvm=toolchain().llvm)
   except NoCompiler: return get_chip(spec.arch)
@@ -199,10 +198,9 @@ def text_of(spec:Spec) -> str:
   return _text(spec, replace(p, num_splits=splits), name, tile)
 
 def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=None, shape:Shape|None=None, lines:bool=False) -> Source:
-  """Returns the source of a kernel, as tinygrad's renderer emits it. Dispatch chooses the kernel and its tile description, for compilers of the LLVM
-  release `llvm` (by default the release of the clang that reports use). If the tile description `tile` is given, the source is of the kernel that
-  `spec` names, with this description. `shape` replaces the usual size of the problem. `lines` also asks for the line of Python that emitted each line
-  of the source."""
+  """Returns the source of a kernel, as tinygrad's renderer emits it. With a tile description `tile`, this is the kernel that `spec` names. Without
+  it, dispatch chooses the kernel and the tile description, for compilers of the LLVM release `llvm` (by default the clang in use for reports).
+  `shape` replaces the usual size of the problem. `lines` also asks for the line of Python that emitted each line of the source."""
   p = problem_of_spec(spec, shape)
   name, used, splits = (spec.kernel, tile, max(1, p.num_splits)) if tile is not None else _chosen(spec, p, llvm)
   assert isinstance(used, Tile|BackwardTile|MlaTile)

@@ -60,8 +60,8 @@ def _name(op:str) -> str:
 
 @dataclass(frozen=True)
 class _Followed:
-  """A parsed instruction, with what is needed to compute its effect on registers whose values are known. Each line of assembly is parsed only once
-  for all waves."""
+  """A parsed instruction, from which its effect on registers with known values is computed. Each line of assembly is parsed only once for all waves.
+  """
   instruction: Instruction
   operands: tuple[str, ...]                       # operands as written
   writes: tuple[str, ...]                         # registers that it writes

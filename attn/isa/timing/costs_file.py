@@ -13,9 +13,9 @@ from attn.isa.timing.kernels import of_source
 TIMES = ("ms", "ms at GEMM's clock")
 
 def cells_of_times(spec:Spec) -> list[str]:
-  """Returns the predicted times of a forward kernel, as the texts of the columns TIMES: for a problem of size ASKED on the chip's first card whose
-  clock is known, at its rated clock and at the clock that it sustains under matrix work. The text is a dash for other kernels, and for a clock that
-  is not known."""
+  """Returns the cells of the columns TIMES for a kernel: two predicted times in ms, for a problem of size ASKED on the chip's first card with a known
+  clock. The first time is at the rated clock, the second at the clock that the card sustains under matrix work. A cell is "-" if the kernel is no
+  forward kernel, or the clock is not known."""
   if spec.kernel != FORWARD: return ["-"]*len(TIMES)
   kernel = source.kernel_source(spec, llvm=toolchain().llvm)
   card = next(card for card in get_chip(spec.arch).cards if card.ghz)

@@ -18,8 +18,8 @@ ASKED = source.Shape(4, 16, 16, 8192)     # shape of the predicted problem by de
 
 @dataclass(frozen=True)
 class Predicted:
-  """Predicted time of a kernel's hot loops, with what is needed to predict the time of a whole problem from it: the problem, and its division among
-  workgroups."""
+  """Predicted time of an iteration of a kernel's hot loops (`timing`). The time of a whole problem follows from it, from `problem`, and from
+  `division`: how the problem is divided among workgroups."""
   timing: Timing
   problem: Problem|None
   division: Division|None          # None: not known, so no problem can be predicted

@@ -20,8 +20,10 @@ class GroupWork:
 
 def starting_order(trips:Sequence[float], heads:int, sharing:int, together:int, splits:int=1) -> list[GroupWork]:
   """Returns the workgroups of a problem in the order in which they start. `trips` has the number of loop iterations of each block of queries of a
-  head. `sharing` consecutive heads read the same rows of K and V. The order goes over groups of `together` heads. In a group it goes over the blocks,
-  the block with the most iterations first, and for each block over the heads of the group. Each of `splits` key ranges has workgroups of its own."""
+  head. `sharing` consecutive heads read the same rows of K and V. `splits` workgroups share the keys of each block.
+
+  A group of `together` heads comes after another. In a group, the blocks with the most iterations come first. For each block, its heads follow one
+  another."""
   blocks = sorted(trips, reverse=True)
   return [GroupWork((group*together + head)//sharing*splits + split, math.ceil(t/splits)) for group in range(heads//together) for t in blocks
           for head in range(together) for split in range(splits)]
@@ -38,9 +40,9 @@ def makespan_in_order(work:Sequence[GroupWork], slots:int, dies:int, cycles:floa
   return max(ends)
 
 def rows_fetched(work:Sequence[GroupWork], slots:int, room:float, apart:bool=False) -> float:
-  """Returns how many rows of K and V a cache fetches from the next level of memory, counted in loop iterations (an iteration reads as many rows as
-  any other). `slots` workgroups run at a time. The cache has room for the rows of `room` iterations. With `apart`, workgroups share fetched rows only
-  if the cache has room for all rows of their round."""
+  """Returns how many rows of K and V a cache fetches from the next level of memory. The unit is the rows of one loop iteration, as for `room`, the
+  size of the cache. `slots` workgroups run at a time; they are a round. With `apart`, the workgroups of a round share fetched rows only if the cache
+  has room for all rows of the round."""
   fetched, before = 0.0, dict[int, float]()
   for first in range(0, len(work), max(1, slots)):
     now, together = dict[int, float](), work[first:first + max(1, slots)]

@@ -45,7 +45,7 @@ class PeerKernel:
   def whole_processor(self) -> bool: return self.whole == "yes"
   @property
   def of_each_dimension(self) -> tuple[int, int]:
-    """Numbers of matrix products of an iteration that have D as a dimension, and that have Dv."""
+    """Returns two numbers of matrix products in an iteration: the products with D as one of their three dimensions, and those with Dv."""
     of_d, of_dv = map(int, self.products.split())
     return of_d, of_dv
 
