@@ -119,9 +119,9 @@ def in_use(arch:str) -> str:
   except (NoCompiler, ValueError) as e: return str(e)
 
 def compiled_on(chip:Chip, device:str) -> Chip:
-  """Returns the `Chip` record with the LLVM release of the compiler that compiles attn's kernels for `device`, if `device` is an AMD GPU and the
-  release is known. Otherwise returns the record unchanged, also without a compiler: `renderer.require` raises an error for that before anything runs.
-  """
+  """Adds the LLVM release of the compiler to a chip's record: returns a copy of `chip` whose field `llvm` is the release of the compiler that
+  compiles attn's kernels for `device`. Returns `chip` itself if `device` is no AMD GPU, or if the release is not known. No error is raised without a
+  compiler."""
   if device.split(":")[0] != "AMD": return chip
   try: return replace(chip, llvm=compiler_for(chip.name).llvm or chip.llvm)
   except (NoCompiler, ValueError): return chip

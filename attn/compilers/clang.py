@@ -133,8 +133,8 @@ def _fail(arch:str, stderr:str) -> CompileError:
   return CompileError(f"clang cannot compile this for {arch}:\n{text}")
 
 def _undefined(text:str) -> list[str]:
-  """Returns the functions of ROCm's device library that an assembly text calls. Leaves out a function that only the debug information names: the
-  compiler has inlined it."""
+  """Returns the functions of ROCm's device library that an assembly text calls. Functions that the compiler has inlined are left out, although the
+  debug information names them."""
   return sorted(set(re.findall(r"\b__oc(?:ml|kl)_\w+", re.sub(r"(?m)^\s*\.asciz\s.*$", "", text))))
 
 def assembly(source:str, arch:str, options:tuple[str, ...]=(), tools:Toolchain|None=None) -> str:

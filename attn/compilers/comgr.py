@@ -10,7 +10,7 @@ from attn.cache.user_cache import kept
 EMPTY_KERNEL, ANY_ARCH = 'extern "C" __attribute__((global)) void attn_empty(float* x) { *x = 0.0f; }', "gfx900"
 
 def _compile(compiler:Compiler, source:str) -> bytes:
-  """Compiles a source by comgr. tinygrad's own function prints comgr's messages; here they become part of the error."""
+  """Compiles a source by comgr. If this fails, the error contains comgr's messages, which tinygrad only prints."""
   printed = io.StringIO()
   try:
     with contextlib.redirect_stdout(printed): return compiler.compile(source)

@@ -1,7 +1,8 @@
 """Disassembles code objects (ELF) in Python: kernels of other projects, or kernels whose assembly text is lost.
 
-tinygrad's tables of AMD's instruction sets decode the instructions. The text begins with the metadata of the ELF's note. The code follows in the form
-that `llvm-objdump -d` prints and `parse.parse` reads. Operands are written in tinygrad's form, which an assembler does not accept."""
+tinygrad's tables of AMD's instruction sets decode the instructions. The text begins with the kernels' metadata, such as their numbers of registers.
+The code follows in the form that `llvm-objdump -d` prints and `parse.parse` reads. Operands are written in tinygrad's form, which an assembler does
+not accept."""
 from __future__ import annotations
 import struct
 from typing import Any
@@ -52,8 +53,8 @@ def _decode(data:bytes, at:int) -> tuple[Any, int]:
   raise ValueError(f"unexpected MessagePack tag {tag:#x}")
 
 def elf_metadata(lib:bytes) -> list[dict[str, Any]]:
-  """Returns the metadata of each kernel in the code object `lib`, such as its numbers of registers. It is the list amdhsa.kernels in the ELF's note
-  of type NT_AMDGPU_METADATA, 32 (LLVM, AMDGPUUsage: "Code Object Metadata")."""
+  """Returns a dictionary for each kernel in the code object `lib`, with the kernel's name, number of registers and other properties. An ELF note of
+  type NT_AMDGPU_METADATA, 32, holds them, as the list amdhsa.kernels (LLVM, AMDGPUUsage: "Code Object Metadata")."""
   for section in elf_loader(lib)[1]:
     data, at = section.content, 0
     while section.name == ".note" and at + 12 <= len(data):
@@ -79,8 +80,8 @@ def symbols(lib:bytes, section:str) -> list[tuple[str, int, bytes]]:
   return [(name, value, all_of_it[value - base:(value + size if size else ends[value]) - base]) for name, value, size in mine]
 
 def metadata_text(lib:bytes, chip:Chip) -> str:
-  """Returns the metadata of all kernels in the code object `lib` as text, in the form of clang's assembly text. Leaves out metadata that are no
-  numbers."""
+  """Returns properties of all kernels in the code object `lib`, such as their numbers of registers, in the form in which clang's assembly text has
+  them. Leaves out properties that are not numbers."""
   descriptors = {name: contents for name, _, contents in symbols(lib, ".rodata")}
   lines = [f"amdhsa.target: amdgcn-amd-amdhsa--{chip.name}", "amdhsa.kernels:"]
   for kernel in elf_metadata(lib):

@@ -15,8 +15,8 @@ from attn.tinygrad_compat import (Compiled, Compiler, HIPCCRenderer, HIPRenderer
                                   opened_devices)
 
 class ClangCompiler(Compiler):
-  """Compiler in tinygrad's interface that compiles by clang.py. clang.py has its own cache, whose key contains the compiler's version, so this class
-  passes no cache key to tinygrad."""
+  """Compiler for tinygrad that calls clang.py. tinygrad's cache is not used: clang.py has a cache of its own, whose key contains the compiler's
+  version."""
   def __init__(self, arch:str):
     self.arch, self.tools = arch, clang.toolchain()
     super().__init__(None)
@@ -26,9 +26,9 @@ class ClangCompiler(Compiler):
     print(disassemble(lib))
 
 class CompilerByMark(Compiler):
-  """Compiler that uses one of two compilers, depending on the first line of a source. If this line is attn's mark, the source is a kernel of attn:
-  the compiler from `compiler_for` compiles it, with a cache whose key contains the compiler's version. Any other source is compiled by the compiler
-  `others`, with tinygrad's own cache."""
+  """Compiler for tinygrad that compiles attn's kernels with the compiler from `compiler_for`, and other kernels with the compiler `others`. The first
+  line of a source says whether it is a kernel of attn. The cache of attn's kernels has the compiler's version in its key. Other kernels use
+  tinygrad's cache."""
   def __init__(self, arch:str, others:Compiler):
     self.arch, self.others = arch, others
     super().__init__(None)

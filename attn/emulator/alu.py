@@ -1,8 +1,8 @@
 """Functions that compute tinygrad's arithmetic UOps on numpy arrays: C semantics for integers, IEEE with one rounding per operation for floats.
 
 The last axis of a value is the thread: its length is the number of threads. If the value is equal in all threads, the length is 1 or the axis is
-absent. A vector has its elements on the first axis. A bfloat16 is kept as its 16 bits in uint16, like HIPRenderer's `unsigned short`. Arithmetic on
-bfloat16, which only CUDARenderer emits, is done in fp32 and rounded."""
+absent. A vector has its elements on the first axis. A bfloat16 is stored as a uint16 that holds its 16 bits, as HIPRenderer does with `unsigned
+short`. Only CUDARenderer emits arithmetic on bfloat16. It is done in fp32 and rounded."""
 from __future__ import annotations
 from typing import Any, Callable
 import numpy as np
@@ -28,8 +28,8 @@ def literal(value:Any, dt:DType) -> Array:
   return np.full((elements(dt), 1), value, to) if dt in VECTORS else to.type(value)
 
 def stack(*xs:Array) -> Array:
-  """Returns n scalars of shape (threads,) as one vector of shape (n, threads). If each scalar is equal in all threads, the vector has the shape (n,
-  1)."""
+  """Makes one vector from n scalars. Each scalar has the shape (threads,), and the vector the shape (n, threads). If each scalar is equal in all
+  threads, the vector has the shape (n, 1)."""
   out = np.empty((len(xs), max(np.size(x) for x in xs)), xs[0].dtype)
   for i, x in enumerate(xs): out[i] = x
   return out

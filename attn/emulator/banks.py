@@ -1,11 +1,10 @@
-"""Counter of LDS bank conflicts, per buffer and width of access, for ATTN_EMU_BANKS=1.
+"""Counter of LDS bank conflicts, for ATTN_EMU_BANKS=1. Counts are kept for each buffer and for each number of bytes that a lane accesses.
 
-LDS has 32 banks of 4 bytes; CDNA4 has 64 for reads. The lanes of a wave are served in phases. A phase has just enough lanes to use all banks once. In
-each cycle of a phase every bank gives one dword, and lanes that read the same dword share it. So a phase takes as many cycles as there are different
-dwords in its busiest bank. A phase consists of consecutive lanes, except for 16-byte reads on CDNA. Sources: AMD's article "Avoiding LDS bank
-conflicts on AMD GPUs using CK-Tile" (2025) for CDNA3 (CDNA2 is assumed to be the same); HipKittens (arXiv 2511.08083), which measured the phases of
-MI355X, for CDNA4. For RDNA and NVIDIA phases of consecutive lanes are assumed.
-"""
+LDS has 32 banks of 4 bytes; CDNA4 has 64 for reads. LDS serves the lanes of a wave in groups, the phases. A phase has just enough lanes to use all
+banks once. In each cycle of a phase every bank gives one dword, and lanes that read the same dword share it. So a phase takes as many cycles as there
+are different dwords in its busiest bank. A phase consists of consecutive lanes, except for 16-byte reads on CDNA. Sources: AMD's article "Avoiding
+LDS bank conflicts on AMD GPUs using CK-Tile" (2025) for CDNA3 (CDNA2 is assumed to be the same); HipKittens (arXiv 2511.08083), which measured the
+phases of MI355X, for CDNA4. For RDNA and NVIDIA phases of consecutive lanes are assumed."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any

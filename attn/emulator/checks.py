@@ -79,9 +79,9 @@ class OutOfScope(EmulatorError): pass
 
 @dataclass
 class Finding:
-  """A faulty access that was found: the kind of error, the threads that made it, and for each thread an earlier access to the same location with
-  which it is in conflict. `other` is the index of the wave that made the earlier access; for NotWaitedFor it is the index of the asynchronous
-  operation. `verb` says what the other wave or operation did at the location, such as "written"."""
+  """A fault that was found in an access of several threads to LDS. `error` is the kind of the fault, and `threads` says which threads are at fault.
+  In a race, `other` is for each thread the index of the wave that has accessed the same location before. If an asynchronous operation was not waited
+  for (NotWaitedFor), `other` is the operation's index. `verb` says what this wave or operation did at the location, such as "written"."""
   error: type[EmulatorError]
   threads: Array
   other: Array|None = None

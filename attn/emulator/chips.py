@@ -4,10 +4,9 @@ data come from the documents and not from attn/chips; a test checks that they ag
 Sources: AMD Instinct MI300 ISA and CDNA4 ISA chapter 7 (MFMA, register layouts, FP8), RDNA3 ISA section 7.9 and RDNA4 ISA chapter 7 (WMMA), PTX ISA
 chapter "Warp level matrix multiply-accumulate instructions" (mma.m16n8k8, mma.m16n8k16, mma.m16n8k32), AMD Matrix Instruction Calculator.
 
-A layout is data. The index of an element in a lane, and the index of a lane in the wave, are each split into named factors, the major factor first.
-The row and the column of the matrix are concatenations of such factors. For example, the layout of C in MFMA 32x32 is "ab hn -> ahb n": element 4a+b
-of lane 32h+n is row 8a+4h+b, column n.
-"""
+A layout is a text such as "ab hn -> ahb n", that of C in MFMA 32x32. It says where each element of a lane lies in the matrix. A letter stands for a
+digit of an index, and the highest digit comes first. b has 4 values, h has 2, and n has 32. So element 4a+b of lane 32h+n lies in row 8a+4h+b, column
+n."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,10 +66,11 @@ SATURATING = ("nvidia",)
 # ***** the layouts *****
 
 class Layout:
-  """Layout of a matrix over the elements of a lane and over lanes, written as in einops. `spec` is "element-factors lane-factors -> row-factors
-  column-factors". Each letter names one factor of an index, and the keyword argument of this name in `size` gives how many values the factor has. An
-  index is composed of its factors as a number is of digits, the highest first. For example, in "rp gt -> rg tp" with r=2, p=2, g=8, t=4, element 2r +
-  p of lane 4g + t is in row 8r + g and column 2t + p of the matrix. If a lane factor is in neither the row nor the column, lanes hold duplicates."""
+  """Layout of a matrix in registers: where each element of a lane lies in the matrix. `spec` is a text like those of einops: "digits of the element's
+  index, digits of the lane -> digits of the row, digits of the column", without the comma. A letter stands for a digit, and the highest digit comes
+  first. The keyword argument with this letter as its name gives the number of values of the digit. For example, with "rp gt -> rg tp" and r=2, p=2,
+  g=8, t=4, element 2r + p of lane 4g + t lies in row 8r + g and column 2t + p. If a digit of the lane is in neither the row nor the column, several
+  lanes hold the same elements."""
   def __init__(self, spec:str, **size:int):
     e, l, rows, cols = re.fullmatch(r"(\w*) (\w*) -> (\w*) (\w*)", spec).groups()   # type: ignore[union-attr]
     self.elements, self.rows, self.columns = [math.prod(size[x] for x in factors) for factors in (e, rows, cols)]
@@ -83,9 +83,9 @@ class Layout:
     self.by_rows, self.by_columns = ([len(e), *[place[x] for x in order]] for order in (rows + cols, cols + rows))
 
   def to_matrices(self, x:Array, unpack:Callable[[Array], Array]) -> Array:
-    """Returns one matrix per wave, (waves, columns, rows), from registers x of shape (registers, threads). `unpack` converts registers to elements
-    (elements, threads), in the type in which they are multiplied. Raises BadOperand if lanes that hold duplicates hold different values (RDNA3: lanes
-    16-31 of A and B repeat lanes 0-15)."""
+    """Returns one matrix per wave from the registers x: from the shape (registers, threads) to (waves, columns, rows). `unpack` converts registers to
+    elements, of shape (elements, threads), in the type in which they are multiplied. On RDNA3, lanes 16-31 must hold the same elements of A and B as
+    lanes 0-15; raises BadOperand if they do not."""
     e, l = self.split
     if self.duplicated is not None:
       axis = self.duplicated - len(e) + 1
@@ -99,8 +99,8 @@ class Layout:
     return np.ascontiguousarray(m).reshape(-1, self.columns, self.rows)
 
   def add_matrices(self, c:Array, m:Array) -> Array:
-    """Returns c plus the matrices m. c has the shape (elements, threads), in the layout of this matrix instruction; m has the shape (waves, rows,
-    columns). The sum has the shape of c."""
+    """Returns c + m. c has the shape (elements, threads) and this layout; m has a matrix for each wave, of shape (waves, rows, columns). The sum has
+    the shape and layout of c."""
     order = np.argsort(self.by_rows)
     found = np.ascontiguousarray(m.reshape(-1, *self.matrix_split).transpose(order)).reshape(self.elements, -1)
     return np.add(found, c, out=found)

@@ -4,9 +4,10 @@ them at the same time.
 Workgroups without atomic operations are independent, so they run in ranges of many workgroups. If a program has atomic operations, each workgroup has
 its own `Frame`. The frame stops before each atomic operation, so that other workgroups can run.
 
-Two environment variables choose what hardware leaves open. ATTN_EMU_RESIDENT is the number of workgroups that the chip holds at the same time;
-another one starts when one of them ends. ATTN_EMU_ORDER chooses one of many orders. In order 0 the workgroups start in the order of their numbers,
-and the first workgroup that can run does so. Any other number is the seed of a random order in which workgroups start, run and add."""
+On hardware, workgroups with atomic operations may run in any order. Two environment variables choose one. ATTN_EMU_RESIDENT is the number of
+workgroups that the chip holds at the same time; another one starts when one of them ends. With ATTN_EMU_ORDER=0 the workgroups start in the order of
+their numbers, and the first workgroup that can run does so. Any other number is the seed of a random order, in which workgroups start and run, and in
+which their atomic additions happen."""
 from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,7 +30,8 @@ OVERHEAD = 64            # bytes per thread of the frame itself: numbers of thre
 
 @dataclass
 class Launch:
-  """Record of one run of a kernel: its name and chip, the sizes of its grid, its LDS, the seconds, and LDS bank conflicts if they were counted."""
+  """Record of one run of a kernel: its name and chip, the sizes of its grid, its LDS, how long it took in seconds, and LDS bank conflicts if they
+  were counted."""
   kernel: str
   arch: str
   workgroups: int
@@ -74,8 +76,8 @@ def run_together(make:Callable[[int], Frame], meeting:Meeting, workgroups:int, r
   meeting.all_happen()
 
 def deadlock(frames:list[Frame], others:int) -> EmulatorError:
-  """Returns the error Deadlock, which is raised if the workgroups of all `frames` wait, so that none of them can run. `others` is the number of
-  workgroups that have not started."""
+  """Makes the error Deadlock for `frames`, the workgroups that have started and that all wait. `others` is the number of workgroups that have not
+  started."""
   told = [f"workgroup {f.workgroup(f.first)} {f.wait}" for f in frames[1:4]] + ["..."]*(len(frames) > 4)
   return frames[0].deadlock("; ".join([f"resident workgroups: {len(frames)}, all of them waiting; not started: {others}", *told]))
 

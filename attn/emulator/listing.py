@@ -1,10 +1,9 @@
-"""Finds the place that each operation of a program comes from: the line of Python that emitted it, and its statement in the source that the renderer
-renders.
+"""Finds the place that each operation of a program comes from: the line of Python that emitted it, and its line in the rendered source.
 
-The UOps of a program contain neither the line nor the statement, and nothing is recorded while a kernel is made and run. The device only remembers,
-for the latest kernels of `Tensor.custom_kernel`, a function that makes the kernel's AST a second time. When a kernel fails, its AST is made and
-lowered again, and the place of each UOp is recorded. If the result equals the failing program, UOp by UOp, the places are valid. To find the places
-takes about as long as making and lowering the kernel did."""
+The UOps of a program contain neither line, and nothing is recorded while a kernel is made and run. The device only remembers, for the latest kernels
+of `Tensor.custom_kernel`, a function that makes the kernel's AST a second time. When a kernel fails, its AST is made and lowered again, and the place
+of each UOp is recorded. If the result equals the failing program, UOp by UOp, the places are valid. To find the places takes about as long as making
+and lowering the kernel did."""
 from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path

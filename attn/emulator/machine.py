@@ -123,7 +123,8 @@ class Frame(Threads):
   def can_run(self) -> bool: return self.wait is None or self.wait.over
 
   def deadlock(self, why:str) -> EmulatorError:
-    """Returns the error Deadlock, which names the first thread that still waits. `why` says what the other workgroups do."""
+    """Makes the error Deadlock for a workgroup that waits in vain. Its message names the first thread that waits. `why` says what the other
+    workgroups do."""
     assert self.wait is not None
     bad, wait = np.zeros(self.T, bool), self.wait
     bad[wait.threads[wait.memory[wait.at] != wait.number]] = True
@@ -133,8 +134,8 @@ class Frame(Threads):
   # ***** threads *****
 
   def special(self, kind:str, axis:int) -> Array:
-    """Returns for each thread its index along one axis, as tinygrad's UOp SPECIAL names it: gidx (of the workgroup), lidx (of the thread in the
-    workgroup) or idx (of the thread in the grid). `kind` is the first letter of this name."""
+    """Returns the index of each thread along one axis of the grid. `kind` says which index: "g" of its workgroup in the grid, "l" of the thread in
+    its workgroup, "i" of the thread in the grid. (These are the first letters of gidx, lidx and idx in tinygrad's UOp SPECIAL.)"""
     wg, size = self.workgroup_of + self.first, self.local[axis]
     group = (wg // int(np.prod(self.grid[:axis], dtype=np.int64)) % self.grid[axis]).astype(np.int32)
     thread = self.local_of // int(np.prod(self.local[:axis], dtype=np.int64)) % size
@@ -145,8 +146,8 @@ class Frame(Threads):
     return np.asarray(sum((np.asarray(self.v[s], np.int64)*size for s, size in at.terms), np.int64(0)))
 
   def aligned(self, index:Array, per:int, name:str, active:Array|None) -> Array:
-    """Returns an index that counts vectors of `per` elements, converted from `index`, which counts elements of the buffer `name`. Raises Misaligned
-    if the index of an active thread is not a multiple of `per`."""
+    """Converts an index that counts elements of the buffer `name` to an index that counts vectors of `per` elements. Raises Misaligned if the index
+    of an active thread is not a multiple of `per`."""
     index, beyond = divided(index, per)
     if beyond.any() and (bad := (beyond != 0) if active is None else (beyond != 0) & active).any():
       at = self.full(index*per + beyond)
@@ -154,8 +155,8 @@ class Frame(Threads):
     return index
 
   def leave(self, to:int|None=None) -> int|None:
-    """Ends a loop: makes the threads active again that the loop has deactivated. Returns `to`, the index of the step (the function that runs one
-    operation) at which the run continues, or None for the next step."""
+    """Ends a loop: the threads that were active before the loop are active again. Returns `to`, the index of the step at which the run continues, or
+    None for the next step. A step is a function that runs one operation."""
     self.pop()
     return to
 
@@ -169,9 +170,9 @@ class Frame(Threads):
     return self.mask is None or bool(self.mask.any())
 
   def barrier(self, gate:Array|None=None) -> Array:
-    """Executes a barrier. Without `gate`, the active threads execute the barrier, and must form whole workgroups. With `gate`, the threads where
-    `gate` is true execute the barrier, and must form whole waves. Only these waves then enter their next interval (the time of a wave between two
-    barriers). Returns zeros, because a barrier has no value."""
+    """Executes a barrier. The threads that execute it are those where `gate` is true, which must form whole waves. Without `gate` they are the active
+    threads, which must form whole workgroups. For their waves, a new interval begins (the time between two barriers). Raises DivergentBarrier for a
+    wave or workgroup that is not whole. Returns zeros, because a barrier has no value."""
     mask, unit = self.mask if gate is None else gate, self.width if gate is None else self.wave
     reached = np.ones(self.interval.shape, bool)
     if mask is not None:
@@ -187,10 +188,10 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def arrive(self, with_copies:bool=True) -> Array:
-    """Executes an arrival at an mbarrier: NVIDIA's barrier in LDS on which a wave waits later, by another operation. The active threads must form
-    whole workgroups, so the arrival completes a phase of the mbarrier. After another wave has waited for this phase, it may access what these threads
-    have stored; the emulator checks that it has waited. With `with_copies` an arrival first waits for the thread's asynchronous copies, so that other
-    waves may access what the copies write, too. Returns zeros, because an arrival has no value."""
+    """Executes an arrival at an mbarrier, NVIDIA's barrier with separate operations for arriving and waiting. All threads of a workgroup must arrive
+    together, which completes a phase of the mbarrier. A thread that later waits for this phase may access what the arriving threads have stored
+    before. If `with_copies` is true, that includes the data of their asynchronous copies. Raises DivergentBarrier if only some threads of a workgroup
+    arrive. Returns zeros, because an arrival has no value."""
     if with_copies:
       self.under_way.commit()
       self.under_way.wait_copies(0)
@@ -203,9 +204,9 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def await_arrivals(self, parity:Array) -> Array:
-    """Makes the workgroups of the active threads wait for the earliest phase of their mbarrier that they have not yet waited for. `parity` is the
-    number of this phase modulo 2, as the program has computed it. Raises DivergentBarrier if `parity` is wrong, or if the phase has not ended.
-    Returns zeros, because a wait has no value."""
+    """Makes workgroups wait for the next phase of their mbarrier, the first one for which they have not waited. All threads of a workgroup must wait
+    together. `parity` is 0 or 1: the program tells by it whether it waits for a phase with an even or an odd number. Raises DivergentBarrier if the
+    next phase has the other parity, or if no thread has arrived in it. Returns zeros, because a wait has no value."""
     here = self._whole(self.width, DivergentBarrier, "this thread does not wait for an mbarrier as others of its workgroup do")
     def each(bad:Array) -> Array: return np.repeat(bad & here, self.width) & self.active
     if (bad := each(self.waited >= self.arrived)).any():
@@ -220,20 +221,22 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def begin_turn(self, groups:int) -> Array:
-    """Makes each warpgroup of a block wait for a turn that the warpgroup before it passes on. The emulator runs all warpgroups together, so all
-    but the first may begin one turn before they get it. Raises DivergentBarrier if a warpgroup waits for a turn that nobody passes on."""
+    """Makes each warpgroup of a block wait until the warpgroup before it has ended its turn. The first warpgroup does not wait in its first turn. As
+    the emulator runs all warpgroups at the same time, it lets the others begin one turn too early. Raises DivergentBarrier if a warpgroup waits for a
+    turn that no warpgroup ends. Returns zeros, because a wait has no value."""
     if self.taken.shape[1] != groups: self.taken = self.passed = np.zeros((self.workgroups, groups), np.int64)
     self.taken = self.taken + self._warpgroups(np.ones(self.T, bool))
     if (late := self.taken > np.roll(self.passed, 1, 1) + (np.arange(groups) > 0)).any():
       raise self.error(DivergentBarrier, np.repeat(late.ravel(), WARPGROUP), lambda t: "this thread waits for a turn that no warpgroup passes on")
     return np.zeros(self.T, np.float32)
   def end_turn(self, groups:int, gate:Array) -> Array:
-    """Makes the warpgroups where `gate` is true pass a turn on to the next warpgroup of their block."""
+    """Ends the turn of the warpgroups whose threads have a true `gate`: the next warpgroup of each block may begin its turn. Returns zeros."""
     if self.taken.shape[1] != groups: self.taken = self.passed = np.zeros((self.workgroups, groups), np.int64)
     self.passed = self.passed + self._warpgroups(self.full(gate))
     return np.zeros(self.T, np.float32)
   def _warpgroups(self, gate:Array) -> Array:
-    """Tells for each warpgroup of each workgroup whether its threads are active where `gate` is true."""
+    """Returns which warpgroups have active threads for which `gate` is true, in an array (workgroups, warpgroups of a workgroup). Raises
+    DivergentBarrier if only some threads of a warpgroup are."""
     with self.only(gate):
       found = self._whole(WARPGROUP, DivergentBarrier, "this thread does not reach a barrier that others of its warpgroup reach")
     return found.reshape(self.workgroups, -1)

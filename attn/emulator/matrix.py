@@ -22,16 +22,15 @@ Array = NDArray[Any]
 WARPGROUP = 128
 
 def warpgroup_operand(a:Array, size:int) -> Array:
-  """Returns operand A of a wgmma as matrices, given the registers of its threads. `a` has the dtype uint32 and the shape (registers, threads). The
-  result has the shape (warpgroups, 64, columns) and holds the bits of the elements, of `size` bytes each."""
+  """Returns operand A of a wgmma as matrices of shape (warpgroups, 64, columns), given the registers `a` of its threads (uint32, of shape (registers,
+  threads)). The elements are not converted to floats: they are unsigned integers of `size` bytes."""
   layout = Layout("scrp wgt -> wrg sctp", s=a.shape[0]//4, c=2, r=2, p=4//size, w=4, g=8, t=4)
   return layout.to_matrices(a, lambda x: _parts(x, f"u{size}")).swapaxes(1, 2)
 
 def warpgroup_product(a:Array, b:Array, c:Array, depth:int=0, bits:int=0) -> Array:
-  """Returns c + A B^T in fp32 for each warpgroup. c has the shape (registers, threads), A is fp32 (warpgroups, 64, k), and B is fp32 (warpgroups, n,
-  k). The result has the shape of c. If `bits` is above 0, the sums are less exact, as on chips of SHORT_SUMS: `depth` products are added at a time,
-  and cut off at `bits` bits after the binary point. Multiplies for each warp separately: a BLAS library would distribute one larger product over CPU
-  threads, which costs more than it saves, above all when other processes use the cores."""
+  """Returns c + A B^T in fp32 for each warpgroup, in the shape of c. c has the shape (registers, threads), A is fp32 (warpgroups, 64, k), and B is
+  fp32 (warpgroups, n, k). `bits` is above 0 for chips whose matrix unit keeps only so many bits after the binary point (SHORT_SUMS). Then `depth`
+  products are added at a time, as one wgmma does, and what is below these bits is cut off."""
   layout, (groups, n, k) = Layout("irp gt -> rg itp", i=c.shape[0]//4, r=2, p=2, g=8, t=4), b.shape
   rows, columns = a.reshape(groups, 4, 16, k), b[:, None].swapaxes(2, 3)
   if not bits: return layout.add_matrices(c, (rows @ columns).reshape(groups*4, 16, n))
@@ -118,8 +117,9 @@ def truncated_at(x:Array, size:Array, bits:int) -> Array:
   return np.trunc(x*places)/places
 
 def short_sum(a:Array, b:Array, c:Array, bits:int) -> Array:
-  """Returns c + A B as chips of SHORT_SUMS add products of 8-bit floats. A is (waves, M, K), B (waves, K, N), c (waves, M, N). The products and c are
-  cut off at `bits` bits after the binary point of the largest of them, then added, and the sum is cut off to `bits` bits of mantissa."""
+  """Returns c + A B as a matrix unit adds that keeps few bits (SHORT_SUMS). A is (waves, M, K), B (waves, K, N), c (waves, M, N). An element of the
+  result is a sum of products and an element of c. Let 2^e be the largest power of two that is not above the largest of these addends. Each addend is
+  rounded towards zero to a multiple of 2^(e - bits). Then they are added, and the sum is cut off to `bits` bits of mantissa."""
   addends = np.concatenate([a[:, :, None] * b.swapaxes(1, 2)[:, None], c[..., None]], axis=-1, dtype=np.float32)
   size = np.abs(addends).max(-1)
   usual = (size > 2.0**-80) & (size < np.inf)      # neither zero, nor so small that fp32 loses bits, nor NaN or inf

@@ -1,17 +1,18 @@
 """Effects of the workgroups of one launch on each other through global memory: atomic additions, tickets and turns (attn/ops/atomics.py).
 
-A ticket is the number that a workgroup gets when it adds 1 to a counter; each workgroup gets another number. A turn is the period in which one
-workgroup may act: it begins when a counter has the number of the turn. A wave passes the turn when it adds 1 to the counter. A wave settles when it
-waits until its own accesses are complete.
+A workgroup gets a ticket by adding 1 to a counter: the ticket is the counter's value before, so no two workgroups get the same ticket. A turn is the
+period in which one workgroup may act. It begins when a counter has the number of the turn. A wave passes the turn on by adding 1 to this counter. A
+wave settles when it waits until its own accesses are complete.
 
-A `Meeting` belongs to one launch. The `Meeting` knows which accesses are ordered. Each wave has a clock. A wave also knows, for each other wave, the
-clock up to which the other wave's accesses came before its own accesses. This knowledge passes from wave to wave in two ways. First, a wave that
-passes a turn stores all that it knows with the counter, and a wave that has waited for the turn takes this knowledge over. Second, the waves of a
-workgroup share at a barrier what they know, and also the accesses that each of them had made when it last settled (on NVIDIA all accesses before the
-barrier).
+A `Meeting` belongs to one launch, and knows which accesses are ordered. Each wave counts its own time, its clock. A wave knows a clock of each other
+wave: the accesses that the other wave made up to this time come before its own next accesses. This knowledge passes from wave to wave in two ways:
+- A wave that passes a turn on stores what it knows with the counter. A wave that has waited for the turn then knows this, too.
+- After a barrier each wave of the workgroup knows what any of them knew. It also knows the accesses that the others had made when they last settled
+  (on
+  NVIDIA, all their accesses before the barrier).
 
 ATTN_EMU_ORDER can select a random order. Then an addition does not happen at once: the additions of one wave happen in order, but at any time until
-the wave settles or passes a turn. On NVIDIA a wave can also send additions to the copy engine (TMA), which adds in the background
+the wave settles or passes a turn on. On NVIDIA a wave can also send additions to the copy engine (TMA), which adds in the background
 (attn/ops/hopper.py). Sent additions happen at any time until the wave waits for the copy engine; nothing else waits for them."""
 from __future__ import annotations
 from collections import deque
@@ -63,13 +64,13 @@ class Meeting:
   # ***** the order of accesses *****
 
   def of_wave(self, wave:int) -> Array:
-    """Returns what a wave knows of the others, as a vector clock: for each other wave, the time up to which that wave's accesses came before the
-    accesses of this wave. Each wave counts its own time."""
+    """Returns what a wave knows of all waves: for each wave, the time up to which its accesses come before the next accesses of wave `wave` (a vector
+    clock). Each wave counts its own time."""
     return found if (found := self.known.get(wave)) is not None else np.zeros(self.count, np.int32)
 
   def waves_of(self, f:Threads, gate:Array) -> list[tuple[int, Array]]:
-    """Finds the waves that have threads for which `gate` is true. Returns for each of them the index of the wave in the launch, and these
-    threads."""
+    """Finds the waves that have threads for which `gate` is true. Returns a pair for each of them: the index of the wave in the launch, and the
+    indices of these threads."""
     threads = np.flatnonzero(gate)
     return [(f.first*self.waves + int(w), threads[f.wave_of[threads] == w]) for w in np.unique(f.wave_of[threads])]
 
@@ -90,9 +91,9 @@ class Meeting:
     self.clock[wave] += 1
 
   def barrier(self, f:Threads) -> None:
-    """Records a barrier of all waves of a workgroup. After it, each of these waves knows everything that any of them knew. Each wave then also knows
-    the accesses that the other waves had made when they last settled (waited until their own accesses were complete). On NVIDIA each wave knows all
-    accesses that the others made before the barrier."""
+    """Records a barrier of all waves of a workgroup. After it, each wave knows which accesses are complete, as far as any of these waves knew. It
+    also knows the accesses that the other waves had made when they last settled (waited until their own accesses were complete). On NVIDIA it knows
+    all accesses that they made before the barrier."""
     if not self.plan.waits and not self.watched: return
     here = range(f.first*self.waves, (f.first + 1)*self.waves)
     if self.plan.chip.family == "nvidia":
@@ -102,17 +103,16 @@ class Meeting:
     for wave in here: self.known[wave] = joint
 
   def take_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that the threads where `gate` is true have waited until their turn began: until the counter at `pointer` had the number of the turn.
-    Each wave that passed an earlier turn (added 1 to the counter) has stored with the counter which accesses were complete then. The waves of the
-    waiting threads now know that these accesses are complete."""
+    """Records that threads have waited for their turn: until the counter at `pointer` had the number of the turn. These are the threads for which
+    `gate` is true. Their waves now know which accesses were complete when earlier turns were passed on."""
     for wave, threads in self.waves_of(f, gate):
       for counter in self._counters(pointer, threads):
         if (left := self.left.get(counter)) is not None: self.known[wave] = np.maximum(self.of_wave(wave), left)
 
   def pass_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that the threads where `gate` is true pass a turn: they add 1 to the counter at `pointer`, for which other workgroups wait. Raises
-    NotWaitedFor if the waves of these threads have sent additions to the copy engine (TMA) and have not waited for them. Also raises NotWaitedFor if
-    another wave of the workgroup has additions that are possibly not complete."""
+    """Records that the threads for which `gate` is true pass a turn on to other workgroups, by adding 1 to the counter at `pointer`. Raises
+    NotWaitedFor if additions of the workgroup may be incomplete: additions that the waves of these threads have sent to the copy engine (TMA) and not
+    waited for, or additions by other waves."""
     passing = self.waves_of(f, gate)
     for wave, threads in passing:
       if f.checks and (step := self.sent.get(wave)) is not None:
@@ -143,11 +143,11 @@ class Meeting:
     return threads if self.random is None else self.random.permutation(threads)
 
   def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array, sent:bool=False) -> None:
-    """Performs an atomic addition: each thread where `gate` is true adds its number of `values` (threads,) to the element `at` (threads,) of
+    """Performs an atomic addition: each thread for which `gate` is true adds its number of `values` (threads,) to the element `at` (threads,) of
     `memory`, the contents of the buffer `space`. `sent` says whether the thread's wave sends the additions to the copy engine (TMA).
 
-    Raises AtomicRace if another wave of the workgroup has waited for the workgroup's turn (the period in which it may add) and no barrier has
-    followed: then nothing stops the adding wave from adding before the turn begins."""
+    Raises AtomicRace if the workgroup's turn to add may not have begun: if another wave of the workgroup has waited for the turn, and no barrier has
+    made the adding wave wait, too."""
     traces, first = self.traces[_base(space)], space.begin//4
     for wave, threads in self.waves_of(f, gate):
       threads = self.in_order(threads)
@@ -214,8 +214,8 @@ def _base(space:Space) -> Allocation:
   return space.base
 
 class WatchedSpace(Space):
-  """A buffer that both atomic and other operations access. Every access to it is passed on to the `Meeting`, which checks the order of the accesses.
-  """
+  """A buffer that both atomic and other operations access. It tells the `Meeting` of every access, so that the `Meeting` checks the order of the
+  accesses."""
   def __init__(self, meeting:Meeting, *args:Any, **more:Any):
     super().__init__(*args, **more)
     self.meeting = meeting

@@ -1,9 +1,8 @@
 """Memory of the emulated chip as plain bytes: device allocations, the buffers of a running kernel (global and LDS), and register arrays.
 
-Each thread of an access reads or writes a chunk of `chunk` bytes (element size times vector length). Indices count chunks. Memory is viewed as an
-array of chunks, which is gathered or scattered for all threads at once. To read the bytes as another type, the emulator only makes another view of
-them.
-"""
+In an access, each thread reads or writes a chunk: the bytes of a number, or of all numbers of a vector. An index counts chunks of this size. The
+memory is viewed as a numpy array of such chunks. So numpy reads or writes the chunks of all threads in one operation. To read the bytes as another
+type, the emulator makes another view of the array."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -40,8 +39,7 @@ def to_chunks(x:Array, n:int, chunk:int) -> Array:
 # ***** device allocations *****
 
 class Allocation:
-  """Device memory, with one flag per byte that tells whether the byte was written since the allocation. Flags of None mean that every byte was
-  written."""
+  """Device memory. `written` has a flag for each byte that says whether the byte was written since the allocation; None means that every byte was."""
   def __init__(self, size:int):
     self.data = np.full(size, POISON, np.uint8)
     self.written: Array|None = np.zeros(size, np.uint8)
@@ -59,7 +57,8 @@ class View:
   def written(self) -> Array|None: return None if self.base.written is None else self.base.written[self.offset:self.offset + self.size]
 
   def settle(self) -> None:
-    """Records a write to the allocation. If every byte of the allocation is written now, drops the flags that say which bytes were written."""
+    """Records that something was written to the allocation. If every byte of the allocation is written by now, the flags for single bytes are
+    dropped."""
     self.base.touched = True
     if self.base.written is not None and self.base.written.all(): self.base.written = None
 
@@ -71,8 +70,7 @@ class View:
     if self.written is not None: self.base.outputs[self.offset, self.size] = kernel, buffer, itemsize, why
 
   def fill(self, data:Array, written:Array|None=None) -> None:
-    """Copies `data` into the memory. `written` has one flag for each byte of the data that tells whether it was written; None means that all of them
-    were."""
+    """Copies `data` into the memory. `written` has a flag for each byte that says whether the byte counts as written; None: all bytes do."""
     self.data[:] = data
     if (mine := self.written) is not None: mine[:] = 1 if written is None else written
     self.settle()
@@ -203,9 +201,9 @@ class Pointer:
   def __init__(self, space:Space, buffer:UOp, offset:Array): self.space, self.buffer, self.offset = space, buffer, offset
 
   def chunks(self, offset:Array, nbytes:int, gate:Array) -> tuple[Array, int]:
-    """Returns the addresses of an access to `nbytes` bytes at `offset` bytes from the pointer, counted in chunks, and the size of a chunk in bytes. A
-    chunk is the whole access if the addresses of all threads where `gate` is true are multiples of `nbytes`. Otherwise a chunk has at most 4 bytes.
-    Raises Misaligned if the addresses are not multiples of the chunk's size."""
+    """Divides an access to `nbytes` bytes, at `offset` bytes from the pointer, into chunks. Returns the index of each thread's first chunk in the
+    buffer, and the size of a chunk in bytes. A chunk is the whole access if the addresses of all threads for which `gate` is true are multiples of
+    `nbytes`. Otherwise a chunk has at most 4 bytes. Raises Misaligned if an address is not a multiple of the chunk's size."""
     at = np.broadcast_to(self.offset + offset, self.space.f.T)
     index, beyond = divided(at, nbytes)
     if not beyond.any(): return index, nbytes
@@ -231,8 +229,8 @@ class Pointer:
     for i in range(nbytes//chunk): self.space.store(at + i, chunk, raw[:, i], gate)
 
 class Registers:
-  """A register array. Each element is a numpy array of its own, which a store by all threads replaces. `written` tells for each element which threads
-  have written it: all (True), none (False), or a mask."""
+  """A register array. Each element is a numpy array of its own, which a store by all threads replaces. `written` says for each element which threads
+  have written it: True (all), False (none), or a mask."""
   def __init__(self, f:Threads, name:str, count:int, dtype:np.dtype[Any], lanes:int):
     self.f, self.name, self.blank = f, name, np.zeros(() if lanes == 1 else (lanes, 1), dtype)
     self.values: list[Array] = [self.blank] * count
@@ -277,8 +275,8 @@ class Registers:
     return out
 
   def result(self, i:int, active:Array|None) -> Array:
-    """Returns the value of element i in the active threads for a matrix product that adds to this element. Such a product need not wait for earlier
-    products that write the element, so the value includes their results."""
+    """Returns the value of element i in the active threads for a matrix product that adds to this element. The value includes the results of products
+    that are not complete yet, because a product need not wait for earlier products that add to the same element."""
     if (product := self.coming.get(i)) is None: return self.load(np.asarray(i), active)
     return np.where(product.threads, product.results[i], self.values[i])
 

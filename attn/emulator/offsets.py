@@ -21,8 +21,8 @@ class OffsetTerm:
   subtracted: bool = False
 
 def terms_of_offset(offset:UOp) -> Iterator[OffsetTerm]:
-  """Yields the offset of a buffer instruction, and every term of the sums in it except constants. If the offset contains a product, also yields the
-  terms of its factors, because a compiler may multiply out the product."""
+  """Yields the terms of the offset of a buffer instruction: the offset itself, and the operands of each addition, subtraction and multiplication in
+  it, down to numbers of other kinds. (A compiler may multiply out a product.) Constants are left out."""
   if offset.op in (Ops.CAST, Ops.WHERE):
     for x in offset.src[offset.op is Ops.WHERE:]: yield from terms_of_offset(x)
   elif offset.op is not Ops.CONST:

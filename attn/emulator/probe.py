@@ -45,9 +45,9 @@ def probes() -> Iterator[dict[str, list[Array]]]:
   finally: _collecting.remove(found)
 
 def note_probe(name:str, workgroup:Array, wave:Array, lane:Array, values:Array) -> None:
-  """Takes the values that n threads have at the probe `name`, a call of `probe` in a kernel. Adds the values to the dictionary of the innermost
-  `probes()`, or prints them if no `probes()` is active. `workgroup` has the shape (n, 3), `wave` and `lane` the shape (n,). `values` has the shape
-  (n,), or (elements, n) for vectors."""
+  """Shows the values that n threads have at the probe `name`, a call of `probe` in a kernel: adds them to the dictionary of the innermost `probes()`,
+  or prints them if no `probes()` is active. `workgroup` has the shape (n, 3), `wave` and `lane` the shape (n,). `values` has the shape (n,), or
+  (elements, n) for vectors."""
   kind = np.dtype([("workgroup", np.int32, (3,)), ("wave", np.int32), ("lane", np.int32), ("values", values.dtype, values.shape[:-1])])
   rows = np.empty(len(lane), kind)
   rows["workgroup"], rows["wave"], rows["lane"], rows["values"] = workgroup, wave, lane, values.T

@@ -9,9 +9,8 @@ from attn.tinygrad_compat import DType, UOp
 
 @dataclass(frozen=True)
 class Address:
-  """A pointer in a program of the emulator: the address of an element of `buffer`, of the type `dtype`. `terms` has a pair (slot, bytes) for each
-  index that was added to the pointer. `slot` is the position of the index in the frame's list of values (`Frame.v`), and `bytes` is how far an index
-  of 1 moves the pointer."""
+  """A pointer in a program of the emulator: the address of an element of `buffer`, of the type `dtype`. Its offset from the start of the buffer is a
+  sum over the pairs (slot, bytes) in `terms`: `bytes` times the number at the position `slot` in the frame's list of values (`Frame.v`)."""
   buffer: UOp
   dtype: DType
   terms: tuple[tuple[int, int], ...] = ()
@@ -45,7 +44,7 @@ class EmulatedProgram:
   listing: Listing|None = None
 
   def place(self, u:UOp) -> Place:
-    """Returns the place that the operation `u` comes from: the line of Python that emitted it, and its statement in the rendered source."""
+    """Returns the place that the operation `u` comes from: the line of Python that emitted it, and its line in the rendered source."""
     if self.renderer is None: return NOWHERE
     if self.listing is None: self.listing = Listing(self.linear, self.name, self.renderer())
     return self.listing.place(u)
