@@ -63,15 +63,15 @@ class NewRow:
   inside: UOp
 
   def element(self, part:UOp) -> tuple[UOp, UOp, UOp]:
-    """Returns (column, whether the row has this column, the loaded element) for one of the elements of the row that this thread copies: the one with
-    index `part`, a range that the method `part` makes."""
+    """Returns (column, whether the row has this column, the loaded element) for one of the elements that this thread copies. `part` is the element's
+    index among them."""
     column = part*self.a.threads_of_row + self.thread
     there = column < self.a.width
     return column, there, self.rows[(self.first + column).valid(there)].load()
   def part(self, kind:AxisType) -> UOp: return self.allocator.range(ceildiv(self.a.width, self.a.threads_of_row), kind)
   def index(self, at:Strided) -> UOp:
-    """Returns the flat index of this row in the buffer of the cache or of its scales: of the row's first element if `at` has the strides of the
-    cache, and of the row's scale if `at` has the strides of the scales."""
+    """Returns where this row begins in the buffer of the cache, as a flat index. If `at` has the strides of the cache's scales, returns where the
+    row's scale lies in the buffer of scales."""
     return at.start + self.batch*at.batch + self.head*at.head + self.place*at.row
   def largest(self) -> UOp:
     """Returns the largest absolute value of this row. Each thread finds the largest of the elements that it copies; then the threads exchange these

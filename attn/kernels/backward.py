@@ -34,13 +34,14 @@ class BackwardTrip(Protocol[Carry]):
   def scores(self, s:Carry) -> tuple[Carry, Any]: """Computes S = Q K^T of the workgroup's rows and this iteration's tile. Returns the state and S."""
   def weights(self, scores:Any, lse:Any) -> Any: """Applies score terms (bias, softcap, ...) and masks to S. Returns P = exp(S - lse) and the
                                                     derivatives of the terms."""
-  def dp(self, s:Carry) -> tuple[Carry, Any]: """Computes dP - delta, with dP = dO V^T. Sets the elements of dP to 0 whose weights dropout drops.
-                                                 Returns the state and dP - delta."""
+  def dp(self, s:Carry) -> tuple[Carry, Any]:
+    """Computes dP - delta, with dP = dO V^T. Where dropout drops a weight, sets dP to 0. Returns the state and dP - delta."""
   def ds(self, weights:Any, dp:Any, derivatives:Collection[str]|None=None) -> Any:
-    """Returns dS = P * (dP - delta), the gradient of the product Q K^T without the factor softmax_scale. `weights` holds P and the derivatives of the
-    score terms (softcap, ALiBi, bias, score_mod), and `dp` is dP - delta. By default the result is multiplied by the derivatives of all terms. If
-    `derivatives` is given, it is multiplied only by the derivatives of the terms that `derivatives` names. The result is then, for each score, the
-    gradient of the bias, or of the value that score_mod reads from a tensor."""
+    """Returns dS = P * (dP - delta), times the derivatives of the score terms (softcap, ALiBi, bias, score_mod). This is the gradient of Q K^T,
+    without the factor softmax_scale. `weights` holds P and the derivatives. `dp` is dP - delta.
+
+    If `derivatives` is given, only the terms that it names are applied. The result is then the gradient of the bias, or of the value that score_mod
+    reads from a tensor, for each score."""
   def kept(self, weights:Any) -> Any: """Returns P after dropout, rounded to the inputs' dtype, as an operand of the product P^T dO."""
   def rounded(self, ds:Any) -> Any: """Returns dS, rounded to the inputs' dtype, as an operand of the products that give dQ and dK."""
   def add(self, s:Carry, name:str, p_or_ds:Any) -> Carry:
@@ -151,45 +152,51 @@ class UnitOf(Protocol):
     """
 
 def backward_dq(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns maker(p, arch, tile, dlse=False, parts=0) for one kind of matrix unit, whose operations `unit` makes. The maker returns the kernel that
-  computes dq, and delta for the other kernels. The kernel takes the tensors of `tensors.dq_arguments(p, dlse, parts)`, in this order; `dlse` says
-  whether lse has a gradient. dq of a query that sees no key is 0. dq and delta of a row that belongs to no sequence are 0. If `parts` is above 0, the
-  keys are divided into `parts` parts: the kernel stores an fp32 dq for each part, and the caller adds them up. The maker raises NotImplementedError
-  for a problem that `tensors.check_backward` rejects."""
+  """Returns a function maker(p, arch, tile, dlse=False, parts=0) that makes kernels for one kind of matrix unit. `unit` makes the operations of this
+  unit. The maker returns the kernel that computes dq, and delta for the other kernels, from the tensors of `tensors.dq_arguments(p, dlse, parts)`, in
+  this order. `dlse` says whether lse has a gradient. dq of a query that sees no key is 0. dq and delta of a row that belongs to no sequence are 0.
+
+  If `parts` is above 0, the keys are divided into `parts` parts: the kernel stores an fp32 dq for each part, and the caller adds them up. The maker
+  raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradient_of_q(unit(p, arch, tile, args, dq_arguments(p, dlse, parts), parts))
   return kernel_of
 
 def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns maker(p, arch, tile, parts=0) for one kind of matrix unit, whose operations `passes` makes. The maker returns the kernel that computes dk
-  and dv, given delta. The kernel takes the tensors of `tensors.dkdv_arguments(p, parts)`, in this order. dk and dv of a key are 0 if no query sees
-  the key, if the key lies beyond kv_lengths, or if the key belongs to no sequence. If `parts` is above 0, the loop over the queries of all heads that
-  share keys is divided into `parts` parts, first by heads, then by queries: the kernel stores an fp32 dk and dv for each part, and the caller adds
-  them up. The maker raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
+  """Returns a function maker(p, arch, tile, parts=0) that makes kernels for one kind of matrix unit. `passes` makes the operations of this unit. The
+  maker returns the kernel that computes dk and dv from the tensors of `tensors.dkdv_arguments(p, parts)`, in this order; delta is one of them. dk and
+  dv of a key are 0 if no query sees the key, if the key lies beyond kv_lengths, or if the key belongs to no sequence.
+
+  If `parts` is above 0, the loop over the queries of all heads that share keys is divided into `parts` parts, first by heads, then by queries: the
+  kernel stores an fp32 dk and dv for each part, and the caller adds them up. The maker raises NotImplementedError for a problem that
+  `tensors.check_backward` rejects."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv(passes(p, arch, tile, args, dkdv_arguments(p, parts), parts))
   return kernel_of
 
 def backward_all(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns maker(p, arch, tile, parts=0) for one kind of matrix unit, whose operations `passes` makes. The maker returns the kernel that computes dk
-  and dv as `backward_dkdv` does, and adds dq, without the factor softmax_scale, to fp32 sums in memory. The kernel takes the tensors of
-  `tensors.all_arguments(p, parts)`, in this order. Many workgroups add to each sum of dq. If p.deterministic is true, they add one after another in a
-  fixed order. Otherwise they add in any order, and the last bits of dq differ from run to run. If `parts` is above 0, the kernel stores an fp32 dk
-  and dv for each part of the queries, and the caller adds them up. The maker raises NotImplementedError for a problem that `tensors.check_backward`
-  rejects."""
+  """Returns a function maker(p, arch, tile, parts=0) that makes kernels for one kind of matrix unit. `passes` makes the operations of this unit. The
+  maker returns the kernel that computes dk and dv as `backward_dkdv` does, and adds dq, without the factor softmax_scale, to fp32 sums in memory. The
+  kernel takes the tensors of `tensors.all_arguments(p, parts)`, in this order.
+
+  Many workgroups add to each sum of dq. If p.deterministic is true, they add one after another in a fixed order. Otherwise they add in any order, and
+  the last bits of dq differ from run to run. If `parts` is above 0, the kernel stores an fp32 dk and dv for each part of the queries, and the caller
+  adds them up. The maker raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv(passes(p, arch, tile, args, all_arguments(p, parts), parts))
   return kernel_of
 
 def backward_dbias(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns maker(p, arch, tile, parts=0) for one kind of matrix unit, whose operations `unit` makes. The maker returns the kernel that computes
-  dbias, given delta. The kernel takes the tensors of `tensors.dbias_arguments(p, parts)`, in this order. A workgroup sums dS over the batches, heads
-  and blocks of queries that share its block of the bias. If `parts` is above 0, this loop is divided into `parts` parts: the kernel stores fp32 sums
-  for each part, and the caller adds them up. The maker raises NotImplementedError for a problem that `tensors.check_backward` rejects, and ValueError
-  if there are more parts than iterations of the loop."""
+  """Returns a function maker(p, arch, tile, parts=0) that makes kernels for one kind of matrix unit. `unit` makes the operations of this unit. The
+  maker returns the kernel that computes dbias from the tensors of `tensors.dbias_arguments(p, parts)`, in this order; delta is one of them. A
+  workgroup owns a block of the bias. It sums dS over all batches, heads and blocks of queries that use this block.
+
+  If `parts` is above 0, this loop is divided into `parts` parts: the kernel stores fp32 sums for each part, and the caller adds them up. The maker
+  raises NotImplementedError for a problem that `tensors.check_backward` rejects, and ValueError if there are more parts than iterations of the loop.
+  """
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     BiasShare(p, tile.block_m, tile.block_n).check_parts(parts)

@@ -71,7 +71,7 @@ class DualWaveState(InOrder):
     statements. Other operations of the program may run before or after it."""
     return replace(self, statements=self.statements.begin(statement))
   def keep(self, *stores:UOp) -> DualWaveState:
-    """Returns the state after `stores` to registers. Only reads through a state that `settled` returned later are sure to give the stored values."""
+    """Returns the state after `stores` to registers. To read the stored values, call `settled` first, and read through the state that it returns."""
     return replace(self, statements=self.statements.note(UOp.group(*stores)))
   def values_after(self, *deps:UOp) -> DualWaveState: return replace(self.after(*deps), statements=self.statements)
   def sync(self, statement:UOp) -> DualWaveState:

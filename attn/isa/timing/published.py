@@ -70,7 +70,8 @@ class PredictedRow:
   why_not: str = ""
   @property
   def ratios(self) -> tuple[float|None, float|None]:
-    """Predicted over published, at the rated and at the sustained clock. If the published figure depends on no clock, the two are equal."""
+    """Predicted speed divided by published speed: at the rated clock, and at the sustained clock. The two are equal if the published figure depends
+    on no clock."""
     rated = None if self.rated is None else self.rated/self.published
     return rated, rated if self.sustained is None else self.sustained/self.published
   def cells(self) -> list[str]:
@@ -141,9 +142,11 @@ def cycles_of_mfma(kernel:PeerKernel) -> float:
   return kernel.cycles*MFMA_FLOPS/flops
 
 def predicted_rows(published:str, kernels:Iterable[PeerKernel]) -> list[PredictedRow]:
-  """Returns a prediction for every row of docs/data/timing_published.csv, whose text is `published`. For a GEMM the timing model is not used. A GEMM
-  is predicted to use the matrix units GEMM_USE of the time at the rated clock, and to be as fast as the fastest published GEMM of its card at the
-  sustained clock. `kernels` are the rows of docs/data/timing_kernels.csv. Raises ValueError for a row without such a kernel."""
+  """Returns a prediction for each row of the table docs/data/timing_published.csv; `published` is its text. `kernels` are the rows of
+  docs/data/timing_kernels.csv. Raises ValueError for a published row without a kernel.
+
+  The timing model is not used for a GEMM. At the rated clock a GEMM is predicted to keep the matrix units busy a fixed share of the time (GEMM_USE).
+  At the sustained clock it is predicted to be as fast as the fastest published GEMM of its card."""
   by_row = {number: kernel for kernel in kernels for number in kernel.rows.split()}
   found, shape = list[PredictedRow](), ""
   for row in csv.DictReader(io.StringIO(published)):

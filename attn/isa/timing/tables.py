@@ -48,8 +48,8 @@ def stalls_table(loop:LoopTiming, most:int, lines:Mapping[int, PythonLine]) -> T
   return table
 
 def python_place(line:int|None, lines:Mapping[int, PythonLine]) -> str:
-  """Returns, as text, the line of Python that emitted line `line` of the kernel's HIP source, from `lines` ({line of the source: (file, line) of
-  Python}). If this line of Python is not known, returns the line of the HIP source."""
+  """Returns "file:line" of the Python code that emitted line `line` of the kernel's HIP source. `lines` maps lines of the source to (file, line) of
+  Python. If `line` is not among them, returns a text with the line of the source."""
   if line is None: return ""
   return f"{lines[line][0]}:{lines[line][1]}" if line in lines else f"line {line} of the source"
 

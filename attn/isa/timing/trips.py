@@ -89,8 +89,9 @@ def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[in
   return way
 
 def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:WaveState) -> list[int]:
-  """Returns the basic blocks that a wave runs through in one iteration: the path `usual`, and the basic blocks that an s_cbranch_execz on this path
-  skips for a wave without active lanes, if `state` knows that the wave has an active lane. Updates `state` by the instructions on the path."""
+  """Returns the basic blocks that a wave runs through in one iteration. `usual` is the path of a wave without active lanes: each s_cbranch_execz on
+  it skips some blocks. These blocks are added where `state` says that the wave has an active lane. Updates `state` by the instructions on the path.
+  """
   path = list[int]()
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)
@@ -124,8 +125,8 @@ def _groups_of_a_unit(resources:Resources, chip:Chip, waves:int, simds:int) -> i
   return max(1, room//waves)
 
 def _behind(blocks:Sequence[Block], prologue:Sequence[int], waves:int) -> int:
-  """Returns the number of waves of a workgroup that pass an additional barrier before the loop. The number is half of the waves if the code before
-  the loop (the basic blocks `prologue`) can jump over a basic block that holds only a barrier, and otherwise 0."""
+  """Returns how many waves of a workgroup pass one barrier more than the others before the loop. The basic blocks `prologue` come before the loop. If
+  one of them can jump over a block with nothing but a barrier, half of the waves are assumed to take the barrier. Otherwise returns 0."""
   return waves//2 if any(len(blocks[b].successors) == 2 and b + 1 < len(blocks) and _only_a_barrier(blocks[b + 1]) and
                          b + 1 in blocks[b].successors for b in prologue) else 0
 
@@ -195,8 +196,7 @@ def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[
   """Predicts the time of one iteration of a loop. The first half of the waves runs the first loop of `pair`, the second half runs the second loop. In
   most kernels both loops are the same.
 
-    products  number of matrix products in an iteration that have d (the head dimension) as one of their three dimensions, and number of those that
-              have dv
+    products  two numbers of matrix products in an iteration: those with d (the head dimension) as one of their three dimensions, and those with dv
     shape     workgroups on a compute unit, waves of a workgroup, SIMDs, and waves of a workgroup that begin the loop one barrier behind the others"""
   groups, waves, simds, behind = shape
   per_exp = float(flops_of_score(products, d, dv))*chip.wave if d else 0.0

@@ -43,9 +43,9 @@ from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 
 @dataclass(frozen=True)
 class TripStores:
-  """Stores to registers, LDS or memory that one iteration of the loop over tiles has made so far. The iteration ends when all these stores are done.
-  Inside the iteration, only the barrier before the product for dQ waits for these stores. The method `after` returns an object without stores,
-  because it is called where an iteration begins."""
+  """Stores that one iteration of the loop over tiles has made so far: to registers, LDS or memory. The iteration ends when all these stores are done.
+  Inside the iteration, only the barrier before the product for dQ waits for them. `after` is called at the beginning of an iteration, so it returns
+  an object without stores."""
   found: tuple[UOp, ...] = ()
   def after(self, *deps:UOp) -> TripStores: return TripStores()
 

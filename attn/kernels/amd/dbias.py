@@ -28,10 +28,11 @@ from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward:
-  """Returns a copy of `of` for one iteration of the outer loop, the loop over blocks of queries. `group` is the workgroup with the block of queries
-  of this iteration. `number` is the index of the iteration if all iterations read the same tile of keys, otherwise None. P is 0 for queries beyond
-  the last query, because dS may be summed over queries. Rows of q and dO that other kernels keep in LDS are loaded from global memory for each tile.
-  """
+  """Returns a copy of `of` for one iteration of the outer loop, the loop over blocks of queries. `group` is the workgroup with this iteration's block
+  of queries. `number` is the iteration's index if every iteration reads the same tile of keys, and None otherwise.
+
+  P is 0 for queries beyond the last query, because dS may be summed over queries. Rows of q and dO that other kernels keep in LDS are loaded from
+  global memory for each tile."""
   own = own_rows(group, of.tile, of.at, of.statements, (False, False))
   first, second = (replace(x, anew=anew) for x, anew in zip(own, of.tile.own_in_lds))
   there = replace(of, group=group, own=(first, second), outer_trip=number)

@@ -93,7 +93,7 @@ class AmdLatent:
   @property
   def names(self) -> ScalarPlaces: return self.tile.scalar_places(self.group.p)
   def in_block(self, tile:int|UOp) -> UOp:
-    """Returns the index, among the workgroup's own rows, of the row that this lane holds of the matrix tile of queries with index `tile`."""
+    """Returns the index of a row among the workgroup's own rows: the row that this lane has in the matrix tile of queries number `tile`."""
     return tile*self.mat.N + self.at.n
   @functools.cached_property
   def own(self) -> UOp:

@@ -74,9 +74,9 @@ class OwnRows:
     return self.lds.after(workgroup_barrier(UOp.group(*stores)))
 
   def operands(self, t:UOp, steps:slice, *after:UOp) -> list[list[UOp]]:
-    """Returns operand B for each matrix tile of own rows. `steps` selects the units of a row whose operands are returned: a product sums over the
-    elements of a row, a few units at a time. `t` is the index of the iteration: rows that do not stay in registers are read again in each iteration,
-    after the operations `after`."""
+    """Returns operand B for each matrix tile of own rows. A product sums over the elements of a row in steps: `steps` says for which 16-byte units of
+    the row operands are returned. `t` is the index of the iteration. Rows that do not stay in registers are read again in each iteration, after the
+    operations `after`."""
     mat = self.at.matrix
     if self.lds is None and not self.anew: return [operands(mat, units[steps]) for units in self.loaded]
     rows = [amd.opaque(i, t) for i in self.in_block]
@@ -126,8 +126,8 @@ class Products:
     return tiles
 
   def column_operands(self, tile:LdsTile, block_n:int, dt:int) -> list[UOp]:
-    """Returns the A operands, read from LDS, for M columns of a tile: those of the group of columns with index `dt`. The tile has `block_n` rows, and
-    lies transposed in LDS. A product with these operands sums over the tile's rows."""
+    """Returns A operands for a group of M columns of a tile, read from LDS, where M is the matrix instruction's number of rows. `dt` is the index of
+    the group. The tile has `block_n` rows and lies transposed in LDS. A product with these operands sums over the tile's rows."""
     mat = self.matrix
     return operands(mat, [tile.load(self.at.n + dt*mat.M, u) for u in units_of(mat, block_n, self.at.h)])
 

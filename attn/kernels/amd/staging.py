@@ -43,9 +43,9 @@ class Staging:
     if self.across: return ceildiv(self.rows, self.threads//self.across)*ceildiv(self.units, self.across)
     return ceildiv(self.rows//self.group*self.units, self.threads)
   def item(self, j:int) -> tuple[UOp, UOp, UOp]:
-    """Returns the j-th item that this thread copies of a tile, as (row or quad of four rows, which 16 bytes of the row, whether the item exists). If
-    the tile is transposed, up to FAST_QUADS neighbouring threads take the same 16 bytes of different quads, and the next threads the next 16
-    bytes."""
+    """Returns the j-th item that this thread copies, as (row, index of 16 bytes in the row, whether the item exists). If the tile is transposed, the
+    first number is a quad (four neighbouring rows), not a row; neighbouring threads, up to FAST_QUADS of them, then copy the same 16 bytes of
+    neighbouring quads."""
     if self.across:
       rows, parts = self.threads//self.across, ceildiv(self.units, self.across)
       row, unit = self.thread//self.across + j//parts*rows, self.thread%self.across + j%parts*self.across
@@ -82,9 +82,11 @@ def quads_of_unit(matrix:Matrix) -> int:
   return matrix.unit//TURNED_ROWS
 
 def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
-  """Returns the four keys whose elements form quad number `quad` of a row of V^T in LDS. A row is divided into 16-byte units, and each unit into
-  quads of four elements. With g lane groups (lanes that hold the same rows of the accumulator), unit u is read by lane group u % g. So the elements
-  of unit u belong to keys whose weights lane group u % g holds, in the order in which the lanes hold these weights."""
+  """Returns the four keys of quad `quad` of a row of V^T in LDS. A quad is four neighbouring elements of the row, and 16 bytes are one or more quads
+  (a unit).
+
+  The keys of a row are not in ascending order. Lane group h (lanes that hold the same rows of C) reads every g-th unit from unit h on, where g is the
+  number of lane groups. So these units have the keys whose weights these lanes hold, in the order in which they hold them."""
   unit, part = quad//quads_of_unit(matrix), quad%quads_of_unit(matrix)
   n = unit//matrix.groups*matrix.unit + part*TURNED_ROWS
   first = n//matrix.accumulator*matrix.M + matrix.c_row(unit%matrix.groups, n%matrix.accumulator)
@@ -141,8 +143,8 @@ class StagedTile(InLds):
     return [replace(self, only=i) for i in range(self.carried.count)]
 
   def anew(self, t:UOp) -> StagedTile:
-    """Returns this tile for iteration t of the loop, such that the thread computes its addresses again in this iteration. Otherwise registers would
-    hold the addresses during the whole loop."""
+    """Returns this tile for iteration t of the loop. The thread computes the tile's addresses in this iteration, instead of keeping them in registers
+    during the whole loop."""
     thread = bounded(amd.opaque(self.carried.thread, t), 0, self.carried.threads - 1)
     return replace(self, carried=replace(self.carried, thread=thread))
 

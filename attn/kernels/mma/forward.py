@@ -80,9 +80,10 @@ class MmaForward:
   def p(self) -> Problem: return self.warps.group.p
   @property
   def kinds(self) -> tuple[str, ...]:
-    """Names of the sums of P that the kernel computes for each row, in the order in which the state holds them. ONES sums P as it is multiplied by V:
-    rounded, and times the scales of V's rows if V is stored in 8 bits. UNSCALED, only with such scales, sums P without them. LANE, only if an LSE is
-    written, sums P before rounding."""
+    """Names of the sums of P that the kernel computes for each row, in the order of the state's registers:
+    - ONES: P as it is multiplied by V, that is rounded, and times the scales of V's rows if V is stored in 8 bits
+    - UNSCALED: rounded P without these scales, if there are any
+    - LANE: P before rounding, if an LSE is written"""
     return (ONES, *[UNSCALED]*bool(self.p.stored), *[LANE]*(self.warps.group.lse is not None))
   @property
   def kinds_of_result(self) -> tuple[str, ...]:
@@ -98,8 +99,8 @@ class MmaForward:
     return self.p.key_itemsize == 1
   @property
   def exact_steps(self) -> int:
-    """Largest number of matrix instructions that add to one sum of the matrix unit, before this sum is added to another one in fp32. Some chips add
-    products of 8-bit floats with fewer bits than fp32. 0: there is no limit."""
+    """Number of matrix instructions after which a sum of the matrix unit is added to another sum in fp32, because some chips add products of 8-bit
+    floats with fewer bits than fp32. 0: no limit."""
     return EXACT_PRODUCTS//self.mat.K if self.of_bytes and self.warps.group.arch.short_sums and not self.p.fast_accumulate else 0
   @property
   def stored(self) -> StoredKeys: return StoredKeys(self.warps)
@@ -132,8 +133,8 @@ class MmaForward:
     """Index of the first key that this warp computes, counted from the first key of the thread block's tile of keys."""
     return self.share*self.tile.warp_keys
   def own_tile(self, t:UOp) -> UOp:
-    """Returns the index of the tile of keys that this warp computes in iteration t, if the sequence is divided into tiles of `warp_keys` keys, the
-    keys of one warp. If several warps compute the same queries, tile t of the block consists of several such tiles, one for each of these warps."""
+    """Returns the index of the keys that this warp computes in iteration t, counted in groups of `warp_keys` keys (the keys of one warp in an
+    iteration). For example, if four warps compute the same queries, iteration 0 has the groups 0 to 3, one for each of these warps."""
     return t*self.tile.key_waves + self.share
   @functools.cached_property
   def queries(self) -> list[list[Row]]: return [self.warps.queries(first) for first in self.in_block]
@@ -313,10 +314,12 @@ class MmaForward:
 
   def multiplied(self, s:MmaState, tiles:list[list[UOp]], steps:range, a:Callable[[int, int], UOp], b:Callable[[int, int], UOp],
                  empty:bool=False) -> list[list[UOp]]:
-    """Returns `tiles` + A B, lists of C fragments, one for each matrix tile of queries. `steps` are the indices of the product's steps: in each step
-    one matrix instruction adds a part of the sum. `a(tile of queries, step)` returns an operand A, and `b(step, pair)` an operand B for two
-    neighbouring C fragments. If the matrix unit adds with too few bits (`exact_steps`), its sums over a few steps are added in fp32. `empty` says
-    that `tiles` are 0: then there are so few of them that all are computed together."""
+    """Returns `tiles` + A B, as a list of C fragments for each matrix tile of queries. `steps` are the indices of the product's steps; in each, one
+    matrix instruction adds a part of the sum. `a(tile of queries, step)` returns an operand A, and `b(step, pair)` an operand B for two neighbouring
+    C fragments.
+
+    If the matrix unit adds with too few bits (`exact_steps`), its sums over a few steps are added in fp32. `empty` says that `tiles` are 0, and few
+    enough to be computed all at once."""
     queries, pairs = range(self.tile.q_tiles), range(len(tiles[0])//2)
     def add(into:list[list[UOp]], step:int, pair:int) -> None:
       operand = b(step, pair)

@@ -165,8 +165,8 @@ class MmaLatent:
 
   # ***** shared memory *****
   def k_rows(self, t:UOp) -> LongRows:
-    """Returns the layout, in shared memory, of the rows of tile t, without rotary columns that have a layout of their own. The operands are read from
-    there: if threads convert K in shared memory (`widens`), K is there in 16 bits, for one tile at a time."""
+    """Returns the layout, in shared memory, of K's rows in tile t, from where operands are read. If threads convert K from 8 to 16 bits in shared
+    memory (`widens`), this is the place of the converted tile. If K is stored in 8 bits, the rotary columns lie elsewhere (`rotary_rows`)."""
     q, k, _, _ = self.tile.layouts(self.p)
     return k.moved_to(q.size + self.tile.stages*self.tile.stage(self.p) if self.tile.widens(self.p) else self.first_of(t))
   @property
@@ -202,9 +202,8 @@ class MmaLatent:
     told, to = self.row_scalars(s), s.shared.bitcast(dtypes.float)
     return [nv.put(to[told.place(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
   def load_row_values(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
-    """Returns two numbers that warps have stored with `put_row_values`: those of the two rows that this lane holds of a matrix tile of 16 queries.
-    `i` is the index of their kind in the table (`ScalarPlaces`), and `first` the index of the tile's first row among the rows that the thread block
-    owns."""
+    """Returns two numbers that warps have stored with `put_row_values`, for the two rows that this lane has in a matrix tile of 16 queries. `i` is
+    the index of the kind of number in the table (`ScalarPlaces`). `first` is the index of the tile's first row among the thread block's own rows."""
     return ops.build(*[self.row_scalars(s).load(i, row) for row in self.in_block(first)])
   def after_barrier(self, s:LatentMmaState) -> LatentMmaState:
     """Waits at a barrier until all warps have done their statements (operations with side effects, such as stores) so far. Returns the state."""
@@ -271,8 +270,9 @@ class MmaLatent:
     return s, ops.build(*[functools.reduce(ops.max_, [ops.extract(x, r) for x in heard]) for r in range(nv.ROWS)])
 
   def put_weights(self, s:LatentMmaState, packed:list[UOp]) -> list[UOp]:
-    """Returns the statements that store P to shared memory. `packed` holds P as operand A: its dword i has two neighbouring keys of the lane's row
-    i%2, from the first 8 keys of the operand if i//2 is 0, else from the second 8."""
+    """Returns the statements that store P to shared memory. `packed` holds P as A operands of four dwords. Each dword has two neighbouring keys of
+    one of the lane's two rows: dwords 0 and 2 of the first row, 1 and 3 of the second; 0 and 1 of the operand's first 8 keys, 2 and 3 of its second
+    8."""
     to, first, statements = s.shared.bitcast(dtypes.float), self.share.part*(self.share.keys//self.mat.N), []
     for step, x in enumerate(packed):
       for i in range(4):
@@ -281,9 +281,10 @@ class MmaLatent:
     return statements
 
   def v_rows(self, t:UOp, line:int) -> LongRows:
-    """Returns the layout, in shared memory, of V's rows in tile t, for one line of 128 bytes of the columns that this warp multiplies: the line with
-    index `line`. V is the first columns of K, so the result is the layout of K's rows, moved to these columns. If the warp has no such line, the
-    result is the last line of V: the columns of O that are then computed are not stored."""
+    """Returns the layout, in shared memory, of a part of V's rows in tile t: one line of 128 bytes of each row. `line` is the index of the line among
+    the lines that this warp multiplies. V is the first columns of K, so this is the layout of K, moved to the line.
+
+    The last warp may have fewer lines. In place of a missing line it reads the last line of V, and the results are not stored."""
     k = self.k_rows(t)
     return k.moved_to(k.base + (self.warps.at.wave*(self.columns//LINE) + line).minimum(k.panels - 1)*LINE)
 

@@ -25,8 +25,8 @@ class StoredKeys:
   warps: Warps
 
   def widened(self, *pairs:tuple[UOp, tuple[int, int]]) -> UOp:
-    """Returns a vector of 16-bit numbers of the dtype that the matrix unit multiplies, converted from numbers stored in 8 bits. Each of `pairs` is (a
-    dword of four stored numbers, the indices of two of them)."""
+    """Converts numbers stored in 8 bits to a vector of 16-bit numbers, of the dtype that the matrix unit multiplies. Each of `pairs` is a dword with
+    four stored numbers, and the indices of the two numbers that are converted."""
     p = self.warps.group.p
     return ops.build(*[widen_pair(word, places, p.stored, p.dtype) for word, places in pairs])
 
@@ -118,9 +118,9 @@ class StoredKeys:
     return found
 
   def scales(self, shared:UOp, base:UOp, kind:int, first_key:UOp, keys:int) -> list[UOp]:
-    """Returns a vector for each C fragment of the scores of `keys` keys, from `first_key` on, read from shared memory: the scales of the two keys
-    whose scores this lane holds. `kind` is 0 for scales of K, 1 for scales of V, and 2 for the numbers NaN or 0 that `checked_scales` stores. `base`
-    is the first float of the tile's scales in shared memory."""
+    """Loads scales of a tile's rows from shared memory, for the scores of `keys` keys from `first_key` on. Returns a vector for each C fragment: the
+    scales of the two keys whose scores this lane holds. `kind` is 0 for scales of K, 1 for scales of V, and 2 for the numbers NaN or 0 that
+    `checked_scales` stores. `base` is the first float of the tile's scales in shared memory."""
     mat, pairs = self.warps.at.matrix, shared.bitcast(nv.F2)
     first = (base + kind*self.warps.group.tile.block_n + first_key)//2 + self.warps.at.h
     return [pairs[first + i*mat.N//2].load() for i in range(keys//mat.N)]
