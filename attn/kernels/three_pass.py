@@ -43,9 +43,9 @@ def _sequences(head:Tensor, Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Ten
   return Positions(belongs, (i + shift).reshape(Sq, 1), j.reshape(1, Sk), counted, head, in_q)
 
 def for_each_query(rows:Tensor, sees:Tensor|None) -> Tensor:
-  """Returns the rows of k or v (B, Hkv, Sk, width) for each query, with a shape that broadcasts to (B, Hkv, query heads of each, Sq, Sk, width).
-  Replaces rows that a query does not see by 0. Otherwise a weight of 0 times inf or NaN in such a row would give NaN, also in the gradients. `sees`
-  says which query sees which key; None: all see all."""
+  """Returns the rows of k or v (B, Hkv, Sk, width) for each query. Their shape broadcasts to (B, Hkv, query heads per key/value head, Sq, Sk, width).
+  `sees` says which query sees which key; None: all see all. Rows that a query does not see become 0, because inf or NaN in such a row times the
+  weight 0 would be NaN, also in the gradients."""
   rows = rows.float().unsqueeze(2).unsqueeze(3)
   return rows if sees is None else sees.unsqueeze(-1).where(rows, 0.0)
 

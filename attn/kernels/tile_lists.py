@@ -286,9 +286,9 @@ def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
 
 @cache_of_kernels
 def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the kernel that puts the tiles of each block into the block's list, in order. One thread for each tile counts the tiles that come before
-  it: this is its position in the list. At the end of a list, for each tile that is not in the list, stands the number of all tiles. If lists have
-  turns, the thread also counts the blocks that start before its block and have the tile in their lists."""
+  """Returns the kernel that writes each block's list of tiles, in order. There is one thread for each tile of a block. The thread counts the tiles
+  that come before its tile: the count is the tile's position in the list. Unused entries at the end of a list get the number of all tiles. If lists
+  have turns, the thread also counts the blocks that start before its block and have the tile in their lists."""
   def kernel(tile_list:UOp, in_tiles:UOp) -> UOp:
     items, there, (of_list, block, tile) = Items.of_threads(x.lists, x.blocks, x.tiles)
     line = (of_list*x.blocks + block)*x.tiles

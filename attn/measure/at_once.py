@@ -102,7 +102,8 @@ MASKS_TIMED = ("documents", "dilated", "neighbours")
 FURTHER_SIZES = ((4, 16, 16, 4000, 4000, 128), (8, 16, 16, 2048, 2048, 128), (16, 16, 16, 1024, 1024, 128))
 
 def extras_of(told:str, sizes:WaysSizes) -> dict[str, np.ndarray]:
-  """Returns the optional tensors, by name, of a problem of these sizes, whose options the words `told` name."""
+  """Returns the optional tensors of a problem, by name. `told` are the words that name the problem's options, such as "ALiBi", and `sizes` are its
+  sizes."""
   B, H, _, Sq, Sk, _ = sizes
   if "dropout" in told: return {"dropout_seed": np.array([1, 2], np.uint32)}
   if told.endswith("documents"): return {"mod_tensor0": np.arange(Sk, dtype=np.int32)//DOCUMENT}

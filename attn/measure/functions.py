@@ -31,9 +31,9 @@ Tensors = dict[str, Any]     # PyTorch's tensors that functions read, by name
 
 @dataclass(frozen=True)
 class FunctionRow:
-  """Row of the table of measurements. The row has the score_mod and the mask_mod, written for attn and for PyTorch, the names of the tensors that
-  these functions read, and the options of attn that compute the same result without functions. With `packed`, these options are for packed sequences,
-  with q, k and v in the layout thd."""
+  """A problem of the table, with the same score_mod and mask_mod for attn and for PyTorch. `tensors` are the names of the tensors that the functions
+  read. `built_in` are options of attn that compute the same result without functions. With `packed`, these options are for packed sequences, with q,
+  k and v in the layout thd."""
   name: str
   mask_mod: Callable[..., UOp]
   torch_mask: Callable[[Tensors], Callable[..., Any]]

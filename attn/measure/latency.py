@@ -52,7 +52,8 @@ def compiler_timed(compiler:Any) -> Iterator[list[float]]:
   finally: del compiler.compile
 
 def first_call(row:FirstCall) -> dict[str, float]:
-  """Makes the call that `row` describes in this process. Returns its seconds, and how many of these seconds the compiler runs."""
+  """Makes the call that `row` describes in this process. Returns {"seconds": time of the call, "compiling": the part of it that the compiler took}.
+  """
   device = device_of(Device.DEFAULT)
   q, k, v, do = (repeated(row.B, h, n, row.D) for h, n in ((row.H, row.Sq), (row.Hkv, row.Sk), (row.Hkv, row.Sk), (row.H, row.Sq)))
   adapt(Device.DEFAULT)

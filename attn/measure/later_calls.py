@@ -1,9 +1,10 @@
 """Times later calls on the host: `python -m attn.measure.later_calls [WORD ...]` prints a line for each call whose name contains every WORD.
 
 Each time is the median of the host's milliseconds from the second call on, outside TinyJit. `call` ends when the call returns its result, which is
-not computed yet. `scheduled` ends when tinygrad has also made the list of launches. The times with gradients include the gradients of q, k and v.
-No kernel is launched but that of tinygrad's random generator, which is not timed, so the device's speed does not matter: with DEV=EMU::gfx942 the
-command runs without a GPU. The times of tinygrad's own attention are in the line, too, if it has the options of the call."""
+not computed yet. `scheduled` ends when tinygrad has also made the list of launches. The times with gradients include the gradients of q, k and v. The
+line also has the times of tinygrad's own attention, if it has the options of the call.
+
+The device's speed does not matter, because no kernel of attention is launched. With DEV=EMU::gfx942 the command runs without a GPU."""
 from __future__ import annotations
 import statistics, sys, time
 from collections.abc import Callable

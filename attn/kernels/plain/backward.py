@@ -131,9 +131,9 @@ class PlainBackward(Rectangle):
     return s.after(done.end(trip).end(*heads))
 
   def trip(self, s:PlainState, t:UOp, ready:list[UOp], work:PlainWork) -> UOp:
-    """Computes one iteration of the loop: what tile t adds to the gradients. `work` computes P and dS of one part of the tile after another, and they
-    are stored to local memory. Then the tile's rows, weighted by P or dS, are added to the gradients. Accesses to local memory come after the
-    operations `ready`. Returns the last operation."""
+    """Computes one iteration of the loop: adds to the gradients what comes from tile t. The tile is divided into parts. For one part after another,
+    `work` computes P and dS, which are stored to local memory. Then the tile's rows, times P or dS, are added to the gradients. Accesses to local
+    memory come after the operations `ready`. Returns the last operation."""
     tile, (part, loop) = self.tile, self.loop(self.tile.parts)
     found, stores = work(s, PlainTrip(self, t*tile.parts + part, [*ready, *loop])).weights, list[UOp]()
     for name, columns in found.items():
@@ -211,7 +211,8 @@ class PlainTrip:
     return [x for j in self.of.quads for x in kept_here(self.of.part_scores, self.of.own_rows[j*QUAD:(j + 1)*QUAD], self.firsts)]
 
   def own(self, x:UOp, i:int) -> UOp:
-    """Returns a vector of QUAD equal numbers: the number that the registers `x` hold for the i-th query that this thread owns."""
+    """Returns a vector of QUAD equal numbers. The registers `x` have one number for each of this thread's own rows; the vector repeats the i-th of
+    them."""
     return ops.splat(ops.extract(x[i//QUAD].load(), i%QUAD), QUAD)
   def of_walked(self, name:str) -> list[list[UOp]]:
     """Loads a number, such as lse or delta (`name`), of each query in this part of a tile. Returns a list of four numbers for each group of four

@@ -129,8 +129,9 @@ class PlainForward(Rectangle):
                      *[x.store(ops.splat(value, QUAD)) for of, value in ((s.m, LOWEST), (s.l, 0.0)) for x in self.all(of)])
 
   def scored(self, state:QueryState, t:UOp, ready:list[UOp]) -> UOp:
-    """Computes S^T of tile t, after the operations `ready`, and stores it to the registers `s`. A single thread, which computes a tile in parts,
-    stores it where P^T will lie later in its memory. Raises the thread's maxima to the scores that it has computed. Returns the last operation."""
+    """Computes S^T of tile t, after the operations `ready`, and stores it to the registers `s`. (On a CPU the workgroup is one thread, which computes
+    a tile in parts. It stores S^T to its own memory, where P^T replaces it later.) Raises the thread's maxima to the new scores. Returns the last
+    operation."""
     tile, began = self.tile, UOp.group(*[top.store(x.load()) for top, x in zip(self.each(self.top.after(*ready)), self.each(state.m))])
     part, loop = self.loop(tile.parts)
     s = self.product(self.s, "k", "q", "kept", t*tile.parts + part, [*ready, *loop], state.k if tile.ahead else None)
@@ -159,8 +160,8 @@ class PlainForward(Rectangle):
     return ops.exp2(ops.mul(ops.sub(x, top), self.part_scores.to_log2))
 
   def weights(self, l:UOp, tops:list[UOp], t:UOp, ready:list[UOp]) -> UOp:
-    """Stores P^T of the scores that this thread has computed, after dropout, to local memory, after the operations `ready`. `tops` are the maxima of
-    the thread's queries. Adds P before dropout to the row sums `l`. Returns the last operation."""
+    """Computes P^T of this thread's scores, and adds it to the row sums `l`. Stores P^T after dropout to local memory. `tops` are the maxima of the
+    thread's queries. The stores come after the operations `ready`. Returns the last operation."""
     tile = self.tile
     four, loop = self.loop(tile.block_n//QUAD) if tile.alone else (UOp.const(0), [])
     rows = [four*QUAD + i for i in range(QUAD)] if tile.alone else [self.result_row(i) for i in range(tile.walked)]
@@ -191,8 +192,8 @@ class PlainForward(Rectangle):
     return ops.select_each([ops.extract(scores, i).eq(-math.inf) for i in range(QUAD)], 0.0, found)
 
   def dropped(self, weights:list[list[UOp]], firsts:list[UOp]) -> list[list[UOp]]:
-    """Returns P after dropout. `weights` has a list for each key. The keys are groups of four neighbours, and `firsts` are the first keys of these
-    groups."""
+    """Returns P after dropout. `weights` has a list for each key. The keys come in groups of four neighbours; `firsts` has the first key of each
+    group."""
     if not self.p.dropout_p: return weights
     kept = [x for j in self.quads for x in kept_here(self.part_scores, self.queries[j*QUAD:(j + 1)*QUAD], firsts)]
     return self.by_walked_row([x.drop(column) for x, column in zip(kept, self.by_own_row(weights))])

@@ -54,9 +54,8 @@ def for_rectangles(kernel_of:Callable[..., Callable[..., UOp]]) -> Callable[...,
   return checked
 
 def as_rendered(sink:UOp, arch:Chip, tile:RectangleTile) -> UOp:
-  """Returns the kernel `sink` in the form that the chip's renderer takes. attn's own renderers take the operations of attn/ops, whose values are
-  vectors: such a kernel has a third as many UOps to lower. All other renderers take plain UOps only. So does a kernel of a single thread, whose own
-  memory takes the place of local memory and has no vectors."""
+  """Returns the kernel `sink` in a form that the chip's renderer takes. attn's own renderers take the operations of attn/ops, which work on vectors.
+  All other renderers take plain UOps only: then each operation is replaced by plain UOps. This is also done for a kernel of a single thread."""
   ours = arch.name in CHIPS
   return sink if ours and not tile.alone else plain(sink, checked=ours)
 
@@ -125,10 +124,10 @@ def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
 LANES_DOWN, LANES_ACROSS = 4, 8     # the rectangle of 32 neighbouring threads
 
 def place_in_rectangle(tile:RectangleTile, thread:UOp) -> tuple[UOp, UOp]:
-  """Returns the row and the column of a thread in the rectangle. With asynchronous copies, 32 neighbouring threads form a small rectangle: threads 2n
-  and 2n + 1 are neighbours in one column, and threads n and n + 2 mostly in one row, so that neighbours read the same quads from local memory. On an
-  H100 a kernel for D = 64 was 1.2 times as fast so."""
+  """Returns the row and the column of a thread in the rectangle of threads. With asynchronous copies, 32 neighbouring threads form a small rectangle,
+  so that neighbours read the same quads from local memory: threads 2n and 2n + 1 lie in one column, and threads n and n + 2 mostly in one row."""
   if not tile.asynchronous: return thread//tile.across, thread%tile.across
+  # on an H100 this order of threads made a kernel for D = 64 1.2 times as fast
   down, across = math.gcd(LANES_DOWN, tile.down), math.gcd(LANES_ACROSS, tile.across)
   near, (number, lane) = math.gcd(2, down), (thread//(down*across), thread%(down*across))
   h, x = lane//(near*across)*near + lane%near, lane//near%across
@@ -190,9 +189,8 @@ class Rectangle:
     """Returns the index, among the workgroup's own rows, of the first row of this thread's j-th quad (four neighbouring own rows)."""
     return (self.at.x + j*self.tile.across)*QUAD
   def result_row(self, i:int) -> UOp:
-    """Returns the index, in a product, of the i-th of the rows that this thread computes. For scores this is the index of a walked row, among the
-    rows of a tile that the workgroup computes at one time. O and gradients are computed transposed: for these it is the index of a column, among the
-    columns that the workgroup computes at one time."""
+    """Returns the row of a product that is the i-th row of this thread, counted among the rows that the workgroup computes at one time. The row
+    stands for a walked row in scores, and for a column of the result in O and gradients, which are computed transposed."""
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
   def section(self, name:str, *deps:UOp) -> Section:
     """Returns the section of local memory (a matrix) that has the name `name`, such that accesses to it come after the operations `deps`."""
@@ -317,9 +315,9 @@ class Rectangle:
   def width_of(self, tensor:str) -> int: return self.p.D if tensor == "k" else self.rows_of(tensor).width
 
   def element(self, tensor:str, first:UOp, row:UOp, column:UOp, *there:UOp) -> UOp:
-    """Returns a loaded element of row `first` + `row` of the tensor `tensor`, in fp32, or 0 where one of the conditions `there` is false. K of a
-    latent cache that stores 8-bit numbers is loaded as the numbers that it stands for: in the latent columns the stored number times the row's scale,
-    and after them the rotary columns, which have 16 bits."""
+    """Loads an element of row `first` + `row` of the tensor `tensor`, and returns it in fp32. Returns 0 where one of the conditions `there` is false.
+    If K is stored in 8 bits in a latent cache, this is the value of the element: in the latent columns the stored number times the row's scale, and
+    after them the rotary columns, which have 16 bits."""
     def loaded(name:str, column:UOp|int) -> UOp:
       rows = self.rows_of(name)
       at = rows.start(first, row) + column
@@ -404,11 +402,12 @@ class Rectangle:
 
   def arriving(self, now:Portion, later:Portion, other:Portion, at:tuple[UOp, int], ready:list[UOp], further:list[UOp],
                ahead:UOp|None) -> tuple[Section, list[UOp]]:
-    """Brings the data `now` to its section (a matrix in local memory) in step s of n, where `at` is (s, n), after the operations `ready`. Returns the
-    section, and the operations after which sections may be read. Among them are the operations `further`, which fill other sections. If the kernel
-    uses asynchronous copies, these have been started for `now` in the step before. As soon as all threads see `now`, the next copies start and run
-    during the products: copies of `later`, the data of the next step, or in the last step copies of `other`, the first data of another section. Other
-    kernels store `now` here; if `ahead` is not None, they also load `later` to the registers `ahead`."""
+    """Makes the data `now` ready in its section (a matrix in local memory). `at` = (s, n) is the step s of n steps. The operations `ready` come
+    first. Returns the section, and the operations after which local memory may be read; these include `further`, operations that fill other sections.
+
+    With asynchronous copies, the step before has started the copies of `now`. This step waits for them and starts the next copies, which run during
+    the products: of `later`, the data of the next step, or in the last step of `other`, the first data of another section. Without asynchronous
+    copies, this step stores `now`. If `ahead` is not None, it also loads `later` to the registers `ahead`."""
     step, steps = at
     if not self.tile.asynchronous:
       stores = self.brought(now, later if steps > 1 else None, ready, ahead)

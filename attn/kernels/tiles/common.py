@@ -30,9 +30,9 @@ def heads_of(p:Problem, tile:BlockTile) -> int:
   return p.H//p.Hkv if tile.pack_gqa else 1
 
 def blocks_of_queries(p:Problem, tile:BlockTile) -> tuple[int, int]:
-  """Returns (pieces, workgroups for each piece) for the queries of a head, or with `pack_gqa` of all heads of a workgroup. There are two pieces if a
-  device holds two pieces of a sequence, one from the front and one from the back (`DealtRows`). No workgroup owns rows of both: for the rows from the
-  back it would loop over keys that the rows from the front don't see."""
+  """Returns (pieces, workgroups per piece) for the queries of a head, or with `pack_gqa` for those of all heads of a workgroup. There are two pieces
+  if a device holds two pieces of a sequence: one from its front and one from its back (`DealtRows`). No workgroup has rows of both pieces, because
+  rows from the back see many keys that rows from the front do not see."""
   pieces = 1 if p.dealt is None or not p.dealt.front else 2
   return pieces, ceildiv(p.Sq//pieces*heads_of(p, tile), tile.block_m)
 
@@ -47,11 +47,15 @@ def units_of_query_values(p:Problem, queries:int) -> int:
 
 @dataclass(frozen=True)
 class ScalarPlaces:
-  """Describes the table in LDS through which the waves of a workgroup exchange fp32 numbers of a row (a query): which number stands at which index.
-  At `factor`: the number that rescales O after an iteration. At `reference`: after the last iteration, the number that the softmax subtracts
-  from the row's scores. The keys of a tile are divided into `parts` parts. At `top(part)`: the largest score of a part in an iteration. At
-  `total(kind, part)`: after the last iteration, a part's sum of P. `kinds` is the number of sums of P: P as rounded to 16 bits and, if lse is
-  written, P before rounding."""
+  """Table in LDS through which waves exchange fp32 numbers. It has several numbers for each row (query). The fields and methods return the index of a
+  number:
+
+    factor             the number that rescales O after an iteration
+    reference          the number that the softmax subtracts from the row's scores, after the last iteration
+    top(part)          the largest score of a part in an iteration; the keys of a tile are divided into `parts` parts
+    total(kind, part)  a part's sum of P after the last iteration
+
+  `kinds` is the number of sums of P: of P as rounded to 16 bits and, if lse is written, of P before rounding."""
   parts: int
   kinds: int
   factor: int = 0

@@ -94,9 +94,9 @@ class RectangleTile:
   @property
   def pack_gqa(self) -> bool: return False
   def width(self, of:int) -> int:
-    """Returns how many columns of a result, such as O or dK, the workgroup computes, if the result has `of` columns: `of`, rounded up to a multiple
-    of `columns`, the columns that a thread computes at a time. If `columns` is 0, a thread computes all its columns at once, and `of` is rounded up
-    to whole quads (4 columns) for each of the `down` threads."""
+    """Rounds the number `of` of columns of a result, such as O or dK, up to the number that the workgroup computes: a multiple of `columns`, the
+    columns that a thread computes at a time. If `columns` is 0, a thread computes all its columns at once, and the number is a multiple of 4 columns
+    for each of the `down` threads."""
     return round_up(of, self.columns or QUAD*self.down)
   def depth_of(self, width:int) -> int: return self.depth or summed_together(width)
   def steps(self, width:int) -> int:

@@ -48,7 +48,7 @@ class WgmmaTile(WgmmaShape):
     """Number of tiles of K, and of V, for which shared memory has room at the same time."""
     return STAGES if p.stored or p.of_8_bits else min(STAGES, ceildiv(p.Sk, self.block_n))
   def ahead(self, p:Problem) -> bool:
-    """Whether the copies of a tile of 8-bit floats start two iterations before the tile is used, for which shared memory must have room."""
+    """Whether the copies of a tile of 8-bit floats start two iterations before the tile is used. This is so if shared memory has room for it."""
     return p.of_8_bits and self.bytes_with(p, True) <= MOST_SHARED
   def key_stages(self, p:Problem) -> int: return self.stages(p) + self.ahead(p)
   def given_stages(self, p:Problem) -> int: return GIVEN_STAGES + self.ahead(p)
@@ -66,7 +66,7 @@ class WgmmaTile(WgmmaShape):
   def lds_bytes(self, p:Problem) -> int:
     return self.bytes_with(p, self.ahead(p))
   def bytes_with(self, p:Problem, ahead:bool) -> int:
-    """Number of bytes of shared memory of a block whose copies start two iterations ahead, or one."""
+    """Number of bytes of shared memory of a block. With `ahead`, copies start two iterations before a tile is used, otherwise one."""
     q, k, v = self.layouts(p)
     given = (GIVEN_STAGES + ahead)*self.given_v(p).size if p.of_8_bits else 0
     units = q.size + (self.stages(p) + ahead)*k.size + self.stages(p)*v.size + given + self.raw(p) + SCALE_STAGES*self.scales(p)

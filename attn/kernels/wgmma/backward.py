@@ -60,9 +60,12 @@ def shared_memory(grid:Grid, p:Problem, tile:WgmmaBackwardTile) -> UOp: return g
 
 @dataclass(frozen=True)
 class RingPlace:
-  """Names a tile that the block uses, and says where the tile lies in the ring buffer. The block loops over the tiles of one head after another; if
-  it makes two passes, twice. `tile` is the index of the tile in this loop over one head, and `loop` the index of the loop, counted over heads and
-  passes. `index` is the number of tiles that the block has used before, over all loops."""
+  """A use of a tile by a block, which also tells where the tile lies in the ring buffer. The block loops over the tiles of one head after another,
+  and twice if it makes two passes.
+
+    tile   index of the tile among the tiles of a head
+    loop   index of this loop over tiles, counted over heads and passes
+    index  number of tiles that the block has used before, over all loops"""
   tile: UOp
   loop: UOp|int
   index: UOp
@@ -283,7 +286,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
   # ***** dQ of a block that owns keys *****
   @property
   def dq_column(self) -> UOp:
-    """First of the columns of dQ that this warpgroup computes, of the queries of this iteration's tile."""
+    """Index of the first column of dQ that this warpgroup computes."""
     return wgmma.group(self.warp_rows.warps.at.wave)*self.of.tile.dq_columns(self.warp_rows.p)
 
   def start_dq(self, s:WgmmaBackwardState, ds:list[list[UOp]]) -> WgmmaBackwardState:

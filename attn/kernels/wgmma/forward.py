@@ -35,19 +35,21 @@ from attn.score.term import Row
 from attn.tinygrad_compat import UOp, dtypes
 
 def sums_of(p:Problem) -> tuple[str, ...]:
-  """Returns which sums of P the kernel computes for each row. The sum of P as rounded to 16 bits costs 4 to 15 % of the speed on an H200 if mma.sync
-  computes it, and 2 to 8 % if vector additions do. Dividing O by this sum avoids an error of the size of P's rounding. The kernel computes this sum
-  only if O is stored in a finer type than P: otherwise the rounding of O hides this error. The kernels for all other matrix units always compute this
-  sum. If V is stored in 8 bits, a further sum, the first one, shows whether P times V's scales is too large. If q, k and v are
-  8-bit floats, the sum of P as rounded is a column of the product of P and V (`WgmmaForward.ones`)."""
+  """Returns which sums of P the kernel computes for each row. The sum of P as rounded to 16 bits is computed only if O is stored in a finer type than
+  P. Dividing O by it avoids an error of the size of P's rounding, which a coarser type of O would hide. (On an H200 this sum costs 2 to 8 % of the
+  speed by vector additions, and 4 to 15 % by mma.sync. Kernels for the other matrix units always compute it.)
+
+  If V is stored in 8 bits, the first sum shows whether P times V's scales is too large. If q, k and v are 8-bit floats, the sum of rounded P is a
+  column of the product of P and V (`WgmmaForward.ones`), and is not listed here."""
   if p.of_8_bits: return (LANE,)*p.writes_lse
   stored = "float32" if p.num_splits > 1 else p.out_dtype
   kind = LANE if ROUNDOFF[stored] >= ROUNDOFF[p.dtype] else UNSCALED if p.stored else ONES
   return (*[FACTORS]*bool(p.stored), kind, *[LANE]*(kind != LANE and p.writes_lse))
 
 def parts_of_o(p:Problem) -> list[range]:
-  """Returns the C fragments of each part into which the columns of P V of 8-bit floats are divided. The last fragment has the row sums of P. Parts
-  are equal where they can be: from parts of different sizes, ptxas may make products that wait for each other (C7511)."""
+  """Divides the C fragments of P V of 8-bit floats into parts of neighbouring columns. Returns the indices of each part's fragments. The last
+  fragment has the row sums of P. Parts have equal sizes if possible: with different sizes ptxas may make the products wait for each other (its
+  warning C7511)."""
   whole = fragments(p.Dv, WGMMA[p.dtype]) + ONES_ROWS//WGMMA[p.dtype].N
   each = ceildiv(whole, next(n for n in (1, 3, 2) if whole <= n*MOST_OF_PART and (n == 2 or whole % n == 0)))
   return [range(first, min(first + each, whole)) for first in range(0, whole, each)]
@@ -101,9 +103,9 @@ class WgmmaForward:
 
   @functools.cached_property
   def there(self) -> UOp:
-    """Whether the warpgroup has queries. A warpgroup whose rows all lie beyond the last query only copies tiles, because its products would take time
-    from the other warpgroups. With 8-bit floats it computes products nevertheless: products that may be left out keep their old results in registers,
-    and there is no room for those of S beside those of P V."""
+    """Whether the warpgroup has queries. A warpgroup whose rows all lie beyond the last query only copies tiles, so that the other warpgroups have
+    the tensor cores. With 8-bit floats this is always true: a product that may be skipped needs registers for its old results, and there are not
+    enough."""
     if self.p.of_8_bits: return wgmma.EVERYWHERE
     group, n_q, front = self.warps.group, self.warps.group.sequence.n_q, 0 if self.p.dealt is None else self.p.dealt.front
     def full(rows:int) -> bool: return round_up(rows, wgmma.M) % group.tile.block_m == 0
@@ -228,14 +230,14 @@ class WgmmaForward:
     return rows.moved_to(self.tile.first_v(self.p) + self.stages*v.size + self.stage(t, self.tile.given_stages(self.p))*rows.size)
 
   def copied_bytes(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Starts this thread's copies of K of tile t of 8-bit floats, and of V of the tile after it."""
+    """Starts this thread's copies for tiles of 8-bit floats: K of tile t, and V of tile t + 1. Returns the state."""
     s = s.do(*self.warps.copies_of("k", s.shared, t, self.k_panels(t)), *self.warps.copies_of("v", s.shared, t + 1, self.given_v(t + 1)))
     return s.do(nv.commit(s.done))
 
   def fetch_bytes(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Prepares tile t of 8-bit floats: transposes this warp's part of V, which has arrived, and arrives at the mbarrier. If shared memory has room,
-    the copies of tile t have been under way for an iteration: the thread first starts those of the next tile, and then waits for the older ones.
-    Otherwise it starts the copies of tile t, and the mbarrier waits for them. Returns the state."""
+    """Prepares tile t of 8-bit floats. First starts the next copies: of tile t + 1 if shared memory has room (`ahead`), otherwise of tile t. Then
+    transposes this warp's part of V of tile t, which has arrived. With `ahead`, waits for the copies of tile t. Arrives at the mbarrier, and returns
+    the state."""
     ahead = self.tile.ahead(self.p)
     s = self.copied_bytes(s, t + 1 if ahead else t)
     s = self.transposed(s, t)
@@ -273,9 +275,10 @@ class WgmmaForward:
     return s.do(*stores)
 
   def fetch(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Starts this thread's copies of tile t. The thread arrives at the mbarrier when its copies are complete. If the sequence has fewer than STAGES
-    tiles, the ring buffer has room for these tiles only, and nothing is copied for a tile after the last one. Otherwise such a tile becomes zeros.
-    Returns the state."""
+    """Starts this thread's copies of tile t. The thread arrives at the mbarrier when its copies are complete. Returns the state.
+
+    There may be no tile t, after the last one. If the sequence has at least STAGES tiles, zeros are copied to the ring buffer then. If it has fewer,
+    the ring buffer has room for these tiles only, and nothing is copied."""
     if self.p.stored: return self.widened(s, t)
     there = None if self.stages == STAGES else t < self.warps.group.walked.end
     s = s.do(*self.warps.copies_of_keys(s.shared, t, self.k_panels(t), self.v_panels(t), there))

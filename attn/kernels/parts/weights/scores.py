@@ -149,15 +149,15 @@ class Scores:
     return self.raw and not scattered(self.p)
 
   def masks(self, scores:UOp, rows:list[Row], tile:UOp, *done:UOp) -> list[UOp]:
-    """Returns statements that apply masks to the raw scores of two rows in their registers, `scores`. The statements come after the operations
-    `done`, in any order."""
+    """Returns statements that apply masks to raw scores (Q K^T) in the registers `scores`, which hold two rows. The statements are independent of
+    each other, and come after the operations `done`."""
     of_rows = [self.limits(row, tile) for row in rows]
     limits = {"above": [last for _, last in of_rows], "below": [first for first, _ in of_rows if first is not None]}
     return [ops.mask_rows(scores, each, side, self.walked[0], self.at.matrix.tile_keys, *done) for side, each in limits.items() if each]
 
   def finished(self, tiles:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> list[UOp]:
-    """Returns the input of the softmax, made from raw scores (Q K^T): applies the score terms (softcap, ALiBi, bias), and if `masked` the masks.
-    `tiles` are vectors of raw scores, and each has the elements of all of `rows`, one row after another."""
+    """Makes the input of the softmax from raw scores (Q K^T): applies the score terms (softcap, ALiBi, bias), and if `masked` the masks. `tiles` are
+    vectors of raw scores. Each vector has elements of all `rows`, one row after another. Returns vectors in the same form."""
     if self.raw and not masked and not self.natural: return tiles
     n = ops.length(tiles[0])//len(rows)
     parts = [[ops.slice_(y, i*n, n) for y in tiles] for i in range(len(rows))]

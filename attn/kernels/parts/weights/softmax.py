@@ -27,10 +27,13 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Sums:
-  """The kinds of sums of P that a kernel computes for each row: `kinds` (attn/ops/softmax.py). The first kind sums P after rounding. If P includes
-  the scales of V's rows, this sum only shows whether P is too large, and the next kind, UNSCALED, sums P without the scales. If an LSE is written,
-  the last kind sums P before rounding. `matrix` is the matrix instruction that computes the first kind, as a product of P with ones; None if the chip
-  sums this dtype without a matrix instruction. `dual` says whether the chip issues two dot products in one cycle."""
+  """Which sums of P a kernel computes for each row. `kinds` names them (attn/ops/softmax.py), in this order:
+  - the sum of P after rounding
+  - UNSCALED, if P includes the scales of V's rows: the sum of P without the scales (the first sum then only shows whether P is too large)
+  - LANE, if an LSE is written: the sum of P before rounding
+
+  `matrix` is the matrix instruction that computes the first sum, as a product of P with ones. It is None if the chip sums this dtype by other
+  instructions. `dual` says whether the chip issues two dot products in one cycle."""
   dtype: str
   kinds: tuple[str, ...]
   matrix: Any
@@ -45,9 +48,8 @@ class Sums:
     return Sums(dtype, (kind, *[UNSCALED]*scaled, *[LANE]*lse), matrix, dtype in arch.unit.dual_dots)
 
   def rounded(self, packed:list[list[UOp]]) -> list[UOp]:
-    """Returns the sums of this lane's weights P, rounded to `dtype`: one sum for each matrix tile of queries that the wave computes. `packed[i]` has
-    the rounded weights for the i-th of these matrix tiles, as one vector for each group of keys whose scores lie in one matrix tile of S^T. The
-    elements of a vector are words of 32 bits, each with several weights."""
+    """Returns the sums of this lane's rounded weights P: one sum for each of the wave's matrix tiles of queries. `packed[i]` has the weights for the
+    i-th of these tiles: a vector for each matrix tile of S^T. An element of a vector is a word of 32 bits with several weights."""
     def total(column:list[UOp]) -> UOp: return rounded_sum(column, self.kinds[0], self.matrix, self.dtype, rows=1)
     # With `dual` two chains of dot products run side by side: one for each matrix tile of queries, or, if there is only one tile, one for the even
     # vectors and one for the odd ones. Two dot products issue at once only if their operands lie in different register banks. The first dwords of all
@@ -90,10 +92,10 @@ class Softmax(Carried):
     return UOp.group(*[x[i].store(ops.splat(value, ops.length(x))) for x, value in begin for i in range(x.max_numel())])
 
   def addends(self, dual:bool) -> tuple[Softmax, list[UOp]]:
-    """Returns the state, and the addends (-m*to_log2) in the form in which the method `weights` takes them: one for each matrix tile of queries.
+    """Returns the state, and the addends (-m*to_log2) for the method `weights`: one for each matrix tile of queries.
 
-    With `dual` the chip issues two instructions at once if their operands are in neighbouring registers. The addends of two matrix tiles of queries
-    are then put into neighbouring registers. A single addend becomes a vector of two copies."""
+    `dual` says that the chip issues two instructions at once if their operands are in neighbouring registers. Then two addends are moved to
+    neighbouring registers, and a single addend becomes a vector of two copies."""
     found = [self.addend[i].load() for i in range(self.addend.max_numel())]
     if not dual: return self, found
     both = amd.side_by_side(ops.build(found[0], found[-1]))
@@ -137,15 +139,15 @@ class Softmax(Carried):
     return self.after(UOp.group(*[self.l[q_tiles + i].store(ops.add(self.l[q_tiles + i].load(), x)) for i, x in enumerate(nans)]))
 
   def totals(self, qt:int, matrix:Matrix) -> list[UOp]:
-    """Returns the row sums of P for the matrix tile of queries with index `qt`, added over all lanes that share a query: first the sum by which O is
-    divided, and last the sum for the LSE. With one kind of sum, the list has this sum only."""
+    """Returns the row sums of P for matrix tile `qt` of queries, added over all lanes that share a query: first the sum by which O is divided, last
+    the sum for the LSE. The two may be the same sum."""
     q_tiles, first = self.m.max_numel(), 0 if self.scales.value is None else 1       # with scales, the first sum only shows whether P is too large
     return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt + first*q_tiles, self.l.max_numel(), q_tiles)]
 
   def operands(self, at:Lane, qt:int, k_tiles:int, kept:Kept, renewed:bool=False) -> list[UOp]:
-    """Returns P of the matrix tile of queries with index `qt`, after dropout, as the B operands of O^T = V^T P^T. On some chips lanes 16-31 repeat
-    the operands of lanes 0-15. The instruction for this takes a boolean that says whether a lane is one of lanes 0-15. With `renewed` the boolean is
-    computed here, just before its use, instead of being kept in a register."""
+    """Returns P of matrix tile `qt` of queries, after dropout, as B operands of O^T = V^T P^T. On some chips, lanes 16-31 must repeat the operands of
+    lanes 0-15; the instruction for this needs a boolean, whether the lane is one of 0-15. With `renewed` this boolean is computed here again, which
+    saves a register."""
     return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)], renewed)
 
 def nans_of_scales(scores:Scores, scales:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> UOp:
@@ -161,8 +163,8 @@ def sum_of_nans(scores:Scores, nans:list[UOp], rows:list[Row], tile:UOp, masked:
   return ops.build(*[row_sum([functools.reduce(lambda a, b: ops.fma(a, 1.0, b), x)], False) for x in seen])
 
 def sum_of_unscaled(packed:list[UOp], p:list[UOp], scales:list[UOp], dtype:str, rows:int=1) -> UOp:
-  """Returns the sum of P without the scales of V's rows, for each of the lane's `rows` rows of a matrix tile of queries. `packed` is P times
-  `scales`, rounded and packed; `p` is P before that."""
+  """Returns the sum of P without the scales of V's rows, for each of the lane's `rows` rows of a matrix tile of queries. `p` is P, and `packed` is P
+  times `scales`, rounded to 16 bits."""
   total = ops.splat(0.0, rows)
   for x, y, scale in zip(packed, p, scales): total = sum_without_scales(total, x, y, scale, dtype)
   return total
