@@ -76,11 +76,13 @@ class WarpRows(Generic[L]):
 
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """Returns the index, among the rows that the thread block owns, of the first row of each tile of 16 rows that this warp owns."""
+    """Row numbers in the block: for each tile of 16 rows that this warp owns, the number of its first row among the rows that the thread block owns.
+    """
     return [(self.warps.at.wave*self.tile.row_tiles + i)*self.mat.M for i in range(self.tile.row_tiles)]
   @functools.cached_property
   def of_lane(self) -> list[list[Row]]:
-    """Returns the rows that this lane owns (batch, head, index, whether the row exists): two for each tile of 16 rows."""
+    """The rows that this lane owns: two for each tile of 16 rows, in a list for each tile. A `Row` is (batch, head, index, whether the row exists).
+    """
     if not self.tile.keys: return [self.warps.queries(first) for first in self.in_block]
     group = self.warps.group
     there = group.sequence.n_k if self.p.varlen else self.p.Sk
@@ -99,8 +101,8 @@ class WarpRows(Generic[L]):
 
   # ***** shared memory: own rows, then tiles of walked rows *****
   def lies(self, name:str, rows:int, first:UOp|int) -> L:
-    """Returns the layout of rows of the tensor `name` (q, k, v or do) in shared memory. From the 16-byte unit with index `first` on, there lie `rows`
-    rows of q or k, and behind them as many rows of do or v."""
+    """Returns where rows of the tensor `name` (q, k, v or do) lie in shared memory, as a layout. The memory from the 16-byte unit `first` on holds
+    `rows` rows of q or k, followed by `rows` rows of do or v."""
     of_d, of_dv = self.tile.layouts(self.p, rows)
     return of_d.moved_to(first) if name in ("q", "k") else of_dv.moved_to(first + of_d.size)
   def kept(self, name:str) -> L:
@@ -111,11 +113,12 @@ class WarpRows(Generic[L]):
     """Number of 16-byte units of shared memory for the rows of two tensors that a thread block owns: of q and do, or of k and v."""
     return sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m))
   def copies(self, shared:UOp) -> list[UOp]:
-    """Returns the statements with which this thread copies its part of the rows that the thread block owns to shared memory."""
+    """Returns the statements by which this thread copies own rows of its block to shared memory. The threads of the block divide the rows among them.
+    """
     group = self.warps.group
     return [x for name in self.own for x in self.warps.copies(group.operand_rows(name), shared, group.first_row, self.kept(name))]
   def walked_rows(self, name:str, head:UOp, count:UOp) -> Rows:
-    """Returns the rows of the tensor `name` over which the block loops: those of the query head `head`. Rows from number `count` on do not exist."""
+    """Returns the rows of the tensor `name`, of query head `head`, over which the block loops. Only the first `count` rows exist."""
     return self.warps.group.operand_rows(name, head).up_to(count)
 
   # ***** values of own queries *****
@@ -140,8 +143,8 @@ class WarpRows(Generic[L]):
 
   # ***** the stores at the end *****
   def gradient(self, acc:UOp, name:str) -> list[UOp]:
-    """Returns the stores of the gradient `name` to memory. `acc` is the accumulators. Rows of keys beyond a batch's length (kv_lengths) are stored as
-    0."""
+    """Returns the stores of the gradient `name` to memory. `acc` is the array of this lane's accumulators. For keys beyond a batch's length
+    (kv_lengths), 0 is stored."""
     group, stores, scale = self.warps.group, list[UOp](), 1.0 if name == "dv" else self.p.softmax_scale
     for i, own in enumerate(self.of_lane):
       for r, row in enumerate(own):
@@ -160,8 +163,8 @@ class WarpRows(Generic[L]):
 
 @dataclass(frozen=True)
 class WarpTrip(Generic[L]):
-  """The operations of a backward kernel on one tile, between the matrix products. `tile_number` is the index of the tile among the tiles of
-  `score.block_n` rows over which the block loops."""
+  """What a backward kernel computes between the matrix products, in one iteration. `tile_number` counts the tiles over which the block loops; a tile
+  has `score.block_n` rows."""
   warp_rows: WarpRows[L]
   score: Scores
   tile_number: UOp
@@ -169,7 +172,7 @@ class WarpTrip(Generic[L]):
 
   @property
   def columns(self) -> range:
-    """Indices of the C fragments that hold the scores of 16 rows of this warp, one for every 8 rows of this iteration's tile."""
+    """Indices of the C fragments with the scores of 16 own rows. A fragment holds the scores of these rows with 8 rows of the iteration's tile."""
     return range(self.score.block_n//self.warp_rows.mat.N)
   @functools.cached_property
   def left(self) -> list[Kept]: return [kept_scores(self.score, own, self.tile_number) for own in self.warp_rows.of_lane]
@@ -178,8 +181,8 @@ class WarpTrip(Generic[L]):
     return [[[e.each(lambda x: ops.splat(x, 2))]*len(self.columns) for e in own] for own in numbers.normalisers]
   def lse_of_walked(self, normalisers:list[Normaliser]) -> Lse: return [[normalisers]*nv.ROWS for _ in self.warp_rows.of_lane]
   def minus_delta_of_own(self, numbers:OwnQueryValues) -> list[list[UOp]]:
-    """Returns -delta of the queries that this lane owns, repeated in the form of C fragments, in a list for each tile of 16 rows. With dropout
-    returns -delta*(1 - dropout_p)."""
+    """Returns -delta of the queries that this lane owns (with dropout -delta*(1 - dropout_p)), in vectors that match the C fragments of the scores:
+    each element is the value of its row's query. There is a list for each tile of 16 rows."""
     return [[ops.concat(*[ops.splat(scaled_delta(x, self.warp_rows.p), nv.ROWS) for x in own])]*len(self.columns) for own in numbers.deltas]
   def minus_delta_of_walked(self, columns:list[UOp]) -> list[list[UOp]]: return [[ops.concat(x, x) for x in columns] for _ in self.warp_rows.of_lane]
 

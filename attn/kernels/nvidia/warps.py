@@ -53,7 +53,7 @@ class Warps:
     return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, shapes, parts, lds), at)
 
   def with_keys(self, keys:int) -> Warps:
-    """Returns a copy for a kernel whose warps divide the keys of a tile among them, such that each warp computes `keys` keys."""
+    """Returns a copy for a kernel in which the warps divide the keys of a tile among them: each warp computes `keys` keys."""
     return replace(self, group=replace(self.group, scores=replace(self.group.scores, block_n=keys)))
 
   def queries(self, first:UOp) -> list[Row]:
@@ -63,24 +63,24 @@ class Warps:
 
   # ***** global -> shared memory *****
   def copies_of_q(self, shared:UOp, to:CopiedLayout) -> list[UOp]:
-    """Returns the statements that copy this thread's part of the thread block's rows of Q to shared memory, in the layout `to`."""
+    """Returns the statements by which this thread copies its share of the block's rows of Q to shared memory, in the layout `to`."""
     return self.copies(self.group.rows_of("q"), shared, self.group.first_row, to)
 
   def copies_of_keys(self, shared:UOp, t:UOp, k:CopiedLayout, v:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
-    """Returns the statements that copy this thread's part of tile t of K and V to shared memory, in the layouts `k` and `v`. Where `gate` is false,
-    nothing is copied."""
+    """Returns the statements by which this thread copies its share of tile t of K and V to shared memory, in the layouts `k` and `v`. Where `gate` is
+    false, nothing is copied."""
     return [x for name, to in (("k", k), ("v", v)) for x in self.copies_of(name, shared, t, to, gate)]
 
   def copies_of(self, name:str, shared:UOp, t:UOp, to:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
-    """Returns the statements that copy this thread's part of tile t of the tensor `name` ("k" or "v") to shared memory, in the layout `to`. Where
-    `gate` is false, nothing is copied."""
+    """Returns the statements by which this thread copies its share of tile t of the tensor `name` ("k" or "v") to shared memory, in the layout `to`.
+    Where `gate` is false, nothing is copied."""
     group = self.group
     return self.copies(replace(group.rows_of(name), count=group.walked_end), shared, group.scores.row(t*group.tile.block_n), to, gate)
 
   def copies(self, source:Rows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
-    """Returns the statements that copy this thread's part of a tile to shared memory, in the layout `to`. The tile begins at row `first` of `source`.
-    Rows that do not exist, and columns beyond the last column, become zero. Rows that need a conversion are loaded to registers, converted, and
-    stored. Where `gate` is false, nothing is copied."""
+    """Returns the statements by which this thread copies its share of a tile to shared memory, in the layout `to`. The tile begins at row `first` of
+    `source`. Rows that do not exist, and columns beyond the last column, become zero. Rows that need a conversion are loaded to registers, converted,
+    and stored. Where `gate` is false, nothing is copied."""
     if isinstance(source, GlobalRows): return self.started(source, shared, first, to, gate)
     items = [(self.at.thread + j*self.group.tile.threads) for j in range(ceildiv(to.rows*to.across, self.group.tile.threads))]
     places = [(i//to.across, i%to.across) for i in items]
@@ -119,14 +119,17 @@ class Warps:
 
   def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...], share:UOp|None=None,
               alternating:bool=False) -> list[UOp]:
-    """Returns the stores of O / l and LSE = m + ln l for 16 queries. `accs` are the C fragments of O. m is the number that the softmax subtracts from
-    the scores of a row. `sums` lists one or two sums l of each row: O is divided by the first one, and the LSE is computed from the last one. `kinds`
-    says for each of them how it was computed. ONES: by products with a matrix of ones, which give every lane the sum of the whole row. LANE: each
-    lane has only the sum of its own elements, and this function adds up the four lanes of a row.
+    """Returns the stores of O / l and LSE = m + ln l for 16 queries.
 
-    If several warps compute the same queries, `share` is the index of this warp among them. Each of these warps stores only its part of the columns
-    of O, and the first of them stores the LSE. With `alternating`, the first of two neighbouring C fragments has the even columns of O and the second
-    one the odd columns."""
+        queries: the two queries of which this lane holds elements
+        accs: the C fragments of O
+        m: for each query, the number that the softmax subtracts from scores
+        sums: one or two vectors of sums l. O is divided by the first one, and the LSE is computed from the last one
+        kinds: for each vector of `sums`, ONES if each lane has the sum of the whole row, or LANE if it has the sum of its own elements only. Then
+          this
+          function adds the sums of the four lanes that share a row
+        share: index of this warp among the warps that compute the same queries. Each stores its part of the columns of O; the first stores the LSE
+        alternating: whether, of two neighbouring C fragments, the first one has even columns of O and the second one odd columns"""
     group, stores = self.group, []
     for r, row in enumerate(queries):
       parts = [ops.extract(total, r) for total in sums]
@@ -138,10 +141,12 @@ class Warps:
     return stores
 
   def columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
-    """Returns (first column, values) for each group of neighbouring elements of row `r` of O that this lane stores, multiplied by `factor`. `accs`
-    are the C fragments of the row, or, if several warps divide the columns, those of warp `share`. Four lanes share a row, and each has two of its
-    elements in each fragment. If a row consists of whole 16-byte units, the four lanes first exchange elements, such that each lane gets every fourth
-    unit of the row."""
+    """Returns what this lane stores of a row of O: a list of (first column, values of neighbouring columns), multiplied by `factor`. `r` is 0 or 1:
+    which of the lane's two rows. `accs` are the C fragments of the row. If several warps divide the columns of O, they are the fragments of warp
+    `share` only.
+
+    Four lanes share a row, and each has two of its elements in each fragment. If a row consists of whole 16-byte units, the four lanes first exchange
+    elements, so that each lane stores whole units."""
     mat, dtype, whole = self.at.matrix, self.group.out_dtype, 0
     unit = mat.groups*mat.block       # elements of 16 bits in a unit of O
     first = UOp.const(0) if share is None else share*(len(accs)*mat.N)
@@ -151,9 +156,9 @@ class Warps:
             *[(first + self.at.h*mat.block + (whole + i)*mat.N, ops.mul(ops.slice_(x, nv.ROWS*r, 2), factor)) for i, x in enumerate(accs[whole:])]]
 
   def alternating_columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
-    """Returns (first column, values) for each group of four neighbouring elements of row `r` of O that this lane holds, multiplied by `factor`. Two
-    neighbouring C fragments have 16 columns of O together: the first one has the even columns, and the second one the odd columns. `accs` are the C
-    fragments of the row, or, if several warps divide the columns, those of warp `share`."""
+    """Returns what this lane stores of a row of O: a list of (first column, values of four neighbouring columns), multiplied by `factor`. `r` is 0 or
+    1: which of the lane's two rows. `accs` are the C fragments of the row. If several warps divide the columns of O, they are the fragments of warp
+    `share` only. Two neighbouring fragments have 16 columns of O together: the first one has the even columns, and the second one the odd columns."""
     mat, first = self.at.matrix, UOp.const(0) if share is None else share*(len(accs)*self.at.matrix.N)
     def values(even:UOp, odd:UOp) -> UOp: return ops.build(*[ops.extract(x, nv.ROWS*r + i) for i in range(mat.block) for x in (even, odd)])
     return [(first + self.at.h*(2*mat.block) + i*mat.N, ops.mul(values(*accs[i:i + 2]), factor)) for i in range(0, len(accs), 2)]

@@ -1,5 +1,5 @@
-"""Turns scores and dP into P and dS. The values of each query that this takes are its lse, its delta, and with wide scores (scores that may be as
-large as fp32 allows) lse_rest, the part of the lse that rounding to fp32 lost."""
+"""Computes P and dS from scores and dP. It needs three numbers of each query: the lse, delta, and with wide scores (scores that may be as large as
+fp32 allows) lse_rest, the part of the lse that rounding to fp32 lost."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Collection, Sequence
@@ -57,7 +57,7 @@ class Normaliser:
     """The values `high` and `low` in this order, without a value that is None."""
     return [x for x in (self.high, self.low) if x is not None]
   def each(self, change:Callable[[UOp], UOp]) -> Normaliser:
-    """Returns a normaliser whose `low` and `high` are `change(low)` and `change(high)` of this one."""
+    """Returns a normaliser in which `low` and `high` are replaced by `change(low)` and `change(high)`."""
     return Normaliser.joined([self], change)
   def where(self, there:UOp) -> Normaliser:
     """Returns a normaliser that gives P = 0 where `there` is false, because the query does not exist."""

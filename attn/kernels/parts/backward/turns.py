@@ -47,13 +47,13 @@ class Turns:
     """Returns the index of the first tile of the turn to which the tile with index `tile` belongs."""
     return tile//self.tiles*self.tiles
   def counter(self, head:UOp, tile:UOp) -> UOp:
-    """Returns a UOp that indexes a counter of this wave: the counter of the turn to which the tile with index `tile` belongs. The counter says how
-    many blocks of keys have ended this turn."""
+    """Returns a UOp that indexes the counter of the turn to which the tile with index `tile` belongs. Each wave of a workgroup has counters of its
+    own. The counter says how many blocks of keys have ended this turn."""
     group = self.group
     return flat(group.given["dq_turns"])[group.first_sums(head)*TURNS_OF_SUMS + self.turn(tile)*group.tile.waves + self.wave]
   def number(self, i:UOp, tile:UOp) -> UOp:
-    """Returns the number of the workgroup's own turn for the tile with index `tile`, the tile of iteration i: how many blocks of keys add to dQ of
-    this tile before the workgroup's own block."""
+    """Returns the number of the workgroup's turn to add to dQ of a tile of queries: how many other blocks of keys add to it before. `tile` is the
+    index of the tile, and `i` the iteration of the workgroup's loop that computes it."""
     group, n, order = self.group, self.group.scores.block_n, self.group.scores.order
     if isinstance(order, TileList): return order.turn(i)
     first, block = self.turn(tile)*n, group.grid.block
@@ -61,17 +61,17 @@ class Turns:
     return seen.end - 1 - block if hiding(group.p).after else block - seen.begin
 
   def begin(self, head:UOp, i:UOp, done:UOp) -> UOp:
-    """Begins a turn, the period in which the wave may add to dQ of some tiles of queries: waits until all blocks that have this turn earlier have
-    ended it. Does this only if the tile of iteration i is the first of these tiles, or the workgroup's first tile. `head` is the query head. Returns
-    a statement (an operation with a side effect) that is executed after the operation `done`."""
+    """Returns a statement that waits for the wave's turn to add to dQ: until the blocks before this one have ended their turns. A turn can be for
+    several neighbouring tiles of queries. The statement waits only if iteration i computes the first tile of the turn, or the workgroup's first tile.
+    `head` is the query head. The statement comes after the operation `done`."""
     tile = self.group.scores.tile(i)
     begins = tile.eq(self.turn(tile)) | i.eq(self.group.walked.begin)
     return atomics.await_turn(self.counter(head, tile), self.number(i, tile), self.first & begins, done)
   def end(self, head:UOp, i:UOp, done:UOp, last:bool=False) -> UOp:
-    """Ends a turn, the period in which the wave may add to dQ of some tiles of queries: adds 1 to the counter for which the next block waits. Does
-    this only if the tile of iteration i is the last of these tiles, or if `last` says that it is the workgroup's last tile; and never if iteration i
-    comes before the workgroup's loop. `head` is the query head. Returns a statement (an operation with a side effect) that is executed after the
-    operation `done`, at which the wave's additions to this tile must be complete."""
+    """Returns a statement that ends the wave's turn to add to dQ: it adds 1 to the counter for which the next block waits. A turn can be for several
+    neighbouring tiles of queries. The statement adds 1 only if iteration i computes the last tile of the turn, or if `last` says that it is the
+    workgroup's last iteration. It adds nothing for an `i` before the workgroup's first iteration. `head` is the query head. The statement comes after
+    the operation `done`, at which the wave's additions to this tile must be complete."""
     tile = self.group.scores.tile(i)
     ends = UOp.const(True) if last else (tile + 1).eq(self.turn(tile + 1))
     return atomics.pass_turn(self.counter(head, tile), self.first & ends & (i >= self.group.walked.begin), done)

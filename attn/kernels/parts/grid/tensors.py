@@ -76,8 +76,8 @@ def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
 
 def dq_sums(p:Problem) -> tuple[tuple[int, ...], str]:
   """Returns (shape, dtype) of the fp32 accumulator of dQ in memory, to which every workgroup that owns keys adds. For each head, the accumulator
-  consists of tiles of QUERIES_OF_SUMS queries. Packed sequences lie one after another, and each begins at a new tile: sequence b, whose first row is
-  r, at tile r//QUERIES_OF_SUMS + b. This leaves room for all tiles of the sequences before it, each of which may end with a tile that is not full."""
+  consists of tiles of QUERIES_OF_SUMS queries. Each packed sequence begins at a tile of its own: tile r//QUERIES_OF_SUMS + b for sequence number b,
+  if its first row has the index r. The added b leaves room, because the last tile of each sequence before it may not be full."""
   heads, tiles = (p.H, p.total_q//QUERIES_OF_SUMS + p.B) if p.varlen else (p.B*p.H, ceildiv(p.Sq, QUERIES_OF_SUMS))
   return ((heads, tiles, QUERIES_OF_SUMS*p.D), "float32")
 

@@ -39,9 +39,13 @@ class Grid:
   wave: UOp
 
 def drawn(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[Grid, tuple[UOp, ...]]:
-  """Returns `grid` and `split` for a workgroup that gets its work by a ticket (attn/ops/atomics.py): with ticket n it does the work of workgroup n of
-  the grid. So work begins in the order of the grid, in whatever order the hardware starts workgroups. `split` has the index of a part of a divided
-  sum, or is empty. `counter` counts the tickets. `lds` is an int32 in LDS, through which the waves of a workgroup learn its ticket."""
+  """Returns the position of a workgroup that takes a ticket (attn/ops/atomics.py): with ticket n it does the work of workgroup number n of the grid.
+  So work begins in the order of the grid, even if the hardware starts workgroups in another order. Returns `grid` and `split` with the ticket's
+  indices.
+
+    split: range over the parts of a divided sum, or empty
+    counter: counts the tickets
+    lds: an int32 in LDS, through which the waves of a workgroup learn its ticket"""
   axes = [*grid.ranges[:-2], *split]
   number = functools.reduce(lambda n, axis: n*(axis.vmax + 1) + axis, axes, UOp.const(0))
   left, digits = bounded(ticket(counter, number, grid.lane.eq(0) & grid.wave.eq(0), lds=lds), 0, number.vmax), dict[UOp, UOp]()
@@ -50,21 +54,21 @@ def drawn(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[Grid,
   return replace(grid, head=head, block=block), tuple(digits[axis] for axis in split)
 
 def head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
-  """Returns AMD's grid over blocks of queries. Consecutive workgroups take the same block of queries, each of the next head of a group of heads. The
-  hardware gives consecutive workgroups to the XCDs (dies of the GPU) in turn; so the blocks of one head share the cache of one XCD. A group has as
-  many heads as fit, with K and V, into the cache that all XCDs share."""
+  """Returns AMD's grid over blocks of queries. Of two neighbouring workgroups, the second has the same block of queries in the next head. The
+  hardware gives neighbouring workgroups to different XCDs (dies of the GPU), in turn. So the blocks of one head share the cache of one XCD. After a
+  group of heads comes the next block. A group has as many heads as fit, with K and V, into the cache that all XCDs share."""
   heads = heads_of(p, tile)
   return _in_group_fastest((1, math.prod(blocks_of_queries(p, tile))), p.all_heads//heads, heads_together(p, arch, heads), tile, mat)
 
 def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
-  """Returns AMD's grid over blocks of keys. Consecutive workgroups take the same block of keys, each of the next head of a group of key/value heads.
-  The hardware gives consecutive workgroups to the XCDs (dies of the GPU) in turn; so the blocks of one head share the cache of one XCD. A group has
-  as many heads as fit, with their rows of q and dO, into the cache that all XCDs share."""
+  """Returns AMD's grid over blocks of keys. Of two neighbouring workgroups, the second has the same block of keys in the next key/value head. The
+  hardware gives neighbouring workgroups to different XCDs (dies of the GPU), in turn. So the blocks of one head share the cache of one XCD. After a
+  group of heads comes the next block. A group has as many heads as fit, with their rows of q and dO, into the cache that all XCDs share."""
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, heads_together(p, arch), tile, mat)
 
 def heads_together(p:Problem, arch:Chip, heads:int=0) -> int:
-  """Returns the number of heads in a group of AMD's grid, whose workgroups run together. `heads` is the number of query heads of a workgroup that
-  owns queries, or 0 if workgroups own keys. A group has as many heads as the cache of the chip has room for, with the rows over which workgroups
+  """Returns the number of heads in a group of AMD's grid. The workgroups of a group run together. `heads` is the number of query heads of a workgroup
+  that owns queries, or 0 if workgroups own keys. A group has as many heads as the cache of the chip has room for, with the rows over which workgroups
   loop: K and V, or q and dO. On a chip that needs no groups, all heads are one group."""
   n, room = (p.all_heads//heads if heads else p.B*p.Hkv), arch.caches.group
   row, group = p.key_bytes if heads else (p.D + p.Dv)*p.itemsize, p.H//p.Hkv
@@ -76,18 +80,18 @@ def largest_divisor(n:int, most:int) -> int:
   return max(i for i in range(1, min(n, max(1, most)) + 1) if n % i == 0)
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
-  """Returns NVIDIA's grid over blocks of queries: the blocks of a group of heads run together. Under a causal mask a group has as many heads as fit,
-  with K and V, into the cache; otherwise a group is a single head. If a device holds two separate pieces of a sequence, all blocks of one piece come
-  before those of the other. Blocks with many keys then do not run last."""
+  """Returns NVIDIA's grid over blocks of queries. The blocks of a group of heads run together. Under a causal mask a group has as many heads as fit,
+  with K and V, into the cache; otherwise a group is a single head. If a device holds two pieces of a sequence, the blocks of one piece come before
+  all blocks of the other piece, so that blocks with many keys start early."""
   heads = heads_of(p, tile)
   sharing = p.H//p.Hkv//heads      # if several heads share K and V, only half of the cache is left for K and V: Q and O take the rest
   cached = CACHED*sharing//(min(sharing, 2)*p.key_itemsize*p.Sk*(p.D + p.Dv)) if hiding(p).after else 1
   return _in_group_fastest(blocks_of_queries(p, tile), p.all_heads//heads, cached, tile, mat)
 
 def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma, fixed_order:bool=False) -> Grid:
-  """Returns NVIDIA's grid over blocks of keys: the blocks of a group of key/value heads run together. Under a causal mask a group has as many heads
-  as fit, with their queries, into the cache; otherwise a group is a single head. If blocks of a head add to dQ in a fixed order (`fixed_order`),
-  groups are as large as under a causal mask: fewer of the blocks that run at the same time then wait for each other."""
+  """Returns NVIDIA's grid over blocks of keys. The blocks of a group of key/value heads run together. Usually a group is a single head. Under a
+  causal mask a group has as many heads as fit, with their queries, into the cache. `fixed_order` says that the blocks of a head add to dQ in a fixed
+  order. Then groups are as large as under a causal mask, so that fewer of the blocks that run at the same time wait for each other."""
   cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if fixed_order or hiding(p).after else 1
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, cached, tile, mat)
 
@@ -125,17 +129,17 @@ def part_of(split:tuple[UOp, ...], parts:int) -> UOp|None:
 
 @dataclass(frozen=True)
 class BlockRows:
-  """The queries that a workgroup owns: the rows from `first` to `last`, as far as they lie before `end`. If devices share a sequence, row r of the
-  tensor, which holds only some of the sequence's queries, is query r + `further` of the sequence."""
+  """The queries that a workgroup owns: the rows of the tensor from `first` to `last`, without rows from `end` on. If devices share a sequence, row r
+  of a device's tensor is query r + `further` of the sequence; otherwise `further` is 0."""
   first: UOp
   last: UOp
   end: int|UOp
   further: int|UOp
 
 def in_order_of_start(p:Problem, number:UOp, blocks:int) -> UOp:
-  """Returns the number of a block in the order in which blocks start, given its number in the sequence, or the other way round: both conversions are
-  the same. Under a causal mask the blocks start in descending order. So the blocks of queries with the most keys start first, or, where blocks of
-  keys add to dQ in a fixed order (attn/kernels/parts/backward/turns.py), the blocks with the fewest queries."""
+  """Converts the number of a block in the sequence to its number in the order in which blocks start. The same function converts back. Under a causal
+  mask the last block starts first, otherwise the first block. So blocks of queries with many keys start early. Blocks of keys start in this order
+  only if they add to dQ in a fixed order (attn/kernels/parts/backward/turns.py): those with few queries start early."""
   return blocks - 1 - number if hiding(p).after else number
 
 def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool) -> BlockRows:
@@ -162,8 +166,8 @@ def list_of(p:Problem, tile:BlockTile, given:Mapping[str, UOp], batch:UOp, head:
   return TileList(flat(given["tile_list"]), (number*blocks + block)*length, tiles_of_list(length, "dq_turns" in given), tile.block_n)
 
 def cut_off(walk:Walk, tile:BlockTile) -> bool:
-  """Returns whether the kernel has to compare key numbers with the first and the last key that a row sees. Returns False only if these two keys of
-  every row lie at the borders of tiles, so that mask_mod alone hides scores within a tile."""
+  """Returns whether a row may see only a part of a tile because the first or the last key that it sees lies inside the tile. If not, only mask_mod
+  hides scores within tiles, and the kernel need not compare key numbers."""
   return not scattered(walk.p) or cuts_some(walk, tile.block_n)
 
 @dataclass(frozen=True)
@@ -348,7 +352,8 @@ class Workgroup:
 
   def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, LogSum]:
     """Returns (the factor by which a row's O is multiplied, the row's LSE). `m` is the number that the softmax subtracts from the row's scores.
-    `totals` are sums of P over the row. The first one sums P after rounding, and O is divided by it. The LSE is computed from the last one."""
+    `totals` has one or two sums of P over the row. O is divided by the first one, the sum of P after rounding. The LSE is computed from the last one.
+    """
     sink = flat(self.given["sinks"])[row.head].load() if "sinks" in self.given else None
     factor, log_sum = finish(m, totals, self.scores, sink)
     if (of_v := self.input_scale("v_scale")) is not None: factor = ops.mul(factor, of_v)
@@ -384,8 +389,8 @@ class Workgroup:
 
   # ***** gradients *****
   def first_sums(self, head:UOp) -> UOp:
-    """Returns the index of the tile of the fp32 accumulator of dQ (`tensors.dq_sums`) that has the first query of the workgroup's sequence, for the
-    query head `head`."""
+    """Returns where the workgroup's sequence begins in the fp32 accumulator of dQ (`tensors.dq_sums`), for the query head `head`: the index of a
+    tile."""
     p, tiles = self.p, dq_sums(self.p)[0][1]
     if not p.varlen: return (self.batch*p.H + head)*tiles
     return head*tiles + self.sequence.q_start//QUERIES_OF_SUMS + self.batch

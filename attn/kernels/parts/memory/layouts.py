@@ -57,9 +57,9 @@ class PaddedRows(SharedLayout):
 
 @dataclass(frozen=True)
 class ExchangedChunks(SharedLayout):
-  """Layout for direct loads from global memory to LDS. One direct load of a wave fills a chunk: several whole rows, 64 units of 16 bytes without a
-  gap. Between chunks there is padding. Within row r of a chunk, units change places: unit u lies where unit u ^ r*exchange would lie. This xor has
-  few different values, so few registers hold addresses; the rest of an address is a constant offset in the instruction."""
+  """Layout for direct loads from global memory to LDS. One direct load of a wave fills a chunk: 64 units of 16 bytes without a gap, which are several
+  whole rows. There is padding between chunks. In row r of a chunk, unit u lies at place u ^ r*exchange of the row. This xor has few different values,
+  so few registers hold addresses; the rest of an address is a constant offset in the instruction."""
   exchange: int = 1
   @property
   def chunk(self) -> int:
@@ -72,8 +72,8 @@ class ExchangedChunks(SharedLayout):
   @property
   def size(self) -> int: return self.rows//self.chunk*self.stride
   def exchanged(self, row:UOp, unit:UOp) -> UOp:
-    """Returns the index, in a row, of the position where the row's 16-byte unit `unit` is stored. `row` is the number of the row among the rows that
-    one load of a wave fills. The function is its own inverse: given a position, it returns the index of the unit that is stored there."""
+    """Returns the place of the 16-byte unit `unit` in its row. `row` is the number of the row in its chunk (the rows that one load of a wave fills).
+    The function is its own inverse: for a place it returns the unit that lies there."""
     return unit ^ row*self.exchange
   def place(self, row:UOp, unit:UOp) -> UOp:
     in_chunk = row%self.chunk
@@ -92,7 +92,7 @@ class CopiedLayout(SharedLayout):
     return 1
   @property
   def pitch(self) -> int:
-    """Distance from one row to the next in 16-byte units, as the mean over eight rows."""
+    """Average distance from one row to the next, in 16-byte units. Rows that are 8 rows apart are exactly 8 times as far apart."""
     raise NotImplementedError
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ class SwizzledRows(CopiedLayout):
   def place(self, row:UOp, unit:UOp) -> UOp:
     return (self.base + row*self.stride).cast(dtypes.int) + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
   def further(self, row:UOp, unit:UOp, rows:int, units:int) -> tuple[UOp, int]:
-    """Returns two numbers whose sum is the place of a 16-byte unit in shared memory. The unit is in row `row` + `rows`, and its index in this row is
-    `unit` + `units`. The first number is equal for many units, so that few registers hold it; the second number is a constant. `rows` must be a
-    multiple of 8. `unit` must be 0; if `units` is even, it can also be 1. The tile must begin at a whole line (128 bytes); otherwise the xor that
-    permutes the units of a line would lead out of the line."""
+    """Returns the place of a 16-byte unit in shared memory as a sum of two numbers: a UOp, which is equal for many units, so that few registers hold
+    it, and a constant. The unit is in row `row` + `rows`, and its index in this row is `unit` + `units`. `rows` must be a multiple of 8. `unit` must
+    be 0; if `units` is even, it can also be 1. The tile must begin at a multiple of 128 bytes."""
     base = UOp.const(0) + self.base
     first = int(base.vmin)
+    # otherwise the xor that permutes the units of a line would lead out of the line
     assert base.const_factor()%LINE == 0, f"a tile must begin at a multiple of {LINE} units, not at {base.render()}"
     return self.moved_to(base - first).place(row, unit) ^ units%LINE, first + rows*self.stride + units//LINE*LINE
 

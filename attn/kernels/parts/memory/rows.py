@@ -89,9 +89,13 @@ class GlobalRows:
     return ops.as_float(ops.buffer_load(self.buffer[self.base + first], records, gate.where(row*self.size, ops.OUT_OF_RANGE), self.size))
 
   def _load(self, base:UOp, records:UOp, start:UOp, unit:UOp, gate:UOp|None) -> UOp:
-    """Returns one loaded unit (`unit_bytes` bytes, by default 16) of a row. `base` is a UOp that indexes the buffer. The row begins `start` elements
-    after it, and `unit` is the index of the unit in the row. `records` is the number of bytes after `base` that may be read. Elements beyond these
-    bytes or beyond the row's width read as zero. Where `gate` is false, the whole unit reads as zero."""
+    """Returns one loaded unit (`unit_bytes` bytes, by default 16) of a row.
+
+        base: UOp that indexes the buffer. Addresses count from there
+        records: number of bytes from `base` on that may be read. Elements beyond them read as zero
+        start: number of elements from `base` to the row
+        unit: index of the unit in the row. Elements beyond the row's width read as zero
+        gate: where it is false, the whole unit reads as zero"""
     offset = (start + unit*self.unit)*self.size
     def load(i:int, inside:UOp, nbytes:int) -> UOp:
       return ops.buffer_load(base, records, inside.where(offset + self.size*i, ops.OUT_OF_RANGE), nbytes)
@@ -109,8 +113,8 @@ class GlobalRows:
     return ops.build(*parts) if len(parts) > 1 else parts[0]
 
 def columns_of_rows(x:GlobalRows, first:UOp, rows:int, column:UOp, units:list[UOp]) -> list[UOp]:
-  """Loads 16-bit elements of column `column`, from `rows` rows of `x` that begin at row `first`. For each u of `units` returns a vector with the
-  elements of eight rows, from row first + 8*u on. Rows beyond the last row of `x` read as zero."""
+  """Loads 16-bit elements of one column, `column`, from `rows` rows of `x` that begin at row `first`. Returns a vector for each number in `units`:
+  the vector of number u has the elements of eight rows, from row first + 8*u on. Rows beyond the last row of `x` read as zero."""
   records = (((x.count - first).maximum(0).minimum(rows) - 1)*x.stride + x.width).maximum(0)*x.size
   def one(unit:UOp, i:int) -> UOp:
     return ops.buffer_load(x.buffer[x.origin(first)], records, ((unit*x.unit + i)*x.stride + column)*x.size, x.size)

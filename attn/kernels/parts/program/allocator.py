@@ -20,8 +20,9 @@ class Allocator:
   def __init__(self) -> None: self._axes, self._slots = itertools.count(), itertools.count()
   def range(self, n:int|UOp, kind:AxisType) -> UOp:
     """Returns a new range, a UOp that is an index from 0 to n - 1. `kind` says what it counts: iterations of a loop, workgroups of the grid, or
-    threads. n is simplified first. Otherwise tinygrad would simplify n in the expressions that use the range, but not in the operation that ends its
-    loop, and would take the two for different ranges."""
+    threads."""
+    # Without simplify() tinygrad would simplify n in the expressions that use the range, but not in the operation that ends its loop, and would take
+    # the two for different ranges.
     return UOp.range(n.simplify() if isinstance(n, UOp) else n, next(self._axes), kind)
   def registers(self, n:int, dtype:DType=dtypes.float) -> UOp:
     """Returns a new register array with n values of the dtype `dtype` in each thread."""

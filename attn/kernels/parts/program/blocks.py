@@ -20,9 +20,10 @@ FEW, MANY = 3, 1000    # numbers of iterations
 
 def trip_count(n:UOp) -> UOp|None:
   """Returns the number of iterations of a loop, or None if the loop never runs. A number that is at most FEW is hidden from tinygrad and from the
-  compiler. If tinygrad knew that a loop runs at most once, it would move values from before the loop into the loop, and code after the loop could not
-  use these values. If clang knew that a loop runs at most three times, it would keep more values in registers than fit: dual_wave spilled 106
-  registers with 200 keys and a mask, and 52 with 250 queries and 515 keys."""
+  compiler, which would both make a worse program of such a short loop."""
+  # If tinygrad knew that a loop runs at most once, it would move values from before the loop into the loop, and code after the loop could not use
+  # them. If clang knew that a loop runs at most three times, it would keep more values in registers than fit: dual_wave spilled 106 registers with
+  # 200 keys and a mask, and 52 with 250 queries and 515 keys.
   if (n := n.simplify()).vmax <= 0: return None
   return n if n.vmax > FEW else bounded(ops.opaque_uniform(n), 0, MANY)
 
@@ -70,9 +71,9 @@ def over_queries(p:Problem, x:Extent) -> Walk: return Walk(p, "queries", -x.offs
 
 @dataclass(frozen=True)
 class Outside:
-  """Rows of a packed tensor that belong to no sequence, and that the workgroups of one sequence clear: the rows from the end of this sequence to
-  the next sequence, or to the end of the tensor. For the first sequence, these are also the rows before it. If cu_seqlens are valid, every row of the
-  tensor belongs either to one sequence or to one `Outside`."""
+  """Rows of a packed tensor that belong to no sequence, and that the workgroups of one sequence clear. These are the rows after this sequence, up to
+  the next sequence or the end of the tensor, and for the first sequence also the rows before it. If cu_seqlens are valid, every row of the tensor
+  belongs either to one sequence or to one `Outside`."""
   count: UOp
   before: UOp
   after: UOp
@@ -122,12 +123,14 @@ class TileList:
   """The list of the tiles in which a mask leaves scores, for one workgroup. The workgroup loops over the list: first over the tiles of which the mask
   hides some scores, then over those of which it hides none. attn/kernels/tile_lists.py makes the list.
 
-    entries: buffer with the lists of all workgroups. The entries of a list are: the number of its tiles of which the mask hides some scores;
-      the number of all its tiles; the tiles; and in all remaining entries (at least one) the number `tiles`. A list with turns goes on: for each
-      entry with a tile it has the number of blocks that start before the workgroup's own block and have the same tile in their lists
+    entries: buffer with the lists of all workgroups, as described below
     first: index at which the workgroup's list begins
     tiles: number of tiles of the sequence
-    size: rows of a tile"""
+    size: rows of a tile
+
+  A list begins with two numbers: how many of its tiles the mask hides in part, and how many tiles it has. Then come the indices of the tiles. The
+  entries left over, at least one, are filled with the number `tiles`. A list with turns has one more number for each of its tiles: how many blocks
+  that start before the workgroup's block have this tile in their lists."""
   entries: UOp
   first: UOp
   tiles: int

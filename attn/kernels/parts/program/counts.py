@@ -6,9 +6,9 @@ def ceildiv(a:int, b:int) -> int: return -(-a//b)
 def round_up(a:int, b:int) -> int: return ceildiv(a, b)*b
 
 def bounded(x:UOp, low:int, high:int) -> UOp:
-  """Returns `x` as an index, clamped to `low`..`high`, for a number whose bounds tinygrad does not know, such as a loaded one. tinygrad chooses
-  between 32 and 64 bits for an index by the bounds of the numbers in it. `x` becomes an index first, because the sum of an index and an int32 would
-  be an int32, whatever its bounds."""
+  """Returns `x` as an index, clamped to `low`..`high`. It is used for numbers whose bounds tinygrad does not know, such as loaded ones: tinygrad
+  chooses between 32 and 64 bits for an index by such bounds."""
+  # an index first, because the sum of an index and an int32 would be an int32, whatever its bounds
   return x.cast(dtypes.weakint).maximum(low).minimum(high)
 
 def below(x:UOp, limit:int|UOp) -> UOp:

@@ -1,9 +1,9 @@
-"""Diagonals of tiles. A diagonal is a list of tiles of scores. Two scores at the same position in two of these tiles have the same i - j (query
+"""Diagonals of tiles. A diagonal is a list of tiles of scores. Scores at the same position in the tiles of a diagonal have the same i - j (query
 number minus key number).
 
 A tile has `block_m` queries and `block_n` keys. From one tile of a diagonal to the next, queries and keys both move on by the least common multiple
 of block_m and block_n, so i - j stays as it is at each position in the tile. If the tiles of a diagonal are added up, the result has sums for block_m
-+ block_n - 1 values of i - j. Together the diagonals hold every tile of scores once."""
++ block_n - 1 values of i - j. Every tile of scores belongs to exactly one diagonal."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass
@@ -12,11 +12,14 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Diagonals:
-  """The diagonals of a problem's tiles: lists of tiles in which scores at the same position have the same i - j (query number minus key number). From
-  one tile of a diagonal to the next, the block of queries rises by `step_m` and the tile of keys by `step_n`. Two numbers describe a diagonal:
-  `phase`, its first block of queries, and `offset`, the shift of its tiles of keys. Its n-th tile has the block of queries `phase + n*step_m` and the
-  tile of keys `n*step_n + offset - offset_0`, for each n for which both exist. `offset_0` is the offset of a diagonal without a shift, so that no
-  offset is negative."""
+  """The diagonals of a problem's tiles: lists of tiles in which scores at the same position have the same i - j (query number minus key number).
+
+    queries, keys: their numbers in the problem
+    block_m, block_n: queries and keys of a tile
+
+  The n-th tile of a diagonal has the block of queries `phase + n*step_m` and the tile of keys `n*step_n + offset - offset_0`. The numbers `phase` and
+  `offset` choose the diagonal. `offset_0` makes every `offset` nonnegative. A diagonal has only those n for which both the block and the tile exist.
+  """
   queries: int
   keys: int
   block_m: int

@@ -35,8 +35,9 @@ class Statements:
   def of(allocator:Allocator) -> Statements: return Statements(allocator.registers(1))
   def after(self, *deps:UOp) -> Statements: return replace(self, latest=(self.register if self.latest is None else self.latest).after(*deps))
   def do(self, statement:UOp, *after:UOp) -> UOp:
-    """Makes a statement (an operation with a side effect, such as a barrier) a part of the program, after the operations `after`. Returns the store
-    of the statement's value, 0, to a register: tinygrad drops an operation whose value is not stored."""
+    """Makes a statement (an operation with a side effect, such as a barrier) a part of the program, after the operations `after`. Returns a store of
+    the statement's value, 0, to a register: tinygrad drops an operation whose value is not stored. Later statements do not wait for it yet (see
+    `ran`)."""
     return (self.register.after(*after) if after else self.register)[0].store(statement)
   @property
   def first(self) -> UOp:
@@ -44,12 +45,12 @@ class Statements:
     has stored to it."""
     return self.do(UOp.const(0.0, dtypes.float))
   def begin(self, statement:UOp) -> Statements:
-    """Adds a statement whose operands include `done`, so that it comes after the statements so far. Returns all statements, with this one. Later
+    """Adds a statement that comes after the statements so far, because `done` is one of its operands. Returns all statements, with this one. Later
     statements come after it, but other values of the kernel do not wait for it."""
     return self.ran(self.do(statement))
   def ran(self, stored:UOp) -> Statements:
-    """Adds a statement that is already a part of the program, so that later statements wait for it. `stored` is the store that `do` returned for it.
-    Returns all statements, with this one."""
+    """Makes later statements wait for a statement that `do` has added; `stored` is the store that `do` returned. Returns all statements, with this
+    one."""
     return replace(self, effects=(*self.effects, stored), latest=self.register.after(stored))
   def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
   @property
@@ -82,9 +83,9 @@ class InOrder(Carried):
     return type(self)(*[(bare_of(x) if said[awaited_by(x)] else x).after(*deps) for x in carried])
 
 def bare_of(x:Any) -> Any:
-  """Returns the UOp `x`, which a loop carries, without the operations that it comes after (tinygrad's AFTER), so that it waits for nothing. Returns
-  other objects unchanged, among them `Statements`, which must keep waiting: only through them does the kernel use the stores with which a loop ends,
-  and tinygrad drops a loop that nothing uses."""
+  """Returns the UOp `x` of a kernel's state without the operations that it comes after (tinygrad's AFTER): the result waits for nothing. Returns
+  other objects unchanged."""
+  # `Statements` must keep waiting: only through them does the kernel use the stores that end a loop, and tinygrad drops a loop that nothing uses
   while isinstance(x, UOp) and x.op is Ops.AFTER: x = x.src[0]
   return x
 

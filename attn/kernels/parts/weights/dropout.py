@@ -38,15 +38,15 @@ class Kept:
     return word, row//OCTET*4 + row % OCTET//4*2 + row//2 % 2*16 if alternate(self.at) else bit_of(row)
 
   def _of(self, at:list[tuple[int, int]]) -> tuple[UOp, tuple[tuple[int, int], ...]]:
-    """Finds the bits of the scores `at`, a list of (row, n): the n-th score of a row. Returns a vector of the dwords with these bits, and for each
-    score (index of the dword in this vector, position in the dword)."""
+    """Finds the bits of scores. `at` has a pair (row, n) for each score: the n-th score of a row. Returns a vector of the dwords that hold these
+    bits, and for each score (index of its dword in the vector, position of its bit in the dword)."""
     found = [(r, *self.bit(n)) for r, n in at]
     used = sorted({(r, word) for r, word, _ in found})
     return ops.build(*[self.words[r][word] for r, word in used]), tuple((used.index((r, word)), place) for r, word, place in found)
 
   def packed(self, x:UOp, first:int) -> UOp:
-    """Returns `x`, vectors of P that are packed to 16 bits (or 8), with 0 in place of dropped elements. The first of these vectors has the index
-    `first` among the lane's vectors of P. Each vector has elements of all of the lane's rows, one row after another."""
+    """Returns `x`, weights P that are packed to 16 bits (or 8), with 0 in place of dropped weights. `x` is one or more of the lane's vectors of P,
+    from the vector with the index `first` on. Each vector has elements of all of the lane's rows, one row after another."""
     if not self.words: return x
     rows, pairs = range(len(self.words)), range(self.pairs)
     vectors = ops.length(x)//(len(rows)*len(pairs))
@@ -63,8 +63,7 @@ class Kept:
     return found
 
 def alternate(at:Lane|MmaLane|ThreadPlace) -> bool:
-  """Whether a lane's vectors of scores hold every second of the rows over which the workgroup loops, so that neighbouring elements of a vector belong
-  to rows that are two apart."""
+  """Whether a lane's scores belong to every second row of a tile, such as rows 0, 2, 4, and not to neighbouring rows."""
   return at.matrix.block == 1
 
 def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
@@ -113,10 +112,9 @@ class KeptHere:
     return [bits.drop_numbers(x, words, self.places, i) for i, (x, words) in enumerate(zip(vectors, self.words, strict=True))]
 
 def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
-  """Returns which scores dropout keeps: the scores of four neighbouring rows `rows` that a thread owns with the rows of a tile. The result has an
-  entry for each of `rows`. The rows of the tile come in groups of four neighbours, and `firsts` has the first row of each group. Either `rows` are
-  queries and the rows of the tile are keys, or the other way round. The bits of eight neighbouring keys of a query are made together (an octet, see
-  attn/ops/dropout.py), so four keys use half of them."""
+  """Returns which scores dropout keeps, of four neighbouring rows that a thread owns. The result has an entry for each of `rows`. These rows are
+  queries and the rows of a tile are keys, or the other way round. The thread computes scores with groups of four neighbouring rows of the tile;
+  `firsts` has the first row of each group."""
   if not scores.p.dropout_p: return [KeptHere((), ()) for _ in rows]
   if scores.walk.over == "keys":
     words = [[_kept_half(scores, row, row.index, first) for first in firsts] for row in rows]

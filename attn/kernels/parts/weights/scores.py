@@ -57,20 +57,20 @@ class Scores:
   def to_natural(self) -> float: return 1.0 if self.natural else self.unit.natural
   @property
   def walked(self) -> list[tuple[int, ...]]:
-    """Indices of the rows of a tile to which the elements of a lane's scores belong: a tuple for each vector of scores. The indices are right for
-    lane group 0. In lane group h (the lanes that hold the same rows of an accumulator, each in another column) h*matrix.block is added to each index,
-    where matrix.block is the number of neighbouring rows that a lane holds."""
+    """Indices, in a tile, of the rows to which a lane's scores belong: a tuple for each vector of scores. These are the indices in lane group 0 (a
+    lane group is the lanes that hold the same rows of an accumulator). In lane group h each index is larger by h*matrix.block, because a lane holds
+    matrix.block neighbouring rows."""
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
   def of_head(self, head:UOp) -> Scores:
     return replace(self, first=replace(self.first, head=head))
   def row(self, place:UOp) -> UOp:
-    """Returns the index, in the sequence, of the row that the workgroup's loop reads as row number `place`. The two numbers differ only if the loop
-    has an `order`: it then leaves tiles out, or takes them in descending order."""
+    """Returns the index, in the sequence, of the row that comes at position `place` in the workgroup's loop. The index is `place` itself unless the
+    loop leaves tiles out or takes them in descending order (`order`)."""
     return place if self.order is None else self.order.row(place)
   def tile(self, number:UOp) -> UOp:
-    """Returns the index, in the sequence, of the tile that the workgroup's loop computes in iteration `number`. The two numbers differ only if the
-    loop has an `order`: it then leaves tiles out, or takes them in descending order."""
+    """Returns the index, in the sequence, of the tile that iteration `number` of the workgroup's loop computes. The index is `number` itself unless
+    the loop leaves tiles out or takes them in descending order (`order`)."""
     return number if self.order is None else self.order.row(number*self.block_n)//self.block_n
   def begin(self, tile:UOp) -> UOp: return self.tile(tile)*self.block_n + self.at.h*self.at.matrix.block
 
@@ -119,8 +119,8 @@ class Scores:
     return self._seen(self._beyond(x, row, tile, ops.clear_above, ops.clear_beyond), row, tile, 0.0)
 
   def limits(self, row:Row, tile:UOp) -> tuple[UOp|None, UOp]:
-    """Returns the first and the last column of a tile that a row sees, counted from the lane's first column. Columns are keys if the row is a query,
-    and queries if the row is a key. The first is None if no mask hides columns at the beginning of a row."""
+    """Returns the first and the last column that a row sees, relative to a tile: 0 is the tile's first column of this lane. Columns are keys if the
+    row is a query, and queries if the row is a key. The first is None if no mask hides columns at the beginning of a row."""
     first, here = first_seen(self.walk, row.index), self.begin(tile)
     return None if first is None else first - here, last_seen(self.walk, row.index) - here
 
