@@ -120,9 +120,8 @@ SMALL_CALLS = (
 
 @contextlib.contextmanager
 def at_any_size() -> Iterator[None]:
-  """Context in which small problems get kernels that dispatch otherwise chooses for large problems only: kernels that loop over lists of visible
-  tiles, and kernels that compute all gradients at once. Each tensor gets separate memory, so that compute-sanitizer sees accesses outside of the
-  tensor."""
+  """Context in which small problems get kernels that dispatch usually chooses only for large problems: kernels that loop over lists of visible tiles,
+  and kernels that compute all gradients at once. Each tensor gets separate memory, so that compute-sanitizer sees accesses outside of the tensor."""
   with (patch.object(tile_lists, "LEAST_TILES", 0), patch.object(tile_lists, "LEAST_HEADS", 0), patch.object(backward_tiles, "LEAST_QUERIES", 0),
         patch.object(backward_tiles, "LEAST_KEYS", 0), patch.object(backward_tiles, "too_few_blocks", lambda p, arch, tile, parts=1: None),
         Context(NO_MEMORY_PLANNER=1, LRU=0)): yield
@@ -155,8 +154,8 @@ class Fault:
   planted: Callable[[], contextlib.AbstractContextManager[Any]]
 
 def without_barrier() -> contextlib.AbstractContextManager[Any]:
-  """Makes a context manager in which the mma kernel of forward lacks a barrier: the barrier between the stores of partial results to shared memory by
-  some warps and the loads of these results by other warps."""
+  """Makes a context manager in which the mma kernel of forward lacks a barrier. Warps exchange partial results through shared memory: without this
+  barrier, a warp may load a result before another warp has stored it."""
   return patch.object(mma_forward, "workgroup_barrier", lambda after: after)
 
 def out_of_bounds() -> contextlib.AbstractContextManager[Any]:

@@ -46,8 +46,8 @@ def timer_of_jit(launches:Any, device:str, steps:int) -> Callable[[], float]:
   return seconds
 
 def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS, dtype:str="", **options:Any) -> tuple[Callable[[], float], Tensor]:
-  """Returns two results: a timer of one launch, and the output of the launches, of `dtype`, or else of q's dtype. The timer measures a TinyJit of
-  `steps` launches that all write this output. `options` are further options of `attention`."""
+  """Returns (timer of one launch, output tensor). The timer measures a TinyJit of `steps` launches that all write this output. `dtype` is the
+  output's dtype, by default that of q. `options` are further options of `attention`."""
   out = Tensor.empty(*q.shape, dtype=dtype or q.dtype).contiguous().realize()
   @TinyJit
   def launches() -> Tensor:

@@ -48,9 +48,9 @@ def spills(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> bool:
 Seconds = Callable[[Callable[..., UOp], Tile|TiledTile], float]   # times a kernel with its tile, in seconds
 
 def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
-  """Times the forward kernel with the tile description that dispatch chooses by default, and the kernel `forward` with every other tile description
-  that doesn't spill registers. `seconds` is the function that times a kernel with a tile. Keeps the fastest one for dispatch. Returns the rows of the
-  table to print. Raises NotImplementedError if dispatch chooses a kernel whose tile descriptions cannot be timed."""
+  """Times the forward kernel with different tile descriptions: with the one that dispatch chooses by default, and with every other one of the AMD
+  kernel `forward` that doesn't spill registers. `seconds` is the function that times a kernel with a tile. Keeps the fastest tile for dispatch.
+  Returns the rows of the table to print. Raises NotImplementedError if dispatch chooses a kernel whose tile descriptions cannot be timed."""
   from attn.search.forward import candidates
   arch = replace(arch, tuned=False)
   own = choose(replace(p, num_splits=1), arch)

@@ -11,8 +11,8 @@ SAMPLE = 1 << 24   # most scores that are computed in float64 if only a sample i
 
 def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray], most:int|None=SAMPLE) -> tuple[Verdict, float]:
   """Compares the outputs (o, or o and lse) with float64: the error of each element has a limit (docs/contract.md). All arrays have the shape (B, H,
-  ...). Blocks of rows of a head are checked, so many that about `most` scores are computed in float64; None checks all rows. Returns the result for
-  the output and block with the largest error/limit, and the share of the rows that was checked."""
+  ...). Checks a sample of the rows, which has about `most` scores in all; None checks all rows. Returns the result for the output and the block of
+  rows with the largest error/limit, and the share of the rows that was checked."""
   (q, k, v), rows = inputs, max(1, min(p.Sq, (most or SAMPLE)//4//p.Sk))
   parts = [(b, h, slice(first, first + rows)) for b in range(p.B) for h in range(p.H) for first in range(0, p.Sq, rows)]
   step = 1 if most is None else math.ceil(len(parts)/max(1, most//(rows*p.Sk)))
@@ -25,8 +25,8 @@ def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray],
 
 def verify_backward(p:Problem, inputs:Sequence[np.ndarray], gradients:Sequence[np.ndarray], most:int|None=SAMPLE) -> tuple[Verdict, float]:
   """Compares dq, dk and dv with float64, one key/value head after another: the error of each element has a limit (docs/contract.md). All arrays have
-  the shape (B, H, ...). As many heads are checked as have about `most` scores together, at least one; None checks all heads. Returns the result for
-  the head and gradient with the largest error/limit, and the share of the heads that was checked."""
+  the shape (B, H, ...). Checks a sample of the heads, which has about `most` scores in all but at least one head; None checks all heads. Returns the
+  result for the head and gradient with the largest error/limit, and the share of the heads that was checked."""
   group = p.H//p.Hkv
   heads = [(b, h) for b in range(p.B) for h in range(p.Hkv)]
   step = 1 if most is None else max(1, math.ceil(len(heads)*group*p.Sq*p.Sk/most))

@@ -43,9 +43,9 @@ def byte_perm(hi:UOp, lo:UOp, selector:int) -> UOp:
 instruction("side_by_side", lambda lanes, x: x, Body('asm("" : "+v"(x));\nreturn x;', "x"))
 
 def side_by_side(x:UOp) -> UOp:
-  """Returns the vector x, and makes the compiler put its elements into neighbouring registers at this point. Neighbouring registers are in different
-  banks. Without this operation the compiler may keep the elements in any registers. Two instructions issue together only if their operands, and their
-  results, are in different banks (VOPD: RDNA3 ISA section 7.6)."""
+  """Returns the vector x unchanged, in neighbouring registers. Neighbouring registers lie in different banks, and two instructions issue together
+  only if their operands, and their results, lie in different banks (VOPD: RDNA3 ISA section 7.6). The compiler might otherwise choose any registers.
+  """
   return emit("side_by_side", x.dtype, x)
 
 # ***** across lanes *****
@@ -58,10 +58,12 @@ def _pair_text(printer:Any, out:str, step:int, exchange:str) -> Body:
 instruction("pair", lambda lanes, x, step, exchange: np.stack(Numbers(lanes).exchange(x, step, exchange)), _pair_text)
 
 def pair(x:UOp, step:int, matrix:Any) -> UOp:
-  """Returns two numbers as a vector: x of this lane and x of the lane `step` lanes away. The order of the two numbers differs between instructions,
-  so the caller must reduce them by a commutative operation. `matrix` is the chip's matrix instruction. To reduce over all lanes that share a query,
-  call `pair` for each step in `matrix.group_steps`. `matrix.exchange` names the exchange instruction: v_permlane16_swap_b32 and v_permlane32_swap_b32
-  (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32."""
+  """Returns the vector of x of this lane and x of the lane `step` lanes away, in an order that depends on the instruction. So combine the two by a
+  commutative operation, such as a sum or a maximum. To combine x of all lanes that share a query, call `pair` for each step in `matrix.group_steps`,
+  where `matrix` is the chip's matrix instruction.
+
+  `matrix.exchange` names the exchange instruction: v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or
+  ds_bpermute_b32."""
   return emit("pair", f32(2), x, step=step, exchange=matrix.exchange)
 
 def _share_halves(lanes:Any, x:Array, low:Array) -> Array:
@@ -90,9 +92,11 @@ def _low_lanes_text(printer:Any, out:str) -> Body:
 instruction("low_lanes", lambda lanes, x: np.arange(x.shape[-1])%lanes.wave < 16, _low_lanes_text)
 
 def low_lanes(x:UOp) -> UOp:
-  """Tells whether this lane is one of lanes 0-15. `x` is a vector from whose elements the caller then selects by the answer. Each call computes the
-  answer again, at the time when `x` is ready: the answer lies in the register VCC, which comparisons overwrite. With the answer in VCC, two selects
-  can be one instruction (v_dual_cndmask_b32: RDNA3 ISA section 7.6)."""
+  """Tells whether this lane is one of lanes 0-15. The caller uses the answer to select from elements of the vector `x`, so the answer is computed
+  only when `x` is ready.
+
+  The answer lies in the register VCC, so two selects by it can be one instruction (v_dual_cndmask_b32: RDNA3 ISA section 7.6). Comparisons overwrite
+  VCC, so each call computes the answer again."""
   return emit("low_lanes", dtypes.bool, x)
 
 # ***** order *****
@@ -126,9 +130,9 @@ def barrier(*after:UOp) -> UOp:
   insert it.) Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
   return statement("barrier", *after)
 def barrier_of(waves:UOp, *after:UOp) -> UOp:
-  """Makes a barrier of the workgroup that only some waves execute: those in which the integer `waves` is not 0. These waves wait until the other
-  waves reach the next barrier of the program. From then on, when these waves reach a barrier, the other waves reach the barrier after it. Returns a
-  statement (an operation with a side effect) that is executed after the UOps `after`."""
+  """Makes some waves of a workgroup run one barrier behind the others, so that the two groups of waves take turns. The waves in which the integer
+  `waves` is not 0 execute this barrier; the others execute their next barrier at the same time. Returns a statement (an operation with a side effect)
+  that is executed after the UOps `after`."""
   return statement("barrier_of", integer(waves), *after)
 def wait_loads(n:int, *after:UOp) -> UOp:
   """Waits until at most `n` of this wave's loads to LDS are still under way (s_waitcnt vmcnt). Returns a statement (an operation with a side effect)

@@ -58,8 +58,7 @@ def in_global(at:UOp, dtype:DType, name:str) -> UOp:
   return at
 
 def shared_tensors(u:UOp) -> set[int]:
-  """Returns which of the kernel's tensors the operation `u` adds to, counts in or waits for, if it is an atomic operation: their indices among the
-  kernel's arguments. Returns an empty set for any other UOp."""
+  """Returns the tensors that an atomic operation `u` works on, as indices among the kernel's arguments. Returns an empty set for any other UOp."""
   if not isinstance(u.arg, Call) or not u.arg.operation.atomic: return set()
   return {x.buf_uop.arg.slot for x in u.src if x.op is Ops.INDEX and x.buf_uop.op is Ops.PARAM}
 

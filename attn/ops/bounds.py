@@ -41,15 +41,17 @@ def is_maximum(u:UOp) -> bool:
   return u.src[0].src[0] is u.src[2] and u.src[0].src[1] is u.src[1]
 
 def is_minimum(u:UOp) -> bool:
-  """Tells whether `u`, a maximum max(y, c), is a part of a minimum. A renderer gets min(x, n) as ~max(~x, ~n), with the bitwise complement ~. So `u`
-  is a part of a minimum if y has the form ~x. There are two exceptions, in which the answer is False: y is itself a minimum, as in max(min(x, a), n),
-  because a minimum begins with ~, too; and u is a part of the minimum of a minimum, where two ~ cancel."""
+  """Tells whether a maximum `u` = max(y, c) is really a minimum. Renderers get min(x, n) as ~max(~x, ~n), with the bitwise complement ~. So the
+  answer is True if y has the form ~x.
+
+  It is False if this ~ belongs to another minimum: in max(min(x, a), n) y is the minimum min(x, a), which begins with ~. It is also False in a
+  minimum of a minimum, where two ~ cancel."""
   y = u.src[2]
   return y.op is Ops.XOR and not (is_maximum(y.src[0]) and is_minimum(y.src[0]))
 
 def second_bounds(uops:list[UOp]) -> set[UOp]:
-  """Returns the UOps that apply the second of two bounds to an integer that is equal in all threads of a workgroup. Each such UOp is a maximum (a
-  minimum is written as ~max(~x, ~n))."""
+  """Finds integers that are clamped between two bounds, and that are equal in all threads of a workgroup. Returns the UOps that apply the second
+  bound, each a maximum. (A minimum is written as ~max(~x, ~n).)"""
   found, uniform = set[UOp](), uniform_numbers(uops)
   for outer in filter(is_maximum, uops):
     inner = outer.src[2]

@@ -36,9 +36,9 @@ def from_all_lanes(uops:list[UOp]) -> set[UOp]:
   return found
 
 def made_before_branches(uops:list[UOp]) -> dict[UOp, dict[UOp, None]]:
-  """Returns {IF: values} for the branches of a program: the values that stores inside a branch store, and that must be computed before its IF,
-  because computing them needs all lanes and only some lanes enter the branch. If branches follow one another directly, the first IF gets the values
-  of all of them, because clang merges neighbouring branches that have the same condition."""
+  """Returns {IF: values} for a program's branches: the stored values that must be computed before the IF. Only some lanes enter a branch, but these
+  values depend on an operation that needs all lanes. If branches follow one another directly, the first IF gets the values of all, because clang
+  merges neighbouring branches with the same condition."""
   made, found, first = from_all_lanes(uops), dict[UOp, dict[UOp, None]](), new_uop(Ops.NOOP)
   for before, u, store in zip([first, *uops], uops, uops[1:]):
     if u.op is not Ops.IF: continue

@@ -177,8 +177,8 @@ def select_each(conditions:list[UOp], x:UOp|float, y:UOp|float) -> UOp:
   def element(v:UOp|float, i:int) -> Any: return v if isinstance(v, float) else extract(v, i)
   return build(*[condition.where(element(x, i), element(y, i)) for i, condition in enumerate(conditions)])
 def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
-  """Returns the column indices `offsets` minus the first of them. A vector of scores is masked by a rendered function (C source) that is made for the
-  column indices of its elements. Most vectors have the same differences, so one function serves most vectors."""
+  """Returns the column indices `offsets` minus the first one. Vectors of scores whose indices then agree can be masked by the same rendered C
+  function."""
   return tuple(x - offsets[0] for x in offsets)
 def weights(scores:UOp, addend:UOp, scale:float) -> UOp:
   """Returns P = exp2(scores*scale + addend). The vector `scores` holds several rows one after another; `addend` has one number for each row."""
@@ -190,8 +190,8 @@ OUT_OF_RANGE = 0x80000000   # an offset beyond every descriptor's range, which i
 MAX_RECORDS = 0x7ffffff0   # largest range of a buffer descriptor in bytes
 
 def flat(placeholder:UOp) -> UOp:
-  """Returns the one-dimensional buffer under a kernel argument or register array that was reshaped. (tinygrad would split an index into the reshaped
-  array's own `.flatten()` by the shape and put it together again, which makes lowering slow.)"""
+  """Returns a kernel argument or register array as one dimension, without the reshape that gave it more. (Its own `.flatten()` would make tinygrad
+  compute each index twice, which makes lowering slow.)"""
   while placeholder.op is Ops.RESHAPE: placeholder = placeholder.src[0]
   return placeholder.flatten()
 

@@ -119,14 +119,13 @@ def _drop_numbers(c:Any, x:Value, words:Value, *, places:tuple[tuple[int, int], 
 
 def drop_packed(packed:UOp, words:UOp, places:tuple[tuple[int, int], ...], vector:int) -> UOp:
   """Returns `packed`, a vector of pairs of 16-bit numbers, with 0 in place of dropped elements. `words` holds dropout bits. For each pair, `places`
-  has two numbers: the index of the dword in `words` that has the pair's two bits, and the position of these bits in the two halves of this dword.
-  `vector` is the index of this vector among the lane's vectors, which only serves to give the rendered functions of vectors with different `places`
-  different names."""
+  has (index in `words` of the dword with the pair's two bits, position of the bits in the two halves of this dword). `vector` is the index of this
+  vector among the lane's vectors. Rendered functions have it in their names, because vectors differ in `places`."""
   return emit("drop_packed", u32(length(packed)), packed, words, places=places, vector=vector)
 def drop_numbers(x:UOp, words:UOp, places:tuple[tuple[int, int], ...], vector:int) -> UOp:
-  """Returns `x`, a vector of fp32 numbers, with 0 in place of dropped elements. `words` holds dropout bits. For each number, `places` has the index
-  of the dword in `words` that has the number's bit, and the position of this bit. `vector` is the index of this vector among the lane's vectors,
-  which only serves to give the rendered functions of vectors with different `places` different names."""
+  """Returns `x`, a vector of fp32 numbers, with 0 in place of dropped elements. `words` holds dropout bits. For each number, `places` has (index in
+  `words` of the dword with the number's bit, position of the bit). `vector` is the index of this vector among the lane's vectors. Rendered functions
+  have it in their names, because vectors differ in `places`."""
   return emit("drop_numbers", f32(length(x)), x, words, places=places, vector=vector)
 
 # ***** dropout in tensor operations *****

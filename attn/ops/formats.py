@@ -69,8 +69,8 @@ class Format:
     return self.encode(there.where(x*there.where(scale, 1.0).reciprocal(), 0.0))
 
 def rounded_steps(x:Floats, step:float) -> Floats:
-  """Returns x/step rounded to the nearest whole number, ties to even, as uint32; a negative number as its two's complement. In the sum x + 1.5 * 2^23
-  * step, the last bit of fp32 is worth one step. So the addition rounds, and the whole number lies in the low bits of the sum."""
+  """Returns x/step rounded to the nearest whole number, ties to even, as uint32. A negative number is in two's complement. The addition x + 1.5 *
+  2^23 * step does the rounding: the last bit of the fp32 sum stands for one step, so the whole number lies in the low bits of the sum."""
   return (x + 1.5*2.0**23*step).bitcast(dtypes.uint) - (pattern(2.0**23*step) + (1 << 22))
 
 def as_fp16(x:Floats) -> Floats:

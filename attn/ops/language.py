@@ -91,9 +91,10 @@ def compound_function(call:Call, definition:Callable[..., Any], printer:Printer,
 
 def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
   """Decorator that makes a Python function the definition of the operation `name`. The operation is rendered as one C++ function for each combination
-  of operand types; with `inline` it is rendered as an expression. If functions for the same types also differ by static parameters (constants that
-  are the definition's keyword-only parameters), `suffix` must be a format string of these parameters. The formatted suffix is added to the C++
-  function's name."""
+  of operand types; with `inline` it is rendered as an expression.
+
+  Static parameters are constants, the definition's keyword-only parameters. If the C++ text depends on them, `suffix` must be a format string of
+  them, such as "_{step}": it is added to the function's name."""
   def define(definition:Callable[..., Any]) -> Callable[..., Any]:
     taken = None if inline else len(operands_of(definition))
     def meaning(lanes:Lanes, *sources:Any, **static:Any) -> Any: return definition(Numbers(lanes), *sources[:taken], **static)

@@ -224,6 +224,6 @@ instruction("transposed", _transposed, cuda=Body("\n".join([
   "return words;"]), "words lane"))
 
 def transposed(words:UOp, in_quad:UOp) -> UOp:
-  """Returns a lane's row of a 4 x 4 matrix of words that is transposed across four neighbouring lanes. Each of these lanes has four words, and the
-  lane with index `in_quad` among the four gets word `in_quad` of each of them."""
+  """Transposes a 4 x 4 matrix of words across four neighbouring lanes. `words` is this lane's row, and `in_quad` the index of the lane among the
+  four. Returns the column with this index: word `in_quad` of each lane."""
   return emit("transposed", U4, words, integer(in_quad))

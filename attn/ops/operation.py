@@ -78,8 +78,8 @@ class Lanes(Protocol):
     are functions that read the operands as bits of `dtype`, in the shapes (warpgroups, 64, k) and (warpgroups, n, k). Before the thread has waited
     for the product, an access to the fragments or a write to the operands is an error. Returns zeros."""
   def start_nothing(self, acc:Any) -> None:
-    """Starts an empty group of products for the C fragments from `acc` on, where other warpgroups start a product. `wait_products` counts the group
-    as a product."""
+    """Starts an empty group of products for the C fragments from `acc` on. A warpgroup that skips a product calls this instead, so that
+    `wait_products` counts the same in all warpgroups."""
   def wait_products(self, but:int) -> Array:
     """Makes the active threads wait for the products that they have started, except the last `but` products. Returns zeros."""
   def atomic_add(self, pointer:Any, steps:Sequence[int], x:Array, gate:Array, sent:bool=False) -> None:
@@ -160,8 +160,8 @@ def is_ours(name:str, uops:Iterable[UOp]) -> bool:
   return name.startswith("attn_") or any(isinstance(u.dtype, VectorDType) or isinstance(u.arg, Call) for u in uops)
 
 def integer(x:UOp) -> UOp:
-  """Returns the index x as an int32. x must fit an int32, but numbers inside its expression need not: (x % 16).cast(int32) is wrong if x is 2^31 or
-  more, because tinygrad would compute x in 32 bits too. If a number inside does not fit, the parts of the expression are first made 64 bits wide."""
+  """Returns the index x as an int32. Numbers inside the expression of x may be larger, as in x = i % 16 with i >= 2^31. There x.cast(int32) would be
+  wrong, because tinygrad would compute i in 32 bits, too. So the parts of such an expression are first made 64 bits wide."""
   parts = x.toposort(gate=lambda u: u.dtype == dtypes.weakint and u.op in GroupOp.ALU)
   if not any(s.overflows(dtypes.int) for u in parts for s in u.src if s.dtype == dtypes.weakint): return x.cast(dtypes.int)
   wide = dict[UOp, UOp]()

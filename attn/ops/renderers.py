@@ -103,17 +103,17 @@ class HipOperations(OperationsPrinter):
     self.held, self.before = second_bounds(uops) if is_ours(name, uops) else set[UOp](), made_before_branches(uops)
     return super()._render(uops)
   def held_text(self, x:UOp) -> str:
-    """Returns the text of a maximum max(x, n) or a minimum min(x, n), with the bound n hidden from clang. A minimum reaches the renderer as ~max(~x,
-    ~n); the text of its maximum max(~x, ~n) is ~min(x, n)."""
+    """Returns the text of a maximum max(x, n) in which the bound n is hidden from clang. A minimum min(x, n) comes as ~max(~x, ~n): for the maximum
+    in it, returns ~min(x, n) with n hidden."""
     bound, of = x.src[1].src[0].arg, x.src[2]
     least = is_minimum(x)
     name = "not_above" if least else "not_below"
     self.operations.functions.setdefault(name, HELD[name])
     return f"~not_above({bare(self[of.src[0]])}, {~bound})" if least else f"not_below({bare(self[of])}, {bound})"
   def branch_text(self, x:UOp) -> str:
-    """Returns the text of a branch's first line, after lines of inline assembly. The assembly reads the values that must be computed before the
-    branch. clang treats inline assembly in HIP as an operation across lanes. So clang moves neither the assembly nor the computation of its operand
-    into the branch."""
+    """Returns the first line of a branch, preceded by inline assembly that reads the values which must be computed before the branch. clang does not
+    move the assembly into the branch, because it takes inline assembly in HIP for an operation across lanes. So it does not move the computation of
+    these values either."""
     return "\n".join([*(f'asm volatile("" :: "v"({self[value]}));' for value in self.before[x]), f"if ({self[x.src[0]]}) {{"])
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
     text = super().render_kernel(function_name, kernel, bufs, uops, prefix)
@@ -129,9 +129,8 @@ class CudaOperations(OperationsPrinter):
   """Base class of the CUDA renderers. Their compilers make machine code (see `machine_code`)."""
   language = "cuda"
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
-    """Returns declarations of 16-bit types, by their size only, that the source uses and tinygrad does not declare. If tinygrad includes no header
-    for such a type, the kernel only uses pointers to the type and does not compute with it, so the size is enough. A header would take NVRTC a tenth
-    of a second."""
+    """Declares the 16-bit types of the source that tinygrad does not declare, as structs of the right size. This is enough, because a kernel only has
+    pointers to such a type: tinygrad includes the type's header if a kernel computes with it. A header would take NVRTC a tenth of a second."""
     used = {u.dtype for _, (u, _) in bufs}
     half, bfloat16 = "#include <cuda_fp16.h>", "#include <cuda_bf16.h>"
     unknown = {"half": dtypes.half in used and half not in prefix and bfloat16 not in prefix,      # cuda_bf16.h includes cuda_fp16.h

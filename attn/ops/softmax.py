@@ -56,10 +56,12 @@ def highest(c:Any, start:Value, scores:list[Value]) -> Value:
 
 def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Value],
                     scale:float, lift:float=0.0) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
-  """Raises the reference m of each row of a tile (the number that the softmax subtracts from the scores) to the row's largest score so far, or, if
-  `lift` is above 0, to a number below it for which the largest P is 2^lift. P is exp2((score - m)*scale). `scores` are the lane's vectors of scores,
-  in which rows lie as `rows` says. Returns the new m, the new addend, the factors that rescale the accumulators, and a function that computes P from
-  scores with the new m."""
+  """Raises the reference m of each row: the number that the softmax subtracts from the scores, P = exp2((score - m)*scale). The new m is the row's
+  largest score so far, so that the largest P is 1. If `lift` is above 0, m is lower, so that the largest P is 2^lift. `scores` are the lane's vectors
+  of scores, in which rows lie as `rows` says.
+
+  Returns the new m, the new addend (-m*scale, or NaN if its rounding error is too large), the factors that rescale the accumulators, and a function
+  that computes P of scores with the new m."""
   split, tops, addends, factors, nears, shifts = [by_row(c, x, rows.rows) for x in scores], [], [], [], [], []
   for r in range(rows.rows):
     old = c.let("old", c.element(m, r))
@@ -97,15 +99,15 @@ SMALLEST_SCALE = 2.0**-100
 ALL_SET_BEFORE, SIGNS = 0x08080808, 0x80808080     # the first plus a byte has the sign bit if the byte is NaN or its exponent has all bits
 
 def lift_of(dtype:str, scale:float) -> float:
-  """Returns the exponent e for which kernels make the largest P of a row 2^e, for scores that are multiplied by `scale`. The exponent is above 0 for
-  8-bit floats, and 0 for other dtypes. The exponent is also 0 if `scale` is so small that fp32 has no number for the difference of two references."""
+  """Returns the exponent e of the largest P of a row, 2^e: above 0 for 8-bit floats, and 0 for other dtypes. `scale` is the factor of the scores. e
+  is also 0 if `scale` is so small that fp32 cannot hold the difference of two references that belongs to e."""
   return LIFT[dtype] if scale > SMALLEST_SCALE else 0.0
 
 def of_bytes(dtype:str) -> bool: return IN_A_DWORD[dtype] == 4
 
 def packed_together(c:Any, vectors:list[Value], rows:int, dtype:str) -> Value:
   """Returns vectors of weights rounded to `dtype` and packed into dwords. Each vector has `rows` rows, one after another. A dword has elements of one
-  row: two elements of one vector or, for 8 bits, two elements of each of two neighbouring vectors."""
+  row only: two 16-bit elements of one vector, or four of 8 bits, two from each of two neighbouring vectors."""
   if rows == 1 or not of_bytes(dtype): return c.join(*[c.pack_weights(x, dtype) for x in vectors])
   return c.vector(*[c.pack_weights(c.join(*[by_row(c, x, rows)[r] for x in pair]), dtype)
                     for pair in zip(vectors[0::2], vectors[1::2]) for r in range(rows)])
@@ -166,9 +168,9 @@ def with_scales(c:Any, x:Value, scales:Value, rows:int, operation:Callable[[Valu
   return c.join(*each) if rows > 1 else each[0]
 
 def without_scales(c:Any, packed:Value, p:Value, scales:Value, rows:int, dtype:str) -> Value:
-  """Returns the sums of a vector's weights without the scales, one number for each row. `packed` holds the weights with their scales, rounded. A
-  rounded weight is divided by its scale again, so that the sum has the same rounding errors as the product with V. In place of a weight that the
-  rounding made 0 or denormal, the sum has `p`, the weight before its scale was multiplied in."""
+  """Returns the sums of a vector's weights without the scales of V, one number for each row. `packed` has the weights times the scales, rounded. Each
+  is divided by its scale again, so that the sum has the same rounding errors as the product with V. `p` has the weights before. They are used where
+  the rounding made a weight 0 or denormal."""
   n = c.length(p)//rows
   inverse = [c.let("inverse", c.rcp(c.element(scales, e))) for e in range(n)]
   def weight(i:int) -> Value:
@@ -286,10 +288,11 @@ def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Val
 
 def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
           scale:float, scales:UOp|None=None) -> UOp:
-  """Returns a statement (an operation with a side effect) that computes P of one loop iteration and the sums of P, and that is executed after the
-  UOps `after`. `reference` holds the numbers that the softmax subtracts from the scores of each row. `p` gets P packed to `dtype`, and `part` gets
-  the sums, for each kind in `sums`, such as sums in fp32 (LANE) or of P after rounding (DOT). `correct` describes all operands. If no row of the wave
-  has seen a key yet, P is not computed, because there is no reference. The sums are then inf, so that `correct` computes P afterwards."""
+  """Returns a statement (an operation with a side effect) that computes P of one loop iteration, and the sums of P. The statement is executed after
+  the UOps `after`. `reference` has the number that the softmax subtracts from each row's scores. `p` gets P packed to `dtype`. `part` gets the sums,
+  for each kind in `sums`, such as sums in fp32 (LANE) or of P after rounding (DOT). `correct` describes all operands.
+
+  If no row of the wave has seen a key, there is no reference yet. Then the sums become inf, so that `correct` computes P."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   operands = (reference, addend, p, scores, part, *(() if scales is None else (scales,)))
@@ -381,9 +384,9 @@ def _first_sum(c:Any, packed:Value, *, kind:str, matrix:Any, dtype:str) -> Value
 def _row_sums(c:Any, total:Value, *, kind:str, rows:int) -> Value: return rounded_sums(c, total, kind, rows)
 
 def rounded_sum(packed:list[UOp], kind:str, matrix:Any, dtype:str, rows:int, zero:UOp|None=None) -> UOp:
-  """Returns the sums of P, one number for each of `rows` rows, computed from P packed to `dtype`. `kind` says how to add: DOT by dot products with
-  ones, ONES by `matrix` (the chip's matrix instruction) with a matrix of ones, UNPACKED by converting the elements back to fp32. `zero` is a UOp of
-  zeros from which the sums begin; if `zero` is executed after some statement, the sums are, too."""
+  """Returns the sum of P for each of `rows` rows, computed from P packed to `dtype`. `kind` says how to add: DOT by dot products with ones, ONES by
+  `matrix` (the chip's matrix instruction) with a matrix of ones, UNPACKED by converting the elements back to fp32. `zero` is a UOp of zeros with
+  which the sums begin. The sums are computed after it."""
   how = {"kind": kind, "matrix": matrix, "dtype": dtype}
   if zero is None: zero, packed = emit("first_sum", f32(4 if kind == ONES else 1), packed[0], **how), packed[1:]
   total = functools.reduce(lambda l, x: emit("rounded_sum", l.dtype, l, x, **how), packed, zero)

@@ -27,9 +27,9 @@ def _scale_in_range(c:Any, x:Value) -> Value:
 def _zero_or_nan(c:Any, x:Value) -> Value: return x*0.0
 
 def scale_in_range(x:UOp) -> UOp:
-  """Returns the scales `x` of rows of V, changed where weights could not be multiplied and divided by them. A scale that is not a positive number, or
-  is above 2^122, becomes OF_NO_ROW, which is 2^-40. Such scales are 0 (of a row of zeros), NaN, and often what memory holds in place of the scale of
-  a row that does not exist. A positive scale below 2^-100 becomes 2^-100."""
+  """Returns the scales `x` of rows of V in a range in which weights can be multiplied and divided by them. A positive scale below 2^-100 becomes
+  2^-100. A scale that is not positive, is NaN, or is above 2^122 becomes OF_NO_ROW, which is 2^-40: a row of zeros has the scale 0, and in place of
+  the scale of a missing row memory may hold any number."""
   return emit("scale_in_range", x.dtype, x)
 def zero_or_nan(x:UOp) -> UOp:
   """Returns NaN for each scale that is NaN, else 0."""

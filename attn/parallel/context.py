@@ -48,7 +48,7 @@ class SharedRows:
   def devices(self) -> tuple[str, ...]: return (self.at.device,) if isinstance(self.at.device, str) else self.at.device
   @property
   def own(self) -> Problem:
-    """The problem with outputs of the shapes that one device stores: its number of queries is the number that a device holds, padding included."""
+    """The problem in the form that one device stores its outputs: the number of queries is that of the device's rows, padding included."""
     return of_backward(replace(self.problem, Sq=self.shards.queries or self.problem.Sq))
   def gathering(self, device:int) -> list[tuple[tuple[int, int], Problem]]:
     """Returns the launches of a device that gathers the keys of all devices, each as (heads, problem). `heads` is (first, count): the key/value heads
