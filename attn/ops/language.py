@@ -94,7 +94,7 @@ def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[.
   of operand types; with `inline` it is rendered as an expression.
 
   Static parameters are constants, the definition's keyword-only parameters. If the C++ text depends on them, `suffix` must be a format string of
-  them, such as "_{step}": it is added to the function's name."""
+  them, such as "_{dtype}": it is added to the function's name."""
   def define(definition:Callable[..., Any]) -> Callable[..., Any]:
     taken = None if inline else len(operands_of(definition))
     def meaning(lanes:Lanes, *sources:Any, **static:Any) -> Any: return definition(Numbers(lanes), *sources[:taken], **static)

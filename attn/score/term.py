@@ -122,9 +122,9 @@ class ScoreTerm:
 
     derivative: computes the derivative in the backward kernels. None: they cannot, and tinygrad differentiates `plain`
     differentiable: whether the term has a derivative at all. If not, asking for a gradient raises an error with the term's name
-    of: returns the entry for one problem, where it depends on the problem. None: the entry is the same for all problems
+    of: function that returns the entry for one problem. None: the entry is the same for all problems
     placed: whether the term depends on the distance between a query and a key in their sequence
-    moves: whether the term stays the same if queries and keys are both counted from a later row, as on a device that holds part of a sequence"""
+    moves: whether a device that holds part of a sequence may count queries and keys from its own first row, without a change of the term"""
   name: str                           # field of Problem that says whether the term is in use
   value: TermValue
   derivative: TermDerivative|None

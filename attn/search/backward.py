@@ -33,8 +33,8 @@ class RankedBackwardTile:
   bound: Bound
 
 def backward_held(tile:BackwardTile, d:int) -> int:
-  """Estimates the vector registers of a lane in a backward kernel: the smallest number that the kernel can need. A lane holds accumulators, S and dP,
-  the workgroup's own rows (those that do not lie in LDS), and a part of the tiles that are being loaded."""
+  """Estimates the number of vector registers that a lane of a backward kernel needs at least: for accumulators, S and dP, the workgroup's own rows
+  (those that do not lie in LDS), and a part of the tiles that are being loaded."""
   mat = tile.matrix
   row = row_registers(mat, d)
   accumulators = (2 if tile.keys and tile.passes == 1 else 1)*round_up(d, mat.M)//mat.groups

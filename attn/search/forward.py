@@ -53,7 +53,7 @@ Each = Callable[..., Iterable[Any]]   # map, or the map of a pool of processes
 
 class Bound(NamedTuple):
   """Figures by which tiles are ranked, the most important one first. Greater is better. Shares of the matrix unit's dense rate are rounded to half
-  percents, because smaller differences are accidents of the compiler's output."""
+  percents: smaller differences come from details of the compiler's output, and say nothing about the tile."""
   predicted: int  # predicted share of the dense rate in the hot loop, limited by what L2 feeds
   enough: int     # waves per SIMD, but no more than ENOUGH
   ahead: int      # 1 if a tile is being loaded during a good part of the matrix work, else 0: no other figure covers waiting for memory
@@ -82,7 +82,7 @@ def held(row:UpTo[ForwardShape], arch:Chip, d:int) -> int:
 def conflict(family:str, mat:Matrix, stride:int) -> bool:
   """Returns whether lanes of a wave access the same bank of LDS when they read operands of a matrix instruction. Lane group h (the lanes that hold
   the same rows of a result) reads the h-th 16-byte unit of row n. `stride` is the number of units from one row to the next. CDNA's 16x16 instructions
-  have such conflicts, because one phase of a read serves rows of one lane group and the neighbouring rows of another lane group."""
+  have such conflicts, because lanes of two lane groups, with different rows, read at the same time."""
   banks, groups = phases(family, mat.wave, True, 16)
   unit = np.arange(mat.wave)%mat.N*stride + (0 if mat.duplicated else np.arange(mat.wave)//mat.N)
   return any(len(set(u)) != len(set(u % (banks//4))) for u in unit[groups])
@@ -169,9 +169,9 @@ def worst_bound(arch:str, row:UpTo[ForwardShape], each:Each=map) -> Bound|None:
 # ***** the best of a class *****
 
 def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound|None]) -> RankedTile|None:
-  """Returns the best of some tiles: the tile whose worst figures over all variants are the greatest. `ranked` has the tiles with their figures for
-  one variant, the greatest first. `worst` computes the worst figures. These are never greater than the figures for one variant, so the search stops
-  as soon as no other tile can be better."""
+  """Returns the tile with the best worst case: its worst figures over all variants (dtypes and masks) are the greatest. `ranked` has the tiles with
+  their figures for one variant, the greatest first. `worst` computes the worst figures of a tile. They are never greater than those of one variant,
+  so the search stops at the first tile that cannot be better."""
   found: RankedTile|None = None
   for x in ranked:
     if found is not None and x.bound <= found.bound: break

@@ -40,7 +40,7 @@ class Timed:
   def ms(self) -> float: return 1e3*self.prediction.seconds
   @property
   def read(self) -> float:
-    """Bytes that a workgroup reads and writes in the mean: the rows that it loops over, and its own rows."""
+    """Bytes that a workgroup reads and writes on average: the rows that it loops over, and its own rows."""
     return self.prediction.bytes["L2"]/self.workgroups
 
 # ***** the tiles to try *****
@@ -74,9 +74,9 @@ def near_rows(spec:Spec, row:UpTo[Any]) -> Iterator[UpTo[Any]]:
 
 @functools.cache
 def timed(spec:Spec, row:UpTo[Any]) -> Timed|None:
-  """Compiles a kernel with the tile of a table row, and predicts the time of a problem of size ASKED on the first card of the chip whose GEMM is
-  known, at the clock that this GEMM sustains. If no card's GEMM is known, it is the first card's rated clock. Returns None if the kernel doesn't
-  compile, or spills registers to memory or scalar registers to vector registers."""
+  """Compiles a kernel with the tile of a table row, and predicts the time of a problem of size ASKED. The prediction is for the chip's first card
+  with a published GEMM, at the clock that this GEMM sustains. If there is no such card, it is for the first card, at its rated clock. Returns None if
+  the kernel doesn't compile, or spills registers to memory, or scalar registers to vector registers."""
   chip, tile = get_chip(spec.arch), tile_of(spec, row)
   kernel = kernel_source(spec, tile, shape=ASKED)
   try: text = assembly(kernel.text, spec.arch)
@@ -104,8 +104,8 @@ def climb(spec:Spec, time:Callable[[Spec, UpTo[Any]], Timed|None]=timed) -> list
     best = ranked[0].row
 
 def gain_of(spec:Spec, row:UpTo[Any], time:Callable[[Spec, UpTo[Any]], Timed|None]=timed) -> float:
-  """Returns by which share a tile is faster than the tile in use, in the dtype and mask where this share is the smallest. Returns minus infinity if a
-  kernel with the tile doesn't compile or spills."""
+  """Returns by which fraction a tile is faster than the tile in use, e.g. 0.05 for 5 %: the smallest fraction over the dtypes and masks of VARIANTS.
+  Returns minus infinity if a kernel with the tile doesn't compile or spills."""
   found = math.inf
   for dtype, mask in VARIANTS:
     variant = replace(spec, dtype=dtype, mask=mask)
@@ -125,8 +125,8 @@ def cells_of(spec:Spec, what:str, x:Timed, gain:str="") -> tuple[str, ...]:
   return spec.arch, str(spec.d), spec.kernel, what, name, f"{x.ms:.3f}", f"{x.read/1e6:.2f}", *gb, gain
 
 def near_table(spec:Spec, time:Callable[[Spec, UpTo[Any]], Timed|None]=timed) -> list[tuple[str, ...]]:
-  """Returns one line for the tile in use and one for the best tile that the search finds, with NEAR_COLUMNS. The best tile's line is missing if it is
-  the tile in use."""
+  """Returns the lines of a table with the columns NEAR_COLUMNS: one for the tile in use, and one for the best tile that the search finds. The best
+  tile's line is left out if it is not clearly faster (FASTER_BY), and the other one if the tile in use does not compile or spills."""
   used = time(spec, row_in_use(spec))
   best = climb(spec, time)[0]
   if used is None: return [cells_of(spec, "best predicted", best)]

@@ -1,5 +1,5 @@
-"""Imports from tinygrad: no other package of attn imports it. tinygrad's kernel API is alpha, so attn requires one version of it, and
-test/tinygrad_compat/test_compat.py checks every name and signature used here: another version fails with one clear sentence and not somewhere later.
+"""Imports from tinygrad: no other package of attn imports it. tinygrad's kernel API is alpha, so attn requires one version of it.
+test/tinygrad_compat/test_compat.py checks every name and signature used here. With another version, attn's import fails with one clear sentence.
 
 The rest of attn imports tinygrad's names from here, some of them wrapped by these modules: uops.py constructs UOps, lowering.py lowers kernels,
 caches.py handles tinygrad's caches of kernels, draws.py draws random numbers, patches.py and cuda.py change tinygrad's behaviour, functions.py does

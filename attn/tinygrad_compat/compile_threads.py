@@ -67,8 +67,8 @@ def finished_program(ast:UOp, renderer:Renderer) -> UOp|None:
   return None if (found := begun.pop(to_program_key(ast, renderer), None)) is None else found.finished()
 
 def compile_at_once(launch:UOp, device:str) -> None:
-  """Lowers the kernel of a launch now, in this process, and compiles it, or begins to compile it in a thread. `launch` is its UOp (tinygrad's CALL).
-  For a schedule with more than one kernel to compile, tinygrad would start worker processes, which takes longer than compiling a small kernel."""
+  """Lowers the kernel of a launch now, in this process. Then compiles it, or begins to compile it in a thread. `launch` is its UOp (tinygrad's CALL).
+  Without this, tinygrad would start worker processes for a schedule with several kernels, which takes longer than compiling a small kernel."""
   (begin if in_threads(renderer := device_of(device).renderer) else to_program)(launch.src[0], renderer)
 
 def is_of_attn(ast:UOp) -> bool:

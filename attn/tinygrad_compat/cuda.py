@@ -19,8 +19,8 @@ from attn.tinygrad_compat.patches import input_of, resolved
 STATIC_SHARED = 49152
 
 def dynamic_shared_name(name:str, nbytes:int) -> str:
-  """Returns the name under which a kernel with `nbytes` of shared memory is compiled. If this is more than static shared memory may have, the memory
-  is dynamic, and `nbytes` is a part of the name."""
+  """Returns the name under which a kernel with `nbytes` of shared memory is compiled. Static shared memory is limited to STATIC_SHARED bytes. A
+  kernel with more uses dynamic shared memory, and `nbytes` becomes a part of its name."""
   return name if nbytes <= STATIC_SHARED else f"{name}_smem{nbytes}"
 
 def shared_memory_text(x:UOp, text:str) -> str:
@@ -48,9 +48,9 @@ def at_least_one_block() -> Iterator[None]:
   finally: ProgramInfo.launch_dims = sizes   # type: ignore[method-assign]
 
 def copied_anew(graph:Any, moved:list[int]) -> None:
-  """Gives the copy nodes `moved` of a CUDA graph their current addresses. The whole graph is instantiated again for this. Changing a copy in an
-  existing instance would be slower: the copy would no longer run on the copy engine but on multiprocessors, and wait until a kernel leaves some of
-  them free (measured on H200s, driver 580)."""
+  """Gives the copy nodes `moved` of a CUDA graph their current addresses, by instantiating the whole graph again. Changing a copy in the existing
+  instance would be slower: the copy would then run on multiprocessors instead of the copy engine, and wait until a kernel leaves some of them free
+  (measured on H200s, driver 580)."""
   from tinygrad.runtime.autogen import cuda
   from tinygrad.runtime.ops_cuda import check
   for node, params, _, _ in (graph.nodes[i] for i in moved): check(cuda.cuGraphMemcpyNodeSetParams(node, ctypes.byref(params)))
@@ -81,9 +81,9 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
       self.copied = {(node, i): address_of(self.calls[node][2][i]) for node, i, *_ in self.selected if self.nodes[node][3]}
       self.lay = [list[Any]() for _ in input_uops]      # addresses of the inputs in the call before, on each device
     def _access_resources(self, bufs:list[Buffer], write:list[int], new_dependency:Any) -> Any:
-      """Returns for which nodes a graph node waits, computed from the regions of buffers that it uses. tinygrad's own method computes this from whole
-      buffers, and looks at only two buffers of a copy. The arguments of a node may include a whole buffer of which it writes a region, so that the
-      memory planner treats the buffer as used. The node does not read the whole buffer."""
+      """Returns the earlier nodes for which a graph node must wait, computed from the regions of buffers that it uses. (tinygrad's own method
+      computes this from whole buffers, and looks at only two buffers of a copy.) A node that writes a region may also have the whole buffer as an
+      argument, which tells the memory planner that the buffer is used. It does not read the whole buffer, so this argument is ignored."""
       call = self.calls[len(self.nodes)]
       regions = [(i, b) for i, b in enumerate(call[2]) if i in write or not any(holds(b, call[2][n]) for n in write)]
       return super()._access_resources([b for _, b in regions], [n for n, (i, _) in enumerate(regions) if i in write], new_dependency)

@@ -21,8 +21,8 @@ def device_of(name:str) -> Compiled:
   with Context(ALLOW_DEVICE_USAGE=1): return Device[name]
 
 def c_compiler(name:str) -> str|None:
-  """Returns the command by which tinygrad compiles C for a device: "clang", or what the environment variable CC says. Returns None if tinygrad runs
-  no such command for the device. A CPU device that has never been opened on this machine needs the command to open."""
+  """Returns the command by which tinygrad compiles C for a device: "clang", or what the environment variable CC says. Returns None if tinygrad does
+  not compile C for the device. Also returns the command if the device does not open because the command is missing, as a CPU device may."""
   command = os.environ.get("CC", "clang")
   try: return command if isinstance(device_of(name).renderer.compiler, ClangCompiler) else None
   except FileNotFoundError: return command

@@ -52,19 +52,19 @@ def buffers_of_function(uret:UOp) -> set[UOp]:
   return of_tinygrad(uret) | {u for u in uret.backward_slice_with_self if u in own_buffers}
 
 def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
-  """Gives new numbers, taken from `slots`, to the buffers that belong to a `@function`. `body` is the expression that the function computes. One
-  replacement changes all numbers at once."""
+  """Gives new numbers, taken from `slots`, to the buffers that belong to a `@function`. `body` is the expression that the function computes. All
+  numbers change at the same time, so that no buffer gets a number that another one still has."""
   own = buffers_of_function(body)
   buffers = {u: u.replace(arg=replace(u.arg, slot=next(slots))) for u in body.toposort(enter_calls=False)
              if u.op is Ops.BUFFER and (u in own or u.arg.slot < 0)}
   return body.substitute(buffers, walk=True)
 
 def with_shared_outputs(body:UOp) -> UOp:
-  """Changes what a `@function` returns, so that tinygrad does not compute an output twice. `body` is the expression that the function computes. If it
-  copies an output to a buffer because a kernel reads the output there, it now returns this copy.
+  """Changes what a `@function` returns, so that tinygrad does not compute an output twice. `body` is the expression that the function computes. An
+  output may be copied to a buffer inside the function, for a kernel that reads it. Then the function returns this copy.
 
-  If several devices fill their parts of an output one after another, `body` returns a copy of the output in a new buffer. tinygrad replaces a
-  returned buffer by the caller's buffer, but only where all devices use the buffer together, and not where one device fills its part."""
+  An output that several devices fill, each its own part, is returned as a copy in a new buffer. tinygrad replaces a returned buffer by the caller's
+  buffer, but misses places where one device fills its part."""
   if body.op is not Ops.TUPLE: return body
   inside = body.toposort(enter_calls=False)
   buffers = {u.src[0]: u for u in inside if u.op is Ops.CONTIGUOUS}
@@ -82,9 +82,9 @@ def with_inlined_functions(body:UOp) -> UOp:
   return body.substitute({u: u.replace(arg=replace(u.arg, precompile=False)) for u in apart})
 
 def prepared_body(uret:UOp) -> UOp:
-  """Prepares the expression that a `@function` computes, in place of tinygrad's own step for this. The buffers inside get the numbers -1, -2 and so
-  on, so that equal functions are the same UOp. tinygrad's step gives the numbers 0, 1 and so on, one buffer after another: if the new number of a
-  buffer is the present number of another, two buffers become one UOp."""
+  """Prepares the expression of a `@function`, in place of tinygrad's own function. Gives the buffers inside the numbers -1, -2 and so on, so that
+  equal functions become the same UOp. (tinygrad's function gives the numbers 0, 1 and so on, one buffer after another. If another buffer still has
+  such a number, the two buffers become one UOp.)"""
   return with_shared_outputs(with_own_buffers(with_inlined_functions(uret), itertools.count(-1, -1)))
 
 tinygrad_function = importlib.import_module("tinygrad.function")     # the package has the decorator under this name

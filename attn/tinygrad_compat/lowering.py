@@ -42,8 +42,9 @@ def with_attributes(owner:Any, **new:Any) -> Iterator[None]:
     for name, value in old.items(): setattr(owner, name, value)
 
 def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> tuple[Any, Places]:
-  """Calls `make`, and records where each UOp was made. Returns the result of `make`, and the place of each UOp: the file and line of the innermost
-  call on Python's stack whose file is not `internal`. Also clears the cache of `ast_of`, because a cached AST would not be made again."""
+  """Calls `make`, and records where each UOp was made. Returns the result of `make`, and the place (file, line) of each UOp: that of the innermost
+  function on Python's stack whose file is not `internal`. Also clears the cache of `ast_of`, because the UOps of a cached AST would not be made
+  again."""
   ast_of.cache_clear()
   places, create = Places(), UOpMetaClass.__call__
   def here() -> tuple[str, int]|None:

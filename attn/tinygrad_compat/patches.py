@@ -79,8 +79,8 @@ class Rerouted:
     self.function.__code__, self.function.__defaults__, self.function.__kwdefaults__ = own.__code__, own.__defaults__, own.__kwdefaults__
 
 def input_of(u:UOp) -> int|None:
-  """Returns which input of a TinyJit an argument of a call belongs to, as the input's index. The argument may be the whole input, a region of it, or
-  one device's part. Returns None if the argument does not belong to an input."""
+  """Returns the index of the TinyJit input that an argument of a call belongs to. The argument may be the whole input, a region of it, or one
+  device's part. Returns None if the argument does not belong to an input."""
   while u.op in (Ops.MSELECT, Ops.SHRINK, Ops.RESHAPE, Ops.BITCAST): u = u.src[0]
   return int(u.arg.slot) if u.op is Ops.PARAM else None
 

@@ -36,8 +36,8 @@ def as_uint64(x:Number) -> Number:
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would split a shaped value into n UOps, and lowering time grows
 # with the number of UOps. A dtype's name is printed unchanged, so the name is the C type; every pass sees a scalar of an unknown dtype.
 class VectorDType(DType):
-  """Dtype of a vector in a register. It is a class of its own, so that a process in which tinygrad compiles imports this module when it unpickles
-  one."""
+  """Dtype of a vector in a register. This is a class of its own, for tinygrad's worker processes: to unpickle such a dtype, a process imports this
+  module."""
   def __repr__(self) -> str: return f"VectorDType({self.name!r})"
   def __reduce__(self) -> Any: return vector_dtype, VECTORS[self]     # a worker that unpickles a dtype adds it to VECTORS too
 
@@ -77,8 +77,8 @@ def on_top(u:UOp, base:UOp, other:UOp) -> UOp|None:
   return other
 
 def bits_under_views(u:UOp, dtype:DType) -> UOp:
-  """Reinterprets the bits of a tensor as another dtype of the same size. If the tensor is a view, the bits of the tensor under it are reinterpreted,
-  and the result is a view of those: where tinygrad emulates 8-bit floats, it loses their denormal numbers as it copies a view."""
+  """Reinterprets the bits of a tensor as another dtype of the same size. For a view of a tensor, reinterprets the bits of that tensor and returns the
+  view of the result. Otherwise tinygrad might copy the view first, and on devices where it emulates 8-bit floats, a copy loses denormal numbers."""
   views = []
   while u.op in GroupOp.Movement:
     views.append(u)
@@ -134,7 +134,7 @@ def with_outputs(sink:UOp) -> UOp:
 
 def with_accesses(program:UOp, slots:Collection[int]) -> UOp:
   """Makes a compiled kernel (PROGRAM) count as reading and writing further tensors, whose parameters have the numbers `slots`. In a graph under
-  TinyJit, a kernel waits for another if their tensors say so."""
+  TinyJit, kernels then wait for other kernels that read or write these tensors."""
   info = program.arg
   return program.replace(arg=replace(info, outs=tuple(sorted({*info.outs, *slots})), ins=tuple(sorted({*info.ins, *slots})))) if slots else program
 

@@ -74,7 +74,7 @@ VALUES: dict[str, Callable[[], Any]] = {
 def packed_but(*names:str) -> dict[str, Any]: return {name: x for name, x in packed().items() if name not in names}
 def pages(k:str, v:str) -> dict[str, Any]:
   """Makes the cache arguments of a call: caches with one page of four rows and four heads, and the block table. `k` and `v` are the names of the
-  cache arguments. For a function without pages, the same tensors are a cache of one batch."""
+  cache arguments. A function that does not know pages can take the same tensors as a cache of one batch."""
   found = [draw(1, 4, 4, 16, seed=i).contiguous().realize() for i in range(2)]
   return {k: found[0], v: found[1], "block_table": Tensor([[0]], dtype=dtypes.int, device="EMU").realize()}
 
@@ -180,8 +180,8 @@ def check_argument(name:str, argument:str, computed:slice) -> None:
 
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
 def test_every_argument(name:str, argument:str) -> None:
-  """A function either accepts a value of an argument, or refuses the value with a good error. To save time, only every fortieth accepted call is
-  computed, beginning with another call for each argument."""
+  """A function either accepts a value of an argument, or refuses it with a good error. To save time, only some of the accepted calls are computed:
+  every fortieth, from a first call that differs from argument to argument."""
   turn = ARGUMENTS.index((name, argument))
   check_argument(name, argument, slice(turn % 40, None, 40))
 

@@ -42,8 +42,8 @@ P = 0.3
 def with_seed(**extras:np.ndarray) -> dict[str, Any]: return dict(dropout_p=P, extras={**extras, "dropout_seed": SEED})
 
 def in_turn_on(archs:tuple[str, ...], cases:dict[str, Any]) -> Any:
-  """Parametrizes a test over all pairs (case, chip). By default each case runs on only one chip: case i on one chip of `archs`, case i + 1 on the
-  next. All other pairs get pytest's mark `thorough`, and run only with `-m thorough`."""
+  """Parametrizes a test over all pairs (case, chip). By default each case runs on one chip only, and the chips of `archs` take turns. All other pairs
+  get pytest's mark `thorough`, and run only with `-m thorough`."""
   return pytest.mark.parametrize("case, arch", [
     pytest.param(case, arch, marks=() if i % len(archs) == k else pytest.mark.thorough, id=f"{case}-{arch}")
     for i, case in enumerate(cases) for k, arch in enumerate(archs)])
@@ -195,8 +195,8 @@ def test_rates_near_0_and_1(p:float) -> None:
 def unscaled(self:Any, row:Any, m:Any, totals:Any) -> Any: return finish(m, totals, self.scores, None)
 
 def summed_after(self:Any, s:Any, tiles:Any, t:Any, part:Any, masked:bool) -> Any:
-  """Faulty replacement for `weigh`, the step of the forward kernel that computes P and its row sums from a tile of scores. The row sums contain only
-  elements that dropout keeps; right row sums contain all elements."""
+  """Version of the forward kernel's step `weigh` with a fault: it computes row sums after dropout, of the elements that dropout keeps. Row sums must
+  contain all elements."""
   scores = self.group.scores
   left = [kept_scores(scores, [row], t) for row in self.queries]
   softmax, addends = s.softmax.addends(self.dual)
@@ -236,8 +236,8 @@ ON_NVIDIA: dict[str, tuple[str, Any, str, Any]] = {
   "O without 1/(1 - p)": ("o", (Workgroup,), "normalised", unscaled)}
 
 def of_both(fault:str) -> bool:
-  """Tells whether a test with this fault on one NVIDIA unit suffices: mma.sync and wgmma kernels share the faulty code, or have the same faulty line.
-  """
+  """Tells whether it is enough to test this fault on one of the two NVIDIA units: whether mma.sync and wgmma kernels share the faulty code, or have
+  the same faulty line."""
   return fault.startswith("O ") or len(ON_NVIDIA[fault][1]) == 1
 
 @pytest.mark.parametrize("fault, arch", [pytest.param(fault, arch, marks=pytest.mark.thorough if of_both(fault) and (i + k) % 2 else ())
@@ -340,8 +340,8 @@ def seeds_by(draw_one:Callable[[], Tensor], random_dtype:str) -> list[list[float
 
 @pytest.mark.parametrize("random_dtype", ["float32", "float16"])
 def test_seeds_are_those_of_tinygrads_generator(random_dtype:str) -> None:
-  """attn draws a seed without a call of `Tensor.rand`. The seed is the one that follows from four float32 numbers of `Tensor.rand`, whatever the
-  default float dtype is, and later calls of `Tensor.rand` give the same numbers as if it had drawn the seed."""
+  """attn draws the same seed as it would from four float32 numbers of `Tensor.rand`, without calling `Tensor.rand`. Later calls of `Tensor.rand` also
+  give the same numbers. This holds for each default float dtype."""
   with emulated("gfx942"):
     at = Placement("EMU")
     got = seeds_by(lambda: drawn_seed(at), random_dtype)

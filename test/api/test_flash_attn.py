@@ -89,8 +89,8 @@ SEED, DROPPED_P = np.array([7, 11], np.uint32), .4
 
 def kept(mask:Tensor) -> np.ndarray:
   """Returns a bool array: true for each element of P that dropout kept. `mask` is S_dmask, the third result of FlashAttention's functions, negative
-  where an element was dropped. NOOPT=0 is set while S_dmask is read: tests run with NOOPT=1, but without its optimizations tinygrad cannot lower the
-  kernel that computes S_dmask."""
+  where an element was dropped. Tests run with NOOPT=1, but NOOPT=0 is set here, because without tinygrad's optimizations the kernel that computes
+  S_dmask cannot be lowered."""
   with Context(NOOPT=0): return array(mask) >= 0
 
 def seeded(function:str) -> None:
@@ -100,8 +100,8 @@ def seeded(function:str) -> None:
   np.testing.assert_allclose(got.reshape(want.shape), want, rtol=0, atol=2e-3)     # another tile rounds otherwise
 
 def probabilities(function:str) -> None:
-  """Checks one of FlashAttention's functions, by name, if tinygrad's generator draws the dropout seed: `out` equals V times those elements of P that
-  S_dmask, the dropped P that the call returns, shows as kept."""
+  """Checks one of FlashAttention's functions, given by its name, without a dropout_seed: `out` equals P V, where P has only the elements that the
+  returned S_dmask shows as kept. tinygrad's generator draws the seed."""
   q, k, v = (x.astype(np.float64).swapaxes(1, 2) for x in (Q, *((x[:, :SQ].repeat(2, 2) for x in (K, V)) if "qkvpacked" in function else (K, V))))
   k, v = (x.repeat(H//x.shape[1], 1) for x in (k, v))
   o, _, mask = whole(function, dropout_p=DROPPED_P, return_attn_probs=True)

@@ -257,8 +257,8 @@ def test_flash_attn_varlen_func(arch:str) -> None:
 # ***** a single page: no kernel reads its block table *****
 
 def step_of_one_page(device:str) -> Callable[[int], tuple[Tensor, Paged, np.ndarray]]:
-  """Returns a function of i, to be called with i = 0, 1, 2, ...: under TinyJit, it appends row i to a single page. It returns the output for the
-  query of that row, the keys and values stored so far, and the query."""
+  """Returns a function of i, to be called with i = 0, 1, 2, ... Under TinyJit, each call appends row i to a single page. It returns the output for
+  the query of row i, the keys and values stored so far, and the query."""
   rng, pages, table = np.random.default_rng(3), attn.empty_paged_cache(1, 8, HKV, D, device=device), int32([[0]], device)
   q, k, v = (rng.standard_normal((1, h, 4, D)).astype(np.float16) for h in (H, HKV, HKV))
   jitted = TinyJit(lambda q, k, v, n: attn.attention_with_kv_cache(q, k, v, *pages, n, block_table=table).realize())
