@@ -79,8 +79,8 @@ class TensorOfTerm:
     name: name of the tensor
     axes: names of the axes of the scores along which the tensor has dimensions (keys of SCORE_AXES)
     dtypes: names of the dtypes that the tensor may have. If there are several, a field of Problem has the tensor's dtype, such as bias_dtype
-    broadcasts: if True, the tensor has a dimension for each of `axes`, of full size or of size 1. If False, all dimensions have full size, and the
-                tensor has the last axis of `axes`, or the last two, and so on"""
+    broadcasts: whether dimensions of the tensor may have size 1. If so, the tensor has a dimension for each of `axes`. If not, all dimensions have
+      full size, and the first ones may be missing, as in alibi_slopes (B, H) or (H)"""
   name: str
   axes: tuple[str, ...]
   dtypes: tuple[str, ...] = DTYPES

@@ -88,10 +88,14 @@ REFUSED = {"dropout_p": WHOLE_INSTEAD, "kv_lengths": LENGTHS_INSTEAD, "kv_starts
 
 def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
                     at:Placement) -> tuple[Placement, SequenceShards|None, tuple[int, int]]:
-  """Finds out how the rows of q, k and v are divided among devices, from the shapes of these tensors and from `at`, the devices that hold them.
-  Returns three results: the placement with which the call goes on, the division of rows (None if rows are not divided), and the numbers of rows of q
-  and of k without padding. The placement is `at`, except for tensors on one device with the option sequence_order or sequence_lengths: these count as
-  rows divided among one device. Raises ValueError for an option that needs whole sequences; the message tells how to shard instead."""
+  """Finds out how the rows of q, k and v are divided among devices. `shapes` are the shapes of these tensors, and `at` says which devices hold them.
+  Returns three results:
+  - the devices, as the call goes on with them: `at`, or for tensors on one device with sequence_order or sequence_lengths a copy that counts them as
+    divided along rows
+  - the division of rows; None if rows are not divided
+  - the numbers of rows of q and of k, without padding
+
+  Raises ValueError for an option that needs whole sequences; the message tells how to shard instead."""
   order, lengths = options.sequence_order, options.sequence_lengths
   asked = f"sequence_order={order!r}" if order != "contiguous" else f"sequence_lengths={lengths}" if lengths is not None else None
   if at.shared not in ("rows", "keys"):
@@ -145,9 +149,9 @@ def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> 
 # ***** shards *****
 
 def in_buffers(u:UOp) -> UOp:
-  """Makes sure that a tensor lies in a buffer on each of its devices: returns the tensor itself, or a copy in new buffers. Without buffers, one
-  kernel might read the tensor as an expression that is not computed yet, and another read one device's buffer. tinygrad would take the expression and
-  the buffer for the same value."""
+  """Makes sure that a tensor lies in a buffer on each of its devices. Returns the tensor itself, or a copy in new buffers."""
+  # Without buffers, one kernel might read the tensor as an expression that is not computed yet, and another read one device's buffer. tinygrad would
+  # take the expression and the buffer for the same value.
   if inside_function(): return copied(u)      # a function's argument has no shards yet
   if u.has_buffer_identity(): return u
   return u.contiguous() if isinstance(u.device, str) else copied(u)
@@ -164,13 +168,14 @@ def of_device(u:UOp, i:int) -> UOp:
   return u if isinstance(u.device, str) else u.mselect(i)
 
 def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) -> Iterator[dict[str, UOp]]:
-  """Brings the shards (parts of tensors) of several devices, one after another, to one device. `held` has all shards of each tensor, by name.
-  `owners` are the indices of the devices that own the shards, in the order in which the shards come. `device` and `name` are the index and the name
-  of the device that gets them. Yields {tensor name: shard} for each owner. Shards of other devices are copied into SLOTS buffers of each tensor, used
-  in turn.
+  """Brings the shards (parts of tensors) of several devices, one after another, to one device. Yields {tensor name: shard} for each owner of shards.
 
-  In the end the buffers hold the shards of the last owners only. So the UOp of each copy is marked (`remembered`): tinygrad must not replace the UOp
-  by its buffer, and a later computation with the shard copies the shard again."""
+      held: all shards of each tensor, by name
+      device, name: index and name of the device that gets the shards
+      owners: indices of the devices that own the shards, in the order in which the shards come
+
+  Shards of other devices are copied into SLOTS buffers of each tensor, used in turn. So a buffer holds a shard only for a while. Each copy is marked
+  (`remembered`), so that a later computation with the shard copies it again."""
   slots: list[dict[str, UOp]] = [{} for _ in range(SLOTS)]
   copied = 0
   for owner in owners:
@@ -191,9 +196,9 @@ def cut(u:UOp, axis:int, first:int, count:int) -> UOp:
   return u.shrink(tuple((first, first + count) if i == axis else (0, n) for i, n in enumerate(u.max_shape)))
 
 def rows_in_buffer(u:UOp, axis:int, first:int, count:int) -> UOp:
-  """Copies `count` rows along an axis, from row `first` on, to a new buffer. Returns `u` itself if these are all its rows. tinygrad's `contiguous()`
-  is not enough here: it makes a view of a buffer that is already contiguous, and tinygrad's memory planner would not know that the buffer is still in
-  use."""
+  """Copies `count` rows along an axis, from row `first` on, to a new buffer. Returns `u` itself if these are all its rows."""
+  # tinygrad's `contiguous()` would make a view of a buffer that is already contiguous, and tinygrad's memory planner would not know that the buffer
+  # is still in use
   return u if count == u.shape[axis] else filled_with_rows(cut(u, axis, first, count))
 
 def filled_with_rows(u:UOp) -> UOp:
@@ -209,8 +214,8 @@ def launch_problem(p:Problem, launch:ContextLaunch) -> Problem:
 
 def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> dict[str, UOp]:
   """Returns the tensors that score terms read (such as a bias) for one launch, by name. Only tensors with an axis of queries or keys are returned,
-  cut to the queries and keys of the launch. Along keys such a tensor has the order of the whole sequence. Along queries it has this order, too,
-  unless it is divided over devices like q."""
+  cut to the queries and keys of the launch. The tensors in `held` have all keys in the order of the sequence. They have all queries in this order,
+  too, or if they are sharded like q, only the device's queries."""
   def part(name:str, u:UOp, axis:int|None, run:PieceRun) -> UOp:
     if axis is None or u.shape[axis] == 1: return u
     if name in c.shards.as_q and run is launch.queries: return cut(u, axis, run.first, run.count)
@@ -260,13 +265,13 @@ def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first
 
 @dataclass
 class GatheringDevice:
-  """A device that gathers the keys of all devices, while its launches are being put together.
+  """A device that gathers the keys of all devices. The object holds what is needed while the device's launches are made, one after another.
 
-  tensors: the device's tensors, by name
-  launches: the device's launches as (heads, problem)
-  slots: buffers for the gathered k and v, by name; successive launches use different ones. The UOp of a buffer waits for all launches so far that use
-    the buffer
-  own_copies: for each element of `slots`, the UOps of the kernels that have copied the device's own keys into it"""
+    tensors: the device's tensors, by name
+    launches: the device's launches as (heads, problem)
+    slots: buffers for the gathered k and v, by name; successive launches use different ones. The UOp of a buffer waits for all launches so far that
+      use the buffer
+    own_copies: for each element of `slots`, the UOps of the kernels that have copied the device's own keys into it"""
   c: SharedRows
   number: int
   tensors: dict[str, UOp]
@@ -282,14 +287,14 @@ class GatheringDevice:
              for _ in launches[:SLOTS]]
     return GatheringDevice(c, number, t, launches, slots, [{} for _ in slots])
   def keys(self, n:int, name:str, rows:range) -> UOp:
-    """Returns the region with the rows `rows` of the sequence in the buffer in which the n-th launch finds the gathered k or v. `name` is "k" or "v".
-    """
+    """Returns the rows `rows` of the gathered k or v (`name`) as a region of a buffer: the buffer that the n-th launch reads. `rows` count from the
+    beginning of the sequence."""
     (_, heads), p = self.launches[n][0], self.c.problem
     row, first = heads*(p.D if name == "k" else p.Dv), self.c.shards.keys_gathered(p, self.number).start
     return region_of(bare_buffer(self.slots[n % SLOTS][name]), (rows.start - first)*row, len(rows)*row)
   def order_own(self, n:int) -> None:
-    """Copies the device's own keys into the buffers of the n-th launch. These copies wait for the device's copies for the launch before, which needs
-    its keys first."""
+    """Copies the device's own keys into the buffers of the n-th launch. These copies wait until the own keys are copied for launch n - 1, which runs
+    earlier."""
     before, called = (self.own_keys(n - 1), tuple(self.own_copies[(n - 1) % SLOTS].values())) if n else ([], ())
     p, shards, slot = self.c.problem, self.c.shards, self.slots[n % SLOTS]
     pieces, first = shards.keys_of(p, self.number), shards.keys_gathered(p, self.number).start
@@ -304,8 +309,8 @@ class GatheringDevice:
     return [self.keys(n, name, rows) for name in self.slots[n % SLOTS] for rows in held]
 
 def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
-  """Copies keys between devices for the n-th launch of each device: from the buffers of the devices that own them, where they lie in order, to the
-  buffers of the device that needs them. These copies wait for the copies for the launch before, which they would otherwise slow down."""
+  """Copies keys between devices, for the n-th launch of each device. A device copies from the other devices' buffers for this launch, into which they
+  have copied their own keys. These copies wait for the copies for launch n - 1, so that they don't slow them down."""
   copied = [(x, y, name, rows) for x in devices for owner, rows in c.shards.keys_copied(c.problem, x.number)
             for y in [devices[owner]] for name in x.slots[n % SLOTS]]
   taken = list[tuple[GatheringDevice, str, UOp]]()
@@ -456,8 +461,7 @@ def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:
 def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> tuple[dict[str, UOp], dict[str, UOp]]:
   """Computes attention of `tensors`, whose rows are sharded over devices. `attend` makes one launch. Returns two mappings by name. The first has o
   and lse, sharded like q, as buffers that are still to be filled. The second has what a gradient needs: the inputs in buffers, and the filled
-  outputs, under the names merged_o, merged_lse and merged_lse_rest. `with_context_gradient` makes o and lse depend on all of these buffers, so that a
-  gradient finds the inputs computed."""
+  outputs, under the names merged_o, merged_lse and merged_lse_rest. Give both to `with_context_gradient`."""
   inputs = {name: in_buffers(t.uop) for name, t in tensors.items()}
   held = {name: shards_of(u) for name, u in inputs.items()}
   shapes, layout = c.own.shapes, c.problem.layout

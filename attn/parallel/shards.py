@@ -93,8 +93,8 @@ def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
   count from the first query and the first key. Returns None if no such mask exists."""
   if not (queries.unbroken and keys.unbroken): return None
   def moved(x:SequencePiece, y:SequencePiece) -> int:
-    """A mask has one offset if rows are counted from the first of all queries and keys, and another if they are counted from the first rows of a
-    piece `x` of queries and a piece `y` of keys. Returns the second minus the first."""
+    """Returns how much the offset of a mask changes, if rows are no longer counted from the first of all queries and keys, but from the first rows of
+    a piece `x` of queries and a piece `y` of keys."""
     return (x.at - queries.first) - (y.at - keys.first)
   pairs = {(x, y): pair_seen(p, x, y) for x in queries.pieces for y in keys.pieces}
   bounded = [(x, y) for (x, y), seen in pairs.items() if seen is not None and (goes_by_distance(p) or seen.window != (-1, -1))]
@@ -165,9 +165,9 @@ class SequenceShards:
     some = (*self.keys_read(p, device), *self.keys_held(p, device))
     return range(min(x.start for x in some), max(x.stop for x in some))
   def dealt(self, p:Problem, device:int, heads:tuple[int, int]) -> Problem:
-    """Returns the problem of one launch on a device that gathers keys. The launch computes the key/value heads (first, count), counted over all
-    batches. k and v are the gathered rows (rows, heads, width), or all of k and v if there is only one device. The problem holds the positions of
-    rows and the index of the first head only if something depends on them, because launches with equal problems share one kernel."""
+    """Returns the problem of one launch on a device that gathers keys. The launch computes `heads` (first, count), a range of the key/value heads of
+    all batches. k and v are the gathered rows (rows, heads, width), or all of k and v if there is only one device. The positions of rows and the
+    first head are in the problem only if the kernel needs them, because launches with equal problems share one kernel."""
     assert self.queries is not None
     pieces, first, jump = self.queries_of(p, device), 0, 0
     if pieces and (goes_by_distance(p) or any(hiding(p)) or p.functions):
@@ -183,9 +183,9 @@ class SequenceShards:
     return replace(p, Sq=self.queries, return_lse=True, lse_rest=p.wide_scores, dealt=dealt, k_view=view(p.D),
                    v_view=None if p.v_in_k else view(p.Dv))
   def explanation(self, p:Problem, gathering_launches:int) -> str:
-    """Returns the sentence in which `attn.explain` says how rows are divided among devices. `gathering_launches` is the number of launches on each
-    device if each launch computes some heads over all keys, which the device gathers. If instead each launch computes all heads over the keys of one
-    device, it is 0."""
+    """Returns the sentence in which `attn.explain` says how rows are divided among devices. Launches compute some heads each, over all keys, which
+    the device gathers. `gathering_launches` is the number of these launches on each device. It is 0 if instead each launch computes all heads over
+    the keys of one device."""
     shared = f"{'keys' if self.queries is None else 'rows'} shared by {self.count} devices, {self.order}:"
     if gathering_launches:
       others = max(len({owner for owner, _ in self.keys_copied(p, device)}) for device in range(self.count))
@@ -201,10 +201,10 @@ AT_ONCE = 1 << 29     # most bytes of k and v that a device gathers for the head
 LONG_COPIES = 1 << 27 # with at least so many bytes of k and v, a device has two or more launches: it then waits only for the keys of the first
 
 def head_chunks(p:Problem, shards:SequenceShards) -> list[tuple[int, int]]:
-  """Divides the key/value heads among the launches of a device that gathers keys. Returns (first, count) for each launch, counted over all batches.
-  All launches have the same number of heads, because one kernel then serves all launches. This number is as large as possible with at most AT_ONCE
-  bytes of k and v in a launch. If all heads have LONG_COPIES bytes or more, there are at least two launches: while one runs, the keys for the next
-  one are copied. The heads of q, o and lse of each launch begin at a multiple of 16 bytes in their buffers."""
+  """Divides the key/value heads among the launches of a device that gathers keys. Returns (first head, number of heads) for each launch; heads count
+  over all batches. All launches have the same number of heads, so that one kernel serves them all. It is the largest number for which k and v of a
+  launch have at most AT_ONCE bytes, and for which each launch's heads of q, o and lse begin at a multiple of 16 bytes. If k and v have LONG_COPIES
+  bytes or more in all, there are at least two launches: while one runs, the keys for the next one are copied."""
   heads, of_head = p.B*p.Hkv, shards.count*shards.keys*(p.D + p.Dv)*BYTES[p.dtype]
   most = min(AT_ONCE//of_head, heads//2 if heads*of_head >= LONG_COPIES else heads)
   rows = p.H//p.Hkv*(shards.queries or 0)

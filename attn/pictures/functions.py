@@ -20,8 +20,8 @@ FURTHEST = 6.0                  # the scores of a curve run from -FURTHEST to FU
 SHADES = ("#ffffff", "#d6e8f3", "#aed1e7", "#85badb", "#5da3cf", "#348cc3")     # colours, from the lowest value to the highest
 
 def value_of(form:FunctionForm, function:Callable[..., Any], tensors:tuple[Array, ...], scores:Array, i:Array, j:Array, h:Array) -> Array:
-  """Returns the values of `function`, a score_mod or a mask_mod as `form` says, which reads `tensors`, for given scores, queries i, keys j and heads
-  h, which broadcast. tinygrad computes the values on its device PYTHON."""
+  """Returns the values of a caller's function. `form` says whether `function` is a score_mod or a mask_mod. `tensors` are the tensors that it reads.
+  Its arguments are scores, queries i, keys j and heads h, arrays that broadcast to one shape. tinygrad computes the values on its device PYTHON."""
   found = trace(form, function, tuple((t.shape, str(t.dtype)) for t in tensors))
   assert found is not None
   with Context(DEV="PYTHON"):

@@ -28,9 +28,9 @@ Cells = dict[tuple[int, int], list[Holder]]    # (row, column) -> holders of thi
 # ***** AMD: S^T = K Q^T *****
 
 def steps_of(mat:Matrix, h:int) -> dict[int, tuple[int, int]]:
-  """Returns which elements of the dimension k, over which a product sums, lie in the lanes of lane group h: {k: (index of the matrix instruction,
-  index of the element in that instruction's operand)}. A lane reads its operands in 16-byte units. The result covers the fewest elements of k that
-  fill whole units and whole instructions."""
+  """Returns where the lanes of lane group h hold elements of a row of an operand: {k: (index of the matrix instruction, index of the element in its
+  operand)}. k counts the elements over which a product sums; only elements that these lanes hold are in the result. A lane reads its operands in
+  units of 16 bytes. The row is as short as possible with whole units and whole operands."""
   units = [u.simplify().vmin for u in units_of(mat, contraction(mat, 1), UOp.const(h))]
   return {unit*UNIT + i: divmod(n*UNIT + i, mat.operand) for n, unit in enumerate(units) for i in range(UNIT)}
 
@@ -114,8 +114,8 @@ def strip(d:Drawing, x:float, y:float, width:float, colour:int, keys:list[int], 
 TOP, GAP = 100, 44     # top of the first matrix, and the gap between matrices
 
 def draw_amd(mat:Matrix, chips:str) -> Drawing:
-  """Draws the matrices A, B and C of an AMD matrix instruction in the places in which a product is written: B above C, and A to the left of C. Draws
-  below the matrices the order of the keys along a row of V^T in LDS."""
+  """Draws the matrices A, B and C of an AMD matrix instruction: B above C, and A to the left of C. Below them it draws the order of the keys along a
+  row of V^T in LDS."""
   a, b, c, depth = operand_cells(mat), mirrored(operand_cells(mat)), accumulator_cells(mat), contraction(mat, 1)
   size = min(18, 640//(depth + mat.N))
   a_x, b_y = 110, TOP
@@ -153,9 +153,9 @@ def draw_amd(mat:Matrix, chips:str) -> Drawing:
   return d
 
 def draw_nvidia(mat:Mma) -> Drawing:
-  """Draws the matrices A, B and C of the product S = Q K^T: B above C, and A to the left of C. A row of C is a query. Below the matrices, draws a
-  strip for each of the four lanes that share a query: the keys whose elements of P the lane holds, in the order in which the product O = P V takes P
-  as operand A."""
+  """Draws the matrices A, B and C of the product S = Q K^T with mma.sync: B above C, and A to the left of C. A row of C is a query. Below them is a
+  strip for each of the four lanes that share a query. It has the keys whose weights P the lane holds, in the order in which they are operand A of O =
+  P V."""
   a, b, c, size = mma_a(mat), mma_b(mat), mma_c(mat), 22
   a_x, b_y = 110, TOP
   c_x, c_y = a_x + mat.K*size + GAP, b_y + mat.K*size + GAP

@@ -10,9 +10,9 @@ PACKAGES = ("click", "rich", "ziglang")     # what the extra isa installs and th
 WITHOUT_ISA = "predictions need the extra isa: run pip install '.[isa]' in a clone of attn"
 
 def predicted(shape:ReportedShape, kernel:str, tile:str, arch:Chip, may_be:tuple[Card, ...]) -> tuple[PredictedTime, ...]|str:
-  """Predicts the time of a kernel of a problem on the first card in `may_be`: at the rated clock, and at the clock that GEMMs sustain if it is known.
-  `kernel` is forward, dq, dkdv or decode, and `tile` is the tile with which the kernel ran. Returns the reason if there is no prediction. It never
-  raises an error, so that a failed prediction does not end the measurements."""
+  """Predicts the time of a kernel of a problem: at the rated clock, and at the clock that GEMMs sustain if it is known. The prediction is for the
+  first card in `may_be` whose rated clock is known. `kernel` is forward, dq, dkdv or decode, and `tile` is the tile with which the kernel ran.
+  Returns the reason, as a text, if there is no prediction. Never raises an error, so that a failed prediction does not end the measurements."""
   if arch.name not in MODELLED: return f"the timing model has no data for {arch.name}"
   if any(importlib.util.find_spec(name) is None for name in PACKAGES): return WITHOUT_ISA
   rated = [card for card in may_be if card.ghz]

@@ -37,9 +37,9 @@ class RateToMeasure:
   timer: Callable[[], Callable[[int], float]]
 
 def loop_rate(arch:Chip, dtype:str, trips:int, compute_units:int) -> RateToMeasure|None:
-  """Returns the measurement of a chip's matrix instructions alone, or None if attn knows none. `trips` is the number of loop iterations of a wave,
-  and `compute_units` says how many compute units get workgroups. The timer first checks the results: four times as many iterations must give sums
-  that are four times as large. Otherwise it raises WrongProducts."""
+  """Returns a measurement: how fast a chip executes matrix instructions alone. Returns None if attn knows no matrix instruction of the chip. `trips`
+  is the number of loop iterations of a wave, and `compute_units` says how many compute units get workgroups. The timer first checks the results: four
+  times as many iterations must give sums that are four times as large. Otherwise it raises WrongProducts."""
   if (loop := matrix_loop(arch, dtype)) is None: return None
   groups = compute_units*loop.workgroups
   def timer() -> Callable[[int], float]:
@@ -57,13 +57,13 @@ def gemm_rate(n:int, dtype:str) -> RateToMeasure:
     return ran_once(a.matmul(b, dtype=dtypes.float).cast(FLOATS[dtype]))
   return RateToMeasure(f"tinygrad's GEMM ({n} x {n} x {n}, {dtype}, fp32 sums, as tinygrad schedules it, no search)", TFLOPS, 2*n**3, timer)
 
-def copy_rate(nbytes:int, by_us:bool) -> RateToMeasure:
-  """Returns the measurement of a copy of `nbytes` bytes in memory, which should be larger than every cache. A kernel of attn copies if `by_us` is
-  true, otherwise tinygrad computes x + 1."""
+def copy_rate(nbytes:int, by_attn:bool) -> RateToMeasure:
+  """Returns a measurement: how fast the card copies `nbytes` bytes in memory, which should be more than every cache holds. If `by_attn` is true, a
+  kernel of attn copies. Otherwise tinygrad computes x + 1."""
   def timer() -> Callable[[int], float]:
     x = Tensor.ones(nbytes//4).contiguous().realize()
-    return ran_once(Tensor.custom_kernel(Tensor.empty(nbytes//4), x, fxn=copied_by_threads)[0] if by_us else x + 1)
-  return RateToMeasure(f"copy of {nbytes >> 20} MiB{'' if by_us else ', x + 1 by tinygrad'}, read and written bytes", GBS, 2*nbytes, timer)
+    return ran_once(Tensor.custom_kernel(Tensor.empty(nbytes//4), x, fxn=copied_by_threads)[0] if by_attn else x + 1)
+  return RateToMeasure(f"copy of {nbytes >> 20} MiB{'' if by_attn else ', x + 1 by tinygrad'}, read and written bytes", GBS, 2*nbytes, timer)
 
 COPY_THREADS, COPY_UNITS = 256, 4     # threads of a workgroup; units of 16 bytes that each of them copies
 
@@ -87,7 +87,7 @@ def rates_of(arch:Chip, units:int, sizes:str) -> Iterator[RateToMeasure]:
   for dtype in (FP16, BF16):
     if (rate := loop_rate(arch, dtype, trips, units)) is not None: yield rate
   yield gemm_rate(side, FP16)
-  yield copy_rate(nbytes, by_us=matrix_loop(arch, FP16) is not None)
+  yield copy_rate(nbytes, by_attn=matrix_loop(arch, FP16) is not None)
 
 def measured_rates(arch:Chip, card:FoundCard, sizes:str) -> tuple[tuple[MeasuredRate, ...], list[str]]:
   """Measures the rates of a card. Returns them, and a text for each rate that could not be measured."""

@@ -18,9 +18,9 @@ def _alibi(c:Any, x:Value, slope:Value, distance:Value, *, offsets:tuple[int, ..
   return c.fma(c.splat(slope, len(offsets)), away, x)
 
 def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Computes x + slope*|distance - offset| for each element of x. x holds the scores of one row. `slope` is the row's ALiBi slope with its sign
-  changed, in the unit of the scores. `distance` (fp32) is the number of columns from the first element's column to the column where the diagonal
-  meets the row, and `offsets` has the number of columns from the first element to each element."""
+  """Computes x + slope*|distance - offset| for each element of x, which holds scores of one row. `slope` is minus the row's ALiBi slope, in the unit
+  of the scores. `distance` (fp32) and `offsets` count columns from the first element's column: `distance` to the column where the diagonal meets the
+  row, and `offsets` to the column of each element."""
   return emit("alibi", x.dtype, x, slope, distance, offsets=offsets)
 
 def _moved(x:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:

@@ -9,9 +9,9 @@ from attn.score.places import Positions
 from attn.tinygrad_compat import Ops, Tensor, UOp, dtypes
 
 def parts_in_tensors(value:UOp, s:Tensor|None, at:Positions, given:Mapping[str, Tensor]) -> dict[UOp, Tensor]:
-  """Computes a caller's score_mod or mask_mod, given as the UOp `value`, in tensor operations. Returns the tensor of every UOp inside the function,
-  also of each element that the function reads of a caller's tensor. The tensors broadcast to the scores (B, Hkv, query heads of each, Sq, Sk). `s`
-  are the scores that the function gets; None for a mask_mod, which gets no score."""
+  """Computes a caller's score_mod or mask_mod, the UOp `value`, in tensor operations. Returns a tensor for each UOp inside the function, including
+  the elements of the caller's tensors that the function reads. The tensors broadcast to the shape of the scores, (B, Hkv, H/Hkv, Sq, Sk). `s` are the
+  scores that the function gets; None for a mask_mod, which gets no score."""
   places = {BATCH: at.counted[0], QUERY_HEAD: at.head, QUERY: at.place_of_query, KEY: at.place_of_key}
   made = {symbol: x.cast(dtypes.int) for symbol, x in places.items()} | ({} if s is None else {SCORE: s})
   for u in value.toposort():

@@ -110,8 +110,8 @@ class Lifted:
     """Returns how many columns element `i` of vector `vector` lies after the first column of which the lane holds a score."""
     return self.at.columns[0][i] + vector*self.at.apart - self.at.columns[0][0]
   def step(self, u:UOp) -> int|None:
-    """Returns by how much a UOp grows from one column to the next. Returns None unless the UOp is an integer expression that is converted to fp32,
-    grows by the same amount in each column, and is exact in fp32."""
+    """Returns by how much a UOp grows from one column to the next. The UOp must be an integer expression that is converted to fp32, grow by the same
+    amount in each column, and be exact in fp32. Returns None for any other UOp."""
     if u.op is not Ops.CAST or u.dtype != dtypes.float or not dtypes.is_int(u.src[0].dtype): return None
     return step if (step := linear_in(u.src[0], self.walked)) and self.is_exact(u.src[0], step) else None
   def numbers_from(self, first:UOp, step:int) -> list[UOp]:
@@ -124,9 +124,9 @@ class Lifted:
       return ops.add(ops.splat(moved(n*self.at.apart), size), ops.build(*steps[:size]))
     return [vector(n, size) for n, size in enumerate(self.lengths)]
   def line(self, u:UOp, k:float) -> Line|None:
-    """Returns k times the UOp u as a `Line`, numbers that grow evenly from column to column. Returns None unless u is such a sequence of numbers, or
-    its product with factors that are equal for all columns. The factors are multiplied first. So that their product does not overflow in fp32, k must
-    be at most 2^64 (MODERATE), and elements of tensors are assumed to be at most 2^64."""
+    """Returns k times the UOp u as a `Line`, numbers that grow evenly from column to column. Returns None if u is not such a sequence of numbers,
+    multiplied by factors that are equal for all columns. Also returns None if k is above 2^64 (MODERATE): the product of all factors could then
+    overflow in fp32. Elements of tensors are assumed to be at most 2^64."""
     if not abs(k) <= MODERATE: return None
     if (step := self.step(u)) is not None: return Line(self.at_first(u.src[0]).cast(dtypes.float), step, UOp.const(k, dtypes.float))
     if u.op is not Ops.MUL: return None
@@ -187,7 +187,8 @@ class Lifted:
     return words if u.dtype == dtypes.uint else words.bitcast(u.dtype)
 
   def of_device(self, index:UOp) -> bool:
-    """Returns whether an index counts from a device's first batch or head, which the kernel loads."""
+    """Returns whether `index` depends on the number of a batch or head that is counted over all devices. The kernel loads the numbers of the device's
+    first batch and head."""
     return "first_batch_and_head" in self.at.given and any(depends(index, symbol) for symbol in (BATCH, QUERY_HEAD))
 
   def checked(self, index:UOp, column:int|None, size:int, number:int, axis:int) -> UOp:

@@ -93,8 +93,8 @@ def fixed_in_sequence(p:Problem) -> tuple[str, ...]:
   return (*[term.name for term in score_terms(p) if not term.moves], *[mask.name for mask in masks])
 
 def check_moves(p:Problem) -> None:
-  """Raises NotImplementedError for a term (such as a bias) or a mask that depends on where query and key stand in the whole sequence. If keys are
-  sharded over devices and not gathered, a device does not know this and cannot compute the term or mask."""
+  """Raises NotImplementedError if a problem has a score term (such as a bias) or a mask that needs the positions of query and key in the whole
+  sequence. It is called if keys are sharded over devices and not gathered, because a device then does not know these positions."""
   if names := fixed_in_sequence(p):
     raise NotImplementedError(f"{' and '.join(names)} with k and v sharded along their rows: needs the positions of keys in the whole sequence, but "
                               "here a device counts keys from the first one that it holds; shard q along its rows, too, or q, k and v along batch "

@@ -18,12 +18,13 @@ OTHER_INDEX = "an index is more than b, h, i, j or i - j and a constant; index b
 class Summed:
   """A sum of dS (the gradients of scores) that a kernel computes for the gradient of a tensor, such as a bias.
 
-  name: name of the tensor whose gradient the sum is, or is a part of
-  sizes: sizes of the sum along batches, heads, queries and keys; 1 along an axis over which dS is added up
-  dtype: dtype in which the kernel stores a complete sum
-  derivatives: names of the score terms by whose derivatives dS is multiplied before it is added
-  diagonals: whether scores with equal i - j (query i, key j) share an element of the tensor. The kernel then adds up all tiles of dS that lie on one
-    diagonal of the score matrix, and stores one tile for each diagonal. Tensor operations add up the elements with equal i - j in these tiles"""
+    name: name of the tensor. The sum is its gradient or a part of its gradient
+    sizes: sizes of the sum along batches, heads, queries and keys; 1 along an axis over which dS is added up
+    dtype: dtype in which the kernel stores a complete sum
+    derivatives: names of the score terms by whose derivatives dS is multiplied before it is added
+    diagonals: whether scores with equal i - j (query i, key j) share an element of the tensor. The kernel then adds up all tiles of dS that lie on
+      one diagonal of the score matrix, and stores one tile for each diagonal. Tensor operations add up the elements with equal i - j in these
+      tiles"""
   name: str
   sizes: tuple[int, ...]
   dtype: str

@@ -22,7 +22,8 @@ class Row:
 
 @dataclass(frozen=True)
 class ScoreUnit:
-  """Unit of scores: the base of which they are exponents. A score s in this unit stands for the weight e^(s*natural) = 2^(s*base2) in the softmax."""
+  """Unit of scores. A score s in this unit stands for the weight e^(s*natural) = 2^(s*base2) in the softmax. For example, scores in base 2 have
+  natural = ln 2 and base2 = 1."""
   natural: float
   base2: float
   @property
