@@ -47,10 +47,11 @@ every_arch = on_two("arch", EVERY_ARCH, [GPU])
 on_the_emulator = on_two("arch", EVERY_ARCH)
 def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0, among:int=0,
             besides:Container[Any]=()) -> Any:
-  """Parametrizes a test over all pairs of a case and a chip of `on`. Some pairs run by default; the others get pytest's mark `thorough`, and run only
-  with `-m thorough`. The pair of case i and chip k runs by default if (i - k) % n is `turn`. n is `among`, or the number of chips if `among` is 0:
-  then each case runs by default on one chip, and the next case on the next chip. Every case also runs on the chips of `always`, and the cases of
-  `besides` on the last chip of `on`."""
+  """Parametrizes a test over all pairs of a case and a chip of `on`. By default each case runs on one chip, and the chips take turns. All other pairs
+  get pytest's mark `thorough`, and run only with `-m thorough`.
+
+  Exactly, case i runs by default on chip k if (i - k) % n is `turn`, where n is `among`, or the number of chips if `among` is 0. Every case also runs
+  on the chips of `always`, and the cases of `besides` also on the last chip of `on`."""
   def label(x:Any) -> str: return " ".join(map(label, x)) if isinstance(x, tuple) else getattr(x, "__name__", None) or str(x)
   found = []
   for i, case in enumerate(cases):

@@ -25,8 +25,8 @@ def pytest_configure(config:pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items:list[pytest.Item]) -> None:
-  """Applies the mark `sample(n)` of a test: n of the cases that would run by default do, chosen by a checksum of their names. The other cases get the
-  mark `thorough`."""
+  """Applies the mark `sample(n)` of a test: only n of its cases run by default, chosen by a checksum of their names. The others get the mark
+  `thorough`."""
   cases = collections.defaultdict[str, list[pytest.Item]](list)
   for item in items:
     if item.get_closest_marker("sample") is not None and not any(map(item.get_closest_marker, ("gpu", "thorough", "compilers"))):

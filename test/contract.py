@@ -176,7 +176,7 @@ def with_table(page:str, lines:Lines) -> str:
 # ***** many cases *****
 
 def lines_until(case:Case, draws:int, device:str, until:float) -> list[Line]|None:
-  """Returns the lines of a case, or None if the time is already later than `until` when the case should begin."""
+  """Returns the lines of a case. Returns None, and computes nothing, if it is already later than `until`."""
   return None if time.time() > until else lines_of(case, draws, device)
 
 def computed(cases:Iterable[Case], draws:int, device:str, jobs:int, seconds:float) -> Iterable[tuple[Case, list[Line]]]:

@@ -173,8 +173,8 @@ def test_scales_that_rows_share(arch:str, shape:tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("form", ("more batches than q", "cache_batch_idx", "a scale for each head"))
 def test_flash_attn_with_kvcache(form:str) -> None:
-  """FlashAttention's function `flash_attn_with_kvcache` gives right results for caches of 8 bits in three cases. Either the cache has more batches
-  than q, or cache_batch_idx selects batches of the cache, or each head has a single scale."""
+  """FlashAttention's function `flash_attn_with_kvcache` gives right results for 8-bit caches, in three forms: the cache has more batches than q;
+  cache_batch_idx selects batches of the cache; each head has a single scale."""
   with emulated("gfx942"):
     x, (k, v) = drawn(30), stale(shape=(B + 1, CAPACITY, HKV, D))
     q = given(x, 20, 23, "bshd")[0]

@@ -158,8 +158,8 @@ def test_what_was_bound_before_is_ours_too():
   assert not goes_through_ours(BOUND_EARLY)
 
 def test_another_library_in_its_place(monkeypatch):
-  """attn can be installed after another library has put its own function, which calls tinygrad's method, in the place of tinygrad's method. A call
-  that attn does not compute goes to the library's function. The call inside this function then reaches tinygrad's own method and not attn."""
+  """attn can be installed after another library has replaced tinygrad's method by its own function, which calls tinygrad's method. A call that attn
+  does not compute goes to the library's function. The call inside this function then reaches tinygrad's own method and not attn."""
   calls = []
   def others(*args, **kwargs):
     calls.append(args)

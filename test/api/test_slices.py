@@ -211,8 +211,8 @@ def test_one_kernel_for_lengths_that_are_ints(together:bool) -> None:
 @pytest.mark.parametrize("rows, arch", [pytest.param(n, arch, marks=pytest.mark.thorough if (n, arch) != (16385, "gfx942") else ())
                                         for n in (16383, 16384, 16385, 131072) for arch in ("gfx942", "gfx1100", "sm_80")])
 def test_a_long_cache(rows:int, arch:str) -> None:
-  """A query sees exactly the first n rows of a long cache; a Variable gives n. The rows after them are NaN and must have no effect. Row n has the
-  largest weight, so a kernel that misses it gives a wrong output."""
+  """A query sees exactly the rows of a long cache that a Variable counts. The rows after them are NaN and must have no effect. The last of the
+  counted rows has the largest weight, so a kernel that misses it gives a wrong output."""
   with emulated(arch), attn.installed() as decisions:
     decisions.clear()
     q, k, v = numbers(1, 2, 1, 16), *(numbers(1, 1, rows, 16, seed=seed) for seed in (1, 2))

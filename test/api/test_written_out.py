@@ -29,8 +29,8 @@ def hiding(seen:Tensor) -> Tensor: return seen.where(0.0, -math.inf)
 def sinks() -> Tensor: return draw(4, dtype="float32", seed=5)
 
 def over_sinks(scores:Tensor, sink:Tensor, m:Tensor) -> Tensor:
-  """Computes the softmax weights of `scores` with a sink, a logit of each row that adds to the sum but has no key. `m` is subtracted before the
-  exponential. The operations are those of tinygrad's examples/mlperf/models/gpt_oss.py."""
+  """Computes the softmax weights of `scores` with a sink: an extra score in each row that adds to the softmax's sum but has no key. `m` is subtracted
+  before the exponential. The operations are those of tinygrad's examples/mlperf/models/gpt_oss.py."""
   e = (scores - m).exp()
   return e/(e.sum(-1, keepdim=True) + (sink - m).exp())
 
@@ -39,8 +39,8 @@ def with_sinks(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
   return over_sinks(scores, sink, scores.max(-1, keepdim=True).maximum(sink)).cast(v.dtype) @ v
 
 def with_groups(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
-  """Computes attention with sinks for four query heads, two for each key/value head. q is reshaped to (batch, key/value head, 2, row, D), and k and v
-  get an axis of length 1 for the 2."""
+  """Computes attention with sinks for four query heads, two for each key/value head. q is reshaped to (batch, key/value head, 2, row, D). k and v get
+  an axis of size 1 in the place of the 2, along which they broadcast."""
   q, k, v = q.reshape(2, 2, 2, ROWS, D), k[:, :2].unsqueeze(2), v[:, :2].unsqueeze(2)
   scores, sink = (q @ k.transpose(-1, -2)).float()*0.3 + hiding(shown()).unsqueeze(0), sinks().reshape(2, 2, 1, 1)
   return (over_sinks(scores, sink, scores.max(-1, keepdim=True)) @ v.float()).cast(q.dtype).reshape(2, 4, ROWS, D)
@@ -90,9 +90,9 @@ def other_scores(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
   return (scores*scores).softmax(-1) @ v
 
 def with_sinks_at(q:Tensor, k:Tensor, v:Tensor, sink:Tensor, shift:float=0.0, square:bool=False) -> Tensor:
-  """Writes out attention with sinks in tensor operations, and returns the output. `shift` and `square` make a formula that attn must not take for
-  attention. `shift` makes the number that is subtracted from the sink larger than the number that is subtracted from the scores. With `square`, the
-  denominator sums the squares of the exponentials."""
+  """Writes out attention with sinks in tensor operations, and returns the output. With `shift` or `square` the formula is not attention, and attn
+  must not take it for attention: `shift` subtracts more from the sink than from the scores, and with `square` the denominator sums the squares of the
+  exponentials."""
   scores = (q @ k.transpose(-1, -2)).float()
   m = scores.max(-1, keepdim=True)
   e = (scores - m).exp()
@@ -204,8 +204,9 @@ def test_sinks_beside_a_length_that_is_a_variable() -> None:
         assert [d.kernel for d in decisions] == [None]
 
 def test_a_kernels_output_keeps_its_tag_as_keys() -> None:
-  """`stored_in_its_dtype`, which casts rows before a model stores them into a cache, returns the output of an attn kernel as the same UOp, also
-  transposed. A new UOp would lose the tag that keeps tinygrad from taking the result of a later write to the same buffer for the kernel's output."""
+  """`stored_in_its_dtype` returns the output of an attn kernel, or its transpose, as the same UOp. (This function casts rows that a model stores into
+  a cache.) The UOp has a tag, which a new UOp would lose. Without the tag tinygrad may mistake a later write to the same buffer for the kernel's
+  output."""
   with emulated("gfx942"), attn.installed():
     q = draw(1, 2, ROWS, D)
     k = attn.attention(q, q, q)

@@ -307,9 +307,9 @@ def test_two_kernels_where_one_was_not_measured_to_be_faster(case:str) -> None:
   assert re.match(f"{reason}: right, but was not measured to be faster than two kernels", found.why_not("backward_all_wgmma") or ""), found
 
 def test_one_kernel_with_a_mask_mod() -> None:
-  """One kernel in no order computes the gradients under a mask_mod that may leave a query several intervals of keys, unless the mask also hides all
-  later keys. Such a mask gets two kernels. A mask_mod that leaves each query one interval of keys is like a window. In a fixed order no mask_mod gets
-  one kernel."""
+  """One kernel computes all gradients under a mask_mod that leaves a query several intervals of keys, if workgroups may add to dq in any order. If
+  the mask also hides all keys after the query, or if the order is fixed (deterministic=True), two kernels compute them. A mask_mod that leaves each
+  query one interval of keys is treated like a window."""
   def reason(mask:Any, deterministic:bool=False) -> str:
     p = problem(B=66, Sq=2048, D=128, deterministic=deterministic, **functions_of(None, mask, ()))
     return str(wgmma_at_once(p, get_chip("sm_90")))
@@ -321,10 +321,9 @@ def test_one_kernel_with_a_mask_mod() -> None:
   assert reason(lambda b, h, i, j: i >= j, True).startswith("deterministic=True: ")
 
 def test_a_fixed_order_is_chosen_where_it_was_measured_to_be_faster() -> None:
-  """One kernel can compute all gradients on sm_90: its workgroups add to dq, in a fixed order with deterministic=True, the default. Dispatch chooses
-  this kernel where it was measured to be faster than two kernels. A call without dropout and softcap must have no mask, one query head for each
-  key/value head, and at least 2048 keys and 2048 blocks of keys. With causal=True, or with several query heads for a key/value head, two kernels
-  compute its gradients."""
+  """Dispatch on sm_90 chooses one kernel for all gradients where it was measured to be faster than two kernels, although its workgroups add to dq in
+  a fixed order (deterministic=True, the default). This is so without a mask, with one query head for each key/value head, and with many keys and
+  blocks of keys. With causal=True, or with several query heads for a key/value head, two kernels compute the gradients."""
   def kernels(Hkv:int, causal:bool) -> tuple[str, ...]:
     q, k = (Tensor.empty(4, heads, 4096, 128, dtype="half") for heads in (16, Hkv))
     return attn.explain(q, k, k, arch="sm_90", backward=True, causal=causal).kernels
@@ -637,9 +636,9 @@ def test_parts_where_a_grid_leaves_units_idle(capsys:pytest.CaptureFixture[str])
   assert f"in {choice.parts[1]} parts" in text and f"memory beside inputs and outputs: {choice.memory} bytes" in text and choice.parts[1] > 1
 
 def test_parts_by_the_longest_workgroup() -> None:
-  """The number of partial gradients follows from the longest workgroup. Under a causal mask the workgroups of the first keys see all queries. Where
-  such a workgroup would take most of the time, sums are divided into more parts than without a mask, twice as many if all heads share the keys. A
-  grid with enough other work is not divided."""
+  """The number of partial gradients depends on the workgroup that takes longest. Under a causal mask this is the workgroup of the first keys, which
+  all queries see. If it would run long after the others have ended, sums are divided into more parts than without a mask: twice as many if all heads
+  share the keys. A grid with enough other work is not divided."""
   def chosen(H:int, Hkv:int, causal:bool) -> int: return choose_parts(problem(H=H, Hkv=Hkv, Sq=4096, D=128, causal=causal), get_chip("sm_90")).dkdv
   assert chosen(32, 1, True) == 2*chosen(32, 1, False) == 8 and chosen(16, 4, True) == 2 and chosen(16, 4, False) == 0 == chosen(16, 16, True)
 
@@ -657,8 +656,8 @@ def test_most_seen() -> None:
 FEW_ROWS_AT_ONCE = {"few queries": (1, 8, 8, 64, 65536), "all heads on one": (1, 32, 1, 4096, 4096)}
 @pytest.mark.parametrize("case", FEW_ROWS_AT_ONCE)
 def test_one_kernel_of_few_rows(case:str) -> None:
-  """One kernel computes all gradients, without a mask, also for few queries, and also for few keys if several workgroups can share the query heads of
-  a key/value head."""
+  """One kernel computes all gradients if there are few queries, or if there are few keys whose query heads several workgroups can share. Under a
+  causal mask two kernels do."""
   B, H, Hkv, Sq, Sk = FEW_ROWS_AT_ONCE[case]
   q, k = Tensor.empty(B, H, Sq, 128, dtype=dtypes.half), Tensor.empty(B, Hkv, Sk, 128, dtype=dtypes.half)
   assert attn.explain(q, k, k, arch="sm_90", backward=True, deterministic=False).at_once

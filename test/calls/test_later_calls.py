@@ -64,8 +64,8 @@ def test_a_later_gradient_makes_no_ast(name:str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_later_gradient_makes_no_problem_and_chooses_no_parts(name:str) -> None:
-  """The third call with gradients finds the problems of its kernels, the numbers of partial results, and the kernels with the parameters of its
-  tensors in caches, which the first two calls have filled. The caches are bounded."""
+  """The third call with gradients computes nothing again that the first two calls have cached: the problems of its kernels, the numbers of partial
+  results, and the kernels' ASTs with parameters for their tensors. The caches are bounded."""
   kept = (of_backward, split_into, parts_with_tiles, _with_params_of)
   def misses() -> list[int]: return [x.cache_info().misses for x in kept]
   seen = []
@@ -85,8 +85,8 @@ def test_a_gradient_is_not_sought_inside_kernels() -> None:
 
 @pytest.mark.parametrize("name", CACHED)
 def test_a_later_call_looks_at_no_kernel_and_at_no_view(name:str) -> None:
-  """The third call of attention with equal shapes searches no kernel for its outputs and no view for the places of its rows: earlier calls have
-  cached both."""
+  """The third call of attention with equal shapes does not look through the kernel for its outputs, or through views for the positions of their rows:
+  earlier calls have cached both."""
   def looks() -> int: return output_params.cache_info().misses + places_of_view.cache_info().misses
   with emulated("gfx942"):
     seen = []

@@ -80,11 +80,12 @@ def seen(p:Problem, sees:Callable[..., Any], tensors:list[Array], rows:int) -> A
   return np.broadcast_to(sees(b, h, i, j, *tensors), (p.B, p.H, rows, p.Sk))
 
 def expected(p:Problem, mask:Mask, d:Array, tile:BlockTile, width:int, over:str, listed:bool, always:bool) -> Array:
-  """Returns for each tile of scores whether a kernel skips it, computes it without the mask, or computes it with the mask: an array (B, H, blocks,
-  tiles). If `over` is "keys", a workgroup owns a block of queries and loops over tiles of `width` keys; otherwise it owns keys and loops over
-  queries. `d` (B, rows) has the document of each row, for a mask that reads documents. With `listed`, the kernel has a list of the tiles that a block
-  sees. Without a list it visits all tiles in the mask's `hull`, and rows of a block beyond the last row count, too. With `always`, the kernel
-  computes the mask in every tile that it visits."""
+  """Returns whether a kernel skips a tile of scores, computes it without the mask, or computes it with the mask, for all tiles: an array (B, H,
+  blocks, tiles). If `over` is "keys", a workgroup owns a block of queries and loops over tiles of `width` keys; otherwise it owns keys and loops over
+  queries. `d` (B, rows) has the document of each row, for a mask that reads documents.
+
+  With `listed`, the kernel has a list of the tiles that a block sees. Without a list, it visits all tiles in the mask's `hull`. Then the rows of the
+  last block that lie beyond the last row also see tiles. With `always`, the kernel computes the mask in every tile that it visits."""
   heads = heads_of(p, tile) if over == "keys" else 1
   own = p.Sq*heads if over == "keys" else p.Sk
   blocks, exact = -(-own//tile.block_m), listed or mask.hull is None
@@ -150,7 +151,7 @@ def test_tiles_of_intervals(name:str, sizes:str, arch:str) -> None: check(name, 
 def test_tiles_of_lists(name:str, sizes:str, arch:str) -> None: check(name, sizes, arch, True)
 
 def test_two_tiles_of_dual_wave_are_one() -> None:
-  """`visited_tiles`, which tells which tiles a kernel skips or masks, takes 128 keys as one tile for the kernel dual_wave: each iteration of this
+  """`visited_tiles`, which tells which tiles a kernel skips or masks, has tiles of 128 keys for the kernel dual_wave, because each iteration of this
   kernel computes two tiles of 64 keys."""
   p, chip = problem(B=4, H=32, Sq=600, Sk=700, D=128, causal=True, lse=False), get_chip("gfx950")
   choice = choose(p, chip)
@@ -224,8 +225,8 @@ def test_explain_says_what_is_not_known(capsys:pytest.CaptureFixture[str]) -> No
     assert lines_of(capsys) == ["key tiles: not counted: kv_lengths has no numbers yet"]
 
 def test_explain_says_why_there_is_no_list(capsys:pytest.CaptureFixture[str]) -> None:
-  """`attn.explain` says why a kernel has no list of visible tiles: there are few tiles, or too few heads share a list that each call makes. It says
-  nothing if there is a list, or if a query's visible keys are an interval."""
+  """`attn.explain` says why a kernel has no list of visible tiles. Either there are few tiles; or each call would have to make its lists, because
+  they depend on tensors, and few heads share a list. `explain` says nothing if there is a list, or if a query's visible keys are an interval."""
   def told(*sizes:int, mask:Callable[..., Any]|None=None, **options:Any) -> list[str]:
     q = Tensor.empty(*sizes, dtype="half", device="EMU")
     attn.explain(q, q, q, mask_mod=mask or mods.sinks_and_window(4, 64), **options)

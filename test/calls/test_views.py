@@ -85,8 +85,9 @@ def before(d:Any, kind:str, x:np.ndarray) -> tuple[np.ndarray, Any]|None:
 
 @st.composite
 def views(d:Any, x:np.ndarray, writable:bool=False) -> View:
-  """Draws a view with the elements x, made by up to four movement operations. Some draws first change a float x, unless `writable`, so that the view
-  may repeat or pad: all slices along an axis become equal, or the first slice becomes 0. `d` is hypothesis's function that draws."""
+  """Draws a view with the elements x, made by up to four movement operations. `d` is hypothesis's function that draws. Some draws change x first:
+  they make all slices along an axis equal, so that the view can repeat a slice, or set the first slice to 0, so that the view can pad. Integers and
+  views that are written to (`writable`) are not changed."""
   alter, axis = d(st.sampled_from(("", "", "alike", "zeros"))), d(st.integers(0, x.ndim - 1))
   of_floats = x.dtype.kind == "f" and not writable
   if alter == "alike" and of_floats: x = np.repeat(x.take([0], axis), x.shape[axis], axis)
@@ -120,8 +121,8 @@ def check_where_rows_lie(view:View) -> None:
   np.testing.assert_array_equal(view.memory.reshape(-1)[at.start + b*at.batch + h*at.head + s*at.row + d], view.of)
 
 def test_where_the_rows_of_a_view_lie() -> None:
-  """attn reads a view in place only if the strides that attn finds for the view give the place of every element. Some of the random views fulfil this
-  condition, and some do not."""
+  """attn reads a view in place only if the strides that it finds give the right position of every element. The random views include some that are
+  read in place and some that are not."""
   found_in_place.clear()
   check_where_rows_lie()
   assert 0.1 < np.mean(found_in_place) < 0.9

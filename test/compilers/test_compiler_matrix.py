@@ -181,8 +181,8 @@ def test_rows_of_a_bias(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoo
 @pytest.mark.parametrize("arch, llvm, instruction", [("gfx950", 20, "v_permlane32_swap"), ("gfx1201", 19, "v_permlanex16")])
 def test_swaps_that_clang_moves_into_a_branch_are_seen(arch:str, llvm:int, instruction:str, compilers:dict[int, Toolchain],
                                                        monkeypatch:pytest.MonkeyPatch) -> None:
-  """The check of operations across lanes finds swaps between lanes that clang has moved into a branch. clang does so in the kernel for latent
-  attention if the values that a branch stores are not computed before the branch; the test switches that protection off."""
+  """The check of operations across lanes finds exchanges between lanes that clang has moved into a branch. To make clang do so, the test switches off
+  a protection: attn usually computes the values that a branch stores before the branch. The kernel is that for latent attention."""
   monkeypatch.setattr(renderers, "made_before_branches", lambda uops: {})
   p = problem(**OPTIONS["latent, few rows"])
   tile = choose(p, replace(get_chip(arch), llvm=llvm)).work.tile

@@ -158,7 +158,7 @@ def test_a_named_clang_that_cannot_compile_the_kernels_is_an_error(say, tmp_path
                   "(what is this); needed is LLVM 19 or later")
 
 def test_the_cache_keeps_successes_only(say, tmp_path):
-  """The cache keeps that a compiler works, but not that a compiler failed: what was missing may be installed later, under the same version number."""
+  """attn caches that a compiler works, but not that a compiler failed: what was missing may be installed later, under the same version number."""
   home = tmp_path/"home"
   home.mkdir()
   def says(text:str) -> str:
@@ -208,8 +208,8 @@ compiler = AMDHIPRenderer(Target("AMD", "HIP", "gfx942")).compiler
 for source in (MARK + "\\nthe kernel", "another's kernel"): print(compiler.compile_cached(source)[:34])
 """
 def test_an_exchanged_compiler_does_not_get_what_the_other_left(machine, tmp_path):
-  """An update of comgr, ROCm's compiler library, makes attn compile its kernels again, because their cache key contains the version. tinygrad's own
-  kernels still get old code from tinygrad's cache, as they do without attn."""
+  """Another version of comgr, ROCm's compiler library, makes attn compile its kernels again, because the cache key contains the version. tinygrad's
+  own kernels still get old code from tinygrad's cache, as they do without attn."""
   def compiled(name:str) -> list[str]:
     done = answer(machine, COMPILE, comgr=name, ATTN_COMPILER="comgr", XDG_CACHE_HOME=str(tmp_path), CACHEDB=str(tmp_path/"db"))
     return [re.findall(r"version (\d+)", line)[0] for line in done.splitlines()]

@@ -139,9 +139,8 @@ def edge_of_a_class(rng:random.Random) -> int:
   return rng.choice(CLASSES) - rng.randint(1, 15)
 
 def edge_of_the_grid(rng:random.Random, arch:str, heads:int) -> int:
-  """Draws a number of queries near which dispatch probably changes to larger tiles: tiles of LARGEST_TILE queries give about as many workgroups as
-  fill the chip. The problem has `heads` heads in all batches. The number of workgroups lies between FILLS, the least for which dispatch takes a large
-  tile, and the number of compute units."""
+  """Draws a number of queries near which dispatch changes to larger tiles. `heads` is the number of heads in all batches. With tiles of LARGEST_TILE
+  queries, the number of workgroups then lies between FILLS, the least for which dispatch takes a large tile, and the number of compute units."""
   return LARGEST_TILE*rng.randint(*sorted((FILLS, get_chip(arch).cus)))//heads
 
 def drawn_option(rng:random.Random, sizes:dict[str, int]) -> dict[str, Any]:

@@ -364,8 +364,8 @@ def test_bank_conflicts(monkeypatch):
 # ***** values out of their scope *****
 
 def at_most_once(bound):
-  """Returns a kernel that adds exp2(x) in a loop of `bound` iterations, and once more after the loop. If tinygrad can prove that `bound` is 0 or 1,
-  it computes exp2 inside the loop, and the use after the loop is a fault."""
+  """Returns a kernel that uses exp2(x) in a loop of `bound` iterations, and once more after the loop. If tinygrad can prove that `bound` is 0 or 1,
+  it computes exp2 inside the loop. The use after the loop is then a fault."""
   def kernel(o, x):
     g, t = threads(64, 2)
     total, r = reg(1), UOp.range(bound(g), 2, AxisType.LOOP)
@@ -409,8 +409,8 @@ def multiplied(*steps):
 
 def wait(acc, order, **_): return hopper.wait_products(acc, order)
 def ordered(slot, order, store):
-  """Makes a store that runs after the UOp `order`, and returns a UOp for the next step to run after. `store` builds the store; its argument is a
-  function that makes a buffer depend on `order`. `slot` and `slot` + 1 are numbers of registers that no other code uses."""
+  """Puts a store after the UOp `order`. `store` is a function that builds the store; it gets a function that makes a buffer depend on `order`.
+  Returns a UOp that later steps can be put after. `slot` and `slot` + 1 are numbers of registers that no other code uses."""
   before, after = reg(1, slot=slot), reg(1, slot=slot + 1)
   return after.after(after[0].store(0.0), store(lambda buffer: buffer.after(before[0].store(order))))[0].load()
 def overwrite_accumulator(acc, order, **_): return ordered(4, order, lambda then: then(acc)[0].store(nvidia.zero(order)))

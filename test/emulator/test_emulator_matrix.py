@@ -115,8 +115,8 @@ def test_every_8_bit_float_is_multiplied(name):
   assert np.isnan(got).sum() == c.shape[2]
 
 def test_short_sums():
-  """The matrix units of sm_89 and sm_90 cut 8-bit products off at 2^-13 of the largest product before they add, towards zero. The matrix unit of
-  sm_120 adds them in fp32. sm_80 has no such instruction."""
+  """The matrix units of sm_89 and sm_90 drop the bits of each 8-bit product below 2^-13 times the largest product, before they add the products. The
+  matrix unit of sm_120 adds them in fp32. sm_80 has no such instruction."""
   name = "mma_m16n8k32_e4m3"
   def total(arch, c, *products):
     a, b, C = [np.zeros_like(x) for x in matrices(name)]

@@ -133,8 +133,8 @@ def test_few_kernels_are_remembered() -> None:
 
 @pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_the_emulator_prints_what_hardware_gets(arch:str) -> None:
-  """The emulator renders the same source as the renderer for hardware does. Kernels for the emulator also list their outputs in a source of the SINK,
-  so that it finds outputs without a store; this must not change the source."""
+  """The emulator renders the same source as the renderer for hardware. In kernels for the emulator, the root of the AST also lists the outputs, so
+  that the emulator finds outputs without a store. This must not change the source."""
   tensors = [UOp.placeholder((1, 2, 64, 32), dtypes.half, i) for i in range(4)]
   fxn = flash_attention_fn(arch=arch)
   with Context(DEV=f"EMU::{arch}"):
@@ -146,8 +146,8 @@ def test_the_emulator_prints_what_hardware_gets(arch:str) -> None:
 
 @pytest.mark.parametrize("other", (False, True))
 def test_an_output_whose_store_is_simplified_away(other:bool) -> None:
-  """Reading an output raises UnwrittenOutput if the condition of its only store is never true, so that lowering removes the store. This holds whether
-  or not the kernel writes a second output."""
+  """An output raises UnwrittenOutput when it is read, if lowering has removed its only store because the store's condition is never true. This is so
+  with and without a second output that the kernel writes."""
   def kernel(o, *more):
     g, t = threads(64)
     stores = [o[t.valid(t >= 64)].store(more[-1][t])]

@@ -88,8 +88,8 @@ def test_sums_in_turn_have_the_same_bits_in_every_order(emulated, resident):
     np.testing.assert_array_equal(emulated(summed(), SUMS, X, COUNTERS, order=order, resident=resident), in_order(X.reshape(GROUPS, WIDTH)))
 
 def test_sums_in_no_order_have_varied_bits(emulated):
-  """Atomic additions that no wait puts in order happen in a random order on the emulator, whether few or all workgroups run at the same time: the
-  bits of the sums differ between runs. Runs with the same `order` give the same bits."""
+  """Atomic additions happen in a random order on the emulator if nothing makes them wait for each other, whether few or all workgroups run at the
+  same time: the bits of the sums differ between runs. Runs with the same `order` give the same bits."""
   kernel = summed("await", "barrier after", "settle", "barrier before", "pass", number=lambda g, drawn: g)
   for resident in (0, 2):
     found = [emulated(kernel, SUMS, X, COUNTERS, order=order, resident=resident) for order in ORDERS]

@@ -196,9 +196,9 @@ def test_a_function_that_adds_to_the_score() -> None:
                 SCORE + SCORE.bitcast(dtypes.int).bitcast(dtypes.float)): assert not is_additive(value), value
 
 def test_a_hidden_score_that_comes_back_is_not_hidden() -> None:
-  """A score_mod hides a score where a condition (tinygrad's WHERE) makes it -inf. The derivative is 0 there only if nothing but additions and other
-  conditions follows. This function takes exp of the -inf, which gives 0, and adds the score again: the score is visible, and its derivative counts.
-  """
+  """A score_mod may make a score -inf where a condition (tinygrad's WHERE) holds. The score is hidden there, with derivative 0, only if the function
+  then does nothing but add and choose by other conditions. This function takes exp of the -inf, which gives 0, and adds the score again: the score is
+  visible, and its derivative counts."""
   hidden = (KEY < 3).where(SCORE, -math.inf)
   value = (QUERY < 5).where(hidden, hidden.exp() + SCORE)
   found = computed(derivative(value, SCORE), {QUERY: [7, 7, 3], KEY: [5, 1, 1], SCORE: 0.5}, np.float64)

@@ -127,8 +127,8 @@ class TensorCase:
 def ids(n:int, least:int=-4, most:int=5, seed:int=3) -> np.ndarray: return np.random.default_rng(seed).integers(least, most, n).astype(np.int32)
 def with_nan(n:int) -> np.ndarray: return np.where(np.arange(n) % 70 == 69, np.nan, np.arange(n)//64).astype(np.float32)
 def by_rows(mask:Callable[..., Any], rows:int, keys:int) -> Callable[..., Any]:
-  """Returns a mask function that takes a query's row in q as the index i. The returned function calls `mask` with the query's position among the
-  keys, which is larger by rows - keys."""
+  """Wraps a mask function that reads tensors by the query's row in q. attn calls a mask_mod with the query's position among the keys. With `rows`
+  queries and `keys` keys, row r has position r + keys - rows, so the wrapper calls `mask` with i + rows - keys in place of i."""
   return lambda b, h, i, j, *t: mask(b, h, i + (rows - keys), j, *t)
 
 TENSOR_CASES = {
@@ -255,8 +255,8 @@ def test_planted_fault_of_turns_in_lists(monkeypatch:pytest.MonkeyPatch, plant:C
       np.testing.assert_array_equal(found[-1], found[0])
 
 def test_lists_of_part_tiles_change_no_bit() -> None:
-  """A loop over the list of visible tiles gives the same bits as a loop over all tiles, if the mask hides some scores of every tile: here documents
-  are shorter than tiles. Both loops then take the tiles in the same order, and tiles that are not in the list add 0."""
+  """A loop over the list of visible tiles gives the same bits as a loop over all tiles, if the mask hides some scores of every tile. Here documents
+  are shorter than tiles. Both loops then go through the tiles in the same order, and tiles that are not in the list add 0."""
   case = CASES["documents"]
   p = posed(case, B=2, Sq=200)
   x, d = normal(p), documents(p)
@@ -304,7 +304,7 @@ def neighbourhood(seed:int) -> tuple[Problem, Inputs, Callable[..., Any]]:
   return p, normal(p), CASES["neighbourhood"].mask
 
 def test_the_kernel_that_reads_kept_lists_begins_to_compile_first(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The kernel that loops over lists begins, on a device that compiles in threads, to be compiled before the kernels that make these lists, because
+  """The kernel that loops over lists begins to compile first, if the device compiles in threads: before the kernels that make these lists, because
   its compilation takes longest. The lists are there when the call returns, and later calls use the same lists."""
   order, own = list[str](), checked_kernel.compile_at_once
   def noted(launch:UOp, device:str) -> None:
