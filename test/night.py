@@ -45,8 +45,7 @@ class Outcome:
 # ***** one call *****
 
 def in_attn(error:BaseException) -> bool:
-  """Tells whether attn raised an error, and not tinygrad, for example. The error of `by_attn` (night_script.py), raised when attn has left a call to
-  tinygrad, counts as attn's."""
+  """Tells whether attn raised an error. An error of `by_attn` (night_script.py) counts, too: it says that attn has left a call to tinygrad."""
   last = traceback.extract_tb(error.__traceback__)[-1]
   return last.filename.startswith(str(ROOT/"attn")) or last.name == "by_attn"
 

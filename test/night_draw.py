@@ -129,8 +129,8 @@ class Posed:
     if same is not None: self.settings["same"] = same
 
   def far_reaching(self) -> dict[str, str]:
-    """Returns which input gets a row of NaN or inf that spreads to other rows. In forward this is v: the row spreads to all rows that see it. In
-    backward it is any of q, k and v."""
+    """Draws an input that gets a row of NaN or inf, for calls in which the row affects other rows. Returns {input: "nan", "inf" or "-inf"}. In
+    forward the input is v, whose row affects all queries that see it. In backward it is q, k or v."""
     return {self.one("q", "k", "v"): "nan"} if self.backward else {"v": self.one("nan", "inf", "-inf")}
 
   def ndim(self, layout:str="") -> int: return len(AXES[layout or self.layout])
@@ -377,7 +377,7 @@ class Posed:
     self.common()
 
   def poison(self) -> None:
-    """Replaces rows of k and v by NaN that must have no effect: rows beyond the length, or before the start, of each sequence."""
+    """Fills rows of k and v that must have no effect with NaN: rows beyond the length, or before the start, of each sequence."""
     for name in ("k", "v"):
       if name == "v" and self.facts.get("v_dim"): continue
       self.outside[name] = self.outside[name].replace(f"x[{name!r}]", f"unseen(x[{name!r}], x)")
@@ -574,8 +574,8 @@ class Posed:
 
   def dealt(self, name:str, text:str, dtype:str, shape:tuple[int, ...], axis:int, order:str) -> None:
     """Adds q, k or v to the drawn script, as a tensor whose sequence (axis `axis`) is divided over devices in the given `order`. `text` is the code
-    of its array. `attn.shard_sequence` divides it before the call of `step`, or inside `step`; in the second case the gradient that is checked is
-    that of the whole tensor."""
+    of its array. `attn.shard_sequence` divides the tensor either before the call of `step` or inside `step`. If inside, the script checks the
+    gradient of the tensor before it is divided."""
     if self.jit or (not self.backward and self.chance(.5)):
       self.outside[name] = f"attn.shard_sequence(tensor({text}, {dtype!r}, {self.device!r}), {self.devices}, {axis}, {order!r}).realize()"
       if self.backward:
@@ -684,8 +684,9 @@ class Posed:
     self.after += [f"for name, cache in (('k', k_cache), ('v', v_cache)): np.testing.assert_array_equal(array(cache), {want}, f'{{name}}_cache')"]
 
   def turned(self, positions:int) -> None:
-    """Lets the drawn call compute a rotary embedding: replaces q and the new rows of k by rows that the embedding turns into the expected ones.
-    Angles are quarter turns, so that the embedding is exact in every dtype. `positions` is the number of rows of the tables of angles."""
+    """Makes the drawn call compute a rotary embedding. Rotates q and the new rows of k backwards first, so that the embedding gives the rows that the
+    expected result is computed from. Angles are quarter turns, so that the embedding is exact in every dtype. `positions` is the number of rows of
+    the tables of angles."""
     half, interleaved = self.rng.randint(1, max(self.D//2, 1)), self.one(True, False)
     moving = "causal" in self.options or "window" in self.options
     if self.D < 2: return

@@ -34,7 +34,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Sequence:
-  """The queries (`rows`) and `keys` of one sequence: a batch, or packed sequence number `number` in batch `batch`."""
+  """One sequence: its queries (`rows`) and its `keys`, as slices of the rows of batch `batch`. In packed tensors `number` is the sequence's index."""
   batch: int
   number: int
   rows: slice
@@ -116,14 +116,15 @@ def without_small(x:Arrays, f:Facts) -> Arrays:
   return {name: read(name, a) for name, a in x.items()}
 
 def hold(x:Arrays, f:Facts, found:Arrays) -> list[str]:
-  """Checks the results `found` of a call, and returns a list of errors: empty if each element is within its error limit (docs/contract.md). If
-  tinygrad may emulate float16, results are also right that belong to inputs without small numbers, and that have 0 for each small number."""
+  """Checks the results `found` of a call, and returns a list of errors: empty if each element is within its error limit (docs/contract.md). A device
+  for which tinygrad emulates float16 may read and write small numbers as 0. There, results are also right if they are right for inputs with 0 in
+  place of small numbers, and 0 is right in place of a small result."""
   wrong = errors(x, f, found, small=True)
   return errors(without_small(x, f), f, found, small=False) if wrong and f.emulates else wrong
 
 def errors(x:Arrays, f:Facts, found:Arrays, small:bool) -> list[str]:
-  """Returns a list of errors in the results `found`. If `small` is false, 0 counts as right for each number of a float16 result below the normal
-  range. A loss that uses only lse gives v the gradient 0: this 0 also counts as right where exact arithmetic multiplies it by a NaN."""
+  """Returns a list of errors in the results `found`. If `small` is false, 0 counts as right in place of a float16 result below the normal range. The
+  gradient of v is 0 for a loss that uses only lse. So 0 is also right where the expected value is NaN because a NaN was multiplied by this 0."""
   expected = forward(x, f) if "o" in f.wanted or "lse" in f.wanted else backward(x, f)
   wrong = []
   for name in f.wanted:

@@ -75,7 +75,7 @@ def bools(x:np.ndarray) -> np.ndarray:
   return np.where(x > -.5, np.float32(0), np.float32(-np.inf))
 
 def unseen(a:np.ndarray, x:dict[str, np.ndarray]) -> np.ndarray:
-  """Replaces the rows of keys or values that kv_lengths and kv_starts hide by NaN."""
+  """Fills the rows of keys or values `a` that kv_lengths and kv_starts hide with NaN."""
   found = until(a, x["kv_lengths"])
   for b, n in enumerate(x.get("kv_starts", ())): found[b, :, :n] = np.nan
   return found
@@ -175,9 +175,9 @@ def indexed(a:np.ndarray, batches:np.ndarray, count:int) -> np.ndarray:
   return found
 
 def turned_back(a:np.ndarray, quarters:np.ndarray, at:Sequence[int], interleaved:bool, moving:bool) -> np.ndarray:
-  """Returns rows (B, H, S, D) that a rotary embedding turns into `a`. The embedding rotates pair i of row j of batch b by quarters[at[b] + j, i]
-  quarters of a circle, or by quarters[at[b], i] if not `moving`. A pair is two neighbouring columns if `interleaved`; otherwise its columns are half
-  of the rotated width apart."""
+  """Returns rows (B, H, S, D) that a rotary embedding turns into `a`. The embedding rotates pairs of columns by quarters of a circle: pair i of row j
+  of batch b by quarters[at[b] + j, i] quarters, or by quarters[at[b], i] if not `moving`. A pair is two neighbouring columns if `interleaved`;
+  otherwise its columns are half of the rotated width apart."""
   found, half = a.copy(), quarters.shape[1]
   first, second = (slice(0, 2*half, 2), slice(1, 2*half, 2)) if interleaved else (slice(0, half), slice(half, 2*half))
   for b, start in enumerate(at):

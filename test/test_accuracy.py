@@ -185,7 +185,8 @@ def test_elements_that_are_wrong_together(count:int, alike:bool, ok:bool) -> Non
 
 def test_a_unit_that_flushes_may_lose_a_weight() -> None:
   """The error limit allows dq = 0 on a matrix unit that treats denormal inputs as 0, if dS is only slightly above 2^-14, the smallest normal number.
-  Such a unit loses an element of V that contributes 2^-17 to dS, and then dS itself. A dq of the wrong sign is not allowed."""
+  Here an element of V is so small that the unit treats it as 0. Without it dS is below 2^-14, so dS becomes 0, too. A dq of the wrong sign is not
+  allowed."""
   q, k, do = np.zeros((1, 1, 1, 16), np.float32), np.zeros((1, 1, 2, 16), np.float32), np.ones((1, 1, 1, 16), np.float32)
   k[0, 0, :, 0], v = (1, -1), np.zeros((1, 1, 2, 16), np.float32)
   v[0, 0, 0, :2] = 4*(2.0**-14 + 2.0**-18 - 2.0**-17), 4*2.0**-17
@@ -221,8 +222,8 @@ def arrays(Sq:int, Sk:int, dtype:str, heads:int=1, near:float=0.0) -> tuple[np.n
 
 def forward(x:tuple[np.ndarray, ...], dtype:str, out:str="", *, wrong:tuple[np.ndarray, ...]=(), scale:float=SCALE, offset:int=0,
             window:tuple[int, int]=(-1, -1)) -> Found:
-  """Runs FlashAttention-2's arithmetic on the inputs `wrong`, if given, instead of x, or with a wrong scale or diagonal (`offset`, `window`). Returns
-  o and lse, each with the exact values of the right problem and their error limits."""
+  """Runs FlashAttention-2's arithmetic, possibly with a fault: on the inputs `wrong` instead of x, with a wrong `scale`, or with a wrong diagonal
+  (`offset`). Returns o and lse, each with the exact values and the error limits of the right problem."""
   how = dict(dtype=dtype, out_dtype=out or dtype)
   laws = law_of(*x, SCALE, window, **how)
   got = same(*(wrong or x), scale, window, offset, **how)

@@ -170,7 +170,7 @@ def test_a_refused_call_appends_nothing() -> None:
     assert (array(k) == 0).all() and (array(v) == 0).all()
 
 def clang(folder:Path) -> str:
-  """Returns a value of the environment variable PATH with which the command `clang` runs the clang of the PyPI package ziglang."""
+  """Returns a value for the environment variable PATH. With it the command `clang` runs the clang of the PyPI package ziglang."""
   pytest.importorskip("ziglang")
   (script := folder/"clang").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang clang "$@"\n')
   script.chmod(0o755)

@@ -159,7 +159,7 @@ class Case:
   def add_marker(self, mark:pytest.MarkDecorator) -> None: self.marks.append(mark)
 
 def test_a_sample_of_cases_runs_by_default() -> None:
-  """The mark `sample(2)` leaves 2 of the cases that would run by default. Cases with other marks, and tests without the mark, stay as they are."""
+  """The mark `sample(2)` lets only 2 cases of a test run by default. Cases with other marks, and tests without this mark, stay as they are."""
   few = pytest.mark.sample(2)
   ours, other = [Case(f"test_x[{i}]", few) for i in range(5)], [Case(f"test_y[{i}]") for i in range(5)]
   gpu = Case("test_x[gpu]", few, pytest.mark.gpu)

@@ -67,8 +67,8 @@ def test_first_calls_are_timed() -> None:
   assert len({str(row) for row in FIRST_CALLS}) == len(FIRST_CALLS) and any(row.backward for row in FIRST_CALLS)
 
 def test_later_calls_are_timed(capsys) -> None:
-  """attn.measure.later_calls times calls and their gradients on the host without launching a kernel. It also times tinygrad's own attention if that
-  has the options."""
+  """attn.measure.later_calls times calls and their gradients on the host without launching a kernel. It also times tinygrad's own attention, if
+  tinygrad has the options of the call."""
   rows = {row.name: row for row in later_calls.LATER_CALLS}
   assert len(rows) == len(later_calls.LATER_CALLS)
   GlobalCounters.reset()
@@ -152,8 +152,7 @@ def cuda_is_there() -> bool:
   except Exception: return False
 
 def test_timed_rounds_fill_their_time() -> None:
-  """`timed_rounds`, which measures in rounds of a fixed time, makes as many runs as fill a round. Something that takes longer than a round runs
-  once."""
+  """`timed_rounds` measures in rounds of a fixed length: a round has as many runs as fill it. Something that takes longer than a round runs once."""
   asked: list[int] = []
   def seconds(each:float) -> Callable[[int], float]:
     def run(count:int) -> float:

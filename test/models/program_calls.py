@@ -12,8 +12,8 @@ D = WIDTH//HEADS
 BOUND_AT_IMPORT = Tensor.scaled_dot_product_attention      # as extra/models/unet.py binds the method
 
 class Program:
-  """Base class of the small programs. Weights and inputs are random, drawn in the order in which the program asks for them, and rounded to `dtype`.
-  If `exact`, the rounded numbers are then converted to float32."""
+  """Base class of the small programs. Weights and inputs are random and rounded to `dtype`. If `exact`, the rounded numbers are then converted to
+  float32. A program draws them one after another from one generator, so each run has the same numbers."""
   def __init__(self, dtype:Any, exact:bool=False) -> None:
     self.rng, self.rounded, self.dtype = np.random.default_rng(1), dtype, dtypes.float if exact else dtype
   def draw(self, *shape:int, factor:float=1.0) -> Tensor:

@@ -22,8 +22,8 @@ def results(program:Any, dtype:str, exact:bool=False) -> list[np.ndarray]:
 NEVER_BY_DEFAULT = (Clip, Vit, Unet, Vae, Gpt2, Mla)      # whose calls other tests make as well
 
 def by_default(place:int, dtype:str, device:str) -> bool:
-  """Tells whether a case runs without `-m thorough`. `place` is the program's index in PROGRAMS. Each program outside NEVER_BY_DEFAULT has one such
-  case; half and bfloat16, and the emulated chips, alternate from program to program."""
+  """Tells whether a case runs without `-m thorough`. Of the cases of each program one does, except for programs in NEVER_BY_DEFAULT. This case has
+  half in every other program and bfloat16 in the rest, and the emulated chips take turns. `place` is the program's index in PROGRAMS."""
   return PROGRAMS[place] not in NEVER_BY_DEFAULT and dtype == ("half", "bfloat16")[place % 2] and device == DEVICES[place % 3]
 
 OWN = Tensor.scaled_dot_product_attention
@@ -40,8 +40,8 @@ def own_of_rounded(q:Tensor, k:Tensor, v:Tensor, *args:Any, **kwargs:Any) -> Ten
   pytest.param(program, dtype, device, marks=() if by_default(place, dtype, device) else pytest.mark.thorough)
   for place, program in enumerate(PROGRAMS) for dtype in TYPES for device in DEVICES])
 def test_a_program_of_tinygrad(program:Any, dtype:str, device:str) -> None:
-  """A small program that calls attention as one of tinygrad's models does has an error against float32 with attn that is at most twice the error with
-  tinygrad's own attention. Tensors are rounded in the same way for both."""
+  """attn's kernels are as accurate in a small program that calls attention like one of tinygrad's models: the error against float32 is at most twice
+  that of tinygrad's own attention. Tensors are rounded in the same way for both."""
   with computed_on(device), warnings.catch_warnings():
     warnings.simplefilter("error")       # a call that goes to tinygrad's own warns
     exact = results(program, dtype, exact=True)

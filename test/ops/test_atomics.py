@@ -105,8 +105,8 @@ def test_a_distance_may_be_negative():
   assert "[%0+-256]" in text_of(backwards, "sm_80", *FOUR)
 
 def neighbours(together, shift=0):
-  """Makes a kernel in which each lane adds to four neighbouring elements, `together` of them by one instruction. The elements begin `shift` elements
-  further."""
+  """Makes a kernel in which each lane adds to four neighbouring elements, `together` of them by one instruction. `shift` is the index of the first
+  element of lane 0."""
   def kernel(o, x):
     g, t = UOp.range(2, 0, AxisType.GLOBAL), UOp.range(32, 1, AxisType.WARP)
     values = build(*[x[(g*32 + t)*4 + i].load() for i in range(4)])

@@ -297,8 +297,8 @@ def language(arch:str) -> str: return "cuda" if arch.startswith("sm_") else "hip
 def ctype(dtype) -> str: return C_NAMES.get(dtype, dtype.name)
 
 def function(number:int, arch:str, x:UOp) -> str:
-  """Returns a C++ function that computes the operation x in every thread, from its HIP or CUDA source. A namespace of its own holds the functions
-  that it calls."""
+  """Returns the text of a C++ function that computes the operation x in every thread, from its HIP or CUDA source. The text is a namespace of its
+  own, so that the functions of different operations do not clash."""
   if language(arch) == "cuda": renderer:Any = OperationsNVCCRenderer(Target("CUDA", "NVCC", arch))
   else: renderer = OperationsHIPCCRenderer(Target("AMD", "HIPCC", arch))
   renderer.operations, renderer.r = KernelText(language(arch), arch), {}
@@ -336,8 +336,8 @@ extern "C" int f{number}({", ".join([*parameters, f"{out}* out"])}) {{
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, str], UOp]]:
-  """Compiles the cases' operations, as functions f0, f1 ..., into one library for HIP and one for CUDA: both have vector types of the same names.
-  Returns the libraries, and the operations as UOps."""
+  """Compiles the operations of all cases, as functions f0, f1 and so on. HIP and CUDA get a library each, because they have different vector types of
+  the same names. Returns the libraries, and the operations as UOps."""
   pytest.importorskip("ziglang")
   made = {case: make() for case, make in CASES.items()}
   texts:dict[str, list[str]] = {"hip": [], "cuda": []}

@@ -44,7 +44,7 @@ def shards(p:Problem, count:int, order:str, whole_q:bool=False) -> SequenceShard
   return SequenceShards(count, order, rows_held(p.Sk, count, order), None if whole_q else rows_held(p.Sq, count, order))
 
 def held(s:SequenceShards, rows:int, length:int, device:int) -> np.ndarray:
-  """Returns the position in the sequence of each row on a device, -1 for padding, by the text of docs/sharding.md and without the functions under
+  """Returns the position in the sequence of each row on a device, -1 for padding. It follows docs/sharding.md, and uses none of the functions under
   test. `rows` is the number of rows on a device, `length` that of the sequence."""
   places = np.arange(rows*s.count)
   pieces = np.split(np.where(places < length, places, -1), s.count if s.order == "contiguous" else 2*s.count)
@@ -446,7 +446,8 @@ class AnyOrder(collections.deque[Any]):
     return super().popleft()
 
 def in_any_order(monkeypatch:pytest.MonkeyPatch, seed:int) -> Context:
-  """Makes tinygrad schedule kernels in a random order that their dependencies allow, another one each time. `seed` begins the random numbers."""
+  """Makes tinygrad schedule kernels in a random order that their dependencies allow. Each schedule gets another order. `seed` is the seed of the
+  random numbers."""
   rng = random.Random(seed)
   monkeypatch.setattr(tinygrad.schedule, "deque", lambda ready: AnyOrder(ready, rng))
   return Context(SCACHE=0)

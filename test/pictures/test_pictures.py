@@ -39,8 +39,8 @@ def test_a_folder_that_is_not_there_is_an_error(capsys:pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("name", pictures())
 def test_nothing_lies_outside(name:str) -> None:
-  """Each picture is valid XML, and its words and cells lie inside the picture. A letter counts as 0.6 of its font size wide, more than in any usual
-  font."""
+  """Each picture is valid XML, and its words and cells lie inside the picture. The test takes a letter to be 0.6 times as wide as the font size,
+  which is more than in usual fonts."""
   root = ElementTree.fromstring(pictures()[name])
   width, height = float(root.attrib["width"]), float(root.attrib["height"])
   for shape in root.iter("{http://www.w3.org/2000/svg}rect"):

@@ -17,7 +17,8 @@ SPEC = Spec("gfx942", 128, "bfloat16", "causal", "dq")
 BYTES = {"L2": 2e9, "memory": 1e9}
 
 def of_shape(ms:Any) -> Any:
-  """Returns a stand-in for `timed`: `ms` gives the time of a shape in a variant, or None if the kernel spills."""
+  """Returns a stand-in for `timed`, which predicts the time of a tile. `ms(spec, shape)` gives the time of a tile shape in a variant of the kernel,
+  or None if the kernel spills."""
   def time(spec:Spec, row:UpTo[Any]) -> Timed|None:
     if (found := ms(spec, row.shape)) is None: return None
     prediction = Prediction(get_chip(spec.arch).cards[0], 1.0, 1.0, found/1e3, BYTES, {}, 1.0)
@@ -63,8 +64,8 @@ def test_the_table_has_the_tile_in_use_and_the_best() -> None:
   assert [x[3] for x in near_table(SPEC, of_shape(lambda spec, x: 10 - 0.01*(x.fenced == 8)))] == ["in the table, the best"]
 
 def test_a_tile_is_timed_as_its_kernel_is() -> None:
-  """The predicted time of the tile in use is that of `python -m attn.isa time` at the sustained clock, and a workgroup moves its share of what L2
-  delivers: rows of K and V for half of the keys in the mean, and its own rows."""
+  """The predicted time of the tile in use is the same as that of `python -m attn.isa time`, at the sustained clock. A workgroup reads and writes as
+  many bytes as its rows take: rows of K and V for half of the keys on average, and its own rows."""
   spec = replace(SPEC, d=64)
   found, kernel = timed(spec, row_in_use(spec)), of_spec(spec, ASKED, lines=False)
   assert found is not None and found.ms == pytest.approx(1e3*kernel.on_cards("MI300X")[-1].seconds)

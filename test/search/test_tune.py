@@ -92,8 +92,8 @@ def test_the_space_is_what_fits() -> None:
 @pytest.mark.parametrize(("family", "matrix", "meet"), [("cdna3", 0, False), ("cdna3", 1, True), ("cdna4", 0, False), ("cdna4", 1, True),
                                                         ("rdna3", 0, False), ("rdna4", 0, False)])
 def test_operands_that_meet_in_a_bank(family:str, matrix:int, meet:bool) -> None:
-  """The search for tiles knows with which matrix instructions a wave reads operands with bank conflicts: CDNA's 16x16 instructions. The emulator
-  counts the same (test_banks.py)."""
+  """The search for tiles knows the matrix instructions whose operands a wave reads with bank conflicts: CDNA's 16x16 instructions. The emulator
+  counts the same conflicts (test_banks.py)."""
   assert all(search.conflict(family, FAMILIES[family].matrix["float16"][matrix], stride) == meet for stride in (5, 9, 17, 33))
 
 def test_an_even_stride_conflicts() -> None: assert search.conflict("rdna4", FAMILIES["rdna4"].matrix["float16"][0], 8)
@@ -119,8 +119,8 @@ def test_a_second_buffer_is_tried_on_the_leading_tiles(monkeypatch:pytest.Monkey
 
 @pytest.mark.parametrize(("ahead", "behind", "chosen"), [(True, True, 1), (False, True, 0), (False, False, 1)])
 def test_no_prefetch_where_nothing_else_has_two_waves(monkeypatch:pytest.MonkeyPatch, ahead:bool, behind:bool, chosen:int) -> None:
-  """The search prefers tiles with which two waves run on each SIMD: first a tile with prefetch, then one without. A tile with which only one wave
-  runs comes last."""
+  """The search prefers a tile with prefetch and two waves on each SIMD. If there is none, it takes a tile without prefetch and two waves, and if
+  there is none of these either, a tile with one wave."""
   def rule(row:UpTo[ForwardShape]) -> dict[str, int]|None:
     if row.shape.prefetch == 2: return None
     if 2*search.held(row, get_chip("gfx942"), 128) > 512: return {"enough": 1}
@@ -193,8 +193,8 @@ def test_rows_of_an_older_compiler_stand_only_where_they_differ() -> None:
 
 @pytest.mark.parametrize(("llvm", "tiles"), [(19, (20, 16)), (20, (20, 16)), (21, (21, 16)), (22, (1000, 16)), (30, (1000, 16))])
 def test_rows_for_a_compiler(llvm:int, tiles:tuple[int, ...]) -> None:
-  """A row of a table of tiles may name the newest LLVM release that it is for. Among rows for the same head dimensions, dispatch takes those with the
-  oldest release that is not older than the compiler's, or, if there are none, the rows without a release."""
+  """A row of a table of tiles may name a release of LLVM: the newest release that it is for. Dispatch takes rows that are for the compiler's release;
+  if there are several for a head dimension, those that name the oldest release. If there are none, it takes rows without a release."""
   shape = ForwardShape(4, 1, 32)
   table = (UpTo(64, shape), UpTo(64, shape, llvm=21), UpTo(64, shape, llvm=20), UpTo(128, ForwardShape(4, 1, 16)))
   assert [row.llvm if row.up_to == 64 else row.shape.block_n for row in rows_for(table, llvm)] == list(tiles)
@@ -275,8 +275,8 @@ def test_a_good_entry_is_taken(cache:Path, recwarn:pytest.WarningsRecorder) -> N
 
 @pytest.mark.parametrize("keys", (7, 150, 1000))
 def test_a_winner_of_few_keys_takes_whole_operands(keys:int) -> None:
-  """attn shrinks the fastest tile for a problem with few keys, to a multiple of 32 keys. The operand of the second product, with 16x16x16 matrix
-  instructions, needs 32. In an earlier version a tile of 16 keys left the second product without an operand."""
+  """attn makes the fastest tile smaller for a problem with few keys, but always a multiple of 32 keys: an operand of the second product takes 32 keys
+  with 16x16x16 matrix instructions. In an earlier version a tile of 16 keys left this product without an operand."""
   p, arch = problem(Sq=40, Sk=keys), get_chip("gfx942")
   tile = amd_tile(p, arch, UpTo(128, ForwardShape(4, 1, 128), matrix=1))
   assert tile.matrix.M == 16 and tile.block_n % 32 == 0

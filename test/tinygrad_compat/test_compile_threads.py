@@ -37,7 +37,7 @@ def kernels(heads:tuple[int, ...], compiler:Compiler, arch:str="sm_90") -> tuple
   return found, renderer
 
 def compiled(asts:list[UOp], renderer:Any, pool:Any=None) -> list[bytes]:
-  """Compiles kernels in the way of tinygrad's schedules, through a stand-in for the pool of worker processes. Returns their machine code."""
+  """Compiles kernels as tinygrad does for a schedule, but with a stand-in for the pool of worker processes. Returns their machine code."""
   tasks = [(i, (ast, renderer), {}) for i, ast in enumerate(asts)]
   found = dict(LoweredHere(lambda: pool).imap_unordered(lambda task: (task[0], codegen.to_program(*task[1])), tasks))
   return [found[i].src[-1].arg for i in range(len(asts))]
@@ -67,7 +67,7 @@ def test_few_kernels_are_lowered_here_and_compiled_in_threads(monkeypatch:pytest
 @pytest.mark.parametrize("why", ("many kernels", "workers run", "another device", "no kernel of attn"))
 def test_worker_processes_compile_other_schedules(monkeypatch:pytest.MonkeyPatch, why:str) -> None:
   """tinygrad's worker processes compile a schedule with many kernels, with kernels for a device that does not compile in threads, or without a kernel
-  of attn, and all schedules once the processes run."""
+  of attn. If the processes already run, they compile all schedules."""
   if why == "many kernels": monkeypatch.setattr(compile_threads, "MOST_LOWERED_HERE", 1)
   if why == "workers run": monkeypatch.setattr(worker, "worker_pool", object())
   asts, renderer = kernels((24, 25), Noting(), "gfx942" if why == "another device" else "sm_90")
@@ -91,7 +91,8 @@ def test_an_error_of_the_compiler_is_raised() -> None:
   compile_threads.begun.clear()
 
 def test_a_kernel_that_has_begun_is_used_alone() -> None:
-  """A kernel that has begun to be compiled is not lowered and compiled once more if tinygrad asks for it by itself."""
+  """A thread that has begun to compile a kernel is used if tinygrad asks for this kernel alone, outside of a schedule: the kernel is not lowered and
+  compiled again."""
   compiler = Noting()
   (ast,), renderer = kernels((30,), compiler)
   begin(ast, renderer)

@@ -12,8 +12,8 @@ from stand_in_graph import StandInGraph
 
 @pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
 def test_a_graph_passes_the_tensors_that_a_program_has(monkeypatch:pytest.MonkeyPatch, mended:bool) -> None:
-  """A tensor that is only multiplied by 0 is no parameter of the kernel any more after tinygrad has unrolled a loop, and a graph must not pass it.
-  tinygrad's own graphs do pass it; the case `mended=False` shows this."""
+  """A graph passes only the tensors that a kernel still has as parameters. Here the kernel multiplies a tensor by 0 alone, and tinygrad removes the
+  parameter when it has unrolled a loop. tinygrad's own graphs pass the tensor all the same; the case `mended=False` shows this."""
   if not mended: monkeypatch.setattr(MultiGraphRunner, "__init__", inspect.unwrap(MultiGraphRunner.__init__))
   with emulated("gfx942"), Context(NOOPT=0):
     monkeypatch.setattr(Device["EMU"], "graph", StandInGraph)
