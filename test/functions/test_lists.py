@@ -349,7 +349,7 @@ STRIPES = Case(lambda b, h, i, j, d: (((i - j + 4096)//64) % 3).eq(0) & (d[b, j]
 
 @pytest.fixture
 def made(monkeypatch:pytest.MonkeyPatch) -> list[ListedBlocks]:
-  """Returns a list, to which the lists of tiles that a test makes are added."""
+  """Returns a list that records every list of tiles that attn makes during a test."""
   found, of = list[ListedBlocks](), calls_tile_lists.new_lists
   def noted(x:ListedBlocks, *args:Any) -> Tensor:
     found.append(x)
@@ -367,8 +367,8 @@ MASKS_OF_LENGTHS = {"stripes": STRIPES, "sinks and window": CASES["sinks and win
 @pytest.mark.parametrize("arch, name", [pytest.param(arch, name, marks=() if arch == on else pytest.mark.thorough)
                                         for arch in UNITS for name, on in (("stripes", "sm_90"), ("sinks and window", "gfx942"))])
 def test_lists_with_kv_lengths(arch:str, name:str, made:list[ListedBlocks]) -> None:
-  """If kv_lengths says how many keys a batch has, each batch has lists of its own, made in each call. o and the gradients agree with float64, also in
-  a batch without keys, and one with fewer keys than queries."""
+  """If kv_lengths says how many keys a batch has, each batch has lists of its own, made in each call. o and the gradients agree with float64. One
+  batch has no keys, and one has fewer keys than queries."""
   case, sizes, lengths = MASKS_OF_LENGTHS[name], dict(B=3, H=2, Hkv=1, Sq=150, Sk=400), np.array([333, 0, 100], np.int32)
   p = posed(case, **sizes)
   x, d = normal(p), documents(p)

@@ -43,8 +43,8 @@ def computed(value:UOp, places:Given, tensors:list[Array]) -> Array:
 
 def element_at(u:UOp, found:dict[UOp, Any]) -> tuple[Array, ...]:
   """Returns which element of a tensor a score_mod or mask_mod reads, for each pair of a query and a key: an array of indices for each axis of the
-  tensor. `u` is the read, and `found` has the values of all UOps. Indices are clamped to the axis, because they may lie outside for a pair that the
-  mask hides."""
+  tensor. `u` is the UOp that reads the element, and `found` has the values of all UOps. For a pair that the mask hides, an index may lie outside of
+  its axis; it is moved to the nearest index in the axis."""
   return tuple(np.clip(found[x], 0, size - 1) for x, size in zip(indices_of(u), tensor_of(u).shape))
 
 # ***** one call *****
@@ -93,9 +93,9 @@ class Case:
       assert worst <= 1, f"{name} on {arch}: {worst} of what is allowed"
 
   def expected(self) -> list[tuple[Array, Array]]:
-    """Returns o and the gradients in float64, each with the largest error that the test allows. P, dS and each result may be off by 4 times the
-    roundoff of the dtype. A score may be off by 2^-17 times (1 + the sum of the magnitudes of its products q k). The gradient of an element that the
-    score_mod reads may have the errors of dS of all scores that read the element."""
+    """Returns o and the gradients in float64, as pairs (values, largest errors that the test allows). These errors follow from errors of single
+    steps: P, dS and each result may be off by 4 times the roundoff of the dtype, and a score by 2^-17 times (1 + the sum of the magnitudes of its
+    products q k). For a tensor that the score_mod reads, the allowed errors of dS are summed like dS itself."""
     q, k, v, do = (x.astype(np.float64) for x in (self.q, self.k, self.v, self.do))
     (B, H, Sq, D), (Hkv, Sk) = q.shape, k.shape[1:3]
     scale, e = D**-.5, 4*EPSILON[self.dtype]

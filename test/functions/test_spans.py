@@ -56,8 +56,8 @@ def limits_on(mask:UOp, tensors:list[Array], i:Array, j:Array) -> tuple[bool, bo
 BLOCKS = list(itertools.product(range(0, LENGTH, BLOCK), repeat=2))
 
 def known(function:Mask, *names:str) -> list[tuple[bool, bool]]:
-  """Returns for each test block of queries and keys what attn derives about a mask function: whether the mask is true for all pairs, and whether it
-  may be true for any. Asserts that both agree with the mask. `names` selects the tensors that the mask reads."""
+  """Returns what attn derives about a mask function for each test block of queries and keys: a pair of bools, whether the mask is true for all pairs
+  of the block, and whether it may be true for any. Fails if an answer contradicts the mask. `names` selects the tensors that the mask reads."""
   tensors, found = [TENSORS[name] for name in names], []
   traced = functions_of(None, function, tuple((x.shape, x.dtype.name) for x in tensors)).get("mask_mod")
   if traced is None: return []

@@ -133,8 +133,8 @@ def test_a_register_that_may_be_negative_is_found(arch:str, text:str) -> None:
 def test_a_register_that_is_not_negative_is_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
 
 def test_how_many_dimensions_a_workgroup_has() -> None:
-  """The check of machine code knows the range of register v0, which has ten bits for each coordinate of a thread. The range follows from the number
-  of dimensions of a workgroup that the assembly text states, or from three if it states none."""
+  """The check of machine code knows the range of register v0, which holds the coordinates of a thread in its workgroup, ten bits for each dimension.
+  It takes the number of dimensions from the assembly text, or assumes three if the text states none."""
   text = f"k:\nv_lshlrev_b32_e32 v1, 4, v0\n{LOAD}\ns_endpgm\n"
   says = ".amdhsa_kernel k\n  .amdhsa_system_vgpr_workitem_id {}\n.end_amdhsa_kernel\n"
   assert [len(findings(text + more, "gfx942")) for more in ("", says.format(0), says.format(1), says.format(2))] == [1, 0, 0, 1]
@@ -258,8 +258,8 @@ def test_the_command_looks_at_every_kernel(ours:list[Spec]) -> None:
   assert run("--arch", "gfx942") == (0, []) and run("gfx942/64") == (0, []) and run("gfx1100/64") == (1, lines[:2])
 
 def test_uneven_rows() -> None:
-  """`uneven_shape` gives a problem for checks of machine code in which the last tiles are not full: no tile, except of a few rows, divides its
-  numbers of rows. Its causal mask ends at the last query and the last key."""
+  """`uneven_shape` gives a problem for checks of machine code in which the last tiles are not full: the number of queries is no multiple of 128, and
+  the number of keys no multiple of 16. With a causal mask, the last query sees all keys."""
   p = problem_of_spec(spec := Spec("gfx942", 64, mask="causal"), uneven_shape(spec))
   assert (p.Sq, p.Sk, p.H, p.Hkv, p.offset, p.window) == (4000, 4133, 32, 8, 133, (-1, 0)) and p.Sq % 128 and p.Sk % 16
   latent = problem_of_spec(spec := Spec("gfx942", 576, kernel="mla"), uneven_shape(spec))

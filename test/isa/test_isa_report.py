@@ -91,8 +91,8 @@ def test_shape_of_a_matrix_instruction(op, shape, flops): assert matrix_shape(op
 
 @pytest.mark.parametrize("arch", MODELLED)
 def test_the_cycles_of_a_shape_are_the_chips_peak_or_its_half(arch):
-  """The published cycles of each matrix instruction agree with the published peak rate of its chip: the instruction runs at the peak, at half or a
-  quarter of it, or in FP8 at twice the peak. The older instructions of gfx950 run at half."""
+  """The published cycles of each matrix instruction agree with the published peak rate of its chip. The rate that follows from the cycles is the
+  peak, or a half, a quarter or twice of it; for most FP8 instructions it must be twice the peak."""
   cu = CHIPS[arch].pipes
   for shape, cycles in cu.matrix.items():
     if shape == "4x4x4_16b": continue      # adds numbers of single lanes and counts as no matrix operations
@@ -167,9 +167,12 @@ def _counted(report):
   return [(x.what.split()[0], x.under_way) for x in report.waits if not x.what.startswith(("s_wait_alu", "s_waitcnt_depctr"))]
 
 def stops(arch, text):
-  """Returns a tuple for each wait and barrier of an assembly text: its text, the number of memory accesses that it waits for, the instructions since
-  the last of these was issued, the matrix instructions among them, and the number of accesses that are still pending. If it waits for no access, a
-  single 0 stands for the three numbers in the middle."""
+  """Returns a tuple for each wait and each barrier of an assembly text:
+
+    - its text
+    - if it waits for memory accesses: their number, the number of instructions since the last of them was issued, and the number of matrix
+      instructions among these. If it waits for no access: a single 0 instead
+    - the accesses that are still pending after it, {counter: number}"""
   trip = parse(f".amdgcn_target \"amdgcn-amd-amdhsa--{arch}\"\nk:\n{text}\n.type k,@function")[0].instructions
   return [(x.what, *([y.accesses, y.instructions, y.matrix] if (y := x.awaited) is not None else [0]), x.under_way)
           for x in waits_of(trip, CHIPS[arch])]
@@ -218,8 +221,8 @@ def test_a_wait_lasts_for_what_came_before_those_it_leaves():
                    ("vmcnt(0)", 1, 7, 3, {})]
 
 def test_loads_of_the_trip_before_are_under_way():
-  """The table of waits in a report on machine code knows that a load which is pending at the end of a loop iteration is waited for in the next
-  iteration."""
+  """A load that is pending at the end of a loop iteration is waited for in the next iteration. The table of waits in a report on machine code takes
+  this into account."""
   assert stops("gfx1201", "buffer_load_b128 v[0:3], v4, s[0:3], null offen\n" + MFMA + "s_wait_loadcnt 0x1\n" + MFMA) == [
     ("loadcnt(1)", 1, 6, 3, {"loadcnt": 1})]
 

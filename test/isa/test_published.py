@@ -58,9 +58,11 @@ def test_shapes_and_what_a_workgroup_owns() -> None:
   with pytest.raises(ValueError, match="shape '8192'"): problem_of_cell("8192", forward)
 
 def test_rows_of_each_kind() -> None:
-  """A GEMM is predicted to reach the rate of the card's fastest published GEMM. A kernel without machine code gets no prediction, and its row says
-  why. The cycles of one matrix instruction are the cycles of a loop iteration, divided by the matrix instructions that a SIMD executes in the
-  iteration."""
+  """The table of predicted and published speeds has the right cells for each kind of row:
+
+    - a GEMM is predicted to reach the rate of the card's fastest published GEMM
+    - a kernel without machine code gets no prediction, and its row says why
+    - the cycles of one matrix instruction are the cycles of a loop iteration, divided by the matrix instructions that a SIMD executes in it"""
   mi300x = get_chip("gfx942")
   peer = PeerKernel("1", "a kernel", "", "", "gfx942", 128, own=256, walked=64, groups=1, whole="no", cycles=5120, edges=0)
   assert cycles_of_mfma(peer) == 5120/(64*256*4*128/(2*32*32*8)/4)
@@ -90,8 +92,9 @@ def test_the_control_is_what_the_command_makes(tmp_path:Path) -> None:
   assert (tmp_path/"nvidia_order_of_heads.csv").read_text() == CONTROL, "python -m attn.isa control --write"
 
 def test_the_page_says_how_the_control_went() -> None:
-  """docs/timing.md counts the predictions of the control that are within 15%, for both orders of heads and for workgroups that drift apart, and the
-  pairs of tiles whose order is as measured."""
+  """docs/timing.md gives the right figures for the control, the timing model's predictions for kernels on an H100. It counts the predictions within
+  15% of the measured time: for heads one after another, for heads that alternate, and for workgroups that drift apart. It also counts the pairs of
+  tiles of which the faster one was predicted."""
   rows = [x for x in control_table(CONTROL) if x["predicted, ms"]]
   def near(order:str, column:str) -> str:
     ratios = [float(x[column]) for x in rows if x["heads"] == order]

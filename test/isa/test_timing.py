@@ -178,10 +178,9 @@ TWO_LOOPS = "\n".join([
   "s_branch .LBB0_3", ".LBB0_2:", "{vector}", "s_barrier", "{matrix}", "s_barrier", "s_cbranch_scc1 .LBB0_2", ".LBB0_3:", "s_endpgm"])
 
 def test_halves_of_a_workgroup_take_loops_of_their_own() -> None:
-  """The predicted time of an iteration is right if the two halves of a workgroup run different loops. A SIMD has one wave of each half: one
-  multiplies while the other adds, then they do the reverse. The SIMD issues an MFMA or an addition every 4 cycles, and an MFMA keeps the matrix unit
-  busy for 32 cycles. So each phase takes 60*4 + 8*4 = 272 cycles for 60 additions and 8 MFMAs; a barrier, and a branch of 32 cycles at the end of the
-  iteration, are added to this. If all waves ran the first loop, an iteration would take 2*256 + 2*240 cycles."""
+  """The predicted time of an iteration is right if the two halves of a workgroup run different loops. An iteration has two phases. In each phase, one
+  half executes 8 MFMAs while the other executes 60 additions; then the halves change roles. A SIMD has one wave of each half, and issues one
+  instruction of either kind every 4 cycles. So a phase takes at least (60 + 8)*4 = 272 cycles. A barrier and a branch are added."""
   sums = [f"v[{16*(i % 4)}:{16*(i % 4) + 15}]" for i in range(8)]
   matrix = "\n".join(f"v_mfma_f32_32x32x8_f16 {x}, v[80:81], v[82:83], {x}" for x in sums)
   text = kernel(threads=512).replace("next_free_vgpr 128", "next_free_vgpr 256")
@@ -233,9 +232,9 @@ def test_workgroups_start_in_the_order_of_the_grid() -> None:
   assert [x.rows for x in starting_order([2], 4, 1, 4)] == [0, 1, 2, 3] and starting_order([4], 1, 1, 1, 2) == [GroupWork(0, 2), GroupWork(1, 2)]
 
 def test_a_place_that_is_free_takes_the_next_workgroup() -> None:
-  """The timing model gives the next workgroup to the place that is free first. Workgroups of 4, 1, 1 and 3 iterations run in two places: the first
-  takes 4, the second 1, 1 and 3. If each place is on a die of its own, every second workgroup belongs to the first die, which takes 4 and 1; the
-  other die takes 1 and 3."""
+  """The timing model gives the next workgroup to the place that is free first. Of workgroups with 4, 1, 1 and 3 iterations, one place takes the first
+  (4 iterations), and the other place the remaining ones (1 + 1 + 3). If each place is on a die of its own, workgroups go to the dies in turn: one die
+  takes 4 and 1, the other one 1 and 3."""
   work = [GroupWork(0, n) for n in (4, 1, 1, 3)]
   assert makespan_in_order(work, 2, 1, 10, 0) == 50 and makespan_in_order(work, 2, 1, 10, 1) == 53 and makespan_in_order(work, 2, 2, 10, 0) == 50
   assert makespan_in_order(work[::-1], 2, 1, 10, 0) == 60 and makespan_in_order(work, 4, 1, 10, 0) == 40
@@ -264,10 +263,9 @@ def test_workgroups_that_drift_apart_take_longer() -> None:
     assert found.bytes_apart["memory"] == (found.bytes["memory"] if equal else found.bytes["memory"] + 4*31*4096*2*64*2)
 
 def test_the_order_of_heads_decides_what_memory_delivers() -> None:
-  """The timing model counts how often K and V of a head are fetched from memory, which depends on the order of heads in the grid. Here 4 heads have 2
-  blocks each, and RX 9070 XT has two places for workgroups. If heads alternate, each round of workgroups needs K and V of 2 heads, and each head is
-  fetched in two rounds. If both blocks of a head start together, each head is fetched once. A chip of 8 dies is the reverse: if 8 heads alternate,
-  each stays on one die, but one head after the other is fetched by every die."""
+  """The timing model counts how often K and V of a head are fetched from memory. On a chip with one die and two places for workgroups, the two blocks
+  of a head should start together: each head is then fetched once. If heads alternate, the blocks of a head run in two rounds, and each head is
+  fetched twice. On a chip with 8 dies it is better if 8 heads alternate: each head then stays on one die. Otherwise all dies fetch every head."""
   chip = replace(CHIPS["gfx1201"], caches=Caches(1, 1, 1, 1e3))
   p, x = Problem(1, 4, 4, 128, 256, 64, 64, softmax_scale=0.125), Division(64, 32)
   rows = 4*256*256
@@ -304,9 +302,9 @@ def test_both_clocks() -> None:
   assert at_both_clocks(p, timing, Division(128, 32), replace(card, gemm=0))[1] is None
 
 def test_a_tile_of_few_queries_is_not_fed_by_l2() -> None:
-  """The model computes the share of the matrix peak that L2 can feed. gfx950 reads 64 bytes in the time of 4096 operations. One row of K and one of V
-  are 4*D bytes together, and cause 4*D operations for each query of a workgroup. So 64 queries run at the full rate, and 16 queries at a quarter of
-  it. A kernel that loops over the rows twice reads every row twice."""
+  """The timing model computes which share of the matrix units' peak rate is possible at the speed of L2. While gfx950 reads 64 bytes from L2, it can
+  execute 4096 operations. A row of K and one of V have 4*D bytes together, and cause 4*D operations for each query of a workgroup. So with 64 queries
+  the share is 1, and with 16 queries 1/4. If a kernel loops over the rows twice, it reads them twice, and the share is half as large."""
   text = kernel(arch="gfx950").replace("v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43]", "v_mfma_f32_32x32x16_f16 v[0:15], v[40:43], v[44:47]")
   timing = timing_of(text, d=16, dv=16)         # one MFMA is half of the work on 32 x 32 scores: 512 for a wave
   assert walked_in_a_trip(timing, 64) == 4*512/64

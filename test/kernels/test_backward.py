@@ -116,7 +116,7 @@ def constants(p:Problem) -> Inputs:
   return Inputs(np.ones_like(x.q), np.ones_like(x.k), x.v)
 
 def level(p:Problem) -> Inputs:
-  """Makes inputs whose elements are all near 3. dP and delta then nearly cancel in dS = P*(dP - delta)."""
+  """Makes inputs in which all elements of V are near 3. dP and delta then nearly cancel in dS = P*(dP - delta)."""
   x = normal(p)
   return Inputs(x.q, x.k, rounded(3 + 0.1*x.v, p.dtype))
 
@@ -137,8 +137,8 @@ def test_keys_beyond_kv_lengths_get_exactly_0(arch:str) -> None:
 # ***** NaN *****
 
 class Reach(NamedTuple):
-  """Where a test puts a NaN: the tensor and the row of the tensor. `gradient` names the gradient in which the NaN also reaches rows that do not see
-  it but lie in the same tile. For this gradient the kernel multiplies the NaN by a weight of 0, and 0 times NaN is NaN."""
+  """Place of a NaN in a test: a row of a tensor. The NaN reaches the gradients of the rows that see it. In the gradient named `gradient` it also
+  reaches other rows, whose workgroup reads the tile with the NaN: they multiply it by a weight of 0, and 0 times NaN is NaN."""
   tensor: str
   row: int
   gradient: str
@@ -146,9 +146,9 @@ class Reach(NamedTuple):
 REACHES = (Reach("q", 70, "dk"), Reach("k", 70, "dq"), Reach("do", 70, "dv"), Reach("v", 70, ""))
 
 def same_tiles(p:Problem, tile:Any, row:int, of_queries:bool) -> np.ndarray:
-  """Tells for each row that a backward kernel's workgroups own whether its workgroup loops over the tile that contains `row`, a row of the other
-  kind. With `of_queries` the workgroups own queries and loop over tiles of keys, otherwise the reverse. A workgroup loops over a tile if one of its
-  own rows sees, or is seen by, a row of the tile."""
+  """Returns which rows of a gradient have a workgroup that reads the tile with row number `row`. With `of_queries` the workgroups own queries, and
+  `row` is a key; otherwise they own keys, and `row` is a query. A workgroup reads a tile if a pair of one of its own rows and a row of the tile is
+  visible."""
   seen = visible(p.Sq, p.Sk, p.window, p.offset)
   if not of_queries: seen = seen.T                  # (own, walked)
   first = row//tile.block_n*tile.block_n
@@ -524,8 +524,8 @@ FOR_WARPGROUPS: dict[str, dict[str, Any]] = {     # sizes that wgmma takes: it h
   "unmasked_queries": dict(Sq=100, Sk=133, extras=dict(bias=floats(1, 1, 1, 133) + 200))}
 
 def fault_on(plant:Any, arch:str) -> Any:
-  """Makes the pytest case of a planted fault on a chip. By default a fault in code that several kernels share is planted in one kernel only, with `-m
-  thorough` in all."""
+  """Makes the pytest case of a planted fault on a chip. The cases on gfx942, and most cases on sm_80, run by default. Cases on other chips run with
+  `-m thorough`."""
   by_default = arch == "gfx942" or (arch == "sm_80" and not plant.__name__.startswith(("scale_of", "unmasked", "lse_of")))
   return pytest.param(plant, arch, id=f"{plant.__name__}-{arch}", marks=() if by_default else pytest.mark.thorough)
 

@@ -172,8 +172,8 @@ def test_same_in_every_run() -> None:
 
 def without_delta(m:pytest.MonkeyPatch) -> None: m.setattr(plain_backward, "scaled_delta", lambda delta, p: UOp.const(0.0, dtypes.float))
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the kernel does not set P and dS of hidden keys to 0. A query that sees no key has lse = -inf; kernels use +inf instead, which
-  also makes P 0. The fault removes this second protection, too, so the gradients become NaN."""
+  """Plants a fault: the kernel does not set P and dS of hidden keys to 0. For a query that sees no key, with lse = -inf, right kernels compute P with
+  +inf in place of lse, which also gives 0. The fault removes this, too, so the gradients become NaN."""
   m.setattr(gradients, "reference", lambda x: x)
   m.setattr(Scores, "clear", lambda self, x, row, tile: x)
 def of_another_head(m:pytest.MonkeyPatch) -> None:

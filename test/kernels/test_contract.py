@@ -135,8 +135,8 @@ def wrong_split(unit:str, monkeypatch) -> Found:
   return against(p, x := replace(x, v=rounded(v, p.dtype)), forward(unit, p, x, False, num_splits=2), "o")
 
 def backward(unit:str, p:Problem, x:Inputs, loss:Loss, right:Loss, *names:str) -> Found:
-  """Computes the gradients of the loss `loss`, which contains a fault, and the expected gradients of the loss `right` (exact values and limits of the
-  errors). Returns both for the gradients `names`."""
+  """Computes gradients of `loss`, which contains a fault, by kernels. Returns them with the expected gradients of the loss without the fault,
+  `right`: {name of a gradient: (gradient, expected values and error limits)} for the gradients `names`."""
   got, laws = run_backward(p, x, loss, arch_of(unit), {}), expected_gradients(p, x, right, {})
   return {name: (got[name], laws[name]) for name in names}
 
@@ -194,9 +194,8 @@ def of_two_keys(unit:str, dtype:str, out_dtype:str, Sq:int, monkeypatch) -> dict
 @pytest.mark.sample(3)
 @in_turn("chip, name", CHIPS, list(SUMS))
 def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
-  """O must be divided by the sum of the rounded P, and lse computed from the sum of P before rounding. A kernel that takes the wrong one of the two
-  sums for O, or for lse, gives errors above the limits of docs/contract.md in this output. Its other output stays within the limits, as both outputs
-  of a right kernel do."""
+  """A kernel must divide O by the sum of P after rounding, and compute lse from the sum of P before rounding. If it uses the wrong sum for one of
+  these two outputs, this output has errors above the limits of docs/contract.md. The other output stays within the limits."""
   fault, wrong, Sq = SUMS[name]
   monkeypatch.setattr(workgroup, "finish", fault)
   for dtype in ("float16", "bfloat16"):
@@ -206,9 +205,8 @@ def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
 @pytest.mark.sample(3)
 @in_turn("chip, dtypes", CHIPS, (("bfloat16", "float16"), ("float16", "float16"), ("float16", "bfloat16")), among=3)
 def test_a_row_that_two_keys_share(chip:str, dtypes:tuple[str, str], monkeypatch) -> None:
-  """Rows in which two keys have all the weight are right: each element is within its error limit, for every pair of 16-bit dtypes of P and O. (A
-  float16 O does not hide that P was rounded to bfloat16.) The root mean square of the errors is not checked: all rows of one draw round equally, and
-  12 draws are too few."""
+  """Rows in which two keys have all the weight are right: each element is within its error limit, for every pair of 16-bit dtypes of P and O. The
+  root mean square of the errors is not checked: all rows of one draw round equally, and 12 draws are too few."""
   for line in of_two_keys(chip, *dtypes, 256, monkeypatch).values(): assert line.limit <= 1, line
 
 # ***** 16-bit denormals *****

@@ -185,8 +185,8 @@ TRIPS = {   # for each of 8 iterations: 1 if it raises the reference
 
 @pytest.mark.parametrize("make", TRIPS, ids=lambda f: f.__name__)
 def test_which_trips_correct(monkeypatch, make) -> None:
-  """The kernel raises the number that the softmax subtracts from a row's scores as rarely as possible. TRIPS lists for each kind of input the
-  iterations of the loop over tiles that raise this number; the test compares the list with the emulated kernel."""
+  """The forward kernel rarely raises the number that the softmax subtracts from a row's scores. TRIPS lists for each kind of input in which
+  iterations of the loop over tiles the kernel does so. The emulated kernel does so in exactly these iterations."""
   seen, any_lane = [], Numbers.any_lane
   def note(self, condition):
     seen.append(int((found := any_lane(self, condition)).any()))

@@ -115,9 +115,9 @@ def sums_cut_off(m:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.thorough
 def test_sums_that_are_cut_off(monkeypatch:pytest.MonkeyPatch) -> None:
-  """lse of a row with one dominant key becomes too small on a matrix unit that rounds sums towards 0: each instruction loses more the larger the sum
-  already is. So the kernel sums a few instructions (ADDED_UP) at a time, and adds these partial sums in fp32. This loses less than half as much as
-  one sum of all 36 instructions. Either way, lse is within its error limit."""
+  """If a matrix unit rounds sums towards 0, the lse of a row with one dominant key becomes too small. The latent kernel therefore adds the products
+  of only a few instructions (ADDED_UP) in the matrix unit, and adds these partial sums in fp32. Its error is less than half of the error of one sum
+  of all 36 instructions. Both errors are within the limit of lse."""
   sizes:dict[str, Any] = dict(H=128, Sk=500, D=576)
   p = problem(**NARROW | sizes, Sq=1, v_in_k=True)
   def steep(p:Problem) -> Inputs: return KINDS["q times 8"](p, 1)
@@ -157,8 +157,8 @@ def own_keys_alone(m:pytest.MonkeyPatch) -> None:
   def alone(highest:Any) -> Any: return lambda self, *x: highest(replace(self, share=replace(self.share, key_parts=1)), *x)
   for of in (AmdLatent, MmaLatent): wrong(m, of, "highest", alone)
 def first_part_of_sums(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: several waves each sum P over a part of the keys of a row, and the kernel adds the first sum once for each part in place of the
-  other sums."""
+  """Plants a fault: several waves each sum P over a part of a row's keys. The kernel adds the first wave's sum several times, and leaves the other
+  waves' sums out."""
   wrong(m, ScalarPlaces, "total", lambda total: lambda self, kind, part: total(self, kind, part if isinstance(part, UOp) else 0))
 
 AMD = tuple(unit for unit in UNITS if unit.startswith("gfx"))

@@ -355,8 +355,8 @@ for dtype, kind in (("float32", np.float32), ("float16", np.float16))[:{types}]:
 """
 
 def on(device:str, types:int, script:str=SCRIPT, **settings:str) -> None:
-  """Runs a script in a new process with DEV=`device` and the environment variables `settings`. The script tests the first `types` dtypes of its list,
-  which begins with float32."""
+  """Runs a script in a new process with DEV=`device` and the environment variables `settings`, and fails if the script fails. The script has a list
+  of dtypes, with float32 first, and tests the first `types` of them."""
   root = Path(__file__).resolve().parent.parent.parent
   environment = {**os.environ, "DEV": device, "PYTHONPATH": str(root), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **settings}
   done = subprocess.run([sys.executable, "-c", script.replace("{types}", str(types))], capture_output=True, text=True, env=environment, timeout=600)

@@ -189,8 +189,8 @@ def test_problems_of_the_backward() -> None:
   assert backward.name_of(*backward.problems(["65536"])[0]).startswith("1x8x64x65536x128 full") and len(backward.problems([])) == 32
 
 def test_the_backwards_peers_take_every_setting_before_anything_runs(monkeypatch:pytest.MonkeyPatch) -> None:
-  """bench.py with BWD=1 compares backward kernels with other libraries' on problems that the settings describe. It refuses settings that this
-  comparison does not have, before anything runs and without PyTorch."""
+  """bench.py with BWD=1 compares backward kernels with those of other libraries. Its settings describe the problems. Settings that this comparison
+  does not support, such as WINDOW, are refused before anything runs, also without PyTorch."""
   compared: list[tuple[Problem, bool]] = []
   from attn.measure import backward
   monkeypatch.setattr(backward, "compare_backward", lambda p, causal: compared.append((p, causal)) or {"shape": "one"})

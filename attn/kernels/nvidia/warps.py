@@ -126,7 +126,7 @@ class Warps:
         m: for each query, the number that the softmax subtracts from scores
         sums: one or two vectors of sums l. O is divided by the first one, and the LSE is computed from the last one
         kinds: for each vector of `sums`, ONES if each lane has the sum of the whole row, or LANE if it has the sum of its own elements only. Then
-        this function adds the sums of the four lanes that share a row
+          this function adds the sums of the four lanes that share a row
         share: index of this warp among the warps that compute the same queries. Each stores its part of the columns of O; the first stores the LSE
         alternating: whether, of two neighbouring C fragments, the first one has even columns of O and the second one odd columns"""
     group, stores = self.group, []
