@@ -45,7 +45,7 @@ class ShortSums:
   """How a matrix unit adds products of 8-bit floats, if it adds with fewer bits than fp32.
 
     bits: the unit drops the bits of a product below 2^-bits times the largest partial sum
-    run: after so many products, the unit's sum is added to an fp32 sum. 0: the unit adds all products itself"""
+    run: number of products after which the unit's sum is added to an fp32 sum. 0: the unit adds all products without fp32"""
   bits: int
   run: int
   @property
@@ -195,7 +195,8 @@ class _Moments:
     self.alike[at] |= x.alike
 
 def _stored(x:Array, errors:_Moments, dtype:str) -> Law:
-  """Rounds the exact results x to `dtype`. Returns the rounded results' exact values and error limits. `errors` are the errors before this rounding.
+  """Makes the Law (exact values and error limits) of results that are stored in `dtype`. x has the exact results, and `errors` the errors before they
+  are rounded to `dtype`.
 
   The Law's field `left_out` is set for elements below the smallest normal number of `dtype`. These elements don't count in the root mean square of
   error/sigma, because their own root mean square is 1, which is all that the accuracy law allows. (Normal numbers have 0.73.)"""
@@ -241,9 +242,9 @@ def _rows_with_equals(values:Array) -> Array:
   return ((size[..., 1:] - size[..., :-1] <= EQUAL*size[..., 1:]) & (size[..., 1:] > NOTHING*size[..., -1:])).any(-1)
 
 def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[Array, ...], Array], Array]) -> tuple[Array, Array]:
-  """Corrects sums of squared errors for equal errors. Rows of `values` are (..., n, m). `total` (..., n, columns) is the sum of the squares of a
-  row's m terms, as if their errors were independent. But if values[r, i] = values[r, j], terms i and j have equal errors, so they must be added first
-  and squared then. This function replaces the sums of the rows in which this happens.
+  """Corrects sums of squared errors for equal errors. `values` (..., n, m) has n rows of m numbers. A row stands for a sum of m terms, one for each
+  number. `total` (..., n, columns) is the sum of the squares of a row's terms, as if their errors were independent. But terms with equal numbers have
+  equal errors, so they must be added first and squared then. This function replaces the sums of the rows in which this happens.
 
   `terms(rows, order)` is a function that returns the terms of some rows, (count, m, columns). `rows` is a numpy index of these rows. `order` (count,
   m) says in which order to return each row's m terms.

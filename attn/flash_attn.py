@@ -180,7 +180,7 @@ def _check_rotary(cos:Tensor|None, sin:Tensor|None, interleaved:bool, k:Tensor|N
   if 0 in cos.shape: raise ValueError(f"rotary_cos has shape {cos.shape}: both dimensions must be at least 1")
 
 def _check_positions(cos:Tensor, cache:Tensor, table:Tensor|None) -> None:
-  """Raises ValueError if rotary_cos has fewer rows (positions) than a sequence in the cache can have, as FlashAttention does. `table` is the block
+  """Raises ValueError, as FlashAttention does, if rotary_cos has fewer rows (positions) than a sequence in the cache can have. `table` is the block
   table of a cache in pages, or None."""
   of_table = () if table is None else table.shape
   rows = math.prod([*static_shape("k_cache", cache.shape)[1:2], *static_shape("block_table", of_table)[1:2]])

@@ -50,8 +50,8 @@ def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[An
   """Parametrizes a test over all pairs of a case and a chip of `on`. By default each case runs on one chip, and the chips take turns. All other pairs
   get pytest's mark `thorough`, and run only with `-m thorough`.
 
-  Exactly, case i runs by default on chip k if (i - k) % n is `turn`, where n is `among`, or the number of chips if `among` is 0. Every case also runs
-  on the chips of `always`, and the cases of `besides` also on the last chip of `on`."""
+  Case i runs by default on chip k if (i - k) % n is `turn`. n is `among`, or the number of chips if `among` is 0. Every case also runs on the chips
+  of `always`, and the cases of `besides` also on the last chip of `on`."""
   def label(x:Any) -> str: return " ".join(map(label, x)) if isinstance(x, tuple) else getattr(x, "__name__", None) or str(x)
   found = []
   for i, case in enumerate(cases):

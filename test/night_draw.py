@@ -377,7 +377,7 @@ class Posed:
     self.common()
 
   def poison(self) -> None:
-    """Fills rows of k and v that must have no effect with NaN: rows beyond the length, or before the start, of each sequence."""
+    """Writes NaN to rows of k and v that must have no effect: rows beyond the length, or before the start, of each sequence."""
     for name in ("k", "v"):
       if name == "v" and self.facts.get("v_dim"): continue
       self.outside[name] = self.outside[name].replace(f"x[{name!r}]", f"unseen(x[{name!r}], x)")

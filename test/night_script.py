@@ -75,7 +75,7 @@ def bools(x:np.ndarray) -> np.ndarray:
   return np.where(x > -.5, np.float32(0), np.float32(-np.inf))
 
 def unseen(a:np.ndarray, x:dict[str, np.ndarray]) -> np.ndarray:
-  """Fills the rows of keys or values `a` that kv_lengths and kv_starts hide with NaN."""
+  """Writes NaN to the rows of keys or values `a` that kv_lengths and kv_starts hide."""
   found = until(a, x["kv_lengths"])
   for b, n in enumerate(x.get("kv_starts", ())): found[b, :, :n] = np.nan
   return found

@@ -45,7 +45,7 @@ class KeptLists:
 
 @contextlib.contextmanager
 def lists_made_last() -> Iterator[None]:
-  """Context that fills the kept lists of tiles when it ends, not before. Code in the context can so start to compile the kernels that read the lists
+  """Context that fills the kept lists of tiles when it ends, not before. So code in the context can start to compile the kernels that read the lists
   before the kernels that make the lists."""
   with KeptLists.lock:
     KeptLists.delays += 1

@@ -142,9 +142,9 @@ class Ranges:
 
   # ***** choices *****
   def _chosen(self, u:UOp) -> Range|None:
-    """Returns the range of the integer `u`, a choice between two values by a condition, such as x < y in a maximum. Where the condition holds, the
-    range of x ends below the largest y; where it doesn't, y ends at the largest x. This narrows the ranges of the two values, which may be x and y,
-    or casts of them."""
+    """Returns the range of the integer `u`, a choice between two values by a condition, such as x < y in a maximum. Where x < y holds, x is below the
+    largest y. Where it doesn't, y is at most the largest x. So the ranges of the two values become narrower, if they are x and y, or casts of them.
+    """
     condition, *branches = u.src
     if any(b not in self.of for b in branches): return None
     possible = [(low, high) for low, high in map(self._taken, branches, self._known_by(condition)) if low <= high]    # one branch may never be taken

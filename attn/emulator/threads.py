@@ -57,7 +57,7 @@ class Threads:
     self.operands: list[Operand]|None = None        # while a product reads its operands, the list that collects them
 
   def start(self) -> int:
-    """Returns the index of a new asynchronous operation. The operation of the kernel that is being run starts it."""
+    """Records that the operation that is being run starts an asynchronous operation. Returns the index of the asynchronous operation."""
     self.started.append(self.pc)
     return len(self.started) - 1
 

@@ -112,7 +112,7 @@ REASONS = {Ops.BUFFER: NO_ARGUMENT, Ops.PARAM: NO_ARGUMENT, Ops.RANGE: "a loop",
 
 def checked(signature:FunctionForm, function:Callable[..., Any], arguments:tuple[UOp, ...], x:Any) -> UOp:
   """Checks that a kernel can compute the UOp `x` that a caller's function returned for the UOps `arguments`. Returns `x` without LOADs (reads from
-  memory): a tensor's element then is the INDEX alone."""
+  memory). A tensor's element becomes tinygrad's UOp INDEX, without a LOAD around it."""
   what = f"{signature.name}={described(function)}"
   if not isinstance(x, UOp): raise ValueError(f"{what} returned {values.shown(x)}: must return a scalar UOp, {signature.form}")
   if x.op is Ops.CONST and signature.returns == dtypes.float and x.dtype == dtypes.weakfloat: x = UOp.const(x.val, dtypes.float)
@@ -194,8 +194,8 @@ def unmoved(u:UOp) -> UOp:
     u = x.src[0].index(*indices)
 
 def without_loads(u:UOp, rewritten:dict[UOp, UOp]) -> UOp:
-  """Removes LOADs (reads from memory) from `u`, an index of a tensor, which may be computed from elements of tensors. `rewritten` maps UOps of the
-  caller's function to their new forms, as far as they are rewritten already: the new form of an element is the INDEX alone."""
+  """Removes LOADs (reads from memory) from `u`, an index of a tensor, which may be computed from elements of tensors. An element becomes tinygrad's
+  UOp INDEX, without a LOAD around it. `rewritten` maps UOps of the caller's function to their new forms, as far as they are rewritten already."""
   return u.substitute({old: new for old, new in rewritten.items() if old is not new}) if u not in rewritten else rewritten[u]
 
 # ***** recognising a function *****

@@ -136,8 +136,8 @@ def _placeholders(shapes:Shapes) -> list[UOp]:
   return [UOp.placeholder(shape, (FLOATS | INTS)[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
 
 def _chip(spec:Spec, llvm:int|None=None) -> Chip:
-  """Returns the record of the chip that `spec` names, for compilers of the LLVM release `llvm`, on which the choice of tile descriptions depends. By
-  default this is the release of the clang in use for reports. If there is no clang, it is the release in the chip's table."""
+  """Returns the record of the chip that `spec` names, for compilers of the LLVM release `llvm`. (The choice of tile descriptions depends on the
+  release.) By default this is the release of the clang in use for reports. If there is no clang, it is the release in the chip's table."""
   if llvm is not None: return replace(get_chip(spec.arch), llvm=llvm)
   try: return replace(get_chip(spec.arch), llvm=toolchain().llvm)
   except NoCompiler: return get_chip(spec.arch)

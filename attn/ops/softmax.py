@@ -99,8 +99,8 @@ SMALLEST_SCALE = 2.0**-100
 ALL_SET_BEFORE, SIGNS = 0x08080808, 0x80808080     # the first plus a byte has the sign bit if the byte is NaN or its exponent has all bits
 
 def lift_of(dtype:str, scale:float) -> float:
-  """Returns the exponent e of the largest P of a row, 2^e: above 0 for 8-bit floats, and 0 for other dtypes. `scale` is the factor of the scores. e
-  is also 0 if `scale` is so small that fp32 cannot hold the difference of two references that belongs to e."""
+  """Returns the exponent e of the largest P of a row, 2^e: above 0 for 8-bit floats, and 0 for other dtypes. `scale` is the factor of the scores. To
+  make P larger, a kernel lowers the reference by e/scale. So e is 0 if `scale` is so small that fp32 cannot hold such a difference of references."""
   return LIFT[dtype] if scale > SMALLEST_SCALE else 0.0
 
 def of_bytes(dtype:str) -> bool: return IN_A_DWORD[dtype] == 4

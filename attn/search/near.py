@@ -75,8 +75,8 @@ def near_rows(spec:Spec, row:UpTo[Any]) -> Iterator[UpTo[Any]]:
 @functools.cache
 def timed(spec:Spec, row:UpTo[Any]) -> Timed|None:
   """Compiles a kernel with the tile of a table row, and predicts the time of a problem of size ASKED. The prediction is for the chip's first card
-  with a published GEMM, at the clock that this GEMM sustains. If there is no such card, it is for the first card, at its rated clock. Returns None if
-  the kernel doesn't compile, or spills registers to memory, or scalar registers to vector registers."""
+  with a published GEMM, at the clock that this GEMM sustains. If there is no such card, it is for the first card with a known clock, at this clock.
+  Returns None if the kernel doesn't compile, or spills registers to memory, or scalar registers to vector registers."""
   chip, tile = get_chip(spec.arch), tile_of(spec, row)
   kernel = kernel_source(spec, tile, shape=ASKED)
   try: text = assembly(kernel.text, spec.arch)
@@ -126,7 +126,7 @@ def cells_of(spec:Spec, what:str, x:Timed, gain:str="") -> tuple[str, ...]:
 
 def near_table(spec:Spec, time:Callable[[Spec, UpTo[Any]], Timed|None]=timed) -> list[tuple[str, ...]]:
   """Returns the lines of a table with the columns NEAR_COLUMNS: one for the tile in use, and one for the best tile that the search finds. The best
-  tile's line is left out if it is not clearly faster (FASTER_BY), and the other one if the tile in use does not compile or spills."""
+  tile's line is left out if it is not clearly faster (FASTER_BY). The line of the tile in use is left out if it does not compile or spills."""
   used = time(spec, row_in_use(spec))
   best = climb(spec, time)[0]
   if used is None: return [cells_of(spec, "best predicted", best)]

@@ -656,8 +656,8 @@ def test_most_seen() -> None:
 FEW_ROWS_AT_ONCE = {"few queries": (1, 8, 8, 64, 65536), "all heads on one": (1, 32, 1, 4096, 4096)}
 @pytest.mark.parametrize("case", FEW_ROWS_AT_ONCE)
 def test_one_kernel_of_few_rows(case:str) -> None:
-  """One kernel computes all gradients if there are few queries, or if there are few keys whose query heads several workgroups can share. Under a
-  causal mask two kernels do."""
+  """One kernel computes all gradients if there are few queries. It also does if there are few keys, and several workgroups can share the query heads
+  of a key/value head. Under a causal mask two kernels compute them."""
   B, H, Hkv, Sq, Sk = FEW_ROWS_AT_ONCE[case]
   q, k = Tensor.empty(B, H, Sq, 128, dtype=dtypes.half), Tensor.empty(B, Hkv, Sk, 128, dtype=dtypes.half)
   assert attn.explain(q, k, k, arch="sm_90", backward=True, deterministic=False).at_once

@@ -89,9 +89,9 @@ def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[in
   return way
 
 def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:WaveState) -> list[int]:
-  """Returns the basic blocks that a wave runs through in one iteration. `usual` is the path of a wave without active lanes: each s_cbranch_execz on
-  it skips some blocks. These blocks are added where `state` says that the wave has an active lane. Updates `state` by the instructions on the path.
-  """
+  """Returns the basic blocks that a wave runs through in one iteration. On the path `usual` each branch s_cbranch_execz skips some blocks, as it does
+  for waves without active lanes. These blocks are added if `state` says that the wave has an active lane. Updates `state` by the instructions on the
+  path."""
   path = list[int]()
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)

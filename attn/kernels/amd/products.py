@@ -74,9 +74,9 @@ class OwnRows:
     return self.lds.after(workgroup_barrier(UOp.group(*stores)))
 
   def operands(self, t:UOp, steps:slice, *after:UOp) -> list[list[UOp]]:
-    """Returns operand B for each matrix tile of own rows. A product sums over the elements of a row in steps: `steps` says for which 16-byte units of
-    the row operands are returned. `t` is the index of the iteration. Rows that do not stay in registers are read again in each iteration, after the
-    operations `after`."""
+    """Returns operand B for each matrix tile of own rows. A product sums over the elements of a row in steps. `steps` selects 16-byte units of the
+    row: operands are returned for these units. `t` is the index of the iteration. Rows that do not stay in registers are read again in each
+    iteration, after the operations `after`."""
     mat = self.at.matrix
     if self.lds is None and not self.anew: return [operands(mat, units[steps]) for units in self.loaded]
     rows = [amd.opaque(i, t) for i in self.in_block]
