@@ -359,8 +359,8 @@ class Problem:
   @property
   def wide_scores(self) -> bool:
     """Tells whether a score may be as large as the largest numbers of fp32. This is so if the bias has a dtype with the range of fp32, or if a
-    score_mod may return such a score. Then lse is stored as two numbers: lse is the sum of a score and of the logarithm of a number of keys, and
-    rounding one number to fp32 would lose the logarithm."""
+    score_mod may return such a score. lse is then stored as two numbers: it is a large score plus a small logarithm, which rounding to one fp32
+    number would lose."""
     return (self.bias is not None and self.bias_dtype != "float16") or (self.score_mod is not None and self.score_mod.huge)
   @property
   def writes_lse(self) -> bool:
@@ -674,8 +674,8 @@ def _sizes(q:Sequence[int], k:Sequence[int], v:Sequence[int], layout:str, paged:
   return sequences or B, H, Hkv, Sq, Sk, D, Dv
 
 def _check_outputs(o:Sequence[int], lse:Sequence[int]|None, sizes:tuple[int, int, int, int], layout:str, inputs:str) -> None:
-  """Raises ValueError if the shape of o or lse is wrong. `sizes` are the right (B, H, Sq, Dv). `inputs` names, for the message, the inputs from whose
-  shapes `sizes` follow."""
+  """Raises ValueError if the shape of o or lse is wrong. `sizes` are the right (B, H, Sq, Dv). `inputs` is a text for the message: the inputs whose
+  shapes determine these sizes."""
   B, H, Sq, Dv = sizes
   of_o = {"nsd": (1, B*H, Sq, Dv), "thd": (1, H, Sq, Dv)}.get(layout, sizes)
   if _dims("o", o, layout) != of_o:

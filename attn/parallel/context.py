@@ -401,8 +401,8 @@ def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:i
 def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], real_rows:tuple[RowRange, ...], only_plain_uops:bool) -> KernelFunction:
   """Returns the kernel that merges partial results, of one device or of several, into the outputs of `p`. Its arguments are the outputs, one buffer
   for each partial result, and the sinks if p.sinks. `parts` lists which rows each partial result holds. `real_rows` lists the rows that are no
-  padding; only these get the sinks. With `only_plain_uops` the kernel has no operations of a chip, so that any device can run it. Equal arguments
-  return the identical object, because tinygrad's schedule cache compares by identity."""
+  padding; only these get the sinks. With `only_plain_uops` the kernel consists of tinygrad's own operations, so that any device can run it. Equal
+  arguments return the identical object, because tinygrad's schedule cache compares by identity."""
   merging = merge(p, arch, parts, real_rows)
   program = (lambda *args: plain(merging(*args))) if only_plain_uops else merging
   takes = len(p.outputs) + len(parts) + p.sinks

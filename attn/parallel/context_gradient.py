@@ -34,8 +34,7 @@ def rows_axis(c:SharedRows, name:str) -> int:
   return (lse_axes if "lse" in name else AXES.__getitem__)(c.problem.layout).index("rows")
 
 def lying_as(g:UOp, out:UOp) -> UOp:
-  """Puts the gradient `g` where its output lies: casts it to the dtype of the output `out`, moves it to the output's devices, and divides it over
-  them like the output."""
+  """Returns the gradient `g` with the dtype of the output `out` to which it belongs, on the same devices, and divided over them in the same way."""
   g = g.cast(out.dtype)
   if g.axis == out.axis: return g
   if out.axis is None and out.device is not None: return g.copy_to_device(out.device)

@@ -55,8 +55,8 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Curve:
-  """Panel that plots a score_mod as a function of the score, with a line for each head. The heads differ if the score_mod reads a tensor with a
-  number for each head: the first of `tensors`."""
+  """Panel that plots a score_mod as a function of the score, with a line for each head. The first of `tensors` has a number for each head, which the
+  score_mod reads; without tensors there is one line."""
   title: str
   function: Callable[..., Any]
   tensors: tuple[Array, ...] = ()

@@ -192,9 +192,9 @@ class Lifted:
     return "first_batch_and_head" in self.at.given and any(depends(index, symbol) for symbol in (BATCH, QUERY_HEAD))
 
   def checked(self, index:UOp, column:int|None, size:int, number:int, axis:int) -> UOp:
-    """Returns `index` unchanged, and lets the emulator check that it lies in 0..size-1 where `column` of the fragment is visible (None: some column).
-    `number` is the position of the indexed tensor in mod_tensors, and `axis` the indexed axis. No check is made for an index that can never lie
-    outside."""
+    """Returns `index` with a check by the emulator that it lies in 0..size-1. `index` is the index along axis `axis` into tensor number `number` of
+    mod_tensors. The check is made for pairs of a query and a key that are visible: in column `column` of the fragment, or in any column if `column`
+    is None. It is left out if the index can never lie outside."""
     if index.vmin >= 0 and index.vmax < size: return index
     first, last = self.at.limits
     limits = (UOp.const(0, dtypes.int), integer(last if first is None else last - first.maximum(0))) if column is None else \

@@ -30,16 +30,13 @@ def both_hold(x:Tensor|None, y:Tensor|None) -> Tensor|None:
 class Mask:
   """One row of the table of masks. All code that computes with masks reads it.
 
-  seen: returns the interval of columns that a row sees. It decides which tiles a kernel loops over, which of these tiles need no mask, and which
-  columns of a fragment are hidden
-
-  plain: the mask in tensor operations
-
-  each: for a mask that may hide keys inside this interval: returns for each score that a lane holds whether the query sees the key. None: the mask is
-  always an interval. A problem has this mask if the problem's field with the mask's name is not None
-
-  moves: whether the mask stays right if queries and keys are both counted from a later row, as on a device that holds a part
-  of a sequence"""
+    name: "count", or the name of the field of Problem from which the mask follows
+    seen: function that returns the interval of columns that a row sees. The interval decides over which tiles a kernel loops, which of these tiles
+      need no mask, and which scores of a tile are hidden
+    plain: the mask in tensor operations
+    each: None if a row sees its whole interval. Otherwise a function that says for each score that a lane holds whether the query sees the key, and a
+      problem has this mask only if the field called `name` is not None
+    moves: whether the mask stays right if queries and keys are both counted from a later row, as on a device that holds a part of a sequence"""
   name: str               # field of Problem that says what it hides, or "count"
   seen: SeenColumns
   plain: PlainMask

@@ -279,8 +279,8 @@ def test_the_order_of_heads_decides_what_memory_delivers() -> None:
   assert dies[1] - dies[0] == 7*8*256*256
 
 def test_published_gemms_are_those_of_the_cards() -> None:
-  """docs/data/timing_gemms.csv, the table of GEMMs that AMD published, has a row for every GPU for which attn knows one: the TFLOP/s, the sustained
-  clock that follows from them, and a source."""
+  """docs/data/timing_gemms.csv has a row for every GPU of which attn knows a GEMM that AMD published: its TFLOP/s, the sustained clock that follows
+  from them, and a source."""
   rows = {row["card"]: row for row in csv.DictReader((Path(__file__).parents[2]/"docs"/"data"/"timing_gemms.csv").open())}
   cards = {card.name: (chip, card) for chip in CHIPS.values() for card in chip.cards if card.gemm}
   assert rows.keys() == cards.keys() and all(row["source"] for row in rows.values())
