@@ -40,10 +40,10 @@ TWO, NO_ORDER, IN_ORDER = ALL_WAYS = "two kernels", "in no order", "in order"
 
 Launches = list[tuple[BackwardLaunch, ListedBlocks|None]]     # one after another, each with the lists of tiles that it gets
 
-def launches_of(p:Problem, arch:Chip, way:str) -> Launches:
+def launches_of(p:Problem, arch:Chip, way:str, shape:WgmmaBackwardShape=SHAPE_AT_ONCE) -> Launches:
   """Returns the launches that compute dq, dk and dv. `way` is TWO for two kernels, NO_ORDER for one kernel that adds to dq in any
   order, and IN_ORDER for one kernel that adds to dq in a fixed order."""
-  one: AtOnceTile|str = TWO if way == TWO else WgmmaBackwardTile(**vars(SHAPE_AT_ONCE), matrix=MMA[p.dtype], keys=True, adds_dq=True)
+  one: AtOnceTile|str = TWO if way == TWO else WgmmaBackwardTile(**vars(shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
   p, parts, (dq, dkdv) = replace(p, deterministic=way != NO_ORDER), choose_parts(p, arch), tiles_of(p, arch)
   lists = listing(p, arch, dq), listing(p, arch, dkdv, "queries")
   if isinstance(one, WgmmaBackwardTile): parts, lists = Parts(0, parts.dkdv), (None, listing(p, arch, one, "queries", p.deterministic))

@@ -116,11 +116,11 @@ def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str, th
   quoted = "\n    ".join(f'"{part} "' for line in body for part in wrapped(line, "  ").split("\n"))
   return f'asm volatile(\n    {quoted}\n    : {both_ways(accs)}\n    : {wrapped(operands, "      ")} : "memory");\nreturn 0.0f;'
 
-def _send(lanes:Lanes, acc:Any, stage:Any, to:Any, lane:Array, *_:Array, accs:int) -> Array:
+def _send(lanes:Lanes, acc:Any, stage:Any, to:Any, lane:Array, there:Array, _:Array, accs:int) -> Array:
   for i in range(accs):
     x = np.ascontiguousarray(lanes.load_register(acc, i), np.float32)
     lanes.store_bytes(stage, (lane.astype(np.int64) + i*32)*16, np.ascontiguousarray(x.T).view(np.uint8).T, lanes.active)
-    lanes.atomic_add(to, [i*128], x[None], lanes.active, sent=True)
+    lanes.atomic_add(to, [i*128], x[None], lanes.active & there, sent=True)
   return np.zeros(len(lanes.active), np.float32)
 
 def _send_text(printer:Any, out:str, accs:int) -> Body:
@@ -128,8 +128,8 @@ def _send_text(printer:Any, out:str, accs:int) -> Body:
   return Body("\n".join([
     'if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");', "__syncwarp();", *stores,
     'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");', "__syncwarp();",
-    'if (lane == 0) asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\\ncp.async.bulk.commit_group;"',
-    f'    :: {of_global("to")}, {shared("stage")}, "r"({512*accs}) : "memory");', "return 0.0f;"]), "acc stage to lane", name=f"send_{accs}")
+    'if (lane == 0 && there) asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\\ncp.async.bulk.commit_group;"',
+    f'    :: {of_global("to")}, {shared("stage")}, "r"({512*accs}) : "memory");', "return 0.0f;"]), "acc stage to lane there", name=f"send_{accs}")
 
 def _wgmma(accs:int, dtype:str, a:str, more:str, transposed:str) -> str:
   """Returns the text of one wgmma with `accs` C fragments (PTX ISA 9.7.15.5.2). `a` is the text of operand A, and `more` a text that says whether the
@@ -270,13 +270,14 @@ def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, after:UOp, rows:int, dtype:str) -> UOp
   columns). Y begins at the 16-byte unit with index `unit` of its panel, and ends in this panel. Returns a statement (an operation with a side effect)
   that is executed after the UOp `after`."""
   return statement("start_sums", acc[0], x, y, integer(unit), after, accs=acc.max_numel(), steps=rows//K, dtype=dtype)
-def send(acc:UOp, stage:UOp, to:UOp, lane:UOp, after:UOp) -> UOp:
-  """Adds a warp's C fragments to float32 sums in global memory. Each number is added atomically, in no fixed order. `acc` is a register array of the
-  fragments. The sums of the first fragment come first: four neighbouring sums for each lane, lane after lane. Then the next fragment follows. `to` is
-  a UOp that indexes this lane's first sum. The warp copies the fragments to shared memory at `stage`, and the copy engine (TMA) adds them from there.
-  The warp does not wait for the additions; `sent` does. Returns a statement (an operation with a side effect) that is executed after the UOp `after`.
+def send(acc:UOp, stage:UOp, to:UOp, lane:UOp, there:UOp, after:UOp) -> UOp:
+  """Adds a warp's C fragments to float32 sums in global memory, in warps where `there` is true. Each number is added atomically, in no fixed order.
+  `acc` is a register array of the fragments. The sums of the first fragment come first: four neighbouring sums for each lane, lane after lane. Then
+  the next fragment follows. `to` is a UOp that indexes this lane's first sum. The warp copies the fragments to shared memory at `stage`, and the copy
+  engine (TMA) adds them from there. The warp does not wait for the additions; `sent` does. Returns a statement (an operation with a side effect) that
+  is executed after the UOp `after`.
   """
-  return statement("send", acc[0], stage, in_global(to, dtypes.float, "to"), integer(lane), after, accs=acc.max_numel())
+  return statement("send", acc[0], stage, in_global(to, dtypes.float, "to"), integer(lane), there, after, accs=acc.max_numel())
 def sent(after:UOp) -> UOp:
   """Waits until all additions that this thread has started by `send` are complete. Returns a statement (an operation with a side effect) that is
   executed after the UOp `after`."""

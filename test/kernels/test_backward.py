@@ -17,7 +17,7 @@ from attn.choose.backward_tiles import amd_backward_tile, backward_tile, short_o
 from attn.choose.rows import misfit
 from attn.choose.tile_lists import listing, with_lists
 from attn.emulator import plan
-from attn.emulator.checks import Deadlock, EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
+from attn.emulator.checks import Deadlock, EmulatorError, LdsRace, NotWaitedFor, OutOfBounds, UninitialisedRead, UnwrittenOutput
 from attn.emulator.machine import Frame
 from attn.emulator.plan import Plan
 from attn.functions.trace import functions_of
@@ -357,7 +357,7 @@ def a_single_ds(m:pytest.MonkeyPatch) -> None:
   wrong(m, WgmmaBackward, "ds_in_shared", lambda ds_in_shared: lambda self, place: ds_in_shared(self, replace(place, index=place.index*2)))
 def sums_that_begin_with_1(m:pytest.MonkeyPatch) -> None:
   m.setattr(gradient_sums, "nv", SimpleNamespace(F4=nvidia.F4, zero=lambda order: ops.splat(1.0, 4)))
-def columns_of_first_warpgroup(m:pytest.MonkeyPatch) -> None: m.setattr(WgmmaTrip, "dq_column", UOp.const(0))
+def columns_of_first_warpgroup(m:pytest.MonkeyPatch) -> None: m.setattr(WgmmaTrip, "dq_part", (UOp.const(0), UOp.const(0)))
 
 @pytest.mark.parametrize("plant, error, text", (
   *((plant, LdsRace, "with no barrier between") for plant in (no_barrier_after_ds, a_single_ds)),
@@ -367,6 +367,40 @@ def test_planted_fault_at_once(monkeypatch:pytest.MonkeyPatch, plant:Callable[[p
   plant(monkeypatch)
   with pytest.raises(error, match=text):
     check_backward_kernels("sm_90", H=1, Sq=350, Sk=140, D=64, deterministic=False, only="all")
+
+# with tiles of 128 queries each warpgroup computes dQ of its own 64 queries
+OF_128_QUERIES: dict[str, dict[str, Any]] = {
+  "full": dict(Sq=350, Sk=140), "a last tile of 64 queries": dict(H=3, Sq=65, Sk=100, dtype="bfloat16"), "D 32": dict(D=32, Sq=130, Sk=70),
+  "causal, in order": dict(H=2, Hkv=1, Sq=350, Sk=300, causal=True, deterministic=True),
+  "packed": dict(layout="thd", H=2, Hkv=1, Sq=400, Sk=400, causal=True,
+                 extras=dict(cu_seqlens_q=ints(70, 199, 199, 390), cu_seqlens_k=ints(2, 130, 141, 380)))}
+def tiles_of_128_queries(tile:Any) -> Any: return replace(tile, block_n=128) if isinstance(tile, WgmmaBackwardTile) and tile.adds_dq else tile
+
+@pytest.mark.parametrize("case", OF_128_QUERIES)
+def test_at_once_with_tiles_of_128_queries(case:str) -> None:
+  check_backward_kernels("sm_90", **{**dict(H=1, D=64, deterministic=False), **OF_128_QUERIES[case]}, only="all", tiles=tiles_of_128_queries)
+
+def queries_of_first_warpgroup(m:pytest.MonkeyPatch) -> None:
+  wrong(m, WgmmaTrip, "dq_part", lambda dq_part: property(lambda self: (UOp.const(0), dq_part.fget(self)[1])))
+def queries_that_do_not_exist(m:pytest.MonkeyPatch) -> None: m.setattr(wgmma_backward, "below", lambda x, end: UOp.const(True))
+
+@pytest.mark.parametrize("plant, error", ((queries_of_first_warpgroup, AssertionError), (queries_that_do_not_exist, OutOfBounds)))
+@pytest.mark.usefixtures("without_places")
+def test_planted_fault_with_tiles_of_128_queries(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None],
+                                                 error:type[Exception]) -> None:
+  plant(monkeypatch)
+  with pytest.raises(error):
+    check_backward_kernels("sm_90", H=1, Sq=170, Sk=130, D=64, deterministic=False, only="all", tiles=tiles_of_128_queries)
+
+@pytest.mark.parametrize("groups, queries, D, reason", (
+  (2, 96, 64, "2 warpgroups with tiles of 96 queries: the product dQ = dS K has whole 64 queries"),
+  (3, 128, 64, "3 warpgroups with tiles of 128 queries: the warpgroups cannot share 2 times 64 queries of dQ equally"),
+  (2, 128, 128, "each computes 128 of the D=128 columns of dQ; supported are 8, 16, 32, 64"),
+  (2, 64, 80, "each computes 40 of the D=80 columns"), (4, 64, 64, "there are counters of turns for 8 warps")))
+def test_tiles_that_cannot_add_to_dq(groups:int, queries:int, D:int, reason:str) -> None:
+  with pytest.raises(NotImplementedError, match=f"backward_all_wgmma: .*{reason}"):
+    check_backward_kernels("sm_90", H=1, Sq=70, Sk=90, D=D, only="all",
+                           tiles=lambda t: replace(t, groups=groups, block_n=queries) if getattr(t, "adds_dq", False) else t)
 
 @pytest.mark.parametrize("power", (-1, 1))
 @pytest.mark.usefixtures("without_places")

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from attn.chips import Chip
 from attn.chips.matrix import Int, Matrix, contraction
 from attn.kernels.parts.backward.turns import first_turns
-from attn.kernels.parts.grid.tensors import QUERIES_OF_SUMS, Shapes, delta_arguments, finish_arguments
+from attn.kernels.parts.grid.tensors import Shapes, delta_arguments, finish_arguments
 from attn.kernels.parts.grid.workgroup import Workgroup, head_fastest
 from attn.kernels.parts.memory.lanes import Lane, element_sum, sum_over_groups, units_of
 from attn.kernels.parts.weights.epilogue import place_of_row
 from attn.kernels.tiles.amd import BackwardTile
+from attn.kernels.tiles.common import QUERIES_OF_SUMS
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.problem import Problem

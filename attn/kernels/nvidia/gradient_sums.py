@@ -11,9 +11,10 @@ from attn.chips.matrix import MMA, Mma
 from attn.kernels.nvidia.warp_gradients import WarpRows
 from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.backward.turns import first_turns
-from attn.kernels.parts.grid.tensors import QUERIES_OF_SUMS, Shapes, delta_arguments, finish_arguments
+from attn.kernels.parts.grid.tensors import Shapes, delta_arguments, finish_arguments
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.memory.layouts import SwizzledRows
+from attn.kernels.tiles.common import QUERIES_OF_SUMS
 from attn.kernels.tiles.mma import MmaBackwardTile, fragments
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.common import flat

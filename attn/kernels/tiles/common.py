@@ -8,6 +8,9 @@ from attn.kernels.parts.program.counts import ceildiv
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
+QUERIES_OF_SUMS = 64      # queries of a tile of dQ's fp32 accumulator
+TURNS_OF_SUMS = 8         # counters of turns for each tile of dQ's fp32 accumulator
+
 class BlockTile(Protocol):
   """Properties that the tile description of every kernel has. A tile description says how the kernel divides a problem over workgroups."""
   @property

@@ -5,9 +5,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 from attn.chips.matrix import MMA, MMA_OF_8_BITS, UNIT_BYTES, Mma
 from attn.chips.shapes import WgmmaBackwardShape, WgmmaShape
-from attn.kernels.parts.memory.layouts import SwizzledPanels, SwizzledRows
+from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels, SwizzledRows
 from attn.kernels.parts.program.counts import ceildiv, round_up
-from attn.kernels.tiles.common import units_of_query_values
+from attn.kernels.tiles.common import TURNS_OF_SUMS, units_of_query_values
 from attn.ops import hopper as wgmma
 from attn.problem import Problem
 
@@ -102,6 +102,11 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     """Number of 16-byte units of shared memory for one tile of the rows that the block loops over, without lse and delta of the tile's queries
     (`units_of_query_values`)."""
     return sum(x.size for x in self.layouts(p, self.block_n))
+  @property
+  def stages_of_query_values(self) -> int:
+    """Number of tiles of which the numbers of queries lie in shared memory at the same time. If the block adds to dQ, two are enough: its warpgroups
+    wait for each other in each iteration, after they have read these numbers."""
+    return 2 if self.adds_dq else RING
   def units_of_query_values(self, p:Problem) -> int:
     """Number of 16-byte units of shared memory for the numbers of a tile's queries: lse, delta and, if the problem has it, lse_rest."""
     return units_of_query_values(p, self.block_n) if self.keys else 0
@@ -114,9 +119,24 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     """Number of 16-byte units of shared memory for dS of two tiles. There are two, because warpgroups may still read dS of one tile while dS of the
     next is stored."""
     return 2*self.ds.size
+  @property
+  def dq_panels(self) -> int:
+    """Number of parts into which a tile of queries is divided for dQ. A part has as many queries as a product of wgmma has rows. The warpgroups share
+    the parts equally. If there are fewer parts than warpgroups, the warpgroups of a part share its columns."""
+    return self.block_n//wgmma.M
   def dq_columns(self, p:Problem) -> int:
     """Number of columns of dQ that each warpgroup computes."""
-    return p.D//self.groups
+    return p.D*self.dq_panels//self.groups
+  def cannot_add_dq(self, p:Problem) -> str|None:
+    """Returns the reason why a block of this shape cannot compute dQ beside dK and dV, or None if it can."""
+    shape = f"{self.groups} warpgroups with tiles of {self.block_n} queries"
+    if self.block_n % wgmma.M: return f"{shape}: the product dQ = dS K has whole {wgmma.M} queries"
+    if self.groups % self.dq_panels: return f"{shape}: the warpgroups cannot share {self.dq_panels} times {wgmma.M} queries of dQ equally"
+    columns, panel = self.dq_columns(p), LINE*self.matrix.unit
+    if p.D*self.dq_panels % self.groups or columns % self.matrix.N or columns > panel or panel % columns:
+      return f"{shape}: each computes {p.D*self.dq_panels/self.groups:g} of the D={p.D} columns of dQ; supported are {self.matrix.N}, 16, 32, {panel}"
+    if self.waves > TURNS_OF_SUMS*self.dq_panels: return f"{shape}: there are counters of turns for {TURNS_OF_SUMS*self.dq_panels} warps"
+    return None
   def sent(self, p:Problem) -> int:
     """Number of 16-byte units of shared memory for one warp's part of dQ of a tile of queries, before it is added to dQ in global memory."""
     return self.matrix.M*self.dq_columns(p)*4//UNIT_BYTES
@@ -125,6 +145,6 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     to dQ."""
     return self.ds_size + self.waves*self.sent(p) if self.adds_dq else 0
   def lds_bytes(self, p:Problem) -> int:
-    own = sum(x.size for x in self.layouts(p, self.block_m))
-    return UNIT_BYTES*(own + RING*(self.stage(p) + self.units_of_query_values(p)) + self.shared_dq(p) + 1)      # the last unit is for the mbarrier
+    own, values = sum(x.size for x in self.layouts(p, self.block_m)), self.stages_of_query_values*self.units_of_query_values(p)
+    return UNIT_BYTES*(own + RING*self.stage(p) + values + self.shared_dq(p) + 1)      # the last unit is for the mbarrier
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {RING} stages"

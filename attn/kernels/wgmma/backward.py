@@ -98,6 +98,7 @@ class WgmmaBackward:
     pass for dK and dV together, or one pass for each gradient. Two passes use the same accumulators. `args` are the kernel's tensors. `shapes` has
     the names, shapes and dtypes of these tensors, in the same order. If `parts` is above 0, the queries are divided into `parts` parts, and each
     block loops over one part."""
+    if tile.adds_dq and (reason := tile.cannot_add_dq(p)) is not None: raise NotImplementedError(f"backward_all_wgmma: {reason}")
     grid, passes = kv_head_in_group_fastest(p, tile, tile.matrix, "dq_turns" in shapes), gradients_of_passes(tile.passes, tile.adds_dq)
     shared = shared_memory(grid, p, tile)
     warps = Warps.of_keys(p, arch, tile, tile.matrix, args, shapes, parts, grid, shared.bitcast(dtypes.int)[4*shared.max_numel() - 2])
@@ -129,8 +130,8 @@ class WgmmaBackward:
     return self.warp_rows.lies(name, self.tile.block_n, place.index%RING*self.tile.stage(self.group.p) + self.warp_rows.size)
   def place_of_query_values(self, place:RingPlace) -> UOp:
     """Returns the index of the 16-byte unit of shared memory at which lse and delta of the queries of the tile `place` begin."""
-    p = self.group.p
-    return place.index%RING*self.tile.units_of_query_values(p) + (self.warp_rows.size + RING*self.tile.stage(p) + self.tile.shared_dq(p))
+    p, stage = self.group.p, place.index%self.tile.stages_of_query_values
+    return stage*self.tile.units_of_query_values(p) + (self.warp_rows.size + RING*self.tile.stage(p) + self.tile.shared_dq(p))
   def ds_in_shared(self, place:RingPlace) -> SwizzledPanels:
     """Returns the layout of dS in shared memory for the tile that `place` names, in a kernel whose blocks add to dQ. There is room for dS of two
     tiles: while one warpgroup stores dS of a tile, another warpgroup may still read dS of the previous tile."""
@@ -285,9 +286,11 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   # ***** dQ of a block that owns keys *****
   @property
-  def dq_column(self) -> UOp:
-    """Index of the first column of dQ that this warpgroup computes."""
-    return wgmma.group(self.warp_rows.warps.at.wave)*self.of.tile.dq_columns(self.warp_rows.p)
+  def dq_part(self) -> tuple[UOp, UOp]:
+    """Which part of dQ of this iteration's tile this warpgroup computes: the number of its 64 queries, and its first column."""
+    group, tile = wgmma.group(self.warp_rows.warps.at.wave), self.of.tile
+    together, columns = tile.groups//tile.dq_panels, tile.dq_columns(self.warp_rows.p)
+    return (UOp.const(0), group*columns) if tile.dq_panels == 1 else (group//together, group%together*columns)
 
   def start_dq(self, s:WgmmaBackwardState, ds:list[list[UOp]]) -> WgmmaBackwardState:
     """Stores dS of the warpgroup's own keys to shared memory, and waits until all warpgroups have done so. Then starts the product dQ = dS K for the
@@ -297,8 +300,9 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     s = s.do(*[nv.stmatrix(s.shared[lies.place(row, unit + 2*i)], words) for i, words in enumerate(self.zero_for_missing_keys(ds[0]))])
     s = s.do(wgmma.publish(s.done))
     s = s.after(workgroup_barrier(s.done))
-    first, within = self.dq_column//panel, self.dq_column%panel//mat.unit
-    return s.do(wgmma.sums(s.dq, s.shared[lies.base], s.shared[k.base + first*k.panel], within, s.done, self.of.tile.block_m, self.warp_rows.p.dtype))
+    queries, column = self.dq_part
+    x, y, within = lies.base + queries*lies.panel, k.base + column//panel*k.panel, column%panel//mat.unit
+    return s.do(wgmma.sums(s.dq, s.shared[x], s.shared[y], within, s.done, self.of.tile.block_m, self.warp_rows.p.dtype))
 
   def zero_for_missing_keys(self, ds:list[UOp]) -> list[UOp]:
     """Returns `ds`, with 0 for keys beyond the last key. For such a key P = exp(0 - lse) can be inf, and dS too. dS of a missing key would enter dQ,
@@ -312,6 +316,8 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     memory. Returns the state."""
     s = self.of.turn_ended(s, self.warp_rows.head, self.tile_number - 1)
     s = s.do(wgmma.wait_products(s.dq, s.done, but=1))
-    at, group, mat, first = self.warp_rows.warps.at, self.of.group, self.warp_rows.mat, self.score.row(self.tile_number*self.score.block_n)
-    to = place_in_sums(group, mat, self.warp_rows.head, first, at.wave%(wgmma.M//mat.M), self.dq_column//mat.N)
-    return s.do(wgmma.send(s.dq, s.shared[self.of.sent], flat(group.given["dq_sums"])[to + at.lane*4], at.lane, s.done))
+    (queries, column), at, group, mat = self.dq_part, self.warp_rows.warps.at, self.of.group, self.warp_rows.mat
+    first = self.score.row(self.tile_number*self.score.block_n) + queries*wgmma.M
+    to = place_in_sums(group, mat, self.warp_rows.head, first, at.wave%(wgmma.M//mat.M), column//mat.N)
+    there = wgmma.EVERYWHERE if self.of.tile.dq_panels == 1 else below(first, group.sequence.n_q)
+    return s.do(wgmma.send(s.dq, s.shared[self.of.sent], flat(group.given["dq_sums"])[to + at.lane*4], at.lane, there, s.done))

@@ -16,9 +16,10 @@ tiles nearer to the first query, because two tiles are as long as a block of key
 and seldom wait."""
 from __future__ import annotations
 from dataclasses import dataclass
-from attn.kernels.parts.grid.tensors import QUERIES_OF_SUMS, TURNS_OF_SUMS, dq_sums
+from attn.kernels.parts.grid.tensors import dq_sums
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.program.blocks import TileList, blocks_seen, over_keys
+from attn.kernels.tiles.common import QUERIES_OF_SUMS, TURNS_OF_SUMS
 from attn.ops import atomics
 from attn.ops.common import flat
 from attn.score.masks import hiding
@@ -41,7 +42,8 @@ class Turns:
     queries are divided into parts, because the next tile can belong to another part; and if workgroups loop over lists of tiles, because the next
     tile can be missing in the list."""
     if "dq_turns" not in group.given: return None
-    return Turns(group, wave, lane.eq(0), 1 if group.split or isinstance(group.scores.order, TileList) else TILES_OF_TURN)
+    alone = group.split or isinstance(group.scores.order, TileList) or group.scores.block_n > QUERIES_OF_SUMS
+    return Turns(group, wave, lane.eq(0), 1 if alone else TILES_OF_TURN)
 
   def turn(self, tile:UOp) -> UOp:
     """Returns the index of the first tile of the turn to which the tile with index `tile` belongs."""

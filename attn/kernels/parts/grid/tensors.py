@@ -7,7 +7,7 @@ from typing import TypeVar
 from attn.kernels.parts.memory.rows import strides
 from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.parts.program.diagonals import Diagonals
-from attn.kernels.tiles.common import BlockTile, heads_of
+from attn.kernels.tiles.common import QUERIES_OF_SUMS, TURNS_OF_SUMS, BlockTile, heads_of
 from attn.ops.common import MAX_RECORDS
 from attn.problem import BYTES, Problem, Shapes, Strided
 from attn.score.sums import sum_over_scores
@@ -16,8 +16,6 @@ from attn.values import cache_of_kernels
 
 X = TypeVar("X")
 
-QUERIES_OF_SUMS = 64      # queries of a tile of dQ's fp32 accumulator
-TURNS_OF_SUMS = 8         # counters of turns for each tile of dQ's fp32 accumulator
 MAX_D = 256      # elements of the longest row of O that fits in registers
 
 def arguments(p:Problem) -> Shapes:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Matrix, Mma
 from attn.kernels.parts.grid.shared_rows import Share
-from attn.kernels.parts.grid.tensors import QUERIES_OF_SUMS, Shapes, arguments, dq_sums
+from attn.kernels.parts.grid.tensors import Shapes, arguments, dq_sums
 from attn.kernels.parts.memory.lanes import Lane, MmaLane, ThreadPlace
 from attn.kernels.parts.memory.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Table, strides
 from attn.kernels.parts.program.allocator import Allocator
@@ -15,7 +15,7 @@ from attn.kernels.parts.program.blocks import (Blocks, Descending, Extent, TileL
 from attn.kernels.parts.program.counts import below, bounded, ceildiv
 from attn.kernels.parts.weights.epilogue import OPTIMISED, LogSum, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
 from attn.kernels.parts.weights.scores import Scores
-from attn.kernels.tiles.common import BlockTile, blocks_of_queries, heads_of
+from attn.kernels.tiles.common import QUERIES_OF_SUMS, BlockTile, blocks_of_queries, heads_of
 from attn.ops import common as ops
 from attn.ops.atomics import ticket
 from attn.ops.common import flat
