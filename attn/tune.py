@@ -6,11 +6,13 @@ in attn/chips. The tables have the best tile descriptions for each class of head
     python -m attn.tune --write                rewrites the tables
     python -m attn.tune --arch gfx942 --d 128  searches for one chip and one class; --all prints every candidate that compiles, best first
     python -m attn.tune --gradient dkdv        prints the best tile descriptions of a backward kernel, whose table is written by hand
-    python -m attn.tune --near --gradient dq   looks near the tile in use, by the predicted time of a problem, and prints the bytes that tiles move"""
+    python -m attn.tune --near                 looks near the tiles in use, by the predicted time of a problem, and prints the bytes that tiles move;
+                                               --gradient dq, --option softcap: only of these kernels; --csv FILE: writes into FILE"""
 from __future__ import annotations
-import csv, multiprocessing, os, sys
+import multiprocessing, os
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from attn.extras import needs
 with needs("isa", "python -m attn.tune", __name__):
   import click
@@ -18,13 +20,13 @@ with needs("isa", "python -m attn.tune", __name__):
   from rich.table import Table
   from attn.search.backward import ranked_backward
   from attn.search.forward import VARIANTS, Class, all_tables, differences, file_of, merged_rows, search, why_none, with_table
-  from attn.search.near import GAIN, NEAR_COLUMNS, near_table
+  from attn.search.near import near_table, near_text, read_near
 from attn.chips import SEARCHED, get_chip
 from attn.choose.backward_tiles import amd_backward_tile, backward_tile
 from attn.choose.tiles import amd_tile
 from attn.cache.tuned import CLASSES
 from attn.compilers.clang import toolchain
-from attn.isa.source import BACKWARD, FORWARD, Spec, problem_of_spec
+from attn.isa.source import BACKWARD, FORWARD, OPTIONS, Spec, problem_of_spec
 
 def bounds_table(found:Iterable[Class], everything:bool) -> Table:
   table = Table("chip", "D up to", "tile", "waves", "q tiles", "keys", "options", "predicted", "serial", "issued", "overlap", "waves/SIMD",
@@ -52,13 +54,16 @@ def backward_table(arch:str, d:int, kernel:str, jobs:int, everything:bool) -> Ta
     table.add_row(str(tile), tile.options, *uses, str(x.bound.waves), "*"*(tile == in_use))
   return table
 
-def print_near(specs:list[Spec], jobs:int) -> None:
-  """Prints, as CSV, the tile in use and the best tile near it for each kernel, in the order of `specs`."""
-  out = csv.writer(sys.stdout, lineterminator="\n")
-  out.writerow(NEAR_COLUMNS)
+def search_near(specs:list[Spec], jobs:int, path:Path|None) -> None:
+  """Searches near the tile in use for each kernel of `specs`, and prints the tiles as CSV. If `path` is given, writes them into this file after each
+  search; the file keeps its rows of other kernels."""
+  rows = read_near(path.read_text()) if path is not None and path.exists() else []
+  if path is None: click.echo(near_text([]), nl=False)
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-    for lines in pool.map(near_table, specs): out.writerows(lines)
-  click.echo(f"a table row is changed from a gain of {GAIN:.0%} on", err=True)
+    for lines in pool.map(near_table, specs):
+      rows += lines
+      if path is None: click.echo(near_text(lines).partition("\n")[2], nl=False)
+      else: path.write_text(near_text(rows))
 
 SHOWN = 5     # tiles of a backward kernel that are printed without --all
 
@@ -71,14 +76,21 @@ SHOWN = 5     # tiles of a backward kernel that are printed without --all
 @click.option("--check", is_flag=True, help="Fail if the tables have other tiles.")
 @click.option("--gradient", type=click.Choice(BACKWARD), help="Search a backward kernel's tiles; its table is written by hand.")
 @click.option("--near", is_flag=True, help="Look only near the tile in use, by the predicted time of a problem (bf16, causal).")
-def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bool, write:bool, check:bool, gradient:str|None, near:bool) -> None:
+@click.option("--option", "options", multiple=True, type=click.Choice(("none", *OPTIONS)), default=("none",), show_default=True,
+              help="With --near: search for problems with this option; none is for problems without options.")
+@click.option("--csv", "path", type=click.Path(dir_okay=False, path_type=Path), help="With --near: write the rows into this file.")
+def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bool, write:bool, check:bool, gradient:str|None, near:bool,
+         options:tuple[str, ...], path:Path|None) -> None:
   """Choose the tile descriptions of the forward kernel: compile each candidate, and predict the kernel's speed from the machine code. --gradient
   ranks the tile descriptions of a backward kernel instead. Nothing is measured, and no GPU is needed."""
   if write and check: raise click.UsageError("give --write or --check, not both")
   if near:
     if write or check or everything: raise click.UsageError("--near prints a table: --write, --check and --all are for the search of forward tiles")
-    print_near([Spec(arch, int(d), *VARIANTS[0], gradient or FORWARD) for arch in archs or SEARCHED for d in classes or map(str, CLASSES)], jobs)
+    kernels = (FORWARD, *BACKWARD) if gradient is None else (gradient,)
+    search_near([Spec(arch, int(d), *VARIANTS[0], kernel, option.replace("none", "")) for arch in archs or SEARCHED
+                 for d in classes or map(str, CLASSES) for kernel in kernels for option in options], jobs, path)
     return
+  if path is not None or options != ("none",): raise click.UsageError("--csv and --option are for --near")
   if gradient is not None:
     if write or check: raise click.UsageError(f"--{'write' if write else 'check'} with --gradient: tables of backward kernels are written by hand")
     tables = [backward_table(arch, int(d), gradient, jobs, everything) for arch in archs or SEARCHED for d in classes or map(str, CLASSES)]

@@ -23,7 +23,8 @@ SUMS = {"float16": LaneSums("mfma_f32_4x4x4f16", "half"), "bfloat16": LaneSums("
 # LLVM, AMDGPUBaseInfo.cpp: decodeVmcnt, decodeLgkmcnt
 COUNTERS_ON_CDNA = Counters("vmcnt", "vmcnt", "lgkmcnt", "lgkmcnt", {"vmcnt": ((0, 4), (14, 2)), "lgkmcnt": ((8, 4),)})
 
-# AMD's backward tiles are chosen by the registers that clang 22 needs. None of them was measured.
+# Backward tiles for every problem. They are chosen by the registers that clang 22 needs. Tiles for problems without options, which CDNA3 and CDNA4
+# try before them, are chosen by the predicted time of a problem, too (python -m attn.tune --near). None of them was measured.
 DQ_ON_CDNA = (UpTo(128, BackwardShape(4, 32)), UpTo(256, BackwardShape(4, 32, fenced=8, sparing=True), whole=True),
               UpTo(256, BackwardShape(4, 32, fenced=8, prefetch=0, sparing=True)))
 DKDV_OF_256_ON_CDNA = (UpTo(256, BackwardShape(4, 32, fenced=8, sparing=True, passes=2, read_ahead=1), whole=True),

@@ -48,6 +48,7 @@ CDNA4 = Family("cdna4", wave=64, vgprs=512, busy_waves=4, bf16_pack=True, descri
   apart=("float16", "bfloat16"), loads_to_lds=True, forward=FORWARD_ON_CDNA4, forward_of_bytes=BYTES_ON_CDNA4,
   dq=DQ_ON_CDNA, dkdv=(DKDV_ON_CDNA[0], UpTo(128, BackwardShape(4, 32)), *DKDV_OF_256_ON_CDNA),
   plain_dq=(UpTo(64, BackwardShape(4, 64, prefetch=2)), PLAIN_DQ_128,
+            UpTo(128, BackwardShape(4, 64, prefetch=2), options=("softcap", "alibi", "bias", "dropout_p")),
             *(UpTo(d, BackwardShape(4, 32, fenced=8, prefetch=2, read_ahead=3)) for d in (192, 256))),
   plain_dkdv=(UpTo(128, BackwardShape(4, 64, fenced=8, prefetch=2)), UpTo(192, BackwardShape(4, 32, fenced=4, sparing=True, read_ahead=1))),
   latent=LATENT_ON_CDNA,

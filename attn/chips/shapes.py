@@ -40,6 +40,7 @@ class UpTo(Generic[AnyShape]):
   spills_on: tuple[str, ...] = ()  # chips on which the shape spills registers, whatever the burden
   whole: bool = False              # whether registers are enough only if tensor rows consist of whole 16-byte units and workgroups have all of the
                                    # shape's waves: rows in pieces have more addresses, and with fewer waves each wave loads more
+  options: tuple[str, ...] = ()    # in a table for problems with at most one option: the options that a problem may have; (): it must have none
   llvm: int = EVERY                # newest release of LLVM that the table row is for. Among table rows with the same `up_to`, only those are used
                                    # whose `llvm` is the oldest release that is not older than the compiler
 

@@ -25,9 +25,9 @@ from attn.score.masks import hiding, scattered
 from attn.score.sums import has_sum, sum_over_scores
 from attn.score.terms import varies
 
-# Rows for plain problems are tried before the other rows. Each is for its own class of head dimensions only, for problems without options, with rows
-# of whole units and with enough workgroups to fill the chip. They are chosen by the time predicted from the code of this release of LLVM, and by the
-# registers that this code needs.
+# Rows for plain problems are tried before the other rows. Each is for its own class of head dimensions only, for problems without options or with one
+# of the row's options, with rows of whole units and with enough workgroups to fill the chip. They are chosen by the time predicted from the code of
+# this release of LLVM, and by the registers that this code needs.
 PLAIN_LLVM = 22
 FEWEST_WAVES = 2     # fewest waves of a workgroup in the tables: such a tile is for small grids as well
 
@@ -220,9 +220,9 @@ def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> B
   return BackwardTile(**vars(replace(c, waves=waves, prefetch=prefetch)), matrix=mat, keys=keys)
 
 def _plain(p:Problem, arch:Chip, table:tuple[UpTo[BackwardShape], ...], keys:bool) -> Iterator[UpTo[BackwardShape]]:
-  """Yields the rows of `table` that fit a problem. The rows of this table are for problems without options (bias, softcap, ...)."""
-  if p.options or arch.llvm < PLAIN_LLVM: return
-  for row in (x for x in table if x.up_to == tuned.head_class(p)):
+  """Yields the rows of `table` that fit a problem. The rows of this table are for problems with at most one option (bias, softcap, ...)."""
+  if len(p.options) > 1 or arch.llvm < PLAIN_LLVM: return
+  for row in (x for x in table if x.up_to == tuned.head_class(p) and (p.options[0] in x.options if p.options else not x.options)):
     tile = backward_tile(p, arch, row, keys)
     workgroups = p.B*(p.Hkv if keys else p.H)*ceildiv(p.Sk if keys else p.Sq, tile.block_m)
     waves = row.shape.waves

@@ -17,7 +17,7 @@ with needs("isa", "python -m attn.isa", __name__):
   from click.core import ParameterSource
   from rich.console import Console
   from attn.isa import check, costs, table
-  from attn.isa.timing import control, costs_file, decoding, drawing, kernels, published, tables
+  from attn.isa.timing import control, costs_file, decoding, drawing, kernels, orders, published, tables
 
 class ReportByDefault(click.Group):
   """Group of commands in which `python -m attn.isa WHAT` means `python -m attn.isa report WHAT`."""
@@ -209,6 +209,15 @@ def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, cau
 def decoding_command(write:Path|None) -> None:
   """Print predicted times of decoding over caches of 16 and of 8 bits on AMD's chips."""
   text = decoding.decoding_table()
+  if write is None: click.echo(text, nl=False)
+  else: write.write_text(text)
+
+@main.command("orders")
+@click.option("--card", "cards", multiple=True, type=click.Choice(tuple(orders.CARDS_OF_ORDERS)), help="Only these cards. [default: all of these]")
+@click.option("--write", type=NewFile(), help="Write the table to this file.")
+def orders_command(cards:tuple[str, ...], write:Path|None) -> None:
+  """Print predicted times of forward kernels with other orders of heads in the grid."""
+  text = orders.order_table(cards or tuple(orders.CARDS_OF_ORDERS))
   if write is None: click.echo(text, nl=False)
   else: write.write_text(text)
 

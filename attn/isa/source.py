@@ -31,6 +31,10 @@ from attn.tinygrad_compat import TINYGRAD_VERSION, UOp
 from attn.values import FLOATS, INTS
 
 MASKS = ("full", "causal")
+WINDOW = 1024     # the option "window": a query sees at most this many keys before its own place and, without a causal mask, as many behind it
+OPTIONS: dict[str, dict[str, Any]] = {     # fields of the Problem of a kernel with one option
+  "window": {}, "softcap": {"softcap": 30.0}, "alibi": {"alibi": (True,)}, "bias": {"bias": (False, False, True, True)},
+  "dropout": {"dropout_p": 0.1}}
 DTYPES_OF_KERNELS = (*MATRIX_DTYPES, *OF_8_BITS)
 # kernels of a problem; decode: one query per sequence; all: gradients of q, k and v at once; mla: latent attention, where V is part of K
 FORWARD, DECODE, BACKWARD, ALL, LATENT = "forward", "decode", ("dq", "dkdv"), "all", "mla"
@@ -40,23 +44,28 @@ KNOWN = (*MODELLED, *(name for name, chip in CHIPS.items() if chip.unit.mma))   
 
 @dataclass(frozen=True, order=True)
 class Spec:
-  """Name of a kernel of attn: its chip, head dimension, dtype, mask and kind, as in gfx942/128/float16/causal/dq."""
+  """Name of a kernel of attn: its chip, head dimension, dtype, mask and kind, as in gfx942/128/float16/causal/dq. The mask may be followed by an
+  option, as in gfx942/128/float16/causal+softcap/dq."""
   arch: str
   d: int
   dtype: str = "float16"
   mask: str = "full"
   kernel: str = FORWARD
+  option: str = ""
 
   def __post_init__(self) -> None:
     for name, value, known in (("arch", self.arch, KNOWN), ("dtype", self.dtype, DTYPES_OF_KERNELS), ("mask", self.mask, MASKS),
-                               ("kernel", self.kernel, (FORWARD, *DECODING, *BACKWARD, ALL, LATENT))):
-      if value not in known: raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}")
+                               ("kernel", self.kernel, (FORWARD, *DECODING, *BACKWARD, ALL, LATENT)), ("option", self.option, ("", *OPTIONS))):
+      if value not in known: raise ValueError(f"{name} {value!r} is not one of {', '.join(filter(None, known))}")
+    if self.option and (self.kernel in (*DECODING, LATENT) or self.dtype in OF_8_BITS):
+      raise ValueError(f"{self}: an option such as {self.option} is named only for forward and backward kernels with {' or '.join(MATRIX_DTYPES)}")
     if self.kernel == "decode_fp8" and not get_chip(self.arch).fp8: raise ValueError(f"{self}: {self.arch} does not convert 8-bit floats")
     if self.kernel != LATENT and not 1 <= self.d <= MAX_D:
       raise ValueError(f"D={self.d}: must be within D=1 to {MAX_D}, or for kernel {LATENT} within D={MAX_D + 1} to {UP_TO['D']}")
     if self.kernel == LATENT and not MAX_D < self.d <= UP_TO["D"]: raise ValueError(f"{self}: {LATENT} is for D={MAX_D + 1} to {UP_TO['D']}")
 
-  def __str__(self) -> str: return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}" + f"/{self.kernel}"*(self.kernel != FORWARD)
+  def __str__(self) -> str:
+    return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}" + f"+{self.option}"*(self.option != "") + f"/{self.kernel}"*(self.kernel != FORWARD)
   @property
   def together(self) -> tuple[Spec, ...]:
     """The specs of all kernels that do one piece of work together, this kernel's spec included. The two backward kernels, dq and dkdv, work together;
@@ -65,11 +74,14 @@ class Spec:
 
   @classmethod
   def parse(cls, word:str) -> Spec:
-    """Returns the kernel that a word such as gfx942/128[/float16[/causal[/dq]]] names."""
+    """Returns the kernel that a word such as gfx942/128[/float16[/causal[+softcap][/dq]]] names."""
     arch, d, *rest = word.split("/")
     if not d.isdigit() or len(rest) > 3:
-      raise ValueError(f"{word!r} is no kernel: must be ARCH/D[/DTYPE[/MASK[/KERNEL]]], such as gfx942/128/bfloat16/causal or .../causal/dq")
-    return cls(arch, int(d), *rest)
+      raise ValueError(f"{word!r} is no kernel: must be ARCH/D[/DTYPE[/MASK[+OPTION][/KERNEL]]], such as gfx942/128/bfloat16/causal or .../causal/dq")
+    dtype, mask, kernel = (*rest, *("float16", "full", FORWARD)[len(rest):])
+    mask, plus, option = mask.partition("+")
+    if plus and not option: raise ValueError(f"{word!r} names no option after the +: must be one of {', '.join(OPTIONS)}")
+    return cls(arch, int(d), dtype, mask, kernel, option)
 
 PythonLine = tuple[str, int]    # file and line
 
@@ -114,7 +126,8 @@ def uneven_shape(spec:Spec) -> Shape:
 
 def problem_of_spec(spec:Spec, shape:Shape|None=None) -> Problem:
   x = shape or usual_shape(spec)
-  window = (-1, 0 if spec.mask == "causal" else -1)
+  reach = WINDOW if spec.option == "window" else -1
+  window = (reach, 0 if spec.mask == "causal" else reach)
   if spec.kernel == LATENT:
     return Problem(x.b, x.h, x.hkv, DECODED, x.n, spec.d, spec.d - ROTARY, dtype=spec.dtype, out_dtype=spec.dtype, window=window,
                    offset=x.n - DECODED, softmax_scale=spec.d**-0.5, v_in_k=True)
@@ -122,7 +135,7 @@ def problem_of_spec(spec:Spec, shape:Shape|None=None) -> Problem:
   of_bytes = {"out_dtype": "bfloat16", **dict.fromkeys(INPUT_SCALES, 1)} if spec.dtype in OF_8_BITS else {"out_dtype": spec.dtype}
   return Problem(x.b, x.h, x.hkv, queries, x.n, spec.d, spec.d, dtype=spec.dtype, **of_bytes, window=window,
                  offset=x.n - queries if x.queries else 0, softmax_scale=spec.d**-0.5, num_splits=splits, deterministic=spec.kernel != ALL,
-                 **stored_fields(spec, x))
+                 **stored_fields(spec, x), **OPTIONS.get(spec.option, {}))
 
 def stored_fields(spec:Spec, x:Shape) -> dict[str, Any]:
   """Returns the fields of a Problem that describe a cache of 8 bits, or an empty dict if the kernel reads one of 16 bits."""

@@ -4,20 +4,22 @@ The search starts from the tile in use. It tries every tile that differs from th
 and goes on from the fastest of them until no such tile is faster. The time counts the matrix work, the caches and the memory of a card at the clock
 that it sustains under matrix work. Beside each time stand the bytes that the tile moves."""
 from __future__ import annotations
-import functools, math
-from collections.abc import Callable, Iterator, Mapping
+import csv, functools, io, itertools, math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
-from attn.chips import get_chip
+from attn.cache.tuned import CLASSES
+from attn.chips import SEARCHED, get_chip
 from attn.chips.shapes import BackwardShape, ForwardShape, UpTo
-from attn.choose.backward_tiles import backward_tile
+from attn.choose.backward_tiles import amd_backward_tile, backward_tile
 from attn.choose.rows import misfit
-from attn.choose.tiles import amd_tile
-from attn.compilers.clang import assembly
+from attn.choose.tiles import amd_tile, choose_amd_tile
+from attn.compilers.clang import assembly, toolchain
 from attn.isa.costs import report_of_text
-from attn.isa.source import FORWARD, Spec, chosen, kernel_source, problem_of_spec
+from attn.isa.source import BACKWARD, FORWARD, OPTIONS, Spec, kernel_source, problem_of_spec
 from attn.isa.timing.kernels import ASKED, of_source
 from attn.isa.timing.predict import Prediction, work_of_grid
+from attn.isa.timing.published import csv_text
 from attn.kernels.tiles.amd import BackwardTile, Tile
 from attn.search.backward import BACKWARD_SPACE, backward_held
 from attn.search.forward import LARGEST_TILE, SPACE, VARIANTS, held, whole_and_smooth
@@ -50,9 +52,9 @@ def tile_of(spec:Spec, row:UpTo[Any]) -> Tile|BackwardTile:
   return amd_tile(p, chip, row) if spec.kernel == FORWARD else backward_tile(p, chip, row, spec.kernel == "dkdv")
 
 def row_in_use(spec:Spec) -> UpTo[Any]:
-  """Returns a table row that gives the tile in use for a problem of size ASKED."""
-  chip, tile = get_chip(spec.arch), chosen(spec, shape=ASKED)[1]
-  assert isinstance(tile, Tile|BackwardTile)
+  """Returns the table row whose tile is in use for a problem of size ASKED, with the sizes that the tile has for this problem."""
+  p, chip = problem_of_spec(spec, ASKED), replace(get_chip(spec.arch), llvm=toolchain().llvm)
+  tile = choose_amd_tile(p, chip) if spec.kernel == FORWARD else amd_backward_tile(p, chip, spec.kernel == "dkdv")
   kind = ForwardShape if spec.kernel == FORWARD else BackwardShape
   shape = kind(**{f.name: getattr(tile, f.name) for f in fields(kind)})
   return UpTo(spec.d, shape, matrix=chip.matrix[spec.dtype].index(tile.matrix))
@@ -116,19 +118,46 @@ def gain_of(spec:Spec, row:UpTo[Any], time:Callable[[Spec, UpTo[Any]], Timed|Non
 
 # ***** the table *****
 
-NEAR_COLUMNS = ("chip", "D", "kernel", "tile", "rows x rows of an iteration", "predicted, ms", "MB that a workgroup moves", "GB from L2",
-                "GB from Infinity Cache", "GB from memory", "gain in the worst variant")
+NEAR_COLUMNS = ("chip", "D", "kernel", "option", "which tile", "tile", "predicted, ms", "MB that a workgroup moves", "GB from L2",
+                "GB from Infinity Cache", "GB from memory", "gain in the worst variant", "result")
+KEY = slice(0, 4)     # the columns that name a kernel
+IN_TABLE, BEST, BOTH_IN_ONE = "in the table", "best predicted", "in the table, the best"     # values of the column "which tile"
 
-def cells_of(spec:Spec, what:str, x:Timed, gain:str="") -> tuple[str, ...]:
+def cells_of(spec:Spec, which:str, x:Timed, gain:str="", result:str="") -> tuple[str, ...]:
   gb = (f"{x.prediction.bytes[level]/1e9:.2f}" if level in x.prediction.bytes else "" for level in ("L2", "Infinity Cache", "memory"))
-  name = ", ".join(filter(None, (str(x.tile), x.tile.options)))
-  return spec.arch, str(spec.d), spec.kernel, what, name, f"{x.ms:.3f}", f"{x.read/1e6:.2f}", *gb, gain
+  return (spec.arch, str(spec.d), spec.kernel, spec.option, which, named(x.tile), f"{x.ms:.3f}", f"{x.read/1e6:.2f}", *gb, gain, result)
+
+def named(tile:Tile|BackwardTile) -> str: return ", ".join(filter(None, (str(tile), tile.options)))
+
+def result_of(used:Timed, best:Timed, gain:float) -> str:
+  """Returns whether a table row should get the tile `best` in place of `used`, and if not, why. `gain` is the share by which `best` is faster in the
+  worst variant."""
+  if gain == -math.inf: return "kept: the other spills in a variant"
+  if gain < GAIN: return f"kept: the gain is below {GAIN:.0%} in a variant"
+  if best.tile.block_m < used.tile.block_m: return "kept: with fewer rows of its own, a workgroup reads the others more often"
+  return "better"
 
 def near_table(spec:Spec, time:Callable[[Spec, UpTo[Any]], Timed|None]=timed) -> list[tuple[str, ...]]:
   """Returns the lines of a table with the columns NEAR_COLUMNS: one for the tile in use, and one for the best tile that the search finds. The best
   tile's line is left out if it is not clearly faster (FASTER_BY). The line of the tile in use is left out if it does not compile or spills."""
   used = time(spec, row_in_use(spec))
   best = climb(spec, time)[0]
-  if used is None: return [cells_of(spec, "best predicted", best)]
-  if best.row == used.row or best.ms > (1 - FASTER_BY)*used.ms: return [cells_of(spec, "in the table, the best", used)]
-  return [cells_of(spec, "in the table", used), cells_of(spec, "best predicted", best, f"{gain_of(spec, best.row, time):.1%}")]
+  if used is None: return [cells_of(spec, BEST, best, result="the tile of the table spills")]
+  if best.row == used.row or best.ms > (1 - FASTER_BY)*used.ms: return [cells_of(spec, BOTH_IN_ONE, used)]
+  gain = gain_of(spec, best.row, time)
+  return [cells_of(spec, IN_TABLE, used), cells_of(spec, BEST, best, "" if gain == -math.inf else f"{gain:.1%}", result_of(used, best, gain))]
+
+def read_near(text:str) -> list[tuple[str, ...]]:
+  """Returns the rows of a table that `near_text` has made. Raises ValueError if the table has other columns."""
+  head, *rows = map(tuple, csv.reader(io.StringIO(text)))
+  if head != NEAR_COLUMNS: raise ValueError(f"the columns are {', '.join(head)}, and must be {', '.join(NEAR_COLUMNS)}")
+  return rows
+
+def near_text(rows:Iterable[tuple[str, ...]]) -> str:
+  """Returns rows of `near_table` as the text of a CSV file, in the order of chips, head dimensions, kernels and options. If several searches of one
+  kernel are among the rows, the last one counts."""
+  last: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+  for kernel, lines in itertools.groupby(rows, key=lambda row: row[KEY]): last[kernel] = list(lines)
+  order = (SEARCHED, [str(d) for d in CLASSES], (FORWARD, *BACKWARD), ("", *OPTIONS))
+  kernels = sorted(last, key=lambda kernel: [known.index(x) for known, x in zip(order, kernel)])
+  return csv_text(NEAR_COLUMNS, (line for kernel in kernels for line in last[kernel]))

@@ -201,8 +201,12 @@ def test_tiles_of_mma(fields:str) -> None:
 def test_own_rows_in_lds(arch:str, in_lds:tuple[bool, bool]) -> None:
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=48, tiles=lambda t: replace(t, own_in_lds=in_lds, fenced=2))
 
-ROWS_OF_PLAIN = [(arch, c, keys) for arch in ("gfx90a", *ARCHS) for keys in (False, True)
-                 for c in (get_chip(arch).unit.plain_dkdv if keys else get_chip(arch).unit.plain_dq)]
+ROWS_OF_PLAIN = [(arch, c, keys, option) for arch in ("gfx90a", *ARCHS) for keys in (False, True)
+                 for c in (get_chip(arch).unit.plain_dkdv if keys else get_chip(arch).unit.plain_dq) for option in c.options or ("none",)]
+ONE_OPTION: dict[str, dict[str, Any]] = {     # by the option's name in Problem.options, for a head with 150 queries and 200 keys
+  "none": {}, "softcap": dict(softcap=3.0), "alibi": dict(extras=dict(alibi_slopes=floats(1)**2)),
+  "bias": dict(extras=dict(bias=floats(1, 1, 150, 200))),
+  "dropout_p": dict(dropout_p=0.1, extras=dict(dropout_seed=np.array([7, 9], np.uint32)))}
 
 @amd_in_turn("read_ahead", (3,))
 def test_tiles_of_few_registers(arch:str, read_ahead:int) -> None:
@@ -212,17 +216,19 @@ def test_tiles_of_few_registers(arch:str, read_ahead:int) -> None:
   few = dict(own_in_lds=(True, True), fenced=2, prefetch=0, sparing=True, by_item=True, read_ahead=read_ahead)
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=53, Dv=46, causal=True, tiles=lambda t: replace(t, **few))
 
-def in_turn(arch:str, row:UpTo[BackwardShape]) -> Any: return () if arch == "gfx1201" and row.up_to == 64 else pytest.mark.thorough
+ONE_OPTION_BY_DEFAULT = {("gfx1201", 64, "none"), ("gfx942", 128, "bias"), ("gfx950", 128, "softcap")}
+def in_turn(arch:str, row:UpTo[BackwardShape], option:str) -> Any:
+  return () if (arch, row.up_to, option) in ONE_OPTION_BY_DEFAULT else pytest.mark.thorough
 
-@pytest.mark.parametrize("arch, row, keys", [pytest.param(*x, marks=in_turn(*x[:2])) for x in ROWS_OF_PLAIN])
-def test_tiles_for_problems_without_options(arch:str, row:UpTo[BackwardShape], keys:bool) -> None:
-  """Each tile in the tables for problems without options gives right gradients, also with a last tile that is not full. For grids that are small
-  enough to emulate, dispatch itself would choose other tiles. The dtype is bf16, because the matrix instructions of CDNA2 take a float16 P below
-  6.1e-5 as 0."""
+@pytest.mark.parametrize("arch, row, keys, option", [pytest.param(*x, marks=in_turn(x[0], x[1], x[3])) for x in ROWS_OF_PLAIN])
+def test_tiles_for_problems_with_at_most_one_option(arch:str, row:UpTo[BackwardShape], keys:bool, option:str) -> None:
+  """Each tile in the tables for problems with at most one option gives right gradients, also with a last tile that is not full. For grids that are
+  small enough to emulate, dispatch itself would choose other tiles. The dtype is bf16, because the matrix instructions of CDNA2 take a float16 P
+  below 6.1e-5 as 0."""
   p, chip = problem(D=row.up_to, Sq=300, Sk=300, dtype="bfloat16"), get_chip(arch)
   tile = backward_tile(p, chip, row, keys)
   check_backward_kernels(arch, H=1, Sq=150, Sk=200, D=row.up_to, causal=True, dtype="bfloat16", tiles=lambda t: tile if t.keys == keys else t,
-                         only="dkdv" if keys else "dq")
+                         only="dkdv" if keys else "dq", **ONE_OPTION[option])
 
 def test_part_of_an_operand_is_refused() -> None:
   """Dispatch refuses a tile with fenced=1 on RDNA3. Such a tile puts a compiler fence after every 16-byte unit of a row, but an operand of RDNA3's

@@ -3,13 +3,13 @@
 Each row is one kernel on the first card of its chip, at the rated clock, for 64 sequences of 4096 keys, with 32 query heads on 8 key heads, D = 128.
 VALU per element is the number of vector operations of all lanes in a loop iteration, divided by the elements of K and V that the iteration reads."""
 from __future__ import annotations
-from attn.chips import get_chip
+from collections.abc import Sequence
+from attn.chips import MODELLED, get_chip
 from attn.chips.matrix import MMA
 from attn.isa.costs import report_of
 from attn.isa.source import DECODING, Shape, Spec, chosen
 from attn.isa.timing.kernels import of_spec
 
-DECODING_ON = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201")
 DECODE_WIDTH, DECODE_STEP = 128, Shape(64, 32, 8, 4096)
 OF_DECODING = ("kernel", "card", "GHz", "tile", "key ranges", "VALU per element", "registers", "spills", "us of compute units", "us of memory", "us")
 
@@ -28,5 +28,5 @@ def decoding_line(spec:Spec) -> str:
              f"{us['compute']:.0f}", f"{us['memory']:.0f}", f"{1e6*predicted.seconds:.0f}")
   return ",".join(map(str, (spec, predicted.card.name, *numbers)))
 
-def decoding_table(archs:tuple[str, ...]=DECODING_ON) -> str:
+def decoding_table(archs:Sequence[str]=MODELLED) -> str:
   return "\n".join([",".join(OF_DECODING), *(decoding_line(spec) for arch in archs for spec in decoding_specs(arch))]) + "\n"

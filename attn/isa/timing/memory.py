@@ -28,6 +28,11 @@ def starting_order(trips:Sequence[float], heads:int, sharing:int, together:int, 
   return [GroupWork((group*together + head)//sharing*splits + split, math.ceil(t/splits)) for group in range(heads//together) for t in blocks
           for head in range(together) for split in range(splits)]
 
+def cut_for_dies(work:Sequence[GroupWork], dies:int) -> list[GroupWork]:
+  """Returns an order of workgroups in which each die gets a consecutive part of `work`. The hardware gives workgroups to the dies in turn."""
+  part = -(-len(work)//dies)
+  return [work[i] for first in range(part) for i in range(first, len(work), part)]
+
 def makespan_in_order(work:Sequence[GroupWork], slots:int, dies:int, cycles:float, edges:float) -> float:
   """Returns the cycles until all workgroups have ended. The chip has room for `slots` workgroups at a time, slots//dies on each die. A die starts its
   next workgroup when one of its workgroups ends. A workgroup takes `cycles` cycles for each iteration, and `edges` cycles for what comes before and

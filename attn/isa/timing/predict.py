@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from attn.chips import Card, Chip
 from attn.isa.report import GRADIENTS, PRODUCTS, LoopProducts
-from attn.isa.timing.memory import GroupWork, starting_order, makespan_in_order, rows_fetched
+from attn.isa.timing.memory import GroupWork, cut_for_dies, makespan_in_order, rows_fetched, starting_order
 from attn.isa.timing.trips import Timing
 from attn.kernels.parts.grid.tensors import all_arguments, arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.program.counts import ceildiv
@@ -44,6 +44,7 @@ class Division:
   heads: int = 1                         # query heads whose rows a workgroup owns: row r is query r//heads
   splits: int = 1                        # workgroups that share the iterations of a block of own rows
   together: int = 0                      # heads whose blocks alternate in the order of the grid; 0: all heads
+  dies: int = 1                          # dies among which the order of the grid is cut into consecutive parts; 1: dies take workgroups in turn
 
   def tensors(self, p:Problem) -> Shapes:
     """Returns (shape, dtype) by name of the tensors that the kernel reads and writes."""
@@ -111,7 +112,8 @@ def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
 def work_of_grid(p:Problem, x:Division) -> list[GroupWork]:
   """Returns the workgroups of a problem, divided as `x` says, in the order in which they start."""
   heads = p.B*(p.Hkv if x.keys else p.H//x.heads)
-  return starting_order(trips_of_blocks(p, x), heads, 1 if x.keys else p.H//p.Hkv//x.heads, x.together or heads, x.splits)
+  order = starting_order(trips_of_blocks(p, x), heads, 1 if x.keys else p.H//p.Hkv//x.heads, x.together or heads, x.splits)
+  return cut_for_dies(order, x.dies)
 
 def bytes_of_levels(p:Problem, x:Division, work:list[GroupWork], chip:Chip, slots:int, apart:bool=False) -> dict[str, float]:
   """Returns the number of bytes that each level of memory delivers or takes, for workgroups of which `slots` run at a time. With `apart`, workgroups
