@@ -104,7 +104,7 @@ def file_options(command:Any) -> Any: return with_options(command, FILE_OPTIONS)
 def main() -> None:
   """The machine code of kernels, without a GPU and without ROCm.
 
-  A kernel of attn is named by options or by a word, ARCH/D[/DTYPE[/MASK[/KERNEL]]]. `--arch gfx942 --d 128 --causal` is
+  A kernel of attn is named by options or by a word, ARCH/D[/DTYPE[/MASK[+OPTION][/KERNEL]]]. `--arch gfx942 --d 128 --causal` is
   gfx942/128/float16/causal. With `--gradient dkdv` it is gfx942/128/float16/causal/dkdv: backward takes two kernels, dq and dkdv. `--decode` is
   one query against a long cache, gfx942/128/float16/full/decode."""
 

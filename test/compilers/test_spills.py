@@ -224,7 +224,7 @@ SPILLED_BACKWARD = {
   # Tiles of the tables for problems with one option: long tiles of keys leave few registers.
   **{f"one option on {arch}, {what}": (arch, "dq", {"B": 4, "H": 16, "Hkv": 4, "Sq": 4133, "Sk": 4000, "D": 120, "Dv": 72, "dtype": "bfloat16",
                                                    "causal": "top-left", **given})
-     for arch in ("gfx942", "gfx950") for what, given in (
+     for arch in ("gfx942", "gfx950", "gfx1201") for what, given in (
        ("softcap", {"softcap": 30.0}), ("slopes", option("alibi_slopes", 4, 16)), ("a bias", option("bias", 4, 16, 1, 4000)),
        ("dropout", {"dropout_p": 0.1, "extras": {"dropout_seed": np.empty(2, np.uint32)}}))},
   "no option, D=192 on RDNA": ("gfx1201", "dkdv", {"B": 4, "H": 16, "Sq": 4000, "Sk": 4133, "D": 192, "window": (50, 20), "dtype": "bfloat16"}),
