@@ -26,7 +26,7 @@ from attn.choose.backward_tiles import amd_backward_tile, backward_tile
 from attn.choose.tiles import amd_tile
 from attn.cache.tuned import CLASSES
 from attn.compilers.clang import toolchain
-from attn.isa.source import BACKWARD, FORWARD, OPTIONS, Spec, problem_of_spec
+from attn.isa.source import BACKWARD, FORWARD, ONE_OPTION, Spec, problem_of_spec
 
 def bounds_table(found:Iterable[Class], everything:bool) -> Table:
   table = Table("chip", "D up to", "tile", "waves", "q tiles", "keys", "options", "predicted", "serial", "issued", "overlap", "waves/SIMD",
@@ -76,7 +76,7 @@ SHOWN = 5     # tiles of a backward kernel that are printed without --all
 @click.option("--check", is_flag=True, help="Fail if the tables have other tiles.")
 @click.option("--gradient", type=click.Choice(BACKWARD), help="Search a backward kernel's tiles; its table is written by hand.")
 @click.option("--near", is_flag=True, help="Look only near the tile in use, by the predicted time of a problem (bf16, causal).")
-@click.option("--option", "options", multiple=True, type=click.Choice(("none", *OPTIONS)), default=("none",), show_default=True,
+@click.option("--option", "options", multiple=True, type=click.Choice(("none", *ONE_OPTION)), default=("none",), show_default=True,
               help="With --near: search for problems with this option; none is for problems without options.")
 @click.option("--csv", "path", type=click.Path(dir_okay=False, path_type=Path), help="With --near: write the rows into this file.")
 def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bool, write:bool, check:bool, gradient:str|None, near:bool,

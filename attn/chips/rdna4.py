@@ -35,6 +35,7 @@ DKDV_ON_RDNA4 = (
 PLAIN_DQ_ON_RDNA4 = (
   UpTo(64, BackwardShape(8, 32, prefetch=2)),
   UpTo(128, BackwardShape(4, 32, fenced=2, read_ahead=1), options=("softcap", "alibi", "dropout_p")),
+  UpTo(128, BackwardShape(4, 16, fenced=2, sparing=True, read_ahead=3), options=("bias",)),
   UpTo(192, BackwardShape(2, 16, BOTH, fenced=2, sparing=True, read_ahead=3)),
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3)))
 

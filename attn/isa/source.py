@@ -31,8 +31,8 @@ from attn.tinygrad_compat import TINYGRAD_VERSION, UOp
 from attn.values import FLOATS, INTS
 
 MASKS = ("full", "causal")
-WINDOW = 1024     # the option "window": a query sees at most this many keys before its own place and, without a causal mask, as many behind it
-OPTIONS: dict[str, dict[str, Any]] = {     # fields of the Problem of a kernel with one option
+WINDOW_KEYS = 1024     # the option "window": a query sees at most this many keys before its own place and, without a causal mask, as many behind it
+ONE_OPTION: dict[str, dict[str, Any]] = {     # fields of the Problem of a kernel with one option
   "window": {}, "softcap": {"softcap": 30.0}, "alibi": {"alibi": (True,)}, "bias": {"bias": (False, False, True, True)},
   "dropout": {"dropout_p": 0.1}}
 DTYPES_OF_KERNELS = (*MATRIX_DTYPES, *OF_8_BITS)
@@ -55,7 +55,7 @@ class Spec:
 
   def __post_init__(self) -> None:
     for name, value, known in (("arch", self.arch, KNOWN), ("dtype", self.dtype, DTYPES_OF_KERNELS), ("mask", self.mask, MASKS),
-                               ("kernel", self.kernel, (FORWARD, *DECODING, *BACKWARD, ALL, LATENT)), ("option", self.option, ("", *OPTIONS))):
+                               ("kernel", self.kernel, (FORWARD, *DECODING, *BACKWARD, ALL, LATENT)), ("option", self.option, ("", *ONE_OPTION))):
       if value not in known: raise ValueError(f"{name} {value!r} is not one of {', '.join(filter(None, known))}")
     if self.option and (self.kernel in (*DECODING, LATENT) or self.dtype in OF_8_BITS):
       raise ValueError(f"{self}: an option such as {self.option} is named only for forward and backward kernels with {' or '.join(MATRIX_DTYPES)}")
@@ -80,7 +80,7 @@ class Spec:
       raise ValueError(f"{word!r} is no kernel: must be ARCH/D[/DTYPE[/MASK[+OPTION][/KERNEL]]], such as gfx942/128/bfloat16/causal or .../causal/dq")
     dtype, mask, kernel = (*rest, *("float16", "full", FORWARD)[len(rest):])
     mask, plus, option = mask.partition("+")
-    if plus and not option: raise ValueError(f"{word!r} names no option after the +: must be one of {', '.join(OPTIONS)}")
+    if plus and not option: raise ValueError(f"{word!r} names no option after the +: must be one of {', '.join(ONE_OPTION)}")
     return cls(arch, int(d), dtype, mask, kernel, option)
 
 PythonLine = tuple[str, int]    # file and line
@@ -126,7 +126,7 @@ def uneven_shape(spec:Spec) -> Shape:
 
 def problem_of_spec(spec:Spec, shape:Shape|None=None) -> Problem:
   x = shape or usual_shape(spec)
-  reach = WINDOW if spec.option == "window" else -1
+  reach = WINDOW_KEYS if spec.option == "window" else -1
   window = (reach, 0 if spec.mask == "causal" else reach)
   if spec.kernel == LATENT:
     return Problem(x.b, x.h, x.hkv, DECODED, x.n, spec.d, spec.d - ROTARY, dtype=spec.dtype, out_dtype=spec.dtype, window=window,
@@ -135,7 +135,7 @@ def problem_of_spec(spec:Spec, shape:Shape|None=None) -> Problem:
   of_bytes = {"out_dtype": "bfloat16", **dict.fromkeys(INPUT_SCALES, 1)} if spec.dtype in OF_8_BITS else {"out_dtype": spec.dtype}
   return Problem(x.b, x.h, x.hkv, queries, x.n, spec.d, spec.d, dtype=spec.dtype, **of_bytes, window=window,
                  offset=x.n - queries if x.queries else 0, softmax_scale=spec.d**-0.5, num_splits=splits, deterministic=spec.kernel != ALL,
-                 **stored_fields(spec, x), **OPTIONS.get(spec.option, {}))
+                 **stored_fields(spec, x), **ONE_OPTION.get(spec.option, {}))
 
 def stored_fields(spec:Spec, x:Shape) -> dict[str, Any]:
   """Returns the fields of a Problem that describe a cache of 8 bits, or an empty dict if the kernel reads one of 16 bits."""

@@ -16,7 +16,7 @@ from attn.choose.rows import misfit
 from attn.choose.tiles import amd_tile, choose_amd_tile
 from attn.compilers.clang import assembly, toolchain
 from attn.isa.costs import report_of_text
-from attn.isa.source import BACKWARD, FORWARD, OPTIONS, Spec, kernel_source, problem_of_spec
+from attn.isa.source import BACKWARD, FORWARD, ONE_OPTION, Spec, kernel_source, problem_of_spec
 from attn.isa.timing.kernels import ASKED, of_source
 from attn.isa.timing.predict import Prediction, work_of_grid
 from attn.isa.timing.published import csv_text
@@ -120,14 +120,14 @@ def gain_of(spec:Spec, row:UpTo[Any], time:Callable[[Spec, UpTo[Any]], Timed|Non
 
 NEAR_COLUMNS = ("chip", "D", "kernel", "option", "which tile", "tile", "predicted, ms", "MB that a workgroup moves", "GB from L2",
                 "GB from Infinity Cache", "GB from memory", "gain in the worst variant", "result")
-KEY = slice(0, 4)     # the columns that name a kernel
+NAME_CELLS = slice(0, 4)     # the columns that name a kernel
 IN_TABLE, BEST, BOTH_IN_ONE = "in the table", "best predicted", "in the table, the best"     # values of the column "which tile"
 
 def cells_of(spec:Spec, which:str, x:Timed, gain:str="", result:str="") -> tuple[str, ...]:
   gb = (f"{x.prediction.bytes[level]/1e9:.2f}" if level in x.prediction.bytes else "" for level in ("L2", "Infinity Cache", "memory"))
-  return (spec.arch, str(spec.d), spec.kernel, spec.option, which, named(x.tile), f"{x.ms:.3f}", f"{x.read/1e6:.2f}", *gb, gain, result)
+  return (spec.arch, str(spec.d), spec.kernel, spec.option, which, tile_text(x.tile), f"{x.ms:.3f}", f"{x.read/1e6:.2f}", *gb, gain, result)
 
-def named(tile:Tile|BackwardTile) -> str: return ", ".join(filter(None, (str(tile), tile.options)))
+def tile_text(tile:Tile|BackwardTile) -> str: return ", ".join(filter(None, (str(tile), tile.options)))
 
 def result_of(used:Timed, best:Timed, gain:float) -> str:
   """Returns whether a table row should get the tile `best` in place of `used`, and if not, why. `gain` is the share by which `best` is faster in the
@@ -157,7 +157,7 @@ def near_text(rows:Iterable[tuple[str, ...]]) -> str:
   """Returns rows of `near_table` as the text of a CSV file, in the order of chips, head dimensions, kernels and options. If several searches of one
   kernel are among the rows, the last one counts."""
   last: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-  for kernel, lines in itertools.groupby(rows, key=lambda row: row[KEY]): last[kernel] = list(lines)
-  order = (SEARCHED, [str(d) for d in CLASSES], (FORWARD, *BACKWARD), ("", *OPTIONS))
+  for kernel, lines in itertools.groupby(rows, key=lambda row: row[NAME_CELLS]): last[kernel] = list(lines)
+  order = (SEARCHED, [str(d) for d in CLASSES], (FORWARD, *BACKWARD), ("", *ONE_OPTION))
   kernels = sorted(last, key=lambda kernel: [known.index(x) for known, x in zip(order, kernel)])
   return csv_text(NEAR_COLUMNS, (line for kernel in kernels for line in last[kernel]))

@@ -22,7 +22,7 @@ def test_orders_of_a_problem() -> None:
   """12 heads have no order in which 8 alternate, and only a chip of several dies has an order for its dies."""
   x = Division(128, 64, together=4)
   found = orders.orders_of(x, 12, 8)
-  assert tuple(found) == orders.ORDERS and found["8 heads alternate"] is None and found["in use, ms"] == x
+  assert tuple(found) == orders.HEAD_ORDERS and found["8 heads alternate"] is None and found["in use, ms"] == x
   assert [y.together for y in found.values() if y is not None] == [4, 12, 1, 1]
   assert orders.orders_of(x, 16, 1)[orders.DIES] is None
 

@@ -12,8 +12,8 @@ from attn.chips.shapes import BackwardShape, UpTo
 from attn.isa.source import BACKWARD, FORWARD, Spec
 from attn.isa.timing.kernels import ASKED, of_spec
 from attn.isa.timing.predict import Prediction
-from attn.search.near import (BEST, BOTH_IN_ONE, IN_TABLE, NUMBERS_CHANGED, Timed, cells_of, climb, gain_of, named, near_rows, near_table, near_text,
-                              read_near, row_in_use, tile_of, timed, usable)
+from attn.search.near import (BEST, BOTH_IN_ONE, IN_TABLE, NUMBERS_CHANGED, Timed, cells_of, climb, gain_of, near_rows, near_table, near_text,
+                              read_near, row_in_use, tile_of, tile_text, timed, usable)
 
 SPEC = Spec("gfx942", 128, "bfloat16", "causal", "dq")
 BYTES = {"L2": 2e9, "memory": 1e9}
@@ -98,7 +98,7 @@ IN_USE = [row for row in ROWS if row[4] in (IN_TABLE, BOTH_IN_ONE)]
 def test_the_file_has_the_tiles_of_the_tables() -> None:
   """docs/data/search_near.csv names the tile that attn uses for each kernel in the file, and no row says that another tile is better."""
   assert {row[0] for row in IN_USE} <= set(SEARCHED) and {row[2] for row in IN_USE} == {FORWARD, *BACKWARD}
-  for row in IN_USE: assert named(tile_of(spec := spec_of(row), row_in_use(spec))) == row[5], spec
+  for row in IN_USE: assert tile_text(tile_of(spec_of(row), row_in_use(spec_of(row)))) == row[5], row
   assert not [row for row in ROWS if row[-1] == "better"]
 
 @pytest.mark.sample(2)

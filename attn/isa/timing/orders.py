@@ -11,37 +11,37 @@ from attn.isa.timing.kernels import Predicted, of_spec
 from attn.isa.timing.predict import Division, at_both_clocks
 from attn.isa.timing.published import csv_text
 
-WIDTH, TOGETHER = 128, (1, 8)     # head dimension; heads that alternate in an order
+HEAD_WIDTH, HEADS_TOGETHER = 128, (1, 8)     # head dimension; heads that alternate in an order
 CARDS_OF_ORDERS = {"MI300X": "gfx942", "MI355X": "gfx950", "RX 7900 XTX": "gfx1100", "RX 9070 XT": "gfx1201"}
 # heads fewer and more than the dies, no multiple of the dies, shared keys; K and V that fit into the caches, and that do not
 SHAPES_OF_ORDERS = (Shape(4, 32, 32, 4096), Shape(1, 16, 16, 16384), Shape(16, 16, 16, 16384), Shape(1, 64, 8, 8192), Shape(2, 12, 12, 8192),
                     Shape(1, 20, 4, 16384), Shape(8, 32, 8, 2048), Shape(1, 5, 5, 32768))
 ALTERNATE, DIES = "all heads alternate", "a die has consecutive heads"
-def name_of(together:int) -> str: return f"{together} heads alternate" if together > 1 else "one head after another"
-ORDERS = ("in use, ms", ALTERNATE, *map(name_of, TOGETHER), DIES)
-ORDER_COLUMNS = ("card", "B, H/Hkv, N, mask", "order in use", *ORDERS)
+def alternating(together:int) -> str: return f"{together} heads alternate" if together > 1 else "one head after another"
+HEAD_ORDERS = ("in use, ms", ALTERNATE, *map(alternating, HEADS_TOGETHER), DIES)
+ORDER_COLUMNS = ("card", "B, H/Hkv, N, mask", "order in use", *HEAD_ORDERS)
 
 def orders_of(x:Division, heads:int, dies:int) -> dict[str, Division|None]:
-  """Returns, for each of ORDERS, the division of a problem with this order, or None if the number of heads or of dies allows no such order. `x` has
-  the order in use. There are `heads` heads in all batches."""
-  found: dict[str, Division|None] = {ORDERS[0]: x, ALTERNATE: replace(x, together=heads)}
-  found |= {name: replace(x, together=n) if heads % n == 0 else None for name, n in zip(ORDERS[2:], TOGETHER)}
+  """Returns the division of a problem for each of HEAD_ORDERS, or None if the number of heads or of dies allows no such order. `x` has the order in
+  use. There are `heads` heads in all batches."""
+  found: dict[str, Division|None] = {HEAD_ORDERS[0]: x, ALTERNATE: replace(x, together=heads)}
+  found |= {name: replace(x, together=n) if heads % n == 0 else None for name, n in zip(HEAD_ORDERS[2:], HEADS_TOGETHER)}
   return found | {DIES: replace(x, together=1, dies=dies) if dies > 1 else None}
 
 def order_row(card:str, mask:str, shape:Shape) -> tuple[str, ...]:
   """Compiles the kernel for a problem, and returns the problem's row of the table. Times of other orders are ratios to the time of the order in use.
   A cell is empty if there is no such order."""
   chip = get_chip(CARDS_OF_ORDERS[card])
-  found = of_spec(Spec(chip.name, WIDTH, "bfloat16", mask), shape, lines=False)
+  found = of_spec(Spec(chip.name, HEAD_WIDTH, "bfloat16", mask), shape, lines=False)
   assert found.problem is not None and found.division is not None
   heads = found.problem.all_heads//found.division.heads
-  seconds = {name: seconds_of(found, x, card) for name, x in orders_of(found.division, heads, chip.caches.dies).items() if x is not None}
-  used = seconds[ORDERS[0]]
-  ratios = (f"{seconds[name]/used:.3f}" if name in seconds else "" for name in ORDERS[1:])
-  in_use = ALTERNATE if found.division.together in (0, heads) else name_of(found.division.together)
+  seconds = {name: seconds_in_order(found, x, card) for name, x in orders_of(found.division, heads, chip.caches.dies).items() if x is not None}
+  used = seconds[HEAD_ORDERS[0]]
+  ratios = (f"{seconds[name]/used:.3f}" if name in seconds else "" for name in HEAD_ORDERS[1:])
+  in_use = ALTERNATE if found.division.together in (0, heads) else alternating(found.division.together)
   return card, f"{shape.b}, {shape.h}/{shape.hkv}, {shape.n}, {mask}", in_use, f"{1e3*used:.2f}", *ratios
 
-def seconds_of(found:Predicted, x:Division, card:str) -> float:
+def seconds_in_order(found:Predicted, x:Division, card:str) -> float:
   assert found.problem is not None
   rated, sustained = at_both_clocks(found.problem, found.timing, x, next(c for c in found.timing.chip.cards if c.name == card))
   return (sustained or rated).seconds
