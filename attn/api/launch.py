@@ -7,17 +7,18 @@ from attn.api.checked_call import CheckedCall
 from attn.api.dropout import drawn_seed, first_of_each
 from attn.api.pages import plain_attention_of_pages
 from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_device, checked_ast, region
-from attn.calls.gradient import INPUTS, gradient_of, lse_axes, no_gradient
+from attn.calls.gradient import INPUTS, OUTPUTS, gradient_of, lse_axes, no_gradient
+from attn.calls.kept_graphs import Graph, kept_graph
 from attn.calls.placement import AXES, Placement, empty, place
 from attn.calls.plain import plain_attention
 from attn.calls.tile_lists import lists_made_last, tile_lists
 from attn.calls.views import flat_buffer
 from attn.choose.backward import can_differentiate, choose_backward
-from attn.choose.dispatch import Choice, combine_of, program_of
+from attn.choose.dispatch import Choice, asked_for, combine_of, program_of
 from attn.choose.tile_lists import listing, with_lists
 from attn.kernels.combine import combine_arguments
 from attn.kernels.parts.grid.tensors import arguments, of_backward, split_into
-from attn.parallel.context import first_launch, run_shared_rows
+from attn.parallel.context import first_launch, in_buffers, run_shared_rows
 from attn.parallel.context_gradient import with_context_gradient
 from attn.problem import Problem
 from attn.tinygrad_compat import TRAINING, Tensor, UOp, forget_oldest_kernels
@@ -122,8 +123,13 @@ def run_across(c:CheckedCall) -> list[Tensor]:
   asks for them."""
   def attend_part(p:Problem, tensors:dict[str, Tensor], device:str, into:Sequence[Tensor]) -> list[Tensor]:
     return run(CheckedCall(p, tensors, c.arch, Placement(device), into[0] if into else None, into=tuple(into[1:]), part=True))
-  choose_backward(first_launch(c.problem, c.shared_rows.shards), c.arch, c.choice().kernel)     # raises as in run_three_pass
-  return deliver(c, *with_context_gradient(c.shared_rows, *run_shared_rows(c.shared_rows, c.tensors, attend_part)))
+  def graph(inputs:Graph) -> dict[str, UOp]:
+    choose_backward(first_launch(c.problem, shared.shards), c.arch, c.choice().kernel)     # raises as in run_three_pass
+    return run_shared_rows(shared, inputs, attend_part)
+  shared, inputs = c.shared_rows, {name: in_buffers(t.uop) for name, t in c.tensors.items()}
+  found = kept_graph((shared, asked_for(), bool(TRAINING)), inputs, graph)
+  outputs = {name: found.pop(name) for name in OUTPUTS}
+  return deliver(c, *with_context_gradient(shared, outputs, found | inputs))
 
 def check_devices(c:CheckedCall) -> None:
   """Raises ValueError if the call asks for kernels of another chip than the chip of the call's devices."""

@@ -9,7 +9,7 @@ the results, o and lse in one buffer, and one kernel on each device merges the r
 of one device after another, and merges the results. These keys are copied into two buffers in turn."""
 from __future__ import annotations
 import functools, itertools, math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from attn import values
 from attn.calls.checked_kernel import CheckedKernel, KernelFunction, checked_ast, region
@@ -322,7 +322,7 @@ def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
     taken.append((y, name, call))
   for y, name, call in taken: y.slots[n % SLOTS][name] = also_after(y.slots[n % SLOTS][name], call)
 
-def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
+def gathered_over(c:SharedRows, inputs:Mapping[str, UOp], held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
   """Computes attention by gathering keys: fills the `outputs` on each device, and returns the UOp of the last launch. `inputs` are the tensors by
   name, `held` has the part of each tensor on each device, and `attend` makes one launch. A launch computes all queries of a device over all keys, for
   some heads. While it runs, the keys for the next heads are copied from other devices. A device copies its own keys for the next heads before the
@@ -458,11 +458,10 @@ def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:
     states = {name: u.after(call) for name, u in states.items()}
   return call
 
-def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> tuple[dict[str, UOp], dict[str, UOp]]:
-  """Computes attention of `tensors`, whose rows are sharded over devices. `attend` makes one launch. Returns two mappings by name. The first has o
-  and lse, sharded like q, as buffers that are still to be filled. The second has what a gradient needs: the inputs in buffers, and the filled
-  outputs, under the names merged_o, merged_lse and merged_lse_rest. Give both to `with_context_gradient`."""
-  inputs = {name: in_buffers(t.uop) for name, t in tensors.items()}
+def run_shared_rows(c:SharedRows, inputs:Mapping[str, UOp], attend:Attend) -> dict[str, UOp]:
+  """Computes attention of `inputs`, tensors in buffers, whose rows are sharded over devices. `attend` makes one launch. Returns tensors by name: o and
+  lse, sharded like q, as buffers that are still to be filled, and the filled outputs, which a gradient needs, under the names merged_o, merged_lse
+  and merged_lse_rest. Give all of them to `with_context_gradient`."""
   held = {name: shards_of(u) for name, u in inputs.items()}
   shapes, layout = c.own.shapes, c.problem.layout
   axes = {name: AXES[layout] if name == "o" else lse_axes(layout) for name in c.own.outputs}
@@ -471,8 +470,7 @@ def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> t
   def on_all(name:str) -> UOp:
     u = buffers[name]
     return u if c.shards.queries is None or isinstance(u.device, str) else u.unshard(axes[name].index("rows"))
-  outputs = {name: on_all(name) for name in OUTPUTS}
-  return outputs, {f"merged_{name}": u.after(call) for name, u in buffers.items()} | inputs
+  return {name: on_all(name) for name in OUTPUTS} | {f"merged_{name}": u.after(call) for name, u in buffers.items()}
 
 def exchanged(c:SharedRows, parts:list[list[ContextPart]]) -> list[list[ContextPart]]:
   """Lets the devices exchange their results: merges the partial results of each device into one, and copies it once to every other device. Returns

@@ -8,9 +8,11 @@ import functools
 from dataclasses import dataclass, replace
 from attn.calls.gradient import INPUTS, OUTPUTS, kernels_with_tiles, lse_axes, of_outputs, plain_gradients, sink_gradient, written_by
 from attn.calls.history import keep_inputs
+from attn.calls.kept_graphs import Graph, kept_graph
 from attn.calls.placement import AXES, rows_dimension
 from attn.calls.plain import bhsd, from_bhs
 from attn.choose.backward import can_differentiate, choose_parts, tiles_of
+from attn.choose.dispatch import asked_for
 from attn.kernels.parts.grid.tensors import log_sums
 from attn.parallel.context import SharedRows, filled_with_rows, in_buffers, launch_problem, launch_tensors, passed, rows_in_buffer, shards_of
 from attn.parallel.sequence import in_order, shard_sequence
@@ -88,9 +90,9 @@ def summed(c:SharedRows, each:list[Tensor]) -> list[Tensor]:
 
 def passed_gradients(c:SharedRows, inputs:dict[str, UOp], merged:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
   """Computes the gradients of q, k, v and the sinks with the backward kernels, while the parts of k and v go from device to device. `given` has the
-  gradients of o and lse, divided like the outputs in `merged`."""
+  gradients of o and lse, in buffers, divided like the outputs in `merged`."""
   p, held = c.problem, {name: shards_of(u) for name, u in (inputs | merged).items()}
-  for name, g in given.items(): held[f"d{name}"] = shards_of(in_buffers(g))
+  for name, g in given.items(): held[f"d{name}"] = shards_of(g)
   if "do" not in held: held["do"] = [filled_with_rows(Tensor.zeros(*u.shape, dtype=u.dtype, device=u.device).uop) for u in held["o"]]
   keys = {name: held[name] for name in ("k", "v")}
   dq: list[list[RowGradient]] = [[] for _ in c.devices]
@@ -143,7 +145,7 @@ def gathered_gradients(c:SharedRows, inputs:dict[str, UOp], given:dict[str, UOp]
     if name in lengths: return shard_sequence(Tensor(u), c.devices, axis(name), order).uop
     return Tensor(u).shard(c.devices).uop
   found = plain_gradients(p, {name: gathered(name, u) for name, u in inputs.items()},
-                          {name: gathered(name, in_buffers(u)) for name, u in given.items()})
+                          {name: gathered(name, u) for name, u in given.items()})
   return {name: dealt(name, u) for name, u in found.items()}
 
 # ***** the grad_fxn *****
@@ -158,14 +160,21 @@ class ContextGradient:
     """Returns the gradient of each input of the call, or None for an input that has no gradient. `args` are the gradients of the outputs, without
     outputs that have no gradient. The last element of `args` is the call, unless the call is given by name."""
     check_differentiable(self.shared.problem)
-    c, (gradients, call) = self.shared, (args[:-1], args[-1]) if call is None else (args, call)
+    gradients, call = (args[:-1], args[-1]) if call is None else (args, call)
     t = dict(zip(self.names, call.src[1:]))
     given = {name: lying_as(g, t[name]) for name, g in of_outputs(gradients, {name: t[name] for name in OUTPUTS}).items()}
+    of_call = {name: u for name, u in t.items() if name not in OUTPUTS}
+    found = kept_graph((self, asked_for()), of_call | {f"d{name}": in_buffers(g) for name, g in given.items()}, self.graph)
+    return tuple(found.get(name) for name in self.names)
+  def graph(self, t:Graph) -> dict[str, UOp]:
+    """Returns the gradients by the names of the inputs. `t` has the inputs, the filled outputs of the call, and the gradients `do` and `dlse` of its
+    outputs, if they exist."""
+    c, given = self.shared, {name: t[f"d{name}"] for name in OUTPUTS if f"d{name}" in t}
     inputs, merged = {name: t[name] for name in INPUTS if name in t}, {name: t[f"merged_{name}"] for name in c.own.outputs}
     found: dict[str, UOp] = {}
     if not (kernels := by_kernels(c)) or any(name in inputs for name in TERM_TENSORS): found |= gathered_gradients(c, inputs, given)
     if kernels: found |= passed_gradients(c, inputs, merged, given)
-    return tuple(found.get(name) for name in self.names)
+    return found
 
 @cache_of_kernels
 def context_gradient(c:SharedRows, names:tuple[str, ...]) -> ContextGradient:

@@ -1,0 +1,85 @@
+"""Records how an expression of tinygrad is made of its inputs, and makes the same expression of other inputs, without the code that made it first."""
+from __future__ import annotations
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from tinygrad.uop.ops import Ops, UOp
+from attn.tinygrad_compat.uops import begins_at, new_uop
+
+PARTS_OF_VIEW = (Ops.RESHAPE, Ops.UNSHARD, Ops.AFTER)
+STANDING_FOR_MEMORY = (Ops.BUFFER, Ops.CONTIGUOUS)
+OF_SHAPE = vars(UOp)["_shape"].nm     # under this name a UOp keeps its shape
+
+@dataclass(frozen=True)
+class Inputs:
+  """Inputs of an expression, as buffers and what else changes from call to call.
+
+  changing: the UOps that change: the buffers of the inputs, and the calls and stores after which the inputs have their values; each UOp once
+  form: everything else about the inputs. Inputs of equal form differ in nothing but `changing`"""
+  changing: tuple[UOp, ...]
+  form: tuple[Any, ...]
+
+def inputs_of(tensors:Iterable[UOp]) -> Inputs|None:
+  """Divides inputs into UOps that change from call to call and into their form. An input must be a buffer, or the `contiguous()` of an expression,
+  and may be reshaped, sharded, or wait for calls. Returns None if an input is anything else, or if kernels would have to copy it because it begins in
+  the middle of a 16-byte unit."""
+  changing, form = dict[UOp, int](), list[Any]()
+  for u in tensors:
+    while u.op in PARTS_OF_VIEW:
+      after = [changing.setdefault(x, len(changing)) for x in u.src[1:]] if u.op is Ops.AFTER else u.src[1:]
+      form.append((u.op, u.arg, u.tag, *after))
+      u = u.src[0]
+    if u.op not in STANDING_FOR_MEMORY or begins_at(u): return None
+    form.append((u.op, u.dtype, u.shape, u.device, u.axis, u.tag, changing.setdefault(u, len(changing))))
+  return Inputs(tuple(changing), tuple(form))
+
+@dataclass(frozen=True)
+class Step:
+  """One UOp of an expression: its fields, where its sources are, and what tinygrad has found out about the UOp. `src` has indices of values: of the
+  UOps that change, then of the constant parts of the expression, then of the steps so far."""
+  op: Ops
+  dtype: Any
+  src: tuple[int, ...]
+  arg: Any
+  tag: Any
+  shape: tuple[int, ...]|None
+  def made(self, values:Sequence[UOp]) -> UOp:
+    """Makes the UOp. A buffer becomes a new one."""
+    arg = replace(self.arg, slot=next(UOp.unique_num)) if self.op is Ops.BUFFER else self.arg
+    u = new_uop(self.op, tuple([values[i] for i in self.src]), self.dtype, arg)
+    if self.tag is not None: u = u.rtag(self.tag)
+    u.__dict__[OF_SHAPE] = self.shape     # tinygrad would compute it from the shapes of all sources
+    return u
+
+@dataclass(frozen=True)
+class Recipe:
+  """How an expression is made of the UOps that change from call to call. `constant` are the parts of the expression that don't depend on these UOps,
+  such as kernels, `steps` make the rest, and `results` has the indices of the results among all values."""
+  constant: tuple[UOp, ...]
+  steps: tuple[Step, ...]
+  results: tuple[int, ...]
+  def made(self, changing:Sequence[UOp]) -> Iterator[UOp]:
+    """Makes the expression of other UOps in place of those that change, with new buffers. Yields the results."""
+    values = [*changing, *self.constant]
+    for step in self.steps: values.append(step.made(values))
+    return (values[i] for i in self.results)
+
+def next_buffer() -> int:
+  """Returns a number below the numbers of all buffers that are made later."""
+  return int(next(UOp.unique_num))
+
+def recipe_of(results:Iterable[UOp], changing:tuple[UOp, ...], first:int) -> Recipe|None:
+  """Records how the expression with these `results` is made of the UOps `changing`. Buffers with numbers from `first` on belong to the expression.
+  Returns None if the expression reads any other buffer, because such a buffer may be another one in the next call."""
+  results, known = tuple(results), frozenset(changing)
+  *nodes, _ = UOp.sink(*results).toposort(gate=lambda u: u not in known, enter_calls=False)
+  if any(u.op is Ops.BUFFER and u.arg.slot < first for u in nodes): return None
+  varying = dict.fromkeys(changing)
+  for u in nodes:
+    if u.op is Ops.BUFFER or any(x in varying for x in u.src): varying[u] = None
+  made = list(varying)[len(changing):]
+  constant = dict.fromkeys(x for x in itertools.chain(results, *(u.src for u in made)) if x not in varying)
+  place = {u: i for i, u in enumerate((*changing, *constant, *made))}
+  steps = tuple(Step(u.op, u.dtype, tuple(place[x] for x in u.src), u.arg, u.tag, u._shape) for u in made)
+  return Recipe(tuple(constant), steps, tuple(place[u] for u in results))
