@@ -12,6 +12,7 @@ os.environ.setdefault("DEV", "CPU")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")    # numpy reads this when it is imported
 gc.disable()
 from tinygrad.helpers import NOOPT, Context     # noqa: E402 - tinygrad reads DEV when it is imported
+from attn.calls.kept_graphs import recipes      # noqa: E402
 from attn.emulator import plan                  # noqa: E402
 from attn.emulator.listing import NOWHERE       # noqa: E402
 from attn.tinygrad_compat import ast_of         # noqa: E402
@@ -48,9 +49,11 @@ def offsets_of_our_kernels() -> Iterator[None]:
     yield
 
 @pytest.fixture(autouse=True)
-def no_kept_asts() -> None:
-  """Clears attn's cache of kernels' UOps before each test: a test that changes the code of a kernel would otherwise get the old kernel."""
+def no_kept_kernels() -> None:
+  """Clears attn's caches of kernels' UOps and of the graphs of calls before each test: a test that changes code would otherwise get what the old code
+  made."""
   ast_of.cache_clear()
+  recipes.cache_clear()
 
 @pytest.fixture
 def not_unrolled(request:pytest.FixtureRequest) -> Iterator[None]:

@@ -8,6 +8,7 @@ from attn.api.dropout import drawn_seed, first_of_each
 from attn.api.pages import plain_attention_of_pages
 from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_device, checked_ast, region
 from attn.calls.gradient import INPUTS, OUTPUTS, gradient_of, lse_axes, no_gradient
+from attn.calls.history import keep_inputs
 from attn.calls.kept_graphs import Graph, kept_graph
 from attn.calls.placement import AXES, Placement, empty, place
 from attn.calls.plain import plain_attention
@@ -53,7 +54,7 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
                no_gradient(OF_STORED_ROWS if p.stored else OF_A_CACHE)
     def kernel(*placeholders:UOp) -> CheckedKernel:
       sink = checked_ast(program, arch, *placeholders[:len(takes)])
-      return CheckedKernel(sink, written, gradient=gradient, small=written[0] == "o" and p.num_splits > 1, kept="o" in given, takes=len(takes),
+      return CheckedKernel(sink, written, gradient=gradient, small=written[0] == "o" and p.num_splits > 1, takes=len(takes),
                            ahead=p.tile_list is not None)
     return kernel
   programs = [(program_of(choice, p), arguments(p))]
@@ -97,22 +98,31 @@ def launch_kernels(c:CheckedCall, choice:Choice) -> list[Tensor]:
   if TRAINING and not isinstance(can_differentiate(p, c.arch), str): p = of_backward(p)
   if c.arch is not None and (lists := listing(p, c.arch, choice.work.tile)) is not None:
     p, t["tile_list"] = with_lists(p, lists), tile_lists(lists, c.at.device, t)
-  for names, fxn in zip(launched(p), kernels(p, choice)):
-    given = [t[name] if name in t else output_buffer(c, name, p) for name in names]
-    given += c.into[len(c.log_sums):]     # whole buffers behind the regions: the kernel takes no argument for them
-    written = Tensor.custom_kernel(*given, fxn=called_by(c, fxn))
-    t = dict(zip(names, written)) | t      # inputs keep their own UOps, because gradients go there
-  if c.out is not None: t["o"] = c.out.replace(t["o"])
-  return [t["o"], *[t[name] for name in c.log_sums]]
+  inputs = {name: x.uop for name, x in t.items()} | {f"variable {i}": u for i, u in enumerate(c.variables)}
+  if c.out is not None: inputs["out"] = c.out.uop
+  def graph(_:Graph) -> dict[str, UOp]: return kernels_launched(c, p, choice, t)
+  if c.part: found = graph(inputs)      # the larger call keeps its graph and its inputs
+  else:
+    found = kept_graph((p, choice, c.at), inputs, graph)
+    *_, last = launched(p)
+    outputs, others = ([(found | inputs)[name] for name in last if (name in p.outputs) == is_output] for is_output in (True, False))
+    keep_inputs(outputs, others, found["o"].src[1].arg.grad_fxn)
+  o = Tensor(found["o"])
+  return [o if c.out is None else c.out.replace(o), *[Tensor(found[name]) for name in c.log_sums]]
 
-def called_by(c:CheckedCall, fxn:KernelFunction) -> KernelFunction:
-  """Returns `fxn`, changed in two ways: it passes the values of this call's Variables to the kernel; and if this call is one device's part of a
-  larger call, it does not keep the inputs for the gradient, because the larger call keeps them."""
-  if not c.variables and not c.part: return fxn
-  def called(*placeholders:UOp) -> CheckedKernel:
-    kernel = fxn(*placeholders)
-    return replace(kernel, variables=c.variables, kept=kernel.kept and not c.part)
-  return called
+def kernels_launched(c:CheckedCall, p:Problem, choice:Choice, given:dict[str, Tensor]) -> dict[str, UOp]:
+  """Launches the kernels that compute the problem `p` of a call on the tensors `given`. Returns everything that they write, by name."""
+  t = {name: x.uop for name, x in given.items()}
+  for names, fxn in zip(launched(p), kernels(p, choice)):
+    srcs = [t[name] if name in t else output_buffer(c, name, p).uop for name in names]
+    srcs += [x.uop for x in c.into[len(c.log_sums):]]     # whole buffers behind the regions: the kernel takes no argument for them
+    written = UOp.custom_kernel(*srcs, fxn=with_variables(fxn, c.variables))
+    t = dict(zip(names, written)) | t      # inputs keep their own UOps, because gradients go there
+  return {name: t[name] for name in WRITTEN if name in t}
+
+def with_variables(fxn:KernelFunction, variables:tuple[UOp, ...]) -> KernelFunction:
+  """Returns a kernel function that does what `fxn` does, and in addition passes the values of Variables to the kernel."""
+  return (lambda *placeholders: replace(fxn(*placeholders), variables=variables)) if variables else fxn
 
 def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
   choose_backward(c.problem, c.arch, choice.kernel)      # raises if ATTN_KERNEL asks for backward kernels that can't be

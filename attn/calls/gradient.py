@@ -14,10 +14,11 @@ support (attn/choose/backward.py says why). tinygrad then differentiates `three_
 kernels and tinygrad both give each gradient as a separate expression, so a gradient that is not used is never computed."""
 from __future__ import annotations
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Callable
 from attn.calls.checked_kernel import CheckedKernel, checked_ast
+from attn.calls.kept_graphs import Graph, kept_graph
 from attn.calls.placement import AXES, empty
 from attn.calls.plain import plain_attention
 from attn.calls.sums import gradient_of_element
@@ -26,7 +27,7 @@ from attn.chips import Chip
 from attn.choose.backward import (KernelSum, Parts, all_of, at_once, can_differentiate, choose_parts, dbias_of, delta_of, dkdv_of, dq_of, finish_of,
                                   kernel_sums, tensors_by_tinygrad, tiles_of)
 from attn.choose.backward_tiles import AnyBackwardTile, AtOnceTile
-from attn.choose.dispatch import single_kernel
+from attn.choose.dispatch import asked_for, single_kernel
 from attn.choose.tile_lists import listing, with_lists
 from attn.kernels.tile_lists import ListedBlocks
 from attn.kernels.parts.grid.tensors import (Shapes, all_arguments, dbias_arguments, delta_arguments, dkdv_arguments, dq_arguments, dq_turns,
@@ -155,28 +156,32 @@ def like(g:UOp, out:UOp) -> UOp:
   g = g.cast(out.dtype)
   return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
 
-def made_lists(x:ListedBlocks|None, inputs:dict[str, UOp]) -> dict[str, UOp]:
-  """Returns {"tile_list": the tensor with the lists of tiles that `x` describes}, or {} if `x` is None. `inputs` has the tensors of the call."""
-  return {} if x is None else {"tile_list": tile_lists(x, inputs["q"].device, {name: Tensor(u) for name, u in inputs.items()}).uop}
+def of_list(kernel:str) -> str: return f"tile_list of {kernel}"
 
-@lists_made_last()
-def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Computes gradients with the backward kernels: the gradients of q, k, v and the sinks, and the gradients that are sums of dS, such as the gradient
-  of a bias. Returns the gradients by the names of the inputs. `inputs` has the tensors that forward read, and `given` the gradients of o and lse.
-  `outputs` has o, and lse and lse_rest (the part of lse that rounding to fp32 lost) if forward wrote lse and lse_rest. If an output is missing,
-  forward runs again."""
+def lists_by_kernel(p:Problem, arch:Chip, inputs:dict[str, UOp], written:Container[str]) -> dict[str, UOp]:
+  """Returns the tensors with the lists of tiles that the backward kernels need, by name (`of_list`). `inputs` has the tensors of the call. `written`
+  has the names of the outputs that forward wrote: if one is missing, the kernel "forward" needs its list, too."""
   p = split_into(of_backward(p), 1)
-  lists = lists_of(p, arch)
-  kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), kernel_sums(p, arch), inputs), lists)
-  t = inputs | outputs
+  dq, keys = lists_of(p, arch)
+  wanted = {"dq": dq, "all" if isinstance(at_once(p, arch), AtOnceTile) else "dkdv": keys}
+  if not all(name in written for name in p.outputs): wanted["forward"] = lists_of_forward(p, arch)
+  tensors = {name: Tensor(u) for name, u in inputs.items()}
+  return {of_list(name): tile_lists(x, inputs["q"].device, tensors).uop for name, x in wanted.items() if x is not None}
+
+def kernel_gradients(p:Problem, arch:Chip, t:Mapping[str, UOp]) -> dict[str, UOp]:
+  """Computes gradients with the backward kernels: the gradients of q, k, v and the sinks, and the gradients that are sums of dS, such as the gradient
+  of a bias. Returns the gradients by the names of the inputs. `t` has the tensors that forward read, the gradients do and dlse of o and lse if they
+  exist, the lists of tiles (`lists_by_kernel`), o, and lse and lse_rest (the part of lse that rounding to fp32 lost) if forward wrote lse and
+  lse_rest. If an output is missing, forward runs again."""
+  p, inputs = split_into(of_backward(p), 1), {name: t[name] for name in INPUTS if name in t}
+  kernels = backward_kernels(p, arch, "dlse" in t, over_devices(choose_parts(p, arch), kernel_sums(p, arch), inputs), lists_of(p, arch))
+  def with_list(t:dict[str, UOp], name:str) -> dict[str, UOp]: return t | ({"tile_list": t[of_list(name)]} if of_list(name) in t else {})
+  t = dict(t)
   if missing := [name for name in p.outputs if name not in t]:
-    again = written_by(kernels["forward"], inputs | made_lists(lists_of_forward(p, arch), inputs), p.layout)
+    again = written_by(kernels["forward"], with_list(t, "forward"), p.layout)
     t |= {name: again[name] for name in missing} | log_sums(again)
-  t["do"] = like(given["o"], t["o"]) if "o" in given else t["o"].const_like(0.0).clone(device=t["o"].device)
-  if "lse" in given: t["dlse"] = like(given["lse"], t["lse"])
-  of_kernel = dict(zip(("dq", "dkdv"), lists)) if "dq" in kernels else {"delta": None, "all": lists[1], "finish": None}
-  for name, x in of_kernel.items():
-    t = written_by(kernels[name], t | made_lists(x, inputs), p.layout)
+  if "do" not in t: t["do"] = t["o"].const_like(0.0).clone(device=t["o"].device)
+  for name in ("dq", "dkdv") if "dq" in kernels else ("delta", "all", "finish"): t = written_by(kernels[name], with_list(t, name), p.layout)
   found: dict[str, UOp] = {name: added(t[f"d{name}"], inputs[name]) for name in ("q", "k", "v")}
   found |= gradients_of_tensors(p, arch, kernels, inputs, t)
   if "sinks" in t: found["sinks"] = sink_gradient(*(Tensor(t[name]) for name in ("sinks", "delta", *log_sums(t)))).uop
@@ -227,6 +232,8 @@ def after(u:UOp, call:UOp) -> UOp:
   it by an empty call), returns `u` itself."""
   return u.after(call) if call.src[0].src else u
 
+def in_this_shape(u:UOp, shape:tuple[Any, ...]) -> UOp: return u if u.shape == shape else u.reshape(shape)
+
 def output_shapes(p:Problem, q:UOp) -> dict[str, tuple[Any, ...]]:
   """Returns the shapes of o, lse and lse_rest (the part of lse that rounding to fp32 lost) over all devices, by name. The buffers that the kernel
   wrote may have other shapes, because a caller may have provided the buffers."""
@@ -245,6 +252,7 @@ class AttentionGradient:
     """Returns the gradient function for a call of the kernel without some of the tensors. `missing` has the positions of these tensors in the list of
     arguments."""
     return gradient_of(self.problem, self.arch, tuple(name for i, name in enumerate(self.names) if i not in missing))
+  @lists_made_last()
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
     """Returns a gradient for each argument of the kernel call: None for an output and for an argument that is no float tensor. `args` are the
     gradients of the outputs; outputs without a gradient are left out. The last element of `args` is the call, unless the argument `call` is given."""
@@ -254,16 +262,23 @@ class AttentionGradient:
     inputs, outputs = ({name: tensors[name] for name in names if name in tensors} for names in (INPUTS, (*OUTPUTS, "lse_rest")))
     given = of_outputs(gradients, {name: u for name, u in outputs.items() if name in OUTPUTS})
     shapes = output_shapes(self.problem, inputs["q"])
-    given = {name: g.reshape(shapes[name]) for name, g in given.items()}
-    by_kernels = self.arch is not None and not isinstance(can_differentiate(self.problem, self.arch), str)
-    found: dict[str, UOp] = {}
-    wanted = wanted_of(self.names)
-    if not by_kernels or self.arch is None or wanted.intersection(gradients_by_tinygrad(self.problem, self.arch)):
-      found |= plain_gradients(self.problem, inputs, given)
-    if by_kernels and self.arch is not None:
-      found |= kernel_gradients(self.problem, self.arch, inputs, {name: after(u, call).reshape(shapes[name]) for name, u in outputs.items()},
-                                given)
+    given = {name: in_this_shape(g, shapes[name]) for name, g in given.items()}
+    if self.arch is None or isinstance(tiles := can_differentiate(self.problem, self.arch), str):
+      found = plain_gradients(self.problem, inputs, given)
+    else:
+      t = inputs | {name: in_this_shape(after(u, call), shapes[name]) for name, u in outputs.items()}
+      t |= {f"d{name}": like(g, t[name]) for name, g in given.items()} | lists_by_kernel(self.problem, self.arch, inputs, outputs)
+      plain = bool(wanted_of(self.names).intersection(gradients_by_tinygrad(self.problem, self.arch)))
+      found = kept_graph((self, tiles, asked_for(), plain), t, functools.partial(self.graph, plain=plain))
     return tuple(found.get(name) for name in self.names)
+  def graph(self, t:Graph, plain:bool) -> dict[str, UOp]:
+    """Returns the gradients by name, where kernels compute gradients. `t` has the tensors for `kernel_gradients`. `plain` says whether tinygrad
+    computes the gradients that no kernel computes."""
+    assert self.arch is not None
+    found = kernel_gradients(self.problem, self.arch, t)
+    if not plain: return found
+    inputs, given = {name: t[name] for name in INPUTS if name in t}, {name: t[f"d{name}"] for name in OUTPUTS if f"d{name}" in t}
+    return plain_gradients(self.problem, inputs, given) | found
 
 @cache_of_kernels
 def gradient_of(p:Problem, arch:Chip|None, names:Iterable[str]) -> AttentionGradient:

@@ -3,14 +3,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
-from attn.tinygrad_compat import Recipe, UOp, inputs_of, inside_function, next_buffer, recipe_of
+from attn.tinygrad_compat import Recipe, UOp, capturing, divided_inputs, inside_function, next_buffer, recipe_of
 
 MOST_GRAPHS = 128     # graphs that are kept, the latest; their kernels are in tinygrad's caches, too
 
 Graph = Mapping[str, UOp]     # UOps by name
 
 @functools.lru_cache(MOST_GRAPHS)
-def recipes(key:Hashable, names:tuple[str, ...], form:tuple[Any, ...]) -> dict[tuple[str, ...], Recipe]:
+def recipes(key:Hashable, names:tuple[str, ...], form:tuple[Any, ...]) -> dict[tuple[str, ...], Recipe|None]:
   """Returns the place for the recipe of a graph: a dictionary that is empty at first. `key` says which graph it is, `names` and `form` which inputs
   it has."""
   return {}
@@ -19,10 +19,10 @@ def kept_graph(key:Hashable, inputs:Graph, make:Callable[[Graph], dict[str, UOp]
   """Returns the results of a graph with these `inputs`, by name. For the first call with `key` and inputs of one form, the function `make` makes the
   graph. Later calls make an equal graph from a recipe, in a fraction of the time. So `make` must depend on nothing but `key` and the form of its
   inputs. Inside tinygrad's `@function`, and for inputs that a kernel would have to copy, `make` makes every graph."""
-  if inside_function() or (given := inputs_of(inputs.values())) is None: return make(inputs)
-  kept = recipes(key, tuple(inputs), given.form)
-  for names, recipe in kept.items(): return dict(zip(names, recipe.made(given.changing)))
+  if inside_function() or (given := divided_inputs(inputs.values())) is None: return make(inputs)
+  kept = recipes((key, bool(capturing)), tuple(inputs), given.form)
+  for names, recipe in kept.items(): return make(inputs) if recipe is None else dict(zip(names, recipe.made(given.changing)))
   first = next_buffer()
   found = make(inputs)
-  if (new := recipe_of(found.values(), given.changing, first)) is not None: kept[tuple(found)] = new
+  kept[tuple(found)] = recipe_of(found.values(), given.changing, first)
   return found

@@ -5,20 +5,22 @@ from collections.abc import Callable
 from tinygrad import Tensor
 from tinygrad.device import canonicalize_device
 from tinygrad.dtype import dtypes
-from tinygrad.uop.ops import Ops, UOp
+from tinygrad.uop.ops import Ops
+from attn.tinygrad_compat.recipes import Recipe, next_buffer, recipe_of
 
 STAND_IN = "stand-in of attn"     # stands for a device among tinygrad's generators
 
 @functools.cache
-def _expressions(device:str, shape:tuple[int, ...], then:Callable[[Tensor], Tensor]) -> tuple[UOp, UOp, UOp]:
-  """Builds `then(Tensor.rand(*shape))` from stand-ins for the key and the counter of the device's generator. Returns the key, the counter, and the
-  result together with the counter after the draw."""
-  key, counter = (Tensor.empty(2, dtype=dtypes.uint32, device=device) for _ in range(2))
+def _recipe(device:str, shape:tuple[int, ...], then:Callable[[Tensor], Tensor]) -> Recipe:
+  """Returns how `then(Tensor.rand(*shape))` and the counter after the draw are made of the key and the counter of the device's generator."""
+  first, (key, counter) = next_buffer(), (Tensor.empty(2, dtype=dtypes.uint32, device=device) for _ in range(2))
   before, keys, counters = counter.uop, Tensor._device_seeds, Tensor._device_rng_counters
   keys[STAND_IN], counters[STAND_IN] = key, counter
   try: drawn = Tensor._rand(*Tensor._next_counter(STAND_IN, math.prod(shape)), shape, dtypes.float)
   finally: del keys[STAND_IN], counters[STAND_IN]
-  return key.uop, before, UOp.sink(then(drawn).uop, counter.uop)
+  found = recipe_of((then(drawn).uop, counter.uop), (key.uop, before), first)
+  assert found is not None
+  return found
 
 def rand_then(shape:tuple[int, ...], device:str, then:Callable[[Tensor], Tensor]) -> Tensor:
   """Returns `then(x)` of random fp32 numbers x of the given shape, as `Tensor.rand` draws them on a device. Moves the device's generator on, as
@@ -27,8 +29,7 @@ def rand_then(shape:tuple[int, ...], device:str, then:Callable[[Tensor], Tensor]
   device = str(canonicalize_device(device))
   counter = Tensor._device_rng_counters.get(device)
   if counter is None or counter.uop.op not in (Ops.BUFFER, Ops.AFTER): return then(Tensor.rand(*shape, device=device, dtype=dtypes.float))
-  key, before, expressions = _expressions(device, shape, then)
-  drawn, counter.uop = expressions.substitute({key: Tensor._device_seeds[device].uop, before: counter.uop}, walk=True).src
+  drawn, counter.uop = _recipe(device, shape, then).made((Tensor._device_seeds[device].uop, counter.uop))
   return Tensor(drawn)
 
 def realize_counters() -> None:

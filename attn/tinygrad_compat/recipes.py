@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from tinygrad.helpers import all_int
 from tinygrad.uop.ops import Ops, UOp
 from attn.tinygrad_compat.uops import begins_at, new_uop
 
@@ -12,7 +13,7 @@ STANDING_FOR_MEMORY = (Ops.BUFFER, Ops.CONTIGUOUS)
 OF_SHAPE = vars(UOp)["_shape"].nm     # under this name a UOp keeps its shape
 
 @dataclass(frozen=True)
-class Inputs:
+class DividedInputs:
   """Inputs of an expression, as buffers and what else changes from call to call.
 
   changing: the UOps that change: the buffers of the inputs, and the calls and stores after which the inputs have their values; each UOp once
@@ -20,7 +21,7 @@ class Inputs:
   changing: tuple[UOp, ...]
   form: tuple[Any, ...]
 
-def inputs_of(tensors:Iterable[UOp]) -> Inputs|None:
+def divided_inputs(tensors:Iterable[UOp]) -> DividedInputs|None:
   """Divides inputs into UOps that change from call to call and into their form. An input must be a buffer, or the `contiguous()` of an expression,
   and may be reshaped, sharded, or wait for calls. Returns None if an input is anything else, or if kernels would have to copy it because it begins in
   the middle of a 16-byte unit."""
@@ -31,11 +32,12 @@ def inputs_of(tensors:Iterable[UOp]) -> Inputs|None:
       form.append((u.op, u.arg, u.tag, *after))
       u = u.src[0]
     if u.op not in STANDING_FOR_MEMORY or begins_at(u): return None
-    form.append((u.op, u.dtype, u.shape, u.device, u.axis, u.tag, changing.setdefault(u, len(changing))))
-  return Inputs(tuple(changing), tuple(form))
+    variable = (u.arg.name, u.arg.vmin_vmax) if u.op is Ops.BUFFER else ()
+    form.append((u.op, u.dtype, u.shape, u.device, u.axis, u.tag, *variable, changing.setdefault(u, len(changing))))
+  return DividedInputs(tuple(changing), tuple(form))
 
 @dataclass(frozen=True)
-class Step:
+class RecipeStep:
   """One UOp of an expression: its fields, where its sources are, and what tinygrad has found out about the UOp. `src` has indices of values: of the
   UOps that change, then of the constant parts of the expression, then of the steps so far."""
   op: Ops
@@ -57,7 +59,7 @@ class Recipe:
   """How an expression is made of the UOps that change from call to call. `constant` are the parts of the expression that don't depend on these UOps,
   such as kernels, `steps` make the rest, and `results` has the indices of the results among all values."""
   constant: tuple[UOp, ...]
-  steps: tuple[Step, ...]
+  steps: tuple[RecipeStep, ...]
   results: tuple[int, ...]
   def made(self, changing:Sequence[UOp]) -> Iterator[UOp]:
     """Makes the expression of other UOps in place of those that change, with new buffers. Yields the results."""
@@ -71,15 +73,15 @@ def next_buffer() -> int:
 
 def recipe_of(results:Iterable[UOp], changing:tuple[UOp, ...], first:int) -> Recipe|None:
   """Records how the expression with these `results` is made of the UOps `changing`. Buffers with numbers from `first` on belong to the expression.
-  Returns None if the expression reads any other buffer, because such a buffer may be another one in the next call."""
+  Returns None if the expression reads any other buffer, because such a buffer may be another one in the next call, or if a shape has Variables."""
   results, known = tuple(results), frozenset(changing)
   *nodes, _ = UOp.sink(*results).toposort(gate=lambda u: u not in known, enter_calls=False)
-  if any(u.op is Ops.BUFFER and u.arg.slot < first for u in nodes): return None
+  if any((u.op is Ops.BUFFER and u.arg.slot < first) or not all_int(u._shape or ()) for u in nodes): return None
   varying = dict.fromkeys(changing)
   for u in nodes:
     if u.op is Ops.BUFFER or any(x in varying for x in u.src): varying[u] = None
   made = list(varying)[len(changing):]
   constant = dict.fromkeys(x for x in itertools.chain(results, *(u.src for u in made)) if x not in varying)
   place = {u: i for i, u in enumerate((*changing, *constant, *made))}
-  steps = tuple(Step(u.op, u.dtype, tuple(place[x] for x in u.src), u.arg, u.tag, u._shape) for u in made)
+  steps = tuple(RecipeStep(u.op, u.dtype, tuple(place[x] for x in u.src), u.arg, u.tag, u._shape) for u in made)
   return Recipe(tuple(constant), steps, tuple(place[u] for u in results))

@@ -305,7 +305,7 @@ def neighbourhood(seed:int) -> tuple[Problem, Inputs, Callable[..., Any]]:
 
 def test_the_kernel_that_reads_kept_lists_begins_to_compile_first(monkeypatch:pytest.MonkeyPatch) -> None:
   """The kernel that loops over lists begins to compile first, if the device compiles in threads: before the kernels that make these lists, because
-  its compilation takes longest. The lists are there when the call returns, and later calls use the same lists."""
+  its compilation takes longest. The lists are there when the call returns. Later calls use the same lists and begin to compile nothing."""
   order, own = list[str](), checked_kernel.compile_at_once
   def noted(launch:UOp, device:str) -> None:
     order.append(launch.src[0].arg.name)
@@ -320,7 +320,7 @@ def test_the_kernel_that_reads_kept_lists_begins_to_compile_first(monkeypatch:py
   with lists(True), emulated("sm_90"):
     q, k, v = (tensor(a, p.dtype).realize() for a in (x.q, x.k, x.v))
     found = [attn.attention(q, k, v, mask_mod=mask) for _ in range(2)]
-    assert len(order) == 3 and order[1] == "lists" and order[0] == order[2]
+    assert len(order) == 2 and order[1] == "lists"
     before = GlobalCounters.kernel_count
     for o in found: o.realize()
     assert GlobalCounters.kernel_count == before + 2

@@ -10,6 +10,7 @@ import attn
 from attn.accuracy import judge, law_of
 from attn.api.attention import backward_choice_of, choice_of
 from attn.cache import tuned
+from attn.calls.kept_graphs import recipes
 from attn.chips import CHIPS, get_chip
 from attn.choose.dispatch import KERNELS, choose, choose_tile
 from attn.choose.mla_tiles import UP_TO, mla_mma_tile, mla_tile
@@ -126,7 +127,7 @@ def test_sums_that_are_cut_off(monkeypatch:pytest.MonkeyPatch) -> None:
     """Returns the mean relative error of lse, positive if lse is too small. The kernel adds the products of `added_up` matrix instructions in the
     matrix unit, which cuts off the sum's low bits, before it adds them in fp32."""
     monkeypatch.setattr(mma_latent, "ADDED_UP", added_up)
-    ast_of.cache_clear()      # an AST with another ADDED_UP is kept for the same problem
+    ast_of.cache_clear(), recipes.cache_clear()      # an AST and a graph with another ADDED_UP are kept for the same problem
     lse = check_mla("sm_80", steep, **sizes)
     return float(np.mean((exact - lse)/exact))
   sums_cut_off(monkeypatch)

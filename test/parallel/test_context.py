@@ -13,6 +13,7 @@ from attn.accuracy import judge
 from attn.api import checked_call
 from attn.calls import checked_kernel
 from attn.calls.options import DEFAULTS
+from attn.calls.kept_graphs import recipes
 from attn.chips import get_chip, other_chip
 from attn.emulator.checks import UninitialisedRead
 from attn.kernels.merge import RowRange, merge, part_places
@@ -355,6 +356,7 @@ def test_gradients_go_back_to_their_owners(monkeypatch:pytest.MonkeyPatch) -> No
   added_up = context_gradient.added_up
   # loses the results of other devices
   monkeypatch.setattr(context_gradient, "added_up", lambda parts, *args: added_up(parts[:1], *args))
+  recipes.cache_clear()
   with pytest.raises(AssertionError, match=r"d[qkv]: error"): check_gradients(2, **SMALL)
 
 @pytest.mark.parametrize("keys", (False, True))
