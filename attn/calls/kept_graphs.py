@@ -18,7 +18,8 @@ def recipes(key:Hashable, names:tuple[str, ...], form:tuple[Any, ...]) -> dict[t
 def kept_graph(key:Hashable, inputs:Graph, make:Callable[[Graph], dict[str, UOp]]) -> dict[str, UOp]:
   """Returns the results of a graph with these `inputs`, by name. For the first call with `key` and inputs of one form, the function `make` makes the
   graph. Later calls make an equal graph from a recipe, in a fraction of the time. So `make` must depend on nothing but `key` and the form of its
-  inputs. Inside tinygrad's `@function`, and for inputs that a kernel would have to copy, `make` makes every graph."""
+  inputs. Where no recipe is possible, `make` makes every graph: inside tinygrad's `@function`, for inputs that are views of buffers, and for a graph
+  that reads other buffers than those of its inputs."""
   if inside_function() or (given := divided_inputs(inputs.values())) is None: return make(inputs)
   kept = recipes((key, bool(capturing)), tuple(inputs), given.form)
   for names, recipe in kept.items(): return make(inputs) if recipe is None else dict(zip(names, recipe.made(given.changing)))

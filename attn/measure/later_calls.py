@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 import numpy as np
 from attn.api.attention import attention
+from attn.calls.placement import AXES
 from attn.measure.machine import ANY, need
-from attn.tinygrad_compat import Context, Tensor, UOp, dtypes, realize_counters
+from attn.parallel.sequence import shard_sequence
+from attn.tinygrad_compat import Context, Device, Tensor, UOp, device_of, dtypes, realize_counters
 
 CALLS = 21       # calls of each median
 
@@ -25,7 +27,8 @@ class LaterCall:
   options: plain values of options, by the name of the option
   tensors: functions that make the values of options, by the name of the option; each function runs once for all calls
   anew: functions that make the values of options, by the name of the option; each function runs again for each call
-  differentiable: whether the call is also timed with gradients"""
+  differentiable: whether the call is also timed with gradients
+  order: how the rows of q, k and v are divided among two devices, None: they are on one device"""
   name: str
   q: tuple[int, ...] = (2, 8, 512, 64)
   kv: tuple[int, ...] = (2, 8, 512, 64)
@@ -33,6 +36,7 @@ class LaterCall:
   tensors: dict[str, Callable[[], Any]] = field(default_factory=dict)
   anew: dict[str, Callable[[], Any]] = field(default_factory=dict)
   differentiable: bool = True
+  order: str|None = None
   in_tinygrad: bool = False     # tinygrad's own attention has these options
 
 def float_tensor(*shape:int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.float).realize()
@@ -55,7 +59,22 @@ LATER_CALLS = (
   LaterCall("decode, Variable", (1, 8, 1, 64), (1, 2, 4096, 64), anew={"kv_lengths": lambda: UOp.variable("keys", 1, 4096).bind(300)},
             differentiable=False),
   LaterCall("decode, pages", (2, 8, 1, 64), (64, 16, 2, 64), differentiable=False,
-            tensors={"kv_lengths": lambda: int_tensor([100, 400]), "block_table": lambda: int_tensor(np.arange(64).reshape(2, 32))}))
+            tensors={"kv_lengths": lambda: int_tensor([100, 400]), "block_table": lambda: int_tensor(np.arange(64).reshape(2, 32))}),
+  LaterCall("rows on two devices", order="contiguous", options={"causal": "top-left"}),
+  LaterCall("rows on two devices, zigzag", order="zigzag", options={"causal": "top-left", "sequence_order": "zigzag"}))
+
+def two_devices() -> tuple[str, str]: return f"{Device.DEFAULT}:0", f"{Device.DEFAULT}:1"
+
+def lacking(row:LaterCall) -> str|None:
+  """Returns why the call cannot be timed on this machine, or None if it can."""
+  if row.order is None: return None
+  try: device_of(two_devices()[1])
+  except Exception as e: return f"{two_devices()[1]} does not open: {e}"      # each backend raises another exception
+  return None
+
+def random_input(row:LaterCall, shape:tuple[int, ...]) -> Tensor:
+  x = Tensor.randn(*shape, dtype=dtypes.half).realize()
+  return x if row.order is None else shard_sequence(x, two_devices(), AXES["bhsd"].index("rows"), row.order).realize()
 
 def milliseconds(call:Callable[[], Any], calls:int=CALLS) -> float:
   """Returns the median milliseconds of a call, without the first call."""
@@ -69,7 +88,7 @@ def milliseconds(call:Callable[[], Any], calls:int=CALLS) -> float:
 
 def times(attend:Callable[..., Tensor], row:LaterCall, calls:int=CALLS) -> dict[str, float]:
   """Times the calls that `row` describes. `attend` is the attention function to time. Returns the milliseconds by column of the printed table."""
-  q, k, v = (Tensor.empty(*shape, dtype=dtypes.half).realize() for shape in (row.q, row.kv, row.kv))
+  q, k, v = (random_input(row, shape) for shape in (row.q, row.kv, row.kv))
   kept = row.options | {name: make() for name, make in row.tensors.items()}
   def forward() -> Tensor: return attend(q, k, v, **kept, **{name: make() for name, make in row.anew.items()})
   def gradients() -> list[Tensor]:
@@ -93,6 +112,7 @@ def main(words:list[str]) -> None:
   need("python -m attn.measure.later_calls", kind=ANY)
   for row in LATER_CALLS:
     if all(word in row.name for word in words):
-      print(f"{row.name}: " + ", ".join(f"{name} {x:.2f} ms" for name, x in later_call(row).items()), flush=True)
+      if (reason := lacking(row)) is not None: print(f"{row.name}: not timed, {reason}", flush=True)
+      else: print(f"{row.name}: " + ", ".join(f"{name} {x:.2f} ms" for name, x in later_call(row).items()), flush=True)
 
 if __name__ == "__main__": main(sys.argv[1:])

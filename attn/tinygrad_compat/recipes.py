@@ -23,17 +23,16 @@ class DividedInputs:
 
 def divided_inputs(tensors:Iterable[UOp]) -> DividedInputs|None:
   """Divides inputs into UOps that change from call to call and into their form. An input must be a buffer, or the `contiguous()` of an expression,
-  and may be reshaped, sharded, or wait for calls. Returns None if an input is anything else, or if kernels would have to copy it because it begins in
-  the middle of a 16-byte unit."""
+  and may be reshaped, sharded, or wait for calls. Returns None if an input is anything else."""
   changing, form = dict[UOp, int](), list[Any]()
   for u in tensors:
     while u.op in PARTS_OF_VIEW:
       after = [changing.setdefault(x, len(changing)) for x in u.src[1:]] if u.op is Ops.AFTER else u.src[1:]
       form.append((u.op, u.arg, u.tag, *after))
       u = u.src[0]
-    if u.op not in STANDING_FOR_MEMORY or begins_at(u): return None
-    variable = (u.arg.name, u.arg.vmin_vmax) if u.op is Ops.BUFFER else ()
-    form.append((u.op, u.dtype, u.shape, u.device, u.axis, u.tag, *variable, changing.setdefault(u, len(changing))))
+    if u.op not in STANDING_FOR_MEMORY: return None
+    more = (u.arg.name, u.arg.vmin_vmax) if u.op is Ops.BUFFER else (begins_at(u),)
+    form.append((u.op, u.dtype, u.shape, u.device, u.axis, u.tag, *more, changing.setdefault(u, len(changing))))
   return DividedInputs(tuple(changing), tuple(form))
 
 @dataclass(frozen=True)
