@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from tinygrad.helpers import all_int
 from tinygrad.uop.ops import Ops, UOp
 from attn.tinygrad_compat.uops import begins_at, new_uop
 
@@ -75,7 +74,7 @@ def recipe_of(results:Iterable[UOp], changing:tuple[UOp, ...], first:int) -> Rec
   Returns None if the expression reads any other buffer, because such a buffer may be another one in the next call, or if a shape has Variables."""
   results, known = tuple(results), frozenset(changing)
   *nodes, _ = UOp.sink(*results).toposort(gate=lambda u: u not in known, enter_calls=False)
-  if any((u.op is Ops.BUFFER and u.arg.slot < first) or not all_int(u._shape or ()) for u in nodes): return None
+  if any((u.op is Ops.BUFFER and u.arg.slot < first) or not all(isinstance(n, int) for n in u._shape or ()) for u in nodes): return None
   varying = dict.fromkeys(changing)
   for u in nodes:
     if u.op is Ops.BUFFER or any(x in varying for x in u.src): varying[u] = None

@@ -76,10 +76,11 @@ def test_later_calls_are_timed(capsys) -> None:
     full = later_calls.later_call(rows["full"], calls=1)
     assert not GlobalCounters.kernel_count
     pages = later_calls.later_call(rows["decode, pages"], calls=1)
+    shared = later_calls.later_call(rows["rows on two devices, zigzag"], calls=1)
     later_calls.main(["no row"])
   columns = {f"{name}{gradients}" for name in ("call", "scheduled") for gradients in ("", " with gradients")}
   assert set(full) == columns | {f"tinygrad's {name}" for name in columns} and set(pages) == {"call", "scheduled"}
-  assert all(x > 0 for x in (full | pages).values())
+  assert set(shared) == columns and all(x > 0 for x in (full | pages | shared).values())
   assert not capsys.readouterr().out
 
 def test_first_calls_have_empty_caches(monkeypatch, capsys) -> None:
