@@ -459,9 +459,9 @@ def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:
   return call
 
 def run_shared_rows(c:SharedRows, inputs:Mapping[str, UOp], attend:Attend) -> dict[str, UOp]:
-  """Computes attention of `inputs`, tensors in buffers, whose rows are sharded over devices. `attend` makes one launch. Returns tensors by name: o and
-  lse, sharded like q, as buffers that are still to be filled, and the filled outputs, which a gradient needs, under the names merged_o, merged_lse
-  and merged_lse_rest. Give all of them to `with_context_gradient`."""
+  """Computes attention of `inputs`, tensors in buffers, whose rows are sharded over devices. `attend` makes one launch. Returns tensors by name: o
+  and lse, sharded like q, as buffers that are still to be filled; and the filled outputs, which a gradient needs, under the names merged_o,
+  merged_lse and merged_lse_rest. Give all of them to `with_context_gradient`."""
   held = {name: shards_of(u) for name, u in inputs.items()}
   shapes, layout = c.own.shapes, c.problem.layout
   axes = {name: AXES[layout] if name == "o" else lse_axes(layout) for name in c.own.outputs}
