@@ -64,7 +64,7 @@ LATER_CALLS = (
 
 def two_devices() -> tuple[str, str]: return f"{Device.DEFAULT}:0", f"{Device.DEFAULT}:1"
 
-def lacking(row:LaterCall) -> str|None:
+def not_here(row:LaterCall) -> str|None:
   """Returns why the call cannot be timed on this machine, or None if it can."""
   if row.order is None: return None
   try: device_of(two_devices()[1])
@@ -112,7 +112,7 @@ def main(words:list[str]) -> None:
   need("python -m attn.measure.later_calls", kind=ANY)
   for row in LATER_CALLS:
     if all(word in row.name for word in words):
-      if (reason := lacking(row)) is not None: print(f"{row.name}: not timed, {reason}", flush=True)
+      if (reason := not_here(row)) is not None: print(f"{row.name}: not timed, {reason}", flush=True)
       else: print(f"{row.name}: " + ", ".join(f"{name} {x:.2f} ms" for name, x in later_call(row).items()), flush=True)
 
 if __name__ == "__main__": main(sys.argv[1:])
