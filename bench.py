@@ -256,8 +256,8 @@ def device_timer(s:Settings) -> Seconds:
 
 def backward_timer(s:Settings, arch:Chip) -> BackwardSeconds:
   """Returns a function that times a backward kernel on the device. The function takes the kernel's name ("dq" or "dkdv") and a tile description, and
-  returns the seconds of the fastest run. Workgroups do not divide a gradient into partial sums here, because the number of partial sums would depend
-  on the tile description."""
+  returns the seconds of the fastest run. Here a gradient is never a sum of partial sums of several workgroups, because the number of partial sums
+  would depend on the tile description."""
   call = prepared_backward(s, arch)
   call.tensors["delta"], p = call.run("dq")["delta"].realize(), s.problem
   def seconds(name:str, tile:TimedBackwardTile) -> float:

@@ -562,8 +562,8 @@ class _Gradients:
     return _Gradients(t, do, heads, ds, ds*t.slope, off, d_raw_off, p_off, delta, variance, fp32, alike)
 
   def by_key(self, a:Array) -> Array:
-    """Rearranges values of pairs of a query and a key to the shape (..., Hkv, Sk, queries). The last axis has the values of one key with the queries
-    of all heads that share the key."""
+    """Rearranges values of pairs of a query and a key to the shape (..., Hkv, Sk, queries). Each row along the last axis belongs to one key, and has
+    its values for the queries of all heads that share the key."""
     return self.rows(a).swapaxes(-1, -2)
   def rows(self, a:Array) -> Array:
     """Rearranges rows of queries (..., H, Sq, D) to (..., Hkv, rows, D): joins the queries of all heads that share a key/value head."""

@@ -91,9 +91,8 @@ def is_nothing(x:Any) -> bool:
   return isinstance(x, (bool, int, float, str, tuple, list)) and not x
 
 def strong(x:Tensor) -> Tensor:
-  """Casts a tensor of one of tinygrad's weak dtypes, which yield to the dtype of another operand, to the ordinary dtype in which tinygrad stores the
-  tensor. Returns any other tensor as it is. Tensors of weak dtypes are, for example, Tensor(1.5) and, for an int tensor `mask`, (1.0 -
-  mask)*-10000.0."""
+  """Casts a tensor of a weak dtype to the ordinary dtype in which tinygrad stores it. A weak dtype yields to the dtype of the other operand. Examples
+  are the dtypes of Tensor(1.5) and, for an int tensor `mask`, of (1.0 - mask)*-10000.0. Any other tensor is returned unchanged."""
   return x.cast(strong_dtype(x.dtype)) if x.dtype in dtypes.weaks else x
 
 def tensor(name:str, x:Any) -> Tensor:

@@ -172,9 +172,9 @@ def bits_told(p:Problem, arch:Chip|None) -> str:
   return f"q, k and v: {p.dtype}, {', '.join(scales) or 'without scales'}; sums in {sums}"
 
 def of_tiles(c:CheckedCall, kernel:str, p:Problem, tile:BlockTile|None, over:str="keys") -> str:
-  """Returns a text for `explain`: what percentage of all tiles a kernel skips because of masks, and in what percentage the kernel computes the mask.
-  `over` says what the kernel loops over: tiles of "keys", or tiles of "queries" in backward. Returns "" if the call has no mask, or if several
-  devices divide the rows of a sequence among them."""
+  """Returns a text for `explain` with two percentages of all tiles: those that a kernel skips because of masks, and those in which the kernel
+  computes the mask. `over` says what the kernel loops over: tiles of "keys", or tiles of "queries" in backward. Returns "" if the call has no mask,
+  or if several devices divide the rows of a sequence among them."""
   return shares_told(kernel, p, c.arch, tile, over, c.at.device, c.tensors) if c.shards is None else ""
 
 @values.names_itself

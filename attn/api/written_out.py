@@ -72,9 +72,9 @@ def weights_with_sink(u:UOp) -> WrittenWeights|None:
   return None
 
 class WrittenOut:
-  """Replaces written-out attention by attn's kernels: takes the place of tinygrad's methods for matrix products and softmaxes. When a model
-  multiplies softmax(scores) by values, the function `attend` computes the attention. If `attend` returns None, the model's own product is computed. A
-  product or softmax is remembered only as long as the model's code refers to the result."""
+  """Replaces written-out attention by attn's kernels. For this, the methods `dot` and `softmax` of this class take the place of tinygrad's. When a
+  model multiplies softmax(scores) by values, the function `attend` computes the attention. If `attend` returns None, the model's own product is
+  computed. A product or softmax is remembered only as long as the model's code refers to the result."""
   def __init__(self, attend:AttendWritten) -> None:
     self.attend, self.watching = attend, True
     self.products: WeakKeyDictionary[UOp, WrittenScores] = WeakKeyDictionary()

@@ -119,8 +119,8 @@ class Ranges:
 
   # ***** sums, in which equal terms of opposite sign cancel *****
   def _sum(self, u:UOp) -> Sum:
-    """Returns the integer `u` as a sum of terms: {term: factor}, with the constant under the key None. An integer that is not a sum becomes a single
-    term with factor 1."""
+    """Returns the integer `u` as a sum of terms: {term: factor}, with the constant under the key None. For example, 3*x - y + 5 gives {x: 3, y: -1,
+    None: 5}. An integer that is not a sum becomes a single term with factor 1."""
     parts, found = [self.sums.get(s) for s in u.src], None
     if u.op is Ops.CAST and parts[0] is not None: found = parts[0]
     elif len(parts) == 2 and (x := parts[0]) is not None and (y := parts[1]) is not None:

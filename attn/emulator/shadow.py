@@ -165,8 +165,8 @@ class LdsShadow:
     if len(self.pending) >= PENDING: self._settle_reads()
 
   def readers(self, span:Span) -> Array|None:
-    """Returns for each wave an array (a plane) with the number of the interval (time between two barriers) in which the wave last read each location,
-    or None if no read since the last barrier overlaps `span`, a range of locations."""
+    """Returns an array (a plane) for each wave. For each location it has the number of the interval (time between two barriers) in which the wave
+    last read the location. Returns None if no read since the last barrier overlaps `span`, a range of locations."""
     if self.reader is None or not self.read_at.meet(span, self.f.since): return None
     self._settle_reads()
     return self.reader

@@ -38,7 +38,7 @@ def _along(index:UOp) -> Along|None:
 
 def simple_index(element:UOp) -> tuple[Along, ...]|None:
   """Returns the index of an element along each axis of the element's tensor. Each index must be a constant, or one of b, h, i, j and i - j with
-  either sign and with a constant added. Returns None for another index, or if two axes depend on the same one of b, h, i and j."""
+  either sign and with a constant added. Returns None for another index, or if one of b, h, i and j occurs in the indices of two axes."""
   found = [_along(index) for index in indices_of(element)]
   known = tuple(x for x in found if x is not None)
   counted = [symbol for x in known if x.what is not None for symbol in x.what.split(" - ")]

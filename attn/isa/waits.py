@@ -66,8 +66,8 @@ def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
   return {one[1]: value} if one is not None else {}
 
 def path_of_waits(blocks:Sequence[Block], loop:Loop, usual:Sequence[int]) -> list[int]:
-  """Returns the basic blocks in which the waits of an iteration lie: the path `usual`, and the basic blocks that an s_cbranch_execz on this path
-  skips only for waves without active lanes."""
+  """Returns the basic blocks in which the waits of an iteration lie. These are the blocks of the path `usual`, and blocks beside it: those that an
+  s_cbranch_execz on the path skips only for waves without active lanes."""
   path = []
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)

@@ -117,7 +117,7 @@ class DualWave:
   def wave(self) -> UOp: return ops.uniform(self.at.wave.cast(dtypes.int))
   @functools.cached_property
   def units(self) -> list[UOp]:
-    """Indices of the 16-byte units of a row of Q or K that this lane reads."""
+    """Indices of the 16-byte units that this lane reads of a row of Q or K."""
     return units_of(self.mat, HEAD, self.at.h)
   @functools.cached_property
   def q_operands(self) -> list[UOp]:

@@ -61,8 +61,8 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Calla
                terms:Callable[[Tensor, Positions], Tensor]=unchanged, sinks:Tensor|None=None, kv_lengths:Tensor|None=None, kv_starts:Tensor|None=None,
                cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None,
                dropout_p:float=0.0, dropout_seed:Tensor|None=None, first_batch_and_head:Tensor|None=None) -> tuple[Tensor, Tensor, Tensor]:
-  """Returns (o, lse, rest of lse that rounding to float32 removed), all float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm. A query that
-  sees no key gives o = 0 and lse = -inf.
+  """Computes attention in tensor operations. Returns (o, lse, lse_rest), all float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm, and
+  lse_rest, the part of lse that rounding to float32 removed. A query that sees no key gives o = 0 and lse = -inf.
 
   q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Query i stands at position i + `offset`. If lengths are given, `offset` is not used: with
   `top_left` query i stands at position i, otherwise the last query stands at the position of the last key. A score is scaled first. Then the `terms`

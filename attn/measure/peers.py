@@ -27,8 +27,8 @@ ULPS = {"float16": 2.0**-8, "bfloat16": 2.0**-5, "float32": 2.0**-18}     # allo
                                                                           # 32 in float32
 
 def sweep(dtype:str) -> list[dict[str, Any]]:
-  """Returns the settings of the problems that SWEEP=1 runs. The shapes are those for which kernels use matrix units, in both 16-bit dtypes, or, if
-  `dtype` is "float32", those of the kernels of float32."""
+  """Returns the settings of the problems that SWEEP=1 runs. If `dtype` is "float32", they are the shapes for the kernels of float32. Otherwise they
+  are the shapes for which kernels use matrix units, each in both 16-bit dtypes."""
   shapes, types = (SHAPES_FP32, ("float32",)) if dtype == "float32" else (SHAPES, ("float16", "bfloat16"))
   return [{**shape, "DTYPE": one, "CAUSAL": causal} for one, shape, causal in itertools.product(types, shapes, ("0", "1"))]
 

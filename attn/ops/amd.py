@@ -80,7 +80,7 @@ def _share_halves_text(printer:Any, out:str) -> Body:
 instruction("share_halves", _share_halves, _share_halves_text)
 
 def share_halves(x:UOp, low:UOp) -> UOp:
-  """Returns lane l's vector followed by lane l+16's vector, in lane l and in lane l+16. `low` is true in lanes 0-15."""
+  """Returns lane l's vector followed by lane l+16's vector. Both lane l and lane l+16 get this result. `low` is true in lanes 0-15."""
   return emit("share_halves", u32(2*length(x)), x, low)
 
 def _low_lanes_text(printer:Any, out:str) -> Body:

@@ -173,7 +173,7 @@ class Hip(Printer):
     other chips the hint would cost registers.)"""
     if get_chip(self.arch).unit.packs_anew: self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
-    """Renders a call of a function that adds the numbers of a dword to a sum. For 16-bit numbers, the function has a scalar parameter: clang's
+    """Renders a call of a function that adds the numbers of a dword to a sum. The function has a scalar parameter for 16-bit numbers, because clang's
     __builtin_bit_cast, applied to an element of a vector such as v[1], would wrongly take v[0]."""
     if IN_A_DWORD[dtype] == 4: return self.call("__builtin_amdgcn_dot4_f32_fp8_fp8", "float", x, self.word(ONES_OF[dtype]), c)
     name, pair = {"float16": ("fdot2", "half2"), "bfloat16": ("fdot2_f32_bf16", "bfloat2")}[dtype]

@@ -42,7 +42,7 @@ def first_addend(scale:float) -> float:
   return -LOWEST*min(scale, 1.0)
 
 def by_row(c:Any, x:Value, rows:int) -> list[Value]:
-  """Returns one vector for each row, from a vector that holds the elements of `rows` rows one row after another."""
+  """Splits the vector `x`, which holds the elements of `rows` rows one row after another, into one vector for each row."""
   n = c.length(x)//rows
   return [c.part(x, r*n, n) for r in range(rows)]
 
@@ -153,8 +153,8 @@ def add_rounded(c:Any, total:LocalVariable|None, packed:Value, kind:str, matrix:
   return total
 
 def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
-  """Returns one sum of packed P for each of `rows` rows, from the sums `total` that a lane keeps. `kind` (DOT, ONES or UNPACKED) says how
-  `add_rounded` has added the sums: with ONES, the sum of row r is element 2*r of `total`."""
+  """Returns one sum of packed P for each of `rows` rows. `total` holds the sums as `add_rounded` has added them in a lane, in the way that `kind`
+  (DOT, ONES or UNPACKED) says. With ONES, the sum of row r is element 2*r of `total`."""
   return total if kind != ONES else c.vector(*[c.element(total, 2*r) for r in range(rows)])
 
 # ***** weights that include the scales of V's rows *****

@@ -88,7 +88,8 @@ def conflict(family:str, mat:Matrix, stride:int) -> bool:
   return any(len(set(u)) != len(set(u % (banks//4))) for u in unit[groups])
 
 def whole_and_smooth(arch:Chip, mat:Matrix, rows:int, d:int) -> bool:
-  """Returns whether the `rows` of an iteration make whole tiles of the matrix instruction, and lanes read them from LDS without bank conflicts."""
+  """Returns whether the `rows` of an iteration are a whole number of tiles of the matrix instruction, and lanes read the rows from LDS without bank
+  conflicts."""
   divides = rows % mat.M == 0 and rows % mat.span == 0
   return divides and not any(conflict(arch.family, mat, n//mat.unit | 1) for n in (contraction(mat, d), rows))
 

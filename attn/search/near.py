@@ -60,7 +60,8 @@ def row_in_use(spec:Spec) -> UpTo[Any]:
   return UpTo(spec.d, shape, matrix=chip.matrix[spec.dtype].index(tile.matrix))
 
 def usable(spec:Spec, row:UpTo[Any]) -> bool:
-  """Returns whether a tile has whole tiles of the matrix instruction, is read without bank conflicts, and fits into LDS and registers."""
+  """Returns whether a number of whole tiles of the matrix instruction fills a tile, lanes read the tile without bank conflicts, and it fits into LDS
+  and registers."""
   chip, p, tile = get_chip(spec.arch), problem_of_spec(spec, ASKED), tile_of(spec, row)
   if misfit(p, chip, row, tile) is not None or not whole_and_smooth(chip, tile.matrix, row.shape.block_n, spec.d): return False
   if isinstance(tile, BackwardTile): return backward_held(tile, spec.d) <= chip.vgprs

@@ -165,8 +165,8 @@ def _in_tinygrad(frame:FrameType) -> bool: return frame.f_code.co_filename.start
 
 @contextlib.contextmanager
 def equality_as_uops() -> Iterator[None]:
-  """Context in which `x == y` of UOps is the UOp x.eq(y) in code outside tinygrad, as it is for Tensors. Otherwise `==` says whether x and y are the
-  same UOp, and `i == j` in a caller's mask would be False without a warning."""
+  """Context in which `x == y` of UOps, in code outside tinygrad, is the UOp x.eq(y), as it is for Tensors. Without this context `==` says whether x
+  and y are the same UOp, so `i == j` in a caller's mask would be False without a warning."""
   own = UOp.__eq__
   def equal(self:UOp, other:Any) -> Any:
     if _in_tinygrad(sys._getframe(1)): return self is other

@@ -43,8 +43,8 @@ def larger(x:np.ndarray, before:list[int], after:list[int]) -> np.ndarray:
   return np.pad(x, list(zip(before, after)), constant_values=np.array(lost).astype(x.dtype))
 
 def before(d:Any, kind:str, x:np.ndarray) -> tuple[np.ndarray, Any]|None:
-  """Draws an array from which the movement operation `kind` makes x. Returns the array and the operation's argument, or None if none is found. `d` is
-  hypothesis's function that draws."""
+  """Draws an array from which the movement operation `kind` makes x. Returns the array and the operation's argument, or None if no such array is
+  found. `d` is hypothesis's function that draws."""
   axes = range(x.ndim)
   def some(most:int) -> list[int]: return [d(st.integers(0, most)) for _ in axes]
   match kind:

@@ -240,7 +240,7 @@ def test_backward_kernels_that_once_spilled(case:str) -> None:
   assert found_in_backward(problem(lse=True, **parameters), arch, kernel) == []
 
 def with_bias(rng:random.Random, parameters:dict[str, Any]) -> dict[str, Any]:
-  """Replaces the option of a problem by a bias that broadcasts over some dimensions, drawn at random."""
+  """Replaces the option of a problem by a bias. Along some dimensions, drawn at random, the bias has length 1 and broadcasts."""
   shape = tuple(rng.choice((1, n, n)) for n in (parameters[x] for x in ("B", "H", "Sq", "Sk")))
   return {**{n: x for n, x in parameters.items() if n not in ("extras", "dropout_p")}, **option("bias", *shape)}
 

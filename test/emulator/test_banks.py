@@ -13,8 +13,8 @@ from attn.kernels.tiles.amd import both_ways_layout, v_columns
 from cases import ARCHS, check_kernel, check_kernels, normal, problem, run
 
 def conflicts() -> dict[tuple[str, str], float]:
-  """Returns the bank conflicts of the last kernel: for each (buffer, "read" or "write") the LDS cycles of the accesses, divided by the cycles that
-  they would take without conflicts."""
+  """Returns the bank conflicts of the last kernel, for each (buffer, "read" or "write"): the LDS cycles that the accesses took, divided by the cycles
+  that they would take without conflicts."""
   launch = last_run()
   assert launch is not None and launch.bank_conflicts
   return {(use.buffer, use.verb): use.cycles/use.phases for use in launch.bank_conflicts}

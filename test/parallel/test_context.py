@@ -548,8 +548,8 @@ def heads_at_a_time(monkeypatch:pytest.MonkeyPatch, count:int) -> None:
   monkeypatch.setattr(context, "head_chunks", lambda p, shards: [(first, count) for first in range(0, p.B*p.Hkv, count)])
 
 def graph_of_heads(monkeypatch:pytest.MonkeyPatch) -> tuple[StandInGraph, bool]:
-  """Captures under TinyJit two devices that compute three heads one after another. Returns the graph, and whether the results are right for other
-  inputs than the first."""
+  """Captures a call on two devices under TinyJit. Each device computes three heads one after another. Returns the graph, and whether the results are
+  right for other inputs than the first."""
   heads_at_a_time(monkeypatch, 1)
   with emulated("gfx942", "tiled"), Context(JIT_BATCH_SIZE=0):
     for name in devices(2): monkeypatch.setattr(Device[name], "graph", with_selected_inputs(StandInGraph, lambda *_: None))

@@ -144,8 +144,8 @@ def test_key_ranges(arch:str) -> None:
   with emulated(arch): hold(x, dict(zip(("o", "lse"), map(array, attn.attention(**x.tensors, num_splits=3, return_lse=True)))))
 
 def test_the_lost_part_of_lse_is_needed(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Kernels need lse_rest, the part of lse that fp32 loses. Without it, in rows whose biases are all large and negative, a gradient is too large by a
-  factor of the number of keys, and key ranges of all lengths weigh the same."""
+  """Kernels need lse_rest, the part of lse that fp32 loses. Without it, rows whose biases are all large and negative are wrong: a gradient is too
+  large by a factor of the number of keys, and key ranges of all lengths weigh the same."""
   of = epilogue.LogSum.of
   def forgotten(reference:UOp, total:UOp) -> epilogue.LogSum:
     found = of(reference, total)

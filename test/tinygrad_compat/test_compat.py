@@ -264,8 +264,8 @@ def test_a_name_that_is_missing_is_told_in_one_sentence(name:str) -> None:
   assert path.split(".")[-1] in last and last.endswith("python -m pip install --force-reinstall tinygrad==0.14.0")
 
 def test_workers_know_what_this_process_knows() -> None:
-  """A process in which tinygrad compiles knows attn's vector types. Without them tinygrad fails under its setting SPEC=2, because it then computes
-  the dtype of each UOp again."""
+  """A worker process in which tinygrad compiles knows attn's vector types. Without them tinygrad fails under its setting SPEC=2, because it then
+  computes the dtype of each UOp again."""
   script = ("import attn\nfrom tinygrad import Tensor\nif __name__ == '__main__':\n  q = Tensor.rand(1, 2, 20, 16).half().realize()\n"
             "  Tensor.realize(attn.attention(q, q, q, causal=True), attn.attention(q, q, q, softcap=2.0))")
   with tempfile.NamedTemporaryFile("w", suffix=".py") as file:

@@ -106,9 +106,9 @@ def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]
 # ***** accesses *****
 
 def awaited(trip:Sequence[Instruction], chip:Chip) -> list[list[int]]:
-  """Returns, for each instruction of a loop iteration, the memory accesses that it waits for, as distances in instructions. The iteration is one in
-  the steady state, not one of the first. The number in s_waitcnt says how many of the latest accesses need not be complete: the instruction waits for
-  all accesses before these. A memory access waits for earlier accesses if its counter would overflow otherwise."""
+  """Returns, for each instruction of a loop iteration, the memory accesses that it waits for. An access is given as its distance in instructions. The
+  iteration is one in the steady state, not one of the first. The number in s_waitcnt says how many of the latest accesses need not be complete: the
+  instruction waits for all accesses before these. A memory access waits for earlier accesses if its counter would overflow otherwise."""
   counters, found = chip.counters, list[list[int]]()
   under_way: dict[str, list[int]] = {}
   for now in range(3*len(trip)):

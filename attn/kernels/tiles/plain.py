@@ -34,8 +34,8 @@ class SectionShape:
 
 @dataclass(frozen=True)
 class Sections:
-  """The sections (matrices) of local memory, by name. First come the sections `kept`, which stay for the whole kernel. The part of local memory
-  behind them is used by the groups of sections in `turns`, one group after another. The sections `rest` lie at the end."""
+  """The sections (matrices) of local memory, by name. The sections `kept` come first and stay for the whole kernel. Behind them lie the groups of
+  sections in `turns`, which use the same part of local memory at different times. The sections `rest` lie at the end."""
   kept: dict[str, SectionShape]
   turns: tuple[dict[str, SectionShape], ...]
   rest: dict[str, SectionShape]

@@ -114,9 +114,9 @@ class Softmax(Carried):
 
   def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, sums:Sums, above:float,
               do:Callable[[UOp], UOp], *before:UOp, scales:list[UOp]|None=None) -> Softmax:
-    """Adds the weights P of this iteration to the row sums, and returns the state. If a sum of P is above the limit `above` (see
-    attn/ops/softmax.py), the reference m of a row is too low: then raises m, and corrects P and the whole state for the new m. `do` adds a statement
-    (an operation with a side effect) to the program. The correction comes after the operations `before`. If the rows of V have `scales`, a vector for
+    """Adds the weights P of this iteration to the row sums, and returns the state. A sum of P above the limit `above` (see attn/ops/softmax.py) means
+    that the reference m of a row is too low. Then m is raised, and P and the whole state are corrected for the new m. `do` adds a statement (an
+    operation with a side effect) to the program. The correction comes after the operations `before`. If the rows of V have `scales`, a vector for
     each vector of P, P is multiplied by them before it is rounded."""
     scaled = weights if scales is None else [[scaled_weights(x, y) for x, y in zip(column, scales)] for column in weights]
     packed = [[ops.pack_weights(x, sums.dtype) for x in column] for column in scaled]
