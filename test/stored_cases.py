@@ -26,8 +26,8 @@ class Stored:
   rotary: np.ndarray|None = None     # latent attention: the last columns of K, in 16 bits. k is then v
 
 def float_of(byte:int, kind:str) -> float:
-  """Returns the number that a byte of the 8-bit float format `kind`, an e4m3 format, stands for. Sources: OCP 8-bit Floating Point Specification, and
-  the CDNA3 ISA document for fp8e4m3fnuz."""
+  """Returns the number for which a byte stands in `kind`, an 8-bit float format e4m3. Sources: OCP 8-bit Floating Point Specification, and the CDNA3
+  ISA document for fp8e4m3fnuz."""
   bias, exponent, mantissa = {"fp8e4m3": 7, "fp8e4m3fnuz": 8}[kind], byte >> 3 & 15, byte & 7
   if (byte == 0x80 and kind == "fp8e4m3fnuz") or (byte & 0x7f == 0x7f and kind == "fp8e4m3"): return math.nan
   size = mantissa*2.0**(-2 - bias) if exponent == 0 else (8 + mantissa)*2.0**(exponent - bias - 3)

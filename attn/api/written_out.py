@@ -1,5 +1,5 @@
-"""Recognises attention that a model writes out in operations of Tensor, softmax(q k^T * scale + mask) v, also with a mask by `where`. Such models are
-tinygrad's models with latent attention (MLA), extra/models/t5.py and examples/mlperf/models/gpt_oss.py."""
+"""Recognises attention that a model writes out in operations of Tensor: softmax(q k^T * scale + mask) v. The mask may also be applied by `where`.
+Such models are tinygrad's models with latent attention (MLA), extra/models/t5.py and examples/mlperf/models/gpt_oss.py."""
 from __future__ import annotations
 import contextlib, functools, math
 from collections.abc import Callable, Iterator

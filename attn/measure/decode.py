@@ -38,10 +38,9 @@ REPEATED = 2**24     # K and V repeat at most this many random numbers
 
 @dataclass(frozen=True)
 class DecodeStep:
-  """Decode step: one query for each of B sequences of `keys` keys; or a chunk of a prompt: `queries` queries, the last
-  tokens of each sequence, under a causal mask. `page` is the number of rows in a page of the cache; 0 means a cache without pages. With `v_dim`, V is
-  the first `v_dim` columns of K; 0 means that V is a separate tensor. `bits` is 16 for a cache of float16, or 8 for a cache of int8 with float32
-  scales."""
+  """Decode step: one query for each of B sequences of `keys` keys. Or a chunk of a prompt: `queries` queries, the last tokens of each sequence, under
+  a causal mask. `page` is the number of rows in a page of the cache; 0 means a cache without pages. With `v_dim`, V is the first `v_dim` columns of
+  K; 0 means that V is a separate tensor. `bits` is 16 for a cache of float16, or 8 for a cache of int8 with float32 scales."""
   B: int
   H: int
   Hkv: int

@@ -27,7 +27,7 @@ class LaterCall:
   tensors: functions that make the values of options, by the name of the option; each function runs once for all calls
   anew: functions that make the values of options, by the name of the option; each function runs again for each call
   differentiable: whether the call is also timed with gradients
-  order: how the rows of q, k and v are divided among two devices, None: they are on one device"""
+  order: how the rows of q, k and v are divided among two devices, or None if they are on one device"""
   name: str
   q: tuple[int, ...] = (2, 8, 512, 64)
   kv: tuple[int, ...] = (2, 8, 512, 64)

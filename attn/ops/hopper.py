@@ -283,7 +283,7 @@ def sent(after:UOp) -> UOp:
   executed after the UOp `after`."""
   return statement("sent", after)
 def may_send(after:UOp) -> UOp:
-  """Makes sure that additions which this thread starts by `send` from now on come after everything that the thread has waited for (9.7.13.4,
+  """Makes sure that additions which this thread starts by `send` from now on come after everything that the thread has waited for (PTX ISA 9.7.13.4,
   fence.proxy.async). Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
   return statement("may_send", after)
 def publish(after:UOp) -> UOp:

@@ -40,8 +40,8 @@ class Issue:
 
 @dataclass
 class Run:
-  """Result of the simulation, which steps waves through iterations of their loops: when each instruction was issued, and when the matrix units were
-  in use."""
+  """Result of a simulation, which steps waves through iterations of their loops. It tells when each instruction was issued, and when the matrix units
+  were in use."""
   waves: Sequence[Wave]
   trips: int                                             # timed iterations of a wave, in the mean
   begin: int = 0                                         # cycle where the timed iterations began

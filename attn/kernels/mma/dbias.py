@@ -63,9 +63,9 @@ class MmaBias:
   def begin(self) -> MmaBackwardState: return self.of.cleared(self.of.state)
 
   def walk(self, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:
-    """Loops over all scores to which the elements of the bias that this thread block owns are added, tile by tile. Calls `work(state, trip)` for each
-    part of a tile; `work` returns the state after its work on this part. An iteration of the outer loop, over groups of queries, begins when all
-    reads of the iteration before are done. Returns the state after the last tile."""
+    """Loops, tile by tile, over the scores to which this thread block's elements of the bias are added. Calls `work(state, trip)` for each part of a
+    tile; `work` returns the state after its work on this part. An iteration of the outer loop, over groups of queries, begins when all reads of the
+    iteration before are done. Returns the state after the last tile."""
     if self.bias.one_trip: return self.over_keys(self.of, s, self.bias.first_trip, work)
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s
