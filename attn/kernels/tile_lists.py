@@ -1,22 +1,20 @@
 """Lists of the tiles in which a mask_mod leaves scores, for masks that leave a query more than one interval of keys.
 
-A workgroup of attention owns a block of rows (queries or keys) and loops over tiles of columns (keys or queries). Three small kernels make the list
-of tiles for each block.
+A workgroup of attention owns a block of rows (queries or keys) and loops over tiles of columns (keys or queries). Two small kernels make the list of
+tiles for each block.
 
-1. `extremes_of_expressions` looks at the expressions in the mask that depend on the row alone or on the column alone, such as i//64 and tokens[j] in
-the mask i//64 == tokens[j]. The kernel finds the lowest and the highest value of each of these expressions, in each block of rows and in each tile of
-columns.
+1. `seen_in_tiles` says which tiles have visible and hidden scores. It looks at the expressions in the mask that depend on the row alone or on the
+column alone, such as i//64 and tokens[j] in the mask i//64 == tokens[j]. The kernel finds the lowest and the highest value of each of these
+expressions, in a block of rows and in each tile of columns. For most tiles these extremes already prove that the mask hides all of their scores, or
+none of them (attn/functions/spans.py). For the other tiles the kernel evaluates the mask for each score, as the kernels of attention do.
 
-2. `seen_in_tiles` says which tiles have visible and hidden scores. For most tiles the extremes already prove that the mask hides all of their scores,
-or none of them (attn/functions/spans.py). For the other tiles the kernel evaluates the mask for each score, as the kernels of attention do.
-
-3. `tiles_in_order` puts the tiles of each block in order. Tiles of which the mask hides some scores come first, and then the tiles of which it hides
+2. `tiles_in_order` puts the tiles of each block in order. Tiles of which the mask hides some scores come first, and then the tiles of which it hides
 none. If the mask hides all scores of a tile, the tile is not in the list."""
 from __future__ import annotations
 import functools, math, operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from attn.functions.spans import LEAST_INT, MOST_INT, ORDERED, Extremes, one_sided_expressions, span_of
+from attn.functions.spans import LEAST_INT, MOST_INT, ORDERED, Extremes, larger_of, one_sided_expressions, smaller_of, span_of
 from attn.functions.symbols import BATCH, KEY, QUERY, QUERY_HEAD, depends, elements_of, number_of_tensor
 from attn.kernels.parts.grid.workgroup import by_name, in_order_of_start
 from attn.kernels.parts.program.allocator import Allocator
@@ -35,9 +33,10 @@ from attn.tinygrad_compat import AxisType, DType, Estimates, KernelInfo, UOp, dt
 from attn.values import cache_of_kernels
 
 THREADS_OF_A_LIST = 64
-OF_A_STEP = 4              # columns of a row, or tiles, of one iteration
-# rows of a block, or columns of a tile, of one iteration that looks for extremes. With 32 a kernel runs as long, and takes 0.4 s more to compile
-OF_A_SIDE = 16
+THREADS_OF_A_TILE = 4      # threads that look for the extremes of a tile together
+TILES_TOGETHER = THREADS_OF_A_LIST//THREADS_OF_A_TILE      # tiles of a workgroup that says what a mask leaves of tiles
+BANKED = THREADS_OF_A_LIST + 1      # numbers in LDS that belong to a tile: threads of other tiles read them in other banks
+OF_A_STEP = 4              # rows, columns or tiles of one iteration of a thread
 SEEN, HIDDEN = 1, 2        # bits of what a mask leaves of a tile: some scores are seen, some are hidden
 NOTHING_SEEN = UOp.const(0), UOp.const(-1)     # a row's first and last column
 
@@ -85,18 +84,14 @@ class ListedBlocks:
 
 def list_arguments(x:ListedBlocks) -> dict[str, Shapes]:
   """Returns the tensors of the kernels that make lists of tiles: for each kernel (shape, dtype) of its tensors by name, in the order in which the
-  kernels run. The key of a kernel in the dictionary is the name of its first tensor, which the kernel writes. The kernel that writes "extremes" is
-  left out if no expression of the mask depends on the row alone or on the column alone."""
+  kernels run. The key of a kernel in the dictionary is the name of its first tensor, which the kernel writes."""
   in_tiles: Shapes = {"in_tiles": ((x.lists, x.blocks, x.tiles), "uint8")}
   read: Shapes = {name: of for name, of in x.p.extras.items() if name in x.read}
-  length = Sides.of(x).length
-  extremes: Shapes = {"extremes": ((x.lists, length), "int32")} if length else {}
-  found = {"extremes": extremes | read} if length else {}
-  return found | {"in_tiles": in_tiles | extremes | read, "tile_list": {"tile_list": (x.shape, "int32"), **in_tiles}}
+  return {"in_tiles": in_tiles | read, "tile_list": {"tile_list": (x.shape, "int32"), **in_tiles}}
 
 def list_kernels(x:ListedBlocks) -> list[tuple[Callable[..., UOp], Shapes]]:
   """Returns the kernels that make lists of tiles, in the order in which they run, each with (shape, dtype) of its tensors by name."""
-  kernels = {"extremes": extremes_of_expressions, "in_tiles": seen_in_tiles, "tile_list": tiles_in_order}
+  kernels = {"in_tiles": seen_in_tiles, "tile_list": tiles_in_order}
   return [(kernels[written](x), shapes) for written, shapes in list_arguments(x).items()]
 
 # ***** items of work *****
@@ -123,11 +118,12 @@ class Items:
     items, outer = Items.of_workgroups(*sizes[:-1], ceildiv(sizes[-1], THREADS_OF_A_LIST))
     index = outer[-1]*THREADS_OF_A_LIST + items.thread
     return items, left_alone(index < sizes[-1]), [*outer[:-1], index.minimum(sizes[-1] - 1)]
-  def totals(self, count:int|UOp, begin:list[UOp], work:Callable[[list[UOp], UOp], list[UOp]], *after:UOp) -> list[UOp]:
+  def totals(self, count:int|UOp, begin:list[UOp], work:Callable[[list[UOp], UOp], list[UOp]], *outer:UOp) -> list[UOp]:
     """Loops `count` times over `work(results, i)`, which returns new results, given the results so far and the index of the iteration. `begin` are
-    the results before the first iteration. The loop runs after the stores `after`. Returns the last results."""
+    the results before the first iteration. `outer` are the ranges of the loops around this loop. Returns the last results."""
+    if isinstance(count, int) and count == 1: return work(begin, UOp.const(0))      # tinygrad would lose what a loop of one iteration begins with
     registers = [self.new.registers(1, x.dtype) for x in begin]
-    begun = [r.after(*self.ranges, *after)[0].store(x) for r, x in zip(registers, begin)]
+    begun = [r.after(*self.ranges, *outer)[0].store(x) for r, x in zip(registers, begin)]
     i = self.new.range(count, AxisType.LOOP)
     now = [r.after(*begun, i) for r in registers]
     end = UOp.group(*[r[0].store(x) for r, x in zip(now, work([r[0].load() for r in now], i))]).end(i)
@@ -146,39 +142,22 @@ LOW_END, HIGH_END = 0, 1
 
 @dataclass(frozen=True)
 class Side:
-  """The expressions in a mask that depend on the row alone, or those that depend on the column alone: one of the two. The kernel finds the extremes
-  (the lowest and the highest value) of each of these expressions: in each block of rows, or in each tile of columns.
+  """The expressions in a mask that depend on the row alone, or those that depend on the column alone: one of the two.
 
-      begin: position of the first of these extremes, among all extremes that belong to a list
-      count: number of blocks, or of tiles
+      over: what the rows or columns are: "keys" or "queries"
       size: rows of a block, or columns of a tile"""
   expressions: tuple[UOp, ...]
   over: str
-  begin: int
-  count: int
   size: int
-  def index(self, nth:int, which:int, n:UOp) -> UOp:
-    """Returns the position of an extreme among all extremes that belong to a list. The extreme is the lowest (`which` is LOW_END) or the highest
-    value (HIGH_END) of the expression with index `nth`, in block or tile number `n`."""
-    return self.begin + (2*nth + which)*self.count + n
 
-@dataclass(frozen=True)
-class Sides:
-  rows: Side
-  columns: Side
-  @staticmethod
-  def of(x:ListedBlocks) -> Sides:
-    mask = x.p.mask_mod
-    assert mask is not None
-    walked, other = (KEY, "queries") if x.over == "keys" else (QUERY, "keys")
-    both = one_sided_expressions(mask.value)
-    of_columns = tuple(u for u in both if depends(u, walked))
-    rows = Side(tuple(u for u in both if u not in of_columns), other, 0, x.blocks, x.block_m)
-    return Sides(rows, Side(of_columns, x.over, 2*len(rows.expressions)*x.blocks, x.tiles, x.block_n))
-  @property
-  def length(self) -> int:
-    """Number of extremes (lowest and highest values of expressions) that belong to a list."""
-    return self.columns.begin + 2*len(self.columns.expressions)*self.columns.count
+def sides_of(x:ListedBlocks) -> tuple[Side, Side]:
+  """Returns the expressions in the mask that depend on the row alone, and those that depend on the column alone."""
+  mask = x.p.mask_mod
+  assert mask is not None
+  walked, other = (KEY, "queries") if x.over == "keys" else (QUERY, "keys")
+  both = one_sided_expressions(mask.value)
+  of_columns = tuple(u for u in both if depends(u, walked))
+  return Side(tuple(u for u in both if u not in of_columns), other, x.block_m), Side(of_columns, x.over, x.block_n)
 
 def extreme_of_all(dtype:DType, which:int) -> UOp:
   """Returns the highest number of the dtype if `which` is HIGH_END, and its lowest number if `which` is LOW_END. For floats these are inf and -inf.
@@ -193,91 +172,152 @@ def extended(extremes:list[UOp], value:UOp, there:UOp) -> list[UOp]:
   if value.dtype == dtypes.float: low, high = (value.ne(value).where(extreme_of_all(value.dtype, which), value) for which in (LOW_END, HIGH_END))
   return [(there & (low < extremes[LOW_END])).where(low, extremes[LOW_END]), (there & (extremes[HIGH_END] < high)).where(high, extremes[HIGH_END])]
 
-def walk_over(x:ListedBlocks, over:str, batch:UOp, given:Mapping[str, UOp]) -> Walk:
-  return (over_keys if over == "keys" else over_queries)(x.p, extent(x.p, batch, given))
-
-@cache_of_kernels
-def extremes_of_expressions(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the kernel that finds the lowest and the highest value of each one-sided expression of a mask (an expression of the row alone or of the
-  column alone), in blocks of rows and in tiles of columns. If several query heads share one list of tiles, the values for all these heads count."""
-  def kernel(*args:UOp) -> UOp:
-    given, sides = by_name(list_arguments(x)["extremes"], args), Sides.of(x)
-    items, _, (of_list, n) = Items.of_threads(x.lists, max(x.blocks, x.tiles))
-    batch, first_head = of_list//x.heads[0], of_list%x.heads[0]*x.heads[1]
-    def stores(side:Side) -> list[UOp]:
-      walk, width, there = walk_over(x, side.over, batch, given), math.gcd(side.size, OF_A_SIDE), left_alone(n < side.count)
-      pieces, which = side.size//width, n.minimum(side.count - 1)
-      def work(now:list[UOp], i:UOp) -> list[UOp]:
-        piece, of = which*pieces + i%pieces, Row(batch, first_head + i//pieces, UOp.const(0), UOp.const(True))
-        at = Fragment(x.p, given, of, of, walk, piece, width, UOp.const(0), width, [tuple(range(width))], width, NATURAL, NOTHING_SEEN)
-        lifted = Lifted(at, "mask_mod")
-        for nth, u in enumerate(side.expressions):
-          pair = now[2*nth:2*nth + 2]
-          for column, value in enumerate(lifted.each(u)[0]):
-            pair = extended(pair, value.cast(ORDERED.get(u.dtype, dtypes.int)), piece*width + column < walk.count)
-          now[2*nth:2*nth + 2] = pair
-        return now
-      begin = [extreme_of_all(ORDERED.get(u.dtype, dtypes.int), 1 - which) for u in side.expressions for which in (LOW_END, HIGH_END)]
-      found = items.totals(pieces*x.heads[1], begin, work) if begin else []
-      at = [of_list*sides.length + side.index(nth, which, n) for nth in range(len(side.expressions)) for which in (LOW_END, HIGH_END)]
-      bits = [extreme.bitcast(dtypes.int) for extreme in found]
-      if isinstance(walk.count, UOp):     # a block or tile beyond its sequence has no extremes: 0 in their place, with which sums do not overflow
-        bits = [(which*side.size < walk.count).where(extreme, int32(0)) for extreme in bits]
-      return [flat(given["extremes"])[place.valid(there)].store(x) for place, x in zip(at, bits)]
-    name, both = f"attn_tiles_extremes_{x.over}_{x.block_m}x{x.block_n}", stores(sides.rows) + stores(sides.columns)
-    return plain(items.kernel(name, both, x.lists*x.heads[1]*(x.rows + x.columns)))
-  return kernel
-
 # ***** what a mask leaves of a tile *****
+
+@dataclass(frozen=True)
+class TilesTogether:
+  """A block of rows and TILES_TOGETHER neighbouring tiles. A workgroup finds out what the mask leaves of these tiles. THREADS_OF_A_TILE neighbouring
+  threads belong to each tile. If several query heads share one list of tiles, the scores of all these heads count.
+
+    of_list: index of the list
+    block: index of the block of rows
+    group: index of the tiles, counted in groups of TILES_TOGETHER"""
+  x: ListedBlocks
+  items: Items
+  given: Mapping[str, UOp]
+  of_list: UOp
+  block: UOp
+  group: UOp
+  @property
+  def batch(self) -> UOp: return self.of_list//self.x.heads[0]
+  @property
+  def first_head(self) -> UOp: return self.of_list%self.x.heads[0]*self.x.heads[1]
+  @property
+  def tiles(self) -> int:
+    """Number of tiles of a workgroup."""
+    return min(self.x.tiles, TILES_TOGETHER)
+  @property
+  def own(self) -> UOp:
+    """Index, among the tiles of the workgroup, of the tile to which the thread belongs."""
+    return self.items.thread//THREADS_OF_A_TILE
+  @property
+  def leads(self) -> UOp:
+    """Whether the thread is the first one of its tile."""
+    return (self.items.thread%THREADS_OF_A_TILE).eq(0)
+  @property
+  def there(self) -> UOp:
+    """Whether the thread's tile exists. The last workgroup of a block may have fewer tiles."""
+    return self.group*TILES_TOGETHER + self.own < self.x.tiles
+  def tile(self, n:UOp) -> UOp:
+    """Returns the index of the n-th tile of the workgroup, or of the last tile of all if there is no such tile."""
+    return (self.group*TILES_TOGETHER + n).minimum(self.x.tiles - 1)
+  def walk(self, over:str) -> Walk:
+    return (over_keys if over == "keys" else over_queries)(self.x.p, extent(self.x.p, self.batch, self.given))
+
+  # ***** extremes *****
+  def extremes(self, side:Side, n:UOp, threads:int) -> dict[UOp, Extremes]:
+    """Returns the lowest and the highest value of each expression of a side, in the block of rows or in the tile of columns with index `n`. `threads`
+    neighbouring threads look for them together, and each of these threads gets them."""
+    kinds = [ORDERED.get(u.dtype, dtypes.int) for u in side.expressions for _ in (LOW_END, HIGH_END)]
+    if not kinds: return {}
+    begin, width = [extreme_of_all(kind, 1 - place % 2) for place, kind in enumerate(kinds)], math.gcd(side.size, OF_A_STEP)
+    items = side.size//width*self.x.heads[1]
+    mine = self.items.totals(ceildiv(items, threads), begin, functools.partial(self.evaluated, side, n, width, threads))
+    shared = [self.items.new.lds(THREADS_OF_A_LIST, kind) for kind in kinds]
+    stored = UOp.group(*[to[self.items.thread].store(x) for to, x in zip(shared, mine)])
+    first, together = self.items.thread//threads*threads, [to.after(stored) for to in shared]
+    def joined(now:list[UOp], i:UOp) -> list[UOp]:
+      for n in range(OF_A_STEP):
+        others = [x[first + i*OF_A_STEP + n].load() for x in together]
+        now = [smaller_of(y, x) if place % 2 == LOW_END else larger_of(x, y) for place, (x, y) in enumerate(zip(now, others))]
+      return now
+    found, walk = self.items.totals(ceildiv(min(threads, items), OF_A_STEP), begin, joined), self.walk(side.over)
+    if isinstance(walk.count, UOp):     # a block or tile beyond its sequence has no extremes: 0 in their place, with which sums do not overflow
+      found = [(n*side.size < walk.count).where(extreme, UOp.const(0, extreme.dtype)) for extreme in found]
+    pairs = [Extremes(*found[2*nth:2*nth + 2]) for nth in range(len(side.expressions))]
+    return {u: pair if u.dtype in ORDERED else Extremes(*[y.ne(0) for y in pair]) for u, pair in zip(side.expressions, pairs)}
+  def evaluated(self, side:Side, n:UOp, width:int, threads:int, now:list[UOp], i:UOp) -> list[UOp]:
+    """Evaluates the expressions of a side for `width` neighbouring rows or columns of block or tile `n`: those that this thread has in iteration i.
+    Returns the lowest and the highest value of each expression, given those of the iterations before, `now`."""
+    pieces, walk = side.size//width, self.walk(side.over)
+    index = (i*threads + self.items.thread%threads).minimum(pieces*self.x.heads[1] - 1)
+    piece, of = n*pieces + index%pieces, Row(self.batch, self.first_head + index//pieces, UOp.const(0), UOp.const(True))
+    at = Fragment(self.x.p, self.given, of, of, walk, piece, width, UOp.const(0), width, [tuple(range(width))], width, NATURAL, NOTHING_SEEN)
+    lifted, found = Lifted(at, "mask_mod"), list[UOp]()
+    for nth, u in enumerate(side.expressions):
+      pair = now[2*nth:2*nth + 2]
+      for column, value in enumerate(lifted.each(u)[0]): pair = extended(pair, value.cast(pair[0].dtype), piece*width + column < walk.count)
+      found += pair
+    return found
+
+  # ***** scores *****
+  def interval(self, row:UOp, tile:UOp) -> tuple[UOp, UOp]:
+    """Returns the first and the last column that a row sees, counted from the first column of a tile."""
+    walk, before = self.walk(self.x.over), tile*self.x.block_n
+    first = first_seen(walk, row)
+    return (UOp.const(0) if first is None else first - before), last_seen(walk, row) - before
+  def by_extremes(self) -> UOp:
+    """Returns what the mask leaves of the thread's own tile, in the bits SEEN and HIDDEN. The result is 0 if the extremes of expressions do not say
+    it, and HIDDEN for a tile that does not exist."""
+    x, tile, (of_rows, of_columns) = self.x, self.tile(self.own), sides_of(self.x)
+    extremes = self.extremes(of_rows, self.block, THREADS_OF_A_LIST) | self.extremes(of_columns, tile, THREADS_OF_A_TILE)
+    rows = self.block*x.block_m, (self.block*x.block_m + (x.block_m - 1)).minimum(x.rows - 1)
+    (begin, first_end), (last_begin, end) = (self.interval(row, tile) for row in rows)      # neither end decreases from one row to the next
+    assert x.p.mask_mod is not None
+    always, possibly = span_of(x.p.mask_mod.value, extremes.__getitem__)
+    hidden = self.there.logical_not() | (begin >= x.block_n) | (end < 0) | possibly.logical_not()
+    seen = (last_begin <= 0) & (first_end >= x.block_n - 1) & always
+    return hidden.where(int32(HIDDEN), seen.where(int32(SEEN), int32(0)))
+  def looked(self, tile:UOp, now:list[UOp], i:UOp) -> list[UOp]:
+    """Evaluates the mask for a few neighbouring scores of one row of a tile: those that this thread has in iteration i. Returns the bits SEEN and
+    HIDDEN that these scores show, together with the bits of the iterations before, `now`."""
+    x, index, width = self.x, i*THREADS_OF_A_LIST + self.items.thread, math.gcd(self.x.block_n, OF_A_STEP)
+    pieces = x.block_n//width
+    row, piece, head = self.block*x.block_m + index%x.block_m, index//x.block_m%pieces, self.first_head + index//x.block_m//pieces
+    of = Row(self.batch, head.minimum(self.first_head + x.heads[1] - 1), row.minimum(x.rows - 1), row < x.rows)
+    first, last = (end - piece*width for end in self.interval(of.index, tile))
+    at = Fragment(x.p, self.given, of, of, self.walk(x.over), tile*pieces + piece, width, UOp.const(0), width, [tuple(range(width))], width, NATURAL,
+                  (first, last))
+    each = [c & (last >= n) & (first <= n) for n, c in enumerate((seen_each(at) or [[UOp.const(True)]*width])[0])]
+    bits = functools.reduce(operator.or_, [c.where(int32(SEEN), int32(HIDDEN)) for c in each])
+    return [now[0] | of.there.where(bits, int32(0))]
+  def by_scores(self, known:UOp) -> UOp:
+    """Returns what the mask leaves of the thread's own tile, in the bits SEEN and HIDDEN. `known` is the result of `by_extremes`. If it is 0, all
+    threads evaluate the mask for the scores of the tile; if not, the returned number is not defined."""
+    new, thread, of_tiles = self.items.new, self.items.thread, self.items.new.lds(THREADS_OF_A_LIST, dtypes.int)
+    told = of_tiles[thread].store(known)
+    def count(now:list[UOp], i:UOp) -> list[UOp]:
+      # counts the tiles that are to be evaluated, and those of them that come before this thread's tile
+      wanted = of_tiles.after(told)[i*THREADS_OF_A_TILE].load().eq(0)
+      return [n + c.where(int32(1), int32(0)) for n, c in zip(now, (wanted, wanted & (i < self.own)))]
+    wanted, before = self.items.totals(self.tiles, [int32(0), int32(0)], count)
+    wanted, before = bounded(ops.uniform(wanted), 0, self.tiles).simplify(), bounded(before, 0, self.tiles - 1).simplify()
+    order, bits = new.lds(TILES_TOGETHER, dtypes.int), new.lds(TILES_TOGETHER*BANKED, dtypes.int)
+    listed = order[before.valid(left_alone(known.eq(0) & self.leads))].store(self.own.cast(dtypes.int))
+    n = new.range(wanted, AxisType.LOOP)
+    tile = self.tile(bounded(ops.uniform(order.after(listed)[n].load()), 0, self.tiles - 1))
+    trips = ceildiv(self.x.block_m*self.x.block_n*self.x.heads[1], math.gcd(self.x.block_n, OF_A_STEP)*THREADS_OF_A_LIST)
+    mine = self.items.totals(trips, [int32(0)], functools.partial(self.looked, tile), n)[0]
+    stored = bits[n*BANKED + thread].store(mine).end(n)
+    def joined(now:list[UOp], i:UOp) -> list[UOp]:
+      first = before.minimum((wanted - 1).maximum(0))*BANKED + i*OF_A_STEP
+      return [functools.reduce(operator.or_, [bits.after(stored)[first + other].load() for other in range(OF_A_STEP)], now[0])]
+    return self.items.totals(wanted.minimum(1)*(THREADS_OF_A_LIST//OF_A_STEP), [int32(0)], joined)[0]
 
 @cache_of_kernels
 def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
   """Returns the kernel that finds, for each block of rows and each tile of columns, whether the mask leaves some of their scores visible, and whether
-  it hides some. If several query heads share one list of tiles, the scores of all these heads count."""
-  mask, width = x.p.mask_mod, math.gcd(x.block_n, OF_A_STEP)
-  assert mask is not None
-  pieces = x.block_n//width
+  it hides some."""
   def kernel(*args:UOp) -> UOp:
-    given, sides = by_name(list_arguments(x)["in_tiles"], args), Sides.of(x)
-    items, (of_list, block, tile) = Items.of_workgroups(x.lists, x.blocks, x.tiles)
-    batch, first_head = of_list//x.heads[0], of_list%x.heads[0]*x.heads[1]
-    walk = walk_over(x, x.over, batch, given)
-    def extremes(u:UOp) -> Extremes:
-      # the lowest and the highest value of u in this block of rows or, for an expression of the columns, in this tile
-      side, n = (sides.rows, block) if u in sides.rows.expressions else (sides.columns, tile)
-      to = ORDERED.get(u.dtype, dtypes.bool)
-      at = [of_list*sides.length + side.index(side.expressions.index(u), which, n) for which in (LOW_END, HIGH_END)]
-      found = [flat(given["extremes"])[place].load() for place in at]
-      return Extremes(*[y.ne(0) if to == dtypes.bool else y.bitcast(to) for y in found])
-    def interval(row:UOp) -> tuple[UOp, UOp]:
-      # the first and the last column that the row sees, counted from the first column of the tile
-      first = first_seen(walk, row)
-      return (UOp.const(0) if first is None else first - tile*x.block_n), last_seen(walk, row) - tile*x.block_n
-    first_row, last_row = block*x.block_m, (block*x.block_m + x.block_m - 1).minimum(x.rows - 1)
-    (begin, first_end), (last_begin, end) = interval(first_row), interval(last_row)      # neither end decreases from one row to the next
-    always, possibly = span_of(mask.value, extremes)
-    hidden = (begin >= x.block_n) | (end < 0) | possibly.logical_not()
-    seen = (last_begin <= 0) & (first_end >= x.block_n - 1) & always
-    unsure = ops.uniform((hidden | seen).where(int32(0), int32(1)))
-    def work(now:list[UOp], i:UOp) -> list[UOp]:
-      # evaluates the mask for `width` neighbouring scores of one row, and adds what they show to the bits SEEN and HIDDEN found so far, `now`
-      index = i*THREADS_OF_A_LIST + items.thread
-      row, piece, head = first_row + index%x.block_m, index//x.block_m%pieces, (first_head + index//x.block_m//pieces)
-      of = Row(batch, head.minimum(first_head + x.heads[1] - 1), row.minimum(x.rows - 1), row < x.rows)
-      first, last = (n - piece*width for n in interval(of.index))
-      at = Fragment(x.p, given, of, of, walk, tile*pieces + piece, width, UOp.const(0), width, [tuple(range(width))], width, NATURAL, (first, last))
-      each = [c & (last >= n) & (first <= n) for n, c in enumerate((seen_each(at) or [[UOp.const(True)]*width])[0])]
-      bits = functools.reduce(operator.or_, [c.where(int32(SEEN), int32(HIDDEN)) for c in each])
-      return [now[0] | of.there.where(bits, int32(0))]
-    mine = items.totals(bounded(unsure, 0, 1)*ceildiv(x.block_m*pieces*x.heads[1], THREADS_OF_A_LIST), [int32(0)], work)[0]
-    shared = items.new.lds(THREADS_OF_A_LIST, dtypes.int)
-    stored = shared[items.thread].store(mine)
-    def joined(now:list[UOp], i:UOp) -> list[UOp]:
-      others = [shared.after(stored)[i*OF_A_STEP + n].load() for n in range(OF_A_STEP)]
-      return [functools.reduce(operator.or_, others, now[0])]
-    looked = items.totals(bounded(unsure, 0, 1)*(THREADS_OF_A_LIST//OF_A_STEP), [int32(0)], joined, stored)[0]
-    found = hidden.where(int32(HIDDEN), seen.where(int32(SEEN), looked))
-    to = flat(given["in_tiles"])[((of_list*x.blocks + block)*x.tiles + tile).valid(left_alone(items.thread.eq(0)))]
+    given = by_name(list_arguments(x)["in_tiles"], args)
+    items, (of_list, block, group) = Items.of_workgroups(x.lists, x.blocks, ceildiv(x.tiles, TILES_TOGETHER))
+    here = TilesTogether(x, items, given, of_list, block, group)
+    # Simplified here, as other numbers on which counts of iterations depend: `Allocator.range` simplifies a count, and would make a simplified copy
+    # of the stores that the count depends on, beside the stores themselves.
+    known = here.by_extremes().simplify()
+    found = known.eq(0).where(here.by_scores(known), known)
+    there = left_alone(here.leads & here.there)
+    to = flat(given["in_tiles"])[((of_list*x.blocks + block)*x.tiles + here.tile(here.own)).valid(there)]
     name, pairs = f"attn_tiles_seen_{x.over}_{x.block_m}x{x.block_n}", x.lists*x.heads[1]*x.rows*x.columns
     return plain(items.kernel(name, [to.store(found.cast(dtypes.uchar))], pairs), x.checked)
   return kernel
@@ -308,7 +348,6 @@ def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
       return now
     def turn() -> UOp:
       # how many blocks start before this block and have this thread's tile in their lists
-      if x.blocks == 1: return int32(0)      # a loop of one iteration that adds nothing: tinygrad would lose the 0 with which it begins
       started = functools.partial(in_order_of_start, x.p, blocks=x.blocks)
       def earlier(b:UOp) -> UOp:
         listed = group(tile, (of_list*x.blocks + b.minimum(x.blocks - 1))*x.tiles) < 2

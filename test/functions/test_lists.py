@@ -82,21 +82,23 @@ def expected_list(mask:np.ndarray, block_n:int, tiles:int) -> list[int]:
   return [len(some), len(some) + len(full), *some, *full, *[tiles]*(tiles + 1 - len(some) - len(full))]
 
 @pytest.mark.parametrize("over", ["keys", "queries"])
-@pytest.mark.parametrize("name", CASES)
-def test_lists_have_the_tiles_that_a_mask_leaves(name:str, over:str) -> None:
+@pytest.mark.parametrize("name, block_m, block_n", [*((name, 64, 32) for name in CASES), ("documents", 48, 8), ("squares of heads", 48, 8)])
+def test_lists_have_the_tiles_that_a_mask_leaves(name:str, block_m:int, block_n:int, over:str) -> None:
+  """The lists of visible tiles are right, also if there are more tiles than a workgroup has (with 8 columns in a tile)."""
   case = CASES[name]
   p = posed(case, B=2, H=4, Hkv=2, Sq=170, Sk=300)
   mask, d = p.mask_mod, documents(p)
   assert mask is not None
   heads = ((4, 1) if over == "keys" else (2, 2)) if depends(mask.value, QUERY_HEAD) else (1, 1)
   batches = 2 if depends(mask.value, BATCH) else 1
-  x = ListedBlocks(p, over, 64, 32, batches, heads, True)
+  x = ListedBlocks(p, over, block_m, block_n, batches, heads, True)
   with emulated("gfx942"): got = tile_lists(x, "EMU::gfx942", {"mod_tensor0": Tensor(d, device="EMU::gfx942")}).numpy()
   left = seen(p, case, d)
   if over == "queries": left = left.swapaxes(-1, -2)
   for b, h, block in np.ndindex(*got.shape[:3]):
-    own = left[b:b + 1 if batches > 1 else None, h*heads[1]:(h + 1)*heads[1] if heads[0] > 1 else None, block*64:(block + 1)*64]
-    assert got[b, h, block].tolist() == expected_list(own, 32, x.tiles), (b, h, block)
+    own = left[b:b + 1 if batches > 1 else None, h*heads[1]:(h + 1)*heads[1] if heads[0] > 1 else None,
+               block*block_m:(block + 1)*block_m]
+    assert got[b, h, block].tolist() == expected_list(own, block_n, x.tiles), (b, h, block)
 
 @pytest.mark.parametrize("name, keys", (("documents", 400), ("squares", 400), ("causal stripes", 400), ("documents", 60), ("documents", 100)))
 def test_lists_say_when_a_block_has_its_turn(name:str, keys:int) -> None:
