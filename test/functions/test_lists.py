@@ -381,7 +381,7 @@ def test_lists_with_kv_lengths(arch:str, name:str, made:list[ListedBlocks]) -> N
   with lists(True):
     o, *gradients = computed(p, x, do, arch, case, d, kv_lengths=lengths)
   agrees(o, gradients, problem(**sizes, extras=extras), x, extras, do)
-  assert [x.over for x in made] == ["keys"]*3 + ["queries"] and all(x.batches == 3 for x in made)     # forward, forward again for the lse, dq; dkdv
+  assert sorted(x.over for x in made) == ["keys"]*3 + ["queries"] and all(x.batches == 3 for x in made)     # forward twice, dq; dkdv
 
 @pytest.mark.parametrize("arch, name", [pytest.param(arch, name, marks=() if arch == on else pytest.mark.thorough)
                                         for arch in (*UNITS, "gfx950") for name, on in (("stripes", "gfx950"), ("sinks and window", "sm_80"))])
@@ -407,7 +407,7 @@ def test_lists_of_packed_sequences(arch:str, name:str, made:list[ListedBlocks]) 
     extras = {"bias": np.where(case.of_numbers(b, 0, i, j, *[d]*case.documents), 0, -np.inf).astype(np.float32)[None, None]}
     parts = [part(a, ends, b) for a, ends in zip(got, (ends_q, ends_q, ends_k, ends_k))]
     agrees(parts[0], parts[1:], problem(B=1, H=2, Hkv=1, Sq=Sq, Sk=Sk, extras=extras), x, extras, part(do, ends_q, b))
-  assert [x.over for x in made] == ["keys"]*3 + ["queries"] and all(x.batches == 3 for x in made)     # forward, forward again for the lse, dq; dkdv
+  assert sorted(x.over for x in made) == ["keys"]*3 + ["queries"] and all(x.batches == 3 for x in made)     # forward twice, dq; dkdv
   for a, ends in zip(got, (ends_q, ends_q, ends_k, ends_k)): assert not a[:ends[0]].any() and not a[ends[-1]:].any()
 
 SQUARES_OF_BATCHES = Case(lambda b, h, i, j: ((i//32 + j//32) % 3).eq((h + b) % 3), lambda b, h, i, j: (i//32 + j//32) % 3 == (h + b) % 3)
