@@ -156,8 +156,8 @@ DQ_WGMMA = (
   GradientsUpTo(128, WgmmaBackwardShape(2, 64)),
   GradientsUpTo(192, WgmmaBackwardShape(2, 48)),
   GradientsUpTo(256, WgmmaBackwardShape(2, 32)))
-# Tiles of the kernel that computes all gradients at once, by head dimension. Larger head dimensions have no registers for it.
-AT_ONCE_WGMMA = {64: WgmmaBackwardShape(2, 64), 128: WgmmaBackwardShape(2, 64)}
+# Tile shapes of the kernel that computes all gradients at once. Registers suffice for the longer tiles of queries only with D up to 64.
+AT_ONCE_WGMMA, LONG_AT_ONCE_WGMMA = WgmmaBackwardShape(2, 64), WgmmaBackwardShape(2, 128)
 DKDV_WGMMA = (
   GradientsUpTo(64, WgmmaBackwardShape(2, 96)),
   GradientsUpTo(128, WgmmaBackwardShape(1, 32), few_queries=64),

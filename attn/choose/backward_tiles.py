@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from attn.cache import tuned
 from attn.chips import Chip
 from attn.chips.matrix import MMA
-from attn.chips.nvidia import AT_ONCE_WGMMA, DBIAS_MMA, DKDV_MMA, DKDV_WGMMA, DQ_MMA, DQ_WGMMA
-from attn.chips.shapes import BOTH, BackwardShape, Burden, MmaBackwardShape, UpTo, cautious_backward
+from attn.chips.nvidia import AT_ONCE_WGMMA, DBIAS_MMA, DKDV_MMA, DKDV_WGMMA, DQ_MMA, DQ_WGMMA, LONG_AT_ONCE_WGMMA
+from attn.chips.shapes import BOTH, BackwardShape, Burden, MmaBackwardShape, UpTo, WgmmaBackwardShape, cautious_backward
 from attn.choose.refusals import wgmma_refuses
 from attn.choose.rows import burden, fitting, in_units, rows_for
 from attn.kernels.parts.program.counts import ceildiv
@@ -76,7 +76,7 @@ WGMMA_AT_ONCE = ("sinks", "kv_lengths", "varlen")
 # blocks. With D up to 64 it has enough for any window and any rows.
 ROOMY = 64     # largest head dimension with which it has registers to spare
 WGMMA_ALONE_AT_ONCE: dict[str, tuple[tuple[int, int], ...]|None] = {
-  "alibi": (FULL_WINDOW, CAUSAL_WINDOW), "dropout_p": (FULL_WINDOW, CAUSAL_WINDOW), "softcap": (FULL_WINDOW,), "mask_mod": None}
+  "alibi": (FULL_WINDOW, CAUSAL_WINDOW), "dropout_p": (FULL_WINDOW, CAUSAL_WINDOW), "softcap": (FULL_WINDOW, CAUSAL_WINDOW), "mask_mod": None}
 USED_AT_ONCE = ("sinks", "kv_lengths", "alibi")     # options that hardly change the time of a kernel for all gradients
 AMD_AT_ONCE = ("sinks", "kv_lengths", "alibi", "softcap", "dropout_p")     # on MFMA, with any window: it spills no register
 REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of K and V
@@ -89,22 +89,27 @@ class FasterAtOnce:
 
     windows: the values of `Problem.window` with which one kernel is faster, if workgroups add to dq in any order
     in_order: the same if workgroups add to dq in a fixed order (deterministic=True)
-    keys, blocks: with a fixed order, one kernel is faster from this many keys on, and from this many blocks of keys on (in all batches and heads)"""
+    keys, blocks: with a fixed order, one kernel is faster from this many keys on, and from this many blocks of keys on (in all batches and heads)
+    window_keys: with any other window and in any order, one kernel is faster if a query sees this many keys on average; None: with no other window
+    shape: the tile shape with which one kernel is faster"""
   windows: tuple[tuple[int, int], ...] = ()
   in_order: tuple[tuple[int, int], ...] = ()
   keys: int = 2048
   blocks: int = 2048
+  window_keys: int|None = None
+  shape: WgmmaBackwardShape = AT_ONCE_WGMMA
 
 # By head dimension and option ("": no option). Times on an H100: docs/data/nvidia_backward_ways.csv and nvidia_backward_options.csv. In a fixed order
 # without options, two kernels take 1.04 to 1.10 times as long from 2048 blocks and 2048 keys on, 0.98 times as long with 1024 keys or with 512
 # blocks, and 0.97 to 1.03 times with causal=True.
 FASTER_ON_WGMMA = {
-  (128, ""): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW,)),
+  (128, ""): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW,), window_keys=3500),
   (128, "dropout_p"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW, CAUSAL_WINDOW)),
-  (128, "softcap"): FasterAtOnce((FULL_WINDOW,), (FULL_WINDOW,)),
+  (128, "softcap"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW,)),
   (128, "varlen"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW)),
   (128, "mask_mod"): FasterAtOnce((FULL_WINDOW,)),
-  (64, "dropout_p"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW, CAUSAL_WINDOW), blocks=1024),
+  (64, ""): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), shape=LONG_AT_ONCE_WGMMA),
+  (64, "dropout_p"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW, CAUSAL_WINDOW), blocks=1024, shape=LONG_AT_ONCE_WGMMA),
   (64, "softcap"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW))}
 IN_ORDER_MFMA = FasterAtOnce()     # no prediction for MFMA includes what a turn costs
 LEAST_QUERIES = 1024     # of all heads that share keys: no smaller number was tried for MFMA
@@ -115,12 +120,13 @@ LEAST_KEYS = 768
 def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
   """Returns the tile description of the kernel on wgmma that computes dq, dk and dv at once, if this kernel is chosen. Otherwise returns the reason,
   as a text, why two kernels compute the gradients."""
-  if (shape := AT_ONCE_WGMMA.get(p.D)) is None or p.Dv > p.D:
-    return f"D={p.D}, Dv={p.Dv}: it has enough registers only with D {' and '.join(map(str, AT_ONCE_WGMMA))}, and Dv no larger"
-  tile = WgmmaBackwardTile(**vars(shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
+  if p.D not in (widths := sorted({D for D, _ in FASTER_ON_WGMMA})) or p.Dv > p.D:
+    return f"D={p.D}, Dv={p.Dv}: it has enough registers only with D {' and '.join(map(str, widths))}, and Dv no larger"
+  faster = row_at_once(p)
+  tile = WgmmaBackwardTile(**vars(faster.shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
   if has_sum(p): return f"{sum_over_scores(p).name}: a kernel of its own computes its gradient, beside two kernels"
   if (reason := short_of_registers(p, tile)) is not None: return reason
-  if isinstance(faster := faster_at_once(p, tile), str): return faster
+  if (reason := not_faster_at_once(p, tile, faster)) is not None: return reason
   if (keys := keys_of_query(p)) < LEAST_KEYS: return f"a query sees {keys} keys on average: faster only from {LEAST_KEYS} on"
   # Without a mask it was measured to be faster also with 64 queries, and with 32 blocks of keys that 32 heads share: then several workgroups share a
   # block of keys.
@@ -139,20 +145,28 @@ def short_of_registers(p:Problem, tile:WgmmaBackwardTile) -> str|None:
   if p.Sk % tile.block_m or p.Sq % tile.block_n: return f"{option}: {why} if Sq or Sk is no multiple of {tile.block_n} or {tile.block_m}"
   return None
 
-def faster_at_once(p:Problem, tile:WgmmaBackwardTile) -> FasterAtOnce|str:
-  """Looks for a measurement by which one kernel for all gradients of `p` is faster than two kernels. Returns the row of the table FASTER_ON_WGMMA
-  that contains `p`, or a text that says that there is none. A mask_mod that hides the last keys of a query counts as a causal mask. A mask_mod that
-  hides the first keys counts as a window that no row contains."""
-  options, hidden = [x for x in p.options if x not in USED_AT_ONCE], hiding(p)
-  not_faster = "right, but was not measured to be faster than two kernels"
-  if len(options) > 1 or (row := FASTER_ON_WGMMA.get((p.D, "".join(options)))) is None:
-    return f"{' with '.join((*options, f'D={p.D}'))}: {not_faster}"
+def slowing_options(p:Problem) -> list[str]:
+  """Returns the names of the options of `p` that change the time of a kernel for all gradients."""
+  return [x for x in p.options if x not in USED_AT_ONCE]
+
+def row_at_once(p:Problem) -> FasterAtOnce:
+  """Returns the row of the table FASTER_ON_WGMMA for the head dimension and the options of `p`. If the table has none, returns a row without windows.
+  """
+  return FASTER_ON_WGMMA.get((p.D, " with ".join(slowing_options(p))), FasterAtOnce())
+
+def not_faster_at_once(p:Problem, tile:WgmmaBackwardTile, faster:FasterAtOnce) -> str|None:
+  """Returns the reason if one kernel for all gradients of `p` was not measured to be faster than two kernels, otherwise None. `faster` is the row of
+  the table FASTER_ON_WGMMA for `p`. A mask_mod that hides the last keys of a query counts as a causal mask. A mask_mod that hides the first keys
+  counts as a window that no row contains."""
+  options, hidden, not_faster = slowing_options(p), hiding(p), "right, but was not measured to be faster than two kernels"
+  if not faster.windows: return f"{' with '.join((*options, f'D={p.D}'))}: {not_faster}"
   window, mask = p.window, " with ".join((f"window={p.window}", *options))
   if p.mask_bounds is not None and any(hidden):
     window, mask = NO_WINDOW if hidden.before else CAUSAL_WINDOW, f"a mask_mod that hides the {'first' if hidden.before else 'last'} keys of a query"
-  if window not in row.windows: return f"{mask}: {not_faster}"
+  enough = faster.window_keys is not None and p.mask_bounds is None and keys_of_query(p) >= faster.window_keys
+  if window not in faster.windows and not enough: return f"{mask}: {not_faster}"
   if options and p.Sk % tile.block_m: return f"Sk={p.Sk}, no multiple of {tile.block_m}, with {options[0]}: {not_faster}"
-  return row
+  return None
 
 def keys_of_query(p:Problem) -> int:
   """Returns how many keys a query sees on average, if only the window (p.window) hides keys and all sequences are as long as the longest one."""

@@ -18,7 +18,7 @@ from attn.chips import Chip
 from attn.chips.matrix import MMA
 from attn.chips.shapes import WgmmaBackwardShape
 from attn.choose.backward import Parts, choose_parts, tiles_of
-from attn.choose.backward_tiles import AtOnceTile
+from attn.choose.backward_tiles import AtOnceTile, row_at_once
 from attn.choose.dispatch import single_kernel
 from attn.choose.tile_lists import listing
 from attn.functions.trace import functions_of
@@ -34,16 +34,15 @@ from attn.problem import Problem, problem_of
 from attn.tinygrad_compat import Device, Tensor, foreign_cuda_context
 from attn.values import FLOATS, INTS
 
-SHAPE_AT_ONCE = WgmmaBackwardShape(2, 64)      # of the kernel that computes all gradients at once
 MOST_COLUMNS = 128     # largest head dimension of this kernel
 TWO, NO_ORDER, IN_ORDER = ALL_WAYS = "two kernels", "in no order", "in order"
 
 Launches = list[tuple[BackwardLaunch, ListedBlocks|None]]     # one after another, each with the lists of tiles that it gets
 
-def launches_of(p:Problem, arch:Chip, way:str, shape:WgmmaBackwardShape=SHAPE_AT_ONCE) -> Launches:
+def launches_of(p:Problem, arch:Chip, way:str, shape:WgmmaBackwardShape|None=None) -> Launches:
   """Returns the launches that compute dq, dk and dv. `way` is TWO for two kernels, NO_ORDER for one kernel that adds to dq in any
-  order, and IN_ORDER for one kernel that adds to dq in a fixed order."""
-  one: AtOnceTile|str = TWO if way == TWO else WgmmaBackwardTile(**vars(shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
+  order, and IN_ORDER for one kernel that adds to dq in a fixed order. `shape` is the tile shape of the one kernel; None: the shape that attn uses."""
+  one: AtOnceTile|str = TWO if way == TWO else WgmmaBackwardTile(**vars(shape or row_at_once(p).shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
   p, parts, (dq, dkdv) = replace(p, deterministic=way != NO_ORDER), choose_parts(p, arch), tiles_of(p, arch)
   lists = listing(p, arch, dq), listing(p, arch, dkdv, "queries")
   if isinstance(one, WgmmaBackwardTile): parts, lists = Parts(0, parts.dkdv), (None, listing(p, arch, one, "queries", p.deterministic))

@@ -244,7 +244,7 @@ REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
   "deterministic": ({}, dict(deterministic=True), "deterministic=True: "),
   "D": (dict(D=80), {}, "D=80, Dv=80: it has enough registers only with D 64 and 128"),
   "few keys": (dict(Sk=512), dict(causal=False), "a query sees 512 keys on average: faster only from 768 on"),
-  "softcap": ({}, dict(softcap=3.0), r"softcap with window=\(-1, 0\): it would have too few registers"),
+  "softcap": ({}, dict(softcap=3.0, causal=False, window=(500, 300)), r"softcap with window=\(500, 300\): it would have too few registers"),
   "score_mod": ({}, dict(score_mod=lambda s, b, h, i, j: s*s), "score_mod: it would have too few registers"),
   "dropout beside slopes": ({}, dict(dropout_p=0.1, alibi_slopes=Tensor.empty(2)), "alibi with dropout_p: it would have too few registers"),
   "dropout and part blocks": (dict(Sk=2100), dict(dropout_p=0.1), "dropout_p: it would have too few registers if Sq or Sk is no multiple"),
@@ -274,13 +274,15 @@ MEASURED: dict[str, tuple[bool, bool, dict[str, Any]]] = {
   "slopes": (True, False, dict(causal=True, slopes=True)),
   "lengths": (True, False, dict(causal=True, lengths=True)), "shared heads": (True, False, dict(Hkv=1)),
   "dropout": (True, True, dict(dropout_p=0.1)), "dropout, causal": (True, True, dict(dropout_p=0.1, causal=True)),
-  "softcap": (True, True, dict(softcap=3.0)), "packed": (True, False, dict(packed=True)),
+  "softcap": (True, True, dict(softcap=3.0)), "softcap, causal": (True, False, dict(softcap=3.0, causal=True)),
+  "a long window": (True, False, dict(Sk=8192, window=(4095, 0))), "D 64": (True, False, dict(D=64)),
+  "D 64, causal": (True, False, dict(D=64, causal=True)), "packed": (True, False, dict(packed=True)),
   "packed, causal": (True, False, dict(packed=True, causal=True)),
   "dropout, D 64": (True, True, dict(D=64, dropout_p=0.1, causal=True)), "softcap, D 64": (True, False, dict(D=64, softcap=3.0, causal=True))}
 NOT_MEASURED: dict[str, tuple[dict[str, Any], str]] = {
   "packed keys that fill no whole block": (dict(packed=True, longest=2100), "Sk=2100, no multiple of 128, with varlen"),
   "window": (dict(window=(1023, 200)), r"window=\(1023, 200\)"), "packed window": (dict(packed=True, window=(1500, 0)), r"window=.* with varlen"),
-  "D 64": (dict(D=64), "D=64"), "D 64, packed": (dict(D=64, packed=True), "varlen with D=64")}
+  "D 64, window": (dict(D=64, window=(1023, 200)), r"window=\(1023, 200\)"), "D 64, packed": (dict(D=64, packed=True), "varlen with D=64")}
 
 def one_kernel_or_two(deterministic:bool, *, H:int=2, Hkv:int=2, Sk:int=2048, D:int=128, packed:bool=False, slopes:bool=False, lengths:bool=False,
                       longest:int=2048, **options:Any) -> BackwardChoice:

@@ -382,9 +382,10 @@ OF_128_QUERIES: dict[str, dict[str, Any]] = {
                  extras=dict(cu_seqlens_q=ints(70, 199, 199, 390), cu_seqlens_k=ints(2, 130, 141, 380)))}
 def tiles_of_128_queries(tile:Any) -> Any: return replace(tile, block_n=128) if isinstance(tile, WgmmaBackwardTile) and tile.adds_dq else tile
 
+@pytest.mark.parametrize("arch", ("sm_90", GPU))
 @pytest.mark.parametrize("case", OF_128_QUERIES)
-def test_at_once_with_tiles_of_128_queries(case:str) -> None:
-  check_backward_kernels("sm_90", **{**dict(H=1, D=64, deterministic=False), **OF_128_QUERIES[case]}, only="all", tiles=tiles_of_128_queries)
+def test_at_once_with_tiles_of_128_queries(arch:str, case:str) -> None:
+  check_backward_kernels(arch, **{**dict(H=1, D=64, deterministic=False), **OF_128_QUERIES[case]}, only="all", tiles=tiles_of_128_queries)
 
 def queries_of_first_warpgroup(m:pytest.MonkeyPatch) -> None:
   wrong(m, WgmmaTrip, "dq_part", lambda dq_part: property(lambda self: (UOp.const(0), dq_part.fget(self)[1])))
