@@ -2,7 +2,7 @@
 from __future__ import annotations
 from attn.chips.family import Caches
 from attn.chips.matrix import Matrix
-from attn.chips.shapes import BOTH, BackwardShape, MlaShape, UpTo
+from attn.chips.shapes import BOTH, NO_BIAS, BackwardShape, MlaShape, UpTo
 
 def wmma(suffix:str, operand_type:str, block:int, duplicated:bool=False, K:int=16, arguments:str="{a}, {b}, {c}", size:int=2) -> Matrix:
   """Describes one of RDNA's WMMA instructions: C (16 x 16) += A (16 x K) B (K x 16). `suffix` is the end of its builtin's name in clang,
@@ -21,9 +21,9 @@ LATENT_ON_RDNA = (UpTo(576, MlaShape(4, 32, 2, q_anew=True, weight_parts=2), bey
 # gfx1100, and 0.19 of it on gfx1201.
 DBIAS_IN_PIECES = UpTo(128, BackwardShape(4, 16, BOTH, fenced=2, prefetch=0, sparing=True))
 
-# For plain problems. With (4, 16, 8192, 192) it is predicted to be 30 to 39% faster than the rows with `sparing` on gfx1100 and gfx1201, and no
-# register is spilled.
-PLAIN_DKDV_192_ON_RDNA = UpTo(192, BackwardShape(2, 16, BOTH, fenced=4, prefetch=0, passes=2, read_ahead=3))
+# With (4, 16, 8192, 192) it is predicted to be 27 to 39% faster than the rows with `sparing` on gfx1100 and gfx1201, without options and with
+# softcap, ALiBi or dropout, and no register is spilled.
+PLAIN_DKDV_192_ON_RDNA = UpTo(192, BackwardShape(2, 16, BOTH, fenced=4, prefetch=0, passes=2, read_ahead=3), options=("", *NO_BIAS))
 
 def caches_of_one_die(l2:int, shared:int, gbs:float) -> Caches:
   """Describes the caches of a chip that consists of one die: `l2` MB of L2, and `shared` MB of Infinity Cache with a bandwidth of `gbs` GB/s. Half of

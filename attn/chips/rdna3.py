@@ -4,7 +4,7 @@ from __future__ import annotations
 from attn.chips.family import Card, Chip, Counters, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure, Machine
 from attn.chips.rdna import DBIAS_IN_PIECES, LATENT_ON_RDNA, PLAIN_DKDV_192_ON_RDNA, caches_of_one_die, wmma
-from attn.chips.shapes import BOTH, BackwardShape, ForwardShape, UpTo
+from attn.chips.shapes import AT_MOST_ONE, BOTH, BackwardShape, ForwardShape, UpTo
 
 RDNA3_MACHINE = Machine(
   turn=Figure(1, "isa"), step=Figure(1, "isa"), vector=Figure(5, "schedule"), vector_to_matrix=Figure(5, ASSUMED),
@@ -42,9 +42,9 @@ DKDV_ON_RDNA3 = (
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2, read_ahead=3), whole=True),
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)))
 PLAIN_DQ_ON_RDNA3 = (
-  UpTo(64, BackwardShape(4, 32, fenced=2)),
-  UpTo(192, BackwardShape(2, 16, BOTH, fenced=4, prefetch=0, sparing=True, read_ahead=3)),
-  UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3, by_item=True)))
+  UpTo(64, BackwardShape(4, 32, fenced=2), options=("", "alibi", "bias", "dropout_p")),
+  UpTo(192, BackwardShape(2, 16, BOTH, fenced=4, prefetch=0, sparing=True, read_ahead=3), options=AT_MOST_ONE),
+  UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3, by_item=True), options=AT_MOST_ONE))
 
 RDNA3 = Family("rdna3", wave=32, vgprs=256, busy_waves=2, dual_issue=True, dual_dots=("float16",), descriptor=0x31004000, tables="rdna3", matrix={
     "float16": (wmma("f16_w32", "half", 1, duplicated=True),), "bfloat16": (wmma("bf16_w32", "short", 1, duplicated=True),)},

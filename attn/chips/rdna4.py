@@ -6,7 +6,7 @@ from attn.chips.family import Card, Chip, Counters, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure
 from attn.chips.rdna import DBIAS_IN_PIECES, LATENT_ON_RDNA, PLAIN_DKDV_192_ON_RDNA, caches_of_one_die, wmma
 from attn.chips.rdna3 import RDNA3_MACHINE
-from attn.chips.shapes import BOTH, BackwardShape, ForwardShape, UpTo
+from attn.chips.shapes import AT_MOST_ONE, BOTH, NO_BIAS, BackwardShape, ForwardShape, UpTo
 
 RDNA4_MACHINE = replace(RDNA3_MACHINE, memory=Figure(446, ASSUMED))     # RDNA3's latency in time, in cycles of 2.97 GHz
 
@@ -34,10 +34,10 @@ DKDV_ON_RDNA4 = (
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=1, prefetch=0, sparing=True, passes=2)))
 PLAIN_DQ_ON_RDNA4 = (
   UpTo(64, BackwardShape(8, 32, prefetch=2)),
-  UpTo(128, BackwardShape(4, 32, fenced=2, read_ahead=1), options=("softcap", "alibi", "dropout_p")),
+  UpTo(128, BackwardShape(4, 32, fenced=2, read_ahead=1), options=NO_BIAS),
   UpTo(128, BackwardShape(4, 16, fenced=2, sparing=True, read_ahead=3), options=("bias",)),
-  UpTo(192, BackwardShape(2, 16, BOTH, fenced=2, sparing=True, read_ahead=3)),
-  UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3)))
+  UpTo(192, BackwardShape(2, 16, BOTH, fenced=2, sparing=True, read_ahead=3), options=("", *NO_BIAS)),
+  UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3), options=AT_MOST_ONE))
 
 # Tiles for q, k and v of 8-bit floats: the best of about 30 by the time that is predicted from machine code of clang 22, with scales and a causal
 # mask. None was measured.

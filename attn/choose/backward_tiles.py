@@ -236,7 +236,7 @@ def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> B
 def _plain(p:Problem, arch:Chip, table:tuple[UpTo[BackwardShape], ...], keys:bool) -> Iterator[UpTo[BackwardShape]]:
   """Yields the rows of `table` that fit a problem. The rows of this table are for problems with at most one option (bias, softcap, ...)."""
   if len(p.options) > 1 or arch.llvm < PLAIN_LLVM: return
-  for row in (x for x in table if x.up_to == tuned.head_class(p) and (p.options[0] in x.options if p.options else not x.options)):
+  for row in (x for x in table if x.up_to == tuned.head_class(p) and "".join(p.options) in x.options):
     tile = backward_tile(p, arch, row, keys)
     workgroups = p.B*(p.Hkv if keys else p.H)*ceildiv(p.Sk if keys else p.Sq, tile.block_m)
     waves = row.shape.waves

@@ -130,13 +130,19 @@ def cells_of(spec:Spec, which:str, x:Timed, gain:str="", result:str="") -> tuple
 
 def tile_text(tile:Tile|BackwardTile) -> str: return ", ".join(filter(None, (str(tile), tile.options)))
 
-def result_of(used:Timed, best:Timed, gain:float) -> str:
+# Why a table row stays although the search finds a tile that is better: chip, D, kernel and option -> what the search does not compile
+NOT_TAKEN = {("gfx950", "64", FORWARD, ""): "kept: with an lse the other is up to 5% slower",
+             ("gfx950", "128", FORWARD, ""): "kept: the other spills with options",
+             ("gfx1100", "128", "dkdv", "softcap"): "kept: the other spills if query heads share keys",
+             **dict.fromkeys((("gfx950", d, FORWARD, "dropout") for d in ("64", "128")), "kept: forward's tables have no rows for an option")}
+
+def result_of(spec:Spec, used:Timed, best:Timed, gain:float) -> str:
   """Returns whether a table row should get the tile `best` in place of `used`, and if not, why. `gain` is the share by which `best` is faster in the
-  worst variant."""
+  worst variant of `spec`."""
   if gain == -math.inf: return "kept: the other spills in a variant"
   if gain < GAIN: return f"kept: the gain is below {GAIN:.0%} in a variant"
   if best.tile.block_m < used.tile.block_m: return "kept: with fewer rows of its own, a workgroup reads the others more often"
-  return "better"
+  return NOT_TAKEN.get((spec.arch, str(spec.d), spec.kernel, spec.option), "better")
 
 def near_table(spec:Spec, time:Callable[[Spec, UpTo[Any]], Timed|None]=timed) -> list[tuple[str, ...]]:
   """Returns the lines of a table with the columns NEAR_COLUMNS: one for the tile in use, and one for the best tile that the search finds. The best
@@ -146,7 +152,7 @@ def near_table(spec:Spec, time:Callable[[Spec, UpTo[Any]], Timed|None]=timed) ->
   if used is None: return [cells_of(spec, BEST, best, result="the tile of the table spills")]
   if best.row == used.row or best.ms > (1 - FASTER_BY)*used.ms: return [cells_of(spec, BOTH_IN_ONE, used)]
   gain = gain_of(spec, best.row, time)
-  return [cells_of(spec, IN_TABLE, used), cells_of(spec, BEST, best, "" if gain == -math.inf else f"{gain:.1%}", result_of(used, best, gain))]
+  return [cells_of(spec, IN_TABLE, used), cells_of(spec, BEST, best, "" if gain == -math.inf else f"{gain:.1%}", result_of(spec, used, best, gain))]
 
 def read_near(text:str) -> list[tuple[str, ...]]:
   """Returns the rows of a table that `near_text` has made. Raises ValueError if the table has other columns."""

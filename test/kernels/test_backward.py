@@ -202,9 +202,9 @@ def test_own_rows_in_lds(arch:str, in_lds:tuple[bool, bool]) -> None:
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=48, tiles=lambda t: replace(t, own_in_lds=in_lds, fenced=2))
 
 ROWS_OF_PLAIN = [(arch, c, keys, option) for arch in ("gfx90a", *ARCHS) for keys in (False, True)
-                 for c in (get_chip(arch).unit.plain_dkdv if keys else get_chip(arch).unit.plain_dq) for option in c.options or ("none",)]
+                 for c in (get_chip(arch).unit.plain_dkdv if keys else get_chip(arch).unit.plain_dq) for option in c.options]
 ONE_OPTION: dict[str, dict[str, Any]] = {     # by the option's name in Problem.options, for a head with 150 queries and 200 keys
-  "none": {}, "softcap": dict(softcap=3.0), "alibi": dict(extras=dict(alibi_slopes=floats(1)**2)),
+  "": {}, "softcap": dict(softcap=3.0), "alibi": dict(extras=dict(alibi_slopes=floats(1)**2)),
   "bias": dict(extras=dict(bias=floats(1, 1, 150, 200))),
   "dropout_p": dict(dropout_p=0.1, extras=dict(dropout_seed=np.array([7, 9], np.uint32)))}
 
@@ -216,7 +216,7 @@ def test_tiles_of_few_registers(arch:str, read_ahead:int) -> None:
   few = dict(own_in_lds=(True, True), fenced=2, prefetch=0, sparing=True, by_item=True, read_ahead=read_ahead)
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=53, Dv=46, causal=True, tiles=lambda t: replace(t, **few))
 
-ONE_OPTION_BY_DEFAULT = {("gfx1201", 64, "none"), ("gfx942", 128, "bias"), ("gfx950", 128, "softcap")}
+ONE_OPTION_BY_DEFAULT = {("gfx1201", 64, ""), ("gfx942", 128, "bias"), ("gfx950", 128, "softcap")}
 def in_turn(arch:str, row:UpTo[BackwardShape], option:str) -> Any:
   return () if (arch, row.up_to, option) in ONE_OPTION_BY_DEFAULT else pytest.mark.thorough
 
