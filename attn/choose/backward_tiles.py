@@ -89,7 +89,8 @@ class FasterAtOnce:
 
     windows: the values of `Problem.window` with which one kernel is faster, if workgroups add to dq in any order
     in_order: the same if workgroups add to dq in a fixed order (deterministic=True)
-    keys, blocks: with a fixed order, one kernel is faster from this many keys on, and from this many blocks of keys on (in all batches and heads)
+    keys, blocks: with a fixed order, one kernel is faster from this many keys and as many queries on, and from this many blocks of keys on (in all
+      batches and heads)
     window_keys: with any other window and in any order, one kernel is faster if a query sees this many keys on average; None: with no other window
     shape: the tile shape with which one kernel is faster"""
   windows: tuple[tuple[int, int], ...] = ()
@@ -195,6 +196,7 @@ def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterAtOnce) -> str|None:
   if p.window not in faster.in_order or p.mask_bounds is not None or p.Hkv != p.H:
     return f"{order} was not measured to be faster with this mask, these options and these heads"
   if p.Sk % tile.block_m: return f"{order} was not measured with Sk={p.Sk}, no multiple of {tile.block_m}"
+  if p.Sq < faster.keys: return f"{order} is faster from {faster.keys} queries on, here {p.Sq}"
   if (blocks := blocks_of_keys(p, tile)) < faster.blocks or p.Sk < faster.keys:
     return f"{order} is faster from {faster.keys} keys and {faster.blocks} blocks of keys on, here {p.Sk} and {blocks}"
   return None

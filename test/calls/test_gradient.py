@@ -250,6 +250,7 @@ REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
   "dropout and part blocks": (dict(Sk=2100), dict(dropout_p=0.1), "dropout_p: it would have too few registers if Sq or Sk is no multiple"),
   "few blocks in order": (dict(B=2, Sk=16384), dict(deterministic=True, causal=False), "deterministic=True: .* here 16384 and 512"),
   "causal in order": ({}, dict(deterministic=True), "deterministic=True: .* was not measured to be faster with this mask"),
+  "few queries in order": (dict(B=1, H=8, Sq=64, Sk=65536), dict(deterministic=True, causal=False), "deterministic=True: .* queries on, here 64"),
   "few keys in order": (dict(B=512, Sk=1024), dict(deterministic=True, causal=False), "deterministic=True: .* here 1024 and 8192"),
   "blocks": (dict(B=2), {}, "64 blocks of 128 keys: "),
 }
