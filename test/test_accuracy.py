@@ -33,6 +33,7 @@ def check(p:Problem, x:Inputs, do:np.ndarray, options:Options, dlse:np.ndarray|N
 
 # ***** right arithmetic keeps the law *****
 
+@pytest.mark.sample(10)
 @drawn
 @both_types
 @pytest.mark.parametrize("kind", KINDS)

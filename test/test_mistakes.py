@@ -61,12 +61,15 @@ def packed(arch:str, kernel:str, ends:tuple[int, ...], longest:int|None, sinks:b
     assert outside.any() and (got[outside] == 0).all() and np.isneginf(got_lse[:, outside]).all()
     assert np.isfinite(got[~outside]).all() and np.isfinite(got_lse[:, ~outside]).all()
 
+@pytest.mark.sample(4)
 @in_turn("where, ends", KERNELS, ((5, 20, 20, 70), (0, 64), (30, 200), (0, 0, 3)))
 def test_rows_of_no_sequence_are_zero(where:tuple[str, str], ends:tuple[int, ...]) -> None: packed(*where, ends, None, False)
 
+@pytest.mark.sample(4)
 @ON_EVERY_KERNEL
 def test_rows_of_no_sequence_have_no_sink(arch:str, kernel:str) -> None: packed(arch, kernel, (5, 20, 70), None, True)
 
+@pytest.mark.sample(4)
 @ON_EVERY_KERNEL
 def test_rows_beyond_the_longest_sequence_are_zero(arch:str, kernel:str) -> None: packed(arch, kernel, (5, 20, 70, 72), 11, False)
 
@@ -91,6 +94,7 @@ def test_the_emulator_names_what_is_wrong_with_sequences(ends:tuple[int, ...], l
 
 # ***** extreme numbers *****
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("window", ((2**31, 2**31), (2**40, 0), (-1, 2**33), (3, 2**31 - 1), (2**31 - 1, 2), (10**30, 10**30)), ids=str)
 @pytest.mark.parametrize("kernel", ("forward", "three_pass", "split_kv"))
 def test_bounds_beyond_the_lengths_are_none(kernel:str, window:tuple[int, int]) -> None:

@@ -49,6 +49,7 @@ def slope(f:Any, x:np.ndarray, h:float=1e-5) -> np.ndarray:
     found[i] = (ends[0] - ends[1])/(2*h)
   return found
 
+@pytest.mark.sample(23)
 @pytest.mark.parametrize("do, dlse", [(DO, None), (None, DLSE), (DO, DLSE)], ids=["o", "lse", "both"])
 @pytest.mark.parametrize("name", CASES)
 def test_exact_gradients_are_central_differences(name:str, do:np.ndarray|None, dlse:np.ndarray|None) -> None:
@@ -72,6 +73,7 @@ def test_rows_without_keys_and_keys_beyond_get_exactly_0() -> None:
   found = exact_backward(*t.values(), DO, DLSE, SCALE, options=lengths)
   assert not found.q[0].any() and not found.k[0].any() and not found.v[1, :, 3:].any() and found.v[1, :, :3].all()
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if i % 6 == 0 else pytest.mark.thorough)
                                   for i, n in enumerate(n for n in CASES if "lengths" not in n and "batch" not in n)])
 def test_exact_is_tinygrads_autograd_of_three_pass(name:str) -> None:

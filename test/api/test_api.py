@@ -38,10 +38,11 @@ OPTIONS = {
   "lengths": {"extras": {"kv_lengths": int32(40, 150)}, "causal": True},
 }
 
+@pytest.mark.sample(5)
 @in_turn("name, kernel", OPTIONS, KERNELS)
 def test_options(name, kernel): on_kernel(kernel, B=2, H=4, Hkv=2, Sq=20, Sk=150, D=32, **OPTIONS[name])
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("on", [*itertools.product(ARCHS[1:], ("forward", "split_kv")), ("sm_80", "forward_mma"),
                                ("sm_86", "split_kv"), ("sm_90", "split_kv")])
 def test_all_options_on_every_chip(on):
@@ -49,6 +50,7 @@ def test_all_options_on_every_chip(on):
   on_kernel(kernel, arch, B=2, H=4, Hkv=2, Sq=3, Sk=150, D=32, causal=True, window=(70, -1), softcap=2.0, dtype="bfloat16",
             extras={"alibi_slopes": np.float32([.5, .25, .1, .03]), "bias": floats(2, 1, 3, 150), "sinks": floats(4), "kv_lengths": int32(101, 150)})
 
+@pytest.mark.sample(3)
 @in_turn("layout, kernel", ("bshd", "nsd"), KERNELS, among=2)
 def test_layouts(layout, kernel): on_kernel(kernel, B=2, H=4, Sq=20, Sk=150, D=32, layout=layout, causal=True, out_dtype="float32")
 
@@ -85,6 +87,7 @@ def test_window_counts_the_diagonal(kernel):
     np.testing.assert_allclose(o, array(attn.attention(q, k[:, :, 128:], v[:, :, 128:], **more)), atol=1e-3)
     np.testing.assert_array_equal(array(attn.attention(q, k, v, causal=True, **more)), array(attn.attention(q, k, v, window=(-1, 0), **more)))
 
+@pytest.mark.sample(3)
 @in_turn("causal, kernel", (False, True), KERNELS, among=2)
 def test_empty_sequences(kernel, causal):
   """Results are right if a batch of packed sequences contains sequences without queries, without keys, or without both: as the first, a middle and
@@ -203,6 +206,7 @@ def test_a_variable_number_of_keys_is_one_kernel(kernel):
 
 # ***** several devices *****
 
+@pytest.mark.sample(3)
 @in_turn("layout_axis, kernel", [("bhsd", 0), ("bhsd", 1), ("bshd", 0), ("bshd", 2), ("nsd", 0)], KERNELS)
 def test_shards_of_batch_and_heads(layout_axis, kernel):
   layout, axis = layout_axis
@@ -222,6 +226,7 @@ def test_shards_of_batch_and_heads_communicate_nothing(axis):
 def test_one_key_value_head_for_query_heads_of_several_devices():
   on_kernel("forward", H=4, Hkv=1, Sq=20, Sk=30, D=32, place=lambda name, t: t.shard(DEVICES, 1 if name == "q" else None))
 
+@pytest.mark.sample(4)
 @in_turn("name, kernel", ("full", "causal", "window", "alibi", "sinks", "bias", "more queries than keys"), KERNELS)
 def test_shards_of_keys(name, kernel):
   more = {"full": {}, "causal": {"causal": True}, "window": {"window": (30, -1), "causal": True},
@@ -284,6 +289,7 @@ FORCED = [("gfx950", "dual_wave", {"D": 128}, "blocks of 256 queries leave some 
           ("gfx942", "split_kv", {}, "no split is the fastest"), ("sm_90", "forward_wgmma", {}, "a warpgroup has 64 queries"),
           ("sm_90", "forward_mma", {"Sq": 70}, None), ("gfx950", "forward", {"D": 128}, None)]
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arch, kernel, sizes, slower", FORCED)
 def test_a_kernel_that_would_be_slower_can_be_forced(arch, kernel, sizes, slower):
   """The environment variable ATTN_KERNEL runs a kernel that dispatch would not choose, and `explain` says why another kernel is faster."""

@@ -189,6 +189,7 @@ def test_flash_attn_with_kvcache():
 
 # ***** caches that are parts of larger buffers *****
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name, arch", [("K and V in one", "sm_80"), ("interleaved", "gfx942"), ("rows apart", "gfx1201")])
 def test_caches_in_one_buffer(name, arch):
   """Two caches may be views of one buffer. Appended rows then appear in the buffer and in a view that was made earlier. All other elements of the

@@ -138,6 +138,7 @@ def mask_of(arch:str, tile:Callable[[Any], Any]=lambda x: x, **parameters:Any) -
   np.testing.assert_array_equal(o[found], np.float32(np.float16(1/104/(1 - P))))
   return found[..., :p.Sk]
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arch", UNITS)
 def test_the_mask_is_that_of_the_document(arch:str) -> None:
   np.testing.assert_array_equal(mask_of(arch), kept_mask(SEED, P, 2, 2, 70, 104))
@@ -146,6 +147,7 @@ TILES: dict[str, list[dict[str, Any]]] = {
   "gfx942": [dict(block_n=64, waves=1), dict(q_tiles=2), dict(block_n=128)], "gfx1100": [dict(block_n=16), dict(q_tiles=2, waves=2)],
   "sm_80": [dict(block_n=16, waves=1), dict(block_n=48, q_tiles=2)], "sm_90": [dict(block_n=80), dict(groups=1, block_n=176)]}
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch, changes", [
   pytest.param(arch, changes, marks=() if i == 0 else pytest.mark.thorough) for arch, all_ in TILES.items() for i, changes in enumerate(all_)])
 def test_the_mask_does_not_depend_on_tiles(arch:str, changes:dict[str, Any]) -> None:
@@ -166,6 +168,7 @@ FORWARD: dict[str, dict[str, Any]] = {
   "from another batch and head": dict(B=2, Sq=20, Sk=40, **with_seed(first_batch_and_head=np.array([3, 5], np.uint32))),
   "splits, sinks": dict(Sq=20, Sk=300, num_splits=3, **with_seed(sinks=floats(2)))}
 
+@pytest.mark.sample(4)
 @in_turn_on(UNITS, FORWARD)
 def test_forward(arch:str, case:str) -> None: check_kernels(arch, **{**dict(D=16), **FORWARD[case]})
 
@@ -180,9 +183,11 @@ BACKWARD: dict[str, dict[str, Any]] = {
   "softcap, window, bfloat16": dict(B=2, H=1, Sq=40, Sk=65, softcap=3.0, window=(20, 7), dtype="bfloat16", **with_seed()),
   "another batch and head": dict(H=2, Sq=40, Sk=35, **with_seed(first_batch_and_head=np.array([3, 5], np.uint32), alibi_slopes=floats(2)**2))}
 
+@pytest.mark.sample(2)
 @in_turn_on(ARCHS, BACKWARD)
 def test_backward(arch:str, case:str) -> None: check_backward_kernels(arch, **{**dict(D=16), **BACKWARD[case]})
 
+@pytest.mark.sample(2)
 @in_turn_on(("sm_80", "sm_90"), BACKWARD)
 def test_backward_on_nvidia(arch:str, case:str) -> None: check_backward_kernels(arch, **{**dict(D=16), **BACKWARD[case]})
 
@@ -240,6 +245,7 @@ def of_both(fault:str) -> bool:
   the same faulty line."""
   return fault.startswith("O ") or len(ON_NVIDIA[fault][1]) == 1
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("fault, arch", [pytest.param(fault, arch, marks=pytest.mark.thorough if of_both(fault) and (i + k) % 2 else ())
                                          for i, fault in enumerate(ON_NVIDIA) for k, arch in enumerate(("sm_80", "sm_90"))])
 def test_a_fault_on_nvidia_is_caught(fault:str, arch:str, monkeypatch:pytest.MonkeyPatch) -> None:
@@ -252,6 +258,7 @@ def test_a_fault_on_nvidia_is_caught(fault:str, arch:str, monkeypatch:pytest.Mon
 @pytest.mark.parametrize("kernel", ["o", "dq", "dkdv"])
 def test_without_a_fault(kernel:str) -> None: hold_to_the_law(kernel)
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_caught(fault:str, monkeypatch:pytest.MonkeyPatch) -> None:
   kernel, *place = FAULTS[fault]
@@ -277,6 +284,7 @@ def test_comparisons_stay_packed(arch:str) -> None:
 
 SMALL: dict[str, Any] = dict(B=2, H=4, Hkv=2, Sq=12, Sk=20, D=16)
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch, kernel", [("gfx942", ""), ("sm_90", ""), ("gfx1100", "three_pass"), ("gfx942", "split_kv")])
 def test_attention(arch:str, kernel:str) -> None:
   check_attention(arch, kernel, causal=True, **{**SMALL, "Sk": 150} if kernel == "split_kv" else SMALL, **with_seed())
@@ -295,6 +303,7 @@ TWO = ("EMU", "EMU:1")
 def shards(of_q:int|None, of_k:int|None) -> Callable[[str, Tensor], Tensor]:
   return lambda name, t: t.shard(TWO, {"q": of_q, "k": of_k, "v": of_k, "o": of_q}.get(name))
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("of_q, of_k, heads", [(0, 0, 2), (1, 1, 2), (1, None, 1), (None, None, 2)])
 def test_shards_use_the_mask_of_the_whole(of_q:int|None, of_k:int|None, heads:int) -> None:
   """Each device that holds a part of the tensors uses its part of the dropout mask of the whole tensors. The tensors are divided along batch or

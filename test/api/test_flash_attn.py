@@ -276,6 +276,7 @@ BY_DEFAULT = {("flash_attn_func", "window_size"), ("flash_attn_kvpacked_func", "
               ("flash_attn_with_kvcache", "cache_batch_idx"), ("flash_attn_with_kvcache", "cache_leftpad"), ("flash_attn_with_kvcache", "rotary_sin"),
               ("flash_attn_with_kvcache", "rotary_interleaved"), ("flash_attn_with_kvcache", "block_table")}
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("function, argument", [pytest.param(*x, marks=() if x in BY_DEFAULT else pytest.mark.thorough) for x in TABLE])
 def test_argument(function:str, argument:str) -> None:
   with emulated("gfx942"): TABLE[function, argument][1](function)

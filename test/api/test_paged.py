@@ -60,6 +60,7 @@ CASES = (   # page size, queries, lengths, head dimension, arguments, chip that 
   (16, 1, (70, 33), 20, {}, "gfx1201"), (7, 3, (20, 9), 16, {}, "gfx1030"), (1, 1, (70, 33), D, {}, None),
   (128, 1, (200, 33), D, {"num_splits": 2}, None), (32, 40, (100, 61), D, {}, None), (3, 5, (30,), 3, {}, "gfx1030"))
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("page, Sq, lengths, d, options, arch", [
   pytest.param(*case[:-1], arch, marks=() if arch == case[-1] else pytest.mark.thorough)
   for case in CASES for arch in (*EVERY_ARCH, "sm_90", "gfx1030")])

@@ -62,6 +62,7 @@ def test_a_tensor_and_back(dtype:str, arch:str, scale_dtype:str) -> None:
 
 # ***** caches *****
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype, arch, scale_dtype", KINDS)
 @pytest.mark.parametrize("layout", ("bhsd", "bshd", "nsd"))
 def test_appended_rows(dtype:str, arch:str, scale_dtype:str, layout:str) -> None:

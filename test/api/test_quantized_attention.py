@@ -73,7 +73,7 @@ def grow(device:str, dtype:str, format:str, width:int=D, scale_dtype:str="float3
 
 EIGHT_BITS = [name for name in ("int8", "fp8e4m3") if name in refusals.CONVERTED]
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", UNITS)
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_decoding(arch:str, dtype:str) -> None:
@@ -86,6 +86,7 @@ def test_decoding(arch:str, dtype:str) -> None:
 def test_decoding_on_a_gpu(dtype:str, width:int, scale_dtype:str) -> None:
   with computed_on("CUDA"): grow("CUDA", dtype, dtype, width, scale_dtype)
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch, layout, scale_dtype, dtype", [
   ("gfx942", "bshd", "float16", "bfloat16"), ("sm_90", "nsd", "float32", "float16"), ("gfx1030", "bhsd", "float32", "float16")])
 def test_caches_as_inputs_of_tinyjit(arch:str, layout:str, scale_dtype:str, dtype:str) -> None:
@@ -109,7 +110,7 @@ def test_caches_as_inputs_of_tinyjit(arch:str, layout:str, scale_dtype:str, dtyp
         one = [(a[0][b:b + 1], a[1][b:b + 1, ..., 0]) for a in (of_k, of_v)]
         close(got[b:b + 1], x[0][b:b + 1, :, 8:9], *one, n + 1, dtype)
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch, page, dtype", (
   ("gfx1100", 16, "int8"), ("sm_80", 7, "int8"), ("gfx942", 64, "fp8e4m3"), ("gfx1030", 4, "int8"), ("sm_90", 16, "fp8e4m3")))
 def test_pages(arch:str, page:int, dtype:str) -> None:
@@ -171,6 +172,7 @@ def test_scales_that_rows_share(arch:str, shape:tuple[int, ...]) -> None:
     full = [np.broadcast_to(c.scales.numpy().astype(np.float64), (B, HKV, 50)) for c in (k, v)]
     close(got, x[0], *[(a*s[..., None], s) for a, s in zip(stored, full)], 50)
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", ("more batches than q", "cache_batch_idx", "a scale for each head"))
 def test_flash_attn_with_kvcache(form:str) -> None:
   """FlashAttention's function `flash_attn_with_kvcache` gives right results for 8-bit caches, in three forms: the cache has more batches than q;
@@ -195,6 +197,7 @@ def test_flash_attn_with_kvcache(form:str) -> None:
 
 # ***** rows that are not finite *****
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch, dtype", (("gfx1100", "int8"), ("sm_90", "int8"), ("gfx1030", "int8"), ("gfx1201", "fp8e4m3")))
 def test_a_row_of_nan_reaches_only_the_rows_that_see_it(arch:str, dtype:str) -> None:
   with emulated(arch):

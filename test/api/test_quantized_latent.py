@@ -52,7 +52,7 @@ def grow(cache:QuantizedLatent, device:str, format:str) -> None:
     check_step(got, x[0][:, :, i:j], latent_rows(cache, format), j)
   appended(latent_rows(cache, format), x[1], format)
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @in_turn("dtype, arch", ("int8", "fp8e4m3"), UNITS, among=3)
 def test_decoding(arch:str, dtype:str) -> None:
   if dtype != "int8" and arch not in FORMAT_OF: pytest.skip(f"{arch} has no fp8")
@@ -63,6 +63,7 @@ def test_decoding(arch:str, dtype:str) -> None:
 def test_decoding_on_a_gpu(dtype:str) -> None:
   with Context(DEV="CUDA"): grow(stale_latent(dtype, device="CUDA"), "CUDA", dtype)
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch, page", (("gfx942", 16), ("sm_90", 7), ("gfx1030", 4)))
 def test_pages(arch:str, page:int) -> None:
   """Attention over a paged latent cache is right. The pages are views of tensors that hold two layers, and the two sequences have different lengths.

@@ -34,6 +34,7 @@ CALLS = {
   "gqa causal": {"enable_gqa": True, "is_causal": True, "kv_heads": 1}, **{f"mask {name}": {"attn_mask": mask} for name, mask in MASKS.items()},
 }
 
+@pytest.mark.sample(5)
 @in_turn("name, dtype", CALLS, ("float16", "bfloat16", "float32"))
 def test_arguments(name, dtype):
   call = dict(CALLS[name])

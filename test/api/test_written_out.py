@@ -72,6 +72,7 @@ FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
   "sinks": with_sinks, "sinks and groups": with_groups, "sinks and bands": in_bands,
 }
 
+@pytest.mark.sample(3)
 @in_turn("form, arch", FORMS, ("gfx942", "gfx1100", "sm_80"), among=9)
 def test_attention_is_recognised(form:str, arch:str) -> None:
   """Attention that a model writes out in operations of Tensor, in many forms, becomes a call of a kernel under `attn.installed()`. The result keeps

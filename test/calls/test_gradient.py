@@ -79,6 +79,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 # cases that other cases or the tests of kernels nearly repeat
 THOROUGH = ("MQA, top-left", "softcap", "alibi", "bias", "sinks", "nsd")
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) if n in THOROUGH else n for n in OPTIONS])
 def test_options(name:str) -> None: check_gradients(**OPTIONS[name])
 
@@ -88,6 +89,7 @@ def test_through_lse(name:str, through:tuple[str, ...]) -> None: check_gradients
 
 def test_splits_with_sinks() -> None: check_gradients(through=("o", "lse"), Sk=150, num_splits=2, extras=dict(sinks=floats(2)))
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "sm_80", pytest.param("sm_90", marks=pytest.mark.thorough)])
 def test_every_kind_of_chip(arch:str) -> None: check_gradients(arch, through=("o", "lse"), H=4, Hkv=2, causal=True, Sq=12, Sk=16)
 
@@ -123,6 +125,7 @@ PACKED = dict(layout="thd", H=4, Hkv=2, Sq=30, Sk=44, D=16)
 ENDS = {"plain": (int32(0, 9, 30), int32(0, 20, 44)), "an empty one": (int32(0, 9, 9, 30), int32(0, 20, 30, 44)),
         "no keys": (int32(0, 9, 14, 30), int32(0, 20, 20, 44)), "rows of none": (int32(2, 9, 24), int32(3, 20, 40))}
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name, causal", [("plain", True), pytest.param("an empty one", False, marks=pytest.mark.thorough), ("no keys", True),
                                           ("rows of none", False)])
 def test_packed_sequences(name:str, causal:bool) -> None:
@@ -200,6 +203,7 @@ FEW: dict[str, Any] = dict(B=1, H=2, Sq=80, Sk=256, D=128, causal=True)
 def for_few(monkeypatch:pytest.MonkeyPatch) -> None:
   compute_all_gradients_at_once(monkeypatch)
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("for_few")
 @pytest.mark.parametrize("order, deterministic", (((0, 1, 2), False), ((1, 0, 2), True), ((2, 1, 0), False)))
 def test_gradients_at_once_in_any_order(order:tuple[int, ...], deterministic:bool) -> None:
@@ -225,6 +229,7 @@ def test_tiles_of_gradients_at_once(capsys:pytest.CaptureFixture[str]) -> None:
   counted = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  backward_")]
   assert counted == ["  backward_all_wgmma: query tiles: 25.0 % skipped, 50.0 % masked, 25.0 % without a mask"]
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch, suffix, deterministic", (("sm_90", "_wgmma", False), ("sm_90", "_wgmma", True), ("gfx942", "", False),
                                                          ("gfx942", "", True)))
 def test_gradients_at_once_in_a_jit(monkeypatch:pytest.MonkeyPatch, arch:str, suffix:str, deterministic:bool) -> None:
@@ -430,6 +435,7 @@ def test_out() -> None:
 READ: dict[str, Callable[[Tensor, Tensor], Any]] = {
   "nothing": lambda o, loss: None, "the loss": lambda o, loss: loss.item(), "o": lambda o, loss: o.numpy(), "o by name": lambda o, loss: o.realize()}
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("what, training, splits", [
   ("the loss", 1, 1), ("the loss", 0, 1), ("o by name", 0, 1),
   *[pytest.param(*x, marks=pytest.mark.thorough) for x in (("o", 1, 1), ("o", 0, 2), ("o by name", 1, 2), ("the loss", 1, 2), ("the loss", 0, 2))]])
@@ -497,6 +503,7 @@ def test_a_gradient_through_what_tinyjit_has_captured_is_an_error() -> None:
 
 TWO = ("EMU", "EMU:1")
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("of_q, of_k, heads, layout", [
   ("batch", "batch", 2, "bhsd"), ("heads", "heads", 2, "bshd"), ("heads", None, 1, "bhsd"), (None, "rows", 2, "bhsd"),
   *[pytest.param(x, x, 2, "bhsd", marks=pytest.mark.thorough) for x in ("heads", None)]])

@@ -140,11 +140,13 @@ def check(name:str, sizes:str, arch:str, with_lists:bool) -> None:
 
 ON = ("gfx942", "gfx1100", "sm_80", "sm_90", "gfx1030")
 
+@pytest.mark.sample(99)
 @pytest.mark.parametrize("arch", ON)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", MASKS)
 def test_tiles_of_intervals(name:str, sizes:str, arch:str) -> None: check(name, sizes, arch, False)
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name, sizes, arch", [
   pytest.param(name, sizes, arch, marks=() if (sizes, arch) == ("fewer queries", "gfx942") else pytest.mark.thorough)
   for name, mask in MASKS.items() if mask.hull is not None for sizes in SIZES for arch in ON])

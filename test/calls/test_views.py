@@ -256,6 +256,7 @@ def test_pages_that_are_copied(view:Callable[[Tensor], Tensor], capsys:pytest.Ca
 LONG_OR_LIKE_ANOTHER = (
   "gradients", "attention, starts", "attention, v in k", "scaled_dot_product_attention, bools", "attention_with_kv_cache, pages")
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", [x for x in FUNCTIONS if x not in LONG_OR_LIKE_ANOTHER])
 def test_views(name:str) -> None:
   @drawn(2)

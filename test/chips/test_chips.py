@@ -20,7 +20,7 @@ def test_the_emulator_knows_the_same_chips() -> None:
     assert (own.family, own.wave, own.lds) == (chip.family, chip.wave, chip.lds), name
     assert chip.unit.dots == tuple(dtype for dtype, families in DOTS.items() if chip.family in families), name
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @in_turn("arch, dtype", CHIPS, ("float16", "bfloat16"))
 def test_the_contract_holds(arch:str, dtype:str) -> None:
   check(arch, H=2, Sq=100, Sk=150, D=64, causal=dtype == "bfloat16", dtype=dtype)

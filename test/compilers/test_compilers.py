@@ -117,6 +117,7 @@ GOOD, OLD = r"comgr 3\.7 with AMD clang version 20\.0\.0git \(roc-test\)", r"com
 REFUSES = OLD + r"can't \(use of undeclared identifier\)"
 SENTENCE = "no compiler here can compile the kernels of attn for gfx942, which takes LLVM 19 or later: "
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("options", "says"), [
   ({"comgr": "good"}, PACKAGED),                                                                     # attn's clang is the first choice
   ({"comgr": "old"}, PACKAGED),
@@ -327,6 +328,7 @@ def test_printing_and_emulating_load_no_comgr(machine):
 PROGRAMS = (("bench.py", "bench"), ("-m attn.isa version", "isa"), ("-m attn.tune", "isa"), ("examples/four_architectures.py", "bench"),
             ("examples/removed_example_defects.py", "bench"))
 
+@pytest.mark.sample(3)
 @in_turn("case, without", PROGRAMS, (EXTRAS, "rich"))
 def test_a_program_without_its_extra_ends_in_one_sentence(machine, case, without):
   program, extra = case[0].split(), case[1]

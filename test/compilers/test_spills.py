@@ -54,7 +54,7 @@ def found_in_backward(p:Problem, arch:str, kernel:str) -> list[str]:
   if kernel == "dq": return found_in_code(dq_of(p, chip, tiles[0]), dq_arguments(p), arch)
   return found_in_code(dkdv_of(p, chip, tiles[1]), dkdv_arguments(p), arch)
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @in_turn("case, dtype", ("full", "causal", "uneven rows", "kv_lengths", "alibi_slopes", "softcap", "dropout"), ("float16", "bfloat16"))
 def test_all_gradients_at_once(case:str, dtype:str) -> None:
   """The kernel that dispatch chooses for all gradients spills no vector register, spills no scalar register in a loop, and never accesses memory for
@@ -123,6 +123,7 @@ SPILLED = {
 BY_DEFAULT = ("few keys and a mask", "three trips under a mask", "both masks beside many keys", "rows in pieces and an lse",
               "O of 208 columns beside pieces and few queries", "pieces beside two waves on a SIMD")
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", [pytest.param(x, marks=() if x in BY_DEFAULT else pytest.mark.thorough) for x in SPILLED])
 def test_kernels_that_once_spilled(case:str) -> None:
   arch, parameters = SPILLED[case]
@@ -239,6 +240,7 @@ BACKWARD_BY_DEFAULT = ("short rows in pieces", "one trip under a mask", "more ke
                        "a bias of D=128 and rows that do not fill a tile", "one option on gfx942, a bias",
                        "one option beside wide rows, dq of D=256 on gfx1201")
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", [pytest.param(x, marks=() if x in BACKWARD_BY_DEFAULT else pytest.mark.thorough) for x in SPILLED_BACKWARD])
 def test_backward_kernels_that_once_spilled(case:str) -> None:
   arch, kernel, parameters = SPILLED_BACKWARD[case]
@@ -282,6 +284,7 @@ FUNCTIONS_BY_DEFAULT = {("gfx942", 128, "dq"), ("gfx942", 256, "dkdv"), ("gfx950
                         ("gfx950", 64, "dkdv"), ("gfx1100", 128, "dkdv"), ("gfx1100", 64, "forward"), ("gfx1201", 256, "forward"),
                         ("gfx1201", 128, "dq")}
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("arch, D, kernel, name", [
   pytest.param(arch, D, kernel, name, marks=() if (arch, D, kernel) in FUNCTIONS_BY_DEFAULT and name == "documents" else pytest.mark.thorough)
   for arch in ARCHS for D in (64, 128, 256) for kernel in ("forward", "dq", "dkdv") for name in FUNCTIONS])
@@ -305,6 +308,7 @@ def loop_of(p:Problem, arch:str, kernel:str, like:Problem) -> HotLoop:
 
 BUILT_IN: dict[str, dict[str, Any]] = {"alibi_bias": option("alibi_slopes", FUNCTION_HEADS), "tanh_softcap": {"softcap": 30.0}}
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", ("gfx942", pytest.param("gfx1100", marks=pytest.mark.thorough)))
 @pytest.mark.parametrize("kernel", ("forward", "dq"))
 @pytest.mark.parametrize("name", BUILT_IN)

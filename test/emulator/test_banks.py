@@ -19,6 +19,7 @@ def conflicts() -> dict[tuple[str, str], float]:
   assert launch is not None and launch.bank_conflicts
   return {(use.buffer, use.verb): use.cycles/use.phases for use in launch.bank_conflicts}
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("D", (64, 128))
 def test_forward(monkeypatch, arch:str, D:int) -> None:
@@ -27,7 +28,7 @@ def test_forward(monkeypatch, arch:str, D:int) -> None:
   run(p, normal(p), arch)
   assert all(factor == 1 for factor in conflicts().values()), conflicts()
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("block_n", (16, 32, 64, 128))
 def test_tiles(monkeypatch, arch:str, block_n:int) -> None:
@@ -43,7 +44,7 @@ def test_dual_wave(monkeypatch) -> None:
   check_kernel(dual_wave(p, chip, dual_wave_tile(p, chip)), p, normal(p), "gfx950")
   assert all(factor == 1 for factor in conflicts().values()), conflicts()
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("arch", "row"), [(arch, row) for arch in ARCHS for row in get_chip(arch).unit.forward], ids=str)
 def test_table(monkeypatch, arch:str, row:UpTo[ForwardShape]) -> None:
   monkeypatch.setenv("ATTN_EMU_BANKS", "1")

@@ -48,7 +48,7 @@ def test_elementwise_and_reductions(arch):
 
 ROUND = {"float32": lambda x: x, "float16": lambda x: x.astype(np.float16), "bfloat16": lambda x: bf16_to_float(float_to_bf16(x))}
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", ROUND)
 def test_matmul(arch, dtype):
   """tinygrad's matrix product is right on the emulator, with sizes for which tinygrad uses the tensor cores and with other sizes. With other sizes
@@ -68,6 +68,7 @@ def test_tensor_cores_are_used(arch):
     close(Tensor(a).matmul(Tensor(a) + 0, dtype=dtypes.float).numpy(), a.astype(np.float64) @ a.astype(np.float64), 1e-4, 1e-4)
   assert seen
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
 def test_integers_of_all_widths(emu, name):
   info = np.iinfo(name)

@@ -131,6 +131,7 @@ def test_few_kernels_are_remembered() -> None:
   for i in range(listing.REMEMBERED + 5): listing.remember(UOp.sink(arg=KernelInfo(f"kernel{i}")), lambda: None)
   assert len(listing._built) == listing.REMEMBERED
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_the_emulator_prints_what_hardware_gets(arch:str) -> None:
   """The emulator renders the same source as the renderer for hardware. In kernels for the emulator, the root of the AST also lists the outputs, so

@@ -97,6 +97,7 @@ def not_shown(kernel:UOp, arch:str) -> list[OffsetTerm]:
   ranges = Ranges(uops)
   return [term for u in uops for term in may_be_negative(u, ranges)]
 
+@pytest.mark.sample(4)
 @amd_in_turn("name", SEVERAL_HEADS)
 def test_several_heads(name:str, arch:str) -> None: assert not not_shown(forward_kernel(problem(**SEVERAL_HEADS[name]), arch), arch)
 

@@ -92,11 +92,11 @@ def check(chip:str, name:str, Sq:int, Sk:int, causal:bool=False, softcap:float=0
 
 CHIPS = ("gfx942", "gfx1100", "sm_80", "gfx950", "gfx1201", "sm_90")
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(5)
 @in_turn("name, chip", CASES, CHIPS)
 def test_gradients(name:str, chip:str) -> None: check(chip, name, 33, 50, causal=name in ("heads", "distances"))
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @in_turn("of, chip", (("distances", 300, 170, False, 1.5), ("distances backwards", 150, 290, True, 0.0), ("keys", 130, 270, True, 0.0),
                       ("heads", 270, 150, False, 1.5)), CHIPS)
 def test_several_tiles(of:tuple[str, int, int, bool, float], chip:str) -> None: check(chip, *of)

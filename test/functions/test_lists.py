@@ -81,6 +81,7 @@ def expected_list(mask:np.ndarray, block_n:int, tiles:int) -> list[int]:
   full = [t for t in range(tiles) if whole[t]]
   return [len(some), len(some) + len(full), *some, *full, *[tiles]*(tiles + 1 - len(some) - len(full))]
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("over", ["keys", "queries"])
 @pytest.mark.parametrize("name, block_m, block_n", [*((name, 64, 32) for name in CASES), ("documents", 48, 8), ("squares of heads", 48, 8)])
 def test_lists_have_the_tiles_that_a_mask_leaves(name:str, block_m:int, block_n:int, over:str) -> None:
@@ -100,6 +101,7 @@ def test_lists_have_the_tiles_that_a_mask_leaves(name:str, block_m:int, block_n:
                block*block_m:(block + 1)*block_m]
     assert got[b, h, block].tolist() == expected_list(own, block_n, x.tiles), (b, h, block)
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name, keys", (("documents", 400), ("squares", 400), ("causal stripes", 400), ("documents", 60), ("documents", 100)))
 def test_lists_say_when_a_block_has_its_turn(name:str, keys:int) -> None:
   """Kernels that add to dq in a fixed order need a longer list of visible tiles: the usual list, followed by a number for each tile, namely how many
@@ -150,7 +152,7 @@ TENSOR_CASES = {
                                lambda b, h, i, j, f, k: f[h, j] & ((i//64 == k[j]) | f[h, 0]),
                                lambda rows, keys: (ids(4*keys, 0, 9).reshape(4, keys) > 0, (np.arange(keys)//64).astype(np.uint8)))}
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("over", ["keys", "queries"])
 @pytest.mark.parametrize("rows, keys", [(170, 300), (300, 170)])
 @pytest.mark.parametrize("name", TENSOR_CASES)
@@ -242,6 +244,7 @@ def turns_of_two_tiles(m:pytest.MonkeyPatch) -> None:
   of = Turns.of
   m.setattr(Turns, "of", staticmethod(lambda *args: replace(of(*args), tiles=2)))
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("plant, error, text", ((every_turn_first, Deadlock, "waits until"), (every_turn_later, Deadlock, "waits until"),
                                                 (turns_of_two_tiles, Deadlock, "waits until")))
 @pytest.mark.usefixtures("without_places")
@@ -412,6 +415,7 @@ def test_lists_of_packed_sequences(arch:str, name:str, made:list[ListedBlocks]) 
 
 SQUARES_OF_BATCHES = Case(lambda b, h, i, j: ((i//32 + j//32) % 3).eq((h + b) % 3), lambda b, h, i, j: (i//32 + j//32) % 3 == (h + b) % 3)
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name, axis", (("heads", 0), ("heads", 1), ("documents", 1), pytest.param("documents", 0, marks=pytest.mark.thorough),
                                         ("neighbourhood", 0)))
 def test_lists_on_devices_that_divide_batches_or_heads(name:str, axis:int, made:list[ListedBlocks]) -> None:

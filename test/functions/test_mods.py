@@ -89,6 +89,7 @@ def check(example:Example, device:str, kernel:str="", D:int=64, gradients:bool=T
 UNITS = ("EMU::gfx942", "EMU::sm_90")
 WITH_GRADIENTS = ("sinks_and_window", "documents", "relative_bias", "tanh_softcap", "tanh_gate")     # by default
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name, unit", [(name, UNITS[i % 2]) for i, name in enumerate(EXAMPLES)])
 def test_example(name:str, unit:str) -> None: check(EXAMPLES[name], unit, D=32, gradients=name in WITH_GRADIENTS)
 

@@ -223,7 +223,7 @@ def random_case(n:int) -> Case:
 
 BY_DEFAULT = (0, 14, 28)
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("not_unrolled")
 @pytest.mark.parametrize("n", [pytest.param(n, marks=() if n in BY_DEFAULT else pytest.mark.thorough) for n in range(40)])
 def test_a_random_function(n:int) -> None:

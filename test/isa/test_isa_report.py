@@ -363,6 +363,7 @@ def test_llvm_objdump_text_is_read():
 
 # ***** slow idioms *****
 
+@pytest.mark.sample(22)
 @pytest.mark.parametrize("arch", MODELLED)
 @pytest.mark.parametrize("change, said", [({}, None), ({"exp": "__ocml_exp2_f32"}, "v_ldexp after an exp"),
                                           ({"maximum": "x > y ? x : y"}, "compare and select"),

@@ -123,7 +123,7 @@ def test_loads_that_have_no_time_are_seen() -> None:
   report = analyse(assembly(kernel.text, spec.arch), spec.arch, kernel.d, kernel.dv)
   assert wrong_in_forward(report, unfenced) == ["waits", "time of loads", "under way"] and time_of_loads(report.waits) == 6
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("spec", COMPILED, ids=str)
 def test_kernel(spec:Spec) -> None:
   arch, kernel = get_chip(spec.arch), kernel_source(spec)
@@ -157,6 +157,7 @@ def trip(spec:Spec, **tile:Any) -> list[Instruction]:
   assert found is not None
   return found[1]
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("d", costs.HEAD_DIMENSIONS)
 def test_the_next_tile_is_loaded_before_the_matrix_work(arch:str, d:int) -> None:
@@ -166,6 +167,7 @@ def test_the_next_tile_is_loaded_before_the_matrix_work(arch:str, d:int) -> None
   after = kinds[len(kinds) - kinds[::-1].index("load"):].count("matrix")
   assert after >= kinds.count("matrix")*(0.5 if (arch, d) == ("gfx942", 256) else 1)
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("prefetch", "barriers"), ((0, 2), (1, 2), (2, 1)))
 def test_barriers_of_a_trip(arch:str, prefetch:int, barriers:int) -> None:
@@ -201,7 +203,7 @@ def sampled(arch:str, d:int, dtype:str, mask:str) -> Any:
   return pytest.param(Spec(arch, d, dtype, mask, BACKWARD[0]), id=f"{arch}/{d}/{dtype}/{mask}",
                       marks=() if (arch, d, dtype, mask) in SAMPLE else pytest.mark.thorough)
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("spec", [sampled(x.arch, x.d, x.dtype, x.mask) for x in GRADIENTS])
 def test_gradients(spec:Spec) -> None:
   """Backward kernels do not spill up to D=128. For larger D at most OUTSIDE vector registers spill, outside of the hot loop. An iteration has only

@@ -35,10 +35,12 @@ def test_a_range_stays_the_same_in_what_is_simplified() -> None:
 
 def longest(text:str) -> int: return max(map(len, text.splitlines()))
 
+@pytest.mark.sample(4)
 @in_turn("chip, D", CHIPS, (128, 64, 256))
 def test_lines(chip:str, D:int) -> None:
   for mask in MASKS: assert longest(text_of(Spec(chip, D, "bfloat16", mask))) <= LONGEST
 
+@pytest.mark.sample(4)
 @in_turn("chip, option", CHIPS, list(OPTIONS))
 def test_lines_with_options(chip:str, option:str) -> None:
   p = problem(H=32, Sq=1024, D=128, **OPTIONS[option])

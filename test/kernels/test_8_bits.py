@@ -55,6 +55,7 @@ SHAPES = (dict(Sq=64, Sk=64, D=32), dict(Sq=40, Sk=150, D=64), dict(Sq=33, Sk=20
           dict(Sq=17, Sk=90, D=144, Dv=192), dict(Sq=30, Sk=77, D=80, Dv=48), dict(Sq=5, Sk=300, D=64, H=8, Hkv=2),
           dict(Sq=1, Sk=400, D=128, H=8, Hkv=1))
 
+@pytest.mark.sample(4)
 @in_turn("shape, arch", SHAPES, UNITS, [GPU])
 def test_shapes(shape:dict[str, Any], arch:str) -> None: check_8_bits(arch, **shape)
 
@@ -72,9 +73,11 @@ SHAPES_OF_WGMMA = (dict(Sq=64, Sk=64, D=32), dict(Sq=70, Sk=300, D=64), dict(Sq=
                    dict(Sq=130, Sk=200, D=256, H=1), dict(Sq=70, Sk=150, D=160, Dv=192, causal=True),
                    dict(Sq=70, Sk=150, D=64, Dv=256, H=1, out_dtype="bfloat16", fast_accumulate=True))
 
+@pytest.mark.sample(5)
 @in_turn("shape, arch", SHAPES_OF_WGMMA, ["sm_90"], [GPU])
 def test_shapes_of_wgmma(shape:dict[str, Any], arch:str) -> None: check_8_bits(arch, **shape)
 
+@pytest.mark.sample(5)
 @in_turn("row, arch", FORWARD_WGMMA_OF_BYTES, ["sm_90"], [GPU])
 def test_every_tile_of_wgmma(row:RatedUpTo, arch:str) -> None:
   check_8_bits(arch, H=1, Sq=200, Sk=500, D=row.up_to, causal=True, tile=WgmmaTile(**vars(row.shape)))
@@ -123,6 +126,7 @@ def nan_rows(p:Problem) -> Inputs:
 
 HARD = (just_below_the_headroom, just_above_the_headroom, falling, large, one_huge_key, constants, positive, tiny, nan_rows)
 
+@pytest.mark.sample(5)
 @in_turn("make, arch", HARD, WITH_WGMMA, [GPU])
 def test_hard_inputs(make:Any, arch:str) -> None:
   rows = 66 if chip(arch).wgmma else 24
@@ -145,6 +149,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "splits": dict(num_splits=2, extras=scales_of(1, 2)), "bfloat16": dict(out_dtype="bfloat16"), "float16": dict(out_dtype="float16"),
   "few queries": dict(Sq=3, H=8, Hkv=2, extras=scales_of(1, 2)), "fast sums": dict(fast_accumulate=True, D=128)}
 
+@pytest.mark.sample(9)
 @in_turn("name, arch", OPTIONS, WITH_WGMMA, [GPU])
 def test_options(name:str, arch:str) -> None: check_8_bits(arch, **{"Sq": 66, "Sk": 100, "D": 32, **OPTIONS[name]})
 
@@ -215,12 +220,14 @@ RACES: dict[str, tuple[tuple[Any, str, Any], type[Exception]]] = {
   "a thread does not wait for its own copies": ((nv, "wait_copies", lambda after, but: nv.commit(after)), Race),
   "no warpgroup passes its turn on": ((WgmmaForward, "turn_passed", lambda unit, s, gate: s), DivergentBarrier)}
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", RACES)
 def test_the_emulator_finds_what_a_chip_would_not_forgive(name:str, monkeypatch:pytest.MonkeyPatch, without_places:None) -> None:
   fault, error = RACES[name]
   monkeypatch.setattr(*fault)
   with pytest.raises(error): check_8_bits("sm_90", H=1, Sq=130, Sk=203, D=48, tile=WgmmaTile(2, 64, True))     # a shape of no other test
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found(name:str, monkeypatch:pytest.MonkeyPatch) -> None:
   arch, fault, make, parameters = FAULTS[name]
@@ -240,6 +247,7 @@ def text_of(arch:str, D:int, shape:dict[str, Any]) -> str:
   tensors = [UOp.placeholder(shape, (FLOATS | INTS)[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
   return render(forward_of(p, get_chip(arch), choose_tile(p, get_chip(arch)))(*tensors), arch)
 
+@pytest.mark.sample(6)
 @in_turn("name, arch", [f"{name} {D}" for D in (64, 128, 192, 256) for name in LARGE], ("gfx942", "gfx950", "gfx1201"), among=5)
 def test_amd_spills_no_registers(name:str, arch:str) -> None:
   pytest.importorskip("ziglang")
@@ -247,6 +255,7 @@ def test_amd_spills_no_registers(name:str, arch:str) -> None:
   found = analyse(assembly(text_of(arch, int(D), LARGE[option]), arch), arch).resources
   assert not found.vgpr_spills and not found.sgpr_spills, found
 
+@pytest.mark.sample(3)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @in_turn("name, arch", [f"{name} {D}" for D in (64, 128) for name in LARGE], ("sm_89", "sm_90", "sm_120"), among=5)
 def test_nvidia_spills_no_registers(name:str, arch:str, tmp_path:Path) -> None:

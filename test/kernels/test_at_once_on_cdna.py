@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
   "in parts": ("gfx942", dict(H=6, Hkv=2, causal=True, parts=6)),
 }
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES)
 def test_at_once_on_cdna(case:str) -> None:
   arch, parameters = CASES[case]
@@ -54,7 +54,7 @@ def test_tiles_at_once(D:int, shape:BackwardShape) -> None:
   check_backward_kernels("gfx950", H=1, Sq=100, Sk=150, D=D, causal=True, deterministic=False, only="all",
                          tiles=lambda t: replace(t, **vars(shape)) if t.adds_dq else t)
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @in_turn("make, arch", ADVERSARIAL, ("gfx942", "gfx950"))
 def test_at_once_adversarial_on_cdna(make:Callable[[Problem], Inputs], arch:str) -> None:
   size = 1000.0 if make is level else 1.0
@@ -92,6 +92,7 @@ class Bare:
   lds: LdsTile
   def after(self, *deps:UOp) -> LdsTile: return self.lds
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("plant, error, text", ((no_barrier_before_dq, EmulatorError, "no barrier between|nobody has written"), *(
   (plant, AssertionError, "dq: ") for plant in (begins_with_1, columns_of_first_wave, scale_of_dq))))
 @pytest.mark.usefixtures("without_places")

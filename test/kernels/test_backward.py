@@ -69,10 +69,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 BY_MMA = ("window, grouped heads", "D above Dv, fp16 out", "packed", "softcap", "bias of a query", "scale, fp32 out")
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @chips_in_turn("case", CASES, BY_MMA)
 def test_gradients(arch:str, case:str) -> None: check_backward_kernels(arch, **{**SMALL, **CASES[case]})
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", ("gfx942", "gfx1100", "sm_86", *(pytest.param(arch, marks=pytest.mark.thorough) for arch in ("gfx950", "gfx1201"))))
 def test_long_rows(arch:str) -> None: check_backward_kernels(arch, H=1, Sq=20, Sk=40, D=128, causal=True)
 
@@ -122,6 +123,7 @@ def level(p:Problem) -> Inputs:
 
 ADVERSARIAL = (peaked, deep, huge_key, constants, level)
 
+@pytest.mark.sample(3)
 @chips_in_turn("make", ADVERSARIAL, (deep, level))
 def test_adversarial(arch:str, make:Callable[[Problem], Inputs]) -> None:
   """Gradients are within their error limits on hard inputs, on which a wrong P or delta gives a large error. If dO is float32, the kernels round dO
@@ -155,6 +157,7 @@ def same_tiles(p:Problem, tile:Any, row:int, of_queries:bool) -> np.ndarray:
   meets = seen[:, first:first + tile.block_n].any(1)
   return np.array([meets[i//tile.block_m*tile.block_m:][:tile.block_m].any() for i in range(len(meets))])
 
+@pytest.mark.sample(6)
 @in_turn("nan, arch", REACHES, (*EVERY_ARCH, "sm_90"), among=2)
 def test_nan_stays_where_it_belongs(nan:Reach, arch:str) -> None:
   """A NaN in an input reaches exactly the rows of the gradients that it reaches in attn/reference.py, where a query adds nothing for a hidden key. In
@@ -193,6 +196,7 @@ def test_two_passes(arch:str, dv:int) -> None:
 
 MMA_TILES: dict[str, dict[str, int]] = {"three stages": dict(stages=3, block_n=16, part_n=16), "two passes": dict(passes=2, block_n=16, part_n=16),
                                         "parts": dict(row_tiles=2, block_n=48, part_n=16)}
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fields", MMA_TILES)
 def test_tiles_of_mma(fields:str) -> None:
   check_backward_kernels("sm_80", H=2, Hkv=1, Sq=100, Sk=70, D=16, Dv=24, window=(40, 20), tiles=lambda t: replace(t, **MMA_TILES[fields]))
@@ -243,7 +247,7 @@ PARTS: dict[str, dict[str, Any]] = {
   "a window": dict(H=4, Hkv=2, Sq=90, Sk=70, window=(20, 7), D=24, Dv=8, layout="bshd", dlse=True, parts=2),
   "packed": {**CASES["packed"], "parts": 3}, "one part": dict(parts=1)}
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @chips_in_turn("case", PARTS, ("one head of keys for six",))
 def test_parts(arch:str, case:str) -> None: check_backward_kernels(arch, **{**SMALL, **PARTS[case]})
 
@@ -266,7 +270,7 @@ BY_WGMMA: dict[str, dict[str, Any]] = {
 }
 
 RARE = ("two passes", "few queries", "sinks", "more queries, causal", "long rows")     # other cases cover these sizes
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arch", ("sm_90", GPU))
 @pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.thorough) if x in RARE else x for x in BY_WGMMA])
 def test_wgmma(arch:str, case:str) -> None: check_backward_kernels(arch, **{**LONG, **BY_WGMMA[case]})
@@ -294,6 +298,7 @@ def another_head(m:pytest.MonkeyPatch) -> None:
   wrong(m, WgmmaBackward, "next", lambda next_: lambda self, place: replace(next_(self, place), loop=place.loop))
 def mask_of_first_head(m:pytest.MonkeyPatch) -> None: m.setattr(WarpRows, "of_head", lambda self, head: self)
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("plant, error, text", ((a_ring_of_two, LdsRace, "with no barrier between"), (another_head, AssertionError, "dk: "),
                                                 (before_a_tile_is_there, UninitialisedRead, "LDS that nobody has written"),
                                                 (waits_for_one_less, NotWaitedFor, "was not waited for"),
@@ -344,12 +349,13 @@ AT_ONCE: dict[str, dict[str, Any]] = {
                                extras=dict(cu_seqlens_q=ints(0, 140, 260), cu_seqlens_k=ints(0, 270, 270))),
 }
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arch", ("sm_90", GPU))
 @pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.thorough) if x in RARE else x for x in AT_ONCE])
 def test_at_once(arch:str, case:str) -> None:
   check_backward_kernels(arch, **{**LONG, "D": 64, "deterministic": False, **AT_ONCE[case]}, only="all")
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("make", ADVERSARIAL)
 def test_at_once_adversarial(make:Callable[[Problem], Inputs]) -> None:
   size = 1000.0 if make is level else 1.0
@@ -365,6 +371,7 @@ def sums_that_begin_with_1(m:pytest.MonkeyPatch) -> None:
   m.setattr(gradient_sums, "nv", SimpleNamespace(F4=nvidia.F4, zero=lambda order: ops.splat(1.0, 4)))
 def columns_of_first_warpgroup(m:pytest.MonkeyPatch) -> None: m.setattr(WgmmaTrip, "dq_part", (UOp.const(0), UOp.const(0)))
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("plant, error, text", (
   *((plant, LdsRace, "with no barrier between") for plant in (no_barrier_after_ds, a_single_ds)),
   *((plant, AssertionError, "dq: ") for plant in (sums_that_begin_with_1, columns_of_first_warpgroup))))
@@ -459,6 +466,7 @@ def counters_not_zeroed(m:pytest.MonkeyPatch) -> None: m.setattr(gradient_sums, 
 def sums_not_zeroed(m:pytest.MonkeyPatch) -> None:
   m.setattr(gradient_sums.QueriesOfSums, "cleared", lambda self: [])
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("plant, error, text", (
   (turn_never_passed, Deadlock, "waits until"), (turn_passed_twice, Deadlock, "waits until"), (turn_not_awaited, AssertionError, "not equal"),
   (additions_not_awaited, NotWaitedFor, "passes a turn, but additions that this wave has sent"),
@@ -479,6 +487,7 @@ def sequences_begin_in_the_same_tile(m:pytest.MonkeyPatch) -> None:
   wrong(m, Workgroup, "first_sums", lambda first: lambda self, head: first(self, head) - self.batch)
 def sums_beyond_the_sequence_are_cleared(m:pytest.MonkeyPatch) -> None: m.setattr(Workgroup, "has_sums", UOp.const(True))
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("plant, error, text", (
   (sums_of_all_sequences_in_one_place, AssertionError, "dq: "), (sequences_begin_in_the_same_tile, AssertionError, "dq: "),
   (sums_beyond_the_sequence_are_cleared, EmulatorError, "out of bounds")))
@@ -570,7 +579,7 @@ def fault_on(plant:Any, arch:str) -> Any:
   by_default = arch == "gfx942" or (arch == "sm_80" and not plant.__name__.startswith(("scale_of", "unmasked", "lse_of")))
   return pytest.param(plant, arch, id=f"{plant.__name__}-{arch}", marks=() if by_default else pytest.mark.thorough)
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("plant, arch", [fault_on(plant, arch) for plant in FAULTS for arch in (*EVERY_ARCH, "sm_90")
                                          if arch in ONLY_ON.get(plant, (arch,))])
 def test_planted_fault(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], arch:str) -> None:
@@ -727,7 +736,7 @@ def test_bias_of_long_rows(arch:str, d:int) -> None:
   workgroup owns, and load them from global memory in every iteration."""
   check_backward_kernels(arch, only="dbias", H=2, Sq=40, Sk=50, D=d, extras=dict(bias=floats(1, 1, 40, 50)))
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @chips_in_turn("case", BIASES, ("of keys",))
 def test_gradient_of_a_bias(arch:str, case:str) -> None:
   """The gradient of a bias is right in both cases: the kernel writes the whole gradient, or it writes partial sums that are added afterwards."""

@@ -162,6 +162,7 @@ FAULTS:dict[str, Callable[..., Found]] = {f.__name__: f for f in (
   dropped_key, mask_off_by_one, scale_twice, truncated, lse_off, wrong_split, rounded_twice, no_dlse, dropped_head)}
 UNIT_KINDS = ("gfx942", "gfx1100", "sm_80", "sm_90", "tiled")
 
+@pytest.mark.sample(5)
 @pytest.mark.usefixtures("without_places")
 @in_turn("fault, unit", FAULTS, UNIT_KINDS)
 def test_fault(fault:str, unit:str, monkeypatch) -> None:
@@ -191,7 +192,7 @@ def of_two_keys(unit:str, dtype:str, out_dtype:str, Sq:int, monkeypatch) -> dict
   monkeypatch.setitem(contract.SHAPES, "two keys", dict(H=1, Sq=Sq, Sk=149, D=32))
   return {line.output: line for line in lines_of(Case("two keys", unit, dtype, out_dtype, "two keys"), 12)}
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @in_turn("chip, name", CHIPS, list(SUMS))
 def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
   """A kernel must divide O by the sum of P after rounding, and compute lse from the sum of P before rounding. If it uses the wrong sum for one of

@@ -8,6 +8,7 @@ from attn.measure.decode import DECODES, OF_LATENT, DecodeStep, call_of
 from attn.tinygrad_compat import Context
 from cases import array, hold, in_turn, normal, problem, tensor
 
+@pytest.mark.sample(2)
 @in_turn("where, Sk", (("gfx942", 1), ("gfx1201", 3), ("sm_90", 1), ("sm_80", 3)), (16384, 16385, 20000))
 def test_long_keys(where:tuple[str, int], Sk:int) -> None:
   arch, Sq = where

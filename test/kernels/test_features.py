@@ -56,7 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
                       extras=dict(alibi_slopes=slopes(2, 2), bias=floats(2, 2, 33, 80), sinks=floats(2), kv_lengths=ints(50, 80))),
 }
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @chips_in_turn("option", OPTIONS)
 def test_option(arch:str, option:str) -> None: check_kernels(arch, **OPTIONS[option])
 
@@ -72,6 +72,7 @@ ENDS = {
   "no keys": (ints(0, 30, 60, 100), ints(0, 0, 120, 120)),
 }
 
+@pytest.mark.sample(4)
 @chips_in_turn("ends", ENDS)
 @pytest.mark.parametrize("causal", (False, True))
 def test_packed_sequences(arch:str, ends:str, causal:bool) -> None:
@@ -100,6 +101,7 @@ GROUPS: dict[str, dict[str, Any]] = {
                            extras=dict(cu_seqlens_q=ints(0, 4, 4, 9), cu_seqlens_k=ints(0, 50, 60, 120), alibi_slopes=slopes(6))),
 }
 
+@pytest.mark.sample(4)
 @chips_in_turn("case", GROUPS)
 def test_grouped_queries(arch:str, case:str) -> None:
   o, lse = check_kernels(arch, **GROUPS[case], tile=packed)
@@ -130,6 +132,7 @@ def dirty(p:Problem) -> Inputs:
   for b, n in enumerate((32, 64, 96, 48)): x.k[b, :, n:] = x.v[b, :, n:] = np.nan
   return x
 
+@pytest.mark.sample(2)
 @every_arch
 @pytest.mark.parametrize("Sq", (1, 20))
 def test_cache_beyond_lengths(arch:str, Sq:int) -> None:
@@ -189,6 +192,7 @@ def low(p:Problem) -> Inputs:
   x = normal(p)
   return Inputs(np.full_like(x.q, 112), np.full_like(x.k, -112), x.v)
 
+@pytest.mark.sample(3)
 @every_arch
 @pytest.mark.parametrize("option", ({}, dict(softcap=1e6), dict(extras=dict(bias=np.zeros((1, 1, 1, 70), np.float32)))),
                          ids=("raw", "softcap", "bias"))
@@ -295,7 +299,7 @@ COMPILED: dict[str, dict[str, Any]] = {   # enough heads for the largest tile
   "packed sequences": dict(layout="thd", causal=True, extras=dict(cu_seqlens_q=ints(0, 512), cu_seqlens_k=ints(0, 512))),
 }
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @in_turn("of, arch", [(option, D) for option in COMPILED for D in (64, 128)], ARCHS)
 def test_no_spills(of:tuple[str, int], arch:str) -> None:
   option, D = of
@@ -305,7 +309,7 @@ def test_no_spills(of:tuple[str, int], arch:str) -> None:
   assert ".vgpr_spill_count: 0" in text and ".private_segment_fixed_size: 0" in text
   assert text.count("v_readfirstlane") < 10, "loads loop over the values of their descriptor"
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @in_turn("window, arch", ((100, -1), (100, 0)), ARCHS, among=2)
 def test_no_spills_in_a_window(arch:str, window:tuple[int, int]) -> None:
   p = problem(H=512, Sq=512, D=256, dtype="bfloat16", window=window)

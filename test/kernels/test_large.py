@@ -171,7 +171,7 @@ def check_large(p:Problem, programs:Callable[[Problem, Chip], Iterator[Program]]
     assert not unproven(kernel(*[UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(shapes.values())]), arch)
   assert found >= set(large)
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @in_turn("of, arch", LARGE, ("gfx942", "gfx1201", "sm_80", "sm_90"))
 def test_attention(of:str, arch:str) -> None: check_large(*LARGE[of], arch)
 

@@ -74,6 +74,7 @@ OPTIONS:dict[str, dict[str, Any]] = {
 }
 BY_DEFAULT = 3
 
+@pytest.mark.sample(2)
 @in_turn("option, arch", list(OPTIONS)[:BY_DEFAULT], UNITS)
 def test_option(option:str, arch:str) -> None: check_mla(arch, **OPTIONS[option])
 
@@ -168,6 +169,7 @@ FAULTS:dict[Plant, tuple[str, ...]] = {     # units on which each fault gives an
   unmasked: ("gfx1201", *UNITS), own_keys_alone: ("gfx1100", "sm_80", "gfx1201", "sm_90"),
   first_part_of_sums: ("gfx1201", "sm_90", "gfx1100", "sm_80")}
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("plant, arch", [
   pytest.param(plant, arch, marks=() if arch == units[0] and plant is not first_part_of_sums else pytest.mark.thorough)
   for plant, units in FAULTS.items() for arch in dict.fromkeys(units)])

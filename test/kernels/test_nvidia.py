@@ -30,16 +30,16 @@ def without_wgmma(monkeypatch) -> None:
   """Makes dispatch choose mma.sync kernels on sm_90. Clears dispatch's cached choices before and after each test."""
   change_kernel(monkeypatch, "forward_wgmma", lacks=lambda arch: "this tests mma.sync")
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @in_turn("case, chip", SHAPES, ["sm_90"], [GPU], among=2)
 def test_shapes(chip:str, case:str) -> None: check(chip, **SHAPES[case])
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @either
 @pytest.mark.parametrize("case", MASKS)
 def test_masks(chip:str, case:str) -> None: check(chip, **MASKS[case])
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @either
 @pytest.mark.parametrize("make", ADVERSARIAL, ids=lambda f: f.__name__)
 def test_adversarial(chip:str, make) -> None:
@@ -58,7 +58,7 @@ def test_scores_too_large_for_one_fma(chip:str, value:int, scale:float) -> None:
     return Inputs(q, k, x.v)
   check(chip, make, Sq=20, Sk=170, D=64, dtype="bfloat16", softmax_scale=scale, out_dtype="float32")
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @in_turn("D, on", WIDTHS, [(chip, *mask) for mask in DTYPES_AND_MASKS for chip in ("sm_80", "sm_86", "sm_89")],
          [pytest.param(("CUDA", *mask), marks=pytest.mark.gpu) for mask in DTYPES_AND_MASKS])
 def test_head_dimensions(D:int, on:tuple[str, str, bool|str]) -> None:
@@ -110,7 +110,7 @@ TILES += [replace(TILES[0], q_tiles=1, stages=3, key_waves=4), replace(TILES[0],
 ON_TILES: dict[str, dict[str, Any]] = {"causal": dict(Sq=150, Sk=133, D=64, causal=True), "window": dict(Sq=40, Sk=203, D=96, window=(70, -1)),
                                        "full": dict(H=1, Sq=70, Sk=130, D=128, dtype="float16")}
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @in_turn("tile, case", TILES, list(ON_TILES))
 def test_every_kind_of_tile(tile:MmaTile, case:str, monkeypatch) -> None:
   """The mma.sync kernel is right with any combination of a tile's fields: number of warps, tiles of queries for each warp, keys and the parts that
@@ -164,7 +164,7 @@ DECODE = dict(B=2, H=16, Hkv=2, Sq=1, Sk=4096, causal=True, num_splits=16, extra
 COMPILED: dict[str, dict[str, Any]] = {"full": dict(lse=False), "causal": dict(lse=False, causal=True), "lse": {}, "causal, lse": dict(causal=True),
                                        **OPTIONS_COMPILED, "decode": DECODE}
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @in_turn("option, D", COMPILED, (64, 128), [pytest.param(D, marks=pytest.mark.thorough) for D in (96, 256)], among=4)
 def test_no_local_memory(option:str, D:int, tmp_path) -> None:

@@ -111,7 +111,7 @@ def nan_query(p:Problem) -> Stored:
 HARD = (tiny_values, large_values, values_of_all_sizes, growing_values, falling_values, tiny_values_of_the_best_key, keys_of_all_sizes, large_keys,
         rising_scores, zero_rows, equal_rows, odd_rows_of_k, odd_rows_of_v, nan_query)
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @in_turn("make, arch", HARD, UNITS, [GPU])
 def test_hard_rows(arch:str, make) -> None:
   """Attention over 8-bit rows is within its error limits on hard inputs, by every kernel: for a chunk of a prompt under a causal mask, and for
@@ -148,7 +148,7 @@ OPTIONS: dict[str, dict] = {
   "dropout": dict(dropout_p=0.3, extras=dict(dropout_seed=np.array([3, 5], np.uint32))),
   "batch invariant": dict(Sq=1, Sk=600, B=2, batch_invariant=True, num_splits=2)}
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @in_turn("name, arch", OPTIONS, UNITS, [GPU])
 @pytest.mark.parametrize("dtype", ("float16", pytest.param("bfloat16", marks=pytest.mark.thorough)))
 def test_options(arch:str, name:str, dtype:str) -> None: check_stored(arch, dtype=dtype, **OPTIONS[name])
@@ -164,7 +164,7 @@ def test_rows_beyond_the_lengths_have_no_effect_in_plain_uops(arch:str) -> None:
   check_stored(arch, lengths_with_garbage, tile=lambda p: tiled_tile(p, chip(arch)), B=2, Sq=3, Sk=128, D=16, page_size=16,
                extras=dict(kv_lengths=ints(37, 111)))
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @in_turn("dtype, arch", (*SIXTEEN, "float32"), UNITS, [GPU], among=3)
 def test_a_row_that_one_key_dominates_is_exact(arch:str, dtype:str) -> None:
   """If one key has all the weight, O is the stored row of this key times the row's scale, up to rounding in float32."""
@@ -204,7 +204,7 @@ FOR_PROMPTS: dict[str, dict] = {
   "batch invariant": dict(Sk=200, B=2, batch_invariant=True, D=32),
   "dropout": dict(dropout_p=0.3, extras=dict(dropout_seed=np.array([3, 5], np.uint32)))}
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @ON_HOPPER
 @pytest.mark.parametrize("name", FOR_PROMPTS)
 def test_options_by_wgmma(arch:str, name:str) -> None: check_wgmma(arch, **FOR_PROMPTS[name])
@@ -236,6 +236,7 @@ def other_half_first(m:pytest.MonkeyPatch) -> None:
     return widened_stores(self, shared, {name: Elsewhere(layout) for name, layout in to.items()}, base)
   m.setattr(StoredKeys, "widened_stores", swapped)
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("plant, make, error", (
   (not_waited_for, normal_rows, EmulatorError), (scales_of_two_tiles, normal_rows, EmulatorError), (no_nans, odd_rows_of_v, AssertionError),
   (scales_of_any_size, zero_rows, AssertionError),
@@ -246,7 +247,7 @@ def test_faults_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant, make, error) -> 
 
 # ***** scales that rows share *****
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("latent", (False, True))
 @pytest.mark.parametrize("arch", UNITS)
 def test_one_scale_for_all_rows(arch:str, latent:bool) -> None:
@@ -263,7 +264,7 @@ def test_one_scale_for_all_rows(arch:str, latent:bool) -> None:
 
 OF_FLOATS = [("gfx942", "fp8e4m3fnuz"), ("gfx950", "fp8e4m3"), ("gfx1201", "fp8e4m3"), ("sm_90", "fp8e4m3")]
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @in_turn("make, on", (normal_rows, values_of_all_sizes, zero_rows, odd_rows_of_v), OF_FLOATS,
          [pytest.param(("CUDA", "fp8e4m3"), marks=pytest.mark.gpu)])
 def test_floats_of_8_bits(make, on:tuple[str, str]) -> None:
@@ -310,6 +311,7 @@ def no_spills_on_amd(p:Problem, arch:str) -> None:
   found = analyse(assembly(text_of(p, arch, toolchain().llvm), arch), arch).resources
   assert not found.vgpr_spills and not found.sgpr_spills, found
 
+@pytest.mark.sample(2)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize("stored", ("int8", "fp8e4m3"))

@@ -26,7 +26,7 @@ LATENT: dict[str, Any] = dict(H=16, Hkv=1, D=96, Dv=64, v_in_k=True)
 
 def check_latent(arch:str, *make:Any, **parameters:Any) -> None: check_stored(arch, *make, **{**LATENT, **parameters})
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @in_turn("make, arch", HARD, UNITS, [GPU])
 def test_hard_rows(arch:str, make:Any) -> None:
   """Latent attention over 8-bit rows is within its error limits on hard inputs: for some queries under a causal mask, and for decoding with the keys
@@ -34,7 +34,7 @@ def test_hard_rows(arch:str, make:Any) -> None:
   check_latent(arch, make, Sq=20, Sk=150, causal=True, out_dtype="float32")
   check_latent(arch, make, H=40, Sq=6, Sk=200, D=40, Dv=32, dtype="bfloat16", causal=True, num_splits=3)
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make", HARD)
 def test_hard_rows_in_plain_uops(make:Any) -> None:
   for arch, dtype in (("gfx942", "float32"), ("sm_80", "float16")):
@@ -46,7 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "softcap": dict(softcap=5.0, Sk=70, H=3), "bshd": dict(layout="bshd", window=(50, 3), Sq=5), "no lse": dict(lse=False, H=40, dtype="bfloat16"),
   "tiny scale": dict(softmax_scale=1.3e-38, Sk=70), "batch invariant": dict(Sk=600, batch_invariant=True, num_splits=2)}
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @in_turn("name, arch", OPTIONS, UNITS, [GPU])
 def test_options(arch:str, name:str) -> None: check_latent(arch, **{"Sq": 1, **OPTIONS[name]})
 
@@ -54,6 +54,7 @@ def test_options(arch:str, name:str) -> None: check_latent(arch, **{"Sq": 1, **O
 def test_rows_beyond_the_lengths_have_no_effect(arch:str, pages:int) -> None:
   check_latent(arch, lengths_with_garbage, B=2, Sq=3, Sk=128, page_size=pages, extras=dict(kv_lengths=ints(37, 111)))
 
+@pytest.mark.sample(2)
 @in_turn("make, on", (normal_rows, values_of_all_sizes, odd_rows_of_k), OF_FLOATS, [pytest.param(("CUDA", "fp8e4m3"), marks=pytest.mark.gpu)])
 def test_floats_of_8_bits(make:Any, on:tuple[str, str]) -> None: check_latent(on[0], make, stored=on[1], Sq=8, Sk=96, page_size=16, causal=True)
 
@@ -115,6 +116,7 @@ def test_faults_where_threads_convert_a_tile(monkeypatch:pytest.MonkeyPatch) -> 
   other_half_first(monkeypatch)
   with pytest.raises(AssertionError): check_latent("sm_80", H=40, Sq=1, Sk=150)
 
+@pytest.mark.sample(3)
 @in_turn("fault, arch", ((weights_without_scales, normal_rows), (reference_without_scales, tiny_values), (sums_with_scales, normal_rows),
                          (rotary_columns_of_one_row, normal_rows), (scores_without_scales, normal_rows)), ("gfx942", "sm_80"))
 def test_faults(monkeypatch:pytest.MonkeyPatch, arch:str, fault:tuple[Any, Any]) -> None:
@@ -126,11 +128,13 @@ def test_faults(monkeypatch:pytest.MonkeyPatch, arch:str, fault:tuple[Any, Any])
 
 DECODE = dict(B=64, Sq=1, Sk=4096, lse=False, **{**LATENT, "D": 576, "Dv": 512})
 
+@pytest.mark.sample(2)
 @in_turn("of, arch", [(dtype, heads) for dtype in SIXTEEN for heads in (16, 128)], ("gfx942", "gfx950", "gfx1100", "gfx1201"))
 def test_decoding_spills_no_registers_on_amd(arch:str, of:tuple[str, int]) -> None:
   dtype, heads = of
   no_spills_on_amd(stored_problem(dtype=dtype, **{**DECODE, "H": heads}), arch)
 
+@pytest.mark.sample(2)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("dtype, stored, heads", (("float16", "int8", 16), ("bfloat16", "int8", 128), ("bfloat16", "fp8e4m3", 128)))
 def test_decoding_spills_no_registers_on_nvidia(stored:str, dtype:str, heads:int, tmp_path:Any) -> None:

@@ -33,11 +33,12 @@ def check(make:Callable[[Problem], Inputs]=normal, **parameters) -> None:
 
 SHAPES = ({"Sq": 9, "Sk": 33, "H": 4, "Hkv": 2, "B": 2}, {"Sq": 33, "Sk": 17, "Dv": 8}, {"Sq": 1, "Sk": 1})
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
 @in_turn("causal, shape", (True, False, "top-left"), SHAPES)
 def test_normal(dtype:str, shape:dict[str, int], causal:bool|str) -> None: check(dtype=dtype, D=16, causal=causal, **shape)
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("make", ADVERSARIAL, ids=lambda f: f.__name__)
 def test_adversarial(make:Callable[[Problem], Inputs]) -> None: check(make, Sq=20, Sk=50, D=16)
 

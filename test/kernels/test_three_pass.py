@@ -12,6 +12,7 @@ pytestmark = pytest.mark.usefixtures("not_unrolled")
 
 def check(**parameters): return check_attention("gfx942", "three_pass", **parameters)
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("Sk", [1, 3, 5, 7, 8, 31, 33])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_key_lengths(Sk, dtype): check(B=1, H=2, Hkv=1, Sq=4, Sk=Sk, D=24, dtype=dtype)

@@ -184,6 +184,7 @@ CASES_OF_COPIES: dict[str, dict[str, Any]] = {
   "key ranges": dict(H=2, Sq=20, Sk=70, D=16, Dv=8, causal=True, num_splits=3),
   "dropout": dict(H=2, Hkv=1, Sq=9, Sk=50, D=16, dropout_p=0.3, extras={"dropout_seed": np.array([3, 5], np.uint32)})}
 
+@pytest.mark.sample(3)
 @in_turn("name, on", CASES_OF_COPIES, (("sm_90", COPIED), ("sm_80", COPIED_WHOLE)))
 def test_asynchronous_copies(name:str, on:tuple[str, TiledTile]) -> None:
   check(on[0], tile=on[1], dtype="float32", **CASES_OF_COPIES[name])

@@ -37,19 +37,23 @@ def always(monkeypatch) -> None:
 # forward_wgmma copies rows in units of 8 elements; test_nvidia.py has the other shapes.
 BY_EIGHTS = [name for name, case in SHAPES.items() if not case.get("D", 64)%8 and not case.get("Dv", 64)%8]
 
+@pytest.mark.sample(5)
 @in_turn("case, chip", BY_EIGHTS, ["sm_90"], [GPU], turn=1, among=2)
 def test_shapes(chip:str, case:str) -> None: check(chip, **SHAPES[case])
 
+@pytest.mark.sample(7)
 @either
 @pytest.mark.parametrize("case", MASKS)
 def test_masks(chip:str, case:str) -> None: check(chip, **MASKS[case])
 
+@pytest.mark.sample(7)
 @either
 @pytest.mark.parametrize("make", ADVERSARIAL, ids=lambda f: f.__name__)
 def test_adversarial(chip:str, make) -> None:
   check(chip, make, H=2, Sq=40, Sk=200, D=64, dtype="bfloat16" if make.__name__ == "huge_key" else "float16")
   check(chip, make, H=2, Sq=70, Sk=90, D=32, dtype="bfloat16", causal=True)
 
+@pytest.mark.sample(3)
 @in_turn("D, on", WIDTHS, [("sm_90", *mask) for mask in DTYPES_AND_MASKS],
          [pytest.param(("CUDA", *mask), marks=pytest.mark.gpu) for mask in DTYPES_AND_MASKS])
 def test_head_dimensions(D:int, on:tuple[str, str, bool|str]) -> None:
@@ -64,7 +68,7 @@ def test_large_grids(D:int) -> None:
   for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):
     check("CUDA", B=2, H=24, Hkv=8, Sq=1000, Sk=1111, D=D, dtype=dtype, causal=causal)
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("row", FORWARD_WGMMA, ids=str)
 def test_every_tile(row:RatedUpTo, monkeypatch) -> None:
   tile = WgmmaTile(**vars(row.shape))
@@ -95,6 +99,7 @@ FEATURES = {
   "huge scores": functools.partial(features.test_huge_scores, option={}),
 }
 
+@pytest.mark.sample(6)
 @either
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature(chip:str, feature:str) -> None: FEATURES[feature](chip)
@@ -195,6 +200,7 @@ def test_fastest_tiles() -> None:
     p = problem(B, H, Hkv, Sq, Sk, D, lse=False, causal="top-left" if causal else False)
     assert wgmma_tile(p, get_chip("sm_90")) == WgmmaTile(*tile), p
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted_fault(fault:str, monkeypatch) -> None:
   plant, error, text = PLANTED[fault]
@@ -202,7 +208,7 @@ def test_planted_fault(fault:str, monkeypatch) -> None:
   with pytest.raises(error, match=text): check("sm_90", H=1, Sq=200, Sk=500, D=64)
 
 WITH_DROPOUT = dict(causal=True, dropout_p=0.1, extras={"dropout_seed": np.zeros(2, np.uint32)})
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @in_turn("D, options", (64, 128, 192, 256),
          ({}, dict(causal=True), dict(lse=True, window=(64, 64)), dict(lse=True, causal=True, softcap=30.0), WITH_DROPOUT), among=2, besides=(128,))

@@ -107,6 +107,7 @@ def test_bad_setting(bench_here:Callable[..., int], settings:dict[str, str], lin
   with pytest.raises((bench.BadSetting, ValueError, NotImplementedError)) as e: bench_here(**SMALL | settings)
   assert line in str(e.value) and "\n" not in str(e.value) and not capsys.readouterr().out
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("settings", "line"), [
   ({"B": "x"}, "B='x': must be a whole number, at least 1"),
   ({"D": "600"}, "D=600"),

@@ -140,6 +140,7 @@ def test_the_needs_of_every_program_are_here() -> None:
   programs = {file.stem for file in Path(machine.__file__).parent.glob("*.py") if 'if __name__ == "__main__"' in file.read_text()}
   assert programs - {"sanitize"} == NEEDS.keys()      # sanitize: test_sanitize.py
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("program", NEEDS)
 def test_a_program_says_what_it_needs(program:str) -> None:
   """A measurement on a machine without a GPU ends in one sentence and not in a traceback."""

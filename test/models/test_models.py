@@ -36,6 +36,7 @@ def own_of_rounded(q:Tensor, k:Tensor, v:Tensor, *args:Any, **kwargs:Any) -> Ten
   narrow = next(iter(types - {dtypes.float}))
   return OWN(*(t.cast(narrow) for t in (q, k, v)), *args, **kwargs).float()
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("program, dtype, device", [
   pytest.param(program, dtype, device, marks=() if by_default(place, dtype, device) else pytest.mark.thorough)
   for place, program in enumerate(PROGRAMS) for dtype in TYPES for device in DEVICES])

@@ -372,6 +372,7 @@ def test_operations_in_which_lanes_meet_are_known() -> None:
       if re.search("permlane|bpermute|swizzle|dpp|wmma|mfma", "\n".join([expression, *printed.functions.values()])): found.add(x.arg.name)
   assert found == set(ACROSS_LANES) - {"matrix"}      # the tests of kernels cover this operation
 
+@pytest.mark.sample(150)
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_text_and_meaning_agree(library, case:tuple[str, str]) -> None:
   libraries, made = library

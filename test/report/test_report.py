@@ -36,6 +36,7 @@ def run(device:str, *words:str) -> int:
 
 # ***** on the emulator *****
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("device", ("EMU::gfx1201", "EMU::sm_90", "EMU::gfx1030"))
 def test_on_the_emulator(device:str, few:None, tmp_path:Path, capsys:pytest.CaptureFixture[str]) -> None:
   """A report made on the emulator is marked as emulated: it says which results are right, calls its times "emulated s", and has no TFLOP/s. It has

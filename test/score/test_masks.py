@@ -140,6 +140,7 @@ def compute(kind:str) -> None:
   if kind == "forward": check_kernels("gfx942", tile=lambda x: replace(x, waves=1, block_n=32), **SMALL)
   else: check_backward_kernels("gfx942", only=kind, **SMALL)
 
+@pytest.mark.sample(4)
 @in_turn("plant, kind", FAULTS, KINDS)
 def test_planted_fault_in_kernels(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], kind:str) -> None:
   compute(kind)

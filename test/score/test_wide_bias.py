@@ -114,6 +114,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "one_bias": {"bias_heads": 1}, "bfloat16": {"dtype": "bfloat16", "bias_dtype": "bfloat16"}, "float32": {"dtype": "float32"},
   "D64": {"D": 64, "Sk": 150}, "D128": {"D": 128, "Sk": 150}}
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch, parameters", UNITS)
 def test_rows_of_large_biases(arch:str, parameters:dict[str, Any]) -> None:
   x = Given.of(**parameters)
@@ -190,6 +191,7 @@ def test_a_cpu() -> None:
   pytest.importorskip("ziglang")
   on("CPU", 1, SCRIPT, CC=str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh"), PYTHONPATH=os.pathsep.join(sys.path))
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("arch", ("gfx942", "gfx1100", "sm_80", "sm_90", "gfx1030"))
 @pytest.mark.parametrize("options", ({"softcap": 20.0}, {"extras": {"alibi_slopes": np.float32([0.5, 0.25])}}), ids=("softcap", "slopes"))
 def test_a_row_of_nan(arch:str, options:dict[str, Any]) -> None:

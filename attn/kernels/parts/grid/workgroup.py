@@ -77,7 +77,8 @@ def heads_together(p:Problem, arch:Chip, heads:int=0) -> int:
 
 def largest_divisor(n:int, most:int) -> int:
   """Returns the largest divisor of `n` that is at most `most`. Returns 1 if `most` is less than 1."""
-  return max(i for i in range(1, min(n, max(1, most)) + 1) if n % i == 0)
+  pairs = ((i, n//i) for i in range(1, math.isqrt(n) + 1) if n % i == 0)
+  return max(divisor for pair in pairs for divisor in pair if divisor <= max(1, most))
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   """Returns NVIDIA's grid over blocks of queries. The blocks of a group of heads run together. Under a causal mask a group has as many heads as fit,
