@@ -74,6 +74,12 @@ def _absolute(c:Any, x:Value) -> Value: return c.abs(x)
 @compound("as_float", inline=True)
 def _as_float(c:Any, x:Value) -> Value: return c.as_float(x)
 
+@compound("add_product", suffix="_{i}")
+def _add_product(c:Any, x:Value, y:Value, numbers:Value, *, i:int) -> Value: return x + y*c.element(numbers, i)
+
+def add_product(x:UOp, y:UOp, numbers:UOp, i:int) -> UOp:
+  """Returns x + y*numbers[i], for vectors x and y."""
+  return emit("add_product", x.dtype, x, y, numbers, i=i) if length(numbers) > 1 else add(x, mul(y, numbers))
 def fma(x:UOp, y:UOp|float, z:UOp) -> UOp: return emit("fma", z.dtype, x, y if isinstance(y, UOp) else UOp.const(y, dtypes.float), z)
 def exp2(x:UOp) -> UOp: return emit("exp2", x.dtype, x)
 def log2(x:UOp) -> UOp: return emit("log2", x.dtype, x)

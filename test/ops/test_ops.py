@@ -66,7 +66,7 @@ def common(n:int) -> dict[str, Callable[[], UOp]]:
     "mul": lambda: ops.mul(f(n), 0.37), "mul by a scalar": lambda: ops.mul(f(n, 0), f(1, 1)), "mul of vectors": lambda: ops.mul(f(n, 0), f(n, 1)),
     "exp2": lambda: ops.exp2(f(n)), "exp2 of a scalar": lambda: ops.exp2(f()), "log2": lambda: ops.log2(f()), "rcp": lambda: ops.rcp(f()),
     "rcp of a vector": lambda: ops.rcp(f(n)), "max": lambda: ops.max_(f(1, 0), f(1, 1)), "max of vectors": lambda: ops.max_(f(n, 0), f(n, 1)),
-    "fma": lambda: ops.fma(f(n, 0), 0.3, f(n, 1)), "as_float": lambda: ops.as_float(u(n)), "as_float of one": lambda: ops.as_float(u()),
+    "add_product": lambda: ops.add_product(f(n, 0), f(n, 1), f(4), 2), "fma": lambda: ops.fma(f(n, 0), 0.3, f(n, 1)), "as_float": lambda: ops.as_float(u(n)), "as_float of one": lambda: ops.as_float(u()),
     "pack to fp16": lambda: ops.pack(f(n), "float16"), "pack to bf16": lambda: ops.pack(f(n), "bfloat16"),
     "pack a pair to fp16": lambda: ops.pack(f(2), "float16"), "pack a pair to bf16": lambda: ops.pack(f(2), "bfloat16"),
     **{f"pack P to {dtype}": lambda dtype=dtype: ops.pack_weights(ops.max_(f(n), ops.splat(-1.0, n)), dtype) for dtype in ("float16", "bfloat16")},

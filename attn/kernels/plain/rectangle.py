@@ -68,10 +68,11 @@ class Section:
   base: int|UOp
   shape: SectionShape
   def place(self, row:UOp, column:UOp) -> UOp: return self.memory[row*self.shape.pitch + column + self.base]
-  def rows_of_numbers(self, rows:list[UOp], columns:list[UOp]) -> list[list[UOp]]:
-    """Loads the numbers in the given columns of each of the rows. Columns come in groups of four neighbours."""
+  def rows_of_numbers(self, rows:list[UOp], columns:list[UOp]) -> list[list[tuple[UOp, int]]]:
+    """Loads the numbers in the given columns of each of the rows. Columns come in groups of four neighbours. Returns, for each number, the vector
+    that contains it and its index there."""
     quads = [[self.quad(row, column) for column in columns[::QUAD]] for row in rows]
-    return [[ops.extract(quad, i) for quad in of_row for i in range(QUAD)] for of_row in quads]
+    return [[(quad, i) for quad in of_row for i in range(QUAD)] for of_row in quads]
   def place_of_quad(self, row:UOp, column:UOp) -> UOp:
     return self.memory.bitcast(ops.f32(QUAD))[row*(self.shape.pitch//QUAD) + column//QUAD + self.base//QUAD]
   def quad(self, row:UOp, column:UOp) -> UOp: return self.place_of_quad(row, column).load()
@@ -80,10 +81,11 @@ class Section:
 @dataclass(frozen=True)
 class Turned(Section):
   """The transpose of a matrix in local memory."""
-  def rows_of_numbers(self, rows:list[UOp], columns:list[UOp]) -> list[list[UOp]]:
-    """Loads the numbers in the given columns of each of the rows. Rows come in groups of four neighbours."""
+  def rows_of_numbers(self, rows:list[UOp], columns:list[UOp]) -> list[list[tuple[UOp, int]]]:
+    """Loads the numbers in the given columns of each of the rows. Rows come in groups of four neighbours. Returns, for each number, the vector that
+    contains it and its index there."""
     quads = [[self.quad(column, row) for column in columns] for row in rows[::QUAD]]
-    return [[ops.extract(quad, i) for quad in of_rows] for of_rows in quads for i in range(QUAD)]
+    return [[(quad, i) for quad in of_rows] for of_rows in quads for i in range(QUAD)]
 
 @dataclass(frozen=True)
 class GlobalOperand:
@@ -96,7 +98,8 @@ class GlobalOperand:
   width: int              # elements of a row
   element: Callable[[UOp, UOp, UOp], UOp]     # loads an element, in fp32: the element of a column, of the row whose number is the sum of two
   column: UOp|int = 0     # first column in the tensor
-  def rows_of_numbers(self, rows:list[UOp], columns:list[UOp]) -> list[list[UOp]]: return [[self.number(row, x) for x in columns] for row in rows]
+  def rows_of_numbers(self, rows:list[UOp], columns:list[UOp]) -> list[list[tuple[UOp, int]]]:
+    return [[(self.number(row, x), 0) for x in columns] for row in rows]
   def number(self, row:UOp, column:UOp) -> UOp:
     row, column = (column, row + self.column) if self.turned else (row, column + self.column)
     x = self.element((self.first + row).minimum(self.source.count - 1).maximum(0), UOp.const(0), column.minimum(self.width - 1))
@@ -296,7 +299,7 @@ class Rectangle:
     steps = [k*together + i for i in range(together)]
     for step, numbers in zip(steps, left.rows_of_numbers(steps, columns)):
       quads = [right.quad(first + step, self.in_block(j)) for j in self.quads]
-      sums = [ops.add(x, ops.mul(y, number)) for x, (number, y) in zip(sums, itertools.product(numbers, quads))]
+      sums = [ops.add_product(x, y, *number) for x, (number, y) in zip(sums, itertools.product(numbers, quads))]
     return UOp.group(*[place.store(x) for place, x in zip(places, sums)]).end(k)
 
   # ***** from global to local memory *****
