@@ -178,6 +178,17 @@ def test_the_ring_has_no_more_places_than_tiles(monkeypatch) -> None:
   monkeypatch.setattr(wgmma_forward, "STAGES", 2)       # a ring of two places counts as full, and the kernel copies a third tile
   with pytest.raises(LdsRace): check("sm_90", H=1, Sq=70, Sk=90, D=32)
 
+@pytest.mark.parametrize("chip", ("sm_90", GPU))
+def test_two_tiles_of_keys(chip:str, monkeypatch) -> None:
+  """The kernel is right with two tiles of keys, and the compiler cannot find out in which iteration it copies the second one. ptxas 13.0 derived that
+  from a comparison, and then put rows of the second tile where the first one was still read: on an H100 nearly all rows were wrong."""
+  tile = WgmmaTile(2, 48)
+  change_kernel(monkeypatch, "forward_wgmma", tile=lambda p, arch: tile)
+  check(chip, H=4, Sq=90, Sk=90, D=256, causal="top-left")
+  p = problem(H=4, Sq=90, Sk=90, D=256, causal="top-left")
+  tensors = [UOp.placeholder(shape, DTYPES[dtype], slot) for slot, (shape, dtype) in enumerate(p.shapes.values())]
+  assert not re.search(r"\(Lidx\d+<\d+\)", render(forward_of(p, get_chip("sm_90"), tile)(*tensors), "sm_90"))
+
 @pytest.mark.parametrize("rows, idle", ((192, 0), (128, 1), (64, 2), (65, 1)))
 def test_warpgroups_without_queries(rows:int, idle:int, monkeypatch) -> None:
   """Warpgroups without queries start no matrix products. The last workgroup has three warpgroups, of which `idle` have no query. Each other warpgroup

@@ -280,7 +280,8 @@ class WgmmaForward:
     There may be no tile t, after the last one. If the sequence has at least STAGES tiles, zeros are copied to the ring buffer then. If it has fewer,
     the ring buffer has room for these tiles only, and nothing is copied."""
     if self.p.stored: return self.widened(s, t)
-    there = None if self.stages == STAGES else t < self.warps.group.walked.end
+    # The compiler must not know the last tile: ptxas 13.0 derives from `t < 2` that t is 1, and then computes the place of tile 1, (~0 & 1), as 0
+    there = None if self.stages == STAGES else t < ops.opaque_uniform(self.warps.group.walked.end)
     s = s.do(*self.warps.copies_of_keys(s.shared, t, self.k_panels(t), self.v_panels(t), there))
     return s.do(wgmma.arrive(s.arrivals, s.done))
 
