@@ -224,7 +224,9 @@ ONE_OPTION_BY_DEFAULT = {("gfx1201", 64, ""), ("gfx942", 128, "bias"), ("gfx950"
 def in_turn(arch:str, row:UpTo[BackwardShape], option:str) -> Any:
   return () if (arch, row.up_to, option) in ONE_OPTION_BY_DEFAULT else pytest.mark.thorough
 
-@pytest.mark.parametrize("arch, row, keys, option", [pytest.param(*x, marks=in_turn(x[0], x[1], x[3])) for x in ROWS_OF_PLAIN])
+@pytest.mark.parametrize("arch, row, keys, option", [
+  pytest.param(arch, row, keys, option, marks=in_turn(arch, row, option), id=f"{arch}-{row.up_to}-{'dkdv' if keys else 'dq'}-{option or 'no option'}")
+  for arch, row, keys, option in ROWS_OF_PLAIN])
 def test_tiles_for_problems_with_at_most_one_option(arch:str, row:UpTo[BackwardShape], keys:bool, option:str) -> None:
   """Each tile in the tables for problems with at most one option gives right gradients, also with a last tile that is not full. For grids that are
   small enough to emulate, dispatch itself would choose other tiles. The dtype is bf16, because the matrix instructions of CDNA2 take a float16 P
