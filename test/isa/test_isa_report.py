@@ -415,6 +415,25 @@ def test_backward_kernels_by_options_and_by_their_words(monkeypatch):
     run("gfx942/64/float16/full/dv", ok=False)
   assert "two numbers, of products with dimension D and with dimension Dv" in run("--products", "5", "gfx942/64", ok=False)
 
+@pytest.mark.parametrize("option, found", [
+  ("softcap", dict(softcap=30.0)), ("alibi", dict(alibi=(True,))), ("bias", dict(bias=(False, False, True, True))), ("dropout", dict(dropout_p=0.1)),
+  ("window", dict(window=(1024, 0)))])
+def test_words_with_an_option(option, found):
+  """A word may name one option after the mask. Its kernel is for a problem with this option. A window hides keys behind a query only if the mask is
+  not causal."""
+  spec = source.Spec.parse(f"gfx942/128/float16/causal+{option}/dq")
+  assert (spec.mask, spec.option, str(spec)) == ("causal", option, f"gfx942/128/float16/causal+{option}/dq")
+  assert source.problem_of_spec(spec) == replace(source.problem_of_spec(replace(spec, option="")), **found)
+  assert source.problem_of_spec(source.Spec.parse("gfx942/128/float16/full+window")).window == (1024, 1024)
+
+@pytest.mark.parametrize("word, said", [
+  ("gfx942/128/float16/causal+cap", "option 'cap' is not one of window, softcap, alibi, bias, dropout"),
+  ("gfx942/128/float16/full+", "names no option after the"),
+  ("gfx942/128/float16/full+bias/decode", "only for forward and backward kernels"),
+  ("gfx942/576/float16/full+softcap/mla", "only for forward and backward kernels")])
+def test_words_with_a_wrong_option(word, said):
+  with pytest.raises(ValueError, match=said): source.Spec.parse(word)
+
 @pytest.mark.parametrize("kernel, passes, exponentials", (("dq", 1, 1), ("dkdv", 1, 1), ("dkdv", 2, 2)))
 def test_hot_loops_of_the_backward(kernel, passes, exponentials):
   """The report on machine code finds the hot loop of each backward kernel, and counts scores, exponentials and matrix instructions correctly. A
