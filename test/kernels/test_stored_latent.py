@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attn.chips import get_chip
+from attn.chips.matrix import MMA
 from attn.choose.dispatch import choose
 from attn.choose.tiled_tiles import tiled_tile
 from attn.kernels.amd import latent as amd_latent
@@ -14,6 +15,7 @@ from attn.kernels.mma import latent as mma_latent
 from attn.kernels.mma.latent import MmaLatent
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.weights.softmax import sum_of_unscaled
+from attn.kernels.tiles.mma import MlaMmaTile
 from attn.ops import common as ops
 from attn.tinygrad_compat import UOp
 from cases import EVERY_ARCH, GPU, chip, in_turn, ints, rounded
@@ -57,6 +59,11 @@ def test_rows_beyond_the_lengths_have_no_effect(arch:str, pages:int) -> None:
 @pytest.mark.sample(2)
 @in_turn("make, on", (normal_rows, values_of_all_sizes, odd_rows_of_k), OF_FLOATS, [pytest.param(("CUDA", "fp8e4m3"), marks=pytest.mark.gpu)])
 def test_floats_of_8_bits(make:Any, on:tuple[str, str]) -> None: check_latent(on[0], make, stored=on[1], Sq=8, Sk=96, page_size=16, causal=True)
+
+@pytest.mark.parametrize("rows, keys, parts", ((1, 48, 3), (2, 48, 1), (1, 80, 1)))
+def test_tiles_of_any_multiple_of_16_keys(rows:int, keys:int, parts:int) -> None:
+  """Latent attention is right with tiles of 48 and 80 keys, whose scales do not fill whole lines of shared memory."""
+  check_latent("sm_90", tile=lambda p: MlaMmaTile(rows, keys, parts, matrix=MMA[p.dtype]), Sq=3, Sk=150)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", (*UNITS, pytest.param("CUDA", marks=pytest.mark.gpu)))

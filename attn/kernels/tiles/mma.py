@@ -83,7 +83,7 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
     """Number of 16-byte units of shared memory for one tile of K in the ring buffer, which holds `stages` tiles. The scales of 8-bit rows count. If
     threads convert K in shared memory (`widens`), K itself is not counted: it lies outside of the ring buffer."""
     _, k, rotary, _ = self.layouts(p)
-    return (0 if self.widens(p) else k.size) + rotary.size + (self.block_n*4//UNIT_BYTES if p.stored else 0)
+    return (0 if self.widens(p) else k.size) + rotary.size + (round_up(self.block_n*4//UNIT_BYTES, LINE) if p.stored else 0)
   def raw(self, p:Problem) -> int:
     """Number of 16-byte units of shared memory for the 8-bit numbers of a tile of K, before threads convert them to 16 bits (`widens`)."""
     return round_up(self.layouts(p)[1].size//2, self.threads) if self.widens(p) else 0
