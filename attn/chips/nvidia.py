@@ -124,13 +124,19 @@ LATENT_STORED_MMA = (
   UpTo(576, MlaMmaShape(1, 64, 4)),
   UpTo(576, MlaMmaShape(1, 32, 2)))
 
-# Tiles for k and v of 8 bits. Chosen by the registers that nvcc 13 needs: scales take some of them. On an H100 at D = 128, 2 x 96 was faster than
-# 3 x 64 and 2 x 64 in each of three chunks.
+# Tiles for k and v of 8 bits, measured on an H100 (docs/tried.md). At D = 192 the tile has the registers that nvcc 13 needs, and was not measured.
+# With few queries, a block has one warpgroup, and shared memory has room for two blocks.
 FORWARD_WGMMA_STORED = (
+  UpTo(64, WgmmaShape(2, 128, keeps_q=True), burden=Burden.MASK),
   UpTo(64, WgmmaShape(2, 128)),
-  UpTo(128, WgmmaShape(2, 96)),
+  UpTo(128, WgmmaShape(2, 96, True, keeps_q=True), burden=Burden.MASK),
+  UpTo(128, WgmmaShape(2, 96, True)),
   UpTo(192, WgmmaShape(2, 48)),
-  UpTo(256, WgmmaShape(2, 32)))
+  UpTo(256, WgmmaShape(2, 48)))
+FEW_QUERIES_WGMMA_STORED = (
+  UpTo(64, WgmmaShape(1, 128)),
+  UpTo(128, WgmmaShape(1, 48, keeps_q=True)),
+  UpTo(256, WgmmaShape(1, 48)))
 
 # ***** backward: tiles of mma.sync are chosen by the registers that nvcc 13 needs, and were not measured *****
 

@@ -106,6 +106,7 @@ class WgmmaShape:
   groups: int                  # warpgroups of a block, each with 64 queries
   block_n: int                 # keys of an iteration
   turns: bool = False          # whether warpgroups start their products in turn: one computes weights while another multiplies
+  keeps_q: bool = False        # whether registers keep Q, so that products do not read it from shared memory; only for k and v of 8 bits with scales
 
 @dataclass(frozen=True)
 class RatedUpTo(UpTo[WgmmaShape]):

@@ -7,7 +7,7 @@ from attn.cache import tuned
 from attn.chips import Chip
 from attn.chips.matrix import MMA, MMA_OF_8_BITS, Matrix, row_registers
 from attn.chips.nvidia import (FEW_QUERIES, FEW_QUERIES_OF_BYTES, FEW_QUERIES_OF_STORED, FORWARD_MMA, FORWARD_OF_BYTES,
-                               FORWARD_WGMMA, FORWARD_WGMMA_OF_BYTES, FORWARD_WGMMA_STORED)
+                               FEW_QUERIES_WGMMA_STORED, FORWARD_WGMMA, FORWARD_WGMMA_OF_BYTES, FORWARD_WGMMA_STORED)
 from attn.chips.shapes import ForwardShape, MmaShape, RatedUpTo, UpTo, WgmmaShape, cautious
 from attn.choose.rows import burden, fitting, in_units, misfit, rows_for
 from attn.functions.symbols import elements_of
@@ -181,9 +181,9 @@ BY_ITSELF = 0.7   # least time of a block that is alone on a multiprocessor, as 
 LAST = 0.8       # time of the longest block beside blocks that end before it, as a share of its time beside blocks that do not
 
 def stored_wgmma_tile(p:Problem, row:UpTo[WgmmaShape]) -> WgmmaTile:
-  """Makes the tile description of the forward kernel on wgmma for k and v that are stored in 8 bits, from a table row. A block has at most as many
-  warpgroups as the queries need."""
-  return WgmmaTile(min(row.shape.groups, ceildiv(p.Sq, wgmma.M)), min(row.shape.block_n, round_up(p.Sk, MMA[p.dtype].K)))
+  """Makes the tile description of the forward kernel on wgmma for k and v that are stored in 8 bits, from a table row. A tile has at most as many
+  keys as the problem, rounded up to whole matrix instructions."""
+  return WgmmaTile(**vars(replace(row.shape, block_n=min(row.shape.block_n, round_up(p.Sk, MMA[p.dtype].K)))))
 
 def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
   """Chooses the tile description of the forward kernel on wgmma that has the least estimated time. A tile has at most as many keys as the problem,
@@ -192,7 +192,9 @@ def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
   The estimated time grows with the number of blocks that a multiprocessor computes and with the number of scores in a block, padding included. It is
   divided by the speed that was measured with this tile description. Under a causal mask, late blocks loop over more keys than early ones. There the
   estimate uses the average number of keys, but is at least the time of the block with the most keys."""
-  if p.stored: return next(fitting("forward_wgmma", p, arch, FORWARD_WGMMA_STORED, lambda row: stored_wgmma_tile(p, row)))
+  if p.stored:
+    rows = FEW_QUERIES_WGMMA_STORED if p.Sq <= wgmma.M else FORWARD_WGMMA_STORED
+    return next(fitting("forward_wgmma", p, arch, rows, lambda row: stored_wgmma_tile(p, row)))
   table, mat = FORWARD_WGMMA_OF_BYTES if p.of_8_bits else FORWARD_WGMMA, (MMA | MMA_OF_8_BITS)[p.dtype]
   up_to = min(row.up_to for row in table if max(p.D, p.Dv) <= row.up_to)
   causal = bool(hiding(p).after) and not hiding(p).before

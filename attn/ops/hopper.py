@@ -79,10 +79,11 @@ def _scores(lanes:Lanes, acc:Any, q:Any, k:Any, there:Array, _:Array, accs:int, 
   def of_k() -> Array: return _elements(_rows(lanes, k, 8*accs, steps, panels[1]), dtype)
   return _start(lanes, there, acc, accs, of_q, of_k, dtype, False)
 
-def _output(lanes:Lanes, acc:Any, p:Any, v:Any, there:Array, _:Array, accs:int, steps:int, panel:int, dtype:str, more:bool) -> Array:
+def _output(lanes:Lanes, acc:Any, p:Any, v:Any, there:Array, _:Array, accs:int, steps:int, panel:int, dtype:str, more:bool,
+            by_rows:bool) -> Array:
   def fragments() -> Array: return lanes.warpgroup_operand(np.concatenate([lanes.load_register(p, i) for i in range(steps)]), dtype)
   def of_v() -> Array:
-    return _columns(lanes, v, K*steps, 8*accs, panel) if IN_A_DWORD[dtype] == 2 else _elements(_rows(lanes, v, 8*accs, steps, panel), dtype)
+    return _elements(_rows(lanes, v, 8*accs, steps, panel), dtype) if by_rows else _columns(lanes, v, K*steps, 8*accs, panel)
   return _start(lanes, there, acc, accs, fragments, of_v, dtype, more)
 
 def _sums(lanes:Lanes, acc:Any, x:Any, y:Any, unit:Array, _:Array, accs:int, steps:int, dtype:str) -> Array:
@@ -159,16 +160,16 @@ def _sums_text(printer:Any, out:str, accs:int, steps:int, dtype:str) -> Body:
   product = _shared_product(accs, [(i*2*ATOM, i*2*ATOM) for i in range(steps)], 1, '"l"(of_x), "l"(of_y + unit), "r"(0), "r"(1)', dtype)
   return Body("\n".join([_descriptor("of_x", "x"), _descriptor("of_y", "y"), product]), "acc x y unit", name=f"start_sums_{8*accs}x{K*steps}")
 
-def _output_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str, more:bool) -> Body:
-  lines, c, by_rows = [], 4*accs, IN_A_DWORD[dtype] == 4      # V of 8 bits lies transposed: a row for each column, and 2*K bytes of it for each step
+def _output_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str, more:bool, by_rows:bool) -> Body:
+  lines, c = [], 4*accs
   for step in range(steps):
     a = ", ".join(f"%{c + 1 + 4*step + i}" for i in range(4))
     at = step//4*panel + step % 4*2*K if by_rows else step*2*ATOM
-    lines += [f"add.s64 b, %{c}, {at >> 4};", _wgmma(accs, dtype, f"{{{a}}}", "1" if more or step else "0", "1")]
+    lines += [f"add.s64 b, %{c}, {at >> 4};", _wgmma(accs, dtype, f"{{{a}}}", "1" if more or step else "0", str(int(not by_rows)))]
   p = ", ".join(f'"r"(p[{step}].{e})' for step in range(steps) for e in "xyzw")
   product = _assembly(accs, ["b"], lines, f'"l"(of_v), {p}, "r"((int)there)', c + 1 + 4*steps)
   statements = [_descriptor("of_v", "v", 16 if by_rows else panel), product]
-  return Body("\n".join(statements), "acc p v there", name=f"start_output_{8*accs}x{K*steps}" + "_anew"*(not more))
+  return Body("\n".join(statements), "acc p v there", name=f"start_output_{8*accs}x{K*steps}" + "_anew"*(not more) + "_by_rows"*by_rows)
 
 def _wait_text(printer:Any, out:str, accs:int, but:int) -> Body:
   return Body(f'asm volatile("wgmma.wait_group.sync.aligned {but};"\n    : {both_ways(accs)}\n    :: "memory");\nreturn 0.0f;', "acc",
@@ -255,7 +256,8 @@ def scores(acc:UOp, q:UOp, k:UOp, after:UOp, steps:int, panels:tuple[int, int], 
   between panels of K. Warpgroups where `there` is false start no product, but `wait_products` counts one. Returns a statement (an operation with a
   side effect) that is executed after the UOp `after`."""
   return statement("start_scores", acc[0], q, k, there, after, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype)
-def output(acc:UOp, p:UOp, v:UOp, after:UOp, panel:int, dtype:str, place:range|None=None, there:UOp=EVERYWHERE, more:bool=True) -> UOp:
+def output(acc:UOp, p:UOp, v:UOp, after:UOp, panel:int, dtype:str, place:range|None=None, there:UOp=EVERYWHERE, more:bool=True,
+           by_rows:bool=False) -> UOp:
   """Starts acc += P V, or with `more` False acc = P V, as asynchronous products. `acc` is a register array of C fragments, of which `place` selects
   some; None selects all. `p` is a register array of A fragments, one for each 16 keys, or 32 keys of 8-bit floats. `v` is a UOp that indexes shared
   memory at the first 16 bytes of V, which has one row for each key, or of V^T if `dtype` has 8 bits. `panel` is the distance in bytes between panels
@@ -263,7 +265,7 @@ def output(acc:UOp, p:UOp, v:UOp, after:UOp, panel:int, dtype:str, place:range|N
   a side effect) that is executed after the UOp `after`."""
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
   return statement("start_output", acc[first], p[0], v, there, after, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype,
-                   more=more)
+                   more=more, by_rows=by_rows or IN_A_DWORD[dtype] == 4)
 def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, after:UOp, rows:int, dtype:str) -> UOp:
   """Starts acc = X^T Y, summed over `rows` rows (a multiple of 16), as asynchronous products. `acc` is a register array of C fragments. X has 64
   columns, and Y has 8 columns for each fragment in `acc`. `x` and `y` are UOps that index shared memory at the first 16 bytes of a panel (64

@@ -40,6 +40,9 @@ class Cuda(Printer):
   def exp2(self, x:Value) -> Value:
     """Renders 2^x as ex2.approx (PTX ISA 9.7.3.24)."""
     return self.approximate("exp2_of", "ex2.approx.ftz.f32", x)
+  def rough_log2(self, x:Value) -> Value:
+    """Renders log2 x as lg2.approx (PTX ISA 9.7.3.22). Its error near x = 1 is 2^-22, too much for a result."""
+    return self.approximate("rough_log2_of", "lg2.approx.ftz.f32", x)
   def rcp(self, x:Value) -> Value:
     """Renders 1/x as rcp.approx, which is accurate to 1 unit in the last place, like AMD's v_rcp_f32. A division would call a function for extreme
     operands, and ptxas spills registers around such a call."""
@@ -85,6 +88,12 @@ class Cuda(Printer):
                  '      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\\nmov.b32 %0, {low, high};\\n}"\n'
                  '      : "=r"(packed) : "f"(x), "f"(y), "f"(z), "f"(w));\n  return packed;\n}')
     return self.call("pack_fp8", "unsigned", *[self.element(x, first + i) for i in range(4)])
+  def add_pairs(self, x:Value, y:Value, dtype:str) -> Value:
+    """Renders add.f16x2 or add.bf16x2 (PTX ISA 9.7.4.1), which sm_90 and later chips have for both."""
+    name, ptx = {"float16": ("add_halves", "f16x2"), "bfloat16": ("add_bfloats", "bf16x2")}[dtype]
+    self.declare(f"{name}(unsigned, unsigned)", f'{self.header}unsigned {name}(unsigned x, unsigned y) {{\n  unsigned z;\n'
+                                                f'  asm("add.{ptx} %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));\n  return z;\n}}')
+    return self.call(name, "unsigned", x, y)
   def pack_weights(self, x:Value, dtype:str) -> Value: return self.pack(x, dtype)
   def at_least(self, x:Value, least:int) -> Value:
     low, high = (f"({bits} >= {least << 16}u ? {one}u : 0u)" for bits, one in ((f"{x.text} << 16", 1), (x.text, 1 << 16)))

@@ -27,6 +27,9 @@ class Numbers:
   def fma(self, x:Value, y:Value, z:Value) -> Value: return numerics.fused_multiply_add(x, np.asarray(y, np.float32), np.asarray(z, np.float32))
   def exp2(self, x:Value) -> Value: return numerics.power_of_two(x)
   def log2(self, x:Value) -> Value: return numerics.logarithm(x)
+  def rough_log2(self, x:Value) -> Value:
+    """Returns log2 x. On a chip, the result may have an error of 2^-22."""
+    return self.log2(x)
   def rcp(self, x:Value) -> Value: return numerics.reciprocal(x)
   def abs(self, x:Value) -> Value: return np.abs(x)
   def max(self, x:Value, y:Value) -> Value: return np.fmax(x, y)
@@ -63,6 +66,10 @@ class Numbers:
     """Returns the four 8-bit floats of a dword, converted to fp32."""
     return numbers(bytes_of(word), dtype)
   def high_half(self, x:Value) -> Value: return x >> np.uint32(16)
+  def add_pairs(self, x:Value, y:Value, dtype:str) -> Value:
+    """Returns the sums of the 16-bit floats in the halves of two dwords: a dword of two floats, each rounded to `dtype`."""
+    low, high = (self.widen(f(x), dtype) + self.widen(f(y), dtype) for f in (np.asarray, self.high_half))
+    return numerics.pack_pairs(np.stack([low, high]), dtype)[0]
   def word(self, n:int) -> Value: return np.uint32(n)
   def words(self, n:int, count:int) -> Value:
     """Returns a vector of `count` dwords, each equal to `n`."""
@@ -85,6 +92,10 @@ class Numbers:
   # registers: arrays of vectors
   def load(self, registers:Any, i:int) -> Value: return self.lanes.load_register(registers, i)
   def store(self, registers:Any, i:int, x:Value) -> None: self.lanes.store_register(registers, i, x, self.gate)
+  def read(self, pointer:Any, i:int, n:int) -> Value:
+    """Returns the i-th of the vectors of `n` numbers in shared memory from `pointer` on."""
+    raw = self.lanes.load_bytes(pointer, np.full(len(self.gate), 4*n*i), 4*n, self.gate)
+    return numerics.bits_as(numerics.words_of(raw), "float32")
   # lanes
   def any_lane(self, condition:Value) -> Value:
     wave = self.lanes.wave

@@ -46,6 +46,7 @@ class PlainUOps:
   def fma(self, x:Elements, y:Elements, z:Elements) -> Elements: return elementwise(lambda a, b, c: a*b + c, x, y, z)
   def exp2(self, x:Elements) -> Elements: return elementwise(UOp.exp2, x)
   def log2(self, x:Elements) -> Elements: return elementwise(UOp.log2, x)
+  def rough_log2(self, x:Elements) -> Elements: return self.log2(x)
   def rcp(self, x:Elements) -> Elements: return elementwise(UOp.reciprocal, x)
   def abs(self, x:Elements) -> Elements: return elementwise(lambda a: (a < 0).where(-a, a), x)
   def max(self, x:Elements, y:Elements) -> Elements: return elementwise(UOp.maximum, x, y)

@@ -159,6 +159,7 @@ class Printer:
     Raises ValueError if a different function has the same key, which is a mistake in the text of an operation."""
     if self.functions.setdefault(key, text) != text: raise ValueError(f"two different functions {key}:\n{self.functions[key]}\n{text}")
   def log2(self, x:Value) -> Value: return self.elementwise("log2_of", self.functions_of_numbers["log2"], x)
+  def rough_log2(self, x:Value) -> Value: return self.log2(x)
   def rcp(self, x:Value) -> Value: return self.elementwise("rcp_of", self.functions_of_numbers["rcp"], x)
   def max(self, x:Value, y:Value) -> Value: return self.elementwise("max_of", self.functions_of_numbers["max"], x, y)
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value: raise NotImplementedError
@@ -197,6 +198,9 @@ class Printer:
   def store(self, registers:Any, i:int, x:Value) -> None:
     registers.stored.add(i)
     self.say(f"{registers.text}[{i}] = {bare(self.term(x).text)};")
+  def read(self, pointer:Any, i:int, n:int) -> Value:
+    kind = vector_of("float", n)
+    return Term(self, f"((const {kind}*){pointer.text})[{i}]", kind)
   def registers_signature(self, name:str, registers:list[RegisterArray]) -> Signature:
     """Returns the `Signature` of a function that gets register arrays as pointers."""
     return Signature([f"{x.type}* {x.text}" for x in registers])

@@ -89,7 +89,8 @@ def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
 # ONES by products with a matrix of ones (on NVIDIA over all lanes that share a row),
 # UNPACKED by converting a lane's own elements back to fp32.
 # Two kinds are for weights that include the scales of stored rows of V (attn/ops/stored.py). UNSCALED adds the weights without the scales. FACTORS
-# adds a lane's own weights with the scales, before rounding; this sum only shows whether the weights are too large.
+# adds a lane's own weights with the scales in 16 bits, two at a time; this sum only shows whether the weights are too large. It is at least as large
+# as each of its weights, because rounding keeps the order of numbers.
 LANE, DOT, ONES, UNPACKED, UNSCALED, FACTORS = "lane", "dot", "ones", "unpacked", "unscaled", "factors"
 
 # Weights of 8 bits. The largest P of a row is 2^LIFT: small weights then keep more of their bits. If P has grown to 2^8 (OCP's e4m3 ends at 448), or
@@ -159,6 +160,50 @@ def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
 
 # ***** weights that include the scales of V's rows *****
 
+LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**122     # a scale and its reciprocal, times a weight, are normal numbers of fp32
+OF_NO_ROW = 2.0**-40     # instead of a scale that is no positive number. It is below the scale of any row of float16 numbers
+
+def in_range(c:Any, x:Value) -> Value:
+  """Returns the scales `x` with numbers that weights can be multiplied and divided by: see `stored.scale_in_range`."""
+  def element(i:int) -> Value:
+    scale = c.element(x, i)
+    return c.max(c.select((scale > 0.0) & (scale <= MOST_SCALE), scale, c.number(OF_NO_ROW)), c.number(LEAST_SCALE))
+  return c.vector(*map(element, range(c.length(x)))) if c.length(x) > 1 else element(0)
+
+@dataclass(frozen=True)
+class ScalesAt:
+  """Where the scales of V's rows lie for one lane. If `apart` is 0, they lie in a register array. Otherwise they lie in shared memory, and `apart` is
+  the distance between the scales for one vector of scores and those for the next one, counted in vectors of two scales. If `factors` is not 0, the
+  scores have not been multiplied by the scales of K's rows yet. Then `factors` is the distance from the scales of V to the factors of K's rows: the
+  scales of K, times the number by which all scores are multiplied."""
+  apart: int = 0
+  factors: int = 0
+  def __str__(self) -> str: return "_and_keys" if self.factors else "_in_shared" if self.apart else ""
+
+IN_REGISTERS = ScalesAt()
+
+@dataclass(frozen=True)
+class RowScales:
+  """The scales of stored rows in a definition, for which `c` is the interpreter. `scales` is a register array with the scales of V's rows, or the
+  place in shared memory where these scales begin; `at` says which. `rows` is the number of rows in a vector of scores."""
+  c: Any
+  scales: Value
+  at: ScalesAt
+  rows: int
+  def of_v(self, i:int) -> Value:
+    """Returns the scales of V's rows for the i-th vector of scores."""
+    return self.c.read(self.scales, i*self.at.apart, 2) if self.at.apart else self.c.load(self.scales, i)
+  def logarithms(self, i:int) -> Value:
+    """Returns the logarithms, to base 2, of the scales of V's rows for the i-th vector of scores. A scale in shared memory may be NaN."""
+    return self.c.rough_log2(in_range(self.c, self.of_v(i)) if self.at.apart else self.of_v(i))
+  def factors(self, i:int) -> Value|None:
+    """Returns the factors of K's rows for the i-th vector of scores, or None if the scores have been multiplied by K's scales."""
+    return self.c.read(self.scales, i*self.at.apart + self.at.factors, 2) if self.at.factors else None
+  def score(self, x:Value, i:int, scale:float) -> Value:
+    """Returns the i-th vector `x` of scores, multiplied by the scales of K's rows. `scale` is the number by which all scores are multiplied later."""
+    if (factors := self.factors(i)) is None: return x
+    return self.c.let("score", with_scales(self.c, x, self.c.let("factor", factors*(1/scale)), self.rows, operator.mul))
+
 NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}     # smallest normal numbers
 
 def with_scales(c:Any, x:Value, scales:Value, rows:int, operation:Callable[[Value, Value], Value]) -> Value:
@@ -198,17 +243,21 @@ def sum_without_scales(total:UOp, packed:UOp, p:UOp, scales:UOp, dtype:str) -> U
 def _weigh(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part:Value, **how:Any) -> Value:
   return weigh_rows(c, reference, addend, p, scores, part, None, **how)
 
-@compound("weigh_scaled", suffix="_{count}")
+@compound("weigh_scaled", suffix="_{count}{at}")
 def _weigh_scaled(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part:Value, scales:Value, **how:Any) -> Value:
   return weigh_rows(c, reference, addend, p, scores, part, scales, **how)
 
 def weigh_rows(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part:Value, scales:Value|None, *, rows:RowLanes, dtype:str,
-               sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, together:int, scale:float) -> Value:
+               sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, together:int, scale:float,
+               at:ScalesAt=IN_REGISTERS) -> Value:
+  stored = None if scales is None else RowScales(c, scales, at, rows.rows)
   def weights(t:int, i:int) -> Value:
     x, b = c.load(scores, t*stride + i), c.load(addend, t)
-    return c.let("weights", c.join(*[c.exp2(c.let("x", c.fma(y, c.number(scale), c.element(b, r)))) for r, y in enumerate(by_row(c, x, rows.rows))]))
+    by = None if stored is None else stored.factors(i)
+    if by is None: by = c.number(scale)
+    return c.let("weights", c.join(*[c.exp2(c.let("x", c.fma(y, by, c.element(b, r)))) for r, y in enumerate(by_row(c, x, rows.rows))]))
   def weigh_all() -> None:
-    for t in range(tiles): store_weights(c, p, part, lambda i: weights(t, i), t, rows, dtype, sums, matrix, tiles, stride, count, together, scales)
+    for t in range(tiles): store_weights(c, p, part, lambda i: weights(t, i), t, rows, dtype, sums, matrix, tiles, stride, count, together, stored)
   for i in range(len(sums)*tiles): c.store(part, i, c.splat(c.inf, rows.rows))
   if of_bytes(dtype):
     words = c.length(c.load(scores, 0))*together//IN_A_DWORD[dtype]
@@ -218,34 +267,37 @@ def weigh_rows(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part
   return c.number(0.0)
 
 def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:int, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
-                  tiles:int, stride:int, count:int, together:int, scales:Value|None=None) -> None:
+                  tiles:int, stride:int, count:int, together:int, stored:RowScales|None=None) -> None:
   """Computes P of the t-th of the wave's `tiles` tiles of queries, and stores P, packed to `dtype`, to the register array `p`, and sums of P to the
   register array `part`. `weigh(i)` computes P for the tile's i-th vector of scores. The tile has `stride` vectors, of which the first `count` are
-  used. Each element of `p` holds `together` vectors. If V's rows have `scales`, P is multiplied by them before it is packed.
+  used. Each element of `p` holds `together` vectors. If V's rows have scales (`stored`), P is multiplied by them before it is packed.
 
   `part` has a sum for each kind in `sums`, such as sums in fp32 (LANE) or of P after rounding (DOT), and for each tile. `rows` says how rows lie in a
   vector; `matrix` is the chip's matrix instruction, which the kind ONES uses."""
   total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None     # sums of even and odd elements, or of two rows
-  of_factors = c.variable("of_factors", c.splat(c.number(0.0), 2)) if FACTORS in sums else None
+  of_factors = [c.variable("of_factors", c.word(0)) for _ in range(rows.rows)] if FACTORS in sums else []
   unscaled: LocalVariable|None = c.variable("unscaled", c.splat(c.number(0.0), rows.rows)) if UNSCALED in sums else None
   kind = next((x for x in sums if x not in (LANE, UNSCALED, FACTORS)), "")
   rounded = None
   for i in range(0, count, together):
     found = [weigh(j) for j in range(i, i + together)]
-    factors = found if scales is None else [with_scales(c, x, c.load(scales, i + j), rows.rows, operator.mul) for j, x in enumerate(found)]
+    factors = found if stored is None else [with_scales(c, x, stored.of_v(i + j), rows.rows, operator.mul) for j, x in enumerate(found)]
     packed = c.let("packed", packed_together(c, factors, rows.rows, dtype))
     c.store(p, (t*stride + i)//together, packed)
     if kind: rounded = add_rounded(c, rounded, packed, kind, matrix, dtype)
     if unscaled is not None:
+      assert stored is not None
       for j, x in enumerate(found):
         words = c.part(packed, j*(n := c.length(x)//2), n)
-        c.assign(unscaled, unscaled.value + without_scales(c, words, x, c.load(scales, i + j), rows.rows, dtype))
-    if of_factors is not None:
-      for x in factors: lane_sums(c, of_factors, x, rows.rows)
+        c.assign(unscaled, unscaled.value + without_scales(c, words, x, stored.of_v(i + j), rows.rows, dtype))
+    for r, pairs in enumerate(of_factors):
+      for j in range(r, c.length(packed), rows.rows): c.assign(pairs, c.add_pairs(pairs.value, c.element(packed, j), dtype))
     if total is not None:
       for x in found: lane_sums(c, total, x, rows.rows)
-  for of, y in ((LANE, total), (FACTORS, of_factors)):
-    if y is not None: c.store(part, sums.index(of)*tiles + t, row_totals(c, y.value, rows.rows))
+  if total is not None: c.store(part, sums.index(LANE)*tiles + t, row_totals(c, total.value, rows.rows))
+  if of_factors:
+    halves = [c.widen(x.value, dtype) + c.widen(c.high_half(x.value), dtype) for x in of_factors]
+    c.store(part, sums.index(FACTORS)*tiles + t, c.vector(*halves))
   if rounded is not None: c.store(part, sums.index(kind)*tiles + t, rounded_sums(c, rounded.value, kind, rows.rows))
   if unscaled is not None: c.store(part, sums.index(UNSCALED)*tiles + t, unscaled.value)
 
@@ -253,19 +305,23 @@ def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:in
 def _correct(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, **how:Any) -> Value:
   return correct_rows(c, reference, addend, l, acc, p, scores, part, None, **how)
 
-@compound("correct_scaled", suffix="_{count}")
+@compound("correct_scaled", suffix="_{count}{at}")
 def _correct_scaled(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, scales:Value, **how:Any) -> Value:
   return correct_rows(c, reference, addend, l, acc, p, scores, part, scales, **how)
 
 def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, scales:Value|None, *,
                  rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int,
-                 scale:float, above:float) -> Value:
+                 scale:float, above:float, at:ScalesAt=IN_REGISTERS) -> Value:
+  stored = None if scales is None else RowScales(c, scales, at, rows.rows)
+  def score(t:int, i:int) -> Value:
+    x = c.load(scores, t*stride + i)
+    return x if stored is None else stored.score(x, i, scale)
   def compared(t:int) -> list[Value]:
     # The scores of tile t that compete to be the new reference. If P includes the scales of V's rows, the logarithms of the scales are added, so that
     # the largest product of P and scale counts.
-    found = [c.load(scores, t*stride + i) for i in range(count)]
-    if scales is None: return found
-    logs = [c.let("log", c.log2(c.load(scales, i))*(1/scale)) for i in range(count)]
+    found = [score(t, i) for i in range(count)]
+    if stored is None: return found
+    logs = [c.let("log", stored.logarithms(i)*(1/scale)) for i in range(count)]
     return [c.let("with_scale", with_scales(c, x, log, rows.rows, operator.add)) for x, log in zip(found, logs)]
   def grown(t:int) -> Value:
     # True if the reference of any query of tile t must be raised: for 8 bits by P itself, else by sums of P or, if `above` is 0, by scores
@@ -282,12 +338,12 @@ def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Val
     c.store(reference, t, m)
     for i in range(t, len(sums)*tiles, tiles): c.store(l, i, scaled(c, c.load(l, i), factors))
     for i in range(t*accs, (t + 1)*accs): c.store(acc, i, scaled(c, c.load(acc, i), factors))
-    store_weights(c, p, part, lambda i: weigh(c.load(scores, t*stride + i)), t, rows, dtype, sums, matrix, tiles, stride, count, together, scales)
+    store_weights(c, p, part, lambda i: weigh(score(t, i)), t, rows, dtype, sums, matrix, tiles, stride, count, together, stored)
   c.when(c.any_lane(functools.reduce(operator.or_, [grown(t) for t in range(tiles)])), correct_all)
   return c.number(0.0)
 
 def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
-          scale:float, scales:UOp|None=None) -> UOp:
+          scale:float, scales:UOp|None=None, at:ScalesAt=IN_REGISTERS) -> UOp:
   """Returns a statement (an operation with a side effect) that computes P of one loop iteration, and the sums of P. The statement is executed after
   the UOps `after`. `reference` has the number that the softmax subtracts from each row's scores. `p` gets P packed to `dtype`. `part` gets the sums,
   for each kind in `sums`, such as sums in fp32 (LANE) or of P after rounding (DOT). `correct` describes all operands.
@@ -295,12 +351,15 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, ro
   If no row of the wave has seen a key, there is no reference yet. Then the sums become inf, so that `correct` computes P."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
-  operands = (reference, addend, p, scores, part, *(() if scales is None else (scales,)))
-  return statement("weigh" if scales is None else "weigh_scaled", *[x[0] for x in operands], *after, rows=rows, dtype=dtype, sums=sums, matrix=matrix,
-                   tiles=tiles, stride=stride, count=stride, together=together, scale=scale)
+  name, operands = "weigh", [x[0] for x in (reference, addend, p, scores, part)]
+  how: dict[str, Any] = dict(rows=rows, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles, stride=stride, count=stride, together=together,
+                             scale=scale)
+  if scales is not None: name, operands, how = "weigh_scaled", [*operands, scales if at.apart else scales[0]], how | {"at": at}
+  return statement(name, *operands, *after, **how)
 
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str,
-            sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None, scales:UOp|None=None) -> UOp:
+            sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None, scales:UOp|None=None,
+            at:ScalesAt=IN_REGISTERS) -> UOp:
   """Returns a statement (an operation with a side effect), executed after the UOps `after`, that computes P of one loop iteration again if the
   reference of a query must be raised. The reference is the number that the softmax subtracts from the query's scores. It must be raised if a sum of P
   in a lane of the wave is inf or NaN; also if such a sum exceeds 2^above (`above` > 0), or if a score exceeds its query's reference (`above` = 0);
@@ -315,16 +374,18 @@ def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:U
     p: P of this iteration, packed to `dtype`
     scores: the scores of this iteration. `count` vectors of each tile, from `first` on, are used
     part: the sums of P of this iteration, for each kind in `sums`
-    scales: if P includes the scales of V's rows, these scales, for the keys of each vector of scores
+    scales: if P includes the scales of V's rows, these scales, for the keys of each vector of scores. If they lie in shared memory, `scales` is
+      not a register array, but a UOp that indexes shared memory at the first vector. `at` says where they lie, and whether those of K's rows do, too
 
   `sums` names kinds of sums: LANE adds P in fp32; DOT, ONES and UNPACKED add P after rounding. `rows` says how rows lie in a vector of scores, and
   `matrix` is the chip's matrix instruction."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   name, operands = "correct", [x[0] for x in (reference, addend, l, acc)] + [p[first//together], scores[first], part[0]]
-  if scales is not None: name, operands = "correct_scaled", [*operands, scales[first]]
-  return statement(name, *operands, *after, rows=rows, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles, stride=stride,
-                   count=stride if count is None else count, accs=acc.max_numel()//tiles, together=together, scale=scale, above=above)
+  how: dict[str, Any] = dict(rows=rows, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles, stride=stride, count=stride if count is None else count,
+                             accs=acc.max_numel()//tiles, together=together, scale=scale, above=above)
+  if scales is not None: name, operands, how = "correct_scaled", [*operands, scales if at.apart else scales[first]], how | {"at": at}
+  return statement(name, *operands, *after, **how)
 
 # ***** the correction where several waves share a row's scores: all of them raise its reference together *****
 

@@ -9,19 +9,13 @@ from attn.ops.eight_bits import bytes_of, numbers
 from attn.ops.language import compound, instruction
 from attn.ops.numerics import pack_pairs
 from attn.ops.operation import Array, Body, Value, emit
+from attn.ops.softmax import in_range
 from attn.tinygrad_compat import UOp, dtypes
-
-LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**122     # a scale and its reciprocal, times a weight, are normal numbers of fp32
-OF_NO_ROW = 2.0**-40     # instead of a scale that is no positive number. It is below the scale of any row of float16 numbers
 
 # ***** scales of V *****
 
 @compound("scale_in_range")
-def _scale_in_range(c:Any, x:Value) -> Value:
-  def element(i:int) -> Value:
-    scale = c.element(x, i)
-    return c.max(c.select((scale > 0.0) & (scale <= MOST_SCALE), scale, c.number(OF_NO_ROW)), c.number(LEAST_SCALE))
-  return c.vector(*map(element, range(c.length(x)))) if c.length(x) > 1 else element(0)
+def _scale_in_range(c:Any, x:Value) -> Value: return in_range(c, x)
 
 @compound("zero_or_nan")
 def _zero_or_nan(c:Any, x:Value) -> Value: return x*0.0

@@ -16,7 +16,7 @@ from attn.kernels.nvidia import stored as stored_keys
 from attn.kernels.nvidia.stored import StoredKeys
 from attn.kernels.parts.grid.tensors import arguments, check_backward
 from attn.kernels.wgmma import forward as wgmma_forward
-from attn.ops import common as ops
+from attn.ops import common as ops, softmax
 from attn.ops.nvidia import commit
 from attn.ops.renderers import render
 from attn.ops.softmax import LANE
@@ -224,16 +224,17 @@ def no_nans(m:pytest.MonkeyPatch) -> None: m.setattr(wgmma_forward, "zero_or_nan
 def scales_of_any_size(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: scales of V are used as they are, also those of rows of zeros."""
   m.setattr(stored_keys, "scale_in_range", lambda x: x)
+  m.setattr(softmax, "in_range", lambda c, x: x)
 def sums_without_factors(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: the kernel decides whether P has grown too large from the sum of P without the scales of V."""
   m.setattr(wgmma_forward, "FACTORS", LANE)
 def other_half_first(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: 16 numbers of 8 bits become two 16-byte units of 16-bit numbers, and these two units are stored in each other's place."""
-  def swapped(self:StoredKeys, shared:UOp, to:dict, base:int) -> list[UOp]:
+  def swapped(self:StoredKeys, shared:UOp, to:dict, pieces:list[UOp]) -> list[UOp]:
     class Elsewhere:
       def __init__(self, layout): self.layout, self.rows, self.units = layout, layout.rows, layout.units
       def place(self, row:UOp, unit:UOp) -> UOp: return self.layout.place(row, unit ^ 1)
-    return widened_stores(self, shared, {name: Elsewhere(layout) for name, layout in to.items()}, base)
+    return widened_stores(self, shared, {name: Elsewhere(layout) for name, layout in to.items()}, pieces)
   m.setattr(StoredKeys, "widened_stores", swapped)
 
 @pytest.mark.sample(3)

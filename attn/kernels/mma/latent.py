@@ -118,7 +118,9 @@ class MmaLatent:
     """Computes S of the queries and keys that belong to this warp, after score terms and masks. Starts the copies of a later tile. Returns the state,
     and S as C fragments."""
     s = s.arrived(self.tile.stages - 2)
-    if self.tile.widens(self.p): s = self.after_barrier(s.do(*self.stored.widened_stores(s.shared, {"k": self.k_rows(t)}, self.first_raw)))
+    if self.tile.widens(self.p):
+      to = {"k": self.k_rows(t)}
+      s = self.after_barrier(s.do(*self.stored.widened_stores(s.shared, to, self.stored.copied(s.shared, to, self.first_raw))))
     s = self.raw_scores(s, t)
     raw = [s.scores[i].load() for i in range(s.scores.max_numel())]
     scores = self.share.scores(self.warps.group.scores).finished(raw, self.queries, self.share.tile_number(t), masked)

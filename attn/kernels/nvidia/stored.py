@@ -1,7 +1,7 @@
 """Rows of K and V that are stored in 8 bits: copies of their scales to shared memory, and their conversion to 16-bit operands. wgmma reads operands
-from shared memory. So these rows are copied to shared memory in 8 bits, converted, and stored in another part of shared memory in 16 bits. mla_mma
-(latent attention) does the same if several warps read the same rows. In other kernels with mma.sync, each warp converts the rows in registers, after
-ldmatrix.
+from shared memory. So these rows are loaded to registers in 8 bits, converted, and stored to shared memory in 16 bits. mla_mma (latent attention)
+does the same if several warps read the same rows, but copies the rows to shared memory in 8 bits first, because its registers are full. In other
+kernels with mma.sync, each warp converts the rows in registers, after ldmatrix.
 
 ldmatrix moves pairs of bytes as 16-bit numbers. A pair holds two neighbouring columns of a row. So a lane gets other columns than with 16-bit rows:
 - of K, four neighbouring columns of a key. The product sums over columns, in any order: Q is read in the same order (`q_operand`).
@@ -18,6 +18,9 @@ from attn.ops import common as ops, nvidia as nv
 from attn.ops.stored import scale_in_range, widen_pair, zero_or_nan
 from attn.problem import BYTES
 from attn.tinygrad_compat import UOp, dtypes
+
+# The scales of a tile in shared memory, kind after kind. The last two are only in kernels that check scales (`checked_scales`).
+OF_K, OF_V, OF_V_WITHOUT_NANS, FACTORS_OF_K = range(4)
 
 @dataclass(frozen=True)
 class StoredKeys:
@@ -71,22 +74,34 @@ class StoredKeys:
     """Returns the statements that start this thread's asynchronous copies of tile t to shared memory, in 8 bits, from the 16-byte unit with index
     `base` on. A thread copies the pieces that it later converts (`widened_stores`, with the same `to`). Rows and columns that do not exist become
     zeros."""
-    group, first, found = self.warps.group, self.warps.group.scores.row(t*self.warps.group.tile.block_n), list[UOp]()
-    for number, (name, row, piece, inside) in enumerate(self.pieces(to)):
+    return [nv.copy(shared[self.staging(base, number)], at, (0, 0), there.where(UNIT_BYTES, 0), UOp.const(True), UNIT_BYTES if whole else 1)
+            for number, (whole, at, there) in enumerate(self.places(t, to))]
+
+  def places(self, t:UOp, to:Mapping[str, SharedLayout]) -> list[tuple[bool, UOp, UOp]]:
+    """Returns (whether it begins at a multiple of 16 bytes, where it lies, whether it exists) for each piece of tile t that this thread converts."""
+    group, first, found = self.warps.group, self.warps.group.scores.row(t*self.warps.group.tile.block_n), list[tuple[bool, UOp, UOp]]()
+    for name, row, piece, inside in self.pieces(to):
       rows = replace(group.rows_of(name), count=group.walked_end)
       there = inside & (first + row < rows.count) & (piece < rows.width//UNIT_BYTES)
-      found.append(nv.copy(shared[self.staging(base, number)], rows.buffer[rows.start(first, row) + piece*UNIT_BYTES], (0, 0),
-                           there.where(UNIT_BYTES, 0), UOp.const(True), UNIT_BYTES if rows.in_units else 1))
+      found.append((rows.in_units, rows.buffer[rows.start(first, row) + piece*UNIT_BYTES], there))
     return found
+
+  def loaded(self, t:UOp, to:Mapping[str, SharedLayout]) -> list[UOp]:
+    """Returns the pieces of tile t that this thread converts (`widened_stores`, with the same `to`), loaded from global memory. Rows and columns that
+    do not exist are zeros."""
+    return [ops.load_where(at, there, UNIT_BYTES) for _, at, there in self.places(t, to)]
 
   def staging(self, base:int, number:int) -> UOp: return base + number*self.warps.group.tile.threads + self.warps.at.thread
 
-  def widened_stores(self, shared:UOp, to:Mapping[str, SharedLayout], base:int) -> list[UOp]:
-    """Returns the statements that convert the pieces of a tile that this thread has copied (`staged`, with the same `base`) to 16 bits, and store
-    them to shared memory in the layouts `to` of K and V."""
+  def copied(self, shared:UOp, to:Mapping[str, SharedLayout], base:int) -> list[UOp]:
+    """Returns the pieces that this thread has copied to shared memory (`staged`, with the same `to` and `base`)."""
+    return [shared[self.staging(base, number)].load() for number, _ in enumerate(self.pieces(to))]
+
+  def widened_stores(self, shared:UOp, to:Mapping[str, SharedLayout], pieces:list[UOp]) -> list[UOp]:
+    """Returns the statements that convert this thread's pieces of a tile to 16 bits, and store them to shared memory in the layouts `to` of K and V.
+    `pieces` has these pieces in 8 bits (`loaded` or `copied`)."""
     found = list[UOp]()
-    for number, (name, row, piece, inside) in enumerate(self.pieces(to)):
-      words = shared[self.staging(base, number)].load()
+    for words, (name, row, piece, inside) in zip(pieces, self.pieces(to)):
       for half in range(2):
         wide = self.widened(*[(ops.extract(words, 2*half + word), places) for word in range(2) for places in ((0, 1), (2, 3))])
         found.append(nv.put(shared[to[name].place(row, piece*2 + half)], wide, inside))
@@ -106,21 +121,32 @@ class StoredKeys:
         else: found.append(nv.put(to, scale_as_float(rows.load_units(first, n, row, UOp.const(0), inside), size), inside))
     return found
 
-  def checked_scales(self, shared:UOp, base:UOp) -> list[UOp]:
-    """Returns the statements by which this thread replaces the scales of V that it has copied to shared memory by scales in range (`scale_in_range`).
-    In shared memory after the scales, the thread also stores a number for each of them: NaN if the scale is NaN, otherwise 0. So each scale is
-    checked once, and not by each lane that uses it."""
+  def checked_scales(self, shared:UOp, base:UOp, to_log2:float) -> list[UOp]:
+    """Returns the statements by which this thread checks the scales that it has copied to shared memory from the float with index `base` on. So each
+    is checked once, and not by each lane that uses it. Scales of V become scales in range (`scale_in_range`), but a NaN stays. After them come the
+    same scales with NaN replaced, too, and then the factors of K's rows: their scales times `to_log2`, by which all scores are multiplied."""
     n, threads, floats, found = self.warps.group.tile.block_n, self.warps.group.tile.threads, shared.bitcast(dtypes.float), list[UOp]()
     for row in [self.warps.at.thread + i*threads for i in range(ceildiv(n, threads))]:
       at, inside = base + n + row, row < n
       given = ops.as_float(ops.load_where(floats[at], inside, 4))
-      found += [nv.put(floats[at], scale_in_range(given), inside), nv.put(floats[at + n], zero_or_nan(given), inside)]
+      kept = scale_in_range(given)
+      factor = ops.mul(ops.as_float(ops.load_where(floats[base + row], inside, 4)), to_log2)
+      found.append(nv.put(floats[base + FACTORS_OF_K*n + row], factor, inside))
+      found += [nv.put(floats[at], ops.add(kept, zero_or_nan(given)), inside), nv.put(floats[at + n], kept, inside)]
     return found
 
   def scales(self, shared:UOp, base:UOp, kind:int, first_key:UOp, keys:int) -> list[UOp]:
     """Loads scales of a tile's rows from shared memory, for the scores of `keys` keys from `first_key` on. Returns a vector for each C fragment: the
-    scales of the two keys whose scores this lane holds. `kind` is 0 for scales of K, 1 for scales of V, and 2 for the numbers NaN or 0 that
-    `checked_scales` stores. `base` is the first float of the tile's scales in shared memory."""
-    mat, pairs = self.warps.at.matrix, shared.bitcast(nv.F2)
-    first = (base + kind*self.warps.group.tile.block_n + first_key)//2 + self.warps.at.h
-    return [pairs[first + i*mat.N//2].load() for i in range(keys//mat.N)]
+    scales of the two keys whose scores this lane holds. `kind` is OF_K or OF_V, or one of the kinds that `checked_scales` stores. `base` is the first
+    float of the tile's scales in shared memory."""
+    pairs, first = shared.bitcast(nv.F2), self.first_scales(base, kind, first_key)
+    return [pairs[first + i*self.apart].load() for i in range(keys//self.warps.at.matrix.N)]
+
+  @property
+  def apart(self) -> int:
+    """Distance, in vectors of two scales, between the scales for neighbouring C fragments."""
+    return self.warps.at.matrix.N//2
+  def first_scales(self, base:UOp, kind:int, first_key:UOp) -> UOp:
+    """Returns where the scales for this lane's first C fragment lie in shared memory, counted in vectors of two scales. `scales` describes the
+    parameters."""
+    return (base + kind*self.warps.group.tile.block_n + first_key)//2 + self.warps.at.h

@@ -13,6 +13,7 @@ from attn.problem import Problem
 
 WGMMA = MMA | MMA_OF_8_BITS     # layouts of the fragments, by the dtype of the inputs
 STAGES = 3      # K and V tiles in shared memory, at most
+KINDS_OF_SCALES = 4   # of K, of V, and those that kernels compute from them (attn/kernels/nvidia/stored.py)
 SCALE_STAGES = 4      # tiles whose scales are in shared memory at the same time: a warpgroup may read those of a tile three iterations before another
 ONES_ROWS = 8   # rows of ones below each transposed tile of V of 8 bits: wgmma then computes the row sums of P as further columns of P V
 GIVEN_STAGES = 2     # tiles of V of 8 bits that are in shared memory before they are transposed
@@ -56,20 +57,19 @@ class WgmmaTile(WgmmaShape):
     """The 16-byte unit of shared memory at which the tiles of V begin."""
     q, k, _ = self.layouts(p)
     return q.size + self.key_stages(p)*k.size
-  def raw(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for the 8-bit numbers of a tile of K and V, before threads convert them to 16 bits."""
-    return sum(round_up(self.block_n*width//UNIT_BYTES, self.threads) for width in (p.D, p.Dv)) if p.stored else 0
+  def pieces(self, p:Problem) -> int:
+    """Number of 16-byte units of 8-bit numbers of a tile of K and V that each thread loads to registers and converts to 16 bits."""
+    return sum(ceildiv(self.block_n*width//UNIT_BYTES, self.threads) for width in (p.D, p.Dv)) if p.stored else 0
   def scales(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory that the scales of the 8-bit rows of a tile take: first those of K, then those of V, and then a number
-    for each row of V that is NaN if its scale is NaN."""
-    return 3*self.block_n*4//UNIT_BYTES if p.stored else 0
+    """Number of 16-byte units of shared memory for the scales of a tile's 8-bit rows, of all kinds (`StoredKeys.checked_scales`)."""
+    return KINDS_OF_SCALES*self.block_n*4//UNIT_BYTES if p.stored else 0
   def lds_bytes(self, p:Problem) -> int:
     return self.bytes_with(p, self.ahead(p))
   def bytes_with(self, p:Problem, ahead:bool) -> int:
     """Number of bytes of shared memory of a block. With `ahead`, copies start two iterations before a tile is used, otherwise one."""
     q, k, v = self.layouts(p)
     given = (GIVEN_STAGES + ahead)*self.given_v(p).size if p.of_8_bits else 0
-    units = q.size + (self.stages(p) + ahead)*k.size + self.stages(p)*v.size + given + self.raw(p) + SCALE_STAGES*self.scales(p)
+    units = q.size + (self.stages(p) + ahead)*k.size + self.stages(p)*v.size + given + SCALE_STAGES*self.scales(p)
     return UNIT_BYTES*(units + 1)   # 1: mbarrier
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}"
 

@@ -6,8 +6,8 @@ change tiles: all warpgroups copy each tile together, by cp.async, into a ring b
 the next iteration's tile, and arrives at an mbarrier when its part is complete. A warpgroup that has waited for the mbarrier of its tile knows two
 things: the tile is complete, and all warpgroups have finished with the tile of two iterations ago. The next copies overwrite that tile.
 
-Keys and values that are stored in 8 bits come to shared memory as they are, an iteration earlier. While the tensor cores compute S, each thread
-converts the part of the next tile that it has copied itself, and stores it to the ring buffer in 16 bits."""
+Keys and values that are stored in 8 bits come to registers as they are, an iteration earlier. While the tensor cores compute S, each thread converts
+the part of the next tile that it has loaded, and stores it to the ring buffer in 16 bits."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterator
@@ -16,19 +16,19 @@ from typing import Any
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.nvidia.ring import Arrivals
-from attn.kernels.nvidia.stored import StoredKeys
+from attn.kernels.nvidia.stored import FACTORS_OF_K, OF_K, OF_V, OF_V_WITHOUT_NANS, StoredKeys
 from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels, SwizzledRows
 from attn.kernels.parts.program.counts import below, ceildiv, round_up
 from attn.kernels.parts.program.statements import Optional, Statements, store_all, workgroup_barrier
 from attn.kernels.parts.program.trips import TileLoop, tile_loops
 from attn.kernels.parts.weights.dropout import kept_scores
-from attn.kernels.parts.weights.softmax import sum_of_nans
+from attn.kernels.parts.weights.softmax import nans_of_scales
 from attn.kernels.tiles.mma import fragments
 from attn.kernels.tiles.wgmma import MOST_OF_PART, ONES_ROWS, SCALE_STAGES, STAGES, WGMMA, WgmmaTile
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.ops.numerics import ONES_OF, ROUNDOFF
-from attn.ops.softmax import FACTORS, LANE, ONES, UNSCALED, correct, weigh
+from attn.ops.softmax import FACTORS, LANE, ONES, SMALLEST_SCALE, UNSCALED, ScalesAt, correct, weigh
 from attn.ops.stored import zero_or_nan
 from attn.problem import Problem
 from attn.score.term import Row
@@ -69,7 +69,8 @@ class WgmmaState(Arrivals):
   p: UOp
   statements: Statements
   l_of_trip: UOp
-  scales: Optional     # of the iteration's rows of V, if V is stored in 8 bits
+  pieces: Optional     # this thread's part of the next tile of K and V, if they are stored in 8 bits
+  q: Optional     # the warpgroup's rows of Q as A fragments, if registers keep them
   sums: Optional     # a part of P V of one tile, if the tensor cores add with few bits: it is then added to O in fp32
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class WgmmaForward:
     state = WgmmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(of_o, nv.F4), new.registers(1, nv.F2),
                        new.registers(1, nv.F2), new.registers(kinds, nv.F2), new.registers(tile.block_n//mat.N, nv.F4),
                        new.registers(tile.block_n//mat.K, nv.U4), Statements.of(new), new.registers(kinds, nv.F2),
-                       Optional(new.registers(tile.block_n//mat.N, nv.F2) if p.stored else None),
+                       Optional(new.registers(tile.pieces(p), nv.U4) if p.stored else None),
+                       Optional(new.registers(round_up(p.D, mat.K)//mat.K, nv.U4) if tile.keeps_q and p.stored else None),
                        Optional(new.registers(len(parts_of_o(p)[0]), nv.F4) if arch.short_sums and p.of_8_bits and not p.fast_accumulate else None))
     return WgmmaForward(warps, tile, state)
 
@@ -121,11 +123,21 @@ class WgmmaForward:
       s = s.do(nv.clear(s.scores, s.done))
     s, first = s.expected(warps.at, self.tile.threads*(1 + (self.p.of_8_bits and not self.tile.ahead(self.p)))), warps.group.walked.begin
     s = s.do(*warps.copies_of_q(s.shared, self.tile.layouts(self.p)[0]))
-    if not self.p.of_8_bits: return self.fetch(self.staged(s, first) if self.p.stored else s, first)
+    if self.p.stored: return self.fetch(self.with_q(self.loaded(s, first)), first)
+    if not self.p.of_8_bits: return self.fetch(s, first)
     s = s.do(*warps.copies_of("v", s.shared, first, self.given_v(first)), *self.ones(s.shared))
     s = s.do(nv.commit(s.done))
     s = s.after(workgroup_barrier(s.statements.do(nv.wait_copies(s.done, 0))))
     return self.fetch_bytes(self.copied_bytes(s, first) if self.tile.ahead(self.p) else s, first)
+
+  def with_q(self, s:WgmmaState) -> WgmmaState:
+    """Waits for the copies of Q and loads the warp's rows to registers, if registers keep Q. Returns the state."""
+    if (own := s.q.value) is None: return s
+    s = s.after(workgroup_barrier(s.statements.do(nv.wait_copies(s.done, 0))))
+    (lane, wave), q = (self.warps.at.lane, self.warps.at.wave), self.tile.layouts(self.p)[0]
+    row, unit = wave*self.mat.M + lane%self.mat.M, lane//self.mat.M
+    steps = range(own.max_numel())
+    return s.store(store_all(own, [nv.ldmatrix(s.shared[q.place(row, 2*step + unit)], 0) for step in steps]))
 
   def loops(self) -> Iterator[TileLoop[WgmmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
@@ -133,11 +145,13 @@ class WgmmaForward:
     """Waits until tile t of keys is in shared memory, and starts the product S = Q K^T of the warpgroup's queries and these keys. Then starts the
     copies of the next tile, if the ring buffer holds several tiles. Returns the state, and None in place of S."""
     q, k, _ = self.tile.layouts(self.p)
-    s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done, published=self.tile.ahead(self.p)))
-    group = wgmma.group(self.warps.at.wave)
+    s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done, published=bool(self.p.stored) or self.tile.ahead(self.p)))
+    group, of_k = wgmma.group(self.warps.at.wave), s.shared[self.k_panels(t).base]
     steps = round_up(self.p.D, self.mat.K)//self.mat.K
-    s = s.do(wgmma.scores(s.scores, s.shared[group*(wgmma.M*LINE)], s.shared[self.k_panels(t).base], s.done, steps,
-                          (UNIT_BYTES*q.panel, UNIT_BYTES*k.panel), self.p.dtype, self.there))
+    if s.q.value is None:
+      s = s.do(wgmma.scores(s.scores, s.shared[group*(wgmma.M*LINE)], of_k, s.done, steps, (UNIT_BYTES*q.panel, UNIT_BYTES*k.panel), self.p.dtype,
+                            self.there))
+    else: s = s.do(wgmma.output(s.scores, s.q.value, of_k, s.done, UNIT_BYTES*k.panel, self.p.dtype, None, self.there, more=False, by_rows=True))
     s = self.turn_passed(s, group.eq(self.tile.groups - 1) | (t > self.warps.group.walked.begin))
     if self.p.of_8_bits: return self.fetch_bytes(s, t + 1), None
     return (self.fetch(s, t + 1) if self.stages > 1 else s), None
@@ -146,8 +160,8 @@ class WgmmaForward:
     s = s.do(wgmma.wait_products(s.scores, s.done))
     s = self.finished(self.with_scales(s, t, masked) if self.p.stored else s, t, masked)
     scores, mat = self.warps.group.scores, self.mat
-    how: dict[str, Any] = {"rows": nv.ROW_LANES, "dtype": self.p.dtype, "sums": sums_of(self.p), "matrix": mat, "scale": scores.to_log2,
-                           "scales": s.scales.value}
+    how: dict[str, Any] = {"rows": nv.ROW_LANES, "dtype": self.p.dtype, "sums": sums_of(self.p), "matrix": mat, "scale": scores.to_log2}
+    if self.p.stored: how |= self.scales_at(s, t, masked)
     s = s.do(weigh(s.m, s.addend, s.p, s.scores, s.l_of_trip, s.done, **how))
     s = s.do(correct(s.m, s.addend, s.l, s.acc, s.p, s.scores, s.l_of_trip, **how, above=self.tile.rescale_above))
     if kinds := len(sums_of(self.p)): s = s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(kinds)]))
@@ -156,13 +170,36 @@ class WgmmaForward:
     return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(s.p.max_numel())])), None
 
   def with_scales(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
-    """Multiplies S by the scales of K's 8-bit rows, and loads the scales of V's rows in tile t to registers. If a scale of V is NaN, the first row
-    sum (`sums_of`) of the queries that see its key becomes NaN; `outputs` then makes O NaN, but not the LSE. Returns the state."""
-    of_k, of_v, nans = (self.stored.scales(s.shared, self.first_scale(t), kind, UOp.const(0), self.tile.block_n) for kind in range(3))
-    nan = sum_of_nans(self.warps.group.scores, nans, self.queries, t, masked)
-    assert s.scales.value is not None
-    return s.store(store_all(s.scores, [ops.mul(s.scores[i].load(), ops.concat(x, x)) for i, x in enumerate(of_k)]),
-                   store_all(s.scales.value, of_v), [s.l[0].store(ops.add(s.l[0].load(), nan))])
+    """Multiplies S by the scales of K's 8-bit rows of tile t, unless `weigh` does so. If the tile is masked and a scale of V is NaN, a row sum
+    (`of_nans`) of the queries that see its key becomes NaN, and with it O. Returns the state."""
+    of_k, of_v = (self.stored.scales(s.shared, self.first_scale(t), kind, UOp.const(0), self.tile.block_n) for kind in (OF_K, OF_V))
+    if not self.weighs_keys(masked): s = s.store(store_all(s.scores, [ops.mul(s.scores[i].load(), ops.concat(x, x)) for i, x in enumerate(of_k)]))
+    if not masked: return s
+    nan = nans_of_scales(self.warps.group.scores, of_v, self.queries, t, masked)
+    return s.store([s.l[self.of_nans].store(ops.add(s.l[self.of_nans].load(), nan))])
+
+  @property
+  def of_nans(self) -> int:
+    """Index of the row sum that becomes NaN if a scale of V in a masked tile is NaN: the first one with `nans_apart`, otherwise the second one, by
+    which O is divided."""
+    return 0 if self.nans_apart else 1
+  @property
+  def nans_apart(self) -> bool:
+    """Whether O becomes NaN by the first row sum (`sums_of`), which is used for nothing else: if an LSE is written, which stays finite, or if dropout
+    may remove the weight that is NaN."""
+    return bool(self.p.writes_lse or self.p.dropout_p)
+  def weighs_keys(self, masked:bool) -> bool:
+    """Whether S is multiplied by the scales of K's rows and by the number that all scores are multiplied by in one step, in `weigh`. Masks and terms
+    need scores that are already multiplied by K's scales."""
+    scores = self.warps.group.scores
+    return not masked and scores.in_place and scores.to_log2 > SMALLEST_SCALE
+  def scales_at(self, s:WgmmaState, t:UOp, masked:bool) -> dict[str, Any]:
+    """Returns where the scales of the rows in tile t lie in shared memory, as parameters of `weigh` and `correct`. In a tile that is not masked, all
+    queries see all keys. So a scale of V that is NaN may make P NaN, and with it O. In a masked tile it may not, see `with_scales`."""
+    def first(kind:int) -> UOp: return self.stored.first_scales(self.first_scale(t), kind, UOp.const(0))
+    of_v, of_kind = OF_V_WITHOUT_NANS if masked else OF_V, self.tile.block_n//2
+    factors = (FACTORS_OF_K - of_v)*of_kind if self.weighs_keys(masked) else 0
+    return {"scales": s.shared.bitcast(nv.F2)[first(of_v)], "at": ScalesAt(self.stored.apart, factors)}
 
   def finished(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
     """Applies score terms (bias, softcap, ...) and masks to S, and returns the state."""
@@ -210,7 +247,9 @@ class WgmmaForward:
     if self.p.of_8_bits:
       *accs, rounded = accs
       kinds, sums = (ONES, *kinds), [ops.build(*[ops.extract(rounded, nv.ROWS*r) for r in range(nv.ROWS)]), *sums[:len(kinds)]]
-    if self.p.stored: kinds, sums = (kinds[1], *kinds[1:]), [ops.add(sums[1], zero_or_nan(sums[0])), *sums[1:]]     # O is NaN by a scale, lse is not
+    if self.p.stored:     # with `nans_apart`, O is NaN by a scale, lse is not
+      divisor = ops.add(sums[1], zero_or_nan(sums[0])) if self.nans_apart else sums[1]
+      kinds, sums = (kinds[1], *kinds[1:]), [divisor, *sums[1:]]
     return self.warps.outputs(self.queries, accs, s.m[0].load(), sums, kinds, alternating=self.p.of_8_bits)
 
   # ***** global -> shared memory *****
@@ -288,24 +327,24 @@ class WgmmaForward:
   # ***** keys and values that are stored in 8 bits *****
   @property
   def stored(self) -> StoredKeys: return StoredKeys(self.warps)
-  @property
-  def first_raw(self) -> int:
-    """Index of the 16-byte unit of shared memory at which the 8-bit numbers of a tile begin, before threads convert them to 16 bits."""
-    _, _, v = self.tile.layouts(self.p)
-    return self.tile.first_v(self.p) + self.stages*v.size
   def first_scale(self, t:UOp) -> UOp:
     """Returns where the scales of the 8-bit rows of tile t begin in shared memory, counted in floats."""
+    _, _, v = self.tile.layouts(self.p)
     place = (t - self.warps.group.walked.begin)%SCALE_STAGES
-    return (self.first_raw + self.tile.raw(self.p) + place*self.tile.scales(self.p))*(UNIT_BYTES//4)
-  def staged(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Starts this thread's copies of tile t, whose numbers have 8 bits, and of the tile's scales. Returns the state."""
-    s = s.do(*self.stored.staged(s.shared, t, self.panels(t), self.first_raw), *self.stored.copies(s.shared, t, self.first_scale(t)))
+    return (self.tile.first_v(self.p) + self.stages*v.size + place*self.tile.scales(self.p))*(UNIT_BYTES//4)
+  def loaded(self, s:WgmmaState, t:UOp) -> WgmmaState:
+    """Loads this thread's part of tile t to registers, as numbers of 8 bits, and starts its copies of the tile's scales. Returns the state."""
+    assert s.pieces.value is not None
+    s = s.store(store_all(s.pieces.value, self.stored.loaded(t, self.panels(t))))
+    s = s.do(*self.stored.copies(s.shared, t, self.first_scale(t)))
     return s.do(nv.commit(s.done))
   def widened(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Waits for this thread's copies of tile t, whose numbers have 8 bits, stores the tile in 16 bits, and checks the scales of V. Then arrives at
-    the mbarrier, and starts the copies of the next tile. Returns the state."""
-    s = s.do(nv.wait_copies(s.done, 0))
-    s = s.do(*self.stored.widened_stores(s.shared, self.panels(t), self.first_raw),
-             *self.stored.checked_scales(s.shared, self.first_scale(t)))
+    """Stores this thread's part of tile t in 16 bits. Waits for its copies of scales, and checks these scales. Then arrives at the mbarrier, and
+    loads the thread's part of the next tile. Returns the state."""
+    own, s = s.pieces.value, s.do(nv.wait_copies(s.done, 0))
+    assert own is not None
+    pieces = [own[i].load() for i in range(own.max_numel())]
+    s = s.do(*self.stored.widened_stores(s.shared, self.panels(t), pieces),
+             *self.stored.checked_scales(s.shared, self.first_scale(t), self.warps.group.scores.to_log2))
     s = s.do(wgmma.publish(s.done))
-    return self.staged(s.do(wgmma.arrive_stored(s.arrivals, s.done)), t + 1)
+    return self.loaded(s.do(wgmma.arrive_stored(s.arrivals, s.done)), t + 1)
