@@ -207,6 +207,7 @@ ASSEMBLY = (
    r'\\nmov\.b32 %0, \{low, high\};\\n\}"\s*: "=r"\(packed\) : "f"\(x\), "f"\(y\), "f"\(z\), "f"\(w\)\);', "packed = pack_e4m3(x, y, z, w);"),
   (r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)', r"\1 = 1.0f/\2"),
   (r'asm\("ex2\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)', r"\1 = ex2(\2)"),
+  (r'asm\("lg2\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)', r"\1 = log2f(\2)"),
   (r'asm\("cvt\.rn\.(b?f16)x2\.f32 %0, %1, %2;" : "=r"\((\w+)\) : "f"\((\w+)\), "f"\((\w+)\)\)', r"\2 = pack_\1(\3, \4)"),
   (r'asm( volatile)?\("" :( "\+[sv]"\(\w+\))? ?(: "v"\([^;]*\))?\);', ""),
   (r'__attribute__\(\(device\)\) bool lanes_of\(unsigned\) __asm\("llvm.amdgcn.inverse.ballot.i32"\);', ""),
