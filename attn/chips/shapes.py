@@ -131,6 +131,12 @@ class MlaMmaShape:
   key_parts: int               # parts of an iteration's keys for the scores: this many warps have the same queries, and each has one part of the keys
 
 @dataclass(frozen=True)
+class MlaWgmmaShape:
+  """Tile shape of `mla_wgmma`, the kernel of latent attention with Hopper's wgmma: the sizes by which it divides its work, independent of the
+  problem."""
+  block_n: int                 # keys of an iteration
+
+@dataclass(frozen=True)
 class MmaBackwardShape:
   """Tile shape of the backward kernels with NVIDIA's mma.sync: the sizes by which they divide their work, independent of the problem. A block owns
   rows (queries, or keys) and loops over tiles of the other rows."""

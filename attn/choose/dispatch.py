@@ -9,7 +9,8 @@ from attn.chips import Chip
 from attn.chips.matrix import MMA
 from attn.choose import splits
 from attn.choose.forced import Forced, forced
-from attn.choose.mla_tiles import latent_refuses, mla_mma_tile, mla_tile
+from attn.choose.mla_tiles import (latent_refuses, latent_wgmma_refuses, latent_wgmma_slower, mla_mma_tile, mla_tile,
+                                   mla_wgmma_tile)
 from attn.choose.refusals import (ABLE_WITH_8_BITS, NO_UNIT, Refusal, amd_refuses, bits_refused, lacks_nothing, mma_refuses, most_telling,
                                   no_latent_tiles, no_mma, no_tiles, no_wgmma, too_many_parts, unconverted, wgmma_refuses)
 from attn.choose.splits import AnyTile
@@ -29,6 +30,7 @@ from attn.kernels.plain.rectangle import beyond_registers, for_rectangles
 from attn.kernels.tiles.common import blocks_of_queries
 from attn.kernels.tiles.wgmma import WgmmaTile
 from attn.kernels.wgmma.forward import WgmmaForward
+from attn.kernels.wgmma.latent import WgmmaLatent
 from attn.ops.plain import plain
 from attn.problem import INVARIANT_KEYS, Problem
 from attn.score.masks import hiding, options_of_masks
@@ -236,6 +238,7 @@ KERNELS: dict[str, ForwardKernel] = {
   "forward_wgmma": ForwardKernel(wgmma_refuses, wgmma_tile, forward(WgmmaForward.of), no_wgmma, wgmma_slower, ranges=True),
   "forward_mma": ForwardKernel(mma_refuses, mma_tile, forward(MmaForward.of), no_mma, mma_slower, ranges=True, general=True),
   "mla": ForwardKernel(latent_refuses, mla_tile, forward(AmdLatent.of), no_latent_tiles, ranges=True),
+  "mla_wgmma": ForwardKernel(latent_wgmma_refuses, mla_wgmma_tile, forward(WgmmaLatent.of), no_wgmma, latent_wgmma_slower, ranges=True),
   "mla_mma": ForwardKernel(latent_refuses, mla_mma_tile, forward(MmaLatent.of), no_mma, ranges=True),
   "tiled": ForwardKernel(tiled_refuses, tiled_tile, for_rectangles(forward(PlainForward.of)), divide=over_threads),
   "three_pass": ForwardKernel(tensors_refuse, never, None, divide=by_tensors)}

@@ -5,17 +5,22 @@ from typing import Any
 from attn.cache import tuned
 from attn.chips import Chip
 from attn.chips.matrix import MMA
-from attn.chips.nvidia import LATENT_MMA, LATENT_STORED_MMA
+from attn.chips.nvidia import LATENT_MMA, LATENT_STORED_MMA, LATENT_WGMMA
 from attn.chips.shapes import MlaMmaShape, MlaShape, UpTo, cautious_latent
-from attn.choose.refusals import unconverted
+from attn.choose.refusals import torn_rows, torn_views, unconverted
 from attn.choose.rows import fitting
 from attn.kernels.parts.memory.layouts import LINE
+from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.tiles.amd import MlaTile
 from attn.kernels.tiles.mma import MlaMmaTile, fragments
+from attn.kernels.tiles.wgmma import LATENT_GROUPS, PANEL_COLUMNS, MlaWgmmaTile
+from attn.ops import hopper as wgmma
 from attn.problem import Problem
 from attn.score.terms import score_terms
 
 WHOLE = 32     # the columns of V that are stored in 8 bits are whole steps of every matrix instruction
+# On an H100, 64 sequences of 4096 keys take 110 us with 16 rows, by both kernels; with 32 rows 114 us by mla_wgmma, and 120 us by mla_mma.
+MOST_ROWS_OF_MMA = 16
 UP_TO = {"D": 576, "Dv": 512}      # longest rows of K and of O for which the tiles have registers
 
 def latent_refuses(p:Problem, arch:Chip) -> str|None:
@@ -29,6 +34,14 @@ def latent_refuses(p:Problem, arch:Chip) -> str|None:
   if options := [*tensors, *["dropout_p"]*(p.dropout_p > 0)]: return f"{options[0]}: this kernel does not support it"
   widths = (("D", p.D), ("Dv", p.Dv))
   return next((f"{name}={value}: this kernel supports at most {UP_TO[name]}" for name, value in widths if value > UP_TO[name]), None)
+
+def latent_wgmma_refuses(p:Problem, arch:Chip) -> str|None:
+  """Returns the reason why mla_wgmma, the kernel of latent attention with Hopper's wgmma, cannot compute `p`, or None if it can."""
+  if (reason := latent_refuses(p, arch) or torn_rows(p, unit := MMA[p.dtype].unit) or torn_views(p, unit)) is not None: return reason
+  if p.stored: return f"stored={p.stored!r}: this kernel multiplies keys of 16 bits; mla_mma converts stored keys"
+  if (panels := ceildiv(p.Dv, PANEL_COLUMNS)) % LATENT_GROUPS:
+    return f"Dv={p.Dv}: {LATENT_GROUPS} warpgroups divide panels of {PANEL_COLUMNS} columns evenly, and O has {panels}"
+  return None
 
 def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
   """Makes the tile description of mla, the kernel of latent attention on AMD's matrix units, from a row of a table of tile shapes. The waves of a
@@ -66,6 +79,15 @@ def mla_tile(p:Problem, arch:Chip) -> MlaTile:
   TUNE=1 if that found one that fits, otherwise from the first row of the table that fits."""
   rows = (*tuned.kept_rows(p, arch, ENTRY, MlaShape, checked_latent), *(arch.unit.latent or cautious_latent(arch.matrix[p.dtype][0])))
   return next(fitting("mla", p, arch, rows, lambda row: of_mla(row, arch, p)))
+
+def latent_wgmma_slower(p:Problem, arch:Chip) -> str|None:
+  if (rows := p.Sq*(p.H//p.Hkv)) <= MOST_ROWS_OF_MMA: return f"{rows} rows: a block has {wgmma.M}; mla_mma, with smaller blocks, is as fast"
+  kept = tuned.kept_rows(p, arch, ENTRY, MlaMmaShape, checked_latent)
+  return "TUNE=1 found a tile of mla_mma that is faster on this device" if kept else None
+
+def mla_wgmma_tile(p:Problem, arch:Chip) -> MlaWgmmaTile:
+  """Chooses the tile description of mla_wgmma, the kernel of latent attention with Hopper's wgmma: the first one of the table that fits."""
+  return next(fitting("mla_wgmma", p, arch, LATENT_WGMMA, lambda row: MlaWgmmaTile(**vars(row.shape), matrix=MMA[p.dtype])))
 
 def mla_mma_tile(p:Problem, arch:Chip) -> MlaMmaTile:
   """Chooses the tile description of mla_mma, the kernel of latent attention with NVIDIA's mma.sync. It comes from a search with the environment

@@ -52,6 +52,11 @@ def torn_rows(p:Problem, unit:int) -> str|None:
   found = [f"{name}={width}: must be a multiple of {unit}" for name, width in (("D", p.D), ("Dv", p.Dv)) if width % unit]
   return found[0] if found else None
 
+def torn_views(p:Problem, unit:int) -> str|None:
+  """Returns the reason if k or v is a view whose rows do not begin at whole 16-byte units, which have `unit` elements, otherwise None."""
+  found = [(name, view) for name, view in (("k", p.k_view), ("v", p.v_view)) if view is not None and not view.whole(unit)]
+  return f"{found[0][0]} is a view, {found[0][1]}: its start and strides must be multiples of {unit} elements" if found else None
+
 def amd_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := bits_refused(p, arch, arch.fp8 in arch.matrix)) is not None: return reason
   if p.of_8_bits and (reason := torn_rows(p, arch.matrix[p.dtype][0].unit)) is not None: return reason
@@ -67,10 +72,7 @@ def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := bits_refused(p, arch, True)) is not None: return reason
   if p.dtype not in MMA | MMA_OF_8_BITS: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"
   unit = UNIT_BYTES//p.key_itemsize
-  if (reason := unconverted(p, arch) or latent_of_8_bits(p) or too_wide(p) or torn_rows(p, unit)) is not None: return reason
-  for name, view in (("k", p.k_view), ("v", p.v_view)):
-    if view is not None and not view.whole(unit): return f"{name} is a view, {view}: its start and strides must be multiples of {unit} elements"
-  return None
+  return unconverted(p, arch) or latent_of_8_bits(p) or too_wide(p) or torn_rows(p, unit) or torn_views(p, unit)
 
 MOST_PARTS = 8192    # half of the commands that tinygrad's queue for a CPU holds
 

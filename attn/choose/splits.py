@@ -11,7 +11,7 @@ from attn.kernels.tiles.amd import MlaTile, Tile
 from attn.kernels.tiles.common import BlockTile, heads_of
 from attn.kernels.tiles.mma import MlaMmaTile, MmaTile
 from attn.kernels.tiles.plain import TiledTile
-from attn.kernels.tiles.wgmma import WgmmaTile
+from attn.kernels.tiles.wgmma import MlaWgmmaTile, WgmmaTile
 from attn.problem import INVARIANT_KEYS, MAX_SPLITS, Problem
 
 # The unit of these times is the time that a workgroup takes for one key.
@@ -19,7 +19,7 @@ PROLOGUE = 1280     # time of a workgroup's work besides its trips: loading Q, w
 COMBINE = 320       # time of launching `combine`
 COMBINE_BYTES = 2**14   # bytes of scratch that the whole chip writes and reads again in the time for one key
 
-AnyTile = Tile|MmaTile|WgmmaTile|MlaTile|MlaMmaTile|TiledTile
+AnyTile = Tile|MmaTile|WgmmaTile|MlaTile|MlaMmaTile|MlaWgmmaTile|TiledTile
 
 def key_tiles(p:Problem, tile:AnyTile) -> int: return ceildiv(p.Sk, tile.block_n)
 

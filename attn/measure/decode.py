@@ -25,6 +25,7 @@ from attn.choose.dispatch import Work
 from attn.choose.mla_tiles import ENTRY
 from attn.kernels.tiles.amd import MlaTile
 from attn.kernels.tiles.mma import MlaMmaTile
+from attn.kernels.tiles.wgmma import MlaWgmmaTile
 from attn.measure.machine import need
 from attn.measure.peers import OURS, torch_peers
 from attn.measure.rounds import ROUNDS, in_turn
@@ -175,8 +176,9 @@ def tune(row:DecodeStep, seconds:Timer=fastest_step) -> list[dict[str, Any]]:
   if call.arch is None or not row.v_dim: raise ValueError(f"TUNE=1 of {row}: it is for latent attention (v_dim); bench.py tunes other kernels")
   p, arch = call.problem, dataclasses.replace(call.arch, tuned=False)
   own = dataclasses.replace(call, arch=arch).choice().work.tile
-  rows = latent_space(p, arch)
-  if not isinstance(own, MlaTile|MlaMmaTile): raise ValueError(f"TUNE=1 of {row}: {arch.name} has no kernel of latent attention for it")
+  rows:dict[Any, Any] = latent_space(p, arch)
+  if not isinstance(own, MlaTile|MlaMmaTile|MlaWgmmaTile):
+    raise ValueError(f"TUNE=1 of {row}: {arch.name} has no kernel of latent attention for it")
   timed = []
   for tile in dict.fromkeys((own, *rows)):
     work = Work(tile, splits.resolve(p, arch, tile).num_splits)

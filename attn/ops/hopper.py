@@ -74,9 +74,12 @@ def _start(lanes:Lanes, there:Array, acc:Any, *product:Any) -> Array:
   with lanes.only(~there): lanes.start_nothing(acc)
   with lanes.only(there): return lanes.start_product(acc, *product)
 
-def _scores(lanes:Lanes, acc:Any, q:Any, k:Any, there:Array, _:Array, accs:int, steps:int, panels:tuple[int, int], dtype:str) -> Array:
+def _scores(lanes:Lanes, acc:Any, q:Any, k:Any, there:Array, _:Array, accs:int, steps:int, panels:tuple[int, int], dtype:str, sums:int) -> Array:
   def of_q() -> Array: return _elements(_rows(lanes, q, M, steps, panels[0]), dtype)
-  def of_k() -> Array: return _elements(_rows(lanes, k, 8*accs, steps, panels[1]), dtype)
+  def of_k() -> Array:
+    rows = _rows(lanes, k, 8*accs//sums, steps, panels[1])
+    step = np.arange(steps*K)//K//-(-steps//sums)     # the partial sum of each column: for this sum, K is 0 in all other columns
+    return _elements(np.concatenate([np.where(step == i, rows, np.uint16(0)) for i in range(sums)], 1), dtype)
   return _start(lanes, there, acc, accs, of_q, of_k, dtype, False)
 
 def _output(lanes:Lanes, acc:Any, p:Any, v:Any, there:Array, _:Array, accs:int, steps:int, panel:int, dtype:str, more:bool,
@@ -86,6 +89,11 @@ def _output(lanes:Lanes, acc:Any, p:Any, v:Any, there:Array, _:Array, accs:int, 
     return _elements(_rows(lanes, v, 8*accs, steps, panel), dtype) if by_rows else _columns(lanes, v, K*steps, 8*accs, panel)
   return _start(lanes, there, acc, accs, fragments, of_v, dtype, more)
 
+def _shared_output(lanes:Lanes, acc:Any, p:Any, v:Any, _:Array, accs:int, steps:int, panel:int, dtype:str) -> Array:
+  def of_p() -> Array: return _rows(lanes, p, M, steps, 0)
+  def of_v() -> Array: return _columns(lanes, v, K*steps, 8*accs, panel)
+  return lanes.start_product(acc, accs, of_p, of_v, dtype, True)
+
 def _sums(lanes:Lanes, acc:Any, x:Any, y:Any, unit:Array, _:Array, accs:int, steps:int, dtype:str) -> Array:
   def of_x() -> Array: return _columns(lanes, x, K*steps, M, 0)
   def of_y() -> Array: return _columns(lanes, y, K*steps, 8*accs, 0, unit.astype(np.int64)*16)
@@ -93,9 +101,9 @@ def _sums(lanes:Lanes, acc:Any, x:Any, y:Any, unit:Array, _:Array, accs:int, ste
 
 # ***** the CUDA text *****
 
-def accumulators(n:int) -> str:
-  """Returns the names that registers of n C fragments have in inline assembly, separated by commas."""
-  return ", ".join(f"%{i}" for i in range(4*n))
+def accumulators(accs:range) -> str:
+  """Returns the names that the registers of the C fragments `accs` have in inline assembly, separated by commas."""
+  return ", ".join(f"%{i}" for i in range(4*accs.start, 4*accs.stop))
 
 def both_ways(n:int) -> str:
   """Returns the operands of inline assembly for the registers of n C fragments, which the assembly both reads and writes."""
@@ -132,32 +140,34 @@ def _send_text(printer:Any, out:str, accs:int) -> Body:
     'if (lane == 0 && there) asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\\ncp.async.bulk.commit_group;"',
     f'    :: {of_global("to")}, {shared("stage")}, "r"({512*accs}) : "memory");', "return 0.0f;"]), "acc stage to lane there", name=f"send_{accs}")
 
-def _wgmma(accs:int, dtype:str, a:str, more:str, transposed:str) -> str:
-  """Returns the text of one wgmma with `accs` C fragments (PTX ISA 9.7.15.5.2). `a` is the text of operand A, and `more` a text that says whether the
-  product is added to the accumulators. `transposed` is the text that says which operands in shared memory are transposed. This text is left out for
-  operands of 8 bits, which cannot be transposed."""
+def _wgmma(accs:range, dtype:str, a:str, more:str, transposed:str) -> str:
+  """Returns the text of one wgmma with the C fragments `accs` of the assembly (PTX ISA 9.7.15.5.2). `a` is the text of operand A, and `more` a text
+  that says whether the product is added to the accumulators. `transposed` is the text that says which operands in shared memory are transposed. This
+  text is left out for operands of 8 bits, which cannot be transposed."""
   lies = f", {transposed}" if IN_A_DWORD[dtype] == 2 else ""
-  return (f"wgmma.mma_async.sync.aligned.m64n{8*accs}k{K*IN_A_DWORD[dtype]//2}.f32.{PTX[dtype]}.{PTX[dtype]} {{{accumulators(accs)}}}, "
+  return (f"wgmma.mma_async.sync.aligned.m64n{8*len(accs)}k{K*IN_A_DWORD[dtype]//2}.f32.{PTX[dtype]}.{PTX[dtype]} {{{accumulators(accs)}}}, "
           f"{a}, b, {more}, 1, 1{lies};")
 
-def _shared_product(accs:int, steps:list[tuple[int, int]], transposed:int, operands:str, dtype:str) -> str:
+def _shared_product(accs:int, steps:list[tuple[int, int]], transposed:tuple[int, int], operands:str, dtype:str, sums:int=1) -> str:
   """Returns inline assembly of a product into `accs` C fragments whose two operands both lie in shared memory. `steps` has a pair of distances in
-  bytes for each instruction: the instruction reads A and B at these distances from their first bytes. `transposed` is 1 if both operands are
-  transposed, else 0. `operands` has the operands of the assembly: the two descriptors, and the numbers that say whether to add to the accumulators
-  and whether to start the product."""
-  lines, c = [], 4*accs
+  bytes for each instruction: the instruction reads A and B at these distances from their first bytes. `transposed` has a number for A and one for B:
+  1 if the operand is transposed, else 0. `operands` has the operands of the assembly: the two descriptors, and the numbers that say whether to add to
+  the accumulators and whether to start the product. The steps are divided into `sums` partial sums, one after another; so are the fragments."""
+  lines, c, of_sum, together = [], 4*accs, accs//sums, -(-len(steps)//sums)
   for i, at in enumerate(steps):
-    lines += [f"add.s64 a, %{c}, {at[0] >> 4}; add.s64 b, %{c+1}, {at[1] >> 4}; setp.ne.u32 p, %{c+2}, {i and 2};",
-              _wgmma(accs, dtype, "a", "p", f"{transposed}, {transposed}")]
+    place = range(i//together*of_sum, (i//together + 1)*of_sum)
+    lines += [f"add.s64 a, %{c}, {at[0] >> 4}; add.s64 b, %{c+1}, {at[1] >> 4}; setp.ne.u32 p, %{c+2}, {i%together and 2};",
+              _wgmma(place, dtype, "a", "p", "{}, {}".format(*transposed))]
   return _assembly(accs, ["a", "b"], lines, operands, c + 3)
 
-def _scores_text(printer:Any, out:str, accs:int, steps:int, panels:tuple[int, int], dtype:str) -> Body:
+def _scores_text(printer:Any, out:str, accs:int, steps:int, panels:tuple[int, int], dtype:str, sums:int) -> Body:
   q, k = ([step//4*panel + step % 4*2*K for step in range(steps)] for panel in panels)
-  product = _shared_product(accs, list(zip(q, k)), 0, '"l"(of_q), "l"(of_k), "r"(0), "r"((int)there)', dtype)
-  return Body("\n".join([_descriptor("of_q", "q"), _descriptor("of_k", "k"), product]), "acc q k there", name=f"start_scores_{8*accs}x{K*steps}")
+  product = _shared_product(accs, list(zip(q, k)), (0, 0), '"l"(of_q), "l"(of_k), "r"(0), "r"((int)there)', dtype, sums)
+  name = f"start_scores_{8*accs}x{K*steps}" + f"_in_{sums}"*(sums > 1)
+  return Body("\n".join([_descriptor("of_q", "q"), _descriptor("of_k", "k"), product]), "acc q k there", name=name)
 
 def _sums_text(printer:Any, out:str, accs:int, steps:int, dtype:str) -> Body:
-  product = _shared_product(accs, [(i*2*ATOM, i*2*ATOM) for i in range(steps)], 1, '"l"(of_x), "l"(of_y + unit), "r"(0), "r"(1)', dtype)
+  product = _shared_product(accs, [(i*2*ATOM, i*2*ATOM) for i in range(steps)], (1, 1), '"l"(of_x), "l"(of_y + unit), "r"(0), "r"(1)', dtype)
   return Body("\n".join([_descriptor("of_x", "x"), _descriptor("of_y", "y"), product]), "acc x y unit", name=f"start_sums_{8*accs}x{K*steps}")
 
 def _output_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str, more:bool, by_rows:bool) -> Body:
@@ -165,11 +175,16 @@ def _output_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str
   for step in range(steps):
     a = ", ".join(f"%{c + 1 + 4*step + i}" for i in range(4))
     at = step//4*panel + step % 4*2*K if by_rows else step*2*ATOM
-    lines += [f"add.s64 b, %{c}, {at >> 4};", _wgmma(accs, dtype, f"{{{a}}}", "1" if more or step else "0", str(int(not by_rows)))]
+    lines += [f"add.s64 b, %{c}, {at >> 4};", _wgmma(range(accs), dtype, f"{{{a}}}", "1" if more or step else "0", str(int(not by_rows)))]
   p = ", ".join(f'"r"(p[{step}].{e})' for step in range(steps) for e in "xyzw")
   product = _assembly(accs, ["b"], lines, f'"l"(of_v), {p}, "r"((int)there)', c + 1 + 4*steps)
   statements = [_descriptor("of_v", "v", 16 if by_rows else panel), product]
   return Body("\n".join(statements), "acc p v there", name=f"start_output_{8*accs}x{K*steps}" + "_anew"*(not more) + "_by_rows"*by_rows)
+
+def _shared_output_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str) -> Body:
+  product = _shared_product(accs, [(step*2*K, step*2*ATOM) for step in range(steps)], (0, 1), '"l"(of_p), "l"(of_v), "r"(1), "r"(1)', dtype)
+  statements = [_descriptor("of_p", "p"), _descriptor("of_v", "v", panel), product]
+  return Body("\n".join(statements), "acc p v", name=f"start_shared_output_{8*accs}x{K*steps}")
 
 def _wait_text(printer:Any, out:str, accs:int, but:int) -> Body:
   return Body(f'asm volatile("wgmma.wait_group.sync.aligned {but};"\n    : {both_ways(accs)}\n    :: "memory");\nreturn 0.0f;', "acc",
@@ -206,6 +221,7 @@ instruction("end_turn", lambda lanes, group, gate, _, groups: lanes.end_turn(gro
   f'if (gate) asm volatile("barrier.cta.arrive %0, {OF_TURN};" :: "r"(next) : "memory");\nreturn 0.0f;', "group gate"))
 instruction("start_scores", _scores, cuda=_scores_text)
 instruction("start_output", _output, cuda=_output_text)
+instruction("start_shared_output", _shared_output, cuda=_shared_output_text)
 instruction("start_sums", _sums, cuda=_sums_text)
 instruction("send", _send, cuda=_send_text, atomic=True)      # 9.7.9.25.5.2: cp.reduce.async.bulk
 instruction("sent", lambda lanes, _: lanes.sent(), atomic=True,
@@ -249,13 +265,14 @@ def end_turn(group:UOp, groups:int, gate:UOp, after:UOp) -> UOp:
   """Passes the turn of warpgroup `group` on to the next of the `groups` warpgroups of a block, if `gate` is true. Returns a statement (an operation
   with a side effect) that is executed after the UOp `after`."""
   return statement("end_turn", group, gate, after, groups=groups)
-def scores(acc:UOp, q:UOp, k:UOp, after:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE) -> UOp:
+def scores(acc:UOp, q:UOp, k:UOp, after:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE, sums:int=1) -> UOp:
   """Starts acc = Q K^T, as asynchronous products. `acc` is a register array of C fragments. Q has 64 rows, and K has 8 rows for each fragment in
   `acc`. `steps` is the number of matrix instructions: each multiplies 16 columns of Q and K, or 32 columns of 8-bit floats. `q` and `k` are UOps that
   index shared memory at the first 16 bytes of Q and of K. `panels` has the distances in bytes between panels (128 bytes of each row) of Q, and
-  between panels of K. Warpgroups where `there` is false start no product, but `wait_products` counts one. Returns a statement (an operation with a
+  between panels of K. If `sums` is above 1, `acc` has the fragments of several partial sums of Q K^T, one sum after another: each sum is over
+  neighbouring columns. Warpgroups where `there` is false start no product, but `wait_products` counts one. Returns a statement (an operation with a
   side effect) that is executed after the UOp `after`."""
-  return statement("start_scores", acc[0], q, k, there, after, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype)
+  return statement("start_scores", acc[0], q, k, there, after, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype, sums=sums)
 def output(acc:UOp, p:UOp, v:UOp, after:UOp, panel:int, dtype:str, place:range|None=None, there:UOp=EVERYWHERE, more:bool=True,
            by_rows:bool=False) -> UOp:
   """Starts acc += P V, or with `more` False acc = P V, as asynchronous products. `acc` is a register array of C fragments, of which `place` selects
@@ -266,6 +283,12 @@ def output(acc:UOp, p:UOp, v:UOp, after:UOp, panel:int, dtype:str, place:range|N
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
   return statement("start_output", acc[first], p[0], v, there, after, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype,
                    more=more, by_rows=by_rows or IN_A_DWORD[dtype] == 4)
+def shared_output(acc:UOp, p:UOp, v:UOp, after:UOp, keys:int, panel:int, dtype:str) -> UOp:
+  """Starts acc += P V, as asynchronous products, with P in shared memory. `acc` is a register array of C fragments. P has 64 rows of at most 64
+  columns, one for each of the `keys` rows of V. `p` and `v` are UOps that index shared memory at the first 16 bytes of P and of V. `panel` is the
+  distance in bytes between panels (128 bytes of each row) of V. Returns a statement (an operation with a side effect) that is executed after the UOp
+  `after`."""
+  return statement("start_shared_output", acc[0], p, v, after, accs=acc.max_numel(), steps=keys//K, panel=panel, dtype=dtype)
 def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, after:UOp, rows:int, dtype:str) -> UOp:
   """Starts acc = X^T Y, summed over `rows` rows (a multiple of 16), as asynchronous products. `acc` is a register array of C fragments. X has 64
   columns, and Y has 8 columns for each fragment in `acc`. `x` and `y` are UOps that index shared memory at the first 16 bytes of a panel (64

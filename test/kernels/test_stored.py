@@ -321,7 +321,7 @@ def test_decoding_spills_no_registers_on_nvidia(stored:str, dtype:str, tmp_path)
 
 def no_spills_on_nvidia(p:Problem, tmp_path:Path) -> None:
   (source := tmp_path/"kernel.cu").write_text(text_of(p, "sm_90"))
-  command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
+  command = ["nvcc", "-arch=sm_90a", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
   text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
   assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text, text
 

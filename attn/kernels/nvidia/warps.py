@@ -104,7 +104,7 @@ class Warps:
       for panel in range(to.panels):
         apart_units = panel*LINE
         left_over = UOp.const(UNIT_BYTES) if whole else ((width - (apart_units + unit)*source.unit)*size).maximum(0).minimum(UNIT_BYTES)
-        further = UNIT_BYTES*(moved*to.pitch + apart_units), size*(moved*source.stride + apart_units*source.unit)
+        further = UNIT_BYTES*(moved*to.pitch + panel*to.panel), size*(moved*source.stride + apart_units*source.unit)
         statements.append(nv.copy(at, begin, further, there.where(left_over, 0), inside & (apart_units + unit < to.units) & always(gate),
                                   UNIT_BYTES if source.in_units else size))
     return statements

@@ -4,8 +4,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 from attn.chips.matrix import MMA, MMA_OF_8_BITS, UNIT_BYTES, Mma
-from attn.chips.shapes import WgmmaBackwardShape, WgmmaShape
-from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels, SwizzledRows
+from attn.chips.shapes import MlaWgmmaShape, WgmmaBackwardShape, WgmmaShape
+from attn.kernels.parts.memory.layouts import LINE, LongPanels, SwizzledPanels, SwizzledRows
 from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.kernels.tiles.common import TURNS_OF_SUMS, units_of_query_values
 from attn.ops import hopper as wgmma
@@ -19,6 +19,8 @@ ONES_ROWS = 8   # rows of ones below each transposed tile of V of 8 bits: wgmma 
 GIVEN_STAGES = 2     # tiles of V of 8 bits that are in shared memory before they are transposed
 MOST_SHARED = 232448     # bytes of shared memory of a block on Hopper
 MOST_OF_PART = 25    # C fragments of P V that are computed together, at most: those of 192 columns and of the row sums
+LATENT_GROUPS = 2     # warpgroups of the latent kernel: O has too many columns for the registers of one
+PANEL_COLUMNS = LINE*MMA["float16"].unit     # columns of 16 bits in a panel
 RING = 3        # tiles of walked rows in shared memory, in a backward kernel
 
 @dataclass(frozen=True)
@@ -72,6 +74,40 @@ class WgmmaTile(WgmmaShape):
     units = q.size + (self.stages(p) + ahead)*k.size + self.stages(p)*v.size + given + SCALE_STAGES*self.scales(p)
     return UNIT_BYTES*(units + 1)   # 1: mbarrier
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}"
+
+@dataclass(frozen=True)
+class MlaWgmmaTile(MlaWgmmaShape):
+  """Tile description of the kernel of latent attention on wgmma: how the kernel divides a problem over blocks and warpgroups. A block owns 64 rows.
+  Its warpgroups divide the columns of O."""
+  _: KW_ONLY
+  matrix: Mma
+  stages: int = 2              # tiles of K in shared memory
+  rescale_above: float = 8.0   # accumulators are rescaled when a lane's P of one iteration add up to more than 2 to this power
+
+  kernel: ClassVar[str] = "mla_wgmma"
+  pack_gqa: ClassVar[bool] = True
+  block_m: ClassVar[int] = wgmma.M
+  threads: ClassVar[int] = LATENT_GROUPS*wgmma.GROUP
+  waves: ClassVar[int] = LATENT_GROUPS*4
+  handed: ClassVar[int] = wgmma.GROUP     # 16-byte units of shared memory for the numbers that each thread of a warpgroup hands over
+
+  def columns(self, p:Problem) -> int:
+    """Number of columns of O that a warpgroup computes: whole panels."""
+    return ceildiv(p.Dv, PANEL_COLUMNS*LATENT_GROUPS)*PANEL_COLUMNS
+  def layouts(self, p:Problem) -> tuple[LongPanels, LongPanels, SwizzledPanels]:
+    """Layouts in shared memory of Q, of K, and of P."""
+    units = round_up(p.D, PANEL_COLUMNS)//self.matrix.unit
+    return LongPanels(self.block_m, units), LongPanels(self.block_n, units), SwizzledPanels(self.block_m, self.block_n//self.matrix.unit)
+  def weights(self, p:Problem) -> SwizzledPanels:
+    """Layout of P in shared memory, behind Q and the tiles of K."""
+    q, k, weights = self.layouts(p)
+    return weights.moved_to(q.size + self.stages*k.size)
+  def factors_at(self, p:Problem) -> int:
+    """The 16-byte unit of shared memory at which the factors that rescale O begin."""
+    weights = self.weights(p)
+    return int(weights.base) + weights.size
+  def lds_bytes(self, p:Problem) -> int: return UNIT_BYTES*(self.factors_at(p) + self.handed + 1)      # 1: mbarrier
+  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n} {self.stages} stages"
 
 @dataclass(frozen=True)
 class WgmmaBackwardTile(WgmmaBackwardShape):

@@ -91,6 +91,10 @@ class CopiedLayout(SharedLayout):
     """Number of steps in which threads copy a row: in each step, the next 128 bytes of the row."""
     return 1
   @property
+  def panel(self) -> int:
+    """Distance from one step's 128 bytes of a row to those of the next step, in 16-byte units."""
+    return LINE
+  @property
   def pitch(self) -> int:
     """Average distance from one row to the next, in 16-byte units. Rows that are 8 rows apart are exactly 8 times as far apart."""
     raise NotImplementedError
@@ -145,6 +149,14 @@ class SwizzledPanels(CopiedLayout):
   def place(self, row:UOp, unit:UOp) -> UOp:
     line = self.base + unit//LINE*self.panel + row*LINE
     return line.cast(dtypes.int) + ((unit%LINE).cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
+
+@dataclass(frozen=True)
+class LongPanels(SwizzledPanels):
+  """Layout like `SwizzledPanels`, for long rows, which few threads copy in steps of 128 bytes, as in `LongRows`."""
+  @property
+  def across(self) -> int: return LINE
+  @property
+  def panels(self) -> int: return ceildiv(self.units, LINE)
 
 @dataclass(frozen=True)
 class LdsTile(InLds):
