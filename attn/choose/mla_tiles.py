@@ -19,7 +19,7 @@ from attn.problem import Problem
 from attn.score.terms import score_terms
 
 WHOLE = 32     # the columns of V that are stored in 8 bits are whole steps of every matrix instruction
-# On an H100, 64 sequences of 4096 keys take 110 us with 16 rows, by both kernels; with 32 rows 114 us by mla_wgmma, and 120 us by mla_mma.
+# On an H100, 64 sequences of 4096 keys take 110 us with 16 rows, by both kernels; with 32 rows 114 us by mla_wgmma, and 117 us by mla_mma.
 MOST_ROWS_OF_MMA = 16
 UP_TO = {"D": 576, "Dv": 512}      # longest rows of K and of O for which the tiles have registers
 
