@@ -196,7 +196,8 @@ FOR_PROMPTS: dict[str, dict] = {
   "ranges": dict(Sk=300, num_splits=2, D=32), "pages of 16": dict(Sk=160, page_size=16, D=32), "pages of 64": dict(Sk=256, page_size=64, causal=True),
   "many queries": dict(Sq=200, Sk=130, D=48, Dv=16, H=2), "float16 scales": dict(scale_dtype="float16", lse=False),
   "bshd": dict(layout="bshd", D=128),
-  "one tile": dict(Sk=20), "softcap": dict(softcap=5.0), "window": dict(window=(20, -1)),
+  "one warpgroup": dict(Sq=50, D=96, H=2), "one tile": dict(Sk=20), "softcap": dict(softcap=5.0),
+  "window": dict(window=(20, -1)),
   "bias": dict(extras=dict(bias=floats(1, 1, 70, 150))),
   "alibi": dict(extras=dict(alibi_slopes=np.abs(floats(4))), causal=True), "sinks": dict(extras=dict(sinks=floats(4)), out_dtype="float32"),
   "fp8": dict(stored="fp8e4m3", dtype="bfloat16"), "fp8 in pages of 32": dict(stored="fp8e4m3", Sk=160, page_size=32, D=128, causal=True),
@@ -212,6 +213,11 @@ def test_options_by_wgmma(arch:str, name:str) -> None: check_wgmma(arch, **FOR_P
 @ON_HOPPER
 def test_rows_beyond_the_lengths_have_no_effect_by_wgmma(arch:str) -> None:
   for page_size in (0, 16): check_wgmma(arch, lengths_with_garbage, B=2, Sk=128, page_size=page_size, extras=dict(kv_lengths=ints(37, 111)))
+
+def test_odd_rows_of_v_without_an_lse_by_wgmma() -> None:
+  """A NaN in a row of V reaches the queries that see the row, and no others, also if no LSE is written, and with dropout."""
+  check_wgmma("sm_90", odd_rows_of_v, D=32, H=2, Hkv=1, causal=True, lse=False)
+  check_wgmma("sm_90", odd_rows_of_v, D=32, H=2, Hkv=1, lse=False, **FOR_PROMPTS["dropout"])
 
 def not_waited_for(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: a thread converts its part of a tile to 16 bits before the copies of the tile to shared memory are complete."""
