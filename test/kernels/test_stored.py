@@ -217,7 +217,7 @@ def test_rows_beyond_the_lengths_have_no_effect_by_wgmma(arch:str) -> None:
 def test_odd_rows_of_v_without_an_lse_by_wgmma() -> None:
   """A NaN in a row of V reaches the queries that see the row, and no others, also if no LSE is written, and with dropout."""
   check_wgmma("sm_90", odd_rows_of_v, D=32, H=2, Hkv=1, causal=True, lse=False)
-  check_wgmma("sm_90", odd_rows_of_v, D=32, H=2, Hkv=1, lse=False, **FOR_PROMPTS["dropout"])
+  check_wgmma("sm_90", odd_rows_of_v, D=32, H=2, lse=False, **FOR_PROMPTS["dropout"])
 
 def not_waited_for(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: a thread converts its part of a tile to 16 bits before the copies of the tile to shared memory are complete."""
