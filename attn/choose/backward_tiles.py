@@ -109,7 +109,8 @@ FASTER_ON_WGMMA = {
   (128, "softcap"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW,)),
   (128, "varlen"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW)),
   (128, "mask_mod"): FasterAtOnce((FULL_WINDOW,)),
-  (64, ""): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), shape=LONG_AT_ONCE_WGMMA),
+  (64, ""): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW,), keys=4096, blocks=4096, shape=LONG_AT_ONCE_WGMMA),
+  (64, "varlen"): FasterAtOnce((CAUSAL_WINDOW,), shape=LONG_AT_ONCE_WGMMA),
   (64, "dropout_p"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW, CAUSAL_WINDOW), blocks=1024, shape=LONG_AT_ONCE_WGMMA),
   (64, "softcap"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW))}
 IN_ORDER_MFMA = FasterAtOnce()     # no prediction for MFMA includes what a turn costs

@@ -284,11 +284,18 @@ MEASURED: dict[str, tuple[bool, bool, dict[str, Any]]] = {
   "a long window": (True, False, dict(Sk=8192, window=(4095, 0))), "D 64": (True, False, dict(D=64)),
   "D 64, causal": (True, False, dict(D=64, causal=True)), "packed": (True, False, dict(packed=True)),
   "packed, causal": (True, False, dict(packed=True, causal=True)),
+  "packed, causal, D 64": (True, False, dict(D=64, packed=True, causal=True)),
   "dropout, D 64": (True, True, dict(D=64, dropout_p=0.1, causal=True)), "softcap, D 64": (True, False, dict(D=64, softcap=3.0, causal=True))}
 NOT_MEASURED: dict[str, tuple[dict[str, Any], str]] = {
   "packed keys that fill no whole block": (dict(packed=True, longest=2100), "Sk=2100, no multiple of 128, with varlen"),
   "window": (dict(window=(1023, 200)), r"window=\(1023, 200\)"), "packed window": (dict(packed=True, window=(1500, 0)), r"window=.* with varlen"),
-  "D 64, window": (dict(D=64, window=(1023, 200)), r"window=\(1023, 200\)"), "D 64, packed": (dict(D=64, packed=True), "varlen with D=64")}
+  "D 64, window": (dict(D=64, window=(1023, 200)), r"window=\(1023, 200\)"),
+  "D 64, packed": (dict(D=64, packed=True), r"window=\(-1, -1\) with varlen")}
+
+def test_one_kernel_in_order_with_tiles_of_128_queries() -> None:
+  for rows, one in ((4096, True), (2048, False)):
+    q = Tensor.empty(128, 1, rows, 64, dtype="half")
+    assert attn.explain(q, q, q, arch="sm_90", backward=True).at_once == one
 
 def one_kernel_or_two(deterministic:bool, *, H:int=2, Hkv:int=2, Sk:int=2048, D:int=128, packed:bool=False, slopes:bool=False, lengths:bool=False,
                       longest:int=2048, **options:Any) -> BackwardChoice:

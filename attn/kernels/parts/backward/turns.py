@@ -42,7 +42,7 @@ class Turns:
     queries are divided into parts, because the next tile can belong to another part; and if workgroups loop over lists of tiles, because the next
     tile can be missing in the list."""
     if "dq_turns" not in group.given: return None
-    alone = group.split or isinstance(group.scores.order, TileList) or group.scores.block_n > QUERIES_OF_SUMS
+    alone = group.split or isinstance(group.scores.order, TileList)
     return Turns(group, wave, lane.eq(0), 1 if alone else TILES_OF_TURN)
 
   def turn(self, tile:UOp) -> UOp:
