@@ -12,7 +12,8 @@ from attn.tinygrad_compat import Tensor
 
 def gradient_of_element(p:Problem, sums:Tensor, block_m:int, block_n:int) -> Tensor:
   """Computes a gradient of a mod_tensor, a tensor that the caller's score_mod reads. If score_mod indexes the tensor in several expressions, as in
-  table[i - j] + table[h], each call gives the gradient by one expression, and the caller adds them. `p.by_element` is the number of the expression.
+  table[i - j] + table[h], one call computes the part of the gradient that comes through one expression, and the caller adds the parts. `p.by_element`
+  is the number of the expression.
   `sums` are sums of dS (the gradients of the scores) from the kernel `backward_dbias`, whose workgroup owns block_m queries and block_n keys. Returns
   fp32, in the shape of the mod_tensor."""
   assert p.by_element is not None

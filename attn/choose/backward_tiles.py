@@ -152,8 +152,8 @@ def slowing_options(p:Problem) -> list[str]:
   return [x for x in p.options if x not in USED_AT_ONCE]
 
 def row_at_once(p:Problem) -> FasterAtOnce:
-  """Returns the row of the table FASTER_ON_WGMMA for the head dimension and the options of `p`. If the table has none, returns a row without windows.
-  """
+  """Returns the row of the table FASTER_ON_WGMMA, which says for which masks one kernel for all gradients is faster than two. The row is for the head
+  dimension and the options of `p`. If the table has none, returns a row that allows no mask at all."""
   return FASTER_ON_WGMMA.get((p.D, " with ".join(slowing_options(p))), FasterAtOnce())
 
 def not_faster_at_once(p:Problem, tile:WgmmaBackwardTile, faster:FasterAtOnce) -> str|None:

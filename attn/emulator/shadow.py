@@ -217,7 +217,7 @@ class LdsOperand(Operand):
     self.shadow.note_read(self.at, self.per, threads if self.active is None else threads & self.active, self.span)
 
 def chunks(x:Array, per:int) -> Array:
-  """Returns a view of an array of int32 as chunks of `per` numbers each, without a copy. A chunk is copied as a whole and never interpreted."""
+  """Returns a view of an array of int32 whose elements are chunks of `per` numbers each. The view's dtype only serves to copy whole chunks."""
   return x.view({1: np.int32, 2: np.uint64, 4: np.complex128}[per])
 def _repeated(x:Array, per:int) -> Array:
   """Returns chunks of `per` equal numbers, one chunk for each number of x."""

@@ -136,8 +136,8 @@ _REASONS = {Ops.BITCAST: "the bits of a number (BITCAST)"}     # other operation
 # ***** the pass *****
 
 def _has_slope_zero(u:UOp) -> bool:
-  """Returns whether an operation has the derivative 0 by each of its operands: comparisons, truncations, conversions to int or bool, and reads of a
-  tensor's element (the operands are the tensor and int indices)."""
+  """Returns whether an operation has the derivative 0 with respect to each of its operands. This holds for comparisons, truncations, and conversions
+  to int or bool. It also holds for a read of a tensor's element, because only the int indices count as operands here."""
   if u.op is Ops.CAST: return u.dtype == dtypes.bool or (dtypes.is_float(u.src[0].dtype) and not dtypes.is_float(u.dtype))
   return u.op in (Ops.CMPLT, Ops.CMPNE, Ops.CMPEQ, Ops.TRUNC, Ops.INDEX)
 

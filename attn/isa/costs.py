@@ -39,10 +39,11 @@ def _report(spec:Spec, kernel:Source, tools:Toolchain) -> Report: return report_
 
 def report_of(spec:Spec, rank:int=0, every_block:bool=False) -> Report:
   """Compiles the kernel of attn that `spec` names, and returns a report on its hot loop: the loop with the most matrix work. `rank` 1, 2, ... chooses
-  the loop with the next most matrix work. `every_block` counts all instructions of the loop, not only the usual path.
+  the loop with the next most matrix work. `every_block` counts all instructions of the loop, also branches that are rarely taken.
 
-  The figure `useful` is the share of the matrix unit's peak rate in useful products. By default it covers all kernels that work together, such as
-  both backward kernels. With `rank` or `every_block` it covers this kernel alone."""
+  The figure `useful` is the rate of useful matrix products, as a share of the matrix unit's peak rate. A product that is computed a second time is
+  not useful. By default `useful` covers all kernels that work together, such as both backward kernels. With `rank` or `every_block` it covers this
+  kernel alone."""
   if not rank and not every_block: return reports_of([spec])[0]
   kernel = source.kernel_source(spec, llvm=toolchain().llvm)
   return report_of_text(spec, kernel, assembly(kernel.text, spec.arch), rank, every_block)

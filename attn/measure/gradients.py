@@ -20,8 +20,8 @@ class Backward:
   tensors: dict[str, Tensor]     # the inputs, o and lse
   launches: dict[str, BackwardLaunch]
   def run(self, name:str) -> dict[str, Tensor]:
-    """Runs the kernel `name`. Returns the tensors that it writes, not computed yet. If the kernel writes a gradient in parts, returns the sum of the
-    parts."""
+    """Calls the kernel `name`, without launching it yet. Returns the tensors that the kernel will write when they are realized. If the kernel writes
+    a gradient in parts, returns the sum of the parts."""
     shapes = self.launches[name].shapes
     given = [self.tensors[n] if n in self.tensors else Tensor.empty(*shape, dtype=FLOATS[dtype])
              for n, (shape, dtype) in shapes.items()]

@@ -180,7 +180,7 @@ HEADER, SUMMARY, KERNEL = re.compile(r"COMPUTE-SANITIZER$"), re.compile(r"(?:ERR
 
 @dataclass(frozen=True)
 class ToolReport:
-  """Finding that a tool of compute-sanitizer prints: the first line of its text, and the name of the kernel ("" if no line names a kernel)."""
+  """One finding in the output of compute-sanitizer: the first line of the finding, and the name of the kernel ("" if no line names a kernel)."""
   text: str
   kernel: str
   def __str__(self) -> str: return f"{self.text}, in {self.kernel}" if self.kernel else self.text

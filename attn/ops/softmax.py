@@ -345,10 +345,11 @@ def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Val
 def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
           scale:float, scales:UOp|None=None, at:ScalesAt=IN_REGISTERS) -> UOp:
   """Returns a statement (an operation with a side effect) that computes P of one loop iteration, and the sums of P. The statement is executed after
-  the UOps `after`. `reference` has the number that the softmax subtracts from each row's scores. `p` gets P packed to `dtype`. `part` gets the sums,
-  for each kind in `sums`, such as sums in fp32 (LANE) or of P after rounding (DOT). `correct` describes all operands.
+  the UOps `after`. `reference` has the number that the softmax subtracts from each row's scores. `p` gets P packed to `dtype`. `part` gets one
+  sum for each constant in `sums`: LANE is the fp32 sum of P, DOT the sum of P after rounding. `correct` describes all operands.
 
-  If no row of the wave has seen a key, there is no reference yet. Then the sums become inf, so that `correct` computes P."""
+  If no row of the wave has seen a key, there is no reference yet. Then the sums become inf. `correct`, which runs next, takes inf as a sign to find a
+  reference and to compute P anew."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   name, operands = "weigh", [x[0] for x in (reference, addend, p, scores, part)]

@@ -37,8 +37,9 @@ def _variable(p:Problem) -> UOp:
   return SCORE if p.by_element is None else float_elements(p)[p.by_element]
 
 def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
-  """Computes the derivative of a score_mod, at the scores `before`, by the score, or by the element that `Problem.by_element` names. It is 0 where
-  the function returns -inf: there P is 0, and P times the derivative must be 0, too, although the derivative could be infinite or NaN."""
+  """Computes the derivative of a score_mod at the scores `before`. The derivative is with respect to the score. If `Problem.by_element` is set, it is
+  with respect to an element of a mod_tensor, the one that this field names. The derivative is 0 where the function returns -inf: there P is 0, and
+  P times the derivative must be 0, too, although the derivative could be infinite or NaN."""
   mod = score_function(at.p)
   slopes = Lifted(at, f"score_mod={mod}", before, unit.natural).scaled(derivative(mod.value, _variable(at.p)), 1.0)
   if not may_be_infinite(mod.value) and not float_elements(at.p): return slopes     # without tensors, which may hold -inf

@@ -1,5 +1,5 @@
-"""Changes to tinygrad's CUDA devices. They can then run kernels with more than 48 KB of shared memory and kernels given as machine code, and their
-graphs under TinyJit use the inputs of each call."""
+"""Changes to tinygrad's CUDA devices. With the changes, a device can run kernels with more than 48 KB of shared memory, and kernels given as machine
+code. A CUDA graph that TinyJit replays then reads the inputs of the current call, not those of the recorded call."""
 from __future__ import annotations
 import contextlib, ctypes, functools, re
 from collections.abc import Callable, Iterator

@@ -60,7 +60,7 @@ class Recipe:
   steps: tuple[RecipeStep, ...]
   results: tuple[int, ...]
   def made(self, changing:Sequence[UOp]) -> Iterator[UOp]:
-    """Makes the expression of other UOps in place of those that change, with new buffers. Yields the results."""
+    """Makes the recorded UOps once more, from the inputs `changing` in place of the recorded inputs, and with new buffers. Yields the results."""
     values = [*changing, *self.constant]
     for step in self.steps: values.append(step.made(values))
     return (values[i] for i in self.results)

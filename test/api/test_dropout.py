@@ -338,8 +338,9 @@ def test_a_seed_is_drawn() -> None:
     np.testing.assert_allclose((array(dv)*array(v)).sum(), total.numpy(), atol=0.02)
 
 def seeds_by(draw_one:Callable[[], Tensor], random_dtype:str) -> list[list[float]]:
-  """Draws eight seeds by `draw_one`, the first four realized one after another and the last four together, with draws of the user's own
-  (`Tensor.rand`) between and after them. Returns the numbers of all draws. `random_dtype` is tinygrad's default float dtype."""
+  """Draws eight seeds by `draw_one`, and random numbers as a user may draw them (`Tensor.rand`). The first four seeds are realized one after another,
+  with a user's draw after each. The last four are realized together, with one user's draw. Returns the values of all seeds and draws, a list for
+  each. `random_dtype` is tinygrad's default float dtype."""
   with Context(DEFAULT_FLOAT=random_dtype):
     Tensor.manual_seed(7)
     apart = [(draw_one().tolist(), Tensor.rand(3).tolist()) for _ in range(4)]

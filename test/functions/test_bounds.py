@@ -135,7 +135,8 @@ def test_intervals_and_rest_are_the_mask(name:str) -> None:
 
 @pytest.mark.parametrize("name", EDGES)
 def test_far_places(name:str) -> None:
-  """A mask function's interval of keys, and its interval of queries, are also right for the smallest and the largest indices that are allowed."""
+  """The interval of keys that a query sees, and the interval of queries that see a key, follow from the mask function also at the smallest and the
+  largest indices that are allowed."""
   mask, plain = EDGES[name]
   found = mask_bounds(mask)
   for place in (-FAR + 1, -FAR//7, -12345678, FAR//16, 123456789, FAR - 2):

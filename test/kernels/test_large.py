@@ -63,7 +63,7 @@ def test_append(of:str, arch:str) -> None:
 
 @pytest.mark.parametrize("count, kind", ((2**14, "int"), (2**15, "int"), (2**15 + 1, "long")))
 def test_index_types_of_append(count:int, kind:str) -> None:
-  """Append addresses a cache of up to 2^31 elements in 32 bits, and a larger cache in 64 bits."""
+  """The kernel that appends rows to a cache uses 32-bit indices for up to 2^31 elements, and 64-bit indices for a larger cache."""
   a = in_pages(count, 64)
   for arch in CHIPS: assert types_of_indices(lower(append(a)(*tensors_of(a)), printer_of(arch)), 0) == {kind}
 

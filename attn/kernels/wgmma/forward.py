@@ -36,11 +36,12 @@ from attn.tinygrad_compat import UOp, dtypes
 
 def sums_of(p:Problem) -> tuple[str, ...]:
   """Returns which sums of P the kernel computes for each row. The sum of P as rounded to 16 bits is computed only if O is stored in a finer type than
-  P. Dividing O by it avoids an error of the size of P's rounding, which a coarser type of O would hide. (On an H200 this sum costs 2 to 8 % of the
-  speed by vector additions, and 4 to 15 % by mma.sync. Kernels for the other matrix units always compute it.)
+  P. Dividing O by this sum avoids an error as large as the rounding error of P. If O is stored in a coarser type, the rounding of O hides that error
+  anyway. (On an H200 this sum costs 2 to 8 % of the speed by vector additions, and 4 to 15 % by mma.sync. Kernels for the other matrix units always
+  compute it.)
 
-  If V is stored in 8 bits, the first sum shows whether P times V's scales is too large. If q, k and v are 8-bit floats, the sum of rounded P is a
-  column of the product of P and V (`WgmmaForward.ones`), and is not listed here."""
+  If V is stored in 8 bits, the first sum is FACTORS: it shows whether P times V's scales is too large. If q, k and v are 8-bit floats, the sum of
+  rounded P is a column of the product of P and V (`WgmmaForward.ones`), and is not listed here."""
   if p.of_8_bits: return (LANE,)*p.writes_lse
   stored = "float32" if p.num_splits > 1 else p.out_dtype
   kind = LANE if ROUNDOFF[stored] >= ROUNDOFF[p.dtype] else UNSCALED if p.stored else ONES

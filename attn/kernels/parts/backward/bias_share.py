@@ -163,7 +163,8 @@ class BiasPart:
 
   # ***** the stores *****
   def stored(self, row:Row) -> UOp:
-    """Returns the condition under which sums of row `row` are stored: the row exists, or the workgroup owns a diagonal of tiles."""
+    """Returns the condition under which sums of row `row` are stored: the row exists. A workgroup that sums along diagonals of the scores stores all
+    its sums."""
     return UOp.const(True) if self.share.diagonals is not None else row.there
 
   def row_start(self, group:Workgroup, row:Row) -> UOp:

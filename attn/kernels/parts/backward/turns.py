@@ -63,9 +63,9 @@ class Turns:
     return seen.end - 1 - block if hiding(group.p).after else block - seen.begin
 
   def begin(self, head:UOp, i:UOp, done:UOp) -> UOp:
-    """Returns a statement that waits for the wave's turn to add to dQ: until the blocks before this one have ended their turns. A turn can be for
-    several neighbouring tiles of queries. The statement waits only if iteration i computes the first tile of the turn, or the workgroup's first tile.
-    `head` is the query head. The statement comes after the operation `done`."""
+    """Returns a statement that waits for the wave's turn to add to dQ: until the workgroups whose turns come before have ended their turns. A turn
+    can be for several neighbouring tiles of queries. The statement waits only if iteration i computes the first tile of the turn, or the workgroup's
+    first tile. `head` is the query head. The statement comes after the operation `done`."""
     tile = self.group.scores.tile(i)
     begins = tile.eq(self.turn(tile)) | i.eq(self.group.walked.begin)
     return atomics.await_turn(self.counter(head, tile), self.number(i, tile), self.first & begins, done)

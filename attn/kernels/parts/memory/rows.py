@@ -191,8 +191,8 @@ class PackedRows(GlobalRows):
   def regular(self) -> bool: return False
   def start(self, first:UOp, row:UOp) -> UOp: return self.base + self.in_heads(first + row)
   def in_heads(self, packed:UOp) -> UOp:
-    """Returns where row `packed` of the list begins, counted in elements from row 0 of the list. In the list the heads alternate: row r of the list
-    is row r//heads of head r%heads."""
+    """Returns where a packed row begins in memory, counted in elements from packed row 0. The packed rows are the rows of several heads, which
+    alternate: packed row r is row r//heads of head r%heads."""
     return packed//self.heads*self.stride + packed%self.heads*self.head_stride
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:

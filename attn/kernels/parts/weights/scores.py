@@ -45,7 +45,8 @@ class Scores:
   def raw(self) -> bool: return not self.terms
   @property
   def unit(self) -> ScoreUnit:
-    """What the scores are after all score terms (softcap, ALiBi, bias): exponents of base 2, exponents of base e, or raw scores."""
+    """What the scores are after all score terms (softcap, ALiBi, bias): exponents of base 2, exponents of base e, or raw scores, which softmax_scale
+    does not multiply yet."""
     return raw_unit(self.p) if self.raw else self.unit_of_terms
   @property
   def unit_of_terms(self) -> ScoreUnit: return NATURAL if self.natural else BASE2
