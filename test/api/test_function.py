@@ -97,7 +97,7 @@ def results(call:Call, layer:Layer, jit:bool) -> list[np.ndarray]:
     for _ in range(3 if jit else 1): found = run(*tensors)
   return [t.numpy() for t in found]
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name, way, jit, arch", ALL)
 def test_same_as_outside(name:str, way:str, jit:bool, arch:str) -> None:
   """Results and gradients of attention are the same inside a tinygrad `@function` as outside. Only the last bit of sums that tinygrad's own kernels

@@ -142,6 +142,7 @@ def test_a_chunk_of_a_prompt_by_wgmma() -> None:
     told = attn.explain(given(x, 10, 80)[0], k, v, kv_lengths=int32([80, 80]), causal=True)
     assert "forward_wgmma on sm_90" in str(told)
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axis, arch", ((0, "gfx942"), (1, "sm_90")))
 def test_on_two_devices(axis:int, arch:str) -> None:
   """Attention is right over 8-bit caches whose batches or heads are divided over two devices. With divided heads, a paged cache gives the same

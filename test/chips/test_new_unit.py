@@ -35,6 +35,7 @@ def with_unit(monkeypatch:pytest.MonkeyPatch) -> None:
   monkeypatch.setitem(EMULATED, ARCH, EmulatedChip("deep", 32, LDS))
   for dtype, matrix in DEEP.matrix.items(): monkeypatch.setitem(INSTRUCTIONS, matrix[0].name, MatrixInstruction(ab, ab, c, dtype, ("deep",)))
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("D, dtype", [(40, "float16"), (80, "bfloat16"), *[pytest.param(*x, marks=pytest.mark.thorough) for x in (
   (64, "float16"), (128, "float16"), (40, "bfloat16"), (64, "bfloat16"), (128, "bfloat16"))]])
 def test_forward_and_backward(D:int, dtype:str) -> None:

@@ -248,6 +248,7 @@ for i in range(2):
   print(json.dumps([text.splitlines()[0], b"clang version 2" in lib, b"roc-test" in lib]))
 """
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("parallel", ["0", "2"])
 def test_two_compilers_in_one_process_and_in_workers(machine, tmp_path, parallel):
   """One device uses two compilers: clang compiles attn's kernels, and comgr (ROCm's compiler library) compiles all other kernels."""

@@ -185,7 +185,7 @@ def computed(p:Problem, x:Inputs, do:np.ndarray, arch:str, case:Case, d:np.ndarr
     o = attn.attention(q, k, v, mask_mod=case.mask, mod_tensors=[Tensor(d, device="EMU").realize()]*case.documents, **given)
     return [array(t) for t in (o, *o.gradient(q, k, v, gradient=of_o))]
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ("squares", "documents"))
 @pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch in ("gfx942", "sm_90") else pytest.mark.thorough) for arch in UNITS])
 def test_attention_over_lists_agrees_with_float64(arch:str, name:str) -> None:
@@ -369,6 +369,7 @@ def agrees(o:np.ndarray, gradients:list[np.ndarray], p:Problem, x:Inputs, extras
 
 MASKS_OF_LENGTHS = {"stripes": STRIPES, "sinks and window": CASES["sinks and window"]}
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("arch, name", [pytest.param(arch, name, marks=() if arch == on else pytest.mark.thorough)
                                         for arch in UNITS for name, on in (("stripes", "sm_90"), ("sinks and window", "gfx942"))])
 def test_lists_with_kv_lengths(arch:str, name:str, made:list[ListedBlocks]) -> None:
@@ -386,6 +387,7 @@ def test_lists_with_kv_lengths(arch:str, name:str, made:list[ListedBlocks]) -> N
   agrees(o, gradients, problem(**sizes, extras=extras), x, extras, do)
   assert sorted(x.over for x in made) == ["keys"]*3 + ["queries"] and all(x.batches == 3 for x in made)     # forward twice, dq; dkdv
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("arch, name", [pytest.param(arch, name, marks=() if arch == on else pytest.mark.thorough)
                                         for arch in (*UNITS, "gfx950") for name, on in (("stripes", "gfx950"), ("sinks and window", "sm_80"))])
 def test_lists_of_packed_sequences(arch:str, name:str, made:list[ListedBlocks]) -> None:

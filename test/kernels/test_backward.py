@@ -622,6 +622,7 @@ def compiled_by_nvcc(arch:str, names:Shapes, program:Callable[..., UOp], to:Path
   command = ["nvcc", f"-gencode=arch=compute_{target},code=sm_{target}", "-cubin", "-Xptxas", "-v", "-o", str(to/"kernel.cubin"), str(source)]
   return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("kernel, d, arch", [
   pytest.param(kernel, d, arch, marks=() if (kernel, d, arch) in (("dkdv", 128, "sm_90"), ("all", 128, "sm_90")) else pytest.mark.thorough)

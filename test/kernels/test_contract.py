@@ -40,13 +40,13 @@ SMALL:dict[str, dict[str, Any]] = {
 def held(case:Case, draws:int) -> None:
   for line in lines_of(case, draws): assert line.held, f"{case}: {line}"
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @in_turn("unit, dtype", UNITS, ("float16", "bfloat16"), among=8)
 def test_sample(unit:str, dtype:str, small:None) -> None:
   kinds = [kind for kind in KINDS if not kind.startswith("dO")]
   for i, kind in enumerate(kinds): held(Case(list(SMALL)[i % 2], unit, dtype, "float32" if i % 3 else dtype, kind), 4)
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @in_turn("unit, dtype", UNITS, ("float16", "bfloat16"), among=6)
 def test_sample_of_gradients(unit:str, dtype:str, small:None) -> None:
   for i, kind in enumerate(list(KINDS)[::3]): held(Case("gradients, a sample", unit, dtype, "float32" if i % 2 else dtype, kind), 6)

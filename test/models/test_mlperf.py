@@ -177,6 +177,7 @@ def test_no_copies_of_the_inputs(program:str) -> None:
 
 BY_DEFAULT = (("float16", "EMU::gfx942", True), ("bfloat16", "EMU::sm_80", False))
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype, on, sliding", [
   pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.thorough)
   for case in itertools.product(NOISE, ("EMU::gfx942", "EMU::gfx1100", "EMU::sm_80", "CPU"), (True, False))])

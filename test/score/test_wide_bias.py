@@ -156,6 +156,7 @@ def test_the_lost_part_of_lse_is_needed(monkeypatch:pytest.MonkeyPatch) -> None:
   for parameters, test in (({"Sk": 54}, computed), ({"Sq": 16, "Sk": 402}, in_ranges)):
     with emulated("gfx942"), pytest.raises(AssertionError, match="Not equal to tolerance"): test(Given.of(**parameters))
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count, keys", ((2, False), (3, True), *(pytest.param(4, keys, marks=pytest.mark.thorough) for keys in (False, True))))
 def test_rows_that_devices_share(count:int, keys:bool) -> None:
   """Results are right for rows whose biases are all large and negative, if the rows of a sequence are sharded over devices. With `keys` only the rows

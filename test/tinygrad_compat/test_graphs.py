@@ -46,6 +46,7 @@ def test_a_graph_of_a_grid_that_depends_on_a_variable(mended:bool) -> None:
     for rows in (3, 5, 64): step(whole, n.bind(rows))
   assert made and all(all(blocks) for blocks in made) == mended
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("deterministic", (False, True))
 def test_a_graph_finishes_dq_after_all_sums(monkeypatch:pytest.MonkeyPatch, deterministic:bool) -> None:
   """One kernel adds to fp32 sums of dQ, and another turns the sums into dq. tinygrad does not see these additions, so attn makes the second kernel
