@@ -250,26 +250,28 @@ def test_gradient(arch:str, D:int, Dv:int) -> None:
                    for v, options in ((None, {"v_dim": Dv}), (k[..., :Dv], {})))
     for x, y in zip(found, want): np.testing.assert_allclose(x.numpy(), y.numpy(), atol=2e-2)
 
+def check_cache(heads:int, D:int, Dv:int, capacity:int, filled:int, page:int, **options:Any) -> None:
+  """Checks latent attention of two new rows over a cache that serves as keys and values. The cache has `filled` of `capacity` rows, the others are
+  NaN. With `page` > 0 it consists of pages with this many rows, in random order. Also checks what the cache contains after the call."""
+  q, k = drawn(1, heads, 2, D), drawn(1, 1, filled + 2, D, seed=1)
+  held = np.full((1, 1, capacity, D), np.nan, np.float16)
+  held[:, :, :filled] = k[:, :, :filled]
+  if page:
+    order = np.random.default_rng(2).permutation(capacity//page)
+    held = held.reshape(capacity//page, page, 1, D)[np.argsort(order)]
+    options["block_table"] = Tensor(order[None].astype(np.int32), device="EMU").realize()
+  cache = tensor(held, "float16").contiguous().realize()
+  o = attn.attention_with_kv_cache(tensor(q, "float16"), tensor(k[:, :, filled:], "float16"), None, cache, None, filled, v_dim=Dv, **options)
+  check_against_exact(array(o), q, k, Dv)
+  rows = array(cache).reshape(-1, page or capacity, D)
+  rows = rows[order].reshape(capacity, D) if page else rows[0]
+  np.testing.assert_array_equal(rows[:filled + 2], k[0, 0].astype(np.float32))
+
 @pytest.mark.parametrize("arch, page", [pytest.param(arch, page, marks=() if (arch, page) == ("gfx942", 4) else pytest.mark.thorough)
                                         for arch in ("gfx942", "sm_80", "gfx1201", "sm_90") for page in (0, 1, 4, 32)])
 def test_cache(arch:str, page:int) -> None:
   """Latent attention is right over a cache that serves as keys and values, a whole tensor or in pages. Rows beyond its length are NaN."""
-  D, Dv, capacity, filled = 264, 257, 64, 33
-  q, k = drawn(1, 4, 2, D), drawn(1, 1, filled + 2, D, seed=1)
-  held = np.full((1, 1, capacity, D), np.nan, np.float16)
-  held[:, :, :filled] = k[:, :, :filled]
-  with emulated(arch):
-    options:dict[str, Any] = {}
-    if page:
-      order = np.random.default_rng(2).permutation(capacity//page)
-      held = held.reshape(capacity//page, page, 1, D)[np.argsort(order)]
-      options["block_table"] = Tensor(order[None].astype(np.int32), device="EMU").realize()
-    cache = tensor(held, "float16").contiguous().realize()
-    o = attn.attention_with_kv_cache(tensor(q, "float16"), tensor(k[:, :, filled:], "float16"), None, cache, None, filled, v_dim=Dv, **options)
-    check_against_exact(array(o), q, k, Dv)
-    rows = array(cache).reshape(-1, page or capacity, D)
-    rows = rows[order].reshape(capacity, D) if page else rows[0]
-    np.testing.assert_array_equal(rows[:filled + 2], k[0, 0].astype(np.float32))
+  with emulated(arch): check_cache(4, 264, 257, 64, 33, page)
 
 # ***** tiles *****
 

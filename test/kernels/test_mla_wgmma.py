@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 import numpy as np
 import pytest
-import attn
 from attn.chips import get_chip
 from attn.choose.dispatch import choose
 from attn.choose.mla_tiles import mla_wgmma_tile
@@ -17,11 +16,11 @@ from attn.kernels.wgmma import latent as wgmma_latent
 from attn.kernels.wgmma.latent import WgmmaLatent
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.ops.operation import statement
-from attn.tinygrad_compat import Tensor, UOp
+from attn.tinygrad_compat import UOp
 from api_cases import emulated
-from cases import array, check_kernels, floats, ints, normal, problem, tensor
+from cases import check_kernels, floats, ints, normal, problem
 from kinds import KINDS
-from test_mla import Maker, Plant, barriers_but, check_against_exact, drawn, latent, not_a_number, wrong
+from test_mla import Maker, Plant, barriers_but, check_cache, latent, not_a_number, wrong
 from test_stored import no_spills_on_nvidia
 
 ARCH = "sm_90"
@@ -121,22 +120,8 @@ def test_without_a_barrier(monkeypatch:pytest.MonkeyPatch, left_out:int) -> None
 
 @pytest.mark.parametrize("page", [pytest.param(page, marks=() if page == 16 else pytest.mark.thorough) for page in (0, 16, 64)])
 def test_cache(page:int) -> None:
-  """attention_with_kv_cache uses the kernel, also if the cache has pages. Rows beyond its length are
-  NaN."""
-  D, Dv, capacity, filled, heads = 264, 256, 192, 130, 20
-  q, k = drawn(1, heads, 2, D), drawn(1, 1, filled + 2, D, seed=1)
-  held = np.full((1, 1, capacity, D), np.nan, np.float16)
-  held[:, :, :filled] = k[:, :, :filled]
-  with emulated(ARCH):
-    options:dict[str, Any] = {}
-    if page:
-      order = np.random.default_rng(2).permutation(capacity//page)
-      held = held.reshape(capacity//page, page, 1, D)[np.argsort(order)]
-      options["block_table"] = Tensor(order[None].astype(np.int32), device="EMU").realize()
-    cache = tensor(held, "float16").contiguous().realize()
-    o = attn.attention_with_kv_cache(tensor(q, "float16"), tensor(k[:, :, filled:], "float16"), None, cache, None, filled, v_dim=Dv, num_splits=1,
-                                     **options)
-    check_against_exact(array(o), q, k, Dv)
+  """attention_with_kv_cache uses the kernel, also if the cache has pages. Rows beyond its length are NaN."""
+  with emulated(ARCH): check_cache(20, 264, 256, 192, 130, page, num_splits=1)
 
 # ***** choice *****
 

@@ -287,7 +287,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
   # ***** dQ of a block that owns keys *****
   @property
   def dq_part(self) -> tuple[UOp, UOp]:
-    """Which part of dQ of this iteration's tile this warpgroup computes: the number of its 64 queries, and its first column."""
+    """Part of dQ that this warpgroup computes in an iteration: the number of its 64 queries in the tile, and its first column."""
     group, tile = wgmma.group(self.warp_rows.warps.at.wave), self.of.tile
     together, columns = tile.groups//tile.dq_panels, tile.dq_columns(self.warp_rows.p)
     return (UOp.const(0), group*columns) if tile.dq_panels == 1 else (group//together, group%together*columns)
