@@ -1,4 +1,5 @@
-"""Describes the file docs/costs.txt: the costs of each of attn's kernels, and the predicted time of every forward kernel."""
+"""Makes the contents of docs/costs.txt, a table with a line for each kernel of attn on each chip: its registers, spills, LDS, instructions and bounds,
+and for forward kernels the predicted time."""
 from __future__ import annotations
 from collections.abc import Sequence
 from attn.chips import get_chip
@@ -27,8 +28,8 @@ def line_of(report:Report) -> str: return " | ".join([report.name, *brief_cells(
 def _lines(specs:Sequence[Spec]) -> list[str]: return [line_of(report) for report in reports_of(specs)]
 
 def costs() -> Costs:
-  """Returns the description of the file docs/costs.txt: its header, its columns, and the function that computes the lines of given kernels with the
-  compiler in use. Each line has a kernel's registers, bounds and predicted times."""
+  """Returns what docs/costs.txt consists of: its first line, the names of its columns, and the function that compiles given kernels and makes the
+  lines of the table."""
   header = (f"# The costs of our kernels under {short_version(toolchain())}: bounds and predictions from their machine code, not measurements. "
             f"Rewritten by: {COMMAND} --write docs/costs.txt")
   return Costs(header, ("kernel", *BRIEF, *TIMES), _lines)
