@@ -60,8 +60,8 @@ def test_flash_attention_2_keeps_the_law_with_options(name:str, dtype:str) -> No
   check(p, KINDS["normal"](p, 0), gradient_of_o(p, 3), options, floats(3, 4, 50, seed=5))
 
 def test_errors_that_scores_share() -> None:
-  """If all keys are equal, all scores of a row have the same rounding error. Beside a sink with most of P, this error does not cancel in the softmax.
-  The error limit allows for it."""
+  # If all keys are equal, all scores of a row have the same rounding error. Beside a sink with most of P, this error does not cancel in the softmax.
+  # The error limit allows for it.
   p = problem(B=50, H=1, Sq=4, Sk=18, D=118, dtype="float32")
   x = replace(normal(p), q=np.full((50, 1, 4, 118), 0.3, np.float32), k=np.full((50, 1, 18, 118), -2.0, np.float32))
   dot = np.zeros((), np.float32)
@@ -74,8 +74,8 @@ def test_errors_that_scores_share() -> None:
     assert (verdict := judge(got, law)).ok, verdict
 
 def test_errors_that_scores_do_not_share() -> None:
-  """All products of q and k are equal, but a bias makes each score round differently. These errors do not cancel, whatever V is. The error limit
-  allows for them."""
+  # All products of q and k are equal, but a bias makes each score round differently. These errors do not cancel, whatever V is. The error limit
+  # allows for them.
   p, bias = problem(B=50, H=1, Sq=1, Sk=18, D=128, dtype="float32"), floats(50, 1, 1, 18, seed=1)
   x = replace(normal(p), q=np.full((50, 1, 1, 128), 0.25, np.float32), k=np.full((50, 1, 18, 128), -2.0, np.float32))
   up_or_down = np.where(floats(50, 1, 1, 18, seed=2) > 0, 1, -1)
@@ -87,8 +87,8 @@ def test_errors_that_scores_do_not_share() -> None:
     assert verdict.ok is ok, verdict
 
 def test_sums_that_cancel() -> None:
-  """If all weights are equal, only additions cause errors. A sum that ends near 0 was larger on its way, and the error limit must allow for the
-  roundings of the larger sum."""
+  # If all weights are equal, only additions cause errors. A sum that ends near 0 was larger on its way, and the error limit must allow for the
+  # roundings of the larger sum.
   p = problem(B=50, H=1, Sq=1, Sk=23, D=64, dtype="float32")
   x = replace(normal(p), q=np.full((50, 1, 1, 64), 0.25, np.float32), k=np.ones((50, 1, 23, 64), np.float32))
   sums = np.zeros((50, 1, 1, 64), np.float32)
@@ -97,8 +97,8 @@ def test_sums_that_cancel() -> None:
   assert (verdict := judge(sums/np.float32(23), law)).ok, verdict
 
 def test_gradients_below_the_normal_numbers() -> None:
-  """sigma, the predicted standard deviation of errors, is right for gradients below the normal range of their dtype. There the rounding error is
-  equally large for every mantissa, so the root mean square of the errors is about sigma. For normal numbers it is 0.73 sigma."""
+  # sigma, the predicted standard deviation of errors, is right for gradients below the normal range of their dtype. There the rounding error is
+  # equally large for every mantissa, so the root mean square of the errors is about sigma. For normal numbers it is 0.73 sigma.
   p = problem(H=6, Hkv=2, Sq=3, Sk=150, D=48)
   x, dlse = normal(p, 2), floats(1, 6, 3, seed=7)
   x = replace(x, q=rounded(x.q*np.float32(1e-3), p.dtype))
@@ -109,15 +109,15 @@ def test_gradients_below_the_normal_numbers() -> None:
   assert judge(stored, law).ok and not judge(stored + np.float32(2.0**-21), law).ok
 
 def test_scores_far_below_a_sink() -> None:
-  """All error limits are finite for scores of -10000 beside a sink of 0."""
+  # All error limits are finite for scores of -10000 beside a sink of 0.
   p = problem(B=1, H=1, Sq=3, Sk=3, D=8)
   options = Options(bias=np.full((1, 1, 1, 3), -10000.0), sinks=np.zeros(1))
   laws = law_of_gradients(*vars(normal(p)).values(), gradient_of_o(p, 3), None, 1.0, options=options, dtype="float16", out_dtype="float16")
   assert all(np.isfinite(law.limit).all() for law in vars(laws).values() if law is not None)
 
 def test_float32() -> None:
-  """The error limits of float32 results allow for no errors except those of fp32 arithmetic, in every kind of input, with dO of normal size and 1000
-  times as large."""
+  # The error limits of float32 results allow for no errors except those of fp32 arithmetic, in every kind of input, with dO of normal size and 1000
+  # times as large.
   for kind in KINDS:
     p = problem(B=2, H=2, Hkv=1, Sq=60, Sk=130, D=32, dtype="float32")
     check(p, KINDS[kind](p, 0), gradient_of_o(p, 3, 1000.0 if kind == LARGE else 1.0), Options())
@@ -125,7 +125,7 @@ def test_float32() -> None:
 # ***** parts of the law *****
 
 def test_rounded_once_more() -> None:
-  """`Law.rounded_to` returns the error limits of an fp32 result that is then rounded to 16 bits, such as the gradient of a 16-bit tensor."""
+  # `Law.rounded_to` returns the error limits of an fp32 result that is then rounded to 16 bits, such as the gradient of a 16-bit tensor.
   x = floats(1000)
   law = replace(without_error(x.shape), exact=x.astype(np.float64), slack=np.full(x.shape, 1e-6))
   stored = law.rounded_to("bfloat16")
@@ -135,8 +135,8 @@ def test_rounded_once_more() -> None:
 def pieces(law:Law) -> list[np.ndarray]: return [law.exact, law.sigma, law.slack, law.left_out]
 
 def test_each_batch_has_its_own_law() -> None:
-  """The error limits of a batch with kv_lengths depend only on the keys that this batch sees. For the gradient of a tensor that batches share, the
-  variances of the batches' errors are added."""
+  # The error limits of a batch with kv_lengths depend only on the keys that this batch sees. For the gradient of a tensor that batches share, the
+  # variances of the batches' errors are added.
   p, options = problem(B=2, H=2, Hkv=1, Sq=9, Sk=20, D=8), Options(kv_lengths=np.array([7, 20]), bias=floats(2, 1, 9, 20), sinks=floats(2))
   x, do = KINDS["normal"](p, 0), gradient_of_o(p, 3)
   how, found = dict(dtype="float16", out_dtype="float16"), []
@@ -158,8 +158,8 @@ def test_each_batch_has_its_own_law() -> None:
   np.testing.assert_allclose(np.square(gradients.sinks.sigma), sum(parts), rtol=1e-6)
 
 def test_equal_scores_are_rounded_alike() -> None:
-  """Equal scores have equal rounding errors, and the error limit allows for this. Here half of the keys have one score, and half another. If the
-  roundings counted as independent, this row would be 20 standard deviations off."""
+  # Equal scores have equal rounding errors, and the error limit allows for this. Here half of the keys have one score, and half another. If the
+  # roundings counted as independent, this row would be 20 standard deviations off.
   n, q = 16384, np.float32([[[1.0, 0, 0, 0, 0, 0, 0, 0]]])
   k, v = np.zeros((1, n, 8), np.float32), np.zeros((1, n, 8), np.float32)
   k[:, n//2:, 0] = np.log(1 + 1.98*ROUNDOFF["float16"])*-1
@@ -179,15 +179,15 @@ def test_nan_and_inf_must_match() -> None:
 
 @pytest.mark.parametrize("count, alike, ok", ((10**4, False, False), (9999, False, True), (10**4, True, True)))
 def test_elements_that_are_wrong_together(count:int, alike:bool, ok:bool) -> None:
-  """10^4 elements that each have an error of 1.1 sigma are refused: each error is far below its limit, but their root mean square is above 1 sigma.
-  Fewer elements are not refused, and neither are elements that do not count because their errors are equal (`alike`)."""
+  # 10^4 elements that each have an error of 1.1 sigma are refused: each error is far below its limit, but their root mean square is above 1 sigma.
+  # Fewer elements are not refused, and neither are elements that do not count because their errors are equal (`alike`).
   law = Law(np.zeros(count), np.ones(count), np.full(count, 0.2), np.full(count, alike))
   assert judge(np.full(count, 1.1), law).ok == ok and judge(np.full(count, 0.9), law).ok
 
 def test_a_unit_that_flushes_may_lose_a_weight() -> None:
-  """The error limit allows dq = 0 on a matrix unit that treats denormal inputs as 0, if dS is only slightly above 2^-14, the smallest normal number.
-  Here an element of V is so small that the unit treats it as 0. Without it dS is below 2^-14, so dS becomes 0, too. A dq of the wrong sign is not
-  allowed."""
+  # The error limit allows dq = 0 on a matrix unit that treats denormal inputs as 0, if dS is only slightly above 2^-14, the smallest normal number.
+  # Here an element of V is so small that the unit treats it as 0. Without it dS is below 2^-14, so dS becomes 0, too. A dq of the wrong sign is not
+  # allowed.
   q, k, do = np.zeros((1, 1, 1, 16), np.float32), np.zeros((1, 1, 2, 16), np.float32), np.ones((1, 1, 1, 16), np.float32)
   k[0, 0, :, 0], v = (1, -1), np.zeros((1, 1, 2, 16), np.float32)
   v[0, 0, 0, :2] = 4*(2.0**-14 + 2.0**-18 - 2.0**-17), 4*2.0**-17
@@ -202,7 +202,7 @@ def test_what_a_type_has_no_number_for_is_inf(dtype:str, largest:float) -> None:
   for wrong in ([np.inf, -largest, -np.inf], [largest, -largest, -largest], [largest, -largest, np.inf]): assert judge(np.array(wrong), law).pattern
 
 def test_infinite_inputs_stay_where_they_are() -> None:
-  """A row of NaN or inf in the inputs leaves the expected values and error limits of all other rows unchanged."""
+  # A row of NaN or inf in the inputs leaves the expected values and error limits of all other rows unchanged.
   p = problem(H=1, Sq=30, Sk=40, D=16)
   x = KINDS["normal"](p, 0)
   clean = law_of(x.q, x.k, x.v, p.softmax_scale, dtype="float16", out_dtype="float16")[0]
@@ -282,9 +282,9 @@ def test_faults_break_the_law(fault:str, dtype:str) -> None:
   for name, (got, law) in FAULTS[fault](dtype).items(): assert not judge(got, law).ok, f"{name}: {judge(got, law)}"
 
 def test_errors_that_roundings_hide() -> None:
-  """Some faults stay below the error limit, because their errors are smaller than the rounding errors that the limit allows. Three examples: a wrong
-  weight of a key range if all ranges have equal means; a missing key whose weight is smaller than the rounding errors of the other keys; a truncated
-  P if the mean of V is 0."""
+  # Some faults stay below the error limit, because their errors are smaller than the rounding errors that the limit allows. Three examples: a wrong
+  # weight of a key range if all ranges have equal means; a missing key whose weight is smaller than the rounding errors of the other keys; a
+  # truncated P if the mean of V is 0.
   q, k, v = arrays(16, 256, "bfloat16")
   law = law_of(q, k, v, SCALE, dtype="bfloat16", out_dtype="bfloat16")[0]
   parts = [exact(q, k[:, :, at], v[:, :, at], SCALE) for at in (slice(128), slice(128, None))]

@@ -74,7 +74,7 @@ def test_rows_of_no_sequence_have_no_sink(arch:str, kernel:str) -> None: packed(
 def test_rows_beyond_the_longest_sequence_are_zero(arch:str, kernel:str) -> None: packed(arch, kernel, (5, 20, 70, 72), 11, False)
 
 def test_padding_under_jit() -> None:
-  """Rows of the output beyond the last packed sequence are 0 after every call under TinyJit. None keeps a number that an earlier call wrote."""
+  # Rows of the output beyond the last packed sequence are 0 after every call under TinyJit. None keeps a number that an earlier call wrote.
   with emulated("gfx942"):
     @TinyJit
     def step(q:Tensor, ends:Tensor) -> Tensor:
@@ -104,8 +104,8 @@ def test_bounds_beyond_the_lengths_are_none(kernel:str, window:tuple[int, int]) 
     rounded_to(q, k, v, o, window=tuple(-1 if n > 1000 else n for n in window), offset=50)
 
 def test_window_bounds_that_hide_nothing_are_dropped() -> None:
-  """attn drops a bound of a window if it hides no key from any query, and only then. This is tested for many offsets between the first query and the
-  first key."""
+  # attn drops a bound of a window if it hides no key from any query, and only then. This is tested for many offsets between the first query and the
+  # first key.
   def cut(window:tuple[int, int], offset:int, Sq:int=40, Sk:int=90) -> tuple[int, int]:
     return Problem(1, 1, 1, Sq, Sk, 16, 16, window=window, offset=offset, softmax_scale=1.0).window
   def seen(window:tuple[int, int], offset:int, Sq:int, Sk:int) -> np.ndarray:
@@ -122,7 +122,7 @@ def test_window_bounds_that_hide_nothing_are_dropped() -> None:
 @pytest.mark.parametrize("options", ({"softcap": 2.0**100}, {"softcap": 1e-30}, {"softmax_scale": 1e30}, {"softmax_scale": 1.2e-38},
                                      {"softcap": 1e20, "softmax_scale": 1e-10}), ids=str)
 def test_scales_that_fp32_holds(kernel:str, options:dict[str, float]) -> None:
-  """Results are right, and never NaN, for very small and very large values of softmax_scale and softcap."""
+  # Results are right, and never NaN, for very small and very large values of softmax_scale and softcap.
   from attn.reference import Options
   with emulated("gfx942", kernel):
     q, k, v = (draw(1, 1, 20, 32, seed=i) for i in range(3))

@@ -36,7 +36,7 @@ def test_views_have_the_numbers_of_their_array() -> None:
     np.testing.assert_array_equal(view(Tensor(base(a, *steps), device="PYTHON"), *steps).numpy(), a, err_msg=str(steps))
 
 def test_rows_before_a_rotary_embedding() -> None:
-  """`turned_back` inverts a rotary embedding: rotating its rows by the angles, with pairs of columns as complex numbers, gives the original rows."""
+  # `turned_back` inverts a rotary embedding: rotating its rows by the angles, with pairs of columns as complex numbers, gives the original rows.
   rng = np.random.default_rng(0)
   a, quarters, at = rng.standard_normal((2, 3, 4, 8)).astype(np.float32), rng.integers(4, size=(9, 3)), (5, 2)
   for interleaved, moving in ((True, True), (False, True), (True, False)):
@@ -72,8 +72,8 @@ def with_values(*of:float) -> dict[str, np.ndarray]:
   return {"q": q, "k": q, "v": v}
 
 def test_small_numbers_where_float16_is_emulated() -> None:
-  """The check of random calls accepts 0 in place of 3e-5 in float16, if tinygrad may emulate float16 on the device: the emulation reads and writes
-  3e-5 as 0. The check refuses 0 on other devices and in place of larger numbers."""
+  # The check of random calls accepts 0 in place of 3e-5 in float16, if tinygrad may emulate float16 on the device: the emulation reads and writes
+  # 3e-5 as 0. The check refuses 0 on other devices and in place of larger numbers.
   small = float(np.float16(3e-5))
   f, x = Facts("float16", "float16", 1.0, ("o",), emulates=True), with_values(small, 1.0)
   def held(f:Facts, *of:float) -> bool: return not hold(x, f, {"o": with_values(*of)["v"]})
@@ -83,8 +83,8 @@ def test_small_numbers_where_float16_is_emulated() -> None:
   assert not held(replace(f, dtype="bfloat16", out_dtype="bfloat16"), 0, 1)
 
 def test_v_has_no_gradient_through_lse() -> None:
-  """lse does not depend on v, so the check of random calls expects the gradient 0 for v if the loss uses only lse. It also accepts NaN if weights are
-  NaN, because a kernel may multiply them by 0. If the loss also uses o, it accepts only NaN there."""
+  # lse does not depend on v, so the check of random calls expects the gradient 0 for v if the loss uses only lse. It also accepts NaN if weights are
+  # NaN, because a kernel may multiply them by 0. If the loss also uses o, it accepts only NaN there.
   f, x = Facts("float16", "float16", 1.0, ("v",)), with_values(1.0, 2.0)
   x |= {"q": np.full_like(x["q"], np.nan), "dlse": np.ones((1, 1, 2), np.float32)}
   nothing, unknown, wrong = (np.full_like(x["v"], n) for n in (0, np.nan, 1))

@@ -33,7 +33,7 @@ def test_the_main_commands_are_there() -> None:
   assert len(COMMANDS) > 10
 
 def test_the_gate_runs_the_test_command() -> None:
-  """.ci/run finds the right test command in README.md, by a sed expression, and executes it."""
+  # .ci/run finds the right test command in README.md, by a sed expression, and executes it.
   script = (ROOT/".ci/run").read_text()
   expression = re.search(r"sed -n '([^']*)' README.md", script)
   assert expression is not None
@@ -52,8 +52,8 @@ def test_the_test_commands_collect(tmp_path:Path) -> None:
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "COMPARE=1" in c])
 def test_a_comparison_needs_a_gpu(command:str, tmp_path:Path) -> None:
-  """Each command in README.md that compares attn with other libraries has valid settings. On this machine it stops only because there is no GPU to
-  compare on."""
+  # Each command in README.md that compares attn with other libraries has valid settings. On this machine it stops only because there is no GPU to
+  # compare on.
   with pytest.raises(AssertionError, match=r"bench\.py: COMPARE=1 on EMU: it is for DEV=CUDA"): run(command, tmp_path)
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c not in (TESTS, GPU_TESTS, INSTALL) and "examples/" not in c and "COMPARE=1" not in c])
@@ -71,12 +71,12 @@ def test_every_example_is_shown_and_tested() -> None:
   assert shown == set(test_examples.SAYS)
 
 def test_it_stays_short() -> None:
-  """README.md has at most 100 lines of prose. Tables and blocks of commands do not count: they grow with the number of chips and examples."""
+  # README.md has at most 100 lines of prose. Tables and blocks of commands do not count: they grow with the number of chips and examples.
   prose = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
   assert 20 < len([line for line in prose.splitlines() if line and not line.startswith("|")]) <= 100
 
 def test_the_table_of_chips_is_the_one_in_code() -> None:
-  """README.md says that a chip was measured only if attn's table of chips says so, too."""
+  # README.md says that a chip was measured only if attn's table of chips says so, too.
   table = re.search(r"^\| chip \|.*\n.*\n((?:\|.*\n)+)", README, re.MULTILINE)
   assert table is not None
   rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
@@ -87,9 +87,9 @@ def test_the_table_of_chips_is_the_one_in_code() -> None:
     assert "emulated" in state and (("wgmma" in unit) == CHIPS[name].wgmma) and ("compiled" in state) == (name in costed), name
 
 def test_what_is_predicted_for_amd_follows_from_the_costs() -> None:
-  """README.md's table about AMD repeats docs/costs.txt: the range of `useful` (share of the matrix unit's peak rate that goes to necessary products)
-  over both dtypes and masks at D = 128, and the ranges of the predicted rates. The rates follow from the predicted times for a batch of 4, 16 heads,
-  and 8192 queries and keys, at the clock that the GPU sustains in its fastest GEMM and at its rated clock."""
+  # README.md's table about AMD repeats docs/costs.txt: the range of `useful` (share of the matrix unit's peak rate that goes to necessary products)
+  # over both dtypes and masks at D = 128, and the ranges of the predicted rates. The rates follow from the predicted times for a batch of 4, 16
+  # heads, and 8192 queries and keys, at the clock that the GPU sustains in its fastest GEMM and at its rated clock.
   costs, scores = costs_by_kernel(), 4*16*8192
   for name, useful, sustained, rated, gemm in table_after("docs/costs.txt also has predicted times"):
     chip, card = next((chip, card) for chip in CHIPS.values() for card in chip.cards if card.name == name)

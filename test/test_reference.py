@@ -94,8 +94,8 @@ def test_exact_is_tinygrads_autograd_of_three_pass(name:str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_textbook_rounds_like_its_type(dtype:str) -> None:
-  """`same_backward` computes gradients in numpy with the roundings of a dtype. In float32 it is exact up to errors of fp32. In a 16-bit dtype its
-  results are numbers of this dtype, and its errors are about as large as the dtype's roundoff."""
+  # `same_backward` computes gradients in numpy with the roundings of a dtype. In float32 it is exact up to errors of fp32. In a 16-bit dtype its
+  # results are numbers of this dtype, and its errors are about as large as the dtype's roundoff.
   rng = np.random.default_rng(0)
   q, k, v, do = (rounded(rng.standard_normal((1, 2, 64, 32), dtype=np.float32), dtype) for _ in range(4))
   dlse = rng.standard_normal((1, 2, 64), dtype=np.float32)

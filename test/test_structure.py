@@ -31,7 +31,7 @@ def test_a_name_means_one_thing() -> None:
   assert not {name: paths for name, paths in where.items() if len(paths) > 1 and name not in ALLOWED}
 
 def test_no_module_only_forwards() -> None:
-  """Every module except `__init__` of the package defines something, or consists of a docstring only."""
+  # Every module except `__init__` of the package defines something, or consists of a docstring only.
   for path in MODULES:
     tree = ast.parse(path.read_text())
     if path == ROOT/"attn/__init__.py" or all(isinstance(node, ast.Expr) for node in tree.body): continue
@@ -81,13 +81,13 @@ def test_few_modules_are_in_no_room() -> None:
   assert len(list((ROOT/"attn").glob("*.py"))) <= 9
 
 def test_no_kernel_imports_another() -> None:
-  """No kernel imports another kernel. Code that two kernels share is in attn/kernels/parts."""
+  # No kernel imports another kernel. Code that two kernels share is in attn/kernels/parts.
   for path in (ROOT/"attn/kernels").glob("*.py"):
     assert not [x for x in imports(path) if room_of(x) == "kernels"], path
 
 def test_an_algorithm_knows_no_unit() -> None:
-  """forward.py and backward.py, the modules with the algorithms, import no module with the steps of a matrix unit or of plain UOps, directly or
-  indirectly."""
+  # forward.py and backward.py, the modules with the algorithms, import no module with the steps of a matrix unit or of plain UOps, directly or
+  # indirectly.
   of = {module_of(path): imports(path) for path in MODULES}
   for name in ("forward", "backward"):
     taken = {f"attn.kernels.{name}"}
@@ -95,7 +95,7 @@ def test_an_algorithm_knows_no_unit() -> None:
     assert not [x for x in taken if x.startswith(("attn.kernels.amd", "attn.kernels.mma", "attn.kernels.wgmma", "attn.kernels.plain"))]
 
 def test_forward_knows_nothing_of_backward() -> None:
-  """Modules of forward kernels import no module that is named for gradients, directly or indirectly."""
+  # Modules of forward kernels import no module that is named for gradients, directly or indirectly.
   of = {module_of(path): imports(path) for path in MODULES}
   of_gradients = ("backward", "dbias", "gradient")
   taken = {x for x in of if x.startswith("attn.kernels.") and not x.startswith("attn.kernels.parts.") and not any(word in x for word in of_gradients)}
@@ -115,7 +115,7 @@ def test_functions_fit_on_a_screen() -> None:
 # ***** what `import attn` loads *****
 
 def test_import_loads_no_tools() -> None:
-  """`import attn` starts no process. It does not load the reports on machine code, the search for tiles, or modules that only a command needs."""
+  # `import attn` starts no process. It does not load the reports on machine code, the search for tiles, or modules that only a command needs.
   script = ("import subprocess, sys, json\n"
             "def started(*args, **kwargs): raise AssertionError(f'import attn starts {args}')\n"
             "subprocess.Popen.__init__ = started\n"
@@ -140,8 +140,8 @@ def family_names_in(tree:ast.AST) -> list[str]:
   return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FAMILIES]
 
 def test_a_family_is_known_in_its_own_file() -> None:
-  """Only attn/chips contains names of chip families. There are two exceptions: the emulator, whose own tables of the families come from the vendors'
-  documents, and the names of tinygrad's instruction tables."""
+  # Only attn/chips contains names of chip families. There are two exceptions: the emulator, whose own tables of the families come from the vendors'
+  # documents, and the names of tinygrad's instruction tables.
   wrong = ast.parse('if arch.family == "rdna4": x = {"cdna3": 1, "gfx950": 2}')
   assert family_names_in(wrong) == ["rdna4", "cdna3"] and keys_that_are_chips(wrong) == ["gfx950"]
   for path in MODULES:
@@ -159,7 +159,7 @@ class Case:
   def add_marker(self, mark:pytest.MarkDecorator) -> None: self.marks.append(mark)
 
 def test_a_sample_of_cases_runs_by_default() -> None:
-  """The mark `sample(2)` lets only 2 cases of a test run by default. Cases with other marks, and tests without this mark, stay as they are."""
+  # The mark `sample(2)` lets only 2 cases of a test run by default. Cases with other marks, and tests without this mark, stay as they are.
   few = pytest.mark.sample(2)
   ours, other = [Case(f"test_x[{i}]", few) for i in range(5)], [Case(f"test_y[{i}]") for i in range(5)]
   gpu = Case("test_x[gpu]", few, pytest.mark.gpu)

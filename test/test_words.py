@@ -80,7 +80,7 @@ def unknown_names(text:str) -> list[str]:
   return sorted({name for span in spans for name in re.findall(r"[A-Za-z_]\w*", span)} - known - OTHERS)
 
 def test_names_in_backticks_are_in_code() -> None:
-  """A page names no function, class, field or setting that does not exist."""
+  # A page names no function, class, field or setting that does not exist.
   assert unknown_names("`attention` of `no_such_function(x)`, `Matrix.no_such_field`") == ["no_such_field", "no_such_function"]
   assert not unknown_names("\n".join(page.read_text() for page in PAGES))
 

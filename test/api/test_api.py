@@ -58,7 +58,7 @@ def test_layouts(layout, kernel): on_kernel(kernel, B=2, H=4, Sq=20, Sk=150, D=3
 
 @pytest.mark.parametrize("kernel", ("forward", "forward_mma", "three_pass"))
 def test_more_queries_than_keys(kernel):
-  """Causal attention with Sq=5 and Sk=2: rows 0 to 2 see no key and must be 0 with lse -inf."""
+  # Causal attention with Sq=5 and Sk=2: rows 0 to 2 see no key and must be 0 with lse -inf.
   o, lse = on_kernel(kernel, Sq=5, Sk=2, causal=True)
   assert (o[:, :, :3] == 0).all() and np.isneginf(lse[:, :, :3]).all() and np.isfinite(lse[:, :, 3:]).all()
 
@@ -68,7 +68,7 @@ def test_an_empty_split_weighs_nothing():
 
 @on_two("kernel", KERNELS)
 def test_nan_beyond_the_lengths(kernel):
-  """NaN in the cache beyond the length of each batch (32, 64, 96 and 48 of 128 keys) does not reach the output."""
+  # NaN in the cache beyond the length of each batch (32, 64, 96 and 48 of 128 keys) does not reach the output.
   def poisoned(p:Problem) -> Inputs:
     x = normal(p)
     for b, n in enumerate((32, 64, 96, 48)): x.k[b, :, n:], x.v[b, :, n:] = np.nan, np.nan
@@ -77,8 +77,8 @@ def test_nan_beyond_the_lengths(kernel):
 
 @on_two("kernel", KERNELS)
 def test_window_counts_the_diagonal(kernel):
-  """window=(W-1, 0) lets a query see W keys: the key at the query's own position and W-1 keys before it. window=(-1, 0) has no limit on the left and
-  equals causal=True. Here one query sees W=128 of 256 keys."""
+  # window=(W-1, 0) lets a query see W keys: the key at the query's own position and W-1 keys before it. window=(-1, 0) has no limit on the left and
+  # equals causal=True. Here one query sees W=128 of 256 keys.
   with emulated(arch_of(kernel), kernel):
     q, k, v = draw(1, 2, 1, 64), draw(1, 2, 256, 64, seed=1), draw(1, 2, 256, 64, seed=2)
     more = SPLITS.get(kernel, {})
@@ -90,8 +90,8 @@ def test_window_counts_the_diagonal(kernel):
 @pytest.mark.sample(3)
 @in_turn("causal, kernel", (False, True), KERNELS, among=2)
 def test_empty_sequences(kernel, causal):
-  """Results are right if a batch of packed sequences contains sequences without queries, without keys, or without both: as the first, a middle and
-  the last sequence."""
+  # Results are right if a batch of packed sequences contains sequences without queries, without keys, or without both: as the first, a middle and the
+  # last sequence.
   on_kernel(kernel, H=2, Sq=50, Sk=170, D=32, layout="thd", causal=causal,
             extras={"cu_seqlens_q": int32(0, 0, 20, 20, 30, 50, 50), "cu_seqlens_k": int32(0, 10, 10, 30, 150, 170, 170)})
 
@@ -108,7 +108,7 @@ def test_a_sink_counts_once(kernel):
 
 @on_two("kernel", KERNELS)
 def test_low_scores_are_not_taken_for_masked_ones(kernel):
-  """A key that a query sees keeps its weight if its score is below -5e4: a kernel must not treat such a score as masked."""
+  # A key that a query sees keeps its weight if its score is below -5e4: a kernel must not treat such a score as masked.
   def low(p:Problem) -> Inputs:
     x = normal(p)
     x.q[:] = 64*np.sign(x.q[:, :, :1])
@@ -119,8 +119,8 @@ def test_low_scores_are_not_taken_for_masked_ones(kernel):
 
 @pytest.mark.parametrize("kernel", ("forward", "forward_mma", "three_pass"))
 def test_huge_scores(kernel):
-  """Scores of 1.7e10 in bfloat16, scaled by 0.25, give finite results. The kernel split_kv is left out: split_kv merges partial results by their fp32
-  lse, and an fp32 number of this size is a multiple of 256, so its result is finite but inexact."""
+  # Scores of 1.7e10 in bfloat16, scaled by 0.25, give finite results. The kernel split_kv is left out: split_kv merges partial results by their fp32
+  # lse, and an fp32 number of this size is a multiple of 256, so its result is finite but inexact.
   def huge(p:Problem) -> Inputs:
     x = normal(p)
     x.q[:], x.k[:] = 16384.0, 16384.0
@@ -259,8 +259,8 @@ def test_explain(capsys):
     with pytest.raises(ValueError, match=r"scale=2: attention has no such option; it has causal, softmax_scale"): attn.explain(q, k, k, scale=2)
 
 def test_explain_on_nvidia():
-  """Dispatch on NVIDIA chooses mma.sync kernels also for calls with a score option, a length or a split, and not three_pass, which computes attention
-  in tinygrad's tensor operations."""
+  # Dispatch on NVIDIA chooses mma.sync kernels also for calls with a score option, a length or a split, and not three_pass, which computes attention
+  # in tinygrad's tensor operations.
   for arch in ("sm_80", "sm_90"):
     with emulated(arch):
       q, k = draw(1, 8, 1, 64), draw(1, 1, 4096, 64)
@@ -292,7 +292,7 @@ FORCED = [("gfx950", "dual_wave", {"D": 128}, "blocks of 256 queries leave some 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("arch, kernel, sizes, slower", FORCED)
 def test_a_kernel_that_would_be_slower_can_be_forced(arch, kernel, sizes, slower):
-  """The environment variable ATTN_KERNEL runs a kernel that dispatch would not choose, and `explain` says why another kernel is faster."""
+  # The environment variable ATTN_KERNEL runs a kernel that dispatch would not choose, and `explain` says why another kernel is faster.
   problem = {"H": 2, "Sq": 20, "Sk": 150, "D": 64, "causal": True} | sizes
   with emulated(arch):
     q, k = draw(1, 2, problem["Sq"], problem["D"]), draw(1, 2, 150, problem["D"])
@@ -408,8 +408,8 @@ def test_flash_attn_names():
 # ***** caches of a process *****
 
 def test_old_kernels_are_forgotten(monkeypatch) -> None:
-  """attn limits how many of its kernels tinygrad's caches keep. If there are more, the oldest are dropped until half of the limit remains. TinyJit
-  still replays calls that it captured earlier, and a new call builds a dropped kernel again."""
+  # attn limits how many of its kernels tinygrad's caches keep. If there are more, the oldest are dropped until half of the limit remains. TinyJit
+  # still replays calls that it captured earlier, and a new call builds a dropped kernel again.
   most, scale, before = 4, 0.25, set(schedule.schedule_cache)
   monkeypatch.setattr(launch, "MOST_KERNELS", most)
   with emulated("gfx942"):

@@ -180,8 +180,8 @@ def check_argument(name:str, argument:str, computed:slice) -> None:
 
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
 def test_every_argument(name:str, argument:str) -> None:
-  """A function either accepts a value of an argument, or refuses it with a good error. To save time, only some of the accepted calls are computed:
-  every fortieth, from a first call that differs from argument to argument."""
+  # A function either accepts a value of an argument, or refuses it with a good error. To save time, only some of the accepted calls are computed:
+  # every fortieth, from a first call that differs from argument to argument.
   turn = ARGUMENTS.index((name, argument))
   check_argument(name, argument, slice(turn % 40, None, 40))
 

@@ -13,8 +13,8 @@ H, HKV, D = 4, 2, 16
 
 @pytest.mark.parametrize("arch, batches", [("sm_80", 1), *[pytest.param(x, 20, marks=pytest.mark.thorough) for x in ("gfx942", "gfx1201", "sm_80")]])
 def test_in_random_batches(arch:str, batches:int) -> None:
-  """One decoding step over 600 keys in pages of 16 rows gives a sequence the same bits alone and in a batch. The batch has up to seven other
-  sequences and a wider block table."""
+  # One decoding step over 600 keys in pages of 16 rows gives a sequence the same bits alone and in a batch. The batch has up to seven other sequences
+  # and a wider block table.
   rng, most = np.random.default_rng(7), 600
   q, k, v = (rng.standard_normal((1, h, n, D)).astype(np.float16) for h, n in ((H, 1), (HKV, most), (HKV, most)))
   def step(others:tuple[int, ...], pages_more:int, invariant:bool) -> np.ndarray:
@@ -33,8 +33,8 @@ def test_in_random_batches(arch:str, batches:int) -> None:
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
 def test_choices_do_not_depend_on_the_batch(arch:str) -> None:
-  """The tile and the number of key ranges are the same for every batch size with batch_invariant, for one query and for 300 queries. Without
-  batch_invariant they change with the batch size."""
+  # The tile and the number of key ranges are the same for every batch size with batch_invariant, for one query and for 300 queries. Without
+  # batch_invariant they change with the batch size.
   def choice(B:int, invariant:bool, Sq:int=1) -> tuple[str, str, int]:
     q, k = (Tensor.empty(B, *shape, 64, dtype="half", device="EMU") for shape in ((H, Sq), (HKV, 2048)))
     found = attn.api.attention.choice_of(q, k, k, kv_lengths=1100, batch_invariant=invariant)

@@ -48,8 +48,8 @@ def test_rows_land_where_they_belong(layout, new):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_decoding_is_the_uncached_computation(arch):
-  """Decoding with a cache gives the result of attention without a cache at every position. The cache is full of NaN at first. The test appends a
-  prompt of 60 rows, then single rows under TinyJit at an offset that a Variable gives."""
+  # Decoding with a cache gives the result of attention without a cache at every position. The cache is full of NaN at first. The test appends a
+  # prompt of 60 rows, then single rows under TinyJit at an offset that a Variable gives.
   with emulated(arch):
     q, k, v = (np.random.default_rng(i).standard_normal((B, h, 90, D)).astype(np.float16) for i, h in enumerate((H, HKV, HKV)))
     k_cache, v_cache = poisoned()
@@ -107,8 +107,8 @@ def test_an_overflow_that_the_host_knows_of_is_an_error():
     assert append_kv(new, new, k_cache, v_cache, 5).tolist() == [8, 8]
 
 def test_an_overflow_that_only_the_device_knows_of_writes_nothing_beyond():
-  """If only the device knows the length, append drops rows beyond the capacity of the cache. The emulator checks that no access is out of bounds, and
-  the rows next to the cache in its buffer do not change."""
+  # If only the device knows the length, append drops rows beyond the capacity of the cache. The emulator checks that no access is out of bounds, and
+  # the rows next to the cache in its buffer do not change.
   with emulated("gfx942"):
     k_cache, v_cache = poisoned(capacity=8)
     new = draw(B, HKV, 3, D)
@@ -164,8 +164,8 @@ def test_refused():
 
 @pytest.mark.parametrize("axis", (0, 1))
 def test_a_cache_on_two_devices(axis):
-  """A cache sharded over two devices along batch or heads accepts the old length as an int, as a tensor and as a Variable. In an earlier version, an
-  int applied only to the batches of one device."""
+  # A cache sharded over two devices along batch or heads accepts the old length as an int, as a tensor and as a Variable. In an earlier version, an
+  # int applied only to the batches of one device.
   with emulated("gfx942"):
     q, k, v = (np.random.default_rng(i).standard_normal((B, h, 10, D)).astype(np.float16) for i, h in enumerate((H, HKV, HKV)))
     k_cache, v_cache = (t.shard(DEVICES, axis).realize() for t in poisoned())
@@ -192,8 +192,8 @@ def test_flash_attn_with_kvcache():
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name, arch", [("K and V in one", "sm_80"), ("interleaved", "gfx942"), ("rows apart", "gfx1201")])
 def test_caches_in_one_buffer(name, arch):
-  """Two caches may be views of one buffer. Appended rows then appear in the buffer and in a view that was made earlier. All other elements of the
-  buffer are NaN and do not change."""
+  # Two caches may be views of one buffer. Appended rows then appear in the buffer and in a view that was made earlier. All other elements of the
+  # buffer are NaN and do not change.
   with emulated(arch):
     shape = {"K and V in one": (2, B, HKV, 24, D), "interleaved": (B, HKV, 24, 2, D), "rows apart": (B, HKV, 24, 3, D + 4)}[name]
     base = Tensor.full(shape, float("nan"), dtype=dtypes.half, device="EMU").contiguous().realize()

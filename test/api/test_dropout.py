@@ -60,7 +60,7 @@ class OneLane:
 
 @pytest.mark.parametrize("counter, key, result", VECTORS)
 def test_philox(counter:tuple[int, ...], key:tuple[int, ...], result:tuple[int, ...]) -> None:
-  """attn's Philox generator, and the tests' own implementation of it, give the published numbers."""
+  # attn's Philox generator, and the tests' own implementation of it, give the published numbers.
   def words(xs:tuple[int, ...]) -> list[np.ndarray]: return [np.array([x], np.uint32) for x in xs]
   interpreter: Any = Numbers(OneLane())     # type: ignore[arg-type]
   assert tuple(int(x[0]) for x in philox(interpreter, words(counter), words(key))) == result
@@ -77,8 +77,8 @@ def test_the_mask_in_tensor_operations() -> None:
 @pytest.mark.usefixtures("not_unrolled")
 @pytest.mark.parametrize("sizes", [(2, 2, 3, 5), (5, 7, 11, 13)])
 def test_the_mask_of_sizes_that_are_no_powers_of_two(sizes:tuple[int, ...]) -> None:
-  """`dropout_mask` is right for sizes that are no powers of two. tinygrad computes the index of an axis there as the remainder of a division, and
-  would fail to lower a remainder of 64-bit integers."""
+  # `dropout_mask` is right for sizes that are no powers of two. tinygrad computes the index of an axis there as the remainder of a division, and
+  # would fail to lower a remainder of 64-bit integers.
   with emulated("gfx942"): np.testing.assert_array_equal(attn.dropout_mask(Tensor(SEED, device="EMU"), P, *sizes).numpy(), kept_mask(SEED, P, *sizes))
 
 def lags(mask:np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -94,8 +94,8 @@ SIGMAS = 5      # one of these 150 statistics exceeds it by chance for 1 of 10,0
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_rate_and_independence(p:float) -> None:
-  """The rate of kept elements is right in the whole mask, in each head, query and key, and at each position in an octet (eight neighbouring keys).
-  The mask shows no correlation along any axis, between neighbouring seeds, or between (i, j) and (j, i)."""
+  # The rate of kept elements is right in the whole mask, in each head, query and key, and at each position in an octet (eight neighbouring keys). The
+  # mask shows no correlation along any axis, between neighbouring seeds, or between (i, j) and (j, i).
   mask = kept_mask(SEED, p, 4, 4, 160, 160)
   q, n = round(p*65536)/65536, mask.size
   def held(name:str, mean:np.ndarray, count:int, variance:float) -> None:
@@ -112,8 +112,8 @@ def test_rate_and_independence(p:float) -> None:
     held(f"seed {i} {bit}", (x*(kept_mask(other, p, 4, 4, 160, 160) - (1 - q))).mean(), n, variance**2)
 
 def test_a_rate_that_is_wrong_is_noticed() -> None:
-  """The statistics of these tests reject a rate of 26/256, which is 6 sigma from p = 0.1 (a generator with 8 random bits for each score would have
-  this rate). They also reject a mask that is equal in all heads."""
+  # The statistics of these tests reject a rate of 26/256, which is 6 sigma from p = 0.1 (a generator with 8 random bits for each score would have
+  # this rate). They also reject a mask that is equal in all heads.
   mask = kept_mask(SEED, 26/256, 4, 4, 320, 320)
   assert abs(mask.mean() - 0.9) > SIGMAS*np.sqrt(0.09/mask.size)
   shared = np.broadcast_to(mask[:, :1], mask.shape) - 0.9
@@ -269,8 +269,8 @@ def test_a_fault_is_caught(fault:str, monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
 def test_comparisons_stay_packed(arch:str) -> None:
-  """The forward kernel compares dropout's 16-bit random numbers two at a time, by packed subtractions and minima. Its machine code has no 16-bit
-  comparison: clang would otherwise emit one comparison and one select for each number."""
+  # The forward kernel compares dropout's 16-bit random numbers two at a time, by packed subtractions and minima. Its machine code has no 16-bit
+  # comparison: clang would otherwise emit one comparison and one select for each number.
   pytest.importorskip("ziglang")
   from attn.compilers.clang import assembly
   p, chip = problem(Sq=256, Sk=256, D=64, lse=False, **with_seed()), get_chip(arch)
@@ -306,8 +306,8 @@ def shards(of_q:int|None, of_k:int|None) -> Callable[[str, Tensor], Tensor]:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("of_q, of_k, heads", [(0, 0, 2), (1, 1, 2), (1, None, 1), (None, None, 2)])
 def test_shards_use_the_mask_of_the_whole(of_q:int|None, of_k:int|None, heads:int) -> None:
-  """Each device that holds a part of the tensors uses its part of the dropout mask of the whole tensors. The tensors are divided along batch or
-  heads, only q is divided along heads, or every device has all of the tensors."""
+  # Each device that holds a part of the tensors uses its part of the dropout mask of the whole tensors. The tensors are divided along batch or heads,
+  # only q is divided along heads, or every device has all of the tensors.
   check_gradients(**{**SMALL, "Hkv": heads}, place=shards(of_q, of_k), **with_seed())
 
 def test_shards_with_masks_of_their_own_are_caught(monkeypatch:pytest.MonkeyPatch) -> None:
@@ -320,8 +320,8 @@ def drops(call:Callable[[], Tensor]) -> bool:
   return not np.array_equal(array(call()), array(call()))
 
 def test_a_seed_is_drawn() -> None:
-  """Every call without a seed draws a new seed from tinygrad's random generator. o and the gradients of a call use the same seed; the gradient of v
-  shows this, because o is linear in v."""
+  # Every call without a seed draws a new seed from tinygrad's random generator. o and the gradients of a call use the same seed; the gradient of v
+  # shows this, because o is linear in v.
   with emulated("gfx942"), Context(TRAINING=1):
     q, k, v = draw(1, 2, 12, 16), draw(1, 2, 20, 16, seed=1), draw(1, 2, 20, 16, seed=2)
     def call() -> Tensor: return attn.attention(q, k, v, dropout_p=P)
@@ -350,8 +350,8 @@ def seeds_by(draw_one:Callable[[], Tensor], random_dtype:str) -> list[list[float
 
 @pytest.mark.parametrize("random_dtype", ["float32", "float16"])
 def test_seeds_are_those_of_tinygrads_generator(random_dtype:str) -> None:
-  """attn draws the same seed as it would from four float32 numbers of `Tensor.rand`, without calling `Tensor.rand`. Later calls of `Tensor.rand` also
-  give the same numbers. This holds for each default float dtype."""
+  # attn draws the same seed as it would from four float32 numbers of `Tensor.rand`, without calling `Tensor.rand`. Later calls of `Tensor.rand` also
+  # give the same numbers. This holds for each default float dtype.
   with emulated("gfx942"):
     at = Placement("EMU")
     got = seeds_by(lambda: drawn_seed(at), random_dtype)
@@ -442,7 +442,7 @@ def test_what_is_wrong_with_a_seed() -> None:
     np.testing.assert_array_equal(array(attn.attention(q, q, q, dropout_seed=seed)), array(attn.attention(q, q, q)))
 
 def test_a_seed_is_copied_to_every_device() -> None:
-  """attention copies a seed that lies on the first of several devices to all of them."""
+  # attention copies a seed that lies on the first of several devices to all of them.
   with emulated("gfx942"):
     t = [draw(2, 2, 12, 16, seed=i) for i in range(3)]
     want = attn.attention(*t, dropout_p=P, dropout_seed=Tensor(SEED, device="EMU"))

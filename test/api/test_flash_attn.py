@@ -287,8 +287,8 @@ def table() -> str:
   return "\n".join([*lines, *(f"| {function} | {argument} | {text} |" for (function, argument), (text, _) in TABLE.items())]) + "\n"
 
 def test_the_table_has_every_argument_and_is_in_the_document() -> None:
-  """The table in docs/flash_attention.md lists every argument of FlashAttention's functions. `python test/api/test_flash_attn.py` makes this table.
-  """
+  # The table in docs/flash_attention.md lists every argument of FlashAttention's functions. `python test/api/test_flash_attn.py` makes this table.
+  #
   functions = {name: f for name, f in vars(flash_attn).items() if name.startswith("flash_attn_")}
   for name, f in functions.items():
     assert {argument for function, argument in TABLE if function == name} == set(inspect.signature(f).parameters), name
@@ -301,7 +301,7 @@ OPTIONS_OF_ALL = ["dropout_p", "softmax_scale", "causal", "window_size", "softca
   (flash_attn.flash_attn_varlen_kvpacked_func, ["q", "kv", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]),
   (flash_attn.flash_attn_varlen_qkvpacked_func, ["qkv", "cu_seqlens", "max_seqlen"])], ids=lambda x: getattr(x, "__name__", ""))
 def test_signatures_are_those_of_flash_attention(function:Callable[..., Any], tensors:list[str]) -> None:
-  """Positional arguments have FlashAttention's names and order. An unknown argument raises a TypeError that names the called function."""
+  # Positional arguments have FlashAttention's names and order. An unknown argument raises a TypeError that names the called function.
   by_place = [name for name, x in inspect.signature(function).parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
   assert by_place == tensors + OPTIONS_OF_ALL
   with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'dropout'"):

@@ -34,7 +34,7 @@ def check(o:Tensor, numbers_of:list[np.ndarray], scales:list[Any], kind:str, cau
 
 @pytest.mark.parametrize("arch", KINDS)
 def test_scales(arch:str) -> None:
-  """Calls accept scales of q, k and v as a single number, or as one number for each batch and key/value head. Each scale may be left out."""
+  # Calls accept scales of q, k and v as a single number, or as one number for each batch and key/value head. Each scale may be left out.
   of_heads = np.random.default_rng(5).uniform(0.3, 3, (B, HKV)).astype(np.float32)
   with emulated(arch):
     (q, k, v), known = inputs(kind := KINDS[arch])
@@ -67,7 +67,7 @@ def test_layouts_views_and_jit() -> None:
 
 @pytest.mark.parametrize("axis", (0, 1))
 def test_shards(axis:int) -> None:
-  """Tensors of 8-bit floats may be divided over devices along batch or heads. Scales of heads are divided in the same way."""
+  # Tensors of 8-bit floats may be divided over devices along batch or heads. Scales of heads are divided in the same way.
   of_heads = np.float32([[0.5, 2], [1, 3]])
   with emulated("sm_120"):
     (q, k, v), known = inputs("fp8e4m3")

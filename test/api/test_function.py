@@ -100,8 +100,8 @@ def results(call:Call, layer:Layer, jit:bool) -> list[np.ndarray]:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name, way, jit, arch", ALL)
 def test_same_as_outside(name:str, way:str, jit:bool, arch:str) -> None:
-  """Results and gradients of attention are the same inside a tinygrad `@function` as outside. Only the last bit of sums that tinygrad's own kernels
-  compute may differ, because tinygrad may add in another order."""
+  # Results and gradients of attention are the same inside a tinygrad `@function` as outside. Only the last bit of sums that tinygrad's own kernels
+  # compute may differ, because tinygrad may add in another order.
   call = CALLS[name]
   with emulated(arch):
     found, right = results(call, function(call.layer, **WAYS[way]), jit), results(call, call.layer, jit)
@@ -109,9 +109,9 @@ def test_same_as_outside(name:str, way:str, jit:bool, arch:str) -> None:
 
 @pytest.mark.parametrize("axis", [pytest.param(None, marks=pytest.mark.thorough), 2])
 def test_rows_on_devices_under_installed(axis:int|None) -> None:
-  """Tensor.scaled_dot_product_attention is right inside a tinygrad `@function` and under `attn.installed()` if two devices each hold half of the
-  sequence of k and v, or of q, k and v. attn's kernels compute the call. With dropout, tinygrad's own implementation computes the call, with a
-  warning."""
+  # Tensor.scaled_dot_product_attention is right inside a tinygrad `@function` and under `attn.installed()` if two devices each hold half of the
+  # sequence of k and v, or of q, k and v. attn's kernels compute the call. With dropout, tinygrad's own implementation computes the call, with a
+  # warning.
   q, k, v = (draw(1, 2, 16, 32, seed=i).shard(TWO, a).realize() for i, a in enumerate((axis, 2, 2)))
   def layer(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (q.scaled_dot_product_attention(k, v, is_causal=True),)
   def dropping(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (q.scaled_dot_product_attention(k, v, dropout_p=0.5),)
@@ -126,8 +126,8 @@ def test_rows_on_devices_under_installed(axis:int|None) -> None:
   np.testing.assert_allclose(found, right, rtol=2**-9, atol=2**-10*np.abs(right).max())
 
 def test_gradient_through_a_function_of_an_output_that_was_computed() -> None:
-  """Gradients are right if a `@function` takes the output of attention as its argument and the loss is realized before the gradients are taken.
-  Backward must still find the inputs of attention."""
+  # Gradients are right if a `@function` takes the output of attention as its argument and the loss is realized before the gradients are taken.
+  # Backward must still find the inputs of attention.
   def gradients(layer:Layer, read:bool) -> list[np.ndarray]:
     q, k, v = arguments(CALLS["causal"])
     loss = layer(causal(q, k, v)[0], k)[0].float().square().sum()
@@ -141,8 +141,8 @@ def test_gradient_through_a_function_of_an_output_that_was_computed() -> None:
       np.testing.assert_allclose(x, y, rtol=2**-10, atol=2**-11*np.abs(y).max())
 
 def test_equal_steps_are_scheduled_once() -> None:
-  """tinygrad schedules the first of two equal training steps and finds the schedule of the second in its cache. This works only if each step gives
-  the same slot numbers (`BUFFER.arg.slot`) to the buffers that attn makes inside a `@function` and in its gradient."""
+  # tinygrad schedules the first of two equal training steps and finds the schedule of the second in its cache. This works only if each step gives the
+  # same slot numbers (`BUFFER.arg.slot`) to the buffers that attn makes inside a `@function` and in its gradient.
   layer = function(causal, precompile=True, precompile_backward=True)
   def step() -> None:
     q, k, v = arguments(CALLS["causal"])

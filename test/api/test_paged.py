@@ -65,8 +65,8 @@ CASES = (   # page size, queries, lengths, head dimension, arguments, chip that 
   pytest.param(*case[:-1], arch, marks=() if arch == case[-1] else pytest.mark.thorough)
   for case in CASES for arch in (*EVERY_ARCH, "sm_90", "gfx1030")])
 def test_attention(page:int, Sq:int, lengths:tuple[int, ...], d:int, options:dict[str, Any], arch:str) -> None:
-  """Attention over pages of any size is right with fewer and with more queries than a tile, with rows that do not fill 16-byte units, and with
-  splits. The output of a sequence of length 0 is 0."""
+  # Attention over pages of any size is right with fewer and with more queries than a tile, with rows that do not fill 16-byte units, and with splits.
+  # The output of a sequence of length 0 is 0.
   x, q = Paged.of(lengths, page, d), np.random.default_rng(5).standard_normal((len(lengths), H, Sq, d)).astype(np.float16)
   with emulated(arch):
     o = array(attn.attention(tensor(q, "float16"), *x.tensors(), block_table=int32(x.table), kv_lengths=int32(lengths), causal=True, **options))
@@ -75,8 +75,8 @@ def test_attention(page:int, Sq:int, lengths:tuple[int, ...], d:int, options:dic
 
 @pytest.mark.parametrize("layout, arch", [("bshd", "gfx942"), pytest.param("nsd", "sm_80", marks=pytest.mark.thorough)])
 def test_with_options_in_any_layout(layout:str, arch:str) -> None:
-  """A window, softcap, sinks and packed GQA work in any layout over pages that are views of one tensor. The fallback three_pass, which computes
-  attention in tinygrad's tensor operations, is right, too."""
+  # A window, softcap, sinks and packed GQA work in any layout over pages that are views of one tensor. The fallback three_pass, which computes
+  # attention in tinygrad's tensor operations, is right, too.
   x, q = Paged.of((9, 5), 4), np.random.default_rng(5).standard_normal((2, H, 2, D)).astype(np.float16)
   sinks = np.random.default_rng(6).standard_normal(H).astype(np.float32)
   for kernel in ("", "three_pass"):
@@ -88,8 +88,8 @@ def test_with_options_in_any_layout(layout:str, arch:str) -> None:
 
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=() if a == "sm_80" else pytest.mark.thorough) for a in EVERY_ARCH])
 def test_a_prefix_that_two_sequences_share(arch:str) -> None:
-  """Two sequences share their first two pages. Each sequence then grows in pages of its own, one row at a time under TinyJit. Each result equals the
-  result of the sequence without the other."""
+  # Two sequences share their first two pages. Each sequence then grows in pages of its own, one row at a time under TinyJit. Each result equals the
+  # result of the sequence without the other.
   rng = np.random.default_rng(3)
   prefix = [rng.standard_normal((1, h, 16, D)).astype(np.float16) for h in (HKV, HKV)]
   own = [rng.standard_normal((2, h, 4, D)).astype(np.float16) for h in (H, HKV, HKV)]
@@ -107,8 +107,8 @@ def test_a_prefix_that_two_sequences_share(arch:str) -> None:
 @pytest.mark.parametrize("count, arch, kernel", [(2, "sm_90", ""), pytest.param(4, "gfx942", "", marks=pytest.mark.thorough),
                                                  pytest.param(2, "gfx942", "three_pass", marks=pytest.mark.thorough)])
 def test_heads_on_several_devices(count:int, arch:str, kernel:str) -> None:
-  """Attention over pages is right if the heads are divided over devices: each device holds its own heads of every page, and the whole block table.
-  Pages that are divided in another way are refused."""
+  # Attention over pages is right if the heads are divided over devices: each device holds its own heads of every page, and the whole block table.
+  # Pages that are divided in another way are refused.
   devices, rng = tuple(f"EMU:{i}" for i in range(count)), np.random.default_rng(3)
   old, new = ([rng.standard_normal((2, h, n, D)).astype(np.float16) for h in (8, 4, 4)] for n in (8, 1))
   pages = [np.concatenate([np.zeros((4, 8, 4, D), np.float16), x.transpose(0, 2, 1, 3)]) for x in old[1:]]      # the rows lie in pages 4 and 5
@@ -131,8 +131,8 @@ def test_heads_on_several_devices(count:int, arch:str, kernel:str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"pages of {case[0]}, {case[1]} queries")
 def test_on_a_gpu(case:tuple[Any, ...]) -> None:
-  """Attention over pages, in the cases of the other tests, and append are right on a GPU. An entry of the block table that is no valid page number
-  makes a kernel read another page, but does not stop the kernel."""
+  # Attention over pages, in the cases of the other tests, and append are right on a GPU. An entry of the block table that is no valid page number
+  # makes a kernel read another page, but does not stop the kernel.
   page, Sq, lengths, d, options, _ = case
   if 0 in lengths: lengths = lengths[:1]
   x, q = Paged.of(lengths, page, d), np.random.default_rng(5).standard_normal((len(lengths), H, Sq, d)).astype(np.float16)
@@ -149,8 +149,8 @@ def test_on_a_gpu(case:tuple[Any, ...]) -> None:
     attn.attention(tensor(q, "float16", "CUDA"), k_pages, v_pages, block_table=wild, kv_lengths=int32(lengths, "CUDA"), **options).realize()
 
 def test_a_single_page_keeps_its_table() -> None:
-  """A kernel over a single page does not read the block table, but still takes it as an argument. A CUDA graph under TinyJit passes every tensor of a
-  call to each kernel, and fails if a kernel lacks a parameter."""
+  # A kernel over a single page does not read the block table, but still takes it as an argument. A CUDA graph under TinyJit passes every tensor of a
+  # call to each kernel, and fails if a kernel lacks a parameter.
   with emulated("sm_90"):
     k, v = attn.empty_paged_cache(1, 64, HKV, D, device="EMU")
     table, n = int32([[0]]), attn.append_kv(*[draw(1, HKV, 3, D)]*2, k, v, int32([5]), block_table=int32([[0]]))
@@ -176,8 +176,8 @@ def test_the_emulator_stops_at_an_entry_that_is_no_page() -> None:
     k_pages.realize()
 
 def test_the_emulator_stops_at_two_rows_for_one_slot() -> None:
-  """Two sequences may append different rows to a page that they share. If they write two rows to the same place in the page, the emulator stops with
-  an error."""
+  # Two sequences may append different rows to a page that they share. If they write two rows to the same place in the page, the emulator stops with
+  # an error.
   with emulated("gfx942"):
     k_pages, v_pages = attn.empty_paged_cache(3, 8, HKV, D, device="EMU")
     new, table = draw(2, HKV, 2, D), int32([[1], [1]])
@@ -216,8 +216,8 @@ def test_refused() -> None:
 
 @pytest.mark.parametrize("starts, there", (((14, -2), (14, 15, 16)), ((5, 16), (5, 6, 7))))
 def test_rows_that_do_not_fit_are_dropped(starts:tuple[int, ...], there:tuple[int, ...]) -> None:
-  """If only the device knows the lengths, append drops new rows for which the block table has no page. In an earlier version, such a row used a table
-  entry of the next sequence, and the emulator reported two rows in one place; for the last sequence, the kernel read past the end of the table."""
+  # If only the device knows the lengths, append drops new rows for which the block table has no page. In an earlier version, such a row used a table
+  # entry of the next sequence, and the emulator reported two rows in one place; for the last sequence, the kernel read past the end of the table.
   with emulated("gfx942"):
     k, v = attn.empty_paged_cache(4, 8, HKV, D, device="EMU")
     new = draw(2, HKV, 3, D)
@@ -226,8 +226,8 @@ def test_rows_that_do_not_fit_are_dropped(starts:tuple[int, ...], there:tuple[in
     for cache in (k, v): assert np.flatnonzero(array(cache).reshape(32, -1).any(-1)).tolist() == list(there)
 
 def test_append_in_plain_uops() -> None:
-  """The append kernel has no custom operation, so it also works on devices such as CPU, whose renderer does not know attn's operations. With
-  `checked`, the kernel has one custom operation, which lets the emulator find two rows that go to one place."""
+  # The append kernel has no custom operation, so it also works on devices such as CPU, whose renderer does not know attn's operations. With
+  # `checked`, the kernel has one custom operation, which lets the emulator find two rows that go to one place.
   a = Append(2, HKV, 1, 16, D, "bhsd", Strided(4*8*HKV*D, 0, 8*HKV*D, D, HKV*D), Pages(8, 4, 2), threads=False, checked=False)
   shapes = ((a.places.size,), dtypes.half), ((2, HKV, 1, D), dtypes.half), ((2,), dtypes.int), ((2, 2), dtypes.int)
   for checked in (False, True):
@@ -236,7 +236,7 @@ def test_append_in_plain_uops() -> None:
 
 @pytest.mark.thorough
 def test_on_a_cpu() -> None:
-  """Pages work on a CPU, but slowly: tinygrad's operations first gather the rows from the pages."""
+  # Pages work on a CPU, but slowly: tinygrad's operations first gather the rows from the pages.
   script = "import numpy as np, attn, test_paged as t\n" \
     "x, q = t.Paged.of((40, 9), 7), np.random.default_rng(5).standard_normal((2, t.H, 1, t.D)).astype(np.float16)\n" \
     "given = [t.Tensor(y, device='CPU').realize() for y in (q, *x.pages, x.table, np.array(x.lengths, np.int32))]\n" \
@@ -245,7 +245,7 @@ def test_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("arch", ("sm_80", pytest.param("gfx1100", marks=pytest.mark.thorough)))
 def test_flash_attn_varlen_func(arch:str) -> None:
-  """FlashAttention's function `flash_attn_varlen_func` accepts packed queries over pages."""
+  # FlashAttention's function `flash_attn_varlen_func` accepts packed queries over pages.
   x, counts = Paged.of((30, 17), 8), (5, 3)
   q = np.random.default_rng(5).standard_normal((8, H, D)).astype(np.float16)
   with emulated(arch):

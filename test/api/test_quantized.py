@@ -66,8 +66,8 @@ def test_a_tensor_and_back(dtype:str, arch:str, scale_dtype:str) -> None:
 @pytest.mark.parametrize("dtype, arch, scale_dtype", KINDS)
 @pytest.mark.parametrize("layout", ("bhsd", "bshd", "nsd"))
 def test_appended_rows(dtype:str, arch:str, scale_dtype:str, layout:str) -> None:
-  """Appending under TinyJit, at an offset that a Variable gives, writes rows and scales to the right places in the caches. Nothing else in the caches
-  changes."""
+  # Appending under TinyJit, at an offset that a Variable gives, writes rows and scales to the right places in the caches. Nothing else in the caches
+  # changes.
   format, new = format_of(dtype, arch), [rows(B, HKV, 3, D, seed=i) for i in range(2)]
   with emulated(arch):
     caches = attn.empty_kv_cache(B, HKV, CAPACITY, D, dtype=dtype, scale_dtype=scale_dtype, layout="bshd" if layout == "bshd" else "bhsd")
@@ -94,8 +94,7 @@ def test_appended_rows_on_every_unit(arch:str) -> None:
 
 @pytest.mark.parametrize("dtype, arch, scale_dtype", KINDS[1:3])
 def test_rows_appended_to_pages(dtype:str, arch:str, scale_dtype:str) -> None:
-  """Rows appended to a cache of 8 bits go to the pages that the block table names. The pages are views of one tensor for both caches and two
-  layers."""
+  # Rows appended to a cache of 8 bits go to the pages that the block table names. The pages are views of one tensor for both caches and two layers.
   format, new = format_of(dtype, arch), [rows(2, HKV, 3, D, seed=i) for i in range(2)]
   with emulated(arch):
     stored = Tensor.zeros(2, 6, 4, 2, HKV, D, dtype=FORMATS[format].dtype, device="EMU").contiguous().realize()
@@ -121,7 +120,7 @@ def test_a_cache_on_two_devices(axis:int) -> None:
 
 @pytest.mark.thorough
 def test_rows_appended_on_a_cpu() -> None:
-  """`append_kv` stores the same 8-bit rows on a CPU, whose kernels have no threads, as on a GPU."""
+  # `append_kv` stores the same 8-bit rows on a CPU, whose kernels have no threads, as on a GPU.
   script = "import numpy as np, attn, test_quantized as t\n" \
     "x, caches = t.rows(2, 2, 3, 40), attn.empty_kv_cache(2, 2, 8, 40, dtype='int8')\n" \
     "attn.append_kv(*[t.Tensor(x)]*2, *caches, 5)\n" \
@@ -134,7 +133,7 @@ def nbytes(cache:Any) -> int: return sum(t.uop.buffer.nbytes for t in (cache if 
 
 @pytest.mark.parametrize("width, scale_dtype", ((128, "float32"), (256, "float32"), (64, "float16")))
 def test_tokens_in_the_same_memory(width:int, scale_dtype:str) -> None:
-  """An 8-bit cache holds 1.9 times as many tokens as a 16-bit cache in the same memory. Rows of 64 elements reach this only with float16 scales."""
+  # An 8-bit cache holds 1.9 times as many tokens as a 16-bit cache in the same memory. Rows of 64 elements reach this only with float16 scales.
   with emulated("gfx942"):
     of_16 = sum(map(nbytes, attn.empty_kv_cache(1, 2, 100, width)))
     for dtype in ("int8", "fp8e4m3"):

@@ -90,8 +90,8 @@ def test_decoding_on_a_gpu(dtype:str, width:int, scale_dtype:str) -> None:
 @pytest.mark.parametrize("arch, layout, scale_dtype, dtype", [
   ("gfx942", "bshd", "float16", "bfloat16"), ("sm_90", "nsd", "float32", "float16"), ("gfx1030", "bhsd", "float32", "float16")])
 def test_caches_as_inputs_of_tinyjit(arch:str, layout:str, scale_dtype:str, dtype:str) -> None:
-  """A function under TinyJit takes caches of 8 bits (QuantizedRows) as arguments, and its output is right in four calls with different caches. The
-  lengths are a tensor with a number for each batch."""
+  # A function under TinyJit takes caches of 8 bits (QuantizedRows) as arguments, and its output is right in four calls with different caches. The
+  # lengths are a tensor with a number for each batch.
   with emulated(arch):
     x, ends = drawn(9), (4, 4) if layout == "nsd" else (4, 7)
     shape = {"bhsd": (B, HKV, CAPACITY, D), "bshd": (B, CAPACITY, HKV, D), "nsd": (B*HKV, CAPACITY, D)}[layout]
@@ -114,9 +114,9 @@ def test_caches_as_inputs_of_tinyjit(arch:str, layout:str, scale_dtype:str, dtyp
 @pytest.mark.parametrize("arch, page, dtype", (
   ("gfx1100", 16, "int8"), ("sm_80", 7, "int8"), ("gfx942", 64, "fp8e4m3"), ("gfx1030", 4, "int8"), ("sm_90", 16, "fp8e4m3")))
 def test_pages(arch:str, page:int, dtype:str) -> None:
-  """Attention over a paged 8-bit cache is right, with and without a split of the keys into ranges. The caches of K and V are views of one tensor that
-  holds two layers. Only the device knows the lengths of the sequences. Pages that belong to no sequence hold random numbers and bad scales. A call
-  that appends no row gives the same output."""
+  # Attention over a paged 8-bit cache is right, with and without a split of the keys into ranges. The caches of K and V are views of one tensor that
+  # holds two layers. Only the device knows the lengths of the sequences. Pages that belong to no sequence hold random numbers and bad scales. A call
+  # that appends no row gives the same output.
   lengths, count = (33, 9), 2*-(-40//page) + 3
   most, x = -(-40//page), drawn(40)
   table = np.random.default_rng(2).permutation(count)[:2*most].reshape(2, most).astype(np.int32)
@@ -134,7 +134,6 @@ def test_pages(arch:str, page:int, dtype:str) -> None:
     np.testing.assert_allclose(array(again), o, atol=2e-3)
 
 def test_a_chunk_of_a_prompt_by_wgmma() -> None:
-  """A chunk of a prompt over 8-bit caches is right on sm_90, where the kernel forward_wgmma computes it."""
   with emulated("sm_90"):
     x, (k, v) = drawn(80), stale()
     for i, j in ((0, 10), (10, 80)): got = array(attn.attention_with_kv_cache(*given(x, i, j), k, v, i))
@@ -145,8 +144,7 @@ def test_a_chunk_of_a_prompt_by_wgmma() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("axis, arch", ((0, "gfx942"), (1, "sm_90")))
 def test_on_two_devices(axis:int, arch:str) -> None:
-  """Attention is right over 8-bit caches whose batches or heads are divided over two devices. With divided heads, a paged cache gives the same
-  output."""
+  # Attention is right over 8-bit caches whose batches or heads are divided over two devices. With divided heads, a paged cache gives the same output.
   with emulated(arch):
     x, (k, v) = drawn(20), stale(device="EMU:0")
     k, v = (QuantizedRows(*(t.shard(DEVICES, axis).realize() for t in cache)) for cache in (k, v))
@@ -163,7 +161,7 @@ def test_on_two_devices(axis:int, arch:str) -> None:
 
 @pytest.mark.parametrize("arch, shape", (("gfx1201", ()), ("sm_80", (HKV, 1)), ("gfx942", (1, HKV, 1))))
 def test_scales_that_rows_share(arch:str, shape:tuple[int, ...]) -> None:
-  """Attention is right over an int8 cache that another program has filled, with one scale for all rows or one scale for each head."""
+  # Attention is right over an int8 cache that another program has filled, with one scale for all rows or one scale for each head.
   with emulated(arch):
     x = drawn(50)
     scales = [np.abs(a.astype(np.float64)).max((0, 2, 3) if shape else None).reshape(shape)/127 for a in x[1:]]
@@ -176,8 +174,8 @@ def test_scales_that_rows_share(arch:str, shape:tuple[int, ...]) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("form", ("more batches than q", "cache_batch_idx", "a scale for each head"))
 def test_flash_attn_with_kvcache(form:str) -> None:
-  """FlashAttention's function `flash_attn_with_kvcache` gives right results for 8-bit caches, in three forms: the cache has more batches than q;
-  cache_batch_idx selects batches of the cache; each head has a single scale."""
+  # FlashAttention's function `flash_attn_with_kvcache` gives right results for 8-bit caches, in three forms: the cache has more batches than q;
+  # cache_batch_idx selects batches of the cache; each head has a single scale.
   with emulated("gfx942"):
     x, (k, v) = drawn(30), stale(shape=(B + 1, CAPACITY, HKV, D))
     q = given(x, 20, 23, "bshd")[0]
@@ -253,7 +251,7 @@ def test_refused() -> None:
     assert not k.scales.numpy().any()
 
 def test_a_format_that_no_kernel_converts(monkeypatch:pytest.MonkeyPatch) -> None:
-  """`attention_with_kv_cache` refuses a cache in an 8-bit format that the chip's kernels cannot convert. It does so before it appends a row."""
+  # `attention_with_kv_cache` refuses a cache in an 8-bit format that the chip's kernels cannot convert. It does so before it appends a row.
   monkeypatch.setattr(refusals, "CONVERTED", ("int8",))
   with emulated("gfx942"):
     k, v = attn.empty_kv_cache(B, HKV, 40, D, dtype="fp8e4m3")

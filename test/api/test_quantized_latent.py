@@ -66,8 +66,8 @@ def test_decoding_on_a_gpu(dtype:str) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("arch, page", (("gfx942", 16), ("sm_90", 7), ("gfx1030", 4)))
 def test_pages(arch:str, page:int) -> None:
-  """Attention over a paged latent cache is right. The pages are views of tensors that hold two layers, and the two sequences have different lengths.
-  """
+  # Attention over a paged latent cache is right. The pages are views of tensors that hold two layers, and the two sequences have different lengths.
+  #
   lengths, most, x = (33, 9), -(-40//page), inputs(40)
   count = 2*most + 3
   table = np.random.default_rng(2).permutation(count)[:2*most].reshape(2, most).astype(np.int32)
@@ -83,8 +83,8 @@ def test_pages(arch:str, page:int) -> None:
 
 @pytest.mark.parametrize("layout", ("bhsd", "bshd"))
 def test_empty_caches(layout:str) -> None:
-  """An empty 8-bit latent cache has the shapes that are asked for. With DeepSeek's sizes it holds 1.7 times as many tokens as a 16-bit cache in the
-  same memory."""
+  # An empty 8-bit latent cache has the shapes that are asked for. With DeepSeek's sizes it holds 1.7 times as many tokens as a 16-bit cache in the
+  # same memory.
   with emulated("gfx942"):
     cache, none = attn.empty_kv_cache(1, 1, 100, 576, dtype="int8", v_dim=512, rotary_dtype="bfloat16", layout=layout)
     assert none is None and isinstance(cache, QuantizedLatent) and cache.rotary.dtype == dtypes.bfloat16
@@ -96,8 +96,8 @@ def test_empty_caches(layout:str) -> None:
     assert 1.7*sum(t.uop.buffer.nbytes for t in pages) <= of_16.uop.buffer.nbytes*1.0 or sum(t.uop.buffer.nbytes for t in pages)/100 == 512 + 4 + 128
 
 def test_on_two_devices() -> None:
-  """Attention is right if the batches of a latent cache are sharded over two devices, or if each device has the whole cache and half of the query
-  heads."""
+  # Attention is right if the batches of a latent cache are sharded over two devices, or if each device has the whole cache and half of the query
+  # heads.
   with emulated("gfx942"):
     x = inputs(20)
     for axis in (0, None):

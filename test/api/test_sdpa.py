@@ -78,8 +78,8 @@ def test_refused():
 @pytest.mark.parametrize("arch", ["gfx942", "sm_80"])
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_a_bool_mask_is_added(arch, number):
-  """Where a bool mask is False, -inf is added to the score, as in tinygrad's own function. So the NaN score of a key with a NaN or an infinity stays
-  NaN, although the mask hides the key."""
+  # Where a bool mask is False, -inf is added to the score, as in tinygrad's own function. So the NaN score of a key with a NaN or an infinity stays
+  # NaN, although the mask hides the key.
   with emulated(arch):
     q, v = draw(1, 2, 5, 32), draw(1, 2, 40, 32, seed=1)
     key, mask = array(draw(1, 2, 40, 32, seed=2)), np.random.default_rng(0).random((1, 1, 5, 40)) < .8
@@ -116,7 +116,7 @@ HOW = {"causal": {"is_causal": True}, "mask": {"attn_mask": np.random.default_rn
 @pytest.mark.parametrize(("name", "arch"), [pytest.param(name, arch, marks=() if how and k == 2*i else pytest.mark.thorough)
                                             for i, (name, how) in enumerate(HOW.items()) for k, arch in enumerate(EVERY_ARCH)])
 def test_a_transformer_both_ways(name, arch):
-  """A transformer in half precision differs from its fp32 results by at most twice as much with attn's attention as with tinygrad's."""
+  # A transformer in half precision differs from its fp32 results by at most twice as much with attn's attention as with tinygrad's.
   with emulated(arch):
     x = draw(2, 24, 64)
     how = {option: Tensor(x) if isinstance(x, np.ndarray) else x for option, x in HOW[name].items()}
@@ -159,8 +159,8 @@ def test_what_was_bound_before_is_ours_too():
   assert not goes_through_ours(BOUND_EARLY)
 
 def test_another_library_in_its_place(monkeypatch):
-  """attn can be installed after another library has replaced tinygrad's method by its own function, which calls tinygrad's method. A call that attn
-  does not compute goes to the library's function. The call inside this function then reaches tinygrad's own method and not attn."""
+  # attn can be installed after another library has replaced tinygrad's method by its own function, which calls tinygrad's method. A call that attn
+  # does not compute goes to the library's function. The call inside this function then reaches tinygrad's own method and not attn.
   calls = []
   def others(*args, **kwargs):
     calls.append(args)
@@ -174,8 +174,8 @@ def test_another_library_in_its_place(monkeypatch):
   assert Tensor.scaled_dot_product_attention is others and not goes_through_ours()
 
 def test_without_wrapped_methods():
-  """tinygrad does not wrap its methods if TRACEMETA=0. A reference to a method that was taken before `import attn` still reaches attn while attn is
-  installed."""
+  # tinygrad does not wrap its methods if TRACEMETA=0. A reference to a method that was taken before `import attn` still reaches attn while attn is
+  # installed.
   script = ("from tinygrad import Tensor; early = Tensor.scaled_dot_product_attention; import attn; q = Tensor.empty(1, 1, 4, 16, dtype='half')\n"
             "with attn.installed() as decisions: early(q, q, q)\nassert len(decisions) == 1; early(q, q, q); assert len(decisions) == 1")
   subprocess.run([sys.executable, "-c", script], env={**os.environ, "TRACEMETA": "0", "DEV": "EMU::gfx942"}, check=True)
@@ -184,8 +184,8 @@ def test_without_wrapped_methods():
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_80"))
 def test_a_mask_of_a_weak_dtype(arch):
-  """The mask of tinygrad's BERT, (1.0 - mask)*-10000.0, works as attn_mask and as bias. The mask has the dtype weakfloat, which takes the dtype of
-  the tensor that it is added to; attn treats it as float32."""
+  # The mask of tinygrad's BERT, (1.0 - mask)*-10000.0, works as attn_mask and as bias. The mask has the dtype weakfloat, which takes the dtype of the
+  # tensor that it is added to; attn treats it as float32.
   with emulated(arch):
     q, seen = draw(2, 2, 24, 16), Tensor(np.random.default_rng(5).integers(0, 2, (2, 1, 1, 24)).astype(np.int32))
     mask = (1.0 - seen)*-10000.0
@@ -221,7 +221,7 @@ def test_tinygrads_own_where_dispatch_says_no(q, call, reason):
     np.testing.assert_array_equal(got, want)
 
 def test_training_with_dropout():
-  """Training with dropout uses attn's kernels, except for dropout_p=1.0, which drops all of P: there tinygrad's own method computes the result."""
+  # Training with dropout uses attn's kernels, except for dropout_p=1.0, which drops all of P: there tinygrad's own method computes the result.
   with emulated("gfx942"), Context(TRAINING=1), attn.installed() as decisions:
     q = draw(1, 2, 8, 32)
     assert np.isfinite(q.scaled_dot_product_attention(q, q, dropout_p=.5).float().sum().gradient(q)[0].numpy()).all()

@@ -52,8 +52,8 @@ class Llm:
   for n, model in enumerate((Gpt2, Llm)) for dtype in ("float16", "bfloat16") for i, arch in enumerate(EVERY_ARCH)]
   + [pytest.param(model, "float16", "CUDA", marks=pytest.mark.gpu) for model in (Gpt2, Llm)])
 def test_a_model_of_tinygrad(model:Any, dtype:str, arch:str) -> None:
-  """A model processes a prompt in two chunks, then single tokens under TinyJit. attn's kernels compute every attention call. TinyJit captures the
-  step once for all tokens, and no kernel copies the cache."""
+  # A model processes a prompt in two chunks, then single tokens under TinyJit. attn's kernels compute every attention call. TinyJit captures the step
+  # once for all tokens, and no kernel copies the cache.
   if model is Llm and dtype == "bfloat16": pytest.skip("this model's cache is always half")
   device = "CUDA" if arch == "CUDA" else "EMU"
   with Context(DEV="CUDA") if arch == "CUDA" else emulated(arch), attn.installed() as decisions:
@@ -80,8 +80,8 @@ def test_a_model_of_tinygrad(model:Any, dtype:str, arch:str) -> None:
 INF = -math.inf
 
 def test_the_causal_mask_is_known_and_nothing_else() -> None:
-  """attn recognizes the causal mask of tinygrad's models however they build it. A similar mask that hides other keys, or that hides keys by a number
-  other than -inf, is not recognized as causal."""
+  # attn recognizes the causal mask of tinygrad's models however they build it. A similar mask that hides other keys, or that hides keys by a number
+  # other than -inf, is not recognized as causal.
   with emulated("gfx942"):
     n, other, T = Variable("n", 0, 15).bind(3), Variable("m", 0, 15).bind(3), UOp.variable("T", 1, 4).bind(2)
     def full(rows:Any, columns:Any, value:float=INF) -> Tensor: return Tensor.full((1, 1, rows, columns), value, dtype=dtypes.float)
@@ -99,8 +99,8 @@ def test_the_causal_mask_is_known_and_nothing_else() -> None:
       assert not is_causal_mask(mask, rows, keys), (rows, keys)
 
 def test_where_rows_lie() -> None:
-  """`cache_of` finds the offset and the strides of slices of a cache, so that kernels read the slices in place. It returns None for rows that are
-  computed, reversed or padded, and for repeated heads if the copies of a head are not neighbours."""
+  # `cache_of` finds the offset and the strides of slices of a cache, so that kernels read the slices in place. It returns None for rows that are
+  # computed, reversed or padded, and for repeated heads if the copies of a head are not neighbours.
   with emulated("gfx942"):
     base, n = Tensor.zeros(3, 2, 16, 2, 8, dtype="half", device="EMU").contiguous().realize(), Variable("n", 1, 15).bind(3)
     def places(x:Tensor, y:Tensor) -> Any:
@@ -141,8 +141,8 @@ MIXED = ("float16", "float32", "float32"), ("float32", "float16", "float16"), ("
 @pytest.mark.parametrize("types, symbolic", [pytest.param(types, symbolic, marks=() if symbolic is (i == 0) and i < 2 else pytest.mark.thorough)
                                              for i, types in enumerate(MIXED) for symbolic in (True, False)])
 def test_float32_beside_16_bits(types:tuple[str, str, str], symbolic:bool) -> None:
-  """If some of q, k and v are float32 and the others have a 16-bit dtype, attention rounds all to the 16-bit dtype and returns float32. Two different
-  16-bit dtypes are refused."""
+  # If some of q, k and v are float32 and the others have a 16-bit dtype, attention rounds all to the 16-bit dtype and returns float32. Two different
+  # 16-bit dtypes are refused.
   dtype = next(x for x in types if x != "float32")
   with emulated("gfx942"), attn.installed() as decisions:
     x = numbers(1, H, 3, D), numbers(1, H, 17, D, seed=1), numbers(1, H, 17, D, seed=2)
@@ -158,8 +158,8 @@ def test_float32_beside_16_bits(types:tuple[str, str, str], symbolic:bool) -> No
       attn.scaled_dot_product_attention(q.half(), k.bfloat16(), v.float())
 
 def test_keys_computed_with_a_symbolic_length() -> None:
-  """Keys that are no slice of one buffer, such as a slice of a cache joined (`cat`) with the newest row, are copied before a kernel reads them.
-  Elements of the cache beyond the slice have no effect."""
+  # Keys that are no slice of one buffer, such as a slice of a cache joined (`cat`) with the newest row, are copied before a kernel reads them.
+  # Elements of the cache beyond the slice have no effect.
   with emulated("gfx942"), attn.installed() as decisions:
     q, k, v = numbers(1, H, 1, D), numbers(1, H, 12, D, seed=1), numbers(1, H, 12, D, seed=2)
     start = Variable("n", 1, 14)
@@ -173,8 +173,8 @@ COLUMNS = [([[3.5]], [[1], [1]]), ([[INF]], [[0], [0]]), ([[math.nan]], [[math.n
            ([[True], [False]], [[1], [0]]), ([[-2.0], [-INF]], [[1], [math.nan]])]
 
 def test_a_mask_of_one_column() -> None:
-  """A mask with a single column adds the same number to all scores of a row, so it does not change the weights. If this number is -inf, the output of
-  the row is 0."""
+  # A mask with a single column adds the same number to all scores of a row, so it does not change the weights. If this number is -inf, the output of
+  # the row is 0.
   with emulated("gfx942"), attn.installed() as decisions:
     decisions.clear()
     q, k = tensor(numbers(1, H, 2, D), "float16").realize(), tensor(numbers(1, H, 12, D, seed=1), "float16").realize()
@@ -188,8 +188,8 @@ def test_a_mask_of_one_column() -> None:
 
 @pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_one_kernel_for_lengths_that_are_ints(together:bool) -> None:
-  """attn copies the first slice of a cache that it sees. After that, one kernel reads slices of any length in place: another length costs no
-  compilation and no copy. K and V are slices of one tensor or of two."""
+  # attn copies the first slice of a cache that it sees. After that, one kernel reads slices of any length in place: another length costs no
+  # compilation and no copy. K and V are slices of one tensor or of two.
   with emulated("gfx942"), attn.installed() as decisions:
     decisions.clear()
     lengths_seen.clear()
@@ -211,8 +211,8 @@ def test_one_kernel_for_lengths_that_are_ints(together:bool) -> None:
 @pytest.mark.parametrize("rows, arch", [pytest.param(n, arch, marks=pytest.mark.thorough if (n, arch) != (16385, "gfx942") else ())
                                         for n in (16383, 16384, 16385, 131072) for arch in ("gfx942", "gfx1100", "sm_80")])
 def test_a_long_cache(rows:int, arch:str) -> None:
-  """A query sees exactly the rows of a long cache that a Variable counts. The rows after them are NaN and must have no effect. The last of the
-  counted rows has the largest weight, so a kernel that misses it gives a wrong output."""
+  # A query sees exactly the rows of a long cache that a Variable counts. The rows after them are NaN and must have no effect. The last of the counted
+  # rows has the largest weight, so a kernel that misses it gives a wrong output.
   with emulated(arch), attn.installed() as decisions:
     decisions.clear()
     q, k, v = numbers(1, 2, 1, 16), *(numbers(1, 1, rows, 16, seed=seed) for seed in (1, 2))
@@ -228,8 +228,8 @@ def test_a_long_cache(rows:int, arch:str) -> None:
 @pytest.mark.parametrize("arch", ("gfx942", "gfx1100", "sm_80"))
 @pytest.mark.parametrize("queries", [1, 5])
 def test_a_latent_cache(queries:int, arch:str) -> None:
-  """A model writes out latent attention (MLA) in tensor operations, as tinygrad.llm does. One kernel computes it and reads the cache in place. The
-  sizes are DeepSeek's: a row of the cache has 512 + 64 columns, and the first 512 are the values."""
+  # A model writes out latent attention (MLA) in tensor operations, as tinygrad.llm does. One kernel computes it and reads the cache in place. The
+  # sizes are DeepSeek's: a row of the cache has 512 + 64 columns, and the first 512 are the values.
   D, Dv, n = 576, 512, 70
   with emulated(arch), attn.installed() as decisions:
     decisions.clear()
@@ -245,8 +245,8 @@ def test_a_latent_cache(queries:int, arch:str) -> None:
     assert (verdict := judge(array(o), law)).ok, verdict
 
 def test_room_for_rows() -> None:
-  """`room_for_rows` returns to how many rows the slice of a cache may grow: its rows end with the buffer, or before they would overwrite the next
-  head or batch."""
+  # `room_for_rows` returns to how many rows the slice of a cache may grow: its rows end with the buffer, or before they would overwrite the next head
+  # or batch.
   def room(t:Tensor) -> int:
     found = in_buffer(t)
     assert found is not None

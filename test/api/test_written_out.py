@@ -75,8 +75,8 @@ FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.sample(3)
 @in_turn("form, arch", FORMS, ("gfx942", "gfx1100", "sm_80"), among=9)
 def test_attention_is_recognised(form:str, arch:str) -> None:
-  """Attention that a model writes out in operations of Tensor, in many forms, becomes a call of a kernel under `attn.installed()`. The result keeps
-  its dtype, and its error against float32 is at most twice the error of the model's own operations."""
+  # Attention that a model writes out in operations of Tensor, in many forms, becomes a call of a kernel under `attn.installed()`. The result keeps
+  # its dtype, and its error against float32 is at most twice the error of the model's own operations.
   with emulated(arch):
     x = draw(2, 4, ROWS, D), draw(2, 4, KEYS, D, seed=1), draw(2, 4, KEYS, D, seed=2)
     exact, own = array(FORMS[form](*(t.float() for t in x))), FORMS[form](*x)
@@ -127,8 +127,8 @@ def test_other_products_are_left_alone(form:str) -> None:
       assert not decisions
 
 def test_written_out_sinks_are_recognised() -> None:
-  """A model writes out attention with sinks in tensor operations. Under `attn.installed()` a kernel computes it. Two changed formulas, which are not
-  attention, stay tensor operations."""
+  # A model writes out attention with sinks in tensor operations. Under `attn.installed()` a kernel computes it. Two changed formulas, which are not
+  # attention, stay tensor operations.
   with emulated("gfx942"), attn.installed() as decisions:
     decisions.clear()
     with_sinks_at(*(draw(2, 4, n, D) for n in (ROWS, KEYS, KEYS)), sinks().reshape(4, 1, 1))
@@ -148,8 +148,8 @@ def test_gradients_go_through(form:str) -> None:
     for g, want in zip(ours, exact): np.testing.assert_allclose(g, want, atol=4e-3*np.abs(want).max())
 
 def test_rows_are_cast_to_the_dtype_of_their_cache() -> None:
-  """Rows that a model stores into a cache of another dtype are cast first: in the graph, no STORE has a value of another dtype than its buffer. GPU
-  compilers refuse such a STORE of vectors."""
+  # Rows that a model stores into a cache of another dtype are cast first: in the graph, no STORE has a value of another dtype than its buffer. GPU
+  # compilers refuse such a STORE of vectors.
   def attended() -> Tensor:
     cache, new = draw(1, 1, 32, 24, seed=1), draw(1, 1, ROWS, 24, dtype="float32", seed=2)
     k = Tensor(cache.uop.after(cache[:, :, 3:3 + ROWS].uop.store(new.uop)))[:, :, :KEYS]
@@ -166,7 +166,7 @@ def test_rows_are_cast_to_the_dtype_of_their_cache() -> None:
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_80"))
 def test_a_key_hidden_by_where_may_be_nan(arch:str) -> None:
-  """A key that a `where` on the scores hides has no effect, even if the key is NaN or infinite, with and without sinks."""
+  # A key that a `where` on the scores hides has no effect, even if the key is NaN or infinite, with and without sinks.
   def hidden(k:Tensor) -> list[Tensor]:
     scores = seen.where(q @ k.transpose(-1, -2), -math.inf)
     return [scores.softmax(-1) @ v, over_sinks(scores, sink, scores.max(-1, keepdim=True)) @ v]
@@ -181,9 +181,9 @@ def test_a_key_hidden_by_where_may_be_nan(arch:str) -> None:
     assert [d.kernel is not None for d in decisions] == [True]*4
 
 def test_sinks_beside_a_length_that_is_a_variable() -> None:
-  """A model writes out attention with sinks, over a slice of a cache, in tensor operations, and attn recognizes it. The result is the same whether
-  the slice's length is a Variable or an int. With a Variable, two kinds of calls stay tinygrad's own attention: calls with a mask that `where`
-  applies, and calls with sinks that differ between batches."""
+  # A model writes out attention with sinks, over a slice of a cache, in tensor operations, and attn recognizes it. The result is the same whether the
+  # slice's length is a Variable or an int. With a Variable, two kinds of calls stay tinygrad's own attention: calls with a mask that `where` applies,
+  # and calls with sinks that differ between batches.
   cache, n = [(2, 12, 4, D, seed) for seed in (1, 2)], Variable("n", 1, 12)
   def attended(q:Tensor, k:Tensor, v:Tensor, rows:int|UOp, sink:Tensor, mask:Tensor|None=None) -> Tensor:
     k, v = (x[:, :rows].transpose(1, 2) for x in (k, v))
@@ -205,17 +205,17 @@ def test_sinks_beside_a_length_that_is_a_variable() -> None:
         assert [d.kernel for d in decisions] == [None]
 
 def test_a_kernels_output_keeps_its_tag_as_keys() -> None:
-  """`stored_in_its_dtype` returns the output of an attn kernel, or its transpose, as the same UOp. (This function casts rows that a model stores into
-  a cache.) The UOp has a tag, which a new UOp would lose. Without the tag tinygrad may mistake a later write to the same buffer for the kernel's
-  output."""
+  # `stored_in_its_dtype` returns the output of an attn kernel, or its transpose, as the same UOp. (This function casts rows that a model stores into
+  # a cache.) The UOp has a tag, which a new UOp would lose. Without the tag tinygrad may mistake a later write to the same buffer for the kernel's
+  # output.
   with emulated("gfx942"), attn.installed():
     q = draw(1, 2, ROWS, D)
     k = attn.attention(q, q, q)
     assert stored_in_its_dtype(k) is k and stored_in_its_dtype(k.transpose(-1, -2)).uop is k.transpose(-1, -2).uop
 
 def test_tinygrads_own_attention_is_decided_once() -> None:
-  """The list that `attn.installed()` returns gets one entry for a call that attn leaves to tinygrad's own attention. That attention consists of
-  tensor operations, which attn would otherwise recognize as attention and list as a second call."""
+  # The list that `attn.installed()` returns gets one entry for a call that attn leaves to tinygrad's own attention. That attention consists of tensor
+  # operations, which attn would otherwise recognize as attention and list as a second call.
   dot, softmax = Tensor.dot, Tensor.softmax
   with emulated("gfx942"):
     q = draw(1, 2, 4, 600)

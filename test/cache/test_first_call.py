@@ -24,8 +24,8 @@ from cases import TYPES, problem
 @pytest.mark.parametrize("renderer", (OperationsCUDARenderer, OperationsNVCCRenderer))
 @pytest.mark.parametrize(("arch", "named"), (("sm_80", "sm_80"), ("sm_90", "sm_90a")))
 def test_machine_code(renderer:Any, arch:str, named:str, monkeypatch) -> None:
-  """attn's CUDA compiler makes machine code for the chip, and not PTX. The code has another key in tinygrad's disk cache than PTX. The compiler for
-  sm_90 gets the name sm_90a, but the renderer's target stays sm_90."""
+  # attn's CUDA compiler makes machine code for the chip, and not PTX. The code has another key in tinygrad's disk cache than PTX. The compiler for
+  # sm_90 gets the name sm_90a, but the renderer's target stays sm_90.
   from tinygrad.runtime.autogen import nvrtc
   monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda major, minor: 0)       # the compiler's library may be missing on this machine
   made = renderer(Target("CUDA", "", arch))
@@ -34,7 +34,7 @@ def test_machine_code(renderer:Any, arch:str, named:str, monkeypatch) -> None:
 
 @pytest.mark.parametrize(("lib", "shown"), ((b"\x7fELF\x02\x80\xff", 4), (b".version 9.0", 5)))
 def test_debug_takes_machine_code(lib:bytes, shown:int, monkeypatch) -> None:
-  """tinygrad with DEBUG=5 would decode CUDA machine code as text, so attn lowers DEBUG while tinygrad loads machine code. PTX is still printed."""
+  # tinygrad with DEBUG=5 would decode CUDA machine code as text, so attn lowers DEBUG while tinygrad loads machine code. PTX is still printed.
   from tinygrad.runtime import ops_cuda
   monkeypatch.setattr(ops_cuda, "CUDAProgram", lambda dev, obj, smem: (DEBUG.value, smem))
   with Context(DEBUG=5):
@@ -44,7 +44,7 @@ def test_debug_takes_machine_code(lib:bytes, shown:int, monkeypatch) -> None:
 FP16, BF16 = "#include <cuda_fp16.h>", "#include <cuda_bf16.h>"
 @pytest.mark.parametrize(("headers", "left"), (((), ["half", "nv_bfloat16"]), ((FP16,), ["nv_bfloat16"]), ((BF16,), []), ((FP16, BF16), [])))
 def test_a_type_is_declared_once(headers:tuple[str, ...], left:list[str]) -> None:
-  """CUDA source does not declare a 16-bit type that an included header declares. The header of bfloat16 includes the header of half."""
+  # CUDA source does not declare a 16-bit type that an included header declares. The header of bfloat16 includes the header of half.
   buffers = [(None, (SimpleNamespace(dtype=dtype), None)) for dtype in (dtypes.half, dtypes.bfloat16)]
   found = printer_of("sm_90").declarations(list(headers), buffers, "")
   assert [line.split()[1] for line in found] == left
@@ -77,7 +77,7 @@ def lowerings(monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
 def test_cached_program(arch:str, cache, monkeypatch) -> None:
-  """A later process loads the same program of a kernel from the cache and lowers nothing. A damaged file counts as a missing file."""
+  # A later process loads the same program of a kernel from the cache and lowers nothing. A damaged file counts as a missing file.
   ast, renderer = kernel(arch)
   assert not kept_programs.has_program(ast, renderer)
   first, seen = codegen.do_to_program(ast, renderer), lowerings(monkeypatch)
@@ -95,8 +95,8 @@ def test_cached_program(arch:str, cache, monkeypatch) -> None:
   assert len(seen) == 1
 
 def test_what_a_cached_program_depends_on(cache, monkeypatch) -> None:
-  """A kernel's source from the cache is not used if anything differs that the source depends on: the problem, the chip, one of tinygrad's settings,
-  the files of attn that render operations (`PRINTING`), or the files of tinygrad that lower kernels (`LOWERING`)."""
+  # A kernel's source from the cache is not used if anything differs that the source depends on: the problem, the chip, one of tinygrad's settings,
+  # the files of attn that render operations (`PRINTING`), or the files of tinygrad that lower kernels (`LOWERING`).
   ast, renderer = kernel("sm_90")
   codegen.do_to_program(ast, renderer)
   assert kept_programs.has_program(ast, renderer)
@@ -112,15 +112,15 @@ def test_what_a_cached_program_depends_on(cache, monkeypatch) -> None:
   assert {"softmax.py", "lowering.py"} <= {path.name for path in printing}
 
 def test_a_cache_that_cannot_be_entered(cache, monkeypatch) -> None:
-  """A cache directory that cannot be read counts as empty, and the call continues."""
+  # A cache directory that cannot be read counts as empty, and the call continues.
   ast, renderer = kernel("sm_90")
   monkeypatch.setenv("XDG_CACHE_HOME", "/" + "x"*300)      # longer than a file name may be
   assert not kept_programs.has_program(ast, renderer)
   assert kept_programs.kept("program", ("a",), lambda: b"made") == b"made"
 
 def test_what_is_not_cached(cache) -> None:
-  """The cache does not keep kernels of other libraries. It does not keep kernels on the emulator, which needs their UOps. It keeps nothing if
-  settings tell tinygrad not to cache, or to show how it lowers."""
+  # The cache does not keep kernels of other libraries. It does not keep kernels on the emulator, which needs their UOps. It keeps nothing if settings
+  # tell tinygrad not to cache, or to show how it lowers.
   ast, renderer = kernel("sm_90")
   assert kept_programs.key_of(ast, renderer) is not None
   assert kept_programs.key_of(ast.replace(arg=checked_kernel.replace(ast.arg, name="r_64")), renderer) is None
@@ -138,8 +138,8 @@ def test_a_program_with_a_variable_is_lowered_again(cache, monkeypatch) -> None:
   assert programs[0].arg == programs[1].arg and [v.expr for v in programs[0].arg.vars] == ["n"]
 
 def test_cached_kernels_are_compiled_when_called(monkeypatch) -> None:
-  """If the cache has a kernel's source, `attention` compiles the kernel itself. Otherwise tinygrad would start worker processes for the kernels of a
-  step, which takes longer than reading the cache."""
+  # If the cache has a kernel's source, `attention` compiles the kernel itself. Otherwise tinygrad would start worker processes for the kernels of a
+  # step, which takes longer than reading the cache.
   compiled: list[str] = []
   monkeypatch.setattr(checked_kernel, "compile_at_once", lambda call, device: compiled.append(call.src[0].arg.name))
   q = Tensor(np.zeros((1, 1, 32, 16), np.float16), device="EMU").realize()
@@ -159,9 +159,9 @@ class SmallState(InOrder):
   statements: Statements
 
 def test_steps_come_in_order() -> None:
-  """`InOrder.store` puts the stores of a kernel in order. A second store that uses the result of the first waits for the first, and later stores wait
-  for the second alone. A second store that uses only older values does not wait for the first, and later stores wait for both. In a loop, every store
-  also waits for the start of the loop."""
+  # `InOrder.store` puts the stores of a kernel in order. A second store that uses the result of the first waits for the first, and later stores wait
+  # for the second alone. A second store that uses only older values does not wait for the first, and later stores wait for both. In a loop, every
+  # store also waits for the start of the loop.
   a, b, register = (UOp.placeholder((2,), dtypes.float, slot, AddrSpace.REG) for slot in range(3))
   s = SmallState(a, b, Statements(register))
   one = s.store([s.a[0].store(1.0)])
@@ -180,8 +180,8 @@ def test_steps_come_in_order() -> None:
   assert r in awaited_by(inside.store([two.a[0].store(3.0)]).b)     # stores to an array from outside the loop
 
 def test_uops_of_a_plain_problem() -> None:
-  """The time of a first call grows with the number of UOps of its kernel. The causal forward kernel of wgmma with 192 queries and 96 keys must have
-  fewer than 900 UOps; an earlier version had 1285."""
+  # The time of a first call grows with the number of UOps of its kernel. The causal forward kernel of wgmma with 192 queries and 96 keys must have
+  # fewer than 900 UOps; an earlier version had 1285.
   p = problem(B=4, H=16, Sq=4096, Sk=4096, D=128, dtype="bfloat16", causal=True, lse=False)
   made, tile = single_kernel(p, get_chip("sm_90"))
   assert (tile.block_m, tile.block_n) == (192, 96)

@@ -44,7 +44,7 @@ ODD = pytest.mark.parametrize("make", [pipe, device, huge])
 
 @ODD
 def test_irregular_files_are_replaced(make, tmp_path, monkeypatch):
-  """attn does not read a cache entry that is no regular file or that is too large. It computes the content and replaces the entry."""
+  # attn does not read a cache entry that is no regular file or that is too large. It computes the content and replaces the entry.
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   user_cache.kept("source", ("key",), lambda: b"first")
   file, = (f for f in tmp_path.rglob("*") if f.is_file())

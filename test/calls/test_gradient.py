@@ -116,7 +116,7 @@ def test_infinite_keys_without_kernels(make:Callable[..., Inputs], options:dict[
   check_gradients(kernel="three_pass", make=make, dtype="float32", H=1, D=4, Sq=3, Sk=5, extras=dict(bias=floats(1, 1, 3, 5)), **options)
 
 def test_long_rows_are_for_the_kernels_of_plain_uops() -> None:
-  """Rows of more than 256 elements use the kernels of plain UOps in forward and backward, in float16 and bfloat16."""
+  # Rows of more than 256 elements use the kernels of plain UOps in forward and backward, in float16 and bfloat16.
   for dtype, D in itertools.product(("float16", "bfloat16"), (257, 264, 512)):
     tiles = can_differentiate(problem(dtype=dtype, D=D), get_chip("gfx942"))
     assert not isinstance(tiles, str) and {type(tile) for tile in tiles} == {TiledBackwardTile}, (dtype, D)
@@ -207,8 +207,8 @@ def for_few(monkeypatch:pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("for_few")
 @pytest.mark.parametrize("order, deterministic", (((0, 1, 2), False), ((1, 0, 2), True), ((2, 1, 0), False)))
 def test_gradients_at_once_in_any_order(order:tuple[int, ...], deterministic:bool) -> None:
-  """The kernel that computes dq, dk and dv at once runs only once, even if the three gradients are realized one after another: otherwise it would add
-  to the fp32 sums of dq twice."""
+  # The kernel that computes dq, dk and dv at once runs only once, even if the three gradients are realized one after another: otherwise it would add
+  # to the fp32 sums of dq twice.
   p = problem(**FEW)
   x = normal(p)
   with emulated("sm_90"):
@@ -222,8 +222,8 @@ def test_gradients_at_once_in_any_order(order:tuple[int, ...], deterministic:boo
 
 @pytest.mark.usefixtures("for_few")
 def test_tiles_of_gradients_at_once(capsys:pytest.CaptureFixture[str]) -> None:
-  """Where one kernel computes dq, dk and dv at once, `explain` counts the query tiles that this kernel skips, masks, and computes without a mask. The
-  small kernels before and after it are not counted."""
+  # Where one kernel computes dq, dk and dv at once, `explain` counts the query tiles that this kernel skips, masks, and computes without a mask. The
+  # small kernels before and after it are not counted.
   q, k = (Tensor.empty(1, 2, rows, 128, dtype=dtypes.half) for rows in (256, 256))
   assert attn.explain(q, k, k, causal=True, deterministic=False, arch="sm_90", backward=True).at_once
   counted = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  backward_")]
@@ -233,8 +233,8 @@ def test_tiles_of_gradients_at_once(capsys:pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("arch, suffix, deterministic", (("sm_90", "_wgmma", False), ("sm_90", "_wgmma", True), ("gfx942", "", False),
                                                          ("gfx942", "", True)))
 def test_gradients_at_once_in_a_jit(monkeypatch:pytest.MonkeyPatch, arch:str, suffix:str, deterministic:bool) -> None:
-  """Three calls under TinyJit give the same dq, although the kernel that computes all gradients at once adds to sums in memory. So each replay must
-  set these sums to 0 again. With deterministic=True it must also reset the counters that say which workgroup adds next."""
+  # Three calls under TinyJit give the same dq, although the kernel that computes all gradients at once adds to sums in memory. So each replay must
+  # set these sums to 0 again. With deterministic=True it must also reset the counters that say which workgroup adds next.
   compute_all_gradients_at_once(monkeypatch, suffix)
   with emulated(arch):
     q, k, v = (Tensor.randn(1, 2, rows, 128, device="EMU").half().realize() for rows in (80, 256, 256))
@@ -322,9 +322,9 @@ def test_two_kernels_where_one_was_not_measured_to_be_faster(case:str) -> None:
   assert re.match(f"{reason}: right, but was not measured to be faster than two kernels", found.why_not("backward_all_wgmma") or ""), found
 
 def test_one_kernel_with_a_mask_mod() -> None:
-  """One kernel computes all gradients under a mask_mod that leaves a query several intervals of keys, if workgroups may add to dq in any order. If
-  the mask also hides all keys after the query, or if the order is fixed (deterministic=True), two kernels compute them. A mask_mod that leaves each
-  query one interval of keys is treated like a window."""
+  # One kernel computes all gradients under a mask_mod that leaves a query several intervals of keys, if workgroups may add to dq in any order. If the
+  # mask also hides all keys after the query, or if the order is fixed (deterministic=True), two kernels compute them. A mask_mod that leaves each
+  # query one interval of keys is treated like a window.
   def reason(mask:Any, deterministic:bool=False) -> str:
     p = problem(B=66, Sq=2048, D=128, deterministic=deterministic, **functions_of(None, mask, ()))
     return str(wgmma_at_once(p, get_chip("sm_90")))
@@ -336,9 +336,9 @@ def test_one_kernel_with_a_mask_mod() -> None:
   assert reason(lambda b, h, i, j: i >= j, True).startswith("deterministic=True: ")
 
 def test_a_fixed_order_is_chosen_where_it_was_measured_to_be_faster() -> None:
-  """Dispatch on sm_90 chooses one kernel for all gradients where it was measured to be faster than two kernels, although its workgroups add to dq in
-  a fixed order (deterministic=True, the default). This is so without a mask, with one query head for each key/value head, and with many keys and
-  blocks of keys. With causal=True, or with several query heads for a key/value head, two kernels compute the gradients."""
+  # Dispatch on sm_90 chooses one kernel for all gradients where it was measured to be faster than two kernels, although its workgroups add to dq in a
+  # fixed order (deterministic=True, the default). This is so without a mask, with one query head for each key/value head, and with many keys and
+  # blocks of keys. With causal=True, or with several query heads for a key/value head, two kernels compute the gradients.
   def kernels(Hkv:int, causal:bool) -> tuple[str, ...]:
     q, k = (Tensor.empty(4, heads, 4096, 128, dtype="half") for heads in (16, Hkv))
     return attn.explain(q, k, k, arch="sm_90", backward=True, causal=causal).kernels
@@ -362,7 +362,7 @@ def test_two_kernels_where_one_is_not_chosen_on_amd(case:str) -> None:
   assert (found.why_not("backward_all") or "").startswith(reason), found
 
 def test_gradients_at_once_on_cdna(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Dispatch chooses the kernel that computes dq, dk and dv at once on CDNA, too. Each gradient is right, also if it is realized alone."""
+  # Dispatch chooses the kernel that computes dq, dk and dv at once on CDNA, too. Each gradient is right, also if it is realized alone.
   compute_all_gradients_at_once(monkeypatch, "")
   p = problem(**FEW)
   x = normal(p)
@@ -376,9 +376,9 @@ def test_gradients_at_once_on_cdna(monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("for_few")
 def test_memory_at_once() -> None:
-  """The kernel that computes all gradients at once needs 4 bytes of extra memory for each element of dq, for fp32 sums. Rows are rounded up to tiles
-  of 64 queries. With deterministic=True it also needs integers that give workgroups a fixed order: 8 for each tile, and one counter that numbers the
-  workgroups as they start. The number of keys does not matter."""
+  # The kernel that computes all gradients at once needs 4 bytes of extra memory for each element of dq, for fp32 sums. Rows are rounded up to tiles
+  # of 64 queries. With deterministic=True it also needs integers that give workgroups a fixed order: 8 for each tile, and one counter that numbers
+  # the workgroups as they start. The number of keys does not matter.
   for Sk, deterministic in ((1024, False), (8192, False), (8192, True)):
     p = problem(B=4, H=64, Sq=2000, Sk=Sk, D=128, deterministic=deterministic)
     found = choose_backward(p, get_chip("sm_90"), "forward_wgmma")
@@ -394,8 +394,8 @@ def test_sdpa_by_itself_and_installed() -> None:
     assert decisions[-1].kernel == "forward"
 
 def test_a_model_in_training_calls_as_berts_and_llamas_do() -> None:
-  """Gradients are right for calls in the form of BERT (additive mask (B, 1, 1, S), no dropout) and of LLaMA (causal, grouped heads, bfloat16): their
-  error against fp32 is at most twice that of tinygrad's own gradients."""
+  # Gradients are right for calls in the form of BERT (additive mask (B, 1, 1, S), no dropout) and of LLaMA (causal, grouped heads, bfloat16): their
+  # error against fp32 is at most twice that of tinygrad's own gradients.
   with emulated("gfx942"), Context(TRAINING=1):
     mask = Tensor(np.where(np.arange(12) < 9, 0, -10000.0).astype(np.float32).reshape(1, 1, 1, 12)).cast(dtypes.half)
     for dtype, heads, call in (("float16", 4, {"attn_mask": mask}), ("bfloat16", 2, {"is_causal": True, "enable_gqa": True})):
@@ -418,7 +418,7 @@ def test_jit() -> None:
       hold(step(q, k, v), expected_of_sum(q, k, v, Sq=32, D=16, causal=True))
 
 def test_views_and_one_tensor_in_several_places() -> None:
-  """A tensor x that is q, k and v of one call gets the sum of all three gradients. Views of a tensor get the gradients of their parts."""
+  # A tensor x that is q, k and v of one call gets the sum of all three gradients. Views of a tensor get the gradients of their parts.
   with emulated("gfx942"):
     x = draw(1, 2, 32, 16)
     want = expected_of_sum(x, x, x, Sq=32, D=16)
@@ -447,8 +447,8 @@ READ: dict[str, Callable[[Tensor, Tensor], Any]] = {
   ("the loss", 1, 1), ("the loss", 0, 1), ("o by name", 0, 1),
   *[pytest.param(*x, marks=pytest.mark.thorough) for x in (("o", 1, 1), ("o", 0, 2), ("o by name", 1, 2), ("the loss", 1, 2), ("the loss", 0, 2))]])
 def test_a_loss_may_be_read_before_its_gradients_are_taken(what:str, training:int, splits:int) -> None:
-  """Gradients through two layers of attention have the same bits whether or not the loss or an output was read before. A realized output has its own
-  buffer, so a later write to q does not change it."""
+  # Gradients through two layers of attention have the same bits whether or not the loss or an output was read before. A realized output has its own
+  # buffer, so a later write to q does not change it.
   def gradient_of(read:str) -> list[np.ndarray]:
     x = draw(1, 2, 12, 16) @ (w := draw(16, 16, seed=3))
     first, lse = attn.attention(x + x, x, x, num_splits=splits, return_lse=True)
@@ -469,8 +469,8 @@ def test_a_loss_may_be_read_before_its_gradients_are_taken(what:str, training:in
     np.testing.assert_array_equal(o.numpy(), before)
 
 def test_lse_alone_after_it_was_read() -> None:
-  """The gradient of a loss that uses only lse is right after lse was read and o was deleted: attn computes o again. If the rows of a sequence are
-  divided over devices, attn raises an error instead."""
+  # The gradient of a loss that uses only lse is right after lse was read and o was deleted: attn computes o again. If the rows of a sequence are
+  # divided over devices, attn raises an error instead.
   def gradient_of(read:bool) -> np.ndarray:
     q, k, v = three()
     lse = attn.attention(q, k, v, return_lse=True)[1]
@@ -515,8 +515,8 @@ TWO = ("EMU", "EMU:1")
   ("batch", "batch", 2, "bhsd"), ("heads", "heads", 2, "bshd"), ("heads", None, 1, "bhsd"), (None, "rows", 2, "bhsd"),
   *[pytest.param(x, x, 2, "bhsd", marks=pytest.mark.thorough) for x in ("heads", None)]])
 def test_shards(of_q:str|None, of_k:str|None, heads:int, layout:str) -> None:
-  """If one half of the query heads of a key/value head is on one device and the other half on another, the gradient of this key/value head is the sum
-  of the gradients from both devices."""
+  # If one half of the query heads of a key/value head is on one device and the other half on another, the gradient of this key/value head is the sum
+  # of the gradients from both devices.
   axes = {"q": of_q, "k": of_k, "v": of_k, "o": of_q, "lse": of_q}
   def place(name:str, t:Tensor) -> Tensor:
     if name == "sinks": return t.shard(TWO, 0 if of_q == "heads" else None)
@@ -525,13 +525,13 @@ def test_shards(of_q:str|None, of_k:str|None, heads:int, layout:str) -> None:
 
 @pytest.mark.parametrize("shape, shared, axis", [((1, 4, 1, 16), "batch", None), ((1, 4, 12, 16), "heads", 1)])
 def test_shards_with_a_bias(shape:tuple[int, ...], shared:str, axis:int|None) -> None:
-  """The gradient of a bias that several devices use is the sum of the gradients from all devices."""
+  # The gradient of a bias that several devices use is the sum of the gradients from all devices.
   def place(name:str, t:Tensor) -> Tensor: return t.shard(TWO, axis if name == "bias" else ("batch", "heads").index(shared))
   check_gradients(B=2, H=4, Hkv=4, Sq=12, Sk=16, place=place, extras=dict(bias=floats(*shape)))
 
 def test_attention_shards_a_tensor_on_one_device() -> None:
-  """If q, k and v are divided over devices, `attention` also divides a bias or sinks that lie on one device. Each device then computes the gradient
-  of its part."""
+  # If q, k and v are divided over devices, `attention` also divides a bias or sinks that lie on one device. Each device then computes the gradient of
+  # its part.
   def place(name:str, t:Tensor) -> Tensor: return t if name in ("bias", "sinks") else t.shard(TWO, 1)
   check_gradients(H=4, Sq=6, Sk=8, place=place, extras=dict(bias=floats(1, 4, 6, 8), sinks=floats(4)))
 
@@ -550,8 +550,8 @@ def test_named_kernels(kernel:str, names:tuple[str, ...]) -> None:
 @pytest.mark.parametrize("arch, kernel, unit", [("sm_90", "backward_dq", "_wgmma"), ("sm_90", "backward_dkdv_wgmma,backward_dbias_mma", "_wgmma"),
                                                 ("sm_90", "backward_dbias_mma,backward_dq_mma", "_mma"), ("sm_80", "backward_dbias_mma", "_mma")])
 def test_named_units(arch:str, kernel:str, unit:str) -> None:
-  """If the environment variable ATTN_KERNEL names a backward kernel, all gradients of q, k and v use the matrix unit of this kernel. ATTN_KERNEL
-  accepts the names that `explain` shows, one by one or as a list."""
+  # If the environment variable ATTN_KERNEL names a backward kernel, all gradients of q, k and v use the matrix unit of this kernel. ATTN_KERNEL
+  # accepts the names that `explain` shows, one by one or as a list.
   with emulated(arch, kernel):
     q, bias = draw(1, 1, 64, 16), draw(1, 1, 64, 64)
     shown = attn.explain(q, q, q, bias=bias, backward=True).kernels
@@ -595,8 +595,8 @@ def launches(*names:str, arch:str="gfx942", kernel:str="", training:int=1, **mor
     return GlobalCounters.kernel_count
 
 def test_a_gradient_that_nobody_asks_for_costs_no_kernel() -> None:
-  """A gradient that is not asked for runs no kernel. The forward kernel and backward_dq always run. backward_dkdv, which needs delta from
-  backward_dq, and the kernels of the gradients of sinks and bias run only if their gradient is asked for."""
+  # A gradient that is not asked for runs no kernel. The forward kernel and backward_dq always run. backward_dkdv, which needs delta from backward_dq,
+  # and the kernels of the gradients of sinks and bias run only if their gradient is asked for.
   assert launches("q") == 2 and launches("k") == launches("v") == launches("q", "k", "v") == 3
   with emulated("gfx942"): sinks, bias = Tensor(floats(2), device="EMU"), draw(1, 2, 32, 32, seed=4)
   assert launches("q", "k", "v", sinks=sinks, bias=bias) == 3 and launches("q", "sinks", sinks=sinks) == 3
@@ -619,8 +619,8 @@ def test_each_sum_of_parts_is_one_kernel_more(monkeypatch:pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("parts", [(0, 0), (2, 4)])
 def test_memory(monkeypatch:pytest.MonkeyPatch, parts:tuple[int, ...]) -> None:
-  """Gradients need memory, besides inputs and outputs, for lse and delta (8 bytes for each row) and for partial gradients. `memory_of`, whose number
-  `explain` shows, agrees with the buffers that tinygrad allocates."""
+  # Gradients need memory, besides inputs and outputs, for lse and delta (8 bytes for each row) and for partial gradients. `memory_of`, whose number
+  # `explain` shows, agrees with the buffers that tinygrad allocates.
   in_parts(monkeypatch, *parts)
   found, allocate = list[int](), Buffer.allocate
   def counted(self:Buffer, *args:Any, **more:Any) -> Buffer:
@@ -637,8 +637,8 @@ def test_memory(monkeypatch:pytest.MonkeyPatch, parts:tuple[int, ...]) -> None:
   assert sum(found) == outputs + memory_of(p, get_chip("gfx942"), Parts(*parts))
 
 def test_parts_where_a_grid_leaves_units_idle(capsys:pytest.CaptureFixture[str]) -> None:
-  """A kernel divides its sums into partial gradients if its grid would leave compute units idle: if all query heads share one key/value head (MQA),
-  or if few queries meet many keys. A large grid needs no partial gradients."""
+  # A kernel divides its sums into partial gradients if its grid would leave compute units idle: if all query heads share one key/value head (MQA), or
+  # if few queries meet many keys. A large grid needs no partial gradients.
   def chosen(B:int, H:int, Hkv:int, Sq:int, Sk:int, arch:str="gfx942") -> Parts:
     return choose_parts(problem(B=B, H=H, Hkv=Hkv, Sq=Sq, Sk=Sk, D=128), get_chip(arch))
   for arch in ("gfx942", "gfx950", "gfx1100", "gfx1201"):
@@ -653,14 +653,14 @@ def test_parts_where_a_grid_leaves_units_idle(capsys:pytest.CaptureFixture[str])
   assert f"in {choice.parts[1]} parts" in text and f"memory beside inputs and outputs: {choice.memory} bytes" in text and choice.parts[1] > 1
 
 def test_parts_by_the_longest_workgroup() -> None:
-  """The number of partial gradients depends on the workgroup that takes longest. Under a causal mask this is the workgroup of the first keys, which
-  all queries see. If it would run long after the others have ended, sums are divided into more parts than without a mask: twice as many if all heads
-  share the keys. A grid with enough other work is not divided."""
+  # The number of partial gradients depends on the workgroup that takes longest. Under a causal mask this is the workgroup of the first keys, which
+  # all queries see. If it would run long after the others have ended, sums are divided into more parts than without a mask: twice as many if all
+  # heads share the keys. A grid with enough other work is not divided.
   def chosen(H:int, Hkv:int, causal:bool) -> int: return choose_parts(problem(H=H, Hkv=Hkv, Sq=4096, D=128, causal=causal), get_chip("sm_90")).dkdv
   assert chosen(32, 1, True) == 2*chosen(32, 1, False) == 8 and chosen(16, 4, True) == 2 and chosen(16, 4, False) == 0 == chosen(16, 16, True)
 
 def test_most_seen() -> None:
-  """`most_seen` computes the largest number of keys that a query sees, and of queries that see a key. Both agree with a mask in numpy."""
+  # `most_seen` computes the largest number of keys that a query sees, and of queries that see a key. Both agree with a mask in numpy.
   rng = np.random.default_rng(3)
   for _ in range(400):
     Sq, Sk, left, right = (int(rng.integers(low, high)) for low, high in ((1, 40), (1, 40), (-1, 12), (-1, 12)))
@@ -673,8 +673,8 @@ def test_most_seen() -> None:
 FEW_ROWS_AT_ONCE = {"few queries": (1, 8, 8, 64, 65536), "all heads on one": (1, 32, 1, 4096, 4096)}
 @pytest.mark.parametrize("case", FEW_ROWS_AT_ONCE)
 def test_one_kernel_of_few_rows(case:str) -> None:
-  """One kernel computes all gradients if there are few queries. It also does if there are few keys, and several workgroups can share the query heads
-  of a key/value head. Under a causal mask two kernels compute them."""
+  # One kernel computes all gradients if there are few queries. It also does if there are few keys, and several workgroups can share the query heads
+  # of a key/value head. Under a causal mask two kernels compute them.
   B, H, Hkv, Sq, Sk = FEW_ROWS_AT_ONCE[case]
   q, k = Tensor.empty(B, H, Sq, 128, dtype=dtypes.half), Tensor.empty(B, Hkv, Sk, 128, dtype=dtypes.half)
   assert attn.explain(q, k, k, arch="sm_90", backward=True, deterministic=False).at_once

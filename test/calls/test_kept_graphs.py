@@ -71,12 +71,12 @@ def test_a_later_call_gives_the_same_bits_by_recipes(name:str, made:list[str]) -
     assert first and made == 2*first      # `check_later` clears the recipes once
 
 def test_later_gradients_over_lists_of_tiles() -> None:
-  """A list of a mask without tensors is kept by itself, and is no buffer of the graph."""
+  # A list of a mask without tensors is kept by itself, and is no buffer of the graph.
   with lists(True), emulated("sm_90"): check_later(lambda seed: numbers("lists", seed))
 
 @pytest.mark.parametrize("keys", [3, 20])
 def test_a_later_call_with_a_variable(keys:int, made:list[str]) -> None:
-  """The value of a Variable is not in the recipe."""
+  # The value of a Variable is not in the recipe.
   found = []
   with emulated("gfx942"):
     for n in (11, keys):
@@ -97,7 +97,7 @@ def test_a_buffer_for_the_output(made:list[str]) -> None:
       assert (o.numpy() == expected).all() and (out.numpy() == expected).all()
 
 def test_results_of_two_calls_have_buffers_of_their_own(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Two results that are computed together are right. A recipe that does not make new buffers is caught."""
+  # Two results that are computed together are right. A recipe that does not make new buffers is caught.
   def both() -> bool:
     inputs = [[draw(2, 2, 32, 16, seed=3*n + i) for i in range(3)] for n in range(3)]
     together = [attn.attention(*x) for x in inputs]
@@ -130,7 +130,7 @@ def test_graphs_are_bounded_and_hold_no_input() -> None:
     assert all(x() is None for x in buffers)
 
 def test_inputs_that_are_one_buffer_are_another_form() -> None:
-  """Two inputs in one buffer, and inputs in two buffers, don't share a recipe."""
+  # Two inputs in one buffer, and inputs in two buffers, don't share a recipe.
   with emulated("gfx942"):
     q, k, v = (draw(2, 2, 32, 16, seed=i) for i in range(3))
     attn.attention(q, k, v).realize()

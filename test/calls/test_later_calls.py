@@ -47,8 +47,8 @@ def made_by(call:Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("name", [*CALLS, *CACHED])
 def test_a_later_call_makes_no_ast(name:str) -> None:
-  """The first call with certain shapes and options builds the UOps of its kernels. A later call builds none, even with other tensors, another value
-  of a Variable, or a new score_mod or mask_mod that computes the same."""
+  # The first call with certain shapes and options builds the UOps of its kernels. A later call builds none, even with other tensors, another value of
+  # a Variable, or a new score_mod or mask_mod that computes the same.
   call = (CALLS | CACHED)[name]
   with emulated("gfx942"):
     first, later = (made_by(lambda: call(*[half(2, 2, 40, 16) for _ in range(3)])) for _ in range(2))
@@ -64,8 +64,8 @@ def test_a_later_gradient_makes_no_ast(name:str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_later_gradient_makes_no_problem_and_chooses_no_parts(name:str) -> None:
-  """The third call with gradients computes nothing again that the first two calls have cached: the problems of its kernels, the numbers of partial
-  results, and the kernels' ASTs with parameters for their tensors. The caches are bounded."""
+  # The third call with gradients computes nothing again that the first two calls have cached: the problems of its kernels, the numbers of partial
+  # results, and the kernels' ASTs with parameters for their tensors. The caches are bounded.
   kept = (of_backward, split_into, parts_with_tiles, _with_params_of)
   def misses() -> list[int]: return [x.cache_info().misses for x in kept]
   seen = []
@@ -85,8 +85,8 @@ def test_a_gradient_is_not_sought_inside_kernels() -> None:
 
 @pytest.mark.parametrize("name", CACHED)
 def test_a_later_call_looks_at_no_kernel_and_at_no_view(name:str) -> None:
-  """The third call of attention with equal shapes does not look through the kernel for its outputs, or through views for the positions of their rows:
-  earlier calls have cached both."""
+  # The third call of attention with equal shapes does not look through the kernel for its outputs, or through views for the positions of their rows:
+  # earlier calls have cached both.
   def looks() -> int: return output_params.cache_info().misses + places_of_view.cache_info().misses
   with emulated("gfx942"):
     seen = []
@@ -96,8 +96,8 @@ def test_a_later_call_looks_at_no_kernel_and_at_no_view(name:str) -> None:
   assert seen[1] == seen[2]
 
 def test_a_later_seed_of_dropout_builds_no_expression(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The first call with dropout builds tinygrad's expressions for random numbers. A later call builds only the UOps that depend on the generator's
-  counter, and makes no Tensor for them."""
+  # The first call with dropout builds tinygrad's expressions for random numbers. A later call builds only the UOps that depend on the generator's
+  # counter, and makes no Tensor for them.
   made = []
   def counted(own:Callable[..., Any]) -> Callable[..., Any]: return lambda *args, **kwargs: made.append(1) or own(*args, **kwargs)
   with emulated("gfx942"):
@@ -121,8 +121,8 @@ def test_few_asts_are_kept() -> None:
 
 @pytest.mark.parametrize("wanted", ["q", "alibi_slopes"])
 def test_only_wanted_gradients_are_computed_by_tensor_operations(wanted:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """No kernel computes the gradient of ALiBi's slopes. tinygrad's tensor operations compute it, and only if it is wanted. A gradient has the same
-  bits whether it is wanted alone or together with all others."""
+  # No kernel computes the gradient of ALiBi's slopes. tinygrad's tensor operations compute it, and only if it is wanted. A gradient has the same bits
+  # whether it is wanted alone or together with all others.
   asked, own = [], gradient.plain_gradients
   monkeypatch.setattr(gradient, "plain_gradients", lambda *args: asked.append(1) or own(*args))     # type: ignore[func-returns-value]
   rng = np.random.default_rng(3)

@@ -34,7 +34,7 @@ def test_signatures() -> None:
   assert keywords(attn.attention_with_kv_cache).keys() <= OF_ATTENTION.keys()
 
 def test_annotations() -> None:
-  """The type of each option in attn/calls/options.py is the type in the function's signature."""
+  # The type of each option in attn/calls/options.py is the type in the function's signature.
   for function, record in ((attn.attention, OF_ATTENTION), (attn.flash_attention_fn, OF_KERNELS)):
     for name, f in record.items(): assert inspect.signature(function).parameters[name].annotation == f.type, name
 
@@ -53,8 +53,8 @@ def test_the_readme_names_options_that_there_are() -> None:
 
 @pytest.mark.parametrize("name", OF_ATTENTION)
 def test_every_option_is_checked_by_name(name:str) -> None:
-  """`attention` refuses a wrong value of each option with an error that names the option. Attention with a cache does so before it appends a row to
-  the cache."""
+  # `attention` refuses a wrong value of each option with an error that names the option. Attention with a cache does so before it appends a row to
+  # the cache.
   class Nonsense:
     def __repr__(self) -> str: return "nonsense"
   with emulated("gfx942"):

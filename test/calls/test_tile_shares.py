@@ -153,8 +153,8 @@ def test_tiles_of_intervals(name:str, sizes:str, arch:str) -> None: check(name, 
 def test_tiles_of_lists(name:str, sizes:str, arch:str) -> None: check(name, sizes, arch, True)
 
 def test_two_tiles_of_dual_wave_are_one() -> None:
-  """`visited_tiles`, which tells which tiles a kernel skips or masks, has tiles of 128 keys for the kernel dual_wave, because each iteration of this
-  kernel computes two tiles of 64 keys."""
+  # `visited_tiles`, which tells which tiles a kernel skips or masks, has tiles of 128 keys for the kernel dual_wave, because each iteration of this
+  # kernel computes two tiles of 64 keys.
   p, chip = problem(B=4, H=32, Sq=600, Sk=700, D=128, causal=True, lse=False), get_chip("gfx950")
   choice = choose(p, chip)
   assert choice.kernel == "dual_wave" and choice.work.tile is not None
@@ -197,8 +197,8 @@ def test_packed_sequences() -> None:
 def lines_of(capsys:pytest.CaptureFixture[str]) -> list[str]: return [x.strip() for x in capsys.readouterr().out.splitlines() if " tiles: " in x]
 
 def test_explain_says_the_shares(capsys:pytest.CaptureFixture[str], monkeypatch:pytest.MonkeyPatch) -> None:
-  """`explain` prints how many tiles a kernel skips, masks, and computes without a mask. Under a causal mask of 256 queries these are 2, 4 and 2 of 8
-  tiles of 128 x 64. `explain` runs no kernel for this."""
+  # `explain` prints how many tiles a kernel skips, masks, and computes without a mask. Under a causal mask of 256 queries these are 2, 4 and 2 of 8
+  # tiles of 128 x 64. `explain` runs no kernel for this.
   monkeypatch.setattr(tile_shares, "tile_lists", None)
   with emulated("gfx942"):
     q = Tensor.empty(1, 2, 256, 64, dtype="half", device="EMU")
@@ -227,8 +227,8 @@ def test_explain_says_what_is_not_known(capsys:pytest.CaptureFixture[str]) -> No
     assert lines_of(capsys) == ["key tiles: not counted: kv_lengths has no numbers yet"]
 
 def test_explain_says_why_there_is_no_list(capsys:pytest.CaptureFixture[str]) -> None:
-  """`attn.explain` says why a kernel has no list of visible tiles. Either there are few tiles; or each call would have to make its lists, because
-  they depend on tensors, and few heads share a list. `explain` says nothing if there is a list, or if a query's visible keys are an interval."""
+  # `attn.explain` says why a kernel has no list of visible tiles. Either there are few tiles; or each call would have to make its lists, because they
+  # depend on tensors, and few heads share a list. `explain` says nothing if there is a list, or if a query's visible keys are an interval.
   def told(*sizes:int, mask:Callable[..., Any]|None=None, **options:Any) -> list[str]:
     q = Tensor.empty(*sizes, dtype="half", device="EMU")
     attn.explain(q, q, q, mask_mod=mask or mods.sinks_and_window(4, 64), **options)

@@ -121,8 +121,8 @@ def check_where_rows_lie(view:View) -> None:
   np.testing.assert_array_equal(view.memory.reshape(-1)[at.start + b*at.batch + h*at.head + s*at.row + d], view.of)
 
 def test_where_the_rows_of_a_view_lie() -> None:
-  """attn reads a view in place only if the strides that it finds give the right position of every element. The random views include some that are
-  read in place and some that are not."""
+  # attn reads a view in place only if the strides that it finds give the right position of every element. The random views include some that are read
+  # in place and some that are not.
   found_in_place.clear()
   check_where_rows_lie()
   assert 0.1 < np.mean(found_in_place) < 0.9
@@ -234,8 +234,7 @@ def check_views(name:str, d:Any) -> None:
 @pytest.mark.parametrize("view", (lambda t: t.permute(0, 2, 3, 1).contiguous().realize().permute(0, 3, 1, 2),
                                   lambda t: t.flip(0).contiguous().realize().flip(0)))
 def test_pages_that_are_copied(view:Callable[[Tensor], Tensor], capsys:pytest.CaptureFixture[str]) -> None:
-  """If a view of pages cannot be read in place, attn copies the pages. The result is right, `explain` reports the copy, and append refuses such
-  pages."""
+  # If a view of pages cannot be read in place, attn copies the pages. The result is right, `explain` reports the copy, and append refuses such pages.
   x = FUNCTIONS["attention, pages"].takes()
   with emulated("gfx942"):
     t: dict[str, Any] = {name: placed(a) for name, a in x.items()}
@@ -281,8 +280,8 @@ def slice_at(x:np.ndarray, first:int, dtype:str="float16") -> Tensor:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("arch, first", (("gfx942", 1), ("gfx1100", 2), ("sm_80", 1), ("sm_90", 4), ("gfx1030", 3)))
 def test_slices_that_begin_anywhere(arch:str, first:int) -> None:
-  """Inputs and dO may begin at any element of a buffer, in `attention` and in `custom_kernel`, forward and backward. attn must not read them in place
-  with vector loads that need aligned addresses. tinygrad's optimizations are on (NOOPT=0), so its own copies use vectors, too."""
+  # Inputs and dO may begin at any element of a buffer, in `attention` and in `custom_kernel`, forward and backward. attn must not read them in place
+  # with vector loads that need aligned addresses. tinygrad's optimizations are on (NOOPT=0), so its own copies use vectors, too.
   p = problem(H=2, Sq=70, Sk=66, D=24, extras={"bias": floats(1, 1, 1, 66)})
   x, bias, do = normal(p), floats(1, 1, 1, 66), rounded(floats(1, 2, 70, 24, seed=3), "float16")
   with emulated(arch), Context(NOOPT=0):
@@ -300,7 +299,7 @@ def test_slices_that_begin_anywhere(arch:str, first:int) -> None:
     assert (verdict := judge(array(gq), expected_gradients(p, x, {}, do, None)["q"])).ok, verdict
 
 def test_slices_of_several_devices() -> None:
-  """A slice of a tensor that is divided over devices is read correctly: on each device it begins at an offset in the device's part."""
+  # A slice of a tensor that is divided over devices is read correctly: on each device it begins at an offset in the device's part.
   p, devices = problem(B=2, H=1, Sq=33, D=24), ("EMU:0", "EMU:1")
   x = normal(p)
   def part(a:np.ndarray) -> Tensor:

@@ -26,7 +26,7 @@ def test_the_contract_holds(arch:str, dtype:str) -> None:
   check(arch, H=2, Sq=100, Sk=150, D=64, causal=dtype == "bfloat16", dtype=dtype)
 
 def test_gfx90a_loses_what_is_denormal_in_fp16() -> None:
-  """gfx90a treats values of V below the lowest normal fp16 number, 2^-14, as zero; other chips do not."""
+  # gfx90a treats values of V below the lowest normal fp16 number, 2^-14, as zero; other chips do not.
   def tiny(p:Problem) -> Inputs: return replace(x := normal(p), v=rounded(np.sign(x.v)*np.float32(2.0**-15), p.dtype))
   shape = {"H": 1, "Sq": 40, "Sk": 1, "D": 32, "make": tiny}
   p = problem(**{name: n for name, n in shape.items() if name != "make"})
@@ -36,8 +36,8 @@ def test_gfx90a_loses_what_is_denormal_in_fp16() -> None:
   with pytest.raises(AssertionError, match="o: "): check("gfx90a", **shape)
 
 def test_plain_tinygrad_runs_on_every_chip() -> None:
-  """tinygrad's own matrix product is right on an emulated chip of every family. For a chip that tinygrad does not know, it must not use the matrix
-  instruction of another chip."""
+  # tinygrad's own matrix product is right on an emulated chip of every family. For a chip that tinygrad does not know, it must not use the matrix
+  # instruction of another chip.
   x = np.random.default_rng(0).integers(-4, 5, (2, 64, 64)).astype(np.float16)
   for arch in dict((chip.family, name) for name, chip in CHIPS.items()).values():
     with Context(DEV=f"EMU::{arch}"):
@@ -55,8 +55,8 @@ def test_cards_and_machines_belong_to_one_chip() -> None:
   assert {name for name, chip in CHIPS.items() if chip.machine} == set(MODELLED) == {chip.name for chip, _ in RATED.values()}
 
 def test_a_chip_has_the_registers_for_a_wave_and_lds_for_a_workgroup() -> None:
-  """Each chip's numbers are consistent: the registers of a wave are at most those of a SIMD (on CDNA one wave may use all of them, on RDNA at most a
-  quarter), and registers and LDS are multiples of the sizes in which they are allocated."""
+  # Each chip's numbers are consistent: the registers of a wave are at most those of a SIMD (on CDNA one wave may use all of them, on RDNA at most a
+  # quarter), and registers and LDS are multiples of the sizes in which they are allocated.
   for chip in map(CHIPS.__getitem__, MODELLED):
     assert chip.registers % chip.granule == 0 and chip.registers >= chip.vgprs and chip.lds % chip.pipes.lds_granule == 0, chip
 

@@ -39,8 +39,8 @@ def with_unit(monkeypatch:pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("D, dtype", [(40, "float16"), (80, "bfloat16"), *[pytest.param(*x, marks=pytest.mark.thorough) for x in (
   (64, "float16"), (128, "float16"), (40, "bfloat16"), (64, "bfloat16"), (128, "bfloat16"))]])
 def test_forward_and_backward(D:int, dtype:str) -> None:
-  """Forward and backward on a chip with a new matrix unit use the kernels for matrix units, and not the slow kernels of plain UOps. Results are
-  within their error limits."""
+  # Forward and backward on a chip with a new matrix unit use the kernels for matrix units, and not the slow kernels of plain UOps. Results are within
+  # their error limits.
   shape = {"H": 2, "Sq": 100, "Sk": 150, "D": D, "dtype": dtype, "causal": True}
   p, chip = problem(**shape), get_chip(ARCH)
   assert choose(p, chip).kernel == "forward" and choose_backward(p, chip, "forward").kernels == ("backward_dq", "backward_dkdv")

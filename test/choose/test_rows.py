@@ -45,7 +45,7 @@ def test_whole_rows_of_whole_workgroups(sizes:dict[str, Any], said:str) -> None:
   assert misfit(p, chip, row, backward_tile(p, chip, row, False)) is None
 
 def test_every_condition_of_a_row_is_tested() -> None:
-  """This file tests every condition that a row of a table of tiles may have, except the compiler's release, which test_tune.py tests."""
+  # This file tests every condition that a row of a table of tiles may have, except the compiler's release, which test_tune.py tests.
   tested = {name for condition, _, _ in CONDITIONS for name in condition} | {"whole", "matrix", "llvm", "options"}
   assert {f.name for f in fields(UpTo)} == tested
 
@@ -56,8 +56,8 @@ SINKS = {"extras": {"sinks": np.empty(16, np.float32)}}
   (SOFTCAP, 21, (32, 0)), (SOFTCAP | BIAS, 22, (32, 0)), (SINKS, 22, (32, 0)),
   (SOFTCAP | {"B": 1, "H": 2}, 22, (32, 0)), (SOFTCAP | {"D": 100}, 22, (32, 0))])
 def test_a_row_for_problems_with_one_option(given:dict[str, Any], llvm:int, numbers:tuple[int, int]) -> None:
-  """A problem with one option takes the table row for this option, and a problem without options the row for none. Both need a compiler of LLVM 22, a
-  grid that fills the chip, and rows of whole 16-byte units. Other problems, such as those with two options, take the rows for every problem."""
+  # A problem with one option takes the table row for this option, and a problem without options the row for none. Both need a compiler of LLVM 22, a
+  # grid that fills the chip, and rows of whole 16-byte units. Other problems, such as those with two options, take the rows for every problem.
   p = problem(**{"B": 4, "H": 16, "Sq": 4096, "Sk": 4096, "D": 128, **given})
   tile = amd_backward_tile(p, replace(get_chip("gfx942"), llvm=llvm), False)
   assert (tile.block_n, tile.fenced) == numbers

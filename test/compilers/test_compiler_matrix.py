@@ -151,7 +151,6 @@ def test_every_kernel_compiles(arch:str, compilers:dict[int, Toolchain], pool:Th
 
 @pytest.mark.parametrize("arch", SEARCHED)
 def test_every_backward_kernel_compiles(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:
-  """Every backward kernel compiles with the older clangs. Other tests compile them with the newest one."""
   jobs: Jobs = {}
   for name, options in GRADIENTS.items():
     for llvm, tools in known(compilers, arch).items():
@@ -181,8 +180,8 @@ def test_rows_of_a_bias(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoo
 @pytest.mark.parametrize("arch, llvm, instruction", [("gfx950", 20, "v_permlane32_swap"), ("gfx1201", 19, "v_permlanex16")])
 def test_swaps_that_clang_moves_into_a_branch_are_seen(arch:str, llvm:int, instruction:str, compilers:dict[int, Toolchain],
                                                        monkeypatch:pytest.MonkeyPatch) -> None:
-  """The check of operations across lanes finds exchanges between lanes that clang has moved into a branch. To make clang do so, the test switches off
-  a protection: attn usually computes the values that a branch stores before the branch. The kernel is that for latent attention."""
+  # The check of operations across lanes finds exchanges between lanes that clang has moved into a branch. To make clang do so, the test switches off
+  # a protection: attn usually computes the values that a branch stores before the branch. The kernel is that for latent attention.
   monkeypatch.setattr(renderers, "made_before_branches", lambda uops: {})
   p = problem(**OPTIONS["latent, few rows"])
   tile = choose(p, replace(get_chip(arch), llvm=llvm)).work.tile
@@ -211,8 +210,8 @@ HAVE_TILES_FOR_COMPILERS = ("float16", "bfloat16")
 @pytest.mark.parametrize("grid", ("large", "small"))
 @pytest.mark.parametrize("arch", (*SEARCHED, "the others"))
 def test_no_default_tile_spills(arch:str, grid:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:
-  """No tile that dispatch chooses spills registers with LLVM 20, 21 or 22. An older release may use more registers than LLVM 22 for a tile, but a
-  SIMD must still hold as many waves, or at least enough waves to stay busy. This is not required of kernels for 8-bit floats."""
+  # No tile that dispatch chooses spills registers with LLVM 20, 21 or 22. An older release may use more registers than LLVM 22 for a tile, but a SIMD
+  # must still hold as many waves, or at least enough waves to stay busy. This is not required of kernels for 8-bit floats.
   jobs: dict[tuple[Spec, int], tuple[AnyTile, Future[Report]]] = {}
   for spec in PLAIN[arch]:
     for llvm in WITHOUT_SPILLS:
@@ -242,8 +241,8 @@ def report_on(source:Source, spec:Spec, tools:Toolchain) -> Report:
   return analyse(assembly(source.text, spec.arch, tools=tools), spec.arch, source.d, source.dv, queries=source.queries, title=str(spec))
 
 def test_dual_wave_is_for_the_newest(compilers:dict[int, Toolchain]) -> None:
-  """Dispatch chooses the kernel dual_wave only for the newest compiler, because older ones spill its registers. With an older compiler dispatch
-  chooses another kernel, and `explain` says why."""
+  # Dispatch chooses the kernel dual_wave only for the newest compiler, because older ones spill its registers. With an older compiler dispatch
+  # chooses another kernel, and `explain` says why.
   spec = Spec("gfx950", 128)
   assert chosen(spec, 22)[0] == "dual_wave"
   source = kernel_source(spec, None, 22)

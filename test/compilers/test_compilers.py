@@ -149,8 +149,8 @@ def test_a_clang_on_path_comes_last(say, tmp_path):
   assert re.fullmatch(GOOD, say(CHOOSE, comgr="good", without=EXTRAS, path=path))
 
 def test_a_named_clang_that_cannot_compile_the_kernels_is_an_error(say, tmp_path):
-  """A clang named by ATTN_CLANG that cannot compile the kernels is an error, even if its version and targets are right. attn does not replace it by
-  another compiler."""
+  # A clang named by ATTN_CLANG that cannot compile the kernels is an error, even if its version and targets are right. attn does not replace it by
+  # another compiler.
   text = ('case "$*" in *--version*) echo clang version 19.1.0;; *--print-targets*) echo amdgcn;; '
           '*) echo "kernel.hip:3:1: error: what is this" >&2; exit 1;; esac')
   named = script(tmp_path/"mine", text)
@@ -159,7 +159,7 @@ def test_a_named_clang_that_cannot_compile_the_kernels_is_an_error(say, tmp_path
                   "(what is this); needed is LLVM 19 or later")
 
 def test_the_cache_keeps_successes_only(say, tmp_path):
-  """attn caches that a compiler works, but not that a compiler failed: what was missing may be installed later, under the same version number."""
+  # attn caches that a compiler works, but not that a compiler failed: what was missing may be installed later, under the same version number.
   home = tmp_path/"home"
   home.mkdir()
   def says(text:str) -> str:
@@ -175,8 +175,8 @@ def test_the_cache_keeps_successes_only(say, tmp_path):
 REAL = ctypes.util.find_library("amd_comgr")
 @pytest.mark.skipif(REAL is None, reason="ROCm's comgr is not installed")
 def test_the_comgr_that_is_installed(say):
-  """attn's clang is the first choice, also if ROCm's compiler library comgr is installed where tinygrad finds it. Without attn's clang, attn uses
-  comgr. If comgr is too old, the error names comgr."""
+  # attn's clang is the first choice, also if ROCm's compiler library comgr is installed where tinygrad finds it. Without attn's clang, attn uses
+  # comgr. If comgr is too old, the error names comgr.
   nothing = {"COMGR_PATH": "", "COMGR_3_PATH": "", "ROCM_PATH": os.environ.get("ROCM_PATH", "/opt/rocm")}
   assert re.fullmatch(PACKAGED, say(CHOOSE, **nothing))
   said = say(CHOOSE, without=EXTRAS, **nothing)
@@ -188,8 +188,8 @@ def test_the_comgr_that_is_installed(say):
 
 @pytest.mark.parametrize("arch", CHIPS)
 def test_the_probe_has_the_matrix_instructions_of_its_chip(arch):
-  """attn tests a compiler by a small source for each chip. This source uses the chip's matrix instructions for float16 and bfloat16, and the machine
-  code contains them."""
+  # attn tests a compiler by a small source for each chip. This source uses the chip's matrix instructions for float16 and bfloat16, and the machine
+  # code contains them.
   text = assembly(probe_source(arch), arch)
   expected = 4 if arch.startswith("gfx9") else 2
   assert len(re.findall(r"^\s+v_(?:mfma|wmma)_f32_", text, re.MULTILINE)) == expected and "buffer_load" in text
@@ -209,8 +209,8 @@ compiler = AMDHIPRenderer(Target("AMD", "HIP", "gfx942")).compiler
 for source in (MARK + "\\nthe kernel", "another's kernel"): print(compiler.compile_cached(source)[:34])
 """
 def test_an_exchanged_compiler_does_not_get_what_the_other_left(machine, tmp_path):
-  """Another version of comgr, ROCm's compiler library, makes attn compile its kernels again, because the cache key contains the version. tinygrad's
-  own kernels still get old code from tinygrad's cache, as they do without attn."""
+  # Another version of comgr, ROCm's compiler library, makes attn compile its kernels again, because the cache key contains the version. tinygrad's
+  # own kernels still get old code from tinygrad's cache, as they do without attn.
   def compiled(name:str) -> list[str]:
     done = answer(machine, COMPILE, comgr=name, ATTN_COMPILER="comgr", XDG_CACHE_HOME=str(tmp_path), CACHEDB=str(tmp_path/"db"))
     return [re.findall(r"version (\d+)", line)[0] for line in done.splitlines()]
@@ -219,8 +219,8 @@ def test_an_exchanged_compiler_does_not_get_what_the_other_left(machine, tmp_pat
   assert compiled("good") == ["20", "20"]
 
 def test_clang_and_comgr_do_not_share_what_is_kept(say, tmp_path):
-  """comgr (ROCm's compiler library) and clang never load each other's code from the cache. The test compiles one source by comgr, then by clang, then
-  by comgr."""
+  # comgr (ROCm's compiler library) and clang never load each other's code from the cache. The test compiles one source by comgr, then by clang, then
+  # by comgr.
   code = ("from attn.compilers.choice import compiler_for, probe_source\n"
           "print(b'roc-test' in compiler_for('gfx1201').compile(probe_source('gfx1201'), 'gfx1201'))")
   results = [say(code, comgr="good", ATTN_COMPILER=name, XDG_CACHE_HOME=str(tmp_path)) for name in ("comgr", "clang", "comgr")]
@@ -251,7 +251,7 @@ for i in range(2):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("parallel", ["0", "2"])
 def test_two_compilers_in_one_process_and_in_workers(machine, tmp_path, parallel):
-  """One device uses two compilers: clang compiles attn's kernels, and comgr (ROCm's compiler library) compiles all other kernels."""
+  # One device uses two compilers: clang compiles attn's kernels, and comgr (ROCm's compiler library) compiles all other kernels.
   lines = answer(machine, WORKERS, comgr="good", PARALLEL=parallel, XDG_CACHE_HOME=str(tmp_path)).splitlines()
   ours, another = map(json.loads, lines[-2:])
   assert ours == [MARK, True, False]
@@ -308,15 +308,15 @@ def test_our_kernels_carry_the_mark_and_others_stay_as_they_are():
   assert "half4" in printed[0] and printed[0] == printed[1]
 
 def test_import_runs_and_searches_nothing(machine):
-  """`import attn` starts no process, loads no compiler library, and does not import the tool for reports on machine code."""
+  # `import attn` starts no process, loads no compiler library, and does not import the tool for reports on machine code.
   code = ("import sys; seen = []\n"
           "sys.addaudithook(lambda event, args: seen.append(event) if event in ('subprocess.Popen', 'os.posix_spawn') else None)\n"
           "import attn; print(seen, [m for m in sys.modules if m.startswith(('attn.isa', 'tinygrad.runtime.autogen.comgr', 'rich', 'click'))])")
   assert answer(machine, code) == "[] []"
 
 def test_printing_and_emulating_load_no_comgr(machine):
-  """Rendering and emulating a kernel do not load comgr, ROCm's compiler library. The LLVM inside comgr crashes a process that has loaded another
-  LLVM, for example with an OpenCL driver."""
+  # Rendering and emulating a kernel do not load comgr, ROCm's compiler library. The LLVM inside comgr crashes a process that has loaded another LLVM,
+  # for example with an OpenCL driver.
   code = ("import sys, attn; from attn.ops.renderers import render; from tinygrad import Tensor, UOp, dtypes\n"
           "q = Tensor([[[[1.0]*16]*16]], dtype=dtypes.half, device='EMU::gfx942'); attn.attention(q, q, q).realize()\n"
           "tensors = [UOp.placeholder((1, 1, 16, 16), dtypes.half, i) for i in range(4)]\n"
@@ -352,8 +352,8 @@ def test_an_import_without_the_extra_has_the_sentence_too(say):
   assert say(code, without="click").startswith("click python -m attn.tune: needs click, which the extra isa installs")
 
 def test_bench_without_a_compiler_for_bounds(machine):
-  """bench.py with ISA=1 computes bounds of the speed from machine code, for which it needs clang and the package rich. Without clang it ends with
-  exit code 2 and one sentence that says so."""
+  # bench.py with ISA=1 computes bounds of the speed from machine code, for which it needs clang and the package rich. Without clang it ends with exit
+  # code 2 and one sentence that says so.
   done = python(machine, "bench.py", without="ziglang", ISA="1", DEV="EMU::gfx942", H="1", N="32", D="16")
   assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("bench.py: no clang of LLVM 19 or later") and "Traceback" not in done.stderr
 
@@ -373,8 +373,8 @@ def test_every_function_of_tinygrad_compiles_without_a_call(arch, op, dtype):
   assert "s_swappc" not in text and "__oc" not in text
 
 def test_indices_are_not_widened():
-  """clang computes a kernel's indices in 32 bits if attn's renderer wrote the source. In tinygrad's source the indices of workgroups and threads have
-  64 bits (size_t)."""
+  # clang computes a kernel's indices in 32 bits if attn's renderer wrote the source. In tinygrad's source the indices of workgroups and threads have
+  # 64 bits (size_t).
   source = elementwise(Ops.SQRT, dtypes.float, AMDClangRenderer(Target("AMD", "CLANG", "gfx942")))
   assert "__ockl_get_group_id" in source
   assert not re.search(r"v_(lshl_add|lshlrev)_[bu]64|v_mad_u64", assembly(source, "gfx942"))
@@ -419,7 +419,7 @@ def test_other_devices_are_left_alone():
   assert "AMD" not in Device._opened_devices   # registration of the renderer opens no device
 
 def test_a_spawned_worker_gets_the_renderer():
-  """Python can pickle a renderer. tinygrad needs this, because its worker processes compile with it."""
+  # Python can pickle a renderer. tinygrad needs this, because its worker processes compile with it.
   renderer = AMDClangRenderer(Target("AMD", "CLANG", "gfx1100"))
   code = f"import pickle; r = pickle.loads({pickle.dumps(renderer)!r}); print(r.compiler.compile_cached({sample('gfx1100')!r})[:4] == b'\\x7fELF')"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
@@ -437,15 +437,15 @@ from attn.compilers.choice import compiled_on
 print(*(compiled_on(get_chip("gfx942"), device).llvm for device in ("AMD", "AMD:1", "EMU")))"""
 
 def test_a_chip_knows_the_release_of_its_compiler(say):
-  """`compiled_on` returns the record of a chip with the LLVM release of the compiler that an AMD GPU uses. For an emulated chip, or a GPU without a
-  compiler, it is the newest release. Without a compiler only a call of a kernel raises an error."""
+  # `compiled_on` returns the record of a chip with the LLVM release of the compiler that an AMD GPU uses. For an emulated chip, or a GPU without a
+  # compiler, it is the newest release. Without a compiler only a call of a kernel raises an error.
   assert say(RELEASES, comgr="good", without=EXTRAS) == "20 20 22"
   assert say(RELEASES, comgr="other", without=EXTRAS) == "21 21 22"
   assert say(RELEASES, without=EXTRAS) == "22 22 22"
 
 @pytest.mark.parametrize("command", ["clang", "a_clang_that_is_nowhere"])
 def test_a_cpu_without_a_clang_says_what_to_install(command:str, tmp_path:Path) -> None:
-  """A call on the CPU without clang is refused in one sentence, before tinygrad starts the missing compiler."""
+  # A call on the CPU without clang is refused in one sentence, before tinygrad starts the missing compiler.
   code = "import numpy as np, attn\nfrom tinygrad import Tensor\nq = Tensor(np.ones((1, 2, 8, 16), np.float32))\nattn.attention(q, q, q)"
   env = {**os.environ, "DEV": "CPU", "PATH": str(tmp_path), "CC": command, "CACHEDB": str(tmp_path/"empty.db")}
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)

@@ -57,8 +57,8 @@ def found_in_backward(p:Problem, arch:str, kernel:str) -> list[str]:
 @pytest.mark.sample(3)
 @in_turn("case, dtype", ("full", "causal", "uneven rows", "kv_lengths", "alibi_slopes", "softcap", "dropout"), ("float16", "bfloat16"))
 def test_all_gradients_at_once(case:str, dtype:str) -> None:
-  """The kernel that dispatch chooses for all gradients spills no vector register, spills no scalar register in a loop, and never accesses memory for
-  one lane after another."""
+  # The kernel that dispatch chooses for all gradients spills no vector register, spills no scalar register in a loop, and never accesses memory for
+  # one lane after another.
   given = {"full": {}, "causal": {"causal": True}, "uneven rows": {"Sq": 4000, "Sk": 4133, "causal": True}, "kv_lengths": option("kv_lengths", 2),
            "alibi_slopes": option("alibi_slopes", 32) | {"causal": True}, "softcap": {"softcap": 30.0, "window": (500, 300)},
            "dropout": {"dropout_p": 0.1, "causal": True, "extras": {"dropout_seed": np.empty(2, np.uint32)}}}[case]
@@ -166,8 +166,7 @@ def drawn_problem(rng:random.Random, edge:bool) -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.thorough if n > 1 else ()) for n in range(60)])
 def test_random_problems(seed:int) -> None:
-  """Kernels for random problems do not spill registers. Every second problem has a head dimension or grid at which dispatch changes to another
-  tile."""
+  # Kernels for random problems do not spill registers. Every second problem has a head dimension or grid at which dispatch changes to another tile.
   arch, parameters = drawn_problem(random.Random(seed), seed % 2 == 1)
   assert found_in_forward(problem(**parameters), arch) == [], f"{arch}: {parameters}"
 
@@ -313,7 +312,7 @@ BUILT_IN: dict[str, dict[str, Any]] = {"alibi_bias": option("alibi_slopes", FUNC
 @pytest.mark.parametrize("kernel", ("forward", "dq"))
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_function_costs_what_the_built_in_term_costs(name:str, kernel:str, arch:str) -> None:
-  """A caller's score_mod or mask_mod has at most 5 % more vector instructions for each score than the built-in option that computes the same."""
+  # A caller's score_mod or mask_mod has at most 5 % more vector instructions for each score than the built-in option that computes the same.
   built_in = problem(B=2, H=FUNCTION_HEADS, Sq=LENGTHS, Sk=LENGTHS, D=128, lse=kernel != "forward", **BUILT_IN[name])
   function = with_functions(name, 128, kernel)
   mine, other = loop_of(function, arch, kernel, function), loop_of(built_in, arch, kernel, function)
@@ -321,6 +320,6 @@ def test_a_function_costs_what_the_built_in_term_costs(name:str, kernel:str, arc
   assert 1 < mine.valu_per_score <= 1.05*other.valu_per_score
 
 def test_an_identity_costs_nothing() -> None:
-  """attn drops a score_mod that returns the score unchanged, and a mask_mod that is true for all pairs of a query and a key."""
+  # attn drops a score_mod that returns the score unchanged, and a mask_mod that is true for all pairs of a query and a key.
   sizes = {"Sq": 300, "D": 128}
   assert problem(**sizes, **functions_of(lambda s, b, h, i, j: s, lambda b, h, i, j: (i >= 5) | (i < 5), ())) == problem(**sizes)

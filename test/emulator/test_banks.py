@@ -32,7 +32,7 @@ def test_forward(monkeypatch, arch:str, D:int) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("block_n", (16, 32, 64, 128))
 def test_tiles(monkeypatch, arch:str, block_n:int) -> None:
-  """Tiles of V^T with rows of any length cause no bank conflicts, with one LDS buffer or two."""
+  # Tiles of V^T with rows of any length cause no bank conflicts, with one LDS buffer or two.
   if block_n < get_chip(arch).matrix["float16"][0].M: pytest.skip("too few keys for a tile of the matrix instruction")
   monkeypatch.setenv("ATTN_EMU_BANKS", "1")
   check_kernels(arch, tile=lambda t: replace(t, block_n=block_n, waves=4, prefetch=1 if block_n > 64 else 2), H=1, Sq=128, Sk=300, D=64)
@@ -56,8 +56,8 @@ def test_table(monkeypatch, arch:str, row:UpTo[ForwardShape]) -> None:
 @pytest.mark.parametrize("width", (64, 72, 128, 256))
 @pytest.mark.parametrize("block_n", (16, 32, 64))
 def test_rows_that_lie_both_ways(arch:str, width:int, block_n:int) -> None:
-  """Tiles that backward kernels store to LDS twice, transposed and not transposed, cause no bank conflicts in stores or reads. The test computes
-  which elements each lane accesses. A table of the emulator says which lanes access LDS at the same time."""
+  # Tiles that backward kernels store to LDS twice, transposed and not transposed, cause no bank conflicts in stores or reads. The test computes which
+  # elements each lane accesses. A table of the emulator says which lanes access LDS at the same time.
   chip = get_chip(arch)
   mat, threads = chip.matrix["float16"][0], 4*chip.wave
   if block_n < mat.M: pytest.skip("too few keys for a tile of the matrix instruction")

@@ -51,8 +51,8 @@ ROUND = {"float32": lambda x: x, "float16": lambda x: x.astype(np.float16), "bfl
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", ROUND)
 def test_matmul(arch, dtype):
-  """tinygrad's matrix product is right on the emulator, with sizes for which tinygrad uses the tensor cores and with other sizes. With other sizes
-  tinygrad rounds each product to the dtype."""
+  # tinygrad's matrix product is right on the emulator, with sizes for which tinygrad uses the tensor cores and with other sizes. With other sizes
+  # tinygrad rounds each product to the dtype.
   for M, N, K in ((64, 64, 64), (33, 29, 47)):
     a, b = rng.standard_normal((M, K)).astype(np.float32), rng.standard_normal((K, N)).astype(np.float32)
     x, y = [Tensor(m).cast(dtype).realize() for m in (a, b)]
@@ -99,7 +99,7 @@ def test_casts(emu):
   np.testing.assert_array_equal(Tensor(np.array([1e20, -1e20, np.nan, np.inf], np.float32)).cast("int32").numpy(), [2**31 - 1, -2**31, 0, 2**31 - 1])
 
 def test_rounding(arch):
-  """The emulator's casts fp32 -> fp16 and fp32 -> bf16 -> fp32 round ties to even, overflow to inf, and keep denormals and NaN."""
+  # The emulator's casts fp32 -> fp16 and fp32 -> bf16 -> fp32 round ties to even, overflow to inf, and keep denormals and NaN.
   x = np.array([1 + 2**-11, 1 + 3*2**-11, 65520, 65519, 2**-25, 3*2**-25, 2**-14/3, np.inf, -np.inf, np.nan, -0.0], np.float32)
   with np.errstate(over="ignore"): np.testing.assert_array_equal(Tensor(x).half().numpy(), x.astype(np.float16))
   y = np.array([1 + 2**-8, 1 + 3*2**-8, 1 + 2**-8 + 2**-20, 3.4e38, -1e-40, np.inf, -np.inf, np.nan, -0.0], np.float32)
@@ -251,8 +251,8 @@ def test_loop_bounds_that_differ_between_workgroups_and_threads(emu):
   np.testing.assert_array_equal(got, [[x[:g*2 + t % 3].sum() for t in range(96)] for g in range(5)])
 
 def test_conditional_loop(emu):
-  """The emulator runs a loop with a condition at its end, for (;;) { ... if (!c) break; }, the right number of times for each thread. The loop here
-  counts Collatz steps."""
+  # The emulator runs a loop with a condition at its end, for (;;) { ... if (!c) break; }, the right number of times for each thread. The loop here
+  # counts Collatz steps.
   def kernel(o, x):
     t = UOp.range(64, 0, AxisType.WARP)
     state = UOp.placeholder((2,), dtypes.int, 0, AddrSpace.REG)
@@ -270,7 +270,7 @@ def test_conditional_loop(emu):
   np.testing.assert_array_equal(got, [steps(int(n)) for n in x])
 
 def test_vector_types_in_memory(emu):
-  """A kernel can access fp16 buffers as 16-byte vectors, and can declare LDS as an array of such vectors."""
+  # A kernel can access fp16 buffers as 16-byte vectors, and can declare LDS as an array of such vectors.
   u32x4 = vector_dtype("uint32", 4)
   def kernel(o, x):
     t = UOp.range(128, 0, AxisType.WARP)
@@ -284,8 +284,8 @@ def test_vector_types_in_memory(emu):
   np.testing.assert_array_equal(got, x.reshape(128, 8)[::-1].ravel())
 
 def test_custom_text(emu, monkeypatch):
-  """The emulator refuses an operation that exists only as source text, because it cannot tell what the text computes. It runs an operation that also
-  has a numpy function."""
+  # The emulator refuses an operation that exists only as source text, because it cannot tell what the text computes. It runs an operation that also
+  # has a numpy function.
   def kernel(value):
     def kernel(o, x):
       t = UOp.range(64, 0, AxisType.WARP)
@@ -308,7 +308,7 @@ def test_chunks_of_the_grid_change_nothing(emu, monkeypatch):
 # ***** memory after a run *****
 
 def test_lowering_and_a_run_leave_no_cycles() -> None:
-  """The memory of a kernel's values and LDS is freed at once after a run. Python's cycle collector is not needed."""
+  # The memory of a kernel's values and LDS is freed at once after a run. Python's cycle collector is not needed.
   gc.freeze()     # the test ignores objects that existed before
   try:
     gc.set_debug(gc.DEBUG_SAVEALL)

@@ -280,8 +280,8 @@ def test_pointers():
   with says(checks.OutOfBounds, "descriptor of 256 bytes from byte 4", "lane 1"): through_pointer("descriptor", descriptor)
 
 def test_buffers_that_begin_between_units():
-  """The emulator checks the alignment of an access by its address and not by its index, because tinygrad passes a slice in place, at any offset in
-  its buffer."""
+  # The emulator checks the alignment of an access by its address and not by its index, because tinygrad passes a slice in place, at any offset in its
+  # buffer.
   def kernel(o, x):
     g, t = threads(64)
     return sink("slice", o[t].store(buffer_load(x[0], UOp.const(256), t*4, 4).bitcast(dtypes.float)), ranges=(g, t))
@@ -302,8 +302,8 @@ def loaded_at(offset):
   return run(kernel, (64,), X[:64])
 
 def test_part_of_an_offset_below_zero():
-  """The offset of a buffer instruction is a sum of terms. A negative term is an error even if the sum is right. The emulator also finds such a term
-  inside a product or a conditional expression."""
+  # The offset of a buffer instruction is a sum of terms. A negative term is an error even if the sum is right. The emulator also finds such a term
+  # inside a product or a conditional expression.
   np.testing.assert_array_equal(loaded_at(lambda t: t*4), X[:64])
   np.testing.assert_array_equal(loaded_at(lambda t: (t < 60).where(t*4 + 16, OUT_OF_RANGE)), np.where(X[:64] < 60, X[:64] + 4, 0))
   with says(checks.NegativeTerm, "is -1:", "lane 1"): loaded_at(lambda t: (63 - t)*(t % 2*4))
@@ -343,8 +343,8 @@ def test_checks_can_be_turned_off(monkeypatch, word):
 # ***** bank conflicts *****
 
 def test_bank_conflicts(monkeypatch):
-  """The emulator counts bank conflicts. Where a wave reads a column of a 64 x 32 tile of 4-byte elements, all lanes access one bank. Where rows are 4
-  bytes longer, there is no conflict."""
+  # The emulator counts bank conflicts. Where a wave reads a column of a 64 x 32 tile of 4-byte elements, all lanes access one bank. Where rows are 4
+  # bytes longer, there is no conflict.
   def kernel(row):
     def kernel(o, x):
       g, t = threads(64)
@@ -455,8 +455,8 @@ def test_a_copy_is_under_way_until_its_own_thread_has_waited(n):
     with says(checks.NotWaitedFor, "copied", "reads lds0 at byte", started): copied(n, but)
 
 def test_a_copy_that_was_waited_for_is_no_more_than_a_store():
-  """An asynchronous copy that a thread has waited for counts as a store by this thread: another wave may read it only after a barrier that follows
-  the wait."""
+  # An asynchronous copy that a thread has waited for counts as a store by this thread: another wave may read it only after a barrier that follows the
+  # wait.
   def kernel(o, x):
     g, t = threads(64)
     tile, before, after = lds(64, nvidia.U4), reg(1, slot=1), reg(1, slot=2)
@@ -480,8 +480,8 @@ def far(name, factor):
   return kernel
 
 def test_an_integer_that_overflows():
-  """The emulator stops an attn kernel in which a 32-bit product with a loaded number overflows. Other kernels run, because they may rely on the
-  overflow."""
+  # The emulator stops an attn kernel in which a 32-bit product with a loaded number overflows. Other kernels run, because they may rely on the
+  # overflow.
   numbers = np.full(32, 2**20, np.int32)
   np.testing.assert_array_equal(run(far("attn_far", 2**10), (32,), X, numbers), X[255])
   numbers[17] = 2**22

@@ -100,7 +100,7 @@ OF_8_BITS = [name for name in FORMULAS if "fp8" in INSTRUCTIONS[name].dtype]
 
 @pytest.mark.parametrize("name", OF_8_BITS)
 def test_every_8_bit_float_is_multiplied(name):
-  """The matrix instructions for 8-bit floats read each of the 256 bytes as the right number, or as NaN."""
+  # The matrix instructions for 8-bit floats read each of the 256 bytes as the right number, or as NaN.
   unit, lanes = unit_of(name)
   numbers = numbers_of(INSTRUCTIONS[name].dtype)
   a, b, c = [np.zeros_like(x) for x in matrices(name, waves=8)]
@@ -115,8 +115,8 @@ def test_every_8_bit_float_is_multiplied(name):
   assert np.isnan(got).sum() == c.shape[2]
 
 def test_short_sums():
-  """The matrix units of sm_89 and sm_90 drop the bits of each 8-bit product below 2^-13 times the largest product, before they add the products. The
-  matrix unit of sm_120 adds them in fp32. sm_80 has no such instruction."""
+  # The matrix units of sm_89 and sm_90 drop the bits of each 8-bit product below 2^-13 times the largest product, before they add the products. The
+  # matrix unit of sm_120 adds them in fp32. sm_80 has no such instruction.
   name = "mma_m16n8k32_e4m3"
   def total(arch, c, *products):
     a, b, C = [np.zeros_like(x) for x in matrices(name)]
@@ -142,7 +142,7 @@ DENORMAL = {"mfma_f32_32x32x8f16": 2.0**-15, "mfma_f32_32x32x8bf16_1k": 2.0**-12
 
 @pytest.mark.parametrize("name", DENORMAL)
 def test_cdna2_takes_denormals_for_zero(name):
-  """CDNA2 treats denormals in A, B, C and D as zero, as AMD documents for MI200; CDNA3 does not."""
+  # CDNA2 treats denormals in A, B, C and D as zero, as AMD documents for MI200; CDNA3 does not.
   small, least = DENORMAL[name], 2*DENORMAL[name]
   def product(family, a, b, c=0.0):
     A, B, C = [np.zeros_like(x) for x in matrices(name)]

@@ -55,7 +55,7 @@ def test_an_error_names_the_line_of_python_and_the_statement() -> None:
   assert source.splitlines()[int(number) - 1].strip() == text
 
 def test_what_an_operation_of_ours_emits_belongs_to_its_caller() -> None:
-  """An error in an operation of attn/ops/amd.py names the line of the kernel that calls the operation."""
+  # An error in an operation of attn/ops/amd.py names the line of the kernel that calls the operation.
   def kernel(o, x):
     g, t = threads(64)
     r = UOp.range(t % 2 + 1, 2, AxisType.LOOP)
@@ -67,7 +67,7 @@ def test_what_an_operation_of_ours_emits_belongs_to_its_caller() -> None:
   assert "ordered_barrier()" in places(e)[1]
 
 def test_an_error_in_a_kernel_of_ours(monkeypatch) -> None:
-  """An error in a large kernel of attn names lines of the kernel's files, and not lines of attn/ops, although tinygrad has lowered the kernel."""
+  # An error in a large kernel of attn names lines of the kernel's files, and not lines of attn/ops, although tinygrad has lowered the kernel.
   monkeypatch.setattr(trips, "workgroup_barrier", lambda after: after)
   q, k, v = [Tensor(np.random.default_rng(i).standard_normal((1, 1, 150, 64)).astype(np.float16)).realize() for i in range(3)]
   o = Tensor.empty(1, 1, 150, 64, dtype="half")
@@ -83,8 +83,8 @@ def test_a_kernel_that_tinygrad_makes_has_a_statement_alone() -> None:
   assert len(places(e)) == 1 and "of the source" in places(e)[0]
 
 def test_a_kernel_that_is_made_otherwise_the_second_time_has_no_line_of_python() -> None:
-  """The emulator builds a faulty kernel a second time to find the line of Python that made the faulty operation. If the second program differs from
-  the first, the error names no line: it would be a guess."""
+  # The emulator builds a faulty kernel a second time to find the line of Python that made the faulty operation. If the second program differs from
+  # the first, the error names no line: it would be a guess.
   shift = iter(range(1, 100))
   def kernel(o, x): return shifted(next(shift))(o, x).replace(arg=KernelInfo("otherwise", opts_to_apply=()))
   with pytest.raises(checks.OutOfBounds) as e: run(kernel, X[:64])
@@ -106,7 +106,7 @@ def test_a_value_out_of_scope_names_both_ends() -> None:
   assert [x.split(":")[0].strip() for x in places(e)[::2]] == ["test/emulator/test_emulator_checks.py"]*2
 
 def test_statements() -> None:
-  """`statements` renders a lowered program, and maps each of its UOps to the line of the source with the UOp's declaration or statement."""
+  # `statements` renders a lowered program, and maps each of its UOps to the line of the source with the UOp's declaration or statement.
   tensors = [UOp.placeholder((1, 2, 64, 64), dtypes.half, i) for i in range(4)]
   renderer = OperationsHIPCCRenderer(Target("AMD", "HIPCC", "gfx942"))
   uops = lower(flash_attention_fn(arch="gfx942")(*tensors).sink, renderer)
@@ -134,8 +134,8 @@ def test_few_kernels_are_remembered() -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_the_emulator_prints_what_hardware_gets(arch:str) -> None:
-  """The emulator renders the same source as the renderer for hardware. In kernels for the emulator, the root of the AST also lists the outputs, so
-  that the emulator finds outputs without a store. This must not change the source."""
+  # The emulator renders the same source as the renderer for hardware. In kernels for the emulator, the root of the AST also lists the outputs, so
+  # that the emulator finds outputs without a store. This must not change the source.
   tensors = [UOp.placeholder((1, 2, 64, 32), dtypes.half, i) for i in range(4)]
   fxn = flash_attention_fn(arch=arch)
   with Context(DEV=f"EMU::{arch}"):
@@ -147,8 +147,8 @@ def test_the_emulator_prints_what_hardware_gets(arch:str) -> None:
 
 @pytest.mark.parametrize("other", (False, True))
 def test_an_output_whose_store_is_simplified_away(other:bool) -> None:
-  """An output raises UnwrittenOutput when it is read, if lowering has removed its only store because the store's condition is never true. This is so
-  with and without a second output that the kernel writes."""
+  # An output raises UnwrittenOutput when it is read, if lowering has removed its only store because the store's condition is never true. This is so
+  # with and without a second output that the kernel writes.
   def kernel(o, *more):
     g, t = threads(64)
     stores = [o[t.valid(t >= 64)].store(more[-1][t])]
@@ -221,7 +221,7 @@ def test_a_probe_of_an_address() -> None:
     emulator.probe("x", UOp.placeholder((4,), dtypes.float, 0)[0])
 
 def test_a_probe_costs_nothing_on_hardware() -> None:
-  """A kernel has the same machine code with and without a `probe`, an operation that collects values on the emulator."""
+  # A kernel has the same machine code with and without a `probe`, an operation that collects values on the emulator.
   from attn.compilers.clang import assembly
   def code(with_probe:bool) -> list[str]:
     def kernel(o, x):

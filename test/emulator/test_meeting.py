@@ -88,8 +88,8 @@ def test_sums_in_turn_have_the_same_bits_in_every_order(emulated, resident):
     np.testing.assert_array_equal(emulated(summed(), SUMS, X, COUNTERS, order=order, resident=resident), in_order(X.reshape(GROUPS, WIDTH)))
 
 def test_sums_in_no_order_have_varied_bits(emulated):
-  """Atomic additions happen in a random order on the emulator if nothing makes them wait for each other, whether few or all workgroups run at the
-  same time: the bits of the sums differ between runs. Runs with the same `order` give the same bits."""
+  # Atomic additions happen in a random order on the emulator if nothing makes them wait for each other, whether few or all workgroups run at the same
+  # time: the bits of the sums differ between runs. Runs with the same `order` give the same bits.
   kernel = summed("await", "barrier after", "settle", "barrier before", "pass", number=lambda g, drawn: g)
   for resident in (0, 2):
     found = [emulated(kernel, SUMS, X, COUNTERS, order=order, resident=resident) for order in ORDERS]
@@ -98,8 +98,8 @@ def test_sums_in_no_order_have_varied_bits(emulated):
     np.testing.assert_array_equal(emulated(kernel, SUMS, X, COUNTERS, order=3, resident=resident), found[3])
 
 def test_waves_of_a_workgroup_add_in_varied_order(emulated):
-  """Two waves of one workgroup that add to the same elements in the same turn add in a random order on the emulator, and the bits of the sums differ
-  between runs."""
+  # Two waves of one workgroup that add to the same elements in the same turn add in a random order on the emulator, and the bits of the sums differ
+  # between runs.
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     steps.do(await_turn(counters[1], drawn, first, steps.done))
@@ -114,8 +114,8 @@ def test_waves_of_a_workgroup_add_in_varied_order(emulated):
 # ***** turns *****
 
 def test_deadlock(emulated):
-  """The emulator reports a deadlock if a workgroup never raises the counter for which the others wait, or raises it twice. The report names
-  workgroup, counter and line."""
+  # The emulator reports a deadlock if a workgroup never raises the counter for which the others wait, or raises it twice. The report names workgroup,
+  # counter and line.
   with says(checks.Deadlock, r"summed: waits until data2\[1\] is 1, and it is 0; resident workgroups: 2, all of them waiting; not started: 3",
             r"; workgroup \(2, 0, 0\) waits until data2\[1\] is 2, and it is 0", r"workgroup \(1, 0, 0\), wave 0, lane 0 ",
             "(?s:.)*test_meeting.py:.*await_turn"):
@@ -124,8 +124,8 @@ def test_deadlock(emulated):
     emulated(summed(twice=True), SUMS, X, COUNTERS)
 
 def test_block_numbers_promise_nothing(emulated):
-  """Each workgroup of this kernel waits for the workgroups with lower block numbers. The kernel ends if workgroups start in the order of their
-  numbers, or if all run at the same time. If they start in another order and run one at a time, the emulator reports a deadlock."""
+  # Each workgroup of this kernel waits for the workgroups with lower block numbers. The kernel ends if workgroups start in the order of their
+  # numbers, or if all run at the same time. If they start in another order and run one at a time, the emulator reports a deadlock.
   kernel = summed(number=lambda g, drawn: g)
   for order, resident in ((0, 1), (0, 2), (1, 0), (2, 0), (3, GROUPS)):
     np.testing.assert_array_equal(emulated(kernel, SUMS, X, COUNTERS, order=order, resident=resident), in_order(X.reshape(GROUPS, WIDTH)))
@@ -169,8 +169,8 @@ def test_a_ring_needs_all_its_members(emulated, members):
 
 @pytest.mark.parametrize("order", (0, 1))
 def test_a_turn_of_several_waves(emulated, order):
-  """Workgroups of several waves add to the same sums in turns. The emulator reports an error if a step is missing: the barrier after the wait for the
-  turn, each wave's wait for its own additions (on AMD), or the barrier before the next workgroup gets its turn."""
+  # Workgroups of several waves add to the same sums in turns. The emulator reports an error if a step is missing: the barrier after the wait for the
+  # turn, each wave's wait for its own additions (on AMD), or the barrier before the next workgroup gets its turn.
   line = "(?s:.)*test_meeting.py:"
   with says(checks.AtomicRace, r"adds to data0, where wave 1 of workgroup .* has added in an earlier turn",
             "wave 0 has waited for this turn, but no barrier has followed", line): emulated(summed("barrier after"), SUMS, X, COUNTERS, order=order)
@@ -180,8 +180,8 @@ def test_a_turn_of_several_waves(emulated, order):
   emulated(summed("settle"), SUMS, X, COUNTERS, order=order, arch="sm_90")     # a barrier is enough on NVIDIA
 
 def test_turns_of_single_waves_need_no_barriers(emulated):
-  """Workgroups add to the same sums in turns, given by counters. Where the waves of a workgroup each use a counter of their own, the sums are right
-  without barriers."""
+  # Workgroups add to the same sums in turns, given by counters. Where the waves of a workgroup each use a counter of their own, the sums are right
+  # without barriers.
   def kernel(o, x, counters):
     g, t, _, drawn, steps = begin(counters)
     first, counter, value = (t % 64).eq(0), counters[1 + t//64], x[drawn*WIDTH + t].load()

@@ -31,8 +31,8 @@ NUMBERS: list[Callable[[UOp], UOp]] = [
   lambda x: not_negative(x, 20)*-1 + 20, lambda x: opaque_uniform(x).cast(dtypes.weakint).maximum(0).minimum(127)//3]
 
 def test_ranges() -> None:
-  """`Ranges` computes the lowest and the highest value of each integer in a lowered program. All values that the emulator computes lie between these
-  two."""
+  # `Ranges` computes the lowest and the highest value of each integer in a lowered program. All values that the emulator computes lie between these
+  # two.
   for i, make in enumerate(NUMBERS):
     def kernel(o:UOp, make:Callable[[UOp], UOp]=make, i:int=i) -> UOp:
       x = UOp.range(32, 0, AxisType.WARP)
@@ -114,7 +114,7 @@ def test_backward(name:str, arch:str) -> None:
 
 @in_turn("name, arch", ("latent, 64 heads", "24 heads"), ARCHS, turn=1)
 def test_blocks_backwards_are_needed(name:str, arch:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """A kernel that starts its last blocks first computes a block's number as a difference. `not_negative` hides this difference from the compiler. If
-  the test removes `not_negative`, an offset has a term that may be negative."""
+  # A kernel that starts its last blocks first computes a block's number as a difference. `not_negative` hides this difference from the compiler. If
+  # the test removes `not_negative`, an offset has a term that may be negative.
   monkeypatch.setattr(workgroup.ops, "not_negative", lambda x, most: x)
   assert not_shown(forward_kernel(problem(**SEVERAL_HEADS[name]), arch), arch)

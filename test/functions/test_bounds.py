@@ -135,8 +135,8 @@ def test_intervals_and_rest_are_the_mask(name:str) -> None:
 
 @pytest.mark.parametrize("name", EDGES)
 def test_far_places(name:str) -> None:
-  """The interval of keys that a query sees, and the interval of queries that see a key, follow from the mask function also at the smallest and the
-  largest indices that are allowed."""
+  # The interval of keys that a query sees, and the interval of queries that see a key, follow from the mask function also at the smallest and the
+  # largest indices that are allowed.
   mask, plain = EDGES[name]
   found = mask_bounds(mask)
   for place in (-FAR + 1, -FAR//7, -12345678, FAR//16, 123456789, FAR - 2):
@@ -148,8 +148,8 @@ def test_far_places(name:str) -> None:
 
 @pytest.mark.parametrize("name", EDGES)
 def test_numbers_of_kernels_fit_in_int32(name:str) -> None:
-  """A kernel computes the first and the last visible column of a row from integers of at most 3*2^29 in magnitude. So they still fit in int32 after
-  the kernel has added Sk - Sq, the shift of the diagonal."""
+  # A kernel computes the first and the last visible column of a row from integers of at most 3*2^29 in magnitude. So they still fit in int32 after
+  # the kernel has added Sk - Sq, the shift of the diagonal.
   found = mask_bounds(EDGES[name][0])
   for end in (*found.keys_of(QUERY), *found.queries_of(KEY)):
     if isinstance(end, UOp): assert all(max(-x.vmin, x.vmax) <= 3*2**29 for x in end.toposort() if x.dtype in (dtypes.int, ANY_INT))

@@ -127,7 +127,7 @@ def test_closed_forms(name:str) -> None:
 
 @pytest.mark.parametrize("name", CLOSED)
 def test_no_nan_where_the_value_is_finite(name:str) -> None:
-  """The derivative in float32 is not NaN wherever the function is finite, for scores of every size and for -inf."""
+  # The derivative in float32 is not NaN wherever the function is finite, for scores of every size and for -inf.
   value = CLOSED[name][0](SCORE)
   numbers = {**NUMBERS, SCORE: np.append(EXTREME, -np.inf)}
   finite = np.isfinite(computed(value, numbers, np.float32))
@@ -196,9 +196,9 @@ def test_a_function_that_adds_to_the_score() -> None:
                 SCORE + SCORE.bitcast(dtypes.int).bitcast(dtypes.float)): assert not is_additive(value), value
 
 def test_a_hidden_score_that_comes_back_is_not_hidden() -> None:
-  """A score_mod may make a score -inf where a condition (tinygrad's WHERE) holds. The score is hidden there, with derivative 0, only if the function
-  then does nothing but add and choose by other conditions. This function takes exp of the -inf, which gives 0, and adds the score again: the score is
-  visible, and its derivative counts."""
+  # A score_mod may make a score -inf where a condition (tinygrad's WHERE) holds. The score is hidden there, with derivative 0, only if the function
+  # then does nothing but add and choose by other conditions. This function takes exp of the -inf, which gives 0, and adds the score again: the score
+  # is visible, and its derivative counts.
   hidden = (KEY < 3).where(SCORE, -math.inf)
   value = (QUERY < 5).where(hidden, hidden.exp() + SCORE)
   found = computed(derivative(value, SCORE), {QUERY: [7, 7, 3], KEY: [5, 1, 1], SCORE: 0.5}, np.float64)
@@ -212,7 +212,7 @@ def test_selections_only_where_a_factor_can_be_infinite(name:str) -> None:
   assert sum(u.op is Ops.WHERE for u in found.toposort()) == SELECTIONS[name]
 
 def test_a_softcap_takes_its_derivative_from_its_value() -> None:
-  """A kernel computes the derivative of a softcap from values that it has already computed for the softcap itself, with only four more operations."""
+  # A kernel computes the derivative of a softcap from values that it has already computed for the softcap itself, with only four more operations.
   value = (SCORE/30).tanh()*30
   there = set(committed(value.simplify()).toposort())
   added = [u for u in derivative(value, SCORE).toposort() if u not in there and u.op is not Ops.CONST]
@@ -299,8 +299,8 @@ def test_random_functions_have_the_slope_of_their_values() -> None:
   assert compared > 3000
 
 def test_random_functions_agree_with_tinygrad() -> None:
-  """The derivative of a random function equals tinygrad's wherever tinygrad's is finite. Both are computed in numpy's longdouble, which does not
-  overflow here. In float32 the derivative is no NaN there."""
+  # The derivative of a random function equals tinygrad's wherever tinygrad's is finite. Both are computed in numpy's longdouble, which does not
+  # overflow here. In float32 the derivative is no NaN there.
   compared = 0
   def check(value:UOp) -> None:
     nonlocal compared

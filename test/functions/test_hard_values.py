@@ -59,8 +59,8 @@ def test_the_emulator_stops_at_an_index_outside_a_tensor(chip:str, name:str) -> 
 @pytest.mark.parametrize("chip", [pytest.param(chip, marks=() if chip == "gfx942" else pytest.mark.thorough) for chip in CHIPS])
 @pytest.mark.parametrize("of", (0, 1))
 def test_backward_stops_too(chip:str, of:int) -> None:
-  """If a score_mod reads an element outside its tensor, the emulator also stops the kernel for dq, and the kernel for dk and dv. Forward runs with
-  right indices; then the test changes the tensor from which the score_mod computes an index, and runs backward."""
+  # If a score_mod reads an element outside its tensor, the emulator also stops the kernel for dq, and the kernel for dk and dv. Forward runs with
+  # right indices; then the test changes the tensor from which the score_mod computes an index, and runs backward.
   with emulated(chip):
     q, k, v, do = map(on, drawn(21, 33))
     table, last = on(np.ones((H, 33), np.float32)), on(np.zeros(1, np.int32))
@@ -72,7 +72,7 @@ def test_backward_stops_too(chip:str, of:int) -> None:
 
 @pytest.mark.parametrize("chip", [pytest.param(chip, marks=() if chip == "gfx942" else pytest.mark.thorough) for chip in CHIPS])
 def test_hidden_pairs_do_not_stop(chip:str) -> None:
-  """The emulator does not stop at an index outside its tensor if a mask hides this key from the query, or if the query or the key does not exist."""
+  # The emulator does not stop at an index outside its tensor if a mask hides this key from the query, or if the query or the key does not exist.
   q, k, v, do = drawn(21, 33)
   table = floats(H, 33, seed=9)
   i, j = np.arange(21)[:, None] + 12, np.arange(33)
@@ -123,7 +123,7 @@ def test_scores_as_large_as_float32_allows(chip:str, kernel:str, name:str) -> No
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("chip, kernel", [*((chip, "") for chip in CHIPS), ("gfx942", "three_pass")])
 def test_nan_and_infinity_stay_in_their_rows(chip:str, kernel:str) -> None:
-  """A score that is NaN or +inf makes its row NaN. No other row changes."""
+  # A score that is NaN or +inf makes its row NaN. No other row changes.
   q, k, v, _ = drawn(20, 33)
   i = np.arange(20) + 13
   for bad in (math.nan, math.inf):

@@ -85,7 +85,7 @@ def expected_list(mask:np.ndarray, block_n:int, tiles:int) -> list[int]:
 @pytest.mark.parametrize("over", ["keys", "queries"])
 @pytest.mark.parametrize("name, block_m, block_n", [*((name, 64, 32) for name in CASES), ("documents", 48, 8), ("squares of heads", 48, 8)])
 def test_lists_have_the_tiles_that_a_mask_leaves(name:str, block_m:int, block_n:int, over:str) -> None:
-  """The lists of visible tiles are right, also if there are more tiles than a workgroup has (with 8 columns in a tile)."""
+  # The lists of visible tiles are right, also if there are more tiles than a workgroup has (with 8 columns in a tile).
   case = CASES[name]
   p = posed(case, B=2, H=4, Hkv=2, Sq=170, Sk=300)
   mask, d = p.mask_mod, documents(p)
@@ -104,8 +104,8 @@ def test_lists_have_the_tiles_that_a_mask_leaves(name:str, block_m:int, block_n:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name, keys", (("documents", 400), ("squares", 400), ("causal stripes", 400), ("documents", 60), ("documents", 100)))
 def test_lists_say_when_a_block_has_its_turn(name:str, keys:int) -> None:
-  """Kernels that add to dq in a fixed order need a longer list of visible tiles: the usual list, followed by a number for each tile, namely how many
-  blocks that start earlier have the tile in their lists, too."""
+  # Kernels that add to dq in a fixed order need a longer list of visible tiles: the usual list, followed by a number for each tile, namely how many
+  # blocks that start earlier have the tile in their lists, too.
   stripes = Case(lambda b, h, i, j: (i >= j) & ((i//50 + j//40) % 2).eq(0), lambda b, h, i, j: (i >= j) & ((i//50 + j//40) % 2 == 0))
   p = posed(CASES.get(name, stripes), B=1, H=4, Sq=keys - 70 if keys > 100 else 50, Sk=keys)
   d = documents(p)
@@ -157,7 +157,7 @@ TENSOR_CASES = {
 @pytest.mark.parametrize("rows, keys", [(170, 300), (300, 170)])
 @pytest.mark.parametrize("name", TENSOR_CASES)
 def test_lists_of_masks_that_read_tensors(name:str, rows:int, keys:int, over:str) -> None:
-  """The lists of visible tiles are right for masks that read tensors by the row of the query and by the key, whatever the tensors hold."""
+  # The lists of visible tiles are right for masks that read tensors by the row of the query and by the key, whatever the tensors hold.
   case = TENSOR_CASES[name]
   arrays = case.tensors(rows, keys)
   extras = {f"mod_tensor{n}": x for n, x in enumerate(arrays)}
@@ -189,8 +189,8 @@ def computed(p:Problem, x:Inputs, do:np.ndarray, arch:str, case:Case, d:np.ndarr
 @pytest.mark.parametrize("name", ("squares", "documents"))
 @pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch in ("gfx942", "sm_90") else pytest.mark.thorough) for arch in UNITS])
 def test_attention_over_lists_agrees_with_float64(arch:str, name:str) -> None:
-  """o and the gradients are within the error limit of each element where kernels loop over lists of visible tiles. With these masks a block has
-  hidden tiles, partly masked tiles and tiles without a hidden score. The mask of documents reads a tensor, so kernels make its lists in each call."""
+  # o and the gradients are within the error limit of each element where kernels loop over lists of visible tiles. With these masks a block has hidden
+  # tiles, partly masked tiles and tiles without a hidden score. The mask of documents reads a tensor, so kernels make its lists in each call.
   case, sizes = CASES[name], {"H": 2, "Hkv": 1, "Sq": 300, "Sk": 300}
   p = posed(case, **sizes)
   x, d = normal(p), documents(p, rows=150)
@@ -224,8 +224,8 @@ def gradients_by_one_kernel(name:str, deterministic:bool=True) -> list[np.ndarra
 
 @pytest.mark.parametrize("name", ("documents", pytest.param("squares", marks=pytest.mark.thorough)))
 def test_one_kernel_loops_over_lists(monkeypatch:pytest.MonkeyPatch, name:str) -> None:
-  """The kernel that computes all gradients at once can loop over lists of visible tiles. The gradients agree with float64. If the kernel adds to dq
-  in a fixed order, dq has the same bits in whatever order workgroups start."""
+  # The kernel that computes all gradients at once can loop over lists of visible tiles. The gradients agree with float64. If the kernel adds to dq in
+  # a fixed order, dq has the same bits in whatever order workgroups start.
   one_kernel(monkeypatch)
   gradients_by_one_kernel(name, deterministic=False)
   found = []
@@ -260,8 +260,8 @@ def test_planted_fault_of_turns_in_lists(monkeypatch:pytest.MonkeyPatch, plant:C
       np.testing.assert_array_equal(found[-1], found[0])
 
 def test_lists_of_part_tiles_change_no_bit() -> None:
-  """A loop over the list of visible tiles gives the same bits as a loop over all tiles, if the mask hides some scores of every tile. Here documents
-  are shorter than tiles. Both loops then go through the tiles in the same order, and tiles that are not in the list add 0."""
+  # A loop over the list of visible tiles gives the same bits as a loop over all tiles, if the mask hides some scores of every tile. Here documents
+  # are shorter than tiles. Both loops then go through the tiles in the same order, and tiles that are not in the list add 0.
   case = CASES["documents"]
   p = posed(case, B=2, Sq=200)
   x, d = normal(p), documents(p)
@@ -272,7 +272,7 @@ def test_lists_of_part_tiles_change_no_bit() -> None:
   for with_lists, without in zip(*found): np.testing.assert_array_equal(with_lists, without)
 
 def test_lists_follow_the_numbers_of_a_tensor() -> None:
-  """If a mask reads a tensor, kernels make the lists of visible tiles again in each call, also when TinyJit replays the call."""
+  # If a mask reads a tensor, kernels make the lists of visible tiles again in each call, also when TinyJit replays the call.
   case = CASES["documents"]
   p = posed(case, Sq=200)
   x = normal(p)
@@ -288,8 +288,8 @@ def test_lists_follow_the_numbers_of_a_tensor() -> None:
 
 @pytest.mark.parametrize("name", ["documents", "neighbourhood"])
 def test_the_first_lists_start_no_workers(name:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """A first call whose kernels make lists of visible tiles starts no worker processes. tinygrad starts them to compile two kernels at once, which
-  takes longer than compiling the kernels of the lists."""
+  # A first call whose kernels make lists of visible tiles starts no worker processes. tinygrad starts them to compile two kernels at once, which
+  # takes longer than compiling the kernels of the lists.
   def pool() -> Any: raise AssertionError("worker processes are started")
   monkeypatch.setattr("tinygrad.engine.realize.get_worker_pool", pool)
   case = CASES[name]
@@ -309,8 +309,8 @@ def neighbourhood(seed:int) -> tuple[Problem, Inputs, Callable[..., Any]]:
   return p, normal(p), CASES["neighbourhood"].mask
 
 def test_the_kernel_that_reads_kept_lists_begins_to_compile_first(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The kernel that loops over lists begins to compile first, if the device compiles in threads: before the kernels that make these lists, because
-  its compilation takes longest. The lists are there when the call returns. Later calls use the same lists and begin to compile nothing."""
+  # The kernel that loops over lists begins to compile first, if the device compiles in threads: before the kernels that make these lists, because its
+  # compilation takes longest. The lists are there when the call returns. Later calls use the same lists and begin to compile nothing.
   order, own = list[str](), checked_kernel.compile_at_once
   def noted(launch:UOp, device:str) -> None:
     order.append(launch.src[0].arg.name)
@@ -334,7 +334,7 @@ def test_the_kernel_that_reads_kept_lists_begins_to_compile_first(monkeypatch:py
     assert (verdict := judge(array(found[0]), expected(problem(Sq=141, Sk=141, extras=extras), x, extras)[0])).ok, verdict
 
 def test_lists_that_could_not_be_made_are_made_again(monkeypatch:pytest.MonkeyPatch) -> None:
-  """If making the kept lists of a mask fails, the next call makes the lists, and does not use a buffer without lists."""
+  # If making the kept lists of a mask fails, the next call makes the lists, and does not use a buffer without lists.
   own = calls_tile_lists.new_lists
   def failing(*args:Any) -> Tensor: raise RuntimeError("no lists")
   p, x, mask = neighbourhood(2)
@@ -373,8 +373,8 @@ MASKS_OF_LENGTHS = {"stripes": STRIPES, "sinks and window": CASES["sinks and win
 @pytest.mark.parametrize("arch, name", [pytest.param(arch, name, marks=() if arch == on else pytest.mark.thorough)
                                         for arch in UNITS for name, on in (("stripes", "sm_90"), ("sinks and window", "gfx942"))])
 def test_lists_with_kv_lengths(arch:str, name:str, made:list[ListedBlocks]) -> None:
-  """If kv_lengths says how many keys a batch has, each batch has lists of its own, made in each call. o and the gradients agree with float64. One
-  batch has no keys, and one has fewer keys than queries."""
+  # If kv_lengths says how many keys a batch has, each batch has lists of its own, made in each call. o and the gradients agree with float64. One
+  # batch has no keys, and one has fewer keys than queries.
   case, sizes, lengths = MASKS_OF_LENGTHS[name], dict(B=3, H=2, Hkv=1, Sq=150, Sk=400), np.array([333, 0, 100], np.int32)
   p = posed(case, **sizes)
   x, d = normal(p), documents(p)
@@ -391,8 +391,8 @@ def test_lists_with_kv_lengths(arch:str, name:str, made:list[ListedBlocks]) -> N
 @pytest.mark.parametrize("arch, name", [pytest.param(arch, name, marks=() if arch == on else pytest.mark.thorough)
                                         for arch in (*UNITS, "gfx950") for name, on in (("stripes", "gfx950"), ("sinks and window", "sm_80"))])
 def test_lists_of_packed_sequences(arch:str, name:str, made:list[ListedBlocks]) -> None:
-  """Each packed sequence has lists of its own, made in each call, in which queries and keys are counted within the sequence. o and the gradients of
-  each sequence agree with float64."""
+  # Each packed sequence has lists of its own, made in each call, in which queries and keys are counted within the sequence. o and the gradients of
+  # each sequence agree with float64.
   ends_q, ends_k = np.array([5, 155, 155, 290], np.int32), np.array([0, 200, 210, 400], np.int32)
   case, rng, most_q, most_k = MASKS_OF_LENGTHS[name], np.random.default_rng(5), 150, 200
   def draw(rows:int, heads:int) -> np.ndarray: return rng.standard_normal((rows, heads, 32)).astype(np.float16).astype(np.float32)
@@ -421,8 +421,8 @@ SQUARES_OF_BATCHES = Case(lambda b, h, i, j: ((i//32 + j//32) % 3).eq((h + b) % 
 @pytest.mark.parametrize("name, axis", (("heads", 0), ("heads", 1), ("documents", 1), pytest.param("documents", 0, marks=pytest.mark.thorough),
                                         ("neighbourhood", 0)))
 def test_lists_on_devices_that_divide_batches_or_heads(name:str, axis:int, made:list[ListedBlocks]) -> None:
-  """If batches or heads are sharded over devices, each device makes lists for its own batches and heads: the mask gets their indices in the whole
-  call. o and the gradients agree with float64."""
+  # If batches or heads are sharded over devices, each device makes lists for its own batches and heads: the mask gets their indices in the whole
+  # call. o and the gradients agree with float64.
   case = SQUARES_OF_BATCHES if name == "heads" else CASES[name]
   sizes, devices = dict(B=2, H=4, Hkv=4, Sq=140, Sk=140), ("EMU:1", "EMU:2")
   p = posed(case, **sizes)

@@ -64,7 +64,7 @@ def test_pages(chip:str) -> None:
 
 @pytest.mark.parametrize("kernel", ("", "three_pass"))
 def test_packed_sequences(kernel:str) -> None:
-  """A score_mod or mask_mod gets as b the index of the packed sequence, and i and j count within this sequence."""
+  # A score_mod or mask_mod gets as b the index of the packed sequence, and i and j count within this sequence.
   ends_q, ends_k = (0, 20, 50), (0, 40, 70)
   q, k, v = drawn(50, H, D, seed=1), drawn(70, HKV, D, seed=2), drawn(70, HKV, D, seed=3)
   with emulated("gfx942", kernel):
@@ -86,8 +86,8 @@ def gradients(attend:Callable[..., Tensor], inputs:list[Tensor]) -> list[Array]:
 @pytest.mark.parametrize("axis, with_gradients", ((0, False), (1, False), (2, False),
                                                   *[pytest.param(axis, True, marks=pytest.mark.thorough) for axis in range(3)]))
 def test_shards(axis:int, with_gradients:bool) -> None:
-  """Two devices each compute a part of a call: half of the batches, of the heads or of the sequence. On each device, score_mod and mask_mod get the
-  indices that query and key have in the whole call."""
+  # Two devices each compute a part of a call: half of the batches, of the heads or of the sequence. On each device, score_mod and mask_mod get the
+  # indices that query and key have in the whole call.
   x, devices = [drawn(B, H, 32, D, seed=1), drawn(B, HKV, 32, D, seed=2), drawn(B, HKV, 32, D, seed=3)], ("EMU:1", "EMU:2")
   with emulated("gfx942"):
     def shard(t:Tensor) -> Tensor: return attn.shard_sequence(t, devices, 2, "contiguous") if axis == 2 else t.shard(devices, axis)
@@ -109,7 +109,7 @@ def test_keys_alone_shared_are_refused() -> None:
 
 @pytest.mark.parametrize("kernel", ("", "three_pass"))
 def test_jit_and_new_values(kernel:str) -> None:
-  """A call that TinyJit replays uses the new values of mod_tensors, the tensors that its score_mod or mask_mod reads."""
+  # A call that TinyJit replays uses the new values of mod_tensors, the tensors that its score_mod or mask_mod reads.
   x = [drawn(B, H, 20, D, seed=1), drawn(B, HKV, 33, D, seed=2), drawn(B, HKV, 33, D, seed=3)]
   with emulated("gfx942", kernel):
     attend = TinyJit(lambda q, k, v, t: attn.attention(q, k, v, mod_tensors=(t,), **OWN).realize())
@@ -118,8 +118,8 @@ def test_jit_and_new_values(kernel:str) -> None:
       close(attend(*map(on, x), on(table)), expected(*x, table))
 
 def test_kernel_function() -> None:
-  """flash_attention_fn accepts score_mod and mask_mod. The tensors that they read are named in the argument `extras`; the kernel takes them after q,
-  k and v. Equal functions give the same kernel function."""
+  # flash_attention_fn accepts score_mod and mask_mod. The tensors that they read are named in the argument `extras`; the kernel takes them after q, k
+  # and v. Equal functions give the same kernel function.
   x = [drawn(B, H, 20, D, seed=1), drawn(B, HKV, 33, D, seed=2), drawn(B, HKV, 33, D, seed=3)]
   with emulated("gfx942"):
     fn = attn.flash_attention_fn(extras=("mod_tensor0",), arch="gfx942", **OWN)
@@ -128,8 +128,8 @@ def test_kernel_function() -> None:
     close(Tensor.empty(B, H, 20, D, dtype="half", device="EMU").custom_kernel(*tensors, fxn=fn)[0], expected(*x))
 
 def test_a_part_of_larger_tensors() -> None:
-  """If the option first_batch_and_head says that q, k and v are a part of larger tensors, score_mod and mask_mod get batch and head as counted in the
-  larger tensors. This holds in kernels, and in tensor operations that compute gradients."""
+  # If the option first_batch_and_head says that q, k and v are a part of larger tensors, score_mod and mask_mod get batch and head as counted in the
+  # larger tensors. This holds in kernels, and in tensor operations that compute gradients.
   x, table = [drawn(B, H, 20, D, seed=1), drawn(B, HKV, 33, D, seed=2), drawn(B, HKV, 33, D, seed=3)], floats(B + 1, H + 2, seed=7).astype(np.float32)
   def gradient(t:Tensor, o:Tensor) -> Array: return o.float().square().sum().gradient(t)[0].numpy().astype(np.float64)
   with emulated("gfx942"):

@@ -100,7 +100,7 @@ def test_spans_are_true_and_decide(name:str) -> None:
   assert found and {"all": all(decided), "some": any(decided), "none": not any(decided)}[want], decided
 
 def test_parts_depend_on_one_side() -> None:
-  """attn finds the parts of a mask that depend on the query alone or on the key alone. These parts are as large as possible."""
+  # attn finds the parts of a mask that depend on the query alone or on the key alone. These parts are as large as possible.
   d = tensor_symbol(0, (8,), "int32")
   one, two = d[QUERY]//2 + 1, (d[KEY]*2).maximum(3)
   assert one_sided_expressions(one.eq(two) & (KEY < 5)) == [one, two, KEY < 5]

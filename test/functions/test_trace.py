@@ -191,8 +191,8 @@ def test_tensors_that_are_refused() -> None:
     call(good[:UOp.variable("n", 1, 2).bind(1)], score=score)
 
 def test_tensors_that_are_taken() -> None:
-  """mod_tensors, the tensors that a score_mod or mask_mod reads, may be unrealised tensors, views, constants and single numbers, of every supported
-  dtype."""
+  # mod_tensors, the tensors that a score_mod or mask_mod reads, may be unrealised tensors, views, constants and single numbers, of every supported
+  # dtype.
   rng = np.random.default_rng(0)
   x, table = rng.standard_normal((1, 2, 5, 32)).astype(np.float16), rng.standard_normal((2, 5)).astype(np.float32)
   scores = x.astype(np.float64)@x.astype(np.float64).swapaxes(-1, -2)/np.sqrt(32)
@@ -216,7 +216,7 @@ def test_tensors_that_are_taken() -> None:
       check(rows, mod(lambda s, h, i, j, t, view=view: s + view(h, i, j, t)), t)
 
 def test_a_view_of_a_tensor_is_checked_like_the_tensor() -> None:
-  """An index beyond the end of a flipped or permuted tensor is an error, and does not read another element of the tensor's buffer."""
+  # An index beyond the end of a flipped or permuted tensor is an error, and does not read another element of the tensor's buffer.
   for function, axis in ((lambda s, b, h, i, j, t: s + t.permute((1, 0))[0, 2], 0), (lambda s, b, h, i, j, t: s + t.flip((1,))[0, 5], 1)):
     with pytest.raises(ValueError, match=f"reads index -?[12] of axis {axis} of a tensor of shape"): call(on_emulator(), score=function)
   assert scored(lambda s, b, h, i, j, t: s + t.permute((1, 0))[j, h]) is scored(lambda s, b, h, i, j, t: s + t[h][j])

@@ -15,7 +15,7 @@ DATA = Path(__file__).parent.parent.parent/"docs"/"data"
 
 @pytest.mark.parametrize("arch", ("gfx1201", pytest.param("gfx942", marks=pytest.mark.thorough)))
 def test_the_committed_table(arch:str) -> None:
-  """docs/data/decode_amd.csv has a row for each chip and cache, and the rows are those that the command computes today."""
+  # docs/data/decode_amd.csv has a row for each chip and cache, and the rows are those that the command computes today.
   pytest.importorskip("ziglang")
   lines = (DATA/"decode_amd.csv").read_text().splitlines()
   assert lines[0] == ",".join(decoding.OF_DECODING)
@@ -24,8 +24,8 @@ def test_the_committed_table(arch:str) -> None:
          [decoding.decoding_line(spec) for spec in decoding.decoding_specs(arch) if spec.dtype == "float16"]
 
 def test_bytes_of_stored_rows() -> None:
-  """Predictions count one byte for each element of an 8-bit row, and the scales of its key and value. So a row of 128 elements takes 132 bytes in
-  int8 and 256 in 16 bits."""
+  # Predictions count one byte for each element of an 8-bit row, and the scales of its key and value. So a row of 128 elements takes 132 bytes in int8
+  # and 256 in 16 bits.
   def problem(kernel:str) -> Problem:
     return dataclasses.replace(source.problem_of_spec(Spec("gfx942", 128, "float16", "full", kernel), decoding.DECODE_STEP), num_splits=1)
   chip, card = RATED["MI300X"]

@@ -133,8 +133,8 @@ def test_a_register_that_may_be_negative_is_found(arch:str, text:str) -> None:
 def test_a_register_that_is_not_negative_is_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
 
 def test_how_many_dimensions_a_workgroup_has() -> None:
-  """The check of machine code knows the range of register v0, which holds the coordinates of a thread in its workgroup, ten bits for each dimension.
-  It takes the number of dimensions from the assembly text, or assumes three if the text states none."""
+  # The check of machine code knows the range of register v0, which holds the coordinates of a thread in its workgroup, ten bits for each dimension.
+  # It takes the number of dimensions from the assembly text, or assumes three if the text states none.
   text = f"k:\nv_lshlrev_b32_e32 v1, 4, v0\n{LOAD}\ns_endpgm\n"
   says = ".amdhsa_kernel k\n  .amdhsa_system_vgpr_workitem_id {}\n.end_amdhsa_kernel\n"
   assert [len(findings(text + more, "gfx942")) for more in ("", says.format(0), says.format(1), says.format(2))] == [1, 0, 0, 1]
@@ -159,8 +159,8 @@ OPERATIONS: dict[str, Callable[..., int]] = {     # results by the ISA documents
   "v_max_i32_e32": lambda x, y: max(x, y, key=signed), "v_med3_i32": lambda x, y, z: sorted((x, y, z), key=signed)[1]}
 
 def test_ranges_hold_what_instructions_give() -> None:
-  """The check of machine code computes a range for the result of each instruction, and the result lies in it. The test draws operands from small and
-  large ranges."""
+  # The check of machine code computes a range for the result of each instruction, and the result lies in it. The test draws operands from small and
+  # large ranges.
   rng = random.Random(0)
   known = 0
   for op, meaning in OPERATIONS.items():
@@ -216,16 +216,16 @@ def dbias_text(arch:str) -> str:
   return render(dbias_of(p, chip, choose_bias_tile(p, chip))(*args), arch)
 
 def test_stored_values_are_computed_before_branches(monkeypatch:pytest.MonkeyPatch) -> None:
-  """If a branch stores a value, the kernels compute the value before the branch. Otherwise clang 22 moves matrix instructions into `if (row < Sq)`,
-  where some lanes are not active."""
+  # If a branch stores a value, the kernels compute the value before the branch. Otherwise clang 22 moves matrix instructions into `if (row < Sq)`,
+  # where some lanes are not active.
   def found() -> list[str]: return [x for x in findings(assembly(dbias_text("gfx1100"), "gfx1100")) if x.startswith("across lanes")]
   assert found() == []
   monkeypatch.setattr(renderers, "made_before_branches", lambda uops: {})
   assert found() and all("v_wmma" in x for x in found())
 
 def test_other_values_are_computed_in_the_branch() -> None:
-  """Values that a branch of the dbias kernel stores to LDS are computed inside the branch, so that waves that skip the branch do not compute them.
-  Only values that are stored to global memory are computed before the branch."""
+  # Values that a branch of the dbias kernel stores to LDS are computed inside the branch, so that waves that skip the branch do not compute them.
+  # Only values that are stored to global memory are computed before the branch.
   text = dbias_text("gfx1100")
   stored = re.findall(r"if \(.*\) \{\n +\*\((buf|data)\w+\+.*\) = (\w+);", text)
   before = {of: {f'asm volatile("" :: "v"({value}));' in text for space, value in stored if space == of} for of in ("buf", "data")}
@@ -258,8 +258,8 @@ def test_the_command_looks_at_every_kernel(ours:list[Spec]) -> None:
   assert run("--arch", "gfx942") == (0, []) and run("gfx942/64") == (0, []) and run("gfx1100/64") == (1, lines[:2])
 
 def test_uneven_rows() -> None:
-  """`uneven_shape` gives a problem for checks of machine code in which the last tiles are not full: the number of queries is no multiple of 128, and
-  the number of keys no multiple of 16. With a causal mask, the last query sees all keys."""
+  # `uneven_shape` gives a problem for checks of machine code in which the last tiles are not full: the number of queries is no multiple of 128, and
+  # the number of keys no multiple of 16. With a causal mask, the last query sees all keys.
   p = problem_of_spec(spec := Spec("gfx942", 64, mask="causal"), uneven_shape(spec))
   assert (p.Sq, p.Sk, p.H, p.Hkv, p.offset, p.window) == (4000, 4133, 32, 8, 133, (-1, 0)) and p.Sq % 128 and p.Sk % 16
   latent = problem_of_spec(spec := Spec("gfx942", 576, kernel="mla"), uneven_shape(spec))

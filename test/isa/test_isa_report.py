@@ -91,8 +91,8 @@ def test_shape_of_a_matrix_instruction(op, shape, flops): assert matrix_shape(op
 
 @pytest.mark.parametrize("arch", MODELLED)
 def test_the_cycles_of_a_shape_are_the_chips_peak_or_its_half(arch):
-  """The published cycles of each matrix instruction agree with the published peak rate of its chip. The rate that follows from the cycles is the
-  peak, or a half, a quarter or twice of it; for most FP8 instructions it must be twice the peak."""
+  # The published cycles of each matrix instruction agree with the published peak rate of its chip. The rate that follows from the cycles is the peak,
+  # or a half, a quarter or twice of it; for most FP8 instructions it must be twice the peak.
   cu = CHIPS[arch].pipes
   for shape, cycles in cu.matrix.items():
     if shape == "4x4x4_16b": continue      # adds numbers of single lanes and counts as no matrix operations
@@ -126,7 +126,7 @@ def test_of_nested_loops_the_inner_one_with_matrices_counts():
   assert len(loops_of(blocks)) == 3 and [blocks[x.header].labels for x in matrix_loops(blocks)] == [[".LBB0_2"]]
 
 def test_of_equal_loops_the_shorter_one_counts():
-  """If two loops of a kernel have the same matrix operations, the report on its machine code describes the shorter loop: the one without a mask."""
+  # If two loops of a kernel have the same matrix operations, the report on its machine code describes the shorter loop: the one without a mask.
   blocks = block_names(f".LBB0_1:\nv_cndmask_b32 v0, v1, v2, vcc\n{MFMA}s_cbranch_scc0 .LBB0_1\n"
                        f".LBB0_2:\n{MFMA}s_cbranch_scc0 .LBB0_2\ns_endpgm")
   assert blocks[matrix_loops(blocks)[0].header].labels == [".LBB0_2"]
@@ -141,8 +141,8 @@ def test_a_rare_side_block_is_left_out():
   assert path.count("v_exp_f32_e32") == 4 and "v_mul_f32" not in path
 
 def test_a_block_with_the_exponentials_is_not_left_out():
-  """The report on machine code counts the instructions of the usual path through a loop. This path contains the basic block with the exponentials,
-  although an s_cbranch_execz can skip the block."""
+  # The report on machine code counts the instructions of the usual path through a loop. This path contains the basic block with the exponentials,
+  # although an s_cbranch_execz can skip the block.
   path = path_of(f".LBB0_1:\n{MFMA*4}s_cbranch_execz .LBB0_2\n{EXP*4}v_mul_f32 v2, v2, v0\n"
                  ".LBB0_2:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
   assert "v_exp_f32_e32" in path and "v_mul_f32" in path
@@ -152,8 +152,8 @@ def test_a_block_with_matrix_work_is_not_left_out():
   assert path.count("v_mfma_f32_32x32x8_f16") == 8
 
 def test_of_two_ways_with_the_same_work_the_cheaper_is_taken():
-  """The report on machine code counts the instructions of the usual path through a loop. Of two branches with the same matrix operations, this path
-  takes the cheaper: the one without a mask."""
+  # The report on machine code counts the instructions of the usual path through a loop. Of two branches with the same matrix operations, this path
+  # takes the cheaper: the one without a mask.
   path = path_of(f".LBB0_1:\ns_cbranch_vccz .LBB0_2\n{MFMA*4}{EXP*4}v_cndmask_b32 v0, v1, v2, vcc\ns_branch .LBB0_3\n"
                  f".LBB0_2:\n{MFMA*4}{EXP*4}\n"
                  ".LBB0_3:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
@@ -221,8 +221,8 @@ def test_a_wait_lasts_for_what_came_before_those_it_leaves():
                    ("vmcnt(0)", 1, 7, 3, {})]
 
 def test_loads_of_the_trip_before_are_under_way():
-  """A load that is pending at the end of a loop iteration is waited for in the next iteration. The table of waits in a report on machine code takes
-  this into account."""
+  # A load that is pending at the end of a loop iteration is waited for in the next iteration. The table of waits in a report on machine code takes
+  # this into account.
   assert stops("gfx1201", "buffer_load_b128 v[0:3], v4, s[0:3], null offen\n" + MFMA + "s_wait_loadcnt 0x1\n" + MFMA) == [
     ("loadcnt(1)", 1, 6, 3, {"loadcnt": 1})]
 
@@ -238,8 +238,8 @@ def test_waits_of_waves_with_an_active_lane_are_on_the_way():
 @pytest.mark.parametrize("arch", SEARCHED)
 @pytest.mark.parametrize("d", [64, 128])
 def test_the_work_of_a_trip_is_known(arch, d):
-  """A report on machine code counts the work of one loop iteration as the source determines it: matrix instructions, scores, exponentials and LDS
-  traffic. The bounds of the loop's time follow from these counts."""
+  # A report on machine code counts the work of one loop iteration as the source determines it: matrix instructions, scores, exponentials and LDS
+  # traffic. The bounds of the loop's time follow from these counts.
   u, cu = UNITS[arch], CHIPS[arch].pipes
   report = analyse(assembly(sample(arch, d), arch), d=d, queries=u.m)
   loop, held = report.loop, report.resources
@@ -334,13 +334,13 @@ def test_a_code_object_gives_the_report_of_its_text(arch):
   assert a.resources == b.resources and all(getattr(a.loop, x) == getattr(b.loop, x) for x in same)
 
 def test_a_code_object_that_would_be_decoded_wrongly_is_refused():
-  """attn.isa refuses to report on a code object of gfx90a: the instruction tables of CDNA3 would decode each bf16 MFMA of CDNA2 as a sparse MFMA."""
+  # attn.isa refuses to report on a code object of gfx90a: the instruction tables of CDNA3 would decode each bf16 MFMA of CDNA2 as a sparse MFMA.
   with pytest.raises(ValueError, match=r"gfx90a \(MI250X.*no tables to decode it by.*llvm-objdump"):
     disassemble(assemble(assembly(sample("gfx90a"), "gfx90a"), "gfx90a"))
 
 def test_agprs_are_told_from_vgprs():
-  """The report on a CDNA kernel with more than 256 registers counts accumulation registers and vector registers separately, from the assembly text
-  and from the code object."""
+  # The report on a CDNA kernel with more than 256 registers counts accumulation registers and vector registers separately, from the assembly text and
+  # from the code object.
   text = assembly(sample("gfx950", 256), "gfx950")
   held = analyse(text, d=256).resources
   text = text.replace(".agpr_count:     0", ".agpr_count:     16")
@@ -350,8 +350,8 @@ def test_agprs_are_told_from_vgprs():
   assert changed == analyse(disassemble(assemble(text, "gfx950")), d=256).resources
 
 def test_llvm_objdump_text_is_read():
-  """attn.isa reads the text of llvm-objdump. A branch in this text has a number as its target. The target's address is in a comment; without the
-  comment, attn.isa computes it."""
+  # attn.isa reads the text of llvm-objdump. A branch in this text has a number as its target. The target's address is in a comment; without the
+  # comment, attn.isa computes it.
   dump = ("\nkernel.co:\tfile format elf64-amdgpu\n\n0000000000001600 <k>:\n"
           "\tv_mov_b32_e32 v0, 0                                        // 000000001600: 7E000280\n"
           "\tv_mfma_f32_32x32x8_f16 v[0:15], v[0:1], v[2:3], v[0:15]     // 000000001604: D3CC0000 04020500\n"
@@ -419,8 +419,8 @@ def test_backward_kernels_by_options_and_by_their_words(monkeypatch):
   ("softcap", dict(softcap=30.0)), ("alibi", dict(alibi=(True,))), ("bias", dict(bias=(False, False, True, True))), ("dropout", dict(dropout_p=0.1)),
   ("window", dict(window=(1024, 0)))])
 def test_words_with_an_option(option, found):
-  """A word may name one option after the mask. Its kernel is for a problem with this option. A window hides keys behind a query only if the mask is
-  not causal."""
+  # A word may name one option after the mask. Its kernel is for a problem with this option. A window hides keys behind a query only if the mask is
+  # not causal.
   spec = source.Spec.parse(f"gfx942/128/float16/causal+{option}/dq")
   assert (spec.mask, spec.option, str(spec)) == ("causal", option, f"gfx942/128/float16/causal+{option}/dq")
   assert source.problem_of_spec(spec) == replace(source.problem_of_spec(replace(spec, option="")), **found)
@@ -436,8 +436,8 @@ def test_words_with_a_wrong_option(word, said):
 
 @pytest.mark.parametrize("kernel, passes, exponentials", (("dq", 1, 1), ("dkdv", 1, 1), ("dkdv", 2, 2)))
 def test_hot_loops_of_the_backward(kernel, passes, exponentials):
-  """The report on machine code finds the hot loop of each backward kernel, and counts scores, exponentials and matrix instructions correctly. A
-  kernel of dk and dv that loops over the queries twice (two passes) computes P twice, so it has two exponentials for each score."""
+  # The report on machine code finds the hot loop of each backward kernel, and counts scores, exponentials and matrix instructions correctly. A kernel
+  # of dk and dv that loops over the queries twice (two passes) computes P twice, so it has two exponentials for each score.
   spec = source.Spec("gfx1100", 32, "float16", "causal", kernel)
   _, tile = source.chosen(spec)
   found = source.kernel_source(spec, replace(tile, passes=passes))
@@ -446,8 +446,8 @@ def test_hot_loops_of_the_backward(kernel, passes, exponentials):
   assert sum(loop.matrix.values()) == 2*{("dq", 1): 3, ("dkdv", 1): 4, ("dkdv", 2): 5}[kernel, passes]*loop.scores/256
 
 def test_useful_is_of_both_backward_kernels():
-  """`useful` is the share of the matrix unit's peak rate that goes to necessary products. For the two backward kernels together it is the time of
-  five products at the peak rate, divided by the time of both kernels. The kernels compute seven products, so `useful` is at most 5/7."""
+  # `useful` is the share of the matrix unit's peak rate that goes to necessary products. For the two backward kernels together it is the time of five
+  # products at the peak rate, divided by the time of both kernels. The kernels compute seven products, so `useful` is at most 5/7.
   reports = costs.reports_of([source.Spec("gfx1201", 32, kernel=kernel) for kernel in ("dq", "dkdv")])
   cycles = [sum(r.loop.cycles[x] for x in ("matrix", "vector", "transcendental"))/r.loop.scores for r in reports]
   matrix = [r.loop.cycles["matrix"]/r.loop.scores for r in reports]
@@ -510,8 +510,8 @@ def test_help_shows_every_option():
   assert "Options of report, the command where none is named" in shown and "--every-block" in shown
 
 def test_cuda_source_and_sass(monkeypatch, tmp_path):
-  """`python -m attn.isa asm` prints CUDA source and SASS. Here two scripts that print their input stand for the CUDA toolkit. Without a toolkit the
-  command prints the source alone."""
+  # `python -m attn.isa asm` prints CUDA source and SASS. Here two scripts that print their input stand for the CUDA toolkit. Without a toolkit the
+  # command prints the source alone.
   scripts = {"nvcc": 'while [ "$1" != -o ]; do echo "$1" >> "$CALLS"; shift; done; echo binary > "$2"',
              "nvdisasm": 'echo "SASS of $1"; cat "$2"'}
   for tool, text in scripts.items():

@@ -31,7 +31,7 @@ def test_a_large_full_problem_reaches_the_peak_times_the_utilisation():
   assert roofline(problem(B=304), TILE, *RATED["MI300X"], 0.5).tflops == pytest.approx(bound.tflops/2)
 
 def test_the_tail_of_the_grid():
-  """A bound of the time counts whole rounds of workgroups: 305 equal workgroups on 304 compute units take two rounds."""
+  # A bound of the time counts whole rounds of workgroups: 305 equal workgroups on 304 compute units take two rounds.
   bound = roofline(problem(H=305, S=128), TILE, *RATED["MI300X"])
   assert bound.balance == pytest.approx(305/608)
 

@@ -40,8 +40,8 @@ BARRIERS = ("s_barrier", "s_barrier_signal -1")      # barriers of a workgroup; 
 LOADS = {"vmcnt", "loadcnt"}                         # counters of loads from memory
 
 def test_the_page_has_the_files_figures() -> None:
-  """The table in docs/isa.md shows the figures of docs/costs.txt for the two backward kernels: instructions of each kernel and in total, spilled
-  registers, and `useful` (share of the matrix unit's peak rate that goes to useful products)."""
+  # The table in docs/isa.md shows the figures of docs/costs.txt for the two backward kernels: instructions of each kernel and in total, spilled
+  # registers, and `useful` (share of the matrix unit's peak rate that goes to useful products).
   header, *lines = [[cell.strip() for cell in line.split("|")] for line in FILE.read_text().splitlines()[1:]]
   of = {line[0]: dict(zip(header, line)) for line in lines}
   rows = re.findall(r"^\| (gfx\w+/\d+/\w+) \| ([\d.]+): ([\d.]+) \+ ([\d.]+) \| (\d+%) \| (\d+)", (FILE.parent/"isa.md").read_text(), re.M)
@@ -106,7 +106,7 @@ def wrong_in_forward(report:Report, tile:Tile) -> list[str]:
   return [what for what in right if not right[what]]
 
 def test_a_fence_that_waits_for_loads_is_seen(monkeypatch:pytest.MonkeyPatch) -> None:
-  """A barrier that is compiled as a memory fence waits for loads that the kernel has just issued. `wrong_waits` reports this wait."""
+  # A barrier that is compiled as a memory fence waits for loads that the kernel has just issued. `wrong_waits` reports this wait.
   spec = Spec("gfx950", 128)
   kernel = kernel_source(spec)
   text = kernel.text.replace("__builtin_amdgcn_s_waitcnt(0xc07f);", FENCE)
@@ -114,8 +114,8 @@ def test_a_fence_that_waits_for_loads_is_seen(monkeypatch:pytest.MonkeyPatch) ->
   assert wrong_waits(spec, report) == ["waits", "what is waited for", "time of loads", "under way at barriers"]
 
 def test_loads_that_have_no_time_are_seen() -> None:
-  """`wrong_waits` reports a wait that comes too soon after its loads. Here the second matrix product has no compiler fences: clang moves loads into
-  the middle of the product, and waits for them six matrix instructions later."""
+  # `wrong_waits` reports a wait that comes too soon after its loads. Here the second matrix product has no compiler fences: clang moves loads into
+  # the middle of the product, and waits for them six matrix instructions later.
   spec = Spec("gfx942", 256)
   _, tile = chosen(spec)
   assert isinstance(tile, Tile)
@@ -161,8 +161,8 @@ def trip(spec:Spec, **tile:Any) -> list[Instruction]:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("d", costs.HEAD_DIMENSIONS)
 def test_the_next_tile_is_loaded_before_the_matrix_work(arch:str, d:int) -> None:
-  """An iteration issues the loads of the next tile before all its matrix instructions. On gfx942 with D=256 clang moves some loads further down,
-  behind the branch of the softmax but before the second product."""
+  # An iteration issues the loads of the next tile before all its matrix instructions. On gfx942 with D=256 clang moves some loads further down,
+  # behind the branch of the softmax but before the second product.
   kinds = ["sum of P" if x.kind == "matrix" and not matrix_shape(x.op)[1] else x.kind for x in trip(Spec(arch, d), prefetch=1)]
   after = kinds[len(kinds) - kinds[::-1].index("load"):].count("matrix")
   assert after >= kinds.count("matrix")*(0.5 if (arch, d) == ("gfx942", 256) else 1)
@@ -175,8 +175,8 @@ def test_barriers_of_a_trip(arch:str, prefetch:int, barriers:int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_lazy_and_eager(arch:str) -> None:
-  """The softmax subtracts a number from all scores of a row. A kernel that sets this number to the row's maximum in every iteration executes about
-  half an instruction more for each score than a kernel that raises it only when needed."""
+  # The softmax subtracts a number from all scores of a row. A kernel that sets this number to the row's maximum in every iteration executes about
+  # half an instruction more for each score than a kernel that raises it only when needed.
   def valu(above:float) -> int: return sum(x.kind in VECTOR for x in trip(Spec(arch, 128), rescale_above=above))
   spec = Spec(arch, 128)
   tile = choose_tile(problem_of_spec(spec), get_chip(arch))
@@ -206,8 +206,8 @@ def sampled(arch:str, d:int, dtype:str, mask:str) -> Any:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("spec", [sampled(x.arch, x.d, x.dtype, x.mask) for x in GRADIENTS])
 def test_gradients(spec:Spec) -> None:
-  """Backward kernels do not spill up to D=128. For larger D at most OUTSIDE vector registers spill, outside of the hot loop. An iteration has only
-  the barriers that separate stores to LDS from reads; on gfx12 a barrier is two instructions."""
+  # Backward kernels do not spill up to D=128. For larger D at most OUTSIDE vector registers spill, outside of the hot loop. An iteration has only the
+  # barriers that separate stores to LDS from reads; on gfx12 a barrier is two instructions.
   for one, (r, slow) in zip(spec.together, both(spec), strict=True):
     held, loop, tile = r.resources, r.loop, chosen(one)[1]
     assert isinstance(tile, BackwardTile) and loop is not None

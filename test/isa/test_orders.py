@@ -12,14 +12,14 @@ DOCS = Path(__file__).parents[2]/"docs"
 HEAD, *ROWS = map(tuple, csv.reader((DOCS/"data"/"order_of_heads_amd.csv").open()))
 
 def test_a_die_gets_consecutive_workgroups() -> None:
-  """The hardware gives workgroups to the dies in turn: with two dies, every second one. In the order for two dies, the first die gets workgroups 0 to
-  3 of 7, and the second die gets the others. For one die the order stays."""
+  # The hardware gives workgroups to the dies in turn: with two dies, every second one. In the order for two dies, the first die gets workgroups 0 to
+  # 3 of 7, and the second die gets the others. For one die the order stays.
   work = [GroupWork(n, 1) for n in range(7)]
   found = [x.rows for x in cut_for_dies(work, 2)]
   assert found[::2] == [0, 1, 2, 3] and found[1::2] == [4, 5, 6] and cut_for_dies(work, 1) == work
 
 def test_orders_of_a_problem() -> None:
-  """12 heads have no order in which 8 alternate, and only a chip of several dies has an order for its dies."""
+  # 12 heads have no order in which 8 alternate, and only a chip of several dies has an order for its dies.
   x = Division(128, 64, together=4)
   found = orders.orders_of(x, 12, 8)
   assert tuple(found) == orders.HEAD_ORDERS and found["8 heads alternate"] is None and found["in use, ms"] == x
@@ -34,7 +34,7 @@ def test_the_committed_table(card:str, mask:str, shape:int) -> None:
   assert orders.order_row(card, mask, orders.SHAPES_OF_ORDERS[shape]) in ROWS, "python -m attn.isa orders --write docs/data/order_of_heads_amd.csv"
 
 def test_the_page_repeats_the_table() -> None:
-  """docs/timing.md has the shortest and the longest time of each order for each card, and says that no order is 1% faster than the one in use."""
+  # docs/timing.md has the shortest and the longest time of each order for each card, and says that no order is 1% faster than the one in use.
   page = (DOCS/"timing.md").read_text()
   for card in orders.CARDS_OF_ORDERS:
     columns = zip(*(row[4:] for row in ROWS if row[0] == card))

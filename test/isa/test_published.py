@@ -24,7 +24,7 @@ def test_the_table_is_what_the_command_makes(tmp_path:Path) -> None:
   assert text_of_kernels(peer_kernels_in(PEERS)) == PEERS
 
 def test_the_page_says_what_is_in_the_table() -> None:
-  """docs/timing.md counts the predictions within 15% and 30%, at both clocks, and gives the ratio of each one that is off by more than 15%."""
+  # docs/timing.md counts the predictions within 15% and 30%, at both clocks, and gives the ratio of each one that is off by more than 15%.
   rows = predicted_rows(PUBLISHED, peer_kernels_in(PEERS))
   near, nearer = predictions_within(rows, 0.3), predictions_within(rows, 0.15)
   assert f"| sustained under matrix work | {nearer['sustained']} of {nearer['all']} | {near['sustained']} of {near['all']} |" in PAGE
@@ -35,8 +35,8 @@ def test_the_page_says_what_is_in_the_table() -> None:
   for x in missed: assert re.search(rf"\b{x.ratios[1]:.2f}\b", table), x.kernel
 
 def test_machine_code_is_stepped_anew(tmp_path:Path) -> None:
-  """`python -m attn.isa published --code FOLDER --write` runs the timing model again on the machine code in the folder, and writes the cycles into
-  timing_kernels.csv. Rows of kernels whose code is not in the folder stay as they are."""
+  # `python -m attn.isa published --code FOLDER --write` runs the timing model again on the machine code in the folder, and writes the cycles into
+  # timing_kernels.csv. Rows of kernels whose code is not in the folder stay as they are.
   peer = PeerKernel("1", "a kernel", "a test", "k.s", "gfx942", 64, own=128)
   found = stepped_peer(peer, kernel())
   assert found.groups == 4 and found.whole == "no" and found.cycles > 0 and found.edges > 0
@@ -49,8 +49,8 @@ def test_machine_code_is_stepped_anew(tmp_path:Path) -> None:
   assert first == replace(found, rows="1 2 3 4 5 6") and others == peer_kernels_in(PEERS)[1:]
 
 def test_shapes_and_what_a_workgroup_owns() -> None:
-  """`problem_of_cell` makes a problem from the text of a shape, such as "1, 16/2, 8192, causal". If each workgroup of a backward kernel computes keys
-  of one query head, the problem gets as many key/value heads as query heads."""
+  # `problem_of_cell` makes a problem from the text of a shape, such as "1, 16/2, 8192, causal". If each workgroup of a backward kernel computes keys
+  # of one query head, the problem gets as many key/value heads as query heads.
   forward, backward = PeerKernel("", "", "", "", "gfx942", 128, own=256), PeerKernel("", "", "", "", "gfx942", 128, "keys of a query head", 192)
   p = problem_of_cell("1, 16/2, 10240 queries of 2583 keys, causal", forward)
   assert (p.B, p.H, p.Hkv, p.Sq, p.Sk, p.D, p.window) == (1, 16, 2, 10240, 2583, 128, (-1, 0))
@@ -58,11 +58,11 @@ def test_shapes_and_what_a_workgroup_owns() -> None:
   with pytest.raises(ValueError, match="shape '8192'"): problem_of_cell("8192", forward)
 
 def test_rows_of_each_kind() -> None:
-  """The table of predicted and published speeds has the right cells for each kind of row:
-
-    - a GEMM is predicted to reach the rate of the card's fastest published GEMM
-    - a kernel without machine code gets no prediction, and its row says why
-    - the cycles of one matrix instruction are the cycles of a loop iteration, divided by the matrix instructions that a SIMD executes in it"""
+  # The table of predicted and published speeds has the right cells for each kind of row:
+  #
+  # - a GEMM is predicted to reach the rate of the card's fastest published GEMM
+  # - a kernel without machine code gets no prediction, and its row says why
+  # - the cycles of one matrix instruction are the cycles of a loop iteration, divided by the matrix instructions that a SIMD executes in it
   mi300x = get_chip("gfx942")
   peer = PeerKernel("1", "a kernel", "", "", "gfx942", 128, own=256, walked=64, groups=1, whole="no", cycles=5120, edges=0)
   assert cycles_of_mfma(peer) == 5120/(64*256*4*128/(2*32*32*8)/4)
@@ -92,9 +92,9 @@ def test_the_control_is_what_the_command_makes(tmp_path:Path) -> None:
   assert (tmp_path/"nvidia_order_of_heads.csv").read_text() == CONTROL, "python -m attn.isa control --write"
 
 def test_the_page_says_how_the_control_went() -> None:
-  """docs/timing.md gives the right figures for the control, the timing model's predictions for kernels on an H100. It counts the predictions within
-  15% of the measured time: for heads one after another, for heads that alternate, and for workgroups that drift apart. It also counts the pairs of
-  tiles of which the faster one was predicted."""
+  # docs/timing.md gives the right figures for the control, the timing model's predictions for kernels on an H100. It counts the predictions within
+  # 15% of the measured time: for heads one after another, for heads that alternate, and for workgroups that drift apart. It also counts the pairs of
+  # tiles of which the faster one was predicted.
   rows = [x for x in control_table(CONTROL) if x["predicted, ms"]]
   def near(order:str, column:str) -> str:
     ratios = [float(x[column]) for x in rows if x["heads"] == order]

@@ -26,8 +26,8 @@ OPTIONS:dict[str, dict[str, Any]] = {
   "bias in a window": dict(window=(100, 20), extras=dict(bias=np.zeros((1, 32, 1024, 1024), np.float32)))}
 
 def test_a_range_stays_the_same_in_what_is_simplified() -> None:
-  """A loop whose bound attn hides from tinygrad keeps its range UOp: an expression of the loop's index still contains this UOp after tinygrad has
-  simplified the expression. In an earlier version it contained a range with another end, and a kernel could not be lowered."""
+  # A loop whose bound attn hides from tinygrad keeps its range UOp: an expression of the loop's index still contains this UOp after tinygrad has
+  # simplified the expression. In an earlier version it contained a range with another end, and a kernel could not be lowered.
   bound = trip_count(UOp.const(1))
   assert bound is not None
   loop = Allocator().range(bound, AxisType.LOOP)
@@ -61,8 +61,8 @@ def printed_bounds(x:UOp, name:str, value:Callable[[UOp], UOp]) -> str:
 @pytest.mark.parametrize(("name", "axis", "held"), (("attn_clamped", AxisType.GLOBAL, True), ("attn_clamped", AxisType.WARP, False),
                                                     ("clamped", AxisType.GLOBAL, False)))
 def test_the_second_of_two_bounds_is_hidden(name:str, axis:AxisType, held:bool) -> None:
-  """If an attn kernel clamps an integer between two bounds, and the integer is the same in all lanes, attn's renderer hides the second bound from
-  clang. clang then computes the integer in scalar registers. Bounds of other integers are not hidden."""
+  # If an attn kernel clamps an integer between two bounds, and the integer is the same in all lanes, attn's renderer hides the second bound from
+  # clang. clang then computes the integer in scalar registers. Bounds of other integers are not hidden.
   x = UOp.range(64, 0, axis)
   text = printed_bounds(x, name, lambda x: (x*3 - 5).maximum(0).minimum(100))
   assert ("= ~not_above(" in text) == held and "?0:" in text
@@ -77,7 +77,7 @@ BOUNDED: list[tuple[Callable[[Any], Any], Callable[[int], int]]] = [
 
 @pytest.mark.parametrize("value, known", BOUNDED)
 def test_hidden_bounds_hold(value:Callable[[UOp], UOp], known:Callable[[int], int]) -> None:
-  """attn's renderer hides bounds of some integers from clang. The rendered expressions still give the right value."""
+  # attn's renderer hides bounds of some integers from clang. The rendered expressions still give the right value.
   text = printed_bounds(UOp.range(64, 0, AxisType.GLOBAL), "attn_clamped", value)
   statements = [re.sub(r"\(\((.*?)<(.*?)\)\?(.*?):(.*?)\)", r"(\3 if \1<\2 else \4)", x) for x in re.findall(r"(alu\d+ = .*|= .*alu\d.*);", text)]
   assert re.search(r"= ~?not_(above|below)\(", text)
@@ -87,8 +87,8 @@ def test_hidden_bounds_hold(value:Callable[[UOp], UOp], known:Callable[[int], in
     assert names["result"] == known(n)
 
 def test_where_a_number_is_known_the_second_bound_is_not() -> None:
-  """If clang knows the value of an integer that is clamped between two bounds, it computes the first bound at compile time. The second bound is
-  hidden from clang, so it still takes an instruction."""
+  # If clang knows the value of an integer that is clamped between two bounds, it computes the first bound at compile time. The second bound is hidden
+  # from clang, so it still takes an instruction.
   text = printed_bounds(UOp.range(64, 0, AxisType.GLOBAL), "attn_clamped", BOUNDED[0][0])
   code = assembly(re.sub(r"alu0 = .*;", "alu0 = 17;", text), "gfx1201")
   assert "s_min_i32" in code and "v_med3" not in code

@@ -56,8 +56,8 @@ def test_what_was_measured_on_cdna3(body:str, measured:int) -> None:
   assert cycles("gfx942", body) == measured
 
 def test_two_waves_overlap() -> None:
-  """The timing model runs vector instructions of one wave at the same time as matrix instructions of another. 8 MFMAs need 128 cycles and 24
-  additions 96. Together they need at most 130, because 3 additions fit beside each MFMA."""
+  # The timing model runs vector instructions of one wave at the same time as matrix instructions of another. 8 MFMAs need 128 cycles and 24 additions
+  # 96. Together they need at most 130, because 3 additions fit beside each MFMA.
   assert cycles("gfx942", mfmas(8), adds(24)) <= 130
   assert cycles("gfx942", mfmas(8)) == 128 and cycles("gfx942", adds(24)) == 96
 
@@ -107,14 +107,14 @@ def test_a_load_that_is_under_way_long_enough_costs_nothing() -> None:
   assert cycles("gfx942", early) == 4 + 80 + 4
 
 def test_simds_share_the_ports_of_lds() -> None:
-  """LDS has two ports of 64 bytes a cycle in the timing model, and each port serves two SIMDs. So 8 reads of 1 KB keep a port busy for 128 cycles."""
+  # LDS has two ports of 64 bytes a cycle in the timing model, and each port serves two SIMDs. So 8 reads of 1 KB keep a port busy for 128 cycles.
   body = 8*"ds_read_b128 v[0:3], v4\n"
   assert cycles("gfx942", body, body, simds=[0, 2]) == 128 and cycles("gfx942", body, body, simds=[0, 1]) == 256
   assert cycles("gfx942", *[body]*4, simds=[0, 1, 2, 3]) == 256 and cycles("gfx950", *[body]*4, simds=[0, 1, 2, 3]) == 128
 
 def test_a_barrier_waits_for_the_last_wave() -> None:
-  """A barrier of the timing model ends when the last wave arrives: 50 instructions of 4 cycles end at cycle 200, and 8 more cycles pass until the
-  next instruction."""
+  # A barrier of the timing model ends when the last wave arrives: 50 instructions of 4 cycles end at cycle 200, and 8 more cycles pass until the next
+  # instruction.
   assert cycles("gfx942", adds(50) + "s_barrier\n", adds(10) + "s_barrier\n", simds=[0, 1], group=True) == 208
   signal = "s_barrier_signal -1\n"
   wait = "s_barrier_wait -1\n"
@@ -141,8 +141,8 @@ def kernel(before:str="s_nop 0", inside:str="s_nop 0", arch:str="gfx942", thread
 
 @pytest.mark.parametrize("shift, expected", [(2, 0), (3, 2*4 - 2*4 + 4*2), (7, 4*(64 - 2))])
 def test_bank_conflicts_from_the_addresses(shift:int, expected:int) -> None:
-  """The timing model computes bank conflicts from the addresses of the lanes. Lanes 4 bytes apart share no bank. At 8 bytes apart, two lanes share
-  each bank, and each access takes 2 more cycles. At 128 bytes apart, all lanes share one bank."""
+  # The timing model computes bank conflicts from the addresses of the lanes. Lanes 4 bytes apart share no bank. At 8 bytes apart, two lanes share
+  # each bank, and each access takes 2 more cycles. At 128 bytes apart, all lanes share one bank.
   found = timing_of(kernel(f"v_lshlrev_b32_e32 v50, {shift}, v0", "ds_read_b32 v51, v50\ns_waitcnt lgkmcnt(0)"))
   assert found.loops[0].conflicts == expected and found.loops[0].unknown_addresses == 0
 
@@ -160,8 +160,8 @@ MINUS_4 = "v_sub_u32_e32 v50, 60, v0\nv_mul_i32_i24_e32 v50, 4, v50\n"      # 24
   ("s_movk_i32 s9, 0x8000\nv_add_u32_e32 v51, s9, v0", lambda lane: lane - 32768),
   ("v_bfe_i32 v51, v0, 0, 1", None), ("v_min_i16_e32 v51, v0, v0", None), ("v_lshlrev_b64 v[51:52], 2, v[0:1]", None)])
 def test_addresses_keep_the_sign(before:str, address) -> None:
-  """The timing model computes the integer instructions that lead to an address, with the right sign. The result of an instruction that the model
-  cannot compute is unknown, not wrong."""
+  # The timing model computes the integer instructions that lead to an address, with the right sign. The result of an instruction that the model
+  # cannot compute is unknown, not wrong.
   state = WaveState(CHIPS["gfx942"], 0, False)
   for x in instructions(before, "gfx942"): state.follow(x)
   found = state.values.get("v51" if "v51" in before else "v50")
@@ -178,9 +178,9 @@ TWO_LOOPS = "\n".join([
   "s_branch .LBB0_3", ".LBB0_2:", "{vector}", "s_barrier", "{matrix}", "s_barrier", "s_cbranch_scc1 .LBB0_2", ".LBB0_3:", "s_endpgm"])
 
 def test_halves_of_a_workgroup_take_loops_of_their_own() -> None:
-  """The predicted time of an iteration is right if the two halves of a workgroup run different loops. An iteration has two phases. In each phase, one
-  half executes 8 MFMAs while the other executes 60 additions; then the halves change roles. A SIMD has one wave of each half, and issues one
-  instruction of either kind every 4 cycles. So a phase takes at least (60 + 8)*4 = 272 cycles. A barrier and a branch are added."""
+  # The predicted time of an iteration is right if the two halves of a workgroup run different loops. An iteration has two phases. In each phase, one
+  # half executes 8 MFMAs while the other executes 60 additions; then the halves change roles. A SIMD has one wave of each half, and issues one
+  # instruction of either kind every 4 cycles. So a phase takes at least (60 + 8)*4 = 272 cycles. A barrier and a branch are added.
   sums = [f"v[{16*(i % 4)}:{16*(i % 4) + 15}]" for i in range(8)]
   matrix = "\n".join(f"v_mfma_f32_32x32x8_f16 {x}, v[80:81], v[82:83], {x}" for x in sums)
   text = kernel(threads=512).replace("next_free_vgpr 128", "next_free_vgpr 256")
@@ -193,8 +193,8 @@ def test_trips_of_causal_problems() -> None:
   assert trips_of_blocks(p, Division(64, 32)) == [2, 4, 6, 8] and trips_of_blocks(p, Division(64, 32, keys=True)) == [16, 12, 8, 4]
 
 def test_a_problem_takes_its_trips_and_edges() -> None:
-  """The timing model predicts the time of a problem whose workgroups fill 304 compute units once: the time of 8 loop iterations and of the
-  instructions before and after the loop, at 2.1 GHz."""
+  # The timing model predicts the time of a problem whose workgroups fill 304 compute units once: the time of 8 loop iterations and of the
+  # instructions before and after the loop, at 2.1 GHz.
   timing, card = timing_of(kernel()), next(c for c in CHIPS["gfx942"].cards if c.name == "MI300X")
   p = Problem(1, 304*timing.groups, 304*timing.groups, 128, 256, 64, 64, softmax_scale=0.125)
   found = predict(p, timing, Division(128, 32), card)
@@ -202,8 +202,8 @@ def test_a_problem_takes_its_trips_and_edges() -> None:
   assert predict(p, timing, Division(128, 32), card, 1.05).compute_seconds == pytest.approx(2*found.compute_seconds)
 
 def test_small_workgroups_spread_over_the_simds() -> None:
-  """The timing model spreads small workgroups over SIMDs: four workgroups of one wave run on four SIMDs, in the time of one workgroup. A fifth
-  workgroup shares a SIMD with another."""
+  # The timing model spreads small workgroups over SIMDs: four workgroups of one wave run on four SIMDs, in the time of one workgroup. A fifth
+  # workgroup shares a SIMD with another.
   matrix = "\n".join(f"v_mfma_f32_32x32x8_f16 v[{16*i}:{16*i + 15}], v[80:81], v[82:83], v[{16*i}:{16*i + 15}]" for i in range(4))
   text = kernel(threads=64).replace("v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43], v[0:15]", matrix)
   one, four, five = (timing_of(text, grid=n*CHIPS["gfx942"].cus) for n in (1, 4, 5))
@@ -216,8 +216,8 @@ def test_small_workgroups_spread_over_the_simds() -> None:
   (Division(64, 32, keys=True, products=((2, 2),)), 2, 2*(16 + 12 + 8 + 4)*32 + 2*256),
   (Division(64, 32, keys=True, products=((1, 1), (2, 1))), 2, 2*2*(16 + 12 + 8 + 4)*32 + 2*256)])
 def test_what_workgroups_read_goes_through_l2(division:Division, own:int, read:int) -> None:
-  """The timing model computes the time that L2 needs for the rows that workgroups read. With D=64 in fp16, a row of K and of V together has 256
-  bytes; L2 delivers 16384 bytes a cycle at 2.1 GHz."""
+  # The timing model computes the time that L2 needs for the rows that workgroups read. With D=64 in fp16, a row of K and of V together has 256 bytes;
+  # L2 delivers 16384 bytes a cycle at 2.1 GHz.
   p, timing, card = Problem(1, 4, 2, 256, 256, 64, 64, window=(-1, 0), softmax_scale=0.125), timing_of(kernel()), CHIPS["gfx942"].cards[0]
   found = predict(p, timing, division, card)
   assert found.times["L2"] == pytest.approx(read*256/(16384*2.1e9)) and found.limit == "compute"
@@ -225,16 +225,16 @@ def test_what_workgroups_read_goes_through_l2(division:Division, own:int, read:i
   assert slow.limit == "L2" and slow.seconds == pytest.approx(16384*found.times["L2"]) and slow.tflops < found.tflops
 
 def test_workgroups_start_in_the_order_of_the_grid() -> None:
-  """The timing model starts workgroups in the order of the kernel's grid. Here four heads, two of which share their keys, run in groups of two heads.
-  The blocks of the first group start before those of the second, and in each group the longest block is first. With two key ranges each block is two
-  workgroups, which read different rows."""
+  # The timing model starts workgroups in the order of the kernel's grid. Here four heads, two of which share their keys, run in groups of two heads.
+  # The blocks of the first group start before those of the second, and in each group the longest block is first. With two key ranges each block is
+  # two workgroups, which read different rows.
   assert starting_order([1, 2], 4, 2, 2) == [GroupWork(rows, trips) for rows in (0, 1) for trips in (2, 2, 1, 1)]
   assert [x.rows for x in starting_order([2], 4, 1, 4)] == [0, 1, 2, 3] and starting_order([4], 1, 1, 1, 2) == [GroupWork(0, 2), GroupWork(1, 2)]
 
 def test_a_place_that_is_free_takes_the_next_workgroup() -> None:
-  """The timing model gives the next workgroup to the place that is free first. Of workgroups with 4, 1, 1 and 3 iterations, one place takes the first
-  (4 iterations), and the other place the remaining ones (1 + 1 + 3). If each place is on a die of its own, workgroups go to the dies in turn: one die
-  takes 4 and 1, the other one 1 and 3."""
+  # The timing model gives the next workgroup to the place that is free first. Of workgroups with 4, 1, 1 and 3 iterations, one place takes the first
+  # (4 iterations), and the other place the remaining ones (1 + 1 + 3). If each place is on a die of its own, workgroups go to the dies in turn: one
+  # die takes 4 and 1, the other one 1 and 3.
   work = [GroupWork(0, n) for n in (4, 1, 1, 3)]
   assert makespan_in_order(work, 2, 1, 10, 0) == 50 and makespan_in_order(work, 2, 1, 10, 1) == 53 and makespan_in_order(work, 2, 2, 10, 0) == 50
   assert makespan_in_order(work[::-1], 2, 1, 10, 0) == 60 and makespan_in_order(work, 4, 1, 10, 0) == 40
@@ -254,8 +254,8 @@ def test_workgroups_that_drift_apart_share_what_the_cache_holds(order:str, slots
   assert rows_fetched([GroupWork("ab".index(x), 4) for x in order], slots, room, apart=True) == fetched
 
 def test_workgroups_that_drift_apart_take_longer() -> None:
-  """Workgroups that drift apart are predicted to take longer if L2 is small: they fetch rows again and again. With room for all rows of a round, the
-  two predicted times are equal."""
+  # Workgroups that drift apart are predicted to take longer if L2 is small: they fetch rows again and again. With room for all rows of a round, the
+  # two predicted times are equal.
   p, timing, card = Problem(1, 4, 4, 4096, 4096, 64, 64, softmax_scale=0.125), timing_of(kernel(arch="gfx90a")), CHIPS["gfx90a"].cards[0]
   for l2, equal in ((1 << 16, False), (1 << 30, True)):
     found = predict(p, replace(timing, chip=replace(timing.chip, caches=Caches(1, l2))), Division(128, 32), replace(card, gbs=1))
@@ -263,9 +263,9 @@ def test_workgroups_that_drift_apart_take_longer() -> None:
     assert found.bytes_apart["memory"] == (found.bytes["memory"] if equal else found.bytes["memory"] + 4*31*4096*2*64*2)
 
 def test_the_order_of_heads_decides_what_memory_delivers() -> None:
-  """The timing model counts how often K and V of a head are fetched from memory. On a chip with one die and two places for workgroups, the two blocks
-  of a head should start together: each head is then fetched once. If heads alternate, the blocks of a head run in two rounds, and each head is
-  fetched twice. On a chip with 8 dies it is better if 8 heads alternate: each head then stays on one die. Otherwise all dies fetch every head."""
+  # The timing model counts how often K and V of a head are fetched from memory. On a chip with one die and two places for workgroups, the two blocks
+  # of a head should start together: each head is then fetched once. If heads alternate, the blocks of a head run in two rounds, and each head is
+  # fetched twice. On a chip with 8 dies it is better if 8 heads alternate: each head then stays on one die. Otherwise all dies fetch every head.
   chip = replace(CHIPS["gfx1201"], caches=Caches(1, 1, 1, 1e3))
   p, x = Problem(1, 4, 4, 128, 256, 64, 64, softmax_scale=0.125), Division(64, 32)
   rows = 4*256*256
@@ -279,8 +279,8 @@ def test_the_order_of_heads_decides_what_memory_delivers() -> None:
   assert dies[1] - dies[0] == 7*8*256*256
 
 def test_published_gemms_are_those_of_the_cards() -> None:
-  """docs/data/timing_gemms.csv has a row for every GPU of which attn knows a GEMM that AMD published: its TFLOP/s, the sustained clock that follows
-  from them, and a source."""
+  # docs/data/timing_gemms.csv has a row for every GPU of which attn knows a GEMM that AMD published: its TFLOP/s, the sustained clock that follows
+  # from them, and a source.
   rows = {row["card"]: row for row in csv.DictReader((Path(__file__).parents[2]/"docs"/"data"/"timing_gemms.csv").open())}
   cards = {card.name: (chip, card) for chip in CHIPS.values() for card in chip.cards if card.gemm}
   assert rows.keys() == cards.keys() and all(row["source"] for row in rows.values())
@@ -288,9 +288,9 @@ def test_published_gemms_are_those_of_the_cards() -> None:
     assert (rows[name]["TFLOP/s"], rows[name]["GHz sustained"]) == (f"{card.gemm:g}", f"{chip.sustained(card):.2f}"), name
 
 def test_both_clocks() -> None:
-  """`Chip.sustained` is the clock that a GPU sustains in the GEMM that AMD published: within 1% of the clock that AMD measured, at most the rated
-  clock, and None without a published GEMM. The GEMM reaches 94% of the peak at that clock. A time predicted at the sustained clock is longer by the
-  ratio of the two clocks."""
+  # `Chip.sustained` is the clock that a GPU sustains in the GEMM that AMD published: within 1% of the clock that AMD measured, at most the rated
+  # clock, and None without a published GEMM. The GEMM reaches 94% of the peak at that clock. A time predicted at the sustained clock is longer by the
+  # ratio of the two clocks.
   clocks = {card.name: (chip.sustained(card), card) for chip in CHIPS.values() for card in chip.cards if chip.unit.pipes}
   assert clocks["MI300X"][0] == pytest.approx(1.207, rel=0.01) and clocks["MI325X"][0] == pytest.approx(1.447, rel=0.01)
   assert all((clock > 0) == (card.gemm > 0) and clock <= card.ghz for clock, card in clocks.values())
@@ -302,9 +302,9 @@ def test_both_clocks() -> None:
   assert at_both_clocks(p, timing, Division(128, 32), replace(card, gemm=0))[1] is None
 
 def test_a_tile_of_few_queries_is_not_fed_by_l2() -> None:
-  """The timing model computes which share of the matrix units' peak rate is possible at the speed of L2. While gfx950 reads 64 bytes from L2, it can
-  execute 4096 operations. A row of K and one of V have 4*D bytes together, and cause 4*D operations for each query of a workgroup. So with 64 queries
-  the share is 1, and with 16 queries 1/4. If a kernel loops over the rows twice, it reads them twice, and the share is half as large."""
+  # The timing model computes which share of the matrix units' peak rate is possible at the speed of L2. While gfx950 reads 64 bytes from L2, it can
+  # execute 4096 operations. A row of K and one of V have 4*D bytes together, and cause 4*D operations for each query of a workgroup. So with 64
+  # queries the share is 1, and with 16 queries 1/4. If a kernel loops over the rows twice, it reads them twice, and the share is half as large.
   text = kernel(arch="gfx950").replace("v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43]", "v_mfma_f32_32x32x16_f16 v[0:15], v[40:43], v[44:47]")
   timing = timing_of(text, d=16, dv=16)         # one MFMA is half of the work on 32 x 32 scores: 512 for a wave
   assert walked_in_a_trip(timing, 64) == 4*512/64
@@ -313,9 +313,9 @@ def test_a_tile_of_few_queries_is_not_fed_by_l2() -> None:
   assert fed_by_l2(timing, Division(64, 32, products=((1, 1), (1, 1))), 2*16*2) == pytest.approx(0.5)
 
 def test_memory_moves_every_tensor_once() -> None:
-  """The timing model counts each tensor once between memory and chip. Forward moves O and Q of 4 heads and K and V of 2 heads, 256 rows of 128 bytes
-  each. With 2 key ranges it writes partial O and lse in fp32 instead of O. The kernel of dq moves dq, q, o and do of 4 heads, k and v of 2 heads, and
-  two numbers of 4 bytes for each of 4 x 256 queries."""
+  # The timing model counts each tensor once between memory and chip. Forward moves O and Q of 4 heads and K and V of 2 heads, 256 rows of 128 bytes
+  # each. With 2 key ranges it writes partial O and lse in fp32 instead of O. The kernel of dq moves dq, q, o and do of 4 heads, k and v of 2 heads,
+  # and two numbers of 4 bytes for each of 4 x 256 queries.
   p, timing, card = Problem(1, 4, 2, 256, 256, 64, 64, softmax_scale=0.125), timing_of(kernel()), CHIPS["gfx942"].cards[0]
   def moved(p:Problem, x:Division) -> float: return predict(p, timing, x, card).bytes["memory"]
   row = 256*128
@@ -324,8 +324,8 @@ def test_memory_moves_every_tensor_once() -> None:
   assert moved(p, Division(64, 32, products=((2, 1),))) == pytest.approx(20*row + 2*4*256*4)
 
 def test_key_ranges_and_packed_heads_divide_a_problem() -> None:
-  """The timing model counts the workgroups of a problem with one query for each of 16 heads. A workgroup computes the 8 heads that use the same
-  key/value head. The 1024 keys take 32 iterations of 32 keys, divided into 4 key ranges. So there are 2*4 = 8 workgroups of 8 iterations each."""
+  # The timing model counts the workgroups of a problem with one query for each of 16 heads. A workgroup computes the 8 heads that use the same
+  # key/value head. The 1024 keys take 32 iterations of 32 keys, divided into 4 key ranges. So there are 2*4 = 8 workgroups of 8 iterations each.
   p = Problem(1, 16, 2, 1, 1024, 64, 64, softmax_scale=0.125, num_splits=4)
   x = Division(32, 32, heads=8, splits=4)
   assert trips_of_blocks(p, x) == [32] and blocks_of_grid(p, 32, heads=8) == 8
@@ -366,8 +366,8 @@ def test_the_command(tmp_path) -> None:
   assert "cards of gfx942 are MI300X" in str(CliRunner().invoke(main, ["time", str(path), "--card", "RX 580"]).exception)
 
 def test_a_kernel_of_ours_with_its_lines() -> None:
-  """The timing model predicts attn's forward kernel for gfx942 with D = 64 and a causal mask. For waits in the hot loop it knows the line of Python
-  in attn/kernels that emitted the waiting instruction. The picture of an iteration of this loop has a band for each wave."""
+  # The timing model predicts attn's forward kernel for gfx942 with D = 64 and a causal mask. For waits in the hot loop it knows the line of Python in
+  # attn/kernels that emitted the waiting instruction. The picture of an iteration of this loop has a band for each wave.
   found = of_spec(source.Spec.parse("gfx942/64/float16/causal"), Shape(1, 8, 8, 2048))
   loop = found.timing.loops[0]
   assert 0.2 < loop.matrix_use < 1 and loop.unknown_addresses == 0 and not found.timing.unknown
@@ -377,8 +377,8 @@ def test_a_kernel_of_ours_with_its_lines() -> None:
   assert all(x.tflops < CHIPS["gfx942"].peak(x.card) for x in found.on_cards())
 
 def test_the_kernel_of_decode() -> None:
-  """The timing model predicts decoding: keys are split into ranges, and a workgroup computes all query heads of a key/value head. Memory is the limit
-  on every GPU. The command line refuses --decode together with --gradient."""
+  # The timing model predicts decoding: keys are split into ranges, and a workgroup computes all query heads of a key/value head. Memory is the limit
+  # on every GPU. The command line refuses --decode together with --gradient.
   found = of_spec(source.Spec.parse("gfx950/64/float16/full/decode"), Shape(8, 32, 8, 16384), lines=False)
   p, x = found.problem, found.division
   assert p is not None and x is not None and (p.Sq, p.Sk, x.heads) == (1, 16384, 4) and x.splits == p.num_splits > 1
@@ -388,8 +388,8 @@ def test_the_kernel_of_decode() -> None:
   assert done.exit_code and "one of them" in done.output
 
 def test_lines_of_python_are_kept(tmp_path, monkeypatch) -> None:
-  """A cache on disk keeps a kernel's source and its lines of Python, so that a second call does not compute them again. Entries that other versions
-  of attn's files wrote are not used."""
+  # A cache on disk keeps a kernel's source and its lines of Python, so that a second call does not compute them again. Entries that other versions of
+  # attn's files wrote are not used.
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   spec, made = source.Spec.parse("gfx942/64/float16/full"), []
   monkeypatch.setattr(source.Listing, "of", lambda make, printer, of=source.Listing.of: made.append(1) or of(make, printer))

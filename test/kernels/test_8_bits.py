@@ -60,7 +60,7 @@ SHAPES = (dict(Sq=64, Sk=64, D=32), dict(Sq=40, Sk=150, D=64), dict(Sq=33, Sk=20
 def test_shapes(shape:dict[str, Any], arch:str) -> None: check_8_bits(arch, **shape)
 
 def test_rows_in_pieces() -> None:
-  """mma.sync takes rows of any length. AMD's kernels refuse rows that are not made of whole 16-byte units."""
+  # mma.sync takes rows of any length. AMD's kernels refuse rows that are not made of whole 16-byte units.
   check_8_bits("sm_120", Sq=20, Sk=70, D=37, Dv=50)
   p = problem(dtype="fp8e4m3", out_dtype="bfloat16", D=32, Dv=40)
   with pytest.raises(NotImplementedError, match="Dv=40: must be a multiple of 16"): choose_tile(p, get_chip("gfx950"))
@@ -156,8 +156,8 @@ def test_options(name:str, arch:str) -> None: check_8_bits(arch, **{"Sq": 66, "S
 # ***** sums of about 14 bits *****
 
 def test_a_long_row_needs_sums_in_fp32() -> None:
-  """`fast_accumulate` leaves all sums to a matrix unit that adds with fewer bits than fp32. On 4096 products of one sign its error is above the error
-  limit; without `fast_accumulate`, where sums go to fp32 after 128 products, the error is within the limit."""
+  # `fast_accumulate` leaves all sums to a matrix unit that adds with fewer bits than fp32. On 4096 products of one sign its error is above the error
+  # limit; without `fast_accumulate`, where sums go to fp32 after 128 products, the error is within the limit.
   for fast in (False, True):
     p = problem(dtype="fp8e4m3", out_dtype="float32", H=1, Sq=16, Sk=4096, D=32, lse=False, fast_accumulate=fast)
     x = positive(p)
@@ -165,8 +165,8 @@ def test_a_long_row_needs_sums_in_fp32() -> None:
     assert judge(o, expected(p, x, {}, short_sums("sm_89"))[0]).ok != fast
 
 def test_the_needle() -> None:
-  """One key among 8192 has a large value row and a tenth of the first query's weight. The first query's row of o contains this value row, and each
-  element of o is within its error limit."""
+  # One key among 8192 has a large value row and a tenth of the first query's weight. The first query's row of o contains this value row, and each
+  # element of o is within its error limit.
   p = problem(dtype="fp8e4m3", out_dtype="float32", H=1, Sq=16, Sk=8192, D=64, lse=False)
   x = normal(p)
   x.k[0, 0, 5000], x.v[0, 0, 5000] = np.sign(x.q[0, 0, 0])*1.25, 16
@@ -177,8 +177,8 @@ def test_the_needle() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("D", "size"), ((64, 1.75), (128, 1.25), (256, 0.875)))
 def test_the_needle_on_a_gpu(D:int, size:float) -> None:
-  """One key among 131072 has a large value row and a part of the first query's weight. The first query's row of o contains this value row, and each
-  element of o, also for the other 127 queries, is within its error limit. The kernel uses wgmma if the GPU has it."""
+  # One key among 131072 has a large value row and a part of the first query's weight. The first query's row of o contains this value row, and each
+  # element of o, also for the other 127 queries, is within its error limit. The kernel uses wgmma if the GPU has it.
   for dtype in ("float32", "bfloat16"):
     p = problem(dtype=chip("CUDA").fp8, out_dtype=dtype, H=1, Sq=128, Sk=131072, D=D, lse=False)
     x = normal(p)

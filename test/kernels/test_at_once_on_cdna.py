@@ -49,8 +49,8 @@ def test_at_once_on_cdna_with_128_columns(case:str) -> None:
 
 @pytest.mark.parametrize("D, shape", ((128, BackwardShape(4, 64, fenced=8)), (64, BackwardShape(2, 32, fenced=2, prefetch=2))))
 def test_tiles_at_once(D:int, shape:BackwardShape) -> None:
-  """The kernel that computes dq, dk and dv at once gives right gradients for two unusual tiles. With one, a wave computes two matrix tiles of dQ in
-  each iteration. With the other, a workgroup has as many waves as a row of dQ has matrix tiles."""
+  # The kernel that computes dq, dk and dv at once gives right gradients for two unusual tiles. With one, a wave computes two matrix tiles of dQ in
+  # each iteration. With the other, a workgroup has as many waves as a row of dQ has matrix tiles.
   check_backward_kernels("gfx950", H=1, Sq=100, Sk=150, D=D, causal=True, deterministic=False, only="all",
                          tiles=lambda t: replace(t, **vars(shape)) if t.adds_dq else t)
 
@@ -68,8 +68,8 @@ def test_at_once_in_any_order_of_workgroups(monkeypatch:pytest.MonkeyPatch, resi
 
 def keys_beyond_the_last(m:pytest.MonkeyPatch) -> None: m.setattr(AmdTrip, "zero_for_missing_keys", lambda self, weights: weights)
 def test_keys_beyond_the_last_reach_no_query(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The kernel that computes dq, dk and dv at once gives the right dq with kv_lengths. For a key beyond the length, P = exp(0 - lse) is inf if all
-  scores are far below 0. The kernel sets this P to 0; a kernel without this step fails the check."""
+  # The kernel that computes dq, dk and dv at once gives the right dq with kv_lengths. For a key beyond the length, P = exp(0 - lse) is inf if all
+  # scores are far below 0. The kernel sets this P to 0; a kernel without this step fails the check.
   case: dict[str, Any] = dict(B=3, H=1, Sq=70, Sk=150, D=64, extras=dict(kv_lengths=ints(130, 0, 64)), only="all")
   check_backward_kernels("gfx942", deep, **case)
   keys_beyond_the_last(monkeypatch)

@@ -83,9 +83,9 @@ def test_long_rows(arch:str) -> None: check_backward_kernels(arch, H=1, Sq=20, S
 def test_every_width(arch:str, d:int) -> None: check_backward_kernels(arch, H=1, Sq=70, Sk=90, D=d, causal=True, dtype="bfloat16")
 
 def test_a_bias_of_float32_beside_wide_rows() -> None:
-  """The mma.sync kernel of dK and dV is right at D=256 with a float32 bias. Its tiles have 16 queries with three numbers each (lse, the rounding
-  error of lse, and delta), which fill one and a half lines of shared memory. In an earlier version the next tile began inside a line, and the kernel
-  read wrong rows."""
+  # The mma.sync kernel of dK and dV is right at D=256 with a float32 bias. Its tiles have 16 queries with three numbers each (lse, the rounding error
+  # of lse, and delta), which fill one and a half lines of shared memory. In an earlier version the next tile began inside a line, and the kernel read
+  # wrong rows.
   check_backward_kernels("sm_80", H=1, Sq=40, Sk=20, D=256, extras=dict(bias=floats(1, 1, 40, 20)), only="dkdv")
 
 @pytest.mark.parametrize("make", (dq_of, dkdv_of, dbias_of))
@@ -126,14 +126,14 @@ ADVERSARIAL = (peaked, deep, huge_key, constants, level)
 @pytest.mark.sample(3)
 @chips_in_turn("make", ADVERSARIAL, (deep, level))
 def test_adversarial(arch:str, make:Callable[[Problem], Inputs]) -> None:
-  """Gradients are within their error limits on hard inputs, on which a wrong P or delta gives a large error. If dO is float32, the kernels round dO
-  for its matrix products, and must compute delta from the rounded dO."""
+  # Gradients are within their error limits on hard inputs, on which a wrong P or delta gives a large error. If dO is float32, the kernels round dO
+  # for its matrix products, and must compute delta from the rounded dO.
   wide = dict(size=1000.0, out_dtype="float32") if make is level else {}
   check_backward_kernels(arch, make, H=1, Sq=70, Sk=90, D=32, causal=make in (peaked, level), **wide)
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_80"))
 def test_keys_beyond_kv_lengths_get_exactly_0(arch:str) -> None:
-  """Keys beyond kv_lengths get a gradient of exactly 0. Without a mask their P would be exp(0 - lse), which overflows on these inputs."""
+  # Keys beyond kv_lengths get a gradient of exactly 0. Without a mask their P would be exp(0 - lse), which overflows on these inputs.
   check_backward_kernels(arch, deep, B=2, H=1, Sq=20, Sk=40, D=16, dtype="bfloat16", extras=dict(kv_lengths=ints(20, 0)), only="dkdv")
 
 # ***** NaN *****
@@ -160,8 +160,8 @@ def same_tiles(p:Problem, tile:Any, row:int, of_queries:bool) -> np.ndarray:
 @pytest.mark.sample(6)
 @in_turn("nan, arch", REACHES, (*EVERY_ARCH, "sm_90"), among=2)
 def test_nan_stays_where_it_belongs(nan:Reach, arch:str) -> None:
-  """A NaN in an input reaches exactly the rows of the gradients that it reaches in attn/reference.py, where a query adds nothing for a hidden key. In
-  one gradient the NaN also reaches other rows of the tile, because 0 times NaN is NaN (docs/attention.md)."""
+  # A NaN in an input reaches exactly the rows of the gradients that it reaches in attn/reference.py, where a query adds nothing for a hidden key. In
+  # one gradient the NaN also reaches other rows of the tile, because 0 times NaN is NaN (docs/attention.md).
   p = problem(H=1, Sq=200, D=16, causal=True)
   x, loss = normal(p), loss_of(p)
   (loss.do if nan.tensor == "do" else getattr(x, nan.tensor))[..., nan.row, 3] = np.nan
@@ -214,9 +214,9 @@ ONE_OPTION: dict[str, dict[str, Any]] = {     # by the option's name in Problem.
 
 @amd_in_turn("read_ahead", (3,))
 def test_tiles_of_few_registers(arch:str, read_ahead:int) -> None:
-  """Tiles with all options that save registers give right gradients. The rows that a workgroup owns stay in LDS, and other rows are loaded 16 bytes
-  at a time. After each two 16-byte units of a row, a compiler fence keeps reads from LDS near the products that use them. With `read_ahead` = n, the
-  operands of n matrix tiles are read before the fence."""
+  # Tiles with all options that save registers give right gradients. The rows that a workgroup owns stay in LDS, and other rows are loaded 16 bytes at
+  # a time. After each two 16-byte units of a row, a compiler fence keeps reads from LDS near the products that use them. With `read_ahead` = n, the
+  # operands of n matrix tiles are read before the fence.
   few = dict(own_in_lds=(True, True), fenced=2, prefetch=0, sparing=True, by_item=True, read_ahead=read_ahead)
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=53, Dv=46, causal=True, tiles=lambda t: replace(t, **few))
 
@@ -228,17 +228,17 @@ def in_turn(arch:str, row:UpTo[BackwardShape], option:str) -> Any:
   pytest.param(arch, row, keys, option, marks=in_turn(arch, row, option), id=f"{arch}-{row.up_to}-{'dkdv' if keys else 'dq'}-{option or 'no option'}")
   for arch, row, keys, option in ROWS_OF_PLAIN])
 def test_tiles_for_problems_with_at_most_one_option(arch:str, row:UpTo[BackwardShape], keys:bool, option:str) -> None:
-  """Each tile in the tables for problems with at most one option gives right gradients, also with a last tile that is not full. For grids that are
-  small enough to emulate, dispatch itself would choose other tiles. The dtype is bf16, because the matrix instructions of CDNA2 take a float16 P
-  below 6.1e-5 as 0."""
+  # Each tile in the tables for problems with at most one option gives right gradients, also with a last tile that is not full. For grids that are
+  # small enough to emulate, dispatch itself would choose other tiles. The dtype is bf16, because the matrix instructions of CDNA2 take a float16 P
+  # below 6.1e-5 as 0.
   p, chip = problem(D=row.up_to, Sq=300, Sk=300, dtype="bfloat16"), get_chip(arch)
   tile = backward_tile(p, chip, row, keys)
   check_backward_kernels(arch, H=1, Sq=150, Sk=200, D=row.up_to, causal=True, dtype="bfloat16", tiles=lambda t: tile if t.keys == keys else t,
                          only="dkdv" if keys else "dq", **ONE_OPTION[option])
 
 def test_part_of_an_operand_is_refused() -> None:
-  """Dispatch refuses a tile with fenced=1 on RDNA3. Such a tile puts a compiler fence after every 16-byte unit of a row, but an operand of RDNA3's
-  matrix instruction consists of two units. So no operand would be complete between two fences, and the kernel would compute no product."""
+  # Dispatch refuses a tile with fenced=1 on RDNA3. Such a tile puts a compiler fence after every 16-byte unit of a row, but an operand of RDNA3's
+  # matrix instruction consists of two units. So no operand would be complete between two fences, and the kernel would compute no product.
   p, chip = problem(D=64), get_chip("gfx1100")
   one, two = (UpTo(64, BackwardShape(4, 16, fenced=n)) for n in (1, 2))
   assert "fenced=1 is less than the number of units in one operand" in str(misfit(p, chip, one, backward_tile(p, chip, one, False)))
@@ -313,9 +313,9 @@ def test_planted_fault_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant:Callable[[
     check_backward_kernels("sm_90", H=2, Hkv=1, Sq=350, Sk=70, D=16, causal=True, only="dkdv", extras=dict(alibi_slopes=floats(2)**2))
 
 def test_warpgroups_skip_tiles_that_they_do_not_see(monkeypatch:pytest.MonkeyPatch) -> None:
-  """A warpgroup starts no products for a tile in which its rows see nothing. Two workgroups have two warpgroups each, and loop over two and four
-  tiles under this causal mask. In one tile of each workgroup, the rows of one warpgroup see nothing. This warpgroup starts none of the three products
-  of the dq kernel, and two of the four products of the kernel of dk and dv."""
+  # A warpgroup starts no products for a tile in which its rows see nothing. Two workgroups have two warpgroups each, and loop over two and four tiles
+  # under this causal mask. In one tile of each workgroup, the rows of one warpgroup see nothing. This warpgroup starts none of the three products of
+  # the dq kernel, and two of the four products of the kernel of dk and dv.
   started = count_products(monkeypatch)
   check_backward_kernels("sm_90", H=1, Sq=256, Sk=256, D=128, causal="top-left")
   assert sum(started) == 3*(12 - 2) + 4*12 - 2*2
@@ -604,8 +604,8 @@ def test_planted_fault_no_barriers(monkeypatch:pytest.MonkeyPatch, prefetch:int,
 @pytest.mark.parametrize("fault", ("barrier", "wait"))
 @pytest.mark.usefixtures("without_places")
 def test_planted_fault_of_the_ring(monkeypatch:pytest.MonkeyPatch, fault:str) -> None:
-  """The mma.sync kernel stores tiles in a ring buffer in shared memory. If one of its barriers or one of its waits for copies is left out, the
-  emulator reports a fault. The problem of this test is used nowhere else, because tinygrad's cache keeps the faulty program."""
+  # The mma.sync kernel stores tiles in a ring buffer in shared memory. If one of its barriers or one of its waits for copies is left out, the
+  # emulator reports a fault. The problem of this test is used nowhere else, because tinygrad's cache keeps the faulty program.
   if fault == "barrier":
     monkeypatch.setattr(Plan, "barrier", lambda self, u: None)
     monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})
@@ -629,8 +629,8 @@ def compiled_by_nvcc(arch:str, names:Shapes, program:Callable[..., UOp], to:Path
   for kernel, d, arch in (*itertools.product(("dq", "dkdv", "dbias"), (64, 128), ("sm_80", "sm_86", "sm_90", "sm_120")), ("all", 128, "sm_90"),
                           ("all in order", 128, "sm_90"))])
 def test_compiled_by_nvcc(kernel:str, d:int, arch:str, tmp_path:Path) -> None:
-  """Compiled by nvcc, the wgmma backward kernels do not spill registers. ptxas also does not report that it makes each wgmma wait for the one before.
-  """
+  # Compiled by nvcc, the wgmma backward kernels do not spill registers. ptxas also does not report that it makes each wgmma wait for the one before.
+  #
   for dtype, causal in (("float16", False), ("bfloat16", True)):
     extras, on = {"bias": np.zeros((1, 32, 1, 4096), np.float32)} if kernel == "dbias" else {}, get_chip(arch)
     p = problem(B=2, H=32, Sq=4096, D=d, dtype=dtype, causal=causal, extras=extras)
@@ -676,7 +676,7 @@ SPILLED_DKDV: dict[str, dict[str, Any]] = {"window": dict(window=(500, 300)), "g
 @pytest.mark.parametrize("d", (64, 128))
 @pytest.mark.parametrize("option", SPILLED_DKDV)
 def test_dkdv_on_mma_spills_under_no_option(option:str, d:int, arch:str, tmp_path:Path) -> None:
-  """The mma.sync kernel of dk and dv spills no registers with the options with which an earlier version spilled."""
+  # The mma.sync kernel of dk and dv spills no registers with the options with which an earlier version spilled.
   p, on = problem(B=2, H=32, Sq=4096, D=d, dtype="bfloat16", **SPILLED_DKDV[option]), get_chip(arch)
   text = compiled_by_nvcc(arch, dkdv_arguments(p), dkdv_of(p, on, tiles_of(p, on)[1]), tmp_path)
   assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text, text
@@ -735,14 +735,14 @@ def test_planted_fault_of_a_bias(monkeypatch:pytest.MonkeyPatch, plant:Callable[
 @pytest.mark.parametrize("arch, d", [pytest.param(arch, 256, marks=pytest.mark.thorough) for arch in EVERY_ARCH] +
                                     [("gfx1100", 101), pytest.param("gfx1201", 101, marks=pytest.mark.thorough)])
 def test_bias_of_long_rows(arch:str, d:int) -> None:
-  """The gradient of a bias is right at D=256, and at D=101, where rows consist of pieces. There some kernels have no registers for the rows that a
-  workgroup owns, and load them from global memory in every iteration."""
+  # The gradient of a bias is right at D=256, and at D=101, where rows consist of pieces. There some kernels have no registers for the rows that a
+  # workgroup owns, and load them from global memory in every iteration.
   check_backward_kernels(arch, only="dbias", H=2, Sq=40, Sk=50, D=d, extras=dict(bias=floats(1, 1, 40, 50)))
 
 @pytest.mark.sample(3)
 @chips_in_turn("case", BIASES, ("of keys",))
 def test_gradient_of_a_bias(arch:str, case:str) -> None:
-  """The gradient of a bias is right in both cases: the kernel writes the whole gradient, or it writes partial sums that are added afterwards."""
+  # The gradient of a bias is right in both cases: the kernel writes the whole gradient, or it writes partial sums that are added afterwards.
   parameters = {**SMALL, "B": 2, "H": 2, **BIASES[case]}
   sizes = [parameters[n] if own else 1 for own, n in zip(parameters.pop("bias"), ("B", "H", "Sq", "Sk"))]
   extras, parts = {**parameters.pop("extras", {}), "bias": floats(*sizes)}, parameters.pop("parts", 1)

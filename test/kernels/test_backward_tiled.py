@@ -88,8 +88,8 @@ def test_one_thread(case:str) -> None: check(tile=ONE_THREAD, **CASES[case])
 @pytest.mark.parametrize("arch", PLAIN_CHIPS)
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
 def test_every_type_with_its_own_tiles(arch:str, dtype:str) -> None:
-  """The forward and backward kernels of plain UOps are right in every dtype with the tiles that dispatch chooses. In 16-bit dtypes the test uses
-  D=264, because kernels for matrix units end at D=256."""
+  # The forward and backward kernels of plain UOps are right in every dtype with the tiles that dispatch chooses. In 16-bit dtypes the test uses
+  # D=264, because kernels for matrix units end at D=256.
   check_all(arch, None, H=4, Hkv=2, Sq=70, Sk=100, D=40 if dtype == "float32" else 264, Dv=24, dtype=dtype, causal=True, through=("o", "lse"))
 
 @pytest.mark.thorough
@@ -98,8 +98,8 @@ def test_every_type_with_its_own_tiles(arch:str, dtype:str) -> None:
 def test_head_dimensions(arch:str, D:int, Dv:int) -> None: check_all(arch, None, H=1, Sq=20, Sk=40, D=D, Dv=Dv)
 
 def test_float32_is_exact_to_its_own_rounding() -> None:
-  """float32 gradients by the kernels of plain UOps have errors below 2e-6, even where docs/contract.md allows more. Two query heads share their keys,
-  and some queries see no key."""
+  # float32 gradients by the kernels of plain UOps have errors below 2e-6, even where docs/contract.md allows more. Two query heads share their keys,
+  # and some queries see no key.
   parameters = {**SMALL, "H": 2, "Hkv": 1, "Sq": 36, "causal": True}
   p = problem(**parameters)
   want, got = expected_gradients(p, normal(p), loss_of(p), {}), check(tile=KEPT, **parameters)
@@ -109,8 +109,8 @@ HARD = {f"{make.__module__.removeprefix('test_')}-{make.__name__}": make for mak
 @pytest.mark.parametrize("name, D", [pytest.param(name, D, marks=() if (name, D) == ("backward-deep", 40)
                                                   else pytest.mark.thorough) for name in HARD for D in (16, 40)])
 def test_adversarial(name:str, D:int) -> None:
-  """Gradients are within their error limits on hard inputs. Where one key dominates, P is exactly 1 only if backward rounds the scores as forward did
-  when it computed lse. Where all scores are near -300, dP and delta cancel in P*(dP - delta) only if backward computes P exactly as forward did."""
+  # Gradients are within their error limits on hard inputs. Where one key dominates, P is exactly 1 only if backward rounds the scores as forward did
+  # when it computed lse. Where all scores are near -300, dP and delta cancel in P*(dP - delta) only if backward computes P exactly as forward did.
   check_all(make=HARD[name], Sq=40, Sk=50, D=D)
 
 @pytest.mark.thorough
@@ -126,7 +126,7 @@ def test_parts(case:str) -> None: check(**PARTS[case])
 @pytest.mark.thorough
 @pytest.mark.parametrize("tile", (FEW, ONE_THREAD))
 def test_dropout(tile:TiledBackwardTile) -> None:
-  """Backward drops the elements of P that forward drops."""
+  # Backward drops the elements of P that forward drops.
   check(tile=tile, H=2, Hkv=1, causal=True, dropout_p=0.3, extras=dict(dropout_seed=SEED))
 
 BLIND: dict[str, dict[str, Any]] = {     # rows that see no key
@@ -139,7 +139,7 @@ BLIND: dict[str, dict[str, Any]] = {     # rows that see no key
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=() if x == "causal" else pytest.mark.thorough) for x in BLIND])
 def test_three_pass_where_rows_see_no_key(case:str) -> None:
-  """Gradients of three_pass, the fallback in tinygrad's tensor operations, contain no NaN if some rows see no key."""
+  # Gradients of three_pass, the fallback in tinygrad's tensor operations, contain no NaN if some rows see no key.
   check_gradients("gfx1030", "three_pass", through=("o", "lse"), H=2, Sq=40, Sk=20, D=16, dtype="float32", **BLIND[case])
 
 @pytest.mark.thorough
@@ -157,7 +157,7 @@ def test_packed_sequences(name:str, kernel:str) -> None:
 
 @pytest.mark.thorough
 def test_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Gradients are right on a chip without workgroups, which runs the grid as a loop, as a CPU does. The emulator simulates such a chip."""
+  # Gradients are right on a chip without workgroups, which runs the grid as a loop, as a CPU does. The emulator simulates such a chip.
   def serial(device:Any) -> Any: return replace(get_chip("gfx1030"), lds=0, serial=True)
   for module in (attn.api.checked_call, attn.calls.checked_kernel): monkeypatch.setattr(module, "arch_of", serial)
   check_all(tile=ONE_THREAD, B=2, H=4, Hkv=2, Sq=20, Sk=30, window=(9, 3), through=("o", "lse"), extras=dict(kv_lengths=int32(21, 30)))
@@ -255,8 +255,8 @@ def both_tiles(p:Problem, chip:Chip) -> list[TiledBackwardTile]: return [tiled_b
 
 @pytest.mark.parametrize("arch", ("gfx1030", "gfx942", "gfx950", "sm_80", "sm_90"))
 def test_tiles_fit_in_local_memory(arch:str) -> None:
-  """The tiles of the backward kernels of plain UOps fit in local memory for every combination of element sizes. A tile that is too large would fail
-  only when a gradient is asked for, after forward has run."""
+  # The tiles of the backward kernels of plain UOps fit in local memory for every combination of element sizes. A tile that is too large would fail
+  # only when a gradient is asked for, after forward has run.
   for D, Dv in itertools.product((1, 20, 48, 64, 80, 128, 160, 256, 384, 512), repeat=2):
     p = problem(Sq=100, Sk=77, D=D, Dv=Dv, dtype="float32")
     for tile in both_tiles(p, get_chip(arch)): assert tile.lds_bytes(p) <= get_chip(arch).lds, (D, Dv, tile)
@@ -267,8 +267,8 @@ def test_local_memory_that_has_no_room() -> None:
   with pytest.raises(NotImplementedError, match="no tile of backward_dq_tiled fits D=512"): both_tiles(p, other_chip("CL", 1024))
 
 def test_kernels_are_plain_uops() -> None:
-  """Backward kernels consist of plain UOps, even with softcap, a window, lengths and dropout. They contain no operation for which a renderer would
-  need a definition."""
+  # Backward kernels consist of plain UOps, even with softcap, a window, lengths and dropout. They contain no operation for which a renderer would
+  # need a definition.
   p = problem(**{**SMALL, "softcap": 2.0, "window": (9, 3), "dropout_p": 0.3, "extras": dict(kv_lengths=int32(31), dropout_seed=SEED)})
   for names, make in ((dq_arguments(p), dq_of), (dkdv_arguments(p), dkdv_of)):
     types = {**FLOATS, "int32": dtypes.int, "uint32": dtypes.uint}
@@ -298,7 +298,7 @@ for dtype, kind in (("float32", np.float32), ("float16", np.float16))[:{types}]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("device", ("CPU", "CL"))
 def test_on_this_machine(device:str) -> None:
-  """Gradients are right on this machine's CPU, with the clang of the PyPI package ziglang, and through OpenCL, with Debian's pocl-opencl-icd."""
+  # Gradients are right on this machine's CPU, with the clang of the PyPI package ziglang, and through OpenCL, with Debian's pocl-opencl-icd.
   if device == "CPU": pytest.importorskip("ziglang")
   elif not any(Path("/etc/OpenCL/vendors").glob("pocl*.icd")): pytest.skip("no OpenCL driver: apt-get install pocl-opencl-icd ocl-icd-libopencl1")
   on(device, 2, SCRIPT, **({"CC": str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh")} if device == "CPU" else {}))
@@ -310,8 +310,8 @@ ON_A_GPU: tuple[dict[str, Any], ...] = (dict(Sq=40, Sk=200, D=64), dict(Sq=150, 
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
 @pytest.mark.parametrize("name", (None, *HARD))
 def test_on_a_gpu(name:str|None, dtype:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """Outputs and gradients are within their error limits on a GPU. Inputs with NaN or inf run without a mask: with a mask, 0 times NaN would reach dk
-  of hidden keys (docs/attention.md)."""
+  # Outputs and gradients are within their error limits on a GPU. Inputs with NaN or inf run without a mask: with a mask, 0 times NaN would reach dk
+  # of hidden keys (docs/attention.md).
   if dtype == "float16" and name is not None and "huge_key" in name: pytest.skip("float16 cannot hold such large scores")
   monkeypatch.setenv("ATTN_KERNEL", "tiled,backward_dq_tiled")
   for shape in ON_A_GPU if name is None else [{**shape, "causal": False} for shape in ON_A_GPU[:2]]:

@@ -166,8 +166,8 @@ UNIT_KINDS = ("gfx942", "gfx1100", "sm_80", "sm_90", "tiled")
 @pytest.mark.usefixtures("without_places")
 @in_turn("fault, unit", FAULTS, UNIT_KINDS)
 def test_fault(fault:str, unit:str, monkeypatch) -> None:
-  """Each planted fault gives an error above its limit (docs/contract.md). A fault that changes a kernel has its own problem, because the cache would
-  otherwise return the unchanged kernel of the same problem."""
+  # Each planted fault gives an error above its limit (docs/contract.md). A fault that changes a kernel has its own problem, because the cache would
+  # otherwise return the unchanged kernel of the same problem.
   if (fault, unit) == ("truncated", "tiled"): pytest.skip("tiled does not round P")
   for name, (got, law) in FAULTS[fault](unit, monkeypatch).items(): assert not judge(got, law).ok, f"{name}: {judge(got, law)}"
 
@@ -195,8 +195,8 @@ def of_two_keys(unit:str, dtype:str, out_dtype:str, Sq:int, monkeypatch) -> dict
 @pytest.mark.sample(2)
 @in_turn("chip, name", CHIPS, list(SUMS))
 def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
-  """A kernel must divide O by the sum of P after rounding, and compute lse from the sum of P before rounding. If it uses the wrong sum for one of
-  these two outputs, this output has errors above the limits of docs/contract.md. The other output stays within the limits."""
+  # A kernel must divide O by the sum of P after rounding, and compute lse from the sum of P before rounding. If it uses the wrong sum for one of
+  # these two outputs, this output has errors above the limits of docs/contract.md. The other output stays within the limits.
   fault, wrong, Sq = SUMS[name]
   monkeypatch.setattr(workgroup, "finish", fault)
   for dtype in ("float16", "bfloat16"):
@@ -206,8 +206,8 @@ def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
 @pytest.mark.sample(3)
 @in_turn("chip, dtypes", CHIPS, (("bfloat16", "float16"), ("float16", "float16"), ("float16", "bfloat16")), among=3)
 def test_a_row_that_two_keys_share(chip:str, dtypes:tuple[str, str], monkeypatch) -> None:
-  """Rows in which two keys have all the weight are right: each element is within its error limit, for every pair of 16-bit dtypes of P and O. The
-  root mean square of the errors is not checked: all rows of one draw round equally, and 12 draws are too few."""
+  # Rows in which two keys have all the weight are right: each element is within its error limit, for every pair of 16-bit dtypes of P and O. The root
+  # mean square of the errors is not checked: all rows of one draw round equally, and 12 draws are too few.
   for line in of_two_keys(chip, *dtypes, 256, monkeypatch).values(): assert line.limit <= 1, line
 
 # ***** 16-bit denormals *****
@@ -219,9 +219,9 @@ def marks(chip:str, dtype:str): return () if chip in BY_DEFAULT and dtype == "fl
 @pytest.mark.parametrize("chip, dtype", [pytest.param(chip, dtype, marks=marks(chip, dtype))
                                          for chip in ("gfx90a", *CHIPS) for dtype in ("float16", "bfloat16")])
 def test_denormal_weights(chip:str, dtype:str) -> None:
-  """O and lse are right if P of many keys is denormal. One key has score 0, and 4096 keys have score ln 2^-15: their P is denormal in fp16 and normal
-  in bf16. Matrix units and dot products compute with denormals, except on CDNA2, which treats 16-bit denormals as zero. There these keys have no
-  weight in O. In lse they always count, because the sum for lse is computed before rounding."""
+  # O and lse are right if P of many keys is denormal. One key has score 0, and 4096 keys have score ln 2^-15: their P is denormal in fp16 and normal
+  # in bf16. Matrix units and dot products compute with denormals, except on CDNA2, which treats 16-bit denormals as zero. There these keys have no
+  # weight in O. In lse they always count, because the sum for lse is computed before rounding.
   n, low = 4096, -15*np.log(2)
   p = problem(H=1, Sq=1, Sk=n + 1, D=16, dtype=dtype, out_dtype="float32", softmax_scale=1.0)
   q, k, v = np.zeros((1, 1, 1, 16), np.float32), np.zeros((1, 1, n + 1, 16), np.float32), np.zeros((1, 1, n + 1, 16), np.float32)

@@ -27,7 +27,7 @@ def test_long_keys(where:tuple[str, int], Sk:int) -> None:
   (DecodeStep(2, 4, 2, 256, 64, queries=70), "forward_wgmma", "(2, 4 on 2, 70 x 256, 64)"),
   (DecodeStep(1, 4, 2, 4096, 64), "split_kv", "(1, 4 on 2, 1 x 4096, 64)")))
 def test_what_the_measurement_asks_for(row:DecodeStep, kernel:str, text:str) -> None:
-  """Dispatch chooses the expected kernel for each problem that `python -m attn.measure.decode` times on a GPU."""
+  # Dispatch chooses the expected kernel for each problem that `python -m attn.measure.decode` times on a GPU.
   with Context(DEV="EMU::sm_90"): call = call_of(row)
   p, choice = call.problem, call.choice()
   assert str(row) == text and (p.v_in_k, p.Dv) == (row.v_dim > 0, row.v_dim or row.D) and (p.pages is not None) == (row.page > 0)

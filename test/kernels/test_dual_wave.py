@@ -46,8 +46,8 @@ def test_loads_waited_for_too_little(monkeypatch) -> None:
 @pytest.mark.parametrize("left_out", (3, 4, 5, 6))
 @pytest.mark.usefixtures("without_places")
 def test_a_barrier_left_out(monkeypatch, left_out:int) -> None:
-  """The dual_wave kernel needs every barrier: if one is left out, the emulator reports a race. The kernel has two barriers before the loop over
-  tiles, and four in the loop for each tile."""
+  # The dual_wave kernel needs every barrier: if one is left out, the emulator reports a race. The kernel has two barriers before the loop over tiles,
+  # and four in the loop for each tile.
   count, barrier = iter(range(10**6)), amd.barrier
   monkeypatch.setattr(amd, "barrier", lambda *done: amd.sched_barrier(*done) if next(count) == left_out else barrier(*done))
   with pytest.raises(LdsRace): check(H=1, Sq=256, Sk=768)

@@ -37,8 +37,8 @@ def test_values_of_fp8() -> None:
 
 @pytest.mark.parametrize(("name", "M", "K"), [("mfma_f32_32x32x16_fp8_fp8", 32, 16), ("mfma_f32_16x16x32_fp8_fp8", 16, 32)])
 def test_the_emulators_matrix_unit(name:str, M:int, K:int) -> None:
-  """The emulator's FP8 matrix instructions follow AMD's Matrix Instruction Calculator: A[i][k] is in lane i + M*(k//8), byte k%4 of register k//4%2.
-  B[k][j] is in lane j + M*(k//8), with the byte and register of A[i][k]."""
+  # The emulator's FP8 matrix instructions follow AMD's Matrix Instruction Calculator: A[i][k] is in lane i + M*(k//8), byte k%4 of register k//4%2.
+  # B[k][j] is in lane j + M*(k//8), with the byte and register of A[i][k].
   a, b, c = whole(M, K), whole(K, M, seed=1), whole(M, M, seed=2)
   images = np.zeros((2, 2, 64, 4), np.uint8)
   for i in range(M):

@@ -111,7 +111,7 @@ def test_grouped_queries(arch:str, case:str) -> None:
   np.testing.assert_allclose(lse, lse_apart, rtol=1e-5, atol=1e-5)
 
 def test_decoding_reads_keys_once() -> None:
-  """Decoding reads each key once, because one workgroup computes the eight query heads that share a key/value head."""
+  # Decoding reads each key once, because one workgroup computes the eight query heads that share a key/value head.
   p = problem(H=64, Hkv=8, Sq=1, Sk=4096, D=128)
   for arch in EVERY_ARCH:
     tile = choose_tile(p, get_chip(arch))
@@ -142,7 +142,7 @@ def test_cache_beyond_lengths(arch:str, Sq:int) -> None:
 
 @every_arch
 def test_lengths_beyond_the_buffer(arch:str) -> None:
-  """A length above the number of rows of a buffer counts as this number, and a negative length as 0. No access leaves the buffer."""
+  # A length above the number of rows of a buffer counts as this number, and a negative length as 0. No access leaves the buffer.
   p = problem(B=3, Sq=3, Sk=40, causal=True, extras=dict(kv_lengths=ints(0, 0, 0)))
   o, _ = run_kernels(p, x := normal(p), arch, dict(kv_lengths=ints(40, 2**31 - 1, -5)))
   assert (verdict := judge(o, expected(p, x, dict(kv_lengths=ints(40, 40, 0)))[0])).ok, str(verdict)
@@ -154,7 +154,7 @@ def even(p:Problem) -> Inputs:
 @every_arch
 @pytest.mark.parametrize("Sq", (1, 256))
 def test_window_counts_itself(arch:str, Sq:int) -> None:
-  """window=(W-1, 0) lets a query see W keys: the key at the query's own position and W-1 keys before it."""
+  # window=(W-1, 0) lets a query see W keys: the key at the query's own position and W-1 keys before it.
   o, lse = check_kernels(arch, even, H=1, Sq=Sq, Sk=256, D=16, window=(127, -1), causal=True)
   v = normal(problem(H=1, Sq=Sq, Sk=256, D=16)).v[0, 0]
   assert lse is not None
@@ -178,7 +178,7 @@ def test_bias_of_minus_infinity(arch:str) -> None:
 
 @every_arch
 def test_nan_in_a_masked_bias(arch:str) -> None:
-  """NaN in a bias has no effect where the key is hidden: beyond a length, or above the diagonal of a causal mask."""
+  # NaN in a bias has no effect where the key is hidden: beyond a length, or above the diagonal of a causal mask.
   bias = floats(1, 1, 40, 150)
   bias[..., 100:] = np.nan
   o, _ = check_kernels(arch, Sq=40, Sk=150, extras=dict(bias=bias, kv_lengths=ints(100)))
@@ -249,7 +249,7 @@ def run_last_workgroup(p:Problem, arch:str) -> tuple[np.ndarray, Inputs]:
 
 @on_the_emulator
 def test_indices_beyond_32_bits(arch:str) -> None:
-  """The forward kernel reads the right rows of K and V if these tensors have more than 2^31 elements."""
+  # The forward kernel reads the right rows of K and V if these tensors have more than 2^31 elements.
   p = problem(B=8300, H=16, Sq=1, Sk=130, D=128, lse=False)
   assert math.prod(p.shapes["k"][0]) > 2**31
   o, x = run_last_workgroup(p, arch)
@@ -258,7 +258,7 @@ def test_indices_beyond_32_bits(arch:str) -> None:
 
 @on_the_emulator
 def test_a_bias_beyond_32_bits(arch:str) -> None:
-  """The forward kernel reads the first head's part of a bias with 2^32 elements."""
+  # The forward kernel reads the first head's part of a bias with 2^32 elements.
   p = replace(problem(B=2**12, H=2**8, Sq=16, Sk=256, D=16, lse=False), bias=(True,)*4)
   one = replace(p, B=1, H=1, Hkv=1, bias=None)
   views, x, bias = [sparse(math.prod(shape)*(4 if name == "bias" else 2)) for name, (shape, _) in arguments(p).items()], normal(one), floats(16, 256)
@@ -271,7 +271,7 @@ def test_a_bias_beyond_32_bits(arch:str) -> None:
 
 @pytest.mark.parametrize(("Sk", "wide"), ((1, False), (130, True)))
 def test_index_type(Sk:int, wide:bool) -> None:
-  """Kernels compute addresses in 32 bits if all addresses fit, and otherwise in 64 bits."""
+  # Kernels compute addresses in 32 bits if all addresses fit, and otherwise in 64 bits.
   p = problem(B=8300, H=16, Sq=1, Sk=Sk, D=128, lse=False)
   for arch in EVERY_ARCH:
     tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
@@ -320,7 +320,7 @@ def test_no_spills_in_a_window(arch:str, window:tuple[int, int]) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "out"), (("bfloat16", "float16"), ("float16", "bfloat16"), ("float16", "float32")))
 def test_output_type_compiles(dtype:str, out:str) -> None:
-  """The source of the forward kernel declares the type of the output, although the kernel computes no value of this type."""
+  # The source of the forward kernel declares the type of the output, although the kernel computes no value of this type.
   p = problem(Sq=40, dtype=dtype, out_dtype=out)
   for arch in ARCHS:
     tensors = [UOp.placeholder(shape, TYPES[t], i) for i, (shape, t) in enumerate(arguments(p).values())]

@@ -174,8 +174,8 @@ def test_adversarial(arch:str, make) -> None:
 @pytest.mark.parametrize("above", (0.0, 8.0))
 @in_turn("make, arch", (normal, *(f for f in ADVERSARIAL if f is not huge_key)), ARCHS)
 def test_rescale_above(arch:str, above:float, make) -> None:
-  """The forward kernel is right for both values of the tile's field `rescale_above`: how far the maximum of a row may rise before the kernel rescales
-  its accumulators. With 0 it rescales whenever the maximum rises. Dispatch chooses only one of the values; the test runs both."""
+  # The forward kernel is right for both values of the tile's field `rescale_above`: how far the maximum of a row may rise before the kernel rescales
+  # its accumulators. With 0 it rescales whenever the maximum rises. Dispatch chooses only one of the values; the test runs both.
   check_kernels(arch, make, tile=lambda t: replace(t, rescale_above=above), H=2, Sq=70, Sk=300, D=64)
 
 TRIPS = {   # for each of 8 iterations: 1 if it raises the reference
@@ -185,8 +185,8 @@ TRIPS = {   # for each of 8 iterations: 1 if it raises the reference
 
 @pytest.mark.parametrize("make", TRIPS, ids=lambda f: f.__name__)
 def test_which_trips_correct(monkeypatch, make) -> None:
-  """The forward kernel rarely raises the number that the softmax subtracts from a row's scores. TRIPS lists for each kind of input in which
-  iterations of the loop over tiles the kernel does so. The emulated kernel does so in exactly these iterations."""
+  # The forward kernel rarely raises the number that the softmax subtracts from a row's scores. TRIPS lists for each kind of input in which iterations
+  # of the loop over tiles the kernel does so. The emulated kernel does so in exactly these iterations.
   seen, any_lane = [], Numbers.any_lane
   def note(self, condition):
     seen.append(int((found := any_lane(self, condition)).any()))
@@ -198,8 +198,8 @@ def test_which_trips_correct(monkeypatch, make) -> None:
 @pytest.mark.sample(2)
 @every_arch
 def test_scores_too_large_for_one_fma(arch:str) -> None:
-  """The forward kernel computes exp2(score - maximum) without overflow for bfloat16 scores of 1.7e10, with a scale that makes products inexact. A
-  single fma would round the product of the scale with the maximum, but not its product with the score."""
+  # The forward kernel computes exp2(score - maximum) without overflow for bfloat16 scores of 1.7e10, with a scale that makes products inexact. A
+  # single fma would round the product of the scale with the maximum, but not its product with the score.
   def make(p:Problem) -> Inputs:
     x = normal(p)
     return Inputs(np.full_like(x.q, 16512), np.full_like(x.k, 16512), x.v)
@@ -220,8 +220,8 @@ def test_prefetch(arch:str, prefetch:int, case:str) -> None:
 @every_arch
 @pytest.mark.usefixtures("without_places")
 def test_one_buffer_for_two(monkeypatch, arch:str) -> None:
-  """A planted fault gives the kernel one LDS buffer in place of two: a tile is stored while other waves still read the tile before. The emulator
-  reports this race."""
+  # A planted fault gives the kernel one LDS buffer in place of two: a tile is stored while other waves still read the tile before. The emulator
+  # reports this race.
   monkeypatch.setattr(LdsTile, "nth", lambda self, i: self)
   with pytest.raises(LdsRace): check_kernels(arch, tile=lambda t: replace(t, prefetch=2, block_n=32), H=1, Sq=128, Sk=200, D=64)
 
@@ -236,12 +236,12 @@ def test_no_barriers(monkeypatch, arch:str, prefetch:int) -> None:
 @pytest.mark.parametrize("arch", ("gfx942", "gfx950"))
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_narrow_matrices(arch:str, dtype:str) -> None:
-  """Kernels with CDNA's 16x16 matrix instructions are right. A wave has four lane groups in these instructions, and two in the usual 32x32
-  instructions."""
+  # Kernels with CDNA's 16x16 matrix instructions are right. A wave has four lane groups in these instructions, and two in the usual 32x32
+  # instructions.
   narrow = get_chip(arch).matrix[dtype][1]
   for make in (normal, rising, masked_first):
     check_kernels(arch, make, tile=lambda t: replace(t, matrix=narrow, waves=4), H=1, Sq=70, Sk=300, D=96, dtype=dtype, causal=make is normal)
 
 def test_65536_heads() -> None:
-  """Attention of 65,536 heads is right for every head, although the second dimension of a grid may have at most 65,535 workgroups."""
+  # Attention of 65,536 heads is right for every head, although the second dimension of a grid may have at most 65,535 workgroups.
   check("gfx1201", B=1, H=65536, Sq=1, Sk=1, D=16)

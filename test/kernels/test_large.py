@@ -63,7 +63,7 @@ def test_append(of:str, arch:str) -> None:
 
 @pytest.mark.parametrize("count, kind", ((2**14, "int"), (2**15, "int"), (2**15 + 1, "long")))
 def test_index_types_of_append(count:int, kind:str) -> None:
-  """The kernel that appends rows to a cache uses 32-bit indices for up to 2^31 elements, and 64-bit indices for a larger cache."""
+  # The kernel that appends rows to a cache uses 32-bit indices for up to 2^31 elements, and 64-bit indices for a larger cache.
   a = in_pages(count, 64)
   for arch in CHIPS: assert types_of_indices(lower(append(a)(*tensors_of(a)), printer_of(arch)), 0) == {kind}
 
@@ -86,7 +86,7 @@ assert not pages[page, :9].numpy().any() and not pages[page, 10:].numpy().any()
 
 @pytest.mark.thorough
 def test_append_on_a_cpu() -> None:
-  """Append works on two caches of 4.3 GB. Only the written rows use physical memory."""
+  # Append works on two caches of 4.3 GB. Only the written rows use physical memory.
   run_on_a_cpu(ON_A_CPU, timeout=600)
 
 # ***** attention *****
@@ -212,8 +212,8 @@ def test_too_many_rows(name:str) -> None:
 # ***** operations *****
 
 def test_operations_of_a_mask() -> None:
-  """The number of operations of a masked problem is computed from the total number of keys that all rows see, by a formula. A loop over 2^28 rows
-  would need minutes."""
+  # The number of operations of a masked problem is computed from the total number of keys that all rows see, by a formula. A loop over 2^28 rows
+  # would need minutes.
   rng = np.random.default_rng(0)
   for i in range(300):
     Sq, Sk, left, right, offset = map(int, rng.integers((2, 1, -1, -1, -20), (30, 30, 40, 40, 20)))

@@ -86,8 +86,8 @@ def test_further_option(option:str, arch:str) -> None: check_mla(arch, **OPTIONS
 @pytest.mark.thorough
 @pytest.mark.parametrize("heads, arch", [(heads, UNITS[i%len(UNITS)]) for i, heads in enumerate((32, 64, 32, 64, 128, 16))])
 def test_whole_rows(heads:int, arch:str) -> None:
-  """Latent attention is right for DeepSeek's sizes: keys of 576 columns, of which 512 are the values. Two queries for each head give 32 to 256 query
-  rows on one key/value head."""
+  # Latent attention is right for DeepSeek's sizes: keys of 576 columns, of which 512 are the values. Two queries for each head give 32 to 256 query
+  # rows on one key/value head.
   check_mla(arch, H=heads, Sq=2, Sk=70, D=576, Dv=512, causal=True, dtype="bfloat16" if heads == 64 else "float16")
 
 @pytest.mark.parametrize("kind, arch", [pytest.param(kind, arch, marks=() if (kind, arch) == ("rising", "gfx950") else pytest.mark.thorough)
@@ -117,9 +117,9 @@ def sums_cut_off(m:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.thorough
 def test_sums_that_are_cut_off(monkeypatch:pytest.MonkeyPatch) -> None:
-  """If a matrix unit rounds sums towards 0, the lse of a row with one dominant key becomes too small. The latent kernel therefore adds the products
-  of only a few instructions (ADDED_UP) in the matrix unit, and adds these partial sums in fp32. Its error is less than half of the error of one sum
-  of all 36 instructions. Both errors are within the limit of lse."""
+  # If a matrix unit rounds sums towards 0, the lse of a row with one dominant key becomes too small. The latent kernel therefore adds the products of
+  # only a few instructions (ADDED_UP) in the matrix unit, and adds these partial sums in fp32. Its error is less than half of the error of one sum of
+  # all 36 instructions. Both errors are within the limit of lse.
   sizes:dict[str, Any] = dict(H=128, Sk=500, D=576)
   p = problem(**NARROW | sizes, Sq=1, v_in_k=True)
   def steep(p:Problem) -> Inputs: return KINDS["q times 8"](p, 1)
@@ -196,8 +196,8 @@ BARRIERS:dict[str, tuple[int, int|None]] = {"gfx942": (8, 6), "gfx1201": (10, 8)
                                             for arch, (n, spare) in BARRIERS.items() for i in range(n) if i != spare])
 @pytest.mark.usefixtures("without_places")
 def test_without_a_barrier(monkeypatch:pytest.MonkeyPatch, arch:str, left_out:int) -> None:
-  """The kernel for latent attention needs each of its barriers: if one is left out, the emulator reports a race or a read of unwritten memory. The
-  only exception is a barrier that tinygrad would insert by itself. Each case has its own problem, because tinygrad's cache keeps programs."""
+  # The kernel for latent attention needs each of its barriers: if one is left out, the emulator reports a race or a read of unwritten memory. The
+  # only exception is a barrier that tinygrad would insert by itself. Each case has its own problem, because tinygrad's cache keeps programs.
   count = barriers_but(monkeypatch, left_out)
   with pytest.raises((LdsRace, UninitialisedRead)): check_mla(arch, Sk=129 + left_out, lse=False)
   assert count() == BARRIERS[arch][0]
@@ -215,8 +215,7 @@ def drawn(*shape:int, seed:int=0) -> np.ndarray: return np.random.default_rng(se
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", UNITS)
 def test_kernel_by_dispatch(arch:str, D:int=264) -> None:
-  """Dispatch chooses the latent kernels for rows that are too long for the forward kernel. The latent kernels read a view of a larger tensor in
-  place."""
+  # Dispatch chooses the latent kernels for rows that are too long for the forward kernel. The latent kernels read a view of a larger tensor in place.
   q, whole = drawn(1, 8, 2, D), drawn(2, 1, 40, D, seed=1)
   with emulated(arch):
     k = tensor(whole, "float16").realize()[1:]
@@ -227,13 +226,13 @@ def test_kernel_by_dispatch(arch:str, D:int=264) -> None:
 @pytest.mark.parametrize("arch, Dv", [pytest.param(arch, Dv, marks=() if arch == "gfx1201" else pytest.mark.thorough)
                                       for arch, Dv in (("gfx1201", 24), ("sm_90", 24), ("sm_80", 20), ("gfx942", 20), ("gfx950", 32))])
 def test_other_kernels_read_v_in_k(arch:str, Dv:int) -> None:
-  """Latent attention with short rows runs on the usual kernels, which read V from the first columns of K."""
+  # Latent attention with short rows runs on the usual kernels, which read V from the first columns of K.
   q, k = drawn(1, 4, 70, 32), drawn(1, 1, 80, 32, seed=1)
   with emulated(arch): check_against_exact(array(attn.attention(tensor(q, "float16"), tensor(k, "float16"), None, v_dim=Dv, causal=True)), q, k, Dv)
 
 def test_no_kernel_has_its_gradient() -> None:
-  """No kernel computes gradients of a call with v_dim, in which V is the first v_dim columns of K: tinygrad differentiates tensor operations instead.
-  `explain` says so, also for small head dimensions and float32, where an earlier version raised KeyError."""
+  # No kernel computes gradients of a call with v_dim, in which V is the first v_dim columns of K: tinygrad differentiates tensor operations instead.
+  # `explain` says so, also for small head dimensions and float32, where an earlier version raised KeyError.
   for arch, dtype, D in (("gfx942", "float16", 32), ("sm_80", "float32", 32), ("sm_90", "float16", 576)):
     with emulated(arch):
       choice = backward_choice_of(draw(1, 4, 3, D, dtype=dtype), draw(1, 1, 40, D, dtype=dtype), None, v_dim=20)
@@ -242,8 +241,8 @@ def test_no_kernel_has_its_gradient() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch, D, Dv", (("gfx942", 32, 20), ("sm_80", 264, 257)))
 def test_gradient(arch:str, D:int, Dv:int) -> None:
-  """A call with v_dim takes V from the first v_dim columns of K, and tinygrad computes its gradient from tensor operations. The gradient of K equals
-  that of a call with separate K and V, where the gradient of V is added to the first columns of the gradient of K."""
+  # A call with v_dim takes V from the first v_dim columns of K, and tinygrad computes its gradient from tensor operations. The gradient of K equals
+  # that of a call with separate K and V, where the gradient of V is added to the first columns of the gradient of K.
   with emulated(arch):
     q, k = (tensor(x, "float16").realize() for x in (drawn(1, 4, 3, D), drawn(1, 1, 40, D, seed=1)))
     found, want = (attn.attention(q, k, v, causal=True, **options).float().square().sum().gradient(q, k)
@@ -270,7 +269,7 @@ def check_cache(heads:int, D:int, Dv:int, capacity:int, filled:int, page:int, **
 @pytest.mark.parametrize("arch, page", [pytest.param(arch, page, marks=() if (arch, page) == ("gfx942", 4) else pytest.mark.thorough)
                                         for arch in ("gfx942", "sm_80", "gfx1201", "sm_90") for page in (0, 1, 4, 32)])
 def test_cache(arch:str, page:int) -> None:
-  """Latent attention is right over a cache that serves as keys and values, a whole tensor or in pages. Rows beyond its length are NaN."""
+  # Latent attention is right over a cache that serves as keys and values, a whole tensor or in pages. Rows beyond its length are NaN.
   with emulated(arch): check_cache(4, 264, 257, 64, 33, page)
 
 # ***** tiles *****
@@ -282,15 +281,15 @@ SPACES = [(arch, tile) for arch in UNITS for tile in latent_space(latent_problem
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch, tile", SPACES, ids=lambda x: str(x) + getattr(x, "options", ""))
 def test_every_tile_that_is_timed(arch:str, tile:MlaTile|MlaMmaTile) -> None:
-  """Latent attention is right with every tile that tuning by time (the environment variable TUNE=1) tries. The rows are shorter than in real calls,
-  to save time."""
+  # Latent attention is right with every tile that tuning by time (the environment variable TUNE=1) tries. The rows are shorter than in real calls, to
+  # save time.
   check_kernels(arch, latent(normal), tile=lambda _: tile, **NARROW, Sq=2, Sk=139, v_in_k=True, causal=True)
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
 def test_a_tile_that_was_timed(arch:str, monkeypatch:pytest.MonkeyPatch, tmp_path:Path, recwarn:pytest.WarningsRecorder) -> None:
-  """Tuning by time (the environment variable TUNE=1) stores the fastest tile for latent attention. Dispatch uses this tile for all problems with the
-  same head dimensions and options whose lengths and number of heads round up to the same powers of two. A stored tile that the chip cannot have is
-  ignored, with a warning."""
+  # Tuning by time (the environment variable TUNE=1) stores the fastest tile for latent attention. Dispatch uses this tile for all problems with the
+  # same head dimensions and options whose lengths and number of heads round up to the same powers of two. A stored tile that the chip cannot have is
+  # ignored, with a warning.
   monkeypatch.setattr(tuned, "path", lambda: tmp_path/"tune.json")
   monkeypatch.setattr(tuned, "stamp", lambda: {"attn": "0"})
   row, chip, seen = decode.DecodeStep(2, 128, 1, 4000, 576, v_dim=512), get_chip(arch), list[Any]()

@@ -52,7 +52,7 @@ def test_option(option:str) -> None: check_mla(**OPTIONS[option])
 
 @pytest.mark.parametrize("heads, Sq, dtype", (pytest.param(64, 2, "bfloat16", marks=pytest.mark.thorough), (128, 1, "float16")))
 def test_whole_rows(heads:int, Sq:int, dtype:str) -> None:
-  """The kernel is right for DeepSeek's sizes: keys of 576 columns, of which 512 are the values."""
+  # The kernel is right for DeepSeek's sizes: keys of 576 columns, of which 512 are the values.
   check_mla(H=heads, Sq=Sq, Sk=150, D=576, Dv=512, causal=True, dtype=dtype)
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in ("rising", "one hot") else pytest.mark.thorough) for kind in KINDS])
@@ -110,8 +110,8 @@ BARRIERS = 7      # after the mbarrier is made; two in each of two loops, one of
 @pytest.mark.parametrize("left_out", [pytest.param(i, marks=() if i == 2 else pytest.mark.thorough) for i in range(1, BARRIERS)])
 @pytest.mark.usefixtures("without_places")
 def test_without_a_barrier(monkeypatch:pytest.MonkeyPatch, left_out:int) -> None:
-  """The kernel needs each of its barriers: if one is left out, the emulator reports a race or a read of unwritten memory. The first barrier is left
-  in, because the emulator does not check when the mbarrier is made. Each case has its own problem, because tinygrad's cache keeps programs."""
+  # The kernel needs each of its barriers: if one is left out, the emulator reports a race or a read of unwritten memory. The first barrier is left
+  # in, because the emulator does not check when the mbarrier is made. Each case has its own problem, because tinygrad's cache keeps programs.
   count = barriers_but(monkeypatch, left_out)
   with pytest.raises((LdsRace, UninitialisedRead)): check_mla(Sk=130 + left_out, lse=False)
   assert count() == BARRIERS
@@ -120,7 +120,7 @@ def test_without_a_barrier(monkeypatch:pytest.MonkeyPatch, left_out:int) -> None
 
 @pytest.mark.parametrize("page", [pytest.param(page, marks=() if page == 16 else pytest.mark.thorough) for page in (0, 16, 64)])
 def test_cache(page:int) -> None:
-  """attention_with_kv_cache uses the kernel, also if the cache has pages. Rows beyond its length are NaN."""
+  # attention_with_kv_cache uses the kernel, also if the cache has pages. Rows beyond its length are NaN.
   with emulated(ARCH): check_cache(20, 264, 256, 192, 130, page, num_splits=1)
 
 # ***** choice *****

@@ -49,8 +49,8 @@ def test_adversarial(chip:str, make) -> None:
 @either
 @pytest.mark.parametrize(("value", "scale"), ((12288, 0.25), (14336, 0.1)))
 def test_scores_too_large_for_one_fma(chip:str, value:int, scale:float) -> None:
-  """The mma.sync kernel computes exp2(score - maximum) without overflow or underflow for bfloat16 scores above 1e10 beside rows of ordinary scores. A
-  single fma would round the product of the scale with the maximum but not that with the score, and give exponents of 128 and -96 here."""
+  # The mma.sync kernel computes exp2(score - maximum) without overflow or underflow for bfloat16 scores above 1e10 beside rows of ordinary scores. A
+  # single fma would round the product of the scale with the maximum but not that with the score, and give exponents of 128 and -96 here.
   def make(p:Problem) -> Inputs:
     x = normal(p)
     q, k = np.full_like(x.q, value), np.full_like(x.k, 16384)
@@ -62,8 +62,8 @@ def test_scores_too_large_for_one_fma(chip:str, value:int, scale:float) -> None:
 @in_turn("D, on", WIDTHS, [(chip, *mask) for mask in DTYPES_AND_MASKS for chip in ("sm_80", "sm_86", "sm_89")],
          [pytest.param(("CUDA", *mask), marks=pytest.mark.gpu) for mask in DTYPES_AND_MASKS])
 def test_head_dimensions(D:int, on:tuple[str, str, bool|str]) -> None:
-  """The mma.sync kernel is right for each head dimension, with the tiles of large grids on a problem of few heads: in float16 and bfloat16, with
-  causal masks that begin at the top left or end at the bottom right."""
+  # The mma.sync kernel is right for each head dimension, with the tiles of large grids on a problem of few heads: in float16 and bfloat16, with
+  # causal masks that begin at the top left or end at the bottom right.
   chip, dtype, causal = on
   check(chip, H=4, Hkv=2, Sq=150, Sk=203, D=D, dtype=dtype, causal=causal)
 
@@ -76,13 +76,13 @@ def test_grouped_heads(chip:str, ratio:int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", WIDTHS)
 def test_large_grids(D:int) -> None:
-  """The mma.sync kernel is right on a GPU for grids that fill the chip, for which dispatch chooses its large tiles."""
+  # The mma.sync kernel is right on a GPU for grids that fill the chip, for which dispatch chooses its large tiles.
   for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):
     check("CUDA", B=2, H=24, Hkv=8, Sq=1000, Sk=1111, D=D, dtype=dtype, causal=causal)
 
 @pytest.mark.gpu
 def test_attention_of_tensors() -> None:
-  """`attention` is right on a GPU with score options, with a split, and with a cache to which TinyJit appends."""
+  # `attention` is right on a GPU with score options, with a split, and with a cache to which TinyJit appends.
   from attn import attention, attention_with_kv_cache, explain
   with Context(DEV="CUDA"):
     rng = np.random.default_rng(0)
@@ -113,8 +113,8 @@ ON_TILES: dict[str, dict[str, Any]] = {"causal": dict(Sq=150, Sk=133, D=64, caus
 @pytest.mark.sample(2)
 @in_turn("tile, case", TILES, list(ON_TILES))
 def test_every_kind_of_tile(tile:MmaTile, case:str, monkeypatch) -> None:
-  """The mma.sync kernel is right with any combination of a tile's fields: number of warps, tiles of queries for each warp, keys and the parts that
-  they are computed in, stages of the ring buffer, and where Q is kept."""
+  # The mma.sync kernel is right with any combination of a tile's fields: number of warps, tiles of queries for each warp, keys and the parts that
+  # they are computed in, stages of the ring buffer, and where Q is kept.
   change_kernel(monkeypatch, "forward_mma", tile=lambda p, arch: tile)
   monkeypatch.setenv("ATTN_KERNEL", "forward_mma")
   check("sm_90", **ON_TILES[case])
@@ -128,16 +128,16 @@ def test_tiles_fit(arch:str) -> None:
     assert mma_tile(p, a).lds_bytes(p) <= a.lds
 
 def test_two_blocks_to_a_multiprocessor() -> None:
-  """Tiles of the mma.sync kernel leave shared memory for two workgroups on a multiprocessor, so that one computes while the other waits. The
-  exception is D = 256 on chips with 100 KB of shared memory."""
+  # Tiles of the mma.sync kernel leave shared memory for two workgroups on a multiprocessor, so that one computes while the other waits. The exception
+  # is D = 256 on chips with 100 KB of shared memory.
   for arch, D in itertools.product(("sm_80", "sm_86", "sm_89", "sm_90"), (64, 96, 128, 192, 256)):
     p, a = problem(H=256, Sq=1024, D=D), get_chip(arch)
     alone = D == 256 and arch in ("sm_86", "sm_89")
     assert (a.lds + 1024)//(mma_tile(p, a).lds_bytes(p) + 1024) >= (1 if alone else 2)
 
 def test_banks() -> None:
-  """The layout of the mma.sync kernels in shared memory (`SwizzledRows`) causes no bank conflicts: ldmatrix reads eight rows of a matrix from all
-  different banks, and cp.async writes eight 16-byte units of a line to all different banks."""
+  # The layout of the mma.sync kernels in shared memory (`SwizzledRows`) causes no bank conflicts: ldmatrix reads eight rows of a matrix from all
+  # different banks, and cp.async writes eight 16-byte units of a line to all different banks.
   for width in (16, 64, 80, 128, 192, 256):
     rows = SwizzledRows(16, width//8)
     at = np.array([[int(rows.place(UOp.const(r), UOp.const(u)).simplify().arg) for u in range(rows.units)] for r in range(16)])
@@ -147,8 +147,8 @@ def test_banks() -> None:
 
 @pytest.mark.parametrize("begin", (0, 24, 1))
 def test_a_place_in_shared_memory_is_a_register_and_a_constant(begin:int) -> None:
-  """`SwizzledRows.further` splits the place of a 16-byte unit into an expression, kept in a register, and a constant. Two tiles that are a constant
-  distance apart share the register. A tile that begins inside a line of eight units is refused: the layout's xor would then mix up rows."""
+  # `SwizzledRows.further` splits the place of a 16-byte unit into an expression, kept in a register, and a constant. Two tiles that are a constant
+  # distance apart share the register. A tile that begins inside a line of eight units is refused: the layout's xor would then mix up rows.
   def tile(base:int) -> SwizzledRows: return SwizzledRows(16, 16, base=UOp.variable("t", 0, 3)*2*rows + base)
   def place(base:int, row:int, unit:int) -> int: return int(tile(base).place(UOp.const(row), UOp.const(unit)).substitute(third).simplify().arg)
   rows, third = 16*8, {UOp.variable("t", 0, 3): UOp.const(3)}
@@ -168,8 +168,8 @@ COMPILED: dict[str, dict[str, Any]] = {"full": dict(lse=False), "causal": dict(l
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @in_turn("option, D", COMPILED, (64, 128), [pytest.param(D, marks=pytest.mark.thorough) for D in (96, 256)], among=4)
 def test_no_local_memory(option:str, D:int, tmp_path) -> None:
-  """The mma.sync kernel, with its tiles for large grids and for decoding, compiles without spills and without a stack. tinygrad compiles sm_90
-  kernels as sm_90a, and so does the test."""
+  # The mma.sync kernel, with its tiles for large grids and for decoding, compiles without spills and without a stack. tinygrad compiles sm_90 kernels
+  # as sm_90a, and so does the test.
   a, p = get_chip("sm_90"), problem(**{"H": 512, "Sq": 512, "D": D, **COMPILED[option]})
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
   (source := tmp_path/"kernel.cu").write_text(render(forward_of(p, a, mma_tile(p, a))(*tensors), "sm_90"))
@@ -192,8 +192,7 @@ def test_a_barrier_must_follow_the_wait(monkeypatch) -> None:
 
 @pytest.mark.parametrize("transposed", (False, True))
 def test_ldmatrix(transposed:bool) -> None:
-  """The emulator's ldmatrix gives lane l the columns 2*(l%4) and 2*(l%4) + 1 of row l//4 of each matrix, or of its transpose (PTX ISA
-  9.7.14.5.15)."""
+  # The emulator's ldmatrix gives lane l the columns 2*(l%4) and 2*(l%4) + 1 of row l//4 of each matrix, or of its transpose (PTX ISA 9.7.14.5.15).
   class Lanes:
     active, wave = np.ones(32, bool), 32
     def load_bytes(self, pointer, offset, nbytes, gate): return np.ascontiguousarray(memory.reshape(32, 8)).view(np.uint8).T

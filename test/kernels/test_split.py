@@ -56,7 +56,7 @@ def test_split(arch:str, case:str) -> None: check_kernels(arch, **SPLITS[case])
 
 @every_arch
 def test_empty_range_weighs_nothing(arch:str) -> None:
-  """If a row sees no key of a key range, the range has weight 0 in the merge. The test uses rows with Sq > Sk under a causal mask."""
+  # If a row sees no key of a key range, the range has weight 0 in the merge. The test uses rows with Sq > Sk under a causal mask.
   o, lse = check_kernels(arch, Sq=130, Sk=70, num_splits=2, causal=True)
   assert lse is not None and (o[:, :, :60] == 0).all() and np.isneginf(lse[:, :, :60]).all() and np.isfinite(lse[:, :, 60:]).all()
 
@@ -139,14 +139,14 @@ def test_variable_length_under_jit(arch:str) -> None:
 @pytest.mark.parametrize(("b", "h", "hk", "sq", "sk", "least", "most"), (
   (1, 2, 2, 40000, 40000, 4, 4), (1, 16, 16, 128, 65535, 16, 16), (1, 8, 8, 32768, 32768, 1, 4), (8, 16, 16, 8192, 8192, 1, 1)))
 def test_heuristic_of_published_shapes(b:int, h:int, hk:int, sq:int, sk:int, least:int, most:int) -> None:
-  """The heuristic for split-KV chooses between `least` and `most` key ranges for published shapes with D=64, on a chip of 304 compute units. These
-  limits come from publications, too."""
+  # The heuristic for split-KV chooses between `least` and `most` key ranges for published shapes with D=64, on a chip of 304 compute units. These
+  # limits come from publications, too.
   p, arch = problem(B=b, H=h, Hkv=hk, Sq=sq, Sk=sk, D=64, dtype="bfloat16"), get_chip("gfx942")
   assert least <= split_heuristic(p, arch, choose_tile(p, arch)) <= most
 
 def test_a_first_decode_starts_no_workers(monkeypatch) -> None:
-  """The first decoding step with two key ranges starts no worker processes. tinygrad would start them to compile two kernels at once, which takes
-  longer than compiling the small kernel `combine`, which merges the ranges. So attn compiles `combine` itself when it is called."""
+  # The first decoding step with two key ranges starts no worker processes. tinygrad would start them to compile two kernels at once, which takes
+  # longer than compiling the small kernel `combine`, which merges the ranges. So attn compiles `combine` itself when it is called.
   def pool() -> Any: raise AssertionError("worker processes are started")
   monkeypatch.setattr("tinygrad.engine.realize.get_worker_pool", pool)
   with Context(DEV="EMU::sm_90"):
@@ -162,8 +162,8 @@ def test_resolve() -> None:
 
 @on_the_emulator
 def test_heuristic_fills_the_chip(arch:str) -> None:
-  """If a decoding batch is too small for the chip, the heuristic for split-KV divides long key sequences until more than half of the compute units
-  have a workgroup. It never chooses more key ranges than there are key tiles."""
+  # If a decoding batch is too small for the chip, the heuristic for split-KV divides long key sequences until more than half of the compute units
+  # have a workgroup. It never chooses more key ranges than there are key tiles.
   a = get_chip(arch)
   for Sk in (64, 1000, 16384, 131072):
     p = problem(B=1, H=32, Hkv=8, Sq=1, Sk=Sk, D=128)
@@ -173,8 +173,8 @@ def test_heuristic_fills_the_chip(arch:str) -> None:
     if Sk >= 16384: assert 8*splits*2 > a.cus
 
 def test_heuristic_leaves_a_full_chip_alone() -> None:
-  """The heuristic for split-KV keeps a single key range for a batch with more workgroups than the chip can run at once: shorter workgroups would only
-  start and end more often."""
+  # The heuristic for split-KV keeps a single key range for a batch with more workgroups than the chip can run at once: shorter workgroups would only
+  # start and end more often.
   p, arch = problem(B=64, H=32, Sq=1, Sk=1024, D=128), get_chip("gfx942")
   assert split_heuristic(p, arch, choose_tile(p, arch)) == 1
 
@@ -184,7 +184,7 @@ def test_heuristic_leaves_a_full_chip_alone() -> None:
 @on_two("arch", ARCHS)
 @in_turn("D, dtype", (64, 128, 256), ("float16", "bfloat16"))
 def test_no_spills(arch:str, dtype:str, D:int) -> None:
-  """Two kernels for decoding spill no registers: the forward kernel, which computes key ranges, and `combine`, which merges their results."""
+  # Two kernels for decoding spill no registers: the forward kernel, which computes key ranges, and `combine`, which merges their results.
   p = problem(B=2, H=16, Hkv=2, Sq=1, Sk=4096, D=D, dtype=dtype, causal=True, num_splits=16, extras=dict(kv_lengths=ints(1, 1)))
   a = get_chip(arch)
   for kernel, names in ((forward_of(p, a, choose_tile(p, a)), arguments(p)), (combine(p, a, 16), combine_arguments(p))):

@@ -40,7 +40,7 @@ def test_fewer_tiles_in_lds_are_a_race(monkeypatch) -> None:
   with pytest.raises(LdsRace): check(H=1, Sq=256, Sk=256)
 
 def test_dispatch() -> None:
-  """Dispatch chooses the staggered kernel for suitable problems on chips that have this kernel. For other problems it says why not."""
+  # Dispatch chooses the staggered kernel for suitable problems on chips that have this kernel. For other problems it says why not.
   plain = {"B": 4, "H": 32, "Sq": 4096, "D": 128, "dtype": "bfloat16", "causal": True, "lse": False}
   p, chip = problem(**plain), get_chip("gfx942")
   assert choose(p, chip).kernel == "staggered" == choose(problem(**plain | {"lse": True}), get_chip("gfx950")).kernel
@@ -53,8 +53,8 @@ def test_dispatch() -> None:
   assert choose(p, replace(get_chip("gfx950"), llvm=21)).kernel == "staggered"       # dual_wave needs LLVM 22
 
 def test_fp32_is_not_packed() -> None:
-  """clang packs no fp32 operations in the machine code of the staggered kernel, because the kernel's source forbids it. In the forward kernel clang
-  packs them."""
+  # clang packs no fp32 operations in the machine code of the staggered kernel, because the kernel's source forbids it. In the forward kernel clang
+  # packs them.
   spec = Spec("gfx942", 128)
   tiles = (None, choose_amd_tile(problem_of_spec(spec), get_chip(spec.arch)))
   apart, packed = (assembly(kernel_source(spec, tile).text, spec.arch) for tile in tiles)

@@ -114,8 +114,8 @@ HARD = (tiny_values, large_values, values_of_all_sizes, growing_values, falling_
 @pytest.mark.sample(3)
 @in_turn("make, arch", HARD, UNITS, [GPU])
 def test_hard_rows(arch:str, make) -> None:
-  """Attention over 8-bit rows is within its error limits on hard inputs, by every kernel: for a chunk of a prompt under a causal mask, and for
-  decoding with the keys split into ranges."""
+  # Attention over 8-bit rows is within its error limits on hard inputs, by every kernel: for a chunk of a prompt under a causal mask, and for
+  # decoding with the keys split into ranges.
   check_stored(arch, make, Sq=20, Sk=150, D=32, causal=True, out_dtype="float32")
   check_stored(arch, make, Sq=6, Sk=300, D=64, dtype="bfloat16", causal=True, num_splits=3)
 
@@ -167,7 +167,7 @@ def test_rows_beyond_the_lengths_have_no_effect_in_plain_uops(arch:str) -> None:
 @pytest.mark.sample(3)
 @in_turn("dtype, arch", (*SIXTEEN, "float32"), UNITS, [GPU], among=3)
 def test_a_row_that_one_key_dominates_is_exact(arch:str, dtype:str) -> None:
-  """If one key has all the weight, O is the stored row of this key times the row's scale, up to rounding in float32."""
+  # If one key has all the weight, O is the stored row of this key times the row's scale, up to rounding in float32.
   make_tile = (lambda p: tiled_tile(p, chip(arch))) if dtype == "float32" else None
   p = stored_problem(Sq=16, Sk=96, D=64, H=2, dtype=dtype, out_dtype="float32")
   x = normal_rows(p)
@@ -215,7 +215,7 @@ def test_rows_beyond_the_lengths_have_no_effect_by_wgmma(arch:str) -> None:
   for page_size in (0, 16): check_wgmma(arch, lengths_with_garbage, B=2, Sk=128, page_size=page_size, extras=dict(kv_lengths=ints(37, 111)))
 
 def test_odd_rows_of_v_without_an_lse_by_wgmma() -> None:
-  """A NaN in a row of V reaches the queries that see the row, and no others, also if no LSE is written, and with dropout."""
+  # A NaN in a row of V reaches the queries that see the row, and no others, also if no LSE is written, and with dropout.
   check_wgmma("sm_90", odd_rows_of_v, D=32, H=2, Hkv=1, causal=True, lse=False)
   check_wgmma("sm_90", odd_rows_of_v, D=32, H=2, lse=False, **FOR_PROMPTS["dropout"])
 
@@ -258,7 +258,7 @@ def test_faults_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant, make, error) -> 
 @pytest.mark.parametrize("latent", (False, True))
 @pytest.mark.parametrize("arch", UNITS)
 def test_one_scale_for_all_rows(arch:str, latent:bool) -> None:
-  """Attention is right if all rows of K have one scale and all rows of V another. In latent attention K and V have the same scale."""
+  # Attention is right if all rows of K have one scale and all rows of V another. In latent attention K and V have the same scale.
   sizes = dict(H=16, Hkv=1, Sq=2, D=96, Dv=64, v_in_k=True) if latent else dict(Sq=40, D=64, causal=True)
   one, p = Strided(1, 0, 0, 0, 0), stored_problem(Sk=150, **sizes)
   p = replace(p, k_scale_view=one, v_scale_view=None if latent else one)
@@ -275,8 +275,8 @@ OF_FLOATS = [("gfx942", "fp8e4m3fnuz"), ("gfx950", "fp8e4m3"), ("gfx1201", "fp8e
 @in_turn("make, on", (normal_rows, values_of_all_sizes, zero_rows, odd_rows_of_v), OF_FLOATS,
          [pytest.param(("CUDA", "fp8e4m3"), marks=pytest.mark.gpu)])
 def test_floats_of_8_bits(make, on:tuple[str, str]) -> None:
-  """Attention over keys and values in the chip's own 8-bit float format is within its error limits (docs/contract.md): for 20 queries, and for 6
-  queries over a paged cache with the keys split into two ranges."""
+  # Attention over keys and values in the chip's own 8-bit float format is within its error limits (docs/contract.md): for 20 queries, and for 6
+  # queries over a paged cache with the keys split into two ranges.
   arch, kind = on
   check_stored(arch, make, stored=kind, Sq=20, Sk=150, D=32, causal=True, out_dtype="float32")
   check_stored(arch, make, stored=kind, Sq=6, Sk=160, D=64, dtype="bfloat16", causal=True, num_splits=2, page_size=16)
@@ -336,7 +336,7 @@ def no_spills_on_nvidia(p:Problem, tmp_path:Path) -> None:
 @pytest.mark.parametrize("sizes, keys, stages", (
   ({}, 64, 5), ({"B": 1}, 64, 4), ({"B": 1, "page_size": 16}, 128, 2), ({"B": 17, "page_size": 64}, 128, 2), ({"page_size": 256}, 64, 5)))
 def test_tiles_of_decoding_on_sm_90(sizes:dict[str, int], keys:int, stages:int) -> None:
-  """Tiles of decoding over 8-bit rows on sm_90 have more keys in small pages, and fewer stages for few sequences."""
+  # Tiles of decoding over 8-bit rows on sm_90 have more keys in small pages, and fewer stages for few sequences.
   B, page_size = sizes.get("B", 64), sizes.get("page_size", 0)
   extras = dict(block_table=np.zeros((B, 4096//page_size), np.int32), kv_lengths=np.zeros(B, np.int32)) if page_size else {}
   tile = choose(stored_problem(**{**DECODE, **sizes}, extras=extras), get_chip("sm_90")).work.tile
@@ -345,7 +345,7 @@ def test_tiles_of_decoding_on_sm_90(sizes:dict[str, int], keys:int, stages:int) 
 # ***** refusals *****
 
 def test_refusals() -> None:
-  """Kernels that cannot read 8-bit keys and values refuse them with a reason. So do the backward kernels."""
+  # Kernels that cannot read 8-bit keys and values refuse them with a reason. So do the backward kernels.
   p = stored_problem(Sq=300, D=128)
   for arch, kernel in (("gfx950", "dual_wave"), ("gfx942", "staggered"), ("sm_90", "three_pass")):
     reason = choose(p, get_chip(arch)).why_not(kernel)

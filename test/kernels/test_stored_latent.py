@@ -31,8 +31,8 @@ def check_latent(arch:str, *make:Any, **parameters:Any) -> None: check_stored(ar
 @pytest.mark.sample(3)
 @in_turn("make, arch", HARD, UNITS, [GPU])
 def test_hard_rows(arch:str, make:Any) -> None:
-  """Latent attention over 8-bit rows is within its error limits on hard inputs: for some queries under a causal mask, and for decoding with the keys
-  split into ranges."""
+  # Latent attention over 8-bit rows is within its error limits on hard inputs: for some queries under a causal mask, and for decoding with the keys
+  # split into ranges.
   check_latent(arch, make, Sq=20, Sk=150, causal=True, out_dtype="float32")
   check_latent(arch, make, H=40, Sq=6, Sk=200, D=40, Dv=32, dtype="bfloat16", causal=True, num_splits=3)
 
@@ -62,20 +62,20 @@ def test_floats_of_8_bits(make:Any, on:tuple[str, str]) -> None: check_latent(on
 
 @pytest.mark.parametrize("rows, keys, parts", ((1, 48, 3), (2, 48, 1), (1, 80, 1)))
 def test_tiles_of_any_multiple_of_16_keys(rows:int, keys:int, parts:int) -> None:
-  """Latent attention is right with tiles of 48 and 80 keys, whose scales do not fill whole lines of shared memory."""
+  # Latent attention is right with tiles of 48 and 80 keys, whose scales do not fill whole lines of shared memory.
   check_latent("sm_90", tile=lambda p: MlaMmaTile(rows, keys, parts, matrix=MMA[p.dtype]), Sq=3, Sk=150)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", (*UNITS, pytest.param("CUDA", marks=pytest.mark.gpu)))
 @pytest.mark.parametrize("heads", (16, 128))
 def test_whole_rows(heads:int, arch:str) -> None:
-  """Latent attention over 8-bit rows is right for DeepSeek's sizes: 512 latent columns and 64 rotary columns."""
+  # Latent attention over 8-bit rows is right for DeepSeek's sizes: 512 latent columns and 64 rotary columns.
   check_latent(arch, H=heads, Sq=1, Sk=150, D=576, Dv=512, dtype="bfloat16" if heads > 16 else "float16")
 
 @in_turn("dtype, arch", SIXTEEN, UNITS, [GPU])
 def test_a_row_that_one_key_dominates_is_exact(arch:str, dtype:str) -> None:
-  """If one key has all the weight, O is the stored row of this key times the row's scale, up to two roundings in float32. The scores of this test
-  come from the rotary columns alone."""
+  # If one key has all the weight, O is the stored row of this key times the row's scale, up to two roundings in float32. The scores of this test come
+  # from the rotary columns alone.
   p = stored_problem(Sq=1, Sk=96, dtype=dtype, out_dtype="float32", **LATENT)
   x = normal_rows(p)
   assert x.rotary is not None
@@ -118,8 +118,8 @@ def scores_without_scales(m:pytest.MonkeyPatch) -> None:
     m.setattr(of, "raw_scores", raw)
 
 def test_faults_where_threads_convert_a_tile(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The test of latent attention finds a fault in the conversion of a tile of K in shared memory, which takes place if there are several matrix tiles
-  of queries."""
+  # The test of latent attention finds a fault in the conversion of a tile of K in shared memory, which takes place if there are several matrix tiles
+  # of queries.
   other_half_first(monkeypatch)
   with pytest.raises(AssertionError): check_latent("sm_80", H=40, Sq=1, Sk=150)
 

@@ -48,7 +48,7 @@ def test_shapes_that_contradict_each_other() -> None:
     with pytest.raises(ValueError, match="the head dimension of q is 16"): Tensor.empty(1, 2, 8, 24).custom_kernel(q, k, k, fxn=textbook())
 
 def test_it_is_plain_and_fits_on_a_screen() -> None:
-  """The textbook kernel has at most 60 lines and consists of tinygrad's own UOps only, without source text in HIP or CUDA."""
+  # The textbook kernel has at most 60 lines and consists of tinygrad's own UOps only, without source text in HIP or CUDA.
   assert len(inspect.getsource(attn.kernels.textbook).splitlines()) <= 60
   p = problem(Sq=8, D=16)
   sink = textbook(True)(*[UOp.placeholder(p.shapes[n][0], dtypes.half, i) for i, n in enumerate("oqkv")])

@@ -41,8 +41,8 @@ def test_options(name, dtype): check(B=2, H=2, Sq=9, Sk=13, D=16, dtype=dtype, *
 
 @pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": "top-left"}, {"window": (2, 1)}, {"alibi": True}])
 def test_sequences(more):
-  """three_pass, attention in tinygrad's tensor operations, is right for packed sequences of which some have no queries or no keys. NaN in one
-  sequence does not reach another."""
+  # three_pass, attention in tinygrad's tensor operations, is right for packed sequences of which some have no queries or no keys. NaN in one sequence
+  # does not reach another.
   alibi, more = {"alibi_slopes": np.abs(floats(5, 2))} if "alibi" in more else {}, {name: x for name, x in more.items() if name != "alibi"}
   extras = alibi | {"cu_seqlens_q": int32(0, 0, 4, 4, 9, 11), "cu_seqlens_k": int32(0, 3, 3, 5, 13, 16)}
   check(H=2, Sq=11, Sk=16, D=8, layout="thd", dtype="float32", extras=extras, **more)

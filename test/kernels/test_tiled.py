@@ -64,7 +64,7 @@ def check(arch:str="gfx1030", make=normal, tile:TiledTile|None=None, **parameter
 def test_every_type(dtype:str, arch:str) -> None: check(arch, B=1, H=4, Hkv=2, Sq=70, Sk=100, D=40, Dv=24, dtype=dtype, causal=dtype != "float16")
 
 def test_float32_is_exact_to_its_own_rounding() -> None:
-  """float32 results of the forward kernel of plain UOps differ from float64 by at most 2e-6, even where docs/contract.md allows more."""
+  # float32 results of the forward kernel of plain UOps differ from float64 by at most 2e-6, even where docs/contract.md allows more.
   p = problem(H=1, Sq=64, Sk=200, D=64, dtype="float32")
   x, got = normal(p), check(H=1, Sq=64, Sk=200, D=64, dtype="float32")
   s = (x.q.astype(np.float64) @ x.k.swapaxes(-1, -2).astype(np.float64))*p.softmax_scale
@@ -81,16 +81,16 @@ def test_adversarial(make, dtype:str) -> None:
 def test_head_dimensions(D:int, Dv:int) -> None: check(tile=SMALL if D < 100 else None, H=1, Sq=20, Sk=40, D=D, Dv=Dv, dtype="float32")
 
 def test_long_sums_are_taken_in_parts() -> None:
-  """The forward kernel of plain UOps sums a long dot product in several parts. So lse for scores near 1e4 is within 4 units in the last place of the
-  largest score. One sequential sum of 512 products would err by 9 such units."""
+  # The forward kernel of plain UOps sums a long dot product in several parts. So lse for scores near 1e4 is within 4 units in the last place of the
+  # largest score. One sequential sum of 512 products would err by 9 such units.
   parameters:dict[str, Any] = dict(H=2, Sq=70, Sk=90, D=512, Dv=8, dtype="float32")
   _, lse = check(make=large_rows, tile=replace(SMALL, down=8, across=8, depth=32, ahead=True), **parameters)
   _, law = expected(p := problem(**parameters), large_rows(p), {})
   assert np.abs(lse - law.exact).max() < 4*np.spacing(np.float32(np.abs(law.exact).max()))
 
 def test_softcap_is_as_exact_as_float32() -> None:
-  """The error of o with softcap in float32 is below 6e-7 times the size of the values. Near 0, tanh(x) must not be computed as 1 - 2/(1 + exp(2x)),
-  with which the error would be 15e-7."""
+  # The error of o with softcap in float32 is below 6e-7 times the size of the values. Near 0, tanh(x) must not be computed as 1 - 2/(1 + exp(2x)),
+  # with which the error would be 15e-7.
   def large_values(p:Problem) -> Inputs:
     x = normal(p)
     return replace(x, v=x.v*1000)
@@ -114,8 +114,8 @@ PACKED = {"layout": "thd", "causal": True, "extras": {"cu_seqlens_q": int32(0, 0
 def test_options(dtype:str, tile:TiledTile) -> None: check(tile=tile, B=2, H=4, Hkv=2, Sq=20, Sk=50, D=16, dtype=dtype, **MASKED)
 
 def test_options_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
-  """A chip without workgroups, such as a CPU, runs the grid as a loop. The forward kernel of plain UOps is right on such a chip, which the emulator
-  simulates here: with packed sequences, and with window, softcap, ALiBi, bias, sinks and lengths together."""
+  # A chip without workgroups, such as a CPU, runs the grid as a loop. The forward kernel of plain UOps is right on such a chip, which the emulator
+  # simulates here: with packed sequences, and with window, softcap, ALiBi, bias, sinks and lengths together.
   monkeypatch.setattr(attn.api.checked_call, "arch_of", serial := lambda device: replace(get_chip("gfx1030"), lds=0, serial=True))
   monkeypatch.setattr(attn.calls.checked_kernel, "arch_of", serial)
   check(tile=ONE_THREAD, H=2, Hkv=1, Sq=11, Sk=13, D=16, dtype="float32", **PACKED)
@@ -135,8 +135,8 @@ def test_nan_beyond_the_lengths_has_no_effect() -> None:
     assert np.isfinite(o).all() and np.isfinite(lse).all()
 
 def test_one_thread_without_workgroups() -> None:
-  """A device without workgroups, such as a CPU, runs the grid as a loop over the blocks of queries. One thread computes a block for all batches and
-  heads. The forward kernel of plain UOps is right on such a device, which the emulator simulates here."""
+  # A device without workgroups, such as a CPU, runs the grid as a loop over the blocks of queries. One thread computes a block for all batches and
+  # heads. The forward kernel of plain UOps is right on such a device, which the emulator simulates here.
   serial = replace(get_chip("gfx1030"), lds=0, serial=True)
   p = problem(B=2, H=2, Sq=20, Sk=30, D=16, dtype="float32", lse=False, causal=True)
   kernel = forward_of(p, serial, ONE_THREAD)
@@ -162,16 +162,16 @@ FAULTS_OF_DROPOUT: dict[str, tuple[Any, str, Any]] = {
 
 @pytest.mark.parametrize("fault", [pytest.param(x, marks=pytest.mark.thorough if i else ()) for i, x in enumerate(FAULTS_OF_DROPOUT)])
 def test_planted_fault_of_dropout(fault:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """A planted fault in dropout makes the error of o larger than its limit. Each fault has its own problem, because tinygrad's cache keeps programs.
-  """
+  # A planted fault in dropout makes the error of o larger than its limit. Each fault has its own problem, because tinygrad's cache keeps programs.
+  #
   monkeypatch.setattr(*FAULTS_OF_DROPOUT[fault])
   with pytest.raises(AssertionError, match="o: "): check(tile=SMALL, **{**DROPOUT, "Sq": 10 + list(FAULTS_OF_DROPOUT).index(fault)})
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("D", (1, 6, 130))
 def test_rows_that_are_no_multiple_of_four(D:int) -> None:
-  """The forward kernel of plain UOps is right for rows whose width is no multiple of four. In an earlier version, a kernel of one thread summed
-  elements that no code had written."""
+  # The forward kernel of plain UOps is right for rows whose width is no multiple of four. In an earlier version, a kernel of one thread summed
+  # elements that no code had written.
   check(tile=ONE_THREAD, H=1, Sq=9, Sk=20, D=D, Dv=5, dtype="float32")
 
 # ***** asynchronous copies *****
@@ -201,13 +201,13 @@ FAULTS_OF_COPIES: dict[str, tuple[Any, str, Any]] = {
 @pytest.mark.usefixtures("without_places")
 @pytest.mark.parametrize("fault", FAULTS_OF_COPIES)
 def test_planted_fault_of_asynchronous_copies(fault:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """The emulator stops at a read of data that was not waited for. Each fault has its own problem, because tinygrad's cache keeps programs."""
+  # The emulator stops at a read of data that was not waited for. Each fault has its own problem, because tinygrad's cache keeps programs.
   monkeypatch.setattr(*FAULTS_OF_COPIES[fault])
   with pytest.raises(NotWaitedFor):
     check("sm_90", tile=COPIED, H=1, Sq=45 + list(FAULTS_OF_COPIES).index(fault), Sk=71, D=16, dtype="float32")
 
 def test_rows_that_are_no_whole_units_are_not_copied_asynchronously() -> None:
-  """NVIDIA's chips copy whole units of 16 bytes, without a conversion. Other rows are copied through registers, as all rows are on other chips."""
+  # NVIDIA's chips copy whole units of 16 bytes, without a conversion. Other rows are copied through registers, as all rows are on other chips.
   def tile(arch:str, **parameters:Any) -> TiledTile:
     views = {name: parameters.pop(name) for name in ("k_view", "v_view") if name in parameters}
     p = problem(**{**dict(H=256, Sq=512, Sk=512, D=64, dtype="float32"), **parameters})
@@ -261,7 +261,7 @@ def test_the_kernel_is_plain_uops() -> None:
   assert not {u.dtype for u in program.toposort()} & set(VECTORS)
 
 def test_kernels_for_attns_renderers_keep_their_vectors() -> None:
-  """The kernel for a chip of attn's table has vectors, and at most two thirds as many UOps as the kernel of plain UOps for another chip."""
+  # The kernel for a chip of attn's table has vectors, and at most two thirds as many UOps as the kernel of plain UOps for another chip.
   p = problem(H=2, Sq=20, Sk=50, D=16, dtype="float32")
   ours, others = (lower(forward_of(p, chip, SMALL)(*placeholders(p)), printer_of("gfx1030"))
                   for chip in (get_chip("gfx1030"), other_chip("CL", 49152)))
@@ -282,8 +282,8 @@ def operations(x:UOp, y:UOp, word:UOp, place:UOp, dtype:str) -> list[UOp]:
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_an_operation_means_the_same_in_plain_uops(dtype:str) -> None:
-  """Many of attn's operations can be computed in two ways: on the emulator by a numpy function, and in plain UOps on devices that lack the operation.
-  Both give equal numbers."""
+  # Many of attn's operations can be computed in two ways: on the emulator by a numpy function, and in plain UOps on devices that lack the operation.
+  # Both give equal numbers.
   n, rng = 64, np.random.default_rng(0)
   given = rng.standard_normal((2, n)).astype(np.float32), rng.integers(0, 2**31, n).astype(np.uint32)
   count = len(operations(*[UOp.const(1.0, dtypes.float)]*2, *[UOp.const(1, t) for t in (dtypes.uint, dtypes.int)], dtype))
@@ -305,9 +305,9 @@ def test_an_instruction_without_plain_uops_is_named() -> None:
 
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
 def test_a_program_takes_every_tensor_of_its_call(dtype:str) -> None:
-  """A compiled kernel has a parameter for every tensor of its call, also for a tensor that it does not read. For example, the kernel that merges key
-  ranges takes q, k and v only so that the gradient finds the inputs of attention. An earlier version dropped such parameters, and a CUDA graph on an
-  H200 failed with "invalid argument"."""
+  # A compiled kernel has a parameter for every tensor of its call, also for a tensor that it does not read. For example, the kernel that merges key
+  # ranges takes q, k and v only so that the gradient finds the inputs of attention. An earlier version dropped such parameters, and a CUDA graph on
+  # an H200 failed with "invalid argument".
   with emulated("sm_90"):
     q, k = draw(1, 2, 1, 64, dtype=dtype), draw(1, 2, 4096, 64, dtype=dtype)
     assert choice_of(q, k, k, num_splits=4).kernel == {"float16": "split_kv", "float32": "tiled"}[dtype]
@@ -377,8 +377,8 @@ assert np.isneginf(attn.attention(*map(Tensor, (q, k, v))).numpy()).all()
 """
 
 def test_a_cpu_with_an_infinite_last_row() -> None:
-  """The forward kernel of plain UOps computes whole tiles of keys, also with one thread. For a key beyond the last it reads the last row of V once
-  more, with weight 0. If this row is infinite, 0 times the row must not give NaN in the output."""
+  # The forward kernel of plain UOps computes whole tiles of keys, also with one thread. For a key beyond the last it reads the last row of V once
+  # more, with weight 0. If this row is infinite, 0 times the row must not give NaN in the output.
   pytest.importorskip("ziglang")
   on("CPU", 1, INFINITE, CC=str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh"))
 
@@ -394,8 +394,8 @@ for start, value in ((0, 1.0), (1, 0.0)):
 """
 
 def test_a_cpu_with_slices_that_begin_between_units() -> None:
-  """Kernels on a CPU read slices that begin at any element of a buffer. A CPU instruction for 16 aligned bytes would crash the process at such an
-  address."""
+  # Kernels on a CPU read slices that begin at any element of a buffer. A CPU instruction for 16 aligned bytes would crash the process at such an
+  # address.
   pytest.importorskip("ziglang")
   on("CPU", 1, BETWEEN_UNITS, CC=str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh"))
 
@@ -417,6 +417,6 @@ def test_on_a_gpu(make, dtype:str, monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.thorough
 def test_opencl_on_a_cpu() -> None:
-  """Results are right through OpenCL on a CPU, by Debian's pocl-opencl-icd."""
+  # Results are right through OpenCL on a CPU, by Debian's pocl-opencl-icd.
   if not any(Path("/etc/OpenCL/vendors").glob("pocl*.icd")): pytest.skip("no OpenCL driver: apt-get install pocl-opencl-icd ocl-icd-libopencl1")
   on("CL", 2)

@@ -57,8 +57,8 @@ def test_adversarial(chip:str, make) -> None:
 @in_turn("D, on", WIDTHS, [("sm_90", *mask) for mask in DTYPES_AND_MASKS],
          [pytest.param(("CUDA", *mask), marks=pytest.mark.gpu) for mask in DTYPES_AND_MASKS])
 def test_head_dimensions(D:int, on:tuple[str, str, bool|str]) -> None:
-  """forward_wgmma is right for every head dimension that has a tile of its own, in float16 and bfloat16, without a mask and with causal masks that
-  begin at the top left or end at the bottom right."""
+  # forward_wgmma is right for every head dimension that has a tile of its own, in float16 and bfloat16, without a mask and with causal masks that
+  # begin at the top left or end at the bottom right.
   chip, dtype, causal = on
   check(chip, H=4, Hkv=2, Sq=150, Sk=203, D=D, dtype=dtype, causal=causal)
 
@@ -106,8 +106,8 @@ def test_feature(chip:str, feature:str) -> None: FEATURES[feature](chip)
 
 @pytest.mark.parametrize("descending", (True, False))
 def test_nearest_keys_first(descending:bool, monkeypatch) -> None:
-  """The wgmma forward kernel loops over the keys beginning with those nearest to the query. With steep ALiBi slopes, the number that the softmax
-  subtracts from a row's scores then changes only at the first tile. In the other order it changes at every tile."""
+  # The wgmma forward kernel loops over the keys beginning with those nearest to the query. With steep ALiBi slopes, the number that the softmax
+  # subtracts from a row's scores then changes only at the first tile. In the other order it changes at every tile.
   if not descending: monkeypatch.setattr(workgroup, "nearest_first", lambda walk: False)
   definition, changes = OPERATIONS["correct"].meaning, list[bool]()
   def counted(lanes, reference, *args, **static):
@@ -169,8 +169,8 @@ def test_planted_wrong_numbers(fault:str, monkeypatch) -> None:
 
 @pytest.mark.usefixtures("without_places")
 def test_the_ring_has_no_more_places_than_tiles(monkeypatch) -> None:
-  """The wgmma forward kernel keeps tiles of keys in a ring buffer. If there are only two tiles, the buffer has two places, so the kernel does not
-  copy a third tile of zeros."""
+  # The wgmma forward kernel keeps tiles of keys in a ring buffer. If there are only two tiles, the buffer has two places, so the kernel does not copy
+  # a third tile of zeros.
   tile = WgmmaTile(1, 48)
   change_kernel(monkeypatch, "forward_wgmma", tile=lambda p, arch: tile)
   assert [tile.stages(problem(Sk=n)) for n in (1, 48, 49, 97, 1000)] == [1, 1, 2, 3, 3]
@@ -180,8 +180,8 @@ def test_the_ring_has_no_more_places_than_tiles(monkeypatch) -> None:
 
 @pytest.mark.parametrize("chip", ("sm_90", GPU))
 def test_two_tiles_of_keys(chip:str, monkeypatch) -> None:
-  """The kernel is right with two tiles of keys, and the compiler cannot find out in which iteration it copies the second one. ptxas 13.0 derived that
-  from a comparison, and then put rows of the second tile where the first one was still read: on an H100 nearly all rows were wrong."""
+  # The kernel is right with two tiles of keys, and the compiler cannot find out in which iteration it copies the second one. ptxas 13.0 derived that
+  # from a comparison, and then put rows of the second tile where the first one was still read: on an H100 nearly all rows were wrong.
   tile = WgmmaTile(2, 48)
   change_kernel(monkeypatch, "forward_wgmma", tile=lambda p, arch: tile)
   check(chip, H=4, Sq=90, Sk=90, D=256, causal="top-left")
@@ -191,8 +191,8 @@ def test_two_tiles_of_keys(chip:str, monkeypatch) -> None:
 
 @pytest.mark.parametrize("rows, idle", ((192, 0), (128, 1), (64, 2), (65, 1)))
 def test_warpgroups_without_queries(rows:int, idle:int, monkeypatch) -> None:
-  """Warpgroups without queries start no matrix products. The last workgroup has three warpgroups, of which `idle` have no query. Each other warpgroup
-  starts two products in each iteration."""
+  # Warpgroups without queries start no matrix products. The last workgroup has three warpgroups, of which `idle` have no query. Each other warpgroup
+  # starts two products in each iteration.
   tile, started = WgmmaTile(3, 64), count_products(monkeypatch)
   check_kernels("sm_90", H=1, Sq=192 + rows, Sk=100, D=32, tile=lambda _: tile)
   assert started == [6 - idle]*4       # two blocks at a time, two iterations
@@ -224,8 +224,8 @@ WITH_DROPOUT = dict(causal=True, dropout_p=0.1, extras={"dropout_seed": np.zeros
 @in_turn("D, options", (64, 128, 192, 256),
          ({}, dict(causal=True), dict(lse=True, window=(64, 64)), dict(lse=True, causal=True, softcap=30.0), WITH_DROPOUT), among=2, besides=(128,))
 def test_no_local_memory(D:int, options:dict, tmp_path) -> None:
-  """Compiled by nvcc, the wgmma forward kernel does not spill registers. ptxas also does not report that it makes each wgmma wait for the one before.
-  """
+  # Compiled by nvcc, the wgmma forward kernel does not spill registers. ptxas also does not report that it makes each wgmma wait for the one before.
+  #
   p = problem(H=256, Sq=4096, D=D, **{"lse": False, **options})
   kinds = DTYPES | {"uint32": dtypes.uint}
   tensors = [UOp.placeholder(shape, kinds[dtype], i) for i, (shape, dtype) in enumerate(p.shapes.values())]

@@ -34,7 +34,7 @@ def rows(path:Path) -> list[dict[str, str]]:
   with path.open() as f: return list(csv.DictReader(f))
 
 def test_without_settings() -> None:
-  """bench.py without settings on a machine without a GPU reports this, emulates gfx942, and checks the results."""
+  # bench.py without settings on a machine without a GPU reports this, emulates gfx942, and checks the results.
   result = run()
   assert result.returncode == 0, result.stderr
   assert result.stdout.startswith("no DEV is set and no AMD GPU was found: emulating one, DEV=EMU::gfx942\n") or "TFLOP/s" in result.stdout
@@ -63,7 +63,7 @@ def test_backward(bench_here:Callable[..., int], settings:dict[str, str], tmp_pa
   assert row["heads checked"] == "100%"
 
 def test_sweep_shows_progress(bench_here:Callable[..., int], tmp_path:Path, capsys:pytest.CaptureFixture[str]) -> None:
-  """bench.py with SWEEP=1 runs every shape of its list, writes a row for each shape to a CSV file, and shows its progress."""
+  # bench.py with SWEEP=1 runs every shape of its list, writes a row for each shape to a CSV file, and shows its progress.
   assert bench_here(**SMALL, SWEEP="1", CSV=str(tmp_path/"table.csv"), VERIFY="0", HKV="1", CAUSAL="0", DTYPE="half", OUT_DTYPE="half",
                     WINDOW="-1,-1", SK="64") == 0
   assert len(rows(tmp_path/"table.csv")) == len(bench.SWEEP) and f"{len(bench.SWEEP)}/{len(bench.SWEEP)}" in capsys.readouterr().err
@@ -103,7 +103,7 @@ def test_bounds(bench_here:Callable[..., int], capsys:pytest.CaptureFixture[str]
   ({"FIGURES": "1", "CSV": "x.csv"}, "CSV='x.csv' with FIGURES=1"),
 ])
 def test_bad_setting(bench_here:Callable[..., int], settings:dict[str, str], line:str, capsys:pytest.CaptureFixture[str]) -> None:
-  """bench.py refuses a bad setting before anything runs. The message has the setting's name, its value and what is supported."""
+  # bench.py refuses a bad setting before anything runs. The message has the setting's name, its value and what is supported.
   with pytest.raises((bench.BadSetting, ValueError, NotImplementedError)) as e: bench_here(**SMALL | settings)
   assert line in str(e.value) and "\n" not in str(e.value) and not capsys.readouterr().out
 
@@ -152,8 +152,8 @@ def test_verify_judges_lse_too() -> None:
   assert not verdicts.verify(p, (q, k, v), (o, lse + 1), None)[0].ok
 
 def test_every_shape_of_the_comparison_is_one_that_bench_takes() -> None:
-  """bench.py accepts every shape for the comparison with other libraries (COMPARE=1 and SWEEP=1). The comparison itself needs PyTorch and a GPU; this
-  test does not."""
+  # bench.py accepts every shape for the comparison with other libraries (COMPARE=1 and SWEEP=1). The comparison itself needs PyTorch and a GPU; this
+  # test does not.
   from attn.measure import peers
   problems = [bench.settings({**bench.ON_A_GPU, **x}).problem for x in (*peers.sweep("float16"), *peers.sweep("float32"))]
   assert len({(p, p.dtype, p.window) for p in problems}) == len(problems) == 4*len(peers.SHAPES) + 2*len(peers.SHAPES_FP32)
@@ -164,8 +164,8 @@ def test_the_comparison_without_pytorch_is_one_clear_line(monkeypatch:pytest.Mon
   with Context(DEV="CUDA"), pytest.raises(bench.BadSetting, match="COMPARE=1 needs PyTorch, which is not installed"): bench.compare_all(True)
 
 def test_the_sweep_of_the_backward_is_written(monkeypatch:pytest.MonkeyPatch, tmp_path:Path) -> None:
-  """bench.py with BWD=1, COMPARE=1 and SWEEP=1 writes a table and a picture of all its shapes, also of shapes whose gradients are too large to be
-  checked against float64. Here stand-ins replace the device and PyTorch."""
+  # bench.py with BWD=1, COMPARE=1 and SWEEP=1 writes a table and a picture of all its shapes, also of shapes whose gradients are too large to be
+  # checked against float64. Here stand-ins replace the device and PyTorch.
   pytest.importorskip("matplotlib")
   def row(p:Problem, causal:bool) -> dict[str, object]:
     theirs = {"TFLOP/s cuDNN": 2.0} if p.D < 256 else {}
@@ -183,15 +183,15 @@ def test_the_sweep_of_the_backward_is_written(monkeypatch:pytest.MonkeyPatch, tm
   assert {x["shape"] for x in found if not x["TFLOP/s cuDNN"]} == {"2x16x4096x256"}
 
 def test_problems_of_the_backward() -> None:
-  """Words on the command line select the problems that `python -m attn.measure.backward` measures."""
+  # Words on the command line select the problems that `python -m attn.measure.backward` measures.
   both = backward.problems(["32/8", "bfloat16"])
   assert [(p.H, p.Hkv, p.D, causal) for p, causal in both] == [(32, 8, 128, False), (32, 8, 128, True)]
   assert [backward.name_of(*x) for x in both] == ["4x32/8x4096x128 full bfloat16", "4x32/8x4096x128 causal bfloat16"]
   assert backward.name_of(*backward.problems(["65536"])[0]).startswith("1x8x64x65536x128 full") and len(backward.problems([])) == 32
 
 def test_the_backwards_peers_take_every_setting_before_anything_runs(monkeypatch:pytest.MonkeyPatch) -> None:
-  """bench.py with BWD=1 compares backward kernels with those of other libraries. Its settings describe the problems. Settings that this comparison
-  does not support, such as WINDOW, are refused before anything runs, also without PyTorch."""
+  # bench.py with BWD=1 compares backward kernels with those of other libraries. Its settings describe the problems. Settings that this comparison
+  # does not support, such as WINDOW, are refused before anything runs, also without PyTorch.
   compared: list[tuple[Problem, bool]] = []
   from attn.measure import backward
   monkeypatch.setattr(backward, "compare_backward", lambda p, causal: compared.append((p, causal)) or {"shape": "one"})

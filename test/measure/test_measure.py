@@ -23,8 +23,8 @@ from cases import problem
 
 @pytest.mark.parametrize("documents", (False, pytest.param(True, marks=pytest.mark.thorough)))
 def test_ways_of_backward_give_the_same_gradients(documents:bool) -> None:
-  """attn.measure.at_once compares three ways to compute gradients: by two kernels, by one kernel that adds to dq in no order, and by one kernel that
-  adds to dq in a fixed order. All three give the same gradients up to rounding, also with a mask_mod, where the kernels loop over lists of tiles."""
+  # attn.measure.at_once compares three ways to compute gradients: by two kernels, by one kernel that adds to dq in no order, and by one kernel that
+  # adds to dq in a fixed order. All three give the same gradients up to rounding, also with a mask_mod, where the kernels loop over lists of tiles.
   numbers = np.arange(128, dtype=np.int32)//60
   traced = functions_of(None, lambda b, h, i, j, n: n[i].eq(n[j]), (((128,), "int32"),)) if documents else {"causal": "top-left"}
   p = problem(H=2, Sq=100, Sk=128, D=64, dtype="float16", extras={"mod_tensor0": numbers} if documents else {}, **traced)
@@ -43,8 +43,8 @@ def test_ways_of_backward_give_the_same_gradients(documents:bool) -> None:
     for name, x in two.items(): np.testing.assert_allclose(other[name], x, atol=5e-3*np.abs(x).max())
 
 def test_rows_of_ways_have_the_options_that_they_name() -> None:
-  """attn.measure.at_once measures a list of problems. The name of each problem says its options, and the problem has exactly these options and their
-  tensors."""
+  # attn.measure.at_once measures a list of problems. The name of each problem says its options, and the problem has exactly these options and their
+  # tensors.
   rows = at_once.rows_of_ways([])
   assert len({row.name for row in rows}) == len(rows) and len(at_once.rows_of_ways(["packed", "32/8"])) == 2
   for row in rows:
@@ -58,8 +58,8 @@ def test_rows_of_ways_have_the_options_that_they_name() -> None:
     np.testing.assert_array_equal(at_once.as_laid(x, packed).numpy(), x.numpy().swapaxes(1, 2).reshape(8, 3, 5))
 
 def test_first_calls_are_timed() -> None:
-  """attn.measure.latency times a first call, here on the emulator. For the time of the call it replaces a method of the compiler, to measure how long
-  compiling takes; afterwards the compiler has its own method again."""
+  # attn.measure.latency times a first call, here on the emulator. For the time of the call it replaces a method of the compiler, to measure how long
+  # compiling takes; afterwards the compiler has its own method again.
   with Context(DEV="EMU::gfx942"):
     compiler = Device["EMU"].renderer.compiler
     found = latency.first_call(FirstCall(1, 2, 1, 33, 40, 16, True))
@@ -67,8 +67,8 @@ def test_first_calls_are_timed() -> None:
   assert len({str(row) for row in FIRST_CALLS}) == len(FIRST_CALLS) and any(row.backward for row in FIRST_CALLS)
 
 def test_later_calls_are_timed(capsys) -> None:
-  """attn.measure.later_calls times calls and their gradients on the host without launching a kernel. It also times tinygrad's own attention, if
-  tinygrad has the options of the call."""
+  # attn.measure.later_calls times calls and their gradients on the host without launching a kernel. It also times tinygrad's own attention, if
+  # tinygrad has the options of the call.
   rows = {row.name: row for row in later_calls.LATER_CALLS}
   assert len(rows) == len(later_calls.LATER_CALLS)
   with Context(DEV="EMU::gfx942"):
@@ -85,7 +85,7 @@ def test_later_calls_are_timed(capsys) -> None:
   assert not capsys.readouterr().out
 
 def test_first_calls_have_empty_caches(monkeypatch, capsys) -> None:
-  """attn.measure.latency starts two processes in each run. The two share caches that are new and empty."""
+  # attn.measure.latency starts two processes in each run. The two share caches that are new and empty.
   seen = []
   def run(command:list[str], env:dict[str, str], **kwargs:object) -> SimpleNamespace:
     row, caches = FirstCall(**json.loads(command[-1])), [env[name] for name in ("XDG_CACHE_HOME", "CACHEDB", "CUDA_CACHE_PATH")]
@@ -100,8 +100,8 @@ def test_first_calls_have_empty_caches(monkeypatch, capsys) -> None:
   with pytest.raises(RuntimeError, match="what was wrong"): latency.main(["32 on 8", "2048"])
 
 def test_launches_of_a_tinyjit(monkeypatch) -> None:
-  """The timer of attn.measure.short runs attention under TinyJit, `steps` times in each of TinyJit's first two calls. Every run writes the same
-  output tensor."""
+  # The timer of attn.measure.short runs attention under TinyJit, `steps` times in each of TinyJit's first two calls. Every run writes the same output
+  # tensor.
   calls = []
   monkeypatch.setattr(short, "attention", lambda *args, **options: calls.append(options) or attention(*args, **options))
   rng = np.random.default_rng(0)
@@ -112,15 +112,15 @@ def test_launches_of_a_tinyjit(monkeypatch) -> None:
     np.testing.assert_array_equal(out.numpy(), attention(q, k, v).numpy())
 
 def test_short_rows() -> None:
-  """The wgmma kernel computes every problem in attn.measure.short's table of short sequences. The problems have a causal mask or no mask, so PyTorch
-  can compute the same."""
+  # The wgmma kernel computes every problem in attn.measure.short's table of short sequences. The problems have a causal mask or no mask, so PyTorch
+  # can compute the same.
   for row in short.SHORT_ROWS:
     assert choose(row.problem, get_chip("sm_90")).kernel == "forward_wgmma" and (row.causal or row.problem.window == (-1, -1))
   assert len({str(row) for row in short.SHORT_ROWS}) == 8
 
 def test_peers_take_turns() -> None:
-  """`in_turn` measures kernels of several libraries in rounds. Each library runs once in a round, in another order in each round, and its median time
-  counts."""
+  # `in_turn` measures kernels of several libraries in rounds. Each library runs once in a round, in another order in each round, and its median time
+  # counts.
   called = list[str]()
   def timer(name:str, *seconds:float) -> Callable[[], float]:
     left = iter(seconds)
@@ -143,7 +143,7 @@ def test_the_needs_of_every_program_are_here() -> None:
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("program", NEEDS)
 def test_a_program_says_what_it_needs(program:str) -> None:
-  """A measurement on a machine without a GPU ends in one sentence and not in a traceback."""
+  # A measurement on a machine without a GPU ends in one sentence and not in a traceback.
   if NEEDS[program].startswith("needs torch") and importlib.util.find_spec("torch") is not None: pytest.skip("torch is here")
   env = {**os.environ, "DEV": "CUDA", "CUDA_PATH": "/nothing"} if "peers" not in program else dict(os.environ)
   if "CUDA" in env.get("DEV", "") and cuda_is_there(): pytest.skip("a GPU is here")
@@ -155,7 +155,7 @@ def cuda_is_there() -> bool:
   except Exception: return False
 
 def test_timed_rounds_fill_their_time() -> None:
-  """`timed_rounds` measures in rounds of a fixed length: a round has as many runs as fill it. Something that takes longer than a round runs once."""
+  # `timed_rounds` measures in rounds of a fixed length: a round has as many runs as fill it. Something that takes longer than a round runs once.
   asked: list[int] = []
   def seconds(each:float) -> Callable[[int], float]:
     def run(count:int) -> float:

@@ -13,8 +13,8 @@ DOCS = Path(__file__).resolve().parent.parent.parent/"docs"
 def stored() -> list[list[str]]: return list(csv.reader((DOCS/"data/rounding.csv").open()))
 
 def test_the_page_has_the_figures_of_the_table() -> None:
-  """The table in docs/serving.md shows the rounding errors of docs/data/rounding.csv for D = 128 and float32 scales. The errors confirm what the page
-  says about keys with outliers: rotating them reduces the output's error in int8 to less than a third, and increases it in fp8e4m3."""
+  # The table in docs/serving.md shows the rounding errors of docs/data/rounding.csv for D = 128 and float32 scales. The errors confirm what the page
+  # says about keys with outliers: rotating them reduces the output's error in int8 to less than a third, and increases it in fp8e4m3.
   head, *rows = stored()
   assert tuple(head) == rounding.ERROR_COLUMNS and len(rows) == len(rounding.WIDTHS)*2*len(rounding.ROUNDINGS)*2
   of = {tuple(row[:5]): row[5:] for row in rows}
@@ -27,8 +27,8 @@ def test_the_page_has_the_figures_of_the_table() -> None:
   assert error("int8", "yes") < error("int8", "no")/3 and error("fp8e4m3", "yes") > error("fp8e4m3", "no")
 
 def test_rotation_keeps_scores() -> None:
-  """`rotate` changes no dot product of two rows if both are rotated. It spreads one large element of a row evenly over a part of the row. The part is
-  as wide as the largest power of two that divides the row's width."""
+  # `rotate` changes no dot product of two rows if both are rotated. It spreads one large element of a row evenly over a part of the row. The part is
+  # as wide as the largest power of two that divides the row's width.
   with Context(DEV="EMU::gfx942", NOOPT=1):
     for width in (128, 24, 7):
       turned = rotate(Tensor(np.eye(width, dtype=np.float32))).numpy()

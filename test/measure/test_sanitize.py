@@ -38,8 +38,8 @@ def kernels_for_nvidia() -> set[str]:
   return found | {name for text in texts for name in re.findall(r'"attn_(\w+?)[_"](?=\{|$|,|\))', text)} - SEVERAL_DEVICES - WITHOUT_CUDA
 
 def test_the_calls_have_every_kernel() -> None:
-  """Each call of attention that attn.measure.sanitize runs launches at least one attn kernel. Together the calls launch every kernel that an NVIDIA
-  GPU may run."""
+  # Each call of attention that attn.measure.sanitize runs launches at least one attn kernel. Together the calls launch every kernel that an NVIDIA
+  # GPU may run.
   wanted, seen = kernels_for_nvidia(), set[str]()
   assert {"wgmma", "mma", "mla", "tiled", "combine", "append", "tiles_seen", "backward_all_wgmma", "backward_dkdv_tiled"} <= wanted
   with on_sm_90():
@@ -120,8 +120,8 @@ def but(tool:str, name:str, answer:tuple[str, int]) -> Answer:
   (but("racecheck", "a barrier less", (CLEAN_RACECHECK, 0)), "racecheck does not report the planted fault, a barrier less"),
   (but("memcheck", "a store out of bounds", (CLEAN, 0)), "memcheck does not report the planted fault, a store out of bounds")))
 def test_exit_code(answer:Answer, told:str, monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
-  """The exit code of `python -m attn.measure.sanitize` is 0 only if every process ends well, compute-sanitizer reports no error in attn's kernels,
-  and it reports both planted faults."""
+  # The exit code of `python -m attn.measure.sanitize` is 0 only if every process ends well, compute-sanitizer reports no error in attn's kernels, and
+  # it reports both planted faults.
   seen = list[tuple[str, str]]()
   def run(command:list[str], env:dict[str, str], **kwargs:Any) -> SimpleNamespace:
     tool, names = command[2] if command[0] == "the tool" else "", json.loads(command[-1])
@@ -139,8 +139,7 @@ def test_exit_code(answer:Answer, told:str, monkeypatch:pytest.MonkeyPatch, caps
   assert set(seen) == {(tool, call.name) for tool in ("", *TOOLS) for call in SMALL_CALLS} | {(fault.tool, name) for name, fault in FAULTS.items()}
 
 def test_it_says_what_it_needs() -> None:
-  """`python -m attn.measure.sanitize` prints one sentence and ends with exit code 2 on a machine without compute-sanitizer or without an NVIDIA
-  GPU."""
+  # `python -m attn.measure.sanitize` prints one sentence and ends with exit code 2 on a machine without compute-sanitizer or without an NVIDIA GPU.
   env = {**os.environ, "CUDA_PATH": "/nothing", "CUDA_VISIBLE_DEVICES": ""}
   done = subprocess.run([sys.executable, "-m", "attn.measure.sanitize"], capture_output=True, text=True, env=env)
   assert done.returncode == 2 and not done.stdout

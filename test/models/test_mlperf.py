@@ -131,8 +131,8 @@ CASES = [("flat_llama.py", "float16", "EMU::gfx942", ""), ("flat_llama.py", "bfl
 @pytest.mark.thorough
 @pytest.mark.parametrize("program, dtype, on, shared", CASES)
 def test_losses(program:str, dtype:str, on:str, shared:str) -> None:
-  """A small trainer has the same losses in 20 training steps with attn as with tinygrad's own attention, up to rounding, also if the batch or the
-  heads are sharded over two devices."""
+  # A small trainer has the same losses in 20 training steps with attn as with tinygrad's own attention, up to rounding, also if the batch or the
+  # heads are sharded over two devices.
   ours, own = PROGRAMS[program]
   kind = on.split(":")[0]
   devices = (kind, f"{kind}:1") if shared else (kind,)
@@ -160,8 +160,8 @@ def scheduled(attend:Attend, sliding:bool) -> list[tuple[str, list[int]]]:
 
 @pytest.mark.parametrize("program", [pytest.param(name, marks=() if "oss" in name else pytest.mark.thorough) for name in PROGRAMS])
 def test_no_copies_of_the_inputs(program:str) -> None:
-  """One kernel writes each of q, k and v in a layer of the small trainers, and no kernel copies them. The backward pass runs the forward kernel again
-  only if the layer has not kept o and lse."""
+  # One kernel writes each of q, k and v in a layer of the small trainers, and no kernel copies them. The backward pass runs the forward kernel again
+  # only if the layer has not kept o and lse.
   q, k = B*S*HEADS*D, B*S*KV_HEADS*D
   with computed_on("EMU::gfx942"), attn.installed(), Context(TRAINING=1):
     kernels = scheduled(PROGRAMS[program][0], sliding=program != "gpt_oss.py")     # gpt_oss.py itself copies keys and values into bands
@@ -182,9 +182,9 @@ BY_DEFAULT = (("float16", "EMU::gfx942", True), ("bfloat16", "EMU::sm_80", False
   pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.thorough)
   for case in itertools.product(NOISE, ("EMU::gfx942", "EMU::gfx1100", "EMU::sm_80", "CPU"), (True, False))])
 def test_inference_of_gpt_oss(dtype:str, on:str, sliding:bool, monkeypatch:pytest.MonkeyPatch) -> None:
-  """One kernel computes the attention of a layer with gpt-oss's heads and sinks, with or without a sliding window. This holds if the layer calls
-  attn, and also if it writes attention out in tensor operations, as tinygrad's model does. The error against float32 is at most twice that of
-  tinygrad's own kernels."""
+  # One kernel computes the attention of a layer with gpt-oss's heads and sinks, with or without a sliding window. This holds if the layer calls attn,
+  # and also if it writes attention out in tensor operations, as tinygrad's model does. The error against float32 is at most twice that of tinygrad's
+  # own kernels.
   for name, n in {"HEADS": 64, "KV_HEADS": 8, "D": 64, "S": 48, "WINDOW": 16}.items(): monkeypatch.setitem(globals(), name, n)
   rng, kind = np.random.default_rng(5), on.split(":")[0]
   angles = np.outer(np.arange(S), 150000.0**(-np.arange(0, D, 2)/D)).reshape(1, S, 1, D//2, 1)

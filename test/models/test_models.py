@@ -41,8 +41,8 @@ def own_of_rounded(q:Tensor, k:Tensor, v:Tensor, *args:Any, **kwargs:Any) -> Ten
   pytest.param(program, dtype, device, marks=() if by_default(place, dtype, device) else pytest.mark.thorough)
   for place, program in enumerate(PROGRAMS) for dtype in TYPES for device in DEVICES])
 def test_a_program_of_tinygrad(program:Any, dtype:str, device:str) -> None:
-  """attn's kernels are as accurate in a small program that calls attention like one of tinygrad's models: the error against float32 is at most twice
-  that of tinygrad's own attention. Tensors are rounded in the same way for both."""
+  # attn's kernels are as accurate in a small program that calls attention like one of tinygrad's models: the error against float32 is at most twice
+  # that of tinygrad's own attention. Tensors are rounded in the same way for both.
   with computed_on(device), warnings.catch_warnings():
     warnings.simplefilter("error")       # a call that goes to tinygrad's own warns
     exact = results(program, dtype, exact=True)

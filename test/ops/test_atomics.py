@@ -69,8 +69,8 @@ def test_machine_code_of_turns(arch):
 
 @pytest.mark.parametrize("release", (19, 20, 22))
 def test_clang_19_is_refused_for_rdna4(release):
-  """clang 19 stops with an error at the source of atomic additions for RDNA4, because it would add with the scope of one compute unit only. The
-  sources for other chips do not test clang's version."""
+  # clang 19 stops with an error at the source of atomic additions for RDNA4, because it would add with the scope of one compute unit only. The
+  # sources for other chips do not test clang's version.
   text = text_of(in_turn, "gfx1201", *SUMS).replace("__clang_major__", str(release))
   if release >= 20: assert assembly(text, "gfx1201")
   else:
@@ -118,7 +118,7 @@ NEIGHBOURS = (132, dtypes.float), (256, dtypes.float)
 
 @pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
 def test_text_for_nvidia(arch, tmp_path):
-  """nvcc compiles the CUDA source of atomic additions. On sm_90 one instruction adds two or four neighbouring elements."""
+  # nvcc compiles the CUDA source of atomic additions. On sm_90 one instruction adds two or four neighbouring elements.
   texts = [text_of(in_turn, arch, *SUMS), text_of(four, arch, *FOUR)]
   texts += [text_of(neighbours(n), arch, *NEIGHBOURS) for n in ((1, 2, 4) if arch == "sm_90" else (1,))]
   texts.append(text_of(backwards, arch, *FOUR))
@@ -186,8 +186,7 @@ def tickets(width):
 
 @pytest.mark.parametrize("width", (64, 256))
 def test_meaning_of_tickets(width):
-  """`ticket` gives each workgroup a number of its own, the value of an atomic counter before its addition. All lanes of the workgroup get this
-  number."""
+  # `ticket` gives each workgroup a number of its own, the value of an atomic counter before its addition. All lanes of the workgroup get this number.
   found, counter = run(tickets(width), "gfx942", np.full(8*width, -1, np.int32), np.array([5], np.int32))
   found = found.reshape(8, width)
   assert (found == found[:, :1]).all() and sorted(found[:, 0]) == list(range(5, 13)) and counter[0] == 13

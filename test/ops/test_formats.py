@@ -32,8 +32,8 @@ def test_every_byte_is_read(name:str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_scales_of_rows(name:str) -> None:
-  """Rows of zeros get the scale 0. So do rows whose scale would be below the normal fp32 numbers. Rows with NaN or infinity get the scale NaN, and so
-  do rows whose scale is too large for float16. All these rows are stored as zeros."""
+  # Rows of zeros get the scale 0. So do rows whose scale would be below the normal fp32 numbers. Rows with NaN or infinity get the scale NaN, and so
+  # do rows whose scale is too large for float16. All these rows are stored as zeros.
   format = FORMATS[name]
   rows = np.array([[0, 0], [1, -2], [math.nan, 1], [1, -math.inf], [1e-38, 0], [3e38, -3e38], [70000*format.most, 1], [1e-7, 1e-9]], np.float32)
   with Context(DEV="EMU::gfx942"):
@@ -49,7 +49,7 @@ def test_scales_of_rows(name:str) -> None:
       assert (np.abs(stored[kept[:-1]]).max(1) == format.most).all()
 
 def test_scales_of_fp16_are_rounded_to_nearest() -> None:
-  """as_fp16 rounds as numpy does: normal and denormal numbers, midpoints, and numbers below the first midpoint."""
+  # as_fp16 rounds as numpy does: normal and denormal numbers, midpoints, and numbers below the first midpoint.
   half = np.arange(0x7c00).astype(np.uint16).view(np.float16).astype(np.float32)
   x = np.concatenate([half, (half[1:] + half[:-1])/2, np.random.default_rng(0).lognormal(-9, 4, 5000).astype(np.float32)])
   with Context(DEV="EMU::gfx942"): got = as_fp16(Tensor(x)).numpy()

@@ -361,8 +361,8 @@ def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, s
 # ***** the tests *****
 
 def test_operations_in_which_lanes_meet_are_known() -> None:
-  """ACROSS_LANES names exactly the operations whose source exchanges values between lanes. Kernels compute such operations before a branch, also if
-  only the branch uses the result."""
+  # ACROSS_LANES names exactly the operations whose source exchanges values between lanes. Kernels compute such operations before a branch, also if
+  # only the branch uses the result.
   found = set()
   for (arch, _), make in CASES.items():
     for x in make().toposort() if language(arch) == "hip" else ():
@@ -431,7 +431,7 @@ def test_masks(offsets:tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("side", ("above", "below"))
 def test_masks_of_registers(side:str) -> None:
-  """`mask_rows` sets the scores of the right keys to -inf. Vector i of three vectors has the keys 8*i and 8*i + 1 of two rows."""
+  # `mask_rows` sets the scores of the right keys to -inf. Vector i of three vectors has the keys 8*i and 8*i + 1 of two rows.
   threads = WAVES*32
   scores = Registers([np.ones((4, threads), np.float32) for _ in range(3)], 0)
   limits = np.stack([np.arange(threads) % 19 - 1, np.arange(threads) % 5 + 7]).astype(np.int32)
@@ -442,9 +442,9 @@ def test_masks_of_registers(side:str) -> None:
       np.testing.assert_array_equal(scores.elements[k][2*row + offset], np.where(gone, -np.inf, 1))
 
 def test_transposed_bits() -> None:
-  """`transposed_bits` transposes four 8x8 matrices of bits at once, across eight lanes. Before, the 32-bit word of lane i holds row i of each matrix;
-  afterwards, column i. The bits of matrix m have the places 4m to 4m+3, in the lower half of the word for even columns and in the upper half for odd
-  columns."""
+  # `transposed_bits` transposes four 8x8 matrices of bits at once, across eight lanes. Before, the 32-bit word of lane i holds row i of each matrix;
+  # afterwards, column i. The bits of matrix m have the places 4m to 4m+3, in the lower half of the word for even columns and in the upper half for
+  # odd columns.
   rng, threads = np.random.default_rng(0), WAVES*32
   rows = rng.integers(0, 2, (threads//8, 8, 4, 8))                        # groups of eight lanes: lane, matrix, column
   def words(bits:np.ndarray) -> np.ndarray:
@@ -454,8 +454,8 @@ def test_transposed_bits() -> None:
   np.testing.assert_array_equal(got, words(rows.transpose(0, 3, 2, 1)))
 
 def test_correction_of_rows() -> None:
-  """`correct` raises the number that the softmax subtracts from a row's scores to the row's maximum, and makes the accumulators and P relative to the
-  new number. Here two rows are shared by four lanes."""
+  # `correct` raises the number that the softmax subtracts from a row's scores to the row's maximum, and makes the accumulators and P relative to the
+  # new number. Here two rows are shared by four lanes.
   rng, lanes, scale = np.random.default_rng(0), Wave(NVIDIA), 0.18
   threads, x = len(lanes.active), by_rows((LANE,), tiles=1, scale=scale)
   names = ("reference", "bias", "l", "acc", "p", "scores", "part")
@@ -479,8 +479,8 @@ def test_correction_of_rows() -> None:
   np.testing.assert_allclose(got.transpose(1, 2, 3, 0), p, rtol=1e-3, atol=1e-7)
 
 def test_splitting_rounds_to_nearest_even() -> None:
-  """P is rounded to the nearest bf16 number, ties to even, also on chips without an instruction for this. The test tries every upper half of a normal
-  fp32 number, with lower halves at both ends and around ties. Some of them carry into the next power of two."""
+  # P is rounded to the nearest bf16 number, ties to even, also on chips without an instruction for this. The test tries every upper half of a normal
+  # fp32 number, with lower halves at both ends and around ties. Some of them carry into the next power of two.
   largest = numerics.bits_as(np.array([numerics.LARGEST_WEIGHT], np.float32), "uint32")[0] >> 16
   upper, lower = np.r_[0, 1 << 7:largest].astype(np.uint32), np.r_[:2, 0x7ffe:0x8002, 0xff00:0xff04, 0xfffc:0x10000].astype(np.uint32)
   x = (upper[:, None] << np.uint32(16) | lower).view(np.float32)

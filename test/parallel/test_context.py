@@ -118,8 +118,8 @@ def test_planted_faults_of_the_plan_are_seen(monkeypatch:pytest.MonkeyPatch, fau
 @pytest.mark.parametrize("count, order", ((1, "zigzag"), (2, "zigzag"), (3, "zigzag"), (3, "contiguous")))
 @pytest.mark.parametrize("block_m", (3, 5, 8))
 def test_a_kernel_knows_where_queries_are(count:int, order:str, block_m:int) -> None:
-  """A kernel computes the right position in the whole sequence for each query, if a device holds one or two pieces of 5 rows. No block of queries has
-  rows of two pieces."""
+  # A kernel computes the right position in the whole sequence for each query, if a device holds one or two pieces of 5 rows. No block of queries has
+  # rows of two pieces.
   length = 5*count*ORDERS[order] - 3
   p = posed(length, length, (-1, 0), 0)
   s = shards(p, count, order)
@@ -262,8 +262,8 @@ def test_contract_of_every_option(name:str, count:int, order:str, arch:str, kern
   check(count, order, arch, kernel, keys=keys, layout=layout, dtype=dtype, **MORE[name])
 
 def test_a_tile_has_rows_that_no_query_sees(monkeypatch:pytest.MonkeyPatch) -> None:
-  """A tile reads rows before and after the rows that a window shows, so a device copies REACH more rows. If REACH is 0, the emulator stops at a read
-  of rows that were not copied."""
+  # A tile reads rows before and after the rows that a window shows, so a device copies REACH more rows. If REACH is 0, the emulator stops at a read
+  # of rows that were not copied.
   monkeypatch.setattr(dealing, "REACH", 0)
   with pytest.raises(UninitialisedRead): check(2, Sq=300, D=16, H=1, window=(70, 0), causal=True)
 
@@ -272,38 +272,38 @@ def test_a_tile_has_rows_that_no_query_sees(monkeypatch:pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("arch, dtype", (("gfx942", "float16"), ("gfx1100", "bfloat16"),
                                          ("sm_80", "float16"), ("sm_90", "bfloat16")))
 def test_windows_of_long_sequences(monkeypatch:pytest.MonkeyPatch, arch:str, dtype:str, order:str) -> None:
-  """A device copies only a part of a long sequence if there is a window. REACH, the number of rows that it copies before and after the visible ones,
-  is 256 here; these kernels need fewer."""
+  # A device copies only a part of a long sequence if there is a window. REACH, the number of rows that it copies before and after the visible ones,
+  # is 256 here; these kernels need fewer.
   monkeypatch.setattr(dealing, "REACH", 256)
   check(2, order, arch, Sq=1300, D=32, H=1, window=(70, 0), causal=True, dtype=dtype)
 
 def test_wide_scores_of_an_odd_number_of_rows() -> None:
-  """Results are right if a device's partial result has 5 rows. `lse_rest`, the part of lse that fp32 loses, then begins at no multiple of 16 bytes in
-  the device's buffer."""
+  # Results are right if a device's partial result has 5 rows. `lse_rest`, the part of lse that fp32 loses, then begins at no multiple of 16 bytes in
+  # the device's buffer.
   check(2, keys=True, H=1, Sq=5, Sk=12, D=16, extras={"bias": floats(1, 1, 1, 12)})
 
 @pytest.mark.thorough
 def test_a_bias_of_one_query() -> None:
-  """A bias of one row for a sequence of one query belongs to this query, and is not taken for a row that applies to all queries. The second device
-  has only padding and no query."""
+  # A bias of one row for a sequence of one query belongs to this query, and is not taken for a row that applies to all queries. The second device has
+  # only padding and no query.
   check(2, Sq=1, Sk=31, D=16, extras={"bias": floats(1, 2, 1, 31)})
 
 @pytest.mark.thorough
 def test_devices_without_regions(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Results are right on devices, such as OpenCL's, where a kernel cannot take a part of a buffer as an argument and the renderer does not know
-  attn's operations. A device then computes its queries over the keys of one device after another, and kernels of plain UOps merge the results."""
+  # Results are right on devices, such as OpenCL's, where a kernel cannot take a part of a buffer as an argument and the renderer does not know attn's
+  # operations. A device then computes its queries over the keys of one device after another, and kernels of plain UOps merge the results.
   monkeypatch.setattr(context, "region", lambda u: None)
   monkeypatch.setattr(context, "CHIPS", {})
   check(2, kernel="tiled", Sq=6, Sk=5, D=6, dtype="float32", extras={"sinks": SINKS})
 
 def test_sharded_keys_with_whole_queries() -> None:
-  """Results are right if the keys are sharded over devices and every device has the single query, as in decoding. The order "zigzag" gives each
-  device two pieces of the keys."""
+  # Results are right if the keys are sharded over devices and every device has the single query, as in decoding. The order "zigzag" gives each device
+  # two pieces of the keys.
   check(4, Sq=1, Sk=70, H=4, Hkv=1, causal=True, keys=True, extras={"sinks": np.float32([1, 2, -1, 0])})
 
 def test_sharded_keys_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Results are right if the keys are sharded over two chips without workgroups. Kernels then loop over the grid, as on a CPU, and so does the kernel
-  that merges results."""
+  # Results are right if the keys are sharded over two chips without workgroups. Kernels then loop over the grid, as on a CPU, and so does the kernel
+  # that merges results.
   for module in (checked_call, checked_kernel):
     monkeypatch.setattr(module, "arch_of", lambda device: replace(get_chip("gfx1030"), lds=0, serial=True))
   check(2, arch="gfx1030", kernel="tiled", Sq=6, Sk=5, D=6, keys=True, dtype="float32")
@@ -369,7 +369,7 @@ def test_gradients_of_every_option(name:str, count:int, order:str, arch:str, dty
   check_gradients(count, order, arch, keys=keys, dtype=dtype, D=16, **MORE[name])
 
 def test_the_gradient_of_a_sum_and_a_shard_of_padding() -> None:
-  """Gradients are right if dO is one number everywhere, and if one device has only padding and no query."""
+  # Gradients are right if dO is one number everywhere, and if one device has only padding and no query.
   with emulated("gfx942"):
     x = [draw(1, 1, rows, 16) for rows in (1, 6, 6)]
     def gradients(place:Any, **options:Any) -> list[np.ndarray]:
@@ -433,8 +433,8 @@ def check_reading(count:int, shared:str, reading:Callable[[list[str]], list[list
 def one_by_one(names:list[str]) -> list[list[str]]: return [[name] for name in names]
 
 def test_gradients_are_read_one_by_one(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Gradients are right on three devices if they are realized one after another and each device has only one buffer for keys of other devices. Each
-  copy into the buffer then overwrites the one before."""
+  # Gradients are right on three devices if they are realized one after another and each device has only one buffer for keys of other devices. Each
+  # copy into the buffer then overwrites the one before.
   monkeypatch.setattr(context, "SLOTS", 1)
   check_reading(3, "rows", one_by_one, order="contiguous", calls=3, Sq=48, H=1, D=16)
 
@@ -458,7 +458,7 @@ def in_any_order(monkeypatch:pytest.MonkeyPatch, seed:int) -> Context:
 @pytest.mark.parametrize("launches", (1, 3))
 @pytest.mark.parametrize("seed", (1, 2))
 def test_no_launch_is_before_the_keys_that_it_reads(monkeypatch:pytest.MonkeyPatch, seed:int, launches:int) -> None:
-  """A kernel on a device waits for all copies of keys that it reads, in whatever order tinygrad schedules kernels and copies."""
+  # A kernel on a device waits for all copies of keys that it reads, in whatever order tinygrad schedules kernels and copies.
   def chunks(p:Problem, shards:SequenceShards) -> list[tuple[int, int]]:
     return [(head, p.Hkv//launches) for head in range(0, p.Hkv, p.Hkv//launches)]
   monkeypatch.setattr(context, "head_chunks", chunks)
@@ -489,7 +489,7 @@ def scaled_up(shared:str, count:int, *, extras:dict[str, np.ndarray]|None=None, 
 @pytest.mark.parametrize("count", (2, 3, 4, 5, 8))
 @pytest.mark.parametrize("shared", SHARED)
 def test_results_are_read_in_any_order(shared:str, count:int, seed:int) -> None:
-  """Results of random problems on several devices are right in whatever order they are read, one by one or in groups, with and without TinyJit."""
+  # Results of random problems on several devices are right in whatever order they are read, one by one or in groups, with and without TinyJit.
   rng = random.Random(zlib.crc32(f"{shared} {count} {seed}".encode()))
   name, order, calls, reading = rng.choice([*READ]), rng.choice([*ORDERS]), rng.choice((1, 3)), rng.randrange(1000)
   problem_of_count = scaled_up(shared, count, **READ[name])
@@ -498,8 +498,8 @@ def test_results_are_read_in_any_order(shared:str, count:int, seed:int) -> None:
 # ***** under TinyJit *****
 
 def test_under_tinyjit() -> None:
-  """Results on several devices are right under TinyJit with grouped heads, padding and a causal mask. The inputs are computed tensors, so in each
-  call tinygrad uses other buffers for them, for parts of keys, and for messages between devices."""
+  # Results on several devices are right under TinyJit with grouped heads, padding and a causal mask. The inputs are computed tensors, so in each call
+  # tinygrad uses other buffers for them, for parts of keys, and for messages between devices.
   p = problem(H=2, Hkv=1, Sq=21, D=16, causal=True)
   with emulated("gfx942"):
     @TinyJit
@@ -514,8 +514,8 @@ def test_under_tinyjit() -> None:
 
 @pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
 def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, mended:bool) -> None:
-  """Each call under TinyJit uses its own inputs, although launches and copies read only parts of them. tinygrad's own graph keeps the parts of the
-  first call; the case `mended=False` shows this."""
+  # Each call under TinyJit uses its own inputs, although launches and copies read only parts of them. tinygrad's own graph keeps the parts of the
+  # first call; the case `mended=False` shows this.
   monkeypatch.setattr(context.SharedRows, "gathers", False)
   with emulated("gfx942", "tiled"):
     anew = list[int]()
@@ -534,8 +534,8 @@ def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, m
     assert anew == copied_anew and (copied_anew == [4, 4]) == mended
 
 def test_long_copies_of_keys_run_beside_a_launch() -> None:
-  """Where copying the keys of all heads takes long, a device computes its heads in several launches of equal size: while one runs, the keys of the
-  next are copied. 32 or 8 key/value heads run in two halves, 9 heads in groups of three. Short sequences need one launch for all heads."""
+  # Where copying the keys of all heads takes long, a device computes its heads in several launches of equal size: while one runs, the keys of the
+  # next are copied. 32 or 8 key/value heads run in two halves, 9 heads in groups of three. Short sequences need one launch for all heads.
   def parts(H:int, Hkv:int, rows:int) -> list[tuple[int, int]]:
     p = Problem(1, H, Hkv, rows, rows, 128, 128, window=(-1, 0), softmax_scale=1.0)
     return head_chunks(p, shards(p, 2, "zigzag"))
@@ -562,9 +562,9 @@ def graph_of_heads(monkeypatch:pytest.MonkeyPatch) -> tuple[StandInGraph, bool]:
     return StandInGraph.made[-1], judge(array(o), expected(p, inputs[-1], {})[0]).ok
 
 def test_a_graph_copies_keys_while_heads_are_computed(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Two devices compute three heads, each head in a launch. A launch waits for two things: all keys of its head have arrived, and its own device has
-  put its keys of the next head in order. A device's buffers have room for two heads. So the keys of the third head wait until the keys of the first
-  head were used by the device's own launch, and copied by the other device."""
+  # Two devices compute three heads, each head in a launch. A launch waits for two things: all keys of its head have arrived, and its own device has
+  # put its keys of the next head in order. A device's buffers have room for two heads. So the keys of the third head wait until the keys of the first
+  # head were used by the device's own launch, and copied by the other device.
   graph, right = graph_of_heads(monkeypatch)
   assert right
   for device in ("EMU", "EMU:1"):
@@ -609,8 +609,8 @@ def test_only_visible_keys_of_small_heads_are_copied(monkeypatch:pytest.MonkeyPa
 @pytest.mark.thorough
 @pytest.mark.parametrize("count, causal", ((2, True), (8, True), (8, False)))
 def test_memory_is_that_of_one_device_and_two_parts_of_the_keys(monkeypatch:pytest.MonkeyPatch, count:int, causal:bool) -> None:
-  """Each device needs, under TinyJit, memory for its inputs, for o and lse of its own rows, and for two buffers with k and v of some heads from all
-  devices."""
+  # Each device needs, under TinyJit, memory for its inputs, for o and lse of its own rows, and for two buffers with k and v of some heads from all
+  # devices.
   for name, value in (("MEASURED_SECONDS", 0), ("MEASURED_ROUNDS", 1)): monkeypatch.setattr(measure, name, value)
   rows, heads, together, D = 32, 4, 1, 16
   heads_at_a_time(monkeypatch, together)
@@ -623,7 +623,7 @@ def test_memory_is_that_of_one_device_and_two_parts_of_the_keys(monkeypatch:pyte
 
 @pytest.mark.thorough
 def test_the_measurement_prints_its_rows(monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
-  """`python -m attn.measure.context` prints its table on the emulator. Its times are meaningful only on two GPUs."""
+  # `python -m attn.measure.context` prints its table on the emulator. Its times are meaningful only on two GPUs.
   for name, value in (("MEASURED_SECONDS", 0), ("MEASURED_ROUNDS", 1)): monkeypatch.setattr(measure, name, value)
   monkeypatch.setenv("SMALL", "1")
   with emulated("gfx942", "tiled"): measure.main(["524288", "keys"])
@@ -631,8 +631,8 @@ def test_the_measurement_prints_its_rows(monkeypatch:pytest.MonkeyPatch, capsys:
   for text in ("(1, 4 on 1, 1 x 128, 16) full, keys shared: one", "bytes, inputs:", "copy from EMU:1"): assert text in printed
 
 def test_few_queries_are_exchanged_once() -> None:
-  """If the keys are sharded over devices, the devices exchange the results of few queries once: each device sends one buffer with o and lse to every
-  other device, and one kernel merges them."""
+  # If the keys are sharded over devices, the devices exchange the results of few queries once: each device sends one buffer with o and lse to every
+  # other device, and one kernel merges them.
   with emulated("gfx942"):
     q, k = draw(1, 4, 1, 16).shard(devices(2)).realize(), sequence(2, 1, 1, 64, 16, order="contiguous")
     o = attn.attention(q, k, k)
@@ -702,8 +702,8 @@ def have_two_gpus() -> bool:
 @pytest.mark.parametrize("name", ON_GPUS)
 @pytest.mark.parametrize("at_once", (False, True))
 def test_two_gpus(monkeypatch:pytest.MonkeyPatch, at_once:bool, name:str, backward:bool) -> None:
-  """o, or the gradients of a loss through o, are right on two GPUs under TinyJit with other inputs in each call. One case computes all heads in one
-  launch, another case computes one head in each launch."""
+  # o, or the gradients of a loss through o, are right on two GPUs under TinyJit with other inputs in each call. One case computes all heads in one
+  # launch, another case computes one head in each launch.
   if not have_two_gpus(): pytest.skip("this machine does not have two GPUs")
   if not at_once: heads_at_a_time(monkeypatch, 1)
   keys, order, parameters = ON_GPUS[name]

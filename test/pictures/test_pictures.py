@@ -39,8 +39,8 @@ def test_a_folder_that_is_not_there_is_an_error(capsys:pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("name", pictures())
 def test_nothing_lies_outside(name:str) -> None:
-  """Each picture is valid XML, and its words and cells lie inside the picture. The test takes a letter to be 0.6 times as wide as the font size,
-  which is more than in usual fonts."""
+  # Each picture is valid XML, and its words and cells lie inside the picture. The test takes a letter to be 0.6 times as wide as the font size, which
+  # is more than in usual fonts.
   root = ElementTree.fromstring(pictures()[name])
   width, height = float(root.attrib["width"]), float(root.attrib["height"])
   for shape in root.iter("{http://www.w3.org/2000/svg}rect"):
@@ -70,8 +70,8 @@ def test_each_lane_holds_as_many_elements_as_it_has_registers_for(name:str) -> N
 
 @pytest.mark.parametrize("name", AMD)
 def test_c_is_where_the_emulator_has_it(name:str) -> None:
-  """The pictures of AMD's matrix instructions show each element of C in the lane and register in which the emulator has it. The emulator's layouts
-  come from the ISA documents, and not from the kernels' tables."""
+  # The pictures of AMD's matrix instructions show each element of C in the lane and register in which the emulator has it. The emulator's layouts
+  # come from the ISA documents, and not from the kernels' tables.
   mat = AMD[name]
   numbers = np.arange(mat.accumulator*mat.wave).reshape(mat.accumulator, mat.wave)
   columns, = INSTRUCTIONS[mat.name].c.to_matrices(numbers, lambda x: x)
@@ -88,7 +88,7 @@ def test_every_key_is_once_in_the_order_of_p(name:str) -> None:
     assert c[key % mat.M, 0][0].lane == h*mat.N, n
 
 def test_mma_fragments() -> None:
-  """The picture of mma.sync shows the fragments of m16n8k16 as PTX ISA 9.7.14.5.8 defines them: groupID = lane/4, threadID_in_group = lane%4."""
+  # The picture of mma.sync shows the fragments of m16n8k16 as PTX ISA 9.7.14.5.8 defines them: groupID = lane/4, threadID_in_group = lane%4.
   mat = matrices.MMA["float16"]
   for lane, i in itertools.product(range(32), range(8)):
     row, column = lane//4 + 8*(i//2 % 2), lane%4*2 + i%2 + 8*(i//4)
@@ -152,9 +152,9 @@ def drawn_map(folder:Path, *arguments:str) -> str:
 
 @pytest.mark.parametrize("kernel", tile_map.KERNELS_OF_MAP)
 def test_a_map_shows_what_queries_see(kernel:str, tmp_path:Path) -> None:
-  """The picture of a mask that `python -m attn.pictures map` draws has a cell for each tile of scores. The cell's colour says whether the tile's
-  queries see all, some or none of its keys. The cells fill the picture, also if the numbers of queries and keys are no multiples of the tile. The
-  picture says which share of the tiles has each colour, and these shares are right."""
+  # The picture of a mask that `python -m attn.pictures map` draws has a cell for each tile of scores. The cell's colour says whether the tile's
+  # queries see all, some or none of its keys. The cells fill the picture, also if the numbers of queries and keys are no multiples of the tile. The
+  # picture says which share of the tiles has each colour, and these shares are right.
   sq, sk = 700, 1000
   picture = drawn_map(tmp_path, "own.py:near", "--sq", str(sq), "--sk", str(sk), "--kernel", kernel, "--heads", "8", "--kv-heads", "2", "--d", "64")
   cells, scale, found = cells_of(picture), tile_map.LONGER_SIDE/sk, dict[str, int]()
@@ -173,8 +173,8 @@ def test_a_map_shows_what_queries_see(kernel:str, tmp_path:Path) -> None:
   for fill, words in tile_map.FILLS_OF_MAP.values(): assert f"{words}: {100*found[fill]/len(cells):.1f} %" in picture
 
 def test_a_map_of_lists(tmp_path:Path) -> None:
-  """The picture of visible tiles is right for a mask that reads a tensor with the document of each position. With 8 documents of 128 positions, each
-  block of 128 queries sees only the tile of its own document."""
+  # The picture of visible tiles is right for a mask that reads a tensor with the document of each position. With 8 documents of 128 positions, each
+  # block of 128 queries sees only the tile of its own document.
   np.save(tmp_path/"numbers.npy", np.arange(1024, dtype=np.int32)//128)
   cells = cells_of(drawn_map(tmp_path, "own.py:numbers_equal", "--tensors", str(tmp_path/"numbers.npy")))
   for (x, y, _, h), fill in cells.items():
@@ -182,7 +182,7 @@ def test_a_map_of_lists(tmp_path:Path) -> None:
     assert h == tile_map.LONGER_SIDE/8 and fill == tile_map.FILLS_OF_MAP[tile_map.NO_MASK if own else tile_map.SKIPPED][0]
 
 def test_the_page_shows_the_command_of_its_map(tmp_path:Path) -> None:
-  """The command in docs/functions.md draws the picture below it."""
+  # The command in docs/functions.md draws the picture below it.
   words, = re.findall(r"^python -m attn\.pictures map (.*) --out map\.svg$", (ROOT/"docs/functions.md").read_text(), re.MULTILINE)
   assert drawn_map(tmp_path, *words.split()) == pictures()["tile_map.svg"]
 

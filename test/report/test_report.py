@@ -39,8 +39,8 @@ def run(device:str, *words:str) -> int:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("device", ("EMU::gfx1201", "EMU::sm_90", "EMU::gfx1030"))
 def test_on_the_emulator(device:str, few:None, tmp_path:Path, capsys:pytest.CaptureFixture[str]) -> None:
-  """A report made on the emulator is marked as emulated: it says which results are right, calls its times "emulated s", and has no TFLOP/s. It has
-  predicted times only for a chip that attn's timing model supports."""
+  # A report made on the emulator is marked as emulated: it says which results are right, calls its times "emulated s", and has no TFLOP/s. It has
+  # predicted times only for a chip that attn's timing model supports.
   assert run(device, "--out", str(tmp_path/"r.json")) == 0
   said = capsys.readouterr()
   report = checked_report(json.loads((tmp_path/"r.json").read_text()))
@@ -73,8 +73,8 @@ def test_a_wrong_result_is_reported(few:None, tmp_path:Path, monkeypatch:pytest.
 
 def test_what_fails_is_told_and_the_rest_is_measured(few:None, tmp_path:Path, monkeypatch:pytest.MonkeyPatch,
                                                      capsys:pytest.CaptureFixture[str]) -> None:
-  """If a compiler fails, if the card fails while a kernel is timed, or if a prediction fails, the report says so in the row of the problem, and
-  measures all other rows."""
+  # If a compiler fails, if the card fails while a kernel is timed, or if a prediction fails, the report says so in the row of the problem, and
+  # measures all other rows.
   timed, first = measured.kernel_time, measured.judge_forward
   def at_fault(x:measured.ReportedKernel, *rest:Any) -> Any:
     if x.name == "dkdv": raise OSError("device lost")
@@ -107,8 +107,8 @@ def test_bad_arguments(device:str, words:tuple[str, ...], said:str, capsys:pytes
   assert said in capsys.readouterr().err
 
 def test_the_full_shapes_fit_into_the_memory_that_the_help_names() -> None:
-  """The tensors of all problems of a report stay on the GPU at the same time. Together with the tensors of the memory copy that the report times,
-  they take at most the "about 3 GB" that the help text names."""
+  # The tensors of all problems of a report stay on the GPU at the same time. Together with the tensors of the memory copy that the report times, they
+  # take at most the "about 3 GB" that the help text names.
   assert "about 3 GB" in command.DESCRIPTION.replace("\n", " ")
   def elements(x:ReportedShape) -> int:
     q, k = x.B*x.H*x.Sq*x.D, x.B*x.Hkv*x.Sk*x.D
@@ -194,8 +194,8 @@ def test_names_are_removed(monkeypatch:pytest.MonkeyPatch) -> None:
 # ***** sensors *****
 
 def test_sensors_of_amdgpu(tmp_path:Path) -> None:
-  """`amd_sensors` reads the clock and the power of an AMD GPU from files of the driver amdgpu. If a file is missing or damaged, its value is None. If
-  all files are missing, there is no reading."""
+  # `amd_sensors` reads the clock and the power of an AMD GPU from files of the driver amdgpu. If a file is missing or damaged, its value is None. If
+  # all files are missing, there is no reading.
   read = system.amd_sensors(tmp_path)
   assert read() is None
   (tmp_path/"pp_dpm_sclk").write_text("0: 500Mhz\n1: 2371Mhz *\n")
@@ -223,9 +223,9 @@ def test_median_of_readings() -> None:
 
 @in_turn("arch, dtype", ("gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_90"), ("float16", "bfloat16"))
 def test_the_matrix_loop_computes_what_it_counts(arch:str, dtype:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """A matrix loop, the kernel that measures the rate of a matrix instruction alone, computes as many products as its `flops` counts. The operands are
-  random, and the sum of all results must equal the sum over k of (sum of A's column k) times (sum of B's row k). On sm_90 the test instead compares
-  `flops` with the number of wgmma products that the emulator counts."""
+  # A matrix loop, the kernel that measures the rate of a matrix instruction alone, computes as many products as its `flops` counts. The operands are
+  # random, and the sum of all results must equal the sum over k of (sum of A's column k) times (sum of B's row k). On sm_90 the test instead compares
+  # `flops` with the number of wgmma products that the emulator counts.
   loop = matrix_loop(get_chip(arch), dtype)
   assert loop is not None
   started = count_products(monkeypatch)

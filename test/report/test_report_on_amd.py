@@ -66,8 +66,8 @@ def right(tmp_path_factory:pytest.TempPathFactory) -> tuple[subprocess.Completed
 def report_of(text:str) -> CardReport: return checked_report(json.loads(text))
 
 def test_what_is_asked_of_the_card(right:tuple[Any, str, dict[str, Any]]) -> None:
-  """A report launches each kernel once to check its result, and then in rounds of ROUND_SECONDS seconds to time it. It launches nothing else, except
-  what measures the GPU's own rates: a memory copy, tinygrad's GEMM, and loops of matrix instructions."""
+  # A report launches each kernel once to check its result, and then in rounds of ROUND_SECONDS seconds to time it. It launches nothing else, except
+  # what measures the GPU's own rates: a memory copy, tinygrad's GEMM, and loops of matrix instructions.
   done, text, counted = right
   assert done.returncode == 0, done.stderr
   report, runs = report_of(text), round(ROUND_SECONDS/stand_in_amd.SECONDS)
@@ -101,7 +101,7 @@ def test_no_names(right:tuple[Any, str, dict[str, Any]]) -> None:
     for where in (text, done.stdout): assert f" {name}" not in where and f'"{name}' not in where and f"{name}/" not in where, name
 
 def test_wrong_results_are_reported(tmp_path:Path, monkeypatch:pytest.MonkeyPatch) -> None:
-  """If some results are wrong or a kernel fails, the report says which, everything else is still measured, and the exit status is 1."""
+  # If some results are wrong or a kernel fails, the report says which, everything else is still measured, and the exit status is 1.
   pytest.importorskip("ziglang")
   done, text, _ = run(tmp_path, WRONG)
   monkeypatch.setitem(REPORT_SHAPES, "small", tuple(ReportedShape(**row["shape"]) for row in json.loads(text)["rows"]))

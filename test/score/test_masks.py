@@ -124,8 +124,8 @@ FAULTS = [*ROWS, shifted(begin=1), shifted(end=-1), shifted(full_begin=-1), shif
 
 @pytest.mark.parametrize("plant", (*FAULTS, uncounted), ids=lambda x: x.__name__)
 def test_planted_fault_in_tiles(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None]) -> None:
-  """If a row of the table of masks is wrong, or a workgroup leaves out tiles, the checks of columns and tiles fail: for kernels that loop over keys
-  and for kernels that loop over queries."""
+  # If a row of the table of masks is wrong, or a workgroup leaves out tiles, the checks of columns and tiles fail: for kernels that loop over keys
+  # and for kernels that loop over queries.
   for side in range(2):
     with monkeypatch.context() as m:
       plant(m)
@@ -149,8 +149,8 @@ def test_planted_fault_in_kernels(monkeypatch:pytest.MonkeyPatch, plant:Callable
   with pytest.raises((AssertionError, RuntimeError)): compute(kind)
 
 def test_a_key_too_many_shows(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The check of the forward kernel fails if a mask shows one key beyond the last. The kernel reads this key as zeros. Its weight changes the forward
-  result, but it would add nothing to a gradient."""
+  # The check of the forward kernel fails if a mask shows one key beyond the last. The kernel reads this key as zeros. Its weight changes the forward
+  # result, but it would add nothing to a gradient.
   uncounted(monkeypatch)
   with pytest.raises(AssertionError): compute("forward")
 

@@ -90,7 +90,7 @@ def by_book(given:list[Tensor], softcap:float) -> tuple[np.ndarray, list[np.ndar
 
 @pytest.mark.parametrize("kernel", ("", "three_pass"))
 def test_a_term_without_a_derivative_refuses_a_gradient(monkeypatch:pytest.MonkeyPatch, kernel:str) -> None:
-  """If a score term has no derivative, a request for gradients raises an error that names the term, before a kernel runs. Forward still works."""
+  # If a score term has no derivative, a request for gradients raises an error that names the term, before a kernel runs. Forward still works.
   softcap = 2.125 + len(kernel)
   replaced(monkeypatch, derivative=None, differentiable=False)
   with emulated("gfx942", kernel):

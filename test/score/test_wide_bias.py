@@ -128,8 +128,8 @@ def test_every_option(name:str, arch:str) -> None:
   with emulated(arch): hold(x, computed(x))
 
 def test_dropout_of_a_mean() -> None:
-  """Backward drops the keys that forward drops, also in rows whose o is a mean of V. If dO is 1, the sum of v times its gradient equals the sum of o.
-  """
+  # Backward drops the keys that forward drops, also in rows whose o is a mean of V. If dO is 1, the sum of v times its gradient equals the sum of o.
+  #
   x = Given.of()
   with emulated("gfx942"), Context(TRAINING=1):
     t = x.tensors
@@ -139,14 +139,14 @@ def test_dropout_of_a_mean() -> None:
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_80", pytest.param("gfx1030", marks=pytest.mark.thorough)))
 def test_key_ranges(arch:str) -> None:
-  """Key ranges of unequal length are merged correctly for rows whose biases are all large and negative: the weight of a range's result is
-  proportional to its number of keys."""
+  # Key ranges of unequal length are merged correctly for rows whose biases are all large and negative: the weight of a range's result is proportional
+  # to its number of keys.
   x = Given.of(Sq=16, Sk=400)
   with emulated(arch): hold(x, dict(zip(("o", "lse"), map(array, attn.attention(**x.tensors, num_splits=3, return_lse=True)))))
 
 def test_the_lost_part_of_lse_is_needed(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Kernels need lse_rest, the part of lse that fp32 loses. Without it, rows whose biases are all large and negative are wrong: a gradient is too
-  large by a factor of the number of keys, and key ranges of all lengths weigh the same."""
+  # Kernels need lse_rest, the part of lse that fp32 loses. Without it, rows whose biases are all large and negative are wrong: a gradient is too
+  # large by a factor of the number of keys, and key ranges of all lengths weigh the same.
   of = epilogue.LogSum.of
   def forgotten(reference:UOp, total:UOp) -> epilogue.LogSum:
     found = of(reference, total)
@@ -159,8 +159,8 @@ def test_the_lost_part_of_lse_is_needed(monkeypatch:pytest.MonkeyPatch) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("count, keys", ((2, False), (3, True), *(pytest.param(4, keys, marks=pytest.mark.thorough) for keys in (False, True))))
 def test_rows_that_devices_share(count:int, keys:bool) -> None:
-  """Results are right for rows whose biases are all large and negative, if the rows of a sequence are sharded over devices. With `keys` only the rows
-  of k and v are, and each device has all of q."""
+  # Results are right for rows whose biases are all large and negative, if the rows of a sequence are sharded over devices. With `keys` only the rows
+  # of k and v are, and each device has all of q.
   x, at = Given.of(Sq=18, Sk=54), devices(count)
   with emulated("gfx942"), Context(TRAINING=1):
     t = x.tensors
@@ -173,8 +173,8 @@ def test_rows_that_devices_share(count:int, keys:bool) -> None:
     hold(x, {"o": whole(o, 18), "lse": whole(lse, 18)} | {name: whole(g, 18 if name == "q" else 54) for name, g in zip("qkv", gradients)})
 
 def test_a_mask_of_padding() -> None:
-  """A float mask hides padding columns, and columns above the diagonal, by the lowest float32, as models make it. A row whose columns are all hidden
-  gets the mean of V."""
+  # A float mask hides padding columns, and columns above the diagonal, by the lowest float32, as models make it. A row whose columns are all hidden
+  # gets the mean of V.
   x = Given.of(Sq=20, Sk=20, bias_heads=1)
   with np.errstate(over="ignore"): mask = np.where(np.arange(20) < 6, LEAST, 0) + np.triu(np.full((20, 20), LEAST), 1)
   x.bias[:] = np.maximum(mask, LEAST)
@@ -196,7 +196,7 @@ def test_a_cpu() -> None:
 @pytest.mark.parametrize("arch", ("gfx942", "gfx1100", "sm_80", "sm_90", "gfx1030"))
 @pytest.mark.parametrize("options", ({"softcap": 20.0}, {"extras": {"alibi_slopes": np.float32([0.5, 0.25])}}), ids=("softcap", "slopes"))
 def test_a_row_of_nan(arch:str, options:dict[str, Any]) -> None:
-  """Scores of NaN stay NaN, and infinite scores keep their effect, if softcap or ALiBi changes the scores before a large negative bias is added."""
+  # Scores of NaN stay NaN, and infinite scores keep their effect, if softcap or ALiBi changes the scores before a large negative bias is added.
   def make(p:Problem) -> Inputs:
     x = normal(p)
     x.q[:, :, 3], x.k[:, :, 5, 0] = np.nan, -np.inf

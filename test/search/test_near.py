@@ -43,7 +43,7 @@ def test_near_tiles_differ_in_one_number_and_fit() -> None:
   assert not usable(SPEC, replace(row, shape=replace(row.shape, block_n=64, prefetch=2))), "more LDS than a workgroup has"
 
 def test_the_search_goes_on_from_the_fastest_tile() -> None:
-  """The search needs two steps to the fastest tile: other fences, and then no prefetch. Tiles that spill are left out."""
+  # The search needs two steps to the fastest tile: other fences, and then no prefetch. Tiles that spill are left out.
   def ms(spec:Spec, x:BackwardShape) -> float|None:
     if x.sparing: return None
     return 10 - 2*(x.fenced == 8) - 3*(x.fenced == 8 and x.prefetch == 0) + (x.waves != 4) + (x.prefetch == 0)
@@ -71,7 +71,7 @@ def test_the_table_has_the_tile_in_use_and_the_best() -> None:
   (9.8, 4, "2.0%", "kept: the gain is below 3% in a variant"), (None, 4, "", "kept: the other spills in a variant"),
   (8.0, 2, "20.0%", "kept: with fewer rows of its own, a workgroup reads the others more often")])
 def test_why_a_tile_is_kept(of_full:float|None, waves:int, gain:str, result:str) -> None:
-  """The search finds a tile that takes 8 ms in place of 10 with a causal mask. Without a mask it takes `of_full` ms, or it spills."""
+  # The search finds a tile that takes 8 ms in place of 10 with a causal mask. Without a mask it takes `of_full` ms, or it spills.
   def ms(spec:Spec, x:BackwardShape) -> float|None: return 10 if (x.fenced, x.waves) != (8, waves) else 8.0 if spec.mask == "causal" else of_full
   used = row_in_use(SPEC)
   near = replace(used, shape=replace(used.shape, waves=waves))
@@ -80,8 +80,8 @@ def test_why_a_tile_is_kept(of_full:float|None, waves:int, gain:str, result:str)
   assert near_table(SPEC, time)[1][-2:] == (gain, result)
 
 def test_rows_of_the_table_are_kept_and_replaced() -> None:
-  """The file of the search is in the order of chips, head dimensions, kernels and options. A new search of a kernel replaces the kernel's rows. A
-  file with other columns is refused."""
+  # The file of the search is in the order of chips, head dimensions, kernels and options. A new search of a kernel replaces the kernel's rows. A file
+  # with other columns is refused.
   def row(chip:str, d:int, kernel:str, option:str, ms:str) -> tuple[str, ...]:
     return (chip, str(d), kernel, option, BOTH_IN_ONE, "a tile", ms, *[""]*6)
   first = [row("gfx942", 128, "dq", "", "1"), row("gfx90a", 64, "dkdv", "bias", "2"), row("gfx90a", 64, "dkdv", "", "3")]
@@ -96,7 +96,7 @@ def spec_of(row:tuple[str, ...]) -> Spec: return Spec(row[0], int(row[1]), "bflo
 IN_USE = [row for row in ROWS if row[4] in (IN_TABLE, BOTH_IN_ONE)]
 
 def test_the_file_has_the_tiles_of_the_tables() -> None:
-  """docs/data/search_near.csv names the tile that attn uses for each kernel in the file, and no row says that another tile is better."""
+  # docs/data/search_near.csv names the tile that attn uses for each kernel in the file, and no row says that another tile is better.
   assert {row[0] for row in IN_USE} <= set(SEARCHED) and {row[2] for row in IN_USE} == {FORWARD, *BACKWARD}
   for row in IN_USE: assert tile_text(tile_of(spec_of(row), row_in_use(spec_of(row)))) == row[5], row
   assert not [row for row in ROWS if row[-1] == "better"]
@@ -115,8 +115,8 @@ def test_the_rows_are_those_of_the_command(spec:Spec) -> None:
   assert near_table(spec) == [row for row in ROWS if spec_of(row) == spec], "python -m attn.tune --near --csv docs/data/search_near.csv"
 
 def test_a_tile_is_timed_as_its_kernel_is() -> None:
-  """The predicted time of the tile in use is the same as that of `python -m attn.isa time`, at the sustained clock. A workgroup reads and writes as
-  many bytes as its rows take: rows of K and V for half of the keys on average, and its own rows."""
+  # The predicted time of the tile in use is the same as that of `python -m attn.isa time`, at the sustained clock. A workgroup reads and writes as
+  # many bytes as its rows take: rows of K and V for half of the keys on average, and its own rows.
   spec = replace(SPEC, d=64)
   found, kernel = timed(spec, row_in_use(spec)), of_spec(spec, ASKED, lines=False)
   assert found is not None and found.ms == pytest.approx(1e3*kernel.on_cards("MI300X")[-1].seconds)

@@ -62,9 +62,9 @@ def test_ranking(better:dict[str, int], worse:dict[str, int]) -> None:
   assert bound(**better) > bound(**worse)
 
 def test_the_best_is_the_best_of_the_worst() -> None:
-  """The search chooses the tile whose slowest variant (a dtype and a mask) is the fastest. Here the tile with the fastest first variant has a slow
-  other variant, and is not chosen. The search does not compile the other variants of a tile if the first is no faster than the slowest variant of the
-  best tile so far."""
+  # The search chooses the tile whose slowest variant (a dtype and a mask) is the fastest. Here the tile with the fastest first variant has a slow
+  # other variant, and is not chosen. The search does not compile the other variants of a tile if the first is no faster than the slowest variant of
+  # the best tile so far.
   tiles = [UpTo(64, ForwardShape(4, 1, n)) for n in (16, 32, 64, 128)]
   ranked = [RankedTile(c, bound(issued=i)) for c, i in zip(tiles, (124, 123, 122, 118))]
   worst, seen = {tiles[0]: bound(issued=100), tiles[1]: None, tiles[2]: bound(issued=120)}, []
@@ -92,8 +92,8 @@ def test_the_space_is_what_fits() -> None:
 @pytest.mark.parametrize(("family", "matrix", "meet"), [("cdna3", 0, False), ("cdna3", 1, True), ("cdna4", 0, False), ("cdna4", 1, True),
                                                         ("rdna3", 0, False), ("rdna4", 0, False)])
 def test_operands_that_meet_in_a_bank(family:str, matrix:int, meet:bool) -> None:
-  """The search for tiles knows the matrix instructions whose operands a wave reads with bank conflicts: CDNA's 16x16 instructions. The emulator
-  counts the same conflicts (test_banks.py)."""
+  # The search for tiles knows the matrix instructions whose operands a wave reads with bank conflicts: CDNA's 16x16 instructions. The emulator counts
+  # the same conflicts (test_banks.py).
   assert all(search.conflict(family, FAMILIES[family].matrix["float16"][matrix], stride) == meet for stride in (5, 9, 17, 33))
 
 def test_an_even_stride_conflicts() -> None: assert search.conflict("rdna4", FAMILIES["rdna4"].matrix["float16"][0], 8)
@@ -119,8 +119,8 @@ def test_a_second_buffer_is_tried_on_the_leading_tiles(monkeypatch:pytest.Monkey
 
 @pytest.mark.parametrize(("ahead", "behind", "chosen"), [(True, True, 1), (False, True, 0), (False, False, 1)])
 def test_no_prefetch_where_nothing_else_has_two_waves(monkeypatch:pytest.MonkeyPatch, ahead:bool, behind:bool, chosen:int) -> None:
-  """The search prefers a tile with prefetch and two waves on each SIMD. If there is none, it takes a tile without prefetch and two waves, and if
-  there is none of these either, a tile with one wave."""
+  # The search prefers a tile with prefetch and two waves on each SIMD. If there is none, it takes a tile without prefetch and two waves, and if there
+  # is none of these either, a tile with one wave.
   def rule(row:UpTo[ForwardShape]) -> dict[str, int]|None:
     if row.shape.prefetch == 2: return None
     if 2*search.held(row, get_chip("gfx942"), 128) > 512: return {"enough": 1}
@@ -143,8 +143,8 @@ def test_where_no_tile_compiles_the_search_says_why(monkeypatch:pytest.MonkeyPat
   assert search.why_none("gfx1201", 64) == "none of those looked at fits"
 
 def test_the_table_is_what_the_search_finds() -> None:
-  """The search finds the tiles that attn's tables have, here for the smallest head dimensions. `python -m attn.tune --check` compares all head
-  dimensions, which takes minutes."""
+  # The search finds the tiles that attn's tables have, here for the smallest head dimensions. `python -m attn.tune --check` compares all head
+  # dimensions, which takes minutes.
   pytest.importorskip("ziglang")
   result = CliRunner().invoke(tune.main, ["--arch", "gfx1100", "--d", "256", "--jobs", "1", "--check"])
   assert result.exit_code == 0 and "attn/chips has these tiles" in result.output and "bounds, not measured" in result.output, result.output
@@ -193,8 +193,8 @@ def test_rows_of_an_older_compiler_stand_only_where_they_differ() -> None:
 
 @pytest.mark.parametrize(("llvm", "tiles"), [(19, (20, 16)), (20, (20, 16)), (21, (21, 16)), (22, (1000, 16)), (30, (1000, 16))])
 def test_rows_for_a_compiler(llvm:int, tiles:tuple[int, ...]) -> None:
-  """A row of a table of tiles may name a release of LLVM: the newest release that it is for. Dispatch takes rows that are for the compiler's release;
-  if there are several for a head dimension, those that name the oldest release. If there are none, it takes rows without a release."""
+  # A row of a table of tiles may name a release of LLVM: the newest release that it is for. Dispatch takes rows that are for the compiler's release;
+  # if there are several for a head dimension, those that name the oldest release. If there are none, it takes rows without a release.
   shape = ForwardShape(4, 1, 32)
   table = (UpTo(64, shape), UpTo(64, shape, llvm=21), UpTo(64, shape, llvm=20), UpTo(128, ForwardShape(4, 1, 16)))
   assert [row.llvm if row.up_to == 64 else row.shape.block_n for row in rows_for(table, llvm)] == list(tiles)
@@ -275,8 +275,8 @@ def test_a_good_entry_is_taken(cache:Path, recwarn:pytest.WarningsRecorder) -> N
 
 @pytest.mark.parametrize("keys", (7, 150, 1000))
 def test_a_winner_of_few_keys_takes_whole_operands(keys:int) -> None:
-  """attn makes the fastest tile smaller for a problem with few keys, but always a multiple of 32 keys: an operand of the second product takes 32 keys
-  with 16x16x16 matrix instructions. In an earlier version a tile of 16 keys left this product without an operand."""
+  # attn makes the fastest tile smaller for a problem with few keys, but always a multiple of 32 keys: an operand of the second product takes 32 keys
+  # with 16x16x16 matrix instructions. In an earlier version a tile of 16 keys left this product without an operand.
   p, arch = problem(Sq=40, Sk=keys), get_chip("gfx942")
   tile = amd_tile(p, arch, UpTo(128, ForwardShape(4, 1, 128), matrix=1))
   assert tile.matrix.M == 16 and tile.block_n % 32 == 0
@@ -330,7 +330,7 @@ def test_tuning_of_tiled_keeps_the_fastest(monkeypatch:pytest.MonkeyPatch) -> No
     assert not tiled_winner(s.problem, real)                                     # the table's own tile won
 
 def test_tuning_the_backward_of_tiled_keeps_the_fastest_of_each_kernel(monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
-  """Tuning by time (TUNE=1) keeps the fastest tile of each backward kernel of plain UOps. It skips a tile that the device refuses, with a message."""
+  # Tuning by time (TUNE=1) keeps the fastest tile of each backward kernel of plain UOps. It skips a tile that the device refuses, with a message.
   real, seen, of_backward = replace(get_chip("gfx1030"), tuned=True), list[TiledBackwardTile](), TiledBackwardTile(2, 2, 4, 4, 4, 4)
   for table in ("DQ_TILED", "DKDV_TILED"): monkeypatch.setattr(tiled_tiles, table, (UpTo(4, of_backward),))
   with Context(DEV="EMU::gfx1030"):
@@ -368,8 +368,8 @@ def test_tuning_the_backward_where_tiles_were_measured(monkeypatch:pytest.Monkey
   ({"down": 1, "across": 1}, "65536 bytes of local memory"), ({"waves": 4}, "waves: a tile has no such field"),
   ({"keys": 1}, "keys=1: must be one of False, True"), ({"keys": False, "ahead": True}, "ahead=True: must be one of False")])
 def test_an_unsupported_tile_of_tiled_is_ignored(fields:dict[str, Any], said:str, cache:Path, recwarn:pytest.WarningsRecorder) -> None:
-  """The file of fastest tiles may contain a tile that the kernel of plain UOps does not support. attn ignores it with one warning. If `fields`
-  contains `keys`, the tile is for a backward kernel."""
+  # The file of fastest tiles may contain a tile that the kernel of plain UOps does not support. attn ignores it with one warning. If `fields`
+  # contains `keys`, the tile is for a backward kernel.
   chip, p = replace(get_chip("gfx1030"), tuned=True), problem(D=64, Dv=64, dtype="float32")
   tile: dict[str, Any] = {"down": 8, "across": 16, "walked": 4, "own": 4, "depth": 16, "values": 16}
   kind, kernel = (TiledBackwardTile, "backward_dq_tiled") if "keys" in fields else (TiledTile, "tiled")
@@ -418,7 +418,7 @@ def test_bounds_of_the_backwards_tiles(monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("d, keys", ((64, False), (128, True), (256, True)))
 def test_the_backwards_space(d:int, keys:bool) -> None:
-  """The search for backward tiles tries fewer than 500 tiles. One of them has as many waves, keys and passes as the tile of attn's tables."""
+  # The search for backward tiles tries fewer than 500 tiles. One of them has as many waves, keys and passes as the tile of attn's tables.
   for arch in ("gfx942", "gfx1201"):
     found = backward_search.backward_candidates(get_chip(arch), d, keys)
     own = amd_backward_tile(problem_of_spec(Spec(arch, d)), get_chip(arch), keys)

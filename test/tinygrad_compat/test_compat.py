@@ -171,7 +171,7 @@ def test_what_cannot_be_imported_is_there(name:str) -> None:
 @pytest.mark.parametrize("owner", ["tinygrad.uop.ops:Ops", "tinygrad.uop.ops:AxisType", "tinygrad.dtype:AddrSpace", "tinygrad.uop.ops:GroupOp",
                                    "tinygrad.dtype:dtypes"])
 def test_members(owner:str) -> None:
-  """tinygrad has every member of Ops, dtypes and similar classes that attn uses, such as Ops.ADD."""
+  # tinygrad has every member of Ops, dtypes and similar classes that attn uses, such as Ops.ADD.
   name = owner.split(":")[1]
   attributes = [n for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
   used = {n.attr for n in attributes if isinstance(n.value, ast.Name) and n.value.id == name}
@@ -185,8 +185,8 @@ def test_one_room_imports_tinygrad() -> None:
   assert {path.parent for path, tree in TREES.items() if any(m.split(".")[0] == "tinygrad" for m in modules(tree))} == {COMPAT}
 
 def test_one_function_constructs_uops_by_their_fields() -> None:
-  """Only one function of attn calls UOp's constructor with the fields of a UOp, and no class derives from UOp. So if tinygrad renames a field, one
-  line must change."""
+  # Only one function of attn calls UOp's constructor with the fields of a UOp, and no class derives from UOp. So if tinygrad renames a field, one
+  # line must change.
   calls = [(path, n) for path, tree in TREES.items() for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "UOp"]
   assert [(path, ast.unparse(n)) for path, n in calls] == [(COMPAT/"uops.py", "UOp(op, dtype, src, arg)")]
   assert not [x for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef) for x in n.bases if ast.unparse(x) == "UOp"]
@@ -231,7 +231,7 @@ def test_another_version_is_refused_in_one_sentence(installed:str|None, monkeypa
   assert str(e.value).startswith(f"attn needs tinygrad==0.14.0 but {installed or 'none'} is installed") and "\n" not in str(e.value)
 
 def test_the_version_is_checked_before_tinygrad_is_imported() -> None:
-  """attn first imports the module that checks tinygrad's version. This module imports nothing of tinygrad."""
+  # attn first imports the module that checks tinygrad's version. This module imports nothing of tinygrad.
   first = next(n for n in TREES[COMPAT/"__init__.py"].body if isinstance(n, (ast.Import, ast.ImportFrom)))
   assert ast.unparse(first) == "from attn.tinygrad_compat.version import TINYGRAD_VERSION"
   looks = TREES[COMPAT/"version.py"].body
@@ -255,7 +255,7 @@ def test_another_tinygrad_of_this_version_is_refused_in_one_sentence(changed:str
 
 @pytest.mark.parametrize("name", ["tinygrad.uop.weak:pm_commit_weak", "tinygrad.dtype:strong_dtype", "tinygrad.codegen:to_program_key"])
 def test_a_name_that_is_missing_is_told_in_one_sentence(name:str) -> None:
-  """If tinygrad lacks a name that attn imports, `import attn` says which name is missing and what to install."""
+  # If tinygrad lacks a name that attn imports, `import attn` says which name is missing and what to install.
   module, _, path = name.partition(":")
   script = f"import {module} as module\ndel module.{path}\nimport attn"
   done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
@@ -264,8 +264,8 @@ def test_a_name_that_is_missing_is_told_in_one_sentence(name:str) -> None:
   assert path.split(".")[-1] in last and last.endswith("python -m pip install --force-reinstall tinygrad==0.14.0")
 
 def test_workers_know_what_this_process_knows() -> None:
-  """A worker process in which tinygrad compiles knows attn's vector types. Without them tinygrad fails under its setting SPEC=2, because it then
-  computes the dtype of each UOp again."""
+  # A worker process in which tinygrad compiles knows attn's vector types. Without them tinygrad fails under its setting SPEC=2, because it then
+  # computes the dtype of each UOp again.
   script = ("import attn\nfrom tinygrad import Tensor\nif __name__ == '__main__':\n  q = Tensor.rand(1, 2, 20, 16).half().realize()\n"
             "  Tensor.realize(attn.attention(q, q, q, causal=True), attn.attention(q, q, q, softcap=2.0))")
   with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
@@ -275,7 +275,7 @@ def test_workers_know_what_this_process_knows() -> None:
     subprocess.run([sys.executable, file.name], env=env, check=True)
 
 def test_only_one_module_makes_uops_by_their_fields() -> None:
-  """Only uops.py calls UOp's constructor, or replaces a field of a UOp that the next release of tinygrad may not have."""
+  # Only uops.py calls UOp's constructor, or replaces a field of a UOp that the next release of tinygrad may not have.
   for path, tree in TREES.items():
     if path == ROOT/"attn/tinygrad_compat/uops.py": continue
     for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):

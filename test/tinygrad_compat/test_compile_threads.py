@@ -47,7 +47,7 @@ class NoWorkers:
   def imap_unordered(self, *args:Any) -> Any: raise AssertionError("worker processes are used")
 
 def test_few_kernels_are_lowered_here_and_compiled_in_threads(monkeypatch:pytest.MonkeyPatch) -> None:
-  """A few kernels for CUDA are lowered in this process, the largest first, and each is compiled in another thread. Each gets its own machine code."""
+  # A few kernels for CUDA are lowered in this process, the largest first, and each is compiled in another thread. Each gets its own machine code.
   compiler, order = Noting(), list[int]()
   asts, renderer = kernels((21, 22, 23), compiler)
   sizes = [len(ast.toposort()) for ast in asts]
@@ -66,8 +66,8 @@ def test_few_kernels_are_lowered_here_and_compiled_in_threads(monkeypatch:pytest
 
 @pytest.mark.parametrize("why", ("many kernels", "workers run", "another device", "no kernel of attn"))
 def test_worker_processes_compile_other_schedules(monkeypatch:pytest.MonkeyPatch, why:str) -> None:
-  """tinygrad's worker processes compile a schedule with many kernels, with kernels for a device that does not compile in threads, or without a kernel
-  of attn. If the processes already run, they compile all schedules."""
+  # tinygrad's worker processes compile a schedule with many kernels, with kernels for a device that does not compile in threads, or without a kernel
+  # of attn. If the processes already run, they compile all schedules.
   if why == "many kernels": monkeypatch.setattr(compile_threads, "MOST_LOWERED_HERE", 1)
   if why == "workers run": monkeypatch.setattr(worker, "worker_pool", object())
   asts, renderer = kernels((24, 25), Noting(), "gfx942" if why == "another device" else "sm_90")
@@ -75,7 +75,7 @@ def test_worker_processes_compile_other_schedules(monkeypatch:pytest.MonkeyPatch
   with pytest.raises(AssertionError, match="worker processes are used"): compiled(asts, renderer, NoWorkers())
 
 def test_machine_code_is_read_from_the_disk() -> None:
-  """tinygrad's cache on disk keeps the machine code of a kernel that a thread has compiled. A later process compiles nothing."""
+  # tinygrad's cache on disk keeps the machine code of a kernel that a thread has compiled. A later process compiles nothing.
   found, table = [], f"of_a_test_{uuid.uuid4().hex}"
   for _ in range(2):
     compiler = Noting(table)
@@ -91,8 +91,8 @@ def test_an_error_of_the_compiler_is_raised() -> None:
   compile_threads.begun.clear()
 
 def test_a_kernel_that_has_begun_is_used_alone() -> None:
-  """A thread that has begun to compile a kernel is used if tinygrad asks for this kernel alone, outside of a schedule: the kernel is not lowered and
-  compiled again."""
+  # A thread that has begun to compile a kernel is used if tinygrad asks for this kernel alone, outside of a schedule: the kernel is not lowered and
+  # compiled again.
   compiler = Noting()
   (ast,), renderer = kernels((30,), compiler)
   begin(ast, renderer)

@@ -12,8 +12,8 @@ from stand_in_graph import StandInGraph
 
 @pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
 def test_a_graph_passes_the_tensors_that_a_program_has(monkeypatch:pytest.MonkeyPatch, mended:bool) -> None:
-  """A graph passes only the tensors that a kernel still has as parameters. Here the kernel multiplies a tensor by 0 alone, and tinygrad removes the
-  parameter when it has unrolled a loop. tinygrad's own graphs pass the tensor all the same; the case `mended=False` shows this."""
+  # A graph passes only the tensors that a kernel still has as parameters. Here the kernel multiplies a tensor by 0 alone, and tinygrad removes the
+  # parameter when it has unrolled a loop. tinygrad's own graphs pass the tensor all the same; the case `mended=False` shows this.
   if not mended: monkeypatch.setattr(MultiGraphRunner, "__init__", inspect.unwrap(MultiGraphRunner.__init__))
   with emulated("gfx942"), Context(NOOPT=0):
     monkeypatch.setattr(Device["EMU"], "graph", StandInGraph)
@@ -30,8 +30,8 @@ def test_a_graph_passes_the_tensors_that_a_program_has(monkeypatch:pytest.Monkey
 
 @pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
 def test_a_graph_of_a_grid_that_depends_on_a_variable(mended:bool) -> None:
-  """tinygrad makes a CUDA graph with all Variables set to 0. A grid whose size is a Variable then has no thread blocks, and CUDA refuses it; the case
-  `mended=False` shows this. attn gives such a grid one block while the graph is made."""
+  # tinygrad makes a CUDA graph with all Variables set to 0. A grid whose size is a Variable then has no thread blocks, and CUDA refuses it; the case
+  # `mended=False` shows this. attn gives such a grid one block while the graph is made.
   made = list[tuple[int, ...]]()
   class Made(StandInGraph):
     def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()) -> None:
@@ -49,10 +49,10 @@ def test_a_graph_of_a_grid_that_depends_on_a_variable(mended:bool) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("deterministic", (False, True))
 def test_a_graph_finishes_dq_after_all_sums(monkeypatch:pytest.MonkeyPatch, deterministic:bool) -> None:
-  """One kernel adds to fp32 sums of dQ, and another turns the sums into dq. tinygrad does not see these additions, so attn makes the second kernel
-  wait for the first in a graph. The stand-in for the graph runs a kernel as early as it may: without this wait dq would be 0. With deterministic=True
-  workgroups add in a fixed order, given by counters. Then the first kernel also waits for the kernel that sets the counters to 0, and all replays
-  give the same bits."""
+  # One kernel adds to fp32 sums of dQ, and another turns the sums into dq. tinygrad does not see these additions, so attn makes the second kernel
+  # wait for the first in a graph. The stand-in for the graph runs a kernel as early as it may: without this wait dq would be 0. With
+  # deterministic=True workgroups add in a fixed order, given by counters. Then the first kernel also waits for the kernel that sets the counters to
+  # 0, and all replays give the same bits.
   compute_all_gradients_at_once(monkeypatch)
   with emulated("sm_90"):
     monkeypatch.setattr(Device["EMU"], "graph", StandInGraph)

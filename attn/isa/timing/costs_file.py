@@ -1,5 +1,5 @@
-"""Makes the contents of docs/costs.txt, a table with a line for each kernel of attn on each chip: its registers, spills, LDS, instructions and bounds,
-and for forward kernels the predicted time."""
+"""Makes the contents of docs/costs.txt, a table with a line for each kernel of attn on each chip: its registers, spills, LDS, instructions and
+bounds, and for forward kernels the predicted time."""
 from __future__ import annotations
 from collections.abc import Sequence
 from attn.chips import get_chip
