@@ -44,9 +44,7 @@ class Append:
   threads: bool = True   # False on a device without threads: loops do everything
   checked: bool = True   # contains the operation by which the emulator finds rows that share a slot; False where a device can't render this operation
   @property
-  def threads_of_row(self) -> int:
-    """Number of threads that copy a row."""
-    return THREADS if self.threads else 1
+  def threads_of_row(self) -> int: return THREADS if self.threads else 1
 
 @dataclass(frozen=True)
 class NewRow:

@@ -306,8 +306,8 @@ class TilesTogether:
 
 @cache_of_kernels
 def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the kernel that finds, for each block of rows and each tile of columns, whether the mask leaves some of their scores visible, and whether
-  it hides some."""
+  """Returns the first of the two kernels that make lists of tiles. For each block of rows and each tile of columns, it finds whether the mask leaves
+  some of their scores visible, and whether it hides some."""
   def kernel(*args:UOp) -> UOp:
     given = by_name(list_arguments(x)["in_tiles"], args)
     items, (of_list, block, group) = Items.of_workgroups(x.lists, x.blocks, ceildiv(x.tiles, TILES_TOGETHER))

@@ -43,9 +43,8 @@ from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 
 @dataclass(frozen=True)
 class TripStores:
-  """Stores that one iteration of the loop over tiles has made so far: to registers, LDS or memory. The iteration ends when all these stores are done.
-  Inside the iteration, only the barrier before the product for dQ waits for them. `after` is called at the beginning of an iteration, so it returns
-  an object without stores."""
+  """Stores that one iteration of the loop over tiles has made so far: to registers, LDS or memory. All of them are done when the iteration ends, and,
+  if the workgroup adds to dQ, before the product for dQ. An iteration begins without stores, so `after` returns an object without any."""
   found: tuple[UOp, ...] = ()
   def after(self, *deps:UOp) -> TripStores: return TripStores()
 
@@ -76,9 +75,9 @@ class AllState(QueriesState):
 
 @dataclass(frozen=True)
 class AmdBackward:
-  """A backward kernel for one problem, as one thread sees it. If the kernel loops over the tiles twice (two passes), there is one object for each
-  pass. Has a method for each operation of the algorithm. Of the fields, `own` has the rows that the workgroup owns (of q and dO, or of k and v), and
-  `head` is the query head whose tiles the loop reads. No field changes during the loop over the tiles of one head."""
+  """A backward kernel for one problem, as one thread sees it, with a method for each operation of the algorithm. If the kernel loops over the tiles
+  twice (two passes), there is one object for each pass. `own` has the rows that the workgroup owns (of q and dO, or of k and v), and `head` is the
+  query head whose tiles the loop reads. No field changes during the loop over the tiles of one head."""
   tile: BackwardTile
   new: Allocator
   statements: Statements
@@ -94,9 +93,6 @@ class AmdBackward:
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> AmdBackward:
-    """Makes the object for a kernel whose workgroups own queries and loop over keys. `args` are the kernel's tensors. `shapes` has the names, shapes
-    and dtypes of these tensors, in the same order. If `parts` is above 0, the keys are divided into `parts` parts, and each workgroup loops over one
-    part."""
     mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix, arch)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     k_rows, v_rows = (LdsTile.of(new, both_ways_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv))
@@ -110,10 +106,7 @@ class AmdBackward:
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> list[AmdBackward]:
-    """Makes the objects for a kernel whose workgroups own keys and loop over queries. The list has one object for each pass over the queries: a
-    single pass for dK and dV together, or one pass for each gradient. The passes use the same LDS. `args` are the kernel's tensors. `shapes` has the
-    names, shapes and dtypes of these tensors, in the same order. If `parts` is above 0, the queries are divided into `parts` parts, and each
-    workgroup loops over one part."""
+    # The objects of two passes use the same LDS.
     if "dq_turns" in shapes and tile.prefetch > 1:
       raise NotImplementedError(f"prefetch={tile.prefetch}: a kernel that adds to dq in a fixed order supports only prefetch 0 and 1")
     mat, n, grid = tile.matrix, tile.block_n, kv_head_fastest(p, tile, tile.matrix, arch)
@@ -185,9 +178,9 @@ class AmdBackward:
   @functools.cached_property
   def turns(self) -> Turns|None: return Turns.of(self.group, self.at.wave, self.at.lane)
   def turn_ended(self, turns:Turns, t:UOp, done:UOp, last:bool=False) -> UOp:
-    """Waits until this wave's additions to dQ in memory are complete. Then ends the wave's turn (the period in which the wave may add to dQ) if tile
-    t is the last tile of a turn, or if `last` says that t is the workgroup's last tile: adds 1 to the counter for which the next workgroup waits.
-    Returns a statement (an operation with a side effect) that is executed after the operation `done`."""
+    """Waits until this wave's additions to dQ in memory are complete. If the wave's turn ends with tile t, then lets the next workgroup add to dQ:
+    adds 1 to the counter for which that workgroup waits. (A turn is the period in which a wave may add to dQ.) A turn ends with its last tile, or
+    with the workgroup's last tile (`last`). Returns a statement (an operation with a side effect) that is executed after the operation `done`."""
     return self.statements.do(turns.end(self.head, t, self.statements.begin(atomics.settle(done)).done, last))
 
   def trip(self, work:Callable[[Any, AmdTrip], Any]) -> Callable[[Any, UOp, bool], UOp]:
@@ -197,8 +190,8 @@ class AmdBackward:
 
   # ***** gradients, and the kernel *****
   def gradient(self, s:Any, name:str) -> list[UOp]:
-    """Returns the stores of the gradient `name` to memory. Rows of keys beyond a batch's length (kv_lengths) are stored as 0. If a workgroup that
-    owns keys adds to dQ, there are no stores for dQ: each iteration has already added its part."""
+    # Returns the stores of the gradient `name` to memory. Rows of keys beyond a batch's length (kv_lengths) are stored as 0. If a workgroup that owns
+    # keys adds to dQ, there are no stores for dQ: each iteration has already added its part.
     if name == "dq" and self.tile.keys: return []
     mat, p = self.tile.matrix, self.group.p
     known = self.row.index < self.group.sequence.n_k if self.tile.keys and p.kv_lengths else None
@@ -236,8 +229,8 @@ class AmdTrip:
     return [normaliser.each(lambda x: ops.splat(x, n))]*self.count, [ops.splat(scaled_delta(delta, self.of.group.p), n)]*self.count
 
   def product(self, s:Any, which:int, start:list[UOp]) -> list[UOp]:
-    """Returns `start` + A B as C fragments, where A is the rows of this iteration's tile and B the rows that the workgroup owns. `which` chooses the
-    two tensors: 0 for S (q and k), 1 for dP (dO and v)."""
+    """Returns `start` + A B as C fragments, where A is the rows of this iteration's tile, and B the rows that the workgroup owns. `which` chooses
+    their tensors: 0 for S (q and k), 1 for dP (dO and v)."""
     number = self.t if self.of.outer_trip is None else self.of.outer_trip      # for each number, own rows outside of registers are read again
     return self.of.products.with_rows(self.lds(s, self.of.walked[which]).row_tile, self.count, self.of.own[which], number, [start])[0]
 
@@ -268,8 +261,7 @@ class AmdTrip:
     return self.of.sharing
 
   def start_dq(self, s:Any, ds:list[UOp]) -> Any:
-    """Stores dS to LDS: the dS of the lane's key with every query of this iteration's tile. `ds` holds it as C fragments, rounded and packed to 16
-    bits. Returns the state with these stores."""
+    # `ds` is packed to 16 bits. It is stored to LDS: dS of the lane's key with every query of this iteration's tile.
     of = self.of
     first = [] if of.turns is None else [of.turn_ended(of.turns, self.t - 1, s.acc[0].load())]
     return replace(s, stores=TripStores((*s.stores.found, *first, *self.sharing.store(s.ds, self.zero_for_missing_keys(ds)))))
@@ -282,8 +274,7 @@ class AmdTrip:
     return [ops.build(*[there.where(ops.extract(x, i), 0) for i in range(ops.length(x))]) for x in ds]
 
   def add_dq(self, s:Any) -> Any:
-    """Waits until all waves have stored dS of this iteration's tile of queries, and adds this wave's part of these queries' dQ to the sums in memory.
-    Returns the state."""
+    # First waits until all waves have stored dS of this iteration's tile of queries.
     of = self.of
     found = self.sharing.product(s.ds.after(workgroup_barrier(UOp.group(*s.stores.found))), of.tile, of.statements)
     waited = [] if of.turns is None else [of.statements.begin(of.turns.begin(of.head, self.t, ops.extract(found[-1], 0))).done]

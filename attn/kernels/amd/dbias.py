@@ -66,8 +66,6 @@ class AmdBias:
   def begin(self) -> Any: return self.of.begin()
 
   def walk(self, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:
-    """Loops over all scores to which the workgroup's block of the bias is added, tile by tile. Calls `work(state, trip)` for each tile; `work`
-    returns the state after its work on this tile. Returns the state after the last tile."""
     if self.bias.one_trip: return self.over_keys(self.of, s, self.bias.first_trip, work)
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s
@@ -100,14 +98,12 @@ class AmdBias:
             for x in self.stores_of_row(of, t*of.tile.block_n + of.at.h*n + keys[i], ops.slice_(values, i, n), self.bias.stored(of.row))]
 
   def zero_stores(self, t:UOp) -> list[UOp]:
-    """Returns the stores of 0 to tile t of the bias's gradient."""
     return self.stores(self.of, t, zeros(self.of.tile.matrix, 1, self.of.tile.block_n//self.of.tile.matrix.M)[0])
 
   def sums(self, s:Any) -> list[UOp]:
-    """Returns the stores of the summed dS to the bias's gradient. If all keys share one element of the bias, first sums dS over the keys, in
-    registers. If all queries share one row of the bias, first sums dS over the queries, in LDS. If each score has an element of the bias to itself,
-    there is nothing to sum: each iteration has already stored its tile of dS, and this method returns only the stores of 0 to the tiles of keys that
-    no query sees."""
+    # If all keys share one element of the bias, first sums dS over the keys, in registers. If all queries share one row of the bias, first sums dS
+    # over the queries, in LDS. If each score has an element of the bias to itself, each iteration has already stored its tile of dS: only the tiles
+    # of keys that no query sees get stores, of 0.
     of, share = self.of, self.bias.share
     if share.stored_at_once:
       return [*self.bias.outside(of.group.walked, self.zero_stores), of.statements.do(amd.sched_barrier(), s.k.row_tile.buffer)]

@@ -106,8 +106,6 @@ class AmdForward:
   def loops(self) -> Iterator[TileLoop[ForwardState]]: return self.trips.loops(self.group.walked)
 
   def scores(self, s:ForwardState, t:UOp, masked:bool) -> tuple[ForwardState, list[list[UOp]]]:
-    """Computes the scores S^T of tile t, after score terms and masks. Returns the state, and a list of C fragments for each of the wave's matrix
-    tiles of queries."""
     raw = self.group.scaled(self.raw_scores(s, t, masked))
     if self.group.p.stored:
       scales = self.group.scales("k_scales", t)
@@ -122,8 +120,7 @@ class AmdForward:
     return replace(s, softmax=softmax.spoiled(nans)), None
 
   def add_to_o(self, s:ForwardState, p:None, t:UOp, part:None, masked:bool) -> UOp:
-    """Computes O^T += V^T P^T for tile t of keys, after dropout of P. Returns the stores of O^T to registers. P is read from the state `s`, in which
-    `weigh` has put it; so the argument `p` is None. `part` is None, too, because this kernel computes a tile's keys all at once."""
+    # `p` is None, because `weigh` has put P in the state. `part` is None, because this kernel computes a tile's keys all at once.
     q_tiles, softmax, renewed = range(self.tile.q_tiles), s.softmax, not masked      # masked: no register is free for this
     left = [kept_scores(self.group.scores, [row], t) for row in self.queries]
     weights = [softmax.operands(self.at, qt, self.k_tiles, left[qt], renewed) for qt in q_tiles]
@@ -155,8 +152,6 @@ class AmdForward:
                            scales=scales)
 
   def outputs(self, softmax:Softmax) -> list[UOp]:
-    """Returns the stores of the results, O = O^T / l and LSE = m + ln l. m is the number that the softmax subtracts from the scores of a row, and l
-    the row's sum of P."""
     mat, stores = self.mat, list[UOp]()
     for qt, row in enumerate(self.queries):
       factor, log_sum = self.group.normalised(row, softmax.m[qt].load(), softmax.totals(qt, mat))

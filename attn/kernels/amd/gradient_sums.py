@@ -44,8 +44,8 @@ def delta_of_row(group:Workgroup, tile:BackwardTile, in_block:UOp, row:Row, toge
   return ops.sub(total, group.query_value("dlse", row)) if "dlse" in group.given else total
 
 def of_queries(p:Problem, arch:Chip, shapes:Shapes, args:tuple[UOp, ...]) -> tuple[Workgroup, BackwardTile, Lane]:
-  """Makes the objects for a kernel whose workgroups each handle some queries of the fp32 accumulator of dQ: the workgroup, its tile description, and
-  this thread's position in a matrix tile. `args` are the kernel's tensors. `shapes` has the names, shapes and dtypes of these tensors, in the same
+  """Makes three objects for the kernels that compute delta and finish dQ, whose workgroups own queries: the workgroup, its tile description, and this
+  thread's position in a matrix tile. `args` are the kernel's tensors. `shapes` has the names, shapes and dtypes of these tensors, in the same
   order."""
   mat = arch.matrix[p.dtype][0]
   tile = BackwardTile(QUERIES_OF_SUMS//mat.N, mat.least_keys, matrix=mat)

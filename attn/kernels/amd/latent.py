@@ -45,10 +45,10 @@ def latent_rows(group:Workgroup, mat:Matrix) -> LatentRows:
 
 @dataclass(frozen=True)
 class LatentState(TripState):
-  """The values that the loop over keys carries from iteration to iteration. A wave computes some columns of O for all queries of the workgroup;
-  registers hold this part of O, transposed. A lane computes scores of one query. For this query, registers also hold m, the number that the softmax
-  subtracts from the scores, and the sums of P over the wave's part of the keys. Within an iteration, registers also hold the factors by which O is
-  rescaled, one for each matrix tile of queries. LDS holds the tile of K, P, and the numbers that waves exchange."""
+  """The values that the loop over keys carries from iteration to iteration. A wave computes some columns of O for all queries of the workgroup:
+  registers hold these columns of O, as rows of O^T. A lane computes scores of one query: registers hold its m (the number that the softmax subtracts
+  from the scores) and its sums of P over the wave's part of the keys. Within an iteration, registers also hold the factors by which O is rescaled,
+  one for each matrix tile of queries. LDS holds the tile of K, P, and the numbers that waves exchange."""
   acc: UOp
   m: UOp
   l: UOp
@@ -126,14 +126,10 @@ class AmdLatent:
   def loops(self) -> Iterator[TileLoop[LatentState]]: return self.trips.loops(self.group.walked)
 
   def scores(self, s:LatentState, t:UOp, masked:bool) -> tuple[LatentState, list[UOp]]:
-    """Computes the scores S^T of the keys and queries that belong to this wave, after score terms and masks. Returns the state, and S^T as C
-    fragments."""
     return s, self.share.scores(self.group.scores).finished(self.raw_scores(s, t), [self.query], self.share.tile_number(t), masked)
 
   def weigh(self, s:LatentState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentState, None]:
-    """Raises m, the number that the softmax subtracts from the scores of a row, if a score exceeds m by too much. Computes P = exp2(scores - m), and
-    the factor by which the row of O must be rescaled. Stores P and the factor to LDS, where all waves read them. Returns the state, and None in place
-    of P."""
+    # P, and the factor by which a row of O must be rescaled, go to LDS, where all waves read them.
     to_log2, m, p = self.group.scores.to_log2, s.m[0].load(), self.group.p
     of_v = [scale_in_range(y) for y in self.scales(t)] if p.stored else []
     compared = compared_scores(x, of_v, to_log2) if p.stored else x
@@ -150,9 +146,8 @@ class AmdLatent:
     return replace(known.lds_after(told), k=s.k), None      # reads of K need no barrier: K was complete in LDS before
 
   def add_to_o(self, s:LatentState, p:None, t:UOp, part:None, masked:bool) -> UOp:
-    """Computes O^T += V^T P^T for tile t of keys and this wave's columns of O, a few keys at a time, to save registers. Returns the stores of O^T to
-    registers. P is read from LDS, where `weigh` has put it; so the argument `p` is None. `part` is None, too, because this kernel does not divide a
-    tile."""
+    # A few keys at a time, to save registers. `p` is None, because `weigh` has put P in LDS. `part` is None, because this kernel does not divide a
+    # tile.
     keys, v, done = self.tile.block_n//self.tile.weight_parts, LdsColumns(self.k_tile(s, t), self.mat, self.first_column), list[UOp]()
     s = s.after(UOp.group(*store_all(s.factors, [s.told.load(self.names.factor, self.in_block(tile)) for tile in self.row_tiles])))
     s = s.after(self.statements.do(rescale(s.acc, s.factors)))
@@ -174,9 +169,7 @@ class AmdLatent:
     return self.group.kernel("mla", [x for tile in self.row_tiles for x in self.outputs(s, tile)])
 
   # ***** parts of the steps *****
-  def k_tile(self, s:LatentState, t:UOp) -> LdsTile:
-    """Returns the LDS tile that holds tile t of K, row by row (not transposed)."""
-    return self.trips.in_lds(s, t, "k").row_tile
+  def k_tile(self, s:LatentState, t:UOp) -> LdsTile: return self.trips.in_lds(s, t, "k").row_tile
 
   def raw_scores(self, s:LatentState, t:UOp) -> list[UOp]:
     """Computes S^T = K Q^T of the keys and queries that belong to this wave, without score terms (softcap, ALiBi, bias) and masks. Returns a list of

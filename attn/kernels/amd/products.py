@@ -85,9 +85,9 @@ class OwnRows:
 
 @dataclass(frozen=True)
 class LdsColumns:
-  """Columns of a tile, from column `first` on, as operand A of a product that sums over the tile's rows. The tile lies in LDS row by row: the product
-  reads its columns there, so LDS needs no transposed copy. The rows are read in the order in which the lanes hold the weights of these rows
-  (`staging.key_rows`). In place of a column beyond the tile's last column, the last column is read."""
+  """Columns of a tile, from column `first` on, as operand A of a product that sums over the tile's rows. The tile lies in LDS row by row, not
+  transposed: each operand is read across the rows. The rows come in the order in which the lanes hold their weights (`staging.key_rows`). In place of
+  a column beyond the tile's last column, the last column is read."""
   tile: LdsTile
   matrix: Matrix
   first: UOp
@@ -101,10 +101,10 @@ class LdsColumns:
 
 @dataclass(frozen=True)
 class Products:
-  """The matrix products of a loop iteration. `fenced` limits how many units of operand A the compiler reads from LDS before they are multiplied,
-  because each of them takes registers; 0 sets no limit. The limit is a fence in the code: operand A after a fence is read only when the products
-  before the fence are done. `with_rows` has a fence after every `fenced` 16-byte units of a row of A, `with_columns` one after each matrix tile of A.
-  """
+  """The matrix products of a loop iteration. Operand A is read from LDS to registers. Without a limit, the compiler would read many units of A before
+  it multiplies them, and run out of registers. `fenced` sets the limit by fences in the code: a read of A after a fence waits for the products before
+  the fence. `with_rows` has a fence after every `fenced` 16-byte units of a row of A, `with_columns` after each matrix tile of A. With `fenced` = 0
+  there are no fences."""
   at: Lane
   fenced: int
   statements: Statements

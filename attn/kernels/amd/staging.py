@@ -82,11 +82,9 @@ def quads_of_unit(matrix:Matrix) -> int:
   return matrix.unit//TURNED_ROWS
 
 def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
-  """Returns the four keys of quad `quad` of a row of V^T in LDS. A row consists of units of 16 bytes, and a unit of one or more quads (four
-  neighbouring elements).
-
-  The keys of a row are not in ascending order. Lane group h (lanes that hold the same rows of C) reads every g-th unit from unit h on, where g is the
-  number of lane groups. So these units have the keys whose weights lane group h holds, in the same order."""
+  """Returns which four keys form quad number `quad` of a row of V^T in LDS. (A quad is four neighbouring elements, and a 16-byte unit of LDS has one
+  quad or more.) The keys of a row are not in ascending order: each lane group (lanes that hold the same rows of C) reads units of its own, and finds
+  there exactly the keys whose weights it holds in registers, in the same order. With g lane groups, group h reads units h, h + g, h + 2*g, ..."""
   unit, part = quad//quads_of_unit(matrix), quad%quads_of_unit(matrix)
   n = unit//matrix.groups*matrix.unit + part*TURNED_ROWS
   first = n//matrix.accumulator*matrix.M + matrix.c_row(unit%matrix.groups, n%matrix.accumulator)

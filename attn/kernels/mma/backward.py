@@ -51,8 +51,8 @@ MmaWork = Callable[[MmaBackwardState, "MmaTrip"], MmaBackwardState]
 
 @dataclass(frozen=True)
 class MmaBackward:
-  """A backward kernel for one problem, as one thread sees it. If the kernel loops over the tiles twice (two passes), there is one object for each
-  pass. Has a method for each operation of the algorithm. No field changes during the loop over the tiles of one head."""
+  """A backward kernel for one problem, as one thread sees it, with a method for each operation of the algorithm. If the kernel loops over the tiles
+  twice (two passes), there is one object for each pass. No field changes during the loop over the tiles of one head."""
   warp_rows: WarpRows[SwizzledRows]
   tile: MmaBackwardTile
   state: MmaBackwardState      # before the first iteration
@@ -60,8 +60,6 @@ class MmaBackward:
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> MmaBackward:
-    """Makes the object for a kernel whose blocks own queries and loop over keys. `args` are the kernel's tensors. `shapes` has the names, shapes and
-    dtypes of these tensors, in the same order. If `parts` is above 0, the keys are divided into `parts` parts, and each block loops over one part."""
     warps = Warps.of(p, arch, tile, tile.matrix, args, shapes, parts)
     state = MmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix))
     rows: WarpRows[SwizzledRows] = WarpRows(warps, tile, ("dq",), warps.group.first_head)
@@ -69,10 +67,7 @@ class MmaBackward:
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> list[MmaBackward]:
-    """Makes the objects for a kernel whose blocks own keys and loop over queries. The list has one object for each pass over the queries: a single
-    pass for dK and dV together, or one pass for each gradient. Two passes use the same accumulators. `args` are the kernel's tensors. `shapes` has
-    the names, shapes and dtypes of these tensors, in the same order. If `parts` is above 0, the queries are divided into `parts` parts, and each
-    block loops over one part."""
+    # Two passes use the same accumulators.
     warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, shapes, parts), gradients_of_passes(tile.passes)
     accs = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}
     state = MmaBackwardState.of(warps, tile, max(sum(accs[name] for name in wanted) for wanted in passes))

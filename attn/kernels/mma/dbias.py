@@ -63,9 +63,8 @@ class MmaBias:
   def begin(self) -> MmaBackwardState: return self.of.cleared(self.of.state)
 
   def walk(self, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:
-    """Loops, tile by tile, over the scores to which this thread block's elements of the bias are added. Calls `work(state, trip)` for each part of a
-    tile; `work` returns the state after its work on this part. An iteration of the outer loop, over groups of queries, begins when all reads of the
-    iteration before are done. Returns the state after the last tile."""
+    # `work` gets one part of a tile at a time. An iteration of the outer loop, over groups of queries, begins when all reads of the iteration before
+    # are done.
     if self.bias.one_trip: return self.over_keys(self.of, s, self.bias.first_trip, work)
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s
@@ -104,14 +103,12 @@ class MmaBias:
             for x in self.bias.stores(of.group, row, first + n*of.tile.matrix.N, values, self.bias.stored(row))]
 
   def zero_stores(self, t:UOp) -> list[UOp]:
-    """Returns the stores of 0 to tile t of the bias's gradient."""
     return self.stores(self.of, t, [[ops.splat(0.0, 4)]*len(self.fragments(0))]*self.of.tile.row_tiles)
 
   def sums(self, s:MmaBackwardState) -> list[UOp]:
-    """Returns the stores of the summed dS to the bias's gradient. If all keys share one element of the bias, first sums dS over the keys, in
-    registers and over the lanes of a row. If all queries share one row of the bias, first sums dS over the queries, through shared memory. If each
-    score has an element of the bias to itself, there is nothing to sum: each iteration has already stored its tile of dS, and this method returns
-    only the stores of 0 to the tiles of keys that no query sees."""
+    # If all keys share one element of the bias, first sums dS over the keys, in registers and over the lanes of a row. If all queries share one row
+    # of the bias, first sums dS over the queries, through shared memory. If each score has an element of the bias to itself, each iteration has
+    # already stored its tile of dS: only the tiles of keys that no query sees get stores, of 0.
     if self.share.stored_at_once: return [*self.bias.outside(self.group.walked, self.zero_stores), s.statements.do(s.done)]
     tiles = [[s.acc[j].load() for j in self.fragments(i)] for i in range(self.of.tile.row_tiles)]
     rows = self.of_rows(self.of, tiles)

@@ -80,10 +80,10 @@ class MmaForward:
   def p(self) -> Problem: return self.warps.group.p
   @property
   def kinds(self) -> tuple[str, ...]:
-    """Names of the sums of P that the kernel computes for each row, in the order of the state's registers:
-    - ONES: P as it is multiplied by V, that is rounded, and times the scales of V's rows if V is stored in 8 bits
-    - UNSCALED: rounded P without these scales, if there are any
-    - LANE: P before rounding, if an LSE is written"""
+    """Names of the row sums of P that the kernel computes, in the order in which registers hold them:
+    - ONES: the sum of P in the form that is multiplied by V: rounded, and times the scales of V's rows if V is stored in 8 bits
+    - UNSCALED, only if V is stored in 8 bits: the sum of rounded P without these scales
+    - LANE, only if an LSE is written: the sum of P before rounding"""
     return (ONES, *[UNSCALED]*bool(self.p.stored), *[LANE]*(self.warps.group.lse is not None))
   @property
   def kinds_of_result(self) -> tuple[str, ...]:
@@ -99,8 +99,8 @@ class MmaForward:
     return self.p.key_itemsize == 1
   @property
   def exact_steps(self) -> int:
-    """Number of matrix instructions after which a sum of the matrix unit is added to another sum in fp32, because some chips add products of 8-bit
-    floats with fewer bits than fp32. 0: no limit."""
+    """Number of steps (matrix instructions) whose products the matrix unit may add up by itself. Then the sum is added in fp32 to the sums of other
+    steps, because some chips add products of 8-bit floats with fewer bits than fp32. 0: no limit."""
     return EXACT_PRODUCTS//self.mat.K if self.of_bytes and self.warps.group.arch.short_sums and not self.p.fast_accumulate else 0
   @property
   def stored(self) -> StoredKeys: return StoredKeys(self.warps)
@@ -153,8 +153,7 @@ class MmaForward:
   def loops(self) -> Iterator[TileLoop[MmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
   def scores(self, s:MmaState, t:UOp, masked:bool) -> tuple[MmaState, None]:
-    """Computes S of tile t, after score terms and masks, and stores it to registers of the state. Starts the copies of a later tile. Returns the
-    state, and None in place of S."""
+    # S goes to registers of the state. Also starts the copies of a later tile.
     s = s.arrived(self.tile.stages - 2)
     raw = self.warps.group.scaled(self.raw_scores(s, t))
     if self.p.stored:
@@ -201,9 +200,8 @@ class MmaForward:
     return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(len(kinds)*q_tiles)])), None
 
   def add_to_o(self, s:MmaState, p:None, t:UOp, steps:range, masked:bool) -> UOp:
-    """Computes O += P V for some keys of tile t, after dropout of P. `steps` says which keys: each step is a matrix instruction, which multiplies 16
-    keys (32 of 8-bit floats). Returns the stores of O to registers. P is read from the state `s`, in which `weigh` has put it; so the argument `p` is
-    None."""
+    # `steps` says which keys of the tile: a step is a matrix instruction, for 16 keys (32 of 8-bit floats). `p` is None, because `weigh` has put P in
+    # the state.
     left = [kept_scores(self.warps.group.scores, rows, self.own_tile(t)) for rows in self.queries]
     n, q_tiles = self.mat.together, range(self.tile.q_tiles)
     accs = [[s.acc[qt*self.d_tiles + i].load() for i in range(self.d_tiles)] for qt in q_tiles]
@@ -216,8 +214,6 @@ class MmaForward:
     return self.warps.group.kernel("mma", [x for qt in range(self.tile.q_tiles) for x in self.outputs(s, qt)], self.tile.lds_bytes(self.p))
 
   def outputs(self, s:MmaState, qt:int) -> list[UOp]:
-    """Returns the stores of O / l and of LSE = m + ln l, for the matrix tile of queries with index `qt`. m is the number that the softmax subtracts
-    from the scores of a row, and l the row's sum of P."""
     m, sums, accs = self.merged_results(s, qt) if self.tile.key_waves > 1 else self.results_of_warp(s, qt)
     return self.warps.outputs(self.queries[qt], accs, m, sums, self.kinds_of_result, self.share if self.tile.key_waves > 1 else None,
                               self.alternating)

@@ -115,8 +115,7 @@ class MmaLatent:
   def loops(self) -> Iterator[TileLoop[LatentMmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
   def scores(self, s:LatentMmaState, t:UOp, masked:bool) -> tuple[LatentMmaState, list[UOp]]:
-    """Computes S of the queries and keys that belong to this warp, after score terms and masks. Starts the copies of a later tile. Returns the state,
-    and S as C fragments."""
+    # Also starts the copies of a later tile.
     s = s.arrived(self.tile.stages - 2)
     if self.tile.widens(self.p):
       to = {"k": self.k_rows(t)}
@@ -127,9 +126,7 @@ class MmaLatent:
     return self.fetch(s, t + self.tile.stages - 1), scores
 
   def weigh(self, s:LatentMmaState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentMmaState, None]:
-    """Raises m, the number that the softmax subtracts from the scores of a row, if a score exceeds m by too much. Computes P = exp2(scores - m), and
-    the factor by which the row of O must be rescaled. Stores P and the factor to shared memory, where all warps read them. Returns the state, and
-    None in place of P."""
+    # P, and the factor by which a row of O must be rescaled, go to shared memory, where all warps read them.
     to_log2, m, p, zero = self.warps.group.scores.to_log2, s.m[0].load(), self.p, ops.splat(0.0, nv.ROWS)
     of_v = [scale_in_range(y) for y in self.scales(s, t)] if p.stored else []
     s, top = self.highest(s, compared_scores(x, [ops.concat(y, y) for y in of_v], to_log2) if p.stored else x, m)
@@ -146,8 +143,7 @@ class MmaLatent:
     return self.after_barrier(s.do(*self.put_weights(s, packed), *self.put_row_values(s, self.names.factor, factor, self.share.part.eq(0)))), None
 
   def add_to_o(self, s:LatentMmaState, p:None, t:UOp, part:None, masked:bool) -> UOp:
-    """Computes O += P V for tile t of keys and this warp's columns of O. Returns the stores of O to registers. P is read from shared memory, where
-    `weigh` has put it; so the argument `p` is None. `part` is None, too, because this kernel does not divide a tile."""
+    # `p` is None, because `weigh` has put P in shared memory. `part` is None, because this kernel does not divide a tile.
     mat, lane = self.mat, self.warps.at.lane
     s = s.store(store_all(s.factors, [self.load_row_values(s, self.names.factor, tile*mat.M) for tile in self.row_tiles]))
     s = s.do(rescale(s.acc, s.factors, s.done))
@@ -198,14 +194,15 @@ class MmaLatent:
   def row_scalars(self, s:LatentMmaState) -> RowScalars:
     return RowScalars(s.shared, self.tile.block_m, int(self.weight_rows.base) + self.weight_rows.size)
   def put_row_values(self, s:LatentMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
-    """Returns the statements that store a number for each of this lane's two rows to a table in shared memory, where all warps can read it. `values`
-    holds the two numbers. `i` is the index of their kind in the table (`ScalarPlaces`), such as the maximum of a row. Where `gate` is false, nothing
-    is stored."""
+    """Returns the statements that store `values`, one number for each of this lane's two rows, to a table in shared memory, where all warps can read
+    them. `i` says what the number is, such as the maximum of a row: an index that `ScalarPlaces` defines. Where `gate` is false, nothing is
+    stored."""
     told, to = self.row_scalars(s), s.shared.bitcast(dtypes.float)
     return [nv.put(to[told.place(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
   def load_row_values(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
-    """Returns two numbers that warps have stored with `put_row_values`, for the two rows that this lane has in a matrix tile of 16 queries. `i` is
-    the index of the kind of number in the table (`ScalarPlaces`). `first` is the index of the tile's first row among the thread block's own rows."""
+    """Returns two numbers from the table in shared memory to which `put_row_values` stores: one for each of the two rows that this lane has in a
+    matrix tile of 16 queries. `i` says what the number is, such as the maximum of a row: an index that `ScalarPlaces` defines. `first` is the index
+    of the tile's first row among the rows that the thread block owns."""
     return ops.build(*[self.row_scalars(s).load(i, row) for row in self.in_block(first)])
   def after_barrier(self, s:LatentMmaState) -> LatentMmaState:
     """Waits at a barrier until all warps have done their statements (operations with side effects, such as stores) so far. Returns the state."""

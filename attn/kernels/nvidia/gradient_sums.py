@@ -29,7 +29,8 @@ def place_in_sums(group:Workgroup, mat:Mma, head:UOp, first_query:UOp, warp:UOp,
 
 @dataclass(frozen=True)
 class QueriesOfSums:
-  """The 64 queries whose part of the fp32 accumulator of dQ a block sets to 0 or reads. Each of the block's four warps has 16 of these queries."""
+  """A block's share of the fp32 accumulator of dQ, which it sets to 0 or reads: the sums of 64 queries. Each of the block's four warps has 16 of
+  these queries."""
   rows: WarpRows[SwizzledRows]
 
   @staticmethod

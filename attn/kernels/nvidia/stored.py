@@ -24,7 +24,8 @@ OF_K, OF_V, OF_V_WITHOUT_NANS, FACTORS_OF_K = range(4)
 
 @dataclass(frozen=True)
 class StoredKeys:
-  """The rows of K and V over which a block loops, if they are stored in 8 bits: their copies, conversions and scales, as one thread sees them."""
+  """What one thread does with the rows of K and V over which the block loops, if they are stored in 8 bits: it copies parts of a tile to shared
+  memory, converts them to 16-bit operands, and loads the scales of the rows."""
   warps: Warps
 
   def widened(self, *pairs:tuple[UOp, tuple[int, int]]) -> UOp:
@@ -122,9 +123,10 @@ class StoredKeys:
     return found
 
   def checked_scales(self, shared:UOp, base:UOp, to_log2:float) -> list[UOp]:
-    """Returns the statements by which this thread checks the scales that it has copied to shared memory from the float with index `base` on. So each
-    is checked once, and not by each lane that uses it. Scales of V become scales in range (`scale_in_range`), but a NaN stays. After them come the
-    same scales with NaN replaced, too, and then the factors of K's rows: their scales times `to_log2`, by which all scores are multiplied."""
+    """Returns the statements by which this thread checks the scales that it has copied to shared memory, once for all lanes that use them. It stores
+    three numbers for each row of the tile: V's scale in range (`scale_in_range`), where a NaN stays a NaN; the same number with a NaN replaced, too;
+    and K's scale times `to_log2`, the factor that turns raw scores into exponents of 2. `base` is the index of the first float of the tile's
+    scales."""
     n, threads, floats, found = self.warps.group.tile.block_n, self.warps.group.tile.threads, shared.bitcast(dtypes.float), list[UOp]()
     for row in [self.warps.at.thread + i*threads for i in range(ceildiv(n, threads))]:
       at, inside = base + n + row, row < n

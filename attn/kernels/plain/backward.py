@@ -67,15 +67,10 @@ class PlainBackward(Rectangle):
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:TiledBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> PlainBackward:
-    """Makes the object for a kernel whose workgroups own queries and loop over keys. `args` are the kernel's tensors. `shapes` has the names, shapes
-    and dtypes of these tensors, in the same order. If `parts` is above 0, the keys are divided into `parts` parts, and each workgroup loops over one
-    part."""
     return PlainBackward.of(p, arch, tile, args, shapes, parts, ("dq",))
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:TiledBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> list[PlainBackward]:
-    """Makes the object for a kernel whose workgroups own keys and loop over queries, as a list with this object alone: a single loop over the queries
-    gives dk and dv. `args` are the kernel's tensors. `shapes` has the names, shapes and dtypes of these tensors, in the same order. If `parts` is
-    above 0, the queries are divided into `parts` parts, and each workgroup loops over one part."""
+    # A single loop over the queries gives dk and dv.
     return [PlainBackward.of(p, arch, tile, args, shapes, parts, ("dk", "dv"))]
 
   @staticmethod
@@ -177,7 +172,7 @@ class PlainBackward(Rectangle):
 
   # ***** gradients, and the kernel *****
   def gradient(self, s:PlainState, name:str) -> list[UOp]:
-    """Returns the stores of the gradient `name` to memory. Rows of keys beyond a batch's length (kv_lengths) are stored as 0."""
+    # Rows of keys beyond a batch's length (kv_lengths) are stored as 0.
     acc, n = s.sums[self.wanted.index(name)], len(self.quads)
     block, loop = self.loop(self.blocks(acc))
     part, stores = self.block_of(acc.after(*loop), block), list[UOp]()

@@ -89,7 +89,7 @@ class PlainForward(Rectangle):
     return replace(state, ready=Ready(tuple(ready)))
 
   def loops(self) -> Iterator[TileLoop[QueryState]]:
-    """Yields a single loop over all tiles. The loop applies masks to all tiles if any tile needs masks."""
+    # A single loop over all tiles. It applies masks to all tiles if any tile needs masks.
     walked = self.group.walked
     if (count := trip_count(walked.end - walked.begin)) is not None: yield TileLoop(walked.begin, count, self.masked, self.new)
 
@@ -199,7 +199,6 @@ class PlainForward(Rectangle):
     return self.by_walked_row([x.drop(column) for x, column in zip(kept, self.by_own_row(weights))])
 
   def outputs(self, state:QueryState) -> list[UOp]:
-    """Returns the stores of the results, O = O^T / l and LSE = m + ln l. m is the maximum of a row's scores, and l its row sum."""
     tile, group, n = self.tile, self.group, len(self.quads)
     sums, _ = self.over_threads([x.load() for x in self.each(state.l)], ops.add, [state.l])
     ends = [group.normalised(row, ops.extract(state.m[i//QUAD].load(), i%QUAD), [ops.extract(sums[i//QUAD], i%QUAD)])

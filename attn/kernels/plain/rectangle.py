@@ -192,8 +192,9 @@ class Rectangle:
     """Returns the index, among the workgroup's own rows, of the first row of this thread's j-th quad (four neighbouring own rows)."""
     return (self.at.x + j*self.tile.across)*QUAD
   def result_row(self, i:int) -> UOp:
-    """Returns the row of a product that is the i-th row of this thread, counted among the rows that the workgroup computes at one time. The row
-    stands for a walked row in scores, and for a column of the result in O and gradients, which are computed transposed."""
+    """Returns the index of a row of a product: the i-th row that this thread computes, among the rows that the threads compute together. In scores, a
+    row of the product belongs to a walked row. O and gradients are computed transposed, so there a row of the product is a column of O or of the
+    gradient."""
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
   def section(self, name:str, *deps:UOp) -> Section:
     """Returns the section of local memory (a matrix) that has the name `name`, such that accesses to it come after the operations `deps`."""
@@ -381,10 +382,10 @@ class Rectangle:
 
   # ***** asynchronous copies *****
   def started(self, portion:Portion, place:UOp, ready:list[UOp], gate:UOp|None=None) -> UOp:
-    """Starts this thread's asynchronous copies of the data `portion` to a section (a matrix in local memory), after the operations `ready`, if `gate`
-    is true. The section has room for one or two portions: with `place` = 0 the data go to the first half or the only place, with 1 to the second
-    half. Elements beyond the tensor's last row or column become 0. Returns one UOp that groups the statements (operations with side effects) which
-    start the copies."""
+    """Returns one UOp that groups the statements (operations with side effects) which start this thread's asynchronous copies of the data `portion`
+    to a section (a matrix in local memory). The copies come after the operations `ready`, and are made only if `gate` is true. The section has room
+    for one or two portions: `place` is 1 for the second half of the section, and 0 otherwise. Elements beyond the tensor's last row or column become
+    0."""
     threads, rows, to = self.tile.threads, self.rows_of(portion.tensor), self.section(portion.section, *ready)
     units, pitch, copies = self.units(portion), to.shape.pitch//QUAD, list[UOp]()
     regular = threads % units == 0 and rows.regular      # the copies of a thread are at constant distances

@@ -125,7 +125,6 @@ class BackwardTile(BackwardShape):
     return UNIT_BYTES*(self.buffers*(sum(rows) + (sum(columns) if self.passes == 1 else max(columns)) + numbers) + sum(own))
   @property
   def options(self) -> str:
-    """Text that names the options of this tile description whose values are not the default, such as "prefetch=2"."""
     kept = [name for name, in_lds in zip(("k", "v") if self.keys else ("q", "do"), self.own_in_lds) if in_lds]
     numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("prefetch", self.prefetch, 1), ("passes", self.passes, 1),
                                                                    ("read_ahead", self.read_ahead, 0)) if value != usual]
@@ -163,7 +162,6 @@ class MlaTile(MlaShape, SharingTile):
     return UNIT_BYTES*(k.size + weights.size + self.scalar_places(p).units(self.block_m))
   @property
   def options(self) -> str:
-    """Text that names the options of this tile description whose values are not the default, such as "prefetch=2"."""
     numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("weight_parts", self.weight_parts, 1),
                                                             ("prefetch", self.prefetch, 1)) if value != usual]
     return " ".join(["q_anew"]*self.q_anew + numbers)

@@ -74,9 +74,9 @@ WgmmaWork = Callable[[WgmmaBackwardState, "WgmmaTrip"], WgmmaBackwardState]
 
 @dataclass(frozen=True)
 class WgmmaBackward:
-  """A backward kernel for one problem, as one thread sees it. If the kernel loops over the tiles twice (two passes), there is one object for each
-  pass, and `pass_number` is its index. Has a method for each operation of the algorithm. No field changes during the loop over the tiles of one head.
-  """
+  """A backward kernel for one problem, as one thread sees it, with a method for each operation of the algorithm. If the kernel loops over the tiles
+  twice (two passes), there is one object for each pass, and `pass_number` is its index. No field changes during the loop over the tiles of one
+  head."""
   warp_rows: WarpRows[SwizzledPanels]
   tile: WgmmaBackwardTile
   state: WgmmaBackwardState      # before the first iteration
@@ -85,8 +85,6 @@ class WgmmaBackward:
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> WgmmaBackward:
-    """Makes the object for a kernel whose blocks own queries and loop over keys. `args` are the kernel's tensors. `shapes` has the names, shapes and
-    dtypes of these tensors, in the same order. If `parts` is above 0, the keys are divided into `parts` parts, and each block loops over one part."""
     warps = Warps.of(p, arch, tile, tile.matrix, args, shapes, parts)
     state = WgmmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix), shared_memory(warps.group.grid, p, tile))
     rows: WarpRows[SwizzledPanels] = WarpRows(warps, tile, ("dq",), warps.group.first_head)
@@ -94,10 +92,7 @@ class WgmmaBackward:
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> list[WgmmaBackward]:
-    """Makes the objects for a kernel whose blocks own keys and loop over queries. The list has one object for each pass over the queries: a single
-    pass for dK and dV together, or one pass for each gradient. Two passes use the same accumulators. `args` are the kernel's tensors. `shapes` has
-    the names, shapes and dtypes of these tensors, in the same order. If `parts` is above 0, the queries are divided into `parts` parts, and each
-    block loops over one part."""
+    # Two passes use the same accumulators.
     if tile.adds_dq and (reason := tile.cannot_add_dq(p)) is not None: raise NotImplementedError(f"backward_all_wgmma: {reason}")
     grid, passes = kv_head_in_group_fastest(p, tile, tile.matrix, "dq_turns" in shapes), gradients_of_passes(tile.passes, tile.adds_dq)
     shared = shared_memory(grid, p, tile)
@@ -178,8 +173,7 @@ class WgmmaBackward:
     return s.do(wgmma.arrive(s.arrivals, s.done))
 
   def walk(self, s:WgmmaBackwardState, work:WgmmaWork) -> WgmmaBackwardState:
-    """Loops over the tiles of the block's heads, one head after another, and calls `work` for each tile. Then waits for all products that these calls
-    have started. Returns the state."""
+    # At the end waits for all products that `work` has started.
     if self.heads == 1: s = self.over_head(s, self.warp_rows, self.pass_number, work)
     else:
       r = self.group.grid.allocator.range(self.heads, AxisType.LOOP)
@@ -196,17 +190,17 @@ class WgmmaBackward:
     return self.turn_ended(s, rows.head, self.walked.end - 1, True)
 
   def turn_ended(self, s:WgmmaBackwardState, head:UOp, t:UOp, last:bool=False) -> WgmmaBackwardState:
-    """Waits until everything that this warp has sent to dQ in memory is added there. Then ends the block's turn (the period in which the block may
-    add to dQ) if tile t is the last tile of a turn, or if `last` says that t is the block's last tile of the head `head`: adds 1 to the counter for
-    which the next block waits. Does nothing if blocks add to dQ in any order. Returns the state."""
+    """Does nothing if blocks add to dQ in any order. Otherwise waits until everything that this warp has sent to dQ in memory is added there. If the
+    block's turn ends with tile t, then lets the next block add to dQ: adds 1 to the counter for which that block waits. (A turn is the period in
+    which a block may add to dQ.) A turn ends with its last tile, or with the block's last tile of the query head `head` (`last`). Returns the
+    state."""
     if self.turns is None: return s
     s = s.do(wgmma.sent(s.done))
     return s.do(self.turns.end(head, t, s.done, last))
 
   # ***** gradients, and the kernel *****
   def gradient(self, s:WgmmaBackwardState, name:str) -> list[UOp]:
-    """Returns the stores of the gradient `name` to memory. If a block that owns keys also adds to dQ, there are no stores for dQ: each iteration has
-    already added its part to the sums in memory."""
+    # A block that owns keys has added to dQ in each iteration already.
     return [] if name == "dq" and self.tile.keys else self.warp_rows.gradient(s.acc, name)
   def deltas(self, s:WgmmaBackwardState) -> list[UOp]: return self.warp_rows.kept_deltas()
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
@@ -261,15 +255,14 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
                                for xs in numbers])
 
   def scores(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
-    """Waits for the product S of this iteration, and then starts the copies of the next tile. When S is done, the products of the previous iteration
-    are done, too: the warpgroup no longer reads the previous tile. Returns the state, and a list that contains one list, the C fragments of S."""
+    # When S is done, the products of the previous iteration are done, too: the warpgroup no longer reads the previous tile, so the copies of the next
+    # tile can start.
     s = s.do(wgmma.wait_products(s.scores, s.done, but=int(self.needs_dp)))
     s = self.of.fetch(s, self.of.next(self.ring_place))
     return s, [[s.scores[i].load() for i in self.columns]]
 
   def dp(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
-    """Waits for the product dP of this iteration, but not for the product with P that was started after dP. Returns the state, and a list that
-    contains one list, the C fragments of dP - delta."""
+    # Does not wait for the product with P that was started after dP.
     s = s.do(wgmma.wait_products(s.dp, s.done, but=int("dv" in self.of.wanted)))
     if self.of.known is not None: minus_delta = self.minus_delta_of_own(self.of.known)[0]
     else: minus_delta = self.minus_delta_of_walked([scaled_delta(x, self.warp_rows.p) for x in self.query_values(s, 1)])[0]
@@ -277,7 +270,6 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return s, [less_delta(dp if left.words else [ops.add(x, d) for x, d in zip(dp, minus_delta)], left, minus_delta)]
 
   def add(self, s:WgmmaBackwardState, name:str, p_or_ds:list[list[UOp]]) -> WgmmaBackwardState:
-    """Starts the product of `p_or_ds` (P or dS) and the rows of this iteration's tile, which is added to the gradient `name`. Returns the state."""
     tensor, kind = WEIGHTED[name]
     b, rows = self.of.ring(tensor, self.ring_place), self.warp_rows
     s = s.store(store_all(getattr(s, kind), p_or_ds[0]))
@@ -293,8 +285,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return (UOp.const(0), group*columns) if tile.dq_panels == 1 else (group//together, group%together*columns)
 
   def start_dq(self, s:WgmmaBackwardState, ds:list[list[UOp]]) -> WgmmaBackwardState:
-    """Stores dS of the warpgroup's own keys to shared memory, and waits until all warpgroups have done so. Then starts the product dQ = dS K for the
-    queries of this iteration's tile and this warpgroup's columns of dQ, summed over all keys of the block. Returns the state."""
+    # All warpgroups must have stored dS of their keys before the product starts. A warpgroup computes some columns of dQ.
     at, lies, k, mat = self.warp_rows.warps.at, self.of.ds_in_shared(self.ring_place), self.warp_rows.kept("k"), self.warp_rows.mat
     row, unit, panel = at.wave*mat.M + at.lane%mat.M, at.lane//mat.M, LINE*mat.unit      # `panel`: columns of a panel
     s = s.do(*[nv.stmatrix(s.shared[lies.place(row, unit + 2*i)], words) for i, words in enumerate(self.zero_for_missing_keys(ds[0]))])
@@ -312,8 +303,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return [ops.build(*[there[i%nv.ROWS].where(ops.extract(words, i), 0) for i in range(4)]) for words in ds]
 
   def add_dq(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
-    """Waits until dQ of this iteration's tile is computed, but not for the product that was started after dQ. Starts to add this dQ to the sums in
-    memory. Returns the state."""
+    # Does not wait for the product that was started after dQ.
     s = self.of.turn_ended(s, self.warp_rows.head, self.tile_number - 1)
     s = s.do(wgmma.wait_products(s.dq, s.done, but=1))
     (queries, column), at, group, mat = self.dq_part, self.warp_rows.warps.at, self.of.group, self.warp_rows.mat

@@ -143,8 +143,7 @@ class WgmmaForward:
   def loops(self) -> Iterator[TileLoop[WgmmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
   def scores(self, s:WgmmaState, t:UOp, masked:bool) -> tuple[WgmmaState, None]:
-    """Waits until tile t of keys is in shared memory, and starts the product S = Q K^T of the warpgroup's queries and these keys. Then starts the
-    copies of the next tile, if the ring buffer holds several tiles. Returns the state, and None in place of S."""
+    # Starts the copies of the next tile only if the ring buffer holds several tiles.
     q, k, _ = self.tile.layouts(self.p)
     s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done, published=bool(self.p.stored) or self.tile.ahead(self.p)))
     group, of_k = wgmma.group(self.warps.at.wave), s.shared[self.k_panels(t).base]
@@ -171,8 +170,8 @@ class WgmmaForward:
     return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(s.p.max_numel())])), None
 
   def with_scales(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
-    """Multiplies S by the scales of K's 8-bit rows of tile t, unless `weigh` does so. If the tile is masked and a scale of V is NaN, a row sum
-    (`of_nans`) of the queries that see its key becomes NaN, and with it O. Returns the state."""
+    """Multiplies S by the scales of K's 8-bit rows in tile t, unless `weigh` does so. If the tile is masked, also sees to it that a scale of V that
+    is NaN makes O NaN for the queries that see its key: one of their row sums (number `of_nans`) becomes NaN. Returns the state."""
     of_k, of_v = (self.stored.scales(s.shared, self.first_scale(t), kind, UOp.const(0), self.tile.block_n) for kind in (OF_K, OF_V))
     if not self.weighs_keys(masked): s = s.store(store_all(s.scores, [ops.mul(s.scores[i].load(), ops.concat(x, x)) for i, x in enumerate(of_k)]))
     if not masked: return s
@@ -181,22 +180,23 @@ class WgmmaForward:
 
   @property
   def of_nans(self) -> int:
-    """Index of the row sum that becomes NaN if a scale of V in a masked tile is NaN: the first one with `nans_apart`, otherwise the second one, by
-    which O is divided."""
+    """Index of the row sum to which a NaN among V's scales is passed on in masked tiles. This is the first row sum with `nans_apart`, otherwise the
+    second one, by which O is divided."""
     return 0 if self.nans_apart else 1
   @property
   def nans_apart(self) -> bool:
-    """Whether O becomes NaN by the first row sum (`sums_of`), which is used for nothing else: if an LSE is written, which stays finite, or if dropout
-    may remove the weight that is NaN."""
+    """Whether a NaN among V's scales is passed on by the first row sum, which is used for nothing else, instead of by the sum that divides O. This is
+    needed if an LSE is written, which must stay finite, or if dropout may remove the weight with the NaN."""
     return bool(self.p.writes_lse or self.p.dropout_p)
   def weighs_keys(self, masked:bool) -> bool:
-    """Whether S is multiplied by the scales of K's rows and by the number that all scores are multiplied by in one step, in `weigh`. Masks and terms
-    need scores that are already multiplied by K's scales."""
+    """Whether `weigh` multiplies S by the scales of K's rows, in the same step as by softmax_scale*log2(e). Otherwise `with_scales` multiplies S by
+    K's scales earlier, because masks and score terms need S with these scales."""
     scores = self.warps.group.scores
     return not masked and scores.in_place and scores.to_log2 > SMALLEST_SCALE
   def scales_at(self, s:WgmmaState, t:UOp, masked:bool) -> dict[str, Any]:
-    """Returns where the scales of the rows in tile t lie in shared memory, as parameters of `weigh` and `correct`. In a tile that is not masked, all
-    queries see all keys. So a scale of V that is NaN may make P NaN, and with it O. In a masked tile it may not, see `with_scales`."""
+    """Returns where the scales of the rows in tile t lie in shared memory, as arguments of the operations `weigh` and `correct`. If the tile is not
+    masked, all queries see all keys, and a scale of V that is NaN may simply make P NaN. In a masked tile NaN scales are replaced, and `with_scales`
+    passes the NaN on to the queries that see its key."""
     def first(kind:int) -> UOp: return self.stored.first_scales(self.first_scale(t), kind, UOp.const(0))
     of_v, of_kind = OF_V_WITHOUT_NANS if masked else OF_V, self.tile.block_n//2
     factors = (FACTORS_OF_K - of_v)*of_kind if self.weighs_keys(masked) else 0
@@ -241,8 +241,6 @@ class WgmmaForward:
     return self.warps.group.kernel("wgmma", self.outputs(s), self.tile.lds_bytes(self.p))
 
   def outputs(self, s:WgmmaState) -> list[UOp]:
-    """Returns the stores of the results, O / l and LSE = m + ln l. m is the number that the softmax subtracts from the scores of a row, and l the
-    row's sum of P."""
     accs = [s.acc[dt].load() for dt in range(s.acc.max_numel())]
     kinds, sums = sums_of(self.p), [s.l[i].load() for i in range(s.l.max_numel())]
     if self.p.of_8_bits:

@@ -79,9 +79,7 @@ class WgmmaLatent:
   @property
   def p(self) -> Problem: return self.warps.group.p
   @property
-  def group(self) -> UOp:
-    """Index of this thread's warpgroup."""
-    return wgmma.group(self.warps.at.wave)
+  def group(self) -> UOp: return wgmma.group(self.warps.at.wave)
   @property
   def in_first(self) -> UOp:
     """Whether this thread is in the first warpgroup, which computes the scores and P."""
@@ -105,8 +103,7 @@ class WgmmaLatent:
   def loops(self) -> Iterator[TileLoop[LatentWgmmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
   def scores(self, s:LatentWgmmaState, t:UOp, masked:bool) -> tuple[LatentWgmmaState, None]:
-    """Waits until tile t of keys is in shared memory. The first warpgroup then starts S = Q K^T. When both warpgroups have O of the tile before,
-    starts the copies of the next tile. Returns the state, and None in place of S."""
+    # The first warpgroup alone starts S. The copies of the next tile start when both warpgroups have O of the tile before.
     s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done))
     (q, *_), k = self.tile.layouts(self.p), self.k_panels(t)
     s = s.do(wgmma.scores(s.sums, s.shared[0], s.shared[k.base], s.done, steps_of_scores(self.p), (UNIT_BYTES*q.panel, UNIT_BYTES*k.panel),
@@ -114,8 +111,8 @@ class WgmmaLatent:
     return self.fetch(self.after_barrier(s), t + 1), None
 
   def weigh(self, s:LatentWgmmaState, x:None, t:UOp, part:None, masked:bool) -> tuple[LatentWgmmaState, None]:
-    """Computes P in the first warpgroup, and hands it to the second. The second warpgroup has no reference m and no sums of P, so its `weigh` and
-    `correct` compute nothing. Returns the state, and None in place of P."""
+    # The first warpgroup computes P, and hands it to the second. The second one has no reference m and no sums of P, so its `weigh` and `correct`
+    # compute nothing.
     s, scores = self.finished(self.added_up(s), t, masked), self.warps.group.scores
     how: dict[str, Any] = {"rows": nv.ROW_LANES, "dtype": self.p.dtype, "sums": sums_of(self.p), "matrix": self.mat, "scale": scores.to_log2}
     s = s.store([s.factors[0].store(s.m[0].load())])
@@ -128,8 +125,7 @@ class WgmmaLatent:
     return self.after_barrier(s.do(wgmma.publish(s.done))), None
 
   def add_to_o(self, s:LatentWgmmaState, p:None, t:UOp, part:None, masked:bool) -> UOp:
-    """Computes O += P V for tile t of keys and this warpgroup's columns of O. Before, the second warpgroup rescales its columns; in the first one,
-    `correct` has done so. Returns the wait for the product."""
+    # The second warpgroup rescales its columns first; in the first one, `correct` has done so.
     found = self.load(s, self.tile.factors_at(self.p))
     s = s.store([s.factors[0].store(ops.build(*[self.in_first.where(1.0, ops.extract(found, r)) for r in range(nv.ROWS)]))])
     s = s.do(rescale(s.acc, s.factors, s.done))
@@ -143,8 +139,7 @@ class WgmmaLatent:
     return self.warps.group.kernel("mla_wgmma", self.outputs(s), self.tile.lds_bytes(self.p))
 
   def outputs(self, s:LatentWgmmaState) -> list[UOp]:
-    """Returns the stores of O / l for this warpgroup's columns; the first warpgroup also stores LSE = m + ln l. The first warpgroup hands m and l to
-    the second one, in the place of P."""
+    # The first warpgroup also stores the LSE. It hands m and l to the second one, in the place of P.
     first, values = int(self.tile.weights(self.p).base), [s.m[0].load(), *[s.l[i].load() for i in range(s.l.max_numel())]]
     places = [first + i*self.tile.handed for i in range(len(values))]
     s = self.after_barrier(s.do(*[self.put(s, place, x) for place, x in zip(places, values)]))
@@ -185,8 +180,8 @@ class WgmmaLatent:
     row, unit = self.own + lane%self.mat.M, lane//self.mat.M
     return [nv.stmatrix_where(s.shared[to.place(row, unit + 2*i)], s.p[i].load(), self.in_first) for i in range(s.p.max_numel())]
   def put(self, s:LatentWgmmaState, place:int, values:UOp) -> UOp:
-    """Returns the statement by which a thread of the first warpgroup hands a number for each of its two rows to the thread of the second warpgroup
-    that has the same rows. `place` is the 16-byte unit of shared memory at which such numbers of all threads begin."""
+    """Returns the statement by which each thread of the first warpgroup hands two numbers, one for each of its two rows, to the thread of the second
+    warpgroup that has the same rows. `place` is the 16-byte unit of shared memory at which such numbers of all threads begin."""
     return nv.put(s.shared[place + self.warps.at.thread%wgmma.GROUP], ops.concat(values, values), self.in_first)
   def load(self, s:LatentWgmmaState, place:int) -> UOp:
     """Returns the two numbers that the first warpgroup has stored by `put`."""

@@ -80,8 +80,8 @@ class Turns:
 
 def first_turns(group:Workgroup, thread:UOp) -> list[UOp]:
   """Returns the stores of 0 to the counters with which workgroups later wait for their turns to add to dQ. The kernel that sets dQ to 0 makes these
-  stores: each workgroup for its own tile of queries, with its first threads. The workgroup with the first tile of all also sets the counter of
-  tickets to 0. `thread` is the index of the thread."""
+  stores: each workgroup stores to the counters of its own tile of queries, with its first threads. The workgroup of the very first tile also sets the
+  counter of tickets to 0. `thread` is the index of the thread."""
   if (counters := group.given.get("dq_turns")) is None: return []
   heads, tiles = dq_sums(group.p)[0][:2]
   head, tile, ticket = group.batch*group.p.H + group.first_head, group.first_row//QUERIES_OF_SUMS, thread.eq(TURNS_OF_SUMS)

@@ -1,5 +1,5 @@
-"""Code for kernels whose waves compute the same rows of O together. Each wave holds some columns of O. Each wave computes the scores of some of the
-queries, with some of the keys of each tile."""
+"""Code for latent attention, where O is divided over the waves of a workgroup by columns: each wave holds some columns of all rows of O. The scores
+are divided in another way: each wave computes the scores of some of the queries with some of the keys of a tile."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn.kernels.parts.program.allocator import Allocator, InLds

@@ -29,8 +29,8 @@ CACHED = 16 << 20   # bytes of K and V that concurrently running blocks should s
 
 @dataclass(frozen=True)
 class Grid:
-  """The ranges of a kernel's program (UOps that are indices): over the workgroups of the grid, and over the threads of a workgroup. From the ranges
-  follow the head and the block of rows that a workgroup works on, and the lane and wave of a thread."""
+  """Ranges (UOps that are indices) over the workgroups of a kernel's grid, and over the threads of a workgroup. They determine which head and which
+  block of rows a workgroup works on, and the lane and the wave of a thread."""
   allocator: Allocator
   ranges: tuple[UOp, ...]     # the ranges over the grid and over a workgroup's threads
   head: UOp                   # index of the workgroup's head, or group of heads, among all that are computed
@@ -39,9 +39,9 @@ class Grid:
   wave: UOp
 
 def drawn(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[Grid, tuple[UOp, ...]]:
-  """Returns the position of a workgroup that takes a ticket (attn/ops/atomics.py): with ticket n it does the work of workgroup number n of the grid.
-  So work begins in the order of the grid, even if the hardware starts workgroups in another order. Returns `grid` and `split` with the ticket's
-  indices.
+  """Returns the position of a workgroup that takes a ticket: a number that counts the workgroups in the order in which they start
+  (attn/ops/atomics.py). With ticket n a workgroup does the work of workgroup number n of the grid. So work begins in the order of the grid, even if
+  the hardware starts workgroups in another order. Returns `grid` and `split` with the ticket's indices.
 
     split: range over the parts of a divided sum, or empty
     counter: counts the tickets

@@ -107,12 +107,12 @@ def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
   return [ops.concat(*parts) for parts in zip(*[iter(units)]*(words//held), strict=True)]
 
 def fragment_operands(at:Lane, packed:list[UOp], renewed:bool=False) -> list[UOp]:
-  """Returns operands B of the next matrix product, made of C fragments that are packed to 16 bits (or 8). This product sums over the rows of C, in
-  the order in which a lane holds them.
+  """Returns operands B of the next matrix product, made of C fragments that are packed to 16 bits (or 8). The next product sums over the rows of C,
+  in the order in which a lane holds them.
 
-  On some chips (`duplicated`) lanes 16-31 must hold the same operands as lanes 0-15. They get them by an instruction that needs a boolean: whether a
-  lane is one of lanes 0-15. With `renewed` the boolean is computed here, just before its use (see `amd.low_lanes`). Otherwise it is computed once in
-  the kernel, and stays in a register."""
+  On some chips (`duplicated`) lanes 16-31 must hold the same operands as lanes 0-15. The instruction for this needs a boolean: whether the lane is
+  one of lanes 0-15. With `renewed` the boolean is computed here, just before its use (see `amd.low_lanes`). Otherwise it is computed once in the
+  kernel, and stays in a register."""
   mat, words = at.matrix, UNIT_BYTES//4
   if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2], strict=True)]
   units = [ops.slice_(y, i, words) for y in packed for i in range(0, ops.length(y), words)]

@@ -60,7 +60,7 @@ class Statements:
     return (self.register if self.latest is None else self.latest)[0].load()
   @property
   def before(self) -> tuple[UOp, ...]:
-    """The operands that make a new statement come after all statements so far: `done` alone, or none if there is no statement yet."""
+    """A tuple of operands for a new statement, by which it comes after all statements so far: (`done`,), or () if there is no statement yet."""
     return (self.done,) if self.latest is not None else ()
 
 class InOrder(Carried):

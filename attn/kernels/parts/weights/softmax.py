@@ -48,8 +48,9 @@ class Sums:
     return Sums(dtype, (kind, *[UNSCALED]*scaled, *[LANE]*lse), matrix, dtype in arch.unit.dual_dots)
 
   def rounded(self, packed:list[list[UOp]]) -> list[UOp]:
-    """Returns the sums of this lane's rounded weights P: one sum for each of the wave's matrix tiles of queries. `packed[i]` has the weights for the
-    i-th of these tiles: a vector for each matrix tile of S^T. An element of a vector is a word of 32 bits with several weights."""
+    """Returns this lane's sums of the rounded weights P: one sum for each of the wave's matrix tiles of queries. `packed` has a list for each of
+    these tiles, with a vector for each of its matrix tiles of S^T. A vector holds P rounded to 16 bits (or 8), several numbers in each 32-bit
+    element."""
     def total(column:list[UOp]) -> UOp: return rounded_sum(column, self.kinds[0], self.matrix, self.dtype, rows=1)
     # With `dual` two chains of dot products run side by side: one for each matrix tile of queries, or, if there is only one tile, one for the even
     # vectors and one for the odd ones. Two dot products issue at once only if their operands lie in different register banks. The first dwords of all
@@ -139,8 +140,8 @@ class Softmax(Carried):
     return self.after(UOp.group(*[self.l[q_tiles + i].store(ops.add(self.l[q_tiles + i].load(), x)) for i, x in enumerate(nans)]))
 
   def totals(self, qt:int, matrix:Matrix) -> list[UOp]:
-    """Returns the row sums of P for matrix tile `qt` of queries, added over all lanes that share a query: first the sum by which O is divided, last
-    the sum for the LSE. The two may be the same sum."""
+    """Returns the row sums of P for matrix tile `qt` of queries, added over all lanes that share a query, as a list. O is divided by the first sum,
+    and the LSE is computed from the last one; a list of one sum serves for both."""
     q_tiles, first = self.m.max_numel(), 0 if self.scales.value is None else 1       # with scales, the first sum only shows whether P is too large
     return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt + first*q_tiles, self.l.max_numel(), q_tiles)]
 
