@@ -32,7 +32,7 @@ class Call:
   facts: Facts
 
 @dataclass
-class Posed:
+class DrawnCall:
   """A random call of attention while it is being drawn. The result is a script with a function `step` that makes the call. Four fields hold lines of
   the script. `arrays`: the inputs as numpy arrays (B, H, S, D), by name. `outside`: the arguments of `step`, tensors made from these arrays.
   `inside`: the lines of `step`; the first make views of its arguments. `restored`: how to bring each result to the shape of its expected values."""
@@ -773,7 +773,7 @@ def drawn(seed:int, on:str="") -> Call:
   rng = random.Random(seed)
   direction = "backward" if rng.random() < 1/3 else "forward"
   chosen = rng.choice((*CHIPS, "CPU", "CL"))
-  p = Posed(rng, on or chosen, direction == "backward")
+  p = DrawnCall(rng, on or chosen, direction == "backward")
   several = p.on not in ("CL", "CUDA")     # a machine has only one device of this kind
   p.kind, = rng.choices(list(KINDS), [weights[p.backward]*(several or kind != "shards") for kind, weights in KINDS.items()])
   p.jit = rng.random() < .15

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import night
 from night import Outcome, drawn, run
-from night_draw import CHIPS, Posed
+from night_draw import CHIPS, DrawnCall
 from night_oracle import Facts, hold
 from night_script import base, on, turned_back, view
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, Tensor, UOp, dtypes
@@ -31,7 +31,7 @@ def test_a_seed_is_a_call() -> None:
 
 def test_views_have_the_numbers_of_their_array() -> None:
   for seed in range(40):
-    p, a = Posed(random.Random(seed), "CPU", False), np.random.default_rng(seed).standard_normal((2, 3, 4, 5)).astype(np.float32)
+    p, a = DrawnCall(random.Random(seed), "CPU", False), np.random.default_rng(seed).standard_normal((2, 3, 4, 5)).astype(np.float32)
     steps = p.steps("q", a.shape, "float32")
     np.testing.assert_array_equal(view(Tensor(base(a, *steps), device="PYTHON"), *steps).numpy(), a, err_msg=str(steps))
 

@@ -163,7 +163,7 @@ def copied_caches(c:CheckedCall, given:dict[str, GivenRows|None]) -> list[str]:
   tensors = {name: stored_rows(name, t) for name, t in given.items() if t is not None}
   return [name for name, t in tensors.items() if c.tensors[name] is not t]
 
-def bits_told(p:Problem, arch:Chip|None) -> str:
+def text_of_8_bits(p:Problem, arch:Chip|None) -> str:
   """Returns a text for `explain` about q, k and v that are 8-bit floats: which format the tensors have, which scales multiply the tensors, and how
   the matrix unit adds products."""
   scales = [name for name in INPUT_SCALES if getattr(p, name)]
@@ -171,7 +171,7 @@ def bits_told(p:Problem, arch:Chip|None) -> str:
   sums = "float32" if not coarse else "about 14 bits (fast_accumulate)" if p.fast_accumulate else "float32, after each 128 products of about 14 bits"
   return f"q, k and v: {p.dtype}, {', '.join(scales) or 'without scales'}; sums in {sums}"
 
-def of_tiles(c:CheckedCall, kernel:str, p:Problem, tile:BlockTile|None, over:str="keys") -> str:
+def text_of_tiles(c:CheckedCall, kernel:str, p:Problem, tile:BlockTile|None, over:str="keys") -> str:
   """Returns a text for `explain` with two percentages of all tiles: those that a kernel skips because of masks, and those in which the kernel
   computes the mask. `over` says what the kernel loops over: tiles of "keys", or tiles of "queries" in backward. Returns "" if the call has no mask,
   or if several devices divide the rows of a sequence among them."""
@@ -191,9 +191,9 @@ def explain(q:Tensor, k:GivenRows, v:GivenRows|None, *, backward:bool=False, **o
   percentage each kernel computes the mask. On an AMD GPU `explain` also prints which compiler compiles the kernel (docs/compilers.md)."""
   call, backward = prepare(q, k, v, options_of("attention", options)), values.truth("backward", backward)
   print(choice := call.choice())
-  if told := of_tiles(call, choice.kernel, replace(call.problem, num_splits=choice.work.splits), choice.work.tile): print(f"  {told}")
+  if told := text_of_tiles(call, choice.kernel, replace(call.problem, num_splits=choice.work.splits), choice.work.tile): print(f"  {told}")
   if call.shards is not None: print(f"  {call.shared_rows.explanation}")
-  if call.problem.of_8_bits: print(f"  {bits_told(call.problem, choice.arch)}")
+  if call.problem.of_8_bits: print(f"  {text_of_8_bits(call.problem, choice.arch)}")
   if call.problem.stored: print(f"  k and v: {call.problem.stored}, with {call.problem.scale_dtype} scales, converted by the kernel")
   for name in copied_caches(call, {"k": k, "v": v}): print(f"  {name} is a view whose rows don't lie a constant stride apart: every call copies it")
   if p := options_of("attention", options).dropout_p: print(f"  dropout_p={p}: each element of P is kept with probability {1 - p:g}")
@@ -202,5 +202,5 @@ def explain(q:Tensor, k:GivenRows, v:GivenRows|None, *, backward:bool=False, **o
   if not backward: return choice
   print(gradients := backward_choice_of(q, k, v, **options))
   for kernel in (x for x in gradients.chosen if x.over):
-    if told := of_tiles(call, kernel.name, of_backward(call.problem), kernel.tile, kernel.over): print(f"  {kernel.name}: {told}")
+    if told := text_of_tiles(call, kernel.name, of_backward(call.problem), kernel.tile, kernel.over): print(f"  {kernel.name}: {told}")
   return gradients

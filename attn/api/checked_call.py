@@ -278,7 +278,7 @@ def prepare(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, l
   check_out(q, x.shapes["v"][-1], options)
   p = problem_of((*x.shapes["q"][:-1], x.shapes["v"][-1]), x.shapes["q"], x.shapes["k"], x.shapes["v"],
                  dtypes=[out_dtype_of(x, options), *x.types], num_splits=options.num_splits, views=x.views, pages=x.pages,
-                 v_in_k="v" not in x.tensors, fast_accumulate=options.fast_accumulate, **x.stored, **options.posed, **functions,
+                 v_in_k="v" not in x.tensors, fast_accumulate=options.fast_accumulate, **x.stored, **options.problem_fields, **functions,
                  extras={name: (extra_shape(name, t, x.shards, x.shapes["q"][AXES[x.layout].index("rows")]), dtype_of(name, t))
                          for name, t in extras.items()})
   if p.varlen: check_sequences("cu_seqlens_q", extras["cu_seqlens_q"], p.total_q, p.Sq, "max_seqlen_q")

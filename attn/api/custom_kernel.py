@@ -61,9 +61,9 @@ def _kernel_of(options:KernelOptions, extras:tuple[str, ...]) -> KernelFunction:
     given: GivenExtras = {n: (shapes[n], dtype_of(n, t[n])) for n in extras}
     kinds = tuple((shapes[n], dtype_of(n, t[n])) for n in MOD_TENSORS if n in given)
     found = named_chip(options.arch) if options.arch is not None else device_arch()
-    posed = options.posed | functions_of(options.score_mod, options.mask_mod, kinds)
+    fields = options.problem_fields | functions_of(options.score_mod, options.mask_mod, kinds)
     p = problem_of(*[shapes[n] for n in ("o", "q", "k", "v")], dtypes=[dtype_of(n, t[n]) for n in ("o", "q", "k", "v", *outputs[1:])],
-                   lse=shapes["lse"] if options.return_lse else None, extras=given, **posed)
+                   lse=shapes["lse"] if options.return_lse else None, extras=given, **fields)
     sink = checked_ast(single_kernel(p, found)[0], found, *placeholders)
     return CheckedKernel(sink, outputs, options.arch, gradient_of(p, found, names), kept=True)
   return kernel

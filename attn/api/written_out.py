@@ -145,7 +145,7 @@ class WrittenOut:
   def init_state(before:Callable[..., None], block:Any, x:Tensor) -> None:
     """Replaces the method by which a latent attention (MLA) block of tinygrad.llm makes its cache. `before` is tinygrad's method, which this function
     calls with the block and the block's input x. tinygrad makes the cache in float32, but no kernel reads float32 rows of 576 numbers. So this
-    function makes the cache anew in float16, the dtype of the caches of tinygrad's other blocks."""
+    function makes a new cache in float16, the dtype of the caches of tinygrad's other blocks."""
     new = not hasattr(block, "cache_k")
     before(block, x)
     if new: block.cache_k = Tensor.empty(*block.cache_k.shape, dtype=dtypes.half, device=block.cache_k.device)

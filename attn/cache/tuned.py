@@ -68,7 +68,7 @@ LIMITS: dict[type, Limits] = {
   BackwardShape: {"matrix": (0, 1), "waves": (1, 2, 4, 8), "block_n": (16, 32, 64), "own_in_lds": tuple(itertools.product((False, True), repeat=2)),
                   "fenced": (0, 2, 4, 8), "prefetch": (0, 1, 2), "sparing": (False, True), "passes": (1, 2), "by_item": (False, True),
                   "read_ahead": (0, 1, 3)},
-  MlaShape: {"matrix": (0, 1), "row_tiles": (4, 2, 1), "block_n": (32, 64), "key_parts": (1, 2, 4), "q_anew": (False, True), "fenced": (8,),
+  MlaShape: {"matrix": (0, 1), "row_tiles": (4, 2, 1), "block_n": (32, 64), "key_parts": (1, 2, 4), "q_reloaded": (False, True), "fenced": (8,),
              "weight_parts": (1, 2), "prefetch": (1, 0)},
   MlaMmaShape: {"matrix": (0,), "row_tiles": (4, 2, 1), "block_n": (64, 32), "key_parts": (2, 1, 4, 8)},
   TiledTile: RECTANGLES, TiledBackwardTile: {**RECTANGLES, "ahead": (False,), "asynchronous": (False,), "keys": (False, True)}}
@@ -123,7 +123,7 @@ def check_stamp(found:Any) -> None:
 @functools.cache
 def warn(file:str, reason:str) -> None:
   """Warns that the file of fastest tiles, or an entry of the file, is ignored, and says why. Equal warnings are given once per process."""
-  warnings.warn(f"{file}: {reason}. It is ignored; TUNE=1 of bench.py writes it anew", stacklevel=2)
+  warnings.warn(f"{file}: {reason}. It is ignored; TUNE=1 of bench.py writes it again", stacklevel=2)
 
 def load() -> dict[str, Any]:
   """Reads the whole file of fastest tiles. A missing file counts as empty. A damaged file also counts as empty, after a warning."""

@@ -86,7 +86,7 @@ class BackwardLaunch:
 
 Lists = tuple[ListedBlocks|None, ListedBlocks|None]     # lists of tiles that the kernels "dq" and "dkdv" get, or None and the lists of "all"
 
-def lists_of(p:Problem, arch:Chip) -> Lists:
+def lists_of_backward(p:Problem, arch:Chip) -> Lists:
   """Returns descriptions of the lists of tiles that the kernels "dq" and "dkdv" need, as a pair. A list of tiles names the tiles that the mask leaves
   visible. The description for a kernel is None if the kernel needs no list: the kernel then loops over all tiles between a first and a last tile."""
   if isinstance(one := at_once(p, arch), AtOnceTile): return None, listing(p, arch, one, "queries", p.deterministic)
@@ -162,7 +162,7 @@ def lists_by_kernel(p:Problem, arch:Chip, inputs:dict[str, UOp], written:Contain
   """Returns the tensors with the lists of tiles that the backward kernels need, by name (`of_list`). `inputs` has the tensors of the call. `written`
   has the names of the outputs that forward wrote: if one is missing, the kernel "forward" needs its list, too."""
   p = split_into(of_backward(p), 1)
-  dq, keys = lists_of(p, arch)
+  dq, keys = lists_of_backward(p, arch)
   wanted = {"dq": dq, "all" if isinstance(at_once(p, arch), AtOnceTile) else "dkdv": keys}
   if not all(name in written for name in p.outputs): wanted["forward"] = lists_of_forward(p, arch)
   tensors = {name: Tensor(u) for name, u in inputs.items()}
@@ -174,7 +174,7 @@ def kernel_gradients(p:Problem, arch:Chip, t:Mapping[str, UOp]) -> dict[str, UOp
   exist, the lists of tiles (`lists_by_kernel`), o, and lse and lse_rest (the part of lse that rounding to fp32 lost) if forward wrote lse and
   lse_rest. If an output is missing, forward runs again."""
   p, inputs = split_into(of_backward(p), 1), {name: t[name] for name in INPUTS if name in t}
-  kernels = backward_kernels(p, arch, "dlse" in t, over_devices(choose_parts(p, arch), kernel_sums(p, arch), inputs), lists_of(p, arch))
+  kernels = backward_kernels(p, arch, "dlse" in t, over_devices(choose_parts(p, arch), kernel_sums(p, arch), inputs), lists_of_backward(p, arch))
   def with_list(t:dict[str, UOp], name:str) -> dict[str, UOp]: return t | ({"tile_list": t[of_list(name)]} if of_list(name) in t else {})
   t = dict(t)
   if missing := [name for name in p.outputs if name not in t]:

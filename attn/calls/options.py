@@ -75,7 +75,7 @@ class KernelOptions:
     for f in fields(self): object.__setattr__(self, f.name, f.metadata["check"](f.name, getattr(self, f.name)))
 
   @property
-  def posed(self) -> dict[str, Any]:
+  def problem_fields(self) -> dict[str, Any]:
     """Options that describe the problem, by name: keyword arguments of `problem_of`."""
     return {f.name: getattr(self, f.name) for f in fields(KernelOptions) if f.name not in ("return_lse", "arch", "score_mod", "mask_mod")}
 

@@ -13,11 +13,11 @@ def wmma(suffix:str, operand_type:str, block:int, duplicated:bool=False, K:int=1
   return Matrix(f"wmma_f32_16x16x{K}_{suffix}", 16, 16, K, 32, operand, block, operand_type, arguments, "permlanex16", duplicated, size)
 
 # Neither registers nor LDS have room for Q, so each iteration reads Q from memory. No register is spilled.
-LATENT_ON_RDNA = (UpTo(576, MlaShape(4, 32, 2, q_anew=True, weight_parts=2), beyond=32),
-                  UpTo(576, MlaShape(2, 32, 2, q_anew=True, weight_parts=2, prefetch=0)))
+LATENT_ON_RDNA = (UpTo(576, MlaShape(4, 32, 2, q_reloaded=True, weight_parts=2), beyond=32),
+                  UpTo(576, MlaShape(2, 32, 2, q_reloaded=True, weight_parts=2, prefetch=0)))
 
-# For the gradient of a bias if rows of q and dO consist of pieces: each iteration reads these rows from memory anew, so fewer registers hold them and
-# more waves run at a time. No register is spilled. With bf16 and D = 125, an iteration is predicted to take 0.64 of the time of the tile of dq on
+# For the gradient of a bias if rows of q and dO consist of pieces: each iteration reads these rows from memory again, so fewer registers hold them
+# and more waves run at a time. No register is spilled. With bf16 and D = 125, an iteration is predicted to take 0.64 of the time of the tile of dq on
 # gfx1100, and 0.19 of it on gfx1201.
 DBIAS_IN_PIECES = UpTo(128, BackwardShape(4, 16, BOTH, fenced=2, prefetch=0, sparing=True))
 

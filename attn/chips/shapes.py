@@ -84,7 +84,7 @@ class MlaShape:
   row_tiles: int               # tiles of matrix.N queries of a workgroup, over all heads that share a key/value head
   block_n: int                 # keys of an iteration
   key_parts: int               # parts of an iteration's keys for the scores: this many waves have the same queries, and each has one part of the keys
-  q_anew: bool = False         # Q is read from memory in every iteration instead of being kept in registers
+  q_reloaded: bool = False     # Q is read from memory in every iteration instead of being kept in registers
   fenced: int = 8              # matrix work on this many units of a row is done before the next units are read: fewer registers; 0: no fences
   weight_parts: int = 1        # parts of an iteration's keys: P is read from LDS for one part after another
   prefetch: int = 1            # when K is loaded. 0: in its own iteration; 1: in the iteration before
@@ -180,4 +180,4 @@ def cautious_latent(mat:Matrix) -> tuple[UpTo[MlaShape], ...]:
   """Makes the table of tile shapes (the sizes by which a kernel divides its work) for `mla`, the kernel of latent attention on AMD's matrix units,
   for a family of chips for which no shapes were searched or measured. The kernel uses as few registers as possible. `mat` is the matrix instruction.
   """
-  return (UpTo(576, MlaShape(2, 2*mat.least_keys, 2, q_anew=True, weight_parts=2, prefetch=0)),)
+  return (UpTo(576, MlaShape(2, 2*mat.least_keys, 2, q_reloaded=True, weight_parts=2, prefetch=0)),)

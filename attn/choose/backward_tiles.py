@@ -124,7 +124,7 @@ def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
   as a text, why two kernels compute the gradients."""
   if p.D not in (widths := sorted({D for D, _ in FASTER_ON_WGMMA})) or p.Dv > p.D:
     return f"D={p.D}, Dv={p.Dv}: it has enough registers only with D {' and '.join(map(str, widths))}, and Dv no larger"
-  faster = row_at_once(p)
+  faster = faster_at_once(p)
   tile = WgmmaBackwardTile(**vars(faster.shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
   if has_sum(p): return f"{sum_over_scores(p).name}: a kernel of its own computes its gradient, beside two kernels"
   if (reason := short_of_registers(p, tile)) is not None: return reason
@@ -151,7 +151,7 @@ def slowing_options(p:Problem) -> list[str]:
   """Returns the names of the options of `p` that change the time of a kernel for all gradients."""
   return [x for x in p.options if x not in USED_AT_ONCE]
 
-def row_at_once(p:Problem) -> FasterAtOnce:
+def faster_at_once(p:Problem) -> FasterAtOnce:
   """Returns the row of the table FASTER_ON_WGMMA, which says for which masks one kernel for all gradients is faster than two. The row is for the head
   dimension and the options of `p`. If the table has none, returns a row that allows no mask at all."""
   return FASTER_ON_WGMMA.get((p.D, " with ".join(slowing_options(p))), FasterAtOnce())

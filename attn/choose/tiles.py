@@ -34,12 +34,12 @@ class Economy(Flag):
   FENCED = auto()         # the work on one tile is done before the next one is read from LDS
   NO_PREFETCH = auto()    # no tile is being loaded during the work on another tile
   SPARING = auto()        # K and V are loaded one after the other
-  ANEW = auto()           # each iteration computes the addresses of pieces of rows, instead of keeping them in registers
+  NEW_ADDRESSES = auto()  # each iteration computes the addresses of pieces of rows, instead of keeping them in registers
   FOUR_WAVES = auto()     # workgroups of four waves: one on each SIMD, with all its registers
   SHORT_TRIPS = auto()    # iterations of half as many keys, and so of half as many scores
 
 CROWDED = Economy.FENCED | Economy.NO_PREFETCH
-IN_PIECES = Economy.SPARING | Economy.ANEW
+IN_PIECES = Economy.SPARING | Economy.NEW_ADDRESSES
 
 # burdens: what takes registers besides matrix tiles and accumulators
 FEW_ROWS = "few queries"       # each wave loads more of K and V
@@ -127,7 +127,7 @@ def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
   shape = replace(c, waves=min(waves, 4) if Economy.FOUR_WAVES in means else waves, q_tiles=q_tiles, block_n=block_n,
                   fenced=(c.fenced and not alone) or Economy.FENCED in means, prefetch=0 if Economy.NO_PREFETCH in means else c.prefetch)
   return Tile(**vars(shape), matrix=mat, pack_gqa=pack, sparing=Economy.SPARING in means, rescale_above=0.0 if few and not p.stored else 8.0,
-              anew=Economy.ANEW in means)
+              new_addresses=Economy.NEW_ADDRESSES in means)
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
   """Chooses the tile description of AMD's forward kernel. It comes from a search with the environment variable TUNE=1 if that found one that fits,

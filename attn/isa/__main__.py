@@ -191,7 +191,7 @@ def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, cau
   else:
     if "/" not in words[0]: raise ValueError(f"{words[0]}: no such file")
     check_options_of_files(words[0])
-    found = kernels.of_spec(source.Spec.parse(words[0]), problem, lines)
+    found = kernels.predicted_kernel(source.Spec.parse(words[0]), problem, lines)
   predictions = found.on_cards(card, ghz)
   for path, draw in ((svg, drawing.draw_svg), (png, drawing.draw_png)):
     if path is not None: draw(found.timing, found.timing.loops[0], path, trips)
@@ -227,7 +227,7 @@ TABLES = Path(__file__).resolve().parents[2]/"docs"/"data"
 @click.option("--tables", type=click.Path(exists=True, file_okay=False, path_type=Path), default=TABLES,
               help="Folder of timing_published.csv and timing_kernels.csv. [default: docs/data]")
 @click.option("--code", type=click.Path(exists=True, file_okay=False, path_type=Path),
-              help="Step the machine code in this folder anew: the files that the column `code` of timing_kernels.csv names.")
+              help="Step the machine code in this folder again: the files that the column `code` of timing_kernels.csv names.")
 @click.option("--write", is_flag=True, help="Write timing_predicted.csv into the folder, and with --code also timing_kernels.csv.")
 def published_command(tables:Path, code:Path|None, write:bool) -> None:
   """Predict kernels of other projects beside their published speeds."""

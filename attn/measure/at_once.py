@@ -18,7 +18,7 @@ from attn.chips import Chip
 from attn.chips.matrix import MMA
 from attn.chips.shapes import WgmmaBackwardShape
 from attn.choose.backward import Parts, choose_parts, tiles_of
-from attn.choose.backward_tiles import AtOnceTile, row_at_once
+from attn.choose.backward_tiles import AtOnceTile, faster_at_once
 from attn.choose.dispatch import single_kernel
 from attn.choose.tile_lists import listing
 from attn.functions.trace import functions_of
@@ -42,7 +42,8 @@ Launches = list[tuple[BackwardLaunch, ListedBlocks|None]]     # one after anothe
 def launches_of(p:Problem, arch:Chip, way:str, shape:WgmmaBackwardShape|None=None) -> Launches:
   """Returns the launches that compute dq, dk and dv. `way` is TWO for two kernels, NO_ORDER for one kernel that adds to dq in any
   order, and IN_ORDER for one kernel that adds to dq in a fixed order. `shape` is the tile shape of the one kernel; None: the shape that attn uses."""
-  one: AtOnceTile|str = TWO if way == TWO else WgmmaBackwardTile(**vars(shape or row_at_once(p).shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
+  shape = shape or faster_at_once(p).shape
+  one: AtOnceTile|str = TWO if way == TWO else WgmmaBackwardTile(**vars(shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
   p, parts, (dq, dkdv) = replace(p, deterministic=way != NO_ORDER), choose_parts(p, arch), tiles_of(p, arch)
   lists = listing(p, arch, dq), listing(p, arch, dkdv, "queries")
   if isinstance(one, WgmmaBackwardTile): parts, lists = Parts(0, parts.dkdv), (None, listing(p, arch, one, "queries", p.deterministic))

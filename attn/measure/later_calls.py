@@ -25,7 +25,7 @@ class LaterCall:
   q, kv: the shapes of q, and of k and v
   options: plain values of options, by the name of the option
   tensors: functions that make the values of options, by the name of the option; each function runs once for all calls
-  anew: functions that make the values of options, by the name of the option; each function runs again for each call
+  made_each_call: functions that make the values of options, by the name of the option; each function runs again for each call
   differentiable: whether the call is also timed with gradients
   order: how the rows of q, k and v are divided among two devices, or None if they are on one device"""
   name: str
@@ -33,7 +33,7 @@ class LaterCall:
   kv: tuple[int, ...] = (2, 8, 512, 64)
   options: dict[str, Any] = field(default_factory=dict)
   tensors: dict[str, Callable[[], Any]] = field(default_factory=dict)
-  anew: dict[str, Callable[[], Any]] = field(default_factory=dict)
+  made_each_call: dict[str, Callable[[], Any]] = field(default_factory=dict)
   differentiable: bool = True
   order: str|None = None
   in_tinygrad: bool = False     # tinygrad's own attention has these options
@@ -52,10 +52,10 @@ LATER_CALLS = (
   LaterCall("packed", (512, 8, 64), (512, 8, 64), PACKED,
             {name: lambda: int_tensor([0, 100, 512]) for name in ("cu_seqlens_q", "cu_seqlens_k")}),
   LaterCall("score_mod and mask_mod", tensors={"mod_tensors": lambda: (float_tensor(8),)},
-            anew={"score_mod": lambda: lambda s, b, h, i, j, t: s*t[h], "mask_mod": lambda: lambda b, h, i, j, t: i >= j}),
-  LaterCall("mask_mod with a list of tiles", anew={"mask_mod": lambda: lambda b, h, i, j: (i//32 - j//32) % 3 < 1}),
+            made_each_call={"score_mod": lambda: lambda s, b, h, i, j, t: s*t[h], "mask_mod": lambda: lambda b, h, i, j, t: i >= j}),
+  LaterCall("mask_mod with a list of tiles", made_each_call={"mask_mod": lambda: lambda b, h, i, j: (i//32 - j//32) % 3 < 1}),
   LaterCall("decode", (2, 8, 1, 64), (2, 2, 4096, 64), tensors={"kv_lengths": lambda: int_tensor([100, 4000])}),
-  LaterCall("decode, Variable", (1, 8, 1, 64), (1, 2, 4096, 64), anew={"kv_lengths": lambda: UOp.variable("keys", 1, 4096).bind(300)},
+  LaterCall("decode, Variable", (1, 8, 1, 64), (1, 2, 4096, 64), made_each_call={"kv_lengths": lambda: UOp.variable("keys", 1, 4096).bind(300)},
             differentiable=False),
   LaterCall("decode, pages", (2, 8, 1, 64), (64, 16, 2, 64), differentiable=False,
             tensors={"kv_lengths": lambda: int_tensor([100, 400]), "block_table": lambda: int_tensor(np.arange(64).reshape(2, 32))}),
@@ -90,7 +90,7 @@ def times(attend:Callable[..., Tensor], row:LaterCall, calls:int=CALLS) -> dict[
   """Times the calls that `row` describes. `attend` is the attention function to time. Returns the milliseconds by column of the printed table."""
   q, k, v = (empty_input(row, shape) for shape in (row.q, row.kv, row.kv))
   kept = row.options | {name: make() for name, make in row.tensors.items()}
-  def forward() -> Tensor: return attend(q, k, v, **kept, **{name: make() for name, make in row.anew.items()})
+  def forward() -> Tensor: return attend(q, k, v, **kept, **{name: make() for name, make in row.made_each_call.items()})
   def gradients() -> list[Tensor]:
     with Context(TRAINING=1): o = forward()
     return o.gradient(q, k, v, gradient=q)

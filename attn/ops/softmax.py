@@ -349,7 +349,7 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, ro
   sum for each constant in `sums`: LANE is the fp32 sum of P, DOT the sum of P after rounding. `correct` describes all operands.
 
   If no row of the wave has seen a key, there is no reference yet. Then the sums become inf. `correct`, which runs next, takes inf as a sign to find a
-  reference and to compute P anew."""
+  reference and to compute P again."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   name, operands = "weigh", [x[0] for x in (reference, addend, p, scores, part)]

@@ -12,15 +12,15 @@ QUERY_BLOCK, KEY_TILE = 64, 32
 UNMASKED, MASKED = TINTS[0], TINTS[1]
 PIXELS = 0.78       # size of a key or a query in the drawing
 
-def posed(Sq:int, Sk:int, **options:Any) -> Problem:
+def problem_of_size(Sq:int, Sk:int, **options:Any) -> Problem:
   q, k = (1, 1, Sq, 64), (1, 1, Sk, 64)
   return problem_of(q, q, k, k, dtypes=["float16"]*4, **options)
 
 CASES: dict[str, Problem] = {
-  "full, Sk = 300: the last tile is not whole": posed(256, 300),
-  "causal, Sq = Sk = 320": posed(320, 320, causal=True),
-  "causal, Sq = 192, Sk = 320: bottom-right": posed(192, 320, causal=True),
-  "window (100, 40), Sq = Sk = 320": posed(320, 320, window=(100, 40)),
+  "full, Sk = 300: the last tile is not whole": problem_of_size(256, 300),
+  "causal, Sq = Sk = 320": problem_of_size(320, 320, causal=True),
+  "causal, Sq = 192, Sk = 320: bottom-right": problem_of_size(192, 320, causal=True),
+  "window (100, 40), Sq = Sk = 320": problem_of_size(320, 320, window=(100, 40)),
 }
 
 @dataclass(frozen=True)

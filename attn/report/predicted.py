@@ -18,12 +18,12 @@ def predicted(shape:ReportedShape, kernel:str, tile:str, arch:Chip, may_be:tuple
   rated = [card for card in may_be if card.ghz]
   if not rated: return f"attn knows no card with {arch.name} and this number of compute units; name the card by --card"
   from attn.isa import source
-  from attn.isa.timing.kernels import of_spec
+  from attn.isa.timing.kernels import predicted_kernel
   mask = "causal" if shape.causal else "full"
   try:
     spec = source.Spec(arch.name, shape.D, shape.dtype, mask, kernel)
     size = source.Shape(shape.B, shape.H, shape.Hkv, shape.Sk)
     if (modelled := str(source.chosen(spec, shape=size)[1])) != tile: return f"the kernel ran with another tile than the model has ({modelled})"
-    found = of_spec(spec, size, lines=False).on_cards(rated[0].name)
+    found = predicted_kernel(spec, size, lines=False).on_cards(rated[0].name)
   except Exception as e: return first_line(e)
   return tuple(PredictedTime(x.card.name, x.ghz, x.seconds, x.limit) for x in found)

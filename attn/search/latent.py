@@ -17,7 +17,7 @@ def latent_numbers(p:Problem, tile:MlaTile|MlaMmaTile) -> int:
   """Estimates the registers of a lane in a kernel for latent attention: the smallest number that its part of Q, S and O needs."""
   if isinstance(tile, MlaMmaTile): return 4*(tile.row_tiles*tile.columns(p) + tile.block_n//tile.key_parts//tile.matrix.N)
   mat = tile.matrix
-  own = 0 if tile.q_anew else row_registers(mat, p.D)
+  own = 0 if tile.q_reloaded else row_registers(mat, p.D)
   return own + tile.row_tiles*tile.columns(p)*mat.accumulator + tile.block_n//tile.key_parts//mat.groups
 
 def latent_space(p:Problem, arch:Chip) -> dict[MlaTile|MlaMmaTile, UpTo[Any]]:

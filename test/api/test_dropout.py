@@ -240,13 +240,13 @@ ON_NVIDIA: dict[str, tuple[str, Any, str, Any]] = {
   "O by another head's mask": ("o", (mma_forward, wgmma_forward), "kept_scores", wrong_head), "O of all P": ("o", (Kept,), "packed", as_it_was),
   "O without 1/(1 - p)": ("o", (Workgroup,), "normalised", unscaled)}
 
-def of_both(fault:str) -> bool:
+def shared_by_units(fault:str) -> bool:
   """Tells whether it is enough to test this fault on one of the two NVIDIA units: whether mma.sync and wgmma kernels share the faulty code, or have
   the same faulty line."""
   return fault.startswith("O ") or len(ON_NVIDIA[fault][1]) == 1
 
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("fault, arch", [pytest.param(fault, arch, marks=pytest.mark.thorough if of_both(fault) and (i + k) % 2 else ())
+@pytest.mark.parametrize("fault, arch", [pytest.param(fault, arch, marks=pytest.mark.thorough if shared_by_units(fault) and (i + k) % 2 else ())
                                          for i, fault in enumerate(ON_NVIDIA) for k, arch in enumerate(("sm_80", "sm_90"))])
 def test_a_fault_on_nvidia_is_caught(fault:str, arch:str, monkeypatch:pytest.MonkeyPatch) -> None:
   kernel, where, name, wrong = ON_NVIDIA[fault]

@@ -65,7 +65,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 def documents(B:int, Sk:int) -> Array: return np.sort(np.random.default_rng(3).integers(0, 4, (B, Sk)), 1).astype(np.int32)
 
-def posed(mask:Mask, sizes:dict[str, int]) -> tuple[Problem, Array]:
+def problem_and_documents(mask:Mask, sizes:dict[str, int]) -> tuple[Problem, Array]:
   d = documents(sizes.get("B", 1), sizes["Sk"])
   extras = {"mod_tensor0": d} if mask.documents else {}
   kinds = ((d.shape, "int32"),) if mask.documents else ()
@@ -119,7 +119,7 @@ def kernels(p:Problem, chip:Chip) -> list[tuple[str, Problem, BlockTile, str]]:
 def check(name:str, sizes:str, arch:str, with_lists:bool) -> None:
   mask = MASKS[name]
   if mask.documents and sizes == "more queries": pytest.skip("documents need a key for each query")
-  p, d = posed(mask, SIZES[sizes])
+  p, d = problem_and_documents(mask, SIZES[sizes])
   with lists(with_lists), emulated(arch):
     chip = choose(p, tile_shares.arch_of("EMU")).arch
     assert chip is not None

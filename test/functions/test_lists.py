@@ -56,7 +56,7 @@ def seen(p:Problem, case:Case, d:np.ndarray) -> np.ndarray:
   b, h, i, j = np.ogrid[:p.B, :p.H, p.offset:p.offset + p.Sq, :p.Sk]
   return np.broadcast_to(case.of_numbers(b, h, i, j, *[d]*case.documents), (p.B, p.H, p.Sq, p.Sk))
 
-def posed(case:Case, **sizes:Any) -> Problem:
+def sized(case:Case, **sizes:Any) -> Problem:
   """Builds a problem of the given sizes with the mask of a case."""
   p = problem(**sizes)
   kinds = (((p.B, p.Sk), "int32"),) if case.documents else ()
@@ -87,7 +87,7 @@ def expected_list(mask:np.ndarray, block_n:int, tiles:int) -> list[int]:
 def test_lists_have_the_tiles_that_a_mask_leaves(name:str, block_m:int, block_n:int, over:str) -> None:
   # The lists of visible tiles are right, also if there are more tiles than a workgroup has (with 8 columns in a tile).
   case = CASES[name]
-  p = posed(case, B=2, H=4, Hkv=2, Sq=170, Sk=300)
+  p = sized(case, B=2, H=4, Hkv=2, Sq=170, Sk=300)
   mask, d = p.mask_mod, documents(p)
   assert mask is not None
   heads = ((4, 1) if over == "keys" else (2, 2)) if depends(mask.value, QUERY_HEAD) else (1, 1)
@@ -107,7 +107,7 @@ def test_lists_say_when_a_block_has_its_turn(name:str, keys:int) -> None:
   # Kernels that add to dq in a fixed order need a longer list of visible tiles: the usual list, followed by a number for each tile, namely how many
   # blocks that start earlier have the tile in their lists, too.
   stripes = Case(lambda b, h, i, j: (i >= j) & ((i//50 + j//40) % 2).eq(0), lambda b, h, i, j: (i >= j) & ((i//50 + j//40) % 2 == 0))
-  p = posed(CASES.get(name, stripes), B=1, H=4, Sq=keys - 70 if keys > 100 else 50, Sk=keys)
+  p = sized(CASES.get(name, stripes), B=1, H=4, Sq=keys - 70 if keys > 100 else 50, Sk=keys)
   d = documents(p)
   found = []
   for with_turns in (False, True):
@@ -192,7 +192,7 @@ def test_attention_over_lists_agrees_with_float64(arch:str, name:str) -> None:
   # o and the gradients are within the error limit of each element where kernels loop over lists of visible tiles. With these masks a block has hidden
   # tiles, partly masked tiles and tiles without a hidden score. The mask of documents reads a tensor, so kernels make its lists in each call.
   case, sizes = CASES[name], {"H": 2, "Hkv": 1, "Sq": 300, "Sk": 300}
-  p = posed(case, **sizes)
+  p = sized(case, **sizes)
   x, d = normal(p), documents(p, rows=150)
   do = floats(*x.q.shape).astype(np.float16).astype(np.float32)
   extras = {"bias": np.where(seen(p, case, d), 0, -np.inf).astype(np.float32)}
@@ -213,7 +213,7 @@ def gradients_by_one_kernel(name:str, deterministic:bool=True) -> list[np.ndarra
   """Computes the gradients of q, k and v under the mask of the case `name`, and compares them with float64. The kernel that computes all gradients at
   once runs, over lists of visible tiles."""
   case, sizes = CASES[name], {"H": 2, "Hkv": 1, "Sq": 300, "Sk": 400, "D": 16}
-  p = posed(case, **sizes)
+  p = sized(case, **sizes)
   x, d = normal(p), documents(p, rows=150)
   do = floats(*x.q.shape).astype(np.float16).astype(np.float32)
   with lists(True): _, *gradients = computed(p, x, do, "sm_90", case, d, deterministic=deterministic)
@@ -263,7 +263,7 @@ def test_lists_of_part_tiles_change_no_bit() -> None:
   # A loop over the list of visible tiles gives the same bits as a loop over all tiles, if the mask hides some scores of every tile. Here documents
   # are shorter than tiles. Both loops then go through the tiles in the same order, and tiles that are not in the list add 0.
   case = CASES["documents"]
-  p = posed(case, B=2, Sq=200)
+  p = sized(case, B=2, Sq=200)
   x, d = normal(p), documents(p)
   do = floats(*x.q.shape).astype(np.float16).astype(np.float32)
   found = []
@@ -274,7 +274,7 @@ def test_lists_of_part_tiles_change_no_bit() -> None:
 def test_lists_follow_the_numbers_of_a_tensor() -> None:
   # If a mask reads a tensor, kernels make the lists of visible tiles again in each call, also when TinyJit replays the call.
   case = CASES["documents"]
-  p = posed(case, Sq=200)
+  p = sized(case, Sq=200)
   x = normal(p)
   with lists(True), emulated("gfx1030"):
     q, k, v = (tensor(a, p.dtype).realize() for a in (x.q, x.k, x.v))
@@ -293,7 +293,7 @@ def test_the_first_lists_start_no_workers(name:str, monkeypatch:pytest.MonkeyPat
   def pool() -> Any: raise AssertionError("worker processes are started")
   monkeypatch.setattr("tinygrad.engine.realize.get_worker_pool", pool)
   case = CASES[name]
-  p = posed(case, Sq=132)
+  p = sized(case, Sq=132)
   x, d = normal(p), documents(p)
   given = {"mod_tensors": (Tensor(d, device="EMU").realize(),)} if case.documents else {}
   with lists(True), emulated("gfx942"):
@@ -305,7 +305,7 @@ def test_the_first_lists_start_no_workers(name:str, monkeypatch:pytest.MonkeyPat
 def neighbourhood(seed:int) -> tuple[Problem, Inputs, Callable[..., Any]]:
   """Returns a problem with a mask that reads no tensor, its inputs, and the mask. Each seed gives another number of rows, so attn has not yet cached
   the problem's lists of visible tiles."""
-  p = posed(CASES["neighbourhood"], Sq=140 + seed, Sk=140 + seed)
+  p = sized(CASES["neighbourhood"], Sq=140 + seed, Sk=140 + seed)
   return p, normal(p), CASES["neighbourhood"].mask
 
 def test_the_kernel_that_reads_kept_lists_begins_to_compile_first(monkeypatch:pytest.MonkeyPatch) -> None:
@@ -376,7 +376,7 @@ def test_lists_with_kv_lengths(arch:str, name:str, made:list[ListedBlocks]) -> N
   # If kv_lengths says how many keys a batch has, each batch has lists of its own, made in each call. o and the gradients agree with float64. One
   # batch has no keys, and one has fewer keys than queries.
   case, sizes, lengths = MASKS_OF_LENGTHS[name], dict(B=3, H=2, Hkv=1, Sq=150, Sk=400), np.array([333, 0, 100], np.int32)
-  p = posed(case, **sizes)
+  p = sized(case, **sizes)
   x, d = normal(p), documents(p)
   do = floats(*x.q.shape).astype(np.float16).astype(np.float32)
   i, j = np.arange(150)[None, :, None] + (lengths - 150)[:, None, None], np.arange(400)[None, None]
@@ -425,7 +425,7 @@ def test_lists_on_devices_that_divide_batches_or_heads(name:str, axis:int, made:
   # call. o and the gradients agree with float64.
   case = SQUARES_OF_BATCHES if name == "heads" else CASES[name]
   sizes, devices = dict(B=2, H=4, Hkv=4, Sq=140, Sk=140), ("EMU:1", "EMU:2")
-  p = posed(case, **sizes)
+  p = sized(case, **sizes)
   x, d = normal(p), documents(p)
   do = floats(*x.q.shape).astype(np.float16).astype(np.float32)
   with lists(True), emulated("gfx942"):

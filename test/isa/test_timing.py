@@ -16,7 +16,7 @@ from attn.isa.parse import parse
 from attn.isa.timing.addresses import WaveState
 from attn.isa.timing.drawing import svg_of
 from attn.isa.source import Shape
-from attn.isa.timing.kernels import of_spec
+from attn.isa.timing.kernels import predicted_kernel
 from attn.chips.machine import ASSUMED, ORIGINS, figures_of
 from attn.isa.timing.memory import GroupWork, starting_order, makespan_in_order, rows_fetched
 from attn.isa.timing.predict import (Division, at_both_clocks, blocks_of_grid, bytes_of_levels, fed_by_l2, predict, trips_of_blocks, walked_in_a_trip,
@@ -368,7 +368,7 @@ def test_the_command(tmp_path) -> None:
 def test_a_kernel_of_ours_with_its_lines() -> None:
   # The timing model predicts attn's forward kernel for gfx942 with D = 64 and a causal mask. For waits in the hot loop it knows the line of Python in
   # attn/kernels that emitted the waiting instruction. The picture of an iteration of this loop has a band for each wave.
-  found = of_spec(source.Spec.parse("gfx942/64/float16/causal"), Shape(1, 8, 8, 2048))
+  found = predicted_kernel(source.Spec.parse("gfx942/64/float16/causal"), Shape(1, 8, 8, 2048))
   loop = found.timing.loops[0]
   assert 0.2 < loop.matrix_use < 1 and loop.unknown_addresses == 0 and not found.timing.unknown
   lines = {x.step.instruction.line for x in loop.stalls}
@@ -379,7 +379,7 @@ def test_a_kernel_of_ours_with_its_lines() -> None:
 def test_the_kernel_of_decode() -> None:
   # The timing model predicts decoding: keys are split into ranges, and a workgroup computes all query heads of a key/value head. Memory is the limit
   # on every GPU. The command line refuses --decode together with --gradient.
-  found = of_spec(source.Spec.parse("gfx950/64/float16/full/decode"), Shape(8, 32, 8, 16384), lines=False)
+  found = predicted_kernel(source.Spec.parse("gfx950/64/float16/full/decode"), Shape(8, 32, 8, 16384), lines=False)
   p, x = found.problem, found.division
   assert p is not None and x is not None and (p.Sq, p.Sk, x.heads) == (1, 16384, 4) and x.splits == p.num_splits > 1
   assert "16384" in found.title and f"{x.splits} key ranges" in found.title

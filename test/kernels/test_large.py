@@ -94,7 +94,7 @@ def test_append_on_a_cpu() -> None:
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 Program = tuple[Shapes, Callable[..., UOp]]     # tensors that are the kernel's parameters; the kernel
 
-def posed(**options:Any) -> Problem:
+def sized(**options:Any) -> Problem:
   sizes = dict(B=1, H=8, Sq=1024, Sk=1024, D=16) | options
   sizes = {"Hkv": sizes["H"], "Dv": sizes["D"], "softmax_scale": 0.25, "offset": sizes["Sk"] - sizes["Sq"]} | sizes
   return Problem(**sizes)
@@ -102,11 +102,11 @@ def posed(**options:Any) -> Problem:
 def in_views(rows:int, size:int, apart:int, **options:Any) -> Problem:
   """Makes a problem whose K and V are views of larger buffers: each batch takes `size` elements, and rows are `apart` elements apart."""
   view = Strided(size, 0, 16, 32, apart)
-  return posed(B=2, H=2, Sq=64, Sk=rows, k_view=view, v_view=view, **options)
+  return sized(B=2, H=2, Sq=64, Sk=rows, k_view=view, v_view=view, **options)
 
 def of_pages(size:int, count:int, most:int, B:int=64) -> Problem:
   view = Strided(count*size*8*16, 0, size*8*16, 16, 8*16)
-  return posed(B=B, Sq=1, Sk=size*most, kv_lengths=True, k_view=view, v_view=view, pages=Pages(size, count, most))
+  return sized(B=B, Sq=1, Sk=size*most, kv_lengths=True, k_view=view, v_view=view, pages=Pages(size, count, most))
 
 def forward(p:Problem, chip:Chip) -> Iterator[Program]:
   yield arguments(p), forward_of(p, chip, choose_tile(p, chip))
@@ -137,31 +137,31 @@ def plain_gradients(p:Problem, chip:Chip) -> Iterator[Program]:
 BIAS, PACKED = dict(bias=(True,)*4, bias_dtype="float16"), dict(layout="thd", B=64, total_q=2**25, total_k=2**25, Sq=2**20, Sk=2**20)
 LENGTHS, LONG = dict(kv_lengths=True, kv_starts=True), dict(H=2, Sq=2**28, Sk=2**28)
 LARGE: dict[str, tuple[Problem, Callable[[Problem, Chip], Iterator[Program]], tuple[str, ...]]] = {   # last: arguments with at least MANY elements
-  "batches": (posed(B=2**16, return_lse=True), forward, ("o", "q", "k", "v")),
-  "rows beside each other": (posed(layout="bshd", H=2**13, Sq=2**16, Sk=2**16, window=(-1, 0)), forward, ("o", "q", "k", "v")),
-  "a window": (posed(window=(2**27, 2**26), **LONG), forward, ("o", "q", "k", "v")),
-  "slopes": (posed(softcap=30.0, alibi=(True,), window=(-1, 0), **LONG), forward, ("o", "q", "k", "v")),
-  "groups of heads": (posed(H=16, Hkv=2, Sq=4, Sk=2**28), split, ("k", "v")),
-  "parts": (posed(B=2**12, Sq=2**12, sinks=True), split, ("o_partial",)),
-  "lse": (posed(B=2**13, H=2**10, Sk=64, return_lse=True), split, ("o", "lse", "o_partial", "lse_partial", "q")),
-  "lengths": (posed(B=2**15, Sk=2**12, **LENGTHS), forward, ("k", "v")),
-  "packed": (posed(H=32, return_lse=True, **PACKED), split, ("o", "o_partial", "q", "k", "v")),
+  "batches": (sized(B=2**16, return_lse=True), forward, ("o", "q", "k", "v")),
+  "rows beside each other": (sized(layout="bshd", H=2**13, Sq=2**16, Sk=2**16, window=(-1, 0)), forward, ("o", "q", "k", "v")),
+  "a window": (sized(window=(2**27, 2**26), **LONG), forward, ("o", "q", "k", "v")),
+  "slopes": (sized(softcap=30.0, alibi=(True,), window=(-1, 0), **LONG), forward, ("o", "q", "k", "v")),
+  "groups of heads": (sized(H=16, Hkv=2, Sq=4, Sk=2**28), split, ("k", "v")),
+  "parts": (sized(B=2**12, Sq=2**12, sinks=True), split, ("o_partial",)),
+  "lse": (sized(B=2**13, H=2**10, Sk=64, return_lse=True), split, ("o", "lse", "o_partial", "lse_partial", "q")),
+  "lengths": (sized(B=2**15, Sk=2**12, **LENGTHS), forward, ("k", "v")),
+  "packed": (sized(H=32, return_lse=True, **PACKED), split, ("o", "o_partial", "q", "k", "v")),
   "pages": (of_pages(64, 2**20, 2**13), forward, ("k", "v")),
   "pages smaller than a tile": (of_pages(8, 2**23, 2**13), forward, ("k", "v")),
   "a table": (of_pages(64, 2**10, 2**13, 2**20), forward, ("block_table",)),
   "a view": (in_views(2**11, MANY, 2**22), forward, ("k", "v")),
-  "bias": (posed(B=2**10, **BIAS), forward, ("bias",)),
-  "bias, rows": (posed(H=2, Sq=2**16, Sk=2**16, **BIAS), forward, ("bias",)),
-  "one bias of all heads": (posed(B=2, H=4, Sq=2**17, Sk=2**16, bias=(False, False, True, True)), gradients, ("bias",)),
-  "dropout": (posed(B=2**16, dropout_p=0.1, first_batch_and_head=True), gradients, ("dq", "dk", "dv", "q", "k", "v", "do")),
-  "gradients of rows": (posed(window=(-1, 0), **LONG), gradients, ("dq", "dk", "dv", "q", "k", "v", "do")),
-  "gradients of lse": (posed(B=2**13, H=2**10, Sk=64), gradients, ("dq", "delta", "q", "lse", "do", "dlse")),
-  "gradients of packed": (posed(H=32, window=(-1, 0), **PACKED), gradients, ("dq", "dk", "dv", "q", "k", "v", "do")),
-  "gradients with lengths": (posed(H=2, Sq=2**10, Sk=2**28, kv_lengths=True), gradients, ("dk", "dv", "k", "v")),
-  "gradient of a bias": (posed(B=2**10, **BIAS), of_bias, ("dbias", "bias")),
-  "gradient of one bias": (posed(B=2, H=4, Sq=2**17, Sk=2**16, bias=(False, False, True, True)), of_bias, ("dbias", "bias")),
-  "merged": (posed(B=2**17, return_lse=True), merged, ("o", "part_0", "part_1")),
-  "latent": (posed(B=2**10, H=16, Hkv=1, Sq=1, Sk=2**14, D=576, Dv=512, v_in_k=True), forward, ("k",))}
+  "bias": (sized(B=2**10, **BIAS), forward, ("bias",)),
+  "bias, rows": (sized(H=2, Sq=2**16, Sk=2**16, **BIAS), forward, ("bias",)),
+  "one bias of all heads": (sized(B=2, H=4, Sq=2**17, Sk=2**16, bias=(False, False, True, True)), gradients, ("bias",)),
+  "dropout": (sized(B=2**16, dropout_p=0.1, first_batch_and_head=True), gradients, ("dq", "dk", "dv", "q", "k", "v", "do")),
+  "gradients of rows": (sized(window=(-1, 0), **LONG), gradients, ("dq", "dk", "dv", "q", "k", "v", "do")),
+  "gradients of lse": (sized(B=2**13, H=2**10, Sk=64), gradients, ("dq", "delta", "q", "lse", "do", "dlse")),
+  "gradients of packed": (sized(H=32, window=(-1, 0), **PACKED), gradients, ("dq", "dk", "dv", "q", "k", "v", "do")),
+  "gradients with lengths": (sized(H=2, Sq=2**10, Sk=2**28, kv_lengths=True), gradients, ("dk", "dv", "k", "v")),
+  "gradient of a bias": (sized(B=2**10, **BIAS), of_bias, ("dbias", "bias")),
+  "gradient of one bias": (sized(B=2, H=4, Sq=2**17, Sk=2**16, bias=(False, False, True, True)), of_bias, ("dbias", "bias")),
+  "merged": (sized(B=2**17, return_lse=True), merged, ("o", "part_0", "part_1")),
+  "latent": (sized(B=2**10, H=16, Hkv=1, Sq=1, Sk=2**14, D=576, Dv=512, v_in_k=True), forward, ("k",))}
 
 def check_large(p:Problem, programs:Callable[[Problem, Chip], Iterator[Program]], large:Iterable[str], arch:str) -> None:
   found = set()
@@ -175,14 +175,14 @@ def check_large(p:Problem, programs:Callable[[Problem, Chip], Iterator[Program]]
 @in_turn("of, arch", LARGE, ("gfx942", "gfx1201", "sm_80", "sm_90"))
 def test_attention(of:str, arch:str) -> None: check_large(*LARGE[of], arch)
 
-PLAIN = {"bias": (posed(B=2**10, dtype="float32", **BIAS), plain, ("bias",)), "pages": (of_pages(8, 2**23, 2**13), plain, ("k", "v")),
-         "packed": (posed(H=32, **PACKED), plain, ("o", "q", "k", "v")),
-         "gradients": (posed(window=(-1, 0), **LONG), plain_gradients, ("dq", "dk", "dv", "q", "k", "v", "do"))}
+PLAIN = {"bias": (sized(B=2**10, dtype="float32", **BIAS), plain, ("bias",)), "pages": (of_pages(8, 2**23, 2**13), plain, ("k", "v")),
+         "packed": (sized(H=32, **PACKED), plain, ("o", "q", "k", "v")),
+         "gradients": (sized(window=(-1, 0), **LONG), plain_gradients, ("dq", "dk", "dv", "q", "k", "v", "do"))}
 
 @pytest.mark.parametrize("of", [pytest.param(of, marks=() if of == "bias" else pytest.mark.thorough) for of in PLAIN])
 def test_plain_attention(of:str) -> None: check_large(*PLAIN[of], "gfx1030")
 
-ON_GFX950 = posed(B=2**13, D=128)
+ON_GFX950 = sized(B=2**13, D=128)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kernel", ("dual_wave", "staggered"))
@@ -195,8 +195,8 @@ def test_kernels_of_gfx950(kernel:str) -> None:
 
 # ***** beyond the limits *****
 
-@pytest.mark.parametrize("p, name", ((in_views(2**10, 2**36, 2**26), "k"), (posed(layout="bshd", H=2**20, Hkv=1, D=16), "q"),
-                                     (posed(H=2, Sq=2**6, Sk=2**26, **BIAS), "bias")), ids=("k", "q", "bias"))
+@pytest.mark.parametrize("p, name", ((in_views(2**10, 2**36, 2**26), "k"), (sized(layout="bshd", H=2**20, Hkv=1, D=16), "q"),
+                                     (sized(H=2, Sq=2**6, Sk=2**26, **BIAS), "bias")), ids=("k", "q", "bias"))
 def test_rows_too_far_apart(p:Problem, name:str) -> None:
   for arch in CHIPS:
     chip = get_chip(arch)
@@ -207,7 +207,7 @@ def test_rows_too_far_apart(p:Problem, name:str) -> None:
 @pytest.mark.parametrize("name", ("Sq", "Sk", "total_q", "total_k"))
 def test_too_many_rows(name:str) -> None:
   rows = 2**28 + 1
-  with pytest.raises(NotImplementedError, match=f"{name}={rows}: .* at most {2**28}"): posed(**(PACKED if "total" in name else {}) | {name: rows})
+  with pytest.raises(NotImplementedError, match=f"{name}={rows}: .* at most {2**28}"): sized(**(PACKED if "total" in name else {}) | {name: rows})
 
 # ***** operations *****
 

@@ -71,7 +71,7 @@ def counted(p:Problem, s:SequenceShards) -> np.ndarray:
 def check_plan(p:Problem, s:SequenceShards) -> None:
   np.testing.assert_array_equal(counted(p, s), visible(p.Sq, p.Sk, p.window, p.offset))
 
-def posed(Sq:int, Sk:int, window:tuple[int, int], offset:int, alibi:bool=False) -> Problem:
+def sized(Sq:int, Sk:int, window:tuple[int, int], offset:int, alibi:bool=False) -> Problem:
   return Problem(1, 1, 1, Sq, Sk, 8, 8, window=window, offset=offset, alibi=(True,) if alibi else None, softmax_scale=1.0)
 
 def drawn(count:int) -> Iterator[tuple[Problem, SequenceShards]]:
@@ -79,7 +79,7 @@ def drawn(count:int) -> Iterator[tuple[Problem, SequenceShards]]:
   for _ in range(count):
     Sq, Sk = (rng.choice((1, 3, 7, 16, 33, 64)) for _ in range(2))
     window = rng.choice(((-1, -1), (-1, 0), (5, 0), (3, 4), (-1, 9), (20, 0)))
-    p = posed(Sq, Sk, window, rng.choice((0, Sk - Sq)), rng.random() < .3)
+    p = sized(Sq, Sk, window, rng.choice((0, Sk - Sq)), rng.random() < .3)
     yield p, shards(p, rng.choice((1, 2, 3, 4, 8)), rng.choice(("contiguous", "zigzag")), rng.random() < .3)
 
 def test_launches_see_what_the_mask_leaves_once() -> None:
@@ -87,7 +87,7 @@ def test_launches_see_what_the_mask_leaves_once() -> None:
 
 @pytest.mark.parametrize("count", (2, 4, 8))
 def test_a_causal_mask_takes_one_launch_of_an_owner_and_the_same_work_of_all(count:int) -> None:
-  p = posed(16*count, 16*count, (-1, 0), 0)
+  p = sized(16*count, 16*count, (-1, 0), 0)
   s = shards(p, count, "zigzag")
   seen = counted(p, s)
   for device in range(count):
@@ -109,7 +109,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_of_the_plan_are_seen(monkeypatch:pytest.MonkeyPatch, fault:str) -> None:
-  p = posed(30, 30, (-1, 0), 0)
+  p = sized(30, 30, (-1, 0), 0)
   s = shards(p, 2, "zigzag")
   check_plan(p, s)
   broken_plan(monkeypatch, *FAULTS[fault])
@@ -121,7 +121,7 @@ def test_a_kernel_knows_where_queries_are(count:int, order:str, block_m:int) -> 
   # A kernel computes the right position in the whole sequence for each query, if a device holds one or two pieces of 5 rows. No block of queries has
   # rows of two pieces.
   length = 5*count*ORDERS[order] - 3
-  p = posed(length, length, (-1, 0), 0)
+  p = sized(length, length, (-1, 0), 0)
   s = shards(p, count, order)
   for device in range(count):
     mine = held(s, s.keys, length, device)
@@ -518,8 +518,8 @@ def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, m
   # first call; the case `mended=False` shows this.
   monkeypatch.setattr(context.SharedRows, "gathers", False)
   with emulated("gfx942", "tiled"):
-    anew = list[int]()
-    graph = with_selected_inputs(StandInGraph, lambda _, moved: anew.append(len(moved))) if mended else StandInGraph
+    moves = list[int]()
+    graph = with_selected_inputs(StandInGraph, lambda _, moved: moves.append(len(moved))) if mended else StandInGraph
     for name in devices(2): monkeypatch.setattr(Device[name], "graph", graph)
     @TinyJit
     def step(q:Tensor, k:Tensor, v:Tensor) -> Tensor: return attn.attention(q, k, v).realize()
@@ -528,10 +528,10 @@ def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, m
     kept = [[attn.shard_sequence(t, devices(2), 2, "contiguous").realize() for t in x] for x in inputs]
     right = [np.abs(array(whole(step(*t))) - array(attn.attention(*x))).max() < 4e-3 for t, x in zip(kept, inputs)]
     assert right == [True, True, mended, mended]
-    copied_anew = list(anew)
+    first_moves = list(moves)
     step(*kept[-1])
     # Each device copies k and v of the other device. If inputs have the addresses of the call before, the copies do not change.
-    assert anew == copied_anew and (copied_anew == [4, 4]) == mended
+    assert moves == first_moves and (first_moves == [4, 4]) == mended
 
 def test_long_copies_of_keys_run_beside_a_launch() -> None:
   # Where copying the keys of all heads takes long, a device computes its heads in several launches of equal size: while one runs, the keys of the

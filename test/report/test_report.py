@@ -85,7 +85,7 @@ def test_what_fails_is_told_and_the_rest_is_measured(few:None, tmp_path:Path, mo
   def without(*_:Any, **__:Any) -> Any: raise AssertionError("no such tile")
   monkeypatch.setattr(measured, "kernel_time", at_fault)
   monkeypatch.setattr(measured, "judge_forward", stopped)
-  monkeypatch.setattr(kernels, "of_spec", without)
+  monkeypatch.setattr(kernels, "predicted_kernel", without)
   assert run("EMU::gfx1201", "--out", str(tmp_path/"r.json")) == 1
   forward, backward, decode = checked_report(json.loads((tmp_path/"r.json").read_text())).rows
   assert forward.right and forward.kernels[0].unpredicted is not None and "AssertionError" in forward.kernels[0].unpredicted

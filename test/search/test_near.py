@@ -10,7 +10,7 @@ from attn import tune
 from attn.chips import SEARCHED, get_chip
 from attn.chips.shapes import BackwardShape, UpTo
 from attn.isa.source import BACKWARD, FORWARD, Spec
-from attn.isa.timing.kernels import ASKED, of_spec
+from attn.isa.timing.kernels import ASKED, predicted_kernel
 from attn.isa.timing.predict import Prediction
 from attn.search.near import (BEST, BOTH_IN_ONE, IN_TABLE, NUMBERS_CHANGED, Timed, cells_of, climb, gain_of, near_rows, near_table, near_text,
                               read_near, row_in_use, tile_of, tile_text, timed, usable)
@@ -118,7 +118,7 @@ def test_a_tile_is_timed_as_its_kernel_is() -> None:
   # The predicted time of the tile in use is the same as that of `python -m attn.isa time`, at the sustained clock. A workgroup reads and writes as
   # many bytes as its rows take: rows of K and V for half of the keys on average, and its own rows.
   spec = replace(SPEC, d=64)
-  found, kernel = timed(spec, row_in_use(spec)), of_spec(spec, ASKED, lines=False)
+  found, kernel = timed(spec, row_in_use(spec)), predicted_kernel(spec, ASKED, lines=False)
   assert found is not None and found.ms == pytest.approx(1e3*kernel.on_cards("MI300X")[-1].seconds)
   rows = 8192//found.tile.block_m
   keys = sum(found.tile.block_m*(i + 1) for i in range(rows))/rows

@@ -8,7 +8,7 @@ from attn.chips import MODELLED, get_chip
 from attn.chips.matrix import MMA
 from attn.isa.costs import report_of
 from attn.isa.source import DECODING, Shape, Spec, chosen
-from attn.isa.timing.kernels import of_spec
+from attn.isa.timing.kernels import predicted_kernel
 
 DECODE_WIDTH, DECODE_STEP = 128, Shape(64, 32, 8, 4096)
 OF_DECODING = ("kernel", "card", "GHz", "tile", "key ranges", "VALU per element", "registers", "spills", "us of compute units", "us of memory", "us")
@@ -19,7 +19,7 @@ def decoding_specs(arch:str) -> list[Spec]:
 
 def decoding_line(spec:Spec) -> str:
   """Compiles the kernel that `spec` names, and returns its row of the table of predicted decoding times."""
-  found, report, tile = of_spec(spec, DECODE_STEP, lines=False), report_of(spec, 0, False), chosen(spec, shape=DECODE_STEP)[1]
+  found, report, tile = predicted_kernel(spec, DECODE_STEP, lines=False), report_of(spec, 0, False), chosen(spec, shape=DECODE_STEP)[1]
   assert found.division is not None and report.loop is not None
   timing, predicted = found.timing, found.on_cards()[0]
   valu = report.loop.valu*timing.chip.wave*timing.waves/(found.division.walked*2*DECODE_WIDTH)

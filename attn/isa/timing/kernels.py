@@ -46,7 +46,7 @@ def _problem(shape:source.Shape, d:int, dv:int, dtype:str, causal:bool) -> Probl
   return Problem(shape.b, shape.h, shape.hkv, shape.n, shape.n, d, dv, dtype=dtype, out_dtype=dtype, window=(-1, 0 if causal else -1),
                  softmax_scale=d**-0.5)
 
-def of_spec(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Predicted:
+def predicted_kernel(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Predicted:
   """Compiles the kernel of attn for a problem of size `shape`, and predicts the time of its hot loop from the machine code. The result can also
   predict the time of the whole problem (`on_cards`). Without `lines` the prediction does not name the line of Python that emitted an instruction.
   Raises ValueError for a kernel or chip that the model does not cover."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from attn.chips import get_chip
 from attn.isa.source import MASKS, Shape, Spec
-from attn.isa.timing.kernels import Predicted, of_spec
+from attn.isa.timing.kernels import Predicted, predicted_kernel
 from attn.isa.timing.predict import Division, at_both_clocks
 from attn.isa.timing.published import csv_text
 
@@ -32,7 +32,7 @@ def order_row(card:str, mask:str, shape:Shape) -> tuple[str, ...]:
   """Compiles the kernel for a problem, and returns the problem's row of the table. Times of other orders are ratios to the time of the order in use.
   A cell is empty if there is no such order."""
   chip = get_chip(CARDS_OF_ORDERS[card])
-  found = of_spec(Spec(chip.name, HEAD_WIDTH, "bfloat16", mask), shape, lines=False)
+  found = predicted_kernel(Spec(chip.name, HEAD_WIDTH, "bfloat16", mask), shape, lines=False)
   assert found.problem is not None and found.division is not None
   heads = found.problem.all_heads//found.division.heads
   seconds = {name: seconds_in_order(found, x, card) for name, x in orders_of(found.division, heads, chip.caches.dies).items() if x is not None}

@@ -34,7 +34,7 @@ def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward
   P is 0 for queries beyond the last query, because dS may be summed over queries. Rows of q and dO that other kernels keep in LDS are loaded from
   global memory for each tile."""
   own = own_rows(group, of.tile, of.at, of.statements, (False, False))
-  first, second = (replace(x, anew=anew) for x, anew in zip(own, of.tile.own_in_lds))
+  first, second = (replace(x, reloaded=reloaded) for x, reloaded in zip(own, of.tile.own_in_lds))
   there = replace(of, group=group, own=(first, second), outer_trip=number)
   return replace(there, known=(normaliser_of(group, there.row).where(there.row.there), group.query_value("delta", there.row)))
 

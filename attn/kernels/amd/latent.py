@@ -105,7 +105,7 @@ class AmdLatent:
   def q(self) -> OwnRows:
     """The row of Q that this lane holds: operand B of S^T = K Q^T."""
     group, units = self.group, units_of(self.mat, contraction(self.mat, self.group.p.D), self.at.h)
-    return OwnRows(self.at, group.rows_of("q"), group.first_row, self.tile.block_m, [self.own], units, None, self.tile.q_anew)
+    return OwnRows(self.at, group.rows_of("q"), group.first_row, self.tile.block_m, [self.own], units, None, self.tile.q_reloaded)
   @property
   def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements)
   @functools.cached_property

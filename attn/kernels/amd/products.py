@@ -29,7 +29,7 @@ class OwnRows:
   in_block: list[UOp]      # the lane's rows, counted from `first`
   units: list[UOp]
   lds: LdsTile|None
-  anew: bool = False                    # the rows are not kept: every iteration loads them from global memory
+  reloaded: bool = False                # the rows are not kept: every iteration loads them from global memory
   statements: Statements|None = None    # given if registers are short: then at most WAITED_FOR units are loaded at the same time
 
   @staticmethod
@@ -78,9 +78,9 @@ class OwnRows:
     row: operands are returned for these units. `t` is the index of the iteration. Rows that do not stay in registers are read again in each
     iteration, after the operations `after`."""
     mat = self.at.matrix
-    if self.lds is None and not self.anew: return [operands(mat, units[steps]) for units in self.loaded]
+    if self.lds is None and not self.reloaded: return [operands(mat, units[steps]) for units in self.loaded]
     rows = [amd.opaque(i, t) for i in self.in_block]
-    if self.anew: return [operands(mat, units) for units in self.load(self.units[steps], [self.clamped(i) for i in rows], *after)]
+    if self.reloaded: return [operands(mat, units) for units in self.load(self.units[steps], [self.clamped(i) for i in rows], *after)]
     return [operands(mat, [self.kept.after(*after).load(row, u) for u in self.units[steps]]) for row in rows]
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class StagedTile(InLds):
     copies a single item, 16 bytes of a row."""
     return [replace(self, only=i) for i in range(self.carried.count)]
 
-  def anew(self, t:UOp) -> StagedTile:
+  def with_new_addresses(self, t:UOp) -> StagedTile:
     """Returns this tile for iteration t of the loop. The thread computes the tile's addresses in this iteration, instead of keeping them in registers
     during the whole loop."""
     thread = bounded(amd.opaque(self.carried.thread, t), 0, self.carried.threads - 1)

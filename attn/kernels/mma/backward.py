@@ -84,7 +84,7 @@ class MmaBackward:
   def walked(self, name:str, t:UOp) -> SwizzledRows:
     """Returns the layout, in shared memory, of tile t of the tensor `name`, over whose tiles the block loops. The layout begins where this tile lies
     in the ring buffer."""
-    return self.warp_rows.lies(name, self.tile.block_n, self.stage(t))
+    return self.warp_rows.layout_of(name, self.tile.block_n, self.stage(t))
   def place_of_query_values(self, t:UOp) -> UOp:
     """Returns the index of the 16-byte unit of shared memory at which lse and delta of the queries of tile t begin."""
     return self.stage(t) + sum(x.size for x in self.tile.layouts(self.group.p, self.tile.block_n))

@@ -100,14 +100,14 @@ class WarpRows(Generic[L]):
     return range(first, first + self.accs(name))
 
   # ***** shared memory: own rows, then tiles of walked rows *****
-  def lies(self, name:str, rows:int, first:UOp|int) -> L:
+  def layout_of(self, name:str, rows:int, first:UOp|int) -> L:
     """Returns where rows of the tensor `name` (q, k, v or do) lie in shared memory, as a layout. The memory from the 16-byte unit `first` on holds
     `rows` rows of q or k, followed by `rows` rows of do or v."""
     of_d, of_dv = self.tile.layouts(self.p, rows)
     return of_d.moved_to(first) if name in ("q", "k") else of_dv.moved_to(first + of_d.size)
   def kept(self, name:str) -> L:
     """Returns the layout, in shared memory, of the rows of the tensor `name` that the thread block owns."""
-    return self.lies(name, self.tile.block_m, 0)
+    return self.layout_of(name, self.tile.block_m, 0)
   @property
   def size(self) -> int:
     """Number of 16-byte units of shared memory for the rows of two tensors that a thread block owns: of q and do, or of k and v."""

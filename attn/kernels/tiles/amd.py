@@ -47,7 +47,7 @@ class Tile(ForwardShape):
   pack_gqa: bool = False       # a tile has the queries of all heads that share a key/value head: K and V are read once for all of them
   sparing: bool = False        # without prefetch, an iteration loads V only after K is in LDS: fewer registers
   rescale_above: float = 8.0   # accumulators are rescaled when a row maximum grows by more than this, in powers of two; 0: whenever it grows
-  anew: bool = False           # with `sparing`, an iteration computes the addresses of its loads again, instead of keeping them: even fewer registers
+  new_addresses: bool = False  # with `sparing`, an iteration computes the addresses of its loads again, instead of keeping them: even fewer registers
 
   kernel: ClassVar[str] = "forward"
 
@@ -73,7 +73,7 @@ class Tile(ForwardShape):
   @property
   def options(self) -> str:
     """Text that names the options of this tile description whose values are not the default, such as "prefetch=2"."""
-    said = [name for name in ("q_in_lds", "fenced", "sparing", "anew") if getattr(self, name)]
+    said = [name for name in ("q_in_lds", "fenced", "sparing", "new_addresses") if getattr(self, name)]
     return " ".join(said + [f"prefetch={self.prefetch}"]*(self.prefetch != 1))
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
 
@@ -99,7 +99,7 @@ class BackwardTile(BackwardShape):
   @property
   def by_tensor(self) -> bool: return self.prefetch == 0 and self.sparing
   @property
-  def anew(self) -> bool: return True
+  def new_addresses(self) -> bool: return True
   @property
   def torn(self) -> bool:
     """Whether this tile description is invalid because a fence would separate two 16-byte units of one operand of a matrix instruction. The compiler
@@ -146,7 +146,7 @@ class MlaTile(MlaShape, SharingTile):
   @property
   def by_tensor(self) -> bool: return False
   @property
-  def anew(self) -> bool: return False
+  def new_addresses(self) -> bool: return False
   @property
   def by_item(self) -> bool: return False
   @property
@@ -164,5 +164,5 @@ class MlaTile(MlaShape, SharingTile):
   def options(self) -> str:
     numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("weight_parts", self.weight_parts, 1),
                                                             ("prefetch", self.prefetch, 1)) if value != usual]
-    return " ".join(["q_anew"]*self.q_anew + numbers)
+    return " ".join(["q_reloaded"]*self.q_reloaded + numbers)
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"

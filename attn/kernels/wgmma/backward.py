@@ -122,7 +122,7 @@ class WgmmaBackward:
   # ***** shared memory *****
   def ring(self, name:str, place:RingPlace) -> SwizzledPanels:
     """Returns the layout, in shared memory, of the rows of the tensor `name` of the tile that `place` names, in the ring buffer."""
-    return self.warp_rows.lies(name, self.tile.block_n, place.index%RING*self.tile.stage(self.group.p) + self.warp_rows.size)
+    return self.warp_rows.layout_of(name, self.tile.block_n, place.index%RING*self.tile.stage(self.group.p) + self.warp_rows.size)
   def place_of_query_values(self, place:RingPlace) -> UOp:
     """Returns the index of the 16-byte unit of shared memory at which lse and delta of the queries of the tile `place` begin."""
     p, stage = self.group.p, place.index%self.tile.stages_of_query_values

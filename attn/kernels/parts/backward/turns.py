@@ -6,9 +6,9 @@ every run, on every chip. The period in which a block may add is its turn. Each 
 turn, and passes the turn on, separately from the other waves (attn/ops/atomics.py). A turn is for two neighbouring tiles, because waiting for a turn
 and passing it on take time. If workgroups loop over lists of tiles, a turn is for a single tile.
 
-A workgroup waits only for blocks of its own head that add before its own block. Workgroups get their blocks by tickets: numbers that count the
-workgroups in the order in which they start (`workgroup.drawn`). Blocks that add first have the lower tickets. So the workgroup with the lowest ticket
-never waits, and no workgroup waits forever.
+A workgroup waits only for blocks of its own head that add before its own block. Workgroups get their blocks by tickets (`by_ticket`):
+numbers that count the workgroups in the order in which they start. Blocks that add first have the lower tickets. So the workgroup with the lowest
+ticket never waits, and no workgroup waits forever.
 
 Without lists, all workgroups loop over the tiles of queries in ascending order. Under a causal mask the lowest ticket gives the last block of keys,
 which the fewest tiles of queries see. Each next ticket gives the block of keys before it. This block's loop begins at a tile of queries that lies two

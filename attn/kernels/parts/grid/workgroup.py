@@ -38,7 +38,7 @@ class Grid:
   lane: UOp
   wave: UOp
 
-def drawn(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[Grid, tuple[UOp, ...]]:
+def by_ticket(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[Grid, tuple[UOp, ...]]:
   """Returns the position of a workgroup that takes a ticket: a number that counts the workgroups in the order in which they start
   (attn/ops/atomics.py). With ticket n a workgroup does the work of workgroup number n of the grid. So work begins in the order of the grid, even if
   the hardware starts workgroups in another order. Returns `grid` and `split` with the ticket's indices.
@@ -228,12 +228,12 @@ class Workgroup:
     """Makes the workgroup that owns a block of keys, and loops over the queries of all query heads that share these keys. `grid` says which block and
     head. `args` are the kernel's tensors. `shapes` has the names, shapes and dtypes of these tensors, in the same order. `at` is the thread's
     position in a matrix tile. If `parts` is above 0, the queries are divided into `parts` parts, first by heads, then by queries of a head, and each
-    workgroup loops over one part. If workgroups add to dQ in a fixed order, each takes a ticket: the ticket, not its position in the grid, then
-    decides the block and the head (see the function `drawn`). `lds` is an int32 in LDS through which the waves of the workgroup learn the ticket."""
+    workgroup loops over one part. If workgroups add to dQ in a fixed order, a workgroup takes a ticket (`by_ticket`): the ticket, not its position in
+    the grid, then decides the block and the head. `lds` is an int32 in LDS through which the waves of the workgroup learn the ticket."""
     given, split, group = by_name(shapes, args), ranges_of(grid, parts), p.H//p.Hkv
     own_part = split
     if (turns := given.get("dq_turns")) is not None and lds is not None:
-      grid, own_part = drawn(grid, split, turns[turns.max_numel() - 1], lds)
+      grid, own_part = by_ticket(grid, split, turns[turns.max_numel() - 1], lds)
       grid = replace(grid, block=in_order_of_start(p, grid.block, ceildiv(p.Sk, tile.block_m)))
     batch, kv_head, first_key = grid.head//p.Hkv, grid.head%p.Hkv, grid.block*tile.block_m
     of_heads = math.gcd(group, max(parts, 1))

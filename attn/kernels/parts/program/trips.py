@@ -70,7 +70,8 @@ class StagedTripsTile(Protocol):
   def by_item(self) -> bool: """Whether a thread loads its 16-byte items of a tensor one after another in an iteration, which saves registers. Only
                                 possible without prefetch."""
   @property
-  def anew(self) -> bool: """Whether each iteration computes the addresses of loads again, instead of keeping these addresses in registers."""
+  def new_addresses(self) -> bool:
+    """Whether each iteration computes the addresses of loads again, instead of keeping them in registers."""
 
 @dataclass(frozen=True)
 class StagedTrips(Generic[S]):
@@ -94,11 +95,11 @@ class StagedTrips(Generic[S]):
 
   def load_by_tensor(self, s:S, t:UOp) -> UOp:
     """Returns the stores of tile t to LDS, where a tensor is loaded only after the tensor before it has been stored. Registers then hold one tensor
-    at a time, or with `by_item` one 16-byte item of each thread. If rows are loaded element by element, `anew` makes each iteration compute the
-    addresses again, so that no register holds addresses during the loop."""
+    at a time, or with `by_item` one 16-byte item of each thread. If rows are loaded element by element, `new_addresses` makes each iteration compute
+    the addresses again, so that no register holds addresses during the loop."""
     stores: list[UOp] = []
     for name, rows in self.loaded.items():
-      tile = self.in_lds(s, t, name) if rows.in_units or not self.tile.anew else self.in_lds(s, t, name).anew(t)
+      tile = self.in_lds(s, t, name) if rows.in_units or not self.tile.new_addresses else self.in_lds(s, t, name).with_new_addresses(t)
       for one in tile.single if self.tile.by_item else [tile]:
         if stores: rows = rows.after(self.statements.do(amd.sched_barrier(), *stores))
         stores += one.store(one.fetch(rows, self.tile_of(t)))
