@@ -119,13 +119,13 @@ def _drop_numbers(c:Any, x:Value, words:Value, *, places:tuple[tuple[int, int], 
 
 def drop_packed(packed:UOp, words:UOp, places:tuple[tuple[int, int], ...], vector:int) -> UOp:
   """Returns `packed`, a vector of pairs of 16-bit numbers, with 0 in place of dropped elements. `words` holds dropout bits. For each pair, `places`
-  has (index in `words` of the dword with the pair's two bits, position of the bits in the two halves of this dword). `vector` is the index of this
-  vector among the lane's vectors. Rendered functions have it in their names, because vectors differ in `places`."""
+  has (index in `words` of the dword with the pair's two bits, position of the bits in the two halves of this dword). The rendered
+  function has `vector` in its name: a kernel gives vectors with different `places` different numbers."""
   return emit("drop_packed", u32(length(packed)), packed, words, places=places, vector=vector)
 def drop_numbers(x:UOp, words:UOp, places:tuple[tuple[int, int], ...], vector:int) -> UOp:
   """Returns `x`, a vector of fp32 numbers, with 0 in place of dropped elements. `words` holds dropout bits. For each number, `places` has (index in
-  `words` of the dword with the number's bit, position of the bit). `vector` is the index of this vector among the lane's vectors. Rendered functions
-  have it in their names, because vectors differ in `places`."""
+  `words` of the dword with the number's bit, position of the bit). The rendered function has `vector` in its name: a kernel gives vectors with
+  different `places` different numbers."""
   return emit("drop_numbers", f32(length(x)), x, words, places=places, vector=vector)
 
 # ***** dropout in tensor operations *****

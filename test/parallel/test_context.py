@@ -616,6 +616,7 @@ def test_memory_is_that_of_one_device_and_two_parts_of_the_keys(monkeypatch:pyte
   heads_at_a_time(monkeypatch, together)
   with emulated("gfx942", "tiled"):
     row = measure.SharedProblem("rows", heads, heads, rows*count, rows*count, D, causal=causal)
+    measure.measured(row, devices(count))      # while it runs, caches may drop kernels of earlier tests, and with them memory
     found = measure.measured(row, devices(count))
   shard, lse = heads*rows*D*2, heads*rows*4
   assert found.inputs == [3*shard]*count

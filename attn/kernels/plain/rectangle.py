@@ -46,11 +46,10 @@ def beyond_registers(p:Problem) -> str|None:
                for name, value in widths if value > MAX_WIDTH), None)
 
 def for_rectangles(kernel_of:Callable[..., Callable[..., UOp]]) -> Callable[..., Callable[..., UOp]]:
-  """Wraps `kernel_of`, a function that makes kernels in plain UOps. The wrapped function raises NotImplementedError for rows that are too long. Its
-  kernels keep the program that they have built, and return it again for the same tensors, because building a program takes a while."""
+  """Wraps `kernel_of`, a function that makes kernels in plain UOps. The wrapped function raises NotImplementedError for rows that are too long."""
   def checked(p:Problem, *how:Any) -> Callable[..., UOp]:
     if (reason := beyond_registers(p)) is not None: raise NotImplementedError(reason)
-    return functools.cache(kernel_of(p, *how))
+    return kernel_of(p, *how)
   return checked
 
 def as_rendered(sink:UOp, arch:Chip, tile:RectangleTile) -> UOp:

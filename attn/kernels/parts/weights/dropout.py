@@ -109,7 +109,8 @@ class KeptHere:
   def drop(self, vectors:list[UOp]) -> list[UOp]:
     """Returns `vectors` with 0 in place of dropped elements. `vectors` are fp32 numbers, such as dP, for all of this row's scores in a tile."""
     if not self.words: return vectors
-    return [bits.drop_numbers(x, words, self.places, i) for i, (x, words) in enumerate(zip(vectors, self.words, strict=True))]
+    _, first_bit = self.places[0]
+    return [bits.drop_numbers(x, words, self.places, first_bit) for x, words in zip(vectors, self.words, strict=True)]
 
 def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
   """Returns which scores dropout keeps, of four neighbouring rows that a thread owns. The result has an entry for each of `rows`. These rows are
