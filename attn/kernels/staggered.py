@@ -17,7 +17,7 @@ from typing import Callable
 from attn.chips import Chip
 from attn.kernels.amd.forward import AmdForward, ForwardState
 from attn.kernels.parts.grid.tensors import check_problem
-from attn.kernels.parts.program.statements import Statements, store_all, workgroup_barrier
+from attn.kernels.parts.program.statements import Statements, load_all, store_all, workgroup_barrier
 from attn.kernels.parts.program.trips import StagedTrips, over_tiles
 from attn.kernels.parts.weights.dropout import Kept
 from attn.kernels.tiles.amd import Tile
@@ -91,12 +91,12 @@ class Staggered:
     and starts the loads of the tiles after them. Before the barrier that ends this half, reads the columns of V of tile t for the first matrix tile
     of O from LDS. Returns the state, and these columns as operand A."""
     one = self.common
-    raw = [s.s[i].load() for i in range(s.s.max_numel())]
+    raw = load_all(s.s)
     softmax = one.weighed(s.softmax, [one.group.scores.finished(raw, [one.queries[0]], t, masked)])
     stores = self.store(s, t)
     following = self.load(s.after(self.statements.do(amd.sched_barrier(), *stores)), t + 1)
     first = one.products.column_operands(self.trips.in_lds(s, t, "v").column_tile, self.tile.block_n, 0)
-    done = self.statements.do(amd.made_here(*[softmax.p[i].load() for i in range(softmax.p.max_numel())]))
+    done = self.statements.do(amd.made_here(*load_all(softmax.p)))
     halfway = workgroup_barrier(UOp.group(done, *stores, following, self.statements.do(amd.sched_barrier(*first))))
     return StaggeredState(softmax, s.k, s.v, s.s, s.on_the_way).after(halfway), first
 
@@ -121,5 +121,5 @@ class Staggered:
 
   def store(self, s:StaggeredState, t:UOp) -> list[UOp]:
     """Returns the stores of K of tile t+2 and of V of tile t+1 from registers to LDS."""
-    parts, of_k = [s.on_the_way[i].load() for i in range(s.on_the_way.max_numel())], len(s.k.items)
+    parts, of_k = load_all(s.on_the_way), len(s.k.items)
     return [*self.trips.in_lds(s, t + 2, "k").store(parts[:of_k]), *self.trips.in_lds(s, t + 1, "v").store(parts[of_k:])]

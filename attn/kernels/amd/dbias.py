@@ -21,7 +21,7 @@ from attn.kernels.parts.memory.lanes import Lane, element_sum, sum_over_groups
 from attn.kernels.parts.memory.layouts import LdsTile
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.program.blocks import trip_count
-from attn.kernels.parts.program.statements import Statements, store_all
+from attn.kernels.parts.program.statements import Statements, load_all, store_all
 from attn.kernels.tiles.amd import BackwardTile, row_layout
 from attn.ops import amd, common as ops
 from attn.problem import Problem
@@ -107,7 +107,7 @@ class AmdBias:
     of, share = self.of, self.bias.share
     if share.stored_at_once:
       return [*self.bias.outside(of.group.walked, self.zero_stores), of.statements.do(amd.sched_barrier(), s.k.row_tile.buffer)]
-    ds = [s.acc[i].load() for i in range(s.acc.max_numel())]
+    ds = load_all(s.acc)
     if share.broadcast[3]: ds = [sum_over_groups(functools.reduce(ops.add, map(element_sum, ds)), of.tile.matrix)]
     if share.broadcast[2]: return self.sums_of_rows(ds)
     if not share.broadcast[3]: return self.stores(of, self.bias.key_tile, ds)

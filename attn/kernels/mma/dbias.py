@@ -20,7 +20,6 @@ from attn.kernels.parts.memory.lanes import MmaLane, element_sum
 from attn.kernels.parts.memory.layouts import SwizzledRows
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.program.blocks import trip_count
-from attn.kernels.parts.program.statements import workgroup_barrier
 from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
@@ -130,7 +129,7 @@ class MmaBias:
     s = s.arrived(0)
     to = s.shared.bitcast(dtypes.float)
     s = s.do(*[nv.put(to[at.wave*(pairs*n) + place], x, at.in_octet.eq(0) & (place < pairs*n)) for place, x in zip(places, numbers)])
-    s = s.after(workgroup_barrier(s.done))
+    s = s.after_barrier()
     of_warps, stores, row = s.shared.bitcast(nv.F2), list[UOp](), self.of.warp_rows.of_lane[0][0]
     for begin in range(0, pairs, tile.threads):
       pair = at.thread + begin

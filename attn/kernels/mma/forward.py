@@ -6,17 +6,16 @@ that are swizzled against bank conflicts, and transposes V. The softmax looks fo
 """
 from __future__ import annotations
 import functools, itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from attn.chips import Chip
-from attn.chips.matrix import UNIT_BYTES, Mma
+from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.nvidia.ring import CopyGroups
-from attn.kernels.nvidia.stored import StoredKeys
+from attn.kernels.nvidia.warp_forward import SoftmaxState, WarpsForward
 from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.memory.layouts import SwizzledRows
 from attn.kernels.parts.program.counts import ceildiv, round_up
-from attn.kernels.parts.program.statements import Optional, Statements, store_all, workgroup_barrier
-from attn.kernels.parts.program.trips import TileLoop, tile_loops
+from attn.kernels.parts.program.statements import Optional, store_all
 from attn.kernels.parts.weights.dropout import kept_scores
 from attn.kernels.parts.weights.softmax import nans_of_scales
 from attn.kernels.tiles.mma import MmaTile, fragments
@@ -37,47 +36,24 @@ class Operands:
   def after(self, *deps:UOp) -> Operands: return self
 
 @dataclass(frozen=True)
-class MmaState(CopyGroups):
-  """What the loop over keys carries from iteration to iteration. Registers hold the accumulators of O, and three values of each row: m, the number
-  that the softmax subtracts from the scores; `addend` = -m*Scores.to_log2; and l, the sums of P by which O is divided and from which the LSE is
-  computed (`MmaForward.kinds`). Within an iteration, registers also hold the scores, P as operand A of the product P V, and the sums of P of this
-  iteration. Further fields are shared memory, the statements (operations with side effects) so far, and Q."""
-  shared: UOp
-  acc: UOp
-  m: UOp
-  addend: UOp
-  l: UOp
-  scores: UOp
-  weights: UOp
-  l_of_trip: UOp
-  statements: Statements
+class MmaState(CopyGroups, SoftmaxState):
+  """What the loop over keys carries from iteration to iteration (`SoftmaxState`), and Q. The kinds of sums in l are `MmaForward.kinds`."""
   q: Operands
   scales: Optional     # of the iteration's rows of V, if V is stored in 8 bits
 
 @dataclass(frozen=True)
-class MmaForward:
-  """The forward kernel for one problem, as one thread sees it. Has a method for each operation of the algorithm `online_softmax`. No field changes
-  during the loop over tiles of keys."""
-  warps: Warps
-  tile: MmaTile
-  state: MmaState      # before the first iteration
-
+class MmaForward(WarpsForward[MmaTile, MmaState]):
+  """The forward kernel with mma.sync for one problem, as one thread sees it."""
   @staticmethod
   def of(p:Problem, arch:Chip, tile:MmaTile, args:tuple[UOp, ...]) -> MmaForward:
     warps, mat = Warps.of(p, arch, tile, tile.matrix, args).with_keys(tile.warp_keys), tile.matrix
     new, kinds = warps.group.grid.allocator, 1 + bool(p.stored) + (warps.group.lse is not None)       # kinds of row sums
     q_tiles, k_tiles, d_tiles = tile.q_tiles, tile.warp_keys//mat.N, fragments(p.Dv, mat)
-    state = MmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(q_tiles*d_tiles, nv.F4), new.registers(q_tiles, nv.F2),
-                     new.registers(q_tiles, nv.F2), new.registers(kinds*q_tiles, nv.F2), new.registers(q_tiles*k_tiles, nv.F4),
-                     new.registers(q_tiles*k_tiles//mat.together, nv.U4), new.registers(kinds*q_tiles, nv.F2), Statements.of(new), Operands(),
-                     Optional(new.registers(k_tiles, nv.F2) if p.stored else None))
+    state = MmaState.of(new, tile.lds_bytes(p), accs=q_tiles*d_tiles, scores=q_tiles*k_tiles, operands=q_tiles*k_tiles//mat.together, kinds=kinds,
+                        row_tiles=q_tiles, q=Operands(), scales=Optional(new.registers(k_tiles, nv.F2) if p.stored else None))
     return MmaForward(warps, tile, state)
 
   # ***** sizes *****
-  @property
-  def mat(self) -> Mma: return self.tile.matrix
-  @property
-  def p(self) -> Problem: return self.warps.group.p
   @property
   def kinds(self) -> tuple[str, ...]:
     """Names of the row sums of P that the kernel computes, in the order in which registers hold them:
@@ -102,8 +78,6 @@ class MmaForward:
     """Number of steps (matrix instructions) whose products the matrix unit may add up by itself. Then the sum is added in fp32 to the sums of other
     steps, because some chips add products of 8-bit floats with fewer bits than fp32. 0: no limit."""
     return EXACT_PRODUCTS//self.mat.K if self.of_bytes and self.warps.group.arch.short_sums and not self.p.fast_accumulate else 0
-  @property
-  def stored(self) -> StoredKeys: return StoredKeys(self.warps)
   @property
   def k_tiles(self) -> int: return self.tile.warp_keys//self.mat.N
   @property
@@ -150,8 +124,6 @@ class MmaForward:
     if self.tile.q_in_lds: return s
     return replace(s, q=Operands(tuple(tuple(self.q_operand(s, qt, step) for step in self.depth_steps) for qt in range(self.tile.q_tiles))))
 
-  def loops(self) -> Iterator[TileLoop[MmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
-
   def scores(self, s:MmaState, t:UOp, masked:bool) -> tuple[MmaState, None]:
     # S goes to registers of the state. Also starts the copies of a later tile.
     s = s.arrived(self.tile.stages - 2)
@@ -191,13 +163,13 @@ class MmaForward:
           sums[LANE] = lane_sum(sums[LANE], y, nv.ROWS)
           if (of_v := s.scales.value) is not None:
             sums[UNSCALED] = sum_without_scales(sums[UNSCALED], ops.slice_(packed[-1], 2*i, 2), y, of_v[n*step + i].load(), dtype)
-        stores.append(s.weights[qt*self.k_tiles//n + step].store(packed[-1]))
+        stores.append(s.p[qt*self.k_tiles//n + step].store(packed[-1]))
       sums[ONES] = rounded_sum(packed, ONES, self.mat, dtype, nv.ROWS, nv.zero(s.done))
       stores += [s.l_of_trip[i*q_tiles + qt].store(sums[kind]) for i, kind in enumerate(kinds)]
     s = s.store(stores)
-    s = s.do(correct(s.m, s.addend, s.l, s.acc, s.weights, s.scores, s.l_of_trip, rows=nv.ROW_LANES, dtype=dtype, sums=kinds,
+    s = s.do(correct(s.m, s.addend, s.l, s.acc, s.p, s.scores, s.l_of_trip, rows=nv.ROW_LANES, dtype=dtype, sums=kinds,
                      matrix=self.mat, scale=to_log2, above=self.tile.rescale_above, first=n*steps.start, count=n*len(steps), scales=s.scales.value))
-    return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(len(kinds)*q_tiles)])), None
+    return s.summed(), None
 
   def add_to_o(self, s:MmaState, p:None, t:UOp, steps:range, masked:bool) -> UOp:
     # `steps` says which keys of the tile: a step is a matrix instruction, for 16 keys (32 of 8-bit floats). `p` is None, because `weigh` has put P in
@@ -205,7 +177,7 @@ class MmaForward:
     left = [kept_scores(self.warps.group.scores, rows, self.own_tile(t)) for rows in self.queries]
     n, q_tiles = self.mat.together, range(self.tile.q_tiles)
     accs = [[s.acc[qt*self.d_tiles + i].load() for i in range(self.d_tiles)] for qt in q_tiles]
-    weights = {(qt, step): left[qt].packed(s.weights[qt*self.k_tiles//n + step].load(), n*step) for qt in q_tiles for step in steps}
+    weights = {(qt, step): left[qt].packed(s.p[qt*self.k_tiles//n + step].load(), n*step) for qt in q_tiles for step in steps}
     accs = self.multiplied(s, accs, steps, lambda qt, step: weights[qt, step], lambda step, pair: self.v_operand(s, t, step, pair))
     return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))
 
@@ -239,8 +211,7 @@ class MmaForward:
       m, sums, accs = self.results_of_warp(s, qt)
       for i, x in enumerate((ops.concat(m, sums[0]), ops.concat(sums[-1], sums[-1]), *accs)):
         puts.append(nv.put(s.shared[self.place_of_result(self.share, qt, i)], x, UOp.const(True)))
-    s = s.do(*puts)
-    return s.after(workgroup_barrier(s.done))
+    return s.do(*puts).after_barrier()
 
   def merged_results(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
     """Returns three results for the matrix tile of queries with index `qt`: m, the row sums of P, and O. Each warp that computes these queries has

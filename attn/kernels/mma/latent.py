@@ -11,18 +11,16 @@ read the same keys: then the threads convert each tile once, and store it to sha
 multiplied by the scale of the key's row, before the other columns are added. P is multiplied by this scale before P is rounded."""
 from __future__ import annotations
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from attn.chips import Chip
-from attn.chips.matrix import UNIT_BYTES, Mma
+from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.nvidia.ring import CopyGroups
-from attn.kernels.nvidia.stored import StoredKeys
+from attn.kernels.nvidia.warp_forward import WarpsForward
 from attn.kernels.nvidia.warps import Warps, sum_over_quad
 from attn.kernels.parts.grid.shared_rows import RowScalars, Share
 from attn.kernels.parts.memory.layouts import LINE, LongRows, SwizzledRows
 from attn.kernels.parts.program.counts import round_up
-from attn.kernels.parts.program.statements import Statements, store_all, workgroup_barrier
-from attn.kernels.parts.program.trips import TileLoop, tile_loops
+from attn.kernels.parts.program.statements import Statements, load_all, store_all
 from attn.kernels.parts.weights.softmax import sum_of_unscaled, compared_scores
 from attn.kernels.tiles.common import ScalarPlaces
 from attn.kernels.tiles.mma import MlaMmaTile
@@ -53,12 +51,8 @@ class LatentMmaState(CopyGroups):
   statements: Statements
 
 @dataclass(frozen=True)
-class MmaLatent:
-  """The forward kernel of latent attention for one problem, as one thread sees it. Has a method for each operation of the algorithm `online_softmax`.
-  No field changes during the loop over tiles of keys."""
-  warps: Warps
-  tile: MlaMmaTile
-  state: LatentMmaState      # before the first iteration
+class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
+  """The forward kernel of latent attention with mma.sync for one problem, as one thread sees it."""
   share: Share
   parts = (None,)    # a tile's keys are not divided
 
@@ -73,10 +67,6 @@ class MmaLatent:
 
   # ***** sizes *****
   @property
-  def mat(self) -> Mma: return self.tile.matrix
-  @property
-  def p(self) -> Problem: return self.warps.group.p
-  @property
   def names(self) -> ScalarPlaces: return self.tile.scalar_places(self.p)
   @property
   def columns(self) -> int: return self.tile.columns(self.p)
@@ -88,8 +78,6 @@ class MmaLatent:
   def converts(self) -> bool:
     """Whether each warp itself converts the 8-bit numbers that it reads from shared memory to operands."""
     return bool(self.p.stored) and not self.tile.widens(self.p)
-  @property
-  def stored(self) -> StoredKeys: return StoredKeys(self.warps)
   @property
   def row_tiles(self) -> range: return range(self.tile.row_tiles)
   @functools.cached_property
@@ -112,16 +100,14 @@ class MmaLatent:
     for i in range(self.tile.stages - 1): s = self.fetch(s, warps.group.walked.begin + i)
     return s
 
-  def loops(self) -> Iterator[TileLoop[LatentMmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
-
   def scores(self, s:LatentMmaState, t:UOp, masked:bool) -> tuple[LatentMmaState, list[UOp]]:
     # Also starts the copies of a later tile.
     s = s.arrived(self.tile.stages - 2)
     if self.tile.widens(self.p):
       to = {"k": self.k_rows(t)}
-      s = self.after_barrier(s.do(*self.stored.widened_stores(s.shared, to, self.stored.copied(s.shared, to, self.first_raw))))
+      s = s.do(*self.stored.widened_stores(s.shared, to, self.stored.copied(s.shared, to, self.first_raw))).after_barrier()
     s = self.raw_scores(s, t)
-    raw = [s.scores[i].load() for i in range(s.scores.max_numel())]
+    raw = load_all(s.scores)
     scores = self.share.scores(self.warps.group.scores).finished(raw, self.queries, self.share.tile_number(t), masked)
     return self.fetch(s, t + self.tile.stages - 1), scores
 
@@ -140,7 +126,7 @@ class MmaLatent:
     else: rounded = rounded_sum(packed, ONES, self.mat, p.dtype, nv.ROWS, nv.zero(s.done))
     sums = (rounded, exact)[:self.names.kinds]
     s = s.store([s.m[0].store(reference)], store_all(s.l, [ops.add(ops.mul(s.l[i].load(), factor), y) for i, y in enumerate(sums)]))
-    return self.after_barrier(s.do(*self.put_weights(s, packed), *self.put_row_values(s, self.names.factor, factor, self.share.part.eq(0)))), None
+    return s.do(*self.put_weights(s, packed), *self.put_row_values(s, self.names.factor, factor, self.share.part.eq(0))).after_barrier(), None
 
   def add_to_o(self, s:LatentMmaState, p:None, t:UOp, part:None, masked:bool) -> UOp:
     # `p` is None, because `weigh` has put P in shared memory. `part` is None, because this kernel does not divide a tile.
@@ -204,9 +190,6 @@ class MmaLatent:
     matrix tile of 16 queries. `i` says what the number is, such as the maximum of a row: an index that `ScalarPlaces` defines. `first` is the index
     of the tile's first row among the rows that the thread block owns."""
     return ops.build(*[self.row_scalars(s).load(i, row) for row in self.in_block(first)])
-  def after_barrier(self, s:LatentMmaState) -> LatentMmaState:
-    """Waits at a barrier until all warps have done their statements (operations with side effects, such as stores) so far. Returns the state."""
-    return s.after(workgroup_barrier(s.done))
   def fetch(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
     group, block_n = self.warps.group, self.tile.block_n
     there = (group.walked.end*block_n).minimum(group.sequence.n_k)
@@ -264,7 +247,7 @@ class MmaLatent:
       for step in (1, 2): top = ops.max_(top, nv.xor_lane(top, step))
       tops.append(top)
     if self.share.key_parts == 1: return s, ops.build(*tops)
-    s = self.after_barrier(s.do(*self.put_row_values(s, self.names.top(self.share.part), ops.build(*tops), UOp.const(True))))
+    s = s.do(*self.put_row_values(s, self.names.top(self.share.part), ops.build(*tops), UOp.const(True))).after_barrier()
     heard = [self.load_row_values(s, self.names.top(part), self.own) for part in range(self.share.key_parts)]
     return s, ops.build(*[functools.reduce(ops.max_, [ops.extract(x, r) for x in heard]) for r in range(nv.ROWS)])
 
@@ -295,7 +278,7 @@ class MmaLatent:
     own = 0 if self.p.stored else 1      # the first kind of sum that has only this lane's P: four lanes are then added up
     sums[own:] = [ops.build(*[sum_over_quad(ops.extract(x, r)) for r in range(nv.ROWS)]) for x in sums[own:]]
     told = [x for kind, total in enumerate(sums) for x in self.put_row_values(s, self.names.total(kind, self.share.part), total, UOp.const(True))]
-    return self.after_barrier(s.do(*told, *self.put_row_values(s, self.names.reference, s.m[0].load(), self.share.part.eq(0))))
+    return s.do(*told, *self.put_row_values(s, self.names.reference, s.m[0].load(), self.share.part.eq(0))).after_barrier()
 
   def outputs(self, s:LatentMmaState, tile:int) -> list[UOp]:
     """Returns the stores of O / l for this warp's columns; the first warp also stores LSE = m + ln l. `tile` is the index of a matrix tile of the

@@ -37,5 +37,4 @@ class Arrivals(InOrder):
     return self.shared[self.shared.max_numel() - 1]
   def expected(self, at:MmaLane, threads:int) -> Self:
     """Initialises the mbarrier so that each phase waits for `threads` arrivals. Returns the state."""
-    s = self.do(wgmma.init(self.arrivals, at.thread.eq(0), threads))
-    return s.after(workgroup_barrier(s.done))
+    return self.do(wgmma.init(self.arrivals, at.thread.eq(0), threads)).after_barrier()

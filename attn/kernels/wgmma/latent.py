@@ -10,17 +10,16 @@ multiply P and V of the tile before. When both warpgroups have these products, t
 before."""
 from __future__ import annotations
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from attn.chips import Chip
-from attn.chips.matrix import UNIT_BYTES, Mma
+from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.nvidia.ring import Arrivals
+from attn.kernels.nvidia.warp_forward import SoftmaxState, WarpsForward
 from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.memory.layouts import LongPanels
 from attn.kernels.parts.program.counts import ceildiv, round_up
-from attn.kernels.parts.program.statements import Statements, store_all, workgroup_barrier
-from attn.kernels.parts.program.trips import TileLoop, tile_loops
+from attn.kernels.parts.program.statements import load_all, store_all
 from attn.kernels.tiles.wgmma import PANEL_COLUMNS, MlaWgmmaTile
 from attn.kernels.wgmma.forward import sums_of
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
@@ -37,30 +36,15 @@ def steps_of_scores(p:Problem) -> int: return round_up(p.D, wgmma.K)//wgmma.K
 def sums_of_scores(p:Problem) -> int: return ceildiv(steps_of_scores(p), ADDED_UP_BY_WGMMA)
 
 @dataclass(frozen=True)
-class LatentWgmmaState(Arrivals):
-  """What the loop over keys carries from iteration to iteration. Registers hold the warpgroup's columns of O. In the first warpgroup registers also
-  hold three values of each of a lane's two rows: m, the number that the softmax subtracts from the row's scores; `addend` = -m*Scores.to_log2; and l,
-  the row's sums of P. Within an iteration, registers also hold the iteration's part of l, the scores, P as operand A of the product P V, and the
-  factors by which the rows of O are rescaled. Further fields are shared memory and the statements (operations with side effects) so far."""
-  shared: UOp
-  acc: UOp
-  m: UOp
-  addend: UOp
-  l: UOp
-  scores: UOp
-  p: UOp
-  factors: UOp
-  statements: Statements
-  l_of_trip: UOp
-  sums: UOp     # partial sums of the scores
+class LatentWgmmaState(Arrivals, SoftmaxState):
+  """What the loop over keys carries from iteration to iteration (`SoftmaxState`). Each warpgroup has its own columns of O. Only the first one has
+  m, `addend` and l."""
+  factors: UOp     # by which the rows of O are rescaled in an iteration
+  sums: UOp        # partial sums of the scores
 
 @dataclass(frozen=True)
-class WgmmaLatent:
-  """The forward kernel of latent attention for one problem, as one thread sees it. Has a method for each operation of the algorithm `online_softmax`.
-  No field changes during the loop over tiles of keys."""
-  warps: Warps
-  tile: MlaWgmmaTile
-  state: LatentWgmmaState      # before the first iteration
+class WgmmaLatent(WarpsForward[MlaWgmmaTile, LatentWgmmaState]):
+  """The forward kernel of latent attention with wgmma for one problem, as one thread sees it."""
   parts = (None,)    # a tile's keys are not divided
 
   @staticmethod
@@ -68,16 +52,10 @@ class WgmmaLatent:
     warps = Warps.of(p, arch, tile, tile.matrix, args)
     new, mat, kinds = warps.group.grid.allocator, tile.matrix, len(sums_of(p))
     of_tile = tile.block_n//mat.N
-    state = LatentWgmmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(tile.columns(p)//mat.N, nv.F4), new.registers(1, nv.F2),
-                             new.registers(1, nv.F2), new.registers(kinds, nv.F2), new.registers(of_tile, nv.F4),
-                             new.registers(tile.block_n//mat.K, nv.U4), new.registers(1, nv.F2), Statements.of(new), new.registers(kinds, nv.F2),
-                             new.registers(sums_of_scores(p)*of_tile, nv.F4))
+    state = LatentWgmmaState.of(new, tile.lds_bytes(p), accs=tile.columns(p)//mat.N, scores=of_tile, operands=tile.block_n//mat.K, kinds=kinds,
+                                factors=new.registers(1, nv.F2), sums=new.registers(sums_of_scores(p)*of_tile, nv.F4))
     return WgmmaLatent(warps, tile, state)
 
-  @property
-  def mat(self) -> Mma: return self.tile.matrix
-  @property
-  def p(self) -> Problem: return self.warps.group.p
   @property
   def group(self) -> UOp: return wgmma.group(self.warps.at.wave)
   @property
@@ -100,15 +78,13 @@ class WgmmaLatent:
     s = s.expected(warps.at, self.tile.threads)
     return self.fetch(s.do(*warps.copies_of_q(s.shared, self.tile.layouts(self.p)[0])), warps.group.walked.begin)
 
-  def loops(self) -> Iterator[TileLoop[LatentWgmmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
-
   def scores(self, s:LatentWgmmaState, t:UOp, masked:bool) -> tuple[LatentWgmmaState, None]:
     # The first warpgroup alone starts S. The copies of the next tile start when both warpgroups have O of the tile before.
     s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done))
     (q, *_), k = self.tile.layouts(self.p), self.k_panels(t)
     s = s.do(wgmma.scores(s.sums, s.shared[0], s.shared[k.base], s.done, steps_of_scores(self.p), (UNIT_BYTES*q.panel, UNIT_BYTES*k.panel),
                           self.p.dtype, self.in_first, sums_of_scores(self.p)))
-    return self.fetch(self.after_barrier(s), t + 1), None
+    return self.fetch(s.after_barrier(), t + 1), None
 
   def weigh(self, s:LatentWgmmaState, x:None, t:UOp, part:None, masked:bool) -> tuple[LatentWgmmaState, None]:
     # The first warpgroup computes P, and hands it to the second. The second one has no reference m and no sums of P, so its `weigh` and `correct`
@@ -118,11 +94,10 @@ class WgmmaLatent:
     s = s.store([s.factors[0].store(s.m[0].load())])
     s = s.do(weigh(s.m, s.addend, s.p, s.scores, s.l_of_trip, s.done, **how))
     s = s.store(store_all(s.l_of_trip, [self.if_first(s.l_of_trip[i].load(), 0.0) for i in range(s.l.max_numel())]))
-    s = s.do(correct(s.m, s.addend, s.l, s.acc, s.p, s.scores, s.l_of_trip, s.done, **how, above=self.tile.rescale_above))
-    s = s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(s.l.max_numel())]))
+    s = s.do(correct(s.m, s.addend, s.l, s.acc, s.p, s.scores, s.l_of_trip, s.done, **how, above=self.tile.rescale_above)).summed()
     factors = ops.exp2(ops.mul(ops.sub(s.factors[0].load(), s.m[0].load()), scores.to_log2))
     s = s.do(*self.put_weights(s), self.put(s, self.tile.factors_at(self.p), factors))
-    return self.after_barrier(s.do(wgmma.publish(s.done))), None
+    return s.do(wgmma.publish(s.done)).after_barrier(), None
 
   def add_to_o(self, s:LatentWgmmaState, p:None, t:UOp, part:None, masked:bool) -> UOp:
     # The second warpgroup rescales its columns first; in the first one, `correct` has done so.
@@ -135,16 +110,16 @@ class WgmmaLatent:
     return s.do(wgmma.wait_products(s.acc, s.done)).done
 
   def kernel(self, s:LatentWgmmaState) -> UOp:
-    s = self.after_barrier(s)
+    s = s.after_barrier()
     return self.warps.group.kernel("mla_wgmma", self.outputs(s), self.tile.lds_bytes(self.p))
 
   def outputs(self, s:LatentWgmmaState) -> list[UOp]:
     # The first warpgroup also stores the LSE. It hands m and l to the second one, in the place of P.
-    first, values = int(self.tile.weights(self.p).base), [s.m[0].load(), *[s.l[i].load() for i in range(s.l.max_numel())]]
+    first, values = int(self.tile.weights(self.p).base), [s.m[0].load(), *load_all(s.l)]
     places = [first + i*self.tile.handed for i in range(len(values))]
-    s = self.after_barrier(s.do(*[self.put(s, place, x) for place, x in zip(places, values)]))
+    s = s.do(*[self.put(s, place, x) for place, x in zip(places, values)]).after_barrier()
     m, *sums = [self.load(s, place) for place in places]
-    accs = [s.acc[i].load() for i in range(s.acc.max_numel())]
+    accs = load_all(s.acc)
     return self.warps.outputs(self.queries, accs, m, sums, sums_of(self.p), self.group)
 
   # ***** scores *****
@@ -157,7 +132,7 @@ class WgmmaLatent:
     """Applies score terms (bias, softcap, ...) and masks to S, and returns the state."""
     scores = self.warps.group.scores
     if scores.in_place: return s.do(*scores.masks(s.scores, self.queries, t, s.done)) if masked else s
-    return s.store(store_all(s.scores, scores.finished([s.scores[i].load() for i in range(s.scores.max_numel())], self.queries, t, masked)))
+    return s.store(store_all(s.scores, scores.finished(load_all(s.scores), self.queries, t, masked)))
 
   # ***** shared memory *****
   def k_panels(self, t:UOp) -> LongPanels:
@@ -189,6 +164,3 @@ class WgmmaLatent:
   def if_first(self, x:UOp, other:float) -> UOp:
     """Returns the two numbers `x` in the first warpgroup, and `other` in the second one."""
     return ops.build(*[self.in_first.where(ops.extract(x, r), other) for r in range(nv.ROWS)])
-  def after_barrier(self, s:LatentWgmmaState) -> LatentWgmmaState:
-    """Waits at a barrier until all warps have done their statements so far. Returns the state."""
-    return s.after(workgroup_barrier(s.done))

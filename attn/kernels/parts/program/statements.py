@@ -74,6 +74,9 @@ class InOrder(Carried):
   def store(self, *stores:Iterable[UOp]) -> Self:
     """Adds stores to the program, in no order among themselves. Returns the state after all of them."""
     return self.after(UOp.group(*[x for xs in stores for x in xs]))
+  def after_barrier(self) -> Self:
+    """Waits at a barrier until all threads of the workgroup have done their statements so far. Returns the state."""
+    return self.after(workgroup_barrier(self.done))
   def after(self, *deps:UOp) -> Self:
     """Returns the state such that every value is used only after the operations `deps`. If `deps` come after everything that a value already waits
     for, these older waits of the value (tinygrad's AFTER) are removed, because they say nothing new. This leaves fewer UOps to lower."""
@@ -111,6 +114,10 @@ def comes_after(xs:tuple[UOp, ...], deps:frozenset[UOp]) -> bool:
 def store_all(to:UOp, values:Iterable[UOp]) -> list[UOp]:
   """Returns the stores of `values` to the first elements of `to`, such as an array of registers."""
   return [to[i].store(x) for i, x in enumerate(values)]
+
+def load_all(x:UOp) -> list[UOp]:
+  """Returns all elements of `x`, such as an array of registers."""
+  return [x[i].load() for i in range(x.max_numel())]
 
 def workgroup_barrier(after:UOp) -> UOp:
   """Returns a workgroup barrier that comes after the operation `after`. tinygrad inserts its own barriers only where it sees stores to LOCAL

@@ -16,7 +16,7 @@ from attn.chips import Chip
 from attn.chips.matrix import Matrix
 from attn.kernels.parts.memory.lanes import Lane, element_sum, fragment_operands, sum_over_groups
 from attn.kernels.parts.program.allocator import Allocator
-from attn.kernels.parts.program.statements import Carried, Optional, store_all
+from attn.kernels.parts.program.statements import Carried, Optional, load_all, store_all
 from attn.kernels.parts.weights.dropout import Kept
 from attn.kernels.parts.weights.scores import Scores
 from attn.ops import amd, common as ops
@@ -97,7 +97,7 @@ class Softmax(Carried):
 
     `dual` says that the chip issues two instructions at once if their operands are in neighbouring registers. Then two addends are moved to
     neighbouring registers, and a single addend becomes a vector of two copies."""
-    found = [self.addend[i].load() for i in range(self.addend.max_numel())]
+    found = load_all(self.addend)
     if not dual: return self, found
     both = amd.side_by_side(ops.build(found[0], found[-1]))
     kept = self.after(UOp.group(*[self.addend[i].store(ops.extract(both, i)) for i in range(len(found))]))

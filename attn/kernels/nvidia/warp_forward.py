@@ -1,0 +1,61 @@
+"""What the forward kernels with mma.sync and with wgmma have in common: the registers of the online softmax, and a kernel's loops."""
+from __future__ import annotations
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, Self, TypeVar
+from attn.chips.matrix import UNIT_BYTES, Mma
+from attn.kernels.nvidia.stored import StoredKeys
+from attn.kernels.nvidia.warps import Warps
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.program.statements import InOrder, Statements, load_all, store_all
+from attn.kernels.parts.program.trips import TileLoop, tile_loops
+from attn.ops import common as ops, nvidia as nv
+from attn.problem import Problem
+from attn.tinygrad_compat import UOp
+
+@dataclass(frozen=True)
+class SoftmaxState(InOrder):
+  """Base class for what the loop over keys carries from iteration to iteration. Registers hold the accumulators of O, and three values of each row:
+  m, the number that the softmax subtracts from the row's scores; `addend` = -m*Scores.to_log2; and l, the row's sums of P. Within an iteration,
+  registers also hold the scores, P as operand A of the product P V, and the iteration's part of l. Further fields are shared memory and the
+  statements (operations with side effects) so far."""
+  shared: UOp
+  acc: UOp
+  m: UOp
+  addend: UOp
+  l: UOp
+  scores: UOp
+  p: UOp
+  l_of_trip: UOp
+  statements: Statements
+
+  @classmethod
+  def of(cls, new:Allocator, lds_bytes:int, *, accs:int, scores:int, operands:int, kinds:int, row_tiles:int=1, **others:Any) -> Self:
+    """Makes the state before the first iteration, for a warp with `row_tiles` tiles of 16 queries: `accs` C fragments of O, `scores` C fragments of
+    scores, `operands` A operands of P, and `kinds` sums of P for each row. `others` are the further fields of the state."""
+    def of_rows(n:int) -> UOp: return new.registers(n*row_tiles, nv.F2)
+    return cls(new.lds(lds_bytes//UNIT_BYTES), new.registers(accs, nv.F4), of_rows(1), of_rows(1), of_rows(kinds), new.registers(scores, nv.F4),
+               new.registers(operands, nv.U4), of_rows(kinds), Statements.of(new), **others)
+
+  def summed(self) -> Self:
+    """Adds the iteration's sums of P to l. Returns the state."""
+    return self.store(store_all(self.l, [ops.add(x, y) for x, y in zip(load_all(self.l), load_all(self.l_of_trip))]))
+
+TileT = TypeVar("TileT")
+StateT = TypeVar("StateT", bound=InOrder)
+
+@dataclass(frozen=True)
+class WarpsForward(Generic[TileT, StateT]):
+  """Base class for a forward kernel for one problem, as one thread sees it. The kernel has a method for each operation of the algorithm
+  `online_softmax`. No field changes during the loop over tiles of keys."""
+  warps: Warps
+  tile: TileT
+  state: StateT      # before the first iteration
+
+  @property
+  def mat(self) -> Mma: return self.warps.at.matrix
+  @property
+  def p(self) -> Problem: return self.warps.group.p
+  @property
+  def stored(self) -> StoredKeys: return StoredKeys(self.warps)
+  def loops(self) -> Iterator[TileLoop[StateT]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
