@@ -132,8 +132,9 @@ class Verdict:
     return self.error/self.limit if self.limit else math.inf if self.error else 0.0
   @property
   def scattered(self) -> bool:
-    """Tells whether the errors are too large on average: the root mean square of error/sigma is above 1. sigma is the standard deviation of an
-    element's rounding errors. Returns False if the mean would have fewer elements than ENOUGH_ELEMENTS, because a mean of few errors says nothing."""
+    """Tells whether the errors of an output are too large on average: whether the root mean square of error/sigma is above 1, where sigma is the
+    standard deviation of an element's rounding errors. Returns False if fewer than ENOUGH_ELEMENTS elements count, because a mean of few errors says
+    nothing."""
     return self.resolved >= ENOUGH_ELEMENTS and self.rms > 1
   @property
   def ok(self) -> bool: return not self.pattern and self.error <= self.limit and not self.scattered
@@ -164,9 +165,7 @@ def judge(out:Array, law:Law) -> Verdict:
 
 # ***** rounding errors *****
 
-def _finite(x:Array) -> Array:
-  """Returns x with NaN and inf replaced by 0."""
-  return x if (found := np.isfinite(x)).all() else np.where(found, x, 0)
+def _finite(x:Array) -> Array: return x if (found := np.isfinite(x)).all() else np.where(found, x, 0)
 
 def _in_dtype(x:Array, dtype:str) -> Array:
   """Returns x with inf, of the same sign, in place of each number that is too large for `dtype`."""

@@ -91,7 +91,6 @@ def _packed(name:str, t:Tensor, parts:int, shape:str) -> list[Tensor]:
   return [t[..., i, :, :] for i in range(parts)]
 
 def _others(arguments:dict[str, Any], *packed:str) -> dict[str, Any]:
-  """Returns `arguments` without the arguments named `packed`."""
   return {name: x for name, x in arguments.items() if name not in packed}
 
 @values.names_itself

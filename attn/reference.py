@@ -94,7 +94,6 @@ def batch_options(x:Options, b:int, keys:int) -> Options:
   return replace(x, kv_lengths=None, alibi_slopes=slopes, bias=bias, kept=None if x.kept is None else x.kept[b:b+1, ..., :keys])
 
 def _dropped(p:Array, x:Options) -> Array:
-  """Applies dropout to `p`, which is P or the gradient of P."""
   return p if x.kept is None else np.where(x.kept, p/p.dtype.type(1 - x.dropout_p), p.dtype.type(0))
 
 Types = tuple[str, str]     # the dtypes to which P and dS, and O, are rounded

@@ -50,7 +50,6 @@ def in_attn(error:BaseException) -> bool:
   return last.filename.startswith(str(ROOT/"attn")) or last.name == "by_attn"
 
 def run(call:Call) -> Outcome:
-  """Runs a random call of attention and compares its results with float64."""
   from night_oracle import hold
   begin, found = time.process_time(), dict[str, Any]()
   def outcome(state:str, why:str="") -> Outcome: return Outcome(call.seed, state, why, time.process_time() - begin)
@@ -102,7 +101,7 @@ class Worker:
 # ***** a night *****
 
 def opens(device:str) -> bool:
-  """Tells whether this machine has the device, by opening it in a separate process."""
+  # Opens the device in another process.
   import subprocess
   script = f"from tinygrad import Tensor; Tensor([1.0], device={device!r}).realize()"
   return subprocess.run([sys.executable, "-c", script], capture_output=True, env={**os.environ, "DEV": device}).returncode == 0

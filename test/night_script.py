@@ -38,12 +38,10 @@ def values(kind:str, shape:Sequence[int], dtype:str, seed:int, same:int|None=Non
   """Returns a float32 array of random numbers, rounded to `dtype`. A row is a vector along the last axis. If `same` is the number of an axis, all
   slices along this axis are copies of the first slice. `kind` says which numbers are drawn:
 
-  normal; positive; constant (all elements are one number); zero; small (a thousandth of normal);
-  falling, rising: for K, with a positive q: from the first row to the last, the numbers shrink (grow), so that the largest score falls (rises);
-  large: some rows are 100 times as large; huge: all elements of one row are 512;
-  nan, inf, -inf: all elements of one row are this value;
-  masked: for a bias: some elements are -inf; blind: for a bias: whole rows are -inf;
-  lowest, -10000: for a bias: some elements are the lowest number of `dtype`, or -10000, as models write into masks."""
+  normal; positive; constant (all elements are one number); zero; small (a thousandth of normal); falling, rising: for K, if q is positive: the
+  numbers shrink (grow) from the first row to the last, so that the largest score falls (rises); large: some rows are 100 times as large; huge: all
+  elements of one row are 512; nan, inf, -inf: all elements of one row are this value; masked: for a bias: some elements are -inf; blind: for a bias:
+  whole rows are -inf; lowest, -10000: for a bias: some elements are the lowest number of `dtype`, or -10000, as models write into masks."""
   rng = np.random.default_rng(seed)
   x = rng.standard_normal(shape, dtype=np.float32)
   rows = x.shape[-2] if x.ndim > 1 else 1

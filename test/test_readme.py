@@ -104,7 +104,6 @@ def test_what_is_predicted_for_amd_follows_from_the_costs() -> None:
     assert (useful, gemm) == (f"{min(uses)} to {max(uses)}%", f"{card.gemm:.0f}"), name
 
 def costs_by_kernel() -> dict[str, dict[str, str]]:
-  """Returns the rows of docs/costs.txt by the name of the kernel."""
   header, *rows = [[cell.strip() for cell in line.split("|")] for line in (ROOT/"docs"/"costs.txt").read_text().splitlines()[1:]]
   return {row[0]: dict(zip(header, row, strict=True)) for row in rows}
 

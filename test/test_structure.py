@@ -131,12 +131,10 @@ def test_import_loads_no_tools() -> None:
 # ***** knowledge of a family of chips *****
 
 def keys_that_are_chips(tree:ast.AST) -> list[str]:
-  """Returns the keys of dictionaries that are names of chips."""
   keys = [key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys]
   return [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str) and key.value in CHIPS]
 
 def family_names_in(tree:ast.AST) -> list[str]:
-  """Returns the string constants that are names of chip families."""
   return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FAMILIES]
 
 def test_a_family_is_known_in_its_own_file() -> None:

@@ -16,7 +16,6 @@ POINTS_ELSEWHERE = re.compile(r"(That|Those|These|The same|The others?|Of|Their|
                               r"Beside|Into|Over|Under|Between|After|Before|Than|Likewise|There|So|Such)\b")
 
 def docstrings(program:str) -> Iterator[tuple[int, str]]:
-  """Yields the line and the text of each docstring of a program."""
   for node in ast.walk(ast.parse(program)):
     if isinstance(node, ast.Module|ast.ClassDef|ast.FunctionDef) and (text := ast.get_docstring(node)): yield getattr(node, "lineno", 1), text
 

@@ -111,9 +111,10 @@ def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists=(
 @cache_of_kernels
 def kernels_with_tiles(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists, dq:AnyBackwardTile,
                        dkdv:AnyBackwardTile, one:AtOnceTile|str|None) -> dict[str, BackwardLaunch]:
-  """Returns the kernel launches of backward by name, as `backward_kernels` does; `p` to `lists` are the arguments of `backward_kernels`. `dq` and
-  `dkdv` are the tile descriptions (the sizes by which kernels divide the problem) of the kernels `backward_dq` and `backward_dkdv`. `one` is the tile
-  description of the kernel that computes all gradients at once, or the reason why `backward_dq` and `backward_dkdv` compute the gradients."""
+  """Returns the kernel launches of backward by name, as `backward_kernels` does, but with the given tile descriptions (the sizes by which kernels
+  divide the problem). `dq` and `dkdv` are those of the kernels `backward_dq` and `backward_dkdv`. `one` is that of the kernel that computes all
+  gradients at once, or the reason why `backward_dq` and `backward_dkdv` compute the gradients. The other arguments are those of
+  `backward_kernels`."""
   def launch(shapes:Shapes, program:Callable[..., UOp], *outputs:str) -> BackwardLaunch:
     def kernel(*placeholders:UOp) -> CheckedKernel:
       return CheckedKernel(checked_ast(program, arch, *placeholders), outputs, gradient=no_second_derivative, ahead="tile_list" in shapes)

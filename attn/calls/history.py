@@ -49,7 +49,7 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-  """Record of an output. `origin` is the call of attention that computed it. `needs` are other outputs of this call that the gradient needs; the
+  """Record of an output of attention: `origin` is the call that computed it, and `needs` are other outputs of this call that the gradient needs. The
   record keeps them alive."""
   origin: Origin
   needs: tuple[UOp, ...]

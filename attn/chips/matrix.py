@@ -53,7 +53,7 @@ class Matrix:
     return self.operand if self.size == 2 else self.operand_words
   @property
   def span(self) -> int:
-    """Number of which the length of every sum must be a multiple, such as the head dimension in Q K^T. Then each lane loads whole units of 16 bytes,
+    """The length of a sum must be a multiple of this number, such as the head dimension D in S = Q K^T. Then each lane loads whole units of 16 bytes,
     and no operand of a matrix instruction is filled only in part."""
     return max(self.K, self.unit*self.groups)
   @property

@@ -193,7 +193,7 @@ class KernelSum:
   tile: BackwardTile|MmaBackwardTile
   @property
   def tensor(self) -> str:
-    """Name of the tensor whose gradient is computed from this sum, such as "bias"."""
+    """Name of the tensor, such as "bias", for whose gradient the kernel `backward_dbias` computes this sum of dS."""
     return sum_over_scores(self.p).name
 
 @cache_of_kernels

@@ -93,7 +93,6 @@ def metadata_text(lib:bytes, chip:Chip) -> str:
 # ***** code *****
 
 def _text(ins:Any) -> str:
-  """Returns a decoded instruction as text: its mnemonic and operands."""
   operands = str(ins).partition("(")[2].removesuffix(")")
   if hasattr(ins, "opx"): return f"v_dual_{_name(ins.opx)} {operands} :: v_dual_{_name(ins.opy)}"
   if not operands and ins.op_name.lower().startswith("s_wait"): operands = "0"      # tinygrad omits a number that is 0

@@ -221,9 +221,9 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def begin_turn(self, groups:int) -> Array:
-    """Makes each warpgroup of a block wait until the warpgroup before it has ended its turn. The first warpgroup does not wait in its first turn. As
-    the emulator runs all warpgroups at the same time, it lets the others begin one turn too early. Raises DivergentBarrier if a warpgroup waits for a
-    turn that no warpgroup ends. Returns zeros, because a wait has no value."""
+    """Makes each warpgroup of a block wait until the warpgroup before it has ended its turn. The first warpgroup does not wait in its first turn. The
+    emulator runs all warpgroups at the same time, so it lets the others begin one turn too early. `groups` is the number of warpgroups of a block.
+    Raises DivergentBarrier if a warpgroup waits for a turn that no warpgroup ends. Returns zeros, because a wait has no value."""
     if self.taken.shape[1] != groups: self.taken = self.passed = np.zeros((self.workgroups, groups), np.int64)
     self.taken = self.taken + self._warpgroups(np.ones(self.T, bool))
     if (late := self.taken > np.roll(self.passed, 1, 1) + (np.arange(groups) > 0)).any():

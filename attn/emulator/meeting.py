@@ -29,7 +29,7 @@ Array = NDArray[Any]
 
 @dataclass
 class Trace:
-  """An access of one wave to memory that both atomic and other operations access."""
+  """Record of an access of one wave to memory that is accessed both by atomic and by other operations."""
   wave: int
   clock: int
   step: int

@@ -219,9 +219,7 @@ class LdsOperand(Operand):
 def chunks(x:Array, per:int) -> Array:
   """Returns a view of an array of int32 whose elements are chunks of `per` numbers each. The view's dtype only serves to copy whole chunks."""
   return x.view({1: np.int32, 2: np.uint64, 4: np.complex128}[per])
-def _repeated(x:Array, per:int) -> Array:
-  """Returns chunks of `per` equal numbers, one chunk for each number of x."""
-  return chunks(np.repeat(x.astype(np.int32, copy=False), per), per)
+def _repeated(x:Array, per:int) -> Array: return chunks(np.repeat(x.astype(np.int32, copy=False), per), per)
 
 def _some(bad:Array, active:Array|None) -> Array|None:
   # None says that no active thread is bad

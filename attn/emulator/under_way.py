@@ -29,7 +29,7 @@ class Copy:
   span: Span
 
   def split(self, arrived:Array) -> tuple[Copy, Copy]:
-    """Returns two parts of this copy: the part of the threads for which the copy is complete (`arrived`), and the part of all other threads."""
+    """Splits this copy by threads: returns the part of the threads for which the copy is complete (`arrived`), and the part of all other threads."""
     return tuple(Copy(self.shadow, self.at[:, x], self.by[x], self.group[x], self.span) for x in (arrived, ~arrived))   # type: ignore[return-value]
 
 @dataclass(eq=False)
@@ -93,7 +93,6 @@ class UnderWay:
     self.products = left
 
   def _finish(self, running:Running, done:Array) -> None:
-    """Writes a product's results for the threads in `done`."""
     for i, value in running.product.results.items(): running.accumulators.put(i, value, done)
     for x in running.operands: x.read_until_now(done)
 

@@ -62,9 +62,7 @@ ONE = UOp.const(1)
 TermSum = dict[UOp, int]     # how many times each term is added. A constant n is n times ONE
 INTEGERS = (dtypes.int, dtypes.long, ONE.dtype)
 
-def _plus(x:TermSum, y:TermSum, times:int=1) -> TermSum:
-  """Returns x + times*y."""
-  return {u: n for u in x | y if (n := x.get(u, 0) + times*y.get(u, 0))}
+def _plus(x:TermSum, y:TermSum, times:int=1) -> TermSum: return {u: n for u in x | y if (n := x.get(u, 0) + times*y.get(u, 0))}
 
 def _terms(x:TermSum) -> list[tuple[UOp, int]]: return [(u, n) for u, n in x.items() if u is not ONE]
 

@@ -49,7 +49,7 @@ def _product(factor:UOp, slope:UOp, guarded:bool) -> UOp:
   return factor.ne(0).where(factor*slope, _ZERO) if guarded else factor*slope
 
 def _exponent_of_sigmoid(u:UOp) -> UOp|None:
-  """Returns y if `u` is 1/(1 + 2^y), otherwise None."""
+  # y, if `u` is 1/(1 + 2^y)
   if u.op is not Ops.RECIPROCAL or u.src[0].op is not Ops.ADD: return None
   one, power = u.src[0].src if u.src[0].src[0].op is Ops.CONST else u.src[0].src[::-1]
   return power.src[0] if one.op is Ops.CONST and one.val == 1 and power.op is Ops.EXP2 else None

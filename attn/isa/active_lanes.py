@@ -79,7 +79,7 @@ def _after_scalar(facts:Facts, m:re.Match[str], operands:list[str]) -> Facts:
   return facts
 
 def _written(x:Instruction, operands:list[str]) -> Iterator[str]:
-  """Yields the scalar registers that an instruction writes. The mnemonic decides which operands are written."""
+  # The mnemonic decides which operands are written.
   if re.match(r"s_(cmp|bitcmp|branch|cbranch|wait|barrier|set|nop|sleep|delay|clause|store|endpgm)", x.op): return
   for operand in operands[:2 if re.search(r"_co_|_div_scale|_mad_[ui]64", x.op) else 1]: yield from _dwords(operand)
   if x.op.startswith("v_cmpx"): yield from EXEC

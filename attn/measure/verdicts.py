@@ -10,9 +10,9 @@ from attn.problem import Problem
 SAMPLE = 1 << 24   # most scores that are computed in float64 if only a sample is checked
 
 def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray], most:int|None=SAMPLE) -> tuple[Verdict, float]:
-  """Compares the outputs (o, or o and lse) with float64: the error of each element has a limit (docs/contract.md). All arrays have the shape (B, H,
-  ...). Checks a sample of the rows, which has about `most` scores in all; None checks all rows. Returns the result for the output and the block of
-  rows with the largest error/limit, and the share of the rows that was checked."""
+  """Compares o, or o and lse, of a kernel with float64: the error of each element has a limit (docs/contract.md). All arrays have the shape (B, H,
+  ...). Checks a sample of the rows, which has about `most` scores in all; None checks all rows. Returns the result for the worst output and block of
+  rows (those with the largest error/limit), and the share of the rows that was checked."""
   (q, k, v), rows = inputs, max(1, min(p.Sq, (most or SAMPLE)//4//p.Sk))
   parts = [(b, h, slice(first, first + rows)) for b in range(p.B) for h in range(p.H) for first in range(0, p.Sq, rows)]
   step = 1 if most is None else math.ceil(len(parts)/max(1, most//(rows*p.Sk)))

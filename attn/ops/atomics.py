@@ -44,9 +44,9 @@ def counts_as_loads(arch:str) -> bool:
   return (counters := get_chip(arch).unit.counters) is not None and counters.load == counters.store
 
 def with_scope(arch:str) -> list[str]:
-  """Returns lines of HIP text that make clang before version 20 fail with a message, if the chip is an RDNA4. Returns no lines for other chips. On
-  RDNA4 clang 19 omits the scope of instructions that need one: an addition of float32 gets the scope of one compute unit, and there is no wait for a
-  cache that is written back."""
+  """Returns lines of HIP text that stop clang before version 20 with an error message, if the chip is an RDNA4; no lines for other chips. For RDNA4
+  clang 19 omits the scope of instructions that need one: an addition of float32 gets the scope of one compute unit, and there is no wait for a cache
+  that is written back."""
   if (counters := get_chip(arch).unit.counters) is None or counters.store != "storecnt": return []
   return ["#if __clang_major__ < 20", f'#error "{arch} needs clang 20 to add to global memory and to pass a turn"', "#endif"]
 

@@ -71,8 +71,9 @@ class Cuda(Printer):
                                          '  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((unsigned short)x));\n  return y;\n}')
     return self.call("widen_half", "float", bits)
   def pack(self, x:Value, dtype:str) -> Value:
-    """Renders the rounding of each pair of fp32 numbers to a dword of two 16-bit floats, as cvt (PTX ISA 9.7.9.21). The first operand of cvt becomes
-    the high half."""
+    """Renders the rounding of fp32 numbers to 16-bit floats, two of which are packed into a dword, by the instruction cvt (PTX ISA 9.7.9.21). The
+    even element of a pair goes to the low half of its dword. (cvt puts its first operand into the high half, so the odd element is the first
+    operand.) For 8-bit floats see `pack_four`."""
     if IN_A_DWORD[dtype] == 4: return self.vector(*[self.pack_four(x, i) for i in range(0, length_of(x.type), 4)])
     name, ptx = {"float16": ("pack_half", "f16x2"), "bfloat16": ("pack_bfloat", "bf16x2")}[dtype]
     self.declare(f"{name}(float, float)", f'{self.header}unsigned {name}(float low, float high) {{\n  unsigned y;\n'

@@ -27,16 +27,16 @@ class Hip(Printer):
     return self.call("__builtin_elementwise_fma", wide, *terms)
   def abs(self, x:Value) -> Value: return self.call("__builtin_elementwise_abs", self.term(x).type, x)
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
-    """Returns the text of x with some elements replaced by `instead`: those whose column index in `offsets` is above `limit` (`operator` ">") or
-    below it ("<"). The text is one comparison of vectors. If the elements were compared one by one, clang would keep all results in scalar registers,
-    of which there are too few."""
+    """Renders x with some elements replaced by `instead`: those whose column index in `offsets` is above `limit` (`operator` ">") or below it ("<").
+    The text is one comparison of vectors. If the elements were compared one by one, clang would keep all results in scalar registers, of which there
+    are too few."""
     n = len(offsets)
     keys = self.let("keys", Term(self, f"(int{n}){{{', '.join(map(str, offsets))}}}", f"int{n}"))
     return Term(self, f"(({keys.text} {operator} (int{n})({bare(limit.text)})) ? (float{n})({bare(self.term(instead).text)}) : {x.text})", x.type)
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
-    """Returns the text of x with `instead` for each element whose column index in `offsets` is not in `first`..`last`. If a wave has 64 lanes, the
-    text makes one comparison instead of two, because every result of a comparison takes two scalar registers in such a wave. The comparison is of
-    unsigned distances from `first`: an index below `first` has a huge distance."""
+    """Renders x with `instead` for each element whose column index in `offsets` is not in `first`..`last`. If a wave has 64 lanes, the text makes one
+    comparison instead of two, because in such a wave the result of a comparison takes two scalar registers. The comparison is of unsigned distances
+    from `first`: an index below `first` has a huge distance."""
     if get_chip(self.arch).wave == 32: return super().beyond(x, offsets, first, last, instead)
     n = len(offsets)
     count = self.let("count", Term(self, f"({last.text} < {first.text} ? 0u : {last.text} - {first.text} + 1u)", "unsigned"))
@@ -143,8 +143,8 @@ class Hip(Printer):
     return Term(self, f"__builtin_amdgcn_perm({x.text}, {x.text}, 0x09090808u)", "unsigned")
   def where_bit(self, word:Value, bit:int, x:Value) -> Value:
     """Renders an expression that is x where a bit of `word` is 1, and 0 where the bit is 0: an AND of x and the sign-extended bit (v_bfe_i32). A
-    function with a scalar parameter computes the AND, because clang's __builtin_bit_cast, applied to an element of a vector such as v[1], would
-    wrongly take v[0]."""
+    function with a scalar parameter computes the AND: applied to an element of a vector such as v[1], clang's __builtin_bit_cast would wrongly take
+    v[0]."""
     self.declare("masked(int, float)", f"{self.header}float masked(int mask, float x) {{\n"
                  "  return __builtin_bit_cast(float, __builtin_bit_cast(int, x) & mask);\n}")
     return self.call("masked", "float", Term(self, f"((int)({word.text} << {31 - bit}) >> 31)", "int"), x)
@@ -173,8 +173,8 @@ class Hip(Printer):
     other chips the hint would cost registers.)"""
     if get_chip(self.arch).unit.packs_anew: self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
-    """Renders a call of a function that adds the numbers of a dword to a sum. The function has a scalar parameter for 16-bit numbers, because clang's
-    __builtin_bit_cast, applied to an element of a vector such as v[1], would wrongly take v[0]."""
+    """Renders c plus the numbers in each dword of x, by dot products with ones. For 16-bit numbers this is a function that takes the dword as a
+    scalar, because clang's __builtin_bit_cast, applied to an element of a vector such as v[1], would wrongly take v[0]."""
     if IN_A_DWORD[dtype] == 4: return self.call("__builtin_amdgcn_dot4_f32_fp8_fp8", "float", x, self.word(ONES_OF[dtype]), c)
     name, pair = {"float16": ("fdot2", "half2"), "bfloat16": ("fdot2_f32_bf16", "bfloat2")}[dtype]
     p, ones = (f"__builtin_bit_cast({pair}, {bits})" for bits in ("word", f"0x{ONES_OF[dtype]:08x}u"))

@@ -114,7 +114,7 @@ def packed_together(c:Any, vectors:list[Value], rows:int, dtype:str) -> Value:
                     for pair in zip(vectors[0::2], vectors[1::2]) for r in range(rows)])
 
 def too_large(c:Any, packed:list[Value]) -> Value:
-  """Tells whether one of the weights in packed dwords of 8-bit floats is so large that its row's reference must be raised, or is NaN."""
+  """Tells whether the reference of some row must be raised: whether a weight in the packed dwords of 8-bit floats is too large, or NaN."""
   words = [c.element(x, i) for x in packed for i in range(c.length(x))]
   return ~((functools.reduce(operator.or_, [x + c.word(ALL_SET_BEFORE) for x in words]) & c.word(SIGNS)) == c.word(0))
 
@@ -172,10 +172,10 @@ def in_range(c:Any, x:Value) -> Value:
 
 @dataclass(frozen=True)
 class ScalesAt:
-  """Where the scales of V's rows lie for one lane. If `apart` is 0, they lie in a register array. Otherwise they lie in shared memory, and `apart` is
-  the distance between the scales for one vector of scores and those for the next one, counted in vectors of two scales. If `factors` is not 0, the
-  scores have not been multiplied by the scales of K's rows yet. Then `factors` is the distance from the scales of V to the factors of K's rows: the
-  scales of K, times the number by which all scores are multiplied."""
+  """Where one lane finds the scales of V's rows. If `apart` is 0, they are in a register array. Otherwise they are in shared memory, and `apart` is
+  the distance from the scales for one vector of scores to those for the next one, counted in vectors of two scales. If `factors` is not 0, the scores
+  have not yet been multiplied by the scales of K's rows. Then `factors` is the distance from the scales of V to K's factors: the scales of K times
+  the number by which all scores are multiplied."""
   apart: int = 0
   factors: int = 0
   def __str__(self) -> str: return "_and_keys" if self.factors else "_in_shared" if self.apart else ""
@@ -184,8 +184,9 @@ IN_REGISTERS = ScalesAt()
 
 @dataclass(frozen=True)
 class RowScales:
-  """The scales of stored rows in a definition, for which `c` is the interpreter. `scales` is a register array with the scales of V's rows, or the
-  place in shared memory where these scales begin; `at` says which. `rows` is the number of rows in a vector of scores."""
+  """The scales of rows that are stored in 8 bits, as the definition of an operation uses them. `c` is the interpreter of the definition. `scales` is
+  a register array with the scales of V's rows, or the place in shared memory where these scales begin; `at` says which. `rows` is the number of rows
+  in a vector of scores."""
   c: Any
   scales: Value
   at: ScalesAt
@@ -213,9 +214,9 @@ def with_scales(c:Any, x:Value, scales:Value, rows:int, operation:Callable[[Valu
   return c.join(*each) if rows > 1 else each[0]
 
 def without_scales(c:Any, packed:Value, p:Value, scales:Value, rows:int, dtype:str) -> Value:
-  """Returns the sums of a vector's weights without the scales of V, one number for each row. `packed` has the weights times the scales, rounded. Each
-  is divided by its scale again, so that the sum has the same rounding errors as the product with V. `p` has the weights before. They are used where
-  the rounding made a weight 0 or denormal."""
+  """Returns the sums of a vector's weights without the scales of V, one number for each row of scores. `packed` has the weights times the scales,
+  rounded. Each of these products is divided by its scale again, so that the sum has the same rounding errors as the product with V. `p` has the
+  weights before that: they are used where the rounding made a product 0 or denormal."""
   n = c.length(p)//rows
   inverse = [c.let("inverse", c.rcp(c.element(scales, e))) for e in range(n)]
   def weight(i:int) -> Value:

@@ -13,9 +13,9 @@ def check_axis(x:Tensor, axis:object) -> int:
   supported = f"an axis of x, which has shape {values.shown_shape(x.shape)}: {-x.ndim}..{x.ndim - 1}"
   return values.whole_number("axis", axis, -x.ndim, x.ndim - 1, supported) % x.ndim
 
-def dealt(count:int, order:str) -> list[int]:
-  """Lists the pieces of a sequence in the order in which `count` devices hold them: the indices of the first device's pieces, then those of the
-  second device, and so on."""
+def pieces_by_device(count:int, order:str) -> list[int]:
+  """Lists the pieces of a sequence (their indices) in the order in which `count` devices hold them: the first device's pieces, then those of the
+  second device, and so on. `order` is "contiguous" (one piece on each device) or "zigzag" (two pieces on each)."""
   return [number for device in range(count) for number in numbers_of(device, count, order)]
 
 def rearranged(x:Tensor, axis:int, numbers:Sequence[int]) -> Tensor:
@@ -29,8 +29,8 @@ def rearranged(x:Tensor, axis:int, numbers:Sequence[int]) -> Tensor:
 
 def in_order(x:Tensor, axis:int, length:int, count:int, order:str) -> Tensor:
   """Returns the first `length` rows of a sequence in their natural order. x holds all pieces of the sequence, joined in the order in which `count`
-  devices hold them."""
-  numbers = dealt(count, order)
+  devices hold them: "contiguous" or "zigzag" (`order`)."""
+  numbers = pieces_by_device(count, order)
   whole = rearranged(x, axis, [numbers.index(n) for n in range(len(numbers))])
   return whole.shrink(tuple((0, length) if i == axis else None for i in range(x.ndim)))
 
@@ -56,7 +56,7 @@ def shard_sequence(x:Tensor, devices:str|Sequence[str], axis:int, order:str="zig
   # contiguous: tinygrad would treat a shard that has only padding as a constant without a shape
   if padding: x = x.pad(tuple((0, padding) if i == axis else None for i in range(x.ndim))).contiguous()
   # contiguous: the realized tensor is then a buffer and not the copies into it
-  return sharded_with_gradient(rearranged(x, axis, dealt(len(names), order)), names, axis).contiguous()
+  return sharded_with_gradient(rearranged(x, axis, pieces_by_device(len(names), order)), names, axis).contiguous()
 
 @values.names_itself
 def unshard_sequence(x:Tensor, axis:int, length:int, order:str="zigzag") -> Tensor:

@@ -124,8 +124,8 @@ class Lifted:
       return ops.add(ops.splat(moved(n*self.at.apart), size), ops.build(*steps[:size]))
     return [vector(n, size) for n, size in enumerate(self.lengths)]
   def line(self, u:UOp, k:float) -> Line|None:
-    """Returns k times the UOp u as a `Line`, numbers that grow evenly from column to column. Returns None if u is not such a sequence of numbers,
-    multiplied by factors that are equal for all columns. Also returns None if k is above 2^64 (MODERATE): the product of all factors could then
+    """Returns k times the UOp u as a `Line`: numbers that grow by the same amount from column to column, times factors that are equal for all
+    columns. Returns None if u is not such a product. Also returns None if k is above 2^64 (MODERATE), because the product of all factors could then
     overflow in fp32. Elements of tensors are assumed to be at most 2^64."""
     if not abs(k) <= MODERATE: return None
     if (step := self.step(u)) is not None: return Line(self.at_first(u.src[0]).cast(dtypes.float), step, UOp.const(k, dtypes.float))

@@ -155,14 +155,14 @@ def near_table(spec:Spec, time:Callable[[Spec, UpTo[Any]], Timed|None]=timed) ->
   return [cells_of(spec, IN_TABLE, used), cells_of(spec, BEST, best, "" if gain == -math.inf else f"{gain:.1%}", result_of(spec, used, best, gain))]
 
 def read_near(text:str) -> list[tuple[str, ...]]:
-  """Returns the rows of a table that `near_text` has made. Raises ValueError if the table has other columns."""
+  """Returns the rows of the text of docs/data/search_near.csv. Raises ValueError if the table has other columns than NEAR_COLUMNS."""
   head, *rows = map(tuple, csv.reader(io.StringIO(text)))
   if head != NEAR_COLUMNS: raise ValueError(f"the columns are {', '.join(head)}, and must be {', '.join(NEAR_COLUMNS)}")
   return rows
 
 def near_text(rows:Iterable[tuple[str, ...]]) -> str:
-  """Returns rows of `near_table` as the text of a CSV file, in the order of chips, head dimensions, kernels and options. If several searches of one
-  kernel are among the rows, the last one counts."""
+  """Returns the text of the file docs/data/search_near.csv with the given `rows`, which `near_table` makes. The rows are sorted by chip, head
+  dimension, kernel and option. If a kernel was searched several times, only the rows of the last search are written."""
   last: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
   for kernel, lines in itertools.groupby(rows, key=lambda row: row[NAME_CELLS]): last[kernel] = list(lines)
   order = (SEARCHED, [str(d) for d in CLASSES], (FORWARD, *BACKWARD), ("", *ONE_OPTION))

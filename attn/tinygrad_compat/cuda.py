@@ -47,7 +47,7 @@ def at_least_one_block() -> Iterator[None]:
   try: yield
   finally: ProgramInfo.launch_dims = sizes   # type: ignore[method-assign]
 
-def copied_anew(graph:Any, moved:list[int]) -> None:
+def renew_copies(graph:Any, moved:list[int]) -> None:
   """Gives the copy nodes `moved` of a CUDA graph their current addresses, by instantiating the whole graph again. Changing a copy in the existing
   instance would be slower: the copy would then run on multiprocessors instead of the copy engine, and wait until a kernel leaves some of them free
   (measured on H200s, driver 580)."""
@@ -58,13 +58,13 @@ def copied_anew(graph:Any, moved:list[int]) -> None:
   check(cuda.cuGraphInstantiate_v2(ctypes.byref(graph.instance), graph.graph, None, None, 0))
 
 @functools.cache
-def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=copied_anew) -> type:
+def with_selected_inputs(graph:type, renew:Callable[[Any, list[int]], None]=renew_copies) -> type:
   """Returns a subclass of `graph`, a class of tinygrad's graphs under TinyJit. In each call of such a graph, every node (a kernel or a copy) uses the
   buffers of this call's inputs. tinygrad does this only for a node that uses an input as a whole: a node that uses one device's part of an input, or
   a region of it, would keep the buffer of the first call.
 
   A node stays unchanged if its input has the same address as in the call before, because finding the region takes the host a tenth of a millisecond,
-  and changing the graph takes time too. `copy_anew(graph, nodes)` gives copies their new addresses."""
+  and changing the graph takes time too. `renew(graph, nodes)` gives copies their new addresses."""
   class SelectedInputs(graph):   # type: ignore[misc, valid-type]
     def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
       with at_least_one_block(): super().__init__(linear, input_uops)
@@ -102,7 +102,7 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
           setattr(params, "srcDevice" if i == 1 else "dstDevice", buffer._buf)
           self.copied[node, i] = address
           moved.append(node)
-      if moved: copy_anew(self, moved)
+      if moved: renew(self, moved)
       return super().__call__(input_uops, var_vals, wait)
   return SelectedInputs
 

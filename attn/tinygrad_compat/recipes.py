@@ -1,4 +1,5 @@
-"""Records how an expression of tinygrad is made of its inputs, and makes the same expression of other inputs, without the code that made it first."""
+"""Recipes: records of how an expression of tinygrad is made from its inputs. A recipe makes the same expression from other inputs, without the code
+that made it first."""
 from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence

@@ -316,7 +316,7 @@ def test_shards_with_masks_of_their_own_are_caught(monkeypatch:pytest.MonkeyPatc
     with pytest.raises(AssertionError, match="error"): check_attention(**SMALL, place=shards(of, of), **with_seed())
 
 def drops(call:Callable[[], Tensor]) -> bool:
-  """Calls a function twice and tells whether the results differ."""
+  """Calls a function twice, and tells whether the two results differ, as they do with a new dropout seed in each call."""
   return not np.array_equal(array(call()), array(call()))
 
 def test_a_seed_is_drawn() -> None:
@@ -338,9 +338,9 @@ def test_a_seed_is_drawn() -> None:
     np.testing.assert_allclose((array(dv)*array(v)).sum(), total.numpy(), atol=0.02)
 
 def seeds_by(draw_one:Callable[[], Tensor], random_dtype:str) -> list[list[float]]:
-  """Draws eight seeds by `draw_one`, and random numbers as a user may draw them (`Tensor.rand`). The first four seeds are realized one after another,
-  with a user's draw after each. The last four are realized together, with one user's draw. Returns the values of all seeds and draws, a list for
-  each. `random_dtype` is tinygrad's default float dtype."""
+  """Returns the values of eight seeds, drawn by `draw_one`, and of numbers that a user draws between them by `Tensor.rand`, in the order of the
+  draws. The first four seeds are realized one after another, with a user's numbers after each. The last four are realized together with a user's
+  numbers. `random_dtype` is tinygrad's default float dtype."""
   with Context(DEFAULT_FLOAT=random_dtype):
     Tensor.manual_seed(7)
     apart = [(draw_one().tolist(), Tensor.rand(3).tolist()) for _ in range(4)]

@@ -32,7 +32,7 @@ CU_Q, CU_K = [(0, n, 2*n) for n in (SQ, SK)]
 
 # ***** the functions on the same numbers: each returns out (B, SQ, H, D), and lse where wanted *****
 
-def whole(function:str, **more:Any) -> Any:
+def call_without_cache(function:str, **more:Any) -> Any:
   """Calls the FlashAttention function named `function`, one without a cache, on the inputs of this file. `more` are extra arguments of the call."""
   q, k, v = qkv()
   if function == "flash_attn_func": return flash_attn.flash_attn_func(q, k, v, **more)
@@ -56,20 +56,20 @@ def ours(function:str, **options:Any) -> Any:
 def same_numbers(x:Tensor, y:Tensor) -> None: np.testing.assert_array_equal(array(x).reshape(array(y).shape), array(y))
 
 def agrees(ours_:dict[str, Any], **theirs:Any) -> Callable[[str], None]:
-  def run(function:str) -> None: same_numbers(whole(function, **theirs), ours(function, **ours_))
+  def run(function:str) -> None: same_numbers(call_without_cache(function, **theirs), ours(function, **ours_))
   return run
 
 def close_packed(function:str) -> None:
   """Compares causal attention by `function` with float64, for packed sequences and for separate ones: each element must be within its error limit
   (docs/contract.md). Packed and separate results may differ in their bits, because dispatch may choose another tile for packed sequences."""
-  o = array(whole(function, causal=True)).reshape(B, SQ, H, D).swapaxes(1, 2)
+  o = array(call_without_cache(function, causal=True)).reshape(B, SQ, H, D).swapaxes(1, 2)
   k, v = (x[:, :SQ].repeat(2, 2) if "qkvpacked" in function else x for x in (K, V))
   x = [a.astype(np.float32).swapaxes(1, 2) for a in (Q, k, v)]
   args = D**-.5, (-1, 0), k.shape[1] - SQ
   assert judge(o, law_of(*x, *args, dtype="float16", out_dtype="float16")[0]).ok
 
 def with_lse(function:str) -> None:
-  _, lse, nothing = whole(function, return_attn_probs=True)
+  _, lse, nothing = call_without_cache(function, return_attn_probs=True)
   assert nothing is None and lse.shape == ((H, B*SQ) if "varlen" in function else (B, H, SQ))
   want = array(ours(function, return_lse=True)[1])
   np.testing.assert_allclose(array(lse).reshape(H, B, SQ).swapaxes(0, 1) if "varlen" in function else array(lse), want, rtol=1e-5)
@@ -80,10 +80,10 @@ def with_probabilities(function:str) -> None:
 
 def dropped(function:str) -> None:
   Tensor.manual_seed(3)
-  first = array(whole(function, dropout_p=.5))
-  assert np.abs(first - array(whole(function))).max() > .1
+  first = array(call_without_cache(function, dropout_p=.5))
+  assert np.abs(first - array(call_without_cache(function))).max() > .1
   Tensor.manual_seed(3)
-  np.testing.assert_array_equal(array(whole(function, dropout_p=.5)), first)
+  np.testing.assert_array_equal(array(call_without_cache(function, dropout_p=.5)), first)
 
 SEED, DROPPED_P = np.array([7, 11], np.uint32), .4
 
@@ -96,7 +96,8 @@ def kept(mask:Tensor) -> np.ndarray:
 def seeded(function:str) -> None:
   """Checks one of FlashAttention's functions, by name: `out` of a call with dropout_seed equals the result of `attention` with this seed."""
   seed = Tensor(SEED, device="EMU")
-  got, want = array(whole(function, dropout_p=DROPPED_P, dropout_seed=seed)), array(ours(function, dropout_p=DROPPED_P, dropout_seed=seed))
+  got = array(call_without_cache(function, dropout_p=DROPPED_P, dropout_seed=seed))
+  want = array(ours(function, dropout_p=DROPPED_P, dropout_seed=seed))
   np.testing.assert_allclose(got.reshape(want.shape), want, rtol=0, atol=2e-3)     # another tile rounds otherwise
 
 def probabilities(function:str) -> None:
@@ -104,7 +105,7 @@ def probabilities(function:str) -> None:
   returned S_dmask shows as kept. tinygrad's generator draws the seed."""
   q, k, v = (x.astype(np.float64).swapaxes(1, 2) for x in (Q, *((x[:, :SQ].repeat(2, 2) for x in (K, V)) if "qkvpacked" in function else (K, V))))
   k, v = (x.repeat(H//x.shape[1], 1) for x in (k, v))
-  o, _, mask = whole(function, dropout_p=DROPPED_P, return_attn_probs=True)
+  o, _, mask = call_without_cache(function, dropout_p=DROPPED_P, return_attn_probs=True)
   assert mask.dtype == o.dtype and mask.shape == (B, H, SQ, k.shape[2])
   scores = np.exp(q @ k.swapaxes(2, 3)*D**-.5)
   p = scores/scores.sum(-1, keepdims=True)*kept(mask)/(1 - DROPPED_P)

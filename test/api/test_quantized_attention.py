@@ -57,9 +57,10 @@ def given(xs:list[np.ndarray], i:int, j:int, layout:str="bhsd", dtype:str="float
 # ***** caches that grow *****
 
 def grow(device:str, dtype:str, format:str, width:int=D, scale_dtype:str="float32") -> None:
-  """Checks attention over caches in the 8-bit format `format` that grow: by a prompt, by 16 rows, and by single rows under TinyJit at a position that
-  a Variable gives. The other rows of the caches hold random numbers and bad scales, which must have no effect. The output must be within its error
-  limits, given the rows in the caches. These rows must equal the appended rows up to rounding to 8 bits."""
+  """Checks attention over 8-bit caches while they grow: by a prompt, by 16 rows, and by single rows under TinyJit at a position that a Variable
+  gives. The rest of the caches holds random numbers and bad scales, which must have no effect. Each step is checked twice. The cached rows must equal
+  the appended rows up to rounding to the 8-bit format `format`. The output must agree with float64 attention over the cached rows, within its error
+  limits."""
   x, (k, v) = drawn(60, width=width), stale(dtype, (B, HKV, CAPACITY, width), device, scale_dtype)
   def step(q:Tensor, k_new:Tensor, v_new:Tensor, n:Any) -> Tensor: return attn.attention_with_kv_cache(q, k_new, v_new, k, v, n).realize()
   jitted, n = TinyJit(step), Variable("n", 0, CAPACITY - 1)

@@ -42,7 +42,8 @@ def appended(cache:tuple[np.ndarray, np.ndarray, np.ndarray], x:np.ndarray, form
   np.testing.assert_array_equal(cache[0][:, :, :x.shape[2], V:], x[..., V:])
 
 def grow(cache:QuantizedLatent, device:str, format:str) -> None:
-  """Checks attention over a latent cache that grows by a prompt, by a chunk and by single rows under TinyJit."""
+  """Checks attention over an 8-bit latent cache while it grows by a prompt, by a chunk and by single rows under TinyJit. `format` is the 8-bit
+  format."""
   x = inputs()
   def step(q:Tensor, new:Tensor, n:Any) -> Tensor: return attn.attention_with_kv_cache(q, new, None, cache, None, n, v_dim=V).realize()
   jitted, n = TinyJit(step), Variable("n", 0, CAPACITY - 1)

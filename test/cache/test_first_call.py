@@ -56,7 +56,6 @@ class Echo(Compiler):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-  """Makes an empty cache directory, and returns its path."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   return tmp_path/"attn/compilers"
 

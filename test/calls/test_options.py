@@ -16,7 +16,6 @@ NOT_WITH_A_CACHE = {"kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q"
                     "sequence_order", "sequence_lengths", "q_scale", "k_scale", "v_scale", "fast_accumulate"}
 
 def keywords(function:Any) -> dict[str, Any]:
-  """Returns the keyword arguments of a function with their defaults."""
   return {name: x.default for name, x in inspect.signature(function).parameters.items() if x.kind is x.KEYWORD_ONLY}
 
 def rows(text:str, header:str) -> dict[str, list[str]]:

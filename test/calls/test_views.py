@@ -32,13 +32,12 @@ class View:
   steps: tuple[tuple[str, Any], ...]
   of: np.ndarray
   def tensors(self) -> tuple[Tensor, Tensor]:
-    """Returns the tensor in memory and its view."""
     t = base = Tensor(np.ascontiguousarray(self.memory), device="EMU").realize()
     for name, argument in self.steps: t = APPLIED[name](t, argument)
     return base, t
 
 def larger(x:np.ndarray, before:list[int], after:list[int]) -> np.ndarray:
-  """Surrounds x with numbers that no kernel may read: `before` and `after` say how many along each axis."""
+  """Surrounds x with numbers that no kernel may read, `before[a]` of them before and `after[a]` of them after x along each axis a."""
   lost: Any = np.nan if x.dtype.kind == "f" else 10**6
   return np.pad(x, list(zip(before, after)), constant_values=np.array(lost).astype(x.dtype))
 
@@ -274,7 +273,6 @@ def test_many_views(name:str) -> None:
 # ***** slices that begin between two 16-byte units *****
 
 def slice_at(x:np.ndarray, first:int, dtype:str="float16") -> Tensor:
-  """Makes a tensor that is a slice of a larger buffer, beginning at element `first`."""
   return tensor(np.concatenate([np.full(first, np.nan, np.float32), x.ravel()]), dtype).realize()[first:].reshape(x.shape)
 
 @pytest.mark.sample(1)

@@ -293,7 +293,6 @@ def test_the_command_tells_both_compilers(machine):
   assert re.fullmatch(f"reports: {PACKAGED}\nDEV=AMD: {GOOD}\n", done.stdout), done
 
 def sources(renderer) -> str:
-  """Returns the source of an attn kernel, as `renderer` renders it."""
   placeholders = (UOp.placeholder((1, 2, 256, 64), dtypes.half, slot) for slot in range(4))
   return renderer.render(lower(flash_attention_fn(arch="gfx942")(*placeholders).sink, renderer))
 

@@ -145,7 +145,7 @@ def edge_of_the_grid(rng:random.Random, arch:str, heads:int) -> int:
   return LARGEST_TILE*rng.randint(*sorted((FILLS, get_chip(arch).cus)))//heads
 
 def drawn_option(rng:random.Random, sizes:dict[str, int]) -> dict[str, Any]:
-  """Draws no option, or one of OPTIONS, with equal probability."""
+  """Draws one of OPTIONS or no option, all equally likely. Returns it as parameters of `problem`. `sizes` has B, H, Sq and Sk of the problem."""
   if (option := rng.choice((None, *OPTIONS))) is None: return {}
   if option == "softcap": return {"softcap": 30.0}
   shapes = {"bias": (1, 1, sizes["Sq"], sizes["Sk"]), "alibi_slopes": (sizes["H"],), "sinks": (sizes["H"],), "kv_lengths": (sizes["B"],),

@@ -385,9 +385,7 @@ def test_value_used_after_its_loop():
 
 # ***** unfinished operations *****
 
-def ones():
-  """Makes a vector of eight fp16 ones."""
-  return build(*[UOp.const(0x3c003c00, dtypes.uint)]*4)
+def ones(): return build(*[UOp.const(0x3c003c00, dtypes.uint)]*4)
 
 def multiplied(*steps):
   """Runs one warpgroup of sm_90 whose matrix operands are all ones, and returns its accumulator. The kernel computes acc = Q K^T over 16 columns, acc

@@ -77,7 +77,6 @@ def summed(*without, number=lambda g, drawn: drawn, twice=False):
   return kernel
 
 def in_order(rows):
-  """Adds rows one after another in fp32, in numpy."""
   total = np.zeros(WIDTH, np.float32)
   for row in rows: total = total + row
   return total
@@ -224,8 +223,8 @@ def test_plain_stores_beside_additions(emulated):
     emulated(zeroed(True, also_settled=False), junk, X, COUNTERS)
 
 def rounded(waits):
-  """Makes a kernel in which all workgroups add to sums. The workgroup that gets the last ticket, the last number of an atomic counter, reads the sums
-  and writes the result. With `waits` it first waits until all workgroups have added."""
+  """Makes a kernel in which all workgroups add to sums, and one of them, which gets the last ticket, reads the sums and writes the result. (A ticket
+  is a number from an atomic counter.) With `waits` this workgroup first waits until all others have added; without, this is a fault."""
   def kernel(o, sums, x, counters):
     g, t, first, drawn, steps = begin(counters)
     steps.do(atomic_add(sums[t], x[drawn*WIDTH + t].load(), steps.done))

@@ -57,7 +57,6 @@ def seen(p:Problem, case:Case, d:np.ndarray) -> np.ndarray:
   return np.broadcast_to(case.of_numbers(b, h, i, j, *[d]*case.documents), (p.B, p.H, p.Sq, p.Sk))
 
 def sized(case:Case, **sizes:Any) -> Problem:
-  """Builds a problem of the given sizes with the mask of a case."""
   p = problem(**sizes)
   kinds = (((p.B, p.Sk), "int32"),) if case.documents else ()
   extras = {"mod_tensor0": np.empty((p.B, p.Sk), np.int32)} if case.documents else {}

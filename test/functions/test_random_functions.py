@@ -53,8 +53,8 @@ EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-20}
 
 @dataclass(frozen=True)
 class Case:
-  """Inputs of a call of attention, rounded to their dtypes, with a score_mod or mask_mod or both. Tests run the call, and compute the expected
-  results."""
+  """One random call of attention: its inputs, rounded to their dtypes, with a score_mod or mask_mod or both. `run` computes the call by attn, and
+  `expected` in float64."""
   dtype: str
   q: Array
   k: Array

@@ -56,7 +56,6 @@ def check(arch:str="gfx1030", tile:TiledBackwardTile=FEW, **parameters:Any) -> d
 
 @contextlib.contextmanager
 def with_tiles(tile:TiledBackwardTile) -> Iterator[None]:
-  """Makes dispatch use this tile for every problem."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setitem(GRADIENT_KERNELS, tile.suffix, replace(GRADIENT_KERNELS[tile.suffix], tile=lambda p, arch, keys: replace(tile, keys=keys)))
     kernel_tiles.cache_clear()

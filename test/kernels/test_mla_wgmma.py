@@ -79,7 +79,7 @@ def sums_of_second(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: the second warpgroup divides O by its own sums of P, which it has not computed."""
   wrong(m, WgmmaLatent, "load", lambda load: lambda self, s, place: load(self, s, place) if place == self.tile.factors_at(self.p) else s.l[0].load())
 def one_sum(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: of the partial sums of a score only the first one counts."""
+  # Of the partial sums of a score only the first one counts.
   m.setattr(wgmma_latent, "ADDED_UP_BY_WGMMA", 5)
   m.setattr(functools, "reduce", lambda f, xs, *start: xs[0] if f is ops.add and not start else REDUCE(f, xs, *start))
 

@@ -67,8 +67,8 @@ def growing_values(p:Problem) -> Stored:
   return with_values(p, v=rows_like(p, p.Dv)*2.0**(along_keys(p)*40 - 30)[:, None])
 def falling_values(p:Problem) -> Stored: return with_values(p, v=rows_like(p, p.Dv)*2.0**(10 - along_keys(p)*40)[:, None])
 def tiny_values_of_the_best_key(p:Problem) -> Stored:
-  """Returns inputs in which key 7 has nearly all of the first query's softmax weight. The row of V of this key is about 10^7 times smaller than the
-  other rows of V."""
+  """Returns inputs in which one key, number 7, has nearly all of the first query's softmax weight, and its row of V is about 10^7 times smaller than
+  the other rows of V."""
   k, v, x = rows_like(p, p.D), rows_like(p, p.Dv), normal_rows(p)
   k[:, :, 7] = 3*np.repeat(x.q.reshape(p.B, p.Hkv, -1, p.Sq, p.D)[:, :, 0, :1], 1, 2)[:, :, 0]
   v[:, :, 7] *= 1e-7

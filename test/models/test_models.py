@@ -22,8 +22,9 @@ def results(program:Any, dtype:str, exact:bool=False) -> list[np.ndarray]:
 NEVER_BY_DEFAULT = (Clip, Vit, Unet, Vae, Gpt2, Mla)      # whose calls other tests make as well
 
 def by_default(place:int, dtype:str, device:str) -> bool:
-  """Tells whether a case runs without `-m thorough`. Of the cases of each program one does, except for programs in NEVER_BY_DEFAULT. This case has
-  half in every other program and bfloat16 in the rest, and the emulated chips take turns. `place` is the program's index in PROGRAMS."""
+  """Tells whether a case (a program, a dtype and a chip) runs without `-m thorough`. One case of each program does, except for programs in
+  NEVER_BY_DEFAULT: float16 in every other program and bfloat16 in the rest, with the emulated chips taking turns. `place` is the program's index in
+  PROGRAMS."""
   return PROGRAMS[place] not in NEVER_BY_DEFAULT and dtype == ("half", "bfloat16")[place % 2] and device == DEVICES[place % 3]
 
 OWN = Tensor.scaled_dot_product_attention

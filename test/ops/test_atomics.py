@@ -148,7 +148,6 @@ def test_wrong_operands():
 # ***** meaning *****
 
 def run(kernel, arch, *tensors):
-  """Runs a kernel on the emulator with `tensors` as arguments, and returns their values after the run."""
   with Context(DEV=f"EMU::{arch}"):
     first, *rest = [Tensor(x).realize() for x in tensors]
     found = first.custom_kernel(*rest, fxn=kernel)

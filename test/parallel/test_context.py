@@ -387,7 +387,6 @@ def test_gradients_of_a_bias_sharded_like_q() -> None:
 SHARED = {"rows": 2, "keys": 2, "heads": 1, "batch": 0}     # what the devices share, and the sharded axis of k and v
 
 def groups(names:list[str], seed:int) -> list[list[str]]:
-  """Splits the names, in random order, into groups of one or more names."""
   rng = random.Random(seed)
   order = rng.sample(names, len(names))
   cuts = sorted(rng.sample(range(1, len(order)), rng.randrange(len(order))))

@@ -1,5 +1,4 @@
-"""Tests of attn.report for an AMD GPU. No GPU is used: a stand-in takes the place of tinygrad's device AMD, and runs the kernels in the emulator. The
-tests say what the report launches, and what it tells about the GPU that the stand-in plays."""
+"""Tests of a report of an AMD GPU, made on a machine without one: a stand-in plays the GPU and tinygrad's runtime for it."""
 from __future__ import annotations
 import getpass, json, os, socket, subprocess, sys
 from pathlib import Path

@@ -30,9 +30,7 @@ SEEN: dict[str, dict[str, Any]] = {
   "right": {"window": (-1, 4)}, "one key": {"window": (0, 0)}}
 BLOCK, TILE = 8, 4     # rows of a block; columns of a tile
 
-def number(x:UOp|int) -> int:
-  """Returns the value of an expression without variables."""
-  return x if isinstance(x, int) else int(x.simplify().arg)
+def number(x:UOp|int) -> int: return x if isinstance(x, int) else int(x.simplify().arg)
 
 def walks(p:Problem) -> list[tuple[Walk, Array]]:
   """Returns a problem's score matrix in two forms: rows are queries and columns keys, or the reverse. Each comes with a table, from
@@ -97,9 +95,7 @@ def moved(before:int, after:int) -> Callable[[pytest.MonkeyPatch], None]:
   plant.__name__ = f"first_{before:+}_last_{after:+}"
   return plant
 
-def with_row(row:Mask) -> tuple[Mask, ...]:
-  """Returns the table of all masks, in which the given row replaces the row of the same name."""
-  return tuple(row if mask.name == row.name else mask for mask in SCORE_MASKS)
+def with_row(row:Mask) -> tuple[Mask, ...]: return tuple(row if mask.name == row.name else mask for mask in SCORE_MASKS)
 
 def uncounted(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: the mask of lengths shows one column beyond the last."""

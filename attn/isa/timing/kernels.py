@@ -47,9 +47,9 @@ def _problem(shape:source.Shape, d:int, dv:int, dtype:str, causal:bool) -> Probl
                  softmax_scale=d**-0.5)
 
 def predicted_kernel(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Predicted:
-  """Compiles the kernel of attn for a problem of size `shape`, and predicts the time of its hot loop from the machine code. The result can also
-  predict the time of the whole problem (`on_cards`). Without `lines` the prediction does not name the line of Python that emitted an instruction.
-  Raises ValueError for a kernel or chip that the model does not cover."""
+  """Compiles the kernel of attn that `spec` names, for a problem of size `shape`, and predicts the time of its hot loop from the machine code. The
+  result can also predict the time of the whole problem (`on_cards`). Without `lines` the prediction does not name the line of Python that emitted an
+  instruction. Raises ValueError for a kernel or chip that the model does not cover."""
   if spec.kernel == source.LATENT: raise ValueError(f"{spec}: the model does not cover latent attention; `report` gives bounds for it")
   if spec.arch not in MODELLED: raise ValueError(f"{spec}: the model is only for AMD's chips, {', '.join(MODELLED)}")
   kernel = source.kernel_source(spec, shape=shape, lines=lines)
