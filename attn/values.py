@@ -86,10 +86,6 @@ def word(name:str, x:Any, known:Iterable[str], supported:str="") -> str:
   if isinstance(x, str) and x in known: return str(x)
   raise wrong(name, x, supported or f"one of {', '.join(map(repr, known))}")
 
-def is_nothing(x:Any) -> bool:
-  """Tells whether an argument is 0, False or empty."""
-  return isinstance(x, (bool, int, float, str, tuple, list)) and not x
-
 def strong(x:Tensor) -> Tensor:
   """Casts a tensor of a weak dtype to the ordinary dtype in which tinygrad stores it. A weak dtype yields to the dtype of the other operand. Examples
   are the dtypes of Tensor(1.5) and, for an int tensor `mask`, of (1.0 - mask)*-10000.0. Any other tensor is returned unchanged."""

@@ -3,6 +3,7 @@ later calls a recipe, a record of these UOps, makes an equal graph in a fraction
 from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from attn.tinygrad_compat import Recipe, UOp, capturing, divided_inputs, inside_function, next_buffer, recipe_of
 
@@ -10,12 +11,18 @@ MOST_GRAPHS = 128     # graphs that are kept, the latest; their kernels are in t
 
 Graph = Mapping[str, UOp]     # UOps by name
 
+@dataclass
+class KeptGraph:
+  """What is known of a graph after the first call has made it. `names` are the names of its results; None before the first call. `recipe` makes an
+  equal graph; None if no recipe is possible."""
+  names: tuple[str, ...]|None = None
+  recipe: Recipe|None = None
+
 @functools.lru_cache(MOST_GRAPHS)
-def recipes(key:Hashable, names:tuple[str, ...], form:tuple[Any, ...]) -> dict[tuple[str, ...], Recipe|None]:
-  """Returns a dictionary in which the caller keeps the recipe of one graph: {names of the results: recipe}. It is empty at first, and the same object
-  in each call with equal arguments. `key` says what the graph computes, `names` are the names of its inputs, and `form` is everything about the
-  inputs that does not change from call to call."""
-  return {}
+def recipes(key:Hashable, names:tuple[str, ...], form:tuple[Any, ...]) -> KeptGraph:
+  """Returns the record of one graph: the same object in each call with equal arguments. `key` says what the graph computes, `names` are the names of
+  its inputs, and `form` is everything about the inputs that does not change from call to call."""
+  return KeptGraph()
 
 def kept_graph(key:Hashable, inputs:Graph, make:Callable[[Graph], dict[str, UOp]]) -> dict[str, UOp]:
   """Returns the results of a graph with these `inputs`, by name. For the first call with `key` and inputs of one form, the function `make` makes the
@@ -24,8 +31,8 @@ def kept_graph(key:Hashable, inputs:Graph, make:Callable[[Graph], dict[str, UOp]
   that reads other buffers than those of its inputs."""
   if inside_function() or (given := divided_inputs(inputs.values())) is None: return make(inputs)
   kept = recipes((key, bool(capturing)), tuple(inputs), given.form)
-  for names, recipe in kept.items(): return make(inputs) if recipe is None else dict(zip(names, recipe.made(given.changing)))
-  first = next_buffer()
-  found = make(inputs)
-  kept[tuple(found)] = recipe_of(found.values(), given.changing, first)
-  return found
+  if kept.names is None:
+    first, found = next_buffer(), make(inputs)
+    kept.names, kept.recipe = tuple(found), recipe_of(found.values(), given.changing, first)
+    return found
+  return make(inputs) if kept.recipe is None else dict(zip(kept.names, kept.recipe.made(given.changing)))

@@ -20,8 +20,6 @@ def from_bhsd(x:Tensor, layout:str) -> Tensor:
   if layout == "thd": return x.squeeze(0).transpose(0, 1)
   return x.transpose(1, 2) if layout == "bshd" else x.squeeze(0) if layout == "nsd" else x
 
-def bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else lse.unsqueeze(0)
-
 def from_bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else lse.squeeze(0)
 
 def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -165,8 +165,8 @@ def assemble(text:str, arch:str, tools:Toolchain|None=None) -> bytes:
       return Path(linked).read_bytes()
   return kept("co", (text, arch, clang.version), assembled)
 
-def code_object(source:str, arch:str, options:tuple[str, ...]=(), tools:Toolchain|None=None) -> bytes:
+def code_object(source:str, arch:str, tools:Toolchain|None=None) -> bytes:
   """Compiles a HIP source to a linked code object. A source that begins with `.text` counts as assembly text, as for tinygrad's own compiler.
-  `options` are added to clang's command line. `tools` has the compiler and the linker; None: those that `toolchain` finds."""
+  `tools` has the compiler and the linker; None: those that `toolchain` finds."""
   is_assembly = source.split("\n", 1)[0].strip() == ".text"
-  return assemble(source if is_assembly else assembly(source, arch, options, tools), arch, tools)
+  return assemble(source if is_assembly else assembly(source, arch, tools=tools), arch, tools)

@@ -104,8 +104,8 @@ def launch(plan:EmulatedProgram, views:list[View], values:tuple[int, ...], grid:
     return Frame(plan, first, workgroups, grid, local, params, dict(zip(plan.variables, values)), checks, banks, meeting)
   with np.errstate(all="ignore"):
     if plan.meetings:
-      meeting = Meeting(plan, params, count, waves, number_of_switch("ATTN_EMU_ORDER", 0))
-      resident = number_of_switch("ATTN_EMU_RESIDENT", 0) or max(1, LIVE_TOGETHER//each)
+      meeting = Meeting(plan, params, count, waves, number_of_switch("ATTN_EMU_ORDER"))
+      resident = number_of_switch("ATTN_EMU_RESIDENT") or max(1, LIVE_TOGETHER//each)
       run_together(partial(frame, workgroups=1, meeting=meeting), meeting, count, resident)
     else:
       for first in range(0, count, at_once): frame(first, min(at_once, count - first)).run()

@@ -10,8 +10,8 @@ def switch(name:str, default:bool) -> bool:
   if text.lower() not in WORDS: raise ValueError(f"{name}={text!r}: must be one of {', '.join(WORDS)}")
   return WORDS[text.lower()]
 
-def number_of_switch(name:str, default:int) -> int:
-  """Returns the environment variable `name` as a number, or `default` if it is not set. Raises ValueError if it is not a whole number from 0 on."""
-  text = os.environ.get(name, "") or str(default)
+def number_of_switch(name:str) -> int:
+  """Returns the environment variable `name` as a number, or 0 if it is not set. Raises ValueError if it is not a whole number from 0 on."""
+  text = os.environ.get(name, "") or "0"
   if not text.isdecimal(): raise ValueError(f"{name}={text!r}: must be a whole number from 0 on")
   return int(text)

@@ -12,11 +12,11 @@ FAR = 2**28     # no position of a query or key is farther from 0 than this (att
 
 FUNCTION_TENSOR_DTYPES = {**FLOATS, "bool": dtypes.bool, **INTS}      # dtypes of mod_tensors, by name
 
-def _number(name:str, least:int, most:int) -> UOp: return UOp.variable(name, least, most, dtypes.int, param=True)
+def _number(name:str, least:int=0) -> UOp: return UOp.variable(name, least, FAR, dtypes.int, param=True)
 
 SCORE = UOp.variable("score", -math.inf, math.inf, dtypes.float, param=True)                      # softmax_scale * Q K^T after the built-in terms
-BATCH, QUERY_HEAD = _number("b", 0, FAR), _number("h", 0, FAR)                                     # batch or packed sequence, query head
-QUERY, KEY = _number("i", -FAR, FAR), _number("j", 0, FAR)                                         # places of the query and of the key
+BATCH, QUERY_HEAD = _number("b"), _number("h")                                                     # batch or packed sequence, query head
+QUERY, KEY = _number("i", -FAR), _number("j")                                                      # places of the query and of the key
 SYMBOLS = (SCORE, BATCH, QUERY_HEAD, QUERY, KEY)
 
 def tensor_symbol(number:int, shape:tuple[int, ...], dtype:str) -> UOp:

@@ -27,7 +27,6 @@ def rated(arch:str) -> list[tuple[Chip, Card]]:
 class Roofline:
   chip: Chip
   card: Card
-  utilisation: float     # use of the matrix unit in the hot loop, as given
   balance: float         # mean load of the compute units / load of the busiest compute unit: below 1 if some are idle at the end of the grid
   useful: float          # visible scores / computed scores, times the same ratio for head dimensions
   compute_seconds: float
@@ -35,10 +34,6 @@ class Roofline:
   tflops: float          # the bound
   @property
   def limit(self) -> str: return "memory" if self.memory_seconds > self.compute_seconds else "compute"
-  @property
-  def intensity(self) -> float:
-    """Operations per byte of memory traffic."""
-    return self.tflops*1e3*max(self.compute_seconds, self.memory_seconds)/(self.memory_seconds*self.card.gbs)
 
 def trips(p:Problem, tile:Tile) -> list[int]:
   """Returns the number of key tiles over which each block of queries of one head loops."""
@@ -77,7 +72,7 @@ def roofline(p:Problem, tile:Tile, chip:Chip, card:Card, overlap:float=1.0) -> R
   size, out_size = p.itemsize, p.out_itemsize
   moved = p.B*(p.H*p.Sq*(p.D*size + p.Dv*out_size) + p.Hkv*p.Sk*p.key_bytes)
   memory = moved/(card.gbs*1e9)
-  return Roofline(chip, card, overlap, total/(busiest*machines) if busiest else 1.0, p.flops/(total*per_trip) if total else 0.0, compute, memory,
+  return Roofline(chip, card, total/(busiest*machines) if busiest else 1.0, p.flops/(total*per_trip) if total else 0.0, compute, memory,
                   p.flops/max(compute, memory)/1e12)
 
 # ***** what others measured *****

@@ -132,14 +132,14 @@ def flex_backward(row:FunctionRow, q:Any, k:Any, v:Any, do:Any) -> Callable[[], 
   o = flex_forward(inputs, row.torch_mask(tensors_of_functions()))()
   return lambda: tuple(torch.autograd.grad(o, inputs, do, retain_graph=True))
 
-def compare_ways(row:WaysRow, seed:int=0) -> dict[str, Any]:
+def compare_ways(row:WaysRow) -> dict[str, Any]:
   """Times the gradients of a problem in each of the three ways in which attn computes them, and PyTorch's backends if they have the problem's
   options. Returns a row of the printed table: the milliseconds of each, and whether attn's gradients agree with those of cuDNN or flex_attention. If
   neither has the options, the gradients of one kernel are compared with those of two."""
   import torch
   torch.cuda.init()
   p = row.p
-  inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))
+  inputs = random_inputs(p, 0, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))
   peers = torch_backward(p, "causal" in row.told, *inputs) if row.told in OF_PEERS or p.dropout_p else {}
   if row.function is not None: peers = {FLEX: flex_backward(row.function, *inputs)}
   exact = peers.get(CUDNN if row.told in OF_PEERS else FLEX)

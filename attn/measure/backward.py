@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any
 import numpy as np
 from attn.calls.checked_kernel import device_arch
-from attn.choose.backward import Parts, choose_parts, dkdv_of, dq_of, tiles_of
-from attn.choose.backward_tiles import AnyBackwardTile
+from attn.choose.backward import choose_parts, dkdv_of, dq_of, tiles_of
 from attn.choose.dispatch import single_kernel
 from attn.kernels.parts.grid.tensors import Shapes, dkdv_arguments, dq_arguments
 from attn.measure.machine import need
@@ -82,23 +81,20 @@ def our_seconds(*outputs:Tensor) -> Callable[[], float]:
   count = runs_of_a_round(lambda: device_seconds(schedule))
   return lambda: cuda_seconds(schedule, count)
 
-def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackwardTile, AnyBackwardTile]|None=None,
-                     peers:bool=True) -> dict[str, Any]:
+def compare_backward(p:Problem, causal:bool) -> dict[str, Any]:
   """Times the gradients of one problem with attn's kernels and with PyTorch's. Returns the results by column, as one row of a table. `causal` says
-  whether `p` has a causal mask. `tiles` are the tiles of dq and of dkdv; by default attn chooses the tiles. With peers=False only attn's kernels are
-  timed."""
+  whether `p` has a causal mask."""
   import torch
   torch.cuda.init()
-  inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))
+  inputs = random_inputs(p, 0, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))
   theirs_run = torch_backward(p, causal, *inputs)
   expected = {name: [x.float().cpu().numpy() for x in run()] for name, run in theirs_run.items()}
   arrays = [on_the_host(x) for x in inputs]
-  timers = {name: torch_seconds(run) for name, run in theirs_run.items()} if peers else {}
+  timers = {name: torch_seconds(run) for name, run in theirs_run.items()}
   with foreign_cuda_context() as theirs:
     renderers.adapt(Device.DEFAULT)
     arch, have = device_arch(), {name: as_tensor(x, p.dtype) for name, x in zip(("q", "k", "v", "do"), arrays)}
-    dq_tile, dkdv_tile = tiles or tiles_of(p, arch)
-    parts = choose_parts(p, arch) if tiles is None else Parts(0, 0)
+    (dq_tile, dkdv_tile), parts = tiles_of(p, arch), choose_parts(p, arch)
     steps = {"forward": (p.shapes, single_kernel(p, arch)[0], 0),
              "dq": (dq_arguments(p, parts=parts.dq), dq_of(p, arch, dq_tile, parts=parts.dq), parts.dq),
              "dkdv": (dkdv_arguments(p, parts.dkdv), dkdv_of(p, arch, dkdv_tile, parts.dkdv), parts.dkdv)}

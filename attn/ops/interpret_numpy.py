@@ -43,7 +43,6 @@ class Numbers:
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
     """Returns x with `instead` in place of elements whose column index in `offsets` is not in `first`..`last`."""
     return self.masked(self.masked(x, offsets, ">", last, instead), offsets, "<", first, instead)
-  def to_float(self, x:Value) -> Value: return x.astype(np.float32)
   # vectors
   def length(self, x:Value) -> int: return x.shape[0] if x.ndim > 1 else 1
   def element(self, x:Value, i:int) -> Value: return x[i] if x.ndim > 1 else x

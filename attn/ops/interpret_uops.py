@@ -57,7 +57,6 @@ class PlainUOps:
     return elementwise(lambda a, n, most, other: beyond(n, most).where(other, a), x, keys, limit, instead)
   def beyond(self, x:Elements, offsets:Sequence[int], first:Elements, last:Elements, instead:Any) -> Elements:
     return self.masked(self.masked(x, offsets, ">", last, instead), offsets, "<", first, instead)
-  def to_float(self, x:Elements) -> Elements: return elementwise(lambda a: a.cast(dtypes.float), x)
   # vectors
   def length(self, x:Elements) -> int: return len(x.each)
   def element(self, x:Elements, i:int) -> Elements: return Elements((x.each[i],))

@@ -165,7 +165,6 @@ class Printer:
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value: raise NotImplementedError
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
     return self.masked(self.masked(x, offsets, ">", last, instead), offsets, "<", first, instead)
-  def to_float(self, x:Value) -> Value: return Term(self, f"(float)({bare(x.text)})", "float")
   def high_half(self, x:Value) -> Value: return Term(self, f"({x.text} >> 16)", "unsigned")
   # vectors
   def length(self, x:Value) -> int: return length_of(x.type)

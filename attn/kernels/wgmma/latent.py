@@ -93,7 +93,7 @@ class WgmmaLatent(WarpsForward[MlaWgmmaTile, LatentWgmmaState]):
     how: dict[str, Any] = {"rows": nv.ROW_LANES, "dtype": self.p.dtype, "sums": sums_of(self.p), "matrix": self.mat, "scale": scores.to_log2}
     s = s.store([s.factors[0].store(s.m[0].load())])
     s = s.do(weigh(s.m, s.addend, s.p, s.scores, s.l_of_trip, s.done, **how))
-    s = s.store(store_all(s.l_of_trip, [self.if_first(s.l_of_trip[i].load(), 0.0) for i in range(s.l.max_numel())]))
+    s = s.store(store_all(s.l_of_trip, [self.if_first(x) for x in load_all(s.l_of_trip)]))
     s = s.do(correct(s.m, s.addend, s.l, s.acc, s.p, s.scores, s.l_of_trip, s.done, **how, above=self.tile.rescale_above)).summed()
     factors = ops.exp2(ops.mul(ops.sub(s.factors[0].load(), s.m[0].load()), scores.to_log2))
     s = s.do(*self.put_weights(s), self.put(s, self.tile.factors_at(self.p), factors))
@@ -161,6 +161,6 @@ class WgmmaLatent(WarpsForward[MlaWgmmaTile, LatentWgmmaState]):
   def load(self, s:LatentWgmmaState, place:int) -> UOp:
     """Returns the two numbers that the first warpgroup has stored by `put`."""
     return ops.slice_(ops.as_float(s.shared[place + self.warps.at.thread%wgmma.GROUP].load()), 0, nv.ROWS)
-  def if_first(self, x:UOp, other:float) -> UOp:
-    """Returns the two numbers `x` in the first warpgroup, and `other` in the second one."""
-    return ops.build(*[self.in_first.where(ops.extract(x, r), other) for r in range(nv.ROWS)])
+  def if_first(self, x:UOp) -> UOp:
+    """Returns the two numbers `x` in the first warpgroup, and 0 in the second one."""
+    return ops.build(*[self.in_first.where(ops.extract(x, r), 0.0) for r in range(nv.ROWS)])

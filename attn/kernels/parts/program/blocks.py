@@ -11,10 +11,10 @@ from attn.score.masks import first_seen, scattered, seen_up_to
 from attn.score.places import Walk
 from attn.tinygrad_compat import UOp
 
-def run_time(x:UOp, low:int, high:int) -> UOp:
-  """Returns an index made of a number that the kernel loads, and that is equal in the whole workgroup. The index is clamped to `low`..`high`, so that
-  no access can leave a buffer."""
-  return bounded(ops.uniform(x), low, high)
+def run_time(x:UOp, most:int) -> UOp:
+  """Returns an index made of a number that the kernel loads, and that is equal in the whole workgroup. The index is clamped to 0..`most`, so that no
+  access can leave a buffer."""
+  return bounded(ops.uniform(x), 0, most)
 
 FEW, MANY = 3, 1000    # numbers of iterations
 
@@ -46,13 +46,13 @@ def extent(p:Problem, batch:UOp, given:Mapping[str, UOp]) -> Extent:
   name."""
   def keys_of() -> tuple[UOp, int|UOp]:
     # the batch's number of keys, and its first key
-    end = run_time(flat(given["kv_lengths"])[batch].load(), 0, p.Sk)
+    end = run_time(flat(given["kv_lengths"])[batch].load(), p.Sk)
     if not p.kv_starts: return end, 0
-    start = run_time(flat(given["kv_starts"])[batch].load(), 0, p.Sk)
+    start = run_time(flat(given["kv_starts"])[batch].load(), p.Sk)
     return (end - start).maximum(0), start
   if p.varlen:
     def bounds(name:str, total:int, longest:int) -> tuple[UOp, UOp]:
-      start, end = (run_time(flat(given[name])[batch + i].load(), 0, total) for i in range(2))
+      start, end = (run_time(flat(given[name])[batch + i].load(), total) for i in range(2))
       return start, (end - start).maximum(0).minimum(longest)
     q_start, n_q = bounds("cu_seqlens_q", p.total_q, p.Sq)
     if p.pages is not None: n_k, k_start = keys_of()
@@ -89,7 +89,7 @@ def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=F
     there = p.dealt.queries
     return Outside(UOp.const(p.Sq - there), UOp.const(0), UOp.const(there), p.Sq)
   name, total, start, n = ("cu_seqlens_k", p.total_k, x.k_start, x.n_k) if keys else ("cu_seqlens_q", p.total_q, x.q_start, x.n_q)
-  after, end = start + n, run_time(flat(given[name])[batch + 1].load(), 0, total)
+  after, end = start + n, run_time(flat(given[name])[batch + 1].load(), total)
   end = batch.eq(p.B - 1).where(UOp.const(total), end)
   before = batch.eq(0).where(start, UOp.const(0))
   return Outside(before + (end - after).maximum(0), before, UOp.const(0) + after, total)
@@ -135,7 +135,7 @@ class TileList:
   first: UOp
   tiles: int
   size: int
-  def entry(self, i:int|UOp) -> UOp: return run_time(self.entries[self.first + i].load(), 0, self.tiles)
+  def entry(self, i:int|UOp) -> UOp: return run_time(self.entries[self.first + i].load(), self.tiles)
   def row(self, place:UOp) -> UOp:
     """Returns the index, in the sequence, of row number `place` of the listed tiles, counted in the order of the list. For a number beyond the list
     returns a row beyond the sequence."""
