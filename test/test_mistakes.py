@@ -24,7 +24,7 @@ ON_EVERY_KERNEL = pytest.mark.parametrize("arch, kernel", KERNELS)
 
 def int32(*values:int) -> Tensor: return Tensor(np.array(values, np.int32), device="EMU")
 def half(*shape:int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.half, device="EMU")
-def rounded_to(q:Tensor, k:Tensor, v:Tensor, o:Tensor, **options:Any) -> None:
+def check_output(q:Tensor, k:Tensor, v:Tensor, o:Tensor, **options:Any) -> None:
   """Compares o with float64: each element must be within its error limit (docs/contract.md). `options` are the window and the offset of the diagonal.
   """
   x = [array(t) for t in (q, k, v)]
@@ -35,7 +35,7 @@ def rounded_to(q:Tensor, k:Tensor, v:Tensor, o:Tensor, **options:Any) -> None:
 
 ROWS = 200     # two key tiles or more in every kernel
 
-def packed(arch:str, kernel:str, ends:tuple[int, ...], longest:int|None, sinks:bool) -> None:
+def check_packed(arch:str, kernel:str, ends:tuple[int, ...], longest:int|None, sinks:bool) -> None:
   """Runs packed sequences that begin and end at rows `ends`. Each sequence must get the result of a call with this sequence alone. Rows that belong
   to no sequence must be 0 with lse -inf, also if the output buffer held other numbers before. `longest` is max_seqlen_q. With `sinks`, the call has
   sinks."""
@@ -63,15 +63,15 @@ def packed(arch:str, kernel:str, ends:tuple[int, ...], longest:int|None, sinks:b
 
 @pytest.mark.sample(4)
 @in_turn("where, ends", KERNELS, ((5, 20, 20, 70), (0, 64), (30, 200), (0, 0, 3)))
-def test_rows_of_no_sequence_are_zero(where:tuple[str, str], ends:tuple[int, ...]) -> None: packed(*where, ends, None, False)
+def test_rows_of_no_sequence_are_zero(where:tuple[str, str], ends:tuple[int, ...]) -> None: check_packed(*where, ends, None, False)
 
 @pytest.mark.sample(4)
 @ON_EVERY_KERNEL
-def test_rows_of_no_sequence_have_no_sink(arch:str, kernel:str) -> None: packed(arch, kernel, (5, 20, 70), None, True)
+def test_rows_of_no_sequence_have_no_sink(arch:str, kernel:str) -> None: check_packed(arch, kernel, (5, 20, 70), None, True)
 
 @pytest.mark.sample(4)
 @ON_EVERY_KERNEL
-def test_rows_beyond_the_longest_sequence_are_zero(arch:str, kernel:str) -> None: packed(arch, kernel, (5, 20, 70, 72), 11, False)
+def test_rows_beyond_the_longest_sequence_are_zero(arch:str, kernel:str) -> None: check_packed(arch, kernel, (5, 20, 70, 72), 11, False)
 
 def test_padding_under_jit() -> None:
   # Rows of the output beyond the last packed sequence are 0 after every call under TinyJit. None keeps a number that an earlier call wrote.
@@ -101,7 +101,7 @@ def test_bounds_beyond_the_lengths_are_none(kernel:str, window:tuple[int, int]) 
   with emulated("gfx942", kernel):
     q, k, v = draw(1, 2, 40, 32), draw(1, 2, 90, 32, seed=1), draw(1, 2, 90, 32, seed=2)
     o = attn.attention(q, k, v, window=window, num_splits=2 if kernel == "split_kv" else 0)
-    rounded_to(q, k, v, o, window=tuple(-1 if n > 1000 else n for n in window), offset=50)
+    check_output(q, k, v, o, window=tuple(-1 if n > 1000 else n for n in window), offset=50)
 
 def test_window_bounds_that_hide_nothing_are_dropped() -> None:
   # attn drops a bound of a window if it hides no key from any query, and only then. This is tested for many offsets between the first query and the
@@ -281,7 +281,7 @@ def test_numbers_of_numpy_and_lists_are_accepted() -> None:
 
 # ***** error messages *****
 
-def said(call:Callable[[], Any]) -> str:
+def refusal(call:Callable[[], Any]) -> str:
   """Returns the error message of a call that attn refuses. The call must launch no kernel, and the message must be short and contain no UOps."""
   before = GlobalCounters.kernel_count
   with pytest.raises(REFUSALS) as e: call()
@@ -318,18 +318,19 @@ def test_error_messages() -> None:
       ("scale='x': must be", lambda: attn.scaled_dot_product_attention(q, k, k, scale="x")),        # type: ignore[arg-type]
       ("query=3: must be a Tensor", lambda: attn.scaled_dot_product_attention(3, k, k)),      # type: ignore[arg-type]
       ("key has shape (1, 2, 8, 32): its head dimension", lambda: attn.scaled_dot_product_attention(q, half(1, 2, 8, 32), k)),
-    ): assert words in said(refused), words
+    ): assert words in refusal(refused), words
 
 def test_a_kernel_for_another_chip_is_not_launched() -> None:
   with emulated("gfx942"):
     q = half(1, 2, 4, 64)
-    assert "arch='gfx1100': must be 'gfx942'" in said(lambda: half(1, 2, 4, 64).custom_kernel(q, q, q, fxn=attn.flash_attention_fn(arch="gfx1100")))
+    assert "arch='gfx1100': must be 'gfx942'" in refusal(
+      lambda: half(1, 2, 4, 64).custom_kernel(q, q, q, fxn=attn.flash_attention_fn(arch="gfx1100")))
     assert attn.explain(q, q, q, arch="gfx950").arch.name == "gfx950"      # `explain` for another chip is allowed: it launches nothing
 
 def test_a_grid_beyond_the_chip_is_named() -> None:
   with emulated("gfx942"):
     q = half(65536, 65536, 1, 8)
-    assert re.search(r"attn_forward_gfx942\w* needs 4294967296 workgroups: gfx942 has 2147483647", said(lambda: attn.attention(q, q, q)))
+    assert re.search(r"attn_forward_gfx942\w* needs 4294967296 workgroups: gfx942 has 2147483647", refusal(lambda: attn.attention(q, q, q)))
 
 # ***** other settings *****
 

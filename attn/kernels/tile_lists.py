@@ -237,8 +237,9 @@ class TilesTogether:
     pairs = [Extremes(*found[2*nth:2*nth + 2]) for nth in range(len(side.expressions))]
     return {u: pair if u.dtype in ORDERED else Extremes(*[y.ne(0) for y in pair]) for u, pair in zip(side.expressions, pairs)}
   def evaluated(self, side:Side, n:UOp, width:int, threads:int, now:list[UOp], i:UOp) -> list[UOp]:
-    """Evaluates the expressions of a side for `width` neighbouring rows or columns of block or tile `n`: those that this thread has in iteration i.
-    Returns the lowest and the highest value of each expression, given those of the iterations before, `now`."""
+    """Computes one iteration of a loop that looks for the lowest and the highest value of each expression of a side. This thread evaluates the
+    expressions for `width` neighbouring rows or columns of the block or tile with index `n`. `now` has the lowest and highest values so far, before
+    iteration i. Returns these values after the iteration."""
     pieces, walk = side.size//width, self.walk(side.over)
     index = (i*threads + self.items.thread%threads).minimum(pieces*self.x.heads[1] - 1)
     piece, of = n*pieces + index%pieces, Row(self.batch, self.first_head + index//pieces, UOp.const(0), UOp.const(True))
@@ -269,8 +270,8 @@ class TilesTogether:
     seen = (last_begin <= 0) & (first_end >= x.block_n - 1) & always
     return hidden.where(int32(HIDDEN), seen.where(int32(SEEN), int32(0)))
   def looked(self, tile:UOp, now:list[UOp], i:UOp) -> list[UOp]:
-    """Evaluates the mask for a few neighbouring scores of one row of a tile: those that this thread has in iteration i. Returns the bits SEEN and
-    HIDDEN that these scores show, together with the bits of the iterations before, `now`."""
+    """Computes one iteration of a loop that evaluates the mask for the scores of a tile. This thread evaluates the mask for a few neighbouring scores
+    of one row. `now` has the bits SEEN and HIDDEN that iterations before i have set. Returns these bits after the iteration."""
     x, index, width = self.x, i*THREADS_OF_A_LIST + self.items.thread, math.gcd(self.x.block_n, OF_A_STEP)
     pieces = x.block_n//width
     row, piece, head = self.block*x.block_m + index%x.block_m, index//x.block_m%pieces, self.first_head + index//x.block_m//pieces

@@ -128,7 +128,7 @@ def mentions(value:Any, text:str) -> bool:
   if isinstance(value, DType): told.append(values.dtype_text(value))
   return any(x in text for x in told)
 
-def right(name:str, given:dict[str, Any], result:Any) -> None:
+def check_result(name:str, given:dict[str, Any], result:Any) -> None:
   """Checks the result of a call of the function `name` with the arguments `given`. Each element of the output o of `attention` in layout bhsd must be
   within its error limit (docs/contract.md); all other results must be finite."""
   tensors = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
@@ -175,7 +175,7 @@ def check_argument(name:str, argument:str, computed:slice) -> None:
   with emulated("gfx942"):
     accepted = [(label, found) for label in VALUES if (found := result_of(name, argument, label)) is not None]
     for label, (given, result) in accepted[computed]:
-      try: right(name, given, result)
+      try: check_result(name, given, result)
       except Exception as e: raise AssertionError(f"{name}({argument}={label}) is accepted, but the result is wrong: {type(e).__name__}: {e}") from e
 
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)

@@ -22,7 +22,7 @@ def poisoned(layout="bhsd", capacity=CAPACITY, dtype=dtypes.half):
   shape = {"bhsd": (B, HKV, capacity, D), "bshd": (B, capacity, HKV, D), "nsd": (B*HKV, capacity, D)}[layout]
   return [Tensor.full(shape, float("nan"), dtype=dtype, device="EMU").contiguous().realize() for _ in range(2)]
 
-def close(got, q, k, v, dtype="float16"):
+def check_output(got, q, k, v, dtype="float16"):
   """Checks `got`, the output of causal attention of `q` over `k` and `v`: each element must be within its error limit (docs/contract.md). The last
   query stands at the position of the last key."""
   args = (q.shape[-1]**-.5, (-1, 0), k.shape[2] - q.shape[2])
@@ -60,10 +60,10 @@ def test_decoding_is_the_uncached_computation(arch):
     jitted, position = TinyJit(step), Variable("position", 0, CAPACITY - 1)
     part = lambda x, i, j: tensor(x[:, :, i:j], "float16").realize()
     full = [x.astype(np.float32) for x in (q, k, v)]
-    close(array(step(*(part(x, 0, 60) for x in (q, k, v)), 0)), *(x[:, :, :60] for x in full))
+    check_output(array(step(*(part(x, 0, 60) for x in (q, k, v)), 0)), *(x[:, :, :60] for x in full))
     for i in range(60, 90):
       got = array(jitted(*(part(x, i, i + 1) for x in (q, k, v)), position.bind(i)))
-      close(got, full[0][:, :, i:i+1], *(x[:, :, :i+1] for x in full[1:]))
+      check_output(got, full[0][:, :, i:i+1], *(x[:, :, :i+1] for x in full[1:]))
     assert len(captured) == 3     # the prompt, the first step, and its capture
     assert np.isnan(array(k_cache)[:, :, 90:]).all() and np.isnan(array(v_cache)[:, :, 90:]).all()
 
@@ -80,7 +80,7 @@ def test_lengths_of_each_batch(kernel):
     q = np.random.default_rng(2).standard_normal((B, H, 9, D)).astype(np.float16)
     new = [tensor(np.stack([x[b, :, n:n + 9] for b, n in enumerate(old)]), "float16") for x in (k, v)]
     o = array(attention_with_kv_cache(tensor(q, "float16"), *new, k_cache, v_cache, lengths(*old), **more))
-    for b, n in enumerate(old): close(o[b:b+1], *(x.astype(np.float32) for x in (q[b:b+1], k[b:b+1, :, :n + 9], v[b:b+1, :, :n + 9])))
+    for b, n in enumerate(old): check_output(o[b:b+1], *(x.astype(np.float32) for x in (q[b:b+1], k[b:b+1, :, :n + 9], v[b:b+1, :, :n + 9])))
 
 def test_lengths_in_a_tensor_under_jit():
   with emulated("gfx942"):
@@ -89,7 +89,7 @@ def test_lengths_in_a_tensor_under_jit():
     step = TinyJit(lambda q, k, v, n: attention_with_kv_cache(q, k, v, k_cache, v_cache, n).realize())
     for i in range(6):
       o = array(step(*(tensor(x[:, :, i:i+1], "float16").realize() for x in (q, k, v)), lengths(i, i)))
-      close(o, *(x.astype(np.float32) for x in (q[:, :, i:i+1], k[:, :, :i+1], v[:, :, :i+1])))
+      check_output(o, *(x.astype(np.float32) for x in (q[:, :, i:i+1], k[:, :, :i+1], v[:, :, :i+1])))
 
 # ***** overflow *****
 
@@ -172,7 +172,7 @@ def test_a_cache_on_two_devices(axis):
     part = lambda x, i, j: tensor(x[:, :, i:j], "float16").shard(DEVICES, axis).realize()
     for i, j, there in ((0, 8, 0), (8, 9, lengths(8, 8)), (9, 10, Variable("position", 0, CAPACITY - 1).bind(9))):
       o = whole(attention_with_kv_cache(*(part(x, i, j) for x in (q, k, v)), k_cache, v_cache, there))
-      close(array(o), *(x.astype(np.float32) for x in (q[:, :, i:j], k[:, :, :j], v[:, :, :j])))
+      check_output(array(o), *(x.astype(np.float32) for x in (q[:, :, i:j], k[:, :, :j], v[:, :, :j])))
 
 def test_flash_attn_with_kvcache():
   with emulated("gfx942"):
@@ -202,7 +202,7 @@ def test_caches_in_one_buffer(name, arch):
     q, k, v = (np.random.default_rng(i).standard_normal((B, h, 9, D)).astype(np.float16) for i, h in enumerate((H, HKV, HKV)))
     for i, j in ((0, 5), (5, 9)):
       o = attention_with_kv_cache(*(tensor(x[:, :, i:j], "float16") for x in (q, k, v)), k_cache, v_cache, lengths(i, i))
-      close(array(o), *(x.astype(np.float32) for x in (q[:, :, i:j], k[:, :, :j], v[:, :, :j])))
+      check_output(array(o), *(x.astype(np.float32) for x in (q[:, :, i:j], k[:, :, :j], v[:, :, :j])))
     whole_base = array(base)
     for i, want in ((0, k), (1, v)):
       got = whole_base[i] if name == "K and V in one" else whole_base[:, :, :, i, :D]

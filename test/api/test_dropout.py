@@ -81,10 +81,10 @@ def test_the_mask_of_sizes_that_are_no_powers_of_two(sizes:tuple[int, ...]) -> N
   # would fail to lower a remainder of 64-bit integers.
   with emulated("gfx942"): np.testing.assert_array_equal(attn.dropout_mask(Tensor(SEED, device="EMU"), P, *sizes).numpy(), kept_mask(SEED, P, *sizes))
 
-def lags(mask:np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-  """Yields a label and two arrays of equal shape for each axis of the mask (batch, head, query, key) and each distance along the axis: elements at
-  the same place in the two arrays are that distance apart in the mask. Along the keys, two such elements lie in the same octet (eight neighbouring
-  keys), in neighbouring octets, or further apart."""
+def elements_apart(mask:np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+  """Yields (label, a, b) for each axis of the mask (batch, head, query, key) and for several distances. a and b are arrays of equal shape: each
+  element of a lies, in the mask, this distance behind the element of b at the same place. Along the keys, two such elements lie in the same octet
+  (eight neighbouring keys), in neighbouring octets, or further apart."""
   for axis, name in enumerate(("batch", "head", "query", "key")):
     for lag in (1, 2, 3, 4, 7, 8, 16, 32, 64):
       if lag < mask.shape[axis]:
@@ -104,7 +104,7 @@ def test_rate_and_independence(p:float) -> None:
   held("rate", x.mean(), n, variance)
   for axes in ((2, 3), (0, 1, 3), (0, 1, 2)): held(f"rate over {axes}", x.mean(axes), int(np.prod([x.shape[i] for i in axes])), variance)
   held("rate in an octet", x.reshape(-1, 8).mean(0), n//8, variance)
-  for name, a, b in lags(x): held(name, (a*b).mean(), a.size, variance**2)
+  for name, a, b in elements_apart(x): held(name, (a*b).mean(), a.size, variance**2)
   held("transposed", (x*x.swapaxes(2, 3))[:, :, ~np.eye(160, dtype=bool)].mean(), n//2, 2*variance**2)     # each pair counts twice
   held("heads as batches", (x*x.swapaxes(0, 1))[~np.eye(4, dtype=bool)].mean(), n//2, 2*variance**2)
   for i, bit in itertools.product(range(2), (1, 1 << 31)):
@@ -117,7 +117,7 @@ def test_a_rate_that_is_wrong_is_noticed() -> None:
   mask = kept_mask(SEED, 26/256, 4, 4, 320, 320)
   assert abs(mask.mean() - 0.9) > SIGMAS*np.sqrt(0.09/mask.size)
   shared = np.broadcast_to(mask[:, :1], mask.shape) - 0.9
-  assert any(abs((a*b).mean()) > SIGMAS*0.09/np.sqrt(a.size) for name, a, b in lags(shared) if name.startswith("head"))
+  assert any(abs((a*b).mean()) > SIGMAS*0.09/np.sqrt(a.size) for name, a, b in elements_apart(shared) if name.startswith("head"))
 
 # ***** on every matrix unit *****
 

@@ -59,7 +59,7 @@ def agrees(ours_:dict[str, Any], **theirs:Any) -> Callable[[str], None]:
   def run(function:str) -> None: same_numbers(call_without_cache(function, **theirs), ours(function, **ours_))
   return run
 
-def close_packed(function:str) -> None:
+def check_packed(function:str) -> None:
   """Compares causal attention by `function` with float64, for packed sequences and for separate ones: each element must be within its error limit
   (docs/contract.md). Packed and separate results may differ in their bits, because dispatch may choose another tile for packed sequences."""
   o = array(call_without_cache(function, causal=True)).reshape(B, SQ, H, D).swapaxes(1, 2)
@@ -76,7 +76,7 @@ def with_lse(function:str) -> None:
 
 def with_probabilities(function:str) -> None:
   with_lse(function)
-  probabilities(function)
+  check_shown_mask(function)
 
 def dropped(function:str) -> None:
   Tensor.manual_seed(3)
@@ -87,20 +87,21 @@ def dropped(function:str) -> None:
 
 SEED, DROPPED_P = np.array([7, 11], np.uint32), .4
 
-def kept(mask:Tensor) -> np.ndarray:
+def kept_by_mask(mask:Tensor) -> np.ndarray:
   """Returns a bool array: true for each element of P that dropout kept. `mask` is S_dmask, the third result of FlashAttention's functions, negative
   where an element was dropped. Tests run with NOOPT=1, but NOOPT=0 is set here, because without tinygrad's optimizations the kernel that computes
   S_dmask cannot be lowered."""
   with Context(NOOPT=0): return array(mask) >= 0
 
-def seeded(function:str) -> None:
-  """Checks one of FlashAttention's functions, by name: `out` of a call with dropout_seed equals the result of `attention` with this seed."""
+def check_seed(function:str) -> None:
+  """Checks one of FlashAttention's functions, given by its name: `out` of a call with dropout_seed equals the result of `attention` with this
+  seed."""
   seed = Tensor(SEED, device="EMU")
   got = array(call_without_cache(function, dropout_p=DROPPED_P, dropout_seed=seed))
   want = array(ours(function, dropout_p=DROPPED_P, dropout_seed=seed))
   np.testing.assert_allclose(got.reshape(want.shape), want, rtol=0, atol=2e-3)     # another tile rounds otherwise
 
-def probabilities(function:str) -> None:
+def check_shown_mask(function:str) -> None:
   """Checks one of FlashAttention's functions, given by its name, without a dropout_seed: `out` equals P V, where P has only the elements that the
   returned S_dmask shows as kept. tinygrad's generator draws the seed."""
   q, k, v = (x.astype(np.float64).swapaxes(1, 2) for x in (Q, *((x[:, :SQ].repeat(2, 2) for x in (K, V)) if "qkvpacked" in function else (K, V))))
@@ -108,7 +109,7 @@ def probabilities(function:str) -> None:
   o, _, mask = call_without_cache(function, dropout_p=DROPPED_P, return_attn_probs=True)
   assert mask.dtype == o.dtype and mask.shape == (B, H, SQ, k.shape[2])
   scores = np.exp(q @ k.swapaxes(2, 3)*D**-.5)
-  p = scores/scores.sum(-1, keepdims=True)*kept(mask)/(1 - DROPPED_P)
+  p = scores/scores.sum(-1, keepdims=True)*kept_by_mask(mask)/(1 - DROPPED_P)
   np.testing.assert_allclose(array(o).reshape(B, SQ, H, D), (p @ v).swapaxes(1, 2), atol=5e-3)
 
 def window(function:str) -> None:
@@ -120,14 +121,14 @@ def softcap(function:str) -> None:
   agrees({"softcap": 5.0}, softcap=5.0)(function)
   agrees({}, softcap=-1.0)(function)
 
-def longest(function:str) -> None:
-  """Checks one of FlashAttention's functions, by name: a max_seqlen larger than the number of rows does not change the result."""
+def check_longest(function:str) -> None:
+  """Checks one of FlashAttention's functions, given by its name: a max_seqlen larger than the number of rows does not change the result."""
   q = function == "flash_attn_varlen_qkvpacked_func"
   agrees({}, **({"max_seqlen": 99} if q else {"max_seqlen_q": 99, "max_seqlen_k": 999}))(function)
 
-def in_pages(function:str) -> None:
-  """Checks one of FlashAttention's functions, by name: keys and values in pages of 6 rows, in another order, give the same result as without pages.
-  """
+def check_pages(function:str) -> None:
+  """Checks one of FlashAttention's functions, given by its name: keys and values in pages of 6 rows, in another order, give the same result as
+  without pages."""
   pages = [half(x.reshape(2*B, 6, HKV, D)[[3, 0, 1, 2]]) for x in (K, V)]
   o = flash_attn.flash_attn_varlen_func(half(packed_rows(Q)), *pages, int32(*CU_Q), int32(*CU_K), SQ, SK, block_table=int32([1, 2], [3, 0]))
   x = [a.astype(np.float32).swapaxes(1, 2) for a in (Q, K, V)]
@@ -139,13 +140,13 @@ MAIN = agrees({})
 OF_ALL: dict[str, tuple[str, Callable[[str], None]]] = {
   "dropout_p": ("dropout whenever it is not 0, with a seed from tinygrad's generator", dropped),
   "softmax_scale": ("1/sqrt(D) by default", agrees({"softmax_scale": .5}, softmax_scale=.5)),
-  "causal": ("bottom-right", close_packed), "softcap": ("off at 0 and below", softcap),
+  "causal": ("bottom-right", check_packed), "softcap": ("off at 0 and below", softcap),
   "window_size": ("tuple or list; a negative bound is no bound; with causal the right bound is 0", window),
   "alibi_slopes": ("(H) or (B, H)", lambda f: agrees({"alibi_slopes": Tensor(SLOPES, device="EMU")}, alibi_slopes=Tensor(SLOPES, device="EMU"))(f)),
   "deterministic": ("True: gradients have the same bits in every run; out always has", agrees({}, deterministic=True)),
   "return_attn_probs": ("returns (out, softmax_lse, S_dmask): 1 where dropout keeps an element of P, -1 where not; None without dropout",
                         with_probabilities),
-  "dropout_seed": ("a keyword, not FlashAttention's: uint32 (2), decides which elements drop", seeded)}
+  "dropout_seed": ("a keyword, not FlashAttention's: uint32 (2), decides which elements drop", check_seed)}
 TABLE: dict[tuple[str, str], tuple[str, Callable[[str], None]]] = {}
 for name, tensors in (("flash_attn_func", {"q": "(B, Sq, H, D)", "k": "(B, Sk, Hkv, D)", "v": "(B, Sk, Hkv, Dv)"}),
                       ("flash_attn_kvpacked_func", {"q": "(B, Sq, H, D)", "kv": "(B, Sk, 2, Hkv, D)"}),
@@ -158,15 +159,15 @@ for name, tensors in (("flash_attn_func", {"q": "(B, Sq, H, D)", "k": "(B, Sk, H
   TABLE |= {(name, argument): (text, MAIN) for argument, text in tensors.items()}
   if "varlen" in name:
     names = ("max_seqlen",) if "qkvpacked" in name else ("max_seqlen_q", "max_seqlen_k")
-    TABLE |= {(name, argument): ("longest sequence; a number above the number of rows sets no bound", longest) for argument in names}
+    TABLE |= {(name, argument): ("longest sequence; a number above the number of rows sets no bound", check_longest) for argument in names}
   TABLE |= {(name, argument): x for argument, x in OF_ALL.items()}
-TABLE["flash_attn_varlen_func", "block_table"] = ("int32 (B, max_blocks); k and v are then pages (pages, page_size, Hkv, D)", in_pages)
+TABLE["flash_attn_varlen_func", "block_table"] = ("int32 (B, max_blocks); k and v are then pages (pages, page_size, Hkv, D)", check_pages)
 
 # ***** a cache *****
 
 START = (5, 8)       # rows already in the cache
 
-def cached(causal:bool=True, start:Any=None, caches:tuple[Tensor, Tensor]|None=None, new:int=2, **more:Any) -> Tensor:
+def call_with_cache(causal:bool=True, start:Any=None, caches:tuple[Tensor, Tensor]|None=None, new:int=2, **more:Any) -> Tensor:
   """Calls `flash_attn_with_kvcache` on the inputs of this file with `new` new rows, and returns the output. `start` has the old length of each batch,
   and `caches` the key and value caches."""
   k_cache, v_cache = caches or [half(x) for x in (K, V)]
@@ -174,7 +175,7 @@ def cached(causal:bool=True, start:Any=None, caches:tuple[Tensor, Tensor]|None=N
   return flash_attn.flash_attn_with_kvcache(half(Q[:, :new]), k_cache, v_cache, half(Q[:, :new, :HKV]), half(Q[:, :new, 2:]), cache_seqlens=at,
                                             causal=causal, **more)
 
-def appended(start:tuple[int, ...]=START, new:int=2, k_new:np.ndarray|None=None) -> list[np.ndarray]:
+def caches_after_append(start:tuple[int, ...]=START, new:int=2, k_new:np.ndarray|None=None) -> list[np.ndarray]:
   """Returns the expected contents of the key and value caches after `flash_attn_with_kvcache` has appended `new` rows to each batch. `start` has the
   first new row of each batch. `k_new` are the new keys."""
   out = []
@@ -194,27 +195,28 @@ def judged(o:Tensor, q:np.ndarray, k:np.ndarray, v:np.ndarray, ends:tuple[int, .
 
 ENDS = tuple(n + 2 for n in START)
 
-def cache_main(_:str) -> None: judged(cached(), Q[:, :2], *appended(), ENDS)
-def cache_of_an_int(_:str) -> None: judged(cached(start=6), Q[:, :2], *appended((6, 6)), (8, 8))
+def cache_main(_:str) -> None: judged(call_with_cache(), Q[:, :2], *caches_after_append(), ENDS)
+def cache_of_an_int(_:str) -> None: judged(call_with_cache(start=6), Q[:, :2], *caches_after_append((6, 6)), (8, 8))
 def cache_full(_:str) -> None:
   o = flash_attn.flash_attn_with_kvcache(*qkv(), causal=True)
   judged(o, Q, K, V, (SK, SK))
-def cache_more_batches(_:str) -> None:
+def check_more_batches_in_cache(_:str) -> None:
   """Checks calls in which the caches have three batches and the queries two. cache_batch_idx selects two batches of the caches in another order.
   Without cache_batch_idx, the queries belong to the first two batches."""
   larger = [np.concatenate([x[1:], numbers(1, SK, HKV, D, seed=9).astype(np.float16), x[:1]]) for x in (K, V)]
   caches = [half(x) for x in larger]
-  judged(cached(caches=(caches[0], caches[1]), cache_batch_idx=int32(2, 0)), Q[:, :2], *appended(), ENDS)
-  np.testing.assert_array_equal(array(caches[0]), np.stack([appended()[0][1], larger[0][1], appended()[0][0]]).astype(np.float32))
+  judged(call_with_cache(caches=(caches[0], caches[1]), cache_batch_idx=int32(2, 0)), Q[:, :2], *caches_after_append(), ENDS)
+  keys = caches_after_append()[0]
+  np.testing.assert_array_equal(array(caches[0]), np.stack([keys[1], larger[0][1], keys[0]]).astype(np.float32))
   caches = [half(np.concatenate([x, x[:1]])) for x in (K, V)]
-  judged(cached(caches=(caches[0], caches[1])), Q[:, :2], *appended(), ENDS)
-  np.testing.assert_array_equal(array(caches[0])[:2], appended()[0].astype(np.float32))
-def cache_leftpad(_:str) -> None: judged(cached(cache_leftpad=int32(2, 5)), Q[:, :2], *appended(), ENDS, starts=(2, 5))
+  judged(call_with_cache(caches=(caches[0], caches[1])), Q[:, :2], *caches_after_append(), ENDS)
+  np.testing.assert_array_equal(array(caches[0])[:2], caches_after_append()[0].astype(np.float32))
+def cache_leftpad(_:str) -> None: judged(call_with_cache(cache_leftpad=int32(2, 5)), Q[:, :2], *caches_after_append(), ENDS, starts=(2, 5))
 def cache_in_pages(_:str) -> None:
   k_pages, v_pages = (half(x.reshape(2*B, 6, HKV, D)[[3, 0, 1, 2]]) for x in (K, V))
-  judged(cached(caches=(k_pages, v_pages), block_table=int32([1, 2], [3, 0])), Q[:, :2], *appended(), ENDS)
+  judged(call_with_cache(caches=(k_pages, v_pages), block_table=int32([1, 2], [3, 0])), Q[:, :2], *caches_after_append(), ENDS)
 
-def turned(x:np.ndarray, places:np.ndarray, cos:np.ndarray, sin:np.ndarray, interleaved:bool) -> np.ndarray:
+def rotated(x:np.ndarray, places:np.ndarray, cos:np.ndarray, sin:np.ndarray, interleaved:bool) -> np.ndarray:
   """Computes the rotary embedding of x in float64 with complex numbers: two columns are the real and the imaginary part of one complex number, which
   is multiplied by cos + i sin. `places` has each row's position, the index into `cos` and `sin`. `interleaved` pairs neighbouring columns; otherwise
   column j is paired with the column half the rotary width further."""
@@ -230,17 +232,17 @@ def rotary(interleaved:bool, causal:bool=True) -> Callable[[str], None]:
     angles = np.arange(16)[:, None]*np.array([1., .3, .1, .03])      # for the first 8 of 16 columns
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     caches = [half(x) for x in (K, V)]
-    o = cached(causal, caches=(caches[0], caches[1]), rotary_cos=Tensor(cos, device="EMU"), rotary_sin=Tensor(sin, device="EMU"),
+    o = call_with_cache(causal, caches=(caches[0], caches[1]), rotary_cos=Tensor(cos, device="EMU"), rotary_sin=Tensor(sin, device="EMU"),
                rotary_interleaved=interleaved)
     at = np.array(START)[:, None] + np.arange(2)
-    k_new, q = turned(Q[:, :2, :HKV], at, cos, sin, interleaved), turned(Q[:, :2], at if causal else at[:, :1].repeat(2, 1), cos, sin, interleaved)
-    got, (k, v) = array(caches[0]), appended(k_new=k_new)
+    k_new, q = rotated(Q[:, :2, :HKV], at, cos, sin, interleaved), rotated(Q[:, :2], at if causal else at[:, :1].repeat(2, 1), cos, sin, interleaved)
+    got, (k, v) = array(caches[0]), caches_after_append(k_new=k_new)
     np.testing.assert_allclose(got, k.astype(np.float32), rtol=2e-3, atol=2e-3)      # one ulp of half, because the angles are in fp32
     judged(o, q, got.astype(np.float16), v, ENDS, (-1, 0) if causal else (-1, -1))
   return run
 
 def cache_lse(_:str) -> None:
-  _, lse = cached(return_softmax_lse=True)
+  _, lse = call_with_cache(return_softmax_lse=True)
   assert lse.shape == (B, H, 2) and np.isfinite(array(lse)).all()
 
 def like_ours(theirs:dict[str, Any], options:dict[str, Any]) -> Callable[[str], None]:
@@ -248,7 +250,7 @@ def like_ours(theirs:dict[str, Any], options:dict[str, Any]) -> Callable[[str], 
     k_cache, v_cache = (half(x) for x in (K, V))
     new = half(Q[:, :2]), half(Q[:, :2, :HKV]), half(Q[:, :2, 2:])
     want = attn.attention_with_kv_cache(*new, k_cache, v_cache, int32(*START), layout="bshd", **options)
-    same_numbers(cached(**theirs), want)
+    same_numbers(call_with_cache(**theirs), want)
   return run
 
 OF_A_CACHE = {
@@ -258,7 +260,7 @@ OF_A_CACHE = {
   "rotary_cos": ("(positions, rotary_dim/2) for an even rotary_dim up to D; rotates q and k; a position for each row of the cache", rotary(True)),
   "rotary_sin": ("like rotary_cos", rotary(True, False)),
   "cache_seqlens": ("int, Variable or int32 (B); without it the caches are full", cache_of_an_int),
-  "cache_batch_idx": ("int32 (B); without it the first B batches", cache_more_batches),
+  "cache_batch_idx": ("int32 (B); without it the first B batches", check_more_batches_in_cache),
   "cache_leftpad": ("int32 (B), also with block_table", cache_leftpad),
   "block_table": ("int32 (B, max_blocks), for pages of any size", cache_in_pages),
   "softmax_scale": ("1/sqrt(D) by default", like_ours({"softmax_scale": .5}, {"softmax_scale": .5})),
@@ -282,18 +284,17 @@ BY_DEFAULT = {("flash_attn_func", "window_size"), ("flash_attn_kvpacked_func", "
 def test_argument(function:str, argument:str) -> None:
   with emulated("gfx942"): TABLE[function, argument][1](function)
 
-def table() -> str:
+def table_of_arguments() -> str:
   """Builds the table of arguments in docs/flash_attention.md."""
   lines = ["| function | argument | here |", "|---|---|---|"]
   return "\n".join([*lines, *(f"| {function} | {argument} | {text} |" for (function, argument), (text, _) in TABLE.items())]) + "\n"
 
 def test_the_table_has_every_argument_and_is_in_the_document() -> None:
   # The table in docs/flash_attention.md lists every argument of FlashAttention's functions. `python test/api/test_flash_attn.py` makes this table.
-  #
   functions = {name: f for name, f in vars(flash_attn).items() if name.startswith("flash_attn_")}
   for name, f in functions.items():
     assert {argument for function, argument in TABLE if function == name} == set(inspect.signature(f).parameters), name
-  assert table() in DOCUMENT.read_text()
+  assert table_of_arguments() in DOCUMENT.read_text()
 
 OPTIONS_OF_ALL = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic", "return_attn_probs"]
 
@@ -351,4 +352,4 @@ def test_refused() -> None:
 
 if __name__ == "__main__":
   head, tail = DOCUMENT.read_text().split("| function | argument | here |")
-  DOCUMENT.write_text(head + table() + tail[tail.index("\n\n") + 1:])
+  DOCUMENT.write_text(head + table_of_arguments() + tail[tail.index("\n\n") + 1:])

@@ -46,7 +46,7 @@ class Paged:
     return Paged(lengths, k, v, (pages[0], pages[1]), table)
   def tensors(self, device:str="EMU") -> list[Tensor]: return [tensor(x, "float16", device).realize() for x in self.pages]
 
-def close(got:np.ndarray, q:np.ndarray, x:Paged, window:tuple[int, int]=(-1, 0), **options:Any) -> None:
+def check_output(got:np.ndarray, q:np.ndarray, x:Paged, window:tuple[int, int]=(-1, 0), **options:Any) -> None:
   """Checks `got` (B, H, Sq, D), the output of attention with queries `q` over the paged sequences `x`. Each element must be within its error limit
   (docs/contract.md) of a float64 computation of its sequence under the mask `window`. `options` are score options, such as softcap."""
   for b, n in enumerate(x.lengths):
@@ -71,7 +71,7 @@ def test_attention(page:int, Sq:int, lengths:tuple[int, ...], d:int, options:dic
   with emulated(arch):
     o = array(attn.attention(tensor(q, "float16"), *x.tensors(), block_table=int32(x.table), kv_lengths=int32(lengths), causal=True, **options))
   if 0 in lengths: assert (o[lengths.index(0)] == 0).all()
-  close(o, q, x) if 0 not in lengths else close(o[:1], q[:1], Paged(lengths[:1], x.k, x.v, x.pages, x.table))
+  check_output(o, q, x) if 0 not in lengths else check_output(o[:1], q[:1], Paged(lengths[:1], x.k, x.v, x.pages, x.table))
 
 @pytest.mark.parametrize("layout, arch", [("bshd", "gfx942"), pytest.param("nsd", "sm_80", marks=pytest.mark.thorough)])
 def test_with_options_in_any_layout(layout:str, arch:str) -> None:
@@ -84,7 +84,7 @@ def test_with_options_in_any_layout(layout:str, arch:str) -> None:
       both = tensor(np.stack(x.pages, 1), "float16").realize()
       o = attn.attention(tensor(arrange(q, layout), "float16"), both[:, 0], both[:, 1], layout=layout, block_table=int32(x.table),
                          kv_lengths=int32(x.lengths), window=(6, 0), softcap=20.0, sinks=Tensor(sinks, device="EMU"))
-      close(restore(array(o), layout, q.shape), q, x, (6, 0), softcap=20.0, sinks=sinks)
+      check_output(restore(array(o), layout, q.shape), q, x, (6, 0), softcap=20.0, sinks=sinks)
 
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=() if a == "sm_80" else pytest.mark.thorough) for a in EVERY_ARCH])
 def test_a_prefix_that_two_sequences_share(arch:str) -> None:
@@ -101,7 +101,7 @@ def test_a_prefix_that_two_sequences_share(arch:str) -> None:
     for i in range(4):
       o = array(step(*(tensor(x[:, :, i:i+1], "float16").realize() for x in own), int32([16 + i]*2)))
       k, v = (np.concatenate([p.repeat(2, 0), x[:, :, :i+1]], 2) for p, x in zip(prefix, own[1:]))
-      close(o, own[0][:, :, i:i+1], Paged((17 + i, 17 + i), k, v, (k, v), np.zeros(0)))
+      check_output(o, own[0][:, :, i:i+1], Paged((17 + i, 17 + i), k, v, (k, v), np.zeros(0)))
     assert not array(k_pages)[[0, 3]].any() and not array(v_pages)[[0, 3]].any()
 
 @pytest.mark.parametrize("count, arch, kernel", [(2, "sm_90", ""), pytest.param(4, "gfx942", "", marks=pytest.mark.thorough),
@@ -120,7 +120,7 @@ def test_heads_on_several_devices(count:int, arch:str, kernel:str) -> None:
     o = attn.attention_with_kv_cache(q, k_new, v_new, k_pages, v_pages, int32([8, 8], devices[0]), block_table=table)
     assert (o.device, o.uop.axis) == (k_pages.device, 1) and len(o.device) == count
     k, v = (np.concatenate([x, y], 2) for x, y in zip(old[1:], new[1:]))
-    close(array(whole(o)), new[0], Paged((9, 9), k, v, (k, v), np.zeros(0)))
+    check_output(array(whole(o)), new[0], Paged((9, 9), k, v, (k, v), np.zeros(0)))
     for axis in (1, None):
       with pytest.raises(NotImplementedError, match=f"q: axis 1, k: axis {axis}, v: axis 2 sharded, with block_table and layout='bhsd': shard"):
         attn.attention(q, shard(pages[0], axis), v_pages, block_table=table, kv_lengths=9)
@@ -139,7 +139,7 @@ def test_on_a_gpu(case:tuple[Any, ...]) -> None:
   with Context(DEV="CUDA"):
     (k_pages, v_pages), table = x.tensors("CUDA"), int32(x.table, "CUDA")
     o = attn.attention(tensor(q, "float16", "CUDA"), k_pages, v_pages, block_table=table, kv_lengths=int32(lengths, "CUDA"), causal=True, **options)
-    close(array(o), q, x)
+    check_output(array(o), q, x)
     last = [tensor(np.stack([a[b, :, n - 1:n] for b, n in enumerate(lengths)]), "float16", "CUDA") for a in (x.k, x.v)]
     emptied = [tensor(np.where(np.isnan(a), 0, a*0), "float16", "CUDA").realize() for a in x.pages]
     attn.append_kv(*last, *emptied, int32([n - 1 for n in lengths], "CUDA"), block_table=table)
@@ -240,7 +240,7 @@ def test_on_a_cpu() -> None:
   script = "import numpy as np, attn, test_paged as t\n" \
     "x, q = t.Paged.of((40, 9), 7), np.random.default_rng(5).standard_normal((2, t.H, 1, t.D)).astype(np.float16)\n" \
     "given = [t.Tensor(y, device='CPU').realize() for y in (q, *x.pages, x.table, np.array(x.lengths, np.int32))]\n" \
-    "t.close(attn.attention(*given[:3], block_table=given[3], kv_lengths=given[4], causal=True).numpy(), q, x)"
+    "t.check_output(attn.attention(*given[:3], block_table=given[3], kv_lengths=given[4], causal=True).numpy(), q, x)"
   run_on_a_cpu(script)
 
 @pytest.mark.parametrize("arch", ("sm_80", pytest.param("gfx1100", marks=pytest.mark.thorough)))
@@ -253,7 +253,7 @@ def test_flash_attn_varlen_func(arch:str) -> None:
                                                 block_table=int32(x.table)))
   for b, (first, n) in enumerate(zip((0, 5), counts)):
     one = Paged(x.lengths[b:b+1], x.k[b:b+1], x.v[b:b+1], x.pages, x.table)
-    close(o[first:first + n].swapaxes(0, 1)[None], q[first:first + n].swapaxes(0, 1)[None], one)
+    check_output(o[first:first + n].swapaxes(0, 1)[None], q[first:first + n].swapaxes(0, 1)[None], one)
 
 # ***** a single page: no kernel reads its block table *****
 
@@ -275,4 +275,4 @@ def test_steps_of_one_page_on_a_gpu() -> None:
     step = step_of_one_page("CUDA")
     for i in range(4):
       o, x, q = step(i)
-      close(array(o), q, x)
+      check_output(array(o), q, x)

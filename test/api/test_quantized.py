@@ -37,7 +37,7 @@ def numbers(x:QuantizedRows, format:str) -> np.ndarray:
   """
   return numbers_of(format)[whole(x.values).numpy().view(np.uint8)]
 
-def same_rows(got:np.ndarray, scales:np.ndarray, x:np.ndarray, format:str) -> None:
+def check_rounded_rows(got:np.ndarray, scales:np.ndarray, x:np.ndarray, format:str) -> None:
   """Checks that the rows x were rounded correctly to the 8-bit `format`. `got` has the 8-bit numbers and `scales` the scale of each row. Each number
   times its scale must be as near to x as the nearest number of the format. Rows with NaN or inf must be stored as zeros."""
   want = scales_of(format, x, str(scales.dtype))
@@ -56,7 +56,7 @@ def test_a_tensor_and_back(dtype:str, arch:str, scale_dtype:str) -> None:
     made = attn.quantize_kv(tensor(x, "float16"), dtype, scale_dtype=scale_dtype)
     assert made.values.shape == x.shape and made.scales.shape == x.shape[:-1] and made.values.dtype == FORMATS[format].dtype
     got, scales = numbers(made, format), made.scales.numpy()
-    same_rows(got, scales, x, format)
+    check_rounded_rows(got, scales, x, format)
     back = attn.dequantize_kv(made, "float32").numpy()
     np.testing.assert_array_equal(back, got.astype(np.float32)*scales.astype(np.float32)[..., None])
 
@@ -78,7 +78,7 @@ def test_appended_rows(dtype:str, arch:str, scale_dtype:str, layout:str) -> None
     for x, cache in zip(new, caches):
       got, scales = numbers(cache, format), cache.scales.numpy()
       got, scales = (restore(a, layout, (B, HKV, CAPACITY, a.shape[-1])) for a in (got, scales[..., None]))
-      for start in (0, 3, 8): same_rows(got[:, :, start:start + 3], scales[:, :, start:start + 3, 0], x, format)
+      for start in (0, 3, 8): check_rounded_rows(got[:, :, start:start + 3], scales[:, :, start:start + 3, 0], x, format)
       assert not got[:, :, [6, 7, 11]].any() and not scales[:, :, [6, 7, 11]].any()
 
 @pytest.mark.sample(1)
@@ -89,7 +89,7 @@ def test_appended_rows_on_every_unit(arch:str) -> None:
     x = rows(1, 1, 5, 72)
     lengths = attn.append_kv(*[tensor(x, "float16")]*2, cache, attn.empty_kv_cache(1, 1, 8, 72, dtype="int8")[1], int32([5]))
     assert lengths.tolist() == [8]
-    same_rows(numbers(cache, "int8")[:, :, 5:], cache.scales.numpy()[:, :, 5:], x[:, :, :3], "int8")
+    check_rounded_rows(numbers(cache, "int8")[:, :, 5:], cache.scales.numpy()[:, :, 5:], x[:, :, :3], "int8")
     assert not cache.scales.numpy()[:, :, :5].any()
 
 @pytest.mark.parametrize("dtype, arch, scale_dtype", KINDS[1:3])
@@ -105,7 +105,7 @@ def test_rows_appended_to_pages(dtype:str, arch:str, scale_dtype:str) -> None:
     for i, x in enumerate(new):
       of, got = scales.numpy()[1, :, :, i], numbers(QuantizedRows(stored, scales), format)[1, :, :, i]     # reading the scales appends
       for b, places in enumerate(([(4, 2), (4, 3), (1, 0)], [(2, 2), (2, 3)])):
-        for j, place in enumerate(places): same_rows(got[place], of[place], x[b, :, j], format)
+        for j, place in enumerate(places): check_rounded_rows(got[place], of[place], x[b, :, j], format)
     assert np.count_nonzero(scales.numpy()[0]) == 0 and np.count_nonzero(scales.numpy()[1].any(-1)) == 2*5
 
 @pytest.mark.parametrize("axis", (0, 1))
@@ -116,7 +116,7 @@ def test_a_cache_on_two_devices(axis:int) -> None:
     caches = [QuantizedRows(*(t.shard(DEVICES, axis).realize() for t in cache)) for cache in made]
     new = tensor(x, "float16").shard(DEVICES, axis).realize()
     assert whole(attn.append_kv(new, new, *caches, 4)).tolist() == [7, 7]
-    for cache in caches: same_rows(numbers(cache, "int8")[:, :, 4:7], whole(cache.scales).numpy()[:, :, 4:7], x, "int8")
+    for cache in caches: check_rounded_rows(numbers(cache, "int8")[:, :, 4:7], whole(cache.scales).numpy()[:, :, 4:7], x, "int8")
 
 @pytest.mark.thorough
 def test_rows_appended_on_a_cpu() -> None:
@@ -124,7 +124,7 @@ def test_rows_appended_on_a_cpu() -> None:
   script = "import numpy as np, attn, test_quantized as t\n" \
     "x, caches = t.rows(2, 2, 3, 40), attn.empty_kv_cache(2, 2, 8, 40, dtype='int8')\n" \
     "attn.append_kv(*[t.Tensor(x)]*2, *caches, 5)\n" \
-    "for c in caches: t.same_rows(c.values.numpy()[:, :, 5:].astype(float), c.scales.numpy()[:, :, 5:], x, 'int8')\n"
+    "for c in caches: t.check_rounded_rows(c.values.numpy()[:, :, 5:].astype(float), c.scales.numpy()[:, :, 5:], x, 'int8')\n"
   run_on_a_cpu(script)
 
 # ***** memory *****

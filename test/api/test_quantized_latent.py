@@ -35,13 +35,13 @@ def check_step(o:np.ndarray, q:np.ndarray, cache:tuple[np.ndarray, np.ndarray, n
 
 def inputs(n:int=60) -> list[np.ndarray]: return drawn(n, (H, 1), width=V + R)
 
-def appended(cache:tuple[np.ndarray, np.ndarray, np.ndarray], x:np.ndarray, format:str="int8") -> None:
+def check_appended(cache:tuple[np.ndarray, np.ndarray, np.ndarray], x:np.ndarray, format:str="int8") -> None:
   """Checks that the first rows of a latent cache equal x: in the latent columns up to rounding, in the rotary columns exactly. `cache` has the keys,
   the values and the scales in float64. `format` is the 8-bit format of the latent columns."""
   near((cache[1], cache[2]), x[..., :V], format)
   np.testing.assert_array_equal(cache[0][:, :, :x.shape[2], V:], x[..., V:])
 
-def grow(cache:QuantizedLatent, device:str, format:str) -> None:
+def check_growing_cache(cache:QuantizedLatent, device:str, format:str) -> None:
   """Checks attention over an 8-bit latent cache while it grows by a prompt, by a chunk and by single rows under TinyJit. `format` is the 8-bit
   format."""
   x = inputs()
@@ -51,24 +51,23 @@ def grow(cache:QuantizedLatent, device:str, format:str) -> None:
     new = given(x, i, j, device=device)
     got = array(step(*new, i) if j - i > 1 else jitted(*new, n.bind(i)))
     check_step(got, x[0][:, :, i:j], latent_rows(cache, format), j)
-  appended(latent_rows(cache, format), x[1], format)
+  check_appended(latent_rows(cache, format), x[1], format)
 
 @pytest.mark.sample(3)
 @in_turn("dtype, arch", ("int8", "fp8e4m3"), UNITS, among=3)
 def test_decoding(arch:str, dtype:str) -> None:
   if dtype != "int8" and arch not in FORMAT_OF: pytest.skip(f"{arch} has no fp8")
-  with emulated(arch): grow(stale_latent(dtype), "EMU", format_of(dtype, arch))
+  with emulated(arch): check_growing_cache(stale_latent(dtype), "EMU", format_of(dtype, arch))
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ("int8", "fp8e4m3"))
 def test_decoding_on_a_gpu(dtype:str) -> None:
-  with Context(DEV="CUDA"): grow(stale_latent(dtype, device="CUDA"), "CUDA", dtype)
+  with Context(DEV="CUDA"): check_growing_cache(stale_latent(dtype, device="CUDA"), "CUDA", dtype)
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("arch, page", (("gfx942", 16), ("sm_90", 7), ("gfx1030", 4)))
 def test_pages(arch:str, page:int) -> None:
   # Attention over a paged latent cache is right. The pages are views of tensors that hold two layers, and the two sequences have different lengths.
-  #
   lengths, most, x = (33, 9), -(-40//page), inputs(40)
   count = 2*most + 3
   table = np.random.default_rng(2).permutation(count)[:2*most].reshape(2, most).astype(np.int32)

@@ -55,7 +55,7 @@ def check_later(call:Callable[[int], list[np.ndarray]]) -> None:
 
 @pytest.fixture
 def made(monkeypatch:pytest.MonkeyPatch) -> list[str]:
-  """Returns a list that gets a name for each graph of a call or a gradient that is made without a recipe."""
+  """Returns a list. For each graph of a call or a gradient that attn makes without a recipe, a name is added to the list."""
   found = list[str]()
   def noted(name:str, own:Callable[..., Any]) -> Callable[..., Any]: return lambda *args: found.append(name) or own(*args)     # type: ignore[func-returns-value]
   for module, name in ((launch, "kernels_launched"), (launch, "run_shared_rows"), (gradient, "kernel_gradients"), (context_gradient, "by_kernels")):

@@ -26,7 +26,7 @@ def _operations():
   OPERATIONS.clear()
   OPERATIONS.update(before)
 
-def defined(name, meaning):
+def define(name, meaning):
   """Defines the operation `name` for the emulator, with the numpy function `meaning`. Test kernels can then use it."""
   OPERATIONS[name] = Operation(meaning, f"{name}()", f"{name}()")
 
@@ -244,7 +244,7 @@ def matrix_in_loop(uniform):
     acc = acc.after(acc[0].store(splat(0.0, 4)))
     ab = x.bitcast(vector_dtype("uint32", 2))[t].load()
     name = "mfma_f32_16x16x16f16"
-    defined(f"test_{name}", lambda lanes, ab, c: lanes.matrix(name, ab, ab, c))
+    define(f"test_{name}", lambda lanes, ab, c: lanes.matrix(name, ab, ab, c))
     d = emit(f"test_{name}", acc.dtype, ab, acc.after(r)[0].load())
     done = acc.after(acc.after(r)[0].store(d).end(r))
     return sink("matrix_in_loop", o.bitcast(acc.dtype)[t].store(done[0].load()), ranges=(g, t))
@@ -260,7 +260,7 @@ def test_divergent_matrix_instruction():
 # ***** pointers as operands of operations *****
 
 def through_pointer(name, meaning):
-  defined(name, meaning)
+  define(name, meaning)
   def kernel(o, x):
     g, t = threads(64)
     return sink("pointer", o[t].store(emit(name, dtypes.uint, x[t]).bitcast(dtypes.float)), ranges=(g, t))

@@ -38,7 +38,7 @@ def value(u:UOp, i:Array, j:Array) -> Array:
 
 # ***** what is checked of each mask *****
 
-def shown(interval:Callable[[int], Interval], rows:Array, columns:Array) -> Array:
+def columns_shown(interval:Callable[[int], Interval], rows:Array, columns:Array) -> Array:
   """Returns a bool table (rows, columns): whether a column lies in the interval of a row. Checks that neither end of the interval decreases from one
   row to the next."""
   found = [interval(int(row)) for row in rows]
@@ -46,13 +46,13 @@ def shown(interval:Callable[[int], Interval], rows:Array, columns:Array) -> Arra
     assert all(x is None for x in numbers) or all(x <= y for x, y in itertools.pairwise(numbers)), numbers
   return np.stack([(columns >= (-FAR if first is None else first)) & (columns <= (FAR if last is None else last)) for first, last in found])
 
-def hold(mask:UOp, want:Array) -> Bounds:
+def check_split(mask:UOp, want:Array) -> Bounds:
   """Splits a mask into an interval of keys for each query and a remaining condition, and checks that both together give the mask `want`. Checks the
   same for an interval of queries for each key. Returns the split mask."""
   found = mask_bounds(mask)
   rest = np.broadcast_to(True if found.rest is None else value(found.rest, I, J), want.shape)
-  np.testing.assert_array_equal(shown(found.keys_of, I[:, 0], J[0]) & rest, want)
-  np.testing.assert_array_equal(shown(found.queries_of, J[0], I[:, 0]).T & rest, want)
+  np.testing.assert_array_equal(columns_shown(found.keys_of, I[:, 0], J[0]) & rest, want)
+  np.testing.assert_array_equal(columns_shown(found.queries_of, J[0], I[:, 0]).T & rest, want)
   return found
 
 # ***** masks with names *****
@@ -122,13 +122,13 @@ MIXED: dict[str, tuple[UOp, Plain, UOp|None]] = {     # masks that hide keys ins
 @pytest.mark.parametrize("name", EDGES)
 def test_intervals_are_the_mask(name:str, simplified:bool) -> None:
   mask, plain = EDGES[name]
-  found = hold(mask.simplify() if simplified else mask, plain(I, J))
+  found = check_split(mask.simplify() if simplified else mask, plain(I, J))
   assert found.rest is None
 
 @pytest.mark.parametrize("name", MIXED)
 def test_intervals_and_rest_are_the_mask(name:str) -> None:
   mask, plain, said = MIXED[name]
-  found = hold(mask, plain(I, J))
+  found = check_split(mask, plain(I, J))
   hull = Bounds((), (), None) if said is None else mask_bounds(said)
   assert found.rest is not None and hull.rest is None
   assert (found.before, found.after) == (hull.before, hull.after)
@@ -191,11 +191,11 @@ def test_the_same_mask_has_the_same_bounds(name:str) -> None:
 
 def test_a_mask_of_many_clauses_stays_a_condition() -> None:
   many = functools.reduce(operator.or_, [(i >= 3*n).logical_not() & (j >= 2*n) & FLAGS[(i + n) & 7] for n in range(30)])
-  assert hold(many & (i - j < 40), value(many & (i - j < 40), I, J)).rest is many
+  assert check_split(many & (i - j < 40), value(many & (i - j < 40), I, J)).rest is many
   odd = functools.reduce(operator.xor, [FLAGS[(i + j*n) & 7] for n in range(12)])
-  assert hold(odd & (i >= j), value(odd & (i >= j), I, J)).rest is odd
+  assert check_split(odd & (i >= j), value(odd & (i >= j), I, J)).rest is odd
   steps = functools.reduce(operator.add, [(i >= n).where(2, 0) for n in range(20)])
-  assert hold((steps > 3) & (i >= j), value((steps > 3) & (i >= j), I, J)).after == mask_bounds(i >= j).after
+  assert check_split((steps > 3) & (i >= j), value((steps > 3) & (i >= j), I, J)).after == mask_bounds(i >= j).after
 
 # ***** random masks *****
 
@@ -221,5 +221,5 @@ def conditions(x:st.SearchStrategy[UOp]) -> st.SearchStrategy[UOp]:
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_random_masks(mask:UOp) -> None:
   want = np.broadcast_to(value(mask, I, J), (len(I), J.shape[1]))
-  hold(mask, want)
-  hold(mask.simplify(), want)
+  check_split(mask, want)
+  check_split(mask.simplify(), want)

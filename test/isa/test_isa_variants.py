@@ -151,7 +151,7 @@ def test_lane_groups_meet_by_the_chips_own_instruction(arch:str, matrix:int) -> 
   found = re.findall(r"\b(v_permlane\w+?|ds_bpermute_b32)(?:_e\d\d)?\b", assembly(kernel_source(spec, tile).text, arch))
   assert set(found) == EXCHANGES[arch, matrix]
 
-def trip(spec:Spec, **tile:Any) -> list[Instruction]:
+def hot_loop_of(spec:Spec, **tile:Any) -> list[Instruction]:
   """Returns the instructions of the forward kernel's hot loop. Its tile is the one that dispatch chooses, with the fields `tile` changed."""
   p, arch = problem_of_spec(spec), get_chip(spec.arch)
   kernel = kernel_source(spec, replace(choose_tile(p, arch), **tile))
@@ -165,7 +165,7 @@ def trip(spec:Spec, **tile:Any) -> list[Instruction]:
 def test_the_next_tile_is_loaded_before_the_matrix_work(arch:str, d:int) -> None:
   # An iteration issues the loads of the next tile before all its matrix instructions. On gfx942 with D=256 clang moves some loads further down,
   # behind the branch of the softmax but before the second product.
-  kinds = ["sum of P" if x.kind == "matrix" and not matrix_shape(x.op)[1] else x.kind for x in trip(Spec(arch, d), prefetch=1)]
+  kinds = ["sum of P" if x.kind == "matrix" and not matrix_shape(x.op)[1] else x.kind for x in hot_loop_of(Spec(arch, d), prefetch=1)]
   after = kinds[len(kinds) - kinds[::-1].index("load"):].count("matrix")
   assert after >= kinds.count("matrix")*(0.5 if (arch, d) == ("gfx942", 256) else 1)
 
@@ -173,13 +173,13 @@ def test_the_next_tile_is_loaded_before_the_matrix_work(arch:str, d:int) -> None
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("prefetch", "barriers"), ((0, 2), (1, 2), (2, 1)))
 def test_barriers_of_a_trip(arch:str, prefetch:int, barriers:int) -> None:
-  assert sum(x.op in ("s_barrier", "s_barrier_signal") for x in trip(Spec(arch, 64), prefetch=prefetch, block_n=32)) == barriers
+  assert sum(x.op in ("s_barrier", "s_barrier_signal") for x in hot_loop_of(Spec(arch, 64), prefetch=prefetch, block_n=32)) == barriers
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_lazy_and_eager(arch:str) -> None:
   # The softmax subtracts a number from all scores of a row. A kernel that sets this number to the row's maximum in every iteration executes about
   # half an instruction more for each score than a kernel that raises it only when needed.
-  def valu(above:float) -> int: return sum(x.kind in VECTOR for x in trip(Spec(arch, 128), rescale_above=above))
+  def valu(above:float) -> int: return sum(x.kind in VECTOR for x in hot_loop_of(Spec(arch, 128), rescale_above=above))
   spec = Spec(arch, 128)
   tile = choose_tile(problem_of_spec(spec), get_chip(arch))
   share = tile.q_tiles*tile.matrix.N*tile.block_n/tile.matrix.wave

@@ -163,7 +163,6 @@ FAULTS_OF_DROPOUT: dict[str, tuple[Any, str, Any]] = {
 @pytest.mark.parametrize("fault", [pytest.param(x, marks=pytest.mark.thorough if i else ()) for i, x in enumerate(FAULTS_OF_DROPOUT)])
 def test_planted_fault_of_dropout(fault:str, monkeypatch:pytest.MonkeyPatch) -> None:
   # A planted fault in dropout makes the error of o larger than its limit. Each fault has its own problem, because tinygrad's cache keeps programs.
-  #
   monkeypatch.setattr(*FAULTS_OF_DROPOUT[fault])
   with pytest.raises(AssertionError, match="o: "): check(tile=SMALL, **{**DROPOUT, "Sq": 10 + list(FAULTS_OF_DROPOUT).index(fault)})
 

@@ -46,7 +46,7 @@ def instructions(text, arch, name):
   lines = [line.split("//")[0].strip() for line in asm[asm.index(f"\n{name}:"):asm.index("s_endpgm")].splitlines()]
   return [x for x in lines if re.match(r"(global|flat|buffer|ds|s_barrier|s_wait|s_sleep)", x)]
 
-def order(found, *patterns):
+def appear_in_order(found, *patterns):
   """Tells whether a list of instructions contains instructions that match the patterns, in this order. Other instructions may stand between them."""
   at = iter(found)
   return all(any(re.match(p, x) for x in at) for p in patterns)
@@ -61,11 +61,11 @@ def test_machine_code_of_turns(arch):
   assert [x for x in found if "cmpswap" in x or x.startswith("flat")] == []
   assert sum(x.startswith("global_atomic_add_f32") for x in found) == 1
   drained, poll = DRAINED.get(arch, r"s_waitcnt vmcnt\(0\)"), rf"global_load.*offset:4 {COHERENT.get(arch, 'sc1')}"
-  assert order(found, "global_atomic_add", "ds_(write|store)", "s_barrier", "ds_(read|load)", poll, "s_sleep", poll, "s_wait",
+  assert appear_in_order(found, "global_atomic_add", "ds_(write|store)", "s_barrier", "ds_(read|load)", poll, "s_sleep", poll, "s_wait",
                INVALIDATED.get(arch, "buffer_inv sc1"), "s_barrier", "global_atomic_add_f32", drained, "s_barrier", "global_atomic_add")
   if arch == "gfx1201": assert all("scope:SCOPE_DEV" in x for x in found if "atomic" in x)
   last = found[-1 - [x.startswith("s_barrier") for x in found[::-1]].index(True):]      # from the last barrier on: the turn is passed
-  if arch in ("gfx942", "gfx950"): assert order(last, "buffer_wbl2 sc1", r"s_waitcnt vmcnt\(0\)", "global_atomic_add")
+  if arch in ("gfx942", "gfx950"): assert appear_in_order(last, "buffer_wbl2 sc1", r"s_waitcnt vmcnt\(0\)", "global_atomic_add")
 
 @pytest.mark.parametrize("release", (19, 20, 22))
 def test_clang_19_is_refused_for_rdna4(release):

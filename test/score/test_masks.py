@@ -38,7 +38,7 @@ def walks(p:Problem) -> list[tuple[Walk, Array]]:
   seen, sequence = visible(p.Sq, p.Sk, p.window, p.offset), Extent(p.Sq, p.Sk, 0, 0, p.offset)
   return [(over_keys(p, sequence), seen), (over_queries(p, sequence), seen.T)]
 
-def hold_columns(walk:Walk, seen:Array) -> None:
+def check_columns(walk:Walk, seen:Array) -> None:
   """Checks that the masks together show each row exactly the right columns, and no column beyond the last one. `seen` says for each row which columns
   are right."""
   j = np.arange(number(walk.count) + 1)
@@ -46,7 +46,7 @@ def hold_columns(walk:Walk, seen:Array) -> None:
     first, last = first_seen(walk, UOp.const(row)), last_seen(walk, UOp.const(row))
     np.testing.assert_array_equal((j >= (0 if first is None else number(first))) & (j <= number(last)), want)
 
-def hold_tiles(walk:Walk, seen:Array) -> None:
+def check_tiles(walk:Walk, seen:Array) -> None:
   """Checks that a block loops over every tile in which one of its rows sees a column, and that it leaves out the mask exactly in tiles where all its
   rows see all columns. `seen` says for each row which columns it sees."""
   rows, count = seen.shape
@@ -66,8 +66,8 @@ def hold_tiles(walk:Walk, seen:Array) -> None:
 def test_both_sides_see_what_the_reference_does(Sq:int, Sk:int, name:str) -> None:
   p = problem(H=1, Sq=Sq, Sk=Sk, **SEEN[name])
   for walk, seen in walks(p):
-    hold_columns(walk, seen)
-    hold_tiles(walk, seen)
+    check_columns(walk, seen)
+    check_tiles(walk, seen)
     for n in (1, 4, 5): assert hides_some(walk, n) or (seen.all() and seen.shape[1] % n == 0)
   query, key = np.arange(p.Sq)[:, None] + p.offset, np.arange(p.Sk)[None]
   with emulated("gfx942"):
@@ -126,7 +126,7 @@ def test_planted_fault_in_tiles(monkeypatch:pytest.MonkeyPatch, plant:Callable[[
     with monkeypatch.context() as m:
       plant(m)
       walk, seen = walks(problem(H=1, Sq=39, Sk=57, window=(7, 3)))[side]
-      with pytest.raises(AssertionError): (hold_columns if plant in (*ROWS, uncounted) else hold_tiles)(walk, seen)
+      with pytest.raises(AssertionError): (check_columns if plant in (*ROWS, uncounted) else check_tiles)(walk, seen)
 
 SMALL: dict[str, Any] = dict(H=1, Sq=100, Sk=150, D=16, window=(70, 60))
 

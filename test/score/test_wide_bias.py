@@ -86,7 +86,7 @@ def exact(x:Given) -> dict[str, Array]:
   return {"o": o, "lse": lse[..., 0], "q": scaled @ k, "k": of_keys(scaled.swapaxes(-1, -2) @ q), "v": of_keys(p.swapaxes(-1, -2) @ do),
           "bias": of_bias}
 
-def hold(x:Given, found:dict[str, Array]) -> None:
+def check_results(x:Given, found:dict[str, Array]) -> None:
   """Checks results, by name, against float64. The tolerance is a few roundings of the inputs' dtype, or of the bias's dtype for its gradient."""
   want = exact(x)
   for name, got in found.items():
@@ -104,7 +104,7 @@ def computed(x:Given, *training:int) -> dict[str, Array]:
   for setting in training or (1,):
     with Context(TRAINING=setting):
       gradients = (attn.attention(**given, **options).float()*tensor(x.do, "float32")).sum().gradient(*given.values())
-    hold(x, {name: array(g) for name, g in zip(given, gradients)})
+    check_results(x, {name: array(g) for name, g in zip(given, gradients)})
   return {"o": array(o), "lse": array(lse)}
 
 UNITS = (("gfx942", {}), ("gfx1100", {"dtype": "bfloat16", "bias_dtype": "bfloat16", "bias_heads": 1}), ("sm_80", {"softcap": 5.0}),
@@ -118,18 +118,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("arch, parameters", UNITS)
 def test_rows_of_large_biases(arch:str, parameters:dict[str, Any]) -> None:
   x = Given.of(**parameters)
-  with emulated(arch): hold(x, computed(x, *range(2) if arch == "gfx942" else ()))
+  with emulated(arch): check_results(x, computed(x, *range(2) if arch == "gfx942" else ()))
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", ("gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_90", "gfx1030"))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option(name:str, arch:str) -> None:
   x = Given.of(**OPTIONS[name])
-  with emulated(arch): hold(x, computed(x))
+  with emulated(arch): check_results(x, computed(x))
 
 def test_dropout_of_a_mean() -> None:
   # Backward drops the keys that forward drops, also in rows whose o is a mean of V. If dO is 1, the sum of v times its gradient equals the sum of o.
-  #
   x = Given.of()
   with emulated("gfx942"), Context(TRAINING=1):
     t = x.tensors
@@ -142,7 +141,7 @@ def test_key_ranges(arch:str) -> None:
   # Key ranges of unequal length are merged correctly for rows whose biases are all large and negative: the weight of a range's result is proportional
   # to its number of keys.
   x = Given.of(Sq=16, Sk=400)
-  with emulated(arch): hold(x, dict(zip(("o", "lse"), map(array, attn.attention(**x.tensors, num_splits=3, return_lse=True)))))
+  with emulated(arch): check_results(x, dict(zip(("o", "lse"), map(array, attn.attention(**x.tensors, num_splits=3, return_lse=True)))))
 
 def test_the_lost_part_of_lse_is_needed(monkeypatch:pytest.MonkeyPatch) -> None:
   # Kernels need lse_rest, the part of lse that fp32 loses. Without it, rows whose biases are all large and negative are wrong: a gradient is too
@@ -152,7 +151,7 @@ def test_the_lost_part_of_lse_is_needed(monkeypatch:pytest.MonkeyPatch) -> None:
     found = of(reference, total)
     return epilogue.LogSum(found.rounded, found.rest*0.0)
   monkeypatch.setattr(epilogue.LogSum, "of", forgotten)
-  def in_ranges(x:Given) -> None: hold(x, {"o": array(attn.attention(**x.tensors, num_splits=3))})
+  def in_ranges(x:Given) -> None: check_results(x, {"o": array(attn.attention(**x.tensors, num_splits=3))})
   for parameters, test in (({"Sk": 54}, computed), ({"Sq": 16, "Sk": 402}, in_ranges)):
     with emulated("gfx942"), pytest.raises(AssertionError, match="Not equal to tolerance"): test(Given.of(**parameters))
 
@@ -170,7 +169,7 @@ def test_rows_that_devices_share(count:int, keys:bool) -> None:
     gradients = (o.float()*(do.shard(at) if keys else attn.shard_sequence(do, at, 2))).sum().gradient(*[t[name] for name in "qkv"])
     def whole(a:Tensor, rows:int) -> Array:
       return array(a.to(at[0]).contiguous() if a.uop.axis is None else attn.unshard_sequence(a, 2, rows))
-    hold(x, {"o": whole(o, 18), "lse": whole(lse, 18)} | {name: whole(g, 18 if name == "q" else 54) for name, g in zip("qkv", gradients)})
+    check_results(x, {"o": whole(o, 18), "lse": whole(lse, 18)} | {name: whole(g, 18 if name == "q" else 54) for name, g in zip("qkv", gradients)})
 
 def test_a_mask_of_padding() -> None:
   # A float mask hides padding columns, and columns above the diagonal, by the lowest float32, as models make it. A row whose columns are all hidden
@@ -181,11 +180,12 @@ def test_a_mask_of_padding() -> None:
   with emulated("gfx1100"):
     t = x.tensors
     o = attn.scaled_dot_product_attention(t["q"], t["k"], t["v"], attn_mask=t["bias"], enable_gqa=True)
-    hold(x, {"o": array(o)})
+    check_results(x, {"o": array(o)})
 
 SCRIPT = """
-from test_wide_bias import Given, computed, hold
-for parameters in ({}, {"dtype": "float16"}, {"dtype": "float32"}, {"softcap": 3.0})[:{types} + 1]: hold(x := Given.of(**parameters), computed(x))
+from test_wide_bias import Given, computed, check_results
+for parameters in ({}, {"dtype": "float16"}, {"dtype": "float32"}, {"softcap": 3.0})[:{types} + 1]:
+  check_results(x := Given.of(**parameters), computed(x))
 """
 
 def test_a_cpu() -> None:

@@ -164,7 +164,8 @@ class MmaTrip(WarpTrip[SwizzledRows]):
   def mat(self) -> Mma: return self.of.tile.matrix
   def query_values(self, s:MmaBackwardState, kind:int) -> list[UOp]:
     """Returns one number for each query in the lane's columns of the scores, read from shared memory: a vector for each C fragment. `kind` chooses
-    the number: 1 is -delta, 0 is the normaliser by which P is computed (made from lse), and 2 is its second number, if it has one."""
+    the number. 1 is -delta. The others are the two numbers of the query's `Normaliser`, which turns scores into P: 0 is `low`, and 2 is `high`, which
+    only some problems have."""
     pairs, tile = s.shared.bitcast(nv.F2), self.of.tile
     first = self.of.place_of_query_values(self.t)*2 + (kind*tile.block_n + self.part*tile.part_n)//2 + self.warp_rows.warps.at.h
     return [pairs[first + n*self.mat.N//2].load() for n in self.columns]

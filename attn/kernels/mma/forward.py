@@ -37,7 +37,8 @@ class Operands:
 
 @dataclass(frozen=True)
 class MmaState(CopyGroups, SoftmaxState):
-  """What the loop over keys carries from iteration to iteration (`SoftmaxState`), and Q. The kinds of sums in l are `MmaForward.kinds`."""
+  """What the loop over keys carries from iteration to iteration: the fields of `SoftmaxState`, Q, and scales of V's rows. `MmaForward.kinds` names
+  the sums of P that l holds."""
   q: Operands
   scales: Optional     # of the iteration's rows of V, if V is stored in 8 bits
 
@@ -75,8 +76,8 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return self.p.key_itemsize == 1
   @property
   def exact_steps(self) -> int:
-    """Number of steps (matrix instructions) whose products the matrix unit may add up by itself. Then the sum is added in fp32 to the sums of other
-    steps, because some chips add products of 8-bit floats with fewer bits than fp32. 0: no limit."""
+    """Number of steps (matrix instructions) whose products the matrix unit may add up by itself, because some chips add products of 8-bit floats with
+    fewer bits than fp32. The kernel adds such partial sums in fp32. 0 means that there is no limit."""
     return EXACT_PRODUCTS//self.mat.K if self.of_bytes and self.warps.group.arch.short_sums and not self.p.fast_accumulate else 0
   @property
   def k_tiles(self) -> int: return self.tile.warp_keys//self.mat.N

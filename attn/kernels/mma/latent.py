@@ -252,9 +252,9 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     return s, ops.build(*[functools.reduce(ops.max_, [ops.extract(x, r) for x in heard]) for r in range(nv.ROWS)])
 
   def put_weights(self, s:LatentMmaState, packed:list[UOp]) -> list[UOp]:
-    """Returns the statements that store P to shared memory. `packed` holds P as A operands of four dwords. Each dword has two neighbouring keys of
-    one of the lane's two rows: dwords 0 and 2 of the first row, 1 and 3 of the second; 0 and 1 of the operand's first 8 keys, 2 and 3 of its second
-    8."""
+    """Returns the statements that store P to shared memory. `packed` holds P as A operands of four dwords, and each dword holds two neighbouring keys
+    of one row. Dwords 0 and 2 belong to the first of the lane's two rows, dwords 1 and 3 to the second. Dwords 0 and 1 have keys of the operand's
+    first 8 keys, dwords 2 and 3 of its last 8."""
     to, first, statements = s.shared.bitcast(dtypes.float), self.share.part*(self.share.keys//self.mat.N), []
     for step, x in enumerate(packed):
       for i in range(4):

@@ -405,12 +405,13 @@ class Rectangle:
 
   def arriving(self, now:Portion, later:Portion, other:Portion, at:tuple[UOp, int], ready:list[UOp], further:list[UOp],
                ahead:UOp|None) -> tuple[Section, list[UOp]]:
-    """Makes the data `now` ready in its section (a matrix in local memory). `at` = (s, n) is the step s of n steps. The operations `ready` come
+    """Makes the data `now` ready in its section (a matrix in local memory), for step s of n steps, where `at` = (s, n). The operations `ready` come
     first. Returns the section, and the operations after which local memory may be read; these include `further`, operations that fill other sections.
 
-    With asynchronous copies, the step before has started the copies of `now`. This step waits for them and starts the next copies, which run during
-    the products: of `later`, the data of the next step, or in the last step of `other`, the first data of another section. Without asynchronous
-    copies, this step stores `now`. If `ahead` is not None, it also loads `later` to the registers `ahead`."""
+    With asynchronous copies, the step before has started the copies of `now`. This step waits for these copies, and starts the next ones, which run
+    during the products. The next copies are those of `later`, the data of the next step. In the last step they are those of `other`, the first data
+    of another section. Without asynchronous copies, this step stores `now`. If `ahead` is not None, it also loads `later` to the registers
+    `ahead`."""
     step, steps = at
     if not self.tile.asynchronous:
       stores = self.brought(now, later if steps > 1 else None, ready, ahead)

@@ -14,8 +14,8 @@ from attn.problem import Problem
 # Sixteen lanes store at the same time, 8 bytes each, to `v_columns` columns of V (rows of V^T). These columns must lie in different banks.
 def v_columns(block_n:int) -> int: return 16//math.gcd(block_n//4, 8)
 def v_skew(mat:Matrix, block_n:int) -> int:
-  """Number of 16-byte units that stay empty after each matrix tile of V^T in LDS. Sixteen lanes store to LDS at the same time. With matrix tiles of
-  16 rows, the columns of V that they write lie in different tiles. The gap puts these columns into different banks."""
+  """Number of 16-byte units that stay empty after each matrix tile of V^T in LDS. Sixteen lanes store to LDS at the same time. If matrix tiles have
+  16 rows, the columns of V that these lanes store lie in different tiles. The gap puts these columns into different banks."""
   return 8//v_columns(block_n) if mat.M == 16 and mat.accumulator == mat.unit else 0
 
 def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:

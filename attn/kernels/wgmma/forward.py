@@ -170,8 +170,8 @@ class WgmmaForward:
     return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(s.p.max_numel())])), None
 
   def with_scales(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
-    """Multiplies S by the scales of K's 8-bit rows in tile t, unless `weigh` does so. If the tile is masked, also sees to it that a scale of V that
-    is NaN makes O NaN for the queries that see its key: one of their row sums (number `of_nans`) becomes NaN. Returns the state."""
+    """Multiplies S by the scales of K's 8-bit rows in tile t, unless `weigh` does so. In a masked tile also passes on NaN among the scales of V: if a
+    query sees a key whose scale is NaN, one of the query's row sums (number `of_nans`) becomes NaN, and so does its O. Returns the state."""
     of_k, of_v = (self.stored.scales(s.shared, self.first_scale(t), kind, UOp.const(0), self.tile.block_n) for kind in (OF_K, OF_V))
     if not self.weighs_keys(masked): s = s.store(store_all(s.scores, [ops.mul(s.scores[i].load(), ops.concat(x, x)) for i, x in enumerate(of_k)]))
     if not masked: return s
@@ -180,13 +180,13 @@ class WgmmaForward:
 
   @property
   def of_nans(self) -> int:
-    """Index of the row sum to which a NaN among V's scales is passed on in masked tiles. This is the first row sum with `nans_apart`, otherwise the
-    second one, by which O is divided."""
+    """Index of the row sum that passes on a NaN among V's scales in masked tiles (`nans_apart`)."""
     return 0 if self.nans_apart else 1
   @property
   def nans_apart(self) -> bool:
-    """Whether a NaN among V's scales is passed on by the first row sum, which is used for nothing else, instead of by the sum that divides O. This is
-    needed if an LSE is written, which must stay finite, or if dropout may remove the weight with the NaN."""
+    """Whether the first row sum passes on a NaN among V's scales. The first row sum has no other use in the results. Otherwise the second one, by
+    which O is divided, passes the NaN on. The first one is needed if an LSE is written, which must stay finite, or if dropout may remove the weight
+    with the NaN."""
     return bool(self.p.writes_lse or self.p.dropout_p)
   def weighs_keys(self, masked:bool) -> bool:
     """Whether `weigh` multiplies S by the scales of K's rows, in the same step as by softmax_scale*log2(e). Otherwise `with_scales` multiplies S by
@@ -315,8 +315,8 @@ class WgmmaForward:
   def fetch(self, s:WgmmaState, t:UOp) -> WgmmaState:
     """Starts this thread's copies of tile t. The thread arrives at the mbarrier when its copies are complete. Returns the state.
 
-    There may be no tile t, after the last one. If the sequence has at least STAGES tiles, zeros are copied to the ring buffer then. If it has fewer,
-    the ring buffer has room for these tiles only, and nothing is copied."""
+    Tile t may not exist, because the last iteration has no next tile. If the sequence has at least STAGES tiles, zeros are then copied to the ring
+    buffer. If it has fewer, the ring buffer has room for these tiles only, and nothing is copied."""
     if self.p.stored: return self.widened(s, t)
     # The compiler must not know the last tile: ptxas 13.0 derives from `t < 2` that t is 1, and then computes the place of tile 1, (~0 & 1), as 0
     there = None if self.stages == STAGES else t < ops.opaque_uniform(self.warps.group.walked.end)

@@ -28,8 +28,8 @@ class Share:
     """Index of the part of each tile's keys whose scores this wave computes."""
     return self.wave//self.row_tiles
   def scores(self, of_all:Scores) -> Scores:
-    """Returns a `Scores` object for the scores that this wave computes. `of_all` is the one of the whole workgroup. A tile of the returned object has
-    only the keys of one wave: in iteration t the wave computes tile number `tile_number(t)`."""
+    """Returns a `Scores` object for the scores that this wave computes, made from `of_all`, the object for the whole workgroup. A tile of the
+    returned object has only the keys of one wave: in iteration t the wave computes tile number `tile_number(t)`."""
     return replace(of_all, block_n=self.keys)
   def tile_number(self, t:UOp) -> UOp: return t*self.key_parts + self.part
 

@@ -67,8 +67,8 @@ class OwnKeys:
 
 @dataclass(frozen=True)
 class ThreadPlace:
-  """A thread's position in the kernel `tiled`, whose threads form a rectangle over a tile of scores. `h` is the thread's index along the keys (down),
-  `x` its index along the queries (across)."""
+  """A thread's position in the kernel `tiled`, whose threads form a rectangle over a tile of scores. `h` is the thread's index along the keys, `x`
+  its index along the queries."""
   h: UOp
   x: UOp
   thread: UOp

@@ -96,7 +96,7 @@ class CopiedLayout(SharedLayout):
     return LINE
   @property
   def pitch(self) -> int:
-    """Average distance from one row to the next, in 16-byte units. Rows that are 8 rows apart are exactly 8 times as far apart."""
+    """Average distance from one row to the next, in 16-byte units. The distance of rows r and r + 8 is exactly 8 times this number."""
     raise NotImplementedError
 
 @dataclass(frozen=True)

@@ -166,8 +166,8 @@ class Descending:
     tile, beyond = place//self.size, (self.count + (self.size - 1))//self.size
     return (tile < self.tiles.end).where(self.mirrored(tile) - 1, beyond)*self.size + place%self.size
   def mirrored(self, x:UOp) -> UOp:
-    """Returns begin + end - x, where the loop covers the tiles from `begin` up to `end`. If `x` is a boundary between tiles, counted in ascending
-    order, the result is this boundary counted in descending order, and the other way round."""
+    """Returns begin + end - x, where the loop covers the tiles from `begin` up to `end`. This turns a boundary between tiles that is counted in
+    ascending order into the same boundary counted in descending order, and the other way round."""
     return self.tiles.begin + self.tiles.end - x
   @property
   def blocks(self) -> Blocks:

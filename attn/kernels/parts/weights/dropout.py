@@ -83,8 +83,8 @@ def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
   return (seed0, seed1), batch, head
 
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
-  """Returns a dword of bits that say which of a lane's scores are kept: the scores of row `row` with `count` octets (eight neighbouring rows) of the
-  rows over which the workgroup loops. `first` is the index of the first octet."""
+  """Returns a dword of bits that say which of a lane's scores dropout keeps. These are the scores of the lane's own row `row` with some rows of a
+  tile: `count` octets (eight neighbouring rows), the first of which has the index `first`."""
   at, p = scores.at, scores.p
   assert not isinstance(at, ThreadPlace)
   shared = min(at.matrix.groups, count)           # number of lanes that share the octets: each computes every `shared`-th one

@@ -120,8 +120,8 @@ class Scores:
     return self._seen(self._beyond(x, row, tile, ops.clear_above, ops.clear_beyond), row, tile, 0.0)
 
   def limits(self, row:Row, tile:UOp) -> tuple[UOp|None, UOp]:
-    """Returns the first and the last column that a row sees, relative to a tile: 0 is the tile's first column of this lane. Columns are keys if the
-    row is a query, and queries if the row is a key. The first is None if no mask hides columns at the beginning of a row."""
+    """Returns the first and the last column that a row sees, counted from the first column that this lane has in a tile. Columns are keys if the row
+    is a query, and queries if the row is a key. The first is None if no mask hides columns at the beginning of a row."""
     first, here = first_seen(self.walk, row.index), self.begin(tile)
     return None if first is None else first - here, last_seen(self.walk, row.index) - here
 
