@@ -216,7 +216,7 @@ def decoding_command(write:Path|None) -> None:
 @click.option("--card", "cards", multiple=True, type=click.Choice(tuple(orders.CARDS_OF_ORDERS)), help="Only these cards. [default: all of these]")
 @click.option("--write", type=NewFile(), help="Write the table to this file.")
 def orders_command(cards:tuple[str, ...], write:Path|None) -> None:
-  """Print predicted times of forward kernels with other orders of heads in the grid."""
+  """Print predicted times of forward and backward kernels with other orders of heads in the grid."""
   text = orders.order_table(cards or tuple(orders.CARDS_OF_ORDERS))
   if write is None: click.echo(text, nl=False)
   else: write.write_text(text)

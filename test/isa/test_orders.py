@@ -1,6 +1,6 @@
-"""Tests of docs/data/order_of_heads_amd.csv, predicted times of forward kernels with other orders of heads in the grid."""
+"""Tests of docs/data/order_of_heads_amd.csv, predicted times of forward and backward kernels with other orders of heads in the grid."""
 from __future__ import annotations
-import csv
+import csv, math
 from pathlib import Path
 import pytest
 from attn.isa.source import MASKS
@@ -26,18 +26,22 @@ def test_orders_of_a_problem() -> None:
   assert [y.together for y in found.values() if y is not None] == [4, 12, 1, 1]
   assert orders.orders_of(x, 16, 1)[orders.DIES] is None
 
-@pytest.mark.parametrize("card, mask, shape", [
-  ("MI300X", "causal", 6), *(pytest.param(card, "full", 0, marks=pytest.mark.thorough) for card in orders.CARDS_OF_ORDERS)])
-def test_the_committed_table(card:str, mask:str, shape:int) -> None:
+NUMBER = math.prod(map(len, (orders.CARDS_OF_ORDERS, orders.KERNELS_OF_ORDERS, MASKS, orders.SHAPES_OF_ORDERS)))
+
+@pytest.mark.parametrize("card, kernel, mask, shape", [
+  ("MI300X", "forward", "causal", 6), ("RX 7900 XTX", "dkdv", "causal", 5),
+  *(pytest.param(card, kernel, "full", 0, marks=pytest.mark.thorough)
+    for card in orders.CARDS_OF_ORDERS for kernel in orders.KERNELS_OF_ORDERS)])
+def test_the_committed_table(card:str, kernel:str, mask:str, shape:int) -> None:
   pytest.importorskip("ziglang")
-  assert HEAD == orders.ORDER_COLUMNS and len(ROWS) == len(orders.CARDS_OF_ORDERS)*len(MASKS)*len(orders.SHAPES_OF_ORDERS)
-  assert orders.order_row(card, mask, orders.SHAPES_OF_ORDERS[shape]) in ROWS, "python -m attn.isa orders --write docs/data/order_of_heads_amd.csv"
+  assert HEAD == orders.ORDER_COLUMNS and len(ROWS) == NUMBER
+  assert orders.order_row(card, kernel, mask, orders.SHAPES_OF_ORDERS[shape]) in ROWS, "python -m attn.isa orders --write docs/data/order_of_heads_amd.csv"
 
 def test_the_page_repeats_the_table() -> None:
-  # docs/timing.md has the shortest and the longest time of each order for each card, and says that no order is 1% faster than the one in use.
+  # docs/timing.md has the shortest and the longest time of each order for each card, and says that no order is 3% faster than the one in use.
   page = (DOCS/"timing.md").read_text()
   for card in orders.CARDS_OF_ORDERS:
-    columns = zip(*(row[4:] for row in ROWS if row[0] == card))
+    columns = zip(*(row[5:] for row in ROWS if row[0] == card))
     found = [sorted(float(x) for x in column if x) for column in columns]
     assert f"| {card} | {' | '.join(f'{x[0]:.2f} to {x[-1]:.2f}' if x else '-' for x in found)} |" in page
-    assert min(x for column in found for x in column) > 0.99
+    assert min(x for column in found for x in column) > 0.97

@@ -109,9 +109,13 @@ def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
   flops = sum(loop.flops for loop in timing.loops)*timing.waves
   return min(given, default=math.inf)*flops/(x.walked*row*len(x.products)*timing.chip.pipes.flops)
 
+def heads_of_grid(p:Problem, x:Division) -> int:
+  """Returns the number of heads, or of groups of heads that workgroups own together, over which the grid of a kernel goes."""
+  return p.B*(p.Hkv if x.keys else p.H//x.heads)
+
 def work_of_grid(p:Problem, x:Division) -> list[GroupWork]:
   """Returns the workgroups of a problem, divided as `x` says, in the order in which they start."""
-  heads = p.B*(p.Hkv if x.keys else p.H//x.heads)
+  heads = heads_of_grid(p, x)
   order = starting_order(trips_of_blocks(p, x), heads, 1 if x.keys else p.H//p.Hkv//x.heads, x.together or heads, x.splits)
   return cut_for_dies(order, x.dies)
 
