@@ -46,6 +46,7 @@ CDNA4 = Family("cdna4", wave=64, vgprs=512, busy_waves=4, bf16_pack=True, descri
     "32x32x16": 32, "16x16x32": 16, "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8,
     "32x32x64": 64, "16x16x128": 32, "32x32x16_fp8": 32, "16x16x32_fp8": 16}),
   apart=("float16", "bfloat16"), loads_to_lds=True, forward=FORWARD_ON_CDNA4, forward_of_bytes=BYTES_ON_CDNA4,
+  plain_forward=(UpTo(128, ForwardShape(4, 1, 64, fenced=True), options=("dropout_p",)),),
   dq=DQ_ON_CDNA, dkdv=(DKDV_ON_CDNA[0], UpTo(128, BackwardShape(4, 32)), *DKDV_OF_256_ON_CDNA),
   plain_dq=(UpTo(64, BackwardShape(4, 64, prefetch=2), options=AT_MOST_ONE), PLAIN_DQ_128,
             UpTo(128, BackwardShape(4, 64, prefetch=2), options=ONE_OF_ALL),

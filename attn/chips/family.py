@@ -89,14 +89,16 @@ class Family:
   apart: tuple[str, ...] = ()  # input dtypes of kernels in which fp32 operations are better not packed (docs/tried.md)
   packs_anew: bool = False     # whether clang packs a dword again for each of its uses, unless it is told not to
   says_lds: bool = False       # whether the launch of a kernel must state LDS beyond what the kernel's text declares
-  # Tables of tile shapes. The first row that fits is taken. If a table is empty, a cautious shape is used (attn/chips/shapes.py).
+  # Tables of tile shapes. The first row that fits is taken. If a table is empty, a cautious shape is used (attn/chips/shapes.py). A table for plain
+  # problems is tried before the other one of its kernel: `plain_rows` of attn/choose/rows.py says what a plain problem is.
   forward: tuple[UpTo[ForwardShape], ...] = ()
   forward_of_bytes: tuple[UpTo[ForwardShape], ...] = ()     # for q, k and v of 8-bit floats
   dq: tuple[UpTo[BackwardShape], ...] = ()
   dkdv: tuple[UpTo[BackwardShape], ...] = ()
   dbias: tuple[UpTo[BackwardShape], ...] = ()         # of the kernel for the gradient of a bias; empty: the rows of `dq`
-  plain_dq: tuple[UpTo[BackwardShape], ...] = ()      # for plain problems, tried before `dq`: see attn/choose/backward_tiles.py
-  plain_dkdv: tuple[UpTo[BackwardShape], ...] = ()    # for plain problems, tried before `dkdv`
+  plain_forward: tuple[UpTo[ForwardShape], ...] = ()
+  plain_dq: tuple[UpTo[BackwardShape], ...] = ()
+  plain_dkdv: tuple[UpTo[BackwardShape], ...] = ()
   at_once: Mapping[int, BackwardShape] = field(default_factory=dict)     # head dimension -> shape of the kernel of all gradients
   latent: tuple[UpTo[MlaShape], ...] = ()             # tiles of mla
   # data for reports on machine code and for predictions from it; None: there are no reports

@@ -5,7 +5,6 @@ The shapes in AMD's tables were chosen by the number of registers that clang 22 
 (`python -m attn.tune --near`). The shapes for mma.sync were chosen by the number of registers that nvcc 13 needs. The speed of these shapes was not
 measured."""
 from __future__ import annotations
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from attn.cache import tuned
 from attn.chips import Chip
@@ -13,7 +12,7 @@ from attn.chips.matrix import MMA
 from attn.chips.nvidia import AT_ONCE_WGMMA, DBIAS_MMA, DKDV_MMA, DKDV_WGMMA, DQ_MMA, DQ_WGMMA, LONG_AT_ONCE_WGMMA
 from attn.chips.shapes import BOTH, BackwardShape, Burden, MmaBackwardShape, UpTo, WgmmaBackwardShape, cautious_backward
 from attn.choose.refusals import wgmma_refuses
-from attn.choose.rows import burden, fitting, in_units, rows_for
+from attn.choose.rows import PLAIN_LLVM, burden, fitting, plain_rows, rows_for
 from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
@@ -24,12 +23,6 @@ from attn.problem import Problem
 from attn.score.masks import hiding, scattered
 from attn.score.sums import has_sum, sum_over_scores
 from attn.score.terms import varies
-
-# Rows for plain problems are tried before the other rows. Each is for its own class of head dimensions only, for problems without options or with one
-# of the row's options, with rows of whole units and with enough workgroups to fill the chip. They are chosen by the time predicted from the code of
-# this release of LLVM, and by the registers that this code needs.
-PLAIN_LLVM = 22
-FEWEST_WAVES = 2     # fewest waves of a workgroup in the tables: such a tile is for small grids as well
 
 AnyBackwardTile = BackwardTile|MmaBackwardTile|WgmmaBackwardTile|TiledBackwardTile
 AtOnceTile = BackwardTile|WgmmaBackwardTile      # of a kernel that computes dq, dk and dv at once
@@ -236,17 +229,9 @@ def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> B
   prefetch = 0 if crowded and c.own_in_lds == BOTH else c.prefetch
   return BackwardTile(**vars(replace(c, waves=waves, prefetch=prefetch)), matrix=mat, keys=keys)
 
-def _plain(p:Problem, arch:Chip, table:tuple[UpTo[BackwardShape], ...], keys:bool) -> Iterator[UpTo[BackwardShape]]:
-  """Yields the rows of `table` that fit a problem. The rows of this table are for problems with at most one option (bias, softcap, ...)."""
-  if len(p.options) > 1 or arch.llvm < PLAIN_LLVM: return
-  for row in (x for x in table if x.up_to == tuned.head_class(p) and "".join(p.options) in x.options):
-    tile = backward_tile(p, arch, row, keys)
-    workgroups = p.B*(p.Hkv if keys else p.H)*ceildiv(p.Sk if keys else p.Sq, tile.block_m)
-    waves = row.shape.waves
-    if in_units(p, tile.matrix.unit) and tile.waves == waves and (workgroups >= arch.cus or waves == FEWEST_WAVES): yield row
-
 def _chosen(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[BackwardShape], ...], keys:bool,
             plain:tuple[UpTo[BackwardShape], ...]=()) -> BackwardTile:
+  def tile(row:UpTo[BackwardShape]) -> BackwardTile: return backward_tile(p, arch, row, keys)
   kept = tuned.kept_rows(p, arch, kernel, BackwardShape, tuned.check_matrix)
-  rows = (*kept, *_plain(p, arch, plain, keys), *(rows_for(table, arch.llvm) or cautious_backward(arch.matrix[p.dtype][0], keys)))
-  return next(fitting(kernel, p, arch, rows, lambda row: backward_tile(p, arch, row, keys)))
+  rows = (*kept, *plain_rows(p, arch, plain, tile), *(rows_for(table, arch.llvm) or cautious_backward(arch.matrix[p.dtype][0], keys)))
+  return next(fitting(kernel, p, arch, rows, tile))

@@ -4,10 +4,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
+from attn.cache.tuned import head_class
 from attn.chips import Chip
 from attn.chips.shapes import AnyShape, Burden, UpTo
 from attn.choose.splits import workgroups
-from attn.kernels.tiles.amd import BackwardTile
+from attn.kernels.parts.program.counts import ceildiv
+from attn.kernels.tiles.amd import BackwardTile, Tile
 from attn.kernels.tiles.common import BlockTile
 from attn.problem import Problem
 from attn.score.masks import hiding
@@ -51,6 +53,21 @@ def misfit(p:Problem, arch:Chip, row:UpTo[Any], tile:Any, load:Burden=Burden.PLA
   return None
 
 T = TypeVar("T", bound=BlockTile)
+
+PLAIN_LLVM = 22      # tables for plain problems are chosen from the code of this release of LLVM: its predicted time, and its registers
+FEWEST_WAVES = 2     # fewest waves of a workgroup in these tables: such a tile is for small grids as well
+
+def plain_rows(p:Problem, arch:Chip, table:Iterable[UpTo[Any]], tile_of:Callable[[UpTo[Any]], Tile|BackwardTile]) -> Iterator[UpTo[Any]]:
+  """Yields the rows of a table for plain problems that fit a problem. A row is for problems without options, or with one of the row's options
+  (`options`), whose head dimension is of the row's class. Their rows of K and V consist of whole 16-byte units, the queries of a head fill a tile,
+  and there are enough workgroups to fill the chip. `tile_of` makes a tile description of a table row."""
+  if arch.llvm < PLAIN_LLVM: return
+  for row in (x for x in table if x.up_to == head_class(p) and "".join(p.options) in x.options):
+    tile, waves = tile_of(row), row.shape.waves
+    owned, heads = (p.Sk, p.Hkv) if isinstance(tile, BackwardTile) and tile.keys else (p.Sq, p.H)
+    filled = waves <= ceildiv(owned, tile.block_m//tile.waves)
+    busy = p.B*heads*ceildiv(owned, tile.block_m) >= arch.cus or waves == FEWEST_WAVES
+    if in_units(p, tile.matrix.unit) and filled and busy: yield row
 
 def fitting(kernel:str, p:Problem, arch:Chip, rows:Iterable[UpTo[AnyShape]], tile_of:Callable[[UpTo[AnyShape]], T],
             load:Burden=Burden.PLAIN) -> Iterator[T]:

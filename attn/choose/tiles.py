@@ -9,7 +9,7 @@ from attn.chips.matrix import MMA, MMA_OF_8_BITS, Matrix, row_registers
 from attn.chips.nvidia import (FEW_QUERIES, FEW_QUERIES_OF_BYTES, FEW_QUERIES_OF_STORED, FORWARD_MMA, FORWARD_OF_BYTES,
                                FEW_QUERIES_WGMMA_STORED, FORWARD_WGMMA, FORWARD_WGMMA_OF_BYTES, FORWARD_WGMMA_STORED)
 from attn.chips.shapes import ForwardShape, MmaShape, RatedUpTo, UpTo, WgmmaShape, cautious
-from attn.choose.rows import burden, fitting, in_units, misfit, rows_for
+from attn.choose.rows import burden, fitting, in_units, misfit, plain_rows, rows_for
 from attn.functions.symbols import elements_of
 from attn.kernels import dual_wave, staggered
 from attn.kernels.parts.program.counts import ceildiv, round_up
@@ -131,10 +131,11 @@ def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
   """Chooses the tile description of AMD's forward kernel. It comes from a search with the environment variable TUNE=1 if that found one that fits,
-  otherwise from the first row of the table that fits."""
-  table = arch.unit.forward_of_bytes if p.of_8_bits else arch.unit.forward
-  rows = (*tuned.winner(p, arch), *(rows_for(table, arch.llvm) or cautious(arch.matrix[p.dtype][0])))
-  return next(fitting("the forward kernel", p, arch, rows, lambda row: amd_tile(p, arch, row)))
+  otherwise from the first row of the tables that fits."""
+  def tile(row:UpTo[ForwardShape]) -> Tile: return amd_tile(p, arch, row)
+  plain, table = ((), arch.unit.forward_of_bytes) if p.of_8_bits else (arch.unit.plain_forward, arch.unit.forward)
+  rows = (*tuned.winner(p, arch), *plain_rows(p, arch, plain, tile), *(rows_for(table, arch.llvm) or cautious(arch.matrix[p.dtype][0])))
+  return next(fitting("the forward kernel", p, arch, rows, tile))
 
 def dual_wave_tile(p:Problem, arch:Chip) -> Tile: return Tile(dual_wave.WAVES, 1, dual_wave.BLOCK_N, matrix=arch.matrix[p.dtype][0])
 

@@ -101,12 +101,13 @@ class Source:
 @dataclass(frozen=True)
 class Shape:
   """Size of a problem: `b` batches, `h` query heads, `hkv` key/value heads, `n` keys, and `queries`. If `queries` is None, there are n queries, or 1
-  in decoding."""
+  in decoding. `lse` says whether the forward kernel writes an lse, which backward kernels read."""
   b: int
   h: int
   hkv: int
   n: int
   queries: int|None = None
+  lse: bool = False
 
 # Problems of whole tiles that are large enough to fill every chip. More heads or keys would not change the loop that is counted.
 SHAPE = Shape(1, 32, 32, 4096)
@@ -135,7 +136,7 @@ def problem_of_spec(spec:Spec, shape:Shape|None=None) -> Problem:
   of_bytes = {"out_dtype": "bfloat16", **dict.fromkeys(INPUT_SCALES, 1)} if spec.dtype in OF_8_BITS else {"out_dtype": spec.dtype}
   return Problem(x.b, x.h, x.hkv, queries, x.n, spec.d, spec.d, dtype=spec.dtype, **of_bytes, window=window,
                  offset=x.n - queries if x.queries else 0, softmax_scale=spec.d**-0.5, num_splits=splits, deterministic=spec.kernel != ALL,
-                 **stored_fields(spec, x), **ONE_OPTION.get(spec.option, {}))
+                 return_lse=x.lse, **stored_fields(spec, x), **ONE_OPTION.get(spec.option, {}))
 
 def stored_fields(spec:Spec, x:Shape) -> dict[str, Any]:
   """Returns the fields of a Problem that describe a cache of 8 bits, or an empty dict if the kernel reads one of 16 bits."""

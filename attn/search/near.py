@@ -1,8 +1,9 @@
 """Searches for tiles by the predicted time of a whole problem (attn/isa/timing), near the tile in use. `python -m attn.tune --near` prints it.
 
 The search starts from the tile in use. It tries every tile that differs from the best one so far in one number, such as the waves of a workgroup,
-and goes on from the fastest of them until no such tile is faster. The time counts the matrix work, the caches and the memory of a card at the clock
-that it sustains under matrix work. Beside each time stand the bytes that the tile moves."""
+and goes on from the fastest of them until no such tile is faster. Of all tiles that it tried, the best one gains the most in that variant of the
+kernel (dtype, mask, with an lse or without) in which it gains the least. The time counts the matrix work, the caches and the memory of a card at the
+clock that it sustains under matrix work. Beside each time stand the bytes that the tile moves."""
 from __future__ import annotations
 import csv, functools, io, itertools, math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from attn.choose.rows import misfit
 from attn.choose.tiles import amd_tile, choose_amd_tile
 from attn.compilers.clang import assembly, toolchain
 from attn.isa.costs import report_of_text
-from attn.isa.source import BACKWARD, FORWARD, ONE_OPTION, Spec, kernel_source, problem_of_spec
+from attn.isa.source import BACKWARD, FORWARD, ONE_OPTION, Shape, Spec, kernel_source, problem_of_spec
 from attn.isa.timing.kernels import ASKED, of_source
 from attn.isa.timing.predict import Prediction, work_of_grid
 from attn.isa.timing.published import csv_text
@@ -47,17 +48,21 @@ class Timed:
 
 # ***** the tiles to try *****
 
-def tile_of(spec:Spec, row:UpTo[Any]) -> Tile|BackwardTile:
-  p, chip = problem_of_spec(spec, ASKED), get_chip(spec.arch)
+def tile_of(spec:Spec, row:UpTo[Any], shape:Shape=ASKED) -> Tile|BackwardTile:
+  p, chip = problem_of_spec(spec, shape), get_chip(spec.arch)
   return amd_tile(p, chip, row) if spec.kernel == FORWARD else backward_tile(p, chip, row, spec.kernel == "dkdv")
 
-def row_in_use(spec:Spec) -> UpTo[Any]:
-  """Returns the table row whose tile is in use for a problem of size ASKED, with the sizes that the tile has for this problem."""
-  p, chip = problem_of_spec(spec, ASKED), replace(get_chip(spec.arch), llvm=toolchain().llvm)
+def row_in_use(spec:Spec, shape:Shape=ASKED) -> UpTo[Any]:
+  """Returns the table row whose tile is in use for a problem of size `shape`, with the sizes that the tile has for this problem."""
+  p, chip = problem_of_spec(spec, shape), replace(get_chip(spec.arch), llvm=toolchain().llvm)
   tile = choose_amd_tile(p, chip) if spec.kernel == FORWARD else amd_backward_tile(p, chip, spec.kernel == "dkdv")
+  return row_of_tile(spec, tile)
+
+def row_of_tile(spec:Spec, tile:Tile|BackwardTile) -> UpTo[Any]:
+  """Returns a table row with the sizes of a tile. A tile may be smaller than the row from which it was made."""
   kind = ForwardShape if spec.kernel == FORWARD else BackwardShape
   shape = kind(**{f.name: getattr(tile, f.name) for f in fields(kind)})
-  return UpTo(spec.d, shape, matrix=chip.matrix[spec.dtype].index(tile.matrix))
+  return UpTo(spec.d, shape, matrix=get_chip(spec.arch).matrix[spec.dtype].index(tile.matrix))
 
 def usable(spec:Spec, row:UpTo[Any]) -> bool:
   """Returns whether a number of whole tiles of the matrix instruction fills a tile, lanes read the tile without bank conflicts, and it fits into LDS
@@ -68,35 +73,38 @@ def usable(spec:Spec, row:UpTo[Any]) -> bool:
   return held(row, chip, spec.d) <= chip.vgprs and tile.block_m <= LARGEST_TILE
 
 def near_rows(spec:Spec, row:UpTo[Any]) -> Iterator[UpTo[Any]]:
-  """Yields the usable table rows that differ from `row` in one number of the shape."""
+  """Yields the usable table rows that differ from `row` in one number of the shape, with the sizes of their tiles."""
   for name, values in NUMBERS_CHANGED[spec.kernel].items():
     for value in values:
-      if value != getattr(row.shape, name) and usable(spec, near := replace(row, shape=replace(row.shape, **{name: value}))): yield near
+      if value == getattr(row.shape, name) or not usable(spec, near := replace(row, shape=replace(row.shape, **{name: value}))): continue
+      if (made := row_of_tile(spec, tile_of(spec, near))) != row: yield made
 
 # ***** the time of one tile *****
 
 @functools.cache
-def timed(spec:Spec, row:UpTo[Any]) -> Timed|None:
-  """Compiles a kernel with the tile of a table row, and predicts the time of a problem of size ASKED. The prediction is for the chip's first card
+def timed(spec:Spec, row:UpTo[Any], shape:Shape=ASKED) -> Timed|None:
+  """Compiles a kernel with the tile of a table row, and predicts the time of a problem of size `shape`. The prediction is for the chip's first card
   with a published GEMM, at the clock that this GEMM sustains. If there is no such card, it is for the first card with a known clock, at this clock.
   Returns None if the kernel doesn't compile, or spills registers to memory, or scalar registers to vector registers."""
-  chip, tile = get_chip(spec.arch), tile_of(spec, row)
-  kernel = kernel_source(spec, tile, shape=ASKED)
+  chip, tile = get_chip(spec.arch), tile_of(spec, row, shape)
+  kernel = kernel_source(spec, tile, shape=shape)
   try: text = assembly(kernel.text, spec.arch)
   except CompileError: return None
   resources = report_of_text(spec, kernel, text).resources
   if resources.scratch or resources.sgpr_spills: return None
-  found = of_source(spec, kernel, text, ASKED)
+  found = of_source(spec, kernel, text, shape)
   assert found.problem is not None and found.division is not None
   card = next((card for card in chip.cards if card.gemm), next(card for card in chip.cards if card.ghz))
   prediction = found.on_cards(card.name)[-1]
   return Timed(row, tile, prediction, len(work_of_grid(found.problem, found.division)))
 
-def climb(spec:Spec, time:Callable[[Spec, UpTo[Any]], Timed|None]=timed) -> list[Timed]:
+Timer = Callable[[Spec, UpTo[Any], Shape], Timed|None]     # predicts the time of a kernel with a tile, for a problem of this size
+
+def climb(spec:Spec, time:Timer=timed) -> list[Timed]:
   """Returns the tiles that the search from the tile in use has tried, the fastest first. `time` predicts the time of one tile."""
   tried: dict[UpTo[Any], Timed|None] = {}
   def look(row:UpTo[Any]) -> None:
-    if row not in tried: tried[row] = time(spec, row)
+    if row not in tried: tried[row] = time(spec, row, ASKED)
   best = row_in_use(spec)
   look(best)
   while True:
@@ -106,15 +114,26 @@ def climb(spec:Spec, time:Callable[[Spec, UpTo[Any]], Timed|None]=timed) -> list
     if not ranked or ranked[0].ms > (1 - FASTER_BY)*so_far: return ranked
     best = ranked[0].row
 
-def gain_of(spec:Spec, row:UpTo[Any], time:Callable[[Spec, UpTo[Any]], Timed|None]=timed) -> float:
-  """Returns by which fraction a tile is faster than the tile in use, e.g. 0.05 for 5 %: the smallest fraction over the dtypes and masks of VARIANTS.
-  Returns minus infinity if a kernel with the tile doesn't compile or spills."""
+def gain_of(spec:Spec, row:UpTo[Any], time:Timer=timed, enough:float=-math.inf) -> float:
+  """Returns by which fraction a tile is faster than the tile in use, e.g. 0.05 for 5 %: the smallest fraction over the dtypes and masks of VARIANTS,
+  and for forward without and with an lse. Returns minus infinity if a kernel with the tile doesn't compile or spills, or if the fraction is not more
+  than `enough`."""
   found = math.inf
-  for dtype, mask in VARIANTS:
-    variant = replace(spec, dtype=dtype, mask=mask)
-    before, after = time(variant, row_in_use(variant)), time(variant, row)
+  for (dtype, mask), lse in itertools.product(VARIANTS, (False, True) if spec.kernel == FORWARD else (False,)):
+    variant, shape = replace(spec, dtype=dtype, mask=mask), replace(ASKED, lse=lse)
+    before, after = time(variant, row_in_use(variant, shape), shape), time(variant, row, shape)
     if before is None or after is None: return -math.inf
-    found = min(found, 1 - after.ms/before.ms)
+    if (found := min(found, 1 - after.ms/before.ms)) <= enough: return -math.inf
+  return found
+
+def surest(spec:Spec, used:Timed, tried:Iterable[Timed], time:Timer=timed) -> tuple[Timed, float]|None:
+  """Returns the tile that gains the most in its worst variant, with this gain (see `gain_of`). Returns None if no tile gains more than GAIN there.
+  `used` is the tile in use. Leaves out tiles with fewer rows than this one."""
+  found = None
+  for x in tried:
+    if x.ms > (1 - GAIN)*used.ms or x.tile.block_m < used.tile.block_m: continue
+    gain = gain_of(spec, x.row, time, found[1] if found is not None else GAIN)
+    if gain > -math.inf: found = x, gain
   return found
 
 # ***** the table *****
@@ -131,10 +150,8 @@ def cells_of(spec:Spec, which:str, x:Timed, gain:str="", result:str="") -> tuple
 def tile_text(tile:Tile|BackwardTile) -> str: return ", ".join(filter(None, (str(tile), tile.options)))
 
 # Why a table row stays although the search finds a tile that is better: chip, D, kernel and option -> what the search does not compile
-NOT_TAKEN = {("gfx950", "64", FORWARD, ""): "kept: with an lse the other is up to 5% slower",
-             ("gfx950", "128", FORWARD, ""): "kept: the other spills with options",
-             ("gfx1100", "128", "dkdv", "softcap"): "kept: the other spills if query heads share keys",
-             **dict.fromkeys((("gfx950", d, FORWARD, "dropout") for d in ("64", "128")), "kept: forward's tables have no rows for an option")}
+NOT_TAKEN = {("gfx950", "128", FORWARD, ""): "kept: the other spills with options",
+             ("gfx1100", "128", "dkdv", "softcap"): "kept: the other spills if query heads share keys"}
 
 def result_of(spec:Spec, used:Timed, best:Timed, gain:float) -> str:
   """Returns whether a table row should get the tile `best` in place of `used`, and if not, why. `gain` is the share by which `best` is faster in the
@@ -144,14 +161,15 @@ def result_of(spec:Spec, used:Timed, best:Timed, gain:float) -> str:
   if best.tile.block_m < used.tile.block_m: return "kept: with fewer rows of its own, a workgroup reads the others more often"
   return NOT_TAKEN.get((spec.arch, str(spec.d), spec.kernel, spec.option), "better")
 
-def near_table(spec:Spec, time:Callable[[Spec, UpTo[Any]], Timed|None]=timed) -> list[tuple[str, ...]]:
-  """Returns the lines of a table with the columns NEAR_COLUMNS: one for the tile in use, and one for the best tile that the search finds. The best
-  tile's line is left out if it is not clearly faster (FASTER_BY). The line of the tile in use is left out if it does not compile or spills."""
-  used = time(spec, row_in_use(spec))
-  best = climb(spec, time)[0]
+def near_table(spec:Spec, time:Timer=timed) -> list[tuple[str, ...]]:
+  """Returns the lines of a table with the columns NEAR_COLUMNS: one for the tile in use, and one for the best tile that the search finds. If no tile
+  gains enough in every variant, the best tile is the fastest one. The best tile's line is left out if it is not clearly faster (FASTER_BY). The line
+  of the tile in use is left out if it does not compile or spills."""
+  used = time(spec, row_in_use(spec), ASKED)
+  best, *others = climb(spec, time)
   if used is None: return [cells_of(spec, BEST, best, result="the tile of the table spills")]
   if best.row == used.row or best.ms > (1 - FASTER_BY)*used.ms: return [cells_of(spec, BOTH_IN_ONE, used)]
-  gain = gain_of(spec, best.row, time)
+  best, gain = surest(spec, used, (best, *others), time) or (best, gain_of(spec, best.row, time))
   return [cells_of(spec, IN_TABLE, used), cells_of(spec, BEST, best, "" if gain == -math.inf else f"{gain:.1%}", result_of(spec, used, best, gain))]
 
 def read_near(text:str) -> list[tuple[str, ...]]:

@@ -5,11 +5,12 @@ from dataclasses import fields, replace
 from typing import Any
 import numpy as np
 import pytest
-from attn.chips import get_chip
+from attn.chips import Chip, get_chip
 from attn.chips.matrix import MMA
-from attn.chips.shapes import BackwardShape, Burden, MmaShape, UpTo
+from attn.chips.shapes import BackwardShape, Burden, ForwardShape, MmaShape, UpTo
 from attn.choose.backward_tiles import amd_backward_tile, backward_tile
 from attn.choose.rows import burden, fitting, misfit
+from attn.choose.tiles import choose_amd_tile
 from attn.kernels.tiles.mma import MmaTile
 from attn.problem import Problem
 from cases import problem
@@ -61,6 +62,28 @@ def test_a_row_for_problems_with_one_option(given:dict[str, Any], llvm:int, numb
   p = problem(**{"B": 4, "H": 16, "Sq": 4096, "Sk": 4096, "D": 128, **given})
   tile = amd_backward_tile(p, replace(get_chip("gfx942"), llvm=llvm), False)
   assert (tile.block_n, tile.fenced) == numbers
+
+DROPOUT: dict[str, Any] = {"dropout_p": 0.1, "extras": {"dropout_seed": np.empty(2, np.uint32)}}
+@pytest.mark.parametrize("given, llvm, keys", [
+  (DROPOUT, 22, 64), (DROPOUT, 21, 32), ({}, 22, 32), (DROPOUT | SOFTCAP, 22, 32), (DROPOUT | {"B": 1, "H": 2}, 22, 32),
+  (DROPOUT | {"D": 100}, 22, 32), (DROPOUT | {"D": 64}, 22, 32), (DROPOUT | {"B": 64, "Sq": 40}, 22, 32), (DROPOUT | {"B": 64, "Sq": 100}, 22, 64)])
+def test_a_row_of_forward_for_problems_with_one_option(given:dict[str, Any], llvm:int, keys:int) -> None:
+  # The forward kernel takes a table row for one option under the same conditions as a backward kernel. The queries of a head must fill the waves of
+  # a workgroup: 40 queries fill two of four waves, 100 queries fill all four.
+  sizes = {"B": 4, "H": 16, "Sq": 4096, "Sk": 4096, "D": 128, **given}
+  assert choose_amd_tile(problem(**sizes), replace(with_rows("dropout_p"), llvm=llvm)).block_n == keys
+
+def with_rows(option:str) -> Chip:
+  """Returns gfx950 with one tile in each table of forward: of 64 keys for plain problems with this option, of 32 keys for every other problem, and of
+  128 keys for 8-bit floats."""
+  rows = tuple(UpTo(256, ForwardShape(4, 1, keys)) for keys in (32, 128))
+  row = UpTo(128, ForwardShape(4, 1, 64, fenced=True), options=(option,))
+  return replace(get_chip("gfx950"), unit=replace(get_chip("gfx950").unit, forward=rows[:1], forward_of_bytes=rows[1:], plain_forward=(row,)))
+
+def test_a_row_for_plain_problems_is_not_for_8_bits() -> None:
+  sizes = dict(B=4, H=16, Sq=4096, Sk=4096, D=128)
+  assert choose_amd_tile(problem(**sizes), with_rows("")).block_n == 64
+  assert choose_amd_tile(problem(**sizes, dtype="fp8e4m3", out_dtype="bfloat16"), with_rows("")).block_n == 128
 
 def test_the_first_that_fits_is_taken() -> None:
   p, rows = problem(**SIZES), [replace(ROW, up_to=64), replace(ROW, shape=MmaShape(1, 32)), ROW]

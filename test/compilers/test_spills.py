@@ -118,6 +118,11 @@ SPILLED = {
   "both masks beside many keys": ("gfx950", {"B": 2, "H": 8, "Sq": 1000, "Sk": 1033, "D": 64, "window": (50, 20)}),
   **{f"{name} beside two waves on a SIMD, CDNA2": ("gfx90a", MANY | GQA | {"Sq": 4096, "Sk": 4096, "D": 128, **given})
      for name, given in (("slopes", option("alibi_slopes", 32) | {"causal": True}), ("softcap", {"softcap": 30.0, "window": (500, 300)}))},
+  # Tiles of the tables for problems with one option.
+  **{f"one option, {what}": ("gfx950", {"B": 4, "H": 16, "Hkv": 4, "D": 120, "Dv": 72, "dtype": "bfloat16", "dropout_p": 0.1,
+                                        "extras": {"dropout_seed": np.empty(2, np.uint32)}, **sizes})
+     for what, sizes in (("uneven rows", {"Sq": 4133, "Sk": 4000, "causal": "top-left"}),
+                         ("a window", {"Sq": 1000, "Sk": 4133, "window": (500, 300)}))},
   "pieces on RDNA3, and nothing else": ("gfx1100", MANY | {"Sq": 300, "D": 113, "causal": True, "lse": False}),
 }
 BY_DEFAULT = ("few keys and a mask", "three trips under a mask", "both masks beside many keys", "rows in pieces and an lse",

@@ -43,7 +43,8 @@ from attn.reference import rounded, visible
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 from attn.values import FLOATS, INTS, LOG2E
 from backward_cases import check_backward_kernels, expected_gradients, loss_of, run_backward
-from cases import ARCHS, EVERY_ARCH, GPU, Inputs, amd_in_turn, chip, chips_in_turn, count_products, floats, in_turn, ints, normal, problem
+from cases import (ARCHS, EVERY_ARCH, GPU, ONE_OPTION, Inputs, amd_in_turn, chip, chips_in_turn, count_products, floats, in_turn, ints, normal,
+                   problem)
 
 SMALL: dict[str, Any] = dict(H=1, Sq=40, Sk=65, D=16)
 
@@ -207,10 +208,6 @@ def test_own_rows_in_lds(arch:str, in_lds:tuple[bool, bool]) -> None:
 
 ROWS_OF_PLAIN = [(arch, c, keys, option) for arch in ("gfx90a", *ARCHS) for keys in (False, True)
                  for c in (get_chip(arch).unit.plain_dkdv if keys else get_chip(arch).unit.plain_dq) for option in c.options]
-ONE_OPTION: dict[str, dict[str, Any]] = {     # by the option's name in Problem.options, for a head with 150 queries and 200 keys
-  "": {}, "softcap": dict(softcap=3.0), "alibi": dict(extras=dict(alibi_slopes=floats(1)**2)),
-  "bias": dict(extras=dict(bias=floats(1, 1, 150, 200))),
-  "dropout_p": dict(dropout_p=0.1, extras=dict(dropout_seed=np.array([7, 9], np.uint32)))}
 
 @amd_in_turn("read_ahead", (3,))
 def test_tiles_of_few_registers(arch:str, read_ahead:int) -> None:

@@ -4,6 +4,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from attn.chips import get_chip
+from attn.chips.shapes import ForwardShape, UpTo
+from attn.choose.tiles import amd_tile
 from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead
 from attn.emulator.plan import Plan
@@ -12,7 +14,7 @@ from attn.ops.interpret_numpy import Numbers
 from attn.problem import Problem
 from attn.reference import rounded
 from attn.tinygrad_compat import Ops
-from cases import ARCHS, Inputs, amd_in_turn, check, check_kernels, in_turn, normal
+from cases import ARCHS, ONE_OPTION, Inputs, amd_in_turn, check, check_kernels, in_turn, normal, problem
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 
@@ -205,6 +207,18 @@ def test_scores_too_large_for_one_fma(arch:str) -> None:
     return Inputs(np.full_like(x.q, 16512), np.full_like(x.k, 16512), x.v)
   for scale in (0.25, 0.3, 0.11):
     check(arch, make, H=1, Sq=20, Sk=300, D=64, dtype="bfloat16", softmax_scale=scale, out_dtype="float32")
+
+# ***** tiles for plain problems *****
+
+@pytest.mark.parametrize("arch, row, option", [
+  pytest.param(arch, row, option, id=f"{arch}-{row.up_to}-{option or 'no option'}")
+  for arch in ("gfx90a", *ARCHS) for row in get_chip(arch).unit.plain_forward for option in row.options])
+def test_tiles_for_problems_with_at_most_one_option(arch:str, row:UpTo[ForwardShape], option:str) -> None:
+  # Each tile in the tables for plain problems gives right results, also with a last tile that is not full, with a causal mask and with a window. For
+  # grids that are small enough to emulate, dispatch itself would choose other tiles.
+  for mask in (dict(causal=True), dict(window=(70, 30))):
+    sizes = dict(H=1, Sq=150, Sk=200, D=row.up_to, dtype="bfloat16", **mask, **ONE_OPTION[option])
+    check_kernels(arch, tile=lambda t: amd_tile(problem(**sizes), get_chip(arch), row), **sizes)
 
 # ***** loading tiles *****
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from attn import tune
 from attn.chips import SEARCHED, get_chip
 from attn.chips.shapes import BackwardShape, UpTo
-from attn.isa.source import BACKWARD, FORWARD, Spec
+from attn.isa.source import BACKWARD, FORWARD, Shape, Spec
 from attn.isa.timing.kernels import ASKED, predicted_kernel
 from attn.isa.timing.predict import Prediction
 from attn.search.near import (BEST, BOTH_IN_ONE, IN_TABLE, NUMBERS_CHANGED, Timed, cells_of, climb, gain_of, near_rows, near_table, near_text,
@@ -21,7 +21,7 @@ BYTES = {"L2": 2e9, "memory": 1e9}
 def of_shape(ms:Any) -> Any:
   """Returns a stand-in for `timed`, which predicts the time of a tile. `ms(spec, shape)` gives the time of a tile shape in a variant of the kernel,
   or None if the kernel spills."""
-  def time(spec:Spec, row:UpTo[Any]) -> Timed|None:
+  def time(spec:Spec, row:UpTo[Any], shape:Shape) -> Timed|None:
     if (found := ms(spec, row.shape)) is None: return None
     prediction = Prediction(get_chip(spec.arch).cards[0], 1.0, 1.0, found/1e3, BYTES, {}, 1.0)
     return Timed(row, tile_of(spec, row), prediction, 1000)
@@ -75,8 +75,8 @@ def test_why_a_tile_is_kept(of_full:float|None, waves:int, gain:str, result:str)
   def ms(spec:Spec, x:BackwardShape) -> float|None: return 10 if (x.fenced, x.waves) != (8, waves) else 8.0 if spec.mask == "causal" else of_full
   used = row_in_use(SPEC)
   near = replace(used, shape=replace(used.shape, waves=waves))
-  def time(spec:Spec, row:UpTo[Any]) -> Timed|None:
-    return of_shape(lambda spec, x: 9.0 if x == near.shape and waves != 4 else ms(spec, x))(spec, row)
+  def time(spec:Spec, row:UpTo[Any], shape:Shape) -> Timed|None:
+    return of_shape(lambda spec, x: 9.0 if x == near.shape and waves != 4 else ms(spec, x))(spec, row, shape)
   assert near_table(SPEC, time)[1][-2:] == (gain, result)
 
 def test_rows_of_the_table_are_kept_and_replaced() -> None:
