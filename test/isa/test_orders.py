@@ -35,7 +35,8 @@ NUMBER = math.prod(map(len, (orders.CARDS_OF_ORDERS, orders.KERNELS_OF_ORDERS, M
 def test_the_committed_table(card:str, kernel:str, mask:str, shape:int) -> None:
   pytest.importorskip("ziglang")
   assert HEAD == orders.ORDER_COLUMNS and len(ROWS) == NUMBER
-  assert orders.order_row(card, kernel, mask, orders.SHAPES_OF_ORDERS[shape]) in ROWS, "python -m attn.isa orders --write docs/data/order_of_heads_amd.csv"
+  found = orders.order_row(card, kernel, mask, orders.SHAPES_OF_ORDERS[shape])
+  assert found in ROWS, "python -m attn.isa orders --write docs/data/order_of_heads_amd.csv"
 
 def test_the_page_repeats_the_table() -> None:
   # docs/timing.md has the shortest and the longest time of each order for each card, and says that no order is 3% faster than the one in use.
