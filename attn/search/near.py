@@ -98,9 +98,9 @@ def timed(spec:Spec, row:UpTo[Any], shape:Shape=ASKED) -> Timed|None:
   prediction = found.on_cards(card.name)[-1]
   return Timed(row, tile, prediction, len(work_of_grid(found.problem, found.division)))
 
-Timer = Callable[[Spec, UpTo[Any], Shape], Timed|None]     # predicts the time of a kernel with a tile, for a problem of this size
+TileTimer = Callable[[Spec, UpTo[Any], Shape], Timed|None]     # predicts the time of a kernel with a tile, for a problem of this size
 
-def climb(spec:Spec, time:Timer=timed) -> list[Timed]:
+def climb(spec:Spec, time:TileTimer=timed) -> list[Timed]:
   """Returns the tiles that the search from the tile in use has tried, the fastest first. `time` predicts the time of one tile."""
   tried: dict[UpTo[Any], Timed|None] = {}
   def look(row:UpTo[Any]) -> None:
@@ -114,7 +114,7 @@ def climb(spec:Spec, time:Timer=timed) -> list[Timed]:
     if not ranked or ranked[0].ms > (1 - FASTER_BY)*so_far: return ranked
     best = ranked[0].row
 
-def gain_of(spec:Spec, row:UpTo[Any], time:Timer=timed, enough:float=-math.inf) -> float:
+def gain_of(spec:Spec, row:UpTo[Any], time:TileTimer=timed, enough:float=-math.inf) -> float:
   """Returns by which fraction a tile is faster than the tile in use, e.g. 0.05 for 5 %: the smallest fraction over the dtypes and masks of VARIANTS,
   and for forward without and with an lse. Returns minus infinity if a kernel with the tile doesn't compile or spills, or if the fraction is not more
   than `enough`."""
@@ -126,7 +126,7 @@ def gain_of(spec:Spec, row:UpTo[Any], time:Timer=timed, enough:float=-math.inf) 
     if (found := min(found, 1 - after.ms/before.ms)) <= enough: return -math.inf
   return found
 
-def surest(spec:Spec, used:Timed, tried:Iterable[Timed], time:Timer=timed) -> tuple[Timed, float]|None:
+def surest(spec:Spec, used:Timed, tried:Iterable[Timed], time:TileTimer=timed) -> tuple[Timed, float]|None:
   """Returns the tile that gains the most in its worst variant, with this gain (see `gain_of`). Returns None if no tile gains more than GAIN there.
   `used` is the tile in use. Leaves out tiles with fewer rows than this one."""
   found = None
@@ -161,7 +161,7 @@ def result_of(spec:Spec, used:Timed, best:Timed, gain:float) -> str:
   if best.tile.block_m < used.tile.block_m: return "kept: with fewer rows of its own, a workgroup reads the others more often"
   return NOT_TAKEN.get((spec.arch, str(spec.d), spec.kernel, spec.option), "better")
 
-def near_table(spec:Spec, time:Timer=timed) -> list[tuple[str, ...]]:
+def near_table(spec:Spec, time:TileTimer=timed) -> list[tuple[str, ...]]:
   """Returns the lines of a table with the columns NEAR_COLUMNS: one for the tile in use, and one for the best tile that the search finds. If no tile
   gains enough in every variant, the best tile is the fastest one. The best tile's line is left out if it is not clearly faster (FASTER_BY). The line
   of the tile in use is left out if it does not compile or spills."""
