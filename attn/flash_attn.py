@@ -75,6 +75,7 @@ def flash_attn_func(q:Tensor, k:Tensor, v:Tensor, dropout_p:float=0.0, softmax_s
                     dropout_seed:Tensor|None=None) -> Any:
   """Computes attention of q (B, Sq, H, D) and k, v (B, Sk, Hkv, D). Returns out (B, Sq, H, D), or with return_attn_probs (out, softmax_lse (B, H,
   Sq), S_dmask). S_dmask (B, H, Sq, Sk) is 1 where dropout keeps an element of P, and -1 where the element becomes 0. S_dmask is None without dropout.
+  docs/flash_attention.md lists every argument.
 
   out has equal bits in every run. With `deterministic` the gradients also have equal bits in every run, but may take longer. Dropout is active
   whenever dropout_p is not 0. The seed of dropout is dropout_seed, uint32 (2), or, if dropout_seed is None, a new seed from tinygrad's generator."""

@@ -81,7 +81,7 @@ def same(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1)
          out_dtype:str) -> tuple[Array, Array]:
   """Computes textbook attention in fp32, rounded in the same places as in FlashAttention-2 (arXiv 2307.08691, algorithm 1, with all keys in one
   tile). Returns (o, lse). P = exp(S - max S) is rounded to `dtype`, O to `out_dtype`. The divisor of O is the sum of P: of P after rounding if
-  `out_dtype` has more bits of precision than `dtype`, otherwise of P before rounding."""
+  `out_dtype` has more bits of precision than `dtype`, otherwise of P before rounding. The other parameters are those of `exact`."""
   o, lse = _attention(q, k, v, scale, window, offset, np.float32, (dtype, out_dtype), options)
   return rounded(o, out_dtype), lse
 
@@ -171,7 +171,8 @@ TEXTBOOK: dict[str, Callable[[Array, Options, int], tuple[Array, Array|None]]] =
                                                                                     "score_mod": _modified}
 
 def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
-  """Applies the score terms (softcap, ALiBi, bias, score_mod) to raw scores `s`. Returns one TermStep for each term, in order."""
+  """Applies the score terms (softcap, ALiBi, bias, score_mod) to raw scores `s`. `x` has the terms' values, and query i stands at position i +
+  `offset` among the keys. Returns one TermStep for each term, in order."""
   found = list[TermStep]()
   for name, value in TEXTBOOK.items():
     if isinstance(given := getattr(x, name), np.ndarray) or given:
@@ -230,7 +231,8 @@ class Gradients:
 def exact_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                    options:Options=PLAIN) -> Gradients:
   """Computes the gradients of a loss in float64. `do` (..., H, Sq, Dv) and `dlse` (..., H, Sq) are the gradients of the loss by the o and the lse
-  that `exact` returns; None stands for 0. The values of `do` must already be rounded to the dtype of q, k and v.
+  that `exact` returns; None stands for 0. The values of `do` must already be rounded to the dtype of q, k and v. The other parameters are those of
+  `exact`.
 
   A query that sees no key adds exactly 0 to each gradient, and the query's own gradient is 0. The gradients of keys beyond kv_lengths are 0."""
   return _backward(q, k, v, do, dlse, scale, window, offset, options, np.float64, None)

@@ -169,8 +169,8 @@ def entry_of(p:Problem, kernel:str) -> str|None:
 
 def store(p:Problem, arch:Chip, row:UpTo[Any]|None, seconds:float, kernel:str="") -> Path:
   """Writes the fastest tile for the problem class of `p` to the file of fastest tiles, and returns the path of the file. `row` has the tile, which
-  took `seconds`. `row` is None if attn's own choice is fastest. Raises ValueError if `p` belongs to no class, OSError if the file can't be
-  written."""
+  took `seconds`. `row` is None if attn's own choice is fastest. `kernel` is the name of a backward kernel, or "" for forward. Raises ValueError if
+  `p` belongs to no class, OSError if the file can't be written."""
   file, kind = path(), entry_of(p, kernel)
   if kind is None:
     raise ValueError(f"{', '.join(p.options)}: TUNE=1 times tiles only for problems without these options")

@@ -51,8 +51,8 @@ def no_gradient(what:str) -> Any:
   return refuse
 
 def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, UOp]:
-  """Returns the gradients that tinygrad passed, by the name of the output: "o" or "lse". tinygrad passes only gradients that exist, without names.
-  The shape of a gradient tells its output, because o and lse have different shapes."""
+  """Returns the gradients that tinygrad passed, by the name of the output: "o" or "lse". `outputs` has the call's outputs by name. tinygrad passes
+  only gradients that exist, without names. The shape of a gradient tells its output, because o and lse have different shapes."""
   of_shape = {u.shape: name for name, u in outputs.items()}
   found = {of_shape.get(g.shape, ""): g for g in gradients}
   if len(found) < len(gradients) or "" in found:
@@ -191,8 +191,8 @@ def kernel_gradients(p:Problem, arch:Chip, t:Mapping[str, UOp]) -> dict[str, UOp
 def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch], inputs:dict[str, UOp], t:dict[str, UOp]) -> dict[str, UOp]:
   """Computes the gradients of a bias and of mod_tensors (tensors that the caller's score_mod reads). Returns the gradients by the name of the tensor.
   Each gradient is a sum of dS over the scores that one element of the tensor changes. If score_mod indexes a mod_tensor in several expressions, as in
-  table[i - j] + table[h], a kernel computes the sums for each expression, and these results are added. `kernels` has the launches of backward by
-  name, and `t` the tensors that the launches read."""
+  table[i - j] + table[h], a kernel computes the sums for each expression, and these results are added. `kernels` has the launches of backward,
+  `inputs` the call's tensors, and `t` the tensors that the launches read, each by name."""
   found = dict[str, UOp]()
   for n, x in enumerate(kernel_sums(p, arch)):
     name, sums = x.tensor, written_by(kernels[f"dbias{n}"], t, p.layout)[f"d{x.tensor}"]

@@ -107,8 +107,8 @@ class Listing:
     return Place(self._from(u), None if line is None else line + 1, statement)
 
   def _from(self, u:UOp) -> tuple[str, int]|None:
-    """Returns the line of Python that `u` comes from. If a pass of tinygrad inserted the UOp `u`, returns the line of the nearest source UOp whose
-    line is known."""
+    """Returns the line of Python that `u` comes from, as (file, number of the line). If a pass of tinygrad inserted the UOp `u`, returns the line of
+    the nearest source UOp whose line is known."""
     seen, level = {u}, [u]
     while level:
       if (found := next((self.python[x] for x in level if self.python.get(x) is not None), None)) is not None: return found

@@ -230,7 +230,8 @@ class Frame(Threads):
       raise self.error(DivergentBarrier, np.repeat(late.ravel(), WARPGROUP), lambda t: "this thread waits for a turn that no warpgroup passes on")
     return np.zeros(self.T, np.float32)
   def end_turn(self, groups:int, gate:Array) -> Array:
-    """Ends the turn of the warpgroups whose threads have a true `gate`: the next warpgroup of each block may begin its turn. Returns zeros."""
+    """Ends the turn of the warpgroups whose threads have a true `gate`: the next warpgroup of each block may begin its turn. `groups` is the number
+    of warpgroups of a block. Returns zeros."""
     if self.taken.shape[1] != groups: self.taken = self.passed = np.zeros((self.workgroups, groups), np.int64)
     self.passed = self.passed + self._warpgroups(self.full(gate))
     return np.zeros(self.T, np.float32)

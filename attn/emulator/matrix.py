@@ -176,16 +176,16 @@ class MatrixUnit:
     return self._run(i, a, b, c, True)
 
   def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array:
-    """Returns the result of v_dot2_f32_f16, v_dot2_f32_bf16 or v_dot4_f32_fp8_fp8: c plus the dot product of the numbers in a and b. a and b are
-    dwords of shape (threads,), c and the result are fp32 of shape (threads,)."""
+    """Returns the result of v_dot2_f32_f16, v_dot2_f32_bf16 or v_dot4_f32_fp8_fp8: c plus the dot product of the numbers in a and b, which have the
+    dtype `dtype`. a and b are dwords of shape (threads,), c and the result are fp32 of shape (threads,)."""
     if self.family not in DOTS[dtype]: raise BadOperand(f"{self.arch} has no dot product of dwords of {dtype}")
     pairs = [_UNPACK[dtype](np.atleast_2d(x)) for x in (a, b)]
     if self.family in FLUSHING: pairs = [flushed(x, dtype) for x in pairs]
     return flushed(functools.reduce(operator.add, pairs[0]*pairs[1], flushed(c, "float32")), "float32")
 
   def wmma(self, dims:tuple[int, int, int], dtype:str, a:Array, b:Array, c:Array, out:str) -> Array:
-    """Returns the result of a matrix product in tinygrad's own kernels, the UOp WMMA: c + A B, in the type `out`. `dims` is (N, M, K). The operands
-    a, b and c have the shape (elements of a lane, threads)."""
+    """Returns the result of a matrix product in tinygrad's own kernels, the UOp WMMA: c + A B, in the type `out`. `dims` is (N, M, K), and `dtype`
+    the dtype of A and B. The operands a, b and c have the shape (elements of a lane, threads)."""
     i = next((x for x in INSTRUCTIONS.values() if self.family in x.families and x.dims == tuple(dims) and x.dtype == dtype), None)
     if i is None: raise BadOperand(f"{self.arch} has no matrix instruction for (N, M, K) = {dims} on {dtype}")
     widen, narrow = _ACCUMULATOR[out]

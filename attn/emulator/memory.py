@@ -161,8 +161,8 @@ class Space:
     return self._view(4).view(np.uint32), at
 
   def note_atomic(self, at:Array, count:int, gate:Array, verb:str) -> None:
-    """Records atomic operations on `count` elements of 4 bytes from element `at` on, by each thread for which `gate` is true. Does nothing here;
-    `WatchedSpace` overrides this method."""
+    """Records atomic operations on `count` elements of 4 bytes from element `at` on, by each thread for which `gate` is true. `verb` says in error
+    messages what the operation does. Does nothing here; `WatchedSpace` overrides this method."""
 
   def _check_flags(self, at:Array, chunk:int, active:Array|None) -> None:
     bad = np.broadcast_to((np.atleast_1d(self._view(chunk, True).take(at)).view(np.uint8).reshape(-1, chunk) == 0).any(axis=1), self.f.T)

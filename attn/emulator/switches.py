@@ -5,7 +5,8 @@ import os
 WORDS = {"0": False, "false": False, "off": False, "no": False, "1": True, "true": True, "on": True, "yes": True}
 
 def switch(name:str, default:bool) -> bool:
-  """Tells whether the environment variable `name` is on. Raises ValueError for a word that means neither on nor off."""
+  """Tells whether the environment variable `name` is on. Returns `default` if it is not set. Raises ValueError for a word that means neither on nor
+  off."""
   if not (text := os.environ.get(name, "")): return default
   if text.lower() not in WORDS: raise ValueError(f"{name}={text!r}: must be one of {', '.join(WORDS)}")
   return WORDS[text.lower()]

@@ -19,7 +19,7 @@ State = TypeVar("State")
 class ForwardUnit(Protocol[State]):
   """The operations of the forward algorithm (`online_softmax`) on one kind of matrix unit, for one workgroup, as one thread sees them. The state `s`
   holds what operations pass on to later ones: m (the number that the softmax subtracts from the scores of a row), l (the sum of P) and O in
-  registers, and tiles in LDS."""
+  registers, and tiles in LDS. `masked` is true for a tile of keys in which masks may hide scores."""
   @property
   def parts(self) -> Iterable[Any]: """The parts into which a tile of keys is divided. `weigh` and `add_to_o` are called once for each part."""
   def begin(self) -> State:

@@ -120,7 +120,8 @@ def compare_backward(p:Problem, causal:bool) -> dict[str, Any]:
   return row | {"apart": apart, "verdict": "ok" if apart <= APART[p.dtype] else "WRONG"}
 
 def problems(words:list[str]) -> list[tuple[Problem, bool]]:
-  """Returns the problems whose name contains every one of `words`. Problems in float32 are included only if the word "float32" is given."""
+  """Returns (problem, whether its mask is causal) for the problems whose name contains every one of `words`. Problems in float32 are included only if
+  the word "float32" is given."""
   found = []
   cases = [*itertools.product(SIZES, ("bfloat16", "float16"), (False, True))]
   if "float32" in words: cases = [*itertools.product(SIZES_FP32, ("float32",), (False, True))]

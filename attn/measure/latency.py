@@ -66,7 +66,7 @@ def first_call(row:FirstCall) -> dict[str, float]:
     return {"seconds": time.perf_counter() - begin, "compiling": sum(compiling)}
 
 def in_new_process(row:FirstCall, caches:Path) -> dict[str, float]:
-  """Runs `first_call` in a new process, which keeps all caches in the directory `caches`."""
+  """Runs `first_call` in a new process, and returns what it returns. The process keeps all caches in the directory `caches`."""
   kept = {"XDG_CACHE_HOME": str(caches), "CACHEDB": str(caches/"tinygrad.db"), "CUDA_CACHE_PATH": str(caches/"driver")}
   command = [sys.executable, "-m", "attn.measure.latency", "--here", json.dumps(asdict(row))]
   done = subprocess.run(command, capture_output=True, text=True, env=os.environ | kept)

@@ -277,9 +277,9 @@ def output(acc:UOp, p:UOp, v:UOp, after:UOp, panel:int, dtype:str, place:range|N
            by_rows:bool=False) -> UOp:
   """Starts acc += P V, or with `more` False acc = P V, as asynchronous products. `acc` is a register array of C fragments, of which `place` selects
   some; None selects all. `p` is a register array of A fragments, one for each 16 keys, or 32 keys of 8-bit floats. `v` is a UOp that indexes shared
-  memory at the first 16 bytes of V, which has one row for each key, or of V^T if `dtype` has 8 bits. `panel` is the distance in bytes between panels
-  (128 bytes of each row). Warpgroups where `there` is false start no product, but `wait_products` counts one. Returns a statement (an operation with
-  a side effect) that is executed after the UOp `after`."""
+  memory at the first 16 bytes of V, which has one row for each key, or of V^T if `by_rows` is true or `dtype` has 8 bits. `dtype` is the dtype of P
+  and V. `panel` is the distance in bytes between panels (128 bytes of each row). Warpgroups where `there` is false start no product, but
+  `wait_products` counts one. Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
   return statement("start_output", acc[first], p[0], v, there, after, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype,
                    more=more, by_rows=by_rows or IN_A_DWORD[dtype] == 4)

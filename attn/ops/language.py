@@ -72,9 +72,9 @@ def inlined(operation:Operation, static:dict[str, Any], printer:Printer, types:S
   return bare(printer.term(operation.definition(printer, *[Term(printer, x, t) for x, t in zip(sources, types)], **static)).text)
 
 def compound_function(call:Call, definition:Callable[..., Any], printer:Printer, out:str, types:dict[str, str]) -> tuple[str, list[Any]]:
-  """Declares the C++ function of a compound operation (one that attn defines by simpler operations), for operands of the types `types`. Returns the
-  function's name and its operands. An operand that is a register array has the type `RegisterArray`; its fields `used` and `stored` say which of its
-  registers the function reads and writes."""
+  """Declares the C++ function of a compound operation (one that attn defines by simpler operations), for operands of the types `types`. `definition`
+  is the Python function that defines the operation, and `out` the C++ type of its result. Returns the function's name and its operands. An operand
+  that is a register array has the type `RegisterArray`; its fields `used` and `stored` say which of its registers the function reads and writes."""
   static, name = call.parameters, call.name + call.operation.suffix.format(**call.parameters)
   operands = [RegisterArray(x, t[:-1]) if t.endswith("*") else Term(printer, x, t) for x, t in types.items()]
   registers = [x for x in operands if isinstance(x, RegisterArray)]

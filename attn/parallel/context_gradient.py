@@ -89,8 +89,9 @@ def summed(c:SharedRows, each:list[Tensor]) -> list[Tensor]:
   return [functools.reduce(Tensor.add, [x.to(device) for x in each]) for device in c.devices]
 
 def passed_gradients(c:SharedRows, inputs:dict[str, UOp], merged:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Computes the gradients of q, k, v and the sinks with the backward kernels, while the parts of k and v go from device to device. `given` has the
-  gradients of o and lse, in buffers, divided like the outputs in `merged`."""
+  """Computes the gradients of q, k, v and the sinks with the backward kernels, while the parts of k and v go from device to device. `inputs` and
+  `merged` have the call's tensors and outputs, by name, and `given` the gradients of o and lse, in buffers that are divided over devices like the
+  outputs."""
   p, held = c.problem, {name: shards_of(u) for name, u in (inputs | merged).items()}
   for name, g in given.items(): held[f"d{name}"] = shards_of(g)
   if "do" not in held: held["do"] = [filled_with_rows(Tensor.zeros(*u.shape, dtype=u.dtype, device=u.device).uop) for u in held["o"]]
@@ -117,7 +118,8 @@ def passed_gradients(c:SharedRows, inputs:dict[str, UOp], merged:dict[str, UOp],
   return result
 
 def sinks_gradient(c:SharedRows, held:dict[str, list[UOp]]) -> UOp:
-  """Computes the gradient of the sinks: -exp(sink - lse) * delta, summed over the rows of all devices."""
+  """Computes the gradient of the sinks: -exp(sink - lse) * delta, summed over the rows of all devices. `held` has a list for each tensor, by name,
+  with what each device holds of the tensor."""
   p, each = c.problem, []
   for i in range(len(c.devices)):
     of = {name: Tensor(shards[i]) for name, shards in held.items()}

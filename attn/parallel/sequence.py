@@ -28,8 +28,8 @@ def rearranged(x:Tensor, axis:int, numbers:Sequence[int]) -> Tensor:
   return first.cat(*rest, dim=axis)
 
 def in_order(x:Tensor, axis:int, length:int, count:int, order:str) -> Tensor:
-  """Returns the first `length` rows of a sequence in their natural order. x holds all pieces of the sequence, joined in the order in which `count`
-  devices hold them: "contiguous" or "zigzag" (`order`)."""
+  """Returns the first `length` rows of a sequence in their natural order. x holds all pieces of the sequence along the dimension `axis`, joined in
+  the order in which `count` devices hold them: "contiguous" or "zigzag" (`order`)."""
   numbers = pieces_by_device(count, order)
   whole = rearranged(x, axis, [numbers.index(n) for n in range(len(numbers))])
   return whole.shrink(tuple((0, length) if i == axis else None for i in range(x.ndim)))

@@ -53,8 +53,9 @@ class SeenKeys:
   offset: int
 
 def seen_keys(window:tuple[int, int], offset:int, queries:int, keys:int, by_distance:bool) -> SeenKeys|None:
-  """Makes a mask in a normal form, so that equal masks compare as equal. A bound of the window that hides no key becomes -1. The offset becomes 0 if
-  no bound is left and no score depends on the distance of query and key (`by_distance` is false). Returns None if no query sees a key."""
+  """Makes a mask of `queries` queries and `keys` keys in a normal form, so that equal masks compare as equal. A bound of the window that hides no key
+  becomes -1. The offset becomes 0 if no bound is left and no score depends on the distance of query and key (`by_distance` is false). Returns None if
+  no query sees a key."""
   left, right = window
   first, last = offset - left, queries - 1 + offset + right      # first visible key of the first query, last visible key of the last query
   if (left >= 0 and first >= keys) or (right >= 0 and last < 0): return None
@@ -116,8 +117,8 @@ def launches(p:Problem, queries:Sequence[SequencePiece], keys:Sequence[SequenceP
   return min(ways, key=len)
 
 def owners(device:int, count:int) -> tuple[int, ...]:
-  """Returns the devices whose keys a device needs, in order: the device itself first, then the other devices. The order is chosen so that no two
-  devices read from the same device at the same time."""
+  """Returns the devices whose keys a device needs, in order: the device itself first, then the others of the `count` devices. The order is chosen so
+  that no two devices read from the same device at the same time."""
   return tuple((device + i) % count for i in range(count))
 
 @dataclass(frozen=True)

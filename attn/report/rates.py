@@ -90,7 +90,7 @@ def rates_of(arch:Chip, units:int, sizes:str) -> Iterator[RateToMeasure]:
   yield copy_rate(nbytes, by_attn=matrix_loop(arch, FP16) is not None)
 
 def measured_rates(arch:Chip, card:FoundCard, sizes:str) -> tuple[tuple[MeasuredRate, ...], list[str]]:
-  """Measures the rates of a card. Returns them, and a text for each rate that could not be measured."""
+  """Measures the rates of a card. Returns them, and a text for each rate that could not be measured. `sizes` is a key of REPORT_SHAPES."""
   found, failed = list[MeasuredRate](), list[str]()
   for x in rates_of(arch, card.text.compute_units or UNITS_UNKNOWN, sizes):
     try:

@@ -181,7 +181,8 @@ def made_from(kind:Any, x:Any, at:str) -> Any:
   return kind(x)
 
 def made_record(kind:Any, x:Any, at:str) -> Any:
-  """Makes a dataclass from an object of JSON. All fields must be there, and no others."""
+  """Makes a dataclass from an object of JSON. All fields must be there, and no others. Raises BadReport otherwise; `at` says in the message where the
+  object stands in the report."""
   if not isinstance(x, dict): raise BadReport(f"{at}: must be an object, not {shown_value(x)}")
   types_of, names, dot = typing.get_type_hints(kind), [f.name for f in fields(kind)], f"{at}." if at else ""
   for name in names:
@@ -194,7 +195,8 @@ def made_record(kind:Any, x:Any, at:str) -> Any:
   except ValueError as e: raise BadReport(f"{at}: {e}") from None
 
 def check_limits(limits:typing.Mapping[str, Any], x:Any, at:str) -> None:
-  """Raises BadReport if a value is outside of the limits of its field. None is always inside."""
+  """Raises BadReport if a value is outside of the limits of its field. None is always inside. `at` says in the message where the value stands in the
+  report."""
   least, among, matching = (limits.get(name) for name in ("least", "among", "matching"))
   if x is None: return
   if least is not None and x < least: raise BadReport(f"{at}: must be at least {least}, not {shown_value(x)}")

@@ -116,7 +116,8 @@ class MmaBackward:
     return over_tiles(s, tiles, self.group.grid.allocator, trip)
 
   def over_parts(self, s:MmaBackwardState, t:UOp, masked:bool, work:MmaWork) -> MmaBackwardState:
-    """Calls `work` for each part of tile t, one after another, and returns the state after that. Parts take fewer registers than a whole tile."""
+    """Calls `work(state, trip)` for each part of tile t, one after another, where `trip` has the operations on this part. Returns the state after
+    that. Parts take fewer registers than a whole tile. `masked` says whether masks may hide scores of the tile."""
     parts, score = self.tile.block_n//self.tile.part_n, replace(self.warp_rows.scores, block_n=self.tile.part_n)
     for part in range(parts): s = work(s, MmaTrip(self.warp_rows, score, t*parts + part, masked, self, t, part))
     return s

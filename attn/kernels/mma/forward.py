@@ -138,8 +138,8 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return self.fetch(s, t + self.tile.stages - 1), None
 
   def with_scales(self, s:MmaState, t:UOp, masked:bool) -> MmaState:
-    """Loads the scales of V's rows in tile t to registers. If a scale is NaN, the row sums l become NaN for the queries that see its key. Returns the
-    state."""
+    """Loads the scales of V's rows in tile t to registers. If a scale is NaN, the row sums l become NaN for the queries that see its key; `masked`
+    says whether masks may hide keys of the tile. Returns the state."""
     q_tiles, scales = self.tile.q_tiles, self.scales(s, t, 1)
     nans = [nans_of_scales(self.warps.group.scores, scales, rows, self.own_tile(t), masked) for rows in self.queries]
     places = [q_tiles*self.kinds.index(UNSCALED) + qt for qt in range(q_tiles)]

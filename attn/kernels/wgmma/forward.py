@@ -190,7 +190,7 @@ class WgmmaForward:
     return bool(self.p.writes_lse or self.p.dropout_p)
   def weighs_keys(self, masked:bool) -> bool:
     """Whether `weigh` multiplies S by the scales of K's rows, in the same step as by softmax_scale*log2(e). Otherwise `with_scales` multiplies S by
-    K's scales earlier, because masks and score terms need S with these scales."""
+    K's scales earlier, because masks and score terms need S with these scales. `masked` says whether masks may hide keys of the tile."""
     scores = self.warps.group.scores
     return not masked and scores.in_place and scores.to_log2 > SMALLEST_SCALE
   def scales_at(self, s:WgmmaState, t:UOp, masked:bool) -> dict[str, Any]:
@@ -224,8 +224,8 @@ class WgmmaForward:
     return s.do(wgmma.wait_products(s.acc, s.done)).done
 
   def add_in_parts(self, s:WgmmaState, t:UOp) -> UOp:
-    """Adds P V of tile t of 8-bit floats to O. If the tensor cores add coarsely, each part of the columns is computed by itself, and then added to O
-    in fp32."""
+    """Adds P V of tile t of 8-bit floats to O. If the tensor cores add with too few bits, each part of the columns is computed separately, and then
+    added to O in fp32."""
     v = self.v_panels(t)
     for columns in parts_of_o(self.p):
       def to(s:WgmmaState) -> UOp: return s.acc if s.sums.value is None else s.sums.value

@@ -64,7 +64,7 @@ class Normaliser:
     assert self.low is not None
     return replace(self, low=there.where(self.low, NEG_INF))
   def weight(self, x:UOp, to_log2:float) -> UOp:
-    """Returns P of the scores `x`."""
+    """Returns P of the scores `x`. `to_log2` is the factor that turns these scores into exponents of 2."""
     if self.high is not None: x = ops.sub(x, self.high)
     return ops.exp2(ops.mul(x, to_log2) if self.low is None else ops.fma(x, to_log2, self.low))
 
@@ -136,8 +136,9 @@ def exact_normaliser(p:Problem, log_sum:UOp, *rest:UOp) -> Normaliser:
   return Normaliser.of(p, log_sum, *rest) if rest else Normaliser(None, reference(log_sum))
 
 def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], row:Row, tile:UOp, masked:bool) -> Weights:
-  """Returns P = e^(score - lse) and the derivatives of the score terms, given the raw scores (Q K^T) of row `row`, for float32 inputs. The scores are
-  computed with the same roundings as in forward. So if one key dominates a row, the difference of its score and the row's lse is exactly 0."""
+  """Returns P = e^(score - lse) and the derivatives of the score terms, given the raw scores (Q K^T) of row `row`, for float32 inputs. The parameters
+  are those of `weights_of`. The scores are computed with the same roundings as in forward. So if one key dominates a row, the difference of its score
+  and the row's lse is exactly 0."""
   def visible(x:list[UOp]) -> list[UOp]: return scores.clear(x, row, tile) if masked else x
   def weight(y:UOp, e:Normaliser) -> UOp:
     # max(score, LOWEST) changes no score. It keeps compilers from joining the multiplication that makes a score and the subtraction of the lse into a

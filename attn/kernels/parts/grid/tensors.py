@@ -131,7 +131,8 @@ def too_wide(p:Problem) -> str|None:
 
 def check_range(p:Problem, tile:BlockTile, backward:bool=False) -> None:
   """Raises NotImplementedError if the rows that a workgroup reads of one tensor do not fit into the range of one buffer descriptor. A descriptor has
-  64 bits for the address at which the range begins, but only 32 bits for an offset within it."""
+  64 bits for the address at which the range begins, but only 32 bits for an offset within it. `backward` says that the kernel is a backward kernel:
+  then a workgroup also reads dO, and may loop over queries."""
   heads, most = heads_of(p, tile), max(tile.block_m, tile.block_n)
   queries, keys = min(p.Sq, most if backward else tile.block_m) if heads == 1 else p.Sq, min(p.Sk, most)
   def of_keys(width:int, view:Strided|None) -> int: return strides(p.layout, p.Hkv, p.Sk, width)[2] if view is None else view.row

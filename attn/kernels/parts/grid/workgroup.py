@@ -124,8 +124,8 @@ def ranges_of(grid:Grid, parts:int) -> tuple[UOp, ...]:
   return (grid.allocator.range(parts, AxisType.GLOBAL),) if parts > 1 else ()
 
 def part_of(split:tuple[UOp, ...], parts:int) -> UOp|None:
-  """Returns the index of the part that this workgroup computes, given the range that `ranges_of` made. Returns 0 if there is a single part, and None
-  if the sum is not divided (`parts` is 0)."""
+  """Returns the index of the part that this workgroup computes. `split` is what `ranges_of` returned: the range of the grid that counts parts, or an
+  empty tuple. Returns 0 if there is a single part, and None if the sum is not divided (`parts` is 0)."""
   return None if not parts else split[0] if split else UOp.const(0)
 
 @dataclass(frozen=True)

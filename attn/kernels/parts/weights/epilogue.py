@@ -83,9 +83,10 @@ def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, va
 def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch:UOp, heads:list[UOp], block:tuple[UOp, int], thread:tuple[UOp, int],
                   new:Allocator, *split:UOp) -> list[UOp]:
   """Returns a loop that stores o = 0 and lse = -inf to the rows that belong to no sequence (`blocks.outside`), for each of `heads`. Such rows exist
-  if sequences are packed or if devices share a sequence. The work is divided over blocks and threads: `block` is (index of the block, number of
-  blocks), `thread` is (index of the thread, number of threads). If the keys are split into key ranges, the lse of these rows is OF_NO_SEQUENCE
-  instead of -inf, and so `combine` adds no sink to them. A row of a sequence that sees no key has lse -inf, and gets a sink."""
+  if sequences are packed or if devices share a sequence. `given` has the kernel's tensors by name. The work is divided over blocks and threads:
+  `block` is (index of the block, number of blocks), `thread` is (index of the thread, number of threads). If the keys are split into key ranges, the
+  lse of these rows is OF_NO_SEQUENCE instead of -inf, and so `combine` adds no sink to them. A row of a sequence that sees no key has lse -inf, and
+  gets a sink."""
   if not p.has_rows_of_none: return []
   partial = "_partial"*bool(split)
   o, dtype, vec = given[f"o{partial}"], "float32" if split else p.out_dtype, math.gcd(p.Dv, 4)

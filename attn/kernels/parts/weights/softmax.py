@@ -115,10 +115,10 @@ class Softmax(Carried):
 
   def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, sums:Sums, above:float,
               do:Callable[[UOp], UOp], *before:UOp, scales:list[UOp]|None=None) -> Softmax:
-    """Adds the weights P of this iteration to the row sums, and returns the state. A sum of P above the limit `above` (see attn/ops/softmax.py) means
-    that the reference m of a row is too low. Then m is raised, and P and the whole state are corrected for the new m. `do` adds a statement (an
-    operation with a side effect) to the program. The correction comes after the operations `before`. If the rows of V have `scales`, a vector for
-    each vector of P, P is multiplied by them before it is rounded."""
+    """Adds the weights P of this iteration to the row sums, and returns the state. `weights` are P, and `scores` the scores from which P was
+    computed. A sum of P above the limit `above` (see attn/ops/softmax.py) means that the reference m of a row is too low. Then m is raised, and P and
+    the whole state are corrected for the new m. `do` adds a statement (an operation with a side effect) to the program. The correction comes after
+    the operations `before`. If the rows of V have `scales`, a vector for each vector of P, P is multiplied by them before it is rounded."""
     scaled = weights if scales is None else [[scaled_weights(x, y) for x, y in zip(column, scales)] for column in weights]
     packed = [[ops.pack_weights(x, sums.dtype) for x in column] for column in scaled]
     parts = sums.rounded(packed)
@@ -153,12 +153,13 @@ class Softmax(Carried):
 
 def nans_of_scales(scores:Scores, scales:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> UOp:
   """Returns a number for each of `rows`: NaN if the row sees a key whose scale of V is NaN, otherwise 0. Such a NaN reaches O, but not the LSE.
-  `scales` has the scales of V's rows, a vector for each vector of scores."""
+  `scales` has the scales of V's rows in tile number `tile`, a vector for each vector of scores. `masked` says whether masks may hide keys of the
+  tile."""
   return sum_of_nans(scores, [zero_or_nan(x) for x in scales], rows, tile, masked)
 
 def sum_of_nans(scores:Scores, nans:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> UOp:
-  """Returns a number for each of `rows`: NaN if the row sees a key for which `nans` has NaN, otherwise 0. `nans` has NaN or 0 for each key, a vector
-  for each vector of scores."""
+  """Returns a number for each of `rows`: NaN if the row sees a key for which `nans` has NaN, otherwise 0. `nans` has NaN or 0 for each key of tile
+  number `tile`, a vector for each vector of scores. `masked` says whether masks may hide keys of the tile."""
   seen = [scores.clear(nans, row, tile) if masked else nans for row in rows]
   # fma, not add: if rows of V share a scale, all vectors are one UOp x, and tinygrad 0.14.0 would rewrite x + x to x*2, which fails for vectors
   return ops.build(*[row_sum([functools.reduce(lambda a, b: ops.fma(a, 1.0, b), x)], False) for x in seen])
