@@ -10,16 +10,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from attn.chips import Chip
 from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, WEIGHTED, Normaliser, Weights, exact_normaliser, exact_weights, gradients_of,
-                                                   less_delta, scaled_delta, where_known)
+                                                   scaled_delta, where_known)
 from attn.kernels.parts.grid.tensors import Shapes, log_sums
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.memory.lanes import element_sum
 from attn.kernels.parts.program.blocks import trip_count
 from attn.kernels.parts.program.counts import ceildiv
-from attn.kernels.parts.program.statements import Statements
+from attn.kernels.parts.program.statements import Statements, store_all
 from attn.kernels.parts.weights.dropout import KeptHere, kept_here
 from attn.kernels.parts.weights.epilogue import place_of_row
-from attn.kernels.plain.rectangle import Portion, Rectangle, as_rendered, grid_of
+from attn.kernels.plain.rectangle import Portion, Rectangle, as_rendered, grid_of, in_quads, nth, turned_over
 from attn.kernels.tiles.common import query_value_names
 from attn.kernels.tiles.plain import KEPT, QUAD, TiledBackwardTile
 from attn.ops import common as ops
@@ -133,8 +133,8 @@ class PlainBackward(Rectangle):
     found, stores = work(s, PlainTrip(self, t*tile.parts + part, [*ready, *loop])).weights, list[UOp]()
     for name, columns in found.items():
       to = self.section(name, *ready, *loop)
-      stores += [x for i, row in enumerate(self.by_walked_row(columns)) for j, y in enumerate(row)
-                 for x in to.store_quad(part*tile.walked + self.result_row(i), self.in_block(j), y)]
+      for i, row in enumerate(turned_over(columns)):
+        for j, y in enumerate(row): stores += to.store_quad(part*tile.walked + self.result_row(i), self.in_block(j), y)
     done = UOp.group(*stores).end(*loop)
     for acc, name in zip(s.sums, self.wanted): done = self.summed(acc, *WEIGHTED[name], t, [*ready, met := self.barrier(done)], [met])
     return done
@@ -147,15 +147,14 @@ class PlainBackward(Rectangle):
     column, loop = self.loop(ceildiv(p.Dv, QUAD*self.tile.down))
     sums = s.minus_deltas.after(self.zeroed(s.minus_deltas.after(*ready)), *loop)
     first = (column*self.tile.down + self.at.h)*QUAD
-    added = [x.store(ops.add(x.load(), ops.build(*[self.part_of_delta(row, first) for row in self.own_rows[j*QUAD:(j + 1)*QUAD]])))
-             for j, x in enumerate(self.each(sums))]
-    done = UOp.group(*added).end(*loop)
+    parts = [ops.build(*[self.part_of_delta(row, first) for row in rows]) for rows in in_quads(self.own_rows)]
+    done = UOp.group(*[to.store(ops.add(to.load(), x)) for to, x in zip(self.each(sums), parts)]).end(*loop)
     totals, ready = self.over_threads([x.load() for x in self.each(s.minus_deltas.after(done))], ops.add, ready, done)
-    delta = [ops.extract(totals[i//QUAD], i%QUAD) for i in range(len(self.own_rows))]
+    delta = [nth(totals, i) for i in range(len(self.own_rows))]
     if "dlse" in group.given: delta = [ops.sub(x, group.query_value("dlse", row)) for x, row in zip(delta, self.own_rows)]
     normalisers = [exact_normaliser(p, *[group.query_value(name, row) for name in log_sums(group.given)]).values for row in self.own_rows]
     numbers = dict(zip(s.normalisers, zip(*normalisers))) | {s.minus_deltas: tuple(scaled_delta(x, p) for x in delta)}
-    registers = [to.after(*ready)[j].store(ops.build(*x[j*QUAD:(j + 1)*QUAD])) for to, x in numbers.items() for j in self.quads]
+    registers = [y for to, x in numbers.items() for y in store_all(to.after(*ready), [ops.build(*quad) for quad in in_quads(x)])]
     mine = self.at.h.eq(0) & group.is_first_part
     stores = [flat(group.given["delta"])[place_of_row(p, group.sequence, row)[0].valid(row.there & mine)].store(x)
               for row, x in zip(self.own_rows, delta)]
@@ -166,18 +165,18 @@ class PlainBackward(Rectangle):
     because the product dP = dO V^T uses rounded dO."""
     def elements(tensor:str) -> UOp:
       rows, convert = self.rows_of(tensor), self.converted(tensor)
-      begin, inside = rows.start(UOp.const(0), row.index) + first, [first + (0 if rows.width % QUAD == 0 else i) < rows.width for i in range(QUAD)]
-      return ops.build(*[convert(rows.buffer[(begin + i).valid(row.there & inside[i])].load()) for i in range(QUAD)])
+      begin, whole = rows.start(UOp.const(0), row.index) + first, rows.width % QUAD == 0
+      inside = [row.there & (first + (0 if whole else i) < rows.width) for i in range(QUAD)]
+      return ops.build(*[convert(rows.buffer[(begin + i).valid(there)].load()) for i, there in enumerate(inside)])
     return element_sum(ops.mul(elements("o"), elements("do")))
 
   # ***** gradients, and the kernel *****
   def gradient(self, s:PlainState, name:str) -> list[UOp]:
     # Rows of keys beyond a batch's length (kv_lengths) are stored as 0.
-    acc, n = s.sums[self.wanted.index(name)], len(self.quads)
+    acc = s.sums[self.wanted.index(name)]
     block, loop = self.loop(self.blocks(acc))
     part, stores = self.block_of(acc.after(*loop), block), list[UOp]()
-    columns = self.by_own_row([[part[i*n + j].load() for j in self.quads] for i in range(len(part)//n)])
-    for row, column in zip(self.own_rows, columns):
+    for row, column in zip(self.own_rows, turned_over(self.in_rows(part))):
       known = row.index < self.group.sequence.n_k if self.keys and self.p.kv_lengths else None
       factor = 1.0 if name == "dv" else self.p.softmax_scale
       stores += self.group.gradient(name, row, [(block*self.tile.columns + self.result_row(k*QUAD), where_known(known, x, factor))
@@ -203,7 +202,7 @@ class PlainTrip:
     return [self.of.part_scores.row(self.t*self.of.part_scores.block_n) + self.of.result_row(i) for i in range(0, self.of.tile.walked, QUAD)]
   @functools.cached_property
   def left(self) -> list[KeptHere]:
-    return [x for j in self.of.quads for x in kept_here(self.of.part_scores, self.of.own_rows[j*QUAD:(j + 1)*QUAD], self.firsts)]
+    return [x for rows in in_quads(self.of.own_rows) for x in kept_here(self.of.part_scores, list(rows), self.firsts)]
 
   def own(self, x:UOp, i:int) -> UOp:
     """Returns a vector of QUAD equal numbers. The registers `x` have one number for each of this thread's own rows; the vector repeats the i-th of
@@ -221,9 +220,9 @@ class PlainTrip:
     """Multiplies the rows of this part of a tile by the rows that the workgroup owns, into the registers `to`. `which` chooses the two tensors: 0 for
     S (q and k), 1 for dP (dO and v). Accesses to local memory come after the operations `ready`. Returns the registers, and a list of products for
     each own row."""
-    of, n = self.of, len(self.of.quads)
+    of = self.of
     x = of.product(to, of.walked[which], of.own[which], KEPT[which], self.t, ready)
-    return x, of.by_own_row([[x[i*n + j].load() for j in of.quads] for i in range(of.tile.walked)])
+    return x, turned_over(of.in_rows(of.all(x)))
 
   # ***** the steps *****
   def start(self, s:PlainState) -> PlainState: return s
@@ -232,8 +231,10 @@ class PlainTrip:
     if not self.of.keys:
       numbers_of_own = [[self.own(x, i) for x in s.normalisers] for i in own]
       return [[Normaliser(low[0] if low else None, high)]*len(self.firsts) for high, *low in numbers_of_own]
-    numbers = zip(*[self.of_walked(name) for name in query_value_names(self.of.p) if name != "delta"])
-    return [[Normaliser.joined([exact_normaliser(self.of.p, *x) for x in zip(*quads)], ops.build) for quads in numbers]]*len(own)
+    def of_quad(*quads:list[UOp]) -> Normaliser:
+      return Normaliser.joined([exact_normaliser(self.of.p, *numbers) for numbers in zip(*quads)], ops.build)
+    names = [name for name in query_value_names(self.of.p) if name != "delta"]
+    return [[*map(of_quad, *map(self.of_walked, names))]]*len(own)
   def scores(self, s:PlainState) -> tuple[PlainState, Columns]:
     x, scores = self.product(self.of.s, 0, self.ready)
     return replace(s, before=(x,)), scores
@@ -241,8 +242,8 @@ class PlainTrip:
     return [exact_weights(self.of.part_scores, x, own, row, self.t, self.of.masked) for x, own, row in zip(scores, lse, self.of.own_rows)]
   def dp(self, s:PlainState) -> tuple[PlainState, Columns]:
     _, dp = self.product(self.of.dp, 1, [*self.ready, self.of.barrier(*s.before)])
-    return s, [less_delta(x if left.words else [ops.add(y, d) for y, d in zip(x, delta)], left, delta)
-               for x, left, delta in zip(dp, self.left, self.minus_delta(s))]
+    kept = [left.drop(x) for left, x in zip(self.left, dp)]
+    return s, [[ops.add(x, y) for x, y in zip(*row)] for row in zip(kept, self.minus_delta(s))]
   def ds(self, weights:list[Weights], dp:Columns, derivatives:Collection[str]|None=None) -> Columns:
     return [gradients_of(w, x, derivatives) for w, x in zip(weights, dp)]
   def kept(self, weights:list[Weights]) -> Columns: return [left.drop(w.p) for left, w in zip(self.left, weights)]

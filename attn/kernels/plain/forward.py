@@ -16,10 +16,10 @@ from attn.chips import Chip
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.program.blocks import trip_count
 from attn.kernels.parts.program.counts import ceildiv
-from attn.kernels.parts.program.statements import Carried, Statements
+from attn.kernels.parts.program.statements import Carried, Statements, load_all
 from attn.kernels.parts.program.trips import TileLoop
 from attn.kernels.parts.weights.dropout import kept_here
-from attn.kernels.plain.rectangle import Portion, Rectangle, as_rendered, grid_of
+from attn.kernels.plain.rectangle import Portion, Rectangle, as_rendered, grid_of, in_quads, nth, turned_over
 from attn.kernels.tiles.common import blocks_of_queries
 from attn.kernels.tiles.plain import QUAD, TiledTile
 from attn.ops import common as ops
@@ -135,7 +135,7 @@ class PlainForward(Rectangle):
     tile, began = self.tile, UOp.group(*[top.store(x.load()) for top, x in zip(self.each(self.top.after(*ready)), self.each(state.m))])
     part, loop = self.loop(tile.parts)
     s = self.product(self.s, "k", "q", "kept", t*tile.parts + part, [*ready, *loop], state.k if tile.ahead else None)
-    raw = [[s[i*len(self.quads) + j].load() for j in self.quads] for i in range(tile.walked)]
+    raw = self.in_rows(self.all(s))
     if self.p.stored and not self.p.v_in_k:     # the elements of a latent cache include their scales
       first = self.group.scores.row(t*tile.block_n) + part*(tile.down*tile.walked)
       raw = [[ops.mul(x, self.scale("k_scales", first, self.result_row(i), *loop)) for x in row] for i, row in enumerate(raw)]
@@ -152,7 +152,7 @@ class PlainForward(Rectangle):
     `rows` and the result have a list for each key. The scores are regrouped by query for this, because parts/weights/scores.py works on one query at
     a time."""
     if self.part_scores.raw and not self.masked: return [[ops.mul(x, self.part_scores.unit.natural) for x in row] for row in rows]
-    return self.by_walked_row([self.part_scores.finished(x, [row], t, self.masked) for x, row in zip(self.by_own_row(rows), self.queries)])
+    return turned_over([self.part_scores.finished(x, [row], t, self.masked) for x, row in zip(turned_over(rows), self.queries)])
 
   def weight(self, x:UOp, top:UOp) -> UOp:
     """Returns P of the score `x`: exp(x - top), where `top` is the maximum of the scores in the same row. The subtraction comes before the
@@ -167,10 +167,9 @@ class PlainForward(Rectangle):
     rows = [four*QUAD + i for i in range(QUAD)] if tile.alone else [self.result_row(i) for i in range(tile.walked)]
     p, stores = self.section("p", *ready, *loop), []
     first = self.group.scores.row(t*tile.block_n)
-    s, n = self.s.after(*ready), len(self.quads)
-    scores = [[p.quad(x, self.in_block(j)) if tile.alone else s[i*n + j].load() for j in self.quads] for i, x in enumerate(rows)]
+    scores = [[p.quad(x, self.in_block(j)) for j in self.quads] for x in rows] if tile.alone else self.in_rows(self.all(self.s.after(*ready)))
     weights = [[self.weight(y, top) for y, top in zip(row, tops)] for row in scores]
-    for j, part in enumerate(self.each(l.after(*loop))): stores.append(part.store(functools.reduce(ops.add, [w[j] for w in weights], part.load())))
+    for part, column in zip(self.each(l.after(*loop)), zip(*weights)): stores.append(part.store(functools.reduce(ops.add, column, part.load())))
     if self.p.stored:
       scales = [self.scale("v_scales", first, x, *loop) for x in rows]
       weights = [[self.scaled(w, y, scale) for w, y in zip(*each)] for *each, scale in zip(weights, scores, scales)]
@@ -195,19 +194,17 @@ class PlainForward(Rectangle):
     """Returns P after dropout. `weights` has a list for each key. The keys come in groups of four neighbours; `firsts` has the first key of each
     group."""
     if not self.p.dropout_p: return weights
-    kept = [x for j in self.quads for x in kept_here(self.part_scores, self.queries[j*QUAD:(j + 1)*QUAD], firsts)]
-    return self.by_walked_row([x.drop(column) for x, column in zip(kept, self.by_own_row(weights))])
+    kept = [x for rows in in_quads(self.queries) for x in kept_here(self.part_scores, list(rows), firsts)]
+    return turned_over([x.drop(column) for x, column in zip(kept, turned_over(weights))])
 
   def outputs(self, state:QueryState) -> list[UOp]:
-    tile, group, n = self.tile, self.group, len(self.quads)
+    tile, group = self.tile, self.group
     sums, _ = self.over_threads([x.load() for x in self.each(state.l)], ops.add, [state.l])
-    ends = [group.normalised(row, ops.extract(state.m[i//QUAD].load(), i%QUAD), [ops.extract(sums[i//QUAD], i%QUAD)])
-            for i, row in enumerate(self.queries)]
+    ends = [group.normalised(row, nth(load_all(state.m), i), [nth(sums, i)]) for i, row in enumerate(self.queries)]
     stores = [x for row, (_, log_sum) in zip(self.queries, ends) for x in group.outputs(row, [], log_sum)]
     block, loop = self.loop(self.blocks(state.acc))
     part, o = self.block_of(state.acc.after(*loop), block), []
-    columns = self.by_own_row([[part[i*n + j].load() for j in self.quads] for i in range(len(part)//n)])
-    for row, (factor, _), column in zip(self.queries, ends, columns):
+    for row, (factor, _), column in zip(self.queries, ends, turned_over(self.in_rows(part))):
       for k, values in enumerate(column):
         o += group.outputs(row, [(block*tile.columns + self.result_row(k*QUAD), ops.mul(values, factor))], None)
     return [*stores, UOp.group(*o).end(*loop)]

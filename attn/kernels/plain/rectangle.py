@@ -14,9 +14,9 @@ thread reads the walked rows directly from global memory. Many threads would com
 computes them one after another, in loops over parts of a tile, and over parts of the elements of O or of a gradient."""
 from __future__ import annotations
 import functools, itertools, math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 from attn.chips import CHIPS, Chip
 from attn.kernels.parts.grid.workgroup import Grid, Workgroup
 from attn.chips.matrix import UNIT_BYTES
@@ -57,6 +57,17 @@ def as_rendered(sink:UOp, arch:Chip, tile:RectangleTile) -> UOp:
   All other renderers take plain UOps only: then each operation is replaced by plain UOps. This is also done for a kernel of a single thread."""
   ours = arch.name in CHIPS
   return sink if ours and not tile.alone else plain(sink, checked=ours)
+
+# ***** quads: vectors of four numbers *****
+
+Number = TypeVar("Number")
+def nth(quads:Sequence[UOp], i:int) -> UOp: return ops.extract(quads[i//QUAD], i%QUAD)
+def in_quads(x:Sequence[Number]) -> list[Sequence[Number]]: return [x[i:i + QUAD] for i in range(0, len(x), QUAD)]
+def turned_over(rows:list[list[UOp]]) -> list[list[UOp]]:
+  """Transposes a matrix whose rows are lists of quads. For example: scores with a list for each row of a tile, in quads of rows that the workgroup
+  owns, become scores with a list for each own row, in quads of rows of the tile."""
+  columns = [[nth(row, i) for row in rows] for i in range(len(rows[0])*QUAD)]
+  return [[ops.build(*quad) for quad in in_quads(column)] for column in columns]
 
 # ***** local memory *****
 
@@ -224,16 +235,10 @@ class Rectangle:
     """Returns the stores of 0 to the registers of the sum `acc` (O or a gradient), one block of columns after another."""
     block, loop = self.loop(self.blocks(acc))
     return UOp.group(*[x.store(ops.splat(0.0, QUAD)) for x in self.block_of(acc.after(*loop), block)]).end(*loop)
-  def by_own_row(self, rows:list[list[UOp]]) -> list[list[UOp]]:
-    """Regroups scores of a part of a tile by the rows that the workgroup owns. `rows` has a list for each row of the tile, with vectors of four own
-    rows. The result has a list for each own row, with vectors of four rows of the tile."""
-    return [[ops.build(*[ops.extract(rows[i + k][j], e) for k in range(QUAD)]) for i in range(0, len(rows), QUAD)]
-            for j in self.quads for e in range(QUAD)]
-  def by_walked_row(self, columns:list[list[UOp]]) -> list[list[UOp]]:
-    """Regroups scores of a part of a tile by the rows of the tile, as they were before `by_own_row`. `columns` has a list for each row that the
-    workgroup owns, with vectors of four rows of the tile. The result has a list for each row of the tile, with vectors of four own rows."""
-    return [[ops.build(*[ops.extract(columns[j*QUAD + e][i//QUAD], i%QUAD) for e in range(QUAD)]) for j in self.quads]
-            for i in range(len(columns[0])*QUAD)]
+  def in_rows(self, registers:Sequence[UOp]) -> list[list[UOp]]:
+    """Loads `registers`, which hold some rows of a product. Returns a list for each of these rows, with vectors of four own rows."""
+    n, found = len(self.quads), [x.load() for x in registers]
+    return [found[i:i + n] for i in range(0, len(found), n)]
   def barrier(self, *deps:UOp) -> UOp: return UOp.group(*deps) if self.tile.alone else workgroup_barrier(UOp.group(*deps))
 
   # ***** products *****
