@@ -126,7 +126,8 @@ class Items:
     begun = [r.after(*self.ranges, *outer)[0].store(x) for r, x in zip(registers, begin)]
     i = self.new.range(count, AxisType.LOOP)
     now = [r.after(*begun, i) for r in registers]
-    end = UOp.group(*[r[0].store(x) for r, x in zip(now, work([r[0].load() for r in now], i))]).end(i)
+    results = work([r[0].load() for r in now], i)
+    end = UOp.group(*[r[0].store(x) for r, x in zip(now, results)]).end(i)
     return [r.after(end)[0].load() for r in registers]
   def kernel(self, name:str, stores:list[UOp], operations:int) -> UOp:
     """Returns the kernel with the name `name`, which ends with `stores`. `operations` is an upper estimate of the kernel's number of operations.
@@ -234,8 +235,9 @@ class TilesTogether:
     found, walk = self.items.totals(ceildiv(min(threads, items), OF_A_STEP), begin, joined), self.walk(side.over)
     if isinstance(walk.count, UOp):     # a block or tile beyond its sequence has no extremes: 0 in their place, with which sums do not overflow
       found = [(n*side.size < walk.count).where(extreme, UOp.const(0, extreme.dtype)) for extreme in found]
-    pairs = [Extremes(*found[2*nth:2*nth + 2]) for nth in range(len(side.expressions))]
-    return {u: pair if u.dtype in ORDERED else Extremes(*[y.ne(0) for y in pair]) for u, pair in zip(side.expressions, pairs)}
+    def of_expression(u:UOp, low:UOp, high:UOp) -> Extremes:
+      return Extremes(low, high) if u.dtype in ORDERED else Extremes(low.ne(0), high.ne(0))      # conditions were compared as integers
+    return {u: of_expression(u, *found[2*nth:2*nth + 2]) for nth, u in enumerate(side.expressions)}
   def evaluated(self, side:Side, n:UOp, width:int, threads:int, now:list[UOp], i:UOp) -> list[UOp]:
     """Computes one iteration of a loop that looks for the lowest and the highest value of each expression of a side. This thread evaluates the
     expressions for `width` neighbouring rows or columns of the block or tile with index `n`. `now` has the lowest and highest values so far, before
@@ -279,7 +281,8 @@ class TilesTogether:
     first, last = (end - piece*width for end in self.interval(of.index, tile))
     at = Fragment(x.p, self.given, of, of, self.walk(x.over), tile*pieces + piece, width, UOp.const(0), width, [tuple(range(width))], width, NATURAL,
                   (first, last))
-    each = [c & (last >= n) & (first <= n) for n, c in enumerate((seen_each(at) or [[UOp.const(True)]*width])[0])]
+    conditions, = seen_each(at) or [[UOp.const(True)]*width]
+    each = [c & (last >= n) & (first <= n) for n, c in enumerate(conditions)]
     bits = functools.reduce(operator.or_, [c.where(int32(SEEN), int32(HIDDEN)) for c in each])
     return [now[0] | of.there.where(bits, int32(0))]
   def by_scores(self, known:UOp) -> UOp:

@@ -57,8 +57,8 @@ class Lifted:
     self.first = begin if at.over == "keys" else begin - shift   # its value at the lane's first column
     owned = {QUERY: own + shift} if at.over == "keys" else {KEY: own}
     first = at.given.get("first_batch_and_head")
-    batch, head = (integer(x) if first is None else integer(x) + first[n].load().cast(dtypes.int)
-                   for n, x in enumerate((at.row.batch, at.row.head)))
+    batch, head = integer(at.row.batch), integer(at.row.head)
+    if first is not None: batch, head = (x + first[n].load().cast(dtypes.int) for n, x in enumerate((batch, head)))
     self.symbols: dict[UOp, UOp] = {BATCH: batch, QUERY_HEAD: head, **owned}
     self.parts = dict[UOp, Evaluated]()
     self.factors = dict[tuple[UOp, float], list[UOp]]()
@@ -177,11 +177,11 @@ class Lifted:
     nbytes, name = count*u.dtype.itemsize, DTYPE_NAMES.get(u.dtype)
     if column is None or name not in IN_DWORDS or nbytes > ops.MAX_RECORDS:
       return buffer[flat_index([within(x, n) for x, n in zip(checked, shape)], shape)].load()
-    symbolic = indices_of(u)
-    placed = [ops.at_least_0(x) if has_negative_term(value) or self.of_device(index) else x for x, value, index in zip(checked, indices, symbolic)]
-    # a tensor may hold any number, and as far as tinygrad knows, a device's first batch and head may be any
-    placed = [x.minimum(n) if elements_of(index) or self.of_device(index) else x for x, n, index in zip(placed, shape, symbolic)]
-    offset = flat_index(placed, shape)*u.dtype.itemsize
+    def placed(x:UOp, value:UOp, index:UOp, size:int) -> UOp:
+      # a tensor may hold any number, and as far as tinygrad knows, a device's first batch and head may be any
+      if has_negative_term(value) or self.of_device(index): x = ops.at_least_0(x)
+      return x.minimum(size) if elements_of(index) or self.of_device(index) else x
+    offset = flat_index([placed(*axis) for axis in zip(checked, indices, indices_of(u), shape)], shape)*u.dtype.itemsize
     words = ops.buffer_load(buffer[0], UOp.const(nbytes), offset, u.dtype.itemsize)
     if u.dtype in (dtypes.half, dtypes.bfloat16): return ops.widen_to_float(words, 1, name).cast(u.dtype)
     return words if u.dtype == dtypes.uint else words.bitcast(u.dtype)
@@ -197,8 +197,8 @@ class Lifted:
     is None. It is left out if the index can never lie outside."""
     if index.vmin >= 0 and index.vmax < size: return index
     first, last = self.at.limits
-    limits = (UOp.const(0, dtypes.int), integer(last if first is None else last - first.maximum(0))) if column is None else \
-             (UOp.const(-FAR, dtypes.int) if first is None else integer(first), integer(last))
+    if column is None: limits = UOp.const(0, dtypes.int), integer(last if first is None else last - first.maximum(0))
+    else: limits = UOp.const(-FAR, dtypes.int) if first is None else integer(first), integer(last)
     told = f"{self.told}: index of axis {axis} of mod_tensors[{number}], counted from 0,"
     return ops.element_number(index, limits, self.at.row.there, column or 0, size, told)
 

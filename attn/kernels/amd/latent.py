@@ -12,7 +12,7 @@ If the latent columns of K (those that are V, too) are stored in 8 bits, they ar
 the scale of their row there. Instead, the sum of a score over these columns is multiplied by the scale of the key's row, before the other columns are
 added. P is multiplied by this scale before P is rounded."""
 from __future__ import annotations
-import functools
+import functools, itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from attn.chips import Chip
@@ -162,7 +162,7 @@ class AmdLatent:
         for a, *bs in zip(a_operands, *weights):
           for row, b in zip(accs, bs): row[i] = amd.shaped_wmma(self.mat, a, b, row[i])
         done = [row[i] for row in accs]
-    return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))
+    return UOp.group(*store_all(s.acc, itertools.chain(*accs)))
 
   def kernel(self, s:LatentState) -> UOp:
     s = self.totals(s)

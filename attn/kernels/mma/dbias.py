@@ -20,6 +20,7 @@ from attn.kernels.parts.memory.lanes import MmaLane, element_sum
 from attn.kernels.parts.memory.layouts import SwizzledRows
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.program.blocks import trip_count
+from attn.kernels.parts.program.statements import add_all
 from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem
@@ -81,7 +82,7 @@ class MmaBias:
   def sum(self, s:MmaBackwardState, ds:list[list[UOp]], tile:MmaTrip) -> MmaBackwardState:
     if self.share.stored_at_once: return s.after(UOp.group(*self.stores(tile.of, tile.t, ds, tile.part)))
     places = [self.fragments(i)[tile.part*len(x):(tile.part + 1)*len(x)] for i, x in enumerate(ds)]
-    return s.store([s.acc[at].store(ops.add(s.acc[at].load(), y)) for own, x in zip(places, ds) for at, y in zip(own, x)])
+    return s.store(*[add_all(s.acc, x, own) for own, x in zip(places, ds)])
 
   def fragments(self, i:int) -> range:
     """Returns the indices of the accumulators in which the i-th matrix tile of queries sums dS."""

@@ -6,7 +6,7 @@ that are swizzled against bank conflicts, and transposes V. The softmax looks fo
 """
 from __future__ import annotations
 import functools, itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES
@@ -15,7 +15,7 @@ from attn.kernels.nvidia.warp_forward import SoftmaxState, WarpsForward
 from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.memory.layouts import SwizzledRows
 from attn.kernels.parts.program.counts import ceildiv, round_up
-from attn.kernels.parts.program.statements import Optional, store_all
+from attn.kernels.parts.program.statements import Optional, add_all, store_all
 from attn.kernels.parts.weights.dropout import kept_scores
 from attn.kernels.parts.weights.softmax import nans_of_scales
 from attn.kernels.tiles.mma import MmaTile, fragments
@@ -123,7 +123,8 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     for i in range(self.tile.stages - 1): s = self.fetch(s, warps.group.walked.begin + i)
     s = s.arrived(self.tile.stages - 1)
     if self.tile.q_in_lds: return s
-    return replace(s, q=Operands(tuple(tuple(self.q_operand(s, qt, step) for step in self.depth_steps) for qt in range(self.tile.q_tiles))))
+    def of_tile(qt:int) -> tuple[UOp, ...]: return tuple(self.q_operand(s, qt, step) for step in self.depth_steps)
+    return replace(s, q=Operands(tuple(map(of_tile, range(self.tile.q_tiles)))))
 
   def scores(self, s:MmaState, t:UOp, masked:bool) -> tuple[MmaState, None]:
     # S goes to registers of the state. Also starts the copies of a later tile.
@@ -133,7 +134,7 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
       of_k = [ops.concat(x, x) for x in self.scales(s, t, 0)]
       raw = [[ops.mul(x, y) for x, y in zip(row, of_k)] for row in raw]
     tiles = [self.warps.group.scores.finished(x, rows, self.own_tile(t), masked) for x, rows in zip(raw, self.queries)]
-    s = s.store(store_all(s.scores, [x for row in tiles for x in row]))
+    s = s.store(store_all(s.scores, itertools.chain(*tiles)))
     if self.p.stored: s = self.with_scales(s, t, masked)
     return self.fetch(s, t + self.tile.stages - 1), None
 
@@ -142,9 +143,9 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     says whether masks may hide keys of the tile. Returns the state."""
     q_tiles, scales = self.tile.q_tiles, self.scales(s, t, 1)
     nans = [nans_of_scales(self.warps.group.scores, scales, rows, self.own_tile(t), masked) for rows in self.queries]
-    places = [q_tiles*self.kinds.index(UNSCALED) + qt for qt in range(q_tiles)]
+    first = q_tiles*self.kinds.index(UNSCALED)
     assert s.scales.value is not None
-    return s.store(store_all(s.scales.value, map(scale_in_range, scales)), [s.l[i].store(ops.add(s.l[i].load(), x)) for i, x in zip(places, nans)])
+    return s.store(store_all(s.scales.value, map(scale_in_range, scales)), add_all(s.l, nans, range(first, first + q_tiles)))
 
   def factors(self, s:MmaState, p:UOp, tile:int) -> UOp:
     """Returns the C fragment `p` of P in the form in which it is multiplied by V: times the scales of V's rows if V is stored in 8 bits, otherwise
@@ -180,7 +181,7 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     accs = [[s.acc[qt*self.d_tiles + i].load() for i in range(self.d_tiles)] for qt in q_tiles]
     weights = {(qt, step): left[qt].packed(s.p[qt*self.k_tiles//n + step].load(), n*step) for qt in q_tiles for step in steps}
     accs = self.multiplied(s, accs, steps, lambda qt, step: weights[qt, step], lambda step, pair: self.v_operand(s, t, step, pair))
-    return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))
+    return UOp.group(*store_all(s.acc, itertools.chain(*accs)))
 
   def kernel(self, s:MmaState) -> UOp:
     if self.tile.key_waves > 1: s = self.stored_results(s.arrived(0))
@@ -227,7 +228,7 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     sums = [total([ops.slice_(x, 2, 2) for x in heads], factors)]
     if len(self.kinds_of_result) > 1: sums.append(total([ops.slice_(unit(n, 1), 0, 2) for n in shares], factors))
     columns = round_up(ceildiv(self.d_tiles, self.tile.key_waves), 2 if self.alternating else 1)
-    wide = [ops.build(*[ops.extract(x, r) for r in range(nv.ROWS) for _ in range(2)]) for x in factors]
+    wide = [ops.build(*[ops.extract(x, r) for r in (0, 0, 1, 1)]) for x in factors]      # for a C fragment: two numbers of each row
     places = [(self.share*columns + i).minimum(self.d_tiles - 1) + 2 for i in range(columns)]
     return m, sums, [total([unit(n, i) for n in shares], wide) for i in places]
 
@@ -289,17 +290,22 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     If the matrix unit adds with too few bits (`exact_steps`), its sums over a few steps are added in fp32. `empty` says that `tiles` are 0, and few
     enough to be computed all at once."""
     queries, pairs = range(self.tile.q_tiles), range(len(tiles[0])//2)
-    def add(into:list[list[UOp]], step:int, pair:int) -> None:
-      operand = b(step, pair)
-      for qt, half in itertools.product(queries, range(2)):
-        into[qt][2*pair + half] = nv.mma(self.mat, a(qt, step), operand, half, into[qt][2*pair + half])
-    runs = [steps[i:i + self.exact_steps] for i in range(0, len(steps), self.exact_steps)] if self.exact_steps else [steps]
-    if not self.exact_steps or empty:       # the sums of the first run are those of all fragments
-      for step, pair in itertools.product(runs[0], pairs): add(tiles, step, pair)
-    further = [(pairs, run) for run in runs[1:]] if empty else [((pair,), run) for pair in pairs for run in runs]
-    for some, run in further if self.exact_steps else []:
+    def add(into:list[list[UOp]], run:range, pairs:Iterable[int]) -> None:
+      for step, pair in itertools.product(run, pairs):
+        operand = b(step, pair)
+        for qt, half in itertools.product(queries, range(2)):
+          into[qt][2*pair + half] = nv.mma(self.mat, a(qt, step), operand, half, into[qt][2*pair + half])
+    if not self.exact_steps:
+      add(tiles, steps, pairs)
+      return tiles
+    runs = [steps[i:i + self.exact_steps] for i in range(0, len(steps), self.exact_steps)]
+    further: list[tuple[Iterable[int], range]] = [((pair,), run) for pair in pairs for run in runs]
+    if empty:
+      add(tiles, runs[0], pairs)       # the sums of the first run are those of all fragments
+      further = [(pairs, run) for run in runs[1:]]
+    for some, run in further:
       sums = [[nv.zero(s.done)]*len(row) for row in tiles]
-      for step, pair in itertools.product(run, some): add(sums, step, pair)
+      add(sums, run, some)
       for qt, pair, half in itertools.product(queries, some, range(2)):
         tiles[qt][2*pair + half] = ops.add(tiles[qt][2*pair + half], sums[qt][2*pair + half])
     return tiles

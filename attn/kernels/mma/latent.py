@@ -10,7 +10,7 @@ If the latent columns of K are stored in 8 bits, cp.async copies them to shared 
 read the same keys: then the threads convert each tile once, and store it to shared memory in 16 bits. The sum of a score over the latent columns is
 multiplied by the scale of the key's row, before the other columns are added. P is multiplied by this scale before P is rounded."""
 from __future__ import annotations
-import functools
+import functools, itertools
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES
@@ -141,7 +141,7 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
         b = self.v_operand(s, t, step, pair)
         for row, a in zip(accs, weights):
           for half in range(2): row[2*pair + half] = nv.mma(mat, a, b, half, row[2*pair + half])
-    return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))
+    return UOp.group(*store_all(s.acc, itertools.chain(*accs)))
 
   def kernel(self, s:LatentMmaState) -> UOp:
     s = self.totals(s)

@@ -7,9 +7,9 @@ from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.nvidia.stored import StoredKeys
 from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.program.allocator import Allocator
-from attn.kernels.parts.program.statements import InOrder, Statements, load_all, store_all
+from attn.kernels.parts.program.statements import InOrder, Statements, add_all, load_all
 from attn.kernels.parts.program.trips import TileLoop, tile_loops
-from attn.ops import common as ops, nvidia as nv
+from attn.ops import nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
@@ -39,7 +39,7 @@ class SoftmaxState(InOrder):
 
   def summed(self) -> Self:
     """Adds the iteration's sums of P to l. Returns the state."""
-    return self.store(store_all(self.l, [ops.add(x, y) for x, y in zip(load_all(self.l), load_all(self.l_of_trip))]))
+    return self.store(add_all(self.l, load_all(self.l_of_trip)))
 
 TileT = TypeVar("TileT")
 StateT = TypeVar("StateT", bound=InOrder)

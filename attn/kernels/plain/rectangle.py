@@ -60,9 +60,9 @@ def as_rendered(sink:UOp, arch:Chip, tile:RectangleTile) -> UOp:
 
 # ***** quads: vectors of four numbers *****
 
-Number = TypeVar("Number")
+OfQuad = TypeVar("OfQuad")
 def nth(quads:Sequence[UOp], i:int) -> UOp: return ops.extract(quads[i//QUAD], i%QUAD)
-def in_quads(x:Sequence[Number]) -> list[Sequence[Number]]: return [x[i:i + QUAD] for i in range(0, len(x), QUAD)]
+def in_quads(x:Sequence[OfQuad]) -> list[Sequence[OfQuad]]: return [x[i:i + QUAD] for i in range(0, len(x), QUAD)]
 def turned_over(rows:list[list[UOp]]) -> list[list[UOp]]:
   """Transposes a matrix whose rows are lists of quads. For example: scores with a list for each row of a tile, in quads of rows that the workgroup
   owns, become scores with a list for each own row, in quads of rows of the tile."""

@@ -51,7 +51,10 @@ class Normaliser:
   def joined(parts:Sequence[Normaliser], join:Callable[..., UOp]) -> Normaliser:
     """Returns one normaliser for several queries, whose values are vectors: `join(*values)` makes a vector of the `low` values of all `parts`, and
     one of their `high` values."""
-    return Normaliser(*[None if xs[0] is None else join(*xs) for xs in ([x.low for x in parts], [x.high for x in parts])])
+    def vector(numbers:list[UOp|None]) -> UOp|None:
+      there = [x for x in numbers if x is not None]      # all of them or none
+      return join(*there) if there else None
+    return Normaliser(vector([x.low for x in parts]), vector([x.high for x in parts]))
   @property
   def values(self) -> list[UOp]:
     """The values `high` and `low` in this order, without a value that is None."""
@@ -108,14 +111,16 @@ def weights_of_rows(scores:Scores, raw:list[UOp], normalisers:list[list[Normalis
   elements of all these rows, one row after another. `normalisers` has a list for each row, with one entry for each vector. `masked` says whether
   masks may hide some of the scores."""
   def by_row(x:list[UOp]) -> list[list[UOp]]:
-    n = ops.length(x[0])//len(rows)
-    return [x] if len(rows) == 1 else [[ops.slice_(y, i*n, n) for y in x] for i in range(len(rows))]
+    n = ops.length(x[0])//len(rows)      # elements that a vector has of each row
+    if len(rows) == 1: return [x]
+    return [[ops.slice_(y, i*n, n) for y in x] for i in range(len(rows))]
   def joined(parts:list[list[UOp]]) -> list[UOp]: return [functools.reduce(ops.concat, xs) for xs in zip(*parts)]
   def visible(x:list[UOp]) -> list[UOp]:
     return joined([scores.clear(part, row, tile) for part, row in zip(by_row(x), rows)]) if masked else x
   def of_row(part:list[UOp], row:Row, own:list[Normaliser]) -> tuple[list[UOp], dict[str, list[UOp]]]:
     steps = scores.steps(part, row, tile)
-    return [e.weight(y, scores.to_log2) for y, e in zip(scores.final(steps), own)], scores.derivatives(steps, row, tile)
+    weights = [e.weight(y, scores.to_log2) for y, e in zip(scores.final(steps), own)]
+    return weights, scores.derivatives(steps, row, tile)
   found = [of_row(*of) for of in zip(by_row(raw), rows, normalisers)]
   derivatives = {name: joined([x[name] for _, x in found]) for name in found[0][1]}
   return Weights(visible(joined([p for p, _ in found])), derivatives, visible)
@@ -147,7 +152,8 @@ def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], ro
     p = e.weight(y, scores.to_log2)
     return ops.mul(p, 1/scores.p.kept) if scores.p.dropout_p and e.low is None else p
   steps = scores.steps(raw, row, tile)
-  return Weights(visible([weight(y, e) for y, e in zip(scores.final(steps), normalisers)]), scores.derivatives(steps, row, tile), visible)
+  weights = [weight(y, e) for y, e in zip(scores.final(steps), normalisers)]
+  return Weights(visible(weights), scores.derivatives(steps, row, tile), visible)
 
 def less_delta(dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp]) -> list[UOp]:
   """Returns dP - delta. Without dropout this is `dp` itself, because its accumulators began with -delta (`dp_start`). With dropout the accumulators

@@ -1,10 +1,12 @@
 """Statements of a kernel (operations with side effects) in their order, and base classes for the state: the values that a kernel carries from one
 operation of its algorithm to the next."""
 from __future__ import annotations
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 from attn.kernels.parts.program.allocator import Allocator
+from attn.ops import common as ops
 from attn.tinygrad_compat import Ops, UOp, dtypes, new_uop
 
 class Carried:
@@ -114,6 +116,11 @@ def comes_after(xs:tuple[UOp, ...], deps:frozenset[UOp]) -> bool:
 def store_all(to:UOp, values:Iterable[UOp]) -> list[UOp]:
   """Returns the stores of `values` to the first elements of `to`, such as an array of registers."""
   return [to[i].store(x) for i, x in enumerate(values)]
+
+def add_all(to:UOp, values:Iterable[UOp], places:Iterable[int]|None=None) -> list[UOp]:
+  """Returns the stores that add `values` to elements of `to`, such as an array of registers: to the first ones, or to those with the indices
+  `places`."""
+  return [to[i].store(ops.add(to[i].load(), x)) for i, x in zip(itertools.count() if places is None else places, values)]
 
 def load_all(x:UOp) -> list[UOp]:
   """Returns all elements of `x`, such as an array of registers."""

@@ -71,15 +71,17 @@ def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
   loops."""
   if not scores.p.dropout_p: return Kept(scores.at)
   count = scores.block_n//OCTET      # groups of eight keys, or of eight queries, in a tile
-  def word(row:Row, first:int) -> UOp: return _word(scores, row, scores.tile(tile)*count + first, min(OCTETS, count - first))
-  return Kept(scores.at, tuple(tuple(word(row, first) for first in range(0, count, OCTETS)) for row in rows))
+  def words(row:Row) -> tuple[UOp, ...]:
+    return tuple(_word(scores, row, scores.tile(tile)*count + first, min(OCTETS, count - first)) for first in range(0, count, OCTETS))
+  return Kept(scores.at, tuple(map(words, rows)))
 
 def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
   """Returns the numbers from which dropout makes the bits of a row: the seed (two dwords), the batch, and the head. Batch and head are counted over
   all devices."""
   seed, first = scores.given["dropout_seed"], scores.given.get("first_batch_and_head")
   seed0, seed1 = (ops.uniform(flat(seed)[i].load()) for i in range(2))
-  batch, head = (x if first is None else x.cast(dtypes.uint) + flat(first)[i].load() for i, x in enumerate((row.batch, row.head)))
+  if first is None: return (seed0, seed1), row.batch, row.head
+  batch, head = (x.cast(dtypes.uint) + flat(first)[i].load() for i, x in enumerate((row.batch, row.head)))
   return (seed0, seed1), batch, head
 
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
@@ -117,11 +119,13 @@ def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]
   queries and the rows of a tile are keys, or the other way round. The thread computes scores with groups of four neighbouring rows of the tile;
   `firsts` has the first row of each group."""
   if not scores.p.dropout_p: return [KeptHere((), ()) for _ in rows]
-  if scores.walk.over == "keys":
-    words = [[_kept_half(scores, row, row.index, first) for first in firsts] for row in rows]
-    return [KeptHere(tuple(ops.build(x) for x in own), tuple((0, bit_of(key)) for key in range(len(rows)))) for own in words]
-  of_queries = tuple(ops.build(*[_kept_half(scores, rows[0], first + i, rows[0].index) for i in range(len(rows))]) for first in firsts)
-  return [KeptHere(of_queries, tuple((i, bit_of(key)) for i in range(len(rows)))) for key in range(len(rows))]
+  neighbours = range(len(rows))
+  if scores.walk.over == "keys":      # a dword has the bits of one query and four keys
+    words = [tuple(ops.build(_kept_half(scores, row, row.index, first)) for first in firsts) for row in rows]
+    return [KeptHere(own, tuple((0, bit_of(key)) for key in neighbours)) for own in words]
+  def of_queries(first:UOp) -> UOp: return ops.build(*[_kept_half(scores, rows[0], first + i, rows[0].index) for i in neighbours])
+  shared = tuple(map(of_queries, firsts))
+  return [KeptHere(shared, tuple((query, bit_of(key)) for query in neighbours)) for key in neighbours]
 
 def _kept_half(scores:Scores, row:Row, query:UOp, key:UOp) -> UOp:
   # the bits of the query's scores with four neighbouring keys, of which `key` is the first and has bit 0: half of the bits of an octet

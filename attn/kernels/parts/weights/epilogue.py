@@ -90,7 +90,8 @@ def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch
   if not p.has_rows_of_none: return []
   partial = "_partial"*bool(split)
   o, dtype, vec = given[f"o{partial}"], "float32" if split else p.out_dtype, math.gcd(p.Dv, 4)
-  numbers = [(given[name], x) for name, x in ((f"lse{partial}", OF_NO_SEQUENCE if split else NEG_INF), (f"lse_rest{partial}", 0.0)) if name in given]
+  of_none = {f"lse{partial}": OF_NO_SEQUENCE if split else NEG_INF, f"lse_rest{partial}": 0.0}
+  numbers = [(given[name], x) for name, x in of_none.items() if name in given]
   def stores(row:UOp, column:UOp, there:UOp) -> list[UOp]:
     found = []
     for head in heads:

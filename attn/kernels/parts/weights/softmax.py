@@ -9,14 +9,14 @@ O is divided by the sum of the P that is multiplied by V: P rounded to 16 bits. 
 rounding makes. If one key outweighs all other keys, O is exactly this key's row of V. The LSE is computed from the sum of P before the rounding. This
 second sum is computed only if an LSE is written."""
 from __future__ import annotations
-import functools, math
+import functools, itertools, math
 from dataclasses import dataclass
 from typing import Any, Callable
 from attn.chips import Chip
 from attn.chips.matrix import Matrix
 from attn.kernels.parts.memory.lanes import Lane, element_sum, fragment_operands, sum_over_groups
 from attn.kernels.parts.program.allocator import Allocator
-from attn.kernels.parts.program.statements import Carried, Optional, load_all, store_all
+from attn.kernels.parts.program.statements import Carried, Optional, add_all, load_all, store_all
 from attn.kernels.parts.weights.dropout import Kept
 from attn.kernels.parts.weights.scores import Scores
 from attn.ops import amd, common as ops
@@ -119,25 +119,26 @@ class Softmax(Carried):
     computed. A sum of P above the limit `above` (see attn/ops/softmax.py) means that the reference m of a row is too low. Then m is raised, and P and
     the whole state are corrected for the new m. `do` adds a statement (an operation with a side effect) to the program. The correction comes after
     the operations `before`. If the rows of V have `scales`, a vector for each vector of P, P is multiplied by them before it is rounded."""
-    scaled = weights if scales is None else [[scaled_weights(x, y) for x, y in zip(column, scales)] for column in weights]
-    packed = [[ops.pack_weights(x, sums.dtype) for x in column] for column in scaled]
+    def packed_column(column:list[UOp]) -> list[UOp]:
+      if scales is not None: column = [scaled_weights(x, scale) for x, scale in zip(column, scales)]
+      return [ops.pack_weights(x, sums.dtype) for x in column]
+    packed = [packed_column(column) for column in weights]
     parts = sums.rounded(packed)
     if scales is not None: parts += [sum_of_unscaled(x, y, scales, sums.dtype) for x, y in zip(packed, weights)]
     if LANE in sums.kinds: parts += [row_sum(column, matrix.wave == 64) for column in weights]
-    stores = [self.p[i].store(x) for i, x in enumerate(x for column in packed for x in column)]
-    stores += [self.scores[i].store(x) for i, x in enumerate(x for column in scores for x in column)]
+    stores = [*store_all(self.p, itertools.chain(*packed)), *store_all(self.scores, itertools.chain(*scores))]
     if self.scales.value is not None: stores += store_all(self.scales.value, scales or [])
-    s = self.after(UOp.group(*stores, *[self.l_of_trip[i].store(x) for i, x in enumerate(parts)]))
+    s = self.after(UOp.group(*stores, *store_all(self.l_of_trip, parts)))
     rows = RowLanes(1, matrix.group_steps, matrix.exchange)
     s = s.after(do(correct(s.m, s.addend, s.l, s.acc, s.p, s.scores, s.l_of_trip, *before, rows=rows, dtype=sums.dtype, sums=sums.kinds,
                            matrix=sums.matrix, scale=to_log2, above=above, scales=s.scales.value)))
-    return s.after(UOp.group(*[s.l[i].store(ops.add(s.l[i].load(), s.l_of_trip[i].load())) for i in range(len(parts))]))
+    return s.after(UOp.group(*add_all(s.l, load_all(s.l_of_trip))))
 
   def spoiled(self, nans:list[UOp]) -> Softmax:
     """Returns the state after adding `nans`, a number for each matrix tile of queries, to the row sums by which O is divided. The numbers are NaN for
     a row that sees a key whose scale of V is NaN, otherwise 0 (`nans_of_scales`)."""
     q_tiles = self.m.max_numel()
-    return self.after(UOp.group(*[self.l[q_tiles + i].store(ops.add(self.l[q_tiles + i].load(), x)) for i, x in enumerate(nans)]))
+    return self.after(UOp.group(*add_all(self.l, nans, range(q_tiles, 2*q_tiles))))
 
   def totals(self, qt:int, matrix:Matrix) -> list[UOp]:
     """Returns the row sums of P for matrix tile `qt` of queries, added over all lanes that share a query, as a list. O is divided by the first sum,
@@ -183,4 +184,5 @@ def row_sum(x:list[UOp], pairs:bool) -> UOp:
     while len(x) > 1: x = [ops.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
     return x[0]
   total = tree(x)
-  return element_sum(tree([ops.slice_(total, i, 2) for i in range(0, ops.length(total), 2)]) if pairs else total)
+  if pairs: total = tree([ops.slice_(total, i, 2) for i in range(0, ops.length(total), 2)])
+  return element_sum(total)
