@@ -87,7 +87,7 @@ class Family:
   mma: Mapping[str, Mma] = field(default_factory=dict)           # input dtype -> NVIDIA's matrix instruction
   loads_to_lds: bool = False   # whether there are direct 16-byte loads to LDS, and transposing loads from LDS
   apart: tuple[str, ...] = ()  # input dtypes of kernels in which fp32 operations are better not packed (docs/tried.md)
-  packs_anew: bool = False     # whether clang packs a dword again for each of its uses, unless it is told not to
+  packs_again: bool = False     # whether clang packs a dword again for each of its uses, unless it is told not to
   says_lds: bool = False       # whether the launch of a kernel must state LDS beyond what the kernel's text declares
   # Tables of tile shapes. The first row that fits is taken. If a table is empty, a cautious shape is used (attn/chips/shapes.py). A table for plain
   # problems is tried before the other one of its kernel: `plain_rows` of attn/choose/rows.py says what a plain problem is.

@@ -53,7 +53,7 @@ RDNA4 = Family("rdna4", wave=32, vgprs=256, busy_waves=2, dual_issue=True, descr
   dots=("float16", "bfloat16", "fp8e4m3"),
   pipes=Pipes(simds=2, valu=1, trans=4, lds_read=128, lds_write=128, coissue=False, matrix_issue=0, max_waves=16, lds_granule=1024, flops=1024,
               matrix={"16x16x16": 16, "16x16x16_fp8": 8}),
-  packs_anew=True, forward=FORWARD_ON_RDNA4, forward_of_bytes=BYTES_ON_RDNA4, dq=DQ_ON_RDNA4, dkdv=DKDV_ON_RDNA4, dbias=DBIAS_ON_RDNA4,
+  packs_again=True, forward=FORWARD_ON_RDNA4, forward_of_bytes=BYTES_ON_RDNA4, dq=DQ_ON_RDNA4, dkdv=DKDV_ON_RDNA4, dbias=DBIAS_ON_RDNA4,
   plain_dq=PLAIN_DQ_ON_RDNA4, plain_dkdv=(PLAIN_DKDV_192_ON_RDNA,), latent=LATENT_ON_RDNA,
   counters=Counters("loadcnt", "storecnt", "dscnt", "kmcnt"), machine=RDNA4_MACHINE)
 

@@ -171,7 +171,7 @@ class Hip(Printer):
   def whole(self, x:Value) -> None:
     """Renders a hint that keeps each packed dword of x in its register, on chips for which clang would otherwise pack a dword again at each use. (On
     other chips the hint would cost registers.)"""
-    if get_chip(self.arch).unit.packs_anew: self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
+    if get_chip(self.arch).unit.packs_again: self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
     """Renders c plus the numbers in each dword of x, by dot products with ones. For 16-bit numbers this is a function that takes the dword as a
     scalar, because clang's __builtin_bit_cast, applied to an element of a vector such as v[1], would wrongly take v[0]."""
