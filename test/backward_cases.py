@@ -8,10 +8,11 @@ import cases
 from attn.accuracy import Law, judge
 from attn.chips.matrix import MMA
 from attn.chips.shapes import BackwardShape
-from attn.choose.backward import all_of, choose_bias_tile, dbias_of, delta_of, dkdv_of, dq_of, finish_of, tiles_of
-from attn.kernels.parts.grid.tensors import all_arguments, dbias_arguments, delta_arguments, dkdv_arguments, dq_arguments, finish_arguments
+from attn.choose.backward import all_of, choose_bias_tile, dbias_of, delta_of, dkdv_of, dq_of, few_of, finish_of, tiles_of
+from attn.kernels.parts.grid.tensors import (all_arguments, dbias_arguments, delta_arguments, dkdv_arguments, dq_arguments, few_arguments,
+                                             finish_arguments)
 from attn.kernels.tiles.amd import BackwardTile
-from attn.kernels.tiles.wgmma import WgmmaBackwardTile
+from attn.kernels.tiles.wgmma import WgmmaBackwardTile, WgmmaFewQueriesTile
 from attn.ops.renderers import adapt
 from attn.problem import Problem
 from attn.reference import Options, arrange, restore, rounded, same
@@ -74,6 +75,9 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
     launches = {"delta": (delta_arguments(p, loss.dlse is not None), delta_of(p, on, one, loss.dlse is not None)),
                 only: (all_arguments(p, parts), all_of(p, on, one, parts)),
                 "finish": (finish_arguments(p), finish_of(p, on, one))}
+  if only == "few":
+    few = tiles(WgmmaFewQueriesTile(1, 64, matrix=MMA[p.dtype]))
+    launches = {only: (few_arguments(p, loss.dlse is not None, parts), few_of(p, on, few, loss.dlse is not None, parts))}
   if only == "dbias": launches[only] = dbias_arguments(p, parts), dbias_of(p, on, tiles(choose_bias_tile(p, on)), parts)
   with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
     adapt(device)
@@ -85,11 +89,12 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
     for n, a in extras.items():
       done[n] = Tensor(a, device=device) if a.dtype in (np.int32, np.uint32) else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
     for t in done.values(): t.realize()
-    for names, fxn in [launches[only]] if only and only != "all" else launches.values():
+    for names, fxn in [launches[only]] if only in launches and only != "all" else launches.values():
       given = [done[n] if n in done else Tensor.empty(*shape, dtype=TYPES[dtype], device=device) for n, (shape, dtype) in names.items()]
       done |= zip(names, Tensor.custom_kernel(*given, fxn=fxn))
     if parts:
-      written = [n for n in ("dq", "dk", "dv", "dbias") if n in done and (n != "dq" or only != "all")]
+      divided = {"all": ("dk", "dv"), "few": ("dq",)}.get(only, ("dq", "dk", "dv", "dbias"))
+      written = [n for n in divided if n in done]
       done |= {n: done[n].sum(0).cast(DTYPES[p.bias_dtype if n == "dbias" else p.dtype]) for n in written}
     if only == "dbias": return {"dbias": array(done["dbias"])}
     found = {n: like for n, like in (("dq", x.q), ("dk", x.k), ("dv", x.v)) if n in done}

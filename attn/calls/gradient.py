@@ -1,10 +1,11 @@
 """Gradient of attention, in the form of a grad_fxn: the function by which tinygrad differentiates a custom kernel.
 
 With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = scale * dS K, dK = scale * dS^T Q
-(FlashAttention-2, arXiv 2307.08691, algorithm 2). The gradients of q, k and v are computed in one of two ways:
+(FlashAttention-2, arXiv 2307.08691, algorithm 2). The gradients of q, k and v are computed in one of three ways:
 - by two kernels. `backward_dq` computes dQ and delta, and then `backward_dkdv` computes dK and dV;
 - by one kernel for all three gradients, `backward_all`, between two small kernels: `backward_delta` computes delta, and `backward_finish` turns fp32
-sums into dQ.
+sums into dQ;
+- with few queries and many keys, by one kernel alone, `backward_few`.
 
 `backward_dbias` computes the gradient of a bias. A caller's own function of scores (score_mod) may read tensors (mod_tensors). `backward_dbias` also
 computes the gradient of a mod_tensor if the function reads the tensor by the indices of batch, head, query i and key j, or by i - j.
@@ -24,14 +25,15 @@ from attn.calls.plain import plain_attention
 from attn.calls.sums import gradient_of_element
 from attn.calls.tile_lists import lists_made_last, tile_lists
 from attn.chips import Chip
-from attn.choose.backward import (KernelSum, Parts, all_of, at_once, can_differentiate, choose_parts, dbias_of, delta_of, dkdv_of, dq_of, finish_of,
-                                  kernel_sums, tensors_by_tinygrad, tiles_of)
+from attn.choose.backward import (KernelSum, Parts, all_of, can_differentiate, dbias_of, delta_of, dkdv_of, dq_of, few_of, finish_of, instead_of_two,
+                                  kernel_sums, parts_of_chosen, tensors_by_tinygrad, tiles_of)
 from attn.choose.backward_tiles import AnyBackwardTile, AtOnceTile
 from attn.choose.dispatch import asked_for, single_kernel
 from attn.choose.tile_lists import listing, with_lists
 from attn.kernels.tile_lists import ListedBlocks
+from attn.kernels.tiles.wgmma import WgmmaFewQueriesTile
 from attn.kernels.parts.grid.tensors import (Shapes, all_arguments, dbias_arguments, delta_arguments, dkdv_arguments, dq_arguments, dq_turns,
-                                             finish_arguments, log_sums, of_backward, split_into)
+                                             few_arguments, finish_arguments, log_sums, of_backward, split_into)
 from attn.problem import EXTRAS, Problem
 from attn.score.sums import sum_over_scores
 from attn.score.terms import TERM_TENSORS, check_differentiable
@@ -39,6 +41,7 @@ from attn.tinygrad_compat import Tensor, UOp, differentiated, wanted_of
 from attn.values import FLOATS, INTS, cache_of_kernels
 
 OUTPUTS, INPUTS = ("o", "lse"), ("q", "k", "v", *EXTRAS)
+GRADIENTS_OF_INPUTS = ("dq", "dkdv", "delta", "all", "finish", "few")     # launches that lead to the gradients of q, k and v
 SHARDED_LIKE = {"o": "q", **{f"d{name}": name for name in ("q", "k", "v", *TERM_TENSORS)}}     # the tensor like which a buffer is sharded
 
 def no_second_derivative(*args:UOp, **kwargs:Any) -> Any:
@@ -89,7 +92,7 @@ Lists = tuple[ListedBlocks|None, ListedBlocks|None]     # lists of tiles that th
 def lists_of_backward(p:Problem, arch:Chip) -> Lists:
   """Returns descriptions of the lists of tiles that the kernels "dq" and "dkdv" need, as a pair. A list of tiles names the tiles that the mask leaves
   visible. The description for a kernel is None if the kernel needs no list: the kernel then loops over all tiles between a first and a last tile."""
-  if isinstance(one := at_once(p, arch), AtOnceTile): return None, listing(p, arch, one, "queries", p.deterministic)
+  if (one := instead_of_two(p, arch)) is not None: return None, listing(p, arch, one, "queries", p.deterministic)
   dq, dkdv = tiles_of(p, arch)
   return listing(p, arch, dq), listing(p, arch, dkdv, "queries")
 
@@ -99,22 +102,21 @@ def lists_of_forward(p:Problem, arch:Chip) -> ListedBlocks|None:
 
 def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists=(None, None)) -> dict[str, BackwardLaunch]:
   """Returns the kernel launches of backward by name. "dq" and "dkdv" compute the gradients of q, k and v. If one kernel computes these gradients at
-  once, "delta", "all" and "finish" stand in place of "dq" and "dkdv". "dbias0", "dbias1", ... compute the gradients of a bias and of mod_tensors, as
-  sums of dS. "forward" computes o and lse again, for a call whose forward kernel wrote no lse. Equal arguments return identical objects, because
-  tinygrad's schedule cache compares by identity.
+  once, "delta", "all" and "finish" stand in place of "dq" and "dkdv", or with few queries "few". "dbias0", "dbias1", ... compute the gradients of a
+  bias and of mod_tensors, as sums of dS. "forward" computes o and lse again, for a call whose forward kernel wrote no lse. Equal arguments return
+  identical objects, because tinygrad's schedule cache compares by identity.
 
     dlse: whether lse has a gradient, too
     parts: how many fp32 partial results a kernel stores of each gradient; tinygrad adds the partial results
     lists: lists of the tiles that the mask leaves visible, for "dq" and for "dkdv"; None for a kernel that needs no list"""
-  return kernels_with_tiles(p, arch, dlse, parts, lists, *tiles_of(p, arch), at_once(p, arch))
+  return kernels_with_tiles(p, arch, dlse, parts, lists, *tiles_of(p, arch), instead_of_two(p, arch))
 
 @cache_of_kernels
 def kernels_with_tiles(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists, dq:AnyBackwardTile,
-                       dkdv:AnyBackwardTile, one:AtOnceTile|str|None) -> dict[str, BackwardLaunch]:
+                       dkdv:AnyBackwardTile, one:AtOnceTile|None) -> dict[str, BackwardLaunch]:
   """Returns the kernel launches of backward by name, as `backward_kernels` does, but with the given tile descriptions (the sizes by which kernels
   divide the problem). `dq` and `dkdv` are those of the kernels `backward_dq` and `backward_dkdv`. `one` is that of the kernel that computes all
-  gradients at once, or the reason why `backward_dq` and `backward_dkdv` compute the gradients. The other arguments are those of
-  `backward_kernels`."""
+  gradients in place of these two, or None. The other arguments are those of `backward_kernels`."""
   def launch(shapes:Shapes, program:Callable[..., UOp], *outputs:str) -> BackwardLaunch:
     def kernel(*placeholders:UOp) -> CheckedKernel:
       return CheckedKernel(checked_ast(program, arch, *placeholders), outputs, gradient=no_second_derivative, ahead="tile_list" in shapes)
@@ -122,7 +124,10 @@ def kernels_with_tiles(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists
   for_q, for_kv = (with_lists(p, x) for x in lists)
   for_o = with_lists(p, lists_of_forward(p, arch))
   found = {"forward": launch(for_o.shapes, single_kernel(for_o, arch)[0], *p.outputs)}
-  if isinstance(one, AtOnceTile):
+  if isinstance(one, WgmmaFewQueriesTile):
+    few = few_arguments(p, dlse, parts.dq, parts.dkdv), few_of(p, arch, one, dlse, parts.dq, parts.dkdv)
+    return found | {"few": launch(*few, "dq", "dk", "dv", "delta")}
+  if one is not None:
     return found | {"delta": launch(delta_arguments(p, dlse), delta_of(p, arch, one, dlse), "dq_sums", *dq_turns(p), "delta"),
                     "all": launch(all_arguments(for_kv, parts.dkdv), all_of(for_kv, arch, one, parts.dkdv), "dq_sums", *dq_turns(p), "dk", "dv"),
                     "finish": launch(finish_arguments(p), finish_of(p, arch, one), "dq")}
@@ -164,7 +169,7 @@ def lists_by_kernel(p:Problem, arch:Chip, inputs:dict[str, UOp], written:Contain
   has the names of the outputs that forward wrote: if one is missing, the kernel "forward" needs its list, too."""
   p = split_into(of_backward(p), 1)
   dq, keys = lists_of_backward(p, arch)
-  wanted = {"dq": dq, "all" if isinstance(at_once(p, arch), AtOnceTile) else "dkdv": keys}
+  wanted = {"dq": dq, "dkdv" if instead_of_two(p, arch) is None else "all": keys}
   if not all(name in written for name in p.outputs): wanted["forward"] = lists_of_forward(p, arch)
   tensors = {name: Tensor(u) for name, u in inputs.items()}
   return {of_list(name): tile_lists(x, inputs["q"].device, tensors).uop for name, x in wanted.items() if x is not None}
@@ -175,14 +180,14 @@ def kernel_gradients(p:Problem, arch:Chip, t:Mapping[str, UOp]) -> dict[str, UOp
   exist, the lists of tiles (`lists_by_kernel`), o, and lse and lse_rest (the part of lse that rounding to fp32 lost) if forward wrote lse and
   lse_rest. If an output is missing, forward runs again."""
   p, inputs = split_into(of_backward(p), 1), {name: t[name] for name in INPUTS if name in t}
-  kernels = backward_kernels(p, arch, "dlse" in t, over_devices(choose_parts(p, arch), kernel_sums(p, arch), inputs), lists_of_backward(p, arch))
+  kernels = backward_kernels(p, arch, "dlse" in t, over_devices(parts_of_chosen(p, arch), kernel_sums(p, arch), inputs), lists_of_backward(p, arch))
   def with_list(t:dict[str, UOp], name:str) -> dict[str, UOp]: return t | ({"tile_list": t[of_list(name)]} if of_list(name) in t else {})
   t = dict(t)
   if missing := [name for name in p.outputs if name not in t]:
     again = written_by(kernels["forward"], with_list(t, "forward"), p.layout)
     t |= {name: again[name] for name in missing} | log_sums(again)
   if "do" not in t: t["do"] = t["o"].const_like(0.0).clone(device=t["o"].device)
-  for name in ("dq", "dkdv") if "dq" in kernels else ("delta", "all", "finish"): t = written_by(kernels[name], with_list(t, name), p.layout)
+  for name in [x for x in kernels if x in GRADIENTS_OF_INPUTS]: t = written_by(kernels[name], with_list(t, name), p.layout)
   found: dict[str, UOp] = {name: added(t[f"d{name}"], inputs[name]) for name in ("q", "k", "v")}
   found |= gradients_of_tensors(p, arch, kernels, inputs, t)
   if "sinks" in t: found["sinks"] = sink_gradient(*(Tensor(t[name]) for name in ("sinks", "delta", *log_sums(t)))).uop

@@ -167,6 +167,7 @@ DQ_WGMMA = (
   GradientsUpTo(256, WgmmaBackwardShape(2, 32)))
 # Tile shapes of the kernel that computes all gradients at once. Registers suffice for the longer tiles of queries only with D up to 64.
 AT_ONCE_WGMMA, LONG_AT_ONCE_WGMMA = WgmmaBackwardShape(2, 64), WgmmaBackwardShape(2, 128)
+FEW_QUERIES_WGMMA = WgmmaBackwardShape(1, 64)      # of the kernel for few queries: two blocks share a multiprocessor
 DKDV_WGMMA = (
   GradientsUpTo(64, WgmmaBackwardShape(2, 96)),
   GradientsUpTo(128, WgmmaBackwardShape(1, 32), few_queries=64),

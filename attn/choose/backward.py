@@ -9,7 +9,7 @@ from attn.choose import splits
 from attn.choose.backward_tiles import AnyBackwardTile, AtOnceTile
 from attn.choose.dispatch import asked_for
 from attn.choose.forced import BY_TINYGRAD, UNITS, WAYS
-from attn.choose.gradient_kernels import AT_ONCE_KERNELS, AtOnce, BACKWARD_KERNELS, BIAS_KERNEL, GRADIENT_KERNELS, Tiles
+from attn.choose.gradient_kernels import AT_ONCE_KERNELS, AtOnce, BACKWARD_KERNELS, BIAS_KERNEL, FEW_KERNEL, GRADIENT_KERNELS, Tiles
 from attn.choose.refusals import NO_UNIT, Refusal, lacks_nothing, most_telling, no_tiles
 from attn.functions.symbols import number_of_tensor
 from attn.kernels.parts.backward.bias_share import BiasShare
@@ -17,6 +17,7 @@ from attn.kernels.parts.grid.tensors import dbias_arguments, dkdv_arguments, dq_
 from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
+from attn.kernels.tiles.wgmma import WgmmaFewQueriesTile
 from attn.problem import MAX_SPLITS, Problem
 from attn.score.own import float_elements
 from attn.score.sums import problems_of_sums, sum_over_scores, why_not_summed
@@ -47,6 +48,13 @@ def all_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[
   fp32 accumulator in memory. If `parts` is above 0, the kernel stores this number of fp32 partial results in place of dk, and as many in place of dv.
   """
   return kernels_at_once(tile).all(p, arch, tile, parts)
+def few_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0, key_parts:int=0) -> Callable[..., UOp]:
+  """Returns the kernel that computes dq, dk, dv and delta of a problem with few queries, with the tile description `tile`. `dlse` says whether lse
+  has a gradient, too. If `parts` is above 0, the kernel stores this number of fp32 partial results in place of dq. If `key_parts` is 1, it stores dk
+  and dv in fp32."""
+  found = GRADIENT_KERNELS[tile.suffix].few
+  assert found is not None
+  return found.program(p, arch, tile, dlse, parts, key_parts)
 def finish_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
   """Returns the kernel that finishes the computation of all gradients by one kernel (`all_of`): it multiplies the fp32 accumulator of dQ in memory by
   softmax_scale, and stores the rounded products as dq. `tile` is the tile description of the kernel of `all_of`."""
@@ -58,6 +66,18 @@ def at_once(p:Problem, arch:Chip) -> AtOnceTile|str|None:
   compute the gradients of `p`."""
   found = GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].at_once
   return None if found is None else found.tile(p, arch)
+
+def few_queries(p:Problem, arch:Chip) -> WgmmaFewQueriesTile|str|None:
+  """Returns the tile description of the kernel that computes dq, dk and dv of a problem with few queries, if attn chooses this kernel. Otherwise
+  returns the reason, as a text, why other kernels compute the gradients. Returns None if the matrix unit has no such kernel. Requires that the
+  backward kernels can compute the gradients of `p`."""
+  found = GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].few
+  return None if found is None else found.tile(p, arch)
+
+def instead_of_two(p:Problem, arch:Chip) -> AtOnceTile|None:
+  """Returns the tile description of the kernel that computes dq, dk and dv, if attn chooses one kernel: the kernel for few queries, or the kernel
+  that adds to dq in memory. Returns None if two kernels compute the gradients."""
+  return next((tile for choose in (few_queries, at_once) if isinstance(tile := choose(p, arch), AtOnceTile)), None)
 
 def choose_bias_tile(p:Problem, arch:Chip) -> BackwardTile|MmaBackwardTile:
   """Returns the tile description of the kernel that computes dbias on the chip `arch`. Raises NotImplementedError if the chip has no such kernel."""
@@ -122,7 +142,7 @@ class BackwardChoice:
   @property
   def at_once(self) -> bool:
     """Whether one kernel computes dq, dk and dv at once."""
-    return any(x.name.startswith(AT_ONCE_KERNELS[1]) for x in self.chosen)
+    return any(x.name.startswith((AT_ONCE_KERNELS[1], FEW_KERNEL)) for x in self.chosen)
   def __str__(self) -> str:
     where = "any device" if self.arch is None else str(self.arch)
     if not self.chosen:
@@ -155,18 +175,27 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
 def parts_with_tiles(p:Problem, arch:Chip, dq:AnyBackwardTile, dkdv:AnyBackwardTile) -> Parts:
   """Chooses the numbers of partial results, as `choose_parts` does, for backward kernels with the tile descriptions `dq` and `dkdv`."""
   if arch.serial or not arch.cus: return Parts(0, 0, (0,)*len(kernel_sums(p, arch)))      # nothing is known of such a device
+  return Parts(parts_of_kernel(p, arch, dq, "keys"), parts_of_kernel(p, arch, dkdv, "queries"),
+               tuple(parts_of_sum(x, arch) for x in kernel_sums(p, arch)))
+
+def parts_of_kernel(p:Problem, arch:Chip, tile:AnyBackwardTile, over:str) -> int:
+  """Chooses how many partial results a backward kernel with the tile description `tile` stores. `over` says what its workgroups loop over, "keys" or
+  "queries"; they own rows of the other kind. Returns 0 if the kernel should store the gradients themselves."""
   visible = p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head that a mask leaves
   rows, keys = (p.total_q, p.total_k) if p.varlen else (p.B*p.Sq, p.B*p.Sk)
-  def parts(tile:AnyBackwardTile, own:int, heads:int, walked:int, over:str, numbers:int) -> int:
-    shared = p.H//heads
-    trips, longest = (shared*ceildiv(seen, tile.block_n) for seen in (visible//own, most_seen(p, over)))
-    workgroups, places = p.B*heads*ceildiv(own, tile.block_m), splits.places_of(p, arch, tile)
-    most = min(ceildiv(walked, tile.block_n)*shared, 1 + FULL_GRIDS*places//workgroups)
-    choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= most]
-    found = splits.quickest(choices, workgroups, max(1, trips), tile.block_n, places, numbers, longest)
-    return found if found > 1 else 0
-  return Parts(parts(dq, p.Sq, p.H, p.Sk, "keys", rows*p.H*p.D), parts(dkdv, p.Sk, p.Hkv, p.Sq, "queries", keys*p.Hkv*(p.D + p.Dv)),
-               tuple(parts_of_sum(x, arch) for x in kernel_sums(p, arch)))
+  own, heads, walked, numbers = (p.Sq, p.H, p.Sk, rows*p.H*p.D) if over == "keys" else (p.Sk, p.Hkv, p.Sq, keys*p.Hkv*(p.D + p.Dv))
+  shared = p.H//heads
+  trips, longest = (shared*ceildiv(seen, tile.block_n) for seen in (visible//own, most_seen(p, over)))
+  workgroups, places = p.B*heads*ceildiv(own, tile.block_m), splits.places_of(p, arch, tile)
+  most = min(ceildiv(walked, tile.block_n)*shared, 1 + FULL_GRIDS*places//workgroups)
+  choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= most]
+  found = splits.quickest(choices, workgroups, max(1, trips), tile.block_n, places, numbers, longest)
+  return found if found > 1 else 0
+
+def parts_of_chosen(p:Problem, arch:Chip) -> Parts:
+  """Chooses how many partial results each kernel stores that attn chooses for `p`. The kernel for few queries counts as a kernel of dq."""
+  parts, few = choose_parts(p, arch), few_queries(p, arch)
+  return replace(parts, dq=parts_of_kernel(p, arch, few, "keys"), dkdv=0) if isinstance(few, WgmmaFewQueriesTile) else parts
 
 def most_seen(p:Problem, over:str) -> int:
   """Returns the largest number of keys that any query sees, if `over` is "keys", or the largest number of queries that see any key, if `over` is
@@ -275,7 +304,10 @@ def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   found = can_differentiate(p, arch)
   if isinstance(found, str) or arch is None: return BackwardChoice((), arch, str(found))
   suffix = found[0].suffix
-  parts, others, one = choose_parts(p, arch), others_of(p, arch, suffix), at_once(p, arch)
+  parts, others, few, one = parts_of_chosen(p, arch), others_of(p, arch, suffix), few_queries(p, arch), at_once(p, arch)
+  if isinstance(few, WgmmaFewQueriesTile):
+    return BackwardChoice((ChosenKernel(FEW_KERNEL + suffix, few, "keys", parts.dq),), arch, None, memory_of(p, arch, parts), others)
+  if few is not None: others = (*others, (f"{FEW_KERNEL}{suffix}", few))
   if isinstance(one, AtOnceTile):
     delta, whole, finish = (name + suffix for name in AT_ONCE_KERNELS)
     chosen = ChosenKernel(delta), ChosenKernel(whole, one, "queries", parts.dkdv), ChosenKernel(finish)

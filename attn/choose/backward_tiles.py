@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from attn.cache import tuned
 from attn.chips import Chip
 from attn.chips.matrix import MMA
-from attn.chips.nvidia import AT_ONCE_WGMMA, DBIAS_MMA, DKDV_MMA, DKDV_WGMMA, DQ_MMA, DQ_WGMMA, LONG_AT_ONCE_WGMMA
+from attn.chips.nvidia import AT_ONCE_WGMMA, DBIAS_MMA, DKDV_MMA, DKDV_WGMMA, DQ_MMA, DQ_WGMMA, FEW_QUERIES_WGMMA, LONG_AT_ONCE_WGMMA
 from attn.chips.shapes import BOTH, BackwardShape, Burden, MmaBackwardShape, UpTo, WgmmaBackwardShape, cautious_backward
 from attn.choose.refusals import wgmma_refuses
 from attn.choose.rows import PLAIN_LLVM, burden, fitting, plain_rows, rows_for
@@ -17,7 +17,7 @@ from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.kernels.tiles.plain import TiledBackwardTile
-from attn.kernels.tiles.wgmma import WgmmaBackwardTile
+from attn.kernels.tiles.wgmma import WgmmaBackwardTile, WgmmaFewQueriesTile
 from attn.ops import hopper as wgmma
 from attn.problem import Problem
 from attn.score.masks import hiding, scattered
@@ -106,6 +106,10 @@ FASTER_ON_WGMMA = {
   (64, "varlen"): FasterAtOnce((CAUSAL_WINDOW,), shape=LONG_AT_ONCE_WGMMA),
   (64, "dropout_p"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW, CAUSAL_WINDOW), blocks=1024, shape=LONG_AT_ONCE_WGMMA),
   (64, "softcap"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW))}
+# The kernel for few queries: its head dimension, the least number of keys that a query sees on average, and its options, with which it has enough
+# registers. On an H200 it takes half of the time of two kernels (docs/nvidia.md).
+FEW_QUERIES_D, FEW_QUERIES_KEYS = 128, 1024
+FEW_QUERIES_OPTIONS = ("sinks", "kv_lengths", "alibi", "dropout_p")
 IN_ORDER_MFMA = FasterAtOnce()     # no prediction for MFMA includes what a turn costs
 LEAST_QUERIES = 1024     # of all heads that share keys: no smaller number was tried for MFMA
 # Least number of keys that a query sees on average. One kernel on wgmma saves time for each score, but spends time for each query to clear and to
@@ -127,6 +131,18 @@ def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
   # block of keys.
   parts = p.H//p.Hkv if p.window == FULL_WINDOW else 1
   return not_in_order(p, tile, faster) or too_few_blocks(p, arch, tile, parts) or not_in_lds(p, arch, tile) or tile
+
+def wgmma_few_queries(p:Problem, arch:Chip) -> WgmmaFewQueriesTile|str:
+  """Returns the tile description of the kernel on wgmma that computes dq, dk and dv of a problem with few queries, if this kernel is chosen.
+  Otherwise returns the reason, as a text, why other kernels compute the gradients."""
+  tile = WgmmaFewQueriesTile(**vars(FEW_QUERIES_WGMMA), matrix=MMA[p.dtype])
+  if p.Sq > tile.block_n: return f"Sq={p.Sq}: a workgroup holds all queries of a head, at most {tile.block_n}"
+  if p.D != FEW_QUERIES_D or p.Dv != p.D: return f"D={p.D}, Dv={p.Dv}: it was measured only with {FEW_QUERIES_D} for both"
+  if p.Hkv != p.H: return f"{p.H} heads, {p.Hkv} key/value heads: it cannot add the dk and dv of several heads"
+  if (options := [x for x in p.options if x not in FEW_QUERIES_OPTIONS]): return f"{options[0]}: other kernels compute the gradients with this option"
+  if p.window not in (FULL_WINDOW, CAUSAL_WINDOW): return f"window={p.window}: it loops over all keys"
+  if (keys := keys_of_query(p)) < FEW_QUERIES_KEYS: return f"a query sees {keys} keys on average: measured only from {FEW_QUERIES_KEYS} on"
+  return tile
 
 def short_of_registers(p:Problem, tile:WgmmaBackwardTile) -> str|None:
   """Returns the reason why the kernel on wgmma that computes all gradients has too few registers for a problem, or None if it has enough."""

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
 from attn.choose.backward_tiles import (AnyBackwardTile, AtOnceTile, amd_at_once, amd_backward_tile, amd_bias_tile, mma_backward_tile, mma_bias_tile,
-                                        wgmma_at_once, wgmma_backward_refuses, wgmma_backward_tile)
+                                        wgmma_at_once, wgmma_backward_refuses, wgmma_backward_tile, wgmma_few_queries)
 from attn.choose.refusals import amd_refuses, lacks_nothing, mma_refuses, no_mma, no_tiles, no_wgmma, too_many_parts
 from attn.choose.tiled_tiles import tiled_backward_tile
 from attn.kernels.amd.backward import AmdBackward
 from attn.kernels.amd.dbias import AmdBias
 from attn.kernels.amd.gradient_sums import amd_delta_kernel, amd_finish_kernel
-from attn.kernels.backward import backward_all, backward_dbias, backward_dkdv, backward_dq
+from attn.kernels.backward import backward_all, backward_dbias, backward_dkdv, backward_dq, backward_few
 from attn.kernels.mma.backward import MmaBackward
 from attn.kernels.mma.dbias import MmaBias
 from attn.kernels.nvidia.gradient_sums import delta_kernel, finish_kernel
@@ -22,14 +22,16 @@ from attn.kernels.plain.rectangle import beyond_registers, for_rectangles
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.kernels.tiles.plain import TiledBackwardTile
-from attn.kernels.tiles.wgmma import WgmmaBackwardTile
+from attn.kernels.tiles.wgmma import WgmmaBackwardTile, WgmmaFewQueriesTile
 from attn.kernels.wgmma.backward import WgmmaBackward
+from attn.kernels.wgmma.gradients_of_few import WgmmaFewQueries
 from attn.problem import Problem
 from attn.score.sums import has_sum, sum_over_scores
 from attn.tinygrad_compat import UOp
 
 BACKWARD_KERNELS = ("backward_dq", "backward_dkdv")
 AT_ONCE_KERNELS = ("backward_delta", "backward_all", "backward_finish")      # in place of BACKWARD_KERNELS
+FEW_KERNEL = "backward_few"             # in place of BACKWARD_KERNELS, for few queries
 BIAS_KERNEL = "backward_dbias"           # runs beside BACKWARD_KERNELS where the gradient of a bias is wanted
 
 Tiles = tuple[AnyBackwardTile, AnyBackwardTile]     # tiles of the kernel of dq, and of the kernel of dk and dv
@@ -62,6 +64,12 @@ class AtOnce:
   finish: Callable[..., Callable[..., UOp]]
 
 @dataclass(frozen=True)
+class FewQueries:
+  """The kernel that computes dq, dk and dv of a problem with few queries, in place of one kernel for dq and one for dk and dv."""
+  tile: Callable[[Problem, Chip], WgmmaFewQueriesTile|str]      # its tile, or the reason why other kernels compute the gradients
+  program: Callable[..., Callable[..., UOp]]
+
+@dataclass(frozen=True)
 class GradientKernels:
   """Row of the table GRADIENT_KERNELS: the kernels that together compute gradients on one kind of matrix unit, and the functions that say whether and
   how they do it."""
@@ -71,6 +79,7 @@ class GradientKernels:
   dkdv: Callable[..., Callable[..., UOp]]
   bias: BiasKernel|None = None
   at_once: AtOnce|None = None
+  few: FewQueries|None = None
   lacks: Callable[[Chip], str|None] = lacks_nothing                 # why a chip lacks their unit, or None
   general: bool = False                                             # as in `dispatch.ForwardKernel`
 
@@ -95,11 +104,12 @@ GRADIENT_KERNELS: dict[str, GradientKernels] = {
   BackwardTile.suffix: GradientKernels(
     lambda p, arch: amd_refuses(p, arch) or beyond_float16(p), amd_backward_tile, backward_dq(AmdBackward.of_queries),
     backward_dkdv(AmdBackward.of_keys), BiasKernel(BackwardTile.suffix, amd_bias_tile, backward_dbias(AmdBias.of_block)),
-    AtOnce(amd_at_once, amd_delta_kernel, backward_all(AmdBackward.of_keys), amd_finish_kernel), no_tiles, True),
+    AtOnce(amd_at_once, amd_delta_kernel, backward_all(AmdBackward.of_keys), amd_finish_kernel), None, no_tiles, True),
   WgmmaBackwardTile.suffix: GradientKernels(
     lambda p, arch: wgmma_backward_refuses(p, arch) or beyond_float16(p), wgmma_backward_tile, backward_dq(WgmmaBackward.of_queries),
     backward_dkdv(WgmmaBackward.of_keys), BIAS_BY_MMA,
-    AtOnce(wgmma_at_once, delta_kernel, backward_all(WgmmaBackward.of_keys), finish_kernel), no_wgmma),
+    AtOnce(wgmma_at_once, delta_kernel, backward_all(WgmmaBackward.of_keys), finish_kernel),
+    FewQueries(wgmma_few_queries, backward_few(WgmmaFewQueries.of_block)), no_wgmma),
   MmaBackwardTile.suffix: GradientKernels(
     lambda p, arch: mma_refuses(p, arch) or beyond_float16(p), mma_backward_tile, backward_dq(MmaBackward.of_queries),
     backward_dkdv(MmaBackward.of_keys), BIAS_BY_MMA, lacks=no_mma, general=True),

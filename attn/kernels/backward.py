@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar
 from attn.chips import Chip
 from attn.kernels.parts.backward.bias_share import BiasShare
-from attn.kernels.parts.grid.tensors import Shapes, all_arguments, check_backward, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.tensors import Shapes, all_arguments, check_backward, dbias_arguments, dkdv_arguments, dq_arguments, few_arguments
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.problem import Problem
 from attn.score.sums import sum_over_scores
@@ -56,6 +56,12 @@ class SharingTrip(BackwardTrip[Carry], Protocol[Carry]):
     the state."""
   def add_dq(self, s:Carry) -> Carry: """Adds the product that `start_dq` started to the fp32 accumulator of dQ in memory. Returns the state."""
 
+class FewQueriesTrip(BackwardTrip[Carry], Protocol[Carry]):
+  """The operations of `gradients_of_few_queries` on one tile of keys. The workgroup holds all queries that see these keys."""
+  def start_dq(self, s:Carry, ds:Any) -> Carry: """Starts to add dS K, summed over the tile's keys, to dQ. `ds` holds dS, rounded. Returns the state.
+                                                """
+  def finish_keys(self, s:Carry) -> Carry: """Stores dK and dV of the tile's keys to memory. Returns the state after all products of the iteration."""
+
 class OwnUnit(Protocol[Carry]):
   """The part of a problem that one workgroup owns (rows, or a block of a bias), and the loop over the tiles that this part needs."""
   @property
@@ -76,6 +82,12 @@ class BackwardUnit(OwnUnit[Carry], Protocol[Carry]):
     is a second pass over the tiles, `s` is the state after the first pass, and `stores` are the stores of the first pass. The second pass begins
     after these stores."""
   def gradient(self, s:Carry, name:str) -> list[UOp]: """Returns the stores of the gradient `name` to memory."""
+
+class FewQueriesUnit(OwnUnit[Carry], Protocol[Carry]):
+  """A workgroup that holds all queries of a head, and loops over a part of the keys."""
+  def begin(self) -> Carry: """Returns the state before the first tile: dQ is 0, and the queries are loaded, or their loads have started. delta is
+                            computed and stored."""
+  def gradient(self, s:Carry, name:str) -> list[UOp]: """Returns the stores of the gradient `name`, dq, to memory."""
 
 class QueriesUnit(BackwardUnit[Carry], Protocol[Carry]):
   def deltas(self, s:Carry) -> list[UOp]: """Returns the stores of delta to memory, from where the other kernels read it."""
@@ -126,6 +138,24 @@ def gradients_of_kv(passes:list[BackwardUnit[Any]]) -> UOp:
     stores = [*stores, *[x for name in unit.wanted for x in unit.gradient(s, name)]]
   p, together = passes[0].group.p, "dq" in passes[0].wanted
   return passes[0].kernel("all" if together else "dkdv", ("dk", "dv"), stores, p.flops*5//2 if together else 2*p.flops)
+
+def gradients_of_few_queries(unit:FewQueriesUnit[Any]) -> UOp:
+  """Returns the kernel for all gradients of a problem with few queries. A workgroup holds all queries of a head, and loops over a part of the keys.
+  An iteration finishes dK and dV of its tile of keys, because it has all queries that see these keys. dQ is summed over the iterations."""
+  def work(s:Any, tile:FewQueriesTrip[Any]) -> Any:
+    s = tile.start(s)                                        # starts S and dP, if they are asynchronous
+    lse = tile.lse(s)
+    s, scores = tile.scores(s)                               # S = Q K^T
+    weights = tile.weights(scores, lse)                      # P = exp(S - lse)
+    s = tile.add(s, "dv", tile.kept(weights))                # dV = P^T dO
+    s, dp = tile.dp(s)                                       # dP - delta, dP = dO V^T
+    ds = tile.rounded(tile.ds(weights, dp))                  # dS = P * (dP - delta)
+    s = tile.start_dq(s, ds)                                 # dQ += dS K
+    s = tile.add(s, "dk", ds)                                # dK = dS^T Q
+    return tile.finish_keys(s)
+  p = unit.group.p
+  s = unit.walk(unit.begin(), work)
+  return unit.kernel("few", (), unit.gradient(s, "dq"), p.flops*5//2)
 
 def gradient_of_bias(unit:BiasUnit[Any]) -> UOp:
   """Returns the kernel for the gradient of a bias. A workgroup owns a block of the bias and loops over all scores to which the block is added, in a
@@ -187,6 +217,18 @@ def backward_all(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv(passes(p, arch, tile, args, all_arguments(p, parts), parts))
+  return kernel_of
+
+def backward_few(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
+  """Returns a function maker(p, arch, tile, dlse=False, parts=0, key_parts=0) that makes kernels for one kind of matrix unit. `unit` makes the
+  operations of this unit. The maker returns the kernel that computes dq, dk, dv and delta of a problem with few queries from the tensors of
+  `tensors.few_arguments(p, dlse, parts, key_parts)`, in this order. All gradients are the same in every run.
+
+  If `parts` is above 0, the keys are divided into `parts` parts: the kernel stores an fp32 dq for each part, and the caller adds them up. The maker
+  raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
+  def kernel_of(p:Problem, arch:Chip, tile:Any, dlse:bool=False, parts:int=0, key_parts:int=0) -> Callable[..., UOp]:
+    check_backward(p, tile)
+    return lambda *args: gradients_of_few_queries(unit(p, arch, tile, args, few_arguments(p, dlse, parts, key_parts), parts))
   return kernel_of
 
 def backward_dbias(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:

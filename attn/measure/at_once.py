@@ -16,14 +16,15 @@ from attn.calls.gradient import BackwardLaunch, kernels_with_tiles
 from attn.calls.tile_lists import tile_lists
 from attn.chips import Chip
 from attn.chips.matrix import MMA
+from attn.chips.nvidia import FEW_QUERIES_WGMMA
 from attn.chips.shapes import WgmmaBackwardShape
-from attn.choose.backward import Parts, choose_parts, tiles_of
+from attn.choose.backward import Parts, choose_parts, few_queries, parts_of_kernel, tiles_of
 from attn.choose.backward_tiles import AtOnceTile, faster_at_once
 from attn.choose.dispatch import single_kernel
 from attn.choose.tile_lists import listing
 from attn.functions.trace import functions_of
 from attn.kernels.tile_lists import ListedBlocks
-from attn.kernels.tiles.wgmma import WgmmaBackwardTile
+from attn.kernels.tiles.wgmma import WgmmaBackwardTile, WgmmaFewQueriesTile
 from attn.measure.backward import APART, SIZES, outputs_of, shape_of, torch_backward, torch_seconds
 from attn.measure.functions import (DOCUMENT, FLEX, FUNCTION_ROWS, HEAD_DIMENSION, HEADS, ROWS_OF_ALL, FunctionRow, flex_forward, graph_timer,
                                     tensors_of_functions)
@@ -35,18 +36,21 @@ from attn.tinygrad_compat import Device, Tensor, foreign_cuda_context
 from attn.values import FLOATS, INTS
 
 MOST_COLUMNS = 128     # largest head dimension of this kernel
-TWO, NO_ORDER, IN_ORDER = ALL_WAYS = "two kernels", "in no order", "in order"
+TWO, NO_ORDER, IN_ORDER, OF_FEW = ALL_WAYS = "two kernels", "in no order", "in order", "few queries"
 
 Launches = list[tuple[BackwardLaunch, ListedBlocks|None]]     # one after another, each with the lists of tiles that it gets
 
 def launches_of(p:Problem, arch:Chip, way:str, shape:WgmmaBackwardShape|None=None) -> Launches:
   """Returns the launches that compute dq, dk and dv. `way` is TWO for two kernels, NO_ORDER for one kernel that adds to dq in any
-  order, and IN_ORDER for one kernel that adds to dq in a fixed order. `shape` is the tile shape of the one kernel; None: the shape that attn uses."""
-  shape = shape or faster_at_once(p).shape
-  one: AtOnceTile|str = TWO if way == TWO else WgmmaBackwardTile(**vars(shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
+  order, IN_ORDER for one kernel that adds to dq in a fixed order, and OF_FEW for the kernel for few queries. `shape` is the tile shape of the one
+  kernel; None: the shape that attn uses."""
+  one: AtOnceTile|None = None
+  if way == OF_FEW: one = WgmmaFewQueriesTile(**vars(shape or FEW_QUERIES_WGMMA), matrix=MMA[p.dtype])
+  elif way != TWO: one = WgmmaBackwardTile(**vars(shape or faster_at_once(p).shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
   p, parts, (dq, dkdv) = replace(p, deterministic=way != NO_ORDER), choose_parts(p, arch), tiles_of(p, arch)
   lists = listing(p, arch, dq), listing(p, arch, dkdv, "queries")
-  if isinstance(one, WgmmaBackwardTile): parts, lists = Parts(0, parts.dkdv), (None, listing(p, arch, one, "queries", p.deterministic))
+  if isinstance(one, WgmmaFewQueriesTile): parts, lists = Parts(parts_of_kernel(p, arch, one, "keys"), 0), (None, None)
+  elif one is not None: parts, lists = Parts(0, parts.dkdv), (None, listing(p, arch, one, "queries", p.deterministic))
   found, of_kernel = kernels_with_tiles(p, arch, False, parts, lists, dq, dkdv, one), {"dq": lists[0], "dkdv": lists[1], "all": lists[1]}
   return [(launch, of_kernel.get(name)) for name, launch in found.items() if name != "forward"]
 
@@ -151,7 +155,7 @@ def compare_ways(row:WaysRow) -> dict[str, Any]:
     have |= {name: Tensor(x).realize() for name, x in row.extras.items()}
     have |= {name: t.realize() for name, t in outputs_of(p.shapes, single_kernel(p, arch)[0], have).items()}
     timers, apart = dict[str, Callable[[], float]](), 0.0
-    for way in ALL_WAYS:
+    for way in ALL_WAYS if isinstance(few_queries(p, arch), WgmmaFewQueriesTile) else ALL_WAYS[:-1]:
       found = computed_gradients(launches_of(p, arch, way), have)
       timers[way] = graph_timer(*found.values())
       got = [t.float().numpy() for t in found.values()]

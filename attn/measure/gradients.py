@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from attn.calls.gradient import BackwardLaunch, added, backward_kernels
 from attn.chips import Chip
-from attn.choose.backward import can_differentiate, choose_parts
+from attn.choose.backward import can_differentiate, parts_of_chosen
 from attn.measure.inputs import normal_numbers, random_operands, to_tensor
 from attn.problem import Problem
 from attn.reference import arrange
@@ -34,7 +34,7 @@ def backward_of(p:Problem, arch:Chip, seed:int) -> Backward:
   if isinstance(reason := can_differentiate(p, arch), str): raise NotImplementedError(f"no kernels compute the gradients: {reason}")
   inputs, tensors, _ = random_operands(p, seed)
   do = normal_numbers(np.random.default_rng(seed + 1), (p.B, p.H, p.Sq, p.Dv), p.dtype)
-  found = Backward([*inputs, do], dict(zip(("q", "k", "v"), tensors)), backward_kernels(p, arch, False, choose_parts(p, arch)))
+  found = Backward([*inputs, do], dict(zip(("q", "k", "v"), tensors)), backward_kernels(p, arch, False, parts_of_chosen(p, arch)))
   found.tensors["do"] = to_tensor(arrange(do, p.layout), p.out_dtype)
   found.tensors.update({n: t.realize() for n, t in found.run("forward").items()})
   return found

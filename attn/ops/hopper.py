@@ -94,10 +94,10 @@ def _shared_output(lanes:Lanes, acc:Any, p:Any, v:Any, _:Array, accs:int, steps:
   def of_v() -> Array: return _columns(lanes, v, K*steps, 8*accs, panel)
   return lanes.start_product(acc, accs, of_p, of_v, dtype, True)
 
-def _sums(lanes:Lanes, acc:Any, x:Any, y:Any, unit:Array, _:Array, accs:int, steps:int, dtype:str) -> Array:
+def _sums(lanes:Lanes, acc:Any, x:Any, y:Any, unit:Array, _:Array, accs:int, steps:int, panel:int, dtype:str, more:bool) -> Array:
   def of_x() -> Array: return _columns(lanes, x, K*steps, M, 0)
-  def of_y() -> Array: return _columns(lanes, y, K*steps, 8*accs, 0, unit.astype(np.int64)*16)
-  return lanes.start_product(acc, accs, of_x, of_y, dtype, False)
+  def of_y() -> Array: return _columns(lanes, y, K*steps, 8*accs, panel, unit.astype(np.int64)*16)
+  return lanes.start_product(acc, accs, of_x, of_y, dtype, more)
 
 # ***** the CUDA text *****
 
@@ -166,9 +166,11 @@ def _scores_text(printer:Any, out:str, accs:int, steps:int, panels:tuple[int, in
   name = f"start_scores_{8*accs}x{K*steps}" + f"_in_{sums}"*(sums > 1)
   return Body("\n".join([_descriptor("of_q", "q"), _descriptor("of_k", "k"), product]), "acc q k there", name=name)
 
-def _sums_text(printer:Any, out:str, accs:int, steps:int, dtype:str) -> Body:
-  product = _shared_product(accs, [(i*2*ATOM, i*2*ATOM) for i in range(steps)], (1, 1), '"l"(of_x), "l"(of_y + unit), "r"(0), "r"(1)', dtype)
-  return Body("\n".join([_descriptor("of_x", "x"), _descriptor("of_y", "y"), product]), "acc x y unit", name=f"start_sums_{8*accs}x{K*steps}")
+def _sums_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str, more:bool) -> Body:
+  operands = f'"l"(of_x), "l"(of_y + unit), "r"({int(more)}), "r"(1)'
+  product = _shared_product(accs, [(i*2*ATOM, i*2*ATOM) for i in range(steps)], (1, 1), operands, dtype)
+  name = f"start_sums_{8*accs}x{K*steps}" + "_more"*more
+  return Body("\n".join([_descriptor("of_x", "x"), _descriptor("of_y", "y", panel), product]), "acc x y unit", name=name)
 
 def _output_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str, more:bool, by_rows:bool) -> Body:
   lines, c = [], 4*accs
@@ -289,12 +291,12 @@ def shared_output(acc:UOp, p:UOp, v:UOp, after:UOp, keys:int, panel:int, dtype:s
   distance in bytes between panels (128 bytes of each row) of V. Returns a statement (an operation with a side effect) that is executed after the UOp
   `after`."""
   return statement("start_shared_output", acc[0], p, v, after, accs=acc.max_numel(), steps=keys//K, panel=panel, dtype=dtype)
-def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, after:UOp, rows:int, dtype:str) -> UOp:
-  """Starts acc = X^T Y, summed over `rows` rows (a multiple of 16), as asynchronous products. `acc` is a register array of C fragments. X has 64
-  columns, and Y has 8 columns for each fragment in `acc`. `x` and `y` are UOps that index shared memory at the first 16 bytes of a panel (64
-  columns). Y begins at the 16-byte unit with index `unit` of its panel, and ends in this panel. Returns a statement (an operation with a side effect)
-  that is executed after the UOp `after`."""
-  return statement("start_sums", acc[0], x, y, integer(unit), after, accs=acc.max_numel(), steps=rows//K, dtype=dtype)
+def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, after:UOp, rows:int, panel:int, dtype:str, more:bool=False) -> UOp:
+  """Starts acc = X^T Y, or with `more` acc += X^T Y, summed over `rows` rows (a multiple of 16), as asynchronous products. `acc` is a register array
+  of C fragments. X has 64 columns, and Y has 8 columns for each fragment in `acc`. `x` and `y` are UOps that index shared memory at the first 16
+  bytes of a panel (64 columns). Y begins at the 16-byte unit with index `unit` of its panel. Y ends in this panel, or consists of whole panels, which
+  lie `panel` bytes apart. Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
+  return statement("start_sums", acc[0], x, y, integer(unit), after, accs=acc.max_numel(), steps=rows//K, panel=panel, dtype=dtype, more=more)
 def send(acc:UOp, stage:UOp, to:UOp, lane:UOp, there:UOp, after:UOp) -> UOp:
   """Adds a warp's C fragments to float32 sums in global memory, in warps where `there` is true. Each number is added atomically, in no fixed order.
   `acc` is a register array of the fragments. The sums of the first fragment come first: four neighbouring sums for each lane, lane after lane. Then
@@ -315,10 +317,12 @@ def publish(after:UOp) -> UOp:
   """Makes the data that this thread has stored to shared memory visible to products that start after a barrier (PTX ISA 9.7.13.4, fence.proxy.async).
   Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
   return statement("publish", after)
-def wait_products(acc:UOp, after:UOp, but:int=0) -> UOp:
+def wait_products(acc:UOp, after:UOp, but:int=0, place:range|None=None) -> UOp:
   """Waits for all products that this thread has started, except the last `but` products. A use of the accumulators `acc` must come after this.
-  Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
-  return statement("wait_products", acc[0], after, accs=acc.max_numel(), but=but)
+  `place` selects some of these accumulators, all of which are computed then; None selects all. Returns a statement (an operation with a side effect)
+  that is executed after the UOp `after`."""
+  first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
+  return statement("wait_products", acc[first], after, accs=accs, but=but)
 def group(wave:UOp) -> UOp:
   """Returns the index of the warpgroup to which warp `wave` belongs, and tells the compiler that this number is equal in the whole warp."""
   return emit("warpgroup", dtypes.int, integer(wave//4))

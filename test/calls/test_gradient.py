@@ -15,10 +15,12 @@ from attn.calls.history import made
 from attn.calls.options import DEFAULTS
 from attn.calls.placement import AXES
 from attn.chips import get_chip
+from attn.choose import backward_tiles
 from attn.choose.backward import BackwardChoice, Parts, can_differentiate, choose_backward, choose_parts, memory_of, most_seen
 from attn.choose.backward_tiles import wgmma_at_once
 from attn.functions.trace import functions_of
 from attn.kernels.tiles.plain import TiledBackwardTile
+from attn.kernels.wgmma import gradients_of_few
 from attn.problem import Problem
 from attn.reference import arrange, restore, rounded
 from attn.tinygrad_compat import Context, GlobalCounters, Tensor, dtypes
@@ -255,7 +257,7 @@ REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
   "dropout and part blocks": (dict(Sk=2100), dict(dropout_p=0.1), "dropout_p: it would have too few registers if Sq or Sk is no multiple"),
   "few blocks in order": (dict(B=2, Sk=16384), dict(deterministic=True, causal=False), "deterministic=True: .* here 16384 and 512"),
   "causal in order": ({}, dict(deterministic=True), "deterministic=True: .* was not measured to be faster with this mask"),
-  "few queries in order": (dict(B=1, H=8, Sq=64, Sk=65536), dict(deterministic=True, causal=False), "deterministic=True: .* queries on, here 64"),
+  "few queries in order": (dict(B=1, H=8, Sq=128, Sk=65536), dict(deterministic=True, causal=False), "deterministic=True: .* queries on, here 128"),
   "few keys in order": (dict(B=512, Sk=1024), dict(deterministic=True, causal=False), "deterministic=True: .* here 1024 and 8192"),
   "blocks": (dict(B=2), {}, "64 blocks of 128 keys: "),
 }
@@ -605,7 +607,7 @@ def test_a_gradient_that_nobody_asks_for_costs_no_kernel() -> None:
 # ***** gradients in parts *****
 
 def in_parts(monkeypatch:pytest.MonkeyPatch, dq:int, dkdv:int, *sums:int) -> None:
-  monkeypatch.setattr(gradient, "choose_parts", lambda p, arch: Parts(dq, dkdv, sums))
+  monkeypatch.setattr(gradient, "parts_of_chosen", lambda p, arch: Parts(dq, dkdv, sums))
 
 @pytest.mark.parametrize("parts, parameters", [
   ((2, 4), dict(H=4, Hkv=1, Sk=70, causal=True)), ((2, 0, 2), dict(B=2, extras=dict(bias=floats(1, 2, 20, 40))))])
@@ -670,7 +672,7 @@ def test_most_seen() -> None:
     seen = ((further <= p.window[1]) | (p.window[1] < 0)) & ((further >= -p.window[0]) | (p.window[0] < 0))
     assert (most_seen(p, "keys"), most_seen(p, "queries")) == (seen.sum(1).max(), seen.sum(0).max()), p
 
-FEW_ROWS_AT_ONCE = {"few queries": (1, 8, 8, 64, 65536), "all heads on one": (1, 32, 1, 4096, 4096)}
+FEW_ROWS_AT_ONCE = {"few queries": (1, 8, 8, 128, 65536), "all heads on one": (1, 32, 1, 4096, 4096)}
 @pytest.mark.parametrize("case", FEW_ROWS_AT_ONCE)
 def test_one_kernel_of_few_rows(case:str) -> None:
   # One kernel computes all gradients if there are few queries. It also does if there are few keys, and several workgroups can share the query heads
@@ -679,6 +681,71 @@ def test_one_kernel_of_few_rows(case:str) -> None:
   q, k = Tensor.empty(B, H, Sq, 128, dtype=dtypes.half), Tensor.empty(B, Hkv, Sk, 128, dtype=dtypes.half)
   assert attn.explain(q, k, k, arch="sm_90", backward=True, deterministic=False).at_once
   assert not attn.explain(q, k, k, arch="sm_90", backward=True, deterministic=False, causal="top-left").at_once
+
+# ***** all gradients of few queries *****
+
+NOT_FOR_FEW_QUERIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+  "queries": (dict(Sq=65), {}, "Sq=65: a workgroup holds all queries of a head, at most 64"),
+  "D": (dict(D=64), {}, "D=64, Dv=64: it was measured only with 128 for both"),
+  "heads": (dict(Hkv=2), {}, "8 heads, 2 key/value heads: it cannot add the dk and dv of several heads"),
+  "an option": ({}, dict(softcap=3.0), "softcap: other kernels compute the gradients with this option"),
+  "a window": ({}, dict(window=(4000, 0)), r"window=\(4000, 0\): it loops over all keys"),
+  "a causal mask at the first keys": ({}, dict(causal="top-left"), "a query sees 32 keys on average: measured only from"),
+  "keys": (dict(Sk=512), {}, "a query sees 512 keys on average: measured only from 1024 on")}
+
+def few_or_two(*, H:int=8, Hkv:int=8, Sq:int=64, Sk:int=8192, D:int=128, **options:Any) -> Any:
+  q, k = Tensor.empty(1, H, Sq, D, dtype="half"), Tensor.empty(1, Hkv, Sk, D, dtype="half")
+  return attn.explain(q, k, k, arch="sm_90", backward=True, **options)
+
+@pytest.mark.parametrize("case", NOT_FOR_FEW_QUERIES)
+def test_other_kernels_where_the_kernel_of_few_queries_is_not_chosen(case:str) -> None:
+  sizes, options, reason = NOT_FOR_FEW_QUERIES[case]
+  assert re.match(reason, few_or_two(**sizes, **options).why_not("backward_few_wgmma") or "")
+
+def test_few_queries_are_chosen() -> None:
+  """One kernel computes all gradients of few queries, in any order and in a fixed order alike. Its memory is lse and delta, and dq in fp32 for each
+  part of the keys."""
+  for options in ({}, dict(deterministic=False), dict(causal=True), dict(dropout_p=0.1)):
+    found = few_or_two(**options)
+    assert found.kernels == ("backward_few_wgmma",) and found.at_once
+    assert found.memory == 4*8*64*(2 + found.parts[0]*128)
+
+@pytest.fixture
+def for_few_keys(monkeypatch:pytest.MonkeyPatch) -> None: monkeypatch.setattr(backward_tiles, "FEW_QUERIES_KEYS", 64)
+
+@pytest.mark.usefixtures("for_few_keys")
+def test_gradients_of_few_queries_in_a_jit() -> None:
+  """The gradients of few queries, with those of sinks and of lse, are right, and the same in each call under TinyJit. Each can be realized alone."""
+  p = problem(B=1, H=2, Sq=64, Sk=320, D=128, extras=(extras := dict(sinks=floats(2))))
+  x, do, dlse = normal(p), np.ones((p.B, p.H, p.Sq, p.Dv), np.float32), np.ones((p.B, p.H, p.Sq), np.float32)
+  want = expected_gradients(p, x, extras, do, dlse)
+  with emulated("sm_90"):
+    q, k, v, sinks = (tensor(a, kind, "EMU").realize() for a, kind in ((x.q, p.dtype), (x.k, p.dtype), (x.v, p.dtype), (extras["sinks"], "float32")))
+    assert attn.explain(q, k, v, sinks=sinks, backward=True).kernels == ("backward_few_wgmma",)
+    def gradients(q:Tensor) -> list[Tensor]:
+      o, lse = attn.attention(q, k, v, sinks=sinks, return_lse=True)
+      return (o.float().sum() + lse.sum()).gradient(q, k, v, sinks)
+    @TinyJit
+    def replayed(q:Tensor) -> tuple[Tensor, ...]:
+      Tensor.realize(*(found := gradients(q)))
+      return tuple(found)
+    runs = [[array(t) for t in replayed(q)] for _ in range(3)]
+    alone = array(gradients(q)[1])
+  for run in runs[1:]: assert all((a == b).all() for a, b in zip(run, runs[0]))
+  assert (alone == runs[0][1]).all()
+  for name, got in zip(("q", "k", "v", "sinks"), runs[0]): assert (verdict := judge(got, want[name])).ok, f"d{name}: {verdict}"
+
+@pytest.mark.usefixtures("for_few_keys")
+def test_few_queries_whose_heads_two_devices_share(monkeypatch:pytest.MonkeyPatch) -> None:
+  """Two devices have a head each of the queries, and the same keys. Each writes its part of dk and dv in fp32, and these parts are added."""
+  found, real = list[bool](), gradients_of_few.as_owner_of_keys
+  def noted(group:Any, tiles:Any, in_parts:bool) -> Any:
+    found.append(in_parts)
+    return real(group, tiles, in_parts)
+  monkeypatch.setattr(gradients_of_few, "as_owner_of_keys", noted)
+  def place(name:str, t:Tensor) -> Tensor: return t.shard(TWO, 1 if name in ("q", "o") else None)
+  check_gradients("sm_90", H=2, Hkv=1, Sq=64, Sk=128, D=128, place=place)
+  assert set(found) == {True}
 
 def test_forward_runs_again_for_its_lse_outside_of_training() -> None: assert launches("q", "k", "v", training=0) == 4
 

@@ -12,9 +12,10 @@ from attn.accuracy import judge
 from attn.chips import get_chip
 from attn.chips.matrix import MMA
 from attn.chips.shapes import BackwardShape, UpTo
-from attn.choose.backward import all_of, at_once, can_differentiate, choose_bias_tile, choose_parts, dbias_of, dkdv_of, dq_of, tiles_of
+from attn.choose.backward import all_of, at_once, can_differentiate, choose_bias_tile, choose_parts, dbias_of, dkdv_of, dq_of, few_of, tiles_of
 from attn.choose.backward_tiles import amd_backward_tile, backward_tile, short_of_registers
 from attn.choose.rows import misfit
+from attn.choose.splits import places_of
 from attn.choose.tile_lists import listing, with_lists
 from attn.emulator import plan
 from attn.emulator.checks import Deadlock, EmulatorError, LdsRace, NotWaitedFor, OutOfBounds, UninitialisedRead, UnwrittenOutput
@@ -29,13 +30,14 @@ from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.backward.bias_share import BiasPart
 from attn.kernels.parts.backward.gradients import Normaliser, QueryValues
 from attn.kernels.parts.backward.turns import Turns
-from attn.kernels.parts.grid.tensors import Shapes, all_arguments, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.tensors import Shapes, all_arguments, dbias_arguments, dkdv_arguments, dq_arguments, few_arguments
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.weights.scores import Scores
-from attn.kernels.tiles.wgmma import WgmmaBackwardTile
-from attn.kernels.wgmma import backward as wgmma_backward
+from attn.kernels.tiles.wgmma import WgmmaBackwardTile, WgmmaFewQueriesTile
+from attn.kernels.wgmma import backward as wgmma_backward, gradients_of_few
 from attn.kernels.wgmma.backward import WgmmaBackward, WgmmaTrip
+from attn.kernels.wgmma.gradients_of_few import WgmmaFewQueries, WgmmaFewQueriesTrip
 from attn.ops import common as ops, hopper, nvidia
 from attn.ops.renderers import render
 from attn.problem import Count, Problem
@@ -285,7 +287,7 @@ def test_tiles_of_wgmma(groups:int, block_n:int, passes:int) -> None:
 
 def wrong(monkeypatch:pytest.MonkeyPatch, of:Any, name:str, make:Callable[[Any], Any]) -> None: monkeypatch.setattr(of, name, make(getattr(of, name)))
 
-def a_ring_of_two(m:pytest.MonkeyPatch) -> None: m.setattr(wgmma_backward, "RING", 2)
+def a_ring_of_two(m:pytest.MonkeyPatch) -> None: m.setattr(WgmmaBackwardTile, "ring", 2)
 def before_a_tile_is_there(m:pytest.MonkeyPatch) -> None:
   def early(work:Any) -> Any: return lambda s, tile: work(s, replace(tile, ring_place=replace(tile.ring_place, index=tile.ring_place.index + 1)))
   wrong(m, WgmmaBackward, "walk", lambda walk: lambda self, s, work: walk(self, s, early(work)))
@@ -408,18 +410,97 @@ def test_planted_fault_with_tiles_of_128_queries(monkeypatch:pytest.MonkeyPatch,
 @pytest.mark.parametrize("groups, queries, D, reason", (
   (2, 96, 64, "2 warpgroups with tiles of 96 queries: the product dQ = dS K has whole 64 queries"),
   (3, 128, 64, "3 warpgroups with tiles of 128 queries: the warpgroups cannot share 2 times 64 queries of dQ equally"),
-  (2, 128, 128, "each computes 128 of the D=128 columns of dQ; supported are 8, 16, 32, 64"),
+  (2, 128, 96, "each computes 96 of the D=96 columns of dQ; supported are 8, 16, 32 and whole 64"),
   (2, 64, 80, "each computes 40 of the D=80 columns"), (4, 64, 64, "there are counters of turns for 8 warps")))
 def test_tiles_that_cannot_add_to_dq(groups:int, queries:int, D:int, reason:str) -> None:
   with pytest.raises(NotImplementedError, match=f"backward_all_wgmma: .*{reason}"):
     check_backward_kernels("sm_90", H=1, Sq=70, Sk=90, D=D, only="all",
                            tiles=lambda t: replace(t, groups=groups, block_n=queries) if getattr(t, "adds_dq", False) else t)
 
+# ***** all gradients of few queries *****
+
+FEW_QUERIES: dict[str, dict[str, Any]] = {
+  "full": dict(H=2, Sk=300, dtype="bfloat16", parts=3), "more parts than tiles": dict(Sk=130, parts=4),
+  "dlse": dict(H=2, B=2, Sq=60, Sk=233, causal=True, dlse=True),
+  "keys that no query sees": dict(Sq=33, Sk=200, causal="top-left", layout="bshd"), "window": dict(Sk=400, window=(100, 20), layout="nsd", parts=2),
+  "kv_lengths": dict(B=3, Sk=300, causal=True, dtype="bfloat16", extras=dict(kv_lengths=ints(130, 0, 300))),
+  "dropout": dict(H=2, Sk=192, dropout_p=0.2, extras=dict(dropout_seed=np.array([7, 9], np.uint32))),
+  "alibi": dict(H=2, Sk=200, causal=True, extras=dict(alibi_slopes=floats(2)**2)), "softcap": dict(Sk=200, softcap=3.0),
+  "bias": dict(Sk=128, bias_dtype="float32", extras=dict(bias=floats(1, 1, 64, 128))), "sinks": dict(H=2, Sk=140, extras=dict(sinks=floats(2))),
+  "D 64": dict(D=64, Sk=200), "fp32 out": dict(Sk=140, out_dtype="float32", size=1000.0)}
+ONE_TILE: dict[str, Any] = dict(H=1, Sq=64, D=128)
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("arch", ("sm_90", GPU))
+@pytest.mark.parametrize("case", FEW_QUERIES)
+def test_few_queries(arch:str, case:str) -> None: check_backward_kernels(arch, **{**ONE_TILE, **FEW_QUERIES[case]}, only="few")
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("make", ADVERSARIAL)
+def test_few_queries_adversarial(make:Callable[[Problem], Inputs]) -> None:
+  size = 1000.0 if make is level else 1.0
+  check_backward_kernels("sm_90", make, **ONE_TILE, Sk=200, causal=make in (peaked, level), size=size, only="few", parts=2)
+
+def test_nan_of_few_queries_stays_where_it_belongs() -> None:
+  """Keys beyond the length of their batch are not read. A NaN of a query reaches no key that no query sees."""
+  for nan, parameters in (("k", dict(extras=dict(kv_lengths=ints(130)))), ("q", dict(causal="top-left"))):
+    p = problem(**ONE_TILE, Sk=200, **parameters)
+    x, loss, extras = normal(p), loss_of(p), parameters.get("extras", {})
+    want = expected_gradients(p, x, loss, extras)
+    getattr(x, nan)[..., 150 if nan == "k" else 3, 5] = np.nan
+    got = run_backward(p, x, loss, "sm_90", extras, only="few")
+    for name in ("dq", "dk", "dv") if nan == "k" else (): assert (verdict := judge(got[name], want[name])).ok, f"{name}: {verdict}"
+    for name in ("dk", "dv"): assert (got[name][:, :, 130:] == 0).all(), name
+
+def dq_of_the_last_tile(m:pytest.MonkeyPatch) -> None:
+  wrong(m, hopper, "sums", lambda sums: lambda *args: sums(*args[:-1], more=False))
+def copies_before_the_barrier(m:pytest.MonkeyPatch) -> None:
+  m.setattr(WgmmaFewQueriesTrip, "start_dq", WgmmaTrip.start_dq)
+  wrong(m, WgmmaFewQueriesTrip, "start", lambda start: lambda self, s: start(self, self.of.fetch(s, self.of.next(self.ring_place))))
+def no_copies_of_the_next_tile(m:pytest.MonkeyPatch) -> None: m.setattr(WgmmaFewQueriesTrip, "start_dq", WgmmaTrip.start_dq)
+def delta_of_no_query(m:pytest.MonkeyPatch) -> None:
+  def put_0(to:UOp, x:UOp, gate:UOp) -> UOp: return nvidia.put(to, UOp.const(0.0, dtypes.float), gate)
+  m.setattr(gradients_of_few, "nv", SimpleNamespace(put=put_0, copy_number=nvidia.copy_number, zero=nvidia.zero))
+def dk_of_the_tile_before(m:pytest.MonkeyPatch) -> None:
+  wrong(m, hopper, "output", lambda output: lambda *args: output(*args[:-1], True))
+def keys_of_the_first_tiles(m:pytest.MonkeyPatch) -> None:
+  wrong(m, WgmmaFewQueries, "keys_of_tile", lambda keys: lambda self, t, masked: keys(self, t.minimum(1), masked))
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("plant, error, text", (
+  *((plant, LdsRace, "with no barrier between") for plant in (no_barrier_after_ds, a_single_ds, copies_before_the_barrier)),
+  (no_copies_of_the_next_tile, EmulatorError, "nobody has arrived"), (keys_of_the_first_tiles, UnwrittenOutput, "was never written"),
+  (dk_of_the_tile_before, UninitialisedRead, "reads a register that nobody has written"), (dq_of_the_last_tile, AssertionError, "dq: "),
+  (delta_of_no_query, AssertionError, "d[qk]: ")))
+@pytest.mark.usefixtures("without_places")
+def test_planted_fault_of_few_queries(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], error:type[Exception],
+                                      text:str) -> None:
+  plant(monkeypatch)
+  with pytest.raises(error, match=text): check_backward_kernels("sm_90", H=1, Sq=64, Sk=300, D=64, only="few")
+
+FEW_WITHOUT_SPILLS: dict[str, dict[str, Any]] = {
+  "full": {}, "causal": dict(causal=True, dtype="float16"), "kv_lengths": dict(extras=dict(kv_lengths=ints(65536))),
+  "slopes": dict(causal=True, extras=dict(alibi_slopes=floats(8))),
+  "dropout": dict(causal=True, dropout_p=0.1, extras=dict(dropout_seed=np.array([7, 9], np.uint32))),
+  "softcap": dict(softcap=30.0), "odd sizes": dict(Sq=60, Sk=65500)}
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("case", [x if x == "full" else pytest.param(x, marks=pytest.mark.thorough) for x in FEW_WITHOUT_SPILLS])
+def test_few_queries_compile_without_spills(case:str, tmp_path:Path) -> None:
+  """The kernel for few queries spills no registers, and two of its blocks fit on a multiprocessor: in registers and in shared memory."""
+  p = problem(**{**dict(B=1, H=8, Sq=64, Sk=65536, D=128, dtype="bfloat16"), **FEW_WITHOUT_SPILLS[case]})
+  on, tile = get_chip("sm_90"), WgmmaFewQueriesTile(1, 64, matrix=MMA[p.dtype])
+  text = compiled_by_nvcc("sm_90", few_arguments(p, False, 32), few_of(p, on, tile, False, 32), tmp_path)
+  assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text and "serialized" not in text, text
+  assert places_of(p, on, tile) == 2*on.cus
+
 @pytest.mark.parametrize("power", (-1, 1))
 @pytest.mark.usefixtures("without_places")
 def test_the_scale_of_dq_alone_at_once(monkeypatch:pytest.MonkeyPatch, power:int) -> None:
   scale = 64**(-0.5*power)
-  wrong(monkeypatch, Warps, "columns", lambda columns: lambda self, accs, r, factor, share: columns(self, accs, r, factor*scale, share))
+  def of_dq_scaled(columns:Any) -> Any:     # dk and dv name the dtype and the width of their rows; dq has those of O
+    return lambda self, accs, r, factor, share, *row: columns(self, accs, r, factor if row else factor*scale, share, *row)
+  wrong(monkeypatch, Warps, "columns", of_dq_scaled)
   with pytest.raises(AssertionError, match="dq: "): check_backward_kernels("sm_90", H=1, Sq=70, Sk=90, D=64, only="all")
 
 # ***** all gradients at once, dq in a fixed order *****

@@ -16,9 +16,8 @@ from attn.chips.matrix import Matrix
 from attn.kernels.amd.gradient_sums import delta_of_row, place_of_tile
 from attn.kernels.amd.products import OwnRows, Products, zeros
 from attn.kernels.amd.staging import StagedTile
-from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, WEIGHTED, Normaliser, QueryValues, QueryValueTensors, Weights, dp_start,
-                                                   gradients_of, gradients_of_passes, less_delta, normaliser_of, scaled_delta, weights_of,
-                                                   where_known)
+from attn.kernels.parts.backward.gradients import (WEIGHTED, Normaliser, QueryValues, QueryValueTensors, Weights, dp_start, gradients_of,
+                                                   gradients_of_passes, less_delta, normaliser_of, scaled_delta, weights_of, where_known)
 from attn.kernels.parts.backward.turns import Turns
 from attn.kernels.parts.grid.tensors import Shapes
 from attn.kernels.parts.grid.workgroup import Workgroup, head_fastest, kv_head_fastest
@@ -33,7 +32,7 @@ from attn.kernels.parts.weights.dropout import Kept, kept_scores
 from attn.kernels.parts.weights.epilogue import place_of_row
 from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.tiles.amd import BackwardTile, both_ways_layout, column_layout
-from attn.kernels.tiles.common import query_value_names
+from attn.kernels.tiles.common import OF_KEYS, OF_QUERIES, query_value_names
 from attn.ops import amd, atomics, common as ops
 from attn.ops.atomics import atomic_add
 from attn.ops.common import flat

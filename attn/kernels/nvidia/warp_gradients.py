@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 from attn.chips.matrix import Mma
 from attn.kernels.nvidia.warps import Warps, sum_over_quad
-from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, Normaliser, Weights, gradients_of, normaliser_of, scaled_delta,
-                                                   weights_of_rows, where_known)
+from attn.kernels.parts.backward.gradients import (Normaliser, Weights, gradients_of, normaliser_of, scaled_delta, weights_of_rows)
 from attn.kernels.parts.memory.lanes import element_sum
 from attn.kernels.parts.memory.layouts import CopiedLayout
 from attn.kernels.parts.memory.rows import Rows
@@ -17,13 +16,13 @@ from attn.kernels.parts.program.counts import below, round_up
 from attn.kernels.parts.weights.dropout import Kept, kept_scores
 from attn.kernels.parts.weights.epilogue import place_of_row
 from attn.kernels.parts.weights.scores import Scores
-from attn.kernels.tiles.common import BlockTile
+from attn.kernels.tiles.common import OF_KEYS, OF_QUERIES, BlockTile
 from attn.kernels.tiles.mma import fragments
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.common import flat
 from attn.problem import Problem
 from attn.score.term import Row
-from attn.tinygrad_compat import UOp
+from attn.tinygrad_compat import UOp, dtypes
 
 L = TypeVar("L", bound=CopiedLayout)
 L_co = TypeVar("L_co", bound=CopiedLayout, covariant=True)
@@ -145,14 +144,21 @@ class WarpRows(Generic[L]):
   def gradient(self, acc:UOp, name:str) -> list[UOp]:
     """Returns the stores of the gradient `name` to memory. `acc` is the array of this lane's accumulators. For keys beyond a batch's length
     (kv_lengths), 0 is stored."""
-    group, stores, scale = self.warps.group, list[UOp](), 1.0 if name == "dv" else self.p.softmax_scale
-    for i, own in enumerate(self.of_lane):
-      for r, row in enumerate(own):
-        known = row.index < group.sequence.n_k if self.tile.keys and self.p.kv_lengths else None
-        parts = [where_known(known, ops.slice_(acc[j].load(), 2*r, 2), scale) for j in self.accumulators(name, i)]
-        columns = [(self.warps.at.h*self.mat.block + n*self.mat.N, part) for n, part in enumerate(parts)]
-        stores += group.gradient(name, row, columns)
-    return stores
+    def known(row:Row) -> UOp|None: return row.index < self.warps.group.sequence.n_k if self.tile.keys and self.p.kv_lengths else None
+    return [x for i, own in enumerate(self.of_lane)
+            for x in self.stores([acc[j].load() for j in self.accumulators(name, i)], name, own, list(map(known, own)))]
+
+  def stores(self, accs:list[UOp], name:str, own:list[Row], known:list[UOp|None]) -> list[UOp]:
+    """Returns the stores of the gradient `name` of a tile of 16 rows to memory. `accs` are its C fragments, and `own` the two rows of this lane.
+    Where a condition in `known` is false, 0 is stored to the row."""
+    group, factor = self.warps.group, UOp.const(1.0 if name == "dv" else self.p.softmax_scale, dtypes.float)
+    dtype, width = self.p.dtype if group.part is None else "float32", self.p.Dv if name == "dv" else self.p.D
+    found = list[UOp]()
+    for r, (row, there) in enumerate(zip(own, known)):
+      columns = self.warps.columns(accs, r, factor, None, dtype, width)
+      if there is not None: columns = [(first, where_there(there, x)) for first, x in columns]
+      found += group.gradient(name, row, columns)
+    return found
 
   def kept_deltas(self) -> list[UOp]:
     """Returns the stores of delta, for the queries that this lane owns, to memory."""
@@ -160,6 +166,10 @@ class WarpRows(Generic[L]):
     to, x, first = flat(group.given["delta"]), group.sequence, self.warps.at.h.eq(0) & group.is_first_part
     both = [pair for own, deltas in zip(self.of_lane, self.deltas) for pair in zip(own, deltas)]
     return [to[place_of_row(self.p, x, row)[0].valid(row.there & first)].store(delta) for row, delta in both]
+
+def where_there(there:UOp, x:UOp) -> UOp:
+  """Returns the numbers or packed numbers `x`, or zeros where the condition `there` is false."""
+  return ops.build(*[there.where(ops.extract(x, i), 0) for i in range(ops.length(x))])
 
 @dataclass(frozen=True)
 class WarpTrip(Generic[L]):

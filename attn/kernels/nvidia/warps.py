@@ -139,17 +139,17 @@ class Warps:
       if share is not None: stores += group.outputs(replace(row, there=row.there & share.eq(0)), [], log_sum)
     return stores
 
-  def columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
+  def columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None, dtype:str="", width:int=0) -> list[tuple[UOp, UOp]]:
     """Returns what this lane stores of a row of O: a list of (first column, values of neighbouring columns), multiplied by `factor`. `r` is 0 or 1:
     which of the lane's two rows. `accs` are the C fragments of the row. If several warps divide the columns of O, they are the fragments of warp
-    `share` only.
+    `share` only. `dtype` and `width` are the dtype and the number of columns of the row that is stored; by default those of O.
 
     Four lanes share a row, and each has two of its elements in each fragment. If a row consists of whole 16-byte units, the four lanes first exchange
     elements, so that each lane stores whole units."""
-    mat, dtype, whole = self.at.matrix, self.group.out_dtype, 0
+    mat, dtype, whole = self.at.matrix, dtype or self.group.out_dtype, 0
     unit = mat.groups*mat.block       # elements of 16 bits in a unit of O
     first = UOp.const(0) if share is None else share*(len(accs)*mat.N)
-    if BYTES[dtype] == 2 and self.group.p.Dv % unit == 0: whole = len(accs)//mat.groups*mat.groups
+    if BYTES[dtype] == 2 and (width or self.group.p.Dv) % unit == 0: whole = len(accs)//mat.groups*mat.groups
     units = [nv.transposed(nv.row_unit(accs[i:i + mat.groups], r, factor, dtype), self.at.h) for i in range(0, whole, mat.groups)]
     return [*[(first + self.at.h*unit + i*(mat.groups*unit), x) for i, x in enumerate(units)],
             *[(first + self.at.h*mat.block + (whole + i)*mat.N, ops.mul(ops.slice_(x, nv.ROWS*r, 2), factor)) for i, x in enumerate(accs[whole:])]]

@@ -9,8 +9,8 @@ import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from attn.chips import Chip
-from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, WEIGHTED, Normaliser, Weights, exact_normaliser, exact_weights, gradients_of,
-                                                   scaled_delta, where_known)
+from attn.kernels.parts.backward.gradients import (WEIGHTED, Normaliser, Weights, exact_normaliser, exact_weights, gradients_of, scaled_delta,
+                                                   where_known)
 from attn.kernels.parts.grid.tensors import Shapes, log_sums
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.memory.lanes import element_sum
@@ -20,7 +20,7 @@ from attn.kernels.parts.program.statements import Statements, store_all
 from attn.kernels.parts.weights.dropout import KeptHere, kept_here
 from attn.kernels.parts.weights.epilogue import place_of_row
 from attn.kernels.plain.rectangle import Portion, Rectangle, as_rendered, grid_of, in_quads, nth, turned_over
-from attn.kernels.tiles.common import query_value_names
+from attn.kernels.tiles.common import OF_KEYS, OF_QUERIES, query_value_names
 from attn.kernels.tiles.plain import KEPT, QUAD, TiledBackwardTile
 from attn.ops import common as ops
 from attn.ops.common import flat

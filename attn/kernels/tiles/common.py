@@ -9,6 +9,7 @@ from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
 QUERIES_OF_SUMS = 64      # queries of a tile of dQ's fp32 accumulator
+OF_QUERIES, OF_KEYS = ("q", "do"), ("k", "v")            # tensors by rows of queries and of keys: the first of each makes scores, the second dP
 TURNS_OF_SUMS = 8         # counters of turns for each tile of dQ's fp32 accumulator
 
 class BlockTile(Protocol):

@@ -7,7 +7,7 @@ from attn.chips.matrix import MMA, MMA_OF_8_BITS, UNIT_BYTES, Mma
 from attn.chips.shapes import MlaWgmmaShape, WgmmaBackwardShape, WgmmaShape
 from attn.kernels.parts.memory.layouts import LINE, LongPanels, SwizzledPanels, SwizzledRows
 from attn.kernels.parts.program.counts import ceildiv, round_up
-from attn.kernels.tiles.common import TURNS_OF_SUMS, units_of_query_values
+from attn.kernels.tiles.common import OF_KEYS, OF_QUERIES, TURNS_OF_SUMS, units_of_query_values
 from attn.ops import hopper as wgmma
 from attn.problem import Problem
 
@@ -122,6 +122,8 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
 
   pack_gqa: ClassVar[bool] = False
   row_tiles: ClassVar[int] = 1
+  ring: ClassVar[int] = RING            # tiles of rows in shared memory that pass through the ring buffer
+  keeps_dq: ClassVar[bool] = False      # whether dQ stays in registers during the loop, and dK and dV of a tile of keys are finished in one iteration
   @property
   def options(self) -> str: return f"passes={self.passes}"*(self.passes > 1)
   @property
@@ -134,10 +136,21 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     """Returns two layouts of `rows` rows in shared memory: one for rows of q or k, one for rows of do or v."""
     of_d, of_dv = (SwizzledPanels(rows, round_up(d, wgmma.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
+  @property
+  def stay(self) -> tuple[str, ...]:
+    """Names of the tensors whose rows stay in shared memory during a loop over tiles. The rows of the other tensors pass through the ring buffer."""
+    return OF_KEYS if self.keys else OF_QUERIES
+  @property
+  def stay_rows(self) -> int: return self.block_m
+  @property
+  def passing_rows(self) -> int: return self.block_n
+  def stay_size(self, p:Problem) -> int:
+    """Number of 16-byte units of shared memory for the rows that stay there."""
+    return sum(x.size for x in self.layouts(p, self.stay_rows))
   def stage(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for one tile of the rows that the block loops over, without lse and delta of the tile's queries
+    """Number of 16-byte units of shared memory for one tile of the rows that pass through the ring buffer, without lse and delta of queries
     (`units_of_query_values`)."""
-    return sum(x.size for x in self.layouts(p, self.block_n))
+    return sum(x.size for x in self.layouts(p, self.passing_rows))
   @property
   def stages_of_query_values(self) -> int:
     """Number of tiles of which the numbers of queries lie in shared memory at the same time. If the block adds to dQ, two are enough: its warpgroups
@@ -169,8 +182,9 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     if self.block_n % wgmma.M: return f"{shape}: the product dQ = dS K has whole {wgmma.M} queries"
     if self.groups % self.dq_panels: return f"{shape}: the warpgroups cannot share {self.dq_panels} times {wgmma.M} queries of dQ equally"
     columns, panel = self.dq_columns(p), LINE*self.matrix.unit
-    if p.D*self.dq_panels % self.groups or columns % self.matrix.N or columns > panel or panel % columns:
-      return f"{shape}: each computes {p.D*self.dq_panels/self.groups:g} of the D={p.D} columns of dQ; supported are {self.matrix.N}, 16, 32, {panel}"
+    if p.D*self.dq_panels % self.groups or columns % self.matrix.N or (columns % panel and panel % columns):
+      supported = f"supported are {self.matrix.N}, 16, 32 and whole {panel}"
+      return f"{shape}: each computes {p.D*self.dq_panels/self.groups:g} of the D={p.D} columns of dQ; {supported}"
     if self.waves > TURNS_OF_SUMS*self.dq_panels: return f"{shape}: there are counters of turns for {TURNS_OF_SUMS*self.dq_panels} warps"
     return None
   def sent(self, p:Problem) -> int:
@@ -181,6 +195,27 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     to dQ."""
     return self.ds_size + self.waves*self.sent(p) if self.adds_dq else 0
   def lds_bytes(self, p:Problem) -> int:
-    own, values = sum(x.size for x in self.layouts(p, self.block_m)), self.stages_of_query_values*self.units_of_query_values(p)
-    return UNIT_BYTES*(own + RING*self.stage(p) + values + self.shared_dq(p) + 1)      # the last unit is for the mbarrier
-  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {RING} stages"
+    values = self.stages_of_query_values*self.units_of_query_values(p)
+    return UNIT_BYTES*(self.after_ring(p) + values + self.shared_dq(p) + 1)      # the last unit is for the mbarrier
+  def after_ring(self, p:Problem) -> int:
+    """Index of the first 16-byte unit of shared memory after the ring buffer."""
+    return self.stay_size(p) + self.ring*self.stage(p)
+  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {self.ring} stages"
+
+@dataclass(frozen=True)
+class WgmmaFewQueriesTile(WgmmaBackwardTile):
+  """Tile description of the kernel that computes all gradients of a problem with few queries (backward_few_wgmma). A block holds all queries of a
+  head, `block_n` at most, and loops over tiles of `block_m` keys."""
+  keys: bool = True
+
+  keeps_dq: ClassVar[bool] = True
+  ring: ClassVar[int] = 2      # a barrier in each iteration tells that the tile of the iteration before is no longer read
+  @property
+  def stay(self) -> tuple[str, ...]: return OF_QUERIES
+  @property
+  def stay_rows(self) -> int: return self.block_n
+  @property
+  def passing_rows(self) -> int: return self.block_m
+  @property
+  def stages_of_query_values(self) -> int: return 1
+  def shared_dq(self, p:Problem) -> int: return self.ds_size

@@ -30,7 +30,7 @@ from attn.kernels.parts.program.statements import Statements, store_all, workgro
 from attn.kernels.parts.program.trips import over_tiles
 from attn.kernels.tiles.common import query_value_names
 from attn.kernels.tiles.mma import fragments
-from attn.kernels.tiles.wgmma import RING, WgmmaBackwardTile
+from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.ops.common import flat
 from attn.problem import Problem
@@ -52,7 +52,7 @@ class WgmmaBackwardState(Arrivals):
   @staticmethod
   def of(warps:Warps, tile:WgmmaBackwardTile, accs:int, shared:UOp) -> WgmmaBackwardState:
     new, mat, n = warps.group.grid.allocator, tile.matrix, tile.block_n
-    of_dq = tile.dq_columns(warps.group.p)//mat.N if tile.adds_dq else 1
+    of_dq = tile.dq_columns(warps.group.p)//mat.N if tile.adds_dq or tile.keeps_dq else 1
     return WgmmaBackwardState(shared, new.registers(accs, nv.F4), new.registers(n//mat.N, nv.F4), new.registers(n//mat.N, nv.F4),
                               new.registers(n//mat.K, nv.U4), new.registers(n//mat.K, nv.U4), Statements.of(new), new.registers(of_dq, nv.F4))
 
@@ -120,23 +120,26 @@ class WgmmaBackward:
   def turns(self) -> Turns|None: return Turns.of(self.group, self.warp_rows.warps.at.wave, self.warp_rows.warps.at.lane)
 
   # ***** shared memory *****
-  def ring(self, name:str, place:RingPlace) -> SwizzledPanels:
-    """Returns the layout, in shared memory, of the rows of the tensor `name` of the tile that `place` names, in the ring buffer."""
-    return self.warp_rows.layout_of(name, self.tile.block_n, place.index%RING*self.tile.stage(self.group.p) + self.warp_rows.size)
+  def in_shared(self, name:str, place:RingPlace) -> SwizzledPanels:
+    """Returns the layout, in shared memory, of the rows of the tensor `name` in the iteration with the tile `place`: of rows that stay there, or of
+    the tile's rows in the ring buffer."""
+    tile, p = self.tile, self.group.p
+    if name in tile.stay: return self.warp_rows.layout_of(name, tile.stay_rows, 0)
+    return self.warp_rows.layout_of(name, tile.passing_rows, place.index%tile.ring*tile.stage(p) + tile.stay_size(p))
   def place_of_query_values(self, place:RingPlace) -> UOp:
     """Returns the index of the 16-byte unit of shared memory at which lse and delta of the queries of the tile `place` begin."""
     p, stage = self.group.p, place.index%self.tile.stages_of_query_values
-    return stage*self.tile.units_of_query_values(p) + (self.warp_rows.size + RING*self.tile.stage(p) + self.tile.shared_dq(p))
+    return stage*self.tile.units_of_query_values(p) + (self.tile.after_ring(p) + self.tile.shared_dq(p))
   def ds_in_shared(self, place:RingPlace) -> SwizzledPanels:
     """Returns the layout of dS in shared memory for the tile that `place` names, in a kernel whose blocks add to dQ. There is room for dS of two
     tiles: while one warpgroup stores dS of a tile, another warpgroup may still read dS of the previous tile."""
     ds = self.tile.ds
-    return ds.moved_to(place.index%2*ds.size + (self.warp_rows.size + RING*self.tile.stage(self.group.p)))
+    return ds.moved_to(place.index%2*ds.size + self.tile.after_ring(self.group.p))
   @property
   def sent(self) -> UOp:
     """Index of the 16-byte unit of shared memory at which this warp's part of dQ of a tile of queries begins, on its way to dQ in global memory."""
     p, tile = self.group.p, self.tile
-    return self.warp_rows.warps.at.wave*tile.sent(p) + (self.warp_rows.size + RING*tile.stage(p) + tile.ds_size)
+    return self.warp_rows.warps.at.wave*tile.sent(p) + (tile.after_ring(p) + tile.ds_size)
 
   # ***** the loop over tiles *****
   def begin(self, s:WgmmaBackwardState|None=None, stores:list[UOp]|None=None) -> WgmmaBackwardState:
@@ -164,7 +167,7 @@ class WgmmaBackward:
     if self.loops > 1: there = (place.index < self.loops*(self.walked.end - self.walked.begin)).where(there, 0)
     head = group.first_head + place.loop%self.heads
     copies = [x for name in self.warp_rows.walked
-              for x in self.warp_rows.warps.copies(self.warp_rows.walked_rows(name, head, there), s.shared, first_row, self.ring(name, place))]
+              for x in self.warp_rows.warps.copies(self.warp_rows.walked_rows(name, head, there), s.shared, first_row, self.in_shared(name, place))]
     if self.tile.keys:
       first, row = self.place_of_query_values(place)*4 + i, first_row + i
       rows = [group.query_value_rows(name, head) for name in query_value_names(group.p)]
@@ -234,7 +237,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     """Starts a product A B, whose result goes to the registers `acc`. A is the rows that the warpgroup owns, and B the rows of this iteration's tile,
     transposed. `which` chooses the two tensors: 0 for S (q and k), 1 for dP (dO and v). If `there` is false, the warpgroup starts an empty group of
     products instead, so that later waits, which count groups, are the same in all warpgroups. Returns the state."""
-    a, b = self.warp_rows.kept(self.warp_rows.own[which]), self.of.ring(self.warp_rows.walked[which], self.ring_place)
+    a, b = (self.of.in_shared(names[which], self.ring_place) for names in (self.warp_rows.own, self.warp_rows.walked))
     first = s.shared[wgmma.group(self.warp_rows.warps.at.wave)*(wgmma.M*LINE) + a.base]
     panels = UNIT_BYTES*a.panel, UNIT_BYTES*b.panel
     return s.do(wgmma.scores(acc, first, s.shared[b.base], s.done, a.units*self.warp_rows.mat.unit//wgmma.K, panels, self.warp_rows.p.dtype, there))
@@ -271,10 +274,10 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   def add(self, s:WgmmaBackwardState, name:str, p_or_ds:list[list[UOp]]) -> WgmmaBackwardState:
     tensor, kind = WEIGHTED[name]
-    b, rows = self.of.ring(tensor, self.ring_place), self.warp_rows
+    b, rows = self.of.in_shared(tensor, self.ring_place), self.warp_rows
     s = s.store(store_all(getattr(s, kind), p_or_ds[0]))
     return s.do(wgmma.output(s.acc, getattr(s, kind), s.shared[b.base], s.done, UNIT_BYTES*b.panel, rows.p.dtype, rows.accumulators(name),
-                             self.there))
+                             self.there, not self.of.tile.keeps_dq))
 
   # ***** dQ of a block that owns keys *****
   @property
@@ -286,14 +289,16 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   def start_dq(self, s:WgmmaBackwardState, ds:list[list[UOp]]) -> WgmmaBackwardState:
     # All warpgroups must have stored dS of their keys before the product starts. A warpgroup computes some columns of dQ.
-    at, lies, k, mat = self.warp_rows.warps.at, self.of.ds_in_shared(self.ring_place), self.warp_rows.kept("k"), self.warp_rows.mat
+    at, lies, k = self.warp_rows.warps.at, self.of.ds_in_shared(self.ring_place), self.of.in_shared("k", self.ring_place)
+    mat = self.warp_rows.mat
     row, unit, panel = at.wave*mat.M + at.lane%mat.M, at.lane//mat.M, LINE*mat.unit      # `panel`: columns of a panel
     s = s.do(*[nv.stmatrix(s.shared[lies.place(row, unit + 2*i)], words) for i, words in enumerate(self.zero_for_missing_keys(ds[0]))])
     s = s.do(wgmma.publish(s.done))
     s = s.after(workgroup_barrier(s.done))
     queries, column = self.dq_part
     x, y, within = lies.base + queries*lies.panel, k.base + column//panel*k.panel, column%panel//mat.unit
-    return s.do(wgmma.sums(s.dq, s.shared[x], s.shared[y], within, s.done, self.of.tile.block_m, self.warp_rows.p.dtype))
+    return s.do(wgmma.sums(s.dq, s.shared[x], s.shared[y], within, s.done, self.of.tile.block_m, UNIT_BYTES*k.panel, self.warp_rows.p.dtype,
+                             self.of.tile.keeps_dq))
 
   def zero_for_missing_keys(self, ds:list[UOp]) -> list[UOp]:
     """Returns `ds`, with 0 for keys beyond the last key. For such a key P = exp(0 - lse) can be inf, and dS too. dS of a missing key would enter dQ,

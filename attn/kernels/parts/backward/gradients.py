@@ -20,7 +20,6 @@ from attn.score.term import Row
 from attn.tinygrad_compat import UOp, dtypes
 from attn.values import LOG2E
 
-OF_QUERIES, OF_KEYS = ("q", "do"), ("k", "v")            # tensors by rows of queries and of keys: the first of each makes scores, the second dP
 WEIGHTED = {"dq": ("k", "ds"), "dk": ("q", "ds"), "dv": ("do", "p")}     # each gradient sums the rows of a tensor, multiplied by these weights
 PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # by the number of passes over the queries: the gradients that each pass computes
 

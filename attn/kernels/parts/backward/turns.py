@@ -11,9 +11,9 @@ numbers that count the workgroups in the order in which they start. Blocks that 
 ticket never waits, and no workgroup waits forever.
 
 Without lists, all workgroups loop over the tiles of queries in ascending order. Under a causal mask the lowest ticket gives the last block of keys,
-which the fewest tiles of queries see. Each next ticket gives the block of keys before it. This block's loop begins at a tile of queries that lies two
-tiles nearer to the first query, because two tiles are as long as a block of keys. So blocks that start together work on different tiles at any time,
-and seldom wait."""
+which the fewest tiles of queries see. Each next ticket gives the block of keys before it. This block's loop begins nearer to the first query, by as
+many queries as a block has keys: by two tiles of 64 queries, or by one tile of 128. So blocks that start together work on different tiles at any
+time, and seldom wait."""
 from __future__ import annotations
 from dataclasses import dataclass
 from attn.kernels.parts.grid.tensors import dq_sums

@@ -72,6 +72,13 @@ def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
   return {"dk": in_parts(x["k"], parts), "dv": in_parts(x["v"], parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
+def few_arguments(p:Problem, dlse:bool=False, parts:int=0, key_parts:int=0) -> Shapes:
+  """Returns (shape, dtype) of the tensors that `backward_few` takes, by name and in order. The kernel writes dq, dk, dv and delta. With `parts` above
+  0 it writes `parts` partial sums of dq in fp32 instead of dq, and with `key_parts` equal to 1 a sum of dk and one of dv in fp32. It reads what
+  `backward_dq` reads."""
+  dk, dv = (in_parts(p.shapes[name], key_parts) for name in ("k", "v"))
+  return {"dq": in_parts(p.shapes["q"], parts), "dk": dk, "dv": dv, **dq_arguments(p, dlse, parts)}
+
 def dq_sums(p:Problem) -> tuple[tuple[int, ...], str]:
   """Returns (shape, dtype) of the fp32 accumulator of dQ in memory, to which every workgroup that owns keys adds. For each head, the accumulator
   consists of tiles of QUERIES_OF_SUMS queries. Each packed sequence begins at a tile of its own: tile r//QUERIES_OF_SUMS + b for sequence number b,
