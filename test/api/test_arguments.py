@@ -119,8 +119,8 @@ def parameters(name:str) -> list[str]:
   return [p.name for p in inspect.signature(FUNCTIONS[name][0]).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 def mentions(value:Any, text:str) -> bool:
-  """Tells whether an error message shows the wrong value of an argument. A Tensor or an array need not be shown. The value None need not be shown if
-  the message has the word "needs": it then says which argument is missing."""
+  """Tells whether the error message `text` shows the wrong value of an argument. A Tensor or an array need not be shown. The value None need not be
+  shown if the message has the word "needs": it then says which argument is missing."""
   if isinstance(value, (Tensor, np.ndarray)): return True
   if value is None and "needs" in text: return True
   parts = value if isinstance(value, (tuple, list)) else ()

@@ -42,8 +42,8 @@ P = 0.3
 def with_seed(**extras:np.ndarray) -> dict[str, Any]: return dict(dropout_p=P, extras={**extras, "dropout_seed": SEED})
 
 def in_turn_on(archs:tuple[str, ...], cases:dict[str, Any]) -> Any:
-  """Parametrizes a test over all pairs (case, chip). By default each case runs on one chip only, and the chips of `archs` take turns. All other pairs
-  get pytest's mark `thorough`, and run only with `-m thorough`."""
+  """Parametrizes a test over all pairs of one of `cases` and a chip. By default each case runs on one chip only, and the chips of `archs` take turns.
+  All other pairs get pytest's mark `thorough`, and run only with `-m thorough`."""
   return pytest.mark.parametrize("case, arch", [
     pytest.param(case, arch, marks=() if i % len(archs) == k else pytest.mark.thorough, id=f"{case}-{arch}")
     for i, case in enumerate(cases) for k, arch in enumerate(archs)])

@@ -703,8 +703,8 @@ def test_other_kernels_where_the_kernel_of_few_queries_is_not_chosen(case:str) -
   assert re.match(reason, few_or_two(**sizes, **options).why_not("backward_few_wgmma") or "")
 
 def test_few_queries_are_chosen() -> None:
-  """One kernel computes all gradients of few queries, in any order and in a fixed order alike. Its memory is lse and delta, and dq in fp32 for each
-  part of the keys."""
+  # One kernel computes all gradients of few queries, in any order and in a fixed order alike. Its memory is lse and delta, and dq in fp32 for each
+  # part of the keys.
   for options in ({}, dict(deterministic=False), dict(causal=True), dict(dropout_p=0.1)):
     found = few_or_two(**options)
     assert found.kernels == ("backward_few_wgmma",) and found.at_once
@@ -715,7 +715,7 @@ def for_few_keys(monkeypatch:pytest.MonkeyPatch) -> None: monkeypatch.setattr(ba
 
 @pytest.mark.usefixtures("for_few_keys")
 def test_gradients_of_few_queries_in_a_jit() -> None:
-  """The gradients of few queries, with those of sinks and of lse, are right, and the same in each call under TinyJit. Each can be realized alone."""
+  # The gradients of few queries, with those of sinks and of lse, are right, and the same in each call under TinyJit. Each can be realized alone.
   p = problem(B=1, H=2, Sq=64, Sk=320, D=128, extras=(extras := dict(sinks=floats(2))))
   x, do, dlse = normal(p), np.ones((p.B, p.H, p.Sq, p.Dv), np.float32), np.ones((p.B, p.H, p.Sq), np.float32)
   want = expected_gradients(p, x, extras, do, dlse)
@@ -737,7 +737,7 @@ def test_gradients_of_few_queries_in_a_jit() -> None:
 
 @pytest.mark.usefixtures("for_few_keys")
 def test_few_queries_whose_heads_two_devices_share(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Two devices have a head each of the queries, and the same keys. Each writes its part of dk and dv in fp32, and these parts are added."""
+  # Two devices have a head each of the queries, and the same keys. Each writes its part of dk and dv in fp32, and these parts are added.
   found, real = list[bool](), gradients_of_few.as_owner_of_keys
   def noted(group:Any, tiles:Any, in_parts:bool) -> Any:
     found.append(in_parts)

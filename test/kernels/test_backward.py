@@ -442,7 +442,7 @@ def test_few_queries_adversarial(make:Callable[[Problem], Inputs]) -> None:
   check_backward_kernels("sm_90", make, **ONE_TILE, Sk=200, causal=make in (peaked, level), size=size, only="few", parts=2)
 
 def test_nan_of_few_queries_stays_where_it_belongs() -> None:
-  """Keys beyond the length of their batch are not read. A NaN of a query reaches no key that no query sees."""
+  # Keys beyond the length of their batch are not read. A NaN of a query reaches no key that no query sees.
   for nan, parameters in (("k", dict(extras=dict(kv_lengths=ints(130)))), ("q", dict(causal="top-left"))):
     p = problem(**ONE_TILE, Sk=200, **parameters)
     x, loss, extras = normal(p), loss_of(p), parameters.get("extras", {})
@@ -487,7 +487,7 @@ FEW_WITHOUT_SPILLS: dict[str, dict[str, Any]] = {
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("case", [x if x == "full" else pytest.param(x, marks=pytest.mark.thorough) for x in FEW_WITHOUT_SPILLS])
 def test_few_queries_compile_without_spills(case:str, tmp_path:Path) -> None:
-  """The kernel for few queries spills no registers, and two of its blocks fit on a multiprocessor: in registers and in shared memory."""
+  # The kernel for few queries spills no registers, and two of its blocks fit on a multiprocessor: in registers and in shared memory.
   p = problem(**{**dict(B=1, H=8, Sq=64, Sk=65536, D=128, dtype="bfloat16"), **FEW_WITHOUT_SPILLS[case]})
   on, tile = get_chip("sm_90"), WgmmaFewQueriesTile(1, 64, matrix=MMA[p.dtype])
   text = compiled_by_nvcc("sm_90", few_arguments(p, False, 32), few_of(p, on, tile, False, 32), tmp_path)
@@ -654,8 +654,8 @@ FOR_WARPGROUPS: dict[str, dict[str, Any]] = {     # sizes that wgmma takes: it h
   "unmasked_queries": dict(Sq=100, Sk=133, extras=dict(bias=floats(1, 1, 1, 133) + 200))}
 
 def fault_on(plant:Any, arch:str) -> Any:
-  """Makes the pytest case of a planted fault on a chip. The cases on gfx942, and most cases on sm_80, run by default. Cases on other chips run with
-  `-m thorough`."""
+  """Makes the pytest case of a planted fault on a chip. `plant` is the function that plants the fault. The cases on gfx942, and most cases on sm_80,
+  run by default. Cases on other chips run with `-m thorough`."""
   by_default = arch == "gfx942" or (arch == "sm_80" and not plant.__name__.startswith(("scale_of", "unmasked", "lse_of")))
   return pytest.param(plant, arch, id=f"{plant.__name__}-{arch}", marks=() if by_default else pytest.mark.thorough)
 
@@ -692,7 +692,8 @@ def test_planted_fault_of_the_ring(monkeypatch:pytest.MonkeyPatch, fault:str) ->
     check_backward_kernels("sm_80", **{**SMALL, "Sq": 72}, only="dkdv")
 
 def compiled_by_nvcc(arch:str, names:Shapes, program:Callable[..., UOp], to:Path) -> str:
-  """Compiles the kernel `program` with nvcc in the folder `to`, and returns the messages of ptxas, which count registers and spills."""
+  """Compiles the kernel `program` with nvcc in the folder `to`, and returns the messages of ptxas, which count registers and spills. `names` has the
+  names, shapes and dtypes of the kernel's tensors."""
   target = "90a" if arch == "sm_90" else arch.removeprefix("sm_")
   placeholders = [UOp.placeholder(shape, (FLOATS | INTS)[kind], i) for i, (shape, kind) in enumerate(names.values())]
   source = to/"kernel.cu"

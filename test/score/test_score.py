@@ -39,8 +39,9 @@ def test_dimensions_that_a_tensor_cannot_have(name:str, value:Any, message:str) 
   with pytest.raises(ValueError, match=message): replace(problem(), **{name: value})
 
 def applied(term:ScoreTerm, p:Problem, unit:ScoreUnit, to:ScoreUnit, given:dict[str, np.ndarray], x:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Applies a score term (bias, softcap, ...) to the scores x of one query. `unit` is the unit of x, such as base-2 logarithms, and `to` is the unit
-  of the scores that the term returns. Returns these scores in natural logarithms, and the term's derivative at each score."""
+  """Applies a score term (bias, softcap, ...) to the scores x of one query. `given` has the tensors that the term reads, by name. `unit` is the unit
+  of x, such as base-2 logarithms, and `to` is the unit of the scores that the term returns. Returns these scores in natural logarithms, and the
+  term's derivative at each score."""
   def kernel(out:UOp, scores:UOp, *tensors:UOp) -> UOp:
     r, zero = UOp.range(N//4, 0, AxisType.GLOBAL), UOp.const(0)
     row, first = (Row(zero, UOp.const(1), i, UOp.const(True)) for i in (UOp.const(3), zero))
