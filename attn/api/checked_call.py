@@ -142,8 +142,10 @@ def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, le
     if name == "v" and part_of_k(v, options.v_dim): continue
     if isinstance(t, (QuantizedRows, QuantizedLatent)): quantized[name] = check_quantized(name, t)
     tensors[name] = quantized[name].stored if name in quantized else values.tensor(name, t)
-  types = [values.dtype_text(t.dtype) if quantized and name != "q" else values.dtype_name(name, t.dtype, (*FLOATS, *OF_8_BITS))
-           for name, t in ((name, tensors.get(name, tensors["k"])) for name in ("q", "k", "v"))]
+  def type_of(name:str) -> str:
+    dtype = tensors.get(name, tensors["k"]).dtype
+    return values.dtype_text(dtype) if quantized and name != "q" else values.dtype_name(name, dtype, (*FLOATS, *OF_8_BITS))
+  types = [type_of(name) for name in ("q", "k", "v")]
   if types[0] in OF_8_BITS: tensors = as_bytes(types[0], tensors, options, in_place)
   of_k, rows_of_v = tensors["k"], tensors.get("v", tensors["k"])
   if options.block_table is not None: return with_places_of_scales(placed_in_pages(tensors, types, options, lengths_name), quantized)

@@ -50,8 +50,9 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   p, arch = replace(p, num_splits=choice.work.splits), choice.arch
   def checked(program:Any, takes:Iterable[str], given:tuple[str, ...]) -> KernelFunction:
     takes, written = tuple(takes), tuple(name for name in takes if name in WRITTEN)
-    gradient = None if "o" not in given else gradient_of(replace(p, tile_list=None), arch, given) if p.k_view is None else \
-               no_gradient(OF_STORED_ROWS if p.stored else OF_A_CACHE)
+    if "o" not in given: gradient = None
+    elif p.k_view is None: gradient = gradient_of(replace(p, tile_list=None), arch, given)
+    else: gradient = no_gradient(OF_STORED_ROWS if p.stored else OF_A_CACHE)
     def kernel(*placeholders:UOp) -> CheckedKernel:
       sink = checked_ast(program, arch, *placeholders[:len(takes)])
       return CheckedKernel(sink, written, gradient=gradient, small=written[0] == "o" and p.num_splits > 1, takes=len(takes),

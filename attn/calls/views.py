@@ -193,5 +193,6 @@ def is_causal_mask(mask:Tensor, n_q:Size, n_k:Size) -> bool:
   rows, columns = u.shape[-2:]
   if not (same_size(rows, n_q) and same_size(columns, n_k)): return False
   filled = Tensor(u.src[1])
-  diagonals = [x for x in u.src[0].toposort() if x.shape == () and x.dtype == dtypes.weakint] if isinstance(n_k - n_q, UOp) else [n_k - n_q + 1]
+  diagonals: list[int|UOp] = [n_k - n_q + 1]
+  if isinstance(n_k - n_q, UOp): diagonals = [x for x in u.src[0].toposort() if x.shape == () and x.dtype == dtypes.weakint]
   return any(same_size(d, n_k - n_q + 1) and filled.triu(d).uop is u for d in diagonals)

@@ -17,7 +17,8 @@ def together_on(unit:str) -> Iterator[str]:
     for suffix in ("", bias.suffix): yield BIAS_KERNEL + suffix
 
 # name of a backward kernel -> the units on which kernels run together under this name
-WAYS = {name: tuple(unit for unit in UNITS if name in together_on(unit)) for unit in UNITS for name in together_on(unit)}
+NAMES_ON = {unit: tuple(together_on(unit)) for unit in UNITS}
+WAYS = {name: tuple(unit for unit in UNITS if name in NAMES_ON[unit]) for names in NAMES_ON.values() for name in names}
 
 @dataclass(frozen=True)
 class Forced:
@@ -40,7 +41,8 @@ def _parsed(text:str, kernels:tuple[str, ...]) -> Forced:
     which = f"{unknown[0]!r} "*(unknown[0] != text)
     raise ValueError(f"ATTN_KERNEL={text!r}: {which}must be one of {', '.join(kernels)}; or for the gradients, alone or after a comma, "
                      f"one of {', '.join((*WAYS, BY_TINYGRAD))}")
-  forward, backward = ([x for x in dict.fromkeys(names) if (x in kernels) == first] for first in (True, False))
+  forward = [x for x in dict.fromkeys(names) if x in kernels]
+  backward = [x for x in dict.fromkeys(names) if x not in kernels]
   units = tuple(unit for unit in UNITS if all(unit in WAYS.get(name, ()) for name in backward))
   for chosen, together in ((forward, len(forward) == 1), (backward, bool(units) or len(backward) == 1)):
     if chosen and not together: raise ValueError(f"ATTN_KERNEL={text!r}: {' and '.join(chosen)} exclude each other")

@@ -34,7 +34,8 @@ def rows_for(table:tuple[UpTo[AnyShape], ...], llvm:int) -> tuple[UpTo[AnyShape]
   for. If there are rows of several releases for the same head dimensions, only those of the oldest release that is not older than `llvm` are
   returned."""
   rows = [row for row in table if row.llvm >= llvm]
-  return tuple(row for row in rows if row.llvm == min(x.llvm for x in rows if x.up_to == row.up_to))
+  oldest = {up_to: min(row.llvm for row in rows if row.up_to == up_to) for up_to in {row.up_to for row in rows}}
+  return tuple(row for row in rows if row.llvm == oldest[row.up_to])
 
 def misfit(p:Problem, arch:Chip, row:UpTo[Any], tile:Any, load:Burden=Burden.PLAIN) -> str|None:
   """Returns the reason why a kernel with the tile description `tile` does not fit a problem on `arch`, or None if it fits. `tile` was made from the

@@ -112,7 +112,8 @@ class Listing:
     seen, level = {u}, [u]
     while level:
       if (found := next((self.python[x] for x in level if self.python.get(x) is not None), None)) is not None: return found
-      level = [s for s in dict.fromkeys(s for x in level for s in x.src) if s not in seen and s.op not in _NO_PLACE]
+      below = dict.fromkeys(s for x in level for s in x.src)
+      level = [s for s in below if s not in seen and s.op not in _NO_PLACE]
       seen |= set(level)
     return None
 

@@ -34,8 +34,8 @@ class Plan(EmulatedProgram):
     self.params = sorted((u for u in uops if u.op is Ops.PARAM and u.addrspace is not AddrSpace.ALU), key=lambda u: u.arg.slot)
     self.variables = sorted((u for u in uops if u.op is Ops.PARAM and u.addrspace is AddrSpace.ALU), key=lambda u: u.arg.slot)
     self.buffers = [u for u in uops if u.op is Ops.BUFFER]
-    self.names = {u: f"data{u.arg.slot}" if u.op is Ops.PARAM else f"{'lds' if u.addrspace is AddrSpace.LOCAL else 'reg'}{u.arg.slot}"
-                  for u in self.params + self.buffers}
+    def kind(u:UOp) -> str: return "data" if u.op is Ops.PARAM else "lds" if u.addrspace is AddrSpace.LOCAL else "reg"
+    self.names = {u: f"{kind(u)}{u.arg.slot}" for u in self.params + self.buffers}
     self.whole_waves = any(u.op in (Ops.CUSTOM, Ops.CUSTOMI, Ops.WMMA) for u in uops)
     self.plain, self.atomics, self.meetings, self.waits = set[UOp](), set[UOp](), set[int](), False
     self.outputs = [s for u in uops if u.op is Ops.SINK for s in u.src if s.op is Ops.PARAM]
@@ -288,7 +288,8 @@ class Plan(EmulatedProgram):
         born[self.slot[u]] = last[self.slot[u]] = i
         size[self.slot[u]] = u.dtype.itemsize * (u.max_numel() if u._shape is not None else 1)
       for s in u.src:
-        used = [t for t, _ in self.addresses[s].terms] if s in self.addresses else [self.slot[s]] if s in self.slot else []
+        if s in self.addresses: used = [t for t, _ in self.addresses[s].terms]
+        else: used = [self.slot[s]] if s in self.slot else []
         used += [self._slot(term.number) for term in self.offset_terms.get(u, ())]
         if u.op is Ops.END and u.src[1] in self.slot: used += [self.slot[u.src[1]], self.slot[u.src[1].src[0]]]
         for slot in used:

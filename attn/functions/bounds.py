@@ -68,7 +68,8 @@ def mask_bounds(mask:UOp) -> Bounds:
   clauses = without_contradicted(tuple(x for found in read for x in found))
   if () in clauses: return Bounds((), ((NO_PAIR,),), None)
   def edges(upper:bool) -> tuple[Edges, ...]:
-    return tuple(sorted(tuple(sorted(x for x in clause if isinstance(x, Edge))) for clause in clauses if _direction(clause) is upper))
+    found = [clause for clause in clauses if _direction(clause) is upper]
+    return tuple(sorted(tuple(sorted(x for x in clause if isinstance(x, Edge))) for clause in found))
   others, rest = [x for x in clauses if _direction(x) is None], []
   for u, found in zip(conjuncts, read):
     mine = [x for x in others if any(covers(x, y) for y in found)]

@@ -35,7 +35,9 @@ def _joined(x:Clause, y:Clause) -> Clause|None:
   condition of the new clause is left out. Returns None if the new clause always holds."""
   found = dict.fromkeys(x + y)
   if any(implies(not_(a), b) for a in found for b in found): return None
-  return tuple(a for k, a in enumerate(found) if not any(implies(a, b) and not (k < n and implies(b, a)) for n, b in enumerate(found) if n != k))
+  def needless(a:Literal, k:int) -> bool:     # of conditions that imply each other, the first one stays
+    return any(implies(a, b) and not (k < n and implies(b, a)) for n, b in enumerate(found) if n != k)
+  return tuple(a for k, a in enumerate(found) if not needless(a, k))
 
 def without_covered(clauses:Iterable[Clause]) -> Clauses:
   """Removes redundant clauses: a clause is dropped if it follows from another clause. A clause is a list of conditions, of which one must hold."""
@@ -51,8 +53,9 @@ def without_contradicted(clauses:Clauses) -> Clauses:
   that a always holds, so the clause [not a, b] becomes [b]."""
   while True:
     single = [x[0] for x in clauses if len(x) == 1]
-    fewer = tuple(x if len(x) == 1 else tuple(a for a in x if not any(implies(b, not_(a)) for b in single)) for x in clauses)
-    fewer = without_covered(fewer)
+    def possible(x:Clause, single:list[Literal]=single) -> Clause:
+      return x if len(x) == 1 else tuple(a for a in x if not any(implies(b, not_(a)) for b in single))
+    fewer = without_covered(map(possible, clauses))
     if fewer == clauses: return clauses
     clauses = fewer
 

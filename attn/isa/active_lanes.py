@@ -56,9 +56,12 @@ def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:st
   Both are strings of letters. `operands` maps each letter to a register."""
   # "" names the new value of `out` here, because facts about the old value are still needed
   known = {f - {"0"} for f in facts} | ({frozenset({"-1"})} if "-1" in operands.values() else set())
+  def made_by(all_of:str, none_of:str) -> Iterator[frozenset[str]]:
+    for chosen in product(*([f for f in known if operands[x] in f] for x in all_of)):      # a fact about each operand
+      others = [f - {operands[x]} for x, f in zip(all_of, chosen)]
+      yield frozenset({""}).union(*others, (operands[x] for x in none_of)) - {"0"}
   while True:
-    made = {frozenset({""}).union(*(f - {operands[x]} for x, f in zip(all_of, chosen)), (operands[x] for x in none_of)) - {"0"}
-            for all_of, none_of in rules for chosen in product(*([f for f in known if operands[x] in f] for x in all_of))}
+    made = {f for rule in rules for f in made_by(*rule)}
     if not (new := {f for f in made if len(f) <= LARGEST and not any(g <= f for g in known)}): break
     known |= new
   return _least(frozenset(out if x == "" else x for x in f) for f in _without(frozenset(known), {out, "-1"}))

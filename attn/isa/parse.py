@@ -74,7 +74,8 @@ def _read_dump(lines:list[str]) -> dict[str, list[str|Instruction]]:
         targets.add(target)
         ins = Instruction(ins.op, f"A{target:x}", ins.text)
       current.append((address, ins))
-  return {name: [x for address, ins in found for x in ((f"A{address:x}", ins) if address in targets else (ins,))] for name, found in rows.items()}
+  def with_label(address:int, ins:Instruction) -> tuple[str|Instruction, ...]: return (f"A{address:x}", ins) if address in targets else (ins,)
+  return {name: [x for place in found for x in with_label(*place)] for name, found in rows.items()}
 
 def _branch_target(ins:Instruction, address:int, comment:str, start:int) -> int|None:
   if (m:=re.search(r"<[^>]+?(?:\+0x([0-9a-f]+))?>\s*$", comment)) is not None: return start + int(m[1] or "0", 16)

@@ -92,9 +92,9 @@ def brief_cells(r:Report) -> list[str]:
            f"{held.waves_by_lds:g}" if held.waves_by_lds is not None else "?"]
   if x is None: return cells + ["no loop"] + [""]*(len(BRIEF) - len(cells) - 1)
   names = {name.removeprefix("mfma_f32_").removeprefix("wmma_f32_"): n for name, n in x.matrix.items()}
-  return cells + [_listed(names), *(f"{v:.2f}" if v is not None else "?" for v in (x.valu_per_score, x.exp_per_score)),
-                  f"{x.lds_bytes_per_score:.1f}" if x.lds_bytes_per_score is not None else "?", f"{100*x.overlap:.0f}%", f"{100*x.serial:.0f}%",
-                  f"{100*x.useful:.0f}%" if x.useful is not None else "?"]
+  def known(value:float|None, form:str) -> str: return "?" if value is None else format(value, form)
+  return [*cells, _listed(names), known(x.valu_per_score, ".2f"), known(x.exp_per_score, ".2f"), known(x.lds_bytes_per_score, ".1f"),
+          f"{x.overlap:.0%}", f"{x.serial:.0%}", known(x.useful, ".0%")]
 
 def bounds(p:Problem, tile:Tile, report:Report) -> Table:
   """Makes a table for a problem, with a row for each card with the chip of `report`: an upper bound on the problem's rate (`roofline`), and the rates

@@ -18,13 +18,14 @@ class Cuda(Printer):
   def operation(self, operator:str, x:Value, y:Value, type:str|None=None) -> Term:
     n = max(length_of(t.type) if isinstance(t, Term) else 1 for t in (x, y))
     if n == 1: return super().operation(operator, x, y, type)
-    each = [[self.element(t, i) if length_of(t.type) > 1 else t for i in range(n)] for t in (self.term(x), self.term(y))]
+    each = [self.elements(self.term(t), n) for t in (x, y)]
     return self.vector(*[self.operation(operator, a, b, type) for a, b in zip(*each)])
+  def elements(self, t:Term, n:int) -> list[Value]: return [self.element(t, i) if length_of(t.type) > 1 else t for i in range(n)]
   def elementwise(self, name:str, scalar:str, *xs:Value) -> Term:
     terms = [self.term(x) for x in xs]
     n = max(length_of(t.type) for t in terms)
     if n == 1: return Term(self, scalar.format(*[bare(t.text) for t in terms]), "float")
-    return self.vector(*[self.elementwise(name, scalar, *[self.element(t, i) if length_of(t.type) > 1 else t for t in terms]) for i in range(n)])
+    return self.vector(*[self.elementwise(name, scalar, *of) for of in zip(*[self.elements(t, n) for t in terms])])
   def vector_operator(self, operator:str, x:str, y:str) -> None:
     """Declares a C++ operator between vectors of types x and y. tinygrad renders such operators for its own UOps."""
     out, n = max((x, y), key=length_of), max(length_of(x), length_of(y))

@@ -31,9 +31,12 @@ def number_of(x:float|UOp) -> Elements: return Elements((x if isinstance(x, UOp)
 
 def elementwise(f:Callable[..., UOp], *xs:Any) -> Elements:
   """Returns f of the elements of vectors, as a vector; a scalar operand is used for every element."""
-  values = [x if isinstance(x, Elements) else number_of(x) if isinstance(x, float) else Elements((x,)) for x in xs]
-  n = max(len(x.each) for x in values)
-  return Elements(tuple(f(*[x.each[i if len(x.each) > 1 else 0] for x in values]) for i in range(n)))
+  def value(x:Any) -> Elements:
+    if isinstance(x, Elements): return x
+    return number_of(x) if isinstance(x, float) else Elements((x,))
+  values = [value(x).each for x in xs]
+  n = max(map(len, values))
+  return Elements(tuple(map(f, *[each if len(each) > 1 else each*n for each in values])))
 
 class PlainUOps:
   """Interpreter whose values are UOps. The interpreter has those primitives of the language (attn/ops/language.py) that need only one thread."""

@@ -135,7 +135,8 @@ class Printer:
   def named(self, name:str, ctype:str) -> Term: return Term(self, name, ctype)
   def operation(self, operator:str, x:Value, y:Value, type:str|None=None) -> Term:
     integer = next((t.type for t in (x, y) if isinstance(t, Term) and t.type in ("int", "unsigned")), None)
-    x, y = (t if isinstance(t, Term) else Term(self, str(t), integer) if integer and isinstance(t, int) else self.term(t) for t in (x, y))
+    def operand(t:Value) -> Term: return Term(self, str(t), integer) if integer and isinstance(t, int) else self.term(t)
+    x, y = operand(x), operand(y)
     wide = x.type if length_of(x.type) >= length_of(y.type) else y.type
     if length_of(wide) > 1: self.vector_operator(operator, x.type, y.type)
     return Term(self, f"({x.text} {operator} {y.text})", type or wide)

@@ -82,7 +82,8 @@ def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Val
 
 def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
   """Returns x with the elements of each row multiplied by the factor of this row."""
-  return c.join(*[y*factor for y, factor in zip(by_row(c, x, len(factors)), factors)]) if len(factors) > 1 else x*factors[0]
+  if len(factors) == 1: return x*factors[0]
+  return c.join(*[y*factor for y, factor in zip(by_row(c, x, len(factors)), factors)])
 
 # Kinds of sums of P. LANE adds a lane's own elements in fp32, before they are rounded. The other kinds add P after rounding to the inputs' dtype:
 # DOT by dot products of a lane's dwords with ones (the first term may be a product with a matrix of ones),
@@ -110,8 +111,8 @@ def packed_together(c:Any, vectors:list[Value], rows:int, dtype:str) -> Value:
   """Returns vectors of weights rounded to `dtype` and packed into dwords. Each vector has `rows` rows, one after another. A dword has elements of one
   row only: two 16-bit elements of one vector, or four of 8 bits, two from each of two neighbouring vectors."""
   if rows == 1 or not of_bytes(dtype): return c.join(*[c.pack_weights(x, dtype) for x in vectors])
-  return c.vector(*[c.pack_weights(c.join(*[by_row(c, x, rows)[r] for x in pair]), dtype)
-                    for pair in zip(vectors[0::2], vectors[1::2]) for r in range(rows)])
+  split = [by_row(c, x, rows) for x in vectors]
+  return c.vector(*[c.pack_weights(c.join(*row), dtype) for pair in zip(split[0::2], split[1::2]) for row in zip(*pair)])
 
 def too_large(c:Any, packed:list[Value]) -> Value:
   """Tells whether the reference of some row must be raised: whether a weight in the packed dwords of 8-bit floats is too large, or NaN."""

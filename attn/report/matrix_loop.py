@@ -14,7 +14,7 @@ from attn.chips.matrix import MMA, UNIT_BYTES, Matrix, Mma
 from attn.kernels.parts.memory.lanes import Lane, MmaLane
 from attn.kernels.parts.memory.layouts import SwizzledPanels
 from attn.kernels.parts.program.allocator import Allocator
-from attn.kernels.parts.program.statements import InOrder, Statements, store_all, workgroup_barrier
+from attn.kernels.parts.program.statements import InOrder, Statements, load_all, store_all, workgroup_barrier
 from attn.kernels.parts.weights.epilogue import OPTIMISED
 from attn.ops import amd, common as ops, hopper as wgmma, nvidia as nv
 from attn.ops.common import flat
@@ -72,15 +72,17 @@ def register_loop(mat:Matrix|Mma, dtype:str) -> MatrixLoop:
       new = Allocator()
       group, lane, wave = new.range(groups, AxisType.GLOBAL), new.range(mat.wave, AxisType.WARP), new.range(LOOP_WAVES, AxisType.WARP)
       read, multiply = amd_steps(mat, lane, data, operand) if isinstance(mat, Matrix) else mma_steps(mat, lane, data, operand)
-      of_a, of_b = ([[read(n) for n in range(first, LOOP_STEPS*each + first)][s*each:(s + 1)*each] for s in range(LOOP_STEPS)]
-                    for first, each in ((0, rows), (LOOP_STEPS*rows, fragments//LOOP_STEPS - rows)))
+      def by_step(first:int, each:int) -> list[list[UOp]]:
+        """Reads `each` fragments for each step, from fragment number `first` on."""
+        return [[read(first + step*each + i) for i in range(each)] for step in range(LOOP_STEPS)]
+      of_a, of_b = by_step(0, rows), by_step(LOOP_STEPS*rows, fragments//LOOP_STEPS - rows)
       acc = new.registers(count, ops.f32(words))
       start, trip = UOp.group(*store_all(acc, [ops.splat(0.0, words)]*count)), new.range(trips, AxisType.LOOP)
-      sums = [acc.after(start, trip)[i].load() for i in range(count)]
+      sums = load_all(acc.after(start, trip))
       for step, (row, column) in itertools.product(range(LOOP_STEPS), itertools.product(range(rows), range(columns))):
         sums[row*columns + column] = multiply(of_a[step][row], of_b[step], column, sums[row*columns + column])
       held = acc.after(UOp.group(*store_all(acc, sums)).end(trip))
-      total = functools.reduce(ops.add, [held[i].load() for i in range(count)])
+      total = functools.reduce(ops.add, load_all(held))
       return finished(f"attn_products_{mat.M}x{mat.N}x{mat.K}_{dtype}", results, (group, lane, wave), (wave*mat.wave + lane), LOOP_WAVES*mat.wave,
                       [total], words)
     return program

@@ -80,7 +80,9 @@ def find_card(device:str, arch:Chip, name:str|None=None) -> FoundCard:
   may_be = [known[name]] if name is not None else [card for card in fitting if card.name in (told or "")] or fitting
   if kind == "EMU": may_be = [card for card in arch.cards if card.cus and card.ghz] if name is None else may_be
   sensors = amd_sensors(folder) if folder is not None else nvidia_sensors(facts.pci) if kind == "CUDA" and facts.pci else no_sensors
-  driver = amdgpu_driver() if kind == "AMD" else nvidia_driver(facts.driver) if kind == "CUDA" else "none" if kind == "EMU" else "unknown"
+  if kind == "AMD": driver = amdgpu_driver()
+  elif kind == "CUDA": driver = nvidia_driver(facts.driver)
+  else: driver = "none" if kind == "EMU" else "unknown"
   called = "emulated" if kind == "EMU" else told or " or ".join(card.name for card in may_be) or arch.name
   return FoundCard(CardText(kind, arch.name, without_names(called), facts.compute_units, without_names(driver)), tuple(may_be), sensors)
 

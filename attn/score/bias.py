@@ -45,7 +45,8 @@ def _loaded(at:Fragment) -> list[UOp]:
     values = ops.as_float(words) if size == 4 else ops.widen_to_float(words, chunk, p.bias_dtype)
     return [ops.extract(values, i) for i in range(chunk)]
   if not j: return [ops.build(*load(0)*len(at.columns[0]))]*len(at.columns)
-  return [ops.build(*[y for n in columns[::chunk] for y in load(n)]) for columns in at.columns]
+  def vector(columns:tuple[int, ...]) -> UOp: return ops.build(*[x for first in columns[::chunk] for x in load(first)])
+  return [vector(columns) for columns in at.columns]
 
 def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor:
   _, kv_heads, group, _, _ = map(int, s.shape)     # for sharded tensors, the sizes over all devices

@@ -35,6 +35,10 @@ class Evaluated:
   each: Elementwise|None = None
   vectors: list[UOp]|None = None
 
+def elementwise_of(u:UOp, found:Elementwise) -> Evaluated:
+  """Returns the value of the UOp u from the values of its elements, `found`: vectors if the dtype is float32."""
+  return Evaluated(vectors=[ops.build(*x) for x in found]) if u.dtype == dtypes.float else Evaluated(each=found)
+
 class Line(NamedTuple):
   """Numbers that grow evenly from column to column: (start + step*column)*weight, with columns counted from the lane's first column."""
   start: UOp
@@ -87,8 +91,8 @@ class Lifted:
     if u.op is Ops.MUL and u.dtype == dtypes.float and (found := constant_factor(u)) is not None: return Evaluated(vectors=self.scaled(*found))
     if is_magnitude(u): return Evaluated(vectors=[ops.absolute(x) for x in self.vectors(u.src[0])])
     if u.dtype == dtypes.float and u.op in OF_VECTORS: return Evaluated(vectors=OF_VECTORS[u.op](*[self.vectors(s) for s in u.src]))
-    made = [[u.replace(src=tuple(xs)) for xs in zip(*vector)] for vector in zip(*[self.each(s) for s in u.src])]
-    return Evaluated(vectors=[ops.build(*x) for x in made]) if u.dtype == dtypes.float else Evaluated(each=made)
+    operands = zip(*[self.each(s) for s in u.src])      # for each vector, the elements of each operand
+    return elementwise_of(u, [[u.replace(src=tuple(xs)) for xs in zip(*vector)] for vector in operands])
 
   def each(self, u:UOp) -> Elementwise:
     """Returns the values of the UOp u, a part of the caller's function, as one scalar for each element of the fragment."""
@@ -166,8 +170,9 @@ class Lifted:
     parts = [self.parts[s] for s in indices_of(u)]
     if all(x.same is not None for x in parts): return Evaluated(same=self.loaded(u, [x.same for x in parts if x.same is not None]))
     each = zip(*[self.each(s) for s in indices_of(u)])     # for each vector, the elements of each index
-    found = [[self.loaded(u, list(xs), self.column(n, i)) for i, xs in enumerate(zip(*vector))] for n, vector in enumerate(each)]
-    return Evaluated(vectors=[ops.build(*x) for x in found]) if u.dtype == dtypes.float else Evaluated(each=found)
+    def vector(n:int, indices:tuple[list[UOp], ...]) -> list[UOp]:
+      return [self.loaded(u, list(xs), self.column(n, i)) for i, xs in enumerate(zip(*indices))]
+    return elementwise_of(u, [vector(n, indices) for n, indices in enumerate(each)])
 
   def loaded(self, u:UOp, indices:list[UOp], column:int|None=None) -> UOp:
     """Loads an element of a caller's tensor, for one column of the fragment, or for all columns if `column` is None."""

@@ -24,7 +24,8 @@ def by_places(seen:SeenColumns) -> PlainMask:
 
 def both_hold(x:Tensor|None, y:Tensor|None) -> Tensor|None:
   """Joins two conditions into the condition that both hold. None stands for a condition that always holds."""
-  return y if x is None else x if y is None else x & y
+  if x is None or y is None: return y if x is None else x
+  return x & y
 
 @dataclass(frozen=True)
 class Mask:

@@ -79,7 +79,8 @@ class Hiding(NamedTuple):
 def hiding(p:Problem) -> Hiding:
   walk, row = Walk(p, "keys", p.offset, p.Sk, p.Sq), UOp.const(0)
   found = {mask: mask.seen(walk, row) for mask in SCORE_MASKS}
-  return Hiding(tuple(mask for mask, x in found.items() if x.first is not None), tuple(mask for mask, x in found.items() if isinstance(x.last, UOp)))
+  before = tuple(mask for mask, seen in found.items() if seen.first is not None)
+  return Hiding(before, tuple(mask for mask, seen in found.items() if isinstance(seen.last, UOp)))
 
 def options_of_masks(p:Problem, masks:tuple[Mask, ...]) -> str:
   """Returns a text for messages: the names and values of the problem's options from which the given masks come."""
@@ -89,8 +90,9 @@ def fixed_in_sequence(p:Problem) -> tuple[str, ...]:
   """Returns the names of those score terms (such as a bias) and masks of a problem that depend on where query and key stand in the whole sequence,
   and not only on their distance."""
   walk, row, each = Walk(p, "keys", p.offset, p.Sk, p.Sq), UOp.const(0), scattered(p)
-  masks = [mask for mask in SCORE_MASKS if not mask.moves and (mask in each or any(x is not None for x in mask.seen(walk, row)))]
-  return (*[term.name for term in score_terms(p) if not term.moves], *[mask.name for mask in masks])
+  def hides(mask:Mask) -> bool: return mask in each or any(x is not None for x in mask.seen(walk, row))
+  masks = [mask.name for mask in SCORE_MASKS if not mask.moves and hides(mask)]
+  return (*[term.name for term in score_terms(p) if not term.moves], *masks)
 
 def check_moves(p:Problem) -> None:
   """Raises NotImplementedError if a problem has a score term (such as a bias) or a mask that needs the positions of query and key in the whole

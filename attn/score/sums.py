@@ -42,7 +42,8 @@ def _of_element(p:Problem, element:UOp) -> Summed:
   index = simple_index(element)
   assert index is not None
   counted = {x.what for x in index}
-  sizes = tuple(n if what in counted else 1 for what, n in zip(("b", "h", "i", "j"), (p.B, p.H, p.Sq, p.Sk)))
+  of_all = {"b": p.B, "h": p.H, "i": p.Sq, "j": p.Sk}
+  sizes = tuple(n if what in counted else 1 for what, n in of_all.items())
   return Summed(f"mod_tensor{number_of_tensor(element)}", sizes, "float32", ("score_mod",), "i - j" in counted)
 
 def has_sum(p:Problem) -> bool:

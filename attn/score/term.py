@@ -114,7 +114,8 @@ class TermTensor:
     return self.axes.index(axis) if axis in self.axes else None
   def names(self, shape:tuple[int, ...]) -> tuple[str|None, ...]:
     """Returns the axis of each dimension of a tensor of this shape, None for a dimension of size 1."""
-    return tuple(axis if n > 1 else None for axis, n in zip(self.axes[len(self.axes) - len(shape):], shape))
+    axes = self.axes[len(self.axes) - len(shape):]      # the first axes may be missing
+    return tuple(axis if n > 1 else None for axis, n in zip(axes, shape))
 
 @dataclass(frozen=True)
 class ScoreTerm:

@@ -174,7 +174,9 @@ class WaveState:
     before = self._operand(parts[2])
     lanes, half = np.arange(self.chip.wave), self.chip.wave > 32 and "_hi_" in op
     if before is None or parts[1] != "-1": return None
-    return before + (np.maximum(lanes - 32, 0) if half else np.minimum(lanes, 32) if self.chip.wave > 32 else lanes if "_lo_" in op else 0)
+    if half: return before + np.maximum(lanes - 32, 0)
+    if self.chip.wave > 32: return before + np.minimum(lanes, 32)
+    return before + (lanes if "_lo_" in op else 0)
 
   @property
   def known_active(self) -> bool:

@@ -222,8 +222,9 @@ class AmdLatent:
     """Returns the stores of O = O^T / l for the wave's columns. The first wave also stores LSE = m + ln l. `tile` is the index of a matrix tile of
     the workgroup's queries."""
     mat, names, in_block = self.mat, self.names, self.in_block(tile)
-    row, totals = self.group.row(in_block), [functools.reduce(ops.add, [s.told.load(names.total(kind, part), in_block)
-                                                                        for part in range(self.share.key_parts)]) for kind in range(names.kinds)]
-    factor, log_sum = self.group.normalised(row, s.told.load(names.reference, in_block), totals)
+    def total(kind:int) -> UOp:
+      return functools.reduce(ops.add, [s.told.load(names.total(kind, part), in_block) for part in range(self.share.key_parts)])
+    row = self.group.row(in_block)
+    factor, log_sum = self.group.normalised(row, s.told.load(names.reference, in_block), [*map(total, range(names.kinds))])
     o = [(self.first_column + i*mat.M + self.at.h*mat.accumulator, ops.mul(s.acc[tile*self.columns + i].load(), factor)) for i in range(self.columns)]
     return self.group.outputs(row, o, None) + self.group.outputs(replace(row, there=row.there & self.at.wave.eq(0)), [], log_sum)

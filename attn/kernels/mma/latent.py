@@ -115,7 +115,8 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     # P, and the factor by which a row of O must be rescaled, go to shared memory, where all warps read them.
     to_log2, m, p, zero = self.warps.group.scores.to_log2, s.m[0].load(), self.p, ops.splat(0.0, nv.ROWS)
     of_v = [scale_in_range(y) for y in self.scales(s, t)] if p.stored else []
-    s, top = self.highest(s, compared_scores(x, [ops.concat(y, y) for y in of_v], to_log2) if p.stored else x, m)
+    compared = compared_scores(x, [ops.concat(y, y) for y in of_v], to_log2) if p.stored else x
+    s, top = self.highest(s, compared, m)
     reference = raised(m, top, to_log2, self.tile.rescale_above)
     factor = ops.exp2(ops.mul(ops.sub(m, reference), to_log2))
     weights = [weights_from(y, reference, to_log2) for y in x]
@@ -286,9 +287,9 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     group, mat, names, stores = self.warps.group, self.mat, self.names, list[UOp]()
     accs, first = [s.acc[tile*self.columns + i].load() for i in range(self.columns)], self.warps.at.wave*(self.columns*mat.N)
     for r, (row, in_block) in enumerate(zip(self.warps.queries(UOp.const(tile*mat.M)), self.in_block(tile*mat.M))):
-      totals = [functools.reduce(ops.add, [self.row_scalars(s).load(names.total(kind, part), in_block) for part in range(self.tile.key_parts)])
-                for kind in range(names.kinds)]
-      factor, log_sum = group.normalised(row, self.row_scalars(s).load(names.reference, in_block), totals)
+      def load(name:int|UOp, in_block:UOp=in_block) -> UOp: return self.row_scalars(s).load(name, in_block)
+      totals = [functools.reduce(ops.add, [load(names.total(kind, part)) for part in range(self.tile.key_parts)]) for kind in range(names.kinds)]
+      factor, log_sum = group.normalised(row, load(names.reference), totals)
       o = [(first + i*mat.N + self.warps.at.h*mat.block, ops.mul(ops.slice_(acc, 2*r, 2), factor)) for i, acc in enumerate(accs)]
       if self.converts: o = self.warps.alternating_columns(accs, r, factor, self.warps.at.wave)
       stores += group.outputs(row, o, None) + group.outputs(replace(row, there=row.there & self.warps.at.wave.eq(0)), [], log_sum)

@@ -437,4 +437,5 @@ class Rectangle:
     to = self.section("exchanged", *ready)
     met = self.barrier(*done, *[y for j, x in enumerate(parts) for y in to.store_quad(self.at.h, self.in_block(j), x)])
     got = self.section("exchanged", met)
-    return [functools.reduce(join, [got.quad(UOp.const(h), self.in_block(j)) for h in range(self.tile.down)]) for j in self.quads], [met]
+    def of_quad(j:int) -> UOp: return functools.reduce(join, [got.quad(UOp.const(h), self.in_block(j)) for h in range(self.tile.down)])
+    return [of_quad(j) for j in self.quads], [met]

@@ -126,7 +126,8 @@ class WgmmaLatent(WarpsForward[MlaWgmmaTile, LatentWgmmaState]):
   def added_up(self, s:LatentWgmmaState) -> LatentWgmmaState:
     """Waits for S, and adds up its partial sums. Returns the state."""
     s, n = s.do(wgmma.wait_products(s.sums, s.done)), s.scores.max_numel()
-    return s.store(store_all(s.scores, [functools.reduce(ops.add, [s.sums[j].load() for j in range(i, s.sums.max_numel(), n)]) for i in range(n)]))
+    sums = load_all(s.sums)
+    return s.store(store_all(s.scores, [functools.reduce(ops.add, sums[i::n]) for i in range(n)]))
 
   def finished(self, s:LatentWgmmaState, t:UOp, masked:bool) -> LatentWgmmaState:
     """Applies score terms (bias, softcap, ...) and masks to S, and returns the state."""

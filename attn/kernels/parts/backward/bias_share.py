@@ -53,7 +53,8 @@ class BiasShare:
     """Returns (batches, heads, blocks of queries): how many of each a workgroup loops over. If workgroups own diagonals of tiles, the last number is
     that of the longest diagonal."""
     batches, heads, rows, _ = self.broadcast
-    blocks = self.diagonals.most if self.diagonals is not None else self.blocks if rows else 1
+    if self.diagonals is not None: blocks = self.diagonals.most
+    else: blocks = self.blocks if rows else 1
     return self.p.B if batches else 1, self.p.H if heads else 1, blocks
   @property
   def trips(self) -> int: return math.prod(self.walked)

@@ -141,7 +141,8 @@ def check_range(p:Problem, tile:BlockTile, backward:bool=False) -> None:
   64 bits for the address at which the range begins, but only 32 bits for an offset within it. `backward` says that the kernel is a backward kernel:
   then a workgroup also reads dO, and may loop over queries."""
   heads, most = heads_of(p, tile), max(tile.block_m, tile.block_n)
-  queries, keys = min(p.Sq, most if backward else tile.block_m) if heads == 1 else p.Sq, min(p.Sk, most)
+  queries, keys = min(p.Sq, most if backward else tile.block_m), min(p.Sk, most)
+  if heads > 1: queries = p.Sq
   def of_keys(width:int, view:Strided|None) -> int: return strides(p.layout, p.Hkv, p.Sk, width)[2] if view is None else view.row
   def of_queries(width:int) -> int: return heads*queries*strides(p.layout, p.H, p.Sq, width)[2]
   reads = {"q": of_queries(p.D)*p.itemsize, "k": keys*of_keys(p.D, p.k_view)*p.key_itemsize}

@@ -126,7 +126,8 @@ def ranges_of(grid:Grid, parts:int) -> tuple[UOp, ...]:
 def part_of(split:tuple[UOp, ...], parts:int) -> UOp|None:
   """Returns the index of the part that this workgroup computes. `split` is what `ranges_of` returned: the range of the grid that counts parts, or an
   empty tuple. Returns 0 if there is a single part, and None if the sum is not divided (`parts` is 0)."""
-  return None if not parts else split[0] if split else UOp.const(0)
+  if not parts: return None
+  return split[0] if split else UOp.const(0)
 
 @dataclass(frozen=True)
 class BlockRows:

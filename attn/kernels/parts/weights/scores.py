@@ -90,7 +90,8 @@ class Scores:
   def final(self, steps:list[list[UOp]]) -> list[UOp]:
     """Returns the scores that the softmax uses, before masks: the last entry of `steps`, the list that the method `steps` returned. Without score
     terms this entry is the raw scores, which are then multiplied by softmax_scale if `natural` is set."""
-    return [ops.mul(y, self.unit.natural) for y in steps[-1]] if self.natural and self.raw else steps[-1]
+    if not (self.natural and self.raw): return steps[-1]
+    return [ops.mul(y, self.unit.natural) for y in steps[-1]]
 
   def steps(self, x:list[UOp], row:Row, tile:UOp) -> list[list[UOp]]:
     """Returns the raw scores `x` of a row, then the scores after the first score term (softcap, ALiBi, bias), after the second, and so on."""

@@ -44,7 +44,8 @@ class Sums:
     """Returns which sums of P a kernel computes for each row: always the sum of rounded P, and with `lse` the sum of P before rounding. With
     `scaled`, P includes the scales of V's rows, and the kernel also computes the sum of P without them."""
     matrix = arch.unit.sums.get(dtype)
-    kind = DOT if dtype in arch.unit.dots else UNPACKED if matrix is None else ONES
+    if dtype in arch.unit.dots: kind = DOT
+    else: kind = UNPACKED if matrix is None else ONES
     return Sums(dtype, (kind, *[UNSCALED]*scaled, *[LANE]*lse), matrix, dtype in arch.unit.dual_dots)
 
   def rounded(self, packed:list[list[UOp]]) -> list[UOp]:
@@ -57,7 +58,8 @@ class Sums:
     # vectors lie in the same bank. So the second chain begins with the second dword of each vector.
     chains = packed if len(packed) == 2 else [packed[0][0::2], packed[0][1::2]]
     if not self.dual or not all(chains): return [total(column) for column in packed]
-    turned = [ops.build(*[ops.extract(x, (i + 1)%ops.length(x)) for i in range(ops.length(x))]) for x in chains[1]]
+    def turned_dwords(x:UOp) -> UOp: return ops.build(*[ops.extract(x, (i + 1)%ops.length(x)) for i in range(ops.length(x))])
+    turned = [*map(turned_dwords, chains[1])]
     both = amd.side_by_side(ops.build(total(chains[0]), total(turned)))
     sums = [ops.extract(both, i) for i in range(2)]
     return sums if len(packed) == 2 else [ops.add(*sums)]
