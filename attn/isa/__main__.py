@@ -262,7 +262,7 @@ def control_command(tables:Path, write:bool) -> None:
 def costs_command(compilers:bool, write:Path|None, check:Path|None, arch:tuple[str, ...]) -> None:
   """Print a line of costs for each of attn's kernels on each chip, or with --compilers for each forward kernel under other compilers."""
   file = costs.costs_under([toolchain_of(llvm) for llvm in OLDER]) if compilers else costs_file.costs()
-  lines = file.lines_of([s for s in costs.SPECS if (not arch or s.arch in arch) and (not compilers or s.kernel == source.FORWARD)])
+  lines = file.lines_of([s for s in costs.SPECS if (not arch or s.arch in arch) and (not compilers or (s.kernel == source.FORWARD and not s.option))])
   if write is not None:
     others = costs.lines_of_others(write.read_text(), arch) if arch and write.exists() else []
     write.write_text(file.text([*lines, *others]))

@@ -9,7 +9,7 @@ import os, re
 from concurrent.futures import ThreadPoolExecutor
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from attn.chips import MODELLED, get_chip
+from attn.chips import MODELLED, SEARCHED, get_chip
 from attn.compilers.clang import Toolchain, assembly, toolchain
 from attn.compilers.found import oldest_for
 from attn.isa import source
@@ -21,11 +21,13 @@ from attn.isa.source import ALL, BACKWARD, FORWARD, LATENT, MASKS, Source, Spec,
 from attn.isa.table import BRIEF, brief_cells
 
 HEAD_DIMENSIONS = (64, 128, 256)
+COSTED_OPTIONS = ("softcap", "alibi", "bias", "dropout")
 SPECS = [Spec(arch, d, dtype, mask, kernel) for arch in MODELLED for d in HEAD_DIMENSIONS for dtype in MATRIX_DTYPES for mask in MASKS
          for kernel in (FORWARD, *BACKWARD, *[ALL]*(d in get_chip(arch).unit.at_once))]
 SPECS += [Spec(arch, d, chip.fp8, mask) for arch, chip in ((arch, get_chip(arch)) for arch in MODELLED) if chip.fp8 in chip.matrix
           for d in HEAD_DIMENSIONS for mask in MASKS]
 SPECS += [Spec(arch, 576, dtype, MASKS[0], LATENT) for arch in MODELLED for dtype in MATRIX_DTYPES]
+SPECS += [Spec(arch, 128, "bfloat16", "causal", kernel, option) for arch in SEARCHED for kernel in (FORWARD, *BACKWARD) for option in COSTED_OPTIONS]
 
 def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:bool=False) -> Report:
   """Returns a report on the kernel of attn that `spec` names. `kernel` is its source and `text` its machine code. The report is about one loop:

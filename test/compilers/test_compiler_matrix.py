@@ -41,7 +41,7 @@ pytestmark = pytest.mark.compilers
 FILE = Path(__file__).parent.parent.parent/"docs"/"costs_compilers.txt"
 WITHOUT_SPILLS = (20, 21, 22)
 OTHERS = [arch for arch in MODELLED if arch not in SEARCHED]     # differ from another chip of their family in names only: one kernel for each
-FORWARDS = [spec for spec in costs.SPECS if spec.kernel == FORWARD]
+FORWARDS = [spec for spec in costs.SPECS if spec.kernel == FORWARD and not spec.option]
 PLAIN = {arch: [spec for spec in FORWARDS if spec.arch == arch] for arch in SEARCHED}
 PLAIN["the others"] = [Spec(arch, 128, "bfloat16", "causal") for arch in OTHERS]
 

@@ -28,7 +28,8 @@ FILE = Path(__file__).parent.parent.parent/"docs"/"costs.txt"
 
 # All kernels for one chip of each family. The source for the other chips differs only by names, so they have one kernel each; `python -m attn.isa
 # costs --check` has all kernels.
-COMPILED = [s for s in costs.SPECS if s.kernel == FORWARD and (s.arch in SEARCHED or (s.d, s.dtype, s.mask) == (128, "bfloat16", "causal"))]
+COMPILED = [s for s in costs.SPECS if s.kernel == FORWARD and not s.option and
+            (s.arch in SEARCHED or (s.d, s.dtype, s.mask) == (128, "bfloat16", "causal"))]
 GRADIENTS = [replace(s, kernel=BACKWARD[0]) for s in COMPILED if s.dtype not in OF_8_BITS]
 
 def test_the_file_has_every_kernel() -> None:
@@ -184,6 +185,18 @@ def test_lazy_and_eager(arch:str) -> None:
   tile = choose_tile(problem_of_spec(spec), get_chip(arch))
   share = tile.q_tiles*tile.matrix.N*tile.block_n/tile.matrix.wave
   assert 0.3*share < valu(0.0) - valu(8.0) < 0.7*share
+
+# ***** kernels with one option *****
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("spec", [s for s in costs.SPECS if s.option and s.kernel != "dkdv"], ids=str)
+def test_one_option(spec:Spec) -> None:
+  # The kernels of forward and of the gradients with one option spill no register, and have none of the slow instruction sequences.
+  for report, defects in both(spec):
+    r = report.resources
+    assert (r.vgpr_spills, r.sgpr_spills, r.scratch) == (0, 0, 0) and defects == []
+  changes = costs_file.costs().compare(FILE.read_text(), [costs_file.line_of(report) for report, _ in both(spec)])
+  assert changes == [], "the costs changed; if that is intended, run python -m attn.isa costs --write docs/costs.txt"
 
 # ***** the backward kernels *****
 
