@@ -42,6 +42,8 @@ class Timed:
   @property
   def ms(self) -> float: return 1e3*self.prediction.seconds
   @property
+  def ms_apart(self) -> float: return 1e3*self.prediction.seconds_apart     # if workgroups drift apart (attn/isa/timing/memory.py)
+  @property
   def read(self) -> float:
     """Bytes that a workgroup reads and writes on average: the rows that it loops over, and its own rows."""
     return self.prediction.bytes["L2"]/self.workgroups
@@ -116,22 +118,22 @@ def climb(spec:Spec, time:TileTimer=timed) -> list[Timed]:
 
 def gain_of(spec:Spec, row:UpTo[Any], time:TileTimer=timed, enough:float=-math.inf) -> float:
   """Returns by which fraction a tile is faster than the tile in use, e.g. 0.05 for 5 %: the smallest fraction over the dtypes and masks of VARIANTS,
-  and for forward without and with an lse. Returns minus infinity if a kernel with the tile doesn't compile or spills, or if the fraction is not more
-  than `enough`."""
+  for forward without and with an lse, and whether workgroups run together or drift apart. Returns minus infinity if a kernel with the tile doesn't
+  compile or spills, or if the fraction is not more than `enough`."""
   found = math.inf
   for (dtype, mask), lse in itertools.product(VARIANTS, (False, True) if spec.kernel == FORWARD else (False,)):
     variant, shape = replace(spec, dtype=dtype, mask=mask), replace(ASKED, lse=lse)
     before, after = time(variant, row_in_use(variant, shape), shape), time(variant, row, shape)
     if before is None or after is None: return -math.inf
-    if (found := min(found, 1 - after.ms/before.ms)) <= enough: return -math.inf
+    if (found := min(found, 1 - after.ms/before.ms, 1 - after.ms_apart/before.ms_apart)) <= enough: return -math.inf
   return found
 
 def surest(spec:Spec, used:Timed, tried:Iterable[Timed], time:TileTimer=timed) -> tuple[Timed, float]|None:
   """Returns the tile that gains the most in its worst variant, with this gain (see `gain_of`). Returns None if no tile gains more than GAIN there.
-  `used` is the tile in use. Leaves out tiles with fewer rows than this one."""
+  `used` is the tile in use."""
   found = None
   for x in tried:
-    if x.ms > (1 - GAIN)*used.ms or x.tile.block_m < used.tile.block_m: continue
+    if x.ms > (1 - GAIN)*used.ms: continue
     gain = gain_of(spec, x.row, time, found[1] if found is not None else GAIN)
     if gain > -math.inf: found = x, gain
   return found
@@ -153,12 +155,11 @@ def tile_text(tile:Tile|BackwardTile) -> str: return ", ".join(filter(None, (str
 NOT_TAKEN = {("gfx950", "128", FORWARD, ""): "kept: the other spills with options",
              ("gfx1100", "128", "dkdv", "softcap"): "kept: the other spills if query heads share keys"}
 
-def result_of(spec:Spec, used:Timed, best:Timed, gain:float) -> str:
-  """Returns whether a table row should get the tile `best` in place of `used`, and if not, why. `gain` is the share by which `best` is faster in the
-  worst variant of `spec`."""
+def result_of(spec:Spec, gain:float) -> str:
+  """Returns whether a table row should get the best tile that the search found, and if not, why. `gain` is the share by which this tile is faster in
+  the worst variant of `spec`."""
   if gain == -math.inf: return "kept: the other spills in a variant"
   if gain < GAIN: return f"kept: the gain is below {GAIN:.0%} in a variant"
-  if best.tile.block_m < used.tile.block_m: return "kept: with fewer rows of its own, a workgroup reads the others more often"
   return NOT_TAKEN.get((spec.arch, str(spec.d), spec.kernel, spec.option), "better")
 
 def near_table(spec:Spec, time:TileTimer=timed) -> list[tuple[str, ...]]:
@@ -170,7 +171,7 @@ def near_table(spec:Spec, time:TileTimer=timed) -> list[tuple[str, ...]]:
   if used is None: return [cells_of(spec, BEST, best, result="the tile of the table spills")]
   if best.row == used.row or best.ms > (1 - FASTER_BY)*used.ms: return [cells_of(spec, BOTH_IN_ONE, used)]
   best, gain = surest(spec, used, (best, *others), time) or (best, gain_of(spec, best.row, time))
-  return [cells_of(spec, IN_TABLE, used), cells_of(spec, BEST, best, "" if gain == -math.inf else f"{gain:.1%}", result_of(spec, used, best, gain))]
+  return [cells_of(spec, IN_TABLE, used), cells_of(spec, BEST, best, "" if gain == -math.inf else f"{gain:.1%}", result_of(spec, gain))]
 
 def read_near(text:str) -> list[tuple[str, ...]]:
   """Returns the rows of the text of docs/data/search_near.csv. Raises ValueError if the table has other columns than NEAR_COLUMNS."""

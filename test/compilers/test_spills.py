@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from attn import mods
 from attn.cache.tuned import CLASSES
-from attn.chips import get_chip
+from attn.chips import SEARCHED, get_chip
 from attn.choose.backward import all_of, at_once, can_differentiate, choose_bias_tile, dbias_of, dkdv_of, dq_of
 from attn.choose.dispatch import choose, program_of
 from attn.choose.tile_lists import listing, with_lists
@@ -118,11 +118,6 @@ SPILLED = {
   "both masks beside many keys": ("gfx950", {"B": 2, "H": 8, "Sq": 1000, "Sk": 1033, "D": 64, "window": (50, 20)}),
   **{f"{name} beside two waves on a SIMD, CDNA2": ("gfx90a", MANY | GQA | {"Sq": 4096, "Sk": 4096, "D": 128, **given})
      for name, given in (("slopes", option("alibi_slopes", 32) | {"causal": True}), ("softcap", {"softcap": 30.0, "window": (500, 300)}))},
-  # Tiles of the tables for problems with one option.
-  **{f"one option, {what}": ("gfx950", {"B": 4, "H": 16, "Hkv": 4, "D": 120, "Dv": 72, "dtype": "bfloat16", "dropout_p": 0.1,
-                                        "extras": {"dropout_seed": np.empty(2, np.uint32)}, **sizes})
-     for what, sizes in (("uneven rows", {"Sq": 4133, "Sk": 4000, "causal": "top-left"}),
-                         ("a window", {"Sq": 1000, "Sk": 4133, "window": (500, 300)}))},
   "pieces on RDNA3, and nothing else": ("gfx1100", MANY | {"Sq": 300, "D": 113, "causal": True, "lse": False}),
 }
 BY_DEFAULT = ("few keys and a mask", "three trips under a mask", "both masks beside many keys", "rows in pieces and an lse",
@@ -133,6 +128,21 @@ BY_DEFAULT = ("few keys and a mask", "three trips under a mask", "both masks bes
 def test_kernels_that_once_spilled(case:str) -> None:
   arch, parameters = SPILLED[case]
   assert found_in_forward(problem(**parameters), arch) == []
+
+LARGE: dict[str, Any] = {"B": 4, "H": 16, "Hkv": 4, "Sq": 4133, "Sk": 4000, "dtype": "bfloat16"}
+# by the option's name in Problem.options, for the sizes LARGE
+ONE_OPTION: dict[str, dict[str, Any]] = {
+  "": {}, "softcap": {"softcap": 30.0}, "alibi": option("alibi_slopes", 4, 16), "bias": option("bias", 4, 16, 4133, 4000),
+  "dropout_p": {"dropout_p": 0.1, "extras": {"dropout_seed": np.empty(2, np.uint32)}}}
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("mask", ({"causal": "top-left"}, {"window": (500, 300)}, {}), ids=("causal", "window", "full"))
+@pytest.mark.parametrize("arch, D, option", [(arch, row.up_to, option) for arch in SEARCHED for row in get_chip(arch).unit.plain_forward
+                                             for option in row.options])
+def test_forward_with_one_option(arch:str, D:int, option:str, mask:dict[str, Any]) -> None:
+  # Tiles of forward's tables for problems with at most one option spill no register with uneven rows, shared keys, and Dv unlike D.
+  for width, lse in ((D, True), (D - 8, False)):
+    assert found_in_forward(problem(**LARGE, D=width, Dv=width - 48*(not lse), lse=lse, **mask, **ONE_OPTION[option]), arch) == []
 
 CHIPS_DRAWN = ("gfx90a", *ARCHS)
 OPTIONS = ("softcap", "bias", "alibi_slopes", "sinks", "kv_lengths", "dropout_seed")
