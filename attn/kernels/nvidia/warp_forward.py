@@ -26,8 +26,8 @@ class SoftmaxState(InOrder):
   l: UOp
   scores: UOp
   p: UOp
-  l_of_trip: UOp
   statements: Statements
+  l_of_trip: UOp
 
   @classmethod
   def of(cls, new:Allocator, lds_bytes:int, *, accs:int, scores:int, operands:int, kinds:int, row_tiles:int=1, **others:Any) -> Self:
@@ -35,7 +35,7 @@ class SoftmaxState(InOrder):
     scores, `operands` A operands of P, and `kinds` sums of P for each row. `others` are the further fields of the state."""
     def of_rows(n:int) -> UOp: return new.registers(n*row_tiles, nv.F2)
     return cls(new.lds(lds_bytes//UNIT_BYTES), new.registers(accs, nv.F4), of_rows(1), of_rows(1), of_rows(kinds), new.registers(scores, nv.F4),
-               new.registers(operands, nv.U4), of_rows(kinds), Statements.of(new), **others)
+               new.registers(operands, nv.U4), Statements.of(new), of_rows(kinds), **others)
 
   def summed(self) -> Self:
     """Adds the iteration's sums of P to l. Returns the state."""

@@ -19,7 +19,7 @@ from attn.kernels.nvidia.gradient_sums import place_in_sums
 from attn.kernels.nvidia.ring import Arrivals
 from attn.kernels.nvidia.warp_gradients import Lse, OwnQueryValues, WarpRows, WarpTrip
 from attn.kernels.nvidia.warps import Warps
-from attn.kernels.parts.backward.gradients import WEIGHTED, Normaliser, gradients_of_passes, kinds_of_normalisers, less_delta, scaled_delta
+from attn.kernels.parts.backward.gradients import WEIGHTED, Normaliser, gradients_of_passes, kinds_of_normalisers, scaled_delta
 from attn.kernels.parts.grid.tensors import Shapes
 from attn.kernels.parts.backward.turns import Turns
 from attn.kernels.parts.grid.workgroup import Grid, Workgroup, kv_head_in_group_fastest
@@ -270,7 +270,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     if self.of.known is not None: minus_delta = self.minus_delta_of_own(self.of.known)[0]
     else: minus_delta = self.minus_delta_of_walked([scaled_delta(x, self.warp_rows.p) for x in self.query_values(s, 1)])[0]
     dp, left = [s.dp[i].load() for i in self.columns], self.left[0]
-    return s, [less_delta(dp if left.words else [ops.add(x, d) for x, d in zip(dp, minus_delta)], left, minus_delta)]
+    return s, [[ops.add(x, d) for x, d in zip(left.drop(dp), minus_delta)]]
 
   def add(self, s:WgmmaBackwardState, name:str, p_or_ds:list[list[UOp]]) -> WgmmaBackwardState:
     tensor, kind = WEIGHTED[name]

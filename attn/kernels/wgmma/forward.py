@@ -10,18 +10,17 @@ Keys and values that are stored in 8 bits come to registers as they are, an iter
 the part of the next tile that it has loaded, and stores it to the ring buffer in 16 bits."""
 from __future__ import annotations
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from attn.chips import Chip
-from attn.chips.matrix import UNIT_BYTES, Mma
+from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.nvidia.ring import Arrivals
+from attn.kernels.nvidia.warp_forward import SoftmaxState, WarpsForward
 from attn.kernels.nvidia.stored import FACTORS_OF_K, OF_K, OF_V, OF_V_WITHOUT_NANS, StoredKeys
 from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels, SwizzledRows
 from attn.kernels.parts.program.counts import below, ceildiv, round_up
 from attn.kernels.parts.program.statements import Optional, Statements, store_all, workgroup_barrier
-from attn.kernels.parts.program.trips import TileLoop, tile_loops
 from attn.kernels.parts.weights.dropout import kept_scores
 from attn.kernels.parts.weights.softmax import nans_of_scales
 from attn.kernels.tiles.mma import fragments
@@ -56,31 +55,15 @@ def parts_of_o(p:Problem) -> list[range]:
   return [range(first, min(first + each, whole)) for first in range(0, whole, each)]
 
 @dataclass(frozen=True)
-class WgmmaState(Arrivals):
-  """What the loop over keys carries from iteration to iteration. Registers hold the accumulators of O, and three values of each of a lane's two rows:
-  m, the number that the softmax subtracts from the row's scores; `addend` = -m*Scores.to_log2; and l, the row's sums of P. Within an iteration,
-  registers also hold the iteration's part of l, the scores, and P as operand A of the product P V. Further fields are shared memory and the
-  statements (operations with side effects) so far."""
-  shared: UOp
-  acc: UOp
-  m: UOp
-  addend: UOp
-  l: UOp
-  scores: UOp
-  p: UOp
-  statements: Statements
-  l_of_trip: UOp
+class WgmmaState(Arrivals, SoftmaxState):
+  """What the loop over keys carries from iteration to iteration (`SoftmaxState`)."""
   pieces: Optional     # this thread's part of the next tile of K and V, if they are stored in 8 bits
   q: Optional     # the warpgroup's rows of Q as A fragments, if registers keep them
   sums: Optional     # a part of P V of one tile, if the tensor cores add with few bits: it is then added to O in fp32
 
 @dataclass(frozen=True)
-class WgmmaForward:
-  """The forward kernel for one problem, as one thread sees it. Has a method for each operation of the algorithm `online_softmax`. No field changes
-  during the loop over tiles of keys."""
-  warps: Warps
-  tile: WgmmaTile
-  state: WgmmaState      # before the first iteration
+class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
+  """The forward kernel with wgmma for one problem, as one thread sees it."""
   parts = (None,)        # a tile's keys are not divided
 
   @staticmethod
@@ -97,10 +80,6 @@ class WgmmaForward:
                        Optional(new.registers(len(parts_of_o(p)[0]), nv.F4) if arch.short_sums and p.of_8_bits and not p.fast_accumulate else None))
     return WgmmaForward(warps, tile, state)
 
-  @property
-  def mat(self) -> Mma: return self.warps.at.matrix
-  @property
-  def p(self) -> Problem: return self.warps.group.p
   @functools.cached_property
   def queries(self) -> list[Row]: return self.warps.queries(self.warps.at.wave*self.mat.M)
 
@@ -140,8 +119,6 @@ class WgmmaForward:
     steps = range(own.max_numel())
     return s.store(store_all(own, [nv.ldmatrix(s.shared[q.place(row, 2*step + unit)], 0) for step in steps]))
 
-  def loops(self) -> Iterator[TileLoop[WgmmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
-
   def scores(self, s:WgmmaState, t:UOp, masked:bool) -> tuple[WgmmaState, None]:
     # Starts the copies of the next tile only if the ring buffer holds several tiles.
     q, k, _ = self.tile.layouts(self.p)
@@ -164,7 +141,7 @@ class WgmmaForward:
     if self.p.stored: how |= self.scales_at(s, t, masked)
     s = s.do(weigh(s.m, s.addend, s.p, s.scores, s.l_of_trip, s.done, **how))
     s = s.do(correct(s.m, s.addend, s.l, s.acc, s.p, s.scores, s.l_of_trip, **how, above=self.tile.rescale_above))
-    if kinds := len(sums_of(self.p)): s = s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(kinds)]))
+    if sums_of(self.p): s = s.summed()
     if not self.p.dropout_p: return s, None
     left = kept_scores(scores, self.queries, t)
     return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(s.p.max_numel())])), None
