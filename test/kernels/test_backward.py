@@ -47,6 +47,7 @@ from attn.values import FLOATS, INTS, LOG2E
 from backward_cases import check_backward_kernels, expected_gradients, loss_of, run_backward
 from cases import (ARCHS, EVERY_ARCH, GPU, ONE_OPTION, Inputs, amd_in_turn, chip, chips_in_turn, count_products, floats, in_turn, ints, normal,
                    problem)
+from test_forward import constants, huge_key
 
 SMALL: dict[str, Any] = dict(H=1, Sq=40, Sk=65, D=16)
 
@@ -109,15 +110,6 @@ def deep(p:Problem) -> Inputs:
   """Makes inputs with such low scores that every lse is below -100."""
   x = normal(p)
   return Inputs(np.full_like(x.q, 4), rounded(x.k*0.125 - 12, p.dtype), x.v)
-
-def huge_key(p:Problem) -> Inputs:
-  x = normal(p)
-  x.k[..., p.Sk//2, :] = 512
-  return x
-
-def constants(p:Problem) -> Inputs:
-  x = normal(p)
-  return Inputs(np.ones_like(x.q), np.ones_like(x.k), x.v)
 
 def level(p:Problem) -> Inputs:
   """Makes inputs in which all elements of V are near 3. dP and delta then nearly cancel in dS = P*(dP - delta)."""

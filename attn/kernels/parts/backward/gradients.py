@@ -10,7 +10,7 @@ from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.memory.lanes import Lane
 from attn.kernels.parts.memory.rows import GlobalRows
 from attn.kernels.parts.program.allocator import Allocator, InLds
-from attn.kernels.parts.weights.dropout import Kept, KeptHere
+from attn.kernels.parts.weights.dropout import Kept
 from attn.kernels.parts.weights.scores import NEG_INF, Scores
 from attn.kernels.tiles.common import query_value_names, units_of_query_values
 from attn.ops import common as ops
@@ -154,7 +154,7 @@ def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], ro
   weights = [weight(y, e) for y, e in zip(scores.final(steps), normalisers)]
   return Weights(visible(weights), scores.derivatives(steps, row, tile), visible)
 
-def less_delta(dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp]) -> list[UOp]:
+def less_delta(dp:list[UOp], kept:Kept, minus_delta:list[UOp]) -> list[UOp]:
   """Returns dP - delta. Without dropout this is `dp` itself, because its accumulators began with -delta (`dp_start`). With dropout the accumulators
   began with 0. The result is then `dp`, with 0 in place of elements whose weights are dropped, minus delta."""
   return [ops.add(x, d) for x, d in zip(kept.drop(dp), minus_delta)] if kept.words else dp
