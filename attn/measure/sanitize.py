@@ -111,6 +111,7 @@ SMALL_CALLS = (
   *(SmallCall(f"float32 {name}", **x | {"dtype": "float32"}) for name, x in EACH_OPTION.items() if name in OF_FLOAT32),
   SmallCall("at once full", **FEW_AT_ONCE, options={"deterministic": False}),
   SmallCall("at once causal", **FEW_AT_ONCE, options={"deterministic": False, "causal": True}),
+  SmallCall("few queries", (1, 2, 64, 128), (1, 2, 200, 128), options={"causal": True}),
   SmallCall("decode", **ONE_QUERY | {"options": {"num_splits": 1}}), SmallCall("decode in splits", **ONE_QUERY | {"options": {"num_splits": 3}}),
   SmallCall("wgmma in splits", gradients=False, options={"num_splits": 2}),
   SmallCall("pages", **PAGED_CALL), SmallCall("append to pages", **PAGED_CALL, new=3),
@@ -124,7 +125,7 @@ def at_any_size() -> Iterator[None]:
   and kernels that compute all gradients at once. Each tensor gets separate memory, so that compute-sanitizer sees accesses outside of the tensor."""
   with (patch.object(tile_lists, "LEAST_TILES", 0), patch.object(tile_lists, "LEAST_HEADS", 0), patch.object(backward_tiles, "LEAST_QUERIES", 0),
         patch.object(backward_tiles, "LEAST_KEYS", 0), patch.object(backward_tiles, "too_few_blocks", lambda p, arch, tile, parts=1: None),
-        Context(NO_MEMORY_PLANNER=1, LRU=0)): yield
+        patch.object(backward_tiles, "FEW_QUERIES_KEYS", 0), Context(NO_MEMORY_PLANNER=1, LRU=0)): yield
 
 @contextlib.contextmanager
 def with_kernel(kernel:str) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from attn.chips import get_chip
 from attn.choose.dispatch import KERNELS
-from attn.choose.gradient_kernels import AT_ONCE_KERNELS, BACKWARD_KERNELS, BIAS_KERNEL, GRADIENT_KERNELS
+from attn.choose.gradient_kernels import AT_ONCE_KERNELS, BACKWARD_KERNELS, BIAS_KERNEL, FEW_KERNEL, GRADIENT_KERNELS
 from attn.emulator.checks import LdsRace, OutOfBounds
 from attn.measure import sanitize
 from attn.measure.sanitize import FAULTS, SMALL_CALLS, TOOLS, ToolReport, reports_in
@@ -32,7 +32,7 @@ def kernels_for_nvidia() -> set[str]:
            if kernel.program is not None and kernel.lacks(chip) is None and name != "split_kv"}
   for suffix, row in GRADIENT_KERNELS.items():
     if row.lacks(chip) is not None: continue
-    found |= {name + suffix for name in (*BACKWARD_KERNELS, *AT_ONCE_KERNELS*(row.at_once is not None))}
+    found |= {name + suffix for name in (*BACKWARD_KERNELS, *AT_ONCE_KERNELS*(row.at_once is not None), *[FEW_KERNEL]*(row.few is not None))}
     if row.bias is not None: found.add(BIAS_KERNEL + row.bias.suffix)
   texts = (path.read_text() for path in (Path(sanitize.__file__).parent.parent/"kernels").rglob("*.py"))
   return found | {name for text in texts for name in re.findall(r'"attn_(\w+?)[_"](?=\{|$|,|\))', text)} - SEVERAL_DEVICES - WITHOUT_CUDA
