@@ -33,7 +33,7 @@ from attn.choose.tile_lists import listing, with_lists
 from attn.kernels.tile_lists import ListedBlocks
 from attn.kernels.tiles.wgmma import WgmmaFewQueriesTile
 from attn.kernels.parts.grid.tensors import (Shapes, all_arguments, dbias_arguments, delta_arguments, dkdv_arguments, dq_arguments, dq_turns,
-                                             few_arguments, finish_arguments, log_sums, of_backward, split_into)
+                                             few_arguments, finish_arguments, log_sums, of_backward, set_by_first, split_into)
 from attn.problem import EXTRAS, Problem
 from attn.score.sums import sum_over_scores
 from attn.score.terms import TERM_TENSORS, check_differentiable
@@ -128,9 +128,10 @@ def kernels_with_tiles(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists
     few = few_arguments(p, dlse, parts.dq, parts.dkdv), few_of(p, arch, one, dlse, parts.dq, parts.dkdv)
     return found | {"few": launch(*few, "dq", "dk", "dv", "delta")}
   if one is not None:
-    return found | {"delta": launch(delta_arguments(p, dlse), delta_of(p, arch, one, dlse), "dq_sums", *dq_turns(p), "delta"),
+    sums = () if set_by_first(for_kv) else ("dq_sums",)
+    return found | {"delta": launch(delta_arguments(for_kv, dlse), delta_of(for_kv, arch, one, dlse), *sums, *dq_turns(p), "delta"),
                     "all": launch(all_arguments(for_kv, parts.dkdv), all_of(for_kv, arch, one, parts.dkdv), "dq_sums", *dq_turns(p), "dk", "dv"),
-                    "finish": launch(finish_arguments(p), finish_of(p, arch, one), "dq")}
+                    "finish": launch(finish_arguments(for_kv), finish_of(for_kv, arch, one), "dq")}
   found |= {"dq": launch(dq_arguments(for_q, dlse, parts.dq), dq_of(for_q, arch, dq, dlse, parts.dq), "dq", "delta"),
             "dkdv": launch(dkdv_arguments(for_kv, parts.dkdv), dkdv_of(for_kv, arch, dkdv, parts.dkdv), "dk", "dv")}
   for n, (x, number) in enumerate(zip(kernel_sums(p, arch), parts.sums)):

@@ -58,7 +58,7 @@ def few_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:in
 def finish_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
   """Returns the kernel that finishes the computation of all gradients by one kernel (`all_of`): it multiplies the fp32 accumulator of dQ in memory by
   softmax_scale, and stores the rounded products as dq. `tile` is the tile description of the kernel of `all_of`."""
-  return kernels_at_once(tile).finish(p, arch)
+  return kernels_at_once(tile).finish(p, arch, tile)
 
 def at_once(p:Problem, arch:Chip) -> AtOnceTile|str|None:
   """Returns the tile description of the kernel that computes dq, dk and dv at once, if attn chooses this kernel. Otherwise returns the reason, as a

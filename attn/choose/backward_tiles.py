@@ -13,6 +13,8 @@ from attn.chips.nvidia import AT_ONCE_WGMMA, DBIAS_MMA, DKDV_MMA, DKDV_WGMMA, DQ
 from attn.chips.shapes import BOTH, BackwardShape, Burden, MmaBackwardShape, UpTo, WgmmaBackwardShape, cautious_backward
 from attn.choose.refusals import wgmma_refuses
 from attn.choose.rows import PLAIN_LLVM, burden, fitting, plain_rows, rows_for
+from attn.functions.spans import classes_of
+from attn.kernels.parts.grid.workgroup import HEADS_IN_ORDER
 from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
@@ -101,7 +103,7 @@ FASTER_ON_WGMMA = {
   (128, "dropout_p"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW, CAUSAL_WINDOW)),
   (128, "softcap"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW,)),
   (128, "varlen"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW)),
-  (128, "mask_mod"): FasterAtOnce((FULL_WINDOW,)),
+  (128, "mask_mod"): FasterAtOnce((FULL_WINDOW,), (FULL_WINDOW,)),
   (64, ""): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW,), keys=4096, blocks=4096, shape=LONG_AT_ONCE_WGMMA),
   (64, "varlen"): FasterAtOnce((CAUSAL_WINDOW,), shape=LONG_AT_ONCE_WGMMA),
   (64, "dropout_p"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW, CAUSAL_WINDOW), blocks=1024, shape=LONG_AT_ONCE_WGMMA),
@@ -203,8 +205,11 @@ def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterAtOnce) -> str|None:
   if one kernel may be used: for deterministic=False, and for the problems that `faster` describes."""
   if not p.deterministic: return None
   order = "deterministic=True: adding to dq in a fixed order"
-  if p.window not in faster.in_order or p.mask_bounds is not None or p.Hkv != p.H:
+  classes = p.mask_mod is not None and not any(hiding(p)) and classes_of(p.mask_mod.value) is not None
+  if p.window not in faster.in_order or (p.mask_bounds is not None and not classes) or p.Hkv != p.H:
     return f"{order} was not measured to be faster with this mask, these options and these heads"
+  if classes and (heads := p.B*p.H) < HEADS_IN_ORDER:
+    return f"{order} is faster with this mask from {HEADS_IN_ORDER} heads in all batches on, here {heads}"
   if p.Sk % tile.block_m: return f"{order} was not measured with Sk={p.Sk}, no multiple of {tile.block_m}"
   if p.Sq < faster.keys: return f"{order} is faster from {faster.keys} queries on, here {p.Sq}"
   if (blocks := blocks_of_keys(p, tile)) < faster.blocks or p.Sk < faster.keys:

@@ -104,7 +104,7 @@ GRADIENT_KERNELS: dict[str, GradientKernels] = {
   BackwardTile.suffix: GradientKernels(
     lambda p, arch: amd_refuses(p, arch) or beyond_float16(p), amd_backward_tile, backward_dq(AmdBackward.of_queries),
     backward_dkdv(AmdBackward.of_keys), BiasKernel(BackwardTile.suffix, amd_bias_tile, backward_dbias(AmdBias.of_block)),
-    AtOnce(amd_at_once, amd_delta_kernel, backward_all(AmdBackward.of_keys), amd_finish_kernel), None, no_tiles, True),
+    AtOnce(amd_at_once, amd_delta_kernel, backward_all(AmdBackward.of_keys), lambda p, arch, _: amd_finish_kernel(p, arch)), None, no_tiles, True),
   WgmmaBackwardTile.suffix: GradientKernels(
     lambda p, arch: wgmma_backward_refuses(p, arch) or beyond_float16(p), wgmma_backward_tile, backward_dq(WgmmaBackward.of_queries),
     backward_dkdv(WgmmaBackward.of_keys), BIAS_BY_MMA,

@@ -4,7 +4,7 @@ from dataclasses import replace
 from attn.chips import CHIPS, Chip
 from attn.functions.symbols import BATCH, QUERY_HEAD, depends
 from attn.kernels.tile_lists import ListedBlocks
-from attn.kernels.tiles.common import BlockTile, heads_of
+from attn.kernels.tiles.common import TILES_OF_TURN, BlockTile, heads_of
 from attn.problem import Problem
 
 LEAST_TILES = 2048     # tiles of the scores of all heads: to make lists of fewer tiles may take longer than lists save
@@ -25,9 +25,10 @@ def listing(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys", with_tur
   worth making (`lists_or_reason`).
 
       over: "keys" or "queries": the kernel loops over tiles of these
-      with_turns: whether the lists also say in which order workgroups add to a sum"""
+      with_turns: whether the lists also say in which order workgroups add to a sum; a tile of the list is then as long as a turn"""
   found = lists_or_reason(p, arch, tile, over)
-  return replace(found, with_turns=with_turns) if isinstance(found, ListedBlocks) else None
+  if not isinstance(found, ListedBlocks): return None
+  return replace(found, block_n=found.block_n*TILES_OF_TURN, with_turns=True) if with_turns else found
 
 def lists_or_reason(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") -> ListedBlocks|str|None:
   """Returns the lists of the tiles that a mask_mod leaves visible, over which a kernel with the tile description `tile` loops. If the kernel does not

@@ -313,10 +313,10 @@ class Frame(Threads):
       bad = np.zeros(self.T, bool)
       bad[at[first[twice[0]]]] = True
       raise self.error(SharedSlot, bad, lambda t: f"{name} {found[twice[0]]} is written {count[twice[0]]} times in one launch")
-  def atomic_add(self, pointer:Pointer, steps:Sequence[int], x:Array, gate:Array, sent:bool=False) -> None:
+  def atomic_add(self, pointer:Pointer, steps:Sequence[int], x:Array, gate:Array, sent:bool=False, sets:Array|None=None) -> None:
     for step, values in zip(steps, x):
       memory, at = self._atomic(pointer, 4*step, 4*len(values), gate, "adds to")
-      for i, value in enumerate(values): self._meeting.add(self, pointer.space, memory.view(np.float32), at + i, value, gate, sent)
+      for i, value in enumerate(values): self._meeting.add(self, pointer.space, memory.view(np.float32), at + i, value, gate, sent, sets)
   def sent(self) -> Array:
     self._meeting.await_sent(self, self.active)
     return np.zeros(self.T, np.float32)

@@ -45,6 +45,8 @@ class Traces:
   atomic: list[Trace] = field(default_factory=list)
   plain: list[Trace] = field(default_factory=list)
 
+Addition = tuple[Array, Array, Array, Array|None]     # memory, elements, numbers, and the elements that are set instead, as flags (None: no element)
+
 class Meeting:
   def __init__(self, plan:EmulatedProgram, views:dict[Any, View], workgroups:int, waves:int, seed:int):
     self.plan, self.waves, self.count = plan, waves, workgroups*waves
@@ -54,7 +56,7 @@ class Meeting:
     self.sent = dict[int, int]()                    # wave -> step at which it last sent additions, if it has not waited for them since
     self.known = dict[int, Array]()                 # wave -> what it knows: a clock for each wave
     self.left = dict[tuple[Allocation, int], Array]()      # counter -> what the waves that passed its turns knew
-    self.pending = dict[int, deque[tuple[Array, Array, Array]]]()      # wave -> additions that have not happened yet: memory, elements, numbers
+    self.pending = dict[int, deque[Addition]]()     # wave -> additions that have not happened yet
     bases = {views[u].base for u in plan.atomics}
     sizes = {base: base.data.size//4 if plan.waits else 0 for base in bases}
     self.traces = {base: Traces(np.full(size, -1, np.int32), np.zeros(size, np.int32)) for base, size in sizes.items()}
@@ -142,9 +144,10 @@ class Meeting:
     """Returns the order in which threads execute an atomic operation: the order of their numbers, or a random order (ATTN_EMU_ORDER)."""
     return threads if self.random is None else self.random.permutation(threads)
 
-  def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array, sent:bool=False) -> None:
+  def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array, sent:bool=False, sets:Array|None=None) -> None:
     """Performs an atomic addition: each thread for which `gate` is true adds its number of `values` (threads,) to the element `at` (threads,) of
-    `memory`, the contents of the buffer `space`. `sent` says whether the thread's wave sends the additions to the copy engine (TMA).
+    `memory`, the contents of the buffer `space`. `sent` says whether the thread's wave sends the additions to the copy engine (TMA). If `sets` is
+    given, the number of a thread for which `sets` is true replaces the element instead.
 
     Raises AtomicRace if the workgroup's turn to add may not have begun: if another wave of the workgroup has waited for the turn, and no barrier has
     made the adding wave wait, too."""
@@ -155,10 +158,9 @@ class Meeting:
       if self.plan.waits and f.checks: self._check_turn(f, traces, wave, elements + first, threads, space.name)
       self.added[wave] = int(self.clock[wave]), f.pc
       if sent: self.sent[wave] = f.pc
-      numbers = np.broadcast_to(values, f.T)[threads]
-      if self.random is None: np.add.at(memory, elements, numbers)
-      else:
-        self.pending.setdefault(wave, deque()).append((memory, elements, numbers))
+      addition = memory, elements, np.broadcast_to(values, f.T)[threads], None if sets is None else np.broadcast_to(sets, f.T)[threads]
+      if self.random is None: _perform(*addition)
+      else: self.pending.setdefault(wave, deque()).append(addition)
 
   def _check_turn(self, f:Threads, traces:Traces, wave:int, elements:Array, threads:Array, name:str) -> None:
     adder, added = traces.adder[elements], traces.added[elements]
@@ -176,8 +178,7 @@ class Meeting:
     """Performs the first `count` pending additions of a wave, or all of them if `count` is None."""
     if (waiting := self.pending.get(wave)) is None: return
     for _ in range(len(waiting) if count is None else count):
-      memory, elements, numbers = waiting.popleft()
-      np.add.at(memory, elements, numbers)
+      _perform(*waiting.popleft())
     if not waiting: del self.pending[wave]
 
   def some_happen(self) -> None:
@@ -208,6 +209,11 @@ class Meeting:
           raise f.error(AtomicRace, bad, lambda t: f"{verb} {space.name}[{same[0] - space.begin//4}] (elements of 4 bytes), which "
                         f"{self.who(f, other.wave)} {other.verb} at {self._line(other.step)}: an atomic and another access, with no defined order")
       mine.append(Trace(wave, int(self.clock[wave]), f.pc, found, verb))
+
+def _perform(memory:Array, elements:Array, numbers:Array, sets:Array|None) -> None:
+  """Adds `numbers` to `elements` of `memory`. Where `sets` is true, the numbers replace the elements instead."""
+  if sets is not None: memory[elements[sets]] = 0
+  np.add.at(memory, elements, numbers)
 
 def _base(space:Space) -> Allocation:
   assert space.base is not None

@@ -141,6 +141,15 @@ def _within_int(u:UOp) -> tuple[int, int]:
 def _in_int(extremes:Extremes, least:int, most:int) -> MaskSpan|None:
   return MaskSpan(extremes, least, most) if least >= LEAST_INT and most <= MOST_INT else None
 
+def classes_of(mask:UOp) -> tuple[UOp, UOp]|None:
+  """Returns two expressions of a mask, one of the query and one of the key, if the mask shows the query a key where the two expressions are equal.
+  Such a mask divides queries and keys into classes, for example into documents. Returns None for any other mask."""
+  negated = 0
+  while mask.op is Ops.CMPNE and mask.src[1] is TRUE: mask, negated = mask.src[0], negated + 1
+  if mask.op is not (Ops.CMPNE if negated % 2 else Ops.CMPEQ): return None
+  x, y = mask.src if depends(mask.src[0], QUERY) else mask.src[::-1]
+  return (x, y) if is_one_sided(x) and depends(y, KEY) and not depends(y, QUERY) else None
+
 def one_sided_expressions(mask:UOp) -> list[UOp]:
   """Returns the expressions in a mask that depend on the query alone or on the key alone, and whose lowest and highest values on a tile decide
   whether the mask is constant on the tile. For `i//64 == tokens[j]` these expressions are i//64 and tokens[j]."""

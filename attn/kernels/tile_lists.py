@@ -8,8 +8,7 @@ column alone, such as i//64 and tokens[j] in the mask i//64 == tokens[j]. The ke
 expressions, in a block of rows and in each tile of columns. For most tiles these extremes already prove that the mask hides all of their scores, or
 none of them (attn/functions/spans.py). For the other tiles the kernel evaluates the mask for each score, as the kernels of attention do.
 
-2. `tiles_in_order` puts the tiles of each block in order. Tiles of which the mask hides some scores come first, and then the tiles of which it hides
-none. If the mask hides all scores of a tile, the tile is not in the list."""
+2. `tiles_in_order` puts the tiles of each block in order (`TileList`). If the mask hides all scores of a tile, the tile is not in the list."""
 from __future__ import annotations
 import functools, math, operator
 from collections.abc import Callable, Mapping
@@ -330,24 +329,27 @@ def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
 
 @cache_of_kernels
 def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the kernel that writes each block's list of tiles, in order. There is one thread for each tile of a block. The thread counts the tiles
-  that come before its tile: the count is the tile's position in the list. Unused entries at the end of a list get the number of all tiles. If lists
-  have turns, the thread also counts the blocks that start before its block and have the tile in their lists."""
+  """Returns the kernel that writes each block's list of tiles, in order (`TileList`). There is one thread for each tile of a block. The thread counts
+  the tiles that come before its tile: the count is the tile's position in the list. Unused entries at the end of a list get the number of all tiles.
+  If lists have turns, the thread also counts the blocks that start before its block and have the tile in their lists."""
+  some_hidden, none_hidden = (1, 0) if x.with_turns else (0, 1)      # numbers of groups of tiles, in their order
   def kernel(tile_list:UOp, in_tiles:UOp) -> UOp:
     items, there, (of_list, block, tile) = Items.of_threads(x.lists, x.blocks, x.tiles)
     line = (of_list*x.blocks + block)*x.tiles
     def group(t:UOp, line:UOp=line) -> UOp:
-      # 0 for a tile of which the mask hides some scores, 1 if it hides none, 2 if it hides all; `line` is where the block's tiles begin in `in_tiles`
+      # the group of tile t: whether the mask hides some of its scores, none, or all (2); `line` is where the block's tiles begin in `in_tiles`
       bits = flat(in_tiles)[line + t].load()
-      return bits.eq(SEEN | HIDDEN).where(int32(0), bits.eq(SEEN).where(int32(1), int32(2)))
-    mine = group(tile)
+      return bits.eq(SEEN | HIDDEN).where(int32(some_hidden), bits.eq(SEEN).where(int32(none_hidden), int32(2)))
+    def number(t:UOp) -> UOp:
+      # the number of tile t in the order in which a group is sorted: with turns, opposite to the order in which blocks start
+      return (x.tiles - 1) - in_order_of_start(x.p, t, x.tiles) if x.with_turns else t
+    mine, own = group(tile), number(tile)
     def work(now:list[UOp], i:UOp) -> list[UOp]:
-      # counts the tiles that come before this thread's tile, those of which some scores are hidden, and those in the list; `now` has the counts so
-      # far
+      # counts the tiles that come before this thread's tile, those of the first group, and those in the list; `now` has the counts so far
       for n in range(OF_A_STEP):
         t = i*OF_A_STEP + n
         other = (t < x.tiles).where(group(t.minimum(x.tiles - 1)), int32(3))
-        conditions = (other < mine) | (other.eq(mine) & (t < tile)), other < 1, other < 2
+        conditions = (other < mine) | (other.eq(mine) & (number(t) < own)), other < 1, other < 2
         now = [count + c.where(int32(1), int32(0)) for count, c in zip(now, conditions)]
       return now
     def turn() -> UOp:
@@ -358,13 +360,13 @@ def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
         return ((b < x.blocks) & (started(b) < started(block)) & listed).where(int32(1), int32(0))
       def work(now:list[UOp], i:UOp) -> list[UOp]: return [sum((earlier(i*OF_A_STEP + n) for n in range(OF_A_STEP)), now[0])]
       return items.totals(ceildiv(x.blocks, OF_A_STEP), [int32(0)], work)[0]
-    before, partly, seen = items.totals(ceildiv(x.tiles, OF_A_STEP), [int32(0)]*3, work)
+    before, in_first, seen = items.totals(ceildiv(x.tiles, OF_A_STEP), [int32(0)]*3, work)
     to, begin, once = flat(tile_list), (of_list*x.blocks + block)*x.shape[-1], there & tile.eq(0)
     place = before.cast(dtypes.weakint).maximum(0).minimum(x.tiles - 1)
     last = int32(x.tiles)
     stores = [to[(begin + OF_A_LIST + place).valid(there)].store((mine < 2).where(tile.cast(dtypes.int), last)),
               to[(begin + OF_A_LIST + x.tiles).valid(once)].store(last),
-              *[to[(begin + i).valid(once)].store(n) for i, n in enumerate((partly, seen))]]
+              *[to[(begin + i).valid(once)].store(n) for i, n in enumerate((in_first, seen))]]
     if x.with_turns: stores.append(to[(begin + list_length(x.tiles) + place).valid(there)].store(turn()))
     return items.kernel(f"attn_tiles_listed_{x.over}_{x.tiles}", stores, x.lists*x.blocks*x.tiles*x.tiles)
   return kernel

@@ -125,20 +125,24 @@ def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str, th
   quoted = "\n    ".join(f'"{part} "' for line in body for part in wrapped(line, "  ").split("\n"))
   return f'asm volatile(\n    {quoted}\n    : {both_ways(accs)}\n    : {wrapped(operands, "      ")} : "memory");\nreturn 0.0f;'
 
-def _send(lanes:Lanes, acc:Any, stage:Any, to:Any, lane:Array, there:Array, _:Array, accs:int) -> Array:
+def _send(lanes:Lanes, acc:Any, stage:Any, to:Any, lane:Array, there:Array, *sets_and_after:Array, accs:int, sets:bool) -> Array:
   for i in range(accs):
     x = np.ascontiguousarray(lanes.load_register(acc, i), np.float32)
     lanes.store_bytes(stage, (lane.astype(np.int64) + i*32)*16, np.ascontiguousarray(x.T).view(np.uint8).T, lanes.active)
-    lanes.atomic_add(to, [i*128], x[None], lanes.active & there, sent=True)
+    lanes.atomic_add(to, [i*128], x[None], lanes.active & there, sent=True, sets=sets_and_after[0] if sets else None)
   return np.zeros(len(lanes.active), np.float32)
 
-def _send_text(printer:Any, out:str, accs:int) -> Body:
+def _send_text(printer:Any, out:str, accs:int, sets:bool) -> Body:
   stores = [f"((float4*)stage)[{32*i} + lane] = acc[{i}];" for i in range(accs)]
+  def copy(when:str, instruction:str) -> list[str]:
+    return [f'if (lane == 0 && {when}) asm volatile("{instruction} [%0], [%1], %2;\\ncp.async.bulk.commit_group;"',
+            f'    :: {of_global("to")}, {shared("stage")}, "r"({512*accs}) : "memory");']
+  adds = copy("there && !sets" if sets else "there", "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32")
   return Body("\n".join([
     'if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");', "__syncwarp();", *stores,
     'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");', "__syncwarp();",
-    'if (lane == 0 && there) asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\\ncp.async.bulk.commit_group;"',
-    f'    :: {of_global("to")}, {shared("stage")}, "r"({512*accs}) : "memory");', "return 0.0f;"]), "acc stage to lane there", name=f"send_{accs}")
+    *(copy("there && sets", "cp.async.bulk.global.shared::cta.bulk_group") if sets else []), *adds, "return 0.0f;"]),
+    f"acc stage to lane there{' sets'*sets}", name=f"send_{accs}{'_or_set'*sets}")
 
 def _wgmma(accs:range, dtype:str, a:str, more:str, transposed:str) -> str:
   """Returns the text of one wgmma with the C fragments `accs` of the assembly (PTX ISA 9.7.15.5.2). `a` is the text of operand A, and `more` a text
@@ -225,7 +229,7 @@ instruction("start_scores", _scores, cuda=_scores_text)
 instruction("start_output", _output, cuda=_output_text)
 instruction("start_shared_output", _shared_output, cuda=_shared_output_text)
 instruction("start_sums", _sums, cuda=_sums_text)
-instruction("send", _send, cuda=_send_text, atomic=True)      # 9.7.9.25.5.2: cp.reduce.async.bulk
+instruction("send", _send, cuda=_send_text, atomic=True)      # 9.7.9.25.4.1, 9.7.9.25.5.2: cp.async.bulk, cp.reduce.async.bulk
 instruction("sent", lambda lanes, _: lanes.sent(), atomic=True,
             cuda=Body('asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");\nreturn 0.0f;', ""))
 instruction("publish", lambda lanes, _: np.zeros(len(lanes.active), np.float32),
@@ -297,14 +301,15 @@ def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, after:UOp, rows:int, panel:int, dtype:
   bytes of a panel (64 columns). Y begins at the 16-byte unit with index `unit` of its panel. Y ends in this panel, or consists of whole panels, which
   lie `panel` bytes apart. Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
   return statement("start_sums", acc[0], x, y, integer(unit), after, accs=acc.max_numel(), steps=rows//K, panel=panel, dtype=dtype, more=more)
-def send(acc:UOp, stage:UOp, to:UOp, lane:UOp, there:UOp, after:UOp) -> UOp:
+def send(acc:UOp, stage:UOp, to:UOp, lane:UOp, there:UOp, after:UOp, sets:UOp|None=None) -> UOp:
   """Adds a warp's C fragments to float32 sums in global memory, in warps where `there` is true. Each number is added atomically, in no fixed order.
   `acc` is a register array of the fragments. The sums of the first fragment come first: four neighbouring sums for each lane, lane after lane. Then
   the next fragment follows. `to` is a UOp that indexes this lane's first sum. The warp copies the fragments to shared memory at `stage`, and the copy
-  engine (TMA) adds them from there. The warp does not wait for the additions; `sent` does. Returns a statement (an operation with a side effect) that
-  is executed after the UOp `after`.
+  engine (TMA) adds them from there. The warp does not wait for the additions; `sent` does. In warps where `sets` is true, the numbers replace the
+  sums. Returns a statement (an operation with a side effect) that is executed after the UOp `after`.
   """
-  return statement("send", acc[0], stage, in_global(to, dtypes.float, "to"), integer(lane), there, after, accs=acc.max_numel())
+  given = (acc[0], stage, in_global(to, dtypes.float, "to"), integer(lane), there, *([] if sets is None else [sets]), after)
+  return statement("send", *given, accs=acc.max_numel(), sets=sets is not None)
 def sent(after:UOp) -> UOp:
   """Waits until all additions that this thread has started by `send` are complete. Returns a statement (an operation with a side effect) that is
   executed after the UOp `after`."""

@@ -82,10 +82,10 @@ class Lanes(Protocol):
     `wait_products` counts the same in all warpgroups."""
   def wait_products(self, but:int) -> Array:
     """Makes the active threads wait for the products that they have started, except the last `but` products. Returns zeros."""
-  def atomic_add(self, pointer:Any, steps:Sequence[int], x:Array, gate:Array, sent:bool=False) -> None:
+  def atomic_add(self, pointer:Any, steps:Sequence[int], x:Array, gate:Array, sent:bool=False, sets:Array|None=None) -> None:
     """Adds float32 x (instructions, elements, threads) to global memory where `gate` is true, in any order. The elements of instruction i are added
     to neighbouring numbers, which begin `steps[i]` elements after `pointer`. `sent` says that the copy engine (TMA) adds them: then only the method
-    `sent` waits for them."""
+    `sent` waits for them. Where `sets` is true, x replaces the numbers instead."""
   def sent(self) -> Array:
     """Makes the active waves wait until the additions that they have sent to the copy engine (TMA) are complete. Returns zeros."""
   def fetch_add(self, pointer:Any, gate:Array) -> Array:

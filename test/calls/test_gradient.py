@@ -294,6 +294,16 @@ NOT_MEASURED: dict[str, tuple[dict[str, Any], str]] = {
   "D 64, window": (dict(D=64, window=(1023, 200)), r"window=\(1023, 200\)"),
   "D 64, packed": (dict(D=64, packed=True), r"window=\(-1, -1\) with varlen")}
 
+@pytest.mark.parametrize("mask, heads, one", ((lambda b, h, i, j, n: n[i] == n[j], 32, True), (lambda b, h, i, j, n: n[i] == n[j], 24, False),
+                                              (lambda b, h, i, j, n: (i//64) == n[j], 32, True), (lambda b, h, i, j, n: n[i] < n[j], 32, False),
+                                              (lambda b, h, i, j, n: (i - n[j]) % 4 == 0, 32, False),
+                                              (lambda b, h, i, j, n: (i >= j) & (n[i] == n[j]), 32, False)))
+def test_one_kernel_in_order_for_masks_that_compare_two_numbers(mask:Callable[..., Any], heads:int, one:bool) -> None:
+  # in a fixed order, for masks such as documents, if there are enough heads
+  with emulated("sm_90"):
+    q, numbers = Tensor.empty(1, heads, 16384, 128, dtype="bfloat16"), Tensor.empty(16384, dtype="int32")
+    assert attn.explain(q, q, q, arch="sm_90", backward=True, mask_mod=mask, mod_tensors=(numbers,)).at_once == one
+
 def test_one_kernel_in_order_with_tiles_of_128_queries() -> None:
   for rows, one in ((4096, True), (2048, False)):
     q = Tensor.empty(128, 1, rows, 64, dtype="half")

@@ -14,9 +14,10 @@ from attn.calls.tile_lists import tile_lists
 from attn.chips import Chip
 from attn.chips.matrix import MMA
 from attn.choose.gradient_kernels import GRADIENT_KERNELS
-from attn.emulator.checks import Deadlock
+from attn.emulator.checks import Deadlock, UninitialisedRead
 from attn.functions.symbols import BATCH, QUERY_HEAD, depends
 from attn.functions.trace import functions_of
+from attn.kernels.nvidia import gradient_sums
 from attn.kernels.parts.backward.turns import Turns
 from attn.kernels.parts.program.blocks import TileList, list_length
 from attn.kernels.tile_lists import ListedBlocks
@@ -39,6 +40,7 @@ class Case:
 
 CASES = {
   "documents": Case(lambda b, h, i, j, d: d[b, i].eq(d[b, j]), lambda b, h, i, j, d: d[b, i] == d[b, j], True),
+  "next document": Case(lambda b, h, i, j, d: (d[b, i] + 1).eq(d[b, j]), lambda b, h, i, j, d: d[b, i] + 1 == d[b, j], True),
   "neighbourhood": Case(lambda b, h, i, j: ((i//16 - j//16).abs() < 3) & ((i%16 - j%16).abs() < 3),
                         lambda b, h, i, j: (abs(i//16 - j//16) < 3) & (abs(i%16 - j%16) < 3)),
   "sinks and window": Case(lambda b, h, i, j: (i >= j) & ((i - j < 30) | (j < 4)), lambda b, h, i, j: (i >= j) & ((i - j < 30) | (j < 4))),
@@ -80,6 +82,13 @@ def expected_list(mask:np.ndarray, block_n:int, tiles:int) -> list[int]:
   full = [t for t in range(tiles) if whole[t]]
   return [len(some), len(some) + len(full), *some, *full, *[tiles]*(tiles + 1 - len(some) - len(full))]
 
+def with_turns_from(usual:list[int], descending:bool) -> list[int]:
+  """Converts a list of visible tiles to the list that blocks need which add to dq in a fixed order: the tiles without a hidden score come first, and
+  both kinds of tiles are in descending or in ascending order."""
+  parts, visible, *tiles = usual
+  some, full = (sorted(x, reverse=descending) for x in (tiles[:parts], tiles[parts:visible]))
+  return [len(full), visible, *full, *some, *tiles[visible:]]
+
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("over", ["keys", "queries"])
 @pytest.mark.parametrize("name, block_m, block_n", [*((name, 64, 32) for name in CASES), ("documents", 48, 8), ("squares of heads", 48, 8)])
@@ -103,8 +112,8 @@ def test_lists_have_the_tiles_that_a_mask_leaves(name:str, block_m:int, block_n:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name, keys", (("documents", 400), ("squares", 400), ("causal stripes", 400), ("documents", 60), ("documents", 100)))
 def test_lists_say_when_a_block_has_its_turn(name:str, keys:int) -> None:
-  # Kernels that add to dq in a fixed order need a longer list of visible tiles: the usual list, followed by a number for each tile, namely how many
-  # blocks that start earlier have the tile in their lists, too.
+  # Kernels that add to dq in a fixed order need another order of the list of visible tiles. The list ends with a number for each tile, namely how
+  # many blocks that start earlier have the tile in their lists, too.
   stripes = Case(lambda b, h, i, j: (i >= j) & ((i//50 + j//40) % 2).eq(0), lambda b, h, i, j: (i >= j) & ((i//50 + j//40) % 2 == 0))
   p = sized(CASES.get(name, stripes), B=1, H=4, Sq=keys - 70 if keys > 100 else 50, Sk=keys)
   d = documents(p)
@@ -114,9 +123,9 @@ def test_lists_say_when_a_block_has_its_turn(name:str, keys:int) -> None:
     with emulated("gfx942"): found.append(tile_lists(x, "EMU::gfx942", {"mod_tensor0": Tensor(d, device="EMU::gfx942")}).numpy()[0, 0])
   alone, got = found
   assert alone.shape[-1] == list_length(x.tiles) and got.shape[-1] == list_length(x.tiles, True)
-  np.testing.assert_array_equal(got[:, :alone.shape[-1]], alone)
   for block in range(len(got)):
-    turns = expected_turns(alone, block, lambda b: len(got) - 1 - b if hiding(p).after else b)
+    assert got[block, :alone.shape[-1]].tolist() == with_turns_from(alone[block].tolist(), not hiding(p).after), block
+    turns = expected_turns(got, block, lambda b: len(got) - 1 - b if hiding(p).after else b)
     assert got[block, alone.shape[-1]:][:len(turns)].tolist() == turns, block
 
 @dataclass(frozen=True)
@@ -221,10 +230,10 @@ def gradients_by_one_kernel(name:str, deterministic:bool=True) -> list[np.ndarra
   for n, g in zip(("q", "k", "v"), gradients): assert (verdict := judge(g, laws[n])).ok, f"{n}: {verdict}"
   return gradients
 
-@pytest.mark.parametrize("name", ("documents", pytest.param("squares", marks=pytest.mark.thorough)))
+@pytest.mark.parametrize("name", ("documents", "next document", pytest.param("squares", marks=pytest.mark.thorough)))
 def test_one_kernel_loops_over_lists(monkeypatch:pytest.MonkeyPatch, name:str) -> None:
   # The kernel that computes all gradients at once can loop over lists of visible tiles. The gradients agree with float64. If the kernel adds to dq in
-  # a fixed order, dq has the same bits in whatever order workgroups start.
+  # a fixed order, dq has the same bits in whatever order workgroups start. dq of queries that see no key is 0.
   one_kernel(monkeypatch)
   gradients_by_one_kernel(name, deterministic=False)
   found = []
@@ -239,13 +248,18 @@ def every_turn_first(m:pytest.MonkeyPatch) -> None: m.setattr(TileList, "turn", 
 def every_turn_later(m:pytest.MonkeyPatch) -> None:
   turn = TileList.turn
   m.setattr(TileList, "turn", lambda self, i: turn(self, i) + 1)
-def turns_of_two_tiles(m:pytest.MonkeyPatch) -> None:
+def turns_of_four_tiles(m:pytest.MonkeyPatch) -> None:
   of = Turns.of
-  m.setattr(Turns, "of", staticmethod(lambda *args: replace(of(*args), tiles=2)))
+  m.setattr(Turns, "of", staticmethod(lambda *args: replace(of(*args), tiles=4)))
 
-@pytest.mark.sample(2)
+def nobody_sets(m:pytest.MonkeyPatch) -> None: m.setattr(Turns, "sets", lambda self, i: UOp.const(False))
+def everybody_sets(m:pytest.MonkeyPatch) -> None: m.setattr(Turns, "sets", lambda self, i: UOp.const(True))
+def every_sum_is_set(m:pytest.MonkeyPatch) -> None: m.setattr(gradient_sums, "some_turn_ended", lambda *args: UOp.const(True))
+
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("plant, error, text", ((every_turn_first, Deadlock, "waits until"), (every_turn_later, Deadlock, "waits until"),
-                                                (turns_of_two_tiles, Deadlock, "waits until")))
+                                                (turns_of_four_tiles, Deadlock, "waits until"), (everybody_sets, AssertionError, "q: "),
+                                                (nobody_sets, AssertionError, "q: "), (every_sum_is_set, UninitialisedRead, "nobody has written")))
 @pytest.mark.usefixtures("without_places")
 def test_planted_fault_of_turns_in_lists(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], error:type[Exception],
                                          text:str) -> None:
@@ -255,7 +269,7 @@ def test_planted_fault_of_turns_in_lists(monkeypatch:pytest.MonkeyPatch, plant:C
   with pytest.raises(error, match=text):
     for order in range(4):
       monkeypatch.setenv("ATTN_EMU_ORDER", str(order))
-      found.append(gradients_by_one_kernel("documents")[0])
+      found.append(gradients_by_one_kernel("next document" if plant is every_sum_is_set else "documents")[0])
       np.testing.assert_array_equal(found[-1], found[0])
 
 def test_lists_of_part_tiles_change_no_bit() -> None:
@@ -268,7 +282,7 @@ def test_lists_of_part_tiles_change_no_bit() -> None:
   found = []
   for wanted in (True, False):
     with lists(wanted): found.append(computed(p, x, do, "gfx942", case, d))
-  for with_lists, without in zip(*found): np.testing.assert_array_equal(with_lists, without)
+  for over_lists, without in zip(*found): np.testing.assert_array_equal(over_lists, without)
 
 def test_lists_follow_the_numbers_of_a_tensor() -> None:
   # If a mask reads a tensor, kernels make the lists of visible tiles again in each call, also when TinyJit replays the call.

@@ -10,16 +10,16 @@ from attn.chips import Chip
 from attn.chips.matrix import MMA, Mma
 from attn.kernels.nvidia.warp_gradients import WarpRows
 from attn.kernels.nvidia.warps import Warps
-from attn.kernels.parts.backward.turns import first_turns
-from attn.kernels.parts.grid.tensors import Shapes, delta_arguments, finish_arguments
+from attn.kernels.parts.backward.turns import first_turns, some_turn_ended
+from attn.kernels.parts.grid.tensors import Shapes, delta_arguments, finish_arguments, set_by_first
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.memory.layouts import SwizzledRows
-from attn.kernels.tiles.common import QUERIES_OF_SUMS
+from attn.kernels.tiles.common import QUERIES_OF_SUMS, BlockTile
 from attn.kernels.tiles.mma import MmaBackwardTile, fragments
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.common import flat
 from attn.problem import Problem
-from attn.tinygrad_compat import UOp
+from attn.tinygrad_compat import Ops, UOp
 
 def place_in_sums(group:Workgroup, mat:Mma, head:UOp, first_query:UOp, warp:UOp, fragment:UOp|int) -> UOp:
   """Returns the index, in the fp32 accumulator of dQ, of the first element of a C fragment of a warp (16 queries by 8 columns). `first_query` is the
@@ -53,27 +53,31 @@ class QueriesOfSums:
   def cleared(self) -> list[UOp]:
     """Returns the stores of 0 to this lane's elements of the fp32 accumulator of dQ."""
     return [self.sums[i.valid(self.group.has_sums)].store(nv.zero(UOp.const(0))) for i in self.places()]
-  def load(self) -> list[UOp]:
+  def load(self, tile:BlockTile) -> list[UOp]:
     """Loads the elements of the fp32 accumulator of dQ that belong to this lane. Returns one vector of four elements for every 8 columns. All
-    elements are 0 if the queries lie beyond the end of a packed sequence."""
-    if not self.group.p.varlen: return [self.sums[i].load() for i in self.places()]
-    return [ops.as_float(ops.load_where(self.sums[i], self.group.has_sums, 16)) for i in self.places()]
+    elements are 0 if the queries lie beyond the end of a packed sequence, or if no block has set the sums of these queries. `tile` is the tile
+    description of the kernel whose blocks add to the accumulator."""
+    group, there = self.group, self.group.has_sums
+    if set_by_first(group.p): there = there & some_turn_ended(group, tile)
+    if there.op is Ops.CONST: return [self.sums[i].load() for i in self.places()]
+    return [ops.as_float(ops.load_where(self.sums[i], there, 16)) for i in self.places()]
 
 def delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp]:
-  """Returns the kernel that computes delta and sets the fp32 accumulator of dQ to 0. The kernel takes the tensors of `tensors.delta_arguments(p,
-  dlse)`, in this order. `dlse` says whether lse has a gradient."""
+  """Returns the kernel that computes delta and sets the fp32 accumulator of dQ to 0, unless `tensors.set_by_first(p)` is true. The kernel takes the
+  tensors of `tensors.delta_arguments(p, dlse)`, in this order. `dlse` says whether lse has a gradient."""
   def kernel(*args:UOp) -> UOp:
     x = QueriesOfSums.of(p, arch, delta_arguments(p, dlse), args)
-    stores = [*x.rows.kept_deltas(), *x.cleared(), *first_turns(x.group, x.rows.warps.at.thread)]
+    cleared = [] if set_by_first(p) else x.cleared()
+    stores = [*x.rows.kept_deltas(), *cleared, *first_turns(x.group, x.rows.warps.at.thread)]
     return x.group.gradient_kernel("backward_delta_wgmma", ("delta",), stores, 2*p.rows*p.Dv)
   return kernel
 
-def finish_kernel(p:Problem, arch:Chip) -> Callable[..., UOp]:
-  """Returns the kernel that turns the fp32 accumulator of dQ into dq: multiplies it by softmax_scale and rounds it. The kernel takes the tensors of
-  `tensors.finish_arguments(p)`, in this order."""
+def finish_kernel(p:Problem, arch:Chip, tile:BlockTile) -> Callable[..., UOp]:
+  """Returns the kernel that turns the fp32 accumulator of dQ into dq: multiplies it by softmax_scale and rounds it. `tile` is the tile description of
+  the kernel whose blocks add to the accumulator. The returned kernel takes the tensors of `tensors.finish_arguments(p)`, in this order."""
   def kernel(*args:UOp) -> UOp:
     x = QueriesOfSums.of(p, arch, finish_arguments(p), args)
-    sums, scale = x.load(), UOp.const(p.softmax_scale)
+    sums, scale = x.load(tile), UOp.const(p.softmax_scale)
     stores = [store for r, row in enumerate(x.rows.of_lane[0]) for store in x.group.gradient("dq", row, x.rows.warps.columns(sums, r, scale, None))]
     return x.group.gradient_kernel("backward_finish_wgmma", ("dq",), stores, p.rows*p.D)
   return kernel

@@ -11,6 +11,7 @@ from attn.tinygrad_compat import UOp
 QUERIES_OF_SUMS = 64      # queries of a tile of dQ's fp32 accumulator
 OF_QUERIES, OF_KEYS = ("q", "do"), ("k", "v")            # tensors by rows of queries and of keys: the first of each makes scores, the second dP
 TURNS_OF_SUMS = 8         # counters of turns for each tile of dQ's fp32 accumulator
+TILES_OF_TURN = 2         # neighbouring tiles of queries for which a workgroup has a turn to add to dQ
 
 class BlockTile(Protocol):
   """Properties that the tile description of every kernel has. A tile description says how the kernel divides a problem over workgroups."""

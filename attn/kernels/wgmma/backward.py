@@ -24,7 +24,7 @@ from attn.kernels.parts.grid.tensors import Shapes
 from attn.kernels.parts.backward.turns import Turns
 from attn.kernels.parts.grid.workgroup import Grid, Workgroup, kv_head_in_group_fastest
 from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels
-from attn.kernels.parts.program.blocks import Blocks
+from attn.kernels.parts.program.blocks import Blocks, TileList
 from attn.kernels.parts.program.counts import below
 from attn.kernels.parts.program.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.program.trips import over_tiles
@@ -314,5 +314,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     (queries, column), at, group, mat = self.dq_part, self.warp_rows.warps.at, self.of.group, self.warp_rows.mat
     first = self.score.row(self.tile_number*self.score.block_n) + queries*wgmma.M
     to = place_in_sums(group, mat, self.warp_rows.head, first, at.wave%(wgmma.M//mat.M), column//mat.N)
-    there = wgmma.EVERYWHERE if self.of.tile.dq_panels == 1 else below(first, group.sequence.n_q)
-    return s.do(wgmma.send(s.dq, s.shared[self.of.sent], flat(group.given["dq_sums"])[to + at.lane*4], at.lane, there, s.done))
+    whole = self.of.tile.dq_panels == 1 and not isinstance(self.score.order, TileList)      # the last tile of a list may be longer than the sequence
+    there = wgmma.EVERYWHERE if whole else below(first, group.sequence.n_q)
+    sets = None if self.of.turns is None else self.of.turns.sets(self.tile_number)
+    return s.do(wgmma.send(s.dq, s.shared[self.of.sent], flat(group.given["dq_sums"])[to + at.lane*4], at.lane, there, s.done, sets))

@@ -92,15 +92,21 @@ def dq_turns(p:Problem) -> Shapes:
   have asked before, decides which block of keys it owns. Returns an empty dictionary if workgroups add in any order."""
   return {"dq_turns": ((math.prod(dq_sums(p)[0][:2])*TURNS_OF_SUMS + 1,), "int32")} if p.deterministic else {}
 
+def set_by_first(p:Problem) -> bool:
+  """Returns whether the first workgroup that adds to the sums of dQ of a tile of queries sets these sums, so that no kernel needs to set them to 0
+  before. This is so if workgroups add in a fixed order, and loop over lists of tiles, which tell a workgroup whether it is the first."""
+  return p.deterministic and p.tile_list is not None
+
 def lengths_of(p:Problem) -> Shapes:
   return {name: x for name, x in p.extras.items() if name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k")}
 
 def delta_arguments(p:Problem, dlse:bool=False) -> Shapes:
   """Returns (shape, dtype) of the tensors that `backward_delta` takes, by name and in order. The kernel writes delta. It sets the fp32 accumulator of
-  dQ (the tensor dq_sums) to 0, and the counters of turns (dq_turns), if there are any. It reads o, do, the lengths of sequences, and with `dlse` the
-  gradient of lse. Later `backward_all` adds to the accumulator, and `backward_finish` makes dq from it."""
+  dQ (the tensor dq_sums) to 0, unless `set_by_first(p)` is true, and the counters of turns (dq_turns), if there are any. It reads o, do, the lengths
+  of sequences, and with `dlse` the gradient of lse. Later `backward_all` adds to the accumulator, and `backward_finish` makes dq from it."""
   x = of_backward(p).shapes
-  return {"dq_sums": dq_sums(p), **dq_turns(p), "delta": x["lse"], "o": x["o"], "do": x["o"], **lengths_of(p), **({"dlse": x["lse"]} if dlse else {})}
+  sums: Shapes = {} if set_by_first(p) else {"dq_sums": dq_sums(p)}
+  return {**sums, **dq_turns(p), "delta": x["lse"], "o": x["o"], "do": x["o"], **lengths_of(p), **({"dlse": x["lse"]} if dlse else {})}
 
 def all_arguments(p:Problem, parts:int=0) -> Shapes:
   """Returns (shape, dtype) of the tensors that `backward_all` takes, by name and in order: the fp32 accumulator of dQ, to which the kernel adds; the
@@ -109,8 +115,8 @@ def all_arguments(p:Problem, parts:int=0) -> Shapes:
 
 def finish_arguments(p:Problem) -> Shapes:
   """Returns (shape, dtype) of the tensors that `backward_finish` takes, by name and in order. The kernel writes dq, and reads the fp32 accumulator of
-  dQ, and the lengths of sequences."""
-  return {"dq": p.shapes["q"], "dq_sums": dq_sums(p), **lengths_of(p)}
+  dQ, the counters of turns if `set_by_first(p)` is true, and the lengths of sequences."""
+  return {"dq": p.shapes["q"], "dq_sums": dq_sums(p), **(dq_turns(p) if set_by_first(p) else {}), **lengths_of(p)}
 
 def dbias_arguments(p:Problem, parts:int=0, tile:BlockTile|None=None) -> Shapes:
   """Returns (shape, dtype) of the tensors that `backward_dbias` takes, by name and in order. The first one is the kernel's output: the sum of dS that

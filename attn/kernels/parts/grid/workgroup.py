@@ -15,7 +15,7 @@ from attn.kernels.parts.program.blocks import (Blocks, Descending, Extent, TileL
 from attn.kernels.parts.program.counts import below, bounded, ceildiv
 from attn.kernels.parts.weights.epilogue import OPTIMISED, LogSum, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
 from attn.kernels.parts.weights.scores import Scores
-from attn.kernels.tiles.common import QUERIES_OF_SUMS, BlockTile, blocks_of_queries, heads_of
+from attn.kernels.tiles.common import QUERIES_OF_SUMS, TILES_OF_TURN, BlockTile, blocks_of_queries, heads_of
 from attn.ops import common as ops
 from attn.ops.atomics import ticket
 from attn.ops.common import flat
@@ -26,6 +26,7 @@ from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes, dynamic_shared_name
 
 CACHED = 16 << 20   # bytes of K and V that concurrently running blocks should share in NVIDIA's L2
+HEADS_IN_ORDER = 32   # key/value heads whose blocks run together if they loop over lists of tiles and add to dQ in a fixed order
 
 @dataclass(frozen=True)
 class Grid:
@@ -92,8 +93,10 @@ def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
 def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma, fixed_order:bool=False) -> Grid:
   """Returns NVIDIA's grid over blocks of keys. The blocks of a group of key/value heads run together. Usually a group is a single head. Under a
   causal mask a group has as many heads as fit, with their queries, into the cache. `fixed_order` says that the blocks of a head add to dQ in a fixed
-  order. Then groups are as large as under a causal mask, so that fewer of the blocks that run at the same time wait for each other."""
+  order. Then groups are as large as under a causal mask, so that fewer of the blocks that run at the same time wait for each other. With lists of
+  tiles, neighbouring blocks of a head loop over the same few tiles: groups then have at least HEADS_IN_ORDER heads, if there are as many."""
   cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if fixed_order or hiding(p).after else 1
+  if fixed_order and p.tile_list is not None: cached = max(cached, HEADS_IN_ORDER)
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, cached, tile, mat)
 
 def _in_group_fastest(pieces_of_blocks:tuple[int, int], n:int, cached:int, tile:BlockTile, mat:Matrix|Mma) -> Grid:
@@ -160,12 +163,14 @@ def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool)
   return BlockRows(first, last if p.dealt is None else last.minimum(end - 1), end, further)
 
 def list_of(p:Problem, tile:BlockTile, given:Mapping[str, UOp], batch:UOp, head:UOp, block:UOp) -> TileList|None:
-  """Returns the list of the tiles that a workgroup loops over, those in which the mask leaves scores, or None if the problem has no such lists.
+  """Returns the list of the tiles that a workgroup loops over, those in which the mask leaves scores, or None if the kernel reads no such lists.
   `block` is the index of the workgroup's block of rows, and `given` has the kernel's tensors by name."""
-  if p.tile_list is None: return None
+  if p.tile_list is None or "tile_list" not in given: return None
   batches, heads, blocks, length = p.tile_list
   number = (batch if batches > 1 else UOp.const(0))*heads + (head if heads > 1 else UOp.const(0))
-  return TileList(flat(given["tile_list"]), (number*blocks + block)*length, tiles_of_list(length, "dq_turns" in given), tile.block_n)
+  turns = "dq_turns" in given
+  size = tile.block_n*TILES_OF_TURN if turns else tile.block_n
+  return TileList(flat(given["tile_list"]), (number*blocks + block)*length, tiles_of_list(length, turns), size, tile.block_n, turns)
 
 def cut_off(walk:Walk, tile:BlockTile) -> bool:
   """Returns whether a row may see only a part of a tile because the first or the last key that it sees lies inside the tile. If not, only mask_mod

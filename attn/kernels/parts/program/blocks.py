@@ -120,34 +120,39 @@ class Blocks:
 
 @dataclass(frozen=True)
 class TileList:
-  """The list of the tiles in which a mask leaves scores, for one workgroup. The workgroup loops over the list: first over the tiles of which the mask
-  hides some scores, then over those of which it hides none. attn/kernels/tile_lists.py makes the list.
+  """The list of the tiles in which a mask leaves scores, for one workgroup. The workgroup loops over the list. attn/kernels/tile_lists.py makes the
+  list.
 
     entries: buffer with the lists of all workgroups, as described below
     first: index at which the workgroup's list begins
     tiles: number of tiles of the sequence
-    size: rows of a tile
+    size: rows of a tile of the list
+    block_n: rows of a tile of the workgroup's loop, which divides `size`
+    with_turns: whether the list also has turns
 
-  A list begins with two numbers: how many of its tiles the mask hides in part, and how many tiles it has. Then come the indices of the tiles. The
-  entries left over, at least one, are filled with the number `tiles`. A list with turns has one more number for each of its tiles: how many blocks
-  that start before the workgroup's block have this tile in their lists."""
+  A list begins with two numbers: how many tiles its first group has, and how many tiles the list has. Then come the indices of the tiles. The first
+  group has the tiles of which the mask hides some scores, and the second group those of which it hides none. With turns, the two groups are in the
+  other order. The entries left over, at least one, are filled with the number `tiles`. A list with turns has one more number for each of its tiles:
+  how many blocks that start before the workgroup's block have this tile in their lists (attn/kernels/parts/backward/turns.py)."""
   entries: UOp
   first: UOp
   tiles: int
   size: int
+  block_n: int
+  with_turns: bool
   def entry(self, i:int|UOp) -> UOp: return run_time(self.entries[self.first + i].load(), self.tiles)
   def row(self, place:UOp) -> UOp:
     """Returns the index, in the sequence, of row number `place` of the listed tiles, counted in the order of the list. For a number beyond the list
     returns a row beyond the sequence."""
     return self.entry((place//self.size).minimum(self.tiles) + OF_A_LIST)*self.size + place%self.size
   def turn(self, i:UOp) -> UOp:
-    """Returns how many blocks start before the workgroup's own block and also have the list's i-th tile in their lists."""
-    return self.entries[self.first + list_length(self.tiles) + i].load()
+    """Returns how many blocks start before the workgroup's own block and also have the tile of iteration i in their lists."""
+    return self.entries[self.first + list_length(self.tiles) + i//(self.size//self.block_n)].load()
   @property
   def blocks(self) -> Blocks:
-    """The tiles that the workgroup loops over, numbered in the order of the list, which begins with the tiles of which the mask hides some scores."""
-    parts, count = self.entry(0), self.entry(1)
-    return Blocks(UOp.const(0), parts, count, count, True)
+    """The tiles that the workgroup loops over, numbered in the order of the list."""
+    (first, count), none = (self.entry(i)*(self.size//self.block_n) for i in range(2)), UOp.const(0)
+    return Blocks(none, none, first, count, False) if self.with_turns else Blocks(none, first, count, count, True)
 
 @dataclass(frozen=True)
 class Descending:
