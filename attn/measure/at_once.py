@@ -28,12 +28,13 @@ from attn.kernels.tiles.wgmma import WgmmaBackwardTile, WgmmaFewQueriesTile
 from attn.measure.backward import APART, SIZES, outputs_of, shape_of, torch_backward, torch_seconds
 from attn.measure.functions import (DOCUMENT, FLEX, FUNCTION_ROWS, HEAD_DIMENSION, HEADS, ROWS_OF_ALL, FunctionRow, flex_forward, graph_timer,
                                     tensors_of_functions)
+from attn.measure.inputs import tensors_of_kernel
 from attn.measure.machine import need
 from attn.measure.peers import CUDNN, FLASH, as_tensor, in_turn, on_the_host, random_inputs
+from attn.measure.rows import line_of
 from attn.ops import renderers
 from attn.problem import Problem, problem_of
 from attn.tinygrad_compat import Device, Tensor, foreign_cuda_context
-from attn.values import FLOATS, INTS
 
 MOST_COLUMNS = 128     # largest head dimension of this kernel
 TWO, NO_ORDER, IN_ORDER, OF_FEW = ALL_WAYS = "two kernels", "in no order", "in order", "few queries"
@@ -60,8 +61,7 @@ def computed_gradients(launches:Launches, have:dict[str, Tensor]) -> dict[str, T
   assert isinstance(device, str)
   for x, lists in launches:
     if lists is not None: there["tile_list"] = tile_lists(lists, device, have)
-    given = [there[name] if name in there else Tensor.empty(*shape, dtype=(FLOATS | INTS)[dtype]) for name, (shape, dtype) in x.shapes.items()]
-    after = Tensor.custom_kernel(*given, fxn=x.kernel)
+    after = Tensor.custom_kernel(*tensors_of_kernel(x.shapes, there), fxn=x.kernel)
     there |= {name: t for name, t in zip(x.shapes, after) if name in x.outputs}
   parts = {name: there[f"d{name}"] for name in ("q", "k", "v")}
   return {f"d{name}": t if t.ndim == have[name].ndim else t.sum(0).cast(have[name].dtype) for name, t in parts.items()}
@@ -171,7 +171,7 @@ def main(words:list[str], path:str|None) -> None:
   rows = []
   for row in rows_of_ways(words):
     rows.append(compare_ways(row))
-    print("  ".join(f"{name} {x}" for name, x in rows[-1].items()), flush=True)
+    print(line_of(rows[-1]), flush=True)
     if path is not None:
       with open(path, "w", newline="") as file:
         table = csv.DictWriter(file, WAYS_COLUMNS, lineterminator="\n")

@@ -15,9 +15,11 @@ from attn.calls.checked_kernel import device_arch
 from attn.choose.backward import choose_parts, dkdv_of, dq_of, tiles_of
 from attn.choose.dispatch import single_kernel
 from attn.kernels.parts.grid.tensors import Shapes, dkdv_arguments, dq_arguments
+from attn.measure.inputs import tensors_of_kernel
 from attn.measure.machine import need
 from attn.measure.peers import OURS, as_tensor, backends, on_the_host, random_inputs
 from attn.measure.rounds import in_turn, runs_of_a_round
+from attn.measure.rows import line_of
 from attn.ops import renderers
 from attn.problem import Problem
 from attn.tinygrad_compat import Device, Tensor, UOp, compiled, cuda_seconds, device_seconds, foreign_cuda_context
@@ -71,8 +73,8 @@ def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
 def outputs_of(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) -> dict[str, Tensor]:
   """Returns the tensors that the kernel `fxn` writes, by name. `shapes` has shape and dtype of all its tensors. The tensors are not computed yet.
   `have` has the tensors that exist already, by name."""
-  given = [have[name] if name in have else Tensor.empty(*shape, dtype=FLOATS[dtype]) for name, (shape, dtype) in shapes.items()]
-  return {name: t for name, t in zip(shapes, Tensor.custom_kernel(*given, fxn=fxn)) if name not in have}
+  found = Tensor.custom_kernel(*tensors_of_kernel(shapes, have), fxn=fxn)
+  return {name: t for name, t in zip(shapes, found) if name not in have}
 
 def our_seconds(*outputs:Tensor) -> Callable[[], float]:
   """Returns a timer of attn's kernels: a function that returns the seconds to compute `outputs` once, as a mean over the runs of a round. A round is
@@ -133,8 +135,7 @@ def problems(words:list[str]) -> list[tuple[Problem, bool]]:
 
 def main(words:list[str]) -> None:
   for p, causal in problems(words):
-    row = compare_backward(p, causal)
-    print("  ".join(f"{name} {x:.3g}" if isinstance(x, float) else f"{name} {x}" for name, x in row.items()), flush=True)
+    print(line_of(compare_backward(p, causal), digits=3), flush=True)
 
 if __name__ == "__main__":
   need("python -m attn.measure.backward", "torch", device="CUDA")

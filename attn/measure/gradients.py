@@ -5,11 +5,10 @@ import numpy as np
 from attn.calls.gradient import BackwardLaunch, added, backward_kernels
 from attn.chips import Chip
 from attn.choose.backward import can_differentiate, parts_of_chosen
-from attn.measure.inputs import normal_numbers, random_operands, to_tensor
+from attn.measure.inputs import normal_numbers, random_operands, tensors_of_kernel, to_tensor
 from attn.problem import Problem
 from attn.reference import arrange
 from attn.tinygrad_compat import Tensor
-from attn.values import FLOATS
 
 GRADIENT_NAMES = ("dq", "dk", "dv")
 
@@ -23,9 +22,8 @@ class Backward:
     """Calls the kernel `name`, without launching it yet. Returns the tensors that the kernel will write when they are realized. If the kernel writes
     a gradient in parts, returns the sum of the parts."""
     shapes = self.launches[name].shapes
-    given = [self.tensors[n] if n in self.tensors else Tensor.empty(*shape, dtype=FLOATS[dtype])
-             for n, (shape, dtype) in shapes.items()]
-    found = {n: t for n, t in zip(shapes, Tensor.custom_kernel(*given, fxn=self.launches[name].kernel)) if n not in self.tensors}
+    written = Tensor.custom_kernel(*tensors_of_kernel(shapes, self.tensors), fxn=self.launches[name].kernel)
+    found = {n: t for n, t in zip(shapes, written) if n not in self.tensors}
     return {n: Tensor(added(t.uop, self.tensors[n[1:]].uop)) if n in GRADIENT_NAMES else t for n, t in found.items()}
 
 def backward_of(p:Problem, arch:Chip, seed:int) -> Backward:

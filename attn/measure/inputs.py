@@ -1,11 +1,12 @@
 """Random inputs of a problem, as arrays and as tensors of tinygrad's default device."""
 from __future__ import annotations
 import math
+from collections.abc import Mapping
 import numpy as np
-from attn.problem import Problem
+from attn.problem import Problem, Shapes
 from attn.reference import arrange, rounded
 from attn.tinygrad_compat import Tensor, dtypes
-from attn.values import FLOATS
+from attn.values import FLOATS, INTS
 
 NUMBERS_DRAWN = 2**24 - 3     # most random numbers of a tensor. A prime: where they repeat, rows begin elsewhere, so no two heads are equal
 
@@ -19,6 +20,10 @@ def shapes_of(p:Problem) -> list[tuple[int, ...]]: return shapes(p.B, p.H, p.Hkv
 def to_tensor(x:np.ndarray, dtype:str) -> Tensor:
   if dtype != "bfloat16": return Tensor(np.ascontiguousarray(x, np.float16 if dtype == "float16" else np.float32)).realize()
   return Tensor((np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)).bitcast(dtypes.bfloat16).realize()
+
+def tensors_of_kernel(shapes:Shapes, have:Mapping[str, Tensor]) -> list[Tensor]:
+  """Returns the tensors of a kernel in their order: those of `have`, and empty tensors for the others, which the kernel writes."""
+  return [have[name] if name in have else Tensor.empty(*shape, dtype=(FLOATS | INTS)[dtype]) for name, (shape, dtype) in shapes.items()]
 
 def to_array(t:Tensor) -> np.ndarray:
   return t.numpy() if t.dtype != dtypes.bfloat16 else (t.bitcast(dtypes.ushort).numpy().astype(np.uint32) << 16).view(np.float32)

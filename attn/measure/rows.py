@@ -1,6 +1,15 @@
-"""Base class of the problems that the measurements print as rows of tables: the sizes of the problem, and their text in the table."""
+"""Rows of the tables that the measurements print: the base class of their problems, and a row's text."""
 from __future__ import annotations
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+def line_of(row:Mapping[str, Any], digits:int=4) -> str:
+  """Returns a row of a table as one line: each name with its value. Floats get `digits` significant digits."""
+  def shown(x:Any) -> str:
+    if isinstance(x, list): return " ".join(map(shown, x))
+    return f"{x:.{digits}g}" if isinstance(x, float) else str(x)
+  return " | ".join(f"{name} {shown(x)}" for name, x in row.items())
 
 def heads_text(H:int, Hkv:int) -> str:
   """Returns the text for the numbers of heads: "16", or "32 on 8" if 32 query heads share 8 key/value heads."""
