@@ -167,8 +167,9 @@ def text_of_8_bits(p:Problem, arch:Chip|None) -> str:
   """Returns a text for `explain` about q, k and v that are 8-bit floats: which format the tensors have, which scales multiply the tensors, and how
   the matrix unit adds products."""
   scales = [name for name in INPUT_SCALES if getattr(p, name)]
-  coarse = arch is not None and arch.short_sums
-  sums = "float32" if not coarse else "about 14 bits (fast_accumulate)" if p.fast_accumulate else "float32, after each 128 products of about 14 bits"
+  sums = "float32"
+  if arch is not None and arch.short_sums:
+    sums = "about 14 bits (fast_accumulate)" if p.fast_accumulate else "float32, after each 128 products of about 14 bits"
   return f"q, k and v: {p.dtype}, {', '.join(scales) or 'without scales'}; sums in {sums}"
 
 def text_of_tiles(c:CheckedCall, kernel:str, p:Problem, tile:BlockTile|None, over:str="keys") -> str:

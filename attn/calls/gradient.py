@@ -148,12 +148,15 @@ def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str,
     axis = lies.axis
     if name in ("lse", "lse_rest", "delta") and axis is not None: axis = lse_axes(layout).index(AXES[layout][axis])
     if name in ("dq_sums", "dq_turns"): axis = None if axis is None else 0
-    elif len(shape) > len(lies.shape): axis = axis + 1 if axis is not None else 0 if t["q"].axis is not None else None     # axis 0: parts
+    elif len(shape) > len(lies.shape):      # axis 0 counts parts
+      if axis is not None: axis += 1
+      elif t["q"].axis is not None: axis = 0
     return empty(shape, (FLOATS | INTS)[dtype], t["q"].device, axis).uop
   srcs = [t[name] if name in t else buffer(name) for name in launch.shapes]
   after = dict(zip(launch.shapes, UOp.custom_kernel(*srcs, fxn=launch.kernel)))
   written = {name: after[name] for name in launch.outputs}
-  if any(name in t for name in written): written = {name: x.after(*[y for y in written.values() if y is not x]) for name, x in written.items()}
+  def after_others(x:UOp) -> UOp: return x.after(*[y for y in written.values() if y is not x])
+  if any(name in t for name in written): return after | t | {name: after_others(x) for name, x in written.items()}
   return after | t | written
 
 def lse_axes(layout:str) -> tuple[str, ...]: return ("heads", "rows") if layout in ("nsd", "thd") else ("batch", "heads", "rows")

@@ -222,7 +222,8 @@ class Plan(EmulatedProgram):
     def step(f:Frame) -> None:
       for slot, subtracted in looked_at: f.check_term(slot, subtracted)
       got = meaning(f, *[f.pointer(a) if isinstance(a, Address) else f.full(f.v[a]) for a in args], **static)
-      f.v[out] = literal(0, u.dtype) if got is None and dtype is not None else None if got is None else np.asarray(got, dtype)
+      if got is not None: f.v[out] = np.asarray(got, dtype)
+      else: f.v[out] = None if dtype is None else literal(0, u.dtype)
     self._emit(u, step)
 
   # ***** control flow *****

@@ -60,7 +60,8 @@ class MaskSpans:
     """Returns the span of an expression in a mask: the expression's lowest and highest value on a tile. Returns None if the span of an int or float
     expression is not known. A condition always has a span."""
     if u not in self.found:
-      found = self._one_sided(u) if is_one_sided(u) else self._condition(u) if u.dtype == dtypes.bool else self._integer(u)
+      if is_one_sided(u): found = self._one_sided(u)
+      else: found = self._condition(u) if u.dtype == dtypes.bool else self._integer(u)
       self.found[u] = EITHER_VALUE if found is None and u.dtype == dtypes.bool else found
     return self.found[u]
   def condition(self, u:UOp) -> MaskSpan:

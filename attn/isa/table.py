@@ -41,8 +41,9 @@ BOUNDS: dict[str, Callable[[HotLoop], Cell]] = {
 
 def show(value:Cell) -> str:
   if value is None: return "?"
-  if isinstance(value, float): return f"{value:.0f}" if value == int(value) and value >= 10 else f"{value:.2f}" if value < 20 else f"{value:.1f}"
-  return str(value)
+  if not isinstance(value, float): return str(value)
+  if value == int(value) and value >= 10: return f"{value:.0f}"
+  return f"{value:.2f}" if value < 20 else f"{value:.1f}"
 
 def rows_of(reports:Sequence[Report]) -> list[tuple[str, list[tuple[str, list[Cell]]]]]:
   """Returns the figures of reports in groups: (heading, [(name of a figure, its value in each report)])."""

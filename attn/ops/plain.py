@@ -26,7 +26,8 @@ def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
   at = first + further.cast(dtypes.weakint)//size
   bits = [buffer[(at + i).valid(inside)].load().bitcast({2: dtypes.ushort, 4: dtypes.uint}[size]).cast(dtypes.uint) for i in range(width//size)]
   if size == 4: return Elements(tuple(bits))
-  return Elements(tuple(functools.reduce(operator.or_, [x << 16*i for i, x in enumerate(bits[j:j + 2])]) for j in range(0, len(bits), 2)))
+  def dword(halves:list[UOp]) -> UOp: return functools.reduce(operator.or_, [x << 16*i for i, x in enumerate(halves)])
+  return Elements(tuple(dword(bits[j:j + 2]) for j in range(0, len(bits), 2)))
 
 def plain_load_where(at:UOp, gate:UOp, *, width:int) -> Elements:
   """Returns the plain UOps for the operation `load_where`, a load under a condition: `width` bytes, as dwords. The bytes begin at `at`, a UOp that

@@ -106,7 +106,7 @@ def measure_report(sizes:str, card_name:str|None=None) -> CardReport:
   cards."""
   device, arch, start = Device.DEFAULT, device_arch(), time.perf_counter()
   def say(text:str) -> None: print(f"{time.perf_counter() - start:6.1f} s  {text}", file=sys.stderr, flush=True)
-  card, how = find_card(device, arch, card_name), BY_EMULATOR if device.startswith("EMU") else BY_GRAPH if device.startswith("CUDA") else BY_LAUNCH
+  card, how = find_card(device, arch, card_name), {"EMU": BY_EMULATOR, "CUDA": BY_GRAPH}.get(device.split(":")[0], BY_LAUNCH)
   say(f"{card.text.name} ({arch.name}), {len(REPORT_SHAPES[sizes])} shapes")
   before, found = card.sensors(), list[JudgedShape]()
   for shape in REPORT_SHAPES[sizes]:

@@ -55,7 +55,8 @@ def version_numbers(version:str) -> str:
 
 def software(device:str, arch:Chip) -> SoftwareText:
   kind = device.split(":")[0]
-  compiler = in_use(arch.name) if kind == "AMD" else "none" if kind == "EMU" else type(device_of(device).renderer.compiler).__name__
+  if kind == "AMD": compiler = in_use(arch.name)
+  else: compiler = "none" if kind == "EMU" else type(device_of(device).renderer.compiler).__name__
   return SoftwareText(attn_version(), commit_of_attn(), TINYGRAD_VERSION, version_numbers(platform.python_version()), without_names(compiler),
                       f"{platform.system()} {version_numbers(platform.release())}")
 
@@ -79,7 +80,8 @@ def find_card(device:str, arch:Chip, name:str|None=None) -> FoundCard:
   fitting = [card for card in arch.cards if card.cus == facts.compute_units]
   may_be = [known[name]] if name is not None else [card for card in fitting if card.name in (told or "")] or fitting
   if kind == "EMU": may_be = [card for card in arch.cards if card.cus and card.ghz] if name is None else may_be
-  sensors = amd_sensors(folder) if folder is not None else nvidia_sensors(facts.pci) if kind == "CUDA" and facts.pci else no_sensors
+  if folder is not None: sensors = amd_sensors(folder)
+  else: sensors = nvidia_sensors(facts.pci) if kind == "CUDA" and facts.pci else no_sensors
   if kind == "AMD": driver = amdgpu_driver()
   elif kind == "CUDA": driver = nvidia_driver(facts.driver)
   else: driver = "none" if kind == "EMU" else "unknown"

@@ -63,8 +63,9 @@ def time_cells(x:CardReport, row:ReportRow, kernel:KernelTime) -> tuple[str, ...
   rate, last = rate_of(row), kernel is row.kernels[-1]
   best = x.best_rate(rate[1]) if rate is not None else None
   milliseconds = f"{figure(1e3*kernel.seconds)} ({figure(1e3*min(kernel.rounds))} to {figure(1e3*max(kernel.rounds))})"
-  speed = (f"{figure(rate[0])} {rate[1]}", f"{100*rate[0]/best.rate:.0f}%" if best is not None else "") if rate is not None and last else ("", "")
-  if x.emulated: milliseconds, speed = figure(kernel.seconds), ("", "")
+  speed = "", ""
+  if x.emulated: milliseconds = figure(kernel.seconds)
+  elif rate is not None and last: speed = f"{figure(rate[0])} {rate[1]}", f"{rate[0]/best.rate:.0%}" if best is not None else ""
   guesses = [f"{figure(1e3*p.seconds)} at {p.ghz:.2f} GHz" for p in kernel.predicted]
   guess = (", ".join(guesses), kernel.expected.limit) if kernel.expected is not None else (kernel.unpredicted or "", "")
   return (str(row.shape), kernel.name, kernel.tile, milliseconds, *speed, sensors_text(kernel.during) if kernel.during is not None else "", *guess,

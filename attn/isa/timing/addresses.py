@@ -151,7 +151,9 @@ class WaveState:
     found = [self._mask(p) for p in parts]
     if op.startswith("s_mov"): return found[0]
     a, b = found
-    if op.startswith("s_or"): return a if b is None else b if a is None else a | b     # s_or switches on the lanes that were switched off in exec
+    if op.startswith("s_or"):      # switches on the lanes that were switched off in exec
+      if a is None or b is None: return b if a is None else a
+      return a | b
     if a is None or b is None: return None
     return a & b if op.startswith("s_and_b") else a ^ b if op.startswith("s_xor") else a & ~b
 
