@@ -31,7 +31,7 @@ from attn.measure.functions import (DOCUMENT, FLEX, FUNCTION_ROWS, HEAD_DIMENSIO
 from attn.measure.inputs import tensors_of_kernel
 from attn.measure.machine import need
 from attn.measure.peers import CUDNN, FLASH, as_tensor, in_turn, on_the_host, random_inputs
-from attn.measure.rows import line_of
+from attn.measure.rows import line_of_row
 from attn.ops import renderers
 from attn.problem import Problem, problem_of
 from attn.tinygrad_compat import Device, Tensor, foreign_cuda_context
@@ -171,7 +171,7 @@ def main(words:list[str], path:str|None) -> None:
   rows = []
   for row in rows_of_ways(words):
     rows.append(compare_ways(row))
-    print(line_of(rows[-1]), flush=True)
+    print(line_of_row(rows[-1]), flush=True)
     if path is not None:
       with open(path, "w", newline="") as file:
         table = csv.DictWriter(file, WAYS_COLUMNS, lineterminator="\n")

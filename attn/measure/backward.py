@@ -19,7 +19,7 @@ from attn.measure.inputs import tensors_of_kernel
 from attn.measure.machine import need
 from attn.measure.peers import OURS, as_tensor, backends, on_the_host, random_inputs
 from attn.measure.rounds import in_turn, runs_of_a_round
-from attn.measure.rows import line_of
+from attn.measure.rows import line_of_row
 from attn.ops import renderers
 from attn.problem import Problem
 from attn.tinygrad_compat import Device, Tensor, UOp, compiled, cuda_seconds, device_seconds, foreign_cuda_context
@@ -135,7 +135,7 @@ def problems(words:list[str]) -> list[tuple[Problem, bool]]:
 
 def main(words:list[str]) -> None:
   for p, causal in problems(words):
-    print(line_of(compare_backward(p, causal), digits=3), flush=True)
+    print(line_of_row(compare_backward(p, causal), digits=3), flush=True)
 
 if __name__ == "__main__":
   need("python -m attn.measure.backward", "torch", device="CUDA")

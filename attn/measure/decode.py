@@ -29,7 +29,7 @@ from attn.kernels.tiles.wgmma import MlaWgmmaTile
 from attn.measure.machine import need
 from attn.measure.peers import OURS, torch_peers
 from attn.measure.rounds import ROUNDS, in_turn
-from attn.measure.rows import heads_text, line_of
+from attn.measure.rows import heads_text, line_of_row
 from attn.problem import BYTES, Problem
 from attn.search.latent import latent_space
 from attn.tinygrad_compat import Tensor, compiled, cuda_graph_seconds, device_seconds, foreign_cuda_context
@@ -207,7 +207,7 @@ def main(words:list[str]) -> None:
   measure = tune if os.environ.get("TUNE") == "1" else lambda row: [compare(row)]
   for row in decode_steps(words):
     for found in measure(row):
-      print(line_of(found), flush=True)
+      print(line_of_row(found), flush=True)
 
 if __name__ == "__main__":
   need("python -m attn.measure.decode", "torch", device="CUDA")

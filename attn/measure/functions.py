@@ -18,7 +18,7 @@ from attn.measure.backward import torch_seconds
 from attn.measure.machine import need
 from attn.measure.peers import OURS, as_tensor, on_the_host, random_inputs
 from attn.measure.rounds import in_turn, runs_of_a_round
-from attn.measure.rows import line_of
+from attn.measure.rows import line_of_row
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Device, Tensor, UOp, compiled, cuda_graph_seconds, device_of, device_seconds, dtypes, foreign_cuda_context
 
@@ -164,7 +164,7 @@ def main(names:list[str], path:str) -> None:
   for row in FUNCTION_ROWS:
     if names and row.name not in names: continue
     rows.append({name: f"{x:.4g}" if isinstance(x, float) else x for name, x in compare_functions(row).items()})
-    print(line_of(rows[-1]), flush=True)
+    print(line_of_row(rows[-1]), flush=True)
     if not path: continue
     with open(path, "w", newline="") as file:
       writer = csv.DictWriter(file, list(dict.fromkeys(name for x in rows for name in x)))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from attn.api.attention import attention
 from attn.measure.machine import need
-from attn.measure.rows import MeasuredRow, line_of
+from attn.measure.rows import MeasuredRow, line_of_row
 from attn.ops.renderers import adapt
 from attn.tinygrad_compat import Device, Tensor, device_of
 
@@ -89,7 +89,7 @@ def main(words:list[str]) -> None:
     return
   for row in FIRST_CALLS:
     if all(word in str(row) for word in words):
-      print(line_of(latency(row), digits=3), flush=True)
+      print(line_of_row(latency(row), digits=3), flush=True)
 
 if __name__ == "__main__":
   need("python -m attn.measure.latency")

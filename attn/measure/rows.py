@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-def line_of(row:Mapping[str, Any], digits:int=4) -> str:
+def line_of_row(row:Mapping[str, Any], digits:int=4) -> str:
   """Returns a row of a table as one line: each name with its value. Floats get `digits` significant digits."""
   def shown(x:Any) -> str:
     if isinstance(x, list): return " ".join(map(shown, x))

@@ -17,7 +17,7 @@ from attn.measure.decode import STEPS, torch_graph_timer
 from attn.measure.machine import need
 from attn.measure.peers import OURS, ULPS, as_tensor, on_the_host, random_inputs, torch_peers
 from attn.measure.rounds import in_turn
-from attn.measure.rows import MeasuredRow, line_of
+from attn.measure.rows import MeasuredRow, line_of_row
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, TinyJit, device_seconds, foreign_cuda_context, make_current
 
@@ -80,7 +80,7 @@ def compare_short(row:ShortRow) -> dict[str, Any]:
 def main(words:list[str]) -> None:
   for row in SHORT_ROWS:
     if all(word in str(row) for word in words):
-      print(line_of(compare_short(row)), flush=True)
+      print(line_of_row(compare_short(row)), flush=True)
 
 if __name__ == "__main__":
   need("python -m attn.measure.short", "torch", device="CUDA")
