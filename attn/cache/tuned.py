@@ -70,7 +70,7 @@ LIMITS: dict[type, Limits] = {
                   "read_ahead": (0, 1, 3)},
   MlaShape: {"matrix": (0, 1), "row_tiles": (4, 2, 1), "block_n": (32, 64), "key_parts": (1, 2, 4), "q_reloaded": (False, True), "fenced": (8,),
              "weight_parts": (1, 2), "prefetch": (1, 0)},
-  MlaMmaShape: {"matrix": (0,), "row_tiles": (4, 2, 1), "block_n": (64, 32), "key_parts": (2, 1, 4, 8)},
+  MlaMmaShape: {"matrix": (0,), "row_tiles": (4, 2, 1), "block_n": (64, 32), "key_parts": (2, 1, 4, 8), "stages": (2, 3)},
   TiledTile: RECTANGLES, TiledBackwardTile: {**RECTANGLES, "ahead": (False,), "asynchronous": (False,), "keys": (False, True)}}
 
 def fields_of(row:UpTo[Any]) -> dict[str, Any]:

@@ -129,6 +129,7 @@ class MlaMmaShape:
   row_tiles: int               # tiles of 16 queries of a block, over all heads that share a key/value head
   block_n: int                 # keys of an iteration
   key_parts: int               # parts of an iteration's keys for the scores: this many warps have the same queries, and each has one part of the keys
+  stages: int = 2              # tiles of K in shared memory
 
 @dataclass(frozen=True)
 class MlaWgmmaShape:

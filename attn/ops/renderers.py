@@ -137,6 +137,11 @@ class CudaOperations(OperationsPrinter):
                "nv_bfloat16": dtypes.bfloat16 in used and bfloat16 not in prefix}
     return [f"struct {name} {{ unsigned short bits; }};" for name, needed in unknown.items() if needed]
   def render_buffer(self, x:UOp) -> str: return shared_memory_text(x, super().render_buffer(x))
+  def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
+    """Returns the source of a kernel. Before a loop that the compiler should unroll (`Allocator.range`), the source has a pragma. tinygrad writes the
+    range of such a loop as in `Lidx6_m4`."""
+    lines = [re.sub(r"^( *)(?=for \(int \w+idx\d+_m(\d+) )", r"\1#pragma unroll \2\n\1", line) for line in kernel]
+    return super().render_kernel(function_name, lines, bufs, uops, prefix)
 
 class OperationsHIPRenderer(HIPRenderer, HipOperations):
   def __init__(self, target:Target, use_hipcc:bool=False):

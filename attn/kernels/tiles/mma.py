@@ -59,7 +59,6 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
   """Tile description of the kernel of latent attention on mma.sync: how the kernel divides a problem over blocks and warps."""
   _: KW_ONLY
   matrix: Mma
-  stages: int = 2              # tiles of K in shared memory
   rescale_above: float = 8.0   # the reference of a row is raised when its largest score exceeds it by more than this, in powers of two
 
   kernel: ClassVar[str] = "mla_mma"

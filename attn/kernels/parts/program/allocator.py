@@ -18,12 +18,13 @@ class Allocator:
   from one request to the next. Of two ranges, tinygrad makes the one with the higher number the inner loop. Of two buffers that nothing else orders,
   the one with the lower number comes first in the program."""
   def __init__(self) -> None: self._axes, self._slots = itertools.count(), itertools.count()
-  def range(self, n:int|UOp, kind:AxisType) -> UOp:
+  def range(self, n:int|UOp, kind:AxisType, unrolled:int=1) -> UOp:
     """Returns a new range, a UOp that is an index from 0 to n - 1. `kind` says what it counts: iterations of a loop, workgroups of the grid, or
-    threads."""
+    threads. nvcc and NVRTC compute `unrolled` iterations of a loop in one (attn/ops/renderers.py)."""
     # Without simplify() tinygrad would simplify n in the expressions that use the range, but not in the operation that ends its loop, and would take
     # the two for different ranges.
-    return UOp.range(n.simplify() if isinstance(n, UOp) else n, next(self._axes), kind)
+    made = UOp.range(n.simplify() if isinstance(n, UOp) else n, number := next(self._axes), kind)
+    return made if unrolled == 1 else made.replace(arg=(number, -unrolled, kind))
   def registers(self, n:int, dtype:DType=dtypes.float) -> UOp:
     """Returns a new register array with n values of the dtype `dtype` in each thread."""
     return UOp.placeholder((n,), dtype, next(self._slots), AddrSpace.REG)
