@@ -153,6 +153,8 @@ def tile_text(tile:Tile|BackwardTile) -> str: return ", ".join(filter(None, (str
 
 # Why a table row stays although the search finds a tile that is better: chip, D, kernel and option -> what the search does not compile
 NOT_TAKEN = {("gfx950", "128", FORWARD, ""): "kept: the other spills with options",
+             ("gfx1100", "128", FORWARD, ""): "kept: it loads nothing ahead, and is to be measured first",
+             ("gfx1100", "64", FORWARD, "window"): "kept: a table has no rows for a window alone",
              ("gfx1100", "128", "dkdv", "softcap"): "kept: the other spills if query heads share keys"}
 
 def result_of(spec:Spec, gain:float) -> str:
