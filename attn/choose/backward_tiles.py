@@ -108,9 +108,9 @@ FASTER_ON_WGMMA = {
   (64, "varlen"): FasterAtOnce((CAUSAL_WINDOW,), shape=LONG_AT_ONCE_WGMMA),
   (64, "dropout_p"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW, CAUSAL_WINDOW), blocks=1024, shape=LONG_AT_ONCE_WGMMA),
   (64, "softcap"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW))}
-# The kernel for few queries: its head dimension, the least number of keys that a query sees on average, and its options, with which it has enough
+# The kernel for few queries: its head dimensions, the least number of keys that a query sees on average, and its options, with which it has enough
 # registers. On an H200 it takes half of the time of two kernels (docs/nvidia.md).
-FEW_QUERIES_D, FEW_QUERIES_KEYS = 128, 1024
+FEW_QUERIES_D, FEW_QUERIES_KEYS = (64, 128), 1024
 FEW_QUERIES_OPTIONS = ("sinks", "kv_lengths", "alibi", "dropout_p")
 IN_ORDER_MFMA = FasterAtOnce()     # no prediction for MFMA includes what a turn costs
 LEAST_QUERIES = 1024     # of all heads that share keys: no smaller number was tried for MFMA
@@ -139,7 +139,8 @@ def wgmma_few_queries(p:Problem, arch:Chip) -> WgmmaFewQueriesTile|str:
   Otherwise returns the reason, as a text, why other kernels compute the gradients."""
   tile = WgmmaFewQueriesTile(**vars(FEW_QUERIES_WGMMA), matrix=MMA[p.dtype])
   if p.Sq > tile.block_n: return f"Sq={p.Sq}: a workgroup holds all queries of a head, at most {tile.block_n}"
-  if p.D != FEW_QUERIES_D or p.Dv != p.D: return f"D={p.D}, Dv={p.Dv}: it was measured only with {FEW_QUERIES_D} for both"
+  if p.D not in FEW_QUERIES_D or p.Dv != p.D:
+    return f"D={p.D}, Dv={p.Dv}: it was measured only with D {' and '.join(map(str, FEW_QUERIES_D))}, and Dv as large"
   if p.Hkv != p.H: return f"{p.H} heads, {p.Hkv} key/value heads: it cannot add the dk and dv of several heads"
   if (options := [x for x in p.options if x not in FEW_QUERIES_OPTIONS]): return f"{options[0]}: other kernels compute the gradients with this option"
   if p.window not in (FULL_WINDOW, CAUSAL_WINDOW): return f"window={p.window}: it loops over all keys"

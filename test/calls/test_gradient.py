@@ -696,7 +696,7 @@ def test_one_kernel_of_few_rows(case:str) -> None:
 
 NOT_FOR_FEW_QUERIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
   "queries": (dict(Sq=65), {}, "Sq=65: a workgroup holds all queries of a head, at most 64"),
-  "D": (dict(D=64), {}, "D=64, Dv=64: it was measured only with 128 for both"),
+  "D": (dict(D=96), {}, "D=96, Dv=96: it was measured only with D 64 and 128, and Dv as large"),
   "heads": (dict(Hkv=2), {}, "8 heads, 2 key/value heads: it cannot add the dk and dv of several heads"),
   "an option": ({}, dict(softcap=3.0), "softcap: other kernels compute the gradients with this option"),
   "a window": ({}, dict(window=(4000, 0)), r"window=\(4000, 0\): it loops over all keys"),
@@ -715,10 +715,10 @@ def test_other_kernels_where_the_kernel_of_few_queries_is_not_chosen(case:str) -
 def test_few_queries_are_chosen() -> None:
   # One kernel computes all gradients of few queries, in any order and in a fixed order alike. Its memory is lse and delta, and dq in fp32 for each
   # part of the keys.
-  for options in ({}, dict(deterministic=False), dict(causal=True), dict(dropout_p=0.1)):
-    found = few_or_two(**options)
+  for D, options in ((64, {}), (128, {}), (128, dict(deterministic=False)), (128, dict(causal=True)), (128, dict(dropout_p=0.1))):
+    found = few_or_two(D=D, **options)
     assert found.kernels == ("backward_few_wgmma",) and found.at_once
-    assert found.memory == 4*8*64*(2 + found.parts[0]*128)
+    assert found.memory == 4*8*64*(2 + found.parts[0]*D)
 
 @pytest.fixture
 def for_few_keys(monkeypatch:pytest.MonkeyPatch) -> None: monkeypatch.setattr(backward_tiles, "FEW_QUERIES_KEYS", 64)
