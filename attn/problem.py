@@ -16,6 +16,8 @@ OF_8_BITS = ("fp8e4m3", "fp8e4m3fnuz")     # dtypes of q, k and v of 8 bits: OCP
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "int8": 1, "uint8": 1, **dict.fromkeys(OF_8_BITS, 1)}   # size of an element
 STORED = {"int8": "int8", **dict.fromkeys(OF_8_BITS, "uint8")}   # formats of stored rows (attn/ops/formats.py), dtypes of their tensors
 INPUT_SCALES = ("q_scale", "k_scale", "v_scale")     # scales of q, k and v of 8 bits
+WIDENED = "widened"      # format of stored rows whose 8-bit numbers a kernel has converted to the dtype of q (attn/kernels/nvidia/widen.py)
+KINDS_OF_SCALES = 4      # numbers that this kernel stores for each key
 SCALE_DTYPES = ("float32", "float16")
 MAX_SPLITS = 256
 MOST_ROWS = 2**28        # most rows of one sequence, and of all packed sequences together
@@ -222,7 +224,8 @@ class Problem:
     v_in_k       V is the first Dv columns of K: no tensor v and no v_view
     stored       format in which k and v are stored in 8 bits (a key of STORED), or "" if k and v have the dtype of q. Each stored row has a
                  scale: row s of K is row s of the tensor k times one number of the tensor k_scales. V likewise follows from v and
-                 v_scales. Only with k_view and v_view
+                 v_scales. Only with k_view and v_view. WIDENED: k and v are such rows, but converted to the dtype of q; the tensor k_scales has
+                 KINDS_OF_SCALES numbers for each key, and there is no v_scales
     scale_dtype  dtype of k_scales and v_scales, "float32" or "float16"
     q_scale, k_scale, v_scale   only with q, k and v of 8 bits. The fields belong to float32 tensors with the fields' names, which hold the factors by
                  which q, k and v are multiplied. A field is the number of factors: 1 (for all heads), B*Hkv (one for each batch and key/value
@@ -318,7 +321,7 @@ class Problem:
   def key_dtype(self) -> str:
     """Dtype of the tensors k and v in a kernel: the dtype of the stored format if k and v are stored in 8 bits, otherwise the dtype of the tensor
     q."""
-    return STORED[self.stored] if self.stored else self.bits_dtype
+    return STORED.get(self.stored, self.bits_dtype)
   @property
   def of_8_bits(self) -> bool: return self.dtype in OF_8_BITS
   @property
@@ -570,10 +573,10 @@ def check_places(p:Problem) -> None:
 
 def check_stored(p:Problem) -> None:
   """Checks the fields that describe rows of k and v that are stored in 8 bits, with a scale for each row."""
-  if p.stored not in ("", *STORED): raise NotImplementedError(f"stored={p.stored!r}: must be '' or one of {', '.join(STORED)}")
+  if p.stored not in ("", *STORED, WIDENED): raise NotImplementedError(f"stored={p.stored!r}: must be '' or one of {', '.join(STORED)}")
   if p.scale_dtype not in SCALE_DTYPES: raise NotImplementedError(f"scale_dtype={p.scale_dtype!r}: must be one of {', '.join(SCALE_DTYPES)}")
   views = ("k_view", "v_view", "k_scale_view", "v_scale_view", "k_rotary_view")
-  needed = {"": (), **dict.fromkeys(STORED, views[:4])}[p.stored]
+  needed = {"": (), **dict.fromkeys(STORED, views[:4]), WIDENED: views[:3]}[p.stored]
   if p.stored and p.v_in_k: needed = ("k_view", "k_scale_view", *["k_rotary_view"]*(p.Dv < p.D))
   for name in views:
     if name in needed and getattr(p, name) is None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from attn import flash_attention_fn
 from attn.accuracy import Law, ShortSums, judge, law_of, law_of_gradients, without_error
-from attn.api.launch import kernels
+from attn.api.launch import kernels, launched
 from attn.calls.checked_kernel import CheckedKernel, device_arch
 from attn.chips import Chip, get_chip
 from attn.choose import backward_tiles, dispatch
@@ -16,6 +16,7 @@ from attn.choose.dispatch import KERNELS, Choice, Work, choose_tile
 from attn.choose.gradient_kernels import GRADIENT_KERNELS
 from attn.emulator.machine import Frame
 from attn.kernels.combine import combine_arguments
+from attn.kernels.nvidia.widen import widen_arguments
 from attn.kernels.parts.grid.tensors import arguments
 from attn.kernels.tiles.amd import Tile
 from attn.kernels.tiles.mma import MmaTile
@@ -162,16 +163,18 @@ def chip(arch:str) -> Chip:
   if arch != "CUDA": return get_chip(arch)
   with Context(DEV=arch): return device_arch()
 
-def outputs_of_launches(p:Problem, launches:list[Any], inputs:dict[str, Tensor], extras:dict[str, np.ndarray],
+def outputs_of_launches(p:Problem, choice:Choice, inputs:dict[str, Tensor], extras:dict[str, np.ndarray],
                         device:str) -> tuple[np.ndarray, np.ndarray|None]:
-  """Runs `launches`: the forward kernel, and if p has splits the kernel `combine`. `inputs` holds q, k and v by name, and `extras` the optional
-  tensors. Returns o (B, H, Sq, Dv) and lse, or None if p does not ask for lse. With packed sequences o is (1, H, total_q, Dv)."""
+  """Runs the kernels of `choice`: the forward kernel, before it the kernel that converts 8-bit rows if there is one, and if p has splits the kernel
+  `combine`. `inputs` holds q, k and v by name, and `extras` the optional tensors. Returns o (B, H, Sq, Dv) and lse, or None if p does not ask for
+  lse. With packed sequences o is (1, H, total_q, Dv)."""
   done = dict(inputs)
   for n, a in extras.items():
     done[n] = Tensor(a, device=device) if a.dtype in (np.int32, np.uint32) else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
   for t in done.values(): t.realize()
-  for names, fxn in zip((arguments(p), combine_arguments(p)), launches):
-    given = [done[n] if n in done else Tensor.empty(*shape, dtype=DTYPES[dtype], device=device) for n, (shape, dtype) in names.items()]
+  shapes = widen_arguments(p) | arguments(p) | combine_arguments(p)
+  for names, fxn in zip(launched(p, choice), kernels(p, choice)):
+    given = [done[n] if n in done else Tensor.empty(*shapes[n][0], dtype=DTYPES[shapes[n][1]], device=device) for n in names]
     done |= zip(names, Tensor.custom_kernel(*given, fxn=fxn))
   Tensor.realize(done["o"], *[done[n] for n in ("lse",) if n in done])
   B, length = (1, p.total_q) if p.varlen else (p.B, p.Sq)
@@ -183,10 +186,10 @@ def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], til
   Sq, Dv) and lse, or None if p does not ask for lse. With packed sequences o is (1, H, total_q, Dv). The kernels run on the emulator, or on the GPU
   if `arch` is "CUDA". `extras` has the optional tensors, such as a bias, by name."""
   tile, device = tile or choose_tile(p, chip(arch)), "CUDA" if arch == "CUDA" else "EMU"
-  launches = kernels(p, Choice("split_kv", Work(tile, p.num_splits), chip(arch), ()))
+  choice = Choice("split_kv", Work(tile, p.num_splits), chip(arch), ())
   with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
     done = {n: tensor(arrange(a, p.layout), p.dtype, device) for n, a in (("q", x.q), ("k", x.k), ("v", x.v))}
-    return outputs_of_launches(p, launches, done, extras, device)
+    return outputs_of_launches(p, choice, done, extras, device)
 
 def check_kernel(kernel:Callable[..., UOp], p:Problem, x:Inputs, arch:str) -> None:
   """Runs a forward kernel without options on the emulator and compares o and lse with float64: each element must be within its error limit

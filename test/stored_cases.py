@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 import numpy as np
 from attn.accuracy import judge, law_of
-from attn.api.launch import kernels
-from attn.choose.dispatch import Choice, Work, choose_tile
+from attn.choose.dispatch import WIDENING, Choice, Work, choose_tile
+from attn.choose.widening import widened_tile
 from attn.problem import STORED, Pages, Problem, Strided, problem_of
 from attn.reference import Options, arrange, rounded
 from attn.tinygrad_compat import Context, Tensor
@@ -88,18 +88,20 @@ def stored_problem(B:int=1, H:int=4, Hkv:int=2, Sq:int=20, Sk:int=150, D:int=64,
                     views=(view(Dv if latent else D), view(Dv)), pages=pages, stored=stored, scale_dtype=scale_dtype, k_scale_view=view(1),
                     extras=of_extras, **of_v, **options)
 
-def run_stored(p:Problem, x:Stored, arch:str, extras:dict[str, np.ndarray], tile:Any=None) -> tuple[np.ndarray, np.ndarray|None]:
+def run_stored(p:Problem, x:Stored, arch:str, extras:dict[str, np.ndarray], tile:Any=None,
+               widened:bool=False) -> tuple[np.ndarray, np.ndarray|None]:
   """Runs the forward kernel, with the tile `tile` (None: the one that dispatch chooses), on 8-bit keys and values, and if p has splits the kernel
-  `combine`, which merges key ranges. Returns o (B, H, Sq, Dv) and lse. `extras` has the optional tensors, such as a bias, by name."""
-  tile, device = tile or choose_tile(p, chip(arch)), "CUDA" if arch == "CUDA" else "EMU"
-  choice = Choice("tiled" if tile.kernel == "tiled" else "split_kv", Work(tile, p.num_splits), chip(arch), ())
+  `combine`, which merges key ranges. Returns o (B, H, Sq, Dv) and lse. `extras` has the optional tensors, such as a bias, by name. With
+  `widened`, another kernel converts k and v before."""
+  tile, device = tile or (widened_tile if widened else choose_tile)(p, chip(arch)), "CUDA" if arch == "CUDA" else "EMU"
+  choice = Choice(WIDENING if widened else "tiled" if tile.kernel == "tiled" else "split_kv", Work(tile, p.num_splits), chip(arch), ())
   place = (lambda a: in_pages(a, p, extras["block_table"])) if p.pages is not None else (lambda a: a)
   with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
     done = {"q": tensor(arrange(x.q, p.layout), p.dtype, device)}
     for n in ("k", "v"): done[n] = Tensor(np.ascontiguousarray(place(getattr(x, n))).reshape(-1), device=device)
     for n in ("k_scales", "v_scales"): done[n] = tensor(place(getattr(x, n)).reshape(-1), p.scale_dtype, device)
     if x.rotary is not None: done["k_rotary"] = tensor(place(x.rotary).reshape(-1), p.dtype, device)
-    return outputs_of_launches(p, kernels(p, choice), done, extras, device)
+    return outputs_of_launches(p, choice, done, extras, device)
 
 def dequantised(x:Stored, kind:str) -> tuple[np.ndarray, np.ndarray]:
   """Returns k and v in float64: the 8-bit numbers times the scales of their rows. `kind` is the 8-bit format."""
@@ -118,7 +120,7 @@ def hold_stored(p:Problem, x:Stored, extras:dict[str, np.ndarray], o:np.ndarray,
   if lse is not None: assert (verdict := judge(lse, of_lse)).ok, f"lse: {verdict}"
 
 def check_stored(arch:str, make:Callable[[Problem], Stored]=normal_rows, *, tile:Callable[[Any], Any]|None=None,
-                 extras:dict[str, np.ndarray]|None=None, **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
+                 extras:dict[str, np.ndarray]|None=None, widened:bool=False, **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
   """Runs the kernels for 8-bit caches on a problem made from `parameters` (the arguments of `stored_problem`), with inputs that `make` draws.
   Compares o and lse with float64: each element must be within its error limit (docs/contract.md). Returns o and lse. `tile` maps the problem to the
   tile that is used. `extras` has the optional tensors, such as a bias, by name."""
@@ -131,6 +133,6 @@ def check_stored(arch:str, make:Callable[[Problem], Stored]=normal_rows, *, tile
   x = make(p)
   if p.scale_dtype == "float16": x = replace(x, k_scales=rounded(x.k_scales, "float16"), v_scales=rounded(x.v_scales, "float16"))
   if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
-  o, lse = run_stored(p, x, arch, extras, None if tile is None else tile(p))
+  o, lse = run_stored(p, x, arch, extras, None if tile is None else tile(p), widened)
   hold_stored(p, x, extras, o, lse, flushes=arch == "gfx90a")
   return o, lse

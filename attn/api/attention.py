@@ -12,7 +12,7 @@ from attn.calls.quantized import GivenRows, stored_rows
 from attn.calls.tile_shares import shares_told
 from attn.chips import Chip
 from attn.choose.backward import BackwardChoice, choose_backward
-from attn.choose.dispatch import Choice
+from attn.choose.dispatch import WIDENING, Choice
 from attn.compilers.choice import in_use
 from attn.kernels.parts.grid.tensors import of_backward
 from attn.kernels.tiles.common import BlockTile
@@ -195,7 +195,9 @@ def explain(q:Tensor, k:GivenRows, v:GivenRows|None, *, backward:bool=False, **o
   if told := text_of_tiles(call, choice.kernel, replace(call.problem, num_splits=choice.work.splits), choice.work.tile): print(f"  {told}")
   if call.shards is not None: print(f"  {call.shared_rows.explanation}")
   if call.problem.of_8_bits: print(f"  {text_of_8_bits(call.problem, choice.arch)}")
-  if call.problem.stored: print(f"  k and v: {call.problem.stored}, with {call.problem.scale_dtype} scales, converted by the kernel")
+  if call.problem.stored:
+    by = "another kernel, once for all blocks of queries" if choice.kernel == WIDENING else "the kernel"
+    print(f"  k and v: {call.problem.stored}, with {call.problem.scale_dtype} scales, converted by {by}")
   for name in copied_caches(call, {"k": k, "v": v}): print(f"  {name} is a view whose rows don't lie a constant stride apart: every call copies it")
   if p := options_of("attention", options).dropout_p: print(f"  dropout_p={p}: each element of P is kept with probability {1 - p:g}")
   device = q.device if isinstance(q.device, str) else (q.device or ("",))[0]

@@ -15,9 +15,10 @@ from attn.calls.plain import plain_attention
 from attn.calls.tile_lists import lists_made_last, tile_lists
 from attn.calls.views import flat_buffer
 from attn.choose.backward import can_differentiate, choose_backward
-from attn.choose.dispatch import Choice, asked_for, combine_of, program_of
+from attn.choose.dispatch import WIDENING, Choice, asked_for, combine_of, program_of, read_by
 from attn.choose.tile_lists import listing, with_lists
 from attn.kernels.combine import combine_arguments
+from attn.kernels.nvidia.widen import WIDENED_TENSORS, widen_arguments, widen_rows
 from attn.kernels.parts.grid.tensors import arguments, of_backward, split_into
 from attn.parallel.context import first_launch, in_buffers, run_shared_rows
 from attn.parallel.context_gradient import with_context_gradient
@@ -27,7 +28,7 @@ from attn.values import FLOATS, MOST_KERNELS, cache_of_kernels
 
 OF_STORED_ROWS = "k and v are QuantizedRows: rows of 8 bits have no gradient; train with k and v of 16 bits or float32"
 OF_A_CACHE = "attention over part of a cache has no gradient: train with attn.attention of whole k and v"
-WRITTEN = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial")
+WRITTEN = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial", *WIDENED_TENSORS.values())
 
 def seeded(c:CheckedCall) -> CheckedCall:
   """Returns the checked call with tensors that the kernel needs for dropout and for a caller's own functions. Adds a dropout seed, if the caller
@@ -47,7 +48,7 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   need a gradient."""
   assert choice.arch is not None and choice.work.tile is not None
   forget_oldest_kernels("attn_", MOST_KERNELS)
-  p, arch = replace(p, num_splits=choice.work.splits), choice.arch
+  p, arch, tile = replace(p, num_splits=choice.work.splits), choice.arch, choice.work.tile
   def checked(program:Any, takes:Iterable[str], given:tuple[str, ...]) -> KernelFunction:
     takes, written = tuple(takes), tuple(name for name in takes if name in WRITTEN)
     if "o" not in given: gradient = None
@@ -58,13 +59,15 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
       return CheckedKernel(sink, written, gradient=gradient, small=written[0] == "o" and p.num_splits > 1, takes=len(takes),
                            ahead=p.tile_list is not None)
     return kernel
-  programs = [(program_of(choice, p), arguments(p))]
+  programs = [(program_of(choice, p), arguments(read_by(p, choice)))]
+  if choice.kernel == WIDENING: programs.insert(0, (widen_rows(p, arch, tile.block_n, tile.block_m), widen_arguments(p)))
   if p.num_splits > 1: programs.append((combine_of(choice, p), combine_arguments(p)))
-  return [checked(program, takes, given) for (program, takes), given in zip(programs, launched(p))]
+  return [checked(program, takes, given) for (program, takes), given in zip(programs, launched(p, choice))]
 
-def launched(p:Problem) -> list[tuple[str, ...]]:
+def launched(p:Problem, choice:Choice) -> list[tuple[str, ...]]:
   """Returns, for each kernel launch, the names of the tensors that the launch gets. The kernel `combine`, which merges the results of key ranges (KV
   splits), also gets the inputs that need a gradient."""
+  if choice.kernel == WIDENING: return [tuple(widen_arguments(p)), tuple(WIDENED_TENSORS.get(name, name) for name in arguments(read_by(p, choice)))]
   if p.num_splits == 1: return [tuple(arguments(p))]
   merging = tuple(combine_arguments(p))
   return [tuple(arguments(p)), merging + tuple(name for name in p.shapes if name in INPUTS and name not in merging)]
@@ -79,9 +82,10 @@ def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
   if name == "o":
     if c.out is not None: return c.out
     axes: tuple[str|None, ...] = AXES[p.layout]
+  elif name in WIDENED_TENSORS.values(): axes = AXES["bhsd"]
   elif c.into and name in c.log_sums: return c.into[c.log_sums.index(name)]
   else: axes = (*[None]*name.endswith("partial"), *lse_axes(p.layout))
-  shape, dtype = (arguments(p) | combine_arguments(p))[name]
+  shape, dtype = (arguments(p) | combine_arguments(p) | widen_arguments(p))[name]
   return empty(shape, FLOATS[dtype], c.at.device, c.at.axis(axes))
 
 def in_a_buffer(c:CheckedCall, x:Tensor) -> Tensor:
@@ -105,7 +109,7 @@ def launch_kernels(c:CheckedCall, choice:Choice) -> list[Tensor]:
   if c.part: found = graph(inputs)      # the larger call keeps its graph and its inputs
   else:
     found = kept_graph((p, choice, c.at), inputs, graph)
-    *_, last = launched(p)
+    *_, last = launched(p, choice)
     outputs, others = ([(found | inputs)[name] for name in last if (name in p.outputs) == is_output] for is_output in (True, False))
     keep_inputs(outputs, others, found["o"].src[1].arg.grad_fxn)
   o = Tensor(found["o"])
@@ -114,7 +118,7 @@ def launch_kernels(c:CheckedCall, choice:Choice) -> list[Tensor]:
 def kernels_launched(c:CheckedCall, p:Problem, choice:Choice, given:dict[str, Tensor]) -> dict[str, UOp]:
   """Launches the kernels that compute the problem `p` of a call on the tensors `given`. Returns everything that they write, by name."""
   t = {name: x.uop for name, x in given.items()}
-  for names, fxn in zip(launched(p), kernels(p, choice)):
+  for names, fxn in zip(launched(p, choice), kernels(p, choice)):
     srcs = [t[name] if name in t else output_buffer(c, name, p).uop for name in names]
     srcs += [x.uop for x in c.into[len(c.log_sums):]]     # whole buffers behind the regions: the kernel takes no argument for them
     written = UOp.custom_kernel(*srcs, fxn=with_variables(fxn, c.variables))

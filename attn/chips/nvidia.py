@@ -144,6 +144,13 @@ FEW_QUERIES_WGMMA_STORED = (
   UpTo(128, WgmmaShape(1, 48, keeps_q=True)),
   UpTo(256, WgmmaShape(1, 48)))
 
+# Tiles for k and v of 8 bits that another kernel has converted, measured on an H200 (docs/tried.md). At D = 192 the tile was not measured.
+FORWARD_WGMMA_WIDENED = (
+  UpTo(64, WgmmaShape(2, 64)),
+  UpTo(128, WgmmaShape(2, 96)),
+  UpTo(192, WgmmaShape(2, 64)),
+  UpTo(256, WgmmaShape(2, 48)))
+
 # ***** backward: tiles of mma.sync are chosen by the registers that nvcc 13 needs, and were not measured *****
 
 DQ_MMA = (

@@ -16,6 +16,7 @@ from attn.choose.refusals import (ABLE_WITH_8_BITS, NO_UNIT, Refusal, amd_refuse
 from attn.choose.splits import AnyTile
 from attn.choose.tiled_tiles import tiled_tile
 from attn.choose.tiles import choose_amd_tile, dual_wave_tile, mma_tile, staggered_tile, wgmma_tile
+from attn.choose.widening import widened_refuses, widened_slower, widened_tile
 from attn.kernels import dual_wave, staggered
 from attn.kernels.amd.forward import AmdForward
 from attn.kernels.amd.latent import AmdLatent
@@ -23,6 +24,7 @@ from attn.kernels.combine import combine
 from attn.kernels.forward import forward
 from attn.kernels.mma.forward import MmaForward
 from attn.kernels.mma.latent import MmaLatent
+from attn.kernels.nvidia.widen import bytes_of_widened, widened_problem
 from attn.kernels.parts.grid.tensors import check_range
 from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.plain.forward import PlainForward
@@ -229,12 +231,19 @@ def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
   assert program is not None
   return program(p, arch, tile)
 
+WIDENING = "widened_wgmma"     # the kernel before which another one converts k and v from 8 to 16 bits
+
+def over_widened(p:Problem, arch:Chip, tile:WgmmaTile) -> Callable[..., UOp]:
+  """Returns the forward kernel on wgmma that reads the rows of `p` after another kernel has converted them to 16 bits."""
+  return forward(WgmmaForward.of)(widened_problem(p), arch, tile)
+
 # best first: a problem gets the first kernel that can compute it and that would not be slower than another
 KERNELS: dict[str, ForwardKernel] = {
   "split_kv": ForwardKernel(never, choose_tile, forward_of, slower=split_slower, divide=into_ranges),
   "dual_wave": ForwardKernel(dual_wave_refuses, dual_wave_tile, dual_wave.dual_wave, no_tiles, dual_wave_slower),
   "staggered": ForwardKernel(staggered_refuses, staggered_tile, staggered.staggered, no_tiles, staggered_slower),
   "forward": ForwardKernel(amd_refuses, choose_amd_tile, forward(AmdForward.of), no_tiles, ranges=True, general=True),
+  WIDENING: ForwardKernel(widened_refuses, widened_tile, over_widened, no_wgmma, widened_slower),
   "forward_wgmma": ForwardKernel(wgmma_refuses, wgmma_tile, forward(WgmmaForward.of), no_wgmma, wgmma_slower, ranges=True),
   "forward_mma": ForwardKernel(mma_refuses, mma_tile, forward(MmaForward.of), no_mma, mma_slower, ranges=True, general=True),
   "mla": ForwardKernel(latent_refuses, mla_tile, forward(AmdLatent.of), no_latent_tiles, ranges=True),
@@ -247,6 +256,10 @@ def can(name:str, p:Problem, arch:Chip|None) -> Work|str:
   """Returns the `Work` (the tile description and the number of key ranges) of the kernel `name` for `p` on `arch`, or the reason why the kernel
   cannot compute `p` there."""
   return NO_UNIT if arch is None and KERNELS[name].program is not None else KERNELS[name].can(p, arch)
+
+def read_by(p:Problem, choice:Choice) -> Problem:
+  """Returns the problem as the chosen kernel reads it: with k and v in 16 bits, if another kernel converts them before."""
+  return widened_problem(p) if choice.kernel == WIDENING else p
 
 @cache_of_kernels
 def program_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
@@ -265,8 +278,10 @@ def combine_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
 
 def memory_of_forward(name:str, p:Problem, work:Work) -> int:
   """Returns the number of bytes that the forward kernel `name` needs at least, besides inputs and outputs, if it divides the problem as `work` says:
-  for the partial results of key ranges, or for the score matrix of `three_pass` (attention in plain tensor operations)."""
+  for the partial results of key ranges, for rows converted from 8 to 16 bits, or for the score matrix of `three_pass` (attention in plain tensor
+  operations)."""
   if name == "three_pass": return 4*p.H*(p.total_q*p.total_k if p.varlen else p.B*p.Sq*p.Sk)
+  if name == WIDENING: return bytes_of_widened(p)
   return 4*p.rows*(p.Dv + 1)*work.splits if work.splits > 1 else 0
 
 def single_kernel(p:Problem, arch:Chip) -> tuple[Callable[..., UOp], AnyTile]:

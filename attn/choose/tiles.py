@@ -7,7 +7,7 @@ from attn.cache import tuned
 from attn.chips import Chip
 from attn.chips.matrix import MMA, MMA_OF_8_BITS, Matrix, row_registers
 from attn.chips.nvidia import (FEW_QUERIES, FEW_QUERIES_OF_BYTES, FEW_QUERIES_OF_STORED, FORWARD_MMA, FORWARD_OF_BYTES,
-                               FEW_QUERIES_WGMMA_STORED, FORWARD_WGMMA, FORWARD_WGMMA_OF_BYTES, FORWARD_WGMMA_STORED)
+                               FEW_QUERIES_WGMMA_STORED, FORWARD_WGMMA, FORWARD_WGMMA_OF_BYTES, FORWARD_WGMMA_STORED, FORWARD_WGMMA_WIDENED)
 from attn.chips.shapes import ForwardShape, MmaShape, RatedUpTo, UpTo, WgmmaShape, cautious
 from attn.choose.rows import burden, fitting, in_units, misfit, plain_rows, rows_for
 from attn.functions.symbols import elements_of
@@ -17,7 +17,7 @@ from attn.kernels.tiles.amd import Tile
 from attn.kernels.tiles.mma import MmaTile
 from attn.kernels.tiles.wgmma import WgmmaTile
 from attn.ops import hopper as wgmma
-from attn.problem import Problem
+from attn.problem import WIDENED, Problem
 from attn.score.masks import hiding, scattered
 from attn.score.terms import crowded, score_terms
 
@@ -194,7 +194,7 @@ def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
   divided by the speed that was measured with this tile description. Under a causal mask, late blocks loop over more keys than early ones. There the
   estimate uses the average number of keys, but is at least the time of the block with the most keys."""
   if p.stored:
-    rows = FEW_QUERIES_WGMMA_STORED if p.Sq <= wgmma.M else FORWARD_WGMMA_STORED
+    rows = FORWARD_WGMMA_WIDENED if p.stored == WIDENED else FEW_QUERIES_WGMMA_STORED if p.Sq <= wgmma.M else FORWARD_WGMMA_STORED
     return next(fitting("forward_wgmma", p, arch, rows, lambda row: stored_wgmma_tile(p, row)))
   table, mat = FORWARD_WGMMA_OF_BYTES if p.of_8_bits else FORWARD_WGMMA, (MMA | MMA_OF_8_BITS)[p.dtype]
   up_to = min(row.up_to for row in table if max(p.D, p.Dv) <= row.up_to)

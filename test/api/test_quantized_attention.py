@@ -8,7 +8,7 @@ import attn
 from attn import QuantizedRows, flash_attn
 from attn.accuracy import judge, law_of
 from attn.choose import refusals
-from attn.tinygrad_compat import Context, Tensor, dtypes
+from attn.tinygrad_compat import AddrSpace, Context, Ops, Tensor, dtypes
 from api_cases import computed_on, draw, emulated, run_on_a_cpu, whole
 from cases import array, arrange, restore, tensor
 from eight_bits import numbers_of
@@ -142,11 +142,31 @@ def test_a_chunk_of_a_prompt_by_wgmma() -> None:
     told = attn.explain(given(x, 10, 80)[0], k, v, kv_lengths=int32([80, 80]), causal=True)
     assert "forward_wgmma on sm_90" in str(told)
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("axis, arch", ((0, "gfx942"), (1, "sm_90")))
-def test_on_two_devices(axis:int, arch:str) -> None:
+def buffers_of(o:Tensor, *known:Tensor) -> int:
+  """Returns the bytes of all buffers that a call with the result `o` uses, without those of `o` and of the tensors `known`."""
+  found = {u for u in o.uop.toposort() if u.op is Ops.BUFFER and u.addrspace is AddrSpace.GLOBAL} - {t.uop.buf_uop for t in (o, *known)}
+  return sum(u.max_numel()*u.dtype.itemsize for u in found)
+
+def test_rows_that_another_kernel_converts(capsys:pytest.CaptureFixture[str]) -> None:
+  """If another kernel converts 8-bit rows before attention, results are right, also at a place that a Variable gives under TinyJit. `explain` names
+  this, and how many bytes the converted rows take: as many as the call allocates."""
+  with emulated("sm_90", "widened_wgmma"):
+    x, (k, v), n = drawn(80), stale(), Variable("n", 0, CAPACITY - 1)
+    attn.append_kv(*given(x[1:], 0, 80), k, v, 0)
+    for c in (k, v): Tensor.realize(c.values, c.scales)
+    step = TinyJit(lambda q, k_new, v_new, n: attn.attention_with_kv_cache(q, k_new, v_new, k, v, n).realize())
+    for i in (0, 3, 7, 10, 5): close(array(step(*given(x, i, i + 70), n.bind(i))), x[0][:, :, i:i + 70], rows_in(k), rows_in(v), i + 70)
+    q, (k, v) = given(x, 0, 80)[0], stale()
+    told = attn.explain(q, k, v, causal=True)
+    assert "k and v: int8, with float32 scales, converted by another kernel, once for all blocks of queries" in capsys.readouterr().out
+    allocated = buffers_of(attn.attention(q, k, v, causal=True), q, *k, *v)
+    assert dict(told.memory)[told.kernel] == allocated == B*HKV*CAPACITY*(2*2*D + 4*4)
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("axis, arch, kernel", ((0, "gfx942", ""), (1, "sm_90", ""), (0, "sm_90", "widened_wgmma"), (1, "sm_90", "widened_wgmma")))
+def test_on_two_devices(axis:int, arch:str, kernel:str) -> None:
   # Attention is right over 8-bit caches whose batches or heads are divided over two devices. With divided heads, a paged cache gives the same output.
-  with emulated(arch):
+  with emulated(arch, kernel):
     x, (k, v) = drawn(20), stale(device="EMU:0")
     k, v = (QuantizedRows(*(t.shard(DEVICES, axis).realize() for t in cache)) for cache in (k, v))
     def shard(i:int, j:int) -> list[Tensor]: return [tensor(a[:, :, i:j], "float16").shard(DEVICES, axis).realize() for a in x]

@@ -6,15 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from attn.chips import get_chip
-from attn.choose.dispatch import choose, program_of
+from attn.choose.dispatch import WIDENING, choose, program_of
 from attn.choose.tiled_tiles import tiled_tile
 from attn.choose.tiles import wgmma_tile
 from attn.compilers.clang import assembly, toolchain
 from attn.emulator.checks import EmulatorError
 from attn.isa.report import analyse
-from attn.kernels.nvidia import stored as stored_keys
+from attn.kernels.nvidia import stored as stored_keys, widen
 from attn.kernels.nvidia.stored import StoredKeys
 from attn.kernels.parts.grid.tensors import arguments, check_backward
+from attn.kernels.parts.program.blocks import blocks_seen
+from attn.kernels.tiles import wgmma as wgmma_tiles
+from attn.kernels.tiles.wgmma import WgmmaTile
 from attn.kernels.wgmma import forward as wgmma_forward
 from attn.ops import common as ops, softmax
 from attn.ops.nvidia import commit
@@ -166,7 +169,9 @@ def test_rows_beyond_the_lengths_have_no_effect_in_plain_uops(arch:str) -> None:
 
 @pytest.mark.sample(3)
 @in_turn("dtype, arch", (*SIXTEEN, "float32"), UNITS, [GPU], among=3)
-def test_a_row_that_one_key_dominates_is_exact(arch:str, dtype:str) -> None:
+def test_a_row_that_one_key_dominates_is_exact(arch:str, dtype:str) -> None: check_dominated(arch, dtype)
+
+def check_dominated(arch:str, dtype:str, widened:bool=False) -> None:
   # If one key has all the weight, O is the stored row of this key times the row's scale, up to rounding in float32.
   make_tile = (lambda p: tiled_tile(p, chip(arch))) if dtype == "float32" else None
   p = stored_problem(Sq=16, Sk=96, D=64, H=2, dtype=dtype, out_dtype="float32")
@@ -174,7 +179,7 @@ def test_a_row_that_one_key_dominates_is_exact(arch:str, dtype:str) -> None:
   x = replace(x, q=rounded(np.sign(x.q), dtype))
   for i in range(16):
     for h in range(2): x.k[0, h, 3*i + h], x.k_scales[0, h, 3*i + h] = np.sign(x.q[0, h, i]).astype(np.int8)*100, 1.0
-  o, _ = run_stored(p, x, arch, {}, None if make_tile is None else make_tile(p))
+  o, _ = run_stored(p, x, arch, {}, None if make_tile is None else make_tile(p), widened)
   want = dequantised(x, "int8")[1][0][np.arange(2)[:, None], 3*np.arange(16) + np.arange(2)[:, None]]
   np.testing.assert_allclose(o[0], want, rtol=2**-21)
 
@@ -225,7 +230,7 @@ def not_waited_for(m:pytest.MonkeyPatch) -> None:
 def scales_of_two_tiles(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: shared memory has room for the scales of only two tiles, so the scales of the next tile overwrite scales that are still needed.
   """
-  m.setattr(wgmma_forward, "SCALE_STAGES", 2)
+  m.setattr(wgmma_tiles, "SCALE_STAGES", 2)
 def no_nans(m:pytest.MonkeyPatch) -> None: m.setattr(wgmma_forward, "zero_or_nan", lambda x: ops.splat(0.0, 2))
 def scales_of_any_size(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: scales of V are used as they are, also those of rows of zeros."""
@@ -251,6 +256,78 @@ def other_half_first(m:pytest.MonkeyPatch) -> None:
 def test_faults_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant, make, error) -> None:
   plant(monkeypatch)
   with pytest.raises(error): check_wgmma("sm_90", make, Sk=400, D=32, causal=True)
+
+# ***** wgmma after a kernel that converts the rows *****
+
+def check_widened(arch:str, *make, **parameters) -> None: check_stored(arch, *make, widened=True, **{"Sq": 70, "Sk": 150, **parameters})
+
+@pytest.mark.sample(5)
+@ON_HOPPER
+@pytest.mark.parametrize("make", HARD)
+def test_hard_rows_widened(arch:str, make) -> None:
+  if HARD.index(make)%2: check_widened(arch, make, D=64, causal=True, dtype="bfloat16")
+  else: check_widened(arch, make, D=32, causal=True, out_dtype="float32")
+
+WIDENED_OPTIONS = {name: x for name, x in FOR_PROMPTS.items() if name not in ("ranges", "batch invariant")} | {
+  "window in long rows": dict(Sk=600, window=(40, 20), B=2, extras=dict(kv_lengths=ints(537, 311))),
+  "last queries are padding": dict(Sk=600, causal="top-left", tile=lambda p: WgmmaTile(2, 32)),
+  "lengths": dict(B=2, Sk=300, causal=True, extras=dict(kv_lengths=ints(1, 299)))}
+
+@pytest.mark.sample(3)
+@ON_HOPPER
+@pytest.mark.parametrize("name", WIDENED_OPTIONS)
+def test_options_widened(arch:str, name:str) -> None: check_widened(arch, **WIDENED_OPTIONS[name])
+
+@ON_HOPPER
+def test_rows_beyond_the_lengths_have_no_effect_widened(arch:str) -> None:
+  for page_size in (0, 16): check_widened(arch, lengths_with_garbage, B=2, Sk=128, page_size=page_size, extras=dict(kv_lengths=ints(37, 111)))
+
+def test_starts_of_rows_widened() -> None:
+  """If sequences begin at later rows of the cache (kv_starts), both ways of converting rows give the same results."""
+  extras = dict(kv_lengths=ints(237, 300), kv_starts=ints(5, 130))
+  p = stored_problem(B=2, Sq=70, Sk=300, causal=True, extras=extras, out_dtype="float32")
+  x = normal_rows(p)
+  (o, lse), (want, want_lse) = (run_stored(p, x, "sm_90", extras, wgmma_tile(p, chip("sm_90")), widened) for widened in (True, False))
+  np.testing.assert_allclose(o, want, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
+
+def test_a_row_that_one_key_dominates_is_exact_widened() -> None: check_dominated("sm_90", "float16", widened=True)
+
+CHUNKS = dict(B=4, H=32, Hkv=8, Sk=4096, D=128, causal=True)
+
+@pytest.mark.parametrize("why, options", (
+  ("", dict(Sq=512)), ("", dict(Sq=2048, B=1, Sk=8192, Hkv=32)), ("on average 504 rows of q read a key", dict(Sq=128)),
+  ("on average 1025 rows of q read a key", dict(Sq=512, causal=False, window=(511, 0))), ("", dict(Sq=2048, causal=False, window=(1000, 0))),
+  ("the converted rows would take 2214592512 bytes", dict(Sq=512, Sk=2**17)),
+  ("batch_invariant", dict(Sq=512, batch_invariant=True)),
+  ("", dict(Sq=512, page_size=16, extras=dict(kv_lengths=ints(1, 2, 3, 4), block_table=np.zeros((4, 256), np.int32))))))
+def test_which_kernel_converts_rows(why:str, options:dict) -> None:
+  """Another kernel converts the rows of chunks of many queries, if its results are not too large. Otherwise the choice says why not."""
+  found = choose(stored_problem(**{**CHUNKS, **options}), get_chip("sm_90"))
+  assert found.kernel == ("forward_wgmma" if why else WIDENING)
+  assert (found.why_not(WIDENING) or "").startswith(why)
+
+def rows_of_queries_only(m:pytest.MonkeyPatch) -> None:
+  """Plants a fault: the kernel converts the rows that queries see, but not those that the last block's padding sees."""
+  m.setattr(widen, "round_up", lambda n, to: n)
+def no_first_rows(m:pytest.MonkeyPatch) -> None:
+  """Plants a fault: the kernel converts no rows that only the first queries see."""
+  m.setattr(widen, "blocks_seen", lambda walk, first, last, keys: blocks_seen(walk, last, last, keys))
+def kinds_in_another_order(m:pytest.MonkeyPatch) -> None:
+  m.setattr(widen, "kinds_of_scales", lambda *given: stored_keys.kinds_of_scales(*given)[::-1])
+def scales_of_one_tile(m:pytest.MonkeyPatch) -> None: m.setattr(WgmmaTile, "scale_stages", lambda self, p: 1)
+def columns_exchanged(m:pytest.MonkeyPatch) -> None:
+  """Plants a fault: the eight numbers of a piece are stored with their halves exchanged."""
+  widened_unit = StoredKeys.widened_unit
+  m.setattr(StoredKeys, "widened_unit", lambda self, words: widened_unit(self, ops.build(*[ops.extract(words, i) for i in (1, 0)])))
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("plant, error, options", (
+  (rows_of_queries_only, EmulatorError, WIDENED_OPTIONS["last queries are padding"]), (no_first_rows, EmulatorError, dict(Sk=600, window=(40, 0))),
+  (kinds_in_another_order, AssertionError, {}), (scales_of_one_tile, EmulatorError, dict(Sk=400)), (columns_exchanged, AssertionError, {})))
+def test_faults_of_widening(monkeypatch:pytest.MonkeyPatch, plant, error, options:dict) -> None:
+  plant(monkeypatch)
+  with pytest.raises(error): check_widened("sm_90", D=32, H=2, **options)     # no other test has this problem: its kernels would be kept
 
 # ***** scales that rows share *****
 

@@ -16,11 +16,18 @@ from attn.kernels.parts.memory.layouts import SharedLayout, SwizzledRows
 from attn.kernels.parts.program.counts import ceildiv
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.stored import scale_in_range, widen_pair, zero_or_nan
-from attn.problem import BYTES
+from attn.problem import BYTES, KINDS_OF_SCALES
 from attn.tinygrad_compat import UOp, dtypes
 
 # The scales of a tile in shared memory, kind after kind. The last two are only in kernels that check scales (`checked_scales`).
-OF_K, OF_V, OF_V_WITHOUT_NANS, FACTORS_OF_K = range(4)
+OF_K, OF_V, OF_V_WITHOUT_NANS, FACTORS_OF_K = range(KINDS_OF_SCALES)
+
+def kinds_of_scales(to_log2:float, of_k:UOp, of_v:UOp) -> list[UOp]:
+  """Returns the numbers by which a kernel uses the scales of a key's rows of K and V, kind after kind. The scale of V becomes a scale in range
+  (`scale_in_range`), once with a NaN kept and once with a NaN replaced, too. The factor of K's row is its scale times `to_log2`, by which all scores
+  are multiplied."""
+  kept = scale_in_range(of_v)
+  return [of_k, ops.add(kept, zero_or_nan(of_v)), kept, ops.mul(of_k, to_log2)]
 
 @dataclass(frozen=True)
 class StoredKeys:
@@ -33,6 +40,10 @@ class StoredKeys:
     four stored numbers, and the indices of the two numbers that are converted."""
     p = self.warps.group.p
     return ops.build(*[widen_pair(word, places, p.stored, p.dtype) for word, places in pairs])
+
+  def widened_unit(self, words:UOp) -> UOp:
+    """Converts eight numbers stored in 8 bits, which fill two dwords, to eight 16-bit numbers in the same order, which fill four dwords."""
+    return self.widened(*[(ops.extract(words, word), places) for word in range(2) for places in ((0, 1), (2, 3))])
 
   # ***** operands *****
   def q_operand(self, shared:UOp, rows:SwizzledRows, first:UOp, step:int) -> UOp:
@@ -104,7 +115,7 @@ class StoredKeys:
     found = list[UOp]()
     for words, (name, row, piece, inside) in zip(pieces, self.pieces(to)):
       for half in range(2):
-        wide = self.widened(*[(ops.extract(words, 2*half + word), places) for word in range(2) for places in ((0, 1), (2, 3))])
+        wide = self.widened_unit(ops.slice_(words, 2*half, 2))
         found.append(nv.put(shared[to[name].place(row, piece*2 + half)], wide, inside))
     return found
 
@@ -123,18 +134,25 @@ class StoredKeys:
     return found
 
   def checked_scales(self, shared:UOp, base:UOp, to_log2:float) -> list[UOp]:
-    """Returns the statements by which this thread checks the scales that it has copied to shared memory, once for all lanes that use them. It stores
-    three numbers for each row of the tile: V's scale in range (`scale_in_range`), where a NaN stays a NaN; the same number with a NaN replaced, too;
-    and K's scale times `to_log2`, the factor that turns raw scores into exponents of 2. `base` is the index of the first float of the tile's
-    scales."""
+    """Returns the statements by which this thread checks the scales that it has copied to shared memory from the float with index `base` on, and
+    stores all kinds of them (`kinds_of_scales`). So each is checked once, and not by each lane that uses it."""
     n, threads, floats, found = self.warps.group.tile.block_n, self.warps.group.tile.threads, shared.bitcast(dtypes.float), list[UOp]()
     for row in [self.warps.at.thread + i*threads for i in range(ceildiv(n, threads))]:
-      at, inside = base + n + row, row < n
-      given = ops.as_float(ops.load_where(floats[at], inside, 4))
-      kept = scale_in_range(given)
-      factor = ops.mul(ops.as_float(ops.load_where(floats[base + row], inside, 4)), to_log2)
-      found.append(nv.put(floats[base + FACTORS_OF_K*n + row], factor, inside))
-      found += [nv.put(floats[at], ops.add(kept, zero_or_nan(given)), inside), nv.put(floats[at + n], kept, inside)]
+      inside = row < n
+      given = [ops.as_float(ops.load_where(floats[base + kind*n + row], inside, 4)) for kind in (OF_K, OF_V)]
+      found += [nv.put(floats[base + kind*n + row], x, inside) for kind, x in enumerate(kinds_of_scales(to_log2, *given)) if kind != OF_K]
+    return found
+
+  def checked_copies(self, shared:UOp, t:UOp, base:UOp, gate:UOp) -> list[UOp]:
+    """Returns the statements that copy all kinds of scales of tile t to shared memory, from the float with index `base` on, if an earlier kernel has
+    stored them (attn/kernels/nvidia/widen.py). Rows that do not exist get zeros. Where `gate` is false, nothing is copied."""
+    group, floats, found = self.warps.group, shared.bitcast(dtypes.float), list[UOp]()
+    n, threads, first = group.tile.block_n, group.tile.threads, group.scores.row(t*group.tile.block_n)
+    rows = replace(group.rows_of("k_scales", unit_bytes=BYTES[group.p.scale_dtype]), count=group.walked_end)
+    for item in [self.warps.at.thread + i*threads for i in range(ceildiv(KINDS_OF_SCALES*n, threads))]:
+      kind, row = item//n, item%n
+      source = rows.buffer[rows.start(first, row) + kind*group.p.Sk]
+      found.append(nv.copy_number(floats[base + item], source, first + row < rows.count, (item < KINDS_OF_SCALES*n) & gate))
     return found
 
   def scales(self, shared:UOp, base:UOp, kind:int, first_key:UOp, keys:int) -> list[UOp]:

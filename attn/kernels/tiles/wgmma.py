@@ -9,11 +9,10 @@ from attn.kernels.parts.memory.layouts import LINE, LongPanels, SwizzledPanels, 
 from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.kernels.tiles.common import OF_KEYS, OF_QUERIES, TURNS_OF_SUMS, units_of_query_values
 from attn.ops import hopper as wgmma
-from attn.problem import Problem
+from attn.problem import KINDS_OF_SCALES, STORED, Problem
 
 WGMMA = MMA | MMA_OF_8_BITS     # layouts of the fragments, by the dtype of the inputs
 STAGES = 3      # K and V tiles in shared memory, at most
-KINDS_OF_SCALES = 4   # of K, of V, and those that kernels compute from them (attn/kernels/nvidia/stored.py)
 SCALE_STAGES = 4      # tiles whose scales are in shared memory at the same time: a warpgroup may read those of a tile three iterations before another
 ONES_ROWS = 8   # rows of ones below each transposed tile of V of 8 bits: wgmma then computes the row sums of P as further columns of P V
 GIVEN_STAGES = 2     # tiles of V of 8 bits that are in shared memory before they are transposed
@@ -47,9 +46,15 @@ class WgmmaTile(WgmmaShape):
   def given_v(self, p:Problem) -> SwizzledRows:
     """Layout of V in shared memory before it is transposed there, if the inputs are 8-bit floats."""
     return SwizzledRows(self.block_n, round_up(p.Dv, WGMMA[p.dtype].K)//WGMMA[p.dtype].unit)
+  def converts(self, p:Problem) -> bool:
+    """Whether the kernel converts k and v from 8 to 16 bits."""
+    return p.stored in STORED
   def stages(self, p:Problem) -> int:
     """Number of tiles of K, and of V, for which shared memory has room at the same time."""
-    return STAGES if p.stored or p.of_8_bits else min(STAGES, ceildiv(p.Sk, self.block_n))
+    return STAGES if self.converts(p) or p.of_8_bits else min(STAGES, ceildiv(p.Sk, self.block_n))
+  def scale_stages(self, p:Problem) -> int:
+    """Number of tiles for whose scales shared memory has room at the same time."""
+    return SCALE_STAGES if self.converts(p) else self.stages(p)
   def ahead(self, p:Problem) -> bool:
     """Whether the copies of a tile of 8-bit floats start two iterations before the tile is used. This is so if shared memory has room for it."""
     return p.of_8_bits and self.bytes_with(p, True) <= MOST_SHARED
@@ -61,7 +66,7 @@ class WgmmaTile(WgmmaShape):
     return q.size + self.key_stages(p)*k.size
   def pieces(self, p:Problem) -> int:
     """Number of 16-byte units of 8-bit numbers of a tile of K and V that each thread loads to registers and converts to 16 bits."""
-    return sum(ceildiv(self.block_n*width//UNIT_BYTES, self.threads) for width in (p.D, p.Dv)) if p.stored else 0
+    return sum(ceildiv(self.block_n*width//UNIT_BYTES, self.threads) for width in (p.D, p.Dv)) if self.converts(p) else 0
   def scales(self, p:Problem) -> int:
     """Number of 16-byte units of shared memory for the scales of a tile's 8-bit rows, of all kinds (`StoredKeys.checked_scales`)."""
     return KINDS_OF_SCALES*self.block_n*4//UNIT_BYTES if p.stored else 0
@@ -71,7 +76,7 @@ class WgmmaTile(WgmmaShape):
     """Number of bytes of shared memory of a block. With `ahead`, copies start two iterations before a tile is used, otherwise one."""
     q, k, v = self.layouts(p)
     given = (GIVEN_STAGES + ahead)*self.given_v(p).size if p.of_8_bits else 0
-    units = q.size + (self.stages(p) + ahead)*k.size + self.stages(p)*v.size + given + SCALE_STAGES*self.scales(p)
+    units = q.size + (self.stages(p) + ahead)*k.size + self.stages(p)*v.size + given + self.scale_stages(p)*self.scales(p)
     return UNIT_BYTES*(units + 1)   # 1: mbarrier
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}"
 

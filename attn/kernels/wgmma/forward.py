@@ -17,14 +17,14 @@ from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.nvidia.ring import Arrivals
 from attn.kernels.nvidia.warp_forward import SoftmaxState, WarpsForward
 from attn.kernels.nvidia.stored import FACTORS_OF_K, OF_K, OF_V, OF_V_WITHOUT_NANS, StoredKeys
-from attn.kernels.nvidia.warps import Warps
+from attn.kernels.nvidia.warps import Warps, always
 from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels, SwizzledRows
 from attn.kernels.parts.program.counts import below, ceildiv, round_up
 from attn.kernels.parts.program.statements import Optional, Statements, store_all, workgroup_barrier
 from attn.kernels.parts.weights.dropout import kept_scores
 from attn.kernels.parts.weights.softmax import nans_of_scales
 from attn.kernels.tiles.mma import fragments
-from attn.kernels.tiles.wgmma import MOST_OF_PART, ONES_ROWS, SCALE_STAGES, STAGES, WGMMA, WgmmaTile
+from attn.kernels.tiles.wgmma import MOST_OF_PART, ONES_ROWS, STAGES, WGMMA, WgmmaTile
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.ops.numerics import ONES_OF, ROUNDOFF
 from attn.ops.softmax import FACTORS, LANE, ONES, SMALLEST_SCALE, UNSCALED, ScalesAt, correct, weigh
@@ -75,7 +75,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     state = WgmmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(of_o, nv.F4), new.registers(1, nv.F2),
                        new.registers(1, nv.F2), new.registers(kinds, nv.F2), new.registers(tile.block_n//mat.N, nv.F4),
                        new.registers(tile.block_n//mat.K, nv.U4), Statements.of(new), new.registers(kinds, nv.F2),
-                       Optional(new.registers(tile.pieces(p), nv.U4) if p.stored else None),
+                       Optional(new.registers(tile.pieces(p), nv.U4) if tile.converts(p) else None),
                        Optional(new.registers(round_up(p.D, mat.K)//mat.K, nv.U4) if tile.keeps_q and p.stored else None),
                        Optional(new.registers(len(parts_of_o(p)[0]), nv.F4) if arch.short_sums and p.of_8_bits and not p.fast_accumulate else None))
     return WgmmaForward(warps, tile, state)
@@ -103,8 +103,8 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
       s = s.do(nv.clear(s.scores, s.done))
     s, first = s.expected(warps.at, self.tile.threads*(1 + (self.p.of_8_bits and not self.tile.ahead(self.p)))), warps.group.walked.begin
     s = s.do(*warps.copies_of_q(s.shared, self.tile.layouts(self.p)[0]))
-    if self.p.stored: return self.fetch(self.with_q(self.loaded(s, first)), first)
-    if not self.p.of_8_bits: return self.fetch(s, first)
+    if self.converts: return self.fetch(self.with_q(self.loaded(s, first)), first)
+    if not self.p.of_8_bits: return self.fetch(self.with_q(s), first)
     s = s.do(*warps.copies_of("v", s.shared, first, self.given_v(first)), *self.ones(s.shared))
     s = s.do(nv.commit(s.done))
     s = s.after(workgroup_barrier(s.statements.do(nv.wait_copies(s.done, 0))))
@@ -113,6 +113,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
   def with_q(self, s:WgmmaState) -> WgmmaState:
     """Waits for the copies of Q and loads the warp's rows to registers, if registers keep Q. Returns the state."""
     if (own := s.q.value) is None: return s
+    s = s.do(nv.commit(s.done))
     s = s.after(workgroup_barrier(s.statements.do(nv.wait_copies(s.done, 0))))
     (lane, wave), q = (self.warps.at.lane, self.warps.at.wave), self.tile.layouts(self.p)[0]
     row, unit = wave*self.mat.M + lane%self.mat.M, lane//self.mat.M
@@ -122,7 +123,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
   def scores(self, s:WgmmaState, t:UOp, masked:bool) -> tuple[WgmmaState, None]:
     # Starts the copies of the next tile only if the ring buffer holds several tiles.
     q, k, _ = self.tile.layouts(self.p)
-    s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done, published=bool(self.p.stored) or self.tile.ahead(self.p)))
+    s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done, published=self.converts or self.tile.ahead(self.p)))
     group, of_k = wgmma.group(self.warps.at.wave), s.shared[self.k_panels(t).base]
     steps = round_up(self.p.D, self.mat.K)//self.mat.K
     if s.q.value is None:
@@ -294,19 +295,22 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
 
     Tile t may not exist, because the last iteration has no next tile. If the sequence has at least STAGES tiles, zeros are then copied to the ring
     buffer. If it has fewer, the ring buffer has room for these tiles only, and nothing is copied."""
-    if self.p.stored: return self.widened(s, t)
+    if self.converts: return self.widened(s, t)
     # The compiler must not know the last tile: ptxas 13.0 derives from `t < 2` that t is 1, and then computes the place of tile 1, (~0 & 1), as 0
     there = None if self.stages == STAGES else t < ops.opaque_uniform(self.warps.group.walked.end)
-    s = s.do(*self.warps.copies_of_keys(s.shared, t, self.k_panels(t), self.v_panels(t), there))
+    s = s.do(*self.warps.copies_of_keys(s.shared, t, self.k_panels(t), self.v_panels(t), there),
+             *(self.stored.checked_copies(s.shared, t, self.first_scale(t), always(there)) if self.p.stored else []))
     return s.do(wgmma.arrive(s.arrivals, s.done))
 
   # ***** keys and values that are stored in 8 bits *****
   @property
   def stored(self) -> StoredKeys: return StoredKeys(self.warps)
+  @property
+  def converts(self) -> bool: return self.tile.converts(self.p)
   def first_scale(self, t:UOp) -> UOp:
     """Returns where the scales of the 8-bit rows of tile t begin in shared memory, counted in floats."""
     _, _, v = self.tile.layouts(self.p)
-    place = (t - self.warps.group.walked.begin)%SCALE_STAGES
+    place = (t - self.warps.group.walked.begin)%self.tile.scale_stages(self.p)
     return (self.tile.first_v(self.p) + self.stages*v.size + place*self.tile.scales(self.p))*(UNIT_BYTES//4)
   def loaded(self, s:WgmmaState, t:UOp) -> WgmmaState:
     """Loads this thread's part of tile t to registers, as numbers of 8 bits, and starts its copies of the tile's scales. Returns the state."""
