@@ -16,7 +16,7 @@ from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.nvidia.ring import Arrivals
 from attn.kernels.nvidia.warp_forward import SoftmaxState, WarpsForward
-from attn.kernels.nvidia.stored import FACTORS_OF_K, OF_K, OF_V, OF_V_WITHOUT_NANS, StoredKeys
+from attn.kernels.nvidia.stored import FACTORS_OF_K, OF_K, OF_V, OF_V_WITHOUT_NANS
 from attn.kernels.nvidia.warps import Warps, always
 from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels, SwizzledRows
 from attn.kernels.parts.program.counts import below, ceildiv, round_up
@@ -303,8 +303,6 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return s.do(wgmma.arrive(s.arrivals, s.done))
 
   # ***** keys and values that are stored in 8 bits *****
-  @property
-  def stored(self) -> StoredKeys: return StoredKeys(self.warps)
   @property
   def converts(self) -> bool: return self.tile.converts(self.p)
   def first_scale(self, t:UOp) -> UOp:
