@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
-from attn.functions.symbols import KEY, QUERY, depends
+from attn.functions.symbols import KEY, QUERY, depends, indices_of, is_element
 from attn.tinygrad_compat import Ops, UOp, dtypes
 
 FALSE, TRUE = UOp.const(False, dtypes.bool), UOp.const(True, dtypes.bool)
@@ -150,6 +150,12 @@ def classes_of(mask:UOp) -> tuple[UOp, UOp]|None:
   if mask.op is not (Ops.CMPNE if negated % 2 else Ops.CMPEQ): return None
   x, y = mask.src if depends(mask.src[0], QUERY) else mask.src[::-1]
   return (x, y) if is_one_sided(x) and depends(y, KEY) and not depends(y, QUERY) else None
+
+def is_row_of_numbers(u:UOp) -> bool:
+  """Returns whether an expression of the key is an int32 element of a tensor, and the elements for neighbouring keys are neighbours in the tensor."""
+  if not is_element(u) or u.dtype != dtypes.int: return False
+  *others, last = indices_of(u)
+  return last is KEY and not any(depends(x, KEY) for x in others)
 
 def one_sided_expressions(mask:UOp) -> list[UOp]:
   """Returns the expressions in a mask that depend on the query alone or on the key alone, and whose lowest and highest values on a tile decide

@@ -201,7 +201,7 @@ def flat(placeholder:UOp) -> UOp:
   while placeholder.op is Ops.RESHAPE: placeholder = placeholder.src[0]
   return placeholder.flatten()
 
-def _buffer_load(lanes:Any, pointer:Any, records:Array, offset:Array, width:int) -> Array:
+def loaded_within(lanes:Any, pointer:Any, records:Array, offset:Array, width:int) -> Array:
   # `records` is the size of the buffer's range in bytes; hardware compares unsigned 32-bit numbers
   records, offset = records.astype(np.int64) & 0xffffffff, offset.astype(np.int64) & 0xffffffff
   lanes.check_extent(pointer, records)
@@ -222,7 +222,7 @@ def _buffer_load_cuda(printer:Any, out:str, width:int) -> Body:
   return Body(f"if (offset + {width}u > (unsigned)records) return {nothing};\nreturn *(const {kind}*)((const char*)base + offset);",
               "base records offset", name=f"buffer_load_b{8*width}")
 
-instruction("buffer_load", lambda lanes, pointer, records, offset, width: _buffer_load(lanes, pointer, records, offset, width),
+instruction("buffer_load", lambda lanes, pointer, records, offset, width: loaded_within(lanes, pointer, records, offset, width),
             _buffer_load_hip, _buffer_load_cuda)
 
 def buffer_load(base:UOp, records:UOp, offset:UOp, width:int) -> UOp:

@@ -11,20 +11,26 @@ import attn
 from attn.accuracy import judge
 from attn.calls import checked_kernel, tile_lists as calls_tile_lists
 from attn.calls.tile_lists import tile_lists
-from attn.chips import Chip
+from attn.chips import Chip, get_chip
 from attn.chips.matrix import MMA
+from attn.choose.dispatch import single_kernel
 from attn.choose.gradient_kernels import GRADIENT_KERNELS
+from attn.choose.tile_lists import listing, with_lists
 from attn.emulator.checks import Deadlock, UninitialisedRead
 from attn.functions.symbols import BATCH, QUERY_HEAD, depends
 from attn.functions.trace import functions_of
 from attn.kernels.nvidia import gradient_sums
 from attn.kernels.parts.backward.turns import Turns
 from attn.kernels.parts.program.blocks import TileList, list_length
+from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.tile_lists import ListedBlocks
 from attn.kernels.tiles.wgmma import WgmmaBackwardTile
+from attn.kernels.wgmma.forward import WgmmaForward
+from attn.ops.renderers import render
 from attn.problem import Problem
 from attn.score.masks import hiding
 from attn.tinygrad_compat import GlobalCounters, Tensor, UOp, dtypes
+from attn.values import FLOATS, INTS
 from api_cases import emulated, lists, whole
 from cases import Inputs, array, expected, expected_gradients, floats, normal, problem, tensor
 
@@ -209,6 +215,34 @@ def test_attention_over_lists_agrees_with_float64(arch:str, name:str) -> None:
   assert (verdict := judge(o, expected(of_bias, x, extras)[0])).ok, f"o: {verdict}"
   laws = expected_gradients(of_bias, x, extras, do, None)
   for n, g in zip(("q", "k", "v"), gradients): assert (verdict := judge(g, laws[n])).ok, f"{n}: {verdict}"
+
+@pytest.mark.parametrize("name, loops", (("documents", 1), ("squares", 2)))
+def test_forward_has_one_loop_for_a_mask_of_classes(name:str, loops:int) -> None:
+  # If a mask compares a number of the query with an element of a tensor for the key, the wgmma forward kernel has one loop over the list of visible
+  # tiles. For another mask it has two: over the partly masked tiles and over the others.
+  p, on = sized(CASES[name], Sq=4096, Sk=4096, H=8), get_chip("sm_90")
+  p = with_lists(p, listing(p, on, single_kernel(p, on)[1]))
+  placeholders = [UOp.placeholder(shape, (FLOATS | INTS)[kind], i) for i, (shape, kind) in enumerate(p.shapes.values())]
+  assert render(single_kernel(p, on)[0](*placeholders), "sm_90").count("for (int Lidx") == loops
+
+def never_masked(m:pytest.MonkeyPatch) -> None: m.setattr(WgmmaForward, "finished", lambda self, s, t, masked: s)
+def rows_exchanged(m:pytest.MonkeyPatch) -> None:
+  classes = Scores.classes
+  m.setattr(Scores, "classes", lambda self, rows, tile: classes(self, rows[::-1], tile))
+
+@pytest.mark.parametrize("plant", (None, never_masked, rows_exchanged))
+@pytest.mark.usefixtures("without_places")
+def test_forward_over_lists_of_classes(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None]|None) -> None:
+  # o of the kernel with one loop is within the error limit of each element, and is not if the kernel is wrong
+  if plant is not None: plant(monkeypatch)
+  case, sizes = CASES["documents"], {"H": 2, "Hkv": 1, "Sq": 200, "Sk": 256, "D": 32}
+  p = sized(case, **sizes)
+  x, d = normal(p), documents(p, rows=90)
+  with lists(True), emulated("sm_90"):
+    q, k, v = (tensor(a, p.dtype).realize() for a in (x.q, x.k, x.v))
+    o = array(attn.attention(q, k, v, mask_mod=case.mask, mod_tensors=[Tensor(d, device="EMU").realize()]))
+  extras = {"bias": np.where(seen(p, case, d), 0, -np.inf).astype(np.float32)}
+  assert judge(o, expected(problem(**sizes, extras=extras), x, extras)[0]).ok == (plant is None)
 
 def one_kernel(monkeypatch:pytest.MonkeyPatch) -> None:
   """Makes dispatch choose the wgmma kernel that computes all gradients at once, for every problem."""

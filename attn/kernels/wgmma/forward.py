@@ -10,6 +10,7 @@ Keys and values that are stored in 8 bits come to registers as they are, an iter
 the part of the next tile that it has loaded, and stores it to the ring buffer in 16 bits."""
 from __future__ import annotations
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from attn.chips import Chip
@@ -21,6 +22,7 @@ from attn.kernels.nvidia.warps import Warps, always
 from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels, SwizzledRows
 from attn.kernels.parts.program.counts import below, ceildiv, round_up
 from attn.kernels.parts.program.statements import Optional, Statements, store_all, workgroup_barrier
+from attn.kernels.parts.program.trips import TileLoop
 from attn.kernels.parts.weights.dropout import kept_scores
 from attn.kernels.parts.weights.softmax import nans_of_scales
 from attn.kernels.tiles.mma import fragments
@@ -120,6 +122,18 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     steps = range(own.max_numel())
     return s.store(store_all(own, [nv.ldmatrix(s.shared[q.place(row, 2*step + unit)], 0) for step in steps]))
 
+  @functools.cached_property
+  def in_one_loop(self) -> bool:
+    """Whether a single loop computes the tiles of which the mask hides some scores and those of which it hides none: with lists of tiles and a mask
+    that only compares a number of the query with an element of a tensor for the key. A branch in the loop then decides whether the numbers are
+    compared. With one loop the kernel has half of the code, and the compiler takes less time."""
+    scores = self.warps.group.scores
+    return self.p.tile_list is not None and not (self.p.stored or self.p.of_8_bits) and scores.raw and not scores.natural and scores.in_classes
+  def loops(self) -> Iterator[TileLoop[WgmmaState]]:
+    if not self.in_one_loop: return super().loops()
+    walked = self.warps.group.walked
+    return iter([TileLoop(walked.begin, walked.end - walked.begin, True, self.warps.group.grid.allocator)])
+
   def scores(self, s:WgmmaState, t:UOp, masked:bool) -> tuple[WgmmaState, None]:
     # Starts the copies of the next tile only if the ring buffer holds several tiles.
     q, k, _ = self.tile.layouts(self.p)
@@ -183,6 +197,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
   def finished(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
     """Applies score terms (bias, softcap, ...) and masks to S, and returns the state."""
     scores = self.warps.group.scores
+    if self.in_one_loop: return s.do(nv.keep_equal(s.scores, t < self.warps.group.walked.full_begin, *scores.classes(self.queries, t), s.done))
     if not scores.in_place or self.p.q_scale or self.p.k_scale:
       tiles, = self.warps.group.scaled([[s.scores[kt].load() for kt in range(s.scores.max_numel())]])
       return s.store(store_all(s.scores, scores.finished(tiles, self.queries, t, masked)))

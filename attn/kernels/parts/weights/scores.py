@@ -10,10 +10,13 @@ from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from attn.functions.spans import classes_of, is_row_of_numbers
+from attn.functions.symbols import tensor_of
 from attn.kernels.parts.memory.lanes import Lane, MmaLane, ThreadPlace
 from attn.kernels.parts.program.blocks import Descending, TileList
 from attn.ops import common as ops
 from attn.problem import Problem
+from attn.score.lifted import Lifted
 from attn.score.masks import first_seen, last_seen, scattered, seen_each
 from attn.score.places import Walk
 from attn.score.term import BASE2, NATURAL, Fragment, Row, ScoreTerm, ScoreUnit, one, raw_unit
@@ -143,6 +146,24 @@ class Scores:
     # mask_mod may hide any scores of a tile: their elements of x become `hidden`
     if (seen := seen_each(self.fragment(row, tile))) is None: return x
     return [ops.select_each(conditions, y, hidden) for conditions, y in zip(seen, x)]
+
+  @property
+  def in_classes(self) -> bool:
+    """Whether a score of a tile is visible exactly where a number of its query equals an element of a tensor, and the elements for neighbouring keys
+    are neighbours (`classes`)."""
+    if self.p.mask_mod is None or len(scattered(self.p)) > 1 or self.cut: return False
+    found = classes_of(self.p.mask_mod.value)
+    if found is None or not is_row_of_numbers(found[1]): return False
+    return 4*math.prod(int(n) for n in tensor_of(found[1]).shape) <= ops.MAX_RECORDS
+  def classes(self, rows:list[Row], tile:UOp) -> tuple[list[UOp], UOp, list[int]]:
+    """Returns the number of each of `rows` that the mask compares; the loaded number of the lane's first column of a tile; and for each of the lane's
+    columns, how many elements after the first its number lies. Rows are queries, and columns are keys."""
+    mask, lifted = self.p.mask_mod, [Lifted(self.fragment(row, tile), f"mask_mod={self.p.mask_mod}") for row in rows]
+    assert mask is not None
+    found = classes_of(mask.value)
+    assert found is not None
+    columns = [column - self.walked[0][0] for part in self.walked for column in part]
+    return [x.each(found[0])[0][0] for x in lifted], lifted[0].each(found[1])[0][0].src[0], columns
 
   @property
   def in_place(self) -> bool:
