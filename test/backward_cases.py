@@ -7,11 +7,11 @@ import numpy as np
 import cases
 from attn.accuracy import Law, judge
 from attn.chips.matrix import MMA
-from attn.chips.shapes import BackwardShape
+from attn.chips.shapes import BackwardShape, ShapeAtOnce
 from attn.choose.backward import all_of, choose_bias_tile, dbias_of, delta_of, dkdv_of, dq_of, few_of, finish_of, tiles_of
 from attn.kernels.parts.grid.tensors import (all_arguments, dbias_arguments, delta_arguments, dkdv_arguments, dq_arguments, few_arguments,
                                              finish_arguments)
-from attn.kernels.tiles.amd import BackwardTile
+from attn.kernels.tiles.amd import BackwardTile, at_once_tile
 from attn.kernels.tiles.wgmma import WgmmaBackwardTile, WgmmaFewQueriesTile
 from attn.ops.renderers import adapt
 from attn.problem import Problem
@@ -54,8 +54,8 @@ def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarr
   to no sequence have gradient 0. `extras` has the optional tensors, such as a bias, by name."""
   return {f"d{n}": law for n, law in cases.expected_gradients(p, x, extras, loss.do, loss.dlse).items()}
 
-# shapes of CDNA's kernel that computes dq, dk and dv at once, by head dimension, wherever dispatch chooses it
-AT_ONCE_ON_AMD = {64: BackwardShape(4, 64, fenced=2), 128: BackwardShape(4, 32, fenced=4)}
+# shapes of CDNA's kernel that computes dq, dk and dv at once, by head dimension, for chips on which dispatch does not choose it
+AT_ONCE_ON_AMD = {64: BackwardShape(4, 32, fenced=2), 128: BackwardShape(4, 32, fenced=4)}
 
 def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.ndarray],
                  tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0) -> dict[str, np.ndarray]:
@@ -70,7 +70,8 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
               "dkdv": (dkdv_arguments(p, parts), dkdv_of(p, on, dkdv_tile, parts))}
   if only == "all":
     if isinstance(dq_tile, BackwardTile):
-      one = tiles(BackwardTile(**vars(AT_ONCE_ON_AMD[p.D]), matrix=on.matrix[p.dtype][0], keys=True, adds_dq=True))
+      rows = on.unit.at_once.get(p.D, (ShapeAtOnce(AT_ONCE_ON_AMD[p.D]),))
+      one = tiles(at_once_tile(p, on, next((x.shape for x in rows if set(p.options) <= set(x.options)), rows[-1].shape)))
     else: one = tiles(WgmmaBackwardTile(2, 64, matrix=MMA[p.dtype], keys=True, adds_dq=True))
     launches = {"delta": (delta_arguments(p, loss.dlse is not None), delta_of(p, on, one, loss.dlse is not None)),
                 only: (all_arguments(p, parts), all_of(p, on, one, parts)),

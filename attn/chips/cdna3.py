@@ -4,7 +4,7 @@ from __future__ import annotations
 from attn.chips.cdna import COUNTERS_ON_CDNA, DKDV_ON_CDNA, DQ_ON_CDNA, LATENT_ON_CDNA, PLAIN_DQ_128, SUMS, mfma, mfma_of_bytes
 from attn.chips.family import Caches, Card, Chip, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure, Machine
-from attn.chips.shapes import AT_MOST_ONE, NO_BIAS, BackwardShape, ForwardShape, UpTo
+from attn.chips.shapes import AT_MOST_ONE, NO_BIAS, BackwardShape, ForwardShape, ShapeAtOnce, UpTo
 
 # On CDNA software has to wait for the results of MFMA: the compiler puts enough other instructions, or s_nop, between two dependent instructions.
 CDNA3_MACHINE = Machine(
@@ -43,10 +43,12 @@ BYTES_ON_CDNA3 = (
   UpTo(256, ForwardShape(8, 1, 32, fenced=True, prefetch=2), fills=256), UpTo(256, ForwardShape(4, 1, 32, fenced=True)),
 )
 
-# Tiles of the kernel that computes all gradients at once, by head dimension. Such a tile must be predicted to be at least 1.2 times as fast as two
-# kernels, because the prediction leaves out what atomic additions cost in L2. MI300X, (4, 16, 4096, D), bf16, full, ms with the kernels before and
-# after it: D = 128 2.45 (two kernels 3.17), D = 64 1.54 (1.67). MI355X: 1.48 (1.62) and 0.75 (0.81).
-AT_ONCE_ON_CDNA3 = {128: BackwardShape(4, 32, fenced=4)}
+# Tiles of the kernel that computes all gradients at once, by head dimension. Without options such a tile must be predicted to be at least 1.2 times
+# as fast as two kernels, because the prediction leaves out what atomic additions cost in L2. MI300X at the clock of a GEMM, (4, 16, 4096, D), bf16,
+# ms without the small kernels before and after it, in parentheses those of two kernels: D = 64 full 2.12 (2.89), causal 0.99 (1.37), and D = 128 full
+# 3.91 (5.39), causal 2.01 (2.68).
+AT_ONCE_ON_CDNA3 = {64: (ShapeAtOnce(BackwardShape(4, 32, ahead=6), ("sinks", "kv_lengths", "alibi", "softcap")),),
+                    128: (ShapeAtOnce(BackwardShape(4, 32, ahead=16)),)}
 
 # the last two shapes in `pipes` of CDNA3 and of CDNA4 are for 8-bit inputs
 CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000, tables="cdna", agprs=True, matrix={

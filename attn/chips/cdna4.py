@@ -6,7 +6,7 @@ from attn.chips.cdna import COUNTERS_ON_CDNA, DKDV_OF_256_ON_CDNA, DKDV_ON_CDNA,
 from attn.chips.cdna3 import CACHES_OF_CDNA3, CDNA3_MACHINE
 from attn.chips.family import Card, Chip, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure
-from attn.chips.shapes import AT_MOST_ONE, NO_BIAS, ONE_OF_ALL, BackwardShape, ForwardShape, UpTo
+from attn.chips.shapes import AT_MOST_ONE, NO_BIAS, ONE_OF_ALL, BackwardShape, ForwardShape, ShapeAtOnce, UpTo
 
 CDNA4_MACHINE = replace(CDNA3_MACHINE, transcendental=Figure(12, "cdna4"), matrix=Figure(20, "hazard"), memory=Figure(650, ASSUMED),
                         memory_bytes=Figure(64, ASSUMED), memory_queue=Figure(16, ASSUMED), lds=Figure(48, ASSUMED))
@@ -36,6 +36,12 @@ BYTES_ON_CDNA4 = (
   UpTo(256, ForwardShape(4, 1, 64, fenced=True, prefetch=2)),
 )
 
+# Tiles of the kernel that computes all gradients at once, chosen as on CDNA3. MI355X, the same problems: D = 64 full 0.75 (1.30), causal 0.40 (0.69),
+# and D = 128 full 1.64 (2.49), causal 0.89 (1.33).
+AT_ONCE_ON_CDNA4 = {64: (ShapeAtOnce(BackwardShape(4, 32, ahead=8, turning=True)),),
+                    128: (ShapeAtOnce(BackwardShape(4, 64, ahead=12, turning=True), ("sinks", "kv_lengths", "softcap")),
+                          ShapeAtOnce(BackwardShape(4, 32, ahead=12, turning=True)))}
+
 CDNA4 = Family("cdna4", wave=64, vgprs=512, busy_waves=4, bf16_pack=True, descriptor=0x00027000, llvm=20, tables="cdna", agprs=True, matrix={
     "float16": (mfma(32, 16, "_f16", "half", "permlane_swap", 64), mfma(16, 32, "_f16", "half", "permlane_swap", 64)),
     "bfloat16": (mfma(32, 16, "_bf16", "bfloat", "permlane_swap", 64), mfma(16, 32, "_bf16", "bfloat", "permlane_swap", 64)),
@@ -56,7 +62,7 @@ CDNA4 = Family("cdna4", wave=64, vgprs=512, busy_waves=4, bf16_pack=True, descri
             UpTo(256, BackwardShape(4, 32, fenced=8, prefetch=2, read_ahead=3), options=("", *NO_BIAS))),
   plain_dkdv=(UpTo(128, BackwardShape(4, 64, fenced=8, prefetch=2), options=("", *NO_BIAS)),
               UpTo(192, BackwardShape(4, 32, fenced=4, sparing=True, read_ahead=1))),
-  latent=LATENT_ON_CDNA,
+  latent=LATENT_ON_CDNA, at_once=AT_ONCE_ON_CDNA4,
   counters=COUNTERS_ON_CDNA, machine=CDNA4_MACHINE)
 
 CHIPS_OF_CDNA4 = (

@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from attn.chips.machine import Machine
 from attn.chips.matrix import LaneSums, Matrix, Mma
-from attn.chips.shapes import BackwardShape, ForwardShape, MlaShape, UpTo
+from attn.chips.shapes import BackwardShape, ForwardShape, MlaShape, ShapeAtOnce, UpTo
 
 LLVM = 22    # release of LLVM for which tiles are chosen if no compiler is known, for example on the emulator
 
@@ -99,7 +99,7 @@ class Family:
   plain_forward: tuple[UpTo[ForwardShape], ...] = ()
   plain_dq: tuple[UpTo[BackwardShape], ...] = ()
   plain_dkdv: tuple[UpTo[BackwardShape], ...] = ()
-  at_once: Mapping[int, BackwardShape] = field(default_factory=dict)     # head dimension -> shape of the kernel of all gradients
+  at_once: Mapping[int, tuple[ShapeAtOnce, ...]] = field(default_factory=dict)     # head dimension -> rows for the kernel of all gradients
   latent: tuple[UpTo[MlaShape], ...] = ()             # tiles of mla
   # data for reports on machine code and for predictions from it; None: there are no reports
   pipes: Pipes|None = None

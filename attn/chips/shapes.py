@@ -76,7 +76,16 @@ class BackwardShape:
   sparing: bool = False    # own rows, and rows that an iteration loads for itself, come a few units at a time: fewer registers
   passes: int = 1          # passes over the queries. 2: dv first and then dk, each with all registers for itself, and S is computed twice
   by_item: bool = False    # a thread loads one item after another of the rows that a sparing iteration loads for itself: still fewer registers
+  turning: bool = False    # columns of tiles are read from LDS by loads that transpose (CDNA4), not from a transposed copy of the tile
+  ahead: int = 0           # reads from LDS before the first product, if reads and products alternate (`amd.interleave`); 0: clang orders them
   read_ahead: int = 0      # in a gradient's products, operands of this many tiles are read during the work on a tile before them, in spite of fences
+
+@dataclass(frozen=True)
+class ShapeAtOnce:
+  """Row of a table: a tile shape of the kernel on AMD's matrix units that computes all gradients at once, and the options with which it may be used.
+  With these options it spills no register in its loops, and is predicted to be faster than two kernels."""
+  shape: BackwardShape
+  options: tuple[str, ...] = ("sinks", "kv_lengths", "alibi", "softcap", "dropout_p")
 
 @dataclass(frozen=True)
 class MlaShape:

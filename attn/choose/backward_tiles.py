@@ -16,7 +16,7 @@ from attn.choose.rows import PLAIN_LLVM, burden, fitting, plain_rows, rows_for
 from attn.functions.spans import classes_of
 from attn.kernels.parts.grid.workgroup import HEADS_IN_ORDER
 from attn.kernels.parts.program.counts import ceildiv
-from attn.kernels.tiles.amd import BackwardTile
+from attn.kernels.tiles.amd import BackwardTile, at_once_tile
 from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.kernels.tiles.plain import TiledBackwardTile
 from attn.kernels.tiles.wgmma import WgmmaBackwardTile, WgmmaFewQueriesTile
@@ -73,7 +73,6 @@ ROOMY = 64     # largest head dimension with which it has registers to spare
 WGMMA_ALONE_AT_ONCE: dict[str, tuple[tuple[int, int], ...]|None] = {
   "alibi": (FULL_WINDOW, CAUSAL_WINDOW), "dropout_p": (FULL_WINDOW, CAUSAL_WINDOW), "softcap": (FULL_WINDOW, CAUSAL_WINDOW), "mask_mod": None}
 USED_AT_ONCE = ("sinks", "kv_lengths", "alibi")     # options that hardly change the time of a kernel for all gradients
-AMD_AT_ONCE = ("sinks", "kv_lengths", "alibi", "softcap", "dropout_p")     # on MFMA, with any window: it spills no register
 REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of K and V
 
 @dataclass(frozen=True)
@@ -191,13 +190,17 @@ def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   as a text, why two kernels compute the gradients."""
   if arch.vgprs < REGISTERS_AT_ONCE: return f"a wave of {arch.name} has {arch.vgprs} registers: too few for it"
   if not (shapes := arch.unit.at_once): return f"{arch.name}: it is not predicted to be much faster there"
-  if (shape := shapes.get(p.D)) is None or p.Dv != p.D:
+  if (rows := shapes.get(p.D)) is None or p.Dv != p.D:
     return f"D={p.D}, Dv={p.Dv}: predicted to be much faster only with D {', '.join(map(str, shapes))}, and Dv as large"
-  if (options := [x for x in p.options if x not in AMD_AT_ONCE]): return f"{options[0]}: two kernels compute the gradients with this option"
+  if not (usable := [x.shape for x in rows if set(p.options) <= set(x.options)]):
+    options = [x for x in p.options if x not in rows[-1].options]
+    return f"{' with '.join(options or p.options)}: it spills registers with D={p.D}, or is not predicted to be faster"
   if p.dropout_p and p.alibi is not None: return "dropout_p with alibi_slopes: scalar registers would spill in its loops"
   if arch.llvm < PLAIN_LLVM: return f"clang {arch.llvm}: predicted to be faster only with clang {PLAIN_LLVM}"
-  tile = BackwardTile(**vars(shape), matrix=arch.matrix[p.dtype][0], keys=True, adds_dq=True)
+  tile = at_once_tile(p, arch, usable[0])
   if (queries := p.Sq*(p.H//p.Hkv)) < LEAST_QUERIES: return f"{queries} queries share keys: faster only from {LEAST_QUERIES} on"
+  if p.deterministic and not IN_ORDER_MFMA.in_order:
+    return f"deterministic=True: no prediction for {arch.name} includes the time in which workgroups wait for turns to add to dq in a fixed order"
   return not_in_order(p, tile, IN_ORDER_MFMA) or too_few_blocks(p, arch, tile) or not_in_lds(p, arch, tile) or tile
 
 def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterAtOnce) -> str|None:

@@ -122,7 +122,17 @@ instruction("wait_loads", lambda lanes, *_, n: lanes.wait_stores(n),
 instruction("priority", nothing,
             lambda printer, out, level: Body(f"__builtin_amdgcn_s_setprio({level});\nreturn 0.0f;", "", name=f"priority_{level}"))
 instruction("fp32_apart", nothing, Body("return 0.0f;", ""))
+instruction("written_here", nothing, Body("return 0.0f;", ""))
 instruction("sched_barrier", nothing, Body("__builtin_amdgcn_sched_barrier(0);\nreturn 0.0f;", ""))
+
+def _interleave_text(printer:Any, out:str, ahead:int, products:int, reads:int, steps:int) -> Body:
+  def group(kind:int, n:int) -> str: return f"__builtin_amdgcn_sched_group_barrier({kind}, {n}, 0);"
+  return Body(f"{group(LDS_READS, ahead)}\n#pragma clang loop unroll(full)\nfor (int i = 0; i < {steps}; i++) {{\n"
+              f"  {group(MATRIX_PRODUCTS, products)}\n  {group(LDS_READS, reads)}\n}}\nreturn 0.0f;", "",
+              name=f"interleave_{ahead}_{steps}x{products}_{reads}")
+
+MATRIX_PRODUCTS, LDS_READS = 0x8, 0x100     # kinds of instructions, in the numbers that clang's builtin takes
+instruction("interleave", nothing, _interleave_text)
 instruction("opaque", lambda lanes, x, _: x, Body('asm volatile("" : "+v"(x));\nreturn x;', "x"))
 
 def barrier(*after:UOp) -> UOp:
@@ -146,10 +156,19 @@ def fp32_apart(*after:UOp) -> UOp:
   """Keeps clang from packing two fp32 operations of this kernel into one instruction. (GLOBAL_UNPACKED in ops.renderers says why.) Returns a
   statement (an operation with a side effect) that is executed after the UOps `after`."""
   return statement("fp32_apart", *after)
+def written_here(*after:UOp) -> UOp:
+  """Makes tinygrad write what comes after this statement behind the operations `after` in the kernel's text. clang may move everything. Returns a
+  statement (an operation with a side effect) that is executed after the UOps `after`."""
+  return statement("written_here", *after)
 def sched_barrier(*after:UOp) -> UOp:
   """Keeps clang from moving instructions across this point of the program, so that loads don't start long before their use. Returns a statement (an
   operation with a side effect) that is executed after the UOps `after`."""
   return statement("sched_barrier", *after)
+def interleave(ahead:int, products:int, reads:int, steps:int, *after:UOp) -> UOp:
+  """Makes clang order the instructions before this point, back to the last barrier or branch, as follows: first `ahead` reads from LDS, then `steps`
+  times `products` matrix instructions and `reads` reads from LDS. So operands are read long before their use. Instructions of other kinds stand where
+  clang puts them. Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
+  return statement("interleave", *after, ahead=ahead, products=products, reads=reads, steps=steps)
 def opaque(x:UOp, trip:UOp) -> UOp:
   """Returns the integer x and hides its value from the compiler. If the address of a load is computed from the result, the compiler must load again
   for every new `trip` (usually the index of a loop's iteration), and so does not keep the loaded value in registers."""

@@ -14,7 +14,7 @@ from typing import Any, Self
 from attn.chips import Chip
 from attn.chips.matrix import Matrix
 from attn.kernels.amd.gradient_sums import delta_of_row, place_of_tile
-from attn.kernels.amd.products import OwnRows, Products, zeros
+from attn.kernels.amd.products import READS_OF_TURNED, OwnRows, Products, TurnedColumns, zeros
 from attn.kernels.amd.staging import StagedTile
 from attn.kernels.parts.backward.gradients import (WEIGHTED, Normaliser, QueryValues, QueryValueTensors, Weights, dp_start, gradients_of,
                                                    gradients_of_passes, less_delta, normaliser_of, scaled_delta, weights_of, where_known)
@@ -110,7 +110,7 @@ class AmdBackward:
       raise NotImplementedError(f"prefetch={tile.prefetch}: a kernel that adds to dq in a fixed order supports only prefetch 0 and 1")
     mat, n, grid = tile.matrix, tile.block_n, kv_head_fastest(p, tile, tile.matrix, arch)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
-    q_rows, do_rows = (LdsTile.of(new, both_ways_layout(mat, n, width), tile.buffers) for width in (p.D, p.Dv))
+    q_rows, do_rows = (LdsTile.of(new, tile.row_layout(width), tile.buffers) for width in (p.D, p.Dv))
     q_columns, do_columns = transposed_tiles(new, tile, *[column_layout(mat, n, width) for width in (p.D, p.Dv)])
     numbers, statements = QueryValues.of(p, mat, n, new, tile.buffers, at.thread), Statements.of(new)
     group = Workgroup.of_keys(p, arch, tile, args, grid, at, shapes, parts, new.lds(1, dtypes.int)[0] if "dq_turns" in shapes else None)
@@ -118,7 +118,7 @@ class AmdBackward:
     sharing = DqOfTile.of(group, tile, at) if tile.adds_dq else None
     def one(wanted:tuple[str, ...]) -> AmdBackward:
       q = StagedTile.of(mat, n, tile.threads, at.thread, q_rows, q_columns if "dk" in wanted else None)
-      do = StagedTile.of(mat, n, tile.threads, at.thread, do_rows if "dk" in wanted else None, do_columns if "dv" in wanted else None)
+      do = StagedTile.of(mat, n, tile.threads, at.thread, do_rows if "dk" in wanted or tile.turning else None, do_columns if "dv" in wanted else None)
       acc = new.registers(sum(round_up(group.rows_of(name).width, mat.M)//mat.M for name in wanted if name != "dq"), ops.f32(mat.accumulator))
       state = QueriesState(q, do, numbers, acc, TripStores())
       if sharing is not None: state = AllState(q, do, numbers, acc, TripStores(), LdsTile.of(new, tile.ds))
@@ -138,7 +138,7 @@ class AmdBackward:
   @property
   def scores(self) -> Scores: return self.group.scores.of_head(self.head) if self.tile.keys else self.group.scores
   @property
-  def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements, self.tile.read_ahead)
+  def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements, self.tile.read_ahead, self.tile.ahead > 0)
   def accumulators(self, name:str) -> range:
     """Returns the indices of the accumulators of the gradient `name` (dq, dk or dv), among the accumulators of all gradients that this pass computes.
     """
@@ -162,7 +162,9 @@ class AmdBackward:
   def trips(self) -> StagedTrips[Any]:
     group, head = self.group, self.head
     loaded: dict[str, Any] = {name: group.operand_rows(name, head) for name in self.walked}
-    if self.tile.keys: loaded["query_values"] = QueryValueTensors(tuple(group.query_value_rows(name, head) for name in query_value_names(group.p)))
+    if self.tile.keys:
+      values = tuple(group.query_value_rows(name, head) for name in query_value_names(group.p))
+      loaded["query_values"] = QueryValueTensors(values, self.tile.turning)
     return StagedTrips(self.tile, self.new, self.statements, self.state, loaded, group.scores.tile)
 
   def walk(self, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:
@@ -248,7 +250,8 @@ class AmdTrip:
   def rounded(self, ds:list[UOp]) -> list[UOp]: return [ops.pack(x, self.of.group.p.dtype) for x in ds]
   def add(self, s:Any, name:str, p_or_ds:list[UOp]) -> Any:
     of, places = self.of, self.of.accumulators(name)
-    columns, operands = self.lds(s, WEIGHTED[name][0]).column_tile, fragment_operands(of.at, p_or_ds)
+    rows, operands = self.lds(s, WEIGHTED[name][0]), fragment_operands(of.at, p_or_ds)
+    columns = TurnedColumns(rows.row_tile, of.at, True) if of.tile.turning else rows.column_tile
     found = of.products.with_columns(columns, of.tile.block_n, [operands], [[s.acc[i].load() for i in places]])[0]
     stores = [of.statements.do(amd.made_here(*found)), *[s.acc[i].store(x) for i, x in zip(places, found)]]
     return replace(s, stores=TripStores((*s.stores.found, *stores)))
@@ -261,9 +264,7 @@ class AmdTrip:
 
   def start_dq(self, s:Any, ds:list[UOp]) -> Any:
     # `ds` is packed to 16 bits. It is stored to LDS: dS of the lane's key with every query of this iteration's tile.
-    of = self.of
-    first = [] if of.turns is None else [of.turn_ended(of.turns, self.t - 1, s.acc[0].load())]
-    return replace(s, stores=TripStores((*s.stores.found, *first, *self.sharing.store(s.ds, self.zero_for_missing_keys(ds)))))
+    return replace(s, stores=TripStores((*s.stores.found, *self.sharing.store(s.ds, self.zero_for_missing_keys(ds)))))
 
   def zero_for_missing_keys(self, ds:list[UOp]) -> list[UOp]:
     """Returns `ds`, dS of the lane's key, or 0 if this key lies beyond the last key. For such a key P = exp(0 - lse) can be inf, and dS too. dS of a
@@ -272,13 +273,26 @@ class AmdTrip:
     if there.op is Ops.CONST and there.arg: return ds
     return [ops.build(*[there.where(ops.extract(x, i), 0) for i in range(ops.length(x))]) for x in ds]
 
+  def interleaved(self, mat:Matrix, products:int, *found:UOp) -> Statements:
+    """Makes clang interleave the `products` matrix instructions `mat` since the last barrier with the reads of their operands from LDS, if the tile
+    description asks for it. `found` are the products' results. Returns all statements."""
+    tile, statements = self.of.tile, self.of.statements
+    if not tile.ahead: return statements
+    together, reads = (1, READS_OF_TURNED) if tile.turning else (mat.unit//mat.operand, 1)
+    return statements.begin(amd.interleave(tile.ahead, together, reads, products//together, *found))
+
   def add_dq(self, s:Any) -> Any:
     # First waits until all waves have stored dS of this iteration's tile of queries.
-    of = self.of
-    found = self.sharing.product(s.ds.after(workgroup_barrier(UOp.group(*s.stores.found))), of.tile, of.statements)
-    waited = [] if of.turns is None else [of.statements.begin(of.turns.begin(of.head, self.t, ops.extract(found[-1], 0))).done]
+    of, tile = self.of, self.of.tile
+    sums = [s.acc.after(*s.stores.found)[i].load() for i in range(s.acc.max_numel())]
+    before = [*s.stores.found, *self.interleaved(tile.matrix, tile.products_of_trip(of.group.p), *sums).effects]
+    if of.turns is not None: before.append(of.turn_ended(of.turns, self.t - 1, s.acc.after(*before)[0].load()))
+    found = self.sharing.product(s.ds.after(workgroup_barrier(UOp.group(*before))), tile, of.statements)
+    statements = self.interleaved(self.sharing.here.matrix, tile.products_of_dq(of.group.p), *found)
+    multiplied = statements.done if tile.ahead else ops.extract(found[-1], 0)
+    waited = multiplied if of.turns is None else statements.begin(of.turns.begin(of.head, self.t, multiplied)).done
     first = of.group.scores.tile(self.t)*of.tile.block_n
-    stores = [of.statements.do(addition) for addition in self.sharing.added(of.group, of.head, first, found, *waited)]
+    stores = [of.statements.do(addition) for addition in self.sharing.added(of.group, of.head, first, found, waited)]
     return replace(s, stores=TripStores((*s.stores.found, *stores)))
 
 @dataclass(frozen=True)
@@ -287,25 +301,29 @@ class DqOfTile:
   workgroup. The wave computes some matrix tiles of dQ, which lie one below the other in the same columns, and keeps these columns of K in
   registers."""
   at: Lane
+  here: Lane              # this lane in a matrix tile of dQ
   columns: list[UOp]      # operand B: the lane's column of K, all keys of the workgroup
   column: UOp             # index of the matrix tile in a row of dQ
   rows: list[UOp]         # indices of the matrix tiles in a column of the tile's dQ
   stride: int             # 16-byte units from a row of dS in LDS to the next
+  turning: bool           # whether dS lies in LDS by keys, and is transposed when it is read
 
   @staticmethod
   def of(group:Workgroup, tile:BackwardTile, at:Lane) -> DqOfTile:
-    mat, across = tile.matrix, tile.dq_columns(group.p)
-    column, units = at.wave%across, units_of(mat, tile.block_m, at.h)
-    k = columns_of_rows(group.rows_of("k"), group.first_row, tile.block_m, column*mat.N + at.n, units)
+    assert tile.dq_matrix is not None
+    mat, across = tile.dq_matrix, tile.dq_columns(group.p)
+    here, column = Lane(at.lane, at.wave, mat), at.wave%across
+    k = columns_of_rows(group.rows_of("k"), group.first_row, tile.block_m, column*mat.N + here.n, units_of(mat, tile.block_m, here.h))
     rows = [at.wave//across + i*(tile.waves//across) for i in range(tile.dq_tiles(group.p))]
-    return DqOfTile(at, operands(mat, k), column, rows, tile.ds.stride)
-
-  @property
-  def matrix(self) -> Matrix: return self.at.matrix
+    return DqOfTile(at, here, operands(mat, k), column, rows, tile.ds.stride, tile.turning)
 
   def store(self, lds:LdsTile, ds:list[UOp]) -> list[UOp]:
     """Returns the stores of dS of the lane's key to LDS, 16 bits for each query. `ds` holds dS as C fragments, rounded and packed to 16 bits."""
-    mat, key, stores = self.matrix, self.at.wave*self.matrix.N + self.at.n, list[UOp]()
+    mat, stores = self.at.matrix, list[UOp]()
+    key = self.at.wave*mat.N + self.at.n
+    if self.turning:
+      quads = [(j*mat.M + mat.c_row(self.at.h, i), ops.slice_(words, i//2, 2)) for j, words in enumerate(ds) for i in range(0, mat.accumulator, 4)]
+      return [lds.store_piece(key, query//4, 2, words, UOp.const(True)) for query, words in quads]
     to, stride = lds.buffer.bitcast(dtypes.ushort), self.stride*mat.unit
     begin = self.at.h*mat.block*stride + key
     for j, words in enumerate(ds):
@@ -317,11 +335,12 @@ class DqOfTile:
   def product(self, lds:LdsTile, tile:BackwardTile, statements:Statements) -> list[UOp]:
     """Returns this wave's part of dQ = dS K for the tile of queries whose dS is in `lds`: one C fragment for each matrix tile that the wave
     computes."""
-    mat, found = self.matrix, list[UOp]()
+    mat, found = self.here.matrix, list[UOp]()
     for row in self.rows:
       acc = zeros(mat, 1, 1)[0][0]
       if tile.fenced and found: lds = lds.after(statements.do(amd.sched_barrier(found[-1])))
-      a_operands = operands(mat, [lds.load(row*mat.M + self.at.n, u) for u in units_of(mat, tile.block_m, self.at.h)])
+      columns = TurnedColumns(lds, self.here, False) if tile.turning else lds
+      a_operands = operands(mat, [columns.load(row*mat.M + self.here.n, u) for u in units_of(mat, tile.block_m, self.here.h)])
       for a, b in zip(a_operands, self.columns, strict=True): acc = amd.shaped_wmma(mat, a, b, acc)
       found.append(acc)
     return found
@@ -329,7 +348,7 @@ class DqOfTile:
   def added(self, group:Workgroup, head:UOp, first:UOp, found:list[UOp], *waited:UOp) -> list[UOp]:
     """Returns statements that add `found`, this wave's C fragments of dQ of a tile of queries, to the fp32 accumulator of dQ in memory, after the
     operations `waited`. `first` is the first query of the tile, and `head` its query head."""
-    mat, sums = self.matrix, flat(group.given["dq_sums"])
+    mat, sums = self.here.matrix, flat(group.given["dq_sums"])
     return [atomic_add(sums[place_of_tile(group, mat, head, first + row*mat.M, self.column) + self.at.lane], x,
                        *waited, steps=tuple(i*mat.wave for i in range(mat.accumulator))) for row, x in zip(self.rows, found)]
 
@@ -342,9 +361,10 @@ def own_rows(group:Workgroup, tile:BackwardTile, at:Lane, statements:Statements,
                    for name, kept in zip(own, in_lds))
   return first, second
 
-def transposed_tiles(new:Allocator, tile:BackwardTile, *layouts:SharedLayout) -> list[LdsTile]:
+def transposed_tiles(new:Allocator, tile:BackwardTile, *layouts:SharedLayout) -> list[LdsTile]|list[None]:
   """Returns transposed tiles in LDS, one for each of `layouts`, and reserves the LDS for them. If the kernel loops over the tiles twice (two passes),
   these tiles share one piece of LDS, because each pass uses only one of them."""
+  if tile.turning: return [None]*len(layouts)
   if tile.passes == 1: return [LdsTile.of(new, x, tile.buffers) for x in layouts]
   place = LdsTile.of(new, max(layouts, key=lambda x: x.size), tile.buffers)
   return [replace(place, layout=x) for x in layouts]

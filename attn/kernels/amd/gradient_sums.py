@@ -13,7 +13,7 @@ from attn.kernels.parts.grid.tensors import Shapes, delta_arguments, finish_argu
 from attn.kernels.parts.grid.workgroup import Workgroup, head_fastest
 from attn.kernels.parts.memory.lanes import Lane, element_sum, sum_over_groups, units_of
 from attn.kernels.parts.weights.epilogue import place_of_row
-from attn.kernels.tiles.amd import BackwardTile
+from attn.kernels.tiles.amd import BackwardTile, matrix_of_dq
 from attn.kernels.tiles.common import QUERIES_OF_SUMS
 from attn.ops import common as ops
 from attn.ops.common import flat
@@ -78,7 +78,7 @@ def amd_delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp
     delta = delta_of_row(group, tile, in_block, row, [units_of(tile.matrix, contraction(tile.matrix, p.Dv), at.h)], lambda _: [])
     number = place_of_row(p, group.sequence, row)[0]
     stores = [flat(group.given["delta"])[number.valid(row.there & at.h.eq(0))].store(delta)]
-    stores += [sums_at(group, tile.matrix, *piece).store(ops.splat(0.0, NUMBERS_OF_PIECE)) for piece in pieces(group, tile)]
+    stores += [sums_at(group, matrix_of_dq(p, arch), *piece).store(ops.splat(0.0, NUMBERS_OF_PIECE)) for piece in pieces(group, tile)]
     stores += first_turns(group, at.thread)
     return group.gradient_kernel("backward_delta", ("delta",), stores, 2*p.rows*p.Dv)
   return kernel
@@ -88,7 +88,7 @@ def amd_finish_kernel(p:Problem, arch:Chip) -> Callable[..., UOp]:
   `tensors.finish_arguments(p)`, in this order."""
   def kernel(*args:UOp) -> UOp:
     group, tile, _ = of_queries(p, arch, finish_arguments(p), args)
-    sums = [(row, column, sums_at(group, tile.matrix, row, column).load()) for row, column in pieces(group, tile)]
+    sums = [(row, column, sums_at(group, matrix_of_dq(p, arch), row, column).load()) for row, column in pieces(group, tile)]
     stores = [x for row, column, values in sums for x in group.gradient("dq", group.row(row), [(column, ops.mul(values, p.softmax_scale))])]
     return group.gradient_kernel("backward_finish", ("dq",), stores, p.rows*p.D)
   return kernel

@@ -6,7 +6,7 @@ import functools, itertools
 from dataclasses import dataclass, replace
 from attn.chips.matrix import UNIT_BYTES, Matrix, contraction
 from attn.kernels.parts.memory.lanes import Lane, operands, units_of
-from attn.kernels.parts.memory.layouts import LdsTile
+from attn.kernels.parts.memory.layouts import LdsTile, PaddedRows
 from attn.kernels.parts.memory.rows import Rows
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.program.counts import bounded
@@ -16,6 +16,8 @@ from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp, dtypes
 
 FENCE_UNITS = 8  # 16-byte units of a row that are read between two fences
+READS_OF_TURNED = 2      # reads from LDS with which `TurnedColumns` loads a unit
+TURNED_TOGETHER = 16     # lanes among which a load transposes
 WAITED_FOR = 4   # units of own rows that are loaded at the same time, if registers are short
 
 @dataclass(frozen=True)
@@ -100,6 +102,26 @@ class LdsColumns:
     return amd.load_column(self.tile.buffer.bitcast(dtypes.ushort)[place], steps)
 
 @dataclass(frozen=True)
+class TurnedColumns:
+  """Columns of a tile, as operand A of a product that sums over the tile's rows. The tile lies in LDS row by row, and loads that transpose read its
+  columns, so LDS needs no transposed copy. With `weighted` a lane gets columns and rows in the order that fits weights in registers: it sums the rows
+  whose weights it holds, and gets consecutive columns of the result. Otherwise both are in their natural order."""
+  tile: LdsTile
+  at: Lane
+  weighted: bool
+  def after(self, *deps:UOp) -> TurnedColumns: return replace(self, tile=self.tile.after(*deps))
+  def load(self, row:UOp, unit:UOp) -> UOp:
+    mat, layout, (member, n) = self.at.matrix, self.tile.layout, (self.at.lane%TURNED_TOGETHER, self.at.n)
+    assert isinstance(layout, PaddedRows)
+    # each lane gives the address of four columns of one row, and gets one column of four rows
+    column = row - n + (n//TURNED_TOGETHER*TURNED_TOGETHER + member%4*4)
+    def four(i:int) -> UOp:
+      first = mat.key_of(unit%mat.groups, unit//mat.groups*mat.unit + i) if self.weighted else unit*mat.unit + i
+      quad = (mat.column_of(column) if self.weighted else column)//4
+      return amd.load_transposed(self.tile.halves[layout.place(first + member//4, quad, 2)])
+    return ops.concat(four(0), four(4))
+
+@dataclass(frozen=True)
 class Products:
   """The matrix products of a loop iteration. Operand A is read from LDS to registers. Without a limit, the compiler would read many units of A before
   it multiplies them, and run out of registers. `fenced` sets the limit by fences in the code: a read of A after a fence waits for the products before
@@ -109,6 +131,7 @@ class Products:
   fenced: int
   statements: Statements
   read_ahead: int = 0      # matrix tiles of columns that are read during the product of an earlier tile, in spite of fences
+  free: bool = False       # whether there are no fences at all, because `amd.interleave` orders reads and products
   @property
   def matrix(self) -> Matrix: return self.at.matrix
 
@@ -125,13 +148,13 @@ class Products:
         for i, b in enumerate(bs): tiles[i][kt] = amd.shaped_wmma(mat, a, b, tiles[i][kt])
     return tiles
 
-  def column_operands(self, tile:LdsTile, block_n:int, dt:int) -> list[UOp]:
+  def column_operands(self, tile:LdsTile|TurnedColumns, block_n:int, dt:int) -> list[UOp]:
     """Returns A operands for a group of M columns of a tile, read from LDS, where M is the matrix instruction's number of rows. `dt` is the index of
     the group. The tile has `block_n` rows and lies transposed in LDS. A product with these operands sums over the tile's rows."""
     mat = self.matrix
     return operands(mat, [tile.load(self.at.n + dt*mat.M, u) for u in units_of(mat, block_n, self.at.h)])
 
-  def with_columns(self, tile:LdsTile, block_n:int, weights:list[list[UOp]], accs:list[list[UOp]],
+  def with_columns(self, tile:LdsTile|TurnedColumns, block_n:int, weights:list[list[UOp]], accs:list[list[UOp]],
                    first:list[UOp]|None=None) -> list[list[UOp]]:
     """Returns `accs` + A B. A is a tile of `block_n` rows, transposed; the product sums over these rows. B is the weights of these rows, P or dS.
     `weights`, `accs` and the result have a list for each matrix tile of own rows: of B operands, or of C fragments. `first` is operand A of the first
@@ -141,7 +164,8 @@ class Products:
       done = dt - 1 - self.read_ahead      # index of the tile whose product comes before this read; if negative, only the weights come before
       before = accs[-1][done] if done >= 0 else weights[-1][-1]
       fenced = self.fenced and (done >= 0 or not dt)
-      if fenced or (not dt and first is None): tile = tile.after(self.statements.do(amd.sched_barrier(before)))
+      fence = amd.written_here if self.free else amd.sched_barrier
+      if fenced or (not dt and first is None): tile = tile.after(self.statements.do(fence(before)))
       a_operands = self.column_operands(tile, block_n, dt) if dt or first is None else first
       for a, *bs in zip(a_operands, *weights):
         for i, b in enumerate(bs): accs[i][dt] = amd.shaped_wmma(mat, a, b, accs[i][dt])

@@ -4,12 +4,15 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
+from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Matrix, contraction
 from attn.chips.shapes import BackwardShape, ForwardShape, MlaShape
 from attn.kernels.parts.memory.layouts import PaddedRows
 from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.kernels.tiles.common import SharingTile, units_of_query_values
 from attn.problem import Problem
+
+WAVES_OF_DQ = 4     # fewest waves among which the columns of dQ are divided, in a kernel that computes all gradients at once
 
 # Sixteen lanes store at the same time, 8 bytes each, to `v_columns` columns of V (rows of V^T). These columns must lie in different banks.
 def v_columns(block_n:int) -> int: return 16//math.gcd(block_n//4, 8)
@@ -38,6 +41,12 @@ def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
 def column_layout(mat:Matrix, block_n:int, width:int) -> PaddedRows:
   """Returns the LDS layout for a transposed tile of `block_n` rows of `width` elements, as operand A of products that sum over the tile's rows."""
   return PaddedRows(round_up(width, mat.M), block_n//mat.unit, v_skew(mat, block_n))
+
+def turned_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
+  """Returns the LDS layout for rows of `width` elements whose columns are read by loads that transpose. Such a load reaches four neighbouring rows,
+  64 bytes of each: these lie in different banks. So do sixteen neighbouring rows, of which other loads read 16 bytes each."""
+  units = contraction(mat, width)//mat.unit
+  return PaddedRows(rows, units, 1, 4, units + (4 - units)%8)
 
 @dataclass(frozen=True)
 class Tile(ForwardShape):
@@ -84,7 +93,8 @@ class BackwardTile(BackwardShape):
   _: KW_ONLY
   matrix: Matrix
   keys: bool = False       # the own rows are keys
-  adds_dq: bool = False    # the own rows are keys, and the workgroup also adds their part of dQ to memory
+  dq_matrix: Matrix|None = None    # matrix instruction of the product dQ = dS K; given if the own rows are keys, and the workgroup also adds their
+                                   # part of dQ to memory
 
   suffix: ClassVar[str] = ""
 
@@ -108,17 +118,32 @@ class BackwardTile(BackwardShape):
     return bool(self.fenced and self.fenced % max(1, self.matrix.operand//self.matrix.unit))
   @property
   def ds(self) -> PaddedRows:
-    """Layout, in LDS, of dS of a tile: a row for each query of the tile, a column for each key of the workgroup."""
-    return PaddedRows(self.block_n, self.block_m//self.matrix.unit)
+    """Layout, in LDS, of dS of a tile: a row for each query of the tile, a column for each key of the workgroup. With `turning` it has a row for each
+    key instead."""
+    return turned_layout(self.matrix, self.block_m, self.block_n) if self.turning else PaddedRows(self.block_n, self.block_m//self.matrix.unit)
+  def row_layout(self, width:int) -> PaddedRows:
+    """Layout, in LDS, of a tile of rows of `width` elements, not transposed."""
+    return (turned_layout if self.turning else both_ways_layout)(self.matrix, self.block_n, width)
+  @property
+  def adds_dq(self) -> bool: return self.dq_matrix is not None
   def dq_columns(self, p:Problem) -> int:
     """Number of matrix tiles side by side in a row of dQ. The number of waves is a multiple of this number."""
-    return p.D//self.matrix.N
+    assert self.dq_matrix is not None
+    return p.D//self.dq_matrix.N
   def dq_tiles(self, p:Problem) -> int:
     """Number of matrix tiles of dQ that each wave computes for a tile of queries."""
-    return self.block_n//self.matrix.M*self.dq_columns(p)//self.waves
+    assert self.dq_matrix is not None
+    return self.block_n//self.dq_matrix.M*self.dq_columns(p)//self.waves
+  def products_of_trip(self, p:Problem) -> int:
+    """Number of matrix instructions with which a wave that owns keys computes S, dP, dV and dK in an iteration."""
+    return 2*(p.D + p.Dv)*self.block_n//(self.matrix.M*self.matrix.K)
+  def products_of_dq(self, p:Problem) -> int:
+    """Number of matrix instructions with which a wave computes its part of dQ in an iteration."""
+    assert self.dq_matrix is not None
+    return self.dq_tiles(p)*self.block_m//self.dq_matrix.K
   def lds_bytes(self, p:Problem) -> int:
-    rows = [both_ways_layout(self.matrix, self.block_n, width).size for width in (p.D, p.Dv)]
-    columns = [column_layout(self.matrix, self.block_n, width).size for width in ((p.D, p.Dv) if self.keys else (p.D,))]
+    rows = [self.row_layout(width).size for width in (p.D, p.Dv)]
+    columns = [0 if self.turning else column_layout(self.matrix, self.block_n, width).size for width in ((p.D, p.Dv) if self.keys else (p.D,))]
     own = [row_layout(self.matrix, self.block_m, width).size for width, in_lds in zip((p.D, p.Dv), self.own_in_lds) if in_lds]
     numbers = units_of_query_values(p, self.block_n) if self.keys else 0
     own += [self.ds.size]*self.adds_dq
@@ -127,10 +152,20 @@ class BackwardTile(BackwardShape):
   def options(self) -> str:
     kept = [name for name, in_lds in zip(("k", "v") if self.keys else ("q", "do"), self.own_in_lds) if in_lds]
     numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("prefetch", self.prefetch, 1), ("passes", self.passes, 1),
-                                                                   ("read_ahead", self.read_ahead, 0)) if value != usual]
-    flags = [name for name in ("sparing", "by_item") if getattr(self, name)]
+                                                                   ("ahead", self.ahead, 0), ("read_ahead", self.read_ahead, 0)) if value != usual]
+    flags = [name for name in ("sparing", "by_item", "turning") if getattr(self, name)]
     return " ".join([f"{' and '.join(kept)} in LDS"]*bool(kept) + numbers + flags)
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
+
+def matrix_of_dq(p:Problem, arch:Chip) -> Matrix:
+  """Returns the matrix instruction of the product dQ = dS K, if workgroups that own keys add to dQ. It is the chip's larger one if four waves then
+  each have columns of dQ of their own, and otherwise the smaller one."""
+  large, small = arch.matrix[p.dtype]
+  return large if p.D >= WAVES_OF_DQ*large.N else small
+
+def at_once_tile(p:Problem, arch:Chip, shape:BackwardShape) -> BackwardTile:
+  """Returns the tile description of the kernel that computes dq, dk and dv at once, with the tile shape `shape`."""
+  return BackwardTile(**vars(shape), matrix=arch.matrix[p.dtype][0], keys=True, dq_matrix=matrix_of_dq(p, arch))
 
 @dataclass(frozen=True)
 class MlaTile(MlaShape, SharingTile):

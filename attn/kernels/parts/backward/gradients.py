@@ -177,10 +177,12 @@ def where_known(known:UOp|None, x:UOp, factor:float) -> UOp:
 
 @dataclass(frozen=True)
 class QueryValueTensors:
-  """The tensors in global memory that have one number for each query, such as lse and delta, in the order of `query_value_names`."""
+  """The tensors in global memory that have one number for each query, such as lse and delta, in the order of `query_value_names`. With `pin` the
+  index of a tile's first query is computed in a scalar register: from a vector register, clang would load for one lane after another."""
   each: tuple[GlobalRows, ...]
+  pin: bool = False
   in_units = True
-  def after(self, *deps:UOp) -> QueryValueTensors: return QueryValueTensors(tuple(x.after(*deps) for x in self.each))
+  def after(self, *deps:UOp) -> QueryValueTensors: return replace(self, each=tuple(x.after(*deps) for x in self.each))
 
 @dataclass(frozen=True)
 class QueryValues(InLds):
@@ -209,7 +211,8 @@ class QueryValues(InLds):
     copies to LDS."""
     mat, thread, gate = self.matrix, self.thread, self.thread < self.block_n
     row = thread//mat.M*mat.M + mat.c_row(thread%mat.M//mat.accumulator, thread%mat.accumulator)
-    return [x.load_number(t*self.block_n, self.block_n, row, gate) for x in rows.each]
+    first = ops.opaque_uniform(t*self.block_n) if rows.pin else t*self.block_n
+    return [x.load_number(first, self.block_n, row, gate) for x in rows.each]
 
   def store(self, parts:list[UOp]) -> list[UOp]:
     to = self.buffer.bitcast(dtypes.float)
