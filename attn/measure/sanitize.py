@@ -16,7 +16,8 @@ from unittest.mock import patch
 import numpy as np
 from attn.api.attention import attention
 from attn.api.cache import attention_with_kv_cache
-from attn.choose import backward_tiles, tile_lists
+from attn.calls.quantized import QuantizedRows, quantize_kv
+from attn.choose import backward_tiles, tile_lists, widening
 from attn.isa.sass import toolkit_program
 from attn.kernels.mma import forward as mma_forward
 from attn.kernels.parts.grid import workgroup
@@ -39,6 +40,7 @@ class SmallCall:
     kernel: value of the environment variable ATTN_KERNEL, which forces kernels; "" forces none
     options: options that are not tensors, by name
     tensors: options that are tensors, by name, as arrays; floats become float32
+    stored: the dtype of 8-bit rows to which k and v are converted before the call; "" leaves them as they are
     gradients: whether to compute also the gradients of all inputs of floats
     new: if not 0, `attention_with_kv_cache` is called: k and v are a KV cache, and `new` keys per sequence are appended to it"""
   name: str
@@ -48,6 +50,7 @@ class SmallCall:
   dtype: str = "float16"
   options: dict[str, Any] = field(default_factory=dict)
   tensors: dict[str, Any] = field(default_factory=dict)
+  stored: str = ""
   gradients: bool = True
   new: int = 0
 
@@ -65,6 +68,7 @@ class SmallCall:
     tensors = {name: given(x) for name, x in self.tensors.items()}
     flat = [y for x in (q, k, v, *tensors.values()) if x is not None for y in (x if isinstance(x, list) else [x])]
     Tensor.realize(*flat)
+    if self.stored: return self.outputs_of_stored(q, *(quantize_kv(x, self.stored) for x in (k, v) if x is not None))
     if self.new:
       heads = shape[2 if "block_table" in tensors else 1]
       k_new, v_new = (made((self.q[0], heads, self.new, shape[-1]), self.dtype).realize() for _ in range(2))
@@ -74,6 +78,11 @@ class SmallCall:
     wanted = [x for x in flat if dtypes.is_float(x.dtype)]
     do = made(o.shape, self.dtype).realize()
     return [o, lse, *(o*do).sum().gradient(*wanted)]
+
+  def outputs_of_stored(self, q:Tensor, *rows:QuantizedRows) -> list[Tensor]:
+    """Returns o and lse of attention over `rows`, keys and values of 8 bits."""
+    Tensor.realize(*(x for each in rows for x in (each.values, each.scales)))
+    return list(attention(q, *rows, return_lse=True, **self.options))
 
 def floats(*shape:int) -> np.ndarray: return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 def ints(*values:Any) -> np.ndarray: return np.array(values, np.int32)
@@ -113,6 +122,7 @@ SMALL_CALLS = (
   SmallCall("at once causal", **FEW_AT_ONCE, options={"deterministic": False, "causal": True}),
   SmallCall("few queries", (1, 2, 64, 128), (1, 2, 200, 128), options={"causal": True}),
   SmallCall("decode", **ONE_QUERY | {"options": {"num_splits": 1}}), SmallCall("decode in splits", **ONE_QUERY | {"options": {"num_splits": 3}}),
+  SmallCall("int8", stored="int8", gradients=False), SmallCall("int8 causal", stored="int8", options={"causal": True}, gradients=False),
   SmallCall("wgmma in splits", gradients=False, options={"num_splits": 2}),
   SmallCall("pages", **PAGED_CALL), SmallCall("append to pages", **PAGED_CALL, new=3),
   SmallCall("append", (2, 8, 1, 64), (2, 2, 300, 64), tensors={"kv_lengths": ints(40, 100)}, gradients=False, new=1),
@@ -122,10 +132,11 @@ SMALL_CALLS = (
 @contextlib.contextmanager
 def at_any_size() -> Iterator[None]:
   """Context in which small problems get kernels that dispatch usually chooses only for large problems: kernels that loop over lists of visible tiles,
-  and kernels that compute all gradients at once. Each tensor gets separate memory, so that compute-sanitizer sees accesses outside of the tensor."""
+  kernels that compute all gradients at once, and kernels that convert 8-bit rows for another kernel. Each tensor gets separate memory, so that
+  compute-sanitizer sees accesses outside of the tensor."""
   with (patch.object(tile_lists, "LEAST_TILES", 0), patch.object(tile_lists, "LEAST_HEADS", 0), patch.object(backward_tiles, "LEAST_QUERIES", 0),
         patch.object(backward_tiles, "LEAST_KEYS", 0), patch.object(backward_tiles, "too_few_blocks", lambda p, arch, tile, parts=1: None),
-        patch.object(backward_tiles, "FEW_QUERIES_KEYS", 0), Context(NO_MEMORY_PLANNER=1, LRU=0)): yield
+        patch.object(backward_tiles, "FEW_QUERIES_KEYS", 0), patch.object(widening, "LEAST_READERS", 0), Context(NO_MEMORY_PLANNER=1, LRU=0)): yield
 
 @contextlib.contextmanager
 def with_kernel(kernel:str) -> Iterator[None]:
@@ -157,7 +168,7 @@ class Fault:
 def without_barrier() -> contextlib.AbstractContextManager[Any]:
   """Makes a context manager in which the mma kernel of forward lacks a barrier. Warps exchange partial results through shared memory: without this
   barrier, a warp may load a result before another warp has stored it."""
-  return patch.object(mma_forward, "workgroup_barrier", lambda after: after)
+  return patch.object(mma_forward.MmaState, "after_barrier", lambda state: state)
 
 def out_of_bounds() -> contextlib.AbstractContextManager[Any]:
   """Makes a context manager in which kernels store each row of O behind the end of the buffer."""
