@@ -152,7 +152,7 @@ def classes_of(mask:UOp) -> tuple[UOp, UOp]|None:
   return (x, y) if is_one_sided(x) and depends(y, KEY) and not depends(y, QUERY) else None
 
 def is_row_of_numbers(u:UOp) -> bool:
-  """Returns whether an expression of the key is an int32 element of a tensor, and the elements for neighbouring keys are neighbours in the tensor."""
+  """Returns whether `u` loads an int32 element of a tensor, such that neighbouring keys load neighbouring elements."""
   if not is_element(u) or u.dtype != dtypes.int: return False
   *others, last = indices_of(u)
   return last is KEY and not any(depends(x, KEY) for x in others)

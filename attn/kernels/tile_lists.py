@@ -206,7 +206,7 @@ class TilesTogether:
     return (self.items.thread%THREADS_OF_A_TILE).eq(0)
   @property
   def there(self) -> UOp:
-    """Whether the thread's tile exists. The last workgroup of a block may have fewer tiles."""
+    """Whether the thread's tile exists. Workgroups divide the tiles of a list among themselves; the last one may have fewer."""
     return self.group*TILES_TOGETHER + self.own < self.x.tiles
   def tile(self, n:UOp) -> UOp:
     """Returns the index of the n-th tile of the workgroup, or of the last tile of all if there is no such tile."""

@@ -89,7 +89,7 @@ class RegisterArray:
 
 @dataclass(frozen=True)
 class Signature:
-  """Parameters and result of a rendered function that works on register arrays."""
+  """Parameters and result of a generated C++ function whose operands are arrays of registers."""
   parameters: Sequence[str]
   declaration: str = ""  # declaration of a struct that the function takes and returns
   type: str = ""         # type of the result, if not the operation's own

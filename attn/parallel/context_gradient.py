@@ -180,8 +180,8 @@ class ContextGradient:
 
 @cache_of_kernels
 def context_gradient(c:SharedRows, names:tuple[str, ...]) -> ContextGradient:
-  """Returns the gradient function of a call whose rows are divided among devices. Equal arguments return the identical object, because tinygrad's
-  caches compare by identity."""
+  """Returns the function that computes the gradients of a call of attention. The rows of the call are divided among devices. Equal arguments return
+  the identical object, because tinygrad's caches compare by identity."""
   return ContextGradient(c, names)
 
 def with_context_gradient(c:SharedRows, outputs:dict[str, UOp], sources:dict[str, UOp]) -> tuple[Tensor, Tensor]:

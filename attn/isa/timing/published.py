@@ -51,7 +51,7 @@ class PeerKernel:
 
 @dataclass(frozen=True)
 class StepsOfPeer:
-  """The cycles that the timing model found in a kernel's code, in the form that `predict` takes."""
+  """The cycles that the timing model found in the code of another project's kernel."""
   chip: Chip
   groups: int
   whole_processor: bool

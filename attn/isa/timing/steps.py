@@ -174,7 +174,7 @@ def trip_steps(trip:Sequence[Instruction], chip:Chip, bank_cycles:Sequence[int|N
 _KNOWN = re.compile(r"[vs]_|ds_|buffer_|global_|flat_|scratch_")
 
 def unknown(trip:Sequence[Instruction], chip:Chip) -> Iterator[str]:
-  """Yields a line for each instruction for which the model has no figures. The line says what the model assumes for the instruction."""
+  """Yields a line for each instruction whose cycles the timing model does not know. The line says which cycles the model assumes."""
   for (op, kind), n in Counter((x.op, x.kind) for x in trip).items():
     if not _KNOWN.match(op) or kind == "other": yield f"{op} ({n}): not known, counted as an instruction that only takes its place in the order"
     elif kind == "matrix" and matrix_shape(op)[0] not in chip.pipes.matrix:

@@ -42,7 +42,7 @@ class QueriesOfSums:
   @property
   def group(self) -> Workgroup: return self.rows.warps.group
   def places(self) -> list[UOp]:
-    """Returns where this lane's elements lie in the fp32 accumulator of dQ: an index for every 8 columns, counted in vectors of four elements."""
+    """Returns where this lane's elements lie in the fp32 accumulator of dQ: one index for every 8 columns. An index of 1 means element 4."""
     group, at, mat = self.group, self.rows.warps.at, self.rows.mat
     first = place_in_sums(group, mat, group.first_head, group.first_row, at.wave, 0)//4 + at.lane
     return [first + i*(mat.M*mat.N//4) for i in range(fragments(group.p.D, mat))]

@@ -32,7 +32,8 @@ class SoftmaxState(InOrder):
   @classmethod
   def of(cls, new:Allocator, lds_bytes:int, *, accs:int, scores:int, operands:int, kinds:int, row_tiles:int=1, **others:Any) -> Self:
     """Makes the state before the first iteration, for a warp with `row_tiles` tiles of 16 queries: `accs` C fragments of O, `scores` C fragments of
-    scores, `operands` A operands of P, and `kinds` sums of P for each row. `others` are the further fields of the state."""
+    scores, `operands` A operands of P, and `kinds` different sums of P for each row (such as P before and after rounding). `others` are the further
+    fields of the state."""
     def of_rows(n:int) -> UOp: return new.registers(n*row_tiles, nv.F2)
     return cls(new.lds(lds_bytes//UNIT_BYTES), new.registers(accs, nv.F4), of_rows(1), of_rows(1), of_rows(kinds), new.registers(scores, nv.F4),
                new.registers(operands, nv.U4), Statements.of(new), of_rows(kinds), **others)
