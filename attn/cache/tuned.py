@@ -67,7 +67,7 @@ LIMITS: dict[type, Limits] = {
                  "fenced": (False, True), "prefetch": (0, 1, 2)},
   BackwardShape: {"matrix": (0, 1), "waves": (1, 2, 4, 8), "block_n": (16, 32, 64), "own_in_lds": tuple(itertools.product((False, True), repeat=2)),
                   "fenced": (0, 2, 4, 8), "prefetch": (0, 1, 2), "sparing": (False, True), "passes": (1, 2), "by_item": (False, True),
-                  "read_ahead": (0, 1, 3)},
+                  "turning": (False,), "ahead": (0,), "read_ahead": (0, 1, 3)},      # only the kernel for all gradients has other values of the two
   MlaShape: {"matrix": (0, 1), "row_tiles": (4, 2, 1), "block_n": (32, 64), "key_parts": (1, 2, 4), "q_reloaded": (False, True), "fenced": (8,),
              "weight_parts": (1, 2), "prefetch": (1, 0)},
   MlaMmaShape: {"matrix": (0,), "row_tiles": (4, 2, 1), "block_n": (64, 32), "key_parts": (2, 1, 4, 8), "stages": (2, 3)},
