@@ -457,13 +457,16 @@ class Problem:
   @property
   def flops(self) -> int:
     """Floating-point operations of the two matrix products on the scores that the mask leaves visible, counted as FlashAttention's benchmark does."""
+    return 2*self.all_heads*self.visible_scores*(self.D + self.Dv)
+  @property
+  def visible_scores(self) -> int:
+    """Number of scores of one head, in one batch, that the window leaves visible, if all sequences are as long as the longest one."""
     left, right = self.window
     def keys_before(further:int) -> int:
       """Returns the sum, over the positions i of all queries, of the number of keys j < i + offset + `further`."""
       ends = [self.place(row) + self.offset + further for row in self.ends_of_pieces]
       return sum(held_sum(end + 1, self.Sk) - held_sum(begin, self.Sk) for begin, end in zip(ends[0::2], ends[1::2]))
-    visible = (keys_before(right + 1) if right >= 0 else self.queries*self.Sk) - (keys_before(-left) if left >= 0 else 0)
-    return 2*self.all_heads*visible*(self.D + self.Dv)
+    return (keys_before(right + 1) if right >= 0 else self.queries*self.Sk) - (keys_before(-left) if left >= 0 else 0)
   @property
   def ends_of_pieces(self) -> list[int]:
     """Indices of the first and the last row of each piece of q, in one list. A piece is a group of rows with consecutive positions in their

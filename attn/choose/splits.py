@@ -48,7 +48,7 @@ def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
   is the size of the results to merge, in bytes; the chip writes and reads COMBINE_BYTES of them in a unit of time.
 
   The smallest G with the least time is chosen. G is at most the number of key tiles. A grid that fills the chip many times over gets no split."""
-  trips = max(1, ceildiv(p.flops//(2*p.all_heads*p.Sq*(p.D + p.Dv)), tile.block_n))    # of an average block of queries
+  trips = max(1, ceildiv(p.visible_scores//p.Sq, tile.block_n))    # of an average block of queries
   choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= key_tiles(p, tile)]
   return quickest(choices or [1], workgroups(p, tile), trips, tile.block_n, places_of(p, arch, tile), p.rows*(p.Dv + 1))
 

@@ -26,6 +26,6 @@ def keys_that_some_query_sees(p:Problem) -> int:
 
 def widened_slower(p:Problem, arch:Chip) -> str|None:
   if (size := bytes_of_widened(p)) > MOST_WIDENED: return f"the converted rows would take {size} bytes, more than {MOST_WIDENED}"
-  rows = p.flops//(2*(p.D + p.Dv)*p.B*p.Hkv*keys_that_some_query_sees(p))
+  rows = p.visible_scores*(p.H//p.Hkv)//keys_that_some_query_sees(p)
   if rows >= LEAST_READERS: return None
   return f"on average {rows} rows of q read a key; with less than {LEAST_READERS}, forward_wgmma, which converts keys itself, is faster"

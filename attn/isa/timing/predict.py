@@ -143,7 +143,7 @@ def predict(p:Problem, timing:CodeTime, x:Division, card:Card, ghz:float|None=No
   work, slots = work_of_grid(p, x), max(1, card.cus//(2 if timing.whole_processor else 1))*timing.groups
   cycles = makespan_in_order(work, slots, chip.caches.dies, timing.cycles, timing.edges/timing.groups)
   rates = {"L2": card.l2*clock*1e9, "Infinity Cache": chip.caches.shared_gbs*1e9, "memory": card.gbs*1e9}
-  flops = p.flops/(2*(p.D + p.Dv))*sum(2*(a*p.D + b*p.Dv) for a, b in x.products)
+  flops = p.all_heads*p.visible_scores*sum(2*(a*p.D + b*p.Dv) for a, b in x.products)
   together, apart = (bytes_of_levels(p, x, work, chip, slots, drift) for drift in (False, True))
   return Prediction(card, clock, sum(w.trips for w in work)/len(work), cycles/(clock*1e9), together,
                     {level: rate for level, rate in rates.items() if rate}, flops, apart)
