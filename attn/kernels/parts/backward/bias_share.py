@@ -1,9 +1,4 @@
-"""Division of the gradient of a bias (a tensor that is added to the scores) over workgroups. Each workgroup owns a block of the bias, and sums the
-gradient of this block in a loop.
-
-The same kernels sum the gradients of the tensors that a caller's score_mod reads (attn/score/sums.py). Such a sum is divided like the gradient of a
-bias of the same shape. If scores with equal i - j (query number minus key number) are added up, each workgroup owns a diagonal of tiles instead of a
-block."""
+"""Division of the gradient of a bias over workgroups: each workgroup owns a block of the bias, and sums its gradient in a loop."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable
@@ -22,10 +17,14 @@ from attn.score.term import Row
 from attn.score.sums import Summed, sum_over_scores
 from attn.tinygrad_compat import AxisType, UOp
 
+# The same kernels sum the gradients of the tensors that a caller's score_mod reads (attn/score/sums.py). Such a sum is divided like the gradient of a
+# bias of the same shape. If scores with equal i - j (query number minus key number) are added up, each workgroup owns a diagonal of tiles instead of
+# a block.
+
 @dataclass(frozen=True)
 class BiasShare:
-  """How the gradient of a bias is divided over workgroups: which block of the bias a workgroup owns, and over which batches, heads, queries and keys
-  it loops, because all of them share this block."""
+  """How the gradient of a bias is divided into blocks of `block_m` queries by `block_n` keys, one for each workgroup."""
+  # a workgroup loops over the batches, heads, queries and keys that share its block
   p: Problem
   block_m: int
   block_n: int
@@ -34,25 +33,25 @@ class BiasShare:
   def summed(self) -> Summed: return sum_over_scores(self.p)
   @property
   def shape(self) -> tuple[int, ...]:
-    """Shape of the sum that the kernel writes. If the sum is divided into parts, the shape of one part."""
+    """Shape of the sum that the kernel writes, or of one part if the sum is divided into parts."""
     return size_of_sum(self.p, self.block_m, self.block_n)
   @functools.cached_property
   def diagonals(self) -> Diagonals|None:
-    """The diagonals of tiles that workgroups own. None if the kernel does not add up scores with equal i - j (query number minus key number)."""
+    """The diagonals of tiles that workgroups own; None if workgroups own blocks."""
     return Diagonals(self.p.Sq, self.p.Sk, self.block_m, self.block_n) if self.summed.diagonals else None
   @property
   def broadcast(self) -> tuple[bool, ...]:
-    """Four bools: whether all batches, all heads, all queries, and all keys of the problem share the elements of the bias. Each is true if the bias
-    has the size 1 along this axis, and the problem a larger size."""
+    """Whether all batches, all heads, all queries, and all keys share the elements of the bias: four bools."""
+    # true if the bias has the size 1 along this axis, and the problem a larger size
     found = tuple(size == 1 and n > 1 for size, n in zip(self.summed.sizes, (self.p.B, self.p.H, self.p.Sq, self.p.Sk)))
     return (*found[:2], False, False) if self.summed.diagonals else found
   @property
   def blocks(self) -> int: return ceildiv(self.p.Sq, self.block_m)
   @property
   def walked(self) -> tuple[int, int, int]:
-    """Returns (batches, heads, blocks of queries): how many of each a workgroup loops over. If workgroups own diagonals of tiles, the last number is
-    that of the longest diagonal."""
+    """Numbers of batches, heads, and blocks of queries over which a workgroup loops."""
     batches, heads, rows, _ = self.broadcast
+    # if workgroups own diagonals of tiles, the last number is that of the longest diagonal
     if self.diagonals is not None: blocks = self.diagonals.most
     else: blocks = self.blocks if rows else 1
     return self.p.B if batches else 1, self.p.H if heads else 1, blocks
@@ -60,19 +59,19 @@ class BiasShare:
   def trips(self) -> int: return math.prod(self.walked)
   @property
   def owned(self) -> tuple[int, int, int]:
-    """Returns (batches, heads, blocks of queries): how many of each are divided among the workgroups. If workgroups own diagonals of tiles, the last
-    number counts diagonals instead of blocks."""
+    """Numbers of batches, heads, and blocks of queries (or diagonals) that are divided among the workgroups."""
     blocks = self.diagonals.count if self.diagonals is not None else self.blocks//self.walked[2]
     return self.p.B//self.walked[0], self.p.H//self.walked[1], blocks
   @property
   def owns_keys(self) -> bool:
-    """Whether a workgroup owns a tile of keys, and reads only this tile in each iteration. Otherwise each iteration loops over all tiles of keys."""
+    """Whether a workgroup owns a tile of keys; otherwise each iteration loops over all tiles of keys."""
     return self.summed.diagonals or (any(self.broadcast[:3]) and not self.broadcast[3])
   @property
   def uneven(self) -> bool:
-    """Whether iterations of a workgroup's loop need different tiles of keys, because their queries see different keys, or because batches have
-    different numbers of keys. If each iteration looped over just the tiles that it needs, the length of this inner loop would depend on the outer
-    loop, and tinygrad's linearizer finds no order for such loops. So each iteration then loops over all tiles of keys."""
+    """Whether iterations of a workgroup's loop need different tiles of keys."""
+    # Their queries see different keys, or batches have different numbers of keys. If each iteration looped over just the tiles that it needs, the
+    # length of this inner loop would depend on the outer loop, and tinygrad's linearizer finds no order for such loops. So each iteration then loops
+    # over all tiles of keys.
     batches, _, blocks = self.walked
     ends = self.p.kv_lengths or self.p.varlen
     return not self.owns_keys and ((blocks > 1 and any(hiding(self.p))) or (batches*blocks > 1 and ends))
@@ -82,20 +81,21 @@ class BiasShare:
     return ceildiv(self.p.Sk, self.block_n) if self.owns_keys and not self.summed.diagonals else 1
   @property
   def stored_at_once(self) -> bool:
-    """Whether each element of the bias is added to only one score. There is then nothing to sum, and each tile of dS is stored as it is."""
+    """Whether each element of the bias is added to only one score, so that there is nothing to sum."""
+    # each tile of dS is then stored as it is
     return not any(self.broadcast) and not self.summed.diagonals
   @property
   def workgroups(self) -> int: return math.prod(self.owned)*self.key_tiles
 
   def check_parts(self, parts:int) -> None:
-    """Raises ValueError if `parts` is negative, or larger than the number of iterations of a workgroup's loop, which are divided into parts."""
+    """Raises ValueError if the iterations of a workgroup's loop cannot be divided into `parts` parts."""
     most = 1 if self.summed.diagonals else self.trips
     if not 0 <= parts <= most:
       raise ValueError(f"parts={parts}: must be from 0 (no parts) to {most}, the number of blocks of queries that a workgroup loops over")
 
 @dataclass(frozen=True)
 class BiasPart:
-  """The part of a bias's gradient that one workgroup computes: the block of the bias that the workgroup owns, and the iterations of its loop."""
+  """The part of a bias's gradient that one workgroup computes: its block of the bias, and the iterations of its loop."""
   share: BiasShare
   grid: Grid             # with indices of a head and a block among the owned heads and the owned blocks of queries
   key_tile: UOp          # index of the owned tile of keys; 0 where a workgroup loops over all tiles, or over a diagonal
@@ -114,19 +114,19 @@ class BiasPart:
   # ***** the iterations *****
   @property
   def one_trip(self) -> bool:
-    """Whether the workgroup has a single iteration, so that its kernel needs no loop over batches, heads and blocks of queries."""
+    """Whether the workgroup has a single iteration, so that its kernel needs no loop."""
     return self.share.trips == max(self.parts, 1)
 
   @property
   def first_place(self) -> Grid:
-    """The grid position (head, and block of queries) of the workgroup's first iteration."""
+    """Grid position (head, and block of queries) of the workgroup's first iteration."""
     return self.grid_of_trip(self.first_trip)
   @property
   def first_trip(self) -> UOp: return self.part if self.one_trip else UOp.const(0)
 
   @property
   def own_trips(self) -> tuple[UOp, UOp]:
-    """Returns (index of the workgroup's first iteration, number of its iterations)."""
+    """Index of the workgroup's first iteration, and number of its iterations."""
     trips, (batches, heads, _) = self.share.trips, self.share.walked
     if self.share.diagonals is not None: return UOp.const(0), self.share.diagonals.range(self.grid.block)[1]*(batches*heads)
     if self.parts <= 1: return UOp.const(0), UOp.const(trips)
@@ -135,7 +135,7 @@ class BiasPart:
     return first, (trips - first).maximum(0).minimum(each)
 
   def grid_of_trip(self, i:UOp) -> Grid:
-    """Returns the grid position of iteration i: the head, and the block of queries, that the workgroup reads in this iteration."""
+    """Returns the grid position of iteration i: the head, and the block of queries, that the workgroup reads."""
     heads = self.share.walked[1]
     of_heads, block, _ = self.place_of_trip(i)
     batch, head = self.grid.head//self.share.owned[1] + of_heads//heads, self.grid.head%self.share.owned[1] + of_heads%heads
@@ -146,8 +146,8 @@ class BiasPart:
     return self.place_of_trip(i)[2]
 
   def place_of_trip(self, i:UOp) -> tuple[UOp, UOp, UOp]:
-    """Returns three indices for iteration i: of a head, among the heads that the workgroup loops over; of a block of queries, counted in the order in
-    which blocks start; and of a tile of keys."""
+    """Returns the indices of the head, the block of queries, and the tile of keys of iteration i."""
+    # the head among the heads that the workgroup loops over; the block in the order in which blocks start
     (batches, heads, most), diagonals = self.share.walked, self.share.diagonals
     if diagonals is None: return i//most, self.grid.block + i%most, self.key_tile
     first, count = diagonals.range(self.grid.block)
@@ -156,41 +156,39 @@ class BiasPart:
     return head, in_order_of_start(self.share.p, block, self.share.blocks), key_tile
 
   def walked(self, group:Workgroup) -> Blocks:
-    """Returns the tiles of keys that an iteration loops over: those that the queries of `group` see. If iterations need different tiles (`uneven`),
-    returns all tiles of keys, as tiles in which a mask may hide scores."""
+    """Returns the tiles of keys over which an iteration loops, for the queries of `group`."""
     if self.one_trip or not self.share.uneven: return group.walked
+    # tiles in which a mask may hide scores
     none = UOp.const(0)
     return Blocks(none, none, none, UOp.const(ceildiv(self.share.p.Sk, self.share.block_n)), False)
 
   # ***** the stores *****
   def stored(self, row:Row) -> UOp:
-    """Returns the condition under which sums of row `row` are stored: the row exists. A workgroup that sums along diagonals of the scores stores all
-    its sums."""
+    """Returns the condition under which sums of row `row` are stored."""
+    # a workgroup that sums along diagonals of the scores stores all its sums
     return UOp.const(True) if self.share.diagonals is not None else row.there
 
   def row_start(self, group:Workgroup, row:Row) -> UOp:
-    """Returns the flat index, in the gradient of the bias, of the first element of a row. If all queries share one row of the bias, this is the index
-    of the shared row."""
+    """Returns the flat index, in the gradient of the bias, of the first element of row `row`."""
     batches, heads, rows, keys = self.share.shape
     batch, head = self.grid.head//self.share.owned[1], self.grid.head%self.share.owned[1]
-    own = 0 if rows == 1 else row.index
+    own = 0 if rows == 1 else row.index   # all queries share one row of the bias: the index of this row
     if self.share.diagonals is not None: own = self.grid.block*self.share.block_m + (row.index - group.first_row)
     elif self.share.walked[2] > 1: own = 0
     return self.part*(batches*heads*rows*keys) + ((batch*heads + head)*rows + own)*keys
 
   def stores(self, group:Workgroup, row:Row, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-    """Returns the stores of `values` to neighbouring elements of a row of the bias's gradient, from column `column` on. Where `there` is false,
-    nothing is stored."""
+    """Returns the stores of `values` to a row of the bias's gradient, from column `column` on, where `there` is true."""
     found, gradient = self.share.summed, flat(group.given[f"d{self.share.summed.name}"])
     dtype = "float32" if self.parts else found.dtype
     return store_row(group.arch, gradient, dtype, self.share.shape[3], self.row_start(group, row), column, values, there)
 
   def outside(self, walked:Blocks, stores:Callable[[UOp], list[UOp]]) -> list[UOp]:
-    """Returns loops over the tiles of keys that no query of the workgroup's block sees: the tiles outside of `walked`. `stores(t)` makes the stores
-    of the loop's body for tile t."""
+    """Returns loops over the tiles of keys outside of `walked`, which no query of the workgroup's block sees."""
     tiles, found = ceildiv(self.share.p.Sk, self.share.block_n), []
     for begin, end in ((UOp.const(0), walked.begin), (walked.end, UOp.const(tiles))):
       if (count := trip_count(end - begin)) is None: continue
+      # `stores(t)` makes the stores of the loop's body for tile t
       r = self.grid.allocator.range(count, AxisType.LOOP)
       found.append(UOp.group(*stores(begin + r)).end(r))
     return found

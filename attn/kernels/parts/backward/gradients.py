@@ -1,5 +1,4 @@
-"""Computes P and dS from scores and dP. It needs three numbers of each query: the lse, delta, and with wide scores (scores that may be as large as
-fp32 allows) lse_rest, the part of the lse that rounding to fp32 lost."""
+"""Computes P and dS from scores and dP, with the lse and delta of each query."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Collection, Sequence
@@ -20,36 +19,34 @@ from attn.score.term import Row
 from attn.tinygrad_compat import UOp, dtypes
 from attn.values import LOG2E
 
+# With wide scores (scores that may be as large as fp32 allows) a query also has lse_rest, the part of the lse that rounding to fp32 lost.
 WEIGHTED = {"dq": ("k", "ds"), "dk": ("q", "ds"), "dv": ("do", "p")}     # each gradient sums the rows of a tensor, multiplied by these weights
 PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # by the number of passes over the queries: the gradients that each pass computes
 
 def gradients_of_passes(passes:int, adds_dq:bool=False) -> tuple[tuple[str, ...], ...]:
-  """Returns the gradients that each pass over the queries computes, as a tuple of names for each pass, in a kernel whose workgroups own keys. With
-  `adds_dq` there is a single pass, for dV, dK and dQ."""
+  """Returns the names of the gradients that each pass over the queries computes, in a kernel whose workgroups own keys."""
   return (("dv", "dk", "dq"),) if adds_dq else PASSES[passes]
 
 @dataclass(frozen=True)
 class Normaliser:
-  """The lse of a query in the form in which P is computed: P = exp2(scores*to_log2 + low), or, if there is a `high`, P = exp2((scores - high)*to_log2
-  + low). `low` and `high` are numbers, or vectors as long as those of the scores. With dropout, P includes the factor 1/(1 - dropout_p).
-
-  For scores in base e, with P = e^(score - lse), `high` is the lse. The kernel subtracts `high` first, because the difference is exact where score
-  and lse are close. If scores may be as large as fp32 allows (wide scores), `low` holds the part of the lse that rounding lost."""
+  """The lse of a query in the form in which P is computed: P = exp2((scores - high)*to_log2 + low)."""
+  # A missing `high` or `low` is 0. Each is a number, or a vector as long as those of the scores. With dropout, P includes the factor 1/(1 -
+  # dropout_p). For scores in base e, with P = e^(score - lse), `high` is the lse. The kernel subtracts `high` first, because the difference is exact
+  # where score and lse are close. With wide scores `low` holds the part of the lse that rounding lost.
   low: UOp|None
   high: UOp|None = None
 
   @staticmethod
   def of(p:Problem, log_sum:UOp, rest:UOp|None=None) -> Normaliser:
-    """Makes the normaliser of a query from its lse, `log_sum`. `rest`, given with wide scores, is the part of the lse that rounding to fp32 lost. For
-    a query that sees no key, P will be 0."""
+    """Makes the normaliser of a query from its lse, `log_sum`, and with wide scores its lse_rest, `rest`."""
     kept = UOp.const(-math.log2(p.kept), dtypes.float)
     def low(x:UOp) -> UOp: return ops.add(x, kept) if p.dropout_p else x
     if rest is not None: return Normaliser(low(ops.mul(rest, -LOG2E)), reference(log_sum))
+    # P is 0 for a query that sees no key
     return Normaliser(log_sum.eq(NEG_INF).where(NEG_INF, low(ops.mul(log_sum, -LOG2E))))
   @staticmethod
   def joined(parts:Sequence[Normaliser], join:Callable[..., UOp]) -> Normaliser:
-    """Returns one normaliser for several queries, whose values are vectors: `join(*values)` makes a vector of the `low` values of all `parts`, and
-    one of their `high` values."""
+    """Returns one normaliser for several queries, whose values `join` makes into vectors."""
     def vector(numbers:list[UOp|None]) -> UOp|None:
       there = [x for x in numbers if x is not None]      # all of them or none
       return join(*there) if there else None
@@ -59,56 +56,58 @@ class Normaliser:
     """The values `high` and `low` in this order, without a value that is None."""
     return [x for x in (self.high, self.low) if x is not None]
   def each(self, change:Callable[[UOp], UOp]) -> Normaliser:
-    """Returns a normaliser in which `low` and `high` are replaced by `change(low)` and `change(high)`."""
+    """Returns a normaliser with `change(low)` and `change(high)` in place of `low` and `high`."""
     return Normaliser.joined([self], change)
   def where(self, there:UOp) -> Normaliser:
     """Returns a normaliser that gives P = 0 where `there` is false, because the query does not exist."""
     assert self.low is not None
     return replace(self, low=there.where(self.low, NEG_INF))
   def weight(self, x:UOp, to_log2:float) -> UOp:
-    """Returns P of the scores `x`. `to_log2` is the factor that turns these scores into exponents of 2."""
+    """Returns P of the scores `x`; `to_log2` turns these scores into exponents of 2."""
     if self.high is not None: x = ops.sub(x, self.high)
     return ops.exp2(ops.mul(x, to_log2) if self.low is None else ops.fma(x, to_log2, self.low))
 
 def shared_query_values(p:Problem, log_sum:UOp, delta:UOp, *rest:UOp) -> list[UOp]:
-  """Returns the numbers of a query that a kernel keeps in shared memory, if its workgroups loop over queries. The first is `low` of the query's
-  normaliser (its lse in the form that exp2 takes). The second is -delta, or with dropout -delta*(1 - dropout_p). With wide scores the third is `high`
-  of the normaliser."""
+  """Returns the numbers of a query that a kernel keeps in shared memory: its normaliser and -delta."""
+  # The first is `low` of the normaliser. The second is -delta, or with dropout -delta*(1 - dropout_p). With wide scores the third is `high` of the
+  # normaliser.
   normaliser = Normaliser.of(p, log_sum, *rest)
   return [x for x in (normaliser.low, scaled_delta(delta, p), normaliser.high) if x is not None]
 
 def kinds_of_normalisers(p:Problem) -> range:
-  """Returns the indices of the normaliser's numbers in the list that `shared_query_values` returns: all but 1, the index of delta."""
+  """Returns the indices of the normaliser's numbers among the numbers of a query in shared memory."""
+  # in the list of `shared_query_values`: all but 1, the index of delta
   return range(0, len(query_value_names(p)), 2)
 
 def scaled_delta(delta:UOp, p:Problem) -> UOp:
-  """Returns -delta, or with dropout -delta*(1 - dropout_p). With dropout the kernels' P is the softmax weight divided by 1 - dropout_p, but in dS
-  delta is multiplied by the weight itself. The factor 1 - dropout_p makes up for the difference."""
+  """Returns -delta, or with dropout -delta*(1 - dropout_p)."""
+  # With dropout the kernels' P is the softmax weight divided by 1 - dropout_p, but in dS delta is multiplied by the weight itself. The factor 1 -
+  # dropout_p makes up for the difference.
   return ops.mul(delta, -p.kept)
 
 def dp_start(minus_delta:list[UOp], kept:Kept) -> list[UOp]:
-  """Returns the values with which the accumulators of dP begin: -delta, or 0 with dropout. Dropout sets elements of dP to 0, but not the delta that
-  is subtracted from them: so delta is then subtracted later (`less_delta`)."""
+  """Returns the values with which the accumulators of dP begin: -delta, or 0 with dropout."""
+  # dropout sets elements of dP to 0, but not the delta that is subtracted from them: so delta is then subtracted later (`less_delta`)
   return [ops.splat(0.0, ops.length(x)) for x in minus_delta] if kept.words else minus_delta
 
 @dataclass(frozen=True)
 class Weights:
-  """The weights P of a lane's scores, and the derivatives of the score terms (softcap, ALiBi, bias, score_mod) at these scores. `visible(vectors)`
-  returns the vectors with 0 for each score whose query does not see its key. P and dS must be exactly 0 there, because they are multiplied by rows of
-  tensors that may hold inf or NaN."""
+  """The weights P of a lane's scores, and the derivatives of the score terms at these scores."""
   p: list[UOp]
   derivatives: dict[str, list[UOp]]                 # derivatives of the terms at each score, by the terms' names, in the terms' order
+  # Returns the vectors with 0 for each score whose query does not see its key. P and dS must be exactly 0 there, because they are multiplied by rows
+  # of tensors that may hold inf or NaN.
   visible: Callable[[list[UOp]], list[UOp]]
 
 def weights_of(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], row:Row, tile:UOp, masked:bool) -> Weights:
-  """Returns P and the derivatives of the score terms, given the raw scores (Q K^T) of row `row` in tile number `tile`. `normalisers` has one entry
-  for each vector of `raw`. `masked` says whether masks may hide some of the scores."""
+  """Returns P and the derivatives of the score terms for the raw scores of row `row` in tile `tile`."""
+  # `normalisers` has one entry for each vector of `raw`; `masked`: whether masks may hide some of the scores
   return weights_of_rows(scores, raw, [normalisers], [row], tile, masked)
 
 def weights_of_rows(scores:Scores, raw:list[UOp], normalisers:list[list[Normaliser]], rows:list[Row], tile:UOp, masked:bool) -> Weights:
-  """Returns P and the derivatives of the score terms, given the raw scores (Q K^T) of several rows in tile number `tile`. Each vector of `raw` has
-  elements of all these rows, one row after another. `normalisers` has a list for each row, with one entry for each vector. `masked` says whether
-  masks may hide some of the scores."""
+  """Returns P and the derivatives of the score terms for the raw scores of several rows in tile `tile`."""
+  # Each vector of `raw` has elements of all rows, one row after another. `normalisers` has a list for each row, with one entry for each vector.
+  # `masked`: whether masks may hide some of the scores.
   def by_row(x:list[UOp]) -> list[list[UOp]]:
     n = ops.length(x[0])//len(rows)      # elements that a vector has of each row
     if len(rows) == 1: return [x]
@@ -125,24 +124,23 @@ def weights_of_rows(scores:Scores, raw:list[UOp], normalisers:list[list[Normalis
   return Weights(visible(joined([p for p, _ in found])), derivatives, visible)
 
 def reference(log_sum:UOp) -> UOp:
-  """Returns the number that is subtracted from a query's scores in P = exp(score - reference): the query's lse, `log_sum`. For a query that sees no
-  key (lse = -inf) returns inf, so that P is 0."""
+  """Returns the number that is subtracted from a query's scores before exp: its lse, or inf if it sees no key."""
+  # inf makes P 0
   return log_sum.eq(NEG_INF).where(math.inf, log_sum)
 
 def normaliser_of(group:Workgroup, row:Row) -> Normaliser:
-  """Returns the `Normaliser` that turns the scores of the query `row` into P. Loads the lse of this query from memory, and lse_rest (the part of the
-  lse that rounding lost) if the problem has it."""
+  """Loads the lse of query `row`, and returns it in the form in which P is computed."""
   return Normaliser.of(group.p, *[group.query_value(name, row) for name in log_sums(group.given)])
 
 def exact_normaliser(p:Problem, log_sum:UOp, *rest:UOp) -> Normaliser:
-  """Makes the normaliser of a query for scores in base e, P = e^(score - lse). `log_sum` is the query's lse. `rest`, given with wide scores, is the
-  part of the lse that rounding to fp32 lost."""
+  """Returns the lse of a query in the form in which P = e^(score - lse) is computed."""
+  # `rest`, given with wide scores, is the part of the lse that rounding to fp32 lost
   return Normaliser.of(p, log_sum, *rest) if rest else Normaliser(None, reference(log_sum))
 
 def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], row:Row, tile:UOp, masked:bool) -> Weights:
-  """Returns P = e^(score - lse) and the derivatives of the score terms, given the raw scores (Q K^T) of row `row`, for float32 inputs. The parameters
-  are those of `weights_of`. The scores are computed with the same roundings as in forward. So if one key dominates a row, the difference of its score
-  and the row's lse is exactly 0."""
+  """Returns P = e^(score - lse) and the derivatives of the score terms for the raw scores of row `row`, for float32 inputs."""
+  # The scores are computed with the same roundings as in forward. So if one key dominates a row, the difference of its score and the row's lse is
+  # exactly 0.
   def visible(x:list[UOp]) -> list[UOp]: return scores.clear(x, row, tile) if masked else x
   def weight(y:UOp, e:Normaliser) -> UOp:
     # max(score, LOWEST) changes no score. It keeps compilers from joining the multiplication that makes a score and the subtraction of the lse into a
@@ -155,39 +153,40 @@ def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], ro
   return Weights(visible(weights), scores.derivatives(steps, row, tile), visible)
 
 def less_delta(dp:list[UOp], kept:Kept, minus_delta:list[UOp]) -> list[UOp]:
-  """Returns dP - delta. Without dropout this is `dp` itself, because its accumulators began with -delta (`dp_start`). With dropout the accumulators
-  began with 0. The result is then `dp`, with 0 in place of elements whose weights are dropped, minus delta."""
+  """Returns dP - delta, with dP = 0 for scores that dropout drops."""
+  # without dropout `dp` itself, because its accumulators began with -delta (`dp_start`)
   return [ops.add(x, d) for x, d in zip(kept.drop(dp), minus_delta)] if kept.words else dp
 
 def gradients_of(weights:Weights, dp:list[UOp], derivatives:Collection[str]|None=None) -> list[UOp]:
-  """Returns the gradient of the scores, given P and `dp`, which is dP - delta. The product P * (dP - delta) is the gradient of the finished scores,
-  after all score terms (softcap, ALiBi, bias, score_mod). By default this product is multiplied by the derivatives of all terms. The result is dS,
-  the gradient of the raw scores, without the factor softmax_scale. If `derivatives` is given, the product is multiplied only by the derivatives of
-  the terms that `derivatives` names. The result is then the gradient of a bias, or of a tensor's element that score_mod reads."""
+  """Returns dS = P * (dP - delta) times the derivatives of the score terms; `dp` is dP - delta."""
+  # P * (dP - delta) is the gradient of the finished scores, after all score terms. Times the derivatives of all terms, it is the gradient of the raw
+  # scores, without the factor softmax_scale. Times only those that `derivatives` names, it is the gradient of a bias, or of a tensor's element that
+  # score_mod reads.
   ds = [ops.mul(y, d) for y, d in zip(weights.p, dp)]
   for name, derivative in weights.derivatives.items():
     if derivatives is None or name in derivatives: ds = [ops.mul(y, slope) for y, slope in zip(ds, derivative)]
   return weights.visible(ds)
 
 def where_known(known:UOp|None, x:UOp, factor:float) -> UOp:
-  """Returns `x`*`factor`, or exactly 0 where the condition `known` is false, even if `x` is inf or NaN there. `x` is elements of a row of a gradient.
-  `known` None means true."""
+  """Returns `x`*`factor`, or exactly 0 where `known` is false, even if `x` is inf or NaN there."""
+  # `x` is elements of a row of a gradient; None means true
   if known is None: return ops.mul(x, factor)
   return ops.build(*[known.where(ops.mul(ops.extract(x, i), factor), 0.0) for i in range(ops.length(x))])
 
 @dataclass(frozen=True)
 class QueryValueTensors:
-  """The tensors in global memory that have one number for each query, such as lse and delta, in the order of `query_value_names`. With `pin` the
-  index of a tile's first query is computed in a scalar register: from a vector register, clang would load for one lane after another."""
+  """The tensors in global memory that have one number for each query, such as lse and delta."""
+  # in the order of `query_value_names`
   each: tuple[GlobalRows, ...]
+  # computes the index of a tile's first query in a scalar register: from a vector register, clang would load for one lane after another
   pin: bool = False
   in_units = True
   def after(self, *deps:UOp) -> QueryValueTensors: return replace(self, each=tuple(x.after(*deps) for x in self.each))
 
 @dataclass(frozen=True)
 class QueryValues(InLds):
-  """LDS buffer for the query values of a tile, the numbers that `shared_query_values` makes of lse and delta. The queries are stored in the order in
-  which a lane holds their scores in C, so the numbers for one lane lie side by side."""
+  """LDS buffer for the numbers of each query of a tile, such as its normaliser and -delta."""
+  # The queries are stored in the order in which a lane holds their scores in C, so the numbers for one lane lie side by side.
   p: Problem
   matrix: Matrix
   block_n: int
@@ -202,13 +201,12 @@ class QueryValues(InLds):
   def nth(self, i:UOp) -> QueryValues: return replace(self, base=i*units_of_query_values(self.p, self.block_n))
   @property
   def single(self) -> list[QueryValues]:
-    """A list with only this object: each thread copies the values of one query. (`StagedTile.single`, which the same loop calls, divides a tile into
-    smaller tiles.)"""
+    """A list with only this object: each thread copies the values of one query."""
+    # `StagedTile.single`, which the same loop calls, divides a tile into smaller tiles
     return [self]
 
   def fetch(self, rows:QueryValueTensors, t:UOp) -> list[UOp]:
-    """Returns the loaded query values (a number from each tensor, such as lse and delta) of one query of tile t: the query whose values this thread
-    copies to LDS."""
+    """Loads the numbers (such as lse and delta) of the query of tile t that this thread copies to LDS."""
     mat, thread, gate = self.matrix, self.thread, self.thread < self.block_n
     row = thread//mat.M*mat.M + mat.c_row(thread%mat.M//mat.accumulator, thread%mat.accumulator)
     first = ops.opaque_uniform(t*self.block_n) if rows.pin else t*self.block_n
@@ -220,8 +218,8 @@ class QueryValues(InLds):
             for i, x in enumerate(shared_query_values(self.p, *parts))]
 
   def load(self, at:Lane) -> tuple[list[Normaliser], list[UOp]]:
-    """Loads the query values for a lane's C fragments from LDS. Returns two lists with an entry for each fragment: the normalisers, made from lse,
-    and -delta (with dropout -delta*(1 - dropout_p))."""
+    """Loads the query values for a lane's C fragments from LDS, and returns (normalisers, -delta), an entry for each fragment."""
+    # with dropout -delta*(1 - dropout_p)
     mat, units = self.matrix, self.matrix.accumulator//4
     def fragment(kind:int, kt:int) -> UOp:
       first = self.base + kind*(self.block_n//4) + (kt*mat.groups + at.h)*units

@@ -1,25 +1,4 @@
-"""The fixed order in which workgroups that own keys add to the sums of dQ in memory.
-
-Several blocks of keys add to dQ of one tile of queries: all blocks with keys that these queries see. These blocks add one after another, in ascending
-order of the blocks, or in descending order if a mask hides keys after a query, as a causal mask does. So each sum is added up in the same order in
-every run, on every chip. The period in which a block may add is its turn. Each wave of a workgroup has a counter of its own, waits for its block's
-turn, and passes the turn on, separately from the other waves (attn/ops/atomics.py). A turn is for two neighbouring tiles, because waiting for a turn
-and passing it on take time. If workgroups loop over lists of tiles, a tile of the list is as long as a turn.
-
-A workgroup waits only for blocks of its own head that add before its own block. Workgroups get their blocks by tickets (`by_ticket`):
-numbers that count the workgroups in the order in which they start. Blocks that add first have the lower tickets. So the workgroup with the lowest
-ticket never waits, and no workgroup waits forever.
-
-Without lists, all workgroups loop over the tiles of queries in ascending order. Under a causal mask the lowest ticket gives the last block of keys,
-which the fewest tiles of queries see. Each next ticket gives the block of keys before it. This block's loop begins nearer to the first query, by as
-many queries as a block has keys: by two tiles of 64 queries, or by one tile of 128. So blocks that start together work on different tiles at any
-time, and seldom wait.
-
-With lists, workgroups loop over tiles in descending order if blocks add in ascending order, and the other way round. For example, a block of keys may
-have the end of one document and the beginning of the next. This block comes first to the tiles of the second document, where the blocks after it wait
-for it, and then to the tiles of the first document, where no block waits for it. Tiles of which a mask hides some scores come after the others. A
-list also says which block adds first to a tile. This block sets the sums instead, so that no kernel needs to set them to 0 before
-(`tensors.set_by_first`)."""
+"""The fixed order in which workgroups that own keys add to the sums of dQ in memory: each adds in its turn."""
 from __future__ import annotations
 from dataclasses import dataclass
 from attn.kernels.parts.grid.tensors import dq_sums, set_by_first
@@ -32,36 +11,55 @@ from attn.ops.common import flat
 from attn.score.masks import hiding
 from attn.tinygrad_compat import UOp, dtypes
 
+# Several blocks of keys add to dQ of one tile of queries: all blocks with keys that these queries see. These blocks add one after another, in
+# ascending order of the blocks, or in descending order if a mask hides keys after a query, as a causal mask does. So each sum is added up in the same
+# order in every run, on every chip. The period in which a block may add is its turn. Each wave of a workgroup has a counter of its own, waits for its
+# block's turn, and passes the turn on, separately from the other waves (attn/ops/atomics.py). A turn is for two neighbouring tiles, because waiting
+# for a turn and passing it on take time. If workgroups loop over lists of tiles, a tile of the list is as long as a turn.
+#
+# A workgroup waits only for blocks of its own head that add before its own block. Workgroups get their blocks by tickets (`by_ticket`): numbers that
+# count the workgroups in the order in which they start. Blocks that add first have the lower tickets. So the workgroup with the lowest ticket never
+# waits, and no workgroup waits forever.
+#
+# Without lists, all workgroups loop over the tiles of queries in ascending order. Under a causal mask the lowest ticket gives the last block of keys,
+# which the fewest tiles of queries see. Each next ticket gives the block of keys before it. This block's loop begins nearer to the first query, by as
+# many queries as a block has keys: by two tiles of 64 queries, or by one tile of 128. So blocks that start together work on different tiles at any
+# time, and seldom wait.
+#
+# With lists, workgroups loop over tiles in descending order if blocks add in ascending order, and the other way round. For example, a block of keys
+# may have the end of one document and the beginning of the next. This block comes first to the tiles of the second document, where the blocks after
+# it wait for it, and then to the tiles of the first document, where no block waits for it. Tiles of which a mask hides some scores come after the
+# others. A list also says which block adds first to a tile. This block sets the sums instead, so that no kernel needs to set them to 0 before
+# (`tensors.set_by_first`).
+
 @dataclass(frozen=True)
 class Turns:
-  """The turns of one wave: the periods in which the wave may add to the sums of dQ in memory. A turn is for `tiles` neighbouring tiles of queries;
-  the wave adds to those among them that its workgroup loops over. `first` is true in lane 0 of the wave."""
+  """The turns of one wave: the periods in which the wave may add to the sums of dQ in memory."""
   group: Workgroup
   wave: UOp
-  first: UOp
-  tiles: int
+  first: UOp   # true in lane 0 of the wave
+  tiles: int   # neighbouring tiles of queries of a turn: the wave adds to those of them that its workgroup loops over
 
   @staticmethod
   def of(group:Workgroup, wave:UOp, lane:UOp) -> Turns|None:
-    """Makes the turns of a wave. Returns None if workgroups add to the sums of dQ in any order. If the queries are divided into parts, a turn is for
-    a single tile, because the next tile can belong to another part."""
+    """Makes the turns of a wave, or returns None if workgroups add to the sums of dQ in any order."""
+    # if the queries are divided into parts, a turn is for a single tile, because the next tile can belong to another part
     return Turns(group, wave, lane.eq(0), 1 if group.split else TILES_OF_TURN) if "dq_turns" in group.given else None
 
   def turn(self, tile:UOp) -> UOp:
-    """Returns the index of the first tile of the turn to which the tile with index `tile` belongs."""
+    """Returns the index of the first tile of the turn to which tile `tile` belongs."""
     return tile//self.tiles*self.tiles
   def counter(self, head:UOp, tile:UOp) -> UOp:
-    """Returns a UOp that indexes the counter of the turn to which the tile with index `tile` belongs. Each wave of a workgroup has counters of its
-    own. The counter says how many blocks of keys have ended this turn."""
+    """Returns the wave's counter of the turn of tile `tile`: how many blocks of keys have ended this turn."""
     group = self.group
     return flat(group.given["dq_turns"])[group.first_sums(head)*TURNS_OF_SUMS + self.turn(tile)*group.tile.waves + self.wave]
   def exists(self, tile:UOp) -> UOp:
-    """Returns whether there is a turn for the tile with index `tile`. The last tile of a list may be longer than the sequence."""
+    """Returns whether there is a turn for tile `tile`."""
+    # the last tile of a list may be longer than the sequence
     if self.tiles > 1 or not isinstance(self.group.scores.order, TileList): return UOp.const(True)
     return below(tile*self.group.scores.block_n, self.group.sequence.n_q)
   def number(self, i:UOp, tile:UOp) -> UOp:
-    """Returns the number of the workgroup's turn to add to dQ of a tile of queries: how many other blocks of keys add to it before. `tile` is the
-    index of the tile, and `i` the iteration of the workgroup's loop that computes it."""
+    """Returns how many other blocks of keys add to dQ of tile `tile` before this workgroup; iteration `i` computes the tile."""
     group, n, order = self.group, self.group.scores.block_n, self.group.scores.order
     if isinstance(order, TileList): return order.turn(i)
     first, block = self.turn(tile)*n, group.grid.block
@@ -69,36 +67,33 @@ class Turns:
     return seen.end - 1 - block if hiding(group.p).after else block - seen.begin
 
   def begin(self, head:UOp, i:UOp, done:UOp) -> UOp:
-    """Returns a statement that waits for the wave's turn to add to dQ: until the workgroups whose turns come before have ended their turns. A turn
-    can be for several neighbouring tiles of queries. The statement waits only if iteration i computes the first tile of the turn, or the workgroup's
-    first tile. `head` is the query head. The statement comes after the operation `done`."""
+    """Returns a statement that waits, after the operation `done`, for the wave's turn to add to dQ of iteration i's tile."""
     tile = self.group.scores.tile(i)
+    # only the first tile of the turn, or the workgroup's first tile, waits
     begins = tile.eq(self.turn(tile)) | i.eq(self.group.walked.begin)
     return atomics.await_turn(self.counter(head, tile), self.number(i, tile), self.first & begins & self.exists(tile), done)
   def end(self, head:UOp, i:UOp, done:UOp, last:bool=False) -> UOp:
-    """Returns a statement that ends the wave's turn to add to dQ: it adds 1 to the counter for which the next block waits. A turn can be for several
-    neighbouring tiles of queries. The statement adds 1 only if iteration i computes the last tile of the turn, or if `last` says that it is the
-    workgroup's last iteration. It adds nothing for an `i` before the workgroup's first iteration. `head` is the query head. The statement comes after
-    the operation `done`, at which the wave's additions to this tile must be complete."""
+    """Returns a statement that ends, after the operation `done`, the wave's turn to add to dQ of iteration i's tile."""
     tile = self.group.scores.tile(i)
+    # It adds 1 to the counter for which the next block waits, after the last tile of the turn, or if `last` says that it is the workgroup's last
+    # iteration; for an `i` before the workgroup's first iteration it adds nothing. At `done` the wave's additions to this tile are complete.
     ends = UOp.const(True) if last else (tile + 1).eq(self.turn(tile + 1))
     return atomics.pass_turn(self.counter(head, tile), self.first & ends & (i >= self.group.walked.begin) & self.exists(tile), done)
 
   def sets(self, i:UOp) -> UOp|None:
-    """Returns whether the wave sets the sums of the tile that iteration i computes, because its workgroup is the first that adds to them. Returns
-    None if the wave always adds to the sums."""
+    """Returns whether the wave sets the sums of iteration i's tile, as the first that adds; None if it always adds."""
     return self.number(i, self.group.scores.tile(i)).eq(0) if set_by_first(self.group.p) else None
 
 def some_turn_ended(group:Workgroup, tile:BlockTile) -> UOp:
-  """Returns whether some workgroup has added to the sums of dQ of the queries of `group`. `tile` is the tile description of the workgroups that add.
-  They loop over lists, so whoever adds to a tile of a turn adds to all its tiles."""
+  """Returns whether some workgroup has added to the sums of dQ of the queries of `group`."""
+  # `tile` describes the workgroups that add. They loop over lists, so whoever adds to a tile of a turn adds to all its tiles.
   first_tile = group.first_row//(tile.block_n*TILES_OF_TURN)*TILES_OF_TURN
   return flat(group.given["dq_turns"])[group.first_sums(group.first_head)*TURNS_OF_SUMS + first_tile*tile.waves].load() > 0
 
 def first_turns(group:Workgroup, thread:UOp) -> list[UOp]:
-  """Returns the stores of 0 to the counters with which workgroups later wait for their turns to add to dQ. The kernel that sets dQ to 0 makes these
-  stores: each workgroup stores to the counters of its own tile of queries, with its first threads. The workgroup of the very first tile also sets the
-  counter of tickets to 0. `thread` is the index of the thread."""
+  """Returns the stores of 0 to the counters with which workgroups later wait for their turns to add to dQ."""
+  # The kernel that sets dQ to 0 makes these stores: each workgroup stores to the counters of its own tile of queries, with its first threads. The
+  # workgroup of the very first tile also sets the counter of tickets to 0.
   if (counters := group.given.get("dq_turns")) is None: return []
   heads, tiles = dq_sums(group.p)[0][:2]
   head, tile, ticket = group.batch*group.p.H + group.first_head, group.first_row//QUERIES_OF_SUMS, thread.eq(TURNS_OF_SUMS)

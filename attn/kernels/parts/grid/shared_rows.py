@@ -1,5 +1,4 @@
-"""Code for latent attention, where O is divided over the waves of a workgroup by columns: each wave holds some columns of all rows of O. The scores
-are divided in another way: each wave computes the scores of some of the queries with some of the keys of a tile."""
+"""Latent attention: how the waves of a workgroup divide the scores of a tile, while each holds some columns of all rows of O."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn.kernels.parts.program.allocator import Allocator, InLds
@@ -9,12 +8,11 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Share:
-  """The part of a tile's scores that one wave computes. The workgroup has `row_tiles` matrix tiles of queries, and divides the `block_n` keys of a
-  tile into `key_parts` parts. A wave computes one matrix tile of queries with one part of the keys."""
+  """The part of a tile's scores that one wave computes: one matrix tile of queries with one part of the keys."""
   wave: UOp
-  row_tiles: int
-  block_n: int
-  key_parts: int
+  row_tiles: int   # matrix tiles of queries of the workgroup
+  block_n: int     # keys of a tile
+  key_parts: int   # parts into which the keys of a tile are divided
   @property
   def keys(self) -> int:
     """Number of keys in one part of a tile."""
@@ -28,17 +26,16 @@ class Share:
     """Index of the part of each tile's keys whose scores this wave computes."""
     return self.wave//self.row_tiles
   def scores(self, of_all:Scores) -> Scores:
-    """Returns a `Scores` object for the scores that this wave computes, made from `of_all`, the object for the whole workgroup. A tile of the
-    returned object has only the keys of one wave: in iteration t the wave computes tile number `tile_number(t)`."""
+    """Returns the scores that this wave computes, given `of_all`, the scores of the whole workgroup."""
+    # a tile then has only the keys of one wave: in iteration t the wave computes tile number `tile_number(t)`
     return replace(of_all, block_n=self.keys)
   def tile_number(self, t:UOp) -> UOp: return t*self.key_parts + self.part
 
 @dataclass(frozen=True)
 class RowScalars(InLds):
-  """Table of fp32 numbers in LDS, through which waves exchange numbers of a row, such as its maximum and its sum. The table has `rows` numbers of
-  each kind, one for each row."""
+  """Table of fp32 numbers in LDS, through which waves exchange numbers of rows, such as maxima and sums."""
   buffer: UOp       # in units of 16 bytes
-  rows: int
+  rows: int   # the table has this many numbers of each kind, one for each row
   base: UOp|int = 0
   @staticmethod
   def of(new:Allocator, rows:int, places:ScalarPlaces) -> RowScalars: return RowScalars(new.lds(places.units(rows)), rows)

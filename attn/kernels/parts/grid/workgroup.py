@@ -30,8 +30,7 @@ HEADS_IN_ORDER = 32   # key/value heads whose blocks run together if they loop o
 
 @dataclass(frozen=True)
 class Grid:
-  """Ranges (UOps that are indices) over the workgroups of a kernel's grid, and over the threads of a workgroup. They determine which head and which
-  block of rows a workgroup works on, and the lane and the wave of a thread."""
+  """The position of a thread in a kernel's grid: its workgroup's head and block, its wave and its lane."""
   allocator: Allocator
   ranges: tuple[UOp, ...]     # the ranges over the grid and over a workgroup's threads
   head: UOp                   # index of the workgroup's head, or group of heads, among all that are computed
@@ -40,13 +39,10 @@ class Grid:
   wave: UOp
 
 def by_ticket(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[Grid, tuple[UOp, ...]]:
-  """Returns the position of a workgroup that takes a ticket: a number that counts the workgroups in the order in which they start
-  (attn/ops/atomics.py). With ticket n a workgroup does the work of workgroup number n of the grid. So work begins in the order of the grid, even if
-  the hardware starts workgroups in another order. Returns `grid` and `split` with the ticket's indices.
-
-    split: range over the parts of a divided sum, or empty
-    counter: counts the tickets
-    lds: an int32 in LDS, through which the waves of a workgroup learn its ticket"""
+  """Returns the position of the workgroup after it has taken a ticket: with ticket n it does the work of workgroup n."""
+  # A ticket counts the workgroups in the order in which they start (attn/ops/atomics.py). So work begins in the order of the grid, even if the
+  # hardware starts workgroups in another order. `split` is the range over the parts of a divided sum, or empty; `counter` counts the tickets; through
+  # `lds`, an int32, the waves of a workgroup learn its ticket.
   axes = [*grid.ranges[:-2], *split]
   number = functools.reduce(lambda n, axis: n*(axis.vmax + 1) + axis, axes, UOp.const(0))
   left, digits = bounded(ticket(counter, number, grid.lane.eq(0) & grid.wave.eq(0), lds=lds), 0, number.vmax), dict[UOp, UOp]()
@@ -55,46 +51,46 @@ def by_ticket(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[G
   return replace(grid, head=head, block=block), tuple(digits[axis] for axis in split)
 
 def head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
-  """Returns AMD's grid over blocks of queries. Of two neighbouring workgroups, the second has the same block of queries in the next head. The
-  hardware gives neighbouring workgroups to different XCDs (dies of the GPU), in turn. So the blocks of one head share the cache of one XCD. After a
-  group of heads comes the next block. A group has as many heads as fit, with K and V, into the cache that all XCDs share."""
+  """Returns AMD's grid over blocks of queries, in which neighbouring workgroups have neighbouring heads."""
+  # The hardware gives neighbouring workgroups to different XCDs (dies of the GPU), in turn. So the blocks of one head share the cache of one XCD.
+  # After a group of heads comes the next block. A group has as many heads as fit, with K and V, into the cache that all XCDs share.
   heads = heads_of(p, tile)
   return _in_group_fastest((1, math.prod(blocks_of_queries(p, tile))), p.all_heads//heads, heads_together(p, arch, heads), tile, mat)
 
 def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
-  """Returns AMD's grid over blocks of keys. Of two neighbouring workgroups, the second has the same block of keys in the next key/value head. The
-  hardware gives neighbouring workgroups to different XCDs (dies of the GPU), in turn. So the blocks of one head share the cache of one XCD. After a
-  group of heads comes the next block. A group has as many heads as fit, with their rows of q and dO, into the cache that all XCDs share."""
+  """Returns AMD's grid over blocks of keys, in which neighbouring workgroups have neighbouring key/value heads."""
+  # as in `head_fastest`; a group has as many heads as fit, with their rows of q and dO, into the cache that all XCDs share
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, heads_together(p, arch), tile, mat)
 
 def heads_together(p:Problem, arch:Chip, heads:int=0) -> int:
-  """Returns the number of heads in a group of AMD's grid. The workgroups of a group run together. `heads` is the number of query heads of a workgroup
-  that owns queries, or 0 if workgroups own keys. A group has as many heads as the cache of the chip has room for, with the rows over which workgroups
-  loop: K and V, or q and dO. On a chip that needs no groups, all heads are one group."""
+  """Returns how many heads AMD's grid runs together, as a group."""
+  # `heads` is the number of query heads of a workgroup that owns queries, or 0 if workgroups own keys. A group has as many heads as the cache of the chip has room for, with the rows over which workgroups loop: K and V, or q and dO. On a chip that
+  # needs no groups, all heads are one group.
   n, room = (p.all_heads//heads if heads else p.B*p.Hkv), arch.caches.group
   row, group = p.key_bytes if heads else (p.D + p.Dv)*p.itemsize, p.H//p.Hkv
   most = room*(group//heads)//(row*p.Sk) if heads else room//(row*p.Sq*group)
   return largest_divisor(n, most) if room else n
 
 def largest_divisor(n:int, most:int) -> int:
-  """Returns the largest divisor of `n` that is at most `most`. Returns 1 if `most` is less than 1."""
+  """Returns the largest divisor of `n` that is at most `most`, or 1 if there is none."""
   pairs = ((i, n//i) for i in range(1, math.isqrt(n) + 1) if n % i == 0)
   return max(divisor for pair in pairs for divisor in pair if divisor <= max(1, most))
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
-  """Returns NVIDIA's grid over blocks of queries. The blocks of a group of heads run together. Under a causal mask a group has as many heads as fit,
-  with K and V, into the cache; otherwise a group is a single head. If a device holds two pieces of a sequence, the blocks of one piece come before
-  all blocks of the other piece, so that blocks with many keys start early."""
+  """Returns NVIDIA's grid over blocks of queries, in which the blocks of a group of heads run together."""
+  # Under a causal mask a group has as many heads as fit, with K and V, into the cache; otherwise a group is a single head. If a device holds two
+  # pieces of a sequence, the blocks of one piece come before all blocks of the other piece, so that blocks with many keys start early.
   heads = heads_of(p, tile)
   sharing = p.H//p.Hkv//heads      # if several heads share K and V, only half of the cache is left for K and V: Q and O take the rest
   cached = CACHED*sharing//(min(sharing, 2)*p.key_itemsize*p.Sk*(p.D + p.Dv)) if hiding(p).after else 1
   return _in_group_fastest(blocks_of_queries(p, tile), p.all_heads//heads, cached, tile, mat)
 
 def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma, fixed_order:bool=False) -> Grid:
-  """Returns NVIDIA's grid over blocks of keys. The blocks of a group of key/value heads run together. Usually a group is a single head. Under a
-  causal mask a group has as many heads as fit, with their queries, into the cache. `fixed_order` says that the blocks of a head add to dQ in a fixed
-  order. Then groups are as large as under a causal mask, so that fewer of the blocks that run at the same time wait for each other. With lists of
-  tiles, neighbouring blocks of a head loop over the same few tiles: groups then have at least HEADS_IN_ORDER heads, if there are as many."""
+  """Returns NVIDIA's grid over blocks of keys, in which the blocks of a group of key/value heads run together."""
+  # Usually a group is a single head. Under a causal mask a group has as many heads as fit, with their queries, into the cache. If the blocks of a
+  # head add to dQ in a fixed order (`fixed_order`), groups are as large, so that fewer of the blocks that run at the same time wait for each other.
+  # With lists of tiles, neighbouring blocks of a head loop over the same few tiles: groups then have at least HEADS_IN_ORDER heads, if there are as
+  # many.
   cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if fixed_order or hiding(p).after else 1
   if fixed_order and p.tile_list is not None: cached = max(cached, HEADS_IN_ORDER)
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, cached, tile, mat)
@@ -118,38 +114,35 @@ def by_name(shapes:Shapes, args:tuple[UOp, ...]) -> dict[str, UOp]:
   return dict(zip(shapes, args))
 
 def scale_as_float(word:UOp, size:int) -> UOp:
-  """Returns a loaded scale in fp32. `word` holds the scale as float32 if `size` is 4 (bytes), or as float16 if `size` is 2."""
+  """Returns a loaded scale in fp32; `word` holds float32 if `size` is 4 bytes, float16 if 2."""
   return ops.as_float(word) if size == 4 else ops.widen_to_float(word, 1, "float16")
 
 def ranges_of(grid:Grid, parts:int) -> tuple[UOp, ...]:
-  """Makes the range of the grid that says which part a workgroup computes, if work is divided into `parts` parts. Returns a tuple with this range, or
-  an empty tuple if there is at most one part."""
+  """Returns the range of the grid that counts `parts` parts of the work, or an empty tuple if there is one part."""
   return (grid.allocator.range(parts, AxisType.GLOBAL),) if parts > 1 else ()
 
 def part_of(split:tuple[UOp, ...], parts:int) -> UOp|None:
-  """Returns the index of the part that this workgroup computes. `split` is what `ranges_of` returned: the range of the grid that counts parts, or an
-  empty tuple. Returns 0 if there is a single part, and None if the sum is not divided (`parts` is 0)."""
+  """Returns the index of the part that this workgroup computes, or None if the sum is not divided (`parts` is 0)."""
+  # `split` is what `ranges_of` returned
   if not parts: return None
   return split[0] if split else UOp.const(0)
 
 @dataclass(frozen=True)
 class BlockRows:
-  """The queries that a workgroup owns: the rows of the tensor from `first` to `last`, without rows from `end` on. If devices share a sequence, row r
-  of a device's tensor is query r + `further` of the sequence; otherwise `further` is 0."""
+  """The queries that a workgroup owns: rows `first` to `last` of the tensor, without rows from `end` on."""
   first: UOp
   last: UOp
   end: int|UOp
-  further: int|UOp
+  further: int|UOp   # if devices share a sequence: row r of the device's tensor is query r + further of the sequence; otherwise 0
 
 def in_order_of_start(p:Problem, number:UOp, blocks:int) -> UOp:
-  """Converts the number of a block in the sequence to its number in the order in which blocks start. The same function converts back. Under a causal
-  mask the last block starts first, otherwise the first block. So blocks of queries with many keys start early. Blocks of keys start in this order
-  only if they add to dQ in a fixed order (attn/kernels/parts/backward/turns.py): those with few queries start early."""
+  """Converts the number of a block in the sequence to its number in the order in which blocks start, and back."""
+  # Under a causal mask the last block starts first, otherwise the first block. So blocks of queries with many keys start early. Blocks of keys start
+  # in this order only if they add to dQ in a fixed order (attn/kernels/parts/backward/turns.py): those with few queries start early.
   return blocks - 1 - number if hiding(p).after else number
 
 def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool) -> BlockRows:
-  """Returns the rows of a block of queries. `number` counts blocks in the order in which they start. `buffers` says that the kernel uses buffer
-  instructions: the block's first row is then clamped, because their offsets must not be negative."""
+  """Returns the rows of block `number` of queries, counted in the order in which blocks start."""
   heads, (pieces, blocks), size = heads_of(p, tile), blocks_of_queries(p, tile), tile.block_m
   block, end, before = in_order_of_start(p, number, pieces*blocks), x.n_q*heads, UOp.const(0)
   further: int|UOp = 0 if p.dealt is None else p.dealt.start
@@ -157,14 +150,15 @@ def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool)
     in_front, front = block < blocks, p.dealt.front*heads
     block, before = in_front.where(block, block - blocks), in_front.where(0, front)
     end, further = in_front.where(front, end), in_front.where(p.dealt.start, p.dealt.start + p.dealt.jump)
+  # a kernel with buffer instructions: their offsets must not be negative
   if buffers: block = ops.not_negative(block, blocks - 1)
   first = block*size + before
   last = first + size - 1
   return BlockRows(first, last if p.dealt is None else last.minimum(end - 1), end, further)
 
 def list_of(p:Problem, tile:BlockTile, given:Mapping[str, UOp], batch:UOp, head:UOp, block:UOp) -> TileList|None:
-  """Returns the list of the tiles that a workgroup loops over, those in which the mask leaves scores, or None if the kernel reads no such lists.
-  `block` is the index of the workgroup's block of rows, and `given` has the kernel's tensors by name."""
+  """Returns the list of the tiles over which a workgroup loops, or None if the kernel reads no such list."""
+  # `block` is the index of the workgroup's block of rows, and `given` has the kernel's tensors by name
   if p.tile_list is None or "tile_list" not in given: return None
   batches, heads, blocks, length = p.tile_list
   number = (batch if batches > 1 else UOp.const(0))*heads + (head if heads > 1 else UOp.const(0))
@@ -173,8 +167,8 @@ def list_of(p:Problem, tile:BlockTile, given:Mapping[str, UOp], batch:UOp, head:
   return TileList(flat(given["tile_list"]), (number*blocks + block)*length, tiles_of_list(length, turns), size, tile.block_n, turns)
 
 def cut_off(walk:Walk, tile:BlockTile) -> bool:
-  """Returns whether a row may see only a part of a tile because the first or the last key that it sees lies inside the tile. If not, only mask_mod
-  hides scores within tiles, and the kernel need not compare key numbers."""
+  """Returns whether the first or the last key that a row sees may lie inside a tile."""
+  # if not, only mask_mod hides scores within tiles, and the kernel need not compare key numbers
   return not scattered(walk.p) or cuts_some(walk, tile.block_n)
 
 @dataclass(frozen=True)
@@ -200,9 +194,9 @@ class Workgroup:
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace,
          shapes:Shapes|None=None, parts:int=0) -> Workgroup:
-    """Makes the workgroup that owns the block of queries at the position `grid`. `args` are the kernel's tensors. `shapes` has the names, shapes and
-    dtypes of these tensors, in the same order; by default they are the tensors of `arguments(p)`. `at` is the thread's position in a matrix tile. If
-    `parts` is above 1, the keys are divided into `parts` parts, and each workgroup loops over one part."""
+    """Makes the workgroup that owns the block of queries at `grid`, in a kernel that takes the tensors `args`."""
+    # `shapes` has the names, shapes and dtypes of `args`, in the same order; by default they are `arguments(p)`. If `parts` is above 1, the keys are
+    # divided into `parts` parts, and each workgroup loops over one part.
     heads, given = heads_of(p, tile), by_name(shapes or arguments(p), args)
     groups = p.H//heads
     split = ranges_of(grid, number := max(p.num_splits, parts))
@@ -231,11 +225,10 @@ class Workgroup:
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace, shapes:Shapes,
               parts:int=0, lds:UOp|None=None) -> Workgroup:
-    """Makes the workgroup that owns a block of keys, and loops over the queries of all query heads that share these keys. `grid` says which block and
-    head. `args` are the kernel's tensors. `shapes` has the names, shapes and dtypes of these tensors, in the same order. `at` is the thread's
-    position in a matrix tile. If `parts` is above 0, the queries are divided into `parts` parts, first by heads, then by queries of a head, and each
-    workgroup loops over one part. If workgroups add to dQ in a fixed order, a workgroup takes a ticket (`by_ticket`): the ticket, not its position in
-    the grid, then decides the block and the head. `lds` is an int32 in LDS through which the waves of the workgroup learn the ticket."""
+    """Makes the workgroup that owns the block of keys at `grid`, and loops over the queries of all query heads that share these keys."""
+    # If `parts` is above 0, the queries are divided into `parts` parts, first by heads, then by queries of a head, and each workgroup loops over one
+    # part. If workgroups add to dQ in a fixed order, a workgroup takes a ticket (`by_ticket`): the ticket, not its position in the grid, then decides
+    # the block and the head. `lds` is an int32 in LDS through which the waves of the workgroup learn the ticket.
     given, split, group = by_name(shapes, args), ranges_of(grid, parts), p.H//p.Hkv
     own_part = split
     if (turns := given.get("dq_turns")) is not None and lds is not None:
@@ -254,15 +247,14 @@ class Workgroup:
                      part, heads)
 
   def moved(self, grid:Grid) -> Workgroup:
-    """Returns a copy of this workgroup that owns other queries: the block of queries and the head at the position `grid`. The copy loops over all
-    keys, not over a part of them."""
+    """Returns a copy of this workgroup that owns the block of queries at `grid` and loops over all keys."""
     return Workgroup.of(self.p, self.arch, self.tile, tuple(self.given.values()), grid, self.scores.at, dict.fromkeys(self.given, ((), "")))
 
   @property
   def heads(self) -> int: return heads_of(self.p, self.tile)
   @property
   def walked_end(self) -> UOp:
-    """Index of the row (key or query) at which the workgroup's loop ends. The loop reads neither this row nor a later one."""
+    """Index of the row (key or query) at which the workgroup's loop ends; the loop reads only rows before it."""
     count = self.scores.walk.count
     return as_index(count) if self.scores.order is not None else (self.walked.end*self.tile.block_n).minimum(count)
   @property
@@ -273,14 +265,14 @@ class Workgroup:
   def lse_rest(self) -> UOp|None: return self.given.get("lse_rest", self.given.get("lse_rest_partial"))
 
   def row(self, *i:UOp) -> Row:
-    """Returns a row of the workgroup's block of own rows. The sum of the arguments `i` is the index of the row in this block."""
+    """Returns row number sum(`i`) of the workgroup's own rows."""
     row = functools.reduce(UOp.__add__, i, self.first_row)
     return Row(self.batch, self.first_head + row%self.heads, row//self.heads, below(row, self.end_row))
 
   def rows_of(self, name:str, head:UOp|None=None, unit_bytes:int=UNIT_BYTES) -> GlobalRows:
-    """Returns the rows of the tensor `name` that the workgroup reads or writes: those of its sequence and of its head, or of the query head `head` if
-    this is given. For q, returns the rows of all heads of the workgroup. The rows are loaded in units of `unit_bytes` bytes. In a tensor of scales,
-    each row is a single number."""
+    """Returns the rows of tensor `name` for the workgroup's sequence and head, or for query head `head`."""
+    # For q, returns the rows of all heads of the workgroup. The rows are loaded in units of `unit_bytes` bytes. In a tensor of scales, each row is a
+    # single number.
     p, x = self.p, self.sequence
     views = {"k": p.k_view, "v": p.v_view, "k_rotary": p.k_rotary_view, **p.scale_views}
     widths = {"q": p.D, "k": p.k_width, "k_rotary": p.D - p.Dv, "dq": p.D, "dk": p.D, **dict.fromkeys(p.scale_views, 1)}
@@ -300,8 +292,7 @@ class Workgroup:
     return PackedRows.of(rows, self.heads, sh) if name == "q" and self.heads > 1 else rows
 
   def paged_rows(self, name:str, width:int, view:Strided, unit_bytes:int) -> PagedRows:
-    """Returns the first `width` columns of the rows of the tensor `name` (k, v, or their scales) that the workgroup reads, for a cache whose rows lie
-    in pages."""
+    """Returns the first `width` columns of the workgroup's rows of tensor `name`, in a cache of pages."""
     pages, buffer = self.p.pages, flat(self.given[name])
     assert pages is not None
     size, begin = buffer.dtype.itemsize, self.sequence.k_start
@@ -311,8 +302,9 @@ class Workgroup:
                      unit_bytes, table, begin)
 
   def scales(self, name:str, t:UOp, share:Share|None=None) -> list[UOp]:
-    """Returns the loaded scales of the 8-bit rows of K or V (`name` is "k_scales" or "v_scales") to which a lane's scores in tile t belong, in fp32:
-    one vector for each vector of scores. If several waves divide the keys of a tile among them, `share` says which keys belong to this wave."""
+    """Returns the scales, in fp32, of the 8-bit keys or values to which a lane's scores in tile t belong."""
+    # One vector for each vector of scores. `name` is "k_scales" or "v_scales". If several waves divide the keys of a tile among them, `share` says
+    # which keys belong to this wave.
     size, scores = BYTES[self.p.scale_dtype], self.scores
     rows, first, lane = self.rows_of(name, unit_bytes=size), scores.tile(t)*scores.block_n, scores.at.h*scores.at.matrix.block
     walked = scores.walked if share is None else share.scores(scores).walked
@@ -321,54 +313,51 @@ class Workgroup:
     return [ops.build(*map(load, columns)) for columns in walked]
 
   def input_scale(self, name:str) -> UOp|None:
-    """Returns the loaded scale of q, k or v (`name` is "q_scale", "k_scale" or "v_scale") if these tensors are 8-bit floats: the number for the
-    workgroup's key/value head, or the only number if all heads share it. Returns None if the problem has no such tensor."""
+    """Returns the loaded scale of q, k or v (`name` is "q_scale", ...), or None if the problem has no such scale."""
     if name not in self.given: return None
+    # the number for the workgroup's key/value head, or the only number if all heads share it
     numbers = flat(self.given[name])
     return numbers[self.batch*self.p.Hkv + self.kv_head if numbers.max_numel() > 1 else 0].load()
 
   def scaled(self, raw:list[list[UOp]]) -> list[list[UOp]]:
-    """Returns the raw scores `raw` multiplied by the scales of q and k (`input_scale`), or unchanged if the problem has no such scales."""
+    """Returns the raw scores multiplied by the scales of q and k, if the problem has these scales."""
     if not (factors := [x for name in ("q_scale", "k_scale") if (x := self.input_scale(name)) is not None]): return raw
     factor = functools.reduce(ops.mul, factors)
     return [[ops.mul(x, factor) for x in row] for row in raw]
 
   def operand_rows(self, name:str, head:UOp|None=None) -> Rows:
-    """Returns the rows of the tensor `name` that the workgroup reads: those of its sequence and of its head, or of the query head `head`. Loads from
-    these rows give the dtype that the matrix unit multiplies."""
+    """Returns the rows of tensor `name` for the workgroup's sequence and head, loaded in the dtype that the matrix unit multiplies."""
     rows, dtype = self.rows_of(name, head), self.p.shapes["o"][1]
     return ConvertedRows(rows, dtype, self.p.dtype) if name == "do" and dtype != self.p.dtype else rows
 
   def query_value_rows(self, name:str, head:UOp) -> GlobalRows:
-    """Returns the rows of the tensor `name` for the workgroup's sequence and the query head `head`. Each row is one fp32 number of a query, such as
-    its lse or delta."""
+    """Returns tensor `name`, which has one fp32 number (such as the lse) for each query, as rows of the workgroup's sequence."""
     first = place_of_row(self.p, self.sequence, Row(self.batch, head, UOp.const(0), UOp.const(True)))[0]
     return GlobalRows(flat(self.given[name]), first, 1, self.sequence.n_q, 1, 4, isinstance(self.sequence.n_q, UOp))
 
   def query_value(self, name:str, row:Row) -> UOp:
-    """Returns a query's number, such as its lse or delta, loaded from the tensor `name`. Returns 0, and reads nothing, if the query `row` does not
-    exist."""
+    """Returns a query's number, such as its lse, loaded from tensor `name`, or 0 if the query does not exist."""
     rows = self.query_value_rows(name, row.head)
     return rows.buffer[(rows.base + row.index).valid(row.there)].load()
 
   # ***** O and LSE *****
   @property
   def out_dtype(self) -> str:
-    """Dtype in which O is stored: fp32 if the keys are divided into parts, because this O is then a partial result."""
+    """Dtype in which O is stored."""
+    # fp32 if the keys are divided into parts, because this O is then a partial result
     return "float32" if self.split else self.p.out_dtype
 
   def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, LogSum]:
-    """Returns (the factor by which a row's O is multiplied, the row's LSE). `m` is the number that the softmax subtracts from the row's scores.
-    `totals` has one or two sums of P over the row. O is divided by the first one, the sum of P after rounding. The LSE is computed from the last one.
-    """
+    """Returns (the factor by which a row's O is multiplied, the row's LSE)."""
+    # `m` is the number that the softmax subtracts from the row's scores. `totals` has one or two sums of P over the row. O is divided by the first
+    # one, the sum of P after rounding. The LSE is computed from the last one.
     sink = flat(self.given["sinks"])[row.head].load() if "sinks" in self.given else None
     factor, log_sum = finish(m, totals, self.scores, sink)
     if (of_v := self.input_scale("v_scale")) is not None: factor = ops.mul(factor, of_v)
     return (ops.mul(factor, 1/self.p.kept) if self.p.dropout_p else factor), log_sum
 
   def outputs(self, row:Row, o:list[tuple[UOp, UOp]], log_sum:LogSum|None) -> list[UOp]:
-    """Returns the stores of this lane's elements of a row of O, and of the row's LSE, if `log_sum` is given and the problem has an lse. `o` lists the
-    elements as (first column, values)."""
+    """Returns the stores of this lane's elements (first column, values) of a row of O, and of the row's LSE."""
     p, to = self.p, flat(self.given["o_partial" if self.split else "o"])
     number, begin = place_of_row(p, self.sequence, row, *self.split)
     stores = []
@@ -379,64 +368,61 @@ class Workgroup:
     return stores
 
   def cleared(self) -> list[UOp]:
-    """Returns the stores with which this workgroup clears rows of o and lse that belong to no sequence (`clear_outside`). The workgroups divide these
-    rows among them."""
+    """Returns the stores with which this workgroup clears its share of the rows of o and lse that belong to no sequence."""
     blocks, threads = (self.grid.block, math.prod(blocks_of_queries(self.p, self.tile))), (self.thread, self.tile.threads)
     heads = [self.first_head + i for i in range(self.heads)]
     return clear_outside(self.p, self.arch, self.sequence, self.given, self.batch, heads, blocks, threads, self.grid.allocator, *self.split)
 
   def kernel(self, kind:str, outputs:list[UOp], dynamic_shared:int=0) -> UOp:
-    """Returns the finished forward kernel, which ends with the stores `outputs`. `kind` becomes a part of the kernel's name. `dynamic_shared` is the
-    size of the shared memory in bytes on NVIDIA, and 0 on other chips: a size that is too large for static shared memory becomes a part of the name,
-    too (`dynamic_shared_name`)."""
+    """Returns the finished forward kernel, which ends with the stores `outputs`; `kind` becomes a part of its name."""
     tile, p = self.tile, self.p
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}" + f"_split{p.num_splits}"*len(self.split)
+    # bytes of shared memory on NVIDIA, 0 on other chips: a size that is too large for static shared memory becomes a part of the name
     if dynamic_shared: name = dynamic_shared_name(name, dynamic_shared)
     return self.named(name, [*outputs, *self.cleared()])
 
   # ***** gradients *****
   def first_sums(self, head:UOp) -> UOp:
-    """Returns where the workgroup's sequence begins in the fp32 accumulator of dQ (`tensors.dq_sums`), for the query head `head`: the index of a
-    tile."""
+    """Returns the index of the tile at which the workgroup's sequence begins in the fp32 accumulator of dQ."""
+    # the accumulator is `tensors.dq_sums`
     p, tiles = self.p, dq_sums(self.p)[0][1]
     if not p.varlen: return (self.batch*p.H + head)*tiles
     return head*tiles + self.sequence.q_start//QUERIES_OF_SUMS + self.batch
 
   @property
   def has_sums(self) -> UOp:
-    """Whether a tile of the accumulator of dQ belongs to the workgroup's queries. In the grid, each packed sequence has as many workgroups as the
-    longest one; a shorter sequence has fewer tiles."""
+    """Whether a tile of the accumulator of dQ belongs to the workgroup's queries."""
+    # in the grid, each packed sequence has as many workgroups as the longest one; a shorter sequence has fewer tiles
     return below(self.first_row, self.sequence.n_q) if self.p.varlen else UOp.const(True)
 
   def gradient(self, name:str, row:Row, columns:list[tuple[UOp, UOp]]) -> list[UOp]:
-    """Returns the stores of this lane's elements of a row of the gradient `name`. `columns` lists the elements as (first column, values)."""
+    """Returns the stores of this lane's elements (first column, values) of a row of the gradient `name`."""
     to = self.rows_of(name)
     begin = self.in_part(name) + to.start(UOp.const(0), row.index)
     return [x for column, values in columns for x in self.store_gradient(to, begin, column, values, row.there)]
 
   def in_part(self, name:str) -> UOp|int:
-    """Returns the flat index, in the gradient `name`, at which the part that this workgroup computes begins; 0 if the gradient is not divided into
-    parts."""
+    """Returns the flat index at which the part of the gradient `name` that this workgroup computes begins."""
     return 0 if self.part is None else self.part*(math.prod(self.given[name].shape[1:]))
 
   def store_gradient(self, to:GlobalRows, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
     return store_row(self.arch, to.buffer, self.p.dtype if self.part is None else "float32", to.width, begin, column, values, there)
 
   def gradient_kernel(self, kind:str, names:tuple[str, ...], outputs:list[UOp], count:int, dynamic_shared:int=0) -> UOp:
-    """Returns the finished backward kernel, which ends with the stores `outputs` to the tensors `names`, and with stores of 0 to rows of these
-    tensors that belong to no sequence. `count` is the kernel's number of floating-point operations. `kind` becomes a part of the kernel's name.
-    `dynamic_shared` is the size of the shared memory in bytes on NVIDIA, and 0 on other chips: a size that is too large for static shared memory
-    becomes a part of the name, too (`dynamic_shared_name`)."""
+    """Returns the finished backward kernel, which ends with the stores `outputs`, and clears rows of the tensors `names` that belong to no
+    sequence."""
+    # `count` is the kernel's number of floating-point operations
     tile, p = self.tile, self.p
     nbytes = sum(math.prod(x.shape)*x.dtype.itemsize for x in self.given.values())
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}"
+    # as in `kernel`
     if dynamic_shared: name = dynamic_shared_name(name, dynamic_shared)
     return self.named(name, [*outputs, *self.cleared_gradients(names)], Estimates(ops=count, lds=nbytes, mem=nbytes))
 
   @property
   def is_first_part(self) -> UOp:
-    """Whether this workgroup computes the first part of a divided sum. Results that all parts compute equally, such as delta, are stored by the first
-    part only."""
+    """Whether this workgroup computes the first part of a divided sum."""
+    # results that all parts compute equally, such as delta, are stored by the first part only
     return UOp.const(True) if self.part is None else self.part.eq(0)
 
   def cleared_gradients(self, names:tuple[str, ...]) -> list[UOp]:

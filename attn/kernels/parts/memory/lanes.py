@@ -8,8 +8,7 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Lane:
-  """A thread's position in a matrix tile on AMD. The thread holds elements of column `n` of the tile. `h` is the thread's lane group: all lanes of a
-  group hold the same rows. `thread` is the index of the thread in the workgroup."""
+  """A thread's position in a matrix tile on AMD: column `n` of the tile, and lane group `h`."""
   lane: UOp
   wave: UOp
   matrix: Matrix
@@ -22,20 +21,18 @@ class Lane:
   # the lanes with which this lane exchanges values: distances to them, and the instruction (`exchange` of the interpreters in attn/ops)
   @property
   def sharing(self) -> tuple[tuple[int, ...], str]:
-    """How the lanes that hold scores of the same row exchange values: (the distances between these lanes, the name of the instruction)."""
+    """Distances between the lanes that hold scores of the same row, and the instruction by which these lanes exchange values."""
     return self.matrix.group_steps, self.matrix.exchange
   @property
   def neighbours(self) -> tuple[tuple[int, int, int], str]:
-    """How the lanes that hold the rows of one octet (eight neighbouring rows) exchange values: (the distances between these lanes, the name of the
-    instruction)."""
+    """Distances between the lanes that hold the rows of one octet, and the instruction by which these lanes exchange values."""
     return (1, 2, 4), "neighbours"
   @property
   def in_octet(self) -> UOp: return self.lane % 8
 
 @dataclass(frozen=True)
 class MmaLane:
-  """A thread's position in a matrix tile of NVIDIA's instruction mma.sync. Of the four lanes that share a row of C, this is lane number `h`. `thread`
-  is the thread's index in the workgroup."""
+  """A thread's position in a matrix tile of mma.sync: lane number `h` of the four lanes that share a row of C."""
   lane: UOp
   wave: UOp
   matrix: Mma
@@ -52,9 +49,9 @@ class MmaLane:
 
 @dataclass(frozen=True)
 class OwnKeys:
-  """The keys of a tile that one thread computes in the kernel `tiled`, which uses no matrix instruction. The keys are divided into quads (four
-  neighbouring keys). Of `groups` threads, thread h computes quads h, h + groups, h + 2*groups, and so on. The fields have the names of a matrix
-  instruction's fields, so that the same code can read both."""
+  """The keys of a tile that one thread computes in the kernel `tiled`, which uses no matrix instruction."""
+  # The keys are divided into quads. Of `groups` threads, thread h computes quads h, h + groups, h + 2*groups, and so on. The fields have the names of
+  # a matrix instruction's fields, so that the same code can read both.
   groups: int     # threads that share the keys of a tile
   keys: int       # keys of each of these threads
   @property
@@ -67,23 +64,21 @@ class OwnKeys:
 
 @dataclass(frozen=True)
 class ThreadPlace:
-  """A thread's position in the kernel `tiled`, whose threads form a rectangle over a tile of scores. `h` is the thread's index along the keys, `x`
-  its index along the queries."""
-  h: UOp
-  x: UOp
+  """A thread's position in the kernel `tiled`, whose threads form a rectangle over a tile of scores."""
+  h: UOp   # index along the keys
+  x: UOp   # index along the queries
   thread: UOp
   matrix: OwnKeys
 
 # ***** sums *****
 
 def element_sum(x:UOp) -> UOp:
-  """Returns the sum of the elements of a vector, whose length is a power of two. Adds the two halves of the vector, then the two halves of the
-  result, and so on."""
+  """Returns the sum of the elements of a vector, whose length is a power of two."""
   while (n := ops.length(x)) > 2: x = ops.add(ops.slice_(x, 0, n//2), ops.slice_(x, n//2, n//2))
   return ops.add(ops.extract(x, 0), ops.extract(x, 1))
 
 def sum_over_groups(x:UOp, matrix:Matrix) -> UOp:
-  """Returns the sum of `x` over the lanes that share a column of the matrix tile: one lane of each lane group (the lanes that hold the same rows)."""
+  """Returns the sum of `x` over the lanes that share a column of the matrix tile."""
   for step in matrix.group_steps:
     pair = amd.pair(x, step, matrix)
     x = ops.add(ops.extract(pair, 0), ops.extract(pair, 1))
@@ -93,28 +88,25 @@ def sum_over_groups(x:UOp, matrix:Matrix) -> UOp:
 # Rows are read in units of 16 bytes. Of g lane groups, group h reads units h, h + g, h + 2*g, ... Duplicated lanes each read all units.
 
 def units_of(matrix:Matrix, length:int, h:UOp) -> list[UOp]:
-  """Returns the indices of the 16-byte units of a row that a lane reads for a matrix product, in the order of the matrix instructions that use them.
-  The product sums over `length` elements of the row. `h` is the lane's group."""
+  """Returns the indices of the 16-byte units of a row that a lane of group `h` reads for a product over `length` elements."""
   if matrix.duplicated: return [UOp.const(u) for u in range(length//matrix.unit)]
   return [h + u*matrix.groups for u in range(length//(matrix.unit*matrix.groups))]
 
 def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
-  """Returns the operands of successive matrix instructions, made of 16-byte units in registers. If operands are shorter than a unit, each unit is
-  cut; if operands are longer, units are joined."""
+  """Returns the operands of successive matrix instructions, made of 16-byte units in registers."""
+  # if operands are shorter than a unit, each unit is cut; if operands are longer, units are joined
   held, words = UNIT_BYTES//4, matrix.operand_words
   if words < held: return [ops.slice_(u, i, words) for u in units for i in range(0, held, words)]
   if words == held: return units
   return [ops.concat(*parts) for parts in zip(*[iter(units)]*(words//held), strict=True)]
 
 def fragment_operands(at:Lane, packed:list[UOp], renewed:bool=False) -> list[UOp]:
-  """Returns operands B of the next matrix product, made of C fragments that are packed to 16 bits (or 8). The next product sums over the rows of C,
-  in the order in which a lane holds them.
-
-  On some chips (`duplicated`) lanes 16-31 must hold the same operands as lanes 0-15. The instruction for this needs a boolean: whether the lane is
-  one of lanes 0-15. With `renewed` the boolean is computed here, just before its use (see `amd.low_lanes`). Otherwise it is computed once in the
-  kernel, and stays in a register."""
+  """Returns operands B of the next matrix product, made of C fragments that are packed to 16 bits (or 8)."""
+  # The next product sums over the rows of C, in the order in which a lane holds them.
   mat, words = at.matrix, UNIT_BYTES//4
   if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2], strict=True)]
   units = [ops.slice_(y, i, words) for y in packed for i in range(0, ops.length(y), words)]
   if not mat.duplicated: return operands(mat, units)
+  # Lanes 16-31 must hold the same operands as lanes 0-15. The instruction for this needs a boolean: whether the lane is one of lanes 0-15. With
+  # `renewed` the boolean is computed here, just before its use. Otherwise it is computed once in the kernel, and stays in a register.
   return [amd.share_halves(u, amd.low_lanes(u) if renewed else at.h.eq(0)) for u in units]

@@ -1,6 +1,5 @@
-"""Layouts of the rows of a tile in LDS (on NVIDIA: shared memory). There is one layout for each way in which rows are written and read. A layout says
-at which place each 16-byte unit of a row lies; a place is a position in LDS, counted in units of 16 bytes. Each layout makes sure that lanes which
-access LDS at the same time use different banks: docs/algorithm.md."""
+"""Layouts of the rows of a tile in LDS (on NVIDIA: shared memory), which avoid bank conflicts: docs/algorithm.md. A layout says at which place each
+16-byte unit of a row lies."""
 from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -10,22 +9,23 @@ from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.ops import common as ops
 from attn.tinygrad_compat import UOp, dtypes
 
+# A place is a position in LDS, counted in units of 16 bytes. There is one layout for each way in which rows are written and read: lanes that access
+# LDS at the same time use different banks.
 LINE = 8              # units in a line of 128 bytes, which spans all banks of NVIDIA's chips
 WAVE_UNITS = 64       # units that a wave loads straight to LDS with one instruction, one unit per lane
 
 @dataclass(frozen=True)
 class SharedLayout:
-  """Layout of a tile of `rows` rows in shared memory. A row is `units` units of 16 bytes long. The tile begins at the 16-byte unit with index
-  `base` of shared memory."""
+  """Layout of a tile of `rows` rows, each `units` units of 16 bytes long, in shared memory."""
   rows: int
   units: int
-  base: UOp|int = field(default=0, kw_only=True)
+  base: UOp|int = field(default=0, kw_only=True)   # index of the 16-byte unit of shared memory at which the tile begins
   @property
   def size(self) -> int:
-    """Number of 16-byte units that a tile in this layout takes in shared memory, including gaps."""
+    """Number of 16-byte units that a tile takes in shared memory, including gaps."""
     raise NotImplementedError
   def place(self, row:UOp, unit:UOp) -> UOp:
-    """Returns the place of a unit (16 bytes) of a row in shared memory, counted in units. `unit` is the index of the unit in the row."""
+    """Returns the place in shared memory of 16-byte unit number `unit` of a row, counted in units."""
     raise NotImplementedError
   def moved_to(self, base:UOp|int) -> Self:
     """Returns the same layout for a tile that begins at the 16-byte unit `base` of shared memory."""
@@ -33,8 +33,9 @@ class SharedLayout:
 
 @dataclass(frozen=True)
 class PaddedRows(SharedLayout):
-  """Layout with one row after another, and padding behind each row. By default a row and its padding take an odd number of 16-byte units, so that
-  eight neighbouring rows lie in different banks. If `skew` is above 0, a gap of `skew` units follows every `together` rows."""
+  """Layout with one row after another, and padding behind each row."""
+  # By default a row and its padding take an odd number of 16-byte units, so that eight neighbouring rows lie in different banks. If `skew` is above
+  # 0, a gap of `skew` units follows every `together` rows.
   skew: int = 0
   together: int = 16
   padded: int = 0     # units of a row with its padding; 0: the next odd number of units
@@ -43,23 +44,21 @@ class PaddedRows(SharedLayout):
   @property
   def size(self) -> int: return self.begin(self.rows) + (self.skew if self.rows%self.together else 0)
   def begin(self, row:Int) -> Int:
-    """Returns where row number `row` of a tile begins, counted in 16-byte units from the beginning of the tile."""
+    """Returns where row number `row` begins in its tile, counted in 16-byte units."""
     return row*self.stride + row//self.together*self.skew
   def place(self, row:UOp, unit:UOp, pieces:int=1) -> UOp:
-    """Returns the place of a unit (16 bytes) of a row in LDS, counted in units. `unit` is the index of the unit in the row. With `pieces` above 1,
-    units are cut into this number of pieces: `unit` is then the index of a piece in the row, and the place is counted in pieces.
-
-    `row` may be a sum x + c with a constant c. Rows lie in groups of `together` rows. Then c must be a multiple of `together`, or x and x + c must
-    lie in the same group. Constants are added last, so that tinygrad computes the common part of many places only once."""
+    """Returns the place of unit `unit` of a row; if units are cut into `pieces`, both numbers count pieces."""
+    # `row` may be a sum x + c with a constant c. Rows lie in groups of `together` rows. Then c must be a multiple of `together`, or x and x + c must
+    # lie in the same group. Constants are added last, so that tinygrad computes the common part of many places only once.
     (row, rows), (unit, units) = row.pop_const(), unit.pop_const()
     common = (self.base + self.begin(row))*pieces + unit
     return common.cast(dtypes.int) + (self.begin(int(rows))*pieces + int(units))
 
 @dataclass(frozen=True)
 class ExchangedChunks(SharedLayout):
-  """Layout for direct loads from global memory to LDS. One direct load of a wave fills a chunk: 64 units of 16 bytes without a gap, which are several
-  whole rows. There is padding between chunks. In row r of a chunk, unit u lies at place u ^ r*exchange of the row. This xor has few different values,
-  so few registers hold addresses; the rest of an address is a constant offset in the instruction."""
+  """Layout for direct loads from global memory to LDS, of which each fills a chunk without gaps."""
+  # A chunk is 64 units of 16 bytes: several whole rows. There is padding between chunks. In row r of a chunk, unit u lies at place u ^ r*exchange of
+  # the row. This xor has few different values, so few registers hold addresses; the rest of an address is a constant offset in the instruction.
   exchange: int = 1
   @property
   def chunk(self) -> int:
@@ -67,13 +66,13 @@ class ExchangedChunks(SharedLayout):
     return WAVE_UNITS//self.units
   @property
   def stride(self) -> int:
-    """Number of 16-byte units from one chunk to the next, with the padding between them. A chunk is the rows that one load of a wave fills."""
+    """Number of 16-byte units from one chunk to the next, including the padding between them."""
     return WAVE_UNITS + 4
   @property
   def size(self) -> int: return self.rows//self.chunk*self.stride
   def exchanged(self, row:UOp, unit:UOp) -> UOp:
-    """Returns the place of the 16-byte unit `unit` in its row. `row` is the number of the row in its chunk (the rows that one load of a wave fills).
-    The function is its own inverse: for a place it returns the unit that lies there."""
+    """Returns the place, in its row, of 16-byte unit `unit` of row `row` of a chunk."""
+    # its own inverse: for a place it returns the unit that lies there
     return unit ^ row*self.exchange
   def place(self, row:UOp, unit:UOp) -> UOp:
     in_chunk = row%self.chunk
@@ -88,7 +87,7 @@ class CopiedLayout(SharedLayout):
     raise NotImplementedError
   @property
   def panels(self) -> int:
-    """Number of steps in which threads copy a row: in each step, the next 128 bytes of the row."""
+    """Number of steps in which threads copy a row, 128 bytes in each step."""
     return 1
   @property
   def panel(self) -> int:
@@ -96,13 +95,14 @@ class CopiedLayout(SharedLayout):
     return LINE
   @property
   def pitch(self) -> int:
-    """Average distance from one row to the next, in 16-byte units. The distance of rows r and r + 8 is exactly 8 times this number."""
+    """Average distance from one row to the next, in 16-byte units."""
+    # the distance of rows r and r + 8 is exactly 8 times this number
     raise NotImplementedError
 
 @dataclass(frozen=True)
 class SwizzledRows(CopiedLayout):
-  """Layout of rows that consist of whole lines of 128 bytes. The 16-byte units of a line are permuted by xor with the row's number. As a result, the
-  eight rows of an 8x8 matrix that ldmatrix reads lie in different banks, and so do the eight units of a line that threads copy."""
+  """Layout of rows of whole 128-byte lines, whose 16-byte units are permuted by xor with the row's number."""
+  # As a result, the eight rows of an 8x8 matrix that ldmatrix reads lie in different banks, and so do the eight units of a line that threads copy.
   @property
   def stride(self) -> int: return round_up(self.units, LINE)
   @property
@@ -114,9 +114,9 @@ class SwizzledRows(CopiedLayout):
   def place(self, row:UOp, unit:UOp) -> UOp:
     return (self.base + row*self.stride).cast(dtypes.int) + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
   def further(self, row:UOp, unit:UOp, rows:int, units:int) -> tuple[UOp, int]:
-    """Returns the place of a 16-byte unit in shared memory as a sum of two numbers: a UOp, which is equal for many units, so that few registers hold
-    it, and a constant. The unit is in row `row` + `rows`, and its index in this row is `unit` + `units`. `rows` must be a multiple of 8. `unit` must
-    be 0; if `units` is even, it can also be 1. The tile must begin at a multiple of 128 bytes."""
+    """Returns the place of unit `unit` + `units` of row `row` + `rows`, as a sum (UOp, constant)."""
+    # The UOp is equal for many units, so few registers hold it. `rows` must be a multiple of 8. `unit` must be 0; if `units` is even, it can also be
+    # 1. The tile must begin at a multiple of 128 bytes.
     base = UOp.const(0) + self.base
     first = int(base.vmin)
     # otherwise the xor that permutes the units of a line would lead out of the line
@@ -125,8 +125,8 @@ class SwizzledRows(CopiedLayout):
 
 @dataclass(frozen=True)
 class LongRows(SwizzledRows):
-  """Layout like `SwizzledRows`, for long rows, which few threads copy in steps of 128 bytes. Everything that one thread copies then lies at constant
-  distances from the first 16 bytes that it copies."""
+  """Layout `SwizzledRows` for long rows, which few threads copy in steps of 128 bytes."""
+  # everything that one thread copies then lies at constant distances from the first 16 bytes that it copies
   @property
   def across(self) -> int: return LINE
   @property
@@ -134,8 +134,8 @@ class LongRows(SwizzledRows):
 
 @dataclass(frozen=True)
 class SwizzledPanels(CopiedLayout):
-  """Layout that wgmma reads (attn/ops/hopper.py): panels, one after another. A panel has 128 bytes of every row. There must be a multiple of 8 rows.
-  """
+  """Layout that wgmma reads: panels, one after another, each with 128 bytes of every row."""
+  # attn/ops/hopper.py; there must be a multiple of 8 rows
   @property
   def across(self) -> int: return 1 << (self.units - 1).bit_length()
   @property
@@ -152,7 +152,7 @@ class SwizzledPanels(CopiedLayout):
 
 @dataclass(frozen=True)
 class LongPanels(SwizzledPanels):
-  """Layout like `SwizzledPanels`, for long rows, which few threads copy in steps of 128 bytes, as in `LongRows`."""
+  """Layout `SwizzledPanels` for long rows, which few threads copy in steps of 128 bytes."""
   @property
   def across(self) -> int: return LINE
   @property
@@ -160,7 +160,7 @@ class LongPanels(SwizzledPanels):
 
 @dataclass(frozen=True)
 class LdsTile(InLds):
-  """A tile in LDS, or several tiles of the same layout one after another: the LDS buffer, and the layout of a tile's rows."""
+  """A tile in LDS, or several tiles one after another: the LDS buffer, and the layout of a tile's rows."""
   buffer: UOp
   layout: SharedLayout
   @staticmethod
@@ -174,7 +174,7 @@ class LdsTile(InLds):
     """The LDS buffer as an array of 8-byte elements, the halves of 16-byte units."""
     return self.in_pieces(2)
   def in_pieces(self, pieces:int) -> UOp:
-    """Returns the LDS buffer as an array of elements of 16/`pieces` bytes. `pieces` is 2 or 4."""
+    """Returns the LDS buffer as an array of elements of 16/`pieces` bytes."""
     return self.buffer.bitcast(ops.u32(4//pieces))
   def from_row(self, row:UOp) -> LdsTile:
     """Returns the part of this tile that begins at row `row`, a multiple of 16."""
@@ -182,7 +182,7 @@ class LdsTile(InLds):
   def load(self, row:UOp, unit:UOp) -> UOp: return self.buffer[self.layout.place(row, unit)].load()
   def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[self.layout.place(row, unit).valid(gate)].store(value)
   def store_piece(self, row:UOp, piece:UOp, pieces:int, value:UOp, gate:UOp) -> UOp:
-    """Returns the store of `value` to a piece of a row. `pieces` (2 or 4) pieces make a 16-byte unit, and `piece` is the index of the piece in the
-    row. Works only in a layout that keeps the 16-byte units of a row side by side and in order. Where `gate` is false, nothing is stored."""
+    """Returns the store of `value` to piece `piece` of a row, whose 16-byte units have `pieces` pieces each."""
+    # the layout must keep the 16-byte units of a row side by side and in order
     assert isinstance(self.layout, PaddedRows)
     return self.in_pieces(pieces)[self.layout.place(row, piece, pieces).valid(gate)].store(value)

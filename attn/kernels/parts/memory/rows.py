@@ -10,21 +10,21 @@ from attn.tinygrad_compat import UOp
 LOW_HALVES = 0x05040100      # byte_perm: the low halves of two dwords side by side
 
 def strides(layout:str, heads:int, length:int, width:int) -> tuple[int, int, int]:
-  """Returns the strides (of batches, of heads, of rows) of a contiguous tensor in `layout`, counted in elements. For packed sequences ("thd") the
-  stride of batches is 0, because each sequence begins at a row of its own."""
+  """Returns the strides (of batches, of heads, of rows) of a contiguous tensor, counted in elements."""
+  # packed sequences: each begins at a row of its own
   if layout == "thd": return 0, width, heads*width
   return (heads*length*width, width, heads*width) if layout == "bshd" else (heads*length*width, length*width, width)
 
 def halves(words:UOp, dtype:str) -> list[UOp]:
-  """Returns eight 16-bit numbers of the dtype `dtype`, given as four dwords, converted to fp32: two vectors of four."""
+  """Returns eight 16-bit numbers, given as four dwords, converted to fp32: two vectors of four."""
   return [ops.widen_to_float(ops.slice_(words, 2*i, 2), 4, dtype) for i in range(2)]
 
 @dataclass(frozen=True)
 class GlobalRows:
-  """Rows of one head of a tensor in global memory. `base` is the flat index of row 0, `stride` the distance between rows, both in elements."""
+  """Rows of one head of a tensor in global memory."""
   buffer: UOp
-  base: UOp
-  stride: int
+  base: UOp     # flat index of row 0, in elements
+  stride: int   # distance between rows, in elements
   count: int|UOp     # number of rows
   width: int         # elements of a row
   size: int          # bytes of an element
@@ -34,7 +34,7 @@ class GlobalRows:
 
   @property
   def in_units(self) -> bool:
-    """Whether rows consist of whole, aligned units (`unit_bytes` bytes, by default 16), so that a row can be loaded and copied one unit at a time."""
+    """Whether rows consist of whole, aligned units, so that a row can be loaded one unit at a time."""
     return self.width % self.unit == 0 and self.stride % self.unit == 0 and self.begins_whole
   @property
   def unit(self) -> int: return self.unit_bytes//self.size   # elements of a unit
@@ -54,57 +54,47 @@ class GlobalRows:
     """Returns the flat index of the first element of row `first` + `row`."""
     return self.origin(first) + row*self.stride
   def up_to(self, count:int|UOp) -> Self:
-    """Returns a copy of these rows that ends after the first `count` rows. Rows beyond the end read as zero."""
+    """Returns a copy of these rows that ends after the first `count` rows; rows beyond the end read as zero."""
     return replace(self, count=count)
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Returns one loaded unit of row `first` + `row`: `unit_bytes` bytes, by default 16. `unit` is the index of the unit in the row. Rows beyond the
-    last one, and columns beyond the width, read as zero. Where `gate` is false, the whole unit reads as zero.
-
-    `first` is equal in the whole workgroup; `row`, which is below `rows`, differs between threads. A row that does not consist of whole, aligned
-    units is read element by element."""
+    """Returns loaded unit number `unit` of row `first` + `row`, or zeros if no such unit exists or `gate` is false."""
+    # `first` is equal in the whole workgroup; `row`, which is below `rows`, differs between threads. A row that does not consist of whole, aligned
+    # units is read element by element.
     left = (self.count - first).maximum(0).minimum(rows)
     records = ((left - 1)*self.stride + self.width).maximum(0)*self.size
     if self.pin: records = ops.uniform(records)
     return self._load(self.buffer[self.origin(first)], records, row*self.stride, unit, gate)
 
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
-    """Returns `n` loaded elements of row `first` + `row`, from element `n`*`part` on, converted from the dtype `dtype` to fp32. `n` elements fill one
-    16-byte unit, or two units if `dtype` is float32. `first` is equal in the whole workgroup; `row`, which is below `rows`, differs between
-    threads."""
+    """Returns elements `n`*`part` to `n`*`part` + `n` - 1 of row `first` + `row`, loaded and converted to fp32."""
+    # `n` elements fill one 16-byte unit, or two units if `dtype` is float32
     if self.size == 2: return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
     return ops.concat(*[ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)])
 
   def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
-    """Returns eight loaded elements of row `first` + `row`, from element 8*`part` on, converted from the dtype `dtype` to fp32, as two vectors of
-    four. `first` is equal in the whole workgroup; `row`, which is below `rows`, differs between threads."""
+    """Returns eight elements of row `first` + `row`, from element 8*`part` on, in fp32: two vectors of four."""
     if self.size == 4: return [ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)]
     return halves(self.load_units(first, rows, row, part), dtype)
 
   def load_number(self, first:UOp, rows:int, row:UOp, gate:UOp) -> UOp:
-    """Returns the only number of row `first` + `row`, loaded from a tensor that has a single fp32 number in each row. `first` is equal in the whole
-    workgroup; `row`, which is below `rows`, differs between threads. Returns 0 for a row beyond the last one, and where `gate` is false."""
+    """Returns the only fp32 number of row `first` + `row`, or 0 if the row does not exist or `gate` is false."""
     records = (self.count - first).maximum(0).minimum(rows)*self.size
     if self.pin: records = ops.uniform(records)
     return ops.as_float(ops.buffer_load(self.buffer[self.base + first], records, gate.where(row*self.size, ops.OUT_OF_RANGE), self.size))
 
   def _load(self, base:UOp, records:UOp, start:UOp, unit:UOp, gate:UOp|None) -> UOp:
-    """Returns one loaded unit (`unit_bytes` bytes, by default 16) of a row.
-
-        base: UOp that indexes the buffer. Addresses count from there
-        records: number of bytes from `base` on that may be read. Elements beyond them read as zero
-        start: number of elements from `base` to the row
-        unit: index of the unit in the row. Elements beyond the row's width read as zero
-        gate: where it is false, the whole unit reads as zero"""
+    """Returns one loaded unit of a row."""
+    # Addresses count from `base`. Elements beyond `records` bytes from there, and elements beyond the row's width, read as zero. `start` is the
+    # number of elements from `base` to the row.
     offset = (start + unit*self.unit)*self.size
     def load(i:int, inside:UOp, nbytes:int) -> UOp:
       return ops.buffer_load(base, records, inside.where(offset + self.size*i, ops.OUT_OF_RANGE), nbytes)
     return self._unit_of(unit, gate, load)
 
   def _unit_of(self, unit:UOp, gate:UOp|None, load:Callable[[int, UOp, int], UOp]) -> UOp:
-    """Returns one unit (`unit_bytes` bytes, by default 16) of a row, loaded with the function `load`: in one access, or element by element if rows do
-    not consist of whole units. `unit` is the index of the unit in the row. `load(i, exists, n)` loads n bytes from element i of the unit on, or zeros
-    where the condition `exists` is false. Where `gate` is false, the whole unit reads as zero."""
+    """Returns unit `unit` of a row, loaded by `load` in one access, or element by element if rows have no whole units."""
+    # `load(i, exists, n)` loads n bytes from element i of the unit on, or zeros where the condition `exists` is false
     def inside(place:UOp, width:int) -> UOp: return below(place, width) if gate is None else gate & below(place, width)
     if self.in_units: return load(0, inside(unit, self.width//self.unit), self.unit_bytes)
     parts = [load(i, inside(unit*self.unit + i, self.width), self.size) for i in range(self.unit)]
@@ -113,8 +103,8 @@ class GlobalRows:
     return ops.build(*parts) if len(parts) > 1 else parts[0]
 
 def columns_of_rows(x:GlobalRows, first:UOp, rows:int, column:UOp, units:list[UOp]) -> list[UOp]:
-  """Loads 16-bit elements of one column, `column`, from `rows` rows of `x` that begin at row `first`. Returns a vector for each number in `units`:
-  the vector of number u has the elements of eight rows, from row first + 8*u on. Rows beyond the last row of `x` read as zero."""
+  """Loads 16-bit elements of column `column`, and returns a vector of eight rows, from row `first` + 8*u, for each u in `units`."""
+  # rows beyond the last row of `x` read as zero
   records = (((x.count - first).maximum(0).minimum(rows) - 1)*x.stride + x.width).maximum(0)*x.size
   def one(unit:UOp, i:int) -> UOp:
     return ops.buffer_load(x.buffer[x.origin(first)], records, ((unit*x.unit + i)*x.stride + column)*x.size, x.size)
@@ -123,33 +113,30 @@ def columns_of_rows(x:GlobalRows, first:UOp, rows:int, column:UOp, units:list[UO
 
 @dataclass(frozen=True)
 class Table:
-  """Block table of one sequence: a list of the pages in which its rows lie. The list begins at index `first` of `entries`, and each entry is the
-  index of a page of `size` rows. There are `count` pages in memory, and each begins `apart` elements after the page before it. If `whole` is true, a
-  tile that begins at a multiple of its own length never reaches into a second page."""
-  entries: UOp
-  first: UOp
-  size: int
-  count: int
-  apart: int
-  whole: bool
+  """Block table of one sequence: a list of the pages in which its rows lie."""
+  entries: UOp   # each entry is the index of a page
+  first: UOp     # index in `entries` at which the list begins
+  size: int      # rows of a page
+  count: int     # number of pages in memory
+  apart: int     # elements from one page to the next
+  whole: bool    # whether a tile that begins at a multiple of its own length never reaches into a second page
   checked: bool = True
   def page(self, row:UOp, there:UOp) -> UOp:
-    """Returns the index of the page in which a row lies. If the row does not exist (`there` is false), its table entry is not read. If an entry is
-    not the index of a page, the emulator stops; on a device the entry is clamped to the pages that exist."""
+    """Returns the index of the page in which row `row` lies; no table entry is read if the row is not `there`."""
     entry = self.entries[(self.first + row//self.size).valid(left_alone(there))].load()
+    # if an entry is not the index of a page, the emulator stops; on a device the entry is clamped to the pages that exist
     if self.checked: entry = ops.page_number(entry, there, self.count)
     return bounded(ops.uniform(entry) if self.whole else entry, 0, self.count - 1)
   def start(self, row:UOp, stride:int, there:UOp) -> UOp:
-    """Returns the index of the first element of a row, counted from row 0 of page 0. In a page, each row begins `stride` elements after the row
-    before it. If the row does not exist (`there` is false), its table entry is not read."""
+    """Returns the index of the first element of row `row`, counted from row 0 of page 0."""
     return self.page(row, there)*self.apart + row%self.size*stride
 
 @dataclass(frozen=True)
 class PagedRows(GlobalRows):
-  """Rows of one head of a sequence that lie in pages. In each page, the rows of this head begin at index `base`. Row 0 of this object is row `begin`
-  of the sequence."""
+  """Rows of one head of a sequence that lie in pages."""
+  # `base` is where the rows of this head begin in each page
   table: Table|None = None
-  begin: UOp|int = 0
+  begin: UOp|int = 0   # row of the sequence that is row 0 of this object
 
   @property
   def regular(self) -> bool: return self.pages.whole
@@ -160,8 +147,8 @@ class PagedRows(GlobalRows):
   def origin(self, first:UOp) -> UOp:
     return self.base + self.pages.start(first, self.stride, first < self.count)
   def start_in_pages(self, first:UOp, row:UOp, there:UOp) -> UOp:
-    """Returns the flat index of the first element of row `first` + `row`, whose page is looked up for this row alone, because neighbouring rows can
-    lie in different pages. If the row does not exist (`there` is false), its table entry is not read."""
+    """Returns the flat index of the first element of row `first` + `row`; no table entry is read if not `there`."""
+    # the page is looked up for this row alone, because neighbouring rows can lie in different pages
     return self.base + self.pages.start(self.begin + first + row, self.stride, there)
   def start(self, first:UOp, row:UOp) -> UOp:
     return super().start(first, row) if self.pages.whole else self.start_in_pages(first, row, first + row < self.count)
@@ -174,8 +161,8 @@ class PagedRows(GlobalRows):
 
 @dataclass(frozen=True)
 class PackedRows(GlobalRows):
-  """Rows of `heads` neighbouring heads as one list, in which heads alternate: row r of the list is row r//heads of head r%heads. `count` is the
-  length of the list."""
+  """Rows of `heads` neighbouring heads as one list, in which heads alternate: row r//heads of head r%heads."""
+  # `count` is the length of the list
   heads: int = 1
   head_stride: int = 0
   extent: UOp = field(default_factory=lambda: UOp.const(0))   # bytes from the first row of the first head to the end of the last row of the last one
@@ -191,8 +178,7 @@ class PackedRows(GlobalRows):
   def regular(self) -> bool: return False
   def start(self, first:UOp, row:UOp) -> UOp: return self.base + self.in_heads(first + row)
   def in_heads(self, packed:UOp) -> UOp:
-    """Returns where a packed row begins in memory, counted in elements from packed row 0. The packed rows are the rows of several heads, which
-    alternate: packed row r is row r//heads of head r%heads."""
+    """Returns where row `packed` of the list begins, counted in elements from row 0."""
     return packed//self.heads*self.stride + packed%self.heads*self.head_stride
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
@@ -213,30 +199,30 @@ class ConvertedRows:
   def up_to(self, count:int|UOp) -> ConvertedRows: return replace(self, given=self.given.up_to(count))
   def after(self, *deps:UOp) -> ConvertedRows: return replace(self, given=self.given.after(*deps))
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Returns eight loaded elements of row `first` + `row`, from element 8*`unit` on, converted to the dtype `to`, in which they fill 16 bytes.
-    Ignores `gate`: the caller must not use the result where the gate is false."""
+    """Returns eight elements of row `first` + `row`, from element 8*`unit` on, as 16 bytes of the dtype `to`."""
+    # ignores `gate`: the caller must not use the result where the gate is false
     return ops.concat(*[ops.pack(x, self.to) for x in self.given.load_quads(first, rows, row, unit, self.dtype)])
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
-    """Returns `n` loaded elements of row `first` + `row`, from element `n`*`part` on, rounded to the 16-bit dtype `to` and converted to fp32. `dtype`
-    must be equal to `to`."""
+    """Returns elements `n`*`part` to `n`*`part` + `n` - 1 of row `first` + `row`, rounded to `to` and converted to fp32."""
+    # `dtype` is equal to `to`
     return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
   def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
-    """Returns eight loaded elements of row `first` + `row`, from element 8*`part` on, rounded to the 16-bit dtype `to` and converted to fp32, as two
-    vectors of four. `dtype` must be equal to `to`."""
+    """Returns eight elements of row `first` + `row`, rounded to `to` and converted to fp32: two vectors of four."""
+    # `dtype` is equal to `to`
     return halves(self.load_units(first, rows, row, part), dtype)
 
 Rows = GlobalRows|ConvertedRows
 
 @dataclass(frozen=True)
 class LatentRows:
-  """Rows of K of a latent cache that stores 8-bit numbers. The first columns of a row are 8-bit numbers (`stored`), the last ones, the rotary
-  columns, 16-bit numbers (`rotary`). A unit is eight elements of a row. `widen` converts eight stored numbers to 16 bits."""
+  """Rows of K of a latent cache with 8-bit numbers in the first columns, and 16-bit numbers in the rotary columns."""
+  # a unit is eight elements of a row
   stored: GlobalRows          # in units of 8 bytes, of which a row has a whole number
   rotary: GlobalRows|None     # in units of 16 bytes
-  widen: Callable[[UOp], UOp]
+  widen: Callable[[UOp], UOp]   # converts eight stored numbers to 16 bits
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Loads unit `unit` (eight elements) of row `first` + `row`. Returns four dwords of 16-bit numbers, or two dwords of 8-bit numbers, which
-    `widened` converts. Rows beyond the last one read as zero, and the whole unit where `gate` is false."""
+    """Loads eight elements of row `first` + `row`: four dwords of 16-bit numbers, or two dwords of 8-bit numbers."""
+    # `widened` converts the 8-bit numbers. Rows beyond the last one read as zero, and the whole unit where `gate` is false.
     if self.rotary is None or unit.vmax < (count := self.stored.width//self.stored.unit):
       return self.stored.load_units(first, rows, row, unit, gate)
     in_rotary, there = unit >= count, UOp.const(True) if gate is None else gate
@@ -245,5 +231,5 @@ class LatentRows:
     high = self.rotary.load_units(first, rows, row, bounded(amd.opaque(unit - count, row), 0, int(unit.vmax) - count), there & in_rotary)
     return ops.build(*[in_rotary.where(ops.extract(high, i), ops.extract(low, i)) for i in range(ops.length(low))])
   def widened(self, x:UOp) -> UOp:
-    """Returns a unit that `load_units` has loaded as 16-bit numbers: converted if it has 8-bit numbers, otherwise unchanged."""
+    """Returns the eight elements that `load_units` has loaded as 16-bit numbers."""
     return self.widen(x) if ops.length(x)*4 == self.stored.unit_bytes else x

@@ -1,5 +1,4 @@
-"""How many queries and keys a workgroup's sequence has, and over which tiles the workgroup loops: in some of these tiles a mask may hide scores, in
-the others no mask hides any."""
+"""How many queries and keys a workgroup's sequence has, and over which tiles the workgroup loops."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping
@@ -12,38 +11,36 @@ from attn.score.places import Walk
 from attn.tinygrad_compat import UOp
 
 def run_time(x:UOp, most:int) -> UOp:
-  """Returns an index made of a number that the kernel loads, and that is equal in the whole workgroup. The index is clamped to 0..`most`, so that no
-  access can leave a buffer."""
+  """Returns a loaded number, equal in the whole workgroup, as an index that is clamped to 0..`most`."""
+  # clamped, so that no access can leave a buffer
   return bounded(ops.uniform(x), 0, most)
 
 FEW, MANY = 3, 1000    # numbers of iterations
 
 def trip_count(n:UOp) -> UOp|None:
-  """Returns the number of iterations of a loop, or None if the loop never runs. A number that is at most FEW is hidden from tinygrad and from the
-  compiler, which would both make a worse program of such a short loop."""
+  """Returns the number of iterations of a loop, or None if the loop never runs."""
   # If tinygrad knew that a loop runs at most once, it would move values from before the loop into the loop, and code after the loop could not use
   # them. If clang knew that a loop runs at most three times, it would keep more values in registers than fit: dual_wave spilled 106 registers with
   # 200 keys and a mask, and 52 with 250 queries and 515 keys.
+  # A number up to FEW is hidden from tinygrad and from the compiler, which would both make a worse program of such a short loop.
   if (n := n.simplify()).vmax <= 0: return None
   return n if n.vmax > FEW else bounded(ops.opaque_uniform(n), 0, MANY)
 
 @dataclass(frozen=True)
 class Extent:
-  """The sequence that a workgroup works on: how many queries and keys it has (`n_q`, `n_k`), and at which rows of the tensors they begin. `offset`
-  places the diagonal of causal masks: query i is on the diagonal at key i + offset."""
+  """The sequence that a workgroup works on: its numbers of queries and keys, and where they begin in the tensors."""
   n_q: int|UOp
   n_k: int|UOp
-  q_start: int|UOp
-  k_start: int|UOp
-  offset: int|UOp
+  q_start: int|UOp   # row of the tensor q at which the sequence begins
+  k_start: int|UOp   # row of the tensors k and v at which the sequence begins
+  offset: int|UOp    # places the diagonal of causal masks: query i is on the diagonal at key i + offset
 
 def counted(n:Count) -> UOp:
-  """Returns `n`, a number of rows that may be a constant plus tinygrad Variables, as a UOp of a kernel."""
+  """Returns a number of rows, a constant plus tinygrad Variables, as a UOp of a kernel."""
   return sum((UOp.variable(*v, param=True) for v in n.variables), UOp.const(n.constant))
 
 def extent(p:Problem, batch:UOp, given:Mapping[str, UOp]) -> Extent:
-  """Returns the sequence that a workgroup works on. `batch` is the index of the batch or of the packed sequence. `given` has the kernel's tensors by
-  name."""
+  """Returns the sequence of batch (or packed sequence) `batch`; `given` has the kernel's tensors by name."""
   def keys_of() -> tuple[UOp, int|UOp]:
     # the batch's number of keys, and its first key
     end = run_time(flat(given["kv_lengths"])[batch].load(), p.Sk)
@@ -71,21 +68,21 @@ def over_queries(p:Problem, x:Extent) -> Walk: return Walk(p, "queries", -x.offs
 
 @dataclass(frozen=True)
 class Outside:
-  """Rows of a packed tensor that belong to no sequence, and that the workgroups of one sequence clear. These are the rows after this sequence, up to
-  the next sequence or the end of the tensor, and for the first sequence also the rows before it. If cu_seqlens are valid, every row of the tensor
-  belongs either to one sequence or to one `Outside`."""
+  """Rows of a packed tensor that belong to no sequence, and that the workgroups of one sequence clear."""
+  # These are the rows after this sequence, up to the next sequence or the end of the tensor, and for the first sequence also the rows before it. If
+  # cu_seqlens are valid, every row of the tensor belongs either to one sequence or to one `Outside`.
   count: UOp
-  before: UOp
-  after: UOp
+  before: UOp   # number of these rows at the beginning of the tensor, before the first sequence
+  after: UOp    # index of the first of these rows after the sequence
   total: int      # number of rows of the tensor: those of all sequences, and those between them
   def row(self, i:UOp) -> UOp:
     """Returns the index, in the tensor, of the i-th row that belongs to no sequence."""
     return (i < self.before).where(i, self.after + i - self.before)
 
 def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=False) -> Outside:
-  """Returns the rows that belong to no sequence: rows of q, o and their gradients, or with `keys` rows of k, v and their gradients. If devices share
-  a sequence, these rows are the padding after the rows that a device holds."""
+  """Returns the rows of the queries, or with `keys` of the keys, that belong to no sequence."""
   if p.dealt is not None:
+    # devices share a sequence: the padding after the rows that a device holds
     there = p.dealt.queries
     return Outside(UOp.const(p.Sq - there), UOp.const(0), UOp.const(there), p.Sq)
   name, total, start, n = ("cu_seqlens_k", p.total_k, x.k_start, x.n_k) if keys else ("cu_seqlens_q", p.total_q, x.q_start, x.n_q)
@@ -96,22 +93,21 @@ def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=F
 
 @dataclass(frozen=True)
 class Blocks:
-  """The tiles over which a workgroup loops: from `begin` up to but not including `end`. In the tiles from `full_begin` up to but not including
-  `full_end` no mask hides a score; in the other tiles a mask may hide scores. `masked_first` is False if no tile lies before `full_begin`."""
+  """The tiles `begin` <= t < `end` over which a workgroup loops."""
   begin: UOp
-  full_begin: UOp
+  full_begin: UOp   # in the tiles from full_begin up to, but not including, full_end no mask hides a score
   full_end: UOp
   end: UOp
-  masked_first: bool
+  masked_first: bool   # False if no tile lies before full_begin
 
   def share(self, index:UOp, of:int) -> Blocks:
-    """Divides the tiles into `of` parts of almost equal size, and returns part number `index`. If there are fewer than `of` tiles, the last parts are
-    empty."""
+    """Returns part number `index` of the tiles, divided into `of` parts of almost equal size."""
+    # if there are fewer than `of` tiles, the last parts are empty
     each = (self.end - self.begin + (of - 1))//of
     first = (self.begin + index*each).minimum(self.end)
     return self.between(first, (first + each).minimum(self.end))
   def range(self, index:UOp, tiles:int) -> Blocks:
-    """Divides the whole sequence into ranges of `tiles` tiles, and returns the tiles of this object that lie in range number `index`."""
+    """Returns the tiles from tile `index`*`tiles` on that belong to this loop, at most `tiles`."""
     first = (index*tiles).maximum(self.begin).minimum(self.end)
     return self.between(first, ((index + 1)*tiles).maximum(first).minimum(self.end))
   def between(self, first:UOp, last:UOp) -> Blocks:
@@ -120,33 +116,25 @@ class Blocks:
 
 @dataclass(frozen=True)
 class TileList:
-  """The list of the tiles in which a mask leaves scores, for one workgroup. The workgroup loops over the list. attn/kernels/tile_lists.py makes the
-  list.
-
-    entries: buffer with the lists of all workgroups, as described below
-    first: index at which the workgroup's list begins
-    tiles: number of tiles of the sequence
-    size: rows of a tile of the list
-    block_n: rows of a tile of the workgroup's loop, which divides `size`
-    with_turns: whether the list also has turns
-
-  A list begins with two numbers: how many tiles its first group has, and how many tiles the list has. Then come the indices of the tiles. The first
-  group has the tiles of which the mask hides some scores, and the second group those of which it hides none. With turns, the two groups are in the
-  other order. The entries left over, at least one, are filled with the number `tiles`. A list with turns has one more number for each of its tiles:
-  how many blocks that start before the workgroup's block have this tile in their lists (attn/kernels/parts/backward/turns.py)."""
-  entries: UOp
-  first: UOp
-  tiles: int
-  size: int
-  block_n: int
-  with_turns: bool
+  """List of the tiles in which a mask leaves scores, over which one workgroup loops."""
+  # attn/kernels/tile_lists.py makes the list. A list begins with two numbers: how many tiles its first group has, and how many tiles the list has.
+  # Then come the indices of the tiles. The first group has the tiles of which the mask hides some scores, and the second group those of which it
+  # hides none. With turns, the two groups are in the other order. The entries left over, at least one, are filled with the number `tiles`. A list
+  # with turns has one more number for each of its tiles: how many blocks that start before the workgroup's block have this tile in their lists
+  # (attn/kernels/parts/backward/turns.py).
+  entries: UOp       # buffer with the lists of all workgroups
+  first: UOp         # index at which the workgroup's list begins
+  tiles: int         # number of tiles of the sequence
+  size: int          # rows of a tile of the list
+  block_n: int       # rows of a tile of the workgroup's loop, which divides `size`
+  with_turns: bool   # whether the list also has turns
   def entry(self, i:int|UOp) -> UOp: return run_time(self.entries[self.first + i].load(), self.tiles)
   def row(self, place:UOp) -> UOp:
-    """Returns the index, in the sequence, of row number `place` of the listed tiles, counted in the order of the list. For a number beyond the list
-    returns a row beyond the sequence."""
+    """Returns the index, in the sequence, of row `place` of the listed tiles."""
+    # beyond the list: a row beyond the sequence
     return self.entry((place//self.size).minimum(self.tiles) + OF_A_LIST)*self.size + place%self.size
   def turn(self, i:UOp) -> UOp:
-    """Returns how many blocks start before the workgroup's own block and also have the tile of iteration i in their lists."""
+    """Returns how many blocks that start before the workgroup's block also list the tile of iteration i."""
     return self.entries[self.first + list_length(self.tiles) + i//(self.size//self.block_n)].load()
   @property
   def blocks(self) -> Blocks:
@@ -156,44 +144,40 @@ class TileList:
 
 @dataclass(frozen=True)
 class Descending:
-  """A loop over tiles in descending order: it begins with the last tile. Under a causal mask the keys nearest to the queries then come first. If
-  scores fall with the distance (ALiBi), later scores never rise above the number that the softmax subtracts, and nothing is rescaled.
-
-    tiles: tiles over which the workgroup loops
-    count: number of rows of the sequence
-    size: rows of a tile"""
-  tiles: Blocks
-  count: UOp
-  size: int
+  """A loop over tiles in descending order, from the last tile to the first."""
+  # Under a causal mask the keys nearest to the queries then come first. If scores fall with the distance (ALiBi), later scores never rise above the
+  # number that the softmax subtracts, and nothing is rescaled.
+  tiles: Blocks   # tiles over which the workgroup loops
+  count: UOp      # number of rows of the sequence
+  size: int       # rows of a tile
   def row(self, place:UOp) -> UOp:
-    """Returns the index, in the sequence, of row number `place` of the loop, counted in the order of the loop's tiles. For a number after the loop
-    returns a row beyond the sequence."""
+    """Returns the index, in the sequence, of the row that the loop reaches at position `place`."""
     tile, beyond = place//self.size, (self.count + (self.size - 1))//self.size
+    # after the loop: a row beyond the sequence
     return (tile < self.tiles.end).where(self.mirrored(tile) - 1, beyond)*self.size + place%self.size
   def mirrored(self, x:UOp) -> UOp:
-    """Returns begin + end - x, where the loop covers the tiles from `begin` up to `end`. This turns a boundary between tiles that is counted in
-    ascending order into the same boundary counted in descending order, and the other way round."""
+    """Converts a boundary between tiles, counted in ascending order, to the descending order, and back."""
     return self.tiles.begin + self.tiles.end - x
   @property
   def blocks(self) -> Blocks:
-    """The tiles that the workgroup loops over, numbered in the order of the loop, which begins with the last tile of the sequence."""
+    """The tiles that the workgroup loops over, numbered in descending order."""
     x = self.tiles
     return Blocks(x.begin, self.mirrored(x.full_end), self.mirrored(x.full_begin) if x.masked_first else x.end, x.end, True)
 
 OF_A_LIST = 2      # numbers before the first tile of a list
 
 def list_length(tiles:int, with_turns:bool=False) -> int:
-  """Returns the number of entries of a list with room for `tiles` tiles, and with `with_turns` also for their turns."""
+  """Returns the number of entries of a list for `tiles` tiles, with or without turns."""
   return OF_A_LIST + tiles + 1 + tiles*with_turns
 
 def tiles_of_list(length:int, with_turns:bool) -> int:
-  """Returns for how many tiles a list with `length` entries has room: the inverse of `list_length`."""
+  """Returns for how many tiles a list of `length` entries has room."""
   return (length - list_length(0))//(1 + with_turns)
 
 def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:
-  """Returns the tiles of columns that the rows from `first` to `last` see. Columns are keys if rows are queries, and queries if rows are keys; `walk`
-  says which. A tile has `block_n` columns. The tiles go from the first column that row `first` sees to the last column that row `last` sees. This
-  covers the rows between, because from row to row neither the first nor the last seen column moves back."""
+  """Returns the tiles of `block_n` columns that the rows from `first` to `last` see."""
+  # Columns are keys if rows are queries, and queries if rows are keys. The tiles go from the first column that row `first` sees to the last column
+  # that row `last` sees. This covers the rows between, because from row to row neither the first nor the last seen column moves back.
   masked_first = first_seen(walk, first) is not None
   def hidden(row:UOp) -> UOp: return UOp.const(0) if (column := first_seen(walk, row)) is None else column.maximum(0)
   seen, unseen = seen_up_to(walk, last), hidden(first).minimum(walk.count)

@@ -1,25 +1,20 @@
-"""Diagonals of tiles. A diagonal is a list of tiles of scores. Scores at the same position in the tiles of a diagonal have the same i - j (query
-number minus key number).
-
-A tile has `block_m` queries and `block_n` keys. From one tile of a diagonal to the next, queries and keys both move on by the least common multiple
-of block_m and block_n, so i - j stays as it is at each position in the tile. If the tiles of a diagonal are added up, the result has sums for block_m
-+ block_n - 1 values of i - j. Every tile of scores belongs to exactly one diagonal."""
+"""Diagonals of tiles: lists of tiles of scores in which equal positions have equal i - j (query number minus key number)."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass
 from attn.kernels.parts.program.counts import ceildiv
 from attn.tinygrad_compat import UOp
 
+# A tile has `block_m` queries and `block_n` keys. From one tile of a diagonal to the next, queries and keys both move on by the least common multiple
+# of block_m and block_n, so i - j stays as it is at each position in the tile. If the tiles of a diagonal are added up, the result has sums for
+# block_m + block_n - 1 values of i - j. Every tile of scores belongs to exactly one diagonal.
+
 @dataclass(frozen=True)
 class Diagonals:
-  """The diagonals of a problem's tiles: lists of tiles in which scores at the same position have the same i - j (query number minus key number).
-
-    queries, keys: their numbers in the problem
-    block_m, block_n: queries and keys of a tile
-
-  The n-th tile of a diagonal has the block of queries `phase + n*step_m` and the tile of keys `n*step_n + offset - offset_0`. The numbers `phase` and
-  `offset` choose the diagonal. `offset_0` makes every `offset` nonnegative. A diagonal has only those n for which both the block and the tile exist.
-  """
+  """The diagonals of a problem of `queries` by `keys` scores, divided into tiles of `block_m` by `block_n`."""
+  # The n-th tile of a diagonal has the block of queries `phase + n*step_m` and the tile of keys `n*step_n + offset - offset_0`. The numbers `phase`
+  # and `offset` choose the diagonal. `offset_0` makes every `offset` nonnegative. A diagonal has only those n for which both the block and the tile
+  # exist.
   queries: int
   keys: int
   block_m: int
@@ -47,12 +42,12 @@ class Diagonals:
   def count(self) -> int: return self.phases*self.offsets
 
   def place(self, number:UOp, n:UOp) -> tuple[UOp, UOp]:
-    """Returns (block of queries, tile of keys) of the n-th tile of diagonal `number`. If the diagonal has no such tile, returns some tile that
-    exists."""
+    """Returns (block of queries, tile of keys) of the n-th tile of diagonal `number`."""
     block, tile = number//self.offsets + n*self.step_m, n*self.step_n + number%self.offsets - self.offset_0
+    # if the diagonal has no such tile: some tile that exists
     return block.minimum(self.blocks - 1), tile.maximum(0).minimum(self.tiles - 1)
   def range(self, number:UOp) -> tuple[UOp, UOp]:
-    """Returns (first n for which diagonal `number` has a tile, number of its tiles, which can be 0)."""
+    """Returns (first n for which diagonal `number` has a tile, number of its tiles)."""
     phase, offset = number//self.offsets, number%self.offsets - self.offset_0
     first = ((self.step_n - 1 - offset)//self.step_n).maximum(0)
     of_queries, of_keys = (self.blocks - phase + (self.step_m - 1))//self.step_m, (self.tiles - offset + (self.step_n - 1))//self.step_n

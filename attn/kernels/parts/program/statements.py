@@ -1,5 +1,4 @@
-"""Statements of a kernel (operations with side effects) in their order, and base classes for the state: the values that a kernel carries from one
-operation of its algorithm to the next."""
+"""Statements of a kernel (operations with side effects) in their order, and base classes for a kernel's state."""
 from __future__ import annotations
 import itertools
 from collections.abc import Iterable
@@ -10,26 +9,25 @@ from attn.ops import common as ops
 from attn.tinygrad_compat import Ops, UOp, dtypes, new_uop
 
 class Carried:
-  """Base class of states: dataclasses with the values that a kernel passes from one operation of its algorithm to the next. Every field has a method
-  `after(*deps)`, which returns the field's value such that it is used only after the operations `deps`."""
+  """Base class of states: dataclasses with the values that a kernel passes from step to step."""
+  # every field has a method `after`
   def after(self, *deps:UOp) -> Self:
+    """Returns the state whose values are used only after the operations `deps`."""
     self_: Any = self
     return type(self)(*[getattr(self, f.name).after(*deps) for f in fields(self_)])
 
 @dataclass(frozen=True)
 class Optional:
-  """A field of a state that only some kernels need. `value` is None in the others."""
-  value: UOp|None = None
+  """A field of a state that only some kernels need."""
+  value: UOp|None = None   # None in the other kernels
   def after(self, *deps:UOp) -> Optional: return Optional(None if self.value is None else self.value.after(*deps))
 
 @dataclass(frozen=True)
 class Statements:
-  """The statements that a program has so far. A statement is an operation that is there for its effect, such as a barrier, and not for a value.
-  tinygrad keeps only operations whose value is stored. A statement's value, 0, is therefore stored to a register that has no other use.
-
-  tinygrad orders two operations only if one is computed from the other. So a statement comes after its operands. A value that is read after the
-  statement's store (`value.after(store)`) comes after the statement. The property `done` is a number that is loaded from this register after all
-  statements so far: a new statement with this operand comes after all of them."""
+  """The statements that a program has so far: operations with side effects, such as barriers."""
+  # tinygrad keeps only operations whose value is stored. A statement's value, 0, is therefore stored to a register that has no other use. tinygrad
+  # orders two operations only if one is computed from the other. So a statement comes after its operands. A value that is read after the statement's
+  # store (`value.after(store)`) comes after the statement.
   register: UOp
   effects: tuple[UOp, ...] = ()  # stores that something must still wait for, at the latest the end of the loop around them
   latest: UOp|None = None        # the register, after what `done` waits for; None before the first statement
@@ -37,59 +35,55 @@ class Statements:
   def of(allocator:Allocator) -> Statements: return Statements(allocator.registers(1))
   def after(self, *deps:UOp) -> Statements: return replace(self, latest=(self.register if self.latest is None else self.latest).after(*deps))
   def do(self, statement:UOp, *after:UOp) -> UOp:
-    """Makes a statement (an operation with a side effect, such as a barrier) a part of the program, after the operations `after`. Returns a store of
-    the statement's value, 0, to a register: tinygrad drops an operation whose value is not stored. Later statements do not wait for it yet (see
-    `ran`)."""
+    """Adds `statement` after the operations `after`, and returns its store; later statements do not wait for the store yet."""
+    # `ran` makes later statements wait
     return (self.register.after(*after) if after else self.register)[0].store(statement)
   @property
   def first(self) -> UOp:
-    """A store of 0 to the register that all statements store to. A kernel begins with it, because `done` may load this register before a statement
-    has stored to it."""
+    """A store of 0 to the statements' register, with which a kernel begins."""
+    # `done` may load the register before a statement has stored to it
     return self.do(UOp.const(0.0, dtypes.float))
   def begin(self, statement:UOp) -> Statements:
-    """Adds a statement that comes after the statements so far, because `done` is one of its operands. Returns all statements, with this one. Later
-    statements come after it, but other values of the kernel do not wait for it."""
+    """Adds a statement after all statements so far, and returns all statements; other values of the kernel do not wait."""
     return self.ran(self.do(statement))
   def ran(self, stored:UOp) -> Statements:
-    """Makes later statements wait for a statement that `do` has added; `stored` is the store that `do` returned. Returns all statements, with this
-    one."""
+    """Returns all statements, such that later ones wait for `stored`, a store that `do` returned."""
     return replace(self, effects=(*self.effects, stored), latest=self.register.after(stored))
   def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
   @property
   def done(self) -> UOp:
-    """A number that is loaded from the statements' register after all statements so far. A new statement with this operand comes after all of them.
-    """
+    """A number that is loaded after all statements so far: a statement with this operand comes after them."""
     return (self.register if self.latest is None else self.latest)[0].load()
   @property
   def before(self) -> tuple[UOp, ...]:
-    """A tuple of operands for a new statement, by which it comes after all statements so far: (`done`,), or () if there is no statement yet."""
+    """Operands that make a new statement come after all statements so far."""
     return (self.done,) if self.latest is not None else ()
 
 class InOrder(Carried):
-  """Base class for the state of a kernel whose statements (operations with side effects) run in the order in which they are added."""
+  """Base class of states whose statements (operations with side effects) run in the order in which they are added."""
   statements: Statements
   @property
   def done(self) -> UOp: return self.statements.done
   def do(self, *statements:UOp) -> Self:
-    """Adds statements (operations with side effects) to the program, in no order among themselves. Returns the state after all of them."""
+    """Adds statements, in no order among themselves, and returns the state after all of them."""
     return self.after(UOp.group(*map(self.statements.do, statements)))
   def store(self, *stores:Iterable[UOp]) -> Self:
-    """Adds stores to the program, in no order among themselves. Returns the state after all of them."""
+    """Adds stores, in no order among themselves, and returns the state after all of them."""
     return self.after(UOp.group(*[x for xs in stores for x in xs]))
   def after_barrier(self) -> Self:
-    """Waits at a barrier until all threads of the workgroup have done their statements so far. Returns the state."""
+    """Returns the state after a barrier at which all threads of the workgroup wait for each other."""
     return self.after(workgroup_barrier(self.done))
   def after(self, *deps:UOp) -> Self:
-    """Returns the state such that every value is used only after the operations `deps`. If `deps` come after everything that a value already waits
-    for, these older waits of the value (tinygrad's AFTER) are removed, because they say nothing new. This leaves fewer UOps to lower."""
+    """Returns the state whose values are used only after the operations `deps`."""
+    # If `deps` come after everything that a value already waits for, these older waits of the value (tinygrad's AFTER) are removed, because they say
+    # nothing new. This leaves fewer UOps to lower.
     self_: Any = self
     carried = [getattr(self, f.name) for f in fields(self_)]
     said = {awaited: comes_after(deps, awaited) for awaited in set(map(awaited_by, carried))}
     return type(self)(*[(bare_of(x) if said[awaited_by(x)] else x).after(*deps) for x in carried])
 
 def bare_of(x:Any) -> Any:
-  """Returns the UOp `x` of a kernel's state without the operations that it comes after (tinygrad's AFTER): the result waits for nothing. Returns
-  other objects unchanged."""
+  """Returns a value of a kernel's state that waits for no operation."""
   # `Statements` must keep waiting: only through them does the kernel use the stores that end a loop, and tinygrad drops a loop that nothing uses
   while isinstance(x, UOp) and x.op is Ops.AFTER: x = x.src[0]
   return x
@@ -103,8 +97,8 @@ def awaited_by(x:Any) -> frozenset[UOp]:
   return frozenset(found)
 
 def comes_after(xs:tuple[UOp, ...], deps:frozenset[UOp]) -> bool:
-  """Returns whether the values `xs` already come after all of the operations `deps`: whether one of `xs` is computed from a UOp that waits for all of
-  `deps`. The search goes from `xs` to their operands, and stops at each UOp that waits for something itself (tinygrad's AFTER)."""
+  """Returns whether one of the values `xs` already comes after all of the operations `deps`."""
+  # The search goes from `xs` to their operands, and stops at each UOp that waits for something itself (tinygrad's AFTER).
   stack, seen = list(xs), set[UOp]()
   while stack and deps:
     if (u := stack.pop()) in seen: continue
@@ -118,8 +112,7 @@ def store_all(to:UOp, values:Iterable[UOp]) -> list[UOp]:
   return [to[i].store(x) for i, x in enumerate(values)]
 
 def add_all(to:UOp, values:Iterable[UOp], places:Iterable[int]|None=None) -> list[UOp]:
-  """Returns the stores that add `values` to elements of `to`, such as an array of registers: to the first ones, or to those with the indices
-  `places`."""
+  """Returns the stores that add `values` to the elements `places` of `to`, by default to the first ones."""
   return [to[i].store(ops.add(to[i].load(), x)) for i, x in zip(itertools.count() if places is None else places, values)]
 
 def load_all(x:UOp) -> list[UOp]:
@@ -127,6 +120,6 @@ def load_all(x:UOp) -> list[UOp]:
   return [x[i].load() for i in range(x.max_numel())]
 
 def workgroup_barrier(after:UOp) -> UOp:
-  """Returns a workgroup barrier that comes after the operation `after`. tinygrad inserts its own barriers only where it sees stores to LOCAL
-  memory."""
+  """Returns a workgroup barrier that comes after the operation `after`."""
+  # tinygrad inserts its own barriers only where it sees stores to LOCAL memory
   return new_uop(Ops.BARRIER, (after,), dtypes.void)

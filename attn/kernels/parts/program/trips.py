@@ -13,41 +13,40 @@ from attn.tinygrad_compat import AxisType, UOp
 Crossing = TypeVar("Crossing", bound=Carried)
 
 class TileLoop(Generic[Crossing]):
-  """A loop over neighbouring tiles, with one tile in each iteration. `masked` says whether a mask may hide scores of these tiles. `begin` and `end`
-  surround the loop's body."""
+  """A loop over neighbouring tiles, with one tile in each iteration."""
   before: Crossing
   trip: UOp
 
-  def __init__(self, first:UOp, count:UOp, masked:bool, new:Allocator) -> None:
+  def __init__(self, first:UOp, count:UOp, masked:bool, new:Allocator) -> None:   # `masked`: whether a mask may hide scores of these tiles
     self.first, self.count, self.masked, self.new = first, count, masked, new
   def begin(self, s:Crossing) -> tuple[Crossing, UOp]:
-    """Begins the loop's body. `s` is the state before the loop. Returns the state inside the loop, and the index of the iteration's tile."""
+    """Begins the loop's body: returns the state inside the loop, and the index of the iteration's tile."""
     self.before, self.trip = s, self.new.range(self.count, AxisType.LOOP)
     return s.after(self.trip), self.first + self.trip
   def end(self, done:UOp) -> Crossing:
-    """Ends the loop's body. `done` is the body's last operation. Returns the state after the loop."""
+    """Ends the loop's body after its last operation, `done`, and returns the state after the loop."""
     return self.before.after(done.end(self.trip))
 
 def tile_loops(tiles:Blocks, new:Allocator, loop:Callable[..., TileLoop[Crossing]]=TileLoop) -> Iterator[TileLoop[Crossing]]:
-  """Yields up to three loops, one after another: over the first tiles, where a mask may hide scores; over the tiles where no mask hides scores; and
-  over the last tiles, where a mask may hide scores. Leaves out a loop that never runs. `loop(first tile, number of tiles, masked, new)` makes a loop.
-  """
+  """Yields up to three loops that together cover `tiles`, made by `loop(first tile, number of tiles, masked, new)`."""
+  # up to three loops: over the first tiles, where a mask may hide scores; over the tiles where no mask hides scores; and over the last tiles, where a
+  # mask may hide scores. A loop that never runs is left out.
   parts = [(tiles.begin, tiles.full_begin, True)]*tiles.masked_first + [(tiles.full_begin, tiles.full_end, False), (tiles.full_end, tiles.end, True)]
   for first, last, masked in parts:
     if (count := trip_count(last - first)) is not None: yield loop(first, count, masked, new)
 
 def over_tiles(s:Crossing, tiles:Blocks, new:Allocator, trip:Callable[[Crossing, UOp, bool], UOp]) -> Crossing:
-  """Loops over `tiles` with the body `trip(state, tile, masked)`; `trip` returns the body's last operation. `masked` is False for tiles in which no
-  mask hides scores. `s` is the state before the first tile. Returns the state after the last one."""
+  """Loops over `tiles` with the body `trip(state, tile, masked)`, and returns the state after the loop."""
+  # `trip` returns the last operation of the body; `masked` is False for tiles in which no mask hides scores
   loops:Iterator[TileLoop[Crossing]] = tile_loops(tiles, new)
   for loop in loops: s = loop.end(trip(*loop.begin(s), loop.masked))
   return s
 
 class TripState(Carried):
-  """The state that an AMD kernel carries from one iteration over tiles to the next: tiles in LDS, and registers."""
+  """The state of an AMD kernel between iterations over tiles: tiles in LDS, and registers."""
   def lds_after(self, *deps:UOp) -> Self:
-    """Returns the state such that its tiles in LDS are used only after the operations `deps`. Its other values do not wait. If `deps` store to these
-    tiles, tinygrad adds a barrier."""
+    """Returns the state whose tiles in LDS, but no other values, wait for the operations `deps`."""
+    # if `deps` store to these tiles, tinygrad adds a barrier
     self_: Any = self
     found = {f.name: getattr(self, f.name) for f in fields(self_)}
     return replace(self_, **{name: x.after(*deps) for name, x in found.items() if isinstance(x, InLds)})
@@ -56,28 +55,22 @@ S = TypeVar("S", bound=TripState)
 TileWork = Callable[[S, UOp, bool], UOp]     # the work on a tile in LDS, given the state, the tile's number, and whether masks touch the tile
 
 class StagedTripsTile(Protocol):
-  """Fields of a tile's description (such as `BackwardTile`) that say when and how the kernel's loop loads rows of keys or queries."""
+  """Fields of a tile description that say when and how a loop loads rows of keys or queries."""
   @property
-  def prefetch(self) -> int:
-    """When the loads of a tile start. 0: in the iteration that uses the tile; 1: one iteration earlier; 2: one iteration earlier, and the tile is
-    stored to a second LDS buffer."""
+  def prefetch(self) -> int: """Number of iterations by which a tile is loaded before its use: 0 or 1; 2 is 1 with a second LDS buffer."""
   @property
   def buffers(self) -> int: """Number of LDS buffers for the tiles of each tensor."""
   @property
-  def by_tensor(self) -> bool: """Whether an iteration loads its tensors (such as K and V) one after another, instead of together. Only possible
-                                  without prefetch."""
+  def by_tensor(self) -> bool: """Whether an iteration loads its tensors (such as K and V) one after another; needs prefetch 0."""
   @property
-  def by_item(self) -> bool: """Whether a thread loads its 16-byte items of a tensor one after another in an iteration, which saves registers. Only
-                                possible without prefetch."""
+  def by_item(self) -> bool: """Whether a thread loads its 16-byte items of a tensor one after another, to save registers; needs prefetch 0."""
   @property
-  def new_addresses(self) -> bool:
-    """Whether each iteration computes the addresses of loads again, instead of keeping them in registers."""
+  def new_addresses(self) -> bool: """Whether each iteration computes the addresses of loads again, instead of keeping them in registers."""
 
 @dataclass(frozen=True)
 class StagedTrips(Generic[S]):
-  """A loop over tiles that travel from global memory through registers to LDS. `loaded` says where the tiles come from, and `tile` says when each of
-  them is loaded."""
-  tile: StagedTripsTile
+  """A loop over tiles that travel from global memory through registers to LDS."""
+  tile: StagedTripsTile   # says when each tile is loaded
   new: Allocator
   statements: Statements
   start: S                      # the state before the first iteration
@@ -85,20 +78,22 @@ class StagedTrips(Generic[S]):
   tile_of: Callable[[UOp], UOp]=lambda t: t      # which tile of these rows iteration t brings
 
   def fetch(self, t:UOp) -> list[list[UOp]]:
-    """Loads this thread's part of tile t from global memory. Returns a list of the loaded registers for each tensor."""
+    """Loads this thread's part of tile t of each tensor, and returns the registers."""
     return [getattr(self.start, name).fetch(rows, self.tile_of(t)) for name, rows in self.loaded.items()]
 
   def to_lds(self, s:S, t:UOp, parts:list[list[UOp]]) -> UOp:
-    """Returns the stores of `parts`, what `fetch` has loaded of tile t, to LDS."""
+    """Returns the stores of `parts`, the registers that `fetch` loaded of tile t, to LDS."""
     tiles = [self.in_lds(s, t, name) for name in self.loaded]
     return UOp.group(*[x for tile, part in zip(tiles, parts, strict=True) for x in tile.store(part)])
 
   def load_by_tensor(self, s:S, t:UOp) -> UOp:
-    """Returns the stores of tile t to LDS, where a tensor is loaded only after the tensor before it has been stored. Registers then hold one tensor
-    at a time, or with `by_item` one 16-byte item of each thread. If rows are loaded element by element, `new_addresses` makes each iteration compute
-    the addresses again, so that no register holds addresses during the loop."""
+    """Returns the stores of tile t to LDS, one tensor after another."""
+    # Each tensor is loaded only after the tensor before it has been stored. Registers then hold one tensor at a time, or with `by_item` one 16-byte
+    # item of each thread.
     stores: list[UOp] = []
     for name, rows in self.loaded.items():
+      # if rows are loaded element by element, `new_addresses` makes each iteration compute the addresses again, so that no register holds addresses
+      # during the loop
       tile = self.in_lds(s, t, name) if rows.in_units or not self.tile.new_addresses else self.in_lds(s, t, name).with_new_addresses(t)
       for one in tile.single if self.tile.by_item else [tile]:
         if stores: rows = rows.after(self.statements.do(amd.sched_barrier(), *stores))
@@ -106,50 +101,48 @@ class StagedTrips(Generic[S]):
     return UOp.group(*stores)
 
   def in_lds(self, s:S, t:UOp, name:str) -> Any:
-    """Returns the LDS buffer with tile t of a tensor, as a tile. `name` is the tensor's field in the state."""
+    """Returns the LDS buffer with tile t of the tensor whose field in the state is `name`."""
     return getattr(s, name).nth(t%self.tile.buffers)
 
   def first(self, s:S, tiles:Blocks) -> S:
-    """Brings the first of `tiles` to LDS before the loop, and returns the state. Without prefetch does nothing, because each iteration then loads its
-    own tile."""
+    """Brings the first of `tiles` to LDS before the loop, if the loop prefetches, and returns the state."""
     return s.lds_after(self.to_lds(s, tiles.begin, self.fetch(tiles.begin))) if self.tile.prefetch else s
 
   def arrive(self, s:S, t:UOp) -> tuple[S, list[list[UOp]]]:
-    """Begins an iteration: waits until tile t is in LDS, and starts to load the next tile to registers. Returns the state, and the registers of the
-    next tile. Without prefetch, loads tile t itself and stores it to LDS, and returns an empty list instead of registers."""
+    """Begins an iteration, with tile t in LDS: returns the state, and the registers to which the next tile is loaded."""
+    # without prefetch, tile t itself is loaded and stored to LDS here
     if not self.tile.prefetch: return s.lds_after(self.load_by_tensor(s, t) if self.tile.by_tensor else self.to_lds(s, t, self.fetch(t))), []
     parts = self.fetch(t + 1)
     return s.lds_after(self.statements.do(amd.sched_barrier(*itertools.chain(*parts)))), parts     # else the compiler delays the loads
 
   def leave(self, s:S, t:UOp, worked:UOp, parts:list[list[UOp]]) -> UOp:
-    """Ends an iteration: stores the next tile to LDS after the work on tile t. `worked` is the last operation of this work, and `parts` the registers
-    of the next tile. With a single LDS buffer, a barrier before the stores waits until all waves have finished their work. With two buffers, the only
-    barrier is the one at the end of the iteration. Without prefetch, stores nothing. Returns the last operation."""
+    """Ends an iteration: stores the next tile, `parts`, to LDS after the work `worked`; returns the last operation."""
     if not self.tile.prefetch: return worked
+    # With a single LDS buffer, a barrier before the stores waits until all waves have finished their work. With two buffers, the only barrier is the
+    # one at the end of the iteration.
     free = worked if self.tile.prefetch > 1 else workgroup_barrier(worked)
     return UOp.group(worked, self.to_lds(s.lds_after(free), t + 1, parts))
 
   def walk(self, s:S, tiles:Blocks, work:TileWork[S]) -> S:
-    """Loops over `tiles` with the body `work(state, tile, masked)`; `work` returns the body's last operation. `s` is the state before the first tile.
-    Returns the state after the last one."""
+    """Loops over `tiles` with the body `work(state, tile, masked)`, and returns the state after the loop."""
     return over_tiles(self.first(s, tiles), tiles, self.new, lambda s, t, masked: self.trip(s, t, masked, work))
 
   def trip(self, s:S, t:UOp, masked:bool, work:TileWork[S]) -> UOp:
-    """Makes the body of one iteration: calls `work(state, t, masked)` while the next tile is being loaded. Returns the last operation of the body."""
+    """Makes the body of one iteration, `work(state, t, masked)`, and returns its last operation."""
     there, parts = self.arrive(s, t)
     return self.leave(s, t, work(there, t, masked), parts)
 
   def loops(self, tiles:Blocks) -> Iterator[TileLoop[S]]:
-    """Yields the loops over `tiles`, for a kernel that writes the body of each loop itself. With prefetch, the next tile is loaded during the body.
-    """
+    """Yields the loops over `tiles`, for a kernel that writes the body of each loop itself."""
     return tile_loops(tiles, self.new, lambda *which: StagedLoop(self, *which))
 
 class StagedLoop(TileLoop[S]):
-  """One of the loops of a `StagedTrips`. When its body begins, the iteration's tile is in LDS. When its body ends, the next tile is stored to LDS."""
+  """One of the loops of a `StagedTrips`; the iteration's tile is in LDS when the body begins."""
   def __init__(self, trips:StagedTrips[S], first:UOp, count:UOp, masked:bool, new:Allocator) -> None:
     super().__init__(first, count, masked, new)
     self.trips = trips
   def begin(self, s:S) -> tuple[S, UOp]:
+    # the next tile is stored to LDS when the body ends
     self.inside, self.tile = super().begin(s)
     there, self.parts = self.trips.arrive(self.inside, self.tile)
     return there, self.tile

@@ -1,9 +1,4 @@
-"""Dropout of a lane's scores: which scores are kept, and zeros for the scores that are dropped.
-
-attn/ops/dropout.py makes the bits that say which scores are kept. One call makes the bits of an octet (eight neighbouring keys of a query). Lanes
-that share a row of scores divide the row's octets among them, so that no octet is computed twice in a wave. In backward kernels a lane may own a key
-instead of a query. Eight lanes with neighbouring keys then need bits of the same octets. Each of these lanes computes the octets of other queries,
-and the lanes then transpose the bits among them."""
+"""Dropout of a lane's scores: which scores are kept, and zeros for the scores that are dropped."""
 from __future__ import annotations
 import functools, operator
 from dataclasses import dataclass
@@ -15,17 +10,23 @@ from attn.ops.dropout import OCTET, WORD
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp, dtypes
 
+# attn/ops/dropout.py makes the bits that say which scores are kept. One call makes the bits of an octet (eight neighbouring keys of a query). Lanes
+# that share a row of scores divide the row's octets among them, so that no octet is computed twice in a wave. In backward kernels a lane may own a
+# key instead of a query. Eight lanes with neighbouring keys then need bits of the same octets. Each of these lanes computes the octets of other
+# queries, and the lanes then transpose the bits among them.
+
 OCTETS = WORD//OCTET     # octets whose bits fill a dword
 
 def bit_of(row:int) -> int:
-  """Returns the position of the bit for row `row` in a dword that holds the bits of 32 rows: see attn/ops/dropout.py."""
+  """Returns the position of the bit for row `row` in a dword that holds the bits of 32 rows."""
+  # see attn/ops/dropout.py
   return row//OCTET*4 + row % OCTET//2 + row % 2*16
 
 @dataclass(frozen=True)
 class Kept:
-  """Bits that say which of a lane's scores in a tile dropout keeps. `words` has a tuple for each row that the lane owns, with a dword of bits for
-  every 32 of the tile's rows. Without dropout, `words` is empty."""
+  """Bits that say which of a lane's scores in a tile dropout keeps."""
   at: Lane|MmaLane|ThreadPlace
+  # a tuple for each row that the lane owns, with a dword of bits for every 32 of the tile's rows; empty without dropout
   words: tuple[tuple[UOp, ...], ...] = ()
 
   @property
@@ -38,23 +39,24 @@ class Kept:
     return word, row//OCTET*4 + row % OCTET//4*2 + row//2 % 2*16 if alternate(self.at) else bit_of(row)
 
   def _of(self, at:list[tuple[int, int]]) -> tuple[UOp, tuple[tuple[int, int], ...]]:
-    """Finds the bits of scores. `at` has a pair (row, n) for each score: the n-th score of a row. Returns a vector of the dwords that hold these
-    bits, and for each score (index of its dword in the vector, position of its bit in the dword)."""
+    """Returns (vector of the dwords with the bits of the scores `at`, (index of the dword, position of the bit) of each score)."""
+    # `at` has a pair (row, n) for each score: the n-th score of a row
     found = [(r, *self.bit(n)) for r, n in at]
     used = sorted({(r, word) for r, word, _ in found})
     return ops.build(*[self.words[r][word] for r, word in used]), tuple((used.index((r, word)), place) for r, word, place in found)
 
   def packed(self, x:UOp, first:int) -> UOp:
-    """Returns `x`, weights P that are packed to 16 bits (or 8), with 0 in place of dropped weights. `x` is one or more of the lane's vectors of P,
-    from the vector with the index `first` on. Each vector has elements of all of the lane's rows, one row after another."""
+    """Returns `x`, weights P that are packed to 16 bits (or 8), with 0 in place of dropped weights."""
     if not self.words: return x
+    # `x` is one or more of the lane's vectors of P, from the vector with the index `first` on. Each vector has elements of all of the lane's rows,
+    # one row after another.
     rows, pairs = range(len(self.words)), range(self.pairs)
     vectors = ops.length(x)//(len(rows)*len(pairs))
     words, places = self._of([(r, ((first + v)*len(pairs) + i)*2) for v in range(vectors) for r in rows for i in pairs])
     return bits.drop_packed(x, words, places, first)
 
   def drop(self, vectors:list[UOp]) -> list[UOp]:
-    """Returns `vectors` with 0 in place of dropped elements. `vectors` are fp32 numbers, such as dP, for all of a lane's scores in a tile."""
+    """Returns fp32 vectors of all of a lane's scores in a tile, with 0 in place of dropped elements."""
     if not self.words: return vectors
     found, part = [], self.at.matrix.row_part
     for kt, x in enumerate(vectors):
@@ -63,12 +65,11 @@ class Kept:
     return found
 
 def alternate(at:Lane|MmaLane|ThreadPlace) -> bool:
-  """Whether a lane's scores belong to every second row of a tile, such as rows 0, 2, 4, and not to neighbouring rows."""
+  # rows 0, 2, 4, ... of a tile, and not neighbouring rows
   return at.matrix.block == 1
 
 def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
-  """Returns which scores dropout keeps: the scores of the lane's own rows `rows` with the rows of tile number `tile`, over whose tiles the workgroup
-  loops."""
+  """Returns which scores of the lane's own rows `rows` in tile `tile` dropout keeps."""
   if not scores.p.dropout_p: return Kept(scores.at)
   count = scores.block_n//OCTET      # groups of eight keys, or of eight queries, in a tile
   def words(row:Row) -> tuple[UOp, ...]:
@@ -76,17 +77,17 @@ def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
   return Kept(scores.at, tuple(map(words, rows)))
 
 def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
-  """Returns the numbers from which dropout makes the bits of a row: the seed (two dwords), the batch, and the head. Batch and head are counted over
-  all devices."""
+  """Returns the numbers from which dropout makes the bits of a row: the seed (two dwords), the batch, and the head."""
   seed, first = scores.given["dropout_seed"], scores.given.get("first_batch_and_head")
   seed0, seed1 = (ops.uniform(flat(seed)[i].load()) for i in range(2))
   if first is None: return (seed0, seed1), row.batch, row.head
+  # counted over all devices
   batch, head = (x.cast(dtypes.uint) + flat(first)[i].load() for i, x in enumerate((row.batch, row.head)))
   return (seed0, seed1), batch, head
 
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
-  """Returns a dword of bits that say which of a lane's scores dropout keeps. These are the scores of the lane's own row `row` with some rows of a
-  tile: `count` octets (eight neighbouring rows), the first of which has the index `first`."""
+  """Returns a dword of bits that say which scores of a lane's row, with `count` octets of a tile's rows, dropout keeps."""
+  # an octet is eight neighbouring rows; the first one has the index `first`
   at, p = scores.at, scores.p
   assert not isinstance(at, ThreadPlace)
   shared = min(at.matrix.groups, count)           # number of lanes that share the octets: each computes every `shared`-th one
@@ -104,20 +105,21 @@ def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
 
 @dataclass(frozen=True)
 class KeptHere:
-  """Bits that say which scores of a row dropout keeps, for a thread that exchanges no values with other threads. `words` has a vector of dwords for
-  each of the row's vectors of scores. `places` says where the bit of each element of a vector is: (index of the dword, position in the dword)."""
+  """Bits that say which scores of a row dropout keeps, for a thread that exchanges no values with other threads."""
+  # a vector of dwords for each of the row's vectors of scores
   words: tuple[UOp, ...]
+  # for each element of a vector: (index of the dword, position of the bit in the dword)
   places: tuple[tuple[int, int], ...]
   def drop(self, vectors:list[UOp]) -> list[UOp]:
-    """Returns `vectors` with 0 in place of dropped elements. `vectors` are fp32 numbers, such as dP, for all of this row's scores in a tile."""
+    """Returns fp32 vectors of all of this row's scores in a tile, with 0 in place of dropped elements."""
     if not self.words: return vectors
     _, first_bit = self.places[0]
     return [bits.drop_numbers(x, words, self.places, first_bit) for x, words in zip(vectors, self.words, strict=True)]
 
 def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
-  """Returns which scores dropout keeps, of four neighbouring rows that a thread owns. The result has an entry for each of `rows`. These rows are
-  queries and the rows of a tile are keys, or the other way round. The thread computes scores with groups of four neighbouring rows of the tile;
-  `firsts` has the first row of each group."""
+  """Returns which scores dropout keeps of each of `rows`, four neighbouring rows that a thread owns."""
+  # The rows are queries and the rows of a tile are keys, or the other way round. The thread computes scores with groups of four neighbouring rows of
+  # the tile; `firsts` has the first row of each group.
   if not scores.p.dropout_p: return [KeptHere((), ()) for _ in rows]
   neighbours = range(len(rows))
   if scores.walk.over == "keys":      # a dword has the bits of one query and four keys

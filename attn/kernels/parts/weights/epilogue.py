@@ -22,9 +22,9 @@ OF_NO_SEQUENCE = (2 - 2.0**-23)*2.0**127   # partial lse of a row of no sequence
 
 @dataclass(frozen=True)
 class LogSum:
-  """LSE of a row, m + ln(total), where m is the number that the softmax subtracted from the row's scores, and `total` the row's sum of P. The LSE is
-  a sum of two numbers: `rounded`, the LSE rounded to fp32, and `rest`, what this rounding lost. If m is large, `rest` is all of ln(total). If the
-  total is 0, the LSE is -inf and `rest` is 0."""
+  """LSE of a row as a sum of two numbers: `rounded`, the LSE rounded to fp32, and `rest`, what this rounding lost."""
+  # The LSE is m + ln(total), where m is the number that the softmax subtracted from the row's scores, and `total` the row's sum of P. If m is large,
+  # `rest` is all of ln(total). If the total is 0, the LSE is -inf and `rest` is 0.
   rounded: UOp
   rest: UOp
 
@@ -35,9 +35,9 @@ class LogSum:
     return LogSum(total.eq(0.0).where(NEG_INF, found), total.eq(0.0).where(0.0, ops.sub(more, ops.sub(found, reference))))
 
 def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, LogSum]:
-  """Returns (the factor by which a row of O is multiplied, the row's LSE). `m` is the number that the softmax subtracted from the row's scores.
-  `totals` are sums of the resulting P: the first one, of P rounded to 16 bits, is the sum by which O is divided, and the last one gives the LSE. A
-  sink adds a term to both sums."""
+  """Returns (the factor by which a row of O is multiplied, the row's LSE)."""
+  # `m` is the number that the softmax subtracted from the row's scores. `totals` are sums of the resulting P: the first one, of P rounded to 16 bits,
+  # is the sum by which O is divided, and the last one gives the LSE. A sink adds a term to both sums.
   m, rounded, exact = ops.mul(m, scores.to_natural), totals[0], totals[-1]
   if sink is None:
     return rounded.eq(0.0).where(0.0, ops.rcp(rounded)), LogSum.of(m, exact)
@@ -48,8 +48,8 @@ def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, 
   return rounded.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(rounded))), LogSum.of(safe, exact)
 
 def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
-  """Returns (index of the row in lse, flat index of the row's first element in o). If `split`, the index of a key range, is given, returns these
-  indices in lse_partial and o_partial instead."""
+  """Returns (index of the row in lse, flat index of the row's first element in o), or in lse_partial and o_partial."""
+  # `split` is the index of a key range, if there are several
   number = row.head*p.total_q + x.q_start + row.index if p.varlen else (row.batch*p.H + row.head)*p.Sq + row.index
   for s in split: number = s*p.rows + number
   sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
@@ -58,9 +58,9 @@ def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
   return number - p.rows_before, begin if p.layout == "bshd" else begin - p.rows_before*p.Dv
 
 def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-  """Returns the stores of `values` to neighbouring elements of a row of `o`, from column `column` on. The row has `length` elements, and its first
-  one has the flat index `begin`. `values` are fp32 numbers, which are converted to `dtype`, or dwords with two elements of `dtype` each. Where
-  `there` is false, nothing is stored. Each store writes 16 or 8 bytes if the alignment of rows allows it."""
+  """Returns the stores of `values` to a row of `o` that begins at index `begin`, from column `column` on, where `there` is true."""
+  # The row has `length` elements. `values` are fp32 numbers, which are converted to `dtype`, or dwords with two elements of `dtype` each. Each store
+  # writes 16 or 8 bytes if the alignment of rows allows it.
   size, packed = BYTES[dtype], values.dtype == ops.u32(ops.length(values))
   n = ops.length(values)*(2 if packed else 1)
   column, constant = column.pop_const()      # the common part of all columns of a lane is then computed only once
@@ -82,11 +82,10 @@ def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, va
 
 def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch:UOp, heads:list[UOp], block:tuple[UOp, int], thread:tuple[UOp, int],
                   new:Allocator, *split:UOp) -> list[UOp]:
-  """Returns a loop that stores o = 0 and lse = -inf to the rows that belong to no sequence (`blocks.outside`), for each of `heads`. Such rows exist
-  if sequences are packed or if devices share a sequence. `given` has the kernel's tensors by name. The work is divided over blocks and threads:
-  `block` is (index of the block, number of blocks), `thread` is (index of the thread, number of threads). If the keys are split into key ranges, the
-  lse of these rows is OF_NO_SEQUENCE instead of -inf, and so `combine` adds no sink to them. A row of a sequence that sees no key has lse -inf, and
-  gets a sink."""
+  """Returns a loop that stores o = 0 and lse = -inf to the rows that belong to no sequence, for each of `heads`."""
+  # Such rows exist if sequences are packed or if devices share a sequence. The work is divided over blocks and threads: `block` is (index of the
+  # block, number of blocks), `thread` is (index of the thread, number of threads). If the keys are split into key ranges, the lse of these rows is
+  # OF_NO_SEQUENCE instead of -inf, and so `combine` adds no sink to them. A row of a sequence that sees no key has lse -inf, and gets a sink.
   if not p.has_rows_of_none: return []
   partial = "_partial"*bool(split)
   o, dtype, vec = given[f"o{partial}"], "float32" if split else p.out_dtype, math.gcd(p.Dv, 4)
@@ -103,9 +102,9 @@ def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch
 
 def clear_rows(rows:Outside, columns:int, vec:int, block:tuple[UOp, int], thread:tuple[UOp, int], new:Allocator,
                stores:Callable[[UOp, UOp, UOp], list[UOp]]) -> list[UOp]:
-  """Returns a loop over pieces of rows that belong to no sequence. `rows` are these rows, and each has `columns` pieces of `vec` elements.
-  `stores(row, first element, whether the piece exists)` makes the stores to one piece. The work is divided over blocks and threads: `block` is (index
-  of the block, number of blocks), `thread` is (index of the thread, number of threads)."""
+  """Returns a loop over the pieces of `vec` elements of `rows`, which belong to no sequence; `stores` makes its body."""
+  # Each row has `columns` pieces; `stores(row, first element, whether the piece exists)` makes the stores to one piece. The work is divided over
+  # blocks and threads: `block` is (index of the block, number of blocks), `thread` is (index of the thread, number of threads).
   together = block[1]*thread[1]
   if (count := trip_count((rows.count*columns + (together - 1))//together)) is None: return []
   trip = new.range(count, AxisType.LOOP)
@@ -114,8 +113,7 @@ def clear_rows(rows:Outside, columns:int, vec:int, block:tuple[UOp, int], thread
   return [UOp.group(*stores(row, column, there)).end(trip)]
 
 def estimates(p:Problem) -> Estimates:
-  """Returns the kernel's costs that tinygrad shows with DEBUG=2: the number of floating-point operations, and the bytes that the kernel would move if
-  it read or wrote each tensor once."""
+  """Returns the kernel's costs that tinygrad shows with DEBUG=2: floating-point operations, and bytes if each tensor is moved once."""
   keys = p.all_heads*p.Hkv//p.H*p.Sk
   memory = p.all_heads*p.Sq*(p.D*p.itemsize + p.Dv*p.out_itemsize) + keys*(p.D + (0 if p.v_in_k else p.Dv))*p.key_itemsize
   if p.stored: memory += 2*keys*BYTES[p.scale_dtype]

@@ -1,9 +1,5 @@
-"""What the kernels that merge partial results have in common. Each partial result is normalised attention of the same queries over some of the keys,
-with its natural-log LSE:
-
-  o = sum_g exp(lse_g - lse) o_g,   lse = ln(sum_g exp(lse_g) + exp(sink))      (FlashAttention-2, arXiv 2307.08691, section 2.3.1)
-
-The largest lse_g is subtracted from every exponent first. A partial result of no keys has o_g = 0 and lse_g = -inf, so its weight is 0."""
+"""What the kernels that merge partial results have in common. Each partial result is normalised attention of the same queries over some of the
+keys."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass
@@ -19,17 +15,20 @@ from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp
 from attn.values import LOG2E
 
+# o = sum_g exp(lse_g - lse) o_g, lse = ln(sum_g exp(lse_g) + exp(sink)) (FlashAttention-2, arXiv 2307.08691, section 2.3.1). The largest lse_g is
+# subtracted from every exponent first. A partial result of no keys has o_g = 0 and lse_g = -inf, so its weight is 0.
+
 COMBINE_THREADS = 256       # largest number of threads in a workgroup
 
 def rows_together(p:Problem, arch:Chip, columns:int) -> int:
-  """Returns how many rows a workgroup merges. `columns` threads merge a row. If there are few rows in all, a workgroup merges fewer rows, so that
-  more compute units have work; but it merges at least as many as fill a wave with threads."""
+  """Returns how many rows a workgroup merges, with `columns` threads for each row."""
+  # If there are few rows in all, a workgroup merges fewer rows, so that more compute units have work; but it merges at least as many as fill a wave
+  # with threads.
   return max(1, min(COMBINE_THREADS//columns, max(ceildiv(p.rows, max(1, arch.cus)), arch.wave//columns)))
 
 @dataclass(frozen=True)
 class MergedRow:
-  """The row of the output that a thread merges. The thread computes `vec` elements of this row, from element `column` on. `index` is the index of the
-  row, counted over batches and heads. `there` is false if the thread has no row; `index` is then that of the last row."""
+  """The row of the output that a thread merges; the thread computes `vec` elements of this row."""
   p: Problem
   arch: Chip
   block: UOp
@@ -60,24 +59,23 @@ class MergedRow:
     return self.p.total_q if self.p.varlen else self.p.Sq
   @property
   def coordinates(self) -> tuple[UOp, UOp, UOp]:
-    """Coordinates of the output's row that this thread merges: (batch, head, query)."""
+    """Batch, head and query of the output's row that this thread merges."""
     return self.index//(self.p.H*self.length), self.index//self.length%self.p.H, self.index%self.length
 
 def reference_of(largest:UOp) -> UOp:
-  """Returns the number that is subtracted from every exponent before the exponential: `largest`, the largest lse, or 0 if no partial result has a key
-  (then `largest` is -inf)."""
+  """Returns the number that is subtracted from every exponent: the largest lse, or 0 if no partial result has a key."""
   return largest.eq(NEG_INF).where(0.0, largest)
 
 def weight_of(lse:UOp, reference:UOp, rest:UOp|None=None) -> UOp:
-  """Returns the weight of a partial result, exp(lse - reference). The difference is computed first, because it is exact where lse and reference are
-  close. `rest` is the part of the lse that rounding to fp32 lost."""
+  """Returns the weight of a partial result, exp(lse - reference); `rest` is what rounding the lse to fp32 lost."""
+  # the difference first, because it is exact where lse and reference are close
   found = ops.mul(ops.sub(lse, reference), LOG2E)
   return ops.exp2(found if rest is None else ops.fma(rest, LOG2E, found))
 
 def store_merged(at:MergedRow, given:Mapping[str, UOp], values:UOp, weights:UOp, largest:UOp) -> list[UOp]:
-  """Returns the stores of a merged row. o gets `values`/`weights`: the weighted sum of the partial results, divided by the sum of the weights. lse
-  gets `largest` + ln(`weights`), rounded to fp32, where `largest` is the largest lse of the partial results and of the sink. lse_rest gets what this
-  rounding lost. lse and lse_rest are stored only if they are among the tensors `given`."""
+  """Returns the stores of a merged row of o (`values`/`weights`), and of its lse if `given` has this tensor."""
+  # `values` is the weighted sum of the partial results, and `weights` the sum of the weights. lse gets `largest` + ln(`weights`), rounded to fp32,
+  # where `largest` is the largest lse of the partial results and of the sink. lse_rest gets what this rounding lost.
   p, (batch, head, query) = at.p, at.coordinates
   values = ops.mul(values, weights.eq(0.0).where(0.0, ops.rcp(weights)))
   sb, sh, ss = strides(p.layout, p.H, at.length, p.Dv)

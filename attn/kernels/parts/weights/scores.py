@@ -1,11 +1,4 @@
-"""Turns raw scores Q K^T into the input of the softmax. First the problem's terms (bias, softcap, ALiBi: attn/score) change the scores, then masks
-hide some of them.
-
-Scores are exponents, and this module returns them in one of three bases. Without a term they stay raw: one fma multiplies a raw score by
-softmax_scale * log2(e) and subtracts the number that the softmax subtracts from the row's scores. After terms they are in base 2: multiplied by
-log2(e), in fp32, so that P = 2^(score - m). For float32 inputs the rounding of this multiplication would be too coarse. The scores are then in base e
-(`natural`): P = e^(score - m), with the roundings of the textbook formula, the same in forward and backward. Wide scores (Problem.wide_scores: scores
-as large as fp32 allows) are in base e, too, because a caller's bias may be the lowest float32, and this number times log2(e) overflows."""
+"""Turns raw scores Q K^T into the input of the softmax: the problem's terms (bias, softcap, ALiBi) change the scores, then masks hide some."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Mapping
@@ -24,14 +17,19 @@ from attn.score.terms import score_terms
 from attn.tinygrad_compat import UOp
 from attn.values import LOG2E
 
+# Scores are exponents, and this module returns them in one of three bases. Without a term they stay raw: one fma multiplies a raw score by
+# softmax_scale * log2(e) and subtracts the number that the softmax subtracts from the row's scores. After terms they are in base 2: multiplied by
+# log2(e), in fp32, so that P = 2^(score - m). For float32 inputs the rounding of this multiplication would be too coarse. The scores are then in base
+# e (`natural`): P = e^(score - m), with the roundings of the textbook formula, the same in forward and backward. Wide scores (Problem.wide_scores:
+# scores as large as fp32 allows) are in base e, too, because a caller's bias may be the lowest float32, and this number times log2(e) overflows.
+
 NEG_INF = -math.inf
 
 @dataclass(frozen=True)
 class Scores:
-  """Scores as a lane holds them in one iteration of the loop over tiles, and what is applied to them: the score terms and the masks of a problem. The
-  scores belong to one row that the workgroup owns, and form a list of vectors. The rows over which the workgroup loops, the walked rows, are keys if
-  the workgroup owns queries, and queries if it owns keys. Element n, counted over all vectors, is the score of walked row `tile*block_n +
-  matrix.key_of(h, n)`."""
+  """The scores of one own row in one tile, as a lane holds them, with the score terms and masks of the problem."""
+  # The scores form a list of vectors. The walked rows are keys if the workgroup owns queries, and queries if it owns keys. Element n, counted over
+  # all vectors, is the score of walked row `tile*block_n + matrix.key_of(h, n)`.
   p: Problem
   at: Lane|MmaLane|ThreadPlace
   block_n: int
@@ -48,8 +46,7 @@ class Scores:
   def raw(self) -> bool: return not self.terms
   @property
   def unit(self) -> ScoreUnit:
-    """What the scores are after all score terms (softcap, ALiBi, bias): exponents of base 2, exponents of base e, or raw scores, which softmax_scale
-    does not multiply yet."""
+    """The base of the scores after all score terms: exponents of base 2 or of base e, or raw scores."""
     return raw_unit(self.p) if self.raw else self.unit_of_terms
   @property
   def unit_of_terms(self) -> ScoreUnit: return NATURAL if self.natural else BASE2
@@ -61,39 +58,37 @@ class Scores:
   def to_natural(self) -> float: return 1.0 if self.natural else self.unit.natural
   @property
   def walked(self) -> list[tuple[int, ...]]:
-    """Indices, in a tile, of the rows to which a lane's scores belong: a tuple for each vector of scores. These are the indices in lane group 0 (a
-    lane group is the lanes that hold the same rows of an accumulator). In lane group h each index is larger by h*matrix.block, because a lane holds
-    matrix.block neighbouring rows."""
+    """Indices, in a tile, of the rows to which a lane's scores belong, in lane group 0: a tuple for each vector of scores."""
+    # in lane group h each index is larger by h*matrix.block, because a lane holds matrix.block neighbouring rows
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
   def of_head(self, head:UOp) -> Scores:
     return replace(self, first=replace(self.first, head=head))
   def row(self, place:UOp) -> UOp:
-    """Returns the index, in the sequence, of the row that comes at position `place` in the workgroup's loop. The index is `place` itself unless the
-    loop leaves tiles out or takes them in descending order (`order`)."""
+    """Returns the index, in the sequence, of the row that the workgroup's loop reaches at position `place`."""
+    # `place` itself unless the loop leaves tiles out or takes them in descending order
     return place if self.order is None else self.order.row(place)
   def tile(self, number:UOp) -> UOp:
-    """Returns the index, in the sequence, of the tile that iteration `number` of the workgroup's loop computes. The index is `number` itself unless
-    the loop leaves tiles out or takes them in descending order (`order`)."""
+    """Returns the index, in the sequence, of the tile that iteration `number` of the workgroup's loop computes."""
+    # `number` itself unless the loop leaves tiles out or takes them in descending order
     return number if self.order is None else self.order.row(number*self.block_n)//self.block_n
   def begin(self, tile:UOp) -> UOp: return self.tile(tile)*self.block_n + self.at.h*self.at.matrix.block
 
   def fragment(self, row:Row, tile:UOp) -> Fragment:
-    """Returns the query and the key of each of a row's scores in a tile, as a `Fragment`, from which score terms (softcap, ALiBi, bias) compute their
-    values."""
+    """Returns the query and the key of each of a row's scores in a tile, from which score terms compute their values."""
     mat = self.at.matrix
     return Fragment(self.p, self.given, row, self.first, self.walk, self.tile(tile), self.block_n, self.at.h, mat.block, self.walked, mat.tile_keys,
                     self.unit_of_terms, self.limits(row, tile))
 
   def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Applies the problem's score terms (softcap, ALiBi, bias) to the raw scores `x` of a row. Without terms, multiplies them by softmax_scale if
-    `natural` is set, and returns them unchanged otherwise."""
+    """Applies the problem's score terms (softcap, ALiBi, bias) to the raw scores `x` of a row."""
+    # without terms: times softmax_scale if `natural` is set, and unchanged otherwise
     return self.final(self.steps(x, row, tile))
 
   def final(self, steps:list[list[UOp]]) -> list[UOp]:
-    """Returns the scores that the softmax uses, before masks: the last entry of `steps`, the list that the method `steps` returned. Without score
-    terms this entry is the raw scores, which are then multiplied by softmax_scale if `natural` is set."""
+    """Returns the scores that the softmax uses, before masks; `steps` is the list that the method `steps` returned."""
     if not (self.natural and self.raw): return steps[-1]
+    # without score terms the last entry is the raw scores
     return [ops.mul(y, self.unit.natural) for y in steps[-1]]
 
   def steps(self, x:list[UOp], row:Row, tile:UOp) -> list[list[UOp]]:
@@ -105,8 +100,8 @@ class Scores:
     return found
 
   def derivatives(self, steps:list[list[UOp]], row:Row, tile:UOp) -> dict[str, list[UOp]]:
-    """Returns, by the name of each score term (softcap, ALiBi, bias), the derivative of the term's result with respect to its input. `steps` is what
-    the method `steps` returned. Leaves out terms whose derivative is always 1."""
+    """Returns, by the name of each score term, the derivative of the term's result with respect to its input."""
+    # `steps` is what the method `steps` returned; terms whose derivative is always 1 are left out
     found, at, unit = dict[str, list[UOp]](), self.fragment(row, tile), raw_unit(self.p)
     for term, before, after in zip(self.terms, steps, steps[1:]):
       assert term.derivative is not None
@@ -115,23 +110,21 @@ class Scores:
     return found
 
   def mask(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Applies masks to the scores `x` of a row. Returns the scores with -inf where the key or the query does not exist, or the query does not see the
-    key."""
+    """Returns the scores `x` of a row with -inf where the query does not see the key, or one of them does not exist."""
     return self._seen(self._beyond(x, row, tile, ops.mask_above, ops.mask_beyond), row, tile, NEG_INF)
   def clear(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Applies masks to `x`, numbers that belong to the scores of a row, such as P. Returns the numbers with 0 where the key or the query does not
-    exist, or the query does not see the key."""
+    """Returns `x`, such as P, with 0 where the query does not see the key, or one of them does not exist."""
     return self._seen(self._beyond(x, row, tile, ops.clear_above, ops.clear_beyond), row, tile, 0.0)
 
   def limits(self, row:Row, tile:UOp) -> tuple[UOp|None, UOp]:
-    """Returns the first and the last column that a row sees, counted from the first column that this lane has in a tile. Columns are keys if the row
-    is a query, and queries if the row is a key. The first is None if no mask hides columns at the beginning of a row."""
+    """Returns the first and the last column that a row sees, counted from the first column that this lane has in a tile."""
+    # Columns are keys if the row is a query, and queries if the row is a key. The first is None if no mask hides columns at the beginning of a row.
     first, here = first_seen(self.walk, row.index), self.begin(tile)
     return None if first is None else first - here, last_seen(self.walk, row.index) - here
 
   def seen_by(self, first:UOp, last:UOp, tile:UOp) -> UOp:
-    """Returns whether one of the rows from `first` to `last` may see a column of a tile. Columns are keys if rows are queries, and queries if rows
-    are keys."""
+    """Returns whether one of the rows from `first` to `last` may see a column of a tile."""
+    # columns are keys if rows are queries, and queries if rows are keys
     begin, first_column = self.tile(tile)*self.block_n, first_seen(self.walk, first)
     seen = begin <= last_seen(self.walk, last)
     return seen if first_column is None else seen & (first_column < begin + self.block_n)
@@ -149,15 +142,16 @@ class Scores:
 
   @property
   def in_classes(self) -> bool:
-    """Whether a score of a tile is visible exactly where a number of its query equals an element of a tensor, and the elements for neighbouring keys
-    are neighbours (`classes`)."""
+    """Whether a score is visible exactly where a number of its query equals a number of its key (as with document numbers)."""
+    # the number of the key is an element of a tensor, and the elements for neighbouring keys are neighbours (`classes`)
     if self.p.mask_mod is None or len(scattered(self.p)) > 1 or self.cut: return False
     found = classes_of(self.p.mask_mod.value)
     if found is None or not is_row_of_numbers(found[1]): return False
     return 4*math.prod(int(n) for n in tensor_of(found[1]).shape) <= ops.MAX_RECORDS
   def classes(self, rows:list[Row], tile:UOp) -> tuple[list[UOp], UOp, list[int]]:
-    """Returns the number of each of `rows` that the mask compares; the loaded number of the lane's first column of a tile; and for each of the lane's
-    columns, how many elements after the first its number lies. Rows are queries, and columns are keys."""
+    """Returns the number of each of `rows`, the loaded number of the lane's first column, and the distance of each column's number."""
+    # The mask compares the number of a row, a query, with the number of a column, a key. The distance is counted in elements of the tensor, from the
+    # first column's number on.
     mask, lifted = self.p.mask_mod, [Lifted(self.fragment(row, tile), f"mask_mod={self.p.mask_mod}") for row in rows]
     assert mask is not None
     found = classes_of(mask.value)
@@ -167,20 +161,20 @@ class Scores:
 
   @property
   def in_place(self) -> bool:
-    """Whether masks can be applied to the raw scores in their registers, without a copy (`masks`). This needs a problem without score terms (softcap,
-    ALiBi, bias) and without a mask_mod that is computed for every score."""
+    """Whether masks can be applied to the raw scores in their registers, without a copy."""
+    # needs a problem without score terms and without a mask_mod that is computed for every score
     return self.raw and not scattered(self.p)
 
   def masks(self, scores:UOp, rows:list[Row], tile:UOp, *done:UOp) -> list[UOp]:
-    """Returns statements that apply masks to raw scores (Q K^T) in the registers `scores`, which hold two rows. The statements are independent of
-    each other, and come after the operations `done`."""
+    """Returns statements that apply masks to raw scores of two rows in the registers `scores`, after the operations `done`."""
+    # the statements are independent of each other
     of_rows = [self.limits(row, tile) for row in rows]
     limits = {"above": [last for _, last in of_rows], "below": [first for first, _ in of_rows if first is not None]}
     return [ops.mask_rows(scores, each, side, self.walked[0], self.at.matrix.tile_keys, *done) for side, each in limits.items() if each]
 
   def finished(self, tiles:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> list[UOp]:
-    """Makes the input of the softmax from raw scores (Q K^T): applies the score terms (softcap, ALiBi, bias), and if `masked` the masks. `tiles` are
-    vectors of raw scores. Each vector has elements of all `rows`, one row after another. Returns vectors in the same form."""
+    """Makes the input of the softmax from raw scores: applies the score terms (softcap, ALiBi, bias), and if `masked` the masks."""
+    # `tiles` are vectors of raw scores. Each vector has elements of all `rows`, one row after another. The result has the same form.
     if self.raw and not masked and not self.natural: return tiles
     n = ops.length(tiles[0])//len(rows)
     parts = [[ops.slice_(y, i*n, n) for y in tiles] for i in range(len(rows))]
