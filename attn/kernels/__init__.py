@@ -1,3 +1,2 @@
-"""The kernels of attention, written in tinygrad's UOps. Each file holds one algorithm. The folders amd, mma and wgmma each implement the operations
-of these algorithms (loads, products, softmax) for one family of matrix instructions. The folder plain implements them without matrix instructions.
-The folders nvidia, tiles and parts hold what several kernels share."""
+"""The kernels of attention, written in tinygrad's UOps: one algorithm in each file. Begin with textbook.py. The folders amd, mma, wgmma and plain
+implement the algorithms' operations for one kind of matrix instructions, or for none; nvidia, tiles and parts hold what several kernels share."""

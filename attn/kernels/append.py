@@ -1,6 +1,5 @@
-"""Appends rows to the key/value cache in place: new row i of batch b becomes row lengths[b] + i of the cache. A row that would lie outside the cache
-is not stored. If the cache stores 8-bit numbers, the kernel chooses a scale for each row by the row's largest element. It stores the scale, and each
-element divided by the scale."""
+"""Appends rows to the key/value cache in place: new row i of batch b becomes row lengths[b] + i of the cache. A cache of 8-bit numbers also gets a
+scale for each row."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Callable
@@ -14,33 +13,33 @@ from attn.problem import Pages, Strided
 from attn.tinygrad_compat import AxisType, KernelInfo, Ops, UOp, dtypes
 from attn.values import FLOATS, cache_of_kernels
 
+# A row that would lie outside the cache is not stored. The scale of a row follows from the row's largest element; each element is stored divided by
+# the scale.
+
 THREADS = 64
 
 @dataclass(frozen=True)
 class Scales:
-  """The scales of a cache that stores 8-bit numbers: `format` is the format of these numbers (attn/ops/formats.py), `dtype` the dtype of the scales.
-  `places` says where the scales lie in their buffer."""
-  format: str
-  dtype: str
-  places: Strided
+  """The scales of a cache that stores 8-bit numbers."""
+  format: str       # format of the 8-bit numbers (attn/ops/formats.py)
+  dtype: str        # dtype of the scales
+  places: Strided   # where the scales lie in their buffer
 
 @dataclass(frozen=True)
 class Append:
-  """The shapes of an append: `new` rows of `width` elements for each of H heads of each of B batches, in `layout`. The cache has `capacity` rows for
-  each head. `places` says where the cache begins in its buffer, and has the strides between its batches, heads and rows. With `pages` the cache
-  consists of pages, and the stride between batches is the stride between pages. With `scales` the cache stores 8-bit numbers. If the cache gets only
-  some columns of the new rows, `of_row` is the length of a new row, and `column` the first of the `width` columns that the cache gets."""
+  """The shapes of an append of `new` rows to each head of each batch of a cache."""
+  # `new` rows of `width` elements for each of H heads of each of B batches, in `layout`
   B: int
   H: int
   new: int
-  capacity: int
+  capacity: int   # rows of the cache for each head
   width: int
   layout: str
-  places: Strided
-  pages: Pages|None = None
-  scales: Scales|None = None
-  of_row: int|None = None
-  column: int = 0
+  places: Strided              # where the cache begins in its buffer, and the strides between its batches (or pages), heads and rows
+  pages: Pages|None = None     # None if the cache does not consist of pages
+  scales: Scales|None = None   # given if the cache stores 8-bit numbers
+  of_row: int|None = None      # length of a new row, if the cache gets only some of its columns
+  column: int = 0              # first of the `width` columns that the cache gets
   threads: bool = True   # False on a device without threads: loops do everything
   checked: bool = True   # contains the operation by which the emulator finds rows that share a slot; False where a device can't render this operation
   @property
@@ -48,32 +47,29 @@ class Append:
 
 @dataclass(frozen=True)
 class NewRow:
-  """A new row, as one of the threads that copy the row sees it. If `inside` is true, the row is stored in the cache at row number `place`. `batch` is
-  the index of the batch to which the row belongs, or in a cache of pages the index of the page."""
+  """A new row of the cache, as one of the threads that copy the row sees it."""
   a: Append
   allocator: Allocator
   rows: UOp
   first: UOp       # index of the row's first element in `rows`
   thread: UOp
-  batch: UOp
+  batch: UOp   # index of the row's batch, or of the page in a cache of pages
   head: UOp
-  place: UOp
-  inside: UOp
+  place: UOp    # row number in the cache, or in the page
+  inside: UOp   # whether the row is stored
 
   def element(self, part:UOp) -> tuple[UOp, UOp, UOp]:
-    """Returns (column, whether the row has this column, the loaded element) for one of the elements that this thread copies. `part` is the element's
-    index among them."""
+    """Returns (column, whether the row has this column, the loaded element) for element number `part` of this thread."""
     column = part*self.a.threads_of_row + self.thread
     there = column < self.a.width
     return column, there, self.rows[(self.first + column).valid(there)].load()
   def part(self, kind:AxisType) -> UOp: return self.allocator.range(ceildiv(self.a.width, self.a.threads_of_row), kind)
   def index(self, at:Strided) -> UOp:
-    """Returns where this row begins in the buffer of the cache, as a flat index. If `at` has the strides of the cache's scales, returns where the
-    row's scale lies in the buffer of scales."""
+    """Returns the flat index at which this row, or its scale, begins in a buffer with the strides `at`."""
     return at.start + self.batch*at.batch + self.head*at.head + self.place*at.row
   def largest(self) -> UOp:
-    """Returns the largest absolute value of this row. Each thread finds the largest of the elements that it copies; then the threads exchange these
-    maxima."""
+    """Returns the largest absolute value of this row."""
+    # each thread finds the largest of the elements that it copies; then the threads exchange these maxima
     mine = sizes_of(self.element(part := self.part(AxisType.REDUCE))[2].cast(dtypes.float)).reduce(part, arg=Ops.MAX)
     if not self.a.threads: return mine
     found = self.allocator.lds(THREADS, dtypes.float)
@@ -84,9 +80,9 @@ class NewRow:
 
 @cache_of_kernels
 def append(a:Append) -> Callable[..., UOp]:
-  """Returns the kernel, a function of the tensors (cache, [scales], rows, lengths, [block_table]). `cache` and `scales` are the buffers in which the
-  cache and its scales lie. `rows` (B, H, new, width), in the layout `a.layout`, has the new rows: floats, of the cache's dtype unless the cache
-  stores 8-bit numbers. `lengths` (B) and `block_table` (B, a.pages.most) are int32."""
+  """Returns the kernel that appends rows: a function of the tensors (cache, [scales], rows, lengths, [block_table])."""
+  # `cache` and `scales` are the buffers in which the cache and its scales lie. `rows` (B, H, new, width), in the layout `a.layout`, has the new rows:
+  # floats, of the cache's dtype unless the cache stores 8-bit numbers. `lengths` (B) and `block_table` (B, a.pages.most) are int32.
   def kernel(*placeholders:UOp) -> UOp:
     cache, *scales = map(flat, placeholders[:1 + (a.scales is not None)])
     rows, lengths, *table = map(flat, placeholders[1 + len(scales):])
@@ -108,8 +104,8 @@ def append(a:Append) -> Callable[..., UOp]:
   return kernel
 
 def new_row(a:Append, allocator:Allocator, row:UOp, thread:UOp, rows:UOp, lengths:UOp, table:list[UOp]) -> NewRow:
-  """Returns the new row with index `row`, counted over all batches and heads: where it lies in `rows`, and where it is stored in the cache. `table`
-  has the block table if the cache consists of pages, and is empty otherwise."""
+  """Returns where new row number `row` lies in `rows`, and where it is stored in the cache."""
+  # `row` is counted over all batches and heads; `table` has the block table if the cache consists of pages, and is empty otherwise
   batch, head, i = row//(a.H*a.new), row//a.new%a.H, row%a.new
   sb, sh, ss = strides(a.layout, a.H, a.new, a.width if a.of_row is None else a.of_row)
   to = bounded(lengths[batch].load(), -a.new, a.capacity) + i

@@ -1,15 +1,4 @@
-"""Flash attention backward for every matrix unit: the gradients of q, of k and v, and of a bias.
-
-With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = softmax_scale * dS K and dK =
-softmax_scale * dS^T Q (FlashAttention-2, arXiv 2307.08691, algorithm 2). Each kernel computes the scores again, in registers: no score is stored to
-memory.
-
-Each algorithm is one function: `gradient_of_q`, `gradients_of_kv`, `gradient_of_bias`. A workgroup owns some queries and loops over the keys in
-tiles, or owns some keys and loops over the queries in tiles. A `BackwardUnit` says which rows the workgroup owns, and loads the tiles. A
-`BackwardTrip` does the steps of the algorithm on one tile. Each kind of matrix unit has its own `BackwardUnit` and `BackwardTrip`. Each sum is
-computed by one workgroup, in a fixed order: every run gives the same result. The exception is dQ if `gradients_of_kv` also computes dQ: then all
-workgroups add to its sums in memory, in no order, or one after another in a fixed order (attn/kernels/parts/backward/turns.py).
-"""
+"""Flash attention backward for every matrix unit: the gradients of q, of k and v, and of a bias. Begin with `gradient_of_q`."""
 from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar
@@ -21,87 +10,85 @@ from attn.problem import Problem
 from attn.score.sums import sum_over_scores
 from attn.tinygrad_compat import UOp
 
+# With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = softmax_scale * dS K and dK =
+# softmax_scale * dS^T Q (FlashAttention-2, arXiv 2307.08691, algorithm 2). Each kernel computes the scores again, in registers: no score is stored to
+# memory.
+#
+# Each algorithm is one function: `gradient_of_q`, `gradients_of_kv`, `gradients_of_few_queries`, `gradient_of_bias`. A workgroup owns some queries
+# and loops over the keys in tiles, or owns some keys and loops over the queries in tiles. A `BackwardUnit` says which rows the workgroup owns, and
+# loads the tiles. A `BackwardTrip` does the steps of the algorithm on one tile. Each kind of matrix unit has its own `BackwardUnit` and
+# `BackwardTrip`. Each sum is computed by one workgroup, in a fixed order: every run gives the same result. The exception is dQ if `gradients_of_kv`
+# also computes dQ: then all workgroups add to its sums in memory, in no order, or one after another in a fixed order
+# (attn/kernels/parts/backward/turns.py).
+
 Carry = TypeVar("Carry")
 
 class BackwardTrip(Protocol[Carry]):
-  """The operations of the backward algorithms on one tile, as one thread sees them. Either the workgroup owns queries and the tile holds keys, or the
-  workgroup owns keys and the tile holds queries. The state `s` holds what operations pass on to later ones: sums in registers, and tiles in LDS."""
-  def start(self, s:Carry) -> Carry: """Starts the products for S and dP, if the matrix unit works asynchronously; otherwise does nothing. Returns
-                                        the state."""
-  def lse(self, s:Carry) -> Any:
-    """Returns the lse of the queries of this iteration: the queries that the workgroup owns, or, if it owns keys, the queries of the iteration's
-    tile."""
-  def scores(self, s:Carry) -> tuple[Carry, Any]: """Computes S = Q K^T of the workgroup's rows and this iteration's tile. Returns the state and S."""
-  def weights(self, scores:Any, lse:Any) -> Any: """Applies score terms (bias, softcap, ...) and masks to S. Returns P = exp(S - lse) and the
-                                                    derivatives of the terms."""
-  def dp(self, s:Carry) -> tuple[Carry, Any]:
-    """Computes dP - delta, with dP = dO V^T. Where dropout drops a weight, sets dP to 0. Returns the state and dP - delta."""
+  """The steps of the backward algorithms on one tile, as one thread sees them."""
+  # Either the workgroup owns queries and the tile holds keys, or the workgroup owns keys and the tile holds queries. The state `s` holds what
+  # operations pass on to later ones: sums in registers, and tiles in LDS.
+  def start(self, s:Carry) -> Carry: """Starts the products for S and dP, if the matrix unit works asynchronously, and returns the state."""
+  def lse(self, s:Carry) -> Any: """Returns the lse of the queries of this iteration."""
+  def scores(self, s:Carry) -> tuple[Carry, Any]:
+    """Computes S = Q K^T of the workgroup's rows and this iteration's tile, and returns the state and S."""
+  def weights(self, scores:Any, lse:Any) -> Any:
+    """Applies score terms (bias, softcap, ...) and masks to S, and returns P = exp(S - lse) and the derivatives of the terms."""
+  def dp(self, s:Carry) -> tuple[Carry, Any]: """Computes dP - delta, with dP = dO V^T after dropout, and returns the state and dP - delta."""
   def ds(self, weights:Any, dp:Any, derivatives:Collection[str]|None=None) -> Any:
-    """Returns dS = P * (dP - delta), times the derivatives of the score terms (softcap, ALiBi, bias, score_mod). This is the gradient of Q K^T,
-    without the factor softmax_scale. `weights` holds P and the derivatives. `dp` is dP - delta.
-
-    If `derivatives` is given, only the terms that it names are applied. The result is then the gradient of the bias, or of the value that score_mod
-    reads from a tensor, for each score."""
+    """Returns dS = P * (dP - delta), times the derivatives of the score terms, or of those that `derivatives` names."""
   def kept(self, weights:Any) -> Any: """Returns P after dropout, rounded to the inputs' dtype, as an operand of the product P^T dO."""
   def rounded(self, ds:Any) -> Any: """Returns dS, rounded to the inputs' dtype, as an operand of the products that give dQ and dK."""
   def add(self, s:Carry, name:str, p_or_ds:Any) -> Carry:
-    """Adds to the gradient `name` the product of `p_or_ds` (P or dS) and the rows of a tensor in this iteration's tile: P and dO for dv, dS and q for
-    dk, dS and k for dq. Returns the state."""
+    """Adds the product P^T dO, dS^T Q or dS K of this iteration's tile to the gradient `name`, and returns the state."""
 
 class SharingTrip(BackwardTrip[Carry], Protocol[Carry]):
-  """The operations of `gradients_of_kv` on one tile of queries, if workgroups that own keys also add up dQ. Each workgroup computes the part of dQ
-  that comes from its own keys, and adds this part to the fp32 accumulator of dQ in memory."""
+  """The steps of `gradients_of_kv` on one tile of queries, if workgroups that own keys also add up dQ."""
+  # each workgroup computes the part of dQ that comes from its own keys, and adds this part to the fp32 accumulator of dQ in memory
   def start_dq(self, s:Carry, ds:Any) -> Carry:
-    """Starts the product dQ = dS K for the queries of this iteration's tile, summed over all keys of the workgroup. `ds` holds dS, rounded. Returns
-    the state."""
-  def add_dq(self, s:Carry) -> Carry: """Adds the product that `start_dq` started to the fp32 accumulator of dQ in memory. Returns the state."""
+    """Starts the product dS K for the queries of this iteration's tile, and returns the state; `ds` is dS, rounded."""
+  def add_dq(self, s:Carry) -> Carry: """Adds the product that `start_dq` started to the fp32 accumulator of dQ in memory, and returns the state."""
 
 class FewQueriesTrip(BackwardTrip[Carry], Protocol[Carry]):
-  """The operations of `gradients_of_few_queries` on one tile of keys. The workgroup holds all queries that see these keys."""
-  def start_dq(self, s:Carry, ds:Any) -> Carry: """Starts to add dS K, summed over the tile's keys, to dQ. `ds` holds dS, rounded. Returns the state.
-                                                """
-  def finish_keys(self, s:Carry) -> Carry: """Stores dK and dV of the tile's keys to memory. Returns the state after all products of the iteration."""
+  """The steps of `gradients_of_few_queries` on one tile of keys, whose workgroup holds all queries that see these keys."""
+  def start_dq(self, s:Carry, ds:Any) -> Carry:
+    """Starts to add dS K, summed over the tile's keys, to dQ, and returns the state; `ds` is dS, rounded."""
+  def finish_keys(self, s:Carry) -> Carry: """Stores dK and dV of the tile's keys to memory, and returns the state."""
 
 class OwnUnit(Protocol[Carry]):
-  """The part of a problem that one workgroup owns (rows, or a block of a bias), and the loop over the tiles that this part needs."""
+  """The rows (or the block of a bias) that one workgroup owns, and the loop over the tiles that they need."""
   @property
   def group(self) -> Workgroup: """The part of the problem that belongs to this workgroup."""
   def walk(self, s:Carry, work:Callable[[Carry, Any], Carry]) -> Carry:
-    """Loops over tiles, one head after another: over the keys that the workgroup's queries see, or over the queries that see the workgroup's keys.
-    Calls `work(state, trip)` for each loaded tile; `work` returns the state after its work on this tile. Returns the state after the last tile."""
+    """Loops over the tiles with the body `work(state, trip)`, which returns the new state, and returns the last state."""
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
-    """Returns the kernel, which ends with `stores`. `name` becomes a part of its name. `cleared` names tensors in which some rows may belong to no
-    sequence: the kernel stores 0 to these rows. `count` is the kernel's number of floating-point operations."""
+    """Returns the kernel, which ends with `stores`, and stores 0 to rows of the tensors `cleared` that belong to no sequence."""
 
 class BackwardUnit(OwnUnit[Carry], Protocol[Carry]):
   """A workgroup that owns queries or keys, and computes the gradients that belong to these rows."""
   @property
   def wanted(self) -> tuple[str, ...]: """Names of the gradients that the workgroup computes (dq, dk, dv), in the order of their accumulators."""
   def begin(self, s:Carry|None=None, stores:list[UOp]|None=None) -> Carry:
-    """Returns the state before the first tile: all sums are 0, and the rows that the workgroup owns are loaded, or their loads have started. If this
-    is a second pass over the tiles, `s` is the state after the first pass, and `stores` are the stores of the first pass. The second pass begins
-    after these stores."""
+    """Returns the state before the first tile of a pass; `s` and `stores` are the state and the stores of an earlier pass."""
   def gradient(self, s:Carry, name:str) -> list[UOp]: """Returns the stores of the gradient `name` to memory."""
 
 class FewQueriesUnit(OwnUnit[Carry], Protocol[Carry]):
   """A workgroup that holds all queries of a head, and loops over a part of the keys."""
-  def begin(self) -> Carry: """Returns the state before the first tile: dQ is 0, and the queries are loaded, or their loads have started. delta is
-                            computed and stored."""
+  def begin(self) -> Carry: """Returns the state before the first tile: dQ is 0, the queries are on their way, and delta is stored."""
   def gradient(self, s:Carry, name:str) -> list[UOp]: """Returns the stores of the gradient `name`, dq, to memory."""
 
 class QueriesUnit(BackwardUnit[Carry], Protocol[Carry]):
   def deltas(self, s:Carry) -> list[UOp]: """Returns the stores of delta to memory, from where the other kernels read it."""
 
 class BiasUnit(OwnUnit[Carry], Protocol[Carry]):
-  """A workgroup that owns a block of a bias and loops over all scores to which the block is added. If all queries share the elements of the bias, the
-  block is one row. If all keys share the elements of the bias, the block is one column."""
+  """A workgroup that owns a block of a bias and loops over all scores to which the block is added."""
+  # if all queries share the elements of the bias, the block is one row; if all keys share them, one column
   def begin(self) -> Carry: """Returns the state before the first tile: all sums are 0."""
-  def sum(self, s:Carry, ds:Any, tile:Any) -> Carry: """Adds dS to the sums, and returns the state. If each element of the bias is added to only
-                                                        one score, there is nothing to sum: then stores dS to memory."""
+  def sum(self, s:Carry, ds:Any, tile:Any) -> Carry:
+    """Adds dS to the sums, or stores dS if each element of the bias is added to only one score; returns the state."""
   def sums(self, s:Carry) -> list[UOp]: """Returns the stores of the sums, the gradient of the workgroup's block of the bias, to memory."""
 
 def gradient_of_q(unit:QueriesUnit[Any]) -> UOp:
-  """Returns the kernel for the gradient of q. A workgroup owns queries and loops over the keys."""
+  """Returns the kernel for the gradient of q: a workgroup owns queries and loops over the keys."""
   def work(s:Any, tile:BackwardTrip[Any]) -> Any:
     s = tile.start(s)                                        # starts S and dP, if they are asynchronous
     lse = tile.lse(s)
@@ -115,9 +102,10 @@ def gradient_of_q(unit:QueriesUnit[Any]) -> UOp:
   return unit.kernel("dq", ("dq", "delta"), [*unit.deltas(s), *unit.gradient(s, "dq")], p.flops//(p.D + p.Dv)*(2*p.D + p.Dv))
 
 def gradients_of_kv(passes:list[BackwardUnit[Any]]) -> UOp:
-  """Returns the kernel for the gradients of k and v. A workgroup owns keys and loops over the queries of all heads that share these keys, one head
-  after another. `passes` has one object for each loop over all these queries: a single pass for both gradients, or, if registers are short, one pass
-  for dV and one for dK. If dQ is among the gradients that a pass computes, the workgroup adds its part of dQ to sums in memory."""
+  """Returns the kernel for the gradients of k and v: a workgroup owns keys and loops over the queries."""
+  # The loop is over the queries of all heads that share these keys, one head after another. `passes` has one object for each loop over all these
+  # queries: a single pass for both gradients, or, if registers are short, one pass for dV and one for dK. If dQ is among the gradients that a pass
+  # computes, the workgroup adds its part of dQ to sums in memory.
   s, stores = None, list[UOp]()
   for unit in passes:
     def work(s:Any, tile:Any, wanted:tuple[str, ...]=unit.wanted) -> Any:
@@ -140,8 +128,8 @@ def gradients_of_kv(passes:list[BackwardUnit[Any]]) -> UOp:
   return passes[0].kernel("all" if together else "dkdv", ("dk", "dv"), stores, p.flops*5//2 if together else 2*p.flops)
 
 def gradients_of_few_queries(unit:FewQueriesUnit[Any]) -> UOp:
-  """Returns the kernel for all gradients of a problem with few queries. A workgroup holds all queries of a head, and loops over a part of the keys.
-  An iteration finishes dK and dV of its tile of keys, because it has all queries that see these keys. dQ is summed over the iterations."""
+  """Returns the kernel for all gradients of a problem with few queries, all of which a workgroup holds while it loops over keys."""
+  # An iteration finishes dK and dV of its tile of keys, because it has all queries that see these keys. dQ is summed over the iterations.
   def work(s:Any, tile:FewQueriesTrip[Any]) -> Any:
     s = tile.start(s)                                        # starts S and dP, if they are asynchronous
     lse = tile.lse(s)
@@ -158,8 +146,8 @@ def gradients_of_few_queries(unit:FewQueriesUnit[Any]) -> UOp:
   return unit.kernel("few", (), unit.gradient(s, "dq"), p.flops*5//2)
 
 def gradient_of_bias(unit:BiasUnit[Any]) -> UOp:
-  """Returns the kernel for the gradient of a bias. A workgroup owns a block of the bias and loops over all scores to which the block is added, in a
-  fixed order: batches, heads, queries, keys."""
+  """Returns the kernel for the gradient of a bias: a workgroup owns a block of the bias and loops over its scores."""
+  # all scores to which the block is added, in a fixed order: batches, heads, queries, keys
   p, derivatives = unit.group.p, sum_over_scores(unit.group.p).derivatives
   def work(s:Any, tile:BackwardTrip[Any]) -> Any:
     s = tile.start(s)                                        # starts S and dP, if they are asynchronous
@@ -176,69 +164,52 @@ def gradient_of_bias(unit:BiasUnit[Any]) -> UOp:
 
 class UnitOf(Protocol):
   def __call__(self, p:Problem, arch:Chip, tile:Any, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> Any:
-    """Makes the `OwnUnit` of a problem: the operations of a backward kernel for one workgroup. For a kernel whose workgroups own keys, makes a list
-    with one `OwnUnit` for each pass over the queries. `args` are the kernel's tensors. `shapes` has the names, shapes and dtypes of these tensors, in
-    the same order. If `parts` is above 0, the rows over which workgroups loop are divided into `parts` parts, and each workgroup loops over one part.
-    """
+    """Makes the operations of a backward kernel for one workgroup, or a list of them, one for each pass over the queries."""
 
 def backward_dq(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a function maker(p, arch, tile, dlse=False, parts=0) that makes kernels for one kind of matrix unit. `unit` makes the operations of this
-  unit. The maker returns the kernel that computes dq, and delta for the other kernels, from the tensors of `tensors.dq_arguments(p, dlse, parts)`, in
-  this order. `dlse` says whether lse has a gradient. dq of a query that sees no key is 0. dq and delta of a row that belongs to no sequence are 0.
-
-  If `parts` is above 0, the keys are divided into `parts` parts: the kernel stores an fp32 dq for each part, and the caller adds them up. The maker
-  raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
+  """Returns a maker of kernels that compute dq, and delta for the other kernels."""
+  # The kernel takes the tensors of `tensors.dq_arguments(p, dlse, parts)`, in this order. `dlse` says whether lse has a gradient. dq of a query that
+  # sees no key is 0. dq and delta of a row that belongs to no sequence are 0. If `parts` is above 0, the keys are divided into `parts` parts: the
+  # kernel stores an fp32 dq for each part, and the caller adds them up.
   def kernel_of(p:Problem, arch:Chip, tile:Any, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradient_of_q(unit(p, arch, tile, args, dq_arguments(p, dlse, parts), parts))
   return kernel_of
 
 def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a function maker(p, arch, tile, parts=0) that makes kernels for one kind of matrix unit. `passes` makes the operations of this unit. The
-  maker returns the kernel that computes dk and dv from the tensors of `tensors.dkdv_arguments(p, parts)`, in this order; delta is one of them. dk and
-  dv of a key are 0 if no query sees the key, if the key lies beyond kv_lengths, or if the key belongs to no sequence.
-
-  If `parts` is above 0, the loop over the queries of all heads that share keys is divided into `parts` parts, first by heads, then by queries: the
-  kernel stores an fp32 dk and dv for each part, and the caller adds them up. The maker raises NotImplementedError for a problem that
-  `tensors.check_backward` rejects."""
+  """Returns a maker of kernels that compute dk and dv, from delta among other tensors."""
+  # The kernel takes the tensors of `tensors.dkdv_arguments(p, parts)`, in this order. dk and dv of a key are 0 if no query sees the key, if the key
+  # lies beyond kv_lengths, or if the key belongs to no sequence. If `parts` is above 0, the loop over the queries of all heads that share keys is
+  # divided into `parts` parts, first by heads, then by queries: the kernel stores an fp32 dk and dv for each part, and the caller adds them up.
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv(passes(p, arch, tile, args, dkdv_arguments(p, parts), parts))
   return kernel_of
 
 def backward_all(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a function maker(p, arch, tile, parts=0) that makes kernels for one kind of matrix unit. `passes` makes the operations of this unit. The
-  maker returns the kernel that computes dk and dv as `backward_dkdv` does, and adds dq, without the factor softmax_scale, to fp32 sums in memory. The
-  kernel takes the tensors of `tensors.all_arguments(p, parts)`, in this order.
-
-  Many workgroups add to each sum of dq. If p.deterministic is true, they add one after another in a fixed order. Otherwise they add in any order, and
-  the last bits of dq differ from run to run. If `parts` is above 0, the kernel stores an fp32 dk and dv for each part of the queries, and the caller
-  adds them up. The maker raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
+  """Returns a maker of kernels that compute dk and dv, and add dq, without the factor softmax_scale, to fp32 sums in memory."""
+  # The kernel takes the tensors of `tensors.all_arguments(p, parts)`, in this order. Many workgroups add to each sum of dq. If p.deterministic is
+  # true, they add one after another in a fixed order. Otherwise they add in any order, and the last bits of dq differ from run to run. If `parts` is
+  # above 0, the kernel stores an fp32 dk and dv for each part of the queries, and the caller adds them up.
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv(passes(p, arch, tile, args, all_arguments(p, parts), parts))
   return kernel_of
 
 def backward_few(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a function maker(p, arch, tile, dlse=False, parts=0, key_parts=0) that makes kernels for one kind of matrix unit. `unit` makes the
-  operations of this unit. The maker returns the kernel that computes dq, dk, dv and delta of a problem with few queries from the tensors of
-  `tensors.few_arguments(p, dlse, parts, key_parts)`, in this order. All gradients are the same in every run.
-
-  If `parts` is above 0, the keys are divided into `parts` parts: the kernel stores an fp32 dq for each part, and the caller adds them up. The maker
-  raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
+  """Returns a maker of kernels that compute dq, dk, dv and delta of a problem with few queries."""
+  # The kernel takes the tensors of `tensors.few_arguments(p, dlse, parts, key_parts)`, in this order. All gradients are the same in every run. If
+  # `parts` is above 0, the keys are divided into `parts` parts: the kernel stores an fp32 dq for each part, and the caller adds them up.
   def kernel_of(p:Problem, arch:Chip, tile:Any, dlse:bool=False, parts:int=0, key_parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_few_queries(unit(p, arch, tile, args, few_arguments(p, dlse, parts, key_parts), parts))
   return kernel_of
 
 def backward_dbias(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a function maker(p, arch, tile, parts=0) that makes kernels for one kind of matrix unit. `unit` makes the operations of this unit. The
-  maker returns the kernel that computes dbias from the tensors of `tensors.dbias_arguments(p, parts)`, in this order; delta is one of them. A
-  workgroup owns a block of the bias. It sums dS over all batches, heads and blocks of queries that use this block.
-
-  If `parts` is above 0, this loop is divided into `parts` parts: the kernel stores fp32 sums for each part, and the caller adds them up. The maker
-  raises NotImplementedError for a problem that `tensors.check_backward` rejects, and ValueError if there are more parts than iterations of the loop.
-  """
+  """Returns a maker of kernels that compute the gradient of a bias."""
+  # The kernel takes the tensors of `tensors.dbias_arguments(p, parts)`, in this order; delta is one of them. A workgroup owns a block of the bias. It
+  # sums dS over all batches, heads and blocks of queries that use this block. If `parts` is above 0, this loop is divided into `parts` parts: the
+  # kernel stores fp32 sums for each part, and the caller adds them up.
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     BiasShare(p, tile.block_m, tile.block_n).check_parts(parts)

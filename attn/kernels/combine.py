@@ -1,17 +1,4 @@
-"""Merges the partial results of split-KV, where several workgroups each compute one key range (KV split) of a head.
-
-attn/kernels/parts/weights/merging.py holds the formula. Attention with split-KV takes three steps. The first chooses the number of key ranges,
-p.num_splits:
-
-  p = splits.resolve(p, arch, tile)
-  forward(p, arch, tile)(o_partial, lse_partial, q, k, v, ...)      # tensors.arguments(p): normalised O and natural-log LSE of each range
-  combine(p, arch, p.num_splits)(o, lse, o_partial, lse_partial)
-
-`combine` takes the tensors of `combine_arguments(p)`, in this order. `combine` takes no lse if p.return_lse is false. If scores may be as large as
-fp32 allows (p.wide_scores), an lse has a second number, lse_rest: the part of the lse that rounding to fp32 lost. Then lse_rest may follow lse, and
-lse_rest_partial follows lse_partial. Sinks come last.
-
-An empty range gives O = 0 and LSE = -inf, so its weight is 0."""
+"""Merges the partial results of split-KV, where several workgroups each compute one key range (KV split) of a head."""
 from __future__ import annotations
 import functools
 from typing import Callable
@@ -26,6 +13,17 @@ from attn.ops.common import flat
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes
 
+# attn/kernels/parts/weights/merging.py holds the formula. Attention with split-KV takes three steps. The first chooses the number of key ranges,
+# p.num_splits:
+#
+#   p = splits.resolve(p, arch, tile)
+#   forward(p, arch, tile)(o_partial, lse_partial, q, k, v, ...)      # tensors.arguments(p): normalised O and natural-log LSE of each range
+#   combine(p, arch, p.num_splits)(o, lse, o_partial, lse_partial)
+#
+# `combine` takes the tensors of `combine_arguments(p)`, in this order. `combine` takes no lse if p.return_lse is false. If scores may be as large as
+# fp32 allows (p.wide_scores), an lse has a second number, lse_rest: the part of the lse that rounding to fp32 lost. Then lse_rest may follow lse, and
+# lse_rest_partial follows lse_partial. Sinks come last. An empty range gives O = 0 and LSE = -inf, so its weight is 0.
+
 MERGED = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial", "sinks")
 PARTS_AT_ONCE = 16          # partial results whose loads run at the same time: a thread has no other work while it waits
 
@@ -35,21 +33,18 @@ def combine_arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
   return {name: shapes[name] for name in MERGED if name in shapes}
 
 def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
-  """Returns the kernel that merges `splits` partial results. The kernel takes the tensors of `combine_arguments(p)`, in this order.
-
-    o = sum_g exp(lse_g - lse) o_g,   lse = ln(sum_g exp(lse_g) + exp(sink))
-
-  The kernel subtracts the largest exponent before it takes exponentials. o has the layout and dtype of the problem. A row without keys gives o = 0
-  and lse = -inf. A row that belongs to no sequence also gives o = 0 and lse = -inf, for any sinks. Raises ValueError if `splits` is not p.num_splits,
-  or is less than 2."""
+  """Returns the kernel that merges `splits` partial results; it takes the tensors of `combine_arguments(p)`, in this order."""
+  # o = sum_g exp(lse_g - lse) o_g, lse = ln(sum_g exp(lse_g) + exp(sink)). The kernel subtracts the largest exponent before it takes exponentials. o
+  # has the layout and dtype of the problem. A row without keys gives o = 0 and lse = -inf. A row that belongs to no sequence also gives o = 0 and lse
+  # = -inf, for any sinks.
   if splits != p.num_splits or splits < 2:
     raise ValueError(f"splits={splits}: must be the problem's num_splits, {p.num_splits}, and at least 2")
   return lambda *args: merged(p, arch, splits, args)
 
 def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
-  """Divides the key ranges (KV splits) into groups whose partial results are loaded at the same time. Returns (loops, indices of key ranges) for each
-  group; `loops` has the tinygrad loop that surrounds the group's loads, or is empty. If there are many key ranges, the first group is a loop that
-  loads PARTS_AT_ONCE partial results in each iteration, and the last group has the rest."""
+  """Divides the key ranges into groups that are loaded at the same time: (surrounding loops, indices of key ranges) for each group."""
+  # if there are many key ranges, the first group is a loop that loads PARTS_AT_ONCE partial results in each iteration, and the last group has the
+  # rest
   found, looped = list[tuple[tuple[UOp, ...], list[UOp]]](), splits//PARTS_AT_ONCE*PARTS_AT_ONCE if splits >= 2*PARTS_AT_ONCE else 0
   if looped:
     g = new.range(looped//PARTS_AT_ONCE, AxisType.LOOP)
@@ -58,7 +53,7 @@ def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
   return found
 
 def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
-  """Builds the program of the kernel that `combine` returns, for the tensors `args`. Raises ValueError if their number is wrong."""
+  """Returns the program of the kernel `combine` for the tensors `args`."""
   names, new = combine_arguments(p), Allocator()
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   given = {name: flat(x) for name, x in zip(names, args)}

@@ -1,17 +1,4 @@
-"""Flash attention forward for CDNA4, D = 128: two groups of waves take turns. While one group computes, the other group reads LDS.
-
-The algorithm comes from attn/kernels/amd/forward.py. In this file S, P and O name the transposed matrices S^T, P^T and O^T. K(t) and V(t) are the
-rows of tile t of keys, and S(t) and P(t) are the scores and weights of these keys. A workgroup has eight waves of 32 queries. The second four waves
-run one barrier behind the first four. Each SIMD runs one wave of each group: while one wave is in a compute cluster (C1 or C2 below), the other wave
-is in a memory cluster (M1 or M2). A cluster is the code between two barriers. Each tile takes four clusters:
-
-  C1  S(t+1) = K(t+1) Q^T on the matrix unit, while the vector unit turns S(t) into P(t)
-  M1  reads V(t) from LDS to registers, transposed; starts the load of K(t+3) from global memory to LDS
-  C2  O += V(t) P(t)
-  M2  reads K(t+2) from LDS to registers; starts the load of V(t+2) from global memory to LDS
-
-LDS has two buffers for K and two for V. An iteration of the loop computes two tiles, so that the buffer of each tile is known at compile time. A wave
-waits for its load one cluster before it reads the tile. A barrier follows this wait, and the other group reads the tile only after this barrier."""
+"""Flash attention forward for CDNA4, D = 128: two groups of waves take turns. While one group computes, the other group reads LDS."""
 from __future__ import annotations
 import functools, itertools
 from dataclasses import dataclass, replace
@@ -35,6 +22,20 @@ from attn.score.masks import hides_some
 from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
+# The algorithm comes from attn/kernels/amd/forward.py. In this file S, P and O name the transposed matrices S^T, P^T and O^T. K(t) and V(t) are the
+# rows of tile t of keys, and S(t) and P(t) are the scores and weights of these keys. A workgroup has eight waves of 32 queries. The second four waves
+# run one barrier behind the first four. Each SIMD runs one wave of each group: while one wave is in a compute cluster (C1 or C2 below), the other
+# wave is in a memory cluster (M1 or M2). A cluster is the code between two barriers. Each tile takes four clusters:
+#
+#   C1  S(t+1) = K(t+1) Q^T on the matrix unit, while the vector unit turns S(t) into P(t)
+#   M1  reads V(t) from LDS to registers, transposed; starts the load of K(t+3) from global memory to LDS
+#   C2  O += V(t) P(t)
+#   M2  reads K(t+2) from LDS to registers; starts the load of V(t+2) from global memory to LDS
+#
+# LDS has two buffers for K and two for V. An iteration of the loop computes two tiles, so that the buffer of each tile is known at compile time. A
+# wave waits for its load one cluster before it reads the tile. A barrier follows this wait, and the other group reads the tile only after this
+# barrier.
+
 HEAD, BLOCK_N, WAVES = 128, 64, 8
 TRIP_KEYS = 2*BLOCK_N                            # two tiles
 ROW_UNITS = 2*HEAD//UNIT_BYTES                   # units of a row of K or V: equal for float16 and bfloat16
@@ -46,20 +47,19 @@ K_LAYOUT = ExchangedChunks(BLOCK_N, ROW_UNITS, 1)   # sixteen neighbouring rows 
 V_LAYOUT = ExchangedChunks(BLOCK_N, ROW_UNITS, 4)   # a transposing load reads four rows of four units
 
 def dual_wave(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
-  """Returns the kernel of problem `p` as a function of its tensors: (o, q, k, v), or with p.return_lse (o, lse, q, k, v). Supports the problems for
-  which `dispatch.dual_wave_refuses` returns None."""
+  """Returns the kernel of problem `p` as a function of its tensors: (o, q, k, v), or with p.return_lse (o, lse, q, k, v)."""
+  # for the problems for which `dispatch.dual_wave_refuses` returns None
   return lambda *args: DualWave.of(p, arch, tile, args).program()
 
 @dataclass(frozen=True)
 class DualWaveState(InOrder):
-  """What the kernel carries from one cluster to the next (a cluster is the code between two barriers): the LDS buffers, the scores of the current
-  tile of keys and the rows K of the next tile in registers, the softmax's registers, and the statements (operations with side effects) so far."""
+  """What the kernel carries from one cluster to the next (a cluster is the code between two barriers)."""
   k0: LdsTile
   k1: LdsTile
   v0: LdsTile
   v1: LdsTile
-  s: UOp
-  k: UOp
+  s: UOp   # scores of the current tile of keys
+  k: UOp   # rows K of the next tile
   softmax: Softmax
   statements: Statements
   def k_lds(self, i:int) -> LdsTile: return (self.k0, self.k1)[i%2]
@@ -67,28 +67,26 @@ class DualWaveState(InOrder):
 
   # Statements keep their order. A statement waits only for the values that it is given.
   def begin(self, statement:UOp) -> DualWaveState:
-    """Returns the state after one more statement (an operation with a side effect, such as a barrier). The statement runs after the earlier
-    statements. Other operations of the program may run before or after it."""
+    """Returns the state after one more statement, which runs after the earlier statements."""
+    # other operations of the program may run before or after it
     return replace(self, statements=self.statements.begin(statement))
   def keep(self, *stores:UOp) -> DualWaveState:
-    """Returns the state after `stores` to registers. To read the stored values, call `settled` first, and read through the state that it returns."""
+    """Returns the state after `stores` to registers; the stored values are read through the state that `settled` returns."""
     return replace(self, statements=self.statements.note(UOp.group(*stores)))
   def values_after(self, *deps:UOp) -> DualWaveState: return replace(self.after(*deps), statements=self.statements)
   def sync(self, statement:UOp) -> DualWaveState:
-    """Returns the state after one more statement (an operation with a side effect, such as a barrier). Values that are read through the returned
-    state are computed after this statement."""
+    """Returns the state after one more statement; values that are read through the state come after this statement."""
     s = self.begin(statement)
     return s.values_after(s.statements.effects[-1])
   def settled(self, statement:UOp) -> DualWaveState:
-    """Returns the state after one more statement (an operation with a side effect, such as a barrier). Values that are read through the returned
-    state are computed after this statement, and after all earlier statements and stores."""
+    """Returns the state after one more statement; values that are read through the state come after all statements and stores."""
     s = self.begin(statement)
     return s.values_after(s.statements.effects[-1], UOp.group(*s.statements.effects))
 
 @dataclass(frozen=True)
 class DualWave:
-  """The kernel that `dual_wave` returns, for one problem, as one thread sees it. The methods write the parts of its program. No field changes during
-  the loop over tiles."""
+  """The kernel that `dual_wave` returns, for one problem, as one thread sees it."""
+  # the methods write the parts of the program; no field changes during the loop over tiles
   group: Workgroup
   tile: Tile
   at: Lane
@@ -139,31 +137,31 @@ class DualWave:
     return self.group.named(name, self.outputs(s))
 
   def started(self) -> DualWaveState:
-    """Returns the state before the first key. If no mask hides scores, also switches off packed fp32 instructions (two numbers in one instruction),
-    which would stop the matrix unit while the other group of waves uses it. With a mask, packed instructions are used: they need fewer registers, and
-    the mask needs some."""
+    """Returns the state before the first key."""
+    # If no mask hides scores, packed fp32 instructions (two numbers in one instruction) are switched off: they would stop the matrix unit while the
+    # other group of waves uses it. With a mask, packed instructions are used: they need fewer registers, and the mask needs some.
     s = self.state if hides_some(self.group.scores.walk, TRIP_KEYS) else self.state.begin(amd.fp32_apart())
     start = s.softmax.start(self.group.scores)
     return s.keep(start).values_after(start)
 
   def first_tiles(self, s:DualWaveState, begin:UOp) -> DualWaveState:
-    """Prepares the loop, which begins with tile `begin` of keys: loads the first tiles of K and V from global memory to LDS, computes the scores of
-    the first tile in registers, and reads K of the second tile from LDS to registers. Also starts the loads of the third tile of K and the second
-    tile of V to LDS. Returns the state."""
+    """Loads the first tiles of K and V to LDS, computes the scores of tile `begin`, and returns the state."""
     s = self.load_k(s, s.k0, begin)
     s = self.load_v(s, s.v0, begin)
     s = self.load_k(s, s.k1, begin + 1)
     s = s.begin(amd.wait_loads(0, s.done))
     s = s.sync(amd.barrier(s.done))
+    # K of the second tile is read from LDS to registers
     scores, keys = self.products(self.read_k(s.k0)), self.read_k(s.k1)
     s = s.keep(*store_all(s.s, scores)).keep(*store_all(s.k, keys))
     s = s.settled(amd.barrier(*scores, *keys, s.done))
+    # the loads of the third tile of K and the second tile of V start
     s = self.load_k(s, s.k0, begin + 2)
     return self.load_v(s, s.v1, begin + 1)
 
   def trips(self, s:DualWaveState, first:UOp, count:UOp, scores:Scores, masked:Row|None) -> DualWaveState:
-    """Computes 2*`count` tiles of keys, from tile `first` on, in a loop of `count` iterations. `masked` is this lane's query if masks may hide keys
-    of these tiles, and None otherwise. Returns the state after the loop."""
+    """Computes 2*`count` tiles of keys, from tile `first` on, in a loop, and returns the state after the loop."""
+    # `masked` is this lane's query if masks may hide keys of these tiles, and None otherwise
     if (n := trip_count(count)) is None: return s
     r = self.group.grid.allocator.range(n, AxisType.LOOP)
     inside = replace(s, statements=replace(s.statements, effects=())).after(r)
@@ -176,15 +174,14 @@ class DualWave:
     return s.after(UOp.group(*inside.statements.effects).end(r))
 
   def late(self, s:DualWaveState) -> tuple[Lane, Row]:
-    """Returns the lane's position in its wave, and the lane's query, computed once more after a loop. Without this, registers would hold the two
-    during the loop."""
+    """Returns the lane's position in its wave, and the lane's query, computed once more after a loop."""
+    # else registers would hold the two during the loop
     lane = bounded(amd.opaque(self.at.lane, s.done), 0, self.mat.wave - 1)
     here, wave = replace(self.at, lane=lane), bounded(self.wave, 0, WAVES - 1)
     return here, self.group.row(wave*self.mat.N, here.n)
 
   def outputs(self, s:DualWaveState) -> list[UOp]:
-    """Returns the stores of the results, O = O^T / l and LSE = m + ln l. m is the number that the softmax subtracts from the scores of a row, and l
-    is the row's sum of P."""
+    """Returns the stores of the results, O = O^T / l and LSE = m + ln l."""
     (here, row), mat = self.late(s), self.mat
     factor, log_sum = self.group.normalised(row, s.softmax.m[0].load(), s.softmax.totals(0, mat))
     o = [(here.h*mat.accumulator + dt*mat.M, ops.mul(s.softmax.acc[dt].load(), factor)) for dt in range(self.d_tiles)]
@@ -192,9 +189,8 @@ class DualWave:
 
   # ***** the four clusters of tile t, the i-th of its iteration *****
   def compute_scores(self, s:DualWaveState, t:UOp, scores:Scores, masked:Row|None) -> tuple[DualWaveState, list[UOp]]:
-    """Computes cluster C1, the first of the four pieces of code between barriers for tile t of keys: turns the scores of tile t into P on the vector
-    unit, and computes the scores of tile t+1 on the matrix unit. `masked` is this lane's query if masks may hide keys, and None otherwise. Returns
-    the state, and P of tile t."""
+    """Computes cluster C1 for tile t: P of tile t, and the scores of tile t+1; returns the state and P."""
+    # `masked` is this lane's query if masks may hide keys, and None otherwise
     s = s.sync(amd.priority(1, s.done))
     x = [s.s[kt].load() for kt in range(self.k_tiles)]
     if masked is not None: x = scores.mask(x, masked, t)
@@ -210,17 +206,16 @@ class DualWave:
     return s.settled(amd.barrier(s.done)), weights
 
   def read_values(self, s:DualWaveState, t:UOp, i:int) -> tuple[DualWaveState, list[list[UOp]]]:
-    """Computes cluster M1, the second of the four pieces of code between barriers for tile t of keys: reads V of tile t from LDS, and starts the load
-    of K of tile t+3 from global memory to LDS. `i` is 0 for the first of the two tiles of an iteration and 1 for the second; the two lie in different
-    LDS buffers. Returns the state, and V of tile t as operands."""
+    """Computes cluster M1 for tile t: reads V of tile t from LDS, starts loading K of tile t+3; returns the state and V."""
+    # `i` is 0 for the first of the two tiles of an iteration and 1 for the second; the two lie in different LDS buffers
     values = self.read_v(s.v_lds(i))
     s = self.load_k(s, s.k_lds(i + 1), t + 3)
     s = s.begin(amd.wait_loads(BEHIND, *itertools.chain(*values), s.done))
     return s.sync(amd.barrier(s.done)), values
 
   def compute_output(self, s:DualWaveState, values:list[list[UOp]], weights:list[UOp]) -> DualWaveState:
-    """Computes cluster C2, the third of the four pieces of code between barriers for a tile of keys: adds the product of V and P to O on the matrix
-    unit. `values` are the operands of V, and `weights` those of P. Returns the state."""
+    """Computes cluster C2 for a tile of keys: adds the product of V and P to O, and returns the state."""
+    # `values` are the operands of V, and `weights` those of P
     s = s.sync(amd.priority(1, s.done))
     accs = [s.softmax.acc[dt].load() for dt in range(self.d_tiles)]
     for dt, v_operands in enumerate(values):
@@ -229,9 +224,8 @@ class DualWave:
     return s.settled(amd.barrier(s.done))
 
   def read_keys(self, s:DualWaveState, t:UOp, i:int) -> DualWaveState:
-    """Computes cluster M2, the last of the four pieces of code between barriers for tile t of keys: reads K of tile t+2 from LDS to registers, and
-    starts the load of V of tile t+2 from global memory to LDS. `i` is 0 for the first of the two tiles of an iteration and 1 for the second; the two
-    lie in different LDS buffers. Returns the state."""
+    """Computes cluster M2 for tile t: reads K of tile t+2 to registers, starts loading V of tile t+2; returns the state."""
+    # `i` as in `read_values`
     keys = self.read_k(s.k_lds(i))
     s = self.load_v(s.keep(*store_all(s.k, keys)), s.v_lds(i), t + 2)
     s = s.begin(amd.wait_loads(BEHIND, *keys, s.done))
@@ -239,9 +233,9 @@ class DualWave:
 
   # ***** the steps of clusters *****
   def weigh(self, s:DualWaveState, x:list[UOp], exps:list[UOp], scores:Scores, *deps:UOp) -> tuple[DualWaveState, list[UOp]]:
-    """Returns the state and P = exp2(x - m) of the scores `x`, as operands of the next product. m is the number that the softmax subtracts from the
-    scores of a row. `exps` is P for the present m. After the operations `deps`, a branch checks whether m is high enough. If m is too low, the branch
-    raises m and computes P again."""
+    """Returns the state and P = exp2(x - m) of the scores `x`, as operands of the next product."""
+    # `exps` is P for the present m. After the operations `deps`, a branch checks whether m is high enough. If m is too low, the branch raises m and
+    # computes P again.
     corrected = list[UOp]()
     def correct(statement:UOp) -> UOp:
       corrected.append(s.statements.do(statement))
@@ -252,9 +246,9 @@ class DualWave:
   def load_k(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows_of("k"), K_LAYOUT, to.buffer, t)
   def load_v(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows_of("v"), V_LAYOUT, to.buffer, t)
   def load(self, s:DualWaveState, source:GlobalRows, layout:ExchangedChunks, buffer:UOp, t:UOp) -> DualWaveState:
-    """Starts the load of this wave's part of tile t, from the rows `source` in global memory to the LDS buffer `buffer`, whose layout is `layout`.
-    One load instruction fills LDS in the order of the lanes, 16 bytes for each lane. So each lane loads those 16 bytes of the tile that `layout` puts
-    at its position (`layout.exchanged`). Returns the state."""
+    """Starts the load of this wave's part of tile t of `source` to the LDS buffer `buffer`, and returns the state."""
+    # One load instruction fills LDS in the order of the lanes, 16 bytes for each lane. So each lane loads those 16 bytes of the tile that `layout`
+    # puts at its position (`layout.exchanged`).
     lane, rows = self.at.lane, layout.chunk
     unit = layout.exchanged(lane//ROW_UNITS, lane%ROW_UNITS)
     offset = (lane//ROW_UNITS*source.stride + unit*source.unit)*source.size
@@ -269,8 +263,8 @@ class DualWave:
   def read_k(self, tile:LdsTile) -> list[UOp]: return [tile.load(kt*self.mat.M + self.at.n, u) for kt in range(self.k_tiles) for u in self.units]
 
   def read_v(self, tile:LdsTile) -> list[list[UOp]]:
-    """Returns V, read from the LDS tile `tile`, as the A operands of O^T = V^T P^T: a list of operands for each matrix tile of columns of V. An
-    operand has a lane's elements of eight keys: two loads read and transpose four keys each."""
+    """Returns V of the LDS tile `tile` as A operands of O^T = V^T P^T, a list for each matrix tile of columns."""
+    # an operand has a lane's elements of eight keys: two loads read and transpose four keys each
     mat, member = self.mat, self.at.lane%16
     m = self.at.lane//16%2*16 + member%4*4                                 # m: row of V^T in the operand; d: column of V of that row
     d = mat.accumulator*(m//mat.block%mat.groups) + m//(mat.block*mat.groups)*mat.block
@@ -280,7 +274,7 @@ class DualWave:
     return [[ops.concat(load(dt, n), load(dt, n + 4)) for n in range(0, BLOCK_N//mat.groups, mat.unit)] for dt in range(self.d_tiles)]
 
   def products(self, k_operands:list[UOp]) -> list[UOp]:
-    """Returns S^T = K Q^T as a C fragment for each matrix tile of keys. `k_operands` are the operands of K."""
+    """Returns S^T = K Q^T as a C fragment for each matrix tile of keys; `k_operands` are the operands of K."""
     tiles, units = [], len(self.units)
     for first in range(0, len(k_operands), units):
       x = ops.splat(0.0, self.mat.accumulator)

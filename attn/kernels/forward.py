@@ -1,10 +1,4 @@
-"""Flash attention forward for every matrix unit: O = softmax(S) V and lse = log(sum(exp(S))), with S = Q K^T.
-
-A workgroup owns a block of queries and loops over the keys, one tile after another, with the online softmax (Milakov and Gimelshein 2018, arXiv
-1805.02867; FlashAttention-2, arXiv 2307.08691, algorithm 1). `online_softmax` is the algorithm. A `ForwardUnit` implements the steps of the algorithm
-for one kind of matrix unit: it decides when tiles are loaded, loads them and multiplies them. attn/kernels/textbook.py does the steps of this
-algorithm one number at a time.
-"""
+"""Flash attention forward for every matrix unit: O = softmax(S) V and lse = log(sum(exp(S))), with S = Q K^T. Begin with `online_softmax`."""
 from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
@@ -14,34 +8,32 @@ from attn.kernels.parts.program.trips import TileLoop
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
+# A workgroup owns a block of queries and loops over the keys, one tile after another, with the online softmax (Milakov and Gimelshein 2018, arXiv
+# 1805.02867; FlashAttention-2, arXiv 2307.08691, algorithm 1). `online_softmax` is the algorithm. A `ForwardUnit` implements the steps of the
+# algorithm for one kind of matrix unit: it decides when tiles are loaded, loads them and multiplies them. attn/kernels/textbook.py does the steps of
+# this algorithm one number at a time.
+
 State = TypeVar("State")
 
 class ForwardUnit(Protocol[State]):
-  """The operations of the forward algorithm (`online_softmax`) on one kind of matrix unit, for one workgroup, as one thread sees them. The state `s`
-  holds what operations pass on to later ones: m (the number that the softmax subtracts from the scores of a row), l (the sum of P) and O in
-  registers, and tiles in LDS. `masked` is true for a tile of keys in which masks may hide scores."""
+  """The steps of the forward algorithm on one kind of matrix unit, for one workgroup, as one thread sees them."""
+  # The state `s` holds what operations pass on to later ones: m (the number that the softmax subtracts from the scores of a row), l (the sum of P)
+  # and O in registers, and tiles in LDS. `masked` is true for a tile of keys in which masks may hide scores.
   @property
-  def parts(self) -> Iterable[Any]: """The parts into which a tile of keys is divided. `weigh` and `add_to_o` are called once for each part."""
-  def begin(self) -> State:
-    """Returns the state before the first key. m, the number that the softmax subtracts from scores, is the lowest number, and the sums l and O are 0.
-    Q is loaded, or its load has started."""
+  def parts(self) -> Iterable[Any]: """The parts into which a tile of keys is divided: `weigh` and `add_to_o` are called once for each part."""
+  def begin(self) -> State: """Returns the state before the first key: m is the lowest number, and l and O are 0."""
   def loops(self) -> Iterable[TileLoop[Any]]:
-    """Returns the loops over the tiles of keys that the queries see. When an iteration begins, its tile of K and V is already loaded. On asynchronous
-    matrix units the tile may still be on its way: then `scores` waits for it."""
+    """Returns the loops over the tiles of keys that the queries see; each iteration begins with its tile loaded or on its way."""
   def scores(self, s:State, t:UOp, masked:bool) -> tuple[State, Any]:
-    """Computes S = Q K^T of tile t, after score terms (softcap, ALiBi, bias) and masks. Returns the state and S, or None in place of S if the state
-    holds S. On an asynchronous matrix unit only starts the product."""
+    """Computes S = Q K^T of tile t, after score terms and masks, and returns the state and S (None if the state holds S)."""
   def weigh(self, s:State, x:Any, t:UOp, part:Any, masked:bool) -> tuple[State, Any]:
-    """Computes P = exp(S - m) of one part of tile t of keys, and adds the sum of P to l. `x` is the S that `scores` returned. If S exceeds m by too
-    much, raises m, and scales O and l down by the matching factor. Returns the state and P, or None in place of P if the state holds P."""
+    """Computes P = exp(S - m) of one part of tile t, adds its sum to l, and returns the state and P."""
   def add_to_o(self, s:State, p:Any, t:UOp, part:Any, masked:bool) -> UOp:
-    """Adds P V of one part of tile t of keys to O. `p` is the P that `weigh` returned. Returns the statement or the stores by which O changes."""
-  def kernel(self, s:State) -> UOp:
-    """Returns the kernel, which ends with the stores of O / l and of lse = m + log(l)."""
+    """Adds P V of one part of tile t to O, and returns the statement or the stores by which O changes."""
+  def kernel(self, s:State) -> UOp: """Returns the kernel, which ends with the stores of O / l and of lse = m + log(l)."""
 
 def online_softmax(unit:ForwardUnit[Any]) -> UOp:
-  """Returns the forward kernel, made from the operations of `unit`. A workgroup computes O and lse in a single loop over the tiles of keys, by the
-  online softmax."""
+  """Returns the forward kernel, which computes O and lse in a single loop over the tiles of keys."""
   s = unit.begin()                                       # m lowest, l = 0, O = 0; Q
   for loop in unit.loops():                              # loops over tiles of keys: masked tiles, full tiles, masked tiles
     s, t = loop.begin(s)                                 # K and V of tile t
@@ -56,14 +48,11 @@ def online_softmax(unit:ForwardUnit[Any]) -> UOp:
 KernelOf = Callable[[Problem, Chip, Any], Callable[..., UOp]]     # from a problem, a chip and a tile: the kernel, a function of its tensors
 
 def forward(unit:Callable[[Problem, Chip, Any, tuple[UOp, ...]], ForwardUnit[Any]]) -> KernelOf:
-  """Returns a function that makes forward kernels. `unit` makes the steps of the algorithm for a problem, a chip, a tile and the kernel's tensors.
-
-  The kernel takes the tensors of `tensors.arguments(p)`, in this order: (o, q, k, v); with p.return_lse (o, lse, q, k, v); with p.num_splits > 1
-  (o_partial, lse_partial, q, k, v). After v come the optional tensors of the problem, in the order of `problem.EXTRAS`. With p.num_splits = G > 1 the
-  keys are divided into G ranges, and each workgroup computes O and LSE of one range; `combine.combine` merges the results. With p.sk_variable the
-  kernel has this Variable as a further parameter: `kernel(*placeholders).call(*tensors, variable.bind(n))`, where a placeholder is a UOp that stands
-  for a tensor. p.num_splits = 0 means that attn is to choose the number of ranges: `splits.resolve` must choose it first. Raises ValueError if
-  p.num_splits is 0, and NotImplementedError for a tensor that is larger than a buffer descriptor can address."""
+  """Returns a maker of forward kernels; `unit` makes the steps of the algorithm for one kind of matrix unit."""
+  # The kernel takes the tensors of `tensors.arguments(p)`, in this order: (o, q, k, v); with p.return_lse (o, lse, q, k, v); with p.num_splits > 1
+  # (o_partial, lse_partial, q, k, v). After v come the optional tensors of the problem, in the order of `problem.EXTRAS`. With p.num_splits = G > 1
+  # the keys are divided into G ranges, and each workgroup computes O and LSE of one range; `combine.combine` merges the results. With p.sk_variable
+  # the kernel has this Variable as a further parameter: `kernel(*placeholders).call(*tensors, variable.bind(n))`.
   def kernel_of(p:Problem, arch:Chip, tile:Any) -> Callable[..., UOp]:
     check_problem(p, tile)
     return lambda *args: online_softmax(unit(p, arch, tile, args))

@@ -1,13 +1,5 @@
-"""Merges results of attention over different keys: results of one device that reads the keys in several steps, or results of several devices that
-hold different keys.
-
-  merge(p, arch, parts)(o, lse, part_0, part_1, ...)
-
-The kernel writes the outputs of the problem (p.outputs): o, lse if p.return_lse is true, and lse_rest if p.lse_rest is true. lse_rest is the part of
-the lse that rounding to fp32 lost. The kernel reads one float32 buffer for each partial result, and the sinks, if there are any, at the end. A
-partial result is one buffer, so that one copy brings it to another device. The buffer holds, for some of the rows: first o, normalised, in the layout
-of the problem; then the LSE in natural logarithm; and with p.wide_scores the rest of the LSE. Each of these begins at a multiple of UNIT_BYTES,
-because kernels write results by vectors of up to that size. attn/kernels/parts/weights/merging.py holds the formula."""
+"""Merges results of attention over different keys: results of one device that reads the keys in several steps, or of several devices that hold
+different keys."""
 from __future__ import annotations
 import functools, itertools
 from collections.abc import Callable
@@ -25,6 +17,14 @@ from attn.ops.common import flat
 from attn.problem import Problem
 from attn.tinygrad_compat import Estimates, KernelInfo, UOp, dtypes
 
+# merge(p, arch, parts)(o, lse, part_0, part_1, ...)
+#
+# The kernel writes the outputs of the problem (p.outputs): o, lse if p.return_lse is true, and lse_rest if p.lse_rest is true. lse_rest is the part
+# of the lse that rounding to fp32 lost. The kernel reads one float32 buffer for each partial result, and the sinks, if there are any, at the end. A
+# partial result is one buffer, so that one copy brings it to another device. The buffer holds, for some of the rows: first o, normalised, in the
+# layout of the problem; then the LSE in natural logarithm; and with p.wide_scores the rest of the LSE. Each of these begins at a multiple of
+# UNIT_BYTES, because kernels write results by vectors of up to that size. attn/kernels/parts/weights/merging.py holds the formula.
+
 @dataclass(frozen=True)
 class RowRange:
   """Rows `first` to `first + count - 1` of each head."""
@@ -33,15 +33,13 @@ class RowRange:
   def has(self, row:UOp) -> UOp: return (row >= self.first) & (row < self.first + self.count)
 
 def part_places(p:Problem, rows:int) -> list[int]:
-  """Returns where the numbers of a partial result begin in its float32 buffer: o, the LSE, and with p.wide_scores the rest of the LSE (the part that
-  rounding to fp32 lost). The last number is the length of the buffer. The partial result has `rows` rows of each head."""
+  """Returns where o, the LSE (and with p.wide_scores its rest) begin in a partial result's buffer, and the buffer's length."""
   sizes = (p.B*p.H*rows*n for n in (p.Dv, 1, *[1]*p.wide_scores))
   return [0, *itertools.accumulate(round_up(n, UNIT_BYTES//4) for n in sizes)]
 
 def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]:
-  """Loads one row of a partial result. `part` is the buffer of the partial result, and `rows` says which rows are in it. Returns (elements of o, LSE,
-  rest of the LSE). The rest is what rounding the LSE to fp32 lost; it is None unless p.wide_scores. If the buffer does not have the row, o is 0 and
-  LSE is -inf."""
+  """Loads one row of a partial result `part`, which holds `rows`, and returns (elements of o, LSE, rest of the LSE)."""
+  # The rest is what rounding the LSE to fp32 lost; it is None unless p.wide_scores. If the buffer does not have the row, o is 0 and LSE is -inf.
   p, (batch, head, query) = at.p, at.coordinates
   inside, own, places = rows.has(query) & at.there, query - rows.first, part_places(p, rows.count)
   sb, sh, ss = strides(p.layout, p.H, rows.count, p.Dv)
@@ -51,17 +49,15 @@ def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]
   return ops.as_float(values), inside.where(number(1), NEG_INF), number(2) if p.wide_scores else None
 
 def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...]=()) -> Callable[..., UOp]:
-  """Returns the kernel that merges partial results into the outputs of `p`. `parts` says which rows each partial result holds; the kernel takes one
-  buffer for each of them.
-
-  A row that no partial result holds gives o = 0 and lse = -inf. With p.sinks, `there` says which rows are real: the kernel adds the sinks only to
-  these rows. All other rows are padding. Raises ValueError if `parts` or `there` names rows that `p` does not have."""
+  """Returns the kernel that merges partial results, whose rows are `parts`, into the outputs of `p`."""
+  # The kernel takes one buffer for each partial result. A row that no partial result holds gives o = 0 and lse = -inf. With p.sinks, `there` says
+  # which rows are real: the kernel adds the sinks only to these rows. All other rows are padding.
   for rows in (*parts, *there):
     if rows.first < 0 or rows.count < 1 or rows.first + rows.count > p.Sq: raise ValueError(f"{rows}: must lie within the problem's {p.Sq} rows")
   return lambda *args: merged_parts(p, arch, parts, there, args)
 
 def merged_parts(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], args:tuple[UOp, ...]) -> UOp:
-  """Builds the program of the kernel that `merge` returns, for the tensors `args`. Raises ValueError if their number is wrong."""
+  """Returns the program of the kernel `merge` for the tensors `args`."""
   names = (*p.outputs, *(f"part_{i}" for i in range(len(parts))), *["sinks"]*p.sinks)
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   given = {name: flat(x) for name, x in zip(names, args)}

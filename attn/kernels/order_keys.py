@@ -9,14 +9,10 @@ from attn.tinygrad_compat import AxisType, KernelInfo, UOp
 ROWS_OF_A_THREAD, ELEMENTS_OF_A_THREAD = 4, 8     # at most: the loads of a thread all run at the same time
 
 def order_keys(p:Problem, held:int, keys:DealtRows, width:int, gathered:UOp, shard:UOp) -> UOp:
-  """Returns the kernel that copies rows of k or v from one device's rows to their places in the whole sequence, if several devices share a sequence.
-  tinygrad divides the copying among threads.
-
-    held: rows of each head on this device
-    keys: which rows to copy: a range of the B*Hkv key/value heads, the number of rows, and the place of each row in the sequence
-    width: elements of a row
-    gathered: the buffer for the rows of all devices, of shape (rows, heads, width)
-    shard: the rows on this device, in the layout of `p`"""
+  """Returns the kernel that copies rows of k or v of one device, `shard`, to their places in the whole sequence, `gathered`."""
+  # `held`: rows of each head on this device. `keys`: which rows to copy: a range of the B*Hkv key/value heads, the number of rows, and the place of
+  # each row in the sequence. `width`: elements of a row. `gathered`: (rows, heads, width). `shard`: in the layout of `p`. tinygrad divides the
+  # copying among threads.
   (first, heads), to, held_rows = keys.heads, flat(gathered), flat(shard)
   each = math.gcd(keys.queries, ROWS_OF_A_THREAD), math.gcd(width, ELEMENTS_OF_A_THREAD)
   block, head, part = (UOp.range(n, i) for i, n in enumerate((keys.queries//each[0], heads, width//each[1])))

@@ -1,16 +1,4 @@
-"""Flash attention forward for CDNA whose waves take turns: one half of the waves multiplies while the other half computes weights.
-
-This kernel does the steps of attn/kernels/amd/forward.py in another order. A workgroup has eight waves of 32 queries. The second four waves run one
-barrier behind the first four. Each SIMD runs one wave of each group: while one wave is in the first half of its loop iteration, the other wave is in
-the second half. K(t) and V(t) are the rows of tile t of keys, and S(t) and P(t) are the scores and weights of these keys:
-
-  weigh     turns S(t) into P(t) on the vector unit; stores K(t+2) and V(t+1) from registers to LDS; starts the loads of K(t+3) and V(t+2) from
-            global memory to registers
-  multiply  O += V(t) P(t) and S(t+1) = K(t+1) Q^T on the matrix unit
-
-A barrier ends each half. LDS holds three tiles of K and three of V. Both groups read a stored tile at least one barrier after its store. A store
-overwrites a tile at least one barrier after the last read of that tile. The kernel has no packed fp32 instructions: they would stop the matrix unit
-while the other half of the waves uses it (docs/tried.md)."""
+"""Flash attention forward for CDNA whose waves take turns: one half of the waves multiplies while the other half computes weights."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
@@ -25,25 +13,37 @@ from attn.ops import amd, common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes
 
+# This kernel does the steps of attn/kernels/amd/forward.py in another order. A workgroup has eight waves of 32 queries. The second four waves run one
+# barrier behind the first four. Each SIMD runs one wave of each group: while one wave is in the first half of its loop iteration, the other wave is
+# in the second half. K(t) and V(t) are the rows of tile t of keys, and S(t) and P(t) are the scores and weights of these keys:
+#
+#   weigh     turns S(t) into P(t) on the vector unit; stores K(t+2) and V(t+1) from registers to LDS; starts the loads of K(t+3) and V(t+2) from
+#             global memory to registers
+#   multiply  O += V(t) P(t) and S(t+1) = K(t+1) Q^T on the matrix unit
+#
+# A barrier ends each half. LDS holds three tiles of K and three of V. Both groups read a stored tile at least one barrier after its store. A store
+# overwrites a tile at least one barrier after the last read of that tile. The kernel has no packed fp32 instructions: they would stop the matrix unit
+# while the other half of the waves uses it (docs/tried.md).
+
 TURN_WAVES, TURN_KEYS, BUFFERS = 8, 32, 3     # waves of a workgroup, keys of an iteration, tiles of K and of V in LDS
 K_READ_AFTER = 1      # K is read from LDS after the product of this matrix tile of O: until then, reads of V use the ports of LDS
 
 def staggered(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
-  """Returns the kernel of problem `p` as a function of its tensors: (o, q, k, v), or with p.return_lse (o, lse, q, k, v). Supports the problems for
-  which `dispatch.staggered_refuses` returns None. Raises NotImplementedError for a tensor that is larger than a buffer descriptor can address."""
+  """Returns the kernel of problem `p` as a function of its tensors: (o, q, k, v), or with p.return_lse (o, lse, q, k, v)."""
+  # for the problems for which `dispatch.staggered_refuses` returns None
   check_problem(p, tile)
   return lambda *args: Staggered.of(p, arch, tile, args).program()
 
 @dataclass(frozen=True)
 class StaggeredState(ForwardState):
-  """What the kernel carries from one half of an iteration to the next: the fields of a forward state, S^T of the tile whose softmax comes next, and
-  the parts of K and V tiles that are loaded to registers but not yet stored to LDS."""
-  s: UOp
-  on_the_way: UOp
+  """What the kernel carries from one half of an iteration to the next."""
+  s: UOp            # S^T of the tile whose softmax comes next
+  on_the_way: UOp   # parts of K and V tiles that are loaded to registers but not yet stored to LDS
 
 @dataclass(frozen=True)
 class Staggered:
-  """The kernel that `staggered` returns, for one problem, as one thread sees it. No field changes during the loop over tiles of keys."""
+  """The kernel that `staggered` returns, for one problem, as one thread sees it."""
+  # no field changes during the loop over tiles of keys
   tile: Tile
   state: StaggeredState      # before the first iteration
   common: AmdForward         # the steps from which the two halves are built
@@ -72,9 +72,8 @@ class Staggered:
     return group.kernel("staggered", self.common.outputs(s.softmax))
 
   def first_tiles(self, s:StaggeredState, begin:UOp) -> StaggeredState:
-    """Prepares the loop, which begins with tile `begin` of keys: brings the first two tiles of K and the first tile of V to LDS, and computes the
-    scores of the first tile in registers. Starts the loads of the third tile of K and the second tile of V from global memory to registers. Returns
-    the state."""
+    """Brings the first tiles of K and V to LDS, computes the scores of tile `begin`, and returns the state."""
+    # two tiles of K and one of V; then the loads of the third tile of K and the second tile of V start
     rows = self.trips.loaded
     stores = [x for name, t in (("k", begin), ("k", begin + 1), ("v", begin))
               for x in self.trips.in_lds(s, t, name).store(getattr(s, name).fetch(rows[name], t))]
@@ -87,9 +86,9 @@ class Staggered:
 
   # ***** the two halves of an iteration *****
   def weigh(self, s:StaggeredState, t:UOp, masked:bool) -> tuple[StaggeredState, list[UOp]]:
-    """Computes the first half of iteration t: turns the scores of tile t of keys into P, stores the tiles of K and V that are in registers to LDS,
-    and starts the loads of the tiles after them. Before the barrier that ends this half, reads the columns of V of tile t for the first matrix tile
-    of O from LDS. Returns the state, and these columns as operand A."""
+    """Computes the first half of iteration t: P of tile t; returns the state and V's first columns as operand A."""
+    # Also stores the tiles of K and V that are in registers to LDS, and starts the loads of the tiles after them. Before the barrier that ends this
+    # half, the columns of V of tile t for the first matrix tile of O are read from LDS.
     one = self.common
     raw = load_all(s.s)
     softmax = one.weighed(s.softmax, [one.group.scores.finished(raw, [one.queries[0]], t, masked)])
@@ -101,9 +100,8 @@ class Staggered:
     return StaggeredState(softmax, s.k, s.v, s.s, s.on_the_way).after(halfway), first
 
   def multiply(self, s:StaggeredState, t:UOp, first:list[UOp], renewed:bool) -> UOp:
-    """Computes the second half of iteration t: adds the product of V and P of tile t of keys to O, and computes the scores of tile t+1. `first` holds
-    the columns of V for the first matrix tile of O, which `weigh` has read. `renewed` says that the kernel finds out here once more whether a lane is
-    one of lanes 0-15, instead of keeping the answer in a register. Returns the last operation."""
+    """Computes the second half of iteration t: adds V P of tile t to O, computes the scores of tile t+1, and returns the last operation."""
+    # `first` holds the columns of V for the first matrix tile of O, which `weigh` has read; `renewed`: see `fragment_operands`
     one = self.common
     weights = s.softmax.operands(one.at, 0, one.k_tiles, Kept(one.at), renewed)
     accs = [s.softmax.acc[i].load() for i in range(one.d_tiles)]
@@ -115,7 +113,7 @@ class Staggered:
 
   # ***** tiles, from global memory to LDS *****
   def load(self, s:StaggeredState, t:UOp) -> UOp:
-    """Starts the loads of K of tile t+2 and of V of tile t+1 from global memory to registers. Returns the last operation."""
+    """Starts the loads of K of tile t+2 and of V of tile t+1 from global memory to registers, and returns the last operation."""
     parts = [*s.k.fetch(self.trips.loaded["k"], t + 2), *s.v.fetch(self.trips.loaded["v"], t + 1)]
     return UOp.group(self.statements.do(amd.sched_barrier(*parts)), *[s.on_the_way[i].store(x) for i, x in enumerate(parts)])
 

@@ -1,22 +1,20 @@
-"""Flash attention on one screen, in plain UOps: where to begin reading. The kernel is right on every device and fast on no device.
-
-The whole score matrix never exists: a thread owns one query, loops over the keys in tiles, and keeps only what the softmax of the keys so far needs
-(Milakov and Gimelshein 2018, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691, algorithm 1). The other forward kernels of this folder do these
-steps too, with matrix instructions and with tiles in LDS: see docs/algorithm.md.
-"""
+"""Flash attention on one screen, in plain UOps: where to begin reading. The kernel is right on every device and fast on no device."""
 from __future__ import annotations
 import functools, math
 from typing import Callable
 from attn.problem import problem_of
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, UOp, dtypes
 
+# The whole score matrix never exists: a thread owns one query, loops over the keys in tiles, and keeps only what the softmax of the keys so far needs
+# (Milakov and Gimelshein 2018, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691, algorithm 1). The other forward kernels of this folder do these
+# steps too, with matrix instructions and with tiles in LDS: see docs/algorithm.md.
+
 def total(xs:list[UOp]) -> UOp: return functools.reduce(UOp.add, xs)
 
 @functools.cache
 def textbook(causal:bool|str=False, block_n:int=16) -> Callable[..., UOp]:
-  """Returns the kernel for `Tensor.empty(B, H, Sq, Dv).custom_kernel(q, k, v, fxn=textbook())[0]`: q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk,
-  Dv), float16, bfloat16 or float32. For `causal` see `attn.attention`. `block_n` is the number of keys in a tile. Raises ValueError if shapes
-  contradict each other."""
+  """Returns the kernel for `Tensor.empty(B, H, Sq, Dv).custom_kernel(q, k, v, fxn=textbook())[0]`, with tiles of `block_n` keys."""
+  # q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), float16, bfloat16 or float32; for `causal` see `attn.attention`
   def kernel(o:UOp, q:UOp, k:UOp, v:UOp) -> UOp:
     shapes = [[int(n) for n in x.shape] for x in (o, q, k, v)]
     p = problem_of(*shapes, dtypes=["float32"]*4, causal=causal)   # the tensors' elements are converted to float32

@@ -1,8 +1,5 @@
 """The fallback for problems that no other kernel supports: attention in three passes over a score matrix in memory, S = Q K^T, P = softmax(S), O = P
-V, all in fp32.
-
-The fallback consists of tensor operations, for which tinygrad makes its own kernels. The fallback works for any dtype, head dimension, length and
-device, for every option, and for sharded tensors. The scores take B*H*Sq*Sk*4 bytes of memory. The other kernels never store the scores to memory."""
+V, all in fp32."""
 from __future__ import annotations
 from collections.abc import Callable
 from attn.kernels.parts.weights.scores import NEG_INF
@@ -10,10 +7,13 @@ from attn.ops.dropout import kept_elements
 from attn.score.places import Positions
 from attn.tinygrad_compat import Tensor
 
+# The fallback consists of tensor operations, for which tinygrad makes its own kernels. The fallback works for any dtype, head dimension, length and
+# device, for every option, and for sharded tensors. The scores take B*H*Sq*Sk*4 bytes of memory. The other kernels never store the scores to memory.
+
 def _lengths(B:int, head:Tensor, Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None, kv_starts:Tensor|None) -> Positions:
-  """Returns the positions of queries and keys in their sequences, if each batch is one sequence. `head` has the indices of the query heads. The keys
-  of batch b are rows kv_starts[b] to kv_lengths[b] - 1 of k, or all rows if no lengths are given. `top_left` and `offset` say at which position query
-  i stands: see `three_pass`."""
+  """Returns the positions of queries and keys in their sequences, if each batch is one sequence."""
+  # `head` has the indices of the query heads. The keys of batch b are rows kv_starts[b] to kv_lengths[b] - 1 of k, or all rows if no lengths are
+  # given. `top_left` and `offset` say at which position query i stands: see `three_pass`.
   i, j = Tensor.arange(Sq).reshape(Sq, 1), Tensor.arange(Sk).reshape(1, Sk)
   counted = Tensor.arange(B).reshape(-1, 1, 1, 1, 1), i, j
   if kv_lengths is None: return Positions(None, i + offset, j, counted, head)
@@ -24,9 +24,9 @@ def _lengths(B:int, head:Tensor, Sq:int, Sk:int, top_left:bool, offset:int, kv_l
                    head)
 
 def _sequences(head:Tensor, Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:tuple[int, int]) -> Positions:
-  """Returns the positions of queries and keys in their sequences, if sequences lie one after another in a single batch: a query sees only keys of its
-  own sequence. `head` has the indices of the query heads. `longest` is (most queries, most keys) of one sequence. If a sequence is longer, its
-  further tokens belong to no sequence, as do tokens outside of all sequences."""
+  """Returns the positions of queries and keys in their sequences, if sequences lie one after another in a single batch."""
+  # A query sees only keys of its own sequence. `head` has the indices of the query heads. `longest` is (most queries, most keys) of one sequence. If
+  # a sequence is longer, its further tokens belong to no sequence, as do tokens outside of all sequences.
   def rows_of_each(cu:Tensor, most:int) -> Tensor: return (cu[1:] - cu[:-1]).maximum(0).minimum(most)
   rows_q, rows_k = rows_of_each(cu_q, longest[0]), rows_of_each(cu_k, longest[1])
   def inside(cu:Tensor, rows:Tensor, n:int) -> Tensor:
@@ -43,9 +43,9 @@ def _sequences(head:Tensor, Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Ten
   return Positions(belongs, (i + shift).reshape(Sq, 1), j.reshape(1, Sk), counted, head, in_q)
 
 def for_each_query(rows:Tensor, sees:Tensor|None) -> Tensor:
-  """Returns the rows of k or v (B, Hkv, Sk, width) for each query. Their shape broadcasts to (B, Hkv, query heads per key/value head, Sq, Sk, width).
-  `sees` says which query sees which key; None: all see all. Rows that a query does not see become 0, because inf or NaN in such a row times the
-  weight 0 would be NaN, also in the gradients."""
+  """Returns the rows of k or v for each query, with 0 in rows that the query does not see."""
+  # `rows` is (B, Hkv, Sk, width); the result broadcasts to (B, Hkv, query heads per key/value head, Sq, Sk, width). `sees` says which query sees
+  # which key; None: all see all. Without the zeros, inf or NaN in a hidden row times the weight 0 would be NaN, also in the gradients.
   rows = rows.float().unsqueeze(2).unsqueeze(3)
   return rows if sees is None else sees.unsqueeze(-1).where(rows, 0.0)
 
@@ -61,15 +61,16 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Calla
                terms:Callable[[Tensor, Positions], Tensor]=unchanged, sinks:Tensor|None=None, kv_lengths:Tensor|None=None, kv_starts:Tensor|None=None,
                cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None,
                dropout_p:float=0.0, dropout_seed:Tensor|None=None, first_batch_and_head:Tensor|None=None) -> tuple[Tensor, Tensor, Tensor]:
-  """Computes attention in tensor operations. Returns (o, lse, lse_rest), all float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm, and
-  lse_rest, the part of lse that rounding to float32 removed. A query that sees no key gives o = 0 and lse = -inf.
-
-  q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Query i stands at position i + `offset`. If lengths are given, `offset` is not used: with
-  `top_left` query i stands at position i, otherwise the last query stands at the position of the last key. A score is scaled first. Then the `terms`
-  change the score, and the score becomes -inf where the `masks` hide the key (attn/score defines terms and masks). `sinks` (H) are the scores of an
-  additional key without a value; lse includes them. `longest` is (most queries, most keys) of a packed sequence. Dropout is applied to P after the
-  sum of P is computed: see attn.problem.Problem. `first_batch_and_head` (2) is given if the tensors are a part of larger ones: dropout, score_mod and
-  mask_mod then count batches and heads from these two numbers on."""
+  """Computes attention in tensor operations, and returns (o, lse, lse_rest), all float32."""
+  # o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm, and lse_rest, the part of lse that rounding to float32 removed. A query that sees no key
+  # gives o = 0 and lse = -inf.
+  #
+  # q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Query i stands at position i + `offset`. If lengths are given, `offset` is not used:
+  # with `top_left` query i stands at position i, otherwise the last query stands at the position of the last key. A score is scaled first. Then the
+  # `terms` change the score, and the score becomes -inf where the `masks` hide the key (attn/score defines terms and masks). `sinks` (H) are the
+  # scores of an additional key without a value; lse includes them. `longest` is (most queries, most keys) of a packed sequence. Dropout is applied to
+  # P after the sum of P is computed: see attn.problem.Problem. `first_batch_and_head` (2) is given if the tensors are a part of larger ones: dropout,
+  # score_mod and mask_mod then count batches and heads from these two numbers on.
   B, H, Sq, _ = map(int, q.shape)
   Hkv, Sk, Dv = int(k.shape[1]), int(k.shape[2]), int(v.shape[3])
   grouped = (B, Hkv, H//Hkv)                               # query heads that share keys lie side by side

@@ -1,14 +1,5 @@
-"""Lists of the tiles in which a mask_mod leaves scores, for masks that leave a query more than one interval of keys.
-
-A workgroup of attention owns a block of rows (queries or keys) and loops over tiles of columns (keys or queries). Two small kernels make the list of
-tiles for each block.
-
-1. `seen_in_tiles` says which tiles have visible and hidden scores. It looks at the expressions in the mask that depend on the row alone or on the
-column alone, such as i//64 and tokens[j] in the mask i//64 == tokens[j]. The kernel finds the lowest and the highest value of each of these
-expressions, in a block of rows and in each tile of columns. For most tiles these extremes already prove that the mask hides all of their scores, or
-none of them (attn/functions/spans.py). For the other tiles the kernel evaluates the mask for each score, as the kernels of attention do.
-
-2. `tiles_in_order` puts the tiles of each block in order (`TileList`). If the mask hides all scores of a tile, the tile is not in the list."""
+"""Lists of the tiles in which a mask_mod leaves scores, for masks that leave a query more than one interval of keys. Two small kernels make the
+lists."""
 from __future__ import annotations
 import functools, math, operator
 from collections.abc import Callable, Mapping
@@ -31,6 +22,15 @@ from attn.score.term import NATURAL, Fragment, Row
 from attn.tinygrad_compat import AxisType, DType, Estimates, KernelInfo, UOp, dtypes
 from attn.values import cache_of_kernels
 
+# A workgroup of attention owns a block of rows (queries or keys) and loops over tiles of columns (keys or queries). There is a list for each block.
+#
+# 1. `seen_in_tiles` says which tiles have visible and hidden scores. It looks at the expressions in the mask that depend on the row alone or on the
+# column alone, such as i//64 and tokens[j] in the mask i//64 == tokens[j]. The kernel finds the lowest and the highest value of each of these
+# expressions, in a block of rows and in each tile of columns. For most tiles these extremes already prove that the mask hides all of their scores, or
+# none of them (attn/functions/spans.py). For the other tiles the kernel evaluates the mask for each score, as the kernels of attention do.
+#
+# 2. `tiles_in_order` puts the tiles of each block in order (`TileList`). If the mask hides all scores of a tile, the tile is not in the list.
+
 THREADS_OF_A_LIST = 64
 THREADS_OF_A_TILE = 4      # threads that look for the extremes of a tile together
 TILES_TOGETHER = THREADS_OF_A_LIST//THREADS_OF_A_TILE      # tiles of a workgroup that says what a mask leaves of tiles
@@ -41,21 +41,17 @@ NOTHING_SEEN = UOp.const(0), UOp.const(-1)     # a row's first and last column
 
 @dataclass(frozen=True)
 class ListedBlocks:
-  """Describes the lists of tiles that are made: one list for each block of `block_m` rows, with tiles of `block_n` columns. If `over` is "keys",
-  columns are keys and rows are queries; if it is "queries", the other way round.
-
-    heads: (number of heads that have lists of their own, number of query heads that share a list); (1, 1) if the mask is the same for all heads
-    batches: number of batches that have lists of their own; 1 if the mask is the same for all batches
-    checked: whether the emulator checks indices of the tensors that the mask reads
-    with_turns: whether a list also says when the block has its turn (attn/kernels/parts/backward/turns.py): for each of the list's tiles, how many
-      blocks that start before this block have the tile in their lists"""
+  """Describes the lists of tiles that are made: one list for each block of `block_m` rows, with tiles of `block_n` columns."""
   p: Problem
-  over: str
+  over: str   # "keys": columns are keys and rows are queries; "queries": the other way round
   block_m: int
   block_n: int
-  batches: int
+  batches: int   # batches that have lists of their own; 1 if the mask is the same for all batches
+  # (heads that have lists of their own, query heads that share a list); (1, 1) if the mask is the same for all heads
   heads: tuple[int, int]
-  checked: bool
+  checked: bool   # whether the emulator checks indices of the tensors that the mask reads
+  # whether a list also says when the block has its turn (attn/kernels/parts/backward/turns.py): for each of the list's tiles, how many blocks that
+  # start before this block have the tile in their lists
   with_turns: bool = False
   @property
   def rows(self) -> int: return self.p.Sq if self.over == "keys" else self.p.Sk
@@ -69,8 +65,8 @@ class ListedBlocks:
   def lists(self) -> int: return self.batches*self.heads[0]
   @property
   def read(self) -> tuple[str, ...]:
-    """Names of the tensors on which the lists depend: those that the mask reads, those that say which queries and keys exist, and the one that says
-    which batches and heads a device has."""
+    """Names of the tensors on which the lists depend."""
+    # those that the mask reads, those that say which queries and keys exist, and the one that says which batches and heads a device has
     mask = self.p.mask_mod
     assert mask is not None
     others = ["kv_lengths", "kv_starts", "cu_seqlens_q", "cu_seqlens_k"]
@@ -82,8 +78,7 @@ class ListedBlocks:
     return self.batches, self.heads[0], self.blocks, list_length(self.tiles, self.with_turns)
 
 def list_arguments(x:ListedBlocks) -> dict[str, Shapes]:
-  """Returns the tensors of the kernels that make lists of tiles: for each kernel (shape, dtype) of its tensors by name, in the order in which the
-  kernels run. The key of a kernel in the dictionary is the name of its first tensor, which the kernel writes."""
+  """Returns (shape, dtype) of each tensor of the kernels that make lists of tiles, by the name of the tensor that each writes."""
   in_tiles: Shapes = {"in_tiles": ((x.lists, x.blocks, x.tiles), "uint8")}
   read: Shapes = {name: of for name, of in x.p.extras.items() if name in x.read}
   return {"in_tiles": in_tiles | read, "tile_list": {"tile_list": (x.shape, "int32"), **in_tiles}}
@@ -97,29 +92,28 @@ def list_kernels(x:ListedBlocks) -> list[tuple[Callable[..., UOp], Shapes]]:
 
 @dataclass(frozen=True)
 class Items:
-  """How a kernel that makes lists of tiles divides its work. The work consists of items, for example tiles. Either each thread computes an item
-  alone, or all threads of a workgroup compute an item together."""
+  """How a kernel that makes lists of tiles divides its work (items, such as tiles) over workgroups and threads."""
+  # either each thread computes an item alone, or all threads of a workgroup compute an item together
   new: Allocator
   ranges: tuple[UOp, ...]
   @property
   def thread(self) -> UOp: return self.ranges[-1]
   @staticmethod
   def of_workgroups(*sizes:int) -> tuple[Items, tuple[UOp, ...]]:
-    """Divides the work such that each workgroup computes one item. There are as many items as the product of `sizes`. Returns the object, and the
-    position of this workgroup's item along each of `sizes`."""
+    """Divides prod(`sizes`) items over workgroups, and returns the division and the workgroup's position along each size."""
     new = Allocator()
     outer = tuple(new.range(n, AxisType.GLOBAL) for n in sizes)
     return Items(new, (*outer, new.range(THREADS_OF_A_LIST, AxisType.LOCAL))), outer
   @staticmethod
   def of_threads(*sizes:int) -> tuple[Items, UOp, list[UOp]]:
-    """Divides the work such that each thread computes one item. There are as many items as the product of `sizes`; a workgroup's threads take
-    neighbouring items along the last of them. Returns the object, whether this thread's item exists, and its position along each of `sizes`."""
+    """Divides prod(`sizes`) items over threads, and returns the division, whether the thread's item exists, and its position."""
+    # a workgroup's threads take neighbouring items along the last of `sizes`
     items, outer = Items.of_workgroups(*sizes[:-1], ceildiv(sizes[-1], THREADS_OF_A_LIST))
     index = outer[-1]*THREADS_OF_A_LIST + items.thread
     return items, left_alone(index < sizes[-1]), [*outer[:-1], index.minimum(sizes[-1] - 1)]
   def totals(self, count:int|UOp, begin:list[UOp], work:Callable[[list[UOp], UOp], list[UOp]], *outer:UOp) -> list[UOp]:
-    """Loops `count` times over `work(results, i)`, which returns new results, given the results so far and the index of the iteration. `begin` are
-    the results before the first iteration. `outer` are the ranges of the loops around this loop. Returns the last results."""
+    """Loops `count` times over `work(results, i)`, which returns new results, and returns the last results."""
+    # `begin` are the results before the first iteration; `outer` are the ranges of the loops around this loop
     if isinstance(count, int) and count == 1: return work(begin, UOp.const(0))      # tinygrad would lose what a loop of one iteration begins with
     registers = [self.new.registers(1, x.dtype) for x in begin]
     begun = [r.after(*self.ranges, *outer)[0].store(x) for r, x in zip(registers, begin)]
@@ -129,8 +123,8 @@ class Items:
     end = UOp.group(*[r[0].store(x) for r, x in zip(now, results)]).end(i)
     return [r.after(end)[0].load() for r in registers]
   def kernel(self, name:str, stores:list[UOp], operations:int) -> UOp:
-    """Returns the kernel with the name `name`, which ends with `stores`. `operations` is an upper estimate of the kernel's number of operations.
-    tinygrad needs this number, and cannot estimate loops whose length a kernel loads from memory."""
+    """Returns the kernel, which ends with `stores`."""
+    # `operations` is an upper estimate: tinygrad needs the number, and cannot estimate loops whose length a kernel loads from memory
     info = KernelInfo(name, opts_to_apply=(), estimates=Estimates(ops=operations, lds=operations, mem=operations))
     return UOp.group(*stores).end(*self.ranges).sink(arg=info, tag=OPTIMISED)
 
@@ -142,13 +136,10 @@ LOW_END, HIGH_END = 0, 1
 
 @dataclass(frozen=True)
 class Side:
-  """The expressions in a mask that depend on the row alone, or those that depend on the column alone: one of the two.
-
-      over: what the rows or columns are: "keys" or "queries"
-      size: rows of a block, or columns of a tile"""
+  """The expressions in a mask that depend on the row alone, or those that depend on the column alone."""
   expressions: tuple[UOp, ...]
-  over: str
-  size: int
+  over: str   # what the rows or columns are: "keys" or "queries"
+  size: int   # rows of a block, or columns of a tile
 
 def sides_of(x:ListedBlocks) -> tuple[Side, Side]:
   """Returns the expressions in the mask that depend on the row alone, and those that depend on the column alone."""
@@ -160,14 +151,13 @@ def sides_of(x:ListedBlocks) -> tuple[Side, Side]:
   return Side(tuple(u for u in both if u not in of_columns), other, x.block_m), Side(of_columns, x.over, x.block_n)
 
 def extreme_of_all(dtype:DType, which:int) -> UOp:
-  """Returns the highest number of the dtype if `which` is HIGH_END, and its lowest number if `which` is LOW_END. For floats these are inf and -inf.
-  """
+  """Returns the highest number of the dtype if `which` is HIGH_END, and its lowest number if LOW_END."""
   if dtype == dtypes.float: return UOp.const(math.inf if which == HIGH_END else -math.inf, dtype)
   return UOp.const(MOST_INT if which == HIGH_END else LEAST_INT, dtype)
 
 def extended(extremes:list[UOp], value:UOp, there:UOp) -> list[UOp]:
-  """Returns the minimum and the maximum of some values and of one more, `value`. `extremes` are the minimum and the maximum without it. If `there` is
-  false, `value` does not count. A NaN counts as both -inf and inf."""
+  """Returns the minimum and the maximum of `extremes` (a minimum and a maximum) and, if `there`, of `value`."""
+  # a NaN counts as both -inf and inf
   low, high = value, value
   if value.dtype == dtypes.float: low, high = (value.ne(value).where(extreme_of_all(value.dtype, which), value) for which in (LOW_END, HIGH_END))
   return [(there & (low < extremes[LOW_END])).where(low, extremes[LOW_END]), (there & (extremes[HIGH_END] < high)).where(high, extremes[HIGH_END])]
@@ -176,37 +166,29 @@ def extended(extremes:list[UOp], value:UOp, there:UOp) -> list[UOp]:
 
 @dataclass(frozen=True)
 class TilesTogether:
-  """A block of rows and TILES_TOGETHER neighbouring tiles. A workgroup finds out what the mask leaves of these tiles. THREADS_OF_A_TILE neighbouring
-  threads belong to each tile. If several query heads share one list of tiles, the scores of all these heads count.
-
-    of_list: index of the list
-    block: index of the block of rows
-    group: index of the tiles, counted in groups of TILES_TOGETHER"""
+  """A block of rows and TILES_TOGETHER neighbouring tiles, for which one workgroup finds out what the mask leaves of them."""
+  # THREADS_OF_A_TILE neighbouring threads belong to each tile. If several query heads share one list of tiles, the scores of all these heads count.
   x: ListedBlocks
   items: Items
   given: Mapping[str, UOp]
-  of_list: UOp
-  block: UOp
-  group: UOp
+  of_list: UOp   # index of the list
+  block: UOp     # index of the block of rows
+  group: UOp     # index of the tiles, counted in groups of TILES_TOGETHER
   @property
   def batch(self) -> UOp: return self.of_list//self.x.heads[0]
   @property
   def first_head(self) -> UOp: return self.of_list%self.x.heads[0]*self.x.heads[1]
   @property
-  def tiles(self) -> int:
-    """Number of tiles of a workgroup."""
-    return min(self.x.tiles, TILES_TOGETHER)
+  def tiles(self) -> int: return min(self.x.tiles, TILES_TOGETHER)
   @property
   def own(self) -> UOp:
     """Index, among the tiles of the workgroup, of the tile to which the thread belongs."""
     return self.items.thread//THREADS_OF_A_TILE
   @property
-  def leads(self) -> UOp:
-    """Whether the thread is the first one of its tile."""
-    return (self.items.thread%THREADS_OF_A_TILE).eq(0)
+  def leads(self) -> UOp: return (self.items.thread%THREADS_OF_A_TILE).eq(0)
   @property
   def there(self) -> UOp:
-    """Whether the thread's tile exists. Workgroups divide the tiles of a list among themselves; the last one may have fewer."""
+    """Whether the thread's tile exists: the last workgroup of a list may have fewer tiles."""
     return self.group*TILES_TOGETHER + self.own < self.x.tiles
   def tile(self, n:UOp) -> UOp:
     """Returns the index of the n-th tile of the workgroup, or of the last tile of all if there is no such tile."""
@@ -216,8 +198,8 @@ class TilesTogether:
 
   # ***** extremes *****
   def extremes(self, side:Side, n:UOp, threads:int) -> dict[UOp, Extremes]:
-    """Returns the lowest and the highest value of each expression of a side, in the block of rows or in the tile of columns with index `n`. `threads`
-    neighbouring threads look for them together, and each of these threads gets them."""
+    """Returns the lowest and the highest value of each expression of a side, in block (or tile) number `n`."""
+    # `threads` neighbouring threads look for them together, and each of these threads gets them
     kinds = [ORDERED.get(u.dtype, dtypes.int) for u in side.expressions for _ in (LOW_END, HIGH_END)]
     if not kinds: return {}
     begin, width = [extreme_of_all(kind, 1 - place % 2) for place, kind in enumerate(kinds)], math.gcd(side.size, OF_A_STEP)
@@ -238,9 +220,8 @@ class TilesTogether:
       return Extremes(low, high) if u.dtype in ORDERED else Extremes(low.ne(0), high.ne(0))      # conditions were compared as integers
     return {u: of_expression(u, *found[2*nth:2*nth + 2]) for nth, u in enumerate(side.expressions)}
   def evaluated(self, side:Side, n:UOp, width:int, threads:int, now:list[UOp], i:UOp) -> list[UOp]:
-    """Computes one iteration of a loop that looks for the lowest and the highest value of each expression of a side. This thread evaluates the
-    expressions for `width` neighbouring rows or columns of the block or tile with index `n`. `now` has the lowest and highest values so far, before
-    iteration i. Returns these values after the iteration."""
+    """Returns the lowest and highest values `now` after iteration i of a loop over the rows (or columns) of block (or tile) `n`."""
+    # this thread evaluates the expressions for `width` neighbouring rows or columns
     pieces, walk = side.size//width, self.walk(side.over)
     index = (i*threads + self.items.thread%threads).minimum(pieces*self.x.heads[1] - 1)
     piece, of = n*pieces + index%pieces, Row(self.batch, self.first_head + index//pieces, UOp.const(0), UOp.const(True))
@@ -259,20 +240,20 @@ class TilesTogether:
     first = first_seen(walk, row)
     return (UOp.const(0) if first is None else first - before), last_seen(walk, row) - before
   def by_extremes(self) -> UOp:
-    """Returns what the mask leaves of the thread's own tile, in the bits SEEN and HIDDEN. The result is 0 if the extremes of expressions do not say
-    it, and HIDDEN for a tile that does not exist."""
+    """Returns what the mask leaves of the thread's own tile, in the bits SEEN and HIDDEN, or 0 if extremes do not say it."""
     x, tile, (of_rows, of_columns) = self.x, self.tile(self.own), sides_of(self.x)
     extremes = self.extremes(of_rows, self.block, THREADS_OF_A_LIST) | self.extremes(of_columns, tile, THREADS_OF_A_TILE)
     rows = self.block*x.block_m, (self.block*x.block_m + (x.block_m - 1)).minimum(x.rows - 1)
     (begin, first_end), (last_begin, end) = (self.interval(row, tile) for row in rows)      # neither end decreases from one row to the next
     assert x.p.mask_mod is not None
     always, possibly = span_of(x.p.mask_mod.value, extremes.__getitem__)
+    # HIDDEN for a tile that does not exist
     hidden = self.there.logical_not() | (begin >= x.block_n) | (end < 0) | possibly.logical_not()
     seen = (last_begin <= 0) & (first_end >= x.block_n - 1) & always
     return hidden.where(int32(HIDDEN), seen.where(int32(SEEN), int32(0)))
   def looked(self, tile:UOp, now:list[UOp], i:UOp) -> list[UOp]:
-    """Computes one iteration of a loop that evaluates the mask for the scores of a tile. This thread evaluates the mask for a few neighbouring scores
-    of one row. `now` has the bits SEEN and HIDDEN that iterations before i have set. Returns these bits after the iteration."""
+    """Returns the bits SEEN and HIDDEN, `now`, after iteration i of a loop over the scores of a tile."""
+    # this thread evaluates the mask for a few neighbouring scores of one row
     x, index, width = self.x, i*THREADS_OF_A_LIST + self.items.thread, math.gcd(self.x.block_n, OF_A_STEP)
     pieces = x.block_n//width
     row, piece, head = self.block*x.block_m + index%x.block_m, index//x.block_m%pieces, self.first_head + index//x.block_m//pieces
@@ -285,8 +266,9 @@ class TilesTogether:
     bits = functools.reduce(operator.or_, [c.where(int32(SEEN), int32(HIDDEN)) for c in each])
     return [now[0] | of.there.where(bits, int32(0))]
   def by_scores(self, known:UOp) -> UOp:
-    """Returns what the mask leaves of the thread's own tile, in the bits SEEN and HIDDEN. `known` is the result of `by_extremes`. If it is 0, all
-    threads evaluate the mask for the scores of the tile; if not, the returned number is not defined."""
+    """Returns what the mask leaves of the thread's own tile, in the bits SEEN and HIDDEN, if `known` is 0."""
+    # `known` is the result of `by_extremes`. If it is 0, all threads evaluate the mask for the scores of the tile; if not, the returned number is not
+    # defined.
     new, thread, of_tiles = self.items.new, self.items.thread, self.items.new.lds(THREADS_OF_A_LIST, dtypes.int)
     told = of_tiles[thread].store(known)
     def count(now:list[UOp], i:UOp) -> list[UOp]:
@@ -309,8 +291,7 @@ class TilesTogether:
 
 @cache_of_kernels
 def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the first of the two kernels that make lists of tiles. For each block of rows and each tile of columns, it finds whether the mask leaves
-  some of their scores visible, and whether it hides some."""
+  """Returns the kernel that finds, for each block and tile, whether the mask leaves some scores visible, and hides some."""
   def kernel(*args:UOp) -> UOp:
     given = by_name(list_arguments(x)["in_tiles"], args)
     items, (of_list, block, group) = Items.of_workgroups(x.lists, x.blocks, ceildiv(x.tiles, TILES_TOGETHER))
@@ -329,9 +310,10 @@ def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
 
 @cache_of_kernels
 def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the kernel that writes each block's list of tiles, in order (`TileList`). There is one thread for each tile of a block. The thread counts
-  the tiles that come before its tile: the count is the tile's position in the list. Unused entries at the end of a list get the number of all tiles.
-  If lists have turns, the thread also counts the blocks that start before its block and have the tile in their lists."""
+  """Returns the kernel that writes each block's list of tiles, in order (`TileList`)."""
+  # There is one thread for each tile of a block. The thread counts the tiles that come before its tile: the count is the tile's position in the list.
+  # Unused entries at the end of a list get the number of all tiles. If lists have turns, the thread also counts the blocks that start before its
+  # block and have the tile in their lists.
   some_hidden, none_hidden = (1, 0) if x.with_turns else (0, 1)      # numbers of groups of tiles, in their order
   def kernel(tile_list:UOp, in_tiles:UOp) -> UOp:
     items, there, (of_list, block, tile) = Items.of_threads(x.lists, x.blocks, x.tiles)

@@ -64,8 +64,8 @@ def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
 
 def heads_together(p:Problem, arch:Chip, heads:int=0) -> int:
   """Returns how many heads AMD's grid runs together, as a group."""
-  # `heads` is the number of query heads of a workgroup that owns queries, or 0 if workgroups own keys. A group has as many heads as the cache of the chip has room for, with the rows over which workgroups loop: K and V, or q and dO. On a chip that
-  # needs no groups, all heads are one group.
+  # `heads` is the number of query heads of a workgroup that owns queries, or 0 if workgroups own keys. A group has as many heads as the cache of the
+  # chip has room for, with the rows over which workgroups loop: K and V, or q and dO. On a chip that needs no groups, all heads are one group.
   n, room = (p.all_heads//heads if heads else p.B*p.Hkv), arch.caches.group
   row, group = p.key_bytes if heads else (p.D + p.Dv)*p.itemsize, p.H//p.Hkv
   most = room*(group//heads)//(row*p.Sk) if heads else room//(row*p.Sq*group)
