@@ -1,5 +1,5 @@
-"""Instructions of AMD's chips that tinygrad has no UOp for. Each instruction is defined twice: by the HIP text that is rendered, and by the numpy
-function with which the emulator computes it. Operations for the chips of all vendors are in common.py."""
+"""Instructions of AMD's chips that tinygrad has no UOp for, each as HIP text and as the numpy function that the emulator runs. Operations for all
+vendors are in common.py."""
 from __future__ import annotations
 from typing import Any
 import functools
@@ -14,8 +14,7 @@ from attn.ops.operation import Body, emit, integer, statement
 from attn.tinygrad_compat import UOp, dtypes
 
 def nothing(lanes:Any, *_:Any, **static:Any) -> Array:
-  """Returns 0 for each thread. This function is the emulator's version of an operation that only gives the compiler a hint, such as a scheduling
-  barrier, and so changes no value."""
+  """Returns 0 for each thread: the numpy function of operations that change no value, such as a scheduling barrier."""
   return np.zeros(lanes.active.shape, np.float32)
 
 # ***** vectors and bits *****
@@ -36,16 +35,15 @@ def _byte_perm_cuda(printer:Any, out:str, selector:int) -> str:
 instruction("byte_perm", _byte_perm, lambda printer, out, selector: f"__builtin_amdgcn_perm({{0}}, {{1}}, 0x{selector:08x}u)", _byte_perm_cuda)
 
 def byte_perm(hi:UOp, lo:UOp, selector:int) -> UOp:
-  """Returns a dword made of four bytes of lo and hi (v_perm_b32). Byte i of `selector` selects byte i of the result: 0 to 3 is a byte of lo, 4 to 7
-  is a byte of hi."""
+  """Returns a dword of four bytes of lo and hi (v_perm_b32). Byte i of `selector` selects byte i: 0 to 3 from lo, 4 to 7 from hi."""
   return emit("byte_perm", dtypes.uint, hi, lo, selector=selector)
 
 instruction("side_by_side", lambda lanes, x: x, Body('asm("" : "+v"(x));\nreturn x;', "x"))
 
 def side_by_side(x:UOp) -> UOp:
-  """Returns the vector x unchanged, in neighbouring registers. Neighbouring registers lie in different banks, and two instructions issue together
-  only if their operands, and their results, lie in different banks (VOPD: RDNA3 ISA section 7.6). The compiler might otherwise choose any registers.
-  """
+  """Returns the vector x unchanged, in neighbouring registers."""
+  # Neighbouring registers lie in different banks, and two instructions issue together only if their operands, and their results, lie in different
+  # banks (VOPD: RDNA3 ISA section 7.6). The compiler might otherwise choose any registers.
   return emit("side_by_side", x.dtype, x)
 
 # ***** across lanes *****
@@ -58,12 +56,9 @@ def _pair_text(printer:Any, out:str, step:int, exchange:str) -> Body:
 instruction("pair", lambda lanes, x, step, exchange: np.stack(Numbers(lanes).exchange(x, step, exchange)), _pair_text)
 
 def pair(x:UOp, step:int, matrix:Any) -> UOp:
-  """Returns the vector of x of this lane and x of the lane `step` lanes away, in an order that depends on the instruction. So combine the two by a
-  commutative operation, such as a sum or a maximum. To combine x of all lanes that share a query, call `pair` for each step in `matrix.group_steps`,
-  where `matrix` is the chip's matrix instruction.
-
-  `matrix.exchange` names the exchange instruction: v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or
-  ds_bpermute_b32."""
+  """Returns a vector of x of this lane and x of the lane `step` lanes away, in an order that depends on `matrix.exchange`."""
+  # So combine the two by a commutative operation, such as a sum or a maximum. Lanes that share a query are at the distances `matrix.group_steps`.
+  # The instruction is v_permlane16_swap_b32 or v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32.
   return emit("pair", f32(2), x, step=step, exchange=matrix.exchange)
 
 def _share_halves(lanes:Any, x:Array, low:Array) -> Array:
@@ -80,7 +75,7 @@ def _share_halves_text(printer:Any, out:str) -> Body:
 instruction("share_halves", _share_halves, _share_halves_text)
 
 def share_halves(x:UOp, low:UOp) -> UOp:
-  """Returns lane l's vector followed by lane l+16's vector. Both lane l and lane l+16 get this result. `low` is true in lanes 0-15."""
+  """Returns, in lane l and in lane l+16, lane l's vector followed by lane l+16's vector. `low` is true in lanes 0-15."""
   return emit("share_halves", u32(2*length(x)), x, low)
 
 def _low_lanes_text(printer:Any, out:str) -> Body:
@@ -92,24 +87,22 @@ def _low_lanes_text(printer:Any, out:str) -> Body:
 instruction("low_lanes", lambda lanes, x: np.arange(x.shape[-1])%lanes.wave < 16, _low_lanes_text)
 
 def low_lanes(x:UOp) -> UOp:
-  """Tells whether this lane is one of lanes 0-15. The caller uses the answer to select from elements of the vector `x`, so the answer is computed
-  only when `x` is ready.
-
-  The answer lies in the register VCC, so two selects by it can be one instruction (v_dual_cndmask_b32: RDNA3 ISA section 7.6). Comparisons overwrite
-  VCC, so each call computes the answer again."""
+  """Tells whether this lane is one of lanes 0-15, computed when the vector `x` is ready."""
+  # The answer selects elements of x. It lies in the register VCC, so two selects by it can be one instruction (v_dual_cndmask_b32: RDNA3 ISA section
+  # 7.6). Comparisons overwrite VCC, so each call computes the answer again.
   return emit("low_lanes", dtypes.bool, x)
 
 # ***** order *****
 
 def waitcnt(vmcnt:int=63, lgkmcnt:int=15) -> str:
-  """Returns the C++ text of CDNA's s_waitcnt. The instruction waits until at most `vmcnt` loads from memory, and at most `lgkmcnt` accesses to LDS,
-  of this wave are still under way. (The encoding is in LLVM's AMDGPUBaseInfo.cpp.)"""
+  """Returns the C++ text that waits until at most `vmcnt` loads and `lgkmcnt` LDS accesses of this wave are under way (s_waitcnt of CDNA)."""
+  # the encoding is in LLVM's AMDGPUBaseInfo.cpp
   return f"__builtin_amdgcn_s_waitcnt(0x{vmcnt & 15 | 7 << 4 | lgkmcnt << 8 | vmcnt >> 4 << 14:04x});"
 
 def kept_in_order(*statements:str) -> str:
-  """Returns the C++ text of `statements` between two fences. Neither clang's passes nor its scheduler move an access to memory past these statements.
-  The fences have the scope of one wave and cost nothing. A release fence with the scope of the workgroup would wait until all loads from memory to
-  LDS are complete, even loads that no other wave reads until later."""
+  """Returns the C++ text of `statements` between two fences, past which clang moves no access to memory."""
+  # The fences have the scope of one wave and cost nothing. A release fence with the scope of the workgroup would wait until all loads from memory to
+  # LDS are complete, even loads that no other wave reads until later.
   fence, scheduling = '__builtin_amdgcn_fence({}, "wavefront");', "__builtin_amdgcn_sched_barrier(0);"
   return "\n".join([scheduling, fence.format("__ATOMIC_RELEASE"), *statements, fence.format("__ATOMIC_ACQUIRE"), scheduling, "return 0.0f;"])
 
@@ -136,50 +129,46 @@ instruction("interleave", nothing, _interleave_text)
 instruction("opaque", lambda lanes, x, _: x, Body('asm volatile("" : "+v"(x));\nreturn x;', "x"))
 
 def barrier(*after:UOp) -> UOp:
-  """Makes a barrier of the workgroup. The compiler moves no access to LDS across the barrier. (The kernel places this barrier; tinygrad does not
-  insert it.) Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
+  """Returns a statement, executed after `after`: a barrier of the workgroup, across which the compiler moves no access to LDS."""
   return statement("barrier", *after)
 def barrier_of(waves:UOp, *after:UOp) -> UOp:
-  """Makes some waves of a workgroup run one barrier behind the others, so that the two groups of waves take turns. The waves in which the integer
-  `waves` is not 0 execute this barrier; the others execute their next barrier at the same time. Returns a statement (an operation with a side effect)
-  that is executed after the UOps `after`."""
+  """Returns a statement, executed after `after`: a barrier that only the waves with `waves` != 0 execute."""
+  # These waves then run one barrier behind the others, which execute their next barrier at the same time: the two groups of waves take turns.
   return statement("barrier_of", integer(waves), *after)
 def wait_loads(n:int, *after:UOp) -> UOp:
-  """Waits until at most `n` of this wave's loads to LDS are still under way (s_waitcnt vmcnt). Returns a statement (an operation with a side effect)
-  that is executed after the UOps `after`."""
+  """Returns a statement, executed after `after`, that waits until at most `n` of this wave's loads to LDS are under way."""
   return statement("wait_loads", *after, n=n)
 def priority(level:int, *after:UOp) -> UOp:
-  """Sets this wave's priority among the waves of its SIMD to `level`, which is 0 to 3 (s_setprio). Returns a statement (an operation with a side
-  effect) that is executed after the UOps `after`."""
+  """Returns a statement, executed after `after`, that sets this wave's priority on its SIMD to `level`, 0 to 3 (s_setprio)."""
   return statement("priority", *after, level=level)
 def fp32_apart(*after:UOp) -> UOp:
-  """Keeps clang from packing two fp32 operations of this kernel into one instruction. (GLOBAL_UNPACKED in ops.renderers says why.) Returns a
-  statement (an operation with a side effect) that is executed after the UOps `after`."""
+  """Returns a statement that keeps clang from packing two fp32 operations of this kernel into one instruction."""
+  # GLOBAL_UNPACKED in ops.renderers says why
   return statement("fp32_apart", *after)
 def written_here(*after:UOp) -> UOp:
-  """Makes tinygrad write what comes after this statement behind the operations `after` in the kernel's text. clang may move everything. Returns a
-  statement (an operation with a side effect) that is executed after the UOps `after`."""
+  """Returns a statement that comes after `after` in the kernel's source. clang may still move everything."""
   return statement("written_here", *after)
 def sched_barrier(*after:UOp) -> UOp:
-  """Keeps clang from moving instructions across this point of the program, so that loads don't start long before their use. Returns a statement (an
-  operation with a side effect) that is executed after the UOps `after`."""
+  """Returns a statement, executed after `after`, across which clang moves no instruction."""
+  # loads then don't start long before their use
   return statement("sched_barrier", *after)
 def interleave(ahead:int, products:int, reads:int, steps:int, *after:UOp) -> UOp:
-  """Makes clang order the instructions before this point, back to the last barrier or branch, as follows: first `ahead` reads from LDS, then `steps`
-  times `products` matrix instructions and `reads` reads from LDS. So operands are read long before their use. Instructions of other kinds stand where
-  clang puts them. Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
+  """Returns a statement that makes clang place `ahead` LDS reads, then `steps` times `products` matrix instructions and `reads` LDS reads, before
+  this point."""
+  # Operands are then read long before their use. The order holds back to the last barrier or branch; instructions of other kinds stand where clang
+  # puts them.
   return statement("interleave", *after, ahead=ahead, products=products, reads=reads, steps=steps)
 def opaque(x:UOp, trip:UOp) -> UOp:
-  """Returns the integer x and hides its value from the compiler. If the address of a load is computed from the result, the compiler must load again
-  for every new `trip` (usually the index of a loop's iteration), and so does not keep the loaded value in registers."""
+  """Returns the integer x, hidden from the compiler, which must load again from an address made of the result for every new `trip`."""
+  # `trip` is usually the index of a loop's iteration: without the new load the compiler would keep the loaded value in registers
   return emit("opaque", dtypes.int, integer(x), trip if trip.dtype == dtypes.float else integer(trip))
 
 instruction("made_here", nothing, lambda printer, out, n: Body("\n".join([f'asm volatile("" :: "v"({"abcdefghijklmnop"[i]}[0]));' for i in range(n)]
                                                                         + ["return 0.0f;"]), " ".join("abcdefghijklmnop"[:n])))
 
 def made_here(*values:UOp) -> UOp:
-  """Makes the compiler compute the vectors `values` at this point. Without this operation the compiler may move their computation behind a barrier,
-  into a later branch. Returns a statement (an operation with a side effect)."""
+  """Returns a statement that makes the compiler compute the vectors `values` at this point."""
+  # otherwise the compiler may move their computation behind a barrier, into a later branch
   return statement("made_here", *values, n=len(values))
 
 # ***** memory *****
@@ -226,19 +215,18 @@ def _load_column_text(printer:Any, out:str, steps:tuple[int, ...]) -> Body:
 instruction("load_column", _load_column, _load_column_text)
 
 def load_column(lds:UOp, steps:tuple[int, ...]) -> UOp:
-  """Returns 16-bit numbers loaded from LDS (ds_read_u16), two of them packed into each dword. The numbers lie at the distances `steps` (in bytes)
-  from `lds`, a UOp that indexes LDS: a column of a tile that is stored by rows."""
+  """Returns 16-bit numbers at the distances `steps` (in bytes) from `lds`, two of them packed into each dword (ds_read_u16)."""
+  # such as a column of a tile that is stored by rows
   return emit("load_column", u32(len(steps)//2), lds, steps=steps)
 def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *after:UOp) -> UOp:
-  """Copies 16 bytes per lane from global memory directly to LDS. `base` and `lds` are UOps that index a buffer in global memory and LDS, both equal
-  in all lanes of the wave. Lane l's bytes come from `base` + `offset` bytes and go to `lds` + 16*l. The bytes are zero if offset + 16 exceeds
-  `records`, the size of the buffer's range in bytes. The copy is not complete until `wait_loads` has waited for it. Returns a statement (an operation
-  with a side effect) that is executed after the UOps `after`."""
+  """Returns a statement that copies 16 bytes per lane from global memory, `base` + `offset` bytes, to LDS, `lds` + 16*lane. `wait_loads` waits for
+  the copy."""
+  # `base` and `lds` are equal in all lanes of the wave. The bytes are zero if offset + 16 exceeds `records`, the size of the buffer's range in
+  # bytes.
   return statement("load_to_lds", base, integer(records), offset.cast(dtypes.uint), lds, *after)
 def load_transposed(lds:UOp) -> UOp:
-  """Returns the four 16-bit elements of a column of a 4 x 16 matrix in LDS (ds_read_b64_tr_b16). Each group of 16 lanes loads one such matrix, and
-  lane l of the group gets column l. `lds` is a UOp that indexes LDS: in lane l it is the address of 4 consecutive elements, columns 4*(l%4) to
-  4*(l%4)+3 of row l//4 (CDNA4 ISA section 11.4)."""
+  """Returns the four 16-bit elements of column l of a 4 x 16 matrix in LDS, for lane l of 16 (ds_read_b64_tr_b16)."""
+  # in lane l `lds` is the address of 4 consecutive elements, columns 4*(l%4) to 4*(l%4)+3 of row l//4 (CDNA4 ISA section 11.4)
   return emit("load_transposed", u32(2), lds)
 
 # ***** matrix unit *****
@@ -252,10 +240,8 @@ def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
 instruction("matrix", lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a, b, c), _matrix_text)
 
 def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
-  """Returns acc + A B, computed by one matrix instruction. `a`, `b` and `acc` are vectors that hold a lane's part of each matrix, a and b packed as
-  the registers hold them.
-
-  tinygrad's own operation for this, `Ops.WMMA`, is not used. tinygrad wraps each operand of it in further UOps (RESHAPE, STACK, INDEX), and lowering
-  takes 25 to 60 % longer (gfx942, D=64: 0.54 s instead of 0.39 s). Besides, HIPRenderer's `#define` names compiler builtins that do not exist for the
-  32x32 matrix shapes."""
+  """Returns acc + A B of one matrix instruction. `a`, `b` and `acc` are vectors with this lane's part of each matrix."""
+  # tinygrad's own operation, `Ops.WMMA`, is not used: tinygrad wraps each operand of it in further UOps (RESHAPE, STACK, INDEX), and lowering takes
+  # 25 to 60 % longer (gfx942, D=64: 0.54 s instead of 0.39 s). Besides, HIPRenderer's `#define` names compiler builtins that do not exist for the
+  # 32x32 matrix shapes.
   return emit("matrix", acc.dtype, a, b, acc, matrix=matrix)

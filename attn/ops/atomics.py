@@ -1,23 +1,4 @@
-"""Operations by which the workgroups of one launch work together through global memory: sums of float32, tickets and turns.
-
-`atomic_add` adds to a sum that several workgroups share. A ticket is the number of workgroups that have called `ticket` before: the first workgroup
-gets 0, the next one 1 and so on. A turn is the period in which one workgroup may act: it begins when a counter in memory has the number of the turn.
-`await_turn` waits until the counter has this number. `pass_turn` ends the turn: it adds 1 to the counter. A workgroup that has waited for a turn sees
-everything that was done before the turn was passed. All of these operations have the scope of the whole chip, even if the chip has several L2 caches.
-
-If several waves of a workgroup act in a turn, barriers keep them together:
-
-    await_turn(counter, number, first)      # one lane waits for all
-    a barrier
-    atomic_add(...)                         # any lane
-    settle()                                # every wave waits until its own additions are complete
-    a barrier
-    pass_turn(counter, first)               # one lane passes the turn
-
-A wave with a counter of its own needs neither the barriers nor `settle`. A counter is an int32 in global memory and must be 0 when the launch begins.
-
-Only the tickets tell which workgroups have started. If a workgroup waits for a workgroup with a higher block number, or with a higher ticket, it can
-wait forever, because that workgroup may start only when another one ends."""
+"""Operations by which the workgroups of one launch work together through global memory: sums of float32, tickets and turns."""
 from __future__ import annotations
 import functools
 from typing import Any
@@ -28,6 +9,20 @@ from attn.ops.common import length
 from attn.ops.language import instruction
 from attn.ops.operation import Array, Body, Call, emit, integer, statement
 from attn.tinygrad_compat import AddrSpace, DType, Ops, Renderer, ToProgram, UOp, dtypes, programs_through, with_accesses
+
+# `atomic_add` adds to a sum that several workgroups share. A ticket is the number of workgroups that have called `ticket` before: the first
+# workgroup gets 0, the next one 1 and so on. A turn is the period in which one workgroup may act: it begins when a counter in memory has the number
+# of the turn. `await_turn` waits until the counter has this number. `pass_turn` ends the turn: it adds 1 to the counter. A workgroup that has waited
+# for a turn sees everything that was done before the turn was passed. All of these operations have the scope of the whole chip, even if the chip has
+# several L2 caches.
+#
+# If several waves of a workgroup act in a turn, barriers keep them together: `await_turn(counter, number, first)`, by which one lane waits for all;
+# a barrier; `atomic_add` in any lane; `settle()`, by which every wave waits until its own additions are complete; a barrier; `pass_turn(counter,
+# first)` by one lane. A wave with a counter of its own needs neither the barriers nor `settle`. A counter is an int32 in global memory and must be 0
+# when the launch begins.
+#
+# Only the tickets tell which workgroups have started. If a workgroup waits for a workgroup with a higher block number, or with a higher ticket, it
+# can wait forever, because that workgroup may start only when another one ends.
 
 ALL_LANES = UOp.const(True)
 IN_GLOBAL, IN_LDS = (f"__attribute__((address_space({n})))" for n in (1, 3))
@@ -44,21 +39,20 @@ def counts_as_loads(arch:str) -> bool:
   return (counters := get_chip(arch).unit.counters) is not None and counters.load == counters.store
 
 def with_scope(arch:str) -> list[str]:
-  """Returns lines of HIP text that stop clang before version 20 with an error message, if the chip is an RDNA4; no lines for other chips. For RDNA4
-  clang 19 omits the scope of instructions that need one: an addition of float32 gets the scope of one compute unit, and there is no wait for a cache
-  that is written back."""
+  """Returns lines of HIP text by which clang 19 refuses to compile for RDNA4; no lines for other chips."""
+  # For RDNA4 clang 19 omits the scope of instructions that need one: an addition of float32 gets the scope of one compute unit, and there is no wait
+  # for a cache that is written back.
   if (counters := get_chip(arch).unit.counters) is None or counters.store != "storecnt": return []
   return ["#if __clang_major__ < 20", f'#error "{arch} needs clang 20 to add to global memory and to pass a turn"', "#endif"]
 
 def in_global(at:UOp, dtype:DType, name:str) -> UOp:
-  """Returns `at`. Raises ValueError unless `at` is a UOp that indexes a buffer in global memory with elements of `dtype`. The message calls the
-  operand `name`."""
+  """Returns `at`. Raises ValueError, with the operand's name `name`, unless `at` indexes global memory with elements of `dtype`."""
   if at.op is not Ops.INDEX or at.addrspace is not AddrSpace.GLOBAL or at.dtype != dtype:
     raise ValueError(f"{name}: must be an INDEX of {dtype.name} in global memory, not {at.op.name} of {at.dtype.name} in {at.addrspace}")
   return at
 
 def shared_tensors(u:UOp) -> set[int]:
-  """Returns the tensors that an atomic operation `u` works on, as indices among the kernel's arguments. Returns an empty set for any other UOp."""
+  """Returns the indices, among the kernel's arguments, of the tensors that an atomic operation `u` works on."""
   if not isinstance(u.arg, Call) or not u.arg.operation.atomic: return set()
   return {x.buf_uop.arg.slot for x in u.src if x.op is Ops.INDEX and x.buf_uop.op is Ops.PARAM}
 
@@ -68,8 +62,9 @@ def _with_shared_tensors(lowered:ToProgram, ast:UOp, renderer:Renderer) -> UOp:
 
 @functools.cache
 def show_shared_tensors() -> None:
-  """Tells tinygrad, for the rest of the process, which tensors the atomic operations of a kernel read and write. tinygrad itself sees only loads and
-  stores. Without this knowledge, a kernel that reads a sum would not wait in a graph under TinyJit for the kernel that adds to the sum."""
+  """Tells tinygrad, for the rest of the process, which tensors the atomic operations of a kernel read and write."""
+  # tinygrad itself sees only loads and stores. So a kernel that reads a sum would not wait, in a graph under TinyJit, for the kernel that adds to
+  # the sum.
   programs_through(_with_shared_tensors)
 
 # ***** sums *****
@@ -103,11 +98,10 @@ def _atomic_add_cuda(printer:Any, out:str, steps:tuple[int, ...], together:int) 
 instruction("atomic_add", _atomic_add, _atomic_add_hip, _atomic_add_cuda, atomic=True)
 
 def atomic_add(at:UOp, x:UOp, *after:UOp, gate:UOp=ALL_LANES, steps:tuple[int, ...]=(), together:int=1) -> UOp:
-  """Adds the elements of x to float32 numbers in global memory, in lanes where `gate` is true. `at` is a UOp that indexes the buffer of these
-  numbers. `steps` has one constant distance from `at` for each element of x, counted in elements; by default the distances are 0, 1, 2 and so on. If
-  `together` is 2 or 4, one instruction adds this many neighbouring elements, whose address is a multiple of their size; `steps` then has one distance
-  for each instruction. Only NVIDIA's chips from sm_90 on can do this. Raises ValueError if `together` or `steps` does not fit the elements of x.
-  Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
+  """Returns a statement that adds the elements of x to float32 numbers in global memory, `steps` elements after `at`, where `gate` is true."""
+  # `steps` has a distance for each element of x, by default 0, 1, 2 and so on. If `together` is 2 or 4, one instruction adds this many neighbouring
+  # elements, whose address is a multiple of their size; `steps` then has one distance for each instruction. Only NVIDIA's chips from sm_90 on can do
+  # this.
   n = length(x)
   if together not in (1, 2, 4) or n % together: raise ValueError(f"together={together}: must be 1, 2 or 4, and divide the {n} elements of x")
   if len(steps := steps or tuple(range(0, n, together))) != n//together: raise ValueError(f"steps={steps}: must be {n//together} distances")
@@ -140,11 +134,11 @@ instruction("ticket_of_all", _ticket_of_all,
                  "__syncthreads();\nreturn __shfl_sync(0xffffffffu, *(int*)lds, 0);", "counter lds first"), atomic=True)
 
 def ticket(counter:UOp, block:UOp, first:UOp, *after:UOp, lds:UOp|None=None) -> UOp:
-  """Adds 1 to a counter, and returns, in all lanes of the workgroup, the number that the counter had before. `counter` is a UOp that indexes an int32
-  in global memory. `block` is any number computed from all block indices. `block` has no effect on the result, but tinygrad launches workgroups along
-  an axis only if an operation has the axis's index. `first` is true in lane 0 of wave 0 only. A workgroup of several waves needs `lds`, a UOp that
-  indexes an int32 in LDS: wave 0 writes the number there, and the other waves read it. The operation then contains a barrier, and another barrier
-  must come before the next use of this int32. The operation is executed after the UOps `after`."""
+  """Returns, in all lanes of the workgroup, the number that the int32 at `counter` had before this operation adds 1 to it."""
+  # `block` is computed from all block indices and has no effect on the result, but tinygrad launches workgroups along an axis only if an operation
+  # has the axis's index. `first` is true in lane 0 of wave 0 only. A workgroup of several waves needs `lds`, an int32 in LDS: wave 0 writes the
+  # number there, and the other waves read it. The operation then contains a barrier, and another barrier must come before the next use of this
+  # int32.
   sources = in_global(counter, dtypes.int, "counter"), *(() if lds is None else (lds,)), first, integer(block), *after
   return emit("ticket" if lds is None else "ticket_of_all", dtypes.int, *sources)
 
@@ -186,16 +180,14 @@ instruction("pass_turn", _pass_turn, _pass_text, Body(
   "counter first"), atomic=True)
 
 def await_turn(counter:UOp, number:UOp, first:UOp, *after:UOp) -> UOp:
-  """Waits until a turn begins, in lanes where `first` is true: until the counter has the turn's number `number`. `counter` is a UOp that indexes an
-  int32 in global memory. Everything that other workgroups did before they passed the turn is then visible: to this wave at once, to the other waves
-  of the workgroup after a barrier. Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
+  """Returns a statement that waits, in lanes where `first` is true, until the int32 at `counter` is equal to `number`."""
+  # what other workgroups did before they passed the turn is then visible: to this wave at once, to the other waves of the workgroup after a barrier
   return statement("await_turn", in_global(counter, dtypes.int, "counter"), integer(number), first, *after)
 def settle(*after:UOp) -> UOp:
-  """Waits until this wave's additions and stores to global memory are complete. Returns a statement (an operation with a side effect) that is
-  executed after the UOps `after`."""
+  """Returns a statement, executed after `after`, that waits until this wave's additions and stores to global memory are complete."""
   return statement("settle", *after)
 def pass_turn(counter:UOp, first:UOp, *after:UOp) -> UOp:
-  """Ends a turn: adds 1 to the counter, in lanes where `first` is true. `counter` is a UOp that indexes an int32 in global memory. A wave that waits
-  for the new number then sees what this wave did before. If other waves of the workgroup acted in the turn too, each of them must call `settle`, and
-  a barrier must follow, before the turn is passed. Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
+  """Returns a statement that adds 1 to the int32 at `counter`, in lanes where `first` is true, and so ends a turn."""
+  # A wave that waits for the new number then sees what this wave did before. If other waves of the workgroup acted in the turn too, each of them
+  # must call `settle`, and a barrier must follow, before the turn is passed.
   return statement("pass_turn", in_global(counter, dtypes.int, "counter"), first, *after)

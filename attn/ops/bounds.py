@@ -1,16 +1,14 @@
-"""Finds integers, equal in all lanes, that are clamped between two bounds. Without help clang would compute them in vector registers.
-
-If clang knows the bounds 0 and n, it compiles min(max(x, 0), n) to one vector instruction, v_med3_i32, even if x is equal in all lanes. A scalar med3
-does not exist. Every number computed from the result then lies in a vector register too. A load that needs such a number as its address or size reads
-the vector register lane by lane, in a loop.
-
-If clang does not know the outer bound n, it compiles a scalar maximum and a scalar minimum. So attn hides the outer bound from clang.
-
-Hiding the inner bound 0 instead would fail if clang knows x, as in a loop of one iteration. Then clang would compile v_med3_i32 from the hidden
-number and two numbers that it knows, x and n. If clang knows both x and 0, max(x, 0) is a constant and costs no instruction."""
+"""Finds integers, equal in all lanes, that are clamped between two bounds. Without help clang would compute them in vector registers."""
 from __future__ import annotations
 from attn.ops.operation import Call
 from attn.tinygrad_compat import Ops, UOp, dtypes
+
+# If clang knows the bounds 0 and n, it compiles min(max(x, 0), n) to one vector instruction, v_med3_i32, even if x is equal in all lanes. A scalar
+# med3 does not exist. Every number computed from the result then lies in a vector register too. A load that needs such a number as its address or
+# size reads the vector register lane by lane, in a loop. If clang does not know the outer bound n, it compiles a scalar maximum and a scalar
+# minimum. So attn hides the outer bound from clang. Hiding the inner bound 0 instead would fail if clang knows x, as in a loop of one iteration:
+# clang would compile v_med3_i32 from the hidden number and the two numbers that it knows, x and n. If clang knows both x and 0, max(x, 0) is a
+# constant and costs no instruction.
 
 def _hidden(name:str, sign:str) -> str:
   return f"""static inline __attribute__((device, always_inline)) int {name}(int x, int bound) {{
@@ -23,7 +21,7 @@ UNIFORM = ("uniform", "opaque_uniform", "ticket", "ticket_of_all")      # operat
 OF_LANES = (Ops.LOAD, Ops.CUSTOM, Ops.CUSTOMI)         # UOps whose result may differ between lanes even if the operands are equal
 
 def uniform_numbers(uops:list[UOp]) -> set[UOp]:
-  """Returns the UOps of a kernel that have the same value in all threads of a workgroup. A UOp is included only if its operands show this."""
+  """Returns the UOps whose operands show that all threads of a workgroup have the same value."""
   found = set[UOp]()
   for u in uops:
     if u.op is Ops.SPECIAL: same = u.arg.startswith("g")
@@ -35,26 +33,23 @@ def uniform_numbers(uops:list[UOp]) -> set[UOp]:
 def is_constant(u:UOp) -> bool: return u.op is Ops.CAST and u.src[0].op is Ops.CONST
 
 def is_maximum(u:UOp) -> bool:
-  """Tells whether u is max(x, n) of an integer x and a constant n, in the form that renderers get: x < n ? n : x. A minimum reaches a renderer as
-  ~max(~x, ~n)."""
+  """Tells whether u is max(x, n) of an integer x and a constant n, in the form that renderers get: x < n ? n : x."""
   if u.op is not Ops.WHERE or u.dtype != dtypes.int or u.src[0].op is not Ops.CMPLT or not is_constant(u.src[1]): return False
   return u.src[0].src[0] is u.src[2] and u.src[0].src[1] is u.src[1]
 
 def is_minimum(u:UOp) -> bool:
-  """Tells whether a maximum `u` = max(y, c) is really a minimum. Renderers get min(x, n) as ~max(~x, ~n), with the bitwise complement ~. So the
-  answer is True if y has the form ~x.
-
-  It is False if this ~ belongs to another minimum: in max(min(x, a), n) y is the minimum min(x, a), which begins with ~. It is also False in a
-  minimum of a minimum, where two ~ cancel."""
+  """Tells whether a maximum `u` = max(y, c) is really part of a minimum, which renderers get as ~max(~x, ~n)."""
   y = u.src[2]
+  # y = ~x shows a minimum, unless this ~ belongs to another minimum: in max(min(x, a), n) y is min(x, a), which begins with ~. In a minimum of a
+  # minimum two ~ cancel, and the answer is False, too.
   return y.op is Ops.XOR and not (is_maximum(y.src[0]) and is_minimum(y.src[0]))
 
 def second_bounds(uops:list[UOp]) -> set[UOp]:
-  """Finds integers that are clamped between two bounds, and that are equal in all threads of a workgroup. Returns the UOps that apply the second
-  bound, each a maximum. (A minimum is written as ~max(~x, ~n).)"""
+  """Returns the maxima that apply the second of two bounds to an integer that is equal in all threads of a workgroup."""
   found, uniform = set[UOp](), uniform_numbers(uops)
   for outer in filter(is_maximum, uops):
     inner = outer.src[2]
     while inner.op in (Ops.ADD, Ops.MUL, Ops.XOR) and is_constant(inner.src[1]): inner = inner.src[0]
+    # a minimum is written as ~max(~x, ~n), so it is found as a maximum
     if is_maximum(inner) and inner in uniform: found.add(outer)
   return found

@@ -1,15 +1,15 @@
-"""Analysis that finds stored values which must be computed before the branch that stores them.
-
-A store under a condition becomes a branch that only the storing lanes take. clang may move the computation of the value into that branch. But an
-operation across lanes needs all lanes, and LLVM does not know this for every instruction. For v_permlane16_swap_b32, v_permlane32_swap_b32 and
-v_permlanex16_b32 LLVM knows it from release 21 on; for matrix instructions, release 22 does not know it yet. So the renderer (ops.renderers) renders
-an empty assembly text before the branch. The assembly text reads every stored value that depends on such an operation, so clang must compute the
-value before the branch. Any other value, such as a tile on its way from memory to LDS, may be computed in the branch: a wave that has nothing to
-store then skips the computation. `python -m attn.isa check` finds operations that this analysis misses."""
+"""Finds the stored values that must be computed before the branch that stores them, because their computation needs all lanes."""
 from __future__ import annotations
 from collections.abc import Iterator
 from attn.ops.operation import Call
 from attn.tinygrad_compat import AddrSpace, Ops, UOp, new_uop
+
+# A store under a condition becomes a branch that only the storing lanes take. clang may move the computation of the value into that branch. But an
+# operation across lanes needs all lanes, and LLVM does not know this for every instruction. For v_permlane16_swap_b32, v_permlane32_swap_b32 and
+# v_permlanex16_b32 LLVM knows it from release 21 on; for matrix instructions, release 22 does not know it yet. So the renderer (ops.renderers)
+# renders an empty assembly text before the branch. The assembly text reads every stored value that depends on such an operation, so clang must
+# compute the value before the branch. Any other value, such as a tile on its way from memory to LDS, may be computed in the branch: a wave that has
+# nothing to store then skips the computation. `python -m attn.isa check` finds operations that this analysis misses.
 
 ACROSS_LANES = ("matrix", "pair", "share_halves", "together", "transposed_bits", "correct", "correct_scaled", "first_sum", "rounded_sum")
 FROM_MEMORY = ("buffer_load", "load_where", "load_column", "load_transposed")     # operations whose result depends on memory only
@@ -36,12 +36,11 @@ def from_all_lanes(uops:list[UOp]) -> set[UOp]:
   return found
 
 def made_before_branches(uops:list[UOp]) -> dict[UOp, dict[UOp, None]]:
-  """Returns {IF: values} for a program's branches: the stored values that must be computed before the IF. Only some lanes enter a branch, but these
-  values depend on an operation that needs all lanes. If branches follow one another directly, the first IF gets the values of all, because clang
-  merges neighbouring branches with the same condition."""
+  """Returns {IF: values}: the stored values, made by operations that need all lanes, that must be computed before the IF."""
   made, found, first = from_all_lanes(uops), dict[UOp, dict[UOp, None]](), new_uop(Ops.NOOP)
   for before, u, store in zip([first, *uops], uops, uops[1:]):
     if u.op is not Ops.IF: continue
+    # if branches follow one another directly, the first IF gets the values of all: clang merges neighbouring branches with the same condition
     if before.op is not Ops.ENDIF: first = u
     if store.op is Ops.STORE and store.src[1] in made: found.setdefault(first, {})[store.src[1]] = None
   return found

@@ -1,6 +1,4 @@
-"""Operations that kernels for every vendor use. A value of n numbers is one UOp of a vector type; for n = 1 the value is a scalar.
-
-If tinygrad has a UOp for an operation on such values, the functions here use that UOp."""
+"""Operations that kernels for every vendor use. A value of n numbers is one UOp of a vector type; for n = 1 the value is a scalar."""
 from __future__ import annotations
 from typing import Any
 import numpy as np
@@ -10,6 +8,7 @@ from attn.ops.numerics import IN_A_DWORD, words_of
 from attn.ops.operation import Array, Value, Body, emit, integer, statement
 from attn.tinygrad_compat import VECTORS, DType, Ops, UOp, dtypes, new_uop, vector_dtype
 
+# if tinygrad has a UOp for an operation on such values, the functions here use that UOp
 def f32(n:int) -> DType: return dtypes.float if n == 1 else vector_dtype("float32", n)
 def u32(n:int) -> DType: return dtypes.uint if n == 1 else vector_dtype("uint32", n)
 def length(x:UOp) -> int: return VECTORS[x.dtype][1] if x.dtype in VECTORS else 1
@@ -44,13 +43,13 @@ def concat(x:UOp, y:UOp) -> UOp: return emit("concat", resized(x, length(x) + le
 # ***** fp32 arithmetic, element by element *****
 
 def widest(*xs:UOp) -> tuple[DType, list[UOp]]:
-  """Broadcasts scalars among the operands to the length of the vectors. Returns the vectors' type, and the operands as vectors."""
+  """Returns the type of the longest vector, and the operands as vectors of this type: scalars are repeated."""
   n = max(map(length, xs))
   return f32(n), [x if length(x) == n else splat(x, n) for x in xs]
 
 def arithmetic(op:Ops, *xs:UOp) -> UOp:
-  """Returns an arithmetic UOp of tinygrad, such as Ops.ADD, on vectors. (tinygrad's own operators would look for a common type of the operands, and
-  vector types have no common type.)"""
+  """Returns an arithmetic UOp of tinygrad, such as Ops.ADD, on vectors."""
+  # tinygrad's own operators would look for a common type of the operands, and vector types have no common type
   dtype, operands = widest(*xs)
   return new_uop(op, tuple(operands), dtype)
 def add(x:UOp, y:UOp) -> UOp: return arithmetic(Ops.ADD, x, y)
@@ -108,11 +107,12 @@ def pack(x:UOp, dtype:str) -> UOp:
   """Returns fp32 numbers rounded to `dtype`, of 16 or 8 bits, to nearest even, and packed into dwords."""
   return emit("pack", u32(length(x)//IN_A_DWORD[dtype]), x, dtype=dtype)
 def pack_weights(x:UOp, dtype:str) -> UOp:
-  """Returns elements of P rounded to `dtype`, of 16 or 8 bits, and packed into dwords, with fewer instructions than `pack`. For an element that is
-  not finite, or that is above LARGEST_WEIGHT (2^111), the result is any value that is not finite, or the largest 8-bit float."""
+  """Returns elements of P rounded to `dtype`, of 16 or 8 bits, and packed into dwords, with fewer instructions than `pack`."""
+  # for an element that is not finite, or above LARGEST_WEIGHT (2^111), the result is any value that is not finite, or the largest 8-bit float
   return emit("pack_weights", u32(length(x)//IN_A_DWORD[dtype]), x, dtype=dtype)
 def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:
-  """Returns n 16-bit floats, converted to fp32. Each dword of x holds two 16-bit floats; if n is 1, the float lies in the low half."""
+  """Returns n 16-bit floats, packed in the dwords x, converted to fp32."""
+  # if n is 1, the float lies in the low half of a dword
   return emit("widen", f32(n), x, n=n, dtype=dtype)
 
 # ***** scores *****
@@ -155,36 +155,30 @@ def _weights(c:Any, scores:Value, addend:Value, *, rows:int, scale:float) -> Val
   return c.join(*[c.exp2(c.let("x", c.fma(c.part(scores, r*n, n), c.number(scale), c.element(addend, r)))) for r in range(rows)])
 
 def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Returns the vector x of scores with -inf in place of masked elements. `offsets` has the column index of each element. An element is masked if its
-  column index is above `limit`."""
+  """Returns the vector x of scores with -inf in place of scores whose column index in `offsets` is above `limit`."""
   return emit("mask_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))
 def mask_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Returns the vector x of scores with -inf in place of masked elements. `offsets` has the column index of each element. An element is masked if its
-  column index is not in `first`..`last`."""
+  """Returns the vector x of scores with -inf in place of scores whose column index in `offsets` is not in `first`..`last`."""
   return emit("mask_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *after:UOp) -> UOp:
-  """Returns a statement (an operation with a side effect) that sets masked scores of a register array to -inf, and that is executed after the UOps
-  `after`. `scores` is an array of vectors. Each vector holds scores of one row, then as many scores of the next row. Score j of a row in vector i has
-  the column index offsets[j] + i*apart. A score is masked if its column index is above the limit of its row (`side` "above") or below it (`side`
-  "below"). `limits` has one limit for each row."""
+  """Returns a statement that sets scores of a register array to -inf: scores on the side `side` of their row's limit."""
+  # Each vector of `scores` holds scores of one row, then as many of the next row. Score j of a row in vector i has the column index offsets[j] +
+  # i*apart. It is masked if its index is above the limit of its row (`side` "above") or below it ("below").
   return statement(f"mask_rows_{side}", scores[0], *[integer(limit) for limit in limits], *after, offsets=offsets, apart=apart,
                    vectors=scores.max_numel())
 def clear_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Returns the vector x with 0 in place of some elements, even if these are NaN or infinite. `offsets` has the column index of each element. An
-  element is replaced if its column index is above `limit`."""
+  """Returns the vector x with 0 in place of elements, even NaN, whose column index in `offsets` is above `limit`."""
   return emit("clear_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))
 def clear_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Returns the vector x with 0 in place of some elements, even if these are NaN or infinite. `offsets` has the column index of each element. An
-  element is replaced if its column index is not in `first`..`last`."""
+  """Returns the vector x with 0 in place of elements, even NaN, whose column index in `offsets` is not in `first`..`last`."""
   return emit("clear_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def select_each(conditions:list[UOp], x:UOp|float, y:UOp|float) -> UOp:
-  """Returns a vector that takes each element from x if the element's condition is true, and from y otherwise. `conditions` has one condition for each
-  element. A Python float as x or y stands for a vector of equal elements."""
+  """Returns a vector with element i of x where conditions[i] is true, and of y elsewhere. A float is used for every element."""
   def element(v:UOp|float, i:int) -> Any: return v if isinstance(v, float) else extract(v, i)
   return build(*[condition.where(element(x, i), element(y, i)) for i, condition in enumerate(conditions)])
 def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
-  """Returns the column indices `offsets` minus the first one. Vectors of scores whose indices then agree can be masked by the same rendered C
-  function."""
+  """Returns the column indices `offsets` minus the first of them."""
+  # vectors of scores whose indices then agree can be masked by one rendered C function
   return tuple(x - offsets[0] for x in offsets)
 def weights(scores:UOp, addend:UOp, scale:float) -> UOp:
   """Returns P = exp2(scores*scale + addend). The vector `scores` holds several rows one after another; `addend` has one number for each row."""
@@ -196,8 +190,8 @@ OUT_OF_RANGE = 0x80000000   # an offset beyond every descriptor's range, which i
 MAX_RECORDS = 0x7ffffff0   # largest range of a buffer descriptor in bytes
 
 def flat(placeholder:UOp) -> UOp:
-  """Returns a kernel argument or register array as one dimension, without the reshape that gave it more. (Its own `.flatten()` would make tinygrad
-  compute each index twice, which makes lowering slow.)"""
+  """Returns a kernel argument or register array as one dimension."""
+  # its own `.flatten()` would make tinygrad compute each index twice, which makes lowering slow
   while placeholder.op is Ops.RESHAPE: placeholder = placeholder.src[0]
   return placeholder.flatten()
 
@@ -208,8 +202,7 @@ def loaded_within(lanes:Any, pointer:Any, records:Array, offset:Array, width:int
   return words_of(lanes.load_bytes(pointer, offset, width, lanes.active & (offset + width <= records)))
 
 def descriptor(arch:str) -> str:
-  """Returns a C++ expression that makes a buffer descriptor. The descriptor's range is the `records` bytes from the pointer `base` on; `records` and
-  `base` are variables of the C++ function that contains the expression."""
+  """Returns the C++ expression of a buffer descriptor for the `records` bytes from `base` on, two variables of the surrounding function."""
   return f"__builtin_amdgcn_make_buffer_rsrc((void*)base, 0, records, 0x{get_chip(arch).unit.descriptor:08x})"
 
 def _buffer_load_hip(printer:Any, out:str, width:int) -> Body:
@@ -226,9 +219,9 @@ instruction("buffer_load", lambda lanes, pointer, records, offset, width: loaded
             _buffer_load_hip, _buffer_load_cuda)
 
 def buffer_load(base:UOp, records:UOp, offset:UOp, width:int) -> UOp:
-  """Returns `width` (1, 2, 4, 8 or 16) loaded bytes, which begin `offset` bytes after `base`. `base` is a UOp that indexes a buffer in global memory,
-  equal in all lanes of the wave. The result is zero if offset + width exceeds `records`, the size of the buffer's range in bytes. The memory unit
-  checks this range, so a masked lane needs no branch. If one or two bytes are loaded, they are in the low end of a dword."""
+  """Returns `width` (1, 2, 4, 8 or 16) bytes at `offset` bytes after `base`, as dwords: zeros if offset + width exceeds `records`."""
+  # `base` is equal in all lanes of the wave. The memory unit checks the range, so a masked lane needs no branch. One or two bytes are in the low end
+  # of a dword.
   return emit("buffer_load", u32(max(1, width//4)), base, integer(records), offset.cast(dtypes.uint), width=width)
 
 def _load_where_text(printer:Any, out:str, width:int) -> Body:
@@ -241,8 +234,8 @@ def _load_where(lanes:Any, pointer:Any, gate:Array, width:int) -> Array:
 instruction("load_where", _load_where, _load_where_text, _load_where_text)
 
 def load_where(at:UOp, gate:UOp, width:int) -> UOp:
-  """Returns `width` (1, 2, 4, 8 or 16) bytes, loaded from `at`, a UOp that indexes a buffer and may differ from lane to lane. The result is zero in
-  lanes where `gate` is false. If one or two bytes are loaded, they are in the low end of a dword."""
+  """Returns `width` (1, 2, 4, 8 or 16) bytes at `at`, as dwords: zeros in lanes where `gate` is false."""
+  # `at` may differ from lane to lane; one or two bytes are in the low end of a dword
   return emit("load_where", u32(max(1, width//4)), at, gate, width=width)
 
 # ***** numbers that the caller wrote: the emulator checks them *****
@@ -264,22 +257,19 @@ instruction("alone", _alone, "{0}", "{0}")
 instruction("at_least_0", lambda lanes, x: np.maximum(x, 0), *[Body("return x > 0 ? x : 0;", "x")]*2)
 
 def page_number(entry:UOp, there:UOp, count:int) -> UOp:
-  """Returns `entry`, the index of a page in a block table. Only lanes where `there` is true use the result. The emulator stops if the index is not in
-  0..count-1 in such a lane."""
+  """Returns `entry`, a page's index in a block table. The emulator stops if it is not in 0..count-1 where `there` is true."""
   return emit("page_number", dtypes.int, entry, there, count=count)
 def element_number(index:UOp, limits:tuple[UOp, UOp], there:UOp, column:int, size:int, index_name:str) -> UOp:
-  """Returns `index` unchanged, and lets the emulator check it. A user's function of scores (score_mod or mask_mod) has used `index` in a tensor,
-  along an axis of `size` elements, for the score at column `column` of a row. The emulator stops if `index` is not in 0..size-1 in a lane that uses
-  the score: a lane where `there` is true, and whose row sees the column. `limits` are the first and the last column that the row sees. The emulator's
-  message calls the index `index_name`."""
+  """Returns `index`, by which a score_mod or mask_mod reads a tensor, unchanged. The emulator stops if it is not in 0..size-1."""
+  # `index` is used along an axis of `size` elements for the score at column `column` of a row. The emulator checks lanes that use the score: those
+  # where `there` is true, and whose row sees the column, which lies within `limits`. Its message calls the index `index_name`.
   return emit("element_number", dtypes.int, index, *limits, there, column=column, size=size, index_name=index_name)
 def at_least_0(x:UOp) -> UOp:
-  """Returns max(x, 0) of an integer x, in a form that the compiler cannot split into terms of a sum. An offset that is computed from the result then
-  has no negative term (attn/emulator/offsets.py explains why this matters)."""
+  """Returns max(x, 0) of an integer x, in a form that the compiler cannot split into terms of a sum."""
+  # an offset computed from the result then has no negative term (attn/emulator/offsets.py explains why this matters)
   return emit("at_least_0", dtypes.int, x)
 def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
-  """Returns `page`, the index of a page, and declares that this lane writes to the slot `slot` of the page if `gate` is true. The emulator stops if
-  another lane of the grid writes to the same slot."""
+  """Returns `page`. The emulator stops if two lanes of the grid write to the same slot of a page, where `gate` is true."""
   return emit("alone", dtypes.int, integer(page), slot, gate)
 
 # ***** what the compilers know about an integer *****
@@ -291,14 +281,15 @@ instruction("opaque_uniform", lambda lanes, x: x, Body('asm volatile("" : "+v"(x
             Body('asm volatile("" : "+r"(x));\nreturn x;', "x"))
 
 def uniform(x:UOp) -> UOp:
-  """Returns the integer x, which is equal in all lanes, and tells the compiler that it is equal. On AMD's chips (v_readfirstlane_b32) the integer
-  goes to a scalar register."""
+  """Returns the integer x, which is equal in all lanes, and tells the compiler that x is equal."""
+  # on AMD's chips (v_readfirstlane_b32) the integer goes to a scalar register
   return emit("uniform", dtypes.int, integer(x))
 def opaque_uniform(x:UOp) -> UOp:
   """Returns the integer x, which is equal in the whole workgroup, and hides its value from tinygrad and from the compiler."""
   return emit("opaque_uniform", dtypes.int, integer(x))
 def not_negative(x:UOp, most:int) -> UOp:
-  """Returns the integer x in a form that neither tinygrad nor the compiler can split into terms of a sum. x must be in 0..most and equal in the whole
-  workgroup. An offset that is computed from the result then has no negative term (attn/emulator/offsets.py explains why this matters)."""
+  """Returns the integer x, in 0..most, in a form that neither tinygrad nor the compiler can split into terms of a sum."""
+  # x must be equal in the whole workgroup. An offset computed from the result then has no negative term (attn/emulator/offsets.py explains why this
+  # matters).
   bits = (1 << most.bit_length()) - 1     # lowering keeps the bounds of a mask, but loses the bounds of a maximum
   return (opaque_uniform(x).cast(dtypes.weakint) & bits).minimum(most) if most else UOp.const(0)

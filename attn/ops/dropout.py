@@ -1,15 +1,5 @@
-"""Choice of the elements of P that dropout keeps. The choice comes from a counter-based random number generator. So the choice is the same on every
-chip, in every pass and for tiles of every size.
-
-Philox4x32-7 (Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3") computes 128 random bits from a counter and a key.
-Here the counter is (query, octet, head, batch), and the key is the seed. An octet is eight neighbouring keys of a query. One call serves an octet,
-with 16 bits for each key: half h of word i is the 16-bit number for key 2*i + h of the octet. The key's element of P is kept if this number is at
-least p * 2^16. So p has steps of 2^-16.
-
-The dropout bit of an element of P says whether the element is kept. A lane needs the dropout bits of the scores in its registers. Lanes that share a
-query, or eight lanes whose keys form an octet, divide the calls of Philox among themselves and exchange the results. A dword holds the dropout bits
-of 32 neighbouring keys of a query, or of 32 neighbouring queries of a key: number 8*j + 2*i + h has bit 4*j + i + 16*h. So two neighbours have the
-same bit position in the two halves of the dword, and one shift moves both bits to where a mask for two packed 16-bit numbers has them."""
+"""Choice of the elements of P that dropout keeps, by a counter-based random number generator: the same choice on every chip, in every pass and for
+tiles of every size."""
 from __future__ import annotations
 import functools, operator
 from collections.abc import Sequence
@@ -19,6 +9,16 @@ from attn.ops.language import compound
 from attn.ops.operation import Value
 from attn.ops.operation import emit
 from attn.tinygrad_compat import Tensor, UOp, as_uint64, dtypes
+
+# Philox4x32-7 (Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3") computes 128 random bits from a counter and a key.
+# Here the counter is (query, octet, head, batch), and the key is the seed. An octet is eight neighbouring keys of a query. One call serves an octet,
+# with 16 bits for each key: half h of word i is the 16-bit number for key 2*i + h of the octet. The key's element of P is kept if this number is at
+# least p * 2^16. So p has steps of 2^-16.
+#
+# The dropout bit of an element of P says whether the element is kept. A lane needs the dropout bits of the scores in its registers. Lanes that share
+# a query, or eight lanes whose keys form an octet, divide the calls of Philox among themselves and exchange the results. A dword holds the dropout
+# bits of 32 neighbouring keys of a query, or of 32 neighbouring queries of a key: number 8*j + 2*i + h has bit 4*j + i + 16*h. So two neighbours
+# have the same bit position in the two halves of the dword, and one shift moves both bits to where a mask for two packed 16-bit numbers has them.
 
 OCTET = 8                      # keys of a query that one call of Philox serves
 WORD = 32                      # rows whose bits form a dword
@@ -30,12 +30,12 @@ BUMPS = (0x9e3779b9, 0xbb67ae85)       # added to the key from round to round: t
 PHILOX_ROUNDS = 7                      # the fewest rounds that pass all tests of BigCrush, according to the authors (section 5.1)
 
 def threshold(p:float) -> int:
-  """Returns the smallest 16-bit random number for which an element of P is kept, if elements are dropped with probability p."""
+  """Returns the smallest 16-bit random number that keeps an element of P, if elements are dropped with probability p."""
   return min(round(p*STEPS_OF_P), STEPS_OF_P - 1)
 
 def philox(c:Any, counter:Sequence[Value], key:Sequence[Value]) -> list[Value]:
-  """Returns the four random words that Philox4x32-7 computes from `counter`, four words, and `key`, two words. `c` is an interpreter
-  (attn/ops/language.py); the methods `word` and `wide_product` are enough."""
+  """Returns the four random words that Philox4x32-7 computes from `counter`, four words, and `key`, two words."""
+  # of the interpreter `c` (attn/ops/language.py) only the methods `word` and `wide_product` are used
   x0, x1, x2, x3 = counter
   k0, k1 = key
   for i in range(PHILOX_ROUNDS):
@@ -53,9 +53,8 @@ def _kept_octet(c:Any, seed0:Value, seed1:Value, batch:Value, head:Value, query:
   return functools.reduce(operator.or_, [c.at_least(c.let("word", x), least) << c.word(i) for i, x in enumerate(words)])
 
 def kept_octet(seed:tuple[UOp, UOp], batch:UOp, head:UOp, query:UOp, octet:UOp, p:float) -> UOp:
-  """Returns a dword of dropout bits for an octet, which is eight neighbouring keys of a query. `octet` is the index of the octet among the keys, and
-  `batch`, `head` and `query` are the indices of the query. `seed` is two words, and `p` the probability that an element is dropped. Bit i + 16*h
-  tells whether dropout keeps key 2*i + h."""
+  """Returns the dropout bits of eight neighbouring keys of a query: bit i + 16*h tells whether dropout keeps key 2*i + h."""
+  # `octet` is the index of the octet among the keys; `batch`, `head` and `query` are the indices of the query
   operands = [x.cast(dtypes.uint) for x in (*seed, batch, head, query, octet)]
   return emit("kept_octet", dtypes.uint, *operands, least=threshold(p))
 
@@ -68,9 +67,9 @@ def _together(c:Any, x:Value, place:Value, *, steps:tuple[int, ...], exchange:st
   return x
 
 def together(x:UOp, place:UOp, steps:tuple[int, ...], exchange:str) -> UOp:
-  """Returns a dword with the dropout bits of all lanes that share a query, the same dword in each of these lanes. `x` has the bits of this lane in
-  its lowest bits, and `place` is the position of the lane's bits in the dword. Lanes whose indices differ by a distance in `steps` exchange their
-  bits. `exchange` names the exchange instruction, such as "bpermute" (`Matrix.exchange`)."""
+  """Returns, in all lanes that share a query, one dword with the dropout bits of these lanes."""
+  # `x` has this lane's bits in its lowest bits, `place` is their position in the dword. Lanes whose indices differ by a distance in `steps` exchange
+  # their bits, by the instruction `exchange` (`Matrix.exchange`).
   return emit("together", dtypes.uint, x, place.cast(dtypes.uint), steps=steps, exchange=exchange)
 
 LOW_BITS = {16: 0x0000ffff, 1: 0x55555555, 2: 0x33333333}    # {distance: mask of the bits exchanged with the bits `distance` higher}
@@ -86,10 +85,10 @@ def _transposed_bits(c:Any, x:Value, row:Value, *, steps:tuple[int, int, int], e
   return x
 
 def transposed_bits(x:UOp, row:UOp, steps:tuple[int, int, int], exchange:str) -> UOp:
-  """Transposes four 8 x 8 matrices of bits across eight lanes. Before, the lane's `x` holds row `row` of each matrix; the result holds column `row`
-  of each matrix. Element 2*i + h of a row (or column) of matrix j is bit 4*j + i + 16*h. `steps` has one distance between lanes for each of the three
-  bits of `row`: two lanes at this distance differ in this bit. `exchange` names the exchange instruction, such as "neighbours" (`Lane.neighbours`).
-  The lanes exchange blocks of 1 x 1, then 2 x 2, then 4 x 4 bits (Warren, Hacker's Delight, 7-3)."""
+  """Transposes four 8 x 8 matrices of bits across eight lanes: takes row `row` of each matrix, and returns column `row` of each matrix."""
+  # Element 2*i + h of a row (or column) of matrix j is bit 4*j + i + 16*h. `steps` has one distance between lanes for each of the three bits of
+  # `row`: two lanes at this distance differ in this bit. The lanes exchange blocks of 1 x 1, then 2 x 2, then 4 x 4 bits (Warren, Hacker's Delight,
+  # 7-3), by the instruction `exchange` (`Lane.neighbours`).
   return emit("transposed_bits", dtypes.uint, x, row.cast(dtypes.uint), steps=steps, exchange=exchange)
 
 @compound("lane_bits")
@@ -100,8 +99,9 @@ def _lane_bits(c:Any, x:Value, place:Value, *, alternate:bool) -> Value:
   return x | x << c.word(SPREAD)
 
 def lane_bits(x:UOp, place:UOp, alternate:bool) -> UOp:
-  """Shifts the dropout bits `x` of a lane right by `place`, so that bit 0 belongs to the lane's first score. With `alternate`, the lane has scores of
-  pairs of consecutive rows, whose bits are neighbours in `x`; the result has the bit of a pair's second row in the upper half of the dword."""
+  """Returns the dropout bits `x` shifted right by `place`, so that bit 0 belongs to the lane's first score."""
+  # With `alternate` the lane has scores of pairs of consecutive rows, whose bits are neighbours in `x`; the result has the bit of a pair's second
+  # row in the upper half of the dword.
   return emit("lane_bits", dtypes.uint, x, place.cast(dtypes.uint), alternate=alternate)
 
 # ***** dropping elements *****
@@ -118,20 +118,19 @@ def _drop_numbers(c:Any, x:Value, words:Value, *, places:tuple[tuple[int, int], 
   return c.vector(*[c.where_bit(c.element(words, word), place, c.element(x, i)) for i, (word, place) in enumerate(places)])
 
 def drop_packed(packed:UOp, words:UOp, places:tuple[tuple[int, int], ...], vector:int) -> UOp:
-  """Returns `packed`, a vector of pairs of 16-bit numbers, with 0 in place of dropped elements. `words` holds dropout bits. For each pair, `places`
-  has (index in `words` of the dword with the pair's two bits, position of the bits in the two halves of this dword). The rendered
-  function has `vector` in its name: a kernel gives vectors with different `places` different numbers."""
+  """Returns the pairs of 16-bit numbers `packed` with 0 in place of elements that the dropout bits `words` drop."""
+  # For each pair, `places` has (index in `words` of the dword with the pair's two bits, position of the bits in the two halves of this dword). The
+  # rendered function has `vector` in its name: a kernel gives vectors with different `places` different numbers.
   return emit("drop_packed", u32(length(packed)), packed, words, places=places, vector=vector)
 def drop_numbers(x:UOp, words:UOp, places:tuple[tuple[int, int], ...], vector:int) -> UOp:
-  """Returns `x`, a vector of fp32 numbers, with 0 in place of dropped elements. `words` holds dropout bits. For each number, `places` has (index in
-  `words` of the dword with the number's bit, position of the bit). The rendered function has `vector` in its name: a kernel gives vectors with
-  different `places` different numbers."""
+  """Returns the fp32 numbers `x` with 0 in place of elements that the dropout bits `words` drop."""
+  # For each number, `places` has (index in `words` of the dword with the number's bit, position of the bit); `vector` is as for `drop_packed`.
   return emit("drop_numbers", f32(length(x)), x, words, places=places, vector=vector)
 
 # ***** dropout in tensor operations *****
 
 class TensorWords:
-  """Interpreter that lets the random number generator `philox` compute on tensors of uint32."""
+  """Interpreter in which the random number generator `philox` computes on tensors of uint32."""
   @staticmethod
   def word(n:int) -> int: return n
   @staticmethod
@@ -140,8 +139,7 @@ class TensorWords:
     return product.cast(dtypes.uint), (product >> 32).cast(dtypes.uint)
 
 def kept_elements(seed:Tensor, p:float, batch:Tensor, head:Tensor, query:Tensor, key:Tensor) -> Tensor:
-  """Returns a tensor of bool that tells which elements of P dropout keeps. `batch`, `head`, `query` and `key` are index tensors that broadcast;
-  `seed` is uint32 (2,)."""
+  """Returns a tensor of bool that tells which elements of P dropout keeps. The index tensors broadcast; `seed` is uint32 (2,)."""
   if not threshold(p): return Tensor.full((batch + head + query + key).shape, True, device=seed.device)
   batch, head, query, key = (x.cast(dtypes.uint) for x in (batch, head, query, key))
   words = philox(TensorWords, (query, key >> 3, head, batch), (seed[0], seed[1]))

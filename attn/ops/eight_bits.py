@@ -10,7 +10,7 @@ Array = NDArray[Any]
 
 @functools.cache
 def numbers_of_bytes(kind:str) -> Array:
-  """Returns the fp32 number of each of the 256 bytes of a format. `kind` is the format: int8 or a float."""
+  """Returns the fp32 numbers that the 256 bytes stand for in the format `kind`, such as "int8"."""
   of, byte = FORMATS[kind], np.arange(256)
   if not of.bias: return byte.astype(np.uint8).view(np.int8).astype(np.float32)
   exponent, mantissa = byte >> 3 & 15, (byte & 7)/8
@@ -18,17 +18,17 @@ def numbers_of_bytes(kind:str) -> Array:
   return np.where(np.isin(byte, of.nans), np.nan, np.where(byte < 128, size, -size)).astype(np.float32)
 
 def numbers(stored:Array, kind:str) -> Array:
-  """Returns 8-bit numbers, given as bytes (uint8), converted to fp32. `kind` is their format: int8 or a float."""
+  """Returns the fp32 numbers of bytes (uint8) in the format `kind`, such as "int8"."""
   return numbers_of_bytes(kind)[stored]
 
 def bytes_of(words:Array) -> Array:
-  """Returns the bytes of dwords. The dwords have the shape (n, threads), the bytes (4*n, threads)."""
+  """Returns the bytes (4*n, threads) of dwords (n, threads), the low byte of a dword first."""
   words = np.atleast_2d(words)
   return np.stack([(words >> np.uint32(8*i)).astype(np.uint8) for i in range(4)], axis=1).reshape(-1, words.shape[-1])
 
 def rounded_bytes(x:Array, kind:str, saturates:bool) -> Array:
-  """Rounds fp32 numbers to the nearest 8-bit float of the format `kind`, ties to even, and returns its bytes. A number beyond the largest one becomes
-  the largest one if the conversion `saturates`, otherwise NaN."""
+  """Returns fp32 numbers rounded to the nearest 8-bit float of the format `kind`, ties to even, as bytes."""
+  # a number beyond the largest one becomes the largest one if the conversion `saturates`, otherwise NaN
   of, size = FORMATS[kind], np.abs(x).astype(np.float32)
   bits = size.view(np.uint32).astype(np.int64)
   normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - ((127 - of.bias) << 3)
@@ -40,7 +40,6 @@ def rounded_bytes(x:Array, kind:str, saturates:bool) -> Array:
   return np.where(np.isnan(x), of.nans[0], signed).astype(np.uint8)
 
 def packed_bytes(x:Array, kind:str, saturates:bool) -> Array:
-  """Returns n fp32 numbers rounded to 8-bit floats of the format `kind` and packed into n/4 dwords, the first number in the low byte. A number beyond
-  the largest one becomes the largest one if the conversion `saturates`, otherwise NaN."""
+  """Returns n fp32 numbers rounded to 8-bit floats of the format `kind` and packed into n/4 dwords, the first number in the low byte."""
   code = rounded_bytes(x, kind, saturates).astype(np.uint32)
   return code[0::4] | code[1::4] << np.uint32(8) | code[2::4] << np.uint32(16) | code[3::4] << np.uint32(24)

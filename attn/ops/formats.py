@@ -1,14 +1,13 @@
-"""Formats of 8 bits in which a cache stores keys and values, and the conversion of fp32 numbers to them and back.
-
-A row is stored as 8-bit numbers and one scale. An element of the row is its 8-bit number times the scale. The scale is chosen so that the largest
-element of the row is stored as the largest number of the format. The functions of this module are written once, for Tensors and for the UOps of a
-kernel."""
+"""Formats of 8 bits in which a cache stores keys and values, and the conversion of fp32 numbers to them and back."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import TypeVar
 from attn.tinygrad_compat import DType, Tensor, UOp, dtypes
 from attn.values import FP32_LEAST, FP32_MOST
+
+# A row is stored as 8-bit numbers and one scale. An element of the row is its 8-bit number times the scale. The scale is chosen so that the largest
+# element of the row is stored as the largest number of the format. The functions are written once, for Tensors and for the UOps of a kernel.
 
 Floats = TypeVar("Floats", Tensor, UOp)
 
@@ -20,8 +19,8 @@ def pattern(x:float) -> int:
 
 @dataclass(frozen=True)
 class Format:
-  """A format of 8 bits: whole numbers, or floats e4m3 with a sign, four bits of exponent and three bits of mantissa. tinygrad stores whole numbers as
-  int8, and floats as bytes."""
+  """A format of 8 bits: whole numbers, or floats with a sign, four bits of exponent and three bits of mantissa (e4m3)."""
+  # tinygrad stores whole numbers as int8, and floats as bytes
   name: str
   most: float        # the largest number
   bias: int = 0      # bias of the exponent of a float; 0: whole numbers
@@ -34,8 +33,8 @@ class Format:
     return 2.0**(1 - self.bias)
 
   def encode(self, x:Floats) -> Floats:
-    """Returns fp32 numbers x, rounded to the nearest number of the format, ties to even. A number beyond the format's largest number becomes the
-    largest one. x must not be NaN."""
+    """Returns fp32 numbers x, none of them NaN, rounded to the nearest number of the format, ties to even."""
+    # a number beyond the format's largest number becomes the largest one
     x = x.maximum(-self.most).minimum(self.most)
     if not self.bias: return rounded_steps(x, 1.0).bitcast(dtypes.int).cast(dtypes.char)
     sign, size = (x.bitcast(dtypes.uint) >> 24) & 0x80, x.maximum(-x)
@@ -55,27 +54,26 @@ class Format:
     return number
 
   def scale_of(self, largest:Floats, dtype:DType) -> Floats:
-    """Returns the scale of a row whose largest absolute value is `largest`, as an fp32 number. Scales are stored as `dtype`, so the scale is rounded
-    to a number that `dtype` can represent. The scale is NaN if `largest` is infinite, or if the scale is beyond the range of `dtype`. The scale is 0
-    for a row of zeros, or of numbers so small that the scale would be a denormal of fp32."""
+    """Returns the fp32 scale of a row whose largest absolute value is `largest`, rounded to a number that `dtype` can represent."""
+    # 0 for a row of zeros, or of numbers so small that the scale would be a denormal of fp32; NaN if `largest` is infinite, or if the scale is
+    # beyond the range of `dtype`
     scale = (largest < self.most*FP32_LEAST).where(0.0, largest*(1/self.most))
     if dtype == dtypes.half: scale = as_fp16(scale)
     return (scale > SCALES[dtype]).where(math.nan, scale)
 
   def stored(self, x:Floats, scale:Floats) -> Floats:
-    """Returns the elements x of a row, which are fp32, as 8-bit numbers of this format: x/scale, rounded. The results are 0 if the scale is 0 or NaN.
-    """
+    """Returns a row's fp32 elements x as 8-bit numbers of this format: x/scale, rounded; 0 if the scale is 0 or NaN."""
     there = scale > 0
     return self.encode(there.where(x*there.where(scale, 1.0).reciprocal(), 0.0))
 
 def rounded_steps(x:Floats, step:float) -> Floats:
-  """Returns x/step rounded to the nearest whole number, ties to even, as uint32. A negative number is in two's complement. The addition x + 1.5 *
-  2^23 * step does the rounding: the last bit of the fp32 sum stands for one step, so the whole number lies in the low bits of the sum."""
+  """Returns x/step rounded to the nearest whole number, ties to even, as uint32 (a negative number in two's complement)."""
+  # the addition of 1.5 * 2^23 * step rounds: the last bit of the fp32 sum stands for one step, so the whole number lies in the low bits of the sum
   return (x + 1.5*2.0**23*step).bitcast(dtypes.uint) - (pattern(2.0**23*step) + (1 << 22))
 
 def as_fp16(x:Floats) -> Floats:
-  """Returns a positive fp32 number, rounded as a conversion to fp16 rounds it: to 11 significant bits, or to a multiple of 2^-24, ties to even. The
-  result is fp32. (tinygrad 0.14.0 would remove a cast to fp16 and back.)"""
+  """Returns a positive fp32 number, rounded as a conversion to fp16 rounds it, as fp32."""
+  # To 11 significant bits, or to a multiple of 2^-24, ties to even. tinygrad 0.14.0 would remove a cast to fp16 and back.
   bits = x.bitcast(dtypes.uint)
   normal = ((bits + 0xfff + ((bits >> 13) & 1)) & 0xffffe000).bitcast(dtypes.float)
   return (x < 2.0**-14).where(rounded_steps(x, 2.0**-24).cast(dtypes.float)*2.0**-24, normal)
@@ -83,6 +81,7 @@ def as_fp16(x:Floats) -> Floats:
 FORMATS = {x.name: x for x in (Format("int8", 127.0), Format("fp8e4m3", 448.0, 7, (0x7f, 0xff)), Format("fp8e4m3fnuz", 240.0, 8, (0x80,)))}
 
 def sizes_of(x:Floats) -> Floats:
-  """Returns the absolute values of fp32 numbers, but infinity for NaN. So the largest one tells whether all numbers are finite."""
+  """Returns the absolute values of fp32 numbers, and infinity for NaN."""
+  # so the largest one tells whether all numbers are finite
   size = x.maximum(-x)
   return (size < math.inf).where(size, math.inf)

@@ -1,16 +1,4 @@
-"""Instructions of Hopper's warpgroup kernels. Each instruction is defined twice: by the CUDA text that is rendered, and by the numpy function with
-which the emulator computes it.
-
-Section numbers refer to the PTX ISA 8.7. A warpgroup of 128 threads executes wgmma.mma_async (9.7.15) together. The instruction multiplies 64 rows of
-A, from registers or shared memory, by up to 256 columns of B, from shared memory. Warp w of the group holds 16 rows of the result, from row 16*w on.
-For every 8 columns of the result, a thread holds the same elements as in mma.m16n8k16. If A is in registers, its elements also lie as in
-mma.m16n8k16.
-
-A tile in shared memory consists of panels of 64 columns. A panel's rows have 128 bytes. The 16-byte units of a row are permuted: the index of a unit
-is changed by xor with the row index modulo 8 (the 128-byte swizzle of 9.7.15.5.1). A tile begins at a multiple of 1024 bytes.
-
-The emulator is strict about asynchronous products. `scores`, `output` and `sums` start products. Until `wait_products` has waited for a product, no
-thread may access its accumulators, or write its operands in shared memory or registers."""
+"""Instructions of Hopper's warpgroup kernels (wgmma, mbarrier, TMA), each as CUDA text and as the numpy function that the emulator runs."""
 from __future__ import annotations
 from typing import Any, Callable
 import numpy as np
@@ -23,6 +11,17 @@ from attn.ops.atomics import in_global, of_global
 from attn.ops.operation import Body, Lanes, emit, integer, statement
 from attn.tinygrad_compat import UOp, dtypes
 
+# Section numbers refer to the PTX ISA 8.7. A warpgroup of 128 threads executes wgmma.mma_async (9.7.15) together. The instruction multiplies 64 rows
+# of A, from registers or shared memory, by up to 256 columns of B, from shared memory. Warp w of the group holds 16 rows of the result, from row
+# 16*w on. For every 8 columns of the result, a thread holds the same elements as in mma.m16n8k16. If A is in registers, its elements also lie as in
+# mma.m16n8k16.
+#
+# A tile in shared memory consists of panels of 64 columns. A panel's rows have 128 bytes. The 16-byte units of a row are permuted: the index of a
+# unit is changed by xor with the row index modulo 8 (the 128-byte swizzle of 9.7.15.5.1). A tile begins at a multiple of 1024 bytes.
+#
+# The emulator is strict about asynchronous products. `scores`, `output` and `sums` start products. Until `wait_products` has waited for a product,
+# no thread may access its accumulators, or write its operands in shared memory or registers.
+
 GROUP = 128                  # threads of a warpgroup
 M, K = 64, 16                # rows of A and depth of one instruction
 PANEL, ATOM = 128, 1024      # bytes of a panel's row, and of 8 rows, after which the swizzle repeats
@@ -32,9 +31,9 @@ EVERYWHERE = UOp.const(True)
 # ***** the numpy functions *****
 
 def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], units:int, begin:Array|int=0) -> Array:
-  """Returns an operand of each warpgroup, read from a tile in shared memory, as uint16 (warpgroups, lines, 8*units). The operand has `lines` lines,
-  each of `units` neighbouring units of 16 bytes. The function `line` returns, from the line's index, the offset of the line's first byte from the
-  start of the tile, before the swizzle. `begin` is added to every offset; it may differ from thread to thread."""
+  """Returns an operand of each warpgroup, read from a swizzled tile in shared memory: uint16 (warpgroups, lines, 8*units)."""
+  # A line has `units` neighbouring units of 16 bytes. `line` returns, from the line's index, the offset of the line's first byte from the start of
+  # the tile, before the swizzle. `begin` is added to every offset; it may differ from thread to thread.
   lanes.check_alignment(pointer, ATOM)
   groups = len(lanes.active)//GROUP
   def load(turned:int) -> list[Array]:
@@ -52,8 +51,8 @@ def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], un
   return bits.reshape(groups, -1, 8)[:, :lines*units].reshape(groups, lines, units*8)
 
 def _rows(lanes:Lanes, pointer:Any, rows:int, steps:int, panel:int) -> Array:
-  """Returns `rows` rows of 16*steps numbers of 16 bits (or pairs of 8-bit floats), read from shared memory, for a product that sums over the columns:
-  an array (warpgroups, rows, 16*steps). `panel` is the distance in bytes between panels, which hold 128 bytes of each row."""
+  """Returns rows of a tile in shared memory, for a product that sums over the columns: 16-bit numbers (warpgroups, rows, 16*steps)."""
+  # `panel` is the distance in bytes between panels, which hold 128 bytes of each row; a number of 16 bits may be a pair of 8-bit floats
   def line(i:Array) -> Array: return i//steps//8*ATOM + i//steps % 8*PANEL + i % steps//4*panel + i % steps % 4*2*K
   return _read(lanes, pointer, rows*steps, line, 2).reshape(-1, rows, steps*K)
 
@@ -62,9 +61,8 @@ def _elements(bits:Array, dtype:str) -> Array:
   return np.ascontiguousarray(bits).view(np.uint8) if IN_A_DWORD[dtype] == 4 else bits
 
 def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int, begin:Array|int=0) -> Array:
-  """Returns `keys` rows of `width` columns, read from a tile in shared memory and transposed, for a product that sums over the rows: an array
-  (warpgroups, width, keys). `panel` is the distance in bytes between panels, which hold 64 columns. `begin` is an offset in bytes from the start of
-  the tile."""
+  """Returns rows of a tile in shared memory, transposed, for a product that sums over the rows: 16-bit numbers (warpgroups, width, keys)."""
+  # `panel` is the distance in bytes between panels, which hold 64 columns; `begin` is an offset in bytes from the start of the tile
   blocks = width//8
   def line(i:Array) -> Array: return i//blocks//8*ATOM + i//blocks % 8*PANEL + i % blocks//8*panel + i % blocks % 8*16
   return _read(lanes, pointer, keys*blocks, line, 1, begin).reshape(-1, keys, width).swapaxes(1, 2)
@@ -110,16 +108,16 @@ def both_ways(n:int) -> str:
   return wrapped(", ".join(f'"+f"(acc[{i}].{e})' for i in range(n) for e in "xyzw"), "      ")
 
 def _descriptor(name:str, pointer:str, apart:int=16) -> str:
-  """Returns a C++ statement that makes a matrix descriptor (PTX ISA 9.7.15.5.1.2) called `name`. The descriptor has the address of `pointer`, the
-  distance `apart` between panels in bytes (used for a transposed B), the distance between 8 rows and the next 8 rows, and the 128-byte swizzle."""
+  """Returns a C++ statement that makes the matrix descriptor `name` (PTX ISA 9.7.15.5.1.2) for the tile at `pointer`."""
+  # the distance `apart` between panels in bytes (used for a transposed B), the distance between 8 rows and the next 8 rows, and the 128-byte swizzle
   rest = apart >> 4 << 16 | ATOM >> 4 << 32 | 1 << 62
   return f"unsigned long long {name} = (unsigned long long)(((unsigned)__cvta_generic_to_shared({pointer}) & 0x3ffffu) >> 4) | {rest}ull;"
 
 def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str, there:int) -> str:
-  """Returns inline assembly that starts one group of products into `accs` C fragments. `lines` are its instructions, `descriptors` the names of the
-  registers for descriptors, and `operands` its operands after the C fragments. If the operand with index `there` is 0, a thread skips the
-  instructions and commits a group without products. So waits that count groups are the same for all threads. (The branch is inside the assembly. With
-  a branch around the assembly, ptxas would wait for each wgmma, warning C7511.)"""
+  """Returns inline assembly that starts one group of products, `lines`, into `accs` C fragments, unless operand `there` is 0."""
+  # `operands` are the operands after the C fragments. Where operand `there` is 0, a thread commits a group without products, so waits that count
+  # groups are the same for all threads. The branch is inside the assembly: with a branch around the assembly, ptxas would wait for each wgmma,
+  # warning C7511.
   body = [f'{{ .reg .pred p; .reg .b64 {", ".join(descriptors)};', f"setp.eq.u32 p, %{there}, 0; @p bra over;", "wgmma.fence.sync.aligned;", *lines,
           "over: wgmma.commit_group.sync.aligned; }"]
   quoted = "\n    ".join(f'"{part} "' for line in body for part in wrapped(line, "  ").split("\n"))
@@ -145,18 +143,17 @@ def _send_text(printer:Any, out:str, accs:int, sets:bool) -> Body:
     f"acc stage to lane there{' sets'*sets}", name=f"send_{accs}{'_or_set'*sets}")
 
 def _wgmma(accs:range, dtype:str, a:str, more:str, transposed:str) -> str:
-  """Returns the text of one wgmma with the C fragments `accs` of the assembly (PTX ISA 9.7.15.5.2). `a` is the text of operand A, and `more` a text
-  that says whether the product is added to the accumulators. `transposed` is the text that says which operands in shared memory are transposed. This
-  text is left out for operands of 8 bits, which cannot be transposed."""
+  """Returns the text of one wgmma with the C fragments `accs`, operand A `a` and the predicate `more` (PTX ISA 9.7.15.5.2)."""
+  # `transposed` says which operands in shared memory are transposed; operands of 8 bits cannot be
   lies = f", {transposed}" if IN_A_DWORD[dtype] == 2 else ""
   return (f"wgmma.mma_async.sync.aligned.m64n{8*len(accs)}k{K*IN_A_DWORD[dtype]//2}.f32.{PTX[dtype]}.{PTX[dtype]} {{{accumulators(accs)}}}, "
           f"{a}, b, {more}, 1, 1{lies};")
 
 def _shared_product(accs:int, steps:list[tuple[int, int]], transposed:tuple[int, int], operands:str, dtype:str, sums:int=1) -> str:
-  """Returns inline assembly of a product into `accs` C fragments whose two operands both lie in shared memory. `steps` has a pair of distances in
-  bytes for each instruction: the instruction reads A and B at these distances from their first bytes. `transposed` has a number for A and one for B:
-  1 if the operand is transposed, else 0. `operands` has the operands of the assembly: the two descriptors, and the numbers that say whether to add to
-  the accumulators and whether to start the product. The steps are divided into `sums` partial sums, one after another; so are the fragments."""
+  """Returns inline assembly of a product into `accs` C fragments whose two operands both lie in shared memory."""
+  # `steps` has for each instruction the distances in bytes at which it reads A and B. `transposed` has 1 for a transposed operand, else 0.
+  # `operands` are the two descriptors, and the numbers that say whether to add to the accumulators and whether to start the product. The steps, and
+  # the fragments, are divided into `sums` partial sums, one after another.
   lines, c, of_sum, together = [], 4*accs, accs//sums, -(-len(steps)//sums)
   for i, at in enumerate(steps):
     place = range(i//together*of_sum, (i//together + 1)*of_sum)
@@ -240,94 +237,82 @@ instruction("wait_products", lambda lanes, *_, accs, but: lanes.wait_products(bu
 instruction("warpgroup", lambda lanes, x: x, cuda="__shfl_sync(0xffffffffu, {0}, 0)")
 
 def init(barrier:UOp, first:UOp, threads:int) -> UOp:
-  """Initialises an mbarrier for `threads` threads in the 8 bytes of shared memory at `barrier`, a UOp that indexes shared memory. Only the thread
-  where `first` is true initialises it. Returns a statement (an operation with a side effect), which a block barrier must follow."""
+  """Returns a statement that initialises the mbarrier at `barrier` for `threads` threads, in the thread where `first` is true."""
+  # a block barrier must follow
   return statement("init_arrivals", barrier, first, threads=threads)
 def arrive(barrier:UOp, after:UOp) -> UOp:
-  """Makes this thread arrive at the mbarrier's current phase as soon as the copies that the thread has started are complete. The thread does not
-  wait. `barrier` is a UOp that indexes the mbarrier in shared memory. Returns a statement (an operation with a side effect) that is executed after
-  the UOp `after`."""
+  """Returns a statement that makes this thread arrive at the mbarrier as soon as the copies that the thread has started are complete."""
+  # the thread does not wait
   return statement("arrive", barrier, after)
 def arrive_stored(barrier:UOp, after:UOp) -> UOp:
-  """Makes this thread arrive at the mbarrier's current phase. Threads that wait for the phase then see what this thread has stored to shared memory,
-  but not what its copies under way write there. `barrier` is a UOp that indexes the mbarrier in shared memory. Returns a statement (an operation with
-  a side effect) that is executed after the UOp `after`."""
+  """Returns a statement that makes this thread arrive at the mbarrier, for what the thread has stored to shared memory."""
+  # threads that wait for the phase see these stores, but not what this thread's copies under way write
   return statement("arrive_stored", barrier, after)
 def arrive_twice(barrier:UOp, after:UOp) -> UOp:
-  """Makes this thread arrive twice at the mbarrier's current phase: now, for what it has stored to shared memory, and as soon as the copies that it
-  has started are complete. The thread does not wait. `barrier` is a UOp that indexes the mbarrier in shared memory. Returns a statement (an operation
-  with a side effect) that is executed after the UOp `after`."""
+  """Returns a statement that makes this thread arrive at the mbarrier twice: now, and as soon as its copies are complete."""
+  # The first arrival is for what the thread has stored to shared memory. The thread does not wait.
   return statement("arrive_twice", barrier, after)
 def arrived(barrier:UOp, phase:UOp, after:UOp, published:bool=False) -> UOp:
-  """Waits until all threads have arrived at the mbarrier in phase number `phase`, counted from 0. Then wgmma can read the data that these threads
-  have copied or stored. `published` says that each thread has published the data (`publish`) before it arrived. `barrier` is a UOp that indexes the
-  mbarrier in shared memory. Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
+  """Returns a statement that waits until all threads have arrived at the mbarrier in phase number `phase`, counted from 0."""
+  # wgmma can then read the data that these threads have copied or stored; `published`: each thread has called `publish` before it arrived
   return statement("await_arrivals", barrier, integer(phase % 2), after, published=published)
 def begin_turn(group:UOp, groups:int, after:UOp) -> UOp:
-  """Waits until the warpgroup before warpgroup `group` has passed its turn on. The turns go round all `groups` warpgroups of a block. Returns a
-  statement (an operation with a side effect) that is executed after the UOp `after`."""
+  """Returns a statement that waits until the warpgroup before warpgroup `group` has passed its turn on."""
+  # the turns go round all `groups` warpgroups of a block
   return statement("begin_turn", group, after, groups=groups)
 def end_turn(group:UOp, groups:int, gate:UOp, after:UOp) -> UOp:
-  """Passes the turn of warpgroup `group` on to the next of the `groups` warpgroups of a block, if `gate` is true. Returns a statement (an operation
-  with a side effect) that is executed after the UOp `after`."""
+  """Returns a statement that passes the turn of warpgroup `group` on to the next of `groups` warpgroups, if `gate` is true."""
   return statement("end_turn", group, gate, after, groups=groups)
 def scores(acc:UOp, q:UOp, k:UOp, after:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE, sums:int=1) -> UOp:
-  """Starts acc = Q K^T, as asynchronous products. `acc` is a register array of C fragments. Q has 64 rows, and K has 8 rows for each fragment in
-  `acc`. `steps` is the number of matrix instructions: each multiplies 16 columns of Q and K, or 32 columns of 8-bit floats. `q` and `k` are UOps that
-  index shared memory at the first 16 bytes of Q and of K. `panels` has the distances in bytes between panels (128 bytes of each row) of Q, and
-  between panels of K. If `sums` is above 1, `acc` has the fragments of several partial sums of Q K^T, one sum after another: each sum is over
-  neighbouring columns. Warpgroups where `there` is false start no product, but `wait_products` counts one. Returns a statement (an operation with a
-  side effect) that is executed after the UOp `after`."""
+  """Returns a statement that starts acc = Q K^T, by `steps` asynchronous matrix instructions, in warpgroups where `there` is true."""
+  # Q has 64 rows, and K has 8 rows for each fragment in `acc`. Each instruction multiplies 16 columns of Q and K, or 32 columns of 8-bit floats. `q`
+  # and `k` index shared memory at the first 16 bytes of Q and of K. `panels` has the distances in bytes between panels (128 bytes of each row) of Q,
+  # and of K. If `sums` is above 1, `acc` has the fragments of several partial sums, one sum after another: each is over neighbouring columns. Where
+  # `there` is false `wait_products` counts a product, too.
   return statement("start_scores", acc[0], q, k, there, after, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype, sums=sums)
 def output(acc:UOp, p:UOp, v:UOp, after:UOp, panel:int, dtype:str, place:range|None=None, there:UOp=EVERYWHERE, more:bool=True,
            by_rows:bool=False) -> UOp:
-  """Starts acc += P V, or with `more` False acc = P V, as asynchronous products. `acc` is a register array of C fragments, of which `place` selects
-  some; None selects all. `p` is a register array of A fragments, one for each 16 keys, or 32 keys of 8-bit floats. `v` is a UOp that indexes shared
-  memory at the first 16 bytes of V, which has one row for each key, or of V^T if `by_rows` is true or `dtype` has 8 bits. `dtype` is the dtype of P
-  and V. `panel` is the distance in bytes between panels (128 bytes of each row). Warpgroups where `there` is false start no product, but
-  `wait_products` counts one. Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
+  """Returns a statement that starts acc += P V, or with `more` False acc = P V, as asynchronous products, where `there` is true."""
+  # `place` selects some of the C fragments in `acc`. `p` has one A fragment for each 16 keys, or 32 keys of 8-bit floats. `v` indexes shared memory
+  # at the first 16 bytes of V, which has one row for each key, or of V^T if `by_rows` is true or `dtype` has 8 bits. `panel` is the distance in
+  # bytes between panels (128 bytes of each row). Where `there` is false `wait_products` counts a product, too.
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
   return statement("start_output", acc[first], p[0], v, there, after, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype,
                    more=more, by_rows=by_rows or IN_A_DWORD[dtype] == 4)
 def shared_output(acc:UOp, p:UOp, v:UOp, after:UOp, keys:int, panel:int, dtype:str) -> UOp:
-  """Starts acc += P V, as asynchronous products, with P in shared memory. `acc` is a register array of C fragments. P has 64 rows of at most 64
-  columns, one for each of the `keys` rows of V. `p` and `v` are UOps that index shared memory at the first 16 bytes of P and of V. `panel` is the
-  distance in bytes between panels (128 bytes of each row) of V. Returns a statement (an operation with a side effect) that is executed after the UOp
-  `after`."""
+  """Returns a statement that starts acc += P V, as asynchronous products, with P and V in shared memory."""
+  # P has 64 rows of at most 64 columns, one for each of the `keys` rows of V. `p` and `v` index the first 16 bytes of P and of V. `panel` is the
+  # distance in bytes between panels (128 bytes of each row) of V.
   return statement("start_shared_output", acc[0], p, v, after, accs=acc.max_numel(), steps=keys//K, panel=panel, dtype=dtype)
 def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, after:UOp, rows:int, panel:int, dtype:str, more:bool=False) -> UOp:
-  """Starts acc = X^T Y, or with `more` acc += X^T Y, summed over `rows` rows (a multiple of 16), as asynchronous products. `acc` is a register array
-  of C fragments. X has 64 columns, and Y has 8 columns for each fragment in `acc`. `x` and `y` are UOps that index shared memory at the first 16
-  bytes of a panel (64 columns). Y begins at the 16-byte unit with index `unit` of its panel. Y ends in this panel, or consists of whole panels, which
-  lie `panel` bytes apart. Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
+  """Returns a statement that starts acc = X^T Y, or with `more` acc += X^T Y, over `rows` rows, as asynchronous products."""
+  # `rows` is a multiple of 16. X has 64 columns, and Y has 8 columns for each fragment in `acc`. `x` and `y` index shared memory at the first 16
+  # bytes of a panel (64 columns). Y begins at the 16-byte unit with index `unit` of its panel. Y ends in this panel, or consists of whole panels,
+  # which lie `panel` bytes apart.
   return statement("start_sums", acc[0], x, y, integer(unit), after, accs=acc.max_numel(), steps=rows//K, panel=panel, dtype=dtype, more=more)
 def send(acc:UOp, stage:UOp, to:UOp, lane:UOp, there:UOp, after:UOp, sets:UOp|None=None) -> UOp:
-  """Adds a warp's C fragments to float32 sums in global memory, in warps where `there` is true. Each number is added atomically, in no fixed order.
-  `acc` is a register array of the fragments. The sums of the first fragment come first: four neighbouring sums for each lane, lane after lane. Then
-  the next fragment follows. `to` is a UOp that indexes this lane's first sum. The warp copies the fragments to shared memory at `stage`, and the copy
-  engine (TMA) adds them from there. The warp does not wait for the additions; `sent` does. In warps where `sets` is true, the numbers replace the
-  sums. Returns a statement (an operation with a side effect) that is executed after the UOp `after`.
-  """
+  """Returns a statement by which the copy engine (TMA) adds a warp's C fragments to float32 sums in global memory, where `there` is true."""
+  # Each number is added atomically, in no fixed order. `to` indexes this lane's first sum: the first fragment has four neighbouring sums for each
+  # lane, lane after lane; then the next fragment follows. The warp copies the fragments to shared memory at `stage`, and TMA adds them from there.
+  # `sent` waits for the additions. In warps where `sets` is true, the numbers replace the sums.
   given = (acc[0], stage, in_global(to, dtypes.float, "to"), integer(lane), there, *([] if sets is None else [sets]), after)
   return statement("send", *given, accs=acc.max_numel(), sets=sets is not None)
 def sent(after:UOp) -> UOp:
-  """Waits until all additions that this thread has started by `send` are complete. Returns a statement (an operation with a side effect) that is
-  executed after the UOp `after`."""
+  """Returns a statement that waits until all additions that this thread has started by `send` are complete."""
   return statement("sent", after)
 def may_send(after:UOp) -> UOp:
-  """Makes sure that additions which this thread starts by `send` from now on come after everything that the thread has waited for (PTX ISA 9.7.13.4,
-  fence.proxy.async). Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
+  """Returns a statement that orders this thread's later additions by `send` after everything that the thread has waited for."""
+  # PTX ISA 9.7.13.4, fence.proxy.async
   return statement("may_send", after)
 def publish(after:UOp) -> UOp:
-  """Makes the data that this thread has stored to shared memory visible to products that start after a barrier (PTX ISA 9.7.13.4, fence.proxy.async).
-  Returns a statement (an operation with a side effect) that is executed after the UOp `after`."""
+  """Returns a statement that makes this thread's stores to shared memory visible to products that start after a barrier."""
+  # PTX ISA 9.7.13.4, fence.proxy.async
   return statement("publish", after)
 def wait_products(acc:UOp, after:UOp, but:int=0, place:range|None=None) -> UOp:
-  """Waits for all products that this thread has started, except the last `but` products. A use of the accumulators `acc` must come after this.
-  `place` selects some of these accumulators, all of which are computed then; None selects all. Returns a statement (an operation with a side effect)
-  that is executed after the UOp `after`."""
+  """Returns a statement that waits for all products that this thread has started, except the last `but` products."""
+  # A use of the accumulators `acc` must come after this; `place` selects some of them, all of which are computed then.
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
   return statement("wait_products", acc[first], after, accs=accs, but=but)
 def group(wave:UOp) -> UOp:
-  """Returns the index of the warpgroup to which warp `wave` belongs, and tells the compiler that this number is equal in the whole warp."""
+  """Returns the index of the warpgroup to which warp `wave` belongs, known to the compiler to be equal in the whole warp."""
   return emit("warpgroup", dtypes.int, integer(wave//4))

@@ -1,5 +1,4 @@
-"""Interpreter that renders the definition of an operation as CUDA. CUDA's vectors have named elements but no arithmetic, so the rendered text
-computes element by element."""
+"""Interpreter that renders the definition of an operation as CUDA."""
 from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -8,8 +7,8 @@ from attn.ops.operation import Value
 from attn.ops.printer import Printer, Term, bare, length_of, returned, vector_of
 
 class Cuda(Printer):
-  """Renders the definition of an operation as CUDA. CUDA's vectors have named elements but no arithmetic, so the rendered text computes element by
-  element."""
+  """Renders the definition of an operation as CUDA."""
+  # CUDA's vectors have named elements but no arithmetic, so the text computes element by element.
   header = "static __device__ __forceinline__ "
   functions_of_numbers: ClassVar[dict[str, str]] = {"log2": "log2f({0})", "max": "fmaxf({0}, {1})"}
   infinity, not_a_number = "INFINITY", "__int_as_float(0x7fc00000)"
@@ -27,14 +26,14 @@ class Cuda(Printer):
     if n == 1: return Term(self, scalar.format(*[bare(t.text) for t in terms]), "float")
     return self.vector(*[self.elementwise(name, scalar, *of) for of in zip(*[self.elements(t, n) for t in terms])])
   def vector_operator(self, operator:str, x:str, y:str) -> None:
-    """Declares a C++ operator between vectors of types x and y. tinygrad renders such operators for its own UOps."""
+    """Declares a C++ operator between vectors of types x and y."""
+    # tinygrad renders such operators for its own UOps
     out, n = max((x, y), key=length_of), max(length_of(x), length_of(y))
     values = [f"{self.at('x', x, i)} {operator} {self.at('y', y, i)}" for i in range(n)]
     self.declare(f"operator{operator}({x}, {y})",
                  f"{self.header}{out} operator{operator}({x} x, {y} y) {{\n{returned(self.vector_text(out, values))}\n}}")
   def approximate(self, name:str, instruction:str, x:Value) -> Value:
-    """Renders a call of the function `name`, which is one PTX instruction with one operand and one result. The call is rendered for each element of
-    x."""
+    """Renders a call of the function `name`, one PTX instruction with one operand, for each element of x."""
     self.declare(f"{name}(float)", f'{self.header}float {name}(float x) {{\n  float y;\n  asm("{instruction} %0, %1;" : "=f"(y) : "f"(x));\n'
                                    "  return y;\n}")
     return self.elementwise(name, f"{name}({{0}})", x)
@@ -45,8 +44,8 @@ class Cuda(Printer):
     """Renders log2 x as lg2.approx (PTX ISA 9.7.3.22). Its error near x = 1 is 2^-22, too much for a result."""
     return self.approximate("rough_log2_of", "lg2.approx.ftz.f32", x)
   def rcp(self, x:Value) -> Value:
-    """Renders 1/x as rcp.approx, which is accurate to 1 unit in the last place, like AMD's v_rcp_f32. A division would call a function for extreme
-    operands, and ptxas spills registers around such a call."""
+    """Renders 1/x as rcp.approx, which is accurate to 1 unit in the last place, as AMD's v_rcp_f32 is."""
+    # a division would call a function for extreme operands, and ptxas spills registers around such a call
     return self.approximate("rcp_of", "rcp.approx.ftz.f32", x)
   def fma(self, x:Value, y:Value, z:Value) -> Value: return self.elementwise("fma_of", "fmaf({0}, {1}, {2})", x, y, z)
   def abs(self, x:Value) -> Value: return self.elementwise("abs_of", "fabsf({0})", x)
@@ -65,25 +64,23 @@ class Cuda(Printer):
     return self.vector(*[element(i, key) for i, key in enumerate(offsets)])
   def as_float(self, x:Value) -> Value: return self.elementwise("as_float", "__uint_as_float({0})", x)
   def widen(self, bits:Value, dtype:str) -> Value:
-    """Renders the conversion of a 16-bit float to fp32: cvt for fp16 (PTX ISA 9.7.9.21), a shift for bf16, because a bf16 is the upper half of an
-    fp32."""
+    """Renders the conversion of a 16-bit float to fp32 (PTX ISA 9.7.9.21)."""
+    # a bf16 is the upper half of an fp32
     if dtype == "bfloat16": return Term(self, f"__uint_as_float({bits.text} << 16)", "float")
     self.declare("widen_half(unsigned)", f'{self.header}float widen_half(unsigned x) {{\n  float y;\n'
                                          '  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((unsigned short)x));\n  return y;\n}')
     return self.call("widen_half", "float", bits)
   def pack(self, x:Value, dtype:str) -> Value:
-    """Renders the rounding of fp32 numbers to 16-bit floats, two of which are packed into a dword, by the instruction cvt (PTX ISA 9.7.9.21). The
-    even element of a pair goes to the low half of its dword. (cvt puts its first operand into the high half, so the odd element is the first
-    operand.) For 8-bit floats see `pack_four`."""
+    """Renders the rounding of fp32 numbers to 16 or 8 bits, packed into dwords (PTX ISA 9.7.9.21)."""
     if IN_A_DWORD[dtype] == 4: return self.vector(*[self.pack_four(x, i) for i in range(0, length_of(x.type), 4)])
     name, ptx = {"float16": ("pack_half", "f16x2"), "bfloat16": ("pack_bfloat", "bf16x2")}[dtype]
     self.declare(f"{name}(float, float)", f'{self.header}unsigned {name}(float low, float high) {{\n  unsigned y;\n'
+                                          # cvt puts its first operand into the high half, so the odd element of a pair is its first operand
                                           f'  asm("cvt.rn.{ptx}.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));\n  return y;\n}}')
     pairs = [self.call(name, "unsigned", self.element(x, i), self.element(x, i + 1)) for i in range(0, length_of(x.type), 2)]
     return self.vector(*pairs)
   def pack_four(self, x:Value, first:int) -> Value:
-    """Renders the rounding of four fp32 numbers, the elements of x from `first` on, to a dword of 8-bit floats, the first number in the low byte (PTX
-    ISA 9.7.9.21). A number beyond the largest one becomes the largest one."""
+    """Renders the rounding of elements `first` to `first` + 3 of x to one dword of 8-bit floats (PTX ISA 9.7.9.21)."""
     self.declare("pack_fp8(float, float, float, float)",
                  f"{self.header}unsigned pack_fp8(float x, float y, float z, float w) {{\n  unsigned packed;\n"
                  '  asm("{\\n.reg .b16 low, high;\\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\\n"\n'
@@ -91,7 +88,7 @@ class Cuda(Printer):
                  '      : "=r"(packed) : "f"(x), "f"(y), "f"(z), "f"(w));\n  return packed;\n}')
     return self.call("pack_fp8", "unsigned", *[self.element(x, first + i) for i in range(4)])
   def add_pairs(self, x:Value, y:Value, dtype:str) -> Value:
-    """Renders add.f16x2 or add.bf16x2 (PTX ISA 9.7.4.1), which sm_90 and later chips have for both."""
+    """Renders the sum of two pairs of 16-bit floats, as add.f16x2 or add.bf16x2 (PTX ISA 9.7.4.1; sm_90 and later)."""
     name, ptx = {"float16": ("add_halves", "f16x2"), "bfloat16": ("add_bfloats", "bf16x2")}[dtype]
     self.declare(f"{name}(unsigned, unsigned)", f'{self.header}unsigned {name}(unsigned x, unsigned y) {{\n  unsigned z;\n'
                                                 f'  asm("add.{ptx} %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));\n  return z;\n}}')
@@ -101,8 +98,8 @@ class Cuda(Printer):
     low, high = (f"({bits} >= {least << 16}u ? {one}u : 0u)" for bits, one in ((f"{x.text} << 16", 1), (x.text, 1 << 16)))
     return Term(self, f"({low} | {high})", "unsigned")
   def sign_halves(self, x:Value) -> Value:
-    """Renders prmt (PTX ISA 9.7.9.7), which here sets all bits of each half of a dword to the half's highest bit. In prmt a selector with its highest
-    bit set replicates a byte's sign."""
+    """Renders a dword in which all bits of each half of x are the half's highest bit, by prmt (PTX ISA 9.7.9.7)."""
+    # in prmt a selector with its highest bit set replicates a byte's sign
     self.declare("sign_halves(unsigned)", f"{self.header}unsigned sign_halves(unsigned x) {{\n  unsigned y;\n"
                                           '  asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(y) : "r"(x));\n  return y;\n}')
     return self.call("sign_halves", "unsigned", x)
@@ -119,10 +116,10 @@ class Cuda(Printer):
 WARP = "0xffffffffu"
 
 def declare_mma(printer:Printer, matrix:Any) -> str:
-  """Declares the C++ function for the mma.sync instruction `matrix` (PTX ISA 9.7.14.5.8) and returns the function's name. The function takes a, the
-  two registers of b, and c; it returns c + A B."""
+  """Declares the C++ function of the mma.sync instruction `matrix` (PTX ISA 9.7.14.5.8), and returns the function's name."""
   c, a = ", ".join(f"%{i}" for i in range(4)), ", ".join(f"%{i}" for i in range(4, 8))
   results, operands = (", ".join(f'"{kind}"({name}.{e})' for e in "xyzw") for kind, name in (("+f", "c"), ("r", "a")))
+  # the function takes a, the two registers of b, and c; it returns c + A B
   printer.declare(f"mma_{matrix.ptx}", f"{printer.header}float4 mma_{matrix.ptx}(uint4 a, unsigned b0, unsigned b1, float4 c) {{\n"
                   f'  asm("mma.sync.aligned.m16n8k{matrix.K}.row.col.f32.{matrix.ptx}.{matrix.ptx}.f32 "\n'
                   f'      "{{{c}}}, {{{a}}}, {{%8, %9}}, {{{c}}};"\n'

@@ -1,4 +1,4 @@
-"""Interpreter that renders the definition of an operation as HIP for clang. clang's vector types have arithmetic and access to elements."""
+"""Interpreter that renders the definition of an operation as HIP for clang."""
 from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -9,7 +9,8 @@ from attn.ops.operation import Value
 from attn.ops.printer import Printer, RegisterArray, Signature, Term, bare, element_of, float_literal, length_of, returned, vector_of, wrapped
 
 class Hip(Printer):
-  """Renders the definition of an operation as HIP. clang's vector types have arithmetic and access to elements."""
+  """Renders the definition of an operation as HIP."""
+  # clang's vector types have arithmetic and access to elements
   header = "static inline __attribute__((device, always_inline)) "
   functions_of_numbers: ClassVar[dict[str, str]] = {
     "log2": "__builtin_amdgcn_logf({0})", "rcp": "__builtin_amdgcn_rcpf({0})", "max": "__builtin_fmaxf({0}, {1})"}
@@ -18,7 +19,8 @@ class Hip(Printer):
   def at(self, text:str, ctype:str, i:int) -> str: return text if length_of(ctype) == 1 else f"{text}[{i}]"
   def vector_text(self, out:str, values:Sequence[str]) -> str: return f"({out}){{{', '.join(values)}}}"
   def same(self, *xs:Value) -> tuple[str, list[Term]]:
-    """Converts the operands to one type, because clang's elementwise builtins need operands of one type. Returns the type and the operands."""
+    """Returns the widest type of the operands, and the operands converted to that type."""
+    # clang's elementwise builtins need operands of one type
     terms = [self.term(x) for x in xs]
     wide = max((t.type for t in terms), key=length_of)
     return wide, [t if t.type == wide else Term(self, f"({wide})({bare(t.text)})", wide) for t in terms]
@@ -27,16 +29,15 @@ class Hip(Printer):
     return self.call("__builtin_elementwise_fma", wide, *terms)
   def abs(self, x:Value) -> Value: return self.call("__builtin_elementwise_abs", self.term(x).type, x)
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
-    """Renders x with some elements replaced by `instead`: those whose column index in `offsets` is above `limit` (`operator` ">") or below it ("<").
-    The text is one comparison of vectors. If the elements were compared one by one, clang would keep all results in scalar registers, of which there
-    are too few."""
+    """Renders x with `instead` for each element whose column index in `offsets` is above `limit` (`operator` ">") or below `limit` ("<")."""
+    # one comparison of vectors: of single comparisons clang would keep all results in scalar registers, of which there are too few
     n = len(offsets)
     keys = self.let("keys", Term(self, f"(int{n}){{{', '.join(map(str, offsets))}}}", f"int{n}"))
     return Term(self, f"(({keys.text} {operator} (int{n})({bare(limit.text)})) ? (float{n})({bare(self.term(instead).text)}) : {x.text})", x.type)
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
-    """Renders x with `instead` for each element whose column index in `offsets` is not in `first`..`last`. If a wave has 64 lanes, the text makes one
-    comparison instead of two, because in such a wave the result of a comparison takes two scalar registers. The comparison is of unsigned distances
-    from `first`: an index below `first` has a huge distance."""
+    """Renders x with `instead` for each element whose column index in `offsets` is not in `first`..`last`."""
+    # In a wave of 64 lanes the result of a comparison takes two scalar registers. So the text makes one comparison instead of two, of unsigned
+    # distances from `first`: an index below `first` has a huge distance.
     if get_chip(self.arch).wave == 32: return super().beyond(x, offsets, first, last, instead)
     n = len(offsets)
     count = self.let("count", Term(self, f"({last.text} < {first.text} ? 0u : {last.text} - {first.text} + 1u)", "unsigned"))
@@ -89,14 +90,13 @@ class Hip(Printer):
     if dtype == "bfloat16": return Term(self, f"__builtin_bit_cast(float, {bits.text} << 16)", "float")
     return Term(self, f"(float)__builtin_bit_cast(_Float16, (unsigned short)({bare(bits.text)}))", "float")
   def widen_four(self, word:Value, dtype:str) -> Value:
-    """Renders the conversion of the four 8-bit floats of a dword to fp32, by v_cvt_pk_f32_fp8, which converts the chip's own format."""
+    """Renders the conversion of the four 8-bit floats of a dword to fp32, by v_cvt_pk_f32_fp8."""
     self.declare("widen_four(unsigned)", f"{self.header}float4 widen_four(unsigned word) {{\n"
                  "  auto low = __builtin_amdgcn_cvt_pk_f32_fp8((int)word, false), high = __builtin_amdgcn_cvt_pk_f32_fp8((int)word, true);\n"
                  "  return (float4){low[0], low[1], high[0], high[1]};\n}")
     return self.call("widen_four", "float4", word)
   def pack(self, x:Value, dtype:str) -> Value:
-    """Renders the rounding to 16 bits, or to 8 bits (v_cvt_pk_fp8_f32 gives the chip's own format). If the chip has no instruction that converts to
-    bf16, the text adds half a unit of bf16's last place to the fp32 bits (and the odd bit, for ties), and keeps the upper half."""
+    """Renders the rounding of fp32 numbers to 16 or 8 bits, packed into dwords."""
     n = length_of(x.type)
     if IN_A_DWORD[dtype] == 4:
       def pair(i:int, before:str, high:str) -> str: return f"__builtin_amdgcn_cvt_pk_fp8_f32(x[{i}], x[{i + 1}], {before}, {high})"
@@ -105,15 +105,16 @@ class Hip(Printer):
       out = vector_of("unsigned", n//2)
       return Term(self, f"__builtin_bit_cast({out}, __builtin_convertvector({x.text}, half{n}))", out)
     if not get_chip(self.arch).bf16_pack:
+      # no instruction converts to bf16: add half a unit of bf16's last place to the fp32 bits (and the odd bit, for ties), and keep the upper half
       return self._upper_halves("pack_bfloat", x, f"  uint{n} u = __builtin_bit_cast(uint{n}, x);\n  u += 0x7fffu + ((u >> 16) & 1u);\n")
     # pair by pair: for a whole vector clang makes copies
     return self._words("pack_bfloat", x, [f"__builtin_bit_cast(unsigned, __builtin_convertvector((float2){{x[{i}], x[{i + 1}]}}, bfloat2))"
                                           for i in range(0, n, 2)])
   def pack_weights(self, x:Value, dtype:str) -> Value:
-    """Renders the rounding of P to 16 bits. If the chip has no instruction that converts to bf16, two fp32 operations round an element x to the 8
-    significant bits of bf16, to nearest even: less = x*(1 - 2^16), and then the fma x*2^16 + less. CDNA executes each of the two operations for two
-    elements at a time, and RDNA issues two of them together. x*2^16 has to be finite."""
+    """Renders the rounding of P to 16 bits, packed into dwords."""
     if dtype != "bfloat16" or get_chip(self.arch).bf16_pack: return self.pack(x, dtype)
+    # No instruction converts to bf16: two fp32 operations round x to the 8 significant bits of bf16, to nearest even: less = x*(1 - 2^16), and then
+    # the fma x*2^16 + less. CDNA executes each of them for two elements at a time, and RDNA issues two of them together. x*2^16 has to be finite.
     n, factor = length_of(x.type), numerics.SPLITTING
     rounded = f"__builtin_elementwise_fma(x, ({x.type})({float_literal(factor)}), less)"
     return self._upper_halves("pack_weights", x, f"  {x.type} less = x*{float_literal(1 - factor)};\n"
@@ -122,29 +123,28 @@ class Hip(Printer):
     # the lines `rounded` compute the dwords u from x; each v_perm packs the upper halves of two of them
     return self._words(name, x, [f"__builtin_amdgcn_perm(u[{i + 1}], u[{i}], 0x07060302u)" for i in range(0, length_of(x.type), 2)], rounded)
   def _words(self, name:str, x:Value, words:list[str], before:str="") -> Value:
-    """Renders a call of a function that takes x and returns dwords, and declares this function under the name `name`. `words` are C++ expressions for
-    the dwords, and `before` has lines that the function executes before it computes them."""
+    """Declares a C++ function `name` that runs the lines `before` and returns the dwords `words` of x. Renders a call of this function."""
     out = vector_of("unsigned", len(words))
     result = returned(self.vector_text(out, words) if len(words) > 1 else words[0])
     self.declare(f"{name}({x.type})", f"{self.header}{out} {name}({x.type} x) {{\n{before}{result}\n}}")
     return self.call(name, out, x)
   def at_least(self, x:Value, least:int) -> Value:
-    """Renders an expression that sets each half of a dword to 1 if the half is at least `least`, and else to 0. The expression subtracts least - 1
-    from the half, saturated at 0 (v_pk_sub_u16 with clamp), and limits the difference to 1 (v_pk_min_u16). The 1 is hidden from clang, which would
-    otherwise compare the halves one by one."""
+    """Renders a dword whose halves are 1 where this half of x is at least `least`, and else 0."""
+    # The text subtracts least - 1, saturated at 0 (v_pk_sub_u16 with clamp), and limits the difference to 1 (v_pk_min_u16). The 1 is hidden from
+    # clang, which would otherwise compare the halves one by one.
     self.declare(f"at_least_{least}(unsigned)", f"{self.header}unsigned at_least_{least}(unsigned x) {{\n"
                  '  unsigned ones = 0x00010001u;\n  asm("" : "+s"(ones));\n'
                  f"  ushort2 above = __builtin_elementwise_sub_sat(__builtin_bit_cast(ushort2, x), (ushort2)({least - 1}));\n"
                  "  return __builtin_bit_cast(unsigned, __builtin_elementwise_min(above, __builtin_bit_cast(ushort2, ones)));\n}")
     return self.call(f"at_least_{least}", "unsigned", x)
   def sign_halves(self, x:Value) -> Value:
-    """Renders v_perm_b32, which here sets all bits of each half of a dword to the half's highest bit. The selectors 8 and 9 of v_perm_b32 give the
-    signs of the two halves of its second operand."""
+    """Renders a dword in which all bits of each half of x are the half's highest bit, by v_perm_b32."""
+    # the selectors 8 and 9 of v_perm_b32 give the signs of the two halves of its second operand
     return Term(self, f"__builtin_amdgcn_perm({x.text}, {x.text}, 0x09090808u)", "unsigned")
   def where_bit(self, word:Value, bit:int, x:Value) -> Value:
-    """Renders an expression that is x where a bit of `word` is 1, and 0 where the bit is 0: an AND of x and the sign-extended bit (v_bfe_i32). A
-    function with a scalar parameter computes the AND: applied to an element of a vector such as v[1], clang's __builtin_bit_cast would wrongly take
-    v[0]."""
+    """Renders x where bit `bit` of the dword `word` is 1, and 0 elsewhere."""
+    # An AND of x and the sign-extended bit (v_bfe_i32). The function takes a scalar, because clang's __builtin_bit_cast of an element of a vector
+    # such as v[1] wrongly takes v[0].
     self.declare("masked(int, float)", f"{self.header}float masked(int mask, float x) {{\n"
                  "  return __builtin_bit_cast(float, __builtin_bit_cast(int, x) & mask);\n}")
     return self.call("masked", "float", Term(self, f"((int)({word.text} << {31 - bit}) >> 31)", "int"), x)
@@ -152,11 +152,11 @@ class Hip(Printer):
   def any_lane(self, condition:Value) -> Value:
     return Term(self, f"__builtin_amdgcn_ballot_w{get_chip(self.arch).wave}({bare(condition.text)}) != 0", "bool")
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
-    """Renders an exchange between lanes that are `step` apart. Returns x of this lane and x of the other lane. The order of the two differs between
-    instructions. `how` selects the instruction: "permlane_swap" is v_permlane16_swap_b32 or v_permlane32_swap_b32 (CDNA4 ISA section 12),
-    "permlanex16" is v_permlanex16_b32, "bpermute" is ds_bpermute_b32, and "neighbours", for steps of 1, 2 and 4, is DPP or ds_swizzle_b32."""
+    """Renders an exchange between lanes `step` apart by the instruction `how`. Returns x of both lanes, in an order that depends on the
+    instruction."""
     x = self.term(x)
     bits, pair = f"__builtin_bit_cast(unsigned, {x.text})", vector_of(x.type, 2)
+    # v_permlane16_swap_b32 or v_permlane32_swap_b32 (CDNA4 ISA section 12)
     if how == "permlane_swap":
       both = f"__builtin_amdgcn_permlane{step}_swap({bits}, {bits}, false, false)"
       swapped = self.let("pair", Term(self, f"__builtin_bit_cast({pair}, {both})", pair))
@@ -169,13 +169,13 @@ class Hip(Printer):
     return x, self.let("other", Term(self, f"__builtin_bit_cast({x.type}, {other})", x.type))
   # sums of packed numbers
   def whole(self, x:Value) -> None:
-    """Renders a hint that keeps each packed dword of x in its register, on chips for which clang would otherwise pack a dword again at each use. (On
-    other chips the hint would cost registers.)"""
+    """Renders a hint that keeps each packed dword of x in its register."""
+    # on these chips clang would pack a dword again at each use; on other chips the hint would cost registers
     if get_chip(self.arch).unit.packs_again: self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
-    """Renders c plus the numbers in each dword of x, by dot products with ones. For 16-bit numbers this is a function that takes the dword as a
-    scalar, because clang's __builtin_bit_cast, applied to an element of a vector such as v[1], would wrongly take v[0]."""
+    """Renders c plus the numbers of `dtype` in each dword of x, by dot products with ones."""
     if IN_A_DWORD[dtype] == 4: return self.call("__builtin_amdgcn_dot4_f32_fp8_fp8", "float", x, self.word(ONES_OF[dtype]), c)
+    # The function takes the dword as a scalar, because clang's __builtin_bit_cast of an element of a vector such as v[1] wrongly takes v[0].
     name, pair = {"float16": ("fdot2", "half2"), "bfloat16": ("fdot2_f32_bf16", "bfloat2")}[dtype]
     p, ones = (f"__builtin_bit_cast({pair}, {bits})" for bits in ("word", f"0x{ONES_OF[dtype]:08x}u"))
     self.declare(f"dot_ones({pair})", f"{self.header}float dot_ones(unsigned word, float sum) {{\n"
@@ -190,13 +190,13 @@ class Hip(Printer):
 QUAD_PERM = {1: 0xb1, 2: 0x4e}     # controls of v_mov_b32_dpp, by the bit in which the lane numbers differ, within four lanes
 
 def exchange_neighbours(bits:str, step:int) -> str:
-  """Returns HIP text that reads the dword `bits` of a neighbouring lane. The indices of the two lanes differ in one bit, which has the value `step`
-  (1, 2 or 4). The instruction is v_mov_b32_dpp, or ds_swizzle_b32 in its mask mode."""
+  """Returns HIP text for the dword `bits` of the lane whose index differs in the bit of value `step` (1, 2 or 4)."""
   if step in QUAD_PERM: return f"__builtin_amdgcn_mov_dpp((int){bits}, {QUAD_PERM[step]}, 15, 15, true)"
+  # the mask mode of ds_swizzle_b32
   return f"__builtin_amdgcn_ds_swizzle((int){bits}, {step << 10 | 0x1f})"
 
 def exchange_rows(bits:str) -> str:
-  """Returns HIP text that reads the dword `bits` of the lane 16 lanes away in the same half of the wave: bit 4 of the two lanes' indices differs
-  (v_permlanex16_b32). The text permits reads of inactive lanes. No lane is inactive here, but without this permission clang would copy a register
-  first: the one whose value an inactive lane would keep."""
+  """Returns HIP text for the dword `bits` of the lane whose index differs in bit 4, by v_permlanex16_b32."""
+  # "true" permits reads of inactive lanes. No lane is inactive here; without the permission clang would copy a register first, the one whose value
+  # an inactive lane would keep.
   return f"__builtin_amdgcn_permlanex16({bits}, {bits}, 0x76543210u, 0xfedcba98u, true, false)"

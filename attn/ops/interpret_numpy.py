@@ -1,5 +1,4 @@
-"""Class `Numbers`, which computes operations of kernels in numpy. The definition of an operation is a Python function that calls primitives, such as
-fma or exp2. `Numbers` has a method for each primitive. A method takes and returns numpy arrays with one column for each thread."""
+"""Interpreter that computes the operations of kernels in numpy."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,8 +9,8 @@ from attn.ops.numerics import ONES_OF, Array
 from attn.ops.operation import Lanes, Value, LocalVariable
 
 class Numbers:
-  """Runs the definition of an operation on numpy arrays with one column per thread. A scalar has the shape (threads,), a vector (n, threads). A
-  register array is any pointer that the emulator's `load_register` takes."""
+  """Runs the definition of an operation on numpy arrays with one column per thread: (threads,) for a scalar, (n, threads) for a vector."""
+  # a register array is any pointer that the emulator's `load_register` takes
   inf, nan = np.float32(np.inf), np.float32(np.nan)
   def __init__(self, lanes:Lanes): self.lanes, self.gate = lanes, lanes.active
 
@@ -28,7 +27,7 @@ class Numbers:
   def exp2(self, x:Value) -> Value: return numerics.power_of_two(x)
   def log2(self, x:Value) -> Value: return numerics.logarithm(x)
   def rough_log2(self, x:Value) -> Value:
-    """Returns log2 x. On a chip, the result may have an error of 2^-22."""
+    # on a chip the result may have an error of 2^-22
     return self.log2(x)
   def rcp(self, x:Value) -> Value: return numerics.reciprocal(x)
   def abs(self, x:Value) -> Value: return np.abs(x)
@@ -36,12 +35,11 @@ class Numbers:
   def select(self, condition:Value, x:Value, y:Value) -> Value: return np.where(condition, np.asarray(x, np.float32), np.asarray(y, np.float32))
   def number(self, x:float) -> Value: return np.float32(x)
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
-    """Returns x with `instead` in place of an element whose column index in `offsets` is above the limit (operator ">") or below the limit (operator
-    "<")."""
+    """Returns x with `instead` for each element whose column index in `offsets` is above `limit` (`operator` ">") or below `limit` ("<")."""
     beyond = {">": np.greater, "<": np.less}[operator](np.array(offsets)[:, None], limit)
     return np.where(beyond, instead, x)
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
-    """Returns x with `instead` in place of elements whose column index in `offsets` is not in `first`..`last`."""
+    """Returns x with `instead` for each element whose column index in `offsets` is not in `first`..`last`."""
     return self.masked(self.masked(x, offsets, ">", last, instead), offsets, "<", first, instead)
   # vectors
   def length(self, x:Value) -> int: return x.shape[0] if x.ndim > 1 else 1
@@ -57,8 +55,9 @@ class Numbers:
     packed = packed_bytes(x, dtype, self.lanes.saturates) if numerics.IN_A_DWORD[dtype] == 4 else numerics.pack_pairs(x, dtype)
     return packed if len(packed) > 1 else packed[0]
   def pack_weights(self, x:Value, dtype:str) -> Value:
-    """Returns elements of P rounded to `dtype` and packed into dwords. For an element that is not finite, or that is above LARGEST_WEIGHT (2^111),
-    the result is any value that is not finite, or the largest 8-bit float."""
+    """Returns elements of P rounded to `dtype` and packed into dwords."""
+    # A chip may give another result for an element that is not finite or above LARGEST_WEIGHT (2^111): any value that is not finite, or the largest
+    # 8-bit float.
     return self.pack(x, dtype)
   def widen(self, bits:Value, dtype:str) -> Value: return numerics.widen(bits, dtype)
   def widen_four(self, word:Value, dtype:str) -> Value:
@@ -66,7 +65,7 @@ class Numbers:
     return numbers(bytes_of(word), dtype)
   def high_half(self, x:Value) -> Value: return x >> np.uint32(16)
   def add_pairs(self, x:Value, y:Value, dtype:str) -> Value:
-    """Returns the sums of the 16-bit floats in the halves of two dwords: a dword of two floats, each rounded to `dtype`."""
+    """Returns the sum of two dwords that hold two 16-bit floats each, as a dword of two floats."""
     low, high = (self.widen(f(x), dtype) + self.widen(f(y), dtype) for f in (np.asarray, self.high_half))
     return numerics.pack_pairs(np.stack([low, high]), dtype)[0]
   def word(self, n:int) -> Value: return np.uint32(n)
@@ -78,11 +77,11 @@ class Numbers:
     product = np.asarray(x).astype(np.uint64)*np.uint64(y)
     return product.astype(np.uint32), (product >> np.uint64(32)).astype(np.uint32)
   def at_least(self, x:Value, least:int) -> Value:
-    """Returns a dword: each half is 1 if this half of x is at least `least` (which is not 0), and else 0."""
+    """Returns a dword whose halves are 1 where this half of x is at least `least`, and else 0."""
     low, high = ((half >= least).astype(np.uint32) for half in (x & np.uint32(0xffff), x >> np.uint32(16)))
     return low | high << np.uint32(16)
   def sign_halves(self, x:Value) -> Value:
-    """Returns a dword: all bits of each half are equal to the highest bit of this half of x."""
+    """Returns a dword in which all bits of each half of x are the half's highest bit."""
     halves = np.ascontiguousarray(x, np.uint32).view(np.int16) >> np.int16(15)
     return halves.view(np.uint32)
   def where_bit(self, word:Value, bit:int, x:Value) -> Value:
@@ -100,8 +99,7 @@ class Numbers:
     wave = self.lanes.wave
     return np.repeat((condition & self.lanes.active).reshape(-1, wave).any(1), wave)
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
-    """Returns x of this lane and x of another lane, `step` lanes away. `how` names the exchange instruction, such as "bpermute" or "permlane_swap".
-    The instruction decides whether the other lane's index differs by a sum or by one bit, and in which order the two numbers come."""
+    """Returns x of this lane and of the lane `step` lanes away, in the order of the exchange instruction `how`."""
     wave, lane = self.lanes.wave, np.arange(x.shape[-1])
     if how == "bpermute": return x, numerics.from_lane(x, lane + step, wave)
     other = numerics.from_xor_lane(x, step, wave)
@@ -111,11 +109,11 @@ class Numbers:
   def whole(self, x:Value) -> None:
     """Does nothing. In rendered text `whole` is a hint that all of x is in its registers at this point."""
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
-    """Returns c plus the numbers in each dword of x."""
+    """Returns c plus the numbers of `dtype` in each dword of x."""
     return self.lanes.dot(x, np.full(x.shape, ONES_OF[dtype], np.uint32), c, dtype)
   def times_ones(self, matrix:Any, p:Value, c:Value, dtype:str) -> Value:
-    """Returns c plus the product of P and a matrix of ones. The elements of this product are sums of P. The matrix instruction's `with_ones` selects
-    which operand is P."""
+    """Returns c plus the product of P and a matrix of ones: sums of P."""
     ones = np.full((2, p.shape[-1]), ONES_OF[dtype], np.uint32)
+    # whether P is A or B depends on the matrix instruction
     a, b = matrix.with_ones(p, ones)
     return self.lanes.matrix(matrix.name, a, b, c)

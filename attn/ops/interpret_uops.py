@@ -1,4 +1,4 @@
-"""Interpreter that turns the definition of an operation into UOps. A value is the tuple of its elements' UOps."""
+"""Interpreter that turns the definition of an operation into UOps."""
 from __future__ import annotations
 import math, operator
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from attn.values import FLOATS
 
 @dataclass(frozen=True)
 class Elements:
-  """A scalar or a vector, as a tuple of the UOps of its elements. An operation on a vector and a scalar applies the scalar to every element."""
+  """Scalar or vector, as a tuple of the UOps of its elements."""
   each: tuple[UOp, ...]
   def with_(self, operation:Callable[[Any, Any], Any], other:Any) -> Elements: return elementwise(operation, self, other)
   def __add__(self, y:Any) -> Elements: return self.with_(operator.add, y)
@@ -30,7 +30,7 @@ class Elements:
 def number_of(x:float|UOp) -> Elements: return Elements((x if isinstance(x, UOp) else UOp.const(float(x), dtypes.float),))
 
 def elementwise(f:Callable[..., UOp], *xs:Any) -> Elements:
-  """Returns f of the elements of vectors, as a vector; a scalar operand is used for every element."""
+  """Returns the vector of `f` of the operands' elements; a scalar operand is used for every element."""
   def value(x:Any) -> Elements:
     if isinstance(x, Elements): return x
     return number_of(x) if isinstance(x, float) else Elements((x,))
@@ -39,7 +39,7 @@ def elementwise(f:Callable[..., UOp], *xs:Any) -> Elements:
   return Elements(tuple(map(f, *[each if len(each) > 1 else each*n for each in values])))
 
 class PlainUOps:
-  """Interpreter whose values are UOps. The interpreter has those primitives of the language (attn/ops/language.py) that need only one thread."""
+  """Interpreter whose values are UOps, with those primitives of attn/ops/language.py that need only one thread."""
   inf, nan = number_of(math.inf), number_of(math.nan)
   def let(self, name:str, x:Elements) -> Elements: return x
   def variable(self, name:str, x:Elements) -> LocalVariable: return LocalVariable(x)

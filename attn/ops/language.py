@@ -1,12 +1,5 @@
-"""Small language in which compound operations are defined. A definition has four interpretations: HIP text, CUDA text, numpy and plain UOps.
-
-A definition is a Python function `f(c, x, y, ...)`: `c` is the interpreter, and the operands x, y, ... are values of this interpreter. Values have
-Python's operators: + - * for numbers, < > <= == for comparisons, & | ~ for conditions. `c` provides everything else: `c.fma(x, y, z)`,
-`c.select(condition, x, y)`, registers, branches, exchanges between lanes, and `c.let("m", x)`, which gives a value a name in the text. A vector of n
-numbers is one value. An operation on a vector and a scalar applies the scalar to every element.
-
-attn/ops/interpret_numpy.py computes numbers. interpret_hip.py and interpret_cuda.py render text; printer.py is their common base. interpret_uops.py
-makes UOps, for devices whose renderer does not know attn's operations (attn/ops/plain.py)."""
+"""Small language in which compound operations are defined. Running a definition gives HIP text, CUDA text, numpy results or plain UOps. Begin with
+`compound` and `instruction`."""
 from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
@@ -17,6 +10,13 @@ from attn.ops.interpret_hip import Hip
 from attn.ops.interpret_numpy import Numbers
 from attn.ops.operation import OPERATIONS, Body, Call, Lanes, Operation
 from attn.ops.printer import Printer, RegisterArray, Term, bare, returned, wrapped
+
+# A definition is a Python function `f(c, x, y, ...)`: `c` is the interpreter, and the operands x, y, ... are values of this interpreter. Values have
+# Python's operators: + - * for numbers, < > <= == for comparisons, & | ~ for conditions. `c` provides everything else: `c.fma(x, y, z)`,
+# `c.select(condition, x, y)`, registers, branches, exchanges between lanes, and `c.let("m", x)`, which gives a value a name in the text. A vector of
+# n numbers is one value. An operation on a vector and a scalar applies the scalar to every element. interpret_numpy.py computes numbers;
+# interpret_hip.py and interpret_cuda.py render text, with printer.py as their base; interpret_uops.py makes UOps, for devices whose renderer does
+# not know attn's operations (attn/ops/plain.py).
 
 LANGUAGES: dict[str, type[Printer]] = {"hip": Hip, "cuda": Cuda}
 
@@ -30,8 +30,8 @@ class KernelText:
   def printer(self) -> Printer: return LANGUAGES[self.language](self.arch, self.functions)
 
   def call(self, call:Call, out:str, types:Sequence[str], sources:Sequence[str]) -> str:
-    """Returns the C++ expression for a call of an operation. `types` are the C types of the operands (a pointer type ends in *), `sources` are the
-    C++ texts of the operands, and `out` is the C type of the result. Raises NotImplementedError if the language has no text for the operation."""
+    """Returns the C++ expression for a call of an operation, with the operands' C types `types` and texts `sources`, and the result's C type
+    `out`."""
     operation, printer = call.operation, self.printer()
     if operation.inline: return inlined(operation, call.parameters, printer, types, sources)
     if operation.definition is not None: return self.compound(call, operation.definition, out, types, sources)
@@ -42,8 +42,8 @@ class KernelText:
     return function_text(call.name, found, printer, out, types, sources)
 
   def compound(self, call:Call, definition:Callable[..., Any], out:str, types:Sequence[str], sources:Sequence[str]) -> str:
-    """Returns the C++ expression that calls the function of a compound operation, which `definition` defines. `types` are the C types of the
-    operands, `sources` their texts, and `out` is the C type of the result. The function is rendered once for all calls with these types."""
+    """Returns the C++ expression that calls the function of a compound operation. The function is rendered once for each combination of operand
+    types."""
     names = operands_of(definition)
     types, sources = types[:len(names)], [bare(x) for x in sources[:len(names)]]     # further sources only order the call after other statements
     key = (call, out, *types)
@@ -62,9 +62,8 @@ def function_text(name:str, body:Body, printer:Printer, out:str, types:Sequence[
   return f"{name}{given}({', '.join(bare(x) for x in sources[:count])})"
 
 def operands_of(definition:Callable[..., Any]) -> list[str]:
-  """Returns the names of the operands of an operation, given the Python function that defines the operation. The operands are the function's
-  positional parameters, except the first: this is the interpreter, which says what the operators mean in HIP, CUDA, numpy or UOps. Keyword-only
-  parameters are constants (static parameters), not operands."""
+  """Returns the names of an operation's operands: the positional parameters of its definition, except the first, which is the interpreter."""
+  # keyword-only parameters are constants (static parameters), not operands
   return [name for name, p in inspect.signature(definition).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
 
 def inlined(operation:Operation, static:dict[str, Any], printer:Printer, types:Sequence[str], sources:Sequence[str]) -> str:
@@ -72,9 +71,7 @@ def inlined(operation:Operation, static:dict[str, Any], printer:Printer, types:S
   return bare(printer.term(operation.definition(printer, *[Term(printer, x, t) for x, t in zip(sources, types)], **static)).text)
 
 def compound_function(call:Call, definition:Callable[..., Any], printer:Printer, out:str, types:dict[str, str]) -> tuple[str, list[Any]]:
-  """Declares the C++ function of a compound operation (one that attn defines by simpler operations), for operands of the types `types`. `definition`
-  is the Python function that defines the operation, and `out` the C++ type of its result. Returns the function's name and its operands. An operand
-  that is a register array has the type `RegisterArray`; its fields `used` and `stored` say which of its registers the function reads and writes."""
+  """Declares the C++ function of a compound operation, for operands of the types `types`. Returns the function's name and its operands."""
   static, name = call.parameters, call.name + call.operation.suffix.format(**call.parameters)
   operands = [RegisterArray(x, t[:-1]) if t.endswith("*") else Term(printer, x, t) for x, t in types.items()]
   registers = [x for x in operands if isinstance(x, RegisterArray)]
@@ -90,11 +87,8 @@ def compound_function(call:Call, definition:Callable[..., Any], printer:Printer,
   return name, operands
 
 def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """Decorator that makes a Python function the definition of the operation `name`. The operation is rendered as one C++ function for each combination
-  of operand types; with `inline` it is rendered as an expression.
-
-  Static parameters are constants, the definition's keyword-only parameters. If the C++ text depends on them, `suffix` must be a format string of
-  them, such as "_{dtype}": it is added to the function's name."""
+  """Decorator that makes a Python function the definition of the operation `name`."""
+  # If the text depends on static parameters, `suffix` must be a format string of them, such as "_{dtype}": it ends the C++ function's name.
   def define(definition:Callable[..., Any]) -> Callable[..., Any]:
     taken = None if inline else len(operands_of(definition))
     def meaning(lanes:Lanes, *sources:Any, **static:Any) -> Any: return definition(Numbers(lanes), *sources[:taken], **static)
@@ -103,8 +97,7 @@ def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[.
   return define
 
 def instruction(name:str, meaning:Callable[..., Any], hip:Any=None, cuda:Any=None, *, atomic:bool=False) -> None:
-  """Registers an operation that is a single instruction. `meaning` (lanes, *operands, **static) computes the result in numpy. `hip` and `cuda` are
-  the operation's text in these languages, or a function (printer, C type of the result, **static) that returns the text, or None if the language has
-  no such instruction. A text is an expression with {0} and {1} for the operands, or a Body. `atomic` tells whether the operation works on global
-  memory that workgroups share."""
+  """Registers an operation that is one instruction: `meaning` computes its result in numpy; `hip` and `cuda` are its texts."""
+  # A text is an expression with {0} and {1} for the operands, a Body, or a function (printer, C type of the result, **static) that returns one of
+  # these; None if the language has no such instruction.
   OPERATIONS[name] = Operation(meaning, hip, cuda, atomic=atomic)

@@ -1,11 +1,4 @@
-"""Instructions of NVIDIA's mma.sync kernels that tinygrad has no UOp for. Each instruction is defined twice: by the CUDA text that is rendered, and
-by the numpy function with which the emulator computes it.
-
-Section numbers refer to the PTX ISA 8.7. A C fragment is a float4: a lane has elements of two rows. A number per row, such as the row's maximum, is a
-float2: one element for each of the lane's two rows. An A fragment is a uint4. The B fragments of two neighbouring tiles share a uint4.
-
-The emulator is strict about asynchronous copies: from the start of a copy until the thread has waited for the copy, no thread may access its
-destination."""
+"""Instructions of NVIDIA's mma.sync kernels that tinygrad has no UOp for, each as CUDA text and as the numpy function that the emulator runs."""
 from __future__ import annotations
 import itertools
 from typing import Any
@@ -18,6 +11,11 @@ from attn.ops.numerics import from_xor_lane
 from attn.ops.operation import Body, emit, integer, statement
 from attn.ops.softmax import RowLanes, packed_together
 from attn.tinygrad_compat import UOp, dtypes
+
+# Section numbers refer to the PTX ISA 8.7. A C fragment is a float4: a lane has elements of two rows. A number per row, such as the row's maximum,
+# is a float2: one element for each of the lane's two rows. An A fragment is a uint4. The B fragments of two neighbouring tiles share a uint4. The
+# emulator is strict about asynchronous copies: from the start of a copy until the thread has waited for the copy, no thread may access its
+# destination.
 
 F2, F4, U4 = f32(2), f32(4), u32(4)
 ROWS = 2                             # a lane has elements of two rows of C (and of A): g and g + 8
@@ -72,34 +70,31 @@ def _put_text(printer:Any, out:str, kind:str) -> Body:
 instruction("put", lambda lanes, to, value, gate, kind: _put(lanes, to, value, gate), cuda=_put_text)
 
 def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, piece:int) -> UOp:
-  """Copies `nbytes` (0..16) bytes to 16 bytes of shared memory, if `gate` is true. The rest of the 16 bytes becomes zero. `to` and `source` are UOps
-  that index shared memory and global memory. `step` has two constants in bytes: the first is added to `to`, the second to `source`. So copies at
-  several constant distances share one address register. The copy is made in pieces of `piece` bytes (16, 2 or 1); `nbytes` and the address in
-  `source` must be multiples of `piece`. If `piece` is 16, the copy is asynchronous: the data have arrived only after `wait_copies`. Returns a
-  statement (an operation with a side effect)."""
+  """Returns a statement that copies `nbytes` (0..16) bytes from global to shared memory, if `gate` is true, and fills 16 bytes up with zeros."""
+  # `step` has two constants in bytes: the first is added to `to`, the second to `source`, so copies at several constant distances share one address
+  # register. The copy is made in pieces of `piece` bytes (16, 2 or 1); `nbytes` and the address in `source` must be multiples of `piece`. If `piece`
+  # is 16, the copy is asynchronous: the data have arrived only after `wait_copies`.
   return statement("copy", to, source, integer(nbytes), gate, step=step, piece=piece)
 def copy_number(to:UOp, source:UOp, there:UOp, gate:UOp) -> UOp:
-  """Copies 4 bytes from `source` to `to` asynchronously, if `gate` is true. `source` and `to` are UOps that index global and shared memory. If
-  `there` is false, 0 is written to `to` instead. Returns a statement (an operation with a side effect)."""
+  """Returns a statement that copies 4 bytes to shared memory asynchronously, or 0 if `there` is false, where `gate` is true."""
   return statement("copy_number", to, source, there, gate)
 def put(to:UOp, value:UOp, gate:UOp) -> UOp:
-  """Stores a number or a vector to shared memory at `to`, a UOp that indexes shared memory, if `gate` is true. (The kernel uses this instead of
-  `store` of the UOp, after which tinygrad would add a barrier.) Returns a statement (an operation with a side effect)."""
+  """Returns a statement that stores a number or a vector to shared memory at `to`, if `gate` is true."""
+  # `store` of the UOp would make tinygrad add a barrier
   return statement("put", to, value, gate, kind="float" if value.dtype == dtypes.float else value.dtype.name)
 def commit(after:UOp) -> UOp:
-  """Makes one group of the copies that this thread has started since its last `commit`. Returns a statement (an operation with a side effect) that is
-  executed after the UOp `after`."""
+  """Returns a statement that makes one group of the copies that this thread has started since its last `commit`."""
   return statement("commit", after)
 def wait_copies(after:UOp, but:int) -> UOp:
-  """Waits for this thread's groups of copies, except the last `but` groups. A barrier must follow before other threads read the data. Returns a
-  statement (an operation with a side effect) that is executed after the UOp `after`."""
+  """Returns a statement that waits for this thread's groups of copies, except the last `but` groups."""
+  # a barrier must follow before other threads read the data
   return statement("wait", after, but=but)
 
 # ***** fragments: 9.7.14.5.8 (mma.m16n8k16), 9.7.14.5.15 (ldmatrix) *****
 
 def _ldmatrix(lanes:Any, pointer:Any, step:int, transposed:bool) -> Array:
-  """Returns what ldmatrix gives each thread, for the emulator: two neighbouring elements of each of four 8x8 matrices of 16-bit elements in shared
-  memory. Lane l gives the address of row l%8 of matrix l//8, `step` bytes after `pointer`. With `transposed`, each matrix is transposed first."""
+  """Returns two neighbouring elements of each of four 8x8 matrices in shared memory for each thread, as ldmatrix does."""
+  # lane l gives the address of row l%8 of matrix l//8, `step` bytes after `pointer`
   raw = lanes.load_bytes(pointer, np.full(len(lanes.active), step, np.int64), 16, lanes.active)
   m = np.ascontiguousarray(raw.T).view(np.uint16).reshape(-1, 4, 8, 8)                    # warp, matrix, row, column
   if transposed: m = m.swapaxes(2, 3)
@@ -114,9 +109,8 @@ def _ldmatrix_text(printer:Any, out:str, step:int, transposed:bool) -> Body:
 instruction("ldmatrix", _ldmatrix, cuda=_ldmatrix_text)
 
 def _stmatrix(lanes:Any, row:Any, words:Array, gate:Array|bool=True) -> Array:
-  """Computes stmatrix for the emulator: stores four 8x8 matrices of 16-bit elements to shared memory. Lane l gives `row`, the address of row l%8 of
-  matrix l//8, and `words`, two neighbouring elements of each of the four matrices. Only lanes where `gate` is true store. Returns zeros, because a
-  store has no value."""
+  """Stores four 8x8 matrices of 16-bit elements to shared memory, as stmatrix does, and returns zeros."""
+  # lane l gives `row`, the address of row l%8 of matrix l//8, and `words`, two neighbouring elements of each of the four matrices
   pairs = words.reshape(4, -1, 8, 4).transpose(1, 0, 2, 3)                                # warp, matrix, row, pair of columns
   raw = np.ascontiguousarray(pairs).view(np.uint8).reshape(-1, 16)
   lanes.store_bytes(row, np.zeros(len(raw), np.int64), np.ascontiguousarray(raw.T), lanes.active & gate)
@@ -134,22 +128,20 @@ def _mma_text(printer:Any, out:str, matrix:Any, half:int) -> str:
 instruction("mma", lambda lanes, a, b, c, matrix, half: lanes.matrix(matrix.name, a, b[2*half:2*half + 2], c), cuda=_mma_text)
 
 def ldmatrix(row:UOp, step:int, transposed:bool=False) -> UOp:
-  """Returns a lane's elements of four 8x8 matrices of 16-bit elements, loaded from shared memory: two neighbouring elements of each matrix. Lane l
-  gives the address of row l%8 of matrix l//8: `row`, a UOp that indexes shared memory, plus `step` times 16 bytes. With `transposed`, each matrix is
-  transposed first."""
+  """Returns this lane's elements of four 8x8 matrices of 16-bit elements in shared memory: two neighbouring elements of each."""
+  # lane l gives the address of row l%8 of matrix l//8: `row` plus `step` times 16 bytes; with `transposed`, each matrix is transposed first
   return emit("ldmatrix", U4, row, step=16*step, transposed=transposed)
 def stmatrix(row:UOp, words:UOp) -> UOp:
-  """Stores four 8x8 matrices of 16-bit elements to shared memory. sm_90 and later chips have this instruction. Lane l's `row` is a UOp that indexes
-  shared memory at row l%8 of matrix l//8. `words` has two neighbouring elements of each matrix, in the layout of an A fragment of mma.m16n8k16.
-  Returns a statement (an operation with a side effect)."""
+  """Returns a statement that stores four 8x8 matrices of 16-bit elements, this lane's part of which is `words`, to shared memory."""
+  # sm_90 and later chips have this instruction. Lane l's `row` is the address of row l%8 of matrix l//8. `words` has two neighbouring elements of
+  # each matrix, in the layout of an A fragment of mma.m16n8k16.
   return statement("stmatrix", row, words)
 def stmatrix_where(row:UOp, words:UOp, gate:UOp) -> UOp:
-  """Stores four 8x8 matrices of 16-bit elements to shared memory, as `stmatrix` does, in the warps where `gate` is true. The gate must be equal in
-  the whole warp. Returns a statement (an operation with a side effect)."""
+  """Returns a statement that stores four 8x8 matrices as `stmatrix` does, in the warps where `gate` is true."""
+  # the gate must be equal in the whole warp
   return statement("stmatrix_where", row, words, gate)
 def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
-  """Returns c + A B, computed by one mma.sync, the instruction `matrix`. `a` is an A fragment and `c` a C fragment. `b` has the B fragments of two
-  neighbouring tiles; `half` selects one of them."""
+  """Returns c + A B of one mma.sync, the instruction `matrix`, on fragments. `half` selects one of the two B fragments in `b`."""
   return emit("mma", F4, a, b, c, matrix=matrix, half=half)
 
 # ***** the operand P *****
@@ -169,9 +161,9 @@ instruction("columns_apart", _columns_apart, cuda=Body(
                                    for selector in (EVEN_BYTES, ODD_BYTES) for x, y in ("xy", "zw")) + ");", "words"))
 
 def columns_apart(words:UOp) -> UOp:
-  """Returns B fragments of 32 keys of V of 8 bits: one of 8 even columns, and one of 8 odd columns. `words` is what ldmatrix returned for 32 rows of
-  16 columns, transposed. Because ldmatrix moves pairs of bytes, each dword of `words` has two neighbouring columns of two keys. The keys of a lane
-  are in the order in which `pack_a` packs the weights."""
+  """Returns B fragments of 32 keys of V of 8 bits: one of 8 even columns, and one of 8 odd columns."""
+  # `words` is what ldmatrix returned for 32 rows of 16 columns, transposed. Because ldmatrix moves pairs of bytes, each dword has two neighbouring
+  # columns of two keys. A lane's keys are in the order in which `pack_a` packs the weights.
   return emit("columns_apart", U4, words)
 
 @compound("row_unit", suffix="_{row}")
@@ -205,25 +197,22 @@ instruction("keep_equal", _keep_equal, cuda=_keep_equal_text)
 def _zero(c:Any, order:Value) -> Value: return c.splat(c.number(0.0), 4)
 
 def zero(after:UOp) -> UOp:
-  """Returns a C fragment of zeros. The operation is executed after the UOp `after`."""
+  """Returns a C fragment of zeros, made after the UOp `after`."""
   return emit("zero", F4, after)
 def clear(acc:UOp, *after:UOp) -> UOp:
-  """Sets all C fragments in the register array `acc` to zero. Returns a statement (an operation with a side effect) that is executed after the UOps
-  `after`."""
+  """Returns a statement that sets all C fragments in the register array `acc` to zero."""
   return statement("clear", acc[0], *after, count=acc.max_numel())
 def keep_equal(acc:UOp, gate:UOp, own:list[UOp], numbers:UOp, distances:list[int], after:UOp) -> UOp:
-  """Sets the scores in the C fragments of the register array `acc` to -inf, except those whose row and column have equal int32 numbers, if `gate` is
-  true. `own` has the numbers of the lane's two rows. `numbers` loads the number of the lane's first column, by `ops.buffer_load`. `distances` says
-  how many elements after it the number of each of the lane's columns lies. The numbers are loaded only if `gate` is true. Returns a statement (an
-  operation with a side effect) that is executed after the UOp `after`."""
+  """Returns a statement that sets scores in `acc` to -inf where the numbers of the score's row and column differ, if `gate` is true."""
+  # `own` has the numbers of the lane's two rows. `numbers` loads the number of the lane's first column, by `ops.buffer_load`; `distances` says how
+  # many elements after it the number of each of the lane's columns lies. The numbers are loaded only if `gate` is true.
   return statement("keep_equal", acc[0], gate, *own, *numbers.src[:3], after, distances=tuple(distances))
 def row_unit(fragments:list[UOp], row:int, factor:UOp, dtype:str) -> UOp:
-  """Returns four dwords, 16 bytes of a result: eight elements of one row, multiplied by `factor`, rounded to `dtype` and packed. A lane has two of
-  these elements in each of four neighbouring C fragments, `fragments`. `row` is 0 or 1, for the first or the second of the lane's two rows."""
+  """Returns 16 bytes of a result: eight elements of one row, multiplied by `factor`, rounded to `dtype` and packed."""
+  # a lane has two of these elements in each of four neighbouring C fragments; `row` is 0 or 1, for the first or the second of the lane's two rows
   return emit("row_unit", U4, *fragments, factor, row=row, dtype=dtype)
 def pack_a(fragments:list[UOp], dtype:str) -> UOp:
-  """Returns the C fragments of neighbouring tiles, rounded to `dtype`, to nearest even, and packed into one A fragment with the tiles' columns: two
-  tiles for a `dtype` of 16 bits, four for 8 bits."""
+  """Returns C fragments of neighbouring tiles, two or (8 bits) four, rounded to `dtype` and packed into one A fragment."""
   return emit("pack_a", U4, *fragments, dtype=dtype)
 
 # ***** across lanes *****
@@ -232,7 +221,7 @@ instruction("xor_lane", lambda lanes, x, mask: from_xor_lane(x, mask, lanes.wave
             cuda=lambda printer, out, mask: f"__shfl_xor_sync(0xffffffffu, {{0}}, {mask})")
 
 def xor_lane(x:UOp, mask:int) -> UOp:
-  """Returns x of another lane. The indices of the two lanes differ in the bits of `mask` (shfl.sync.bfly)."""
+  """Returns x of the lane whose index differs from this lane's in the bits of `mask` (shfl.sync.bfly)."""
   return emit("xor_lane", dtypes.float, x, mask=mask)
 
 def _transposed(lanes:Any, words:Array, in_quad:Array) -> Array:
@@ -249,6 +238,5 @@ instruction("transposed", _transposed, cuda=Body("\n".join([
   "return words;"]), "words lane"))
 
 def transposed(words:UOp, in_quad:UOp) -> UOp:
-  """Transposes a 4 x 4 matrix of words across four neighbouring lanes. `words` is this lane's row, and `in_quad` the index of the lane among the
-  four. Returns the column with this index: word `in_quad` of each lane."""
+  """Returns column `in_quad` of a 4 x 4 matrix of words, of which each of four neighbouring lanes has a row in `words`."""
   return emit("transposed", U4, words, integer(in_quad))

@@ -1,9 +1,4 @@
-"""Conversion of kernels to plain UOps, which run on every device that tinygrad has a renderer for.
-
-attn's kernels contain operations that tinygrad does not have (attn/ops/operation.py), such as a load of 16 bytes whose range is checked. `plain`
-replaces each of these operations: runs its definition again, with an interpreter whose values are UOps. In the result every value is a scalar. A
-vector becomes the UOps of its elements, and a buffer of vectors becomes a buffer of elements. An instruction of a chip becomes the UOps given by
-`MEANINGS`. So the code in attn/kernels/parts also serves devices without a matrix unit, and each operation is written only once."""
+"""Conversion of kernels to plain UOps, which run on every device that tinygrad has a renderer for. Begin with `plain`."""
 from __future__ import annotations
 import functools, itertools, operator
 from collections.abc import Callable
@@ -16,9 +11,11 @@ from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, UOp, dtypes, new_uop
 
 # ***** instructions *****
 
+# In the result every value is a scalar: a vector becomes the UOps of its elements, and a buffer of vectors becomes a buffer of elements. A compound
+# operation's definition is run again with an interpreter whose values are UOps; an instruction becomes the UOps given by `MEANINGS`.
+
 def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
-  """Returns the plain UOps for the operation `buffer_load`, a load whose range is checked: `width` bytes, as dwords. The bytes begin `offset` bytes
-  after `base`, a UOp that indexes a buffer. All bytes are zero if offset + width exceeds `records`, the size of the buffer's range in bytes."""
+  """Returns `width` bytes, as dwords of UOps, from `offset` bytes after `base`: zeros if offset + width exceeds `records`."""
   buffer, first = base.src
   size = buffer.dtype.itemsize
   further = (offset & (OUT_OF_RANGE - 1)).cast(dtypes.int)
@@ -30,8 +27,7 @@ def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
   return Elements(tuple(dword(bits[j:j + 2]) for j in range(0, len(bits), 2)))
 
 def plain_load_where(at:UOp, gate:UOp, *, width:int) -> Elements:
-  """Returns the plain UOps for the operation `load_where`, a load under a condition: `width` bytes, as dwords. The bytes begin at `at`, a UOp that
-  indexes a buffer of 32-bit numbers. The result is zero if `gate` is false."""
+  """Returns `width` bytes, as dwords of UOps, from `at`, which indexes 32-bit numbers: zeros if `gate` is false."""
   buffer, first = at.src
   return Elements(tuple(buffer[(first + i).valid(gate)].load().bitcast(dtypes.uint) for i in range(width//buffer.dtype.itemsize)))
 
@@ -44,7 +40,7 @@ NUMBER_CHECKS = ("page_number", "element_number")     # instructions that return
 # ***** a kernel *****
 
 def as_value(x:Elements) -> UOp|Elements:
-  """Returns a value in the form that plain UOps take as operands: the UOp of its element if it has only one, and otherwise `x` itself."""
+  """Returns the UOp of a value's only element, or `x` itself if `x` has several elements."""
   return x if len(x.each) > 1 else x.each[0]
 
 VECTOR_ELEMENT = {"float32": dtypes.float, "uint32": dtypes.uint}
@@ -73,8 +69,7 @@ class Plain:
     return new_uop(u.op, tuple(srcs), srcs[0].dtype, u.arg) if vector else u.replace(src=tuple(srcs))
 
   def indexed(self, u:UOp, at:UOp) -> Elements:
-    """Returns the plain UOps for `u`, a UOp that indexes a buffer of vectors: for each number of the vector a UOp that indexes the buffer of single
-    numbers. `at` is the index of the vector."""
+    """Returns, for an index `u` into a buffer of vectors, the indices of the vector's numbers in a buffer of numbers."""
     buffer, index, there = self.found[u.src[0]], at.get_idx(), at.get_valid()
     n = 4*VECTORS[u.dtype][1]//buffer.dtype.itemsize
     def place(i:int) -> UOp:
@@ -83,14 +78,13 @@ class Plain:
     return Elements(tuple(place(i) for i in range(n)))
 
   def stored(self, to:tuple[UOp, ...], x:Elements) -> UOp:
-    """Returns the stores of the value x, element by element. `to` has a UOp for each element, which indexes the buffer. If the buffer has 16-bit
-    numbers, each dword of x is stored as two numbers."""
+    """Returns the stores of the value x, element by element, to the indexed places `to`."""
     values, dtype = x.each, to[0].dtype
     if dtype.itemsize == 2: values = [(w >> 16*i).cast(dtypes.ushort).bitcast(dtype) for w in values for i in range(2)]   # type: ignore[assignment]
     return UOp.group(*[place.store(x) for place, x in zip(to, values, strict=True)])
 
   def operation(self, u:UOp, srcs:list[Any]) -> Any:
-    """Returns the plain UOps of the operation `u`, made by its entry in MEANINGS or by its definition. `srcs` are the values of its operands."""
+    """Returns the plain UOps of the operation `u`, whose operands have the values `srcs`."""
     call = u.arg
     if call.name in self.kept: return u.replace(src=tuple(srcs))
     if call.name == "opaque_uniform":     # tinygrad does not know the value of a number that is loaded from a register
@@ -105,8 +99,7 @@ class Plain:
 ARITHMETIC = {Ops.ADD: operator.add, Ops.SUB: operator.sub, Ops.MUL: operator.mul}
 
 def plain(sink:UOp, checked:bool=False) -> UOp:
-  """Returns the kernel `sink` in plain UOps. With `checked`, the operations whose operands the emulator checks stay as they are; only attn's
-  renderers can render these operations. Raises NotImplementedError for an instruction that works across threads."""
+  """Returns the kernel `sink` in plain UOps. With `checked`, operations whose operands the emulator checks stay as they are."""
   work = Plain(sink, checked)
   for u in sink.toposort(): work.found[u] = work.of(u)
   return work.found[sink]

@@ -1,5 +1,5 @@
-"""Interpreter that renders the definition of an operation: `Printer` builds the C++ text. The subclasses of `Printer` in attn/ops/interpret_hip.py
-and attn/ops/interpret_cuda.py define what HIP and CUDA write differently."""
+"""Base class of the interpreters that render the definition of an operation as C++ text. interpret_hip.py and interpret_cuda.py define what HIP and
+CUDA write differently."""
 from __future__ import annotations
 import functools, math, re
 from collections import Counter
@@ -13,12 +13,11 @@ PRINTED_WIDTH = 120            # columns of a rendered line, if it can be broken
 # ***** layout of the text *****
 
 def float_literal(x:float) -> str:
-  """Returns the C++ text of an fp32 constant."""
   if math.isinf(x) or math.isnan(x): raise ValueError(f"{x}: a definition must use c.inf or c.nan for it")
   return f"{float(x)!r}f"
 
 def bare(text:str) -> str:
-  """Removes the parentheses that enclose the whole expression. Returns the text unchanged if there are none."""
+  """Returns a C++ expression without the parentheses that enclose the whole expression, if there are any."""
   if not (text.startswith("(") and text.endswith(")")): return text
   depth = 0
   for x in re.finditer(r"[()]", text):
@@ -27,8 +26,7 @@ def bare(text:str) -> str:
   return text
 
 def wrapped(text:str, indent:str) -> str:
-  """Returns the text with line breaks after commas, so that no line is longer than PRINTED_WIDTH if possible. Each line after the first begins with
-  `indent`."""
+  """Returns the text with line breaks after commas, where a line would exceed PRINTED_WIDTH. New lines begin with `indent`."""
   lines, line = [], ""
   for piece in re.split(r"(?<=, )", text):
     if line and len(line) + len(piece) > PRINTED_WIDTH:
@@ -51,10 +49,11 @@ def vector_of(element:str, n:int) -> str: return element if n == 1 else f"{'uint
 
 @dataclass(frozen=True)
 class Term:
-  """C++ expression with its type. A vector that was built from single elements keeps their texts in `elements`."""
+  """C++ expression with its type."""
   printer: Printer
   text: str
   type: str
+  # texts of the single elements from which a vector was built
   elements: tuple[str, ...] = ()
   def _with(self, operator:str, other:Value, swap:bool=False, type:str|None=None) -> Term:
     return self.printer.operation(operator, other, self, type) if swap else self.printer.operation(operator, self, other, type)
@@ -78,10 +77,12 @@ class Term:
 
 @dataclass
 class RegisterArray:
-  """Operand that is an array of registers. The object records which elements a definition reads (`used`) and writes (`stored`)."""
+  """Operand that is an array of registers."""
   text: str
   type: str      # type of an element
+  # elements that a definition reads
   used: set[int] = field(default_factory=set)
+  # elements that a definition writes
   stored: set[int] = field(default_factory=set)
   apart: bool = False    # each element is a separate parameter of the function
   @property
@@ -96,7 +97,7 @@ class Signature:
   result: str = ""       # expression that is returned, if not the operation's value
 
 class Printer:
-  """Runs the definition of an operation to get the statements of a C++ function, and the functions that these statements call."""
+  """Runs the definition of an operation, and collects the statements of its C++ function."""
   header: str           # first words of every function's declaration
   functions_of_numbers: ClassVar[dict[str, str]]      # the language's expressions for functions of scalars, with {0} and {1} for the operands
   infinity: ClassVar[str]
@@ -141,11 +142,10 @@ class Printer:
     if length_of(wide) > 1: self.vector_operator(operator, x.type, y.type)
     return Term(self, f"({x.text} {operator} {y.text})", type or wide)
   def vector_operator(self, operator:str, x:str, y:str) -> None:
-    """Declares a C++ operator between operands of types x and y, if the language does not have it. Does nothing for a language that has it."""
+    """Declares a C++ operator between operands of types x and y, if the language does not have it."""
   def call(self, name:str, out:str, *xs:Value) -> Term: return Term(self, f"{name}({', '.join(bare(self.term(x).text) for x in xs)})", out)
   def elementwise(self, name:str, scalar:str, *xs:Value) -> Term:
-    """Renders a call of a function `name` that applies the expression `scalar` to each element of vectors. The expression has {0} and {1} for its
-    operands."""
+    """Renders a call of a function `name` that applies the expression `scalar`, with {0} and {1} for operands, to each element."""
     terms = [self.term(x) for x in xs]
     n = max(length_of(t.type) for t in terms)
     if n == 1: return Term(self, scalar.format(*[bare(t.text) for t in terms]), "float")
@@ -156,8 +156,8 @@ class Printer:
     self.declare(f"{name}({', '.join(t.type for t in terms)})", f"{self.header}{out} {name}({parameters}) {{\n{result}\n}}")
     return self.call(name, out, *terms)
   def declare(self, key:str, text:str) -> None:
-    """Declares a function with the text `text`, after the functions that it calls. `key` has the function's name and the types of its parameters.
-    Raises ValueError if a different function has the same key, which is a mistake in the text of an operation."""
+    """Declares a C++ function with the text `text`. `key` has the function's name and the types of its parameters."""
+    # different functions with one key are a mistake in the text of an operation
     if self.functions.setdefault(key, text) != text: raise ValueError(f"two different functions {key}:\n{self.functions[key]}\n{text}")
   def log2(self, x:Value) -> Value: return self.elementwise("log2_of", self.functions_of_numbers["log2"], x)
   def rough_log2(self, x:Value) -> Value: return self.log2(x)
@@ -202,6 +202,6 @@ class Printer:
     kind = vector_of("float", n)
     return Term(self, f"((const {kind}*){pointer.text})[{i}]", kind)
   def registers_signature(self, name:str, registers:list[RegisterArray]) -> Signature:
-    """Returns the `Signature` of a function that gets register arrays as pointers."""
+    """Returns the signature of a C++ function that gets register arrays as pointers."""
     return Signature([f"{x.type}* {x.text}" for x in registers])
   def registers_call(self, name:str, sources:dict[str, str], operands:list[Any]) -> str: return f"{name}({', '.join(sources.values())})"

@@ -1,10 +1,4 @@
-"""tinygrad's renderers for HIP and CUDA, extended for attn's kernels. These kernels contain operations of attn (attn/ops) and vector types, which
-tinygrad cannot render. The classes here render such an operation as C++ text in the kernel's source. They also add the C++ functions that this text
-calls, and declarations of the vector types.
-
-Each renderer has two bases, as in `class X(HIPRenderer, HipOperations)`. tinygrad's class comes first. Its method `render_kernel` collects the lines
-that stand before the kernel, and passes them on to `OperationsPrinter`, the base class of `HipOperations` and `CudaOperations`. `OperationsPrinter`
-adds attn's functions and declarations to these lines."""
+"""tinygrad's renderers for HIP and CUDA, extended by the operations and vector types of attn's kernels. Begin with `render`."""
 from __future__ import annotations
 import re
 from typing import Any, ClassVar
@@ -19,6 +13,10 @@ from attn.ops.operation import Call, is_ours
 from attn.tinygrad_compat import (VECTORS, AddrSpace, CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer,
                                   NVCCRenderer, Ops, PatternMatcher, Target, UOp, UPat, adapt_cuda, dtypes,
                                   lower, shared_memory_text, spec_names, without_comgr)
+
+# Each renderer has two bases, as in `class X(HIPRenderer, HipOperations)`. tinygrad's class comes first. Its method `render_kernel` collects the
+# lines that stand before the kernel, and passes them on to `OperationsPrinter`, the base class of `HipOperations` and `CudaOperations`.
+# `OperationsPrinter` adds attn's functions and declarations to these lines.
 
 MARK = "// a kernel of attn"   # first line of every source of attn: attn/compilers/renderer.py recognises it
 
@@ -35,7 +33,7 @@ POINTERS = {AddrSpace.GLOBAL: "const void*", AddrSpace.LOCAL: "void*"}
 C_NAMES = {dtypes.uint: "unsigned", dtypes.int: "int", dtypes.float: "float", dtypes.bool: "bool"}
 
 def readable(line:str) -> str:
-  """Returns a line of the source, broken into several lines if it is longer than LONGEST."""
+  """Returns a line of the source, broken into several lines if the line is longer than LONGEST."""
   return wrapped(line, line[:len(line) - len(line.lstrip())] + " "*6) if len(line) > LONGEST else line
 
 def vector_types(text:str, before:list[str]) -> list[str]:
@@ -46,8 +44,7 @@ def vector_types(text:str, before:list[str]) -> list[str]:
           for name, element, n in sorted(names, key=lambda x: (x[1], int(x[2]))) if name not in declared]
 
 def c_type(u:UOp) -> str:
-  """Returns the C type of an operand. A pointer to registers has the type of the elements of its array. A pointer to other memory is a void
-  pointer."""
+  """Returns the C type of an operand: for a pointer to registers the type of their elements, for other pointers void."""
   name = C_NAMES.get(u.dtype, u.dtype.name)
   return POINTERS.get(u.addrspace, f"{name}*" if u.addrspace is AddrSpace.REG and u.op is Ops.INDEX else name)
 
@@ -64,17 +61,15 @@ class OperationsPrinter(CStyleLanguage):
     types = [c_type(u) for u in x.src]
     return self.operations.call(x.arg, C_NAMES.get(x.dtype, x.dtype.name), types, [self[u] for u in x.src])
   def need_operator(self, x:UOp) -> None:
-    """Declares a C++ operator between vectors, if the language does not have it. tinygrad renders its own operators unchanged and expects the
-    language to define them on vectors."""
+    """Declares a C++ operator between vectors, if the language does not have it."""
+    # tinygrad renders its own operators unchanged and expects the language to define them on vectors
     self.operations.printer().vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
-    """Returns declarations of types that the source uses and that tinygrad does not declare. tinygrad itself declares a type only if a kernel
-    computes with it. `prefix` has the lines that tinygrad writes before the kernel, `bufs` the kernel's buffers, and `text` the rest of the source.
-    """
+    """Returns declarations of types that the source `text` uses and that tinygrad's lines `prefix` do not declare."""
+    # tinygrad declares a type only if a kernel computes with it
     raise NotImplementedError
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
-    """Returns the source of a kernel. The source of an attn kernel (see `is_ours`) begins with the line MARK. The source of any other kernel is the
-    source that tinygrad renders."""
+    """Returns the source of a kernel. The source of a kernel of attn begins with the line MARK."""
     if not is_ours(function_name, uops):
       return super().render_kernel(function_name, kernel, bufs, uops, prefix)
     functions = list(self.operations.functions.values())
@@ -103,17 +98,16 @@ class HipOperations(OperationsPrinter):
     self.held, self.before = second_bounds(uops) if is_ours(name, uops) else set[UOp](), made_before_branches(uops)
     return super()._render(uops)
   def held_text(self, x:UOp) -> str:
-    """Returns the text of a maximum max(x, n) in which the bound n is hidden from clang. A minimum min(x, n) comes as ~max(~x, ~n): for the maximum
-    in it, returns ~min(x, n) with n hidden."""
+    """Returns the text of a maximum or minimum whose constant bound is hidden from clang."""
     bound, of = x.src[1].src[0].arg, x.src[2]
     least = is_minimum(x)
     name = "not_above" if least else "not_below"
     self.operations.functions.setdefault(name, HELD[name])
+    # a minimum min(x, n) comes as ~max(~x, ~n): `x` is the maximum in it
     return f"~not_above({bare(self[of.src[0]])}, {~bound})" if least else f"not_below({bare(self[of])}, {bound})"
   def branch_text(self, x:UOp) -> str:
-    """Returns the first line of a branch, preceded by inline assembly that reads the values which must be computed before the branch. clang does not
-    move the assembly into the branch, because it takes inline assembly in HIP for an operation across lanes. So it does not move the computation of
-    these values either."""
+    """Returns the first line of a branch, preceded by inline assembly that reads the values to be computed before the branch."""
+    # clang takes inline assembly in HIP for an operation across lanes, so it moves neither the assembly nor the values into the branch
     return "\n".join([*(f'asm volatile("" :: "v"({self[value]}));' for value in self.before[x]), f"if ({self[x.src[0]]}) {{"])
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
     text = super().render_kernel(function_name, kernel, bufs, uops, prefix)
@@ -126,11 +120,12 @@ class HipOperations(OperationsPrinter):
     return [line for dtype, line in sixteen.items() if dtype in used and line not in prefix] + vector_types(text, prefix)
 
 class CudaOperations(OperationsPrinter):
-  """Base class of the CUDA renderers. Their compilers make machine code (see `machine_code`)."""
+  """Base class of the CUDA renderers."""
   language = "cuda"
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
-    """Declares the 16-bit types of the source that tinygrad does not declare, as structs of the right size. This is enough, because a kernel only has
-    pointers to such a type: tinygrad includes the type's header if a kernel computes with it. A header would take NVRTC a tenth of a second."""
+    """Declares the 16-bit types that the source uses and tinygrad does not declare, as structs of the right size."""
+    # A struct is enough, because a kernel only has pointers to such a type: tinygrad includes the type's header if a kernel computes with it. A
+    # header would take NVRTC a tenth of a second.
     used = {u.dtype for _, (u, _) in bufs}
     half, bfloat16 = "#include <cuda_fp16.h>", "#include <cuda_bf16.h>"
     unknown = {"half": dtypes.half in used and half not in prefix and bfloat16 not in prefix,      # cuda_bf16.h includes cuda_fp16.h
@@ -138,8 +133,8 @@ class CudaOperations(OperationsPrinter):
     return [f"struct {name} {{ unsigned short bits; }};" for name, needed in unknown.items() if needed]
   def render_buffer(self, x:UOp) -> str: return shared_memory_text(x, super().render_buffer(x))
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
-    """Returns the source of a kernel. Before a loop that the compiler should unroll (`Allocator.range`), the source has a pragma. tinygrad writes the
-    range of such a loop as in `Lidx6_m4`."""
+    """Returns the source of a kernel, with a pragma before each loop that the compiler should unroll (`Allocator.range`)."""
+    # tinygrad writes the range of such a loop as in `Lidx6_m4`
     lines = [re.sub(r"^( *)(?=for \(int \w+idx\d+_m(\d+) )", r"\1#pragma unroll \2\n\1", line) for line in kernel]
     return super().render_kernel(function_name, lines, bufs, uops, prefix)
 
@@ -168,9 +163,9 @@ class OperationsNVCCRenderer(NVCCRenderer, CudaOperations):
     self.compiler = machine_code(self.compiler, target.arch)
 
 def machine_code(compiler:Any, arch:str) -> Any:
-  """Returns tinygrad's CUDA compiler, set to make machine code for `arch`. NVRTC can make machine code or PTX, but the driver would have to compile
-  PTX once more. For sm_90 the compiler makes code for sm_90a, which has wgmma. The renderer's target stays sm_90, because tinygrad expects a number
-  after "sm_"."""
+  """Returns tinygrad's CUDA compiler, set to make machine code for `arch` instead of PTX."""
+  # The driver would have to compile PTX once more. sm_90a has wgmma; the renderer's target stays sm_90, because tinygrad expects a number after
+  # "sm_".
   return type(compiler)("sm_90a" if arch == "sm_90" else arch, ptx=False, cache_key="cuda_machine_code")
 
 def printer_of(arch:str) -> OperationsPrinter:

@@ -1,18 +1,4 @@
-"""Correction of the online softmax: the rare branch that raises the reference values of a wave's rows. The correction is written once for all matrix
-units.
-
-Each row has a reference m, and P = exp2(S*scale + addend) with addend = -m*scale. No P is negative. So if a sum of P is at most a bound, 2^`above`,
-no P in the sum exceeds this bound: the row keeps its reference, and no maximum is computed. If a sum in any lane of the wave is larger, inf or NaN,
-then the wave takes the branch: the reference of every row becomes the maximum of its scores so far, the accumulators are rescaled to this reference,
-and P and its sums are computed again.
-
-If |addend| exceeded LARGE (2^14), the rounding error of the addend would show in the result of S*scale + addend. The addend of such a row is set to
-NaN. Its sums are then NaN, so every loop iteration takes the branch, and the branch subtracts the reference from the score before it multiplies by
-the scale. Every iteration with a score that is NaN or +inf takes the branch too: correct, but slow.
-
-A row that has seen no key begins with the reference LOWEST, the lowest finite number of fp32, so its addend is a huge positive number. P of a finite
-score then overflows to inf, and the wave takes the branch. P of the score -inf is 0. In some problems a score may itself be as low as -3e38, and P
-would not overflow (`Problem.wide_scores`). There the addend of a row that has seen no key is NaN, which leads to the branch too."""
+"""Correction of the online softmax, for all matrix units: the rare branch that raises the reference values of a wave's rows. Begin with `correct`."""
 from __future__ import annotations
 import functools, operator
 from collections.abc import Callable
@@ -25,30 +11,42 @@ from attn.ops.numerics import IN_A_DWORD
 from attn.ops.operation import Value, LocalVariable, emit, statement
 from attn.tinygrad_compat import UOp
 
+# Each row has a reference m, and P = exp2(S*scale + addend) with addend = -m*scale. No P is negative. So if a sum of P is at most a bound,
+# 2^`above`, no P in the sum exceeds this bound: the row keeps its reference, and no maximum is computed. If a sum in any lane of the wave is larger,
+# inf or NaN, then the wave takes the branch: the reference of every row becomes the maximum of its scores so far, the accumulators are rescaled to
+# this reference, and P and its sums are computed again.
+#
+# If |addend| exceeded LARGE (2^14), the rounding error of the addend would show in the result of S*scale + addend. The addend of such a row is set
+# to NaN. Its sums are then NaN, so every loop iteration takes the branch, and the branch subtracts the reference from the score before it multiplies
+# by the scale. Every iteration with a score that is NaN or +inf takes the branch too: correct, but slow.
+#
+# A row that has seen no key begins with the reference LOWEST, the lowest finite number of fp32, so its addend is a huge positive number. P of a
+# finite score then overflows to inf, and the wave takes the branch. P of the score -inf is 0. In some problems a score may itself be as low as
+# -3e38, and P would not overflow (`Problem.wide_scores`). There the addend of a row that has seen no key is NaN, which leads to the branch too.
+
 LARGE = 2.0**14                             # a larger |addend| (in powers of two) has a rounding error that shows in exp2
 LOWEST = -float(np.finfo(np.float32).max)   # finite, and not above any finite score
 
 @dataclass(frozen=True)
 class RowLanes:
-  """Layout of rows in vectors of scores. A vector holds the scores of `rows` rows, one row after another. Several lanes share a row: lanes whose
-  indices differ by one of `steps` exchange values. `exchange` names the kind of instruction by which they do so."""
+  """How rows lie in vectors of scores: `rows` rows in each vector, one after another, shared by lanes at the distances `steps`."""
   rows: int
   steps: tuple[int, ...]
+  # kind of instruction by which the lanes that share a row exchange values
   exchange: str = "shuffle"
 
 def first_addend(scale:float) -> float:
-  """Returns the addend of a row that has not seen a key yet, where P = exp2(s*scale + addend) for a score s. With this addend, exp2(s*scale + addend)
-  is inf for a finite score s, and 0 for s = -inf."""
+  """Returns the addend of a row that has seen no key: exp2(s*scale + addend) is inf for a finite score s, and 0 for -inf."""
   return -LOWEST*min(scale, 1.0)
 
 def by_row(c:Any, x:Value, rows:int) -> list[Value]:
-  """Splits the vector `x`, which holds the elements of `rows` rows one row after another, into one vector for each row."""
+  """Splits the vector `x`, which holds `rows` rows one after another, into one vector for each row."""
   n = c.length(x)//rows
   return [c.part(x, r*n, n) for r in range(rows)]
 
 def highest(c:Any, start:Value, scores:list[Value]) -> Value:
-  """Returns the maximum of `start` and of all elements of `scores`. (The maxima are nested in pairs; clang makes one instruction of each pair, a
-  maximum of three.)"""
+  """Returns the maximum of `start` and of all elements of `scores`."""
+  # the maxima are nested in pairs; clang makes one instruction of each pair, a maximum of three
   top = c.variable("top", start)
   for x in scores:
     for i in range(0, c.length(x), 2): c.assign(top, c.max(c.max(top.value, c.element(x, i)), c.element(x, i + 1)))
@@ -56,12 +54,9 @@ def highest(c:Any, start:Value, scores:list[Value]) -> Value:
 
 def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Value],
                     scale:float, lift:float=0.0) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
-  """Raises the reference m of each row: the number that the softmax subtracts from the scores, P = exp2((score - m)*scale). The new m is the row's
-  largest score so far, so that the largest P is 1. If `lift` is above 0, m is lower, so that the largest P is 2^lift. `scores` are the lane's vectors
-  of scores, in which rows lie as `rows` says.
-
-  Returns the new m, the new addend (-m*scale, or NaN if its rounding error is too large), the factors that rescale the accumulators, and a function
-  that computes P of scores with the new m."""
+  """Returns each row's new reference m, addend and accumulator factor, and a function that computes P of scores with the new m."""
+  # P = exp2((score - m)*scale). The new m is the row's largest score so far, so that the largest P is 1; if `lift` is above 0, m is lower, so that
+  # the largest P is 2^lift. The addend is -m*scale, or NaN if its rounding error is too large.
   split, tops, addends, factors, nears, shifts = [by_row(c, x, rows.rows) for x in scores], [], [], [], [], []
   for r in range(rows.rows):
     old = c.let("old", c.element(m, r))
@@ -101,27 +96,28 @@ SMALLEST_SCALE = 2.0**-100
 ALL_SET_BEFORE, SIGNS = 0x08080808, 0x80808080     # the first plus a byte has the sign bit if the byte is NaN or its exponent has all bits
 
 def lift_of(dtype:str, scale:float) -> float:
-  """Returns the exponent e of the largest P of a row, 2^e: above 0 for 8-bit floats, and 0 for other dtypes. `scale` is the factor of the scores. To
-  make P larger, a kernel lowers the reference by e/scale. So e is 0 if `scale` is so small that fp32 cannot hold such a difference of references."""
+  """Returns e where 2^e is the largest P of a row: above 0 for 8-bit floats, 0 for other dtypes."""
+  # To make P larger, a kernel lowers the reference by e/scale, where `scale` is the factor of the scores. So e is 0 if `scale` is so small that fp32
+  # cannot hold such a difference of references.
   return LIFT[dtype] if scale > SMALLEST_SCALE else 0.0
 
 def of_bytes(dtype:str) -> bool: return IN_A_DWORD[dtype] == 4
 
 def packed_together(c:Any, vectors:list[Value], rows:int, dtype:str) -> Value:
-  """Returns vectors of weights rounded to `dtype` and packed into dwords. Each vector has `rows` rows, one after another. A dword has elements of one
-  row only: two 16-bit elements of one vector, or four of 8 bits, two from each of two neighbouring vectors."""
+  """Returns vectors of weights, each with `rows` rows one after another, rounded to `dtype` and packed into dwords."""
+  # a dword has elements of one row only: two 16-bit elements of one vector, or four of 8 bits, two from each of two neighbouring vectors
   if rows == 1 or not of_bytes(dtype): return c.join(*[c.pack_weights(x, dtype) for x in vectors])
   split = [by_row(c, x, rows) for x in vectors]
   return c.vector(*[c.pack_weights(c.join(*row), dtype) for pair in zip(split[0::2], split[1::2]) for row in zip(*pair)])
 
 def too_large(c:Any, packed:list[Value]) -> Value:
-  """Tells whether the reference of some row must be raised: whether a weight in the packed dwords of 8-bit floats is too large, or NaN."""
+  """Tells whether a weight in the packed dwords of 8-bit floats is too large or NaN, so that a reference must be raised."""
   words = [c.element(x, i) for x in packed for i in range(c.length(x))]
   return ~((functools.reduce(operator.or_, [x + c.word(ALL_SET_BEFORE) for x in words]) & c.word(SIGNS)) == c.word(0))
 
 def lane_sums(c:Any, total:LocalVariable, x:Value, rows:int) -> None:
-  """Adds P to a lane's sums. If the lane has several rows, it keeps one sum for each row. If the lane has one row, it keeps two sums, one of the even
-  and one of the odd elements, so that additions are packed in pairs."""
+  """Adds P to a lane's sums: one for each row, or if `rows` is 1 one of the even and one of the odd elements."""
+  # two sums of one row, so that additions are packed in pairs
   if rows == 1:
     for i in range(0, c.length(x), 2): c.assign(total, total.value + c.part(x, i, 2))
   else:
@@ -129,13 +125,12 @@ def lane_sums(c:Any, total:LocalVariable, x:Value, rows:int) -> None:
     c.assign(total, c.vector(*[c.element(total.value, r) + y for r, y in enumerate(each)]))
 
 def row_totals(c:Any, total:Value, rows:int) -> Value:
-  """Returns one sum of P for each row, from the sums that a lane keeps (`lane_sums`): a lane with one row keeps two sums, which are added here."""
+  """Returns one sum of P for each row, from the sums that `lane_sums` keeps in a lane."""
   return c.element(total, 0) + c.element(total, 1) if rows == 1 else total
 
 def add_rounded(c:Any, total:LocalVariable|None, packed:Value, kind:str, matrix:Any, dtype:str) -> LocalVariable:
-  """Returns a lane's sums of P, `total`, increased by the elements of P in `packed`, which are rounded to `dtype`. If `total` is None, begins new
-  sums. `kind` says how to add: DOT by dot products with ones, ONES by `matrix` (the chip's matrix instruction) with a matrix of ones, UNPACKED by
-  converting the elements back to fp32."""
+  """Returns a lane's sums of P, `total`, increased by the rounded elements of P in `packed`. None begins new sums."""
+  # DOT adds by dot products with ones, ONES by the chip's matrix instruction with a matrix of ones, UNPACKED by converting the elements back to fp32
   if kind == DOT: c.whole(packed)
   n = matrix.operand_words if kind == ONES else 1
   words = range(0, c.length(packed), n)
@@ -155,8 +150,8 @@ def add_rounded(c:Any, total:LocalVariable|None, packed:Value, kind:str, matrix:
   return total
 
 def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
-  """Returns one sum of packed P for each of `rows` rows. `total` holds the sums as `add_rounded` has added them in a lane, in the way that `kind`
-  (DOT, ONES or UNPACKED) says. With ONES, the sum of row r is element 2*r of `total`."""
+  """Returns one sum of packed P for each of `rows` rows, from the sums `total` that `add_rounded` has made."""
+  # with ONES, the sum of row r is element 2*r
   return total if kind != ONES else c.vector(*[c.element(total, 2*r) for r in range(rows)])
 
 # ***** weights that include the scales of V's rows *****
@@ -165,7 +160,8 @@ LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**122     # a scale and its reciprocal, 
 OF_NO_ROW = 2.0**-40     # instead of a scale that is no positive number. It is below the scale of any row of float16 numbers
 
 def in_range(c:Any, x:Value) -> Value:
-  """Returns the scales `x` with numbers that weights can be multiplied and divided by: see `stored.scale_in_range`."""
+  """Returns the scales `x`, brought into a range in which weights can be multiplied and divided by them."""
+  # see `stored.scale_in_range`
   def element(i:int) -> Value:
     scale = c.element(x, i)
     return c.max(c.select((scale > 0.0) & (scale <= MOST_SCALE), scale, c.number(OF_NO_ROW)), c.number(LEAST_SCALE))
@@ -173,11 +169,11 @@ def in_range(c:Any, x:Value) -> Value:
 
 @dataclass(frozen=True)
 class ScalesAt:
-  """Where one lane finds the scales of V's rows. If `apart` is 0, they are in a register array. Otherwise they are in shared memory, and `apart` is
-  the distance from the scales for one vector of scores to those for the next one, counted in vectors of two scales. If `factors` is not 0, the scores
-  have not yet been multiplied by the scales of K's rows. Then `factors` is the distance from the scales of V to K's factors: the scales of K times
-  the number by which all scores are multiplied."""
+  """Where one lane finds the scales of V's rows: in a register array (`apart` 0) or in shared memory."""
+  # distance in shared memory from the scales for one vector of scores to those for the next one, counted in vectors of two scales
   apart: int = 0
+  # If not 0, the scores have not yet been multiplied by the scales of K's rows. It is the distance from the scales of V to K's factors: the scales
+  # of K times the number by which all scores are multiplied.
   factors: int = 0
   def __str__(self) -> str: return "_and_keys" if self.factors else "_in_shared" if self.apart else ""
 
@@ -185,39 +181,41 @@ IN_REGISTERS = ScalesAt()
 
 @dataclass(frozen=True)
 class RowScales:
-  """The scales of rows that are stored in 8 bits, as the definition of an operation uses them. `c` is the interpreter of the definition. `scales` is
-  a register array with the scales of V's rows, or the place in shared memory where these scales begin; `at` says which. `rows` is the number of rows
-  in a vector of scores."""
+  """Scales of rows that are stored in 8 bits, as the definition of an operation uses them."""
+  # interpreter of the definition
   c: Any
+  # register array with the scales of V's rows, or the place in shared memory where they begin: `at` says which
   scales: Value
   at: ScalesAt
+  # rows in a vector of scores
   rows: int
   def of_v(self, i:int) -> Value:
     """Returns the scales of V's rows for the i-th vector of scores."""
     return self.c.read(self.scales, i*self.at.apart, 2) if self.at.apart else self.c.load(self.scales, i)
   def logarithms(self, i:int) -> Value:
-    """Returns the logarithms, to base 2, of the scales of V's rows for the i-th vector of scores. A scale in shared memory may be NaN."""
+    """Returns the logarithms, to base 2, of the scales of V's rows for the i-th vector of scores."""
+    # a scale in shared memory may be NaN
     return self.c.rough_log2(in_range(self.c, self.of_v(i)) if self.at.apart else self.of_v(i))
   def factors(self, i:int) -> Value|None:
-    """Returns the factors of K's rows for the i-th vector of scores, or None if the scores have been multiplied by K's scales."""
+    """Returns the factors of K's rows for the i-th vector of scores; None if the scores include K's scales already."""
     return self.c.read(self.scales, i*self.at.apart + self.at.factors, 2) if self.at.factors else None
   def score(self, x:Value, i:int, scale:float) -> Value:
-    """Returns the i-th vector `x` of scores, multiplied by the scales of K's rows. `scale` is the number by which all scores are multiplied later."""
+    """Returns the i-th vector `x` of scores, multiplied by the scales of K's rows."""
+    # K's factors include `scale`, the number by which all scores are multiplied later
     if (factors := self.factors(i)) is None: return x
     return self.c.let("score", with_scales(self.c, x, self.c.let("factor", factors*(1/scale)), self.rows, operator.mul))
 
 NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}     # smallest normal numbers
 
 def with_scales(c:Any, x:Value, scales:Value, rows:int, operation:Callable[[Value, Value], Value]) -> Value:
-  """Returns the vector of `operation`(element of x, scale of the element's key). x holds `rows` rows of scores or weights, one after another, and
-  `scales` has a scale for each key of a row."""
+  """Returns the vector of `operation`(element of x, scale of the element's key), where x holds `rows` rows one after another."""
   each = [operation(y, scales) for y in by_row(c, x, rows)]
   return c.join(*each) if rows > 1 else each[0]
 
 def without_scales(c:Any, packed:Value, p:Value, scales:Value, rows:int, dtype:str) -> Value:
-  """Returns the sums of a vector's weights without the scales of V, one number for each row of scores. `packed` has the weights times the scales,
-  rounded. Each of these products is divided by its scale again, so that the sum has the same rounding errors as the product with V. `p` has the
-  weights before that: they are used where the rounding made a product 0 or denormal."""
+  """Returns a sum for each row of the rounded weights `packed`, each divided again by its row of V's scale."""
+  # The sum so has the same rounding errors as the product with V. The weights `p`, before the scales and the rounding, are used where the rounding
+  # made a product 0 or denormal.
   n = c.length(p)//rows
   inverse = [c.let("inverse", c.rcp(c.element(scales, e))) for e in range(n)]
   def weight(i:int) -> Value:
@@ -234,11 +232,11 @@ def _without_scales(c:Any, total:Value, packed:Value, p:Value, scales:Value, *, 
   return total + without_scales(c, packed, p, scales, rows, dtype)
 
 def scaled_weights(p:UOp, scales:UOp, rows:int=1) -> UOp:
-  """Returns the weights p, multiplied by the scales of their rows of V. The vector p holds several rows of weights one after another."""
+  """Returns the weights p, several rows one after another, multiplied by the scales of their rows of V."""
   return emit("scaled_weights", p.dtype, p, scales, rows=rows)
 def sum_without_scales(total:UOp, packed:UOp, p:UOp, scales:UOp, dtype:str) -> UOp:
-  """Returns `total` plus the sums of a vector's weights without V's scales: one number for each row. `p` has the weights before the scales were
-  multiplied in, and `packed` the products, rounded to `dtype`."""
+  """Returns `total` plus a sum for each row of the rounded weights `packed`, each divided again by its row of V's scale."""
+  # `p` has the weights before the scales were multiplied in
   return emit("without_scales", total.dtype, total, packed, p, scales, rows=length(total), dtype=dtype)
 
 @compound("weigh", suffix="_{count}")
@@ -270,12 +268,10 @@ def weigh_rows(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part
 
 def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:int, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
                   tiles:int, stride:int, count:int, together:int, stored:RowScales|None=None) -> None:
-  """Computes P of the t-th of the wave's `tiles` tiles of queries, and stores P, packed to `dtype`, to the register array `p`, and sums of P to the
-  register array `part`. `weigh(i)` computes P for the tile's i-th vector of scores. The tile has `stride` vectors, of which the first `count` are
-  used. Each element of `p` holds `together` vectors. If V's rows have scales (`stored`), P is multiplied by them before it is packed.
-
-  `part` has a sum for each kind in `sums`, such as sums in fp32 (LANE) or of P after rounding (DOT), and for each tile. `rows` says how rows lie in a
-  vector; `matrix` is the chip's matrix instruction, which the kind ONES uses."""
+  """Computes P of the wave's t-th tile of queries, and stores P, packed to `dtype`, to `p`, and sums of P to `part`."""
+  # `weigh(i)` computes P for the tile's i-th vector of scores. The tile has `stride` vectors, of which the first `count` are used. Each element of
+  # `p` holds `together` vectors. If V's rows have scales (`stored`), P is multiplied by them before it is packed. `part` has a sum for each tile and
+  # each kind in `sums`, such as sums in fp32 (LANE) or of P after rounding (DOT).
   total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None     # sums of even and odd elements, or of two rows
   of_factors = [c.variable("of_factors", c.word(0)) for _ in range(rows.rows)] if FACTORS in sums else []
   unscaled: LocalVariable|None = c.variable("unscaled", c.splat(c.number(0.0), rows.rows)) if UNSCALED in sums else None
@@ -346,12 +342,10 @@ def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Val
 
 def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
           scale:float, scales:UOp|None=None, at:ScalesAt=IN_REGISTERS) -> UOp:
-  """Returns a statement (an operation with a side effect) that computes P of one loop iteration, and the sums of P. The statement is executed after
-  the UOps `after`. `reference` has the number that the softmax subtracts from each row's scores. `p` gets P packed to `dtype`. `part` gets one
-  sum for each constant in `sums`: LANE is the fp32 sum of P, DOT the sum of P after rounding. `correct` describes all operands.
-
-  If no row of the wave has seen a key, there is no reference yet. Then the sums become inf. `correct`, which runs next, takes inf as a sign to find a
-  reference and to compute P again."""
+  """Returns a statement that computes P of one loop iteration into `p`, packed to `dtype`, and the sums of P into `part`."""
+  # `part` gets one sum for each constant in `sums`: LANE is the fp32 sum of P, DOT the sum of P after rounding. `correct` describes all operands. If
+  # no row of the wave has seen a key, there is no reference yet, and the sums become inf. `correct`, which runs next, takes inf as a sign to find a
+  # reference and to compute P again.
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   name, operands = "weigh", [x[0] for x in (reference, addend, p, scores, part)]
@@ -363,25 +357,17 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, ro
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None, scales:UOp|None=None,
             at:ScalesAt=IN_REGISTERS) -> UOp:
-  """Returns a statement (an operation with a side effect), executed after the UOps `after`, that computes P of one loop iteration again if the
-  reference of a query must be raised. The reference is the number that the softmax subtracts from the query's scores. It must be raised if a sum of P
-  in a lane of the wave is inf or NaN; also if such a sum exceeds 2^above (`above` > 0), or if a score exceeds its query's reference (`above` = 0);
-  and for P of 8 bits, if an element of P is too large. Then the reference of every query of the wave becomes the query's largest score so far (for 8
-  bits a number below it, see `lift_of`). The correction is one statement, because tinygrad has no branch around stores to registers.
-
-  The operands are register arrays, with equally many elements for each of the wave's tiles of queries:
-
-    reference, addend: of each query (P = exp2(score*scale + addend))
-    l: the sums of P over all iterations, for each kind in `sums`
-    acc: the accumulators of O
-    p: P of this iteration, packed to `dtype`
-    scores: the scores of this iteration. `count` vectors of each tile, from `first` on, are used
-    part: the sums of P of this iteration, for each kind in `sums`
-    scales: if P includes the scales of V's rows, these scales, for the keys of each vector of scores. If they lie in shared memory, `scales` is
-      not a register array, but a UOp that indexes shared memory at the first vector. `at` says where they lie, and whether those of K's rows do, too
-
-  `sums` names kinds of sums: LANE adds P in fp32; DOT, ONES and UNPACKED add P after rounding. `rows` says how rows lie in a vector of scores, and
-  `matrix` is the chip's matrix instruction."""
+  """Returns a statement that raises the references of the wave's queries and computes P again, if a sum of P is too large, inf or NaN."""
+  # A sum of P in a lane is too large if it exceeds 2^above (`above` > 0), or if a score exceeds its query's reference (`above` = 0); with P of 8
+  # bits, an element of P may be too large as well. Then the reference of every query of the wave becomes the query's largest score so far (for 8
+  # bits a number below it, see `lift_of`). The correction is one statement, because tinygrad has no branch around stores to registers. The operands
+  # are register arrays, with equally many elements for each of the wave's tiles of queries:
+  #
+  # reference, addend: of each query (P = exp2(score*scale + addend)); l: the sums of P over all iterations, for each kind in `sums`: LANE adds P in
+  # fp32; DOT, ONES and UNPACKED add P after rounding; acc: the accumulators of O; p: P of this iteration, packed to `dtype`; scores: the scores of
+  # this iteration, of which `count` vectors of each tile, from `first` on, are used; part: the sums of P of this iteration, for each kind in `sums`;
+  # scales: if P includes the scales of V's rows, these scales, for the keys of each vector of scores. If they lie in shared memory, `scales` indexes
+  # shared memory at the first vector. `at` says where they lie, and whether those of K's rows do, too.
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   name, operands = "correct", [x[0] for x in (reference, addend, l, acc)] + [p[first//together], scores[first], part[0]]
@@ -412,17 +398,16 @@ def _rescale(c:Any, acc:Value, factors:Value, *, rows:int, tiles:int, accs:int) 
   return c.number(0.0)
 
 def raised(reference:UOp, top:UOp, scale:float, above:float) -> UOp:
-  """Returns the new reference of each row. The reference is the number that the softmax subtracts from the scores. `top` has the largest score of
-  each row so far. A reference becomes `top` if exp2((top - reference)*scale) exceeds 2^above or if the row has seen no key before; otherwise it
-  stays."""
+  """Returns each row's new reference: its largest score `top` if exp2((top - reference)*scale) exceeds 2^above, else the old one."""
+  # a row that has seen no key before gets `top`, too
   return emit("raised", reference.dtype, reference, top, rows=length(reference), scale=scale, above=above)
 def weights_from(scores:UOp, reference:UOp, scale:float) -> UOp:
-  """Returns P = exp2((scores - reference)*scale). The vector `scores` holds several rows one after another; `reference` has one number for each row.
-  The subtraction comes first, so that large scores lose no accuracy."""
+  """Returns P = exp2((scores - reference)*scale). The vector `scores` holds several rows one after another; `reference` has one number for each
+  row."""
+  # the subtraction comes first, so that large scores lose no accuracy
   return emit("weights_from", scores.dtype, scores, reference, rows=length(reference), scale=scale)
 def rescale(acc:UOp, factors:UOp, *after:UOp) -> UOp:
-  """Multiplies the accumulators of each of the wave's tiles of queries by the factors of the tile's rows, if any factor in the wave is not 1. `acc`
-  and `factors` are register arrays. Returns a statement (an operation with a side effect) that is executed after the UOps `after`."""
+  """Returns a statement that multiplies the wave's accumulators by their rows' factors, if any factor in the wave is not 1."""
   tiles = factors.max_numel()
   return statement("rescale", acc[0], factors[0], *after, rows=length(factors[0]), tiles=tiles, accs=acc.max_numel()//tiles)
 
@@ -433,8 +418,7 @@ def _lane_sum(c:Any, total:Value, x:Value, *, rows:int) -> Value:
   return sums.value
 
 def lane_sum(total:UOp, p:UOp, rows:int) -> UOp:
-  """Returns the sums `total` of a lane, increased by P. If the lane has several rows, there is one sum for each row. If it has one row, there are two
-  sums, one of the even and one of the odd elements."""
+  """Returns the sums `total` of a lane, increased by P: one for each row, or if `rows` is 1 one of even and one of odd elements."""
   return emit("lane_sum", total.dtype, total, p, rows=rows)
 
 @compound("rounded_sum")
@@ -448,9 +432,8 @@ def _first_sum(c:Any, packed:Value, *, kind:str, matrix:Any, dtype:str) -> Value
 def _row_sums(c:Any, total:Value, *, kind:str, rows:int) -> Value: return rounded_sums(c, total, kind, rows)
 
 def rounded_sum(packed:list[UOp], kind:str, matrix:Any, dtype:str, rows:int, zero:UOp|None=None) -> UOp:
-  """Returns the sum of P for each of `rows` rows, computed from P packed to `dtype`. `kind` says how to add: DOT by dot products with ones, ONES by
-  `matrix` (the chip's matrix instruction) with a matrix of ones, UNPACKED by converting the elements back to fp32. `zero` is a UOp of zeros with
-  which the sums begin. The sums are computed after it."""
+  """Returns the sum of P for each of `rows` rows, computed from P packed to `dtype`."""
+  # `kind` says how to add (see `add_rounded`); the sums begin with the UOp of zeros `zero`, and are computed after it
   how = {"kind": kind, "matrix": matrix, "dtype": dtype}
   if zero is None: zero, packed = emit("first_sum", f32(4 if kind == ONES else 1), packed[0], **how), packed[1:]
   total = functools.reduce(lambda l, x: emit("rounded_sum", l.dtype, l, x, **how), packed, zero)

@@ -1,7 +1,4 @@
-"""Rows of K and V that are stored in 8 bits with a scale for each row: the conversion of their numbers to 16 bits, and the use of their scales.
-
-A stored number is converted without an error. The scale of a row of K is multiplied into the scores of its key. The scale of a row of V is multiplied
-into the weights of its key, in fp32, before they are rounded to 16 bits."""
+"""Rows of K and V that are stored in 8 bits with a scale for each row: the conversion of their numbers to 16 bits, and the use of their scales."""
 from __future__ import annotations
 from typing import Any
 from attn.ops.common import length, u32
@@ -21,9 +18,9 @@ def _scale_in_range(c:Any, x:Value) -> Value: return in_range(c, x)
 def _zero_or_nan(c:Any, x:Value) -> Value: return x*0.0
 
 def scale_in_range(x:UOp) -> UOp:
-  """Returns the scales `x` of rows of V in a range in which weights can be multiplied and divided by them. A positive scale below 2^-100 becomes
-  2^-100. A scale that is not positive, is NaN, or is above 2^122 becomes OF_NO_ROW, which is 2^-40: a row of zeros has the scale 0, and in place of
-  the scale of a missing row memory may hold any number."""
+  """Returns scales `x` of rows of V, brought into a range in which weights can be multiplied and divided by them."""
+  # At least 2^-100. A scale that is not positive, is NaN, or is above 2^122 becomes OF_NO_ROW, which is 2^-40: a row of zeros has the scale 0, and
+  # in place of the scale of a missing row memory may hold any number.
   return emit("scale_in_range", x.dtype, x)
 def zero_or_nan(x:UOp) -> UOp:
   """Returns NaN for each scale that is NaN, else 0."""
@@ -76,11 +73,10 @@ instruction("widen_all", _widen_all, _widen_all_hip)
 instruction("widen_pair", _widen_pair, cuda=_widen_pair_cuda)
 
 def widen_all(words:UOp, kind:str, dtype:str, in_order:bool=False) -> UOp:
-  """Returns eight stored numbers, which fill two dwords, converted to the 16-bit dtype `dtype`, in which they fill four dwords. `kind` is their
-  format (`Problem.stored`). With `in_order` the compiler makes one such conversion after another: fewer registers hold numbers that are half
-  converted."""
+  """Returns eight stored numbers of the format `kind`, in two dwords, converted to the 16-bit `dtype`, in four dwords."""
+  # With `in_order` the compiler makes one conversion after another: fewer registers then hold numbers that are half converted. No conversion has an
+  # error.
   return emit("widen_all", u32(2*length(words)), words, kind=kind, dtype=dtype, in_order=in_order)
 def widen_pair(word:UOp, places:tuple[int, int], kind:str, dtype:str) -> UOp:
-  """Returns two of the four stored numbers in a dword, converted to a dword of two numbers of `dtype`. `places` has the indices of their bytes in the
-  dword. `kind` is their format (`Problem.stored`)."""
+  """Returns bytes `places` of a dword of stored numbers of the format `kind`, converted to two 16-bit numbers of `dtype`."""
   return emit("widen_pair", dtypes.uint, word, places=places, kind=kind, dtype=dtype)
