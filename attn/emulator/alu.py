@@ -1,13 +1,13 @@
-"""Functions that compute tinygrad's arithmetic UOps on numpy arrays: C semantics for integers, IEEE with one rounding per operation for floats.
-
-The last axis of a value is the thread: its length is the number of threads. If the value is equal in all threads, the length is 1 or the axis is
-absent. A vector has its elements on the first axis. A bfloat16 is stored as a uint16 that holds its 16 bits, as HIPRenderer does with `unsigned
-short`. Only CUDARenderer emits arithmetic on bfloat16. It is done in fp32 and rounded."""
+"""Functions that compute tinygrad's arithmetic UOps on numpy arrays: C semantics for integers, IEEE with one rounding per operation for floats."""
 from __future__ import annotations
 from typing import Any, Callable
 import numpy as np
 from numpy.typing import NDArray
 from attn.tinygrad_compat import VECTORS, DType, Ops, dtypes
+
+# The last axis of a value is the thread: its length is the number of threads. If the value is equal in all threads, the length is 1 or the axis is
+# absent. A vector has its elements on the first axis. A bfloat16 is stored as a uint16 that holds its 16 bits, as HIPRenderer does with `unsigned
+# short`. Only CUDARenderer emits arithmetic on bfloat16; it is done in fp32 and rounded.
 
 Array = NDArray[Any]
 
@@ -21,15 +21,15 @@ def numpy_dtype(dt:DType) -> np.dtype[Any]:
 def elements(dt:DType) -> int: return VECTORS[dt][1] if dt in VECTORS else 1
 
 def literal(value:Any, dt:DType) -> Array:
-  """Returns the value of a constant `value` of type `dt`. If `dt` is a vector type, every element of the vector is this value."""
+  """Returns the value of a constant `value` of type `dt`: for a vector type, a vector of equal elements."""
   to = numpy_dtype(dt)
   if dt == dtypes.bfloat16: return float_to_bf16(np.asarray(value, np.float32))[()]
   if dtypes.is_int(dt): value = (int(value) - dt.min) % 2**(8*to.itemsize) + dt.min
   return np.full((elements(dt), 1), value, to) if dt in VECTORS else to.type(value)
 
 def stack(*xs:Array) -> Array:
-  """Makes one vector from n scalars. Each scalar has the shape (threads,), and the vector the shape (n, threads). If each scalar is equal in all
-  threads, the vector has the shape (n, 1)."""
+  """Returns a vector (n, threads) of n scalars (threads,)."""
+  # (n, 1) if each scalar is equal in all threads
   out = np.empty((len(xs), max(np.size(x) for x in xs)), xs[0].dtype)
   for i, x in enumerate(xs): out[i] = x
   return out
@@ -39,17 +39,17 @@ def stack(*xs:Array) -> Array:
 def bf16_to_float(x:Array) -> Array: return (np.asarray(x).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 def float_to_bf16(x:Array) -> Array:
-  """Returns fp32 numbers rounded to bfloat16, as 16 bits each. Rounds to nearest, ties to even, by adding half an ulp to the bits. A NaN keeps its
-  upper bits and stays a NaN."""
+  """Returns fp32 numbers rounded to the nearest bfloat16, ties to even, as 16 bits each."""
   bits = np.asarray(x, np.float32).view(np.uint32)
+  # half an ulp is added to the bits; a NaN keeps its upper bits and stays a NaN
   rounded = (bits + np.uint32(0x7fff) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
   return np.where(np.isnan(x), (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype(np.uint16)
 
 # ***** conversions *****
 
 def _float_to_int(x:Array, to:np.dtype[Any]) -> Array:
-  """Converts a float to an integer as v_cvt_i32_f32 and similar instructions do: they saturate, and turn NaN into 0 (CDNA3 ISA section 12.8). A type
-  narrower than 32 bits gets the low bits of the 32-bit result."""
+  """Converts floats to integers as v_cvt_i32_f32 does: numbers out of range saturate, and NaN becomes 0 (CDNA3 ISA section 12.8)."""
+  # a type narrower than 32 bits gets the low bits of the 32-bit result
   wide = to if to.itemsize >= 4 else np.dtype(np.int32)
   info, real = np.iinfo(wide), np.asarray(x).astype(np.float64)
   low, high = real <= float(info.min), real >= float(info.max)
@@ -65,9 +65,10 @@ def cast(x:Array, src:DType, dst:DType) -> Array:
   return np.asarray(x).astype(to)
 
 def bitcast(x:Array, dst:DType) -> Array:
-  """Returns the bits of x as values of the type `dst`. If the two types have different sizes, the number of a vector's elements changes."""
+  """Returns the bits of x as values of the type `dst`."""
   to, x = numpy_dtype(dst), np.asarray(x)
   if x.dtype.itemsize == to.itemsize: return x.view(to)
+  # types of different sizes: the number of a vector's elements changes
   rows = np.ascontiguousarray((x if x.ndim > 1 else x.reshape(1, -1)).T).view(to)   # (threads, elements)
   return np.ascontiguousarray(rows.T) if rows.shape[1] > 1 else rows[:, 0]
 
@@ -88,7 +89,7 @@ ALU: dict[Ops, Callable[..., Array]] = {
 }
 
 def alu(op:Ops, dt:DType, operand:DType) -> Callable[..., Array]:
-  """Returns the numpy function that computes an arithmetic UOp. `dt` is the type of the result, `operand` the type of the last operand."""
+  """Returns the numpy function that computes an arithmetic UOp with a result of type `dt` and a last operand of type `operand`."""
   if op not in ALU: raise NotImplementedError(f"the emulator does not know the operation {op}: HIPRenderer and CUDARenderer do not print it")
   fn = ALU[op]
   if operand != dtypes.bfloat16 or op is Ops.WHERE: return fn

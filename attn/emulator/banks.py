@@ -1,10 +1,4 @@
-"""Counter of LDS bank conflicts, for ATTN_EMU_BANKS=1. Counts are kept for each buffer and for each number of bytes that a lane accesses.
-
-LDS has 32 banks of 4 bytes; CDNA4 has 64 for reads. LDS serves the lanes of a wave in groups, the phases. A phase has just enough lanes to use all
-banks once. In each cycle of a phase every bank gives one dword, and lanes that read the same dword share it. So a phase takes as many cycles as there
-are different dwords in its busiest bank. A phase consists of consecutive lanes, except for 16-byte reads on CDNA. Sources: AMD's article "Avoiding
-LDS bank conflicts on AMD GPUs using CK-Tile" (2025) for CDNA3 (CDNA2 is assumed to be the same); HipKittens (arXiv 2511.08083), which measured the
-phases of MI355X, for CDNA4. For RDNA and NVIDIA phases of consecutive lanes are assumed."""
+"""Counter of LDS bank conflicts, for ATTN_EMU_BANKS=1. Counts are kept for each buffer and for each number of bytes that a lane accesses."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +6,21 @@ import functools, sys
 import numpy as np
 from numpy.typing import NDArray
 
+# LDS has 32 banks of 4 bytes; CDNA4 has 64 for reads. LDS serves the lanes of a wave in groups, the phases. A phase has just enough lanes to use all
+# banks once. In each cycle of a phase every bank gives one dword, and lanes that read the same dword share it. So a phase takes as many cycles as
+# there are different dwords in its busiest bank. A phase consists of consecutive lanes, except for 16-byte reads on CDNA. Sources: AMD's article
+# "Avoiding LDS bank conflicts on AMD GPUs using CK-Tile" (2025) for CDNA3 (CDNA2 is assumed to be the same); HipKittens (arXiv 2511.08083), which
+# measured the phases of MI355X, for CDNA4. For RDNA and NVIDIA phases of consecutive lanes are assumed.
+
 Array = NDArray[Any]
 
 @dataclass
 class BankUse:
-  """Counts of all accesses of one width to one buffer. `phases` counts the phases (groups of lanes that LDS serves together) that have an active
-  lane, and `cycles` the cycles that these phases took. The difference is the number of cycles lost to bank conflicts."""
+  """Counts of all accesses of one width to one LDS buffer."""
   buffer: str
   verb: str
   nbytes: int
+  # phases (groups of lanes that LDS serves together) with an active lane, and the cycles that they took: the difference is lost to bank conflicts
   phases: int = 0
   cycles: int = 0
   @property
@@ -37,8 +37,7 @@ _READ_B128: dict[str, tuple[list[int], ...]] = {   # family with waves of 64 lan
 
 @functools.cache
 def phases(family:str, wave:int, read:bool, nbytes:int) -> tuple[int, Array]:
-  """Returns the number of LDS banks, and the lanes of each phase, for an access (a `read` or a write) of `nbytes` bytes per lane on a chip of the
-  family `family`. A phase is a group of lanes that LDS serves together."""
+  """Returns the number of LDS banks, and the lanes that LDS serves together, (groups, lanes), for an access of `nbytes` bytes per lane."""
   banks = 64 if family == "cdna4" and read else 32
   if read and nbytes == 16 and wave == 64:
     groups = _READ_B128.get(family, _READ_B128["cdna3"])
@@ -52,8 +51,7 @@ class BankCounter:
     """Prints the counted LDS accesses and bank conflicts of a kernel to stderr."""
     for use in self.uses.values(): print(f"{kernel} on {arch}: {use}", file=sys.stderr)
   def count(self, buffer:str, read:bool, address:Array, nbytes:int, active:Array|None) -> None:
-    """Adds an access of `nbytes` bytes per thread, a read or a write, to the counts of `buffer`: the phases (groups of lanes that LDS serves
-    together) of all active threads, and the cycles that the phases take. `address` (threads,) holds the byte address of each thread."""
+    """Counts an access of `nbytes` bytes per thread to `buffer`, at the byte address of each thread, `address` (threads,)."""
     verb = "read" if read else "write"
     use = self.uses.setdefault((buffer, verb, nbytes), BankUse(buffer, verb, nbytes))
     banks, groups = phases(self.family, self.wave, read, nbytes)

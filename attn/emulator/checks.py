@@ -79,12 +79,13 @@ class OutOfScope(EmulatorError): pass
 
 @dataclass
 class Finding:
-  """A fault that was found in an access of several threads to LDS. `error` is the kind of the fault, and `threads` says which threads are at fault.
-  In a race, `other` is for each thread the index of the wave that has accessed the same location before. If an asynchronous operation was not waited
-  for (NotWaitedFor), `other` is the operation's index. `verb` says what this wave or operation did at the location, such as "written"."""
+  """Fault of several threads in an access to LDS."""
+  # kind of the fault, and the threads at fault
   error: type[EmulatorError]
   threads: Array
+  # for each thread in a race: the wave that accessed the location before; for NotWaitedFor: the index of the asynchronous operation
   other: Array|None = None
+  # what that wave or operation did at the location, such as "written"
   verb: str = ""
 
 Span = tuple[int, int]     # first location of a workgroup's buffer that an access touches, and the first location after it

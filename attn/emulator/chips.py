@@ -1,12 +1,5 @@
-"""The chips that the emulator can emulate: their properties, and their matrix instructions with the layout of each tile over (element, lane). The
-data come from the documents and not from attn/chips; a test checks that they agree with attn/chips.
-
-Sources: AMD Instinct MI300 ISA and CDNA4 ISA chapter 7 (MFMA, register layouts, FP8), RDNA3 ISA section 7.9 and RDNA4 ISA chapter 7 (WMMA), PTX ISA
-chapter "Warp level matrix multiply-accumulate instructions" (mma.m16n8k8, mma.m16n8k16, mma.m16n8k32), AMD Matrix Instruction Calculator.
-
-A layout is a text such as "ab hn -> ahb n", that of C in MFMA 32x32. It says where each element of a lane lies in the matrix. A letter stands for a
-digit of an index, and the highest digit comes first. b has 4 values, h has 2, and n has 32. So element 4a+b of lane 32h+n lies in row 8a+4h+b, column
-n."""
+"""The chips that the emulator can emulate: their properties and matrix instructions. The data come from the vendors' documents and not from
+attn/chips; a test compares the two."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +8,13 @@ import math, re
 import numpy as np
 from numpy.typing import NDArray
 from attn.emulator.checks import BadOperand
+
+# Sources: AMD Instinct MI300 ISA and CDNA4 ISA chapter 7 (MFMA, register layouts, FP8), RDNA3 ISA section 7.9 and RDNA4 ISA chapter 7 (WMMA), PTX
+# ISA chapter "Warp level matrix multiply-accumulate instructions" (mma.m16n8k8, mma.m16n8k16, mma.m16n8k32), AMD Matrix Instruction Calculator.
+#
+# A layout is a text such as "ab hn -> ahb n", that of C in MFMA 32x32. It says where each element of a lane lies in the matrix. A letter stands for
+# a digit of an index, and the highest digit comes first. b has 4 values, h has 2, and n has 32. So element 4a+b of lane 32h+n lies in row 8a+4h+b,
+# column n.
 
 Array = NDArray[Any]
 
@@ -66,11 +66,11 @@ SATURATING = ("nvidia",)
 # ***** the layouts *****
 
 class Layout:
-  """Layout of a matrix in registers: where each element of a lane lies in the matrix. `spec` is a text like those of einops: "digits of the element's
-  index, digits of the lane -> digits of the row, digits of the column", without the comma. A letter stands for a digit, and the highest digit comes
-  first. The keyword argument with this letter as its name gives the number of values of the digit. For example, with "rp gt -> rg tp" and r=2, p=2,
-  g=8, t=4, element 2r + p of lane 4g + t lies in row 8r + g and column 2t + p. If a digit of the lane is in neither the row nor the column, several
-  lanes hold the same elements."""
+  """Layout of a matrix in registers: where each element of a lane lies in the matrix."""
+  # `spec` is a text like those of einops: "digits of the element's index, digits of the lane -> digits of the row, digits of the column", without
+  # the comma. A letter stands for a digit, and the highest digit comes first. The keyword argument with this letter as its name gives the number of
+  # values of the digit. For example, with "rp gt -> rg tp" and r=2, p=2, g=8, t=4, element 2r + p of lane 4g + t lies in row 8r + g and column 2t +
+  # p. If a digit of the lane is in neither the row nor the column, several lanes hold the same elements.
   def __init__(self, spec:str, **size:int):
     e, l, rows, cols = re.fullmatch(r"(\w*) (\w*) -> (\w*) (\w*)", spec).groups()   # type: ignore[union-attr]
     self.elements, self.rows, self.columns = [math.prod(size[x] for x in factors) for factors in (e, rows, cols)]
@@ -83,10 +83,9 @@ class Layout:
     self.by_rows, self.by_columns = ([len(e), *[place[x] for x in order]] for order in (rows + cols, cols + rows))
 
   def to_matrices(self, x:Array, unpack:Callable[[Array], Array]) -> Array:
-    """Returns one matrix per wave from the registers x: from the shape (registers, threads) to (waves, columns, rows). `unpack` converts registers to
-    elements, of shape (elements, threads), in the type in which they are multiplied. On RDNA3, lanes 16-31 must hold the same elements of A and B as
-    lanes 0-15; raises BadOperand if they do not."""
+    """Returns one matrix per wave, (waves, columns, rows), of the registers x (registers, threads), which `unpack` converts to elements."""
     e, l = self.split
+    # On RDNA3, lanes 16-31 must hold the same elements of A and B as lanes 0-15.
     if self.duplicated is not None:
       axis = self.duplicated - len(e) + 1
       each = np.ascontiguousarray(x).reshape(len(x), -1, *l)
@@ -99,16 +98,15 @@ class Layout:
     return np.ascontiguousarray(m).reshape(-1, self.columns, self.rows)
 
   def add_matrices(self, c:Array, m:Array) -> Array:
-    """Returns c + m. c has the shape (elements, threads) and this layout; m has a matrix for each wave, of shape (waves, rows, columns). The sum has
-    the shape and layout of c."""
+    """Returns c + m, where c (elements, threads) has this layout, and m has a matrix for each wave (waves, rows, columns)."""
     order = np.argsort(self.by_rows)
     found = np.ascontiguousarray(m.reshape(-1, *self.matrix_split).transpose(order)).reshape(self.elements, -1)
     return np.add(found, c, out=found)
 
 @dataclass(frozen=True)
 class MatrixInstruction:
-  """A matrix instruction D = A B + C of one wave. The layout `a` is M x K. The layout `b` is transposed, N x K, so that the product sums over the
-  last axis of `a` and of `b`."""
+  """A matrix instruction D = A B + C of one wave."""
+  # a is M x K; b is transposed, N x K, so that the product sums over the last axis of both
   a: Layout
   b: Layout
   c: Layout

@@ -1,9 +1,4 @@
-"""tinygrad device `EMU`: with `DEV=EMU::gfx942` the emulator runs kernels as lowered for that chip.
-
-The renderer is tinygrad's HIPRenderer (CUDARenderer for sm_xx), so a kernel is lowered and rendered as for hardware. The "binary" is the pickled list
-of the rendered UOps. The list has to contain everything that a run needs, because tinygrad lowers several kernels at the same time in worker
-processes. fp8 is not a supported type: tinygrad emulates fp8 with integers, as on hardware without fp8.
-"""
+"""tinygrad device `EMU`: with `DEV=EMU::gfx942` the emulator runs kernels as lowered for that chip. Begin with `register`."""
 from __future__ import annotations
 from typing import Any, ClassVar
 import hashlib, pickle, sys, weakref, zlib
@@ -17,11 +12,15 @@ from attn.emulator.memory import Allocation, View
 from attn.emulator.chips import emulated_chip
 from attn.emulator.plan import Plan
 
+# The renderer is tinygrad's HIPRenderer (CUDARenderer for sm_xx), so a kernel is lowered and rendered as for hardware. The "binary" is the pickled
+# list of the rendered UOps. The list has to contain everything that a run needs, because tinygrad lowers several kernels at the same time in worker
+# processes. fp8 is not a supported type: tinygrad emulates fp8 with integers, as on hardware without fp8.
+
 DEFAULT_ARCH = "gfx942"
 
 class UOpCompiler(Compiler):
-  """Compiler from source text to the emulator's binary, a pickled list of UOps. The renderer in this process records the UOps of each text that it
-  renders, and the compiler looks them up."""
+  """Compiler from source text to the emulator's binary, a pickled list of UOps."""
+  # the UOps of each text that the renderer in this process has rendered: the compiler looks them up
   printed: ClassVar[dict[str, list[UOp]]] = {}
   def __init__(self) -> None: super().__init__(None)   # nothing goes to the disk cache
   @classmethod
@@ -31,7 +30,8 @@ class UOpCompiler(Compiler):
   def compile(self, src:str) -> bytes: return zlib.compress(pickle.dumps(self.printed[src]), 1)
 
 class _Emulated(Renderer):
-  """Base class that adapts a renderer for hardware to the emulator: another compiler, no fp8, and only the matrix instructions that the chip has."""
+  """Base class that adapts a renderer for hardware to the emulator."""
+  # another compiler, no fp8, and only the matrix instructions that the chip has
   target: Target
   def adapt(self) -> None:
     self.compiler = UOpCompiler()
@@ -98,8 +98,8 @@ class EMUDevice(Compiled):
     return self.cached_renderer[target]
 
 def register() -> None:
-  """Registers the device `EMU` in tinygrad, as the module tinygrad.runtime.ops_emu, by which tinygrad finds the device. Also starts to remember the
-  kernels that are made for `EMU` (attn/emulator/listing.py)."""
+  """Registers the device `EMU` in tinygrad, and starts to remember the kernels that are made for `EMU`."""
   if "tinygrad.runtime.ops_emu" in sys.modules: return
   watch_kernels("EMU", remember)
+  # tinygrad finds a device by the name of this module
   sys.modules["tinygrad.runtime.ops_emu"] = sys.modules[__name__]

@@ -1,13 +1,4 @@
-"""Runs a program on a grid of workgroups. A `Frame` holds the threads and values of a range of workgroups, and executes each operation for all of
-them at the same time.
-
-Workgroups without atomic operations are independent, so they run in ranges of many workgroups. If a program has atomic operations, each workgroup has
-its own `Frame`. The frame stops before each atomic operation, so that other workgroups can run.
-
-On hardware, workgroups with atomic operations may run in any order. Two environment variables choose one. ATTN_EMU_RESIDENT is the number of
-workgroups that the chip holds at the same time; another one starts when one of them ends. With ATTN_EMU_ORDER=0 the workgroups start in the order of
-their numbers, and the first workgroup that can run does so. Any other number is the seed of a random order, in which workgroups start and run, and in
-which their atomic additions happen."""
+"""Runs a program on a grid of workgroups. Begin with `launch`."""
 from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +13,15 @@ from attn.emulator.memory import View
 from attn.emulator.program import EmulatedProgram
 from attn.emulator.switches import number_of_switch, switch
 
+# A `Frame` holds the threads and values of a range of workgroups, and executes each operation for all of them at the same time. Workgroups without
+# atomic operations are independent, so they run in ranges of many workgroups. If a program has atomic operations, each workgroup has its own
+# `Frame`, which stops before each atomic operation, so that other workgroups can run.
+#
+# On hardware, workgroups with atomic operations may run in any order. Two environment variables choose one. ATTN_EMU_RESIDENT is the number of
+# workgroups that the chip holds at the same time; another one starts when one of them ends. With ATTN_EMU_ORDER=0 the workgroups start in the order
+# of their numbers, and the first workgroup that can run does so. Any other number is the seed of a random order, in which workgroups start and run,
+# and in which their atomic additions happen.
+
 GRID_LIMIT, WORKGROUP_LIMIT = (2**31-1, 65535, 65535), 1024
 WORKING_SET = 48 << 20   # most bytes of live values of a range of workgroups that run together: small enough for the caches
 LIVE_TOGETHER = 2 << 30       # most bytes of live values of resident workgroups, unless ATTN_EMU_RESIDENT gives the number of workgroups
@@ -30,13 +30,13 @@ OVERHEAD = 64            # bytes per thread of the frame itself: numbers of thre
 
 @dataclass
 class Launch:
-  """Record of one run of a kernel: its name and chip, the sizes of its grid, its LDS, how long it took in seconds, and LDS bank conflicts if they
-  were counted."""
+  """Record of one run of a kernel."""
   kernel: str
   arch: str
   workgroups: int
   threads: int      # threads per workgroup
   lds: int          # bytes of LDS per workgroup
+  # time of the run on the emulator
   seconds: float = 0.0
   bank_conflicts: list[BankUse] = field(default_factory=list)   # with ATTN_EMU_BANKS=1: one entry per LDS buffer, direction and width of access
 
@@ -49,7 +49,7 @@ def last_run() -> Launch|None:
 # ***** workgroups that wait for each other *****
 
 class Resident:
-  """A workgroup that has started and not ended. When the workgroup runs for the first time, it gets a frame, which holds its threads and values."""
+  """Workgroup that has started and not ended."""
   def __init__(self, make:Callable[[], Frame]):
     self.frame: Frame|None = None
     self.parts = self._parts(make)
@@ -60,14 +60,14 @@ class Resident:
   def can_run(self) -> bool: return self.frame is None or self.frame.can_run
 
 def run_together(make:Callable[[int], Frame], meeting:Meeting, workgroups:int, resident:int) -> None:
-  """Runs workgroups, at most `resident` of them at the same time. `make` makes the frame of a workgroup, which holds its threads and values.
-  `meeting` records what the workgroups do to each other through global memory. Raises Deadlock if workgroups are left and none of them can run."""
+  """Runs workgroups, whose frames `make` makes, at most `resident` of them at the same time."""
   random = meeting.random
   waiting = list(range(workgroups))[::-1] if random is None else random.permutation(workgroups).tolist()
   keeping = 1.0 if random is None else float(random.choice(KEEPING))
   there, latest = list[Resident](), Resident(partial(make, 0))
   while waiting or there:
     while waiting and len(there) < resident: there.append(Resident(partial(make, waiting.pop())))
+    # `meeting` records what the workgroups do to each other through global memory
     if not (ready := [x for x in there if x.can_run]): raise deadlock([x.frame for x in there if x.frame is not None], len(waiting))
     if latest not in ready or (random is not None and random.random() >= keeping):
       latest = ready[0 if random is None else int(random.integers(len(ready)))]
@@ -76,17 +76,13 @@ def run_together(make:Callable[[int], Frame], meeting:Meeting, workgroups:int, r
   meeting.all_happen()
 
 def deadlock(frames:list[Frame], others:int) -> EmulatorError:
-  """Makes the error Deadlock for `frames`, the workgroups that have started and that all wait. `others` is the number of workgroups that have not
-  started."""
+  """Returns the error Deadlock for the frames of workgroups that all wait, while `others` workgroups have not started."""
   told = [f"workgroup {f.workgroup(f.first)} {f.wait}" for f in frames[1:4]] + ["..."]*(len(frames) > 4)
   return frames[0].deadlock("; ".join([f"resident workgroups: {len(frames)}, all of them waiting; not started: {others}", *told]))
 
 def launch(plan:EmulatedProgram, views:list[View], values:tuple[int, ...], grid:tuple[int, ...], local:tuple[int, ...]) -> float:
-  """Runs a program on a grid of workgroups. Returns the seconds that the run took.
-
-    views: the buffers that the program's parameters stand for, in their order
-    values: the numbers that the program's Variables stand for, in their order
-    grid, local: numbers of workgroups, and of threads in a workgroup, along the axes x, y and z"""
+  """Runs a program with the buffers `views` and the Variables' `values` on a grid. Returns the seconds that the run took."""
+  # grid, local: numbers of workgroups, and of threads in a workgroup, along the axes x, y and z
   start = time.perf_counter()
   grid, local = (*grid, 1, 1)[:3], (*local, 1, 1)[:3]
   if any(g != int(g) for g in grid): raise LaunchLimit(f"{plan.name}: the grid {grid} must be whole numbers")

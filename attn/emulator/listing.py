@@ -1,15 +1,15 @@
-"""Finds the place that each operation of a program comes from: the line of Python that emitted it, and its line in the rendered source.
-
-The UOps of a program contain neither line, and nothing is recorded while a kernel is made and run. The device only remembers, for the latest kernels
-of `Tensor.custom_kernel`, a function that makes the kernel's AST a second time. When a kernel fails, its AST is made and lowered again, and the place
-of each UOp is recorded. If the result equals the failing program, UOp by UOp, the places are valid. To find the places takes about as long as making
-and lowering the kernel did."""
+"""Finds the place of an operation: the line of Python that emitted the operation, and its line in the rendered source."""
 from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
 import linecache, os
 from attn.tinygrad_compat import Ops, Places, UOp, lowered_with_places, made_with_places, statements, tinygrad_folder
+
+# The UOps of a program contain neither line, and nothing is recorded while a kernel is made and run. The device only remembers, for the latest
+# kernels of `Tensor.custom_kernel`, a function that makes the kernel's AST a second time. When a kernel fails, its AST is made and lowered again,
+# and the place of each UOp is recorded. If the result equals the failing program, UOp by UOp, the places are valid. To find the places takes about
+# as long as making and lowering the kernel did.
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # Files that emit operations on behalf of a kernel. The place of such an operation is the line of the kernel that called the file's function.
@@ -33,7 +33,7 @@ def _short(text:str) -> str:
   return text if len(text) <= WIDTH else text[:WIDTH - 1] + "…"
 
 def _relative(path:str) -> str:
-  """Returns a shorter form of a file's path: relative to the folder that contains `attn`, or to the current folder. Returns other paths unchanged."""
+  """Returns a file's path relative to the folder that contains `attn`, or to the current folder, where the path begins with one of them."""
   for root in (str(PACKAGE.parent), os.getcwd()):
     if path.startswith(root + os.sep): return os.path.relpath(path, root)
   return path
@@ -45,7 +45,7 @@ class Place:
   statement: str
 
   def __str__(self) -> str:
-    """Text of the place for an error message: one line about Python and one line about the rendered source. Leaves out a line that is not known."""
+    """Text of the place for an error message: the line of Python and the line of the rendered source, as far as they are known."""
     found = []
     if self.python is not None:
       file, line = self.python
@@ -55,7 +55,7 @@ class Place:
 
   @property
   def name(self) -> str:
-    """Short name of a place in a program, such as "attn/kernels/forward.py:31" for a line of Python; empty if the place is not known."""
+    """Short name of the place, such as "attn/kernels/forward.py:31"; empty if the place is not known."""
     if self.python is not None: return f"{_relative(self.python[0])}:{self.python[1]}"
     return f"line {self.line} of the source" if self.line is not None else ""
 
@@ -66,15 +66,14 @@ def _stores(ast:UOp) -> tuple[UOp, ...]:
   return tuple(u for u in ast.src if u.op is not Ops.PARAM)
 
 class Listing:
-  """The place of each UOp of a program: its line in the rendered source, and the line of Python that emitted it."""
+  """The line of Python and the line of the rendered source for each UOp of a program."""
   def __init__(self, uops:list[UOp], name:str, renderer:Any):
     self.source, self.lines = statements(renderer, uops)
     self.python = self._python(uops, name, renderer)
 
   @classmethod
   def of(cls, make:Callable[[], UOp], renderer:Any) -> Listing:
-    """Lists the places of the UOps of a kernel, whose AST the function `make` returns. Lowers the AST, and finds for each UOp its line in the
-    rendered source and its line of Python."""
+    """Returns the listing of a kernel, whose AST the function `make` returns, as lowered and rendered by `renderer`."""
     made, places = made_with_places(make, _internal)
     listing = cls.__new__(cls)
     listing.source, listing.lines = statements(renderer, lowered_with_places(made, renderer, places))
@@ -82,8 +81,7 @@ class Listing:
     return listing
 
   def python_lines(self) -> dict[int, tuple[str, int]]:
-    """Returns {line number in the rendered source, from 1: (file, line) of the Python code that emitted it}. Leaves out lines for which no line of
-    Python is known."""
+    """Returns {line number in the rendered source, from 1: (file, line) of the Python code that emitted the line}."""
     found: dict[int, tuple[str, int]] = {}
     for u, line in self.lines.items():
       if line + 1 not in found and (place := self._from(u)) is not None: found[line + 1] = (_relative(place[0]), place[1])
@@ -107,8 +105,8 @@ class Listing:
     return Place(self._from(u), None if line is None else line + 1, statement)
 
   def _from(self, u:UOp) -> tuple[str, int]|None:
-    """Returns the line of Python that `u` comes from, as (file, number of the line). If a pass of tinygrad inserted the UOp `u`, returns the line of
-    the nearest source UOp whose line is known."""
+    """Returns the (file, line) of Python that `u` comes from, or None if no line is known."""
+    # for a UOp that a pass of tinygrad inserted: the line of the nearest source UOp whose line is known
     seen, level = {u}, [u]
     while level:
       if (found := next((self.python[x] for x in level if self.python.get(x) is not None), None)) is not None: return found

@@ -1,5 +1,4 @@
-"""Interpreter of the emulator. A `Frame` holds the threads of a run, their values and their memory. A `Frame` runs a program step by step; a step is
-a function that runs one operation of the kernel for all threads."""
+"""Interpreter of the emulator: a `Frame` holds the threads of a run, their values and their memory, and runs a program operation by operation."""
 from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable
@@ -26,11 +25,11 @@ from attn.emulator.under_way import UnderWay
 
 Array = NDArray[Any]
 class Suspended(Exception):
-  """Exception that is raised if the running operation has to wait for another workgroup. The emulator runs the operation again later."""
+  """Raised if the running operation has to wait for another workgroup. The emulator runs the operation again later."""
 
 @dataclass
 class Wait:
-  """Counters in global memory that threads of a workgroup wait for. A thread waits until its counter has a certain number."""
+  """Counters in global memory that threads of a workgroup wait for: each waiting thread's counter must become its `number`."""
   space: Space
   memory: Array       # int32
   at: Array           # element for each waiting thread
@@ -43,8 +42,7 @@ class Wait:
     return f"waits until {self.space.name}[{self.at[i]}] is {self.number[i]}, and it is {self.memory[self.at[i]]}"
 
 class Frame(Threads):
-  """One run of a program over a range of workgroups. Holds the threads, values and memory of these workgroups, and executes each operation for all
-  the threads at once."""
+  """One run of a program over a range of workgroups: holds their threads, values and memory, and executes each operation for all threads at once."""
   def __init__(self, plan:EmulatedProgram, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], params:dict[UOp, View],
                values:dict[UOp, int], checks:bool=True, banks:BankCounter|None=None, meeting:Meeting|None=None):
     super().__init__(plan, first, workgroups, grid, local, checks, banks)
@@ -72,7 +70,7 @@ class Frame(Threads):
 
   @contextmanager
   def _explained(self) -> Iterator[None]:
-    """Context manager. Adds to an error the place of the operation that is running: its line of Python and its line of the rendered source."""
+    """Context manager that adds the place of the running operation, in Python and in the rendered source, to an error."""
     try: yield
     except EmulatorError as e:
       e.args = (f"{e}{self.plan.place(self.plan.uops[self.pc])}",)
@@ -103,8 +101,7 @@ class Frame(Threads):
       else: pc = jump
 
   def parts(self) -> Iterator[None]:
-    """Runs the program as a generator. The generator yields before each atomic operation, and each time when a step (the function that runs one
-    operation) has to wait for another workgroup."""
+    """Generator that runs the program: yields before each atomic operation, and when an operation has to wait for another workgroup."""
     pc, steps, frees, v = 0, self.plan.steps, self.plan.frees, self.v
     with self._explained():
       try:
@@ -123,8 +120,7 @@ class Frame(Threads):
   def can_run(self) -> bool: return self.wait is None or self.wait.over
 
   def deadlock(self, why:str) -> EmulatorError:
-    """Makes the error Deadlock for a workgroup that waits in vain. Its message names the first thread that waits. `why` says what the other
-    workgroups do."""
+    """Returns the error Deadlock for a workgroup that waits in vain; `why` says what the other workgroups do."""
     assert self.wait is not None
     bad, wait = np.zeros(self.T, bool), self.wait
     bad[wait.threads[wait.memory[wait.at] != wait.number]] = True
@@ -134,8 +130,8 @@ class Frame(Threads):
   # ***** threads *****
 
   def special(self, kind:str, axis:int) -> Array:
-    """Returns the index of each thread along one axis of the grid. `kind` says which index: "g" of its workgroup in the grid, "l" of the thread in
-    its workgroup, "i" of the thread in the grid. (These are the first letters of gidx, lidx and idx in tinygrad's UOp SPECIAL.)"""
+    """Returns each thread's index along a grid axis: of its workgroup (`kind` "g"), in its workgroup ("l"), or in the grid ("i")."""
+    # the kinds are the first letters of gidx, lidx and idx in tinygrad's UOp SPECIAL
     wg, size = self.workgroup_of + self.first, self.local[axis]
     group = (wg // int(np.prod(self.grid[:axis], dtype=np.int64)) % self.grid[axis]).astype(np.int32)
     thread = self.local_of // int(np.prod(self.local[:axis], dtype=np.int64)) % size
@@ -146,8 +142,7 @@ class Frame(Threads):
     return np.asarray(sum((np.asarray(self.v[s], np.int64)*size for s, size in at.terms), np.int64(0)))
 
   def aligned(self, index:Array, per:int, name:str, active:Array|None) -> Array:
-    """Converts an index that counts elements of the buffer `name` to an index that counts vectors of `per` elements. Raises Misaligned if the index
-    of an active thread is not a multiple of `per`."""
+    """Returns an index of elements of the buffer `name`, as an index of vectors of `per` elements."""
     index, beyond = divided(index, per)
     if beyond.any() and (bad := (beyond != 0) if active is None else (beyond != 0) & active).any():
       at = self.full(index*per + beyond)
@@ -155,14 +150,12 @@ class Frame(Threads):
     return index
 
   def leave(self, to:int|None=None) -> int|None:
-    """Ends a loop: the threads that were active before the loop are active again. Returns `to`, the index of the step at which the run continues, or
-    None for the next step. A step is a function that runs one operation."""
+    """Ends a loop: the threads that were active before the loop are active again. Returns `to`, the next step."""
     self.pop()
     return to
 
   def iterate(self, slot:int, i:Any, bound:Array) -> bool:
-    """Begins iteration i of a loop: sets the loop's variable, and deactivates threads whose bound is not greater than i. `slot` is the index of the
-    variable in the frame's list of values. Returns False if no thread executes iteration i."""
+    """Begins iteration i of a loop, whose variable is in `slot`, in the threads with i < `bound`. Returns False if there are none."""
     self.v[slot] = i
     if not np.shape(bound): return bool(i < bound)
     self.mask = self.stack[-1]
@@ -170,9 +163,8 @@ class Frame(Threads):
     return self.mask is None or bool(self.mask.any())
 
   def barrier(self, gate:Array|None=None) -> Array:
-    """Executes a barrier. The threads that execute it are those where `gate` is true, which must form whole waves. Without `gate` they are the active
-    threads, which must form whole workgroups. For their waves, a new interval begins (the time between two barriers). Raises DivergentBarrier for a
-    wave or workgroup that is not whole. Returns zeros, because a barrier has no value."""
+    """Executes a barrier in the waves where `gate` is true, or in whole workgroups, and returns zeros."""
+    # A new interval, the time between two barriers, begins for their waves. A wave (with `gate`) or workgroup that is not whole is an error.
     mask, unit = self.mask if gate is None else gate, self.width if gate is None else self.wave
     reached = np.ones(self.interval.shape, bool)
     if mask is not None:
@@ -188,10 +180,9 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def arrive(self, with_copies:bool=True) -> Array:
-    """Executes an arrival at an mbarrier, NVIDIA's barrier with separate operations for arriving and waiting. All threads of a workgroup must arrive
-    together, which completes a phase of the mbarrier. A thread that later waits for this phase may access what the arriving threads have stored
-    before. If `with_copies` is true, that includes the data of their asynchronous copies. Raises DivergentBarrier if only some threads of a workgroup
-    arrive. Returns zeros, because an arrival has no value."""
+    """Executes an arrival at an mbarrier by all threads of a workgroup, and returns zeros."""
+    # The arrivals complete a phase. A thread that later waits for this phase may access what the arriving threads have stored before; with
+    # `with_copies` also the data of their asynchronous copies.
     if with_copies:
       self.under_way.commit()
       self.under_way.wait_copies(0)
@@ -204,9 +195,7 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def await_arrivals(self, parity:Array) -> Array:
-    """Makes workgroups wait for the next phase of their mbarrier, the first one for which they have not waited. All threads of a workgroup must wait
-    together. `parity` is 0 or 1: the program tells by it whether it waits for a phase with an even or an odd number. Raises DivergentBarrier if the
-    next phase has the other parity, or if no thread has arrived in it. Returns zeros, because a wait has no value."""
+    """Makes whole workgroups wait for the next phase of their mbarrier, whose number must have the parity `parity`. Returns zeros."""
     here = self._whole(self.width, DivergentBarrier, "this thread does not wait for an mbarrier as others of its workgroup do")
     def each(bad:Array) -> Array: return np.repeat(bad & here, self.width) & self.active
     if (bad := each(self.waited >= self.arrived)).any():
@@ -221,37 +210,34 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def begin_turn(self, groups:int) -> Array:
-    """Makes each warpgroup of a block wait until the warpgroup before it has ended its turn. The first warpgroup does not wait in its first turn. The
-    emulator runs all warpgroups at the same time, so it lets the others begin one turn too early. `groups` is the number of warpgroups of a block.
-    Raises DivergentBarrier if a warpgroup waits for a turn that no warpgroup ends. Returns zeros, because a wait has no value."""
+    """Makes each of the `groups` warpgroups of a block wait until the warpgroup before it has ended its turn. Returns zeros."""
+    # The first warpgroup does not wait in its first turn. The emulator runs all warpgroups at the same time, so it lets the others begin one turn
+    # too early.
     if self.taken.shape[1] != groups: self.taken = self.passed = np.zeros((self.workgroups, groups), np.int64)
     self.taken = self.taken + self._warpgroups(np.ones(self.T, bool))
     if (late := self.taken > np.roll(self.passed, 1, 1) + (np.arange(groups) > 0)).any():
       raise self.error(DivergentBarrier, np.repeat(late.ravel(), WARPGROUP), lambda t: "this thread waits for a turn that no warpgroup passes on")
     return np.zeros(self.T, np.float32)
   def end_turn(self, groups:int, gate:Array) -> Array:
-    """Ends the turn of the warpgroups whose threads have a true `gate`: the next warpgroup of each block may begin its turn. `groups` is the number
-    of warpgroups of a block. Returns zeros."""
+    """Ends the turn of the warpgroups where `gate` is true, so that the next warpgroup of each block may begin. Returns zeros."""
     if self.taken.shape[1] != groups: self.taken = self.passed = np.zeros((self.workgroups, groups), np.int64)
     self.passed = self.passed + self._warpgroups(self.full(gate))
     return np.zeros(self.T, np.float32)
   def _warpgroups(self, gate:Array) -> Array:
-    """Returns which warpgroups have active threads for which `gate` is true, in an array (workgroups, warpgroups of a workgroup). Raises
-    DivergentBarrier if only some threads of a warpgroup are."""
+    """Returns which warpgroups have active threads where `gate` is true, as bool (workgroups, warpgroups of a workgroup)."""
     with self.only(gate):
       found = self._whole(WARPGROUP, DivergentBarrier, "this thread does not reach a barrier that others of its warpgroup reach")
     return found.reshape(self.workgroups, -1)
 
   def _whole(self, size:int, kind:type[EmulatorError], text:str) -> Array:
-    """Divides the threads into groups of `size` consecutive threads, such as waves. Returns which groups have active threads. Raises `kind`, with the
-    message `text`, if only some threads of a group are active."""
+    """Returns which groups of `size` consecutive threads are active. Raises `kind` with the message `text` if a group is active in part."""
     here = self.active.reshape(-1, size)
     if self.checks and (missing := ~here & here.any(axis=1, keepdims=True)).any(): raise self.error(kind, missing.ravel(), lambda t: text)
     return np.asarray(here.any(axis=1))
 
   def whole_waves_only(self) -> None:
-    """Raises DivergentMatrix if only some lanes of a wave are active: a matrix instruction works on all lanes of a wave and ignores EXEC (CDNA3 ISA
-    section 7)."""
+    """Raises DivergentMatrix if only some lanes of a wave are active."""
+    # a matrix instruction works on all lanes of a wave and ignores EXEC (CDNA3 ISA section 7)
     if self.mask is None or not self.checks: return
     here = self.mask.reshape(-1, self.wave)
     missing = ~here & here.any(axis=1, keepdims=True)
@@ -297,8 +283,8 @@ class Frame(Threads):
       raise self.error(OutOfBounds, bad, lambda t: f"a descriptor of {self.full(nbytes)[t]} bytes from byte {self.full(pointer.offset)[t]} on "
                                                    f"reaches beyond {pointer.space.name} ({pointer.space.limit} bytes)")
   def check_term(self, slot:int, subtracted:bool) -> None:
-    """Raises NegativeTerm if a term of a buffer instruction's offset is negative. `slot` is the index of the term in the frame's list of values.
-    `subtracted` is true if the offset contains minus the term."""
+    """Raises NegativeTerm if the value in `slot`, or minus this value if `subtracted`, is negative in an active thread."""
+    # a term of a buffer instruction's offset
     term = self.full(-self.v[slot] if subtracted else self.v[slot])
     if self.checks and (bad := self.active & (term < 0)).any():
       raise self.error(NegativeTerm, bad, lambda t: f"a term of the offset of a {self.plan.uops[self.pc].arg.name} is {term[t]}: no document says "

@@ -1,11 +1,4 @@
-"""Emulation of matrix instructions on the registers of waves, with the layouts of emulator/chips.py.
-
-Arithmetic: products of 8-bit and of 16-bit floats are exact in fp32. The products are summed in fp32, and then C is added. The ISA does not specify
-the order in which hardware adds the products: a kernel must not depend on the last bit. NaN and inf propagate as in a dot product. On some chips
-(SHORT_SUMS) the sums of products of 8-bit floats have only 13 bits after the binary point. Matrix instructions of CDNA2 treat denormals as zero, in
-their 16-bit inputs, and in the fp32 accumulator that they read and write: "the FP16 and BF16 V_DOT2 and MFMA matrix instructions flush input and
-output denormal values to zero" (PyTorch, "Numerical accuracy", section on MI200, written by AMD; AMD's MIOpen says the same of MFMA_F16, MFMA_BF16,
-MFMA_BF16_1K)."""
+"""Emulation of matrix instructions on the registers of waves, with the layouts of emulator/chips.py. Begin with `MatrixUnit`."""
 from __future__ import annotations
 import functools, operator
 from dataclasses import dataclass, field
@@ -16,23 +9,29 @@ from attn.emulator.alu import bf16_to_float, float_to_bf16
 from attn.emulator.checks import BadOperand
 from attn.emulator.chips import DOTS, FLUSHING, INSTRUCTIONS, SHORT_SUMS, WITHOUT_FP8, Layout, MatrixInstruction
 
+# Arithmetic: products of 8-bit and of 16-bit floats are exact in fp32. The products are summed in fp32, and then C is added. The ISA does not
+# specify the order in which hardware adds the products: a kernel must not depend on the last bit. NaN and inf propagate as in a dot product. On some
+# chips (SHORT_SUMS) the sums of products of 8-bit floats have only 13 bits after the binary point. Matrix instructions of CDNA2 treat denormals as
+# zero, in their 16-bit inputs, and in the fp32 accumulator that they read and write: "the FP16 and BF16 V_DOT2 and MFMA matrix instructions flush
+# input and output denormal values to zero" (PyTorch, "Numerical accuracy", section on MI200, written by AMD; AMD's MIOpen says the same of MFMA_F16,
+# MFMA_BF16, MFMA_BF16_1K).
+
 Array = NDArray[Any]
 
 # wgmma.mma_async (PTX ISA 9.7.15.5): warp w of a warpgroup has 16 rows from row 16w on, laid out as in m16n8k16
 WARPGROUP = 128
 
 def warpgroup_operand(a:Array, size:int) -> Array:
-  """Returns operand A of a wgmma as matrices of shape (warpgroups, 64, columns), given the registers `a` of its threads (uint32, of shape (registers,
-  threads)). The elements are not converted to floats: they are unsigned integers of `size` bytes."""
+  """Returns operand A of a wgmma, (warpgroups, 64, columns), from its registers (registers, threads), as unsigned integers of `size` bytes."""
   layout = Layout("scrp wgt -> wrg sctp", s=a.shape[0]//4, c=2, r=2, p=4//size, w=4, g=8, t=4)
   return layout.to_matrices(a, lambda x: _parts(x, f"u{size}")).swapaxes(1, 2)
 
 def warpgroup_product(a:Array, b:Array, c:Array, depth:int=0, bits:int=0) -> Array:
-  """Returns c + A B^T in fp32 for each warpgroup, in the shape of c. c has the shape (registers, threads), A is fp32 (warpgroups, 64, k), and B is
-  fp32 (warpgroups, n, k). `bits` is above 0 for chips whose matrix unit keeps only so many bits after the binary point (SHORT_SUMS). Then `depth`
-  products are added at a time, as one wgmma does, and what is below these bits is cut off."""
+  """Returns c + A B^T in fp32 for each warpgroup: c (registers, threads), A (warpgroups, 64, k), B (warpgroups, n, k)."""
   layout, (groups, n, k) = Layout("irp gt -> rg itp", i=c.shape[0]//4, r=2, p=2, g=8, t=4), b.shape
   rows, columns = a.reshape(groups, 4, 16, k), b[:, None].swapaxes(2, 3)
+  # `bits` is above 0 for chips whose matrix unit keeps only so many bits after the binary point (SHORT_SUMS): `depth` products are added at a time,
+  # as one wgmma does, and what is below these bits is cut off
   if not bits: return layout.add_matrices(c, (rows @ columns).reshape(groups*4, 16, n))
   total = layout.to_matrices(c, lambda x: x).swapaxes(1, 2)
   for first in range(0, k, depth):
@@ -56,22 +55,20 @@ def _from_high_half(x:Array) -> Array:
   return found
 
 def _halves(x:Array) -> Array:
-  """Returns the two 16-bit numbers of each dword x (n, ...), the low one first, as an array (2n, ...) of int32. Each number is in the upper half of
-  its int32."""
+  """Returns the 16-bit numbers of dwords (n, ...), the low one first, each in the upper half of an int32 (2n, ...)."""
   halves = np.empty((len(x), 2, *x.shape[1:]), np.int32)
   np.left_shift(x.view(np.int32), 16, out=halves[:, 0])
   np.bitwise_and(x.view(np.int32), np.int32(-65536), out=halves[:, 1])
   return halves.reshape(-1, *x.shape[1:])
 
 def _parts(x:Array, kind:str) -> Array:
-  """Returns the numbers that are packed in the dwords x (n, threads), as an array (numbers, threads), beginning with the low bits of a dword. `kind`
-  is the numpy type of these numbers."""
+  """Returns the numbers of the numpy type `kind` in the dwords x (n, threads), low bits first, as (numbers, threads)."""
   parts = np.ascontiguousarray(x).view(kind).reshape(*x.shape, -1)
   return np.ascontiguousarray(parts.transpose(0, 2, 1)).reshape(-1, x.shape[-1])
 
 def _fp8(bias:int, nans:tuple[int, ...]) -> Array:
-  """Makes the table of the 256 values of a format of 8-bit floats: a sign, 4 bits of exponent with this bias, 3 bits of mantissa. There is no
-  infinity. `nans` are the bits of NaN."""
+  """Returns the 256 values of an 8-bit float format with 4 bits of exponent, biased by `bias`. Bytes `nans` are NaN."""
+  # a sign, 4 bits of exponent and 3 of mantissa; there is no infinity
   bits = np.arange(256)
   exponent, mantissa = bits >> 3 & 15, bits & 7
   value = np.where(exponent == 0, mantissa/8*2.0**(1 - bias), (1 + mantissa/8)*2.0**(exponent - float(bias)))*np.where(bits < 128, 1, -1)
@@ -111,15 +108,15 @@ def flushed(x:Array, dtype:str) -> Array:
   return np.where(np.abs(x) < _SMALLEST[dtype], np.float32(0), x)
 
 def truncated_at(x:Array, size:Array, bits:int) -> Array:
-  """Returns the fp32 numbers x rounded towards zero to multiples of 2^(e - bits), where 2^e is the largest power of two that is not larger than
-  `size`."""
+  """Returns the fp32 numbers x rounded towards zero to multiples of 2^(e - bits), where 2^e is the largest power of two up to `size`."""
   places = np.ldexp(np.float32(1), bits + 1 - np.frexp(size)[1])     # frexp counts the power of two from 1/2
   return np.trunc(x*places)/places
 
 def short_sum(a:Array, b:Array, c:Array, bits:int) -> Array:
-  """Returns c + A B as a matrix unit adds that keeps few bits (SHORT_SUMS). A is (waves, M, K), B (waves, K, N), c (waves, M, N). An element of the
-  result is a sum of products and an element of c. Let 2^e be the largest power of two that is not above the largest of these addends. Each addend is
-  rounded towards zero to a multiple of 2^(e - bits). Then they are added, and the sum is cut off to `bits` bits of mantissa."""
+  """Returns c + A B as a matrix unit adds that keeps `bits` bits of a sum: A (waves, M, K), B (waves, K, N), c (waves, M, N)."""
+  # An element of the result is a sum of products and an element of c. Let 2^e be the largest power of two that is not above the largest of these
+  # addends. Each addend is rounded towards zero to a multiple of 2^(e - bits). Then they are added, and the sum is cut off to `bits` bits of
+  # mantissa.
   addends = np.concatenate([a[:, :, None] * b.swapaxes(1, 2)[:, None], c[..., None]], axis=-1, dtype=np.float32)
   size = np.abs(addends).max(-1)
   usual = (size > 2.0**-80) & (size < np.inf)      # neither zero, nor so small that fp32 loses bits, nor NaN or inf
@@ -130,19 +127,19 @@ def short_sum(a:Array, b:Array, c:Array, bits:int) -> Array:
 
 def element_size(dtype:str) -> int: return _BYTES[dtype]
 def depth_of_wgmma(dtype:str) -> int:
-  """Returns the number of products that one wgmma adds for each element of its result (PTX ISA 9.7.15.2: 32 bytes of a row of A)."""
+  """Returns the number of products that one wgmma adds for each element of its result."""
+  # PTX ISA 9.7.15.2: 32 bytes of a row of A
   return 32//_BYTES[dtype]
 def bits_of_sums(arch:str, dtype:str) -> int:
-  """Returns the number of bits after the binary point that a chip keeps when it adds products of this dtype in its matrix unit (SHORT_SUMS), or 0 if
-  it adds them in fp32."""
+  """Returns the bits after the binary point that a chip's matrix unit keeps of sums of products of `dtype`; 0: fp32."""
   return SHORT_SUMS.get(arch, 0) if dtype in _FP8 else 0
 
 @dataclass
 class MatrixUnit:
-  """Emulates the matrix unit of one family of chips. An operand that is used repeatedly (Q in a loop over keys, P for each slice of V) is converted
-  to fp32 only once."""
+  """Emulates the matrix unit of one family of chips."""
   family: str
   arch: str
+  # operands converted to fp32, for an operand that is used repeatedly (Q in a loop over keys, P for each slice of V)
   _recent: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict)
 
   def _operand(self, x:Array, layout:Layout, dtype:str, packed:bool) -> Array:
@@ -167,8 +164,7 @@ class MatrixUnit:
     return flushed(i.c.add_matrices(flushed(c, "float32"), product), "float32")
 
   def instruction(self, name:str, a:Array, b:Array, c:Array) -> Array:
-    """Returns the result of the matrix instruction `name` (the stem of its compiler builtin): c + A B, in registers as on hardware. a and b hold
-    packed elements, as uint32 (registers, threads). c and the result are fp32 (registers, threads)."""
+    """Returns c + A B of the matrix instruction `name`: a and b are packed, uint32 (registers, threads); c is fp32 (registers, threads)."""
     i = INSTRUCTIONS.get(name)
     if i is None or self.family not in i.families or (i.dtype in _FP8 and self.arch in WITHOUT_FP8):
       have = ", ".join(n for n, x in INSTRUCTIONS.items() if self.family in x.families)
@@ -176,16 +172,14 @@ class MatrixUnit:
     return self._run(i, a, b, c, True)
 
   def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array:
-    """Returns the result of v_dot2_f32_f16, v_dot2_f32_bf16 or v_dot4_f32_fp8_fp8: c plus the dot product of the numbers in a and b, which have the
-    dtype `dtype`. a and b are dwords of shape (threads,), c and the result are fp32 of shape (threads,)."""
+    """Returns c plus the dot product of the numbers of `dtype` in the dwords a and b (threads,), as v_dot2 and v_dot4 compute it."""
     if self.family not in DOTS[dtype]: raise BadOperand(f"{self.arch} has no dot product of dwords of {dtype}")
     pairs = [_UNPACK[dtype](np.atleast_2d(x)) for x in (a, b)]
     if self.family in FLUSHING: pairs = [flushed(x, dtype) for x in pairs]
     return flushed(functools.reduce(operator.add, pairs[0]*pairs[1], flushed(c, "float32")), "float32")
 
   def wmma(self, dims:tuple[int, int, int], dtype:str, a:Array, b:Array, c:Array, out:str) -> Array:
-    """Returns the result of a matrix product in tinygrad's own kernels, the UOp WMMA: c + A B, in the type `out`. `dims` is (N, M, K), and `dtype`
-    the dtype of A and B. The operands a, b and c have the shape (elements of a lane, threads)."""
+    """Returns c + A B of tinygrad's UOp WMMA, in the type `out`. `dims` is (N, M, K); operands are (elements of a lane, threads)."""
     i = next((x for x in INSTRUCTIONS.values() if self.family in x.families and x.dims == tuple(dims) and x.dtype == dtype), None)
     if i is None: raise BadOperand(f"{self.arch} has no matrix instruction for (N, M, K) = {dims} on {dtype}")
     widen, narrow = _ACCUMULATOR[out]

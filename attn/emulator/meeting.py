@@ -1,19 +1,5 @@
-"""Effects of the workgroups of one launch on each other through global memory: atomic additions, tickets and turns (attn/ops/atomics.py).
-
-A workgroup gets a ticket by adding 1 to a counter: the ticket is the counter's value before, so no two workgroups get the same ticket. A turn is the
-period in which one workgroup may act. It begins when a counter has the number of the turn. A wave passes the turn on by adding 1 to this counter. A
-wave settles when it waits until its own accesses are complete.
-
-A `Meeting` belongs to one launch, and knows which accesses are ordered. Each wave counts its own time, its clock. A wave knows a clock of each other
-wave: the accesses that the other wave made up to this time come before its own next accesses. This knowledge passes from wave to wave in two ways:
-- A wave that passes a turn on stores what it knows with the counter. A wave that has waited for the turn then knows this, too.
-- After a barrier each wave of the workgroup knows what any of them knew. It also knows the accesses that the others had made when they last settled
-  (on
-  NVIDIA, all their accesses before the barrier).
-
-ATTN_EMU_ORDER can select a random order. Then an addition does not happen at once: the additions of one wave happen in order, but at any time until
-the wave settles or passes a turn on. On NVIDIA a wave can also send additions to the copy engine (TMA), which adds in the background
-(attn/ops/hopper.py). Sent additions happen at any time until the wave waits for the copy engine; nothing else waits for them."""
+"""Effects of the workgroups of one launch on each other through global memory: atomic additions, tickets and turns (attn/ops/atomics.py). Begin with
+`Meeting`."""
 from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
@@ -24,6 +10,20 @@ from attn.emulator.checks import AtomicRace, NotWaitedFor
 from attn.emulator.memory import Allocation, Pointer, Space, View
 from attn.emulator.program import EmulatedProgram
 from attn.emulator.threads import Threads
+
+# A workgroup gets a ticket by adding 1 to a counter: the ticket is the counter's value before, so no two workgroups get the same ticket. A turn is
+# the period in which one workgroup may act. It begins when a counter has the number of the turn. A wave passes the turn on by adding 1 to this
+# counter. A wave settles when it waits until its own accesses are complete.
+#
+# A `Meeting` belongs to one launch, and knows which accesses are ordered. Each wave counts its own time, its clock. A wave knows a clock of each
+# other wave: the accesses that the other wave made up to this time come before its own next accesses. This knowledge passes from wave to wave in two
+# ways. A wave that passes a turn on stores what it knows with the counter; a wave that has waited for the turn then knows this, too. After a barrier
+# each wave of the workgroup knows what any of them knew, and the accesses that the others had made when they last settled (on NVIDIA, all their
+# accesses before the barrier).
+#
+# ATTN_EMU_ORDER can select a random order. Then an addition does not happen at once: the additions of one wave happen in order, but at any time
+# until the wave settles or passes a turn on. On NVIDIA a wave can also send additions to the copy engine (TMA), which adds in the background
+# (attn/ops/hopper.py). Sent additions happen at any time until the wave waits for the copy engine; nothing else waits for them.
 
 Array = NDArray[Any]
 
@@ -38,8 +38,8 @@ class Trace:
 
 @dataclass
 class Traces:
-  """The accesses to one allocation, in two lists: atomic operations and other accesses. For each element, `adder` holds the index of the wave that
-  last added to the element (-1: none), and `added` holds that wave's clock at the time."""
+  """The accesses to one allocation: atomic operations and other accesses."""
+  # for each element: the wave that last added to the element (-1: none), and that wave's clock at the time
   adder: Array
   added: Array
   atomic: list[Trace] = field(default_factory=list)
@@ -66,13 +66,11 @@ class Meeting:
   # ***** the order of accesses *****
 
   def of_wave(self, wave:int) -> Array:
-    """Returns what a wave knows of all waves: for each wave, the time up to which its accesses come before the next accesses of wave `wave` (a vector
-    clock). Each wave counts its own time."""
+    """Returns, for each wave, the time up to which its accesses come before the next accesses of wave `wave` (a vector clock)."""
     return found if (found := self.known.get(wave)) is not None else np.zeros(self.count, np.int32)
 
   def waves_of(self, f:Threads, gate:Array) -> list[tuple[int, Array]]:
-    """Finds the waves that have threads for which `gate` is true. Returns a pair for each of them: the index of the wave in the launch, and the
-    indices of these threads."""
+    """Returns (index of a wave in the launch, indices of its threads where `gate` is true) for each wave that has such threads."""
     threads = np.flatnonzero(gate)
     return [(f.first*self.waves + int(w), threads[f.wave_of[threads] == w]) for w in np.unique(f.wave_of[threads])]
 
@@ -80,8 +78,7 @@ class Meeting:
     for wave, _ in self.waves_of(f, gate): self._settle(wave)
 
   def await_sent(self, f:Threads, gate:Array) -> None:
-    """Records that the waves of the threads where `gate` is true have waited for the copy engine (TMA): all additions that these waves have sent to
-    it are complete."""
+    """Records that the waves of the threads where `gate` is true have waited for all additions that they have sent to the copy engine."""
     for wave, _ in self.waves_of(f, gate):
       self.sent.pop(wave, None)
       self.happen(wave)
@@ -93,9 +90,9 @@ class Meeting:
     self.clock[wave] += 1
 
   def barrier(self, f:Threads) -> None:
-    """Records a barrier of all waves of a workgroup. After it, each wave knows which accesses are complete, as far as any of these waves knew. It
-    also knows the accesses that the other waves had made when they last settled (waited until their own accesses were complete). On NVIDIA it knows
-    all accesses that they made before the barrier."""
+    """Records a barrier of all waves of a workgroup."""
+    # After it, each wave knows which accesses are complete, as far as any of these waves knew, and the accesses that the other waves had made when
+    # they last settled; on NVIDIA all accesses that they made before the barrier.
     if not self.plan.waits and not self.watched: return
     here = range(f.first*self.waves, (f.first + 1)*self.waves)
     if self.plan.chip.family == "nvidia":
@@ -105,16 +102,14 @@ class Meeting:
     for wave in here: self.known[wave] = joint
 
   def take_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that threads have waited for their turn: until the counter at `pointer` had the number of the turn. These are the threads for which
-    `gate` is true. Their waves now know which accesses were complete when earlier turns were passed on."""
+    """Records that the threads where `gate` is true have waited for their turn, whose counter is at `pointer`."""
+    # their waves now know which accesses were complete when earlier turns were passed on
     for wave, threads in self.waves_of(f, gate):
       for counter in self._counters(pointer, threads):
         if (left := self.left.get(counter)) is not None: self.known[wave] = np.maximum(self.of_wave(wave), left)
 
   def pass_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that the threads for which `gate` is true pass a turn on to other workgroups, by adding 1 to the counter at `pointer`. Raises
-    NotWaitedFor if additions of the workgroup may be incomplete: additions that the waves of these threads have sent to the copy engine (TMA) and not
-    waited for, or additions by other waves."""
+    """Records that the threads where `gate` is true pass a turn on. Raises NotWaitedFor if additions of the workgroup may be incomplete."""
     passing = self.waves_of(f, gate)
     for wave, threads in passing:
       if f.checks and (step := self.sent.get(wave)) is not None:
@@ -141,20 +136,16 @@ class Meeting:
   # ***** additions *****
 
   def in_order(self, threads:Array) -> Array:
-    """Returns the order in which threads execute an atomic operation: the order of their numbers, or a random order (ATTN_EMU_ORDER)."""
+    """Returns `threads` in the order in which they execute an atomic operation: by number, or in a random order (ATTN_EMU_ORDER)."""
     return threads if self.random is None else self.random.permutation(threads)
 
   def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array, sent:bool=False, sets:Array|None=None) -> None:
-    """Performs an atomic addition: each thread for which `gate` is true adds its number of `values` (threads,) to the element `at` (threads,) of
-    `memory`, the contents of the buffer `space`. `sent` says whether the thread's wave sends the additions to the copy engine (TMA). If `sets` is
-    given, the number of a thread for which `sets` is true replaces the element instead.
-
-    Raises AtomicRace if the workgroup's turn to add may not have begun: if another wave of the workgroup has waited for the turn, and no barrier has
-    made the adding wave wait, too."""
+    """Adds each thread's number of `values` to the element `at` of `memory`, where `gate` is true; where `sets` is true, replaces the element."""
     traces, first = self.traces[_base(space)], space.begin//4
     for wave, threads in self.waves_of(f, gate):
       threads = self.in_order(threads)
       elements = at[threads]
+      # an error if another wave of the workgroup has waited for the turn to add, and no barrier has made the adding wave wait, too
       if self.plan.waits and f.checks: self._check_turn(f, traces, wave, elements + first, threads, space.name)
       self.added[wave] = int(self.clock[wave]), f.pc
       if sent: self.sent[wave] = f.pc
@@ -193,9 +184,9 @@ class Meeting:
   # ***** accesses of both kinds *****
 
   def note(self, f:Threads, space:Space, elements:Array, active:Array|None, verb:str, atomic:bool) -> None:
-    """Records an access of the active threads to the buffer `space`. `elements` holds the indices of the elements that each thread accesses, in an
-    array (elements of a thread, threads). `atomic` tells whether the access is an atomic operation, and `verb` says in error messages what the access
-    does. Raises AtomicRace if nothing orders this access and an earlier access to the same element, and just one of the two is atomic."""
+    """Records an access of the active threads to `elements` (elements of a thread, threads) of the buffer `space`."""
+    # Raises AtomicRace if nothing orders this access and an earlier access to the same element, and just one of the two is atomic. `verb` says in
+    # error messages what the access does.
     traces, elements = self.traces[_base(space)], elements + space.begin//4
     mine, others = (traces.atomic, traces.plain) if atomic else (traces.plain, traces.atomic)
     for wave, threads in self.waves_of(f, f.active if active is None else active):
@@ -220,8 +211,7 @@ def _base(space:Space) -> Allocation:
   return space.base
 
 class WatchedSpace(Space):
-  """A buffer that both atomic and other operations access. It tells the `Meeting` of every access, so that the `Meeting` checks the order of the
-  accesses."""
+  """Buffer that both atomic and other operations access. A `Meeting` checks the order of all accesses to this buffer."""
   def __init__(self, meeting:Meeting, *args:Any, **more:Any):
     super().__init__(*args, **more)
     self.meeting = meeting
@@ -232,8 +222,7 @@ class WatchedSpace(Space):
     self._note_plain(index, chunk, active, "writes")
     super().store(index, chunk, values, active)
   def note_atomic(self, at:Array, count:int, gate:Array, verb:str) -> None:
-    """Records an atomic operation by each thread for which `gate` is true, on `count` elements of 4 bytes from element `at` on. `verb` says in error
-    messages what the operation does."""
+    """Records an atomic operation on `count` 4-byte elements from `at` on, where `gate` is true; `verb` names the operation in errors."""
     self.meeting.note(self.f, self, at + np.arange(count)[:, None], gate, verb, atomic=True)
   def _note_plain(self, index:Array, chunk:int, active:Array|None, verb:str) -> None:
     at = np.broadcast_to(self._at(index, chunk, active, verb), self.f.T).astype(np.int64)*chunk

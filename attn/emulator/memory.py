@@ -1,8 +1,4 @@
-"""Memory of the emulated chip as plain bytes: device allocations, the buffers of a running kernel (global and LDS), and register arrays.
-
-In an access, each thread reads or writes a chunk: the bytes of a number, or of all numbers of a vector. An index counts chunks of this size. The
-memory is viewed as a numpy array of such chunks. So numpy reads or writes the chunks of all threads in one operation. To read the bytes as another
-type, the emulator makes another view of the array."""
+"""Memory of the emulated chip as plain bytes: device allocations, the buffers of a running kernel (global and LDS), and register arrays."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -13,6 +9,10 @@ from attn.emulator.checks import Finding, Misaligned, NotWaitedFor, OutOfBounds,
 from attn.emulator.shadow import LdsOperand, LdsShadow
 from attn.emulator.threads import Operand, Product, Threads
 
+# In an access, each thread reads or writes a chunk: the bytes of a number, or of all numbers of a vector. An index counts chunks of this size. The
+# memory is viewed as a numpy array of such chunks. So numpy reads or writes the chunks of all threads in one operation. To read the bytes as another
+# type, the emulator makes another view of the array.
+
 Array = NDArray[Any]
 POISON, PADDING = 0xff, 64   # value of each byte of fresh memory (NaN in every float type); LDS buffers are padded to a multiple of PADDING bytes
 
@@ -21,25 +21,25 @@ def chunk_type(nbytes:int) -> np.dtype[Any]:
   return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}.get(nbytes, f"V{nbytes}"))
 
 def divided(x:Array, n:int) -> tuple[Array, Array]:
-  """Returns x//n and x%n. Uses shifts if n is a power of two, because they are many times as fast."""
+  """Returns x//n and x%n."""
+  # shifts, if n is a power of two, are many times as fast
   return (x >> n.bit_length() - 1, x & n - 1) if n & n - 1 == 0 else (x//n, x % n)
 
 def to_values(raw:Array, dtype:np.dtype[Any], n:int) -> Array:
-  """Returns bytes as numbers of the type `dtype`. `raw` (threads,) holds a chunk of bytes for each thread. The result has the shape (threads,), or
-  (n, threads) for vectors of n numbers."""
+  """Returns one chunk of bytes per thread, `raw` (threads,), as numbers of the type `dtype`: (threads,), or (n, threads) for vectors."""
   if n == 1: return raw.view(dtype)
   return np.ascontiguousarray(np.atleast_1d(raw).view(dtype).reshape(-1, n).T)
 
 def to_chunks(x:Array, n:int, chunk:int) -> Array:
-  """Returns numbers as bytes. `x` has the shape (threads,), or (n, threads) for vectors of n numbers. The result (threads,) holds a chunk of `chunk`
-  bytes for each thread."""
+  """Returns numbers, (threads,) or (n, threads) for vectors, as one chunk of `chunk` bytes per thread (threads,)."""
   if n == 1 and x.ndim < 2: return np.asarray(x).view(chunk_type(chunk))
   return np.ascontiguousarray(x.T).view(chunk_type(chunk))[..., 0]
 
 # ***** device allocations *****
 
 class Allocation:
-  """Device memory. `written` has a flag for each byte that says whether the byte was written since the allocation; None means that every byte was."""
+  """Device memory."""
+  # `written` has a flag for each byte that says whether the byte was written since the allocation; None: every byte was
   def __init__(self, size:int):
     self.data = np.full(size, POISON, np.uint8)
     self.written: Array|None = np.zeros(size, np.uint8)
@@ -48,7 +48,7 @@ class Allocation:
     self.outputs: dict[tuple[int, int], tuple[str, str, int, str]] = {}
 
 class View:
-  """A range of `size` bytes of an allocation, from `offset` on. tinygrad's Buffer stores a View in place of a device address."""
+  """A range of `size` bytes of an allocation, from `offset` on: tinygrad's Buffer holds a View in place of a device address."""
   def __init__(self, base:Allocation, offset:int, size:int): self.base, self.offset, self.size = base, offset, size
   def sub(self, offset:int, size:int) -> View: return View(self.base, self.offset + offset, size)
   @property
@@ -57,20 +57,20 @@ class View:
   def written(self) -> Array|None: return None if self.base.written is None else self.base.written[self.offset:self.offset + self.size]
 
   def settle(self) -> None:
-    """Records that something was written to the allocation. If every byte of the allocation is written by now, the flags for single bytes are
-    dropped."""
+    """Records that something was written to the allocation."""
     self.base.touched = True
+    # if every byte is written by now, flags for single bytes are not needed any more
     if self.base.written is not None and self.base.written.all(): self.base.written = None
 
   def stored_by(self, kernel:str, buffer:str, itemsize:int, stores:bool) -> None:
-    """Records that the kernel `kernel` has run and has this memory as an output, which the kernel calls `buffer` and whose elements have `itemsize`
-    bytes. If `stores` is false, lowering has removed all stores to the buffer from the kernel."""
+    """Records that this memory is the output `buffer`, with elements of `itemsize` bytes, of a kernel that has run."""
+    # `stores` is false if lowering has removed all stores to the buffer from the kernel
     if stores: self.settle()
     why = "" if stores else ": every store to it was simplified away, because its condition is never true or its loop has no iterations"
     if self.written is not None: self.base.outputs[self.offset, self.size] = kernel, buffer, itemsize, why
 
   def fill(self, data:Array, written:Array|None=None) -> None:
-    """Copies `data` into the memory. `written` has a flag for each byte that says whether the byte counts as written; None: all bytes do."""
+    """Copies `data` into the memory. `written` flags the bytes that count as written; None: all bytes."""
     self.data[:] = data
     if (mine := self.written) is not None: mine[:] = 1 if written is None else written
     self.settle()
@@ -88,8 +88,8 @@ class View:
 # ***** buffers of a running kernel *****
 
 class Space:
-  """A buffer that threads address by index: in global memory (a kernel's parameter), or in LDS. An LDS buffer has one copy for each workgroup,
-  `stride` bytes apart."""
+  """Buffer that threads address by index: in global memory (a kernel's parameter), or in LDS."""
+  # an LDS buffer has one copy for each workgroup, `stride` bytes apart
   def __init__(self, f:Threads, name:str, data:Array, limit:int, stride:int=0, written:Array|None=None, guarded:bool=False,
                shadow:LdsShadow|None=None, base:Allocation|None=None, begin:int=0):
     self.f, self.name, self.data, self.limit, self.stride, self.shadow = f, name, data, limit, stride, shadow
@@ -108,8 +108,8 @@ class Space:
     return v
 
   def _at(self, index:Array, chunk:int, active:Array|None, verb:str) -> Array:
-    """Returns the position in the memory of each thread's chunk of bytes. `index` counts chunks of `chunk` bytes from the start of the buffer. Checks
-    the bounds for the active threads; the other threads get 0. `verb` says in error messages what the access does."""
+    """Returns the position in the memory of each thread's chunk number `index`, after a check of the bounds in active threads."""
+    # `index` counts chunks of `chunk` bytes from the start of the buffer; inactive threads get 0; `verb` says in error messages what the access does
     if self.begin % chunk:
       bad = np.ones(self.f.T, bool) if active is None else np.broadcast_to(active, self.f.T)
       if bad.any():
@@ -147,9 +147,7 @@ class Space:
       flags[at] = np.full(chunk, 1, np.uint8).view(chunk_type(chunk))[0]
 
   def atomic(self, index:Array, nbytes:int, gate:Array, verb:str) -> tuple[Array, Array]:
-    """Prepares atomic operations on numbers of 4 bytes. Each thread for which `gate` is true operates on `nbytes` bytes at once, from byte `index` of
-    the buffer on. `verb` says in error messages what the operation does. Returns the memory as uint32, and the position of each thread's first number
-    in it."""
+    """Prepares atomic operations on `nbytes` bytes at byte `index`: returns the memory as uint32, and each thread's first number in it."""
     index, beyond = divided(index, nbytes)
     if (bad := gate & (beyond != 0)).any():
       raise self.f.error(Misaligned, bad, lambda t: f"{verb} {nbytes} bytes of {self.name} at once, but the address is no multiple of {nbytes}")
@@ -161,8 +159,7 @@ class Space:
     return self._view(4).view(np.uint32), at
 
   def note_atomic(self, at:Array, count:int, gate:Array, verb:str) -> None:
-    """Records atomic operations on `count` elements of 4 bytes from element `at` on, by each thread for which `gate` is true. `verb` says in error
-    messages what the operation does. Does nothing here; `WatchedSpace` overrides this method."""
+    """Does nothing here. `WatchedSpace` records an atomic operation on `count` 4-byte elements from `at` on, where `gate` is true."""
 
   def _check_flags(self, at:Array, chunk:int, active:Array|None) -> None:
     bad = np.broadcast_to((np.atleast_1d(self._view(chunk, True).take(at)).view(np.uint8).reshape(-1, chunk) == 0).any(axis=1), self.f.T)
@@ -197,13 +194,13 @@ class Space:
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 class Pointer:
-  """The address operand of an operation: a buffer in global memory or LDS, and for each thread a byte offset in it."""
+  """Address operand of an operation: a buffer in global memory or LDS, and for each thread a byte offset."""
   def __init__(self, space:Space, buffer:UOp, offset:Array): self.space, self.buffer, self.offset = space, buffer, offset
 
   def chunks(self, offset:Array, nbytes:int, gate:Array) -> tuple[Array, int]:
-    """Divides an access to `nbytes` bytes, at `offset` bytes from the pointer, into chunks. Returns the index of each thread's first chunk in the
-    buffer, and the size of a chunk in bytes. A chunk is the whole access if the addresses of all threads for which `gate` is true are multiples of
-    `nbytes`. Otherwise a chunk has at most 4 bytes. Raises Misaligned if an address is not a multiple of the chunk's size."""
+    """Returns each thread's first chunk of an access to `nbytes` bytes at `offset` bytes from the pointer, and a chunk's size in bytes."""
+    # A chunk is the whole access if the addresses of all threads where `gate` is true are multiples of `nbytes`. Otherwise a chunk has at most 4
+    # bytes, and the addresses must be multiples of its size.
     at = np.broadcast_to(self.offset + offset, self.space.f.T)
     index, beyond = divided(at, nbytes)
     if not beyond.any(): return index, nbytes
@@ -229,8 +226,8 @@ class Pointer:
     for i in range(nbytes//chunk): self.space.store(at + i, chunk, raw[:, i], gate)
 
 class Registers:
-  """A register array. Each element is a numpy array of its own, which a store by all threads replaces. `written` says for each element which threads
-  have written it: True (all), False (none), or a mask."""
+  """Register array. Each element is a numpy array of its own, which a store by all threads replaces."""
+  # `written` says for each element which threads have written it: True (all), False (none), or a mask
   def __init__(self, f:Threads, name:str, count:int, dtype:np.dtype[Any], lanes:int):
     self.f, self.name, self.blank = f, name, np.zeros(() if lanes == 1 else (lanes, 1), dtype)
     self.values: list[Array] = [self.blank] * count
@@ -248,9 +245,9 @@ class Registers:
     return index
 
   def _settled(self, i:int, product:Product, active:Array|None, does:str, still:str) -> None:
-    """Raises NotWaitedFor if an active thread accesses element i without having waited for the matrix product `product`, which reads or writes the
-    element. The message says what the thread does (`does`, such as "stores to") and what the product still does (`still`: "reads" or "writes")."""
+    """Raises NotWaitedFor if an active thread accesses element i before it has waited for the matrix product `product`."""
     if not self.f.checks or not (bad := product.threads if active is None else product.threads & active).any(): return
+    # `does` is what the thread does, such as "stores to"; `still` is what the product does: "reads" or "writes"
     raise self.f.error(NotWaitedFor, bad, lambda t: f"{does} {self.name}[{i}], which {self.f.operation(product.number)} still {still}: "
                                                     "it was not waited for")
 
@@ -275,9 +272,9 @@ class Registers:
     return out
 
   def result(self, i:int, active:Array|None) -> Array:
-    """Returns the value of element i in the active threads for a matrix product that adds to this element. The value includes the results of products
-    that are not complete yet, because a product need not wait for earlier products that add to the same element."""
+    """Returns element i in the active threads, with the results of products that are not complete yet, for a product that adds to it."""
     if (product := self.coming.get(i)) is None: return self.load(np.asarray(i), active)
+    # a product need not wait for earlier products that add to the same element
     return np.where(product.threads, product.results[i], self.values[i])
 
   def store(self, index:Array, value:Array, active:Array|None) -> None:
@@ -300,13 +297,13 @@ class Registers:
 
 @dataclass(frozen=True)
 class RegisterPointer:
-  """The address operand of an operation: one element of a register array."""
+  """Address operand of an operation: one element of a register array."""
   array: Registers
   first: int
 
 @dataclass(frozen=True)
 class RegisterOperand(Operand):
-  """An element of a register array that a matrix product reads."""
+  """Element of a register array that a matrix product reads."""
   array: Registers
   number: int
   def hold(self, product:Product) -> None: self.array.held[self.number] = product

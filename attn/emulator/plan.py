@@ -1,5 +1,4 @@
-"""Compiles a lowered kernel, a list of UOps in the order of execution, to a `Plan`: a list of Python functions. Each of these functions, called
-steps, runs one operation for all threads. A plan is made once per kernel. The values of a run are in a `machine.Frame`."""
+"""Compiles a lowered kernel, a list of UOps, to a `Plan`: a list of Python functions, each of which runs one operation for all threads."""
 from __future__ import annotations
 from typing import Any, Callable
 from collections import Counter
@@ -17,12 +16,13 @@ from attn.emulator.offsets import OffsetTerm, may_be_negative
 from attn.emulator.program import Address, EmulatedProgram
 from attn.emulator.ranges import Ranges, held_by
 
+# the functions are called steps; a plan is made once per kernel, and the values of a run are in a `machine.Frame`
 Array = NDArray[Any]
 Step = Callable[[Frame], "int|None"]   # returns the next program counter, or None for the following step
 
 class Plan(EmulatedProgram):
-  """A program for the emulator's interpreter, made from the UOps `uops`, which are in the order of execution. `renderer` is a function that returns
-  the renderer which turned these UOps into C or CUDA source. Error messages use it to find the line of that source for an operation."""
+  """Program for the emulator's interpreter, made from the UOps `uops` in the order of execution."""
+  # `renderer` returns the renderer that turned these UOps into C or CUDA source: error messages find the line of an operation by it
   def __init__(self, uops:list[UOp], name:str, arch:str, renderer:Callable[[], Any]|None=None):
     self.name, self.arch, self.chip, self.renderer = name, arch, emulated_chip(arch), renderer
     self.linear = uops
@@ -69,8 +69,7 @@ class Plan(EmulatedProgram):
     self.uops.append(u)
 
   def _value(self, u:UOp, fn:Callable[..., Any], *srcs:UOp) -> None:
-    """Adds to the plan a step (a function that runs one operation for all threads) that computes `u` with the function `fn` from the values of
-    `srcs`."""
+    """Adds a step to the plan that computes `u` by the function `fn` of the values of `srcs`."""
     ins, out = [self._slot(s) for s in srcs], self._new(u)
     if len(ins) == 1:
       a, = ins
@@ -83,8 +82,7 @@ class Plan(EmulatedProgram):
     self._emit(u, step)
 
   def _check_fits(self, u:UOp) -> None:
-    """Adds to the plan a step (a function that runs one operation for all threads) that checks, in each thread, whether the exact value of the
-    integer `u` fits its type."""
+    """Adds a step to the plan that checks, in each thread, whether the exact value of the integer `u` fits its type."""
     ins, (least, most) = [self._slot(s) for s in u.src], held_by(u.dtype)
     fn: Callable[..., Array] = alu(u.op, u.dtype, u.src[-1].dtype) if u.op in GroupOp.ALU else np.asarray
     exactly = np.dtype(np.int64 if u.dtype.itemsize < 8 else object)      # a type that holds the sum or product of two numbers of u's type
@@ -131,15 +129,14 @@ class Plan(EmulatedProgram):
     self._value(u, stack, *u.src)
 
   def lane(self, u:UOp) -> None:
-    """Adds to the plan a step (a function that runs one operation for all threads) for a UOp `u` that selects one element of a vector."""
+    """Adds a step to the plan for a UOp `u` that selects one element of a vector."""
     def step(x:Array, i:Array) -> Array:
       if not np.shape(i): return x[int(i)]
       return np.take_along_axis(np.broadcast_to(x, (x.shape[0], len(i))), np.asarray(i, np.int64)[None], 0)[0]
     self._value(u, step, *u.src)
 
   def _index(self, at:Address, chunk:int) -> Callable[[Frame, Array|None], Array]:
-    """Returns a function that computes each thread's index for an access at the address `at`. The index counts pieces of `chunk` bytes from the start
-    of the buffer."""
+    """Returns a function that computes each thread's index for an access at `at`, counted in pieces of `chunk` bytes."""
     if not at.terms: return lambda f, active: np.asarray(0)
     if len(at.terms) == 1 and at.terms[0][1] == chunk:
       slot = at.terms[0][0]
@@ -151,7 +148,7 @@ class Plan(EmulatedProgram):
     return lambda f, active: f.aligned(f.offset(at), chunk, name, active)
 
   def _access(self, u:UOp) -> tuple[Address, int, int]:
-    """Returns what a LOAD or STORE accesses: the address, the number of bytes of each thread, and the number of elements in these bytes."""
+    """Returns what a LOAD or STORE accesses: the address, the number of bytes of each thread, and the number of elements."""
     target, at = u.src[0], self.addresses[u.src[0]]
     chunk = target.dtype.itemsize * target.max_numel()
     if at.buffer.addrspace is AddrSpace.LOCAL: self.units[at.buffer] = math.gcd(self.units.get(at.buffer, 0), chunk)
@@ -261,9 +258,9 @@ class Plan(EmulatedProgram):
   # ***** scopes *****
 
   def _check_scopes(self, uops:list[UOp]) -> None:
-    """Raises OutOfScope if a value from inside a loop is used after the loop. The renderer declares a variable where its UOp stands, so the C source
-    would not compile, while the emulator would use the last value. (tinygrad's linearizer places loop-invariant values inside a loop if it assumes
-    that the loop runs at most once.)"""
+    """Raises OutOfScope if a value from inside a loop is used after the loop."""
+    # The renderer declares a variable where its UOp stands, so the C source would not compile, while the emulator would use the last value.
+    # (tinygrad's linearizer places loop-invariant values inside a loop if it assumes that the loop runs at most once.)
     uses, inside, scope = Counter(s for u in uops for s in u.src), dict[UOp, tuple[UOp, ...]](), tuple[UOp, ...]()
     for u in uops:
       for s in u.src:
@@ -277,8 +274,7 @@ class Plan(EmulatedProgram):
   # ***** lifetimes *****
 
   def _lifetimes(self, uops:list[UOp]) -> tuple[list[list[int]], int]:
-    """Returns two things. The first is a list: for each step (a function that runs one operation), the indices of the values that are needed no more
-    after it. The second is the largest number of bytes per thread that values occupy at the same time."""
+    """Returns the slots whose values are needed no more after each step, and the most bytes per thread that values occupy together."""
     position = {u: i for i, u in enumerate(self.uops)}
     loop_of: list[tuple[int, int]] = sorted((self.loops[r], self.ends[r]) for r in self.loops)
     born: dict[int, int] = {}

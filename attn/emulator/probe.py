@@ -45,9 +45,8 @@ def probes() -> Iterator[dict[str, list[Array]]]:
   finally: _collecting.remove(found)
 
 def note_probe(name:str, workgroup:Array, wave:Array, lane:Array, values:Array) -> None:
-  """Shows the values that n threads have at the probe `name`, a call of `probe` in a kernel: adds them to the dictionary of the innermost `probes()`,
-  or prints them if no `probes()` is active. `workgroup` has the shape (n, 3), `wave` and `lane` the shape (n,). `values` has the shape (n,), or
-  (elements, n) for vectors."""
+  """Shows the values that n threads have at the probe `name`: prints them, or adds them to the innermost `probes()`."""
+  # `workgroup` has the shape (n, 3), `wave` and `lane` (n,), `values` (n,), or (elements, n) for vectors
   kind = np.dtype([("workgroup", np.int32, (3,)), ("wave", np.int32), ("lane", np.int32), ("values", values.dtype, values.shape[:-1])])
   rows = np.empty(len(lane), kind)
   rows["workgroup"], rows["wave"], rows["lane"], rows["values"] = workgroup, wave, lane, values.T
@@ -55,8 +54,7 @@ def note_probe(name:str, workgroup:Array, wave:Array, lane:Array, values:Array) 
   else: print(text(name, rows))
 
 def text(name:str, rows:Array) -> str:
-  """Returns the text that is printed for the values at the probe `name` (a call of `probe` in a kernel): a paragraph for each wave, a line for each
-  lane."""
+  """Returns the text that is printed for the values at the probe `name`: a paragraph for each wave, a line for each lane."""
   lines, before = list[str](), None
   for row in rows:
     if (here := (tuple(int(i) for i in row["workgroup"]), int(row["wave"]))) != before:

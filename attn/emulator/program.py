@@ -1,5 +1,4 @@
-"""The program that the emulator runs: its steps (functions that run one operation each), and the buffers and values that the steps work on.
-attn/emulator/plan.py makes the program from the UOps of a lowered kernel."""
+"""The program that the emulator runs. attn/emulator/plan.py makes it from the UOps of a lowered kernel."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -9,14 +8,14 @@ from attn.tinygrad_compat import DType, UOp
 
 @dataclass(frozen=True)
 class Address:
-  """A pointer in a program of the emulator: the address of an element of `buffer`, of the type `dtype`. Its offset from the start of the buffer is a
-  sum over the pairs (slot, bytes) in `terms`: `bytes` times the number at the position `slot` in the frame's list of values (`Frame.v`)."""
+  """Pointer in a program of the emulator: the address of an element of `buffer`, of the type `dtype`."""
   buffer: UOp
   dtype: DType
+  # the offset from the start of the buffer is the sum of `bytes` times the number in `slot` of `Frame.v`, over the pairs (slot, bytes)
   terms: tuple[tuple[int, int], ...] = ()
 
 class EmulatedProgram:
-  """A program for the emulator's interpreter: its steps (functions that run one operation each), buffers and values."""
+  """Program for the emulator's interpreter: its steps (functions that run one operation each), buffers and values."""
   name: str
   arch: str
   chip: EmulatedChip

@@ -1,17 +1,17 @@
-"""Range of every integer of a program, computed in exact arithmetic from its grid, loops, constants and clamps.
-
-The ranges prove that no integer of a kernel overflows, for any content of its tensors. Only the lowered program is needed, so the proof is possible
-even for shapes that are too large for this machine. If there is no such proof for an integer, the emulator checks its value at run time
-(checks.Overflow).
-
-Integers that may wrap are left out: arithmetic on unsigned numbers, conversions between unsigned types or between types of the same width (they keep
-the bits), and conversions to fewer than 32 bits. All other integers count or address something. A range is (least, most). If nothing is known about a
-number, its range is the range of its type."""
+"""Range of every integer of a program, computed in exact arithmetic from its grid, loops, constants and clamps. The ranges prove that no integer of
+a kernel overflows."""
 from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from attn.ops.operation import Call
 from attn.tinygrad_compat import DType, Ops, UOp, dtypes
+
+# The proof holds for any content of the tensors. Only the lowered program is needed, so it is possible even for shapes that are too large for this
+# machine. If there is no such proof for an integer, the emulator checks its value at run time (checks.Overflow).
+#
+# Integers that may wrap are left out: arithmetic on unsigned numbers, conversions between unsigned types or between types of the same width (they
+# keep the bits), and conversions to fewer than 32 bits. All other integers count or address something. A range is (least, most). If nothing is known
+# about a number, its range is the range of its type.
 
 Range = tuple[int, int]
 
@@ -26,8 +26,8 @@ def held_by(dtype:DType) -> Range:
 def is_number(u:UOp) -> bool: return u.dtype in dtypes.ints or u.dtype == dtypes.bool
 
 def must_fit(u:UOp) -> bool:
-  """Tells whether it is an error if the integer `u` overflows its type. False for arithmetic on unsigned numbers, and for conversions that keep the
-  bits or leave fewer than 32."""
+  """Tells whether it is an error if the integer `u` overflows its type."""
+  # no error: arithmetic on unsigned numbers, and conversions that keep the bits or leave fewer than 32
   if u.dtype not in dtypes.ints: return False
   if u.op in WRAPPING: return not dtypes.is_unsigned(u.dtype)
   source = u.src[0].dtype if u.op is Ops.CAST else u.dtype
@@ -36,7 +36,7 @@ def must_fit(u:UOp) -> bool:
 # ***** operations *****
 
 def extremes(f:Callable[[int, int], int], x:Range, y:Range) -> Range:
-  """Returns the range of f(x, y), where f is monotone in each operand. `x` and `y` are the ranges of the operands."""
+  """Returns the range of f(x, y) over the ranges x and y, where f is monotone in each operand."""
   found = [f(a, b) for a in x for b in y]
   return min(found), max(found)
 
@@ -74,8 +74,8 @@ OF_CONDITIONS: dict[Ops, Callable[[Range, Range], Range]] = {
   Ops.CMPLT: lambda x, y: (int(x[1] < y[0]), int(x[0] < y[1])), Ops.AND: lambda x, y: (x[0] & y[0], x[1] & y[1])}
 
 class Ranges:
-  """Ranges of a program's integers. `of` maps each integer's UOp to its range. `beyond` maps each integer that may overflow its type to the range
-  that it would have without overflow."""
+  """Ranges of a program's integers."""
+  # `of` maps each integer's UOp to its range; `beyond` maps each integer that may overflow its type to the range that it would have without overflow
   def __init__(self, uops:list[UOp]):
     self.of, self.beyond, self.sums = dict[UOp, Range](), dict[UOp, Range](), dict[UOp, Sum]()
     # uses of each number, counted without uses in which a choice (WHERE) or the gate of an access excludes values that do not fit
@@ -87,9 +87,9 @@ class Ranges:
     self.beyond = {u: exact for u, exact in self.beyond.items() if self.unguarded[u]}
 
   def _within(self, u:UOp, exact:Range) -> Range:
-    """Returns the range of the integer `u` in its type. `exact` is its range without overflow. If `u` is a sum, the terms of the sum may give a
-    narrower range. Adds `u` to `beyond` if an overflow would be an error and is not ruled out."""
+    """Returns the range of the integer `u` in its type, given its range `exact` without overflow; notes an overflow in `beyond`."""
     total = self._sum(u)
+    # the terms of a sum may give a narrower range
     if len(total) > 1:
       low, high = self._extent(total)
       exact = max(low, exact[0]), min(high, exact[1])
@@ -101,8 +101,7 @@ class Ranges:
     return exact if fits else (least, most)
 
   def _exact(self, u:UOp) -> Range|None:
-    """Returns the range that the integer `u` would have without overflow, computed from the ranges of its operands. Returns None if nothing is known.
-    """
+    """Returns the range that the integer `u` would have without overflow, or None if nothing is known."""
     known = [self.of.get(s) for s in u.src]
     if u.op in (Ops.SPECIAL, Ops.RANGE): return (0, max(known[0][1] - 1, 0)) if known[0] is not None else None
     if u.op is Ops.PARAM: return int(u.vmin), int(u.vmax)       # a Variable
@@ -119,8 +118,7 @@ class Ranges:
 
   # ***** sums, in which equal terms of opposite sign cancel *****
   def _sum(self, u:UOp) -> Sum:
-    """Returns the integer `u` as a sum of terms: {term: factor}, with the constant under the key None. For example, 3*x - y + 5 gives {x: 3, y: -1,
-    None: 5}. An integer that is not a sum becomes a single term with factor 1."""
+    """Returns the integer `u` as a sum {term: factor}, with the constant under None: 3*x - y + 5 gives {x: 3, y: -1, None: 5}."""
     parts, found = [self.sums.get(s) for s in u.src], None
     if u.op is Ops.CAST and parts[0] is not None: found = parts[0]
     elif len(parts) == 2 and (x := parts[0]) is not None and (y := parts[1]) is not None:
@@ -142,17 +140,16 @@ class Ranges:
 
   # ***** choices *****
   def _chosen(self, u:UOp) -> Range|None:
-    """Returns the range of the integer `u`, a choice between two values by a condition, such as x < y in a maximum. Where x < y holds, x is below the
-    largest y. Where it doesn't, y is at most the largest x. So the ranges of the two values become narrower, if they are x and y, or casts of them.
-    """
+    """Returns the range of the integer `u`, a choice between two values by a condition."""
     condition, *branches = u.src
     if any(b not in self.of for b in branches): return None
+    # where x < y holds, x is below the largest y; where it doesn't, y is at most the largest x: so the ranges of x and y, or of casts of them, are
+    # narrower
     possible = [(low, high) for low, high in map(self._taken, branches, self._known_by(condition)) if low <= high]    # one branch may never be taken
     return (min(low for low, _ in possible), max(high for _, high in possible)) if possible else None
 
   def _known_by(self, condition:UOp) -> tuple[NumberBounds, NumberBounds]:
-    """Returns what a condition such as x < y says of the numbers that it compares: {number: range} if the condition is true, and {number: range} if
-    it is false."""
+    """Returns the {number: range} that hold if a condition such as x < y is true, and those that hold if it is false."""
     if condition.op is Ops.CMPLT and all(s in self.of for s in condition.src):
       x, y = condition.src
       (a, b), (c, d) = self.of[x], self.of[y]
@@ -162,8 +159,8 @@ class Ranges:
     return (both(yes, other_yes), {}) if condition.op is Ops.AND else ({}, both(no, other_no))
 
   def _taken(self, branch:UOp, bounds:NumberBounds) -> Range:
-    """Returns the range that `branch` has where a condition chooses it. A WHERE chooses between two values by a condition; `branch` is one of the
-    two. `bounds` has the ranges of numbers where `branch` is chosen. Elsewhere its value does not matter."""
+    """Returns the range that `branch`, one of the two values of a WHERE, has where the condition chooses it."""
+    # `bounds` has the ranges of numbers there; elsewhere the value of `branch` does not matter
     if branch in bounds: return bounds[branch]
     if branch.op is not Ops.CAST or (exact := bounds.get(branch.src[0])) is None: return self.of[branch]
     least, most = held_by(branch.dtype)
@@ -172,17 +169,16 @@ class Ranges:
     return exact
 
 def gated(uops:list[UOp]) -> set[UOp]:
-  """Returns the addresses of accesses with a gate, as UOps. A gate is a condition: where it is false, the access does not happen. So an overflow of
-  the address does no harm there. Larger buffers than 2^31 elements are left out, because tinygrad uses 32-bit indices only up to this size."""
+  """Returns the addresses of accesses under a condition, as UOps: an overflow of such an address does no harm."""
+  # Where the condition is false, the access does not happen. tinygrad uses 32-bit indices only up to 2^31 elements, so larger buffers are left out.
   places = {u.src[1] if u.op is Ops.IF else u.src[0] for u in uops if u.op is Ops.IF or (u.op is Ops.LOAD and len(u.src) == 3)}
   return {u for u in places if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].max_numel() <= held_by(dtypes.int)[1] + 1}
 
 def both(x:NumberBounds, y:NumberBounds) -> NumberBounds:
-  """Returns the bounds that hold if the bounds x and the bounds y hold. A number in both gets the intersection of its two ranges."""
+  """Returns the ranges that hold if the ranges x and the ranges y hold."""
   return x | y | {u: (max(x[u][0], y[u][0]), min(x[u][1], y[u][1])) for u in x if u in y}
 
 def plus(x:Sum, y:Sum, factor:int) -> Sum:
-  """Returns the sum x + factor*y of two sums, {term: factor}. The factors of a term that both sums have are added, and terms with factor 0 are
-  dropped."""
+  """Returns the sum x + factor*y of two sums {term: factor}, without terms of factor 0."""
   found = {key: x.get(key, 0) + factor*y.get(key, 0) for key in (*x, *y)}
   return {key: n for key, n in found.items() if n or key is None}

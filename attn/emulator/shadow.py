@@ -1,4 +1,4 @@
-"""Shadow memory of LDS, which records the waves that wrote and read each location, and finds faulty accesses."""
+"""Shadow memory of LDS, which records the waves that wrote and read each location, and finds faulty accesses. Begin with `LdsShadow`."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -11,33 +11,32 @@ Array = NDArray[Any]
 UNDER_WAY = 2**30   # tags of writes that have not arrived begin here, above the tags of all intervals
 
 class Spans:
-  """Record of the spans (ranges of locations) of a buffer that were accessed. For each span it has the last interval (time between two barriers) in
-  which a wave accessed the span."""
+  """Record of the spans (ranges of locations) of a buffer that were accessed."""
+  # for each span: the last interval (time between two barriers) in which a wave accessed the span
   def __init__(self) -> None: self.last, self.latest = dict[Span, int](), 0
   def add(self, span:Span, interval:int) -> None: self.last[span] = self.latest = interval
   def clear(self) -> None: self.last, self.latest = {}, 0
   def meet(self, span:Span, since:int) -> bool:
-    """Tells whether `span` overlaps a span that was accessed in interval `since` or later. An interval is the time between two barriers."""
+    """Tells whether `span` overlaps a span that was accessed in interval (time between two barriers) `since` or later."""
     low, high = span
     return self.latest >= since and any(n >= since and a < high and low < b for (a, b), n in self.last.items())
 
 PENDING = 64   # number of reads that are kept in a list before they are written to the planes
 
 class LdsShadow:
-  """Shadow of an LDS buffer: the waves that wrote and read each location since the last barrier. A location is `unit` bytes, which is the narrowest
-  access in the kernel.
-
-  An interval is the time between two barriers. Intervals are counted per wave: a barrier that only some waves reach ends the interval of those waves
-  only. Accesses of two waves in intervals of the same number may happen at the same time, even if the waves are at different points of the program.
-  So an access is safe only if a barrier lies between it and the other wave's access, so that the later access is in a later interval.
-
-  `writer` holds a tag for each location: interval * stride + wave of the last write, or 0 for a location that was never written. If the last write is
-  an asynchronous copy that is not complete, the tag has the index of this operation, counted from `UNDER_WAY` on, in place of the interval. `reader`
-  holds for each wave an array, called a plane, with the interval in which the wave last read each location.
-
-  Locations are checked only if a conflict is possible: each access has a span, and accesses whose spans don't overlap can't conflict. So most reads
-  are never recorded in the planes of `reader`. A read is first kept in a list. When a write overlaps a read in the list, all reads of the list are
-  recorded in the planes, in order. Reads from before the last barrier are dropped."""
+  """Shadow of an LDS buffer: the waves that wrote and read each location since the last barrier."""
+  # A location is `unit` bytes, which is the narrowest access in the kernel. An interval is the time between two barriers. Intervals are counted per
+  # wave: a barrier that only some waves reach ends the interval of those waves only. Accesses of two waves in intervals of the same number may
+  # happen at the same time, even if the waves are at different points of the program. So an access is safe only if a barrier lies between it and the
+  # other wave's access, so that the later access is in a later interval.
+  #
+  # `writer` holds a tag for each location: interval * stride + wave of the last write, or 0 for a location that was never written. If the last write
+  # is an asynchronous copy that is not complete, the tag has the index of this operation, counted from `UNDER_WAY` on, in place of the interval.
+  # `reader` holds for each wave an array, called a plane, with the interval in which the wave last read each location.
+  #
+  # Locations are checked only if a conflict is possible: each access has a span, and accesses whose spans don't overlap can't conflict. So most
+  # reads are never recorded in the planes of `reader`. A read is first kept in a list. When a write overlaps a read in the list, all reads of the
+  # list are recorded in the planes, in order. Reads from before the last barrier are dropped.
   def __init__(self, f:Threads, unit:int, locations:int):
     self.f, self.unit, self.waves = f, unit, f.waves
     self.total = locations * f.workgroups
@@ -61,9 +60,9 @@ class LdsShadow:
       self.pending.clear()
 
   def all_written(self, span:Span) -> bool:
-    """Tells whether every workgroup has written all locations of `span`, a range of locations. To save time, a span is looked at only once between
-    two barriers. If it was not wholly written then, the answer stays False until the next barrier."""
+    """Tells whether every workgroup has written all locations of `span`, a range of locations."""
     if self.complete or span in self.full: return True
+    # to save time, a span is looked at only once between two barriers: until the next one the answer stays False
     if self.looked.get(span) == self.f.since: return False
     self.looked[span] = self.f.since
     if (full := bool(self.writer.reshape(self.f.workgroups, -1)[:, span[0]:span[1]].all())): self.full.add(span)
@@ -76,23 +75,23 @@ class LdsShadow:
     return any(_overlap(x.span, span) for _, x in self.holding)
 
   def foreign(self, tag:Array) -> Array:
-    """Returns the mask of threads that access a location which another wave wrote last, with no barrier since. Such a write is possibly not complete.
-    `tag` (threads,) has a number for each thread's location that says when and by which wave it was last written: interval * stride + wave."""
+    """Returns the mask of threads whose location was last written by another wave, with no barrier since."""
+    # `tag` (threads,) says when and by which wave each thread's location was last written: interval * stride + wave
     f, late = self.f, tag >= self.f.tag_floor
     return late & (tag != f.tag) if f.settled else late & (tag % f.stride != f.wave_of)
 
   # ***** operations that are under way *****
 
   def send(self, at:Array, by:Array, operation:int) -> None:
-    """Marks the locations `at` as the target of an asynchronous store that the threads `by` have started. `operation` is the index of the store among
-    all asynchronous operations. Until the store is complete, an access to these locations is an error, even by the wave that started the store."""
+    """Marks the locations `at` as the target of the asynchronous store number `operation`, which the threads `by` have started."""
+    # until the store is complete, an access to these locations is an error, even by the wave that started the store
     self.writer[at] = (self.first + operation)*self.f.stride + self.f.wave_of[by]
   def arrive(self, at:Array, by:Array, span:Span) -> None:
     self.writer[at] = self.f.tag[by]
     self.written_at.add(span, self.f.last_interval)
   def held(self, at:Array) -> Array:
-    """Returns, for each of the locations `at`, 1 plus the index of an asynchronous product that still reads it, or 0 if there is none. Before the
-    product is waited for, a write to such a location is an error."""
+    """Returns, for each location `at`, 1 plus the index of an asynchronous product that still reads it, or 0."""
+    # before the product is waited for, a write to such a location is an error
     held = np.zeros(self.total, np.int32)
     for product, x in self.holding:
       by = product.threads if x.active is None else product.threads & x.active
@@ -108,8 +107,8 @@ class LdsShadow:
   # chunk as fast as a number. If an access may be faulty, the `on_` methods check each location separately.
 
   def clean_read(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
-    """Records a read by each active thread, of `per` neighbouring locations from location `at*per` on, and returns True. `at` has the shape
-    (threads,). `span` is the range of locations that all the threads read. Returns False and records nothing if the read is possibly faulty."""
+    """Records each active thread's read of `per` locations from `at*per` on, and returns True; if it may be faulty, returns False."""
+    # `span` is the range of locations that all the threads read; a read that may be faulty is not recorded
     meets = self.waves > 1 and self.written_at.meet(span, self.f.since)
     if (coming := self.coming(span)) or meets or not self.all_written(span):
       tag = chunks(self.writer, per).take(at).view(np.int32).reshape(-1, per)
@@ -119,8 +118,8 @@ class LdsShadow:
     return True
 
   def clean_write(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
-    """Records a write by each active thread, to `per` neighbouring locations from location `at*per` on, and returns True. `at` has the shape
-    (threads,). `span` is the range of locations that all the threads write. Returns False and records nothing if the write is possibly faulty."""
+    """Records each active thread's write to `per` locations from `at*per` on, and returns True; if it may be faulty, returns False."""
+    # `span` is the range of locations that all the threads write; a write that may be faulty is not recorded
     f, writer = self.f, chunks(self.writer, per)
     if self.kept(span): return False
     meets = self.waves > 1 and self.written_at.meet(span, f.since)
@@ -138,15 +137,14 @@ class LdsShadow:
     return self.waves == 1 or bool((writer.take(to).view(np.int32).reshape(-1, per) == tags[:, None]).all())
 
   def _settled(self, tag:Array) -> bool:
-    """Tells whether an access is safe after the last writes to its locations: whether each write was made before the last barrier, or by the
-    accessing wave. `tag`, of shape (threads, locations), says when and by which wave each location was written."""
+    """Tells whether each thread's locations were last written before the last barrier, or by the thread's own wave."""
+    # `tag` (threads, locations) says when and by which wave each location was written
     f, floor = self.f, np.broadcast_to(self.f.tag_floor, self.f.T)[:, None]
     if not (late := tag >= floor).any(): return True
     return not (late & (tag % f.stride != f.wave_of[:, None])).any()
 
   def on_read(self, at:Array, active:Array|None, span:Span) -> Finding|None:
-    """Records the read of one location by each active thread. `at` (threads,) holds the locations, and `span` is the range in which they lie. Returns
-    a Finding if the read is faulty, else None."""
+    """Records each active thread's read of the location `at` (threads,). Returns a Finding if the read is faulty."""
     f, meets = self.f, self.waves > 1 and self.written_at.meet(span, self.f.since)
     if (coming := self.coming(span)) or meets or not self.complete:
       tag = self.writer[at]
@@ -157,25 +155,23 @@ class LdsShadow:
     return None
 
   def note_read(self, at:Array, per:int, active:Array|None, span:Span) -> None:
-    """Records the read of `per` neighbouring locations from `at*per` on by each active thread, without any check. `span` is the range of locations
-    that all the threads read."""
+    """Records each active thread's read of `per` locations from `at*per` on, without any check."""
     if self.reader is None: return
     self.read_at.add(span, self.f.last_interval)
     self.pending.append((at, per, active, self.f.interval_of, self.f.last_interval))
     if len(self.pending) >= PENDING: self._settle_reads()
 
   def readers(self, span:Span) -> Array|None:
-    """Returns an array (a plane) for each wave. For each location it has the number of the interval (time between two barriers) in which the wave
-    last read the location. Returns None if no read since the last barrier overlaps `span`, a range of locations."""
+    """Returns, for each wave and location, the interval in which the wave last read it; None if no read since the last barrier overlaps `span`."""
     if self.reader is None or not self.read_at.meet(span, self.f.since): return None
     self._settle_reads()
     return self.reader
 
   def _settle_reads(self) -> None:
-    """Moves the list of the latest reads into the planes, the arrays that hold for each wave when it last read each location. Leaves out reads from
-    before the last barrier."""
+    """Moves the list of the latest reads into the planes, the arrays that hold for each wave when it last read each location."""
     assert self.reader is not None
     for at, per, active, interval, last in self.pending:
+      # reads from before the last barrier are left out
       if last < self.f.since: continue
       to, intervals = self.plane//per + at, _repeated(np.broadcast_to(interval, self.f.T), per)
       if active is None: chunks(self.reader, per)[to] = intervals
@@ -203,7 +199,7 @@ class LdsShadow:
 
 @dataclass
 class LdsOperand(Operand):
-  """Locations of LDS that a matrix product reads. Each active thread reads `per` neighbouring locations from `at*per` on."""
+  """Locations of LDS that a matrix product reads: each active thread's `per` locations from `at*per` on."""
   shadow: LdsShadow
   at: Array
   per: int
@@ -212,12 +208,13 @@ class LdsOperand(Operand):
   def hold(self, product:Product) -> None: self.shadow.holding.append((product, self))
   def release(self, product:Product) -> None: self.shadow.holding = [x for x in self.shadow.holding if x[0] is not product]
   def read_until_now(self, threads:Array) -> None:
-    """Records that the product has read these locations until now, when `threads` have waited for it. Without a barrier after that, a write to these
-    locations by another wave is an error."""
+    """Records that the product has read these locations until now, when `threads` have waited for it."""
+    # without a barrier after that, a write to these locations by another wave is an error
     self.shadow.note_read(self.at, self.per, threads if self.active is None else threads & self.active, self.span)
 
 def chunks(x:Array, per:int) -> Array:
-  """Returns a view of an array of int32 whose elements are chunks of `per` numbers each. The view's dtype only serves to copy whole chunks."""
+  """Returns a view of an array of int32 whose elements are chunks of `per` numbers each."""
+  # the dtype only serves to copy whole chunks
   return x.view({1: np.int32, 2: np.uint64, 4: np.complex128}[per])
 def _repeated(x:Array, per:int) -> Array: return chunks(np.repeat(x.astype(np.int32, copy=False), per), per)
 

@@ -1,8 +1,4 @@
-"""Threads of a run: their numbers, which of them are active, the barriers that they have passed, and errors that name one of them.
-
-Threads are ordered by workgroup (x fastest), within it by lidx2, lidx1, lidx0 (lidx0 fastest). So the threads of a hardware wave are consecutive. If
-threads diverge, a mask tells which threads are active. An inactive thread computes garbage, but it loads, stores and checks nothing. A loop whose
-bound differs between threads runs until the largest bound."""
+"""Threads of a run: their numbers, which of them are active, the barriers that they have passed, and errors that name one of them."""
 from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,22 +10,26 @@ from attn.emulator.banks import BankCounter
 from attn.emulator.checks import EmulatorError
 from attn.emulator.program import EmulatedProgram
 
+# Threads are ordered by workgroup (x fastest), within it by lidx2, lidx1, lidx0 (lidx0 fastest). So the threads of a hardware wave are consecutive.
+# If threads diverge, a mask tells which threads are active. An inactive thread computes garbage, but it loads, stores and checks nothing. A loop
+# whose bound differs between threads runs until the largest bound.
+
 Array = NDArray[Any]
 
 @dataclass(eq=False)
 class Product:
-  """An asynchronous matrix product (wgmma) that warpgroups have started."""
+  """Asynchronous matrix product (wgmma) that warpgroups have started."""
   number: int
   results: dict[int, Array]      # element of the accumulators -> its value when the product is done
   threads: Array                 # mask of the threads that have started the product and not waited for it
 
 class Operand:
-  """An operand of an asynchronous matrix product: locations of LDS, or an element of a register array. The product may read the operand at any time
-  from the start of the product until the threads have waited for it."""
+  """Operand of an asynchronous matrix product: locations of LDS, or an element of a register array."""
   def hold(self, product:Product) -> None: raise NotImplementedError
   def release(self, product:Product) -> None: raise NotImplementedError
+  # the product may read the operand at any time from its start until the threads have waited for it
   def read_until_now(self, threads:Array) -> None:
-    """Records that the product has read the operand until now. `threads` are the threads that have just waited for the product."""
+    """Records that the product has read the operand until now, when `threads` have waited for the product."""
 
 class Threads:
   """The threads of a range of workgroups, which run together: their indices, the mask of active threads, and the barriers that they have passed."""
@@ -57,7 +57,7 @@ class Threads:
     self.operands: list[Operand]|None = None        # while a product reads its operands, the list that collects them
 
   def start(self) -> int:
-    """Records that the operation that is being run starts an asynchronous operation. Returns the index of the asynchronous operation."""
+    """Records that the running step starts an asynchronous operation, and returns the operation's index."""
     self.started.append(self.pc)
     return len(self.started) - 1
 
@@ -66,7 +66,7 @@ class Threads:
     return x if isinstance(x, np.ndarray) and x.shape[-1:] == (self.T,) else np.broadcast_to(x, np.shape(x)[:-1] + (self.T,))
 
   def error(self, kind:type[EmulatorError], bad:Array, text:Callable[[int], str]) -> EmulatorError:
-    """Makes an error of class `kind` that names the first of the `bad` threads. `text` returns the message for the index of a thread."""
+    """Returns an error of class `kind` that names the first of the `bad` threads; `text` returns the message for a thread's index."""
     t = int(np.flatnonzero(np.broadcast_to(bad, self.T))[0])
     local, u = t % self.width, self.plan.uops[self.pc]
     where = self.workgroup(self.first + t//self.width)
@@ -78,14 +78,14 @@ class Threads:
     return number % self.grid[0], number//self.grid[0] % self.grid[1], number//self.grid[0]//self.grid[1]
 
   def operation(self, number:int) -> str:
-    """Returns a text about the asynchronous operation with index `number`, which names the line of code that started it."""
+    """Returns a text that names the line of code which started the asynchronous operation with index `number`."""
     step = self.started[number]
     return f"the operation started at {self.plan.place(self.plan.uops[step]).name or f'step {step}'}"
 
   # ***** divergence *****
 
   def also(self, condition:Array) -> Array|None:
-    """Returns the mask of the active threads that fulfil `condition`. The result None stands for all threads."""
+    """Returns the mask of the active threads that fulfil `condition`; None stands for all threads."""
     m = np.broadcast_to(condition, self.T) if self.mask is None else self.mask & condition
     return None if m.all() else m
   def push(self, mask:Array|None) -> None:
@@ -106,9 +106,10 @@ class Threads:
     self.note_intervals()
 
   def note_intervals(self) -> None:
-    """Recomputes the attributes that depend on `interval` and `seen`, after these have changed. An interval is the time of a wave between two
-    barriers or arrivals at an mbarrier; later intervals have larger numbers. `interval` has the number of each wave's current interval. `seen` has
-    one number n for each wave: the wave has waited for everything that the other waves of its workgroup did in intervals before n."""
+    """Recomputes the attributes that depend on `interval` and `seen`, after these have changed."""
+    # An interval is the time of a wave between two barriers or arrivals at an mbarrier; later intervals have larger numbers. `interval` has the
+    # number of each wave's current interval. `seen` has one number n for each wave: the wave has waited for everything that the other waves of its
+    # workgroup did in intervals before n.
     self.in_step = bool((self.interval == self.interval[:, :1]).all())      # are all waves of each workgroup in the same interval?
     same = bool((self.interval == self.interval[0, 0]).all())
     self.interval_of: Any = self.interval[0, 0] if same else self.interval[self.workgroup_of, self.wave_of]

@@ -1,11 +1,4 @@
-"""Asynchronous operations that a run has started and not waited for: copies to LDS, and matrix products of a warpgroup.
-
-This module holds their state. The operations of kernels (attn/ops) use an object of the class `Lanes`, whose methods start a copy or product, close a
-group of copies (commit), or wait.
-
-The checks are as strict as the documents of the hardware allow. Before the thread that started an operation has waited for it, no thread may access
-the data that the operation writes, or write the data that it reads. The shadow of LDS and the register arrays store the index of the operation, so
-that an error can name it."""
+"""Asynchronous operations that a run has started and not waited for: copies to LDS, and matrix products of a warpgroup."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +9,16 @@ from attn.emulator.memory import Registers
 from attn.emulator.shadow import LdsShadow
 from attn.emulator.threads import Operand, Product, Threads
 
+# The operations of kernels (attn/ops) use an object of the class `Lanes`, whose methods start a copy or product, close a group of copies (commit),
+# or wait. The checks are as strict as the documents of the hardware allow. Before the thread that started an operation has waited for it, no thread
+# may access the data that the operation writes, or write the data that it reads. The shadow of LDS and the register arrays store the index of the
+# operation, so that an error can name it.
+
 Array = NDArray[Any]
 
 @dataclass
 class Copy:
-  """An asynchronous store to LDS that threads have started: the locations that it writes, and for each thread the group of copies that it belongs to.
-  A thread waits for whole groups of its copies."""
+  """Asynchronous store to LDS that threads have started, in groups of copies for which a thread can wait."""
   shadow: LdsShadow
   at: Array        # locations: (locations of a thread, threads)
   by: Array        # threads
@@ -29,12 +26,12 @@ class Copy:
   span: Span
 
   def split(self, arrived:Array) -> tuple[Copy, Copy]:
-    """Splits this copy by threads: returns the part of the threads for which the copy is complete (`arrived`), and the part of all other threads."""
+    """Returns the part of this copy that has `arrived`, and the rest, divided by threads."""
     return tuple(Copy(self.shadow, self.at[:, x], self.by[x], self.group[x], self.span) for x in (arrived, ~arrived))   # type: ignore[return-value]
 
 @dataclass(eq=False)
 class Running:
-  """An asynchronous matrix product (wgmma) that warpgroups have started, with the registers that it writes and the operands that it reads."""
+  """Asynchronous matrix product (wgmma) that warpgroups have started, with its accumulators and operands."""
   product: Product
   accumulators: Registers
   operands: list[Operand]
