@@ -201,30 +201,32 @@ def without_loads(u:UOp, rewritten:dict[UOp, UOp]) -> UOp:
 # ***** recognising a function *****
 
 SIMPLE = (int, float, str, bytes, bool, type(None), DType, type(dtypes))
+BY_NAME = frozenset(("__dict__", "__import__", "eval", "exec", "getattr", "globals", "import_module", "vars"))     # these read what a text names
 
 def identity(function:Any) -> Hashable|None:
   """Returns a key for what a Python function computes. The key is made of the function's code, and of the values that the code reads from closures,
-  defaults, globals, modules and classes. Returns None if one of these values may change unnoticed, as an object or a list may."""
+  defaults, globals and modules. Returns None if one of these values may change unnoticed, as an object, a class or a list may."""
   try: return of_value(function, (), ())
   except TypeError: return None
 
-Holders = tuple[Any, ...]     # functions, modules and classes whose keys are being made, the outermost first
 Names = tuple[str, ...]
+Holders = tuple[tuple[Any, Names], ...]     # functions and modules whose keys are being made, the outermost first, with the names that are read
 
 def of_value(x:Any, names:Names, within:Holders) -> Hashable:
   """Returns a key for x, a value that the code of a function reads. `names` are the names of globals and attributes in this code. `within` are the
-  functions, modules and classes through which x was reached, the outermost first. If x is one of them, as in a recursive function, its key is its
-  index in `within`. Raises TypeError if x may change unnoticed."""
-  if isinstance(x, SIMPLE): return type(x), repr(x) if isinstance(x, float) else x     # 1, 1.0 and True are equal, and -0.0 and 0.0
-  if isinstance(x, tuple): return tuple(of_value(y, names, within) for y in x)
+  functions and modules through which x was reached, the outermost first. If x is one of them, as in a recursive function, its key is its index in
+  `within`. Raises TypeError if x may change unnoticed."""
+  if type(x) in SIMPLE: return type(x), repr(x) if isinstance(x, float) else x     # 1, 1.0 and True are equal, and -0.0 and 0.0
+  if type(x) is tuple: return tuple(of_value(y, names, within) for y in x)     # a named tuple with other names may be equal
   if isinstance(x, UOp): return x
-  for depth, holder in enumerate(within):
-    if x is holder: return "holder", depth     # a function that calls itself, a module that imports itself
-  within = (*within, x)
-  if isinstance(x, ModuleType|type):
-    own = x.__name__ if isinstance(x, ModuleType) else x.__module__
-    of_tinygrad = own.split(".")[0] == "tinygrad"
+  if isinstance(x, FunctionType): names = ()     # its code has names of its own
+  for depth, (holder, read) in enumerate(within):
+    if x is holder and names == read: return "holder", depth     # a function that calls itself, a module that imports itself
+  within = (*within, (x, names))
+  if isinstance(x, ModuleType):
+    of_tinygrad = x.__name__.split(".")[0] == "tinygrad"
     return x, () if of_tinygrad else tuple((name, of_value(getattr(x, name), names, within)) for name in names if hasattr(x, name))
+  if isinstance(x, type) and x.__module__.split(".")[0] == "tinygrad": return x
   if isinstance(x, BuiltinFunctionType) and isinstance(x.__self__, ModuleType): return x
   if isinstance(x, partial): return partial, of_value((x.func, x.args, *x.keywords.items()), names, within)
   if isinstance(x, FunctionType): return of_function(x, within)
@@ -232,6 +234,7 @@ def of_value(x:Any, names:Names, within:Holders) -> Hashable:
 
 def of_function(function:FunctionType, within:Holders) -> Hashable:
   names = names_in(function.__code__)
+  if used := BY_NAME.intersection(names): raise TypeError(f"{used} may read anything")
   closure = tuple(of_value(cell.cell_contents, names, within) if is_filled(cell) else None for cell in function.__closure__ or ())
   places = function.__globals__, sys.modules     # code may import modules
   others = tuple((name, of_value(place[name], names, within)) for name in names for place in places if name in place)

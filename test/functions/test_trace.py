@@ -2,6 +2,7 @@
 refuses and with which message, which UOps it makes of the others, and when it calls the function or compiles a kernel again."""
 from __future__ import annotations
 import functools, itertools, random, types
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 import numpy as np
@@ -287,13 +288,30 @@ def test_another_closure_is_another_function() -> None:
 
 WIDTH = 11
 SETTINGS = types.ModuleType("settings")
-class Widths: least = 21
+class Widths:
+  least = 21
+  @staticmethod
+  def of_itself() -> int: return Widths.least
 def from_a_global(b:UOp, h:UOp, i:UOp, j:UOp) -> UOp: return i - j < WIDTH
 def through_a_global(b:UOp, h:UOp, i:UOp, j:UOp) -> UOp: return from_a_global(b, h, i, j) & (j >= 0)
 def from_a_module(b:UOp, h:UOp, i:UOp, j:UOp) -> UOp: return i - j < SETTINGS.width
 def from_a_class(b:UOp, h:UOp, i:UOp, j:UOp) -> UOp: return i - j < Widths.least
 def from_itself(b:UOp, h:UOp, i:UOp, j:UOp, depth:int=0) -> UOp: return i - j < WIDTH if depth else from_itself(b, h, i, j, 1)
 def from_an_attribute(b:UOp, h:UOp, i:UOp, j:UOp) -> UOp: return i - j < from_an_attribute.width      # type: ignore[attr-defined]
+class Made:
+  def __init__(self) -> None: self.least = WIDTH
+class Widened(int):
+  more: int
+  def __new__(cls, more:int) -> Widened:
+    x = super().__new__(cls, 1)
+    x.more = more
+    return x
+LeastFirst, LeastLast = namedtuple("LeastFirst", "least most"), namedtuple("LeastLast", "most least")
+def from_a_static_method(b:UOp, h:UOp, i:UOp, j:UOp) -> UOp: return i - j < Widths.of_itself()
+def from_an_instance(b:UOp, h:UOp, i:UOp, j:UOp) -> UOp: return i - j < Made().least
+def by_a_text(b:UOp, h:UOp, i:UOp, j:UOp, name:str="width") -> UOp: return i - j < getattr(SETTINGS, name)
+def by_globals(b:UOp, h:UOp, i:UOp, j:UOp) -> UOp: return i - j < globals()["WIDTH"]
+def through_two_modules(b:UOp, h:UOp, i:UOp, j:UOp) -> UOp: return i - j < SETTINGS.width_of_other()
 TABLE_OF_WIDTHS = {0: 31}
 def from_a_dict(b:UOp, h:UOp, i:UOp, j:UOp) -> UOp: return i - j < TABLE_OF_WIDTHS[0]
 
@@ -304,9 +322,17 @@ def test_a_changed_value_is_another_function(monkeypatch:pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Widths, "least", width)
     monkeypatch.setattr(from_an_attribute, "width", width, raising=False)
     monkeypatch.setitem(TABLE_OF_WIDTHS, 0, width)
-    for function in (from_a_global, from_a_module, from_a_class, from_itself, from_an_attribute, from_a_dict):
+    monkeypatch.setattr(SETTINGS, "width_of_other", lambda: SETTINGS.width, raising=False)
+    for function in (from_a_global, from_a_module, from_a_class, from_itself, from_an_attribute, from_a_dict, from_a_static_method, from_an_instance,
+                     by_a_text, by_globals, through_two_modules):
       assert masked(function) is nearer(width), function
     assert masked(through_a_global) is (nearer(width) & committed(KEY >= 0))
+
+def test_values_that_are_equal_but_read_by_other_names() -> None:
+  def least(x:Any) -> Callable[..., UOp]: return lambda b, h, i, j: i - j < x.least
+  def more(x:Any) -> Callable[..., UOp]: return lambda b, h, i, j: i - j < x.more
+  assert [masked(least(x)) for x in (LeastFirst(3, 4), LeastLast(3, 4))] == [nearer(3), nearer(4)]
+  assert [masked(more(Widened(n))) for n in (5, 6)] == [nearer(5), nearer(6)]
 
 def test_function_objects() -> None:
   def factor(function:Any) -> Any:
