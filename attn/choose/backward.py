@@ -1,5 +1,5 @@
-"""Choice of what computes the gradients of a problem on a chip: the backward kernels, or tinygrad by differentiating `three_pass` (attention in plain
-tensor operations). If the backward kernels are not chosen, the choice says why."""
+"""Choice of what computes the gradients of a problem on a chip: the backward kernels, or tinygrad from `three_pass` (attention in plain tensor
+operations). Begin with `choose_backward`."""
 from __future__ import annotations
 import itertools, math
 from dataclasses import dataclass, replace
@@ -25,13 +25,13 @@ from attn.tinygrad_compat import UOp
 from attn.values import FLOATS, INTS, cache_of_kernels
 
 def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel that computes dq and delta, with the tile description `tile`. `dlse` says whether lse has a gradient, too. If `parts` is above
-  0, the kernel stores this number of fp32 partial results in place of dq."""
+  """Makes the kernel that computes dq and delta."""
+  # With `dlse` lse has a gradient, too. With `parts` above 0 the kernel stores this number of fp32 partial results in place of dq.
   return GRADIENT_KERNELS[tile.suffix].dq(p, arch, tile, dlse, parts)
 
 def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel that computes dk and dv, with the tile description `tile`. If `parts` is above 0, the kernel stores this number of fp32
-  partial results in place of dk, and as many in place of dv."""
+  """Makes the kernel that computes dk and dv."""
+  # With `parts` above 0 the kernel stores this number of fp32 partial results in place of dk, and as many in place of dv.
   return GRADIENT_KERNELS[tile.suffix].dkdv(p, arch, tile, parts)
 
 def kernels_at_once(tile:AnyBackwardTile) -> AtOnce:
@@ -40,67 +40,58 @@ def kernels_at_once(tile:AnyBackwardTile) -> AtOnce:
   return found
 
 def delta_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False) -> Callable[..., UOp]:
-  """Returns the kernel that prepares the computation of all gradients by one kernel (`all_of`): it computes delta, and sets the fp32 accumulator of
-  dQ in memory to 0. `tile` is the tile description of the kernel of `all_of`. `dlse` says whether lse has a gradient, too."""
+  """Makes the kernel that computes delta and clears the fp32 sum of dQ, before the kernel of `all_of` runs."""
   return kernels_at_once(tile).delta(p, arch, dlse)
 def all_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel that computes all gradients at once, with the tile description `tile`. The returned kernel stores dk and dv, and adds dQ to an
-  fp32 accumulator in memory. If `parts` is above 0, the kernel stores this number of fp32 partial results in place of dk, and as many in place of dv.
-  """
+  """Makes the kernel that stores dk and dv, and adds dQ to an fp32 sum in memory."""
+  # With `parts` above 0 the kernel stores this number of fp32 partial results in place of dk, and as many in place of dv.
   return kernels_at_once(tile).all(p, arch, tile, parts)
 def few_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0, key_parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel that computes dq, dk, dv and delta of a problem with few queries, with the tile description `tile`. `dlse` says whether lse
-  has a gradient, too. If `parts` is above 0, the kernel stores this number of fp32 partial results in place of dq. If `key_parts` is 1, it stores dk
-  and dv in fp32."""
+  """Makes the kernel that computes dq, dk, dv and delta of a problem with few queries."""
+  # With `parts` above 0 the kernel stores this number of fp32 partial results in place of dq. With key_parts=1 it stores dk and dv in fp32.
   found = GRADIENT_KERNELS[tile.suffix].few
   assert found is not None
   return found.program(p, arch, tile, dlse, parts, key_parts)
 def finish_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
-  """Returns the kernel that finishes the computation of all gradients by one kernel (`all_of`): it multiplies the fp32 accumulator of dQ in memory by
-  softmax_scale, and stores the rounded products as dq. `tile` is the tile description of the kernel of `all_of`."""
+  """Makes the kernel that multiplies the fp32 sum of dQ by softmax_scale and stores the rounded products as dq, after the kernel of `all_of`."""
   return kernels_at_once(tile).finish(p, arch, tile)
 
 def at_once(p:Problem, arch:Chip) -> AtOnceTile|str|None:
-  """Returns the tile description of the kernel that computes dq, dk and dv at once, if attn chooses this kernel. Otherwise returns the reason, as a
-  text, why two kernels compute the gradients. Returns None if the matrix unit has no kernel for all gradients. Requires that the backward kernels can
-  compute the gradients of `p`."""
+  """Returns the tile description of the kernel that computes dq, dk and dv at once, or the reason why two kernels compute these gradients."""
+  # None: the matrix unit has no such kernel.
   found = GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].at_once
   return None if found is None else found.tile(p, arch)
 
 def few_queries(p:Problem, arch:Chip) -> WgmmaFewQueriesTile|str|None:
-  """Returns the tile description of the kernel that computes dq, dk and dv of a problem with few queries, if attn chooses this kernel. Otherwise
-  returns the reason, as a text, why other kernels compute the gradients. Returns None if the matrix unit has no such kernel. Requires that the
-  backward kernels can compute the gradients of `p`."""
+  """Returns the tile description of the kernel that computes all gradients of few queries, or the reason why other kernels compute the gradients."""
+  # None: the matrix unit has no such kernel.
   found = GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].few
   return None if found is None else found.tile(p, arch)
 
 def instead_of_two(p:Problem, arch:Chip) -> AtOnceTile|None:
-  """Returns the tile description of the kernel that computes dq, dk and dv, if attn chooses one kernel: the kernel for few queries, or the kernel
-  that adds to dq in memory. Returns None if two kernels compute the gradients."""
+  """Returns the tile description of the single kernel that attn chooses for dq, dk and dv, or None if attn chooses two kernels."""
   return next((tile for choose in (few_queries, at_once) if isinstance(tile := choose(p, arch), AtOnceTile)), None)
 
 def choose_bias_tile(p:Problem, arch:Chip) -> BackwardTile|MmaBackwardTile:
-  """Returns the tile description of the kernel that computes dbias on the chip `arch`. Raises NotImplementedError if the chip has no such kernel."""
+  """Returns the tile description of the kernel that computes dbias, or raises NotImplementedError if the chip has no such kernel."""
   for gradient in GRADIENT_KERNELS.values():
     if gradient.bias is not None and gradient.lacks(arch) is None: return gradient.bias.tile(p, arch)
   raise NotImplementedError(no_tiles(arch))
 
 def dbias_of(p:Problem, arch:Chip, tile:BackwardTile|MmaBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel that computes dbias, with the tile description `tile`. If `parts` is above 0, the kernel stores this number of fp32 partial
-  results in place of dbias."""
+  """Makes the kernel that computes dbias."""
+  # With `parts` above 0 the kernel stores this number of fp32 partial results in place of dbias.
   bias = GRADIENT_KERNELS[tile.suffix].bias
   assert bias is not None
   return bias.program(p, arch, tile, parts)
 
 @dataclass(frozen=True)
 class ChosenKernel:
-  """A kernel that was chosen to compute gradients, or a part of them.
-
-      tile: the kernel's tile description, or None for a kernel for which there is nothing to choose
-      over: "keys" or "queries": what the kernel loops over, tile by tile; "" for kernels whose tiles `attn.explain` does not count
-      parts: number of fp32 partial results that the kernel stores for each of its gradients; 0: it stores the gradient itself
-      tensor: name of the tensor whose gradient `backward_dbias` sums; "" for other kernels"""
+  """A kernel that attn chose to compute gradients of a problem, or to compute a part of these gradients."""
   name: str
+  # `tile` is None if the kernel leaves nothing to choose. `over` says what the kernel loops over, "keys" or "queries", and is "" if `attn.explain`
+  # does not count the kernel's tiles. The kernel stores `parts` fp32 partial results of each gradient (0: the gradient itself). `tensor` names the
+  # tensor whose gradient `backward_dbias` sums ("" for other kernels).
   tile: AnyBackwardTile|None = None
   over: str = ""
   parts: int = 0
@@ -111,37 +102,29 @@ class ChosenKernel:
 
 @dataclass(frozen=True)
 class BackwardChoice:
-  """What computes the gradients of a problem. `chosen` has the kernels in the order in which they run. If `chosen` is empty, tinygrad differentiates
-  `three_pass` (attention in plain tensor operations).
-
-      refused: why the backward kernels do not compute the gradients
-      memory: bytes of the tensors that the kernels need besides inputs and outputs
-      others: pairs of text: names of kernels that attn would prefer, with a comma between them; why they were not chosen
-      by_tinygrad: pairs of text: name of a tensor that score_mod reads and whose gradient tinygrad computes; why no kernel computes it"""
-  chosen: tuple[ChosenKernel, ...]
+  """What computes the gradients of a problem: the kernels `chosen`, or tinygrad if `chosen` is empty."""
+  chosen: tuple[ChosenKernel, ...]  # in the order in which they run
   arch: Chip|None
-  refused: str|None = None
-  memory: int = 0
-  others: tuple[tuple[str, str], ...] = ()
-  by_tinygrad: tuple[tuple[str, str], ...] = ()
+  refused: str|None = None  # why the backward kernels do not compute the gradients
+  memory: int = 0  # bytes of the tensors that the kernels need besides inputs and outputs
+  others: tuple[tuple[str, str], ...] = ()  # (names of kernels that attn would prefer, why not)
+  by_tinygrad: tuple[tuple[str, str], ...] = ()  # (tensor that score_mod reads, why no kernel computes its gradient)
   def why_not(self, kernel:str) -> str|None:
-    """Returns the reason why a backward kernel, such as "backward_dq_mma", was not chosen. Returns None for the chosen kernels and for kernels that
-    attn would choose only if the chosen ones could not compute the gradients."""
+    """Returns the reason why attn did not choose a backward kernel that it prefers, such as "backward_dq_mma", or None."""
     return next((reason for names, reason in self.others if kernel in names.split(", ")), None)
   @property
   def kernels(self) -> tuple[str, ...]: return tuple(x.name for x in self.chosen)
   @property
   def tiles(self) -> tuple[AnyBackwardTile, ...]|None:
-    """Tile descriptions of the chosen backward kernels. Kernels without a tile description are left out. None if tinygrad computes the gradients."""
+    """Tile descriptions of the chosen backward kernels; None if tinygrad computes the gradients."""
     return tuple(x.tile for x in self.chosen if x.tile is not None) or None
   @property
   def parts(self) -> tuple[int, ...]:
-    """Numbers of fp32 partial results, one for each tile description in `tiles`: how many the tile's kernel stores of each gradient, or 0 if it
-    stores the gradients themselves."""
+    """Number of fp32 partial results of each gradient, for each tile description in `tiles`; 0 if the kernel stores the gradients themselves."""
     return tuple(x.parts for x in self.chosen if x.tile is not None)
   @property
   def at_once(self) -> bool:
-    """Whether one kernel computes dq, dk and dv at once."""
+    """Whether one kernel computes dq, dk and dv."""
     return any(x.name.startswith((AT_ONCE_KERNELS[1], FEW_KERNEL)) for x in self.chosen)
   def __str__(self) -> str:
     where = "any device" if self.arch is None else str(self.arch)
@@ -156,50 +139,47 @@ FULL_GRIDS = 4    # most workgroups that parts may add to a kernel's own, counte
 
 @dataclass(frozen=True)
 class Parts:
-  """How many partial results each backward kernel stores of each gradient; 0 if it stores the gradient itself. With partial results, several
-  workgroups share work that one workgroup would do alone. Partial results are fp32 tensors. A further kernel adds them, always in the same order.
-
-      dq, dkdv: for the kernel of dq, and for the kernel of dk and dv
-      sums: for each sum of dS that `backward_dbias` computes, in the order of `kernel_sums`"""
+  """Number of fp32 partial results that each backward kernel stores of each gradient; 0 if the kernel stores the gradient itself."""
+  # With partial results, several workgroups share the work of one. A further kernel adds the partial results, always in the same order.
   dq: int
   dkdv: int
-  sums: tuple[int, ...] = ()
+  sums: tuple[int, ...] = ()  # for each sum that `backward_dbias` computes
 
 def choose_parts(p:Problem, arch:Chip) -> Parts:
-  """Chooses how many partial results each backward kernel stores of each gradient. If a kernel has too few workgroups to fill the chip, several
-  workgroups each compute a partial result, in fp32, and a further kernel adds these. The model of `splits.split_heuristic` estimates the time for
-  each number. To limit the memory for partial results, they add at most FULL_GRIDS times as many workgroups as fill the chip."""
+  """Chooses how many partial results each backward kernel stores of each gradient, so that enough workgroups fill the chip."""
   return parts_with_tiles(p, arch, *tiles_of(p, arch))
 
 @cache_of_kernels
 def parts_with_tiles(p:Problem, arch:Chip, dq:AnyBackwardTile, dkdv:AnyBackwardTile) -> Parts:
-  """Chooses the numbers of partial results, as `choose_parts` does, for backward kernels with the tile descriptions `dq` and `dkdv`."""
+  """Does the same as `choose_parts` for given tile descriptions of the two backward kernels."""
   if arch.serial or not arch.cus: return Parts(0, 0, (0,)*len(kernel_sums(p, arch)))      # nothing is known of such a device
   return Parts(parts_of_kernel(p, arch, dq, "keys"), parts_of_kernel(p, arch, dkdv, "queries"),
                tuple(parts_of_sum(x, arch) for x in kernel_sums(p, arch)))
 
 def parts_of_kernel(p:Problem, arch:Chip, tile:AnyBackwardTile, over:str) -> int:
-  """Chooses how many partial results a backward kernel with the tile description `tile` stores. `over` says what its workgroups loop over, "keys" or
-  "queries"; they own rows of the other kind. Returns 0 if the kernel should store the gradients themselves."""
+  """Chooses how many partial results of each gradient a backward kernel stores; 0 means the gradient itself."""
   visible = p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head that a mask leaves
   rows, keys = (p.total_q, p.total_k) if p.varlen else (p.B*p.Sq, p.B*p.Sk)
+  # `over` says what a workgroup loops over, "keys" or "queries"; the workgroup owns rows of the other kind.
   own, heads, walked, numbers = (p.Sq, p.H, p.Sk, rows*p.H*p.D) if over == "keys" else (p.Sk, p.Hkv, p.Sq, keys*p.Hkv*(p.D + p.Dv))
   shared = p.H//heads
   trips, longest = (shared*ceildiv(seen, tile.block_n) for seen in (visible//own, most_seen(p, over)))
   workgroups, places = p.B*heads*ceildiv(own, tile.block_m), splits.places_of(p, arch, tile)
+  # The memory of partial results is limited: they add at most FULL_GRIDS times as many workgroups as fill the chip.
   most = min(ceildiv(walked, tile.block_n)*shared, 1 + FULL_GRIDS*places//workgroups)
   choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= most]
   found = splits.quickest(choices, workgroups, max(1, trips), tile.block_n, places, numbers, longest)
   return found if found > 1 else 0
 
 def parts_of_chosen(p:Problem, arch:Chip) -> Parts:
-  """Chooses how many partial results each kernel stores that attn chooses for `p`. The kernel for few queries counts as a kernel of dq."""
+  """Chooses how many partial results the kernels that attn chooses for `p` store of each gradient."""
+  # The kernel for few queries counts as a kernel of dq.
   parts, few = choose_parts(p, arch), few_queries(p, arch)
   return replace(parts, dq=parts_of_kernel(p, arch, few, "keys"), dkdv=0) if isinstance(few, WgmmaFewQueriesTile) else parts
 
 def most_seen(p:Problem, over:str) -> int:
-  """Returns the largest number of keys that any query sees, if `over` is "keys", or the largest number of queries that see any key, if `over` is
-  "queries". Of the masks, only the window (p.window, which includes a causal mask) is considered."""
+  """Returns the most keys that one query sees (`over`="keys"), or the most queries that see one key (`over`="queries")."""
+  # Only the window (p.window, which includes a causal mask) is considered.
   (left, right), rows, columns, offset = (p.window, p.Sq, p.Sk, p.offset) if over == "keys" else (p.window[::-1], p.Sk, p.Sq, -p.offset)
   # The row whose column on the diagonal is `center` sees the columns from center - left to center + right. The next row has the next column.
   best = left if min(left, right) >= 0 else 0 if right < 0 else columns
@@ -208,7 +188,7 @@ def most_seen(p:Problem, over:str) -> int:
   return max(0, last - first + 1)
 
 def parts_of_sum(x:KernelSum, arch:Chip) -> int:
-  """Chooses how many partial results of the sum `x` the kernel `backward_dbias` stores. Returns 0 if it should store the sum itself."""
+  """Chooses how many partial results of the sum `x` the kernel `backward_dbias` stores; 0 means the sum itself."""
   share = BiasShare(x.p, x.tile.block_m, x.tile.block_n)
   if share.summed.diagonals: return 0
   found = share.trips if share.uneven else min(share.trips, arch.cus//share.workgroups)
@@ -216,19 +196,17 @@ def parts_of_sum(x:KernelSum, arch:Chip) -> int:
 
 @dataclass(frozen=True)
 class KernelSum:
-  """A sum of dS (the gradients of scores) that the kernel `backward_dbias` computes, such as the gradient of a bias that is broadcast over the batch.
-  `p` is the problem for which this kernel is made, and `tile` its tile description."""
-  p: Problem
+  """A sum of dS (the gradient of the scores) that the kernel `backward_dbias` computes, such as dbias of a bias that is broadcast over the batch."""
+  p: Problem  # problem for which the kernel is made
   tile: BackwardTile|MmaBackwardTile
   @property
   def tensor(self) -> str:
-    """Name of the tensor, such as "bias", for whose gradient the kernel `backward_dbias` computes this sum of dS."""
+    """Name of the tensor whose gradient this sum is, such as "bias"."""
     return sum_over_scores(self.p).name
 
 @cache_of_kernels
 def kernel_sums(p:Problem, arch:Chip) -> tuple[KernelSum, ...]:
-  """Returns the sums of dS (the gradients of scores) that the kernel `backward_dbias` computes for `p`: gradients of a bias or of tensors that
-  score_mod reads. Returns () for a chip without such a kernel."""
+  """Returns the sums of dS (the gradient of the scores) that `backward_dbias` computes for `p`; () if the chip has no such kernel."""
   if (bias := GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].bias) is None: return ()
   found = list[KernelSum]()
   for x in problems_of_sums(p):
@@ -238,16 +216,16 @@ def kernel_sums(p:Problem, arch:Chip) -> tuple[KernelSum, ...]:
   return tuple(found)
 
 def tensors_by_tinygrad(p:Problem, arch:Chip) -> dict[str, str]:
-  """Returns {name: reason} for the floating-point tensors that score_mod reads and whose gradients tinygrad computes, because no kernel does. A name
-  is "mod_tensor" followed by a number, e.g. "mod_tensor0"."""
+  """Returns {name: reason} for the tensors of score_mod whose gradient tinygrad computes, with the reason why no kernel computes this gradient."""
+  # A name is "mod_tensor" followed by a number.
   by_kernel = {x.tensor for x in kernel_sums(p, arch)}
   numbers = {} if p.score_mod is None else dict.fromkeys(number_of_tensor(u) for u in float_elements(p))
   return {f"mod_tensor{n}": why_not_summed(p, n) or f"no kernel of this unit sums it on {arch.name}" for n in numbers
           if f"mod_tensor{n}" not in by_kernel}
 
 def memory_of(p:Problem, arch:Chip, parts:Parts) -> int:
-  """Returns the number of bytes that the backward kernels need besides inputs and outputs: for lse and delta of each query, for the partial results
-  of gradients, and for the sums of dS from which gradients of score_mod's tensors are made."""
+  """Returns the bytes of memory that the backward kernels need besides inputs and outputs."""
+  # This memory holds partial results, sums of dS from which gradients of score_mod's tensors are made, and lse and delta of each query (8 bytes).
   divided = [dq_arguments(p, parts=parts.dq)["dq"]]*bool(parts.dq)
   if parts.dkdv: divided += [dkdv_arguments(p, parts.dkdv)[name] for name in ("dk", "dv")]
   for x, number in zip(kernel_sums(p, arch), parts.sums):
@@ -257,32 +235,30 @@ def memory_of(p:Problem, arch:Chip, parts:Parts) -> int:
 def nbytes(tensor:tuple[tuple[int, ...], str]) -> int: return (FLOATS | INTS)[tensor[1]].itemsize*math.prod(tensor[0])
 
 def tiles_of(p:Problem, arch:Chip) -> Tiles:
-  """Returns the tile descriptions of the kernel of dq and of the kernel of dk and dv for a problem `p`. Requires that the backward kernels can
-  compute the gradients of `p`."""
+  """Returns the tile descriptions of the kernel of dq and of the kernel of dk and dv, for a problem that the backward kernels can compute."""
   found = can_differentiate(p, arch)
   assert not isinstance(found, str)
   return found
 
 def can_differentiate(p:Problem, arch:Chip|None) -> Tiles|str:
-  """Returns the tile descriptions of the kernel of dq and of the kernel of dk and dv for `p` on `arch`. If these kernels are not used, returns the
-  reason: they cannot compute the gradients, or ATTN_KERNEL asks tinygrad to compute them. Raises NotImplementedError if ATTN_KERNEL asks for backward
-  kernels that cannot compute the gradients."""
+  """Returns the tile descriptions of the kernel of dq and of the kernel of dk and dv, or the reason why neither kernel is used."""
+  # Raises NotImplementedError if ATTN_KERNEL asks for backward kernels that cannot compute the gradients.
   if (asked := asked_for()).backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} asks for another kernel"
   if isinstance(found := kernel_tiles(p, arch, asked.units), str): check_not_forced(found)
   return found
 
 def check_not_forced(reason:str) -> None:
-  """Raises NotImplementedError if ATTN_KERNEL asks for the backward kernels. `reason` says why they do not compute the gradient."""
+  """Raises NotImplementedError, with the given reason, if ATTN_KERNEL asks for the backward kernels."""
   if (wanted := asked_for().backward) in WAYS: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {reason}")
 
 @cache_of_kernels
 def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> Tiles|str:
-  """Returns the tile descriptions of the best kernel of dq and the best kernel of dk and dv for `p` on `arch`, or the reasons why no backward kernels
-  can compute the gradients. Considers only kernels for the matrix units `units` (endings of the kernels' names). Prefers kernels for a matrix unit to
-  kernels of plain UOps."""
+  """Returns the tile descriptions of the best kernel of dq and of the best kernel of dk and dv, or the reasons why no backward kernel can run."""
+  # `units` has the endings of the names of the kernels that may be chosen.
   if arch is None: return NO_UNIT
   if p.of_8_bits: return f"q, k and v are {p.dtype}: attention of 8-bit floats has no gradient"
   p, reasons = replace(p, num_splits=1), []
+  # Kernels for a matrix unit come before kernels of plain UOps, which run everywhere.
   for everywhere in (False, True):
     refusals = []
     for suffix, gradient in GRADIENT_KERNELS.items():
@@ -293,13 +269,13 @@ def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> Tile
   return "; ".join(dict.fromkeys(reasons))
 
 def by_tinygrad(arch:Chip|None, reason:str) -> BackwardChoice:
-  """Returns the BackwardChoice for gradients that tinygrad computes by differentiating `three_pass` (attention in plain tensor operations). `reason`
-  says why the backward kernels do not compute them. Raises NotImplementedError if ATTN_KERNEL asks for the backward kernels."""
+  """Returns the choice that tinygrad computes the gradients from `three_pass`. Raises NotImplementedError if ATTN_KERNEL asks for the backward
+  kernels."""
   check_not_forced(reason)
   return BackwardChoice((), arch, reason)
 
 def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
-  """Returns what computes the gradients of `p`: the backward kernels or tinygrad. `forward` is the name of the kernel that computed the output."""
+  """Chooses what computes the gradients of `p`, after the kernel named `forward` computed the output."""
   if forward == "three_pass": return by_tinygrad(arch, "forward is three_pass, which tinygrad differentiates")
   found = can_differentiate(p, arch)
   if isinstance(found, str) or arch is None: return BackwardChoice((), arch, str(found))
@@ -320,8 +296,7 @@ def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   return BackwardChoice((*kernels, *sums), arch, None, memory_of(p, arch, parts), others, tuple(tensors_by_tinygrad(p, arch).items()))
 
 def others_of(p:Problem, arch:Chip, chosen:str) -> tuple[tuple[str, str], ...]:
-  """Returns (names of kernels, reason) for each kind of matrix unit that attn prefers to the unit `chosen` (the ending of the chosen kernels' names).
-  The reason says why these kernels were not chosen."""
+  """Returns (names of kernels, reason) for each matrix unit that attn prefers to the unit `chosen`: why these kernels were not chosen."""
   asked, p, found = asked_for(), replace(p, num_splits=1), []
   for suffix, gradient in itertools.takewhile(lambda x: x[0] != chosen, GRADIENT_KERNELS.items()):
     if not isinstance(reason := gradient.tiles(p, arch), str): reason = f"ATTN_KERNEL={asked.backward} asks for another kernel"

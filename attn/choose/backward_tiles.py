@@ -1,9 +1,5 @@
-"""Choice of the backward kernels' tile descriptions for a problem on a chip. Each family of chips has tables of tile shapes (the sizes by which a
-kernel divides its work). The first row of a table that fits the problem and the chip is chosen.
-
-The shapes in AMD's tables were chosen by the number of registers that clang 22 needs, and on CDNA3 and CDNA4 also by the predicted time of a problem
-(`python -m attn.tune --near`). The shapes for mma.sync were chosen by the number of registers that nvcc 13 needs. The speed of these shapes was not
-measured."""
+"""Choice of the backward kernels' tile descriptions for a problem on a chip: the first row that fits, of a table of tile shapes of the chip's
+family."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn.cache import tuned
@@ -26,6 +22,9 @@ from attn.score.masks import hiding, scattered
 from attn.score.sums import has_sum, sum_over_scores
 from attn.score.terms import varies
 
+# The shapes in AMD's tables were chosen by the number of registers that clang 22 needs, and on CDNA3 and CDNA4 also by the predicted time of a
+# problem (`python -m attn.tune --near`). The shapes for mma.sync were chosen by the number of registers that nvcc 13 needs. The speed of these shapes
+# was not measured.
 AnyBackwardTile = BackwardTile|MmaBackwardTile|WgmmaBackwardTile|TiledBackwardTile
 AtOnceTile = BackwardTile|WgmmaBackwardTile      # of a kernel that computes dq, dk and dv at once
 
@@ -36,7 +35,8 @@ def amd_backward_tile(p:Problem, arch:Chip, keys:bool) -> BackwardTile:
   return _chosen("backward_dq", p, arch, arch.unit.dq, False, arch.unit.plain_dq)
 
 def amd_bias_tile(p:Problem, arch:Chip) -> BackwardTile:
-  """Chooses the tile description of AMD's kernel for dbias, from a table of its own or from the table of the kernel for dq."""
+  """Chooses the tile description of AMD's kernel for dbias."""
+  # Without a table of its own, the kernel uses the table of the kernel for dq.
   return _chosen("backward_dq", p, arch, arch.unit.dbias or arch.unit.dq, False)
 
 def mma_backward_tile(p:Problem, arch:Chip, keys:bool) -> MmaBackwardTile:
@@ -46,18 +46,16 @@ def mma_backward_tile(p:Problem, arch:Chip, keys:bool) -> MmaBackwardTile:
 def mma_bias_tile(p:Problem, arch:Chip) -> MmaBackwardTile: return _chosen_mma("backward_dbias_mma", p, arch, DBIAS_MMA, p.Sq, False)
 
 def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
-  """Returns the tile description of a backward kernel on wgmma: of the kernel of dk and dv if `keys` is true, otherwise of the kernel of dq. Takes
-  the first row of the kernel's table that is for the problem's head dimensions. There is such a row for every problem that the wgmma kernels can
-  compute."""
+  """Returns the tile description of the wgmma kernel of dk and dv if `keys` is true, otherwise of the kernel of dq."""
   queries, rows = (p.Sq*(p.H//p.Hkv), p.Sk) if keys else (p.Sq, p.Sq)
   table = DKDV_WGMMA if keys else DQ_WGMMA
+  # The first row for the problem's head dimensions is taken. There is such a row for every problem that the wgmma kernels can compute.
   found = next(row for row in table if max(p.D, p.Dv) <= row.up_to and (row.varied or not varies(p)) and
                (row.few_queries is None or queries <= row.few_queries)).shape
   return WgmmaBackwardTile(**vars(replace(found, groups=min(found.groups, ceildiv(rows, wgmma.M)))), matrix=MMA[p.dtype], keys=keys)
 
 def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
-  """Returns the reason why the wgmma kernels do not compute the gradients of `p` on `arch`: they cannot, or the kernels with mma.sync are faster
-  because of their smaller tiles. Returns None if the wgmma kernels compute them."""
+  """Returns the reason why the wgmma kernels do not compute the gradients of `p`, or None if they do."""
   if (reason := wgmma_refuses(p, arch)) is not None: return reason
   if p.out_dtype != p.dtype: return f"out_dtype {p.out_dtype}: the dtype of dO must be that of q, k and v, {p.dtype}"
   rows = wgmma.M
@@ -77,22 +75,18 @@ REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of
 
 @dataclass(frozen=True)
 class FasterAtOnce:
-  """Row of the table FASTER_ON_WGMMA: the problems for which one kernel for all gradients was measured to be faster than two kernels. The row's key
-  in the table is (head dimension, option): these problems have this head dimension, and no option besides this one ("": none) and those in
-  USED_AT_ONCE.
-
-    windows: the values of `Problem.window` with which one kernel is faster, if workgroups add to dq in any order
-    in_order: the same if workgroups add to dq in a fixed order (deterministic=True)
-    keys, blocks: with a fixed order, one kernel is faster from this many keys and as many queries on, and from this many blocks of keys on (in all
-      batches and heads)
-    window_keys: with any other window and in any order, one kernel is faster if a query sees this many keys on average; None: with no other window
-    shape: the tile shape with which one kernel is faster"""
+  """Problems for which one kernel for all gradients was measured to be faster than two kernels: a row of the table FASTER_ON_WGMMA."""
+  # The row's key in the table is (head dimension, option): its problems have this head dimension, and no option besides this one ("": none) and those
+  # in USED_AT_ONCE. One kernel is faster with the values `windows` of `Problem.window` if workgroups add to dq in any order, and with the values
+  # `in_order` if they add in a fixed order (deterministic=True).
   windows: tuple[tuple[int, int], ...] = ()
   in_order: tuple[tuple[int, int], ...] = ()
+  # With a fixed order, one kernel is faster from `keys` keys and as many queries on, and from `blocks` blocks of keys on (in all batches and heads).
+  # With any other window and in any order, it is faster if a query sees `window_keys` keys on average; None: with no other window.
   keys: int = 2048
   blocks: int = 2048
   window_keys: int|None = None
-  shape: WgmmaBackwardShape = AT_ONCE_WGMMA
+  shape: WgmmaBackwardShape = AT_ONCE_WGMMA  # tile shape with which one kernel is faster
 
 # By head dimension and option ("": no option). Times on an H100: docs/data/nvidia_backward_ways.csv and nvidia_backward_options.csv. In a fixed order
 # without options, two kernels take 1.04 to 1.10 times as long from 2048 blocks and 2048 keys on, 0.98 times as long with 1024 keys or with 512
@@ -118,8 +112,7 @@ LEAST_QUERIES = 1024     # of all heads that share keys: no smaller number was t
 LEAST_KEYS = 768
 
 def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
-  """Returns the tile description of the kernel on wgmma that computes dq, dk and dv at once, if this kernel is chosen. Otherwise returns the reason,
-  as a text, why two kernels compute the gradients."""
+  """Returns the tile description of the wgmma kernel that computes dq, dk and dv at once, or the reason why two kernels are used."""
   if p.D not in (widths := sorted({D for D, _ in FASTER_ON_WGMMA})) or p.Dv > p.D:
     return f"D={p.D}, Dv={p.Dv}: it has enough registers only with D {' and '.join(map(str, widths))}, and Dv no larger"
   faster = faster_at_once(p)
@@ -134,8 +127,7 @@ def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
   return not_in_order(p, tile, faster) or too_few_blocks(p, arch, tile, parts) or not_in_lds(p, arch, tile) or tile
 
 def wgmma_few_queries(p:Problem, arch:Chip) -> WgmmaFewQueriesTile|str:
-  """Returns the tile description of the kernel on wgmma that computes dq, dk and dv of a problem with few queries, if this kernel is chosen.
-  Otherwise returns the reason, as a text, why other kernels compute the gradients."""
+  """Returns the tile description of the wgmma kernel for all gradients of few queries, or the reason why other kernels are used."""
   tile = WgmmaFewQueriesTile(**vars(FEW_QUERIES_WGMMA), matrix=MMA[p.dtype])
   if p.Sq > tile.block_n: return f"Sq={p.Sq}: a workgroup holds all queries of a head, at most {tile.block_n}"
   if p.D not in FEW_QUERIES_D or p.Dv != p.D:
@@ -147,7 +139,7 @@ def wgmma_few_queries(p:Problem, arch:Chip) -> WgmmaFewQueriesTile|str:
   return tile
 
 def short_of_registers(p:Problem, tile:WgmmaBackwardTile) -> str|None:
-  """Returns the reason why the kernel on wgmma that computes all gradients has too few registers for a problem, or None if it has enough."""
+  """Returns the reason why the wgmma kernel for all gradients has too few registers for a problem, or None if it has enough."""
   crowding = [x for x in p.options if x not in WGMMA_AT_ONCE]
   if not crowding: return None
   option, why, windows = crowding[0], "it would have too few registers", WGMMA_ALONE_AT_ONCE.get(crowding[0], ())
@@ -159,21 +151,19 @@ def short_of_registers(p:Problem, tile:WgmmaBackwardTile) -> str|None:
   return None
 
 def slowing_options(p:Problem) -> list[str]:
-  """Returns the names of the options of `p` that change the time of a kernel for all gradients."""
+  """Returns the names of the problem's options that change the time of a kernel for all gradients."""
   return [x for x in p.options if x not in USED_AT_ONCE]
 
 def faster_at_once(p:Problem) -> FasterAtOnce:
-  """Returns the row of the table FASTER_ON_WGMMA, which says for which masks one kernel for all gradients is faster than two. The row is for the head
-  dimension and the options of `p`. If the table has none, returns a row that allows no mask at all."""
+  """Returns the row of FASTER_ON_WGMMA for the head dimension and the options of `p`, or a row without any mask if there is none."""
   return FASTER_ON_WGMMA.get((p.D, " with ".join(slowing_options(p))), FasterAtOnce())
 
 def not_faster_at_once(p:Problem, tile:WgmmaBackwardTile, faster:FasterAtOnce) -> str|None:
-  """Returns the reason if one kernel for all gradients of `p` was not measured to be faster than two kernels, otherwise None. `faster` is the row of
-  the table FASTER_ON_WGMMA for `p`. A mask_mod that hides the last keys of a query counts as a causal mask. A mask_mod that hides the first keys
-  counts as a window that no row contains."""
+  """Returns the reason if one kernel for all gradients of `p` was not measured to be faster than two kernels, otherwise None."""
   options, hidden, not_faster = slowing_options(p), hiding(p), "right, but was not measured to be faster than two kernels"
   if not faster.windows: return f"{' with '.join((*options, f'D={p.D}'))}: {not_faster}"
   window, mask = p.window, " with ".join((f"window={p.window}", *options))
+  # A mask_mod that hides the last keys of a query counts as a causal mask. One that hides the first keys counts as a window that no row contains.
   if p.mask_bounds is not None and any(hidden):
     window, mask = NO_WINDOW if hidden.before else CAUSAL_WINDOW, f"a mask_mod that hides the {'first' if hidden.before else 'last'} keys of a query"
   enough = faster.window_keys is not None and p.mask_bounds is None and keys_of_query(p) >= faster.window_keys
@@ -182,12 +172,12 @@ def not_faster_at_once(p:Problem, tile:WgmmaBackwardTile, faster:FasterAtOnce) -
   return None
 
 def keys_of_query(p:Problem) -> int:
-  """Returns how many keys a query sees on average, if only the window (p.window) hides keys and all sequences are as long as the longest one."""
+  """Returns how many keys a query sees on average."""
+  # Only the window (p.window) is considered, and all sequences count as long as the longest one.
   return p.flops//(2*p.B*p.H*(p.D + p.Dv)*p.Sq)
 
 def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
-  """Returns the tile description of the kernel on MFMA that computes dq, dk and dv at once, if this kernel is chosen. Otherwise returns the reason,
-  as a text, why two kernels compute the gradients."""
+  """Returns the tile description of the MFMA kernel that computes dq, dk and dv at once, or the reason why two kernels are used."""
   if arch.vgprs < REGISTERS_AT_ONCE: return f"a wave of {arch.name} has {arch.vgprs} registers: too few for it"
   if not (shapes := arch.unit.at_once): return f"{arch.name}: it is not predicted to be much faster there"
   if (rows := shapes.get(p.D)) is None or p.Dv != p.D:
@@ -204,9 +194,8 @@ def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   return not_in_order(p, tile, IN_ORDER_MFMA) or too_few_blocks(p, arch, tile) or not_in_lds(p, arch, tile) or tile
 
 def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterAtOnce) -> str|None:
-  """Returns the reason why two kernels compute the gradients of `p` if deterministic=True (the same bits in every run) is asked for. Then one kernel
-  for all gradients would have to add to dq in a fixed order (attn/kernels/parts/backward/turns.py), which is slower for most problems. Returns None
-  if one kernel may be used: for deterministic=False, and for the problems that `faster` describes."""
+  """Returns the reason why deterministic=True rules out one kernel for all gradients of `p`, or None if nothing does."""
+  # One kernel would have to add to dq in a fixed order (attn/kernels/parts/backward/turns.py), which is faster only for the problems of `faster`.
   if not p.deterministic: return None
   order = "deterministic=True: adding to dq in a fixed order"
   classes = p.mask_mod is not None and not any(hiding(p)) and classes_of(p.mask_mod.value) is not None
@@ -223,14 +212,13 @@ def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterAtOnce) -> str|None:
 def blocks_of_keys(p:Problem, tile:AtOnceTile) -> int: return p.B*p.Hkv*ceildiv(p.Sk, tile.block_m)
 
 def too_few_blocks(p:Problem, arch:Chip, tile:AtOnceTile, parts:int=1) -> str|None:
-  """Returns the reason if a problem has so few blocks of keys that one kernel for all gradients would leave compute units idle, otherwise None. Up to
-  `parts` workgroups may share a block of keys."""
+  """Returns the reason if one kernel for all gradients would leave compute units idle, otherwise None."""
+  # Up to `parts` workgroups may share a block of keys.
   if (blocks := blocks_of_keys(p, tile))*parts >= arch.cus: return None
   return f"{blocks} blocks of {tile.block_m} keys: fewer than the {arch.cus} compute units of {arch.name}"
 
 def not_in_lds(p:Problem, arch:Chip, tile:AtOnceTile) -> str|None:
-  """Returns the reason if the kernel that computes all gradients at once needs more LDS than a workgroup has, otherwise None. `tile` is the kernel's
-  tile description."""
+  """Returns the reason if the tile needs more LDS than a workgroup has, otherwise None."""
   need = tile.lds_bytes(p)
   return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}" if need > arch.lds else None
 
@@ -244,10 +232,9 @@ def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[MmaBackwardSh
   return next(fitting(kernel, p, arch, table, tile, load))
 
 def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> BackwardTile:
-  """Returns the tile description that a table row gives for a problem. With `keys` it is for the kernel whose workgroups own keys and loop over
-  queries, otherwise for the kernel whose workgroups own queries and loop over keys. A workgroup has no more waves than the rows of the problem need.
-  """
+  """Returns the tile description that a table row gives for a problem."""
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
+  # A workgroup has no more waves than its own rows need: keys with `keys`, otherwise queries.
   waves = max(1, min(c.waves, ceildiv(p.Sk if keys else p.Sq, mat.N)))
   # dropout, what lse lost to rounding, or a mask that is computed for every score, takes the registers of a prefetched tile
   crowded = p.dropout_p or (keys and (p.wide_scores or scattered(p)))

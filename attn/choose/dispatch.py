@@ -1,5 +1,5 @@
-"""Choice of the kernel for a problem on a chip. The table KERNELS has a row for each forward kernel: whether the kernel can compute a problem, and
-whether another kernel is faster. For each kernel that is not chosen, the choice says why."""
+"""Choice of the kernel for a problem on a chip (`choose`). The table KERNELS has a row for each forward kernel: whether the kernel can compute a
+problem, and whether another kernel is faster."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
@@ -44,14 +44,13 @@ STAGGERED_UP_TO = 128  # largest head dimension: three tiles of K and of V fill 
 
 @dataclass(frozen=True)
 class Work:
-  """How a kernel divides a problem: its tile description (None if tinygrad makes the schedule), and the number of key ranges (KV splits)."""
+  """How a kernel divides a problem: its tile description (None for tensor operations) and its number of key ranges (KV splits)."""
   tile: AnyTile|None
   splits: int = 1
 
 @dataclass(frozen=True)
 class Choice:
-  """The choice of a kernel for a problem. `kernel` is the name of the chosen kernel. `refused` says of each kernel that attn would prefer why it was
-  not chosen. The table KERNELS has the kernels in the order of preference."""
+  """The kernel that attn chose for a problem, and the reason for each preferred kernel that attn did not choose."""
   kernel: str
   work: Work
   arch: Chip|None
@@ -59,8 +58,7 @@ class Choice:
   memory: tuple[tuple[str, int], ...] = ()    # (kernel, bytes besides inputs and outputs) for the chosen kernel and for three_pass
   grid: str = ""                              # how the kernel's workgroups fill the chip, in words
   def why_not(self, kernel:str) -> str|None:
-    """Returns the reason why `kernel` was not chosen. Returns None for the chosen kernel, and for kernels after it in the table KERNELS, which has
-    the preferred kernels first."""
+    """Returns the reason why attn did not choose a kernel that it prefers to the chosen one, or None."""
     return dict(self.refused).get(kernel)
   def __str__(self) -> str:
     packed = ", GQA packed" if self.work.tile is not None and self.work.tile.pack_gqa else ""
@@ -75,8 +73,7 @@ class Choice:
 # ***** problems that a kernel cannot compute, on a chip that has the kernel's unit *****
 
 def plain_only(p:Problem, *supported:str) -> str|None:
-  """Returns the reason why a kernel cannot compute `p` if it supports only 16-bit inputs and only the options whose names are `supported`. Returns
-  None if the kernel can."""
+  """Returns the reason why a kernel for 16-bit inputs and only the options `supported` cannot compute `p`, or None if it can."""
   if p.of_8_bits: return f"q, k and v are {p.dtype}: this kernel multiplies only {' and '.join(MMA)}"
   options = [x for x in (*p.options, *["num_splits"]*(p.num_splits > 1)) if x not in supported]
   return f"{options[0]}: this kernel does not support it" if options else None
@@ -110,20 +107,19 @@ def never(p:Problem, arch:Chip) -> None: return None
 TileOf = Callable[[Problem, Chip], Any]     # returns a kernel's tile for a problem, or raises NotImplementedError if none fits
 
 def whole(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns a kernel's `Work` (its tile description, and one key range), or a text that says why the kernel cannot compute the problem with one key
-  range. `tile_of` chooses the tile description."""
+  """Returns the kernel's `Work` with one key range, or the reason why the kernel cannot compute the problem with one key range."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if (asked := min(p.num_splits, splits.key_tiles(p, tile))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
   return Work(tile)
 
 def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns a kernel's `Work` (its tile description and the number of key ranges) with at least two key ranges, or a text that says why the keys are
-  not divided. `tile_of` chooses the tile description. The number of ranges is num_splits. For num_splits=0 an occupancy model chooses this number
-  (`split_heuristic`). With batch_invariant=True (results do not depend on the batch) there is one range for every INVARIANT_KEYS keys."""
+  """Returns the kernel's `Work` with at least two key ranges, or the reason why the keys are not divided."""
   if p.num_splits == 1: return "num_splits=1 asks for no split"
   if isinstance(work := whole(replace(p, num_splits=1), arch, tile_of), str): return work
   assert work.tile is not None
+  # Results must not depend on the batch, so there is one range for every INVARIANT_KEYS keys. Otherwise num_splits is the number of ranges; for
+  # num_splits=0 an occupancy model chooses it (`split_heuristic`).
   if p.batch_invariant:
     tile = tile_of(replace(p, num_splits=2), arch)
     if (number := splits.resolve(p, arch, tile).num_splits) > 1: return Work(tile, number)
@@ -133,9 +129,7 @@ def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile_of(replace(p, num_splits=number), arch), number)
 
 def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the `Work` (the tile description and the number of key ranges) of the kernel `tiled`, which is made of plain UOps, or a text that says
-  why this kernel cannot compute the problem. `tile_of` chooses the tile description. The number of key ranges is num_splits. For num_splits=0 an
-  occupancy model chooses this number (`split_heuristic`)."""
+  """Returns the `Work` of the kernel `tiled`, or the reason why this kernel cannot compute the problem."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if arch.serial and (reason := too_many_parts(p, arch, math.prod(blocks_of_queries(p, tile)), p.all_heads)) is not None: return reason
@@ -143,8 +137,7 @@ def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile, splits.resolve(replace(p, num_splits=p.num_splits or int(not arch.cus)), arch, tile).num_splits)
 
 def by_tensors(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the `Work` of `three_pass` (attention in plain tensor operations), which has no tile description and one key range, or a text that says
-  why `three_pass` cannot compute the problem. `tile_of` is not used."""
+  """Returns the `Work` of `three_pass` (attention in plain tensor operations), or the reason why `three_pass` cannot compute the problem."""
   if p.num_splits > 1: return f"num_splits={p.num_splits}: three_pass supports no key ranges"
   return Work(None)
 
@@ -154,8 +147,7 @@ def of_grid(p:Problem, arch:Chip, tile:AnyTile) -> str:
   return f"{splits.workgroups(p, tile)} workgroups, {splits.key_tiles(p, tile)} key tiles, {arch.cus} compute units"
 
 def grid_told(p:Problem, arch:Chip|None, work:Work) -> str:
-  """Returns a sentence for `attn.explain` that says how well the kernel's workgroups fill a chip: the numbers of workgroups, waves and compute units,
-  and the percentages of rows and keys that are padding."""
+  """Returns a sentence for `attn.explain`: how many workgroups and waves the kernel has, and how much of its work is padding."""
   if arch is None or (tile := work.tile) is None: return ""
   rows, keys = (f"{100*x:.0f} %" for x in splits.padding(p, tile))
   units = f" on {arch.cus} compute units" if arch.cus else ""
@@ -201,7 +193,7 @@ def wgmma_slower(p:Problem, arch:Chip) -> str|None:
 
 @dataclass(frozen=True)
 class ForwardKernel:
-  """Row of the table KERNELS: a forward kernel, and the functions that say whether and how it computes a problem."""
+  """A forward kernel, and the functions that say whether and how it computes a problem: a row of the table KERNELS."""
   refuses: Callable[[Problem, Chip], str|None]                              # why it cannot compute a problem on a chip that has its unit, or None
   tile: TileOf
   program: Callable[[Problem, Chip, Any], Callable[..., UOp]]|None          # makes the kernel of a tile; None: tensor operations
@@ -211,12 +203,11 @@ class ForwardKernel:
   ranges: bool = False      # whether split_kv may give it ranges of the keys
   general: bool = False     # whether it takes every problem that its unit can compute: then its reason says more than those of other kernels
   def can(self, p:Problem, arch:Any) -> Work|str:
-    """Returns the kernel's `Work` (its tile description and the number of key ranges) for a problem on a chip, or the reason why the kernel cannot
-    compute the problem."""
+    """Returns the kernel's `Work` for a problem on a chip, or the reason why the kernel cannot compute the problem."""
     return self.lacks(arch) or self.refuses(p, arch) or self.divide(p, arch, self.tile)
 
 def choose_tile(p:Problem, arch:Chip) -> AnyTile:
-  """Returns the tile description of the chip's best forward kernel for `p`. Raises NotImplementedError, with the reason, if there is none."""
+  """Returns the tile description of the chip's best forward kernel for `p`, or raises NotImplementedError if there is none."""
   refusals = []
   for kernel in KERNELS.values():
     if not kernel.ranges: continue
@@ -226,7 +217,7 @@ def choose_tile(p:Problem, arch:Chip) -> AnyTile:
   raise NotImplementedError(most_telling(refusals))
 
 def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
-  """Returns the forward kernel with the tile description `tile`. With p.num_splits > 1, the kernel divides the keys into p.num_splits ranges."""
+  """Makes the forward kernel with the tile description `tile`."""
   program = KERNELS[tile.kernel].program
   assert program is not None
   return program(p, arch, tile)
@@ -234,7 +225,7 @@ def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
 WIDENING = "widened_wgmma"     # the kernel before which another one converts k and v from 8 to 16 bits
 
 def over_widened(p:Problem, arch:Chip, tile:WgmmaTile) -> Callable[..., UOp]:
-  """Returns the forward kernel on wgmma that reads the rows of `p` after another kernel has converted them to 16 bits."""
+  """Makes the wgmma forward kernel that reads K and V after another kernel has converted them to 16 bits."""
   return forward(WgmmaForward.of)(widened_problem(p), arch, tile)
 
 # best first: a problem gets the first kernel that can compute it and that would not be slower than another
@@ -253,64 +244,59 @@ KERNELS: dict[str, ForwardKernel] = {
   "three_pass": ForwardKernel(tensors_refuse, never, None, divide=by_tensors)}
 
 def can(name:str, p:Problem, arch:Chip|None) -> Work|str:
-  """Returns the `Work` (the tile description and the number of key ranges) of the kernel `name` for `p` on `arch`, or the reason why the kernel
-  cannot compute `p` there."""
+  """Returns the `Work` of the kernel `name` for `p`, or the reason why this kernel cannot compute `p` on `arch`."""
   return NO_UNIT if arch is None and KERNELS[name].program is not None else KERNELS[name].can(p, arch)
 
 def read_by(p:Problem, choice:Choice) -> Problem:
-  """Returns the problem as the chosen kernel reads it: with k and v in 16 bits, if another kernel converts them before."""
+  """Returns the problem as the chosen kernel reads it: with K and V of 16 bits if another kernel converts them first."""
   return widened_problem(p) if choice.kernel == WIDENING else p
 
 @cache_of_kernels
 def program_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
-  """Returns the kernel chosen for `p`, as a function of UOps that stand for its tensors (placeholders, in the order of `tensors.arguments(p)`). Equal
-  arguments return the identical function. Raises NotImplementedError if tensor operations are chosen instead of a kernel."""
+  """Makes the kernel chosen for `p`, or raises NotImplementedError if tensor operations are chosen instead."""
+  # The kernel is a function of placeholders, in the order of `tensors.arguments(p)`. Equal arguments return the identical function.
   program = KERNELS[choice.kernel].program
   if program is None or choice.arch is None:
     raise NotImplementedError(f"{choice.kernel} is no single kernel: use attn.attention, which runs it as tensor operations")
   return program(p, choice.arch, choice.work.tile)
 
 def combine_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
-  """Returns the kernel that merges the results of the key ranges (KV splits) of `p`. It is made of plain UOps if the chosen forward kernel is."""
+  """Makes the kernel that merges the results of the key ranges (KV splits) of `p`."""
   assert choice.arch is not None
   merge = combine(p, choice.arch, p.num_splits)
+  # It is made of plain UOps if the forward kernel is.
   return (lambda *args: plain(merge(*args))) if choice.kernel == "tiled" else merge
 
 def memory_of_forward(name:str, p:Problem, work:Work) -> int:
-  """Returns the number of bytes that the forward kernel `name` needs at least, besides inputs and outputs, if it divides the problem as `work` says:
-  for the partial results of key ranges, for rows converted from 8 to 16 bits, or for the score matrix of `three_pass` (attention in plain tensor
-  operations)."""
+  """Returns the fewest bytes of memory that the forward kernel `name` needs besides inputs and outputs."""
+  # `three_pass` needs the score matrix, WIDENING the rows converted from 8 to 16 bits, and key ranges need their partial results.
   if name == "three_pass": return 4*p.H*(p.total_q*p.total_k if p.varlen else p.B*p.Sq*p.Sk)
   if name == WIDENING: return bytes_of_widened(p)
   return 4*p.rows*(p.Dv + 1)*work.splits if work.splits > 1 else 0
 
 def single_kernel(p:Problem, arch:Chip) -> tuple[Callable[..., UOp], AnyTile]:
-  """Returns the one kernel that computes `p` without dividing the keys, as a function of UOps that stand for its tensors (placeholders), and its tile
-  description. Raises NotImplementedError if tensor operations would compute `p`."""
+  """Returns the kernel that computes `p` without dividing the keys, and its tile description."""
+  # Raises NotImplementedError if tensor operations would compute `p`.
   choice = choose(p := replace(p, num_splits=1), arch)
   if choice.work.tile is None:
     raise NotImplementedError(f"no single kernel takes this problem: {'; '.join(f'{name}: {reason}' for name, reason in choice.refused)}")
   return program_of(choice, p), choice.work.tile
 
 def asked_for() -> Forced:
-  """Returns the names of the kernels that the environment variable ATTN_KERNEL asks for."""
+  """Returns the kernels that the environment variable ATTN_KERNEL asks for."""
   return forced(tuple(KERNELS))
 
 def choose(p:Problem, arch:Chip|None) -> Choice:
-  """Chooses the kernel for `p` on `arch`: the first kernel of the table KERNELS that can compute `p`, leaving out kernels to which attn prefers a
-  faster one. If ATTN_KERNEL names a kernel, this kernel is chosen, even if another one is faster. `arch` is None for a device on which none of attn's
-  kernels runs.
-
-  Raises NotImplementedError, with every reason, if no kernel can compute `p`, or if the named kernel cannot. Raises ValueError if ATTN_KERNEL is not
-  the name of a kernel."""
+  """Chooses the kernel for `p` on `arch`: the one that ATTN_KERNEL names, otherwise the first of KERNELS that can compute `p` and is not slower."""
+  # `arch` is None for a device on which none of attn's kernels runs. Raises NotImplementedError, with every reason, if no kernel can compute `p` or
+  # if the named kernel cannot, and ValueError if ATTN_KERNEL is not the name of a kernel.
   return _choose(p, arch, asked_for().forward)
 
 LONG_SEQUENCE = 256     # queries of a sequence that counts as long
 
 def one_of_any_batch(p:Problem) -> Problem:
-  """Returns the problem by which dispatch chooses a kernel for `p`. Usually this is `p`. With batch_invariant=True (results do not depend on the
-  batch) all batches must get the same kernel, so the returned problem has a single sequence. If sequences are packed, it has LONG_SEQUENCE queries.
-  """
+  """Returns the problem by which dispatch chooses a kernel: `p`, or with batch_invariant=True the same problem with a single sequence."""
+  # Results must not depend on the batch, so all batches must get the same kernel.
   if not p.batch_invariant: return p
   if not p.varlen: return replace(p, B=1)
   return replace(p, B=1, Sq=LONG_SEQUENCE, offset=p.offset + p.Sq - LONG_SEQUENCE if not p.top_left else 0)

@@ -1,5 +1,5 @@
-"""Reads the environment variable ATTN_KERNEL. The value of ATTN_KERNEL is the name of a forward kernel, or a name that says how gradients are
-computed, or both with a comma between them."""
+"""Parser of the environment variable ATTN_KERNEL: the name of a forward kernel, a name that says what computes gradients, or both with a comma
+between them."""
 from __future__ import annotations
 import functools, os
 from collections.abc import Iterator, Sequence
@@ -10,8 +10,8 @@ BY_TINYGRAD = "backward_three_pass"      # tinygrad computes the gradient from t
 UNITS = tuple(GRADIENT_KERNELS)          # units that have backward kernels, as the endings of the kernels' names
 
 def together_on(unit:str) -> Iterator[str]:
-  """Yields the names by which ATTN_KERNEL can ask for the backward kernels of one kind of matrix unit. `unit` is the ending of these kernels' names.
-  For "_mma" the names include "backward_dq_mma" and "backward_dq". A name without an ending allows every unit that has such a kernel."""
+  """Yields the names by which ATTN_KERNEL can ask for the backward kernels of a matrix unit, such as "backward_dq_mma" and "backward_dq"."""
+  # `unit` is the ending of the kernels' names. A name without an ending allows every unit that has such a kernel.
   for suffix in ("", unit): yield from (name + suffix for name in BACKWARD_KERNELS)
   if (bias := GRADIENT_KERNELS[unit].bias) is not None:
     for suffix in ("", bias.suffix): yield BIAS_KERNEL + suffix
@@ -22,16 +22,15 @@ WAYS = {name: tuple(unit for unit in UNITS if name in NAMES_ON[unit]) for names 
 
 @dataclass(frozen=True)
 class Forced:
-  """The kernels that the environment variable ATTN_KERNEL asks for. `forward` is the name of a forward kernel, `backward` the name of a backward
-  kernel; "" if dispatch can choose freely. All backward kernels of a gradient are for the same kind of matrix unit. `units` has the kinds that
-  ATTN_KERNEL allows, as endings of kernels' names, such as "_mma"."""
+  """The kernels that ATTN_KERNEL asks for: names of a forward and a backward kernel, each "" if attn may choose freely."""
   forward: str
   backward: str
+  # Matrix units that ATTN_KERNEL allows for the gradients, as endings of kernels' names, such as "_mma". All backward kernels of a gradient are for
+  # the same unit.
   units: tuple[str, ...] = UNITS
 
 def forced(kernels:Sequence[str]) -> Forced:
-  """Returns the kernels that the environment variable ATTN_KERNEL asks for. `kernels` has the names of the forward kernels. Raises ValueError if
-  ATTN_KERNEL has an unknown name, or names that cannot be used together."""
+  """Returns the kernels that ATTN_KERNEL asks for, where `kernels` has the names of the forward kernels. Raises ValueError for unknown names."""
   return _parsed(os.environ.get("ATTN_KERNEL", ""), tuple(kernels))
 
 @functools.cache

@@ -1,5 +1,5 @@
-"""The table of the kernels that compute gradients. The table has a row for each kind of matrix unit: which problems the unit's kernels refuse, which
-tile descriptions they use, and which functions make the kernels."""
+"""The table GRADIENT_KERNELS has a row for each kind of matrix unit: which problems the unit's backward kernels refuse, which tile descriptions they
+use, and which functions make them."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
@@ -49,15 +49,15 @@ def tiled_backward_refuses(p:Problem, arch:Chip) -> str|None:
 
 @dataclass(frozen=True)
 class BiasKernel:
-  """The kernel that computes dbias. This kernel runs after the kernels of dq, dk and dv of the same matrix unit."""
+  """The kernel that computes dbias, after the kernels of dq, dk and dv of the same matrix unit."""
   suffix: str                                                       # ending of its name
   tile: Callable[[Problem, Chip], BackwardTile|MmaBackwardTile]     # raises NotImplementedError
   program: Callable[..., Callable[..., UOp]]
 
 @dataclass(frozen=True)
 class AtOnce:
-  """Three kernels that compute dq, dk and dv, in place of one kernel for dq and one for dk and dv. `delta` computes delta and sets the fp32
-  accumulator of dQ in memory to 0. `all` computes dk and dv, and adds dQ to the accumulator. `finish` turns the accumulator into dq."""
+  """Three kernels that compute dq, dk and dv with an fp32 sum of dQ in memory, in place of two kernels."""
+  # `delta` computes delta and clears the sum of dQ. `all` computes dk and dv, and adds dQ to the sum. `finish` turns the sum into dq.
   tile: Callable[[Problem, Chip], AtOnceTile|str]            # the tile of the second one, or the reason why two kernels compute the gradients
   delta: Callable[..., Callable[..., UOp]]
   all: Callable[..., Callable[..., UOp]]
@@ -65,14 +65,13 @@ class AtOnce:
 
 @dataclass(frozen=True)
 class FewQueries:
-  """The kernel that computes dq, dk and dv of a problem with few queries, in place of one kernel for dq and one for dk and dv."""
+  """The kernel that computes dq, dk and dv of a problem with few queries, in place of two kernels."""
   tile: Callable[[Problem, Chip], WgmmaFewQueriesTile|str]      # its tile, or the reason why other kernels compute the gradients
   program: Callable[..., Callable[..., UOp]]
 
 @dataclass(frozen=True)
 class GradientKernels:
-  """Row of the table GRADIENT_KERNELS: the kernels that together compute gradients on one kind of matrix unit, and the functions that say whether and
-  how they do it."""
+  """The kernels that compute gradients on one kind of matrix unit: a row of the table GRADIENT_KERNELS."""
   refuses: Callable[[Problem, Chip], str|None]                      # why they cannot differentiate a problem on a chip that has their unit, or None
   tile: Callable[[Problem, Chip, bool], AnyBackwardTile]            # tile of the kernel that owns queries, or keys (True); raises NotImplementedError
   dq: Callable[..., Callable[..., UOp]]
@@ -84,8 +83,8 @@ class GradientKernels:
   general: bool = False                                             # as in `dispatch.ForwardKernel`
 
   def tiles(self, p:Problem, arch:Chip) -> Tiles|str:
-    """Returns the tile descriptions of the kernel of dq and of the kernel of dk and dv for a problem on a chip, or the reason why the kernels cannot
-    compute its gradients."""
+    """Returns the tile descriptions of the kernel of dq and of the kernel of dk and dv, or the reason why the kernels cannot compute the
+    gradients."""
     if (reason := self.lacks(arch) or self.refuses(p, arch)) is not None: return reason
     try:
       tiles = self.tile(p, arch, False), self.tile(p, arch, True)

@@ -1,5 +1,5 @@
-"""Choice of tile descriptions (the sizes by which a kernel divides its work) for the kernels of latent attention: mla on AMD's matrix units, and
-mla_mma with NVIDIA's mma.sync. In latent attention the rows of O and K are too long for one wave, so several waves share each row."""
+"""Choice of tile descriptions for the kernels of latent attention: mla on AMD's matrix units, mla_mma with mma.sync, and mla_wgmma with wgmma. Rows
+of O and K are too long for one wave there, so several waves share each row."""
 from __future__ import annotations
 from typing import Any
 from attn.cache import tuned
@@ -24,8 +24,8 @@ MOST_ROWS_OF_MMA = 16
 UP_TO = {"D": 576, "Dv": 512}      # longest rows of K and of O for which the tiles have registers
 
 def latent_refuses(p:Problem, arch:Chip) -> str|None:
-  """Returns the reason why the kernels of latent attention, mla and mla_mma, cannot compute `p`, or None if they can. Whether the chip has their
-  matrix unit is not checked."""
+  """Returns the reason why the kernels of latent attention cannot compute `p`, or None if they can."""
+  # Whether the chip has their matrix unit is not checked.
   if not p.v_in_k: return "v_dim=None: this kernel is for latent attention, where V is the first v_dim columns of K"
   if p.dtype not in MMA: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MMA)}"
   if (reason := unconverted(p, arch)) is not None: return reason
@@ -36,7 +36,7 @@ def latent_refuses(p:Problem, arch:Chip) -> str|None:
   return next((f"{name}={value}: this kernel supports at most {UP_TO[name]}" for name, value in widths if value > UP_TO[name]), None)
 
 def latent_wgmma_refuses(p:Problem, arch:Chip) -> str|None:
-  """Returns the reason why mla_wgmma, the kernel of latent attention with Hopper's wgmma, cannot compute `p`, or None if it can."""
+  """Returns the reason why mla_wgmma (latent attention with Hopper's wgmma) cannot compute `p`, or None if it can."""
   if (reason := latent_refuses(p, arch) or torn_rows(p, unit := MMA[p.dtype].unit) or torn_views(p, unit)) is not None: return reason
   if p.stored: return f"stored={p.stored!r}: this kernel multiplies keys of 16 bits; mla_mma converts stored keys"
   if (panels := ceildiv(p.Dv, PANEL_COLUMNS)) % LATENT_GROUPS:
@@ -44,28 +44,27 @@ def latent_wgmma_refuses(p:Problem, arch:Chip) -> str|None:
   return None
 
 def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
-  """Makes the tile description of mla, the kernel of latent attention on AMD's matrix units, from a row of a table of tile shapes. The waves of a
-  workgroup divide the keys of an iteration. Raises ValueError if a part of the keys does not fill whole matrix instructions, or if the chip lacks the
-  row's matrix instruction."""
+  """Makes the tile description of mla (latent attention on AMD) from a table row, or raises ValueError if the row is impossible on the chip."""
   if row.matrix >= len(matrices := arch.matrix[p.dtype]): raise ValueError(f"matrix={row.matrix}: {arch.name} has {len(matrices)} for {p.dtype}")
   tile = MlaTile(**vars(row.shape), matrix=matrices[row.matrix])
+  # The waves of a workgroup divide the keys of an iteration: each part must fill whole matrix instructions.
   for name, parts in (("key_parts", tile.key_parts), ("weight_parts", tile.weight_parts)):
     if tile.block_n//parts % (least := tile.matrix.least_keys):
       raise ValueError(f"{name}={parts}: must divide block_n={tile.block_n} keys into parts of a multiple of {least}")
   return tile
 
 def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:
-  """Makes the tile description of mla_mma, the kernel of latent attention with NVIDIA's mma.sync, from a row of a table of tile shapes. The warps of
-  a block divide the keys of an iteration. Raises ValueError if a warp's part of the keys is not a multiple of 16."""
+  """Makes the tile description of mla_mma (latent attention with mma.sync) from a table row, or raises ValueError if the row is impossible."""
   tile = MlaMmaTile(**vars(row.shape), matrix=MMA[p.dtype])
+  # The warps of a block divide the keys of an iteration: each part must fill whole matrix instructions.
   if tile.block_n//tile.key_parts % (least := 2*tile.matrix.N):
     raise ValueError(f"key_parts={tile.key_parts}: must divide block_n={tile.block_n} keys into parts of a multiple of {least}")
   return tile
 
 def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
-  """Makes the tile description of a kernel of latent attention (mla or mla_mma) from a tile shape that a search found, or that was read from the file
-  of the fastest shapes. Raises ValueError if the shape is impossible: if its keys cannot be divided into the matrix instruction's tiles, if LDS has
-  no room for its tiles, or if mla_mma has so many warps that some would get no columns of O to compute."""
+  """Makes the tile description of a kernel of latent attention from a tile shape of unknown origin, or raises ValueError if the shape is
+  impossible."""
+  # The shape was found by a search, or was read from the file of the fastest shapes.
   tile = of_mla_mma(row, arch, p) if arch.unit.mma else of_mla(row, arch, p)
   if isinstance(tile, MlaMmaTile) and tile.waves > (most := max(1, fragments(p.Dv, tile.matrix)//LINE)):
     raise ValueError(f"{tile.waves} warps: must be at most {most}, because O has {p.Dv} columns and a warp computes at least {LINE*tile.matrix.N}")
@@ -75,8 +74,8 @@ def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
 ENTRY = "mla"       # name of the entry in the file of kept tiles
 
 def mla_tile(p:Problem, arch:Chip) -> MlaTile:
-  """Chooses the tile description of mla, the kernel of latent attention on AMD's matrix units. It comes from a search with the environment variable
-  TUNE=1 if that found one that fits, otherwise from the first row of the table that fits."""
+  """Chooses the tile description of mla (latent attention on AMD)."""
+  # A tile found by a search (TUNE=1) comes first; the first row that fits is taken.
   rows = (*tuned.kept_rows(p, arch, ENTRY, MlaShape, checked_latent), *(arch.unit.latent or cautious_latent(arch.matrix[p.dtype][0])))
   return next(fitting("mla", p, arch, rows, lambda row: of_mla(row, arch, p)))
 
@@ -86,11 +85,11 @@ def latent_wgmma_slower(p:Problem, arch:Chip) -> str|None:
   return "TUNE=1 found a tile of mla_mma that is faster on this device" if kept else None
 
 def mla_wgmma_tile(p:Problem, arch:Chip) -> MlaWgmmaTile:
-  """Chooses the tile description of mla_wgmma, the kernel of latent attention with Hopper's wgmma: the first one of the table that fits."""
+  """Chooses the tile description of mla_wgmma (latent attention with Hopper's wgmma)."""
   return next(fitting("mla_wgmma", p, arch, LATENT_WGMMA, lambda row: MlaWgmmaTile(**vars(row.shape), matrix=MMA[p.dtype])))
 
 def mla_mma_tile(p:Problem, arch:Chip) -> MlaMmaTile:
-  """Chooses the tile description of mla_mma, the kernel of latent attention with NVIDIA's mma.sync. It comes from a search with the environment
-  variable TUNE=1 if that found one that fits, otherwise from the first row of the table that fits."""
+  """Chooses the tile description of mla_mma (latent attention with NVIDIA's mma.sync)."""
+  # A tile found by a search (TUNE=1) comes first; the first row that fits is taken.
   rows = (*tuned.kept_rows(p, arch, ENTRY, MlaMmaShape, checked_latent), *(LATENT_STORED_MMA if p.stored else LATENT_MMA))
   return next(fitting("mla_mma", p, arch, rows, lambda row: of_mla_mma(row, arch, p)))

@@ -11,9 +11,9 @@ from attn.problem import OF_8_BITS, Problem
 MATRIX_DTYPES = ("float16", "bfloat16")
 WITH_TILES = [name for name, family in FAMILIES.items() if family.matrix]
 
+# The functions like this one for other kernels return a text that says what the chip lacks.
 def lacks_nothing(arch:Chip) -> None:
-  """Returns None: kernels of plain UOps run on every chip. (The functions like this one for other kernels return a text that says what the chip
-  lacks.)"""
+  """Returns None, because kernels of plain UOps run on every chip."""
 
 def no_tiles(arch:Chip) -> str|None:
   return None if arch.matrix else f"{arch.name}: AMD's kernels have no tile for its matrix unit; they have some for {', '.join(WITH_TILES)}"
@@ -33,13 +33,13 @@ NO_UNIT = f"none of the kernels runs on this device; they know {', '.join(CHIPS)
 CONVERTED = ("int8", "fp8e4m3", "fp8e4m3fnuz")     # formats of stored rows that kernels convert: int8 on every chip, a chip's own floats on this chip
 
 def unconverted(p:Problem, arch:Chip) -> str|None:
-  """Returns the reason if k and v are stored in an 8-bit format that no kernel on the chip converts, otherwise None."""
+  """Returns the reason if K and V are stored in an 8-bit format that no kernel on the chip converts, otherwise None."""
   able = [x for x in CONVERTED if x in ("int8", arch.fp8)]
   return f"stored={p.stored!r}: {arch.name} converts {' and '.join(able)}" if p.stored not in ("", *able) else None
 
 def bits_refused(p:Problem, arch:Chip, able:bool) -> str|None:
-  """Returns the reason if q, k and v are 8-bit floats that kernels on a chip cannot multiply, otherwise None. A chip has one format of 8-bit floats.
-  `able` says whether there is a kernel that multiplies numbers of this format."""
+  """Returns the reason if q, k and v are 8-bit floats that no kernel on the chip multiplies, otherwise None."""
+  # A chip has one format of 8-bit floats. `able` says whether there is a kernel that multiplies numbers of this format.
   if not p.of_8_bits or (able and p.dtype == arch.fp8): return None
   if able: return f"q, k and v are {p.dtype}: the 8-bit floats of {arch.name} are {arch.fp8}"
   return f"q, k and v are {p.dtype}: {arch.name} multiplies no 8-bit floats; {ABLE_WITH_8_BITS}. Convert them to bfloat16"
@@ -47,13 +47,12 @@ def bits_refused(p:Problem, arch:Chip, able:bool) -> str|None:
 def latent_of_8_bits(p:Problem) -> str|None:
   return f"stored={p.stored!r} with v_dim: the kernels for latent attention read such a cache" if p.stored and p.v_in_k else None
 def torn_rows(p:Problem, unit:int) -> str|None:
-  """Returns the reason if rows of q, k or v do not consist of whole units of 16 bytes, otherwise None. `unit` is the number of elements in 16 bytes.
-  """
+  """Returns the reason if rows of q, k or v are not whole units of 16 bytes, which have `unit` elements; otherwise None."""
   found = [f"{name}={width}: must be a multiple of {unit}" for name, width in (("D", p.D), ("Dv", p.Dv)) if width % unit]
   return found[0] if found else None
 
 def torn_views(p:Problem, unit:int) -> str|None:
-  """Returns the reason if k or v is a view whose rows do not begin at whole 16-byte units, which have `unit` elements, otherwise None."""
+  """Returns the reason if rows of the view k or v begin inside a unit of 16 bytes, which has `unit` elements; otherwise None."""
   found = [(name, view) for name, view in (("k", p.k_view), ("v", p.v_view)) if view is not None and not view.whole(unit)]
   return f"{found[0][0]} is a view, {found[0][1]}: its start and strides must be multiples of {unit} elements" if found else None
 
@@ -77,21 +76,19 @@ def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
 MOST_PARTS = 8192    # half of the commands that tinygrad's queue for a CPU holds
 
 def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
-  """Returns the reason if a kernel has too many blocks for a device that computes one block after another, such as a CPU, otherwise None. Each block
-  is a command in tinygrad's queue, which has limited room. `blocks` is the number of blocks for each head, `heads` the number of heads in all
-  batches."""
+  """Returns the reason if a kernel has too many blocks for a device that computes one block after another, such as a CPU; otherwise None."""
+  # Each block is a command in tinygrad's queue, which has limited room. `blocks` counts for each head, `heads` in all batches.
   if (parts := serial_items(p, blocks, heads)[0]) <= MOST_PARTS: return None
   return f"{parts} blocks of rows: {arch.name} takes at most {MOST_PARTS}, because tinygrad gives each its own command"
 
 @dataclass(frozen=True)
 class Refusal:
-  """The reason why a kernel cannot compute a problem. `present` says whether the chip has the kernel's matrix unit. `general` says whether the kernel
-  takes every problem that this unit can compute. By these two, `most_telling` picks the most helpful one of several reasons."""
+  """The reason why a kernel cannot compute a problem, with two facts by which `most_telling` picks the most helpful of several reasons."""
   present: bool     # whether the chip has the kernel's unit
   general: bool     # as in `dispatch.ForwardKernel`
   reason: str
 
 def most_telling(refusals:Sequence[Refusal]) -> str:
-  """Returns the one of several reasons that helps a user most. This is the reason of a kernel whose matrix unit the chip has, and among such kernels,
-  of a kernel that takes every problem that its unit can compute."""
+  """Returns the reason that helps a user most."""
+  # Best is the reason of a kernel whose matrix unit the chip has, and which takes every problem that this unit can compute.
   return max(refusals, key=lambda x: (x.present, x.general)).reason

@@ -1,5 +1,5 @@
-"""Choice of a row from a table of tile shapes (the sizes by which a kernel divides its work), for a problem on a chip. A row fits if its conditions
-hold and if LDS and registers have room for its tiles. The first row that fits is chosen."""
+"""Choice of a row from a table of tile shapes, for a problem on a chip: the first row whose conditions hold and whose tiles fit into LDS and
+registers."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -17,8 +17,7 @@ from attn.score.term import TermRegisters
 from attn.score.terms import crowded, heaviest
 
 def burden(p:Problem) -> Burden:
-  """Returns the largest `Burden` of a problem, such as Burden.BIAS: what needs the most registers in the kernel's loop, a mask, an option or a score
-  term."""
+  """Returns what in a problem needs the most registers in the kernel's loop: a mask, an option or a score term."""
   if crowded(p): return Burden.BIAS
   if heaviest(p) == TermRegisters.COLUMNS: return Burden.ALIBI
   if p.options or p.writes_lse: return Burden.OPTIONS
@@ -30,16 +29,15 @@ def in_units(p:Problem, unit:int) -> bool:
 
 @functools.cache
 def rows_for(table:tuple[UpTo[AnyShape], ...], llvm:int) -> tuple[UpTo[AnyShape], ...]:
-  """Returns the rows of a table of tile shapes that are for code compiled by the LLVM release `llvm`. `row.llvm` is the newest release that a row is
-  for. If there are rows of several releases for the same head dimensions, only those of the oldest release that is not older than `llvm` are
-  returned."""
+  """Returns the rows of a table of tile shapes that are for code compiled by the LLVM release `llvm`."""
+  # `row.llvm` is the newest release that a row is for. Of several rows for the same head dimensions, those of the oldest such release are kept.
   rows = [row for row in table if row.llvm >= llvm]
   oldest = {up_to: min(row.llvm for row in rows if row.up_to == up_to) for up_to in {row.up_to for row in rows}}
   return tuple(row for row in rows if row.llvm == oldest[row.up_to])
 
 def misfit(p:Problem, arch:Chip, row:UpTo[Any], tile:Any, load:Burden=Burden.PLAIN) -> str|None:
-  """Returns the reason why a kernel with the tile description `tile` does not fit a problem on `arch`, or None if it fits. `tile` was made from the
-  table row `row`. `load` says what in the problem needs the most registers (`burden`)."""
+  """Returns the reason why the tile description `tile`, made from the table row `row`, does not fit a problem on a chip; None if it fits."""
+  # `load` says what in the problem needs the most registers (`burden`).
   if isinstance(tile, BackwardTile) and tile.torn: return f"tile {tile}: fenced={tile.fenced} is less than the number of units in one operand"
   if max(p.D, p.Dv) > row.up_to: return f"tile {tile} is for D and Dv up to {row.up_to}"
   if load > row.burden or arch.name in row.spills_on:
@@ -59,9 +57,9 @@ PLAIN_LLVM = 22      # tables for plain problems are chosen from the code of thi
 FEWEST_WAVES = 2     # fewest waves of a workgroup in these tables: such a tile is for small grids as well
 
 def plain_rows(p:Problem, arch:Chip, table:Iterable[UpTo[Any]], tile_of:Callable[[UpTo[Any]], Tile|BackwardTile]) -> Iterator[UpTo[Any]]:
-  """Yields the rows of a table for plain problems that fit a problem. A row is for problems without options, or with one of the row's options
-  (`options`), whose head dimension is of the row's class. Their rows of K and V consist of whole 16-byte units, the queries of a head fill a tile,
-  and there are enough workgroups to fill the chip. `tile_of` makes a tile description of a table row."""
+  """Yields the rows of a table for plain problems that fit the problem `p`."""
+  # Such a row is for a class of head dimensions, and for no option or one of the row's `options`. Rows of K and V must be whole 16-byte units, the
+  # queries of a head must fill a tile, and there must be enough workgroups to fill the chip.
   if arch.llvm < PLAIN_LLVM: return
   for row in (x for x in table if x.up_to == head_class(p) and "".join(p.options) in x.options):
     tile, waves = tile_of(row), row.shape.waves
@@ -72,9 +70,8 @@ def plain_rows(p:Problem, arch:Chip, table:Iterable[UpTo[Any]], tile_of:Callable
 
 def fitting(kernel:str, p:Problem, arch:Chip, rows:Iterable[UpTo[AnyShape]], tile_of:Callable[[UpTo[AnyShape]], T],
             load:Burden=Burden.PLAIN) -> Iterator[T]:
-  """Yields the tile descriptions of the table rows that fit the problem, in the order of the rows: best first. `tile_of` makes a tile description of
-  a row. `load` says what in the problem needs the most registers (`burden`). Raises NotImplementedError if no row fits; the message names the kernel
-  `kernel` and gives every reason."""
+  """Yields the tile descriptions of the table rows that fit the problem, best first, or raises NotImplementedError with every reason if none fits."""
+  # `load` says what in the problem needs the most registers (`burden`). `kernel` is the kernel's name in the message.
   reasons, found = [], False
   for row in rows:
     if (reason := misfit(p, arch, row, tile := tile_of(row), load)) is not None: reasons.append(reason)

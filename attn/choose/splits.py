@@ -1,7 +1,4 @@
-"""Choice of the number of key ranges (KV splits) into which a problem is divided: the occupancy model for num_splits=0.
-
-In decoding, B*H heads of Sq queries make fewer workgroups than the chip has compute units. If the keys are divided, all compute units have work
-(Flash-Decoding, pytorch.org/blog/flash-decoding). attn/kernels/combine.py merges the results of the key ranges."""
+"""Choice of the number of key ranges (KV splits) of a problem: the occupancy model for num_splits=0 (`split_heuristic`)."""
 from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,6 +11,8 @@ from attn.kernels.tiles.plain import TiledTile
 from attn.kernels.tiles.wgmma import MlaWgmmaTile, WgmmaTile
 from attn.problem import INVARIANT_KEYS, MAX_SPLITS, Problem
 
+# In decoding, B*H heads of Sq queries make fewer workgroups than the chip has compute units. If the keys are divided, all compute units have work
+# (Flash-Decoding, pytorch.org/blog/flash-decoding). attn/kernels/combine.py merges the results of the key ranges.
 # The unit of these times is the time that a workgroup takes for one key.
 PROLOGUE = 1280     # time of a workgroup's work besides its trips: loading Q, waiting for its first K and V, storing O
 COMBINE = 320       # time of launching `combine`
@@ -24,30 +23,25 @@ AnyTile = Tile|MmaTile|WgmmaTile|MlaTile|MlaMmaTile|MlaWgmmaTile|TiledTile
 def key_tiles(p:Problem, tile:AnyTile) -> int: return ceildiv(p.Sk, tile.block_n)
 
 def workgroups(p:Problem, tile:AnyTile) -> int:
-  """Returns the number of workgroups that the forward kernel has if the keys are not divided."""
+  """Returns the number of workgroups of the forward kernel with one key range."""
   heads = heads_of(p, tile)
   return p.all_heads//heads*ceildiv(p.Sq*heads, tile.block_m)
 
 def padding(p:Problem, tile:AnyTile) -> tuple[float, float]:
-  """Returns which part of a kernel's work is padding, because the last tile is not full: (part of the query rows, part of the keys), as numbers from
-  0 to 1. Masks are ignored."""
+  """Returns which part of the query rows and which part of the keys are padding, because the last tile is not full: two numbers from 0 to 1."""
+  # Masks are ignored.
   rows = p.Sq*heads_of(p, tile)
   return 1 - rows/round_up(rows, tile.block_m), 1 - p.Sk/round_up(p.Sk, tile.block_n)
 
 def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
-  """Returns the number of splits (key ranges), a power of two, by an occupancy model.
-
-  A chip with `arch.cus` compute units works on `arch.cus` workgroups at a time. The chip works on more workgroups only if a workgroup has too few
-  waves to keep a compute unit busy, and if LDS has room for several workgroups. `places` is the number of workgroups at a time. The workgroups of a
-  busy compute unit share its matrix unit and its memory bandwidth. With G splits there are G times as many workgroups, each with 1/G of the tiles of
-  keys (`trips` is the number of these tiles). All workgroups together take this time, in units of a workgroup's time for one key:
-
-    time(G) = ceil(workgroups*G / places) * (ceil(trips/G)*tile.block_n + PROLOGUE) + (COMBINE + scratch(G) / COMBINE_BYTES if G > 1)
-
-  PROLOGUE is a workgroup's time for all work besides its tiles of keys. COMBINE is the time to launch the kernel that merges the splits. scratch(G)
-  is the size of the results to merge, in bytes; the chip writes and reads COMBINE_BYTES of them in a unit of time.
-
-  The smallest G with the least time is chosen. G is at most the number of key tiles. A grid that fills the chip many times over gets no split."""
+  """Returns the number of key ranges (a power of two) with which the forward kernel is fastest by an occupancy model."""
+  # A chip with `arch.cus` compute units works on `arch.cus` workgroups at a time. The chip works on more workgroups only if a workgroup has too few
+  # waves to keep a compute unit busy, and if LDS has room for several workgroups. `places` is the number of workgroups at a time. The workgroups of a
+  # busy compute unit share its matrix unit and its memory bandwidth. With G splits there are G times as many workgroups, each with 1/G of the tiles
+  # of keys (`trips` is the number of these tiles). All workgroups together take this time, in units of a workgroup's time for one key:
+  #   time(G) = ceil(workgroups*G / places) * (ceil(trips/G)*tile.block_n + PROLOGUE) + (COMBINE + scratch(G) / COMBINE_BYTES if G > 1)
+  # scratch(G) is the size of the results to merge, in bytes. The smallest G with the least time is chosen. G is at most the number of key tiles. A
+  # grid that fills the chip many times over gets no split.
   trips = max(1, ceildiv(p.visible_scores//p.Sq, tile.block_n))    # of an average block of queries
   choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= key_tiles(p, tile)]
   return quickest(choices or [1], workgroups(p, tile), trips, tile.block_n, places_of(p, arch, tile), p.rows*(p.Dv + 1))
@@ -57,34 +51,29 @@ def places_of(p:Problem, arch:Chip, tile:BlockTile) -> int:
   return arch.cus*max(1, min(busy(p, arch, tile), arch.lds//tile.lds_bytes(p)))
 
 def busy(p:Problem, arch:Chip, tile:BlockTile) -> int:
-  """Returns how many workgroups keep a compute unit busy. Usually they have `Chip.busy_waves` waves together. If the warps of a workgroup divide the
-  keys among them, one workgroup is enough, because it has many loads in flight. But two are needed if tiles of keys cross the borders of pages, so
-  that the warps also wait for entries of the block table."""
+  """Returns how many workgroups keep a compute unit busy."""
+  # Usually these workgroups have `Chip.busy_waves` waves together. If the warps of a workgroup divide the keys among them, one workgroup is enough,
+  # because it has many loads in flight. But two are needed if tiles of keys cross the borders of pages, so that the warps also wait for entries of
+  # the block table.
   if not isinstance(tile, MmaTile) or tile.key_waves == 1: return arch.busy_waves//tile.waves
   return 2 if p.pages is not None and p.pages.size % tile.block_n else 1
 
 def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, places:int, numbers:int, longest:int=0) -> int:
-  """Returns the number of parts into which each workgroup's loop should be divided: the one of `choices` with the least time in an occupancy model
-  (see `split_heuristic`).
-
-    workgroups: number of workgroups if the loops are not divided
-    trips: iterations of a workgroup's loop; with a mask, the mean over workgroups
-    block_n: rows of an iteration
-    places: number of workgroups on which the chip works at a time
-    numbers: fp32 numbers that all workgroups together write for one part of their loops. The time to write and merge them is included
-    longest: iterations of the longest loop, if a mask makes the loops unequal. Workgroups with short loops start last. So the model assumes that the
-      chip is busy until the end, and that the time is at least that of the longest loop"""
+  """Returns which of the numbers `choices` is the fastest number of parts of each workgroup's loop, by the occupancy model of `split_heuristic`."""
+  # Undivided, there are `workgroups` workgroups with `trips` iterations each (with a mask: on average) of `block_n` rows. The chip works on `places`
+  # workgroups at a time. For one part of all loops the workgroups write `numbers` fp32 numbers, whose merging takes time.
   def one(trips:int, parts:int) -> int: return ceildiv(trips, parts)*block_n + PROLOGUE
   def time(parts:int) -> float:
     merge = COMBINE + 4*parts*numbers/COMBINE_BYTES if parts > 1 else 0
+    # A mask makes the loops unequal; the longest has `longest` iterations. Workgroups with short loops start last. So the chip is busy until the end,
+    # and the time is at least that of the longest loop.
     if longest > trips: return max(one(longest, parts), workgroups*parts/places*one(trips, parts)) + merge
     return ceildiv(workgroups*parts, places)*one(trips, parts) + merge
   return min(choices, key=lambda parts: (time(parts), parts))
 
 def fixed_ranges(p:Problem, tile:AnyTile) -> int:
-  """Returns the number of key ranges (KV splits) of a problem with batch_invariant=True (results do not depend on the batch). If its queries fill at
-  most one tile, as in decoding, there is one range for every INVARIANT_KEYS keys; otherwise there is one range for all keys. Raises
-  NotImplementedError for more than MAX_SPLITS ranges."""
+  """Returns the number of key ranges with batch_invariant=True: one for every INVARIANT_KEYS keys in decoding, otherwise one."""
+  # In decoding the queries fill at most one tile.
   if p.Sq*heads_of(p, tile) > tile.block_m: return 1
   ranges = ceildiv(key_tiles(p, tile), ceildiv(INVARIANT_KEYS, tile.block_n))
   if ranges > MAX_SPLITS:
@@ -93,7 +82,6 @@ def fixed_ranges(p:Problem, tile:AnyTile) -> int:
   return ranges
 
 def resolve(p:Problem, arch:Chip, tile:AnyTile) -> Problem:
-  """Returns `p` with the final number of splits (key ranges). For num_splits=0 an occupancy model chooses this number (`split_heuristic`). With
-  batch_invariant=True (results do not depend on the batch) `fixed_ranges` gives it. There are at most as many splits as tiles of keys."""
+  """Returns a copy of `p` with the final number of key ranges, at most as many as tiles of keys."""
   if p.batch_invariant: return replace(p, num_splits=fixed_ranges(p, tile) if p.num_splits != 1 else 1)
   return replace(p, num_splits=min(p.num_splits or split_heuristic(p, arch, tile), key_tiles(p, tile)))

@@ -11,8 +11,8 @@ LEAST_TILES = 2048     # tiles of the scores of all heads: to make lists of fewe
 LEAST_HEADS = 4        # heads that share a list of a mask that reads tensors: such a list is made in every call
 
 def no_lists(p:Problem, arch:Chip, tile:BlockTile) -> str|None:
-  """Returns the reason why a kernel with the tile description `tile` never loops over lists of the tiles that the problem's mask_mod leaves visible,
-  or None. Problems that are only too small for lists get None."""
+  """Returns the reason why a kernel never loops over lists of the tiles that mask_mod leaves visible, or None."""
+  # None is returned, too, if a problem is only too small for lists.
   reasons = ((p.v_in_k, "V is a part of K"), (p.pages is not None, "K and V lie in pages"),
              (p.sk_variable is not None, "a Variable says how many keys there are"), (p.dealt is not None, "devices share the rows of a sequence"),
              (p.batch_invariant, "batch_invariant=True"),
@@ -20,20 +20,16 @@ def no_lists(p:Problem, arch:Chip, tile:BlockTile) -> str|None:
   return next((reason for holds, reason in reasons if holds), None)
 
 def listing(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys", with_turns:bool=False) -> ListedBlocks|None:
-  """Returns the lists of the tiles that a mask_mod leaves visible, over which a kernel with the tile description `tile` loops. Returns None if the
-  kernel needs no lists: without a mask_mod, or if each query sees a single interval of keys. Also returns None if lists are not supported or not
-  worth making (`lists_or_reason`).
-
-      over: "keys" or "queries": the kernel loops over tiles of these
-      with_turns: whether the lists also say in which order workgroups add to a sum; a tile of the list is then as long as a turn"""
+  """Returns the lists of visible tiles over which a kernel loops with a mask_mod, or None if the kernel uses no lists."""
+  # `over` is "keys" or "queries": the kernel loops over tiles of these.
   found = lists_or_reason(p, arch, tile, over)
   if not isinstance(found, ListedBlocks): return None
+  # The lists also say in which order workgroups add to a sum. A tile of the list is then as long as a turn.
   return replace(found, block_n=found.block_n*TILES_OF_TURN, with_turns=True) if with_turns else found
 
 def lists_or_reason(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") -> ListedBlocks|str|None:
-  """Returns the lists of the tiles that a mask_mod leaves visible, over which a kernel with the tile description `tile` loops. If the kernel does not
-  loop over lists although the mask_mod would allow it, returns the reason as a text. Returns None if there is no mask_mod. `over` is "keys" or
-  "queries": the kernel loops over tiles of these."""
+  """Returns the lists of visible tiles over which a kernel loops with a mask_mod, the reason why it uses none, or None without a mask_mod."""
+  # `over` is "keys" or "queries": the kernel loops over tiles of these.
   if p.mask_mod is None or tile is None: return None
   if (reason := no_lists(p, arch, tile)) is not None: return reason
   of_heads, of_batches = depends(p.mask_mod.value, QUERY_HEAD), depends(p.mask_mod.value, BATCH) or p.kv_lengths or p.varlen
@@ -45,6 +41,5 @@ def lists_or_reason(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") 
   return found if tiles >= LEAST_TILES else f"{tiles} tiles are fewer than {LEAST_TILES}"
 
 def with_lists(p:Problem, lists:ListedBlocks|None) -> Problem:
-  """Returns a copy of `p` for a kernel that loops over the lists of visible tiles `lists`: its field `tile_list` is the shape of the lists. Returns
-  `p` itself if `lists` is None."""
+  """Returns a copy of `p` for a kernel that loops over `lists`, or `p` itself if `lists` is None."""
   return p if lists is None else replace(p, tile_list=lists.shape)

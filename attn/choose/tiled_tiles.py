@@ -1,7 +1,4 @@
-"""Choice of tile descriptions (the sizes by which a kernel divides its work) for the kernels of plain UOps.
-
-The table rows for NVIDIA were measured on an H200, the table rows for workgroups of one thread on a CPU (docs/plain.md). Other chips use the first
-row whose tiles fit into their local memory."""
+"""Choice of tile descriptions for the kernels of plain UOps: the first row of a table whose tiles fit into the chip's local memory."""
 from __future__ import annotations
 from dataclasses import replace
 from attn.cache import tuned
@@ -12,17 +9,15 @@ from attn.kernels.plain.rectangle import MAX_WIDTH
 from attn.kernels.tiles.plain import QUAD, TiledBackwardTile, TiledTile
 from attn.problem import Problem
 
+# The table rows for NVIDIA were measured on an H200, the rows for workgroups of one thread on a CPU (docs/plain.md).
 STEPS_AT_ONCE = 4     # steps of a product that are computed together: on an H200 D=128 takes 3.55 ms so, and 3.92 ms one by one
 MANY_BLOCKS = 600     # workgroups that fill an H100 at least twice, two to a multiprocessor
 
 def copied_by(down:int, across:int, walked:int, own:int, depth:int, values:int, steps:int) -> TiledTile:
-  """Returns the tile description of a forward kernel that copies K and V to local memory by asynchronous copies.
-
-    down, across: rows and columns of the rectangle that the threads of a workgroup form
-    walked, own: a thread computes the scores of `walked` keys with `own` queries at a time
-    depth: columns of a tile of K that are in local memory at a time
-    values: rows of V that are in local memory at a time
-    steps: outer products that one iteration adds to a matrix product"""
+  """Makes the tile description of a forward kernel that brings K and V to local memory by asynchronous copies."""
+  # The threads of a workgroup form a rectangle of `down` rows and `across` columns. A thread computes the scores of `walked` keys with `own` queries
+  # at a time. Local memory holds `depth` columns of a tile of K, and `values` rows of V, at a time. One iteration adds `steps` outer products to a
+  # matrix product.
   return TiledTile(down, across, walked, own, depth, values, asynchronous=True, steps_at_once=steps)
 
 # the first row that fits is taken
@@ -48,15 +43,14 @@ TILED = (
 ALONE = TiledTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # for workgroups of one thread
 
 def copies_asynchronously(p:Problem, arch:Chip) -> bool:
-  """Returns whether a kernel of plain UOps can copy K and V to local memory by asynchronous copies. Only NVIDIA's chips have them. A copy moves 16
-  bytes and converts nothing, so all rows must consist of whole units of 16 bytes."""
+  """Returns whether a kernel of plain UOps can bring K and V to local memory by asynchronous copies, as only NVIDIA's chips can."""
+  # A copy moves 16 bytes and converts nothing, so all rows must be whole units of 16 bytes.
   views = [view for view in (p.k_view, p.v_view) if view is not None]
   return bool(arch.unit.mma) and p.dtype == "float32" and not p.stored and in_units(p, QUAD) and all(view.whole(QUAD) for view in views)
 
 def tiled_tile(p:Problem, arch:Chip) -> TiledTile:
-  """Chooses the tile description of the forward kernel in plain UOps. It comes from a search with the environment variable TUNE=1 if that found one
-  that fits, otherwise from the first row of the table that fits. Rows with asynchronous copies are left out if the chip or the problem's rows do not
-  allow them."""
+  """Chooses the tile description of the forward kernel of plain UOps."""
+  # A tile found by a search (TUNE=1) comes first; the first row that fits is taken.
   rows = (*tuned.kept_rows(p, arch, "tiled", TiledTile, tuned.check_threads), *(TILED if arch.lds else [UpTo(MAX_WIDTH, ALONE)]))
   able = copies_asynchronously(p, arch)
   return next(fitting("tiled", p, arch, [row for row in rows if able or not row.shape.asynchronous], lambda row: row.shape))
@@ -87,9 +81,8 @@ DKDV_TILED = (
 BACKWARD_ALONE = TiledBackwardTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # for workgroups of one thread
 
 def tiled_backward_tile(p:Problem, arch:Chip, keys:bool) -> TiledBackwardTile:
-  """Chooses the tile description of a backward kernel of plain UOps. With `keys` this is the kernel of dk and dv, whose workgroups own keys and loop
-  over queries. Otherwise it is the kernel of dq, whose workgroups own queries and loop over keys. The tile description comes from a search with the
-  environment variable TUNE=1 if that found one that fits, otherwise from the first row of the kernel's table whose tiles fit into local memory."""
+  """Chooses the tile description of the plain UOp kernel of dk and dv if `keys` is true, otherwise of the kernel of dq."""
   kernel, table = ("backward_dkdv_tiled", DKDV_TILED) if keys else ("backward_dq_tiled", DQ_TILED)
+  # A tile found by a search (TUNE=1) comes first; the first row that fits is taken.
   rows = (*tuned.kept_rows(p, arch, kernel, TiledBackwardTile, tuned.check_threads), *(table if arch.lds else [UpTo(MAX_WIDTH, BACKWARD_ALONE)]))
   return next(fitting(kernel, p, arch, rows, lambda row: replace(row.shape, keys=keys)))

@@ -1,4 +1,4 @@
-"""Choice of a forward kernel's tile description (the sizes by which the kernel divides its work) for a problem on a chip."""
+"""Choice of a forward kernel's tile description for a problem on a chip."""
 from __future__ import annotations
 import functools, itertools, math
 from dataclasses import dataclass, replace
@@ -56,11 +56,10 @@ TWO_ON_A_SIMD = "two on a SIMD"  # two waves on a SIMD, each with half of the re
 
 @dataclass(frozen=True)
 class Shortage:
-  """Row of a table that says when a kernel's loop must save registers: for problems that have all of `burdens` (properties that need registers, such
-  as "window" or "dropout"), if D or Dv is above `beyond`. `means` has the ways in which the loop then saves registers."""
+  """Problems whose kernel must save registers in its loop: those with all of `burdens`, if D or Dv is above `beyond`."""
   beyond: int
-  burdens: tuple[str, ...]
-  means: Economy
+  burdens: tuple[str, ...]  # properties that need registers, such as "window"
+  means: Economy  # ways in which the loop saves registers
 
 ANYWHERE = (Shortage(0, (FEW_ROWS,), Economy.FENCED),)
 # a wave that is alone on its SIMD may have all of its registers
@@ -95,16 +94,15 @@ def burdens_of(p:Problem, mat:Matrix, waves:int, few_queries:bool) -> set[str]:
   return {name for name, there in found.items() if there}
 
 def economy_of(p:Problem, arch:Chip, mat:Matrix, waves:int, few_queries:bool) -> Economy:
-  """Returns the ways in which a kernel's loop must save registers so that a problem fits into the registers of a chip. `mat` is the kernel's matrix
-  instruction, and `waves` the number of waves in a workgroup. If `few_queries` is true, a workgroup has fewer waves than its table row says, because
-  the problem has few queries; each wave then loads more of K and V."""
+  """Returns the ways in which a kernel's loop must save registers, so that the problem fits into the registers of the chip."""
+  # With `few_queries` a workgroup has fewer waves than its table row says, because the problem has few queries. Each wave then loads more of K and V.
   table = WHERE_A_WAVE_HAS_ALL if arch.vgprs == arch.registers else WHERE_A_WAVE_HAS_A_PART
   burdens, longest = burdens_of(p, mat, waves, few_queries), max(p.D, p.Dv)
   return functools.reduce(Economy.__or__, (x.means for x in table if longest > x.beyond and burdens.issuperset(x.burdens)), Economy.NONE)
 
 def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
-  """Makes the tile description of AMD's forward kernel for a problem from a table row. The sizes are smaller than those of the row if the problem has
-  fewer queries or keys, or score terms (bias, softcap, ...) that need registers."""
+  """Makes the tile description of AMD's forward kernel for a problem from a table row."""
+  # The sizes are smaller than those of the row if the problem has few queries or keys, or score terms (bias, softcap, ...) that need registers.
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
   least = mat.least_keys
   pack = p.Hkv < p.H and p.Sq < mat.N                     # the queries of one head don't fill a matrix tile: it takes those of all heads of a group
@@ -130,10 +128,10 @@ def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
               new_addresses=Economy.NEW_ADDRESSES in means)
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
-  """Chooses the tile description of AMD's forward kernel. It comes from a search with the environment variable TUNE=1 if that found one that fits,
-  otherwise from the first row of the tables that fits."""
+  """Chooses the tile description of AMD's forward kernel."""
   def tile(row:UpTo[ForwardShape]) -> Tile: return amd_tile(p, arch, row)
   plain, table = ((), arch.unit.forward_of_bytes) if p.of_8_bits else (arch.unit.plain_forward, arch.unit.forward)
+  # A tile found by a search (TUNE=1) comes first; the first row that fits is taken.
   rows = (*tuned.winner(p, arch), *plain_rows(p, arch, plain, tile), *(rows_for(table, arch.llvm) or cautious(arch.matrix[p.dtype][0])))
   return next(fitting("the forward kernel", p, arch, rows, tile))
 
@@ -149,25 +147,25 @@ WARPS = 4     # warps of a block of forward_mma: two or three blocks share a mul
 BLOCK_LDS = 1024  # bytes of shared memory that CUDA takes for itself in each block (CUDA C++ Programming Guide, compute capability 8.0 and later)
 
 def blocks_in_lds(p:Problem, arch:Chip, tile:MmaTile|WgmmaTile) -> int:
-  """Returns how many blocks of a kernel with the tile description `tile` fit into the shared memory of a multiprocessor at the same time."""
+  """Returns how many blocks with the tile description `tile` fit into the shared memory of a multiprocessor at the same time."""
   return (arch.lds + BLOCK_LDS)//(tile.lds_bytes(p) + BLOCK_LDS)
 
 def mma_tile(p:Problem, arch:Chip) -> MmaTile:
-  """Chooses the tile description of `forward_mma`, NVIDIA's forward kernel with mma.sync. With at most 32 query rows, several warps get the same
-  queries and divide the keys: then the first row of FEW_QUERIES that fits is chosen. Otherwise a row of FORWARD_MMA is chosen: the first one that
-  leaves room for a second block in the shared memory of a multiprocessor, or if there is none, the first one that fits. A block gets no more warps
-  and matrix tiles than its queries need."""
+  """Chooses the tile description of `forward_mma`, NVIDIA's forward kernel with mma.sync."""
   mat = (MMA | MMA_OF_8_BITS)[p.dtype]
   group = p.H//p.Hkv if p.Sq < mat.M else 1     # the queries of one head don't fill a matrix tile: it takes those of all heads of a group
   rows = p.Sq*group
   needed = ceildiv(rows, mat.M)
   of_few, of_all = (FEW_QUERIES_OF_BYTES, FORWARD_OF_BYTES) if p.of_8_bits else (FEW_QUERIES_OF_STORED if p.stored else FEW_QUERIES, FORWARD_MMA)
+  # With at most 32 query rows, several warps get the same queries and divide the keys.
   for few in of_few if needed <= WARPS//2 else ():
     tile = MmaTile(**vars(few.shape), matrix=mat, waves=WARPS, pack_gqa=group > 1, key_waves=WARPS//needed)
     if misfit(p, arch, few, tile) is None: return tile
   def of_all_keys(row:UpTo[MmaShape]) -> MmaTile:
     q_tiles = row.shape.q_tiles if rows > mat.M else 1
     return MmaTile(**vars(replace(row.shape, q_tiles=q_tiles)), matrix=mat, waves=min(WARPS, ceildiv(rows, q_tiles*mat.M)), pack_gqa=group > 1)
+  # The first row that leaves room for a second block on the multiprocessor is best. A block gets no more warps and matrix tiles than its queries
+  # need.
   found = list(fitting("forward_mma", p, arch, of_all, of_all_keys, burden(p)))
   return next((tile for tile in found if blocks_in_lds(p, arch, tile) > 1), found[0])
 
@@ -182,17 +180,12 @@ BY_ITSELF = 0.7   # least time of a block that is alone on a multiprocessor, as 
 LAST = 0.8       # time of the longest block beside blocks that end before it, as a share of its time beside blocks that do not
 
 def stored_wgmma_tile(p:Problem, row:UpTo[WgmmaShape]) -> WgmmaTile:
-  """Makes the tile description of the forward kernel on wgmma for k and v that are stored in 8 bits, from a table row. A tile has at most as many
-  keys as the problem, rounded up to whole matrix instructions."""
+  """Makes the tile description of the wgmma forward kernel for K and V stored in 8 bits, from a table row."""
+  # A tile has at most as many keys as the problem, rounded up to whole matrix instructions.
   return WgmmaTile(**vars(replace(row.shape, block_n=min(row.shape.block_n, round_up(p.Sk, MMA[p.dtype].K)))))
 
 def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
-  """Chooses the tile description of the forward kernel on wgmma that has the least estimated time. A tile has at most as many keys as the problem,
-  rounded up to whole matrix instructions.
-
-  The estimated time grows with the number of blocks that a multiprocessor computes and with the number of scores in a block, padding included. It is
-  divided by the speed that was measured with this tile description. Under a causal mask, late blocks loop over more keys than early ones. There the
-  estimate uses the average number of keys, but is at least the time of the block with the most keys."""
+  """Chooses the tile description of the wgmma forward kernel with the least estimated time."""
   if p.stored:
     rows = FORWARD_WGMMA_WIDENED if p.stored == WIDENED else FEW_QUERIES_WGMMA_STORED if p.Sq <= wgmma.M else FORWARD_WGMMA_STORED
     return next(fitting("forward_wgmma", p, arch, rows, lambda row: stored_wgmma_tile(p, row)))
@@ -200,6 +193,7 @@ def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
   up_to = min(row.up_to for row in table if max(p.D, p.Dv) <= row.up_to)
   causal = bool(hiding(p).after) and not hiding(p).before
   reads = p.mask_mod is not None and bool(elements_of(p.mask_mod.value))
+  # A tile has at most as many keys as the problem, rounded up to whole matrix instructions.
   def tile(row:RatedUpTo) -> WgmmaTile:
     crowded = bool(p.dropout_p) and row.shape.groups == 3 and row.up_to > SHORT
     return WgmmaTile(**vars(replace(row.shape, block_n=min(row.shape.block_n - OF_DROPOUT*crowded, round_up(p.Sk, mat.K)))))
@@ -207,6 +201,8 @@ def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
     if row.up_to != up_to or (row.few_keys and p.Sk > row.shape.block_n): return False
     if reads and row.shape.groups > OF_DOCUMENTS.get(up_to, row.shape.groups): return False
     return misfit(p, arch, row, tile(row)) is None and (not crowded(p) or tile(row).block_n <= CROWDED_KEYS)
+  # The time grows with the number of blocks that a multiprocessor computes and with the number of scores in a block, padding included. It is divided
+  # by the speed that was measured with this tile description.
   def time(row:RatedUpTo) -> float:
     t, splits = tile(row), max(1, p.num_splits)
     resident = min(row.resident, blocks_in_lds(p, arch, t))
@@ -215,5 +211,7 @@ def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
     together = max(BY_ITSELF*resident, min(resident, math.ceil(blocks)))
     each = t.block_m*together/min(resident, math.ceil(blocks))        # a block takes the time of this many rows
     if not causal: return each*math.ceil(blocks)*(keys + row.prologue)/row.full
+    # Under a causal mask, late blocks loop over more keys than early ones: the average number of keys counts, but at least the time of the block with
+    # the most keys.
     return max(each*blocks*((keys + t.block_m)/2 + row.prologue), LAST*t.block_m*together*(keys + row.prologue))/row.causal
   return tile(min(filter(fits, table), key=time))

@@ -1,5 +1,5 @@
-"""Choice between the two ways in which wgmma computes prompt chunks over 8-bit rows of K and V: the attention kernel converts the rows, or a kernel
-before it does (attn/kernels/nvidia/widen.py)."""
+"""Choice of what converts 8-bit rows of K and V for prompt chunks on wgmma: the attention kernel, or a kernel before it
+(attn/kernels/nvidia/widen.py)."""
 from __future__ import annotations
 from attn.chips import Chip
 from attn.choose.refusals import wgmma_refuses
