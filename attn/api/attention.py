@@ -1,5 +1,5 @@
-"""Public functions `attention` and `explain`. `attention` computes attention of Tensors with the fastest kernel for the chip. `explain` says which
-kernel `attention` chooses, and why not the other kernels."""
+"""Public functions `attention`, which computes attention of Tensors with the fastest kernel for the chip, and `explain`, which says which kernel
+`attention` chooses and why."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -136,36 +136,33 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
   return attend(prepare(q, k, v, AttentionOptions(**options)))
 
 def attend(c:CheckedCall) -> Any:
-  """Runs a checked call of `attention`. Returns o, or (o, lse) if the call asks for lse."""
+  """Runs a checked call of `attention`: returns o, or (o, lse) if the call asks for lse."""
   check_devices(c)
   o, *lse = run(seeded(c))
   return (o, *lse) if lse else o
 
 def choice_of(q:Tensor, k:GivenRows, v:GivenRows|None, **options:Any) -> Choice:
-  """Chooses the kernel for a call of `attention` with these arguments, and runs nothing. Returns the kernel, the tile description (the sizes by which
-  the kernel divides the problem), the number of key ranges (KV splits), and for every other kernel the reason why `attention` doesn't use the kernel.
-  With the option `arch` the machine need not have the chip."""
+  """Returns which kernel a call of `attention` with these arguments would run, without running anything."""
+  # With the option `arch` the machine need not have the chip.
   return prepare(q, k, v, options_of("attention", options)).choice()
 
 def backward_choice_of(q:Tensor, k:GivenRows, v:GivenRows|None, **options:Any) -> BackwardChoice:
-  """Chooses how the gradients of a call of `attention` with these arguments are computed, and runs nothing. Returns the backward kernels, or else the
-  reason why tinygrad's automatic differentiation computes the gradients. Raises NotImplementedError if a score term (such as a score_mod) has no
-  derivative; the message names the term."""
+  """Returns what would compute the gradients of a call of `attention` with these arguments, without running anything."""
+  # Raises NotImplementedError, naming the term, if a score term (such as a score_mod) has no derivative.
   call = prepare(q, k, v, options_of("attention", options))
   check_differentiable(call.problem)
   of = call.problem if call.shards is None else first_launch(call.problem, call.shards)
   return choose_backward(of, call.arch, call.choice().kernel)
 
 def copied_caches(c:CheckedCall, given:dict[str, GivenRows|None]) -> list[str]:
-  """Returns which of "k" and "v" are copied each time the checked call `c` runs: pages (blocks of cache rows) and rows of 8-bit numbers that no
-  kernel can read in place. `given` has k and v as the caller gave them."""
+  """Returns which of "k" and "v" no kernel can read in place, so that each run of the call `c` copies them."""
+  # Only pages (blocks of cache rows) and rows of 8-bit numbers can be such. `given` has k and v as the caller gave them.
   if c.problem.pages is None and not c.problem.stored: return []
   tensors = {name: stored_rows(name, t) for name, t in given.items() if t is not None}
   return [name for name, t in tensors.items() if c.tensors[name] is not t]
 
 def text_of_8_bits(p:Problem, arch:Chip|None) -> str:
-  """Returns a text for `explain` about q, k and v that are 8-bit floats: which format the tensors have, which scales multiply the tensors, and how
-  the matrix unit adds products."""
+  """Returns a text for `explain` about 8-bit q, k and v: their format, their scales, and how the matrix unit adds products."""
   scales = [name for name in INPUT_SCALES if getattr(p, name)]
   sums = "float32"
   if arch is not None and arch.short_sums:
@@ -173,9 +170,9 @@ def text_of_8_bits(p:Problem, arch:Chip|None) -> str:
   return f"q, k and v: {p.dtype}, {', '.join(scales) or 'without scales'}; sums in {sums}"
 
 def text_of_tiles(c:CheckedCall, kernel:str, p:Problem, tile:BlockTile|None, over:str="keys") -> str:
-  """Returns a text for `explain` with two percentages of all tiles: those that a kernel skips because of masks, and those in which the kernel
-  computes the mask. `over` says what the kernel loops over: tiles of "keys", or tiles of "queries" in backward. Returns "" if the call has no mask,
-  or if several devices divide the rows of a sequence among them."""
+  """Returns a text for `explain`: which percentages of tiles a kernel skips because of masks, and in which it computes masks; "" without a mask."""
+  # `over` says what the kernel loops over: tiles of "keys", or of "queries" in backward. Nothing is said if several devices divide the rows of a
+  # sequence.
   return shares_told(kernel, p, c.arch, tile, over, c.at.device, c.tensors) if c.shards is None else ""
 
 @values.names_itself

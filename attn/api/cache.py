@@ -1,6 +1,5 @@
-"""The key/value cache for decoding: buffers with room for a fixed number of rows of each sequence. The first rows are filled. `append_kv` writes new
-rows in place. `attention_with_kv_cache` appends new rows and then attends over all filled rows. Rows beyond the filled rows have no effect, even if
-these rows are NaN."""
+"""The key/value cache for decoding: buffers with room for a fixed number of rows of each sequence. `append_kv` writes new rows in place, and
+`attention_with_kv_cache` then attends over all filled rows. Rows beyond the filled rows have no effect, even if they are NaN."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable
@@ -34,10 +33,9 @@ Length = int|UOp|Tensor   # rows filled: for all batches, as a number or a Varia
 def one_or_several(names:tuple[str, ...]) -> str|tuple[str, ...]: return names if len(names) > 1 else names[0]
 
 def cache_maker(dtype:Any, scale_dtype:Any, device:Any, v_dim:int|None, rotary_dtype:Any, axis:int|None=None) -> Callable[..., Any]:
-  """Checks the dtypes and devices of a new cache. Returns a function that makes a cache of zeros of a given shape. The cache is a Tensor. If `dtype`
-  has 8 bits, the cache is QuantizedRows, or QuantizedLatent if `v_dim` is given. `scale_dtype` is the dtype of the scales of 8-bit rows.
-  `rotary_dtype` is the dtype of the columns after the first v_dim. On several devices the cache is sharded along `axis`, or copied to each device if
-  `axis` is None."""
+  """Returns a function that makes a cache of zeros of a given shape, after checks of dtypes and devices."""
+  # The cache is a Tensor; for a `dtype` of 8 bits QuantizedRows, or QuantizedLatent if `v_dim` is given. On several devices it is sharded along
+  # `axis`, or copied to each device if `axis` is None.
   on = Device.DEFAULT if device is None else one_or_several(device_names("device", device))
   format, of_scales = eight_bits("dtype", dtype, on), check_scale_dtype("scale_dtype", scale_dtype)
   of_rotary = check_out_dtype("rotary_dtype", rotary_dtype)
@@ -52,8 +50,7 @@ def cache_maker(dtype:Any, scale_dtype:Any, device:Any, v_dim:int|None, rotary_d
   return zeros if format is None else quantized
 
 def check_columns_of_v(v_dim:Any, width:int) -> int|None:
-  """Checks the option `v_dim` of a new cache for latent attention (MLA): how many of the `width` columns of K are V. Returns v_dim, which may be
-  None. Raises ValueError for a number outside 1..width - 1."""
+  """Returns the option `v_dim` of a new cache for latent attention; raises ValueError unless it is None or in 1..width - 1."""
   return None if v_dim is None else values.whole_number("v_dim", v_dim, 1, width - 1, f"None, or a whole number from 1 to {width - 1}: a latent row "
                                                         f"of {width} columns has at least one rotary column")
 
@@ -102,9 +99,7 @@ def empty_paged_cache(num_pages:int, page_size:int, Hkv:int, D:int, Dv:int|None=
   return made(*sizes[:4]), made(*sizes[:3], sizes[4]) if v_dim is None else None
 
 def _check_new_rows(x:OfCache, layout:str) -> tuple[int, int]:
-  """Checks that new rows have the shape, dtype and device of the cache to which they are appended; only the number of rows may differ. Returns
-  (number of new rows, number of rows that the cache can hold). Raises ValueError for a wrong shape, dtype or device, and for more new rows than the
-  cache can hold."""
+  """Returns (number of new rows, number of rows that the cache holds), or raises ValueError if the new rows do not fit the cache."""
   rows, name, new, cache = AXES[layout].index("rows"), x.name, x.new, x.cache
   got, held = static_shape(f"{name}_new", new.shape), static_shape(f"{name}_cache", cache.shape)
   if len(held) != len(AXES[layout]): raise ValueError(f"{name}_cache has shape {held}; layout={layout!r} needs {LAYOUTS[layout]}")
@@ -141,7 +136,7 @@ def check_caches(q:Tensor, k_cache:GivenRows, v_cache:GivenRows, layout:str) -> 
     if got.get(axis) != want.get(axis): raise ValueError(f"{name} has {axis} {got[axis]}: must be that of {of}, {want[axis]}")
 
 def has_threads(device:str|tuple[str, ...]|None) -> bool:
-  """Returns whether a workgroup has several threads on the device. On a CPU core a workgroup has one thread."""
+  """Returns whether a workgroup has several threads on the device; on a CPU core it has one."""
   return device is None or device_of(device if isinstance(device, str) else device[0]).renderer.has_local
 
 def buffer_of(u:UOp) -> UOp:
@@ -160,32 +155,33 @@ def _kernel(names:tuple[str, ...], a:Append) -> KernelFunction:
 
 @dataclass(frozen=True)
 class NewRows:
-  """Checked new rows, ready to be written into caches. `launches` has an entry for k and, unless V is part of K, an entry for v. An entry has the
-  tensors to write (the cache and, for rows of 8-bit numbers, the scales), the new rows, and the kernel that writes these rows."""
+  """Checked new rows, ready to be written into caches."""
+  # An entry for k and, unless V is part of K, one for v: the tensors to write (the cache and, for rows of 8 bits, the scales), the new rows, and the
+  # kernel that writes them.
   launches: tuple[tuple[list[Tensor], Tensor, KernelFunction], ...]
   start: Tensor      # int32 (batch): rows filled before the append
   filled: Tensor     # int32 (batch): rows filled after it
   table: tuple[Tensor, ...] = ()    # the block table, if the cache is pages
   def append(self) -> Tensor:
-    """Launches the kernels that write the new rows into the caches. Every tensor that shares a buffer with a cache then contains the new rows.
-    Returns the new lengths: for each batch the number of rows that are filled afterwards. The returned tensor depends on the launches. So a function
-    under TinyJit that returns only the lengths captures the launches, too."""
+    """Launches the kernels that write the new rows into the caches, and returns the new lengths: rows filled in each batch."""
+    # The lengths depend on the launches, so a function under TinyJit that returns only the lengths captures the launches, too.
     filled = self.filled
     for outputs, rows, fxn in self.launches:
       buffers = [buffer_under(t.uop) if isinstance(t.device, str) else None for t in outputs]
       given = [t if buffer is None else Tensor(buffer) for t, buffer in zip(outputs, buffers)]
       *written, filled = Tensor.custom_kernel(*given, rows.contiguous(), self.start, *(t.contiguous() for t in self.table), filled, fxn=fxn)
+      # Every tensor that shares a buffer with a cache then contains the new rows.
       for t, buffer, after in zip(outputs, buffers, written):
         if buffer is None: t.replace(after)
         else: written_to(buffer, after.uop.src[1])
     return filled
 
 def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
-  """Returns where the rows of a cache lie in the buffer that the cache is a view of: the steps between rows, heads and batches. Returns None if the
-  cache is a whole buffer, or lies on several devices. Raises ValueError if the cache is a computed value, or a view in which two rows lie at equal
-  addresses."""
+  """Returns where a cache's rows lie in the buffer of which the cache is a view, or None for a whole buffer."""
+  # A cache on several devices counts as a whole buffer.
   found = in_buffer(bhsd(cache, layout)) if isinstance(cache.device, str) else None
   if found is None:
+    # What is appended to a computed value, or to a view in which two rows have one address, would be lost.
     try: whole_buffer(name, cache.uop)
     except ValueError:
       raise ValueError(f"{name} is a computed value, or a view whose rows don't lie in a buffer a constant stride apart, each in one piece: what is "
@@ -206,12 +202,11 @@ class Output:
   layout: str
   @property
   def rows(self) -> Tensor:
-    """The tensor with as many axes as the layout has, e.g. 4 for "bhsd". A tensor of scales lacks the last axis, and gets one of size 1."""
+    """The tensor with as many axes as the layout has: a tensor of scales gets a last axis of size 1."""
     return self.tensor if self.tensor.ndim == len(AXES[self.layout]) else self.tensor.unsqueeze(-1)
   @functools.cached_property
   def view(self) -> Strided|None:
-    """Position of the tensor's rows in a larger buffer: the start of the first row, and the strides. None if the tensor is a whole buffer, or lies on
-    several devices."""
+    """Start and strides of the rows in a larger buffer; None if the tensor is a whole buffer, or lies on several devices."""
     return rows_in(self.name, self.rows, self.layout)
   @property
   def places(self) -> Strided: return self.view or whole_places(local_shape(self.rows), self.layout)
@@ -225,23 +220,22 @@ class Output:
 
 @dataclass(frozen=True)
 class OfCache:
-  """New rows of k or of v (`new`), and the cache to which the rows are appended. For a cache of rows of 8-bit numbers, `cache` is only the tensor of
-  8-bit numbers, and `quantized` has the scales, too."""
+  """New rows of k or of v, and the cache to which they are appended."""
   name: str
   new: Tensor
-  cache: Tensor
-  quantized: Quantized|None = None
+  cache: Tensor  # of rows of 8 bits: the tensor of 8-bit numbers
+  quantized: Quantized|None = None  # of rows of 8 bits: numbers and scales
   @property
   def width(self) -> int: return int(self.cache.shape[-1]) if self.quantized is None else self.quantized.width
   def outputs(self, layout:str) -> list[Output]:
-    """Returns the tensors that an append to this cache writes: the cache; for rows of 8-bit numbers also the scales; for a latent cache (MLA) of
-    8-bit numbers also the rotary columns, which keep 16 bits. `layout` is the layout of the cache."""
+    """Returns the tensors that an append to this cache writes."""
+    # Rows of 8 bits have scales, too, and a latent cache of 8 bits also has rotary columns of 16 bits.
     x = self.quantized
     further = {} if x is None else {"scales": x.scales, **({} if x.rotary is None else {"rotary": x.rotary})}
     return [Output(f"{self.name}_cache", self.cache, layout), *[Output(f"{self.name}_cache.{part}", t, layout) for part, t in further.items()]]
 
 def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_table:Tensor) -> NewRows:
-  """Checks the arguments of `append_kv` for caches that consist of pages (blocks of rows). Returns the new rows, ready to be written."""
+  """Returns the new rows of `append_kv` for caches in pages (blocks of rows), checked and ready to be written."""
   options = AttentionOptions(layout=layout, block_table=block_table, kv_lengths=cache_seqlens)
   k_new, k_cache = parts[0].new, parts[0].cache
   pages = check_pages(k_new, k_cache, parts[-1].cache, options, "cache_seqlens", ("k_new", "k_cache", f"{parts[-1].name}_cache"))
@@ -269,9 +263,9 @@ def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_tab
 
 def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tuple[int, int, int], layout_of_new:str,
               layout_of_cache:str, pages:Pages|None=None, table:tuple[Tensor, ...]=()) -> NewRows:
-  """Prepares the kernel launches that append the new rows of `parts` to their caches, and returns the launches. `at` says on which devices the caches
-  lie. `cache_seqlens` says how many rows are filled. `sizes` are, for one device, the number of batches, of new rows per batch, and of rows that a
-  cache can hold per batch. `pages` and `table` (the block table) are given if a cache consists of pages (blocks of rows)."""
+  """Returns the kernel launches that append the new rows of `parts` to their caches."""
+  # `sizes` are for one device: batches, new rows of each batch, and rows of each batch for which a cache has room. `table` is the block table of
+  # caches in `pages`.
   B, new, capacity = sizes
   outputs = [x.outputs(layout_of_cache) for x in parts]
   if len(outputs) > 1 and any([x.overlaps(y) for x, y in zip(*outputs)]): raise ValueError(OVERLAP)
@@ -291,8 +285,8 @@ def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tup
 def filled(start:Tensor, new:int, capacity:int) -> Tensor: return (start.minimum(capacity) + new).maximum(0).minimum(capacity).contiguous()
 
 def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenRows|None) -> list[OfCache]:
-  """Pairs the new rows of k and v with the caches of k and v. Returns a list of two pairs; or one pair, of k, if v_new and v_cache are None (latent
-  attention, where V is the first columns of K). Raises ValueError if only one of v_new and v_cache is None, or if a tensor of new rows is empty."""
+  """Pairs the new rows of k and v with their caches, or raises ValueError if they don't fit together."""
+  # Without v_new and v_cache there is one pair, of k: latent attention, where V is the first columns of K.
   for one, other, a, b in (("v_new", "v_cache", v_new, v_cache), ("v_cache", "v_new", v_cache, v_new)):
     if a is None and b is not None: raise ValueError(f"{one}=None with {other}: both must be Tensors, or both None if V is part of K")
   check_pair(("k_cache", "v_cache"), k_cache, v_cache)
@@ -310,7 +304,7 @@ def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenRows
 
 def _rows(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenRows|None, cache_seqlens:Length, layout:str,
           block_table:Tensor|None=None) -> NewRows:
-  """Checks the arguments of `append_kv`. Returns the new rows, ready to be written."""
+  """Returns the new rows of `append_kv`, checked and ready to be written."""
   layout, parts = check_cache_layout("layout", layout), _parts(k_new, v_new, k_cache, v_cache)
   cache_seqlens = check_lengths("cache_seqlens", cache_seqlens)
   if values.tensor_or_none("block_table", block_table) is not None:

@@ -1,5 +1,5 @@
-"""Checks a call of `attention` before anything runs. Finds on which devices and with which strides the tensors lie, and makes the `Problem` that
-describes the call."""
+"""Checks of a call of `attention` before anything runs: `prepare` finds on which devices and with which strides the tensors lie, and makes the
+`Problem` that describes the call."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
@@ -27,9 +27,8 @@ from attn.values import FLOATS, static_shape
 
 @dataclass(frozen=True)
 class CheckedCall:
-  """A checked call of `attention`. `problem` has the shapes, dtypes and options. `tensors` has q, k, v and the optional tensors by name. `at` says on
-  which devices the tensors lie. `problem` is the work of one device, with one exception: if several devices divide the rows of a sequence among them,
-  `problem` is the whole call, and `shards` says which rows each device has."""
+  """A checked call of `attention`: its tensors by name, and the problem that each device computes."""
+  # If several devices divide the rows of a sequence, `problem` is the whole call, and `shards` says which rows each device has.
   problem: Problem
   tensors: dict[str, Tensor]
   arch: Chip|None
@@ -41,7 +40,8 @@ class CheckedCall:
   into: tuple[Tensor, ...] = ()   # buffers for lse and lse_rest (`out` is for o), then the whole buffers that these lie in
   @property
   def log_sums(self) -> tuple[str, ...]:
-    """Names of the outputs besides o: (), ("lse",) or ("lse", "lse_rest"). lse_rest is what rounding to float32 removed from lse."""
+    """Names of the outputs besides o: (), ("lse",) or ("lse", "lse_rest")."""
+    # lse_rest is what rounding to float32 removed from lse.
     return self.problem.outputs[1:]
   def choice(self) -> Choice:
     if self.shards is None: return choose(self.problem, self.arch)
@@ -52,27 +52,27 @@ class CheckedCall:
     return SharedRows(self.problem, self.arch, self.at, self.shards)
 
 def known(n:int|UOp|Tensor) -> int|None:
-  """Returns the number of rows `n` as an int if the host knows the number (`n` is an int, or a Variable with a value). Returns None otherwise."""
+  """Returns the number of rows `n` as an int if the host knows the number, otherwise None."""
   return n if isinstance(n, int) else int(n.unbind()[1]) if isinstance(n, UOp) and n.is_bound_var else None
 
 def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -> Tensor:
-  """Returns `n`, a number of rows for each batch, as an int32 tensor (batch) on the devices of `at`. Error messages call the tensor `name`. The
-  argument `n` is an int32 tensor (batch), or a number for all batches: an int or a tinygrad Variable. Raises ValueError if the host knows the number
-  and the number lies outside 0..capacity."""
+  """Returns the number of rows of each batch as an int32 tensor (batch) on the devices of q."""
+  # `n` is an int32 tensor (batch), or a number for all batches: an int or a Variable. Error messages call `n` by `name`.
   if isinstance(n, Tensor):
     values.dtype_name(name, n.dtype, ("int32",))
     placed = place(name, n, at)
     if local_shape(placed) != (batch,):
       raise ValueError(f"{name} has shape {values.shown_shape(n.shape)}: must be ({batch if at.shared != 'batch' else batch*at.count},)")
     return placed
+  # The host knows this number, so it can be checked.
   if (value := known(n)) is not None and not 0 <= value <= capacity:
     raise ValueError(f"{name}={values.shown(value)}: must lie in 0..{capacity}, where {capacity} is the number of rows")
   return of_each_device(Tensor.full((batch,), n, dtype=dtypes.int, device=at.device).contiguous(), at.axis(("batch",)))
 
 def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str) -> None:
-  """Raises ValueError if packed sequences are out of order, end beyond `rows` rows, or are longer than `longest`. `cu` has the row where each
-  sequence begins, then the end of the last sequence. Error messages call `cu` by `name`, and `longest` by `longest_name`. The check runs only on the
-  emulator (the tinygrad device EMU), where the host reads `cu` at no cost. Elsewhere wrong sequences raise no error."""
+  """Raises ValueError if packed sequences are out of order, end beyond `rows`, or are longer than `longest`."""
+  # `cu` has the row where each sequence begins, then the end of the last one. The host reads these numbers only on the emulator, where reading costs
+  # nothing. Elsewhere wrong sequences raise no error.
   if (ends := numbers_at_hand(cu)) is None: return
   found = int((ends[1:] - ends[:-1]).max())
   if ends[0] < 0 or ends[-1] > rows or (ends[1:] < ends[:-1]).any():
@@ -80,8 +80,7 @@ def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str
   if found > longest: raise ValueError(f"{longest_name}={longest}: {name} has a sequence of {found} rows; must be at least that")
 
 def part_of_k(v:GivenRows|None, v_dim:int|None) -> bool:
-  """Returns True if `v` is None and `v_dim` is given: V is then the first v_dim columns of K (latent attention, MLA). Returns False if `v` is given
-  and `v_dim` is None. Raises ValueError if both are given, or neither."""
+  """Returns whether V is the first v_dim columns of K; raises ValueError unless exactly one of `v` and `v_dim` is given."""
   if v is None and v_dim is None: raise ValueError("v=None with v_dim=None: give v as a Tensor, or v_dim, the number of columns of k that are V")
   if v is not None and v_dim is not None: raise ValueError(f"v_dim={v_dim} with v: v_dim says that V is k[..., :v_dim], so v must be None")
   return v is None
@@ -93,11 +92,10 @@ def columns_of(shape:tuple[int, ...], v_dim:int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PlacedInputs:
-  """Checked inputs q, k and v, with the places of their rows in memory. `tensors` has no v if V is part of K (latent attention, MLA). `shapes` are
-  the shapes on one device: q in `layout`, k and v in `layout_of_keys`. `types` are the dtype names of q, k and v."""
-  tensors: dict[str, Tensor]
-  shapes: dict[str, tuple[int, ...]]
-  types: list[str]
+  """Checked q, k and v, and where their rows lie in memory."""
+  tensors: dict[str, Tensor]  # without v if V is part of K
+  shapes: dict[str, tuple[int, ...]]  # on one device: q in `layout`, k and v in `layout_of_keys`
+  types: list[str]  # dtype names of q, k and v
   at: Placement
   layout: str
   pages: Pages|None = None
@@ -107,24 +105,23 @@ class PlacedInputs:
   @property
   def layout_of_keys(self) -> str: return self.layout if self.pages is None else "bhsd"
   def keys(self, axis:str) -> int:
-    """Returns the size of k's axis "batch" or "rows", or 1 if the layout of k has no such axis. In a cache, "rows" is the capacity."""
+    """Returns the size of k's axis "batch" or "rows", or 1 if k has no such axis; "rows" of a cache is its capacity."""
     axes = AXES[self.layout_of_keys]
     return self.shapes["k"][axes.index(axis)] if axis in axes else 1
 
 def as_bytes(dtype:str, tensors:dict[str, Tensor], options:AttentionOptions, in_place:bool) -> dict[str, Tensor]:
-  """Returns the tensors q, k and v with 8-bit floats reinterpreted as bytes (uint8), because kernels take bytes. Tensors of other dtypes are
-  unchanged. `dtype` is the dtype of q, for messages. `in_place` is True if k and v are a cache. Raises NotImplementedError for a cache, block_table
-  or v_dim, which 8-bit floats don't support."""
+  """Returns q, k and v with 8-bit floats reinterpreted as bytes, which kernels take."""
+  # `dtype` is the dtype of q, for messages. With `in_place` k and v are a cache, which 8-bit floats do not support.
   for name, there in (("block_table", options.block_table is not None), ("v_dim", options.v_dim is not None), ("a cache", in_place)):
     if there: raise NotImplementedError(f"{name} with q of {dtype}: a cache of 8 bits is QuantizedRows, and its queries have 16 bits")
   return {name: Tensor(bits_under_views(t.uop, dtypes.uchar)) if values.dtype_text(t.dtype) in OF_8_BITS else t for name, t in tensors.items()}
 
 def input_scale(name:str, t:Tensor, x:PlacedInputs, sequences:int) -> Tensor:
-  """Returns the factor t of q, k or v of 8-bit floats as a tensor of the shape (1, 1), or (B, Hkv) if each batch and key/value head has a factor.
-  `name` is the name of the factor, such as "q_scale". `sequences` is the number of packed sequences, which count as batches, or 0."""
+  """Returns the factor of q, k or v of 8-bit floats in the shape (1, 1), or (B, Hkv) for one factor each."""
   values.dtype_name(name, t.dtype, ("float32",))
   if x.types[0] not in OF_8_BITS: raise ValueError(f"{name} with q of {x.types[0]}: it is for {' and '.join(OF_8_BITS)} only")
   sizes = dict(zip(AXES[x.layout], static_shape("k", x.tensors["k"].shape)))
+  # Packed sequences count as batches: there are `sequences`, or 0 if nothing is packed.
   batches = (sizes["batch"],) if "batch" in sizes else (sequences,)*bool(sequences)
   given, each = static_shape(name, t.shape), (*batches, heads := sizes["heads"])
   if math.prod(given) == 1: return place(name, t.reshape(1, 1), x.at)
@@ -132,9 +129,7 @@ def input_scale(name:str, t:Tensor, x:PlacedInputs, sequences:int) -> Tensor:
   return place(name, t.reshape(-1, heads), x.at)
 
 def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, lengths_name:str, in_place:bool) -> PlacedInputs:
-  """Checks q, k and v, and finds on which devices the tensors lie. Also finds the strides of k and v where kernels read k and v without a copy. This
-  is so for pages (blocks of cache rows), for rows of 8-bit numbers, and, with `in_place`, for all views of a larger buffer. Error messages call
-  kv_lengths `lengths_name`, the name that the caller's own argument has."""
+  """Checks q, k and v, and finds on which devices they lie and with which strides kernels read k and v."""
   layout = options.layout
   check_pair(("k", "v"), k, v)
   quantized, tensors = dict[str, Quantized](), dict[str, Tensor]()
@@ -160,12 +155,13 @@ def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, le
     raise NotImplementedError(f"q, k and v of {types[0]} sharded along their rows: shard them along batch or heads")
   shapes = {name: shape_of(name, t) for name, t in tensors.items()}
   if options.v_dim is not None: shapes["v"] = columns_of(shapes["k"], options.v_dim)
+  # Kernels read in place: pages (blocks of cache rows), rows of 8-bit numbers, and with `in_place` all views of a larger buffer.
   views = places_in_cache(of_k, rows_of_v, layout) if in_place and not quantized and isinstance(at.device, str) else None
   return with_places_of_scales(PlacedInputs(tensors, shapes, types, at, layout, views=views, shards=shards), quantized)
 
 def with_places_of_scales(x:PlacedInputs, quantized:dict[str, Quantized]) -> PlacedInputs:
-  """Adds the scales of k and v to the inputs `x`, and the positions of k, v and their scales in memory (start and strides). `quantized` has the
-  records of k and v by name; it is empty if k and v have no 8-bit numbers, and then `x` is returned unchanged."""
+  """Adds the scales of k and v, and the start and strides of k, v and scales in memory, to the inputs `x`."""
+  # `quantized` has the records of k and v by name, and is empty if k and v have no 8-bit numbers.
   if not quantized: return x
   if x.shards is not None:
     raise NotImplementedError("k and v are QuantizedRows sharded along their rows: devices that share rows send each other keys without scales; "
@@ -185,8 +181,8 @@ def with_places_of_scales(x:PlacedInputs, quantized:dict[str, Quantized]) -> Pla
   return replace(x, tensors=tensors, views=(places["k"], places.get("v", places["k"])), stored=stored)
 
 def check_latent_cache(x:PlacedInputs, k:Quantized) -> None:
-  """Raises ValueError if the cache `k` for latent attention (MLA) does not fit: the columns that are stored in 8 bits must be V, so their number must
-  be v_dim, and the last columns (the rotary columns) must have the dtype of q. `x` has the inputs."""
+  """Raises ValueError if the 8-bit cache `k` for latent attention does not fit the inputs."""
+  # The columns that are stored in 8 bits are V.
   if (v_dim := x.shapes["v"][-1]) != (width := int(k.stored.shape[-1])):
     raise ValueError(f"v_dim={v_dim} with k.values of {width} columns: must be {width}, because the stored columns of a latent cache are the values")
   assert k.rotary is not None
@@ -194,14 +190,12 @@ def check_latent_cache(x:PlacedInputs, k:Quantized) -> None:
     raise ValueError(f"k.rotary has dtype {of_rotary}: must be that of q, {x.types[0]}")
 
 def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:AttentionOptions, lengths_name:str) -> PlacedInputs:
-  """Checks q, and k and v that consist of pages (blocks of cache rows). Finds on which devices the tensors lie, and with which strides. `tensors` has
-  q, k and v, and `types` their dtypes. In the returned record the shapes of k and v don't show the pages: they are (sequences, Hkv, largest number of
-  rows of a sequence, width). Hkv counts the heads on one device, if devices share the heads. `lengths_name` is the name that the argument kv_lengths
-  has in the function that the user called. Error messages use this name."""
+  """Checks q, and k and v in pages (blocks of cache rows), and finds on which devices and with which strides they lie."""
   q, k, v, table = tensors["q"], tensors["k"], tensors.get("v", tensors["k"]), options.block_table
   assert table is not None
   pages = check_pages(q, k, v, options, lengths_name)
   at = placement_in_pages(q, k, v, options.layout)
+  # The shapes of k and v don't show the pages: they are (sequences, heads of one device, largest number of rows of a sequence, width).
   shapes = {"q": local_shape(q)}
   for name, t in (("k", k), ("v", v)):
     _, _, heads, width = local_shape(t)
@@ -212,9 +206,8 @@ def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:Attentio
   return PlacedInputs({name: given[name] for name in tensors}, shapes, types, at, options.layout, pages, (in_k, in_v))
 
 def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str) -> dict[str, Tensor]:
-  """Checks the optional tensors of a call, such as a bias or kv_lengths, and places each tensor on the devices of q. Returns the tensors by name, in
-  the order in which kernels take optional tensors (`EXTRAS`). x has q, k and v. Error messages call kv_lengths `lengths_name`, the name that the
-  caller's own argument has."""
+  """Returns the optional tensors of a call, such as a bias, checked and on the devices of q, in the order of `EXTRAS`."""
+  # Error messages call kv_lengths `lengths_name`, the name that the caller's own argument has.
   extras: dict[str, Tensor] = {}
   def per_batch(name:str, n:int|UOp|Tensor, called:str) -> Tensor: return lengths(n, x.keys("batch"), x.keys("rows"), x.at, called)
   for name, tensor in TERM_TENSORS.items():
@@ -247,7 +240,7 @@ def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str)
   return {name: extras[name] for name in EXTRAS if name in extras}
 
 def check_out(q:Tensor, width:int, options:AttentionOptions) -> None:
-  """Raises ValueError if the buffer `out` differs from the output o in shape, dtype, device or sharding. `width` is the number of columns of o."""
+  """Raises ValueError if the buffer `out` differs from the output o, of `width` columns, in shape, dtype, device or sharding."""
   if (out := options.out) is None: return
   check_output("out", out.uop)
   want = (*q.shape[:-1], width)
@@ -258,20 +251,19 @@ def check_out(q:Tensor, width:int, options:AttentionOptions) -> None:
     raise ValueError(f"out lies on {out.device}, sharded along axis {out.uop.axis}: must be as q, on {q.device}, along axis {q.uop.axis}")
 
 def out_dtype_of(x:PlacedInputs, options:AttentionOptions) -> str:
-  """Returns the dtype name of the output o: `out_dtype` if given, else the dtype of the buffer `out` if given, else the dtype of q, or bfloat16 if q
-  has 8-bit floats."""
+  """Returns the dtype name of the output o."""
   if options.out_dtype is not None: return values.dtype_text(options.out_dtype)
   if options.out is not None: return dtype_of("out", options.out)
   return "bfloat16" if x.types[0] in OF_8_BITS else x.types[0]
 
 def tensor_kind(name:str, t:Tensor) -> TensorKind:
-  """Checks one tensor of mod_tensors (the tensors that a user's own score function reads). Returns the tensor's shape and dtype name. Error messages
-  call the tensor `name`."""
+  """Returns the shape and the dtype name of a tensor that score_mod or mask_mod reads, after a check."""
   return static_shape(name, t.shape), values.dtype_name(name, t.dtype, FUNCTION_TENSOR_DTYPES)
 
 def prepare(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, lengths_name:str="kv_lengths", in_place:bool=False) -> CheckedCall:
-  """Checks the arguments of a call of `attention` and returns the checked call. Error messages call kv_lengths `lengths_name`, the name that the
-  caller's own argument has. With `in_place`, kernels read k and v without a copy if k and v are views of a larger buffer."""
+  """Checks the arguments of a call of `attention` and returns the checked call."""
+  # Error messages call kv_lengths `lengths_name`, the name that the caller's own argument has. With `in_place`, kernels read views of a larger buffer
+  # without a copy.
   if options.batch_invariant and options.num_splits > 1:
     raise ValueError(f"num_splits={options.num_splits} with batch_invariant=True: must be 0 (ranges of {INVARIANT_KEYS} keys) or 1 (no split)")
   x = placed(q, k, v, options, lengths_name, in_place)

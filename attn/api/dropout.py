@@ -9,7 +9,7 @@ from attn.tinygrad_compat import Tensor, dtypes, rand_then
 from attn.values import static_shape
 
 def check_seed(name:str, x:Any) -> Tensor:
-  """Returns the dropout seed x unchanged if x is a uint32 Tensor of shape (2,). Raises ValueError otherwise; the message calls the seed `name`."""
+  """Returns the dropout seed `x`, or raises ValueError if it is no uint32 Tensor of shape (2,)."""
   values.dtype_name(name, values.tensor(name, x).dtype, ("uint32",))
   if (shape := static_shape(name, x.shape)) != (2,): raise ValueError(f"{name} has shape {shape}: must be (2,)")
   return x
@@ -20,13 +20,13 @@ def seed_from(x:Tensor) -> Tensor:
   return (halves[0]*STEPS_OF_P + halves[1]).contiguous()
 
 def drawn_seed(at:Placement) -> Tensor:
-  """Draws a dropout seed, uint32 (2), from tinygrad's random generator, on the first device of `at`. The generator gives fp32 numbers, each with only
-  16 usable random bits, so each uint32 is made of two of them."""
+  """Draws a dropout seed, uint32 (2), from tinygrad's random generator."""
+  # The generator gives fp32 numbers, each with only 16 usable random bits, so each uint32 is made of two of them.
   return rand_then((2, 2), at.device if isinstance(at.device, str) else at.device[0], seed_from)
 
 def first_of_each(at:Placement, p:Problem) -> Tensor:
-  """Returns the batch index and the head index at which each device's shard begins: uint32 (2) on each device. For example, with 8 heads sharded over
-  2 devices, device 1 gets (0, 4). `at` says how tensors are sharded. `p` is the problem of one device."""
+  """Returns the index of the first batch and of the first head on each device, as uint32 (2) on the device."""
+  # For example, with 8 heads sharded over 2 devices, device 1 gets (0, 4). `p` is the problem of one device.
   batch, head = (p.B, 0) if at.shared == "batch" else (0, p.H)
   firsts = [n for i in range(at.count) for n in (i*batch, i*head)]
   return Tensor(firsts, dtype=dtypes.uint, device=at.device[0]).shard(tuple(at.device), 0)

@@ -31,8 +31,7 @@ OF_A_CACHE = "attention over part of a cache has no gradient: train with attn.at
 WRITTEN = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial", *WIDENED_TENSORS.values())
 
 def seeded(c:CheckedCall) -> CheckedCall:
-  """Returns the checked call with tensors that the kernel needs for dropout and for a caller's own functions. Adds a dropout seed, if the caller
-  gives none. If batches or heads are sharded over devices, also adds the index of each device's first batch and first head."""
+  """Returns the checked call with the tensors that dropout and the caller's own functions need: a seed, and each device's first batch and head."""
   if not c.problem.dropout_p and not c.problem.first_batch_and_head: return c
   t = dict(c.tensors)
   if c.problem.dropout_p and "dropout_seed" not in t: t["dropout_seed"] = place("dropout_seed", drawn_seed(c.at), c.at)
@@ -41,16 +40,15 @@ def seeded(c:CheckedCall) -> CheckedCall:
 
 @cache_of_kernels
 def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
-  """Returns the kernel functions that compute the problem `p`, in the order of the launches. `choice` has the kernel, the tile description and the
-  number of key ranges. Equal arguments return identical objects, because tinygrad's schedule cache compares functions by identity.
-
-  The last kernel function has the gradient function. tinygrad computes gradients only for this kernel's arguments, so they include all inputs that
-  need a gradient."""
+  """Returns the kernel functions that compute the problem `p` with the chosen kernel, in the order of their launches."""
+  # Equal arguments return identical objects, because tinygrad's schedule cache compares functions by identity.
   assert choice.arch is not None and choice.work.tile is not None
   forget_oldest_kernels("attn_", MOST_KERNELS)
   p, arch, tile = replace(p, num_splits=choice.work.splits), choice.arch, choice.work.tile
   def checked(program:Any, takes:Iterable[str], given:tuple[str, ...]) -> KernelFunction:
     takes, written = tuple(takes), tuple(name for name in takes if name in WRITTEN)
+    # The last kernel function has the gradient function. tinygrad computes gradients only for this kernel's arguments, so they include all inputs
+    # that need a gradient.
     if "o" not in given: gradient = None
     elif p.k_view is None: gradient = gradient_of(replace(p, tile_list=None), arch, given)
     else: gradient = no_gradient(OF_STORED_ROWS if p.stored else OF_A_CACHE)
@@ -65,20 +63,20 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   return [checked(program, takes, given) for (program, takes), given in zip(programs, launched(p, choice))]
 
 def launched(p:Problem, choice:Choice) -> list[tuple[str, ...]]:
-  """Returns, for each kernel launch, the names of the tensors that the launch gets. The kernel `combine`, which merges the results of key ranges (KV
-  splits), also gets the inputs that need a gradient."""
+  """Returns the names of the tensors that each kernel launch gets."""
   if choice.kernel == WIDENING: return [tuple(widen_arguments(p)), tuple(WIDENED_TENSORS.get(name, name) for name in arguments(read_by(p, choice)))]
   if p.num_splits == 1: return [tuple(arguments(p))]
+  # The kernel `combine`, which merges the results of key ranges, also gets the inputs that need a gradient.
   merging = tuple(combine_arguments(p))
   return [tuple(arguments(p)), merging + tuple(name for name in p.shapes if name in INPUTS and name not in merging)]
 
 def deliver(c:CheckedCall, o:Tensor, *log_sums:Tensor) -> list[Tensor]:
-  """Returns the results that the call asks for: o, then lse and lse_rest (what rounding to float32 removed from lse) if the call asks for them.
-  Copies o into the buffer `out` if the call gives one."""
+  """Returns the results that the call asks for: o, copied into `out` if the call gives this buffer, then lse and lse_rest."""
+  # lse_rest is what rounding to float32 removed from lse.
   return [o if c.out is None else c.out.assign(o), *log_sums[:len(c.log_sums)]]
 
 def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
-  """Returns a buffer for the output `name` (such as "lse") of a kernel for the problem `p`: the buffer that the call gives, or a new buffer."""
+  """Returns the buffer for a kernel's output, such as "lse": the one that the call gives, or a new one."""
   if name == "o":
     if c.out is not None: return c.out
     axes: tuple[str|None, ...] = AXES[p.layout]
@@ -89,13 +87,12 @@ def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
   return empty(shape, FLOATS[dtype], c.at.device, c.at.axis(axes))
 
 def in_a_buffer(c:CheckedCall, x:Tensor) -> Tensor:
-  """Returns the input x if x is a whole buffer, else a copy of x in a new buffer."""
+  """Returns the input `x` if it is a whole buffer, otherwise a copy of it in a new buffer."""
   return x if x.uop.has_buffer_identity(after_ok=True) or (c.into and region(x.uop)) else x.contiguous()
 
 @lists_made_last()
 def launch_kernels(c:CheckedCall, choice:Choice) -> list[Tensor]:
-  """Launches the attention kernel that `choice` names. If `choice` divides the keys into ranges, the attention kernel writes one partial result per
-  range, and the kernel `combine` merges these partial results. Returns the list of o, and of lse and lse_rest if the call asks for them."""
+  """Launches the chosen kernel, and `combine` if there are key ranges; returns the list of o and of the sums that the call asks for."""
   p = split_into(c.problem, choice.work.splits)
   in_place = () if p.k_view is None else ("k", "v", "k_rotary", *p.scale_views)
   t = {name: flat_buffer(x) if name in in_place else in_a_buffer(c, x) for name, x in c.tensors.items()}
@@ -116,7 +113,7 @@ def launch_kernels(c:CheckedCall, choice:Choice) -> list[Tensor]:
   return [o if c.out is None else c.out.replace(o), *[Tensor(found[name]) for name in c.log_sums]]
 
 def kernels_launched(c:CheckedCall, p:Problem, choice:Choice, given:dict[str, Tensor]) -> dict[str, UOp]:
-  """Launches the kernels that compute the problem `p` of a call on the tensors `given`. Returns everything that they write, by name."""
+  """Launches the kernels that compute the problem `p` on the tensors `given`, and returns everything that they write by name."""
   t = {name: x.uop for name, x in given.items()}
   for names, fxn in zip(launched(p, choice), kernels(p, choice)):
     srcs = [t[name] if name in t else output_buffer(c, name, p).uop for name in names]
@@ -126,7 +123,7 @@ def kernels_launched(c:CheckedCall, p:Problem, choice:Choice, given:dict[str, Te
   return {name: t[name] for name in WRITTEN if name in t}
 
 def with_variables(fxn:KernelFunction, variables:tuple[UOp, ...]) -> KernelFunction:
-  """Returns a kernel function that does what `fxn` does, and in addition passes the values of Variables to the kernel."""
+  """Returns a kernel function that does what `fxn` does, and also passes the values of Variables to the kernel."""
   return (lambda *placeholders: replace(fxn(*placeholders), variables=variables)) if variables else fxn
 
 def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
@@ -134,8 +131,7 @@ def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
   return deliver(c, *(plain_attention if c.problem.pages is None else plain_attention_of_pages)(c.problem, c.tensors))
 
 def run_across(c:CheckedCall) -> list[Tensor]:
-  """Runs a checked call in which the rows of a sequence are divided among several devices. Returns the list of o, and of lse and lse_rest if the call
-  asks for them."""
+  """Runs a checked call in which several devices divide the rows of a sequence; returns the list of o and of the sums that the call asks for."""
   def attend_part(p:Problem, tensors:dict[str, Tensor], device:str, into:Sequence[Tensor]) -> list[Tensor]:
     return run(CheckedCall(p, tensors, c.arch, Placement(device), into[0] if into else None, into=tuple(into[1:]), part=True))
   def graph(inputs:Graph) -> dict[str, UOp]:
@@ -152,8 +148,7 @@ def check_devices(c:CheckedCall) -> None:
     if c.arch is not None: check_device(c.arch.name, device)
 
 def run(c:CheckedCall) -> list[Tensor]:
-  """Runs a checked call of `attention`. Returns a list: o, then lse and lse_rest (what rounding to float32 removed from lse) if the call asks for
-  them."""
+  """Runs a checked call of `attention`; returns the list of o, and of lse and lse_rest if the call asks for them."""
   if c.shards is not None: return run_across(c)
   choice = c.choice()
   return (run_three_pass if choice.kernel == "three_pass" else launch_kernels)(c, choice)

@@ -8,19 +8,16 @@ Axes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Leading:
-  """Leading axes of a call's tensors (all axes before the last two), sorted into three kinds: batch axes, head axes and `shared` axes. Along a
-  `shared` axis only q has a size above 1: one key/value head serves all queries along this axis. Keys and values are not repeated in memory."""
+  """All axes of a call's tensors before the last two, sorted into batch axes, head axes and `shared` axes."""
   sizes: tuple[int, ...]      # size of query and output along each leading axis
   kv_sizes: tuple[int, ...]   # size of key and value along each leading axis
   batch: Axes
   heads: Axes
-  shared: Axes
+  shared: Axes  # only q has a size above 1: one key/value head, not repeated in memory, serves all these queries
 
   @staticmethod
   def of(q:Tensor, k:Tensor, v:Tensor, sinks:Tensor|None, enable_gqa:bool) -> Leading:
-    """Sorts the leading axes of q, k and v, which have equal ranks. `sinks` has this rank, too; the axes along which `sinks` has more than one number
-    are head axes. Without sinks, only the last leading axis is a head axis. Raises ValueError if `enable_gqa` is set, and the number of query heads
-    is no multiple of the number of key/value heads."""
+    """Sorts the leading axes of q, k, v and `sinks`, which have equal ranks, or raises ValueError if the heads don't fit."""
     last = q.ndim - 3
     sizes = [max(map(int, n)) for n in zip(*(t.shape[:-2] for t in (q, k, v)))]
     if enable_gqa:
@@ -30,35 +27,36 @@ class Leading:
     shared = tuple(a for a, n in enumerate(sizes) if k.shape[a] == v.shape[a] == 1 < n)
     kv_sizes = [1 if a in shared else n for a, n in enumerate(sizes)]
     if enable_gqa: kv_sizes[last] = kv_heads
+    # The axes along which `sinks` has more than one number are head axes. Without sinks, only the last leading axis is a head axis.
     of_sinks = () if sinks is None else tuple(a for a in range(last + 1) if sinks.shape[a] != 1)
     own = tuple(a for a in of_sinks or (last,) if a not in shared)
     return Leading(tuple(sizes), tuple(kv_sizes), tuple(a for a in range(last + 1) if a not in own + shared), own, shared)
 
   def size(self, axes:Axes) -> int: return math.prod(self.sizes[a] for a in axes)
   def ordered(self, t:Tensor) -> Tensor:
-    """Returns t with the batch axes first, then the head axes, then the `shared` axes. So queries with the same key/value head lie side by side."""
+    """Returns `t` with the batch axes first, then the head axes, then the `shared` axes."""
+    # So queries with the same key/value head lie side by side.
     return t.permute(*self.batch, *self.heads, *self.shared, t.ndim - 2, t.ndim - 1)
 
   def of_queries(self, q:Tensor) -> Tensor:
     """Returns queries as (B, H, Sq, D)."""
     return self.ordered(q.expand(*self.sizes, *q.shape[-2:])).reshape(self.size(self.batch), self.size(self.heads + self.shared), *q.shape[-2:])
   def of_keys(self, name:str, t:Tensor) -> Tensor:
-    """Returns keys or values as (B, Hkv, Sk, D). Raises ValueError if the leading axes of t do not broadcast to the leading axes of the call. The
-    error message calls the tensor `name`."""
+    """Returns keys or values, called `name`, as (B, Hkv, Sk, D). Raises ValueError if their leading axes do not broadcast to those of the call."""
     try: whole = self.ordered(t.expand(*self.kv_sizes, *t.shape[-2:]))
     except (ValueError, RuntimeError) as e:
       hint = "; enable_gqa=True lets query heads share a key/value head" if self.sizes == self.kv_sizes else ""
       raise ValueError(f"{name} has batch and head dimensions {t.shape[:-2]}: must broadcast to {self.kv_sizes}{hint}") from e
     return whole.reshape(self.size(self.batch), math.prod(self.kv_sizes[a] for a in self.heads), *t.shape[-2:])
   def of_scores(self, mask:Tensor) -> Tensor:
-    """Reshapes a mask that broadcasts to the call's scores. Returns it with four axes: (B or 1, H or 1, Sq or 1, Sk or 1)."""
+    """Returns a mask that broadcasts to the call's scores as (B or 1, H or 1, Sq or 1, Sk or 1)."""
     mask = mask.reshape(*[1]*(len(self.sizes) + 2 - mask.ndim), *mask.shape)
     for axes in (self.batch, self.heads + self.shared):
       if any(mask.shape[a] > 1 for a in axes): mask = mask.expand(*(self.sizes[a] if a in axes else n for a, n in enumerate(mask.shape)))
     batch, heads = (math.prod(mask.shape[a] for a in axes) for axes in (self.batch, self.heads + self.shared))
     return self.ordered(mask).reshape(batch, heads, *mask.shape[-2:])
   def of_heads(self, sinks:Tensor) -> Tensor:
-    """Reshapes sinks (..., 1, 1) that broadcast to the call's scores. Returns them as (H,)."""
+    """Returns sinks (..., 1, 1) that broadcast to the call's scores as (H,)."""
     return self.ordered(sinks.expand(*(1 if a in self.batch else n for a, n in enumerate(self.sizes)), 1, 1)).flatten()
   def restored(self, o:Tensor) -> Tensor:
     """Returns the output o (B, H, Sq, Dv) with the leading axes of the call in place of B and H."""

@@ -13,8 +13,8 @@ from attn.tinygrad_compat import Tensor, UOp, buffer_under
 from attn.values import static_shape
 
 def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name:str, names:tuple[str, str, str]=("q", "k", "v")) -> Pages:
-  """Checks q, the pages k and v (pages, page_size, Hkv, D), and the block table, which says which pages a sequence has. Returns the size and number
-  of pages. Error messages call q, k and v by `names`, and kv_lengths by `lengths_name`: the names that the caller's own arguments have."""
+  """Checks q, the pages k and v (pages, page_size, Hkv, D), and the block table; returns the size and number of pages."""
+  # Error messages call q, k and v by `names`, and kv_lengths by `lengths_name`: the names that the caller's own arguments have.
   table = options.block_table
   assert table is not None
   of_q, of_k, of_v, of_table = (static_shape(name, values.tensor(name, t).shape) for name, t in zip((*names, "block_table"), (q, k, v, table)))
@@ -47,9 +47,9 @@ def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_
   return pages
 
 def check_only_page(table:Tensor, rows:int|UOp|Tensor, lengths_name:str, pages:Pages) -> None:
-  """Raises ValueError if a cache has only one page, and the block table has an entry other than 0 for rows that a sequence has. `rows` is the number
-  of rows of each sequence, which error messages call `lengths_name`. A kernel for a single page does not read the block table, so only this check
-  finds a wrong entry. The check runs only where the host can read the table at no cost, as on the emulator (the tinygrad device EMU)."""
+  """Raises ValueError if a cache has one page, and the block table names another page for existing rows."""
+  # A kernel for a single page does not read the block table, so only this check finds a wrong entry. The check runs only where the host can read the
+  # table at no cost, as on the emulator.
   entries, counts = numbers_at_hand(table), numbers_at_hand(rows) if isinstance(rows, Tensor) else rows
   if entries is None or counts is None or isinstance(counts, UOp) or (np.ndim(counts) and np.shape(counts) != entries.shape[:1]): return
   used = np.arange(pages.most) < -(-np.reshape(counts, (-1, 1))//pages.size)
@@ -57,8 +57,7 @@ def check_only_page(table:Tensor, rows:int|UOp|Tensor, lengths_name:str, pages:P
     raise ValueError(f"block_table has an entry {wrong[0]} for rows that {lengths_name} counts: there is one page, so it must be 0")
 
 def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str, str, str]=("q", "k", "v")) -> Placement:
-  """Returns where q and the pages lie: on one device, or sharded along the heads over several devices. Raises NotImplementedError for any other
-  sharding; the message calls q, k and v by `names`."""
+  """Returns where q and the pages lie: on one device, or sharded along heads. Raises NotImplementedError for any other sharding."""
   if q.device is None: raise ValueError(f"{names[0]} is a constant without a device: call .contiguous() on a device first")
   if isinstance(q.device, str): return Placement(q.device)
   axes = (AXES[layout], AXES["bshd"], AXES["bshd"])
@@ -72,23 +71,22 @@ def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str
                             "sharded, because it joins the heads of all sequences")
 
 def in_a_cache(t:Tensor, layout:str) -> tuple[Tensor, Strided]:
-  """Returns the rows `t` of k or v as a tensor that kernels can read, and the start and strides of the rows in the tensor's buffer. A view of a
-  larger buffer is read in place if each row is contiguous and the rows lie a constant stride apart. Any other view is copied. `t` may also be scales,
-  which have one number for each row and lack the last axis of `layout`."""
+  """Returns rows of k or v as a tensor that kernels can read, with the start and strides of the rows in its buffer."""
+  # `t` may also be scales, which have one number for each row and lack the last axis of `layout`.
   rows = t if t.ndim == len(AXES[layout]) else t.unsqueeze(-1)
+  # A view of a larger buffer is read in place if each row is contiguous and the rows lie a constant stride apart. Any other view is copied.
   if isinstance(t.device, str) and (found := in_buffer(bhsd(rows, layout))) is not None: return t, found.places
   whole = whole_places(local_shape(rows), layout)
   return t if not isinstance(t.device, str) or buffer_under(t.uop) is None else t.contiguous(), whole
 
 def plain_attention_of_pages(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-  """Computes attention of keys and values in pages by tinygrad's own operations, without one of attn's kernels. `t` has the tensors of the problem p
-  by name. Returns (o, lse, lse_rest): lse_rest is the part of lse that rounding to fp32 lost. An entry of the block table that is not the index of a
-  page stands for rows of zeros."""
+  """Computes attention of keys and values in pages by tinygrad's own operations; returns (o, lse, lse_rest)."""
   assert p.pages is not None
   if p.varlen:
     raise NotImplementedError("block_table with layout='thd': no kernel with matrix instructions supports this problem (attn.explain says why); "
                               "other kernels need another layout")
   batched = replace(p, layout="bhsd")
+  # An entry of the block table that is not the index of a page stands for rows of zeros.
   def rows(x:Tensor) -> Tensor: return x[t["block_table"]].reshape(p.B, p.Sk, x.shape[2], x.shape[3]).transpose(1, 2)
   q = t["q"].reshape(p.B, -1, p.Sq, p.D) if p.layout == "nsd" else bhsd(t["q"], p.layout)
   given = {name: rows(x) if name in ("k", "v") else x for name, x in t.items() if name != "block_table"} | {"q": q}

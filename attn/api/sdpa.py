@@ -16,8 +16,7 @@ from attn.tinygrad_compat import TRAINING, Rerouted, Tensor, UOp, dtypes, levels
 from attn.values import static_shape
 
 def _broadcast(name:str, mask:Tensor, q:Tensor, k:Tensor, leading:Leading) -> Tensor:
-  """Returns a mask with four dimensions: (B or 1, H or 1, Sq or 1, Sk or 1). `leading` says which leading axes of the call are batches and heads.
-  Raises ValueError if the mask is not on the device of q, or cannot be broadcast to the scores; the message calls the mask `name`."""
+  """Returns a mask as (B or 1, H or 1, Sq or 1, Sk or 1), or raises ValueError if the mask does not fit the scores."""
   if mask.device not in (None, q.device) and (isinstance(q.device, str) or not isinstance(mask.device, str)):
     raise ValueError(f"{name} is on {mask.device} but query on {q.device}: must be on the same device, or the same devices")
   shape, whole = static_shape(name, mask.shape), (*leading.sizes, int(q.shape[-2]), int(k.shape[-2]))
@@ -26,17 +25,16 @@ def _broadcast(name:str, mask:Tensor, q:Tensor, k:Tensor, leading:Leading) -> Te
   return leading.of_scores(mask)
 
 def _shown_by(seen:Tensor, offset:int) -> dict[str, Any]:
-  """Translates a bool mask `seen` (B or 1, H or 1, Sq or 1, Sk or 1), True where the query sees the key, into options of `attention`. Returns
-  mask_mod, a function that reads the mask, and mod_tensors, which has the mask. `offset` is Sk - Sq."""
+  """Returns options of `attention` that apply a bool mask (B or 1, H or 1, Sq or 1, Sk or 1): mask_mod and mod_tensors."""
+  # `seen` is True where the query sees the key. `offset` is Sk - Sq.
   wide = tuple(int(n) > 1 for n in seen.shape)
   def mask_mod(b:UOp, h:UOp, i:UOp, j:UOp, mask:UOp) -> UOp:
     return mask[tuple(place if full else 0 for place, full in zip((b, h, i - offset, j), wide))]
   return {"mask_mod": mask_mod, "mod_tensors": (seen,)}
 
 def _arguments(x:SdpaCall) -> tuple[tuple[Tensor, ...], dict[str, Any], Leading]:
-  """Translates the arguments of `scaled_dot_product_attention` into arguments of `attention`. Returns (q, k, v) with four dimensions, the options of
-  `attention`, and how the leading dimensions of the call became batch and heads. Raises ValueError, NotImplementedError or RuntimeError for arguments
-  that don't fit together."""
+  """Translates arguments of `scaled_dot_product_attention` into q, k and v of four dimensions, options of `attention`, and the sorted leading
+  dimensions."""
   q, k, v, mask = x.query, x.key, x.value, x.attn_mask
   check_dropout_p("dropout_p", x.dropout_p)
   is_causal, enable_gqa = values.truth("is_causal", x.is_causal), values.truth("enable_gqa", x.enable_gqa)
@@ -95,21 +93,18 @@ def attended(x:SdpaCall) -> Tensor:
 
 @dataclass(frozen=True)
 class Decision:
-  """What computed one call of `Tensor.scaled_dot_product_attention` after `install`. `kernel` is the name of attn's kernel. It is None if the
-  function from before `install` computed the call. `reason` says why."""
-  kernel: str|None
+  """What computed one call of `Tensor.scaled_dot_product_attention` after `install`: the name of attn's kernel, and why."""
+  kernel: str|None  # None: the function from before `install` computed the call
   reason: str
 
 NAME = "scaled_dot_product_attention"
 decisions: deque[Decision] = deque(maxlen=1024)   # one for each call while installed, the latest calls
 @dataclass
 class Installed:
-  """State of `install`. `before` is the function that `Tensor.scaled_dot_product_attention` was before `install`. If `before` is tinygrad's own
-  function, `rerouted` is the patch that redirects every call of tinygrad's function to attn. If `before` is a function of another library, `rerouted`
-  is None."""
+  """State of `install`."""
   active: bool = False
-  before: Any = None
-  rerouted: Rerouted|None = None
+  before: Any = None  # what `Tensor.scaled_dot_product_attention` was before
+  rerouted: Rerouted|None = None  # redirects calls of tinygrad's own function; None if `before` is another library's function
   written_out: WrittenOut|None = None
   said: set[str] = field(default_factory=set)     # the reasons that a warning gave
 
@@ -124,8 +119,8 @@ def _decide(x:SdpaCall) -> Decision:
   return Decision(choice.kernel, str(choice))
 
 def _attended_if_possible(call:SdpaCall) -> Tensor|None:
-  """Computes a call of scaled_dot_product_attention if a kernel of attn can, and returns the result. Otherwise returns None, and warns once for each
-  reason. In both cases appends a Decision to the list that `install` returned."""
+  """Returns the result of a call of scaled_dot_product_attention if a kernel of attn can compute it, otherwise None, with a warning."""
+  # Each reason is warned of once. The list that `install` returned gets the Decision in both cases.
   try: decision = _decide(call)
   except (ValueError, NotImplementedError, RuntimeError) as e: decision = Decision(None, str(e))
   decisions.append(decision)

@@ -1,6 +1,5 @@
-"""Runs `scaled_dot_product_attention` on keys and values whose length depends on Variables, or grows from call to call. One kernel serves all
-lengths. The kernel reads slices of a cache in place. Keys and values that are no slice of a cache are first copied into buffers of the largest
-size."""
+"""`scaled_dot_product_attention` on keys and values whose length depends on Variables, or grows from call to call: one kernel serves all lengths, and
+reads slices of a cache in place."""
 from __future__ import annotations
 import math
 from collections import OrderedDict
@@ -17,6 +16,7 @@ from attn.problem import Problem, check_dropout_p, check_softmax_scale
 from attn.tinygrad_compat import TRAINING, Tensor, UOp, buffer_under, capturing, dtypes
 from attn.values import FLOATS, static_shape
 
+# Keys and values that are no slice of a cache are first copied into buffers of the largest size.
 @dataclass(frozen=True, eq=False)
 class SdpaCall:
   """The arguments of a call of `scaled_dot_product_attention`, unchecked."""
@@ -42,15 +42,13 @@ class SdpaCall:
 
 @dataclass(frozen=True)
 class SlicedCall:
-  """Call of `scaled_dot_product_attention` for which one kernel serves all numbers of keys. `call` is the checked call of attention, with q padded to
-  the largest number of queries. Only the first `rows` queries come from the caller. `column` is the caller's mask if the mask has a single column,
-  which applies to all keys alike."""
-  call: CheckedCall
-  rows: Size
-  column: Tensor|None = None
+  """Call of `scaled_dot_product_attention` for which one kernel serves all numbers of keys."""
+  call: CheckedCall  # with q padded to the largest number of queries
+  rows: Size  # queries that come from the caller: the first ones
+  column: Tensor|None = None  # the caller's mask, if it has a single column for all keys
   def choice(self) -> Choice: return self.call.choice()
   def run(self) -> Tensor:
-    """Computes the attention. Returns the output o (B, H, Sq, Dv) of the caller's queries, without the rows of o for the padding of q."""
+    """Computes the attention and returns the output o (B, H, Sq, Dv) of the caller's queries."""
     o, = run(self.call)
     o = (o if isinstance(self.rows, int) else o.shrink((None, (0, self.rows), None, None))).transpose(1, 2)
     return o if self.column is None else hidden_by(o, self.column)
@@ -60,17 +58,18 @@ def is_symbolic(t:Any) -> bool:
   return isinstance(t, Tensor) and any(isinstance(n, UOp) for n in t.shape)
 
 def dtypes_of(query:Tensor, key:Tensor, value:Tensor) -> tuple[str, str]:
-  """Returns the dtype in which attention is computed, and the dtype of the result. If some inputs are float32 and others float16 (or bfloat16), the
-  inputs are rounded to 16 bits, and the result is float32, like the result of tinygrad's scaled_dot_product_attention. Raises ValueError for float16
-  with bfloat16."""
+  """Returns the dtype in which attention is computed, and the dtype of the result."""
   types = [values.dtype_name(name, values.tensor(name, t).dtype, FLOATS) for name, t in (("query", query), ("key", key), ("value", value))]
+  # If some inputs are float32 and others float16 (or bfloat16), the inputs are rounded to 16 bits, and the result is float32, like the result of
+  # tinygrad's scaled_dot_product_attention.
   if len(narrow := set(types) - {"float32"}) > 1:
     raise ValueError(f"query, key and value have dtypes {', '.join(types)}: must be the same, or float32 and one 16-bit dtype")
   return (narrow.pop() if narrow else "float32"), "float32" if "float32" in types else types[0]
 
 def hidden_by(o:Tensor, column:Tensor) -> Tensor:
-  """Applies a mask `column` (..., rows, 1) to the output o. A column treats all keys alike, so a finite number leaves the weights of a row as they
-  are. -inf or False hides all keys of a row, and the row of o becomes 0. NaN and +inf give NaN."""
+  """Applies a mask of one column (..., rows, 1) to the output o: a row whose keys are all hidden becomes 0."""
+  # A column treats all keys alike, so a finite number leaves the weights of a row as they are. -inf or False hides all keys of a row. NaN and +inf
+  # give NaN.
   if column.dtype == dtypes.bool: return column.where(o, 0)
   return (column == -math.inf).where(0, (column.abs() < math.inf).where(o, math.nan))
 
@@ -80,8 +79,7 @@ def _heads(H:int, of_k:int, of_v:int, enable_gqa:bool) -> None:
                               "that of query" + ("" if enable_gqa else "; enable_gqa=True lets query heads share a key/value head"))
 
 def _column(mask:Tensor, queries:tuple[Size, ...], device:str) -> Tensor:
-  """Checks the dtype, device and shape of a mask with a single column, which applies to all keys. Returns the mask. `queries` has the sizes B, H and
-  Sq."""
+  """Returns a mask with a single column, which applies to all keys, after checks; `queries` has the sizes B, H and Sq."""
   if mask.dtype != dtypes.bool: values.dtype_name("attn_mask", mask.dtype, FLOATS)
   if mask.device not in (None, device): raise ValueError(f"attn_mask is on {mask.device} but query on {device}: must be on the same device")
   if mask.ndim > 4 or any(n != 1 and not same_size(n, full) for n, full in zip(mask.shape[-2::-1], queries[::-1])):
@@ -89,29 +87,27 @@ def _column(mask:Tensor, queries:tuple[Size, ...], device:str) -> Tensor:
   return mask
 
 def _sinks(sinks:Tensor, heads:int) -> Tensor:
-  """Returns sinks (..., 1, 1) as float32 (H), where H is `heads`. Raises NotImplementedError if two batches have different sinks."""
+  """Returns sinks (..., 1, 1) as float32 (heads), or raises NotImplementedError if two batches have different sinks."""
   if sinks.ndim > 3 and any(n != 1 for n in sinks.shape[:-3]):
     raise NotImplementedError(f"attention sinks of shape {sinks.shape} with a symbolic length: must be one number for each head, (H, 1, 1)")
   return sinks.reshape(-1).expand(heads).cast(dtypes.float)
 
 def _mask(mask:Tensor|None, is_causal:bool, n_q:Size, n_k:Size) -> tuple[tuple[int, int], bool]:
-  """Translates attn_mask and is_causal into two fields of `Problem`: window (left, right), and top_left, which is True if query 0 is aligned with key
-  0. `n_q` and `n_k` are the numbers of queries and keys. Raises NotImplementedError if attn_mask is not the causal mask."""
+  """Translates attn_mask and is_causal into the fields `window` and `top_left` of `Problem`, for n_q queries and n_k keys."""
   if mask is None: return (-1, 0) if is_causal else (-1, -1), is_causal and not same_size(n_q, n_k)
   if is_causal_mask(mask, n_q, n_k): return (-1, 0), False
+  # Only the causal mask can be translated.
   raise NotImplementedError(f"attn_mask of shape {values.shown_shape(mask.shape)} with keys of symbolic length: only the causal mask is known, "
                             "Tensor.full(shape, -inf).triu(keys - queries + 1), and masks of one column")
 
 def _copied(t:Tensor, rows:int) -> tuple[Tensor, InBuffer]:
-  """Returns a copy of the keys or values t (B, heads, S, D) in a buffer with room for `rows` rows, and where the rows lie in that buffer."""
+  """Returns a copy of keys or values (B, heads, S, D) in a buffer with room for `rows` rows, and where the rows lie there."""
   B, heads, _, width = t.shape
   shape = int(B), rows, int(heads), int(width)
   return t.transpose(1, 2).pad_to(shape).contiguous(), InBuffer(whole_places(shape, "bshd"), 1, rows)
 
 def sliced_call(x:SdpaCall) -> SlicedCall:
-  """Checks the arguments of `scaled_dot_product_attention` and returns a checked call in which the number of keys is a Variable. If the number of
-  keys is an int, attn makes a Variable with this value. Raises ValueError, NotImplementedError or RuntimeError for arguments that don't fit
-  together."""
+  """Checks the arguments of `scaled_dot_product_attention` and returns a call in which the number of keys is a Variable."""
   check_dropout_p("dropout_p", x.dropout_p)
   dtype, out_dtype = dtypes_of(x.query, x.key, x.value)
   q, k, v = (t.cast(FLOATS[dtype]) for t in (x.query, x.key, x.value))
@@ -140,6 +136,7 @@ def sliced_call(x:SdpaCall) -> SlicedCall:
   Sq, Sk = most(n_q), min(in_k.rows, in_v.rows)
   if not x.sliced:
     Sk = min(room_for_rows(in_k.places, B, of_k//in_k.group, D), room_for_rows(in_v.places, B, of_v//in_v.group, Dv))
+    # An int becomes a Variable with this value.
     n_k = UOp.variable("attn_keys", 1, Sk).bind(n_k)
   keys, queries = count_of(n_k), count_of(n_q)
   if keys is None or queries is None:
@@ -167,16 +164,15 @@ def is_part_of_a_buffer(t:Tensor) -> bool:
   return base is not None and base.has_buffer_identity() and base.max_numel() > t.uop.max_numel()
 
 def call_of_any_length(x:SdpaCall) -> SlicedCall|None:
-  """Returns a checked call whose kernel serves all numbers of keys, or None if attn should make a kernel for this number of keys alone. A kernel
-  serves all numbers in two cases: the number depends on Variables, or the keys are a slice of a cache that had another number of rows in an earlier
-  call. So a growing cache needs only two compilations. Where TRAINING is set, keys with an int length always give None, because a kernel for all
-  numbers has no gradient. While TinyJit captures, these keys give None, too."""
+  """Returns a checked call whose kernel serves all numbers of keys, or None if this number gets a kernel of its own."""
   if x.sliced: return sliced_call(x)
+  # A kernel for all numbers has no gradient.
   if TRAINING or capturing or not all(isinstance(t, Tensor) and is_part_of_a_buffer(t) for t in (x.key, x.value)): return None
   try: call = sliced_call(x)
   except (ValueError, NotImplementedError, RuntimeError): return None
   lengths = lengths_seen.setdefault(call.call.problem, set())
   lengths_seen.move_to_end(call.call.problem)
   if len(lengths_seen) > MOST_PROBLEMS: lengths_seen.popitem(last=False)
+  # A slice of a cache gets a kernel for all numbers of keys in its second length, so a growing cache needs only two compilations.
   lengths.add(int(x.key.shape[2]))
   return call if len(lengths) > 1 and call.choice().kernel != "three_pass" else None

@@ -1,5 +1,5 @@
-"""Recognises attention that a model writes out in operations of Tensor: softmax(q k^T * scale + mask) v. The mask may also be applied by `where`.
-Such models are tinygrad's models with latent attention (MLA), extra/models/t5.py and examples/mlperf/models/gpt_oss.py."""
+"""Recognises attention that a model writes out in operations of Tensor: softmax(q k^T * scale + mask) v, where the mask may also be applied by
+`where`."""
 from __future__ import annotations
 import contextlib, functools, math
 from collections.abc import Callable, Iterator
@@ -9,11 +9,10 @@ from weakref import WeakKeyDictionary
 from attn.calls.views import filled_with, just_stored
 from attn.tinygrad_compat import GroupOp, Ops, Rerouted, Tensor, UOp, dtypes, maker_of_latent_cache, method_of_tinygrad, on_top
 
+# Such models are tinygrad's models with latent attention (MLA), extra/models/t5.py and examples/mlperf/models/gpt_oss.py.
 def stored_in_its_dtype(t:Tensor) -> Tensor:
-  """Makes pending stores to a cache cast the stored rows to the cache's dtype. Returns the same view `t` of the cache, with these stores. Returns any
-  other tensor unchanged.
-
-  Without a cast, tinygrad renders a store of a vector such as *(half4*)p = make_float4(...), which the compilers of CUDA and HIP refuse."""
+  """Returns the view `t` of a cache, whose pending stores now cast rows to the cache's dtype; any other tensor unchanged."""
+  # Without a cast, tinygrad renders a store of a vector such as *(half4*)p = make_float4(...), which the compilers of CUDA and HIP refuse.
   after = t.uop
   while after.op in GroupOp.Movement: after = after.src[0]
   def uneven(u:UOp) -> bool: return u.op is Ops.STORE and u.src[0].dtype != u.src[1].dtype
@@ -23,16 +22,15 @@ def stored_in_its_dtype(t:Tensor) -> Tensor:
   return t if view is None else Tensor(view)
 
 class WrittenScores(NamedTuple):
-  """Scores that a model computes with operations of Tensor: `q` times the transposed `keys`, times `scale`, plus `masks`, and -inf where one of the
-  conditions `seen` is False."""
+  """Scores that a model computes by operations of Tensor: q times the transposed keys, times `scale`, plus `masks`."""
   q: UOp
   keys: UOp
   scale: float = 1.0
   masks: tuple[UOp, ...] = ()
-  seen: tuple[UOp, ...] = ()
+  seen: tuple[UOp, ...] = ()  # conditions: -inf where one is False
 
 class WrittenWeights(NamedTuple):
-  """Weights that a model computes from `scores` by a softmax. Unless `sink` is None, exp(sink) is added to the sum of the softmax."""
+  """Weights that a model computes from `scores` by a softmax, whose sum includes exp(sink) unless `sink` is None."""
   scores: UOp
   sink: UOp|None = None
 
@@ -44,23 +42,23 @@ def joined(operation:Callable[[Tensor, Tensor], Tensor], parts:tuple[UOp, ...]) 
   return functools.reduce(operation, map(Tensor, parts)) if parts else None
 
 def uncast(u:UOp) -> UOp:
-  """Returns the UOp that `u` casts from one floating-point dtype to another. If `u` is a tensor that was assigned to, as in scores += bias, returns
-  the assigned value (the sum scores + bias). Repeats both steps as long as possible."""
+  """Returns the UOp that `u` casts from one floating-point dtype to another, through all such casts and assignments."""
   while True:
     if u.op is Ops.CAST and dtypes.is_float(u.src[0].dtype): u = u.src[0]
+    # In scores += bias, the assigned value is the sum.
     elif (value := just_stored(u)) is not None: u = value
     else: return u
 
 def exponents(u:UOp) -> tuple[UOp, ...]:
-  """Returns the two terms x and y if `u` is (x + y).exp(), and () for any other `u`. tinygrad writes (x + y).exp() as exp2((x + y)*log2(e)), in
-  float32 if x and y have 16 bits."""
+  """Returns the two terms x and y if `u` is (x + y).exp(), otherwise ()."""
+  # tinygrad writes (x + y).exp() as exp2((x + y)*log2(e)), in float32 if x and y have 16 bits.
   if (power := uncast(u)).op is not Ops.EXP2 or power.src[0].op is not Ops.MUL: return ()
   return total.src if (total := uncast(power.src[0].src[0])).op is Ops.ADD else ()
 
 def weights_with_sink(u:UOp) -> WrittenWeights|None:
-  """Returns the scores and the sink (..., 1, 1) of weights e/(e.sum(-1, keepdim=True) + (sink - m).exp()), with e = (scores - m).exp(). Any tensor m
-  is accepted, because m cancels. Returns None for another `u`. The weights are recognised by the exact expression that tinygrad builds, so no other
-  expression is mistaken for weights."""
+  """Returns the scores and the sink (..., 1, 1) of softmax weights `u` whose sum includes a sink, or None for any other `u`."""
+  # The weights are e/(e.sum(-1, keepdim=True) + (sink - m).exp()), with e = (scores - m).exp(). Any tensor m is accepted, because m cancels. The
+  # weights are recognised by the exact expression that tinygrad builds, so no other expression is mistaken for weights.
   if u.op is not Ops.MUL or u.src[1].op is not Ops.RECIPROCAL or u.src[1].src[0].op is not Ops.ADD: return None
   e, terms = Tensor(u.src[0]), u.src[1].src[0].src
   if not (of_e := exponents(u.src[0])): return None
@@ -72,9 +70,9 @@ def weights_with_sink(u:UOp) -> WrittenWeights|None:
   return None
 
 class WrittenOut:
-  """Replaces written-out attention by attn's kernels. For this, the methods `dot` and `softmax` of this class take the place of tinygrad's. When a
-  model multiplies softmax(scores) by values, the function `attend` computes the attention. If `attend` returns None, the model's own product is
-  computed. A product or softmax is remembered only as long as the model's code refers to the result."""
+  """Replaces written-out attention by attn's kernels: the methods `dot` and `softmax` of this class take the place of tinygrad's."""
+  # When a model multiplies softmax(scores) by values, the function `attend` computes the attention. If `attend` returns None, the model's own product
+  # is computed. A product or softmax is remembered only as long as the model's code refers to the result.
   def __init__(self, attend:AttendWritten) -> None:
     self.attend, self.watching = attend, True
     self.products: WeakKeyDictionary[UOp, WrittenScores] = WeakKeyDictionary()
@@ -93,15 +91,15 @@ class WrittenOut:
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
-    """Context manager that stops the recognition of written-out attention. The context is needed while tinygrad's own attention runs, because
-    tinygrad's function is also written out."""
+    """Context in which written-out attention is not recognised."""
+    # tinygrad's own attention, which runs in this context, is also written out.
     self.watching = False
     try: yield
     finally: self.watching = True
 
   def scores(self, u:UOp) -> WrittenScores|None:
-    """Returns the q, keys, scale and masks from which the scores `u` were computed. Returns None if `u` is not made from a matrix product by the
-    supported operations. These are: multiplication by a number, then addition of masks, then `where` with -inf."""
+    """Returns the q, keys, scale and masks of the scores `u`, or None if `u` is made in any other way."""
+    # The supported operations are a matrix product, then multiplication by a number, then addition of masks, then `where` with -inf.
     if (u := uncast(u)) in self.products: return self.products[u]
     if u.op is Ops.WHERE: return self.selected(*map(Tensor, u.src))
     if u.op not in (Ops.ADD, Ops.MUL): return None
@@ -113,7 +111,7 @@ class WrittenOut:
     return None
 
   def selected(self, condition:Tensor, x:Tensor, y:Tensor) -> WrittenScores|None:
-    """Returns the scores condition.where(x, y) if x is scores and y is -inf, or the reverse. Returns None for any other x and y."""
+    """Returns the scores condition.where(x, y) if one of x and y is scores and the other -inf, otherwise None."""
     for seen, of, other in ((condition, x, y), (condition.logical_not(), y, x)):
       if filled_with(other.uop) == -math.inf and (found := self.scores(of.uop)) is not None: return found._replace(seen=(*found.seen, seen.uop))
     return None
@@ -143,9 +141,9 @@ class WrittenOut:
 
   @staticmethod
   def init_state(before:Callable[..., None], block:Any, x:Tensor) -> None:
-    """Replaces the method by which a latent attention (MLA) block of tinygrad.llm makes its cache. `before` is tinygrad's method, which this function
-    calls with the block and the block's input x. tinygrad makes the cache in float32, but no kernel reads float32 rows of 576 numbers. So this
-    function makes a new cache in float16, the dtype of the caches of tinygrad's other blocks."""
+    """Replaces the method by which a latent attention block of tinygrad.llm makes its cache: the new cache is float16."""
+    # `before` is tinygrad's method. It makes the cache in float32, but no kernel reads float32 rows of 576 numbers. float16 is the dtype of the
+    # caches of tinygrad's other blocks.
     new = not hasattr(block, "cache_k")
     before(block, x)
     if new: block.cache_k = Tensor.empty(*block.cache_k.shape, dtype=dtypes.half, device=block.cache_k.device)

@@ -1,4 +1,4 @@
-"""Makes kernels that check the tensors given to them, and finds the chip of a device."""
+"""Kernels that check the tensors given to them, and the chip of a device."""
 from __future__ import annotations
 import math
 from collections.abc import Callable
@@ -25,14 +25,14 @@ MATRIX_DEVICES = ("AMD", "HIP", "EMU", "CUDA")   # devices whose chip may have a
 PLAIN_DEVICES = (*MATRIX_DEVICES, "CPU", "CL", "METAL", "NV")   # devices that run kernels of plain UOps, without a matrix unit
 
 class KernelFunction(Protocol):
-  """Type of a function that `Tensor.custom_kernel(..., fxn=...)` takes. The function gets a placeholder (a UOp that stands for a buffer) for each
-  tensor, and returns the kernel."""
+  """Type of the function `fxn` of `Tensor.custom_kernel`: takes a placeholder for each tensor, and returns the kernel."""
   def __call__(self, *placeholders:UOp) -> CheckedKernel: ...
 
 def region(u:UOp) -> tuple[UOp, int, int]|None:
-  """Returns the memory to which a kernel writes an output `u`, as (buffer, first element, number of elements). `u` may be a buffer, or the
-  `contiguous()` of a slice that has no gaps in the buffer: tinygrad then makes no copy, but gives the kernel the part of the buffer. Returns None for
-  any other view, and for a computed value."""
+  """Returns the memory that holds the output `u` of a kernel as (buffer, first element, number of elements), or None if `u` has no memory of its
+  own."""
+  # `u` has memory if it is a buffer, or the `contiguous()` of a slice without gaps: tinygrad then makes no copy, but gives the kernel this part of
+  # the buffer. Any other view, and a computed value, has none.
   count, sliced = u.max_numel(), False
   while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS, Ops.MSELECT):
     if u.op is Ops.MSELECT and u.has_buffer_identity(after_ok=True): return u.buf_uop, 0, count     # one device's buffer of a tensor on several
@@ -44,26 +44,23 @@ def region(u:UOp) -> tuple[UOp, int, int]|None:
   return None if base is None else (base[0], base[1] + view[1], count)
 
 def whole_buffer(name:str, u:UOp) -> None:
-  """Raises ValueError unless `u`, an output of a kernel, is a buffer or the `contiguous()` of a slice that has no gaps in the buffer. What a kernel
-  writes to any other view, or to a computed value, would be lost. The message calls the output `name`."""
+  """Raises ValueError if a kernel's output `u`, called `name`, is a view or a computed value: what a kernel writes there would be lost."""
   if region(u) is not None: return
   while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS): u = u.src[0]
   raise ValueError(f"{name} is a view or a computed value ({u.op.name} of a buffer): an output must be a whole contiguous buffer, such as "
                    "Tensor.empty(...), or Tensor.empty_like of a sharded tensor; what a kernel writes to a view is lost")
 
 def check_output(name:str, u:UOp) -> None:
-  """Raises ValueError unless `u`, an output of attention, is a buffer or the `contiguous()` of a slice that has no gaps in the buffer. Also raises
-  ValueError if `u` begins at an address that is not a multiple of UNIT_BYTES, because kernels write rows in units of this size. The message calls the
-  output `name`."""
+  """Raises ValueError unless attention can write its output `u`, called `name`: a whole buffer that begins at a multiple of UNIT_BYTES."""
   whole_buffer(name, u)
   if (first := begins_at(u)) % UNIT_BYTES:
     raise ValueError(f"{name} begins at byte {first} of its buffer: kernels write rows by {UNIT_BYTES} bytes, so it must begin at a multiple of that")
 
 def at_a_whole_unit(u:UOp) -> UOp:
-  """Returns `u` unchanged if it begins at a multiple of 16 bytes (UNIT_BYTES) in its buffer, because kernels read rows in units of 16 bytes.
-  Otherwise returns a copy of `u`. If `u` is the `contiguous()` of a slice, the copy is made from the slice itself, because tinygrad's `contiguous()`
-  would read whole vectors at misaligned addresses."""
+  """Returns `u` if it begins at a multiple of 16 bytes in its buffer, otherwise a copy of `u`."""
+  # Kernels read rows in units of 16 bytes.
   if not begins_at(u) % UNIT_BYTES: return u
+  # The copy is made from the slice itself, because tinygrad's `contiguous()` would read whole vectors at misaligned addresses.
   while u.op is Ops.CONTIGUOUS: u = u.src[0]
   return copied(u)
 
@@ -71,7 +68,7 @@ WORKGROUP_MOST, GRID_MOST = 1024, 2**31 - 1     # most threads of a workgroup, m
 OF_THREADS = (AxisType.WARP, AxisType.LOCAL)
 
 def check_resources(ast:UOp, arch:Chip) -> None:
-  """Raises NotImplementedError if a kernel needs more threads, LDS or workgroups than the chip `arch` has. `ast` is the kernel's AST."""
+  """Raises NotImplementedError if a kernel, given as its AST, needs more threads, LDS or workgroups than the chip has."""
   ranges, lds = {u for u in ast.toposort() if u.op is Ops.RANGE}, {}
   for u in ast.toposort():
     if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL: lds[u.arg] = u.max_numel()*u.dtype.itemsize
@@ -81,9 +78,8 @@ def check_resources(ast:UOp, arch:Chip) -> None:
     if need > most: raise NotImplementedError(f"{ast.arg.name} needs {need} {what}: {arch.name} has {most}")
 
 def checked_ast(program:Callable[..., UOp], arch:Chip, *placeholders:UOp) -> UOp:
-  """Returns the AST of the kernel that the function `program` builds from the placeholders (UOps that stand for buffers). Raises NotImplementedError
-  if the kernel needs more threads, LDS or workgroups than the chip has. The AST is kept for each `program`, so a caller should pass the identical
-  function object for the same kernel."""
+  """Returns the AST of the kernel that `program` builds from placeholders, or raises NotImplementedError if the chip is too small for it."""
+  # The AST is kept for each `program`, so a caller should pass the identical function object for the same kernel.
   return ast_of(_checked_ast, program, arch, *placeholders)
 
 def _checked_ast(program:Callable[..., UOp], arch:Chip, *placeholders:UOp) -> UOp:
@@ -92,8 +88,8 @@ def _checked_ast(program:Callable[..., UOp], arch:Chip, *placeholders:UOp) -> UO
 
 @dataclass(frozen=True)
 class CheckedKernel:
-  """A kernel's AST that checks the tensors when the kernel is called. tinygrad alone would accept a view as an output, run the kernel, and drop the
-  result."""
+  """A kernel's AST that checks the tensors on which the kernel is called."""
+  # tinygrad alone would accept a view as an output, run the kernel, and drop the result.
   sink: UOp
   outputs: tuple[str, ...]   # names of the leading arguments, which the kernel writes
   arch: str|None = None      # the chip that the caller named
@@ -122,7 +118,7 @@ class CheckedKernel:
     return called
 
 def default_arch() -> str:
-  """Returns the name of the chip of tinygrad's default device. Raises ValueError if the device has no matrix unit that attn's kernels support."""
+  """Returns the name of the chip of tinygrad's default device, or raises ValueError if no kernel for a matrix unit runs there."""
   device = Device.DEFAULT
   target = device_of(device).renderer.target
   if device.split(":")[0] not in MATRIX_DEVICES:
@@ -130,26 +126,25 @@ def default_arch() -> str:
   return target.arch
 
 def chip_of(name:str, device:str) -> Chip:
-  """Returns the `Chip` record of the chip `name`, with the LLVM release of the compiler that `device` uses. Unless `device` is the emulator (the
-  tinygrad device EMU), the record also allows dispatch to use the tile descriptions that a search with TUNE=1 found."""
+  """Returns the `Chip` record of the chip `name` on which `device` runs kernels."""
+  # The record has the LLVM release of the device's compiler. Except on the emulator, dispatch may use tile descriptions that a search (TUNE=1) found.
   return replace(compiled_on(get_chip(name), device), tuned=device.split(":")[0] != "EMU")
 
 def named_chip(name:str) -> Chip:
-  """Returns the `Chip` record of the chip `name`, with the LLVM release of the compiler that tinygrad's default device uses. The machine needs no
-  device with this chip."""
+  """Returns the `Chip` record of the chip `name`, which need not be in this machine."""
+  # The record has the LLVM release of the compiler of tinygrad's default device.
   try: device = Device.DEFAULT
   except RuntimeError: return get_chip(name)
   return compiled_on(get_chip(name), device)
 
 def device_arch() -> Chip:
-  """Returns the chip of tinygrad's default device. Raises ValueError if no kernel of attn runs on this device."""
+  """Returns the chip of tinygrad's default device, or raises ValueError if no kernel of attn runs on this device."""
   if (found := arch_of(device := Device.DEFAULT)) is not None: return found
   raise ValueError(f"device {device} runs none of these kernels: use DEV=AMD on an AMD GPU, DEV=CUDA on an NVIDIA GPU, DEV=CL, DEV=CPU with a clang, "
                    "or DEV=EMU::gfx942 without a GPU")
 
 def arch_of(device:str) -> Chip|None:
-  """Returns the chip of a device, from attn's table of chips or made from what the device's renderer says. Returns None if no kernel of attn runs on
-  the device."""
+  """Returns the chip of a device, or None if no kernel of attn runs on the device."""
   kind = device.split(":")[0]
   if kind in MATRIX_DEVICES:
     try: return chip_of(device_of(device).renderer.target.arch, device)
@@ -166,8 +161,8 @@ def check_device(arch:str, device:str) -> None:
   if found.name != arch.split(":")[0]: raise ValueError(f"arch={arch!r}: must be {found.name!r}, the chip of device {device}")
 
 def numbers_at_hand(t:Tensor) -> np.ndarray|None:
-  """Returns the numbers in a tensor if the host can read them at no cost: the tensor is realized and lies on the emulator (the tinygrad device EMU).
-  Returns None for any other tensor. Also returns None under TinyJit, because the captured code will run on other numbers."""
+  """Returns the numbers in a tensor if reading them costs nothing, otherwise None."""
+  # Reading costs nothing for a realized tensor on the emulator. Under TinyJit the captured code will run on other numbers.
   there = isinstance(t.device, str) and t.device.split(":")[0] == "EMU" and t.uop.is_realized and not capturing
   return t.numpy() if there and all(isinstance(n, int) for n in t.shape) else None
 
@@ -177,6 +172,5 @@ TENSOR_DTYPES = {"lse": ("float32",), "sinks": ("float32",), "kv_lengths": ("int
                  **dict.fromkeys(MOD_TENSORS, tuple(FUNCTION_TENSOR_DTYPES))}   # tensors with a dtype of their own
 
 def dtype_of(name:str, t:Any) -> str:
-  """Returns the name of a tensor's dtype. `name` is the tensor's name, such as "bias". Raises NotImplementedError or ValueError for a dtype that a
-  tensor of this name can't have."""
+  """Returns the name of the tensor's dtype, or raises an error if a tensor called `name`, such as "bias", can't have this dtype."""
   return values.dtype_name(name, t.dtype, TENSOR_DTYPES.get(name, FLOATS))

@@ -1,18 +1,5 @@
-"""Gradient of attention, in the form of a grad_fxn: the function by which tinygrad differentiates a custom kernel.
-
-With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = scale * dS K, dK = scale * dS^T Q
-(FlashAttention-2, arXiv 2307.08691, algorithm 2). The gradients of q, k and v are computed in one of three ways:
-- by two kernels. `backward_dq` computes dQ and delta, and then `backward_dkdv` computes dK and dV;
-- by one kernel for all three gradients, `backward_all`, between two small kernels: `backward_delta` computes delta, and `backward_finish` turns fp32
-sums into dQ;
-- with few queries and many keys, by one kernel alone, `backward_few`.
-
-`backward_dbias` computes the gradient of a bias. A caller's own function of scores (score_mod) may read tensors (mod_tensors). `backward_dbias` also
-computes the gradient of a mod_tensor if the function reads the tensor by the indices of batch, head, query i and key j, or by i - j.
-
-tinygrad computes all other gradients: the gradients of ALiBi slopes and of other mod_tensors, and all gradients of a problem that the kernels don't
-support (attn/choose/backward.py says why). tinygrad then differentiates `three_pass`, which is attention in plain tensor operations of tinygrad. The
-kernels and tinygrad both give each gradient as a separate expression, so a gradient that is not used is never computed."""
+"""Gradient of attention, as a grad_fxn: the function by which tinygrad differentiates a custom kernel. The kernels compute the gradients where they
+can, and tinygrad computes all others by differentiating `three_pass` (attention in plain tensor operations). Begin with `AttentionGradient`."""
 from __future__ import annotations
 import functools
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -40,6 +27,15 @@ from attn.score.terms import TERM_TENSORS, check_differentiable
 from attn.tinygrad_compat import Tensor, UOp, differentiated, wanted_of
 from attn.values import FLOATS, INTS, cache_of_kernels
 
+# With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = scale * dS K, dK = scale * dS^T Q
+# (FlashAttention-2, arXiv 2307.08691, algorithm 2). The gradients of q, k and v are computed in one of three ways:
+# - by two kernels. `backward_dq` computes dQ and delta, and then `backward_dkdv` computes dK and dV;
+# - by one kernel for all three gradients, `backward_all`, between two small kernels: `backward_delta` computes delta, and `backward_finish` turns
+# fp32 sums into dQ;
+# - with few queries and many keys, by one kernel alone, `backward_few`.
+# `backward_dbias` computes the gradient of a bias, and of a tensor that the caller's score_mod reads (a mod_tensor) by the indices of batch, head,
+# query i and key j, or by i - j. tinygrad computes the gradients of ALiBi slopes and of other mod_tensors, and all gradients of a problem that the
+# kernels don't support (attn/choose/backward.py says why). Each gradient is a separate expression, so a gradient that is not used is never computed.
 OUTPUTS, INPUTS = ("o", "lse"), ("q", "k", "v", *EXTRAS)
 GRADIENTS_OF_INPUTS = ("dq", "dkdv", "delta", "all", "finish", "few")     # launches that lead to the gradients of q, k and v
 SHARDED_LIKE = {"o": "q", **{f"d{name}": name for name in ("q", "k", "v", *TERM_TENSORS)}}     # the tensor like which a buffer is sharded
@@ -54,8 +50,8 @@ def no_gradient(what:str) -> Any:
   return refuse
 
 def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, UOp]:
-  """Returns the gradients that tinygrad passed, by the name of the output: "o" or "lse". `outputs` has the call's outputs by name. tinygrad passes
-  only gradients that exist, without names. The shape of a gradient tells its output, because o and lse have different shapes."""
+  """Returns the gradients that tinygrad passed, by the name of their output, "o" or "lse"."""
+  # tinygrad passes only gradients that exist, without names. The shape of a gradient tells its output, because o and lse have different shapes.
   of_shape = {u.shape: name for name, u in outputs.items()}
   found = {of_shape.get(g.shape, ""): g for g in gradients}
   if len(found) < len(gradients) or "" in found:
@@ -66,23 +62,22 @@ def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, U
 # ***** gradients that tinygrad computes *****
 
 def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Lets tinygrad compute the gradients by differentiating `three_pass` (attention in plain tensor operations of tinygrad). `given` has the gradients
-  of o and lse. Returns the gradients of all float inputs on which o or lse depends, by name."""
+  """Returns the gradients of all float inputs by name, computed by tinygrad from `three_pass` (attention in plain tensor operations)."""
+  # `given` has the gradients of o and lse. Inputs on which neither o nor lse depends are left out.
   params = {name: Tensor(u.param_like(slot)) for slot, (name, u) in enumerate(inputs.items())}
   o, lse, _ = plain_attention(p, params)
   found = differentiated(UOp.maketuple(o.uop, lse.uop), list(inputs.values()), [given.get(name) for name in OUTPUTS], no_second_derivative)
   return {list(inputs)[slot]: g for slot, g in found.items()}
 
 def gradients_by_tinygrad(p:Problem, arch:Chip) -> list[str]:
-  """Returns the names of those tensors of score terms (such as ALiBi slopes) whose gradients no kernel computes. tinygrad computes these
-  gradients."""
+  """Returns the names of the tensors of score terms, such as ALiBi slopes, whose gradients tinygrad computes because no kernel does."""
   return [*(name for name, tensor in TERM_TENSORS.items() if not tensor.summed), *tensors_by_tinygrad(p, arch)]
 
 # ***** gradients that kernels compute *****
 
 @dataclass(frozen=True)
 class BackwardLaunch:
-  """Launch of a backward kernel: the kernel function, the (shape, dtype) of each of the kernel's arguments by name, and the names of the outputs."""
+  """Launch of a backward kernel: the kernel function, (shape, dtype) of each argument by name, and the names of the outputs."""
   kernel: Callable[..., Any]
   shapes: Shapes
   outputs: tuple[str, ...]
@@ -90,33 +85,29 @@ class BackwardLaunch:
 Lists = tuple[ListedBlocks|None, ListedBlocks|None]     # lists of tiles that the kernels "dq" and "dkdv" get, or None and the lists of "all"
 
 def lists_of_backward(p:Problem, arch:Chip) -> Lists:
-  """Returns descriptions of the lists of tiles that the kernels "dq" and "dkdv" need, as a pair. A list of tiles names the tiles that the mask leaves
-  visible. The description for a kernel is None if the kernel needs no list: the kernel then loops over all tiles between a first and a last tile."""
+  """Returns which lists of visible tiles the kernels "dq" and "dkdv" loop over, each None for a kernel that needs no list."""
+  # The kernel "all" takes the place of "dkdv". Without a list, a kernel loops over all tiles between a first and a last one.
   if (one := instead_of_two(p, arch)) is not None: return None, listing(p, arch, one, "queries", p.deterministic)
   dq, dkdv = tiles_of(p, arch)
   return listing(p, arch, dq), listing(p, arch, dkdv, "queries")
 
 def lists_of_forward(p:Problem, arch:Chip) -> ListedBlocks|None:
-  """Returns a description of the lists of tiles that the kernel "forward" needs, or None if it needs no list."""
+  """Returns which list of visible tiles the kernel "forward" loops over, or None if it needs no list."""
   return listing(p, arch, single_kernel(p, arch)[1])
 
 def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists=(None, None)) -> dict[str, BackwardLaunch]:
-  """Returns the kernel launches of backward by name. "dq" and "dkdv" compute the gradients of q, k and v. If one kernel computes these gradients at
-  once, "delta", "all" and "finish" stand in place of "dq" and "dkdv", or with few queries "few". "dbias0", "dbias1", ... compute the gradients of a
-  bias and of mod_tensors, as sums of dS. "forward" computes o and lse again, for a call whose forward kernel wrote no lse. Equal arguments return
-  identical objects, because tinygrad's schedule cache compares by identity.
-
-    dlse: whether lse has a gradient, too
-    parts: how many fp32 partial results a kernel stores of each gradient; tinygrad adds the partial results
-    lists: lists of the tiles that the mask leaves visible, for "dq" and for "dkdv"; None for a kernel that needs no list"""
+  """Returns the launches of backward by name, such as "dq" and "dkdv", in the order in which they run."""
+  # One kernel for all gradients has the launches "delta", "all" and "finish" in place of "dq" and "dkdv", or with few queries "few". "dbias0",
+  # "dbias1", ... compute sums of dS. "forward" computes o and lse again, for a call whose forward kernel wrote no lse. `dlse` says whether lse has a
+  # gradient, `parts` how many fp32 partial results a kernel stores of each gradient (tinygrad adds them), and `lists` are those of
+  # `lists_of_backward`. Equal arguments return identical objects, because tinygrad's schedule cache compares by identity.
   return kernels_with_tiles(p, arch, dlse, parts, lists, *tiles_of(p, arch), instead_of_two(p, arch))
 
 @cache_of_kernels
 def kernels_with_tiles(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists, dq:AnyBackwardTile,
                        dkdv:AnyBackwardTile, one:AtOnceTile|None) -> dict[str, BackwardLaunch]:
-  """Returns the kernel launches of backward by name, as `backward_kernels` does, but with the given tile descriptions (the sizes by which kernels
-  divide the problem). `dq` and `dkdv` are those of the kernels `backward_dq` and `backward_dkdv`. `one` is that of the kernel that computes all
-  gradients in place of these two, or None. The other arguments are those of `backward_kernels`."""
+  """Returns the launches of backward by name, as `backward_kernels` does, for kernels with the given tile descriptions."""
+  # `one` is the tile description of the kernel that computes all gradients in place of the other two, or None.
   def launch(shapes:Shapes, program:Callable[..., UOp], *outputs:str) -> BackwardLaunch:
     def kernel(*placeholders:UOp) -> CheckedKernel:
       return CheckedKernel(checked_ast(program, arch, *placeholders), outputs, gradient=no_second_derivative, ahead="tile_list" in shapes)
@@ -139,9 +130,8 @@ def kernels_with_tiles(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists
   return found
 
 def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str, UOp]:
-  """Runs a launch on the tensors `t`. Returns `t` with the outputs of the launch added. `layout` is the layout of q. An output that is not in `t`
-  gets a new buffer. If an output is in `t`, the launch adds to it. Such a launch must run only once, so tinygrad must realize all its outputs
-  together: therefore each returned output depends on all others."""
+  """Runs a launch on the tensors `t`, and returns `t` with the outputs of the launch added."""
+  # An output that is not in `t` gets a new buffer. `layout` is the layout of q.
   def buffer(name:str) -> UOp:
     shape, dtype = launch.shapes[name]
     lies = t[SHARDED_LIKE.get(name, "q")]
@@ -156,6 +146,8 @@ def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str,
   after = dict(zip(launch.shapes, UOp.custom_kernel(*srcs, fxn=launch.kernel)))
   written = {name: after[name] for name in launch.outputs}
   def after_others(x:UOp) -> UOp: return x.after(*[y for y in written.values() if y is not x])
+  # The launch adds to an output that is in `t`, so it must run only once, and tinygrad must realize all its outputs together: each returned output
+  # depends on all others.
   if any(name in t for name in written): return after | t | {name: after_others(x) for name, x in written.items()}
   return after | t | written
 
@@ -169,24 +161,24 @@ def like(g:UOp, out:UOp) -> UOp:
 def of_list(kernel:str) -> str: return f"tile_list of {kernel}"
 
 def lists_by_kernel(p:Problem, arch:Chip, inputs:dict[str, UOp], written:Container[str]) -> dict[str, UOp]:
-  """Returns the tensors with the lists of tiles that the backward kernels need, by name (`of_list`). `inputs` has the tensors of the call. `written`
-  has the names of the outputs that forward wrote: if one is missing, the kernel "forward" needs its list, too."""
+  """Returns the tensors with the lists of visible tiles that the backward kernels loop over, by name (`of_list`)."""
   p = split_into(of_backward(p), 1)
   dq, keys = lists_of_backward(p, arch)
   wanted = {"dq": dq, "dkdv" if instead_of_two(p, arch) is None else "all": keys}
+  # `written` has the names of the outputs that forward wrote. If one is missing, the kernel "forward" runs again.
   if not all(name in written for name in p.outputs): wanted["forward"] = lists_of_forward(p, arch)
   tensors = {name: Tensor(u) for name, u in inputs.items()}
   return {of_list(name): tile_lists(x, inputs["q"].device, tensors).uop for name, x in wanted.items() if x is not None}
 
 def kernel_gradients(p:Problem, arch:Chip, t:Mapping[str, UOp]) -> dict[str, UOp]:
-  """Computes gradients with the backward kernels: the gradients of q, k, v and the sinks, and the gradients that are sums of dS, such as the gradient
-  of a bias. Returns the gradients by the names of the inputs. `t` has the tensors that forward read, the gradients do and dlse of o and lse if they
-  exist, the lists of tiles (`lists_by_kernel`), o, and lse and lse_rest (the part of lse that rounding to fp32 lost) if forward wrote lse and
-  lse_rest. If an output is missing, forward runs again."""
+  """Returns the gradients that kernels compute, by the names of the inputs: of q, k, v and sinks, and the sums of dS, such as dbias."""
+  # `t` has the tensors that forward read and wrote, the gradients do and dlse of o and lse if they exist, and the lists of tiles (`lists_by_kernel`).
+  # lse_rest is what rounding to fp32 lost of lse.
   p, inputs = split_into(of_backward(p), 1), {name: t[name] for name in INPUTS if name in t}
   kernels = backward_kernels(p, arch, "dlse" in t, over_devices(parts_of_chosen(p, arch), kernel_sums(p, arch), inputs), lists_of_backward(p, arch))
   def with_list(t:dict[str, UOp], name:str) -> dict[str, UOp]: return t | ({"tile_list": t[of_list(name)]} if of_list(name) in t else {})
   t = dict(t)
+  # Forward runs again for an output that is missing.
   if missing := [name for name in p.outputs if name not in t]:
     again = written_by(kernels["forward"], with_list(t, "forward"), p.layout)
     t |= {name: again[name] for name in missing} | log_sums(again)
@@ -198,11 +190,10 @@ def kernel_gradients(p:Problem, arch:Chip, t:Mapping[str, UOp]) -> dict[str, UOp
   return found
 
 def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch], inputs:dict[str, UOp], t:dict[str, UOp]) -> dict[str, UOp]:
-  """Computes the gradients of a bias and of mod_tensors (tensors that the caller's score_mod reads). Returns the gradients by the name of the tensor.
-  Each gradient is a sum of dS over the scores that one element of the tensor changes. If score_mod indexes a mod_tensor in several expressions, as in
-  table[i - j] + table[h], a kernel computes the sums for each expression, and these results are added. `kernels` has the launches of backward,
-  `inputs` the call's tensors, and `t` the tensors that the launches read, each by name."""
+  """Returns the gradients of a bias and of the tensors that score_mod reads, by the name of the tensor, for tensors whose gradient a kernel sums."""
   found = dict[str, UOp]()
+  # A gradient is a sum of dS over the scores that one element of the tensor changes. If score_mod reads a tensor in several expressions, as in
+  # table[i - j] + table[h], a kernel computes the sums for each expression, and the results are added.
   for n, x in enumerate(kernel_sums(p, arch)):
     name, sums = x.tensor, written_by(kernels[f"dbias{n}"], t, p.layout)[f"d{x.tensor}"]
     if x.p.by_element is None: found[name] = added(sums, inputs[name])
@@ -213,24 +204,20 @@ def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch]
   return {name: g.cast(inputs[name].dtype) for name, g in found.items()}
 
 def over_devices(parts:Parts, sums:tuple[KernelSum, ...], inputs:dict[str, UOp]) -> Parts:
-  """Returns the number of fp32 partial results that each device stores for each gradient. 0 means that the device stores the gradient itself. `parts`
-  has these numbers for one device; `parts.sums[n]` is for the gradient of the tensor `sums[n].tensor`, a bias or a mod_tensor. `inputs` has the
-  call's tensors.
-
-  If q is sharded but another tensor, such as k, is copied to each device, then each device computes a part of that tensor's gradient. These parts are
-  added in fp32, so the number is at least 1."""
+  """Returns the number of fp32 partial results that each device stores of each gradient; 0 means the gradient itself."""
+  # If q is sharded but another tensor, such as k, is copied to each device, each device computes a part of this tensor's gradient. The parts are
+  # added in fp32, so the number is at least 1. `parts` has the numbers for one device.
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
   return replace(parts, dkdv=least("k", parts.dkdv), sums=tuple(least(x.tensor, number) for x, number in zip(sums, parts.sums)))
 
 def added(gradient:UOp, of:UOp) -> UOp:
-  """Returns the complete gradient of the tensor `of`. If kernels wrote the gradient in parts, adds up these parts and casts the sum to the dtype of
-  `of`."""
+  """Returns the complete gradient of the tensor `of`: the sum of its parts if kernels wrote several."""
   return gradient if len(gradient.shape) == len(of.shape) else Tensor(gradient).sum(0).cast(of.dtype).uop
 
 def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None) -> Tensor:
-  """Computes the gradient of sinks (H): -exp(sink - lse) * delta, summed over all rows of a head. lse, delta and `rest` (what lse lost by rounding)
-  have the shape (..., H, S). A row that belongs to no sequence adds 0."""
+  """Returns the gradient of sinks (H): -exp(sink - lse) * delta, summed over all rows of a head."""
+  # lse, delta and `rest` (what rounding lost of lse) have the shape (..., H, S). A row that belongs to no sequence adds 0.
   further = sinks.unsqueeze(-1) - lse
   weight = lse.isinf().where(0.0, (further if rest is None else further - rest).exp())
   return -(weight*delta).sum([axis for axis in range(lse.ndim) if axis != lse.ndim - 2])
@@ -238,34 +225,32 @@ def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None)
 # ***** the grad_fxn: with the kernels or with tinygrad *****
 
 def after(u:UOp, call:UOp) -> UOp:
-  """Returns `u`, an output buffer of attention, as a UOp with the value after `call`. If `call` has already run (attn/calls/history.py has replaced
-  it by an empty call), returns `u` itself."""
+  """Returns the output buffer `u` of attention as a UOp with the value after `call`."""
+  # If `call` has already run, attn/calls/history.py has replaced it by an empty call, and `u` itself has the value.
   return u.after(call) if call.src[0].src else u
 
 def in_this_shape(u:UOp, shape:tuple[Any, ...]) -> UOp: return u if u.shape == shape else u.reshape(shape)
 
 def output_shapes(p:Problem, q:UOp) -> dict[str, tuple[Any, ...]]:
-  """Returns the shapes of o, lse and lse_rest (the part of lse that rounding to fp32 lost) over all devices, by name. The buffers that the kernel
-  wrote may have other shapes, because a caller may have provided the buffers."""
+  """Returns the shapes of o, lse and lse_rest over all devices, by name."""
+  # The buffers that the kernel wrote may have other shapes, because a caller may have provided them.
   sizes = dict(zip(AXES[p.layout], q.shape))
   log_sum = tuple(sizes[axis] for axis in lse_axes(p.layout))
   return {"o": (*q.shape[:-1], p.Dv), "lse": log_sum, "lse_rest": log_sum}
 
 @dataclass(frozen=True)
 class AttentionGradient:
-  """Gradient function (grad_fxn) of the kernel that computes `problem`. If several kernels compute the problem, the last kernel has this gradient
-  function. `names` are the names of the tensors that the kernel was called on."""
+  """Gradient function (grad_fxn) of the kernel that computes `problem`, or of the last kernel if several kernels compute it."""
   problem: Problem
   arch: Chip|None
-  names: tuple[str, ...]
+  names: tuple[str, ...]  # of the tensors on which the kernel was called
   def without(self, missing:Sequence[int]) -> AttentionGradient:
-    """Returns the gradient function for a call of the kernel without some of the tensors. `missing` has the positions of these tensors in the list of
-    arguments."""
+    """Returns the gradient function for a call of the kernel without the tensors at the positions `missing`."""
     return gradient_of(self.problem, self.arch, tuple(name for i, name in enumerate(self.names) if i not in missing))
   @lists_made_last()
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
-    """Returns a gradient for each argument of the kernel call: None for an output and for an argument that is no float tensor. `args` are the
-    gradients of the outputs; outputs without a gradient are left out. The last element of `args` is the call, unless the argument `call` is given."""
+    """Returns the gradient of each argument of the kernel call: None for an output and for an argument that is no float tensor."""
+    # `args` are the gradients of the outputs, as far as they exist. The call is the last element of `args`, unless `call` is given.
     check_differentiable(self.problem)
     gradients, call = (args[:-1], args[-1]) if call is None else (args, call)
     tensors = dict(zip(self.names, call.src[1:]))
@@ -282,8 +267,8 @@ class AttentionGradient:
       found = kept_graph((self, tiles, asked_for(), plain), t, functools.partial(self.graph, plain=plain))
     return tuple(found.get(name) for name in self.names)
   def graph(self, t:Graph, plain:bool) -> dict[str, UOp]:
-    """Returns the gradients by name, where kernels compute gradients. `t` has the tensors for `kernel_gradients`. `plain` says whether tinygrad
-    computes the gradients that no kernel computes."""
+    """Returns the gradients by name, for a problem whose gradients kernels compute."""
+    # `t` has the tensors for `kernel_gradients`. With `plain` tinygrad computes the gradients that no kernel computes.
     assert self.arch is not None
     found = kernel_gradients(self.problem, self.arch, t)
     if not plain: return found
@@ -292,6 +277,6 @@ class AttentionGradient:
 
 @cache_of_kernels
 def gradient_of(p:Problem, arch:Chip|None, names:Iterable[str]) -> AttentionGradient:
-  """Returns the grad_fxn of a kernel that computes the problem `p` and is called on tensors with these `names`. Equal arguments return the identical
-  object, because tinygrad's caches compare by identity."""
+  """Returns the grad_fxn of a kernel that computes the problem `p` and is called on tensors with these `names`."""
+  # Equal arguments return the identical object, because tinygrad's caches compare by identity.
   return AttentionGradient(p, arch, tuple(names))

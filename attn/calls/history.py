@@ -1,8 +1,4 @@
-"""Keeps the inputs of attention, so that gradients can be taken after the outputs were computed.
-
-As soon as something that depends on a custom kernel is computed, for example by `loss.item()`, tinygrad 0.14.0 replaces each output by the output's
-buffer in all expressions. A gradient would stop at such a buffer and be 0, without an error message. Therefore this module keeps the inputs of each
-call as long as the outputs of the call exist. While gradients are taken, the outputs become expressions of these inputs again."""
+"""Record of the calls of attention and their inputs, so that gradients can be taken after the outputs were computed."""
 from __future__ import annotations
 import contextlib, itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,11 +7,14 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 from attn.tinygrad_compat import Ops, Tensor, UOp, around_gradients, capturing, put_into_tensors
 
+# As soon as something that depends on a custom kernel is computed, for example by `loss.item()`, tinygrad 0.14.0 replaces each output by the output's
+# buffer in all expressions. A gradient would stop at such a buffer and be 0, without an error message. Therefore this module keeps the inputs of each
+# call as long as the outputs of the call exist. While gradients are taken, the outputs become expressions of these inputs again.
 @dataclass(frozen=True, eq=False)
 class Input:
-  """Input of a call of attention. If `copied` is True, the kernel got a copy of `tensor`; the copy itself is not kept."""
+  """Input of a call of attention."""
   tensor: Tensor
-  copied: bool
+  copied: bool  # whether the kernel got a copy of `tensor`; the copy itself is not kept
   @staticmethod
   def of(u:UOp) -> Input: return Input(Tensor(u.src[0]), True) if u.op is Ops.CONTIGUOUS else Input(Tensor(u), False)
   def among(self, there:dict[UOp, UOp]) -> UOp:
@@ -24,55 +23,48 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-  """Call of attention whose gradient may be taken later.
-
-    outputs: for each output, a weak reference to its buffer, and its shape
-    inputs: the call's inputs. An int n stands for the call's own output n
-    gradient: the call's gradient function
-    captured: True if TinyJit captured the call; the inputs are then not kept"""
-  outputs: tuple[tuple[ref[UOp], tuple[int|UOp, ...]], ...]
-  inputs: tuple[Input|int, ...]
+  """Call of attention whose gradient may be taken later."""
+  outputs: tuple[tuple[ref[UOp], tuple[int|UOp, ...]], ...]  # (weak reference to the buffer, shape) of each output
+  inputs: tuple[Input|int, ...]  # a number n stands for the call's own output n
   gradient: Callable[..., Any]
-  captured: bool
+  captured: bool  # TinyJit captured the call: its inputs are not kept
   number: int = field(default_factory=itertools.count().__next__)    # order of calls: a call depends on earlier ones only
   @property
   def tensors(self) -> list[Tensor]: return [x.tensor for x in self.inputs if isinstance(x, Input)]
   def existing_outputs(self) -> tuple[list[UOp], Callable[..., Any]]:
-    """Returns the outputs of the call that still exist, and a gradient function for a call with these outputs alone. Raises RuntimeError if the
-    gradient needs an output that no longer exists."""
+    """Returns the outputs of the call that still exist, and a gradient function for a call with these outputs alone."""
     found = [(of(), shape) for of, shape in self.outputs]
     outputs = [buffer.reshape(shape) if buffer.shape != shape else buffer for buffer, shape in found if buffer is not None]
     if len(outputs) == len(found): return outputs, self.gradient
+    # Only the gradient function of a call with o and lse can do without some outputs.
     if not hasattr(self.gradient, "without"):
       raise RuntimeError("the gradient through lse, which was computed before, needs o, which no longer exists: keep a reference to o")
     return outputs, self.gradient.without([i for i, (buffer, _) in enumerate(found) if buffer is None])
 
 @dataclass(frozen=True, eq=False)
 class Made:
-  """Record of an output of attention: `origin` is the call that computed it, and `needs` are other outputs of this call that the gradient needs. The
-  record keeps them alive."""
+  """Record of an output of attention: the call `origin` that computed it, and other outputs of this call that the gradient needs."""
   origin: Origin
-  needs: tuple[UOp, ...]
+  needs: tuple[UOp, ...]  # kept alive by this record
 
 made: WeakKeyDictionary[UOp, Made] = WeakKeyDictionary()    # keys: the buffers of outputs
 
 def lies_in(u:UOp) -> UOp:
-  """Returns the UOp of the buffer that holds an output of attention. For a tensor on several devices, this UOp stands for the buffers on all
-  devices."""
+  """Returns the UOp of the buffer, or of the buffers on several devices, that hold an output of attention."""
   while u.op in (Ops.RESHAPE, Ops.AFTER): u = u.src[0]
   return u
 
 def keep_inputs(outputs:Sequence[UOp], inputs:Sequence[UOp], gradient:Callable[..., Any]) -> None:
-  """Keeps the inputs of a call as long as the first output of the call exists. Under TinyJit no inputs are kept, because each replay of the captured
-  call has other inputs."""
+  """Keeps the inputs of a call of attention as long as the first output of the call exists."""
   buffers = [lies_in(u) for u in outputs]
   def kept(u:UOp) -> Input|int: return buffers.index(lies_in(u)) if lies_in(u) in buffers else Input.of(u)
+  # Under TinyJit no inputs are kept, because each replay of the captured call has other inputs.
   origin = Origin(tuple((ref(buffer), u.shape) for buffer, u in zip(buffers, outputs)), () if capturing else tuple(map(kept, inputs)),
                   gradient, bool(capturing))
   for i, buffer in enumerate(buffers): made[buffer] = Made(origin, tuple(buffers[1:]) if i == 0 else ())
 
 def depends_on(u:UOp) -> Iterable[UOp]:
-  """Returns the UOps on which the value and the gradient of `u` depend. Leaves out the buffers that a call of attention writes to."""
+  """Returns the UOps on which the value and the gradient of `u` depend, without the buffers that a call of attention writes."""
   if u.op is Ops.DETACH: return ()
   if is_after_a_call(u): return u.src[1:]
   if u.op not in (Ops.CALL, Ops.FUNCTION): return u.src
@@ -82,9 +74,8 @@ def depends_on(u:UOp) -> Iterable[UOp]:
 def is_after_a_call(u:UOp) -> bool: return u.op is Ops.AFTER and u.src[1].op is Ops.CALL
 
 def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
-  """Finds the calls of attention whose expressions are lost: `root` depends on an output of such a call, but only the output's buffer is left.
-  Returns two lists. The first list has these calls, the oldest first. The second list has the AFTER UOps under `root`: such a UOp stands for a buffer
-  after a call has written the buffer."""
+  """Finds the calls of attention on whose outputs `root` depends although only the buffers of these outputs are left, oldest first."""
+  # The second list has the AFTER UOps under `root`. Such a UOp is a buffer after a call has written it.
   origins, seen, todo = dict[Origin, None](), set[UOp](), [root]
   while todo:
     there = dict[UOp, Origin]()
@@ -101,9 +92,8 @@ def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
 
 @contextlib.contextmanager
 def recalled(root:UOp) -> Iterator[None]:
-  """Context for taking gradients of `root`. When an output of attention is computed, tinygrad drops the output's expression and keeps only the
-  buffer. In this context, the outputs on which `root` depends are calls of attention again, with their inputs and gradient functions. Raises
-  RuntimeError if the inputs were not kept because TinyJit captured the call, or if an output that the gradient needs no longer exists."""
+  """Context for taking gradients of `root`: the outputs on which `root` depends are calls of attention with inputs and gradient functions again."""
+  # When an output of attention is computed, tinygrad drops the output's expression and keeps only the buffer.
   origins, afters = forgotten(root) if made else ([], [])
   if not origins:
     yield

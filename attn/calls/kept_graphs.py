@@ -1,5 +1,5 @@
-"""Keeps recipes for the graphs of calls. The graph of a call is the UOps of its results. attn's code makes it in the first call of a problem; in
-later calls a recipe, a record of these UOps, makes an equal graph in a fraction of the time."""
+"""Recipes for graphs of calls. The graph of a call is the UOps of its results: attn's code makes it in the first call of a problem, and a recipe
+makes an equal graph in a fraction of the time in later calls."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Mapping
@@ -13,22 +13,22 @@ Graph = Mapping[str, UOp]     # UOps by name
 
 @dataclass
 class KeptGraph:
-  """What is known of a graph after the first call has made it. `names` are the names of its results; None before the first call. `recipe` makes an
-  equal graph; None if no recipe is possible."""
-  names: tuple[str, ...]|None = None
-  recipe: Recipe|None = None
+  """What is known of a graph after the first call has made it."""
+  names: tuple[str, ...]|None = None  # of its results; None before the first call
+  recipe: Recipe|None = None  # makes an equal graph; None if no recipe is possible
 
 @functools.lru_cache(MOST_GRAPHS)
 def recipes(key:Hashable, names:tuple[str, ...], form:tuple[Any, ...]) -> KeptGraph:
-  """Returns the record of one graph: the same object in each call with equal arguments. `key` says what the graph computes, `names` are the names of
-  its inputs, and `form` is everything about the inputs that does not change from call to call."""
+  """Returns the record of one graph: the same object in each call with equal arguments."""
+  # `key` says what the graph computes, `names` are the names of its inputs, and `form` is everything about the inputs that does not change from call
+  # to call.
   return KeptGraph()
 
 def kept_graph(key:Hashable, inputs:Graph, make:Callable[[Graph], dict[str, UOp]]) -> dict[str, UOp]:
-  """Returns the results of a graph with these `inputs`, by name. For the first call with `key` and inputs of one form, the function `make` makes the
-  graph. Later calls make an equal graph from a recipe, in a fraction of the time. So `make` must depend on nothing but `key` and the form of its
-  inputs. Where no recipe is possible, `make` makes every graph: inside tinygrad's `@function`, for inputs that are views of buffers, and for a graph
-  that reads other buffers than those of its inputs."""
+  """Returns the results of the graph that `make` makes of `inputs`, by name; later calls make an equal graph from a recipe."""
+  # `make` must depend on nothing but `key` and the form of its inputs.
+  # No recipe is possible inside tinygrad's `@function`, for inputs that are views of buffers, and for a graph that reads other buffers than those of
+  # its inputs.
   if inside_function() or (given := divided_inputs(inputs.values())) is None: return make(inputs)
   kept = recipes((key, bool(capturing)), tuple(inputs), given.form)
   if kept.names is None:

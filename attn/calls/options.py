@@ -1,5 +1,4 @@
-"""Options of attention. A record declares each option once, with default, check and meaning. test/calls/test_options.py compares these records with
-the signatures of `attention`, `flash_attention_fn` and `attention_with_kv_cache`, and with the tables of README.md and docs/options.md."""
+"""Options of attention: each record declares an option once, with default, check and meaning."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -11,6 +10,8 @@ from attn.problem import (DTYPES, check_causal, check_dropout_p, check_layout, c
 from attn.tinygrad_compat import DType, Tensor, UOp, dtypes
 from attn.values import FLOATS, option
 
+# test/calls/test_options.py compares the records with the signatures of `attention`, `flash_attention_fn` and `attention_with_kv_cache`, and with the
+# tables of README.md and docs/options.md.
 FLOAT_WORDS = {**FLOATS, "half": dtypes.half, "float": dtypes.float}     # numpy's names of dtypes, and tinygrad's
 
 def unless_none(check:values.Check) -> values.Check: return lambda name, x: None if x is None else check(name, x)
@@ -31,8 +32,8 @@ def check_out_dtype(name:str, x:Any) -> DType:
   return dtype
 
 def check_lengths(name:str, x:Any) -> int|UOp|Tensor:
-  """Checks an option that is a number of rows, and returns the option: an int, a Variable with a value (`bind`), or a Tensor. Whether the number lies
-  within the limits is checked later, when q, k and v are known."""
+  """Returns an option that is a number of rows: an int, a Variable with a value (`bind`), or a Tensor. Raises ValueError for anything else."""
+  # Whether the number lies within the limits is checked when q, k and v are known.
   if isinstance(x, UOp) and x.is_variable: raise values.wrong(name, x, "bound to a number: variable.bind(n)")
   if isinstance(x, (UOp, Tensor)): return x
   if not values.is_whole(x): raise values.wrong(name, x, "an int, a Variable or an int32 Tensor")
@@ -81,7 +82,7 @@ class KernelOptions:
 
 @dataclass(frozen=True, eq=False)
 class AttentionOptions(KernelOptions):
-  """Checked options of `attention`. The checks that need q, k and v come later."""
+  """Checked options of `attention`, before the checks that need q, k and v."""
   v_dim: int|None = option(None, unless_none(check_v_dim), "V is k[..., :v_dim] and v is None: latent attention (MLA), which reads K once")
   alibi_slopes: Tensor|None = option(None, values.tensor_or_none, "(H) or (B, H): adds -slope * abs(i + offset - j)")
   bias: Tensor|None = option(None, values.tensor_or_none, "added to the scores, broadcastable to (B, H, Sq, Sk); -inf masks")
@@ -114,8 +115,7 @@ class AttentionOptions(KernelOptions):
 DEFAULTS = {f.name: f.default for f in fields(AttentionOptions)}
 
 def options_of(function:str, given:dict[str, Any]) -> AttentionOptions:
-  """Checks options and returns the options as a record. `given` has the options by name, as a caller passed the options to the function called
-  `function`. Raises ValueError for an unknown option."""
+  """Returns the checked options that a caller passed to the function named `function`, or raises ValueError for an unknown or wrong option."""
   if unknown := sorted(given.keys() - DEFAULTS.keys()):
     raise ValueError(f"{unknown[0]}={values.shown(given[unknown[0]])}: {function} has no such option; it has {', '.join(DEFAULTS)}")
   return AttentionOptions(**given)

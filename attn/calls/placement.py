@@ -1,8 +1,4 @@
-"""Placement of tensors on devices: which axes of q, k and v may be sharded, and on which devices the optional tensors (such as a bias) then have to
-lie.
-
-If tensors are sharded along batch or heads, every device holds the inputs of a part of the output, and the devices exchange nothing.
-attn/parallel/context.py says what devices do if the rows of a sequence are divided among them."""
+"""Placement of tensors on devices: which axes of q, k and v may be sharded, and on which devices optional tensors, such as a bias, have to lie."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -11,33 +7,31 @@ from attn.problem import INPUT_SCALES
 from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Device, DType, Tensor, UOp, device_of, dtypes, new_buffer
 
+# If tensors are sharded along batch or heads, every device holds the inputs of a part of the output, and the devices exchange nothing.
+# attn/parallel/context.py says what devices do if the rows of a sequence are divided among them.
 # names of the axes of q, k, v and o, by layout
 AXES = {"bhsd": ("batch", "heads", "rows", "width"), "bshd": ("batch", "rows", "heads", "width"), "nsd": ("heads", "rows", "width"),
         "thd": ("rows", "heads", "width")}
 
 @dataclass(frozen=True)
 class Placement:
-  """Devices of a call's tensors, and how the tensors are divided among the devices. `device` is the device of all tensors, or a tuple of several
-  devices. `shared` says what the devices divide among them: "batch", "heads", "keys" (rows of k and v), or "rows" (rows of q, k and v). `shared` is
-  None if each device computes everything."""
-  device: str|tuple[str, ...]
-  shared: str|None = None
+  """Devices of a call's tensors, and the axis along which the tensors are divided among the devices."""
+  device: str|tuple[str, ...]  # of all tensors
+  shared: str|None = None  # "batch", "heads", "keys" (rows of k and v), "rows" (rows of q, k and v); None: each device computes everything
   @property
   def count(self) -> int: return 1 if isinstance(self.device, str) else len(self.device)
   def axis(self, names:tuple[str|None, ...]) -> int|None:
-    """Returns the sharded axis of a tensor whose axes have these names, or None if the tensor is not sharded."""
+    """Returns the index of the sharded axis of a tensor whose axes have these names, or None if the tensor is not sharded."""
     return None if self.shared is None or self.shared not in names else names.index(self.shared)
 
 def opened(name:str, device:str) -> str:
-  """Opens the device `device` and returns the name that tinygrad has for the device (such as "CUDA" for "cuda:0"). Raises ValueError if the device
-  doesn't open; the message calls the argument `name`."""
+  """Opens a device and returns tinygrad's name of it, such as "CUDA" for "cuda:0". Raises ValueError, naming the argument, if that fails."""
   try: device_of(device)
   except Exception as e: raise ValueError(f"{name}={device!r}: this device does not open: {e}") from None   # each backend raises another exception
   return Device.canonicalize(device)
 
 def device_names(name:str, x:Any) -> tuple[str, ...]:
-  """Returns tinygrad's names of the devices that `x` names: one device, or several different devices. Raises ValueError if `x` names no device or one
-  device twice, or if a device doesn't open; the message calls the argument `name`."""
+  """Returns tinygrad's names of the devices that `x` names, or raises ValueError if they are no devices, not different, or do not open."""
   if isinstance(x, str) and x: return (opened(name, x),)
   if not isinstance(x, (tuple, list)) or not x or not all(isinstance(part, str) and part for part in x):
     raise values.wrong(name, x, "the name of a device, or the names of several in a tuple, such as ('EMU:0', 'EMU:1')")
@@ -48,8 +42,7 @@ def device_names(name:str, x:Any) -> tuple[str, ...]:
 def local_shape(t:Tensor) -> tuple[int, ...]: return tuple(t.uop.max_shard_shape)
 
 def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
-  """Returns on which devices q, k and v lie, and along which axis the tensors are sharded. Raises ValueError for a sharding that attn's kernels do
-  not support."""
+  """Returns on which devices q, k and v lie and along which axis, or raises ValueError for a sharding that attn does not support."""
   for name, t in (("k", k), ("v", v)):
     if t.device != q.device:
       raise ValueError(f"{name} is on {t.device} but q on {q.device}: all tensors must be on the same device, or the same devices")
@@ -66,33 +59,28 @@ def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
                    "their rows with q whole, or all three whole")
 
 def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
-  """Returns the names of the axes along which an optional tensor may be sharded: for each axis of the tensor "batch", "heads", or None for an axis
-  that must not be sharded. `name` is the tensor's name, such as "bias"."""
+  """Returns along what each axis of the optional tensor `name` may be sharded: "batch", "heads", or None for not at all."""
   if (tensor := TERM_TENSORS.get(name)) is not None: return tuple(axis if axis in ("batch", "heads") else None for axis in tensor.names(shape))
   if name in INPUT_SCALES: return tuple(axis if n > 1 else None for axis, n in zip(("batch", "heads"), shape))
   return {"sinks": ("heads",), "kv_lengths": ("batch",), "kv_starts": ("batch",), "cache_seqlens": ("batch",)}.get(name, (None,))
 
 def rows_dimension(name:str) -> int|None:
-  """Returns the index of the axis of queries in a score term's tensor, such as a bias (B, H, Sq, Sk). Returns None if the tensor has no such axis, or
-  if `name` is not the name of a score term's tensor."""
+  """Returns the index of the axis of queries in the tensor `name` of a score term, such as "bias"; None if there is none."""
   return TERM_TENSORS[name].dimension("rows") if name in TERM_TENSORS else None
 
 def gradient_of_shards(g:UOp, call:UOp) -> tuple[UOp|None, ...]:
-  """Gradient function (grad_fxn) of a tensor that `sharded_with_gradient` has sharded over devices: gathers the sharded gradient on the device of the
-  whole tensor."""
+  """Gradient function (grad_fxn) of `sharded_with_gradient`: gathers the sharded gradient on the device of the whole tensor."""
   return (Tensor(g).to(call.src[1].device).uop,)
 
 def sharded_with_gradient(t:Tensor, devices:tuple[str, ...], axis:int|None) -> Tensor:
-  """Shards a tensor `t` on one device over `devices`, as t.shard(devices, axis) does, but so that gradients flow back to `t`. (tinygrad 0.14.0 raises
-  an error for the gradient of a shard along an axis.)"""
+  """Shards a tensor of one device over `devices`, like Tensor.shard, but so that gradients flow back to `t`."""
+  # tinygrad 0.14.0 raises an error for the gradient of a shard along an axis.
   if axis is None or not dtypes.is_float(t.dtype): return t.shard(devices, axis)
   sharded = Tensor(t.uop.param_like(0)).shard(devices, axis).uop
   return Tensor(UOp.maketuple(sharded).call(t.uop, grad_fxn=gradient_of_shards).gettuple(0))
 
 def place(name:str, t:Tensor, at:Placement) -> Tensor:
-  """Returns an optional tensor on the devices of q, k and v, which `at` describes. If q is sharded, a tensor on one device is sharded or copied over
-  the devices of q. Raises ValueError if q lies on one device and the tensor lies elsewhere, or if the tensor lies on several devices that are not the
-  devices of q. The message calls the tensor `name`."""
+  """Returns an optional tensor on the devices of q, k and v (`at`), sharded or copied; raises ValueError if it lies on other devices."""
   if t.device is None: t = t.clone(at.device if isinstance(at.device, str) else at.device[0])
   if isinstance(at.device, str):
     if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same device")
@@ -106,11 +94,9 @@ def place(name:str, t:Tensor, at:Placement) -> Tensor:
   return sharded_with_gradient(t, at.device, axis)
 
 def of_each_device(t:Tensor, axis:int|None) -> Tensor:
-  """Makes one tensor of each device's part `t`: the parts become the shards of a tensor that is sharded along `axis`. If `axis` is None, returns `t`.
-  """
+  """Makes one tensor, sharded along `axis`, of each device's part `t`; returns `t` itself if `axis` is None."""
   return t if axis is None else Tensor(t.uop.unshard(axis))
 
 def empty(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...], axis:int|None) -> Tensor:
-  """Makes a new buffer of `shape`. With several devices, makes one buffer of `shape` on each device: the buffers are the shards of a tensor that is
-  sharded along `axis`."""
+  """Makes a new buffer of `shape` on each device; several buffers are the shards of one tensor that is sharded along `axis`."""
   return of_each_device(Tensor(new_buffer(shape, dtype, device)), axis)

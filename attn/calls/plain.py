@@ -1,5 +1,5 @@
-"""Attention in plain tensor operations of tinygrad, without kernels of attn. Adapts layouts and dtypes, and calls `three_pass`, which computes
-attention of tensors (B, H, S, D)."""
+"""Attention in plain tensor operations of tinygrad, for all layouts and dtypes: `plain_attention` calls `three_pass`, which takes tensors (B, H, S,
+D)."""
 from __future__ import annotations
 from typing import Any
 from attn.kernels.three_pass import three_pass
@@ -23,10 +23,10 @@ def from_bhsd(x:Tensor, layout:str) -> Tensor:
 def from_bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else lse.squeeze(0)
 
 def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-  """Computes a problem by `three_pass` (attention in plain tensor operations of tinygrad). `t` has q, k, v and the optional tensors by name. Returns
-  (o, lse, lse_rest): o has the problem's out_dtype, and lse_rest is the part of lse that rounding to fp32 lost. With sharded tensors, `p` is the
-  problem of one device, but the tensors in `t` are whole. So dropout and the caller's own functions get indices of batch and head that count from 0
-  in the whole tensors."""
+  """Computes a problem by `three_pass` (attention in plain tensor operations) and returns (o, lse, lse_rest)."""
+  # `t` has q, k, v and the optional tensors by name. lse_rest is the part of lse that rounding to fp32 lost. With sharded tensors, `p` is the problem
+  # of one device, but the tensors in `t` are whole: dropout and the caller's own functions get indices of batch and head that count from 0 in the
+  # whole tensors.
   given = {name: t[name] for name in EXTRAS if name in t and (name != "first_batch_and_head" or t[name].uop.axis is None)}
   others = {name: x for name, x in given.items() if name not in (*TERM_TENSORS, *MOD_TENSORS)}
   tensors = t | ({"v": t["k"][..., :p.Dv]} if p.v_in_k else {})
@@ -39,8 +39,7 @@ def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Ten
   return o, lse, rest
 
 def refusing(p:Problem, o:Tensor, lse:Tensor, inputs:list[Tensor]) -> tuple[Tensor, Tensor]:
-  """Returns copies of the outputs o and lse without a gradient: to differentiate a copy raises a NotImplementedError, which names the score term that
-  has no derivative. `inputs` are q, k and v."""
+  """Returns copies of o and lse whose gradient raises NotImplementedError, naming the score term that has no derivative."""
   def refuse(*args:UOp, **kwargs:Any) -> Any: check_differentiable(p)
   outputs = [x.detach().contiguous().uop for x in (o, lse)]
   call = UOp.sink().call(*outputs, *(x.uop for x in inputs), grad_fxn=refuse)     # an empty call, which only carries the gradient

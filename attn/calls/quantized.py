@@ -38,8 +38,7 @@ GivenRows = Tensor|QuantizedRows|QuantizedLatent     # what may be a cache
 # ***** formats *****
 
 def own_fp8(name:str, device:str|tuple[str, ...]) -> Format:
-  """Returns the format of 8-bit floats that the chip of a device converts by instructions. Raises NotImplementedError if the chip converts none; the
-  message begins with `name`."""
+  """Returns the format of 8-bit floats that the chip of a device converts by instructions, or raises NotImplementedError if it has none."""
   chip = arch_of(device if isinstance(device, str) else device[0])
   if chip is not None and chip.fp8: return FORMATS[chip.fp8]
   able = ", ".join(x for x, known in CHIPS.items() if known.fp8)
@@ -47,11 +46,11 @@ def own_fp8(name:str, device:str|tuple[str, ...]) -> Format:
                             f"cache of them is slower than one of 16 bits; int8 is supported everywhere, fp8 on {able}")
 
 def eight_bits(name:str, x:Any, device:str|tuple[str, ...]) -> Format|None:
-  """Returns the format of 8 bits that the dtype `x` names, or None if `x` names no such format. "fp8e4m3" stands for the chip's format e4m3: OCP's
-  e4m3, or fp8e4m3fnuz on gfx942. Raises NotImplementedError for a format that the chip does not have; the message calls the argument `name`."""
+  """Returns the format of 8 bits that the dtype `x` names, or None if `x` names no such format."""
   called = values.dtype_text(x) if isinstance(x, DType) else x
   if not isinstance(called, str) or called not in FORMATS: return None
   if not FORMATS[called].bias: return FORMATS[called]
+  # "fp8e4m3" stands for the chip's format e4m3: OCP's e4m3, or fp8e4m3fnuz on gfx942.
   own = own_fp8(f"{name}={called!r}", device)
   if called in ("fp8e4m3", own.name): return own
   raise NotImplementedError(f"{name}={called!r}: must be {own.name!r}, the 8-bit floats of {device}, or 'int8'")
@@ -68,9 +67,8 @@ def check_scale_dtype(name:str, x:Any) -> DType:
 
 @dataclass(frozen=True)
 class Quantized:
-  """Keys or values of which each element is stored in 8 bits, after checks: k or v of a cache (QuantizedRows or QuantizedLatent). `stored` has the
-  8-bit numbers, and `scales` one scale for each row of `stored`."""
-  stored: Tensor
+  """Checked keys or values of a cache in 8 bits, with one scale for each row."""
+  stored: Tensor  # the 8-bit numbers
   scales: Tensor
   format: Format
   rotary: Tensor|None = None     # columns of 16 bits
@@ -81,15 +79,14 @@ class Quantized:
     return int(self.stored.shape[-1]) + (0 if self.rotary is None else int(self.rotary.shape[-1]))
   @property
   def dtypes_of_new(self) -> tuple[str, ...]:
-    """Names of the dtypes that rows may have when they are appended to this cache: any float dtype. For latent attention (MLA) only the dtype of the
-    rotary columns, which are copied to the cache without a conversion."""
+    """Names of the dtypes that rows may have when they are appended to this cache."""
+    # The rotary columns of latent attention are copied to the cache without a conversion.
     return tuple(FLOATS) if self.rotary is None else (values.dtype_text(self.rotary.dtype),)
   @property
   def kind(self) -> str: return f"{self.format.name} with {values.dtype_text(self.scales.dtype)} scales"
 
 def check_quantized(name:str, x:QuantizedRows|QuantizedLatent) -> Quantized:
-  """Checks the shapes, dtypes and devices of keys or values stored in 8 bits, and returns the checked record. Raises ValueError or
-  NotImplementedError, whose messages call the keys or values `name`."""
+  """Checks shapes, dtypes and devices of keys or values stored in 8 bits, called `name` in error messages, and returns the checked record."""
   stored, scales = values.tensor(f"{name}.values", x.values), values.tensor(f"{name}.scales", x.scales)
   of_bytes = {format.dtype for format in FORMATS.values()}
   if stored.dtype not in of_bytes:
@@ -112,8 +109,7 @@ def check_quantized(name:str, x:QuantizedRows|QuantizedLatent) -> Quantized:
   return Quantized(stored, expanded, format, check_rotary(name, x, stored), shared=True)
 
 def check_rotary(name:str, x:QuantizedRows|QuantizedLatent, stored:Tensor) -> Tensor|None:
-  """Checks and returns the rotary columns of a cache for latent attention (MLA): the last columns of K, which are not stored in 8 bits. `stored` has
-  the columns that are stored in 8 bits. Returns None for a cache without rotary columns (QuantizedRows). Error messages call the cache `name`."""
+  """Checks and returns the rotary columns of a cache for latent attention; returns None for a cache without rotary columns (QuantizedRows)."""
   if isinstance(x, QuantizedRows): return None
   t, want = values.tensor(f"{name}.rotary", x.rotary), static_shape(f"{name}.values", stored.shape)
   values.dtype_name(f"{name}.rotary", t.dtype, FLOATS)
@@ -126,13 +122,11 @@ def check_rotary(name:str, x:QuantizedRows|QuantizedLatent, stored:Tensor) -> Te
   return t
 
 def stored_rows(name:str, x:GivenRows) -> Tensor:
-  """Returns the tensor in which a cache stores its rows: the cache itself, or the tensor of 8-bit numbers of QuantizedRows or QuantizedLatent. Error
-  messages call the cache `name`."""
+  """Returns the tensor in which a cache, called `name` in error messages, stores its rows."""
   return values.tensor(f"{name}.values", x.values) if isinstance(x, (QuantizedRows, QuantizedLatent)) else values.tensor(name, x)
 
 def check_pair(names:tuple[str, str], k:GivenRows, v:GivenRows|None) -> None:
-  """Raises ValueError if only one of the two caches k and v stores 8-bit numbers, or if k and v have different formats. Error messages call k and v
-  by `names`."""
+  """Raises ValueError unless the two caches k and v both store 8-bit numbers in one format, or neither does."""
   if v is None:
     if isinstance(k, QuantizedRows):
       raise ValueError(f"{names[0]} is QuantizedRows and {names[1]} None: latent attention (MLA) takes QuantizedLatent, whose rotary columns keep "
@@ -149,8 +143,7 @@ def check_pair(names:tuple[str, str], k:GivenRows, v:GivenRows|None) -> None:
 # ***** whole tensors *****
 
 def device_of_rows(name:str, x:Tensor) -> str|tuple[str, ...]:
-  """Returns the device or devices of a tensor. Raises ValueError if the tensor has no rows, lies on no device, or is not float16, bfloat16 or
-  float32. The message calls the tensor `name`."""
+  """Returns the devices of a tensor called `name`, or raises ValueError if the tensor has no rows or no device, or is no float."""
   values.dtype_name(name, values.tensor(name, x).dtype, FLOATS)
   if not x.ndim or 0 in x.shape:
     raise ValueError(f"{name} has shape {values.shown_shape(x.shape)}: must have at least one axis, the elements of a row, and no axis of size 0")

@@ -1,4 +1,4 @@
-"""Turns sums of dS (the gradients of scores), which `backward_dbias` computes, into gradients of the tensors that a score_mod reads."""
+"""Gradients of the tensors that a score_mod reads, made of sums of dS (the gradients of scores) that the kernel `backward_dbias` computes."""
 from __future__ import annotations
 import functools, operator
 from attn.functions.indices import simple_index
@@ -11,11 +11,9 @@ from attn.score.sums import sum_over_scores
 from attn.tinygrad_compat import Tensor
 
 def gradient_of_element(p:Problem, sums:Tensor, block_m:int, block_n:int) -> Tensor:
-  """Computes a gradient of a mod_tensor, a tensor that the caller's score_mod reads. If score_mod indexes the tensor in several expressions, as in
-  table[i - j] + table[h], one call computes the part of the gradient that comes through one expression, and the caller adds the parts. `p.by_element`
-  is the number of the expression.
-  `sums` are sums of dS (the gradients of the scores) from the kernel `backward_dbias`, whose workgroup owns block_m queries and block_n keys. Returns
-  fp32, in the shape of the mod_tensor."""
+  """Returns the fp32 gradient of a tensor that score_mod reads, through one of the expressions by which score_mod reads it."""
+  # If score_mod reads the tensor in several expressions, as in table[i - j] + table[h], the caller adds the gradients. `p.by_element` is the number
+  # of the expression. `sums` come from the kernel `backward_dbias`, whose workgroup owns block_m queries and block_n keys.
   assert p.by_element is not None
   element = float_elements(p)[p.by_element]
   index, shape = simple_index(element), [int(n) for n in tensor_of(element).shape]
@@ -33,16 +31,15 @@ def gradient_of_element(p:Problem, sums:Tensor, block_m:int, block_n:int) -> Ten
   return within_tensor(sums, places)
 
 def within_tensor(x:Tensor, places:list[tuple[int, int]]) -> Tensor:
-  """Returns a tensor padded with zeros or with elements cut off. `places` has a pair (before, after) for each axis: how many zeros to add at the
-  beginning and at the end. A negative number says how many elements to cut off."""
+  """Returns a tensor padded with zeros, or cut off where a number is negative: `places` has a pair (before, after) for each axis."""
   sizes = [int(n) for n in x.shape]
   kept = tuple((min(max(-before, 0), n), max(n - max(-after, 0), min(max(-before, 0), n))) for n, (before, after) in zip(sizes, places))
   return x.shrink(kept).pad(tuple((max(before, 0), max(after, 0)) for before, after in places))
 
 def sums_of_distances(sums:Tensor, of:Diagonals) -> Tensor:
-  """Adds up, for each distance i - j between a query i and a key j, the gradients of all scores with this distance. `sums` (B, H, diagonals*block_m,
-  block_n) has one tile for each diagonal of tiles: the sum of all tiles on this diagonal, element by element. `of` describes the diagonals. Returns
-  (B, H, Sq + Sk - 1): the sums for the distances from 1 - Sk to Sq - 1."""
+  """Adds up the gradients of all scores with the same distance i - j of query i and key j, for the distances 1 - Sk to Sq - 1."""
+  # `sums` (B, H, diagonals*block_m, block_n) has one tile for each diagonal of tiles: the sum of all tiles on this diagonal, element by element. The
+  # result is (B, H, Sq + Sk - 1).
   batches, heads = (int(n) for n in sums.shape[:2])
   m, n = of.block_m, of.block_n
   width = m + n - 1                               # number of distances in one tile: row x and column y have the distance x - y + n - 1

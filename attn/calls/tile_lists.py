@@ -1,5 +1,4 @@
-"""Makes, on the device, the lists of tiles that kernels loop over. attn/kernels/tile_lists.py describes the lists and has the kernels that make
-lists."""
+"""Lists of visible tiles, made on the device. attn/kernels/tile_lists.py describes the lists and has the kernels that make them."""
 from __future__ import annotations
 import contextlib, functools, threading
 from collections.abc import Callable, Iterator, Mapping
@@ -16,21 +15,22 @@ MOST_KEPT = 64     # most results of `kept_lists` that a process keeps
 
 @cache_of_kernels
 def list_launches(x:ListedBlocks) -> list[tuple[KernelFunction, Shapes]]:
-  """Returns the kernels that make lists of tiles on the device, each with the (shape, dtype) of its tensors by name. A list names the tiles in which
-  a mask_mod leaves scores visible. Each workgroup of an attention kernel loops over the tiles of its list, and so skips the hidden tiles between
-  them. `x` describes the lists. Equal arguments return identical objects, because tinygrad's schedule cache compares by identity."""
+  """Returns the kernels that make lists of visible tiles, each with the (shape, dtype) of its tensors by name."""
+  # A list names the tiles in which a mask_mod leaves scores visible. Each workgroup of an attention kernel loops over the tiles of its list. Equal
+  # arguments return identical objects, because tinygrad's schedule cache compares by identity.
   def checked(program:Callable[..., UOp], names:tuple[str, ...]) -> KernelFunction:
     return lambda *placeholders: CheckedKernel(ast_of(program, *placeholders), names[:1], small=True)
   return [(checked(program, tuple(shapes)), shapes) for program, shapes in list_kernels(x)]
 
 def tile_lists(x:ListedBlocks, device:Devices, given:Mapping[str, Tensor]) -> Tensor:
-  """Returns the tensor with the lists of tiles that `x` describes. `given` has the tensors on which the lists depend. Lists that depend on no tensor
-  are made once and kept for later calls."""
+  """Returns the tensor with the lists of visible tiles that `x` describes; `given` has the tensors on which the lists depend."""
+  # Lists that depend on no tensor are made once and kept for later calls.
   return new_lists(x, device, given) if x.read or capturing or inside_function() else kept_lists(x, device)
 
 class KeptLists:
-  """Lists of tiles that a process keeps for later calls. `waiting` has functions that fill buffers with lists: `kept_lists` has already returned
-  these buffers. The functions run when the outermost context `lists_made_last` ends. `delays` is the number of such contexts that are open."""
+  """Lists of visible tiles that a process keeps for later calls."""
+  # `waiting` has functions that fill buffers which `kept_lists` has already returned. The functions run when the outermost context `lists_made_last`
+  # ends; `delays` such contexts are open.
   lock = threading.RLock()
   waiting: ClassVar[list[Callable[[], object]]] = []
   delays = 0
@@ -45,8 +45,8 @@ class KeptLists:
 
 @contextlib.contextmanager
 def lists_made_last() -> Iterator[None]:
-  """Context that fills the kept lists of tiles when it ends, not before. So code in the context can start to compile the kernels that read the lists
-  before the kernels that make the lists."""
+  """Context that makes the kept lists of tiles when it ends, not before."""
+  # So code in the context can start to compile the kernels that read the lists before the kernels that make the lists.
   with KeptLists.lock:
     KeptLists.delays += 1
     try: yield
@@ -56,15 +56,16 @@ def lists_made_last() -> Iterator[None]:
 
 @functools.lru_cache(MOST_KEPT)
 def kept_lists(x:ListedBlocks, device:Devices) -> Tensor:
-  """Returns a buffer for the lists of tiles that `x` describes. The lists are made at once, or at the end of `lists_made_last`."""
+  """Returns a buffer for the lists of visible tiles that `x` describes, the same buffer in every call."""
   found = empty(x.shape, INTS["int32"], device, None)
   KeptLists.waiting.append(lambda: new_lists(x, device, {"tile_list": found}).realize())
+  # The lists are made at once, or at the end of `lists_made_last`.
   if not KeptLists.delays: KeptLists.make()
   return found
 
 def new_lists(x:ListedBlocks, device:Devices, given:Mapping[str, Tensor]) -> Tensor:
-  """Makes new lists of visible tiles, as `x` describes. Returns a tensor that is not realized yet: an expression of the tensors `given`, which the
-  mask reads. If `given` has the buffer "tile_list", the lists are written there."""
+  """Makes the lists of visible tiles that `x` describes, as a tensor that is not realized yet."""
+  # `given` has the tensors that the mask reads. If it has the buffer "tile_list", the lists are written there.
   t = dict(given)
   for kernel, shapes in list_launches(x):
     for name, (shape, dtype) in shapes.items():

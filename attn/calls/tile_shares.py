@@ -1,5 +1,5 @@
-"""Counts the tiles that kernels skip, mask, or compute without a mask. The host computes these numbers from the same intervals and lists of tiles
-that the kernels use. The lists themselves are made by kernels."""
+"""Numbers of tiles that kernels skip, mask, or compute without a mask, counted on the host from the intervals and lists of tiles that the kernels
+use."""
 from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -29,12 +29,10 @@ SKIPPED, WITH_MASK, NO_MASK = range(3)     # what a kernel does in a tile: nothi
 
 @dataclass(frozen=True)
 class Neighbours:
-  """Tiles that workgroups visit, if each workgroup loops over one interval of tiles. The arrays have one element for each sequence and each block of
-  rows. A workgroup computes the tiles from `begin` up to `end`, and computes no mask in the tiles from `full_begin` up to `full_end`. `tiles` is the
-  number of all tiles, visited or not."""
-  tiles: int
-  begin: Array
-  full_begin: Array
+  """Tiles that workgroups visit, if each workgroup loops over one interval of tiles. The arrays have the shape (sequences, blocks of rows)."""
+  tiles: int  # number of all tiles, visited or not
+  begin: Array  # the workgroup computes the tiles from `begin` up to `end`
+  full_begin: Array  # no mask is computed in the tiles from `full_begin` up to `full_end`
   full_end: Array
   end: Array
   @property
@@ -42,31 +40,29 @@ class Neighbours:
   @property
   def plain(self) -> Array: return self.full_end - self.full_begin
   def all_masked(self) -> Neighbours:
-    """Returns a copy for a kernel that computes masks in every visited tile: every visited tile counts as masked."""
+    """Returns a copy in which every visited tile counts as masked."""
     return replace(self, full_end=self.full_begin)
   def kinds(self) -> Array:
-    """Returns for each tile SKIPPED, WITH_MASK (computed with a mask) or NO_MASK (computed without a mask). Shape of the array: (sequences, 1,
-    blocks, tiles)."""
+    """Returns SKIPPED, WITH_MASK or NO_MASK for each tile, as an array (sequences, 1, blocks, tiles)."""
     def inside(first:Array, end:Array) -> Array: return (first[..., None] <= (n := np.arange(self.tiles))) & (n < end[..., None])
     return (inside(self.begin, self.end).astype(np.int8) + inside(self.full_begin, self.full_end))[:, None]
 
 @dataclass(frozen=True)
 class Listed:
-  """Tiles that workgroups visit, if each workgroup loops over a list of tiles (attn/kernels/tile_lists.py). `lists` has the shape (batches, heads,
-  blocks, length). A list begins with the number of tiles that need a mask, and the number of all tiles in the list. Then come the tiles: first all
-  tiles that need a mask, then the tiles that need no mask. `tiles` is the number of all tiles, visited or not."""
-  tiles: int
+  """Tiles that workgroups visit, if each workgroup loops over a list of tiles (attn/kernels/tile_lists.py)."""
+  tiles: int  # number of all tiles, visited or not
+  # Shape (batches, heads, blocks, length). A list has the number of tiles that need a mask, the number of all tiles in the list, and the tiles: first
+  # all that need a mask.
   lists: Array
   @property
   def visited(self) -> Array: return self.lists[..., 1]
   @property
   def plain(self) -> Array: return self.lists[..., 1] - self.lists[..., 0]
   def all_masked(self) -> Listed:
-    """Returns a copy for a kernel that computes masks in every visited tile: every visited tile counts as masked."""
+    """Returns a copy in which every visited tile counts as masked."""
     return replace(self, lists=np.concatenate([self.lists[..., 1:2], self.lists[..., 1:]], -1))
   def kinds(self) -> Array:
-    """Returns for each tile SKIPPED, WITH_MASK (computed with a mask) or NO_MASK (computed without a mask). Shape of the array: (batches, heads,
-    blocks, tiles)."""
+    """Returns SKIPPED, WITH_MASK or NO_MASK for each tile, as an array (batches, heads, blocks, tiles)."""
     found = np.full((*self.lists.shape[:-1], self.tiles), SKIPPED, np.int8)
     for place in np.ndindex(*found.shape[:-1]):
       partly, count, *order = self.lists[place]
@@ -77,9 +73,8 @@ TILES_OF = {"keys": "key", "queries": "query"}
 
 @dataclass(frozen=True)
 class Shares:
-  """Numbers of tiles that a kernel skips, masks, and computes without a mask (`plain`), added up over all workgroups of the kernel. `over` is "keys"
-  for tiles of keys, or "queries" for tiles of queries."""
-  over: str
+  """Numbers of tiles that all workgroups of a kernel together skip, mask, and compute without a mask (`plain`)."""
+  over: str  # tiles of "keys" or of "queries"
   skipped: int
   masked: int
   plain: int
@@ -97,8 +92,8 @@ FIRST_ROW, LAST_ROW, SEQUENCE = (UOp.variable(name, 0, FAR, param=True) for name
 LENGTH_TENSORS = ("kv_lengths", "kv_starts", "cu_seqlens_q", "cu_seqlens_k")      # tensors that say which queries and keys exist
 
 def on_host(value:UOp, given:Mapping[UOp, Array]) -> Array:
-  """Evaluates an integer expression of a kernel on the host, with numpy. `given` has the values of symbols, and the contents of the tensors from
-  which the expression loads."""
+  """Evaluates an integer expression of a kernel in numpy."""
+  # `given` has the values of symbols, and the contents of the tensors from which the expression loads.
   rules = ALU | {Ops.MAX: np.maximum, Ops.FLOORDIV: np.floor_divide, Ops.FLOORMOD: np.mod, Ops.CAST: np.asarray, Ops.LOAD: np.asarray}
   found = dict(given)
   for u in value.toposort(lambda u: u not in given):
@@ -110,9 +105,8 @@ def on_host(value:UOp, given:Mapping[UOp, Array]) -> Array:
   return found[value]
 
 def tiles_of_intervals(p:Problem, tile:BlockTile, width:int, over:str, lengths:Mapping[str, Array]) -> Neighbours:
-  """Returns the tiles that each workgroup visits, if each workgroup loops over one interval of tiles. A tile is `width` keys (`over` is "keys") or
-  `width` queries (`over` is "queries"). `lengths` has the contents of the tensors that say which queries and keys exist (LENGTH_TENSORS), such as
-  kv_lengths."""
+  """Returns the tiles that each workgroup visits if it loops over one interval of tiles, of `width` keys or queries (`over`) each."""
+  # `lengths` has the contents of the tensors that say which queries and keys exist (LENGTH_TENSORS).
   shapes: Shapes = {name: p.extras[name] for name in lengths}
   tensors = {name: UOp.placeholder(shape, INTS[dtype], slot) for slot, (name, (shape, dtype)) in enumerate(shapes.items())}
   x = extent(p, SEQUENCE, tensors)
@@ -131,8 +125,9 @@ def tiles_of_intervals(p:Problem, tile:BlockTile, width:int, over:str, lengths:M
 MOST_PAIRS = 2**26     # most pairs of a query and a key, over all lists, for which the emulator makes lists: this takes some seconds
 
 class NotCounted(Exception):
-  """Raised if tiles can't be counted; the message says why. `least` has lower bounds of the skipped tiles, or is None: a workgroup skips at least all
-  tiles before the first key, and after the last key, that its queries may see."""
+  """Raised if tiles can't be counted; the message says why."""
+  # `least` has lower bounds of the skipped tiles, or is None: a workgroup skips at least all tiles before the first key, and after the last key, that
+  # its queries may see.
   def __init__(self, reason:str, least:Shares|None=None) -> None:
     super().__init__(reason)
     self.least = least
@@ -143,11 +138,11 @@ def check_realized(name:str, t:Tensor) -> Tensor:
   return t
 
 def lists_of_tiles(x:ListedBlocks, arch:Chip, device:str, given:Mapping[str, Tensor]) -> Array:
-  """Returns the lists of tiles over which workgroups loop, as a numpy array. `given` has the tensors that the mask reads. If `device` has the chip
-  `arch`, kernels make the lists on `device`, and calls of `attention` use these lists, too. For any other chip, the emulator (the tinygrad device
-  EMU) makes the lists. Raises NotCounted if a tensor is not computed yet, or if the lists are too long for the emulator."""
+  """Returns the lists of tiles over which workgroups loop as a numpy array, or raises NotCounted if a tensor is not computed yet."""
   here, read = arch_of(device), {name: check_realized(name, given[name]) for name in x.read}
+  # On a device with the chip `arch`, kernels make the lists, and calls of `attention` use these lists, too.
   if here is not None and here.name == arch.name: return tile_lists(x, device, read).numpy()
+  # The emulator makes the lists for any other chip.
   if (pairs := x.lists*x.heads[1]*x.rows*x.columns) > MOST_PAIRS: raise NotCounted(f"{pairs} pairs are too many for the emulator of {arch.name}")
   return tile_lists(x, on := f"EMU::{arch.name}", {name: t.to(on).realize() for name, t in read.items()}).numpy()
 
@@ -157,9 +152,8 @@ def columns_of_trip(kernel:str, tile:BlockTile) -> int:
 
 def visited_tiles(kernel:str, p:Problem, arch:Chip, tile:BlockTile, over:str, device:str|tuple[str, ...],
                   given:Mapping[str, Tensor]) -> Neighbours|Listed:
-  """Returns the tiles over which a kernel's workgroups loop: tiles of keys (`over` is "keys") or of queries (`over` is "queries"). `device` and
-  `given` are the device and the optional tensors of a call. Raises NotCounted if the tiles depend on tensors or Variables whose values are not known
-  yet, or if the rows of a sequence are divided among several devices."""
+  """Returns the tiles of keys or queries (`over`) over which a kernel's workgroups loop, or raises NotCounted if they are not known yet."""
+  # `device` and `given` are the device and the optional tensors of a call.
   if p.dealt is not None: raise NotCounted("devices share the rows of a sequence")
   if p.sk_variable is not None: raise NotCounted("Variables say how many keys there are")
   lengths = {name: check_realized(name, given[name]).numpy() for name in LENGTH_TENSORS if name in p.extras}
@@ -172,9 +166,7 @@ def visited_tiles(kernel:str, p:Problem, arch:Chip, tile:BlockTile, over:str, de
 
 def shares_told(kernel:str, p:Problem, arch:Chip|None, tile:BlockTile|None, over:str, device:str|tuple[str, ...],
                 given:Mapping[str, Tensor]) -> str:
-  """Returns a text for `explain`: which percentages of tiles a kernel skips, masks, and computes without a mask. `over` says whether the kernel loops
-  over tiles of "keys" or of "queries". `device` and `given` are the device and the optional tensors of the call. Returns "" for a problem without a
-  mask, and for tensor operations, which have no tiles."""
+  """Returns a text for `explain`: which percentages of tiles a kernel skips, masks, and computes without a mask; "" if nothing is masked."""
   if arch is None or tile is None or not (any(hiding(p)) or scattered(p)): return ""
   listed = lists_or_reason(p, arch, tile, over)
   why = f"; no list of tiles: {listed}" if isinstance(listed, str) and scattered(p) else ""

@@ -1,7 +1,4 @@
-"""Recognises a Tensor that is a slice of a cache, which attention then reads in place, and a Tensor that is a causal mask.
-
-tinygrad's models keep keys and values in one buffer, (2, B, S, H, D) or (2, B, H, S, D). These models call `scaled_dot_product_attention` on a slice
-whose length is given by a tinygrad Variable, with the mask `Tensor.full(..., -inf).triu(start_pos + 1)` or none."""
+"""Recognises tensors in which attention need not compute or copy anything: a slice of a cache, which is read in place, and a causal mask."""
 from __future__ import annotations
 import functools, math
 from dataclasses import dataclass, replace
@@ -11,6 +8,8 @@ from attn.kernels.parts.memory.rows import strides
 from attn.problem import Count, Strided
 from attn.tinygrad_compat import AxisType, GroupOp, Ops, Tensor, UOp, buffer_under, dtypes, flat_element, view_of_placeholder
 
+# tinygrad's models keep keys and values in one buffer, (2, B, S, H, D) or (2, B, H, S, D). These models call `scaled_dot_product_attention` on a
+# slice whose length is given by a tinygrad Variable, with the mask `Tensor.full(..., -inf).triu(start_pos + 1)` or none.
 Size = int|UOp     # a number of rows in a shape: an int, or an expression of Variables
 
 # ***** a number of rows *****
@@ -28,19 +27,18 @@ def terms_of(x:UOp) -> list[UOp]:
   return [term for part in x.src for term in terms_of(part)] if x.op is Ops.ADD else [x]
 
 def count_of(n:Size) -> tuple[Count, tuple[UOp, ...]]|None:
-  """Splits a number of rows into a constant and Variables that have values (`bind`). Returns (count, variables), or None if the number is no sum of a
-  constant and such Variables. `count` has the constant, and for each Variable the name and the smallest and largest value."""
+  """Splits a number of rows into a constant and bound Variables, as (count, variables); None if it is no such sum."""
   if isinstance(n, int): return Count((), n), ()
   terms = terms_of(n)
   constants, bound = [x for x in terms if x.op is Ops.CONST], sorted((x for x in terms if x.is_bound_var), key=lambda x: x.src[0].expr)
   if len(constants) + len(bound) < len(terms): return None
+  # `count` has the constant, and for each Variable the name and the smallest and largest value.
   variables = tuple((v.src[0].expr, int(v.src[0].vmin), int(v.src[0].vmax)) for v in bound)
   return Count(variables, sum(int(x.val) for x in constants)), tuple(bound)
 
 def as_a_variable(n:Size) -> tuple[Size, dict[UOp, UOp]]:
-  """Finds a single Variable that equals the size `n`, where `n` is a sum of Variables. Returns this Variable, and a dictionary for UOp.substitute
-  that puts the Variable in place of the sum. For any other `n` returns `n` and an empty dictionary. The substitution is needed because tinygrad can
-  divide a multiple of a Variable by the Variable, but can't divide a multiple of a sum by the sum."""
+  """Returns one Variable in place of a size that is a sum of Variables, and the substitution that puts the Variable into expressions."""
+  # For any other size nothing changes. tinygrad can divide a multiple of a Variable by the Variable, but not a multiple of a sum by the sum.
   if isinstance(n, int) or (found := count_of(n)) is None: return n, {}
   whole, one = UOp.variable("rows", n.vmin, n.vmax), found[1][0]
   return whole, {one: whole - (n - one).simplify()}
@@ -51,28 +49,27 @@ MOST_VIEWS = 1024     # views whose places are kept: finding the places of one t
 
 @dataclass(frozen=True)
 class InBuffer:
-  """Position of keys or values (B, Hkv, S, D) in the buffer that they are a view of. `places` has the start and the strides. The view may repeat the
-  buffer's heads: each head of the buffer is then `group` neighbouring heads of the view."""
+  """Position of keys or values (B, Hkv, S, D) in the buffer of which they are a view."""
+  # `places` has the start and the strides. Each head of the buffer is `group` neighbouring heads of the view.
   places: Strided
   group: int
   rows: int       # largest number of rows
 
 def flat_buffer(t:Tensor) -> Tensor:
-  """Returns the buffer that a tensor is a view of, as one dimension. A tensor on several devices is returned unchanged, because each kernel sees only
-  the part on one device."""
+  """Returns the buffer of which a tensor is a view, as one dimension."""
+  # Each kernel sees only the part of a tensor on one device.
   if not isinstance(t.device, str): return t.contiguous()
   buffer = buffer_under(t.uop)
   return t.contiguous().flatten() if buffer is None else Tensor(buffer.flatten())
 
 def whole_places(shape:tuple[int, ...], layout:str) -> Strided:
-  """Returns the start and the strides of the rows of a tensor that fills a buffer without gaps. `shape` is the tensor's shape, and `layout` names the
-  axes."""
+  """Returns the start and the strides of the rows of a tensor that fills a buffer without gaps."""
   sizes = dict(zip(AXES[layout], shape))
   return Strided(math.prod(shape), 0, *strides(layout, sizes["heads"], sizes["rows"], sizes["width"]))
 
 def meet(distance:int, steps:list[tuple[int, int]]) -> bool:
-  """Returns whether some steps add up to `distance`. `steps` has pairs (elements, n): up to n steps of `elements` elements, forward or back. For
-  example, with steps [(4, 1), (10, 2)] distance 16 is 10 + 10 - 4."""
+  """Returns whether steps of the sizes in `steps`, each up to n times, forward or back, can add up to `distance`."""
+  # `steps` has pairs (size, n). For example, with steps [(4, 1), (10, 2)] distance 16 is 10 + 10 - 4.
   if not steps: return distance == 0
   (step, most_), rest = steps[0], steps[1:]
   if not step: return meet(distance, rest)
@@ -81,26 +78,24 @@ def meet(distance:int, steps:list[tuple[int, int]]) -> bool:
   return any(meet(distance - i*step, rest) for i in times)
 
 def room_for_rows(places:Strided, batches:int, heads:int, width:int) -> int:
-  """Returns the largest number of rows per head that a cache can have. `places` are the start and the strides of the rows in a buffer. The rows must
-  end within the buffer, and before the rows of the next head or batch begin. `width` is the number of elements of a row. Raises ValueError if the
-  stride from row to row is 0, as in a cache of one row, because the distance of rows is then unknown."""
+  """Returns the largest number of rows of each head for which a cache at `places` in a buffer has room."""
   if not places.row: raise ValueError("a cache of one row: nothing says how far apart its rows lie")
+  # The rows must end within the buffer, and before the rows of the next head or batch begin. `width` is the number of elements of a row.
   end = places.start + (batches - 1)*places.batch + (heads - 1)*places.head + width
   steps = [step for step, n in ((places.batch, batches), (places.head, heads)) if n > 1 and step > places.row]
   return min([(places.size - end)//places.row + 1, *(step//places.row for step in steps)])
 
 def overlapping(x:Strided, y:Strided, counts:tuple[int, int, int, int]) -> bool:
-  """Returns whether two caches in one buffer have memory in common. `counts` are the numbers of batches, heads, rows, and elements of a row. If the
-  strides of the caches differ, only the first and the last element of each cache are compared, so True then means only that the caches may
-  overlap."""
+  """Returns whether two caches in one buffer have memory in common, or may have if their strides differ."""
+  # `counts` are the numbers of batches, heads, rows, and elements of a row.
   def extent(s:Strided) -> int: return sum((n - 1)*step for n, step in zip(counts, (s.batch, s.head, s.row, 1)))
   if x.start + extent(x) < y.start or y.start + extent(y) < x.start: return False
   steps = [((x.batch, x.head, x.row, 1)[i], n - 1) for i, n in enumerate(counts)]
+  # If the strides differ, only the first and the last element of each cache were compared.
   return (x.batch, x.head, x.row) != (y.batch, y.head, y.row) or meet(y.start - x.start, sorted(steps, reverse=True))
 
 def coefficients(where:UOp, indices:list[UOp]) -> tuple[int, list[int]]|None:
-  """Writes an index expression as a linear function of `indices`. Returns (c, [a0, a1, ...]) such that where = c + a0*index0 + a1*index1 + ..., or
-  None if `where` is not linear."""
+  """Writes an index expression as a linear function: returns (c, [a0, a1, ...]) with where = c + a0*indices[0] + ..., or None."""
   if where.op is Ops.CONST: return int(where.val), [0]*len(indices)
   if where in indices: return 0, [int(i is where) for i in indices]
   parts = [coefficients(x, indices) for x in where.src] if where.op in (Ops.ADD, Ops.MUL) else []
@@ -110,8 +105,8 @@ def coefficients(where:UOp, indices:list[UOp]) -> tuple[int, list[int]]|None:
   return (c*d, [c*j + d*i for i, j in zip(x, y)]) if not any(x) or not any(y) else None
 
 def rows_there(u:UOp, n:Size) -> int:
-  """Returns the largest number of rows that a view `u` can have. `n` is the number of rows, which may depend on Variables. The result is the largest
-  value of `n`, or the size of the tensor from which the view was cut, if that is smaller."""
+  """Returns the largest number of rows that a view can have, if its number of rows `n` depends on Variables."""
+  # This is the largest value of `n`, or the size of the tensor from which the view was cut, if that is smaller.
   fewest = most(n)
   while u.op in GroupOp.Movement:
     if u.op is Ops.SHRINK:
@@ -120,16 +115,14 @@ def rows_there(u:UOp, n:Size) -> int:
   return fewest
 
 def in_buffer(t:Tensor, group:int=1) -> InBuffer|None:
-  """Returns where the rows of a tensor (B, heads, S, D) lie in a buffer: start and strides. If `group` is more than 1, each `group` of neighbouring
-  heads of the tensor must be one head of the buffer, repeated. Returns None if the tensor is no view of a buffer, or a view without constant
-  strides."""
+  """Returns where the rows of a tensor (B, heads, S, D) lie in a buffer, or None if the tensor is no view with constant strides."""
+  # Each `group` of neighbouring heads of the tensor must be one head of the buffer, repeated.
   return None if (view := view_of_placeholder(t.uop)) is None else places_of_view(view, group)
 
 @functools.lru_cache(MOST_VIEWS)
 def places_of_view(view:UOp, group:int) -> InBuffer|None:
-  """Returns where the rows of a view (B, heads, S, D) of a placeholder (a UOp that stands for a buffer) lie: start and strides. If `group` is more
-  than 1, each `group` of neighbouring heads of the view must be one head of the buffer, repeated. Returns None if the view has no constant
-  strides."""
+  """Returns where the rows of a view (B, heads, S, D) of a placeholder lie, or None if the view has no constant strides."""
+  # Each `group` of neighbouring heads of the view must be one head of the placeholder, repeated.
   batch, heads, n, width = view.shape
   there, (rows, instead) = rows_there(view, n), as_a_variable(n)
   b, h, s, d = (UOp.range(n, axis, AxisType.LOOP) for axis, n in enumerate((batch, heads//group, rows, width)))
@@ -143,24 +136,23 @@ def places_of_view(view:UOp, group:int) -> InBuffer|None:
   return InBuffer(Strided(buffer.max_numel(), start, sb, sh, ss), group, there)
 
 def cache_of(k:Tensor, v:Tensor) -> tuple[InBuffer, InBuffer]|None:
-  """Returns where keys and values (B, heads, S, D) lie in their buffers. A head that is repeated in the tensors is one head in the buffer. Returns
-  None if the keys or the values are not a view of a buffer with constant strides."""
+  """Returns where keys and values (B, heads, S, D) lie in their buffers, or None if one is no view with constant strides."""
+  # Heads that repeat one head of the buffer count as this head.
   for group in [n for n in range(int(k.shape[1]), 0, -1) if k.shape[1] % n == 0]:
     in_k, in_v = in_buffer(k, group), in_buffer(v, group)
     if in_k is not None and in_v is not None: return in_k, in_v
   return None
 
 def is_all_of_its_buffer(t:Tensor, places:Strided, layout:str) -> bool:
-  """Returns whether a tensor whose rows lie at `places` (start and strides in a buffer) is the whole buffer, in order. The stride of an axis of size
-  1 does not matter."""
+  """Returns whether a tensor whose rows lie at `places` is its whole buffer, in order."""
   shape = tuple(map(int, t.shape))
   sizes, whole = dict(zip(AXES[layout], shape)), whole_places(shape, layout)
+  # The stride of an axis of size 1 does not matter.
   single = [step for axis, step in (("batch", "batch"), ("heads", "head"), ("rows", "row")) if sizes.get(axis, 1) == 1]
   return replace(places, **{step: getattr(whole, step) for step in single}) == whole
 
 def places_in_cache(k:Tensor, v:Tensor, layout:str) -> tuple[Strided, Strided]|None:
-  """Returns the start and strides of the rows of k and of v in their buffers. Returns None if both k and v are whole buffers, or if one is a computed
-  value."""
+  """Returns start and strides of the rows of k and of v in their buffers; None if both are whole buffers, or one is computed."""
   found = [in_buffer(bhsd(t, layout)) for t in (k, v)]
   if found[0] is None or found[1] is None: return None
   if all(x is not None and is_all_of_its_buffer(t, x.places, layout) for x, t in zip(found, (k, v))): return None
@@ -169,23 +161,21 @@ def places_in_cache(k:Tensor, v:Tensor, layout:str) -> tuple[Strided, Strided]|N
 # ***** the causal mask *****
 
 def just_stored(u:UOp) -> UOp|None:
-  """Returns the value with which a tensor has just been filled: the graph has exactly one pending store to the tensor, and this store writes all
-  elements. Returns None for any other tensor."""
+  """Returns the value that the only pending store of the graph writes to all of a tensor, or None."""
   if u.op is not Ops.AFTER or len(u.src) != 2 or u.src[1].op is not Ops.STORE: return None
   stored_to, value = u.src[1].src[:2]
   return value if stored_to is u.src[0] else None
 
 def filled_with(u:UOp) -> float|None:
-  """Returns the number that every element of a tensor equals, if the tensor is a constant, or a buffer that has just been filled with a constant.
-  Returns None for any other tensor."""
+  """Returns the number that every element of a tensor equals, or None if the tensor is not known to be constant."""
   while u.op in (Ops.RESHAPE, Ops.EXPAND, Ops.PERMUTE, Ops.SHRINK): u = u.src[0]
   if u.op is Ops.CONST: return float(u.val)
   return None if (value := just_stored(u)) is None else filled_with(value)
 
 def is_causal_mask(mask:Tensor, n_q:Size, n_k:Size) -> bool:
-  """Returns whether a mask (..., n_q, n_k) is the causal mask of the last n_q of n_k positions, for all values of the Variables: -inf for keys j > i
-  + n_k - n_q, and 0 for all other keys. `Tensor.full(shape, -inf).triu(n_k - n_q + 1)` makes this mask. The mask is recognised by the exact
-  expression that tinygrad builds for this call, so no other mask is mistaken for the causal mask."""
+  """Returns whether a mask (..., n_q, n_k) is the causal mask of the last n_q of n_k positions, for all values of the Variables."""
+  # The mask is -inf for keys j > i + n_k - n_q and 0 for all others. It is recognised by the exact expression that tinygrad builds for
+  # `Tensor.full(shape, -inf).triu(n_k - n_q + 1)`, so no other mask is mistaken for the causal mask.
   u = mask.uop
   while u.op is Ops.CAST or (u.op is Ops.RESHAPE and u.src[0].shape[-2:] == u.shape[-2:]): u = u.src[0]
   if not dtypes.is_float(u.dtype) or u.op is not Ops.WHERE or filled_with(u.src[1]) != -math.inf or filled_with(u.src[2]) != 0.0: return False
