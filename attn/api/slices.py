@@ -17,6 +17,7 @@ from attn.tinygrad_compat import TRAINING, Tensor, UOp, buffer_under, capturing,
 from attn.values import FLOATS, static_shape
 
 # Keys and values that are no slice of a cache are first copied into buffers of the largest size.
+
 @dataclass(frozen=True, eq=False)
 class SdpaCall:
   """The arguments of a call of `scaled_dot_product_attention`, unchecked."""

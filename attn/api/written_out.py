@@ -10,6 +10,7 @@ from attn.calls.views import filled_with, just_stored
 from attn.tinygrad_compat import GroupOp, Ops, Rerouted, Tensor, UOp, dtypes, maker_of_latent_cache, method_of_tinygrad, on_top
 
 # Such models are tinygrad's models with latent attention (MLA), extra/models/t5.py and examples/mlperf/models/gpt_oss.py.
+
 def stored_in_its_dtype(t:Tensor) -> Tensor:
   """Returns the view `t` of a cache, whose pending stores now cast rows to the cache's dtype; any other tensor unchanged."""
   # Without a cast, tinygrad renders a store of a vector such as *(half4*)p = make_float4(...), which the compilers of CUDA and HIP refuse.

@@ -36,6 +36,7 @@ from attn.values import FLOATS, INTS, cache_of_kernels
 # `backward_dbias` computes the gradient of a bias, and of a tensor that the caller's score_mod reads (a mod_tensor) by the indices of batch, head,
 # query i and key j, or by i - j. tinygrad computes the gradients of ALiBi slopes and of other mod_tensors, and all gradients of a problem that the
 # kernels don't support (attn/choose/backward.py says why). Each gradient is a separate expression, so a gradient that is not used is never computed.
+
 OUTPUTS, INPUTS = ("o", "lse"), ("q", "k", "v", *EXTRAS)
 GRADIENTS_OF_INPUTS = ("dq", "dkdv", "delta", "all", "finish", "few")     # launches that lead to the gradients of q, k and v
 SHARDED_LIKE = {"o": "q", **{f"d{name}": name for name in ("q", "k", "v", *TERM_TENSORS)}}     # the tensor like which a buffer is sharded

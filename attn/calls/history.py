@@ -10,6 +10,7 @@ from attn.tinygrad_compat import Ops, Tensor, UOp, around_gradients, capturing, 
 # As soon as something that depends on a custom kernel is computed, for example by `loss.item()`, tinygrad 0.14.0 replaces each output by the output's
 # buffer in all expressions. A gradient would stop at such a buffer and be 0, without an error message. Therefore this module keeps the inputs of each
 # call as long as the outputs of the call exist. While gradients are taken, the outputs become expressions of these inputs again.
+
 @dataclass(frozen=True, eq=False)
 class Input:
   """Input of a call of attention."""

@@ -12,6 +12,7 @@ from attn.values import FLOATS, option
 
 # test/calls/test_options.py compares the records with the signatures of `attention`, `flash_attention_fn` and `attention_with_kv_cache`, and with the
 # tables of README.md and docs/options.md.
+
 FLOAT_WORDS = {**FLOATS, "half": dtypes.half, "float": dtypes.float}     # numpy's names of dtypes, and tinygrad's
 
 def unless_none(check:values.Check) -> values.Check: return lambda name, x: None if x is None else check(name, x)

@@ -9,6 +9,7 @@ from attn.tinygrad_compat import Device, DType, Tensor, UOp, device_of, dtypes, 
 
 # If tensors are sharded along batch or heads, every device holds the inputs of a part of the output, and the devices exchange nothing.
 # attn/parallel/context.py says what devices do if the rows of a sequence are divided among them.
+
 # names of the axes of q, k, v and o, by layout
 AXES = {"bhsd": ("batch", "heads", "rows", "width"), "bshd": ("batch", "rows", "heads", "width"), "nsd": ("heads", "rows", "width"),
         "thd": ("rows", "heads", "width")}

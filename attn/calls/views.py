@@ -10,6 +10,7 @@ from attn.tinygrad_compat import AxisType, GroupOp, Ops, Tensor, UOp, buffer_und
 
 # tinygrad's models keep keys and values in one buffer, (2, B, S, H, D) or (2, B, H, S, D). These models call `scaled_dot_product_attention` on a
 # slice whose length is given by a tinygrad Variable, with the mask `Tensor.full(..., -inf).triu(start_pos + 1)` or none.
+
 Size = int|UOp     # a number of rows in a shape: an int, or an expression of Variables
 
 # ***** a number of rows *****

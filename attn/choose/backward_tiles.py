@@ -25,6 +25,7 @@ from attn.score.terms import varies
 # The shapes in AMD's tables were chosen by the number of registers that clang 22 needs, and on CDNA3 and CDNA4 also by the predicted time of a
 # problem (`python -m attn.tune --near`). The shapes for mma.sync were chosen by the number of registers that nvcc 13 needs. The speed of these shapes
 # was not measured.
+
 AnyBackwardTile = BackwardTile|MmaBackwardTile|WgmmaBackwardTile|TiledBackwardTile
 AtOnceTile = BackwardTile|WgmmaBackwardTile      # of a kernel that computes dq, dk and dv at once
 

@@ -13,6 +13,7 @@ from attn.problem import INVARIANT_KEYS, MAX_SPLITS, Problem
 
 # In decoding, B*H heads of Sq queries make fewer workgroups than the chip has compute units. If the keys are divided, all compute units have work
 # (Flash-Decoding, pytorch.org/blog/flash-decoding). attn/kernels/combine.py merges the results of the key ranges.
+
 # The unit of these times is the time that a workgroup takes for one key.
 PROLOGUE = 1280     # time of a workgroup's work besides its trips: loading Q, waiting for its first K and V, storing O
 COMBINE = 320       # time of launching `combine`

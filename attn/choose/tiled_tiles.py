@@ -10,6 +10,7 @@ from attn.kernels.tiles.plain import QUAD, TiledBackwardTile, TiledTile
 from attn.problem import Problem
 
 # The table rows for NVIDIA were measured on an H200, the rows for workgroups of one thread on a CPU (docs/plain.md).
+
 STEPS_AT_ONCE = 4     # steps of a product that are computed together: on an H200 D=128 takes 3.55 ms so, and 3.92 ms one by one
 MANY_BLOCKS = 600     # workgroups that fill an H100 at least twice, two to a multiprocessor
 

@@ -1,12 +1,11 @@
-"""Imports from tinygrad: no other package of attn imports it. tinygrad's kernel API is alpha, so attn requires one version of it.
-test/tinygrad_compat/test_compat.py checks every name and signature used here. With another version, attn's import fails with one clear sentence.
-
-The rest of attn imports tinygrad's names from here, some of them wrapped by these modules: uops.py constructs UOps, lowering.py lowers kernels,
-caches.py handles tinygrad's caches of kernels, draws.py draws random numbers, patches.py and cuda.py change tinygrad's behaviour, functions.py does
-so for `@function`, recipes.py makes an expression again of other inputs, tensors.py and devices.py query tensors and devices, timers.py times
-kernels."""
+"""Everything that attn imports from tinygrad; no other package of attn imports tinygrad. tinygrad's kernel API is alpha, so attn requires one
+version: with another one, attn's import fails with one sentence."""
 from attn.tinygrad_compat.version import TINYGRAD_VERSION   # first, because it checks tinygrad's version
 from attn.tinygrad_compat import release as release     # second, because it checks what the other modules import
+# test/tinygrad_compat/test_compat.py checks every name and signature used here. Some names are wrapped: uops.py constructs UOps, lowering.py lowers
+# kernels, caches.py handles tinygrad's caches of kernels, draws.py draws random numbers, patches.py and cuda.py change tinygrad's behaviour,
+# functions.py does so for `@function`, recipes.py makes an expression again of other inputs, tensors.py and devices.py query tensors and devices,
+# timers.py times kernels.
 with release.imports_of_the_release():
   from tinygrad import Device, Tensor, TinyJit
   from tinygrad.device import Allocator, Buffer, BufferSpec, CompileError, Compiled, Compiler, Program, TinyELF

@@ -1,4 +1,4 @@
-"""Handles tinygrad's caches of kernels, and describes a compiled kernel (a PROGRAM) so that another process can use it."""
+"""tinygrad's caches of kernels, and the description by which another process can use a compiled kernel (a PROGRAM)."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable
@@ -14,16 +14,18 @@ from attn.tinygrad_compat.uops import MOST_ASTS, new_uop
 
 @functools.lru_cache(MOST_ASTS)
 def ast_of(make:Callable[..., UOp], *args:Any) -> UOp:
-  """Returns the AST of a kernel, `make(*args)`, and caches the latest ASTs. Making an AST takes 10 to 150 ms, and tinygrad asks for it in each call
-  of `Tensor.custom_kernel`. `make` must be the identical object for the same kernel."""
+  """Returns the AST of a kernel, `make(*args)`, from a cache of the latest ASTs."""
+  # Making an AST takes 10 to 150 ms, and tinygrad asks for it in each call of `Tensor.custom_kernel`. `make` must be the identical object for the
+  # same kernel.
   return make(*args)
 
 def forget_oldest_kernels(prefix:str, most:int) -> None:
-  """Drops the oldest kernels from tinygrad's caches, because tinygrad itself would keep every kernel forever. If there are more than `most` kernels
-  whose names begin with `prefix`, half of `most` are left. A kernel that a TinyJit or another object has captured stays in use there."""
+  """Drops the oldest kernels from tinygrad's caches if more than `most` kernels have names that begin with `prefix`."""
+  # tinygrad itself would keep every kernel forever. A kernel that a TinyJit or another object has captured stays in use there.
   if len(codegen.to_program_cache) <= most: return
   ours = [key for key, program in codegen.to_program_cache.items() if program.src[0].arg.name.startswith(prefix)]
   if len(ours) <= most: return
+  # Half of `most` are left.
   oldest = ours[:len(ours) - most//2]
   programs, asts = {codegen.to_program_cache.pop(key).key for key in oldest}, {key[0] for key in oldest}
   loaded = [key for key in realize.runtime_cache if key[0] in programs]
@@ -33,23 +35,23 @@ def forget_oldest_kernels(prefix:str, most:int) -> None:
   for schedule_key in launched: del schedule.schedule_cache[schedule_key]
 
 def program_key(ast:UOp, renderer:Renderer) -> tuple[str, ...]:
-  """Returns a key for the compiled kernel (PROGRAM) that `renderer` makes of an AST. The key contains everything that tinygrad's own key contains,
-  and is also valid in other processes."""
+  """Returns a key, valid in all processes, for the compiled kernel (PROGRAM) that `renderer` makes of an AST."""
+  # The key contains everything that tinygrad's own key contains.
   key, kind, *rest = to_program_key(ast, renderer)
   return (key.hex(), f"{kind.__module__}.{kind.__qualname__}", *map(str, rest))
 
 def launch_of(program:UOp) -> dict[str, Any]|None:
-  """Describes a compiled kernel (PROGRAM) by numbers and texts that JSON can store: its source and its launch parameters, without UOps and machine
-  code. Returns None if this is not possible, for example because a size is a Variable."""
+  """Describes the source and the launch of a compiled kernel (PROGRAM) by values that JSON can store, or returns None if that is impossible."""
   info, own = program.arg, program.src[0].arg
   estimates, sizes = own.estimates, (info.global_size, info.local_size)
   numbers = (*info.global_size, *(info.local_size or ()), estimates.ops, estimates.lds, estimates.mem)
+  # This is so if a size is a Variable.
   if info.vars or not all(isinstance(n, int) for n in numbers): return None
   return {"name": own.name, "source": program.src[2].arg, "estimates": [estimates.ops, estimates.lds, estimates.mem], "sizes": sizes,
           "slots": [u.arg.slot for u in program.src[1].src if u.op is Ops.PARAM], "globals": info.globals, "outs": info.outs, "ins": info.ins}
 
 def program_of_launch(launch:dict[str, Any], ast:UOp, renderer:Renderer) -> UOp:
-  """Makes a kernel's PROGRAM from its AST and the description that `launch_of` has made. The PROGRAM has a source but no machine code yet."""
+  """Makes a kernel's PROGRAM, with source but without machine code, from its AST and the description by `launch_of`."""
   params = {u.arg.slot: u for u in ast.toposort() if u.op is Ops.PARAM}
   sink = new_uop(Ops.SINK, arg=replace(ast.arg, name=launch["name"], estimates=Estimates(*launch["estimates"])))
   linear = new_uop(Ops.LINEAR, tuple(params[slot] for slot in launch["slots"]))

@@ -28,7 +28,7 @@ MOST_LOWERED_HERE = 12
 def threads() -> ThreadPoolExecutor: return ThreadPoolExecutor(COMPILER_THREADS, "attn_compile")
 
 class InThread(Compiler):
-  """Stand-in for the compiler `own`. It begins to compile a source in a thread, and returns no machine code."""
+  """Stand-in for the compiler `own` that begins to compile a source in a thread, and returns no machine code."""
   def __init__(self, own:Compiler) -> None:
     super().__init__()
     self.own, self.code = own, Future[bytes]()
@@ -40,7 +40,7 @@ class InThread(Compiler):
 
 @dataclass(frozen=True)
 class Begun:
-  """A kernel that is lowered, and that `compiler` compiles. `program` is its PROGRAM without machine code."""
+  """A lowered kernel that `compiler` is compiling; `program` is its PROGRAM without machine code."""
   program: UOp
   compiler: InThread
   def finished(self) -> UOp:
@@ -57,30 +57,31 @@ def in_threads(renderer:Renderer) -> bool:
   return renderer.target.device in IN_THREADS and DEBUG < SHOWS_MACHINE_CODE
 
 def begin(ast:UOp, renderer:Renderer) -> None:
-  """Lowers a kernel's AST, and begins to compile it in a thread. `finished_program` waits for it."""
+  """Lowers a kernel's AST and begins to compile the kernel in a thread; `finished_program` waits for the thread."""
   if (key := to_program_key(ast, renderer)) in codegen.to_program_cache or key in begun: return
   compiler = InThread(renderer.compiler)
   with with_attributes(renderer, compiler=compiler): begun[key] = Begun(codegen.do_to_program(ast, renderer), compiler)
 
 def finished_program(ast:UOp, renderer:Renderer) -> UOp|None:
-  """Waits for the kernel of an AST that `begin` has started to compile, and returns its PROGRAM. Returns None for an AST that `begin` did not get."""
+  """Returns the PROGRAM of a kernel that `begin` has started to compile, once it is compiled; None for any other kernel."""
   return None if (found := begun.pop(to_program_key(ast, renderer), None)) is None else found.finished()
 
 def compile_at_once(launch:UOp, device:str) -> None:
-  """Lowers the kernel of a launch now, in this process. Then compiles it, or begins to compile it in a thread. `launch` is its UOp (tinygrad's CALL).
-  Without this, tinygrad would start worker processes for a schedule with several kernels, which takes longer than compiling a small kernel."""
+  """Lowers the kernel of a launch in this process, and compiles it or begins to compile it in a thread."""
+  # `launch` is tinygrad's CALL. Without this, tinygrad would start worker processes for a schedule with several kernels, which takes longer than
+  # compiling a small kernel.
   (begin if in_threads(renderer := device_of(device).renderer) else to_program)(launch.src[0], renderer)
 
 def is_of_attn(ast:UOp) -> bool:
-  """Returns whether the kernel of this AST, or of this PROGRAM without machine code, is a kernel of attn."""
+  """Returns whether an AST, or a PROGRAM without machine code, is a kernel of attn."""
   return getattr((ast if ast.op is Ops.SINK else ast.src[0]).arg, "name", "").startswith(OF_ATTN)
 
 Task = tuple[int, tuple[UOp, Renderer], dict[str, Any]]      # number of a kernel in its schedule, what to compile, and tinygrad's settings
 
 class LoweredHere:
-  """Stand-in for tinygrad's pool of worker processes, which compile the kernels of a schedule. `pool` is tinygrad's function that starts the
-  processes. If a schedule has only a few kernels, all for CUDA, and one of them is of attn, its kernels are lowered one after another in this process
-  instead, and compiled in threads."""
+  """Stand-in for tinygrad's pool of worker processes, which compile the kernels of a schedule."""
+  # `pool` starts tinygrad's processes. If a schedule has only a few kernels, all for CUDA, and one of them is of attn, its kernels are lowered one
+  # after another in this process instead, and compiled in threads.
   def __init__(self, pool:Callable[[], Any]) -> None: self.pool = pool
   def imap_unordered(self, compile_kernel:Callable[[Task], tuple[int, UOp]], tasks:Iterable[Task]) -> Iterator[tuple[int, UOp]]:
     few = (tasks := list(tasks))[:MOST_LOWERED_HERE + 1]
@@ -93,7 +94,7 @@ class LoweredHere:
 
 @functools.cache
 def lower_few_kernels_here() -> None:
-  """Makes tinygrad lower schedules with few kernels for CUDA, at least one of them of attn, in this process, for the rest of the process."""
+  """Makes tinygrad lower short schedules for CUDA with a kernel of attn in this process, from now on."""
   pool = realize.get_worker_pool
   def through(make_program:ToProgram, ast:UOp, renderer:Renderer) -> UOp:
     return make_program(ast, renderer) if (program := finished_program(ast, renderer)) is None else program

@@ -1,5 +1,5 @@
-"""Changes to tinygrad's CUDA devices. With the changes, a device can run kernels with more than 48 KB of shared memory, and kernels given as machine
-code. A CUDA graph that TinyJit replays then reads the inputs of the current call, not those of the recorded call."""
+"""Changes to tinygrad's CUDA devices: kernels with more than 48 KB of shared memory, kernels given as machine code, and graphs under TinyJit that
+read the inputs of the current call."""
 from __future__ import annotations
 import contextlib, ctypes, functools, re
 from collections.abc import Callable, Iterator
@@ -19,13 +19,12 @@ from attn.tinygrad_compat.patches import input_of, resolved
 STATIC_SHARED = 49152
 
 def dynamic_shared_name(name:str, nbytes:int) -> str:
-  """Returns the name under which a kernel with `nbytes` of shared memory is compiled. Static shared memory is limited to STATIC_SHARED bytes. A
-  kernel with more uses dynamic shared memory, and `nbytes` becomes a part of its name."""
+  """Returns the name under which a kernel with `nbytes` of shared memory is compiled."""
+  # Static shared memory is limited to STATIC_SHARED bytes. A kernel with more uses dynamic shared memory, and `nbytes` becomes a part of its name.
   return name if nbytes <= STATIC_SHARED else f"{name}_smem{nbytes}"
 
 def shared_memory_text(x:UOp, text:str) -> str:
-  """Returns the declaration of a buffer in CUDA. `text` is tinygrad's declaration. If the buffer is too large for static shared memory, the returned
-  declaration is of dynamic shared memory."""
+  """Returns the CUDA declaration of a buffer: tinygrad's `text`, or a declaration of dynamic shared memory if the buffer is too large."""
   if x.addrspace is not AddrSpace.LOCAL or x.max_numel()*x.dtype.itemsize <= STATIC_SHARED: return text
   return f"extern {text[:text.rindex('[')]}[];".replace("__align__(16)", "__align__(1024)")    # wgmma's swizzle depends on the address
 
@@ -37,8 +36,9 @@ def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:
 # **** graphs under TinyJit ****
 @contextlib.contextmanager
 def at_least_one_block() -> Iterator[None]:
-  """Context in which tinygrad can make a graph of kernels whose grids depend on Variables. tinygrad sets every Variable to 0 then, and CUDA refuses a
-  grid without blocks ("CUDA Error 1, invalid argument"). Here such a grid gets one block. The graph gets the real sizes before each launch."""
+  """Context in which tinygrad can make a CUDA graph of kernels whose grids depend on Variables."""
+  # tinygrad sets every Variable to 0 then, and CUDA refuses a grid without blocks ("CUDA Error 1, invalid argument"). Here such a grid gets one
+  # block. The graph gets the real sizes before each launch.
   sizes = ProgramInfo.launch_dims
   def launch_dims(self:ProgramInfo, var_vals:dict[str, int]) -> Any:
     blocks, threads = sizes(self, var_vals)
@@ -48,9 +48,9 @@ def at_least_one_block() -> Iterator[None]:
   finally: ProgramInfo.launch_dims = sizes   # type: ignore[method-assign]
 
 def renew_copies(graph:Any, moved:list[int]) -> None:
-  """Gives the copy nodes `moved` of a CUDA graph their current addresses, by instantiating the whole graph again. Changing a copy in the existing
-  instance would be slower: the copy would then run on multiprocessors instead of the copy engine, and wait until a kernel leaves some of them free
-  (measured on H200s, driver 580)."""
+  """Gives the copy nodes `moved` of a CUDA graph their current addresses."""
+  # The whole graph is instantiated again. Changing a copy in the existing instance would be slower: the copy would then run on multiprocessors
+  # instead of the copy engine, and wait until a kernel leaves some of them free (measured on H200s, driver 580).
   from tinygrad.runtime.autogen import cuda
   from tinygrad.runtime.ops_cuda import check
   for node, params, _, _ in (graph.nodes[i] for i in moved): check(cuda.cuGraphMemcpyNodeSetParams(node, ctypes.byref(params)))
@@ -59,12 +59,10 @@ def renew_copies(graph:Any, moved:list[int]) -> None:
 
 @functools.cache
 def with_selected_inputs(graph:type, renew:Callable[[Any, list[int]], None]=renew_copies) -> type:
-  """Returns a subclass of `graph`, a class of tinygrad's graphs under TinyJit. In each call of such a graph, every node (a kernel or a copy) uses the
-  buffers of this call's inputs. tinygrad does this only for a node that uses an input as a whole: a node that uses one device's part of an input, or
-  a region of it, would keep the buffer of the first call.
-
-  A node stays unchanged if its input has the same address as in the call before, because finding the region takes the host a tenth of a millisecond,
-  and changing the graph takes time too. `renew(graph, nodes)` gives copies their new addresses."""
+  """Returns a subclass of tinygrad's graph class `graph` whose nodes use the inputs of the current call, also regions and parts of inputs."""
+  # tinygrad itself renews only a node that uses an input as a whole: a node that uses one device's part of an input, or a region of it, would keep
+  # the buffer of the first call. A node stays unchanged if its input has the same address as in the call before, because finding the region takes the
+  # host a tenth of a millisecond, and changing the graph takes time too.
   class SelectedInputs(graph):   # type: ignore[misc, valid-type]
     def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
       with at_least_one_block(): super().__init__(linear, input_uops)
@@ -81,9 +79,9 @@ def with_selected_inputs(graph:type, renew:Callable[[Any, list[int]], None]=rene
       self.copied = {(node, i): address_of(self.calls[node][2][i]) for node, i, *_ in self.selected if self.nodes[node][3]}
       self.lay = [list[Any]() for _ in input_uops]      # addresses of the inputs in the call before, on each device
     def _access_resources(self, bufs:list[Buffer], write:list[int], new_dependency:Any) -> Any:
-      """Returns the earlier nodes for which a graph node must wait, computed from the regions of buffers that it uses. (tinygrad's own method
-      computes this from whole buffers, and looks at only two buffers of a copy.) A node that writes a region may also have the whole buffer as an
-      argument, which tells the memory planner that the buffer is used. It does not read the whole buffer, so this argument is ignored."""
+      """Returns the earlier nodes for which a graph node must wait, computed from the regions of buffers that it uses."""
+      # tinygrad's own method looks at whole buffers, and at only two buffers of a copy. A node that writes a region may also have the whole buffer as
+      # an argument, which tells the memory planner that the buffer is used. It does not read the whole buffer, so this argument is ignored.
       call = self.calls[len(self.nodes)]
       regions = [(i, b) for i, b in enumerate(call[2]) if i in write or not any(holds(b, call[2][n]) for n in write)]
       return super()._access_resources([b for _, b in regions], [n for n, (i, _) in enumerate(regions) if i in write], new_dependency)
@@ -107,7 +105,7 @@ def with_selected_inputs(graph:type, renew:Callable[[Any, list[int]], None]=rene
   return SelectedInputs
 
 def holds(whole:Buffer, part:Buffer) -> bool:
-  """Tells whether `part` is a region of the buffer `whole`, and smaller than it."""
+  """Returns whether `part` is a region of the buffer `whole`, and smaller than it."""
   ends = [(b.offset, b.offset + b.nbytes) for b in (whole, part)]
   return whole.base is part.base and ends[0] != ends[1] and ends[0][0] <= ends[1][0] and ends[1][1] <= ends[0][1]
 
@@ -116,13 +114,12 @@ def address_of(buffer:Any) -> Any:
   return getattr(buffer._buf, "value", buffer._buf)
 
 def addresses_of(buffer:Any) -> list[Any]:
-  """Returns the address of a buffer on each of its devices (see `address_of`)."""
+  """Returns the address of a buffer on each of its devices."""
   return [address_of(b.ensure_allocated()) for b in (buffer.bufs if isinstance(buffer, MultiBuffer) else [buffer])]
 
 # **** installation of both changes ****
 def adapt_cuda(devices:str|tuple[str, ...]|None, renderers:dict[type[Renderer], type[Renderer]]) -> None:
-  """Changes the CUDA devices among `devices` for the rest of the process: they render kernels with the given `renderers` in place of tinygrad's,
-  launch kernels with dynamic shared memory, and make graphs by `with_selected_inputs`."""
+  """Changes the CUDA devices among `devices` for the rest of the process: renderers, dynamic shared memory, and graphs by `with_selected_inputs`."""
   for name in (devices,) if isinstance(devices, str) else devices or ():
     if name.split(":")[0] != "CUDA" or (dev := device_of(name)).runtime_t is dynamic_shared_program: continue
     dev.runtime_t, dev.cached_renderer = dynamic_shared_program, {}   # type: ignore[assignment]

@@ -1,5 +1,5 @@
-"""Facts about tinygrad's devices, and access to what tinygrad has for AMD's machine code: ROCm's compiler library comgr, tables of instructions, and
-the replacement of exp2 and log2 of doubles, which AMD's hardware does not have."""
+"""Facts about tinygrad's devices, and what tinygrad has for AMD's machine code: ROCm's compiler library comgr, tables of instructions, and expansions
+of exp2 and log2 of doubles."""
 from __future__ import annotations
 import contextlib, ctypes, os, sys, types
 from collections.abc import Iterator
@@ -16,15 +16,15 @@ from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from tinygrad.uop.ops import Ops, PatternMatcher, UPat
 
 def device_of(name:str) -> Compiled:
-  """Returns the device of this name, also inside tinygrad's `@function`. `@function` forbids the use of devices, because the Python function that it
-  calls must not run anything. `device_of` only looks up a device, and runs nothing."""
+  """Returns the device of this name, also inside tinygrad's `@function`."""
+  # `@function` forbids the use of devices, because the Python function that it calls must not run anything. This only looks up a device.
   with Context(ALLOW_DEVICE_USAGE=1): return Device[name]
 
 def c_compiler(name:str) -> str|None:
-  """Returns the command by which tinygrad compiles C for a device: "clang", or what the environment variable CC says. Returns None if tinygrad does
-  not compile C for the device. Also returns the command if the device does not open because the command is missing, as a CPU device may."""
+  """Returns the command by which tinygrad compiles C for a device, or None if it compiles no C for it."""
   command = os.environ.get("CC", "clang")
   try: return command if isinstance(device_of(name).renderer.compiler, ClangCompiler) else None
+  # A CPU device does not open if the command is missing.
   except FileNotFoundError: return command
 
 def opened_devices(name:str) -> list[Compiled]:
@@ -34,21 +34,19 @@ def opened_devices(name:str) -> list[Compiled]:
 # **** properties for kernels of plain UOps ****
 @dataclass(frozen=True)
 class DeviceAbilities:
-  """Abilities of a device that matter to kernels without matrix instructions. `local_memory` is the number of bytes of local memory that a workgroup
-  may use, or 0 if threads are faster without local memory. `serial` says that the device has no workgroups."""
-  local_memory: int
-  serial: bool = False
+  """Abilities of a device that matter to kernels without matrix instructions."""
+  local_memory: int  # bytes that a workgroup may use; 0 if threads are faster without
+  serial: bool = False  # the device has no workgroups
 
 def workgroups_of(device:str) -> DeviceAbilities|None:
-  """Returns what a device offers to kernels without matrix instructions: its local memory, and whether it has workgroups. Returns None if tinygrad
-  renders neither C nor LLVM for the device."""
+  """Returns the abilities of a device for kernels without matrix instructions, or None if tinygrad renders neither C nor LLVM for it."""
   opened = device_of(device)
   if not opened.renderers or not isinstance(renderer := opened.renderer, CStyleLanguage|LLVMRenderer): return None
   if not renderer.has_local: return DeviceAbilities(0, serial=True)
   return DeviceAbilities(0 if is_cpu(opened) else renderer.shared_max if renderer.has_shared else 0)
 
 def is_cpu(device:Any) -> bool:
-  """Tells whether a device is a CPU that runs OpenCL. Its local memory is then ordinary memory."""
+  """Returns whether a device is a CPU that runs OpenCL, whose local memory is ordinary memory."""
   if type(device).__name__ != "CLDevice": return False
   from tinygrad.runtime.autogen import opencl
   kind = ctypes.c_uint64()
@@ -58,13 +56,12 @@ def is_cpu(device:Any) -> bool:
 # **** the card ****
 @dataclass(frozen=True)
 class CardFacts:
-  """Facts about a card that its device tells. A field is None if the device does not tell it. `render_minor` is the number of the card's file
-  /dev/dri/renderD128 and so on, `pci` its address on the PCI bus."""
+  """Facts about a card that its device tells; None for what the device does not tell."""
   name: str|None = None
   compute_units: int|None = None
   driver: str|None = None
-  render_minor: int|None = None
-  pci: str|None = None
+  render_minor: int|None = None  # number of the card's file, as in /dev/dri/renderD128
+  pci: str|None = None  # address on the PCI bus
 
 def card_facts(device:str) -> CardFacts:
   """Returns what an AMD or a CUDA device tells of its card. Other devices tell nothing."""
@@ -91,8 +88,8 @@ double_transcendentals = PatternMatcher([(UPat(op, dtype=dtypes.double, src=(UPa
                                          for op, expand in ((Ops.LOG2, xlog2), (Ops.EXP2, xexp2))])
 
 def decode_instruction(data:bytes, tables:str) -> Any:
-  """Decodes the first instruction of `data` by tinygrad's tables of an AMD instruction set: "cdna" (cdna3 and cdna4), "rdna3" or "rdna4". Raises
-  ValueError for an instruction that is not in the tables."""
+  """Decodes the first AMD instruction of `data` by tinygrad's tables "cdna" (cdna3 and cdna4), "rdna3" or "rdna4"."""
+  # Raises ValueError for an instruction that is not in the tables.
   from tinygrad.renderer.amd import decode_inst
   from tinygrad.runtime.autogen.amd.rdna3.ins import MUBUF
   from tinygrad.runtime.autogen.amd.rdna4.ins import VBUFFER
@@ -105,9 +102,9 @@ def decode_instruction(data:bytes, tables:str) -> Any:
 
 @contextlib.contextmanager
 def without_comgr() -> Iterator[None]:
-  """Context in which a HIP renderer without a compiler can be constructed. tinygrad's constructor imports its compilers, and so loads comgr, ROCm's
-  compiler library. Here it imports a stand-in. The LLVM inside comgr ends the process if another LLVM is already loaded, for example that of an
-  OpenCL driver."""
+  """Context in which a HIP renderer can be constructed without loading comgr, ROCm's compiler library."""
+  # tinygrad's constructor imports its compilers, and so loads comgr. Here it imports a stand-in. The LLVM inside comgr ends the process if another
+  # LLVM is already loaded, for example that of an OpenCL driver.
   name = "tinygrad.runtime.support.compiler_amd"
   if name in sys.modules:
     yield
@@ -119,7 +116,7 @@ def without_comgr() -> Iterator[None]:
   finally: del sys.modules[name]
 
 def comgr_compiler(arch:str) -> Any:
-  """Returns tinygrad's compiler that uses ROCm's comgr. Raises AssertionError if that library can't be loaded."""
+  """Returns tinygrad's compiler that uses ROCm's comgr, or raises AssertionError if that library can't be loaded."""
   from tinygrad.runtime.support.compiler_amd import HIPCompiler
   return HIPCompiler(arch)
 

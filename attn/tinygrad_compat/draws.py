@@ -1,4 +1,4 @@
-"""Draws random numbers from tinygrad's generator without building tinygrad's expressions again for each draw."""
+"""Random numbers of tinygrad's generator, without building tinygrad's expressions again for each draw."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ STAND_IN = "stand-in of attn"     # stands for a device among tinygrad's generat
 
 @functools.cache
 def _recipe(device:str, shape:tuple[int, ...], then:Callable[[Tensor], Tensor]) -> Recipe:
-  """Returns how `then(Tensor.rand(*shape))` and the counter after the draw are made of the key and the counter of the device's generator."""
+  """Returns how `then(Tensor.rand(*shape))`, and the counter afterwards, are made of the device's key and counter."""
   first, (key, counter) = next_buffer(), (Tensor.empty(2, dtype=dtypes.uint32, device=device) for _ in range(2))
   before, keys, counters = counter.uop, Tensor._device_seeds, Tensor._device_rng_counters
   keys[STAND_IN], counters[STAND_IN] = key, counter
@@ -23,9 +23,9 @@ def _recipe(device:str, shape:tuple[int, ...], then:Callable[[Tensor], Tensor]) 
   return found
 
 def rand_then(shape:tuple[int, ...], device:str, then:Callable[[Tensor], Tensor]) -> Tensor:
-  """Returns `then(x)` of random fp32 numbers x of the given shape, as `Tensor.rand` draws them on a device. Moves the device's generator on, as
-  `Tensor.rand` does. tinygrad takes 5 ms to build the expressions of a draw. They differ from draw to draw only in the generator's counter, so this
-  function builds them once, and then puts the current counter in. `then` must be the identical object in each call."""
+  """Returns `then(x)` for new random fp32 numbers x of the given shape, drawn as `Tensor.rand` draws them."""
+  # tinygrad takes 5 ms to build the expressions of a draw. They differ from draw to draw only in the generator's counter, so they are built once, and
+  # then get the current counter. `then` must be the identical object in each call.
   device = str(canonicalize_device(device))
   counter = Tensor._device_rng_counters.get(device)
   if counter is None or counter.uop.op not in (Ops.BUFFER, Ops.AFTER): return then(Tensor.rand(*shape, device=device, dtype=dtypes.float))
@@ -33,6 +33,6 @@ def rand_then(shape:tuple[int, ...], device:str, then:Callable[[Tensor], Tensor]
   return Tensor(drawn)
 
 def realize_counters() -> None:
-  """Computes the counters of tinygrad's generators, as realizing the numbers that were drawn would do. Until then, the expressions of each draw
-  contain those of all earlier ones."""
+  """Computes the counters of tinygrad's generators, as realizing the drawn numbers would."""
+  # Until then, the expressions of each draw contain those of all earlier ones.
   for counter in Tensor._device_rng_counters.values(): counter.realize()

@@ -1,7 +1,4 @@
-"""Makes kernels work inside tinygrad's `@function`: gives them buffers that belong to the function, and corrects its gradients.
-
-`@function` calls a Python function once, makes a UOp (FUNCTION) of the resulting expression, and makes every buffer in the expression an argument.
-The buffers of `new_buffer` are no arguments: they belong to the function, which fills them before it reads them."""
+"""Kernels inside tinygrad's `@function`: buffers that belong to the function, and corrected gradients."""
 from __future__ import annotations
 import functools, importlib, itertools, math
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +12,9 @@ from tinygrad.mixin import gradient
 from tinygrad.schedule import rangeify
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, shape_to_shape_arg
 from attn.tinygrad_compat.uops import new_uop
+
+# `@function` calls a Python function once, makes a UOp (FUNCTION) of the resulting expression, and makes every buffer in the expression an argument.
+# The buffers of `new_buffer` are no arguments: they belong to the function, which fills them before it reads them.
 
 def inside_function() -> bool:
   """Returns whether `@function` is calling a Python function now, or is differentiating one."""
@@ -30,12 +30,12 @@ def kept_shape(shape:tuple[int, ...]) -> UOp:
   return UOp.sink(shape_to_shape_arg(shape)).simplify().src[0]
 
 def in_shape(buffer:UOp, shape:tuple[int, ...]) -> UOp:
-  """Reshapes a flat buffer, as UOp.reshape does, but keeps the UOp of each shape. UOp.reshape simplifies the shape again in each call, which takes
-  0.1 ms."""
+  """Reshapes a flat buffer, as UOp.reshape does, but faster."""
+  # UOp.reshape simplifies the shape again in each call, which takes 0.1 ms.
   return buffer if len(shape) == 1 else new_uop(Ops.RESHAPE, (buffer, kept_shape(shape)))
 
 def new_buffer(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...]) -> UOp:
-  """Makes a buffer that a kernel is to fill. With several devices, makes one on each. Inside `@function` the buffer belongs to the function."""
+  """Makes a buffer on each device for a kernel to fill; inside `@function` the buffer belongs to the function."""
   made = in_shape(UOp.new_buffer(canonicalize_device(device), math.prod(shape), dtype), shape)
   if inside_function(): own_buffers.add(made.buf_uop)
   return made
@@ -47,28 +47,28 @@ def copied(u:UOp) -> UOp:
   return buffer.after(buffer.store(u))
 
 def buffers_of_function(uret:UOp) -> set[UOp]:
-  """Returns the buffers that belong to a call of a `@function`, given as tinygrad's UOp FUNCTION: the buffers that `new_buffer` made, and the buffers
-  without initial content that tinygrad's own code makes inside the function (`Tensor.invalids`)."""
+  """Returns the buffers that belong to a call of a `@function`, given as tinygrad's UOp FUNCTION."""
+  # These are the buffers that `new_buffer` made, and those without initial content that tinygrad's own code makes inside the function
+  # (`Tensor.invalids`).
   return of_tinygrad(uret) | {u for u in uret.backward_slice_with_self if u in own_buffers}
 
 def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
-  """Gives new numbers, taken from `slots`, to the buffers that belong to a `@function`. `body` is the expression that the function computes. All
-  numbers change at the same time, so that no buffer gets a number that another one still has."""
+  """Gives new numbers from `slots` to the buffers that belong to the `@function` whose expression is `body`."""
   own = buffers_of_function(body)
   buffers = {u: u.replace(arg=replace(u.arg, slot=next(slots))) for u in body.toposort(enter_calls=False)
              if u.op is Ops.BUFFER and (u in own or u.arg.slot < 0)}
+  # All numbers change at the same time, so that no buffer gets a number that another one still has.
   return body.substitute(buffers, walk=True)
 
 def with_shared_outputs(body:UOp) -> UOp:
-  """Changes what a `@function` returns, so that tinygrad does not compute an output twice. `body` is the expression that the function computes. An
-  output may be copied to a buffer inside the function, for a kernel that reads it. Then the function returns this copy.
-
-  An output that several devices fill, each its own part, is returned as a copy in a new buffer. tinygrad replaces a returned buffer by the caller's
-  buffer, but misses places where one device fills its part."""
+  """Returns the expression `body` of a `@function` with outputs that tinygrad does not compute twice."""
   if body.op is not Ops.TUPLE: return body
   inside = body.toposort(enter_calls=False)
   buffers = {u.src[0]: u for u in inside if u.op is Ops.CONTIGUOUS}
   filled_apart = {u.src[0] for u in inside if u.op is Ops.MSELECT}
+  # An output may be copied to a buffer inside the function, for a kernel that reads it. Then the function returns this copy. An output that several
+  # devices fill, each its own part, is returned as a copy in a new buffer: tinygrad replaces a returned buffer by the caller's buffer, but misses
+  # places where one device fills its part.
   def shared(u:UOp) -> UOp:
     base = u
     while base.op in (Ops.AFTER, Ops.UNSHARD): base = base.src[0]
@@ -76,15 +76,15 @@ def with_shared_outputs(body:UOp) -> UOp:
   return body.replace(src=tuple(map(shared, body.src)))
 
 def with_inlined_functions(body:UOp) -> UOp:
-  """Marks every `@function` that another one calls as inlined. `body` is the expression that the outer function computes. tinygrad compiles only the
-  outermost function separately, and fails at an inner one with the option `precompile`."""
+  """Marks every `@function` that the `@function` with the expression `body` calls as inlined."""
+  # tinygrad compiles only the outermost function separately, and fails at an inner one with the option `precompile`.
   apart = [u for u in body.toposort(enter_calls=False) if u.op is Ops.FUNCTION and u.arg.precompile]
   return body.substitute({u: u.replace(arg=replace(u.arg, precompile=False)) for u in apart})
 
 def prepared_body(uret:UOp) -> UOp:
-  """Prepares the expression of a `@function`, in place of tinygrad's own function. Gives the buffers inside the numbers -1, -2 and so on, so that
-  equal functions become the same UOp. (tinygrad's function gives the numbers 0, 1 and so on, one buffer after another. If another buffer still has
-  such a number, the two buffers become one UOp.)"""
+  """Prepares the expression of a `@function`, in place of tinygrad's own function."""
+  # The buffers inside get the numbers -1, -2 and so on, so that equal functions become the same UOp. tinygrad's function gives the numbers 0, 1 and
+  # so on, one buffer after another: if another buffer still has such a number, the two buffers become one UOp.
   return with_shared_outputs(with_own_buffers(with_inlined_functions(uret), itertools.count(-1, -1)))
 
 tinygrad_function = importlib.import_module("tinygrad.function")     # the package has the decorator under this name
@@ -92,9 +92,9 @@ tinygrad_function.invalid_outputs = buffers_of_function     # type: ignore[attr-
 for module in (tinygrad_function, gradient): module.renumber_invalid_outputs = prepared_body   # type: ignore[attr-defined]
 
 def compact_params(body:UOp, all_args:tuple[UOp, ...]) -> tuple[UOp, tuple[UOp, ...]]:
-  """Renumbers the PARAMs (UOps that stand for arguments) of an expression for a gradient from 0 on. Returns the expression with the arguments that it
-  uses. It replaces tinygrad's own function, which also counts the PARAMs inside kernels. A kernel's PARAMs have nothing to do with these arguments,
-  and tinygrad raises an IndexError if a kernel has more PARAMs than there are arguments."""
+  """Renumbers the arguments (PARAMs) of an expression for a gradient from 0 on, and returns the expression with the arguments that it uses."""
+  # tinygrad's own function also counts the PARAMs inside kernels, which have nothing to do with these arguments, and raises an IndexError if a kernel
+  # has more PARAMs than there are arguments.
   used = sorted((u for u in body.toposort(enter_calls=False) if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
   return body.substitute({u: u.replace(arg=replace(u.arg, slot=i)) for i, u in enumerate(used)}, walk=True), tuple(all_args[u.arg.slot] for u in used)
 
@@ -103,17 +103,16 @@ gradient._compact_params = compact_params   # type: ignore[assignment]
 _wanted: list[set[int]] = []     # for each call being differentiated: indices of the sources whose gradients are wanted. The innermost is last
 
 def wanted_of(names:Iterable[str]) -> set[str]:
-  """Returns which gradients of a call are needed, by the names of the call's inputs. `names` has a name for each input. A grad_fxn, the function that
-  computes the gradients of a call, asks for this: tinygrad knows which gradients are needed, but does not tell the grad_fxn. Outside of a grad_fxn
-  all names are returned, because every input may need a gradient."""
+  """Returns which gradients of a call tinygrad needs, by the names of the call's inputs."""
+  # tinygrad knows which gradients are needed, but does not tell the grad_fxn. Outside of a grad_fxn all names are returned, because every input may
+  # need a gradient.
   return {name for i, name in enumerate(names) if not _wanted or i in _wanted[-1]}
 
 def inside(own:Callable[..., Any]) -> Callable[..., Any]:
-  """Wraps tinygrad's function that differentiates a call. While it differentiates a call of a `@function`, `inside_function` returns True, because
-  the gradient becomes a `@function`, too. While it runs a grad_fxn (a function that computes the gradients of a call), `wanted_of` returns which
-  gradients are needed."""
+  """Wraps tinygrad's function that differentiates a call, so that `inside_function` and `wanted_of` know about the call."""
   @functools.wraps(own)
   def differentiate(ctx:UOp, call:UOp, needed:set[int]) -> tuple[UOp|None, ...]:
+    # The gradient of a `@function` becomes a `@function`, too.
     of_function = call.op is Ops.FUNCTION and call.arg.grad_fxn is None
     _function.depth += of_function
     _wanted.append(needed)
@@ -126,8 +125,8 @@ def inside(own:Callable[..., Any]) -> Callable[..., Any]:
 gradient.call_gradient = inside(gradient.call_gradient)
 
 def path_to_targets(root:UOp, targets:set[UOp]) -> tuple[list[UOp], dict[UOp, bool]]:
-  """Returns the UOps of an expression through which gradients flow to the tensors `targets`, and whether each UOp lies on a path to a target.
-  tinygrad's own function also walks through the AST of every kernel, which takes half of the time of a gradient."""
+  """Returns the UOps of an expression through which gradients flow to the tensors `targets`, and for each UOp whether it lies on a path."""
+  # tinygrad's own function also walks through the AST of every kernel, which takes half of the time of a gradient.
   on_path: dict[UOp, bool] = {}
   for u in root.toposort(enter_calls=False): on_path[u] = any(x in targets or on_path.get(x, False) for x in u.src)
   return [u for u, is_on in on_path.items() if is_on and u.op is not Ops.DETACH], on_path
@@ -135,8 +134,8 @@ def path_to_targets(root:UOp, targets:set[UOp]) -> tuple[list[UOp], dict[UOp, bo
 gradient._deepwalk = path_to_targets
 
 def inlined_function(call:UOp) -> UOp|None:
-  """Inlines a call of a `@function` that is not compiled separately, with new buffers for each inlined call. Otherwise two such calls in one schedule
-  would write to the same buffers, because equal numbers mean equal buffers."""
+  """Inlines a call of a `@function` that is not compiled separately, with new buffers for each inlined call."""
+  # Otherwise two such calls in one schedule would write to the same buffers, because equal numbers mean equal buffers.
   return rangeify.resolve_function(call.replace(src=(with_own_buffers(call.src[0], UOp.unique_num), *call.src[1:])))
 
 rangeify.earliest_rewrites = PatternMatcher([(UPat(Ops.FUNCTION, name="call"), inlined_function)]) + rangeify.earliest_rewrites

@@ -1,5 +1,5 @@
-"""Lowers kernels: makes from a kernel's AST the list of UOps that a renderer turns into source. Works with or without a device. For the emulator it
-also finds the place of each operation in Python and in the rendered source."""
+"""Lowering of kernels, with or without a device: from a kernel's AST to the list of UOps that a renderer turns into source. For the emulator also the
+place of each operation in Python and in the source."""
 from __future__ import annotations
 import contextlib, gc, os, re, sys
 from collections.abc import Callable, Iterator
@@ -14,8 +14,8 @@ from attn.tinygrad_compat.caches import ast_of
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-  """Context in which Python's garbage collector does not search for reference cycles. UOps form no cycles, and the search took a sixth of the time of
-  a kernel's lowering."""
+  """Context in which Python's garbage collector does not search for reference cycles."""
+  # UOps form no cycles, and the search took a sixth of the time of a kernel's lowering.
   enabled = gc.isenabled()
   gc.disable()
   try: yield
@@ -34,7 +34,7 @@ Places = dict[UOp, "tuple[str, int]|None"]   # UOp -> file and line that it come
 
 @contextlib.contextmanager
 def with_attributes(owner:Any, **new:Any) -> Iterator[None]:
-  """Context in which some attributes of one of tinygrad's objects, `owner`, have other values. The old values are restored at the end."""
+  """Context in which some attributes of the object `owner` have other values."""
   old = {name: getattr(owner, name) for name in new}
   for name, value in new.items(): setattr(owner, name, value)
   try: yield
@@ -42,11 +42,11 @@ def with_attributes(owner:Any, **new:Any) -> Iterator[None]:
     for name, value in old.items(): setattr(owner, name, value)
 
 def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> tuple[Any, Places]:
-  """Calls `make`, and records where each UOp was made. Returns the result of `make`, and the place (file, line) of each UOp: that of the innermost
-  function on Python's stack whose file is not `internal`. Also clears the cache of `ast_of`, because the UOps of a cached AST would not be made
-  again."""
+  """Returns the result of `make`, and the place (file, line) at which each UOp was made."""
+  # UOps of a cached AST would not be made again.
   ast_of.cache_clear()
   places, create = Places(), UOpMetaClass.__call__
+  # The place is that of the innermost function on Python's stack whose file is not `internal`.
   def here() -> tuple[str, int]|None:
     frame: Any = sys._getframe(2)
     while frame is not None and internal(frame.f_code.co_filename): frame = frame.f_back
@@ -57,9 +57,9 @@ def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> 
   with with_attributes(UOpMetaClass, __call__=noted): return make(), places
 
 def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]:
-  """Lowers a kernel as `lower` does. `places` has the file and line that made each UOp; the places of new UOps are added. A UOp that replaces another
-  UOp gets the place of that UOp."""
+  """Lowers a kernel as `lower` does, and adds the places of new UOps to `places`."""
   unified, walk, replace = RewriteContext.unified_rewrite, RewriteContext.walk_rewrite, UOp.replace
+  # A UOp that replaces another one gets its place.
   def inherit(new:UOp, old:UOp) -> UOp:
     if places.get(new) is None and (place := places.get(old)) is not None: places[new] = place
     return new
@@ -74,8 +74,8 @@ def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]
     return lower(sink, renderer)
 
 def statements(renderer:Any, uops:list[UOp]) -> tuple[str, dict[UOp, int]]:
-  """Renders a program with `renderer`. Returns the source, and for each UOp its line in the source, counted from 0. This is the line of the UOp's own
-  statement, or of the statement of the first UOp that uses it in an expression."""
+  """Returns the rendered source of a program, and for each UOp its line in the source, counted from 0."""
+  # This is the line of the UOp's own statement, or of the statement of the first UOp that uses it in an expression.
   printed: list[tuple[UOp, str]] = []
   rules = renderer.string_rewrite
   class Noted:

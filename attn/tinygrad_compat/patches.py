@@ -18,8 +18,7 @@ from attn.tinygrad_compat.uops import with_outputs
 ToProgram = Callable[[UOp, Renderer], UOp]   # (AST, or PROGRAM with a source; renderer) -> PROGRAM with machine code
 
 def programs_through(through:Callable[[ToProgram, UOp, Renderer], UOp]) -> None:
-  """Makes tinygrad call the function `through` in place of its own function that compiles a kernel to a PROGRAM, for the rest of the process.
-  `through` gets tinygrad's own function as its first argument."""
+  """Makes tinygrad compile kernels by `through(own, ast, renderer)`, where `own` is its own function, for the rest of the process."""
   own = codegen.do_to_program
   @functools.wraps(own)
   def asked(ast:UOp, renderer:Renderer) -> UOp:
@@ -27,9 +26,9 @@ def programs_through(through:Callable[[ToProgram, UOp, Renderer], UOp]) -> None:
   codegen.do_to_program = asked   # type: ignore[assignment]
 
 def survive_a_damaged_cache() -> None:
-  """Makes tinygrad work without its cache file of compiled kernels if the file is not a database or cannot be written. tinygrad then treats the cache
-  as empty, with a warning, for the rest of the process. Without this change every kernel, including tinygrad's own, would end in an error of
-  sqlite."""
+  """Makes tinygrad work without its cache file of compiled kernels if the file is damaged or cannot be written."""
+  # tinygrad then treats the cache as empty, with a warning, for the rest of the process. Without this change every kernel, including tinygrad's own,
+  # would end in an error of sqlite.
   own = helpers.db_connection
   @functools.cache
   def connection() -> sqlite3.Connection:
@@ -44,15 +43,15 @@ def survive_a_damaged_cache() -> None:
   helpers.db_connection = connection
 
 def method_of_tinygrad(name:str) -> FunctionType|None:
-  """Returns the function behind a method of Tensor, or None if another library has replaced tinygrad's method. With the setting TRACEMETA tinygrad
-  wraps each method; a wrapped method still counts as tinygrad's own."""
+  """Returns the function behind a method of Tensor, or None if another library has replaced tinygrad's method."""
+  # With the setting TRACEMETA tinygrad wraps each method; a wrapped method still counts as tinygrad's own.
   method, own = getattr(Tensor, name), next(vars(of)[name] for of in Tensor.__mro__[1:] if name in vars(of))
   return own if method is own or (method.__module__ == own.__module__ and inspect.unwrap(method) is own) else None
 
 def maker_of_latent_cache() -> FunctionType|None:
-  """Returns the method by which tinygrad's language models make the KV cache of a transformer layer with latent attention. Returns None if
-  tinygrad.llm cannot be imported, as in the wheel of release 0.14.0."""
+  """Returns the method by which tinygrad's language models make the KV cache of latent attention, or None without tinygrad.llm."""
   try: from tinygrad.llm.model import MLATransformerBlock
+  # The wheel of release 0.14.0 lacks tinygrad.llm.
   except ImportError: return None
   return MLATransformerBlock._init_state     # type: ignore[return-value]
 
@@ -60,15 +59,14 @@ TINYGRAD = str(Path(helpers.__file__).parent)
 INSIDE = (str(Path(__file__).parents[1]), TINYGRAD)     # folders of attn and of tinygrad
 
 def levels_to_caller() -> int:
-  """Returns the `stacklevel` with which a warning names the user's line: the number of frames from the caller to the first frame outside attn and
-  tinygrad."""
+  """Returns the `stacklevel` with which a warning names the user's line: the number of frames up to the first one outside attn and tinygrad."""
   frame, level = sys._getframe(1), 1
   while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE): frame, level = frame.f_back, level + 1
   return level
 
 class Rerouted:
-  """Redirects every call of a function to the function `to`, until `end` is called. Calls through names that were bound earlier are redirected too.
-  `before` is a copy of the original function."""
+  """Redirects every call of a function to the function `to`, until `end` is called."""
+  # Calls through names that were bound earlier are redirected too. `before` is a copy of the original function.
   def __init__(self, function:FunctionType, to:Callable[..., Any]) -> None:
     self.function, self.before = function, FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     self.before.__kwdefaults__ = function.__kwdefaults__
@@ -79,14 +77,14 @@ class Rerouted:
     self.function.__code__, self.function.__defaults__, self.function.__kwdefaults__ = own.__code__, own.__defaults__, own.__kwdefaults__
 
 def input_of(u:UOp) -> int|None:
-  """Returns the index of the TinyJit input that an argument of a call belongs to. The argument may be the whole input, a region of it, or one
-  device's part. Returns None if the argument does not belong to an input."""
+  """Returns the index of the TinyJit input to which an argument of a call belongs, or None."""
+  # The argument may be the whole input, a region of it, or one device's part.
   while u.op in (Ops.MSELECT, Ops.SHRINK, Ops.RESHAPE, Ops.BITCAST): u = u.src[0]
   return int(u.arg.slot) if u.op is Ops.PARAM else None
 
 def resolved(u:UOp, inputs:tuple[UOp, ...]) -> UOp:
-  """Replaces the placeholder (PARAM) in an argument of a call by the TinyJit input that it stands for. The argument may be the placeholder itself, a
-  region of it, or one device's part. An argument without a placeholder is returned unchanged."""
+  """Puts the TinyJit input in place of the placeholder (PARAM) in an argument of a call."""
+  # The argument may be the placeholder itself, a region of it, or one device's part. Without a placeholder it is returned unchanged.
   if u.op is Ops.PARAM: return inputs[u.arg.slot]
   if u.op is Ops.MSTACK: return u.replace(src=tuple(resolved(x, inputs) for x in u.src))
   return u.replace(src=(resolved(u.src[0], inputs), *u.src[1:])) if input_of(u) is not None else u
@@ -95,8 +93,8 @@ def resolved(u:UOp, inputs:tuple[UOp, ...]) -> UOp:
 realize._resolve = resolved   # type: ignore[assignment]
 
 def with_used_tensors(graph:UOp) -> UOp:
-  """Corrects the kernel calls of a graph under TinyJit: removes the tensors that a kernel does not take. A kernel lacks the parameter for a tensor if
-  tinygrad's simplification has removed all loads of the tensor."""
+  """Removes from the kernel calls of a graph under TinyJit the tensors that the kernels do not take."""
+  # A kernel lacks the parameter for a tensor if tinygrad's simplification has removed all loads of the tensor.
   def used(call:UOp) -> UOp:
     program, tensors = call.src[0], realize.get_call_arg_uops(call)
     if program.op is not Ops.PROGRAM or len(kept := program.arg.globals) == len(tensors): return call
@@ -115,8 +113,7 @@ def of_used_tensors(own:Callable[..., None]) -> Callable[..., None]:
 jit.GraphRunner.__init__ = of_used_tensors(jit.GraphRunner.__init__)   # type: ignore[method-assign]
 
 def around_gradients(within:Callable[[UOp], contextlib.AbstractContextManager[None]]) -> None:
-  """Makes tinygrad enter a context whenever it computes gradients of a Tensor, for the rest of the process. `within` makes this context from the UOp
-  of the Tensor."""
+  """Makes tinygrad compute gradients of a Tensor inside the context `within(uop)`, for the rest of the process."""
   for name in ("gradient", "backward"): setattr(Tensor, name, _around(getattr(Tensor, name), within))
 
 def _around(own:Callable[..., Any], within:Callable[[UOp], contextlib.AbstractContextManager[None]]) -> Callable[..., Any]:
@@ -126,9 +123,9 @@ def _around(own:Callable[..., Any], within:Callable[[UOp], contextlib.AbstractCo
   return taken
 
 def watch_kernels(device:str, built:Callable[[UOp, Callable[[], Any]], None]) -> None:
-  """Makes tinygrad call `built(ast, again)` for each kernel of `Tensor.custom_kernel` on `device`, from now on. `ast` is the kernel; `again()` makes
-  the kernel a second time. `watch_kernels` also adds the outputs of each such kernel to the sources of the AST's root. So an output stays a parameter
-  of the program even if simplification removes all its stores."""
+  """Makes tinygrad call `built(ast, again)` for each kernel of `Tensor.custom_kernel` on `device`, from now on."""
+  # `again()` makes the kernel a second time. The outputs of each such kernel become sources of the AST's root, so an output stays a parameter of the
+  # program even if simplification removes all its stores.
   making: list[Callable[[], Any]] = []
   custom_kernel, call = UOp.custom_kernel, UOp.call
   @functools.wraps(custom_kernel)
@@ -152,8 +149,8 @@ MOST_PLACEHOLDERS = 1024
 def kept_placeholder(*args:Any) -> UOp: return UOp.placeholder(*args)
 
 def placeholder_like(self:UOp, slot:int, addrspace:AddrSpace=AddrSpace.GLOBAL) -> UOp:
-  """Makes a placeholder as tinygrad's method of this name does, but keeps the latest ones for later calls: making them took half of the time of a
-  call of attention."""
+  """Makes a placeholder as tinygrad's method of this name does, but keeps the latest ones for later calls."""
+  # Making them took half of the time of a call of attention.
   assert helpers.all_int(self.shape), "no placeholder-like on symbolic shape"
   return kept_placeholder(self.max_shard_shape, self.dtype, slot, addrspace)
 
@@ -165,8 +162,8 @@ def _in_tinygrad(frame:FrameType) -> bool: return frame.f_code.co_filename.start
 
 @contextlib.contextmanager
 def equality_as_uops() -> Iterator[None]:
-  """Context in which `x == y` of UOps, in code outside tinygrad, is the UOp x.eq(y), as it is for Tensors. Without this context `==` says whether x
-  and y are the same UOp, so `i == j` in a caller's mask would be False without a warning."""
+  """Context in which `x == y` of UOps, in code outside tinygrad, is the UOp x.eq(y), as for Tensors."""
+  # Without this context `==` says whether x and y are the same UOp, so `i == j` in a caller's mask would be False without a warning.
   own = UOp.__eq__
   def equal(self:UOp, other:Any) -> Any:
     if _in_tinygrad(sys._getframe(1)): return self is other

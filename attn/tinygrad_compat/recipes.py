@@ -14,16 +14,13 @@ OF_SHAPE = vars(UOp)["_shape"].nm     # under this name a UOp keeps its shape
 
 @dataclass(frozen=True)
 class DividedInputs:
-  """Inputs of an expression, as buffers and what else changes from call to call.
-
-  changing: the UOps that change: the buffers of the inputs, and the calls and stores after which the inputs have their values; each UOp once
-  form: everything else about the inputs. Inputs of equal form differ in nothing but `changing`"""
-  changing: tuple[UOp, ...]
-  form: tuple[Any, ...]
+  """Inputs of an expression, divided into UOps that change from call to call and everything else."""
+  changing: tuple[UOp, ...]  # buffers of the inputs, and calls and stores after which these have their values; each once
+  form: tuple[Any, ...]  # inputs of equal form differ in nothing but `changing`
 
 def divided_inputs(tensors:Iterable[UOp]) -> DividedInputs|None:
-  """Divides inputs into UOps that change from call to call and into their form. An input must be a buffer, or the `contiguous()` of an expression,
-  and may be reshaped, sharded, or wait for calls. Returns None if an input is anything else."""
+  """Divides inputs into the UOps that change from call to call and the inputs' form, or returns None if that is impossible."""
+  # An input must be a buffer, or the `contiguous()` of an expression, and may be reshaped, sharded, or wait for calls.
   changing, form = dict[UOp, int](), list[Any]()
   for u in tensors:
     while u.op in PARTS_OF_VIEW:
@@ -37,8 +34,8 @@ def divided_inputs(tensors:Iterable[UOp]) -> DividedInputs|None:
 
 @dataclass(frozen=True)
 class RecipeStep:
-  """One UOp of an expression: its fields, where its sources are, and what tinygrad has found out about the UOp. `src` has indices of values: of the
-  UOps that change, then of the constant parts of the expression, then of the steps so far."""
+  """One UOp of an expression: its fields, where its sources are, and what tinygrad has found out about it."""
+  # `src` has indices of values: of the UOps that change, then of the constant parts of the expression, then of the steps so far.
   op: Ops
   dtype: Any
   src: tuple[int, ...]
@@ -46,7 +43,7 @@ class RecipeStep:
   tag: Any
   shape: tuple[int, ...]|None
   def made(self, values:Sequence[UOp]) -> UOp:
-    """Makes the UOp. A buffer becomes a new one."""
+    """Makes the UOp; a buffer becomes a new one."""
     arg = replace(self.arg, slot=next(UOp.unique_num)) if self.op is Ops.BUFFER else self.arg
     u = new_uop(self.op, tuple([values[i] for i in self.src]), self.dtype, arg)
     if self.tag is not None: u = u.rtag(self.tag)
@@ -55,13 +52,12 @@ class RecipeStep:
 
 @dataclass(frozen=True)
 class Recipe:
-  """How an expression is made of the UOps that change from call to call. `constant` are the parts of the expression that don't depend on these UOps,
-  such as kernels, `steps` make the rest, and `results` has the indices of the results among all values."""
-  constant: tuple[UOp, ...]
-  steps: tuple[RecipeStep, ...]
-  results: tuple[int, ...]
+  """How an expression is made of the UOps that change from call to call."""
+  constant: tuple[UOp, ...]  # parts that don't depend on these UOps, such as kernels
+  steps: tuple[RecipeStep, ...]  # make the rest
+  results: tuple[int, ...]  # indices of the results among all values
   def made(self, changing:Sequence[UOp]) -> Iterator[UOp]:
-    """Makes the recorded UOps once more, from the inputs `changing` in place of the recorded inputs, and with new buffers. Yields the results."""
+    """Makes the recorded expression from the inputs `changing`, with new buffers, and yields the results."""
     values = [*changing, *self.constant]
     for step in self.steps: values.append(step.made(values))
     return (values[i] for i in self.results)
@@ -71,10 +67,11 @@ def next_buffer() -> int:
   return int(next(UOp.unique_num))
 
 def recipe_of(results:Iterable[UOp], changing:tuple[UOp, ...], first:int) -> Recipe|None:
-  """Records how the expression with these `results` is made of the UOps `changing`. Buffers with numbers from `first` on belong to the expression.
-  Returns None if the expression reads any other buffer, because such a buffer may be another one in the next call, or if a shape has Variables."""
+  """Records how the expression with these `results` is made of the UOps `changing`; returns None if that is impossible."""
   results, known = tuple(results), frozenset(changing)
   *nodes, _ = UOp.sink(*results).toposort(gate=lambda u: u not in known, enter_calls=False)
+  # Buffers with numbers from `first` on belong to the expression. Any other buffer may be another one in the next call. A shape must have no
+  # Variables.
   if any((u.op is Ops.BUFFER and u.arg.slot < first) or not all(isinstance(n, int) for n in u._shape or ()) for u in nodes): return None
   varying = dict.fromkeys(changing)
   for u in nodes:

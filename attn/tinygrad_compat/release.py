@@ -1,4 +1,4 @@
-"""Check of tinygrad's signatures at import. A git checkout may have the version number that attn requires, but be older or newer than the release."""
+"""Check of tinygrad's signatures at import: a git checkout may have the version number that attn requires, but be older or newer than the release."""
 from __future__ import annotations
 import contextlib, importlib, inspect
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ RELEASED = {
   "tinygrad.codegen:full_rewrite_to_sink": ("ast", "ren", "optimize"), "tinygrad.codegen.late.linearizer:linearize": ("sink",)}
 
 def difference(name:str, parameters:tuple[str, ...]) -> str|None:
-  """Returns a text that says how the function `name` of tinygrad differs from the release, or None if its parameters are `parameters`."""
+  """Returns a text that says how tinygrad's function `name` differs from the release, or None if its parameters are `parameters`."""
   module, path = name.split(":")
   try:
     found:Any = importlib.import_module(module)
@@ -34,7 +34,7 @@ def check_release() -> None:
 
 @contextlib.contextmanager
 def imports_of_the_release() -> Iterator[None]:
-  """Context for imports from tinygrad. If a name does not exist, raises the ImportError of `check_release`."""
+  """Context for imports from tinygrad: a name that does not exist raises the ImportError of `check_release`."""
   try: yield
   except (ImportError, AttributeError) as e: raise not_the_release(str(e)) from e
 

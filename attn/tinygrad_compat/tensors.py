@@ -9,8 +9,8 @@ from tinygrad.uop.ops import Ops, UOp
 from attn.tinygrad_compat.uops import new_uop, on_top
 
 def written_to(buffer:UOp, kernel:UOp) -> None:
-  """Makes every Tensor that is `buffer`, or a view of `buffer`, refer to the buffer's content after `kernel`, which writes to the buffer. A Tensor
-  that is computed from such a view, but not realized yet, keeps the old content. (Tensor.assign would change such a Tensor too.)"""
+  """Makes every Tensor that is `buffer`, or a view of it, refer to the buffer's content after `kernel`, which writes there."""
+  # A Tensor that is computed from such a view, but not realized yet, keeps the old content. (Tensor.assign would change such a Tensor too.)
   after = buffer.after(kernel)
   for t in [t for ref in list(all_tensors) if (t := ref()) is not None]:
     if (view := on_top(t.uop, buffer, after)) is not None: t.uop = view
@@ -20,9 +20,9 @@ def put_into_tensors(instead:dict[UOp, UOp]) -> None:
   _apply_map_to_tensors(instead, name="history")
 
 def differentiated(outputs:UOp, sources:Sequence[UOp], gradients:Sequence[UOp|None], again:Callable[..., Any]) -> dict[int, UOp]:
-  """Differentiates `outputs`, a tuple computed from placeholders (PARAMs) whose values are `sources`. `gradients` has the gradients of the outputs;
-  None stands for 0. Returns the gradients of the float sources on which the outputs depend, by the index of the source; each can be computed
-  separately. `again` is the function by which tinygrad would differentiate these gradients once more."""
+  """Returns the gradients of the float `sources` from which `outputs` is computed, by the index of the source."""
+  # `outputs` is a tuple computed from placeholders (PARAMs) whose values are `sources`. `gradients` has the gradients of the outputs; None stands for
+  # 0. Each result can be computed separately. `again` is the function by which tinygrad would differentiate these gradients once more.
   slot, given = len(sources), []
   for g in gradients:
     given.append(new_uop(Ops.NOOP) if g is None else g.param_like(slot))

@@ -1,4 +1,4 @@
-"""Times kernels on a device."""
+"""Timers of kernels on a device."""
 from __future__ import annotations
 import contextlib, ctypes, math
 from collections.abc import Callable, Iterator
@@ -10,12 +10,12 @@ from tinygrad.uop.ops import Ops, UOp
 from attn.tinygrad_compat.uops import new_uop
 
 def compiled(*outputs:Tensor) -> UOp:
-  """Schedules the computation of `outputs` from realized tensors, and compiles its kernels. Returns the schedule."""
+  """Returns the schedule, with compiled kernels, that computes `outputs` from realized tensors."""
   return compile_linear(outputs[0].schedule_linear(*outputs[1:]))
 
 def make_current(device:str) -> None:
-  """Makes a CUDA device's context the current one. Another library may have made its own context current, and launches in a foreign context take
-  longer. Does nothing for other devices."""
+  """Makes a CUDA device's context the current one; does nothing for other devices."""
+  # Another library may have made its own context current, and launches in a foreign context take longer.
   if device.split(":")[0] != "CUDA": return
   from tinygrad.runtime.autogen import cuda
   from tinygrad.runtime.ops_cuda import check
@@ -32,7 +32,7 @@ def run_alone(call:UOp) -> None:
   run_linear(new_uop(Ops.LINEAR, (call,)), jit=True)
 
 def cuda_seconds(schedule:UOp, count:int) -> float:
-  """Times the only kernel of a compiled schedule on a CUDA device, by events around `count` launches. Returns the seconds of one launch."""
+  """Returns the seconds of one launch of the only kernel of a compiled schedule, by CUDA events around `count` launches."""
   from tinygrad.runtime.ops_cuda import cu_time_execution
   call, = (u for u in schedule.toposort() if u.op is Ops.CALL and u.src[0].op is Ops.PROGRAM)
   info, buffers = call.src[0].arg, [call.src[1 + i].buffer for i in call.src[0].arg.globals]
@@ -43,8 +43,8 @@ def cuda_seconds(schedule:UOp, count:int) -> float:
   return (cu_time_execution(launch, True) or math.nan)/count
 
 def cuda_graph_seconds(schedule:UOp, count:int) -> Callable[[], float]:
-  """Makes a CUDA graph that runs the kernels of a compiled schedule one after another, `count` times on the same buffers. Returns a function that
-  runs the graph and returns the seconds of one repetition, measured by events. The function makes the device's context the current one."""
+  """Returns a function that runs a compiled schedule `count` times as a CUDA graph, and returns the seconds of one repetition."""
+  # All repetitions use the same buffers. The time is measured by events.
   from tinygrad.runtime.autogen import cuda
   from tinygrad.runtime.ops_cuda import check, cu_time_execution, encode_args
   calls, nodes = [u for u in schedule.src if u.op is Ops.CALL and u.src[0].op is Ops.PROGRAM], list[Any]()
@@ -73,8 +73,7 @@ def cuda_graph_seconds(schedule:UOp, count:int) -> Callable[[], float]:
 
 @contextlib.contextmanager
 def foreign_cuda_context() -> Iterator[Callable[[Callable[[], Any]], Callable[[], Any]]]:
-  """Context that keeps the CUDA context of another library, which is current now, and makes it current again at the end. Yields a function that wraps
-  functions so that they run in that CUDA context."""
+  """Context that keeps another library's CUDA context, and yields a function that wraps functions so that they run in it."""
   from tinygrad.runtime.autogen import cuda
   theirs = cuda.CUcontext()
   cuda.cuCtxGetCurrent(ctypes.byref(theirs))

@@ -1,5 +1,4 @@
-"""Makes UOps and changes them: values of vector types, buffers and their views, and the parameters of a kernel. No other module calls UOp's
-constructor."""
+"""Makes UOps and changes them: values of vector types, buffers and their views, and the parameters of a kernel."""
 from __future__ import annotations
 import functools
 from collections.abc import Collection, Sequence
@@ -15,8 +14,8 @@ from tinygrad.uop.symbolic import symbolic
 from tinygrad.uop.weak import pm_cast_weak, pm_commit_weak
 
 def new_uop(op:Ops, src:tuple[UOp, ...]=(), dtype:DType|None=None, arg:Any=None) -> UOp:
-  """Makes a UOp of these fields; without a dtype tinygrad infers it. No other function uses UOp's constructor, because its fields change between
-  versions."""
+  """Makes a UOp of these fields; without a dtype tinygrad infers it."""
+  # No other function uses UOp's constructor, because its fields change between versions.
   return UOp(op, dtype, src, arg)   # type: ignore[arg-type] # its metaclass accepts None
 
 # **** dtypes of Python numbers ****
@@ -28,16 +27,17 @@ def committed(u:UOp) -> UOp:
 
 Number = TypeVar("Number", UOp, Tensor)
 def as_uint64(x:Number) -> Number:
-  """Casts 32-bit numbers to uint64, through a bitcast. Without the bitcast tinygrad merges this cast with an earlier cast from an index, and gets a
-  64-bit index. Where a 64-bit index meets 32-bit numbers, tinygrad computes it in floats, and then fails to lower the kernel."""
+  """Casts 32-bit numbers to uint64."""
+  # Without the bitcast tinygrad merges this cast with an earlier cast from an index, and gets a 64-bit index. Where a 64-bit index meets 32-bit
+  # numbers, tinygrad computes it in floats, and then fails to lower the kernel.
   return x.cast(dtypes.int).bitcast(dtypes.uint).cast(dtypes.ulong)
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would split a shaped value into n UOps, and lowering time grows
 # with the number of UOps. A dtype's name is printed unchanged, so the name is the C type; every pass sees a scalar of an unknown dtype.
 class VectorDType(DType):
-  """Dtype of a vector in a register. This is a class of its own, for tinygrad's worker processes: to unpickle such a dtype, a process imports this
-  module."""
+  """Dtype of a vector in a register."""
+  # This is a class of its own for tinygrad's worker processes: to unpickle such a dtype, a process imports this module.
   def __repr__(self) -> str: return f"VectorDType({self.name!r})"
   def __reduce__(self) -> Any: return vector_dtype, VECTORS[self]     # a worker that unpickles a dtype adds it to VECTORS too
 
@@ -46,8 +46,8 @@ _ELEMENT = {"float32": "float", "uint32": "uint"}
 
 @functools.cache
 def vector_dtype(element:str, n:int) -> DType:
-  """Returns the dtype of a register vector of `n` elements, which are "float32" or "uint32". Its name, such as float4, is the vector's type in both
-  HIP and CUDA."""
+  """Returns the dtype of a register vector of `n` elements, which are "float32" or "uint32"."""
+  # Its name, such as float4, is the vector's type in both HIP and CUDA.
   dtype = VectorDType(20, 32*n, f"{_ELEMENT[element]}{n}", None)
   VECTORS[dtype] = (element, n)
   promo_lattice[dtype] = []     # compatible only with itself: with SPEC=2 tinygrad asks for the type of a sum when it prints one
@@ -58,16 +58,14 @@ spec_names["VectorDType"] = lambda name: next(dtype for dtype in VECTORS if dtyp
 
 # **** buffers and their views (attn/calls/views.py) ****
 def buffer_under(u:UOp) -> UOp|None:
-  """Returns the buffer that `u` is, or is a view of. Writes to the buffer that are still to be done belong to the result. Returns None for a computed
-  value."""
+  """Returns the buffer that `u` is, or is a view of, with its pending writes; None for a computed value."""
   while not u.has_buffer_identity() and u.op in GroupOp.Movement: u = u.src[0]
   inner = u
   while inner.op is Ops.CONTIGUOUS: inner = inner.src[0]
   return u if inner.has_buffer_identity(after_ok=True) and all(isinstance(n, int) for n in u.shape) else None
 
 def on_top(u:UOp, base:UOp, other:UOp) -> UOp|None:
-  """Applies the view of one tensor to another: if `u` is a view of `base`, returns the same view of `other`. Returns None if `u` is not a view of
-  `base`."""
+  """Returns the view of `other` that `u` is of `base`, or None if `u` is not a view of `base`."""
   views = []
   while u is not base and u.op in GroupOp.Movement:
     views.append(u)
@@ -77,8 +75,8 @@ def on_top(u:UOp, base:UOp, other:UOp) -> UOp|None:
   return other
 
 def bits_under_views(u:UOp, dtype:DType) -> UOp:
-  """Reinterprets the bits of a tensor as another dtype of the same size. For a view of a tensor, reinterprets the bits of that tensor and returns the
-  view of the result. Otherwise tinygrad might copy the view first, and on devices where it emulates 8-bit floats, a copy loses denormal numbers."""
+  """Reinterprets the bits of a tensor as another dtype of the same size, and keeps a view a view."""
+  # Otherwise tinygrad might copy the view first, and on devices where it emulates 8-bit floats, a copy loses denormal numbers.
   views = []
   while u.op in GroupOp.Movement:
     views.append(u)
@@ -88,35 +86,34 @@ def bits_under_views(u:UOp, dtype:DType) -> UOp:
   return bits
 
 def view_of_placeholder(u:UOp) -> UOp|None:
-  """Replaces the buffer under a view by a placeholder of the same size, so that equal views of different buffers become the identical UOp. Returns
-  None if `u` is not a view of a buffer."""
+  """Replaces the buffer under a view by a placeholder of the same size; returns None if `u` is not a view of a buffer."""
+  # So equal views of different buffers become the identical UOp.
   if (base := buffer_under(u)) is None: return None
   return on_top(u, base, UOp.placeholder((base.max_numel(),), dtypes.uchar, 0).reshape(base.shape))
 
 def flat_element(index:UOp) -> UOp|None:
-  """Rewrites an element of a view of a kernel's parameter as an element of the flat parameter. The view may permute or reshape the parameter, for
-  example. Returns None if the element cannot be rewritten."""
+  """Rewrites an element of a view of a kernel's parameter as an element of the flat parameter; returns None if that is impossible."""
   found = graph_rewrite(index, pm_mops + symbolic, name="attn element")
   return found if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
 
 def copy_call(to:UOp, source:UOp, *held:UOp) -> UOp:
-  """Returns the UOp of a launch (tinygrad's CALL) that copies one buffer, or a region of one, to another, on any devices. The launch takes the
-  buffers `held` as arguments only so that they stay in use; `to` and `source` may be regions of them."""
+  """Returns the launch (tinygrad's CALL) that copies one buffer, or a region of one, to another, on any devices."""
+  # The launch takes the buffers `held` as arguments only so that they stay in use; `to` and `source` may be regions of them.
   srcs = (to, source, *held)
   params = [UOp.param(i, x.dtype, x.max_shape, x.device) for i, x in enumerate(srcs)]
   copy = new_uop(Ops.COPY, (params[1],), arg=to.device).call(*params)
   return new_uop(Ops.LINEAR, (copy,)).call(*srcs)
 
 def also_after(u:UOp, *calls:UOp) -> UOp:
-  """Makes uses of a buffer wait for the launches `calls`, and for the launches for which they already wait. One AFTER, tinygrad's UOp for this order,
-  does both. With nested AFTERs tinygrad 0.14.0 would wait only for the launches of the outermost one; if these don't read what the inner launches
-  have written, nothing would wait for the inner ones."""
+  """Makes uses of a buffer wait for the launches `calls`, and for the launches for which they already wait."""
+  # One AFTER, tinygrad's UOp for this order, does both. With nested AFTERs tinygrad 0.14.0 would wait only for the launches of the outermost one; if
+  # these don't read what the inner launches have written, nothing would wait for the inner ones.
   return u.after(*dict.fromkeys((*(u.src[1:] if u.op is Ops.AFTER else ()), *calls)))
 
 def remembered(u:UOp) -> UOp:
-  """Tags an AFTER, tinygrad's UOp for the value of a buffer after a kernel, so that the AFTER stays in every expression. When a value that depends on
-  the AFTER is computed, tinygrad 0.14.0 replaces the AFTER by the bare buffer in all expressions. A later write by another kernel would then be
-  mistaken for the write of this kernel. tinygrad does not replace a UOp that has a tag, even an empty one."""
+  """Tags an AFTER, tinygrad's UOp for the value of a buffer after a kernel, so that it stays in every expression."""
+  # When a value that depends on the AFTER is computed, tinygrad 0.14.0 replaces the AFTER by the bare buffer in all expressions. A later write by
+  # another kernel would then be mistaken for the write of this kernel. tinygrad does not replace a UOp that has a tag, even an empty one.
   return u.rtag(())
 
 # **** the parameters of a kernel ****
@@ -124,23 +121,23 @@ MOST_SINKS = 128     # kernels whose outputs are kept: a walk over an AST takes 
 
 @functools.lru_cache(MOST_SINKS)
 def output_params(sink:UOp) -> tuple[UOp, ...]:
-  """Returns the parameters (tinygrad's PARAMs) to which a kernel's AST stores, in the order of their numbers."""
+  """Returns the parameters (PARAMs) to which a kernel's AST stores, in the order of their numbers."""
   found = {target for u in sink.toposort() if u.op is Ops.STORE and (target := u.src[0].buf_uop).op is Ops.PARAM}
   return tuple(sorted(found, key=lambda u: u.arg.slot))
 
 def with_outputs(sink:UOp) -> UOp:
-  """Adds a kernel's outputs to the sources of the SINK, the root of the kernel's AST, so that they stay parameters of the compiled kernel."""
+  """Makes a kernel's outputs sources of its AST's root (SINK), so that they stay parameters of the compiled kernel."""
   return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
 
 def with_accesses(program:UOp, slots:Collection[int]) -> UOp:
-  """Makes a compiled kernel (PROGRAM) count as reading and writing further tensors, whose parameters have the numbers `slots`. In a graph under
-  TinyJit, kernels then wait for other kernels that read or write these tensors."""
+  """Makes a compiled kernel (PROGRAM) count as reading and writing the tensors of the parameters `slots`, too."""
+  # In a graph under TinyJit, kernels then wait for other kernels that read or write these tensors.
   info = program.arg
   return program.replace(arg=replace(info, outs=tuple(sorted({*info.outs, *slots})), ins=tuple(sorted({*info.ins, *slots})))) if slots else program
 
 def begins_at(u:UOp) -> int:
-  """Returns at which byte of its buffer a kernel's argument begins. On several devices, this holds for the buffer on each device. The argument may be
-  a slice without gaps: tinygrad passes it in place, without a copy."""
+  """Returns the byte of its buffer, on each device, at which a kernel's argument begins."""
+  # The argument may be a slice without gaps: tinygrad passes it in place, without a copy.
   while u.op in (Ops.CONTIGUOUS, Ops.MSELECT): u = u.src[0]
   under = u.base
   while under.op in (Ops.BITCAST, Ops.UNSHARD): under = under.src[0].base
@@ -152,12 +149,13 @@ def begins_at(u:UOp) -> int:
 MOST_ASTS = 128     # number of kernels' ASTs that a cache of this package keeps; tinygrad's own caches hold the ASTs of more kernels
 
 def with_params(sink:UOp, tensors:Sequence[UOp]) -> UOp:
-  """Adds tensors to the parameters of a kernel's AST, whether the kernel uses them or not. In a graph under TinyJit the kernel then waits for
-  everything that writes these tensors. (`with_used_tensors` later removes tensors from a call if its program does not take them.)"""
+  """Adds tensors to the parameters of a kernel's AST, whether the kernel uses them or not."""
+  # In a graph under TinyJit the kernel then waits for everything that writes these tensors. (`with_used_tensors` later removes tensors from a call if
+  # its program does not take them.)
   return _with_params_of(sink, *(UOp.placeholder_like(u, slot) for slot, u in enumerate(tensors) if not (u.is_variable or u.is_bound_var)))
 
 @functools.lru_cache(MOST_ASTS)
 def _with_params_of(sink:UOp, *placeholders:UOp) -> UOp:
-  """Adds the PARAMs of placeholders to the sources of the SINK, the root of a kernel's AST."""
+  """Adds the PARAMs of placeholders to the sources of the root (SINK) of a kernel's AST."""
   params = dict.fromkeys(u for x in placeholders for u in x.toposort() if u.op is Ops.PARAM)
   return sink.replace(src=sink.src + tuple(u for u in params if u not in sink.src))
