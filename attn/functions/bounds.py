@@ -1,5 +1,5 @@
-"""Finds the intervals that a traced mask function leaves visible: the keys that each query sees, and the queries that see each key. The part of the
-mask that intervals cannot express becomes a separate condition."""
+"""The intervals that a traced mask function leaves visible: the keys that each query sees, and the queries that see each key. Begin with
+`mask_bounds`."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable
@@ -14,16 +14,12 @@ Edges = tuple[Edge, ...]     # a clause made of edges of one direction: it shows
 
 @dataclass(frozen=True)
 class Bounds:
-  """Mask written as clauses. A clause is a list of edges, where an edge is a limit such as j <= i (see `Edge`). Query i sees key j if every clause
-  has an edge that holds, and if the condition `rest` holds. The keys that query i sees under all clauses are an interval. From query i to query i +
-  1, neither end of this interval decreases.
-
-    before: clauses whose edges hide the keys before a limit, such as j >= i - 5
-    after: clauses whose edges hide the keys after a limit, such as j <= i
-    rest: the part of the mask that clauses cannot express, as a condition on batch, head, query and key; None if clauses express the whole mask"""
+  """Mask as clauses of edges (limits such as j <= i): query i sees key j if every clause has an edge that holds, and `rest` holds."""
+  # The keys that query i sees under all clauses are an interval. From query i to query i + 1, neither end of this interval decreases. The clauses
+  # `before` hide the keys before a limit, such as j >= i - 5; the clauses `after` hide the keys after a limit, such as j <= i.
   before: tuple[Edges, ...]
   after: tuple[Edges, ...]
-  rest: UOp|None
+  rest: UOp|None  # condition on batch, head, query and key for what clauses cannot express; None: nothing
 
   def keys_of(self, i:Any) -> Interval:
     """Returns the interval of keys that the query at position i sees."""
@@ -37,10 +33,9 @@ NO_BOUNDS = Bounds((), (), None)     # a mask that hides no pair
 Combine = Callable[[Any, Any], Any]
 
 def _combined(clauses:tuple[Edges, ...], at:Callable[[Edge], Any], one_of:Combine, all_of:Combine) -> Any:
-  """Returns the first number, or the last number, that all clauses allow: one end of an interval of keys or queries. Returns None without clauses. A
-  clause is a list of edges (limits such as j <= i) and allows what at least one edge allows. `at` returns the limit of one edge. `one_of` combines
-  the limits of a clause's edges, and `all_of` the limits of all clauses. For upper limits one_of is the maximum and all_of the minimum; for lower
-  limits the reverse."""
+  """Returns one end of the interval of keys or queries that all clauses allow; None without clauses."""
+  # A clause allows what at least one of its edges allows. `at` returns the limit of one edge. `one_of` combines the limits of a clause's edges, and
+  # `all_of` the limits of all clauses: for upper limits the maximum and the minimum, for lower limits the reverse.
   return functools.reduce(all_of, [functools.reduce(one_of, map(at, edges)) for edges in clauses]) if clauses else None
 
 def _conjuncts(u:UOp) -> list[UOp]:
@@ -48,14 +43,12 @@ def _conjuncts(u:UOp) -> list[UOp]:
   return [u]
 
 def _condition(clauses:list[Clause]) -> UOp:
-  """Returns a UOp that is true if all these clauses hold. A clause is a list of conditions, of which one must hold."""
+  """Returns a UOp that is true if all these clauses hold."""
   def of(x:Literal) -> UOp: return x.condition if isinstance(x, Edge) else x
   return functools.reduce(UOp.__and__, [functools.reduce(UOp.__or__, map(of, clause)) for clause in clauses])
 
 def _direction(clause:Clause) -> bool|None:
-  """Tells which keys a clause hides. A clause is a list of conditions, of which one must hold. Returns True if all conditions are edges that hide the
-  keys after a limit, such as j <= i. Returns False if all conditions are edges that hide the keys before a limit, such as j >= i. Returns None for
-  any other clause."""
+  """Returns True if a clause hides only the keys after limits, False if only the keys before limits, and None for any other clause."""
   found = {x.upper if isinstance(x, Edge) else None for x in clause}
   return found.pop() if len(found) == 1 else None
 

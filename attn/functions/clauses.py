@@ -1,5 +1,5 @@
-"""Writes a traced mask as clauses. A query sees a key if all clauses hold. A clause is a list of literals, and holds if at least one of the literals
-holds. A literal is an edge (a limit such as j <= i), or any other condition as a UOp."""
+"""A traced mask as clauses. A query sees a key if all clauses hold, and a clause holds if at least one of its literals holds. A literal is an edge (a
+limit such as j <= i) or any other condition, as a UOp."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterable
@@ -23,24 +23,24 @@ def not_(literal:Literal) -> Literal:
   return literal.src[0] if literal.op is Ops.CMPNE and literal.src[1].op is Ops.CONST and literal.src[1].arg is True else literal.logical_not()
 
 def implies(x:Literal, y:Literal) -> bool:
-  """Returns True if the condition y is known to hold wherever the condition x holds. A condition is an edge (a limit such as j <= i) or a UOp."""
+  """Returns whether the condition `y` is known to hold wherever the condition `x` holds."""
   return x.implies(y) if isinstance(x, Edge) and isinstance(y, Edge) else x is y
 
 def covers(x:Clause, y:Clause) -> bool:
-  """Returns True if the clause y is known to hold wherever the clause x holds. A clause is a list of conditions, of which one must hold."""
+  """Returns whether the clause `y` is known to hold wherever the clause `x` holds."""
   return all(any(implies(a, b) for b in y) for a in x)
 
 def _joined(x:Clause, y:Clause) -> Clause|None:
-  """Returns the clause that holds if x or y holds. A clause is a list of conditions, of which one must hold. A condition that implies another
-  condition of the new clause is left out. Returns None if the new clause always holds."""
+  """Returns the clause that holds if the clause x or the clause y holds; None if it always holds."""
   found = dict.fromkeys(x + y)
   if any(implies(not_(a), b) for a in found for b in found): return None
+  # A literal that implies another one of the clause is left out.
   def needless(a:Literal, k:int) -> bool:     # of conditions that imply each other, the first one stays
     return any(implies(a, b) and not (k < n and implies(b, a)) for n, b in enumerate(found) if n != k)
   return tuple(a for k, a in enumerate(found) if not needless(a, k))
 
 def without_covered(clauses:Iterable[Clause]) -> Clauses:
-  """Removes redundant clauses: a clause is dropped if it follows from another clause. A clause is a list of conditions, of which one must hold."""
+  """Drops each clause that follows from another one."""
   kept: list[Clause] = []
   for x in clauses:
     if not any(covers(y, x) for y in kept): kept = [y for y in kept if not covers(x, y)] + [x]
@@ -49,8 +49,8 @@ def without_covered(clauses:Iterable[Clause]) -> Clauses:
 def conjoined(x:Clauses, y:Clauses) -> Clauses: return without_covered(x + y)
 
 def without_contradicted(clauses:Clauses) -> Clauses:
-  """Shortens clauses by conditions that can never hold. A clause is a list of conditions, of which one must hold. For example, the clause [a] means
-  that a always holds, so the clause [not a, b] becomes [b]."""
+  """Drops the literals of clauses that can never hold."""
+  # For example, the clause [a] means that a always holds, so the clause [not a, b] becomes [b].
   while True:
     single = [x[0] for x in clauses if len(x) == 1]
     def possible(x:Clause, single:list[Literal]=single) -> Clause:
@@ -72,14 +72,12 @@ def _terms(x:TermSum) -> list[tuple[UOp, int]]: return [(u, n) for u, n in x.ite
 def _constant(u:UOp) -> int|None: return int(u.arg) if u.op is Ops.CONST else None
 
 def _division(u:UOp) -> tuple[UOp, int]|None:
-  """Returns the dividend and the divisor if `u` is the quotient of an integer and a positive constant, rounded down. Returns None for any other
-  `u`."""
+  """Returns the dividend and the divisor if `u` is an integer divided by a positive constant, rounded down; otherwise None."""
   if u.op is not Ops.FLOORDIV and not (u.op is Ops.CDIV and u.src[0].vmin >= 0): return None
   return (u.src[0], over) if (over := _constant(u.src[1]) or 0) > 0 else None
 
 def _choice(u:UOp) -> tuple[UOp, UOp, UOp]|None:
-  """Returns (condition, x, y) if `u` is an integer expression that equals x where the condition is true, and y where the condition is false. Returns
-  None for any other `u`."""
+  """Returns (condition, x, y) if the integer `u` equals x where the condition is true and y where it is false; otherwise None."""
   if u.op is Ops.WHERE: return u.src[0], u.src[1], u.src[2]
   if u.op is Ops.CAST and u.src[0].dtype == dtypes.bool: return u.src[0], ONE, ONE*0
   if u.op is Ops.MUL:
@@ -88,14 +86,12 @@ def _choice(u:UOp) -> tuple[UOp, UOp, UOp]|None:
   return None
 
 def _all(*found:Clauses|None) -> Clauses|None:
-  """Joins several lists of clauses into one list. All clauses of the result hold exactly where all given clauses hold. Clauses that follow from other
-  clauses are left out. A clause is a list of conditions, of which one must hold. Returns None if an argument is None, which stands for a list that
-  would be too long."""
+  """Returns one list of clauses that says the same as the given lists together; None if one of them is None."""
+  # None stands for a list that would be too long.
   return functools.reduce(lambda x, y: None if x is None or y is None else conjoined(x, y), found)
 
 class Reader:
-  """Writes conditions of a traced mask as clauses. A clause is a list of conditions, of which one must hold. The Reader keeps results, because a mask
-  may use a UOp several times."""
+  """Writes conditions of a traced mask as clauses, and keeps the results, because a mask may use a UOp several times."""
   def __init__(self) -> None:
     self.sums: dict[UOp, TermSum] = {}
     self.found: dict[tuple[UOp, bool], Clauses] = {}
@@ -103,8 +99,7 @@ class Reader:
   # *** conditions ***
 
   def clauses(self, u:UOp, holds:bool=True) -> Clauses:
-    """Returns clauses that all hold exactly where the condition `u` is true. With `holds` False, the clauses all hold exactly where `u` is false. A
-    clause is a list of conditions, of which one must hold."""
+    """Returns clauses that all hold exactly where the condition `u` is true (or, unless `holds`, false)."""
     if (u, holds) not in self.found: self.found[u, holds] = self._clauses(u, holds)
     return self.found[u, holds]
   def _clauses(self, u:UOp, holds:bool) -> Clauses:
@@ -118,14 +113,11 @@ class Reader:
     if x is None or y is None or len(x)*len(y) > MOST_CLAUSES: return None
     return without_covered(c for a in x for b in y if (c := _joined(a, b)) is not None)
   def _chosen(self, c:UOp, yes:Clauses|None, no:Clauses|None) -> Clauses|None:
-    """Returns clauses for "yes if c, else no". `yes` and `no` are lists of clauses. Returns the clauses of (not c or yes) and (c or no) and (yes or
-    no). "yes or no" follows from the rest, but may give an edge (a limit such as j <= i) if c is no edge. Returns None if `yes` or `no` is None, or
-    if there would be too many clauses."""
+    """Returns the clauses of "yes if c, else no"; None if there would be too many."""
+    # These are (not c or yes) and (c or no) and (yes or no). "yes or no" follows from the rest, but may give an edge if c is no edge.
     return _all(self._either(self.clauses(c, False), yes), self._either(self.clauses(c), no), self._either(yes, no))
   def _logic(self, u:UOp, holds:bool) -> Clauses|None:
-    """Returns the clauses of a condition `u` that combines conditions, such as an AND. With `holds` False, returns the clauses of the negation of
-    `u`. A clause is a list of conditions, of which one must hold. Returns None if the result would have too many clauses, or if `u` combines no
-    conditions."""
+    """Returns the clauses of a condition that combines conditions, such as an AND, or of its negation; None if there are none or too many."""
     def is_(x:UOp, so:bool=True) -> Clauses: return self.clauses(x, so is holds)
     if u.op is Ops.WHERE: return self._chosen(u.src[0], is_(u.src[1]), is_(u.src[2]))
     if len(u.src) != 2: return None
@@ -137,9 +129,7 @@ class Reader:
       case Ops.CMPEQ: return self._chosen(x, is_(y), is_(y, False))
     return None
   def _comparison(self, u:UOp, holds:bool) -> Clauses|None:
-    """Returns the clauses of a comparison `u` of integers. With `holds` False, returns the clauses of the negation of `u`. A clause is a list of
-    conditions, of which one must hold. Returns None if there would be too many clauses, or if no clause is made of edges (limits such as j <= i)
-    alone, because only such clauses limit the keys."""
+    """Returns the clauses of a comparison of integers, or of its negation; None if they are too many or limit no keys."""
     if sum(x.op in (Ops.WHERE, Ops.MAX) for x in u.toposort()) > MOST_CHOICES: return None
     x, y = (self.sum(v) for v in u.src)
     at_most, at_least = _plus(x, y, -1), _plus(y, x, -1)
@@ -147,14 +137,14 @@ class Reader:
     if u.op is Ops.CMPLT: found = self.not_positive(less if holds else at_least)
     elif holds is (u.op is Ops.CMPEQ): found = _all(self.not_positive(at_most), self.not_positive(at_least))
     else: found = self._either(self.not_positive(less), self.not_positive(more))
+    # Only a clause of edges alone limits the keys.
     told = found is not None and (not found or any(all(isinstance(a, Edge) for a in clause) for clause in found))
     return found if told else None
 
   # *** integers ***
 
   def sum(self, u:UOp) -> TermSum:
-    """Writes an integer expression as a sum of terms. Returns each term with the integer factor of the term: 3*i - j + 5 gives {i: 3, j: -1, ONE: 5}.
-    ONE stands for the constant 1."""
+    """Writes an integer expression as a sum of terms with integer factors: 3*i - j + 5 gives {i: 3, j: -1, ONE: 5}."""
     if u not in self.sums: self.sums[u] = self._sum(u)
     return self.sums[u]
   def _sum(self, u:UOp) -> TermSum:
@@ -174,8 +164,8 @@ class Reader:
       case Ops.FLOORMOD if n is not None and n > 0: return _plus(self.sum(x), {x//n: 1}, -n)
     return {u: 1}
   def not_positive(self, x:TermSum) -> Clauses|None:
-    """Returns clauses that all hold exactly where the sum `x` is at most 0. A clause is a list of conditions, of which one must hold. Returns None if
-    there would be more than MOST_CLAUSES clauses. All comparisons of integers are written in this form: a <= b is a - b <= 0."""
+    """Returns clauses that all hold exactly where the sum `x` is at most 0; None if they would be too many."""
+    # All comparisons of integers are written in this form: a <= b is a - b <= 0.
     terms, plus = _terms(x), x.get(ONE, 0)
     if not terms: return ALWAYS if plus <= 0 else NEVER
     for u, n in terms:
@@ -192,9 +182,9 @@ class Reader:
     if (edge := self._edge(terms, plus)) is None: return ((functools.reduce(UOp.__add__, [u*n for u, n in terms]) <= -plus,),)
     return ((edge,),) if edge.known is None else ALWAYS if edge.known else NEVER
   def _edge(self, terms:list[tuple[UOp, int]], plus:int) -> Edge|None:
-    """Returns the edge (a limit such as j <= i) that holds exactly where a sum is at most 0. The sum has the `terms`, each with an integer factor,
-    and the constant `plus`. The sum must have the form f(i) + g(j) with the positions i of the query and j of the key. Returns None for a sum of
-    another form, for a limit that decreases from one query to the next, and for an edge with numbers that are too large for int32."""
+    """Returns the edge that holds exactly where the sum of `terms` and the constant `plus` is at most 0, or None."""
+    # The sum must have the form f(i) + g(j) with the positions i of the query and j of the key. A limit must not decrease from one query to the next,
+    # and the numbers of the edge must fit int32.
     found: dict[UOp, tuple[int, Steps]] = {}
     for u, n in terms:
       if (chain := self._chain(u)) is None or chain[0] in found: return None
@@ -205,8 +195,8 @@ class Reader:
     else: return None
     return edge if edge.known is not None or edge.fits else None
   def _chain(self, u:UOp) -> tuple[UOp, int, Steps]|None:
-    """Writes a term of a sum as sign * f(symbol). The symbol is the position of the query or of the key, and f is made of steps x -> (x*times +
-    plus)//over. Returns (symbol, sign, steps), or None if the term has another form."""
+    """Writes a term as sign * f(symbol), where the symbol is the position of the query or the key; returns (symbol, sign, steps of f), or None."""
+    # f is made of steps x -> (x*times + plus)//over.
     if u is QUERY or u is KEY: return u, 1, ()
     if (divided := _division(u)) is None: return None
     x, over = self.sum(divided[0]), divided[1]

@@ -1,20 +1,5 @@
-"""Differentiates a traced function (an expression of UOps) by one of its inputs: the score, or an element of a tensor. This input is called the
-variable.
-
-Differentiation goes forward, from the variable to the function's value. Each operation gets a slope: the derivative of the operation's result by the
-variable. The rules are tinygrad's: at a tie of MAX both sides count half, and integers, comparisons and truncation have the derivative 0. Three
-things differ from tinygrad's differentiation, which multiplies slopes from the function's value back to the variable:
-
-- The slope of a WHERE is selected from the slopes of both branches. tinygrad multiplies the slope of the branch that is not taken by 0, which gives
-NaN if this slope is infinite.
-- A factor of exactly 0 times a slope is 0, even if the slope is infinite. So 1/(1 + x^4) has the slope 0 where x^4 overflows, and sqrt(x^2) has the
-slope 0 at 0. An added WHERE selects 0 or the product, which costs two instructions. Where the slope cannot be infinite, no WHERE is added.
-- The slope of r = 1/(1 + 2^y), which is inside tanh and sigmoid, is computed as (r - r^2)*-ln(2)*dy. This form is finite even where 2^y overflows.
-
-A slope that float32 cannot hold, such as the slope of 1/x at 1e-30, is infinite, and the difference of two such slopes is NaN.
-
-Where a WHERE makes the score -inf, the weight of the key is 0 and so is every gradient, whatever the derivative is. So the slope of the branch that
-is not -inf is taken there. A mask written as `visible.where(score, -inf)` therefore has the derivative 1."""
+"""Derivative of a traced function (an expression of UOps) by one of its inputs, the variable: the score, or an element of a tensor. Begin with
+`derivative`."""
 from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
@@ -24,12 +9,24 @@ from attn.functions.symbols import SCORE, elements_of
 from attn.tinygrad_compat import Ops, UOp, committed, dtypes
 from attn.values import LN2, LOG2E
 
+# Differentiation goes forward, from the variable to the function's value. Each operation gets a slope: the derivative of the operation's result by
+# the variable. The rules are tinygrad's: at a tie of MAX both sides count half, and integers, comparisons and truncation have the derivative 0. Three
+# things differ from tinygrad's differentiation, which multiplies slopes from the function's value back to the variable:
+# - The slope of a WHERE is selected from the slopes of both branches. tinygrad multiplies the slope of the branch that is not taken by 0, which gives
+# NaN if this slope is infinite.
+# - A factor of exactly 0 times a slope is 0, even if the slope is infinite. So 1/(1 + x^4) has the slope 0 where x^4 overflows, and sqrt(x^2) has the
+# slope 0 at 0. An added WHERE selects 0 or the product, which costs two instructions. Where the slope cannot be infinite, no WHERE is added.
+# - The slope of r = 1/(1 + 2^y), which is inside tanh and sigmoid, is computed as (r - r^2)*-ln(2)*dy. This form is finite even where 2^y overflows.
+# A slope that float32 cannot hold, such as the slope of 1/x at 1e-30, is infinite, and the difference of two such slopes is NaN. Where a WHERE makes
+# the score -inf, the weight of the key is 0 and so is every gradient, whatever the derivative is. So the slope of the branch that is not -inf is
+# taken there. A mask written as `visible.where(score, -inf)` therefore has the derivative 1.
+
 _ZERO, _ONE = UOp.const(0.0), UOp.const(1.0)     # Python numbers: constants are rounded to float32 once, at the end
 
 class Slope(NamedTuple):
-  """Derivative of an operation in a score_mod, by the score or by an element of a tensor. `value` is the expression of the derivative. `steep` says
-  that the derivative may be infinite although the operation's value is finite and no intermediate result overflows. The derivative of a square root
-  is steep: at 0 the derivative is infinite."""
+  """Derivative of an operation in a score_mod, by the score or by an element of a tensor."""
+  # `steep`: the derivative may be infinite although the operation's value is finite and no intermediate result overflows. An example is a square
+  # root, whose derivative at 0 is infinite.
   value: UOp
   steep: bool
 
@@ -44,7 +41,7 @@ def _as_float32(u:UOp) -> UOp:
   return u if u.dtype in (dtypes.float, dtypes.weakfloat) else u.cast(dtypes.float)
 
 def _product(factor:UOp, slope:UOp, guarded:bool) -> UOp:
-  """Returns factor*slope. If `guarded`, the product is 0 where the factor is 0, even if the slope is infinite."""
+  """Returns factor*slope; if `guarded`, the product is 0 where the factor is 0, even if the slope is infinite."""
   if slope is _ONE: return factor
   return factor.ne(0).where(factor*slope, _ZERO) if guarded else factor*slope
 
@@ -55,8 +52,8 @@ def _exponent_of_sigmoid(u:UOp) -> UOp|None:
   return power.src[0] if one.op is Ops.CONST and one.val == 1 and power.op is Ops.EXP2 else None
 
 def _limit_of_operand(u:UOp) -> float:
-  """Returns an upper limit for the absolute value of an operand: infinity for the score, which may be -inf; 2^120 (_LARGEST) for an element of a
-  tensor of floats; tinygrad's bound for a constant or an int expression."""
+  """Returns an upper limit for the absolute value of an operand of an expression."""
+  # The score may be -inf.
   if u is SCORE: return math.inf
   return _LARGEST if u.op is Ops.INDEX and dtypes.is_float(u.dtype) else max(abs(u.vmin), abs(u.vmax))
 
@@ -74,7 +71,7 @@ def _limit(value:UOp) -> float:
   return found[value] if value in found else _limit_of_operand(value)
 
 def may_be_infinite(value:UOp) -> bool:
-  """Returns whether an expression may be infinite in float32. The result is True for the score, because a score may be -inf."""
+  """Returns whether an expression may be infinite in float32, as the score may, which may be -inf."""
   return not _limit(value.simplify()) < _OVERFLOW
 
 # ***** a rule for each operation *****
@@ -106,7 +103,7 @@ def _of_sin(u:UOp, at:Slopes) -> UOp: return _product((math.pi/2 - _as_float32(u
 def _of_sqrt(u:UOp, at:Slopes) -> UOp: return _product(at[u.src[0]].value, _as_float32(u).reciprocal()*0.5, True)
 
 def _is_flat_at_zero(u:UOp) -> bool:
-  """Returns whether the power `u` has a finite derivative by its base where the base is 0: whether the exponent is a constant of at least 1."""
+  """Returns whether the power `u` has a finite derivative by its base where the base is 0."""
   return u.src[1].op is Ops.CONST and u.src[1].val >= 1
 
 def _of_pow(u:UOp, at:Slopes) -> UOp:
@@ -136,14 +133,13 @@ _REASONS = {Ops.BITCAST: "the bits of a number (BITCAST)"}     # other operation
 # ***** the pass *****
 
 def _has_slope_zero(u:UOp) -> bool:
-  """Returns whether an operation has the derivative 0 with respect to each of its operands. This holds for comparisons, truncations, and conversions
-  to int or bool. It also holds for a read of a tensor's element, because only the int indices count as operands here."""
+  """Returns whether an operation, such as a comparison, has the derivative 0 by each of its operands."""
+  # The operands of a read of a tensor's element are only the int indices.
   if u.op is Ops.CAST: return u.dtype == dtypes.bool or (dtypes.is_float(u.src[0].dtype) and not dtypes.is_float(u.dtype))
   return u.op in (Ops.CMPLT, Ops.CMPNE, Ops.CMPEQ, Ops.TRUNC, Ops.INDEX)
 
 def _shown_part(value:UOp) -> UOp:
-  """Returns the function `value` without its masks: each WHERE (a choice between two values by a condition) with -inf as one value is replaced by the
-  WHERE's other value. The result equals the function wherever the function does not choose such a -inf."""
+  """Returns the function `value` without its masks: each WHERE with -inf as one value becomes its other value."""
   made = dict[UOp, UOp]()
   for u in value.toposort(lambda u: u.op in (Ops.WHERE, Ops.ADD)):
     src = tuple(made.get(x, x) for x in u.src)
@@ -152,15 +148,14 @@ def _shown_part(value:UOp) -> UOp:
   return made.get(value, value)
 
 def tidied(u:UOp) -> UOp:
-  """Simplifies an expression and casts the result to float32. Elements of tensors stay as they are, so that a kernel recognises the elements that the
-  kernel has already read."""
+  """Simplifies an expression and casts it to float32."""
+  # Elements of tensors stay as they are, so that a kernel recognises the elements that it has already read.
   instead = {x: UOp.variable(f"element{n}", x.dtype.min, x.dtype.max, x.dtype, param=True) for n, x in enumerate(elements_of(u))}
   return committed(u.substitute(instead).simplify().cast(dtypes.float)).substitute({y: x for x, y in instead.items()})
 
 @lru_cache(256)
 def derivative_or_reason(value:UOp, of:UOp) -> UOp|str:
-  """Returns the derivative of the function `value` by `of`, the score or an element of a tensor. If an operation of the function has no derivative,
-  returns the operation's name as a text."""
+  """Returns the derivative of the function `value` by `of`, or the name of an operation that has none."""
   shown, at = _shown_part(value), {of: Slope(_ONE, False)}
   for u in shown.toposort(lambda u: not _has_slope_zero(u)):
     moving = [at[x] for x in u.src if x in at]
@@ -171,20 +166,18 @@ def derivative_or_reason(value:UOp, of:UOp) -> UOp|str:
   return tidied(_slope(shown, at))
 
 def derivative(value:UOp, of:UOp) -> UOp:
-  """Returns the derivative of `value`, the UOp that a score_mod returned, as a float32 scalar UOp. `of` is the variable: the symbol SCORE, or an
-  element of a tensor of floats. Raises NotImplementedError if the function has no derivative."""
+  """Returns the derivative of a score_mod's result by the score or an element of a tensor, as a float32 UOp; raises NotImplementedError without
+  one."""
   found = derivative_or_reason(value, of)
   if isinstance(found, str): raise NotImplementedError(f"{found} has no derivative")
   return found
 
 def why_no_derivative(value:UOp, of:UOp) -> str|None:
-  """Returns the name of the operation because of which the function `value` has no derivative by `of`, the score or an element of a tensor. Returns
-  None if the function has a derivative."""
+  """Returns the name of the operation because of which the function `value` has no derivative by `of`; None if it has one."""
   found = derivative_or_reason(value, of)
   return found if isinstance(found, str) else None
 
 def is_additive(value:UOp, to:UOp=SCORE) -> bool:
-  """Returns whether the function `value` only adds a number to `to`, the score or an element of a tensor, so that the derivative of the function by
-  `to` is 1."""
+  """Returns whether the function `value` only adds a number to `to`, so that its derivative by `to` is 1."""
   found = derivative_or_reason(value, to)
   return isinstance(found, UOp) and found.op is Ops.CONST and found.val == 1

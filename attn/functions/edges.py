@@ -1,9 +1,5 @@
-"""Edges: limits that a mask sets by the position i of a query and the position j of a key. A mask made of edges shows each query an interval of keys,
-and each key to an interval of queries.
-
-An edge shows the pairs with `j <= F(i)`, or the pairs with `j >= F(i)`. F never decreases: F consists of multiplications and floor divisions by
-positive constants, and of additions of constants. So an edge can also be written as a limit of the query, with a function G of the same kind: `j <=
-F(i)` holds exactly if `i >= G(j)`. Causal masks, windows, prefixes and chunks have such edges."""
+"""Edges: limits that a mask sets by the position i of a query and the position j of a key, such as the causal j <= i. A mask made of edges shows each
+query an interval of keys, and each key to an interval of queries."""
 from __future__ import annotations
 import functools, math
 from dataclasses import dataclass
@@ -12,11 +8,16 @@ from typing import Any, NamedTuple
 from attn.functions.symbols import FAR, KEY, QUERY
 from attn.tinygrad_compat import UOp
 
+# An edge shows the pairs with `j <= F(i)`, or the pairs with `j >= F(i)`. F never decreases: F consists of multiplications and floor divisions by
+# positive constants, and of additions of constants. So an edge can also be written as a limit of the query, with a function G of the same kind: `j <=
+# F(i)` holds exactly if `i >= G(j)`. Causal masks, windows, prefixes and chunks have such edges.
+
 MOST_INSIDE = 2**30     # no number in the computation of an edge is farther from 0, so that the offset of a problem can be added in int32
 
 class FloorStep(NamedTuple):
-  """Function of x: (times*x + plus)//over. Neither `times` nor `over` is negative. If `over` is 0, the result is infinite, with the sign of times*x +
-  plus, where 0 counts as positive. For example, a mask that shows keys only to queries i >= 3 is the edge `j <= (i - 3)//0`."""
+  """Function of x: (times*x + plus)//over, with `times` and `over` not negative."""
+  # If `over` is 0, the result is infinite, with the sign of times*x + plus, where 0 counts as positive. For example, a mask that shows keys only to
+  # queries i >= 3 is the edge `j <= (i - 3)//0`.
   times: int
   plus: int
   over: int
@@ -24,12 +25,12 @@ class FloorStep(NamedTuple):
 Steps = tuple[FloorStep, ...]     # functions applied one after another
 
 def then(steps:Steps, step:FloorStep) -> Steps:
-  """Returns the steps of a function that applies `steps`, one after another, and then `step`. The last two steps become one step if one step can do
-  the same as both."""
+  """Returns the steps of the function that applies `steps`, one after another, and then `step`."""
   common = math.gcd(step.times, step.over)
   step = FloorStep(step.times//common, step.plus//common, step.over//common)
   if step == (1, 0, 1): return steps
   if not steps: return (step,)
+  # The last two steps become one step if one step can do the same as both.
   last = steps[-1]
   if last.over == 1: return then(steps[:-1], FloorStep(last.times*step.times, last.plus*step.times + step.plus, step.over))
   if step.times == 1: return then(steps[:-1], FloorStep(last.times, last.plus + step.plus*last.over, last.over*step.over))
@@ -38,13 +39,11 @@ def then(steps:Steps, step:FloorStep) -> Steps:
 def followed(steps:Steps, more:Steps) -> Steps: return functools.reduce(then, more, steps)
 
 def last_below(steps:Steps) -> Steps:
-  """Returns the inverse function G of a function F for upper limits: F(x) <= y exactly if x <= G(y). `steps` are the functions that make up F,
-  applied one after another."""
+  """Returns the steps of G such that F(x) <= y exactly if x <= G(y), for the function F of `steps`."""
   return followed((), tuple(FloorStep(x.over, x.over - 1 - x.plus, x.times) for x in reversed(steps)))
 
 def first_above(steps:Steps) -> Steps:
-  """Returns the inverse function G of a function F for lower limits: F(x) >= y exactly if x >= G(y). `steps` are the functions that make up F,
-  applied one after another."""
+  """Returns the steps of G such that F(x) >= y exactly if x >= G(y), for the function F of `steps`."""
   return followed((), tuple(FloorStep(x.over, x.times - 1 - x.plus, x.times) for x in reversed(steps)))
 
 def larger(x:Any, y:Any) -> Any:
@@ -68,13 +67,12 @@ def _applied(step:FloorStep, x:Any) -> Any:
   return x//over if over > 1 else x
 
 def applied(steps:Steps, x:Any) -> Any:
-  """Computes f(x), where x is a number, a UOp or a Tensor. `steps` are the functions that make up f, applied one after another. FAR stands for
-  infinity in the result. If f is constant, the result is an int."""
+  """Applies the function of `steps` to a number, a UOp or a Tensor; FAR in the result stands for infinity."""
+  # If the function is constant, the result is an int.
   return functools.reduce(lambda y, step: _applied(step, y), steps, x)
 
 def exact_range(steps:Steps) -> tuple[int, int]:
-  """Returns the first and the last x for which f(x) can be computed without numbers outside -2^30..2^30 (MOST_INSIDE). `steps` are the functions that
-  make up f, applied one after another."""
+  """Returns the first and the last x at which the function of `steps` needs no number outside -2^30..2^30 (MOST_INSIDE)."""
   first, last = -MOST_INSIDE, MOST_INSIDE
   for times, plus, over in reversed(steps):
     if times == 0 or over == 0: first, last = -MOST_INSIDE, MOST_INSIDE
@@ -82,23 +80,20 @@ def exact_range(steps:Steps) -> tuple[int, int]:
   return first, last
 
 def fits(steps:Steps) -> bool:
-  """Returns whether a mask stays the same if x is clamped to the range of `exact_range` before f(x) is computed. `steps` are the functions that make
-  up f. Positions of queries and keys lie between -FAR and FAR. So the mask stays the same if first or f(first) is at most -FAR, and last or f(last)
-  is at least FAR, where first and last are the ends of the range."""
+  """Returns whether a mask stays the same if x is clamped to `exact_range` before the function of `steps` is computed."""
   first, last = exact_range(steps)
+  # Positions lie between -FAR and FAR. So the mask stays the same if first or f(first) is at most -FAR, and last or f(last) is at least FAR.
   return (first <= -FAR or applied(steps, first) <= -FAR) and (last >= FAR or applied(steps, last) >= FAR)
 
 def clamped(steps:Steps, x:Any) -> Any:
-  """Computes a function of x in int32 without overflow: x is first clamped to the function's `exact_range`. `steps` are the functions that make up
-  this function, applied one after another."""
+  """Computes the function of `steps` at x in int32 without overflow: x is first clamped to `exact_range`."""
   first, last = exact_range(steps)
   if first > -FAR: x = larger(x, first)
   if last < FAR: x = smaller(x, last)
   return applied(steps, x)
 
 def _band(steps:Steps) -> tuple[Fraction, Fraction, Fraction]|None:
-  """Finds two parallel lines between which a function F lies. `steps` are the functions that make up F, applied one after another. Returns the slope
-  of the lines, and the smallest and the largest value that F(x) - slope*x can have. Returns None if F is infinite."""
+  """Returns (slope, least, most) such that F(x) - slope*x lies between least and most, for the function F of `steps`; None if F is infinite."""
   slope, least, most = Fraction(1), Fraction(0), Fraction(0)
   for times, plus, over in steps:
     if over == 0: return None
@@ -106,7 +101,7 @@ def _band(steps:Steps) -> tuple[Fraction, Fraction, Fraction]|None:
   return slope, least, most
 
 def never_above(f:Steps, g:Steps) -> bool:
-  """Returns whether F(x) <= G(x) is certain for each x. `f` are the functions that make up F, applied one after another. `g` likewise make up G."""
+  """Returns whether F(x) <= G(x) is certain for each x, for the functions F of `f` and G of `g`."""
   (*start, x), (*other_start, y) = f or (FloorStep(1, 0, 1),), g or (FloorStep(1, 0, 1),)
   if start == other_start and (x.times, x.over) == (y.times, y.over): return x.plus <= y.plus
   one, two = _band(f), _band(g)
@@ -114,15 +109,13 @@ def never_above(f:Steps, g:Steps) -> bool:
 
 @dataclass(frozen=True, order=True)
 class Edge:
-  """Condition on the position i of a query and the position j of a key: `j <= F(i)` if `upper`, otherwise `j >= F(i)`. `steps` are the functions that
-  make up F, applied one after another."""
+  """Condition on the position i of a query and the position j of a key: `j <= F(i)` if `upper`, otherwise `j >= F(i)`."""
   upper: bool
-  steps: Steps
+  steps: Steps  # functions that make up F, applied one after another
 
   @functools.cached_property
   def inverse(self) -> Steps:
-    """Steps of the function G by which the edge is a limit of the query. If `upper`, `j <= F(i)` holds exactly if `i >= G(j)`. Otherwise `j >= F(i)`
-    holds exactly if `i <= G(j)`."""
+    """Steps of the function G for which the condition is `i >= G(j)` if `upper`, otherwise `i <= G(j)`."""
     return first_above(self.steps) if self.upper else last_below(self.steps)
   def key(self, i:Any) -> Any:
     """Returns the last key (or, unless `upper`, the first key) that the query at position i sees."""
@@ -132,7 +125,7 @@ class Edge:
     return clamped(self.inverse, j)
   @property
   def known(self) -> bool|None:
-    """True if every pair of a query and a key fulfils the edge's condition, False if no pair does, otherwise None."""
+    """True if every pair of a query and a key fulfils the condition, False if no pair does, otherwise None."""
     least, most = applied(self.steps, -FAR), applied(self.steps, FAR)
     if self.upper: return True if least >= FAR else False if most < 0 else None
     return True if most <= 0 else False if least > FAR else None
@@ -141,13 +134,12 @@ class Edge:
   @property
   def negated(self) -> Edge: return Edge(not self.upper, then(self.steps, FloorStep(1, 1 if self.upper else -1, 1)))
   def implies(self, other:Edge) -> bool:
-    """Returns True if every pair of a query i and a key j that fulfils the inequality of this edge, `j <= F(i)` or `j >= F(i)`, is certain to fulfil
-    the inequality of the edge `other`. False means no, or not known."""
+    """Returns whether every pair of a query and a key that fulfils this condition is certain to fulfil the condition of `other`."""
     if self.upper != other.upper: return False
     return never_above(self.steps, other.steps) if self.upper else never_above(other.steps, self.steps)
   @property
   def condition(self) -> UOp:
-    """The edge's condition, such as j <= i, as a UOp. The UOps QUERY and KEY stand for the positions i and j."""
+    """The condition, such as j <= i, as a UOp of the symbols QUERY and KEY."""
     if any(step.over == 0 for step in self.steps): x, y = (self.query(KEY), QUERY) if self.upper else (QUERY, self.query(KEY))
     else: x, y = (KEY, self.key(QUERY)) if self.upper else (self.key(QUERY), KEY)
     return x <= y

@@ -1,13 +1,13 @@
-"""Reads the indices by which a caller's function reads an element of a tensor. Kernels support, along each axis of the tensor, a constant, or one of
-b, h, i, j and i - j (batch, head, query, key, distance) with either sign and with a constant added."""
+"""The indices by which a caller's function reads an element of a tensor: along each axis a constant, or b, h, i, j or i - j (batch, head, query, key,
+distance) with either sign and with a constant added."""
 from __future__ import annotations
 from typing import NamedTuple
 from attn.functions.symbols import BATCH, KEY, QUERY, QUERY_HEAD, depends, elements_of, indices_of
 from attn.tinygrad_compat import Ops, UOp, dtypes
 
 class Along(NamedTuple):
-  """Index along one axis of a tensor: `sign*what + plus`. `what` is the name "b", "h", "i", "j" or "i - j", or None for a constant index."""
-  what: str|None
+  """Index along one axis of a tensor: `sign*what + plus`."""
+  what: str|None  # "b", "h", "i", "j" or "i - j"; None: a constant index
   sign: int
   plus: int
 
@@ -17,8 +17,7 @@ _COUNTED: dict[tuple[int|None, ...], tuple[str|None, int]] = {(0, 0, 0, 0): (Non
     ("b", (1, 0, 0, 0)), ("h", (0, 1, 0, 0)), ("i", (0, 0, 1, 0)), ("j", (0, 0, 0, 1)), ("i - j", (0, 0, 1, -1)))}
 
 def linear_in(u:UOp, symbol:UOp) -> int|None:
-  """Returns the factor of `symbol` in the int expression `u`, or 0 if the expression does not depend on the symbol. Returns None if the expression is
-  not linear in the symbol."""
+  """Returns the factor of `symbol` in the int expression `u` (0 without it), or None if `u` is not linear in it."""
   if u is symbol: return 1
   if not depends(u, symbol): return 0
   if u.op is Ops.ADD:
@@ -37,9 +36,9 @@ def _along(index:UOp) -> Along|None:
   return Along(what, sign, int(plus.val)) if plus.op is Ops.CONST else None
 
 def simple_index(element:UOp) -> tuple[Along, ...]|None:
-  """Returns the index of an element along each axis of the element's tensor. Each index must be a constant, or one of b, h, i, j and i - j with
-  either sign and with a constant added. Returns None for another index, or if one of b, h, i and j occurs in the indices of two axes."""
+  """Returns the index of an element along each axis of its tensor; None if kernels do not support one of them."""
   found = [_along(index) for index in indices_of(element)]
   known = tuple(x for x in found if x is not None)
+  # None of b, h, i and j may occur in the indices of two axes.
   counted = [symbol for x in known if x.what is not None for symbol in x.what.split(" - ")]
   return known if len(known) == len(found) and len({*counted}) == len(counted) else None

@@ -1,16 +1,16 @@
-"""Computes spans: the lowest and the highest value that a caller's mask_mod can have on a tile of queries and keys.
-
-A one-sided expression of a mask is an expression that depends on the query or on the key, but not on both. For example the mask `i//64 == tokens[j]`
-has two one-sided expressions: i//64, with a value for each row of a tile, and tokens[j], with a value for each column. A kernel finds the extremes
-(the lowest and the highest value) of each one-sided expression over the rows or the columns of a tile. From these extremes follow the extremes of the
-comparison that joins query and key: if the highest i//64 is below the lowest token, the comparison is false on the whole tile. If both extremes of a
-mask are equal, the mask hides all scores of the tile, or none."""
+"""Spans: the lowest and the highest value that a caller's mask_mod can have on a tile of queries and keys. If both are equal, the mask hides all
+scores of the tile, or none. Begin with `span_of`."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 from attn.functions.symbols import KEY, QUERY, depends, indices_of, is_element
 from attn.tinygrad_compat import Ops, UOp, dtypes
+
+# A one-sided expression of a mask is an expression that depends on the query or on the key, but not on both. For example the mask `i//64 ==
+# tokens[j]` has two one-sided expressions: i//64, with a value for each row of a tile, and tokens[j], with a value for each column. A kernel finds
+# the extremes (the lowest and the highest value) of each one-sided expression over the rows or the columns of a tile. From these extremes follow the
+# extremes of the comparison that joins query and key: if the highest i//64 is below the lowest token, the comparison is false on the whole tile.
 
 FALSE, TRUE = UOp.const(False, dtypes.bool), UOp.const(True, dtypes.bool)
 LEAST_INT, MOST_INT = -2**31, 2**31 - 1
@@ -20,17 +20,16 @@ ORDERED = {dtypes.int: dtypes.int, dtypes.short: dtypes.int, dtypes.ushort: dtyp
 FLOAT_OPS = (Ops.INDEX, Ops.CONST, Ops.CAST, Ops.WHERE, Ops.MAX)     # operations that do not round
 
 class Extremes(NamedTuple):
-  """Lowest and highest value of an expression on a tile of queries and keys, as UOps. A condition whose highest value is False is never true on the
-  tile. A condition whose lowest value is True is always true on the tile."""
+  """Lowest and highest value of an expression on a tile of queries and keys, as UOps."""
+  # A condition whose highest value is False is never true on the tile. A condition whose lowest value is True is always true on the tile.
   low: UOp
   high: UOp
 
 @dataclass(frozen=True)
 class MaskSpan:
-  """Limits of the values of an expression. `low` and `high` are UOps: the lowest and the highest value on one tile of queries and keys. `least` and
-  `most` are Python ints: limits of an int expression that hold on every tile of every problem. For a float or a condition, `least` and `most` are 0
-  and are not used."""
-  extremes: Extremes
+  """Limits of the values of an expression in a mask, on one tile and on all tiles."""
+  extremes: Extremes  # on one tile of queries and keys
+  # Limits of an int expression that hold on every tile of every problem. For a float or a condition they are 0 and not used.
   least: int = 0
   most: int = 0
   @property
@@ -48,17 +47,16 @@ def is_one_sided(u:UOp) -> bool:
   return not (depends(u, QUERY) and depends(u, KEY))
 
 class MaskSpans:
-  """Spans of the expressions in a mask_mod: the lowest and the highest value of each expression on a tile of queries and keys.
-
-  `extremes_of` is a function that returns the lowest and the highest value of an expression of the query alone or of the key alone: two bools for a
-  condition, two int32 for an int expression, two float32 for a float expression. The extremes of a float expression that is NaN somewhere on the tile
-  are -inf and inf. The span of a comparison with such an expression then includes the value that the comparison has for NaN."""
+  """Lowest and highest value of each expression in a mask_mod on a tile of queries and keys."""
+  # `extremes_of` returns the lowest and the highest value of an expression of the query alone or of the key alone: two bools for a condition, two
+  # int32 for an int expression, two float32 for a float expression. The extremes of a float expression that is NaN somewhere on the tile are -inf and
+  # inf. The span of a comparison with such an expression then includes the value that the comparison has for NaN.
   def __init__(self, extremes_of:Callable[[UOp], Extremes]) -> None:
     self.extremes_of, self.found = extremes_of, dict[UOp, MaskSpan|None]()
 
   def of(self, u:UOp) -> MaskSpan|None:
-    """Returns the span of an expression in a mask: the expression's lowest and highest value on a tile. Returns None if the span of an int or float
-    expression is not known. A condition always has a span."""
+    """Returns the lowest and the highest value of an expression in a mask; None if they are not known."""
+    # A condition always has a span.
     if u not in self.found:
       if is_one_sided(u): found = self._one_sided(u)
       else: found = self._condition(u) if u.dtype == dtypes.bool else self._integer(u)
@@ -102,8 +100,7 @@ class MaskSpans:
     return None
 
   def _integer(self, u:UOp) -> MaskSpan|None:
-    """Returns the span (the lowest and the highest value on a tile) of an int32 expression that depends on both query and key. Returns None for an
-    operation that this method does not know, or if a number in the expression may overflow."""
+    """Returns the span of an int32 expression that depends on both query and key; None if it is not known or may overflow."""
     if u.dtype != dtypes.int: return None
     if u.op is Ops.CAST and u.src[0].dtype == dtypes.bool:
       return MaskSpan(Extremes(*[n.cast(u.dtype) for n in self.condition(u.src[0]).extremes]), 0, 1)
@@ -123,8 +120,7 @@ class MaskSpans:
     return None
 
   def _chosen(self, u:UOp) -> MaskSpan|None:
-    """Returns the span (the lowest and the highest value on a tile) of a WHERE, which chooses one of two values by a condition. Returns None if the
-    span of either value is not known."""
+    """Returns the span of a WHERE, which chooses one of two values by a condition; None if the span of a value is not known."""
     c, yes, no = self.condition(u.src[0]), self.of(u.src[1]), self.of(u.src[2])
     if yes is None or no is None: return None
     if u.dtype == dtypes.bool: either = Extremes(yes.low & no.low, yes.high | no.high)
@@ -135,16 +131,17 @@ class MaskSpans:
 def _negated(x:MaskSpan) -> MaskSpan: return MaskSpan(Extremes(x.high.logical_not(), x.low.logical_not()))
 
 def _within_int(u:UOp) -> tuple[int, int]:
-  """Returns bounds of an integer expression that hold in every problem. If a number in the expression may overflow, the bounds are those of int32."""
+  """Returns bounds of an integer expression that hold in every problem."""
   inside = all(x.vmin >= LEAST_INT and x.vmax <= MOST_INT for x in u.toposort() if dtypes.is_int(x.dtype))
+  # If a number in the expression may overflow, the bounds are those of int32.
   return (int(u.vmin), int(u.vmax)) if inside else (LEAST_INT, MOST_INT)
 
 def _in_int(extremes:Extremes, least:int, most:int) -> MaskSpan|None:
   return MaskSpan(extremes, least, most) if least >= LEAST_INT and most <= MOST_INT else None
 
 def classes_of(mask:UOp) -> tuple[UOp, UOp]|None:
-  """Returns two expressions of a mask, one of the query and one of the key, if the mask shows the query a key where the two expressions are equal.
-  Such a mask divides queries and keys into classes, for example into documents. Returns None for any other mask."""
+  """Returns an expression of the query and one of the key, if the mask shows a key where both are equal; otherwise None."""
+  # Such a mask divides queries and keys into classes, for example into documents.
   negated = 0
   while mask.op is Ops.CMPNE and mask.src[1] is TRUE: mask, negated = mask.src[0], negated + 1
   if mask.op is not (Ops.CMPNE if negated % 2 else Ops.CMPEQ): return None
@@ -158,8 +155,8 @@ def is_row_of_numbers(u:UOp) -> bool:
   return last is KEY and not any(depends(x, KEY) for x in others)
 
 def one_sided_expressions(mask:UOp) -> list[UOp]:
-  """Returns the expressions in a mask that depend on the query alone or on the key alone, and whose lowest and highest values on a tile decide
-  whether the mask is constant on the tile. For `i//64 == tokens[j]` these expressions are i//64 and tokens[j]."""
+  """Returns the expressions of the query alone or of the key alone whose values on a tile decide whether the mask is constant there."""
+  # For `i//64 == tokens[j]` these expressions are i//64 and tokens[j].
   found = dict[UOp, None]()
   def taken(u:UOp) -> Extremes:
     found[u] = None
@@ -168,7 +165,6 @@ def one_sided_expressions(mask:UOp) -> list[UOp]:
   return list(found)
 
 def span_of(mask:UOp, extremes_of:Callable[[UOp], Extremes]) -> Extremes:
-  """Returns the lowest and the highest value of a mask on a tile of queries and keys. The lowest value says whether the mask leaves all scores of the
-  tile visible. The highest value says whether the mask may leave a score visible. `extremes_of` is a function that returns the lowest and the highest
-  value of an expression of the query alone or of the key alone."""
+  """Returns the lowest and the highest value of a mask on a tile: whether it shows all scores, and whether it shows some."""
+  # `extremes_of` returns the lowest and the highest value of an expression of the query alone or of the key alone.
   return MaskSpans(extremes_of).condition(mask).extremes

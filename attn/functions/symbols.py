@@ -1,12 +1,12 @@
 """Symbols: the UOps that stand for the arguments of a caller's score_mod or mask_mod while attn traces the function, that is, calls the function on
-UOps in place of numbers.
-
-A traced function is one scalar UOp, made of symbols, constants, arithmetic, and elements of tensors. An element of a tensor is a UOp that indexes the
-tensor's symbol by one int for each axis. Kernels and tensor operations replace the symbols by their own values."""
+UOps in place of numbers."""
 from __future__ import annotations
 import math
 from attn.tinygrad_compat import Ops, UOp, dtypes
 from attn.values import FLOATS, INTS
+
+# A traced function is one scalar UOp, made of symbols, constants, arithmetic, and elements of tensors. An element of a tensor is a UOp that indexes
+# the tensor's symbol by one int for each axis. Kernels and tensor operations replace the symbols by their own values.
 
 FAR = 2**28     # no position of a query or key is farther from 0 than this (attn.problem.MOST_ROWS)
 
@@ -20,8 +20,7 @@ QUERY, KEY = _number("i", -FAR), _number("j")                                   
 SYMBOLS = (SCORE, BATCH, QUERY_HEAD, QUERY, KEY)
 
 def tensor_symbol(number:int, shape:tuple[int, ...], dtype:str) -> UOp:
-  """Makes the UOp that stands for a tensor in a score_mod or mask_mod. `number` is the index of the tensor in `mod_tensors`, an argument of the call
-  to attention. `dtype` is the name of the tensor's dtype, such as "float32"."""
+  """Makes the UOp that stands for the tensor `number` of mod_tensors in a score_mod or mask_mod."""
   return UOp.placeholder(shape, FUNCTION_TENSOR_DTYPES[dtype], slot=number)
 
 def is_element(u:UOp) -> bool:
@@ -33,17 +32,17 @@ def tensor_of(element:UOp) -> UOp:
   return element.src[0]
 
 def indices_of(element:UOp) -> tuple[UOp, ...]:
-  """Returns the index of an element along each axis of the element's tensor."""
+  """Returns the index of an element along each axis of its tensor."""
   return element.src[1:]
 
 def number_of_tensor(element:UOp) -> int:
-  """Returns the index of the tensor to which an element belongs, counted in `mod_tensors`, the tensors that the caller's function reads."""
+  """Returns the index in mod_tensors of the tensor to which an element belongs."""
   base = tensor_of(element)
   while base.op is Ops.RESHAPE: base = base.src[0]
   return int(base.arg.slot)
 
 def elements_of(value:UOp) -> list[UOp]:
-  """Returns the elements of tensors that the function `value` reads. An element that is an index of another element comes before that element."""
+  """Returns the elements of tensors that the function `value` reads, an element that is an index of another one before that one."""
   return [u for u in value.toposort() if is_element(u)]
 
 def depends(value:UOp, *symbols:UOp) -> bool:

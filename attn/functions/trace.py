@@ -1,5 +1,5 @@
 """Traces a caller's score_mod or mask_mod: calls the Python function on UOps in place of numbers, and checks that a kernel can compute the UOp that
-the function returns."""
+the function returns. Begin with `trace`."""
 from __future__ import annotations
 import inspect, math, sys
 from collections.abc import Callable, Hashable
@@ -16,16 +16,13 @@ MOST_TENSORS = 8      # most tensors in mod_tensors
 
 @dataclass(frozen=True)
 class Traced:
-  """A score_mod or mask_mod as a UOp. Two functions that compute the same are equal as `Traced`.
-
-    value: the scalar UOp that the function returned when attn called it on the UOps in attn/functions/symbols.py
-    told: name of the function, its file and its line, for error messages"""
-  value: UOp
-  told: str = field(default="", compare=False)
+  """A score_mod or mask_mod as a UOp; two functions that compute the same are equal."""
+  value: UOp  # what the function returned for the UOps in attn/functions/symbols.py
+  told: str = field(default="", compare=False)  # the function's name, file and line, for error messages
   @cached_property
   def huge(self) -> bool:
-    """Whether a score_mod may return finite numbers that are too large for fp32 once they are multiplied by log2(e). An example is the lowest number
-    of fp32, which callers use as a mask."""
+    """Whether a score_mod may return finite numbers that are too large for fp32 once they are multiplied by log2(e)."""
+    # An example is the lowest number of fp32, which callers use as a mask.
     return may_be_huge(self.value)
   def __repr__(self) -> str: return self.told
 
@@ -46,36 +43,30 @@ TensorKind = tuple[tuple[int, ...], str]     # shape and name of the dtype of a 
 TensorKinds = tuple[TensorKind, ...]
 
 def described(function:Callable[..., Any]) -> str:
-  """Returns the name of a function, with the function's file and first line, for error messages. For a callable without Python code, such as a
-  builtin, returns the callable's repr, cut off if long."""
+  """Returns a function's name, file and first line, for error messages."""
   code = getattr(inspect.unwrap(function), "__code__", None)
   return values.shown(function) if code is None else f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
 
 def trace(signature:FunctionForm, function:Any, tensors:TensorKinds) -> Traced|None:
-  """Calls a caller's function on UOps in place of numbers, and returns the UOp of the function's result. Returns None if the function changes
-  nothing: a score_mod that returns the score, a mask_mod that returns True.
-
-  `signature` says which arguments the function must take, and which dtype the result must have. `tensors` has the shape and dtype of each tensor that
-  the function reads. The function is called twice, and the two results must be equal. If a function with the same code and the same values in its
-  closure was traced before, the function is not called, and the result comes from a cache.
-
-  Raises ValueError if the function does not take these arguments, returns something other than a scalar UOp of the right dtype, or returns different
-  UOps in the two calls. Raises NotImplementedError, with the name of the operation, for a UOp that a kernel cannot compute."""
+  """Returns the UOp of the result of a caller's function, or None if the function changes nothing."""
+  # A score_mod changes nothing if it returns the score, a mask_mod if it returns True. Raises ValueError if the function does not take the arguments
+  # that `signature` names, returns something other than a scalar UOp of the right dtype, or returns different UOps in two calls. Raises
+  # NotImplementedError, with the name of the operation, for a UOp that a kernel cannot compute.
   if not callable(function): raise values.wrong(signature.name, function, f"a function {signature.form}")
   key = identity(function)
+  # If a function with the same code and the same values in its closure was traced before, the function is not called, and the result comes from a
+  # cache.
   found = call_twice(signature, function, tensors) if key is None else traced_or_cached(key, signature, Held(function), tensors)
   return None if found.value in (SCORE, UOp.const(True, dtypes.bool)) else found
 
 @dataclass(frozen=True)
 class Held:
-  """Wrapper around a caller's function, for an argument that an `lru_cache` must ignore. All wrappers are equal and have the same hash, so the cache
-  looks a result up by the other arguments alone."""
+  """Wrapper around a caller's function, for an argument that an `lru_cache` must ignore: all wrappers are equal."""
   function: Callable[..., Any] = field(compare=False)
 
 @lru_cache(256)
 def traced_or_cached(key:Hashable, signature:FunctionForm, held:Held, tensors:TensorKinds) -> Traced:
-  """Traces the function in `held`, or returns an earlier result from the cache. `key` says what the function computes (see `identity`): functions
-  with equal keys share one result."""
+  """Traces the function in `held`, or returns the earlier result of a function with an equal `key` (see `identity`)."""
   return call_twice(signature, held.function, tensors)
 
 def call_twice(signature:FunctionForm, function:Callable[..., Any], tensors:TensorKinds) -> Traced:
@@ -87,13 +78,11 @@ def call_twice(signature:FunctionForm, function:Callable[..., Any], tensors:Tens
   return Traced(found, described(function))
 
 def tensor_argument(number:int, shape:tuple[int, ...], dtype:str) -> UOp:
-  """Returns the UOp that a caller's function gets as an argument for the tensor mod_tensors[number]. The UOp stands for the tensor, or, if the tensor
-  has no axes, for the tensor's only element."""
+  """Returns the UOp that a caller's function gets for the tensor mod_tensors[number]: the tensor, or its only element if it has no axes."""
   return tensor_symbol(number, shape, dtype) if shape else tensor_symbol(number, (1,), dtype)[0]
 
 def called(signature:FunctionForm, function:Callable[..., Any], arguments:tuple[UOp, ...]) -> Any:
-  """Calls a caller's function on UOps, and returns the function's result. Raises ValueError if the function does not take these arguments, or raises
-  an error."""
+  """Calls a caller's function on UOps, or raises ValueError if the function does not take them or raises an error."""
   try: inspect.signature(function).bind(*arguments)
   except (TypeError, ValueError) as e:
     raise ValueError(f"{signature.name}={described(function)} cannot be called with {len(arguments)} arguments, {signature.parameters} and "
@@ -111,8 +100,7 @@ REASONS = {Ops.BUFFER: NO_ARGUMENT, Ops.PARAM: NO_ARGUMENT, Ops.RANGE: "a loop",
            Ops.STORE: "a store", Ops.PAD: "a padded tensor"}
 
 def checked(signature:FunctionForm, function:Callable[..., Any], arguments:tuple[UOp, ...], x:Any) -> UOp:
-  """Checks that a kernel can compute the UOp `x` that a caller's function returned for the UOps `arguments`. Returns `x` without LOADs (reads from
-  memory). A tensor's element becomes tinygrad's UOp INDEX, without a LOAD around it."""
+  """Returns the result `x` of a caller's function without LOADs, after checks that a kernel can compute `x`."""
   what = f"{signature.name}={described(function)}"
   if not isinstance(x, UOp): raise ValueError(f"{what} returned {values.shown(x)}: must return a scalar UOp, {signature.form}")
   if x.op is Ops.CONST and signature.returns == dtypes.float and x.dtype == dtypes.weakfloat: x = UOp.const(x.val, dtypes.float)
@@ -129,6 +117,7 @@ def checked(signature:FunctionForm, function:Callable[..., Any], arguments:tuple
     if u.dtype in dtypes.fp8s: raise unable(what, f"the dtype {u.dtype.name}, which not every chip has")
     if u._shape != () or u.op is Ops.STACK: continue     # tensors, and their shapes
     if u in signature.symbols: made[u] = u
+    # A tensor's element becomes tinygrad's UOp INDEX, without a LOAD (a read from memory) around it.
     elif u.op is Ops.LOAD and u.src[0] in made: made[u] = made[u.src[0]]
     elif u.op is Ops.INDEX: made[u] = element(what, u, made)
     elif u.op in ALLOWED: made[u] = u.replace(src=tuple(made[s] for s in u.src)) if u.src else u
@@ -139,8 +128,9 @@ def unable(what:str, uses:str) -> NotImplementedError:
   return NotImplementedError(f"{what} uses {uses}: a function is computed for each score by itself, from scalars and elements of mod_tensors")
 
 def plainer(value:UOp) -> UOp:
-  """Rewrites absolute values as max(x, -x). (tinygrad writes x times the sign of x.) If an absolute value of an int is cast to fp32, x is cast first:
-  on fp32 numbers a GPU computes max(x, -x) in one instruction."""
+  """Rewrites absolute values as max(x, -x)."""
+  # tinygrad writes x times the sign of x. If an absolute value of an int is cast to fp32, x is cast first: on fp32 numbers a GPU computes max(x, -x)
+  # in one instruction.
   made = dict[UOp, UOp]()
   for u in value.toposort():
     new = u.replace(src=tuple(made[s] for s in u.src)) if u.src else u
@@ -157,9 +147,9 @@ def is_absolute(u:UOp) -> bool:
 def greater_of_signs(x:UOp) -> UOp: return committed(x.maximum(-x))
 
 def element(what:str, u:UOp, rewritten:dict[UOp, UOp]) -> UOp:
-  """Rewrites `u`, an element of a tensor or of a view of one, as a UOp that indexes the tensor itself. The UOp has an int32 index for each axis. If
-  the view was first permuted or sliced, and then reshaped, the UOp indexes the flattened tensor by a single index. `rewritten` maps UOps of the
-  caller's function to their new forms, as far as they are rewritten already. `what` names the function in error messages."""
+  """Rewrites an element of a tensor, or of a view of one, as the tensor itself with an int32 index for each axis."""
+  # If a view was first permuted or sliced, and then reshaped, the result has one index into the flattened tensor. `rewritten` maps UOps of the
+  # caller's function to their new forms. `what` names the function in error messages.
   u = unmoved(u)
   plain = u.src[0].op is Ops.PARAM or (u.src[0].op is Ops.RESHAPE and u.src[0].src[0].op is Ops.PARAM)
   if not plain or len(u.src) - 1 != len(u.src[0].shape):
@@ -179,8 +169,8 @@ def element(what:str, u:UOp, rewritten:dict[UOp, UOp]) -> UOp:
   return tensor.index(*indices)
 
 def unmoved(u:UOp) -> UOp:
-  """Rewrites an element of a view of a tensor as an element of the tensor itself. The view may be indexed in steps (t[x][y]), permuted, sliced,
-  flipped or expanded."""
+  """Rewrites an element of a view of a tensor as an element of the tensor itself."""
+  # The view may be indexed in steps (t[x][y]), permuted, sliced, flipped or expanded.
   while True:
     x, indices = u.src[0], u.src[1:]
     if x.op is not Ops.INDEX and len(indices) != len(x.shape): return u
@@ -194,8 +184,8 @@ def unmoved(u:UOp) -> UOp:
     u = x.src[0].index(*indices)
 
 def without_loads(u:UOp, rewritten:dict[UOp, UOp]) -> UOp:
-  """Removes LOADs (reads from memory) from `u`, an index of a tensor, which may be computed from elements of tensors. An element becomes tinygrad's
-  UOp INDEX, without a LOAD around it. `rewritten` maps UOps of the caller's function to their new forms, as far as they are rewritten already."""
+  """Removes LOADs (reads from memory) from an index of a tensor, which may be computed from elements of tensors."""
+  # `rewritten` maps UOps of the caller's function to their new forms, as far as they are rewritten already.
   return u.substitute({old: new for old, new in rewritten.items() if old is not new}) if u not in rewritten else rewritten[u]
 
 # ***** recognising a function *****
@@ -204,8 +194,9 @@ SIMPLE = (int, float, str, bytes, bool, type(None), DType, type(dtypes))
 BY_NAME = frozenset(("__dict__", "__import__", "eval", "exec", "getattr", "globals", "import_module", "vars"))     # these read what a text names
 
 def identity(function:Any) -> Hashable|None:
-  """Returns a key for what a Python function computes. The key is made of the function's code, and of the values that the code reads from closures,
-  defaults, globals and modules. Returns None if one of these values may change unnoticed, as an object, a class or a list may."""
+  """Returns a key for what a Python function computes, or None if something that it reads may change unnoticed."""
+  # The key is made of the function's code, and of the values that the code reads from closures, defaults, globals and modules. An object, a class or
+  # a list may change unnoticed.
   try: return of_value(function, (), ())
   except TypeError: return None
 
@@ -213,9 +204,9 @@ Names = tuple[str, ...]
 Holders = tuple[tuple[Any, Names], ...]     # functions and modules whose keys are being made, the outermost first, with the names that are read
 
 def of_value(x:Any, names:Names, within:Holders) -> Hashable:
-  """Returns a key for x, a value that the code of a function reads. `names` are the names of globals and attributes in this code. `within` are the
-  functions and modules through which x was reached, the outermost first. If x is one of them, as in a recursive function, its key is its index in
-  `within`. Raises TypeError if x may change unnoticed."""
+  """Returns a key for a value that the code of a function reads, or raises TypeError if the value may change unnoticed."""
+  # `names` are the names of globals and attributes in the code. `within` are the functions and modules through which x was reached, the outermost
+  # first. If x is one of them, as in a recursive function, its key is its index in `within`.
   if type(x) in SIMPLE: return type(x), repr(x) if isinstance(x, float) else x     # 1, 1.0 and True are equal, and -0.0 and 0.0
   if type(x) is tuple: return tuple(of_value(y, names, within) for y in x)     # a named tuple with other names may be equal
   if isinstance(x, UOp): return x
@@ -242,7 +233,7 @@ def of_function(function:FunctionType, within:Holders) -> Hashable:
   return function.__code__, closure, kept, others
 
 def is_filled(cell:Any) -> bool:
-  """Returns whether a variable of a closure has a value yet. `cell` is Python's cell of this variable."""
+  """Returns whether a variable of a closure, given as Python's cell, has a value yet."""
   try: return cell.cell_contents is not cell
   except ValueError: return False
 
@@ -256,9 +247,9 @@ def names_in(code:CodeType) -> Names:
 MODERATE = 2.0**64     # constants up to this cannot make a score too large for fp32 in base 2
 
 def may_be_huge(value:UOp) -> bool:
-  """Returns whether a score_mod may return finite numbers that overflow fp32 once they are multiplied by log2(e), such as the lowest fp32 number,
-  which callers use as a mask. Elements of float32 and bfloat16 tensors count as that large if the function adds them to a score, or returns them in
-  place of one. A factor of a score is assumed to be moderate."""
+  """Returns whether a score_mod may return finite numbers that overflow fp32 once they are multiplied by log2(e)."""
+  # An example is the lowest fp32 number, which callers use as a mask. Elements of float32 and bfloat16 tensors count as that large if the function
+  # adds them to a score, or returns them in place of one. A factor of a score is assumed to be moderate.
   parts = [u for u in value.toposort() if dtypes.is_float(u.dtype)]
   bounded = {x for u in parts if is_sigmoid(u) for x in (u, *u.src, *u.src[0].src)}
   chosen, seen = [value], set[UOp]()
@@ -284,12 +275,12 @@ def is_sigmoid(u:UOp) -> bool:
 # ***** the functions of a call *****
 
 def functions_of(score_mod:Any, mask_mod:Any, tensors:TensorKinds) -> dict[str, Any]:
-  """Traces the score_mod and the mask_mod of a call to attention; either may be None. `tensors` has the shape and dtype of each tensor in the call's
-  `mod_tensors`. Returns the values of Problem's fields score_mod, mask_mod and mask_bounds, by name; a function that changes nothing has no field."""
+  """Traces the score_mod and the mask_mod of a call, and returns the fields score_mod, mask_mod and mask_bounds of its Problem."""
   if tensors and score_mod is None and mask_mod is None: raise ValueError(f"mod_tensors has {len(tensors)} tensors: they need score_mod or mask_mod")
   for n, (shape, _) in enumerate(tensors):
     if 0 in shape: raise ValueError(f"mod_tensors[{n}] has shape {values.shown_shape(shape)}: must have at least one element")
   if len(tensors) > MOST_TENSORS: raise NotImplementedError(f"mod_tensors has {len(tensors)} tensors: at most {MOST_TENSORS} are supported")
+  # A function that changes nothing has no field.
   found: dict[str, Any] = {}
   if score_mod is not None: found["score_mod"] = trace(SCORE_FUNCTION, score_mod, tensors)
   if mask_mod is not None and (mask := trace(MASK_FUNCTION, mask_mod, tensors)) is not None and (bounds := mask_bounds(mask.value)) != NO_BOUNDS:

@@ -17,8 +17,8 @@ from attn.values import FLOATS
 
 @compound("rounded")
 def _rounded(c:Any, x:Value) -> Value:
-  """Returns the fp32 numbers x unchanged, but in a way that compilers cannot see through. Otherwise they could fuse the multiplication that makes x
-  and the addition that follows into a multiply-add, which would not round x."""
+  """Returns the fp32 numbers x unchanged, but in a way that compilers cannot see through."""
+  # Otherwise compilers could fuse the multiplication that makes x and the addition that follows into a multiply-add, which would not round x.
   n = c.length(x)
   bounded = c.let("bounded", c.max(x, c.splat(c.number(LOWEST), n)))
   def element(i:int) -> Value: return c.select(c.number(LOWEST) < c.element(x, i), c.element(bounded, i), c.element(x, i))
@@ -30,13 +30,13 @@ def _added(x:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
   return [ops.fma(b, at.unit.of_natural, y) for b, y in zip(_loaded(at), changed(x, unit, at.unit))]
 
 def _loaded(at:Fragment) -> list[UOp]:
-  """Loads the bias of each score and converts it to fp32. Beyond the end of the tensor the loaded bias is zero. For a score that a mask removes
-  later, the loaded bias may be any element of the tensor."""
+  """Loads the bias of each score that a lane holds, as fp32."""
   p, size, row, first = at.p, BYTES[at.p.bias_dtype], at.row, at.first
   shape = p.shapes["bias"][0]
   b, h, i, j = (math.prod(shape[d+1:]) if n > 1 else 0 for d, n in enumerate(shape))   # strides, 0 where the bias is broadcast
   (i, j), length = ((i, j), shape[3]) if at.over == "keys" else ((j, i), shape[2])     # strides of rows and of columns, number of columns
   start = first.batch*b + first.head*h + first.index*i + at.tile*(at.size*j)
+  # Beyond the end of the tensor the loaded bias is zero. For a score that a mask removes later, it may be any element of the tensor.
   records = ops.uniform((math.prod(shape) - start).maximum(0).minimum(ops.MAX_RECORDS//size)*size)
   lane = (row.head - first.head).simplify()*h + (row.index - first.index).simplify()*i + at.group*(at.block*j)
   chunk = math.gcd(length, at.block, UNIT_BYTES//size) if j == 1 else 1                # neighbouring columns that one load may take

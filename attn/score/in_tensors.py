@@ -1,5 +1,4 @@
-"""Computes a caller's score_mod or mask_mod in tensor operations, for all pairs of queries and keys. attn/functions/derivative.py computes their
-gradients."""
+"""A caller's score_mod or mask_mod in tensor operations, for all pairs of queries and keys."""
 from __future__ import annotations
 import math
 from collections.abc import Mapping
@@ -9,9 +8,8 @@ from attn.score.places import Positions
 from attn.tinygrad_compat import Ops, Tensor, UOp, dtypes
 
 def parts_in_tensors(value:UOp, s:Tensor|None, at:Positions, given:Mapping[str, Tensor]) -> dict[UOp, Tensor]:
-  """Computes a caller's score_mod or mask_mod, the UOp `value`, in tensor operations. Returns a tensor for each UOp inside the function, including
-  the elements of the caller's tensors that the function reads. The tensors broadcast to the shape of the scores, (B, Hkv, H/Hkv, Sq, Sk). `s` are the
-  scores that the function gets; None for a mask_mod, which gets no score."""
+  """Returns a tensor for each UOp inside a score_mod or mask_mod `value`, broadcastable to the scores (B, Hkv, H/Hkv, Sq, Sk)."""
+  # `s` are the scores that the function gets; None for a mask_mod.
   places = {BATCH: at.counted[0], QUERY_HEAD: at.head, QUERY: at.place_of_query, KEY: at.place_of_key}
   made = {symbol: x.cast(dtypes.int) for symbol, x in places.items()} | ({} if s is None else {SCORE: s})
   for u in value.toposort():
@@ -21,19 +19,19 @@ def parts_in_tensors(value:UOp, s:Tensor|None, at:Positions, given:Mapping[str, 
   return made
 
 def gathered(t:Tensor, indices:list[Tensor]) -> Tensor:
-  """Returns the elements of a tensor at the given indices. An index outside an axis is moved to the axis's first or last element."""
+  """Returns the elements of a tensor at the given indices, each index clamped to its axis."""
   flat = Tensor(0, dtype=dtypes.int, device=t.device)
   for index, size in zip(indices, map(int, t.shape)): flat = flat*size + index.clamp(0, size - 1)
   return t.flatten()[flat]
 
 def with_gradients(value:UOp, s:Tensor, at:Positions, given:Mapping[str, Tensor]) -> Tensor:
-  """Computes a score_mod, given as the UOp `value`, of the scores s in tensor operations. `given` has the tensors that the score_mod reads, by name.
-  The gradients of the result are computed by attn/functions/derivative.py, because tinygrad's own derivatives give NaN where a branch that is not
-  chosen has an infinite derivative. Where the result is -inf, the weight P is 0, and all gradients are 0."""
+  """Computes a score_mod `value` of the scores s in tensor operations, with gradients by attn/functions/derivative.py."""
   made = parts_in_tensors(value, s, at, given)
   found = made[value].detach()
   for part in (SCORE, *[u for u in elements_of(value) if dtypes.is_float(u.dtype)]):
+    # tinygrad's own derivatives give NaN where a branch that is not chosen has an infinite derivative.
     slope = parts_in_tensors(of_part := derivative(value, part), s, at, given)[of_part].detach()
+    # Where the result is -inf, the weight P is 0, and all gradients are 0.
     finite = (x := made[part].float()).isfinite()
     x = finite.where(x, 0.0)
     found = found + ((found != -math.inf) & finite).where(slope, 0.0)*(x - x.detach())

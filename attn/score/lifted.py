@@ -1,16 +1,5 @@
-"""Computes a caller's score_mod or mask_mod on a fragment, which is the scores that a lane holds: one UOp for each element, or one for each vector of
-fp32 numbers.
-
-A traced function is a UOp whose arguments are symbols (attn/functions). Each UOp inside the function is computed once, in one of three forms:
-
-  - what is equal for all columns of the fragment is a scalar. Most such scalars do not change in a kernel's loop, so compilers compute them
-    before the loop
-  - what differs between columns, and is an integer or a condition, is a scalar for each element
-  - what differs between columns, or depends on the score, and is a float, is a list of vectors. The operations of attn/ops add and multiply whole
-    vectors, as the chip's packed instructions do
-
-A constant that multiplies the result, such as log2(e) for scores in base 2, is multiplied into the function's own constants where that is possible
-(`scaled`)."""
+"""A caller's score_mod or mask_mod on a fragment (the scores that a lane holds): one UOp for each element, or one for each vector of fp32 numbers.
+Begin with `Lifted`."""
 from __future__ import annotations
 import functools, math
 from dataclasses import dataclass
@@ -25,18 +14,26 @@ from attn.score.term import Fragment
 from attn.tinygrad_compat import Ops, UOp, dtypes
 from attn.values import DTYPE_NAMES
 
+# A traced function is a UOp whose arguments are symbols (attn/functions). Each UOp inside the function is computed once, in one of three forms:
+# - What is equal for all columns of the fragment is a scalar. Most such scalars do not change in a kernel's loop, so compilers compute them before
+# the loop.
+# - What differs between columns, and is an integer or a condition, is a scalar for each element.
+# - What differs between columns, or depends on the score, and is a float, is a list of vectors. The operations of attn/ops add and multiply whole
+# vectors, as the chip's packed instructions do.
+# A constant that multiplies the result, such as log2(e) for scores in base 2, is multiplied into the function's own constants where that is possible
+# (`scaled`).
+
 Elementwise = list[list[UOp]]     # scalars: for each vector of the fragment, one UOp per element
 
 @dataclass(frozen=True)
 class Evaluated:
-  """The value of a score_mod or mask_mod, or of a part of it, on a fragment (the scores that a lane holds). Two of the three fields are None. `same`:
-  one scalar that is equal for all columns. `each`: a scalar for each element. `vectors`: vectors of fp32 numbers."""
-  same: UOp|None = None
-  each: Elementwise|None = None
-  vectors: list[UOp]|None = None
+  """The value of a caller's function, or of a part of it, on a fragment; two of the three fields are None."""
+  same: UOp|None = None  # one scalar for all columns
+  each: Elementwise|None = None  # a scalar for each element
+  vectors: list[UOp]|None = None  # vectors of fp32 numbers
 
 def elementwise_of(u:UOp, found:Elementwise) -> Evaluated:
-  """Returns the value of the UOp u from the values of its elements, `found`: vectors if the dtype is float32."""
+  """Returns the value of the UOp u from the values of its elements: vectors if its dtype is float32."""
   return Evaluated(vectors=[ops.build(*x) for x in found]) if u.dtype == dtypes.float else Evaluated(each=found)
 
 class Line(NamedTuple):
@@ -49,9 +46,9 @@ IN_DWORDS = ("float16", "bfloat16", "float32", "int32", "uint32")     # dtypes w
 EXACT = 2**24     # whole numbers up to this are exact in fp32
 
 class Lifted:
-  """Computes a caller's score_mod or mask_mod on one fragment, the scores that a lane holds. `told` names the function in error messages. `raw` are
-  the scores that the function gets, as vectors; None for a function without a score, such as a mask. `raw` times `factor` are the scores in units of
-  the natural logarithm."""
+  """Computes a caller's score_mod or mask_mod on one fragment, the scores that a lane holds."""
+  # `told` names the function in error messages. `raw` are the scores that the function gets, as vectors (None for a mask); `raw` times `factor` are
+  # scores in base e.
   def __init__(self, at:Fragment, told:str, raw:list[UOp]|None=None, factor:float=1.0) -> None:
     self.at, self.told, self.raw, self.factor = at, told, raw, factor
     self.lengths = [len(columns) for columns in at.columns]
@@ -69,13 +66,13 @@ class Lifted:
 
   # ***** parts *****
   def part(self, u:UOp) -> Evaluated:
-    """Computes the whole function, or one UOp inside it, on the fragment. Computes first the UOps that it uses, each only once."""
+    """Computes the whole function, or one UOp inside it, on the fragment."""
     for x in u.toposort(gate=lambda x: x not in self.parts) if u not in self.parts else ():
       if x not in self.parts and x._shape == () and x.op is not Ops.STACK: self.parts[x] = self.computed(x)
     return self.parts[u]
 
   def computed(self, u:UOp) -> Evaluated:
-    """Computes one UOp of the caller's function on the fragment, from the values of the UOps that it uses, which must have been computed before."""
+    """Computes one UOp of the caller's function on the fragment from the values of its sources, computed before."""
     if u in self.symbols: return Evaluated(same=self.symbols[u])
     if u is SCORE:
       assert self.raw is not None
@@ -95,7 +92,7 @@ class Lifted:
     return elementwise_of(u, [[u.replace(src=tuple(xs)) for xs in zip(*vector)] for vector in operands])
 
   def each(self, u:UOp) -> Elementwise:
-    """Returns the values of the UOp u, a part of the caller's function, as one scalar for each element of the fragment."""
+    """Returns the values of a UOp of the caller's function as one scalar for each element of the fragment."""
     x = self.part(u)
     if x.same is not None: return [[x.same]*n for n in self.lengths]
     if x.each is not None: return x.each
@@ -103,7 +100,7 @@ class Lifted:
     return [[ops.extract(y, i) for i in range(n)] for y, n in zip(x.vectors, self.lengths)]
 
   def vectors(self, u:UOp) -> list[UOp]:
-    """Returns the values of the UOp u, a part of the caller's function with a float dtype, as vectors of fp32 numbers."""
+    """Returns the values of a UOp of the caller's function as vectors of fp32 numbers."""
     x = self.part(u)
     if x.vectors is not None: return x.vectors
     if x.same is not None: return [ops.splat(as_fp32(x.same), n) for n in self.lengths]
@@ -114,12 +111,13 @@ class Lifted:
     """Returns how many columns element `i` of vector `vector` lies after the first column of which the lane holds a score."""
     return self.at.columns[0][i] + vector*self.at.apart - self.at.columns[0][0]
   def step(self, u:UOp) -> int|None:
-    """Returns by how much a UOp grows from one column to the next. The UOp must be an integer expression that is converted to fp32, grow by the same
-    amount in each column, and be exact in fp32. Returns None for any other UOp."""
+    """Returns by how much a UOp grows from one column to the next, or None."""
+    # The UOp must be an integer expression that is converted to fp32, grow by the same amount in each column, and be exact in fp32.
     if u.op is not Ops.CAST or u.dtype != dtypes.float or not dtypes.is_int(u.src[0].dtype): return None
     return step if (step := linear_in(u.src[0], self.walked)) and self.is_exact(u.src[0], step) else None
   def numbers_from(self, first:UOp, step:int) -> list[UOp]:
-    """Returns first + step*column for each element, as fp32 vectors. All vectors use the same few constants."""
+    """Returns first + step*column for each element, as fp32 vectors."""
+    # All vectors use the same few constants.
     steps = [UOp.const(float(step*self.column(0, i)), dtypes.float) for i in range(self.lengths[0])]
     start = first.cast(dtypes.float)                # one conversion for all: on NVIDIA it takes the time of eight additions
     def moved(by:int) -> UOp: return ops.add(start, UOp.const(float(step*by), dtypes.float))
@@ -128,9 +126,8 @@ class Lifted:
       return ops.add(ops.splat(moved(n*self.at.apart), size), ops.build(*steps[:size]))
     return [vector(n, size) for n, size in enumerate(self.lengths)]
   def line(self, u:UOp, k:float) -> Line|None:
-    """Returns k times the UOp u as a `Line`: numbers that grow by the same amount from column to column, times factors that are equal for all
-    columns. Returns None if u is not such a product. Also returns None if k is above 2^64 (MODERATE), because the product of all factors could then
-    overflow in fp32. Elements of tensors are assumed to be at most 2^64."""
+    """Returns k times the UOp u as a `Line`, or None if u does not grow evenly from column to column."""
+    # The product of all factors could overflow in fp32. Elements of tensors are assumed to be at most 2^64 (MODERATE).
     if not abs(k) <= MODERATE: return None
     if (step := self.step(u)) is not None: return Line(self.at_first(u.src[0]).cast(dtypes.float), step, UOp.const(k, dtypes.float))
     if u.op is not Ops.MUL: return None
@@ -140,13 +137,13 @@ class Lifted:
         return line._replace(weight=ops.mul(as_fp32(same), line.weight))
     return None
   def plus_line(self, x:UOp, line:Line, k:float) -> list[UOp]:
-    """Returns k*x + line on the fragment, for a UOp x of a float dtype and numbers `line` that grow evenly from column to column. Each element takes
-    two operations: one adds the line's value at the first column of its vector, and one adds the growth from there to the element's column. If x is
-    the score, the first operation also multiplies by k."""
+    """Returns k*x + line on the fragment, as fp32 vectors."""
     def at(n:int) -> UOp:
       """Returns the value of `line` at the first column of vector n."""
       start = ops.add(line.start, UOp.const(float(line.step*n*self.at.apart), dtypes.float)) if max(self.lengths) > 2 else line.start
       return ops.mul(start, line.weight)
+    # Each element takes two operations: one adds the line's value at the first column of its vector, and one adds the growth from there to the
+    # element's column. If x is the score, the first operation also multiplies by k.
     firsts = [ops.splat(at(n), size) for n, size in enumerate(self.lengths)]
     if x is SCORE and self.raw is not None: begun = [ops.fma(raw, self.factor*k, first) for raw, first in zip(self.raw, firsts)]
     else: begun = [ops.add(y, first) for y, first in zip(self.scaled(x, k), firsts)]
@@ -155,18 +152,18 @@ class Lifted:
       return ops.build(*[UOp.const(float(line.step*self.column(of, i)), dtypes.float) for i in range(size)])
     return [ops.fma(steps(n, size), line.weight, y) for (n, size), y in zip(enumerate(self.lengths), begun)]
   def at_first(self, u:UOp) -> UOp:
-    """Computes an int expression of the caller's function at the first column of the fragment (the scores that a lane holds)."""
+    """Computes an int expression of the caller's function at the lane's first column."""
     return u.substitute({**self.symbols, self.walked: self.first})
   def is_exact(self, u:UOp, step:int) -> bool:
-    """Returns whether fp32 holds exactly every value of an int expression on this fragment. The value grows by `step` from column to column."""
+    """Returns whether fp32 holds exactly every value of an int expression that grows by `step` from column to column."""
     first = self.at_first(u)
     reach = abs(step)*(self.column(len(self.lengths) - 1, self.lengths[-1] - 1) + 1)
     return first.vmin - reach > -EXACT and first.vmax + reach < EXACT
 
   # ***** elements of tensors *****
   def element(self, u:UOp) -> Evaluated:
-    """Loads an element of a caller's tensor: one element for all columns, or one per column. For a query or key that does not exist, the index may
-    lie outside the tensor. Then some other element is loaded, and its value is not used."""
+    """Loads an element of a caller's tensor: one element for all columns, or one per column."""
+    # For a query or key that does not exist, the index may lie outside the tensor. Then some other element is loaded, and its value is not used.
     parts = [self.parts[s] for s in indices_of(u)]
     if all(x.same is not None for x in parts): return Evaluated(same=self.loaded(u, [x.same for x in parts if x.same is not None]))
     each = zip(*[self.each(s) for s in indices_of(u)])     # for each vector, the elements of each index
@@ -192,16 +189,15 @@ class Lifted:
     return words if u.dtype == dtypes.uint else words.bitcast(u.dtype)
 
   def of_device(self, index:UOp) -> bool:
-    """Returns whether `index` depends on the number of a batch or head that is counted over all devices. The kernel loads the numbers of the device's
-    first batch and head."""
+    """Returns whether `index` depends on a batch or head that is counted over all devices."""
+    # The kernel loads the numbers of the device's first batch and head.
     return "first_batch_and_head" in self.at.given and any(depends(index, symbol) for symbol in (BATCH, QUERY_HEAD))
 
   def checked(self, index:UOp, column:int|None, size:int, number:int, axis:int) -> UOp:
-    """Returns `index` with a check by the emulator that it lies in 0..size-1. `index` is the index along axis `axis` into tensor number `number` of
-    mod_tensors. The check is made for pairs of a query and a key that are visible: in column `column` of the fragment, or in any column if `column`
-    is None. It is left out if the index can never lie outside."""
+    """Returns an index into the caller's tensor `number`, with a check by the emulator that the index lies in 0..size-1."""
     if index.vmin >= 0 and index.vmax < size: return index
     first, last = self.at.limits
+    # The check is made for pairs of a query and a key that are visible: in column `column` of the fragment, or in any column.
     if column is None: limits = UOp.const(0, dtypes.int), integer(last if first is None else last - first.maximum(0))
     else: limits = UOp.const(-FAR, dtypes.int) if first is None else integer(first), integer(last)
     told = f"{self.told}: index of axis {axis} of mod_tensors[{number}], counted from 0,"
@@ -209,8 +205,7 @@ class Lifted:
 
   # ***** with a factor *****
   def scaled(self, u:UOp, k:float) -> list[UOp]:
-    """Returns k times the UOp u, which has a float dtype, as vectors. The factor k is multiplied into the function's own constants where that is
-    possible."""
+    """Returns k times the UOp u, which has a float dtype, as vectors."""
     self.part(u)
     if (u, k) not in self.factors: self.factors[u, k] = self._scaled(u, k)
     return self.factors[u, k]
@@ -243,8 +238,7 @@ def is_magnitude(u:UOp) -> bool:
   return u.op is Ops.MAX and u.dtype == dtypes.float and u.src[1].op is Ops.MUL and constant_factor(u.src[1]) == (u.src[0], -1.0)
 
 def takes_factor(u:UOp) -> bool:
-  """Returns whether the product of a UOp and a constant costs no instruction, because the UOp contains a constant with which the factor can be
-  multiplied in advance."""
+  """Returns whether a factor of a UOp costs no instruction, because it can be multiplied into the UOp's own constants."""
   if u is SCORE or u.op is Ops.CONST: return True
   if u.op is Ops.MUL: return any(s.op is Ops.CONST for s in u.src)
   return u.op in (Ops.ADD, Ops.WHERE) and all(takes_factor(s) for s in u.src if s.dtype != dtypes.bool)
@@ -257,17 +251,16 @@ def flat_index(indices:list[UOp], shape:list[int]) -> UOp:
   return functools.reduce(lambda flat, of: flat*of[1] + of[0], zip(indices, shape), UOp.const(0, dtypes.int))
 
 def has_negative_term(x:UOp) -> bool:
-  """Returns whether an integer expression may be negative, or, if it is a sum, whether one of its summands may be negative."""
+  """Returns whether an integer expression, or a summand of it, may be negative."""
   return any(map(has_negative_term, x.src)) if x.op is Ops.ADD else x.vmin < 0
 
 def within(index:UOp, size:int) -> UOp:
-  """Returns an index that lies in 0..size-1: an index outside is moved to the nearest end of this range."""
+  """Returns an index clamped to 0..size-1."""
   if index.vmin < 0: index = index.maximum(0)
   return index if index.vmax < size else index.minimum(size - 1)
 
 def by_vector(operation:Any) -> Any:
-  """Returns `operation`, which takes vectors, as an operation that takes lists of vectors: it is applied to the first vectors of the lists, to the
-  second vectors, and so on."""
+  """Returns `operation`, which takes vectors, as an operation on lists of vectors, applied to the first vectors, the second vectors, and so on."""
   return lambda *lists: [operation(*xs) for xs in zip(*lists)]
 
 # operations of traced functions that attn/ops has for vectors

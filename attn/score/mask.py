@@ -1,5 +1,4 @@
-"""Definition of a mask. A mask leaves each row of the score matrix an interval of columns: each query sees an interval of keys, and each key is seen
-by an interval of queries."""
+"""Definition of a mask: each row of the score matrix sees an interval of columns. A row is a query and a column is a key, or the reverse."""
 from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,31 +14,26 @@ PlainMask = Callable[[Problem, Positions, Mapping[str, Tensor]], Tensor|None]   
 SeenEach = Callable[[Fragment], list[list[UOp]]]
 
 def by_places(seen:SeenColumns) -> PlainMask:
-  """Makes the function that computes a mask in tensor operations, for a mask that depends only on the places of query and key. `seen` returns the
-  interval of columns that a row sees. The made function returns a bool tensor, whether a query sees a key, or None if every query sees every key."""
+  """Makes the tensor form of a mask that depends only on the places of query and key."""
+  # The result is a bool tensor, whether a query sees a key, or None if every query sees every key.
   def sees(p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor|None:
     first, last = seen(Walk(p, "keys", 0, p.Sk, p.Sq), at.query)
     return both_hold(None if first is None else at.key >= first, None if last is None else at.key <= last)
   return sees
 
 def both_hold(x:Tensor|None, y:Tensor|None) -> Tensor|None:
-  """Joins two conditions into the condition that both hold. None stands for a condition that always holds."""
+  """Joins two conditions into the condition that both hold, where None always holds."""
   if x is None or y is None: return y if x is None else x
   return x & y
 
 @dataclass(frozen=True)
 class Mask:
-  """One row of the table of masks. All code that computes with masks reads it.
-
-    name: "count", or the name of the field of Problem from which the mask follows
-    seen: function that returns the interval of columns that a row sees. The interval decides over which tiles a kernel loops, which of these tiles
-      need no mask, and which scores of a tile are hidden
-    plain: the mask in tensor operations
-    each: None if a row sees its whole interval. Otherwise a function that says for each score that a lane holds whether the query sees the key, and a
-      problem has this mask only if the field called `name` is not None
-    moves: whether the mask stays right if queries and keys are both counted from a later row, as on a device that holds a part of a sequence"""
+  """One row of the table of masks."""
   name: str               # field of Problem that says what it hides, or "count"
-  seen: SeenColumns
-  plain: PlainMask
+  seen: SeenColumns  # interval of columns that a row sees: decides which tiles a kernel loops over, and which need a mask
+  plain: PlainMask  # the mask in tensor operations
+  # None if a row sees its whole interval. Otherwise a function that says for each score that a lane holds whether the query sees the key, and a
+  # problem has this mask only if the field called `name` is not None.
   each: SeenEach|None = None
+  # Whether the mask stays right if queries and keys are both counted from a later row, as on a device that holds a part of a sequence.
   moves: bool = True

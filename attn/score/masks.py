@@ -17,46 +17,43 @@ from attn.tinygrad_compat import Tensor, UOp
 SCORE_MASKS: tuple[Mask, ...] = (WINDOW_MASK, MASK_MOD, COUNT)
 
 def intervals(walk:Walk, row:UOp) -> list[Interval]:
-  """Returns, for each mask that attn knows, the interval of columns that a row sees, both ends included. The row is a query and the columns are keys,
-  or the reverse, as `walk` says."""
+  """Returns, for each mask, the interval of columns that a row sees, both ends included."""
+  # The row is a query and the columns are keys, or the reverse, as `walk` says.
   return [mask.seen(walk, row) for mask in SCORE_MASKS]
 
 def as_index(x:int|UOp) -> UOp: return x if isinstance(x, UOp) else UOp.const(x)
 
 def first_seen(walk:Walk, row:UOp) -> UOp|None:
-  """Returns the first column that a row sees, or None if no mask hides columns at the beginning. The row is a query and the columns are keys, or the
-  reverse, as `walk` says."""
+  """Returns the first column that a row sees, or None if no mask hides columns at the beginning."""
   found = [as_index(x.first) for x in intervals(walk, row) if x.first is not None]
   return functools.reduce(UOp.maximum, found) if found else None
 
 def lasts(walk:Walk, row:UOp) -> list[UOp]:
-  """Returns for each mask the last column that a row may see. The list is never empty, because the end of the sequence counts as a mask, too (COUNT),
-  and always has a last column. The row is a query and the columns are keys, or the reverse, as `walk` says."""
+  """Returns for each mask the last column that a row may see."""
+  # The list is never empty, because the end of the sequence counts as a mask, too (COUNT).
   return [as_index(x.last) for x in intervals(walk, row) if x.last is not None]
 
 def last_seen(walk:Walk, row:UOp) -> UOp: return functools.reduce(UOp.minimum, lasts(walk, row))
 
 def seen_up_to(walk:Walk, row:UOp) -> UOp:
-  """Returns the number of columns up to and including the last one that a row sees. The row is a query and the columns are keys, or the reverse, as
-  `walk` says."""
+  """Returns the number of columns up to and including the last one that a row sees."""
   return functools.reduce(UOp.minimum, [(x + 1).maximum(0) for x in lasts(walk, row)])
 
 def nearest_first(walk:Walk) -> bool:
-  """Returns whether forward loops over keys in descending order. It does so if the last key that a query sees depends on the query, as under a causal
-  mask, and scores depend on the distance, as with ALiBi. Such scores mostly fall with the distance."""
+  """Returns whether forward loops over keys in descending order."""
+  # It does so if the last key that a query sees depends on the query, as under a causal mask, and scores depend on the distance, as with ALiBi. Such
+  # scores mostly fall with the distance.
   row = UOp.variable("row", 0, 2**31 - 1)
   fixed = walk.p.v_in_k or walk.p.batch_invariant      # kernels with an order of their own
   return goes_by_distance(walk.p) and not fixed and row in last_seen(walk, row).toposort()
 
 def cuts_some(walk:Walk, columns:int) -> bool:
-  """Returns whether a row's interval of visible columns may begin or end inside a tile of `columns` columns. Rows are queries and columns are keys,
-  or the reverse, as `walk` says."""
+  """Returns whether a row's interval of visible columns may begin or end inside a tile of `columns` columns."""
   return any(x.first is not None or (x.last is not None and (isinstance(x.last, UOp) or (x.last + 1) % columns > 0))
              for x in intervals(walk, UOp.const(0)))
 
 def hides_some(walk:Walk, columns:int) -> bool:
-  """Returns whether a mask may hide scores inside a tile that is `columns` wide. A column is a key, or a query in a loop over queries, as `walk`
-  says."""
+  """Returns whether a mask may hide scores inside a tile of `columns` columns."""
   return bool(scattered(walk.p)) or cuts_some(walk, columns)
 
 def scattered(p:Problem) -> tuple[Mask, ...]:
@@ -64,15 +61,14 @@ def scattered(p:Problem) -> tuple[Mask, ...]:
   return tuple(mask for mask in SCORE_MASKS if mask.each is not None and getattr(p, mask.name) is not None)
 
 def seen_each(at:Fragment) -> list[list[UOp]]|None:
-  """Returns, for each score that a lane holds, whether it is visible under the masks that may hide a key between keys that a query sees. Returns None
-  if the problem has no such mask."""
+  """Returns whether each score that a lane holds is visible under the masks of `scattered`; None without such masks."""
   found = [mask.each(at) for mask in scattered(at.p) if mask.each is not None]
   if not found: return None
   return [[functools.reduce(UOp.__and__, conditions) for conditions in zip(*vectors)] for vectors in zip(*found)]
 
 class Hiding(NamedTuple):
-  """The masks of a problem in two groups: `before` hide keys before the first key that a query sees, `after` hide keys after the last. COUNT, the
-  mask beyond the last key of a sequence, is in neither group."""
+  """The masks of a problem that hide keys `before` the first key that a query sees, and those that hide keys `after` the last."""
+  # COUNT, the mask beyond the last key of a sequence, is in neither group.
   before: tuple[Mask, ...]
   after: tuple[Mask, ...]
 
@@ -87,22 +83,21 @@ def options_of_masks(p:Problem, masks:tuple[Mask, ...]) -> str:
   return ", ".join(f"{mask.name}={getattr(p, mask.name)}" for mask in masks)
 
 def fixed_in_sequence(p:Problem) -> tuple[str, ...]:
-  """Returns the names of those score terms (such as a bias) and masks of a problem that depend on where query and key stand in the whole sequence,
-  and not only on their distance."""
+  """Returns the names of the score terms and masks that depend on where query and key stand in the whole sequence."""
   walk, row, each = Walk(p, "keys", p.offset, p.Sk, p.Sq), UOp.const(0), scattered(p)
   def hides(mask:Mask) -> bool: return mask in each or any(x is not None for x in mask.seen(walk, row))
   masks = [mask.name for mask in SCORE_MASKS if not mask.moves and hides(mask)]
   return (*[term.name for term in score_terms(p) if not term.moves], *masks)
 
 def check_moves(p:Problem) -> None:
-  """Raises NotImplementedError if a problem has a score term (such as a bias) or a mask that needs the positions of query and key in the whole
-  sequence. It is called if keys are sharded over devices and not gathered, because a device then does not know these positions."""
+  """Raises NotImplementedError if a score term or mask needs the positions of query and key in the whole sequence."""
+  # Keys are sharded over devices here and not gathered, so a device does not know these positions.
   if names := fixed_in_sequence(p):
     raise NotImplementedError(f"{' and '.join(names)} with k and v sharded along their rows: needs the positions of keys in the whole sequence, but "
                               "here a device counts keys from the first one that it holds; shard q along its rows, too, or q, k and v along batch "
                               "or heads")
 
 def plain_masks(p:Problem, given:Mapping[str, Tensor]) -> Callable[[Positions], Tensor|None]:
-  """Returns a function that applies all masks of a problem in tensor operations. The function says whether a query sees a key; None: every query sees
-  every key. `given` has the tensors that masks read, by name."""
+  """Returns a function that applies all masks of a problem in tensor operations: whether a query sees a key."""
+  # None: every query sees every key. `given` has the tensors that masks read, by name.
   return lambda at: functools.reduce(both_hold, [mask.plain(p, at, given) for mask in SCORE_MASKS])

@@ -1,5 +1,4 @@
-"""Functions that the caller supplies, as table rows: score_mod, which changes scores as softcap, ALiBi and a bias do (a score term), and mask_mod,
-which is a mask. attn/functions makes UOps of them."""
+"""The caller's own functions as table rows: score_mod, a score term, and mask_mod, a mask. attn/functions makes UOps of them."""
 from __future__ import annotations
 import math
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ def _value(x:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
   return Lifted(at, f"score_mod={mod}", x, unit.natural).scaled(tidied(mod.value), at.unit.of_natural)
 
 def float_elements(p:Problem) -> list[UOp]:
-  """Lists the elements of mod_tensors that score_mod reads and that have a gradient."""
+  """Returns the elements of mod_tensors that score_mod reads and that have a gradient."""
   return [u for u in elements_of(score_function(p).value) if dtypes.is_float(u.dtype)]
 
 def _variable(p:Problem) -> UOp:
@@ -37,12 +36,11 @@ def _variable(p:Problem) -> UOp:
   return SCORE if p.by_element is None else float_elements(p)[p.by_element]
 
 def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
-  """Computes the derivative of a score_mod at the scores `before`. The derivative is with respect to the score. If `Problem.by_element` is set, it is
-  with respect to an element of a mod_tensor, the one that this field names. The derivative is 0 where the function returns -inf: there P is 0, and
-  P times the derivative must be 0, too, although the derivative could be infinite or NaN."""
+  """Computes the derivative of a score_mod at the scores `before`, by the score or by the element that `Problem.by_element` names."""
   mod = score_function(at.p)
   slopes = Lifted(at, f"score_mod={mod}", before, unit.natural).scaled(derivative(mod.value, _variable(at.p)), 1.0)
   if not may_be_infinite(mod.value) and not float_elements(at.p): return slopes     # without tensors, which may hold -inf
+  # Where the function returns -inf, P is 0, and P times the derivative must be 0, too, although the derivative could be infinite or NaN.
   def nothing(x:UOp) -> list[UOp]: return [ops.extract(x, i).eq(-math.inf) for i in range(ops.length(x))]
   return [ops.select_each(nothing(x), 0.0, slope) for slope, x in zip(slopes, after)]
 
@@ -50,9 +48,9 @@ def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Ten
   return with_gradients(score_function(p).value, s, at, given)
 
 def _of(p:Problem) -> ScoreTerm:
-  """Returns the row of the table of score terms (ScoreTerm) for the score_mod of one problem: its value and its derivative for kernels. A function
-  that only adds to the score has the derivative 1. A function that attn cannot differentiate is marked as not differentiable."""
+  """Returns the row of the table of score terms for the score_mod of one problem."""
   mod = score_function(p)
+  # A function that attn cannot differentiate is marked as not differentiable. A function that only adds to the score has the derivative 1.
   if why_no_derivative(mod.value, SCORE) is not None: return replace(SCORE_MOD, differentiable=False)
   return replace(SCORE_MOD, derivative=one) if is_additive(mod.value, _variable(p)) else SCORE_MOD
 

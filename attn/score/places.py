@@ -1,5 +1,5 @@
-"""Places of queries and keys in their sequences. A place is a number on an axis that queries and keys share: key j stands at place j, and query i at
-place i + offset, so that the diagonal joins equal places. `Walk` has the places in a kernel's loop over tiles, `Positions` has them as Tensors."""
+"""Places of queries and keys in their sequences: numbers on an axis that queries and keys share. Key j stands at place j, and query i at place i +
+offset, so that the diagonal joins equal places."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,19 +8,17 @@ from attn.tinygrad_compat import Tensor, UOp
 
 @dataclass(frozen=True)
 class Walk:
-  """The rows and columns of a workgroup's loop. The workgroup owns `own` rows, and loops over `count` columns: rows are queries and columns are keys,
-  or the reverse. The place of a key is its index. The place of a query is its index plus the offset of the problem. A query and a key with the same
-  place meet on the diagonal."""
+  """The rows that a workgroup owns and the columns over which it loops: queries and keys, or the reverse."""
   p: Problem
   over: str            # "keys" or "queries"
   offset: int|UOp      # from the index of a row to the column where the diagonal meets it
-  count: int|UOp
-  own: int|UOp
+  count: int|UOp  # columns
+  own: int|UOp  # rows
   def place(self, row:Any) -> Any:
-    """Returns the place of a row on the axis that queries and keys share: the index of a key, or the index of a query plus the problem's offset."""
+    """Returns the place of a row on the axis that queries and keys share."""
     return row + self.offset if self.over == "keys" else row
   def column(self, place:Any) -> Any:
-    """Returns the index of the column, a key or a query, that stands at `place`. Key j stands at place j, and query i at place i + offset."""
+    """Returns the index of the column, a key or a query, that stands at `place`."""
     return place if self.over == "keys" else place + self.offset
   def diagonal(self, row:UOp) -> UOp:
     """Returns the column where the diagonal meets a row."""
@@ -28,9 +26,9 @@ class Walk:
 
 @dataclass(frozen=True)
 class Positions:
-  """Positions of queries and keys in their sequences, as tensors: the same numbers as the places of `Walk`. `belongs` (bool, broadcastable to (B, 1,
-  1, Sq, Sk)) says which keys exist for a query; None: all keys exist. `query` (..., Sq, 1) and `key` (1, Sk) are positions on one axis: under a
-  causal mask a query sees the keys up to its own position."""
+  """Positions of queries and keys in their sequences, as tensors."""
+  # Which keys exist for a query: bool, broadcastable to (B, 1, 1, Sq, Sk); None: all keys exist. `query` (..., Sq, 1) and `key` (1, Sk) are positions
+  # on one axis: under a causal mask a query sees the keys up to its own position.
   belongs: Tensor|None
   query: Tensor
   key: Tensor
@@ -38,7 +36,7 @@ class Positions:
   head: Tensor                             # query heads, broadcastable to (Hkv, query heads of each, 1, 1)
   member: Tensor|None = None   # (sequences, Sq): whether a query belongs to a sequence
   def counted_from(self, first:Tensor) -> Positions:
-    """Returns these positions for a piece of a larger problem: batches are counted from `first[0]` on, and heads from `first[1]` on."""
+    """Returns the positions for a piece of a larger problem, whose first batch and first head are `first`."""
     batch, query, key = self.counted
     return replace(self, counted=(batch + first[0], query, key), head=self.head + first[1])
   @property

@@ -17,16 +17,17 @@ SMALL_CAP = 64.0           # up to this softcap the short formula has an error o
 
 @functools.cache
 def tanh_series(terms:int) -> tuple[tuple[float, ...], float]:
-  """Returns the coefficients of the first `terms` terms of tanh(y)/y as a series in y^2, and the largest y^2 at which the next term of the series is
-  below half a unit in the last place of fp32. Each coefficient follows from the coefficients before it, by tanh' = 1 - tanh^2."""
+  """Returns the first coefficients of tanh(y)/y as a series in y^2, and the largest y^2 at which the series is exact in fp32."""
+  # Each coefficient follows from the coefficients before it, by tanh' = 1 - tanh^2. At the largest y^2 the next term of the series is below half a
+  # unit in the last place of fp32.
   found = [Fraction(1)]
   for k in range(1, terms + 1): found.append(-sum((found[i]*found[k - 1 - i] for i in range(k)), Fraction(0))/(2*k + 1))
   return tuple(map(float, found[:terms])), float(2.0**-24/abs(found[terms]))**(1/terms)
 
 @compound("softcap")
 def _softcap(c:Any, x:Value, inner:Value, outer:Value, *, terms:int) -> Value:
-  """Computes outer*tanh(y) for y = x*inner, with tanh(y) = 1 - 2/(1 + exp2(2*log2(e)*y)). This formula gives exactly 1 and -1 for large |y|. Near 0
-  it loses digits by cancellation. If `terms` is not 0, the first terms of the series replace the formula there."""
+  """Computes outer*tanh(x*inner), near 0 by `terms` terms of the series of tanh."""
+  # tanh(y) = 1 - 2/(1 + exp2(2*log2(e)*y)) gives exactly 1 and -1 for large |y|, but near 0 it loses digits by cancellation.
   y = c.let("y", x*inner)
   far = c.let("far", 1.0 - 2.0*c.rcp(c.let("above", 1.0 + c.exp2(c.let("power", y*(2*LOG2E))))))
   if not terms: return far*outer
@@ -39,8 +40,9 @@ def _softcap(c:Any, x:Value, inner:Value, outer:Value, *, terms:int) -> Value:
   return c.vector(*map(element, range(n)))*outer
 
 def softcap(x:UOp, inner:float, outer:float, terms:int) -> UOp:
-  """Computes outer * tanh(x * inner) with an error of at most 1e-7 * outer. `terms` is the number of terms of the series near 0. With 4 terms the
-  error is a few units in the last place of the value for |x * inner| up to 0.2, with 10 terms for every x."""
+  """Computes outer * tanh(x * inner) with an error of at most 1e-7 * outer."""
+  # `terms` is the number of terms of the series near 0. With 4 terms the error is a few units in the last place of the value for |x * inner| up to
+  # 0.2, with 10 terms for every x.
   return emit("softcap", x.dtype, x, UOp.const(inner, dtypes.float), UOp.const(outer, dtypes.float), terms=terms)
 
 def _capped(x:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
@@ -49,14 +51,13 @@ def _capped(x:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
   return [softcap(y, unit.natural/p.softcap, p.softcap*at.unit.of_natural, terms) for y in x]
 
 def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
-  """Computes the derivative of softcap * tanh(score / softcap), which is 1 - tanh^2. `after` has the scores after the term, from which tanh follows.
-  """
+  """Computes the derivative of softcap * tanh(score / softcap), which is 1 - tanh^2, from the scores `after` the term."""
   tanhs = [ops.mul(y, 1/(at.p.softcap*at.unit.of_natural)) for y in after]
   return [ops.sub(ops.splat(1.0, ops.length(y)), ops.mul(y, y)) for y in tanhs]
 
 def tanh(x:Tensor) -> Tensor:
-  """Computes tanh; near 0 by the first terms of its series. The absolute error of tinygrad's own tanh is one unit in the last place of 1, even near
-  0. A large softcap would multiply this error."""
+  """Computes tanh, near 0 by the first terms of its series."""
+  # The absolute error of tinygrad's own tanh is one unit in the last place of 1, even near 0. A large softcap would multiply this error.
   near = x.abs() < 0.25
   small = near.where(x, 0.0)      # the series has no gradient at an infinite x, even where it is not selected
   y = small*small

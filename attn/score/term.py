@@ -13,17 +13,16 @@ from attn.values import LN2, LOG2E
 
 @dataclass(frozen=True)
 class Row:
-  """A row of the score matrix: a query of one head, or a key of one head if lanes own keys. `there` says whether the row exists, because the last
-  block may reach beyond the last row."""
+  """A row of the score matrix: a query of one head, or a key of one head if lanes own keys."""
   batch: UOp
   head: UOp
   index: UOp
-  there: UOp
+  there: UOp  # whether the row exists: the last block may reach beyond the last row
 
 @dataclass(frozen=True)
 class ScoreUnit:
-  """Unit of scores. A score s in this unit stands for the weight e^(s*natural) = 2^(s*base2) in the softmax. For example, scores in base 2 have
-  natural = ln 2 and base2 = 1."""
+  """Unit of scores: a score s stands for the weight e^(s*natural) = 2^(s*base2) in the softmax."""
+  # For example, scores in base 2 have natural = ln 2 and base2 = 1.
   natural: float
   base2: float
   @property
@@ -34,17 +33,18 @@ class ScoreUnit:
 BASE2, NATURAL = ScoreUnit(LN2, 1.0), ScoreUnit(1.0, LOG2E)
 
 def raw_unit(p:Problem) -> ScoreUnit:
-  """Returns the unit of Q K^T. The unit includes softmax_scale, so no instruction multiplies scores by softmax_scale alone."""
+  """Returns the unit of the raw scores Q K^T."""
+  # It includes softmax_scale, so no instruction multiplies scores by softmax_scale alone.
   return ScoreUnit(p.softmax_scale, p.softmax_scale*LOG2E)
 
 def changed(x:list[UOp], unit:ScoreUnit, to:ScoreUnit) -> list[UOp]:
-  """Converts scores from the unit `unit` to the unit `to`, for example from base 2 to base e: both give the same weights."""
+  """Converts scores from the unit `unit` to the unit `to`, for example from base 2 to base e."""
   return x if unit == to else [ops.mul(y, unit.base2/to.base2) for y in x]
 
 @dataclass(frozen=True)
 class Fragment:
-  """Positions of the scores of one row that a lane holds in one tile: which row, and which column each score has. The scores themselves are a list of
-  vectors, which is passed beside this object. Rows are queries and columns are keys, or the reverse (`over`)."""
+  """Positions of the scores of one row that a lane holds in one tile: which row, and which column each score has."""
+  # The scores themselves are a list of vectors, which is passed beside this object. Rows are queries and columns are keys, or the reverse (`over`).
   p: Problem
   given: Mapping[str, UOp]            # the problem's optional tensors, by name
   row: Row
@@ -68,13 +68,13 @@ class Fragment:
     return self.walk.diagonal(self.row.index)
   @property
   def begin(self) -> UOp:
-    """The column to which the lane's first score belongs."""
+    """Column of the lane's first score."""
     return self.tile*self.size + self.group*self.block
 
 # ***** terms *****
 
 class TermRegisters(IntEnum):
-  """Classes of the number of registers that a score term (softcap, ALiBi, bias) needs besides the scores, from the smallest to the largest."""
+  """Classes of the number of registers that a score term (softcap, ALiBi, bias) needs besides the scores."""
   FEW = 0        # one or two numbers
   COLUMNS = 1    # a number for each column
   SCORES = 2     # a number for each score
@@ -94,14 +94,12 @@ def tensor_as_given(name:str, t:Tensor) -> Tensor: return t
 
 @dataclass(frozen=True)
 class TermTensor:
-  """An optional tensor of Problem that a score term reads, such as a bias. `given` holds its name, axes and dtypes. Along an axis of size 1 all
-  scores share the tensor's elements.
-
-    summed: whether a kernel computes the gradient of the tensor: the gradient of the scores after the term, summed over the axes that the tensor
-      lacks. A problem has at most one such tensor. tinygrad computes the gradients of other tensors
-    taken: converts a caller's tensor to the form that kernels read, or raises ValueError"""
-  given: TensorOfTerm
+  """An optional tensor of Problem that a score term reads, such as a bias."""
+  given: TensorOfTerm  # name, axes and dtypes; along an axis of size 1 all scores share the elements
+  # Whether a kernel computes the gradient of the tensor: the gradient of the scores after the term, summed over the axes that the tensor lacks. A
+  # problem has at most one such tensor. tinygrad computes the gradients of other tensors.
   summed: bool = False
+  # Converts a caller's tensor to the form that kernels read, or raises ValueError.
   taken: Callable[[str, Tensor], Tensor] = tensor_as_given
   @property
   def name(self) -> str: return self.given.name
@@ -110,7 +108,7 @@ class TermTensor:
   @property
   def dtypes(self) -> tuple[str, ...]: return self.given.dtypes
   def dimension(self, axis:str) -> int|None:
-    """Returns the index of an axis among the dimensions of a tensor that has all its axes. Returns None if the tensor never has this axis."""
+    """Returns the index of an axis among the dimensions of a tensor that has all its axes; None if the tensor never has this axis."""
     return self.axes.index(axis) if axis in self.axes else None
   def names(self, shape:tuple[int, ...]) -> tuple[str|None, ...]:
     """Returns the axis of each dimension of a tensor of this shape, None for a dimension of size 1."""
@@ -119,21 +117,15 @@ class TermTensor:
 
 @dataclass(frozen=True)
 class ScoreTerm:
-  """One entry of the table of score terms (softcap, ALiBi, bias, score_mod): an operation on scores between Q K^T and the softmax. Kernels, tensor
-  operations and checks all read this entry.
-
-    derivative: computes the derivative in the backward kernels. None: they cannot, and tinygrad differentiates `plain`
-    differentiable: whether the term has a derivative at all. If not, asking for a gradient raises an error with the term's name
-    of: function that returns the entry for one problem. None: the entry is the same for all problems
-    placed: whether the term depends on the distance between a query and a key in their sequence
-    moves: whether a device that holds part of a sequence may count queries and keys from its own first row, without a change of the term"""
+  """An operation on scores between Q K^T and the softmax: a row of the table of score terms (softcap, ALiBi, bias, score_mod)."""
   name: str                           # field of Problem that says whether the term is in use
   value: TermValue
+  # None: the backward kernels cannot compute the derivative, and tinygrad differentiates `plain`.
   derivative: TermDerivative|None
   plain: PlainTerm
   tensors: tuple[TermTensor, ...] = ()
   registers: TermRegisters = TermRegisters.FEW
-  placed: bool = False
-  moves: bool = True
-  differentiable: bool = True
-  of: Callable[[Problem], ScoreTerm]|None = None
+  placed: bool = False  # depends on the distance between a query and a key
+  moves: bool = True  # stays right if a device counts queries and keys from its own first row
+  differentiable: bool = True  # if not, asking for a gradient raises an error with the term's name
+  of: Callable[[Problem], ScoreTerm]|None = None  # returns the row for one problem; None: the same row for all
