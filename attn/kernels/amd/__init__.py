@@ -1,1 +1,1 @@
-"""Implementation of the kernels with AMD's matrix instructions, MFMA and WMMA."""
+"""The kernels with AMD's matrix instructions, MFMA and WMMA."""

@@ -1,11 +1,4 @@
-"""Implementation of backward with AMD's matrix instructions, MFMA and WMMA.
-
-A workgroup owns queries and loops over tiles of keys, or it owns keys and loops over tiles of queries. The rows of these tiles are the walked rows.
-Each lane has one own row, a row that the workgroup owns (attn/chips/matrix.py). A workgroup that owns queries computes S^T = K Q^T and dP^T = V dO^T.
-A workgroup that owns keys computes S = Q K^T and dP = dO V^T. P and dS then already lie in registers as operand B of the gradients' products: dQ^T =
-K^T dS^T, dV^T = dO^T P and dK^T = Q^T dS. Tiles of walked rows lie in LDS row by row. LDS also holds the transposed tile if a gradient's product
-reads it. If the walked rows are queries, each score of a lane belongs to another query: LDS then also holds lse and delta of the tile's queries.
-"""
+"""Backward with AMD's matrix instructions, MFMA and WMMA: each tile's scores, P and dS, and the sums of dQ, dK and dV. Begin with `AmdTrip`."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection
@@ -40,52 +33,57 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 
+# A workgroup owns queries and loops over tiles of keys, or it owns keys and loops over tiles of queries. The rows of these tiles are the walked rows.
+# Each lane has one own row, a row that the workgroup owns (attn/chips/matrix.py). A workgroup that owns queries computes S^T = K Q^T and dP^T = V
+# dO^T. A workgroup that owns keys computes S = Q K^T and dP = dO V^T. P and dS then already lie in registers as operand B of the gradients' products:
+# dQ^T = K^T dS^T, dV^T = dO^T P and dK^T = Q^T dS. Tiles of walked rows lie in LDS row by row. LDS also holds the transposed tile if a gradient's
+# product reads it. If the walked rows are queries, each score of a lane belongs to another query: LDS then also holds lse and delta of the tile's
+# queries.
+
 @dataclass(frozen=True)
 class TripStores:
-  """Stores that one iteration of the loop over tiles has made so far: to registers, LDS or memory. All of them are done when the iteration ends, and,
-  if the workgroup adds to dQ, before the product for dQ. An iteration begins without stores, so `after` returns an object without any."""
+  """Stores to registers, LDS or memory that one iteration of the loop over tiles has made so far."""
+  # all of them are done when the iteration ends, and, if the workgroup adds to dQ, before the product for dQ
   found: tuple[UOp, ...] = ()
+  # an iteration begins without stores
   def after(self, *deps:UOp) -> TripStores: return TripStores()
 
 @dataclass(frozen=True)
 class KeysState(TripState):
-  """The values that a loop over keys carries from iteration to iteration: tiles of K and V in LDS, and the sums of the gradient in registers, as C
-  fragments (`acc`). `stores` are the stores that the iteration has made so far."""
+  """The values that a loop over keys carries from iteration to iteration."""
   k: StagedTile
   v: StagedTile
-  acc: UOp
+  acc: UOp   # sums of the gradient, as C fragments
   stores: TripStores
 
 @dataclass(frozen=True)
 class QueriesState(TripState):
-  """The values that a loop over queries carries from iteration to iteration: tiles of Q and dO, and lse and delta of the queries, in LDS; and the
-  sums of the gradients in registers, as C fragments (`acc`). `stores` are the stores that the iteration has made so far."""
+  """The values that a loop over queries carries from iteration to iteration."""
   q: StagedTile
   do: StagedTile
-  query_values: QueryValues
-  acc: UOp
+  query_values: QueryValues   # lse and delta of the tile's queries
+  acc: UOp                    # sums of the gradients, as C fragments
   stores: TripStores
 
 @dataclass(frozen=True)
 class AllState(QueriesState):
-  """The values that a loop over queries carries from iteration to iteration, if the kernel adds to dQ, too: the fields of `QueriesState`, and the LDS
-  tile through which waves exchange dS."""
-  ds: LdsTile
+  """The values that a loop over queries carries from iteration to iteration, if the kernel adds to dQ, too."""
+  ds: LdsTile   # through this tile waves exchange dS
 
 @dataclass(frozen=True)
 class AmdBackward:
-  """A backward kernel for one problem, as one thread sees it, with a method for each operation of the algorithm. If the kernel loops over the tiles
-  twice (two passes), there is one object for each pass. `own` has the rows that the workgroup owns (of q and dO, or of k and v), and `head` is the
-  query head whose tiles the loop reads. No field changes during the loop over the tiles of one head."""
+  """A backward kernel for one problem, as one thread sees it, with a method for each operation of the algorithm."""
+  # if the kernel loops over the tiles twice (two passes), there is one object for each pass; no field changes during the loop over the tiles of one
+  # head
   tile: BackwardTile
   new: Allocator
   statements: Statements
   state: Any      # before the first iteration
   group: Workgroup
   at: Lane
-  own: tuple[OwnRows, OwnRows]
+  own: tuple[OwnRows, OwnRows]   # the rows that the workgroup owns: of q and dO, or of k and v
   wanted: tuple[str, ...]
-  head: UOp
+  head: UOp   # the query head whose tiles the loop reads
   known: tuple[Normaliser, UOp]|None = None      # normaliser and delta of the lane's query, if queries are owned
   outer_trip: UOp|None = None      # index of the outer iteration, if all outer iterations read the same tile of keys
   sharing: DqOfTile|None = None    # what the workgroup needs to add its part of dQ to memory, if it owns keys and does so
@@ -140,15 +138,14 @@ class AmdBackward:
   @property
   def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements, self.tile.read_ahead, self.tile.ahead > 0)
   def accumulators(self, name:str) -> range:
-    """Returns the indices of the accumulators of the gradient `name` (dq, dk or dv), among the accumulators of all gradients that this pass computes.
-    """
+    """Returns the indices of the accumulators of the gradient `name` (dq, dk or dv), among all accumulators of this pass."""
     names = self.wanted[:self.wanted.index(name) + 1]
     *before, own = [round_up(self.group.rows_of(x).width, self.tile.matrix.M)//self.tile.matrix.M for x in names]
     return range(sum(before), sum(before) + own)
   @functools.cached_property
   def delta(self) -> UOp:
-    """Returns delta = rowsum(dO * O) - dLSE of the lane's query, summed over the lanes that share the query. dO is first rounded to the inputs'
-    dtype, because the product dP = dO V^T uses rounded dO."""
+    """Returns delta = rowsum(dO * O) - dLSE of the lane's query, summed over the lanes that share the query."""
+    # dO is first rounded to the inputs' dtype, because the product dP = dO V^T uses rounded dO
     kept, of_do = [x.kept.buffer for x in self.own if x.lds is not None], self.own[1]
     def fence(total:UOp) -> list[UOp]: return [self.statements.do(amd.sched_barrier(total), *kept)] if self.tile.fenced else []
     return delta_of_row(self.group, self.tile, of_do.in_block[0], self.row, of_do.together, fence)
@@ -179,14 +176,14 @@ class AmdBackward:
   @functools.cached_property
   def turns(self) -> Turns|None: return Turns.of(self.group, self.at.wave, self.at.lane)
   def turn_ended(self, turns:Turns, t:UOp, done:UOp, last:bool=False) -> UOp:
-    """Waits until this wave's additions to dQ in memory are complete. If the wave's turn ends with tile t, then lets the next workgroup add to dQ:
-    adds 1 to the counter for which that workgroup waits. (A turn is the period in which a wave may add to dQ.) A turn ends with its last tile, or
-    with the workgroup's last tile (`last`). Returns a statement (an operation with a side effect) that is executed after the operation `done`."""
+    """Returns a statement that ends the wave's turn to add to dQ with tile t, after the operation `done`."""
+    # It waits until this wave's additions to dQ in memory are complete, then adds 1 to the counter for which the next workgroup waits. A turn ends
+    # with its last tile, or with the workgroup's last tile (`last`).
     return self.statements.do(turns.end(self.head, t, self.statements.begin(atomics.settle(done)).done, last))
 
   def trip(self, work:Callable[[Any, AmdTrip], Any]) -> Callable[[Any, UOp, bool], UOp]:
-    """Returns a function (state, tile index, masked) that makes the body of the loop over tiles. `masked` says whether a mask may hide scores of the
-    tile. The function calls `work` to compute the tile, and returns the stores with which the iteration ends."""
+    """Returns a function (state, tile index, masked) that makes the body of the loop over tiles by calling `work`."""
+    # `masked`: whether a mask may hide scores of the tile; the stores with which the iteration ends are the body's last operation
     return lambda s, t, masked: UOp.group(*work(s, AmdTrip(self, t, masked)).stores.found)
 
   # ***** gradients, and the kernel *****
@@ -208,8 +205,7 @@ class AmdBackward:
 
 @dataclass(frozen=True)
 class AmdTrip:
-  """The operations of one loop iteration of a backward kernel. The iteration computes the tile of walked rows (keys, or queries if the workgroup owns
-  keys) with index `t`, which lies in LDS."""
+  """The steps of one iteration of a backward kernel, on tile `t` of walked rows in LDS."""
   of: AmdBackward
   t: UOp
   masked: bool
@@ -223,15 +219,14 @@ class AmdTrip:
   def lds(self, s:Any, name:str) -> Any: return self.of.trips.in_lds(s, self.t, name)
 
   def query_values(self, s:Any) -> tuple[list[Normaliser], list[UOp]]:
-    """Returns two lists for the queries of this lane's C fragments. The first has their normalisers, which are computed from lse and turn scores into
-    P. The second has their -delta."""
+    """Returns the normalisers and -delta of the queries of this lane's C fragments, as two lists."""
     if self.of.known is None: return self.lds(s, "query_values").load(self.of.at)
     (normaliser, delta), n = self.of.known, self.of.tile.matrix.accumulator
     return [normaliser.each(lambda x: ops.splat(x, n))]*self.count, [ops.splat(scaled_delta(delta, self.of.group.p), n)]*self.count
 
   def product(self, s:Any, which:int, start:list[UOp]) -> list[UOp]:
-    """Returns `start` + A B as C fragments, where A is the rows of this iteration's tile, and B the rows that the workgroup owns. `which` chooses
-    their tensors: 0 for S (q and k), 1 for dP (dO and v)."""
+    """Returns `start` + A B as C fragments: S if `which` is 0, dP if 1."""
+    # A is the rows of this iteration's tile, and B the rows that the workgroup owns
     number = self.t if self.of.outer_trip is None else self.of.outer_trip      # for each number, own rows outside of registers are read again
     return self.of.products.with_rows(self.lds(s, self.of.walked[which]).row_tile, self.count, self.of.own[which], number, [start])[0]
 
@@ -267,15 +262,15 @@ class AmdTrip:
     return replace(s, stores=TripStores((*s.stores.found, *self.sharing.store(s.ds, self.zero_for_missing_keys(ds)))))
 
   def zero_for_missing_keys(self, ds:list[UOp]) -> list[UOp]:
-    """Returns `ds`, dS of the lane's key, or 0 if this key lies beyond the last key. For such a key P = exp(0 - lse) can be inf, and dS too. dS of a
-    missing key would enter dQ, which sums over the keys."""
+    """Returns dS of the lane's key, or 0 if this key lies beyond the last key."""
+    # For a missing key P = exp(0 - lse) can be inf, and dS too, which would enter dQ, a sum over the keys.
     there = below(self.of.row.index, self.of.group.sequence.n_k)
     if there.op is Ops.CONST and there.arg: return ds
     return [ops.build(*[there.where(ops.extract(x, i), 0) for i in range(ops.length(x))]) for x in ds]
 
   def interleaved(self, mat:Matrix, products:int, *found:UOp) -> Statements:
-    """Makes clang interleave the `products` matrix instructions `mat` since the last barrier with the reads of their operands from LDS, if the tile
-    description asks for it. `found` are the products' results. Returns all statements."""
+    """Makes clang interleave matrix instructions with the reads of their operands from LDS, and returns all statements."""
+    # `products` matrix instructions `mat` since the last barrier, whose results are `found`; only if the tile description asks for it
     tile, statements = self.of.tile, self.of.statements
     if not tile.ahead: return statements
     together, reads = (1, READS_OF_TURNED) if tile.turning else (mat.unit//mat.operand, 1)
@@ -297,9 +292,9 @@ class AmdTrip:
 
 @dataclass(frozen=True)
 class DqOfTile:
-  """What one wave needs to compute its part of dQ = dS K for one tile of queries, if the workgroup owns keys. The sum goes over all keys of the
-  workgroup. The wave computes some matrix tiles of dQ, which lie one below the other in the same columns, and keeps these columns of K in
-  registers."""
+  """What one wave needs to compute its part of dQ = dS K for a tile of queries, if the workgroup owns keys."""
+  # The sum goes over all keys of the workgroup. The wave computes some matrix tiles of dQ, which lie one below the other in the same columns, and
+  # keeps these columns of K in registers.
   at: Lane
   here: Lane              # this lane in a matrix tile of dQ
   columns: list[UOp]      # operand B: the lane's column of K, all keys of the workgroup
@@ -318,7 +313,7 @@ class DqOfTile:
     return DqOfTile(at, here, operands(mat, k), column, rows, tile.ds.stride, tile.turning)
 
   def store(self, lds:LdsTile, ds:list[UOp]) -> list[UOp]:
-    """Returns the stores of dS of the lane's key to LDS, 16 bits for each query. `ds` holds dS as C fragments, rounded and packed to 16 bits."""
+    """Returns the stores of dS of the lane's key (C fragments, packed to 16 bits) to LDS."""
     mat, stores = self.at.matrix, list[UOp]()
     key = self.at.wave*mat.N + self.at.n
     if self.turning:
@@ -333,8 +328,7 @@ class DqOfTile:
     return stores
 
   def product(self, lds:LdsTile, tile:BackwardTile, statements:Statements) -> list[UOp]:
-    """Returns this wave's part of dQ = dS K for the tile of queries whose dS is in `lds`: one C fragment for each matrix tile that the wave
-    computes."""
+    """Returns this wave's part of dQ = dS K for the queries whose dS is in `lds`, a C fragment for each matrix tile."""
     mat, found = self.here.matrix, list[UOp]()
     for row in self.rows:
       acc = zeros(mat, 1, 1)[0][0]
@@ -346,25 +340,25 @@ class DqOfTile:
     return found
 
   def added(self, group:Workgroup, head:UOp, first:UOp, found:list[UOp], *waited:UOp) -> list[UOp]:
-    """Returns statements that add `found`, this wave's C fragments of dQ of a tile of queries, to the fp32 accumulator of dQ in memory, after the
-    operations `waited`. `first` is the first query of the tile, and `head` its query head."""
+    """Returns statements that add `found`, this wave's C fragments of dQ, to the fp32 accumulator of dQ in memory."""
+    # after the operations `waited`; `first` is the first query of the tile, and `head` its query head
     mat, sums = self.here.matrix, flat(group.given["dq_sums"])
     return [atomic_add(sums[place_of_tile(group, mat, head, first + row*mat.M, self.column) + self.at.lane], x,
                        *waited, steps=tuple(i*mat.wave for i in range(mat.accumulator))) for row, x in zip(self.rows, found)]
 
 def own_rows(group:Workgroup, tile:BackwardTile, at:Lane, statements:Statements, in_lds:tuple[bool, bool]) -> tuple[OwnRows, OwnRows]:
-  """Returns the lane's own rows of two tensors: of q and dO if the workgroup owns queries, of k and v if it owns keys. `in_lds` says for each of the
-  two tensors whether the rows stay in LDS; otherwise they stay in registers. If registers are short, the rows are loaded a few units at a time, and
-  `statements` orders these loads."""
+  """Returns the lane's own rows of two tensors: of q and dO if the workgroup owns queries, of k and v if it owns keys."""
+  # `in_lds` says for each of the two tensors whether the rows stay in LDS; otherwise they stay in registers. If registers are short, the rows are
+  # loaded a few units at a time, and `statements` orders these loads.
   own = OF_KEYS if tile.keys else OF_QUERIES
   first, second = (OwnRows.of(at, group.operand_rows(name), group.first_row, tile.block_m, group.grid.allocator, kept, tile.sparing, statements)
                    for name, kept in zip(own, in_lds))
   return first, second
 
 def transposed_tiles(new:Allocator, tile:BackwardTile, *layouts:SharedLayout) -> list[LdsTile]|list[None]:
-  """Returns transposed tiles in LDS, one for each of `layouts`, and reserves the LDS for them. If the kernel loops over the tiles twice (two passes),
-  these tiles share one piece of LDS, because each pass uses only one of them."""
+  """Returns transposed tiles in LDS, one for each of `layouts`."""
   if tile.turning: return [None]*len(layouts)
+  # with two passes these tiles share one piece of LDS, because each pass uses only one of them
   if tile.passes == 1: return [LdsTile.of(new, x, tile.buffers) for x in layouts]
   place = LdsTile.of(new, max(layouts, key=lambda x: x.size), tile.buffers)
   return [replace(place, layout=x) for x in layouts]

@@ -1,9 +1,5 @@
 """The gradient of a bias, with AMD's matrix instructions: the block of the bias that a workgroup owns, the loop over all scores to which this block
-is added, and the stores of the sums.
-
-A workgroup has an outer loop over blocks of queries (of one head after another). For each block of queries an inner loop computes P and dS of tiles
-of keys, as attn/kernels/amd/backward.py does in a workgroup that owns queries. If the workgroup owns a tile of keys, the inner loop has this tile
-alone. Otherwise it has all keys that the queries see."""
+is added, and the stores of the sums."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable
@@ -27,12 +23,14 @@ from attn.ops import amd, common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
-def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward:
-  """Returns a copy of `of` for one iteration of the outer loop, the loop over blocks of queries. `group` is the workgroup with this iteration's block
-  of queries. `number` is the iteration's index if every iteration reads the same tile of keys, and None otherwise.
+# A workgroup has an outer loop over blocks of queries (of one head after another). For each block of queries an inner loop computes P and dS of tiles
+# of keys, as attn/kernels/amd/backward.py does in a workgroup that owns queries. If the workgroup owns a tile of keys, the inner loop has this tile
+# alone. Otherwise it has all keys that the queries see.
 
-  P is 0 for queries beyond the last query, because dS may be summed over queries. Rows of q and dO that other kernels keep in LDS are loaded from
-  global memory for each tile."""
+def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward:
+  """Returns a copy of `of` for one iteration of the loop over blocks of queries, whose queries `group` owns."""
+  # `number` is the iteration's index if every iteration reads the same tile of keys, and None otherwise. P is 0 for queries beyond the last query,
+  # because dS may be summed over queries. Rows of q and dO that other kernels keep in LDS are loaded from global memory for each tile.
   own = own_rows(group, of.tile, of.at, of.statements, (False, False))
   first, second = (replace(x, reloaded=reloaded) for x, reloaded in zip(own, of.tile.own_in_lds))
   there = replace(of, group=group, own=(first, second), outer_trip=number)
@@ -40,8 +38,7 @@ def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward
 
 @dataclass(frozen=True)
 class AmdBias:
-  """The kernel for the gradient of a bias on AMD's matrix units, as one thread sees it, with one method for each step of the algorithm. `BiasUnit`
-  declares the steps."""
+  """The kernel for the gradient of a bias on AMD's matrix units, as one thread sees it, with the steps of `BiasUnit`."""
   of: AmdBackward      # the queries of the first iteration
   bias: BiasPart
 
@@ -86,13 +83,13 @@ class AmdBias:
 
   # ***** the stores *****
   def stores_of_row(self, of:AmdBackward, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-    """Returns the stores of `values` to neighbouring elements of the bias's gradient, from column `column` on. Where `there` is false, nothing is
-    stored. The elements are in the row of the lane's query, or in the only row if all queries share one row of the bias."""
+    """Returns the stores of `values` to the bias's gradient, from column `column` on, in the row of the lane's query."""
+    # the only row if all queries share one row of the bias; where `there` is false, nothing is stored
     return self.bias.stores(of.group, of.row, column, values, there)
 
   def stores(self, of:AmdBackward, t:UOp, ds:list[UOp]) -> list[UOp]:
-    """Returns the stores of dS to the bias's gradient, for the lane's query and the lane's keys of tile t. `ds` holds dS as C fragments. One store
-    writes the elements of several neighbouring keys."""
+    """Returns the stores of dS (C fragments) to the bias's gradient, for the lane's query and keys of tile t."""
+    # one store writes the elements of several neighbouring keys
     n = of.tile.matrix.block
     return [x for values, keys in zip(ds, of.group.scores.walked) for i in range(0, len(keys), n)
             for x in self.stores_of_row(of, t*of.tile.block_n + of.at.h*n + keys[i], ops.slice_(values, i, n), self.bias.stored(of.row))]
@@ -114,8 +111,8 @@ class AmdBias:
     return self.stores_of_row(of, UOp.const(0), ds[0], of.row.there & of.at.h.eq(0))
 
   def sums_of_rows(self, ds:list[UOp]) -> list[UOp]:
-    """Sums `ds` over the workgroup's queries through LDS, and returns the stores of the sums. Each thread adds vectors of four numbers. The four
-    numbers belong to four keys, or to four queries if `ds` is already summed over keys."""
+    """Sums `ds` over the workgroup's queries through LDS, and returns the stores of the sums."""
+    # Each thread adds vectors of four numbers. The four numbers belong to four keys, or to four queries if `ds` is already summed over keys.
     of, tile, mat, new = self.of, self.of.tile, self.of.tile.matrix, self.of.new
     row, there = of.own[0].in_block[0], of.at.h.eq(0)
     one, held = self.bias.share.broadcast[3], tile.block_n//mat.groups//4              # vectors of four that a lane holds

@@ -1,9 +1,4 @@
-"""Implementation of forward with AMD's matrix instructions, MFMA and WMMA.
-
-The matrix unit computes S^T = K Q^T and O^T = V^T P^T, so that each lane holds only scores of one query (attn/chips/matrix.py). K and V tiles are
-loaded from global memory to registers and then stored to LDS; V is transposed in registers. By default the loads of the next tile start before the
-products of the current tile.
-"""
+"""Forward with AMD's matrix instructions, MFMA and WMMA: the steps of `online_softmax`. Begin with `AmdForward.scores`."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterator
@@ -29,19 +24,23 @@ from attn.score.masks import scattered
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
+# The matrix unit computes S^T = K Q^T and O^T = V^T P^T, so that each lane holds only scores of one query (attn/chips/matrix.py). K and V tiles are
+# loaded from global memory to registers and then stored to LDS; V is transposed in registers. By default the loads of the next tile start before the
+# products of the current tile.
+
 APART_UP_TO = 64     # largest head dimension at which vector instructions limit the speed of an iteration
 
 @dataclass(frozen=True)
 class ForwardState(TripState):
-  """The values that the loop over keys carries from iteration to iteration: the registers of the softmax, and the tiles of K and V in LDS."""
+  """The values that the loop over keys carries from iteration to iteration: the softmax's registers, and tiles of K and V in LDS."""
   softmax: Softmax
   k: StagedTile
   v: StagedTile
 
 @dataclass(frozen=True)
 class AmdForward:
-  """The forward kernel for one problem, as one thread sees it. Has a method for each operation of the algorithm `online_softmax`. No field changes
-  during the loop over tiles of keys."""
+  """The forward kernel for one problem, as one thread sees it, with a method for each operation of `online_softmax`."""
+  # no field changes during the loop over tiles of keys
   tile: Tile
   new: Allocator
   statements: Statements
@@ -78,8 +77,7 @@ class AmdForward:
   def d_tiles(self) -> int: return round_up(self.group.p.Dv, self.mat.M)//self.mat.M
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """Returns the queries whose scores this lane holds, as indices among the queries that the workgroup owns: one for each of the wave's matrix tiles
-    of queries."""
+    """The queries whose scores this lane holds, one for each matrix tile of queries, as indices in the workgroup's block."""
     return [(self.at.wave*self.tile.q_tiles + t)*self.mat.N + self.at.n for t in range(self.tile.q_tiles)]
   @functools.cached_property
   def queries(self) -> list[Row]: return [self.group.row(i) for i in self.in_block]
@@ -134,17 +132,17 @@ class AmdForward:
 
   # ***** parts of the steps *****
   def raw_scores(self, s:ForwardState, t:UOp, masked:bool=False) -> list[list[UOp]]:
-    """Computes S^T = K Q^T of tile t, without score terms (bias, softcap, ...) and masks. Returns a list of C fragments for each of the wave's matrix
-    tiles of queries."""
+    """Returns S^T = K Q^T of tile t, without score terms and masks: C fragments for each matrix tile of queries."""
     k_tile = self.trips.in_lds(s, t, "k").row_tile
     # iterations that compute mask_mod lack registers to read ahead
     products = replace(self.products, fenced=FENCE_UNITS) if masked and scattered(self.group.p) else self.products
     return products.with_rows(k_tile, self.k_tiles, self.q, t, zeros(self.mat, self.tile.q_tiles, self.k_tiles))
 
   def weighed(self, softmax:Softmax, scores:list[list[UOp]], scales:list[UOp]|None=None) -> Softmax:
-    """Returns the state of the softmax with P = exp2(scores - m) of a tile of keys, where m is the number that the softmax subtracts from the scores
-    of a row. `softmax` is the state before, and `scores` has a list of C fragments for each of the wave's matrix tiles of queries. If P of a row
-    becomes too large, raises m and computes P again. If the rows of V have `scales`, P is multiplied by them."""
+    """Returns the state of the softmax with P = exp2(scores - m) of a tile of keys."""
+    # m is the number that the softmax subtracts from the scores of a row. `softmax` is the state before, and `scores` has a list of C fragments for
+    # each of the wave's matrix tiles of queries. If P of a row becomes too large, m is raised and P computed again. If the rows of V have `scales`, P
+    # is multiplied by them.
     to_log2 = self.group.scores.to_log2
     softmax, addends = softmax.addends(self.dual)
     weights = [softmax.weights(x, addend, to_log2) for x, addend in zip(scores, addends, strict=True)]

@@ -1,9 +1,5 @@
-"""The fp32 accumulator of dQ in memory, on AMD. Three kernels use it, one after another. The first computes delta and sets the accumulator to 0. In
-the second, each workgroup owns some keys and adds what they contribute to dQ. The third turns the accumulator into dq.
-
-The accumulator is stored in matrix tiles, row by row of tiles. A wave adds a C fragment to a matrix tile, one register at a time. So a matrix tile
-lies in memory as follows: first the numbers that the first registers of all lanes add to, then those of the second registers, and so on. Neighbouring
-lanes then add to neighbouring numbers."""
+"""The fp32 accumulator of dQ in memory, on AMD, and two small kernels: one computes delta and sets the accumulator to 0, the other turns the
+accumulator into dq."""
 from __future__ import annotations
 from collections.abc import Callable
 from attn.chips import Chip
@@ -21,17 +17,22 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
+# Between these two kernels, workgroups that own keys add what their keys contribute to dQ. The accumulator is stored in matrix tiles, row by row of
+# tiles. A wave adds a C fragment to a matrix tile, one register at a time. So a matrix tile lies in memory as follows: first the numbers that the
+# first registers of all lanes add to, then those of the second registers, and so on. Neighbouring lanes then add to neighbouring numbers.
+
 NUMBERS_OF_PIECE = 4      # neighbouring elements of a row of dQ that a thread reads or writes
 
 def place_of_tile(group:Workgroup, mat:Matrix, head:UOp, first_query:UOp, column:Int) -> UOp:
-  """Returns the index, in the fp32 accumulator of dQ, of the first element of a matrix tile of the query head `head`. `first_query`, the tile's first
-  query, is a multiple of mat.M. `column` is the index of the tile in its row of tiles."""
+  """Returns the index, in the fp32 accumulator of dQ, of the first element of a matrix tile of query head `head`."""
+  # `first_query`, the tile's first query, is a multiple of mat.M; `column` is the index of the tile in its row of tiles
   return (group.first_sums(head)*QUERIES_OF_SUMS + first_query)*group.p.D + column*(mat.M*mat.N)
 
 def delta_of_row(group:Workgroup, tile:BackwardTile, in_block:UOp, row:Row, together:list[list[UOp]], fence:Callable[[UOp], list[UOp]]) -> UOp:
-  """Returns delta = rowsum(dO * O) - dLSE of a lane's query, summed over the lanes that share the query. `row` is the query, and `in_block` its index
-  in the workgroup's block. `together` lists the lane's 16-byte units of dO in groups; the units of a group are loaded at the same time. `fence` takes
-  the sum over the groups so far, and returns the operations that must be done before the next group is loaded."""
+  """Returns delta = rowsum(dO * O) - dLSE of the query `row`, summed over the lanes that share the query."""
+  # `in_block` is the query's index in the workgroup's block. `together` lists the lane's 16-byte units of dO in groups; the units of a group are
+  # loaded at the same time. `fence` takes the sum over the groups so far, and returns the operations that must be done before the next group is
+  # loaded.
   mat = tile.matrix
   rows, total = ((group.rows_of("o"), group.p.out_dtype), (group.operand_rows("do"), group.p.dtype)), ops.splat(0.0, mat.unit)
   for some in together:
@@ -44,9 +45,8 @@ def delta_of_row(group:Workgroup, tile:BackwardTile, in_block:UOp, row:Row, toge
   return ops.sub(total, group.query_value("dlse", row)) if "dlse" in group.given else total
 
 def of_queries(p:Problem, arch:Chip, shapes:Shapes, args:tuple[UOp, ...]) -> tuple[Workgroup, BackwardTile, Lane]:
-  """Makes three objects for the kernels that compute delta and finish dQ, whose workgroups own queries: the workgroup, its tile description, and this
-  thread's position in a matrix tile. `args` are the kernel's tensors. `shapes` has the names, shapes and dtypes of these tensors, in the same
-  order."""
+  """Returns the workgroup, its tile description, and the thread's position in a matrix tile, for kernels whose workgroups own queries."""
+  # the kernels that compute delta and finish dQ; `shapes` has the names, shapes and dtypes of the tensors `args`, in the same order
   mat = arch.matrix[p.dtype][0]
   tile = BackwardTile(QUERIES_OF_SUMS//mat.N, mat.least_keys, matrix=mat)
   grid = head_fastest(p, tile, mat, arch)
@@ -54,23 +54,22 @@ def of_queries(p:Problem, arch:Chip, shapes:Shapes, args:tuple[UOp, ...]) -> tup
   return Workgroup.of(p, arch, tile, args, grid, at, shapes), tile, at
 
 def pieces(group:Workgroup, tile:BackwardTile) -> list[tuple[UOp, UOp]]:
-  """Returns (row, first column) of each piece of dQ that this thread handles, among the queries of the workgroup. A piece is four neighbouring fp32
-  numbers of a row."""
+  """Returns (row, first column) of each piece of dQ, four neighbouring numbers of a row, that this thread handles."""
   across = group.p.D//NUMBERS_OF_PIECE
   numbers = [group.thread + i*tile.threads for i in range(QUERIES_OF_SUMS*across//tile.threads)]
   return [(i//across, i%across*NUMBERS_OF_PIECE) for i in numbers]
 
 def sums_at(group:Workgroup, mat:Matrix, row:UOp, column:UOp) -> UOp:
-  """Returns a UOp that indexes the fp32 accumulator of dQ: a vector of four neighbouring elements of a row of dQ. `row` is counted from the
-  workgroup's first query, and `column` is a column of dQ."""
+  """Returns the index in the fp32 accumulator of dQ of four neighbouring elements of a row, as a UOp to load or store."""
+  # `row` is counted from the workgroup's first query
   tile = place_of_tile(group, mat, group.first_head, group.first_row + row//mat.M*mat.M, column//mat.N)
   in_lane = mat.column_of(row%mat.M)
   element, h = in_lane%mat.accumulator, in_lane//mat.accumulator
   return flat(group.given["dq_sums"]).bitcast(ops.f32(NUMBERS_OF_PIECE))[(tile + element*mat.wave + h*mat.N + column%mat.N)//NUMBERS_OF_PIECE]
 
 def amd_delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp]:
-  """Returns the kernel that computes delta and sets the fp32 accumulator of dQ to 0. The kernel takes the tensors of `tensors.delta_arguments(p,
-  dlse)`, in this order. `dlse` says whether lse has a gradient."""
+  """Returns the kernel that computes delta and sets the fp32 accumulator of dQ to 0."""
+  # it takes the tensors of `tensors.delta_arguments(p, dlse)`, in this order; `dlse`: whether lse has a gradient
   def kernel(*args:UOp) -> UOp:
     group, tile, at = of_queries(p, arch, delta_arguments(p, dlse), args)
     in_block = at.wave*tile.matrix.N + at.n
@@ -84,8 +83,8 @@ def amd_delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp
   return kernel
 
 def amd_finish_kernel(p:Problem, arch:Chip) -> Callable[..., UOp]:
-  """Returns the kernel that turns the fp32 accumulator of dQ into dq: multiplies it by softmax_scale and rounds it. The kernel takes the tensors of
-  `tensors.finish_arguments(p)`, in this order."""
+  """Returns the kernel that turns the fp32 accumulator of dQ into dq: multiplies it by softmax_scale and rounds it."""
+  # it takes the tensors of `tensors.finish_arguments(p)`, in this order
   def kernel(*args:UOp) -> UOp:
     group, tile, _ = of_queries(p, arch, finish_arguments(p), args)
     sums = [(row, column, sums_at(group, matrix_of_dq(p, arch), row, column).load()) for row, column in pieces(group, tile)]

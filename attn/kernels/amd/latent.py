@@ -1,16 +1,5 @@
-"""Implementation of forward with AMD's matrix instructions for multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434), in which V is the
-first columns of K. In decoding, K has 576 columns, V has 512, and many query heads share one key head.
-
-A row of O is too long for the registers of one wave, and all heads share the keys. So a workgroup owns the queries of many heads and reads each key
-once for all these queries. The waves of the workgroup divide the two products differently. For the scores S^T = K Q^T of a tile of keys, each wave
-computes one matrix tile of queries; if there are more waves than matrix tiles of queries, each wave computes only a part of the keys. For O^T = V^T
-P^T, each wave computes some columns of V for all queries. The waves exchange P through LDS. The waves also exchange the factors by which the softmax
-rescales O, and the largest score of each query whose scores several waves compute. V^T is read by columns from the tile of K in LDS, so LDS holds no
-tile of V.
-
-If the latent columns of K (those that are V, too) are stored in 8 bits, they are converted to 16 bits on their way to LDS. They are not multiplied by
-the scale of their row there. Instead, the sum of a score over these columns is multiplied by the scale of the key's row, before the other columns are
-added. P is multiplied by this scale before P is rounded."""
+"""Forward of multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) with AMD's matrix instructions: V is the first columns of K. Begin with
+`AmdLatent.scores`."""
 from __future__ import annotations
 import functools, itertools
 from collections.abc import Iterator
@@ -37,6 +26,19 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
+# In decoding, K has 576 columns, V has 512, and many query heads share one key head.
+#
+# A row of O is too long for the registers of one wave, and all heads share the keys. So a workgroup owns the queries of many heads and reads each key
+# once for all these queries. The waves of the workgroup divide the two products differently. For the scores S^T = K Q^T of a tile of keys, each wave
+# computes one matrix tile of queries; if there are more waves than matrix tiles of queries, each wave computes only a part of the keys. For O^T = V^T
+# P^T, each wave computes some columns of V for all queries. The waves exchange P through LDS. The waves also exchange the factors by which the
+# softmax rescales O, and the largest score of each query whose scores several waves compute. V^T is read by columns from the tile of K in LDS, so LDS
+# holds no tile of V.
+#
+# If the latent columns of K (those that are V, too) are stored in 8 bits, they are converted to 16 bits on their way to LDS. They are not multiplied
+# by the scale of their row there. Instead, the sum of a score over these columns is multiplied by the scale of the key's row, before the other
+# columns are added. P is multiplied by this scale before P is rounded.
+
 def latent_rows(group:Workgroup, mat:Matrix) -> LatentRows:
   """Returns the rows of K that a workgroup reads, from a latent cache whose elements have 8 bits."""
   p = group.p
@@ -45,22 +47,23 @@ def latent_rows(group:Workgroup, mat:Matrix) -> LatentRows:
 
 @dataclass(frozen=True)
 class LatentState(TripState):
-  """The values that the loop over keys carries from iteration to iteration. A wave computes some columns of O for all queries of the workgroup:
-  registers hold these columns of O, as rows of O^T. A lane computes scores of one query: registers hold its m (the number that the softmax subtracts
-  from the scores) and its sums of P over the wave's part of the keys. Within an iteration, registers also hold the factors by which O is rescaled,
-  one for each matrix tile of queries. LDS holds the tile of K, P, and the numbers that waves exchange."""
+  """The values that the loop over keys carries from iteration to iteration."""
+  # a wave computes some columns of O for all queries of the workgroup: these columns, as rows of O^T
   acc: UOp
+  # of the query whose scores the lane computes: the number that the softmax subtracts from the scores
   m: UOp
+  # of the same query: sums of P over the wave's part of the keys
   l: UOp
+  # within an iteration: the factors by which O is rescaled, one for each matrix tile of queries
   factors: UOp
   k: StagedTile
-  weights: LdsTile
-  told: RowScalars
+  weights: LdsTile   # P
+  told: RowScalars   # the numbers that waves exchange
 
 @dataclass(frozen=True)
 class AmdLatent:
-  """The forward kernel of latent attention for one problem, as one thread sees it. Has a method for each operation of the algorithm `online_softmax`.
-  No field changes during the loop over tiles of keys."""
+  """The forward kernel of latent attention for one problem, as one thread sees it, with a method for each operation of `online_softmax`."""
+  # no field changes during the loop over tiles of keys
   tile: MlaTile
   new: Allocator
   statements: Statements
@@ -93,7 +96,7 @@ class AmdLatent:
   @property
   def names(self) -> ScalarPlaces: return self.tile.scalar_places(self.group.p)
   def in_block(self, tile:int|UOp) -> UOp:
-    """Returns the index of a row among the workgroup's own rows: the row that this lane has in the matrix tile of queries number `tile`."""
+    """Returns the index of the query that this lane has in matrix tile `tile`, among the workgroup's own queries."""
     return tile*self.mat.N + self.at.n
   @functools.cached_property
   def own(self) -> UOp:
@@ -113,8 +116,8 @@ class AmdLatent:
     rows = latent_rows(self.group, self.mat) if self.group.p.stored else self.group.rows_of("k")
     return StagedTrips(self.tile, self.new, self.statements, self.state, {"k": rows})
   def scales(self, t:UOp) -> list[UOp]:
-    """Returns the loaded scales of the 8-bit rows of K whose scores this lane computes, one vector for each vector of scores. V, the first columns of
-    K, has the same scales."""
+    """Returns the loaded scales of the 8-bit rows of K whose scores this lane computes, one vector for each vector of scores."""
+    # V, the first columns of K, has the same scales
     return self.group.scales("k_scales", t, self.share)
 
   # ***** the steps *****
@@ -172,8 +175,7 @@ class AmdLatent:
   def k_tile(self, s:LatentState, t:UOp) -> LdsTile: return self.trips.in_lds(s, t, "k").row_tile
 
   def raw_scores(self, s:LatentState, t:UOp) -> list[UOp]:
-    """Computes S^T = K Q^T of the keys and queries that belong to this wave, without score terms (softcap, ALiBi, bias) and masks. Returns a list of
-    C fragments."""
+    """Returns S^T = K Q^T of this wave's keys and queries in tile t, without score terms and masks, as C fragments."""
     tiles, p = self.share.keys//self.mat.M, self.group.p
     k = self.k_tile(s, t).from_row(self.share.part*self.share.keys)
     def added(start:list[list[UOp]], units:slice) -> list[list[UOp]]:
@@ -184,8 +186,7 @@ class AmdLatent:
     return added([found], slice(latent, None))[0]
 
   def highest(self, s:LatentState, top:UOp) -> UOp:
-    """Returns the largest score of the lane's query, over all lanes and waves that compute scores of this query. `top` is the largest score that this
-    lane has found."""
+    """Returns the largest score of the lane's query in all lanes and waves; `top` is the largest in this lane."""
     for step in self.mat.group_steps:
       pair = amd.pair(top, step, self.mat)
       top = ops.max_(ops.extract(pair, 0), ops.extract(pair, 1))
@@ -194,8 +195,9 @@ class AmdLatent:
     return functools.reduce(ops.max_, [told.load(self.names.top(part), self.own) for part in range(self.share.key_parts)])
 
   def store_weights(self, s:LatentState, packed:list[UOp]) -> list[UOp]:
-    """Returns the stores of P to LDS, 16 bytes at a time. `packed` is P in 16 bits. A row of P in LDS has the keys in the order in which the lanes
-    hold them in registers, not in ascending order (`staging.key_rows`)."""
+    """Returns the stores of P, packed to 16 bits, to LDS."""
+    # 16 bytes at a time; a row of P in LDS has the keys in the order in which the lanes hold them in registers, not in ascending order
+    # (`staging.key_rows`)
     mat, words = self.mat, UNIT_BYTES//4
     if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
     units = [ops.slice_(x, i, words) for x in packed for i in range(0, ops.length(x), words)]
@@ -211,16 +213,16 @@ class AmdLatent:
 
   # ***** after the last iteration *****
   def totals(self, s:LatentState) -> LatentState:
-    """Stores two values of each row to LDS, from where all waves read them: the number that the softmax subtracts from the row's scores, and the sums
-    of P that this wave has computed. Returns the state after these stores."""
+    """Stores each row's m and sums of P to LDS, from where all waves read them, and returns the state."""
+    # m: the number that the softmax subtracts from the row's scores
     first = self.at.h.eq(0)
     sums = [sum_over_groups(s.l[kind].load(), self.mat) for kind in range(s.l.max_numel())]
     stores = [s.told.store(self.names.total(kind, self.share.part), self.own, x, first) for kind, x in enumerate(sums)]
     return s.lds_after(UOp.group(*stores, s.told.store(self.names.reference, self.own, s.m[0].load(), first & self.share.part.eq(0))))
 
   def outputs(self, s:LatentState, tile:int) -> list[UOp]:
-    """Returns the stores of O = O^T / l for the wave's columns. The first wave also stores LSE = m + ln l. `tile` is the index of a matrix tile of
-    the workgroup's queries."""
+    """Returns the stores of O = O^T / l for the wave's columns and matrix tile `tile` of queries, and of LSE."""
+    # the first wave stores LSE = m + ln l
     mat, names, in_block = self.mat, self.names, self.in_block(tile)
     def total(kind:int) -> UOp:
       return functools.reduce(ops.add, [s.told.load(names.total(kind, part), in_block) for part in range(self.share.key_parts)])

@@ -1,6 +1,5 @@
-"""The two kinds of matrix product in an iteration of the loop over tiles. One multiplies the rows of a tile in LDS by the rows that the workgroup
-owns: its results are scores or dP. The other multiplies the columns of a tile in LDS by the weights of the own rows (P or dS): its results are O or
-gradients."""
+"""The two kinds of matrix product in an iteration over tiles: rows of a tile in LDS times own rows (scores or dP), and columns of a tile in LDS times
+weights (O or gradients)."""
 from __future__ import annotations
 import functools, itertools
 from dataclasses import dataclass, replace
@@ -22,8 +21,9 @@ WAITED_FOR = 4   # units of own rows that are loaded at the same time, if regist
 
 @dataclass(frozen=True)
 class OwnRows:
-  """The rows of a tensor that a workgroup owns, as operand B of products that sum over the elements of the rows. The rows form matrix tiles, and a
-  lane has one row of each. The lane keeps its 16-byte units of these rows in registers, or in LDS if there are too few registers."""
+  """The rows of a tensor that a workgroup owns, as operand B of products that sum over the elements of the rows."""
+  # The rows form matrix tiles, and a lane has one row of each. The lane keeps its 16-byte units of these rows in registers, or in LDS if there are
+  # too few registers.
   at: Lane
   source: Rows
   first: UOp               # the block's first row in the tensor
@@ -36,9 +36,8 @@ class OwnRows:
 
   @staticmethod
   def of(at:Lane, rows:Rows, first:UOp, block_m:int, new:Allocator, in_lds:bool, sparing:bool, statements:Statements) -> OwnRows:
-    """Makes the `OwnRows` of a kernel in which each wave owns one matrix tile of `rows`. If `in_lds` is true, the rows stay in LDS, otherwise in
-    registers. `sparing` says that registers are short: then at most WAITED_FOR units are loaded at the same time, and `statements` orders the loads.
-    """
+    """Makes the own rows of a kernel in which each wave owns one matrix tile of `rows`, in LDS or in registers."""
+    # `sparing`: registers are short, so at most WAITED_FOR units are loaded at the same time, and `statements` orders the loads
     mat, layout = at.matrix, row_layout(at.matrix, block_m, rows.width)
     lds, units = LdsTile.of(new, layout) if in_lds else None, units_of(mat, contraction(mat, rows.width), at.h)
     return OwnRows(at, rows, first, block_m, [at.wave*mat.N + at.n], units, lds, statements=statements if sparing else None)
@@ -56,7 +55,7 @@ class OwnRows:
 
   @property
   def together(self) -> list[list[UOp]]:
-    """The indices of the lane's 16-byte units in a row, in groups. All units of a group are loaded at the same time."""
+    """Indices of the lane's 16-byte units in a row, in groups whose units are loaded at the same time."""
     n = WAITED_FOR if self.statements is not None else len(self.units)
     return [self.units[i:i + n] for i in range(0, len(self.units), n)]
 
@@ -76,9 +75,8 @@ class OwnRows:
     return self.lds.after(workgroup_barrier(UOp.group(*stores)))
 
   def operands(self, t:UOp, steps:slice, *after:UOp) -> list[list[UOp]]:
-    """Returns operand B for each matrix tile of own rows. A product sums over the elements of a row in steps. `steps` selects 16-byte units of the
-    row: operands are returned for these units. `t` is the index of the iteration. Rows that do not stay in registers are read again in each
-    iteration, after the operations `after`."""
+    """Returns operand B for each matrix tile of own rows, for the 16-byte units `steps` of a row."""
+    # Rows that do not stay in registers are read again in each iteration t, after the operations `after`.
     mat = self.at.matrix
     if self.lds is None and not self.reloaded: return [operands(mat, units[steps]) for units in self.loaded]
     rows = [amd.opaque(i, t) for i in self.in_block]
@@ -87,12 +85,12 @@ class OwnRows:
 
 @dataclass(frozen=True)
 class LdsColumns:
-  """Columns of a tile, from column `first` on, as operand A of a product that sums over the tile's rows. The tile lies in LDS row by row, not
-  transposed: each operand is read across the rows. The rows come in the order in which the lanes hold their weights (`staging.key_rows`). In place of
-  a column beyond the tile's last column, the last column is read."""
+  """Columns of a tile that lies in LDS row by row, as operand A of a product that sums over the tile's rows."""
+  # Each operand is read across the rows. The rows come in the order in which the lanes hold their weights (`staging.key_rows`). In place of a column
+  # beyond the tile's last column, the last column is read.
   tile: LdsTile
   matrix: Matrix
-  first: UOp
+  first: UOp   # the columns begin at this one
   def after(self, *deps:UOp) -> LdsColumns: return replace(self, tile=self.tile.after(*deps))
   def load(self, row:UOp, unit:UOp) -> UOp:
     mat, layout = self.matrix, self.tile.layout
@@ -103,11 +101,12 @@ class LdsColumns:
 
 @dataclass(frozen=True)
 class TurnedColumns:
-  """Columns of a tile, as operand A of a product that sums over the tile's rows. The tile lies in LDS row by row, and loads that transpose read its
-  columns, so LDS needs no transposed copy. With `weighted` a lane gets columns and rows in the order that fits weights in registers: it sums the rows
-  whose weights it holds, and gets consecutive columns of the result. Otherwise both are in their natural order."""
+  """Columns of a tile that lies in LDS row by row, read by loads that transpose, as operand A of a product over the tile's rows."""
+  # LDS needs no transposed copy
   tile: LdsTile
   at: Lane
+  # A lane gets columns and rows in the order that fits weights in registers: it sums the rows whose weights it holds, and gets consecutive columns of
+  # the result. Otherwise both are in their natural order.
   weighted: bool
   def after(self, *deps:UOp) -> TurnedColumns: return replace(self, tile=self.tile.after(*deps))
   def load(self, row:UOp, unit:UOp) -> UOp:
@@ -123,10 +122,10 @@ class TurnedColumns:
 
 @dataclass(frozen=True)
 class Products:
-  """The matrix products of a loop iteration. Operand A is read from LDS to registers. Without a limit, the compiler would read many units of A before
-  it multiplies them, and run out of registers. `fenced` sets the limit by fences in the code: a read of A after a fence waits for the products before
-  the fence. `with_rows` has a fence after every `fenced` 16-byte units of a row of A, `with_columns` after each matrix tile of A. With `fenced` = 0
-  there are no fences."""
+  """The matrix products of a loop iteration, with fences that limit how many units of operand A are in registers."""
+  # Operand A is read from LDS to registers. Without a limit, the compiler would read many units of A before it multiplies them, and run out of
+  # registers. A read of A after a fence waits for the products before the fence. `with_rows` has a fence after every `fenced` 16-byte units of a row
+  # of A, `with_columns` after each matrix tile of A. With `fenced` = 0 there are no fences.
   at: Lane
   fenced: int
   statements: Statements
@@ -136,9 +135,9 @@ class Products:
   def matrix(self) -> Matrix: return self.at.matrix
 
   def with_rows(self, tile:LdsTile, count:int, own:OwnRows, t:UOp, start:list[list[UOp]]) -> list[list[UOp]]:
-    """Returns `start` + A B, where A is `count` matrix tiles of rows in LDS, and B is the rows that the workgroup owns. The result and `start` are
-    lists of C fragments, one list for each matrix tile of own rows. `t` is the index of the iteration: own rows that do not stay in registers are
-    read again in each iteration."""
+    """Returns `start` + A B, where A is `count` matrix tiles of rows in LDS, and B is the workgroup's own rows."""
+    # The result and `start` are lists of C fragments, one list for each matrix tile of own rows. Own rows that do not stay in registers are read
+    # again in each iteration t.
     mat, tiles, together = self.matrix, [list(column) for column in start], self.fenced or FENCE_UNITS
     for kt, first in itertools.product(range(count), range(0, len(own.units), together)):
       steps, before = slice(first, first + together), tiles[-1][kt - (first == 0)]
@@ -149,16 +148,16 @@ class Products:
     return tiles
 
   def column_operands(self, tile:LdsTile|TurnedColumns, block_n:int, dt:int) -> list[UOp]:
-    """Returns A operands for a group of M columns of a tile, read from LDS, where M is the matrix instruction's number of rows. `dt` is the index of
-    the group. The tile has `block_n` rows and lies transposed in LDS. A product with these operands sums over the tile's rows."""
+    """Returns A operands for group `dt` of M columns of a tile of `block_n` rows, which lies transposed in LDS."""
+    # M is the matrix instruction's number of rows; a product with these operands sums over the tile's rows
     mat = self.matrix
     return operands(mat, [tile.load(self.at.n + dt*mat.M, u) for u in units_of(mat, block_n, self.at.h)])
 
   def with_columns(self, tile:LdsTile|TurnedColumns, block_n:int, weights:list[list[UOp]], accs:list[list[UOp]],
                    first:list[UOp]|None=None) -> list[list[UOp]]:
-    """Returns `accs` + A B. A is a tile of `block_n` rows, transposed; the product sums over these rows. B is the weights of these rows, P or dS.
-    `weights`, `accs` and the result have a list for each matrix tile of own rows: of B operands, or of C fragments. `first` is operand A of the first
-    matrix tile, if it has been read already."""
+    """Returns `accs` + A B, where A is a transposed tile of `block_n` rows, and B the weights of these rows (P or dS)."""
+    # `weights`, `accs` and the result have a list for each matrix tile of own rows: of B operands, or of C fragments. `first` is operand A of the
+    # first matrix tile, if it has been read already.
     mat, accs = self.matrix, [list(column) for column in accs]
     for dt in range(len(accs[0])):
       done = dt - 1 - self.read_ahead      # index of the tile whose product comes before this read; if negative, only the weights come before

@@ -1,5 +1,4 @@
-"""Copies a tile of rows from global memory to LDS. Each thread loads a part of the tile to registers, and stores it from there to LDS. In the
-registers, rows can be transposed."""
+"""Copies a tile of rows from global memory through registers to LDS, where rows can be transposed on the way."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable
@@ -24,9 +23,9 @@ LOW_BYTES_IN_TURN, HIGH_BYTES_IN_TURN = 0x05010400, 0x07030602     # byte_perm: 
 
 @dataclass(frozen=True)
 class Staging:
-  """The part of a K or V tile that one thread copies from global memory to LDS: `items`. An item is 16 bytes of one row. If the tile is transposed on
-  the way, an item is the same 16 bytes of a quad, four neighbouring rows. Each entry of `items` is (row or quad, which 16 bytes of the row, whether
-  the item exists)."""
+  """The part of a K or V tile that one thread copies from global memory to LDS, as a list of items."""
+  # An item is 16 bytes of one row. If the tile is transposed on the way, an item is the same 16 bytes of a quad, four neighbouring rows. Each entry
+  # of `items` is (row or quad, which 16 bytes of the row, whether the item exists).
   rows: int
   units: int
   threads: int
@@ -43,9 +42,7 @@ class Staging:
     if self.across: return ceildiv(self.rows, self.threads//self.across)*ceildiv(self.units, self.across)
     return ceildiv(self.rows//self.group*self.units, self.threads)
   def item(self, j:int) -> tuple[UOp, UOp, UOp]:
-    """Returns the j-th item that this thread copies, as (row, index of 16 bytes in the row, whether the item exists). If the tile is transposed, the
-    first number is a quad (four neighbouring rows), not a row; neighbouring threads, up to FAST_QUADS of them, then copy the same 16 bytes of
-    neighbouring quads."""
+    """Returns the j-th item that this thread copies: (row or quad, index of 16 bytes in the row, whether the item exists)."""
     if self.across:
       rows, parts = self.threads//self.across, ceildiv(self.units, self.across)
       row, unit = self.thread//self.across + j//parts*rows, self.thread%self.across + j%parts*self.across
@@ -54,13 +51,14 @@ class Staging:
     gate = left_alone((index < groups*self.units).simplify())
     if self.group == 1: return index//self.units, index%self.units, gate
     if self.clamped and j and index.vmax >= groups*self.units: index = index.minimum(groups*self.units - 1)
+    # if the tile is transposed, neighbouring threads, up to FAST_QUADS of them, copy the same 16 bytes of neighbouring quads
     fast, block = math.gcd(groups, FAST_QUADS), self.together*self.apart
     row, unit = index%fast, index//fast
     if groups > fast: row, unit = row + unit//self.units*fast, unit%self.units      # otherwise all quads lie in the first FAST_QUADS
     return row, unit//block*block + unit%self.together*self.apart + unit%block//self.together, gate
 
 def transpose(rows:list[UOp]) -> list[UOp]:
-  """Transposes four rows of eight 16-bit elements in registers. Returns eight columns of four elements, two dwords each."""
+  """Transposes four rows of eight 16-bit elements in registers, and returns eight columns of two dwords each."""
   columns = []
   for dword in range(UNIT_BYTES//4):
     r0, r1, r2, r3 = [ops.extract(r, dword) for r in rows]
@@ -68,7 +66,7 @@ def transpose(rows:list[UOp]) -> list[UOp]:
   return columns
 
 def transpose_bytes(rows:list[UOp]) -> list[UOp]:
-  """Transposes four rows of sixteen 8-bit elements in registers. Returns sixteen columns of four elements, one dword each."""
+  """Transposes four rows of sixteen 8-bit elements in registers, and returns sixteen columns of one dword each."""
   columns = []
   for dword in range(UNIT_BYTES//4):
     r0, r1, r2, r3 = [ops.extract(r, dword) for r in rows]
@@ -82,9 +80,9 @@ def quads_of_unit(matrix:Matrix) -> int:
   return matrix.unit//TURNED_ROWS
 
 def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
-  """Returns which four keys form quad number `quad` of a row of V^T in LDS. (A quad is four neighbouring elements, and a 16-byte unit of LDS has one
-  quad or more.) The keys of a row are not in ascending order: each lane group (lanes that hold the same rows of C) reads units of its own, and finds
-  there exactly the keys whose weights it holds in registers, in the same order. With g lane groups, group h reads units h, h + g, h + 2*g, ..."""
+  """Returns which four keys form quad `quad` (four neighbouring elements) of a row of V^T in LDS."""
+  # The keys of a row are not in ascending order: each lane group reads units of its own, and finds there exactly the keys whose weights it holds in
+  # registers, in the same order. With g lane groups, group h reads units h, h + g, h + 2*g, ...
   unit, part = quad//quads_of_unit(matrix), quad%quads_of_unit(matrix)
   n = unit//matrix.groups*matrix.unit + part*TURNED_ROWS
   first = n//matrix.accumulator*matrix.M + matrix.c_row(unit%matrix.groups, n%matrix.accumulator)
@@ -92,8 +90,8 @@ def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
 
 @dataclass(frozen=True)
 class StagedTile(InLds):
-  """A tile of `block_n` rows that a workgroup copies to LDS, row by row to `lies`, transposed to `turned`, or both. Each of the two is None if LDS
-  does not hold the tile in this form. For both forms, a thread loads its part of the tile only once."""
+  """A tile of `block_n` rows that a workgroup copies to LDS: row by row to `lies`, transposed to `turned`, or both."""
+  # for both forms, a thread loads its part of the tile only once
   matrix: Matrix
   block_n: int
   carried: Staging
@@ -105,9 +103,9 @@ class StagedTile(InLds):
   @staticmethod
   def of(mat:Matrix, block_n:int, threads:int, thread:UOp, lies:LdsTile|None, turned:LdsTile|None, across:int=0,
          convert:Callable[[UOp], UOp]|None=None) -> StagedTile:
-    """Makes a tile that `threads` threads copy to LDS: row by row to `lies`, and transposed to `turned`, unless one of the two is None. `across` is
-    the number of threads that copy a row together; 0 means that this number does not matter. `convert` converts a unit of a row that is stored in 8
-    bits to a unit of 16-bit numbers."""
+    """Makes a tile that `threads` threads copy to LDS: row by row to `lies`, and transposed to `turned`, unless one is None."""
+    # `across` is the number of threads that copy a row together; 0 means that this number does not matter. `convert` converts a unit of a row that is
+    # stored in 8 bits to a unit of 16-bit numbers.
     units, fast = lies.layout.units if lies is not None else 0, v_columns(block_n)
     if turned is None: return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, across=across), lies, None, convert=convert)
     units = max(units, turned.layout.rows//mat.unit)
@@ -136,24 +134,24 @@ class StagedTile(InLds):
   def items(self) -> list[tuple[UOp, UOp, UOp]]: return self.carried.items if self.only is None else [self.carried.item(self.only)]
   @property
   def single(self) -> list[StagedTile]:
-    """Returns smaller tiles into which this tile is divided, and which are copied one after another to save registers. In each of them a thread
-    copies a single item, 16 bytes of a row."""
+    """Parts of this tile, which are copied one after another; in each a thread copies a single item."""
+    # saves registers
     return [replace(self, only=i) for i in range(self.carried.count)]
 
   def with_new_addresses(self, t:UOp) -> StagedTile:
-    """Returns this tile for iteration t of the loop. The thread computes the tile's addresses in this iteration, instead of keeping them in registers
-    during the whole loop."""
+    """Returns this tile for iteration t, in which the thread computes the tile's addresses again."""
+    # else registers would hold the addresses during the whole loop
     thread = bounded(amd.opaque(self.carried.thread, t), 0, self.carried.threads - 1)
     return replace(self, carried=replace(self.carried, thread=thread))
 
   def fetch(self, rows:Rows|LatentRows, t:UOp) -> list[UOp]:
-    """Loads this thread's part of the t-th tile of `rows` from global memory. Returns the loaded registers."""
+    """Loads this thread's part of the t-th tile of `rows` from global memory, and returns the registers."""
     first, n = t*self.block_n, self.block_n
     if self.turned is None: return [rows.load_units(first, n, *item) for item in self.items]
     return [rows.load_units(first, n, row, unit, gate) for quad, unit, gate in self.items for row in key_rows(self.matrix, quad)]
 
   def store(self, parts:list[UOp]) -> list[UOp]:
-    """Returns the stores of `parts`, the registers that `fetch` returned, to LDS. Transposes them for the transposed tile."""
+    """Returns the stores of `parts`, the registers that `fetch` returned, to LDS, transposed for the transposed tile."""
     if self.convert is not None: parts = [self.convert(x) for x in parts]
     if self.turned is None:
       return [self.row_tile.store(row, unit, part, gate) for part, (row, unit, gate) in zip(parts, self.items)]
