@@ -1,8 +1,5 @@
-"""The fp32 accumulator of dQ in memory, to which all blocks that own keys add, and two small kernels. One runs before the blocks add: it computes
-delta and sets the accumulator to 0. The other runs after them: it turns the accumulator into dq.
-
-The accumulator lies in tiles of 64 queries. A tile has four rows of C fragments, one for each 16 queries. The four numbers that a lane holds of a
-fragment lie side by side, and the numbers of the next lane follow. So a warp adds its fragments to consecutive numbers."""
+"""The fp32 accumulator of dQ in memory, on NVIDIA, and two small kernels: one computes delta and sets the accumulator to 0, the other turns the
+accumulator into dq."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,16 +18,20 @@ from attn.ops.common import flat
 from attn.problem import Problem
 from attn.tinygrad_compat import Ops, UOp
 
+# Between these two kernels, all blocks that own keys add to the accumulator. It lies in tiles of 64 queries. A tile has four rows of C fragments, one
+# for each 16 queries. The four numbers that a lane holds of a fragment lie side by side, and the numbers of the next lane follow. So a warp adds its
+# fragments to consecutive numbers.
+
 def place_in_sums(group:Workgroup, mat:Mma, head:UOp, first_query:UOp, warp:UOp, fragment:UOp|int) -> UOp:
-  """Returns the index, in the fp32 accumulator of dQ, of the first element of a C fragment of a warp (16 queries by 8 columns). `first_query` is the
-  first query of the 64 that lie together in the accumulator, `warp` says which 16 of these queries, and `fragment` which 8 columns."""
+  """Returns the index, in the fp32 accumulator of dQ, of the first element of a C fragment of a warp."""
+  # `first_query` is the first query of the 64 that lie together in the accumulator, `warp` says which 16 of these queries, and `fragment` which 8
+  # columns
   row = (group.first_sums(head) + first_query//QUERIES_OF_SUMS)*(QUERIES_OF_SUMS//mat.M) + warp
   return (row*fragments(group.p.D, mat) + fragment)*(mat.M*mat.N)
 
 @dataclass(frozen=True)
 class QueriesOfSums:
-  """A block's share of the fp32 accumulator of dQ, which it sets to 0 or reads: the sums of 64 queries. Each of the block's four warps has 16 of
-  these queries."""
+  """A block's share of the fp32 accumulator of dQ: the sums of 64 queries, 16 for each of four warps."""
   rows: WarpRows[SwizzledRows]
 
   @staticmethod
@@ -42,7 +43,7 @@ class QueriesOfSums:
   @property
   def group(self) -> Workgroup: return self.rows.warps.group
   def places(self) -> list[UOp]:
-    """Returns where this lane's elements lie in the fp32 accumulator of dQ: one index for every 8 columns. An index of 1 means element 4."""
+    """Returns where this lane's elements lie in the fp32 accumulator of dQ, counted in vectors of four: one index for every 8 columns."""
     group, at, mat = self.group, self.rows.warps.at, self.rows.mat
     first = place_in_sums(group, mat, group.first_head, group.first_row, at.wave, 0)//4 + at.lane
     return [first + i*(mat.M*mat.N//4) for i in range(fragments(group.p.D, mat))]
@@ -54,27 +55,28 @@ class QueriesOfSums:
     """Returns the stores of 0 to this lane's elements of the fp32 accumulator of dQ."""
     return [self.sums[i.valid(self.group.has_sums)].store(nv.zero(UOp.const(0))) for i in self.places()]
   def load(self, tile:BlockTile) -> list[UOp]:
-    """Loads the elements of the fp32 accumulator of dQ that belong to this lane. Returns one vector of four elements for every 8 columns. All
-    elements are 0 if the queries lie beyond the end of a packed sequence, or if no block has set the sums of these queries. `tile` is the tile
-    description of the kernel whose blocks add to the accumulator."""
+    """Loads this lane's elements of the fp32 accumulator of dQ: one vector of four for every 8 columns."""
+    # All are 0 if the queries lie beyond the end of a packed sequence, or if no block has set the sums of these queries. `tile` describes the kernel
+    # whose blocks add to the accumulator.
     group, there = self.group, self.group.has_sums
     if set_by_first(group.p): there = there & some_turn_ended(group, tile)
     if there.op is Ops.CONST: return [self.sums[i].load() for i in self.places()]
     return [ops.as_float(ops.load_where(self.sums[i], there, 16)) for i in self.places()]
 
 def delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp]:
-  """Returns the kernel that computes delta and sets the fp32 accumulator of dQ to 0, unless `tensors.set_by_first(p)` is true. The kernel takes the
-  tensors of `tensors.delta_arguments(p, dlse)`, in this order. `dlse` says whether lse has a gradient."""
+  """Returns the kernel that computes delta and sets the fp32 accumulator of dQ to 0."""
+  # it takes the tensors of `tensors.delta_arguments(p, dlse)`, in this order; `dlse`: whether lse has a gradient
   def kernel(*args:UOp) -> UOp:
     x = QueriesOfSums.of(p, arch, delta_arguments(p, dlse), args)
+    # the first block that adds to sums may set them instead
     cleared = [] if set_by_first(p) else x.cleared()
     stores = [*x.rows.kept_deltas(), *cleared, *first_turns(x.group, x.rows.warps.at.thread)]
     return x.group.gradient_kernel("backward_delta_wgmma", ("delta",), stores, 2*p.rows*p.Dv)
   return kernel
 
 def finish_kernel(p:Problem, arch:Chip, tile:BlockTile) -> Callable[..., UOp]:
-  """Returns the kernel that turns the fp32 accumulator of dQ into dq: multiplies it by softmax_scale and rounds it. `tile` is the tile description of
-  the kernel whose blocks add to the accumulator. The returned kernel takes the tensors of `tensors.finish_arguments(p)`, in this order."""
+  """Returns the kernel that turns the fp32 accumulator of dQ into dq: multiplies it by softmax_scale and rounds it."""
+  # it takes the tensors of `tensors.finish_arguments(p)`, in this order; `tile` describes the kernel whose blocks add to the accumulator
   def kernel(*args:UOp) -> UOp:
     x = QueriesOfSums.of(p, arch, finish_arguments(p), args)
     sums, scale = x.load(tile), UOp.const(p.softmax_scale)

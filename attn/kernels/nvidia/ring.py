@@ -1,5 +1,4 @@
-"""Base classes for the state of an NVIDIA kernel whose tiles pass through a ring buffer in shared memory: the kernel copies a tile to the ring, and
-waits for the copies before it reads the tile."""
+"""Base classes for the state of an NVIDIA kernel whose tiles pass through a ring buffer in shared memory."""
 from __future__ import annotations
 from typing import Self
 from attn.kernels.parts.memory.lanes import MmaLane
@@ -9,17 +8,18 @@ from attn.ops import hopper as wgmma, nvidia as nv
 from attn.tinygrad_compat import UOp
 
 class CopyGroups(InOrder):
-  """Base class for the state of a kernel with mma.sync, whose tiles pass through a ring buffer. The copies (cp.async) form groups. A thread waits for
-  its own groups, and a barrier then waits for the groups of all threads. ldmatrix reads the operands."""
+  """Base class for the state of a kernel with mma.sync, whose tiles pass through a ring buffer in shared memory."""
+  # The copies (cp.async) form groups. A thread waits for its own groups, and a barrier then waits for the groups of all threads. ldmatrix reads the
+  # operands.
   shared: UOp
 
   def started(self, copies:list[UOp]) -> Self:
-    """Starts `copies` to shared memory as one group, for which `arrived` can wait. Returns the state."""
+    """Starts `copies` to shared memory as one group, and returns the state."""
     s = self.do(*copies)
     return s.do(nv.commit(s.done))
   def arrived(self, but:int) -> Self:
-    """Waits until the copies of all threads are complete, except the last `but` groups of each thread, and until all threads have done their earlier
-    reads. Returns the state."""
+    """Waits until the copies of all threads, except each thread's last `but` groups, are complete, and returns the state."""
+    # also waits until all threads have done their earlier reads
     return self.after(workgroup_barrier(self.statements.do(nv.wait_copies(self.done, but))))
 
   def read(self, rows:SwizzledRows, row:UOp, unit:UOp, row_step:int, unit_step:int, transposed:bool=False) -> UOp:
@@ -27,8 +27,8 @@ class CopyGroups(InOrder):
     return nv.ldmatrix(self.shared[place], step, transposed)
 
 class Arrivals(InOrder):
-  """Base class for the state of a kernel with wgmma, whose tiles pass through a ring buffer. A thread arrives at an mbarrier when its copies to a
-  tile are complete."""
+  """Base class for the state of a kernel with wgmma, whose tiles pass through a ring buffer in shared memory."""
+  # a thread arrives at an mbarrier when its copies to a tile are complete
   shared: UOp
 
   @property
@@ -36,5 +36,5 @@ class Arrivals(InOrder):
     """The mbarrier, which lies in the last 16 bytes of shared memory."""
     return self.shared[self.shared.max_numel() - 1]
   def expected(self, at:MmaLane, threads:int) -> Self:
-    """Initialises the mbarrier so that each phase waits for `threads` arrivals. Returns the state."""
+    """Initialises the mbarrier so that each phase waits for `threads` arrivals, and returns the state."""
     return self.do(wgmma.init(self.arrivals, at.thread.eq(0), threads)).after_barrier()

@@ -1,11 +1,4 @@
-"""Rows of K and V that are stored in 8 bits: copies of their scales to shared memory, and their conversion to 16-bit operands. wgmma reads operands
-from shared memory. So these rows are loaded to registers in 8 bits, converted, and stored to shared memory in 16 bits. mla_mma (latent attention)
-does the same if several warps read the same rows, but copies the rows to shared memory in 8 bits first, because its registers are full. In other
-kernels with mma.sync, each warp converts the rows in registers, after ldmatrix.
-
-ldmatrix moves pairs of bytes as 16-bit numbers. A pair holds two neighbouring columns of a row. So a lane gets other columns than with 16-bit rows:
-- of K, four neighbouring columns of a key. The product sums over columns, in any order: Q is read in the same order (`q_operand`).
-- of V, transposed, two neighbouring columns of two keys. The even columns make one fragment, the odd ones another (`Warps.alternating_columns`)."""
+"""Rows of K and V that are stored in 8 bits: copies of their scales to shared memory, and their conversion to 16-bit operands."""
 from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,37 +12,43 @@ from attn.ops.stored import scale_in_range, widen_pair, zero_or_nan
 from attn.problem import BYTES, KINDS_OF_SCALES
 from attn.tinygrad_compat import UOp, dtypes
 
+# wgmma reads operands from shared memory. So these rows are loaded to registers in 8 bits, converted, and stored to shared memory in 16 bits. mla_mma
+# (latent attention) does the same if several warps read the same rows, but copies the rows to shared memory in 8 bits first, because its registers
+# are full. In other kernels with mma.sync, each warp converts the rows in registers, after ldmatrix.
+#
+# ldmatrix moves pairs of bytes as 16-bit numbers. A pair holds two neighbouring columns of a row. So a lane gets other columns than with 16-bit rows:
+# of K, four neighbouring columns of a key (the product sums over columns, in any order: `q_operand` reads Q in the same order); of V, transposed, two
+# neighbouring columns of two keys (the even columns make one fragment, the odd ones another: `Warps.alternating_columns`).
+
 # The scales of a tile in shared memory, kind after kind. The last two are only in kernels that check scales (`checked_scales`).
 OF_K, OF_V, OF_V_WITHOUT_NANS, FACTORS_OF_K = range(KINDS_OF_SCALES)
 
 def kinds_of_scales(to_log2:float, of_k:UOp, of_v:UOp) -> list[UOp]:
-  """Returns the numbers by which a kernel uses the scales of a key's rows of K and V, kind after kind. The scale of V becomes a scale in range
-  (`scale_in_range`), once with a NaN kept and once with a NaN replaced, too. The factor of K's row is its scale times `to_log2`, by which all scores
-  are multiplied."""
+  """Returns the four numbers that a kernel makes of a key's scales: of K, of V (with and without NaN), and `of_k*to_log2`."""
+  # the scale of V becomes a scale in range; the last number is the factor by which all scores of the key are multiplied
   kept = scale_in_range(of_v)
   return [of_k, ops.add(kept, zero_or_nan(of_v)), kept, ops.mul(of_k, to_log2)]
 
 @dataclass(frozen=True)
 class StoredKeys:
-  """What one thread does with the rows of K and V over which the block loops, if they are stored in 8 bits: it copies parts of a tile to shared
-  memory, converts them to 16-bit operands, and loads the scales of the rows."""
+  """What one thread does with 8-bit rows of K and V: copies and converts parts of tiles, and loads the rows' scales."""
   warps: Warps
 
   def widened(self, *pairs:tuple[UOp, tuple[int, int]]) -> UOp:
-    """Converts numbers stored in 8 bits to a vector of 16-bit numbers, of the dtype that the matrix unit multiplies. Each of `pairs` is a dword with
-    four stored numbers, and the indices of the two numbers that are converted."""
+    """Converts numbers stored in 8 bits to a vector of 16-bit numbers, which the matrix unit multiplies."""
+    # each of `pairs` is a dword with four stored numbers, and the indices of the two numbers that are converted
     p = self.warps.group.p
     return ops.build(*[widen_pair(word, places, p.stored, p.dtype) for word, places in pairs])
 
   def widened_unit(self, words:UOp) -> UOp:
-    """Converts eight numbers stored in 8 bits, which fill two dwords, to eight 16-bit numbers in the same order, which fill four dwords."""
+    """Converts eight numbers stored in 8 bits (two dwords) to eight 16-bit numbers in the same order (four dwords)."""
     return self.widened(*[(ops.extract(words, word), places) for word in range(2) for places in ((0, 1), (2, 3))])
 
   # ***** operands *****
   def q_operand(self, shared:UOp, rows:SwizzledRows, first:UOp, step:int) -> UOp:
-    """Returns operand A of S = Q K^T, read from shared memory, for the step with index `step`: one matrix instruction, which multiplies 16 columns.
-    Each lane gets four neighbouring columns of two rows, the columns that it also has in `k_operand`. The rows belong to the matrix tile that begins
-    at row `first`; they lie in the layout `rows`."""
+    """Returns operand A of S = Q K^T, read from shared memory, for step `step`: 16 columns of two rows."""
+    # Each lane gets four neighbouring columns, the columns that it also has in `k_operand`. The rows belong to the matrix tile that begins at row
+    # `first`; they lie in the layout `rows`.
     at, halves = self.warps.at, shared.bitcast(ops.u32(2))
     apart = at.matrix.M//nv.ROWS
     places = [rows.further(first + at.matrix.c_row(at.lane, 0), at.h//2, r*apart, 2*step) for r in range(nv.ROWS)]
@@ -57,20 +56,20 @@ class StoredKeys:
     return ops.build(*[ops.extract(x, i) for i in range(2) for x in of_rows])
 
   def k_operand(self, words:UOp, step:int) -> UOp:
-    """Returns operand B of S = Q K^T for 16 keys and one step of the product (16 columns), converted from 8 to 16 bits. `words` are what ldmatrix
-    returned for two steps: the step with index `step`, and its neighbour."""
+    """Returns operand B of S = Q K^T for 16 keys and step `step` (16 columns), converted from 8 to 16 bits."""
+    # `words` are what ldmatrix returned for two steps: this one, and its neighbour
     return self.widened(*[(ops.extract(words, step%2 + 2*tile), places) for tile in range(2) for places in ((0, 1), (2, 3))])
 
   def v_operand(self, words:UOp, pair:int) -> UOp:
-    """Returns operand B of O += P V for 16 keys and 16 columns, converted from 8 to 16 bits: for one C fragment of the even columns, and one of the
-    odd columns. `words` are what ldmatrix returned, transposed, for 32 columns. `pair` is the index of the group of 16 columns in the row."""
+    """Returns operand B of O += P V for 16 keys and group `pair` of 16 columns, converted from 8 to 16 bits."""
+    # for one C fragment of the even columns, and one of the odd columns; `words` are what ldmatrix returned, transposed, for 32 columns
     return self.widened(*[(ops.extract(words, 2*(pair%2) + half), places) for places in ((0, 2), (1, 3)) for half in range(2)])
 
   # ***** conversion in shared memory *****
   def pieces(self, to:Mapping[str, SharedLayout]) -> list[tuple[str, UOp, UOp, UOp]]:
-    """Returns (name of the tensor, row, index of the piece in the row, whether the piece exists) for each piece of a tile of K and V that this thread
-    converts. A piece is 16 bytes of one row. `to` has the layouts, in 16 bits, of the tensors that are converted. Eight neighbouring threads take
-    four pieces of each of two rows: what they store at the same time lies in different banks."""
+    """Returns (tensor's name, row, piece of the row, whether it exists) for each 16-byte piece that this thread converts of a tile."""
+    # `to` has the layouts, in 16 bits, of the tensors that are converted. Eight neighbouring threads take four pieces of each of two rows: what they
+    # store at the same time lies in different banks.
     group, found = self.warps.group, list[tuple[str, UOp, UOp, UOp]]()
     for name, layout in to.items():
       across, threads = layout.units//2, group.tile.threads
@@ -83,14 +82,14 @@ class StoredKeys:
     return found
 
   def staged(self, shared:UOp, t:UOp, to:Mapping[str, SharedLayout], base:int) -> list[UOp]:
-    """Returns the statements that start this thread's asynchronous copies of tile t to shared memory, in 8 bits, from the 16-byte unit with index
-    `base` on. A thread copies the pieces that it later converts (`widened_stores`, with the same `to`). Rows and columns that do not exist become
-    zeros."""
+    """Returns the statements that copy this thread's 8-bit pieces of tile t to shared memory, asynchronously, from unit `base` on."""
+    # `base` counts units of 16 bytes; a thread copies the pieces that it later converts (`widened_stores`, with the same `to`); rows and columns that
+    # do not exist become zeros
     return [nv.copy(shared[self.staging(base, number)], at, (0, 0), there.where(UNIT_BYTES, 0), UOp.const(True), UNIT_BYTES if whole else 1)
             for number, (whole, at, there) in enumerate(self.places(t, to))]
 
   def places(self, t:UOp, to:Mapping[str, SharedLayout]) -> list[tuple[bool, UOp, UOp]]:
-    """Returns (whether it begins at a multiple of 16 bytes, where it lies, whether it exists) for each piece of tile t that this thread converts."""
+    """Returns (whether aligned to 16 bytes, address, whether it exists) for each piece of tile t that this thread converts."""
     group, first, found = self.warps.group, self.warps.group.scores.row(t*self.warps.group.tile.block_n), list[tuple[bool, UOp, UOp]]()
     for name, row, piece, inside in self.pieces(to):
       rows = replace(group.rows_of(name), count=group.walked_end)
@@ -99,19 +98,19 @@ class StoredKeys:
     return found
 
   def loaded(self, t:UOp, to:Mapping[str, SharedLayout]) -> list[UOp]:
-    """Returns the pieces of tile t that this thread converts (`widened_stores`, with the same `to`), loaded from global memory. Rows and columns that
-    do not exist are zeros."""
+    """Returns the pieces of tile t that this thread converts, loaded from global memory in 8 bits."""
+    # rows and columns that do not exist are zeros
     return [ops.load_where(at, there, UNIT_BYTES) for _, at, there in self.places(t, to)]
 
   def staging(self, base:int, number:int) -> UOp: return base + number*self.warps.group.tile.threads + self.warps.at.thread
 
   def copied(self, shared:UOp, to:Mapping[str, SharedLayout], base:int) -> list[UOp]:
-    """Returns the pieces that this thread has copied to shared memory (`staged`, with the same `to` and `base`)."""
+    """Returns the pieces that `staged` has copied to shared memory for this thread, with the same `to` and `base`."""
     return [shared[self.staging(base, number)].load() for number, _ in enumerate(self.pieces(to))]
 
   def widened_stores(self, shared:UOp, to:Mapping[str, SharedLayout], pieces:list[UOp]) -> list[UOp]:
-    """Returns the statements that convert this thread's pieces of a tile to 16 bits, and store them to shared memory in the layouts `to` of K and V.
-    `pieces` has these pieces in 8 bits (`loaded` or `copied`)."""
+    """Returns the statements that convert this thread's 8-bit `pieces` of a tile, and store them in the layouts `to`."""
+    # `pieces` comes from `loaded` or `copied`
     found = list[UOp]()
     for words, (name, row, piece, inside) in zip(pieces, self.pieces(to)):
       for half in range(2):
@@ -121,8 +120,8 @@ class StoredKeys:
 
   # ***** scales *****
   def copies(self, shared:UOp, t:UOp, base:UOp) -> list[UOp]:
-    """Returns the statements that copy the scales of tile t to shared memory, from the float with index `base` on: first the scales of K's rows, then
-    those of V's rows. Rows that do not exist get scales of 0."""
+    """Returns the statements that copy the scales of tile t to shared memory, from the float with index `base` on."""
+    # first the scales of K's rows, then those of V's rows; rows that do not exist get scales of 0
     group, floats, found = self.warps.group, shared.bitcast(dtypes.float), list[UOp]()
     n, threads, size, first = group.tile.block_n, group.tile.threads, BYTES[group.p.scale_dtype], group.scores.row(t*group.tile.block_n)
     for kind, name in enumerate(name for name, view in group.p.scale_views.items() if view is not None):
@@ -134,8 +133,8 @@ class StoredKeys:
     return found
 
   def checked_scales(self, shared:UOp, base:UOp, to_log2:float) -> list[UOp]:
-    """Returns the statements by which this thread checks the scales that it has copied to shared memory from the float with index `base` on, and
-    stores all kinds of them (`kinds_of_scales`). So each is checked once, and not by each lane that uses it."""
+    """Returns the statements that make all kinds of scales of the scales that this thread has copied to shared memory."""
+    # so each scale is checked once, and not by each lane that uses it (`kinds_of_scales`)
     n, threads, floats, found = self.warps.group.tile.block_n, self.warps.group.tile.threads, shared.bitcast(dtypes.float), list[UOp]()
     for row in [self.warps.at.thread + i*threads for i in range(ceildiv(n, threads))]:
       inside = row < n
@@ -144,8 +143,8 @@ class StoredKeys:
     return found
 
   def checked_copies(self, shared:UOp, t:UOp, base:UOp, gate:UOp) -> list[UOp]:
-    """Returns the statements that copy all kinds of scales of tile t to shared memory, from the float with index `base` on, if an earlier kernel has
-    stored them (attn/kernels/nvidia/widen.py). Rows that do not exist get zeros. Where `gate` is false, nothing is copied."""
+    """Returns the statements that copy all kinds of scales of tile t, made by an earlier kernel, to shared memory."""
+    # the earlier kernel is attn/kernels/nvidia/widen.py; rows that do not exist get zeros; where `gate` is false, nothing is copied
     group, floats, found = self.warps.group, shared.bitcast(dtypes.float), list[UOp]()
     n, threads, first = group.tile.block_n, group.tile.threads, group.scores.row(t*group.tile.block_n)
     rows = replace(group.rows_of("k_scales", unit_bytes=BYTES[group.p.scale_dtype]), count=group.walked_end)
@@ -156,9 +155,9 @@ class StoredKeys:
     return found
 
   def scales(self, shared:UOp, base:UOp, kind:int, first_key:UOp, keys:int) -> list[UOp]:
-    """Loads scales of a tile's rows from shared memory, for the scores of `keys` keys from `first_key` on. Returns a vector for each C fragment: the
-    scales of the two keys whose scores this lane holds. `kind` is OF_K or OF_V, or one of the kinds that `checked_scales` stores. `base` is the first
-    float of the tile's scales in shared memory."""
+    """Loads the scales of this lane's scores with `keys` keys, from `first_key` on: a vector for each C fragment."""
+    # A vector has the scales of the two keys whose scores this lane holds. `kind` is OF_K or OF_V, or one of the kinds that `checked_scales` stores.
+    # `base` is the first float of the tile's scales in shared memory.
     pairs, first = shared.bitcast(nv.F2), self.first_scales(base, kind, first_key)
     return [pairs[first + i*self.apart].load() for i in range(keys//self.warps.at.matrix.N)]
 
@@ -167,6 +166,6 @@ class StoredKeys:
     """Distance, in vectors of two scales, between the scales for neighbouring C fragments."""
     return self.warps.at.matrix.N//2
   def first_scales(self, base:UOp, kind:int, first_key:UOp) -> UOp:
-    """Returns where the scales for this lane's first C fragment lie in shared memory, counted in vectors of two scales. `scales` describes the
-    parameters."""
+    """Returns where the scales for this lane's first C fragment lie in shared memory, counted in vectors of two scales."""
+    # the parameters as in `scales`
     return (base + kind*self.warps.group.tile.block_n + first_key)//2 + self.warps.at.h

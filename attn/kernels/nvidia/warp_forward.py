@@ -15,31 +15,28 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class SoftmaxState(InOrder):
-  """Base class for what the loop over keys carries from iteration to iteration. Registers hold the accumulators of O, and three values of each row:
-  m, the number that the softmax subtracts from the row's scores; `addend` = -m*Scores.to_log2; and l, the row's sums of P. Within an iteration,
-  registers also hold the scores, P as operand A of the product P V, and the iteration's part of l. Further fields are shared memory and the
-  statements (operations with side effects) so far."""
+  """Base class for what the loop over keys carries from iteration to iteration."""
   shared: UOp
-  acc: UOp
-  m: UOp
-  addend: UOp
-  l: UOp
-  scores: UOp
-  p: UOp
+  acc: UOp      # accumulators of O
+  m: UOp        # of each row: the number that the softmax subtracts from the scores
+  addend: UOp   # of each row: -m*Scores.to_log2
+  l: UOp        # of each row: the sums of P
+  scores: UOp   # within an iteration
+  p: UOp        # within an iteration: P as operand A of the product P V
   statements: Statements
-  l_of_trip: UOp
+  l_of_trip: UOp   # the iteration's part of l
 
   @classmethod
   def of(cls, new:Allocator, lds_bytes:int, *, accs:int, scores:int, operands:int, kinds:int, row_tiles:int=1, **others:Any) -> Self:
-    """Makes the state before the first iteration, for a warp with `row_tiles` tiles of 16 queries: `accs` C fragments of O, `scores` C fragments of
-    scores, `operands` A operands of P, and `kinds` different sums of P for each row (such as P before and after rounding). `others` are the further
-    fields of the state."""
+    """Makes the state before the first iteration, for a warp with `row_tiles` tiles of 16 queries."""
+    # `accs` C fragments of O, `scores` C fragments of scores, `operands` A operands of P, and `kinds` different sums of P for each row (such as P
+    # before and after rounding); `others` are the further fields of the state
     def of_rows(n:int) -> UOp: return new.registers(n*row_tiles, nv.F2)
     return cls(new.lds(lds_bytes//UNIT_BYTES), new.registers(accs, nv.F4), of_rows(1), of_rows(1), of_rows(kinds), new.registers(scores, nv.F4),
                new.registers(operands, nv.U4), Statements.of(new), of_rows(kinds), **others)
 
   def summed(self) -> Self:
-    """Adds the iteration's sums of P to l. Returns the state."""
+    """Adds the iteration's sums of P to l, and returns the state."""
     return self.store(add_all(self.l, load_all(self.l_of_trip)))
 
 TileT = TypeVar("TileT")
@@ -47,8 +44,8 @@ StateT = TypeVar("StateT", bound=InOrder)
 
 @dataclass(frozen=True)
 class WarpsForward(Generic[TileT, StateT]):
-  """Base class for a forward kernel for one problem, as one thread sees it. The kernel has a method for each operation of the algorithm
-  `online_softmax`. No field changes during the loop over tiles of keys."""
+  """Base class of forward kernels for one problem, as one thread sees them, with a method for each operation of `online_softmax`."""
+  # no field changes during the loop over tiles of keys
   warps: Warps
   tile: TileT
   state: StateT      # before the first iteration

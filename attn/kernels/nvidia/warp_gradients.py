@@ -1,6 +1,5 @@
 """What the backward kernels with mma.sync and with wgmma have in common: lse and delta of queries, P and dS of a warp's own rows, and the stores of
-gradients. A warp owns queries and loops over tiles of keys, or owns keys and loops over tiles of queries. The rows of these tiles are the walked
-rows."""
+gradients."""
 from __future__ import annotations
 import functools
 from collections.abc import Collection
@@ -24,39 +23,38 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp, dtypes
 
+# A warp owns queries and loops over tiles of keys, or owns keys and loops over tiles of queries. The rows of these tiles are the walked rows.
+
 L = TypeVar("L", bound=CopiedLayout)
 L_co = TypeVar("L_co", bound=CopiedLayout, covariant=True)
 
 class WarpsTile(BlockTile, Protocol[L_co]):
-  """The tile description of a backward kernel on NVIDIA: the sizes of a `BlockTile`, the matrix instruction, how many rows a warp owns, whether a
-  block owns keys, and the layouts of rows in shared memory."""
+  """The tile description of a backward kernel on NVIDIA."""
   @property
   def matrix(self) -> Mma: """The matrix instruction of the kernel, with the shapes of its fragments."""
   @property
   def row_tiles(self) -> int: """Number of tiles of 16 rows that each warp owns."""
   @property
   def keys(self) -> bool: """Whether a thread block owns keys. If not, it owns queries."""
-  def layouts(self, p:Problem, rows:int) -> tuple[L_co, L_co]: """Returns the layouts of `rows` rows in shared memory: the layout for q or k, and the
-                                                               layout for do or v."""
+  def layouts(self, p:Problem, rows:int) -> tuple[L_co, L_co]:
+    """Returns the layouts of `rows` rows in shared memory: the layout for q or k, and the layout for do or v."""
 
 Normalisers = list[list[Normaliser]]     # for each own row of a lane: one for each vector of scores of this row
 Lse = list[Normalisers]                  # one entry for each tile of own rows
 
 @dataclass(frozen=True)
 class OwnQueryValues:
-  """The normaliser and the delta of each query that this lane owns, in lists with an entry for each tile of 16 rows. A normaliser is made from a
-  query's lse, and turns scores into P."""
+  """The normaliser and the delta of each query that this lane owns, in lists with an entry for each tile of 16 rows."""
   normalisers: list[list[Normaliser]]
   deltas: list[list[UOp]]
 
 @dataclass(frozen=True)
 class WarpRows(Generic[L]):
-  """The rows that the warps of a block own: queries if the block loops over keys, keys if the block loops over queries. `head` is the query head over
-  whose rows the block is looping. `wanted` lists the gradients (dq, dk, dv) that the warps compute, in the order of their accumulators."""
+  """The rows that the warps of a block own: queries if the block loops over keys, keys if it loops over queries."""
   warps: Warps
   tile: WarpsTile[L]
-  wanted: tuple[str, ...]
-  head: UOp
+  wanted: tuple[str, ...]   # the gradients (dq, dk, dv) that the warps compute, in the order of their accumulators
+  head: UOp                 # the query head over whose rows the block is looping
 
   @property
   def mat(self) -> Mma: return self.tile.matrix
@@ -75,13 +73,11 @@ class WarpRows(Generic[L]):
 
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """Row numbers in the block: for each tile of 16 rows that this warp owns, the number of its first row among the rows that the thread block owns.
-    """
+    """First row, counted in the block, of each tile of 16 rows that this warp owns."""
     return [(self.warps.at.wave*self.tile.row_tiles + i)*self.mat.M for i in range(self.tile.row_tiles)]
   @functools.cached_property
   def of_lane(self) -> list[list[Row]]:
-    """The rows that this lane owns: two for each tile of 16 rows, in a list for each tile. A `Row` is (batch, head, index, whether the row exists).
-    """
+    """The rows that this lane owns: two for each tile of 16 rows, in a list for each tile."""
     if not self.tile.keys: return [self.warps.queries(first) for first in self.in_block]
     group = self.warps.group
     there = group.sequence.n_k if self.p.varlen else self.p.Sk
@@ -90,7 +86,7 @@ class WarpRows(Generic[L]):
 
   # ***** registers *****
   def accs(self, name:str) -> int:
-    """Number of accumulators that a lane needs for the gradient `name` of 16 rows."""
+    """Returns the number of accumulators that a lane needs for the gradient `name` of 16 rows."""
     return fragments(self.p.Dv if name == "dv" else self.p.D, self.mat)
   def accumulators(self, name:str, i:int=0) -> range:
     """Returns the indices of the accumulators of the gradient `name`, for the i-th tile of 16 rows that this warp owns."""
@@ -100,8 +96,8 @@ class WarpRows(Generic[L]):
 
   # ***** shared memory: own rows, then tiles of walked rows *****
   def layout_of(self, name:str, rows:int, first:UOp|int) -> L:
-    """Returns where rows of the tensor `name` (q, k, v or do) lie in shared memory, as a layout. The memory from the 16-byte unit `first` on holds
-    `rows` rows of q or k, followed by `rows` rows of do or v."""
+    """Returns where `rows` rows of the tensor `name` (q, k, v or do) lie in shared memory, as a layout."""
+    # the memory from the 16-byte unit `first` on holds `rows` rows of q or k, followed by `rows` rows of do or v
     of_d, of_dv = self.tile.layouts(self.p, rows)
     return of_d.moved_to(first) if name in ("q", "k") else of_dv.moved_to(first + of_d.size)
   def kept(self, name:str) -> L:
@@ -109,15 +105,14 @@ class WarpRows(Generic[L]):
     return self.layout_of(name, self.tile.block_m, 0)
   @property
   def size(self) -> int:
-    """Number of 16-byte units of shared memory for the rows of two tensors that a thread block owns: of q and do, or of k and v."""
+    """Number of 16-byte units of shared memory for a block's own rows of two tensors."""
     return sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m))
   def copies(self, shared:UOp) -> list[UOp]:
-    """Returns the statements by which this thread copies own rows of its block to shared memory. The threads of the block divide the rows among them.
-    """
+    """Returns the statements by which this thread copies its share of the block's own rows to shared memory."""
     group = self.warps.group
     return [x for name in self.own for x in self.warps.copies(group.operand_rows(name), shared, group.first_row, self.kept(name))]
   def walked_rows(self, name:str, head:UOp, count:UOp) -> Rows:
-    """Returns the rows of the tensor `name`, of query head `head`, over which the block loops. Only the first `count` rows exist."""
+    """Returns the first `count` rows of the tensor `name`, of query head `head`, over which the block loops."""
     return self.warps.group.operand_rows(name, head).up_to(count)
 
   # ***** values of own queries *****
@@ -129,8 +124,8 @@ class WarpRows(Generic[L]):
             for first, own in zip(self.in_block, self.of_lane)]
 
   def delta(self, in_block:UOp, row:Row) -> UOp:
-    """Returns delta = rowsum(dO * O) - dLSE of the query `row`, summed over the lanes that share the query. `in_block` is the index of the query in
-    the block. dO is first rounded to the inputs' dtype, because the product dP = dO V^T uses rounded dO."""
+    """Returns delta = rowsum(dO * O) - dLSE of the query `row`, summed over the lanes that share the query."""
+    # `in_block` is the index of the query in the block. dO is first rounded to the inputs' dtype, because the product dP = dO V^T uses rounded dO.
     group, mat = self.warps.group, self.mat
     rows = (group.rows_of("o"), self.p.out_dtype), (group.operand_rows("do"), self.p.dtype)
     total = ops.splat(0.0, 4)
@@ -142,15 +137,15 @@ class WarpRows(Generic[L]):
 
   # ***** the stores at the end *****
   def gradient(self, acc:UOp, name:str) -> list[UOp]:
-    """Returns the stores of the gradient `name` to memory. `acc` is the array of this lane's accumulators. For keys beyond a batch's length
-    (kv_lengths), 0 is stored."""
+    """Returns the stores of the gradient `name` to memory; `acc` is the array of this lane's accumulators."""
+    # for keys beyond a batch's length (kv_lengths), 0 is stored
     def known(row:Row) -> UOp|None: return row.index < self.warps.group.sequence.n_k if self.tile.keys and self.p.kv_lengths else None
     return [x for i, own in enumerate(self.of_lane)
             for x in self.stores([acc[j].load() for j in self.accumulators(name, i)], name, own, list(map(known, own)))]
 
   def stores(self, accs:list[UOp], name:str, own:list[Row], known:list[UOp|None]) -> list[UOp]:
-    """Returns the stores of the gradient `name` of a tile of 16 rows to memory. `accs` are its C fragments, and `own` the two rows of this lane.
-    Where a condition in `known` is false, 0 is stored to the row."""
+    """Returns the stores of C fragments of the gradient `name` of 16 rows to memory, or of 0 where `known` is false."""
+    # `own` are the two rows of this lane
     group, factor = self.warps.group, UOp.const(1.0 if name == "dv" else self.p.softmax_scale, dtypes.float)
     dtype, width = self.p.dtype if group.part is None else "float32", self.p.Dv if name == "dv" else self.p.D
     found = list[UOp]()
@@ -173,16 +168,15 @@ def where_there(there:UOp, x:UOp) -> UOp:
 
 @dataclass(frozen=True)
 class WarpTrip(Generic[L]):
-  """What a backward kernel computes between the matrix products, in one iteration. `tile_number` counts the tiles over which the block loops; a tile
-  has `score.block_n` rows."""
+  """What a backward kernel computes between the matrix products, in one iteration."""
   warp_rows: WarpRows[L]
   score: Scores
-  tile_number: UOp
+  tile_number: UOp   # counts the tiles over which the block loops; a tile has `score.block_n` rows
   masked: bool
 
   @property
   def columns(self) -> range:
-    """Indices of the C fragments with the scores of 16 own rows. A fragment holds the scores of these rows with 8 rows of the iteration's tile."""
+    """Indices of the C fragments with the scores of 16 own rows; a fragment has 8 rows of the iteration's tile."""
     return range(self.score.block_n//self.warp_rows.mat.N)
   @functools.cached_property
   def left(self) -> list[Kept]: return [kept_scores(self.score, own, self.tile_number) for own in self.warp_rows.of_lane]
@@ -191,8 +185,8 @@ class WarpTrip(Generic[L]):
     return [[[e.each(lambda x: ops.splat(x, 2))]*len(self.columns) for e in own] for own in numbers.normalisers]
   def lse_of_walked(self, normalisers:list[Normaliser]) -> Lse: return [[normalisers]*nv.ROWS for _ in self.warp_rows.of_lane]
   def minus_delta_of_own(self, numbers:OwnQueryValues) -> list[list[UOp]]:
-    """Returns -delta of the queries that this lane owns (with dropout -delta*(1 - dropout_p)), in vectors that match the C fragments of the scores:
-    each element is the value of its row's query. There is a list for each tile of 16 rows."""
+    """Returns -delta of the queries that this lane owns, in vectors that match the C fragments of the scores."""
+    # with dropout -delta*(1 - dropout_p); there is a list for each tile of 16 rows
     return [[ops.concat(*[ops.splat(scaled_delta(x, self.warp_rows.p), nv.ROWS) for x in own])]*len(self.columns) for own in numbers.deltas]
   def minus_delta_of_walked(self, columns:list[UOp]) -> list[list[UOp]]: return [[ops.concat(x, x) for x in columns] for _ in self.warp_rows.of_lane]
 
@@ -202,7 +196,7 @@ class WarpTrip(Generic[L]):
   def ds(self, weights:list[Weights], dp:list[list[UOp]], derivatives:Collection[str]|None=None) -> list[list[UOp]]:
     return [gradients_of(w, x, derivatives) for w, x in zip(weights, dp)]
   def packed(self, x:list[UOp]) -> list[UOp]:
-    """Returns the C fragments `x` of 16 rows, packed to 16 bits, as the A operands of the next product: one operand for every two fragments."""
+    """Returns C fragments of 16 rows, packed to 16 bits, as A operands: one operand for every two fragments."""
     return [nv.pack_a([a, b], self.warp_rows.p.dtype) for a, b in zip(x[0::2], x[1::2])]
   def rounded(self, ds:list[list[UOp]]) -> list[list[UOp]]: return [self.packed(x) for x in ds]
   def kept(self, weights:list[Weights]) -> list[list[UOp]]:

@@ -1,8 +1,4 @@
-"""A kernel that converts keys and values of 8 bits to 16 bits before the attention kernel runs.
-
-In a chunk of a prompt, many blocks of queries read each key. If the attention kernel converts K and V, each block converts them again. This kernel
-converts each row once: it writes K and V in the dtype of q to two buffers, and the attention kernel reads these as it reads any K and V. Numbers keep
-their exact values, because scales stay apart: a third buffer gets the kinds of scales that the attention kernel uses (`kinds_of_scales`)."""
+"""A kernel that converts keys and values of 8 bits to 16 bits before the attention kernel runs."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable
@@ -21,33 +17,38 @@ from attn.ops.common import flat
 from attn.problem import BYTES, KINDS_OF_SCALES, WIDENED, Problem, Shapes, Strided
 from attn.tinygrad_compat import Estimates, UOp
 
+# In a chunk of a prompt, many blocks of queries read each key. If the attention kernel converts K and V, each block converts them again. This kernel
+# converts each row once: it writes K and V in the dtype of q to two buffers, and the attention kernel reads these as it reads any K and V. Numbers
+# keep their exact values, because scales stay apart: a third buffer gets the kinds of scales that the attention kernel uses (`kinds_of_scales`).
+
 NUMBERS_AT_ONCE = UNIT_BYTES//BYTES["float16"]     # numbers of 8 bits that become 16 bytes
 OF_LENGTHS = ("kv_lengths", "kv_starts", "block_table")     # optional tensors that say which rows there are, and where they lie
 WIDENED_TENSORS = {"k": "wide_k", "v": "wide_v", "k_scales": "wide_scales"}     # inputs of the attention kernel, and the buffers that they get
 
 def widened_problem(p:Problem) -> Problem:
-  """Returns the problem of the attention kernel that reads the converted rows of `p`. They lie in buffers of layout "bhsd", without pages."""
+  """Returns the problem of the attention kernel that reads the converted rows of `p`."""
+  # the rows lie in buffers of layout "bhsd", without pages
   def whole(width:int) -> Strided: return Strided(p.B*p.Hkv*p.Sk*width, 0, p.Hkv*p.Sk*width, p.Sk*width, width)
   of_scales = replace(whole(KINDS_OF_SCALES), row=1)
   return replace(p, stored=WIDENED, scale_dtype="float32", pages=None, k_view=whole(p.D), v_view=whole(p.Dv), k_scale_view=of_scales,
                  v_scale_view=None)
 
 def widen_arguments(p:Problem) -> Shapes:
-  """Returns (shape, dtype) of the tensors that the kernel takes, by name and in order: the three buffers that it writes; K, V and their scales; and
-  tensors that say which rows there are."""
+  """Returns (shape, dtype) of the tensors that the kernel `widen_rows` takes, by name and in order."""
+  # the three buffers that it writes; K, V and their scales; and tensors that say which rows there are
   rows = (p.B, p.Hkv, p.Sk)
   written = {"wide_k": ((*rows, p.D), p.dtype), "wide_v": ((*rows, p.Dv), p.dtype), "wide_scales": ((*rows[:2], KINDS_OF_SCALES, p.Sk), "float32")}
   return written | {name: x for name, x in p.shapes.items() if name in ("k", "v", "k_scales", "v_scales", *OF_LENGTHS)}
 
 def bytes_of_widened(p:Problem) -> int:
-  """Returns the number of bytes of the three buffers that the kernel writes."""
+  """Returns the number of bytes of the three buffers that the kernel `widen_rows` writes."""
   return sum(math.prod(shape)*BYTES[dtype] for name, (shape, dtype) in widen_arguments(p).items() if name in WIDENED_TENSORS.values())
 
 @dataclass(frozen=True)
 class WideningTile:
-  """Tile description of the kernel: a block owns `block_m` rows of K and of V. The attention kernel's blocks have `queries` queries."""
+  """Tile description of the kernel `widen_rows`: a block owns `block_m` rows of K and of V."""
   block_m: int
-  queries: int
+  queries: int   # queries of a block of the attention kernel
   waves: ClassVar[int] = 8
   threads: ClassVar[int] = 256
   pack_gqa: ClassVar[bool] = False
@@ -57,9 +58,9 @@ class WideningTile:
 
 @dataclass(frozen=True)
 class Widening:
-  """The rows of K and V that a block converts, as one of its threads sees them. `to` is the same block in the attention kernel's problem."""
+  """The rows of K and V that a block converts to 16 bits, as one of its threads sees them."""
   warps: Warps
-  to: Workgroup
+  to: Workgroup   # the same block in the attention kernel's problem
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:WideningTile, args:tuple[UOp, ...]) -> Widening:
@@ -69,8 +70,8 @@ class Widening:
 
   @functools.cached_property
   def end(self) -> UOp:
-    """The number of rows of the block that the attention kernel reads. The attention kernel reads whole tiles of keys: those that any row of its
-    blocks of queries sees. Rows of the last block may be padding."""
+    """Number of rows of the block that the attention kernel reads."""
+    # The attention kernel reads whole tiles of keys: those that any row of its blocks of queries sees. Rows of the last block may be padding.
     group, tile = self.warps.group, self.warps.group.tile
     assert isinstance(tile, WideningTile)
     last = round_up(group.p.Sq, tile.queries) - 1
@@ -79,8 +80,8 @@ class Widening:
     return read.where((group.sequence.n_k - group.first_row).maximum(0).minimum(tile.block_m), 0)
 
   def numbers(self, name:str) -> list[UOp]:
-    """Returns the stores of this thread's part of the rows of the tensor `name`, "k" or "v", in 16 bits. Neighbouring threads convert neighbouring
-    pieces of eight numbers."""
+    """Returns the stores of this thread's part of the rows of the tensor `name`, "k" or "v", in 16 bits."""
+    # neighbouring threads convert neighbouring pieces of eight numbers
     group, to, stores = self.warps.group, self.to.rows_of(name), list[UOp]()
     given, across = group.rows_of(name, unit_bytes=NUMBERS_AT_ONCE), to.width//NUMBERS_AT_ONCE
     for j in range(ceildiv(group.tile.block_m*across, group.tile.threads)):
@@ -105,8 +106,9 @@ class Widening:
     return stores
 
 def widen_rows(p:Problem, arch:Chip, keys:int, queries:int) -> Callable[..., UOp]:
-  """Returns the kernel, which takes the tensors of `widen_arguments(p)`, in this order. The attention kernel has tiles of `keys` keys, and blocks of
-  `queries` queries. Rows that it does not read are not written."""
+  """Returns the kernel that converts keys and values to 16 bits, for an attention kernel with tiles of `keys` keys."""
+  # it takes the tensors of `widen_arguments(p)`, in this order; the attention kernel has blocks of `queries` queries, and rows that it does not read
+  # are not written
   def kernel(*args:UOp) -> UOp:
     x, written = Widening.of(p, arch, WideningTile(keys, queries), args), bytes_of_widened(p)
     stores, counted = [*x.numbers("k"), *x.numbers("v"), *x.scales()], Estimates(0, written, written + p.B*p.Hkv*p.Sk*p.key_bytes)
