@@ -1,13 +1,4 @@
-"""Implementation of backward with NVIDIA's mma.sync (sm_80 and later).
-
-A thread block owns queries and loops over tiles of keys, or owns keys and loops over tiles of queries. Each of its warps owns 16 or 32 of these rows,
-the own rows. The rows of the tiles are the walked rows. Shared memory holds Q and dO of the queries, and K and V of the keys. The own rows stay
-there. The tiles of walked rows are copied by cp.async into a ring buffer, with one barrier in each iteration. A tile in shared memory is read in two
-ways: as operand B of products that sum over the elements of its rows, and, transposed by ldmatrix, as operand B of products that sum over its rows. A
-row of P and dS belongs to an own row; if the own rows are keys, these matrices are P^T and dS^T. P and dS are operand A of the gradients' products
-and never leave their lanes. If the own rows are keys, the lse and delta of queries belong to columns of the scores: they are copied to shared memory
-with the tile.
-"""
+"""Backward with NVIDIA's mma.sync (sm_80 and later): each tile's scores, P and dS, and the sums of dQ, dK and dV. Begin with `MmaTrip`."""
 from __future__ import annotations
 import itertools
 from collections.abc import Callable
@@ -31,13 +22,20 @@ from attn.ops import nvidia as nv
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
+# A thread block owns queries and loops over tiles of keys, or owns keys and loops over tiles of queries. Each of its warps owns 16 or 32 of these
+# rows, the own rows. The rows of the tiles are the walked rows. Shared memory holds Q and dO of the queries, and K and V of the keys. The own rows
+# stay there. The tiles of walked rows are copied by cp.async into a ring buffer, with one barrier in each iteration. A tile in shared memory is read
+# in two ways: as operand B of products that sum over the elements of its rows, and, transposed by ldmatrix, as operand B of products that sum over
+# its rows. A row of P and dS belongs to an own row; if the own rows are keys, these matrices are P^T and dS^T. P and dS are operand A of the
+# gradients' products and never leave their lanes. If the own rows are keys, the lse and delta of queries belong to columns of the scores: they are
+# copied to shared memory with the tile.
+
 @dataclass(frozen=True)
 class MmaBackwardState(CopyGroups):
-  """What the loop over tiles carries from iteration to iteration: shared memory, the accumulators of the gradients, and the statements (operations
-  with side effects) so far. `query_values` are registers with lse and delta of the next tile's queries, until they are stored to shared memory."""
+  """What the loop over tiles carries from iteration to iteration."""
   shared: UOp
-  acc: UOp
-  query_values: UOp
+  acc: UOp            # accumulators of the gradients
+  query_values: UOp   # lse and delta of the next tile's queries, until they are stored to shared memory
   statements: Statements
 
   @staticmethod
@@ -51,8 +49,9 @@ MmaWork = Callable[[MmaBackwardState, "MmaTrip"], MmaBackwardState]
 
 @dataclass(frozen=True)
 class MmaBackward:
-  """A backward kernel for one problem, as one thread sees it, with a method for each operation of the algorithm. If the kernel loops over the tiles
-  twice (two passes), there is one object for each pass. No field changes during the loop over the tiles of one head."""
+  """A backward kernel for one problem, as one thread sees it, with a method for each operation of the algorithm."""
+  # if the kernel loops over the tiles twice (two passes), there is one object for each pass; no field changes during the loop over the tiles of one
+  # head
   warp_rows: WarpRows[SwizzledRows]
   tile: MmaBackwardTile
   state: MmaBackwardState      # before the first iteration
@@ -82,8 +81,7 @@ class MmaBackward:
   # ***** shared memory *****
   def stage(self, t:UOp) -> UOp: return t%self.tile.stages*self.tile.stage(self.group.p) + self.warp_rows.size
   def walked(self, name:str, t:UOp) -> SwizzledRows:
-    """Returns the layout, in shared memory, of tile t of the tensor `name`, over whose tiles the block loops. The layout begins where this tile lies
-    in the ring buffer."""
+    """Returns the layout, in the ring buffer, of tile t of the tensor `name`, over whose tiles the block loops."""
     return self.warp_rows.layout_of(name, self.tile.block_n, self.stage(t))
   def place_of_query_values(self, t:UOp) -> UOp:
     """Returns the index of the 16-byte unit of shared memory at which lse and delta of the queries of tile t begin."""
@@ -116,17 +114,17 @@ class MmaBackward:
     return over_tiles(s, tiles, self.group.grid.allocator, trip)
 
   def over_parts(self, s:MmaBackwardState, t:UOp, masked:bool, work:MmaWork) -> MmaBackwardState:
-    """Calls `work(state, trip)` for each part of tile t, one after another, where `trip` has the operations on this part. Returns the state after
-    that. Parts take fewer registers than a whole tile. `masked` says whether masks may hide scores of the tile."""
+    """Calls `work(state, trip)` for each part of tile t, one after another, and returns the state afterwards."""
+    # `trip` has the operations on a part; parts take fewer registers than a whole tile; `masked`: whether masks may hide scores of the tile
     parts, score = self.tile.block_n//self.tile.part_n, replace(self.warp_rows.scores, block_n=self.tile.part_n)
     for part in range(parts): s = work(s, MmaTrip(self.warp_rows, score, t*parts + part, masked, self, t, part))
     return s
 
   def fetch(self, s:MmaBackwardState, t:UOp) -> MmaBackwardState:
-    """Starts the copies of tile t to shared memory. If the block owns keys, also loads lse and delta of the tile's queries to registers. Returns the
-    state."""
+    """Starts the copies of tile t, with lse and delta of its queries, and returns the state."""
     group, n, head = self.group, self.tile.block_n, self.warp_rows.head
     first = group.scores.row(t*n)
+    # lse and delta come to registers first (`settle`)
     if self.tile.keys:
       numbers = [[group.query_value_rows(name, head).load_number(first, n, i, i < n) for i in self.carried] for name in query_value_names(group.p)]
       found = zip(*[shared_query_values(group.p, *of_query) for of_query in zip(*numbers)])
@@ -135,8 +133,7 @@ class MmaBackward:
     return s.started([x for name, rows in of_tile.items() for x in self.warp_rows.warps.copies(rows, s.shared, first, self.walked(name, t))])
 
   def settle(self, s:MmaBackwardState, t:UOp) -> MmaBackwardState:
-    """Stores lse and delta of the queries of tile t from registers to shared memory, if the block owns keys; otherwise does nothing. Returns the
-    state."""
+    """Stores lse and delta of the queries of tile t from registers to shared memory, and returns the state."""
     if not self.tile.keys: return s
     to, n = s.shared.bitcast(dtypes.float), self.tile.block_n
     places = [(kind*n + i, i < n) for kind in range(len(query_value_names(self.group.p))) for i in self.carried]
@@ -144,7 +141,7 @@ class MmaBackward:
 
   @property
   def carried(self) -> list[UOp]:
-    """Indices of the queries whose lse and delta this thread copies to shared memory, counted from the first query of the tile of queries."""
+    """Indices, in a tile of queries, of the queries whose lse and delta this thread copies to shared memory."""
     return [self.warp_rows.warps.at.thread + i*self.tile.threads for i in range(self.tile.carried)]
 
   # ***** gradients, and the kernel *****
@@ -155,8 +152,8 @@ class MmaBackward:
 
 @dataclass(frozen=True)
 class MmaTrip(WarpTrip[SwizzledRows]):
-  """The operations of one iteration of a backward kernel's loop over parts of tiles. The iteration computes part number `part` of tile `t`. Parts
-  take fewer registers than a whole tile."""
+  """The steps of a backward kernel on part number `part` of tile `t`."""
+  # parts take fewer registers than a whole tile
   of: MmaBackward
   t: UOp
   part: int
@@ -164,16 +161,17 @@ class MmaTrip(WarpTrip[SwizzledRows]):
   @property
   def mat(self) -> Mma: return self.of.tile.matrix
   def query_values(self, s:MmaBackwardState, kind:int) -> list[UOp]:
-    """Returns one number for each query in the lane's columns of the scores, read from shared memory: a vector for each C fragment. `kind` chooses
-    the number. 1 is -delta. The others are the two numbers of the query's `Normaliser`, which turns scores into P: 0 is `low`, and 2 is `high`, which
-    only some problems have."""
+    """Returns number `kind` of each query in the lane's columns of the scores: a vector for each C fragment."""
+    # The numbers lie in shared memory. 1 is -delta. The others are the two numbers of the query's `Normaliser`, which turns scores into P: 0 is
+    # `low`, and 2 is `high`, which only some problems have.
     pairs, tile = s.shared.bitcast(nv.F2), self.of.tile
     first = self.of.place_of_query_values(self.t)*2 + (kind*tile.block_n + self.part*tile.part_n)//2 + self.warp_rows.warps.at.h
     return [pairs[first + n*self.mat.N//2].load() for n in self.columns]
 
   def product(self, s:MmaBackwardState, which:int, start:list[list[UOp]]) -> list[list[UOp]]:
-    """Returns `start` + A B. A is the rows that the block owns, and B the rows of this iteration's part of a tile, transposed. `which` chooses the
-    two tensors: 0 for S (q and k), 1 for dP (dO and v). `start` and the result have a list of C fragments for each tile of own rows."""
+    """Returns `start` + A B as C fragments: S if `which` is 0, dP if 1."""
+    # A is the rows that the block owns, and B the rows of this iteration's part of a tile, transposed. `start` and the result have a list of C
+    # fragments for each tile of own rows.
     mat, tiles, first, row_tiles = self.mat, [list(row) for row in start], self.part*self.of.tile.part_n, range(self.of.tile.row_tiles)
     own, tile = self.warp_rows.kept(self.warp_rows.own[which]), self.of.walked(self.warp_rows.walked[which], self.t)
     (a_row, a_unit), (b_row, b_unit) = mat.a_address(self.warp_rows.warps.at.lane), mat.b_address(self.warp_rows.warps.at.lane)

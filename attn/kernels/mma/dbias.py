@@ -1,10 +1,5 @@
 """The gradient of a bias, with NVIDIA's mma.sync: the elements of the bias that a thread block owns, the loop over all scores to which these elements
-are added, and the stores of the sums.
-
-A thread block has an outer loop over groups of queries (of one head after another). For each group Q and dO are copied to shared memory, and an inner
-loop computes P and dS of tiles of keys, as attn/kernels/mma/backward.py does in a thread block that owns queries. If the thread block owns a tile of
-keys, the inner loop has this tile alone, which is copied again each time. Otherwise the inner loop has all keys that the queries see, whose tiles
-pass through a ring buffer. The sums are fp32 numbers in registers."""
+are added, and the stores of the sums."""
 from __future__ import annotations
 import functools
 from dataclasses import dataclass
@@ -27,9 +22,14 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
+# A thread block has an outer loop over groups of queries (of one head after another). For each group Q and dO are copied to shared memory, and an
+# inner loop computes P and dS of tiles of keys, as attn/kernels/mma/backward.py does in a thread block that owns queries. If the thread block owns a
+# tile of keys, the inner loop has this tile alone, which is copied again each time. Otherwise the inner loop has all keys that the queries see, whose
+# tiles pass through a ring buffer. The sums are fp32 numbers in registers.
+
 def _queries_of(group:Workgroup, at:MmaLane, tile:MmaBackwardTile, state:MmaBackwardState) -> MmaBackward:
-  """Returns the operations for one iteration of the outer loop, the loop over groups of queries. `group` is the thread block with the queries of this
-  iteration. P is 0 for queries beyond the last query, because dS may be summed over queries."""
+  """Returns the operations for one iteration of the loop over groups of queries, whose queries `group` owns."""
+  # P is 0 for queries beyond the last query, because dS may be summed over queries
   queries: WarpRows[SwizzledRows] = WarpRows(Warps(group, at), tile, (), group.first_head)
   normalisers = [[x.where(row.there) for x, row in zip(own, rows)] for own, rows in zip(queries.normalisers, queries.of_lane)]
   deltas = [[group.query_value("delta", row) for row in rows] for rows in queries.of_lane]
@@ -37,8 +37,7 @@ def _queries_of(group:Workgroup, at:MmaLane, tile:MmaBackwardTile, state:MmaBack
 
 @dataclass(frozen=True)
 class MmaBias:
-  """The kernel for the gradient of a bias on mma.sync, as one thread sees it, with one method for each step of the algorithm. `BiasUnit` declares the
-  steps."""
+  """The kernel for the gradient of a bias on mma.sync, as one thread sees it, with the steps of `BiasUnit`."""
   of: MmaBackward      # the queries of the first iteration
   bias: BiasPart
 
@@ -91,13 +90,13 @@ class MmaBias:
 
   # ***** the stores *****
   def of_rows(self, of:MmaBackward, ds:list[list[UOp]]) -> list[tuple[Row, list[UOp]]]:
-    """Splits C fragments into rows: returns (row, elements) for each of the lane's rows, where the elements are vectors of neighbouring keys. `ds`
-    has a list of C fragments for each matrix tile of queries."""
+    """Splits C fragments into rows: returns (row, vectors of neighbouring keys) for each of the lane's rows."""
+    # `ds` has a list of C fragments for each matrix tile of queries
     return [(row, [ops.slice_(x, 2*r, 2) for x in own]) for rows, own in zip(of.warp_rows.of_lane, ds) for r, row in enumerate(rows)]
 
   def stores(self, of:MmaBackward, t:UOp, ds:list[list[UOp]], part:int=0) -> list[UOp]:
-    """Returns the stores of dS to the bias's gradient, for the keys of part number `part` of tile t. `ds` has a list of C fragments for each matrix
-    tile of queries."""
+    """Returns the stores of dS (C fragments) to the bias's gradient, for the keys of part `part` of tile t."""
+    # `ds` has a list of C fragments for each matrix tile of queries
     first = t*of.tile.block_n + part*of.tile.part_n + self.at.h*of.tile.matrix.block
     return [x for row, columns in self.of_rows(of, ds) for n, values in enumerate(columns)
             for x in self.bias.stores(of.group, row, first + n*of.tile.matrix.N, values, self.bias.stored(row))]
@@ -119,8 +118,9 @@ class MmaBias:
     return [x for row, (total,) in rows for x in self.bias.stores(self.group, row, UOp.const(0), total, row.there & first)]
 
   def sums_of_rows(self, s:MmaBackwardState, rows:list[list[UOp]]) -> list[UOp]:
-    """Sums `rows` over all queries of the block: first over the rows of a lane, then over the lanes of a warp, then, through shared memory, over the
-    warps. `rows` has for each of the lane's rows a list of vectors of neighbouring keys. Returns the stores of the sums to the bias's gradient."""
+    """Sums `rows` over all queries of the block, and returns the stores of the sums to the bias's gradient."""
+    # First over the rows of a lane, then over the lanes of a warp, then, through shared memory, over the warps. `rows` has for each of the lane's
+    # rows a list of vectors of neighbouring keys.
     at, tile, mat, one = self.at, self.of.tile, self.of.tile.matrix, self.share.broadcast[3]
     columns, n = [functools.reduce(ops.add, column) for column in zip(*rows)], mat.block
     numbers = columns if one else [ops.extract(x, i) for x in columns for i in range(n)]

@@ -1,9 +1,5 @@
-"""Implementation of forward with mma.sync (sm_80 and later). Queries are the rows of the matrices.
-
-A warp computes 16 or 32 queries of its block. cp.async copies K and V tiles into a ring of `stages` tiles in shared memory. One barrier in each
-iteration is enough: after it, the iteration's tile has arrived, and no warp reads the previous tile any more. ldmatrix reads the operands from rows
-that are swizzled against bank conflicts, and transposes V. The softmax looks for the maximum of a row only in a rare branch: see attn/ops/softmax.py.
-"""
+"""Forward with mma.sync (sm_80 and later): the steps of `online_softmax`, with queries as the rows of the matrices. Begin with
+`MmaForward.scores`."""
 from __future__ import annotations
 import functools, itertools
 from collections.abc import Callable, Iterable
@@ -26,19 +22,24 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
+# A warp computes 16 or 32 queries of its block. cp.async copies K and V tiles into a ring of `stages` tiles in shared memory. One barrier in each
+# iteration is enough: after it, the iteration's tile has arrived, and no warp reads the previous tile any more. ldmatrix reads the operands from rows
+# that are swizzled against bank conflicts, and transposes V. The softmax looks for the maximum of a row only in a rare branch: see
+# attn/ops/softmax.py.
+
 EXACT_PRODUCTS = 128     # products of 8-bit floats that are added in a short sum of the matrix unit; a longer one would lose small products
 
 @dataclass(frozen=True)
 class Operands:
-  """The A operands of S = Q K^T, if registers keep them during the loop over keys: a tuple for each matrix tile of queries, with one operand for each
-  step of the product. Empty if Q stays in shared memory."""
+  """The A operands of S = Q K^T, if registers keep them during the loop over keys."""
+  # a tuple for each matrix tile of queries, with one operand for each step of the product; empty if Q stays in shared memory
   of_tiles: tuple[tuple[UOp, ...], ...] = ()
   def after(self, *deps:UOp) -> Operands: return self
 
 @dataclass(frozen=True)
 class MmaState(CopyGroups, SoftmaxState):
-  """What the loop over keys carries from iteration to iteration: the fields of `SoftmaxState`, Q, and scales of V's rows. `MmaForward.kinds` names
-  the sums of P that l holds."""
+  """What the loop over keys carries from iteration to iteration."""
+  # `MmaForward.kinds` names the sums of P that l holds
   q: Operands
   scales: Optional     # of the iteration's rows of V, if V is stored in 8 bits
 
@@ -57,27 +58,26 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
   # ***** sizes *****
   @property
   def kinds(self) -> tuple[str, ...]:
-    """Names of the row sums of P that the kernel computes, in the order in which registers hold them:
-    - ONES: the sum of P in the form that is multiplied by V: rounded, and times the scales of V's rows if V is stored in 8 bits
-    - UNSCALED, only if V is stored in 8 bits: the sum of rounded P without these scales
-    - LANE, only if an LSE is written: the sum of P before rounding"""
+    """Names of the row sums of P that the kernel computes, in the order in which registers hold them."""
+    # ONES: the sum of P in the form that is multiplied by V: rounded, and times the scales of V's rows if V is stored in 8 bits. UNSCALED, only if V
+    # is stored in 8 bits: the sum of rounded P without these scales. LANE, only if an LSE is written: the sum of P before rounding.
     return (ONES, *[UNSCALED]*bool(self.p.stored), *[LANE]*(self.warps.group.lse is not None))
   @property
   def kinds_of_result(self) -> tuple[str, ...]:
-    """Names of the sums of P from which the results are computed: O is divided by the first one, and the last one gives the LSE. Leaves out ONES (see
-    `kinds`) if V is stored in 8 bits, because this sum includes the scales of V's rows."""
+    """Names of the sums of P from which the results are computed: O is divided by the first, the last gives the LSE."""
+    # not ONES if V is stored in 8 bits, because this sum includes the scales of V's rows
     return self.kinds[1:] if self.p.stored else self.kinds
   @property
   def of_bytes(self) -> bool: return self.mat.size == 1
   @property
   def alternating(self) -> bool:
-    """Whether the first of two neighbouring C fragments of O has the even columns and the second one the odd columns. This is so if V is stored in 8
-    bits."""
+    """Whether the first of two neighbouring C fragments of O has the even columns and the second one the odd columns."""
+    # so if V is stored in 8 bits
     return self.p.key_itemsize == 1
   @property
   def exact_steps(self) -> int:
-    """Number of steps (matrix instructions) whose products the matrix unit may add up by itself, because some chips add products of 8-bit floats with
-    fewer bits than fp32. The kernel adds such partial sums in fp32. 0 means that there is no limit."""
+    """Number of steps of a product that the matrix unit may add up by itself; 0: any number."""
+    # some chips add products of 8-bit floats with fewer bits than fp32; the kernel adds such partial sums in fp32
     return EXACT_PRODUCTS//self.mat.K if self.of_bytes and self.warps.group.arch.short_sums and not self.p.fast_accumulate else 0
   @property
   def k_tiles(self) -> int: return self.tile.warp_keys//self.mat.N
@@ -85,31 +85,31 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
   def d_tiles(self) -> int: return fragments(self.p.Dv, self.mat)
   @property
   def depth_steps(self) -> range:
-    """The steps of S = Q K^T, as indices. In each step, one matrix instruction multiplies and adds 16 (of 8-bit floats: 32) elements of each row of Q
-    and K."""
+    """Indices of the steps of S = Q K^T, each of which multiplies 16 (of 8-bit floats: 32) columns."""
     return range(round_up(self.p.D, self.mat.K)//self.mat.K)
   @property
   def parts(self) -> list[range]:
-    """The parts into which a tile of keys is divided, to save registers. P of a part is computed and multiplied by V before P of the next part. A
-    part is given as a range of steps of O += P V; in each step one matrix instruction multiplies 16 (of 8-bit floats: 32) keys."""
+    """The parts into which a tile of keys is divided to save registers, as ranges of steps of O += P V."""
+    # P of a part is computed and multiplied by V before P of the next part; in each step one matrix instruction multiplies 16 (of 8-bit floats: 32)
+    # keys
     steps = self.tile.warp_keys//self.mat.K
     n = min(self.tile.parts, steps)
     return [range(i*steps//n, (i + 1)*steps//n) for i in range(n)]
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """Returns the index, among the rows that the thread block owns, of the first row of each matrix tile of queries that this warp computes."""
+    """Indices, among the block's own rows, of the first row of each matrix tile of queries that this warp computes."""
     return [(self.warps.at.wave//self.tile.key_waves*self.tile.q_tiles + t)*self.mat.M for t in range(self.tile.q_tiles)]
   @property
   def share(self) -> UOp:
-    """Index of this warp among the warps that compute the same queries. These warps divide the keys of each tile among them."""
+    """Index of this warp among the warps that compute the same queries and divide the keys of each tile."""
     return self.warps.at.wave%self.tile.key_waves
   @property
   def first_key(self) -> UOp:
-    """Index of the first key that this warp computes, counted from the first key of the thread block's tile of keys."""
+    """Index, in the tile of keys, of the first key that this warp computes."""
     return self.share*self.tile.warp_keys
   def own_tile(self, t:UOp) -> UOp:
-    """Returns the index of the keys that this warp computes in iteration t, counted in groups of `warp_keys` keys (the keys of one warp in an
-    iteration). For example, if four warps compute the same queries, iteration 0 has the groups 0 to 3, one for each of these warps."""
+    """Returns the index of the keys that this warp computes in iteration t, counted in groups of `warp_keys` keys."""
+    # for example, if four warps compute the same queries, iteration 0 has the groups 0 to 3, one for each of these warps
     return t*self.tile.key_waves + self.share
   @functools.cached_property
   def queries(self) -> list[list[Row]]: return [self.warps.queries(first) for first in self.in_block]
@@ -139,8 +139,8 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return self.fetch(s, t + self.tile.stages - 1), None
 
   def with_scales(self, s:MmaState, t:UOp, masked:bool) -> MmaState:
-    """Loads the scales of V's rows in tile t to registers. If a scale is NaN, the row sums l become NaN for the queries that see its key; `masked`
-    says whether masks may hide keys of the tile. Returns the state."""
+    """Loads the scales of V's rows in tile t to registers, and returns the state."""
+    # If a scale is NaN, the row sums l become NaN for the queries that see its key; `masked`: whether masks may hide keys of the tile.
     q_tiles, scales = self.tile.q_tiles, self.scales(s, t, 1)
     nans = [nans_of_scales(self.warps.group.scores, scales, rows, self.own_tile(t), masked) for rows in self.queries]
     first = q_tiles*self.kinds.index(UNSCALED)
@@ -148,8 +148,8 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return s.store(store_all(s.scales.value, map(scale_in_range, scales)), add_all(s.l, nans, range(first, first + q_tiles)))
 
   def factors(self, s:MmaState, p:UOp, tile:int) -> UOp:
-    """Returns the C fragment `p` of P in the form in which it is multiplied by V: times the scales of V's rows if V is stored in 8 bits, otherwise
-    unchanged. `tile` is the index of the fragment in its row of fragments."""
+    """Returns the C fragment `p` of P, number `tile` of its row, as it is multiplied by V."""
+    # times the scales of V's rows if V is stored in 8 bits
     return p if s.scales.value is None else scaled_weights(p, s.scales.value[tile].load(), nv.ROWS)
 
   def weigh(self, s:MmaState, x:None, t:UOp, steps:range, masked:bool) -> tuple[MmaState, None]:
@@ -194,20 +194,20 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
 
   # ***** sums over warps with the same queries *****
   def results_of_warp(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """Returns what this warp has computed for the matrix tile of queries with index `qt`: m (the number that the softmax subtracts from a row's
-    scores), the row sums of P, and the accumulators of O."""
+    """Returns what this warp has computed for matrix tile `qt` of queries: m, the row sums of P, and the accumulators of O."""
+    # m: the number that the softmax subtracts from a row's scores
     sums = [s.l[self.kinds.index(kind)*self.tile.q_tiles + qt].load() for kind in self.kinds_of_result]
     return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
 
   def place_of_result(self, share:UOp|int, qt:int, i:UOp|int) -> UOp:
-    """Returns the index of the 16-byte unit of shared memory with the i-th part of a warp's results, for the matrix tile of queries with index `qt`
-    and for this thread's lane. `share` is the index of the warp among the warps that compute the same queries."""
+    """Returns the 16-byte unit of shared memory with part i of warp `share`'s results for matrix tile `qt` and this lane."""
+    # `share` is the index of the warp among the warps that compute the same queries
     wave = self.warps.at.wave//self.tile.key_waves*self.tile.key_waves + share
     per = self.d_tiles + 2
     return (wave*self.tile.q_tiles*per + qt*per + i)*self.mat.wave + self.warps.at.lane
 
   def stored_results(self, s:MmaState) -> MmaState:
-    """Stores this warp's results to shared memory, and waits until all warps have done so. Returns the state."""
+    """Stores this warp's results to shared memory, waits until all warps have done so, and returns the state."""
     puts = []
     for qt in range(self.tile.q_tiles):
       m, sums, accs = self.results_of_warp(s, qt)
@@ -216,9 +216,9 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return s.do(*puts).after_barrier()
 
   def merged_results(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """Returns three results for the matrix tile of queries with index `qt`: m, the row sums of P, and O. Each warp that computes these queries has
-    results for other keys; this method merges the results of all these warps. m is the largest m of these warps. The row sums and O of each warp are
-    rescaled to this m, and added in the order of the warps' keys. The warps divide the columns of O: each warp returns only its columns."""
+    """Returns m, the row sums of P, and O for matrix tile `qt` of queries, merged over the warps that compute these queries."""
+    # Each of these warps has results for other keys. m is the largest m of these warps. The row sums and O of each warp are rescaled to this m, and
+    # added in the order of the warps' keys. The warps divide the columns of O: each warp returns only its columns.
     def unit(share:int, i:UOp|int) -> UOp: return ops.as_float(s.shared[self.place_of_result(share, qt, i)].load())
     shares, to_log2 = range(self.tile.key_waves), self.warps.group.scores.to_log2
     heads = [unit(n, 0) for n in shares]
@@ -241,7 +241,8 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return v.moved_to(q.size + self.tile.stages*k.size + t%self.tile.stages*v.size)
 
   def first_scale(self, t:UOp) -> UOp:
-    """Returns where the scales of the 8-bit rows of tile t (keys first, then values) begin in shared memory, counted in floats."""
+    """Returns where the scales of the 8-bit rows of tile t begin in shared memory, counted in floats."""
+    # those of keys first, then those of values
     q, k, v = self.tile.layouts(self.p)
     return (q.size + self.tile.stages*(k.size + v.size) + t%self.tile.stages*self.tile.scales(self.p))*(UNIT_BYTES//4)
   def scales(self, s:MmaState, t:UOp, kind:int) -> list[UOp]:
@@ -251,22 +252,20 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     copies = self.warps.copies_of_keys(s.shared, t, self.k_rows(t), self.v_rows(t))
     return s.started(copies + (self.stored.copies(s.shared, t, self.first_scale(t)) if self.p.stored else []))
   def q_operand(self, s:MmaState, qt:int, step:int) -> UOp:
-    """Returns operand A of S = Q K^T, read from shared memory, for the matrix tile of queries with index `qt` and for the step with index `step`: one
-    matrix instruction, which multiplies some columns of Q and K."""
+    """Returns operand A of S = Q K^T for matrix tile `qt` of queries and step `step`, read from shared memory."""
     if self.p.stored: return self.stored.q_operand(s.shared, self.tile.layouts(self.p)[0], self.in_block[qt], step)
     row, unit = self.mat.a_address(self.warps.at.lane)
     return s.read(self.tile.layouts(self.p)[0], self.in_block[0] + row, unit, qt*self.mat.M, 2*step)
 
   def k_operand(self, s:MmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Returns operand B of S = Q K^T, read from tile t in shared memory, for 16 keys and for the step with index `step`: one matrix instruction,
-    which multiplies some columns of Q and K. `pair` is the index of this group of 16 keys, among the keys that this warp computes."""
+    """Returns operand B of S = Q K^T for this warp's 16 keys number `pair` and step `step`, read from tile t."""
     row, unit = self.mat.b_address(self.warps.at.lane)
     def read(units:int) -> UOp: return s.read(self.k_rows(t), self.first_key + row, unit, pair*2*self.mat.N, units)
     return self.stored.k_operand(read(step//2*2), step) if self.p.stored else read(2*step)
   def v_operand(self, s:MmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Returns operand B of O += P V, read from tile t in shared memory, for two C fragments of O and for the step with index `step`: one matrix
-    instruction, which multiplies 16 keys (32 of 8-bit floats). `pair` is the index of the two fragments. If V is stored in 8 bits, one fragment has
-    the even columns and the other the odd columns; otherwise they are neighbours."""
+    """Returns operand B of O += P V for the two C fragments number `pair` and step `step`, read from tile t."""
+    # A step is one matrix instruction, for 16 keys (32 of 8-bit floats). If V is stored in 8 bits, one fragment has the even columns and the other
+    # the odd columns; otherwise they are neighbours.
     row, unit = self.mat.b_transposed_address(self.warps.at.lane)
     def read(units:int) -> UOp: return s.read(self.v_rows(t), self.first_key + row, unit, step*self.mat.K, units, transposed=True)
     if self.p.stored: return self.stored.v_operand(read(pair//2*2), pair)
@@ -275,20 +274,17 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
 
   # ***** products *****
   def raw_scores(self, s:MmaState, t:UOp) -> list[list[UOp]]:
-    """Computes S = Q K^T of tile t, without score terms (bias, softcap, ...) and masks. Returns a list of C fragments for each matrix tile of
-    queries."""
+    """Returns S = Q K^T of tile t, without score terms and masks: C fragments for each matrix tile of queries."""
     def a(qt:int, step:int) -> UOp: return self.q_operand(s, qt, step) if self.tile.q_in_lds else s.q.of_tiles[qt][step]
     zeros = [[nv.zero(s.done)]*self.k_tiles for _ in range(self.tile.q_tiles)]
     return self.multiplied(s, zeros, self.depth_steps, a, lambda step, pair: self.k_operand(s, t, step, pair), empty=True)
 
   def multiplied(self, s:MmaState, tiles:list[list[UOp]], steps:range, a:Callable[[int, int], UOp], b:Callable[[int, int], UOp],
                  empty:bool=False) -> list[list[UOp]]:
-    """Returns `tiles` + A B, as a list of C fragments for each matrix tile of queries. `steps` are the indices of the product's steps; in each, one
-    matrix instruction adds a part of the sum. `a(tile of queries, step)` returns an operand A, and `b(step, pair)` an operand B for two neighbouring
-    C fragments.
-
-    If the matrix unit adds with too few bits (`exact_steps`), its sums over a few steps are added in fp32. `empty` says that `tiles` are 0, and few
-    enough to be computed all at once."""
+    """Returns `tiles` + A B over the product's steps `steps`, as a list of C fragments for each matrix tile of queries."""
+    # `a(tile of queries, step)` returns an operand A, and `b(step, pair)` an operand B for two neighbouring C fragments. If the matrix unit adds with
+    # too few bits (`exact_steps`), its sums over a few steps are added in fp32. `empty` says that `tiles` are 0, and few enough to be computed all at
+    # once.
     queries, pairs = range(self.tile.q_tiles), range(len(tiles[0])//2)
     def add(into:list[list[UOp]], run:range, pairs:Iterable[int]) -> None:
       for step, pair in itertools.product(run, pairs):

@@ -1,14 +1,5 @@
-"""Implementation of latent attention with mma.sync (sm_80 and later). Queries are the rows of the matrices. The warps divide the work as the waves do
-in attn/kernels/amd/latent.py.
-
-A block owns the queries of many heads and reads each key once for all these queries. For the scores S = Q K^T of a tile of keys, each warp computes
-16 queries and a part of the keys. For O += P V each warp computes some columns of all queries. The warps exchange P through shared memory. cp.async
-copies K into a ring of `stages` tiles. V is read from the tile of K and transposed by ldmatrix, as in attn/kernels/mma/forward.py.
-
-If the latent columns of K are stored in 8 bits, cp.async copies them to shared memory in 8 bits. There are two ways to convert them to 16 bits
-(`MlaMmaTile.widens`, attn/kernels/nvidia/stored.py). With one matrix tile of queries, each warp converts what it reads. With several, several warps
-read the same keys: then the threads convert each tile once, and store it to shared memory in 16 bits. The sum of a score over the latent columns is
-multiplied by the scale of the key's row, before the other columns are added. P is multiplied by this scale before P is rounded."""
+"""Latent attention with mma.sync (sm_80 and later): the steps of `online_softmax`, with queries as the rows of the matrices. Begin with
+`MmaLatent.scores`."""
 from __future__ import annotations
 import functools, itertools
 from dataclasses import dataclass, replace
@@ -31,6 +22,16 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp, dtypes
 
+# The warps divide the work as the waves do in attn/kernels/amd/latent.py. A block owns the queries of many heads and reads each key once for all
+# these queries. For the scores S = Q K^T of a tile of keys, each warp computes 16 queries and a part of the keys. For O += P V each warp computes
+# some columns of all queries. The warps exchange P through shared memory. cp.async copies K into a ring of `stages` tiles. V is read from the tile of
+# K and transposed by ldmatrix, as in attn/kernels/mma/forward.py.
+#
+# If the latent columns of K are stored in 8 bits, cp.async copies them to shared memory in 8 bits. There are two ways to convert them to 16 bits
+# (`MlaMmaTile.widens`, attn/kernels/nvidia/stored.py). With one matrix tile of queries, each warp converts what it reads. With several, several warps
+# read the same keys: then the threads convert each tile once, and store it to shared memory in 16 bits. The sum of a score over the latent columns is
+# multiplied by the scale of the key's row, before the other columns are added. P is multiplied by this scale before P is rounded.
+
 # Number of matrix instructions that add to one partial sum of a score. The tensor cores do not round an fp32 sum: they truncate it, always towards 0.
 # With one sum over 576 columns, 36 instructions, the LSE of peaked rows showed this: its error was 1.13 times the limit of an earlier error law, on
 # an H200. A model of the truncation predicts a third of this error for partial sums of 12 instructions.
@@ -38,15 +39,17 @@ ADDED_UP = 12
 
 @dataclass(frozen=True)
 class LatentMmaState(CopyGroups):
-  """What the loop over keys carries from iteration to iteration. Registers hold the warp's columns of O for all queries. For the queries whose scores
-  the warp computes, registers hold m, the number that the softmax subtracts from the scores of a row, and sums over the warp's part of the keys: of
-  rounded P, and, if an LSE is written, of unrounded P. Within an iteration, registers also hold the scores, and the factors by which O is rescaled.
-  Further fields are shared memory and the statements (operations with side effects) so far."""
+  """What the loop over keys carries from iteration to iteration."""
   shared: UOp
+  # the warp's columns of O for all queries
   acc: UOp
+  # of the queries whose scores the warp computes: the number that the softmax subtracts from the scores of a row
   m: UOp
+  # of the same queries: sums over the warp's part of the keys, of rounded P, and, if an LSE is written, of unrounded P
   l: UOp
+  # within an iteration
   scores: UOp
+  # within an iteration: by which the rows of O are rescaled
   factors: UOp
   statements: Statements
 
@@ -72,7 +75,7 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
   def columns(self) -> int: return self.tile.columns(self.p)
   @property
   def latent_steps(self) -> int:
-    """Number of steps of S = Q K^T (16 columns each) whose columns of K are stored in 8 bits. These steps come first."""
+    """Number of steps of S = Q K^T (16 columns each) whose columns of K are stored in 8 bits; these steps come first."""
     return self.p.k_width//self.mat.K if self.p.stored else 0
   @property
   def converts(self) -> bool:
@@ -82,13 +85,12 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
   def row_tiles(self) -> range: return range(self.tile.row_tiles)
   @functools.cached_property
   def own(self) -> UOp:
-    """Index, among the rows that the thread block owns, of the first of the 16 rows whose scores this warp computes."""
+    """Index, among the block's own rows, of the first of the 16 rows whose scores this warp computes."""
     return self.share.tile*self.mat.M
   @functools.cached_property
   def queries(self) -> list[Row]: return self.warps.queries(self.own)
   def in_block(self, first:int|UOp) -> list[UOp]:
-    """Returns the indices, among the rows that the thread block owns, of the two rows that this lane holds of a matrix tile of 16 queries. `first` is
-    the index of the tile's first row."""
+    """Returns the indices, among the block's own rows, of this lane's two rows of the 16 that begin at row `first`."""
     return [first + self.mat.c_row(self.warps.at.lane, r) for r in range(nv.ROWS)]
 
   # ***** the steps *****
@@ -150,29 +152,30 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
 
   # ***** shared memory *****
   def k_rows(self, t:UOp) -> LongRows:
-    """Returns the layout, in shared memory, of K's rows in tile t, from where operands are read. If threads convert K from 8 to 16 bits in shared
-    memory (`widens`), this is the place of the converted tile. If K is stored in 8 bits, the rotary columns lie elsewhere (`rotary_rows`)."""
+    """Returns the layout, in shared memory, of K's rows in tile t, from where operands are read."""
+    # If threads convert K from 8 to 16 bits in shared memory (`widens`), this is the place of the converted tile. If K is stored in 8 bits, the
+    # rotary columns lie elsewhere (`rotary_rows`).
     q, k, _, _ = self.tile.layouts(self.p)
     return k.moved_to(q.size + self.tile.stages*self.tile.stage(self.p) if self.tile.widens(self.p) else self.first_of(t))
   @property
   def first_raw(self) -> int:
-    """Index of the 16-byte unit of shared memory at which the 8-bit numbers of a tile begin, before threads convert them to 16 bits."""
+    """Index of the 16-byte unit of shared memory at which the 8-bit numbers of a tile begin, before conversion."""
     return self.tile.weights_at(self.p) - self.tile.raw(self.p)
   def rotary_rows(self, t:UOp) -> LongRows:
-    """Returns the layout, in shared memory, of the rotary columns of tile t. If the latent columns of K are stored in 8 bits, the rotary columns keep
-    16 bits and have a layout of their own."""
+    """Returns the layout, in shared memory, of the rotary columns of tile t."""
+    # if the latent columns of K are stored in 8 bits, the rotary columns keep 16 bits and have a layout of their own
     _, k, rotary, _ = self.tile.layouts(self.p)
     return rotary.moved_to(self.first_of(t) + (0 if self.tile.widens(self.p) else k.size))
   def first_of(self, t:UOp) -> UOp:
-    """Returns the index of the 16-byte unit of shared memory at which tile t begins, in the ring buffer of tiles (`MlaMmaTile.stage`)."""
+    """Returns the index of the 16-byte unit of shared memory at which tile t begins in the ring buffer."""
     return self.tile.layouts(self.p)[0].size + t%self.tile.stages*self.tile.stage(self.p)
   def first_scale(self, t:UOp) -> UOp:
-    """Returns where the scales of the 8-bit rows of tile t begin in shared memory, counted in floats. The scales come last in the tile's part of the
-    ring buffer."""
+    """Returns where the scales of the 8-bit rows of tile t begin in shared memory, counted in floats."""
+    # the scales come last in the tile's part of the ring buffer
     return (self.first_of(t) + self.tile.stage(self.p))*(UNIT_BYTES//4) - self.tile.block_n
   def scales(self, s:LatentMmaState, t:UOp) -> list[UOp]:
-    """Returns the scales of the 8-bit rows of K whose scores this lane computes, read from shared memory: two for each C fragment. V, the first
-    columns of K, has the same scales."""
+    """Returns the scales of the 8-bit rows of K whose scores this lane computes: two for each C fragment."""
+    # V, the first columns of K, has the same scales
     return self.stored.scales(s.shared, self.first_scale(t), 0, self.share.part*self.share.keys, self.share.keys)
   @property
   def weight_rows(self) -> SwizzledRows:
@@ -181,15 +184,13 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
   def row_scalars(self, s:LatentMmaState) -> RowScalars:
     return RowScalars(s.shared, self.tile.block_m, int(self.weight_rows.base) + self.weight_rows.size)
   def put_row_values(self, s:LatentMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
-    """Returns the statements that store `values`, one number for each of this lane's two rows, to a table in shared memory, where all warps can read
-    them. `i` says what the number is, such as the maximum of a row: an index that `ScalarPlaces` defines. Where `gate` is false, nothing is
-    stored."""
+    """Returns the statements that store `values`, one number for each of this lane's two rows, where all warps can read them."""
+    # to a table in shared memory; `i` says what the number is, such as the maximum of a row: an index that `ScalarPlaces` defines; where `gate` is
+    # false, nothing is stored
     told, to = self.row_scalars(s), s.shared.bitcast(dtypes.float)
     return [nv.put(to[told.place(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
   def load_row_values(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
-    """Returns two numbers from the table in shared memory to which `put_row_values` stores: one for each of the two rows that this lane has in a
-    matrix tile of 16 queries. `i` says what the number is, such as the maximum of a row: an index that `ScalarPlaces` defines. `first` is the index
-    of the tile's first row among the rows that the thread block owns."""
+    """Returns the numbers that `put_row_values` stored for this lane's two rows of the 16 that begin at row `first`."""
     return ops.build(*[self.row_scalars(s).load(i, row) for row in self.in_block(first)])
   def fetch(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
     group, block_n = self.warps.group, self.tile.block_n
@@ -202,8 +203,7 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
 
   # ***** products *****
   def raw_scores(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
-    """Computes S = Q K^T of the queries and keys that belong to this warp, without score terms (softcap, ALiBi, bias) and masks. Returns the state,
-    whose registers `scores` then hold S."""
+    """Computes S = Q K^T of this warp's queries and keys, without score terms and masks, and returns the state with S."""
     mat, steps = self.mat, range(round_up(self.p.D, self.mat.K)//self.mat.K)
     for some in (piece[i:i + ADDED_UP] for piece in (steps[:self.latent_steps], steps[self.latent_steps:]) for i in range(0, len(piece), ADDED_UP)):
       tiles = [nv.zero(s.done)]*s.scores.max_numel()
@@ -218,30 +218,26 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     return s
 
   def q_operand(self, s:LatentMmaState, step:int) -> UOp:
-    """Returns operand A of S = Q K^T, read from shared memory, for this warp's 16 queries and for the step with index `step`: one matrix instruction,
-    which multiplies 16 columns of Q and K."""
+    """Returns operand A of S = Q K^T for this warp's 16 queries and step `step` (16 columns), read from shared memory."""
     q, (row, unit) = self.tile.layouts(self.p)[0], self.mat.a_address(self.warps.at.lane)
     if self.converts and step < self.latent_steps: return self.stored.q_operand(s.shared, q, self.own, step)
     return s.read(q, self.own + row, unit, 0, 2*step)
   def k_operand(self, s:LatentMmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Returns operand B of S = Q K^T, read from tile t in shared memory, for 16 keys and for the step with index `step`: one matrix instruction,
-    which multiplies 16 columns of Q and K. `pair` is the index of this group of 16 keys, among the keys that this warp computes."""
+    """Returns operand B of S = Q K^T for this warp's 16 keys number `pair` and step `step`, read from tile t."""
     row, unit = self.mat.b_address(self.warps.at.lane)
     def read(rows:LongRows, units:int) -> UOp: return s.read(rows, self.share.part*self.share.keys + row, unit, pair*self.mat.K, units)
     if self.converts and step < self.latent_steps: return self.stored.k_operand(read(self.k_rows(t), step//2*2), step)
     if self.p.stored and step >= self.latent_steps: return read(self.rotary_rows(t), 2*(step - self.latent_steps))
     return read(self.k_rows(t), 2*step)
   def v_operand(self, s:LatentMmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Returns operand B of O += P V, read from tile t in shared memory, for 16 columns and for the step with index `step`: one matrix instruction,
-    which multiplies 16 keys. `pair` is the index of this group of 16 columns, among the columns that this warp computes."""
+    """Returns operand B of O += P V for this warp's 16 columns number `pair` and step `step` (16 keys)."""
     (row, unit), in_line = self.mat.b_transposed_address(self.warps.at.lane), LINE//2
     if not self.converts: return s.read(self.v_rows(t, pair//in_line), row, unit, step*self.mat.K, 2*(pair%in_line), transposed=True)
     first = (self.warps.at.wave*(self.columns//2) + pair//in_line*in_line).minimum(self.k_rows(t).units - in_line)
     return self.stored.v_operand(s.read(self.k_rows(t), row, first + unit, step*self.mat.K, pair%in_line//2*2, transposed=True), pair)
 
   def highest(self, s:LatentMmaState, scores:list[UOp], m:UOp) -> tuple[LatentMmaState, UOp]:
-    """Returns the state, and for each of the lane's two rows the maximum of m and of all the row's scores in this iteration, also of those that other
-    lanes and warps hold."""
+    """Returns the state, and the maximum of m and all scores of each of the lane's two rows, over all lanes and warps."""
     tops = []
     for r in range(nv.ROWS):
       top = functools.reduce(ops.max_, [ops.extract(x, 2*r + i) for x in scores for i in range(2)], ops.extract(m, r))
@@ -253,9 +249,9 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     return s, ops.build(*[functools.reduce(ops.max_, [ops.extract(x, r) for x in heard]) for r in range(nv.ROWS)])
 
   def put_weights(self, s:LatentMmaState, packed:list[UOp]) -> list[UOp]:
-    """Returns the statements that store P to shared memory. `packed` holds P as A operands of four dwords, and each dword holds two neighbouring keys
-    of one row. Dwords 0 and 2 belong to the first of the lane's two rows, dwords 1 and 3 to the second. Dwords 0 and 1 have keys of the operand's
-    first 8 keys, dwords 2 and 3 of its last 8."""
+    """Returns the statements that store P, `packed` as A operands, to shared memory."""
+    # An operand has four dwords, and each dword two neighbouring keys of one row. Dwords 0 and 2 belong to the first of the lane's two rows, dwords 1
+    # and 3 to the second. Dwords 0 and 1 have keys of the operand's first 8 keys, dwords 2 and 3 of its last 8.
     to, first, statements = s.shared.bitcast(dtypes.float), self.share.part*(self.share.keys//self.mat.N), []
     for step, x in enumerate(packed):
       for i in range(4):
@@ -264,17 +260,16 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     return statements
 
   def v_rows(self, t:UOp, line:int) -> LongRows:
-    """Returns the layout, in shared memory, of a part of V's rows in tile t: one line of 128 bytes of each row. `line` is the index of the line among
-    the lines that this warp multiplies. V is the first columns of K, so this is the layout of K, moved to the line.
-
-    The last warp may have fewer lines. In place of a missing line it reads the last line of V, and the results are not stored."""
+    """Returns the layout, in shared memory, of this warp's line number `line` (128 bytes) of V's rows in tile t."""
+    # V is the first columns of K, so this is the layout of K, moved to the line. The last warp may have fewer lines. In place of a missing line it
+    # reads the last line of V, and the results are not stored.
     k = self.k_rows(t)
     return k.moved_to(k.base + (self.warps.at.wave*(self.columns//LINE) + line).minimum(k.panels - 1)*LINE)
 
   # ***** after the last iteration *****
   def totals(self, s:LatentMmaState) -> LatentMmaState:
-    """Stores two kinds of values of each row to shared memory, where all warps read them: m, the number that the softmax subtracts from the row's
-    scores, and this warp's sums of P. Returns the state."""
+    """Stores each row's m and this warp's sums of P to shared memory, where all warps read them, and returns the state."""
+    # m: the number that the softmax subtracts from the row's scores
     sums = [s.l[kind].load() for kind in range(self.names.kinds)]
     own = 0 if self.p.stored else 1      # the first kind of sum that has only this lane's P: four lanes are then added up
     sums[own:] = [ops.build(*[sum_over_quad(ops.extract(x, r)) for r in range(nv.ROWS)]) for x in sums[own:]]
@@ -282,8 +277,8 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     return s.do(*told, *self.put_row_values(s, self.names.reference, s.m[0].load(), self.share.part.eq(0))).after_barrier()
 
   def outputs(self, s:LatentMmaState, tile:int) -> list[UOp]:
-    """Returns the stores of O / l for this warp's columns; the first warp also stores LSE = m + ln l. `tile` is the index of a matrix tile of the
-    thread block's queries."""
+    """Returns the stores of O / l for this warp's columns and matrix tile `tile` of queries, and of LSE."""
+    # the first warp stores LSE = m + ln l
     group, mat, names, stores = self.warps.group, self.mat, self.names, list[UOp]()
     accs, first = [s.acc[tile*self.columns + i].load() for i in range(self.columns)], self.warps.at.wave*(self.columns*mat.N)
     for r, (row, in_block) in enumerate(zip(self.warps.queries(UOp.const(tile*mat.M)), self.in_block(tile*mat.M))):
