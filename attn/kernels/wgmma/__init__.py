@@ -1,1 +1,1 @@
-"""Implementation of the kernels with wgmma, the matrix instructions of Hopper."""
+"""The kernels with wgmma, the matrix instructions of Hopper."""

@@ -1,14 +1,4 @@
-"""Implementation of backward with Hopper's wgmma (sm_90).
-
-A block owns queries and loops over tiles of keys, or owns keys and loops over tiles of queries. Each warpgroup owns 64 of the block's rows. In each
-iteration a warpgroup starts the products S and dP of its own rows and a tile in shared memory. The warpgroup turns S and dP into P and dS in
-registers. Then it starts the products of P and dS with the tile, which wgmma reads transposed from the same part of shared memory. The warpgroup
-waits only for products that it needs: the last products of an iteration still run when S and dP of the next iteration start.
-
-The warpgroups wait for each other only when they change tiles. All warpgroups copy each tile together, by cp.async, into a ring buffer of three
-tiles. In each iteration a thread copies its part of the next iteration's tile, once its warpgroup no longer reads the previous tile. The thread
-arrives at an mbarrier when its part is complete. A warpgroup that has waited for the mbarrier of its tile knows two things: the tile is complete, and
-all warpgroups have finished with the tile of two iterations ago. The next copies overwrite that tile."""
+"""Backward with Hopper's wgmma (sm_90): each tile's scores, P and dS, and the sums of dQ, dK and dV. Begin with `WgmmaTrip`."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable
@@ -36,18 +26,27 @@ from attn.ops.common import flat
 from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 
+# A block owns queries and loops over tiles of keys, or owns keys and loops over tiles of queries. Each warpgroup owns 64 of the block's rows. In each
+# iteration a warpgroup starts the products S and dP of its own rows and a tile in shared memory. The warpgroup turns S and dP into P and dS in
+# registers. Then it starts the products of P and dS with the tile, which wgmma reads transposed from the same part of shared memory. The warpgroup
+# waits only for products that it needs: the last products of an iteration still run when S and dP of the next iteration start.
+#
+# The warpgroups wait for each other only when they change tiles. All warpgroups copy each tile together, by cp.async, into a ring buffer of three
+# tiles. In each iteration a thread copies its part of the next iteration's tile, once its warpgroup no longer reads the previous tile. The thread
+# arrives at an mbarrier when its part is complete. A warpgroup that has waited for the mbarrier of its tile knows two things: the tile is complete,
+# and all warpgroups have finished with the tile of two iterations ago. The next copies overwrite that tile.
+
 @dataclass(frozen=True)
 class WgmmaBackwardState(Arrivals):
-  """What the loop over tiles carries from iteration to iteration: shared memory, the accumulators of the gradients, and the statements (operations
-  with side effects) so far. Within an iteration, registers also hold the scores, dP, P and dS as operand A, and dQ of the tile."""
+  """What the loop over tiles carries from iteration to iteration."""
   shared: UOp
-  acc: UOp
-  scores: UOp
-  dp: UOp
+  acc: UOp      # accumulators of the gradients
+  scores: UOp   # within an iteration, as dp, p, ds and dq
+  dp: UOp       # as operand A
   p: UOp
-  ds: UOp
+  ds: UOp   # as operand A
   statements: Statements
-  dq: UOp
+  dq: UOp   # dQ of the tile
 
   @staticmethod
   def of(warps:Warps, tile:WgmmaBackwardTile, accs:int, shared:UOp) -> WgmmaBackwardState:
@@ -60,28 +59,23 @@ def shared_memory(grid:Grid, p:Problem, tile:WgmmaBackwardTile) -> UOp: return g
 
 @dataclass(frozen=True)
 class RingPlace:
-  """A use of a tile by a block, which also tells where the tile lies in the ring buffer. The block loops over the tiles of one head after another,
-  and twice if it makes two passes.
-
-    tile   index of the tile among the tiles of a head
-    loop   index of this loop over tiles, counted over heads and passes
-    index  number of tiles that the block has used before, over all loops"""
-  tile: UOp
-  loop: UOp|int
-  index: UOp
+  """A use of a tile by a block, which also tells where the tile lies in the ring buffer."""
+  # the block loops over the tiles of one head after another, and twice if it makes two passes
+  tile: UOp       # index of the tile among the tiles of a head
+  loop: UOp|int   # index of this loop over tiles, counted over heads and passes
+  index: UOp      # number of tiles that the block has used before, over all loops
 
 WgmmaWork = Callable[[WgmmaBackwardState, "WgmmaTrip"], WgmmaBackwardState]
 
 @dataclass(frozen=True)
 class WgmmaBackward:
-  """A backward kernel for one problem, as one thread sees it, with a method for each operation of the algorithm. If the kernel loops over the tiles
-  twice (two passes), there is one object for each pass, and `pass_number` is its index. No field changes during the loop over the tiles of one
-  head."""
+  """A backward kernel for one problem, as one thread sees it, with a method for each operation of the algorithm."""
+  # no field changes during the loop over the tiles of one head
   warp_rows: WarpRows[SwizzledPanels]
   tile: WgmmaBackwardTile
   state: WgmmaBackwardState      # before the first iteration
   known: OwnQueryValues|None = None      # lse and delta of the own queries; None if keys are owned
-  pass_number: int = 0
+  pass_number: int = 0   # if the kernel loops over the tiles twice (two passes), there is one object for each pass
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> WgmmaBackward:
@@ -114,15 +108,15 @@ class WgmmaBackward:
     return self.group.walked_heads
   @property
   def loops(self) -> int:
-    """Number of loops over tiles that the block makes: one for each head; in a kernel with two passes, two for each head."""
+    """Number of loops over tiles that the block makes: one for each head and pass."""
     return self.heads*self.tile.passes
   @functools.cached_property
   def turns(self) -> Turns|None: return Turns.of(self.group, self.warp_rows.warps.at.wave, self.warp_rows.warps.at.lane)
 
   # ***** shared memory *****
   def in_shared(self, name:str, place:RingPlace) -> SwizzledPanels:
-    """Returns the layout, in shared memory, of the rows of the tensor `name` in the iteration with the tile `place`: of rows that stay there, or of
-    the tile's rows in the ring buffer."""
+    """Returns the layout, in shared memory, of the rows of the tensor `name` that belong to the tile `place`."""
+    # rows that stay there, or the tile's rows in the ring buffer
     tile, p = self.tile, self.group.p
     if name in tile.stay: return self.warp_rows.layout_of(name, tile.stay_rows, 0)
     return self.warp_rows.layout_of(name, tile.passing_rows, place.index%tile.ring*tile.stage(p) + tile.stay_size(p))
@@ -131,13 +125,13 @@ class WgmmaBackward:
     p, stage = self.group.p, place.index%self.tile.stages_of_query_values
     return stage*self.tile.units_of_query_values(p) + (self.tile.after_ring(p) + self.tile.shared_dq(p))
   def ds_in_shared(self, place:RingPlace) -> SwizzledPanels:
-    """Returns the layout of dS in shared memory for the tile that `place` names, in a kernel whose blocks add to dQ. There is room for dS of two
-    tiles: while one warpgroup stores dS of a tile, another warpgroup may still read dS of the previous tile."""
+    """Returns the layout of dS in shared memory for the tile `place`, in a kernel whose blocks add to dQ."""
+    # there is room for dS of two tiles: while one warpgroup stores dS of a tile, another warpgroup may still read dS of the previous tile
     ds = self.tile.ds
     return ds.moved_to(place.index%2*ds.size + self.tile.after_ring(self.group.p))
   @property
   def sent(self) -> UOp:
-    """Index of the 16-byte unit of shared memory at which this warp's part of dQ of a tile of queries begins, on its way to dQ in global memory."""
+    """Index of the 16-byte unit of shared memory at which this warp's part of dQ waits to be added to global memory."""
     p, tile = self.group.p, self.tile
     return self.warp_rows.warps.at.wave*tile.sent(p) + (tile.after_ring(p) + tile.ds_size)
 
@@ -160,8 +154,8 @@ class WgmmaBackward:
     return RingPlace(same.where(t, self.walked.begin), same.where(place.loop, place.loop + 1), index)
 
   def fetch(self, s:WgmmaBackwardState, place:RingPlace) -> WgmmaBackwardState:
-    """Starts this thread's copies of the tile `place` to shared memory, if this tile exists. If the block owns keys, also starts the copies of lse
-    and delta of the tile's queries. The thread arrives at the mbarrier when its copies are complete. Returns the state."""
+    """Starts this thread's copies of the tile `place`, if it exists, to shared memory, and returns the state."""
+    # If the block owns keys, lse and delta of the tile's queries are copied, too. The thread arrives at the mbarrier when its copies are complete.
     group, n, i, floats = self.group, self.tile.block_n, self.warp_rows.warps.at.thread, s.shared.bitcast(dtypes.float)
     there, first_row = group.walked_end, group.scores.row(place.tile*n)
     if self.loops > 1: there = (place.index < self.loops*(self.walked.end - self.walked.begin)).where(there, 0)
@@ -193,11 +187,10 @@ class WgmmaBackward:
     return self.turn_ended(s, rows.head, self.walked.end - 1, True)
 
   def turn_ended(self, s:WgmmaBackwardState, head:UOp, t:UOp, last:bool=False) -> WgmmaBackwardState:
-    """Does nothing if blocks add to dQ in any order. Otherwise waits until everything that this warp has sent to dQ in memory is added there. If the
-    block's turn ends with tile t, then lets the next block add to dQ: adds 1 to the counter for which that block waits. (A turn is the period in
-    which a block may add to dQ.) A turn ends with its last tile, or with the block's last tile of the query head `head` (`last`). Returns the
-    state."""
+    """Ends the wave's turn to add to dQ with tile t, if blocks add in a fixed order, and returns the state."""
     if self.turns is None: return s
+    # Waits until everything that this warp has sent to dQ in memory is added there, then adds 1 to the counter for which the next block waits. A turn
+    # ends with its last tile, or with the block's last tile of the query head `head` (`last`).
     s = s.do(wgmma.sent(s.done))
     return s.do(self.turns.end(head, t, s.done, last))
 
@@ -211,32 +204,32 @@ class WgmmaBackward:
 
 @dataclass(frozen=True)
 class WgmmaTrip(WarpTrip[SwizzledPanels]):
-  """The operations of one iteration of a backward kernel, on one tile. Products run asynchronously: one statement starts a product, and a later
-  statement waits for it."""
+  """The steps of one iteration of a backward kernel, on one tile."""
+  # products run asynchronously: one statement starts a product, and a later statement waits for it
   of: WgmmaBackward
   ring_place: RingPlace
 
   @functools.cached_property
   def there(self) -> UOp:
-    """Predicate: whether one of this warpgroup's rows may see a row of this iteration's tile. If the predicate is false, the warpgroup skips products
-    of the tile, and the tensor cores are free for the other warpgroups. In a block that owns keys, the predicate is always true if a score term
-    (bias, softcap, ALiBi) changes scores, because no registers are left for the predicate."""
+    """Whether one of this warpgroup's rows may see a row of this iteration's tile; otherwise the warpgroup skips products."""
+    # The tensor cores are then free for the other warpgroups. In a block that owns keys, the predicate is always true if a score term (bias, softcap,
+    # ALiBi) changes scores, because no registers are left for it.
     if not self.masked or self.of.tile.groups == 1 or (self.of.tile.keys and not self.score.raw): return wgmma.EVERYWHERE
     first = self.of.group.first_row + wgmma.group(self.warp_rows.warps.at.wave)*wgmma.M
     return self.score.seen_by(first, first + (wgmma.M - 1), self.tile_number)
   @property
   def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
   def query_values(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
-    """Returns one number of each query that belongs to the lane's columns of the scores, read from shared memory: one vector for each C fragment.
-    `kind` says which number: 0 for lse, 1 for delta, 2 for lse_rest (the part of lse that rounding to fp32 lost)."""
+    """Returns a number of each query in the lane's columns of the scores: a vector for each C fragment."""
+    # from shared memory; `kind`: 0 for lse, 1 for delta, 2 for lse_rest (the part of lse that rounding to fp32 lost)
     pairs, n = s.shared.bitcast(nv.F2), self.of.tile.block_n
     first = self.of.place_of_query_values(self.ring_place)*2 + kind*n//2 + self.warp_rows.warps.at.h
     return [pairs[first + i*self.warp_rows.mat.N//2].load() for i in self.columns]
 
   def product(self, s:WgmmaBackwardState, acc:UOp, which:int, there:UOp) -> WgmmaBackwardState:
-    """Starts a product A B, whose result goes to the registers `acc`. A is the rows that the warpgroup owns, and B the rows of this iteration's tile,
-    transposed. `which` chooses the two tensors: 0 for S (q and k), 1 for dP (dO and v). If `there` is false, the warpgroup starts an empty group of
-    products instead, so that later waits, which count groups, are the same in all warpgroups. Returns the state."""
+    """Starts the product S (`which` 0) or dP (`which` 1) to the registers `acc`, and returns the state."""
+    # A is the rows that the warpgroup owns, and B the rows of this iteration's tile, transposed. If `there` is false, the warpgroup starts an empty
+    # group of products instead, so that later waits, which count groups, are the same in all warpgroups.
     a, b = (self.of.in_shared(names[which], self.ring_place) for names in (self.warp_rows.own, self.warp_rows.walked))
     first = s.shared[wgmma.group(self.warp_rows.warps.at.wave)*(wgmma.M*LINE) + a.base]
     panels = UNIT_BYTES*a.panel, UNIT_BYTES*b.panel
@@ -301,8 +294,8 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
                              self.of.tile.keeps_dq))
 
   def zero_for_missing_keys(self, ds:list[UOp]) -> list[UOp]:
-    """Returns `ds`, with 0 for keys beyond the last key. For such a key P = exp(0 - lse) can be inf, and dS too. dS of a missing key would enter dQ,
-    which sums over the keys."""
+    """Returns `ds`, with 0 for keys beyond the last key."""
+    # for a missing key P = exp(0 - lse) can be inf, and dS too, which would enter dQ, a sum over the keys
     there = [below(row.index, self.of.group.sequence.n_k) for row in self.warp_rows.of_lane[0]]
     if all(x.op is Ops.CONST and x.arg for x in there): return ds
     return [ops.build(*[there[i%nv.ROWS].where(ops.extract(words, i), 0) for i in range(4)]) for words in ds]

@@ -1,13 +1,5 @@
-"""Implementation of forward with Hopper's wgmma (sm_90). The warpgroups overlap products and softmax without a fixed schedule.
-
-A warpgroup computes 64 queries of its block. For each tile of keys a warpgroup starts S = Q K^T, turns S into P in registers and starts O += P V. The
-tensor cores compute the products of one warpgroup while the other warpgroups compute the softmax. The warpgroups wait for each other only when they
-change tiles: all warpgroups copy each tile together, by cp.async, into a ring buffer of three tiles. In each iteration a thread copies its part of
-the next iteration's tile, and arrives at an mbarrier when its part is complete. A warpgroup that has waited for the mbarrier of its tile knows two
-things: the tile is complete, and all warpgroups have finished with the tile of two iterations ago. The next copies overwrite that tile.
-
-Keys and values that are stored in 8 bits come to registers as they are, an iteration earlier. While the tensor cores compute S, each thread converts
-the part of the next tile that it has loaded, and stores it to the ring buffer in 16 bits."""
+"""Forward with Hopper's wgmma (sm_90): the steps of `online_softmax`. The warpgroups overlap products and softmax without a fixed schedule. Begin
+with `WgmmaForward.scores`."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterator
@@ -35,30 +27,38 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp, dtypes
 
-def sums_of(p:Problem) -> tuple[str, ...]:
-  """Returns which sums of P the kernel computes for each row. The sum of P as rounded to 16 bits is computed only if O is stored in a finer type than
-  P. Dividing O by this sum avoids an error as large as the rounding error of P. If O is stored in a coarser type, the rounding of O hides that error
-  anyway. (On an H200 this sum costs 2 to 8 % of the speed by vector additions, and 4 to 15 % by mma.sync. Kernels for the other matrix units always
-  compute it.)
+# A warpgroup computes 64 queries of its block. For each tile of keys a warpgroup starts S = Q K^T, turns S into P in registers and starts O += P V.
+# The tensor cores compute the products of one warpgroup while the other warpgroups compute the softmax. The warpgroups wait for each other only when
+# they change tiles: all warpgroups copy each tile together, by cp.async, into a ring buffer of three tiles. In each iteration a thread copies its
+# part of the next iteration's tile, and arrives at an mbarrier when its part is complete. A warpgroup that has waited for the mbarrier of its tile
+# knows two things: the tile is complete, and all warpgroups have finished with the tile of two iterations ago. The next copies overwrite that tile.
+#
+# Keys and values that are stored in 8 bits come to registers as they are, an iteration earlier. While the tensor cores compute S, each thread
+# converts the part of the next tile that it has loaded, and stores it to the ring buffer in 16 bits.
 
-  If V is stored in 8 bits, the first sum is FACTORS: it shows whether P times V's scales is too large. If q, k and v are 8-bit floats, the sum of
-  rounded P is a column of the product of P and V (`WgmmaForward.ones`), and is not listed here."""
+def sums_of(p:Problem) -> tuple[str, ...]:
+  """Returns which sums of P the kernel computes for each row."""
+  # The sum of P as rounded to 16 bits is computed only if O is stored in a finer type than P. Dividing O by this sum avoids an error as large as the
+  # rounding error of P. If O is stored in a coarser type, the rounding of O hides that error anyway. (On an H200 this sum costs 2 to 8 % of the speed
+  # by vector additions, and 4 to 15 % by mma.sync. Kernels for the other matrix units always compute it.) If V is stored in 8 bits, the first sum is
+  # FACTORS: it shows whether P times V's scales is too large. If q, k and v are 8-bit floats, the sum of rounded P is a column of the product of P
+  # and V (`WgmmaForward.ones`), and is not listed here.
   if p.of_8_bits: return (LANE,)*p.writes_lse
   stored = "float32" if p.num_splits > 1 else p.out_dtype
   kind = LANE if ROUNDOFF[stored] >= ROUNDOFF[p.dtype] else UNSCALED if p.stored else ONES
   return (*[FACTORS]*bool(p.stored), kind, *[LANE]*(kind != LANE and p.writes_lse))
 
 def parts_of_o(p:Problem) -> list[range]:
-  """Divides the C fragments of P V of 8-bit floats into parts of neighbouring columns. Returns the indices of each part's fragments. The last
-  fragment has the row sums of P. Parts have equal sizes if possible: with different sizes ptxas may make the products wait for each other (its
-  warning C7511)."""
+  """Divides the C fragments of P V of 8-bit floats into parts of neighbouring columns, and returns each part's indices."""
+  # The last fragment has the row sums of P. Parts have equal sizes if possible: with different sizes ptxas may make the products wait for each other
+  # (its warning C7511).
   whole = fragments(p.Dv, WGMMA[p.dtype]) + ONES_ROWS//WGMMA[p.dtype].N
   each = ceildiv(whole, next(n for n in (1, 3, 2) if whole <= n*MOST_OF_PART and (n == 2 or whole % n == 0)))
   return [range(first, min(first + each, whole)) for first in range(0, whole, each)]
 
 @dataclass(frozen=True)
 class WgmmaState(Arrivals, SoftmaxState):
-  """What the loop over keys carries from iteration to iteration (`SoftmaxState`)."""
+  """What the loop over keys carries from iteration to iteration."""
   pieces: Optional     # this thread's part of the next tile of K and V, if they are stored in 8 bits
   q: Optional     # the warpgroup's rows of Q as A fragments, if registers keep them
   sums: Optional     # a part of P V of one tile, if the tensor cores add with few bits: it is then added to O in fp32
@@ -87,9 +87,8 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
 
   @functools.cached_property
   def there(self) -> UOp:
-    """Whether the warpgroup has queries. A warpgroup whose rows all lie beyond the last query only copies tiles, so that the other warpgroups have
-    the tensor cores. With 8-bit floats this is always true: a product that may be skipped needs registers for its old results, and there are not
-    enough."""
+    """Whether the warpgroup has queries; otherwise it only copies tiles, so that the other warpgroups have the tensor cores."""
+    # a product that may be skipped needs registers for its old results, and there are not enough
     if self.p.of_8_bits: return wgmma.EVERYWHERE
     group, n_q, front = self.warps.group, self.warps.group.sequence.n_q, 0 if self.p.dealt is None else self.p.dealt.front
     def full(rows:int) -> bool: return round_up(rows, wgmma.M) % group.tile.block_m == 0
@@ -113,7 +112,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return self.fetch_bytes(self.copied_bytes(s, first) if self.tile.ahead(self.p) else s, first)
 
   def with_q(self, s:WgmmaState) -> WgmmaState:
-    """Waits for the copies of Q and loads the warp's rows to registers, if registers keep Q. Returns the state."""
+    """Loads the warp's rows of Q to registers, if registers keep Q, and returns the state."""
     if (own := s.q.value) is None: return s
     s = s.do(nv.commit(s.done))
     s = s.after(workgroup_barrier(s.statements.do(nv.wait_copies(s.done, 0))))
@@ -124,9 +123,9 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
 
   @functools.cached_property
   def in_one_loop(self) -> bool:
-    """Whether a single loop computes the tiles of which the mask hides some scores and those of which it hides none: with lists of tiles and a mask
-    that only compares a number of the query with an element of a tensor for the key. A branch in the loop then decides whether the numbers are
-    compared. With one loop the kernel has half of the code, and the compiler takes less time."""
+    """Whether a single loop computes the tiles of which the mask hides some scores and those of which it hides none."""
+    # With lists of tiles and a mask that only compares a number of the query with an element of a tensor for the key. A branch in the loop then
+    # decides whether the numbers are compared. With one loop the kernel has half of the code, and the compiler takes less time.
     scores = self.warps.group.scores
     return self.p.tile_list is not None and not (self.p.stored or self.p.of_8_bits) and scores.raw and not scores.natural and scores.in_classes
   def loops(self) -> Iterator[TileLoop[WgmmaState]]:
@@ -162,33 +161,34 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(s.p.max_numel())])), None
 
   def with_scales(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
-    """Multiplies S by the scales of K's 8-bit rows in tile t, unless `weigh` does so. In a masked tile also passes on NaN among the scales of V: if a
-    query sees a key whose scale is NaN, one of the query's row sums (number `of_nans`) becomes NaN, and so does its O. Returns the state."""
+    """Multiplies S by the scales of K's 8-bit rows in tile t, unless `weigh` does so, and returns the state."""
     of_k, of_v = (self.stored.scales(s.shared, self.first_scale(t), kind, UOp.const(0), self.tile.block_n) for kind in (OF_K, OF_V))
     if not self.weighs_keys(masked): s = s.store(store_all(s.scores, [ops.mul(s.scores[i].load(), ops.concat(x, x)) for i, x in enumerate(of_k)]))
+    # in a masked tile, if a query sees a key whose scale of V is NaN, one of the query's row sums (number `of_nans`) becomes NaN, and so does its O
     if not masked: return s
     nan = nans_of_scales(self.warps.group.scores, of_v, self.queries, t, masked)
     return s.store([s.l[self.of_nans].store(ops.add(s.l[self.of_nans].load(), nan))])
 
   @property
   def of_nans(self) -> int:
-    """Index of the row sum that passes on a NaN among V's scales in masked tiles (`nans_apart`)."""
+    """Index of the row sum that passes on a NaN among V's scales in masked tiles."""
+    # see `nans_apart`
     return 0 if self.nans_apart else 1
   @property
   def nans_apart(self) -> bool:
-    """Whether the first row sum passes on a NaN among V's scales. The first row sum has no other use in the results. Otherwise the second one, by
-    which O is divided, passes the NaN on. The first one is needed if an LSE is written, which must stay finite, or if dropout may remove the weight
-    with the NaN."""
+    """Whether the first row sum passes on a NaN among V's scales; otherwise the second one does, by which O is divided."""
+    # The first row sum has no other use in the results. It is needed if an LSE is written, which must stay finite, or if dropout may remove the
+    # weight with the NaN.
     return bool(self.p.writes_lse or self.p.dropout_p)
   def weighs_keys(self, masked:bool) -> bool:
-    """Whether `weigh` multiplies S by the scales of K's rows, in the same step as by softmax_scale*log2(e). Otherwise `with_scales` multiplies S by
-    K's scales earlier, because masks and score terms need S with these scales. `masked` says whether masks may hide keys of the tile."""
+    """Whether `weigh` multiplies S by the scales of K's rows; otherwise `with_scales` does so earlier."""
+    # in the same step as by softmax_scale*log2(e); masks and score terms need S with these scales
     scores = self.warps.group.scores
     return not masked and scores.in_place and scores.to_log2 > SMALLEST_SCALE
   def scales_at(self, s:WgmmaState, t:UOp, masked:bool) -> dict[str, Any]:
-    """Returns where the scales of the rows in tile t lie in shared memory, as arguments of the operations `weigh` and `correct`. If the tile is not
-    masked, all queries see all keys, and a scale of V that is NaN may simply make P NaN. In a masked tile NaN scales are replaced, and `with_scales`
-    passes the NaN on to the queries that see its key."""
+    """Returns where the scales of the rows in tile t lie in shared memory, as arguments of `weigh` and `correct`."""
+    # If the tile is not masked, all queries see all keys, and a scale of V that is NaN may simply make P NaN. In a masked tile NaN scales are
+    # replaced, and `with_scales` passes the NaN on to the queries that see its key.
     def first(kind:int) -> UOp: return self.stored.first_scales(self.first_scale(t), kind, UOp.const(0))
     of_v, of_kind = OF_V_WITHOUT_NANS if masked else OF_V, self.tile.block_n//2
     factors = (FACTORS_OF_K - of_v)*of_kind if self.weighs_keys(masked) else 0
@@ -204,8 +204,8 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return s.do(*scores.masks(s.scores, self.queries, t, s.done)) if masked else s
 
   def turn_passed(self, s:WgmmaState, gate:UOp) -> WgmmaState:
-    """Passes the turn to start products on to the next warpgroup, if `gate` is true and the warpgroups take turns. A turn is P V of a tile and S of
-    the next tile. The first warpgroup gets its first turn when the last warpgroup has started S of the first tile."""
+    """Passes the turn to start products on to the next warpgroup, if `gate` is true and the warpgroups take turns."""
+    # A turn is P V of a tile and S of the next tile. The first warpgroup gets its first turn when the last warpgroup has started S of the first tile.
     if not self.tile.turns: return s
     return s.do(wgmma.end_turn(wgmma.group(self.warps.at.wave), self.tile.groups, gate, s.done))
 
@@ -217,8 +217,8 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return s.do(wgmma.wait_products(s.acc, s.done)).done
 
   def add_in_parts(self, s:WgmmaState, t:UOp) -> UOp:
-    """Adds P V of tile t of 8-bit floats to O. If the tensor cores add with too few bits, each part of the columns is computed separately, and then
-    added to O in fp32."""
+    """Adds P V of tile t of 8-bit floats to O, and returns the last operation."""
+    # if the tensor cores add with too few bits, each part of the columns is computed separately, and then added to O in fp32
     v = self.v_panels(t)
     for columns in parts_of_o(self.p):
       def to(s:WgmmaState) -> UOp: return s.acc if s.sums.value is None else s.sums.value
@@ -261,14 +261,14 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return rows.moved_to(self.tile.first_v(self.p) + self.stages*v.size + self.stage(t, self.tile.given_stages(self.p))*rows.size)
 
   def copied_bytes(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Starts this thread's copies for tiles of 8-bit floats: K of tile t, and V of tile t + 1. Returns the state."""
+    """Starts this thread's copies of 8-bit floats, K of tile t and V of tile t + 1, and returns the state."""
     s = s.do(*self.warps.copies_of("k", s.shared, t, self.k_panels(t)), *self.warps.copies_of("v", s.shared, t + 1, self.given_v(t + 1)))
     return s.do(nv.commit(s.done))
 
   def fetch_bytes(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Prepares tile t of 8-bit floats. First starts the next copies: of tile t + 1 if shared memory has room (`ahead`), otherwise of tile t. Then
-    transposes this warp's part of V of tile t, which has arrived. With `ahead`, waits for the copies of tile t. Arrives at the mbarrier, and returns
-    the state."""
+    """Prepares tile t of 8-bit floats, starts the next copies, and returns the state."""
+    # First starts the next copies: of tile t + 1 if shared memory has room (`ahead`), otherwise of tile t. Then transposes this warp's part of V of
+    # tile t, which has arrived. With `ahead`, waits for the copies of tile t. Arrives at the mbarrier.
     ahead = self.tile.ahead(self.p)
     s = self.copied_bytes(s, t + 1 if ahead else t)
     s = self.transposed(s, t)
@@ -278,8 +278,8 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return s.do(wgmma.arrive_stored(s.arrivals, s.done))
 
   def ones(self, shared:UOp) -> list[UOp]:
-    """Returns the stores that write rows of ones below each of the transposed tiles of V. With them, the last C fragment of the product P V has the
-    row sums of P."""
+    """Returns the stores that write rows of ones below each of the transposed tiles of V."""
+    # with them, the last C fragment of the product P V has the row sums of P
     ones = ops.build(*[UOp.const(ONES_OF[self.p.dtype], dtypes.uint)]*(UNIT_BYTES//4))
     across, stores = self.tile.block_n//self.mat.unit, list[UOp]()
     places = self.stages*ONES_ROWS*across
@@ -291,9 +291,9 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return stores
 
   def transposed(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Transposes this warp's part of V of tile t in shared memory, if the inputs are 8-bit floats, because wgmma can read 8-bit floats only with the
-    keys of a column side by side. A warp's part consists of pieces of 32 keys by 16 columns. The even columns of a piece come before the odd ones.
-    The keys get the order in which `nv.pack_a` packs their weights. Returns the state."""
+    """Transposes this warp's part of V of tile t of 8-bit floats in shared memory, and returns the state."""
+    # wgmma can read 8-bit floats only with the keys of a column side by side. A warp's part consists of pieces of 32 keys by 16 columns. The even
+    # columns of a piece come before the odd ones. The keys get the order in which `nv.pack_a` packs their weights.
     (lane, wave), mat, rows, to = (self.warps.at.lane, self.warps.at.wave), self.mat, self.given_v(t), self.v_panels(t)
     across, steps = round_up(self.p.Dv, mat.K)//mat.unit, self.tile.block_n//mat.K
     together = self.tile.waves//steps      # parts of the same keys that warps transpose at the same time
@@ -306,10 +306,10 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return s.do(*stores)
 
   def fetch(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Starts this thread's copies of tile t. The thread arrives at the mbarrier when its copies are complete. Returns the state.
-
-    Tile t may not exist, because the last iteration has no next tile. If the sequence has at least STAGES tiles, zeros are then copied to the ring
-    buffer. If it has fewer, the ring buffer has room for these tiles only, and nothing is copied."""
+    """Starts this thread's copies of tile t, and returns the state."""
+    # The thread arrives at the mbarrier when its copies are complete. Tile t may not exist, because the last iteration has no next tile. If the
+    # sequence has at least STAGES tiles, zeros are then copied to the ring buffer. If it has fewer, the ring buffer has room for these tiles only,
+    # and nothing is copied.
     if self.converts: return self.widened(s, t)
     # The compiler must not know the last tile: ptxas 13.0 derives from `t < 2` that t is 1, and then computes the place of tile 1, (~0 & 1), as 0
     there = None if self.stages == STAGES else t < ops.opaque_uniform(self.warps.group.walked.end)
@@ -326,14 +326,14 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     place = (t - self.warps.group.walked.begin)%self.tile.scale_stages(self.p)
     return (self.tile.first_v(self.p) + self.stages*v.size + place*self.tile.scales(self.p))*(UNIT_BYTES//4)
   def loaded(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Loads this thread's part of tile t to registers, as numbers of 8 bits, and starts its copies of the tile's scales. Returns the state."""
+    """Loads this thread's part of tile t to registers in 8 bits, starts its copies of scales, and returns the state."""
     assert s.pieces.value is not None
     s = s.store(store_all(s.pieces.value, self.stored.loaded(t, self.panels(t))))
     s = s.do(*self.stored.copies(s.shared, t, self.first_scale(t)))
     return s.do(nv.commit(s.done))
   def widened(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Stores this thread's part of tile t in 16 bits. Waits for its copies of scales, and checks these scales. Then arrives at the mbarrier, and
-    loads the thread's part of the next tile. Returns the state."""
+    """Stores this thread's part of tile t in 16 bits, loads its part of the next tile, and returns the state."""
+    # the scales that the thread has copied are checked; then it arrives at the mbarrier
     own, s = s.pieces.value, s.do(nv.wait_copies(s.done, 0))
     assert own is not None
     pieces = [own[i].load() for i in range(own.max_numel())]

@@ -1,13 +1,4 @@
-"""Implementation of backward for few queries with Hopper's wgmma (sm_90): one kernel for dQ, dK and dV.
-
-All queries of a head fit into one tile of 64 queries. A block has one warpgroup. It copies q, dO, lse and delta of this tile to shared memory, where
-they stay. It loops over a part of the keys: tiles of 64 keys pass through a ring buffer of two tiles. A lane owns keys, as in the kernel of
-attn/kernels/wgmma/backward.py that computes all gradients at once, and the operations on a tile are the same. But these keys change with each
-iteration. An iteration has all scores of its keys, so it finishes their dK and dV and stores them. dQ stays in registers. Blocks with different keys
-of the same head store a part of dQ each, so that no block waits for another one, and all sums have a fixed order.
-
-The warps wait for each other once in an iteration, when dS is in shared memory. Then no warp reads the tile of the previous iteration any longer,
-and the copies of the next iteration's tile may overwrite it."""
+"""Backward for few queries with Hopper's wgmma (sm_90): one kernel for dQ, dK and dV. Begin with `WgmmaFewQueries.walk`."""
 from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, replace
 from attn.chips import Chip
@@ -31,11 +22,20 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp, dtypes
 
+# All queries of a head fit into one tile of 64 queries. A block has one warpgroup. It copies q, dO, lse and delta of this tile to shared memory,
+# where they stay. It loops over a part of the keys: tiles of 64 keys pass through a ring buffer of two tiles. A lane owns keys, as in the kernel of
+# attn/kernels/wgmma/backward.py that computes all gradients at once, and the operations on a tile are the same. But these keys change with each
+# iteration. An iteration has all scores of its keys, so it finishes their dK and dV and stores them. dQ stays in registers. Blocks with different
+# keys of the same head store a part of dQ each, so that no block waits for another one, and all sums have a fixed order.
+#
+# The warps wait for each other once in an iteration, when dS is in shared memory. Then no warp reads the tile of the previous iteration any longer,
+# and the copies of the next iteration's tile may overwrite it.
+
 QUERIES = UOp.const(0)     # the only tile of queries
 
 def every_tile(group:Workgroup, parts:int) -> Blocks:
-  """Returns the tiles of keys over which the workgroup `group` loops: all tiles, or one of `parts` parts of them. Tiles that no query sees are among
-  those in which a mask may hide scores; their dK and dV are 0."""
+  """Returns the tiles of keys over which the workgroup `group` loops: all tiles, or one of `parts` parts of them."""
+  # tiles that no query sees are among those in which a mask may hide scores; their dK and dV are 0
   p, size, queries = group.p, group.tile.block_m, group.tile.block_n
   seen = blocks_seen(over_keys(p, group.sequence), group.first_row, group.first_row + (queries - 1), size)
   full_end = seen.full_begin if p.Sq % queries else seen.full_end      # masks also hide queries that do not exist
@@ -43,8 +43,8 @@ def every_tile(group:Workgroup, parts:int) -> Blocks:
   return tiles.share(group.split[0], parts) if group.split else tiles
 
 def as_owner_of_keys(group:Workgroup, tiles:Blocks, in_parts:bool) -> Workgroup:
-  """Returns the workgroup `group`, which owns queries, as one that owns the first tile of keys of the sequence. `tiles` are all tiles over which it
-  loops. `in_parts` says whether dk and dv are fp32 sums."""
+  """Returns the workgroup `group`, which owns queries, as one that owns the first tile of keys of the sequence."""
+  # `tiles` are all tiles over which it loops; `in_parts`: whether dk and dv are fp32 sums
   p, own = group.p, Row(group.batch, group.first_head, UOp.const(0), UOp.const(True))
   walk = over_queries(p, group.sequence)
   scores = Scores(p, group.scores.at, group.tile.block_n, walk, own, group.given, natural=p.wide_scores, cut=cut_off(walk, group.tile))
@@ -52,15 +52,15 @@ def as_owner_of_keys(group:Workgroup, tiles:Blocks, in_parts:bool) -> Workgroup:
 
 @dataclass(frozen=True)
 class WgmmaFewQueries(WgmmaBackward):
-  """A kernel for all gradients of one problem with few queries, as one thread sees it. `queries` are the queries that the block holds. The block
-  loops over tiles of keys."""
+  """A kernel for all gradients of one problem with few queries, as one thread sees it; the block loops over tiles of keys."""
   _: KW_ONLY
-  queries: WarpRows[SwizzledPanels]
+  queries: WarpRows[SwizzledPanels]   # the queries that the block holds
 
   @staticmethod
   def of_block(p:Problem, arch:Chip, tile:WgmmaFewQueriesTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> WgmmaFewQueries:
-    """Makes the object for a kernel whose blocks hold all queries of a head. `args` are the kernel's tensors. `shapes` has the names, shapes and
-    dtypes of these tensors, in the same order. If `parts` is above 0, the keys are divided into `parts` parts, and each block loops over one part."""
+    """Makes the object for a kernel whose blocks hold all queries of a head, and that takes the tensors `args`."""
+    # `shapes` has the names, shapes and dtypes of `args`, in the same order; if `parts` is above 0, the keys are divided into `parts` parts, and each
+    # block loops over one part
     if (reason := tile.cannot_add_dq(p)) is not None: raise NotImplementedError(f"backward_few_wgmma: {reason}")
     warps = Warps.of(p, arch, tile, tile.matrix, args, shapes, parts)
     group, accs = warps.group, sum(fragments(width, tile.matrix) for width in (p.D, p.Dv))
@@ -81,8 +81,8 @@ class WgmmaFewQueries(WgmmaBackward):
     return s.after(workgroup_barrier(s.done))
 
   def copies_of_query_values(self, shared:UOp, place:RingPlace) -> list[UOp]:
-    """Returns the statements that bring lse and delta of the queries to shared memory. lse is copied, and delta is stored as soon as it is computed.
-    """
+    """Returns the statements that bring lse and delta of the queries to shared memory."""
+    # lse is copied, and delta is stored as soon as it is computed
     rows, group, n, at = self.queries, self.queries.warps.group, self.tile.block_n, self.queries.warps.at
     floats, first = shared.bitcast(dtypes.float), self.place_of_query_values(place)*4
     tensors = {name: group.query_value_rows(name, group.first_head) for name in query_value_names(self.group.p) if name != "delta"}
@@ -93,8 +93,8 @@ class WgmmaFewQueries(WgmmaBackward):
                      for begin, deltas in zip(rows.in_block, rows.deltas) for r, delta in enumerate(deltas)]
 
   def fetch(self, s:WgmmaBackwardState, place:RingPlace) -> WgmmaBackwardState:
-    """Starts this thread's copies of the tile of keys `place` to shared memory, if the block has this tile. The thread arrives at the mbarrier when
-    its copies are complete. Returns the state."""
+    """Starts this thread's copies of the tile of keys `place`, if the block has this tile, and returns the state."""
+    # the thread arrives at the mbarrier when its copies are complete
     group, size = self.group, self.tile.block_m
     there = (self.walked.end*size).minimum(group.sequence.n_k)
     s = s.do(*[x for name in OF_KEYS
@@ -110,7 +110,8 @@ class WgmmaFewQueries(WgmmaBackward):
     return s.do(wgmma.wait_products(s.dq, s.done))
 
   def keys_of_tile(self, t:UOp, masked:bool) -> WarpRows[SwizzledPanels]:
-    """Returns the keys of tile `t` as the rows that the warps own. Without a mask (`masked` is false) all of them exist."""
+    """Returns the keys of tile `t` as the rows that the warps own."""
+    # without a mask (`masked` is false) all of them exist
     group, size = self.group, self.tile.block_m
     first = (t if masked else bounded(t, 0, group.p.Sk//size - 1))*size
     scores = replace(group.scores, first=replace(group.scores.first, index=first))
@@ -120,7 +121,8 @@ class WgmmaFewQueries(WgmmaBackward):
 
 @dataclass(frozen=True)
 class WgmmaFewQueriesTrip(WgmmaTrip):
-  """The operations of one iteration, on one tile of keys and all queries. The first product of dV, and of dK, does not add to the accumulators."""
+  """The steps of one iteration, on one tile of keys and all queries."""
+  # the first product of dV, and of dK, does not add to the accumulators
   of: WgmmaFewQueries
 
   def scores(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
@@ -128,15 +130,16 @@ class WgmmaFewQueriesTrip(WgmmaTrip):
     return s, [[s.scores[i].load() for i in self.columns]]
 
   def start_dq(self, s:WgmmaBackwardState, ds:list[list[UOp]]) -> WgmmaBackwardState:
-    """Stores dS to shared memory, and starts the product dQ += dS K. Then no warp reads the tile of the previous iteration any longer: starts the
-    copies of the next tile to its place. Returns the state."""
+    """Stores dS to shared memory, starts the product dQ += dS K and the copies of the next tile, and returns the state."""
     s = super().start_dq(s, ds)
+    # no warp reads the tile of the previous iteration any longer: the next tile takes its place
     return self.of.fetch(s, self.of.next(self.ring_place))
 
   def finish_keys(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
-    """Stores dV while dQ and dK are computed, and then dK. Returns the state after all products of the iteration."""
+    """Stores dV and dK, and returns the state after all products of the iteration."""
     own, = self.warp_rows.of_lane
     known = [self.seen(key) if self.masked else None for key in own]
+    # dV while dQ and dK are computed
     for name, but in (("dv", 2), ("dk", 0)):
       place = self.warp_rows.accumulators(name)
       s = s.do(wgmma.wait_products(s.acc, s.done, but, place))
@@ -144,5 +147,5 @@ class WgmmaFewQueriesTrip(WgmmaTrip):
     return s
 
   def seen(self, key:Row) -> UOp:
-    """Returns whether a key exists and a query may see it. Otherwise its dK and dV are 0."""
+    """Returns whether a key exists and a query may see it; otherwise its dK and dV are 0."""
     return self.score.seen_by(key.index, key.index, QUERIES) & (key.index < self.of.group.sequence.n_k)

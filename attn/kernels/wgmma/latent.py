@@ -1,13 +1,4 @@
-"""Implementation of latent attention with Hopper's wgmma (sm_90).
-
-A block has two warpgroups, and owns 64 rows: the queries of many heads. It reads each key once for all these queries. O has too many columns for the
-registers of one warpgroup, so each warpgroup computes half of the columns of O += P V. The first warpgroup also computes the scores S = Q K^T and P.
-It hands P to the second warpgroup through shared memory, with the factors by which the rows of O must be rescaled. V is read from the tile of K:
-wgmma reads its rows transposed.
-
-All threads copy K, by cp.async, into a ring buffer of two tiles. While the first warpgroup multiplies Q and K of a tile, the tensor cores may still
-multiply P and V of the tile before. When both warpgroups have these products, the threads start the copies of the next tile, which overwrite the tile
-before."""
+"""Latent attention with Hopper's wgmma (sm_90): the steps of `online_softmax`. Begin with `WgmmaLatent.scores`."""
 from __future__ import annotations
 import functools
 from dataclasses import dataclass
@@ -28,6 +19,15 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp, dtypes
 
+# A block has two warpgroups, and owns 64 rows: the queries of many heads. It reads each key once for all these queries. O has too many columns for
+# the registers of one warpgroup, so each warpgroup computes half of the columns of O += P V. The first warpgroup also computes the scores S = Q K^T
+# and P. It hands P to the second warpgroup through shared memory, with the factors by which the rows of O must be rescaled. V is read from the tile
+# of K: wgmma reads its rows transposed.
+#
+# All threads copy K, by cp.async, into a ring buffer of two tiles. While the first warpgroup multiplies Q and K of a tile, the tensor cores may still
+# multiply P and V of the tile before. When both warpgroups have these products, the threads start the copies of the next tile, which overwrite the
+# tile before.
+
 # Most matrix instructions that add to one partial sum of a score. The tensor cores truncate an fp32 sum at each instruction: see ADDED_UP in
 # attn/kernels/mma/latent.py. There are registers for two partial sums of 18 instructions.
 ADDED_UP_BY_WGMMA = 18
@@ -37,8 +37,8 @@ def sums_of_scores(p:Problem) -> int: return ceildiv(steps_of_scores(p), ADDED_U
 
 @dataclass(frozen=True)
 class LatentWgmmaState(Arrivals, SoftmaxState):
-  """What the loop over keys carries from iteration to iteration (`SoftmaxState`). Each warpgroup has its own columns of O. Only the first one has
-  m, `addend` and l."""
+  """What the loop over keys carries from iteration to iteration."""
+  # each warpgroup has its own columns of O; only the first one has m, `addend` and l
   factors: UOp     # by which the rows of O are rescaled in an iteration
   sums: UOp        # partial sums of the scores
 
@@ -124,7 +124,7 @@ class WgmmaLatent(WarpsForward[MlaWgmmaTile, LatentWgmmaState]):
 
   # ***** scores *****
   def added_up(self, s:LatentWgmmaState) -> LatentWgmmaState:
-    """Waits for S, and adds up its partial sums. Returns the state."""
+    """Waits for S, adds up its partial sums, and returns the state."""
     s, n = s.do(wgmma.wait_products(s.sums, s.done)), s.scores.max_numel()
     sums = load_all(s.sums)
     return s.store(store_all(s.scores, [functools.reduce(ops.add, sums[i::n]) for i in range(n)]))
@@ -141,13 +141,13 @@ class WgmmaLatent(WarpsForward[MlaWgmmaTile, LatentWgmmaState]):
     q, k, _ = self.tile.layouts(self.p)
     return k.moved_to(q.size + (t - self.warps.group.walked.begin)%self.tile.stages*k.size)
   def v_panels(self, t:UOp) -> LongPanels:
-    """Returns the layout, in shared memory, of this warpgroup's columns of V in tile t. V is the first columns of K, so the result is the layout of
-    K's rows, moved to these columns."""
+    """Returns the layout, in shared memory, of this warpgroup's columns of V in tile t."""
+    # V is the first columns of K: the layout of K's rows, moved to these columns
     k = self.k_panels(t)
     return k.moved_to(k.base + self.group*(self.tile.columns(self.p)//PANEL_COLUMNS*k.panel))
   def fetch(self, s:LatentWgmmaState, t:UOp) -> LatentWgmmaState:
-    """Starts this thread's copies of tile t of keys. Rows beyond the last key become zeros. The thread arrives at the mbarrier when its copies are
-    complete. Returns the state."""
+    """Starts this thread's copies of tile t of keys, and returns the state."""
+    # rows beyond the last key become zeros; the thread arrives at the mbarrier when its copies are complete
     s = s.do(*self.warps.copies_of("k", s.shared, t, self.k_panels(t)))
     return s.do(wgmma.arrive(s.arrivals, s.done))
   def put_weights(self, s:LatentWgmmaState) -> list[UOp]:
@@ -156,8 +156,9 @@ class WgmmaLatent(WarpsForward[MlaWgmmaTile, LatentWgmmaState]):
     row, unit = self.own + lane%self.mat.M, lane//self.mat.M
     return [nv.stmatrix_where(s.shared[to.place(row, unit + 2*i)], s.p[i].load(), self.in_first) for i in range(s.p.max_numel())]
   def put(self, s:LatentWgmmaState, place:int, values:UOp) -> UOp:
-    """Returns the statement by which each thread of the first warpgroup hands two numbers, one for each of its two rows, to the thread of the second
-    warpgroup that has the same rows. `place` is the 16-byte unit of shared memory at which such numbers of all threads begin."""
+    """Returns the statement by which the first warpgroup stores a number for each of a thread's two rows."""
+    # It hands the numbers to the thread of the second warpgroup that has the same rows. `place` is the 16-byte unit of shared memory at which such
+    # numbers of all threads begin.
     return nv.put(s.shared[place + self.warps.at.thread%wgmma.GROUP], ops.concat(values, values), self.in_first)
   def load(self, s:LatentWgmmaState, place:int) -> UOp:
     """Returns the two numbers that the first warpgroup has stored by `put`."""
