@@ -17,20 +17,21 @@ WAVES_OF_DQ = 4     # fewest waves among which the columns of dQ are divided, in
 # Sixteen lanes store at the same time, 8 bytes each, to `v_columns` columns of V (rows of V^T). These columns must lie in different banks.
 def v_columns(block_n:int) -> int: return 16//math.gcd(block_n//4, 8)
 def v_skew(mat:Matrix, block_n:int) -> int:
-  """Number of 16-byte units that stay empty after each matrix tile of V^T in LDS. Sixteen lanes store to LDS at the same time. If matrix tiles have
-  16 rows, the columns of V that these lanes store lie in different tiles. The gap puts these columns into different banks."""
+  """Returns the number of 16-byte units that stay empty after each matrix tile of V^T in LDS."""
+  # Sixteen lanes store to LDS at the same time. If matrix tiles have 16 rows, the columns of V that these lanes store lie in different tiles. The gap
+  # puts these columns into different banks.
   return 8//v_columns(block_n) if mat.M == 16 and mat.accumulator == mat.unit else 0
 
 def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """Returns the LDS layout for rows of `width` elements, not transposed, as operand A of products that sum over the elements of a row."""
+  """Returns the LDS layout for rows of `width` elements, as operand A of products that sum over the elements of a row."""
   return PaddedRows(rows, contraction(mat, width)//mat.unit)
 
 def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """Returns the LDS layout for rows of `width` elements, for a kernel that holds a tile twice: row by row, in this layout, and transposed. The layout
-  puts the rows that one access of a wave reaches into different banks."""
+  """Returns the LDS layout for rows of `width` elements, for a kernel that holds a tile row by row and also transposed."""
   # A read reaches neighbouring rows. A store reaches rows of different groups of four neighbouring rows (`staging.key_rows`). In matrix tiles of 32
   # rows these rows are 4 apart: then neighbouring rows of a group begin an even number of 16-byte units apart, and neighbouring groups an odd number.
   # In other matrix tiles the rows of a store are 8 apart, or belong to another lane group.
+  # this layout is for the tile that lies row by row
   units = contraction(mat, width)//mat.unit
   if mat.M == 32:
     apart = mat.banks//16
@@ -39,18 +40,19 @@ def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
   return PaddedRows(rows, units, 1, 8)
 
 def column_layout(mat:Matrix, block_n:int, width:int) -> PaddedRows:
-  """Returns the LDS layout for a transposed tile of `block_n` rows of `width` elements, as operand A of products that sum over the tile's rows."""
+  """Returns the LDS layout for a transposed tile of `block_n` rows, as operand A of products that sum over the tile's rows."""
   return PaddedRows(round_up(width, mat.M), block_n//mat.unit, v_skew(mat, block_n))
 
 def turned_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """Returns the LDS layout for rows of `width` elements whose columns are read by loads that transpose. Such a load reaches four neighbouring rows,
-  64 bytes of each: these lie in different banks. So do sixteen neighbouring rows, of which other loads read 16 bytes each."""
+  """Returns the LDS layout for rows of `width` elements whose columns are read by loads that transpose."""
+  # such a load reaches four neighbouring rows, 64 bytes of each: these lie in different banks; so do sixteen neighbouring rows, of which other loads
+  # read 16 bytes each
   units = contraction(mat, width)//mat.unit
   return PaddedRows(rows, units, 1, 4, units + (4 - units)%8)
 
 @dataclass(frozen=True)
 class Tile(ForwardShape):
-  """Tile description of the forward kernel on AMD's matrix units: how the kernel divides a problem over workgroups and waves."""
+  """Tile description of the forward kernel on AMD's matrix units."""
   _: KW_ONLY
   matrix: Matrix
   pack_gqa: bool = False       # a tile has the queries of all heads that share a key/value head: K and V are read once for all of them
@@ -65,7 +67,7 @@ class Tile(ForwardShape):
   @property
   def threads(self) -> int: return self.waves*self.matrix.wave
   def layouts(self, p:Problem) -> tuple[PaddedRows, PaddedRows, PaddedRows]:
-    """Layouts of Q, of K and of V^T in LDS."""
+    """Returns the layouts of Q, of K and of V^T in LDS."""
     mat = self.matrix
     return row_layout(mat, self.block_m, p.D), row_layout(mat, self.block_n, p.D), column_layout(mat, self.block_n, p.Dv)
   @property
@@ -88,8 +90,8 @@ class Tile(ForwardShape):
 
 @dataclass(frozen=True)
 class BackwardTile(BackwardShape):
-  """Tile description of a backward kernel on AMD's matrix units: how the kernel divides a problem over workgroups and waves. A workgroup owns
-  `block_m` rows (queries in backward_dq, keys in backward_dkdv) and loops over the rows of the other kind, `block_n` at a time."""
+  """Tile description of a backward kernel on AMD's matrix units, with `block_m` own rows and `block_n` walked rows at a time."""
+  # own rows: queries in backward_dq, keys in backward_dkdv; walked rows: of the other kind
   _: KW_ONLY
   matrix: Matrix
   keys: bool = False       # the own rows are keys
@@ -112,33 +114,33 @@ class BackwardTile(BackwardShape):
   def new_addresses(self) -> bool: return True
   @property
   def torn(self) -> bool:
-    """Whether this tile description is invalid because a fence would separate two 16-byte units of one operand of a matrix instruction. The compiler
-    moves no read from LDS across a fence, and there is a fence after every `fenced` units. The operand of an instruction must be read between two
-    fences."""
+    """Whether this tile description is invalid because a fence would separate two units of one operand."""
+    # The compiler moves no read from LDS across a fence, and there is a fence after every `fenced` units of 16 bytes. The operand of a matrix
+    # instruction must be read between two fences.
     return bool(self.fenced and self.fenced % max(1, self.matrix.operand//self.matrix.unit))
   @property
   def ds(self) -> PaddedRows:
-    """Layout, in LDS, of dS of a tile: a row for each query of the tile, a column for each key of the workgroup. With `turning` it has a row for each
-    key instead."""
+    """Layout, in LDS, of dS of a tile: a row for each query, or with `turning` for each key."""
     return turned_layout(self.matrix, self.block_m, self.block_n) if self.turning else PaddedRows(self.block_n, self.block_m//self.matrix.unit)
   def row_layout(self, width:int) -> PaddedRows:
-    """Layout, in LDS, of a tile of rows of `width` elements, not transposed."""
+    """Returns the layout, in LDS, of a tile of rows of `width` elements, not transposed."""
     return (turned_layout if self.turning else both_ways_layout)(self.matrix, self.block_n, width)
   @property
   def adds_dq(self) -> bool: return self.dq_matrix is not None
   def dq_columns(self, p:Problem) -> int:
-    """Number of matrix tiles side by side in a row of dQ. The number of waves is a multiple of this number."""
+    """Returns the number of matrix tiles side by side in a row of dQ."""
     assert self.dq_matrix is not None
+    # the number of waves is a multiple of this number
     return p.D//self.dq_matrix.N
   def dq_tiles(self, p:Problem) -> int:
-    """Number of matrix tiles of dQ that each wave computes for a tile of queries."""
+    """Returns the number of matrix tiles of dQ that each wave computes for a tile of queries."""
     assert self.dq_matrix is not None
     return self.block_n//self.dq_matrix.M*self.dq_columns(p)//self.waves
   def products_of_trip(self, p:Problem) -> int:
-    """Number of matrix instructions with which a wave that owns keys computes S, dP, dV and dK in an iteration."""
+    """Returns the number of matrix instructions with which a wave that owns keys computes S, dP, dV and dK in an iteration."""
     return 2*(p.D + p.Dv)*self.block_n//(self.matrix.M*self.matrix.K)
   def products_of_dq(self, p:Problem) -> int:
-    """Number of matrix instructions with which a wave computes its part of dQ in an iteration."""
+    """Returns the number of matrix instructions with which a wave computes its part of dQ in an iteration."""
     assert self.dq_matrix is not None
     return self.dq_tiles(p)*self.block_m//self.dq_matrix.K
   def lds_bytes(self, p:Problem) -> int:
@@ -158,9 +160,9 @@ class BackwardTile(BackwardShape):
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
 
 def matrix_of_dq(p:Problem, arch:Chip) -> Matrix:
-  """Returns the matrix instruction of the product dQ = dS K, if workgroups that own keys add to dQ. It is the chip's larger one if four waves then
-  each have columns of dQ of their own, and otherwise the smaller one."""
+  """Returns the matrix instruction of the product dQ = dS K, if workgroups that own keys add to dQ."""
   large, small = arch.matrix[p.dtype]
+  # the chip's larger one if four waves then each have columns of dQ of their own, and otherwise the smaller one
   return large if p.D >= WAVES_OF_DQ*large.N else small
 
 def at_once_tile(p:Problem, arch:Chip, shape:BackwardShape) -> BackwardTile:
@@ -169,7 +171,7 @@ def at_once_tile(p:Problem, arch:Chip, shape:BackwardShape) -> BackwardTile:
 
 @dataclass(frozen=True)
 class MlaTile(MlaShape, SharingTile):
-  """Tile description of the kernel of latent attention on AMD's matrix units: how the kernel divides a problem over workgroups and waves."""
+  """Tile description of the kernel of latent attention on AMD's matrix units."""
   _: KW_ONLY
   matrix: Matrix
   rescale_above: float = 8.0   # the reference of a row is raised when its largest score exceeds it by more than this, in powers of two
@@ -187,10 +189,10 @@ class MlaTile(MlaShape, SharingTile):
   @property
   def buffers(self) -> int: return 1
   def columns(self, p:Problem) -> int:
-    """Number of matrix tiles, side by side in a row of O, that each wave computes."""
+    """Returns the number of matrix tiles, side by side in a row of O, that each wave computes."""
     return ceildiv(ceildiv(p.Dv, self.matrix.M), self.waves)
   def layouts(self, p:Problem) -> tuple[PaddedRows, PaddedRows]:
-    """Layouts of K and of P in LDS."""
+    """Returns the layouts of K and of P in LDS."""
     return row_layout(self.matrix, self.block_n, p.D), PaddedRows(self.block_m, self.block_n//self.matrix.unit)
   def lds_bytes(self, p:Problem) -> int:
     k, weights = self.layouts(p)

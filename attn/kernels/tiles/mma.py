@@ -16,7 +16,7 @@ def fragments(width:int, mat:Mma) -> int:
 
 @dataclass(frozen=True)
 class MmaTile(MmaShape):
-  """Tile description of the forward kernel on mma.sync: how the kernel divides a problem over blocks and warps."""
+  """Tile description of the forward kernel on mma.sync."""
   _: KW_ONLY
   matrix: Mma
   waves: int                   # warps of a block
@@ -35,20 +35,21 @@ class MmaTile(MmaShape):
   @property
   def threads(self) -> int: return self.waves*self.matrix.wave
   def layouts(self, p:Problem) -> tuple[SwizzledRows, SwizzledRows, SwizzledRows]:
-    """Layouts of Q, of K and of V in shared memory."""
+    """Returns the layouts of Q, of K and of V in shared memory."""
     def units(width:int, size:int) -> int: return round_up(width, 2*UNIT_BYTES//size)*size//UNIT_BYTES      # ldmatrix reads two units at a time
     of_q, of_k, of_v = units(p.D, p.itemsize), units(p.D, p.key_itemsize), units(p.Dv, p.key_itemsize)
     return SwizzledRows(self.block_m, of_q), SwizzledRows(self.block_n, of_k), SwizzledRows(self.block_n, of_v)
   def scales(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory that the scales of the 8-bit rows of a tile take: first those of K, then those of V."""
+    """Returns the number of 16-byte units of shared memory that the scales of the 8-bit rows of a tile take."""
+    # first those of K, then those of V
     return 2*self.block_n*4//UNIT_BYTES if p.stored else 0
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
     found = self.waves*self.matrix.wave*self.units_of_results(p) if self.key_waves > 1 else 0
     return UNIT_BYTES*max(q.size + self.stages*(k.size + v.size + self.scales(p)), found)
   def units_of_results(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for the results of one lane, which the warps with the same queries exchange: for each matrix tile of
-    queries, elements of O, m and the row sums."""
+    """Returns the number of 16-byte units of shared memory for the results of one lane."""
+    # the warps with the same queries exchange them: for each matrix tile of queries, elements of O, m and the row sums
     return self.q_tiles*(fragments(p.Dv, self.matrix) + 2)
   def __str__(self) -> str:
     shared = f", {self.key_waves} share keys" if self.key_waves > 1 else ""
@@ -56,7 +57,7 @@ class MmaTile(MmaShape):
 
 @dataclass(frozen=True)
 class MlaMmaTile(MlaMmaShape, SharingTile):
-  """Tile description of the kernel of latent attention on mma.sync: how the kernel divides a problem over blocks and warps."""
+  """Tile description of the kernel of latent attention on mma.sync."""
   _: KW_ONLY
   matrix: Mma
   rescale_above: float = 8.0   # the reference of a row is raised when its largest score exceeds it by more than this, in powers of two
@@ -66,28 +67,30 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
   @property
   def block_m(self) -> int: return self.row_tiles*self.matrix.M
   def columns(self, p:Problem) -> int:
-    """Number of C fragments, side by side in a row of O, that each warp computes. Their columns fill whole 128-byte lines of shared memory."""
+    """Returns the number of C fragments, side by side in a row of O, that each warp computes."""
+    # their columns fill whole 128-byte lines of shared memory
     return round_up(ceildiv(fragments(p.Dv, self.matrix), self.waves), LINE)
   def widens(self, p:Problem) -> bool:
-    """Whether threads convert the 8-bit columns of a tile to 16 bits in shared memory, once for all warps. If there is only one matrix tile of
-    queries, no two warps compute scores of the same keys: then each warp converts what it reads."""
+    """Whether threads convert the 8-bit columns of a tile to 16 bits in shared memory, once for all warps."""
+    # if there is only one matrix tile of queries, no two warps compute scores of the same keys: then each warp converts what it reads
     return bool(p.stored) and self.row_tiles > 1
   def layouts(self, p:Problem) -> tuple[LongRows, LongRows, LongRows, SwizzledRows]:
-    """Layouts in shared memory of Q, of K, of the rotary columns of K, and of P. If the latent columns of K are stored in 8 bits, the rotary columns
-    have 16 bits and lie apart from them; otherwise they are a part of K."""
+    """Returns the layouts in shared memory of Q, of K, of the rotary columns of K, and of P."""
+    # if the latent columns of K are stored in 8 bits, the rotary columns have 16 bits and lie apart from them; otherwise they are a part of K
     def rows(count:int, width:int, size:int) -> LongRows: return LongRows(count, round_up(width*size, LINE*UNIT_BYTES)//UNIT_BYTES)
     return (rows(self.block_m, p.D, p.itemsize), rows(self.block_n, p.k_width, p.itemsize if self.widens(p) else p.key_itemsize),
             rows(self.block_n, p.D - p.k_width, p.itemsize), SwizzledRows(self.block_m, self.block_n//self.matrix.unit))
   def stage(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for one tile of K in the ring buffer, which holds `stages` tiles. The scales of 8-bit rows count. If
-    threads convert K in shared memory (`widens`), K itself is not counted: it lies outside of the ring buffer."""
+    """Returns the number of 16-byte units of shared memory for one tile of K, with scales, in the ring buffer."""
+    # if threads convert K in shared memory (`widens`), K itself is not counted: it lies outside of the ring buffer
     _, k, rotary, _ = self.layouts(p)
     return (0 if self.widens(p) else k.size) + rotary.size + (round_up(self.block_n*4//UNIT_BYTES, LINE) if p.stored else 0)
   def raw(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for the 8-bit numbers of a tile of K, before threads convert them to 16 bits (`widens`)."""
+    """Returns the number of 16-byte units of shared memory for the 8-bit numbers of a tile of K, before conversion."""
+    # only if threads convert them in shared memory (`widens`)
     return round_up(self.layouts(p)[1].size//2, self.threads) if self.widens(p) else 0
   def weights_at(self, p:Problem) -> int:
-    """Index of the 16-byte unit of shared memory at which P begins."""
+    """Returns the index of the 16-byte unit of shared memory at which P begins."""
     q, k, _, _ = self.layouts(p)
     return q.size + self.stages*self.stage(p) + (k.size + self.raw(p) if self.widens(p) else 0)
   def lds_bytes(self, p:Problem) -> int:
@@ -97,8 +100,8 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
 
 @dataclass(frozen=True)
 class MmaBackwardTile(MmaBackwardShape):
-  """Tile description of a backward kernel on mma.sync: how the kernel divides a problem over blocks and warps. A block owns `block_m` rows (queries
-  in backward_dq_mma, keys in backward_dkdv_mma) and loops over the rows of the other kind, `block_n` at a time."""
+  """Tile description of a backward kernel on mma.sync, with `block_m` own rows and `block_n` walked rows at a time."""
+  # own rows: queries in backward_dq_mma, keys in backward_dkdv_mma; walked rows: of the other kind
   _: KW_ONLY
   matrix: Mma
   stages: int = 2          # tiles of the walked rows in shared memory
@@ -119,15 +122,15 @@ class MmaBackwardTile(MmaBackwardShape):
     of_d, of_dv = (SwizzledRows(rows, round_up(d, self.matrix.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   def units_of_query_values(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for the numbers of a tile's queries: lse, delta and, if the problem has it, lse_rest. Rounded up to
-    whole lines (128 bytes), because the rows that lie behind must begin at a whole line."""
+    """Returns the number of 16-byte units of shared memory for lse, delta (and lse_rest) of a tile's queries."""
+    # whole lines (128 bytes), because the rows that lie behind must begin at a whole line
     return round_up(units_of_query_values(p, self.block_n), LINE) if self.keys else 0
   @property
   def carried(self) -> int:
-    """Number of queries whose lse and delta one thread copies to shared memory. The threads divide the queries of a tile."""
+    """Number of queries of a tile whose lse and delta one thread copies to shared memory."""
     return ceildiv(self.block_n, self.threads)
   def stage(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for one tile of the rows that the block loops over, with lse and delta of the tile's queries."""
+    """Returns the number of 16-byte units of shared memory for one tile of walked rows, with lse and delta of its queries."""
     return sum(x.size for x in self.layouts(p, self.block_n)) + self.units_of_query_values(p)
   def lds_bytes(self, p:Problem) -> int:
     return UNIT_BYTES*(sum(x.size for x in self.layouts(p, self.block_m)) + self.stages*self.stage(p))

@@ -13,8 +13,9 @@ LONG_SUM = 128       # a score with more products than this is summed in parts: 
 SHORTEST_PART = 16   # least products of such a part: with shorter parts the kernel would be slower
 
 def summed_together(width:int) -> int:
-  """Returns how many products of elements a thread adds up before it adds their sum to a score: all `width` products of a short row, or a divisor of
-  `width` for a long row. A sum of such partial sums has a smaller rounding error than one long sum."""
+  """Returns how many products of elements a thread adds up before it adds their sum to a score."""
+  # All `width` products of a short row, or a divisor of `width` for a long row: a sum of such partial sums has a smaller rounding error than one long
+  # sum.
   part = max(n for n in range(1, LONG_SUM + 1) if width % n == 0)
   return width if width <= LONG_SUM or part < SHORTEST_PART else part
 
@@ -24,21 +25,19 @@ KEPT = ("kept", "kept of dp")      # sections for the own rows of a backward ker
 
 @dataclass(frozen=True)
 class SectionShape:
-  """Shape of a matrix in local memory: the number of its rows, the floats from one row to the next (`pitch`), and whether it is the transpose of the
-  rows that are copied there (`turned`)."""
+  """Shape of a matrix in local memory."""
   rows: int
-  pitch: int
-  turned: bool = False
+  pitch: int             # floats from one row to the next
+  turned: bool = False   # whether the matrix is the transpose of the rows that are copied there
   @property
   def floats(self) -> int: return self.rows*self.pitch
 
 @dataclass(frozen=True)
 class Sections:
-  """The sections (matrices) of local memory, by name. The sections `kept` come first and stay for the whole kernel. Behind them lie the groups of
-  sections in `turns`, which use the same part of local memory at different times. The sections `rest` lie at the end."""
-  kept: dict[str, SectionShape]
-  turns: tuple[dict[str, SectionShape], ...]
-  rest: dict[str, SectionShape]
+  """The sections (matrices) of local memory, by name."""
+  kept: dict[str, SectionShape]                # come first, and stay for the whole kernel
+  turns: tuple[dict[str, SectionShape], ...]   # groups that use the same part of local memory at different times
+  rest: dict[str, SectionShape]                # lie at the end
   @property
   def shapes(self) -> dict[str, SectionShape]: return functools.reduce(lambda x, y: x | y, (self.kept, *self.turns, self.rest))
   @property
@@ -54,8 +53,7 @@ class Sections:
 END = ""     # name, among the places, of the end of the last section
 
 def after_each(shapes:dict[str, SectionShape], first:int) -> dict[str, int]:
-  """Returns the index of the first float of each section (matrix) in local memory, by name, and of the end, if the sections `shapes` lie one after
-  another from float `first` on."""
+  """Returns the index of the first float of each section, by name, and of the end, if the sections begin at float `first`."""
   found = {END: first}
   for name, shape in shapes.items(): found |= {name: found[END], END: found[END] + shape.floats}
   return found
@@ -64,8 +62,8 @@ def after_each(shapes:dict[str, SectionShape], first:int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class RectangleTile:
-  """Tile description of a kernel in plain UOps: how a workgroup, whose threads form a rectangle, divides its work. The workgroup owns some rows
-  (queries or keys) and loops over tiles of the rows of the other kind, the walked rows."""
+  """Tile description of a kernel in plain UOps, whose workgroup's threads form a rectangle."""
+  # the workgroup owns some rows (queries or keys) and loops over tiles of the rows of the other kind, the walked rows
   down: int       # threads along the walked rows of scores, and along the columns of O or of a gradient
   across: int     # threads along the own rows
   walked: int     # walked rows that a thread computes at a time
@@ -94,31 +92,31 @@ class RectangleTile:
   @property
   def pack_gqa(self) -> bool: return False
   def width(self, of:int) -> int:
-    """Rounds the number `of` of columns of a result, such as O or dK, up to the number that the workgroup computes: a multiple of `columns`, the
-    columns that a thread computes at a time. If `columns` is 0, a thread computes all its columns at once, and the number is a multiple of 4 columns
-    for each of the `down` threads."""
+    """Returns the number `of` of columns of a result, such as O or dK, rounded up to what the workgroup computes."""
+    # a multiple of `columns`, the columns that a thread computes at a time, or, if a thread computes all its columns at once, of 4 columns for each
+    # of the `down` threads
     return round_up(of, self.columns or QUAD*self.down)
   def depth_of(self, width:int) -> int: return self.depth or summed_together(width)
   def steps(self, width:int) -> int:
-    """Returns in how many steps rows of `width` elements are copied to local memory. Each step copies some elements of every row."""
+    """Returns in how many steps rows of `width` elements are copied to local memory, some elements of every row in each."""
     return ceildiv(width, self.depth_of(width))
   def kept_rows(self, width:int) -> SectionShape:
-    """Returns the shape of the section (matrix) of local memory that holds the rows that the workgroup owns, transposed, for the whole kernel. Such a
-    row has `width` elements. If the kernel does not keep these rows in local memory (`keeps_own` is False), the shape has 0 rows."""
+    """Returns the shape of the section of local memory that holds the own rows of `width` elements, transposed, for the whole kernel."""
+    # 0 rows if the kernel does not keep these rows in local memory
     elements = round_up(self.steps(width)*self.depth_of(width), QUAD)
     return SectionShape(elements*self.keeps_own, self.block_m + (0 if self.alone else TURNED_PADDING), turned=True)
   def turns(self, width:int) -> tuple[dict[str, SectionShape], ...]:
-    """Returns two groups of sections (matrices) that use the same part of local memory, one group after the other. The first group holds some
-    elements of the rows that the workgroup owns and of the rows that it loops over, both transposed. The second group holds rows that it loops over,
-    of at most `width` elements, not transposed."""
+    """Returns two groups of sections that use the same part of local memory, one group after the other."""
+    # The first group holds some elements of the own rows and of the walked rows, both transposed. The second group holds walked rows of at most
+    # `width` elements, not transposed.
     shared = 0 if self.alone else 1
     own = SectionShape(self.depth*(not self.keeps_own), self.block_m + TURNED_PADDING, turned=True)
     walked = SectionShape(self.depth*shared, self.block_n + TURNED_PADDING, turned=True)
     return {"own": own, "walked": walked}, {"rows": SectionShape(self.values*shared, self.width(width))}
   def copied(self, p:Problem) -> dict[str, SectionShape]:
-    """Returns the shapes of the sections (matrices) of local memory for walked rows that are copied asynchronously, by name: "walked" for some
-    elements of each key of a tile, "rows" for some rows of V. If a tile is copied in several portions, a section has room for two: one is copied
-    while the kernel reads the other."""
+    """Returns the shapes of the sections of local memory, by name, for walked rows that are copied asynchronously."""
+    # "walked" for some elements of each key of a tile, "rows" for some rows of V; if a tile is copied in several portions, a section has room for
+    # two: one is copied while the kernel reads the other
     places_of_k, places_of_v = (min(2, n) for n in (self.steps(p.D), self.block_n//self.values))
     return {"walked": SectionShape(places_of_k*self.block_n, self.depth_of(p.D) + TURNED_PADDING),
             "rows": SectionShape(places_of_v*self.values, self.width(p.Dv))}
@@ -133,22 +131,23 @@ class RectangleTile:
 
 @dataclass(frozen=True)
 class TiledTile(RectangleTile):
-  """Tile description of the forward kernel in plain UOps. A workgroup owns queries and loops over keys."""
+  """Tile description of the forward kernel in plain UOps: a workgroup owns queries and loops over keys."""
   kernel: ClassVar[str] = "tiled"
   def sections(self, p:Problem) -> Sections:
-    """Sections (matrices) of local memory. Section `p` holds P^T, and for a single thread first S^T. In section `exchanged` each thread stores one
-    number for each of its queries."""
+    """Returns the sections (matrices) of local memory."""
+    # section `p` holds P^T, and for a single thread first S^T; in section `exchanged` each thread stores one number for each of its queries
     rest = {"p": SectionShape(self.block_n, self.block_m), "exchanged": SectionShape(0 if self.alone else self.down, self.block_m)}
     return Sections({"kept": self.kept_rows(p.D)}, (self.copied(p),) if self.asynchronous else self.turns(p.Dv), rest)
 
 @dataclass(frozen=True)
 class TiledBackwardTile(RectangleTile):
-  """Tile description of a backward kernel in plain UOps. A workgroup owns queries, or, if `keys` is set, keys."""
+  """Tile description of a backward kernel in plain UOps: a workgroup owns queries, or, if `keys` is set, keys."""
   suffix: ClassVar[str] = "_tiled"
   keys: bool = False
   def sections(self, p:Problem) -> Sections:
-    """Sections (matrices) of local memory. Section `ds` holds dS, and section `p`, if the workgroup owns keys, P. In section `exchanged` each thread
-    stores one number for each of its queries."""
+    """Returns the sections (matrices) of local memory."""
+    # section `ds` holds dS, and section `p`, if the workgroup owns keys, P; in section `exchanged` each thread stores one number for each of its
+    # queries
     weights = SectionShape(self.block_n, self.block_m)
     of_keys = {"p": weights} if self.keys else {"exchanged": SectionShape(0 if self.alone else self.down, self.block_m)}
     kept = dict(zip(KEPT, map(self.kept_rows, (p.D, p.Dv))))

@@ -24,7 +24,7 @@ RING = 3        # tiles of walked rows in shared memory, in a backward kernel
 
 @dataclass(frozen=True)
 class WgmmaTile(WgmmaShape):
-  """Tile description of the forward kernel on wgmma: how the kernel divides a problem over blocks and warpgroups."""
+  """Tile description of the forward kernel on wgmma."""
   _: KW_ONLY
   rescale_above: float = 8.0   # accumulators are rescaled when a lane's P of one iteration add up to more than 2 to this power
 
@@ -38,42 +38,46 @@ class WgmmaTile(WgmmaShape):
   @property
   def threads(self) -> int: return self.groups*wgmma.GROUP
   def layouts(self, p:Problem) -> tuple[SwizzledPanels, SwizzledPanels, SwizzledPanels]:
-    """Layouts of Q, of K and of V in shared memory. If the inputs are 8-bit floats, V lies there transposed, with rows of ones below it."""
+    """Returns the layouts of Q, of K and of V in shared memory."""
     mat = WGMMA[p.dtype]
     k_units, columns = round_up(p.D, mat.K)//mat.unit, round_up(p.Dv, mat.K)
+    # if the inputs are 8-bit floats, V lies there transposed, with rows of ones below it
     of_v = SwizzledPanels(columns + ONES_ROWS, self.block_n//mat.unit) if p.of_8_bits else SwizzledPanels(self.block_n, columns//mat.unit)
     return SwizzledPanels(self.block_m, k_units), SwizzledPanels(self.block_n, k_units), of_v
   def given_v(self, p:Problem) -> SwizzledRows:
-    """Layout of V in shared memory before it is transposed there, if the inputs are 8-bit floats."""
+    """Returns the layout of V in shared memory before V is transposed there, if the inputs are 8-bit floats."""
     return SwizzledRows(self.block_n, round_up(p.Dv, WGMMA[p.dtype].K)//WGMMA[p.dtype].unit)
   def converts(self, p:Problem) -> bool:
     """Whether the kernel converts k and v from 8 to 16 bits."""
     return p.stored in STORED
   def stages(self, p:Problem) -> int:
-    """Number of tiles of K, and of V, for which shared memory has room at the same time."""
+    """Returns the number of tiles of K, and of V, for which shared memory has room at the same time."""
     return STAGES if self.converts(p) or p.of_8_bits else min(STAGES, ceildiv(p.Sk, self.block_n))
   def scale_stages(self, p:Problem) -> int:
-    """Number of tiles for whose scales shared memory has room at the same time."""
+    """Returns the number of tiles for whose scales shared memory has room at the same time."""
     return SCALE_STAGES if self.converts(p) else self.stages(p)
   def ahead(self, p:Problem) -> bool:
-    """Whether the copies of a tile of 8-bit floats start two iterations before the tile is used. This is so if shared memory has room for it."""
+    """Whether the copies of a tile of 8-bit floats start two iterations before the tile is used."""
+    # if shared memory has room for it
     return p.of_8_bits and self.bytes_with(p, True) <= MOST_SHARED
   def key_stages(self, p:Problem) -> int: return self.stages(p) + self.ahead(p)
   def given_stages(self, p:Problem) -> int: return GIVEN_STAGES + self.ahead(p)
   def first_v(self, p:Problem) -> int:
-    """The 16-byte unit of shared memory at which the tiles of V begin."""
+    """Returns the 16-byte unit of shared memory at which the tiles of V begin."""
     q, k, _ = self.layouts(p)
     return q.size + self.key_stages(p)*k.size
   def pieces(self, p:Problem) -> int:
-    """Number of 16-byte units of 8-bit numbers of a tile of K and V that each thread loads to registers and converts to 16 bits."""
+    """Returns the number of 16-byte units of a tile of K and V that each thread converts from 8 to 16 bits."""
     return sum(ceildiv(self.block_n*width//UNIT_BYTES, self.threads) for width in (p.D, p.Dv)) if self.converts(p) else 0
   def scales(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for the scales of a tile's 8-bit rows, of all kinds (`StoredKeys.checked_scales`)."""
+    """Returns the number of 16-byte units of shared memory for the scales of a tile's 8-bit rows."""
+    # of all kinds (`StoredKeys.checked_scales`)
     return KINDS_OF_SCALES*self.block_n*4//UNIT_BYTES if p.stored else 0
   def lds_bytes(self, p:Problem) -> int:
     return self.bytes_with(p, self.ahead(p))
   def bytes_with(self, p:Problem, ahead:bool) -> int:
-    """Number of bytes of shared memory of a block. With `ahead`, copies start two iterations before a tile is used, otherwise one."""
+    """Returns the number of bytes of shared memory of a block."""
+    # with `ahead`, copies start two iterations before a tile is used, otherwise one
     q, k, v = self.layouts(p)
     given = (GIVEN_STAGES + ahead)*self.given_v(p).size if p.of_8_bits else 0
     units = q.size + (self.stages(p) + ahead)*k.size + self.stages(p)*v.size + given + self.scale_stages(p)*self.scales(p)
@@ -82,8 +86,8 @@ class WgmmaTile(WgmmaShape):
 
 @dataclass(frozen=True)
 class MlaWgmmaTile(MlaWgmmaShape):
-  """Tile description of the kernel of latent attention on wgmma: how the kernel divides a problem over blocks and warpgroups. A block owns 64 rows.
-  Its warpgroups divide the columns of O."""
+  """Tile description of the kernel of latent attention on wgmma, whose blocks own 64 rows."""
+  # the warpgroups of a block divide the columns of O
   _: KW_ONLY
   matrix: Mma
   stages: int = 2              # tiles of K in shared memory
@@ -97,18 +101,18 @@ class MlaWgmmaTile(MlaWgmmaShape):
   handed: ClassVar[int] = wgmma.GROUP     # 16-byte units of shared memory for the numbers that each thread of a warpgroup hands over
 
   def columns(self, p:Problem) -> int:
-    """Number of columns of O that a warpgroup computes: whole panels."""
+    """Returns the number of columns of O that a warpgroup computes: whole panels."""
     return ceildiv(p.Dv, PANEL_COLUMNS*LATENT_GROUPS)*PANEL_COLUMNS
   def layouts(self, p:Problem) -> tuple[LongPanels, LongPanels, SwizzledPanels]:
-    """Layouts in shared memory of Q, of K, and of P."""
+    """Returns the layouts in shared memory of Q, of K, and of P."""
     units = round_up(p.D, PANEL_COLUMNS)//self.matrix.unit
     return LongPanels(self.block_m, units), LongPanels(self.block_n, units), SwizzledPanels(self.block_m, self.block_n//self.matrix.unit)
   def weights(self, p:Problem) -> SwizzledPanels:
-    """Layout of P in shared memory, behind Q and the tiles of K."""
+    """Returns the layout of P in shared memory, behind Q and the tiles of K."""
     q, k, weights = self.layouts(p)
     return weights.moved_to(q.size + self.stages*k.size)
   def factors_at(self, p:Problem) -> int:
-    """The 16-byte unit of shared memory at which the factors that rescale O begin."""
+    """Returns the 16-byte unit of shared memory at which the factors that rescale O begin."""
     weights = self.weights(p)
     return int(weights.base) + weights.size
   def lds_bytes(self, p:Problem) -> int: return UNIT_BYTES*(self.factors_at(p) + self.handed + 1)      # 1: mbarrier
@@ -116,8 +120,8 @@ class MlaWgmmaTile(MlaWgmmaShape):
 
 @dataclass(frozen=True)
 class WgmmaBackwardTile(WgmmaBackwardShape):
-  """Tile description of a backward kernel on wgmma: how the kernel divides a problem over blocks and warpgroups. A block owns 64 rows for each
-  warpgroup (queries in backward_dq_wgmma, keys in backward_dkdv_wgmma) and loops over the rows of the other kind, `block_n` at a time."""
+  """Tile description of a backward kernel on wgmma, with 64 own rows for each warpgroup and `block_n` walked rows at a time."""
+  # own rows: queries in backward_dq_wgmma, keys in backward_dkdv_wgmma; walked rows: of the other kind
   _: KW_ONLY
   matrix: Mma
   keys: bool = False       # the own rows are keys
@@ -143,26 +147,27 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     return of_d, of_dv
   @property
   def stay(self) -> tuple[str, ...]:
-    """Names of the tensors whose rows stay in shared memory during a loop over tiles. The rows of the other tensors pass through the ring buffer."""
+    """Names of the tensors whose rows stay in shared memory during a loop over tiles."""
+    # the rows of the other tensors pass through the ring buffer
     return OF_KEYS if self.keys else OF_QUERIES
   @property
   def stay_rows(self) -> int: return self.block_m
   @property
   def passing_rows(self) -> int: return self.block_n
   def stay_size(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for the rows that stay there."""
+    """Returns the number of 16-byte units of shared memory for the rows that stay there."""
     return sum(x.size for x in self.layouts(p, self.stay_rows))
   def stage(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for one tile of the rows that pass through the ring buffer, without lse and delta of queries
-    (`units_of_query_values`)."""
+    """Returns the number of 16-byte units of shared memory for one tile of the rows that pass through the ring buffer."""
+    # without lse and delta of queries (`units_of_query_values`)
     return sum(x.size for x in self.layouts(p, self.passing_rows))
   @property
   def stages_of_query_values(self) -> int:
-    """Number of tiles of which the numbers of queries lie in shared memory at the same time. If the block adds to dQ, two are enough: its warpgroups
-    wait for each other in each iteration, after they have read these numbers."""
+    """Number of tiles whose lse and delta lie in shared memory at the same time."""
+    # if the block adds to dQ, two are enough: its warpgroups wait for each other in each iteration, after they have read these numbers
     return 2 if self.adds_dq else RING
   def units_of_query_values(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for the numbers of a tile's queries: lse, delta and, if the problem has it, lse_rest."""
+    """Returns the number of 16-byte units of shared memory for lse, delta (and lse_rest) of a tile's queries."""
     return units_of_query_values(p, self.block_n) if self.keys else 0
   @property
   def ds(self) -> SwizzledPanels:
@@ -170,16 +175,17 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     return SwizzledPanels(self.block_m, self.block_n//self.matrix.unit)
   @property
   def ds_size(self) -> int:
-    """Number of 16-byte units of shared memory for dS of two tiles. There are two, because warpgroups may still read dS of one tile while dS of the
-    next is stored."""
+    """Number of 16-byte units of shared memory for dS of two tiles."""
+    # two, because warpgroups may still read dS of one tile while dS of the next is stored
     return 2*self.ds.size
   @property
   def dq_panels(self) -> int:
-    """Number of parts into which a tile of queries is divided for dQ. A part has as many queries as a product of wgmma has rows. The warpgroups share
-    the parts equally. If there are fewer parts than warpgroups, the warpgroups of a part share its columns."""
+    """Number of parts into which a tile of queries is divided for dQ, 64 queries each."""
+    # a part has as many queries as a product of wgmma has rows; the warpgroups share the parts equally; if there are fewer parts than warpgroups, the
+    # warpgroups of a part share its columns
     return self.block_n//wgmma.M
   def dq_columns(self, p:Problem) -> int:
-    """Number of columns of dQ that each warpgroup computes."""
+    """Returns the number of columns of dQ that each warpgroup computes."""
     return p.D*self.dq_panels//self.groups
   def cannot_add_dq(self, p:Problem) -> str|None:
     """Returns the reason why a block of this shape cannot compute dQ beside dK and dV, or None if it can."""
@@ -193,24 +199,24 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     if self.waves > TURNS_OF_SUMS*self.dq_panels: return f"{shape}: there are counters of turns for {TURNS_OF_SUMS*self.dq_panels} warps"
     return None
   def sent(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for one warp's part of dQ of a tile of queries, before it is added to dQ in global memory."""
+    """Returns the number of 16-byte units of shared memory for one warp's part of dQ, before it is added to global memory."""
     return self.matrix.M*self.dq_columns(p)*4//UNIT_BYTES
   def shared_dq(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory that a block needs to add to dQ: for dS, and for dQ of a tile of queries. 0 if the block does not add
-    to dQ."""
+    """Returns the number of 16-byte units of shared memory that a block needs to add to dQ."""
+    # for dS, and for dQ of a tile of queries
     return self.ds_size + self.waves*self.sent(p) if self.adds_dq else 0
   def lds_bytes(self, p:Problem) -> int:
     values = self.stages_of_query_values*self.units_of_query_values(p)
     return UNIT_BYTES*(self.after_ring(p) + values + self.shared_dq(p) + 1)      # the last unit is for the mbarrier
   def after_ring(self, p:Problem) -> int:
-    """Index of the first 16-byte unit of shared memory after the ring buffer."""
+    """Returns the index of the first 16-byte unit of shared memory after the ring buffer."""
     return self.stay_size(p) + self.ring*self.stage(p)
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {self.ring} stages"
 
 @dataclass(frozen=True)
 class WgmmaFewQueriesTile(WgmmaBackwardTile):
-  """Tile description of the kernel that computes all gradients of a problem with few queries (backward_few_wgmma). A block holds all queries of a
-  head, `block_n` at most, and loops over tiles of `block_m` keys."""
+  """Tile description of the kernel that computes all gradients of a problem with few queries (backward_few_wgmma)."""
+  # a block holds all queries of a head, `block_n` at most, and loops over tiles of `block_m` keys
   keys: bool = True
 
   keeps_dq: ClassVar[bool] = True
