@@ -1,1 +1,1 @@
-"""Implementation of the kernels without matrix instructions, in UOps that every device of tinygrad can render."""
+"""The kernels without matrix instructions, in UOps that every device of tinygrad can render."""

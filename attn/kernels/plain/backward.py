@@ -1,9 +1,4 @@
-"""Implementation of backward without matrix instructions, in UOps that every device of tinygrad can render.
-
-The threads form a rectangle (rectangle.py). The same code serves a workgroup that owns queries and loops over tiles of keys, and a workgroup that
-owns keys and loops over tiles of queries. The rows of the tiles are the walked rows. Scores and dP are products of the walked rows with the own rows.
-Each gradient is a sum over the walked rows, with P or dS as weights. P and dS are stored to local memory before this sum.
-"""
+"""Backward without matrix instructions, in UOps that every device of tinygrad can render. Begin with `PlainTrip`."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection
@@ -28,26 +23,29 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
+# The threads form a rectangle (rectangle.py). The same code serves a workgroup that owns queries and loops over tiles of keys, and a workgroup that
+# owns keys and loops over tiles of queries. The rows of the tiles are the walked rows. Scores and dP are products of the walked rows with the own
+# rows. Each gradient is a sum over the walked rows, with P or dS as weights. P and dS are stored to local memory before this sum.
+
 Columns = list[list[UOp]]      # a list for each own row: vectors with one number for each of four walked rows
 
 @dataclass(frozen=True)
 class PlainState:
-  """The values that the loop over tiles carries from iteration to iteration, and those that an iteration passes from step to step.
-
-    sums: registers in which each gradient is summed
-    normalisers: if the workgroup owns queries, registers of the lse, which turn scores into P. If a score may be as large as fp32 allows
-      (`wide_scores`), also registers of lse_rest: the part of the lse that rounding to fp32 lost
-    minus_deltas: if the workgroup owns queries, registers of -delta
-    ready: operations that must come before the next access to local memory, such as barriers, and the ranges of the loops around the access
-    stores: the stores of delta to memory
-    before: operations of this iteration that must come before the next matrix product
-    weights: P and dS, the weights in the sums that make up the gradients"""
+  """The values that the loop over tiles carries from iteration to iteration, and those that an iteration passes from step to step."""
+  # registers in which each gradient is summed
   sums: tuple[UOp, ...]
+  # if the workgroup owns queries, registers of the lse, which turn scores into P. If a score may be as large as fp32 allows (`wide_scores`), also
+  # registers of lse_rest: the part of the lse that rounding to fp32 lost.
   normalisers: tuple[UOp, ...]
+  # if the workgroup owns queries, registers of -delta
   minus_deltas: UOp
+  # operations that must come before the next access to local memory, such as barriers, and the ranges of the loops around the access
   ready: tuple[UOp, ...] = ()
+  # the stores of delta to memory
   stores: tuple[UOp, ...] = ()
+  # operations of this iteration that must come before the next matrix product
   before: tuple[UOp, ...] = ()
+  # P and dS, the weights in the sums that make up the gradients
   weights: dict[str, Columns] = field(default_factory=dict)
 
   def after(self, *deps:UOp) -> PlainState:
@@ -58,8 +56,8 @@ PlainWork = Callable[[PlainState, "PlainTrip"], PlainState]
 
 @dataclass(frozen=True)
 class PlainBackward(Rectangle):
-  """A backward kernel for one problem, as one thread sees it. If the workgroup owns keys, it loops over the queries of one head after another, and
-  `head` is the head over whose queries it is looping."""
+  """A backward kernel for one problem, as one thread sees it."""
+  # if the workgroup owns keys, it loops over the queries of one head after another: `head` is the present one
   s: UOp               # S^T of the walked keys of a part, or S of the walked queries of a part
   dp: UOp              # dP of these keys or queries, transposed if they are keys
   state: PlainState    # before the first iteration
@@ -126,9 +124,9 @@ class PlainBackward(Rectangle):
     return s.after(done.end(trip).end(*heads))
 
   def trip(self, s:PlainState, t:UOp, ready:list[UOp], work:PlainWork) -> UOp:
-    """Computes one iteration of the loop: adds to the gradients what comes from tile t. The tile is divided into parts. For one part after another,
-    `work` computes P and dS, which are stored to local memory. Then the tile's rows, times P or dS, are added to the gradients. Accesses to local
-    memory come after the operations `ready`. Returns the last operation."""
+    """Computes one iteration: adds to the gradients what comes from tile t, and returns the last operation."""
+    # The tile is divided into parts. For one part after another, `work` computes P and dS, which are stored to local memory. Then the tile's rows,
+    # times P or dS, are added to the gradients. Accesses to local memory come after the operations `ready`.
     tile, (part, loop) = self.tile, self.loop(self.tile.parts)
     found, stores = work(s, PlainTrip(self, t*tile.parts + part, [*ready, *loop])).weights, list[UOp]()
     for name, columns in found.items():
@@ -141,8 +139,8 @@ class PlainBackward(Rectangle):
 
   # ***** values of own queries *****
   def deltas_and_normalisers(self, ready:list[UOp]) -> tuple[UOp, PlainState]:
-    """Computes delta and the normaliser (the lse in the form that exp2 takes) of each query that the workgroup owns. Accesses to local memory come
-    after the operations `ready`. Returns the stores of both to registers, and the state, which has the stores of delta to memory."""
+    """Computes delta and the normaliser of each own query, and returns their stores to registers, and the state."""
+    # accesses to local memory come after the operations `ready`; the state has the stores of delta to memory
     group, p, s = self.group, self.p, self.state
     column, loop = self.loop(ceildiv(p.Dv, QUAD*self.tile.down))
     sums = s.minus_deltas.after(self.zeroed(s.minus_deltas.after(*ready)), *loop)
@@ -161,8 +159,8 @@ class PlainBackward(Rectangle):
     return UOp.group(*registers), replace(s, ready=tuple(ready), stores=tuple(stores))
 
   def part_of_delta(self, row:Row, first:UOp) -> UOp:
-    """Returns a part of delta of the query `row`: the sum of dO * O over four elements, from element `first` on. Rounds dO to the inputs' dtype,
-    because the product dP = dO V^T uses rounded dO."""
+    """Returns the sum of dO * O of the query `row` over four elements, from element `first` on."""
+    # dO is rounded to the inputs' dtype, because the product dP = dO V^T uses rounded dO
     def elements(tensor:str) -> UOp:
       rows, convert = self.rows_of(tensor), self.converted(tensor)
       begin, whole = rows.start(UOp.const(0), row.index) + first, rows.width % QUAD == 0
@@ -189,37 +187,33 @@ class PlainBackward(Rectangle):
 
 @dataclass(frozen=True)
 class PlainTrip:
-  """The operations of a backward kernel on one part of a tile. `t` is the index of this part, counted over all tiles. Accesses to local memory come
-  after the operations `ready`."""
+  """The steps of a backward kernel on part `t` of the tiles, counted over all tiles."""
+  # accesses to local memory come after the operations `ready`
   of: PlainBackward
   t: UOp
   ready: list[UOp]
 
   @functools.cached_property
   def firsts(self) -> list[UOp]:
-    """Returns the index, in the sequence, of the first row of each group of four neighbouring walked rows that this thread computes. Walked rows are
-    the rows over which the workgroup loops."""
+    """Index, in the sequence, of the first row of each group of four neighbouring walked rows that this thread computes."""
     return [self.of.part_scores.row(self.t*self.of.part_scores.block_n) + self.of.result_row(i) for i in range(0, self.of.tile.walked, QUAD)]
   @functools.cached_property
   def left(self) -> list[KeptHere]:
     return [x for rows in in_quads(self.of.own_rows) for x in kept_here(self.of.part_scores, list(rows), self.firsts)]
 
   def own(self, x:UOp, i:int) -> UOp:
-    """Returns a vector of QUAD equal numbers. The registers `x` have one number for each of this thread's own rows; the vector repeats the i-th of
-    them."""
+    """Returns a vector of four equal numbers: the number in the registers `x` for the i-th own row."""
     return ops.splat(ops.extract(x[i//QUAD].load(), i%QUAD), QUAD)
   def of_walked(self, name:str) -> list[list[UOp]]:
-    """Loads a number, such as lse or delta (`name`), of each query in this part of a tile. Returns a list of four numbers for each group of four
-    neighbouring queries."""
+    """Loads a number, such as lse (`name`), of each query in this part of a tile: a list for each four neighbouring queries."""
     rows = self.of.group.query_value_rows(name, self.of.own_rows[0].head)
     return [[rows.buffer[(rows.base + first + e).valid(first + e < rows.count)].load() for e in range(QUAD)] for first in self.firsts]
   def minus_delta(self, s:PlainState) -> Columns:
     if self.of.keys: return [[ops.build(*[scaled_delta(x, self.of.p) for x in quad]) for quad in self.of_walked("delta")]]*len(self.of.own_rows)
     return [[self.own(s.minus_deltas, i)]*len(self.firsts) for i in range(len(self.of.own_rows))]
   def product(self, to:UOp, which:int, ready:list[UOp]) -> tuple[UOp, Columns]:
-    """Multiplies the rows of this part of a tile by the rows that the workgroup owns, into the registers `to`. `which` chooses the two tensors: 0 for
-    S (q and k), 1 for dP (dO and v). Accesses to local memory come after the operations `ready`. Returns the registers, and a list of products for
-    each own row."""
+    """Computes S (`which` 0) or dP (`which` 1) in the registers `to`, and returns the registers and the products of each own row."""
+    # the rows of this part of a tile times the own rows; accesses to local memory come after the operations `ready`
     of = self.of
     x = of.product(to, of.walked[which], of.own[which], KEPT[which], self.t, ready)
     return x, turned_over(of.in_rows(of.all(x)))

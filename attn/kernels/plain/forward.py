@@ -1,13 +1,5 @@
-"""Implementation of forward without matrix instructions, for every device of tinygrad, for every dtype of inputs and rows of at most MAX_WIDTH
-elements.
-
-The threads of a workgroup form a rectangle (rectangle.py). The threads compute S^T = K Q^T and O^T = V^T P^T, each as a sum of outer products. A
-thread computes some rows of S^T and of O^T. Of each of these rows it computes some quads (elements of four neighbouring queries). Local memory holds
-K and Q transposed, V not transposed, and P^T in the order in which it is computed; K that is copied asynchronously is not transposed. m is the
-maximum of the scores so far. For every tile of keys, O and the row sum l are rescaled to the new maximum.
-
-The kernel uses the operations of attn/ops, as all kernels do. For devices whose renderer does not know these operations, `attn.ops.plain` turns them
-into UOps."""
+"""Forward without matrix instructions, for every device of tinygrad, every dtype, and rows of at most MAX_WIDTH elements. Begin with
+`PlainForward.scores`."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Iterator
@@ -28,6 +20,14 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp, dtypes
 
+# The threads of a workgroup form a rectangle (rectangle.py). The threads compute S^T = K Q^T and O^T = V^T P^T, each as a sum of outer products. A
+# thread computes some rows of S^T and of O^T. Of each of these rows it computes some quads (elements of four neighbouring queries). Local memory
+# holds K and Q transposed, V not transposed, and P^T in the order in which it is computed; K that is copied asynchronously is not transposed. m is
+# the maximum of the scores so far. For every tile of keys, O and the row sum l are rescaled to the new maximum.
+#
+# The kernel uses the operations of attn/ops, as all kernels do. For devices whose renderer does not know these operations, `attn.ops.plain` turns
+# them into UOps.
+
 @dataclass(frozen=True)
 class Ready:
   """The operations, such as stores and barriers, that must come before every access to local memory."""
@@ -36,28 +36,24 @@ class Ready:
 
 @dataclass(frozen=True)
 class QueryState(Carried):
-  """The values that the loop over keys carries from iteration to iteration: the thread's part of O^T (`acc`); for each of its queries, the maximum of
-  the scores so far (`m`) and the sum of the P that this thread has computed (`l`); and registers with elements of K and V that the kernel has loaded
-  before it needs them."""
-  acc: UOp
-  m: UOp
-  l: UOp
-  k: UOp
-  v: UOp
+  """The values that the loop over keys carries from iteration to iteration."""
+  acc: UOp   # the thread's part of O^T
+  m: UOp     # of each query: the maximum of the scores so far
+  l: UOp     # of each query: the sum of the P that this thread has computed
+  k: UOp     # elements of K that are loaded before the kernel needs them
+  v: UOp     # elements of V, as `k`
   ready: Ready
 
 @dataclass(frozen=True)
 class Weighed:
-  """What `weigh` has computed for a tile of keys, for the next operation, `add_to_o`. After the statement `done`, P^T is in local memory. `rescale`
-  has the factors by which O^T must be multiplied, because the rows' maxima may have grown. `stores` are further stores of the iteration: of the new
-  maxima, and of keys that are loaded to registers before they are needed."""
-  done: UOp
-  rescale: list[UOp]
-  stores: list[UOp]
+  """What `weigh` has computed for a tile of keys, for the next operation, `add_to_o`."""
+  done: UOp            # after this statement, P^T is in local memory
+  rescale: list[UOp]   # factors by which O^T must be multiplied, because the rows' maxima may have grown
+  stores: list[UOp]    # of the new maxima, and of keys that are loaded to registers before they are needed
 
 @dataclass(frozen=True)
 class PlainForward(Rectangle):
-  """The forward kernel for one problem, as one thread sees it. Has a method for each operation of the algorithm `online_softmax`."""
+  """The forward kernel for one problem, as one thread sees it, with a method for each operation of `online_softmax`."""
   s: UOp             # S^T of the keys of a part of a tile
   top: UOp           # the maximum of each query's scores, including this iteration's scores
   state: QueryState
@@ -94,9 +90,9 @@ class PlainForward(Rectangle):
     if (count := trip_count(walked.end - walked.begin)) is not None: yield TileLoop(walked.begin, count, self.masked, self.new)
 
   def scores(self, s:QueryState, t:UOp, masked:bool) -> tuple[QueryState, UOp]:
-    """Computes S^T of tile t. If the kernel loads data to registers before it needs them (`tile.ahead`), also starts the loads of V. Returns the
-    state and a statement (an operation with a side effect): after it, S^T is computed, and the registers `top` hold the maximum score of each
-    query so far."""
+    """Computes S^T of tile t, and returns the state and a statement after which S^T is in registers."""
+    # after the statement the registers `top` hold the maximum score of each query so far; if the kernel loads data to registers before it needs them
+    # (`tile.ahead`), the loads of V start here
     s = s.after(*(self.fetched(self.first_of("v", t), s.v) if self.tile.ahead else []))
     return s, self.scored(s, t, list(s.ready.deps))
 
@@ -120,8 +116,9 @@ class PlainForward(Rectangle):
 
   # ***** parts of the steps *****
   def start(self, *deps:UOp) -> UOp:
-    """Returns the stores that give the row sums and maxima their values before the first key, after the operations `deps`. If the kernel loads or
-    copies data before it needs them (`tile.ahead`, `tile.asynchronous`), also starts to load or copy the part of K that is needed first."""
+    """Returns the stores that give the row sums and maxima their values before the first key, after the operations `deps`."""
+    # if the kernel loads or copies data before it needs them (`tile.ahead`, `tile.asynchronous`), the part of K that is needed first is loaded or
+    # copied here
     s, of_k, first = self.state.after(*deps), self.first_of("k", self.group.walked.begin), list[UOp]()
     if self.tile.ahead: first = self.fetched(of_k, s.k)
     if self.tile.asynchronous: first = [self.statements.first, self.committed(self.started(of_k, UOp.const(0), list(deps)))]
@@ -129,9 +126,8 @@ class PlainForward(Rectangle):
                      *[x.store(ops.splat(value, QUAD)) for of, value in ((s.m, LOWEST), (s.l, 0.0)) for x in self.all(of)])
 
   def scored(self, state:QueryState, t:UOp, ready:list[UOp]) -> UOp:
-    """Computes S^T of tile t, after the operations `ready`, and stores it to the registers `s`. (On a CPU the workgroup is one thread, which computes
-    a tile in parts. It stores S^T to its own memory, where P^T replaces it later.) Raises the thread's maxima to the new scores. Returns the last
-    operation."""
+    """Computes S^T of tile t, raises the thread's maxima to the new scores, and returns the last operation."""
+    # On a CPU the workgroup is one thread, which computes a tile in parts. It stores S^T to its own memory, where P^T replaces it later.
     tile, began = self.tile, UOp.group(*[top.store(x.load()) for top, x in zip(self.each(self.top.after(*ready)), self.each(state.m))])
     part, loop = self.loop(tile.parts)
     s = self.product(self.s, "k", "q", "kept", t*tile.parts + part, [*ready, *loop], state.k if tile.ahead else None)
@@ -148,20 +144,20 @@ class PlainForward(Rectangle):
     return UOp.group(*stores).end(*loop)
 
   def finished(self, rows:list[list[UOp]], t:UOp) -> list[list[UOp]]:
-    """Applies score terms (bias, softcap, ...) and masks to raw scores of part number `t` of the tiles. Returns scores in base e (P = e^(score - m)).
-    `rows` and the result have a list for each key. The scores are regrouped by query for this, because parts/weights/scores.py works on one query at
-    a time."""
+    """Applies score terms and masks to raw scores of part `t` of the tiles, and returns scores in base e."""
+    # `rows` and the result have a list for each key. The scores are regrouped by query for this, because parts/weights/scores.py works on one query
+    # at a time.
     if self.part_scores.raw and not self.masked: return [[ops.mul(x, self.part_scores.unit.natural) for x in row] for row in rows]
     return turned_over([self.part_scores.finished(x, [row], t, self.masked) for x, row in zip(turned_over(rows), self.queries)])
 
   def weight(self, x:UOp, top:UOp) -> UOp:
-    """Returns P of the score `x`: exp(x - top), where `top` is the maximum of the scores in the same row. The subtraction comes before the
-    multiplication by log2(e), because the difference is exact for scores near the maximum."""
+    """Returns P of the score `x`: exp(x - top), where `top` is the maximum of the scores in the same row."""
+    # the subtraction comes before the multiplication by log2(e), because the difference is exact for scores near the maximum
     return ops.exp2(ops.mul(ops.sub(x, top), self.part_scores.to_log2))
 
   def weights(self, l:UOp, tops:list[UOp], t:UOp, ready:list[UOp]) -> UOp:
-    """Computes P^T of this thread's scores, and adds it to the row sums `l`. Stores P^T after dropout to local memory. `tops` are the maxima of the
-    thread's queries. The stores come after the operations `ready`. Returns the last operation."""
+    """Computes P^T of this thread's scores, adds it to the row sums `l`, stores it to local memory, and returns the last operation."""
+    # `tops` are the maxima of the thread's queries; P^T is stored after dropout, and after the operations `ready`
     tile = self.tile
     four, loop = self.loop(tile.block_n//QUAD) if tile.alone else (UOp.const(0), [])
     rows = [four*QUAD + i for i in range(QUAD)] if tile.alone else [self.result_row(i) for i in range(tile.walked)]
@@ -178,22 +174,22 @@ class PlainForward(Rectangle):
     return UOp.group(*stores).end(*loop)
 
   def scale(self, name:str, first:UOp, row:UOp, *after:UOp) -> UOp:
-    """Returns the loaded scale of row `first` + `row` of K ("k_scales") or V ("v_scales"), as fp32, or 0 for a row that does not exist. The load
-    comes after the operations `after`."""
+    """Returns the scale of row `first` + `row` of K ("k_scales") or V ("v_scales"), or 0 for a row that does not exist."""
+    # loaded after the operations `after`
     rows = self.rows_of(name).after(*after)
     return rows.buffer[rows.start(first, row).valid(first + row < rows.count)].load().cast(dtypes.float)
 
   def scaled(self, weights:UOp, scores:UOp, scale:UOp) -> UOp:
-    """Returns the weights P of a key, multiplied by the scale of its row of V. Where the score is hidden (-inf), P stays 0 even if the scale is NaN.
-    """
+    """Returns the weights P of a key, multiplied by the scale of its row of V."""
     found = ops.mul(weights, scale)
     if not self.masked: return found
+    # where the score is hidden (-inf), P stays 0 even if the scale is NaN
     return ops.select_each([ops.extract(scores, i).eq(-math.inf) for i in range(QUAD)], 0.0, found)
 
   def dropped(self, weights:list[list[UOp]], firsts:list[UOp]) -> list[list[UOp]]:
-    """Returns P after dropout. `weights` has a list for each key. The keys come in groups of four neighbours; `firsts` has the first key of each
-    group."""
+    """Returns P after dropout, as a list for each key."""
     if not self.p.dropout_p: return weights
+    # the keys come in groups of four neighbours; `firsts` has the first key of each group
     kept = [x for rows in in_quads(self.queries) for x in kept_here(self.part_scores, list(rows), firsts)]
     return turned_over([x.drop(column) for x, column in zip(kept, turned_over(weights))])
 

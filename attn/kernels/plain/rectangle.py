@@ -1,17 +1,5 @@
-"""Matrix products of the kernels in plain UOps: the threads form a rectangle, and each product is a sum of outer products.
-
-A workgroup owns queries and loops over tiles of keys, or owns keys and loops over tiles of queries. The rows that it owns are the own rows, and the
-rows of the tiles are the walked rows. There are two kinds of products. Scores have a row for each walked row and a column for each own row. A sum
-over the walked rows, such as O or a gradient, is computed transposed: it has a row for each element of a row of O, and a column for each own row. The
-threads of the workgroup form a rectangle: `down` threads along the rows of the product, and `across` threads along the own rows. Each thread computes
-some rows of a product. Of each of these rows the thread holds some quads in fp32 registers. A quad has the elements of four neighbouring own rows. A
-step of the product reads one row of each operand from local memory, which holds both operands in fp32. For scores, both operands lie transposed; only
-rows that are copied asynchronously do not. For a sum over the walked rows, the left operand is not transposed, and the right operand is the weights
-in the order in which they were computed.
-
-On a CPU a workgroup is a single thread, which computes the products in this way, too. The thread's own memory takes the place of local memory. The
-thread reads the walked rows directly from global memory. Many threads would compute the pieces of a product at the same time; the single thread
-computes them one after another, in loops over parts of a tile, and over parts of the elements of O or of a gradient."""
+"""Matrix products of the kernels in plain UOps: the threads form a rectangle, and each product is a sum of outer products. Begin with
+`Rectangle.product`."""
 from __future__ import annotations
 import functools, itertools, math
 from collections.abc import Callable, Sequence
@@ -35,6 +23,19 @@ from attn.score.masks import hides_some
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 from attn.values import FLOATS
 
+# A workgroup owns queries and loops over tiles of keys, or owns keys and loops over tiles of queries. The rows that it owns are the own rows, and the
+# rows of the tiles are the walked rows. There are two kinds of products. Scores have a row for each walked row and a column for each own row. A sum
+# over the walked rows, such as O or a gradient, is computed transposed: it has a row for each element of a row of O, and a column for each own row.
+# The threads of the workgroup form a rectangle: `down` threads along the rows of the product, and `across` threads along the own rows. Each thread
+# computes some rows of a product. Of each of these rows the thread holds some quads in fp32 registers. A quad has the elements of four neighbouring
+# own rows. A step of the product reads one row of each operand from local memory, which holds both operands in fp32. For scores, both operands lie
+# transposed; only rows that are copied asynchronously do not. For a sum over the walked rows, the left operand is not transposed, and the right
+# operand is the weights in the order in which they were computed.
+#
+# On a CPU a workgroup is a single thread, which computes the products in this way, too. The thread's own memory takes the place of local memory. The
+# thread reads the walked rows directly from global memory. Many threads would compute the pieces of a product at the same time; the single thread
+# computes them one after another, in loops over parts of a tile, and over parts of the elements of O or of a gradient.
+
 MAX_WIDTH = 512      # largest D and Dv
 ROWS_TOGETHER = 8    # rows of a portion: neighbouring threads copy one quad of each
 # Steps of a product that the source has one after another, on NVIDIA. The compiler unrolls the loop over them. With 16 steps in the source, Python
@@ -49,15 +50,16 @@ def beyond_registers(p:Problem) -> str|None:
                for name, value in widths if value > MAX_WIDTH), None)
 
 def for_rectangles(kernel_of:Callable[..., Callable[..., UOp]]) -> Callable[..., Callable[..., UOp]]:
-  """Wraps `kernel_of`, a function that makes kernels in plain UOps. The wrapped function raises NotImplementedError for rows that are too long."""
+  """Wraps a function that makes kernels in plain UOps: rows that are too long raise NotImplementedError."""
   def checked(p:Problem, *how:Any) -> Callable[..., UOp]:
     if (reason := beyond_registers(p)) is not None: raise NotImplementedError(reason)
     return kernel_of(p, *how)
   return checked
 
 def as_rendered(sink:UOp, arch:Chip, tile:RectangleTile) -> UOp:
-  """Returns the kernel `sink` in a form that the chip's renderer takes. attn's own renderers take the operations of attn/ops, which work on vectors.
-  All other renderers take plain UOps only: then each operation is replaced by plain UOps. This is also done for a kernel of a single thread."""
+  """Returns the kernel `sink` in a form that the chip's renderer takes."""
+  # attn's own renderers take the operations of attn/ops, which work on vectors. All other renderers take plain UOps only: then each operation is
+  # replaced by plain UOps. This is also done for a kernel of a single thread.
   ours = arch.name in CHIPS
   return sink if ours and not tile.alone else plain(sink, checked=ours)
 
@@ -67,8 +69,8 @@ OfQuad = TypeVar("OfQuad")
 def nth(quads:Sequence[UOp], i:int) -> UOp: return ops.extract(quads[i//QUAD], i%QUAD)
 def in_quads(x:Sequence[OfQuad]) -> list[Sequence[OfQuad]]: return [x[i:i + QUAD] for i in range(0, len(x), QUAD)]
 def turned_over(rows:list[list[UOp]]) -> list[list[UOp]]:
-  """Transposes a matrix whose rows are lists of quads. For example: scores with a list for each row of a tile, in quads of rows that the workgroup
-  owns, become scores with a list for each own row, in quads of rows of the tile."""
+  """Transposes a matrix whose rows are lists of quads."""
+  # for example, scores with a list for each walked row, in quads of own rows, become scores with a list for each own row, in quads of walked rows
   columns = [[nth(row, i) for row in rows] for i in range(len(rows[0])*QUAD)]
   return [[ops.build(*quad) for quad in in_quads(column)] for column in columns]
 
@@ -76,14 +78,14 @@ def turned_over(rows:list[list[UOp]]) -> list[list[UOp]]:
 
 @dataclass(frozen=True)
 class Section:
-  """A matrix in local memory. The matrix begins at the float with index `base`."""
+  """A matrix in local memory."""
   memory: UOp
-  base: int|UOp
+  base: int|UOp   # index of the matrix's first float
   shape: SectionShape
   def place(self, row:UOp, column:UOp) -> UOp: return self.memory[row*self.shape.pitch + column + self.base]
   def rows_of_numbers(self, rows:list[UOp], columns:list[UOp]) -> list[list[tuple[UOp, int]]]:
-    """Loads the numbers in the given columns of each of the rows. Columns come in groups of four neighbours. Returns, for each number, the vector
-    that contains it and its index there."""
+    """Loads the numbers in the given columns of each row, and returns for each (vector that contains it, index there)."""
+    # columns come in groups of four neighbours
     quads = [[self.quad(row, column) for column in columns[::QUAD]] for row in rows]
     return [[(quad, i) for quad in of_row for i in range(QUAD)] for of_row in quads]
   def place_of_quad(self, row:UOp, column:UOp) -> UOp:
@@ -95,16 +97,16 @@ class Section:
 class Turned(Section):
   """The transpose of a matrix in local memory."""
   def rows_of_numbers(self, rows:list[UOp], columns:list[UOp]) -> list[list[tuple[UOp, int]]]:
-    """Loads the numbers in the given columns of each of the rows. Rows come in groups of four neighbours. Returns, for each number, the vector that
-    contains it and its index there."""
+    """Loads the numbers in the given columns of each row, and returns for each (vector that contains it, index there)."""
+    # rows come in groups of four neighbours
     quads = [[self.quad(column, row) for column in columns] for row in rows[::QUAD]]
     return [[(quad, i) for quad in of_rows] for of_rows in quads for i in range(QUAD)]
 
 @dataclass(frozen=True)
 class GlobalOperand:
-  """Left operand of a product that is read directly from global memory, without a copy in local memory, on devices where a workgroup is a single
-  thread. The operand is rows of a tensor, transposed if `turned`. In place of a row that does not exist, the last row is read: masks hide its scores,
-  and in a sum over rows its weights are 0."""
+  """Left operand of a product that a workgroup of a single thread reads directly from global memory."""
+  # The operand is rows of a tensor, transposed if `turned`. In place of a row that does not exist, the last row is read: masks hide its scores, and
+  # in a sum over rows its weights are 0.
   source: GlobalRows
   first: UOp
   turned: bool
@@ -120,28 +122,28 @@ class GlobalOperand:
 
 @dataclass(frozen=True)
 class Portion:
-  """The data that are copied at one time from a tensor to a section, which is a matrix in local memory: `n` rows from row `first` on, and of each row
-  the elements from `column` on, as many as the section has room for."""
+  """The data that are copied at one time from rows of a tensor to a section, which is a matrix in local memory."""
   section: str
   tensor: str
-  first: UOp
-  column: UOp
-  n: int
+  first: UOp    # first row
+  column: UOp   # first element of each row; the portion has as many elements as the section has room for
+  n: int        # number of rows
 
 # ***** how the work is divided *****
 
 def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
-  """Divides the work on a device without workgroups into parts, which the device computes one after another. The work is `blocks` blocks of rows of
-  each of `heads` heads (counted over batches). Returns (number of parts, number of heads in each part). A part loops over its heads. If batches have
-  different numbers of keys, no part has heads of two batches, because the length of the loop over keys must not depend on the loop over heads."""
+  """Returns (number of parts, heads in each part) of the work on a device without workgroups, which computes parts one after another."""
+  # The work is `blocks` blocks of rows of each of `heads` heads (counted over batches). A part loops over its heads. If batches have different
+  # numbers of keys, no part has heads of two batches, because the length of the loop over keys must not depend on the loop over heads.
   parts = p.B if p.kv_lengths or p.varlen else 1
   return parts*blocks, heads//parts
 
 LANES_DOWN, LANES_ACROSS = 4, 8     # the rectangle of 32 neighbouring threads
 
 def place_in_rectangle(tile:RectangleTile, thread:UOp) -> tuple[UOp, UOp]:
-  """Returns the row and the column of a thread in the rectangle of threads. With asynchronous copies, 32 neighbouring threads form a small rectangle,
-  so that neighbours read the same quads from local memory: threads 2n and 2n + 1 lie in one column, and threads n and n + 2 mostly in one row."""
+  """Returns the row and the column of a thread in the rectangle of threads."""
+  # With asynchronous copies, 32 neighbouring threads form a small rectangle, so that neighbours read the same quads from local memory: threads 2n and
+  # 2n + 1 lie in one column, and threads n and n + 2 mostly in one row.
   if not tile.asynchronous: return thread//tile.across, thread%tile.across
   # on an H100 this order of threads made a kernel for D = 64 1.2 times as fast
   down, across = math.gcd(LANES_DOWN, tile.down), math.gcd(LANES_ACROSS, tile.across)
@@ -150,9 +152,9 @@ def place_in_rectangle(tile:RectangleTile, thread:UOp) -> tuple[UOp, UOp]:
   return number//(tile.across//across)*down + h, number%(tile.across//across)*across + x
 
 def grid_of(p:Problem, arch:Chip, tile:RectangleTile, blocks:int, heads:int) -> tuple[Grid, ThreadPlace]:
-  """Returns the grid and the thread's position in it. Each workgroup owns one of the `blocks` blocks of rows of one of the `heads` heads (counted
-  over batches). A device without workgroups, such as a CPU, computes one part after another: a part owns one block of rows and loops over some heads
-  (`serial_items`)."""
+  """Returns the grid, whose workgroups own one of `blocks` blocks of one of `heads` heads, and the thread's position in it."""
+  # Heads are counted over batches. A device without workgroups, such as a CPU, computes one part after another: a part owns one block of rows and
+  # loops over some heads (`serial_items`).
   new, here, own = Allocator(), UOp.const(0), OwnKeys(tile.down, tile.walked)
   if arch.serial:
     parts, together = serial_items(p, blocks, heads)
@@ -189,12 +191,13 @@ class Rectangle:
   def sections(self) -> Sections: return self.tile.sections(self.p)
   @property
   def part_scores(self) -> Scores:
-    """The `Scores` of one part of a tile. A part is the rows of a tile that the threads compute at one time."""
+    """The scores of one part of a tile: the rows of a tile that the threads compute at one time."""
     scores = replace(self.group.scores, block_n=self.tile.down*self.tile.walked)
     return scores if self.head is None else scores.of_head(self.head)
   @property
   def masked(self) -> bool:
-    """Whether the kernel applies masks. Masks are not needed if every row of every tile exists and no mask hides a score."""
+    """Whether the kernel applies masks."""
+    # not needed if every row of every tile exists and no mask hides a score
     return hides_some(self.group.scores.walk, self.tile.block_n)
   @property
   def items(self) -> list[UOp]:
@@ -202,18 +205,18 @@ class Rectangle:
     return [x for x in self.group.grid.ranges if x.arg[-1] is AxisType.LOOP]
   def rows_of(self, tensor:str) -> GlobalRows: return self.group.rows_of(tensor, self.head)
   def in_block(self, j:int) -> UOp:
-    """Returns the index, among the workgroup's own rows, of the first row of this thread's j-th quad (four neighbouring own rows)."""
+    """Returns the index, among the workgroup's own rows, of the first row of this thread's j-th quad."""
     return (self.at.x + j*self.tile.across)*QUAD
   def result_row(self, i:int) -> UOp:
-    """Returns the index of a row of a product: the i-th row that this thread computes, among the rows that the threads compute together. In scores, a
-    row of the product belongs to a walked row. O and gradients are computed transposed, so there a row of the product is a column of O or of the
-    gradient."""
+    """Returns the index of the i-th row of a product that this thread computes, among all threads' rows."""
+    # In scores, a row of the product belongs to a walked row. O and gradients are computed transposed, so there a row of the product is a column of O
+    # or of the gradient.
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
   def section(self, name:str, *deps:UOp) -> Section:
-    """Returns the section of local memory (a matrix) that has the name `name`, such that accesses to it come after the operations `deps`."""
+    """Returns the matrix `name` in local memory, such that accesses to it come after the operations `deps`."""
     return Section(self.memory.after(*deps), self.sections.places[name], self.sections.shapes[name])
   def loop(self, n:int) -> tuple[UOp, list[UOp]]:
-    """Makes a loop over n parts. Returns (index of the part, list with the loop). If n is 1 there is no loop, and the list is empty."""
+    """Makes a loop over n parts, and returns (index of the part, list with the loop); no loop if n is 1."""
     if n == 1: return UOp.const(0), []
     part = self.new.range(n, AxisType.LOOP)
     return part, [part]
@@ -221,35 +224,36 @@ class Rectangle:
   # ***** registers *****
   def all(self, x:UOp) -> list[UOp]: return [x[i] for i in range(x.max_numel())]
   def each(self, x:UOp) -> list[UOp]:
-    """Returns the registers of `x`, which hold one number for each of this thread's own rows: a vector for each four neighbouring rows."""
+    """Returns the registers of `x`, which hold one number for each of this thread's own rows, in vectors of four."""
     return [x[j] for j in self.quads]
   def zeroed(self, x:UOp) -> UOp: return UOp.group(*[y.store(ops.splat(0.0, QUAD)) for y in self.all(x)])
   def width(self, acc:UOp) -> int:
     """Returns how many columns of the sum `acc` (O or a gradient) one thread computes."""
     return acc.max_numel()//len(self.quads)
   def blocks(self, acc:UOp) -> int:
-    """Returns into how many blocks a thread divides its columns of the sum `acc` (O or a gradient). The thread computes one block after another."""
+    """Returns into how many blocks a thread divides its columns of the sum `acc` (O or a gradient)."""
+    # the thread computes one block after another
     return self.width(acc)//(self.tile.columns or self.width(acc))
   def block_of(self, acc:UOp, block:UOp) -> list[UOp]:
     """Returns the registers of block number `block` of this thread's columns of the sum `acc` (O or a gradient)."""
     count = acc.max_numel()//self.blocks(acc)
     return [acc[block*count + i] for i in range(count)]
   def cleared(self, acc:UOp) -> UOp:
-    """Returns the stores of 0 to the registers of the sum `acc` (O or a gradient), one block of columns after another."""
+    """Returns the stores of 0 to the registers of the sum `acc` (O or a gradient)."""
     block, loop = self.loop(self.blocks(acc))
     return UOp.group(*[x.store(ops.splat(0.0, QUAD)) for x in self.block_of(acc.after(*loop), block)]).end(*loop)
   def in_rows(self, registers:Sequence[UOp]) -> list[list[UOp]]:
-    """Loads `registers`, which hold some rows of a product. Returns a list for each of these rows, with vectors of four own rows."""
+    """Loads `registers`, rows of a product, and returns a list for each row, with vectors of four own rows."""
     n, found = len(self.quads), [x.load() for x in registers]
     return [found[i:i + n] for i in range(0, len(found), n)]
   def barrier(self, *deps:UOp) -> UOp: return UOp.group(*deps) if self.tile.alone else workgroup_barrier(UOp.group(*deps))
 
   # ***** products *****
   def product(self, to:UOp, walked:str, own:str, kept:str, t:UOp, ready:list[UOp], ahead:UOp|None=None) -> UOp:
-    """Multiplies part number `t` of the walked rows (over which the workgroup loops) by the own rows (which the workgroup owns). `walked` and `own`
-    are the names of the two tensors. Returns the registers `to`, which then hold the products. Rows are copied to local memory a few columns at a
-    time, after the operations `ready`. If the own rows stay in local memory, `kept` is the name of the section (matrix) of local memory from which
-    they are read. If the kernel loads data to registers before it needs them, the registers `ahead` have the first walked rows."""
+    """Multiplies part `t` of the walked rows of tensor `walked` by the own rows of `own`, and returns the registers `to` with the products."""
+    # Rows are copied to local memory a few columns at a time, after the operations `ready`. If the own rows stay in local memory, `kept` is the name
+    # of the section (matrix) of local memory from which they are read. If the kernel loads data to registers before it needs them, the registers
+    # `ahead` have the first walked rows.
     tile, n, width = self.tile, self.tile.down*self.tile.walked, self.width_of(walked)
     depth, (step, loop) = tile.depth_of(width), self.loop(tile.steps(width))
     now, first, mine = [*ready, *loop], step*depth, [self.result_row(i) for i in range(tile.walked)]
@@ -273,10 +277,10 @@ class Rectangle:
 
   def summed(self, acc:UOp, tensor:str, weights:str, t:UOp, ready:list[UOp], weighed:list[UOp], rescale:list[UOp]|None=None,
              ahead:UOp|None=None) -> UOp:
-    """Computes acc = acc*rescale + X^T W, where X is tile t of the rows of `tensor`, and W is the weights of these rows, P or dS. The rows are copied
-    to local memory a few at a time, after the operations `ready`. `weights` is the name of the section (matrix) of local memory that holds the
-    weights after the operations `weighed`. If the kernel loads data to registers before it needs them, the registers `ahead` have the first rows.
-    Returns the last operation."""
+    """Computes acc = acc*rescale + X^T W, with X tile t of `tensor` and W its rows' weights, and returns the last operation."""
+    # W is P or dS. The rows are copied to local memory a few at a time, after the operations `ready`. `weights` is the name of the section (matrix)
+    # of local memory that holds the weights after the operations `weighed`. If the kernel loads data to registers before it needs them, the registers
+    # `ahead` have the first rows.
     tile, n, first = self.tile, len(self.quads), self.group.scores.row(t*self.tile.block_n)
     block, blocks = self.loop(self.blocks(acc))
     to = self.some.after(*ready, *blocks) if tile.columns else acc
@@ -298,8 +302,8 @@ class Rectangle:
     return self.outer_products(begun.after(*loop), left, own, self.section(weights, *there), step*tile.values, tile.values).end(*loop)
 
   def outer_products(self, acc:UOp, left:Section|GlobalOperand, columns:list[UOp], right:Section, first:UOp, n:int) -> UOp:
-    """Adds to the registers `acc` the outer products of row i of `left` and row `first` + i of `right`, for i from 0 to n - 1. `columns` are the
-    columns of `left` that this thread computes. Returns the last operation."""
+    """Adds to the registers `acc` the outer products of n rows of `left` and of `right`, and returns the last operation."""
+    # of row i of `left` and row `first` + i of `right`; `columns` are the columns of `left` that this thread computes
     steps_of_iteration = math.gcd(n, self.tile.steps_at_once)
     unrolled = steps_of_iteration//math.gcd(steps_of_iteration, WRITTEN_STEPS) if self.tile.asynchronous else 1
     together = steps_of_iteration//unrolled
@@ -314,29 +318,30 @@ class Rectangle:
 
   # ***** from global to local memory *****
   def first_of(self, tensor:str, t:UOp) -> Portion:
-    """Returns which data of tile t of K or V (`tensor`) are copied to local memory first. A tile may be copied in several such portions."""
+    """Returns which data of tile t of K or V (`tensor`) are copied to local memory first."""
+    # a tile may be copied in several such portions
     tile, first = self.tile, self.group.scores.row(t*self.tile.block_n)
     if tensor == "k": return Portion("walked", "k", first, UOp.const(0), tile.block_n)
     return Portion("rows", "v", first, UOp.const(0), tile.values)
 
   def converted(self, tensor:str) -> Callable[[UOp], UOp]:
-    """Returns the function that converts an element of the tensor `tensor` to fp32. dO is first rounded to the inputs' dtype, as in the kernels with
-    matrix instructions."""
+    """Returns the function that converts an element of the tensor `tensor` to fp32."""
     if self.p.stored and tensor in ("k", "v"): return FORMATS[self.p.stored].decode
+    # dO is first rounded to the inputs' dtype, as in the kernels with matrix instructions
     return lambda x: (x.cast(FLOATS[self.p.dtype]) if tensor == "do" else x).cast(dtypes.float)
 
   def width_of(self, tensor:str) -> int: return self.p.D if tensor == "k" else self.rows_of(tensor).width
 
   def element(self, tensor:str, first:UOp, row:UOp, column:UOp, *there:UOp) -> UOp:
-    """Loads an element of row `first` + `row` of the tensor `tensor`, and returns it in fp32. Returns 0 where one of the conditions `there` is false.
-    If K is stored in 8 bits in a latent cache, this is the value of the element: in the latent columns the stored number times the row's scale, and
-    after them the rotary columns, which have 16 bits."""
+    """Loads an element of row `first` + `row` of `tensor` in fp32, or 0 where a condition of `there` is false."""
     def loaded(name:str, column:UOp|int) -> UOp:
       rows = self.rows_of(name)
       at = rows.start(first, row) + column
       return rows.buffer[at.valid(functools.reduce(UOp.__and__, there)) if there else at].load()
     p, convert = self.p, self.converted(tensor)
     if tensor != "k" or not p.stored or not p.v_in_k: return convert(loaded(tensor, column))
+    # K in 8 bits in a latent cache: in the latent columns the stored number times the row's scale, and after them the rotary columns, which have 16
+    # bits
     found = ops.mul(convert(loaded("k", column.minimum(p.Dv - 1))), loaded("k_scales", 0).cast(dtypes.float))
     return found if p.Dv == p.D else (column < p.Dv).where(found, loaded("k_rotary", (column - p.Dv).maximum(0)).cast(dtypes.float))
 
@@ -351,16 +356,15 @@ class Rectangle:
     return ceildiv(portion.n*self.units(portion), self.tile.threads)
 
   def carried(self, portion:Portion, ready:list[UOp]) -> UOp:
-    """Copies this thread's quads (four neighbouring elements) of the data `portion` to local memory, after the operations `ready`. Transposes the
-    data if the matrix in local memory is the transpose of the rows. Elements that do not exist become 0. Returns the last operation."""
+    """Copies this thread's quads of the data `portion` to local memory, after the operations `ready`; returns the last operation."""
+    # the data are transposed if the matrix in local memory is the transpose of the rows; elements that do not exist become 0
     to, count = self.section(portion.section, *ready), self.quads_carried(portion)
     item, loop = self.loop(count) if self.tile.alone or count > MOST_UNROLLED else (UOp.const(0), [])
     items = [item] if loop else [UOp.const(i) for i in range(count)]
     return UOp.group(*[to.memory[place].store(x) for i in items for x, place in self.quad_of(portion, i)]).end(*loop)
 
   def quad_of(self, portion:Portion, item:UOp) -> list[tuple[UOp, UOp]]:
-    """Loads one quad (four neighbouring elements) of the data `portion`: the quad with index `item` among those that this thread copies. Returns its
-    elements in fp32, each with the index in local memory to which it belongs."""
+    """Loads this thread's quad number `item` of `portion`, and returns (element in fp32, index in local memory) for each element."""
     to, rows, threads, units = self.section(portion.section), self.rows_of(portion.tensor), self.tile.threads, self.units(portion)
     turned, width = to.shape.turned, self.width_of(portion.tensor)
     count, fast = portion.n*units, math.gcd(portion.n, ROWS_TOGETHER) if turned else 1
@@ -380,9 +384,9 @@ class Rectangle:
     return [UOp.group(*[ahead[i].store(x) for i, x in enumerate(values)])]
 
   def brought(self, portion:Portion, then:Portion|None, ready:list[UOp], ahead:UOp|None) -> list[UOp]:
-    """Returns the stores of the data `portion` to local memory, after the operations `ready`. If `ahead` is None, the data comes from global memory.
-    Otherwise it comes from the registers `ahead`, to which it was loaded earlier, and the next data, `then`, is loaded to these registers afterwards.
-    """
+    """Returns the stores of the data `portion` to local memory, after the operations `ready`."""
+    # If `ahead` is None, the data comes from global memory. Otherwise it comes from the registers `ahead`, to which it was loaded earlier, and the
+    # next data, `then`, is loaded to these registers afterwards.
     if ahead is None: return [self.carried(portion, ready)]
     to, now = self.section(portion.section, *ready), ahead.after(*ready)
     places = [place for j in range(self.quads_carried(portion)) for _, place in self.quad_of(portion, UOp.const(j))]
@@ -391,10 +395,9 @@ class Rectangle:
 
   # ***** asynchronous copies *****
   def started(self, portion:Portion, place:UOp, ready:list[UOp], gate:UOp|None=None) -> UOp:
-    """Returns one UOp that groups the statements (operations with side effects) which start this thread's asynchronous copies of the data `portion`
-    to a section (a matrix in local memory). The copies come after the operations `ready`, and are made only if `gate` is true. The section has room
-    for one or two portions: `place` is 1 for the second half of the section, and 0 otherwise. Elements beyond the tensor's last row or column become
-    0."""
+    """Returns the statements that start this thread's asynchronous copies of `portion` to its section, as one UOp."""
+    # The copies come after the operations `ready`, and are made only if `gate` is true. The section has room for one or two portions: `place` is 1
+    # for the second half of the section, and 0 otherwise. Elements beyond the tensor's last row or column become 0.
     threads, rows, to = self.tile.threads, self.rows_of(portion.tensor), self.section(portion.section, *ready)
     units, pitch, copies = self.units(portion), to.shape.pitch//QUAD, list[UOp]()
     regular = threads % units == 0 and rows.regular      # the copies of a thread are at constant distances
@@ -410,18 +413,17 @@ class Rectangle:
     return UOp.group(*map(self.statements.do, copies))
 
   def committed(self, *copies:UOp) -> UOp:
-    """Makes one group of asynchronous copies, for which a thread can wait. Returns the statement."""
+    """Makes one group of asynchronous copies, for which a thread can wait, and returns the statement."""
     return self.statements.do(nv.commit(self.statements.after(*copies).done), *copies)
 
   def arriving(self, now:Portion, later:Portion, other:Portion, at:tuple[UOp, int], ready:list[UOp], further:list[UOp],
                ahead:UOp|None) -> tuple[Section, list[UOp]]:
-    """Makes the data `now` ready in its section (a matrix in local memory), for step s of n steps, where `at` = (s, n). The operations `ready` come
-    first. Returns the section, and the operations after which local memory may be read; these include `further`, operations that fill other sections.
-
-    With asynchronous copies, the step before has started the copies of `now`. This step waits for these copies, and starts the next ones, which run
-    during the products. The next copies are those of `later`, the data of the next step. In the last step they are those of `other`, the first data
-    of another section. Without asynchronous copies, this step stores `now`. If `ahead` is not None, it also loads `later` to the registers
-    `ahead`."""
+    """Makes the data `now` ready in local memory, and returns its section, and the operations after which it may be read."""
+    # For step s of n steps, where `at` = (s, n). The operations `ready` come first. The returned operations include `further`, operations that fill
+    # other sections. With asynchronous copies, the step before has started the copies of `now`. This step waits for these copies, and starts the next
+    # ones, which run during the products. The next copies are those of `later`, the data of the next step. In the last step they are those of
+    # `other`, the first data of another section. Without asynchronous copies, this step stores `now`. If `ahead` is not None, it also loads `later`
+    # to the registers `ahead`.
     step, steps = at
     if not self.tile.asynchronous:
       stores = self.brought(now, later if steps > 1 else None, ready, ahead)
@@ -435,9 +437,9 @@ class Rectangle:
     return (Turned if now.section == "walked" else Section)(self.memory.after(*there), place, section), there
 
   def over_threads(self, parts:list[UOp], join:Callable[[UOp, UOp], UOp], ready:list[UOp], *done:UOp) -> tuple[list[UOp], list[UOp]]:
-    """Combines the numbers that several threads have for the same row into one number, by `join`, such as a sum or a maximum. `parts` has this
-    thread's numbers, a vector for each four of its own rows. The threads exchange the numbers through local memory, after the operations `ready` and
-    the statements `done`. Returns two lists: the results, and the operations after which local memory is free for other data."""
+    """Returns one number for each own row, made by `join` of several threads' numbers, and the operations after which local memory is free."""
+    # `parts` has this thread's numbers, a vector for each four of its own rows. The threads exchange the numbers through local memory, after the
+    # operations `ready` and the statements `done`. The second list has the operations after which local memory is free for other data.
     if self.tile.alone: return parts, [*ready, *done]
     to = self.section("exchanged", *ready)
     met = self.barrier(*done, *[y for j, x in enumerate(parts) for y in to.store_quad(self.at.h, self.in_block(j), x)])
