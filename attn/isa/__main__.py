@@ -48,15 +48,14 @@ class NewFile(click.Path):
 OF_FILES = ("dv", "kernel", "queries", "lds", "threads", "products", "behind")
 
 def check_options_of_files(word:str) -> None:
-  """Raises UsageError if an option that describes the code in a file, such as --queries or --lds, is given together with the name of a kernel of attn
-  (`word`). attn knows these numbers for its own kernels."""
+  """Raises UsageError if an option that only describes code in a file, such as --queries, is given with the kernel of attn `word`."""
+  # attn knows these numbers for its own kernels
   given = click.get_current_context()
   for name in OF_FILES:
     if given.get_parameter_source(name) is ParameterSource.COMMANDLINE: raise click.UsageError(f"--{name} is for files: {word} is a kernel of attn")
 
 def _report(word:str, arch:str|None, d:int|None, options:dict[str, Any]) -> Report:
-  """Returns the report on the file `word`, or on a kernel of attn if `word` is the kernel's name. `d` is the head dimension of the code in a file,
-  and `options` has further arguments of `analyse`."""
+  """Returns the report on the file `word`, or on the kernel of attn named `word`. `options` are further arguments of `analyse`."""
   path, amd = Path(word), f"reports are only for AMD's chips, {', '.join(MODELLED)}"
   if path.is_file() and arch is not None and arch not in MODELLED: raise ValueError(f"--arch {arch}: {amd}")
   if path.is_file(): return analyse(_text_of(path), arch, d, title=path.name, **options)

@@ -1,21 +1,21 @@
-"""Finds instructions that need every lane of a wave, at places where a lane may be switched off. To know this, the check follows the mask of active
-lanes (EXEC) through the function.
-
-An instruction that reads other lanes gets no value from a lane that is switched off: v_permlane16_swap_b32 leaves that lane's register unchanged,
-ds_bpermute_b32 gives 0, and a matrix instruction of RDNA needs EXEC to be all ones (RDNA3 ISA section 7.9). clang may move such an instruction into a
-branch that only some lanes take. Then the result lacks the values of the other lanes. The kernels use these instructions for whole waves only. So
-each such instruction under a partial EXEC is a finding, even if its result is right.
-
-What is known at a point of the code is a set of facts. A fact is a set of scalar registers: every lane has its bit set in at least one of these
-registers. The fact {exec_lo} means that all lanes are active. The fact {s4, exec_lo} means that each lane that is switched off has its bit set in s4;
-then `s_or_b32 exec_lo, exec_lo, s4` switches all lanes on. The halves of a 64-lane mask are separate registers. At the beginning of a function all
-lanes are active. Where paths meet, a fact holds if it holds on every path."""
+"""Finds instructions that need every lane of a wave, at places where a lane may be switched off. Begin with `across_lanes`."""
 from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from attn.isa.flow import Block
 from attn.isa.instruction import Instruction
+
+# To know this, the check follows the mask of active lanes (EXEC) through the function. An instruction that reads other lanes gets no value from a
+# lane that is switched off: v_permlane16_swap_b32 leaves that lane's register unchanged, ds_bpermute_b32 gives 0, and a matrix instruction of RDNA
+# needs EXEC to be all ones (RDNA3 ISA section 7.9). clang may move such an instruction into a branch that only some lanes take. Then the result
+# lacks the values of the other lanes. The kernels use these instructions for whole waves only. So each such instruction under a partial EXEC is a
+# finding, even if its result is right.
+#
+# What is known at a point of the code is a set of facts. A fact is a set of scalar registers: every lane has its bit set in at least one of these
+# registers. The fact {exec_lo} means that all lanes are active. The fact {s4, exec_lo} means that each lane that is switched off has its bit set in
+# s4; then `s_or_b32 exec_lo, exec_lo, s4` switches all lanes on. The halves of a 64-lane mask are separate registers. At the beginning of a function
+# all lanes are active. Where paths meet, a fact holds if it holds on every path.
 
 Fact = frozenset[str]
 Facts = frozenset[Fact]
@@ -49,12 +49,10 @@ def _operands(x:Instruction) -> list[str]: return [a.strip() for a in x.args.spl
 def _without(facts:Facts, registers:Iterable[str]) -> Facts: return frozenset(f for f in facts if f.isdisjoint(registers))
 
 def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:str) -> Facts:
-  """Returns the facts after an operation that writes the scalar register `out`. A fact is a set of scalar registers that hold lane masks: each lane
-  has its bit set in at least one of them.
-
-  A rule (all_of, none_of) says which bits the operation sets: those that are set in all operands of `all_of` and clear in all operands of `none_of`.
-  Both are strings of letters. `operands` maps each letter to a register."""
+  """Returns the facts after an operation that writes the scalar register `out`, whose bits the `rules` give."""
   # "" names the new value of `out` here, because facts about the old value are still needed
+  # A rule (all_of, none_of) says which bits the operation sets: those that are set in all operands of `all_of` and clear in all operands of
+  # `none_of`. Both are strings of letters. `operands` maps each letter to a register.
   known = {f - {"0"} for f in facts} | ({frozenset({"-1"})} if "-1" in operands.values() else set())
   def made_by(all_of:str, none_of:str) -> Iterator[frozenset[str]]:
     for chosen in product(*([f for f in known if operands[x] in f] for x in all_of)):      # a fact about each operand
@@ -67,9 +65,9 @@ def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:st
   return _least(frozenset(out if x == "" else x for x in f) for f in _without(frozenset(known), {out, "-1"}))
 
 def _after_scalar(facts:Facts, m:re.Match[str], operands:list[str]) -> Facts:
-  """Returns the facts after a logical instruction on lane masks. A fact is a set of scalar registers that hold lane masks: every lane's bit is known
-  to be set in at least one of them. `m` is the match of the mnemonic. An instruction with _saveexec or _wrexec combines its operand with EXEC and
-  stores the result in EXEC. The result register of the instruction gets the old value of EXEC (_saveexec) or the new value (_wrexec)."""
+  """Returns the facts after a logical instruction on lane masks, whose mnemonic matched as `m`."""
+  # An instruction with _saveexec or _wrexec combines its operand with EXEC and stores the result in EXEC. The result register gets the old value of
+  # EXEC (_saveexec) or the new value (_wrexec).
   def halves(operand:str) -> tuple[str, ...]: return (_dwords(operand)*2)[:int(m[3])//32]
   out, *sources = map(halves, operands)
   for i, register in enumerate(out):
@@ -98,15 +96,14 @@ def _after(facts:Facts, x:Instruction) -> Facts:
   return _without(facts, set(_written(x, operands)))
 
 def _on_edge(facts:Facts, block:Block, taken:bool) -> Facts:
-  """Returns the facts after the branch at the end of a basic block: on the path where the branch is `taken`, or on the other path. A fact is a set of
-  scalar registers that hold lane masks: every lane's bit is known to be set in at least one of them. If the branch tests EXEC, no lane is active on
-  one of the paths. There the result contains the empty fact, which can never hold: it marks a path that no wave takes."""
+  """Returns the facts after the branch at the end of a basic block, on the path where the branch is `taken` or not."""
   last = block.instructions[-1].op if block.instructions else ""
+  # If the branch tests EXEC, no lane is active on one of the paths. There the result contains the empty fact, which can never hold: it marks a path
+  # that no wave takes.
   return _least(f - set(EXEC) for f in facts) if last == ("s_cbranch_execz" if taken else "s_cbranch_execnz") else facts
 
 def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
-  """Returns the facts at the beginning of each basic block, or None for a block that no path leads to. A fact is a set of scalar registers that hold
-  lane masks: every lane's bit is known to be set in at least one of them. `entry` has the facts at the beginning of the function."""
+  """Returns the facts at the beginning of each basic block, None for a block that no path leads to. `entry` has the function's first facts."""
   known: list[Facts|None] = [None]*len(blocks)
   known[0], waiting = entry, [0]
   while waiting:
@@ -125,8 +122,8 @@ def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
   return known
 
 def whole_waves(blocks:Sequence[Block], wave:int) -> list[list[bool]|None]:
-  """Returns for each instruction of each basic block whether all lanes of a wave are known to be active. `wave` is the number of lanes. Returns None
-  for a block that no path leads to."""
+  """Returns, for each instruction of each basic block, whether all lanes of a wave are known to be active."""
+  # None for a block that no path leads to
   whole = frozenset(frozenset({half}) for half in EXEC[:wave//32])
   found = list[list[bool]|None]()
   for block, facts in zip(blocks, facts_of(blocks, whole)):
@@ -139,8 +136,7 @@ def whole_waves(blocks:Sequence[Block], wave:int) -> list[list[bool]|None]:
   return found
 
 def across_lanes(blocks:Sequence[Block], wave:int) -> list[str]:
-  """Returns a line for each instruction that needs every lane of a wave and lies where a lane may be switched off. `wave` is the number of lanes of a
-  wave."""
+  """Returns a line for each instruction that needs every lane of a wave and lies where a lane may be switched off."""
   found, label = [], "the entry"
   for block, whole in zip(blocks, whole_waves(blocks, wave)):
     label = block.labels[-1] if block.labels else label

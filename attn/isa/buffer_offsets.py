@@ -1,10 +1,5 @@
 """Finds buffer instructions that add an immediate number to a register which may be negative. No document says what the memory unit does then
-(attn/emulator/offsets.py).
-
-The check follows the registers of a function as ranges of unsigned numbers. A register becomes unknown if its value comes from memory, from an
-instruction that this module does not know, or from an instruction whose result may wrap around. An instruction is a finding if the ranges do not
-prove that the sum of register and number fits into 32 bits, even if the register is never negative. If an instruction may switch lanes on, the ranges
-also include the values that these lanes held while they were off."""
+(attn/emulator/offsets.py)."""
 from __future__ import annotations
 import functools, re
 from collections.abc import Callable, Sequence
@@ -13,6 +8,11 @@ from attn.isa.active_lanes import whole_waves
 from attn.isa.flow import Block
 from attn.isa.instruction import Instruction
 from attn.isa.operands import issued_together, registers, uses, written_operands
+
+# The check follows the registers of a function as ranges of unsigned numbers. A register becomes unknown if its value comes from memory, from an
+# instruction that this module does not know, or from an instruction whose result may wrap around. An instruction is a finding if the ranges do not
+# prove that the sum of register and number fits into 32 bits, even if the register is never negative. If an instruction may switch lanes on, the
+# ranges also include the values that these lanes held while they were off.
 
 Known = dict[str, Range]     # range of each known register
 
@@ -73,14 +73,15 @@ def _rule(op:str) -> Callable[..., Range]|None:
   return next((fn for pattern, fn in _RULES if re.fullmatch(pattern, name)), None)
 
 def _range(operand:str, known:Known) -> Range:
-  """Returns the range of an operand. A register with a minus sign or an absolute value holds a float, so its range is unknown."""
+  """Returns the range of an operand, given the ranges of known registers."""
+  # a register with a minus sign or an absolute value holds a float
   if named := registers(operand): return known.get(named[0], UNKNOWN) if len(named) == 1 and re.search(r"[-|(]", operand) is None else UNKNOWN
   try: number = int(operand, 0) & LARGEST_WORD
   except ValueError: return UNKNOWN
   return number, number
 
 def _results(op:str, args:str, known:Known) -> dict[str, Range]:
-  """Returns the registers that an instruction writes, each with the range of values that it may hold afterwards. `known` has the ranges before."""
+  """Returns the registers that an instruction writes, each with its range afterwards; `known` has the ranges before."""
   x, parts = Instruction(op, args, f"{op} {args}"), written_operands(args)
   found = dict.fromkeys(() if x.kind == "load_to_lds" else uses(x)[0], UNKNOWN)
   if re.match(r"v_mad_(co_)?u64_u32", op):      # the low half of the result does not depend on the upper half of the number that is added
@@ -98,7 +99,7 @@ HALVES = ("vcc", "exec")      # names that stand for two registers each
 _FEWER_LANES = re.compile(r"v_cmpx|s_and_saveexec|s_and(n2|_not1)?_b\d+ exec(_lo)?, exec(_lo)?,")      # any other write to EXEC may switch lanes on
 
 class KnownRegisters:
-  """Known ranges of the values of registers. Each register has one range for the active lanes, and one range for all lanes."""
+  """Known ranges of the values of registers: each register has one range for the active lanes, and one range for all lanes."""
   def __init__(self, active:Known, every:Known): self.active, self.every = active, every
   def copy(self) -> KnownRegisters: return KnownRegisters(dict(self.active), dict(self.every))
 
@@ -114,21 +115,21 @@ class KnownRegisters:
     if "exec" in results and not _FEWER_LANES.match(x.text): self.active = dict(self.every)
 
   def meet(self, other:KnownRegisters, often:bool) -> bool:
-    """Merges the ranges of `other` into these ranges, at a point where two paths meet: a merged range contains both ranges. Returns whether a range
-    has changed, so that less is known than before. With `often`, a register whose range changes becomes unknown."""
+    """Widens these ranges to include the ranges of `other`, where two paths meet. Returns whether a range has changed."""
     changed = False
     for known, more in ((self.active, other.active), (self.every, other.every)):
       for r, before in list(known.items()):
         if (after := _hull(before, more.get(r, UNKNOWN))) == before: continue
         changed = True
+        # a register that keeps changing becomes unknown, so that the search ends
         if often or after == UNKNOWN: del known[r]
         else: known[r] = after
     return changed
 
 def registers_of(blocks:Sequence[Block], whole:Sequence[Sequence[bool]|None], work_items:Range) -> list[KnownRegisters|None]:
-  """Returns the known ranges of register values at the beginning of each basic block, or None for a block that no path leads to. `whole` says for
-  each instruction of each block whether all lanes are known to be active; it has None for a block that no path leads to. At the beginning of the
-  function register v0, which holds a thread's position in its workgroup, lies within `work_items`."""
+  """Returns the known ranges of registers at the beginning of each basic block, None for a block that no path leads to."""
+  # `whole` says for each instruction of each block whether all lanes are known to be active. At the beginning v0, a thread's position in its
+  # workgroup, lies within `work_items`.
   known, came, waiting = [None]*len(blocks), [0]*len(blocks), [0]     # type: tuple[list[KnownRegisters|None], list[int], list[int]]
   known[0] = KnownRegisters({"v0": work_items}, {"v0": work_items})
   while waiting:
@@ -145,9 +146,8 @@ def registers_of(blocks:Sequence[Block], whole:Sequence[Sequence[bool]|None], wo
   return known
 
 def not_shown_to_fit(blocks:Sequence[Block], wave:int, dimensions:int=3) -> list[str]:
-  """Finds buffer instructions that add an immediate number to a register, where the sum may exceed 32 bits as far as this check can tell. Returns one
-  line for each. `wave` is the number of lanes of a wave, 32 or 64. At the beginning v0 holds a thread's position in its workgroup: `dimensions`
-  numbers of ten bits each."""
+  """Returns a line for each buffer instruction whose sum of register and immediate number may exceed 32 bits."""
+  # at the beginning v0 holds a thread's position in its workgroup: `dimensions` numbers of ten bits each
   whole, found = whole_waves(blocks, wave), list[str]()
   for block, state, each in zip(blocks, registers_of(blocks, whole, (0, (1 << 10*dimensions) - 1)), whole):
     if state is None or each is None: continue

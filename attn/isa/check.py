@@ -1,5 +1,4 @@
-"""Checks of machine code. A check finds code that can give wrong numbers, or that slows a kernel down without need. CHECKS names each check. A check
-looks at one function and returns its findings as sentences.
+"""Checks that find machine code which can give wrong numbers, or which slows a kernel down without need. CHECKS names each check.
 
   findings(assembly_text, "gfx942")           every check on any text
   python -m attn.isa check                    every check on every kernel of docs/costs.txt, under the compiler in use
@@ -22,7 +21,7 @@ from attn.isa.source import Spec
 
 @dataclass(frozen=True)
 class Function:
-  """A function of an assembly text, with the registers that the text declares for it, and the chip that it is compiled for."""
+  """Function of an assembly text, with the registers that the text declares for it, and its chip."""
   kernel: Kernel
   chip: Chip
 
@@ -39,8 +38,7 @@ CHECKS: dict[str, Callable[[Function], list[str]]] = {
 }
 
 def findings(text:str, arch:str|None=None) -> list[str]:
-  """Runs all checks on the functions of an assembly text. Returns one line for each finding, which begins with the check's name. Raises ValueError if
-  the text has no function, or if neither the text nor `arch` names the chip."""
+  """Runs all checks on the functions of an assembly text. Returns one line for each finding, which begins with the check's name."""
   functions = parse(text, arch)
   if not functions: raise ValueError("no AMDGPU code found: expected assembly text of a kernel, or the output of llvm-objdump -d")
   if functions[0].arch is None: raise ValueError("the text doesn't name its chip: give arch, such as gfx942")
@@ -48,11 +46,11 @@ def findings(text:str, arch:str|None=None) -> list[str]:
   return [f"{name}: {found}" for kernel in functions for name, check in CHECKS.items() for found in check(Function(kernel, chip))]
 
 def findings_of(specs:Sequence[Spec], tools:Toolchain) -> Iterator[tuple[str, list[str]]]:
-  """Yields (description, findings) for each of attn's kernels in `specs`, compiled by `tools`. Each kernel is checked twice: for numbers of queries
-  and keys that fill whole tiles, and for numbers that are not powers of two. Kernels are rendered one after another while clang compiles on every
-  core."""
+  """Yields (description, findings) for each of attn's kernels in `specs`, compiled by `tools`."""
+  # each kernel is checked twice: for numbers of queries and keys that fill whole tiles, and for numbers that are not powers of two
   def checked(spec:Spec, text:str) -> list[str]: return findings(assembly(text, spec.arch, tools=tools), spec.arch)
   with ThreadPoolExecutor(os.cpu_count()) as pool:
+    # kernels are rendered one after another while clang compiles on every core
     jobs = {f"{spec}{words}": pool.submit(checked, spec, source.kernel_source(spec, llvm=tools.llvm, shape=shape).text)
             for spec in specs for words, shape in (("", None), (" of uneven rows", source.uneven_shape(spec)))}
     for words, job in jobs.items(): yield f"{words} under clang {tools.llvm}", job.result()

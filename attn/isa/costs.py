@@ -1,9 +1,4 @@
-"""The cost of every kernel of attn on every chip, one line each: registers, spills, bounds. Also finds slow idioms that no kernel may contain.
-
-  python -m attn.isa costs --write docs/costs.txt                           rewrites the file in the repository
-  python -m attn.isa costs --compilers --write docs/costs_compilers.txt     registers and spills of forward kernels under older releases of clang
-
-A test compares the file with the kernels by `Costs.compare`, which returns the changed lines."""
+"""The cost of every kernel of attn on every chip, one line each: registers, spills, bounds. Also finds slow idioms that no kernel may contain."""
 from __future__ import annotations
 import os, re
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +15,11 @@ from attn.choose.refusals import MATRIX_DTYPES
 from attn.isa.source import ALL, BACKWARD, FORWARD, LATENT, MASKS, Source, Spec, chosen
 from attn.isa.table import BRIEF, brief_cells
 
+# python -m attn.isa costs --write docs/costs.txt                           rewrites the file in the repository
+# python -m attn.isa costs --compilers --write docs/costs_compilers.txt     registers and spills of forward kernels under older releases of clang
+#
+# A test compares the file with the kernels by `Costs.compare`, which returns the changed lines.
+
 HEAD_DIMENSIONS = (64, 128, 256)
 COSTED_OPTIONS = ("softcap", "alibi", "bias", "dropout")
 SPECS = [Spec(arch, d, dtype, mask, kernel) for arch in MODELLED for d in HEAD_DIMENSIONS for dtype in MATRIX_DTYPES for mask in MASKS
@@ -30,31 +30,26 @@ SPECS += [Spec(arch, 576, dtype, MASKS[0], LATENT) for arch in MODELLED for dtyp
 SPECS += [Spec(arch, 128, "bfloat16", "causal", kernel, option) for arch in SEARCHED for kernel in (FORWARD, *BACKWARD) for option in COSTED_OPTIONS]
 
 def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:bool=False) -> Report:
-  """Returns a report on the kernel of attn that `spec` names. `kernel` is its source and `text` its machine code. The report is about one loop:
-  `rank` 0 is the loop with the most matrix work (the hot loop), 1 the next. It counts the usual path through the loop, without side blocks that few
-  iterations enter, or all instructions with `every_block`. The figure `useful`, the share of the matrix unit's peak rate in useful products, is for
-  this kernel alone."""
+  """Returns a report on the loop number `rank` of a kernel of attn, given its source `kernel` and its machine code `text`."""
+  # Rank 0 is the loop with the most matrix work (the hot loop). The usual path through the loop is counted, or with `every_block` all instructions.
+  # The figure `useful`, the share of the matrix unit's peak rate in useful products, is for this kernel alone.
   return analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec), products=kernel.products, rank=rank,
                  every_block=every_block)
 
 def _report(spec:Spec, kernel:Source, tools:Toolchain) -> Report: return report_of_text(spec, kernel, assembly(kernel.text, spec.arch, tools=tools))
 
 def report_of(spec:Spec, rank:int=0, every_block:bool=False) -> Report:
-  """Compiles the kernel of attn that `spec` names, and returns a report on its hot loop: the loop with the most matrix work. `rank` 1, 2, ... chooses
-  the loop with the next most matrix work. `every_block` counts all instructions of the loop, also branches that are rarely taken.
-
-  The figure `useful` is the rate of useful matrix products, as a share of the matrix unit's peak rate. A product that is computed a second time is
-  not useful. By default `useful` covers all kernels that work together, such as both backward kernels. With `rank` or `every_block` it covers this
-  kernel alone."""
+  """Compiles a kernel of attn, and returns a report on its hot loop; `rank` 1, 2, ... chooses a loop with less matrix work."""
+  # Without `rank` and `every_block` the figure `useful` covers all kernels that work together, such as both backward kernels. It is the rate of
+  # useful matrix products, as a share of the matrix unit's peak rate; a product that is computed a second time is not useful.
   if not rank and not every_block: return reports_of([spec])[0]
   kernel = source.kernel_source(spec, llvm=toolchain().llvm)
   return report_of_text(spec, kernel, assembly(kernel.text, spec.arch), rank, every_block)
 
 def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
-  """Compiles the kernels of attn that `specs` names, by the compiler `tools`, and returns reports on their machine code. Kernels are rendered one
-  after another, because tinygrad's lowering is Python, while clang compiles on every core. The figure `useful` of a report (share of the matrix
-  unit's peak rate that goes to useful products) counts all kernels that do the work together, such as both backward kernels."""
+  """Compiles kernels of attn by the compiler `tools`, and returns reports on their machine code."""
   tools = tools or toolchain()
+  # kernels are rendered one after another, because tinygrad's lowering is Python, while clang compiles on every core
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     jobs = {spec: pool.submit(_report, spec, source.kernel_source(spec, llvm=tools.llvm), tools)
             for spec in dict.fromkeys(x for spec in specs for x in spec.together)}
@@ -62,8 +57,8 @@ def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
   return [with_useful(found[spec], [found[x] for x in spec.together]) for spec in specs]
 
 def with_useful(report:Report, together:Sequence[Report]) -> Report:
-  """Returns a report whose figure `useful` (share of the matrix unit's peak rate that goes to useful products) counts all kernels of the reports
-  `together`. These kernels run one after another, so their times are added."""
+  """Returns the report with a figure `useful` that counts the kernels of all reports `together`."""
+  # `useful` is the share of the matrix unit's peak rate that goes to useful products; the kernels run one after another, so their times are added
   shares = [r.loop.useful for r in together if r.loop is not None and r.loop.useful]
   if report.loop is None or len(shares) < len(together): return report
   return replace(report, loop=replace(report.loop, useful=1/sum(1/x for x in shares)))
@@ -74,14 +69,14 @@ COMMAND = "python -m attn.isa costs"
 
 @dataclass(frozen=True)
 class Costs:
-  """A file with one line of costs for each kernel, such as docs/costs.txt: its header, its columns, and the function that computes its lines. The
-  first column names the kernel."""
+  """File with one line of costs for each kernel, such as docs/costs.txt."""
   header: str
+  # the first column names the kernel
   columns: tuple[str, ...]
   lines_of: Callable[[Sequence[Spec]], list[str]]
 
   def text(self, lines:Sequence[str]) -> str:
-    """Returns the text of the file of costs: the header and the lines in aligned columns. The kernels are in the order of SPECS."""
+    """Returns the text of the file of costs: the header, and the lines in aligned columns, in the order of SPECS."""
     place = {str(spec): i for i, spec in enumerate(SPECS)}
     rows = [list(self.columns), *sorted((line.split(" | ") for line in lines), key=lambda row: place.get(row[0], len(place)))]
     widths = [max(len(r[i]) for r in rows) for i in range(len(self.columns))]
@@ -117,8 +112,8 @@ def knows(tools:Toolchain, arch:str) -> bool:
   return tools.llvm >= oldest_for(arch)
 
 def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]:
-  """Returns the cells of the columns CELLS for each kernel, as texts: block sizes (queries x keys), registers, spills, and the waves per SIMD that
-  registers allow. Leaves out kernels of chips that the compiler `tools` does not support."""
+  """Returns the cells of the columns CELLS for each kernel whose chip the compiler `tools` supports."""
+  # block sizes (queries x keys), registers, spills, and the waves per SIMD that registers allow
   found = [spec for spec in specs if knows(tools, spec.arch)]
   cells = {}
   for spec, report in zip(found, reports_of(found, tools), strict=True):
@@ -128,10 +123,10 @@ def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]
   return cells
 
 def costs_under(compilers:Sequence[Toolchain]) -> Costs:
-  """Returns the description of the file docs/costs_compilers.txt: its header, its columns, and the function that computes its lines. The file has
-  registers, spills and waves of the kernels that dispatch chooses under each of several compilers."""
+  """Returns the description of docs/costs_compilers.txt: registers, spills and waves of kernels under each of several compilers."""
   header = (f"# Registers, spills and waves of the default tiles under {', '.join(map(short_version, compilers))}: of machine code, not measured. "
             f"Rewritten by: {COMMAND} --compilers --write docs/costs_compilers.txt")
+  # of the kernels that dispatch chooses under each compiler
   def lines_of(specs:Sequence[Spec]) -> list[str]:
     columns = [_cells_under(specs, tools) for tools in compilers]
     return [" | ".join([str(spec), *(cell for cells in columns for cell in cells.get(spec, ["-"]*len(CELLS)))]) for spec in specs]
@@ -140,8 +135,7 @@ def costs_under(compilers:Sequence[Toolchain]) -> Costs:
 # ***** slow idioms *****
 
 def _halves(x:Instruction) -> list[tuple[str, list[str]]]:
-  """Returns pairs (mnemonic, operands without modifiers) of an instruction: one pair, or two pairs if the text has two instructions that issue
-  together (dual issue)."""
+  """Returns (mnemonic, operands without modifiers) of an instruction, or of both instructions of a dual issue."""
   parts = [part.strip().replace("v_dual_", "v_", 1).partition(" ") for part in x.text.split("::")]
   return [(op, [re.sub(r"[|\-]|\b(abs|neg)\b|[()]", "", a).strip().replace("vcc_lo", "vcc") for a in args.split(",")]) for op, _, args in parts]
 
@@ -151,23 +145,25 @@ def _overwrites(operand:str, register:str) -> bool:
   return register[0] == m[1] and register[1:].isdigit() and int(m[2]) <= int(register[1:]) <= int(m[3])
 
 def _uses(code:Sequence[tuple[str, list[str]]], register:str) -> Iterator[tuple[str, list[str]]]:
-  """Yields the instructions of `code` from its beginning up to and including the first one that overwrites `register`."""
+  """Yields the instructions of `code` up to and including the first instruction that overwrites `register`."""
   for op, operands in code:
     yield op, operands
     if "store" not in op and "write" not in op and _overwrites(operands[0], register): return
 
 def defects(kernel:Kernel) -> list[str]:
-  """Finds slow idioms in a kernel: a call into the device library, a v_ldexp that corrects the result of an exp2 for denormals, and a maximum
-  computed by compare and select."""
+  """Returns a line for each slow idiom in a kernel."""
   code, found = [half for x in kernel.instructions for half in _halves(x)], []
   for i, (op, operands) in enumerate(code):
     text = f"{op} {', '.join(operands)}"
+    # a call into the device library
     if op.startswith("s_swappc") or any("__oc" in a for a in operands): found.append(f"a call: {text}")
     if op.startswith("v_exp_"):
+      # a v_ldexp that corrects the result of an exp2 for denormals
       found += [f"v_ldexp after an exp: {text}; {y} {', '.join(a)}" for y, a in _uses(code[i+1:], operands[0])
                 if y.startswith("v_ldexp") and operands[0] in a[1:]]
     if re.match(r"v_cmp_(n?[lg][te]|[ou])_f32", op) is not None:
       condition, *compared = operands if len(operands) == 3 else ["vcc", *operands]
+      # a maximum computed by compare and select
       found += [f"compare and select for a maximum: {text}; {y} {', '.join(a)}" for y, a in _uses(code[i+1:], condition)
                 if y.startswith("v_cndmask_b32") and condition in (a[3:] or ["vcc"]) and set(a[1:3]) == set(compared)]
   return found

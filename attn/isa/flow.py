@@ -1,6 +1,4 @@
-"""Control-flow graph of a kernel, its natural loops, and the usual path through a loop.
-
-Dominators are computed as in Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm"; natural loops as in the Dragon Book, section 9.6."""
+"""Control-flow graph of a kernel, its natural loops, and the usual path through a loop."""
 from __future__ import annotations
 from dataclasses import dataclass, field
 from collections.abc import Sequence
@@ -23,6 +21,7 @@ class Loop:
   body: set[int]
   latches: list[int]
 
+# Dominators are computed as in Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm"; natural loops as in the Dragon Book, section 9.6.
 Way = tuple[int, int, int, tuple[int, ...]]   # a path to a block's end: matrix work, exponentials (at most those needed), instructions, blocks
 
 _ENDS = ("s_branch", "s_cbranch", "s_endpgm", "s_setpc")
@@ -96,20 +95,19 @@ def loops_of(blocks:Sequence[Block]) -> list[Loop]:
   return list(loops.values())
 
 def matrix_loops(blocks:Sequence[Block]) -> list[Loop]:
-  """Returns the innermost loops with matrix instructions. Loops with more floating point operations come first. Among loops with equally many
-  operations, the loop with fewer instructions comes first. So of the two loops of a causal kernel, which have equal matrix work, the loop without a
-  mask comes first."""
+  """Returns the innermost loops with matrix instructions, those with the most floating point operations first."""
   flops = [b.flops for b in blocks]
   loops = [(sum(flops[i] for i in loop.body), loop) for loop in loops_of(blocks)]
   loops = [(f, loop) for f, loop in loops if f and not any(g and other.body < loop.body for g, other in loops)]
+  # among loops with equally many operations, the loop with fewer instructions comes first: of the two loops of a causal kernel, the loop without a
+  # mask
   return [loop for _, loop in sorted(loops, key=lambda x: (-x[0], sum(len(blocks[i].instructions) for i in x[1].body)))]
 
 def usual_path(blocks:Sequence[Block], loop:Loop, flops_per_exp:float) -> list[int]:
-  """Returns the path that an iteration of a loop usually takes, from the loop's header to its end, as a list of basic blocks. It is the path with the
-  fewest instructions that has all of the loop's matrix work and 97 % of its exponentials. So it avoids side blocks that few iterations enter, such as
-  a rescale of the accumulator, even if they have a few exponentials. The path goes through an inner loop once.
-
-  `flops_per_exp` tells how many exponentials the loop has: it is the matrix work for each v_exp instruction, or 0 if that is not known."""
+  """Returns the basic blocks through which an iteration of a loop usually goes, from the loop's header to its end."""
+  # The path with the fewest instructions that has all of the loop's matrix work and 97 % of its exponentials. So it avoids side blocks that few
+  # iterations enter, such as a rescale of the accumulator, even if they have a few exponentials. The path goes through an inner loop once.
+  # `flops_per_exp` is the matrix work for each v_exp instruction, or 0 if that is not known.
   inside = {b: [s for s in blocks[b].successors if s in loop.body and s != loop.header] for b in loop.body}
   order = _postorder(loop.header, inside)[::-1]
   rank = {b: i for i, b in enumerate(order)}
@@ -132,8 +130,7 @@ def usual_path(blocks:Sequence[Block], loop:Loop, flops_per_exp:float) -> list[i
   return list(max((w for b in loop.latches for w in ways[b]), key=lambda w: (w[0], w[1], -w[2]))[3])
 
 def way_inside(blocks:Sequence[Block], loop:Loop, first:int, last:int) -> list[int]:
-  """Finds the shortest path inside a loop from basic block `first` to basic block `last`. The path includes `first` but not `last`. Returns an empty
-  list if there is no path."""
+  """Returns the shortest path inside a loop from basic block `first` up to but without `last`; empty if there is none."""
   ways = [[first]]
   for way in ways:
     for s in blocks[way[-1]].successors:

@@ -14,9 +14,9 @@ class Instruction:
   def kind(self) -> str: return kind_of(self.op, self.args)
   @property
   def name(self) -> str:
-    """Mnemonic without the suffix for its encoding. A matrix instruction of CDNA2, such as v_mfma_f32_32x32x8bf16_1k, gets the name that CDNA3 uses
-    for it."""
+    """Mnemonic without the suffix for its encoding."""
     name = re.sub(r"_(e32|e64|sdwa|dpp|e64_dpp|vi|gfx\w+)$", "", self.op)
+    # a matrix instruction of CDNA2, such as v_mfma_f32_32x32x8bf16_1k, gets the name that CDNA3 uses for it
     return re.sub(r"^(v_mfma_\w+x\d+)(b?f16)(_1k)?$", r"\1_\2", name)
   @property
   def dpp(self) -> bool: return re.search(r"row_|quad_perm|wave_|dpp|bank_mask", self.args) is not None
@@ -53,26 +53,25 @@ VECTOR = ("valu", "packed", "dual", "acc_move", "lane")   # the vector ALU witho
 
 @functools.lru_cache(maxsize=8192)
 def kind_of(op:str, args:str="") -> str:
-  """Returns the kind of an instruction, which is one of KINDS. A buffer access without a per-lane address counts as an access to scratch (a lane's
-  own memory, for spilled registers), because CDNA2 has no other instruction for scratch."""
+  """Returns the kind of an instruction, one of KINDS."""
   kind = next(kind for kind, pattern in _KINDS if pattern.match(op))
   if kind == "load" and ("_lds_" in op or re.search(r"\blds\b", args)): return "load_to_lds"
+  # CDNA2 has no other instruction for scratch (a lane's own memory, for spilled registers) than a buffer access without a per-lane address
   return "scratch" if kind in ("load", "store") and op.startswith("buffer_") and re.search(r"\boff\b", args) else kind
 
 _SHAPE = re.compile(r"_(\d+)x(\d+)x(\d+)(?:_(\d+)b)?")
 
 def matrix_shape(op:str) -> tuple[str, int]:
-  """Returns (shape, floating point operations) of a matrix instruction, for example ("32x32x8", 16384). The shape of an instruction of 8-bit floats,
-  which some chips compute in fewer cycles, ends in "_fp8". An instruction of 4x4 blocks counts 0 operations: kernels use it to add up numbers within
-  a lane, and it computes no part of attention's products."""
+  """Returns (shape, floating point operations) of a matrix instruction, for example ("32x32x8", 16384)."""
   if (m:=_SHAPE.search(op)) is None: return "?", 0
   rows, columns, depth, blocks = (int(x or 1) for x in m.groups())
+  # The shape of an instruction of 8-bit floats, which some chips compute in fewer cycles, ends in "_fp8". An instruction of 4x4 blocks counts 0
+  # operations: kernels use it to add up numbers within a lane, and it computes no part of attention's products.
   of = "_fp8" if "fp8_fp8" in op else f"_{blocks}b" if blocks > 1 else ""
   return f"{rows}x{columns}x{depth}{of}", 2*rows*columns*depth*blocks*(rows > 4)
 
 def speed_of_products(op:str) -> int:
-  """Returns how many times faster the matrix unit multiplies operands of this instruction than 16-bit operands, at peak: 2 for 8-bit floats, else 1.
-  """
+  """Returns the matrix unit's peak rate for this instruction's operands, relative to 16-bit operands: 2 for 8-bit floats, else 1."""
   return 2 if "fp8_fp8" in op or "f8f6f4" in op else 1
 
 def access_bytes(op:str) -> int:

@@ -17,7 +17,7 @@ def registers(operand:str) -> tuple[str, ...]:
   return tuple(found)
 
 def written_operands(args:str) -> list[str]:
-  """Splits operands at commas outside brackets, and returns the text of each operand."""
+  """Returns the text of each operand, split at commas outside brackets."""
   return [x.strip() for x in re.split(r",(?![^\[\(]*[\]\)])", args)] if args else []
 
 _READS_TOO = re.compile(r"v_(fmac|dot\w*c_|dot2acc|pk_fmac|mac_|smfmac|swmmac|mad\w*c_|cvt_sr|cvt_scalef32_sr|accvgpr_mov)|_sdwa|v_writelane|d16_hi|"
@@ -47,14 +47,13 @@ def _half_uses(op:str, args:str) -> tuple[list[str], list[str]]:
   return writes, reads
 
 def issued_together(text:str) -> Iterator[tuple[str, str]]:
-  """Yields (mnemonic, operands) of an instruction. If the text is a pair of instructions that issue together, yields both."""
+  """Yields (mnemonic, operands) of an instruction, or of both instructions of a pair that issues together."""
   for half in text.split("::"):
     op, _, args = half.strip().replace("v_dual_", "v_", 1).partition(" ")
     yield op, args.strip()
 
 @functools.lru_cache(maxsize=16384)
 def uses(x:Instruction) -> tuple[tuple[str, ...], tuple[str, ...]]:
-  """Returns (registers that an instruction writes, registers that it reads). For a pair of instructions that issue together, returns the registers of
-  both instructions."""
+  """Returns (registers that an instruction writes, registers that it reads), for a pair that issues together those of both."""
   found = [_half_uses(op, args) for op, args in issued_together(x.text)]
   return tuple(r for writes, _ in found for r in writes), tuple(r for _, reads in found for r in reads)

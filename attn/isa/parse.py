@@ -25,7 +25,7 @@ _COUNTS = ("vgpr_count", "agpr_count", "sgpr_count", "vgpr_spill_count", "sgpr_s
            "max_flat_workgroup_size", "wavefront_size", "workgroup_processor_mode", "kernarg_segment_size", "accum_offset")
 
 def _metadata(text:str) -> dict[str, dict[str, int]]:
-  """Returns for each kernel name the kernel's directives (`amdhsa_...`), and the counts in its metadata, such as registers and spills."""
+  """Returns, for each kernel name, the kernel's directives (`amdhsa_...`) and the counts in its metadata, such as spills."""
   found: dict[str, dict[str, int]] = {}
   for m in re.finditer(r"\.amdhsa_kernel\s+(\S+)(.*?)\.end_amdhsa_kernel", text, re.S):
     found[m[1]] = {k: int(v) for k, v in re.findall(r"\.(amdhsa_\w+)\s+(\d+)\s*$", m[2], re.M)}
@@ -40,9 +40,9 @@ def _instruction(text:str, line:int|None=None) -> Instruction:
   return Instruction(op, args.strip(), text, line)
 
 def _source_line(text:str) -> int|None:
-  """Returns the source's line number in the comment of a .loc directive. If functions are inlined there, returns the line of the outermost call.
-  The comment names that call last."""
+  """Returns the source's line number in the comment of a .loc directive."""
   places = re.findall(r":(\d+):\d+", text.partition(";")[2])
+  # if functions are inlined, the outermost call, which the comment names last
   return int(places[-1]) if places else None
 
 def _read_assembly(lines:list[str], starts:set[str]) -> dict[str, list[str|Instruction]]:
@@ -61,7 +61,7 @@ def _read_assembly(lines:list[str], starts:set[str]) -> dict[str, list[str|Instr
   return functions
 
 def _read_dump(lines:list[str]) -> dict[str, list[str|Instruction]]:
-  """Returns {name: instructions and labels} for the functions of an objdump text. Each address to which a branch jumps becomes a label A<address>."""
+  """Returns {name: instructions and labels} of an objdump text. Each address to which a branch jumps becomes a label A<address>."""
   rows: dict[str, list[tuple[int, Instruction]]] = {}
   current: list[tuple[int, Instruction]]|None = None
   targets: set[int] = set()
@@ -85,8 +85,7 @@ def _branch_target(ins:Instruction, address:int, comment:str, start:int) -> int|
   return address + 4 + 4*(offset - 65536 if offset >= 32768 else offset)
 
 def parse(text:str, arch:str|None=None) -> list[Kernel]:
-  """Returns the functions of an assembly text, each as a `Kernel`. Functions with more matrix instructions come first. `arch` is the chip, if the
-  text does not name it."""
+  """Returns the functions of an assembly text, those with more matrix instructions first. `arch` is used if the text names no chip."""
   lines = text.splitlines()
   found = next((g for m in _TARGET.finditer(text) for g in m.groups() if g), None)
   metadata = _metadata(text)

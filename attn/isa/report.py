@@ -1,11 +1,7 @@
 """Cost of a kernel: registers, LDS, and the work of one iteration of its hot loop, with two bounds on the use of the matrix unit.
 
   report = analyse(assembly_text, d=128)      # any .s, or llvm-objdump -d output with arch="gfx942"
-  print(report.loop.serial)
-
-The hot loop is the innermost loop with the most matrix work. A causal kernel has two such loops; its hot loop is the one without the mask. Only the
-usual path through the loop counts (`flow.usual_path`), without rare side blocks. A kernel that loops over its tiles twice has two hot loops; the
-report adds up one iteration of each loop. Not modelled: LDS bank conflicts, caches and memory, latencies, barriers, clocks."""
+  print(report.loop.serial)"""
 from __future__ import annotations
 import dataclasses, re
 from collections import Counter
@@ -18,13 +14,17 @@ from attn.isa.instruction import KINDS, VECTOR, Instruction, access_bytes, matri
 from attn.isa.parse import Kernel, parse
 from attn.isa.waits import Stop, path_of_waits, waits_of
 
+# The hot loop is the innermost loop with the most matrix work. A causal kernel has two such loops; its hot loop is the one without the mask. Only
+# the usual path through the loop counts (`flow.usual_path`), without rare side blocks. A kernel that loops over its tiles twice has two hot loops;
+# the report adds up one iteration of each. Not modelled: LDS bank conflicts, caches and memory, latencies, barriers, clocks.
+
 LoopProducts = tuple[tuple[int, int], ...]   # for each hot loop of a kernel: number of matrix products that have D as a dimension, and that have Dv
 PRODUCTS: LoopProducts = ((1, 1),)           # forward: S and O
 GRADIENTS = (3, 2)                       # backward needs S, dQ and dK (one dimension is D), and dP and dV (one is Dv)
 
 @dataclass(frozen=True)
 class Resources:
-  """Registers, LDS and threads of a wave and of a workgroup. A field is None if the text doesn't contain the number (a bare disassembly)."""
+  """Registers, LDS and threads of a wave and of a workgroup; None if the text (a bare disassembly) doesn't contain the number."""
   vgpr: int|None
   agpr: int|None
   sgpr: int|None
@@ -38,8 +38,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class HotLoop:
-  """Counts of instructions and cycles of one iteration of the hot loop, for one wave, and upper bounds on the use of the matrix unit that follow from
-  them."""
+  """Counts of one wave's instructions and cycles in one iteration of the hot loop, and upper bounds on the use of the matrix unit."""
   label: str
   instructions: int                 # on the usual path
   instructions_in_all: int          # in every block of the loop
@@ -91,21 +90,22 @@ def waves_by_registers(chip:Chip, registers:int) -> int:
   return min(most, chip.registers//_round_up(registers, chip.granule)) if registers else most
 
 def waves_by_lds(chip:Chip, lds:int, threads:int, whole_processor:bool) -> float:
-  """Number of waves per SIMD for which the LDS has room, if a workgroup has `threads` threads and uses `lds` bytes. In RDNA's CU mode (-mcumode,
-  which tinygrad and this package use) a workgroup uses only the half of the LDS that belongs to its CU. In workgroup processor mode
-  (`whole_processor`) two CUs share both halves (RDNA3 ISA, section 2.3)."""
+  """Returns the number of waves per SIMD for which the LDS has room, if a workgroup uses `lds` bytes."""
+  # In RDNA's CU mode (-mcumode, which tinygrad and this package use) a workgroup uses only the half of the LDS that belongs to its CU. In workgroup
+  # processor mode (`whole_processor`) two CUs share both halves (RDNA3 ISA, section 2.3).
   cu, cus = chip.pipes, 2 if whole_processor else 1
   groups = cus*chip.lds//_round_up(lds, cu.lds_granule)
   return min(cu.max_waves, groups*-(-threads//chip.wave)/(cus*cu.simds))
 
 def resources_of(kernel:Kernel, chip:Chip, lds:int|None=None, threads:int|None=None) -> Resources:
-  """Returns the registers, LDS and threads that a kernel declares. `lds` and `threads` replace what it declares (LDS may be given at launch)."""
+  """Returns the registers, LDS and threads that a kernel declares. `lds` and `threads` replace declared numbers."""
   def known(*names:str) -> int|None: return next((kernel.metadata[n] for n in names if n in kernel.metadata), None)
   total, agpr = known("vgpr_count", "amdhsa_next_free_vgpr"), known("agpr_count")
   offset = known("amdhsa_accum_offset", "accum_offset")   # from gfx90a on one register file has the VGPRs, and the AGPRs behind them
   if agpr is None and total is not None: agpr = max(0, total - offset) if offset is not None else 0
   vgpr = offset if agpr and offset is not None else total
   declared = known("group_segment_fixed_size", "amdhsa_group_segment_fixed_size")
+  # LDS may be given at launch
   lds = lds if lds is not None else declared
   threads = threads or known("max_flat_workgroup_size")
   whole = bool(known("workgroup_processor_mode", "amdhsa_workgroup_processor_mode"))
@@ -120,21 +120,21 @@ def _widths(instructions:Sequence[Instruction]) -> dict[str, int]:
   return dict(sorted(Counter(f"b{8*access_bytes(x.op)}" for x in instructions).items(), key=lambda w: int(w[0][1:])))
 
 def matrix_cycles(instructions:Sequence[Instruction], chip:Chip) -> tuple[float, Counter[str]]:
-  """Returns (cycles of the matrix instructions, {unknown shape: number of its instructions}). The chip's table has no cycle count for an unknown
-  shape. Instructions of such a shape are counted at the chip's peak rate."""
+  """Returns the cycles of the matrix instructions, and {shape without a known cycle count: number of its instructions}."""
   cu, cycles, unknown = chip.pipes, 0.0, Counter[str]()
   for x in instructions:
     shape, flops = matrix_shape(x.op)
     if shape not in cu.matrix or "f8f6f4" in x.op: unknown[shape] += 1
+    # instructions of an unknown shape are counted at the chip's peak rate
     cycles += cu.matrix.get(shape, flops*cu.simds/(cu.flops*speed_of_products(x.op)))
   return cycles, unknown
 
 def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|None, dv:int|None, queries:int|None,
             products:LoopProducts=PRODUCTS) -> HotLoop:
-  """Counts the instructions of one iteration, and computes from them upper bounds on the use of the matrix unit. `trip` has the instructions on the
-  iteration's usual path, `in_all` is the number of instructions in all blocks of the loop, and `queries` is the number of queries of a wave. `label`
-  names the loop in the result, and `d` and `dv` are the head dimensions. `products` has a pair of numbers for each hot loop: how many matrix products
-  have D as one of their three dimensions (such as S = Q K^T), and how many have Dv (such as O = P V)."""
+  """Counts the instructions of one iteration, `trip`, and computes from them upper bounds on the use of the matrix unit."""
+  # `in_all` is the number of instructions in all blocks of the loop, `queries` the number of queries of a wave, `label` the loop's name in the
+  # result. `d` and `dv` are the head dimensions. `products`: for each hot loop, how many matrix products have D as one of their three dimensions
+  # (such as S = Q K^T), and how many have Dv (such as O = P V).
   cu = chip.pipes
   by_kind: dict[str, list[Instruction]] = {k: [] for k in KINDS}
   for x in trip: by_kind[x.kind].append(x)
@@ -164,7 +164,7 @@ def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|
                  per_score(n["exp"]), per_score(read + written), scores*needed/(matrix + vector + slow) if scores else None)
 
 def pick_kernel(kernels:Sequence[Kernel], name:str|None=None) -> Kernel:
-  """Returns the kernel whose name contains `name`. Without a name, returns the kernel with the most matrix instructions."""
+  """Returns the kernel whose name contains `name`, or without a name the kernel with the most matrix instructions."""
   if not kernels: raise ValueError("no AMDGPU code found: expected assembly text of a kernel, or the output of llvm-objdump -d")
   if (found:=next((k for k in kernels if name is None or name in k.name), None)) is None:
     raise ValueError(f"no kernel has {name!r} in its name: there are {', '.join(k.name for k in kernels)}")
@@ -174,13 +174,12 @@ def flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 
 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
-  """Finds the kernel's loop with the most matrix work, or with `rank` 1, 2, ... the loop with the next most. Returns None if no loop has matrix work,
-  else (label, instructions of an iteration, number of instructions in the whole loop, number of loops with matrix work, waits of an iteration). An
-  iteration takes the usual path through the loop, without side blocks that few iterations enter. With `every_block` it takes all blocks. `d` and `dv`
-  are the padded head dimensions.
-
-  `products` has an entry for each hot loop: its numbers of matrix products (see `analyse`). With several entries, the kernel runs several hot loops
-  one after another, and the result is the sum of one iteration of each. Raises ValueError if the kernel has too few loops for `rank`."""
+  """Returns the labels, one iteration's instructions and waits, and the counts of the kernel's loop with the most matrix work."""
+  # None if no loop has matrix work, else (labels, instructions of an iteration, number of instructions in the whole loop, number of loops with
+  # matrix work, waits of an iteration). `rank` 1, 2, ... takes the loop with the next most matrix work. An iteration takes the usual path through
+  # the loop, without side blocks that few iterations enter; with `every_block` it takes all blocks. `d` and `dv` are the padded head dimensions.
+  # `products` has an entry for each hot loop (see `analyse`). With several entries, the kernel runs several hot loops one after another, and the
+  # result is the sum of one iteration of each.
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)
   labels, trip, in_all, waits = [], list[Instruction](), 0, list[Stop]()
@@ -197,18 +196,19 @@ def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_
   return " ".join(labels), trip, in_all, len(loops), waits
 
 def loops_with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most:int) -> list[Loop]:
-  """Returns the loops with `part`/`most` of the matrix work of the first loop. A kernel with several hot loops divides the matrix products among
-  them. `most` is the work of the loop with the most products, which comes first."""
+  """Returns the loops with `part`/`most` of the matrix work of the first loop."""
+  # a kernel with several hot loops divides the matrix products among them; `most` is the work of the loop with the most products, which comes first
   flops = [sum(blocks[b].flops for b in loop.body) for loop in loops]
   return [loop for loop, x in zip(loops, flops) if x*most == flops[0]*part]
 
 def analyse(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, queries:int|None=None, lds:int|None=None,
             threads:int|None=None, every_block:bool=False, rank:int=0, title:str|None=None, products:LoopProducts=PRODUCTS) -> Report:
-  """Returns a report on one kernel of an assembly text. `d` and `dv` are the head dimensions as the kernel computes them (padded). `queries` is the
-  number of queries of a wave. `products` has a pair of numbers for each hot loop: how many matrix products have D as one of their three dimensions
-  (such as S = Q K^T), and how many have Dv (such as O = P V). `kernel_name` is the kernel's name or a part of it; without it, the kernel with the
-  most matrix instructions is taken. `lds` and `threads` replace what the text declares. `rank` chooses the loop: 0 for the one with the most matrix
-  work, 1 for the next. `every_block` counts every basic block of the loop, not only its usual path. `title` is the name of the report."""
+  """Returns a report on one kernel of an assembly text, whose head dimensions, padded as the kernel computes them, are `d` and `dv`."""
+  # `queries` is the number of queries of a wave. `products` has a pair of numbers for each hot loop: how many matrix products have D as one of their
+  # three dimensions (such as S = Q K^T), and how many have Dv (such as O = P V). `kernel_name` is the kernel's name or a part of it; without it, the
+  # kernel with the most matrix instructions is taken. `lds` and `threads` replace what the text declares. `rank` chooses the loop: 0 for the one
+  # with the most matrix work, 1 for the next. `every_block` counts every basic block of the loop, not only its usual path. `title` is the name of
+  # the report.
   kernel = pick_kernel(parse(text, arch), kernel_name)
   if kernel.arch is None: raise ValueError("the text doesn't name its chip: give arch, such as gfx942")
   chip = modelled(re.split(r"[:+-]", kernel.arch)[0])

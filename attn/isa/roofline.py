@@ -1,13 +1,6 @@
 """Upper bound on TFLOP/s for a problem, a tile description and a chip, and the rates that others measured. The bound is computed, not measured.
 
-  bound = roofline(problem, tile, *RATED["MI300X"], overlap=report.loop.overlap)
-
-The time of a problem is at least as long as each of these two times:
-  compute   work/(peak*use). `work` is the operations of the busiest compute unit, including masked and padded parts of its tiles; `peak` is the dense
-            rate of a compute unit; `use` is the largest use of the matrix unit that the hot loop allows
-  memory    bytes/bandwidth, where each tensor is moved once
-
-The bound is useful operations divided by the longer time. Not modelled: caches, latency, prologue and epilogue, power and clocks under load."""
+  bound = roofline(problem, tile, *RATED["MI300X"], overlap=report.loop.overlap)"""
 from __future__ import annotations
 from dataclasses import dataclass
 from collections.abc import Iterable
@@ -16,6 +9,11 @@ from attn.chips.matrix import contraction
 from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.kernels.tiles.amd import Tile
 from attn.problem import Problem
+
+# The time of a problem is at least as long as each of two times. The time of computing is work/(peak*use): `work` is the operations of the busiest
+# compute unit, including masked and padded parts of its tiles; `peak` is the dense rate of a compute unit; `use` is the largest use of the matrix
+# unit that the hot loop allows. The time of memory is bytes/bandwidth, where each tensor is moved once. The bound is useful operations divided by
+# the longer time. Not modelled: caches, latency, prologue and epilogue, power and clocks under load.
 
 RATED: dict[str, tuple[Chip, Card]] = {card.name: (chip, card) for chip in CHIPS.values() for card in chip.cards if card.ghz}
 
@@ -47,12 +45,11 @@ def trips(p:Problem, tile:Tile) -> list[int]:
   return found
 
 def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
-  """Returns a lower bound on the time of the busiest of `machines` compute units. They share `copies` jobs of each size in `sizes`.
-
-  The bound is the largest of several. One is the mean time of the units. The others follow from the longest jobs: of 2*machines + 1 jobs, some unit
-  gets at least three, so its time is at least the sum of the three shortest of these jobs. The same holds for other multiples of `machines`."""
+  """Returns a lower bound on the time of the busiest of `machines` compute units, which share `copies` jobs of each size."""
   jobs = sorted(sizes, reverse=True)
   count, total = len(jobs)*copies, sum(jobs)*copies
+  # The bound is the largest of several. One is the mean time of the units. The others follow from the longest jobs: of 2*machines + 1 jobs, some
+  # unit gets at least three, so its time is at least the sum of the three shortest of these jobs. The same holds for other multiples of `machines`.
   found = ceildiv(total, machines)
   for k in range((count - 1)//machines + 1):
     last = machines*k
@@ -60,8 +57,9 @@ def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
   return found
 
 def roofline(p:Problem, tile:Tile, chip:Chip, card:Card, overlap:float=1.0) -> Roofline:
-  """Returns an upper bound on the speed (TFLOP/s) for the problem `p` and the tile description `tile` on a card whose clock is known. `overlap` is
-  the largest possible use of the matrix unit in the hot loop: HotLoop.overlap, or HotLoop.serial for a loop in which nothing overlaps."""
+  """Returns an upper bound on the speed (TFLOP/s) of the problem `p` on a card whose clock is known."""
+  # `overlap` is the largest possible use of the matrix unit in the hot loop: HotLoop.overlap, or HotLoop.serial for a loop in which nothing overlaps.
+  #
   # if a workgroup has fewer waves than SIMDs, other workgroups run beside it at full speed
   beside = max(1, chip.pipes.simds//tile.waves)
   blocks, machines = trips(p, tile), card.cus*beside
@@ -79,11 +77,11 @@ def roofline(p:Problem, tile:Tile, chip:Chip, card:Card, overlap:float=1.0) -> R
 
 @dataclass(frozen=True)
 class Published:
-  """Published speed of another project's forward kernel. A field is None if the source does not state it, or states one speed for all values of the
-  field."""
+  """Published speed of another project's forward kernel."""
   card: str
   kernel: str
   tflops: float
+  # None: the source does not state the field, or states one speed for all of its values
   causal: bool
   d: int|None
   s: int|None
@@ -94,9 +92,8 @@ class Published:
 
 def _series(card:str, figures:dict[str, tuple[float|None, float|None]], d:int|None, s:int|None, dtype:str|None=None, b:int|None=None, h:int|None=None,
             hkv:int|None=None) -> list[Published]:
-  """Returns records of published measurements on one card. `figures` maps the name of a kernel to a pair (TFLOP/s without a mask, TFLOP/s with the
-  causal mask). None means that the rate was not measured. `d` (head dimension), `s` (rows), `dtype`, `b` (batches), `h` and `hkv` (heads) describe
-  the problem; None: not stated."""
+  """Returns records of published measurements on one card: {kernel: (TFLOP/s without a mask, TFLOP/s with the causal mask)}."""
+  # None: not measured; for a field of the problem: not stated
   return [Published(card, kernel, value, causal, d, s, dtype, b, h, hkv) for kernel, pair in figures.items()
           for causal, value in zip((False, True), pair, strict=True) if value is not None]
 
@@ -116,8 +113,7 @@ PUBLISHED: list[Published] = [
 ]
 
 def published(p:Problem, card:str) -> list[Published]:
-  """Returns the rates that others measured on `card` for the shape of `p`, the highest first. A rate whose source does not state a dimension, such as
-  the batch, matches every value of it."""
+  """Returns the rates that others measured on `card` for the shape of `p`, the highest first."""
   causal = p.window == (-1, 0)
   if p.Sq != p.Sk or p.Dv != p.D or not (causal or p.window == (-1, -1)): return []
   asked = {"d": p.D, "s": p.Sq, "dtype": p.dtype, "b": p.B, "h": p.H, "hkv": p.Hkv}
@@ -125,4 +121,5 @@ def published(p:Problem, card:str) -> list[Published]:
     # if a source states only the number of query heads, there are equally many key/value heads
     stated = {**{k: getattr(x, k) for k in asked}, "hkv": x.hkv if x.hkv is not None else x.h}
     return x.card == card and x.causal == causal and all(v is None or v == asked[k] for k, v in stated.items())
+  # a rate whose source does not state a dimension, such as the batch, matches every value of it
   return sorted((x for x in PUBLISHED if fits(x)), key=lambda x: -x.tflops)

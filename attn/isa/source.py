@@ -1,6 +1,4 @@
-"""Names attn's kernels and renders their source. A word such as gfx942/128/float16/causal names a forward kernel. gfx942/128/float16/causal/dq names
-a backward kernel. gfx942/128/float16/full/decode names the kernel of one query against a long cache; decode_int8 and decode_fp8 in place of decode
-name those that read a cache of 8 bits. Only this module of attn.isa knows the kernels."""
+"""Names attn's kernels, such as gfx942/128/float16/causal, and renders their source. Begin with `Spec` and `kernel_source`."""
 from __future__ import annotations
 import functools, hashlib, json
 from collections.abc import Iterable, Mapping
@@ -30,6 +28,10 @@ from attn.problem import INPUT_SCALES, OF_8_BITS, Problem, Shapes, Strided
 from attn.tinygrad_compat import TINYGRAD_VERSION, UOp
 from attn.values import FLOATS, INTS
 
+# A word such as gfx942/128/float16/causal names a forward kernel. gfx942/128/float16/causal/dq names a backward kernel.
+# gfx942/128/float16/full/decode names the kernel of one query against a long cache; decode_int8 and decode_fp8 in place of decode name those that
+# read a cache of 8 bits. Only this module of attn.isa knows the kernels.
+
 MASKS = ("full", "causal")
 WINDOW_KEYS = 1024     # the option "window": a query sees at most this many keys before its own place and, without a causal mask, as many behind it
 ONE_OPTION: dict[str, dict[str, Any]] = {     # fields of the Problem of a kernel with one option
@@ -44,8 +46,7 @@ KNOWN = (*MODELLED, *(name for name, chip in CHIPS.items() if chip.unit.mma))   
 
 @dataclass(frozen=True, order=True)
 class Spec:
-  """Name of a kernel of attn: its chip, head dimension, dtype, mask and kind, as in gfx942/128/float16/causal/dq. The mask may be followed by an
-  option, as in gfx942/128/float16/causal+softcap/dq."""
+  """Name of a kernel of attn: its chip, head dimension, dtype, mask (with an option, as in causal+softcap) and kind."""
   arch: str
   d: int
   dtype: str = "float16"
@@ -68,8 +69,7 @@ class Spec:
     return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}" + f"+{self.option}"*(self.option != "") + f"/{self.kernel}"*(self.kernel != FORWARD)
   @property
   def together(self) -> tuple[Spec, ...]:
-    """The specs of all kernels that do one piece of work together, this kernel's spec included. The two backward kernels, dq and dkdv, work together;
-    every other kernel works alone."""
+    """Specs of all kernels that do one piece of work together: the two backward kernels, dq and dkdv; every other kernel alone."""
     return (self,) if self.kernel not in BACKWARD else tuple(replace(self, kernel=kernel) for kernel in BACKWARD)
 
   @classmethod
@@ -100,13 +100,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Shape:
-  """Size of a problem: `b` batches, `h` query heads, `hkv` key/value heads, `n` keys, and `queries`. If `queries` is None, there are n queries, or 1
-  in decoding. `lse` says whether the forward kernel writes an lse, which backward kernels read."""
+  """Size of a problem: `b` batches, `h` query heads, `hkv` key/value heads, `n` keys, and `queries`."""
   b: int
   h: int
   hkv: int
   n: int
+  # None: n queries, or 1 in decoding
   queries: int|None = None
+  # whether the forward kernel writes an lse, which backward kernels read
   lse: bool = False
 
 # Problems of whole tiles that are large enough to fill every chip. More heads or keys would not change the loop that is counted.
@@ -119,10 +120,10 @@ ROTARY, DECODED = 64, 2     # latent attention: number of columns of K that are 
 
 def usual_shape(spec:Spec) -> Shape: return {**dict.fromkeys(DECODING, SHAPE_OF_DECODE), LATENT: SHAPE_OF_LATENT}.get(spec.kernel, SHAPE)
 def uneven_shape(spec:Spec) -> Shape:
-  """Returns a problem size for the kernel that `spec` names, with numbers of queries and keys that are not powers of two. If the kernel has a fixed
-  number of queries, only the number of keys differs. The kernel of all gradients at once gets 2 batches, because dispatch does not choose it for one.
-  """
+  """Returns a problem size for a kernel, with numbers of queries and keys that are not powers of two."""
+  # dispatch does not choose the kernel of all gradients at once for one batch
   if spec.kernel == ALL: return replace(UNEVEN, b=2)
+  # the number of queries is fixed
   return replace(usual_shape(spec), n=UNEVEN.n) if spec.kernel in (*DECODING, LATENT) else UNEVEN
 
 def problem_of_spec(spec:Spec, shape:Shape|None=None) -> Problem:
@@ -139,7 +140,7 @@ def problem_of_spec(spec:Spec, shape:Shape|None=None) -> Problem:
                  return_lse=x.lse, **stored_fields(spec, x), **ONE_OPTION.get(spec.option, {}))
 
 def stored_fields(spec:Spec, x:Shape) -> dict[str, Any]:
-  """Returns the fields of a Problem that describe a cache of 8 bits, or an empty dict if the kernel reads one of 16 bits."""
+  """Returns the fields of a Problem that describe a cache of 8 bits; none if the kernel reads a cache of 16 bits."""
   if spec.kernel not in DECODE_OF_8_BITS: return {}
   def view(width:int) -> Strided: return Strided(x.b*x.hkv*x.n*width, 0, x.hkv*x.n*width, x.n*width, width)
   format = DECODE_OF_8_BITS[spec.kernel]
@@ -150,8 +151,9 @@ def _placeholders(shapes:Shapes) -> list[UOp]:
   return [UOp.placeholder(shape, (FLOATS | INTS)[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
 
 def _chip(spec:Spec, llvm:int|None=None) -> Chip:
-  """Returns the record of the chip that `spec` names, for compilers of the LLVM release `llvm`. (The choice of tile descriptions depends on the
-  release.) By default this is the release of the clang in use for reports. If there is no clang, it is the release in the chip's table."""
+  """Returns the record of the chip that `spec` names, for compilers of the LLVM release `llvm`."""
+  # the choice of tile descriptions depends on the release: by default that of the clang in use for reports, or without a clang the one in the chip's
+  # table
   if llvm is not None: return replace(get_chip(spec.arch), llvm=llvm)
   try: return replace(get_chip(spec.arch), llvm=toolchain().llvm)
   except NoCompiler: return get_chip(spec.arch)
@@ -171,13 +173,13 @@ def _text(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) -> str
 
 @functools.cache
 def _made_by() -> str:
-  """Hash of everything on which a kernel's source depends: the files of this package and tinygrad's release."""
+  """Returns a hash of everything on which a kernel's source depends: the files of this package and tinygrad's release."""
   files = sorted(Path(__file__).resolve().parent.parent.rglob("*.py"))
   return TINYGRAD_VERSION + hashlib.sha256(b"".join(x.read_bytes() for x in files)).hexdigest()
 
 def _with_lines(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) -> tuple[str, dict[int, PythonLine]]:
-  """Returns a kernel's source, and {line of the source: (file, line) of the Python code that emitted it}, as far as known. The result is kept in the
-  user's cache, because it takes a second or more to make a kernel while the place of every operation is recorded."""
+  """Returns a kernel's source, and {line of the source: (file, line) of the Python code that emitted it}, as far as known."""
+  # The result is kept in the user's cache: it takes a second or more to make a kernel while the place of every operation is recorded.
   def made() -> bytes:
     found = Listing.of(lambda: _ast(spec, p, kernel, tile), printer_of(spec.arch))
     return json.dumps([found.source, list(found.python_lines().items())]).encode()
@@ -185,8 +187,7 @@ def _with_lines(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) 
   return text, {line: (file, number) for line, (file, number) in lines}
 
 def _chosen(spec:Spec, p:Problem, llvm:int|None) -> tuple[str, AnyTile|AnyBackwardTile, int]:
-  """Returns the name of the kernel that dispatch chooses for the problem `p`, the kernel's tile description, and the number of key ranges (KV
-  splits)."""
+  """Returns the name of the kernel that dispatch chooses for `p`, its tile description, and the number of key ranges."""
   arch = _chip(spec, llvm)
   if spec.kernel in (*BACKWARD, ALL):
     if isinstance(found := can_differentiate(p, arch), str): raise NotImplementedError(f"{spec}: {found}")
@@ -200,21 +201,20 @@ def _chosen(spec:Spec, p:Problem, llvm:int|None) -> tuple[str, AnyTile|AnyBackwa
   return choice.kernel, choice.work.tile, choice.work.splits
 
 def chosen(spec:Spec, llvm:int|None=None, shape:Shape|None=None) -> tuple[str, AnyTile|AnyBackwardTile]:
-  """Returns the name and the tile description of the kernel that dispatch chooses for compilers of the LLVM release `llvm`, by default the release of
-  the clang that reports use. `shape` replaces the usual size of the problem."""
+  """Returns the name and tile description of the kernel that dispatch chooses for compilers of the LLVM release `llvm`."""
+  # by default the release of the clang that reports use; `shape` replaces the usual size of the problem
   return _chosen(spec, problem_of_spec(spec, shape), llvm)[:2]
 
 def text_of(spec:Spec) -> str:
-  """Returns the HIP or CUDA text of the kernel that `spec` names, as tinygrad's renderer emits it. Dispatch chooses the kernel and its tile
-  description."""
+  """Returns the HIP or CUDA text of the kernel that `spec` names, with the tile description that dispatch chooses."""
   p = problem_of_spec(spec)
   name, tile, splits = _chosen(spec, p, None)
   return _text(spec, replace(p, num_splits=splits), name, tile)
 
 def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=None, shape:Shape|None=None, lines:bool=False) -> Source:
-  """Returns the source of a kernel, as tinygrad's renderer emits it. With a tile description `tile`, this is the kernel that `spec` names. Without
-  it, dispatch chooses the kernel and the tile description, for compilers of the LLVM release `llvm` (by default the clang in use for reports).
-  `shape` replaces the usual size of the problem. `lines` also asks for the line of Python that emitted each line of the source."""
+  """Returns the source of the kernel that `spec` names with `tile`, or of the kernel that dispatch chooses."""
+  # Dispatch chooses for compilers of the LLVM release `llvm` (by default the clang in use for reports). `shape` replaces the usual size of the
+  # problem. `lines` also asks for the line of Python that emitted each line of the source.
   p = problem_of_spec(spec, shape)
   name, used, splits = (spec.kernel, tile, max(1, p.num_splits)) if tile is not None else _chosen(spec, p, llvm)
   assert isinstance(used, Tile|BackwardTile|MlaTile)
@@ -229,7 +229,7 @@ def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=Non
   return Source(text, d, dv, used.block_n if used.keys else used.matrix.N, used.block_m, products, python=python)
 
 def products_of(wanted:Iterable[str]) -> tuple[int, int]:
-  """Returns two numbers of matrix products in a backward loop that computes the gradients `wanted`: the products that have D as one of their three
-  dimensions (S, dQ, dK), and those that have Dv (dP, dV)."""
+  """Returns two counts of matrix products in a backward loop for the gradients `wanted`: with D as a dimension, and with Dv."""
+  # D: S, dQ, dK; Dv: dP, dV
   of_scores = {"dq", "dk"}.intersection(wanted)       # gradients that need dS, and therefore dP
   return 1 + len(of_scores), bool(of_scores) + ("dv" in wanted)

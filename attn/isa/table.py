@@ -57,8 +57,7 @@ def _change(a:Cell, b:Cell) -> str:
   return "" if a == b else "differs"
 
 def full(reports:Sequence[Report], change:bool=False) -> Table:
-  """Makes a table with all figures, one column per kernel. With `change`, which needs two kernels, the last column has the second figure minus the
-  first."""
+  """Returns a table with all figures, one column per kernel. With `change`, the last column is the second kernel minus the first."""
   table = Table("", *(f"{r.name}\n{r.arch}" for r in reports), *(["change"] if change else []))
   for heading, rows in rows_of(reports):
     table.add_section()
@@ -68,7 +67,7 @@ def full(reports:Sequence[Report], change:bool=False) -> Table:
   return table
 
 def waits(report:Report) -> Table:
-  """Makes a table of the waits and barriers of one iteration of the hot loop, one per line."""
+  """Returns a table of the waits and barriers of one iteration of the hot loop, one per line."""
   table = Table("at", "after matrix", "wait or barrier", "for", "the last of them", "issued before", "matrix since", "still under way",
                 title=f"{report.name}: waits and barriers of an iteration")
   for x in report.waits:
@@ -78,7 +77,7 @@ def waits(report:Report) -> Table:
   return table
 
 def brief(reports:Sequence[Report]) -> Table:
-  """Makes a table with one short line for each report, that is, for each kernel."""
+  """Returns a table with one short line for each kernel."""
   table = Table("kernel", "arch", *BRIEF)
   for r in reports: table.add_row(r.name, r.arch, *brief_cells(r))
   return table
@@ -86,8 +85,8 @@ def brief(reports:Sequence[Report]) -> Table:
 BRIEF = ("regs", "spill", "LDS", "waves", "by LDS", "mat", "VALU/elt", "exp/elt", "LDSB/elt", "overlap", "serial", "useful")
 
 def brief_cells(r:Report) -> list[str]:
-  """Cells of a kernel's line in a short table. "waves" is the number of waves per SIMD that registers allow. "by LDS" is the number of waves per SIMD
-  that the LDS allows. docs/isa.md explains the other cells."""
+  """Returns the cells of a kernel's line in a short table, in the order of BRIEF. docs/isa.md explains the cells."""
+  # "waves" and "by LDS": waves per SIMD that registers, and that the LDS, allow
   held, x = r.resources, r.loop
   cells = [f"{show(held.vgpr)}+{show(held.agpr)}", show(held.vgpr_spills), show(held.lds), show(held.waves_by_registers),
            f"{held.waves_by_lds:g}" if held.waves_by_lds is not None else "?"]
@@ -98,8 +97,7 @@ def brief_cells(r:Report) -> list[str]:
           f"{x.overlap:.0%}", f"{x.serial:.0%}", known(x.useful, ".0%")]
 
 def bounds(p:Problem, tile:Tile, report:Report) -> Table:
-  """Makes a table for a problem, with a row for each card with the chip of `report`: an upper bound on the problem's rate (`roofline`), and the rates
-  that others measured for the problem's shape on that card."""
+  """Returns a table with an upper bound on a problem's rate, and the rates that others measured, for each card with the report's chip."""
   table = Table("card", "peak TFLOP/s", "bound", "serial", "limit", "tail", "useful work", "published", title="bound, not measured")
   if (loop:=report.loop) is None: return table
   for chip, card in rated(report.arch):

@@ -1,9 +1,4 @@
-"""Waits of an iteration of the hot loop: each wait with the accesses that it waits for, and the accesses that are not complete at each barrier.
-
-A counter counts the accesses that a wave has issued and that are not complete. Accesses complete in the order of issue, and a wait for n lasts until
-at most n of them are left. Scalar loads may complete in another order; while they are under way, code waits until 0 accesses are left. AMD's ISA
-documents, "Data Dependency Resolution", and LLVM, lib/Target/AMDGPU/SIInsertWaitcnts.cpp, say which accesses each counter counts. A wait for the
-vector ALU (depctr) is listed without what it waits for."""
+"""Waits of an iteration of the hot loop: each wait with the accesses that it waits for, and the accesses that are not complete at each barrier."""
 from __future__ import annotations
 import re
 from dataclasses import dataclass
@@ -13,9 +8,13 @@ from attn.chips.family import Counters
 from attn.isa.flow import Block, Loop, way_inside
 from attn.isa.instruction import Instruction
 
+# A counter counts the accesses that a wave has issued and that are not complete. Accesses complete in the order of issue, and a wait for n lasts
+# until at most n of them are left. Scalar loads may complete in another order; while they are under way, code waits until 0 accesses are left. AMD's
+# ISA documents, "Data Dependency Resolution", and LLVM, lib/Target/AMDGPU/SIInsertWaitcnts.cpp, say which accesses each counter counts. A wait for
+# the vector ALU (depctr) is listed without what it waits for.
+
 def counters_in(number:int, counters:Counters) -> dict[str, int]:
-  """Decodes the number in s_waitcnt. Returns, for each counter that the instruction waits for, the largest number of accesses that are still
-  incomplete after it."""
+  """Decodes the number in s_waitcnt: returns {counter: most accesses still incomplete after the wait}."""
   found = {}
   for name, fields in counters.number.items():
     value = shift = 0
@@ -25,7 +24,7 @@ def counters_in(number:int, counters:Counters) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Awaited:
-  """The accesses that a wait waits for: their number, the last one, and how many instructions lie between the last one and the wait."""
+  """Accesses that a wait waits for."""
   accesses: int                 # number of accesses
   last: str                     # text of the instruction of the last access
   kind: str                     # kind of that instruction
@@ -54,8 +53,7 @@ def raised_by(x:Instruction, counters:Counters) -> set[str]:
   return {counters.store if stores else counters.load} | ({counters.lds} if x.op.startswith("flat_") else set())
 
 def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
-  """Returns, for each counter that an instruction waits for, the largest number of accesses that are still incomplete after it. Returns an empty
-  dictionary for a wait for the vector ALU."""
+  """Returns {counter: most accesses still incomplete after the instruction's wait}; empty for a wait for the vector ALU."""
   named = {name: int(n) for name, n in re.findall(r"(\w+cnt)\((\d+)\)", x.args)}
   number = re.search(r"(?:^|\s)(0x[0-9a-f]+|\d+)$", x.args)
   if named or number is None: return named
@@ -66,11 +64,11 @@ def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
   return {one[1]: value} if one is not None else {}
 
 def path_of_waits(blocks:Sequence[Block], loop:Loop, usual:Sequence[int]) -> list[int]:
-  """Returns the basic blocks in which the waits of an iteration lie. These are the blocks of the path `usual`, and blocks beside it: those that an
-  s_cbranch_execz on the path skips only for waves without active lanes."""
+  """Returns the basic blocks in which the waits of an iteration lie: the path `usual`, and blocks beside the path."""
   path = []
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)
+    # blocks beside it: those that an s_cbranch_execz on the path skips only for waves without active lanes
     jumps = bool(blocks[b].instructions) and blocks[b].instructions[-1].op == "s_cbranch_execz"
     if jumps and b + 1 in loop.body and b + 1 != after: path += way_inside(blocks, loop, b + 1, after)
   return path
@@ -88,9 +86,9 @@ def _awaited(accesses:Sequence[_Access], now:int, matrix:int) -> Awaited:
   return Awaited(len(accesses), last.issued.text, last.issued.kind, now - last.at, matrix - last.matrix)
 
 def waits_of(trip:Sequence[Instruction], chip:Chip) -> list[Stop]:
-  """Returns the waits and barriers of a loop iteration in the steady state. In this state, accesses of earlier iterations may still be under way when
-  the iteration begins."""
+  """Returns the waits and barriers of a loop iteration in the steady state."""
   counters, stops = chip.counters, list[Stop]()
+  # accesses of earlier iterations may still be under way when the iteration begins
   under_way = {name: list[_Access]() for name in (counters.load, counters.store, counters.lds, counters.scalar)}
   now = matrix = 0
   for _ in range(TRIPS):
@@ -111,6 +109,5 @@ def waits_of(trip:Sequence[Instruction], chip:Chip) -> list[Stop]:
   return stops
 
 def time_of_loads(stops:Sequence[Stop]) -> int|None:
-  """Returns the smallest number of matrix instructions between a load from memory and the wait for this load. Returns None if an iteration waits for
-  no load."""
+  """Returns the fewest matrix instructions between a load from memory and the wait for this load, or None."""
   return min((x.awaited.matrix for x in stops if x.awaited is not None and x.awaited.kind in ("load", "load_to_lds")), default=None)

@@ -358,16 +358,19 @@ def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:U
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None, scales:UOp|None=None,
             at:ScalesAt=IN_REGISTERS) -> UOp:
   """Returns a statement that raises the references of the wave's queries and computes P again, if a sum of P is too large, inf or NaN."""
-  # A sum of P in a lane is too large if it exceeds 2^above (`above` > 0), or if a score exceeds its query's reference (`above` = 0); with P of 8
-  # bits, an element of P may be too large as well. Then the reference of every query of the wave becomes the query's largest score so far (for 8
-  # bits a number below it, see `lift_of`). The correction is one statement, because tinygrad has no branch around stores to registers. The operands
-  # are register arrays, with equally many elements for each of the wave's tiles of queries:
+  # A sum of P in a lane is too large if it exceeds 2^above (`above` > 0), or if a score exceeds its query's reference (`above` = 0); with P of 8 bits,
+  # an element of P may be too large as well. Then the reference of every query of the wave becomes the query's largest score so far (for 8 bits a
+  # number below it, see `lift_of`). The correction is one statement, because tinygrad has no branch around stores to registers.
   #
-  # reference, addend: of each query (P = exp2(score*scale + addend)); l: the sums of P over all iterations, for each kind in `sums`: LANE adds P in
-  # fp32; DOT, ONES and UNPACKED add P after rounding; acc: the accumulators of O; p: P of this iteration, packed to `dtype`; scores: the scores of
-  # this iteration, of which `count` vectors of each tile, from `first` on, are used; part: the sums of P of this iteration, for each kind in `sums`;
-  # scales: if P includes the scales of V's rows, these scales, for the keys of each vector of scores. If they lie in shared memory, `scales` indexes
-  # shared memory at the first vector. `at` says where they lie, and whether those of K's rows do, too.
+  # The operands are register arrays, with equally many elements for each of the wave's tiles of queries:
+  #   reference, addend: of each query (P = exp2(score*scale + addend))
+  #   l: the sums of P over all iterations, for each kind in `sums`: LANE adds P in fp32; DOT, ONES and UNPACKED add P after rounding
+  #   acc: the accumulators of O
+  #   p: P of this iteration, packed to `dtype`
+  #   scores: the scores of this iteration. `count` vectors of each tile, from `first` on, are used
+  #   part: the sums of P of this iteration, for each kind in `sums`
+  #   scales: if P includes the scales of V's rows, these scales, for the keys of each vector of scores. If they lie in shared memory, `scales`
+  #     indexes shared memory at the first vector. `at` says where they lie, and whether those of K's rows do, too
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   name, operands = "correct", [x[0] for x in (reference, addend, l, acc)] + [p[first//together], scores[first], part[0]]

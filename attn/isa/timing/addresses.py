@@ -1,7 +1,4 @@
-"""Finds the LDS addresses that a wave's lanes use, by following integer instructions, and the cycles that the LDS banks need for them.
-
-Each instruction is followed for all lanes of a wave at once. A value is unknown if it comes from memory, from an instruction that this module does
-not know, or from an unknown value. An unknown scalar counts as 0: if it is added to every lane's address, it only rotates the banks."""
+"""Finds the LDS addresses that a wave's lanes use, by following integer instructions, and the cycles that the LDS banks need for them."""
 from __future__ import annotations
 import functools, re
 from collections.abc import Callable, Sequence
@@ -13,6 +10,9 @@ from attn.chips import Chip
 from attn.emulator.banks import BankCounter
 from attn.isa.instruction import Instruction, access_bytes
 from attn.isa.operands import issued_together, registers, uses, written_operands
+
+# Each instruction is followed for all lanes of a wave at once. A value is unknown if it comes from memory, from an instruction that this module does
+# not know, or from an unknown value. An unknown scalar counts as 0: if it is added to every lane's address, it only rotates the banks.
 
 LaneValues = NDArray[Any]
 _WORD = 0xffffffff
@@ -60,8 +60,8 @@ def _name(op:str) -> str:
 
 @dataclass(frozen=True)
 class _Followed:
-  """A parsed instruction, from which its effect on registers with known values is computed. Each line of assembly is parsed only once for all waves.
-  """
+  """A parsed instruction, from which its effect on registers with known values is computed."""
+  # each line of assembly is parsed only once for all waves
   instruction: Instruction
   operands: tuple[str, ...]                       # operands as written
   writes: tuple[str, ...]                         # registers that it writes
@@ -76,8 +76,7 @@ def _followed(text:str) -> tuple[_Followed, ...]:
   return tuple(half(op, args) for op, args in issued_together(text))
 
 class WaveState:
-  """Known values of a wave's registers. The value of a vector register or a mask is an array over the lanes. The value of a scalar register is a
-  number."""
+  """Known values of a wave's registers: an array over the lanes for a vector register or a mask, a number for a scalar register."""
   def __init__(self, chip:Chip, wave:int, two_dimensional:bool):
     self.chip, lanes = chip, np.arange(chip.wave, dtype=np.int64)
     # v0 is the thread's index in its workgroup: one number, or (lane, wave) packed with ten bits each
@@ -162,11 +161,11 @@ class WaveState:
     return None if no is None or yes is None or mask is None else np.where(mask, yes, no)
 
   def _bits_of_three(self, x:Instruction, parts:Sequence[str]) -> LaneValues|None:
-    """Returns the result of v_bitop3, whose operands have the texts `parts`, or None if an operand is not known. The instruction has a table of eight
-    bits. Each bit of the result is bit number 4a + 2b + c of the table, where a, b and c are the bits of the three operands at the same position."""
+    """Returns the result of v_bitop3, whose operands have the texts `parts`, or None if an operand is not known."""
     a, b, c = (self._operand(p.split()[0]) for p in parts[1:4])
     found = re.search(r"bitop3:(\w+)", x.args)
     if a is None or b is None or c is None or found is None: return None
+    # each bit of the result is bit number 4a + 2b + c of the table, where a, b and c are the bits of the three operands at the same position
     result, table = a & b & c & 0, int(found[1], 0)
     for i in (i for i in range(8) if table >> i & 1):
       result = result | (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
@@ -186,7 +185,7 @@ class WaveState:
     return (mask := self.masks.get("exec")) is not None and bool(mask.any())
 
   def bank_cycles(self, x:Instruction) -> int|None:
-    """Returns the cycles that the LDS banks need for an access. Returns None for another instruction, or if an address is not known."""
+    """Returns the cycles that the LDS banks need for an access; None for other instructions, or if an address is not known."""
     if x.kind not in ("lds_read", "lds_write"): return None
     parts = _followed(x.text)[0].operands
     address = self._operand(parts[0 if x.kind == "lds_write" else 1].split()[0])
@@ -203,8 +202,8 @@ class WaveState:
     return sum(use.cycles for use in counter.uses.values())
 
 def bank_cycles_of(trip:Sequence[Instruction], state:WaveState) -> list[int|None]:
-  """Returns for each instruction of a loop iteration the cycles that the LDS banks need for it, or None for an instruction that does not access LDS
-  or whose addresses are not known. `state` has the values of registers at the beginning of the iteration."""
+  """Returns the cycles that the LDS banks need for each instruction of a loop iteration, None where no addresses are known."""
+  # `state` has the values of registers at the beginning of the iteration
   found = []
   for x in trip:
     found.append(state.bank_cycles(x))

@@ -1,8 +1,4 @@
-"""Checks the timing model against times that were measured on an H100: the table docs/data/nvidia_order_of_heads.csv.
-
-The table has measured times of the wgmma forward kernel, for several shapes, tiles and orders of heads. The model predicts them without the machine
-code. The cycles of a tile's iteration follow from the measured time of one shape, BASE, with one head after another. So what is checked is the order
-in which workgroups run, and the memory."""
+"""Checks the timing model against times that were measured on an H100: the table docs/data/nvidia_order_of_heads.csv."""
 from __future__ import annotations
 import csv, io
 from collections.abc import Mapping
@@ -15,6 +11,10 @@ from attn.isa.timing.published import csv_text
 from attn.problem import Problem
 
 # of an H100 SXM: NVIDIA H100 Tensor Core GPU data sheet and architecture white paper
+# The table has measured times of the wgmma forward kernel, for several shapes, tiles and orders of heads. The model predicts them without the
+# machine code. The cycles of a tile's iteration follow from the measured time of one shape, BASE, with one head after another. So what is checked is
+# the order in which workgroups run, and the memory.
+
 MULTIPROCESSORS, MEMORY_GBS, L2_BYTES = 132, 3350, 50 << 20
 HEAD_DIM, WARPGROUP_ROWS = 128, 64     # head dimension; queries of a warpgroup
 BASE = "4, 16, 8192"
@@ -26,8 +26,8 @@ def h100() -> Chip: return replace(get_chip("sm_90"), caches=Caches(l2=L2_BYTES)
 
 @dataclass(frozen=True)
 class ControlCase:
-  """A measured problem: its shape, the order of heads in the grid, and the tile (queries of a block and keys of an iteration), as cells of the
-  table's row."""
+  """A measured problem: the cells of its row of the table."""
+  # its shape, the order of heads in the grid, and the tile (queries of a block and keys of an iteration)
   cells: Mapping[str, str]
   @property
   def ms(self) -> float: return float(self.cells["measured, ms"])
@@ -46,17 +46,17 @@ class ControlCase:
   @property
   def slots(self) -> int: return MULTIPROCESSORS*int(self.cells["blocks of a multiprocessor"])
   def iterations(self) -> float:
-    """Returns the time from the start of the first workgroup to the end of the last one, in units of the time of one loop iteration."""
+    """Returns the time from the start of the first workgroup to the end of the last one, in units of one loop iteration."""
     return makespan_in_order(work_of_grid(self.problem, self.division), self.slots, 1, 1.0, 0.0)
   def memory_ms(self, apart:bool) -> float:
-    """Returns the time in ms in which memory delivers what the L2 fetches. With `apart`, workgroups drift apart, and so share fewer rows in the L2
-    (memory.py)."""
+    """Returns the time in ms in which memory delivers what the L2 fetches. With `apart`, workgroups drift apart."""
+    # then they share fewer rows in the L2 (memory.py)
     work = work_of_grid(self.problem, self.division)
     return 1e3*bytes_of_levels(self.problem, self.division, work, h100(), self.slots, apart)["memory"]/(MEMORY_GBS*1e9)
 
 def control_table(text:str) -> list[dict[str, str]]:
-  """Returns the rows of the table docs/data/nvidia_order_of_heads.csv, with new predictions. `text` is the table, of which only the measured columns
-  are read."""
+  """Returns the rows of docs/data/nvidia_order_of_heads.csv, whose text is `text`, with new predictions."""
+  # only the measured columns are read
   cases = [ControlCase(row) for row in csv.DictReader(io.StringIO(text))]
   cycle = {x.tile: x.ms/x.iterations() for x in cases if x.gives_cycles}
   found = []

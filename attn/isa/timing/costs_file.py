@@ -1,5 +1,5 @@
-"""Makes the contents of docs/costs.txt, a table with a line for each kernel of attn on each chip: its registers, spills, LDS, instructions and
-bounds, and for forward kernels the predicted time."""
+"""Makes docs/costs.txt, a table with a line for each kernel of attn on each chip: registers, spills, LDS, instructions, bounds, and for forward
+kernels the predicted time."""
 from __future__ import annotations
 from collections.abc import Sequence
 from attn.chips import get_chip
@@ -14,11 +14,11 @@ from attn.isa.timing.kernels import of_source
 TIMES = ("ms", "ms at GEMM's clock")
 
 def cells_of_times(spec:Spec) -> list[str]:
-  """Returns the cells of the columns TIMES for a kernel: two predicted times in ms, for a problem of size ASKED on the chip's first card with a known
-  clock. The first time is at the rated clock, the second at the clock that the card sustains under matrix work. A cell is "-" if the kernel is no
-  forward kernel, or the clock is not known."""
+  """Returns the cells of TIMES for a kernel: predicted ms at the rated clock, and at the clock sustained under matrix work."""
+  # "-": no forward kernel, or the clock is not known
   if spec.kernel != FORWARD: return ["-"]*len(TIMES)
   kernel = source.kernel_source(spec, llvm=toolchain().llvm)
+  # a problem of size ASKED on the chip's first card with a known clock
   card = next(card for card in get_chip(spec.arch).cards if card.ghz)
   times = [f"{1e3*x.seconds:.2f}" for x in of_source(spec, kernel, assembly(kernel.text, spec.arch)).on_cards(card.name)]
   return times + ["-"]*(len(TIMES) - len(times))
@@ -28,8 +28,7 @@ def line_of(report:Report) -> str: return " | ".join([report.name, *brief_cells(
 def _lines(specs:Sequence[Spec]) -> list[str]: return [line_of(report) for report in reports_of(specs)]
 
 def costs() -> Costs:
-  """Returns what docs/costs.txt consists of: its first line, the names of its columns, and the function that compiles given kernels and makes the
-  lines of the table."""
+  """Returns the description of docs/costs.txt: its first line, its columns, and the function that makes its lines."""
   header = (f"# The costs of our kernels under {short_version(toolchain())}: bounds and predictions from their machine code, not measurements. "
             f"Rewritten by: {COMMAND} --write docs/costs.txt")
   return Costs(header, ("kernel", *BRIEF, *TIMES), _lines)

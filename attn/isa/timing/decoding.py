@@ -1,7 +1,4 @@
-"""Predicted times of decoding over caches of 16 and of 8 bits on AMD's chips: the table docs/data/decode_amd.csv.
-
-Each row is one kernel on the first card of its chip, at the rated clock, for 64 sequences of 4096 keys, with 32 query heads on 8 key heads, D = 128.
-VALU per element is the number of vector operations of all lanes in a loop iteration, divided by the elements of K and V that the iteration reads."""
+"""Predicted times of decoding over caches of 16 and of 8 bits on AMD's chips: the table docs/data/decode_amd.csv."""
 from __future__ import annotations
 from collections.abc import Sequence
 from attn.chips import MODELLED, get_chip
@@ -9,6 +6,10 @@ from attn.chips.matrix import MMA
 from attn.isa.costs import report_of
 from attn.isa.source import DECODING, Shape, Spec, chosen
 from attn.isa.timing.kernels import predicted_kernel
+
+# Each row is one kernel on the first card of its chip, at the rated clock, for 64 sequences of 4096 keys, with 32 query heads on 8 key heads, D =
+# 128. VALU per element is the number of vector operations of all lanes in a loop iteration, divided by the elements of K and V that the iteration
+# reads.
 
 DECODE_WIDTH, DECODE_STEP = 128, Shape(64, 32, 8, 4096)
 OF_DECODING = ("kernel", "card", "GHz", "tile", "key ranges", "VALU per element", "registers", "spills", "us of compute units", "us of memory", "us")

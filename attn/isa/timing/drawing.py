@@ -1,5 +1,4 @@
-"""Draws loop iterations as a picture. Each wave of a workgroup has a band of lines: one line for each execution unit, and one line for what the wave
-waits for."""
+"""Draws loop iterations as a picture: a band of lines for each wave, with a line for each execution unit and a line for waits."""
 from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ _LANE, _GAP, _LEFT, _TOP, _WIDTH, _SHOWN = 7, 12, 120, 56, 1500, 2
 
 @dataclass(frozen=True)
 class _Bar:
-  """A span of cycles in one line of the picture. Each wave has a band of lines: one for each execution unit, then one for waits."""
+  """A span of cycles in one line of the picture."""
   wave: int
+  # a wave has one line for each execution unit, then one for waits
   lane: int
   begin: float
   end: float
@@ -45,8 +45,7 @@ def _shown(loop:LoopTiming) -> list[int]:
   return sorted((i for i, w in enumerate(loop.run.waves) if w.group == 0), key=lambda i: (loop.run.waves[i].simd, i))
 
 def svg_of(timing:Timing, loop:LoopTiming, trips:int=_SHOWN) -> str:
-  """Returns a drawing of `trips` iterations of a loop, as SVG text. Each wave has a band of lines: one for each execution unit, then one for
-  waits."""
+  """Returns a drawing of `trips` iterations of a loop, as SVG text."""
   shown, (begin, end) = _shown(loop), _window(loop, trips)
   height, scale = len(LANES)*_LANE + _LANE + _GAP, (_WIDTH - _LEFT - 20)/(end - begin)
   title = f"{timing.name} on {timing.chip.name}: {loop.cycles:.0f} cycles an iteration, matrix unit in use {100*loop.matrix_use:.0f}% (predicted)"
@@ -75,8 +74,7 @@ def draw_svg(timing:Timing, loop:LoopTiming, path:Path, trips:int=_SHOWN) -> Non
   path.write_text(svg_of(timing, loop, trips), encoding="utf-8")
 
 def draw_png(timing:Timing, loop:LoopTiming, path:Path, trips:int=_SHOWN) -> None:
-  """Draws `trips` iterations of a loop to the PNG file `path`. Raises SystemExit, with a message that says what to install, if matplotlib is not
-  installed."""
+  """Draws `trips` iterations of a loop to the PNG file `path`. Without matplotlib, SystemExit says what to install."""
   with needs("bench", "a PNG of it", __name__):
     from matplotlib.figure import Figure as Canvas
   shown, (begin, end) = _shown(loop), _window(loop, trips)

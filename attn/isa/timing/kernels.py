@@ -1,5 +1,4 @@
-"""Predicts the time of kernels. A kernel of attn is given by its name (a word such as gfx942/128/float16/causal), any other kernel by its assembly
-text."""
+"""Predicts the time of kernels: of a kernel of attn from its name, such as gfx942/128/float16/causal, of any other kernel from its assembly text."""
 from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,10 +17,10 @@ ASKED = source.Shape(4, 16, 16, 8192)     # shape of the predicted problem by de
 
 @dataclass(frozen=True)
 class Predicted:
-  """Predicted time of an iteration of a kernel's hot loops (`timing`). The time of a whole problem follows from it, from `problem`, and from
-  `division`: how the problem is divided among workgroups."""
+  """Predicted time of an iteration of a kernel's hot loops, from which the time of a whole problem follows."""
   timing: Timing
   problem: Problem|None
+  # how the problem is divided among workgroups
   division: Division|None          # None: not known, so no problem can be predicted
   lines: Mapping[int, source.PythonLine] = field(default_factory=dict)
   @property
@@ -32,14 +31,13 @@ class Predicted:
     ranges = f" in {x.splits} key ranges, without merging them"*(x.splits > 1)
     return f"B={p.B} H={p.H} Hkv={p.Hkv} {length} D={p.D} {p.dtype}" + " causal"*(p.window[1] == 0) + ranges
   def on_cards(self, card:str|None=None, ghz:float|None=None) -> list[Prediction]:
-    """Returns predictions of the problem's time on `card`, or by default on each card whose rated clock is known. `ghz` is the clock. If it is not
-    given, there is one prediction at the card's rated clock, and a second one at the clock that the card sustains under matrix work, if this clock is
-    known. Raises ValueError for a card with another chip. Returns an empty list if the problem is not known."""
+    """Returns predictions of the problem's time on `card`, or on each card whose rated clock is known; none if the problem is unknown."""
     known = {c.name: c for c in self.timing.chip.cards}
     if card is not None and card not in known: raise ValueError(f"--card {card}: the cards of {self.timing.chip.name} are {', '.join(known)}")
     if self.problem is None or self.division is None: return []
     chosen = [known[card]] if card is not None else [c for c in known.values() if c.cus and (c.ghz or ghz)]
     if ghz is not None: return [predict(self.problem, self.timing, self.division, c, ghz) for c in chosen]
+    # at the rated clock, and at the clock that the card sustains under matrix work, if this clock is known
     return [x for c in chosen for x in at_both_clocks(self.problem, self.timing, self.division, c) if x is not None]
 
 def _problem(shape:source.Shape, d:int, dv:int, dtype:str, causal:bool) -> Problem:
@@ -47,17 +45,15 @@ def _problem(shape:source.Shape, d:int, dv:int, dtype:str, causal:bool) -> Probl
                  softmax_scale=d**-0.5)
 
 def predicted_kernel(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Predicted:
-  """Compiles the kernel of attn that `spec` names, for a problem of size `shape`, and predicts the time of its hot loop from the machine code. The
-  result can also predict the time of the whole problem (`on_cards`). Without `lines` the prediction does not name the line of Python that emitted an
-  instruction. Raises ValueError for a kernel or chip that the model does not cover."""
+  """Compiles a kernel of attn for a problem of size `shape`, and predicts the time of its hot loop from the machine code."""
+  # `lines`: the prediction names the line of Python that emitted an instruction
   if spec.kernel == source.LATENT: raise ValueError(f"{spec}: the model does not cover latent attention; `report` gives bounds for it")
   if spec.arch not in MODELLED: raise ValueError(f"{spec}: the model is only for AMD's chips, {', '.join(MODELLED)}")
   kernel = source.kernel_source(spec, shape=shape, lines=lines)
   return of_source(spec, kernel, assembly(kernel.text, spec.arch, LINE_TABLES), shape)
 
 def of_source(spec:source.Spec, kernel:source.Source, text:str, shape:source.Shape=ASKED) -> Predicted:
-  """Predicts the time of the hot loop of a kernel of attn. `spec` names the kernel, `kernel` is its HIP source, and `text` is the assembly that clang
-  made of this source. The result can also predict the time of a problem of size `shape` (`on_cards`)."""
+  """Predicts the time of the hot loop of a kernel of attn, from its HIP source `kernel` and its assembly `text`."""
   problem, keys = replace(source.problem_of_spec(spec, shape), num_splits=kernel.splits), spec.kernel in ("dkdv", source.ALL)
   timing = timing_of(text, spec.arch, kernel.d, kernel.dv, title=str(spec), products=kernel.products,
                      grid=blocks_of_grid(problem, kernel.block_m, keys, kernel.heads))
@@ -68,12 +64,12 @@ def of_source(spec:source.Spec, kernel:source.Source, text:str, shape:source.Sha
 def of_text(text:str, shape:source.Shape=ASKED, arch:str|None=None, d:int|None=None, dtype:str="float16", causal:bool=False, dv:int|None=None,
             kernel_name:str|None=None, queries:int|None=None, lds:int|None=None, threads:int|None=None, title:str|None=None,
             products:LoopProducts=((1, 1),), behind:int|None=None) -> Predicted:
-  """Predicts the time of the hot loops of any kernel from its assembly text. If the head dimension `d` and the number of queries of a wave are given,
-  the result can also predict the time of a problem of size `shape` (`on_cards`). `products` has a pair of numbers for each hot loop: how many matrix
-  products have D as one of their three dimensions (such as S = Q K^T), and how many have Dv (such as O = P V). `behind` is the number of waves of a
-  workgroup that begin the loop one barrier behind the others; by default it is found in the text. `causal` says whether the problem has a causal
-  mask. The other arguments are explained at `analyse`."""
+  """Predicts the time of the hot loops of any kernel from its assembly text."""
+  # `products` has a pair of numbers for each hot loop: how many matrix products have D as one of their three dimensions (such as S = Q K^T), and how
+  # many have Dv (such as O = P V). `behind` is the number of waves of a workgroup that begin the loop one barrier behind the others; by default it
+  # is found in the text. `causal` says whether the problem has a causal mask. The other arguments are explained at `analyse`.
   timing = timing_of(text, arch, d, dv, kernel_name, lds, threads, title, products, behind)
+  # without them no problem can be predicted (`on_cards`)
   if d is None or queries is None: return Predicted(timing, None, None)
   own = queries*timing.waves
   return Predicted(timing, _problem(shape, d, dv or d, dtype, causal), Division(own, walked_in_a_trip(timing, own), False, products))

@@ -1,42 +1,43 @@
-"""Predicts how many bytes each cache, and the memory, deliver to a kernel. The prediction follows from which workgroups run at the same time, and
-from which rows of K and V these workgroups share.
-
-The hardware starts workgroups in the order of their numbers, and gives them to the chip's dies in turn. The workgroups that run on a die at the same
-time are a round. Workgroups of a round that loop over the same rows (of a key head, or of the query heads that share it) loop over them together. So
-their die reads each of these rows once: from its own L2, if the previous round read the rows and the L2 has room for all rows of the round, and
-otherwise from the next level. In the same way the rounds of the whole chip read each row once from memory, or from the cache that all dies share.
-Workgroups of a round may also drift apart, so that each reads its rows at another time. How far they drift is not modelled. Instead there is a second
-prediction (`apart`): workgroups then share rows only in a cache that has room for all rows of the round, and otherwise each fetches its own rows."""
+"""Predicts how many bytes each cache, and the memory, deliver to a kernel."""
 from __future__ import annotations
 import heapq, math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 @dataclass(frozen=True)
+# The prediction follows from which workgroups run at the same time, and from which rows of K and V these workgroups share. The hardware starts
+# workgroups in the order of their numbers, and gives them to the chip's dies in turn. The workgroups that run on a die at the same time are a round.
+# Workgroups of a round that loop over the same rows (of a key head, or of the query heads that share it) loop over them together. So their die reads
+# each of these rows once: from its own L2, if the previous round read the rows and the L2 has room for all rows of the round, and otherwise from the
+# next level. In the same way the rounds of the whole chip read each row once from memory, or from the cache that all dies share.
+#
+# Workgroups of a round may also drift apart, so that each reads its rows at another time. How far they drift is not modelled. Instead there is a
+# second prediction (`apart`): workgroups then share rows only in a cache that has room for all rows of the round, and otherwise each fetches its own
+# rows.
+
 class GroupWork:
-  """What one workgroup does: which rows it loops over, and in how many iterations."""
+  """Rows over which one workgroup loops, and its number of iterations."""
   rows: int         # index of the set of rows that it loops over
   trips: float      # iterations
 
 def starting_order(trips:Sequence[float], heads:int, sharing:int, together:int, splits:int=1) -> list[GroupWork]:
-  """Returns the workgroups of a problem in the order in which they start. `trips` has the number of loop iterations of each block of queries of a
-  head. `sharing` consecutive heads read the same rows of K and V. `splits` workgroups share the keys of each block.
-
-  A group of `together` heads comes after another. In a group, the blocks with the most iterations come first. For each block, its heads follow one
-  another."""
+  """Returns the workgroups of a problem in the order in which they start; `trips` has the iterations of each block of a head."""
+  # `sharing` consecutive heads read the same rows of K and V. `splits` workgroups share the keys of each block. A group of `together` heads comes
+  # after another. In a group, the blocks with the most iterations come first. For each block, its heads follow one another.
   blocks = sorted(trips, reverse=True)
   return [GroupWork((group*together + head)//sharing*splits + split, math.ceil(t/splits)) for group in range(heads//together) for t in blocks
           for head in range(together) for split in range(splits)]
 
 def cut_for_dies(work:Sequence[GroupWork], dies:int) -> list[GroupWork]:
-  """Returns an order of workgroups in which each die gets a consecutive part of `work`. The hardware gives workgroups to the dies in turn."""
+  """Returns an order of workgroups in which each die gets a consecutive part of `work`."""
+  # the hardware gives workgroups to the dies in turn
   part = -(-len(work)//dies)
   return [work[i] for first in range(part) for i in range(first, len(work), part)]
 
 def makespan_in_order(work:Sequence[GroupWork], slots:int, dies:int, cycles:float, edges:float) -> float:
-  """Returns the cycles until all workgroups have ended. The chip has room for `slots` workgroups at a time, slots//dies on each die. A die starts its
-  next workgroup when one of its workgroups ends. A workgroup takes `cycles` cycles for each iteration, and `edges` cycles for what comes before and
-  after its iterations."""
+  """Returns the cycles until all workgroups have ended, on a chip with room for `slots` workgroups at a time."""
+  # Each die has room for slots//dies workgroups, and starts its next one when one ends. A workgroup takes `cycles` cycles for each iteration, and
+  # `edges` cycles for what comes before and after its iterations.
   ends = []
   for die in range(dies):
     free = [0.0]*max(1, slots//dies)
@@ -45,9 +46,9 @@ def makespan_in_order(work:Sequence[GroupWork], slots:int, dies:int, cycles:floa
   return max(ends)
 
 def rows_fetched(work:Sequence[GroupWork], slots:int, room:float, apart:bool=False) -> float:
-  """Returns how many rows of K and V a cache fetches from the next level of memory. The unit is the rows of one loop iteration, as for `room`, the
-  size of the cache. `slots` workgroups run at a time; they are a round. With `apart`, the workgroups of a round share fetched rows only if the cache
-  has room for all rows of the round."""
+  """Returns how many rows of K and V a cache with `room` fetches from the next level, in units of one iteration's rows."""
+  # `slots` workgroups run at a time; they are a round. With `apart`, the workgroups of a round share fetched rows only if the cache has room for all
+  # rows of the round.
   fetched, before = 0.0, dict[int, float]()
   for first in range(0, len(work), max(1, slots)):
     now, together = dict[int, float](), work[first:first + max(1, slots)]

@@ -1,7 +1,4 @@
-"""Predicted times of forward and backward kernels with other orders of their workgroups: the table docs/data/order_of_heads_amd.csv.
-
-The order of the grid decides which heads run together, and on which die of the chip. Each row is one problem in bf16 with D = 128, at the clock that
-the card sustains under matrix work. The first time is that of the order in use."""
+"""Predicted times of forward and backward kernels with other orders of their workgroups: the table docs/data/order_of_heads_amd.csv."""
 from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,6 +7,9 @@ from attn.isa.source import BACKWARD, FORWARD, MASKS, Shape, Spec
 from attn.isa.timing.kernels import Predicted, predicted_kernel
 from attn.isa.timing.predict import Division, at_both_clocks, heads_of_grid
 from attn.isa.timing.published import csv_text
+
+# The order of the grid decides which heads run together, and on which die of the chip. Each row is one problem in bf16 with D = 128, at the clock
+# that the card sustains under matrix work. The first time is that of the order in use.
 
 HEAD_WIDTH, HEADS_TOGETHER = 128, (1, 8)     # head dimension; heads that alternate in an order
 CARDS_OF_ORDERS = {"MI300X": "gfx942", "MI355X": "gfx950", "RX 7900 XTX": "gfx1100", "RX 9070 XT": "gfx1201"}
@@ -23,21 +23,20 @@ KERNELS_OF_ORDERS = (FORWARD, *BACKWARD)
 ORDER_COLUMNS = ("card", "kernel", "B, H/Hkv, N, mask", "order in use", *HEAD_ORDERS)
 
 def orders_of(x:Division, heads:int, dies:int) -> dict[str, Division|None]:
-  """Returns the division of a problem for each of HEAD_ORDERS, or None if the number of heads or of dies allows no such order. `x` has the order in
-  use. The grid goes over `heads` heads."""
+  """Returns the division `x` of a problem in each of HEAD_ORDERS, None where the numbers of heads and dies allow no such order."""
   found: dict[str, Division|None] = {HEAD_ORDERS[0]: x, ALTERNATE: replace(x, together=heads)}
   found |= {name: replace(x, together=n) if heads % n == 0 else None for name, n in zip(HEAD_ORDERS[2:], HEADS_TOGETHER)}
   return found | {DIES: replace(x, together=1, dies=dies) if dies > 1 else None}
 
 def order_row(card:str, kernel:str, mask:str, shape:Shape) -> tuple[str, ...]:
-  """Compiles the kernel for a problem, and returns the problem's row of the table. Times of other orders are ratios to the time of the order in use.
-  A cell is empty if there is no such order."""
+  """Compiles the kernel for a problem, and returns the problem's row of the table."""
   chip = get_chip(CARDS_OF_ORDERS[card])
   found = predicted_kernel(Spec(chip.name, HEAD_WIDTH, "bfloat16", mask, kernel), shape, lines=False)
   assert found.problem is not None and found.division is not None
   heads = heads_of_grid(found.problem, found.division)
   seconds = {name: seconds_in_order(found, x, card) for name, x in orders_of(found.division, heads, chip.caches.dies).items() if x is not None}
   used = seconds[HEAD_ORDERS[0]]
+  # times of other orders are ratios to the time of the order in use; empty: no such order
   ratios = (f"{seconds[name]/used:.3f}" if name in seconds else "" for name in HEAD_ORDERS[1:])
   in_use = ALTERNATE if found.division.together in (0, heads) else alternating(found.division.together)
   return card, kernel, f"{shape.b}, {shape.h}/{shape.hkv}, {shape.n}, {mask}", in_use, f"{1e3*used:.2f}", *ratios

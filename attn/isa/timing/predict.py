@@ -1,13 +1,5 @@
-"""Predicts the time of a problem on a card from the cycles of one loop iteration. The result is a prediction, not a measurement.
-
-A workgroup's time is the time of its loop iterations and of its code before and after the loop. Workgroups start in the order of the kernel's grid,
-each on the first compute unit of its die that has room (memory.py). Several workgroups on one compute unit run at the same time: the cycles of an
-iteration are the cycles in which all these workgroups make one iteration. The prediction is the longest of four times:
-
-  compute         until the last workgroup has ended, at a given clock
-  L2              everything that workgroups read (each workgroup reads the rows that it loops over, and its own rows), at the rate of the L2 caches
-  Infinity Cache  what the L2 caches of the dies fetch, at the bandwidth of the cache that the dies share
-  memory          every tensor once, and rows that no cache still has, at the memory's bandwidth"""
+"""Predicts the time of a problem on a card from the cycles of one loop iteration. The result is a prediction, not a measurement. Begin with
+`predict`."""
 from __future__ import annotations
 import math
 from collections.abc import Mapping
@@ -21,8 +13,15 @@ from attn.kernels.parts.grid.tensors import all_arguments, arguments, dkdv_argum
 from attn.kernels.parts.program.counts import ceildiv
 from attn.problem import BYTES, Problem, Shapes
 
+# A workgroup's time is the time of its loop iterations and of its code before and after the loop. Workgroups start in the order of the kernel's
+# grid, each on the first compute unit of its die that has room (memory.py). Several workgroups on one compute unit run at the same time: the cycles
+# of an iteration are the cycles in which all these workgroups make one iteration. The prediction is the longest of four times: compute, until the
+# last workgroup has ended, at a given clock; L2, everything that workgroups read (each workgroup reads the rows that it loops over, and its own
+# rows), at the rate of the L2 caches; Infinity Cache, what the L2 caches of the dies fetch, at the bandwidth of the cache that the dies share;
+# memory, every tensor once, and rows that no cache still has, at the memory's bandwidth.
+
 class CodeTime(Protocol):
-  """The figures of a kernel's machine code from which the time of a problem is predicted. A `Timing` has these figures, and others."""
+  """Figures of a kernel's machine code from which the time of a problem is predicted, as in a `Timing`."""
   @property
   def chip(self) -> Chip: ...
   @property
@@ -47,7 +46,7 @@ class Division:
   dies: int = 1                          # dies among which the order of the grid is cut into consecutive parts; 1: dies take workgroups in turn
 
   def tensors(self, p:Problem) -> Shapes:
-    """Returns (shape, dtype) by name of the tensors that the kernel reads and writes."""
+    """Returns {name: (shape, dtype)} of the tensors that the kernel reads and writes."""
     if self.products == PRODUCTS: return arguments(p)
     if self.products == (GRADIENTS,): return all_arguments(p)
     return dkdv_arguments(p) if self.keys else dq_arguments(p)
@@ -76,19 +75,19 @@ class Prediction:
   def tflops(self) -> float: return self.flops/self.seconds/1e12
 
 def blocks_of_grid(p:Problem, own:int, keys:bool=False, heads:int=1) -> int:
-  """Returns the number of workgroups if each workgroup owns `own` rows. The rows are queries of `heads` heads, or keys if `keys` is true."""
+  """Returns the number of workgroups if each owns `own` rows: queries of `heads` heads, or keys if `keys` is true."""
   rows, copies = (p.Sk, p.B*p.Hkv) if keys else (p.Sq*heads, p.B*p.H//heads)
   return ceildiv(rows, own)*copies*p.num_splits
 
 def walked_in_a_trip(timing:Timing, own:int) -> float:
-  """Returns the number of rows over which a workgroup goes in one loop iteration: the number of scores that it computes in an iteration, divided by
-  `own`, the number of rows that it owns."""
+  """Returns the number of rows over which a workgroup that owns `own` rows goes in one loop iteration."""
   assert timing.loops[0].scores is not None
+  # scores of an iteration, divided by own rows
   return timing.loops[0].scores*timing.waves/own
 
 def trips_of_blocks(p:Problem, x:Division) -> list[float]:
-  """Returns the number of loop iterations of each workgroup of one head. A workgroup that owns queries loops over the keys that these queries see. A
-  workgroup that owns keys loops over the queries that see these keys."""
+  """Returns the number of loop iterations of each workgroup of one head."""
+  # a workgroup that owns queries loops over the keys that these queries see; one that owns keys over the queries that see these keys
   left, right = p.window
   mine, others = (p.Sk, p.Sq) if x.keys else (p.Sq, p.Sk)
   back, ahead, shift = (right, left, -p.offset) if x.keys else (left, right, p.offset)
@@ -102,9 +101,9 @@ def trips_of_blocks(p:Problem, x:Division) -> list[float]:
   return found
 
 def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
-  """Returns how fast the L2 caches can deliver the data of a loop, as a fraction of the speed that the chip's matrix units need at their peak rate.
-  If the fraction is 1 or more, L2 does not slow the kernel. `row` is the number of bytes that one row of the loop needs: a row of K and one of V, or
-  a row of Q and one of dO. The speed of L2 is that of the card with the least L2 bandwidth per compute unit."""
+  """Returns how fast L2 can deliver a loop's data, as a fraction of what the matrix units need at their peak rate."""
+  # `row` is the number of bytes that one row of the loop needs: a row of K and one of V, or of Q and one of dO. The speed of L2 is that of the card
+  # with the least L2 bandwidth per compute unit.
   given = [card.l2/card.cus for card in timing.chip.cards if card.l2]
   flops = sum(loop.flops for loop in timing.loops)*timing.waves
   return min(given, default=math.inf)*flops/(x.walked*row*len(x.products)*timing.chip.pipes.flops)
@@ -120,8 +119,8 @@ def work_of_grid(p:Problem, x:Division) -> list[GroupWork]:
   return cut_for_dies(order, x.dies)
 
 def bytes_of_levels(p:Problem, x:Division, work:list[GroupWork], chip:Chip, slots:int, apart:bool=False) -> dict[str, float]:
-  """Returns the number of bytes that each level of memory delivers or takes, for workgroups of which `slots` run at a time. With `apart`, workgroups
-  drift apart (memory.py). A level is missing if its size is not known."""
+  """Returns {level of memory: bytes that it delivers or takes}, if `slots` workgroups run at a time."""
+  # `apart`: workgroups drift apart (memory.py); a level is missing if its size is not known
   caches, of_queries, of_keys = chip.caches, (p.D + p.Dv)*p.itemsize, p.key_bytes
   trip = x.walked*(of_queries if x.keys else of_keys)*len(x.products)
   own = p.B*(p.Hkv*p.Sk*of_keys if x.keys else p.H*p.Sq*x.splits*of_queries)
@@ -136,8 +135,7 @@ def bytes_of_levels(p:Problem, x:Division, work:list[GroupWork], chip:Chip, slot
   return {**found, "memory": moved + (fetched - once)*trip}
 
 def predict(p:Problem, timing:CodeTime, x:Division, card:Card, ghz:float|None=None) -> Prediction:
-  """Returns the predicted time of a problem on a card, at the clock `ghz` (in GHz) or by default at the card's rated clock. `timing` has the figures
-  of the kernel's code, and `x` says how the kernel divides the problem among workgroups. Raises ValueError if the clock is not known."""
+  """Returns the predicted time of a problem, divided as `x` says, on a card at the clock `ghz`, by default the rated clock."""
   clock, chip = ghz or card.ghz, timing.chip
   if not clock: raise ValueError(f"the clock of {card.name} is not known: give it with --ghz")
   work, slots = work_of_grid(p, x), max(1, card.cus//(2 if timing.whole_processor else 1))*timing.groups
@@ -149,8 +147,7 @@ def predict(p:Problem, timing:CodeTime, x:Division, card:Card, ghz:float|None=No
                     {level: rate for level, rate in rates.items() if rate}, flops, apart)
 
 def at_both_clocks(p:Problem, timing:CodeTime, x:Division, card:Card) -> tuple[Prediction, Prediction|None]:
-  """Returns the predicted time of a problem on a card at the rated clock, and at the clock that the card sustains under matrix work. `timing` has the
-  figures of the kernel's code, and `x` says how the kernel divides the problem among workgroups. The sustained clock is derived from the fastest
-  published GEMM on this card. The second prediction is None if no such GEMM is known."""
+  """Returns the predicted times of a problem on a card at the rated clock, and at the clock sustained under matrix work."""
+  # derived from the fastest published GEMM on this card; None if no such GEMM is known
   clock = timing.chip.sustained(card)
   return predict(p, timing, x, card), predict(p, timing, x, card, clock) if clock else None

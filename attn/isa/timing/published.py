@@ -1,8 +1,4 @@
-"""Predicts the kernels of other projects whose speed was published: the table docs/data/timing_predicted.csv.
-
-Two tables are read. docs/data/timing_published.csv has the published speeds. docs/data/timing_kernels.csv names the machine code of the kernels. That
-code is not in this repository, so the table also has what the timing model found in the code, such as the cycles of a loop iteration. The timing
-model adds the grid, the caches and the clock of the card."""
+"""Predicts the kernels of other projects whose speed was published: the table docs/data/timing_predicted.csv. Begin with `predicted_rows`."""
 from __future__ import annotations
 import csv, io, re
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +10,10 @@ from attn.chips.family import GEMM_USE
 from attn.isa.timing.predict import Division, Prediction, at_both_clocks, walked_in_a_trip
 from attn.isa.timing.trips import timing_of
 from attn.problem import Problem
+
+# Two tables are read. docs/data/timing_published.csv has the published speeds. docs/data/timing_kernels.csv names the machine code of the kernels.
+# That code is not in this repository, so the table also has what the timing model found in the code, such as the cycles of a loop iteration. The
+# timing model adds the grid, the caches and the clock of the card.
 
 PREDICTED_COLUMNS = ("#", "chip", "kernel", "published", "at the rated clock", "ratio", "at the sustained clock", "ratio")
 SHAPE_CELL = re.compile(r"(\d+), (\d+)(?:/(\d+))?, (\d+)(?: queries of (\d+) keys)?, (full|causal)")
@@ -45,13 +45,13 @@ class PeerKernel:
   def whole_processor(self) -> bool: return self.whole == "yes"
   @property
   def of_each_dimension(self) -> tuple[int, int]:
-    """Returns two numbers of matrix products in an iteration: the products with D as one of their three dimensions, and those with Dv."""
+    """Numbers of matrix products in an iteration with D as one of their three dimensions, and with Dv."""
     of_d, of_dv = map(int, self.products.split())
     return of_d, of_dv
 
 @dataclass(frozen=True)
 class StepsOfPeer:
-  """The cycles that the timing model found in the code of another project's kernel."""
+  """Cycles that the timing model found in the code of another project's kernel."""
   chip: Chip
   groups: int
   whole_processor: bool
@@ -70,9 +70,9 @@ class PredictedRow:
   why_not: str = ""
   @property
   def ratios(self) -> tuple[float|None, float|None]:
-    """Predicted speed divided by published speed: at the rated clock, and at the sustained clock. The two are equal if the published figure depends
-    on no clock."""
+    """Predicted speed divided by published speed, at the rated and at the sustained clock."""
     rated = None if self.rated is None else self.rated/self.published
+    # equal if the published figure depends on no clock
     return rated, rated if self.sustained is None else self.sustained/self.published
   def cells(self) -> list[str]:
     if self.rated is None: return [self.number, self.chip, self.kernel, f"{self.published:g}", self.why_not, "", "", ""]
@@ -83,15 +83,14 @@ class PredictedRow:
 # ***** what the model finds in machine code *****
 
 def stepped_peer(kernel:PeerKernel, text:str) -> PeerKernel:
-  """Returns `kernel`, a row of docs/data/timing_kernels.csv, with the cycles that the timing model finds in the kernel's assembly `text`."""
+  """Returns the row `kernel` with the cycles that the timing model finds in the kernel's assembly `text`."""
   lds, threads = (int(x) if x else None for x in (kernel.lds, kernel.threads))
   timing = timing_of(text, kernel.chip, kernel.D, lds=lds, threads=threads, products=(kernel.of_each_dimension,))
   return replace(kernel, walked=walked_in_a_trip(timing, kernel.own), groups=timing.groups, whole="yes" if timing.whole_processor else "no",
                  cycles=timing.cycles, edges=timing.edges)
 
 def restepped(kernels:Iterable[PeerKernel], folder:Path, read:Callable[[Path], str]) -> list[PeerKernel]:
-  """Returns the rows of docs/data/timing_kernels.csv, with new cycles for the kernels whose machine code lies in `folder`. `read` returns the
-  assembly of a file."""
+  """Returns the rows `kernels`, with new cycles where the machine code lies in `folder`; `read` returns a file's assembly."""
   return [stepped_peer(x, read(folder/x.code)) if x.own and (folder/x.code).is_file() else x for x in kernels]
 
 # ***** the two tables that are read *****
@@ -119,9 +118,8 @@ def csv_text(head:Iterable[str], rows:Iterable[Iterable[str]]) -> str:
 def card_of(name:str) -> tuple[Chip, Card]: return next((chip, card) for chip in CHIPS.values() for card in chip.cards if card.name == name)
 
 def problem_of_cell(shape:str, kernel:PeerKernel) -> Problem:
-  """Returns the problem that `shape` describes, a text from the column "shape" of docs/data/timing_published.csv. For example, "4, 64/8, 8192,
-  causal" means batch 4, 64 query heads, 8 key/value heads, 8192 queries and keys, and a causal mask. `kernel` gives the head dimension. Raises
-  ValueError for another form of text."""
+  """Returns the problem of a text such as "4, 64/8, 8192, causal": batch 4, 64 query heads, 8 key/value heads, 8192 rows."""
+  # the column "shape" of docs/data/timing_published.csv
   if (found := SHAPE_CELL.match(shape)) is None: raise ValueError(f"shape {shape!r}: must be B, H[/Hkv], N[ queries of M keys], full or causal")
   b, h, hkv, n, m = (int(x) if x else 0 for x in found.groups()[:5])
   if kernel.owns == OWN_KEYS: hkv = h     # each query head has workgroups of its own
@@ -129,9 +127,7 @@ def problem_of_cell(shape:str, kernel:PeerKernel) -> Problem:
                  window=(-1, 0 if found[6] == "causal" else -1))
 
 def of_peer(kernel:PeerKernel, shape:str, card:Card) -> tuple[Prediction, Prediction|None]:
-  """Returns the predicted times of a kernel on `card`, at the card's rated clock and at the clock that the card sustains under matrix work. `shape`
-  describes the problem, as in the column "shape" of docs/data/timing_published.csv. The second prediction is None if the sustained clock is not
-  known."""
+  """Returns the predicted times of a kernel on `card` for the problem `shape`, at the rated and at the sustained clock."""
   division = Division(kernel.own, kernel.walked, kernel.owns == OWN_KEYS, (kernel.of_each_dimension,), together=1 if kernel.order == "one" else 0)
   steps = StepsOfPeer(get_chip(kernel.chip), kernel.groups, kernel.whole_processor, kernel.cycles, kernel.edges)
   return at_both_clocks(problem_of_cell(shape, kernel), steps, division, card)
@@ -142,11 +138,7 @@ def cycles_of_mfma(kernel:PeerKernel) -> float:
   return kernel.cycles*MFMA_FLOPS/flops
 
 def predicted_rows(published:str, kernels:Iterable[PeerKernel]) -> list[PredictedRow]:
-  """Returns a prediction for each row of the table docs/data/timing_published.csv; `published` is its text. `kernels` are the rows of
-  docs/data/timing_kernels.csv. Raises ValueError for a published row without a kernel.
-
-  The timing model is not used for a GEMM. At the rated clock a GEMM is predicted to keep the matrix units busy a fixed share of the time (GEMM_USE).
-  At the sustained clock it is predicted to be as fast as the fastest published GEMM of its card."""
+  """Returns a prediction for each row of docs/data/timing_published.csv, whose text is `published`."""
   by_row = {number: kernel for kernel in kernels for number in kernel.rows.split()}
   found, shape = list[PredictedRow](), ""
   for row in csv.DictReader(io.StringIO(published)):
@@ -156,6 +148,8 @@ def predicted_rows(published:str, kernels:Iterable[PeerKernel]) -> list[Predicte
     if kernel.owns == NO_CODE: found.append(replace(line, why_not=kernel.code))
     elif shape.startswith("cycles"): found.append(replace(line, rated=cycles_of_mfma(kernel)))
     elif not kernel.own:
+      # A GEMM, without the timing model: at the rated clock it keeps the matrix units busy a fixed share of the time (GEMM_USE); at the sustained
+      # clock it is as fast as the fastest published GEMM of its card.
       chip, card = card_of(row["chip"])
       found.append(replace(line, rated=GEMM_USE*chip.peak(card), sustained=card.gemm))
     else:
@@ -164,8 +158,7 @@ def predicted_rows(published:str, kernels:Iterable[PeerKernel]) -> list[Predicte
   return found
 
 def predictions_within(rows:Iterable[PredictedRow], share:float) -> Mapping[str, int]:
-  """Returns three numbers: how many predictions differ from the published figure by at most the fraction `share`, at the "rated" and at the
-  "sustained" clock, and how many predictions there are in "all"."""
+  """Returns how many predictions at the "rated" and the "sustained" clock differ from the published figure by at most `share`, and "all"."""
   ratios = [x.ratios for x in rows if x.rated is not None]
   near = [[r is not None and abs(r - 1) <= share for r in pair] for pair in ratios]
   return {"rated": sum(x for x, _ in near), "sustained": sum(x for _, x in near), "all": len(ratios)}

@@ -1,9 +1,5 @@
-"""Converts each instruction of a loop iteration to a step: the unit that the instruction holds and for how long, the earlier instructions that it
-waits for, and the cycles after which others may use its result.
-
-An iteration of the loop is straight-line code that repeats. So an instruction always uses the result of the instruction that lies a fixed number of
-instructions before it, in this iteration or in the iteration before. The instruction issues at least a fixed number of cycles after that earlier
-instruction. Only s_waitcnt waits for the result of a load, as on the machine."""
+"""Converts each instruction of a loop iteration to a step: what it holds, what it waits for, and when its result is ready. Begin with
+`trip_steps`."""
 from __future__ import annotations
 import re
 from collections import Counter
@@ -16,9 +12,14 @@ from attn.isa.instruction import Instruction, access_bytes, matrix_shape, speed_
 from attn.isa.operands import registers, uses, written_operands
 from attn.isa.waits import raised_by, waited_for
 
+# An iteration of the loop is straight-line code that repeats. So an instruction always uses the result of the instruction that lies a fixed number
+# of instructions before it, in this iteration or in the iteration before. The instruction issues at least a fixed number of cycles after that
+# earlier instruction. Only s_waitcnt waits for the result of a load, as on the machine.
+
 class Pipe(IntEnum):
-  """An execution unit of a SIMD or compute unit. On CDNA the SIMDs of a compute unit issue instructions one after another, each SIMD in every fourth
-  cycle. On RDNA each SIMD issues in every cycle. In such a cycle each execution unit of the SIMD can start at most one instruction."""
+  """Execution unit of a SIMD or compute unit."""
+  # On CDNA the SIMDs of a compute unit issue instructions one after another, each SIMD in every fourth cycle. On RDNA each SIMD issues in every
+  # cycle. In such a cycle each execution unit of the SIMD can start at most one instruction.
   VECTOR, MATRIX, TRANSCENDENTAL, SCALAR, LDS, MEMORY, BRANCH, NONE = range(8)
 
 _UNIT_OF_KIND = {
@@ -62,8 +63,8 @@ _DOT = re.compile(r"v_dot")
 def _is_slow(x:Instruction) -> bool: return _SLOW.match(x.op) is not None
 
 def _latency(producer:Instruction, cycles:int, consumer:Instruction, as_sum:bool, m:Machine) -> int:
-  """Returns the number of cycles from the issue of `producer` to the issue of `consumer`, which uses the result of `producer`. `cycles` is the number
-  of cycles for which `producer` holds the matrix unit. `as_sum` means that `consumer` uses the result only as its accumulator operand C."""
+  """Returns the cycles from the issue of `producer`, which holds the matrix unit for `cycles`, to the issue of `consumer`, which uses its result."""
+  # `as_sum`: `consumer` uses the result only as its accumulator operand C
   unit, user = _UNIT_OF_KIND[producer.kind], _UNIT_OF_KIND[consumer.kind]
   if unit == Pipe.MATRIX:
     if user == Pipe.MATRIX and as_sum: return cycles + (m.matrix_sum.value if cycles <= 8 else 0)
@@ -77,14 +78,14 @@ def _latency(producer:Instruction, cycles:int, consumer:Instruction, as_sum:bool
   return m.vector.value + (m.slow.value - 4//m.turn.value if _is_slow(producer) and m.turn.value == 1 else 0)
 
 def matrix_cycles_of(x:Instruction, chip:Chip) -> int:
-  """Returns the number of cycles for which an instruction holds the matrix unit. A shape that is not in the chip's table is assumed to run at the
-  peak rate."""
+  """Returns the number of cycles for which an instruction holds the matrix unit."""
   shape, flops = matrix_shape(x.op)
+  # a shape that is not in the chip's table is assumed to run at the peak rate
   return chip.pipes.matrix.get(shape, max(1, round(flops*chip.pipes.simds/(chip.pipes.flops*speed_of_products(x.op)))))
 
 def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]:
-  """Returns, for each instruction of a loop iteration, the earlier instructions whose results it waits for. For each register that an instruction
-  reads, this is the last instruction that wrote the register, in the same iteration or in the iteration before."""
+  """Returns, for each instruction of a loop iteration, the earlier instructions whose results it waits for."""
+  # for each register that an instruction reads: the last instruction that wrote it, in the same iteration or in the iteration before
   machine, written = chip.latencies, dict[str, int]()
   found: list[list[Dependence]] = []
   used = [uses(x) for x in trip]
@@ -106,9 +107,10 @@ def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]
 # ***** accesses *****
 
 def awaited(trip:Sequence[Instruction], chip:Chip) -> list[list[int]]:
-  """Returns, for each instruction of a loop iteration, the memory accesses that it waits for. An access is given as its distance in instructions. The
-  iteration is one in the steady state, not one of the first. The number in s_waitcnt says how many of the latest accesses need not be complete: the
-  instruction waits for all accesses before these. A memory access waits for earlier accesses if its counter would overflow otherwise."""
+  """Returns, for each instruction of a loop iteration, the memory accesses that it waits for, as distances in instructions."""
+  # The iteration is one in the steady state, not one of the first. The number in s_waitcnt says how many of the latest accesses need not be
+  # complete: the instruction waits for all accesses before these. A memory access waits for earlier accesses if its counter would overflow
+  # otherwise.
   counters, found = chip.counters, list[list[int]]()
   under_way: dict[str, list[int]] = {}
   for now in range(3*len(trip)):
@@ -161,8 +163,8 @@ def _step(x:Instruction, chip:Chip, m:Machine, bank_cycles:int|None) -> TripStep
   return step
 
 def trip_steps(trip:Sequence[Instruction], chip:Chip, bank_cycles:Sequence[int|None], taken:Sequence[bool]) -> list[TripStep]:
-  """Returns the steps of a loop iteration: a `TripStep` for each instruction. `bank_cycles` has the LDS bank cycles of each instruction, or None if
-  the addresses of its access are not known. `taken` tells for each instruction whether it is a taken branch."""
+  """Returns a step for each instruction of a loop iteration, given its LDS bank cycles and whether it is a taken branch."""
+  # None in `bank_cycles`: the addresses of the access are not known
   machine, steps = chip.latencies, list[TripStep]()
   for x, needs, waits, banks, jumps in zip(trip, dependences(trip, chip), awaited(trip, chip), bank_cycles, taken, strict=True):
     step = _step(x, chip, machine, banks)
@@ -174,7 +176,7 @@ def trip_steps(trip:Sequence[Instruction], chip:Chip, bank_cycles:Sequence[int|N
 _KNOWN = re.compile(r"[vs]_|ds_|buffer_|global_|flat_|scratch_")
 
 def unknown(trip:Sequence[Instruction], chip:Chip) -> Iterator[str]:
-  """Yields a line for each instruction whose cycles the timing model does not know. The line says which cycles the model assumes."""
+  """Yields a line for each instruction whose cycles the timing model does not know, with the cycles that the model assumes."""
   for (op, kind), n in Counter((x.op, x.kind) for x in trip).items():
     if not _KNOWN.match(op) or kind == "other": yield f"{op} ({n}): not known, counted as an instruction that only takes its place in the order"
     elif kind == "matrix" and matrix_shape(op)[0] not in chip.pipes.matrix:

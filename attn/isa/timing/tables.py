@@ -11,7 +11,7 @@ from attn.isa.timing.trips import LoopTiming, Timing
 
 
 def trips_table(timing:Timing) -> Table:
-  """Makes a table of the cycles of one iteration, one column per loop."""
+  """Returns a table of the cycles of one iteration, one column per loop."""
   table = Table("predicted, not measured", *(f"{timing.name}\n{x.label}" for x in timing.loops))
   for name, values in _rows(timing): table.add_row(name, *values)
   return table
@@ -31,7 +31,7 @@ def _rows(timing:Timing) -> list[tuple[str, list[str]]]:
     ("cycles before and after the loops", [str(timing.edges), *again])]
 
 def problem_table(title:str, found:Sequence[Prediction]) -> Table:
-  """Makes a table of the predicted time of a problem, one line per card and clock."""
+  """Returns a table of the predicted time of a problem, one line per card and clock."""
   table = Table("card", "GHz", "iterations of a workgroup", "ms of compute units", "of L2", "of Infinity Cache", "of memory", "limit", "TFLOP/s",
                 "ms if workgroups drift apart",
                 title=f"{title}: predicted, not measured")
@@ -41,20 +41,19 @@ def problem_table(title:str, found:Sequence[Prediction]) -> Table:
   return table
 
 def stalls_table(loop:LoopTiming, most:int, lines:Mapping[int, PythonLine]) -> Table:
-  """Makes a table of the longest waits of an iteration, at most `most`, each with its instruction and source line."""
+  """Returns a table of the `most` longest waits of an iteration, each with its instruction and source line."""
   table = Table("matrix idle", "waits", "for", "instruction", "line", title=f"{loop.label}: what a wave waits for in an iteration (predicted cycles)")
   for x in loop.stalls[:most]:
     table.add_row(f"{x.idle:.0f}", f"{x.cycles:.0f}", x.why, x.step.instruction.text, python_place(x.step.instruction.line, lines))
   return table
 
 def python_place(line:int|None, lines:Mapping[int, PythonLine]) -> str:
-  """Returns "file:line" of the Python code that emitted line `line` of the kernel's HIP source. `lines` maps lines of the source to (file, line) of
-  Python. If `line` is not among them, returns a text with the line of the source."""
+  """Returns "file:line" of the Python code that emitted line `line` of the HIP source, or else a text that names `line`."""
   if line is None: return ""
   return f"{lines[line][0]}:{lines[line][1]}" if line in lines else f"line {line} of the source"
 
 def machine_table(chip:Chip) -> Table:
-  """Makes a table of the rates and latencies of a chip's family. The last column says where each number comes from."""
+  """Returns a table of the rates and latencies of a chip's family, each with its source."""
   table = Table("figure", "value", "source", title=f"{chip.family}: cycles, or bytes a cycle")
   for name, (value, origin) in figures_of(chip.latencies).items(): table.add_row(name, str(value), ORIGINS.get(origin, ASSUMED))
   return table

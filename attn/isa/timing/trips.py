@@ -1,5 +1,4 @@
-"""Predicts the time of a kernel's hot loop in cycles, from its assembly text. A simulation steps the waves of a compute unit through several
-iterations of the loop. The prediction is the simulated time of one iteration."""
+"""Predicts the time of a kernel's hot loop in cycles, from its assembly text. Begin with `timing_of`."""
 from __future__ import annotations
 import math, re
 from bisect import bisect_right
@@ -15,6 +14,7 @@ from attn.isa.timing.addresses import WaveState, bank_cycles_of
 from attn.isa.timing.steps import Pipe, TripStep, trip_steps, unknown
 from attn.isa.timing.waves import Run, Wave, step_waves
 
+# a simulation steps the waves of a compute unit through several iterations of the loop; the prediction is the simulated time of one iteration
 WARM, MEASURED = 2, 4      # simulated iterations before the timed ones, and timed iterations
 MOST_ISSUES = 60000        # rough limit of instructions to step: a long loop is stepped through fewer iterations
 
@@ -61,15 +61,14 @@ class Timing:
   def matrix_use(self) -> float: return sum(x.matrix_use*x.cycles for x in self.loops)/self.cycles
   @property
   def share(self) -> float:
-    """Matrix operations of the loops, divided by the operations that the chip could do in the same cycles at its dense 16-bit peak rate."""
+    """Matrix operations of the loops, as a share of what the chip could do in the same cycles at its dense 16-bit peak rate."""
     rate = self.chip.pipes.flops*(2 if self.whole_processor else 1)
     return sum(x.flops for x in self.loops)*self.waves*self.groups/(self.cycles*rate)
 
 # ***** paths *****
 
 def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[int]:
-  """Finds a path from basic block `first` to basic block `last` that goes through no basic block of `avoid`. The path includes `first` but not
-  `last`. At each branch the path falls through if it can. Returns an empty list if there is no path."""
+  """Returns a path from basic block `first` up to but without `last` that avoids the blocks `avoid`; empty if there is none."""
   def reaches(b:int, seen:set[int]) -> bool:
     stack, seen = [b], set(seen)
     while stack:
@@ -82,6 +81,7 @@ def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[in
   while b != last:
     if b in way or b in avoid: return []
     way.append(b)
+    # at each branch the path falls through if it can
     onward = sorted(blocks[b].successors, key=lambda s: s != b + 1)
     following = next((s for s in onward if reaches(s, set(way))), None)
     if following is None: return []
@@ -89,13 +89,13 @@ def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[in
   return way
 
 def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:WaveState) -> list[int]:
-  """Returns the basic blocks that a wave runs through in one iteration. On the path `usual` each branch s_cbranch_execz skips some blocks, as it does
-  for waves without active lanes. These blocks are added if `state` says that the wave has an active lane. Updates `state` by the instructions on the
-  path."""
+  """Returns the basic blocks that a wave runs through in one iteration, and updates `state` by their instructions."""
   path = list[int]()
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)
     for x in blocks[b].instructions: state.follow(x)
+    # on the path `usual` each branch s_cbranch_execz skips some blocks, as it does for waves without active lanes: a wave with an active lane runs
+    # them
     jumps = bool(blocks[b].instructions) and blocks[b].instructions[-1].op == "s_cbranch_execz"
     if jumps and b + 1 in loop.body and b + 1 != after and state.known_active:
       for side in way_inside(blocks, loop, b + 1, after):
@@ -106,7 +106,7 @@ def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:
 def _instructions(blocks:Sequence[Block], path:Sequence[int]) -> list[Instruction]: return [x for b in path for x in blocks[b].instructions]
 
 def _taken(blocks:Sequence[Block], path:Sequence[int], closed:bool) -> list[bool]:
-  """Returns for each instruction of a path whether it is a taken branch. `closed` means that the path ends with a jump to its beginning."""
+  """Returns, for each instruction of a path, whether it is a taken branch. A `closed` path ends with a jump to its beginning."""
   found = list[bool]()
   for b, after in zip(path, [*path[1:], path[0] if closed else -1]):
     found += [False]*len(blocks[b].instructions)
@@ -125,8 +125,8 @@ def _groups_of_a_unit(resources:Resources, chip:Chip, waves:int, simds:int) -> i
   return max(1, room//waves)
 
 def _behind(blocks:Sequence[Block], prologue:Sequence[int], waves:int) -> int:
-  """Returns how many waves of a workgroup pass one barrier more than the others before the loop. The basic blocks `prologue` come before the loop. If
-  one of them can jump over a block with nothing but a barrier, half of the waves are assumed to take the barrier. Otherwise returns 0."""
+  """Returns how many waves of a workgroup pass one barrier more than the others before the loop, in the basic blocks `prologue`."""
+  # if one of these blocks can jump over a block with nothing but a barrier, half of the waves are assumed to take the barrier
   return waves//2 if any(len(blocks[b].successors) == 2 and b + 1 < len(blocks) and _only_a_barrier(blocks[b + 1]) and
                          b + 1 in blocks[b].successors for b in prologue) else 0
 
@@ -172,8 +172,8 @@ def _use(found:Run) -> float:
   return sum(1 - u.idle(found.begin, found.end)/(found.end - found.begin) for u in used)/len(used)
 
 def _beside(blocks:Sequence[Block], loops:Sequence[Loop], loop:Loop) -> Loop:
-  """Finds the loop that one half of a workgroup's waves runs while the other half runs `loop`. Such a loop has the same matrix work and the same
-  number of barriers as `loop`, and no wave runs both loops in one iteration of an outer loop. Returns `loop` itself if there is no such loop."""
+  """Returns the loop that one half of a workgroup's waves runs while the other half runs `loop`, or `loop` itself."""
+  # such a loop has the same matrix work and the same number of barriers, and no wave runs both loops in one iteration of an outer loop
   def traits(x:Loop) -> tuple[int, int]:
     return sum(blocks[b].flops for b in x.body), sum(i.kind == "barrier" for b in x.body for i in blocks[b].instructions)
   def leads(a:Loop, b:Loop) -> bool:
@@ -193,11 +193,10 @@ def _reachable(blocks:Sequence[Block], first:int, avoid:set[int]) -> set[int]:
 
 def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[int, int], kernel:Kernel, chip:Chip, shape:tuple[int, int, int, int],
                  d:int|None, dv:int|None) -> LoopTiming:
-  """Predicts the time of one iteration of a loop. The first half of the waves runs the first loop of `pair`, the second half runs the second loop. In
-  most kernels both loops are the same.
-
-    products  two numbers of matrix products in an iteration: those with d (the head dimension) as one of their three dimensions, and those with dv
-    shape     workgroups on a compute unit, waves of a workgroup, SIMDs, and waves of a workgroup that begin the loop one barrier behind the others"""
+  """Predicts the time of one iteration of a loop, where each half of the waves runs one loop of `pair`."""
+  # In most kernels both loops are the same. `products`: two numbers of matrix products in an iteration, those with d (the head dimension) as one of
+  # their three dimensions, and those with dv. `shape`: workgroups on a compute unit, waves of a workgroup, SIMDs, and waves of a workgroup that
+  # begin the loop one barrier behind the others.
   groups, waves, simds, behind = shape
   per_exp = float(flops_of_score(products, d, dv))*chip.wave if d else 0.0
   two = bool(kernel.metadata.get("amdhsa_system_vgpr_workitem_id", 0))
@@ -236,8 +235,7 @@ def _without_conflicts(trip:Sequence[Instruction], chip:Chip) -> list[int|None]:
   return [-(-max(4, access_bytes(x.op))*chip.wave//rate[x.kind]) if x.kind in rate else None for x in trip]
 
 def _edges(blocks:Sequence[Block], loops:Sequence[Loop], chip:Chip, waves:int, simds:int) -> int:
-  """Returns the cycles that a workgroup needs outside of the loops, while no other workgroup runs on the compute unit: from the workgroup's beginning
-  to the first loop, and from the last loop to the workgroup's end."""
+  """Returns the cycles that a workgroup needs before its first loop and after its last, alone on its compute unit."""
   first, last = loops[0], loops[-1]
   out = next((s for b in sorted(last.body) for s in blocks[b].successors if s not in last.body), None)
   ends = [i for i, b in enumerate(blocks) if b.instructions and b.instructions[-1].op.startswith("s_endpgm")]
@@ -255,16 +253,13 @@ def _edges(blocks:Sequence[Block], loops:Sequence[Loop], chip:Chip, waves:int, s
 
 def timing_of(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, lds:int|None=None, threads:int|None=None,
               title:str|None=None, products:LoopProducts=PRODUCTS, behind:int|None=None, rank:int=0, grid:int|None=None) -> Timing:
-  """Predicts the time of the hot loops of a kernel from its assembly text.
-
-    d, dv     head dimensions as the kernel computes them: rounded up to whole matrix tiles
-    products  for each hot loop, a pair: how many matrix products have d as one of their three dimensions (such as S = Q K^T), and how many have dv
-              (such as O = P V)
-    behind    number of waves of a workgroup that begin the loop one barrier behind the others; by default found in the text
-    rank      which loop is timed: 0 is the loop with the most matrix work, 1 the next one, and so on
-    grid      number of workgroups. If it is small, a compute unit of the chip's largest card runs fewer workgroups than it has room for
-
-  Raises ValueError if the text has no loop with matrix instructions, and if the number of threads of a workgroup is not known."""
+  """Predicts the time of the hot loops of a kernel from its assembly text."""
+  # d, dv     head dimensions as the kernel computes them: rounded up to whole matrix tiles
+  # products  for each hot loop, a pair: how many matrix products have d as one of their three dimensions (such as S = Q K^T), and how many have dv
+  #           (such as O = P V)
+  # behind    number of waves of a workgroup that begin the loop one barrier behind the others; by default found in the text
+  # rank      which loop is timed: 0 is the loop with the most matrix work, 1 the next one, and so on
+  # grid      number of workgroups. If it is small, a compute unit of the chip's largest card runs fewer workgroups than it has room for
   kernel = pick_kernel(parse(text, arch), kernel_name)
   if kernel.arch is None: raise ValueError("the text doesn't name its chip: give arch, such as gfx942")
   chip = modelled(re.split(r"[:+-]", kernel.arch)[0])

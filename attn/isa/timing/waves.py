@@ -1,18 +1,18 @@
-"""Steps the waves of a compute unit through their loop iterations together. The result tells when each wave issues each instruction, and why not
-earlier.
-
-An event is the issue of an instruction. A wave can issue its next instruction when enough cycles have passed since its last issue, the results that
-the instruction needs are ready, and the accesses that it waits for are complete. Then the instruction's unit has to be free, and it has to be the
-turn of the wave's SIMD to issue: every fourth cycle on CDNA, every cycle on RDNA. If several waves could issue in the same cycle, the wave with the
-highest priority issues. Among waves of equal priority it is the wave whose last issue is longest ago. So if one wave issues MFMAs and another wave
-vector instructions, neither wave delays the other. Measurements confirm this (attn/chips/machine.py, "coissue"). An instruction holds its unit from
-its issue on. An access holds LDS or memory for as long as its data takes, in the order of issue."""
+"""Steps the waves of a compute unit through their loop iterations together, and tells when each wave issues each instruction. Begin with
+`step_waves`."""
 from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from attn.chips import Chip
 from attn.isa.timing.steps import Pipe, TripStep
+
+# An event is the issue of an instruction. A wave can issue its next instruction when enough cycles have passed since its last issue, the results
+# that the instruction needs are ready, and the accesses that it waits for are complete. Then the instruction's unit has to be free, and it has to be
+# the turn of the wave's SIMD to issue: every fourth cycle on CDNA, every cycle on RDNA. If several waves could issue in the same cycle, the wave
+# with the highest priority issues. Among waves of equal priority it is the wave whose last issue is longest ago. So if one wave issues MFMAs and
+# another wave vector instructions, neither wave delays the other. Measurements confirm this (attn/chips/machine.py, "coissue"). An instruction holds
+# its unit from its issue on. An access holds LDS or memory for as long as its data takes, in the order of issue.
 
 SHARED = (Pipe.LDS, Pipe.MEMORY)     # units that all SIMDs of a compute unit share
 
@@ -21,7 +21,7 @@ ACCESS, RESULT, BUSY, BARRIER = "access", "result", "unit", "barrier"
 
 @dataclass(frozen=True)
 class Wave:
-  """A wave of the simulation: its workgroup, its SIMD, and the instructions of one loop iteration, each as a `TripStep`."""
+  """A wave of the simulation: its workgroup, its SIMD, and the instructions of one loop iteration."""
   group: int                 # workgroup
   simd: int
   steps: Sequence[TripStep]      # the steps of an iteration
@@ -29,7 +29,7 @@ class Wave:
 
 @dataclass(frozen=True)
 class Issue:
-  """The issue of one instruction by a wave of the simulation: the cycle, and what the instruction waited for."""
+  """The issue of one instruction by a wave of the simulation."""
   wave: int
   trip: int
   step: int
@@ -40,8 +40,7 @@ class Issue:
 
 @dataclass
 class Run:
-  """Result of a simulation, which steps waves through iterations of their loops. It tells when each instruction was issued, and when the matrix units
-  were in use."""
+  """Result of a simulation: when each instruction was issued, and when the matrix units were in use."""
   waves: Sequence[Wave]
   trips: int                                             # timed iterations of a wave, in the mean
   begin: int = 0                                         # cycle where the timed iterations began
@@ -63,7 +62,7 @@ class _Groups:
     self.complete: dict[tuple[int, int], int] = {}      # (workgroup, index of a barrier) -> cycle when its last wave arrived
     self.parked: dict[int, int] = {}                    # wave -> index of the barrier it waits at
   def arrive(self, wave:int, group:int, now:int) -> list[int]:
-    """Records that the wave `wave` of workgroup `group` arrives at a barrier in cycle `now`, and returns the waves that the barrier then releases."""
+    """Records that the wave `wave` of workgroup `group` arrives at a barrier in cycle `now`. Returns the waves that the barrier releases."""
     self.arrived[wave] += 1
     nth = self.arrived[wave]
     if min(self.arrived[i] for i in self.members[group]) < nth: return []
@@ -71,9 +70,9 @@ class _Groups:
     return [i for i in self.members[group] if self.parked.get(i) == nth]
 
 def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:int=0, every:bool=False) -> Run:
-  """Simulates the waves until they have made `trips` loop iterations on average, or with `every` until each wave has made `trips` iterations. Returns
-  when each instruction was issued. Records nothing during the `first` iterations. Each workgroup begins `apart` cycles after the workgroup before
-  it."""
+  """Simulates the waves for `trips` loop iterations on average, and returns when each instruction was issued."""
+  # `every`: until each wave has made `trips` iterations. Nothing is recorded during the `first` iterations. Each workgroup begins `apart` cycles
+  # after the workgroup before it.
   m, cu = chip.latencies, chip.pipes
   simds, ports, turn = max(w.simd for w in waves) + 1, m.lds_ports.value, m.turn.value
   beside, drain, barrier = bool(m.beside.value), m.packed_drain.value, m.barrier.value
