@@ -1,5 +1,4 @@
-"""Data of the family CDNA4, the chips of the MI350 series: costs of instructions, sizes of caches and LDS, tables of tile shapes (the sizes by which
-kernels divide their work), and the cards with these chips."""
+"""Data of the family CDNA4, the chips of the MI350 series: instructions, caches, LDS, tables of tile shapes, and cards."""
 from __future__ import annotations
 from dataclasses import replace
 from attn.chips.cdna import COUNTERS_ON_CDNA, DKDV_OF_256_ON_CDNA, DKDV_ON_CDNA, DQ_ON_CDNA, LATENT_ON_CDNA, PLAIN_DQ_128, SUMS, mfma, mfma_of_bytes

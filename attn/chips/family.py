@@ -1,31 +1,4 @@
-"""Classes for the data about hardware: `Family` (all chips with the same matrix unit), `Chip` and `Card` (a product that contains a chip). Each
-family has a file in this folder, with all facts about the family, its chips and its cards.
-
-Sources of the data:
-- Cycles of MFMA and WMMA of CDNA2, CDNA3, RDNA3 and RDNA4: AMD Matrix Instruction Calculator ("execution cycles" and "co-execution cycles possible"),
-github.com/ROCm/amd_matrix_instruction_calculator.
-- Passes (1 pass = 4 cycles) of an MFMA on gfx940 and gfx950: LLVM, lib/Target/AMDGPU/SISchedule.td. gfx950 executes MFMA of the older shapes at half
-rate.
-- Sizes and granules of register files and LDS, wave slots: LLVM, AMDGPUBaseInfo.cpp.
-- Widths of waves and SIMDs, LDS banks, quarter-rate transcendentals: AMD's documents of the instruction sets CDNA2, CDNA3, CDNA4, RDNA3, RDNA4. The
-last word of a buffer's resource descriptor: MI300 ISA 9.1.5, RDNA3 ISA 8.1.5, RDNA4 ISA 9.1.5.
-- CDNA4's doubled rate of transcendentals and 160 KB of LDS with 256 bytes per clock of reads: AMD CDNA 4 white paper.
-- Compute units, peak engine (boost) clock, memory bandwidth: AMD's data sheets and product pages. The figures of MI250X and MI250 are for one die,
-which is a device of its own. Strix Halo: Radeon 8060S, LPDDR5X-8000 on 256 bits; the other APUs have 128 bits of LPDDR5X-7500, gfx1152 has 128 bits
-of LPDDR5X-8000. MI308X has no public data sheet.
-- Bytes that L2 gives in a cycle: the L2 of an XCD has 16 channels, which give 2 KB together, and MI300X has 8 XCDs (AMD CDNA 3 white paper). The L2
-of MI200 has 32 channels, of 128 bytes each (ROCm Compute Profiler, docs/conceptual/l2-cache.rst; AMD CDNA 2 white paper). Assumed: the L2 of CDNA4
-gives as many bytes as the L2 of CDNA3. Assumed: the L2 of every RDNA chip gives 64 bytes for each 16 bits of the memory's width, as the slices of L2
-in AMD's RDNA white paper do.
-- Fastest published 16-bit GEMMs. MI300X and MI325X: AMD, Measuring Max-Achievable FLOPs, part 2, 2025-02-28, bf16; this article also has the clocks
-(1.207 and 1.447 GHz) and the use of the matrix unit (up to 94%). MI350X: FlyDSL (github.com/tingqli/pyhip, gemm_950_optimization.md). MI355X:
-HipKittens (arXiv 2511.08083, table 2). RX 7900 XTX, 9070 XT and 9060 XT: PyTorch, the faster of fp16 and bf16
-(github.com/zzc0721/torch-performance-test-data, issues 58, 173 and 165).
-- Sizes of a die's L2 and of Infinity Cache: ROCm's documentation, "AMD GPU specifications", of 2026. A chip has the sizes of its largest card.
-- Bandwidth of Infinity Cache: AMD CDNA 3 white paper; for RX 7900 XTX, AMD's product page and Chips and Cheese. Assumed: CDNA4 has the bandwidth of
-CDNA3. Assumed: the other RDNA chips have the bandwidth of RX 7900 XTX for each bit of the memory's width.
-- Shared memory of an NVIDIA block: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". Multiprocessors: NVIDIA's data
-sheets."""
+"""Classes for the data about hardware: `Family` (all chips with the same matrix unit), `Chip`, and `Card` (a product that contains a chip)."""
 from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,12 +6,39 @@ from attn.chips.machine import Machine
 from attn.chips.matrix import LaneSums, Matrix, Mma
 from attn.chips.shapes import BackwardShape, ForwardShape, MlaShape, ShapeAtOnce, UpTo
 
+# Each family has a file in this folder, with all facts about the family, its chips and its cards.
+#
+# Sources of the data:
+# - Cycles of MFMA and WMMA of CDNA2, CDNA3, RDNA3 and RDNA4: AMD Matrix Instruction Calculator ("execution cycles" and "co-execution cycles
+#   possible"), github.com/ROCm/amd_matrix_instruction_calculator.
+# - Passes (1 pass = 4 cycles) of an MFMA on gfx940 and gfx950: LLVM, lib/Target/AMDGPU/SISchedule.td. gfx950 executes MFMA of the older shapes at
+#   half rate.
+# - Sizes and granules of register files and LDS, wave slots: LLVM, AMDGPUBaseInfo.cpp.
+# - Widths of waves and SIMDs, LDS banks, quarter-rate transcendentals: AMD's documents of the instruction sets CDNA2, CDNA3, CDNA4, RDNA3, RDNA4.
+#   The last word of a buffer's resource descriptor: MI300 ISA 9.1.5, RDNA3 ISA 8.1.5, RDNA4 ISA 9.1.5.
+# - CDNA4's doubled rate of transcendentals and 160 KB of LDS with 256 bytes per clock of reads: AMD CDNA 4 white paper.
+# - Compute units, peak engine (boost) clock, memory bandwidth: AMD's data sheets and product pages. The figures of MI250X and MI250 are for one die,
+#   which is a device of its own. Strix Halo: Radeon 8060S, LPDDR5X-8000 on 256 bits; the other APUs have 128 bits of LPDDR5X-7500, gfx1152 has 128
+#   bits of LPDDR5X-8000. MI308X has no public data sheet.
+# - Bytes that L2 gives in a cycle: the L2 of an XCD has 16 channels, which give 2 KB together, and MI300X has 8 XCDs (AMD CDNA 3 white paper). The
+#   L2 of MI200 has 32 channels, of 128 bytes each (ROCm Compute Profiler, docs/conceptual/l2-cache.rst; AMD CDNA 2 white paper). Assumed: the L2 of
+#   CDNA4 gives as many bytes as the L2 of CDNA3. Assumed: the L2 of every RDNA chip gives 64 bytes for each 16 bits of the memory's width, as the
+#   slices of L2 in AMD's RDNA white paper do.
+# - Fastest published 16-bit GEMMs. MI300X and MI325X: AMD, Measuring Max-Achievable FLOPs, part 2, 2025-02-28, bf16; this article also has the
+#   clocks (1.207 and 1.447 GHz) and the use of the matrix unit (up to 94%). MI350X: FlyDSL (github.com/tingqli/pyhip, gemm_950_optimization.md).
+#   MI355X: HipKittens (arXiv 2511.08083, table 2). RX 7900 XTX, 9070 XT and 9060 XT: PyTorch, the faster of fp16 and bf16
+#   (github.com/zzc0721/torch-performance-test-data, issues 58, 173 and 165).
+# - Sizes of a die's L2 and of Infinity Cache: ROCm's documentation, "AMD GPU specifications", of 2026. A chip has the sizes of its largest card.
+# - Bandwidth of Infinity Cache: AMD CDNA 3 white paper; for RX 7900 XTX, AMD's product page and Chips and Cheese. Assumed: CDNA4 has the bandwidth
+#   of CDNA3. Assumed: the other RDNA chips have the bandwidth of RX 7900 XTX for each bit of the memory's width.
+# - Shared memory of an NVIDIA block: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". Multiprocessors: NVIDIA's data
+#   sheets.
+
 LLVM = 22    # release of LLVM for which tiles are chosen if no compiler is known, for example on the emulator
 
 @dataclass(frozen=True)
 class Pipes:
-  """Costs of instructions on one compute unit. Costs in cycles are for one SIMD. Costs in bytes per clock are for LDS, which all SIMDs of the compute
-  unit share."""
+  """Costs of instructions on one compute unit: cycles on one SIMD, and bytes per clock of the LDS that all its SIMDs share."""
   simds: int                 # SIMDs per compute unit
   valu: int                  # cycles of a full-rate vector instruction
   trans: int                 # cycles of a transcendental
@@ -53,7 +53,7 @@ class Pipes:
 
 @dataclass(frozen=True)
 class Counters:
-  """Names of the counters in which a wave counts its own memory accesses that are not complete yet. Each kind of access has one counter."""
+  """Names of the counters in which a wave counts its own memory accesses that are not complete yet, one for each kind of access."""
   load: str
   store: str
   lds: str
@@ -66,7 +66,7 @@ class Counters:
 
 @dataclass(frozen=True, eq=False)   # compared by identity: each family has one row
 class Family:
-  """A generation of matrix units: the properties that all chips with the same matrix unit share."""
+  """Generation of matrix units: the properties that all chips with the same matrix unit share."""
   name: str
   wave: int               # lanes of a wave
   vgprs: int              # most vector registers of a wave, per lane
@@ -108,8 +108,8 @@ class Family:
 
 @dataclass(frozen=True)
 class Caches:
-  """Caches between a chip's compute units and its memory. A die is a part of the chip with an L2 cache of its own, which the other dies cannot use.
-  The hardware gives workgroups to the dies in turn."""
+  """Caches between a chip's compute units and its memory."""
+  # A die is a part of the chip with an L2 cache of its own, which the other dies cannot use. The hardware gives workgroups to the dies in turn.
   dies: int = 1              # dies of the chip; CDNA3 and CDNA4: XCDs
   l2: int = 0                # bytes of a die's L2; 0: not published
   shared: int = 0            # bytes of the cache that all dies share (Infinity Cache); 0: there is none
@@ -166,12 +166,12 @@ class Chip:
   def products(self) -> str: return ", ".join(card.name for card in self.cards)
   @property
   def pipes(self) -> Pipes:
-    """Costs of the chip's instructions. Only chips for which attn computes bounds from machine code (MODELLED) have them."""
+    """Costs of the chip's instructions. Only chips in MODELLED have them."""
     assert self.unit.pipes is not None, f"{self.name} has no rates of instructions"
     return self.unit.pipes
   @property
   def counters(self) -> Counters:
-    """Counters of memory accesses for which a wave can wait. Only chips for which attn computes bounds from machine code (MODELLED) have them."""
+    """Counters of memory accesses for which a wave can wait. Only chips in MODELLED have them."""
     assert self.unit.counters is not None, f"{self.name} has no counters"
     return self.unit.counters
   @property
@@ -182,8 +182,8 @@ class Chip:
     """Returns the dense 16-bit TFLOP/s of a card with this chip."""
     return card.cus*self.pipes.flops*card.ghz/1e3
   def sustained(self, card:Card) -> float:
-    """Returns the clock in GHz that a card sustains while its matrix units work, or 0 if the clock is not known. The clock is derived from the speed
-    of the card's fastest published GEMM, which is assumed to keep the matrix units busy 94% of the time (GEMM_USE). It is never above the rated
-    clock."""
+    """Returns the clock in GHz that a card sustains while its matrix units work, or 0 if this clock is not known."""
+    # derived from the speed of the card's fastest published GEMM, which is assumed to keep the matrix units busy 94% of the time (GEMM_USE); never
+    # above the rated clock
     return min(card.ghz, card.gemm*1e3/(card.cus*self.pipes.flops*GEMM_USE)) if card.cus else 0.0
   def __str__(self) -> str: return self.name if self.products == self.name else f"{self.name} ({self.products})"

@@ -1,7 +1,4 @@
-"""Rates and latencies of the execution units in a compute unit, for timing machine code instruction by instruction. Beside each figure stands its
-source, or "assumed".
-
-Cycles are cycles of the shader clock."""
+"""Rates and latencies of the execution units in a compute unit, in cycles of the shader clock, for timing machine code instruction by instruction."""
 from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -24,14 +21,15 @@ ORIGINS = {
 }
 
 class Figure(NamedTuple):
-  """A number of cycles, or of bytes per cycle, with its source. The source is a key of the table ORIGINS, or ASSUMED."""
+  """A number of cycles, or of bytes per cycle, with its source."""
   value: int
+  # a key of the table ORIGINS, or ASSUMED
   origin: str
 
 @dataclass(frozen=True)
 class Machine:
-  """Latencies and rates of the instructions of one family of chips, from which the time of machine code is predicted instruction by instruction. A
-  latency is the time from the issue of an instruction to the issue of an instruction that uses its result."""
+  """Latencies and rates of the instructions of one family of chips, by which the time of machine code is predicted."""
+  # a latency is the time from the issue of an instruction to the issue of an instruction that uses its result
   turn: Figure               # cycles between turns of a SIMD; in a turn it issues at most one instruction of each kind, from different waves
   step: Figure               # least cycles between two instructions of a wave
   vector: Figure             # latency of a vector instruction
@@ -61,5 +59,5 @@ class Machine:
   lds_load: Figure           # cycles by which a load to LDS takes longer than a load to registers
 
 def figures_of(machine:Machine) -> dict[str, Figure]:
-  """Returns a dictionary of the figures of a machine: the names of its fields, and their values."""
+  """Returns the figures of a machine by the names of their fields."""
   return {f.name: getattr(machine, f.name) for f in fields(machine)}

@@ -1,11 +1,11 @@
-"""Data of NVIDIA's chips: their matrix instructions (mma.sync, and on Hopper also wgmma), the tables of tile shapes (the sizes by which kernels
-divide their work), and the cards. The forward shapes, and the backward shapes for wgmma, were measured on an H200 (docs/nvidia.md)."""
+"""Data of NVIDIA's chips: matrix instructions (mma.sync, and on Hopper also wgmma), tables of tile shapes, and cards."""
 from __future__ import annotations
 from attn.chips.family import Card, Chip, Family
 from attn.chips.matrix import MMA
 from attn.chips.shapes import (Burden, GradientsUpTo, MlaMmaShape, MlaWgmmaShape, MmaBackwardShape, MmaShape, RatedUpTo, UpTo,
                                WgmmaBackwardShape, WgmmaShape)
 
+# the forward shapes, and the backward shapes for wgmma, were measured on an H200 (docs/nvidia.md)
 NVIDIA = Family("nvidia", wave=32, vgprs=255, busy_waves=8, bf16_pack=True, mma=MMA, says_lds=True)
 
 CHIPS_OF_NVIDIA = (

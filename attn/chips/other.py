@@ -11,7 +11,7 @@ CHIPS_WITHOUT_A_MATRIX_UNIT = (
   Chip("gfx1030", RDNA2, 65536, (Card("RX 6900 XT", 80), Card("RX 6800 XT", 72))),)
 
 def other_chip(name:str, lds:int, serial:bool=False) -> Chip:
-  """Makes a table row for a device whose chip is not in the table, from the properties that the device reports. `lds` is the number of bytes of local
-  memory that a workgroup may use. `serial` says that the device has no workgroups and computes one block after another, as a CPU does. The number
-  of compute units is 0, because it is not known."""
+  """Returns a table row for a device whose chip is not in the table, with `lds` bytes of local memory for a workgroup."""
+  # `serial`: the device has no workgroups and computes one block after another, as a CPU does. The number of compute units is 0, because it is not
+  # known.
   return Chip(name, OTHER, lds, (Card(name, 0),), serial=serial)

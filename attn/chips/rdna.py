@@ -5,10 +5,10 @@ from attn.chips.matrix import Matrix
 from attn.chips.shapes import BOTH, NO_BIAS, BackwardShape, MlaShape, UpTo
 
 def wmma(suffix:str, operand_type:str, block:int, duplicated:bool=False, K:int=16, arguments:str="{a}, {b}, {c}", size:int=2) -> Matrix:
-  """Describes one of RDNA's WMMA instructions: C (16 x 16) += A (16 x K) B (K x 16). `suffix` is the end of its builtin's name in clang,
-  `operand_type` the builtin's type for an element of A and B, and `arguments` the text of the builtin's arguments. `size` is the number of bytes of
-  an element of A and B. A lane holds the rows of C in groups of `block` consecutive rows. `duplicated` says whether both halves of a wave hold all of
-  A and B."""
+  """Returns the record of a WMMA instruction of RDNA: C (16 x 16) += A (16 x K) B (K x 16)."""
+  # `suffix` is the end of its builtin's name in clang, `operand_type` the builtin's type for an element of A and B, and `arguments` the text of the
+  # builtin's arguments. `size` is the number of bytes of an element of A and B. A lane holds the rows of C in groups of `block` consecutive rows.
+  # `duplicated` says whether both halves of a wave hold all of A and B.
   operand = 16*K//32*(1 + duplicated)
   return Matrix(f"wmma_f32_16x16x{K}_{suffix}", 16, 16, K, 32, operand, block, operand_type, arguments, "permlanex16", duplicated, size)
 
@@ -26,6 +26,6 @@ DBIAS_IN_PIECES = UpTo(128, BackwardShape(4, 16, BOTH, fenced=2, prefetch=0, spa
 PLAIN_DKDV_192_ON_RDNA = UpTo(192, BackwardShape(2, 16, BOTH, fenced=4, prefetch=0, passes=2, read_ahead=3), options=("", *NO_BIAS))
 
 def caches_of_one_die(l2:int, shared:int, gbs:float) -> Caches:
-  """Describes the caches of a chip that consists of one die: `l2` MB of L2, and `shared` MB of Infinity Cache with a bandwidth of `gbs` GB/s. Half of
-  Infinity Cache is for the K and V of the workgroups that run at the same time, half for Q and O."""
+  """Returns the record of the caches of a chip of one die: `l2` MB of L2, `shared` MB of Infinity Cache, `gbs` GB/s."""
+  # half of Infinity Cache is for the K and V of the workgroups that run at the same time, half for Q and O
   return Caches(1, l2 << 20, shared << 20, gbs, group=shared << 19)

@@ -1,5 +1,4 @@
-"""Data of the family RDNA3, the chips of RX 7000 and Strix: rates of instructions, sizes of caches and LDS, tables of tile shapes (the sizes by which
-kernels divide their work), and the cards with these chips."""
+"""Data of the family RDNA3, the chips of RX 7000 and Strix: instructions, caches, LDS, tables of tile shapes, and cards."""
 from __future__ import annotations
 from attn.chips.family import Card, Chip, Counters, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure, Machine

@@ -1,8 +1,4 @@
-"""Tile shapes, and the classes of the table rows that choose one. A tile shape has the sizes by which a kernel divides its work over workgroups and
-waves, independent of the problem. A table row gives a tile shape, and says for which problems a kernel may use the shape.
-
-The tile description of a problem (attn/kernels/tiles) is made from a tile shape. A tile description has the sizes of its tile shape, or smaller sizes
-if the problem has few queries or keys, and further fields that depend on the problem."""
+"""Tile shapes, the sizes by which a kernel divides its work over workgroups and waves, and the classes of the table rows that choose one."""
 from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
@@ -11,11 +7,14 @@ from attn.chips.matrix import Matrix
 
 # ***** rows *****
 
+# The tile description of a problem (attn/kernels/tiles) is made from a tile shape. A tile description has the sizes of its tile shape, or smaller
+# sizes if the problem has few queries or keys, and further fields that depend on the problem.
+
 EVERY = 1000    # number above every release of LLVM: a table row for this release and older ones is for every release
 
 class Burden(IntEnum):
-  """What needs registers in a kernel's loop besides the matrix tiles: masks, options, and score terms (softcap, ALiBi, bias). Each member needs more
-  registers than the one before it. So a kernel with enough registers for one member has enough for all members before it."""
+  """What needs registers in a kernel's loop besides the matrix tiles: masks, options, and score terms (softcap, ALiBi, bias)."""
+  # Each member needs more registers than the one before it. So a kernel with enough registers for one member has enough for all members before it.
   PLAIN = 0
   MASK = 1
   OPTIONS = 2
@@ -26,8 +25,7 @@ AnyShape = TypeVar("AnyShape")
 
 @dataclass(frozen=True)
 class UpTo(Generic[AnyShape]):
-  """Row of a table of tile shapes. `shape` is the tile shape, for head dimensions up to `up_to`. `matrix` chooses a matrix instruction. The other
-  fields are conditions under which the row may be used."""
+  """Row of a table of tile shapes: a tile shape for head dimensions up to `up_to`, and conditions for its use."""
   up_to: int
   shape: AnyShape
   _: KW_ONLY
@@ -48,7 +46,7 @@ class UpTo(Generic[AnyShape]):
 
 @dataclass(frozen=True)
 class ForwardShape:
-  """Tile shape of the forward kernels on AMD's matrix units: the sizes by which they divide their work, independent of the problem."""
+  """Tile shape of the forward kernels on AMD's matrix units."""
   waves: int         # waves of a workgroup, each with its own queries
   q_tiles: int       # tiles of a wave, each with matrix.N queries: the tiles share the K and V operands
   block_n: int       # keys of an iteration
@@ -66,8 +64,8 @@ AT_MOST_ONE = ("", *ONE_OF_ALL)
 
 @dataclass(frozen=True)
 class BackwardShape:
-  """Tile shape of the backward kernels on AMD's matrix units: the sizes by which they divide their work, independent of the problem. A workgroup owns
-  rows (queries, or keys) and loops over tiles of the other rows."""
+  """Tile shape of the backward kernels on AMD's matrix units, whose workgroups own rows and loop over tiles of the other rows."""
+  # own rows: queries, or keys
   waves: int         # waves of a workgroup, each with its own rows
   block_n: int       # rows of an iteration
   own_in_lds: tuple[bool, bool] = (False, False)   # Q and dO, or K and V, are read from LDS in every iteration instead of being kept in registers
@@ -82,14 +80,14 @@ class BackwardShape:
 
 @dataclass(frozen=True)
 class ShapeAtOnce:
-  """Row of a table: a tile shape of the kernel on AMD's matrix units that computes all gradients at once, and the options with which it may be used.
-  With these options it spills no register in its loops, and is predicted to be faster than two kernels."""
+  """Row of a table: a tile shape of AMD's kernel that computes all gradients at once, and the options for its use."""
   shape: BackwardShape
+  # with these options it spills no register in its loops, and is predicted to be faster than two kernels
   options: tuple[str, ...] = ("sinks", "kv_lengths", "alibi", "softcap", "dropout_p")
 
 @dataclass(frozen=True)
 class MlaShape:
-  """Tile shape of `mla`, the kernel of latent attention on AMD's matrix units: the sizes by which it divides its work, independent of the problem."""
+  """Tile shape of `mla`, the kernel of latent attention on AMD's matrix units."""
   row_tiles: int               # tiles of matrix.N queries of a workgroup, over all heads that share a key/value head
   block_n: int                 # keys of an iteration
   key_parts: int               # parts of an iteration's keys for the scores: this many waves have the same queries, and each has one part of the keys
@@ -102,7 +100,7 @@ class MlaShape:
 
 @dataclass(frozen=True)
 class MmaShape:
-  """Tile shape of `forward_mma`, the forward kernel with NVIDIA's mma.sync: the sizes by which it divides its work, independent of the problem."""
+  """Tile shape of `forward_mma`, the forward kernel with NVIDIA's mma.sync."""
   q_tiles: int                 # tiles of a warp, each with 16 queries: the tiles share the K and V operands
   block_n: int                 # keys of an iteration
   q_in_lds: bool = False       # Q is read from shared memory in every iteration instead of being kept in registers
@@ -111,7 +109,7 @@ class MmaShape:
 
 @dataclass(frozen=True)
 class WgmmaShape:
-  """Tile shape of `forward_wgmma`, the forward kernel with Hopper's wgmma: the sizes by which it divides its work, independent of the problem."""
+  """Tile shape of `forward_wgmma`, the forward kernel with Hopper's wgmma."""
   groups: int                  # warpgroups of a block, each with 64 queries
   block_n: int                 # keys of an iteration
   turns: bool = False          # whether warpgroups start their products in turn: one computes weights while another multiplies
@@ -119,22 +117,20 @@ class WgmmaShape:
 
 @dataclass(frozen=True)
 class RatedUpTo(UpTo[WgmmaShape]):
-  """Row of a table of tile shapes that also says how fast the kernel is with this shape.
-
-    full, causal: TFLOP/s without a mask, and under a causal mask, for a large grid and many keys
-    resident: number of blocks for which a multiprocessor has enough registers
-    prologue: time of a block's work besides its loop over keys (waiting for Q and the first K and V, storing O), as the number of keys over which the
-      block could loop in the same time"""
+  """Row of a table of tile shapes that also says how fast the kernel is with this shape."""
+  # number of blocks for which a multiprocessor has enough registers
   resident: int
+  # full, causal: TFLOP/s without a mask, and under a causal mask, for a large grid and many keys
   full: int
   causal: int
+  # time of a block's work besides its loop over keys (waiting for Q and the first K and V, storing O), as the number of keys over which the block
+  # could loop in the same time
   prologue: int
   few_keys: bool = False       # whether the table row is only for problems whose keys all fit into one tile
 
 @dataclass(frozen=True)
 class MlaMmaShape:
-  """Tile shape of `mla_mma`, the kernel of latent attention with NVIDIA's mma.sync: the sizes by which it divides its work, independent of the
-  problem."""
+  """Tile shape of `mla_mma`, the kernel of latent attention with NVIDIA's mma.sync."""
   row_tiles: int               # tiles of 16 queries of a block, over all heads that share a key/value head
   block_n: int                 # keys of an iteration
   key_parts: int               # parts of an iteration's keys for the scores: this many warps have the same queries, and each has one part of the keys
@@ -142,14 +138,12 @@ class MlaMmaShape:
 
 @dataclass(frozen=True)
 class MlaWgmmaShape:
-  """Tile shape of `mla_wgmma`, the kernel of latent attention with Hopper's wgmma: the sizes by which it divides its work, independent of the
-  problem."""
+  """Tile shape of `mla_wgmma`, the kernel of latent attention with Hopper's wgmma."""
   block_n: int                 # keys of an iteration
 
 @dataclass(frozen=True)
 class MmaBackwardShape:
-  """Tile shape of the backward kernels with NVIDIA's mma.sync: the sizes by which they divide their work, independent of the problem. A block owns
-  rows (queries, or keys) and loops over tiles of the other rows."""
+  """Tile shape of the backward kernels with NVIDIA's mma.sync, whose blocks own rows and loop over tiles of the other rows."""
   row_tiles: int           # tiles of a warp, each with 16 rows: the tiles share the operands that the warp reads
   block_n: int             # rows of an iteration
   part_n: int              # rows of an iteration whose P and dS are computed and used at a time
@@ -158,16 +152,14 @@ class MmaBackwardShape:
 
 @dataclass(frozen=True)
 class WgmmaBackwardShape:
-  """Tile shape of the backward kernels with Hopper's wgmma: the sizes by which they divide their work, independent of the problem. A block owns rows
-  (queries, or keys) and loops over tiles of the other rows."""
+  """Tile shape of the backward kernels with Hopper's wgmma, whose blocks own rows and loop over tiles of the other rows."""
   groups: int              # warpgroups of a block
   block_n: int             # rows of an iteration
   passes: int = 1          # passes over the queries. 2: dv first and then dk, each with all registers for itself, and S is computed twice
 
 @dataclass(frozen=True)
 class GradientsUpTo(UpTo[WgmmaBackwardShape]):
-  """Row of a table of tile shapes for a backward kernel with Hopper's wgmma: a tile shape for head dimensions up to a bound, and the problems that
-  may use the shape."""
+  """Row of a table of tile shapes for a backward kernel with Hopper's wgmma."""
   _: KW_ONLY
   varied: bool = True            # whether there are registers for a term whose derivative is not 1
   few_queries: int|None = None   # most queries that the table row is for: of one head, or if the kernel owns keys, of all heads that share the keys
@@ -175,19 +167,15 @@ class GradientsUpTo(UpTo[WgmmaBackwardShape]):
 # ***** tiles for a family without tables *****
 
 def cautious(mat:Matrix) -> tuple[UpTo[ForwardShape], ...]:
-  """Makes the table of forward tile shapes (the sizes by which a kernel divides its work) for a family of chips for which no shapes were searched or
-  measured. The kernel uses as few registers as possible. `mat` is the matrix instruction."""
+  """Returns the table of forward tile shapes for a family whose shapes were neither searched nor measured: as few registers as possible."""
   return (UpTo(256, ForwardShape(4, 1, mat.least_keys, q_in_lds=True, fenced=True, prefetch=0)),)
 
 def cautious_backward(mat:Matrix, keys:bool) -> tuple[UpTo[BackwardShape], ...]:
-  """Makes the table of a backward kernel's tile shapes (the sizes by which it divides its work) for a family of chips for which no shapes were
-  searched or measured. The kernel uses as few registers as possible. `mat` is the matrix instruction. If `keys` is true, a workgroup of the kernel
-  owns a block of keys and loops over queries; otherwise it owns queries and loops over keys."""
+  """Returns the table of backward tile shapes for a family whose shapes were neither searched nor measured. `keys`: workgroups own keys."""
+  # as few registers as possible
   return (UpTo(256, BackwardShape(2, mat.least_keys, BOTH, fenced=max(1, mat.operand//mat.unit), prefetch=0, sparing=True, passes=1 + keys,
                                   by_item=True)),)
 
 def cautious_latent(mat:Matrix) -> tuple[UpTo[MlaShape], ...]:
-  """Makes the table of tile shapes (the sizes by which a kernel divides its work) for `mla`, the kernel of latent attention on AMD's matrix units,
-  for a family of chips for which no shapes were searched or measured. The kernel uses as few registers as possible. `mat` is the matrix instruction.
-  """
+  """Returns the table of tile shapes of `mla` for a family whose shapes were neither searched nor measured: as few registers as possible."""
   return (UpTo(576, MlaShape(2, 2*mat.least_keys, 2, q_reloaded=True, weight_parts=2, prefetch=0)),)
