@@ -1,8 +1,4 @@
-"""Choice of the compiler for attn's kernels: the first compiler that can compile them, among those that ATTN_COMPILER allows.
-
-The clang of the pip extra `isa` (pip install '.[isa]') comes first, because the tiles were chosen and checked for spills with this clang; then ROCm's
-comgr; then any clang on PATH. attn does not judge a compiler by its version but tests it: the compiler compiles `probe_source`, a few lines with all
-compiler features that the kernels need. One test for each compiler version and chip is enough."""
+"""Choice of the compiler for attn's kernels: the first compiler that can compile them, among those that ATTN_COMPILER allows."""
 from __future__ import annotations
 import functools, os, re
 from collections.abc import Callable
@@ -15,13 +11,16 @@ from attn.ops.renderers import VECTOR_ELEMENTS
 from attn.tinygrad_compat import CompileError
 from attn.cache.user_cache import kept
 
+# The clang of the pip extra `isa` (pip install '.[isa]') comes first, because the tiles were chosen and checked for spills with this clang; then
+# ROCm's comgr; then any clang on PATH. attn does not judge a compiler by its version but tests it: the compiler compiles `probe_source`, a few lines
+# with all compiler features that the kernels need. One test for each compiler version and chip is enough.
+
 NAMES = ("clang", "comgr")   # values of ATTN_COMPILER
 
 # ***** the probe *****
 
 def _multiplies(i:int, m:Matrix) -> str:
-  """Returns C++ lines for `probe_source`, the source that tests a compiler: they load the operands of a matrix instruction from memory, execute the
-  instruction and store its result. The number `i` makes the names of the variables in these lines unique."""
+  """Returns C++ lines that execute a matrix instruction on operands from memory. The number `i` makes their variables' names unique."""
   return f"""  typedef {VECTOR_ELEMENTS[m.operand_type]} operand{i} __attribute__((ext_vector_type({m.operand})));
   typedef float accumulator{i} __attribute__((ext_vector_type({m.accumulator})));
   operand{i} a{i} = ((operand{i}*)q)[lane];
@@ -30,8 +29,9 @@ def _multiplies(i:int, m:Matrix) -> str:
 """
 
 def probe_source(arch:str) -> str:
-  """Returns a small HIP source that tests a compiler. It uses all compiler features that kernels for `arch` need: named vectors, buffer loads through
-  a descriptor, the matrix instructions of 16-bit inputs, elementwise builtins, and the device functions that tinygrad declares."""
+  """Returns a small HIP source with all compiler features that kernels for `arch` need, to test a compiler."""
+  # named vectors, buffer loads through a descriptor, the matrix instructions of 16-bit inputs, elementwise builtins, and the device functions that
+  # tinygrad declares
   chip = CHIPS.get(arch)
   wave = chip.wave if chip is not None else 64
   matrices = [m for rows in chip.matrix.values() for m in rows if m.size == 2] if chip is not None else []
@@ -53,12 +53,12 @@ extern "C" __attribute__((global)) void __attribute__((amdgpu_flat_work_group_si
 """
 
 def refusal(found:Found, arch:str) -> str|None:
-  """Tests whether a compiler can compile the kernels for `arch`. Returns None if it can, else its error message. A success is recorded in the user's
-  cache directory, so that the test is not repeated."""
+  """Tests whether a compiler can compile the kernels for `arch`. Returns None if it can, else its error message."""
   source = probe_source(arch)
   def tried() -> bytes:
     found.compile(source, arch)
     return b"compiles"
+  # a success is recorded in the user's cache directory, so that the test is not repeated
   try: kept("probe", (found.version, arch, source), tried)
   except (CompileError, NoCompiler) as e:    # NoCompiler: a linker is missing
     lines = str(e).splitlines()
@@ -69,15 +69,13 @@ def refusal(found:Found, arch:str) -> str|None:
 # ***** the choice *****
 
 def asked() -> str:
-  """Returns the value of the environment variable ATTN_COMPILER, or "" if it is not set. Raises ValueError if the value is neither "clang" nor
-  "comgr"."""
+  """Returns the value of the environment variable ATTN_COMPILER, or "" if the variable is not set."""
   if (name := os.environ.get("ATTN_COMPILER", "")) and name not in NAMES:
     raise ValueError(f"ATTN_COMPILER={name!r}: must be {' or '.join(NAMES)}, or not set")
   return name
 
 def compiler_for(arch:str) -> Found:
-  """Returns the compiler of attn's kernels for a chip. `arch` is a name such as "gfx942". Raises NoCompiler if no compiler can compile the kernels,
-  and ValueError for a wrong ATTN_COMPILER or ATTN_CLANG."""
+  """Returns the compiler of attn's kernels for a chip such as "gfx942". Raises NoCompiler if no compiler can compile them."""
   name = asked()
   if name != "comgr" and (tools := clang.named()) is not None: return _named(base_arch(arch), tools)
   return _search(base_arch(arch), name)
@@ -113,15 +111,13 @@ def _search(arch:str, name:str) -> Found:
 def _oldest(arch:str) -> str: return f"LLVM {oldest_for(arch)} or later"
 
 def in_use(arch:str) -> str:
-  """Returns the version of the compiler that compiles attn's kernels for `arch`, as text for the user. If no compiler can be used, the text says
-  why."""
+  """Returns the version of the compiler that compiles attn's kernels for `arch`, or a text that says why there is none."""
   try: return compiler_for(arch).version
   except (NoCompiler, ValueError) as e: return str(e)
 
 def compiled_on(chip:Chip, device:str) -> Chip:
-  """Adds the LLVM release of the compiler to a chip's record: returns a copy of `chip` whose field `llvm` is the release of the compiler that
-  compiles attn's kernels for `device`. Returns `chip` itself if `device` is no AMD GPU, or if the release is not known. No error is raised without a
-  compiler."""
+  """Returns a copy of `chip` whose field `llvm` is the release of the compiler for `device`, if the release is known."""
   if device.split(":")[0] != "AMD": return chip
   try: return replace(chip, llvm=compiler_for(chip.name).llvm or chip.llvm)
+  # no error without a compiler
   except (NoCompiler, ValueError): return chip

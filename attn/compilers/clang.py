@@ -1,12 +1,5 @@
-"""Compiles HIP text to assembly and code objects without ROCm, by the clang of the PyPI package `ziglang` (pip extra `isa`: pip install '.[isa]') or
-another clang or hipcc.
-
-    assembly(source, "gfx942")      returns text that `python -m attn.isa FILE.s` can report on
-    code_object(source, "gfx942")   returns a linked ELF that tinygrad's AMDProgram can load
-
-The compiler is the program that ATTN_CLANG names (a path or a name on PATH), else the clang of `ziglang`, else a `clang` or `hipcc` that can compile
-for AMD GPUs. Assembly texts and code objects are stored in the user's cache directory. The key consists of the source, the options, the architecture
-and the compiler version."""
+"""Compiles HIP text to assembly and code objects without ROCm, by the clang of the PyPI package `ziglang` or by another clang or hipcc. Begin with
+`assembly`, whose text `python -m attn.isa FILE.s` can report on, and `code_object`, an ELF that tinygrad can load."""
 from __future__ import annotations
 import functools, importlib.metadata, importlib.util, os, re, shutil, subprocess, tempfile
 from dataclasses import dataclass
@@ -14,6 +7,10 @@ from pathlib import Path
 from attn.compilers.found import OLDEST, Found, NoCompiler, base_arch, llvm_release
 from attn.tinygrad_compat import CompileError
 from attn.cache.user_cache import kept
+
+# The compiler is the program that ATTN_CLANG names (a path or a name on PATH), else the clang of `ziglang` (pip extra `isa`), else a `clang` or
+# `hipcc` that can compile for AMD GPUs. Assembly texts and code objects are stored in the user's cache directory. The key consists of the source,
+# the options, the architecture and the compiler version.
 
 INSTALL = "install the extra isa, which brings a clang (pip install '.[isa]' in a clone of attn), or name a clang or hipcc in ATTN_CLANG"
 NEEDED = f"needed is a clang or hipcc of LLVM {OLDEST} or later that knows AMD's chips (amdgcn)"
@@ -40,10 +37,11 @@ PRELUDE = "".join(f'extern "C" inline __attribute__((device, always_inline, {att
 
 @dataclass(frozen=True)
 class Toolchain:
-  """Compiler and linker, each given by the first words of its command line. The linker is None if none was found. `version` is a text with the
-  compiler's version and where the compiler was found."""
+  """Compiler and linker, each given by the first words of its command line."""
   clang: tuple[str, ...]
+  # None: no linker was found
   lld: tuple[str, ...]|None
+  # the compiler's version and where the compiler was found
   version: str
   @property
   def llvm(self) -> int:
@@ -61,8 +59,8 @@ def _zig() -> str|None:
   return shutil.which("zig", path=next(iter(spec.submodule_search_locations)))
 
 def _linker(clang:tuple[str, ...]) -> tuple[str, ...]|None:
-  """Returns the command of the linker lld for the compiler whose command is `clang`, or None if there is none. The compiler's own lld is preferred,
-  so that compiler and linker are of the same release."""
+  """Returns the command of the linker lld for the compiler whose command is `clang`, or None if there is none."""
+  # the compiler's own lld is preferred, so that compiler and linker are of the same release
   if clang[-1] == "clang" and len(clang) == 2: return (clang[0], "ld.lld")
   own = _run((*clang, "-print-prog-name=ld.lld")).stdout.strip()
   if (path:=shutil.which(own) or shutil.which("ld.lld")) is not None: return (path,)
@@ -92,7 +90,7 @@ def _named(name:str) -> Toolchain:
   return found
 
 def named() -> Toolchain|None:
-  """Returns the compiler that ATTN_CLANG names, or None if ATTN_CLANG is not set. Raises ValueError if it is not a usable compiler."""
+  """Returns the compiler that ATTN_CLANG names, or None if ATTN_CLANG is not set."""
   return _named(name) if (name := os.environ.get("ATTN_CLANG", "")) else None
 
 @functools.cache
@@ -113,33 +111,32 @@ def on_path() -> Toolchain|str:
   return "; ".join(reasons) or "there is no clang or hipcc on PATH"
 
 def toolchain() -> Toolchain:
-  """Returns the compiler that the tools for machine code use: the one that ATTN_CLANG names, the clang of the pip extra `isa` (pip install '.[isa]'),
-  or one on PATH. Raises NoCompiler, with what to install, if there is none, and ValueError for a wrong ATTN_CLANG."""
+  """Returns the compiler that the tools for machine code use. Raises NoCompiler, with what to install, if there is none."""
   reasons = []
+  # the one that ATTN_CLANG names, the clang of the pip extra `isa`, or one on PATH
   for find in (named, packaged, on_path):
     if isinstance(found := find(), Toolchain): return found
     if found is not None: reasons.append(found)
   raise NoCompiler(f"no clang of LLVM {OLDEST} or later for AMD's chips: {'; '.join(reasons)}; {INSTALL}")
 
 def found(tools:Toolchain) -> Found:
-  """Makes the record of a compiler (`Found`) for a clang and its linker. choice.py chooses among such records."""
+  """Returns the record of a compiler for a clang and its linker, among which choice.py chooses."""
   return Found("clang", tools.version, lambda source, arch: code_object(source, arch, tools=tools))
 
 # ***** compilation *****
 
 def _fail(arch:str, stderr:str) -> CompileError:
-  """Makes a CompileError from clang's messages. Keeps the source lines that clang quotes, and leaves out clang's counts of errors and warnings."""
+  """Returns a CompileError with clang's messages, without its counts of errors and warnings."""
   text = "\n".join(x for x in stderr.splitlines() if not re.match(r"\d+ (warning|error)s? ", x)).strip()
   return CompileError(f"clang cannot compile this for {arch}:\n{text}")
 
 def _undefined(text:str) -> list[str]:
-  """Returns the functions of ROCm's device library that an assembly text calls. Functions that the compiler has inlined are left out, although the
-  debug information names them."""
+  """Returns the functions of ROCm's device library that an assembly text calls."""
+  # the debug information also names functions that the compiler has inlined
   return sorted(set(re.findall(r"\b__oc(?:ml|kl)_\w+", re.sub(r"(?m)^\s*\.asciz\s.*$", "", text))))
 
 def assembly(source:str, arch:str, options:tuple[str, ...]=(), tools:Toolchain|None=None) -> str:
-  """Compiles a HIP source to assembly text. `options` are added to clang's command line. Raises CompileError with clang's message and the source
-  line. `tools` is the compiler; None: the one that `toolchain` finds."""
+  """Compiles a HIP source to assembly text. Raises CompileError with clang's message and the source line."""
   clang, arch = tools or toolchain(), base_arch(arch)
   flags = (*OPTIONS, f"--offload-arch={arch}", *options)
   def compiled() -> bytes:
@@ -150,8 +147,7 @@ def assembly(source:str, arch:str, options:tuple[str, ...]=(), tools:Toolchain|N
   return kept("s", (PRELUDE, source, arch, *flags, clang.version), compiled).decode()
 
 def assemble(text:str, arch:str, tools:Toolchain|None=None) -> bytes:
-  """Assembles and links assembly text to a code object. Raises CompileError for a wrong text, and NoCompiler if there is no linker. `tools` has the
-  compiler and the linker; None: those that `toolchain` finds."""
+  """Assembles and links assembly text to a code object. Raises CompileError for a wrong text."""
   clang, arch = tools or toolchain(), base_arch(arch)
   def assembled() -> bytes:
     if clang.lld is None: raise NoCompiler(f"there is no ld.lld beside {clang.version} or on PATH to link a code object with; {INSTALL}")
@@ -166,7 +162,7 @@ def assemble(text:str, arch:str, tools:Toolchain|None=None) -> bytes:
   return kept("co", (text, arch, clang.version), assembled)
 
 def code_object(source:str, arch:str, tools:Toolchain|None=None) -> bytes:
-  """Compiles a HIP source to a linked code object. A source that begins with `.text` counts as assembly text, as for tinygrad's own compiler.
-  `tools` has the compiler and the linker; None: those that `toolchain` finds."""
+  """Compiles a HIP source to a linked code object."""
+  # a source that begins with `.text` counts as assembly text, as for tinygrad's own compiler
   is_assembly = source.split("\n", 1)[0].strip() == ".text"
   return assemble(source if is_assembly else assembly(source, arch, tools=tools), arch, tools)

@@ -1,5 +1,4 @@
-"""Compiles kernels by comgr, ROCm's compiler library, which tinygrad loads, and finds out comgr's version. The machine code is stored in the user's
-cache directory, separately for each version of comgr."""
+"""Compiles kernels by comgr, ROCm's compiler library, which tinygrad loads, and finds out comgr's version."""
 from __future__ import annotations
 import contextlib, functools, io, re
 from attn.compilers.found import Found, base_arch
@@ -7,10 +6,12 @@ from attn.tinygrad_compat import CompileError, Compiler, comgr_compiler, comgr_v
 from attn.cache.user_cache import kept
 
 # comgr doesn't tell its LLVM release, but the section .comment of a compiled kernel does. Every comgr knows gfx900.
+# the machine code is stored in the user's cache directory, separately for each version of comgr
 EMPTY_KERNEL, ANY_ARCH = 'extern "C" __attribute__((global)) void attn_empty(float* x) { *x = 0.0f; }', "gfx900"
 
 def _compile(compiler:Compiler, source:str) -> bytes:
-  """Compiles a source by comgr. If this fails, the error contains comgr's messages, which tinygrad only prints."""
+  """Compiles a source by comgr. An error contains comgr's messages."""
+  # tinygrad only prints comgr's messages
   printed = io.StringIO()
   try:
     with contextlib.redirect_stdout(printed): return compiler.compile(source)

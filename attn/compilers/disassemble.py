@@ -1,8 +1,4 @@
-"""Disassembles code objects (ELF) in Python: kernels of other projects, or kernels whose assembly text is lost.
-
-tinygrad's tables of AMD's instruction sets decode the instructions. The text begins with the kernels' metadata, such as their numbers of registers.
-The code follows in the form that `llvm-objdump -d` prints and `parse.parse` reads. Operands are written in tinygrad's form, which an assembler does
-not accept."""
+"""Disassembles code objects (ELF) in Python: kernels of other projects, or kernels whose assembly text is lost. Begin with `disassemble`."""
 from __future__ import annotations
 import struct
 from typing import Any
@@ -10,11 +6,15 @@ from collections.abc import Iterator
 from attn.chips import CHIPS, Chip
 from attn.tinygrad_compat import decode_instruction, elf_loader
 
+# tinygrad's tables of AMD's instruction sets decode the instructions. The text begins with the kernels' metadata, such as their numbers of
+# registers. The code follows in the form that `llvm-objdump -d` prints and `parse.parse` reads. Operands are written in tinygrad's form, which an
+# assembler does not accept.
+
 MACHINES = {chip.machine: chip for chip in CHIPS.values() if chip.machine}   # key: the low byte of e_flags
 LONGEST_INSTRUCTION = 24   # bytes of the longest instruction
 
 def elf_chip(lib:bytes) -> Chip:
-  """Returns the chip for which the ELF `lib` was linked. Raises ValueError if it is not an ELF for a known AMD GPU."""
+  """Returns the chip for which the ELF `lib` was linked. Raises ValueError for anything but an ELF of a known AMD GPU."""
   if lib[:4] != b"\x7fELF": raise ValueError("not an ELF: a bundle of code objects has to be unpacked first (clang-offload-bundler)")
   machine, flags = struct.unpack_from("<H", lib, 18)[0], struct.unpack_from("<I", lib, 48)[0]
   if machine != 0xe0: raise ValueError(f"an ELF of machine {machine:#x}, not of an AMD GPU")
@@ -24,8 +24,8 @@ def elf_chip(lib:bytes) -> Chip:
 # ***** metadata *****
 
 def _decode(data:bytes, at:int) -> tuple[Any, int]:
-  """Decodes one MessagePack value (github.com/msgpack/msgpack/blob/master/spec.md) of a kind that AMDGPU metadata contains. Returns the value and the
-  position of the next value."""
+  """Decodes one MessagePack value at position `at`. Returns the value and the position of the next value."""
+  # github.com/msgpack/msgpack/blob/master/spec.md: the kinds of values that AMDGPU metadata contains
   tag = data[at]
   at += 1
   def number(fmt:str) -> tuple[int, int]: return struct.unpack_from(fmt, data, at)[0], at + struct.calcsize(fmt)
@@ -53,20 +53,19 @@ def _decode(data:bytes, at:int) -> tuple[Any, int]:
   raise ValueError(f"unexpected MessagePack tag {tag:#x}")
 
 def elf_metadata(lib:bytes) -> list[dict[str, Any]]:
-  """Returns a dictionary for each kernel in the code object `lib`, with the kernel's name, number of registers and other properties. An ELF note of
-  type NT_AMDGPU_METADATA, 32, holds them, as the list amdhsa.kernels (LLVM, AMDGPUUsage: "Code Object Metadata")."""
+  """Returns a dictionary for each kernel in the code object `lib`, with the kernel's name, number of registers and other properties."""
   for section in elf_loader(lib)[1]:
     data, at = section.content, 0
     while section.name == ".note" and at + 12 <= len(data):
       name_size, size, kind = struct.unpack_from("<III", data, at)
       at += 12 + -(-name_size//4)*4
+      # NT_AMDGPU_METADATA, with the list amdhsa.kernels (LLVM, AMDGPUUsage: "Code Object Metadata")
       if kind == 32: return list(_decode(data, at)[0]["amdhsa.kernels"])
       at += -(-size//4)*4
   return []
 
 def symbols(lib:bytes, section:str) -> list[tuple[str, int, bytes]]:
-  """Lists the symbols in a section of the code object `lib`, as (name, address, contents). Kernels written by hand may have no size: such a kernel
-  extends to the next symbol or to the end of the section."""
+  """Returns (name, address, contents) of the symbols in a section of the code object `lib`."""
   sections = elf_loader(lib)[1]
   by_name = {s.name: s for s in sections}
   table, names = (by_name[n].content for n in ((".symtab", ".strtab") if ".symtab" in by_name else (".dynsym", ".dynstr")))
@@ -75,13 +74,13 @@ def symbols(lib:bytes, section:str) -> list[tuple[str, int, bytes]]:
            for name, _, _, index, value, size in struct.iter_unpack("<IBBHQQ", table) if index < len(sections)]
   kernels = {name.removesuffix(".kd") for name, *_ in named if name.endswith(".kd")}
   mine = [(name, value, size) for name, where, value, size in named if where == section and (size or name in kernels)]
+  # kernels written by hand may have no size: such a kernel extends to the next symbol or to the end of the section
   after = sorted({value for _, value, _ in mine} | {base + len(all_of_it)})
   ends = {value: after[after.index(value) + 1] for _, value, _ in mine if value != after[-1]}
   return [(name, value, all_of_it[value - base:(value + size if size else ends[value]) - base]) for name, value, size in mine]
 
 def metadata_text(lib:bytes, chip:Chip) -> str:
-  """Returns properties of all kernels in the code object `lib`, such as their numbers of registers, in the form in which clang's assembly text has
-  them. Leaves out properties that are not numbers."""
+  """Returns the numbers in the metadata of all kernels in the code object `lib`, in the form of clang's assembly text."""
   descriptors = {name: contents for name, _, contents in symbols(lib, ".rodata")}
   lines = [f"amdhsa.target: amdgcn-amd-amdhsa--{chip.name}", "amdhsa.kernels:"]
   for kernel in elf_metadata(lib):
@@ -114,7 +113,7 @@ def _instructions(code:bytes, address:int, chip:Chip) -> Iterator[str]:
     at += ins.size()
 
 def disassemble(lib:bytes) -> str:
-  """Disassembles the code object `lib`: its metadata, then its functions. Raises ValueError if tinygrad has no tables of the chip's instructions."""
+  """Returns the metadata and the functions of the code object `lib` as text."""
   chip = elf_chip(lib)
   if not chip.unit.tables:
     raise ValueError(f"a code object of {chip}: there are no tables to decode it by. Pass the output of `llvm-objdump -d` of ROCm instead")

@@ -9,12 +9,11 @@ OLDEST = 19                           # oldest LLVM release that compiles the ke
 ROCM = {19: "6.4", 20: "7.0"}         # LLVM release -> oldest ROCm that has it (docs/compilers.md)
 
 class NoCompiler(RuntimeError):
-  """Error: no compiler can compile the kernels for a chip. The message says which compilers were found, why each can't be used, and what to
-  install."""
+  """Error: no compiler can compile the kernels for a chip. The message says which were found, and what to install."""
 
 @dataclass(frozen=True)
 class Found:
-  """A compiler for AMD's chips that was found on this machine, with a function that compiles HIP source to a code object."""
+  """Compiler for AMD's chips that was found on this machine."""
   name: str                             # "clang" or "comgr", as in ATTN_COMPILER
   version: str                          # text with the LLVM release and the place of the compiler; part of the key of kept results
   compile: Callable[[str, str], bytes]  # (HIP source, chip) -> linked code object; raises CompileError
@@ -25,7 +24,7 @@ class Found:
     return llvm_release(self.version)
 
 def llvm_release(version:str) -> int|None:
-  """Returns the LLVM release in a version text, such as 22 for "clang version 22.1.8". Returns None if the text contains no release."""
+  """Returns the LLVM release in a version text, such as 22 for "clang version 22.1.8", or None."""
   found = re.search(r"clang version (\d+)\.", version)
   return int(found[1]) if found is not None else None
 

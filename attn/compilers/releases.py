@@ -1,8 +1,4 @@
-"""Provides the clang of other LLVM releases than the installed one, so that one can look at the machine code that these clangs make of attn's
-kernels.
-
-Each release comes from a version of the PyPI package `ziglang`. pip installs it into a separate directory of the user's cache directory, where it
-stays."""
+"""Provides the clang of other LLVM releases than the installed one, to look at the machine code that these clangs make of attn's kernels."""
 from __future__ import annotations
 import os, shutil, subprocess, sys, tempfile
 from pathlib import Path
@@ -10,12 +6,14 @@ from attn.cache import user_cache
 from attn.compilers.clang import Toolchain, inspected, packaged
 from attn.compilers.found import NoCompiler
 
+# Each release comes from a version of the PyPI package `ziglang`. pip installs it into a separate directory of the user's cache directory, where it
+# stays.
+
 ZIGLANG = {19: "0.14.1", 20: "0.15.2", 21: "0.16.0", 22: "0.17.1"}    # release of LLVM -> version of ziglang
 OLDER = tuple(release for release in ZIGLANG if release < max(ZIGLANG))
 
 def _get(version:str) -> Path:
-  """Returns the directory with a version of the package `ziglang`. If the directory does not exist, pip installs this version there. Raises
-  NoCompiler if the installation fails, with pip's message."""
+  """Returns the directory with a version of the package `ziglang`, which pip installs there if it is missing."""
   place = user_cache.directory()/"clangs"/f"ziglang-{version}"
   if place.is_dir(): return place
   try:
@@ -33,8 +31,7 @@ def _get(version:str) -> Path:
   return place
 
 def toolchain_of(llvm:int) -> Toolchain:
-  """Returns the clang of the LLVM release `llvm`: from the installed package, or from a package that pip installs. Raises ValueError for a release
-  that is not in ZIGLANG, and NoCompiler if it can't be installed or run."""
+  """Returns the clang of the LLVM release `llvm`, which pip installs if it is not the installed package's."""
   if llvm not in ZIGLANG: raise ValueError(f"llvm={llvm}: must be one of {', '.join(map(str, ZIGLANG))}")
   if isinstance(own := packaged(), Toolchain) and own.llvm == llvm: return own
   version = ZIGLANG[llvm]

@@ -1,8 +1,5 @@
 """Makes tinygrad's device AMD compile attn's kernels with the compiler that choice.py finds. tinygrad's own kernels are compiled by tinygrad's
-compiler, as before.
-
-The first line of a source marks attn's kernels (ops/renderers.py). tinygrad's compile processes import the class of a renderer from this module, so
-they choose the same compiler as their parent process."""
+compiler, as before."""
 from __future__ import annotations
 import functools, shutil
 from typing import Any
@@ -14,9 +11,12 @@ from attn.tinygrad_compat import (Compiled, Compiler, HIPCCRenderer, HIPRenderer
                                   double_transcendentals,
                                   opened_devices)
 
+# The first line of a source marks attn's kernels (ops/renderers.py). tinygrad's compile processes import the class of a renderer from this module,
+# so they choose the same compiler as their parent process.
+
 class ClangCompiler(Compiler):
-  """Compiler for tinygrad that calls clang.py. tinygrad's cache is not used: clang.py has a cache of its own, whose key contains the compiler's
-  version."""
+  """Compiler for tinygrad that calls clang.py."""
+  # tinygrad's cache is not used: clang.py has a cache of its own, whose key contains the compiler's version
   def __init__(self, arch:str):
     self.arch, self.tools = arch, clang.toolchain()
     super().__init__(None)
@@ -26,9 +26,9 @@ class ClangCompiler(Compiler):
     print(disassemble(lib))
 
 class CompilerByMark(Compiler):
-  """Compiler for tinygrad that compiles attn's kernels with the compiler from `compiler_for`, and other kernels with the compiler `others`. The first
-  line of a source says whether it is a kernel of attn. The cache of attn's kernels has the compiler's version in its key. Other kernels use
-  tinygrad's cache."""
+  """Compiler for tinygrad that compiles attn's kernels with the compiler from `compiler_for`, and other kernels with the compiler `others`."""
+  # The first line of a source says whether it is a kernel of attn. The cache of attn's kernels has the compiler's version in its key; other kernels
+  # use tinygrad's cache.
   def __init__(self, arch:str, others:Compiler):
     self.arch, self.others = arch, others
     super().__init__(None)
@@ -50,9 +50,9 @@ class AMDHIPCCRenderer(OperationsHIPCCRenderer):
     self.compiler = CompilerByMark(target.arch, self.compiler)
 
 class AMDClangRenderer(OperationsHIPRenderer):
-  """Subclass of tinygrad's HIPRenderer that compiles attn's kernels with attn's compiler, and other kernels with the clang of clang.py. DEV=AMD uses
-  this renderer if comgr can't be loaded. It renders the same text as tinygrad's HIPRenderer, except for the sine, and exp2 and log2 of doubles:
-  tinygrad expands these functions."""
+  """Subclass of tinygrad's HIPRenderer that compiles attn's kernels with attn's compiler, and other kernels with the clang of clang.py."""
+  # DEV=AMD uses this renderer if comgr can't be loaded. It renders the same text as tinygrad's HIPRenderer, except for the sine, and exp2 and log2
+  # of doubles: tinygrad expands these functions.
   def __init__(self, target:Target):
     super().__init__(target, use_hipcc=True)   # with HIPCC the constructor needs nothing installed
     self.compiler = CompilerByMark(target.arch, ClangCompiler(target.arch))
@@ -66,8 +66,8 @@ def _offer(device:Any) -> None:
 
 @functools.cache
 def register_renderers() -> None:
-  """Replaces tinygrad's renderers by attn's in the list of each AMD device. A device uses the first renderer that can be constructed, or the renderer
-  that DEV names. This function neither looks for a compiler nor opens a device."""
+  """Replaces tinygrad's renderers by attn's in the list of each AMD device."""
+  # A device uses the first renderer that can be constructed, or the renderer that DEV names. No compiler is looked for, and no device is opened.
   init = Compiled.__init__
   @functools.wraps(init)
   def with_ours(self:Compiled, *args:Any, **kwargs:Any) -> None:
@@ -83,16 +83,17 @@ def missing_c_compiler(device:str) -> str|None:
           "to the path of examples/clang_of_zig.sh in a clone of attn")
 
 def check_opens(device:str) -> None:
-  """Raises NoCompiler if a CPU device can't be opened because there is no clang. tinygrad compiles four programs of its own when it opens such a
-  device, unless it finds them in its cache."""
+  """Raises NoCompiler if a CPU device can't be opened because there is no clang."""
+  # tinygrad compiles four programs of its own when it opens such a device, unless it finds them in its cache
   try: device_of(device)
   except FileNotFoundError:
     if (missing := missing_c_compiler(device)) is None: raise
     raise NoCompiler(missing) from None
 
 def require(devices:str|tuple[str, ...]|None) -> None:
-  """Raises an error if attn's kernels can't be compiled for one of `devices`. An AMD GPU raises the NoCompiler or ValueError of `compiler_for`, or
-  NotImplementedError if the GPU's renderer doesn't emit HIP (DEV=AMD:LLVM). A CPU device without a clang raises NoCompiler."""
+  """Raises an error if attn's kernels can't be compiled for one of `devices`."""
+  # An AMD GPU raises the NoCompiler or ValueError of `compiler_for`, or NotImplementedError if the GPU's renderer doesn't emit HIP (DEV=AMD:LLVM). A
+  # CPU device without a clang raises NoCompiler.
   for name in (devices,) if isinstance(devices, str) else devices or ():
     if (missing := missing_c_compiler(name)) is not None: raise NoCompiler(missing)
     if name.split(":")[0] != "AMD": continue
