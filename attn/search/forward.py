@@ -1,13 +1,5 @@
-"""Search that makes the tables of forward tiles in attn/chips. It predicts times from machine code and measures nothing. The command is attn/tune.py.
-
-A table row is for one family of matrix units and for head dimensions up to one of CLASSES. The search looks at those tile descriptions of
-`candidates` that do not spill. The best one has the greatest `Bound`: its prediction by attn.isa.timing counts first, and each figure is the worst
-over fp16 and bf16, full and causal. If the best tile has more than SMALL_TILE queries, a second row has the best tile with at most SMALL_TILE
-queries, for grids too small to fill a chip.
-
-Rows belong to the release of LLVM that the search ran with: the release of the clang of the pip extra `isa` (pip install '.[isa]'), or of the one
-that ATTN_CLANG names. Rows of the newest release are for every compiler. Rows of an older release replace them for compilers of that release and
-before; the table has such rows only if their tiles differ from those of the newest release. On a GPU, TUNE=1 of bench.py chooses by time instead."""
+"""Search that makes the tables of forward tiles in attn/chips. It predicts times from machine code and measures nothing. The command is
+attn/tune.py; begin with `search_class`."""
 from __future__ import annotations
 import functools, itertools, multiprocessing, re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,6 +28,15 @@ from attn.kernels.tiles.amd import BackwardTile, Tile
 from attn.tinygrad_compat import CompileError
 with needs("isa", "python -m attn.tune", __name__): from tqdm import tqdm
 
+# A table row is for one family of matrix units and for head dimensions up to one of CLASSES. The search looks at those tile descriptions of
+# `candidates` that do not spill. The best one has the greatest `Bound`: its prediction by attn.isa.timing counts first, and each figure is the worst
+# over fp16 and bf16, full and causal. If the best tile has more than SMALL_TILE queries, a second row has the best tile with at most SMALL_TILE
+# queries, for grids too small to fill a chip.
+#
+# Rows belong to the release of LLVM that the search ran with: the release of the clang of the pip extra `isa` (pip install '.[isa]'), or of the one
+# that ATTN_CLANG names. Rows of the newest release are for every compiler. Rows of an older release replace them for compilers of that release and
+# before; the table has such rows only if their tiles differ from those of the newest release. On a GPU, TUNE=1 of bench.py chooses by time instead.
+
 VARIANTS = [(dtype, mask) for dtype in reversed(MATRIX_DTYPES) for mask in reversed(MASKS)]   # the costliest variants first
 SPACE: dict[str, tuple[int, ...]] = {
   "waves": (8, 4), "q_tiles": (2, 1), "block_n": (128, 64, 32, 16), "q_in_lds": (False, True), "fenced": (False, True),
@@ -52,8 +53,9 @@ RESERVE = 16    # registers for addresses, operands that are being read, and the
 Each = Callable[..., Iterable[Any]]   # map, or the map of a pool of processes
 
 class Bound(NamedTuple):
-  """Figures by which tiles are ranked, the most important one first. Greater is better. Shares of the matrix unit's dense rate are rounded to half
-  percents: smaller differences come from details of the compiler's output, and say nothing about the tile."""
+  """Figures by which tiles are ranked, the most important one first. Greater is better."""
+  # Shares of the matrix unit's dense rate are rounded to half percents: smaller differences come from details of the compiler's output, and say
+  # nothing about the tile.
   predicted: int  # predicted share of the dense rate in the hot loop, limited by what L2 feeds
   enough: int     # waves per SIMD, but no more than ENOUGH
   ahead: int      # 1 if a tile is being loaded during a good part of the matrix work, else 0: no other figure covers waiting for memory
@@ -72,58 +74,57 @@ class RankedTile:
 # ***** the tiles to try *****
 
 def held(row:UpTo[ForwardShape], arch:Chip, d:int) -> int:
-  """Estimates the vector registers of a lane in a forward kernel: the smallest number that the kernel can need. A lane holds accumulators and scores,
-  Q (unless it lies in LDS), and a part of the tiles of K and V that are being loaded."""
+  """Returns a lower estimate of the vector registers that a lane of a forward kernel needs."""
+  # accumulators and scores, Q (unless it lies in LDS), and a part of the tiles of K and V that are being loaded
   mat, c = arch.matrix[MATRIX_DTYPES[0]][row.matrix], row.shape
   of_q = 0 if c.q_in_lds else row_registers(mat, d)
   on_the_way = 2*c.block_n*d*mat.size//(4*c.waves*mat.wave) if c.prefetch else 0
   return RESERVE + c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + on_the_way
 
 def conflict(family:str, mat:Matrix, stride:int) -> bool:
-  """Returns whether lanes of a wave access the same bank of LDS when they read operands of a matrix instruction. Lane group h (the lanes that hold
-  the same rows of a result) reads the h-th 16-byte unit of row n. `stride` is the number of units from one row to the next. CDNA's 16x16 instructions
-  have such conflicts, because lanes of two lane groups, with different rows, read at the same time."""
+  """Returns whether lanes of a wave access the same bank of LDS when they read operands of a matrix instruction."""
+  # Lane group h (the lanes that hold the same rows of a result) reads the h-th 16-byte unit of row n. `stride` is the number of units from one row
+  # to the next. CDNA's 16x16 instructions have such conflicts, because lanes of two lane groups, with different rows, read at the same time.
   banks, groups = phases(family, mat.wave, True, 16)
   unit = np.arange(mat.wave)%mat.N*stride + (0 if mat.duplicated else np.arange(mat.wave)//mat.N)
   return any(len(set(u)) != len(set(u % (banks//4))) for u in unit[groups])
 
 def whole_and_smooth(arch:Chip, mat:Matrix, rows:int, d:int) -> bool:
-  """Returns whether the `rows` of an iteration are a whole number of tiles of the matrix instruction, and lanes read the rows from LDS without bank
-  conflicts."""
+  """Returns whether `rows` are a number of whole matrix tiles, and lanes read them from LDS without bank conflicts."""
   divides = rows % mat.M == 0 and rows % mat.span == 0
   return divides and not any(conflict(arch.family, mat, n//mat.unit | 1) for n in (contraction(mat, d), rows))
 
 def candidates(arch:Chip, d:int) -> list[UpTo[ForwardShape]]:
-  """Returns table rows for all usable tile shapes that the search tries. A usable shape has whole tiles of the matrix instruction, fits into LDS and
-  registers, and is read without bank conflicts. Q lies in LDS only if the tile would need more than half of the wave's registers with Q in
-  registers, because every iteration reads Q from LDS again."""
+  """Returns table rows for all usable tile shapes that the search tries."""
   found, p = list[UpTo[ForwardShape]](), problem_of_spec(Spec(arch.name, d))
   for *numbers, matrix in itertools.product(*SPACE.values(), MATRICES):
     if matrix >= len(arch.matrix[MATRIX_DTYPES[0]]): continue
     row = UpTo(d, c := ForwardShape(**dict(zip(SPACE, numbers))), matrix=matrix)   # type: ignore[arg-type]
     tile = amd_tile(p, arch, row)
+    # Q lies in LDS only if the tile would need more than half of the wave's registers with Q in registers, because every iteration reads Q from LDS
+    # again
     crowded = not c.q_in_lds or held(replace(row, shape=replace(c, q_in_lds=False)), arch, d) > arch.vgprs//2
     room = misfit(p, arch, row, tile) is None and held(row, arch, d) <= arch.vgprs
+    # whole tiles of the matrix instruction, no bank conflicts; fits into LDS and registers
     if whole_and_smooth(arch, tile.matrix, c.block_n, d) and crowded and tile.block_m <= LARGEST_TILE and room: found.append(row)
   return found
 
 # ***** the bound of one tile *****
 
 def waves_of(report:Report, tile:Tile|BackwardTile, chip:Chip) -> int:
-  """Returns how many waves can run on a SIMD at the same time. Registers and LDS limit this number, and a SIMD runs only waves of whole workgroups.
-  """
+  """Returns how many waves can run on a SIMD at the same time."""
   r = report.resources
   assert r.waves_by_registers is not None and r.waves_by_lds is not None
   simds = chip.pipes.simds
+  # registers and LDS limit this number, and a SIMD runs only waves of whole workgroups
   return int(min(r.waves_by_registers, r.waves_by_lds)*simds)//tile.waves*tile.waves//simds
 
 def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile) -> Bound|None:
-  """Computes the figures (`Bound`) of a kernel from its machine code `text`. `report` is the report on this code. Returns None if the kernel has no
-  loop to analyse, or if it spills: keeps vector registers in memory, or scalar registers in vector registers. clang also counts moves from vector
-  registers to accumulation registers as spills. These moves stay in the register file, so they are allowed, and the prediction includes their time.
-  """
+  """Returns the figures of a kernel from its machine code `text`, or None if the kernel spills or has no loop to analyse."""
   if report is None or (loop := report.loop) is None: return None
   r, chip = report.resources, get_chip(report.arch)
+  # clang also counts moves from vector registers to accumulation registers as spills. These moves stay in the register file, so they are allowed,
+  # and the prediction includes their time.
   if r.scratch or r.sgpr_spills: return None
   matrix, waves = loop.cycles["matrix"], waves_of(report, tile, chip)
   others = chip.pipes.valu*sum(loop.kinds[kind] for kind in ISSUED)
@@ -137,15 +138,14 @@ def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile
                -tile.block_m, -tile.block_n)
 
 def tile_bound(spec:Spec, tile:Tile) -> Bound|None:
-  """Compiles a forward kernel with a tile, and returns its figures (`Bound`). Returns None if the kernel doesn't compile, or spills registers."""
+  """Compiles a forward kernel with a tile, and returns its figures; None if the kernel doesn't compile, or spills registers."""
   kernel = kernel_source(spec, tile)
   try: text = assembly(kernel.text, spec.arch)
   except CompileError: return None
   return bound_of(text, kernel, analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec)), tile)
 
 def why_none(arch:str, d:int) -> str:
-  """Returns the reason why no tile was found for a class of head dimensions: no tile fits, or all tiles spill registers, or clang's message if the
-  first tile does not compile."""
+  """Returns the reason why no tile was found for head dimensions up to `d`."""
   chip = get_chip(arch)
   if not (space := candidates(chip, d)): return "none of those looked at fits"
   spec = Spec(arch, d)
@@ -154,27 +154,26 @@ def why_none(arch:str, d:int) -> str:
   return "all of them spill registers"
 
 def first_bound(arch:str, row:UpTo[ForwardShape], dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
-  """Compiles the forward kernel with the tile of a table row, for one dtype and mask, and returns the figures (`Bound`) by which tiles are ranked. By
-  default these are the first dtype and mask of VARIANTS, with which the kernel is slowest. Returns None if the kernel doesn't compile, or spills
-  registers."""
+  """Compiles the forward kernel with the tile of a table row, for one dtype and mask, and returns the figures by which tiles are ranked."""
   spec = Spec(arch, row.up_to, dtype, mask)
   tile = amd_tile(problem_of_spec(spec), get_chip(arch), row)
+  # by default with the first of VARIANTS, with which the kernel is slowest; None if the kernel doesn't compile, or spills registers
   return tile_bound(spec, tile)
 
 def worst_bound(arch:str, row:UpTo[ForwardShape], each:Each=map) -> Bound|None:
-  """Returns the figures (`Bound`) of the tile of a table row. Each figure is the worst over the dtypes and masks of VARIANTS. `each` maps a function
-  over these, possibly in parallel. Returns None if the kernel of one of them doesn't compile, or spills registers."""
+  """Returns the figures of a table row's tile, each the worst over the dtypes and masks of VARIANTS."""
   found = [x for x in each(first_bound, *zip(*[(arch, row, dtype, mask) for dtype, mask in VARIANTS])) if x is not None]
+  # None if a kernel doesn't compile, or spills registers
   return Bound(*map(min, zip(*found, strict=True))) if len(found) == len(VARIANTS) else None
 
 # ***** the best of a class *****
 
 def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound|None]) -> RankedTile|None:
-  """Returns the tile with the best worst case: its worst figures over all variants (dtypes and masks) are the greatest. `ranked` has the tiles with
-  their figures for one variant, the greatest first. `worst` computes the worst figures of a tile. They are never greater than those of one variant,
-  so the search stops at the first tile that cannot be better."""
+  """Returns the tile whose worst figures over all variants (dtypes and masks) are the greatest."""
   found: RankedTile|None = None
   for x in ranked:
+    # The worst figures are never greater than those of one variant, and `ranked` has the tiles by those, the greatest first: the search stops at the
+    # first tile that cannot be better.
     if found is not None and x.bound <= found.bound: break
     if (bound := worst(x.row)) is not None and (found is None or bound > found.bound): found = RankedTile(x.row, bound)
   return found
@@ -182,11 +181,11 @@ def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound
 def queries(x:RankedTile) -> int: return -x.bound.small
 
 def rows_of_class(arch:str, ranked:list[RankedTile], each:Each=map) -> list[RankedTile]:
-  """Returns the table rows for a class of head dimensions, from `ranked`, the tiles that were tried, best first: the best tile and, if this tile has
-  more than SMALL_TILE queries, also the best tile with at most SMALL_TILE queries. `each` maps a function over tiles, possibly in parallel."""
+  """Returns the table rows for a class of head dimensions: the best tile of `ranked`, and the best small one."""
   worst = functools.cache(lambda row: worst_bound(arch, row, each))
   first = best(ranked, worst)
   if first is None or queries(first) <= SMALL_TILE: return [first] if first is not None else []
+  # for grids too small to fill a chip: at most SMALL_TILE queries
   second = best([x for x in ranked if queries(x) <= SMALL_TILE], worst)
   return [replace(first, row=replace(first.row, fills=FILLS)), *([second] if second is not None else [])]
 
@@ -198,10 +197,7 @@ class Class:
   rows: tuple[RankedTile, ...]
 
 def search_class(arch:str, d:int, each:Each=map) -> Class:
-  """Searches for the best tile descriptions for head dimensions up to `d` on a chip. `each` maps a function over tiles, possibly in parallel. Tiles
-  without prefetch, and tiles that need too many registers for ENOUGH waves per SIMD, are tried only if the tiles tried before are not good enough.
-  Tiles with a second LDS buffer are tried only for the LEADING best tiles, and for the LEADING best with at most SMALL_TILE queries: a second buffer
-  hardly changes which tile is best."""
+  """Searches for the best tile descriptions for head dimensions up to `d` on a chip."""
   chip, ranked, rows = get_chip(arch), list[RankedTile](), list[RankedTile]()
   space = candidates(chip, d)
   def look(tiles:list[UpTo[ForwardShape]]) -> list[RankedTile]:
@@ -209,16 +205,19 @@ def search_class(arch:str, d:int, each:Each=map) -> Class:
     ranked.sort(key=lambda x: x.bound, reverse=True)
     return rows_of_class(arch, ranked, each)
   heavy = {row: ENOUGH*held(row, chip, d) > chip.registers for row in space}
+  # Tiles without prefetch, and tiles that need too many registers for ENOUGH waves per SIMD, are tried only if the tiles tried before are not good
+  # enough.
   for prefetch, weight in ((1, False), (0, False), (1, True)):
     rows = look([row for row in space if row.shape.prefetch == prefetch and heavy[row] == weight])
     if rows and queries(rows[-1]) <= SMALL_TILE and all(x.bound.enough == ENOUGH for x in rows): break
+  # Tiles with a second LDS buffer are tried only for the LEADING best tiles, and for the LEADING best with at most SMALL_TILE queries: a second
+  # buffer hardly changes which tile is best.
   leading = {x.row for some in (ranked, [x for x in ranked if queries(x) <= SMALL_TILE]) for x in some[:LEADING]}
   rows = look([row for row in space if row.shape.prefetch == 2 and replace(row, shape=replace(row.shape, prefetch=1)) in leading])
   return Class(arch, d, tuple(ranked), tuple(rows))
 
 def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Class]:
-  """Searches for the best tiles for every class of head dimensions (up to 64, up to 128, ...) on every chip. Compiles in `jobs` processes, and shows
-  a progress line."""
+  """Searches for the best tiles for every class of head dimensions on every chip, in `jobs` processes, and shows a progress line."""
   kinds = list(itertools.product(archs, classes))
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
     for arch, d in (bar := tqdm(kinds, unit="class")):
@@ -234,7 +233,7 @@ def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Cla
 ALONGSIDE = 78     # the column of a line where the comment with the figures begins
 
 def row_of(x:RankedTile, llvm:int=EVERY) -> str:
-  """Returns a table row as a line of source text, for releases of LLVM up to `llvm`. A comment at its end has the tile's figures."""
+  """Returns a table row as a line of source text, with the tile's figures in a comment, for releases of LLVM up to `llvm`."""
   row, shape = replace(x.row, llvm=llvm), x.row.shape
   def named(of:Any) -> list[str]:
     return [f"{f.name}={value}" for f in fields(of) if f.default is not MISSING and (value := getattr(of, f.name)) != f.default]
@@ -253,8 +252,7 @@ def file_of(family:str) -> Path:
   return Path(chips.__file__).parent/f"{family}.py"
 
 def table_rows_in(text:str) -> dict[RowsKey, list[str]]:
-  """Finds the table of forward tiles in the source text of a chip family's module, and returns its lines. Raises ValueError if the text contains no
-  such table."""
+  """Returns the lines of the table of forward tiles in the source text of a chip family's module."""
   if (table := TABLE.search(text)) is None: raise ValueError("a family's file has no table FORWARD_ON_...: tuple[UpTo[ForwardShape], ...] = (")
   rows: dict[RowsKey, list[str]] = {}
   for line in table[2].splitlines():
@@ -271,14 +269,13 @@ def tiles_in(lines:Iterable[str]) -> list[str]:
   return [re.sub(r", llvm=\d+", "", line.partition("#")[0]).strip() for line in lines]
 
 def merged_rows(old:TableRows, found:Iterable[Class], llvm:int) -> TableRows:
-  """Puts the result of a search for tiles into the tables of tiles, and returns the lines of the new tables. `llvm` is the release of LLVM with which
-  the search ran. The new lines replace the old ones of this release. Rows for an older release are kept only if their tiles differ from the tiles of
-  the next newer release."""
+  """Returns the tables of tiles `old`, with the result `found` of a search under the LLVM release `llvm` in place of older lines."""
   rows = {family: dict(lines) for family, lines in old.items()}
   up_to = llvm if llvm < LLVM else EVERY
   for x in found:
     own, key = rows.setdefault(get_chip(x.arch).family, {}), (x.d, -up_to)
     lines = [row_of(y, up_to) for y in x.rows]
+    # rows for an older release are kept only if their tiles differ from the tiles of the next newer release
     newer = [k for k in own if k[0] == x.d and k < key]
     if newer and tiles_in(own[max(newer)]) == tiles_in(lines): own.pop(key, None)
     else: own[key] = lines
@@ -290,8 +287,8 @@ def with_table(text:str, rows:Mapping[RowsKey, list[str]]) -> str:
   return TABLE.sub(lambda table: f"{table[1]}{lines})", text)
 
 def differences(old:TableRows, new:TableRows) -> list[str]:
-  """Compares two tables of tiles, and returns a line of text for each tile that only one of them has. Figures in the tables' comments, such as
-  predicted speeds, are not compared."""
+  """Returns a line of text for each tile that only one of two tables of tiles has."""
+  # figures in the tables' comments, such as predicted speeds, are not compared
   def tiles(rows:TableRows, family:str, key:RowsKey) -> list[str]:
     return [line.partition("#")[0].strip() for line in rows.get(family, {}).get(key, [])]
   lines = []

@@ -1,9 +1,4 @@
-"""Searches for tiles by the predicted time of a whole problem (attn/isa/timing), near the tile in use. `python -m attn.tune --near` prints it.
-
-The search starts from the tile in use. It tries every tile that differs from the best one so far in one number, such as the waves of a workgroup,
-and goes on from the fastest of them until no such tile is faster. Of all tiles that it tried, the best one gains the most in that variant of the
-kernel (dtype, mask, with an lse or without) in which it gains the least. The time counts the matrix work, the caches and the memory of a card at the
-clock that it sustains under matrix work. Beside each time stand the bytes that the tile moves."""
+"""Searches for tiles by the predicted time of a whole problem (attn/isa/timing), near the tile in use. `python -m attn.tune --near` prints it."""
 from __future__ import annotations
 import csv, functools, io, itertools, math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +21,11 @@ from attn.search.backward import BACKWARD_SPACE, backward_held
 from attn.search.forward import LARGEST_TILE, SPACE, VARIANTS, held, whole_and_smooth
 from attn.tinygrad_compat import CompileError
 
+# The search starts from the tile in use. It tries every tile that differs from the best one so far in one number, such as the waves of a workgroup,
+# and goes on from the fastest of them until no such tile is faster. Of all tiles that it tried, the best one gains the most in that variant of the
+# kernel (dtype, mask, with an lse or without) in which it gains the least. The time counts the matrix work, the caches and the memory of a card at
+# the clock that it sustains under matrix work. Beside each time stand the bytes that the tile moves.
+
 GAIN = 0.03          # a table row is changed only if every variant of the kernel is predicted to be faster by this share
 FASTER_BY = 0.01     # the search goes on from a tile only if it is faster than the best one so far by this share
 NUMBERS_CHANGED: dict[str, Mapping[str, tuple[Any, ...]]] = {     # by kernel: the numbers of a shape that the search changes
@@ -45,7 +45,7 @@ class Timed:
   def ms_apart(self) -> float: return 1e3*self.prediction.seconds_apart     # if workgroups drift apart (attn/isa/timing/memory.py)
   @property
   def read(self) -> float:
-    """Bytes that a workgroup reads and writes on average: the rows that it loops over, and its own rows."""
+    """Bytes that a workgroup reads and writes on average: the rows over which it loops, and its own rows."""
     return self.prediction.bytes["L2"]/self.workgroups
 
 # ***** the tiles to try *****
@@ -61,14 +61,14 @@ def row_in_use(spec:Spec, shape:Shape=ASKED) -> UpTo[Any]:
   return row_of_tile(spec, tile)
 
 def row_of_tile(spec:Spec, tile:Tile|BackwardTile) -> UpTo[Any]:
-  """Returns a table row with the sizes of a tile. A tile may be smaller than the row from which it was made."""
+  """Returns a table row with the sizes of a tile."""
+  # a tile may be smaller than the row from which it was made
   kind = ForwardShape if spec.kernel == FORWARD else BackwardShape
   shape = kind(**{f.name: getattr(tile, f.name) for f in fields(kind)})
   return UpTo(spec.d, shape, matrix=get_chip(spec.arch).matrix[spec.dtype].index(tile.matrix))
 
 def usable(spec:Spec, row:UpTo[Any]) -> bool:
-  """Returns whether a number of whole tiles of the matrix instruction fills a tile, lanes read the tile without bank conflicts, and it fits into LDS
-  and registers."""
+  """Returns whether a tile consists of whole matrix tiles, has no bank conflicts, and fits into LDS and registers."""
   chip, p, tile = get_chip(spec.arch), problem_of_spec(spec, ASKED), tile_of(spec, row)
   if misfit(p, chip, row, tile) is not None or not whole_and_smooth(chip, tile.matrix, row.shape.block_n, spec.d): return False
   if isinstance(tile, BackwardTile): return backward_held(tile, spec.d) <= chip.vgprs
@@ -85,9 +85,7 @@ def near_rows(spec:Spec, row:UpTo[Any]) -> Iterator[UpTo[Any]]:
 
 @functools.cache
 def timed(spec:Spec, row:UpTo[Any], shape:Shape=ASKED) -> Timed|None:
-  """Compiles a kernel with the tile of a table row, and predicts the time of a problem of size `shape`. The prediction is for the chip's first card
-  with a published GEMM, at the clock that this GEMM sustains. If there is no such card, it is for the first card with a known clock, at this clock.
-  Returns None if the kernel doesn't compile, or spills registers to memory, or scalar registers to vector registers."""
+  """Compiles a kernel with the tile of a table row, and predicts the time of a problem of size `shape`; None if the kernel spills."""
   chip, tile = get_chip(spec.arch), tile_of(spec, row, shape)
   kernel = kernel_source(spec, tile, shape=shape)
   try: text = assembly(kernel.text, spec.arch)
@@ -96,6 +94,7 @@ def timed(spec:Spec, row:UpTo[Any], shape:Shape=ASKED) -> Timed|None:
   if resources.scratch or resources.sgpr_spills: return None
   found = of_source(spec, kernel, text, shape)
   assert found.problem is not None and found.division is not None
+  # the chip's first card with a published GEMM, at the clock that this GEMM sustains; else the first card with a known clock, at this clock
   card = next((card for card in chip.cards if card.gemm), next(card for card in chip.cards if card.ghz))
   prediction = found.on_cards(card.name)[-1]
   return Timed(row, tile, prediction, len(work_of_grid(found.problem, found.division)))
@@ -117,10 +116,10 @@ def climb(spec:Spec, time:TileTimer=timed) -> list[Timed]:
     best = ranked[0].row
 
 def gain_of(spec:Spec, row:UpTo[Any], time:TileTimer=timed, enough:float=-math.inf) -> float:
-  """Returns by which fraction a tile is faster than the tile in use, e.g. 0.05 for 5 %: the smallest fraction over the dtypes and masks of VARIANTS,
-  for forward without and with an lse, and whether workgroups run together or drift apart. Returns minus infinity if a kernel with the tile doesn't
-  compile or spills, or if the fraction is not more than `enough`."""
+  """Returns by which fraction a tile is faster than the tile in use, in the worst variant: 0.05 means 5 %."""
   found = math.inf
+  # The smallest fraction over the dtypes and masks of VARIANTS, for forward without and with an lse, and whether workgroups run together or drift
+  # apart. Minus infinity if a kernel with the tile doesn't compile or spills, or if the fraction is not more than `enough`.
   for (dtype, mask), lse in itertools.product(VARIANTS, (False, True) if spec.kernel == FORWARD else (False,)):
     variant, shape = replace(spec, dtype=dtype, mask=mask), replace(ASKED, lse=lse)
     before, after = time(variant, row_in_use(variant, shape), shape), time(variant, row, shape)
@@ -129,8 +128,7 @@ def gain_of(spec:Spec, row:UpTo[Any], time:TileTimer=timed, enough:float=-math.i
   return found
 
 def surest(spec:Spec, used:Timed, tried:Iterable[Timed], time:TileTimer=timed) -> tuple[Timed, float]|None:
-  """Returns the tile that gains the most in its worst variant, with this gain (see `gain_of`). Returns None if no tile gains more than GAIN there.
-  `used` is the tile in use."""
+  """Returns the tile that gains the most in its worst variant, with this gain; None if no tile gains more than GAIN."""
   found = None
   for x in tried:
     if x.ms > (1 - GAIN)*used.ms: continue
@@ -158,16 +156,16 @@ NOT_TAKEN = {("gfx950", "128", FORWARD, ""): "kept: the other spills with option
              ("gfx1100", "128", "dkdv", "softcap"): "kept: the other spills if query heads share keys"}
 
 def result_of(spec:Spec, gain:float) -> str:
-  """Returns whether a table row should get the best tile that the search found, and if not, why. `gain` is the share by which this tile is faster in
-  the worst variant of `spec`."""
+  """Returns whether a table row should get the best tile that the search found, and if not, why."""
+  # `gain` is the share by which this tile is faster in the worst variant of `spec`
   if gain == -math.inf: return "kept: the other spills in a variant"
   if gain < GAIN: return f"kept: the gain is below {GAIN:.0%} in a variant"
   return NOT_TAKEN.get((spec.arch, str(spec.d), spec.kernel, spec.option), "better")
 
 def near_table(spec:Spec, time:TileTimer=timed) -> list[tuple[str, ...]]:
-  """Returns the lines of a table with the columns NEAR_COLUMNS: one for the tile in use, and one for the best tile that the search finds. If no tile
-  gains enough in every variant, the best tile is the fastest one. The best tile's line is left out if it is not clearly faster (FASTER_BY). The line
-  of the tile in use is left out if it does not compile or spills."""
+  """Returns the table lines of the tile in use, and of the best tile that the search finds."""
+  # The line of the tile in use is left out if it does not compile or spills. The best tile's line is left out if it is not clearly faster
+  # (FASTER_BY). If no tile gains enough in every variant, the best tile is the fastest one.
   used = time(spec, row_in_use(spec), ASKED)
   best, *others = climb(spec, time)
   if used is None: return [cells_of(spec, BEST, best, result="the tile of the table spills")]
@@ -176,16 +174,17 @@ def near_table(spec:Spec, time:TileTimer=timed) -> list[tuple[str, ...]]:
   return [cells_of(spec, IN_TABLE, used), cells_of(spec, BEST, best, "" if gain == -math.inf else f"{gain:.1%}", result_of(spec, gain))]
 
 def read_near(text:str) -> list[tuple[str, ...]]:
-  """Returns the rows of the text of docs/data/search_near.csv. Raises ValueError if the table has other columns than NEAR_COLUMNS."""
+  """Returns the rows of the text of docs/data/search_near.csv."""
   head, *rows = map(tuple, csv.reader(io.StringIO(text)))
   if head != NEAR_COLUMNS: raise ValueError(f"the columns are {', '.join(head)}, and must be {', '.join(NEAR_COLUMNS)}")
   return rows
 
 def near_text(rows:Iterable[tuple[str, ...]]) -> str:
-  """Returns the text of the file docs/data/search_near.csv with the given `rows`, which `near_table` makes. The rows are sorted by chip, head
-  dimension, kernel and option. If a kernel was searched several times, only the rows of the last search are written."""
+  """Returns the text of the file docs/data/search_near.csv with the given `rows`, which `near_table` makes."""
   last: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+  # if a kernel was searched several times, only the rows of the last search are written
   for kernel, lines in itertools.groupby(rows, key=lambda row: row[NAME_CELLS]): last[kernel] = list(lines)
+  # sorted by chip, head dimension, kernel and option
   order = (SEARCHED, [str(d) for d in CLASSES], (FORWARD, *BACKWARD), ("", *ONE_OPTION))
   kernels = sorted(last, key=lambda kernel: [known.index(x) for known, x in zip(order, kernel)])
   return csv_text(NEAR_COLUMNS, (line for kernel in kernels for line in last[kernel]))

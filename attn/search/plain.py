@@ -37,15 +37,14 @@ def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
   return found
 
 def tiled_backward_space(p:Problem, arch:Chip, keys:bool) -> list[TiledBackwardTile]:
-  """Returns the tile descriptions to time for a backward kernel without matrix instructions. The kernel's workgroups own keys if `keys`, and queries
-  otherwise. A thread holds S, dP and its part of each gradient in registers; tile descriptions that need too many registers or too much local memory
-  are left out."""
+  """Returns the tile descriptions to time for a backward kernel without matrix instructions. `keys`: its workgroups own keys."""
   if not arch.lds: return [replace(tile, keys=keys) for tile in space_alone(TiledBackwardTile)]
   found, products = [], 3 if max(p.D, p.Dv) > LONG_SUM else 2
   for (down, across), (walked, own), depth, parts in itertools.product(THREADS_OF_TILED, ROWS_OF_TILED, DEPTHS_OF_TILED, (1, 2)):
     tile = TiledBackwardTile(down, across, walked, own, depth, depth//parts, steps_at_once=STEPS_AT_ONCE, keys=keys)
     if tile.lds_bytes(p) > arch.lds: tile = replace(tile, keeps_own=False)
     columns = sum(tile.width(x)//down for x in ((p.D, p.Dv) if keys else (p.D,)))
+    # a thread holds S, dP and its part of each gradient in registers
     numbers = own*(walked*products + columns)
     if tile.lds_bytes(p) <= arch.lds and numbers <= MOST_NUMBERS and tile.block_n % tile.values == 0: found.append(tile)
   return found
