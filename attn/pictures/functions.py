@@ -20,10 +20,10 @@ FURTHEST = 6.0                  # the scores of a curve run from -FURTHEST to FU
 SHADES = ("#ffffff", "#d6e8f3", "#aed1e7", "#85badb", "#5da3cf", "#348cc3")     # colours, from the lowest value to the highest
 
 def value_of(form:FunctionForm, function:Callable[..., Any], tensors:tuple[Array, ...], scores:Array, i:Array, j:Array, h:Array) -> Array:
-  """Returns the values of a caller's function. `form` says whether `function` is a score_mod or a mask_mod. `tensors` are the tensors that it reads.
-  Its arguments are scores, queries i, keys j and heads h, arrays that broadcast to one shape. tinygrad computes the values on its device PYTHON."""
+  """Returns the values of a caller's `function`, a score_mod or mask_mod, for arrays of scores, queries i, keys j and heads h."""
   found = trace(form, function, tuple((t.shape, str(t.dtype)) for t in tensors))
   assert found is not None
+  # tinygrad computes the values on its device PYTHON; `tensors` are the tensors that the function reads
   with Context(DEV="PYTHON"):
     b, h_, i_, j_ = (Tensor(np.asarray(x, np.int32)) for x in (np.zeros((1, 1)), h, i, j))
     given = {f"mod_tensor{n}": Tensor(t) for n, t in enumerate(tensors)}
@@ -32,11 +32,11 @@ def value_of(form:FunctionForm, function:Callable[..., Any], tensors:tuple[Array
 
 @dataclass(frozen=True)
 class Pairs:
-  """Panel with a cell for each pair of a query and a key. A panel of a mask_mod shows which pairs the mask lets through. A panel of a score_mod
-  (`of_scores`) shows the values for score 0."""
+  """Panel with a cell for each pair of a query and a key: which pairs a mask_mod lets through, or a score_mod's values for score 0."""
   title: str
   function: Callable[..., Any]
   tensors: tuple[Array, ...] = ()
+  # whether the function is a score_mod
   of_scores: bool = False
   def values(self) -> Array:
     places, zero = np.arange(PLACES), np.zeros((1, 1))
@@ -55,10 +55,10 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Curve:
-  """Panel that plots a score_mod as a function of the score, with a line for each head. The first of `tensors` has a number for each head, which the
-  score_mod reads; without tensors there is one line."""
+  """Panel that plots a score_mod as a function of the score, with a line for each head."""
   title: str
   function: Callable[..., Any]
+  # the first has a number for each head, which the score_mod reads; without tensors there is one line
   tensors: tuple[Array, ...] = ()
   def values(self) -> tuple[Array, Array]:
     """Returns scores, and the values of the score_mod for these scores in each head."""

@@ -17,8 +17,7 @@ SHOWN_LANE = 5     # the lane whose elements show their indices
 
 @dataclass(frozen=True)
 class Holder:
-  """Place that holds an element of a matrix: the lane, the index of the instruction that multiplies the element (for A and B), and the index of the
-  element in the lane's registers."""
+  """Place of a matrix element: the lane, the matrix instruction that multiplies the element, and the element in the lane's registers."""
   lane: int
   step: int
   element: int
@@ -28,16 +27,15 @@ Cells = dict[tuple[int, int], list[Holder]]    # (row, column) -> holders of thi
 # ***** AMD: S^T = K Q^T *****
 
 def steps_of(mat:Matrix, h:int) -> dict[int, tuple[int, int]]:
-  """Returns where the lanes of lane group h hold elements of a row of an operand: {k: (index of the matrix instruction, index of the element in its
-  operand)}. k counts the elements over which a product sums; only elements that these lanes hold are in the result. A lane reads its operands in
-  units of 16 bytes. The row is as short as possible with whole units and whole operands."""
+  """Returns {k: (matrix instruction, element of its operand)} for the elements of an operand's row that lane group h holds."""
+  # k counts the elements over which a product sums. A lane reads its operands in units of 16 bytes. The row is as short as possible with whole units
+  # and whole operands.
   units = [u.simplify().vmin for u in units_of(mat, contraction(mat, 1), UOp.const(h))]
   return {unit*UNIT + i: divmod(n*UNIT + i, mat.operand) for n, unit in enumerate(units) for i in range(UNIT)}
 
 def operand_cells(mat:Matrix) -> Cells:
-  """Returns for each element A[row][k] of operand A which lane holds it, which of several instructions multiplies it, and at which place of the
-  lane's registers it lies. The operand A comes from K, and the product sums over k. The picture of the operand B, which comes from Q^T, is the
-  mirror image."""
+  """Returns where each element A[row][k] of operand A lies. A comes from K, and the product sums over k."""
+  # the picture of the operand B, which comes from Q^T, is the mirror image
   cells: Cells = {}
   for h in range(mat.groups):
     for d, (step, element) in steps_of(mat, h).items():
@@ -45,28 +43,26 @@ def operand_cells(mat:Matrix) -> Cells:
   return cells
 
 def accumulator_cells(mat:Matrix) -> Cells:
-  """Returns for each element C[row][column] of S^T which lane holds it, and at which place of the lane's registers it lies. A row is a key, and a
-  column is a query."""
+  """Returns where each element C[row][column] of S^T lies. A row is a key, and a column is a query."""
   return {(mat.c_row(h, i), n): [Holder(h*mat.N + n, 0, i)] for h in range(mat.groups) for i in range(mat.accumulator) for n in range(mat.N)}
 
 def key_order(mat:Matrix) -> list[tuple[int, int]]:
-  """Returns (lane group, key) for each element along a row of V^T in LDS. The keys have the order in which the lanes hold P^T. A lane group is the
-  lanes that hold the same rows of the accumulator."""
+  """Returns (lane group, key) for each element along a row of V^T in LDS."""
+  # the keys have the order in which the lanes hold P^T
   return [(u % mat.groups, mat.key_of(u % mat.groups, u//mat.groups*UNIT + i)) for u in range(contraction(mat, mat.M)//UNIT) for i in range(UNIT)]
 
 # ***** NVIDIA: S = Q K^T *****
 # ldmatrix (PTX ISA 9.7.14.5.15): lanes 8j..8j+7 give the addresses of the eight rows of matrix j, and lane 4r + c gets elements 2c and 2c+1 of row r.
 
 def loaded(addresses:list[tuple[int, int]]) -> Cells:
-  """Returns for each element (row, column) of some matrices which lane holds it after an ldmatrix, and at which place of the lane's registers it
-  lies. `addresses` has the row and the 16-byte unit to which each lane points."""
+  """Returns where each element (row, column) of some matrices lies after an ldmatrix, given each lane's row and 16-byte unit."""
   return {(row, unit*UNIT + column): [Holder(n % UNIT*4 + column//2, 0, n//UNIT*2 + column % 2)]
           for n, (row, unit) in enumerate(addresses) for column in range(UNIT)}
 
 def mma_a(mat:Mma) -> Cells: return loaded([mat.a_address(lane) for lane in range(mat.wave)])
 def mma_b(mat:Mma) -> Cells:
-  """Returns for each element B[k][key] of the operand B of mma.sync which lane holds it, and at which place of the lane's registers it lies. The
-  product sums over k. One ldmatrix reads the operands B of two tiles; the result is for the first tile."""
+  """Returns where each element B[k][key] of the operand B of mma.sync lies. The product sums over k."""
+  # one ldmatrix reads the operands B of two tiles; the result is for the first tile
   cells = loaded([mat.b_address(lane) for lane in range(mat.wave)])
   return {(d, key): holders for (key, d), holders in cells.items() if key < mat.N}
 def mma_c(mat:Mma) -> Cells:
@@ -79,13 +75,13 @@ def mirrored(cells:Cells) -> Cells: return {(column, row): holders for (row, col
 
 def draw_matrix(d:Drawing, x:float, y:float, cells:Cells, size:float, colour:Callable[[int], int], outlined:set[int],
                 number_lanes:bool=False) -> None:
-  """Draws a matrix of cells, coloured by lane. Cells of the lanes `outlined` have an outline and show the index of the element. With `number_lanes`,
-  the other cells show the index of the lane."""
+  """Draws a matrix of cells, coloured by lane. Cells of the lanes `outlined` have an outline and show the element's index."""
   d.cells((x + (column + i/len(holders))*size, y + row*size, size/len(holders), size, TINTS[colour(holder.lane)])
           for (row, column), holders in sorted(cells.items()) for i, holder in enumerate(holders))
   for (row, column), holders in sorted(cells.items()):
     left, top = x + column*size, y + row*size
     if holders[0].lane in outlined: d.text(left + size/2, top + size/2, holders[0].element, size*0.62, "middle", bold=True)
+    # the other cells show the index of the lane
     elif number_lanes: d.text(left + size/2, top + size/2, holders[0].lane, size*0.42, "middle", FAINT)
   for (row, column), holders in sorted(cells.items()):
     if holders[0].lane not in outlined: continue
@@ -114,8 +110,8 @@ def strip(d:Drawing, x:float, y:float, width:float, colour:int, keys:list[int], 
 TOP, GAP = 100, 44     # top of the first matrix, and the gap between matrices
 
 def draw_amd(mat:Matrix, chips:str) -> Drawing:
-  """Draws the matrices A, B and C of an AMD matrix instruction: B above C, and A to the left of C. Below them it draws the order of the keys along a
-  row of V^T in LDS."""
+  """Draws the matrices A, B and C of an AMD matrix instruction, and the order of the keys along a row of V^T in LDS."""
+  # B above C, and A to the left of C
   a, b, c, depth = operand_cells(mat), mirrored(operand_cells(mat)), accumulator_cells(mat), contraction(mat, 1)
   size = min(18, 640//(depth + mat.N))
   a_x, b_y = 110, TOP
@@ -153,9 +149,9 @@ def draw_amd(mat:Matrix, chips:str) -> Drawing:
   return d
 
 def draw_nvidia(mat:Mma) -> Drawing:
-  """Draws the matrices A, B and C of the product S = Q K^T with mma.sync: B above C, and A to the left of C. A row of C is a query. Below them is a
-  strip for each of the four lanes that share a query. It has the keys whose weights P the lane holds, in the order in which they are operand A of O =
-  P V."""
+  """Draws the matrices A, B and C of the product S = Q K^T with mma.sync, and the keys of each lane's weights."""
+  # B above C, and A to the left of C; a row of C is a query. Below them is a strip for each of the four lanes that share a query. It has the keys
+  # whose weights P the lane holds, in the order in which they are operand A of O = P V.
   a, b, c, size = mma_a(mat), mma_b(mat), mma_c(mat), 22
   a_x, b_y = 110, TOP
   c_x, c_y = a_x + mat.K*size + GAP, b_y + mat.K*size + GAP

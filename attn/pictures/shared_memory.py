@@ -22,20 +22,21 @@ HEIGHT = 18                  # height of a cell, in pixels
 
 @dataclass(frozen=True)
 class Access:
-  """One phase of an access to LDS: the pieces (cells of the picture) that some lanes of a wave read or write at the same time. These pieces must lie
-  in different banks."""
+  """One phase of an access to LDS: the pieces (cells of the picture) that some lanes of a wave read or write at the same time."""
   words: str
+  # they must lie in different banks
   pieces: list[Piece]
 
 @dataclass(frozen=True)
 class Panel:
-  """Drawing of a part of a tile: `rows` rows of `columns` pieces of 8 or 16 bytes, one cell for each piece. `place` returns the index of a piece in
-  LDS, counted in pieces. `groups` neighbouring pieces fill all banks once."""
+  """Drawing of a part of a tile: `rows` rows of `columns` pieces of 8 or 16 bytes, one cell for each piece."""
   title: str
   words: tuple[str, ...]
   rows: int
   columns: int
+  # neighbouring pieces that fill all banks once
   groups: int
+  # returns the index of a piece in LDS, counted in pieces
   place: Callable[[int, int], UOp|int]
   accesses: tuple[Access, ...]
   width: float = 24
@@ -79,8 +80,9 @@ def dual_wave_k(mat:Matrix) -> Panel:
                (Access("read in one phase", [(lane % mat.N, lane//mat.N) for lane in lanes]),), 20)
 
 def dual_wave_v(mat:Matrix) -> Panel:
-  """Makes the picture of V for CDNA4's load that transposes while it reads LDS. 32 lanes load at the same time. Groups of four lanes read the same
-  row of V (one key), 4 elements each. After the load, these four lanes hold rows of V^T whose indices differ by four."""
+  """Returns the picture of V for CDNA4's load that transposes while it reads LDS."""
+  # 32 lanes load at the same time. Groups of four lanes read the same row of V (one key), 4 elements each. After the load, these four lanes hold
+  # rows of V^T whose indices differ by four.
   def piece(lane:int) -> Piece:
     m = lane//16%2*16 + lane%4*4
     d = next(d for d in range(mat.M) if mat.row_of(d) == m)

@@ -23,17 +23,17 @@ class Drawing:
   def box(self, x:float, y:float, width:float, height:float, fill:str="none", stroke:str=GRID, stroke_width:float=0.6) -> None:
     self._add("rect", x=x, y=y, width=width, height=height, fill=fill, stroke=stroke, stroke_width=stroke_width)
   def cells(self, boxes:Iterable[tuple[float, float, float, float, str]]) -> None:
-    """Draws boxes (x, y, width, height, fill) with white lines between them. All boxes of one colour become one SVG shape, which keeps the file
-    small."""
+    """Draws boxes (x, y, width, height, fill) with white lines between them."""
     colours:dict[str, str] = {}
     for x, y, width, height, fill in boxes:
       sides = f"M{number(x)} {number(y)}h{number(width)}v{number(height)}h{number(-width)}z"
       colours[fill] = colours.get(fill, "") + sides
+    # all boxes of one colour become one SVG shape, which keeps the file small
     for fill, sides in sorted(colours.items()): self._add("path", d=sides, fill=fill, stroke=PAPER, stroke_width=0.7)
   def line(self, points:list[tuple[float, float]], stroke:str=INK, stroke_width:float=1.2) -> None:
     self._add("polyline", points=" ".join(f"{number(x)},{number(y)}" for x, y in points), fill="none", stroke=stroke, stroke_width=stroke_width)
   def text(self, x:float, y:float, words:str|int, size:float=11, anchor:str="start", fill:str=INK, bold:bool=False) -> None:
-    """Draws words at x, with the middle of their height at y. `anchor` says which point of the words is at x: "start", "middle" or "end"."""
+    """Draws words at x, with the middle of their height at y. `anchor` is the point of the words at x: "start", "middle" or "end"."""
     more = {"text_anchor": anchor} if anchor != "start" else {}
     if fill != INK: more["fill"] = fill
     if bold: more["font_weight"] = "bold"

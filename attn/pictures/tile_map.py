@@ -1,5 +1,4 @@
-"""Draws the map of a mask_mod: for each block of rows, which tiles a kernel skips, which it computes with the mask, and which without. The map shows
-the key ranges and the lists of visible tiles that the kernel uses."""
+"""Draws the map of a mask_mod: for each block of rows, which tiles a kernel skips, which it computes with the mask, and which without."""
 from __future__ import annotations
 import argparse, ast, importlib, importlib.util, itertools
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from attn.problem import MOD_TENSORS, Problem, problem_of
 from attn.reference import Array
 from attn.tinygrad_compat import Tensor
 
+# the map shows the key ranges and the lists of visible tiles that the kernel uses
 MAP_TOP, LONGER_SIDE = 82, 480.0       # pixels
 MOST_CELLS = 2**16        # largest number of tiles in a map
 FILLS_OF_MAP = {SKIPPED: (EMPTY, "skipped"), WITH_MASK: (TINTS[1], "masked"), NO_MASK: (TINTS[0], "without a mask")}
@@ -32,7 +32,7 @@ KERNELS_OF_MAP = ("forward", "dq", "dkdv")
 
 @dataclass(frozen=True)
 class Sizes:
-  """Sizes of a problem without options. `sq` and `sk` are the numbers of queries and keys, `d` is the head dimension."""
+  """Sizes of a problem without options: `sq` queries, `sk` keys, head dimension `d`."""
   batch: int = 1
   heads: int = 32
   kv_heads: int = 32
@@ -48,12 +48,11 @@ def problem_with(mask:Callable[..., Any], tensors:Sequence[Array], x:Sizes) -> P
   return problem_of(q, q, k, k, dtypes=["float16"]*4, extras=dict(zip(MOD_TENSORS, kinds)), **functions_of(None, mask, kinds))
 
 def kernel_of_map(p:Problem, chip:Chip, kernel:str) -> tuple[str, Problem, BlockTile]:
-  """Returns (name, problem, tile description) of the kernel that dispatch chooses for problem `p`. `kernel` is "forward", or "dq" or "dkdv" for
-  gradients. For gradients the returned problem also asks for lse, as backward kernels need it. Raises ValueError if dispatch chooses tensor
-  operations, which have no tiles, or if no kernel computes the gradients."""
+  """Returns (name, problem, tile description) of the kernel that dispatch chooses for `p`: "forward", or the gradients "dq" or "dkdv"."""
   choice = choose(p, chip)
   if choice.work.tile is None: raise ValueError(f"{choice.kernel} on {chip.name}: tensor operations have no tiles")
   if kernel == "forward": return choice.kernel, p, choice.work.tile
+  # backward kernels need lse, so the returned problem asks for it
   gradients = choose_backward(p := of_backward(p), chip, choice.kernel)
   if not gradients.chosen: raise ValueError(f"{kernel} on {chip.name}: {gradients.refused}")
   chosen = gradients.chosen[KERNELS_OF_MAP.index(kernel) - 1]
@@ -61,9 +60,7 @@ def kernel_of_map(p:Problem, chip:Chip, kernel:str) -> tuple[str, Problem, Block
   return chosen.name, p, chosen.tile
 
 def tile_map(title:str, mask:Callable[..., Any], tensors:Sequence[Array]=(), sizes:Sizes=Sizes(), arch:str="gfx942", kernel:str="forward") -> Drawing:
-  """Draws which tiles of the queries x keys matrix a kernel skips, masks, or computes without a mask, for the mask function `mask`, in the first
-  batch and head. Beside the picture, draws the share of each of these three kinds of tile in all batches and heads. Raises ValueError or
-  NotImplementedError if the function or the problem cannot be computed."""
+  """Draws which tiles of the queries x keys matrix a kernel skips, masks, or computes without a mask, for the mask function `mask`."""
   chip, over = get_chip(arch), "queries" if kernel == "dkdv" else "keys"
   name, p, tile = kernel_of_map(problem_with(mask, tensors, sizes), chip, kernel)
   device = f"EMU::{chip.name}"
@@ -75,6 +72,7 @@ def tile_map(title:str, mask:Callable[..., Any], tensors:Sequence[Array]=(), siz
   rows, columns = (p.Sq, p.Sk) if over == "keys" else (p.Sk, p.Sq)
   scale = LONGER_SIDE/max(p.Sq, p.Sk)
   heights, widths = (sizes_of_parts(n, part, scale) for n, part in ((rows, tile.block_m), (columns, columns_of_trip(name, tile))))
+  # in the first batch and head; beside the picture stands the share of each kind in all batches and heads
   kinds = found.kinds()[0, 0]
   if over == "queries": kinds, heights, widths = kinds.T, widths, heights
   d = Drawing(700, MAP_TOP + 20 + max(p.Sq*scale, 70), title)
@@ -90,7 +88,7 @@ def tile_map(title:str, mask:Callable[..., Any], tensors:Sequence[Array]=(), siz
   return d
 
 def sizes_of_parts(n:int, part:int, scale:float) -> list[float]:
-  """Returns the sizes, in pixels, of the parts into which n rows are divided. Each part has `part` rows; the last part may be smaller."""
+  """Returns the sizes, in pixels, of the parts of `part` rows into which n rows are divided; the last part may be smaller."""
   return [scale*min(part, n - first) for first in range(0, n, part)]
 
 def draw_cells(d:Drawing, kinds:Array, heights:list[float], widths:list[float]) -> None:
@@ -99,15 +97,14 @@ def draw_cells(d:Drawing, kinds:Array, heights:list[float], widths:list[float]) 
 
 @cache
 def of_tile_map() -> dict[str, Drawing]:
-  """Draws the picture tile_map.svg of docs/functions.md: which tiles of the queries x keys matrix are skipped, masked, or computed without a mask.
-  The page also shows the command that draws it."""
+  """Returns the picture tile_map.svg of docs/functions.md: the map of one mask function of attn.mods."""
+  # the page also shows the command that draws it
   return {"tile_map": tile_map("attn.mods:sinks_and_window(64, 400)", mods.sinks_and_window(64, 400))}
 
 # ***** the command *****
 
 def function_named(word:str, arguments:Sequence[Any]) -> Callable[..., Any]:
-  """Returns the function that a word such as "package.module:name" or "file.py:name" names. With arguments, calls this function and returns its
-  result. Raises ValueError if there is no such function or if the call raises."""
+  """Returns the function that "package.module:name" or "file.py:name" names, or its result for `arguments` if there are any."""
   place, _, name = word.rpartition(":")
   if not place or not name: raise ValueError(f"{word!r} names no function: must be package.module:name or file.py:name")
   try:
@@ -125,14 +122,12 @@ def function_named(word:str, arguments:Sequence[Any]) -> Callable[..., Any]:
   except Exception as e: raise ValueError(f"{word} with the arguments {', '.join(map(repr, arguments))} raised {type(e).__name__}: {e}") from None
 
 def number_or_word(text:str) -> Any:
-  """Returns the value of a Python literal, such as a number. Returns the text unchanged if it is not a literal."""
+  """Returns the value of a Python literal, such as a number, or the text itself if it is not a literal."""
   try: return ast.literal_eval(text)
   except (ValueError, SyntaxError): return text
 
 def map_command(arguments:Sequence[str]) -> int:
-  """Runs the command `python -m attn.pictures map`, which draws for a user's mask function which tiles a kernel skips, masks, and computes without a
-  mask. `arguments` are the command's arguments, among them the name of the mask function. Returns the exit code 0; a mistake in the arguments ends
-  the program with a message."""
+  """Runs the command `python -m attn.pictures map` with the command-line arguments `arguments`, and returns its exit code 0."""
   parser = argparse.ArgumentParser("python -m attn.pictures map", description="Draws which tiles a kernel skips, masks, and computes without a mask "
                                    "for your own mask_mod. It needs no GPU: an emulator makes lists of tiles.")
   parser.add_argument("function", help="your mask_mod, as package.module:name or file.py:name")

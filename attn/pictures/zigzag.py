@@ -1,5 +1,4 @@
-"""Draws which keys the queries of each device see, if a causal sequence is sharded over devices. The positions of each device's queries
-come from the problem that attn itself makes for the device (`SequenceShards.dealt`)."""
+"""Draws which keys the queries of each device see, if a causal sequence is sharded over devices."""
 from __future__ import annotations
 import itertools
 import numpy as np
@@ -8,6 +7,7 @@ from attn.pictures.svg import EMPTY, FAINT, INK, PAPER, TINTS, Drawing
 from attn.problem import ORDERS, Problem
 from attn.reference import Array, visible
 
+# the positions of each device's queries come from the problem that attn itself makes for the device (`SequenceShards.dealt`)
 DEVICES, PIECE = 4, 6       # PIECE: rows of a zigzag piece, few, but enough to show a diagonal
 LENGTH = DEVICES*ORDERS["zigzag"]*PIECE
 CELL = 7.5                  # size of a row in pixels
@@ -19,8 +19,7 @@ def shards_in(order:str) -> SequenceShards:
   return SequenceShards(DEVICES, order, held, held)
 
 def computed(order:str) -> tuple[Array, list[int]]:
-  """Returns two results: the device that computes each pair of a query and a key (-1 for no device), and the number of pairs that each device
-  computes."""
+  """Returns the device that computes each pair of a query and a key (-1: none), and each device's number of pairs."""
   owner, pairs = np.full((LENGTH, LENGTH), -1), [0]*DEVICES
   for device in range(DEVICES):
     p = shards_in(order).dealt(causal_problem(), device, (0, 1))
