@@ -9,9 +9,9 @@ COLOURS_OF_REPORTS = (STRONG[1], STRONG[0], "#009e73", "#cc79a7", "#e69f00", "#5
 AXIS_LEFT, AXIS_RIGHT, PICTURE_WIDTH, LINE_HEIGHT, PICTURE_HEAD = 330, 60, 1000, 15, 60
 
 def comparison(reports:Sequence[tuple[str, CardReport]]) -> str:
-  """Draws reports, each given with its name, as SVG text. Every problem has a line for each report, on a logarithmic axis of time: a filled mark is
-  the measured time, an open mark the predicted one, and the number beside them is measured/predicted. The emulator's times are not drawn. Raises
-  ValueError if the reports have no time to draw, or if there are more reports than colours."""
+  """Returns a picture of reports, given as (name, report), as SVG text: each problem's measured and predicted times on a logarithmic axis."""
+  # Every problem has a line for each report: a filled mark is the measured time, an open mark the predicted one, and the number beside them is
+  # measured/predicted. The emulator's times are not drawn.
   if len(reports) > len(COLOURS_OF_REPORTS): raise ValueError(f"{len(reports)} reports: at most {len(COLOURS_OF_REPORTS)} can be told apart")
   shapes = list(dict.fromkeys(row.shape for _, x in reports for row in x.rows))
   lines = [(shape, n, row) for shape in shapes for n, (_, x) in enumerate(reports) for row in x.rows if row.shape == shape and row.right]
@@ -42,8 +42,8 @@ def legend_of_reports(drawing:Drawing, names:Sequence[str]) -> None:
     x += 35 + 7*len(name)
 
 def marks(drawing:Drawing, measured:float|None, predicted:float|None, place:Callable[[float], float], y:float, colour:str) -> None:
-  """Draws the times of one problem in one report: a filled mark for the measured time, an open mark for the predicted one, and measured/predicted
-  beside them. `place` converts milliseconds to a position along the axis of time, and `y` is the position across it."""
+  """Draws one problem's measured time (a filled mark), predicted time (an open mark), and measured/predicted."""
+  # `place` converts milliseconds to a position along the axis of time; `y` is the position across it
   at = [(None if t is None else place(1e3*t)) for t in (measured, predicted)]
   if at[0] is not None and at[1] is not None: drawing.line([(at[0], y), (at[1], y)], colour)
   for x, fill in zip(at, (colour, PAPER)):

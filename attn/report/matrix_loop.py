@@ -1,8 +1,4 @@
-"""Kernels of matrix instructions alone. They measure the rate that a card's matrix units sustain, which no attention kernel can exceed.
-
-A wave loads operands of normally distributed numbers once. Then it adds their products to several independent accumulators, again and again, so no
-instruction waits for the one before it. Nothing is read from memory in the loop; wgmma reads one operand from shared memory. A GEMM also loads,
-computes addresses and waits at barriers, so it is slower."""
+"""Kernels of matrix instructions alone. They measure the rate that a card's matrix units sustain, which no attention kernel can exceed."""
 from __future__ import annotations
 import functools, itertools
 from collections.abc import Callable
@@ -21,6 +17,10 @@ from attn.ops.common import flat
 from attn.tinygrad_compat import AxisType, KernelInfo, Tensor, UOp, dynamic_shared_name
 from attn.values import FLOATS
 
+# A wave loads operands of normally distributed numbers once. Then it adds their products to several independent accumulators, again and again, so no
+# instruction waits for the one before it. Nothing is read from memory in the loop; wgmma reads one operand from shared memory. A GEMM also loads,
+# computes addresses and waits at barriers, so it is slower.
+
 LOOP_STEPS = 2              # operands that each accumulator gets in an iteration
 REGISTERS = 64         # registers of a lane for accumulators
 LOOP_WAVES = 4              # waves of a workgroup, except for wgmma
@@ -30,19 +30,18 @@ EVERYONE = UOp.const(True)
 
 @dataclass(frozen=True)
 class MatrixLoop:
-  """A measuring kernel that executes only matrix instructions in a loop. `kernel(groups, trips)` returns it, for `groups` workgroups and `trips`
-  iterations, as a function of the tensors (results, operands). `flops` is the number of floating-point operations of one workgroup in one
-  iteration."""
+  """Measuring kernel that executes only matrix instructions in a loop."""
   what: str                # the instruction
+  # kernel(groups, trips): for `groups` workgroups and `trips` iterations, a function of the tensors (results, operands)
   kernel: Callable[[int, int], Callable[..., UOp]]
+  # floating-point operations of one workgroup in one iteration
   flops: int
   results: int             # float32 numbers that a workgroup writes
   operands: int            # 16-bit numbers that all workgroups read
   workgroups: int = WORKGROUPS
 
   def outputs(self, groups:int, trips:int, dtype:str) -> Tensor:
-    """Returns a lazy Tensor with the final accumulators of every lane. Computing it runs the measuring kernel with `groups` workgroups and `trips`
-    loop iterations, on random operands."""
+    """Returns a lazy Tensor with the final accumulators of every lane, for `groups` workgroups and `trips` iterations on random operands."""
     data = Tensor(np.random.default_rng(0).standard_normal(self.operands, np.float32)).cast(FLOATS[dtype]).realize()
     made = self.kernel(groups, trips)
     def fxn(*placeholders:UOp) -> CheckedKernel: return CheckedKernel(made(*placeholders), ("results",))
@@ -57,7 +56,7 @@ def matrix_loop(arch:Chip, dtype:str) -> MatrixLoop|None:
 # ***** operands in registers: MFMA, WMMA, mma.sync *****
 
 def register_loop(mat:Matrix|Mma, dtype:str) -> MatrixLoop:
-  """Returns a measuring kernel: it repeats one matrix instruction in a loop, with all operands and accumulators in registers."""
+  """Returns a kernel that repeats one matrix instruction in a loop, with all operands and accumulators in registers."""
   on_amd = isinstance(mat, Matrix)
   words = mat.M*mat.N//mat.wave                          # registers of an accumulator
   count = max(4, REGISTERS//words)
@@ -92,9 +91,9 @@ def instruction_name(mat:Matrix|Mma, dtype:str) -> str:
   return f"{mat.name} on {dtype}" if isinstance(mat, Matrix) else f"mma.sync.m{mat.M}n{mat.N}k{mat.K} on {dtype}"
 
 def amd_steps(mat:Matrix, lane:UOp, data:UOp, nbytes:int) -> tuple[Callable[[int], UOp], Callable[..., UOp]]:
-  """Returns two functions: one loads an operand by its index, the other multiplies two operands and adds the product to an accumulator. Lanes that
-  must hold the same operands load the same data."""
+  """Returns two functions: one loads an operand by its index, the other multiplies two operands and adds the product to an accumulator."""
   at = Lane(lane, UOp.const(0), mat)
+  # lanes that must hold the same operands load the same data
   source = at.n if mat.duplicated else lane
   def read(n:int) -> UOp: return loaded_operand(data, (n*mat.wave + source)*(nbytes//mat.size), nbytes, mat.size)
   def multiply(a:UOp, b:list[UOp], column:int, c:UOp) -> UOp: return amd.shaped_wmma(mat, a, b[column], c)
@@ -106,14 +105,13 @@ def mma_steps(mat:Mma, lane:UOp, data:UOp, nbytes:int) -> tuple[Callable[[int], 
   return read, multiply
 
 def loaded_operand(data:UOp, first:UOp, nbytes:int, size:int) -> UOp:
-  """Loads `nbytes` bytes of the buffer `data` per lane, from element `first` on, as a vector of dwords. `size` is the number of bytes of an
-  element."""
+  """Loads `nbytes` bytes of the buffer `data` per lane, from element `first` of `size` bytes on, as a vector of dwords."""
   width = min(nbytes, UNIT_BYTES)
   return functools.reduce(ops.concat, [ops.load_where(flat(data)[first + i//size], EVERYONE, width) for i in range(0, nbytes, width)])
 
 def finished(name:str, results:UOp, ranges:tuple[UOp, ...], thread:UOp, threads:int, values:list[UOp], words:int) -> UOp:
-  """Returns a measuring kernel as a program: each of `threads` threads stores its `values`, each a vector of `words` numbers, to `results`. `ranges`
-  are the loops and axes of the kernel, and `thread` is the index of the thread."""
+  """Returns a kernel's program whose threads store their `values`, vectors of `words` numbers, to `results`."""
+  # `ranges` are the loops and axes of the kernel, `thread` is the index of the thread among `threads`
   first = (ranges[0]*threads + thread)*(len(values)*words)
   stores = [flat(results)[first + i*words + e].store(ops.extract(x, e)) for i, x in enumerate(values) for e in range(words)]
   return UOp.group(*stores).end(*ranges).sink(arg=KernelInfo(name, opts_to_apply=()), tag=OPTIMISED)
@@ -122,15 +120,16 @@ def finished(name:str, results:UOp, ranges:tuple[UOp, ...], thread:UOp, threads:
 
 @dataclass(frozen=True)
 class WgmmaSums(InOrder):
-  """The state of the kernel that measures wgmma: operand B in shared memory, the accumulators, and operand A in registers."""
+  """State of the kernel that measures wgmma: operand B in shared memory, the accumulators, and operand A in registers."""
   shared: UOp
   acc: UOp
   a: UOp
   statements: Statements
 
 def wgmma_loop(dtype:str) -> MatrixLoop:
-  """Returns a measuring kernel: it repeats wgmma in a loop. Each of two warpgroups multiplies 64 rows in registers by 128 rows of 256 columns in
-  shared memory, adds the product to its accumulators, and waits. Meanwhile the tensor cores work for the other warpgroup."""
+  """Returns a kernel that repeats wgmma in a loop, in two warpgroups."""
+  # Each warpgroup multiplies 64 rows in registers by 128 rows of 256 columns in shared memory, adds the product to its accumulators, and waits.
+  # Meanwhile the tensor cores work for the other warpgroup.
   mat, threads = MMA[dtype], WGMMA_WAVES*32
   layout = SwizzledPanels(WGMMA_KEYS, WGMMA_COLUMNS*mat.size//UNIT_BYTES)
   accs, steps = WGMMA_COLUMNS//mat.N, WGMMA_KEYS//mat.K

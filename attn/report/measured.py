@@ -1,5 +1,5 @@
-"""Runs and times the problems of a report on this device. First the results of all problems are checked for accuracy. Then attn's kernels are timed,
-and for comparison a memory copy, tinygrad's GEMM and matrix instructions alone. Last, the times are predicted."""
+"""Runs and times the problems of a report on this device: accuracy, times of attn's kernels, rates for comparison, predictions. Begin with
+`measure_report`."""
 from __future__ import annotations
 import datetime, sys, time
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ SCORES = {OF_FORWARD: 1 << 20, OF_DECODE: 1 << 18, OF_BACKWARD: 1 << 20}
 
 @dataclass
 class ReportedKernel:
-  """A kernel of one of the report's problems, ready to run: its name, its tile, and the compiled schedule."""
+  """Kernel of one of the report's problems, ready to run: its name, its tile, and the compiled schedule."""
   name: str
   tile: str
   schedule: UOp
@@ -34,22 +34,23 @@ class ReportedKernel:
 
 @dataclass
 class JudgedShape:
-  """A problem of a report whose results were checked for accuracy. Its tensors stay on the device, so that the same kernels can be timed later."""
+  """Problem of a report whose results were checked for accuracy."""
   shape: ReportedShape
   verdict: JudgedResult|None = None
+  # their tensors stay on the device, so that the same kernels can be timed later
   kernels: list[ReportedKernel] = field(default_factory=list)
   refused: str|None = None
 
 # ***** verdicts *****
 
 def judged(shape:ReportedShape, arch:Chip) -> JudgedShape:
-  """Runs the kernels of a problem once and checks the accuracy of the results. The returned object says that the problem is refused if no kernel of
-  attn supports it, and that its results are wrong if a kernel fails in any other way, such as by a compiler's error or a fault of the card. Raises
-  NoCompiler if no compiler is installed."""
+  """Runs the kernels of a problem once and checks the accuracy of the results."""
   found = JudgedShape(shape)
   try: verdict, checked = (judge_backward if shape.kind == OF_BACKWARD else judge_forward)(found, arch)
+  # no kernel of attn supports the problem
   except NotImplementedError as e: return JudgedShape(shape, refused=first_line(e))
   except NoCompiler: raise
+  # such as a compiler's error or a fault of the card: the results count as wrong
   except Exception as e: return JudgedShape(shape, failed(first_line(e)))
   error, limit = (None, None) if verdict.pattern else (verdict.error, verdict.limit)
   found.verdict = JudgedResult(verdict.ok, verdicts.verdict_text(verdict), error, limit, checked)
@@ -58,7 +59,7 @@ def judged(shape:ReportedShape, arch:Chip) -> JudgedShape:
 def failed(text:str) -> JudgedResult: return JudgedResult(False, text, None, None, 0.0)
 
 def first_run(found:JudgedShape, name:str, tile:Any, *outputs:Any) -> None:
-  """Compiles the kernel that computes `outputs` and runs it once. Adds it, with its tile and the time of this run, to the kernels in `found`."""
+  """Compiles the kernel that computes `outputs`, runs it once, and adds it, with the time of this run, to `found`."""
   schedule = compiled(*outputs)
   found.kernels.append(ReportedKernel(name, str(tile), schedule, device_seconds(schedule)))
 
@@ -82,16 +83,15 @@ def judge_backward(found:JudgedShape, arch:Chip) -> tuple[Any, float]:
 # ***** times *****
 
 def kernel_time(x:ReportedKernel, how:str, sensors:Sensors) -> KernelTime:
-  """Measures the time of a kernel in several rounds of runs. `how` (one of `schema.HOW`) says by which clock: events around a CUDA graph, the
-  device's time of each launch, or the emulator's time. For the emulator, returns the time of the kernel's first run. While the rounds run, `sensors`
-  is read again and again."""
+  """Measures the time of a kernel in several rounds of runs, by the clock that `how` (one of `schema.HOW`) names."""
+  # the time of the first run
   if how == BY_EMULATOR: return KernelTime(x.name, x.tile, 1, (x.seconds,))
+  # while the rounds run, the sensors are read again and again
   with sampled(sensors) as readings: runs, rounds = timed_rounds(repeater(x.schedule))
   return KernelTime(x.name, x.tile, runs, rounds, median_reading(readings))
 
 def timed_row(x:JudgedShape, how:str, sensors:Sensors) -> ReportRow:
-  """Times the kernels of a problem whose results were checked before. `how` (one of `schema.HOW`) says by which clock. If a kernel fails while it is
-  timed, the results of the problem count as wrong."""
+  """Times the kernels of a problem whose results were checked before. A kernel that fails now makes the results count as wrong."""
   try: return ReportRow(x.shape, x.verdict, tuple(kernel_time(k, how, sensors) for k in x.kernels), x.refused)
   except Exception as e: return ReportRow(x.shape, failed(f"failed while it was timed: {first_line(e)}"))
 
@@ -102,8 +102,8 @@ def with_prediction(x:KernelTime, shape:ReportedShape, arch:Chip, card:FoundCard
 # ***** the whole report *****
 
 def measure_report(sizes:str, card_name:str|None=None) -> CardReport:
-  """Makes a report on tinygrad's default device, and prints what it does. `sizes` is a key of REPORT_SHAPES, `card_name` a name from the table of
-  cards."""
+  """Makes a report on tinygrad's default device, and prints what it does. `sizes` is a key of REPORT_SHAPES."""
+  # `card_name` is a name from the table of cards
   device, arch, start = Device.DEFAULT, device_arch(), time.perf_counter()
   def say(text:str) -> None: print(f"{time.perf_counter() - start:6.1f} s  {text}", file=sys.stderr, flush=True)
   card, how = find_card(device, arch, card_name), {"EMU": BY_EMULATOR, "CUDA": BY_GRAPH}.get(device.split(":")[0], BY_LAUNCH)
@@ -126,8 +126,8 @@ def measure_report(sizes:str, card_name:str|None=None) -> CardReport:
                     tuple(rows), (*refusals, *notes_on(card, before)))
 
 def notes_on(card:FoundCard, before:Any) -> list[str]:
-  """Returns remarks for the reader of a report: for example, that the driver gives no clocks of the card. `before` is a reading of the card's sensors
-  before the measurements."""
+  """Returns remarks for the reader of a report, such as that the driver gives no clocks of the card."""
+  # `before` is a reading of the card's sensors before the measurements
   several = len(card.may_be) > 1 and card.text.kind == "AMD"
   return [*[f"the card may be {' or '.join(x.name for x in card.may_be)}: predictions are for the first; --card names the right one"]*several,
           *["the driver gives neither clocks nor power"]*(before is None)]

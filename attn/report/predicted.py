@@ -10,11 +10,10 @@ PACKAGES = ("click", "rich", "ziglang")     # what the extra isa installs and th
 WITHOUT_ISA = "predictions need the extra isa: run pip install '.[isa]' in a clone of attn"
 
 def predicted(shape:ReportedShape, kernel:str, tile:str, arch:Chip, may_be:tuple[Card, ...]) -> tuple[PredictedTime, ...]|str:
-  """Predicts the time of a kernel of a problem: at the rated clock, and at the clock that GEMMs sustain if it is known. The prediction is for the
-  first card in `may_be` whose rated clock is known. `kernel` is forward, dq, dkdv or decode, and `tile` is the tile with which the kernel ran.
-  Returns the reason, as a text, if there is no prediction. Never raises an error, so that a failed prediction does not end the measurements."""
+  """Returns predicted times of a kernel (forward, dq, dkdv or decode) with `tile`, or the reason why there are none."""
   if arch.name not in MODELLED: return f"the timing model has no data for {arch.name}"
   if any(importlib.util.find_spec(name) is None for name in PACKAGES): return WITHOUT_ISA
+  # for the first card whose rated clock is known: at this clock, and at the clock that GEMMs sustain if it is known
   rated = [card for card in may_be if card.ghz]
   if not rated: return f"attn knows no card with {arch.name} and this number of compute units; name the card by --card"
   from attn.isa import source
@@ -25,5 +24,6 @@ def predicted(shape:ReportedShape, kernel:str, tile:str, arch:Chip, may_be:tuple
     size = source.Shape(shape.B, shape.H, shape.Hkv, shape.Sk)
     if (modelled := str(source.chosen(spec, shape=size)[1])) != tile: return f"the kernel ran with another tile than the model has ({modelled})"
     found = predicted_kernel(spec, size, lines=False).on_cards(rated[0].name)
+  # a failed prediction does not end the measurements
   except Exception as e: return first_line(e)
   return tuple(PredictedTime(x.card.name, x.ghz, x.seconds, x.limit) for x in found)

@@ -1,5 +1,4 @@
-"""Measures speeds of a card that do not depend on attn's attention kernels, for comparison: matrix instructions alone, tinygrad's GEMM, and a copy in
-memory."""
+"""Measures speeds of a card that do not depend on attn's attention kernels: matrix instructions alone, tinygrad's GEMM, and a copy in memory."""
 from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,24 +28,25 @@ class WrongProducts(RuntimeError):
 
 @dataclass(frozen=True)
 class RateToMeasure:
-  """A rate to measure, such as TFLOP/s of matrix instructions or GB/s of a copy. `work` is the number of operations or bytes of one run. `timer`
-  returns a function that runs the work `count` times and returns the seconds of one run."""
+  """A rate to measure, such as TFLOP/s of matrix instructions or GB/s of a copy."""
   what: str
   unit: str
+  # operations or bytes of one run
   work: float
+  # returns a function that runs the work `count` times and returns the seconds of one run
   timer: Callable[[], Callable[[int], float]]
 
 def loop_rate(arch:Chip, dtype:str, trips:int, compute_units:int) -> RateToMeasure|None:
-  """Returns a measurement: how fast a chip executes matrix instructions alone. Returns None if attn knows no matrix instruction of the chip. `trips`
-  is the number of loop iterations of a wave, and `compute_units` says how many compute units get workgroups. The timer first checks the results: four
-  times as many iterations must give sums that are four times as large. Otherwise it raises WrongProducts."""
+  """Returns a measurement of how fast a chip executes matrix instructions alone, or None if attn knows no such instruction."""
   if (loop := matrix_loop(arch, dtype)) is None: return None
+  # `trips` is the number of loop iterations of a wave, and `compute_units` says how many compute units get workgroups
   groups = compute_units*loop.workgroups
   def timer() -> Callable[[int], float]:
     few, many = (loop.outputs(groups, n, dtype) for n in (trips//4, trips))
     seconds = repeater(compiled(many))
     seconds(1)
     x, y = few.numpy(), many.numpy()
+    # four times as many iterations must give sums that are four times as large
     if not np.isfinite(y).all() or np.abs(y - 4*x).max() > 0.01*np.abs(y).max(): raise WrongProducts("the matrix loop returned wrong sums")
     return seconds
   return RateToMeasure(f"matrix instructions alone: {loop.what}", TFLOPS, loop.flops*trips*groups, timer)
@@ -58,8 +58,8 @@ def gemm_rate(n:int, dtype:str) -> RateToMeasure:
   return RateToMeasure(f"tinygrad's GEMM ({n} x {n} x {n}, {dtype}, fp32 sums, as tinygrad schedules it, no search)", TFLOPS, 2*n**3, timer)
 
 def copy_rate(nbytes:int, by_attn:bool) -> RateToMeasure:
-  """Returns a measurement: how fast the card copies `nbytes` bytes in memory, which should be more than every cache holds. If `by_attn` is true, a
-  kernel of attn copies. Otherwise tinygrad computes x + 1."""
+  """Returns a measurement of how fast the card copies `nbytes` bytes in memory, by a kernel of attn or by tinygrad."""
+  # `nbytes` should be more than every cache holds; tinygrad computes x + 1
   def timer() -> Callable[[int], float]:
     x = Tensor.ones(nbytes//4).contiguous().realize()
     return ran_once(Tensor.custom_kernel(Tensor.empty(nbytes//4), x, fxn=copied_by_threads)[0] if by_attn else x + 1)
@@ -90,7 +90,7 @@ def rates_of(arch:Chip, units:int, sizes:str) -> Iterator[RateToMeasure]:
   yield copy_rate(nbytes, by_attn=matrix_loop(arch, FP16) is not None)
 
 def measured_rates(arch:Chip, card:FoundCard, sizes:str) -> tuple[tuple[MeasuredRate, ...], list[str]]:
-  """Measures the rates of a card. Returns them, and a text for each rate that could not be measured. `sizes` is a key of REPORT_SHAPES."""
+  """Returns the measured rates of a card, and a text for each rate that could not be measured."""
   found, failed = list[MeasuredRate](), list[str]()
   for x in rates_of(arch, card.text.compute_units or UNITS_UNKNOWN, sizes):
     try:

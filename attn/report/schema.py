@@ -19,13 +19,12 @@ class BadReport(ValueError):
 # ***** the fields *****
 
 def limited(least:float|None=None, among:Sequence[Any]|None=None, matching:str|None=None, default:Any=MISSING) -> Any:
-  """Makes a field of a dataclass whose values are limited: at least `least`, one of `among`, or a text that matches the regular expression
-  `matching`. `default` is the field's default value."""
+  """Returns a dataclass field with limited values: at least `least`, one of `among`, or matching the regular expression `matching`."""
   return field(default=default, metadata={"least": least, "among": among, "matching": matching})
 
 @dataclass(frozen=True)
 class SensorReading:
-  """Clocks, power and temperature of a card at one moment. A field is None if the driver does not give it."""
+  """Clocks, power and temperature of a card at one moment; None if the driver does not give a value."""
   core_mhz: float|None = limited(0, default=None)
   memory_mhz: float|None = limited(0, default=None)
   watts: float|None = limited(0, default=None)
@@ -33,10 +32,12 @@ class SensorReading:
 
 @dataclass(frozen=True)
 class CardText:
-  """The card and its device: `kind` is tinygrad's name of the device, `chip` is the instruction set such as gfx942, and `name` is the product's name.
-  """
+  """Description of the card and its device."""
+  # tinygrad's name of the device
   kind: str = limited(matching=r"[A-Z]+")
+  # instruction set such as gfx942
   chip: str = limited(matching=r"[\w.]+")
+  # name of the product
   name: str = limited()
   compute_units: int|None = limited(1)
   driver: str = limited()
@@ -54,10 +55,11 @@ class SoftwareText:
 
 @dataclass(frozen=True)
 class MeasuredRate:
-  """A measured speed of a card that does not depend on attention, such as the rate of a copy. `what` says exactly what was measured. `rounds` has the
-  rate of each round of the measurement."""
+  """Measured speed of a card that does not depend on attention, such as the rate of a copy."""
+  # exactly what was measured
   what: str
   unit: str = limited(among=RATE_UNITS)
+  # rate of each round of the measurement
   rounds: tuple[float, ...] = limited(0)
   during: SensorReading|None = None
   @property
@@ -73,22 +75,24 @@ class PredictedTime:
 
 @dataclass(frozen=True)
 class KernelTime:
-  """Time of one kernel, together with the kernel that merges its partial results if there is one. `rounds` has the seconds of one run in each round,
-  and `runs` is the number of runs of a round. `predicted` has predictions at the rated clock, then at the clock that GEMMs sustain if it is known;
-  `unpredicted` says why there are none."""
+  """Time of one kernel, together with the kernel that merges its partial results if there is one."""
   name: str
   tile: str
+  # runs of a round
   runs: int = limited(1)
+  # seconds of one run in each round
   rounds: tuple[float, ...] = limited(0)
   during: SensorReading|None = None
+  # at the rated clock, then at the clock that GEMMs sustain if it is known
   predicted: tuple[PredictedTime, ...] = ()
+  # why there are no predictions
   unpredicted: str|None = None
   @property
   def seconds(self) -> float: return statistics.median(self.rounds)
   @property
   def expected(self) -> PredictedTime|None:
-    """The prediction with which the measured time is compared: at the clock that the card sustains in GEMMs if this clock is known, otherwise at the
-    rated clock."""
+    """Prediction with which the measured time is compared."""
+    # at the clock that the card sustains in GEMMs if this clock is known, otherwise at the rated clock
     return self.predicted[-1] if self.predicted else None
   @property
   def ratio(self) -> float|None:
@@ -97,22 +101,23 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class JudgedResult:
-  """Result of the comparison with float64 (docs/contract.md). `error` and `limit` are those of the element with the largest error relative to its
-  limit. Both are None if NaN or inf are at wrong places, or if a kernel gave no numbers to compare. `checked` is the share of the rows or heads that
-  was compared."""
+  """Result of the comparison with float64 (docs/contract.md)."""
   ok: bool
   text: str
+  # Error and limit of the element with the largest error relative to its limit. Both are None if NaN or inf are at wrong places, or if a kernel gave
+  # no numbers to compare.
   error: float|None = limited(0)
   limit: float|None = limited(0)
+  # share of the rows or heads that was compared
   checked: float = limited(0)
 
 @dataclass(frozen=True)
 class ReportRow:
-  """One problem of a report: the verdict on its results, and the times of its kernels. `refused` says why no kernel of attn computes the problem on
-  this device."""
+  """One problem of a report: the verdict on its results, and the times of its kernels."""
   shape: ReportedShape
   verdict: JudgedResult|None = None
   kernels: tuple[KernelTime, ...] = ()
+  # why no kernel of attn computes the problem on this device
   refused: str|None = None
   @property
   def right(self) -> bool: return self.refused is not None or (self.verdict is not None and self.verdict.ok)
@@ -140,7 +145,7 @@ class CardReport:
   @property
   def right(self) -> bool: return all(x.right for x in self.rows)
   def best_rate(self, unit:str) -> MeasuredRate|None:
-    """The highest of the card's measured rates that have this unit (TFLOP/s or GB/s). The kernels' rates are compared with it."""
+    """Returns the highest of the card's measured rates in this unit (TFLOP/s or GB/s), with which the kernels' rates are compared."""
     return max((x for x in self.rates if x.unit == unit), key=lambda x: x.rate, default=None)
 
 # ***** to text and back *****
@@ -148,7 +153,7 @@ class CardReport:
 def report_json(report:CardReport) -> str: return json.dumps(asdict(report), indent=1, allow_nan=False) + "\n"
 
 def read_report(path:Path) -> CardReport:
-  """Reads a report from a file. Raises BadReport for anything that is wrong in it."""
+  """Reads a report from a file. Raises BadReport for anything that is wrong in the file."""
   try: data = json.loads(path.read_text(encoding="utf-8"))
   except OSError as e: raise BadReport(f"{path}: {e.strerror}") from None
   except (json.JSONDecodeError, UnicodeDecodeError) as e: raise BadReport(f"{path}: no JSON: {e}") from None
@@ -156,10 +161,10 @@ def read_report(path:Path) -> CardReport:
   except BadReport as e: raise BadReport(f"{path}: {e}") from None
 
 def checked_report(data:Any) -> CardReport:
-  """Makes a report from the values of a JSON file. Raises BadReport, with the name of the field, if a field is missing, unknown, of a wrong type or
-  out of its limits, or if two fields contradict each other."""
+  """Returns a report made from the values of a JSON file. Raises BadReport, with the name of the field, for a wrong value."""
   if not isinstance(data, dict): raise BadReport(f"must be an object with the fields of a report, not {shown_value(data)}")
   if data.get("version") != VERSION: raise BadReport(f"version: is {shown_value(data.get('version'))}, and this attn reads {VERSION}")
+  # a field that is missing, unknown, of a wrong type or out of its limits
   report: CardReport = made_from(CardReport, data, "")
   for at, problem in contradictions(report): raise BadReport(f"{at}: {problem}")
   return report
@@ -167,7 +172,7 @@ def checked_report(data:Any) -> CardReport:
 def shown_value(x:Any) -> str: return text if len(text := repr(x)) <= 60 else f"{text[:57]}..."
 
 def made_from(kind:Any, x:Any, at:str) -> Any:
-  """Makes a value of the type `kind` from a value of JSON. `at` is the name of the field in error messages."""
+  """Returns a value of the type `kind` from a value of JSON. `at` is the name of the field in error messages."""
   if isinstance(kind, types.UnionType):
     if x is None and types.NoneType in kind.__args__: return None
     kind, = (k for k in kind.__args__ if k is not types.NoneType)
@@ -181,8 +186,8 @@ def made_from(kind:Any, x:Any, at:str) -> Any:
   return kind(x)
 
 def made_record(kind:Any, x:Any, at:str) -> Any:
-  """Makes a dataclass from an object of JSON. All fields must be there, and no others. Raises BadReport otherwise; `at` says in the message where the
-  object stands in the report."""
+  """Returns a dataclass made from an object of JSON, which must have all fields and no others."""
+  # `at` says in the message where the object stands in the report
   if not isinstance(x, dict): raise BadReport(f"{at}: must be an object, not {shown_value(x)}")
   types_of, names, dot = typing.get_type_hints(kind), [f.name for f in fields(kind)], f"{at}." if at else ""
   for name in names:
@@ -195,8 +200,7 @@ def made_record(kind:Any, x:Any, at:str) -> Any:
   except ValueError as e: raise BadReport(f"{at}: {e}") from None
 
 def check_limits(limits:typing.Mapping[str, Any], x:Any, at:str) -> None:
-  """Raises BadReport if a value is outside of the limits of its field. None is always inside. `at` says in the message where the value stands in the
-  report."""
+  """Raises BadReport if a value is outside of the limits of its field. None is always inside."""
   least, among, matching = (limits.get(name) for name in ("least", "among", "matching"))
   if x is None: return
   if least is not None and x < least: raise BadReport(f"{at}: must be at least {least}, not {shown_value(x)}")
@@ -222,7 +226,8 @@ def contradictions(report:CardReport) -> typing.Iterator[tuple[str, str]]:
     if not rate.rounds: yield f"rates[{i}].rounds", "must have at least one round"
 
 def of_verdict(x:JudgedResult|None) -> list[str]:
-  """Returns texts that say what is wrong in a verdict on a result. A result may be called right only if its error is given and within the limit."""
+  """Returns texts that say what is wrong in a verdict on a result."""
+  # a result may be called right only if its error is given and within the limit
   if x is None or not x.ok: return []
   if x.error is None or x.limit is None: return ["is true, but there is no error and limit"]
   return [f"is true, but the error {x.error:.3g} is above the limit {x.limit:.3g}"]*(x.error > x.limit)

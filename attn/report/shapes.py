@@ -10,8 +10,8 @@ COUNTED_AS = {OF_FORWARD: 1.0, OF_DECODE: 1.0, OF_BACKWARD: 2.5}     # operation
 
 @dataclass(frozen=True)
 class ReportedShape:
-  """A problem of a report: its sizes, dtype and mask. `kind` says what is computed: forward, the gradients of q, k and v (backward), or one query for
-  each sequence (decode)."""
+  """Problem of a report: its sizes, dtype and mask."""
+  # forward, the gradients of q, k and v (backward), or one query for each sequence (decode)
   kind: str
   B: int
   H: int

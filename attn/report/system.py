@@ -1,5 +1,4 @@
-"""Facts about a card that the operating system gives: name, driver, clocks and power. They come from sysfs for amdgpu, and from nvidia-smi for
-NVIDIA. Serial numbers, and other numbers of an individual card, are never read."""
+"""Facts about a card that the operating system gives: name, driver, clocks and power, from sysfs for amdgpu and from nvidia-smi for NVIDIA."""
 from __future__ import annotations
 import contextlib, getpass, importlib.metadata, json, platform, re, shutil, socket, statistics, subprocess, threading
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +9,7 @@ from attn.compilers.choice import in_use
 from attn.report.schema import CardText, SensorReading, SoftwareText
 from attn.tinygrad_compat import TINYGRAD_VERSION, card_facts, device_of
 
+# serial numbers, and other numbers of an individual card, are never read
 SYS, ROOT = Path("/sys"), Path(__file__).resolve().parents[2]
 SAMPLE_SECONDS = 0.05     # between two readings of the sensors
 
@@ -18,7 +18,7 @@ Sensors = Callable[[], SensorReading|None]     # reads the sensors of a card, as
 # ***** texts without names *****
 
 def without_names(text:str) -> str:
-  """Removes from a text what names a machine or a person: the folders of file paths, the host's name and the user's name."""
+  """Returns a text without what names a machine or a person: folders of file paths, the host's name and the user's name."""
   text = re.sub(r"(?<![\w/])(?:~|\.\.?)?(?:/[\w.+@-]+)+/", "", text)
   host = socket.gethostname()
   try: user = getpass.getuser()
@@ -31,7 +31,7 @@ def first_line(e:BaseException) -> str: return without_names(f"{type(e).__name__
 # ***** software *****
 
 def commit_of_attn() -> str|None:
-  """Returns the commit of attn, with ", changed" after it if files differ from it. Returns None if attn is neither a clone nor installed from one."""
+  """Returns the commit of attn, with ", changed" if files differ from it; None if attn does not come from a clone."""
   def git(*words:str) -> str|None:
     done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True) if shutil.which("git") else None
     return done.stdout.strip() if done is not None and done.returncode == 0 else None
@@ -64,20 +64,21 @@ def software(device:str, arch:Chip) -> SoftwareText:
 
 @dataclass(frozen=True)
 class FoundCard:
-  """The card of a device: its description for a report, the cards of attn/chips that it may be, and a function that reads its sensors."""
+  """Card of a device: its description for a report, and the cards of attn/chips that it may be."""
   text: CardText
   may_be: tuple[Card, ...]
+  # reads the card's sensors
   sensors: Sensors
 
 def find_card(device:str, arch:Chip, name:str|None=None) -> FoundCard:
-  """Finds the card of a device. `name` is a name from attn's table of cards. Without a `name`, the number of compute units decides; on Instinct cards
-  the name in the driver decides, too. Raises ValueError for a name that is no card with this chip."""
+  """Returns the card of a device, whose name in attn's table of cards may be given by `name`."""
   kind, facts = device.split(":")[0], card_facts(device)
   known = {card.name: card for card in arch.cards}
   if name is not None and name not in known: raise ValueError(f"--card {name!r}: the cards with {arch.name} are {', '.join(known)}")
   folder = SYS/f"class/drm/renderD{facts.render_minor}/device" if facts.render_minor is not None else None
   told = facts.name or (text_of_file(folder/"product_name") if folder is not None else None)
   fitting = [card for card in arch.cards if card.cus == facts.compute_units]
+  # without a name the number of compute units decides; on Instinct cards the name in the driver, too
   may_be = [known[name]] if name is not None else [card for card in fitting if card.name in (told or "")] or fitting
   if kind == "EMU": may_be = [card for card in arch.cards if card.cus and card.ghz] if name is None else may_be
   if folder is not None: sensors = amd_sensors(folder)
@@ -89,7 +90,7 @@ def find_card(device:str, arch:Chip, name:str|None=None) -> FoundCard:
   return FoundCard(CardText(kind, arch.name, without_names(called), facts.compute_units, without_names(driver)), tuple(may_be), sensors)
 
 def amdgpu_driver() -> str:
-  """Returns the version of the driver amdgpu. If amdgpu is a part of the Linux kernel, this is the version of Linux."""
+  """Returns the version of the driver amdgpu, or of Linux if amdgpu is a part of the kernel."""
   version = text_of_file(SYS/"module/amdgpu/version")
   if version is not None: return f"amdgpu {version_numbers(version)}"
   return f"amdgpu of Linux {version_numbers(platform.release())}" if (SYS/"module/amdgpu").exists() else "tinygrad's own"
@@ -103,12 +104,12 @@ def text_of_file(path:Path) -> str|None:
 def no_sensors() -> SensorReading|None: return None
 
 def amd_sensors(folder:Path) -> Sensors:
-  """Returns a function that reads the sensors of an AMD card: the files of hwmon. Clocks that hwmon does not have come from pp_dpm_sclk (core) and
-  pp_dpm_mclk (memory)."""
+  """Returns a function that reads the sensors of an AMD card: the files of hwmon."""
   def number(pattern:str, unit:float) -> float|None:
     for path in sorted(folder.glob(pattern)):
       if (text := text_of_file(path)) is not None and re.fullmatch(r"-?\d+", text): return int(text)/unit
     return None
+  # clocks that hwmon does not have: pp_dpm_sclk (core) and pp_dpm_mclk (memory)
   def level(name:str) -> float|None:
     found = re.search(r"(\d+)Mhz \*", text_of_file(folder/name) or "")
     return float(found[1]) if found is not None else None
@@ -122,8 +123,7 @@ def amd_sensors(folder:Path) -> Sensors:
   return read
 
 def nvidia_smi(what:str, *words:str) -> list[str]:
-  """Asks nvidia-smi for the comma-separated values `what`, with further command-line arguments `words`. Returns an empty list if there is no
-  nvidia-smi, or if it fails."""
+  """Returns the comma-separated values `what` that nvidia-smi prints; none if nvidia-smi is missing or fails."""
   command = ["nvidia-smi", *words, f"--query-gpu={what}", "--format=csv,noheader,nounits"]
   try: done = subprocess.run(command, capture_output=True, text=True, timeout=10)
   except (OSError, subprocess.TimeoutExpired): return []
@@ -134,8 +134,7 @@ def nvidia_driver(cuda:str|None) -> str:
   return ", ".join([f"NVIDIA {version_numbers(x)}" for x in found[:1]] + [cuda or "CUDA of unknown version"])
 
 def nvidia_sensors(pci:str) -> Sensors:
-  """Returns a function that asks nvidia-smi for the sensors (clocks, power, temperature) of the card at a PCI address. The function returns None if
-  nvidia-smi does not answer."""
+  """Returns a function that asks nvidia-smi for the clocks, power and temperature of the card at a PCI address."""
   def number(text:str) -> float|None:
     try: return float(text)
     except ValueError: return None     # [N/A]
@@ -157,8 +156,7 @@ def median_reading(readings:Sequence[SensorReading]) -> SensorReading|None:
 
 @contextlib.contextmanager
 def sampled(sensors:Sensors) -> Iterator[list[SensorReading]]:
-  """Context in which a thread reads the sensors again and again. Yields the list to which it appends. At the end the list has at least one reading,
-  if the driver gives any."""
+  """Context in which a thread reads the sensors again and again. Yields the list of readings."""
   found, over = list[SensorReading](), threading.Event()
   def sample() -> None:
     while not over.wait(SAMPLE_SECONDS):
@@ -170,4 +168,5 @@ def sampled(sensors:Sensors) -> Iterator[list[SensorReading]]:
   finally:
     over.set()
     thread.join()
+    # at least one reading, if the driver gives any
     if not found and (last := sensors()) is not None: found.append(last)

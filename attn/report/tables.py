@@ -13,13 +13,13 @@ def table(head:Sequence[str], rows:Sequence[Sequence[str]]) -> str:
   return "\n".join(f"| {' | '.join(x)} |" for x in lines) + "\n"
 
 def figure(x:float|None) -> str:
-  """Returns a number with three significant digits. Returns "" for None."""
+  """Returns a number with three significant digits, or "" for None."""
   if x is None: return ""
   return f"{x:.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 def rate_of(row:ReportRow) -> tuple[float, str]|None:
-  """Returns the rate of a problem and its unit: TFLOP/s of the matrix products, or for decode GB/s of reading K and V. Returns None if the problem
-  has no time, or if its results are wrong."""
+  """Returns the rate of a problem and its unit: TFLOP/s of the matrix products, or for decode GB/s of reading K and V."""
+  # the problem has no time, or its results are wrong
   if row.seconds is None or not row.right: return None
   return (row.shape.bytes_read/row.seconds/1e9, GBS) if row.shape.kind == OF_DECODE else (row.shape.flops/row.seconds/1e12, TFLOPS)
 
@@ -96,8 +96,7 @@ def span(values:Sequence[float], unit:str="") -> str:
 def table_of_folder(folder:Path) -> str: return overview([(path.name, read_report(path)) for path in sorted(folder.glob("*.json"))])
 
 def page_with_table(page:str, new:str) -> str:
-  """Puts a new table into a page, between two comments that mark its place, and returns the page. Raises ValueError if the page has no such comments.
-  """
+  """Returns the page with a new table between the two comments that mark its place."""
   before, begin, rest = page.partition(TABLE_BEGIN)
   _, end, after = rest.partition(TABLE_END)
   if not begin or not end: raise ValueError(f"the page has no lines {TABLE_BEGIN!r} and {TABLE_END!r}")
