@@ -358,9 +358,9 @@ def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:U
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None, scales:UOp|None=None,
             at:ScalesAt=IN_REGISTERS) -> UOp:
   """Returns a statement that raises the references of the wave's queries and computes P again, if a sum of P is too large, inf or NaN."""
-  # A sum of P in a lane is too large if it exceeds 2^above (`above` > 0), or if a score exceeds its query's reference (`above` = 0); with P of 8 bits,
-  # an element of P may be too large as well. Then the reference of every query of the wave becomes the query's largest score so far (for 8 bits a
-  # number below it, see `lift_of`). The correction is one statement, because tinygrad has no branch around stores to registers.
+  # A sum of P in a lane is too large if it exceeds 2^above (`above` > 0), or if a score exceeds its query's reference (`above` = 0); with P of 8
+  # bits, an element of P may be too large as well. Then the reference of every query of the wave becomes the query's largest score so far (for 8
+  # bits a number below it, see `lift_of`). The correction is one statement, because tinygrad has no branch around stores to registers.
   #
   # The operands are register arrays, with equally many elements for each of the wave's tiles of queries:
   #   reference, addend: of each query (P = exp2(score*scale + addend))
