@@ -1,11 +1,5 @@
-"""Keeps the sources of kernels between processes: the first process lowers and renders a kernel (makes CUDA or HIP source from UOps), and later
-processes read the source.
-
-The user's cache directory holds the source and the launch parameters of each kernel. The compilers keep the machine code themselves.
-
-The key of an entry covers everything that a source depends on: the kernel's AST and tinygrad's settings, as in tinygrad's own cache within a process;
-the source files by which attn renders operations; and the files of tinygrad that lower and render kernels. Only attn's kernels for CUDA and AMD are
-kept, and no kernel with a Variable."""
+"""Sources of kernels that one process keeps for the next: the first process lowers and renders a kernel (makes CUDA or HIP source from UOps), and
+later processes read the source."""
 from __future__ import annotations
 import functools, hashlib, json
 from pathlib import Path
@@ -14,32 +8,36 @@ from attn.tinygrad_compat import (CCACHE, DEBUG, VIZ, Ops, Renderer, ToProgram, 
                                   tinygrad_folder)
 from attn.cache.user_cache import is_kept, kept
 
+# The user's cache directory holds the source and the launch parameters of each kernel. The compilers keep the machine code themselves. The key of an
+# entry covers everything that a source depends on: the kernel's AST and tinygrad's settings, as in tinygrad's own cache within a process; the source
+# files by which attn renders operations; and the files of tinygrad that lower and render kernels. Only attn's kernels for CUDA and AMD are kept, and
+# no kernel with a Variable.
+
 KEPT_ON = ("CUDA", "AMD")
 PRINTING = ("chips", "compilers", "ops", "tinygrad_compat", "cache/kept_programs.py")    # files and folders of attn
 LOWERING = ("codegen", "dtype.py", "renderer", "uop")                                    # files and folders of tinygrad
 
 def files(folder:Path, names:tuple[str, ...]) -> list[Path]:
-  """Returns the paths of Python modules. Each name in `names` is a file in `folder`, or a folder in `folder`, which stands for all modules below."""
+  """Returns the paths of the Python modules `names` in a folder, where a subfolder stands for all modules below."""
   return [path for name in names for path in sorted((folder/name).rglob("*.py") if (folder/name).is_dir() else [folder/name])]
 
 @functools.cache
 def printed_by() -> str:
-  """Returns a digest of all files that decide which source is rendered for a kernel: the contents of attn's files, and the names, sizes and times of
-  tinygrad's files."""
+  """Returns a digest of all files of attn and tinygrad that decide which source is rendered for a kernel."""
+  # Of attn's files the contents count, of tinygrad's files the names, sizes and times.
   digest = hashlib.sha256()
   for path in files(Path(__file__).parent.parent, PRINTING): digest.update(path.read_bytes())
   for path in files(Path(tinygrad_folder), LOWERING): digest.update(f"{path} {(found := path.stat()).st_size} {found.st_mtime_ns}".encode())
   return digest.hexdigest()
 
 def key_of(ast:UOp, renderer:Renderer) -> tuple[str, ...]|None:
-  """Returns the key under which a kernel's source is kept, or None if the source is not kept. With tinygrad's settings VIZ, or DEBUG of at least 3,
-  no kernel is kept, because these settings show how a kernel is lowered. CCACHE=0 switches caches off."""
+  """Returns the key under which a kernel's source is kept, or None if the source is not kept."""
   ours = ast.op is Ops.SINK and ast.arg.name.startswith("attn_") and isinstance(renderer, OperationsPrinter) and renderer.target.device in KEPT_ON
+  # VIZ, and DEBUG of at least 3, show how a kernel is lowered. CCACHE=0 switches caches off.
   return (printed_by(), *program_key(ast, renderer)) if ours and CCACHE and not VIZ and DEBUG < 3 and not ast.variables() else None
 
 def kept_program(make_program:ToProgram, ast:UOp, renderer:Renderer) -> UOp:
-  """Returns a compiled kernel (a UOp with the operation PROGRAM). `make_program` is tinygrad's function that turns an AST into source and compiles
-  the source. If an earlier process has kept the kernel's source, only the compilation is left to do."""
+  """Returns a compiled kernel (PROGRAM), from the kept source if there is one, otherwise by tinygrad's function `make_program`."""
   if (key := key_of(ast, renderer)) is None: return make_program(ast, renderer)
   made = list[UOp]()
   def make() -> bytes:
@@ -50,7 +48,7 @@ def kept_program(make_program:ToProgram, ast:UOp, renderer:Renderer) -> UOp:
   return make_program(ast if launch is None else program_of_launch(launch, ast, renderer), renderer)
 
 def has_program(ast:UOp, renderer:Renderer) -> bool:
-  """Tells whether an earlier process has kept this kernel's source."""
+  """Returns whether an earlier process has kept this kernel's source."""
   return (key := key_of(ast, renderer)) is not None and is_kept("program", key)
 
 @functools.cache

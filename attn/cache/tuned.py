@@ -1,12 +1,5 @@
-"""File of the fastest tile descriptions in the user's cache directory. bench.py with TUNE=1 measures and writes the file. A tile description has the
-sizes by which a kernel divides a problem, such as block_n, and is called a tile here. The emulator (the tinygrad device EMU) doesn't use the file.
-
-The file has this form: {chip: {entry: {"tile": ..., "seconds": ..., "stamp": ...}}}. An entry is for one kernel and one problem class: problems of
-the same dtype and mask, and of about the same sizes, use the same tile. The name of an entry is the name of the class; for a backward kernel the name
-of the class, a space, and the name of the kernel. "tile" has the sizes, by name, and "matrix": the index of a matrix instruction in the chip's list
-of matrix instructions. "tile" is null if no tile was faster than the tile of attn's tables. "seconds" is the tile's time, "stamp" the versions of
-attn, tinygrad and the compiler in this measurement. The file is untrusted input: an entry that is invalid, or measured with other versions, is
-ignored with one warning that names the file."""
+"""File of the fastest tile descriptions (tiles) in the user's cache directory. bench.py with TUNE=1 measures and writes the file. The emulator
+doesn't use it."""
 from __future__ import annotations
 import functools, importlib.metadata, itertools, json, warnings
 from collections.abc import Callable
@@ -22,35 +15,42 @@ from attn.problem import Problem
 from attn.score.masks import hiding
 from attn.tinygrad_compat import TINYGRAD_VERSION, Device, device_of
 
+# The file has this form: {chip: {entry: {"tile": ..., "seconds": ..., "stamp": ...}}}. An entry is for one kernel and one problem class: problems of
+# the same dtype and mask, and of about the same sizes, use the same tile. The name of an entry is the name of the class; for a backward kernel the
+# name of the class, a space, and the name of the kernel. "tile" has the sizes, by name, and "matrix": the index of a matrix instruction in the chip's
+# list of matrix instructions. "tile" is null if no tile was faster than the tile of attn's tables. "seconds" is the tile's time, "stamp" the versions
+# of attn, tinygrad and the compiler in this measurement. The file is untrusted input: an entry that is invalid, or measured with other versions, is
+# ignored with one warning that names the file.
+
 CLASSES = (64, 128, 192, 256)   # the largest head dimension of each class
 
 def head_class(p:Problem) -> int:
-  """Head dimension to which a problem's head dimensions are rounded up: the smallest of CLASSES that is at least D and at least Dv. If CLASSES has no
-  such number, the larger of D and Dv."""
+  """Returns the head dimension of a problem's class: the smallest of CLASSES that is at least D and Dv."""
+  # Beyond CLASSES it is the larger of D and Dv.
   return next((x for x in CLASSES if max(p.D, p.Dv) <= x), max(p.D, p.Dv))
 
 OPTIONS_OF_A_CACHE = ("v_in_k", "k_view", "kv_lengths", "pages")     # if v is part of k, problems with and without these options share a class
 
 def problem_class(p:Problem) -> str|None:
-  """Returns the name of the class to which a problem belongs. All problems of a class use the same tile. Problems of a class have the same dtype and
-  the same kind of mask. Lengths and numbers of heads are equal in a class after rounding up to a power of two, and head dimensions after rounding up
-  to one of CLASSES. Returns None for a problem with options such as a bias or dropout, because TUNE=1 does not measure tiles for such problems."""
+  """Returns the name of the problem's class, whose problems all use the same tile; None for options that are not tuned."""
+  # TUNE=1 does not measure tiles for options such as a bias or dropout.
   if any(x not in OPTIONS_OF_A_CACHE or not p.v_in_k for x in p.options): return None
   hidden = hiding(p)
   mask = "window" if hidden.before else "causal" if hidden.after else "full"
+  # Lengths and numbers of heads are rounded up to a power of two, and head dimensions to one of CLASSES.
   heads, queries, keys = (1 << (n - 1).bit_length() for n in (p.all_heads, p.Sq, p.Sk))
   width = f"D{p.D} with Dv{p.Dv} in it" if p.v_in_k else f"D{head_class(p)}"
   return f"{p.dtype} {width} {mask} {heads} heads of {p.H//p.Hkv} to one of K, {queries}x{keys}"
 
 def path() -> Path:
-  """Path of the file that holds the fastest tile descriptions."""
+  """Returns the path of the file of fastest tiles."""
   return user_cache.directory()/"tune.json"
 
 # ***** valid content of the file *****
 
 @functools.cache
 def stamp() -> dict[str, str]:
-  """Returns the versions that a measured time depends on: attn, tinygrad, and the compiler of tinygrad's default device."""
+  """Returns the versions on which a measured time depends: attn, tinygrad, and the compiler of tinygrad's default device."""
   try: own = importlib.metadata.version("attn")
   except importlib.metadata.PackageNotFoundError: own = "not installed"
   compiler = device_of(Device.DEFAULT).renderer.compiler
@@ -74,14 +74,12 @@ LIMITS: dict[type, Limits] = {
   TiledTile: RECTANGLES, TiledBackwardTile: {**RECTANGLES, "ahead": (False,), "asynchronous": (False,), "keys": (False, True)}}
 
 def fields_of(row:UpTo[Any]) -> dict[str, Any]:
-  """Returns the fields of a tile by name, in the form of the file of fastest tiles. `row` is a row of attn's tables of tiles: the sizes of a tile
-  (`row.shape`), the index of the tile's matrix instruction, and the largest head dimension for which the tile is used."""
+  """Returns the fields of a tile by name, in the form of the file of fastest tiles."""
   return {**asdict(row.shape), **({"matrix": row.matrix} if "matrix" in LIMITS[type(row.shape)] else {})}
 
 def row_in_entry(found:Any, kind:type[AnyShape], up_to:int) -> UpTo[AnyShape]|None:
-  """Reads a tile from an entry of the file of fastest tiles, and returns a row for attn's tables of tiles. `found` is the entry as parsed JSON.
-  `kind` is the Python class of the tile's sizes, such as ForwardShape. `up_to` is the largest head dimension for which the row is used. Returns None
-  if the entry's tile is null: attn's own choice is then fastest. Raises ValueError if the entry has no valid tile."""
+  """Reads a tile of the class `kind` from an entry of the file, as a table row; None if attn's own choice is fastest."""
+  # Raises ValueError if the entry has no valid tile.
   if not isinstance(found, dict) or "tile" not in found: raise ValueError("an entry without a tile: needs the field 'tile'")
   if (tile := found["tile"]) is None: return None
   limits, needed = LIMITS[kind], {f.name for f in fields(kind) if f.default is MISSING}         # type: ignore[arg-type]
@@ -114,19 +112,18 @@ def check_threads(row:UpTo[Any], arch:Chip, p:Problem) -> None:
   if not whole: raise ValueError(f"tile {tile}: its sizes contradict each other")
 
 def check_stamp(found:Any) -> None:
-  """Raises ValueError unless the measurement of an entry was made with the present versions of attn, tinygrad and the compiler. `found` is the
-  entry's "stamp" as parsed JSON."""
+  """Raises ValueError unless an entry's "stamp" has the present versions of attn, tinygrad and the compiler."""
   for name, now in stamp().items():
     then = found.get(name) if isinstance(found, dict) else None
     if then != now: raise ValueError(f"was made with {name} {values.shown(then)}, this is {now!r}")
 
 @functools.cache
 def warn(file:str, reason:str) -> None:
-  """Warns that the file of fastest tiles, or an entry of the file, is ignored, and says why. Equal warnings are given once per process."""
+  """Warns, once for each reason, that the file of fastest tiles or an entry of it is ignored."""
   warnings.warn(f"{file}: {reason}. It is ignored; TUNE=1 of bench.py writes it again", stacklevel=2)
 
 def load() -> dict[str, Any]:
-  """Reads the whole file of fastest tiles. A missing file counts as empty. A damaged file also counts as empty, after a warning."""
+  """Reads the file of fastest tiles; a missing file counts as empty, and so does a damaged one, after a warning."""
   file = path()
   try: text = user_cache.content_of(file).decode()
   except FileNotFoundError: return {}
@@ -143,10 +140,9 @@ def load() -> dict[str, Any]:
   return found
 
 def kept_rows(p:Problem, arch:Chip, kernel:str, kind:type[AnyShape], check:RowCheck) -> list[UpTo[AnyShape]]:
-  """Returns the fastest measured tile of a kernel, as a list with one row for attn's tables of tiles. The tile is the one that was measured for the
-  problem class of `p` on this chip. `kernel` is the kernel's name ("" for forward). `kind` is the Python class of the tile's sizes, such as
-  ForwardShape. `check` is a function that raises ValueError for a row that the kernel cannot use. Dispatch tries the returned row before the rows of
-  attn's tables. Returns an empty list if no valid tile is known, or if `arch` stands for the emulator (the tinygrad device EMU)."""
+  """Returns a list with the fastest measured tile of a kernel for the problem's class, or an empty list if none is known."""
+  # `kernel` is the kernel's name ("" for forward), and `check` raises ValueError for a row that the kernel cannot use. Dispatch tries the row before
+  # the rows of attn's tables. On the emulator no tile counts.
   if not arch.tuned or (name := entry_of(p, kernel)) is None: return []
   if (entry := load().get(arch.name, {}).get(name)) is None: return []
   try:
@@ -158,19 +154,17 @@ def kept_rows(p:Problem, arch:Chip, kernel:str, kind:type[AnyShape], check:RowCh
   return [row] if row is not None else []
 
 def winner(p:Problem, arch:Chip) -> list[UpTo[ForwardShape]]:
-  """Returns the fastest measured tile of the forward kernel on AMD's matrix units, as a list with one row for attn's tables of tiles. The list is
-  empty if no valid tile is known."""
+  """Returns a list with the fastest measured tile of AMD's forward kernel for the problem's class, or an empty list."""
   return kept_rows(p, arch, "", ForwardShape, check_matrix)
 
 def entry_of(p:Problem, kernel:str) -> str|None:
-  """Returns the name of a problem's entry in the file of fastest tiles: the problem's class, followed by the kernel's name ("" for forward). Returns
-  None if the problem belongs to no class."""
+  """Returns the name of the entry of a problem and a kernel ("" for forward) in the file of fastest tiles, or None."""
   return None if (kind := problem_class(p)) is None else f"{kind} {kernel}".rstrip()
 
 def store(p:Problem, arch:Chip, row:UpTo[Any]|None, seconds:float, kernel:str="") -> Path:
-  """Writes the fastest tile for the problem class of `p` to the file of fastest tiles, and returns the path of the file. `row` has the tile, which
-  took `seconds`. `row` is None if attn's own choice is fastest. `kernel` is the name of a backward kernel, or "" for forward. Raises ValueError if
-  `p` belongs to no class, OSError if the file can't be written."""
+  """Writes the fastest tile for the problem's class to the file of fastest tiles, and returns the file's path."""
+  # `row` has the tile, which took `seconds`; None: attn's own choice is fastest. Raises ValueError if `p` belongs to no class, OSError if the file
+  # can't be written.
   file, kind = path(), entry_of(p, kernel)
   if kind is None:
     raise ValueError(f"{', '.join(p.options)}: TUNE=1 times tiles only for problems without these options")

@@ -1,12 +1,5 @@
-"""Context parallelism: attention over sequences whose rows are sharded over devices. There are three ways:
-
-- Gathering: q, k and v are divided along their rows. Each device computes its own queries over all keys, by several launches of a kernel, each for
-some heads. The device first gathers the keys of these heads from all devices. While one launch runs, the keys of the next heads are copied to a
-second buffer.
-- Exchange: only k and v are divided, and every device has all queries. Each device computes all queries over its own keys. Then the devices exchange
-the results, o and lse in one buffer, and one kernel on each device merges the results.
-- Ring attention (arXiv 2310.01889): q, k and v are divided, but no single kernel can compute the problem. A device computes its queries over the keys
-of one device after another, and merges the results. These keys are copied into two buffers in turn."""
+"""Attention over sequences whose rows are sharded over devices, in one of three ways: gathering of keys, exchange of results, or ring attention.
+Begin with `run_shared_rows`."""
 from __future__ import annotations
 import functools, itertools, math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +22,14 @@ from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Ops, Tensor, UOp, also_after, ast_of, copied, copy_call, dtypes, inside_function, new_buffer, remembered
 from attn.values import FLOATS, cache_of_kernels
 
+# - Gathering: q, k and v are divided along their rows. Each device computes its own queries over all keys, by several launches of a kernel, each for
+# some heads. The device first gathers the keys of these heads from all devices. While one launch runs, the keys of the next heads are copied to a
+# second buffer.
+# - Exchange: only k and v are divided, and every device has all queries. Each device computes all queries over its own keys. Then the devices
+# exchange the results, o and lse in one buffer, and one kernel on each device merges the results.
+# - Ring attention (arXiv 2310.01889): q, k and v are divided, but no single kernel can compute the problem. A device computes its queries over the
+# keys of one device after another, and merges the results. These keys are copied into two buffers in turn.
+
 SLOTS = 2             # buffers of a device for the keys of others: one is read while the other is filled
 PARTS_KEPT = 4        # most partial results that wait to be merged: without a limit the memory would grow with the number of devices
 
@@ -38,9 +39,8 @@ Attend = Callable[[Problem, dict[str, Tensor], str, Sequence[Tensor]], list[Tens
 
 @dataclass(frozen=True)
 class SharedRows:
-  """A problem whose rows are sharded over devices. `problem` is the whole problem, without the padding that the devices hold. `at` says which devices
-  these are, and `shards` how the rows are divided."""
-  problem: Problem
+  """A problem whose rows are sharded over devices."""
+  problem: Problem  # the whole problem, without the padding that the devices hold
   arch: Chip
   at: Placement
   shards: SequenceShards
@@ -48,35 +48,36 @@ class SharedRows:
   def devices(self) -> tuple[str, ...]: return (self.at.device,) if isinstance(self.at.device, str) else self.at.device
   @property
   def own(self) -> Problem:
-    """The problem in the form that one device stores its outputs: the number of queries is that of the device's rows, padding included."""
+    """The problem as one device stores its outputs: the queries are the device's rows, padding included."""
     return of_backward(replace(self.problem, Sq=self.shards.queries or self.problem.Sq))
   def gathering(self, device:int) -> list[tuple[tuple[int, int], Problem]]:
-    """Returns the launches of a device that gathers the keys of all devices, each as (heads, problem). `heads` is (first, count): the key/value heads
-    of the launch, counted over all batches. Each launch has the same heads on all devices. One launch computes all heads if there is only one device,
-    or if the kernel divides the keys into ranges: then one buffer holds the partial results of all ranges."""
+    """Returns the launches of a device that gathers the keys of all devices, as (heads, problem), where heads is (first, count)."""
     p, shards = self.problem, self.shards
+    # Heads are key/value heads, counted over all batches. Each launch has the same heads on all devices.
     heads = (0, p.B*p.Hkv)
+    # If the kernel divides the keys into ranges, one buffer holds the partial results of all ranges.
     if shards.count == 1 or self.divides_keys: return [(heads, shards.dealt(p, device, heads))]
     return [(heads, replace(shards.dealt(p, device, heads), num_splits=1)) for heads in head_chunks(p, shards)]
   @functools.cached_property
   def divides_keys(self) -> bool:
-    """Returns whether the kernel would divide the keys into ranges if a device computed all heads in one launch."""
+    """Whether the kernel would divide the keys into ranges if a device computed all heads in one launch."""
     p, shards = self.problem, self.shards
     return any(choose(shards.dealt(p, device, (0, p.B*p.Hkv)), self.arch).work.splits > 1 for device in range(shards.count))
   @property
   def first_gathering(self) -> Problem: return self.gathering(0)[0][1]
   @property
   def gathers(self) -> bool:
-    """Returns whether each device gathers the keys of all devices. This is not done if every device has all of q, if only tinygrad's tensor
-    operations can compute the problem (`three_pass`), or if the device can't pass a region of a buffer to a kernel (OpenCL)."""
+    """Whether each device gathers the keys of all devices."""
+    # No device gathers if every device has all of q, or if only tinygrad's tensor operations can compute the problem (`three_pass`).
     if self.shards.queries is None or choose(self.first_gathering, self.arch).kernel == "three_pass": return False
+    # OpenCL can't pass a region of a buffer to a kernel.
     return region(region_of(UOp.empty((2,), dtype=dtypes.float, device=self.devices[0]), 0, 1)) is not None
   @property
   def explanation(self) -> str:
     """Sentence in which `attn.explain` says how rows are divided among devices."""
     return self.shards.explanation(self.problem, len(self.gathering(0)) if self.gathers else 0)
   def real_rows(self, device:int) -> tuple[RowRange, ...]:
-    """Returns the ranges of rows of q that are not padding on a device. Rows count from the first row that the device holds."""
+    """Returns the ranges of rows of q on a device that are not padding, counted from the device's first row."""
     return tuple(RowRange(piece.at, piece.rows) for piece in self.shards.queries_of(self.problem, device))
 
 # ***** division of a problem *****
@@ -88,14 +89,8 @@ REFUSED = {"dropout_p": WHOLE_INSTEAD, "kv_lengths": LENGTHS_INSTEAD, "kv_starts
 
 def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
                     at:Placement) -> tuple[Placement, SequenceShards|None, tuple[int, int]]:
-  """Finds out how the rows of q, k and v are divided among devices. `shapes` are the shapes of these tensors, and `at` says which devices hold them.
-  Returns three results:
-  - the devices, as the call goes on with them: `at`, or for tensors on one device with sequence_order or sequence_lengths a copy that counts them as
-    divided along rows
-  - the division of rows; None if rows are not divided
-  - the numbers of rows of q and of k, without padding
-
-  Raises ValueError for an option that needs whole sequences; the message tells how to shard instead."""
+  """Returns how the rows of q, k and v are divided among devices, and the numbers of rows of q and k without padding."""
+  # Raises ValueError for an option that needs whole sequences; the message tells how to shard instead. The division is None if rows are not divided.
   order, lengths = options.sequence_order, options.sequence_lengths
   asked = f"sequence_order={order!r}" if order != "contiguous" else f"sequence_lengths={lengths}" if lengths is not None else None
   if at.shared not in ("rows", "keys"):
@@ -103,6 +98,7 @@ def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
     if not isinstance(at.device, str):
       raise ValueError(f"{asked} with {f'tensors sharded along {at.shared}' if at.shared else 'all of q, k and v on every device'}: must keep its "
                        "default unless k and v, or q, k and v, are sharded along their rows, as attn.shard_sequence does")
+    # Tensors on one device with sequence_order or sequence_lengths count as divided along rows.
     at = Placement(at.device, "rows")
   what = "k and v sharded along their rows" if at.shared == "keys" else "q, k and v sharded along their rows"
   if options.layout == "thd":
@@ -125,8 +121,7 @@ def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
   return at, shared, lengths or rows
 
 def lies_as_q(name:str, t:Tensor|None, rows:int, at:Placement) -> bool:
-  """Tells whether the rows of an optional tensor of the scores (such as a bias) are divided among devices like the rows of q, with padding. `rows` is
-  the number of rows of q, and `at` says which devices hold the call's tensors."""
+  """Returns whether the rows of an optional tensor, such as a bias, are divided among devices like the rows of q, with padding."""
   axes = TERM_TENSORS[name].axes
   if t is None or "rows" not in axes or at.shared != "rows" or (axis := t.ndim - len(axes) + axes.index("rows")) < 0: return False
   if isinstance(at.device, str): return int(t.shape[axis]) == rows
@@ -137,9 +132,9 @@ def with_rows(shape:tuple[int, ...], layout:str, rows:int) -> tuple[int, ...]:
   return tuple(rows if axis == "rows" else n for axis, n in zip(AXES[layout], shape))
 
 def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> tuple[int, ...]:
-  """Returns the shape that an optional tensor (such as a bias or sinks) has for the whole problem. A tensor whose rows are divided among devices like
-  those of q has all rows of the sequence, without the padding. Every other tensor is complete on each device: its shape is the one that it has there.
-  `shards` says how rows are divided, and `queries` is the number of queries of the whole problem."""
+  """Returns the shape that an optional tensor, such as a bias or sinks, has for the whole problem of `queries` queries."""
+  # A tensor whose rows are divided among devices like those of q has all rows of the sequence, without the padding. Every other tensor is complete on
+  # each device.
   shape = local_shape(t)
   if shards is None or name not in shards.as_q or (axis := rows_dimension(name)) is None: return shape
   if shape[axis] != shards.queries:
@@ -149,7 +144,7 @@ def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> 
 # ***** shards *****
 
 def in_buffers(u:UOp) -> UOp:
-  """Makes sure that a tensor lies in a buffer on each of its devices. Returns the tensor itself, or a copy in new buffers."""
+  """Returns a tensor that lies in a buffer on each of its devices: the tensor itself, or a copy."""
   # Without buffers, one kernel might read the tensor as an expression that is not computed yet, and another read one device's buffer. tinygrad would
   # take the expression and the buffer for the same value.
   if inside_function(): return copied(u)      # a function's argument has no shards yet
@@ -157,25 +152,21 @@ def in_buffers(u:UOp) -> UOp:
   return u.contiguous() if isinstance(u.device, str) else copied(u)
 
 def shards_of(u:UOp) -> list[UOp]:
-  """Returns the parts of a tensor on its devices, one for each device. The tensor must lie in buffers."""
+  """Returns the parts of a tensor in buffers, one for each of its devices."""
   if isinstance(u.device, str): return [u]
   if u.op is Ops.UNSHARD: u = u.src[0]
   elif u.op is Ops.AFTER and u.src[0].op is Ops.UNSHARD: u = u.replace(src=(u.src[0].src[0], *u.src[1:]))
   return [u.mselect(i) for i in range(len(u.device or ()))]
 
 def of_device(u:UOp, i:int) -> UOp:
-  """Returns the part of the tensor `u` on the i-th device. Returns `u` itself if it is on one device."""
+  """Returns the part of a tensor on its i-th device, or the tensor itself if it is on one device."""
   return u if isinstance(u.device, str) else u.mselect(i)
 
 def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) -> Iterator[dict[str, UOp]]:
-  """Brings the shards (parts of tensors) of several devices, one after another, to one device. Yields {tensor name: shard} for each owner of shards.
-
-      held: all shards of each tensor, by name
-      device, name: index and name of the device that gets the shards
-      owners: indices of the devices that own the shards, in the order in which the shards come
-
-  Shards of other devices are copied into SLOTS buffers of each tensor, used in turn. So a buffer holds a shard only for a while. Each copy is marked
-  (`remembered`), so that a later computation with the shard copies it again."""
+  """Brings the shards (parts of tensors) of several devices, one after another, to one device: yields {tensor name: shard}."""
+  # `held` has all shards of each tensor. `device` and `name` are the index and the name of the receiving device, and `owners` the devices whose
+  # shards come, in order. Shards of other devices are copied into SLOTS buffers of each tensor, used in turn, so a buffer holds a shard only for a
+  # while. Each copy is marked (`remembered`), so that a later computation with the shard copies it again.
   slots: list[dict[str, UOp]] = [{} for _ in range(SLOTS)]
   copied = 0
   for owner in owners:
@@ -196,31 +187,31 @@ def cut(u:UOp, axis:int, first:int, count:int) -> UOp:
   return u.shrink(tuple((first, first + count) if i == axis else (0, n) for i, n in enumerate(u.max_shape)))
 
 def rows_in_buffer(u:UOp, axis:int, first:int, count:int) -> UOp:
-  """Copies `count` rows along an axis, from row `first` on, to a new buffer. Returns `u` itself if these are all its rows."""
+  """Copies `count` rows along an axis, from row `first` on, to a new buffer; returns `u` itself if these are all its rows."""
   # tinygrad's `contiguous()` would make a view of a buffer that is already contiguous, and tinygrad's memory planner would not know that the buffer
   # is still in use
   return u if count == u.shape[axis] else filled_with_rows(cut(u, axis, first, count))
 
 def filled_with_rows(u:UOp) -> UOp:
-  """Copies the tensor `u` to a new buffer, and returns the buffer."""
+  """Copies a tensor to a new buffer, and returns the buffer."""
   buffer = new_buffer(u.max_shape, u.dtype, u.device)
   return buffer.after(buffer.store(u))
 
 def launch_problem(p:Problem, launch:ContextLaunch) -> Problem:
-  """Returns the problem that one launch computes: some queries over some keys. It has no sinks, because a sink must count once, not in each
-  launch."""
+  """Returns the problem that one launch computes: some queries over some keys."""
+  # It has no sinks, because a sink must count once, not in each launch.
   return of_backward(replace(p, Sq=launch.queries.count, Sk=launch.keys.count, window=launch.seen.window, offset=launch.seen.offset, top_left=False,
                              sinks=False))
 
 def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> dict[str, UOp]:
-  """Returns the tensors that score terms read (such as a bias) for one launch, by name. Only tensors with an axis of queries or keys are returned,
-  cut to the queries and keys of the launch. The tensors in `held` have all keys in the order of the sequence. They have all queries in this order,
-  too, or if they are sharded like q, only the device's queries."""
+  """Returns the tensors that score terms read, such as a bias, cut to the queries and keys of one launch, by name."""
   def part(name:str, u:UOp, axis:int|None, run:PieceRun) -> UOp:
     if axis is None or u.shape[axis] == 1: return u
     if name in c.shards.as_q and run is launch.queries: return cut(u, axis, run.first, run.count)
     first, *rest = [cut(u, axis, piece.start, piece.rows) for piece in run.pieces]
     return first.cat(*rest, dim=axis)
+  # The tensors in `held` have all keys in the order of the sequence. They have all queries in this order, too, or if they are sharded like q, only
+  # the device's queries. Tensors without an axis of queries or keys are left out.
   found = dict[str, UOp]()
   for name, tensor in TERM_TENSORS.items():
     if name not in held or not {"rows", "keys"} & {*tensor.axes}: continue
@@ -229,35 +220,35 @@ def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> d
   return found
 
 def with_views(p:Problem, arch:Chip, held:dict[str, tuple[int, ...]], keys:PieceRun) -> Problem:
-  """Changes the problem of a launch so that the kernel reads the keys `keys` in place, from the tensors k and v that the device holds. `held` has the
-  shapes of these tensors. Returns the problem unchanged if the launch uses all rows that the device holds, if another kernel would be needed to read
-  keys in place, or if no kernel computes the problem."""
+  """Changes the problem of a launch so that the kernel reads the keys `keys` in place, from k and v of the shapes `held`."""
+  # Nothing changes if the launch uses all rows that the device holds.
   axis = AXES[p.layout].index("rows")
   if all(shape[axis] == keys.count for shape in held.values()): return p
   def of(name:str) -> Strided|None:
-    """Returns where the launch's rows of k or v lie in the device's buffer: the first element, and the strides. Returns None if there is no such
-    tensor."""
+    """Returns start and strides of the launch's rows of k or v in the device's buffer; None without such a tensor."""
     return None if name not in held else replace(place := whole_places(held[name], p.layout), start=keys.first*place.row)
+  # Nothing changes if another kernel would be needed to read keys in place, or if no kernel computes the problem.
   viewed = replace(p, k_view=of("k"), v_view=of("v"))
   return viewed if choose(viewed, arch).kernel == choose(p, arch).kernel != "three_pass" else p
 
 # ***** gathering: all keys of some heads *****
 
 def region_of(u:UOp, first:int, count:int) -> UOp:
-  """Returns a region of `count` elements of a buffer, from element `first` on. The buffer may be on several devices."""
+  """Returns a region of `count` elements of a buffer, on one or several devices, from element `first` on."""
   return u.flatten().shrink(((first, first + count),)).contiguous()
 
 def bare_buffer(u:UOp) -> UOp:
-  """Returns the buffer of a tensor. The returned UOp does not wait for writes to the buffer that are still pending."""
+  """Returns the buffer of a tensor, without waiting for pending writes to the buffer."""
   while u.op in (Ops.RESHAPE, Ops.UNSHARD, Ops.AFTER): u = u.src[0]
   return u
 
 @cache_of_kernels
 def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first:int, heads:tuple[int, int], width:int) -> KernelFunction:
-  """Returns a kernel that copies a device's own keys to the buffer in which the device gathers all keys. Its arguments are (gathered, shard). `shard`
-  is the device's k or v, with `held` rows per head and `width` elements per row. `pieces` are the pieces of the sequence that the device holds. The
-  kernel copies heads[1] key/value heads from heads[0] on, counted over all batches. Rows in `gathered` are in the order of the sequence, from row
-  `first` of the sequence on. Equal arguments return the identical object, because tinygrad's schedule cache compares by identity."""
+  """Returns a kernel that copies a device's own keys into the buffer in which the device gathers all keys."""
+  # The kernel's arguments are (gathered, shard). `shard` is the device's k or v, with `held` rows per head and `width` elements per row; `pieces` are
+  # the pieces of the sequence that the device holds. Heads are key/value heads (first, count), counted over all batches. Rows in `gathered` are in
+  # the order of the sequence, from row `first` of the sequence on. Equal arguments return the identical object, because tinygrad's schedule cache
+  # compares by identity.
   front, back = pieces[0], pieces[-1]
   keys = DealtRows(front.start - first, back.at, back.start - back.at - front.start, sum(piece.rows for piece in pieces), heads)
   program = functools.partial(order_keys, p, held, keys, width)
@@ -265,19 +256,15 @@ def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first
 
 @dataclass
 class GatheringDevice:
-  """A device that gathers the keys of all devices. The object holds what is needed while the device's launches are made, one after another.
-
-    tensors: the device's tensors, by name
-    launches: the device's launches as (heads, problem)
-    slots: buffers for the gathered k and v, by name; successive launches use different ones. The UOp of a buffer waits for all launches so far that
-      use the buffer
-    own_copies: for each element of `slots`, the UOps of the kernels that have copied the device's own keys into it"""
+  """A device that gathers the keys of all devices, while its launches are made one after another."""
   c: SharedRows
   number: int
   tensors: dict[str, UOp]
-  launches: list[tuple[tuple[int, int], Problem]]
+  launches: list[tuple[tuple[int, int], Problem]]  # (heads, problem) of each
+  # Buffers for the gathered k and v, by name; successive launches use different ones. The UOp of a buffer waits for all launches so far that use the
+  # buffer.
   slots: list[dict[str, UOp]]
-  own_copies: list[dict[str, UOp]]
+  own_copies: list[dict[str, UOp]]  # for each slot, the kernels that have copied the device's own keys into it
   @staticmethod
   def of(c:SharedRows, held:dict[str, list[UOp]], number:int) -> GatheringDevice:
     t, launches = {x: shards[number] for x, shards in held.items()}, c.gathering(number)
@@ -287,14 +274,13 @@ class GatheringDevice:
              for _ in launches[:SLOTS]]
     return GatheringDevice(c, number, t, launches, slots, [{} for _ in slots])
   def keys(self, n:int, name:str, rows:range) -> UOp:
-    """Returns the rows `rows` of the gathered k or v (`name`) as a region of a buffer: the buffer that the n-th launch reads. `rows` count from the
-    beginning of the sequence."""
+    """Returns the rows `rows` of the sequence of the gathered k or v as a region of the buffer that launch n reads."""
     (_, heads), p = self.launches[n][0], self.c.problem
     row, first = heads*(p.D if name == "k" else p.Dv), self.c.shards.keys_gathered(p, self.number).start
     return region_of(bare_buffer(self.slots[n % SLOTS][name]), (rows.start - first)*row, len(rows)*row)
   def order_own(self, n:int) -> None:
-    """Copies the device's own keys into the buffers of the n-th launch. These copies wait until the own keys are copied for launch n - 1, which runs
-    earlier."""
+    """Copies the device's own keys into the buffers of launch n."""
+    # The copies wait until the own keys are copied for launch n - 1, which runs earlier.
     before, called = (self.own_keys(n - 1), tuple(self.own_copies[(n - 1) % SLOTS].values())) if n else ([], ())
     p, shards, slot = self.c.problem, self.c.shards, self.slots[n % SLOTS]
     pieces, first = shards.keys_of(p, self.number), shards.keys_gathered(p, self.number).start
@@ -304,29 +290,30 @@ class GatheringDevice:
       self.own_copies[n % SLOTS][name] = call = written.src[1]
       slot[name] = u.after(call)
   def own_keys(self, n:int) -> list[UOp]:
-    """Returns the regions with the device's own keys in the buffers of the n-th launch. `order_own` fills them."""
+    """Returns the regions with the device's own keys in the buffers of launch n, which `order_own` fills."""
     held = self.c.shards.keys_held(self.c.problem, self.number)
     return [self.keys(n, name, rows) for name in self.slots[n % SLOTS] for rows in held]
 
 def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
-  """Copies keys between devices, for the n-th launch of each device. A device copies from the other devices' buffers for this launch, into which they
-  have copied their own keys. These copies wait for the copies for launch n - 1, so that they don't slow them down."""
+  """Copies keys between devices, for launch n of each device."""
+  # A device copies from the other devices' buffers for this launch, into which they have copied their own keys.
   copied = [(x, y, name, rows) for x in devices for owner, rows in c.shards.keys_copied(c.problem, x.number)
             for y in [devices[owner]] for name in x.slots[n % SLOTS]]
   taken = list[tuple[GatheringDevice, str, UOp]]()
   for x, y, name, rows in copied:
     slot, before = x.slots[n % SLOTS], x.slots[(n - 1) % SLOTS].values() if n else ()
     slot[name] = also_after(slot[name], y.own_copies[n % SLOTS][name])
+    # The copies wait for the copies for launch n - 1, so that they don't slow them down.
     call = copy_call(x.keys(n, name, rows), y.keys(n, name, rows), slot[name], *before)
     slot[name] = slot[name].after(call)
     taken.append((y, name, call))
   for y, name, call in taken: y.slots[n % SLOTS][name] = also_after(y.slots[n % SLOTS][name], call)
 
 def gathered_over(c:SharedRows, inputs:Mapping[str, UOp], held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
-  """Computes attention by gathering keys: fills the `outputs` on each device, and returns the UOp of the last launch. `inputs` are the tensors by
-  name, `held` has the part of each tensor on each device, and `attend` makes one launch. A launch computes all queries of a device over all keys, for
-  some heads. While it runs, the keys for the next heads are copied from other devices. A device copies its own keys for the next heads before the
-  launch, because it is busy during the launch."""
+  """Computes attention by gathering keys: fills the `outputs` on each device, and returns the UOp of the last launch."""
+  # `held` has the part of each tensor on each device, and `attend` makes one launch. A launch computes all queries of a device over all keys, for
+  # some heads. While it runs, the keys for the next heads are copied from other devices. A device copies its own keys for the next heads before the
+  # launch, because it is busy during the launch.
   devices, states = [GatheringDevice.of(c, held, i) for i in range(len(c.devices))], outputs
   count = len(devices[0].launches)
   for n in range(count):
@@ -349,15 +336,14 @@ def gathered_over(c:SharedRows, inputs:Mapping[str, UOp], held:dict[str, list[UO
   return call
 
 def heads_in(p:Problem, name:str, u:UOp, heads:tuple[int, int], device:int) -> UOp:
-  """Returns the part of q, o or lse that one launch reads or writes on a device: the region of the key/value heads (first, count), or the whole
-  tensor if the launch computes all heads."""
+  """Returns the part of q, o or lse that a launch of the key/value heads (first, count) reads or writes on a device."""
   size = math.prod(p.shapes[name][0])
   if size == math.prod(u.max_shard_shape): return shards_of(u)[device] if name == "q" else of_device(u, device)
   return of_device(region_of(bare_buffer(u), heads[0]//heads[1]*size, size), device)
 
 def dealt_rows(c:SharedRows, name:str, u:UOp, device:int) -> UOp:
-  """Returns the tensor of a term (such as a bias) as a device needs it: with one row for each query of the device, in the same order and with
-  padding. Returns the tensor unchanged if it has no axis of queries, or if its rows are already divided like those of q."""
+  """Returns the tensor of a score term, such as a bias, with one row for each query of a device, padding included."""
+  # Nothing changes for a tensor without an axis of queries, or whose rows are already divided like those of q.
   queries, axis, rows = c.shards.queries, rows_dimension(name), c.problem.Sq
   if name in c.shards.as_q or axis is None or (u.shape[axis] == 1 and rows > 1) or queries is None: return u
   first, *rest = [cut(u, axis, x.start, x.rows) for x in c.shards.queries_of(c.problem, device)] or [cut(u, axis, 0, 1)]
@@ -366,15 +352,14 @@ def dealt_rows(c:SharedRows, name:str, u:UOp, device:int) -> UOp:
 # ***** parts: one buffer with o and lse (and lse_rest for wide scores) of some rows over some keys *****
 
 def packed(p:Problem, results:Sequence[Tensor]) -> UOp:
-  """Copies the results of a launch, o and lse, into one buffer, so that one copy can send them to another device. `p` is the problem of the launch.
-  """
+  """Copies the results of a launch, o and lse, into one buffer, so that one copy can send them to another device."""
   first, *rest = [x.flatten().pad_to(end - begin) for x, (begin, end) in zip(results, itertools.pairwise(part_places(p, p.Sq)))]
   return first.cat(*rest).contiguous().uop
 
 def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
-  """Makes a buffer that holds all results of a launch: o, lse, and lse_rest (what rounding to fp32 lost of lse) if there is one. `p` is the problem
-  of the launch. The function `write` makes the launch: it gets the regions for the results and the whole buffer, and returns the UOp of the launch.
-  The whole buffer is an argument of the launch, so that tinygrad's memory planner knows that the buffer is in use."""
+  """Makes a buffer that holds all results of a launch: o, lse, and lse_rest if there is one."""
+  # `write` makes the launch: it gets the regions for the results and the whole buffer, and returns the UOp of the launch. The whole buffer is an
+  # argument of the launch, so that tinygrad's memory planner knows that the buffer is in use.
   shapes, (*places, size) = [p.shapes[name][0] for name in p.outputs], part_places(p, p.Sq)
   buffer = new_buffer((size,), dtypes.float, device)
   results = [buffer.shrink(((begin, begin + math.prod(shape)),)).reshape(shape).contiguous()
@@ -385,8 +370,7 @@ def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
   return packed(p, [Tensor(u.after(call)) for u in results])
 
 def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:int, attend:Attend) -> UOp:
-  """Runs a launch on the tensors `held` of its device. Returns one buffer with its results, o and lse. `attend` is the function that makes the
-  launch."""
+  """Runs a launch on the tensors `held` of its device, and returns one buffer with its results."""
   name, axis = c.devices[device], AXES[c.problem.layout].index("rows")
   p = replace(launch_problem(c.problem, launch), out_dtype="float32")
   p = with_views(p, c.arch, {x: held[x].max_shape for x in ("k", "v") if x in held}, launch.keys)
@@ -399,10 +383,10 @@ def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:i
 
 @cache_of_kernels
 def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], real_rows:tuple[RowRange, ...], only_plain_uops:bool) -> KernelFunction:
-  """Returns the kernel that merges partial results, of one device or of several, into the outputs of `p`. Its arguments are the outputs, one buffer
-  for each partial result, and the sinks if p.sinks. `parts` lists which rows each partial result holds. `real_rows` lists the rows that are no
-  padding; only these get the sinks. With `only_plain_uops` the kernel consists of tinygrad's own operations, so that any device can run it. Equal
-  arguments return the identical object, because tinygrad's schedule cache compares by identity."""
+  """Returns the kernel that merges partial results, of one device or of several, into the outputs of `p`."""
+  # Its arguments are the outputs, one buffer for each partial result, and the sinks if p.sinks. `parts` lists which rows each partial result holds.
+  # `real_rows` lists the rows that are no padding; only these get the sinks. With `only_plain_uops` any device can run the kernel. Equal arguments
+  # return the identical object, because tinygrad's schedule cache compares by identity.
   merging = merge(p, arch, parts, real_rows)
   program = (lambda *args: plain(merging(*args))) if only_plain_uops else merging
   takes = len(p.outputs) + len(parts) + p.sinks
@@ -410,15 +394,15 @@ def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], real_rows:tup
 
 @dataclass(frozen=True)
 class ContextPart:
-  """Partial result of a device: o and lse of some rows, computed over some of the keys. `rows` are these rows, and `found` is the buffer."""
+  """Partial result of a device: o and lse of the rows `rows`, over some of the keys, in the buffer `found`."""
   rows: RowRange
   found: UOp
 
 def merge_call(c:SharedRows, p:Problem, parts:list[ContextPart], outputs:tuple[UOp, ...], sinks:UOp|None=None,
                real_rows:tuple[RowRange, ...]=()) -> UOp:
-  """Makes a launch that merges the partial results `parts` into the outputs of `p`, and returns its UOp. `outputs` begins with the buffers for these
-  outputs. The launch takes the further buffers in `outputs` as arguments but does not use them, so that tinygrad keeps them. `real_rows` lists the
-  rows that are no padding."""
+  """Returns the UOp of a launch that merges the partial results `parts` into the outputs of `p`."""
+  # `outputs` begins with the buffers for the outputs. The launch takes the further buffers as arguments but does not use them, so that tinygrad keeps
+  # them. `real_rows` lists the rows that are no padding.
   p = replace(p, sinks=sinks is not None, num_splits=1)
   kernel = merge_kernel(p, c.arch, tuple(part.rows for part in parts), real_rows, c.arch.name not in CHIPS)
   given = [part.found for part in parts] + ([sinks] if sinks is not None else [])
@@ -426,7 +410,7 @@ def merge_call(c:SharedRows, p:Problem, parts:list[ContextPart], outputs:tuple[U
   return UOp.custom_kernel(*outputs[:count], *given, *outputs[count:], fxn=kernel)[0].src[1]
 
 def merged_part(c:SharedRows, parts:list[ContextPart], device:int) -> ContextPart:
-  """Merges the partial results of a device into one partial result that covers all rows of the device."""
+  """Merges the partial results of a device into one that covers all rows of the device."""
   p, rows = replace(c.own, out_dtype="float32"), RowRange(0, c.own.Sq)
   if len(parts) == 1 and parts[0].rows == rows: return parts[0]
   return ContextPart(rows, written_part(p, c.devices[device], lambda *into: merge_call(c, p, parts, into)))
@@ -434,21 +418,20 @@ def merged_part(c:SharedRows, parts:list[ContextPart], device:int) -> ContextPar
 # ***** all devices *****
 
 def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend) -> list[ContextPart]:
-  """Runs all launches of a device, and returns their partial results. `held` has the shards of each tensor, by name, and `attend` makes one launch.
-  As soon as there are PARTS_KEPT partial results, they are merged into one, so that no more are in memory."""
+  """Runs all launches of a device, and returns their partial results."""
   plan, parts = c.shards.plan(c.problem, device), list[ContextPart]()
   keys = {name: shards for name, shards in held.items() if name in ("k", "v")}
   others = {name: shards[device] for name, shards in held.items() if name not in ("k", "v", "sinks")}
   for (_, some), of_owner in zip(plan, passed(keys, device, c.devices[device], [owner for owner, _ in plan])):
     for launch in some:
+      # So no more than PARTS_KEPT partial results are in memory.
       if len(parts) == PARTS_KEPT: parts = [merged_part(c, parts, device)]
       rows = RowRange(launch.queries.first, launch.queries.count)
       parts.append(ContextPart(rows, run_launch(c, launch, others | of_owner, device, attend)))
   return parts
 
 def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
-  """Computes attention by merging: on each device, launches compute partial results, each over some keys, and kernels merge these into the `outputs`.
-  `held` has the shards of each tensor, by name, and `attend` is the function that makes one launch. Returns the UOp of the last launch."""
+  """Computes attention by merging: fills `outputs` from the partial results of each device, and returns the UOp of the last launch."""
   parts = [found_by(c, held, device, attend) for device in range(len(c.devices))]
   if c.shards.queries is None: parts = exchanged(c, parts)
   states = outputs
@@ -459,9 +442,9 @@ def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:
   return call
 
 def run_shared_rows(c:SharedRows, inputs:Mapping[str, UOp], attend:Attend) -> dict[str, UOp]:
-  """Computes attention of `inputs`, tensors in buffers, whose rows are sharded over devices. `attend` makes one launch. Returns tensors by name: o
-  and lse, sharded like q, as buffers that are still to be filled; and the filled outputs, which a gradient needs, under the names merged_o,
-  merged_lse and merged_lse_rest. Give all of them to `with_context_gradient`."""
+  """Computes attention of `inputs`, whose rows are sharded over devices; returns tensors by name for `with_context_gradient`."""
+  # o and lse, sharded like q, are buffers that are still to be filled. merged_o, merged_lse and merged_lse_rest are the filled outputs, which a
+  # gradient needs. `attend` makes one launch.
   held = {name: shards_of(u) for name, u in inputs.items()}
   shapes, layout = c.own.shapes, c.problem.layout
   axes = {name: AXES[layout] if name == "o" else lse_axes(layout) for name in c.own.outputs}
@@ -473,14 +456,13 @@ def run_shared_rows(c:SharedRows, inputs:Mapping[str, UOp], attend:Attend) -> di
   return {name: on_all(name) for name in OUTPUTS} | {f"merged_{name}": u.after(call) for name, u in buffers.items()}
 
 def exchanged(c:SharedRows, parts:list[list[ContextPart]]) -> list[list[ContextPart]]:
-  """Lets the devices exchange their results: merges the partial results of each device into one, and copies it once to every other device. Returns
-  the partial results that each device then has. A device whose queries see no key has no result."""
+  """Exchanges the results between devices, one from each, and returns the partial results that each device then has."""
+  # A device whose queries see no key has no result.
   found = [(i, merged_part(c, some, i)) for i, some in enumerate(parts) if some]
   return [[ContextPart(part.rows, part.found if i == to else part.found.copy_to_device(name)) for i, part in found]
           for to, name in enumerate(c.devices)]
 
 def first_launch(p:Problem, shards:SequenceShards) -> Problem:
-  """Returns the problem of one launch over the keys of one device: the first launch of the first device that has a launch. Returns `p` if no device
-  has one."""
+  """Returns the problem of the first launch over the keys of one device, or `p` if no device has a launch."""
   some = [launch for device in range(shards.count) for _, launches in shards.plan(p, device) for launch in launches]
   return replace(launch_problem(p, some[0]), out_dtype="float32") if some else p

@@ -1,8 +1,4 @@
-"""Gradient of attention over rows that are sharded over devices.
-
-The parts of k and v come to each device one after another, its own first. From these keys, and from o and lse computed over all keys, the device
-computes a part of dq, which it keeps, and parts of dk and dv in float32, which it sends back to the device that holds those keys. Every sum is in
-float32 and in a fixed order, so results are equal in every run."""
+"""Gradient of attention over rows that are sharded over devices."""
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
@@ -22,21 +18,26 @@ from attn.score.terms import TERM_TENSORS, check_differentiable
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS, cache_of_kernels
 
+# The parts of k and v come to each device one after another, its own first. From these keys, and from o and lse computed over all keys, the device
+# computes a part of dq, which it keeps, and parts of dk and dv in float32, which it sends back to the device that holds those keys. Every sum is in
+# float32 and in a fixed order, so results are equal in every run.
+
 def all_launches(c:SharedRows) -> list[ContextLaunch]:
   return [launch for device in range(c.shards.count) for _, some in c.shards.plan(c.problem, device) for launch in some]
 
 def by_kernels(c:SharedRows) -> bool:
-  """Returns whether the backward kernels can compute every launch. They cannot if a score term or mask (such as a bias, or the caller's mask_mod)
-  needs the positions of keys in the whole sequence: a launch over the keys of one device counts keys from the first key of this device."""
+  """Returns whether the backward kernels can compute every launch."""
+  # A launch over the keys of one device counts keys from the first key of this device, but a score term or mask needs their positions in the whole
+  # sequence.
   if fixed_in_sequence(c.problem): return False
   return not any(isinstance(can_differentiate(replace(launch_problem(c.problem, x), num_splits=1), c.arch), str) for x in all_launches(c))
 
 def rows_axis(c:SharedRows, name:str) -> int:
-  """Returns which axis of a tensor counts rows. `name` is q, k, v, o, lse, lse_rest, or the gradient of one of these."""
+  """Returns which axis of a tensor counts rows; the tensor is q, k, v, o, lse, lse_rest, or the gradient of one of these."""
   return (lse_axes if "lse" in name else AXES.__getitem__)(c.problem.layout).index("rows")
 
 def lying_as(g:UOp, out:UOp) -> UOp:
-  """Returns the gradient `g` with the dtype of the output `out` to which it belongs, on the same devices, and divided over them in the same way."""
+  """Returns the gradient `g` with the dtype, the devices and the sharding of the output `out`."""
   g = g.cast(out.dtype)
   if g.axis == out.axis: return g
   if out.axis is None and out.device is not None: return g.copy_to_device(out.device)
@@ -53,9 +54,8 @@ class RowGradient:
   found: Tensor
 
 def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:str) -> Tensor:
-  """Adds up parts of a gradient on a device, in order. Each part is the gradient of some rows of a tensor of shape `shape`; `axis` is the axis of the
-  rows. A part is padded with zeros to all rows. The result is the gradient of all rows. The additions run one after another, so that at most two
-  padded parts are in memory at a time."""
+  """Adds up parts of the gradient of a tensor of shape `shape` on a device, in order; `axis` counts rows."""
+  # A part is padded with zeros to all rows. The additions run one after another, so that at most two padded parts are in memory at a time.
   total = None
   for part in parts:
     rows = (part.run.first, shape[axis] - part.run.first - part.run.count)
@@ -65,7 +65,7 @@ def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:st
   return Tensor.zeros(*shape, dtype=dtypes.float, device=device).contiguous() if total is None else total
 
 def launch_gradients(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp]) -> dict[str, Tensor]:
-  """Computes dq, dk and dv of a launch, in float32. `held` has the tensors on the launch's device, by name."""
+  """Computes dq, dk and dv of a launch, in float32, from the tensors on its device."""
   p = replace(launch_problem(c.problem, launch), num_splits=1)
   runs = dict.fromkeys(("q", "o", "lse", "lse_rest", "do", "dlse"), launch.queries) | dict.fromkeys(("k", "v"), launch.keys)
   t = {name: rows_in_buffer(u, rows_axis(c, name), runs[name].first, runs[name].count) if name in runs else u for name, u in held.items()}
@@ -77,21 +77,17 @@ def launch_gradients(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp]) ->
   return {name: Tensor(t[name]).sum(0).contiguous() for name in ("dq", "dk", "dv")}
 
 def on_every(c:SharedRows, each:list[Tensor], axis:int|None) -> UOp:
-  """Joins tensors, one on each device, into one tensor on all devices. The result is sharded along `axis`; if `axis` is None, each device has the
-  whole tensor."""
+  """Joins tensors, one on each device, into one tensor that is sharded along `axis`, or whole on each device."""
   first, *rest = [x.contiguous().uop for x in each]
   if isinstance(c.at.device, str): return first
   return first.mstack(*rest) if axis is None else first.mstack(*rest).unshard(axis)
 
 def summed(c:SharedRows, each:list[Tensor]) -> list[Tensor]:
-  """Sums tensors, one on each device, in the order of the devices. Every device gets the sum. For this, each tensor is copied once to every device
-  that does not hold it."""
+  """Sums tensors, one on each device, in the order of the devices, and returns the sum on each device."""
   return [functools.reduce(Tensor.add, [x.to(device) for x in each]) for device in c.devices]
 
 def passed_gradients(c:SharedRows, inputs:dict[str, UOp], merged:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Computes the gradients of q, k, v and the sinks with the backward kernels, while the parts of k and v go from device to device. `inputs` and
-  `merged` have the call's tensors and outputs, by name, and `given` the gradients of o and lse, in buffers that are divided over devices like the
-  outputs."""
+  """Computes the gradients of q, k, v and sinks by the backward kernels, while parts of k and v go from device to device."""
   p, held = c.problem, {name: shards_of(u) for name, u in (inputs | merged).items()}
   for name, g in given.items(): held[f"d{name}"] = shards_of(g)
   if "do" not in held: held["do"] = [filled_with_rows(Tensor.zeros(*u.shape, dtype=u.dtype, device=u.device).uop) for u in held["o"]]
@@ -118,8 +114,7 @@ def passed_gradients(c:SharedRows, inputs:dict[str, UOp], merged:dict[str, UOp],
   return result
 
 def sinks_gradient(c:SharedRows, held:dict[str, list[UOp]]) -> UOp:
-  """Computes the gradient of the sinks: -exp(sink - lse) * delta, summed over the rows of all devices. `held` has a list for each tensor, by name,
-  with what each device holds of the tensor."""
+  """Computes the gradient of the sinks: -exp(sink - lse) * delta, summed over the rows of all devices."""
   p, each = c.problem, []
   for i in range(len(c.devices)):
     of = {name: Tensor(shards[i]) for name, shards in held.items()}
@@ -131,9 +126,9 @@ def sinks_gradient(c:SharedRows, held:dict[str, list[UOp]]) -> UOp:
 # ***** gradients that tinygrad computes *****
 
 def gathered_gradients(c:SharedRows, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Lets tinygrad compute the gradients of all float `inputs` from `given`, the gradients of o and lse. All inputs are gathered on the first device,
-  in the order of the sequence, and tinygrad differentiates `three_pass` (attention in plain tensor operations) there. The gradients are then sharded
-  like the inputs."""
+  """Returns the gradients of all float inputs, computed by tinygrad from whole tensors on the first device."""
+  # All inputs are gathered in the order of the sequence, and tinygrad differentiates `three_pass` (attention in plain tensor operations). The
+  # gradients are then sharded like the inputs.
   p, order, first = c.problem, c.shards.order, c.devices[0]
   lengths = {"q": p.Sq, "o": p.Sq, "lse": p.Sq, "k": p.Sk, "v": p.Sk} | dict.fromkeys(c.shards.as_q, p.Sq)
   if c.shards.queries is None: lengths = {name: n for name, n in lengths.items() if name in ("k", "v")}
@@ -154,13 +149,12 @@ def gathered_gradients(c:SharedRows, inputs:dict[str, UOp], given:dict[str, UOp]
 
 @dataclass(frozen=True)
 class ContextGradient:
-  """Gradient function (tinygrad's `grad_fxn`) of a call of attention whose rows are sharded over devices. `shared` is the call's problem and devices.
-  `names` has the name of each input of the call, in order."""
+  """Gradient function (tinygrad's `grad_fxn`) of a call of attention whose rows are sharded over devices."""
   shared: SharedRows
-  names: tuple[str, ...]
+  names: tuple[str, ...]  # of the call's inputs, in order
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
-    """Returns the gradient of each input of the call, or None for an input that has no gradient. `args` are the gradients of the outputs, without
-    outputs that have no gradient. The last element of `args` is the call, unless the call is given by name."""
+    """Returns the gradient of each input of the call, or None for an input that has no gradient."""
+    # `args` are the gradients of the outputs, as far as they exist. The call is the last element of `args`, unless `call` is given.
     check_differentiable(self.shared.problem)
     gradients, call = (args[:-1], args[-1]) if call is None else (args, call)
     t = dict(zip(self.names, call.src[1:]))
@@ -169,8 +163,8 @@ class ContextGradient:
     found = kept_graph((self, asked_for()), of_call | {f"d{name}": in_buffers(g) for name, g in given.items()}, self.graph)
     return tuple(found.get(name) for name in self.names)
   def graph(self, t:Graph) -> dict[str, UOp]:
-    """Returns the gradients by the names of the inputs. `t` has the inputs, the filled outputs of the call, and the gradients `do` and `dlse` of its
-    outputs, if they exist."""
+    """Returns the gradients by the names of the inputs."""
+    # `t` has the inputs, the filled outputs of the call, and the gradients `do` and `dlse` of its outputs, if they exist.
     c, given = self.shared, {name: t[f"d{name}"] for name in OUTPUTS if f"d{name}" in t}
     inputs, merged = {name: t[name] for name in INPUTS if name in t}, {name: t[f"merged_{name}"] for name in c.own.outputs}
     found: dict[str, UOp] = {}
@@ -180,14 +174,15 @@ class ContextGradient:
 
 @cache_of_kernels
 def context_gradient(c:SharedRows, names:tuple[str, ...]) -> ContextGradient:
-  """Returns the function that computes the gradients of a call of attention. The rows of the call are divided among devices. Equal arguments return
-  the identical object, because tinygrad's caches compare by identity."""
+  """Returns the gradient function of a call of attention whose rows are divided among devices."""
+  # Equal arguments return the identical object, because tinygrad's caches compare by identity.
   return ContextGradient(c, names)
 
 def with_context_gradient(c:SharedRows, outputs:dict[str, UOp], sources:dict[str, UOp]) -> tuple[Tensor, Tensor]:
-  """Attaches a gradient function to o and lse, however they were computed. Returns o and lse as results of an empty launch, which has this function
-  as tinygrad's `grad_fxn`. `sources` are the tensors on which the gradient depends, by name."""
+  """Attaches a gradient function to o and lse, however they were computed."""
   gradient = context_gradient(c, (*outputs, *sources))
+  # o and lse become results of an empty launch, which has this function as tinygrad's `grad_fxn`. `sources` are the tensors on which the gradient
+  # depends.
   call = UOp.sink().call(*outputs.values(), *sources.values(), grad_fxn=gradient)
   keep_inputs(list(outputs.values()), list(sources.values()), gradient)
   return Tensor(outputs["o"].after(call)), Tensor(outputs["lse"].after(call))

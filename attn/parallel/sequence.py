@@ -9,18 +9,16 @@ from attn.tinygrad_compat import Tensor
 from attn.values import static_shape
 
 def check_axis(x:Tensor, axis:object) -> int:
-  """Returns an axis of x as a number from 0 on; -1 is the last axis. Raises ValueError for an axis that x does not have."""
+  """Returns an axis of x as a number from 0 on; raises ValueError for an axis that x does not have."""
   supported = f"an axis of x, which has shape {values.shown_shape(x.shape)}: {-x.ndim}..{x.ndim - 1}"
   return values.whole_number("axis", axis, -x.ndim, x.ndim - 1, supported) % x.ndim
 
 def pieces_by_device(count:int, order:str) -> list[int]:
-  """Lists the pieces of a sequence (their indices) in the order in which `count` devices hold them: the first device's pieces, then those of the
-  second device, and so on. `order` is "contiguous" (one piece on each device) or "zigzag" (two pieces on each)."""
+  """Returns the indices of the pieces of a sequence in the order in which `count` devices hold them."""
   return [number for device in range(count) for number in numbers_of(device, count, order)]
 
 def rearranged(x:Tensor, axis:int, numbers:Sequence[int]) -> Tensor:
-  """Cuts x along `axis` into equal pieces and joins them in another order. `numbers` has the index of each piece in this order: the piece with index
-  numbers[0] comes first."""
+  """Cuts x along `axis` into equal pieces and joins them in the order `numbers`."""
   if list(numbers) == sorted(numbers): return x
   size = int(x.shape[axis])//len(numbers)
   def piece(n:int) -> Tensor: return x.shrink(tuple((n*size, (n + 1)*size) if i == axis else None for i in range(x.ndim)))
@@ -28,8 +26,7 @@ def rearranged(x:Tensor, axis:int, numbers:Sequence[int]) -> Tensor:
   return first.cat(*rest, dim=axis)
 
 def in_order(x:Tensor, axis:int, length:int, count:int, order:str) -> Tensor:
-  """Returns the first `length` rows of a sequence in their natural order. x holds all pieces of the sequence along the dimension `axis`, joined in
-  the order in which `count` devices hold them: "contiguous" or "zigzag" (`order`)."""
+  """Returns the first `length` rows of a sequence, whose pieces lie in the order of `count` devices, in their natural order."""
   numbers = pieces_by_device(count, order)
   whole = rearranged(x, axis, [numbers.index(n) for n in range(len(numbers))])
   return whole.shrink(tuple((0, length) if i == axis else None for i in range(x.ndim)))

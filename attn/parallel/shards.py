@@ -1,12 +1,5 @@
 """Plans of context parallelism: the rows of a sequence that each device holds, and the launches that compute its queries. A launch computes some
-heads over all keys, or all heads over the keys of one device.
-
-A device holds pieces of the sequence. With the order "contiguous" it holds one piece. With "zigzag" it holds two, one from the front and one from the
-back (Llama 3, arXiv 2407.21783, section 3.3.2), so that under a causal mask every device sees the same number of keys:
-
-  pieces of 4 devices, zigzag   device 0: 0, 7   device 1: 1, 6   device 2: 2, 5   device 3: 3, 4
-
-A piece of queries with a piece of keys is an attention problem with its own offset. Its mask hides no pair, some pairs or all pairs."""
+heads over all keys, or all heads over the keys of one device."""
 from __future__ import annotations
 import itertools
 from collections.abc import Sequence
@@ -17,48 +10,51 @@ from attn.problem import BYTES, ORDERS, DealtRows, Problem, Strided
 from attn.score.masks import hiding
 from attn.score.terms import goes_by_distance, score_terms
 
+# A device holds pieces of the sequence. With the order "contiguous" it holds one piece. With "zigzag" it holds two, one from the front and one from
+# the back (Llama 3, arXiv 2407.21783, section 3.3.2), so that under a causal mask every device sees the same number of keys:
+# pieces of 4 devices, zigzag: device 0: 0, 7; device 1: 1, 6; device 2: 2, 5; device 3: 3, 4
+# A piece of queries with a piece of keys is an attention problem with its own offset. Its mask hides no pair, some pairs or all pairs.
+
 REACH = 512     # more rows than a block of queries may read before or after its visible keys, including tiles that are loaded ahead
 
 @dataclass(frozen=True)
 class SequencePiece:
-  """Piece of a sequence that a device holds: `rows` rows, which begin at row `start` of the sequence and at row `at` of the device's tensor. Padding
-  behind the last row of the sequence does not count."""
+  """Piece of a sequence on a device: `rows` rows from row `start` of the sequence on, without padding."""
   start: int
   rows: int
-  at: int
+  at: int  # first row in the device's tensor
 
 def numbers_of(device:int, count:int, order:str) -> tuple[int, ...]:
-  """Returns the indices of the pieces that one of `count` devices holds, in the order in which the pieces lie on the device."""
+  """Returns the indices of the pieces that one of `count` devices holds, in the order in which they lie there."""
   return (device,) if order == "contiguous" else (device, 2*count - 1 - device)
 
 def pieces_of(device:int, count:int, order:str, held:int, length:int) -> tuple[SequencePiece, ...]:
-  """Returns the pieces of a sequence of `length` rows that one of `count` devices holds. `held` is the number of rows that each device holds, padding
-  included. The result leaves out pieces that are all padding."""
+  """Returns the pieces of a sequence of `length` rows that one of `count` devices holds, without pieces that are all padding."""
+  # `held` is the number of rows that each device holds, padding included.
   size = held//ORDERS[order]
   of = [SequencePiece(n*size, min(max(length - n*size, 0), size), i*size) for i, n in enumerate(numbers_of(device, count, order))]
   return tuple(piece for piece in of if piece.rows)
 
 def rows_held(length:int, count:int, order:str) -> int:
-  """Returns how many rows of a sequence each of `count` devices holds. The sequence has `length` rows, and is padded so that all pieces have equal
-  length."""
+  """Returns how many rows of a padded sequence of `length` rows each of `count` devices holds."""
   return -(-length//(count*ORDERS[order]))*ORDERS[order]
 
 # ***** keys that a mask leaves visible *****
 
 @dataclass(frozen=True)
 class SeenKeys:
-  """Mask between some queries and some keys. Query i sees key j if i + offset - left <= j <= i + offset + right, where (left, right) is `window`. A
-  bound of -1 hides nothing. i and j count from the first of these queries and keys."""
+  """Mask between some queries and some keys: query i sees key j if i + offset - left <= j <= i + offset + right."""
+  # (left, right); a bound of -1 hides nothing. i and j count from the first of these queries and keys.
   window: tuple[int, int]
   offset: int
 
 def seen_keys(window:tuple[int, int], offset:int, queries:int, keys:int, by_distance:bool) -> SeenKeys|None:
-  """Makes a mask of `queries` queries and `keys` keys in a normal form, so that equal masks compare as equal. A bound of the window that hides no key
-  becomes -1. The offset becomes 0 if no bound is left and no score depends on the distance of query and key (`by_distance` is false). Returns None if
-  no query sees a key."""
+  """Makes the mask of `queries` queries and `keys` keys, such that equal masks are equal objects; None if no query sees a key."""
   left, right = window
   first, last = offset - left, queries - 1 + offset + right      # first visible key of the first query, last visible key of the last query
   if (left >= 0 and first >= keys) or (right >= 0 and last < 0): return None
+  # A bound of the window that hides no key becomes -1. The offset becomes 0 if no bound is left and no score depends on the distance of query and
+  # key.
   bounds = (left if left >= 0 and queries - 1 + offset - left > 0 else -1, right if right >= 0 and offset + right < keys - 1 else -1)
   return SeenKeys(bounds, offset if by_distance or bounds != (-1, -1) else 0)
 
@@ -66,10 +62,10 @@ def seen_keys(window:tuple[int, int], offset:int, queries:int, keys:int, by_dist
 
 @dataclass(frozen=True)
 class PieceRun:
-  """Pieces of a sequence that one launch computes or reads, in the order in which they lie on the device. `first` is the first row in the device's
-  tensor, `count` the number of rows, and `unbroken` says that no other rows lie between the pieces."""
+  """Pieces of a sequence that one launch computes or reads, in the order in which they lie on the device."""
   pieces: tuple[SequencePiece, ...]
   @property
+  # `first` is the first row in the device's tensor; `unbroken`: no other rows lie between the pieces.
   def first(self) -> int: return self.pieces[0].at
   @property
   def count(self) -> int: return sum(piece.rows for piece in self.pieces)
@@ -78,24 +74,21 @@ class PieceRun:
 
 @dataclass(frozen=True)
 class ContextLaunch:
-  """Launch of attention on one device: some queries of the device over keys that are on the device. These keys are the device's own, or copied from
-  another device. `seen` is the mask between the queries and the keys."""
+  """Launch of attention on one device: some queries of the device over keys of one device."""
   queries: PieceRun
   keys: PieceRun
-  seen: SeenKeys
+  seen: SeenKeys  # mask between queries and keys
 
 def pair_seen(p:Problem, queries:SequencePiece, keys:SequencePiece, offset:int|None=None) -> SeenKeys|None:
-  """Returns the mask between a piece of queries and a piece of keys. The mask follows from the positions of the pieces in the sequence, or from
-  `offset` if that is given."""
+  """Returns the mask between a piece of queries and a piece of keys, from their positions in the sequence, or from `offset`."""
   return seen_keys(p.window, p.offset + queries.start - keys.start if offset is None else offset, queries.rows, keys.rows, goes_by_distance(p))
 
 def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
-  """Finds one mask for several pieces of queries and several pieces of keys together, so that one launch can compute them. Its window and offset
-  count from the first query and the first key. Returns None if no such mask exists."""
+  """Returns one mask for several pieces of queries and keys together, so that one launch can compute them; None if there is none."""
+  # The window and offset of the mask count from the first query and the first key.
   if not (queries.unbroken and keys.unbroken): return None
   def moved(x:SequencePiece, y:SequencePiece) -> int:
-    """Returns how much the offset of a mask changes, if rows are no longer counted from the first of all queries and keys, but from the first rows of
-    a piece `x` of queries and a piece `y` of keys."""
+    """Returns how much the offset of the mask changes if rows count from the first rows of the pieces `x` and `y`."""
     return (x.at - queries.first) - (y.at - keys.first)
   pairs = {(x, y): pair_seen(p, x, y) for x in queries.pieces for y in keys.pieces}
   bounded = [(x, y) for (x, y), seen in pairs.items() if seen is not None and (goes_by_distance(p) or seen.window != (-1, -1))]
@@ -106,8 +99,8 @@ def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
   return seen_keys(window, offset, queries.count, keys.count, goes_by_distance(p))
 
 def launches(p:Problem, queries:Sequence[SequencePiece], keys:Sequence[SequencePiece]) -> tuple[ContextLaunch, ...]:
-  """Returns the fewest launches that compute some pieces of queries over some pieces of keys. If no query of a piece sees a key of another piece,
-  this pair has no launch."""
+  """Returns the fewest launches that compute some pieces of queries over some pieces of keys."""
+  # If no query of a piece sees a key of another piece, this pair has no launch.
   if all(pair_seen(p, x, y) is None for x in queries for y in keys): return ()
   if (seen := as_one(p, PieceRun(tuple(queries)), PieceRun(tuple(keys)))) is not None:
     return (ContextLaunch(PieceRun(tuple(queries)), PieceRun(tuple(keys)), seen),)
@@ -117,37 +110,36 @@ def launches(p:Problem, queries:Sequence[SequencePiece], keys:Sequence[SequenceP
   return min(ways, key=len)
 
 def owners(device:int, count:int) -> tuple[int, ...]:
-  """Returns the devices whose keys a device needs, in order: the device itself first, then the others of the `count` devices. The order is chosen so
-  that no two devices read from the same device at the same time."""
+  """Returns the devices whose keys a device needs, in order, itself first."""
+  # No two devices read from the same device at the same time.
   return tuple((device + i) % count for i in range(count))
 
 @dataclass(frozen=True)
 class SequenceShards:
-  """How the rows of a problem are divided over `count` devices. Each device holds `keys` rows of k and v, and `queries` rows of q (None: all of q).
-  `as_q` has the names of other tensors, such as a bias, whose rows are divided like those of q."""
+  """How the rows of a problem are divided over `count` devices."""
   count: int
   order: str
-  keys: int
-  queries: int|None
-  as_q: tuple[str, ...] = ()
+  keys: int  # rows of k and v on each device
+  queries: int|None  # rows of q on each device; None: all
+  as_q: tuple[str, ...] = ()  # names of other tensors, such as a bias, whose rows are divided like those of q
 
   def queries_of(self, p:Problem, device:int) -> tuple[SequencePiece, ...]:
     return (SequencePiece(0, p.Sq, 0),) if self.queries is None else pieces_of(device, self.count, self.order, self.queries, p.Sq)
   def keys_of(self, p:Problem, device:int) -> tuple[SequencePiece, ...]: return pieces_of(device, self.count, self.order, self.keys, p.Sk)
   def plan(self, p:Problem, device:int) -> tuple[tuple[int, tuple[ContextLaunch, ...]], ...]:
-    """Returns the plan of a device, in order, as pairs (device that owns the keys, launches over these keys). If every device has all queries, each
-    device computes them only over its own keys."""
+    """Returns the launches of a device, in order, as pairs (device that owns the keys, launches over these keys)."""
+    # If every device has all queries, each device computes them only over its own keys.
     seen = owners(device, self.count) if self.queries is not None else (device,)
     found = [(owner, launches(p, self.queries_of(p, device), self.keys_of(p, owner))) for owner in seen]
     return tuple((owner, some) for owner, some in found if some)
   def keys_read(self, p:Problem, device:int) -> tuple[range, ...]:
-    """Returns the ranges of rows of k and v that a kernel may read when it computes all queries of a device. These are the rows that the queries see,
-    and up to REACH (512) rows more on either side, because a kernel reads whole tiles of keys and loads tiles ahead."""
+    """Returns the ranges of rows of k and v that a kernel may read when it computes all queries of a device."""
     (left, right), found = p.window, list[range]()
     for piece in self.queries_of(p, device) or (SequencePiece(0, 0, 0),):
       first, last = p.offset + piece.start, p.offset + piece.start + piece.rows - 1
       begin = min(max(first - left, 0), p.Sk) if left >= 0 else 0
       end = min(max(last + right + 1, begin), p.Sk) if right >= 0 else p.Sk
+      # A kernel reads whole tiles of keys and loads tiles ahead: up to REACH rows more on either side of the rows that the queries see.
       read = range(max(begin - REACH, 0), min(end + REACH, p.Sk))
       if found and read.start <= found[-1].stop: read = range(found.pop().start, read.stop)
       found.append(read)
@@ -161,16 +153,17 @@ class SequenceShards:
              for x in self.keys_held(p, owner) for y in self.keys_read(p, device)]
     return tuple((owner, rows) for owner, rows in found if rows)
   def keys_gathered(self, p:Problem, device:int) -> range:
-    """Returns the range of the sequence for which the buffers of a device that gathers keys have room: the rows of k and v that it reads, the rows
-    that it holds, and the rows between them."""
+    """Returns the range of the sequence for which the buffers of a device that gathers keys have room."""
+    # These are the rows of k and v that it reads, the rows that it holds, and the rows between them.
     some = (*self.keys_read(p, device), *self.keys_held(p, device))
     return range(min(x.start for x in some), max(x.stop for x in some))
   def dealt(self, p:Problem, device:int, heads:tuple[int, int]) -> Problem:
-    """Returns the problem of one launch on a device that gathers keys. The launch computes `heads` (first, count), a range of the key/value heads of
-    all batches. k and v are the gathered rows (rows, heads, width), or all of k and v if there is only one device. The positions of rows and the
-    first head are in the problem only if the kernel needs them, because launches with equal problems share one kernel."""
+    """Returns the problem of one launch, of the key/value heads (first, count), on a device that gathers keys."""
+    # Heads count over all batches. k and v are the gathered rows (rows, heads, width), or all of k and v if there is only one device.
     assert self.queries is not None
     pieces, first, jump = self.queries_of(p, device), 0, 0
+    # The positions of rows and the first head are in the problem only if the kernel needs them, because launches with equal problems share one
+    # kernel.
     if pieces and (goes_by_distance(p) or any(hiding(p)) or p.functions):
       first = pieces[0].start
       jump = sum(y.start - x.start - y.at for x, y in itertools.pairwise(pieces))
@@ -184,10 +177,10 @@ class SequenceShards:
     return replace(p, Sq=self.queries, return_lse=True, lse_rest=p.wide_scores, dealt=dealt, k_view=view(p.D),
                    v_view=None if p.v_in_k else view(p.Dv))
   def explanation(self, p:Problem, gathering_launches:int) -> str:
-    """Returns the sentence in which `attn.explain` says how rows are divided among devices. Launches compute some heads each, over all keys, which
-    the device gathers. `gathering_launches` is the number of these launches on each device. It is 0 if instead each launch computes all heads over
-    the keys of one device."""
+    """Returns the sentence in which `attn.explain` says how rows are divided among devices."""
     shared = f"{'keys' if self.queries is None else 'rows'} shared by {self.count} devices, {self.order}:"
+    # Each launch computes some heads over all keys, which the device gathers. Otherwise (0) each launch computes all heads over the keys of one
+    # device.
     if gathering_launches:
       others = max(len({owner for owner, _ in self.keys_copied(p, device)}) for device in range(self.count))
       return f"{shared} {gathering_launches} launches on each, for whose heads the keys of at most {others} others come over"
@@ -202,11 +195,11 @@ AT_ONCE = 1 << 29     # most bytes of k and v that a device gathers for the head
 LONG_COPIES = 1 << 27 # with at least so many bytes of k and v, a device has two or more launches: it then waits only for the keys of the first
 
 def head_chunks(p:Problem, shards:SequenceShards) -> list[tuple[int, int]]:
-  """Divides the key/value heads among the launches of a device that gathers keys. Returns (first head, number of heads) for each launch; heads count
-  over all batches. All launches have the same number of heads, so that one kernel serves them all. It is the largest number for which k and v of a
-  launch have at most AT_ONCE bytes, and for which each launch's heads of q, o and lse begin at a multiple of 16 bytes. If k and v have LONG_COPIES
-  bytes or more in all, there are at least two launches: while one runs, the keys for the next one are copied."""
+  """Divides the key/value heads among the launches of a device that gathers keys: returns (first head, number of heads) of each."""
   heads, of_head = p.B*p.Hkv, shards.count*shards.keys*(p.D + p.Dv)*BYTES[p.dtype]
+  # All launches have the same number of heads, so that one kernel serves them all. It is the largest number for which k and v of a launch have at
+  # most AT_ONCE bytes, and for which each launch's heads of q, o and lse begin at a multiple of 16 bytes. If k and v have LONG_COPIES bytes or more
+  # in all, there are at least two launches: while one runs, the keys for the next one are copied.
   most = min(AT_ONCE//of_head, heads//2 if heads*of_head >= LONG_COPIES else heads)
   rows = p.H//p.Hkv*(shards.queries or 0)
   def whole(n:int) -> bool:
