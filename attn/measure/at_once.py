@@ -1,10 +1,7 @@
-"""Compares the three ways in which attn computes dq, dk and dv on an NVIDIA GPU with wgmma: by two kernels, by one kernel whose workgroups add to dq
-in no order, and by one kernel whose workgroups add to dq in a fixed order. Also times the backward of PyTorch's backends if they have the options of
-a problem, and for a mask_mod that of PyTorch's compiled flex_attention.
+"""Compares the ways in which attn computes dq, dk and dv on an NVIDIA GPU with wgmma: two kernels, one kernel whose workgroups add to dq in no order,
+one whose workgroups add in a fixed order, and the kernel for few queries. Also times PyTorch's backward, where PyTorch has the options of a problem.
 
-  DEV=CUDA python -m attn.measure.at_once [WORD ...]      prints the problems whose name has each WORD; CSV=path writes them to a file
-
-Times are device times of all kernels that a way needs, also of those that compute delta and turn the sums of dQ into dq."""
+`DEV=CUDA python -m attn.measure.at_once [WORD ...]` prints the problems whose name has each WORD; CSV=path writes them to a file."""
 from __future__ import annotations
 import csv, itertools, os, sys
 from collections.abc import Callable
@@ -36,15 +33,17 @@ from attn.ops import renderers
 from attn.problem import Problem, problem_of
 from attn.tinygrad_compat import Device, Tensor, foreign_cuda_context
 
+# Times are device times of all kernels that a way needs, also of those that compute delta and turn the sums of dQ into dq. For a mask_mod the peer is
+# PyTorch's compiled flex_attention.
+
 MOST_COLUMNS = 128     # largest head dimension of this kernel
 TWO, NO_ORDER, IN_ORDER, OF_FEW = ALL_WAYS = "two kernels", "in no order", "in order", "few queries"
 
 Launches = list[tuple[BackwardLaunch, ListedBlocks|None]]     # one after another, each with the lists of tiles that it gets
 
 def launches_of(p:Problem, arch:Chip, way:str, shape:WgmmaBackwardShape|None=None) -> Launches:
-  """Returns the launches that compute dq, dk and dv. `way` is TWO for two kernels, NO_ORDER for one kernel that adds to dq in any
-  order, IN_ORDER for one kernel that adds to dq in a fixed order, and OF_FEW for the kernel for few queries. `shape` is the tile shape of the one
-  kernel; None: the shape that attn uses."""
+  """Returns the launches that compute dq, dk and dv in one of the ways ALL_WAYS."""
+  # `shape` is the tile shape of the one kernel; None: the shape that attn uses.
   one: AtOnceTile|None = None
   if way == OF_FEW: one = WgmmaFewQueriesTile(**vars(shape or FEW_QUERIES_WGMMA), matrix=MMA[p.dtype])
   elif way != TWO: one = WgmmaBackwardTile(**vars(shape or faster_at_once(p).shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
@@ -56,7 +55,7 @@ def launches_of(p:Problem, arch:Chip, way:str, shape:WgmmaBackwardShape|None=Non
   return [(launch, of_kernel.get(name)) for name, launch in found.items() if name != "forward"]
 
 def computed_gradients(launches:Launches, have:dict[str, Tensor]) -> dict[str, Tensor]:
-  """Returns dq, dk and dv as tensors that the launches compute from the tensors `have`, by name. dq, dk and dv are not computed yet."""
+  """Returns dq, dk and dv, not computed yet, as tensors that the launches compute from the tensors `have`."""
   there, device = dict(have), have["q"].device
   assert isinstance(device, str)
   for x, lists in launches:
@@ -70,17 +69,13 @@ WaysSizes = tuple[int, int, int, int, int, int]     # batch, heads, heads of key
 
 @dataclass(frozen=True)
 class WaysRow:
-  """A problem of this comparison: its sizes, words that name its options, and the options.
-
-  extras: the optional tensors by name
-  packed: whether the batches are packed sequences
-  function: the mask_mod, for attn and for PyTorch"""
+  """A problem of the comparison: its sizes, words that name its options, and the options."""
   sizes: WaysSizes
   told: str
   options: dict[str, Any] = field(default_factory=dict)
-  extras: dict[str, np.ndarray] = field(default_factory=dict)
-  packed: bool = False
-  function: FunctionRow|None = None
+  extras: dict[str, np.ndarray] = field(default_factory=dict)  # the optional tensors by name
+  packed: bool = False  # whether the batches are packed sequences
+  function: FunctionRow|None = None  # the mask_mod, for attn and for PyTorch
   @property
   def p(self) -> Problem:
     (B, H, Hkv, Sq, Sk, D), layout = self.sizes, "thd" if self.packed else "bhsd"
@@ -106,8 +101,7 @@ MASKS_TIMED = ("documents", "dilated", "neighbours")
 FURTHER_SIZES = ((4, 16, 16, 4000, 4000, 128), (8, 16, 16, 2048, 2048, 128), (16, 16, 16, 1024, 1024, 128))
 
 def extras_of(told:str, sizes:WaysSizes) -> dict[str, np.ndarray]:
-  """Returns the optional tensors of a problem, by name. `told` are the words that name the problem's options, such as "ALiBi", and `sizes` are its
-  sizes."""
+  """Returns the optional tensors, by name, of a problem whose options are named by the words `told`, such as "ALiBi"."""
   B, H, _, Sq, Sk, _ = sizes
   if "dropout" in told: return {"dropout_seed": np.array([1, 2], np.uint32)}
   if told.endswith("documents"): return {"mod_tensor0": np.arange(Sk, dtype=np.int32)//DOCUMENT}
@@ -115,7 +109,7 @@ def extras_of(told:str, sizes:WaysSizes) -> dict[str, np.ndarray]:
   return {f"cu_seqlens_{name}": np.arange(B + 1, dtype=np.int32)*n for name, n in (("q", Sq), ("k", Sk))} if "packed" in told else {}
 
 def rows_of_ways(words:list[str]) -> list[WaysRow]:
-  """Returns the problems of this comparison whose name contains every one of `words`."""
+  """Returns the problems of the comparison whose name contains every one of `words`."""
   sizes = [x for x in (*SIZES, *FURTHER_SIZES) if x[-1] <= MOST_COLUMNS]
   found = [WaysRow(x, told, options) for x, (told, options) in itertools.product(sizes, OF_PEERS.items())]
   found += [WaysRow(x, told, options, extras_of(told, x), "packed" in told)
@@ -137,15 +131,15 @@ def flex_backward(row:FunctionRow, q:Any, k:Any, v:Any, do:Any) -> Callable[[], 
   return lambda: tuple(torch.autograd.grad(o, inputs, do, retain_graph=True))
 
 def compare_ways(row:WaysRow) -> dict[str, Any]:
-  """Times the gradients of a problem in each of the three ways in which attn computes them, and PyTorch's backends if they have the problem's
-  options. Returns a row of the printed table: the milliseconds of each, and whether attn's gradients agree with those of cuDNN or flex_attention. If
-  neither has the options, the gradients of one kernel are compared with those of two."""
+  """Times the gradients of a problem in each way and by PyTorch; returns milliseconds and a verdict as a row of the table."""
   import torch
   torch.cuda.init()
   p = row.p
   inputs = random_inputs(p, 0, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))
   peers = torch_backward(p, "causal" in row.told, *inputs) if row.told in OF_PEERS or p.dropout_p else {}
   if row.function is not None: peers = {FLEX: flex_backward(row.function, *inputs)}
+  # attn's gradients are compared with those of cuDNN or flex_attention. If neither has the options, the gradients of one kernel are compared with
+  # those of two.
   exact = peers.get(CUDNN if row.told in OF_PEERS else FLEX)
   expected = [] if exact is None else [x.float().cpu().numpy() for x in exact()]
   theirs_timers = {name: torch_seconds(x) for name, x in peers.items()}

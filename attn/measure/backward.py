@@ -1,11 +1,8 @@
-"""Compares the backward kernels with their peers on the same NVIDIA GPU, in one process and on the same inputs. The peers are two backends of
-PyTorch's SDPA backward, FlashAttention-2 and cuDNN. In float32 the peer is PyTorch's memory-efficient backend.
+"""Compares the backward kernels with PyTorch's SDPA backward (FlashAttention-2 and cuDNN; in float32 the memory-efficient backend) on the same NVIDIA
+GPU, in one process and on the same inputs.
 
-  DEV=CUDA COMPARE=1 BWD=1 python bench.py             one problem; SWEEP=1: all shapes of the table; CSV=path, PLOT=path
-  DEV=CUDA python -m attn.measure.backward [WORD ...]  prints the problems whose names contain every WORD
-
-Every rate counts 2.5 times the operations of forward (five matrix products), although attn's kernels compute seven products. Times are device times,
-measured by events. Each time is a median over rounds. In a round attn and each peer are timed once, one after another."""
+`DEV=CUDA COMPARE=1 BWD=1 python bench.py` times one problem (SWEEP=1: all shapes of the table; CSV=path, PLOT=path). `DEV=CUDA python -m
+attn.measure.backward [WORD ...]` prints the problems whose names contain every WORD."""
 from __future__ import annotations
 import itertools, sys
 from collections.abc import Callable
@@ -25,6 +22,9 @@ from attn.problem import Problem
 from attn.tinygrad_compat import Device, Tensor, UOp, compiled, cuda_seconds, device_seconds, foreign_cuda_context
 from attn.values import FLOATS
 
+# Every rate counts 2.5 times the operations of forward (five matrix products), although attn's kernels compute seven products. Times are device
+# times, measured by events. Each time is a median over rounds. In a round attn and each peer are timed once, one after another.
+
 SIZES: tuple[tuple[int, int, int, int, int, int], ...] = (     # B, H, Hkv, Sq, Sk, D
   (1, 64, 64, 8192, 8192, 128), (4, 16, 16, 4096, 4096, 128), (4, 32, 8, 4096, 4096, 128), (4, 32, 32, 4096, 4096, 64), (1, 16, 16, 16384, 16384, 64),
   (2, 16, 16, 4096, 4096, 256), (1, 32, 1, 4096, 4096, 128), (1, 8, 8, 64, 65536, 128))
@@ -39,8 +39,7 @@ def shape_of(p:Problem) -> str:
 def name_of(p:Problem, causal:bool) -> str: return f"{shape_of(p)} {'causal' if causal else 'full'} {p.dtype}"
 
 def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[str, Callable[[], tuple[Any, ...]]]:
-  """Returns functions that compute dq, dk and dv with PyTorch, by the name of PyTorch's backend. `causal` says whether `p` has a causal mask. Leaves
-  out a backend that refuses the problem, and prints the reason."""
+  """Returns functions that compute dq, dk and dv with PyTorch, by the name of the backend, without backends that refuse the problem."""
   import torch
   from torch.nn.attention import sdpa_kernel
   found = dict[str, Callable[[], tuple[Any, ...]]]()
@@ -57,8 +56,7 @@ def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[
   return found
 
 def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
-  """Returns a timer of PyTorch: a function that returns the seconds of one call of `run`, as a mean over the calls of a round. A round is as many
-  calls as take a quarter of a second."""
+  """Returns a timer of PyTorch: a function that returns the mean seconds of one call of `run` in a round."""
   import torch
   def seconds(count:int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -71,21 +69,19 @@ def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
   return lambda: seconds(count)
 
 def outputs_of(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) -> dict[str, Tensor]:
-  """Returns the tensors that the kernel `fxn` writes, by name. `shapes` has shape and dtype of all its tensors. The tensors are not computed yet.
-  `have` has the tensors that exist already, by name."""
+  """Returns the tensors, not computed yet, that the kernel `fxn` writes, by name."""
+  # `shapes` has shape and dtype of all tensors of the kernel, and `have` those that exist already.
   found = Tensor.custom_kernel(*tensors_of_kernel(shapes, have), fxn=fxn)
   return {name: t for name, t in zip(shapes, found) if name not in have}
 
 def our_seconds(*outputs:Tensor) -> Callable[[], float]:
-  """Returns a timer of attn's kernels: a function that returns the seconds to compute `outputs` once, as a mean over the runs of a round. A round is
-  as many runs as take a quarter of a second."""
+  """Returns a timer of attn's kernels: a function that returns the mean seconds to compute `outputs` once in a round."""
   schedule = compiled(*outputs)
   count = runs_of_a_round(lambda: device_seconds(schedule))
   return lambda: cuda_seconds(schedule, count)
 
 def compare_backward(p:Problem, causal:bool) -> dict[str, Any]:
-  """Times the gradients of one problem with attn's kernels and with PyTorch's. Returns the results by column, as one row of a table. `causal` says
-  whether `p` has a causal mask."""
+  """Times the gradients of one problem with attn's kernels and with PyTorch's, and returns a row of the table."""
   import torch
   torch.cuda.init()
   inputs = random_inputs(p, 0, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))
@@ -122,10 +118,10 @@ def compare_backward(p:Problem, causal:bool) -> dict[str, Any]:
   return row | {"apart": apart, "verdict": "ok" if apart <= APART[p.dtype] else "WRONG"}
 
 def problems(words:list[str]) -> list[tuple[Problem, bool]]:
-  """Returns (problem, whether its mask is causal) for the problems whose name contains every one of `words`. Problems in float32 are included only if
-  the word "float32" is given."""
+  """Returns (problem, whether its mask is causal) for the problems whose name contains every one of `words`."""
   found = []
   cases = [*itertools.product(SIZES, ("bfloat16", "float16"), (False, True))]
+  # Problems in float32 are included only if this word is given.
   if "float32" in words: cases = [*itertools.product(SIZES_FP32, ("float32",), (False, True))]
   for (B, H, Hkv, Sq, Sk, D), dtype, causal in cases:
     p = Problem(B, H, Hkv, Sq, Sk, D, D, dtype=dtype, out_dtype=dtype, window=(-1, 0 if causal else -1), top_left=causal, softmax_scale=D**-0.5,

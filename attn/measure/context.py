@@ -1,13 +1,6 @@
-"""Times attention over sequences whose rows are sharded over GPUs, and compares the times with one GPU. The command `DEV=CUDA python -m
-attn.measure.context [WORD ...]` prints a line for each problem whose name contains every WORD.
-
-A line shows the wall time of one call under TinyJit, on each device by itself and on all devices together. The line also shows the host's time to
-launch one call, the bytes that each device uses, and a timeline. The wall time is the median of rounds of at least a quarter of a second. For the
-timeline each kernel and each copy of the call runs with nothing beside it. These times are added up in two ways: as if all copies ran beside kernels,
-and as if no copy did. The measured time should lie between the two sums. In some problems the heads are sharded over the devices instead of the rows.
-Such a problem needs no copies, and shows the highest speed that the devices can have together.
-
-DEVICES=4 uses four devices; the default is two. With DEV=EMU and SMALL=1 the program runs without a GPU, and its times mean nothing."""
+"""Times attention over sequences whose rows are sharded over GPUs, and compares the times with one GPU. `DEV=CUDA python -m attn.measure.context
+[WORD ...]` prints a line for each problem whose name contains every WORD. DEVICES=4 uses four devices instead of two. With DEV=EMU and SMALL=1 the
+program runs without a GPU, and its times mean nothing."""
 from __future__ import annotations
 import math, os, statistics, sys, time
 from collections.abc import Callable
@@ -19,20 +12,25 @@ from attn.measure.machine import need
 from attn.measure.rows import heads_text
 from attn.tinygrad_compat import Device, GlobalCounters, Ops, Tensor, TinyJit, UOp, compiled, run_alone
 
+# A line shows the wall time of one call under TinyJit, on each device by itself and on all devices together. The line also shows the host's time to
+# launch one call, the bytes that each device uses, and a timeline. The wall time is the median of rounds of at least a quarter of a second. For the
+# timeline each kernel and each copy of the call runs with nothing beside it. These times are added up in two ways: as if all copies ran beside
+# kernels, and as if no copy did. The measured time should lie between the two sums. In some problems the heads are sharded over the devices instead
+# of the rows. Such a problem needs no copies, and shows the highest speed that the devices can have together.
+
 MEASURED_SECONDS, MEASURED_ROUNDS = .25, 5     # long rounds measure a sustained rate: a device that was idle is faster for a while
 
 @dataclass(frozen=True)
 class SharedProblem:
-  """Problem that is sharded over devices. `shared` says what is divided: "rows", "keys" or "heads". With `backward`, the call also computes dq, dk
-  and dv."""
-  shared: str
+  """Problem whose tensors are sharded over devices."""
+  shared: str  # what is divided: "rows", "keys" or "heads"
   H: int
   Hkv: int
   Sq: int
   Sk: int
   D: int = 128
   causal: bool = False
-  backward: bool = False
+  backward: bool = False  # the call also computes dq, dk and dv
   def __str__(self) -> str:
     sizes = f"(1, {heads_text(self.H, self.Hkv)}, {self.Sq} x {self.Sk}, {self.D})"
     mask = "causal" if self.causal else "full"
@@ -49,7 +47,7 @@ def small(row:SharedProblem) -> SharedProblem:
   return replace(row, H=4, Hkv=4 if row.Hkv == row.H else 1, Sq=min(row.Sq, 64), Sk=128 if row.Sq == 1 else 64, D=16)
 
 def inputs_of(row:SharedProblem, devices:tuple[str, ...]) -> list[Tensor]:
-  """Returns q, k and v. These tensors are sharded over the devices as `row` says, or lie on one device if `devices` has only one."""
+  """Returns q, k and v, sharded over the devices as `row` says, or on one device."""
   shapes = (1, row.H, row.Sq, row.D), *[(1, row.Hkv, row.Sk, row.D)]*2
   def placed(x:Tensor, is_q:bool) -> Tensor:
     if len(devices) == 1: return x.to(devices[0])
@@ -60,7 +58,7 @@ def inputs_of(row:SharedProblem, devices:tuple[str, ...]) -> list[Tensor]:
 def order_of(row:SharedProblem) -> str: return "zigzag" if row.shared == "rows" and row.causal else "contiguous"
 
 def computes(row:SharedProblem, devices:tuple[str, ...]) -> Callable[..., list[Tensor]]:
-  """Returns a function of q, k and v that makes one call of attention for the problem `row`. The results of the call are not realized."""
+  """Returns a function of q, k and v that makes one call of attention for `row`, whose results are not realized."""
   options: dict[str, Any] = {"causal": row.causal}
   if len(devices) > 1: options["sequence_order"] = order_of(row)
   def call(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]:
@@ -75,15 +73,14 @@ def used(devices:tuple[str, ...]) -> list[int]: return [GlobalCounters.mem_used_
 
 @dataclass(frozen=True)
 class MeasuredCall:
-  """Measurements of a call: `ms` is the time of the call, and `launch_ms` is the time that the host needs to launch the call. `inputs` has the bytes
-  that the inputs use on each device. `besides` has the bytes that everything else uses, after TinyJit has captured the call."""
+  """Measurements of a call of attention."""
   ms: float
-  launch_ms: float
-  inputs: list[int]
-  besides: list[int]
+  launch_ms: float  # the host's time to launch the call
+  inputs: list[int]  # bytes of the inputs on each device
+  besides: list[int]  # bytes of everything else, after TinyJit has captured the call
 
 def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
-  """Times one call of attention on the devices, for the problem that `row` describes."""
+  """Times one call of attention on the devices, for the problem `row`."""
   before = used(devices)
   tensors, call = inputs_of(row, devices), computes(row, devices)
   synchronize(devices)
@@ -92,9 +89,7 @@ def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
   def step(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]: return [x.realize() for x in call(q, k, v)]
   for _ in range(3): step(*tensors)
   def timed(calls:int) -> tuple[float, float]:
-    """Times `calls` calls of attention, one after another, which TinyJit has compiled before. Returns two times in seconds. The first is the mean
-    time of a call, until the devices have finished. The second is the host's time for the first call: from the start of the call until it returns,
-    while the devices still compute."""
+    """Returns the mean seconds of `calls` calls until the devices have finished, and the host's seconds to launch the first call."""
     synchronize(devices)
     start = time.perf_counter()
     step(*tensors)
@@ -117,8 +112,7 @@ class TimedPiece:
   copied: bool
 
 def pieces_alone(row:SharedProblem, devices:tuple[str, ...]) -> list[TimedPiece]:
-  """Times each kernel and each copy of a call of attention for the problem `row`, in order, with nothing running beside it. Each time is the fastest
-  of three runs."""
+  """Times each kernel and each copy of a call of attention, in order, with nothing running beside it: the fastest of three runs."""
   schedule, found = compiled(*computes(row, devices)(*inputs_of(row, devices))), []
   for call in schedule.src:
     times = []
@@ -135,8 +129,7 @@ def pieces_alone(row:SharedProblem, devices:tuple[str, ...]) -> list[TimedPiece]
 def piece_name(call:UOp) -> str: return f"copy from {call.src[2].device}" if call.src[0].op is Ops.COPY else str(call.src[0].arg.function_name)
 
 def timeline(row:SharedProblem, devices:tuple[str, ...], ms:float) -> list[str]:
-  """Returns lines of output that say how long each kernel and each copy takes. The last line has two more times: the time if all copies run beside
-  kernels, and the time if no copy does. The measured time `ms` should lie between these two times."""
+  """Returns lines that say how long each kernel and each copy takes, and between which sums the measured time `ms` should lie."""
   pieces = pieces_alone(row, devices)
   def total(device:str, copied:bool) -> float:
     return sum(x.ms for x in pieces if x.copied == copied and Device.canonicalize(device) in x.device.split())

@@ -1,14 +1,9 @@
-"""Compares attn's decoding with that of PyTorch on the same NVIDIA GPU, and times attention of a chunk of a prompt over a cache. `DEV=CUDA python -m
-attn.measure.decode [WORD ...]` prints a line for each problem whose name contains every WORD.
+"""Compares attn's decoding with PyTorch's (FlashAttention-2 and cuDNN) on the same NVIDIA GPU, and times attention of a chunk of a prompt over a
+cache. `DEV=CUDA python -m attn.measure.decode [WORD ...]` prints a line for each problem whose name contains every WORD. A word NAME=NUMBER changes
+this number in every problem: B=8 keys=32768 page=16.
 
-Times are device times of one step, measured by events around a graph of 100 steps that run one after another. Each time is a median over rounds. In a
-round attn and each peer are timed once, one after another. The peers are two backends of PyTorch's SDPA, FlashAttention-2 and cuDNN. The rate is the
-bytes of K and V, each read once, per second. `python -m attn.measure.decode 576` prints the problems of latent attention, for which PyTorch has no
-kernels. PyTorch is not timed with pages and with chunks of prompts either.
-
-`TUNE=1 DEV=CUDA python -m attn.measure.decode 576` instead times every tile that the kernels of latent attention may have. Each tile is timed with
-the number of key ranges (KV splits) that attn would choose for it. The command keeps the fastest tile in the user's cache, where later calls find it,
-like TUNE=1 of bench.py. A word NAME=NUMBER changes this number in every problem: B=8 keys=32768 page=16."""
+`TUNE=1 DEV=CUDA python -m attn.measure.decode 576` instead times every tile that the kernels of latent attention may have, and keeps the fastest in
+the user's cache, where later calls find it, like TUNE=1 of bench.py."""
 from __future__ import annotations
 import dataclasses, math, os, sys
 from collections.abc import Callable
@@ -34,22 +29,25 @@ from attn.problem import BYTES, Problem
 from attn.search.latent import latent_space
 from attn.tinygrad_compat import Tensor, compiled, cuda_graph_seconds, device_seconds, foreign_cuda_context
 
+# Times are device times of one step, measured by events around a graph of 100 steps that run one after another. Each time is a median over rounds. In
+# a round attn and each peer are timed once, one after another. The rate is the bytes of K and V, each read once, per second. PyTorch has no kernels
+# for latent attention (problems with 576), and is not timed with pages and with chunks of prompts either. With TUNE=1 each tile is timed with the
+# number of key ranges (KV splits) that attn would choose for it.
+
 STEPS = 100
 REPEATED = 2**24     # K and V repeat at most this many random numbers
 
 @dataclass(frozen=True)
 class DecodeStep:
-  """Decode step: one query for each of B sequences of `keys` keys. Or a chunk of a prompt: `queries` queries, the last tokens of each sequence, under
-  a causal mask. `page` is the number of rows in a page of the cache; 0 means a cache without pages. With `v_dim`, V is the first `v_dim` columns of
-  K; 0 means that V is a separate tensor. `bits` is 16 for a cache of float16, or 8 for a cache of int8 with float32 scales."""
+  """Decode step of B sequences, or a chunk of a prompt: the last `queries` tokens of each sequence under a causal mask."""
   B: int
   H: int
   Hkv: int
-  keys: int
+  keys: int  # of each sequence
   D: int = 128
-  page: int = 0
-  v_dim: int = 0
-  bits: int = 16
+  page: int = 0  # rows in a page of the cache; 0: no pages
+  v_dim: int = 0  # V is the first v_dim columns of K; 0: a tensor of its own
+  bits: int = 16  # 16 for a cache of float16, 8 for int8 with float32 scales
   queries: int = 1
   def __str__(self) -> str:
     width = f"{self.D}/{self.v_dim}" if self.v_dim else f"{self.D}"
@@ -63,7 +61,8 @@ class DecodeStep:
     return self.B*self.Hkv*self.keys*of_row*(1 if self.v_dim else 2)
   @property
   def flops(self) -> int:
-    """FLOPs of the scores that no mask hides: each query sees one key more than the query before it, and the last one sees all keys."""
+    """FLOPs of the scores that no mask hides."""
+    # Each query sees one key more than the query before it, and the last one sees all keys.
     scores = self.queries*self.keys - self.queries*(self.queries - 1)//2
     return 2*self.B*self.H*scores*(self.D + (self.v_dim or self.D))
 
@@ -79,18 +78,18 @@ DECODES = (DecodeStep(1, 32, 8, 16384), DecodeStep(1, 32, 8, 2048), DecodeStep(1
            *(replace(row, bits=bits) for row in CHUNKS for bits in (16, 8)))
 
 def normal(*shape:int) -> Tensor:
-  """Returns a tensor of normally distributed random numbers. At most REPEATED numbers are drawn; they repeat until they fill the shape."""
+  """Returns a tensor of normally distributed random numbers, of which at most REPEATED are drawn and then repeat."""
   count = math.prod(shape)
   drawn = np.random.default_rng(0).standard_normal(min(count, REPEATED), np.float32).astype(np.float16)
   x = Tensor(drawn)
   return (x if count <= REPEATED else x.expand(count//REPEATED, REPEATED)).reshape(shape).contiguous().realize()
 
 def call_of(row:DecodeStep) -> CheckedCall:
-  """Prepares a call of `attention` that does the decode step `row` on random numbers. The arguments are checked, but nothing runs yet. The pages of a
-  paged cache are in random order."""
+  """Prepares a checked call of `attention` that does the decode step `row` on random numbers."""
   q, blocks, options = normal(row.B, row.H, row.queries, row.D), row.keys//row.page if row.page else 0, dict[str, Any]()
   shape = (row.B*blocks, row.page, row.Hkv, row.D) if row.page else (row.B, row.Hkv, row.keys, row.D)
   if row.page:
+    # The pages are in random order.
     order = np.random.default_rng(1).permutation(row.B*blocks).astype(np.int32).reshape(row.B, blocks)
     options |= {"block_table": Tensor(order).realize(), "kv_lengths": Tensor(np.full(row.B, row.keys, np.int32)).realize()}
   if row.queries > 1: options["causal"] = True
@@ -100,18 +99,16 @@ def call_of(row:DecodeStep) -> CheckedCall:
   return prepare(q, k, v, options_of("attention", options))
 
 def cache_of_bits(rows:Tensor, bits:int) -> GivenRows:
-  """Returns the rows of a cache unchanged if `bits` is 16. If `bits` is 8, rounds them to int8, with a scale for each row."""
+  """Returns rows of a cache unchanged if `bits` is 16, or rounded to int8, with a scale for each row, if it is 8."""
   return rows if bits == 16 else QuantizedRows(*(t.contiguous().realize() for t in quantize_kv(rows)))
 
 def latent_of_bits(rows:Tensor, v_dim:int, bits:int) -> GivenRows:
-  """Returns the rows of a latent cache unchanged if `bits` is 16. If `bits` is 8, rounds their first `v_dim` columns to int8, with a scale for each
-  row."""
+  """Returns rows of a latent cache unchanged if `bits` is 16, or with their first `v_dim` columns rounded to int8 if it is 8."""
   if bits == 16: return rows
   return QuantizedLatent(*(t.contiguous().realize() for t in (*quantize_kv(rows[..., :v_dim]), rows[..., v_dim:])))
 
 def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
-  """Returns a timer of one decode step, given as the checked call `call`. `work` has the tile and the number of key ranges (KV splits); by default
-  attn chooses them."""
+  """Returns a timer of one decode step, with the tile and the key ranges of `work`, by default those that attn chooses."""
   choice = call.choice()
   o, = launch_kernels(call, choice if work is None else replace(choice, work=work))
   schedule = compiled(o)
@@ -119,7 +116,7 @@ def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
   return cuda_graph_seconds(schedule, STEPS) if str(call.at.device).startswith("CUDA") else lambda: device_seconds(schedule)
 
 def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
-  """Returns a timer of one call of `run`. The timer runs a CUDA graph of STEPS calls, and divides the time by STEPS."""
+  """Returns a timer of one call of `run`, which runs a CUDA graph of STEPS calls."""
   import torch
   for _ in range(3): run()
   torch.cuda.synchronize()
@@ -137,8 +134,7 @@ def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
   return seconds
 
 def peer_timers(row:DecodeStep) -> dict[str, Callable[[], float]]:
-  """Returns timers of a decode step by PyTorch's kernels, by the name of PyTorch's backend. Returns no timers for pages and for latent attention,
-  which PyTorch cannot compute, and for chunks of prompts."""
+  """Returns timers of a decode step by PyTorch's kernels, by the name of the backend; none for what PyTorch cannot compute."""
   import torch
   if row.page or row.v_dim or row.queries > 1: return {}
   q, k, v = (torch.randn(row.B, h, n, row.D, device="cuda", dtype=torch.float16) for h, n in ((row.H, 1), (row.Hkv, row.keys), (row.Hkv, row.keys)))
@@ -146,7 +142,7 @@ def peer_timers(row:DecodeStep) -> dict[str, Callable[[], float]]:
   return {name: torch_graph_timer(run) for name, (run, _) in torch_peers(p, False, q, k, v).items()}
 
 def compare(row:DecodeStep) -> dict[str, Any]:
-  """Times a decode step with attn's kernel and with PyTorch's kernels. Returns the results, by column, as one row of the printed table."""
+  """Times a decode step with attn's kernel and with PyTorch's kernels, and returns a row of the table."""
   import torch
   torch.cuda.init()
   torch.zeros(1, device="cuda")
@@ -164,14 +160,12 @@ def compare(row:DecodeStep) -> dict[str, Any]:
 Timer = Callable[[CheckedCall, Work], float]
 
 def fastest_step(call:CheckedCall, work:Work) -> float:
-  """Returns the seconds of a decode step, as the minimum of several rounds. `work` has the tile and the number of key ranges."""
+  """Returns the least seconds of a decode step over several rounds."""
   seconds = our_timer(call, work)
   return min(seconds() for _ in range(ROUNDS))
 
 def tune(row:DecodeStep, seconds:Timer=fastest_step) -> list[dict[str, Any]]:
-  """Times a decode step with the tile that the table of tiles gives, and with all other possible tiles. `seconds` is the function that times the step
-  with one tile. Keeps the fastest tile in the user's cache, where later calls find it. Returns rows for printing, fastest first. Raises ValueError if
-  no kernel of latent attention supports the problem."""
+  """Times a decode step with every possible tile by the function `seconds`, keeps the fastest tile, and returns rows for printing, fastest first."""
   call = call_of(row)
   if call.arch is None or not row.v_dim: raise ValueError(f"TUNE=1 of {row}: it is for latent attention (v_dim); bench.py tunes other kernels")
   p, arch = call.problem, dataclasses.replace(call.arch, tuned=False)
@@ -190,8 +184,8 @@ def tune(row:DecodeStep, seconds:Timer=fastest_step) -> list[dict[str, Any]]:
            "chosen by": "the table" if tile == own else ""} for x, tile, parts in timed]
 
 def decode_steps(words:list[str]) -> list[DecodeStep]:
-  """Returns the decode steps whose name contains every word. A word of the form NAME=NUMBER does not select steps, but changes this number in each
-  step. Raises ValueError for a word with an unknown NAME or a wrong NUMBER."""
+  """Returns the decode steps whose name contains every word; a word NAME=NUMBER changes this number in each step instead."""
+  # Raises ValueError for a word with an unknown NAME or a wrong NUMBER.
   names, changes = [f.name for f in dataclasses.fields(DecodeStep)], dict[str, int]()
   for word in words:
     name, equals, number = word.partition("=")

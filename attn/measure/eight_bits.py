@@ -1,7 +1,5 @@
-"""Times attention of 8-bit floats beside attention in bfloat16 on the same NVIDIA GPU, and the conversion from bfloat16 to 8-bit floats.
-`DEV=CUDA python -m attn.measure.eight_bits [WORD ...]` prints a line for each problem whose name contains every WORD.
-
-A time is the device time of one launch, as a median over rounds of a quarter of a second. In each round each kind of attention is timed once."""
+"""Times attention of 8-bit floats beside attention in bfloat16 on the same NVIDIA GPU, and the conversion from bfloat16 to 8-bit floats. `DEV=CUDA
+python -m attn.measure.eight_bits [WORD ...]` prints a line for each problem whose name contains every WORD."""
 from __future__ import annotations
 import statistics, sys
 from collections.abc import Callable
@@ -14,6 +12,8 @@ from attn.measure.short import jit_timer, timer_of_jit
 from attn.ops.eight_bits import rounded_bytes
 from attn.reference import rounded
 from attn.tinygrad_compat import Tensor, TinyJit, dtypes
+
+# A time is the device time of one launch, as a median over rounds of a quarter of a second. In each round each kind of attention is timed once.
 
 B, H, N, IN_A_GRAPH = 1, 16, 12288, 10      # batch, heads, queries and keys of every problem; launches in a TinyJit
 FORMAT_OF_8_BITS, MOST_OF_FORMAT = "fp8e4m3", 448.0
@@ -36,7 +36,7 @@ def long_enough(seconds:Callable[[], float]) -> Callable[[], float]:
   return lambda: statistics.mean(seconds() for _ in range(runs))
 
 def compared(row:EightBitRow) -> str:
-  """Times a problem in bfloat16, in 8-bit floats and in 8-bit floats with scales. Returns the results as a line of text."""
+  """Times a problem in bfloat16, in 8-bit floats and in 8-bit floats with scales, and returns a line of text."""
   q, k, v = (np.random.default_rng(i).standard_normal(NUMBERS_OF_TENSOR, np.float32) for i in range(3))
   def repeated(x:np.ndarray) -> np.ndarray: return np.resize(x, (B, H, N, row.d))
   def of_bytes(x:np.ndarray) -> Tensor: return Tensor(repeated(rounded_bytes(x, FORMAT_OF_8_BITS, True))).realize().bitcast(dtypes.fp8e4m3)
@@ -50,7 +50,7 @@ def compared(row:EightBitRow) -> str:
   return f"{row}: {'; '.join(told)}; {times['bfloat16']/times[FORMAT_OF_8_BITS]:.2f} and {times['bfloat16']/times['with scales']:.2f} times as fast"
 
 def converted(d:int) -> str:
-  """Times the conversion of q from bfloat16 to 8-bit floats, by tinygrad's own operations. Returns the results as a line of text."""
+  """Times the conversion of q from bfloat16 to 8-bit floats by tinygrad's own operations, and returns a line of text."""
   numbers = rounded(np.random.default_rng(0).standard_normal(NUMBERS_OF_TENSOR, np.float32), "bfloat16")
   xs = [to_tensor(np.resize(numbers, (B, H, N, d)), "bfloat16") for _ in range(IN_A_GRAPH)]
   known = Tensor([0.01]).contiguous().realize()

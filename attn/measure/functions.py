@@ -1,12 +1,7 @@
 """Compares score_mod and mask_mod with PyTorch's compiled flex_attention on the same NVIDIA GPU, in one process and on the same inputs, forward and
 backward. If attn has a built-in option that computes the same result, the option is timed as well.
 
-  DEV=CUDA [CSV=functions.csv] python -m attn.measure.functions [NAME ...]     prints all rows, or the rows with these names, and writes them to a CSV
-
-Times are device times, measured by events. Each time is a median over rounds. In a round attn and PyTorch are timed once, one after the other.
-Backward computes dq, dk and dv from the outputs of forward. PyTorch's block mask is made before these measurements; its time, and the seconds of
-first calls, are in separate columns. If the mask reads a tensor, attn makes its lists of visible tiles in each call, and attn's times include this.
-"""
+`DEV=CUDA [CSV=functions.csv] python -m attn.measure.functions [NAME ...]` prints all rows, or the rows with these names, and writes them to a CSV."""
 from __future__ import annotations
 import csv, os, sys, time
 from collections.abc import Callable
@@ -22,6 +17,10 @@ from attn.measure.rows import line_of_row
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Device, Tensor, UOp, compiled, cuda_graph_seconds, device_of, device_seconds, dtypes, foreign_cuda_context
 
+# Times are device times, measured by events. Each time is a median over rounds. In a round attn and PyTorch are timed once, one after the other.
+# Backward computes dq, dk and dv from the outputs of forward. PyTorch's block mask is made before these measurements; its time, and the seconds of
+# first calls, are in separate columns. If the mask reads a tensor, attn makes its lists of visible tiles in each call, and attn's times include this.
+
 HEADS, ROWS_OF_ALL, HEAD_DIMENSION = 32, 16384, 128
 NEAR, PREFIX, DOCUMENT, COLUMNS, RADIUS = 1024, 4096, 1024, 128, 6
 FLEX, BUILT_IN = "flex_attention", "built in"
@@ -32,17 +31,15 @@ Tensors = dict[str, Any]     # PyTorch's tensors that functions read, by name
 
 @dataclass(frozen=True)
 class FunctionRow:
-  """A problem of the table, with the same score_mod and mask_mod for attn and for PyTorch. `tensors` are the names of the tensors that the functions
-  read. `built_in` are options of attn that compute the same result without functions. With `packed`, these options are for packed sequences, with q,
-  k and v in the layout thd."""
+  """A problem of the table, with the same score_mod and mask_mod for attn and for PyTorch."""
   name: str
   mask_mod: Callable[..., UOp]
   torch_mask: Callable[[Tensors], Callable[..., Any]]
   score_mod: Callable[..., UOp]|None = None
   torch_score: Callable[[Tensors], Callable[..., Any]]|None = None
-  tensors: tuple[str, ...] = ()
-  built_in: dict[str, Any] = field(default_factory=dict)
-  packed: bool = False
+  tensors: tuple[str, ...] = ()  # names of the tensors that the functions read
+  built_in: dict[str, Any] = field(default_factory=dict)  # options of attn that compute the same without functions
+  packed: bool = False  # these options are for packed sequences, in the layout thd
 
 def not_after(b:Any, h:Any, i:Any, j:Any, *tensors:Any) -> Any: return i >= j
 def of_causal(t:Tensors) -> Callable[..., Any]: return not_after
@@ -83,22 +80,20 @@ def tensors_of_functions() -> Tensors:
           "slopes": 2.0**(-8*(torch.arange(HEADS, device="cuda") + 1)/HEADS)}
 
 def seconds_of(run:Callable[[], Any], wait:Callable[[], Any]) -> float:
-  """Returns the seconds of one call of `run`, including everything that the call starts on the device. `wait` waits for the device in the CUDA
-  context of `run`."""
+  """Returns the seconds of one call of `run`, including everything that the call starts on the device."""
+  # `wait` waits for the device in the CUDA context of `run`.
   begin = time.perf_counter()
   run()
   wait()
   return time.perf_counter() - begin
 
 def graph_timer(*outputs:Tensor) -> Callable[[], float]:
-  """Returns a function that measures the seconds of the kernels that compute `outputs`. The function runs a CUDA graph that repeats these kernels for
-  about a quarter of a second."""
+  """Returns a timer of the kernels that compute `outputs`: a CUDA graph repeats them for about a quarter of a second."""
   schedule = compiled(*outputs)
   return cuda_graph_seconds(schedule, runs_of_a_round(lambda: device_seconds(schedule)))
 
 def our_timers(inputs:list[Tensor], **options:Any) -> tuple[dict[str, Callable[[], float]], Tensor, dict[str, float]]:
-  """Returns three results: attn's timers of forward and of the gradients, the output, and the seconds of the first calls. `inputs` are q, k, v and
-  dO, and `options` the options of `attention`."""
+  """Returns attn's timers of forward and of the gradients, the output, and the seconds of the first calls."""
   (q, k, v, do), wait = inputs, device_of(Device.DEFAULT).synchronize
   first = {"forward": seconds_of(lambda: attention(q, k, v, **options).realize(), wait)}
   with Context(TRAINING=1):
@@ -112,16 +107,15 @@ def in_thd(x:Tensor) -> Tensor:
   return x[0].permute(1, 0, 2).contiguous().realize()
 
 def flex_forward(inputs:list[Any], mask:Callable[..., Any], score:Callable[..., Any]|None=None) -> Callable[[], Any]:
-  """Returns a function that computes attention of `inputs` (q, k and v) by PyTorch's compiled flex_attention. The block mask is made here, before the
-  returned function is called. `mask` and `score` are the mask_mod and the score_mod."""
+  """Returns a function that computes attention of q, k and v by PyTorch's compiled flex_attention."""
   import torch
   from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+  # The block mask is made here, before the returned function is called.
   flex, blocks = torch.compile(flex_attention), create_block_mask(mask, None, None, *[x.shape[2] for x in inputs[:2]], device="cuda")
   return lambda: flex(*inputs, score_mod=score, block_mask=blocks)
 
 def compare_functions(row:FunctionRow) -> dict[str, Any]:
-  """Times attention with the score_mod and mask_mod of `row`, by attn and by PyTorch's flex_attention. Returns the results, by column, as one row of
-  the printed table: milliseconds, seconds of the first calls, and the largest difference between the outputs."""
+  """Times attention with the functions of `row`, by attn and by PyTorch's flex_attention, and returns a row of the table."""
   import torch
   from torch.nn.attention.flex_attention import create_block_mask
   torch.cuda.init()

@@ -19,15 +19,16 @@ class Backward:
   tensors: dict[str, Tensor]     # the inputs, o and lse
   launches: dict[str, BackwardLaunch]
   def run(self, name:str) -> dict[str, Tensor]:
-    """Calls the kernel `name`, without launching it yet. Returns the tensors that the kernel will write when they are realized. If the kernel writes
-    a gradient in parts, returns the sum of the parts."""
+    """Calls the kernel `name`, and returns the tensors, not computed yet, that the kernel writes, by name."""
     shapes = self.launches[name].shapes
     written = Tensor.custom_kernel(*tensors_of_kernel(shapes, self.tensors), fxn=self.launches[name].kernel)
     found = {n: t for n, t in zip(shapes, written) if n not in self.tensors}
+    # If the kernel writes a gradient in parts, this is the sum of the parts.
     return {n: Tensor(added(t.uop, self.tensors[n[1:]].uop)) if n in GRADIENT_NAMES else t for n, t in found.items()}
 
 def backward_of(p:Problem, arch:Chip, seed:int) -> Backward:
-  """Runs the forward kernel of a problem, and prepares the backward kernels. Raises NotImplementedError if no kernel computes the gradients."""
+  """Runs the forward kernel of a problem on random inputs, and prepares the backward kernels."""
+  # Raises NotImplementedError if no kernel computes the gradients.
   p = replace(p, return_lse=True)
   if isinstance(reason := can_differentiate(p, arch), str): raise NotImplementedError(f"no kernels compute the gradients: {reason}")
   inputs, tensors, _ = random_operands(p, seed)

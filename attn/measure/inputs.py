@@ -29,11 +29,12 @@ def to_array(t:Tensor) -> np.ndarray:
   return t.numpy() if t.dtype != dtypes.bfloat16 else (t.bitcast(dtypes.ushort).numpy().astype(np.uint32) << 16).view(np.float32)
 
 def normal_numbers(rng:np.random.Generator, shape:tuple[int, ...], dtype:str) -> np.ndarray:
-  """Returns normally distributed random numbers as rounded to `dtype`. In a large tensor, NUMBERS_DRAWN numbers repeat."""
+  """Returns normally distributed random numbers as rounded to `dtype`."""
+  # In a large tensor, NUMBERS_DRAWN numbers repeat.
   return np.resize(rounded(rng.standard_normal(min(math.prod(shape), NUMBERS_DRAWN), np.float32), dtype), shape)
 
 def random_operands(p:Problem, seed:int) -> tuple[list[np.ndarray], list[Tensor], list[Tensor]]:
-  """Makes random inputs: q, k and v as arrays (B, H, S, D) and as tensors. Also returns empty tensors for the outputs."""
+  """Makes random q, k and v, as arrays (B, H, S, D) and as tensors, and empty tensors for the outputs."""
   rng = np.random.default_rng(seed)
   inputs = [normal_numbers(rng, (p.B, h, n, d), p.dtype) for h, n, d in ((p.H, p.Sq, p.D), (p.Hkv, p.Sk, p.D), (p.Hkv, p.Sk, p.Dv))]
   *_, o_shape, lse_shape = shapes_of(p)

@@ -1,9 +1,7 @@
 """Times first calls: `DEV=CUDA python -m attn.measure.latency [WORD ...]` prints a line for each problem whose name contains every WORD.
 
-Each time is the host's seconds in a new process, from the call until the result is computed. Before the call, imports are done, the device is open
-and the inputs are on the device. `first` is a call with empty caches of tinygrad, attn and the driver. `second` is a call in a later process with the
-same caches. For the first call the table also shows the time of compiling in the same process. This time is not complete if there are several kernels
-to compile, because tinygrad then compiles in other processes too."""
+Each time is the host's seconds in a new process, from the call until the result is computed. `first` is a call with empty caches of tinygrad, attn
+and the driver. `second` is a call in a later process with the same caches."""
 from __future__ import annotations
 import contextlib, json, math, os, statistics, subprocess, sys, tempfile, time
 from collections.abc import Iterator
@@ -17,13 +15,17 @@ from attn.measure.rows import MeasuredRow, line_of_row
 from attn.ops.renderers import adapt
 from attn.tinygrad_compat import Device, Tensor, device_of
 
+# Before the call, imports are done, the device is open and the inputs are on the device. For the first call the table also shows the time of
+# compiling in the same process. This time is not complete if there are several kernels to compile, because tinygrad then compiles in other processes
+# too.
+
 RUNS = 3
 DRAWN_ONCE = 2**20     # inputs repeat at most this many random numbers
 
 @dataclass(frozen=True)
 class FirstCall(MeasuredRow):
-  """First call of attention in float16. With `backward`, the call also computes the gradients of q, k and v."""
-  backward: bool = False
+  """First call of attention in float16."""
+  backward: bool = False  # the call also computes the gradients of q, k and v
   def __str__(self) -> str:
     rows = f"{self.Sq}" if self.Sq == self.Sk else f"{self.Sq} x {self.Sk}"
     return f"({self.B}, {self.heads}, {rows}, {self.D}){' causal'*self.causal}{' backward'*self.backward}"
@@ -34,14 +36,14 @@ FIRST_CALLS = (FirstCall(4, 16, 16, 4096, 4096, 128), FirstCall(4, 16, 16, 4096,
                FirstCall(4, 16, 16, 4096, 4096, 128, True, True))
 
 def repeated(*shape:int) -> Tensor:
-  """Returns a tensor of random numbers on the device. At most DRAWN_ONCE numbers are drawn; they repeat until they fill the shape. No kernel runs to
-  make the tensor."""
+  """Returns a tensor of random numbers on the device, of which at most DRAWN_ONCE are drawn and then repeat."""
+  # No kernel runs to make the tensor.
   drawn = np.random.default_rng(0).standard_normal(min(math.prod(shape), DRAWN_ONCE), np.float32).astype(np.float16)
   return Tensor(np.resize(drawn, shape)).realize()
 
 @contextlib.contextmanager
 def compiler_timed(compiler:Any) -> Iterator[list[float]]:
-  """Context manager that times a compiler. The manager yields a list, to which the seconds of each compilation are appended."""
+  """Context that yields a list, to which the seconds of each compilation by `compiler` are appended."""
   seconds, own = list[float](), compiler.compile
   def timed(source:str) -> bytes:
     begin = time.perf_counter()
@@ -52,8 +54,7 @@ def compiler_timed(compiler:Any) -> Iterator[list[float]]:
   finally: del compiler.compile
 
 def first_call(row:FirstCall) -> dict[str, float]:
-  """Makes the call that `row` describes in this process. Returns {"seconds": time of the call, "compiling": the part of it that the compiler took}.
-  """
+  """Makes the call `row` in this process, and returns the seconds of the call and the part of them that the compiler took."""
   device = device_of(Device.DEFAULT)
   q, k, v, do = (repeated(row.B, h, n, row.D) for h, n in ((row.H, row.Sq), (row.Hkv, row.Sk), (row.Hkv, row.Sk), (row.H, row.Sq)))
   adapt(Device.DEFAULT)
@@ -66,7 +67,7 @@ def first_call(row:FirstCall) -> dict[str, float]:
     return {"seconds": time.perf_counter() - begin, "compiling": sum(compiling)}
 
 def in_new_process(row:FirstCall, caches:Path) -> dict[str, float]:
-  """Runs `first_call` in a new process, and returns what it returns. The process keeps all caches in the directory `caches`."""
+  """Runs `first_call` in a new process, which keeps all caches in the directory `caches`."""
   kept = {"XDG_CACHE_HOME": str(caches), "CACHEDB": str(caches/"tinygrad.db"), "CUDA_CACHE_PATH": str(caches/"driver")}
   command = [sys.executable, "-m", "attn.measure.latency", "--here", json.dumps(asdict(row))]
   done = subprocess.run(command, capture_output=True, text=True, env=os.environ | kept)
@@ -75,7 +76,7 @@ def in_new_process(row:FirstCall, caches:Path) -> dict[str, float]:
   return found
 
 def latency(row:FirstCall, runs:int=RUNS) -> dict[str, Any]:
-  """Measures the first and the second call of a problem in several runs. Returns the median of each time, and the times of each run."""
+  """Measures the first and the second call of a problem in several runs; returns medians, and the times of each run."""
   found = []
   for _ in range(runs):
     with tempfile.TemporaryDirectory() as caches: found.append([in_new_process(row, Path(caches)) for _ in range(2)])

@@ -1,10 +1,8 @@
-"""Times later calls on the host: `python -m attn.measure.later_calls [WORD ...]` prints a line for each call whose name contains every WORD.
+"""Times later calls on the host: `python -m attn.measure.later_calls [WORD ...]` prints a line for each call whose name contains every WORD. No
+kernel of attention is launched; with DEV=EMU::gfx942 the command runs without a GPU.
 
 Each time is the median of the host's milliseconds from the second call on, outside TinyJit. `call` ends when the call returns its result, which is
-not computed yet. `scheduled` ends when tinygrad has also made the list of launches. The times with gradients include the gradients of q, k and v. The
-line also has the times of tinygrad's own attention, if it has the options of the call.
-
-The device's speed does not matter, because no kernel of attention is launched. With DEV=EMU::gfx942 the command runs without a GPU."""
+not computed yet. `scheduled` ends when tinygrad has also made the list of launches."""
 from __future__ import annotations
 import statistics, sys, time
 from collections.abc import Callable
@@ -16,26 +14,23 @@ from attn.calls.placement import AXES, empty
 from attn.measure.machine import ANY, need
 from attn.tinygrad_compat import Context, Device, Tensor, UOp, device_of, dtypes, realize_counters
 
+# The times with gradients include the gradients of q, k and v. The line also has the times of tinygrad's own attention, if it has the options of the
+# call.
+
 CALLS = 21       # calls of each median
 
 @dataclass(frozen=True)
 class LaterCall:
-  """Call of attention in float16.
-
-  q, kv: the shapes of q, and of k and v
-  options: plain values of options, by the name of the option
-  tensors: functions that make the values of options, by the name of the option; each function runs once for all calls
-  made_each_call: functions that make the values of options, by the name of the option; each function runs again for each call
-  differentiable: whether the call is also timed with gradients
-  order: how the rows of q, k and v are divided among two devices, or None if they are on one device"""
+  """Call of attention in float16."""
   name: str
-  q: tuple[int, ...] = (2, 8, 512, 64)
-  kv: tuple[int, ...] = (2, 8, 512, 64)
-  options: dict[str, Any] = field(default_factory=dict)
+  q: tuple[int, ...] = (2, 8, 512, 64)  # shape of q
+  kv: tuple[int, ...] = (2, 8, 512, 64)  # shape of k and v
+  options: dict[str, Any] = field(default_factory=dict)  # plain values of options, by name
+  # Functions that make the values of options, by name: those of `tensors` run once for all calls, those of `made_each_call` in each call.
   tensors: dict[str, Callable[[], Any]] = field(default_factory=dict)
   made_each_call: dict[str, Callable[[], Any]] = field(default_factory=dict)
-  differentiable: bool = True
-  order: str|None = None
+  differentiable: bool = True  # the call is also timed with gradients
+  order: str|None = None  # how rows are divided among two devices; None: one device
   in_tinygrad: bool = False     # tinygrad's own attention has these options
 
 def float_tensor(*shape:int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.float).realize()
@@ -87,7 +82,7 @@ def milliseconds(call:Callable[[], Any], calls:int=CALLS) -> float:
   return 1e3*statistics.median(seconds[1:])
 
 def times(attend:Callable[..., Tensor], row:LaterCall, calls:int=CALLS) -> dict[str, float]:
-  """Times the calls that `row` describes. `attend` is the attention function to time. Returns the milliseconds by column of the printed table."""
+  """Times the calls of `row` with the function `attend`; returns milliseconds by column of the table."""
   q, k, v = (empty_input(row, shape) for shape in (row.q, row.kv, row.kv))
   kept = row.options | {name: make() for name, make in row.tensors.items()}
   def forward() -> Tensor: return attend(q, k, v, **kept, **{name: make() for name, make in row.made_each_call.items()})
@@ -102,8 +97,7 @@ def times(attend:Callable[..., Tensor], row:LaterCall, calls:int=CALLS) -> dict[
 def tinygrad_attention(q:Tensor, k:Tensor, v:Tensor, causal:Any=False) -> Tensor: return q.scaled_dot_product_attention(k, v, is_causal=bool(causal))
 
 def later_call(row:LaterCall, calls:int=CALLS) -> dict[str, float]:
-  """Times the later calls that `row` describes on the host. Returns the milliseconds by column of the printed table. The times of tinygrad's own
-  attention are included if it has the options of the call."""
+  """Times the later calls of `row` on the host, also by tinygrad's own attention if it has the options."""
   found = times(attention, row, calls)
   if row.in_tinygrad: found |= {f"tinygrad's {name}": x for name, x in times(tinygrad_attention, row, calls).items()}
   return found

@@ -1,4 +1,4 @@
-"""Checks that the machine has everything that a measurement needs. If something is missing, one sentence tells the user what is missing."""
+"""Check that the machine has everything that a measurement needs: if not, one sentence tells the user what is missing."""
 from __future__ import annotations
 import importlib.util
 from attn.compilers.renderer import missing_c_compiler
@@ -7,8 +7,8 @@ from attn.tinygrad_compat import Device, device_of
 GPU, ANY = "a GPU (DEV=CUDA or DEV=AMD)", "a device (DEV=CUDA, DEV=AMD or DEV=EMU::gfx942)"
 
 def need(program:str, *packages:str, device:str|None=None, kind:str=GPU) -> None:
-  """Raises SystemExit if one of `packages` is not installed, or if `device` (None: tinygrad's default device) cannot be used. The message begins with
-  `program`, the command that the user ran, and says with `kind` which devices the program can use."""
+  """Raises SystemExit, naming the command `program`, if one of `packages` is not installed or `device` does not open."""
+  # `device` None is tinygrad's default device. `kind` says which devices the program can use.
   if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
     raise SystemExit(f"{program}: needs {' and '.join(missing)}, and an NVIDIA GPU: it times PyTorch's attention beside attn's")
   try: device_of(name := device or Device.DEFAULT)

@@ -1,9 +1,6 @@
-"""Compares forward with its peers on the same NVIDIA GPU, in one process and on the same inputs. The peers are PyTorch's SDPA with its
-FlashAttention-2 and cuDNN backends (in float32, with its memory-efficient backend), and tinygrad's own SDPA. `COMPARE=1 DEV=CUDA python bench.py`
-runs the comparison; SWEEP=1 runs it for a list of shapes (`sweep`), and PLOT=path.png draws a picture.
-
-Times are device times, measured by events around many launches. Each time is a median over rounds. In a round attn and each peer are timed once, one
-after another, so that the chip's temperature has an equal effect on all."""
+"""Compares forward with PyTorch's SDPA (FlashAttention-2 and cuDNN; in float32 the memory-efficient backend) and with tinygrad's own SDPA, on the
+same NVIDIA GPU, in one process and on the same inputs. `COMPARE=1 DEV=CUDA python bench.py` runs the comparison; SWEEP=1 runs it for a list of shapes
+(`sweep`), and PLOT=path.png draws a picture."""
 from __future__ import annotations
 import csv, itertools, statistics, sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +14,9 @@ from attn.problem import Problem
 from attn.tinygrad_compat import Tensor, compiled, cuda_seconds, device_seconds, foreign_cuda_context
 from attn.values import FLOATS
 
+# Times are device times, measured by events around many launches. Each time is a median over rounds. In a round attn and each peer are timed once,
+# one after another, so that the chip's temperature has an equal effect on all.
+
 SHAPES: list[dict[str, Any]] = [
   {"B": 1, "H": 64, "N": 8192, "D": 128}, {"B": 4, "H": 16, "N": 4096, "D": 128}, {"B": 4, "H": 32, "N": 4096, "D": 64},
   {"B": 1, "H": 32, "N": 1024, "D": 64}, {"B": 1, "H": 16, "N": 16384, "D": 64}, {"B": 4, "H": 32, "HKV": 8, "N": 4096, "D": 128}]
@@ -27,8 +27,8 @@ ULPS = {"float16": 2.0**-8, "bfloat16": 2.0**-5, "float32": 2.0**-18}     # allo
                                                                           # 32 in float32
 
 def sweep(dtype:str) -> list[dict[str, Any]]:
-  """Returns the settings of the problems that SWEEP=1 runs. If `dtype` is "float32", they are the shapes for the kernels of float32. Otherwise they
-  are the shapes for which kernels use matrix units, each in both 16-bit dtypes."""
+  """Returns the settings of the problems that SWEEP=1 runs: each shape with and without a causal mask."""
+  # Without float32, kernels use matrix units, and each shape is run in both 16-bit dtypes.
   shapes, types = (SHAPES_FP32, ("float32",)) if dtype == "float32" else (SHAPES, ("float16", "bfloat16"))
   return [{**shape, "DTYPE": one, "CAUSAL": causal} for one, shape, causal in itertools.product(types, shapes, ("0", "1"))]
 
@@ -38,21 +38,20 @@ def backends(dtype:str) -> dict[str, Any]:
   return {EFFICIENT: SDPBackend.EFFICIENT_ATTENTION} if dtype == "float32" else {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
 
 def random_inputs(p:Problem, seed:int, *shapes:tuple[int, int]) -> list[Any]:
-  """Returns PyTorch tensors of normally distributed random numbers on the GPU. Each (heads, rows) in `shapes` gives a tensor (B, heads, rows, D)."""
+  """Returns PyTorch tensors (B, heads, rows, D) of normally distributed random numbers on the GPU, one for each (heads, rows)."""
   import torch
   generator, kind = torch.Generator("cuda").manual_seed(seed), getattr(torch, p.dtype)
   return [torch.randn(p.B, h, n, p.D, device="cuda", generator=generator).to(kind) for h, n in shapes]
 
 def on_the_host(x:Any) -> np.ndarray:
-  """Returns a PyTorch tensor as a numpy array. A 16-bit tensor becomes an array of its bits, uint16."""
+  """Returns a PyTorch tensor as a numpy array; a 16-bit tensor becomes an array of its bits, uint16."""
   import torch
   return x.cpu().numpy() if x.dtype == torch.float32 else x.cpu().view(torch.int16).numpy().view(np.uint16)
 
 def as_tensor(x:np.ndarray, dtype:str) -> Tensor: return Tensor(x).bitcast(FLOATS[dtype]).realize()
 
 def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[Callable[[], Any], Any]]:
-  """Returns (function, output) by the name of PyTorch's backend. The function computes attention with this backend. `causal` says whether `p` has a
-  causal mask. Leaves out a backend that refuses the problem, and prints the reason."""
+  """Returns (function that computes attention, output) by the name of PyTorch's backend, without backends that refuse the problem."""
   import torch
   from torch.nn.attention import sdpa_kernel
   def peer(backend:Any) -> Callable[[], Any]:
@@ -67,7 +66,7 @@ def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[
   return found
 
 def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
-  """Returns a timer of one call of `attention`. The timer runs a CUDA graph that repeats the call for about a quarter of a second."""
+  """Returns a timer of one call of `attention`: a CUDA graph repeats the call for about a quarter of a second."""
   import torch
   def seconds(run:Callable[[], None]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -85,8 +84,7 @@ def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
   return lambda: seconds(graph.replay)/count
 
 def compare_problem(p:Problem, causal:bool, seed:int, name:str) -> dict[str, Any]:
-  """Times attn's kernel, PyTorch's kernels and tinygrad's own attention on one problem. `causal` says whether `p` has a causal mask, and `name` is
-  the problem's name in the table. Returns the results by column, as one row of a table."""
+  """Times attn's kernel, PyTorch's kernels and tinygrad's own attention on one problem, and returns a row of the table."""
   import torch
   torch.cuda.init()
   inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk))
@@ -121,7 +119,7 @@ def rows_of_file(path:str) -> list[dict[str, Any]]:
             for row in csv.DictReader(file)]
 
 def plot(rows:Sequence[Mapping[str, Any]], path:str, title:str) -> None:
-  """Draws bars of TFLOP/s as a picture. There is one plot for each dtype and mask, and one group of bars for each shape."""
+  """Draws bars of TFLOP/s as a picture: one plot for each dtype and mask, and one group of bars for each shape."""
   import matplotlib
   matplotlib.use("Agg")
   import matplotlib.pyplot as plt

@@ -1,4 +1,4 @@
-"""Rounds of measurements. Each round lasts long enough for the clock of a busy chip to settle, and a time is a median over rounds."""
+"""Rounds of measurements: each lasts long enough for the clock of a busy chip to settle, and a time is a median over rounds."""
 from __future__ import annotations
 import functools, statistics
 from collections.abc import Callable, Mapping
@@ -8,14 +8,13 @@ from attn.tinygrad_compat import Ops, UOp, cuda_graph_seconds, device_seconds
 ROUNDS, ROUND_SECONDS = 5, 0.25     # in shorter rounds cuDNN is faster than in long ones: docs/nvidia.md
 
 def runs_of_a_round(seconds:Callable[[], float]) -> int:
-  """Returns how many runs, one after another, take about as long as a round should (ROUND_SECONDS), but at least 1. `seconds` is a function that
-  makes one run and returns the run's time. The fastest of three runs counts."""
+  """Returns how many runs, each timed by `seconds`, take about as long as a round should (ROUND_SECONDS), at least 1."""
   return max(1, round(ROUND_SECONDS/min(seconds() for _ in range(3))))
 
 def in_turn(timers:Mapping[str, Callable[[], float]]) -> dict[str, float]:
-  """Returns the median of each timer over several rounds. Every round runs the timers in a different order, because a kernel runs on a cooler chip if
-  the kernel before it used little power."""
+  """Returns the median of each timer over several rounds."""
   names, found = list(timers), []
+  # Every round runs the timers in a different order, because a kernel runs on a cooler chip if the kernel before it used little power.
   for i in range(ROUNDS):
     order = names[i % len(names):] + names[:i % len(names)]
     found.append({name: timers[name]() for name in (order if i % 2 == 0 else order[::-1])})
@@ -24,8 +23,8 @@ def in_turn(timers:Mapping[str, Callable[[], float]]) -> dict[str, float]:
 GRAPH_LAUNCHES = 100     # runs in a CUDA graph. A graph of fewer runs of a short kernel would time the host
 
 def repeater(schedule:UOp) -> Callable[[int], float]:
-  """Returns a function that runs a compiled schedule `count` times, one run after another, and returns the seconds of one run, as a mean. On a CUDA
-  device it measures events around graphs of runs; on other devices it adds up the time of each launch, as the device measured it."""
+  """Returns a function that runs a compiled schedule `count` times and returns the mean seconds of one run."""
+  # On a CUDA device this measures events around graphs of runs; on other devices it adds up the time of each launch, as the device measured it.
   call: Any = next(u for u in schedule.src if u.op is Ops.CALL)
   if not str(call.src[1].buffer.device).startswith("CUDA"): return lambda count: sum(device_seconds(schedule) for _ in range(count))/count
   graph = functools.cache(lambda count: cuda_graph_seconds(schedule, count))
@@ -35,8 +34,8 @@ def repeater(schedule:UOp) -> Callable[[int], float]:
   return seconds
 
 def timed_rounds(seconds:Callable[[int], float]) -> tuple[int, tuple[float, ...]]:
-  """Measures rounds. `seconds(count)` runs something `count` times and returns the seconds of one run. Returns the number of runs of a round, and the
-  seconds of one run in each round. There is only one round if a single run takes longer than a round."""
+  """Returns the number of runs of a round, and the seconds of one run in each round, measured by `seconds(count)`."""
+  # There is only one round if a single run takes longer than a round.
   if (once := seconds(1)) > ROUND_SECONDS: return 1, (once,)
   runs = runs_of_a_round(lambda: seconds(1))
   return runs, tuple(seconds(runs) for _ in range(ROUNDS))

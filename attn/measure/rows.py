@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 def line_of_row(row:Mapping[str, Any], digits:int=4) -> str:
-  """Returns a row of a table as one line: each name with its value. Floats get `digits` significant digits."""
+  """Returns a row of a table as one line: each name with its value, floats with `digits` significant digits."""
   def shown(x:Any) -> str:
     if isinstance(x, list): return " ".join(map(shown, x))
     return f"{x:.{digits}g}" if isinstance(x, float) else str(x)

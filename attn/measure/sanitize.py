@@ -1,11 +1,9 @@
 """Runs NVIDIA's compute-sanitizer over the kernels for NVIDIA GPUs. `python -m attn.measure.sanitize [WORD ...]` runs the calls whose name has each
 WORD, on the first CUDA device.
 
-Each tool of compute-sanitizer (racecheck, memcheck, initcheck, synccheck) checks every kernel, in small calls. Together the calls use all options.
-Two kernels with a planted fault show that a tool would report a fault: one kernel lacks a barrier, and another kernel stores out of bounds.
-
-The command prints a table of the tools, and then the findings. The exit code is 0 if there are no findings and both planted faults are reported, 2 if
-the machine lacks compute-sanitizer or a CUDA device, and otherwise 1."""
+Each tool of compute-sanitizer (racecheck, memcheck, initcheck, synccheck) checks every kernel, in small calls. Kernels with a planted fault show that
+a tool would report a fault. The exit code is 0 if there are no findings and all planted faults are reported, 2 if the machine lacks compute-sanitizer
+or a CUDA device, and otherwise 1."""
 from __future__ import annotations
 import contextlib, json, os, re, subprocess, sys, time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,29 +32,21 @@ UNFORCED, FORCED_MMA = "", "forward_mma,backward_dq_mma"      # values of ATTN_K
 
 @dataclass(frozen=True)
 class SmallCall:
-  """Call of attention with small tensors.
-
-    q, kv: the shapes of q, and of k and v (None: the shape of q)
-    kernel: value of the environment variable ATTN_KERNEL, which forces kernels; "" forces none
-    options: options that are not tensors, by name
-    tensors: options that are tensors, by name, as arrays; floats become float32
-    stored: the dtype of 8-bit rows to which k and v are converted before the call; "" leaves them as they are
-    gradients: whether to compute also the gradients of all inputs of floats
-    new: if not 0, `attention_with_kv_cache` is called: k and v are a KV cache, and `new` keys per sequence are appended to it"""
+  """Call of attention with small tensors."""
   name: str
   q: tuple[int, ...] = (1, 2, 100, 64)
-  kv: tuple[int, ...]|None = (1, 1, 130, 64)
-  kernel: str = UNFORCED
+  kv: tuple[int, ...]|None = (1, 1, 130, 64)  # shape of k and v; None: the shape of q
+  kernel: str = UNFORCED  # value of ATTN_KERNEL, which forces kernels
   dtype: str = "float16"
-  options: dict[str, Any] = field(default_factory=dict)
-  tensors: dict[str, Any] = field(default_factory=dict)
-  stored: str = ""
-  gradients: bool = True
+  options: dict[str, Any] = field(default_factory=dict)  # options that are not tensors
+  tensors: dict[str, Any] = field(default_factory=dict)  # options that are tensors, as arrays; floats become float32
+  stored: str = ""  # dtype of 8-bit rows to which k and v are converted before; "": none
+  gradients: bool = True  # whether to compute also the gradients of all float inputs
+  # If not 0, `attention_with_kv_cache` is called: k and v are a KV cache, and `new` keys per sequence are appended to it.
   new: int = 0
 
   def outputs(self) -> list[Tensor]:
-    """Returns the outputs of the call of attention and its gradients, as tensors that are not computed yet. Makes the inputs on the default
-    device."""
+    """Returns the outputs of the call and its gradients, not computed yet, of random inputs on the default device."""
     rng = np.random.default_rng(0)
     def made(shape:tuple[int, ...], dtype:str) -> Tensor: return Tensor(rng.standard_normal(shape, np.float32)).cast(FLOATS[dtype]).contiguous()
     def given(x:Any) -> Any:
@@ -131,9 +121,9 @@ SMALL_CALLS = (
 
 @contextlib.contextmanager
 def at_any_size() -> Iterator[None]:
-  """Context in which small problems get kernels that dispatch usually chooses only for large problems: kernels that loop over lists of visible tiles,
-  kernels that compute all gradients at once, and kernels that convert 8-bit rows for another kernel. Each tensor gets separate memory, so that
-  compute-sanitizer sees accesses outside of the tensor."""
+  """Context in which small problems get kernels that dispatch usually chooses only for large problems."""
+  # These are kernels that loop over lists of visible tiles, that compute all gradients at once, or that convert 8-bit rows for another kernel. Each
+  # tensor gets separate memory, so that compute-sanitizer sees accesses outside of the tensor.
   with (patch.object(tile_lists, "LEAST_TILES", 0), patch.object(tile_lists, "LEAST_HEADS", 0), patch.object(backward_tiles, "LEAST_QUERIES", 0),
         patch.object(backward_tiles, "LEAST_KEYS", 0), patch.object(backward_tiles, "too_few_blocks", lambda p, arch, tile, parts=1: None),
         patch.object(backward_tiles, "FEW_QUERIES_KEYS", 0), patch.object(widening, "LEAST_READERS", 0), Context(NO_MEMORY_PLANNER=1, LRU=0)): yield
@@ -143,13 +133,13 @@ def with_kernel(kernel:str) -> Iterator[None]:
   with patch.dict(os.environ, {"ATTN_KERNEL": kernel}): yield
 
 def kernels_in(schedule:UOp) -> list[str]:
-  """Returns the names of attn's kernels in a schedule. The kernels may be lowered or not."""
+  """Returns the names of attn's kernels, lowered or not, in a schedule."""
   names = [getattr(call.src[0].arg, "name", "") or getattr(getattr(call.src[0].src[0], "arg", None), "name", "") for call in schedule.src if call.src
            and call.src[0].src]
   return [name for name in names if name.startswith("attn_")]
 
 def run_call(call:SmallCall) -> list[str]:
-  """Runs a call of attention on the default device. Returns the names of attn's kernels that ran."""
+  """Runs a call of attention on the default device, and returns the names of attn's kernels that ran."""
   with with_kernel(call.kernel):
     schedule = compiled(*call.outputs())
     device_seconds(schedule)
@@ -159,19 +149,18 @@ def run_call(call:SmallCall) -> list[str]:
 
 @dataclass(frozen=True)
 class Fault:
-  """Planted fault in a kernel, which one tool of compute-sanitizer must report. `planted` makes a context manager in which the kernel of `call` has
-  the fault."""
+  """Planted fault in a kernel, which one tool of compute-sanitizer must report."""
   tool: str
   call: SmallCall
-  planted: Callable[[], contextlib.AbstractContextManager[Any]]
+  planted: Callable[[], contextlib.AbstractContextManager[Any]]  # makes a context in which the kernel of `call` has the fault
 
 def without_barrier() -> contextlib.AbstractContextManager[Any]:
-  """Makes a context manager in which the mma kernel of forward lacks a barrier. Warps exchange partial results through shared memory: without this
-  barrier, a warp may load a result before another warp has stored it."""
+  """Makes a context in which the mma kernel of forward lacks a barrier."""
+  # Warps exchange partial results through shared memory: without this barrier, a warp may load a result before another warp has stored it.
   return patch.object(mma_forward.MmaState, "after_barrier", lambda state: state)
 
 def out_of_bounds() -> contextlib.AbstractContextManager[Any]:
-  """Makes a context manager in which kernels store each row of O behind the end of the buffer."""
+  """Makes a context in which kernels store each row of O behind the end of the buffer."""
   own = workgroup.store_row
   def moved(arch:Any, o:UOp, dtype:str, length:int, begin:UOp, *rest:Any) -> list[UOp]:
     return own(arch, o, dtype, length, begin + o.max_numel(), *rest)
@@ -182,7 +171,7 @@ FAULTS = {"a barrier less": Fault("racecheck", SmallCall("", (1, 4, 1, 64), (1, 
           "a store out of bounds": Fault("memcheck", SmallCall("", (1, 2, 77, 64), kernel=FORCED_MMA, gradients=False), out_of_bounds)}
 
 def with_fault(name:str) -> list[str]:
-  """Runs the kernel with the planted fault `name` on the default device. Returns the names of attn's kernels that ran."""
+  """Runs the kernel with the planted fault `name`, and returns the names of attn's kernels that ran."""
   with FAULTS[name].planted(): return run_call(FAULTS[name].call)
 
 # ***** the tools' output *****
@@ -192,18 +181,18 @@ HEADER, SUMMARY, KERNEL = re.compile(r"COMPUTE-SANITIZER$"), re.compile(r"(?:ERR
 
 @dataclass(frozen=True)
 class ToolReport:
-  """One finding in the output of compute-sanitizer: the first line of the finding, and the name of the kernel ("" if no line names a kernel)."""
+  """One finding of compute-sanitizer: its first line, and the name of the kernel ("" if no line names a kernel)."""
   text: str
   kernel: str
   def __str__(self) -> str: return f"{self.text}, in {self.kernel}" if self.kernel else self.text
 
 def reports_in(output:str) -> list[ToolReport]:
-  """Reads the findings in the output of compute-sanitizer. A finding is a line and the indented lines after it. Raises ValueError if the output has
-  no summary, which a tool prints at its end. Also raises ValueError if the summary counts findings but the output has none."""
+  """Reads the findings in the output of compute-sanitizer; raises ValueError if the output has no summary or contradicts it."""
   found, count, ended = list[list[str]](), 0, False
   for line in output.splitlines():
     if not line.startswith(EQUALS) or not (text := line.removeprefix(EQUALS)).strip() or HEADER.match(text.strip()): continue
     if (summary := SUMMARY.match(text.strip())) is not None: count, ended = count + int(summary[1]), True
+    # A finding is a line and the indented lines after it.
     elif text.startswith("  ") and found: found[-1].append(text)
     else: found.append([text])
   if not ended: raise ValueError("compute-sanitizer printed no summary")
@@ -214,16 +203,14 @@ def reports_in(output:str) -> list[ToolReport]:
 
 @dataclass(frozen=True)
 class ToolRun:
-  """Results of one process that ran kernels under a tool of compute-sanitizer: the findings, the names of attn's kernels that ran, the seconds, and
-  the error message if the process ended early ("" if it did not)."""
+  """Results of one process that ran kernels under a tool of compute-sanitizer."""
   findings: list[ToolReport]
-  kernels: list[str]
+  kernels: list[str]  # names of attn's kernels that ran
   seconds: float
-  failure: str = ""
+  failure: str = ""  # error message if the process ended early
 
 def in_process(sanitizer:str, tool:str, names:Sequence[str]) -> ToolRun:
-  """Runs some of this module's attention calls and planted faults in a new process. `names` are their names. `tool` is the tool of compute-sanitizer
-  that checks the process; "" runs the process without a tool."""
+  """Runs the calls and planted faults `names` in a new process under a tool of compute-sanitizer; "" is no tool."""
   command, begin = [sys.executable, "-m", "attn.measure.sanitize", "--here", json.dumps(list(names))], time.perf_counter()
   env = os.environ | {"DEV": "CUDA", "PARALLEL": "0"}
   done = subprocess.run([*([sanitizer, "--tool", tool, *TOOLS[tool]] if tool else []), *command], capture_output=True, text=True, env=env)
@@ -236,20 +223,19 @@ def in_process(sanitizer:str, tool:str, names:Sequence[str]) -> ToolRun:
   return ToolRun(found, kernels, seconds, "" if not done.returncode else f"exit code {done.returncode}: {''.join(failure)}")
 
 def here(names:list[str]) -> None:
-  """Runs some of this module's attention calls and planted faults in this process. `names` are their names. Prints after each one the names of attn's
-  kernels that ran."""
+  """Runs the calls and planted faults `names` in this process, and prints the names of attn's kernels that ran."""
   with at_any_size():
     for name in names:
       ran = with_fault(name) if name in FAULTS else run_call(next(call for call in SMALL_CALLS if call.name == name))
       print(LAUNCHED + json.dumps(ran), flush=True)
 
 def compute_sanitizer() -> str|None:
-  """Returns the path of compute-sanitizer. Looks for it in PATH, in a CUDA toolkit and in the package nvidia-cuda-sanitizer-api. Returns None if it
-  is not installed."""
+  """Returns the path of compute-sanitizer, or None if it is not installed."""
+  # It is looked for in PATH, in a CUDA toolkit and in the package nvidia-cuda-sanitizer-api.
   return toolkit_program("compute-sanitizer", also=[f"{x}/nvidia/cu13/bin" for x in sys.path if x])
 
 def lacking(sanitizer:str|None) -> str|None:
-  """Returns a sentence that says what a run of compute-sanitizer needs and the machine does not have. Returns None if nothing is missing."""
+  """Returns a sentence that says what the machine lacks for a run of compute-sanitizer, or None."""
   if sanitizer is None:
     return "needs NVIDIA's compute-sanitizer, which is part of the CUDA toolkit and of the package nvidia-cuda-sanitizer-api, and an NVIDIA GPU"
   try: device_of("CUDA")
@@ -257,8 +243,7 @@ def lacking(sanitizer:str|None) -> str|None:
   return None
 
 def sanitized(sanitizer:str, calls:list[SmallCall], jobs:int) -> bool:
-  """Runs each tool of compute-sanitizer over the attention calls and over the kernels with a planted fault, and prints the tables. Returns True if
-  the tools report every planted fault and nothing else, and no process failed."""
+  """Runs each tool of compute-sanitizer over all calls and planted faults, and prints the tables."""
   parts = [x for i in range(PARTS) if (x := [call.name for call in calls[i::PARTS]])]
   with ThreadPoolExecutor(jobs) as pool:
     begin = time.perf_counter()
@@ -279,6 +264,7 @@ def sanitized(sanitizer:str, calls:list[SmallCall], jobs:int) -> bool:
       print(f"planted: {name}: " + (f"{FAULTS[name].tool} reports {reported[0]}" if reported else "not reported"), flush=True)
       if not reported: failures.append(f"{FAULTS[name].tool} does not report the planted fault, {name}: {future.result().failure}")
   for text in dict.fromkeys(failures): print(text)
+  # True if the tools report every planted fault and nothing else, and no process failed.
   return not failures
 
 def main(words:list[str]) -> int:

@@ -1,11 +1,6 @@
-"""Compares attention over short sequences, and over sequences with different numbers of queries and keys, with PyTorch on the same NVIDIA GPU.
-`DEV=CUDA python -m attn.measure.short [WORD ...]` prints a line for each problem whose name contains every WORD.
-
-attn is compared with PyTorch's SDPA, with its FlashAttention-2 and its cuDNN backend. All three compute the same inputs in bfloat16. A time is the
-device time of one launch, as a median over rounds; in each round, each of the three is timed once.
-
-attn runs in a TinyJit of 100 launches, and PyTorch in a CUDA graph of 100 launches. Events around the graph measure the time. A graph of fewer
-launches would time the host, which needs 0.25 ms for a call of a TinyJit."""
+"""Compares attention over short sequences, and over sequences with different numbers of queries and keys, with PyTorch (FlashAttention-2 and cuDNN)
+in bfloat16 on the same NVIDIA GPU. `DEV=CUDA python -m attn.measure.short [WORD ...]` prints a line for each problem whose name contains every
+WORD."""
 from __future__ import annotations
 import sys
 from collections.abc import Callable
@@ -21,13 +16,17 @@ from attn.measure.rows import MeasuredRow, line_of_row
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, TinyJit, device_seconds, foreign_cuda_context, make_current
 
+# A time is the device time of one launch, as a median over rounds; in each round, each of the three is timed once. attn runs in a TinyJit of 100
+# launches, and PyTorch in a CUDA graph of 100 launches. Events around the graph measure the time. A graph of fewer launches would time the host,
+# which needs 0.25 ms for a call of a TinyJit.
+
 @dataclass(frozen=True)
 class ShortRow(MeasuredRow):
   def __str__(self) -> str:
     return f"{self.B}, {self.heads}, {self.Sq} x {self.Sk}, {self.D} {'causal' if self.causal else 'full'}"
   @property
   def problem(self) -> Problem:
-    """Returns the problem of this row, which attn's kernel and the kernels of the other libraries compute."""
+    """The problem of this row, which attn's kernel and the kernels of the other libraries compute."""
     return Problem(self.B, self.H, self.Hkv, self.Sq, self.Sk, self.D, self.D, dtype="bfloat16", out_dtype="bfloat16", softmax_scale=self.D**-0.5,
                    window=(-1, 0 if self.causal else -1), num_splits=1)
 
@@ -36,7 +35,7 @@ SHORT_ROWS = (ShortRow(64, 16, 16, 256, 256, 64, True), ShortRow(8, 16, 16, 128,
               ShortRow(8, 32, 4, 2048, 2048, 128, True), ShortRow(4, 16, 16, 4096, 4096, 128, False))
 
 def timer_of_jit(launches:Any, device:str, steps:int) -> Callable[[], float]:
-  """Captures a TinyJit of `steps` equal steps, and returns a timer of one step on the device `device`."""
+  """Captures a TinyJit of `steps` equal steps, and returns a timer of one step."""
   for _ in range(3): launches()
   assert launches.captured is not None
   linear = launches.captured.linear
@@ -46,8 +45,7 @@ def timer_of_jit(launches:Any, device:str, steps:int) -> Callable[[], float]:
   return seconds
 
 def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS, dtype:str="", **options:Any) -> tuple[Callable[[], float], Tensor]:
-  """Returns (timer of one launch, output tensor). The timer measures a TinyJit of `steps` launches that all write this output. `dtype` is the
-  output's dtype, by default that of q. `options` are further options of `attention`."""
+  """Returns a timer of one launch of attention, in a TinyJit of `steps` launches, and the output that all of them write."""
   out = Tensor.empty(*q.shape, dtype=dtype or q.dtype).contiguous().realize()
   @TinyJit
   def launches() -> Tensor:
@@ -57,7 +55,7 @@ def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS, dtype:
     return timer_of_jit(launches, str(q.device), steps), out
 
 def compare_short(row:ShortRow) -> dict[str, Any]:
-  """Times attn's kernel and PyTorch's kernels on one problem. Returns the results, by column, as one row of the printed table."""
+  """Times attn's kernel and PyTorch's kernels on one problem, and returns a row of the table."""
   import torch
   torch.cuda.init()
   p = row.problem

@@ -1,6 +1,5 @@
-"""Times a kernel with every tile description (sizes by which the kernel divides a problem) that is possible. Keeps the fastest in the user's cache
-directory, where dispatch finds it. bench.py does this with TUNE=1. The caller passes the function that times a kernel with a tile description, so
-tests need no GPU. In this module a tile is a tile description."""
+"""Times a kernel with every possible tile description (here: tile), and keeps the fastest in the user's cache directory, where dispatch finds it.
+bench.py does this with TUNE=1. The caller passes the function that times a kernel with a tile, so tests need no GPU."""
 from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
@@ -31,12 +30,12 @@ with needs("bench", "bench.py", __name__): from tqdm import tqdm
 # ***** machine code *****
 
 def assembly_of(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> str:
-  """Compiles a kernel for tensors of these shapes, and returns the assembly text. Raises NoCompiler if no compiler is installed."""
+  """Compiles a kernel for tensors of these shapes and returns the assembly text; raises NoCompiler if no compiler is installed."""
   tensors = [UOp.placeholder(shape, FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
   return clang.assembly(render(kernel(*tensors), arch.name), arch.name)
 
 def spills(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> bool:
-  """Returns whether the kernel spills registers to memory. Returns False if no compiler is installed, because spills are then unknown."""
+  """Returns whether the kernel spills registers to memory; False if no compiler is installed."""
   from attn.isa import report
   try: clang.toolchain()
   except NoCompiler: return False
@@ -48,9 +47,8 @@ def spills(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> bool:
 Seconds = Callable[[Callable[..., UOp], Tile|TiledTile], float]   # times a kernel with its tile, in seconds
 
 def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
-  """Times the forward kernel with different tile descriptions: with the one that dispatch chooses by default, and with every other one of the AMD
-  kernel `forward` that doesn't spill registers. `seconds` is the function that times a kernel with a tile. Keeps the fastest tile for dispatch.
-  Returns the rows of the table to print. Raises NotImplementedError if dispatch chooses a kernel whose tile descriptions cannot be timed."""
+  """Times the forward kernel with its default tile and with all others that don't spill, and keeps the fastest; returns rows for printing."""
+  # Raises NotImplementedError if dispatch chooses a kernel whose tiles cannot be timed.
   from attn.search.forward import candidates
   arch = replace(arch, tuned=False)
   own = choose(replace(p, num_splits=1), arch)
@@ -72,9 +70,8 @@ def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
            "chosen by": "the table" if found is None else ""} for x, kernel, tile, found in timed]
 
 def time_tiled(p:Problem, arch:Chip, own:TiledTile, seconds:Seconds) -> list[dict[str, Any]]:
-  """Times `tiled`, the forward kernel without matrix instructions, with every tile description (sizes by which it divides the problem), and keeps the
-  fastest for dispatch. `own` is the default tile, and `seconds` the function that times the kernel with a tile. Tiles that spill are timed too,
-  because the compilers of this kernel don't report spills. Returns the times as rows of a table, for printing."""
+  """Times the kernel `tiled` with its default tile `own` and with all others, and keeps the fastest; returns rows for printing."""
+  # Tiles that spill are timed too, because the compilers of this kernel don't report spills.
   make = KERNELS["tiled"].program
   assert make is not None
   return time_plain(p, arch, "tiled", own, tiled_space(p, arch), lambda tile: seconds(make(p, arch, tile), tile), p.flops)
@@ -83,12 +80,11 @@ PlainTile = TypeVar("PlainTile", TiledTile, TiledBackwardTile)
 
 def time_plain(p:Problem, arch:Chip, kernel:str, own:PlainTile, space:Sequence[PlainTile], seconds:Callable[[PlainTile], float],
                flops:int) -> list[dict[str, Any]]:
-  """Times a kernel without matrix instructions with its default tile description `own`, and with each one in `space`. `seconds` is the function that
-  times it. A tile is left out, with a message, if its kernel does not compile or does not run. Keeps the fastest tile for dispatch. Returns the times
-  as rows of a table, for printing; `flops` is the number of operations, from which the rows' TFLOP/s are computed."""
+  """Times a kernel of plain UOps with its default tile `own` and with the tiles `space`, and keeps the fastest; returns rows for printing."""
   timed = [(seconds(own), own)]
   for tile in tqdm([x for x in space if x != own], unit="tile"):
     try: timed.append((seconds(tile), tile))
+    # A tile is left out if its kernel does not compile or does not run.
     except (RuntimeError, CompileError) as e: tqdm.write(f"{kernel}, tile {tile}: {e}", file=sys.stderr)
   timed.sort(key=lambda x: x[0])
   fastest, best = timed[0]
@@ -107,18 +103,17 @@ def backward_launch(p:Problem, arch:Chip, name:str, tile:TimedBackwardTile) -> B
   return BackwardLaunch(dkdv_of(p, arch, tile), dkdv_arguments(p), ("dk", "dv"))
 
 def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, TimedBackwardTile]:
-  """Returns the tile descriptions of the backward kernels dq and dkdv that the chip's tables give for a problem. Raises NotImplementedError unless
-  the gradients are computed by AMD's kernels or by the kernels without matrix instructions."""
+  """Returns the tiles of the backward kernels dq and dkdv that the chip's tables give for a problem."""
   if isinstance(tiles := can_differentiate(p, replace(arch, tuned=False)), str):
     raise NotImplementedError(f"TUNE=1 with BWD=1: no backward kernel takes this problem: {tiles}")
   dq, dkdv = tiles
   if isinstance(dq, TimedBackwardTile) and isinstance(dkdv, TimedBackwardTile): return dq, dkdv
+  # Only AMD's kernels and those of plain UOps can be timed here.
   raise NotImplementedError(f"TUNE=1 with BWD=1 on {arch.name}: it is for AMD's kernels and those of plain UOps (float32, D above 256); the "
                             "tiles of NVIDIA's matrix units were measured")
 
 def time_backward(p:Problem, arch:Chip, name:str, seconds:BackwardSeconds) -> list[dict[str, Any]]:
-  """Times a backward kernel with the tile description that attn's tables give, and with every other one that doesn't spill registers. `seconds` is
-  the function that times a kernel with a tile. Keeps the fastest for dispatch. Returns the times as rows of a table, for printing."""
+  """Times a backward kernel with its default tile and with all others that don't spill, and keeps the fastest; returns rows for printing."""
   from attn.search.backward import backward_candidates
   arch, keys = replace(arch, tuned=False), name == "dkdv"
   own, flops = backward_tiles_to_tune(p, arch)[keys], (4 if keys else 3)*p.flops//2

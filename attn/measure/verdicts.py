@@ -1,5 +1,5 @@
-"""Compares results of kernels with float64: the error of each element has a limit (attn/accuracy.py). Of large problems only a sample of the rows is
-checked."""
+"""Comparison of kernels' results with float64: the error of each element has a limit (attn/accuracy.py). Of large problems only a sample of the rows
+is checked."""
 from __future__ import annotations
 import math
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from attn.problem import Problem
 SAMPLE = 1 << 24   # most scores that are computed in float64 if only a sample is checked
 
 def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray], most:int|None=SAMPLE) -> tuple[Verdict, float]:
-  """Compares o, or o and lse, of a kernel with float64: the error of each element has a limit (docs/contract.md). All arrays have the shape (B, H,
-  ...). Checks a sample of the rows, which has about `most` scores in all; None checks all rows. Returns the result for the worst output and block of
-  rows (those with the largest error/limit), and the share of the rows that was checked."""
+  """Compares o, or o and lse, with float64; returns the worst verdict, and the share of the rows that was checked."""
+  # All arrays have the shape (B, H, ...). The sample has about `most` scores in all; None: all rows. The worst block of rows has the largest
+  # error/limit.
   (q, k, v), rows = inputs, max(1, min(p.Sq, (most or SAMPLE)//4//p.Sk))
   parts = [(b, h, slice(first, first + rows)) for b in range(p.B) for h in range(p.H) for first in range(0, p.Sq, rows)]
   step = 1 if most is None else math.ceil(len(parts)/max(1, most//(rows*p.Sk)))
@@ -24,9 +24,8 @@ def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray],
   return max(verdicts, key=lambda x: (not x.ok, x.ratio)), len(parts[::step])/len(parts)
 
 def verify_backward(p:Problem, inputs:Sequence[np.ndarray], gradients:Sequence[np.ndarray], most:int|None=SAMPLE) -> tuple[Verdict, float]:
-  """Compares dq, dk and dv with float64, one key/value head after another: the error of each element has a limit (docs/contract.md). All arrays have
-  the shape (B, H, ...). Checks a sample of the heads, which has about `most` scores in all but at least one head; None checks all heads. Returns the
-  result for the head and gradient with the largest error/limit, and the share of the heads that was checked."""
+  """Compares dq, dk and dv with float64; returns the worst verdict, and the share of the key/value heads that was checked."""
+  # All arrays have the shape (B, H, ...). The sample has about `most` scores in all, but at least one head; None: all heads.
   group = p.H//p.Hkv
   heads = [(b, h) for b in range(p.B) for h in range(p.Hkv)]
   step = 1 if most is None else max(1, math.ceil(len(heads)*group*p.Sq*p.Sk/most))
