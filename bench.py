@@ -94,7 +94,7 @@ def pair(name:str, default:str) -> tuple[int, int]:
   return left, right
 
 def settings(default:Mapping[str, Any]) -> Settings:
-  """Reads the problem from the environment variables. `default` has the values of the settings for which no environment variable is set."""
+  """Reads the problem from the environment variables, with `default` for those that are not set."""
   B, H, N, D = (number(name, default[name]) for name in ("B", "H", "N", "D"))
   HKV, SK, DV = number("HKV", default.get("HKV", H)), number("SK", default.get("SK", N)), number("DV", default.get("DV", D))
   dtype = choice("DTYPE", default.get("DTYPE", "float16"), NAMES)
@@ -119,7 +119,7 @@ def check_verified(s:Settings) -> None:
                      "VERIFY=0 checks none")
 
 def find_device() -> str:
-  """Returns the device to run on: DEV if DEV is set, else AMD if an AMD GPU is found, else the emulator. Raises BadSetting for a wrong DEV."""
+  """Returns the device DEV, or without DEV an AMD GPU if there is one, else the emulator; raises BadSetting for a wrong DEV."""
   if not (device := getenv("DEV", "")):
     try: return Device["AMD"].device
     except Exception:   # a missing GPU raises another exception on each system
@@ -137,8 +137,7 @@ def find_device() -> str:
 # ***** one problem *****
 
 def bench(s:Settings) -> dict[str, Any]:
-  """Runs and times the forward kernel of one problem, and checks the kernel's result. Returns a row of the table that bench.py prints, as {column:
-  value}."""
+  """Times the forward kernel of one problem and checks its result; returns a row of the printed table as {column: value}."""
   p, arch, (inputs, tensors, outs) = s.problem, device_arch(), random_operands(s.problem, s.seed)
   start = time.perf_counter()
   fxn = flash_attention_fn(causal=s.causal, layout=p.layout, window=s.window, return_lse=p.return_lse)
@@ -163,14 +162,12 @@ def bench(s:Settings) -> dict[str, Any]:
 # ***** the gradients of one problem *****
 
 def prepared_backward(s:Settings, arch:Chip) -> Backward:
-  """Runs the forward kernel of a problem, and returns its backward kernels, ready to run on random inputs. Raises BadSetting if no kernel computes
-  the gradients."""
+  """Returns the backward kernels of a problem, ready to run on random inputs, or raises BadSetting if no kernel computes the gradients."""
   try: return backward_of(s.problem, arch, s.seed)
   except NotImplementedError as e: raise BadSetting(f"BWD=1: {describe(s)}: {e}") from None
 
 def bench_backward(s:Settings) -> dict[str, Any]:
-  """Runs and times both backward kernels of one problem, and checks the gradients. Returns a row of the table that bench.py prints, as {column:
-  value}."""
+  """Times both backward kernels of one problem and checks the gradients; returns a row of the printed table as {column: value}."""
   p, arch, emulated = s.problem, device_arch(), Device.DEFAULT == "EMU"
   call, start, seconds, lowering = prepared_backward(s, arch), time.perf_counter(), dict[str, float](), 0.0
   for name in ("dq", "dkdv"):
@@ -219,8 +216,7 @@ def console() -> Console: return Console(width=None if sys.stdout.isatty() else 
 # ***** bounds *****
 
 def show_bounds(s:Settings) -> None:
-  """Prints bounds of the forward kernel's speed, which follow from the kernel's machine code and the chip's data sheet, and a prediction of this
-  speed."""
+  """Prints bounds of the forward kernel's speed, from its machine code and the chip's data sheet, and a prediction of the speed."""
   from attn.isa import report, roofline, table
   from attn.isa.timing.predict import Division, predict
   from attn.isa.timing.trips import timing_of
@@ -246,8 +242,7 @@ def show_bounds(s:Settings) -> None:
 # ***** tuning by time *****
 
 def device_timer(s:Settings) -> Seconds:
-  """Returns a function that times a forward kernel on the device. The function takes a kernel and the kernel's tile description, and returns the
-  seconds of the fastest run."""
+  """Returns a function of a forward kernel and its tile description that returns the seconds of the fastest run."""
   _, tensors, outs = random_operands(s.problem, s.seed)
   def seconds(program:Callable[..., UOp], tile:Tile|TiledTile) -> float:
     schedule = compiled(*Tensor.custom_kernel(*outs, *tensors, fxn=program)[:len(outs)])
@@ -255,9 +250,8 @@ def device_timer(s:Settings) -> Seconds:
   return seconds
 
 def backward_timer(s:Settings, arch:Chip) -> BackwardSeconds:
-  """Returns a function that times a backward kernel on the device. The function takes the kernel's name ("dq" or "dkdv") and a tile description, and
-  returns the seconds of the fastest run. Here a gradient is never a sum of partial sums of several workgroups, because the number of partial sums
-  would depend on the tile description."""
+  """Returns a function of a backward kernel ("dq" or "dkdv") and its tile description that returns the seconds of the fastest run."""
+  # A gradient is never a sum of several workgroups' partial sums here, because their number would depend on the tile description.
   call = prepared_backward(s, arch)
   call.tensors["delta"], p = call.run("dq")["delta"].realize(), s.problem
   def seconds(name:str, tile:TimedBackwardTile) -> float:
@@ -301,8 +295,7 @@ def show_figures() -> None:
   print(f"  first call with imports  {first:.2f} s   a new process, B1 H2 256x256 D64 float16")
 
 def compare_all(x:Task) -> list[dict[str, Any]]:
-  """Times attn and, for comparison, PyTorch and tinygrad's own attention on each problem (COMPARE=1). Returns the rows of the table that bench.py
-  prints."""
+  """Times attn, PyTorch and tinygrad's own attention on each problem (COMPARE=1), and returns the rows of the table."""
   if Device.DEFAULT != "CUDA": raise BadSetting(f"COMPARE=1 on {Device.DEFAULT}: it is for DEV=CUDA only")
   try: import torch
   except ImportError: raise BadSetting("COMPARE=1 needs PyTorch, which is not installed") from None
@@ -325,8 +318,7 @@ def compare_all(x:Task) -> list[dict[str, Any]]:
   return rows
 
 def compare_all_backward(x:Task, card:str) -> list[dict[str, Any]]:
-  """Times the gradients of attn and, for comparison, of PyTorch on each problem (COMPARE=1 with BWD=1). Returns the rows of the table that bench.py
-  prints."""
+  """Times the gradients of attn and of PyTorch on each problem (COMPARE=1 with BWD=1), and returns the rows of the table."""
   from attn.measure import backward, peers
   if x.sweep: todo = backward.problems(["float32"]*(choice("DTYPE", "float16", NAMES) == "float32"))
   else:
@@ -355,7 +347,7 @@ class Task:
   backward: bool
 
 def task() -> Task:
-  """Reads from the environment variables what bench.py is to do. Raises BadSetting, before anything runs, if the settings contradict each other."""
+  """Reads from the environment what bench.py is to do; raises BadSetting if the settings contradict each other."""
   x = Task(flag("FIGURES"), flag("SWEEP"), flag("TUNE"), flag("COMPARE"), flag("ISA"), file_for("CSV"), file_for("PLOT"), flag("BWD"))
   chosen = [name for name in ("FIGURES", "TUNE", "COMPARE", "ISA") if getattr(x, name.lower())]
   if len(chosen) > 1: raise BadSetting(f"{' and '.join(f'{name}=1' for name in chosen)}: only one of them may be set")
@@ -368,7 +360,7 @@ def task() -> Task:
   return x
 
 def file_for(name:str) -> str:
-  """Returns the file path in the environment variable `name`, or "" if the variable is not set. Raises BadSetting if the file can't be written."""
+  """Returns the file path in the environment variable `name`, or "" without it; raises BadSetting if the file can't be written."""
   if not (path := getenv(name, "")): return ""
   folder = os.path.dirname(os.path.abspath(path))
   if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):

@@ -1,22 +1,5 @@
-"""Accuracy law: how far an element of an output may be from exact, in units of the element's own rounding error. docs/contract.md derives the law.
-
-The law holds for every element, for all inputs and all kernels:
-
-  |out - exact| <= 6 sigma + slack
-
-`exact` is the float64 computation on the inputs as rounded to their dtype (attn/reference.py).
-
-`sigma` is the standard deviation, to first order, of the error that comes from the roundings which the dtypes force. These numbers are rounded: P
-(and in backward dS) to the inputs' dtype, where P or dS is a factor of a matrix product; O to the output's dtype; each gradient to the gradient's
-dtype. Backward computes delta = rowsum(dO * O) - dLSE from the rounded O. The error of rounding a number x to nearest has a standard deviation of at
-most u |x|/sqrt(3), where u is the roundoff of the dtype. Different numbers have independent errors. Equal numbers have equal errors. All dS of a row
-are computed from the one delta of the row, so an error of delta changes all dS of the row together.
-
-`slack` bounds all other errors: the errors of fp32 arithmetic, and the errors of elements of P that are so small that float16 stores them as a
-denormal number or as 0.
-
-The root mean square of error/sigma is taken over all elements with slack < sigma/4. If there are 10^4 such elements or more, this root mean square is
-at most 1. An output has NaN and inf exactly where `exact` has NaN and inf, and also has inf where a result is too large for the output's dtype."""
+"""Accuracy law: how far an element of an output may be from exact, in units of the element's own rounding error. The law holds for every element, for
+all inputs and all kernels: |out - exact| <= 6 sigma + slack. docs/contract.md derives it. Begin with `law_of` and `judge`."""
 from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
@@ -27,6 +10,17 @@ from attn.ops.numerics import ROUNDOFF
 from attn.ops.softmax import LIFT
 from attn.reference import (PLAIN, Array, Options, TermStep, with_heads, batch_options, finished_scores, slope_of, softmax_of, summed_to, term_steps,
                             exact, exact_backward)
+
+# `exact` is the float64 computation on the inputs as rounded to their dtype (attn/reference.py).
+# `sigma` is the standard deviation, to first order, of the error that comes from the roundings which the dtypes force. These numbers are rounded: P
+# (and in backward dS) to the inputs' dtype, where P or dS is a factor of a matrix product; O to the output's dtype; each gradient to the gradient's
+# dtype. Backward computes delta = rowsum(dO * O) - dLSE from the rounded O. The error of rounding a number x to nearest has a standard deviation of
+# at most u |x|/sqrt(3), where u is the roundoff of the dtype. Different numbers have independent errors. Equal numbers have equal errors. All dS of a
+# row are computed from the one delta of the row, so an error of delta changes all dS of the row together.
+# `slack` bounds all other errors: the errors of fp32 arithmetic, and the errors of elements of P that are so small that float16 stores them as a
+# denormal number or as 0.
+# The root mean square of error/sigma is taken over all elements with slack < sigma/4. If there are 10^4 such elements or more, this root mean square
+# is at most 1. An output has NaN and inf exactly where `exact` has NaN and inf, and also has inf where a result is too large for the output's dtype.
 
 SIGMAS = 6.0                    # standard deviations that the random part of an element's error may have
 ENOUGH_ELEMENTS = 10**4                  # a root mean square counts only over this many elements or more
@@ -42,10 +36,9 @@ SHORT_CAP = 64.0                # up to this softcap, kernels of 16-bit inputs c
 
 @dataclass(frozen=True)
 class ShortSums:
-  """How a matrix unit adds products of 8-bit floats, if it adds with fewer bits than fp32.
-
-    bits: the unit drops the bits of a product below 2^-bits times the largest partial sum
-    run: number of products after which the unit's sum is added to an fp32 sum. 0: the unit adds all products without fp32"""
+  """How a matrix unit adds products of 8-bit floats, if it adds with fewer bits than fp32."""
+  # The unit drops the bits of a product below 2^-bits times the largest partial sum. After `run` products the unit's sum is added to an fp32 sum; 0:
+  # the unit adds all products without fp32.
   bits: int
   run: int
   @property
@@ -54,47 +47,41 @@ class ShortSums:
 
 @dataclass(frozen=True)
 class Law:
-  """Exact values of an output, and the limit of each element's error: 6 `sigma` + `slack`. `sigma` is the standard deviation of the rounding errors
-  that the dtypes force. `slack` is the limit of all other errors.
-
-  A second check of an output is the root mean square of error/sigma over many elements, which must be at most 1. `left_out` is True for elements that
-  this check skips:
-  - the element's error comes from few roundings, or equals the error of another element
-  - the element is below the smallest normal number of the dtype"""
+  """Exact values of an output, and the limit of each element's error: 6 `sigma` + `slack`."""
   exact: Array
-  sigma: Array
-  slack: Array
+  sigma: Array  # standard deviation of the rounding errors that the dtypes force
+  slack: Array  # limit of all other errors
+  # A second check is the root mean square of error/sigma over many elements, which must be at most 1. It leaves out an element whose error comes from
+  # few roundings or equals the error of another element, and an element below the smallest normal number of the dtype.
   left_out: Array
   def of(self, change:Callable[[Array], Array]) -> Law:
-    """Returns the exact values and error limits of a part or a rearrangement of the output. `change` is a function that selects or rearranges the
-    elements of an array. Law.of applies this function to every array of the Law."""
+    """Returns the law of a part or a rearrangement of the output, which the function `change` makes of an array."""
     return Law(*[change(getattr(self, x.name)) for x in fields(self)])
   def __getitem__(self, at:Any) -> Law: return self.of(lambda a: a[at])
   def put(self, at:Any, law:Law) -> None:
-    """Overwrites the exact values and error limits of some elements with the values and limits of `law`. `at` is the numpy index of the elements."""
+    """Overwrites the exact values and error limits of the elements `at` (a numpy index) with those of `law`."""
     for x in fields(self): getattr(self, x.name)[at] = getattr(law, x.name)
   def add(self, at:Any, law:Law) -> None:
-    """Adds the elements of `law` to the elements with the numpy index `at`, which then are sums of two results. The errors of the two results must be
-    independent. The exact values are added, and so are the variances (sigma^2) and the slacks."""
+    """Adds the elements of `law` to the elements `at` (a numpy index), which then are sums of two results."""
+    # The errors of the two results must be independent: the variances (sigma^2) and the slacks add up.
     self.exact[at] += law.exact
     self.sigma[at] = np.hypot(self.sigma[at], law.sigma)
     self.slack[at] += law.slack
     self.left_out[at] |= law.left_out
   def rounded_to(self, dtype:str) -> Law:
-    """Returns the exact values and error limits of the output after one more rounding, to `dtype`."""
+    """Returns the law of the output after one more rounding, to `dtype`."""
     exact = _in_dtype(self.exact, dtype)
     return replace(self, exact=exact, sigma=np.hypot(self.sigma, _largest_error(_finite(exact), dtype)/math.sqrt(3)))
   @property
   def limit(self) -> Array: return SIGMAS*self.sigma + self.slack
 
 def without_error(shape:tuple[int, ...], value:float=0.0) -> Law:
-  """Makes the Law (exact values and error limits) of an output that must be exactly `value`."""
+  """Makes the law of an output that must be exactly `value`."""
   return Law(np.full(shape, value), np.zeros(shape), np.zeros(shape), np.zeros(shape, np.bool_))
 
 @dataclass(frozen=True)
 class Laws:
-  """Exact values and error limits (a `Law`) of each gradient: of q, k, v, the bias, the sinks and the ALiBi slopes. The field of a tensor is None if
-  the call has no such tensor."""
+  """Exact values and error limits (a `Law`) of each gradient; None for a tensor that the call does not have."""
   q: Law
   k: Law
   v: Law
@@ -106,35 +93,26 @@ class Laws:
 
 @dataclass(frozen=True)
 class Verdict:
-  """Result of a comparison of an output with its exact values and error limits. An element's limit is 6 sigma + slack: sigma is the standard
-  deviation of the rounding errors that the dtypes force, and slack is the limit of all other errors.
-
-    error, limit, sigma: numbers of the element with the largest error/limit
-    where: index of the element with the largest error/limit
-    resolved: number of elements that count for rms. An element counts if its slack is below sigma/4, and if its error comes from many roundings and
-      equals no other element's error
-    rms: root mean square of error/sigma over the elements that count
-    furthest: largest error/sigma of the elements that count
-    count: number of all elements
-    pattern: "" or a text that says which NaN or inf is out of place"""
+  """Result of a comparison of an output with its exact values and error limits."""
+  # `error`, `limit`, `sigma` and the index `where` are those of the element with the largest error/limit. An element's limit is 6 sigma + slack.
   error: float
   limit: float
   sigma: float
   where: tuple[int, ...]
-  rms: float = 0.0
-  furthest: float = 0.0
+  rms: float = 0.0  # root mean square of error/sigma over the elements that count
+  furthest: float = 0.0  # largest error/sigma of the elements that count
+  # Number of elements that count: the slack is below sigma/4, and the error comes from many roundings and equals no other element's error.
   resolved: int = 0
-  count: int = 0
-  pattern: str = ""
+  count: int = 0  # number of all elements
+  pattern: str = ""  # which NaN or inf is out of place; "": none
   @property
   def ratio(self) -> float:
-    """Largest error/limit of all elements. A number above 1 means that the element at the index `where` is wrong."""
+    """Largest error/limit of all elements; a number above 1 means that the element at the index `where` is wrong."""
     return self.error/self.limit if self.limit else math.inf if self.error else 0.0
   @property
   def scattered(self) -> bool:
-    """Tells whether the errors of an output are too large on average: whether the root mean square of error/sigma is above 1, where sigma is the
-    standard deviation of an element's rounding errors. Returns False if fewer than ENOUGH_ELEMENTS elements count, because a mean of few errors says
-    nothing."""
+    """Whether the errors are too large on average: whether the root mean square of error/sigma is above 1."""
+    # A mean of few errors says nothing.
     return self.resolved >= ENOUGH_ELEMENTS and self.rms > 1
   @property
   def ok(self) -> bool: return not self.pattern and self.error <= self.limit and not self.scattered
@@ -144,9 +122,7 @@ class Verdict:
             f"rms of error/sigma {self.rms:.2f} over {self.resolved} elements")
 
 def judge(out:Array, law:Law) -> Verdict:
-  """Compares an output with its exact values, and returns the result as a Verdict. A wrong output raises no error. `Verdict.ok` is true if each
-  element's error is within the element's limit, if the errors are not too large on average, and if the output has NaN and inf exactly where the exact
-  result has NaN and inf."""
+  """Compares an output with its exact values and error limits; a wrong output raises no error, but `Verdict.ok` is False."""
   assert out.shape == law.exact.shape, (out.shape, law.exact.shape)
   for name, of in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
     if (wrong := of(out) != of(law.exact)).any():
@@ -174,18 +150,16 @@ def _in_dtype(x:Array, dtype:str) -> Array:
 def _flushed(x:Array, dtype:str) -> Array: return np.where(np.abs(x) < SMALLEST[dtype], 0, x)
 
 def _largest_error(x:Array, dtype:str) -> Array:
-  """Returns the largest error of rounding each element of x to `dtype`: the roundoff times |x|, or times the smallest normal number if |x| is
-  smaller."""
+  """Returns the largest error of rounding each element of x to `dtype`."""
+  # This is the roundoff times |x|, or times the smallest normal number if |x| is smaller.
   return ROUNDOFF[dtype]*np.maximum(np.abs(x), SMALLEST[dtype])
 
 @dataclass(frozen=True)
 class _Moments:
-  """Errors that an array of results has before its elements are rounded to the output's dtype. `variance` is the variance of an element's rounding
-  errors. `slack` is the limit of the element's other errors. `alike` is True for an element whose terms include equal rounding errors, which cannot
-  cancel: equal numbers have equal rounding errors."""
-  variance: Array
-  slack: Array
-  alike: Array
+  """Errors that an array of results has before its elements are rounded to the output's dtype."""
+  variance: Array  # of an element's rounding errors
+  slack: Array  # limit of the element's other errors
+  alike: Array  # some terms of the element have equal rounding errors, which cannot cancel
   @staticmethod
   def none(shape:tuple[int, ...]) -> _Moments: return _Moments(np.zeros(shape), np.zeros(shape), np.zeros(shape, np.bool_))
   def add(self, at:Any, x:_Moments) -> None:
@@ -194,27 +168,26 @@ class _Moments:
     self.alike[at] |= x.alike
 
 def _stored(x:Array, errors:_Moments, dtype:str) -> Law:
-  """Makes the Law (exact values and error limits) of results that are stored in `dtype`. x has the exact results, and `errors` the errors before they
-  are rounded to `dtype`.
-
-  The Law's field `left_out` is set for elements below the smallest normal number of `dtype`. These elements don't count in the root mean square of
-  error/sigma, because their own root mean square is 1, which is all that the accuracy law allows. (Normal numbers have 0.73.)"""
+  """Makes the law of results x that are stored in `dtype`, with the errors that they have before this rounding."""
   x = _in_dtype(x, dtype)
   finite = _finite(x)
   sigma = np.sqrt(errors.variance + np.square(_largest_error(finite, dtype))/3)
   slack = errors.slack + 8*FP32*np.abs(finite) + VANISHING
+  # Elements below the smallest normal number don't count in the root mean square of error/sigma, because their own root mean square is 1, which is
+  # all that the accuracy law allows. (Normal numbers have 0.73.)
   return Law(x, sigma, slack, errors.alike | (np.abs(finite) < SMALLEST[dtype]))
 
 def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Array, Array|None]:
-  """Returns the limits of the errors of rounding weights w to `dtype`, as two arrays: the random errors, and the systematic errors (None if there are
-  none). Random errors partly cancel when weights are added. Systematic errors don't: for example, many small weights become 0.
-
-  A float16 weight below 2^-22, which is 4 times the smallest denormal number, has a systematic error in place of a random one. If the matrix unit
-  replaces denormal numbers by 0 (`flushes`), this applies to every weight below the smallest normal number plus `off`, where `off` is the error that
-  the weight had before. In bfloat16 no weight has a systematic error, because bfloat16 has the exponents of fp32. float32 weights are not rounded."""
+  """Returns the limits of the random and of the systematic errors of rounding weights w to `dtype`; None for no systematic errors."""
+  # Random errors partly cancel when weights are added. Systematic errors don't: for example, many small weights become 0. float32 weights are not
+  # rounded.
   if dtype == "float32": return np.zeros_like(w), None
   size, largest = np.abs(w), _largest_error(w, dtype)
+  # bfloat16 has the exponents of fp32, so no weight has a systematic error.
   if dtype == "bfloat16": return np.minimum(size, largest), None
+  # A float16 weight below 2^-22, which is 4 times the smallest denormal number, has a systematic error in place of a random one. If the matrix unit
+  # replaces denormal numbers by 0 (`flushes`), this applies to every weight below the smallest normal number plus `off`, where `off` is the error
+  # that the weight had before.
   small = size < (SMALLEST[dtype] + off if flushes else 8*ROUNDOFF[dtype]*SMALLEST[dtype])
   lost = size if flushes else np.minimum(size, largest)
   return np.where(small, 0, largest), lost*small if (small & (size > 0)).any() else None
@@ -222,9 +195,10 @@ def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Ar
 # ***** sums *****
 
 def _squares(r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> Array:
-  """Computes the sum over j of (r_j (factor_j x_j - centre))^2. This sum is the variance of the error of the sum over j of weight_j (factor_j x_j -
-  centre), if the weights of a row have independent errors with the standard deviations r_j. r and `factor` are (..., n, m), x is (..., m, columns),
-  `centre` and the result are (..., n, columns). Without `factor` each factor is 1, and without `centre` the centre is 0."""
+  """Computes the sum over j of (r_j (factor_j x_j - centre))^2."""
+  # This is the variance of the error of the sum over j of weight_j (factor_j x_j - centre), if the weights of a row have independent errors with the
+  # standard deviations r_j. r and `factor` (None: 1) are (..., n, m), x is (..., m, columns), `centre` (None: 0) and the result are (..., n,
+  # columns).
   found, of_x = r*r, r*r if factor is None else r*r*factor
   total = (of_x if factor is None else of_x*factor) @ (x*x)
   if centre is not None: total += centre*(centre*found.sum(-1, keepdims=True) - 2*(of_x @ x))
@@ -234,21 +208,17 @@ EQUAL, NOTHING = 1e-11, 1e-12    # relative tolerances: float64 may add up equal
 TOGETHER = 2**21                # most numbers that are grouped at a time
 
 def _rows_with_equals(values:Array) -> Array:
-  """Finds the rows of `values` (..., n, m) that have two values of equal magnitude (absolute value). Returns a bool array (..., n), True for such a
-  row. A value below 1e-12 times the largest magnitude of its row does not count."""
+  """Returns which rows of `values` (..., n, m) have two values of equal magnitude."""
   size = np.sort(np.abs(values), axis=-1)
+  # A value below 1e-12 times the largest magnitude of its row does not count.
   if size.shape[-1] < 2: return np.zeros(size.shape[:-1], np.bool_)
   return ((size[..., 1:] - size[..., :-1] <= EQUAL*size[..., 1:]) & (size[..., 1:] > NOTHING*size[..., -1:])).any(-1)
 
 def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[Array, ...], Array], Array]) -> tuple[Array, Array]:
-  """Corrects sums of squared errors for equal errors. `values` (..., n, m) has n rows of m numbers. A row stands for a sum of m terms, one for each
-  number. `total` (..., n, columns) is the sum of the squares of a row's terms, as if their errors were independent. But terms with equal numbers have
-  equal errors, so they must be added first and squared then. This function replaces the sums of the rows in which this happens.
-
-  `terms(rows, order)` is a function that returns the terms of some rows, (count, m, columns). `rows` is a numpy index of these rows. `order` (count,
-  m) says in which order to return each row's m terms.
-
-  Returns the corrected `total`, and a bool array (..., n, 1), True for a corrected row."""
+  """Corrects sums of squared errors for equal errors; returns the corrected sums, and which rows were corrected, as bool (..., n, 1)."""
+  # `values` (..., n, m) has n rows of m numbers. A row stands for a sum of m terms, one for each number. `total` (..., n, columns) is the sum of the
+  # squares of a row's terms, as if their errors were independent. But terms with equal numbers have equal errors, so they must be added first and
+  # squared then. `terms(rows, order)` returns the terms of some rows (a numpy index), (count, m, columns); `order` (count, m) says in which order.
   equals = _rows_with_equals(values)
   at = np.argwhere(equals)
   step = max(1, TOGETHER//max(1, values.shape[-1]*columns))
@@ -265,10 +235,10 @@ def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[A
   return total, equals[..., None]
 
 def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array]:
-  """Computes the variance of the error of the sum over j of weight_j (factor_j x_j - centre). The error of weight_j has the standard deviation r_j.
-  Two weights i and j of a row have equal errors if values_i and values_j are equal, and independent errors otherwise. Terms with equal errors are
-  added before the sum is squared. `values`, r and `factor` (None: 1) are (..., n, m), x is (..., m, columns), `centre` (None: 0) is (..., n,
-  columns). Returns the variance (..., n, columns), and a bool array (..., n, 1), True for a row with two equal values."""
+  """Computes the variance of the error of the sum over j of weight_j (factor_j x_j - centre), if equal weights have equal errors."""
+  # The error of weight_j has the standard deviation r_j. Two weights i and j of a row have equal errors if values_i and values_j are equal, and
+  # independent errors otherwise. `values`, r and `factor` (None: 1) are (..., n, m), x is (..., m, columns), `centre` (None: 0) and the variance are
+  # (..., n, columns). The second result, bool (..., n, 1), says which rows have two equal values.
   x = np.broadcast_to(x, (*r.shape[:-2], *x.shape[-2:]))
   def terms(here:tuple[Array, ...], order:Array) -> Array:
     def ordered(a:Array) -> Array: return np.take_along_axis(a[here], order, -1)[..., None]
@@ -279,10 +249,9 @@ def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Arra
   return _with_equals(_squares(r, x, factor, centre), values, x.shape[-1], terms)
 
 def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array|None]:
-  """Estimates the largest magnitude of the partial sums when two sums over j are computed term by term: the sum of w_j factor_j x_j, and the sum of
-  w_j (factor_j x_j - centre). Returns two arrays (..., n, columns), one for each sum; the second array is None without `centre`. The terms are
-  divided into at most 32 blocks. Partial sums at the ends of blocks are computed exactly. Partial sums inside a block are estimated as a random walk:
-  the root of the sum of the squares of all terms."""
+  """Estimates the largest partial sums of w_j factor_j x_j and of w_j (factor_j x_j - centre), added term by term over j."""
+  # Partial sums at the ends of at most 32 blocks are computed exactly. Partial sums inside a block are estimated as a random walk: the root of the
+  # sum of the squares of all terms. The results are (..., n, columns), the second None without `centre`.
   m = w.shape[-1]
   running, mass = np.zeros((*w.shape[:-1], x.shape[-1])), np.zeros((*w.shape[:-1], 1))
   largest = np.sqrt(_squares(w, x, factor))
@@ -298,33 +267,30 @@ def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) 
   return largest, centred
 
 def _roundings(w:Array) -> Array:
-  """Returns a factor (..., 1) that bounds the error of an fp32 sum of products: error <= factor * fp32 roundoff * largest partial sum. w (..., m) has
-  the first factor of each product; a product with w = 0 does not count.
-
-  The bound holds for two ways to add: a matrix instruction that adds 16 products at a time and may truncate the sum, and a chain of multiply-adds
-  that round to nearest."""
+  """Returns a factor (..., 1) that bounds the error of an fp32 sum of products: error <= factor * fp32 roundoff * largest partial sum."""
+  # w (..., m) has the first factor of each product; a product with w = 0 does not count. The bound holds for two ways to add: a matrix instruction
+  # that adds 16 products at a time and may truncate the sum, and a chain of multiply-adds that round to nearest.
   terms = (w != 0).sum(-1, keepdims=True)
   return np.maximum(2*np.ceil(terms/STEP), SIGMAS/2*np.sqrt(terms))
 
 def _added(w:Array, largest:Array) -> Array:
-  """Bounds the error of an fp32 sum of products. w has the first factor of each product, and `largest` the largest partial sum."""
+  """Bounds the error of an fp32 sum of products with the first factors w and the largest partial sum `largest`."""
   return FP32*_roundings(w)*largest
 
 def _dot_error(n:int, size:Array, squares:Array) -> Array:
-  """Estimates the standard deviation of the error of an fp32 dot product of n terms. `size` is the result of the dot product; only the absolute value
-  of `size` matters. `squares` is the sum of the squares of the terms."""
+  """Estimates the standard deviation of the error of an fp32 dot product of n terms with the result `size`."""
+  # `squares` is the sum of the squares of the terms.
   return FP32*math.sqrt(n)/2*(np.abs(size) + np.sqrt(squares))
 
 def _short_dot_errors(short:ShortSums, q:Array, k_transposed:Array, products:Array) -> tuple[Array, Array]:
-  """Estimates the errors of the dot products q k^T in a matrix unit that cuts bits off each product (see `ShortSums`). `k_transposed` is k^T, and
-  `products` is q k^T. A cut moves a product towards zero, so the cuts of positive and of negative products partly cancel. Returns the standard
-  deviation of the random part of each error, and the limit of the part that does not cancel."""
+  """Estimates the errors of q k^T in a matrix unit that cuts bits off products: a standard deviation, and a limit of what does not cancel."""
+  # A cut moves a product towards zero, so the cuts of positive and of negative products partly cancel.
   unit = short.unit*(np.abs(products) + np.sqrt((q*q) @ (k_transposed*k_transposed)))
   return unit*EVENLY_SPREAD*math.sqrt(q.shape[-1]), unit*np.abs(np.sign(q) @ np.sign(k_transposed))/2
 
 def _short_sum_errors(short:ShortSums, w:Array, x:Array, cut_below:float=2.0) -> Array:
-  """Bounds the error of the sums w @ x in a matrix unit that drops low bits of each product (see `ShortSums`). Only products with weights below
-  `cut_below` times the sum of the weights are assumed to lose bits. The default 2 includes every weight."""
+  """Bounds the error of the sums w @ x in a matrix unit that drops low bits of each product."""
+  # Only products with weights below `cut_below` times the sum of the weights are assumed to lose bits. The default 2 includes every weight.
   random, signed = np.zeros((*w.shape[:-1], x.shape[-1])), np.zeros((*w.shape[:-1], x.shape[-1]))
   for here in short.runs(w.shape[-1]):
     some, of_x = w[..., here], x[..., here, :]
@@ -339,8 +305,8 @@ def _clean(x:Array) -> Array: return _finite(x.astype(np.float64))
 
 @dataclass(frozen=True)
 class _Pairs:
-  """Values in float64 that determine the errors of forward. An array has one value for each pair of a query and a key (..., H, Sq, Sk), or one for
-  each row (..., H, Sq, 1). The heads of k and v are repeated, so that q, k and v have equal numbers of heads."""
+  """Values in float64, for each pair of a query and a key or for each row, that determine the errors of forward."""
+  # An array is (..., H, Sq, Sk), or (..., H, Sq, 1). The heads of k and v are repeated, so that q, k and v have equal numbers of heads.
   dtype: str
   flushes: bool
   scale: float
@@ -360,8 +326,7 @@ class _Pairs:
   weights: Array         # P; with rows of 8 bits, P times the scale of the key's row of V. Forward rounds these numbers times a factor of each row
   short: ShortSums|None = None           # how the matrix unit adds, if not in fp32
   def kept(self, a:Array) -> Array:
-    """Applies dropout to an array with one value for each pair of a query and a key. Multiplies a value by 1/(1 - dropout_p) if dropout leaves the
-    pair's weight, and by 0 otherwise."""
+    """Applies dropout to an array with one value for each pair of a query and a key."""
     return a if self.factor is None else a*self.factor
 
 def _off_by_the_cap(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Array, Array]:
@@ -427,19 +392,17 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
 # ***** forward *****
 
 def _scales_in_range(scales:Array) -> Array:
-  """Returns scales with 2^-100 in place of each scale that is 0 or NaN. A scale belongs to a row of 8-bit numbers: a row of zeros has the scale 0,
-  and a row with a NaN has the scale NaN. A kernel may use any small number in place of such a scale."""
+  """Returns scales with 2^-100 in place of each scale that is 0 or NaN."""
+  # A row of zeros has the scale 0, and a row with a NaN has the scale NaN. A kernel may use any small number in place of such a scale.
   return np.where(scales > 0, scales, 2.0**-100)
 
 def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
            out_dtype:str, flushes:bool=False, v_scales:Array|None=None, short:ShortSums|None=None) -> tuple[Law, Law]:
-  """Computes the exact values and error limits of o and lse. Returns two Laws, of o and of lse. `dtype` is the dtype in which a kernel multiplies q,
-  k and v, and `out_dtype` the dtype of o. scale, `window`, `offset` (the position of query 0 among the keys) and `options` (masks, bias, lengths,
-  ...) describe the call. `flushes` says that the matrix unit treats denormal 16-bit numbers as zero, as CDNA2 does.
-
-  k and v of a cache with rows of 8-bit numbers (QuantizedRows) are given as float64, each row times the row's scale, and `v_scales` (B, Hkv, Sk) has
-  the scales of the rows of V. If all of q, k and v are 8-bit floats, the three tensors are given as float64, times q_scale, k_scale and v_scale.
-  `short` says how the matrix unit adds the products of 8-bit floats, if not in fp32."""
+  """Computes the exact values and error limits of o and lse, for q, k and v that a kernel multiplies in `dtype`."""
+  # `window`, `offset` (the position of query 0 among the keys) and `options` (masks, bias, lengths, ...) describe the call. `flushes` says that the
+  # matrix unit treats denormal 16-bit numbers as zero, as CDNA2 does. k and v of a cache with rows of 8-bit numbers (QuantizedRows) are given as
+  # float64, each row times the row's scale, and `v_scales` (B, Hkv, Sk) has the scales of the rows of V. If all of q, k and v are 8-bit floats, they
+  # are given as float64, times q_scale, k_scale and v_scale. `short` says how the matrix unit adds the products of 8-bit floats, if not in fp32.
   o, lse = exact(q, k, v, scale, window, offset, options)
   of_o, of_lse = _Moments.none(o.shape), _Moments.none(lse.shape)
   for one, n, shift, x in _batches(k, options):
@@ -457,26 +420,24 @@ def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -
   return _stored(o, of_o, out_dtype), _stored(lse, of_lse, "float32")
 
 def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
-  """Yields groups of sequences that can be computed together, as (slice of the batch axis, number of keys, shift, options). Without kv_lengths, all
-  sequences are one group. With kv_lengths, each sequence is a group, because each has its own number of keys.
-
-  `shift` is added to the position of query 0 among the keys. It moves the last query to the sequence's last key, and is 0 for a causal mask that is
-  aligned top-left."""
+  """Yields groups of sequences that can be computed together: (slice of the batch axis, number of keys, shift of query 0, options)."""
+  # With kv_lengths, each sequence has its own number of keys, and is a group.
   if x.kv_lengths is None: yield slice(None), k.shape[-2], 0, x
   else:
     for b, n in enumerate(map(int, x.kv_lengths)):
+      # The shift is added to the position of query 0 among the keys. It moves the last query to the sequence's last key, and is 0 for a causal mask
+      # that is aligned top-left.
       shift = 0 if x.top_left else n - k.shape[-2]
       yield slice(b, b + 1), n, shift, batch_options(x, b, n)
 
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
-  """Returns the limit of all errors of o except the roundings that the dtypes force (the slack of o). `o` has the exact values. The slack is the sum
-  of four limits.
-
-    1. fp32 errors of the scores. Independent errors partly cancel in the sum over the keys, but equal errors add up, so keys with equal errors are
-       added first. These are keys with equal q.k for the error of this product, and keys with equal weights for the error of all later operations
-    2. errors of adding up the products with V, in fp32 or, if `t.short` is given, in a matrix unit that adds with fewer bits
-    3. errors of rescaling the sums when the softmax subtracts a larger number than before
-    4. systematic errors of rounding small weights (see `_rounding`)"""
+  """Returns the limit of all errors of o except the roundings that the dtypes force (the slack of o), where `o` is exact."""
+  # The slack is the sum of four limits:
+  # 1. fp32 errors of the scores. Independent errors partly cancel in the sum over the keys, but equal errors add up, so keys with equal errors are
+  # added first. These are keys with equal q.k for the error of this product, and keys with equal weights for the error of all later operations
+  # 2. errors of adding up the products with V, in fp32 or, if `t.short` is given, in a matrix unit that adds with fewer bits
+  # 3. errors of rescaling the sums when the softmax subtracts a larger number than before
+  # 4. systematic errors of rounding small weights (see `_rounding`).
   largest, centred = _prefixes(t.p, t.v, t.factor, o)
   assert centred is not None
   of_products, _ = _grouped(t.raw, t.p*t.off, t.v, t.factor, o)
@@ -495,10 +456,10 @@ def _slack_of_o(t:_Pairs, o:Array) -> Array:
 
 def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                      options:Options=PLAIN, *, dtype:str, out_dtype:str, bias_dtype:str="float32", flushes:bool=False) -> Laws:
-  """Computes the exact values and error limits of the gradients, for inputs of this `dtype` and a bias of `bias_dtype`. scale, `window`, `offset`
-  (the position of query 0 among the keys) and `options` (masks, bias, lengths, ...) describe the call. `do` is the gradient of o, rounded to `dtype`,
-  and `dlse` the gradient of lse. o is rounded to `out_dtype`. `flushes` says that the matrix unit treats denormal 16-bit numbers as zero, as CDNA2
-  does."""
+  """Computes the exact values and error limits of the gradients, for inputs of this `dtype` and a bias of `bias_dtype`."""
+  # `window`, `offset` (the position of query 0 among the keys) and `options` (masks, bias, lengths, ...) describe the call. `do` is the gradient of
+  # o, rounded to `dtype`, and `dlse` the gradient of lse. o is rounded to `out_dtype`. `flushes` says that the matrix unit treats denormal 16-bit
+  # numbers as zero, as CDNA2 does.
   if do is None: do = np.zeros((*q.shape[:-1], v.shape[-1]))
   if dlse is None: dlse = np.zeros(q.shape[:-1])
   want = exact_backward(q, k, v, do, dlse, scale, window, offset, options)
@@ -527,8 +488,7 @@ def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, 
 
 @dataclass(frozen=True)
 class _Gradients:
-  """Values in float64 that determine the exact gradients and the error limits of the gradients. An array has one value for each pair of a query and a
-  key (..., H, Sq, Sk), or one for each row (..., H, Sq, 1)."""
+  """Values in float64, for each pair of a query and a key or for each row, that determine the gradients and their error limits."""
   t: _Pairs
   do: Array
   heads: int                 # key/value heads
@@ -561,20 +521,17 @@ class _Gradients:
     return _Gradients(t, do, heads, ds, ds*t.slope, off, d_raw_off, p_off, delta, variance, fp32, alike)
 
   def by_key(self, a:Array) -> Array:
-    """Rearranges values of pairs of a query and a key to the shape (..., Hkv, Sk, queries). Each row along the last axis belongs to one key, and has
-    its values for the queries of all heads that share the key."""
+    """Rearranges values of pairs of a query and a key to (..., Hkv, Sk, queries of all heads that share the key)."""
     return self.rows(a).swapaxes(-1, -2)
   def rows(self, a:Array) -> Array:
     """Rearranges rows of queries (..., H, Sq, D) to (..., Hkv, rows, D): joins the queries of all heads that share a key/value head."""
     return a.reshape(*a.shape[:-3], self.heads, a.shape[-3]//self.heads*a.shape[-2], a.shape[-1])
 
   def product(self, w:Array, off:Array, x:Array, of_delta:Array|float=0.0) -> _Moments:
-    """Describes the errors of the matrix product w @ x, where w is rounded to the inputs' dtype. Returns the variance of the errors that come from
-    this rounding, and the limit of all other errors.
-
-    `off` and `of_delta` are the variances of the errors that each element of w has before it is rounded. Errors of `off` are independent. Errors of
-    `of_delta` come from delta, and all elements of one query share them. This function uses `of_delta` only to decide which elements may round to 0;
-    the caller adds the other effects of an error of delta."""
+    """Returns the errors of the matrix product w @ x, where w is rounded to the inputs' dtype."""
+    # `off` and `of_delta` are the variances of the errors that each element of w has before it is rounded. Errors of `off` are independent. Errors of
+    # `of_delta` come from delta, and all elements of one query share them. Here `of_delta` only decides which elements may round to 0; the caller
+    # adds the other effects of an error of delta.
     r, lost = _rounding(w, self.t.dtype, self.t.flushes, SIGMAS*np.sqrt(off + of_delta))
     slack, (total, equals) = SIGMAS*np.sqrt(off @ (x*x)) + _added(w, _prefixes(w, x)[0]), _grouped(w, r, x)
     return _Moments(total/3, slack if lost is None else slack + lost @ np.abs(x), equals)
@@ -597,9 +554,9 @@ class _Gradients:
     return self.product(self.by_key(p), self.by_key(np.square(p*self.p_off)), self.rows(self.do))
 
   def of_scores(self, weights:Array, shape:tuple[int, ...]) -> _Moments:
-    """Describes the errors of the gradient of a score term (a bias, or ALiBi slopes) with the given `shape`. The gradient of an element is an fp32
-    sum of `weights` * dS, over all scores (B, H, Sq, Sk) to which the element is broadcast. `weights` (Sq, Sk) is the derivative of a score by the
-    term: 1 for a bias, the distance |i - j| for slopes. Returns the variance of the rounding errors, and the limit of all other errors."""
+    """Returns the errors of the gradient of a score term (a bias, or ALiBi slopes) with the given `shape`."""
+    # The gradient of an element is an fp32 sum of `weights` * dS, over all scores (B, H, Sq, Sk) to which the element is broadcast. `weights` (Sq,
+    # Sk) is the derivative of a score by the term: 1 for a bias, the distance |i - j| for slopes.
     mass = weights*self.t.p
     if shape[-1] == 1: mass = mass.sum(-1, keepdims=True)
     def total(a:Array) -> Array: return summed_to(a, shape)

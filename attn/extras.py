@@ -1,4 +1,4 @@
-"""Error message for a missing package. The message names the optional dependencies of attn (an "extra", such as attn[bench]) that install the
+"""Error message for a missing package: the message names the optional dependencies of attn (an "extra", such as attn[bench]) that install the
 package."""
 from __future__ import annotations
 import contextlib
@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def needs(extra:str, program:str, module:str) -> Iterator[None]:
-  """Context for imports that need attn's optional dependencies of the name `extra`, such as "bench". If a package is missing, the context raises an
-  error that says in one sentence what to install. `program` is the program's name in this sentence. The error is SystemExit if `module` runs as a
-  program ("__main__"), else ModuleNotFoundError."""
+  """Context for imports that need attn's optional dependencies `extra`: a missing package raises an error that says what to install."""
+  # `program` is the program's name in this sentence. The error is SystemExit if `module` runs as a program ("__main__"), else ModuleNotFoundError.
   try: yield
   except ModuleNotFoundError as e:
     package = (e.name or "").partition(".")[0]

@@ -23,17 +23,17 @@ Window = tuple[int, int]|list[int]
 _OURS = {"window_size": "window", "return_attn_probs": "return_lse", "return_softmax_lse": "return_lse"}   # FlashAttention's name -> attention's
 
 def _window(x:Any) -> Any:
-  """Converts FlashAttention's window to a window of `attention`. FlashAttention's window may be a list, and any number below 0 means no bound."""
+  """Converts FlashAttention's window, in which any number below 0 means no bound, to a window of `attention`."""
   if not isinstance(x, (tuple, list)) or len(x) != 2 or not all(values.is_whole(n) for n in x): return x
   return tuple(max(int(n), -1) for n in x)
 
 def _softcap(x:Any) -> Any:
-  """Converts FlashAttention's softcap to a softcap of `attention`: 0 or less means no cap."""
+  """Converts FlashAttention's softcap, where 0 or less means no cap, to a softcap of `attention`."""
   return 0.0 if isinstance(x, (int, float)) and not isinstance(x, bool) and x <= 0 else x
 
 def _options(arguments:dict[str, Any]) -> dict[str, Any]:
-  """Picks the options of `attention` from the arguments of a function of this module. Returns {attention's name of the option: checked value}. Error
-  messages use FlashAttention's names."""
+  """Returns the checked options of `attention`, by name, from the arguments of a function of this module."""
+  # Error messages use FlashAttention's names.
   checks = {f.name: f.metadata["check"] for f in fields(AttentionOptions)}
   meant: dict[str, Callable[[Any], Any]] = {"window_size": _window, "softcap": _softcap}
   options = {_OURS.get(name, name): checks[_OURS.get(name, name)](name, meant.get(name, lambda x: x)(x)) for name, x in arguments.items()
@@ -42,22 +42,19 @@ def _options(arguments:dict[str, Any]) -> dict[str, Any]:
   return options
 
 def _check_starts(name:str, starts:Any) -> Tensor:
-  """Checks the tensor `starts`, which holds the first row of each packed sequence, and then the total. Returns the tensor. Raises ValueError or
-  NotImplementedError for a wrong dtype or shape; the message calls the tensor `name`."""
+  """Returns the tensor of the first row of each packed sequence, called `name`, or raises an error for a wrong dtype or shape."""
   values.dtype_name(name, values.tensor(name, starts).dtype, ("int32",))
   if starts.ndim != 1 or starts.shape[0] < 2:
     raise ValueError(f"{name} has shape {values.shown_shape(starts.shape)}: must be (sequences + 1,)")
   return starts
 
 def _lengths(cu_seqlens:Tensor|None) -> Tensor:
-  """Returns the length of each packed sequence. `cu_seqlens` holds the first row of each sequence, and then the total."""
+  """Returns the length of each packed sequence."""
   starts = _check_starts("cu_seqlens_k", cu_seqlens)
   return (starts[1:] - starts[:-1]).contiguous()
 
 def _attend(options:dict[str, Any], q:Tensor, k:Tensor, v:Tensor, layout:str, longest:tuple[int, int]|None=None) -> Any:
-  """Calls `attention`, and arranges the results as FlashAttention does. Returns out, or (out, softmax_lse, S_dmask) if the options ask for lse.
-  S_dmask is None without dropout. With dropout S_dmask is (B, H, Sq, Sk) in the dtype of q: 1 where dropout keeps an element of P, and -1 where the
-  element becomes 0. `longest` gives Sq and Sk for packed sequences."""
+  """Calls `attention`, and arranges the results as FlashAttention does: out, or (out, softmax_lse, S_dmask)."""
   if not options["return_lse"] or not options["dropout_p"]:
     found = attention(q, k, v, layout=layout, **options)
     return (*found, None) if options["return_lse"] else found
@@ -66,6 +63,8 @@ def _attend(options:dict[str, Any], q:Tensor, k:Tensor, v:Tensor, layout:str, lo
   out, lse = attention(q, k, v, layout=layout, **options)
   sizes = (q.shape[0], q.shape[1], k.shape[1]) if longest is None else (options["cu_seqlens_q"].shape[0] - 1, *longest)
   B, Sq, Sk = map(int, sizes)
+  # S_dmask is None without dropout. With dropout it is (B, H, Sq, Sk) in the dtype of q: 1 where dropout keeps an element of P, and -1 where the
+  # element becomes 0. `longest` gives Sq and Sk for packed sequences.
   kept = dropout_mask(options["dropout_seed"], options["dropout_p"], B, int(q.shape[-2]), Sq, Sk)
   return out, lse, kept.where(1.0, -1.0).cast(q.dtype)
 
@@ -83,8 +82,7 @@ def flash_attn_func(q:Tensor, k:Tensor, v:Tensor, dropout_p:float=0.0, softmax_s
   return _attend(options, q, k, v, "bshd")
 
 def _packed(name:str, t:Tensor, parts:int, shape:str) -> list[Tensor]:
-  """Splits a packed tensor into its parts, along the third-last axis. `parts` is the number of parts, and `shape` the required shape as a text. Error
-  messages call the tensor `name`."""
+  """Splits a packed tensor of the required `shape` into its parts, along the third-last axis."""
   dtype_of(name, values.tensor(name, t))
   sizes = static_shape(name, t.shape)
   if len(sizes) != shape.count(",") + 1 or sizes[-3] != parts or 0 in sizes:
@@ -150,9 +148,9 @@ def flash_attn_varlen_qkvpacked_func(qkv:Tensor, cu_seqlens:Tensor, max_seqlen:i
 # ***** a cache *****
 
 def _rotary(name:str, x:Tensor, cos:Tensor, sin:Tensor, at:Tensor|UOp|int, interleaved:bool, moving:bool) -> Tensor:
-  """Rotates the first rotary_dim columns of x (B, S, H, D), as RoPE does (arXiv 2104.09864). cos and sin are (positions, rotary_dim/2). With
-  `moving`, row i of batch b has the position at[b] + i. Without `moving`, all rows of batch b have the position at[b]. `interleaved` says which
-  columns make a pair: 0 and 1, 2 and 3, ...; or else column n and column n + rotary_dim/2. Error messages call x `name`."""
+  """Rotates the first rotary_dim columns of x (B, S, H, D), as RoPE does (arXiv 2104.09864)."""
+  # cos and sin are (positions, rotary_dim/2). With `moving`, row i of batch b has the position at[b] + i, otherwise all rows of batch b have the
+  # position at[b]. `interleaved` says which columns make a pair: 0 and 1, 2 and 3, ...; or else column n and column n + rotary_dim/2.
   half, rows = int(cos.shape[1]), int(x.shape[1])
   if 2*half > x.shape[3]:
     raise ValueError(f"rotary_cos has shape {cos.shape}: its second size must be at most half of the {x.shape[3]} columns of {name}")
@@ -180,8 +178,7 @@ def _check_rotary(cos:Tensor|None, sin:Tensor|None, interleaved:bool, k:Tensor|N
   if 0 in cos.shape: raise ValueError(f"rotary_cos has shape {cos.shape}: both dimensions must be at least 1")
 
 def _check_positions(cos:Tensor, cache:Tensor, table:Tensor|None) -> None:
-  """Raises ValueError, as FlashAttention does, if rotary_cos has fewer rows (positions) than a sequence in the cache can have. `table` is the block
-  table of a cache in pages, or None."""
+  """Raises ValueError, as FlashAttention does, if rotary_cos has fewer positions than a sequence in the cache can have rows."""
   of_table = () if table is None else table.shape
   rows = math.prod([*static_shape("k_cache", cache.shape)[1:2], *static_shape("block_table", of_table)[1:2]])
   if (there := int(cos.shape[0])) < rows:
@@ -195,8 +192,8 @@ def _batches(name:str, cache:GivenRows, batch:int) -> GivenRows:
   return QuantizedRows(x.stored[:batch], x.scales[:batch])
 
 def check_batches(numbers:Tensor, count:int) -> None:
-  """Raises ValueError if a number in a tensor is not the index of one of the `count` batches of the cache. Checks only if the host can read the
-  numbers at no cost."""
+  """Raises ValueError if a number in a tensor is not the index of one of the `count` batches of the cache."""
+  # Only numbers that the host can read at no cost are checked.
   if (found := numbers_at_hand(numbers)) is not None and ((found < 0) | (found >= count)).any():
     raise ValueError(f"cache_batch_idx={values.shown(found.tolist())}: must lie in 0..{count - 1}, the batches of k_cache")
 

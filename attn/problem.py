@@ -70,26 +70,23 @@ def check_splits(name:str, x:Any) -> int:
   return values.whole_number(name, x, 0, MAX_SPLITS, supported)
 
 def of_term(default:Any, check:values.Check|None=None) -> Any:
-  """Makes a field of the class Problem for a score term (an operation on scores, such as softcap). The field's value says whether the problem has the
-  term, or is the term's parameter, such as the cap of softcap. `check` checks the value."""
+  """Makes a field of the class Problem for a score term (an operation on scores, such as softcap)."""
+  # The field's value says whether the problem has the term, or is the term's parameter, such as the cap of softcap. `check` checks the value.
   return field(default=default, metadata={"check": check, "of": "term"})
 
 @dataclass(frozen=True)
 class TensorOfTerm:
-  """Optional tensor that a score term reads, such as a bias.
-
-    name: name of the tensor
-    axes: names of the axes of the scores along which the tensor has dimensions (keys of SCORE_AXES)
-    dtypes: names of the dtypes that the tensor may have. If there are several, a field of Problem has the tensor's dtype, such as bias_dtype
-    broadcasts: whether dimensions of the tensor may have size 1. If so, the tensor has a dimension for each of `axes`. If not, all dimensions have
-      full size, and the first ones may be missing, as in alibi_slopes (B, H) or (H)"""
+  """Optional tensor that a score term reads, such as a bias."""
   name: str
-  axes: tuple[str, ...]
+  axes: tuple[str, ...]  # axes of the scores along which the tensor has dimensions (keys of SCORE_AXES)
+  # Names of the dtypes that the tensor may have. If there are several, a field of Problem has the tensor's dtype, such as bias_dtype.
   dtypes: tuple[str, ...] = DTYPES
+  # Whether dimensions of the tensor may have size 1. If so, the tensor has a dimension for each of `axes`. If not, all dimensions have full size, and
+  # the first ones may be missing, as in alibi_slopes (B, H) or (H).
   broadcasts: bool = False
   def dimensions(self, shape:Sequence[int], sizes:dict[str, int]) -> tuple[bool, ...]:
-    """Returns a bool for each dimension of a tensor with this `shape`: True for full size, False for size 1. `sizes` has the full size of each axis,
-    by the axis's name. Raises ValueError if the tensor broadcasts and `shape` does not broadcast to these sizes."""
+    """Returns a bool for each dimension of a tensor with this `shape`: True for full size, False for size 1."""
+    # `sizes` has the full size of each axis, by the axis's name. Raises ValueError if `shape` does not broadcast to these sizes.
     if not self.broadcasts: return (True,)*min(max(len(shape), 1), len(self.axes))
     full = tuple(sizes[axis] for axis in self.axes)
     if len(shape) != len(full) or any(n not in (1, size) for n, size in zip(shape, full)):
@@ -97,26 +94,24 @@ class TensorOfTerm:
                        f"({', '.join(SCORE_AXES[axis] for axis in self.axes)}) = {full}")
     return tuple(n == size for n, size in zip(shape, full))
   def check(self, name:str, x:Any) -> tuple[bool, ...]|None:
-    """Checks `x`, the value of the field `name` of Problem for this tensor. The value must be None if the problem has no such tensor. Otherwise the
-    value must be a tuple with a bool for each dimension of the tensor: True for full size, False for size 1. Returns the value. Raises ValueError for
-    any other value."""
+    """Returns the value `x` of the tensor's field of Problem, or raises ValueError for a wrong value."""
+    # The value is None if the problem has no such tensor, otherwise a tuple with a bool for each dimension: True for full size, False for size 1.
     least, most = len(self.axes) if self.broadcasts else 1, len(self.axes)
     if x is None or (isinstance(x, tuple) and least <= len(x) <= most and all(isinstance(full, bool) for full in x)): return x
     raise values.wrong(name, x, f"None, or a tuple with True (full size) or False (size 1) for each dimension of {self.name}, {least} to {most}")
   def shape(self, dimensions:tuple[bool, ...], sizes:dict[str, int]) -> tuple[int, ...]:
-    """Returns the shape of the tensor. `dimensions` has a bool for each dimension: True for full size, False for size 1. `sizes` has the full size of
-    each axis, by the axis's name."""
+    """Returns the shape of the tensor, where `dimensions` says for each dimension whether it has full size or size 1."""
     return tuple(sizes[axis] if full else 1 for axis, full in zip(self.axes[len(self.axes) - len(dimensions):], dimensions))
 
 def of_tensor(name:str, *axes:str, **more:Any) -> Any:
-  """Makes a field of the class Problem for a score term that reads the tensor `name`, such as a bias. The field is None if the problem has no such
-  tensor. Otherwise the field has a bool for each dimension of the tensor: True for full size, False for size 1. `axes` and `more` are the other
-  fields of TensorOfTerm."""
+  """Makes a field of the class Problem for a score term that reads the tensor `name`, such as a bias."""
+  # The field is None if the problem has no such tensor. Otherwise it has a bool for each dimension of the tensor: True for full size, False for size
+  # 1.
   tensor = TensorOfTerm(name, axes, **more)
   return field(default=None, metadata={"check": tensor.check, "of": "term", "tensor": tensor})
 
 def of_mask(default:Any, check:values.Check) -> Any:
-  """Makes a field of the class Problem that belongs to a mask. The field's value says what the mask hides. `check` checks the value."""
+  """Makes a field of the class Problem whose value says what a mask hides."""
   return field(default=default, metadata={"check": check, "of": "mask"})
 
 def check_function(name:str, x:Any) -> Traced|None:
@@ -125,9 +120,8 @@ def check_function(name:str, x:Any) -> Traced|None:
 
 @dataclass(frozen=True)
 class Count:
-  """Number of rows that is known only at run time: the sum of tinygrad Variables and a constant. `variables` has (name, min, max) of each
-  Variable."""
-  variables: tuple[tuple[str, int, int], ...]
+  """Number of rows that is known only at run time: the sum of tinygrad Variables and a constant."""
+  variables: tuple[tuple[str, int, int], ...]  # (name, min, max) of each
   constant: int = 0
   @property
   def least(self) -> int: return self.constant + sum(low for _, low, _ in self.variables)
@@ -136,8 +130,9 @@ class Count:
 
 @dataclass(frozen=True)
 class Strided:
-  """Place of the rows of k or v in a one-dimensional buffer of `size` elements. Row s of head h of batch b begins at element start + b*batch + h*head
-  + s*row. The fields `batch`, `head` and `row` are distances in elements: from one batch, head or row to the next."""
+  """Place of the rows of k or v in a one-dimensional buffer of `size` elements."""
+  # Row s of head h of batch b begins at element start + b*batch + h*head + s*row. `batch`, `head` and `row` are distances in elements: from one
+  # batch, head or row to the next.
   size: int
   start: int
   batch: int
@@ -149,8 +144,8 @@ class Strided:
 
 @dataclass(frozen=True)
 class Pages:
-  """Pages of a cache of keys and values: `count` pages of `size` rows each. A sequence has up to `most` pages. The sequence's row of the block table
-  lists these pages in order."""
+  """Pages of a cache of keys and values: `count` pages of `size` rows each, of which a sequence has up to `most`."""
+  # The sequence's row of the block table lists its pages in order.
   size: int
   count: int
   most: int
@@ -161,96 +156,37 @@ class Pages:
 
 @dataclass(frozen=True)
 class DealtRows:
-  """Work of one launch if several devices share the rows of a sequence (attn/parallel/shards.py): for some heads, the queries of one device over the
-  keys of all devices. A device holds one piece of the sequence, or two pieces, one from the front half of the sequence and one from the back half.
-  Pieces are equally long on all devices.
-
-    queries: number of rows of q that are real. The rows of q behind these are padding, for which o is 0 and lse is -inf
-    start: position in the sequence of row 0 of q
-    front, jump: row i of q has the position start + i if i < front, and start + i + jump otherwise
-    heads: (first, count) of the key/value heads that the launch computes, counted over all batches
-
-  q, o, lse and a bias have the rows that the device holds, in the order in which the device holds them. K and V have the rows of the whole sequence,
-  in the sequence's order; k_view and v_view of the Problem say where these rows lie in the tensors k and v. lse has only the query heads that the
-  launch computes. q and o have only these heads, too, but in the layout "bshd" q and o have all heads."""
-  start: int
+  """Work of one launch if several devices share the rows of a sequence: for some heads, one device's queries over all keys."""
+  # See attn/parallel/shards.py. A device holds one piece of the sequence, or two pieces, one from the front half of the sequence and one from the
+  # back half. Pieces are equally long on all devices. q, o, lse and a bias have the rows that the device holds, in the order in which the device
+  # holds them. K and V have the rows of the whole sequence, in the sequence's order; k_view and v_view of the Problem say where these rows lie in the
+  # tensors k and v. lse has only the query heads that the launch computes. q and o have only these heads, too, but in the layout "bshd" q and o have
+  # all heads.
+  start: int  # position in the sequence of row 0 of q
+  # Row i of q has the position start + i if i < front, and start + i + jump otherwise.
   front: int
   jump: int
-  queries: int
-  heads: tuple[int, int]
+  queries: int  # rows of q that are real; behind them is padding, for which o is 0 and lse is -inf
+  heads: tuple[int, int]  # (first, count) of the key/value heads that the launch computes, counted over all batches
   def place(self, row:Any) -> Any:
-    """Returns the position in the sequence of row `row` of q. `row` and the result are ints, or UOps in a kernel."""
+    """Returns the position in the sequence of row `row` of q, as an int, or as a UOp in a kernel."""
     if not self.jump: return row + self.start
     further = self.jump*(row >= self.front) if isinstance(row, int) else (row >= self.front).where(self.jump, 0)
     return row + self.start + further
 
 @dataclass(frozen=True)
 class Problem:
-  """One attention problem: O = softmax(score) V. The score of a key that the query sees is
-
-    score = cap(softmax_scale * Q K^T) - alibi_slopes * |i + offset - j| + bias
-    cap(x) = softcap * tanh(x / softcap), or x where softcap is 0
-
-  and -inf for any other key. (The options are those of FlashAttention, github.com/Dao-AILab/flash-attention; softcap: Gemma 2, arXiv 2408.00118;
-  ALiBi: arXiv 2108.12409; sinks: arXiv 2309.17453.)
-
-  q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o (B, H, Sq, Dv), lse (B, H, Sq) float32, in the order of `layout`. Query head h reads
-  key/value head h // (H // Hkv). `window` = (left, right): query i sees keys j with i + offset - left <= j <= i + offset + right, -1 for no bound;
-  causal is (-1, 0). `offset` is Sk - Sq (bottom-right alignment), or 0 with `top_left`. If the number of keys n_k (and of queries n_q) is known at
-  run time only, offset is n_k - n_q, or 0 with `top_left`.
-
-  Options, all off by default:
-    softcap      > 0, in the units of scaled scores
-    alibi        tensor alibi_slopes float32, (H) or (B, H). The field is a tuple with a True for each dimension
-    bias         tensor bias of bias_dtype, added to the scores. The field says for each dimension of (B, H, Sq, Sk) whether the
-                 tensor has that size (True) or 1 (False)
-    score_mod    the caller's own function of a score, applied after the score terms above
-    mask_mod, mask_bounds   the caller's own mask. A query sees a key if the key lies in the query's interval (mask_bounds) and the function
-                 mask_mod holds for the pair. If one of these two fields is None, the other field is the whole mask
-    tile_list    shape of the tensor tile_list int32, with a list of tiles for each block of rows (attn/kernels/tile_lists.py)
-    mod_tensors  shape and dtype of the tensors that score_mod and mask_mod read: mod_tensor0, mod_tensor1, ...
-    by_element   only for the kernel backward_dbias, which computes the gradient of one expression such as table[h, i - j] by which score_mod reads
-                 a tensor of floats. by_element is the number of this expression among all such expressions in score_mod, counted from 0
-    sinks        tensor sinks float32 (H): one more logit per head, which adds only to the softmax's denominator, and therefore to lse
-    kv_lengths   tensor kv_lengths int32 (B): batch b has only the keys j < kv_lengths[b]; Sk is the length of the buffer
-    sk_variable  number of keys in all batches, as tinygrad Variables that are bound at run time; Sk is the length of the buffer
-    sq_variable  number of queries, as Variables; only with sk_variable. offset depends on this number. The kernel computes Sq rows; rows
-                 beyond the number of queries have no meaning
-    kv_starts    tensor kv_starts int32 (B), only with kv_lengths: batch b has only the keys kv_starts[b] <= j < kv_lengths[b]. For
-                 masks and score terms, key kv_starts[b] has the position 0
-    k_view, v_view   the tensors k and v are larger buffers of one dimension; k_view and v_view say where the rows of K and V lie in these buffers
-    pages        only with k_view and v_view, whose batches are then pages. Tensor block_table int32 (B, pages.most): entry n of batch b is the
-                 index of the page with rows n*pages.size to (n + 1)*pages.size - 1 of that batch. Sk is pages.rows
-    v_in_k       V is the first Dv columns of K: no tensor v and no v_view
-    stored       format in which k and v are stored in 8 bits (a key of STORED), or "" if k and v have the dtype of q. Each stored row has a
-                 scale: row s of K is row s of the tensor k times one number of the tensor k_scales. V likewise follows from v and
-                 v_scales. Only with k_view and v_view. WIDENED: k and v are such rows, but converted to the dtype of q; the tensor k_scales has
-                 KINDS_OF_SCALES numbers for each key, and there is no v_scales
-    scale_dtype  dtype of k_scales and v_scales, "float32" or "float16"
-    q_scale, k_scale, v_scale   only with q, k and v of 8 bits. The fields belong to float32 tensors with the fields' names, which hold the factors by
-                 which q, k and v are multiplied. A field is the number of factors: 1 (for all heads), B*Hkv (one for each batch and key/value
-                 head), or 0 if there is no such tensor
-    fast_accumulate   only with q, k and v of 8 bits: leave all sums of products to the matrix unit, even if the matrix unit adds coarsely
-    k_scale_view, v_scale_view   where the scales of the rows of k and v lie in k_scales and v_scales, tensors of one dimension
-    k_rotary_view   only with stored and v_in_k, if D > Dv: the tensor k has the first Dv columns of K, in 8 bits. The last D - Dv columns of K are in
-                 the tensor k_rotary, which has the dtype of q and one dimension. k_rotary_view says where the rows lie in k_rotary
-    varlen       layout "thd": q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), o (total_q, H, Dv), lse (H, total_q);
-                 tensors cu_seqlens_q and cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1];
-                 Sq and Sk are the lengths of the longest sequences
-    dropout_p    > 0: each element of P becomes 0 with this probability (in steps of 2^-16). The other elements are divided by
-                 1 - dropout_p. lse is computed without dropout. Tensor dropout_seed uint32 (2). A function of the seed and of (batch, head,
-                 query, key) decides which elements become 0 (attn/ops/dropout.py); for layout "thd" a batch is a sequence, with its own rows
-    first_batch_and_head   tensor first_batch_and_head uint32 (2), for tensors that are a part of larger tensors: the batch and the head of the larger
-                 tensors with which this part begins. Dropout and the caller's functions count batches and heads from these two numbers
-    batch_invariant   a row is computed in the same way in every batch: the tile and the key ranges, of INVARIANT_KEYS keys each, depend
-                 neither on B nor on the length of another sequence nor on the capacity for keys
-    deterministic   gradients have the same bits in every run. If False, kernels may add to dq in any order
-    lse_rest     only with return_lse and `wide_scores` (a score may be as large as an fp32 number can be): the kernel also writes the tensor
-                 lse_rest, of the shape of lse, which has the parts of lse that rounding to fp32 loses
-    dealt        one device of several that share the rows of q, k and v, for some heads: Sq is the number of rows that the device holds, with
-                 padding, and Sk the number of keys of the sequence, without padding
-    num_splits   number of key ranges, each computed by its own workgroups (attn/kernels/combine.py). 1: no split. 0:
-                 attn/choose/splits.py chooses the number"""
+  """One attention problem: its sizes, dtypes, layout and options, which are everything on which a kernel is specialised."""
+  # O = softmax(score) V. The score of a key that the query sees is
+  #
+  #   score = cap(softmax_scale * Q K^T) - alibi_slopes * |i + offset - j| + bias
+  #   cap(x) = softcap * tanh(x / softcap), or x where softcap is 0
+  #
+  # and -inf for any other key. (The options are those of FlashAttention, github.com/Dao-AILab/flash-attention; softcap: Gemma 2, arXiv 2408.00118;
+  # ALiBi: arXiv 2108.12409; sinks: arXiv 2309.17453.)
+  #
+  # q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o (B, H, Sq, Dv), lse (B, H, Sq) float32, in the order of `layout`. Query head h reads
+  # key/value head h // (H // Hkv). All options are off by default.
   B: int
   H: int
   Hkv: int
@@ -260,48 +196,92 @@ class Problem:
   Dv: int
   dtype: str = "float16"
   out_dtype: str = "float16"
+  # In layout "thd" (`varlen`) q is (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), o (total_q, H, Dv), lse (H, total_q). Tensors
+  # cu_seqlens_q and cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1]. Sq and Sk are the lengths of the longest
+  # sequences.
   layout: str = "bhsd"
+  # (left, right): query i sees keys j with i + offset - left <= j <= i + offset + right, -1 for no bound; causal is (-1, 0)
   window: tuple[int, int] = of_mask((-1, -1), check_window)
+  # Sk - Sq (bottom-right alignment), or 0 with `top_left`. If the number of keys n_k (and of queries n_q) is known at run time only, offset is n_k -
+  # n_q, or 0 with `top_left`.
   offset: int = 0
   softmax_scale: float = field(default=0.0)
   return_lse: bool = False
+  # Only with return_lse and `wide_scores`: the kernel also writes the tensor lse_rest, of the shape of lse, which has the parts of lse that rounding
+  # to fp32 loses.
   lse_rest: bool = False
   top_left: bool = False
-  softcap: float = of_term(0.0, check_softcap)
+  softcap: float = of_term(0.0, check_softcap)     # in the units of scaled scores; 0: no cap
+  # Tensor alibi_slopes float32, (H) or (B, H): a True for each dimension.
   alibi: tuple[bool, ...]|None = of_tensor("alibi_slopes", "batch", "heads", dtypes=("float32",))
+  # Tensor bias of bias_dtype, added to the scores: for each dimension of (B, H, Sq, Sk) whether the tensor has that size (True) or 1 (False).
   bias: tuple[bool, ...]|None = of_tensor("bias", *SCORE_AXES, broadcasts=True)
   bias_dtype: str = "float32"
-  score_mod: Traced|None = of_term(None, check_function)
+  score_mod: Traced|None = of_term(None, check_function)     # the caller's own function of a score, applied after the score terms above
+  # The caller's own mask. A query sees a key if the key lies in the query's interval (mask_bounds) and the function mask_mod holds for the pair. If
+  # one of these two fields is None, the other field is the whole mask.
   mask_mod: Traced|None = of_mask(None, check_function)
   mask_bounds: Bounds|None = None
+  # Shape of the tensor tile_list int32, with a list of tiles for each block of rows (attn/kernels/tile_lists.py).
   tile_list: tuple[int, int, int, int]|None = None
-  mod_tensors: TensorKinds = ()
+  mod_tensors: TensorKinds = ()     # shape and dtype of the tensors that score_mod and mask_mod read: mod_tensor0, mod_tensor1, ...
+  # Only for the kernel backward_dbias, which computes the gradient of one expression such as table[h, i - j] by which score_mod reads a tensor of
+  # floats: the number of this expression among all such expressions in score_mod, counted from 0.
   by_element: int|None = None
+  # Tensor sinks float32 (H): one more logit per head, which adds only to the softmax's denominator, and therefore to lse.
   sinks: bool = False
+  # Tensor kv_lengths int32 (B): batch b has only the keys j < kv_lengths[b]; Sk is the length of the buffer.
   kv_lengths: bool = False
+  # Number of keys in all batches, as tinygrad Variables that are bound at run time; Sk is the length of the buffer.
   sk_variable: Count|None = None
+  # Number of queries, as Variables; only with sk_variable. offset depends on this number. The kernel computes Sq rows; rows beyond the number of
+  # queries have no meaning.
   sq_variable: Count|None = None
+  # The tensors k and v are larger buffers of one dimension; k_view and v_view say where the rows of K and V lie in these buffers.
   k_view: Strided|None = None
   v_view: Strided|None = None
+  # Only with k_view and v_view, whose batches are then pages. Tensor block_table int32 (B, pages.most): entry n of batch b is the index of the page
+  # with rows n*pages.size to (n + 1)*pages.size - 1 of that batch. Sk is pages.rows.
   pages: Pages|None = None
-  v_in_k: bool = False
+  v_in_k: bool = False     # V is the first Dv columns of K: no tensor v and no v_view
+  # Format in which k and v are stored in 8 bits (a key of STORED), or "" if k and v have the dtype of q. Each stored row has a scale: row s of K is
+  # row s of the tensor k times one number of the tensor k_scales. V likewise follows from v and v_scales. Only with k_view and v_view. WIDENED: k and
+  # v are such rows, but converted to the dtype of q; the tensor k_scales has KINDS_OF_SCALES numbers for each key, and there is no v_scales.
   stored: str = ""
-  scale_dtype: str = "float32"
+  scale_dtype: str = "float32"     # dtype of k_scales and v_scales, "float32" or "float16"
+  # Where the scales of the rows of k and v lie in k_scales and v_scales, tensors of one dimension.
   k_scale_view: Strided|None = None
   v_scale_view: Strided|None = None
+  # Only with stored and v_in_k, if D > Dv: the tensor k has the first Dv columns of K, in 8 bits. The last D - Dv columns of K are in the tensor
+  # k_rotary, which has the dtype of q and one dimension. k_rotary_view says where the rows lie in k_rotary.
   k_rotary_view: Strided|None = None
+  # Only with q, k and v of 8 bits. The fields belong to float32 tensors with the fields' names, which hold the factors by which q, k and v are
+  # multiplied. A field is the number of factors: 1 (for all heads), B*Hkv (one for each batch and key/value head), or 0 if there is no such tensor.
   q_scale: int = 0
   k_scale: int = 0
   v_scale: int = 0
+  # Only with q, k and v of 8 bits: leave all sums of products to the matrix unit, even if the matrix unit adds coarsely.
   fast_accumulate: bool = False
+  # Tensor kv_starts int32 (B), only with kv_lengths: batch b has only the keys kv_starts[b] <= j < kv_lengths[b]. For masks and score terms, key
+  # kv_starts[b] has the position 0.
   kv_starts: bool = False
   total_q: int = 0
   total_k: int = 0
+  # Number of key ranges, each computed by its own workgroups (attn/kernels/combine.py). 1: no split. 0: attn/choose/splits.py chooses the number.
   num_splits: int = 1
+  # A row is computed in the same way in every batch: the tile and the key ranges, of INVARIANT_KEYS keys each, depend neither on B nor on the length
+  # of another sequence nor on the capacity for keys.
   batch_invariant: bool = False
-  deterministic: bool = True
+  deterministic: bool = True     # gradients have the same bits in every run; if False, kernels may add to dq in any order
+  # Each element of P becomes 0 with this probability (in steps of 2^-16). The other elements are divided by 1 - dropout_p. lse is computed without
+  # dropout. Tensor dropout_seed uint32 (2). A function of the seed and of (batch, head, query, key) decides which elements become 0
+  # (attn/ops/dropout.py); for layout "thd" a batch is a sequence, with its own rows.
   dropout_p: float = 0.0
+  # Tensor first_batch_and_head uint32 (2), for tensors that are a part of larger tensors: the batch and the head of the larger tensors with which
+  # this part begins. Dropout and the caller's functions count batches and heads from these two numbers.
   first_batch_and_head: bool = False
+  # One device of several that share the rows of q, k and v, for some heads: Sq is the number of rows that the device holds, with padding, and Sk the
+  # number of keys of the sequence, without padding.
   dealt: DealtRows|None = None
 
   def __post_init__(self) -> None:
@@ -319,8 +299,8 @@ class Problem:
   def itemsize(self) -> int: return BYTES[self.dtype]            # bytes of an element of q
   @property
   def key_dtype(self) -> str:
-    """Dtype of the tensors k and v in a kernel: the dtype of the stored format if k and v are stored in 8 bits, otherwise the dtype of the tensor
-    q."""
+    """Dtype of the tensors k and v in a kernel."""
+    # This is the dtype of the stored format if k and v are stored in 8 bits, otherwise the dtype of the tensor q.
     return STORED.get(self.stored, self.bits_dtype)
   @property
   def of_8_bits(self) -> bool: return self.dtype in OF_8_BITS
@@ -344,7 +324,8 @@ class Problem:
   def varlen(self) -> bool: return self.layout == "thd"
   @property
   def options(self) -> tuple[str, ...]:
-    """Names of the active options that change a kernel's code, without the scales of 8-bit floats, which take no registers in the loop."""
+    """Names of the active options that change a kernel's code."""
+    # The scales of 8-bit floats take no registers in the loop, and are left out.
     names = ("sinks", "kv_lengths", "sk_variable", "stored", "k_view", "pages", "v_in_k", "kv_starts", "varlen", "dropout_p", "dealt", "mask_mod")
     return tuple(x for x in (*OF_TERMS, *names) if getattr(self, x))
   @property
@@ -357,17 +338,17 @@ class Problem:
     return 1 - self.dropout_p
   @property
   def alibi_batched(self) -> bool:
-    """Tells whether alibi_slopes has different slopes for each batch."""
+    """Whether alibi_slopes has different slopes for each batch."""
     return self.alibi is not None and len(self.alibi) > 1
   @property
   def wide_scores(self) -> bool:
-    """Tells whether a score may be as large as the largest numbers of fp32. This is so if the bias has a dtype with the range of fp32, or if a
-    score_mod may return such a score. lse is then stored as two numbers: it is a large score plus a small logarithm, which rounding to one fp32
-    number would lose."""
+    """Whether a score may be as large as the largest numbers of fp32."""
+    # This is so if the bias has a dtype with the range of fp32, or if a score_mod may return such a score. lse is then stored as two numbers: it is a
+    # large score plus a small logarithm, which rounding to one fp32 number would lose.
     return (self.bias is not None and self.bias_dtype != "float16") or (self.score_mod is not None and self.score_mod.huge)
   @property
   def writes_lse(self) -> bool:
-    """Tells whether the forward kernel writes an lse, either of whole rows or of one key range (KV split)."""
+    """Whether the forward kernel writes an lse, either of whole rows or of one key range (KV split)."""
     return self.return_lse or self.num_splits > 1
   @property
   def outputs(self) -> tuple[str, ...]:
@@ -375,10 +356,10 @@ class Problem:
     return ("o", *["lse"]*self.return_lse, *["lse_rest"]*self.lse_rest)
   @property
   def has_rows_of_none(self) -> bool:
-    """Tells whether q may have rows that belong to no sequence, such as padding. A row of this kind has 0 in o and -inf in lse."""
+    """Whether q may have rows that belong to no sequence, such as padding; such a row has 0 in o and -inf in lse."""
     return self.varlen or (self.dealt is not None and self.dealt.queries < self.Sq)
   def place(self, row:Any) -> Any:
-    """Returns the position of row `row` of q in the row's sequence. `row` and the result are ints, or UOps in a kernel."""
+    """Returns the position of row `row` of q in the row's sequence, as an int, or as a UOp in a kernel."""
     return row if self.dealt is None else self.dealt.place(row)
   @property
   def queries(self) -> int:
@@ -394,12 +375,13 @@ class Problem:
     return 0 if self.dealt is None else self.dealt.heads[0]*(self.H//self.Hkv)
   @property
   def rows_before(self) -> int:
-    """Number of rows in the heads before `first_head`. lse does not have these rows. q and o have these rows only in the layout "bshd"."""
+    """Number of rows in the heads before `first_head`."""
+    # lse does not have these rows. q and o have these rows only in the layout "bshd".
     return self.first_head*self.Sq
   @property
   def rows(self) -> int:
-    """Number of rows of the output over all batches and heads. lse has one element for each of these rows, unless the launch computes only some heads
-    (`dealt`)."""
+    """Number of rows of the output over all batches and heads."""
+    # lse has one element for each of these rows, unless the launch computes only some heads (`dealt`).
     return self.H*(self.total_q if self.varlen else self.B*self.Sq)
   @property
   def extras(self) -> Shapes:
@@ -423,9 +405,7 @@ class Problem:
 
   @property
   def shapes(self) -> Shapes:
-    """Tensors of the problem, as {name: (shape, dtype)}, in the order in which a kernel takes them: o; lse and lse_rest (the part of lse that
-    rounding to fp32 loses), if the kernel writes them; q, k and v; the scales of rows stored in 8 bits, and k_rotary, if the problem has them;
-    `extras`."""
+    """Tensors of the problem, as {name: (shape, dtype)}, in the order in which a kernel takes them."""
     def of(heads:int, length:int, total:int, width:int) -> tuple[int, ...]:
       return {"bhsd": (self.B, heads, length, width), "bshd": (self.B, length, heads, width),
               "nsd": (self.B*heads, length, width), "thd": (total, heads, width)}[self.layout]
@@ -449,14 +429,13 @@ class Problem:
 
   @property
   def scale_views(self) -> dict[str, Strided|None]:
-    """Positions of the scales in memory, if K and V are stored in 8 bits, with one scale for each row: {"k_scales": ..., "v_scales": ...}. The
-    tensors k_scales and v_scales may be large buffers, of which the scales are only a part. A position has the start of the scales in the buffer, and
-    the distances from one batch, head or row to the next. None if the problem has no such tensor."""
+    """Positions of the scales of rows stored in 8 bits in the tensors k_scales and v_scales; None for a tensor that does not exist."""
+    # The tensors may be large buffers, of which the scales are only a part.
     return {"k_scales": self.k_scale_view, "v_scales": self.v_scale_view}
 
   @property
   def flops(self) -> int:
-    """Floating-point operations of the two matrix products on the scores that the mask leaves visible, counted as FlashAttention's benchmark does."""
+    """Floating-point operations of the two matrix products on visible scores, counted as FlashAttention's benchmark does."""
     return 2*self.all_heads*self.visible_scores*(self.D + self.Dv)
   @property
   def visible_scores(self) -> int:
@@ -469,8 +448,8 @@ class Problem:
     return (keys_before(right + 1) if right >= 0 else self.queries*self.Sk) - (keys_before(-left) if left >= 0 else 0)
   @property
   def ends_of_pieces(self) -> list[int]:
-    """Indices of the first and the last row of each piece of q, in one list. A piece is a group of rows with consecutive positions in their
-    sequence."""
+    """Indices of the first and the last row of each piece of q, in one list."""
+    # A piece is a group of rows with consecutive positions in their sequence.
     front = 0 if self.dealt is None or not self.dealt.jump else min(self.dealt.front, self.queries)
     return [row for begin, end in ((0, front), (front, self.queries)) if begin < end for row in (begin, end - 1)]
 
@@ -530,8 +509,7 @@ def check_scores(p:Problem) -> None:
     raise ValueError("first_batch_and_head=True with dropout_p=0.0: dropout_p must be positive, or score_mod or mask_mod be given")
 
 def check_packed(p:Problem) -> None:
-  """Checks the options of packed sequences (layout "thd"). Packed sequences need total_q, and total_k unless k and v lie in pages. Packed sequences
-  exclude kv_starts, sk_variable and tensors such as a bias, and without pages also kv_lengths. Other layouts exclude total_q and total_k."""
+  """Raises an error if options contradict packed sequences (layout "thd"), or if only packed sequences have them."""
   if not p.varlen:
     if p.total_q or p.total_k:
       raise ValueError(f"total_q={p.total_q}, total_k={p.total_k} are for layout='thd' only, not {p.layout!r}")
@@ -547,8 +525,7 @@ def check_packed(p:Problem) -> None:
       raise ValueError(f"{name}={value}: layout='thd' needs the number of rows of all sequences")
 
 def check_numbers_of_rows(p:Problem) -> None:
-  """Checks the options that say how many keys or queries there are. sk_variable excludes kv_lengths. kv_starts needs kv_lengths. sq_variable needs
-  sk_variable, and excludes top_left."""
+  """Raises ValueError if the options that say how many keys or queries there are contradict each other."""
   if p.sk_variable is not None:
     if p.kv_lengths:
       raise ValueError(f"sk_variable={p.sk_variable} with kv_lengths: only one of them may say how many keys there are")
@@ -559,8 +536,8 @@ def check_numbers_of_rows(p:Problem) -> None:
     raise ValueError("kv_starts without kv_lengths: give both, keys kv_starts[b] <= j < kv_lengths[b] exist")
 
 def check_places(p:Problem) -> None:
-  """Checks the fields that say where k and v lie: in tensors of their own, in larger buffers (k_view, v_view), in pages, or V as columns of K
-  (v_in_k)."""
+  """Raises ValueError if the fields that say where k and v lie contradict each other."""
+  # k and v lie in tensors of their own, in larger buffers (k_view, v_view) or in pages, or V is columns of K (v_in_k).
   if p.v_in_k and (p.Dv > p.D or p.v_view is not None):
     raise ValueError(f"v_in_k with D={p.D}, Dv={p.Dv}, v_view={p.v_view}: V is the first Dv columns of K, so Dv must be at most D and v_view None")
   one_alone = not p.v_in_k and (p.k_view is None) != (p.v_view is None)
@@ -575,7 +552,7 @@ def check_places(p:Problem) -> None:
   if p.Sk != p.pages.rows: raise ValueError(f"Sk={p.Sk} with pages={p.pages}: must be the {p.pages.rows} rows that they hold")
 
 def check_stored(p:Problem) -> None:
-  """Checks the fields that describe rows of k and v that are stored in 8 bits, with a scale for each row."""
+  """Raises an error if the fields that describe rows of k and v stored in 8 bits contradict each other."""
   if p.stored not in ("", *STORED, WIDENED): raise NotImplementedError(f"stored={p.stored!r}: must be '' or one of {', '.join(STORED)}")
   if p.scale_dtype not in SCALE_DTYPES: raise NotImplementedError(f"scale_dtype={p.scale_dtype!r}: must be one of {', '.join(SCALE_DTYPES)}")
   views = ("k_view", "v_view", "k_scale_view", "v_scale_view", "k_rotary_view")
@@ -588,8 +565,7 @@ def check_stored(p:Problem) -> None:
       raise ValueError(f"stored={p.stored!r}, v_in_k={p.v_in_k}, D={p.D}, Dv={p.Dv} with {name}={getattr(p, name)}: there are no such rows")
 
 def check_8_bits(p:Problem) -> None:
-  """Checks the options of a problem whose q, k and v have 8 bits, and the number of scales. Raises NotImplementedError for options that kernels do
-  not support with such inputs."""
+  """Raises an error for options that kernels do not support with q, k and v of 8 bits, or for a wrong number of scales."""
   for name in INPUT_SCALES:
     if (number := getattr(p, name)) not in (0, 1, p.B*p.Hkv): raise ValueError(f"{name}={number}: must be 0, 1 or B*Hkv={p.B*p.Hkv} numbers")
   if not p.of_8_bits:
@@ -605,8 +581,7 @@ def check_8_bits(p:Problem) -> None:
 # ***** from shapes to a Problem *****
 
 def _dims(name:str, shape:Sequence[int], layout:str) -> tuple[int, int, int, int]:
-  """Returns (B, H, S, D) of a tensor in `layout` from the tensor's `shape`. A tensor (B*H, S, D) or (total, H, D) counts as one batch. `name` is the
-  tensor's name, for error messages."""
+  """Returns (B, H, S, D) of a tensor in `layout` from its shape; a tensor (B*H, S, D) or (total, H, D) counts as one batch."""
   if len(shape) != (3 if layout in ("nsd", "thd") else 4):
     raise ValueError(f"{name} has shape {tuple(shape)}; layout={layout!r} needs {LAYOUTS[layout]}")
   if layout == "nsd": return 1, shape[0], shape[1], shape[2]
@@ -618,22 +593,12 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
                lse:Sequence[int]|None=None, causal:bool|str=False, window:tuple[int, int]=(-1, -1), softmax_scale:float|None=None,
                layout:str="bhsd", extras:GivenExtras|None=None, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None,
                views:tuple[Strided, Strided]|None=None, pages:Pages|None=None, v_in_k:bool=False, **others:Any) -> Problem:
-  """Makes a Problem from the shapes of o, q, k, v (and lse).
-
-    dtypes        dtype names of (o, q, k, v[, lse])
-    causal        False, True, "bottom-right" (as True: query i sees keys j <= i + Sk - Sq) or "top-left" (query i sees keys j <= i)
-    window        (left, right): query i sees `left` keys before key i + offset and `right` keys after this key; -1 for no bound
-    softmax_scale   None stands for 1/sqrt(D)
-    extras        (shape, dtype name) of each optional tensor that is given, such as bias or kv_lengths, by name. The names are those in EXTRAS
-    max_seqlen_q, max_seqlen_k   number of rows of the longest sequence of layout "thd". The default is the number of rows of all sequences together.
-                  The result is then the same, but some workgroups find nothing to do
-    views         the fields k_view and v_view of the Problem
-    pages         sizes of the pages in which keys and values lie, or None. With pages, k and v have the shapes (B, Hkv, pages.rows, D) and
-                  (B, Hkv, pages.rows, Dv), whatever the layout
-    v_in_k        whether V is the first columns of K. `v` is then the shape of these columns
-    others        other fields of the Problem, such as softcap
-
-  Raises ValueError for shapes, dtypes or options that contradict each other, and NotImplementedError for a problem that kernels do not support."""
+  """Makes a checked Problem from the shapes and dtypes of o, q, k, v (and lse) and the options of a call."""
+  # `dtypes` are dtype names of (o, q, k, v[, lse]). `causal` is False, True, "bottom-right" (as True: query i sees keys j <= i + Sk - Sq) or
+  # "top-left" (query i sees keys j <= i). `window` is (left, right): query i sees `left` keys before key i + offset and `right` keys after this key;
+  # -1 for no bound. `softmax_scale` None stands for 1/sqrt(D). `extras` has (shape, dtype name) of each optional tensor that is given, by its name in
+  # EXTRAS. `views` are the fields k_view and v_view of the Problem, and `others` its further fields, such as softcap. Raises ValueError for shapes,
+  # dtypes or options that contradict each other, and NotImplementedError for a problem that kernels do not support.
   layout, causal, window = check_layout("layout", layout), check_causal("causal", causal), check_window("window", window)
   varlen, top_left, paged, extras = layout == "thd", causal == "top-left", pages is not None, extras or {}
   if causal and window[1] > 0: raise ValueError(f"causal={causal!r} with window={window!r}: right must be -1 or 0, causal hides keys there")
@@ -642,6 +607,8 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   if varlen and paged and max_seqlen_k is not None:
     raise ValueError(f"max_seqlen_k={max_seqlen_k} with block_table: kv_lengths says how long sequences are")
 
+  # With `pages`, k and v have the shapes (B, Hkv, pages.rows, D) and (B, Hkv, pages.rows, Dv), whatever the layout. With `v_in_k`, `v` is the shape
+  # of the first columns of K that are V.
   B, H, Hkv, Sq, Sk, D, Dv = _sizes(q, k, v, layout, paged, _sequences(extras, paged) if varlen else None)
   _check_outputs(o, lse, (B, H, Sq, Dv), layout, f"q {tuple(q)} and v {tuple(v)}")
   if lse is not None and dtypes[4] != "float32": raise ValueError(f"lse has dtype {dtypes[4]}: must be float32")
@@ -653,6 +620,8 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   options = _extras(extras, B, H, Sq, Sk)
   if varlen:
     options |= {"total_q": Sq, "total_k": 0 if paged else Sk}
+    # max_seqlen_q and max_seqlen_k are the rows of the longest sequence. The default is the number of rows of all sequences together: the result is
+    # then the same, but some workgroups find nothing to do.
     Sq = _longest("max_seqlen_q", max_seqlen_q, Sq)
     if not paged: Sk = _longest("max_seqlen_k", max_seqlen_k, Sk)
   if views is not None: options |= {"k_view": views[0], "v_view": None if v_in_k else views[1]}
@@ -664,9 +633,9 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   return p
 
 def _sizes(q:Sequence[int], k:Sequence[int], v:Sequence[int], layout:str, paged:bool, sequences:int|None) -> tuple[int, ...]:
-  """Returns B, H, Hkv, Sq, Sk, D and Dv from the shapes of q, k and v. `paged`: k and v lie in pages, and have the layout "bhsd". `sequences` is the
-  number of packed sequences, or None. For packed sequences Sq and Sk are the numbers of rows of all sequences together. Raises ValueError if the
-  shapes do not agree."""
+  """Returns B, H, Hkv, Sq, Sk, D and Dv from the shapes of q, k and v, or raises ValueError if the shapes do not agree."""
+  # With `paged` k and v lie in pages, and have the layout "bhsd". For packed sequences, of which there are `sequences`, Sq and Sk are the numbers of
+  # rows of all sequences together.
   of_keys = "bhsd" if paged else layout
   B, H, Sq, D = _dims("q", q, layout)
   Bk, Hkv, Sk, Dk = _dims("k", k, of_keys)
@@ -680,8 +649,7 @@ def _sizes(q:Sequence[int], k:Sequence[int], v:Sequence[int], layout:str, paged:
   return sequences or B, H, Hkv, Sq, Sk, D, Dv
 
 def _check_outputs(o:Sequence[int], lse:Sequence[int]|None, sizes:tuple[int, int, int, int], layout:str, inputs:str) -> None:
-  """Raises ValueError if the shape of o or lse is wrong. `sizes` are the right (B, H, Sq, Dv). `inputs` is a text for the message: the inputs whose
-  shapes determine these sizes."""
+  """Raises ValueError if the shape of o or lse does not fit the sizes (B, H, Sq, Dv)."""
   B, H, Sq, Dv = sizes
   of_o = {"nsd": (1, B*H, Sq, Dv), "thd": (1, H, Sq, Dv)}.get(layout, sizes)
   if _dims("o", o, layout) != of_o:
@@ -692,8 +660,7 @@ def _check_outputs(o:Sequence[int], lse:Sequence[int]|None, sizes:tuple[int, int
     raise ValueError(f"lse has shape {tuple(lse)}: must be {of_lse}, whatever the layout")
 
 def _sequences(extras:GivenExtras, paged:bool) -> int:
-  """Returns the number of packed sequences. `extras` has (shape, dtype) of the optional tensors by name. `paged`: k and v lie in pages, and
-  cu_seqlens_k is not needed. Raises ValueError if cu_seqlens_q or cu_seqlens_k is missing or has another shape than (sequences + 1,)."""
+  """Returns the number of packed sequences, or raises ValueError if cu_seqlens_q or cu_seqlens_k is missing or has a wrong shape."""
   for name in ("cu_seqlens_q",) if paged else ("cu_seqlens_q", "cu_seqlens_k"):
     if name not in extras: raise ValueError(f"layout='thd' needs {name}, int32 of shape (sequences + 1,)")
     if len(shape := tuple(extras[name][0])) != 1 or shape[0] < 2:
@@ -705,7 +672,7 @@ def _longest(name:str, value:int|None, total:int) -> int:
   return min(total, values.whole_number(name, value, 1, None, "the rows of the longest sequence, at least 1"))
 
 def _extras(extras:GivenExtras, B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
-  """Returns the fields of Problem that say which optional tensors are given, {field: value}. `extras` has (shape, dtype) of these tensors by name."""
+  """Returns the fields of Problem that say which optional tensors are given, {field: value}."""
   if unknown := [name for name in extras if name not in EXTRAS]:
     raise ValueError(f"{unknown[0]} is not an optional tensor of attention: must be one of {', '.join(EXTRAS)}")
   there: dict[str, Any] = {name: name in extras for name in ("sinks", "kv_lengths", "kv_starts", "first_batch_and_head")}
@@ -719,8 +686,7 @@ def _extras(extras:GivenExtras, B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
   return there
 
 def _check_extra(p:Problem, name:str, shape:tuple[int, ...], dtype:str) -> None:
-  """Checks the shape and the dtype of the optional tensor `name`. Raises ValueError if the problem has no such tensor, or needs another shape or
-  dtype for this tensor."""
+  """Raises ValueError if the problem has no optional tensor `name`, or needs another shape or dtype for it."""
   if name not in p.extras:
     of_packed = f"layout={p.layout!r}: it is for layout='thd' only"
     why = f"dropout_p={p.dropout_p}: it is for dropout only" if name.startswith("dropout") else of_packed

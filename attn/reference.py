@@ -1,11 +1,5 @@
-"""Textbook attention in numpy: the exact result, and the result with the roundings that the dtypes force.
-
-`exact` computes in float64 from inputs that have already been rounded to their dtype. attn/accuracy.py says how far a kernel's result may be from the
-result of `exact`. `same` rounds in the same places as FlashAttention-2: scores and sums are fp32, P and O are rounded. `exact_backward` and
-`same_backward` compute the gradients. Both take dO rounded to the dtype of q, k and v, because dO is a factor of matrix products.
-
-A score that a mask hides adds exactly 0 to every result, even if the row of q, k or v to which the score belongs is NaN. In some kernels such a NaN
-reaches further; docs/attention.md says how far."""
+"""Textbook attention in numpy. `exact` computes in float64 from inputs that have already been rounded to their dtype, and `same` rounds in the same
+places as FlashAttention-2. `exact_backward` and `same_backward` compute the gradients."""
 from __future__ import annotations
 import functools, operator
 from collections.abc import Callable
@@ -17,10 +11,14 @@ from attn.ops.eight_bits import numbers, rounded_bytes
 from attn.ops.formats import FORMATS
 from attn.ops.numerics import ROUNDOFF, round_bf16, round_fp16, widen
 
+# attn/accuracy.py says how far a kernel's result may be from the result of `exact`. `same` computes scores and sums in fp32, and rounds P and O. The
+# gradients take dO rounded to the dtype of q, k and v, because dO is a factor of matrix products. A score that a mask hides adds exactly 0 to every
+# result, even if the row of q, k or v to which the score belongs is NaN. In some kernels such a NaN reaches further; docs/attention.md says how far.
+
 Array = NDArray[Any]
 
 def rounded(x:Array, dtype:str) -> Array:
-  """Rounds x to `dtype` (to nearest even). Returns the result as float32."""
+  """Rounds x to `dtype` (to nearest even), and returns the result as float32."""
   if dtype == "float32": return x.astype(np.float32)
   if dtype in FORMATS: return numbers(rounded_bytes(x, dtype, True), dtype)
   bits = (round_fp16 if dtype == "float16" else round_bf16)(np.ascontiguousarray(x, dtype=np.float32))
@@ -32,61 +30,54 @@ def arrange(x:Array, layout:str) -> Array:
   return x.swapaxes(1, 2) if layout == "bshd" else x.reshape(-1, *x.shape[2:]) if layout == "nsd" else x
 
 def restore(x:Array, layout:str, shape:tuple[int, ...]) -> Array:
-  """Undoes `arrange`: returns x, a tensor in `layout`, with the axes (B, H, S, D). `shape` is the shape (B, H, S, D) of the result. Layout "nsd"
-  joins B and H in one axis, so only `shape` tells the sizes of both."""
+  """Rearranges a tensor in `layout` to the shape (B, H, S, D)."""
+  # Layout "nsd" joins B and H in one axis, so only `shape` tells the sizes of both.
   return x.swapaxes(1, 2) if layout == "bshd" else x.swapaxes(0, 1)[None] if layout == "thd" else x.reshape(shape)
 
 def visible(Sq:int, Sk:int, window:tuple[int, int], offset:int) -> Array:
-  """Returns which query sees which key, as bool (Sq, Sk). With `window` = (left, right), query i sees key j if i + offset - left <= j <= i + offset +
-  right. A negative `left` or `right` stands for no bound."""
+  """Returns which query sees which key, as bool (Sq, Sk)."""
+  # Query i sees key j if i + offset - left <= j <= i + offset + right. A negative `left` or `right` stands for no bound.
   (left, right), i, j = window, np.arange(Sq)[:, None] + offset, np.arange(Sk)[None]
   return ((j >= i - left) | (left < 0)) & ((j <= i + right) | (right < 0))
 
 @dataclass(frozen=True)
 class Options:
-  """Options that change the scores or the number of keys. attn.problem.Problem has the formula.
-
-    softcap       0: none
-    alibi_slopes  (H) or (B, H)
-    bias          (B|1, H|1, Sq|1, Sk|1)
-    score_mod     function of all scores (B, H, Sq, Sk). Returns three results: the changed scores; the derivative of each changed score by its
-                  score; and an upper bound of |x| for every intermediate result x of the function. attn/accuracy.py bounds rounding errors
-                  by this upper bound. Not with kv_lengths
-    mask_mod      bool (B|1, H|1, Sq|1, Sk|1): True for a query and a key that the mask leaves visible. Not with kv_lengths
-    sinks         (H)
-    kv_lengths    (B), the number of keys of each batch. Batch b has the offset `offset` + kv_lengths[b] - Sk, where `offset` is that of `exact`
-    top_left      with kv_lengths: every batch has the same offset, that of `exact`
-    kept          bool (B, H, Sq, Sk): True for an element of P that dropout keeps. Dropout divides kept elements by 1 - dropout_p and sets the
-                  other elements to 0. None: no dropout
-    dropout_p     probability with which dropout sets an element of P to 0"""
-  softcap: float = 0.0
-  alibi_slopes: Array|None = None
-  bias: Array|None = None
+  """Options that change the scores or the number of keys, as arrays; attn.problem.Problem has the formula."""
+  softcap: float = 0.0  # 0: none
+  alibi_slopes: Array|None = None  # (H) or (B, H)
+  bias: Array|None = None  # (B|1, H|1, Sq|1, Sk|1)
+  # Function of all scores (B, H, Sq, Sk). Returns the changed scores; the derivative of each changed score by its score; and an upper bound of |x|
+  # for every intermediate result x of the function, by which attn/accuracy.py bounds rounding errors. Not with kv_lengths.
   score_mod: Callable[[Array], tuple[Array, Array, float]]|None = None
+  # bool (B|1, H|1, Sq|1, Sk|1): True for a query and a key that the mask leaves visible. Not with kv_lengths.
   mask_mod: Array|None = None
-  sinks: Array|None = None
+  sinks: Array|None = None  # (H)
+  # (B), the number of keys of each batch. Batch b has the offset `offset` + kv_lengths[b] - Sk, where `offset` is that of `exact`; with `top_left`
+  # every batch has the offset of `exact`.
   kv_lengths: Array|None = None
   top_left: bool = False
+  # bool (B, H, Sq, Sk): True for an element of P that dropout keeps. Dropout divides kept elements by 1 - dropout_p and sets the other elements to 0.
+  # None: no dropout.
   kept: Array|None = None
   dropout_p: float = 0.0
 
 PLAIN = Options()
 
 def exact(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN) -> tuple[Array, Array]:
-  """Computes attention in float64. Returns (o, lse) for q (..., H, Sq, D), k (..., Hkv, Sk, D), v (..., Hkv, Sk, Dv). A query that sees no key has 0
-  in o and -inf in lse. `scale` is softmax_scale. `window` and `offset` say which keys a query sees (see `visible`)."""
+  """Computes attention in float64: returns (o, lse) for q (..., H, Sq, D), k (..., Hkv, Sk, D) and v (..., Hkv, Sk, Dv)."""
+  # A query that sees no key has 0 in o and -inf in lse. `window` and `offset` say which keys a query sees (see `visible`).
   return _attention(q, k, v, scale, window, offset, np.float64, None, options)
 
 def same(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
          out_dtype:str) -> tuple[Array, Array]:
-  """Computes textbook attention in fp32, rounded in the same places as in FlashAttention-2 (arXiv 2307.08691, algorithm 1, with all keys in one
-  tile). Returns (o, lse). P = exp(S - max S) is rounded to `dtype`, O to `out_dtype`. The divisor of O is the sum of P: of P after rounding if
-  `out_dtype` has more bits of precision than `dtype`, otherwise of P before rounding. The other parameters are those of `exact`."""
+  """Computes textbook attention in fp32, rounded in the same places as in FlashAttention-2; returns (o, lse)."""
+  # arXiv 2307.08691, algorithm 1, with all keys in one tile. P = exp(S - max S) is rounded to `dtype`, O to `out_dtype`. The divisor of O is the sum
+  # of P: of P after rounding if `out_dtype` has more bits of precision than `dtype`, otherwise of P before rounding.
   o, lse = _attention(q, k, v, scale, window, offset, np.float32, (dtype, out_dtype), options)
   return rounded(o, out_dtype), lse
 
 def batch_options(x:Options, b:int, keys:int) -> Options:
-  """Returns the options `x` for batch b alone. `keys` is the number of keys of this batch."""
+  """Returns the options of batch b alone, which has `keys` keys."""
   assert x.score_mod is None and x.mask_mod is None
   slopes = x.alibi_slopes if x.alibi_slopes is None or x.alibi_slopes.ndim == 1 else x.alibi_slopes[b:b+1]
   bias = x.bias if x.bias is None or len(x.bias) == 1 else x.bias[b:b+1]
@@ -111,8 +102,8 @@ def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], o
     return _output(s, v, visible(q.shape[-2], k.shape[-2], window, offset), x, types), softmax_of(s, x)[1]
 
 def _output(s:Array, v:Array, seen:Array, x:Options, types:Types|None) -> Array:
-  """Returns o, not yet rounded, from the scores `s`. `seen` says which query sees which key. `types` are the dtypes to which P and o are to be
-  rounded; None: P is not rounded."""
+  """Returns o, not yet rounded, from the scores `s`, with P rounded to the first of `types`."""
+  # `seen` says which query sees which key. With `types` None P is not rounded.
   weights, own, _ = _weights(s, x)
   total = weights.sum(-1, keepdims=True)
   if types is not None:
@@ -122,13 +113,12 @@ def _output(s:Array, v:Array, seen:Array, x:Options, types:Types|None) -> Array:
   return _of_visible(_dropped(weights, x), v, seen)/np.where(total == 0, 1, total)
 
 def with_heads(q:Array, k:Array, v:Array, work:Any) -> tuple[Array, Array, Array]:
-  """Casts q, k and v to the dtype `work`, and repeats the heads of k and v until k and v have as many heads as q."""
+  """Casts q, k and v to the dtype `work`, and repeats the heads of k and v until they have as many heads as q."""
   ratio = q.shape[-3]//k.shape[-3]
   return q.astype(work), np.repeat(k, ratio, -3).astype(work), np.repeat(v, ratio, -3).astype(work)
 
 def _of_visible(weights:Array, rows:Array, seen:Array) -> Array:
-  """Computes weights @ rows. Where `seen` (which query sees which key) is False, the product of weight and row counts as exactly 0, even if the
-  weight or the row is NaN."""
+  """Computes weights @ rows, where a product that `seen` hides counts as exactly 0, even if the weight or the row is NaN."""
   nothing, weights = weights.dtype.type(0), np.where(seen, weights, 0)
   odd = np.asarray(~np.isfinite(rows).all(-1, keepdims=True))
   total = np.asarray(weights @ np.where(odd, nothing, rows))
@@ -141,12 +131,11 @@ def _of_visible(weights:Array, rows:Array, seen:Array) -> Array:
 
 @dataclass(frozen=True)
 class TermStep:
-  """Effect of one score term (softcap, ALiBi, bias, score_mod): the scores before the term, the scores after the term, and the derivative of the term
-  at each score. A `slope` of None means that the derivative is 1."""
+  """Effect of one score term (softcap, ALiBi, bias, score_mod): the scores before and after, and the derivative at each score."""
   name: str
   before: Array
   after: Array
-  slope: Array|None
+  slope: Array|None  # None: the derivative is 1
 
 def _capped(s:Array, x:Options, offset:int) -> tuple[Array, Array|None]:
   cap = s.dtype.type(x.softcap)
@@ -171,8 +160,8 @@ TEXTBOOK: dict[str, Callable[[Array, Options, int], tuple[Array, Array|None]]] =
                                                                                     "score_mod": _modified}
 
 def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
-  """Applies the score terms (softcap, ALiBi, bias, score_mod) to raw scores `s`. `x` has the terms' values, and query i stands at position i +
-  `offset` among the keys. Returns one TermStep for each term, in order."""
+  """Applies the score terms (softcap, ALiBi, bias, score_mod) to raw scores; returns one TermStep for each term, in order."""
+  # Query i stands at position i + `offset` among the keys.
   found = list[TermStep]()
   for name, value in TEXTBOOK.items():
     if isinstance(given := getattr(x, name), np.ndarray) or given:
@@ -181,9 +170,7 @@ def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
   return found
 
 def slope_of(steps:list[TermStep], after:str|None=None) -> Any:
-  """Returns the derivative of the finished score (after all score terms) by the raw score (before all terms), at each score: the product of the
-  derivatives of all terms (softcap, score_mod, ...). If `after` names a term, the product has only the derivatives of the terms that follow this
-  term."""
+  """Returns the derivative of the finished score by the raw score, or by the score after the term `after`, at each score."""
   names = [step.name for step in steps]
   some = steps if after is None else steps[names.index(after) + 1:]
   slopes: list[Any] = [step.slope for step in some if step.slope is not None]
@@ -193,16 +180,14 @@ def _scores(q:Array, k:Array, scale:float, window:tuple[int, int], offset:int, x
   return finished_scores((q @ k.swapaxes(-1, -2))*q.dtype.type(scale), window, offset, x)
 
 def finished_scores(s:Array, window:tuple[int, int], offset:int, x:Options) -> tuple[Array, list[TermStep]]:
-  """Applies score terms (softcap, ALiBi, bias, score_mod) and masks to raw scores `s`. Returns the scores that go into the softmax, and a list with
-  one TermStep for each term: the scores before the term, the scores after the term, and the term's derivative at each score. A score that a mask
-  hides is -inf. `window` and `offset` say which keys a query sees (see `visible`)."""
+  """Applies score terms and masks to raw scores; returns the scores that go into the softmax, and a TermStep for each term."""
   steps, (Sq, Sk) = term_steps(s, offset, x), s.shape[-2:]
   seen = visible(Sq, Sk, window, offset) if x.mask_mod is None else visible(Sq, Sk, window, offset) & x.mask_mod
+  # A score that a mask hides is -inf.
   return np.where(seen, steps[-1].after if steps else s, s.dtype.type(-np.inf)), steps
 
 def _weights(s:Array, x:Options) -> tuple[Array, Array, Array]:
-  """Computes the numerators of the softmax from the scores `s`. Returns three arrays: P before the division by the sum of P, the weight of the sink,
-  and the number that was subtracted from the scores of each row before the exponential."""
+  """Returns P before the division by its sum, the weight of the sink, and the number subtracted from the scores of each row."""
   work = s.dtype.type
   sink = np.full((*s.shape[:-1], 1), -np.inf, work) if x.sinks is None else np.broadcast_to(x.sinks.astype(work)[:, None, None], (*s.shape[:-1], 1))
   m = np.fmax(np.fmax.reduce(s, axis=-1, keepdims=True, initial=-np.inf), sink)
@@ -210,17 +195,17 @@ def _weights(s:Array, x:Options) -> tuple[Array, Array, Array]:
   return np.exp(s - safe), np.exp(sink - safe), safe
 
 def softmax_of(s:Array, x:Options) -> tuple[Array, Array]:
-  """Computes (P, lse) from the scores `s`. Each row of P is divided by the row's sum, which includes the weight of the sink. A row without visible
-  keys has P = 0."""
+  """Computes (P, lse) from the scores `s`; a row without visible keys has P = 0."""
   weights, own, safe = _weights(s, x)
   total, nothing = weights.sum(-1, keepdims=True) + own, s.dtype.type(0)
+  # Each row of P is divided by the row's sum, which includes the weight of the sink.
   return np.where(total == 0, nothing, weights/total), np.where(total == 0, -np.inf, safe + np.log(total))[..., 0]
 
 # ***** backward *****
 
 @dataclass(frozen=True)
 class Gradients:
-  """Gradients of a loss, one for each input and in the input's shape. The gradient of an input that is not given is None."""
+  """Gradients of a loss, one for each input and in the input's shape; None for an input that is not given."""
   q: Array
   k: Array
   v: Array
@@ -230,24 +215,18 @@ class Gradients:
 
 def exact_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                    options:Options=PLAIN) -> Gradients:
-  """Computes the gradients of a loss in float64. `do` (..., H, Sq, Dv) and `dlse` (..., H, Sq) are the gradients of the loss by the o and the lse
-  that `exact` returns; None stands for 0. The values of `do` must already be rounded to the dtype of q, k and v. The other parameters are those of
-  `exact`.
-
-  A query that sees no key adds exactly 0 to each gradient, and the query's own gradient is 0. The gradients of keys beyond kv_lengths are 0."""
+  """Computes the gradients of a loss in float64, from its gradients `do` and `dlse` by o and lse (None: 0)."""
+  # The values of `do` must already be rounded to the dtype of q, k and v. A query that sees no key adds exactly 0 to each gradient, and the query's
+  # own gradient is 0. The gradients of keys beyond kv_lengths are 0.
   return _backward(q, k, v, do, dlse, scale, window, offset, options, np.float64, None)
 
 def same_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                   options:Options=PLAIN, *, dtype:str, out_dtype:str, bias_dtype:str="float32") -> Gradients:
-  """Computes textbook gradients in fp32 (FlashAttention-2, arXiv 2307.08691, algorithm 2), with the roundings that the dtypes force:
-
-    P = exp(S - lse)
-    delta = rowsum(dO * O) - dLSE
-    dS = P * (dP - delta), dP = dO V^T
-
-  lse is computed from fp32 scores and from the sum of P before rounding. O is rounded to `out_dtype`, as in `same`. P and dS are rounded to `dtype`
-  before the products with dO, K and Q. The gradients of q, k and v are rounded to `dtype`. The bias's gradient, an fp32 sum of dS, is rounded to
-  `bias_dtype`. The sinks' gradient stays in fp32. Dropout applies to dP, and to P before P is rounded and multiplied with V and dO."""
+  """Computes textbook gradients in fp32, rounded in the same places as in FlashAttention-2."""
+  # arXiv 2307.08691, algorithm 2: P = exp(S - lse), delta = rowsum(dO * O) - dLSE, dP = dO V^T and dS = P * (dP - delta). lse is computed from fp32
+  # scores and from the sum of P before rounding. O is rounded to `out_dtype`, as in `same`. P and dS are rounded to `dtype` before the products with
+  # dO, K and Q. The gradients of q, k and v are rounded to `dtype`. The bias's gradient, an fp32 sum of dS, is rounded to `bias_dtype`. The sinks'
+  # gradient stays in fp32. Dropout applies to dP, and to P before P is rounded and multiplied with V and dO.
   found = _backward(q, k, v, do, dlse, scale, window, offset, options, np.float32, (dtype, out_dtype))
   bias = None if found.bias is None else rounded(found.bias, bias_dtype)
   return Gradients(rounded(found.q, dtype), rounded(found.k, dtype), rounded(found.v, dtype), bias, found.sinks)
@@ -283,14 +262,14 @@ def _of_slopes(ds:Array, offset:int, shape:tuple[int, ...]) -> Array:
   return -summed_to((ds*away).sum((-1, -2)), shape)
 
 def summed_to(a:Array, shape:tuple[int, ...]) -> Array:
-  """Undoes a broadcast for a gradient: sums `a` over the dimensions along which a tensor of this `shape` was broadcast to the shape of `a`."""
+  """Undoes a broadcast for a gradient: sums `a` over the dimensions along which a tensor of this `shape` was broadcast."""
   a = a.sum(tuple(range(a.ndim - len(shape))))
   return a.sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)
 
 def _backward_by_batch(q:Array, k:Array, v:Array, do:Array, dlse:Array, scale:float, window:tuple[int, int], offset:int, x:Options, work:Any,
                        types:Types|None) -> Gradients:
-  """Computes the gradients of each batch by itself, with the batch's own number of keys. The gradients of keys beyond this number are 0. `work` is
-  the dtype of the computation. `types` are the dtypes to which P and dS (first dtype) and o (second dtype) are rounded; None: nothing is rounded."""
+  """Computes the gradients of each batch by itself, with the batch's own number of keys."""
+  # `work` is the dtype of the computation. `types` are the dtypes to which P and dS, and o, are rounded; None: nothing is rounded.
   assert x.kv_lengths is not None
   dq, dk, dv = (np.zeros(a.shape, work) for a in (q, k, v))
   dbias, dsinks, dslopes = (None if a is None else np.zeros(a.shape, work) for a in (x.bias, x.sinks, x.alibi_slopes))

@@ -40,8 +40,8 @@ def bounds_table(found:Iterable[Class], everything:bool) -> Table:
   return table
 
 def backward_table(arch:str, d:int, kernel:str, jobs:int, everything:bool) -> Table:
-  """Makes a table of the best tile descriptions of a backward kernel for head dimensions up to `d`, or of all tile descriptions if `everything`.
-  `kernel` is "dq" or "dkdv". `jobs` is the number of processes. A star marks the tile description in use."""
+  """Makes a table of the best tile descriptions of a backward kernel, "dq" or "dkdv", for head dimensions up to `d`."""
+  # With `everything` all tile descriptions are listed. `jobs` is the number of processes. A star marks the tile description in use.
   chip, p = get_chip(arch), problem_of_spec(Spec(arch, d))
   in_use = amd_backward_tile(p, chip, kernel == "dkdv")
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool: found = ranked_backward(arch, d, kernel, pool.map)
@@ -55,14 +55,14 @@ def backward_table(arch:str, d:int, kernel:str, jobs:int, everything:bool) -> Ta
   return table
 
 def search_near(specs:list[Spec], jobs:int, path:Path|None) -> None:
-  """Searches near the tile in use for each kernel of `specs`, and prints the tiles as CSV. If `path` is given, writes them into this file after each
-  search; the file keeps its rows of other kernels."""
+  """Searches near the tile in use for each kernel of `specs`, and prints the tiles as CSV or writes them into `path`."""
   rows = read_near(path.read_text()) if path is not None and path.exists() else []
   if path is None: click.echo(near_text([]), nl=False)
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
     for lines in pool.map(near_table, specs):
       rows += lines
       if path is None: click.echo(near_text(lines).partition("\n")[2], nl=False)
+      # After each search; the file keeps its rows of other kernels.
       else: path.write_text(near_text(rows))
 
 SHOWN = 5     # tiles of a backward kernel that are printed without --all

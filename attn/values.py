@@ -1,5 +1,5 @@
-"""Checks of argument values. A check takes an argument's name and value. The check returns the value as a plain Python object (a numpy integer as an
-int), or raises ValueError with the name, the value and what is supported."""
+"""Checks of argument values. A check takes an argument's name and value, and returns the value as a plain Python object, or raises ValueError with
+the name, the value and what is supported."""
 from __future__ import annotations
 import functools, math, numbers
 from collections.abc import Callable, Iterable
@@ -23,8 +23,7 @@ Check = Callable[[str, Any], Any]
 Public = TypeVar("Public", bound=Callable[..., Any])
 
 def names_itself(function:Public) -> Public:
-  """Decorator for a function that users call. Errors of the function begin with the function's name. If one such function calls another, errors begin
-  with the name of the function that the user called."""
+  """Decorator for a function that users call: errors begin with the name of the function that the user called."""
   @functools.wraps(function)
   def called(*args:Any, **kwargs:Any) -> Any:
     try: return function(*args, **kwargs)
@@ -35,12 +34,12 @@ def names_itself(function:Public) -> Public:
   return called     # type: ignore[return-value]
 
 def option(default:Any, check:Check, meaning:str) -> Any:
-  """Makes a dataclass field for an option. `check` checks the option's value. `meaning` is the option's text in the table of options in docs."""
+  """Makes a dataclass field for an option."""
+  # `check` checks the option's value. `meaning` is the option's text in the table of options in docs.
   return field(default=default, metadata={"check": check, "meaning": meaning})
 
 def shown(x:Any) -> str:
-  """Returns a value as text for an error message. A tensor or an array is shown by its type, shape and dtype. A UOp or a long text is shown by its
-  first characters."""
+  """Returns a value as text for an error message, such as a tensor's type, shape and dtype, cut off if long."""
   if isinstance(x, (Tensor, np.ndarray)): return f"{type(x).__name__} of shape {shown_shape(x.shape)} and dtype {x.dtype}"
   if isinstance(x, UOp): return f"UOp {x.render()[:SHOWN_MOST]}"
   text = repr(x)
@@ -52,7 +51,7 @@ def static_shape(name:str, shape:tuple[Any, ...]) -> tuple[int, ...]:
                             "kv_lengths")
 
 def shown_shape(shape:Iterable[Any]) -> str:
-  """Returns a shape as text for an error message. A symbolic size is shown by its name."""
+  """Returns a shape as text for an error message, with a symbolic size by its name."""
   sizes = [s.render() if isinstance(s, UOp) else str(s) for s in shape]
   return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
@@ -61,14 +60,12 @@ def wrong(name:str, x:Any, supported:str) -> ValueError: return ValueError(f"{na
 def is_whole(x:Any) -> bool: return isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_))
 
 def whole_number(name:str, x:Any, least:int, most:int|None, supported:str) -> int:
-  """Returns x as an int if x is a Python or numpy integer between `least` and `most` (None: no upper limit). Otherwise raises ValueError with the
-  argument's `name` and the text `supported`."""
+  """Returns x as an int if x is a whole number in least..most (None: no upper limit), otherwise raises ValueError."""
   if not is_whole(x) or x < least or (most is not None and x > most): raise wrong(name, x, supported)
   return int(x)
 
 def real_number(name:str, x:Any, least:float, most:float, supported:str) -> float:
-  """Returns x as a float if x is a Python or numpy number between `least` and `most`. Otherwise raises ValueError with the argument's `name` and the
-  text `supported`."""
+  """Returns x as a float if x is a number in least..most, otherwise raises ValueError."""
   if isinstance(x, (bool, np.bool_)) or not isinstance(x, numbers.Real): raise wrong(name, x, supported)
   try: value = float(x)
   except OverflowError: value = math.inf
@@ -76,19 +73,20 @@ def real_number(name:str, x:Any, least:float, most:float, supported:str) -> floa
   return value
 
 def truth(name:str, x:Any) -> bool:
-  """Returns x as a bool if x is a Python or numpy bool, 0 or 1. Otherwise raises ValueError with the argument's `name`."""
+  """Returns x as a bool if x is a bool, 0 or 1, otherwise raises ValueError."""
   if isinstance(x, (bool, np.bool_)) or (is_whole(x) and x in (0, 1)): return bool(x)
   raise wrong(name, x, "True or False")
 
 def word(name:str, x:Any, known:Iterable[str], supported:str="") -> str:
-  """Returns x if x is one of the `known` strings. Otherwise raises ValueError with the argument's `name` and the text `supported`."""
+  """Returns x if x is one of the `known` strings, otherwise raises ValueError."""
   known = tuple(known)
   if isinstance(x, str) and x in known: return str(x)
   raise wrong(name, x, supported or f"one of {', '.join(map(repr, known))}")
 
 def strong(x:Tensor) -> Tensor:
-  """Casts a tensor of a weak dtype to the ordinary dtype in which tinygrad stores it. A weak dtype yields to the dtype of the other operand. Examples
-  are the dtypes of Tensor(1.5) and, for an int tensor `mask`, of (1.0 - mask)*-10000.0. Any other tensor is returned unchanged."""
+  """Casts a tensor of a weak dtype to the ordinary dtype in which tinygrad stores it."""
+  # A weak dtype yields to the dtype of the other operand. Examples are the dtypes of Tensor(1.5) and, for an int tensor `mask`, of (1.0 -
+  # mask)*-10000.0.
   return x.cast(strong_dtype(x.dtype)) if x.dtype in dtypes.weaks else x
 
 def tensor(name:str, x:Any) -> Tensor:
@@ -105,8 +103,7 @@ def dtype_text(dtype:Any) -> str:
   return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("dtypes."))
 
 def dtype_name(name:str, dtype:DType, supported:Iterable[str]) -> str:
-  """Returns the name of a tensor's dtype, which must be one of `supported`. `name` is the tensor's name, for error messages. Raises
-  NotImplementedError for another dtype, or ValueError if only one dtype is supported."""
+  """Returns the name of a tensor's dtype, or raises NotImplementedError (ValueError if only one dtype is supported) for another one."""
   if (found := dtype_text(strong_dtype(dtype))) in (supported := tuple(supported)): return found
   several = len(supported) > 1
   raise (NotImplementedError if several else ValueError)(f"{name} has dtype {found}: must be {'one of ' if several else ''}{', '.join(supported)}")
