@@ -1,7 +1,6 @@
-"""C++ stand-ins for a GPU's builtins and instructions, so that test_ops.py can compile operations' HIP and CUDA source for this machine.
+"""C++ stand-ins for a GPU's builtins and instructions, so that test_ops.py can compile operations' HIP and CUDA source for this machine."""
 
-The lanes of a wave run one after another. `in_lockstep` runs them all again until every lane has read the right values of the other lanes."""
-
+# the lanes of a wave run one after another: `in_lockstep` runs them all again until every lane has read the right values of the other lanes
 EXCHANGES = 40     # maximum number of exchanges between a wave's lanes in one operation
 
 # ***** common: lanes that exchange values *****

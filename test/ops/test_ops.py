@@ -1,8 +1,5 @@
-"""Tests that an operation's HIP and CUDA source agrees with its numpy function, which the emulator runs. The source is compiled for this machine,
-with stand-ins for the GPU's builtins and instructions. Compound operations are tested, too: from a single definition, attn/ops/language.py makes
-their HIP and CUDA source, numpy function, and plain UOps.
-
-Each lane has its own operands. So the result is wrong if an operation takes a value from a wrong lane."""
+"""Tests that an operation's HIP and CUDA source, compiled for this machine with stand-ins for the GPU's builtins, agrees with its numpy function,
+which the emulator runs."""
 from __future__ import annotations
 import ctypes, functools, itertools, re, subprocess, sys
 from collections.abc import Callable, Iterator
@@ -31,13 +28,16 @@ from attn.score.softcap import softcap
 from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, Target, UOp, dtypes
 from gpu_stand_ins import ASSEMBLY, CUDA, EXCHANGES, HIP, LOCKSTEP
 
+# Compound operations are tested, too: from a single definition, attn/ops/language.py makes their HIP and CUDA source, numpy function, and plain
+# UOps. Each lane has its own operands, so the result is wrong if an operation takes a value from a wrong lane.
+
 WAVES = 8     # waves in each test
 NUMPY = {dtypes.float: np.float32, dtypes.uint: np.uint32, dtypes.int: np.int32, dtypes.bool: np.bool_}
 
 # ***** the cases *****
 
 def value(dtype, slot:int) -> UOp:
-  """Makes an operand of an operation: a value in a register. Each operand of an operation needs another `slot`."""
+  """Returns an operand in a register; each operand of an operation needs another `slot`."""
   return UOp.placeholder((1,), dtype, slot, AddrSpace.REG)[0].load()
 
 def f(n:int=1, slot:int=0) -> UOp: return value(ops.f32(n), slot)
@@ -45,8 +45,7 @@ def u(n:int=1, slot:int=0) -> UOp: return value(ops.u32(n), slot)
 def i(slot:int=0) -> UOp: return value(dtypes.int, slot)
 
 def array(count:int, n:int, slot:int) -> UOp:
-  """Makes an operand of an operation: an array in registers, of `count` vectors of n fp32 elements. Each operand of an operation needs another
-  `slot`."""
+  """Returns an operand that is a register array of `count` vectors of n fp32 elements; each operand needs another `slot`."""
   return UOp.placeholder((count,), ops.f32(n), slot, AddrSpace.REG)
 
 AMD, RDNA, NATIVE, NVIDIA = "gfx942", "gfx1201", "gfx950", "sm_80"     # NATIVE has an instruction that rounds to bf16
@@ -54,7 +53,7 @@ HIPS, ALL = (AMD, RDNA), (AMD, RDNA, NVIDIA)
 OFFSETS = (0, 1, 2, 3, 8, 9, 10, 11)
 
 def common(n:int) -> dict[str, Callable[[], UOp]]:
-  """Returns test cases of the operations that all vendors' kernels use, by name, on vectors of n elements."""
+  """Returns {name: case} of the operations that all vendors' kernels use, on vectors of n elements."""
   offsets = OFFSETS[:n]
   return {
     "splat": lambda: ops.splat(1.5, n), "splat of a value": lambda: ops.splat(f(), n), "build": lambda: ops.build(f(1, 0), f(1, 1)),
@@ -89,7 +88,7 @@ def common(n:int) -> dict[str, Callable[[], UOp]]:
   }
 
 def of_dropout(n:int) -> dict[str, Callable[[], UOp]]:
-  """Returns test cases of the operations of dropout, on vectors of n elements."""
+  """Returns {name: case} of the operations of dropout, on vectors of n elements."""
   return {
     "kept_octet": lambda: dropout.kept_octet((u(1, 0), u(1, 1)), *[u(1, slot) for slot in range(2, 6)], 0.3),
     "drop_packed": lambda: dropout.drop_packed(u(n//2, 0), u(2, 1), tuple((j % 2, 3*j) for j in range(n//2)), 0),
@@ -98,7 +97,7 @@ def of_dropout(n:int) -> dict[str, Callable[[], UOp]]:
   }
 
 def of_scales(n:int) -> dict[str, Callable[[], UOp]]:
-  """Returns test cases of the operations for scales of 8-bit rows, on vectors of n elements."""
+  """Returns {name: case} of the operations for scales of 8-bit rows, on vectors of n elements."""
   return {
     "scale_in_range": lambda: scale_in_range(f(n)), "zero_or_nan": lambda: zero_or_nan(f(n)),
     "scaled_weights": lambda: scaled_weights(f(n, 0), f(n, 1)), "scaled_weights of two rows": lambda: scaled_weights(f(4, 0), f(2, 1), 2),
@@ -108,9 +107,9 @@ def of_scales(n:int) -> dict[str, Callable[[], UOp]]:
   }
 
 def corrected(rows:RowLanes, tiles:int, shapes:dict[str, tuple[int, int]], matrix:Any=None, **options:Any) -> UOp:
-  """Makes a test case of the operation `correct` on `tiles` tiles of scores. `correct` computes P again if the number that the softmax subtracts from
-  a row's scores must be raised. `shapes` has for each operand the number of vectors in a tile, and of elements in a vector. `matrix` is the matrix
-  instruction that sums P, or None."""
+  """Returns a case of the operation `correct` on `tiles` tiles of scores, whose operands have the sizes `shapes`."""
+  # `shapes` has for each operand the number of vectors in a tile, and of elements in a vector. `matrix` is the matrix instruction that sums P, or
+  # None.
   def place(slot:int, name:str) -> UOp:
     count, n = shapes[name]
     return UOp.placeholder((count*tiles,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
@@ -119,15 +118,14 @@ def corrected(rows:RowLanes, tiles:int, shapes:dict[str, tuple[int, int]], matri
   return correct(*operands.values(), rows=rows, matrix=matrix, **options)
 
 def sum_of(arch:str, dtype:str) -> tuple[str, Any]:
-  """Returns how the kernels for an AMD chip sum the rounded P: the kind of sum, and the matrix instruction that sums, or None if dot products do."""
+  """Returns how kernels for an AMD chip sum the rounded P: the kind of sum, and its matrix instruction (None: dot products)."""
   sums = Sums.of(get_chip(arch), dtype, False)
   return sums.kinds[0], sums.matrix
 
 def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, lse:bool=True, scaled:bool=False) -> UOp:
-  """Makes a test case of the operation `correct` as AMD's kernels use it, where all scores of a lane belong to one row. `correct` computes P again if
-  the number that the softmax subtracts from a row's scores must be raised: if a sum of P is above 2^`above`, or, with above=0, if a score is larger
-  than this number. `tiles` is the number of tiles of queries. With `lse`, it also sums the unrounded P. With `scaled`, packed P includes the scales
-  of V's rows."""
+  """Returns a case of the operation `correct` as AMD's kernels use it, where all scores of a lane belong to one row."""
+  # With above=0, P is computed again if a score exceeds the reference. `tiles` is the number of tiles of queries. With `lse`, the unrounded P is
+  # summed, too. With `scaled`, packed P includes the scales of V's rows.
   matrix = get_chip(arch).matrix[dtype][0]
   n, (kind, sums) = matrix.accumulator, sum_of(arch, dtype)
   kinds = (kind, *[UNSCALED]*scaled, *[LANE]*lse)
@@ -137,17 +135,16 @@ def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, ls
   return corrected(rows, tiles, shapes, sums, dtype=dtype, sums=kinds, scale=scale, above=above)
 
 def by_rows(sums:tuple[str, ...], dtype:str="float16", scale:float=0.18, above:float=8.0, tiles:int=2, **part:int) -> UOp:
-  """Makes a test case of the operation `correct` as NVIDIA's kernels use it, where a lane has elements of two rows, and two tiles of scores become
-  one tile of P. `correct` computes P again if the number that the softmax subtracts from a row's scores must be raised: if a sum of P is above
-  2^`above`. `sums` names the sums of P."""
+  """Returns a case of the operation `correct` as NVIDIA's kernels use it, where a lane has elements of two rows."""
+  # two tiles of scores become one tile of P; `sums` names the sums of P
   kinds = len(sums)
   shapes = dict(reference=(1, 2), bias=(1, 2), l=(kinds, 2), acc=(3, 4), p=(4//IN_A_DWORD[dtype], 4), scores=(4, 4), part=(kinds, 2))
   if UNSCALED in sums: shapes |= {"scales": (4, 2)}
   return corrected(nv.ROW_LANES, tiles, shapes, WGMMA[dtype], dtype=dtype, sums=sums, scale=scale, above=above, **part)
 
 def weighed(sums:tuple[str, ...], dtype:str) -> UOp:
-  """Makes a test case of the operation `weigh` as the wgmma kernel uses it. `weigh` computes P of a loop iteration, and the sums of P that `sums`
-  names. A lane has elements of two rows, and two tiles of scores become one tile of P."""
+  """Returns a case of the operation `weigh` as the wgmma kernel uses it."""
+  # a lane has elements of two rows, and two tiles of scores become one tile of P
   shapes = dict(reference=(1, 2), bias=(1, 2), p=(4//IN_A_DWORD[dtype], 4), scores=(4, 4), part=(len(sums), 2))
   registers = [UOp.placeholder((2*count,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
                for slot, (name, (count, n)) in enumerate(shapes.items())]
@@ -237,12 +234,12 @@ def constant(x:UOp) -> float|None:
 
 @dataclass(frozen=True)
 class Registers:
-  """An array of registers, from its element `first` on. The emulator passes registers to an operation in this form."""
+  """Array of registers, from its element `first` on, in the form in which the emulator passes registers to an operation."""
   elements: list[np.ndarray]
   first: int
 
 class Wave:
-  """Stand-in for the object (`Lanes`) through which operations use the emulator. It has the methods that the operations under test call."""
+  """Stand-in for the object (`Lanes`) through which operations use the emulator."""
   def __init__(self, arch:str):
     self.wave, self.unit = EMULATED[arch].wave, MatrixUnit(EMULATED[arch].family, arch)
     self.active, self.saturates = np.ones(WAVES*self.wave, np.bool_), EMULATED[arch].family in SATURATING
@@ -256,12 +253,12 @@ def size(dtype) -> int: return VECTORS[dtype][1] if dtype in VECTORS else 1
 def numpy_type(dtype) -> np.dtype: return np.dtype(VECTORS[dtype][0] if dtype in VECTORS else NUMPY[dtype])
 
 def draw(dtype, wave:int, rng:np.random.Generator) -> np.ndarray:
-  """Draws random values (threads, elements). Each wave has numbers of another magnitude, and later waves also have the special values that occur in a
-  softmax."""
+  """Returns random values (threads, elements)."""
   n, threads = size(dtype), WAVES*wave
   if dtype is dtypes.bool: return rng.integers(0, 2, (threads, 1)).astype(np.bool_)
   if dtype is dtypes.int: return rng.integers(-4, 14, (threads, 1), dtype=np.int32)
   if numpy_type(dtype) == np.uint32: return rng.standard_normal((threads, 2*n)).astype(np.float16).view(np.uint32)   # pairs of 16-bit floats
+  # each wave has numbers of another magnitude; later waves also have the special values that occur in a softmax
   x = (rng.standard_normal((threads, n))*np.repeat([0.01, 0.1, 1, 40, 1, 1, 1, 40], wave)[:, None]).astype(np.float32)
   later = x[4*wave:]
   for special in (-np.inf, 0, 65504, 1 + 2.0**-8, 1 + 3*2.0**-8, LOWEST):     # 1 + 2^-8 is a tie between two bf16 numbers
@@ -270,8 +267,7 @@ def draw(dtype, wave:int, rng:np.random.Generator) -> np.ndarray:
   return x
 
 def given(x:UOp, place:int, arch:str, rng:np.random.Generator) -> np.ndarray:
-  """Draws the values of an operand for each thread: (threads, elements), or (threads, count, elements) for an array of registers. `place` is the
-  operand's place among the operands."""
+  """Returns random values of an operand: (threads, elements), or (threads, count, elements) for an array of registers."""
   wave = EMULATED[arch].wave
   if (number := constant(x)) is not None: return np.full((WAVES*wave, 1), number, numpy_type(x.dtype))
   if x.op is not Ops.INDEX: return draw(x.dtype, wave, rng)
@@ -298,8 +294,8 @@ def language(arch:str) -> str: return "cuda" if arch.startswith("sm_") else "hip
 def ctype(dtype) -> str: return C_NAMES.get(dtype, dtype.name)
 
 def function(number:int, arch:str, x:UOp) -> str:
-  """Returns the text of a C++ function that computes the operation x in every thread, from its HIP or CUDA source. The text is a namespace of its
-  own, so that the functions of different operations do not clash."""
+  """Returns the text of a C++ function that computes the operation x in every thread, from its HIP or CUDA source."""
+  # the text is a namespace of its own, so that the functions of different operations do not clash
   if language(arch) == "cuda": renderer:Any = OperationsNVCCRenderer(Target("CUDA", "NVCC", arch))
   else: renderer = OperationsHIPCCRenderer(Target("AMD", "HIPCC", arch))
   renderer.operations, renderer.r = KernelText(language(arch), arch), {}
@@ -337,8 +333,7 @@ extern "C" int f{number}({", ".join([*parameters, f"{out}* out"])}) {{
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, str], UOp]]:
-  """Compiles the operations of all cases, as functions f0, f1 and so on. HIP and CUDA get a library each, because they have different vector types of
-  the same names. Returns the libraries, and the operations as UOps."""
+  """Returns a library for HIP and one for CUDA, with the operations of all cases as functions f0, f1 and so on; and these operations as UOps."""
   pytest.importorskip("ziglang")
   made = {case: make() for case, make in CASES.items()}
   texts:dict[str, list[str]] = {"hip": [], "cuda": []}
@@ -347,6 +342,7 @@ def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, s
   texts["hip"] = [begin, *vector_types(HIP + "\n".join(texts["hip"]), []), HIP, *texts["hip"]]
   texts["cuda"] = [begin, CUDA, *texts["cuda"]]
   folder:Path = tmp_path_factory.mktemp("operations")
+  # HIP and CUDA have different vector types of the same names
   libraries = {}
   for kind, text in texts.items():
     (folder/f"{kind}.cpp").write_text("\n".join(text))
@@ -411,7 +407,7 @@ def aligned(x:np.ndarray) -> np.ndarray:
   return copy
 
 def close(a:np.ndarray, b:np.ndarray, absolute:float=2e-38, relative:float=TWO_UNITS) -> None:
-  """Compares two arrays. NaN equals NaN, and fp32 numbers may differ by the errors of the C math library."""
+  """Compares two arrays: NaN equals NaN, and fp32 numbers may differ by the errors of the C math library."""
   if a.dtype == np.float32: np.testing.assert_allclose(a, b, rtol=relative, atol=absolute)
   else: np.testing.assert_array_equal(a, b)
 
