@@ -27,7 +27,7 @@ def _operations():
   OPERATIONS.update(before)
 
 def define(name, meaning):
-  """Defines the operation `name` for the emulator, with the numpy function `meaning`. Test kernels can then use it."""
+  """Defines the operation `name` for the emulator, with the numpy function `meaning`."""
   OPERATIONS[name] = Operation(meaning, f"{name}()", f"{name}()")
 
 def sink(name, *stores, ranges=()):
@@ -155,8 +155,7 @@ def test_untouched_buffer_reads_as_nan():
 # ***** races *****
 
 def rotate(barrier):
-  """Returns a kernel in which each thread stores a value to LDS and reads the value that a thread of the other wave stored. `barrier` says whether a
-  barrier lies between the store and the read."""
+  """Returns a kernel in which each thread stores a value to LDS and reads a value of the other wave."""
   def kernel(o, x):
     g, t = threads(128)
     tile = lds(128)
@@ -168,7 +167,7 @@ def rotate(barrier):
 def barrier(*after): return UOp(Ops.BARRIER, src=after)
 
 def no_barriers(fxn):
-  """Calls `fxn`, which runs a kernel. tinygrad inserts no barriers into the kernel."""
+  """Calls `fxn`, which runs a kernel, without the barriers that tinygrad inserts."""
   from tinygrad.codegen import pm_implicit_barriers
   from tinygrad.uop.ops import PatternMatcher
   import tinygrad.codegen
@@ -197,8 +196,8 @@ def test_lds_race_of_two_stores():
   with says(checks.LdsRace, "two_stores", "writes lds0 at byte 0", "wave"): run(kernel, (128,), X)
 
 def tile_over_tile(waits):
-  """Returns a kernel that stores V to the LDS in which K was. Without a barrier before this store (`waits` is False), a fast wave stores V while a
-  slow wave still reads K. tinygrad's former amd_flash_attention.py had this fault."""
+  """Returns a kernel that stores V to the LDS in which K was; with `waits`, a barrier comes before."""
+  # Without the barrier a fast wave stores V while a slow wave still reads K. tinygrad's former amd_flash_attention.py had this fault.
   def kernel(o, k, v):
     g, t = threads(128)
     tile = lds(128)
@@ -235,8 +234,7 @@ def test_divergent_barrier():
   with says(checks.DivergentBarrier, "barrier_in_loop", "wave 0, lane 0"): run(barrier_in_loop(False), (256,), X)
 
 def matrix_in_loop(uniform):
-  """Returns a kernel with one MFMA in each iteration of a loop. If it is not `uniform`, the lanes of a wave leave the loop in different
-  iterations."""
+  """Returns a kernel with one MFMA in each iteration of a loop, which lanes leave together if `uniform`."""
   def kernel(o, x):
     g, t = threads(64)
     r = UOp.range(2 if uniform else t % 2 + 1, 2, AxisType.LOOP)
@@ -294,8 +292,7 @@ def test_buffers_that_begin_between_units():
 # ***** parts of offsets *****
 
 def loaded_at(offset):
-  """Runs a kernel that loads 4 bytes of x by AMD's buffer instruction, and returns the loaded numbers. `offset` computes the byte offset from the
-  thread's number."""
+  """Returns the numbers that AMD's buffer instruction loads from x, at the byte offset that `offset` computes from the thread's number."""
   def kernel(o, x):
     g, t = threads(64)
     return sink("loaded_at", o[t].store(buffer_load(x[0], UOp.const(256), offset(t), 4).bitcast(dtypes.float)), ranges=(g, t))
@@ -364,10 +361,10 @@ def test_bank_conflicts(monkeypatch):
 # ***** values out of their scope *****
 
 def at_most_once(bound):
-  """Returns a kernel that uses exp2(x) in a loop of `bound` iterations, and once more after the loop. If tinygrad can prove that `bound` is 0 or 1,
-  it computes exp2 inside the loop. The use after the loop is then a fault."""
+  """Returns a kernel that uses exp2(x) in a loop of `bound` iterations, and once more after the loop."""
   def kernel(o, x):
     g, t = threads(64, 2)
+    # if tinygrad can prove that `bound` is 0 or 1, it computes exp2 inside the loop: the use after the loop is then a fault
     total, r = reg(1), UOp.range(bound(g), 2, AxisType.LOOP)
     value = exp2(x[t].load())
     zero = total[0].store(UOp.const(0.0, dtypes.float))
@@ -388,11 +385,9 @@ def test_value_used_after_its_loop():
 def ones(): return build(*[UOp.const(0x3c003c00, dtypes.uint)]*4)
 
 def multiplied(*steps):
-  """Runs one warpgroup of sm_90 whose matrix operands are all ones, and returns its accumulator. The kernel computes acc = Q K^T over 16 columns, acc
-  += P V over 16 keys, and then `steps`.
-
-  A step is a function with the keyword arguments acc, p, tile, thread and order. It adds operations that run after the UOp `order`, and returns the
-  UOp that the next step runs after."""
+  """Returns the accumulator of one warpgroup of sm_90 whose matrix operands are all ones, after the operations `steps`."""
+  # Before `steps` the kernel computes acc = Q K^T over 16 columns, and acc += P V over 16 keys. A step is a function with the keyword arguments acc,
+  # p, tile, thread and order. It adds operations that run after the UOp `order`, and returns the UOp after which the next step runs.
   def kernel(o, x):
     g, t = threads(128)
     tile, acc, p, order = lds(512, nvidia.U4), reg(1, nvidia.F4, 1), reg(1, nvidia.U4, 2), reg(1, slot=3)
@@ -407,8 +402,8 @@ def multiplied(*steps):
 
 def wait(acc, order, **_): return hopper.wait_products(acc, order)
 def ordered(slot, order, store):
-  """Puts a store after the UOp `order`. `store` is a function that builds the store; it gets a function that makes a buffer depend on `order`.
-  Returns a UOp that later steps can be put after. `slot` and `slot` + 1 are numbers of registers that no other code uses."""
+  """Puts a store after the UOp `order`, and returns a UOp after which later steps can be put."""
+  # `store` builds the store, given a function that makes a buffer depend on `order`; no other code uses the registers `slot` and `slot` + 1
   before, after = reg(1, slot=slot), reg(1, slot=slot + 1)
   return after.after(after[0].store(0.0), store(lambda buffer: buffer.after(before[0].store(order))))[0].load()
 def overwrite_accumulator(acc, order, **_): return ordered(4, order, lambda then: then(acc)[0].store(nvidia.zero(order)))
@@ -432,14 +427,14 @@ def test_products_under_way(steps, text):
 def test_what_a_product_had_may_be_changed_after_the_wait(step): multiplied(wait, step)
 
 def copied(n, but):
-  """Runs n threads on sm_80 and returns what they read. Each thread starts an asynchronous copy of 16 bytes into a tile full of ones, waits until at
-  most `but` groups of copies are pending (None: does not wait), and reads the 16 bytes that another thread copied."""
+  """Returns what n threads on sm_80 read: 16 bytes that another thread copied asynchronously into a tile full of ones."""
   def kernel(o, x):
     g, t = threads(n)
     tile, order = lds(n, nvidia.U4), reg(1)
     full = tile.after(barrier(tile[t].store(ones())))
     at = nvidia.copy(full[t], x[4*t], (0, 0), UOp.const(16, dtypes.int), t < n, 16)
     at = nvidia.commit(at)
+    # waits until at most `but` groups of copies are pending
     if but is not None: at = nvidia.wait_copies(at, but)
     there = full.after(barrier(order[0].store(at)))
     return sink("copied", o.bitcast(nvidia.U4)[t].store(there[n - 1 - t].load()), ranges=(g, t))
@@ -469,10 +464,10 @@ def test_a_copy_that_was_waited_for_is_no_more_than_a_store():
 # ***** integers that overflow their type *****
 
 def far(name, factor):
-  """Returns a kernel that reads x at a loaded index. It multiplies the index by `factor` in 32 bits, where the product may overflow, divides it by
-  `factor` again, and limits it to the size of x."""
+  """Returns a kernel that reads x at a loaded index, multiplied and divided by `factor` in 32 bits."""
   def kernel(o, x, idx):
     g, t = threads(32)
+    # the product may overflow; the result is limited to the size of x
     at = idx[t].load()*factor
     return sink(name, o[t].store(x[(at//factor).maximum(0).minimum(255)]), ranges=(g, t))
   return kernel

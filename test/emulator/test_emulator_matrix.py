@@ -42,8 +42,7 @@ def unit_of(name):
 def bits16(x, dtype): return x.astype(np.float16).view(np.uint16) if dtype == "float16" else float_to_bf16(x)
 
 def place(m, where, elements, lanes, dtype=np.float32):
-  """Puts matrices (waves, rows, columns), one for each wave, into the registers of lanes. `where` maps a row and a column to the number of a lane and
-  the number of an element in this lane. Returns an array (elements, waves*lanes): a lane has `elements` elements, a wave `lanes` lanes."""
+  """Returns matrices (waves, rows, columns) as registers (elements, waves*lanes), where `where` maps (row, column) to (lane, element)."""
   out = np.zeros((elements, m.shape[0], lanes), dtype)
   for r in range(m.shape[1]):
     for c in range(m.shape[2]):
@@ -52,7 +51,7 @@ def place(m, where, elements, lanes, dtype=np.float32):
   return out.reshape(elements, -1)
 
 def pack(elements):
-  """Packs numbers of 8 or 16 bits, an array (elements, lanes), into 32-bit registers."""
+  """Packs numbers of 8 or 16 bits (elements, lanes) into 32-bit registers."""
   return np.ascontiguousarray(elements.T).view(np.uint32).T.copy()
 
 def bits(x, dtype): return bits16(x, dtype) if "float16" in dtype else bytes_of(dtype, x)
@@ -64,8 +63,7 @@ def bytes_of(dtype, x):
   return np.where(np.isnan(x), 0x80 if dtype == "fp8e4m3fnuz" else 0x7f, found).astype(np.uint8)
 
 def operands(name, a, b, c):
-  """Puts the matrices a (waves, M, K), b (waves, K, N) and c (waves, M, N) into registers, for the matrix instruction `name`. The table FORMULAS says
-  which lane holds which element."""
+  """Returns a (waves, M, K), b (waves, K, N) and c (waves, M, N) as registers for the matrix instruction `name`."""
   i, (fa, fb, fc) = INSTRUCTIONS[name], FORMULAS[name]
   _, lanes = unit_of(name)
   kind = np.uint16 if "float16" in i.dtype else np.uint8

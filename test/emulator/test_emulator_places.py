@@ -169,7 +169,7 @@ def test_an_output_that_was_written_before_may_be_left_as_it_is() -> None:
 # ***** probes *****
 
 def probed(o, x):
-  """Test kernel with two workgroups of 70 threads each: a full wave of 64 lanes and a wave of 6 lanes."""
+  """Kernel with two workgroups of 70 threads each: a full wave of 64 lanes and a wave of 6 lanes."""
   g, t = threads(70, 2)
   i = emulator.probe("index", g*70 + t)
   pair = common.build(x[t].load(), x[t].load() + 1.0)

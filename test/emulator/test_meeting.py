@@ -1,6 +1,5 @@
-"""Tests of emulated kernels whose workgroups add to the same sums in global memory. A ticket is a number that each workgroup gets from an atomic
-counter. Workgroups take turns: each waits until a second counter reaches its ticket, adds, and raises the counter. The emulator runs few or many
-workgroups at the same time. For each fault there are two kernels, one with this fault alone and one without it."""
+"""Tests of emulated kernels whose workgroups add to the same sums in global memory, by tickets and turns. For each fault there are two kernels, one
+with this fault alone and one without it."""
 import dataclasses
 import numpy as np
 import pytest
@@ -13,6 +12,9 @@ from attn.ops.atomics import atomic_add, await_turn, pass_turn, settle, ticket
 from attn.ops.operation import OPERATIONS
 
 register()
+# A ticket is a number that each workgroup gets from an atomic counter. Workgroups take turns: each waits until a second counter reaches its ticket,
+# adds, and raises the counter. The emulator runs few or many workgroups at the same time.
+
 GROUPS, WIDTH = 6, 128       # workgroups, and threads of two waves each
 
 class Steps:
@@ -27,8 +29,8 @@ class Steps:
   def end(self, name, *ranges): return self.latest.end(*ranges).sink(arg=KernelInfo(name, opts_to_apply=()))
 
 def begin(counters):
-  """Begins a kernel in which each workgroup gets a ticket, a number from the atomic counter counters[0]. Returns the index of the workgroup, the
-  index of the thread, whether the thread is the first of its workgroup, the ticket, and an empty list of operations."""
+  """Begins a kernel with tickets from counters[0]. Returns workgroup, thread, whether the thread is the first, the ticket, and an empty list of
+  steps."""
   g, t = UOp.range(GROUPS, 0, AxisType.GLOBAL), UOp.range(WIDTH, 1, AxisType.WARP)
   steps, lds = Steps(), UOp.placeholder((1,), dtypes.int, 0, AddrSpace.LOCAL)
   return g, t, t.eq(0), ticket(counters[0], g, t.eq(0), lds=lds[0]), steps
@@ -42,8 +44,7 @@ def run(kernel, *tensors, arch="gfx942"):
 
 @pytest.fixture
 def emulated(monkeypatch):
-  """Returns a function that runs a kernel on the emulator. Its parameters choose the order in which workgroups start, and how many run at the same
-  time."""
+  """Returns a function that runs a kernel on the emulator, with a choice of order and of resident workgroups."""
   def emulate(kernel, *tensors, order=0, resident=0, arch="gfx942"):
     monkeypatch.setenv("ATTN_EMU_ORDER", str(order))
     monkeypatch.setenv("ATTN_EMU_RESIDENT", str(resident))
@@ -59,9 +60,8 @@ ORDERS, RESIDENTS = range(6), (1, 2, GROUPS - 1, GROUPS, 0)
 # ***** sums *****
 
 def summed(*without, number=lambda g, drawn: drawn, twice=False):
-  """Makes a kernel whose workgroups add rows to the same sums in turns: each waits until a counter reaches its number, adds, and raises the counter.
-  `without` names steps that are left out, as a fault. `number` computes a workgroup's number from its index and its ticket. With `twice` one
-  workgroup raises the counter twice."""
+  """Returns a kernel whose workgroups add rows to the same sums in turns, without the steps named in `without`."""
+  # `number` computes the number of a workgroup's turn from its index and its ticket; with `twice` one workgroup passes its turn on twice
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     turn = number(g, drawn)
@@ -138,9 +138,8 @@ def test_higher_tickets_may_not_be_there(emulated):
       emulated(kernel, SUMS, X, COUNTERS, order=order, resident=GROUPS - 1)
 
 def ring(members):
-  """Makes a kernel in which each `members` workgroups with consecutive tickets form a ring. (A ticket is a number from an atomic counter.) Each ring
-  has `members` sums. Each workgroup adds its row to all of them: first to its own sum, then to the next, so that no two workgroups need the same sum
-  at the same time."""
+  """Returns a kernel in which each `members` workgroups with consecutive tickets add their rows to `members` sums."""
+  # first to its own sum, then to the next, so that no two workgroups need the same sum at the same time
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     value, me, base = x[drawn*WIDTH + t].load(), drawn % members, drawn - drawn % members
@@ -195,12 +194,12 @@ def test_turns_of_single_waves_need_no_barriers(emulated):
 # ***** atomic operations beside others *****
 
 def zeroed(ordered, also_settled=True):
-  """Makes a kernel in which the workgroup that gets ticket 0, the first number of an atomic counter, sets the sums to zero. With `ordered`, the other
-  workgroups wait for it before they add. If `also_settled` is False, this workgroup lets the others add before its own stores are complete."""
+  """Returns a kernel in which the workgroup with ticket 0 sets the sums to zero, before (if `ordered`) the others add."""
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     value = x[drawn*WIDTH + t].load()
     steps.store(o[t.valid(drawn.eq(0))], UOp.const(0.0, dtypes.float))
+    # otherwise this workgroup lets the others add before its own stores are complete
     if also_settled: steps.do(settle(steps.done))
     steps.barrier()
     steps.do(pass_turn(counters[1], first & drawn.eq(0), steps.done))
@@ -223,8 +222,7 @@ def test_plain_stores_beside_additions(emulated):
     emulated(zeroed(True, also_settled=False), junk, X, COUNTERS)
 
 def rounded(waits):
-  """Makes a kernel in which all workgroups add to sums, and one of them, which gets the last ticket, reads the sums and writes the result. (A ticket
-  is a number from an atomic counter.) With `waits` this workgroup first waits until all others have added; without, this is a fault."""
+  """Returns a kernel in which all workgroups add to sums, and the one with the last ticket writes the result."""
   def kernel(o, sums, x, counters):
     g, t, first, drawn, steps = begin(counters)
     steps.do(atomic_add(sums[t], x[drawn*WIDTH + t].load(), steps.done))
@@ -232,6 +230,7 @@ def rounded(waits):
     steps.barrier()
     steps.do(pass_turn(counters[1], first, steps.done))
     last = drawn.eq(GROUPS - 1)
+    # without the wait for all others this is a fault
     if waits: steps.do(await_turn(counters[1], UOp.const(GROUPS, dtypes.int), first & last, steps.done))
     steps.barrier()
     steps.store(o[t.valid(last)], sums.after(steps.latest)[t.valid(last)].load()*2.0)

@@ -1,5 +1,4 @@
-"""Tests that no term of an offset of AMD's buffer instructions can be negative (attn/emulator/offsets.py says why). The offset in a kernel's source
-is a sum of terms."""
+"""Tests that no term of an offset of AMD's buffer instructions can be negative (attn/emulator/offsets.py says why)."""
 from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -72,10 +71,10 @@ BACKWARD = ("causal, bias, dropout", "odd widths", "window of packed sequences")
 def placeholders(shapes:Shapes) -> list[UOp]: return [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(shapes.values())]
 
 def forward_kernel(p:Problem, arch:str) -> UOp:
-  """Builds the forward kernel that dispatch chooses. For latent attention it builds `mla`, also for short rows, which dispatch would give to another
-  kernel: kernels of short rows are quick to lower."""
+  """Returns the forward kernel that dispatch chooses, or for latent attention `mla`."""
   chip = get_chip(arch)
   choice = choose(p, chip)
+  # dispatch would give short rows to another kernel than mla, but kernels of short rows are quick to lower
   name, tile = ("mla", mla_tile(p, chip)) if p.v_in_k else (choice.kernel, choice.work.tile)
   program = KERNELS[name].program
   assert program is not None and tile is not None
