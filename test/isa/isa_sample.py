@@ -1,12 +1,13 @@
-"""Small attention loops in HIP, one for each matrix unit, for tests of the compiler and of the reports on machine code. A loop has the structure of a
-real kernel (K and V through LDS, S^T = K Q^T, softmax over registers, O^T = V^T P^T, a rare rescaling behind a branch), but does not compute
-attention."""
+"""Small attention loops in HIP, one for each matrix unit, for tests of the compiler and of the reports on machine code."""
 from dataclasses import dataclass
 from attn.chips import CHIPS, MODELLED
 from attn.chips.matrix import Matrix
 
 # Kernels in which clang keeps up to four values in accumulation registers and counts them as spilled. These registers are as fast as others, and
 # nothing goes to memory.
+# A loop has the structure of a real kernel (K and V through LDS, S^T = K Q^T, softmax over registers, O^T = V^T P^T, a rare rescaling behind a
+# branch), but does not compute attention.
+
 PARKED = {(arch, 256, "bfloat16") for arch in ("gfx90a", "gfx942")}
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ BARRIER = ('    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");__builtin_
            '__builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");')
 
 def sample(arch:str, d:int=64, exp:str="__builtin_amdgcn_exp2f", maximum:str="__builtin_fmaxf(x, y)") -> str:
-  """Returns the HIP source of a kernel with a small attention loop over tiles of keys, in the form in which tinygrad renders kernels. `d` is the head
-  dimension. `exp` is the C function for 2^x, and `maximum` the C expression for the larger of x and y."""
+  """Returns the HIP source of a kernel with a small attention loop over tiles of keys, in the form in which tinygrad renders kernels."""
+  # `exp` is the C function for 2^x, and `maximum` the C expression for the larger of x and y
   u = UNITS[arch]
   tiles, steps, parts, key_steps = KEYS//u.m, d//u.k, d//u.m, KEYS//u.k
   step = u.lanes if u.lanes*u.wave == u.m*u.k else 0   # on gfx11 both half-waves hold the same elements

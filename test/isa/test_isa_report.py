@@ -162,18 +162,15 @@ def test_of_two_ways_with_the_same_work_the_cheaper_is_taken():
 # ***** waits *****
 
 def _counted(report):
-  """Returns (kind, pending accesses) for each wait for memory and each barrier in a report. Other waits are left out, because they differ between the
-  assembly text and the code object."""
+  """Returns (kind, pending accesses) for each wait for memory and each barrier in a report."""
+  # other waits differ between the assembly text and the code object
   return [(x.what.split()[0], x.under_way) for x in report.waits if not x.what.startswith(("s_wait_alu", "s_waitcnt_depctr"))]
 
 def stops(arch, text):
-  """Returns a tuple for each wait and each barrier of an assembly text:
-
-    - its text
-    - if it waits for memory accesses: their number, the number of instructions since the last of them was issued, and the number of matrix
-      instructions among these. If it waits for no access: a single 0 instead
-    - the accesses that are still pending after it, {counter: number}"""
+  """Returns a tuple for each wait and each barrier of an assembly text."""
   trip = parse(f".amdgcn_target \"amdgcn-amd-amdhsa--{arch}\"\nk:\n{text}\n.type k,@function")[0].instructions
+  # (text, accesses that it waits for, instructions since the last of them was issued, matrix instructions among these, {counter: accesses still
+  # pending after it}); if it waits for no access, a single 0 in place of the three numbers
   return [(x.what, *([y.accesses, y.instructions, y.matrix] if (y := x.awaited) is not None else [0]), x.under_way)
           for x in waits_of(trip, CHIPS[arch])]
 

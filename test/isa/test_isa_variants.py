@@ -1,5 +1,5 @@
-"""Compiles every kernel that dispatch chooses, for every chip. No kernel spills registers or has one of the slow instruction sequences that
-`costs.defects` finds, such as a maximum by compare and select. The costs of each kernel equal those in docs/costs.txt."""
+"""Compiles every kernel that dispatch chooses, for every chip: no spills, no slow instruction sequences (`costs.defects`), and the costs of
+docs/costs.txt."""
 from __future__ import annotations
 import functools, re
 from dataclasses import replace
@@ -61,9 +61,9 @@ def wrong_waits(spec:Spec, report:Report) -> list[str]:
   return wrong_in_dual_wave(report) if name == "dual_wave" else wrong_in_forward(report, tile)
 
 def wrong_in_staggered(report:Report) -> list[str]:
-  """Returns the wrong waits and barriers of the staggered kernel, in which one half of the waves multiplies while the other computes the softmax.
-  Loads of two tiles must be pending during all matrix instructions of an iteration and at its two barriers. The first half of the next iteration
-  waits for them."""
+  """Returns the wrong waits and barriers of the staggered kernel."""
+  # One half of the waves multiplies while the other computes the softmax. Loads of two tiles must be pending during all matrix instructions of an
+  # iteration and at its two barriers. The first half of the next iteration waits for them.
   assert report.loop is not None
   matrix = report.loop.matrix
   products = sum(n for shape, n in matrix.items() if "4x4x4" not in shape)      # without the matrix instructions that sum P
@@ -75,10 +75,10 @@ def wrong_in_staggered(report:Report) -> list[str]:
   return [what for what in right if not right[what]]
 
 def wrong_in_dual_wave(report:Report) -> list[str]:
-  """Returns the wrong waits and barriers of the dual_wave kernel, in which one group of waves computes while the other reads LDS. An iteration
-  computes two tiles of keys. Each tile takes four steps, two of computation and two of memory access, and a barrier ends each step. A step of memory
-  access ends with a wait for loads that were issued four steps before, so that the two matrix products of a tile hide them. Loads of two later tiles
-  are always pending."""
+  """Returns the wrong waits and barriers of the dual_wave kernel."""
+  # One group of waves computes while the other reads LDS. An iteration computes two tiles of keys. Each tile takes four steps, two of computation
+  # and two of memory access, and a barrier ends each step. A step of memory access ends with a wait for loads that were issued four steps before, so
+  # that the two matrix products of a tile hide them. Loads of two later tiles are always pending.
   assert report.loop is not None
   waits = [x for x in report.waits if x.what.startswith("vmcnt")]
   barriers = [x for x in report.waits if x.what in BARRIERS]
@@ -90,9 +90,9 @@ def wrong_in_dual_wave(report:Report) -> list[str]:
   return [what for what in right if not right[what]]
 
 def wrong_in_forward(report:Report, tile:Tile) -> list[str]:
-  """Returns the wrong waits and barriers of a forward kernel. With prefetch, the next tile's loads must be pending from before the first matrix
-  instruction of an iteration until after the last. Without prefetch, an iteration waits for its loads before the first matrix instruction. Barriers
-  separate stores to LDS from reads by other waves."""
+  """Returns the wrong waits and barriers of a forward kernel."""
+  # With prefetch, the next tile's loads must be pending from before the first matrix instruction of an iteration until after the last. Without
+  # prefetch, an iteration waits for its loads before the first matrix instruction. Barriers separate stores to LDS from reads by other waves.
   assert report.loop is not None
   matrix = sum(report.loop.matrix.values())
   # At D=256 the compiler moves loads below the softmax's branch, on CDNA3 and its predecessor, and for 8-bit floats on CDNA4. They are then under way
@@ -153,7 +153,7 @@ def test_lane_groups_meet_by_the_chips_own_instruction(arch:str, matrix:int) -> 
   assert set(found) == EXCHANGES[arch, matrix]
 
 def hot_loop_of(spec:Spec, **tile:Any) -> list[Instruction]:
-  """Returns the instructions of the forward kernel's hot loop. Its tile is the one that dispatch chooses, with the fields `tile` changed."""
+  """Returns the instructions of the forward kernel's hot loop, with the fields `tile` of its tile changed."""
   p, arch = problem_of_spec(spec), get_chip(spec.arch)
   kernel = kernel_source(spec, replace(choose_tile(p, arch), **tile))
   found = hot_loop(parse(assembly(kernel.text, spec.arch))[0], get_chip(spec.arch), kernel.d, kernel.dv)
@@ -202,8 +202,7 @@ def test_one_option(spec:Spec) -> None:
 
 @functools.cache
 def both(spec:Spec) -> list[tuple[Report, list[str]]]:
-  """Returns reports on the machine code of the two kernels that compute the gradients for `spec`: dq, and dk and dv. Each comes with the slow
-  instruction sequences that `costs.defects` finds in the kernel."""
+  """Returns, for the dq kernel and for the dk and dv kernel, a report on the machine code and its slow instruction sequences."""
   sources = [kernel_source(x) for x in spec.together]
   texts = [assembly(source.text, spec.arch) for source in sources]
   reports = [costs.report_of_text(x, source, text) for x, source, text in zip(spec.together, sources, texts)]

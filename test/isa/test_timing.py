@@ -1,6 +1,4 @@
-"""Tests of the timing model, which predicts a kernel's time: it steps through the machine code and counts cycles. The tests use instruction sequences
-whose cycles follow from the model's sources: measurements on an MI308X (pyhip's documents), the cycles of AMD's calculator, LLVM's latencies. The
-expected numbers were computed by hand before the model ran."""
+"""Tests of the timing model, which predicts a kernel's time: it steps through the machine code and counts cycles."""
 from __future__ import annotations
 import csv, json, math, re
 from dataclasses import replace
@@ -35,11 +33,14 @@ def steps(text:str, arch:str, banks:int|None=None) -> list[TripStep]:
   return trip_steps(trip, get_chip(arch), [banks]*len(trip), [False]*len(trip))
 
 def cycles(arch:str, *texts:str, simds:list[int]|None=None, banks:int|None=None, group:bool=False) -> float:
-  """Predicts the cycles of one loop iteration, when one wave runs each assembly text. `simds` has the SIMD of each wave; by default all waves share
-  one SIMD. Each wave is a workgroup of its own, or with `group` all waves are one workgroup. `banks` is the number of cycles that the LDS banks need
-  for each access; None: the smallest possible number."""
+  """Returns the predicted cycles of one loop iteration, when one wave runs each assembly text."""
+  # `simds` has the SIMD of each wave; by default all waves share one SIMD. Each wave is a workgroup of its own, or with `group` all waves are one
+  # workgroup. `banks` is the number of cycles that the LDS banks need for each access; None: the smallest possible number.
   waves = [Wave(0 if group else i, (simds or [0]*len(texts))[i], steps(text, arch, banks)) for i, text in enumerate(texts)]
   return step_waves(waves, CHIPS[arch], 12, 4).cycles
+
+# The tests use instruction sequences whose cycles follow from the model's sources: measurements on an MI308X (pyhip's documents), the cycles of
+# AMD's calculator, LLVM's latencies. The expected numbers were computed by hand before the model ran.
 
 MFMA = "v_mfma_f32_16x16x16_bf16 v[{0}:{1}], v[40:41], v[42:43], v[{0}:{1}]\n"
 def mfmas(n:int) -> str: return "".join(MFMA.format(4*(i % 4), 4*(i % 4) + 3) for i in range(n))
