@@ -1,6 +1,4 @@
-"""Stand-in for ROCm's compiler library libamd_comgr.so: the functions that tinygrad calls, written in C. To compile, it runs a shell script with the
-source on stdin and the chip as $1. The output of the script is the code object, or the error log if the script fails. Tests select a stand-in by the
-environment variable COMGR_PATH, as users select a library."""
+"""Stand-in for ROCm's compiler library libamd_comgr.so: the functions that tinygrad calls, written in C."""
 import functools, subprocess, sys
 from pathlib import Path
 
@@ -58,16 +56,20 @@ int amd_comgr_do_action(int kind, handle x, handle in, handle out) {
 
 @functools.cache
 def build(folder:Path, name:str, script:str, major:int=2) -> str:
-  """Builds a stand-in for ROCm's compiler library (comgr) with the interface version `major`.7, which compiles by `script`. Returns its path."""
+  """Builds a stand-in for comgr with the interface version `major`.7, which compiles by `script`. Returns its path."""
   (folder/f"{name}.sh").write_text(script)
   (folder/f"{name}.c").write_text(SOURCE)
   subprocess.run([sys.executable, "-m", "ziglang", "cc", "-shared", "-fPIC", "-O1", "-w", f"-DMAJOR={major}", f'-DSCRIPT="{folder}/{name}.sh"',
                   "-o", folder/f"{name}.so", folder/f"{name}.c"], check=True)
   return str(folder/f"{name}.so")
 
+# To compile, it runs a shell script with the source on stdin and the chip as $1. The output of the script is the code object, or the error log if
+# the script fails. Tests select a stand-in by the environment variable COMGR_PATH, as users select a library.
+
 VERSION = "AMD clang version {} (roc-test)"
 def compiles(version:str) -> str:
-  """Returns a compile script that accepts every source. Its "code object" is a text with the version, the chip and a checksum of the source."""
+  """Returns a compile script that accepts every source."""
+  # its "code object" is a text with the version, the chip and a checksum of the source
   return f'printf "\\177ELF\\000{VERSION.format(version)}\\000for %s: %s" "$1" "$(cksum)"\n'
 def too_old(version:str) -> str:
   """Returns a compile script that rejects buffer descriptors, as LLVM 18 and older do."""

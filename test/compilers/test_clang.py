@@ -132,7 +132,8 @@ def test_no_compiler_is_an_error_that_says_what_to_install(fresh, monkeypatch):
 # ***** the code object in the form that the runtime reads *****
 
 class FakeDevice:
-  """Stand-in for an AMD GPU, into which tinygrad's AMDProgram loads a program. It records the loaded bytes and the size of scratch memory."""
+  """Stand-in for an AMD GPU, into which tinygrad's AMDProgram loads a program."""
+  # records the loaded bytes and the size of scratch memory
   device, sqtt_enabled = "AMD", False
   def __init__(self, arch:str):
     self.target, self.allocator = {"gfx9": (9, 4, 2), "gfx1": (11, 0, 0)}[arch[:4]], self

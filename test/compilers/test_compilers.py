@@ -1,6 +1,4 @@
-"""Tests of the choice of a compiler for attn's kernels. Every case runs in its own process, with stand-ins for the installed packages and libraries
-(comgr_stand_in.py stands in for ROCm's compiler library). Other tests check what the cache keeps for each compiler version, the renderers of the AMD
-device, and what works without the optional packages of `pip install .[...]`."""
+"""Tests of the choice of a compiler for attn's kernels, of the cache, of the AMD device's renderers, and of attn without its optional packages."""
 import ctypes.util, json, os, pickle, re, stat, subprocess, sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +15,9 @@ from attn.tinygrad_compat import (AxisType, Compiled, Compiler, Context, Device,
 import comgr_stand_in as comgr
 from cases import in_turn
 from isa_sample import sample
+
+# every choice runs in its own process, with stand-ins for the installed packages and libraries (comgr_stand_in.py stands in for ROCm's compiler
+# library)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CHIPS = list(MODELLED)
@@ -35,9 +36,9 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Without
 
 @pytest.fixture(scope="session")
 def machine(tmp_path_factory) -> Path:
-  """Makes a folder that stands for a machine. It contains stand-ins for ROCm's compiler library (comgr), and a `sitecustomize.py` that hides the
-  packages named in the environment variable WITHOUT from every Python process."""
+  """Returns a folder that stands for a machine: stand-ins for comgr, and a `sitecustomize.py` that hides packages."""
   folder = tmp_path_factory.mktemp("machine")
+  # hides the packages named in the environment variable WITHOUT from every Python process
   (folder/"sitecustomize.py").write_text(WITHOUT)
   (folder/"broken.so").write_text("no library")
   for name, script, major in (("new", comgr.compiles("22.0.0git"), 3), ("good", comgr.compiles("20.0.0git"), 3),
@@ -46,8 +47,8 @@ def machine(tmp_path_factory) -> Path:
   return folder
 
 def environment(machine:Path, comgr:str="broken", without:str="", path:str="/bin:/usr/bin", **env:str) -> dict[str, str]:
-  """Returns the environment variables of a process that uses the stand-in `comgr` for ROCm's compiler library, and does not find the packages named
-  in `without`. The stand-in "broken" cannot be loaded."""
+  """Returns the environment variables of a process that uses the stand-in `comgr` and does not find the packages in `without`."""
+  # "broken" cannot be loaded
   library = str(machine/f"{comgr}.so")
   keep = {k: v for k, v in os.environ.items() if k in ("HOME", "TMPDIR", "LANG", "VIRTUAL_ENV")}
   settings = {"PATH": path, "PYTHONPATH": f"{machine}:{ROOT}", "COMGR_PATH": library, "COMGR_3_PATH": library, "ROCM_PATH": str(machine/"rocm"),
@@ -82,8 +83,9 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def say(machine) -> Iterator[Callable[..., str]]:
-  """Returns a function that runs Python code with the packages and libraries of a folder that `machine` makes, and returns its output. The code runs
-  in a fork of a process that has imported attn, to save time. So it must not depend on settings that tinygrad reads during its import."""
+  """Returns a function that runs Python code with the packages and libraries of a folder, and returns the code's output."""
+  # The code runs in a fork of a process that has imported attn, to save time. So it must not depend on settings that tinygrad reads during its
+  # import.
   with subprocess.Popen([sys.executable, "-c", COPIED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
                         env=environment(machine)) as process:
     assert process.stdin is not None and process.stdout is not None
