@@ -34,15 +34,14 @@ WITH_WGMMA = (*UNITS, "sm_90")
 RUN = 128       # products that a matrix unit with short sums adds up before the sum goes to fp32
 
 def short_sums(arch:str, fast:bool=False) -> ShortSums|None:
-  """Returns how the chip's matrix unit adds 8-bit products if its sums have fewer bits than fp32, otherwise None. `fast` is the option
-  fast_accumulate: the unit then adds all products of a sum without fp32 additions between. With `arch` "CUDA", the chip is the GPU."""
+  """Returns how the chip's matrix unit adds 8-bit products if its sums have fewer bits than fp32, otherwise None."""
   name = chip(arch).name
+  # with `fast` (the option fast_accumulate) the unit adds all products of a sum without fp32 additions between
   return ShortSums(SHORT_SUMS[name], 0 if fast else RUN) if name in SHORT_SUMS else None
 
 def check_8_bits(arch:str, make:Any=normal, *, extras:dict[str, np.ndarray]|None=None, out_dtype:str="float32", tile:WgmmaTile|None=None,
                  **parameters:Any) -> None:
-  """Builds a problem of the chip's own 8-bit floats, runs the kernels, by default with the tile that dispatch chooses, and compares o and lse with
-  float64: each element must be within its error limit (docs/contract.md). `extras` has the optional tensors, such as a bias, by name."""
+  """Runs the kernels on 8-bit floats of the chip, and compares each element of o and lse with float64."""
   extras = dict(extras or {})
   p = problem(dtype=chip(arch).fp8, out_dtype=out_dtype, extras=extras, **parameters)
   x = make(p)
@@ -87,7 +86,7 @@ def test_every_tile_of_wgmma(row:RatedUpTo, arch:str) -> None:
 def of(p:Problem, q:np.ndarray, k:np.ndarray, v:np.ndarray) -> Inputs: return Inputs(*(rounded(a, p.dtype) for a in (q, k, v)))
 
 def rising(p:Problem, by:float) -> Inputs:
-  """Makes scores that are equal for all queries and rise from each group of 16 keys to the next, by a factor of 2^`by` in exp(score)."""
+  """Makes scores that rise from each group of 16 keys to the next, by a factor of 2^`by` in exp(score)."""
   x = normal(p)
   k = np.zeros_like(x.k)
   steps = np.arange(p.Sk)//16*by*np.log(2)/p.softmax_scale      # q k, which is the product of the first two elements of the rows
@@ -197,7 +196,7 @@ def test_large_grids(shape:dict[str, int]) -> None:
 # ***** planted faults *****
 
 def left_out(name:str) -> Any:
-  """Returns a planted fault, as the class, the method and its faulty replacement: the kernel does not multiply by the scale `name`."""
+  """Returns a planted fault (class, method, faulty replacement): the kernel does not multiply by the scale `name`."""
   right = Workgroup.input_scale
   return Workgroup, "input_scale", lambda group, given: None if given == name else right(group, given)
 

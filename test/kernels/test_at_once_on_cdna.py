@@ -1,5 +1,5 @@
-"""Tests of CDNA's kernel that computes dq, dk and dv at once, and of the kernels that run before and after it: each element of the gradients agrees
-with float64 within its error limit (docs/contract.md), and planted faults are found."""
+"""Tests of CDNA's kernel that computes dq, dk and dv at once: each element agrees with float64 within its error limit (docs/contract.md), and planted
+faults are found."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -73,8 +73,8 @@ def test_at_once_in_any_order_of_workgroups(monkeypatch:pytest.MonkeyPatch, resi
 @pytest.mark.sample(2)
 @in_turn("resident, kernel", ((1, 2), (3, 1), (0, 2)), (("gfx942", 64), ("gfx950", 64), ("gfx950", 128)))
 def test_at_once_in_a_fixed_order_on_cdna(monkeypatch:pytest.MonkeyPatch, resident:tuple[int, int], kernel:tuple[str, int]) -> None:
-  """If workgroups add to dq in a fixed order, dq is right and has the same bits, however many workgroups run at the same time, and in whatever order
-  they start. `resident` is the number of workgroups that run at the same time (0: all), and which order of workgroups the emulator takes."""
+  # If workgroups add to dq in a fixed order, dq is right and has the same bits, however many workgroups run at the same time, and in whatever order
+  # they start. `resident` is the number of workgroups that run at the same time (0: all), and which order of workgroups the emulator takes.
   arch, D = kernel
   case: dict[str, Any] = dict(H=2, Sq=100, Sk=400, D=D, causal=True, deterministic=True, only="all")
   usual = check_backward_kernels(arch, **case)
@@ -105,9 +105,9 @@ def scale_of_dq(m:pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Bare:
-  """Planted fault: a wrapper of a tile in LDS that drops the order of operations, so that reads may run before the stores and barriers that they
-  depend on."""
+  """Planted fault: a wrapper of a tile in LDS that drops the order of operations."""
   lds: LdsTile
+  # reads may then run before the stores and barriers that they depend on
   def after(self, *deps:UOp) -> LdsTile: return self.lds
 
 @pytest.mark.sample(3)

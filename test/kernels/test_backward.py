@@ -134,8 +134,9 @@ def test_keys_beyond_kv_lengths_get_exactly_0(arch:str) -> None:
 # ***** NaN *****
 
 class Reach(NamedTuple):
-  """Place of a NaN in a test: a row of a tensor. The NaN reaches the gradients of the rows that see it. In the gradient named `gradient` it also
-  reaches other rows, whose workgroup reads the tile with the NaN: they multiply it by a weight of 0, and 0 times NaN is NaN."""
+  """Place of a NaN in a test (a row of a tensor), and the gradient in which the NaN also reaches rows that do not see it."""
+  # In the gradient `gradient` it reaches other rows whose workgroup reads the tile with the NaN: they multiply it by a weight of 0, and 0 times NaN
+  # is NaN.
   tensor: str
   row: int
   gradient: str
@@ -143,9 +144,9 @@ class Reach(NamedTuple):
 REACHES = (Reach("q", 70, "dk"), Reach("k", 70, "dq"), Reach("do", 70, "dv"), Reach("v", 70, ""))
 
 def same_tiles(p:Problem, tile:Any, row:int, of_queries:bool) -> np.ndarray:
-  """Returns which rows of a gradient have a workgroup that reads the tile with row number `row`. With `of_queries` the workgroups own queries, and
-  `row` is a key; otherwise they own keys, and `row` is a query. A workgroup reads a tile if a pair of one of its own rows and a row of the tile is
-  visible."""
+  """Returns which rows of a gradient have a workgroup that reads the tile with row number `row`."""
+  # With `of_queries` the workgroups own queries, and `row` is a key; otherwise they own keys, and `row` is a query. A workgroup reads a tile if a
+  # pair of one of its own rows and a row of the tile is visible.
   seen = visible(p.Sq, p.Sk, p.window, p.offset)
   if not of_queries: seen = seen.T                  # (own, walked)
   first = row//tile.block_n*tile.block_n
@@ -580,8 +581,8 @@ def without_delta(m:pytest.MonkeyPatch) -> None:
 def without_dlse(m:pytest.MonkeyPatch) -> None:
   wrong(m, Workgroup, "query_value", lambda value: lambda self, name, row: NOTHING if name == "dlse" else value(self, name, row))
 def scaled(*names:str, power:int) -> Callable[[pytest.MonkeyPatch], None]:
-  """Returns a function that plants a fault: the kernel multiplies the gradients `names` by an additional factor softmax_scale^power. With power 1 the
-  scale counts twice, with -1 not at all."""
+  """Returns a function that plants a fault: the gradients `names` get an additional factor softmax_scale^power."""
+  # with power 1 the scale counts twice, with -1 not at all
   def plant(m:pytest.MonkeyPatch) -> None:
     def gradient(original:Any) -> Any:
       def store(self:Workgroup, name:str, row:Any, columns:Any) -> Any:
@@ -607,8 +608,7 @@ def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   plant.__name__ = f"{wanted}_of_head_0"
   return plant
 def lanes_swapped(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: a lane loads lse and delta of the queries in the order of the tile. The right order is that of the lane's elements of a matrix
-  tile."""
+  """Plants a fault: a lane loads lse and delta of the queries in the order of the tile, not of its elements."""
   wrong(m, QueryValues, "fetch", lambda fetch: lambda self, rows, t: [x.load_number(t*self.block_n, self.block_n, self.thread,
                                                                                    self.thread < self.block_n) for x in rows.each])
 def columns_swapped(m:pytest.MonkeyPatch) -> None:
@@ -622,7 +622,7 @@ def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
 def unwritten(m:pytest.MonkeyPatch) -> None: m.setattr(Workgroup, "cleared_gradients", lambda self, names: [])
 
 def blind_row(Sq:int) -> np.ndarray:
-  """Makes a bias that is -inf for all keys of query 7: the query sees no key, although no mask hides one."""
+  """Makes a bias that is -inf for all keys of query 7, so that the query sees no key."""
   bias = floats(1, 1, Sq, 1)
   bias[0, 0, 7] = -np.inf
   return bias
@@ -646,8 +646,7 @@ FOR_WARPGROUPS: dict[str, dict[str, Any]] = {     # sizes that wgmma takes: it h
   "unmasked_queries": dict(Sq=100, Sk=133, extras=dict(bias=floats(1, 1, 1, 133) + 200))}
 
 def fault_on(plant:Any, arch:str) -> Any:
-  """Makes the pytest case of a planted fault on a chip. `plant` is the function that plants the fault. The cases on gfx942, and most cases on sm_80,
-  run by default. Cases on other chips run with `-m thorough`."""
+  """Makes the pytest case of a planted fault, which the function `plant` plants, on a chip."""
   by_default = arch == "gfx942" or (arch == "sm_80" and not plant.__name__.startswith(("scale_of", "unmasked", "lse_of")))
   return pytest.param(plant, arch, id=f"{plant.__name__}-{arch}", marks=() if by_default else pytest.mark.thorough)
 
@@ -684,8 +683,7 @@ def test_planted_fault_of_the_ring(monkeypatch:pytest.MonkeyPatch, fault:str) ->
     check_backward_kernels("sm_80", **{**SMALL, "Sq": 72}, only="dkdv")
 
 def compiled_by_nvcc(arch:str, names:Shapes, program:Callable[..., UOp], to:Path) -> str:
-  """Compiles the kernel `program` with nvcc in the folder `to`, and returns the messages of ptxas, which count registers and spills. `names` has the
-  names, shapes and dtypes of the kernel's tensors."""
+  """Compiles the kernel `program` with nvcc in the folder `to`, and returns the messages of ptxas."""
   target = "90a" if arch == "sm_90" else arch.removeprefix("sm_")
   placeholders = [UOp.placeholder(shape, (FLOATS | INTS)[kind], i) for i, (shape, kind) in enumerate(names.values())]
   source = to/"kernel.cu"

@@ -1,5 +1,5 @@
-"""Tests of gradients by kernels of plain UOps, which need no matrix unit: in every dtype, with every option, with many threads and with one thread.
-Planted faults must give errors above the limits."""
+"""Tests of gradients by kernels of plain UOps, which need no matrix unit: in every dtype, with every option, with many threads and with one. Planted
+faults give errors above the limits."""
 from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
@@ -63,8 +63,7 @@ def with_tiles(tile:TiledBackwardTile) -> Iterator[None]:
     finally: kernel_tiles.cache_clear()
 
 def check_all(arch:str="gfx1030", tile:TiledBackwardTile|None=FEW, **parameters:Any) -> dict[str, np.ndarray]:
-  """Checks the outputs and gradients of `attention`, computed by kernels of plain UOps. With a `tile`, backward uses that tile, and forward a small
-  one."""
+  """Checks the outputs and gradients of `attention`, computed by kernels of plain UOps, with `tile` in backward."""
   with contextlib.ExitStack() as small:
     if tile is not None:
       small.enter_context(with_tiles(tile))
@@ -170,8 +169,9 @@ def test_same_in_every_run() -> None:
 
 def without_delta(m:pytest.MonkeyPatch) -> None: m.setattr(plain_backward, "scaled_delta", lambda delta, p: UOp.const(0.0, dtypes.float))
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the kernel does not set P and dS of hidden keys to 0. For a query that sees no key, with lse = -inf, right kernels compute P with
-  +inf in place of lse, which also gives 0. The fault removes this, too, so the gradients become NaN."""
+  """Plants a fault: the kernel does not set P and dS of hidden keys to 0."""
+  # For a query that sees no key, with lse = -inf, right kernels compute P with +inf in place of lse, which also gives 0. Without this, too, the
+  # gradients become NaN.
   m.setattr(gradients, "reference", lambda x: x)
   m.setattr(Scores, "clear", lambda self, x, row, tile: x)
 def of_another_head(m:pytest.MonkeyPatch) -> None:

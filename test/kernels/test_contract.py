@@ -102,7 +102,7 @@ def scale_twice(unit:str, monkeypatch) -> Found:
 def near_3(p:Problem) -> Inputs: return replace(x := normal(p), v=rounded(3 + 0.1*x.v, p.dtype))
 
 def truncated(unit:str, monkeypatch) -> Found:
-  """Plants a fault: P is rounded towards 0, but O is divided by the sum of P before this rounding. Returns the outputs with their expected values."""
+  """Plants a fault: P is rounded towards 0, but O is divided by the sum of P before this rounding."""
   def down(x:np.ndarray) -> np.ndarray:
     bits = nearest(x)
     return np.where(numerics.widen(bits, "float16") > x, bits - np.uint32(1), bits)     # P is never negative
@@ -126,8 +126,7 @@ def lse_off(unit:str, monkeypatch) -> Found:
   return against(p, x := normal(p), forward(unit, p, x), "lse")
 
 def wrong_split(unit:str, monkeypatch) -> Found:
-  """Plants a fault: the merge multiplies the weight of each key range, except the one with the largest lse, by 1 + 2^-10. Returns the outputs with
-  their expected values."""
+  """Plants a fault: the merge multiplies the weight of each key range, except the one with the largest lse, by 1 + 2^-10."""
   monkeypatch.setattr(combine, "weight_of", lambda *of: ops.mul(w := weight_of(*of), w.eq(1.0).where(1.0, 1 + 2.0**-10)))
   p = problem(H=4, Sq=1, Sk=193, D=32, num_splits=2, out_dtype="float32")
   x = normal(p)
@@ -135,8 +134,7 @@ def wrong_split(unit:str, monkeypatch) -> Found:
   return against(p, x := replace(x, v=rounded(v, p.dtype)), forward(unit, p, x, False, num_splits=2), "o")
 
 def backward(unit:str, p:Problem, x:Inputs, loss:Loss, right:Loss, *names:str) -> Found:
-  """Computes gradients of `loss`, which contains a fault, by kernels. Returns them with the expected gradients of the loss without the fault,
-  `right`: {name of a gradient: (gradient, expected values and error limits)} for the gradients `names`."""
+  """Computes gradients of the faulty `loss` by kernels, and returns them with the expected ones of the loss `right`."""
   got, laws = run_backward(p, x, loss, arch_of(unit), {}), expected_gradients(p, x, right, {})
   return {name: (got[name], laws[name]) for name in names}
 
@@ -174,9 +172,9 @@ def test_fault(fault:str, unit:str, monkeypatch) -> None:
 # ***** the two sums of P *****
 
 def two_keys(p:Problem, seed:int) -> Inputs:
-  """Makes inputs in which only the first and the last key have weight. The last key weighs 2^6 to 2^7.9 times as much as the first: too little for
-  the softmax to raise the number that it subtracts from the scores. The rounding error of P cancels only if O is divided by the sum of the rounded P.
-  All rows are equal."""
+  """Makes inputs in which only two keys have weight, and the last one weighs 2^6 to 2^7.9 times as much as the first."""
+  # too little for the softmax to raise the number that it subtracts from the scores; the rounding error of P cancels only if O is divided by the sum
+  # of the rounded P; all rows are equal
   x, q, k = normal(p, seed), np.zeros((p.B, 1, p.Sq, p.D), np.float32), np.zeros((p.B, 1, p.Sk, p.D), np.float32)
   gap = np.random.default_rng(seed).uniform(6, 7.9, p.B)
   q[..., 0], k[..., 1:-1, 0], k[..., -1, 0] = 1, -60/p.softmax_scale, gap[:, None]*np.log(2)/p.softmax_scale

@@ -1,5 +1,4 @@
-"""Tests of decoding: one query or a few for each head, over keys of any length that several workgroups share. The query heads that use the same
-key/value head form one tile."""
+"""Tests of decoding: one query or a few for each head, over keys of any length that several workgroups share."""
 from __future__ import annotations
 from dataclasses import replace
 import pytest

@@ -1,5 +1,5 @@
-"""Tests of dual_wave, a forward kernel of CDNA4 in which two groups of waves take turns: one group computes while the other reads LDS. The results
-agree with float64, and the emulator finds a missing wait or barrier."""
+"""Tests of dual_wave, a forward kernel of CDNA4 in which two groups of waves take turns. The results agree with float64, and the emulator finds a
+missing wait or barrier."""
 from __future__ import annotations
 import pytest
 from attn.chips import get_chip

@@ -1,5 +1,5 @@
-"""Tests of matrix operands with elements of one byte. The size of an element is a field of the matrix instruction and of the rows in memory. These
-tests use functions of the forward kernel on their own, with gfx942's matrix instruction for 8-bit floats."""
+"""Tests of matrix operands with elements of one byte: functions of the forward kernel on their own, with gfx942's matrix instruction for 8-bit
+floats."""
 from __future__ import annotations
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def test_the_emulators_matrix_unit(name:str, M:int, K:int) -> None:
   np.testing.assert_array_equal(got, [[want[row(lane, e), lane%M] for lane in range(64)] for e in range(M*M//64)])
 
 def scores(width:int):
-  """Makes a kernel of one wave that computes S^T = K Q^T for 32 keys and 32 queries whose rows have `width` bytes. K goes through LDS."""
+  """Makes a kernel of one wave that computes S^T = K Q^T for 32 keys and 32 queries of `width` bytes."""
   depth = contraction(FP8, width)
   def kernel(s:UOp, k:UOp, q:UOp) -> UOp:
     lane, wave = UOp.range(64, 0, AxisType.WARP), UOp.range(1, 1, AxisType.WARP)

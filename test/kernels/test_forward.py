@@ -87,22 +87,19 @@ def falling(p:Problem) -> Inputs:
   return Inputs(np.abs(x.q), rounded(x.k*np.linspace(3, 0.01, p.Sk, dtype=np.float32)[:, None], p.dtype), x.v)
 
 def rising(p:Problem) -> Inputs:
-  """Makes inputs in which the largest score of a row rises from each tile of keys to the next, by more than the threshold above which the kernel
-  rescales its accumulators."""
+  """Makes inputs in which a row's largest score rises from tile to tile by more than the threshold for rescaling."""
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//16*8).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.25), k, x.v)
 
 def creeping(p:Problem) -> Inputs:
-  """Makes inputs in which the largest score of a row rises from each tile of keys to the next by less than the threshold above which the kernel
-  rescales its accumulators, but far in total."""
+  """Makes inputs in which a row's largest score rises from tile to tile by less than the threshold for rescaling, but far in total."""
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//32).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.25), k, x.v)
 
 def climbing(p:Problem) -> Inputs:
-  """Makes inputs in which the scores rise by more than 89 from each 64 keys to the next. A weight relative to the earlier maximum, exp(more than 89),
-  then overflows float32."""
+  """Makes inputs in which the scores rise by more than 89 from each 64 keys to the next: exp(89) overflows float32."""
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//64*64 - 64).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.5), k, x.v)
@@ -139,7 +136,7 @@ def huge_key(p:Problem) -> Inputs:
   return x
 
 def minus_inf_keys(p:Problem) -> Inputs:
-  """Makes inputs in which some scores are -inf, and in some rows all scores. The scores are products of positive queries and keys of -inf."""
+  """Makes inputs in which some scores are -inf, and in some rows all scores."""
   x = normal(p)
   x.q[..., 3, :] = 1
   x.q[..., 5, :] = 1
@@ -157,8 +154,8 @@ def inf_query(p:Problem) -> Inputs:
   return x
 
 def nan_neighbour(p:Problem) -> Inputs:
-  """Makes inputs in which all keys and values of the heads after head 0 are NaN. They reach the output if a kernel reads beyond the last key of head
-  0."""
+  """Makes inputs in which all keys and values of the heads after head 0 are NaN."""
+  # the NaN reach the output if a kernel reads beyond the last key of head 0
   x = normal(p)
   x.k[:, 1:], x.v[:, 1:] = np.nan, np.nan
   return x

@@ -1,5 +1,4 @@
-"""Tests of the order in which workgroups start on AMD's chips. Heads whose K and V fit together into a cache of the chip form a group: the workgroups
-of a group start before the workgroups of the next group."""
+"""Tests of the order in which workgroups start on AMD's chips: heads whose K and V fit together into a cache of the chip start together."""
 from __future__ import annotations
 from dataclasses import replace
 import pytest
@@ -14,8 +13,8 @@ from cases import check, problem
 ROW = 2*(64 + 64)     # bytes of a row of K and V together, D = 64
 
 def order(make, p, tile:BlockTile, arch:str) -> list[tuple[int, int]]:
-  """Returns the head and the block of each workgroup of a grid, in the order in which workgroups start: the last axis of the grid varies fastest.
-  `make` builds the grid for the problem p."""
+  """Returns the head and the block of each workgroup of the grid that `make` builds, in the order in which workgroups start."""
+  # the last axis of the grid varies fastest
   grid = make(p, tile, tile.matrix, CHIPS[arch])
   ranges, found = grid.ranges[:-2], [{}]
   for r in ranges: found = [{**x, r: UOp.const(i)} for x in found for i in range(r.vmax + 1)]
@@ -23,7 +22,7 @@ def order(make, p, tile:BlockTile, arch:str) -> list[tuple[int, int]]:
 
 @pytest.fixture
 def two_heads(monkeypatch:pytest.MonkeyPatch):
-  """Returns a function `change(rows, *archs)`. It gives these chips a cache that holds K and V of two key/value heads with `rows` keys each."""
+  """Returns a function change(rows, *archs) that gives these chips a cache for K and V of two heads."""
   def change(rows:int, *archs:str) -> None:
     for arch in archs: monkeypatch.setitem(CHIPS, arch, replace(CHIPS[arch], caches=replace(CHIPS[arch].caches, group=2*rows*ROW)))
   return change

@@ -1,5 +1,4 @@
-"""Tests of tensors with more than 2^31 elements. The ranges of the integers in a lowered program prove that no integer of a kernel overflows, so no
-test but the one on a CPU allocates such tensors. That test writes only a few rows."""
+"""Tests of tensors with more than 2^31 elements: the ranges of the integers in a lowered program prove that no integer of a kernel overflows."""
 from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -36,7 +35,7 @@ def types_of_indices(uops:Iterable[UOp], slot:int) -> set[str]:
 # ***** rows that are appended *****
 
 def tensors_of(a:Append) -> list[UOp]:
-  """Makes placeholders for the tensors of the append kernel: the cache, the new rows, the lengths and, for pages, the block table."""
+  """Makes placeholders for the tensors of the append kernel."""
   sizes = [(a.places.size, dtypes.half), (a.B*a.H*a.new*a.width, dtypes.half), (a.B, dtypes.int)]
   if a.pages is not None: sizes.append((a.B*a.pages.most, dtypes.int))
   return [UOp.placeholder((n,), dtype, slot) for slot, (n, dtype) in enumerate(sizes)]
@@ -100,7 +99,7 @@ def sized(**options:Any) -> Problem:
   return Problem(**sizes)
 
 def in_views(rows:int, size:int, apart:int, **options:Any) -> Problem:
-  """Makes a problem whose K and V are views of larger buffers: each batch takes `size` elements, and rows are `apart` elements apart."""
+  """Makes a problem whose K and V are views of larger buffers: batches take `size` elements, rows are `apart` elements apart."""
   view = Strided(size, 0, 16, 32, apart)
   return sized(B=2, H=2, Sq=64, Sk=rows, k_view=view, v_view=view, **options)
 

@@ -1,5 +1,5 @@
-"""Tests of multi-head latent attention (MLA), where V is the first columns of K. In its kernels mla and mla_mma each wave multiplies P by its own
-part of V's columns. Some tests cover such attention by other kernels, and caches with one tensor for keys and values."""
+"""Tests of multi-head latent attention (MLA), where V is the first columns of K: by the kernels mla and mla_mma, by other kernels, and over caches
+with one tensor for keys and values."""
 from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
@@ -50,9 +50,9 @@ def latent(make:Maker) -> Maker:
 def tile_for(arch:str, p:Problem) -> MlaTile|MlaMmaTile: return (mla_mma_tile if arch.startswith("sm") else mla_tile)(p, get_chip(arch))
 
 def check_mla(arch:str, make:Maker=normal, **parameters:Any) -> np.ndarray|None:
-  """Compares o and lse of latent attention with float64: each element must be within its error limit (docs/contract.md). Returns lse. The latent
-  kernel (mla or mla_mma) runs, although dispatch would choose another kernel for so small a head dimension. Its tile fits the number of query rows
-  (queries times heads). `make` draws the inputs."""
+  """Compares o and lse of a latent kernel (mla or mla_mma) with float64, and returns lse."""
+  # the latent kernel runs, although dispatch would choose another kernel for so small a head dimension; its tile fits the number of query rows
+  # (queries times heads)
   parameters = {**NARROW, "Sq": 1, "v_in_k": True, **parameters}
   return check_kernels(arch, latent(make), tile=lambda _: tile_for(arch, problem(**parameters)), **parameters)[1]
 
@@ -125,8 +125,8 @@ def test_sums_that_are_cut_off(monkeypatch:pytest.MonkeyPatch) -> None:
   def steep(p:Problem) -> Inputs: return KINDS["q times 8"](p, 1)
   exact = expected(p, latent(steep)(p), {})[1].exact
   def lost(added_up:int) -> float:
-    """Returns the mean relative error of lse, positive if lse is too small. The kernel adds the products of `added_up` matrix instructions in the
-    matrix unit, which cuts off the sum's low bits, before it adds them in fp32."""
+    """Returns the mean relative error of lse, positive if lse is too small, with sums of `added_up` matrix instructions."""
+    # the kernel adds the products of `added_up` instructions in the matrix unit, which cuts off the sum's low bits, before it adds them in fp32
     monkeypatch.setattr(mma_latent, "ADDED_UP", added_up)
     ast_of.cache_clear(), recipes.cache_clear()      # an AST and a graph with another ADDED_UP are kept for the same problem
     lse = check_mla("sm_80", steep, **sizes)
@@ -154,13 +154,11 @@ def never_rescaled(m:pytest.MonkeyPatch) -> None:
   for of in (amd_latent, mma_latent): m.setattr(of, "rescale", of_none)
 def unmasked(m:pytest.MonkeyPatch) -> None: m.setattr(Scores, "mask", lambda self, x, row, tile: x)
 def own_keys_alone(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: a wave takes the largest score of its own keys for the largest score of the row, although several waves share the keys of a row.
-  """
+  """Plants a fault: a wave takes the largest score of its own keys for the largest score of the row."""
   def alone(highest:Any) -> Any: return lambda self, *x: highest(replace(self, share=replace(self.share, key_parts=1)), *x)
   for of in (AmdLatent, MmaLatent): wrong(m, of, "highest", alone)
 def first_part_of_sums(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: several waves each sum P over a part of a row's keys. The kernel adds the first wave's sum several times, and leaves the other
-  waves' sums out."""
+  """Plants a fault: the kernel adds the first wave's sum of P several times, and leaves the other waves' sums out."""
   wrong(m, ScalarPlaces, "total", lambda total: lambda self, kind, part: total(self, kind, part if isinstance(part, UOp) else 0))
 
 AMD = tuple(unit for unit in UNITS if unit.startswith("gfx"))
@@ -179,8 +177,7 @@ def test_planted_fault(monkeypatch:pytest.MonkeyPatch, plant:Plant, arch:str) ->
   with pytest.raises(AssertionError, match="o: "): check_mla(arch, lambda p: make(p, 0), Sk=139, D=80, Dv=72, lse=False)
 
 def barriers_but(m:pytest.MonkeyPatch, left_out:int) -> Callable[[], int]:
-  """Makes the emulator skip one barrier of the next program, the one with index `left_out`. Returns a function that tells how many barriers the
-  program had."""
+  """Makes the emulator skip barrier `left_out` of the next program, and returns a function that counts the program's barriers."""
   seen, barrier = [0], Plan.barrier
   def some(self:Plan, u:UOp) -> None:
     if seen[0] != left_out: barrier(self, u)
@@ -205,8 +202,7 @@ def test_without_a_barrier(monkeypatch:pytest.MonkeyPatch, arch:str, left_out:in
 # ***** attention and caches *****
 
 def check_against_exact(o:np.ndarray, q:np.ndarray, k:np.ndarray, Dv:int, **options:Any) -> None:
-  """Checks o (B, H, Sq, Dv) of latent attention with queries q and keys k (B, 1, Sk, D), whose first Dv columns are the values. Each element must be
-  within its error limit (docs/contract.md). The mask is causal, and the last query sees all keys."""
+  """Checks o (B, H, Sq, Dv) of causal latent attention with queries q and keys k against float64."""
   args = q.astype(np.float32), k.astype(np.float32), k[..., :Dv].astype(np.float32), q.shape[-1]**-0.5, (-1, 0), k.shape[-2] - q.shape[-2]
   assert (verdict := judge(o, law_of(*args, dtype="float16", out_dtype="float16")[0])).ok, verdict
 
@@ -250,8 +246,8 @@ def test_gradient(arch:str, D:int, Dv:int) -> None:
     for x, y in zip(found, want): np.testing.assert_allclose(x.numpy(), y.numpy(), atol=2e-2)
 
 def check_cache(heads:int, D:int, Dv:int, capacity:int, filled:int, page:int, **options:Any) -> None:
-  """Checks latent attention of two new rows over a cache that serves as keys and values. The cache has `filled` of `capacity` rows, the others are
-  NaN. With `page` > 0 it consists of pages with this many rows, in random order. Also checks what the cache contains after the call."""
+  """Checks latent attention of two new rows over a cache, and what the cache contains after the call."""
+  # `filled` of `capacity` rows are filled, the others are NaN; with `page` > 0 the cache consists of pages with this many rows, in random order
   q, k = drawn(1, heads, 2, D), drawn(1, 1, filled + 2, D, seed=1)
   held = np.full((1, 1, capacity, D), np.nan, np.float16)
   held[:, :, :filled] = k[:, :, :filled]

@@ -1,5 +1,4 @@
-"""Tests of mla_wgmma, the kernel of multi-head latent attention (MLA) with Hopper's wgmma: V is the first columns of K. The first of its two
-warpgroups computes P and hands it to the second one. Each warpgroup computes half of the columns of O."""
+"""Tests of mla_wgmma, the kernel of multi-head latent attention (MLA) with Hopper's wgmma: V is the first columns of K."""
 from __future__ import annotations
 import functools, shutil
 from dataclasses import replace
@@ -27,8 +26,7 @@ ARCH = "sm_90"
 NARROW = dict(H=40, Hkv=1, D=136, Dv=120)     # small, so that lowering is quick: two panels of V, one for each warpgroup, and a further one of K
 
 def check_mla(make:Maker=normal, **parameters:Any) -> np.ndarray|None:
-  """Compares o and lse of mla_wgmma with float64: each element must be within its error limit (docs/contract.md). Returns lse. `make` draws the
-  inputs."""
+  """Compares each element of o and lse of mla_wgmma with float64, and returns lse."""
   parameters = {**NARROW, "Sq": 1, "v_in_k": True, **parameters}
   return check_kernels(ARCH, latent(make), tile=lambda _: mla_wgmma_tile(problem(**parameters), get_chip(ARCH)), **parameters)[1]
 

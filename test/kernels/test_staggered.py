@@ -1,5 +1,5 @@
-"""Tests of the staggered kernel of CDNA2 and CDNA3. Two halves of a workgroup's waves take turns: one half computes matrix products while the other
-computes softmax weights. The results agree with float64, and the emulator finds a missing barrier."""
+"""Tests of the staggered kernel of CDNA2 and CDNA3, in which two halves of a workgroup's waves take turns. The results agree with float64, and the
+emulator finds a missing barrier."""
 from __future__ import annotations
 from dataclasses import replace
 import pytest

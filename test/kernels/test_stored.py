@@ -40,9 +40,9 @@ widened_stores = StoredKeys.widened_stores
 def along_keys(p:Problem) -> np.ndarray: return np.arange(p.Sk)/p.Sk
 
 def with_values(p:Problem, k:np.ndarray|None=None, v:np.ndarray|None=None) -> Stored:
-  """Returns normally distributed inputs, except that the rows of k or v are quantised from the given float arrays. In latent attention the values are
-  the first columns of k, so v defaults to those columns."""
+  """Returns normally distributed inputs, except that the rows of k or v are quantised from the given float arrays."""
   x = normal_rows(p)
+  # latent attention: the values are the first columns of k
   if p.v_in_k:
     if k is not None: x, v = replace(x, rotary=rounded(k[..., p.Dv:], p.dtype)), k[..., :p.Dv] if v is None else v
     k = v
@@ -53,11 +53,10 @@ def with_values(p:Problem, k:np.ndarray|None=None, v:np.ndarray|None=None) -> St
 def rows_like(p:Problem, width:int, seed:int=5) -> np.ndarray: return np.random.default_rng(seed).standard_normal((p.B, p.Hkv, p.Sk, width))
 
 def tiny_values(p:Problem) -> Stored:
-  """Returns inputs whose rows of V have scales of about 1e-8. The product of a softmax weight and such a scale would be 0 in float16."""
+  """Returns inputs whose rows of V have scales of about 1e-8, so small that P times a scale is 0 in float16."""
   return with_values(p, v=rows_like(p, p.Dv)*4e-7)
 def large_values(p:Problem) -> Stored:
-  """Returns inputs in which the largest element of each row of V has the magnitude 65504, the largest of float16. The scales of these rows are 516.
-  """
+  """Returns inputs in which the largest element of each row of V is 65504, the largest number of float16."""
   v = rows_like(p, p.Dv)
   return with_values(p, v=v/np.abs(v).max(-1, keepdims=True)*65504)
 def values_of_all_sizes(p:Problem) -> Stored:
@@ -65,13 +64,12 @@ def values_of_all_sizes(p:Problem) -> Stored:
   sizes = np.exp(np.random.default_rng(2).uniform(np.log(4e-7), np.log(2e4), (p.B, p.Hkv, p.Sk, 1)))
   return with_values(p, v=rows_like(p, p.Dv)*sizes)
 def growing_values(p:Problem) -> Stored:
-  """Returns inputs whose rows of V grow by a factor of about 2^40 from the first key to the last. P times the scale of a row then outgrows any fixed
-  number that the kernel could subtract from the exponents."""
+  """Returns inputs whose rows of V grow by a factor of about 2^40 from the first key to the last."""
+  # P times the scale of a row then outgrows any fixed number that the kernel could subtract from the exponents
   return with_values(p, v=rows_like(p, p.Dv)*2.0**(along_keys(p)*40 - 30)[:, None])
 def falling_values(p:Problem) -> Stored: return with_values(p, v=rows_like(p, p.Dv)*2.0**(10 - along_keys(p)*40)[:, None])
 def tiny_values_of_the_best_key(p:Problem) -> Stored:
-  """Returns inputs in which one key, number 7, has nearly all of the first query's softmax weight, and its row of V is about 10^7 times smaller than
-  the other rows of V."""
+  """Returns inputs in which key 7 has nearly all of the first query's weight, and a row of V that is 10^7 times smaller."""
   k, v, x = rows_like(p, p.D), rows_like(p, p.Dv), normal_rows(p)
   k[:, :, 7] = 3*np.repeat(x.q.reshape(p.B, p.Hkv, -1, p.Sq, p.D)[:, :, 0, :1], 1, 2)[:, :, 0]
   v[:, :, 7] *= 1e-7
@@ -80,7 +78,7 @@ def keys_of_all_sizes(p:Problem) -> Stored:
   sizes = np.exp(np.random.default_rng(2).uniform(np.log(1e-6), np.log(20), (p.B, p.Hkv, p.Sk, 1)))
   return with_values(p, k=rows_like(p, p.D)*sizes)
 def large_keys(p:Problem) -> Stored:
-  """Returns inputs in which the largest element of each row of K has the magnitude 65504, the largest of float16. The queries are small."""
+  """Returns inputs in which the largest element of each row of K is 65504, and the queries are small."""
   k = rows_like(p, p.D)
   x = with_values(p, k=k/np.abs(k).max(-1, keepdims=True)*65504)
   return replace(x, q=np.sign(x.q)*2.0**-10)
@@ -90,15 +88,15 @@ def rising_scores(p:Problem) -> Stored:
   k = np.repeat((q.mean((1, 2)) if p.H else q)[:, None, None, :], p.Hkv, 1)*(300*along_keys(p))[:, None] + rows_like(p, p.D)
   return with_values(p, k=k)
 def zero_rows(p:Problem) -> Stored:
-  """Returns inputs in which some rows of K and V, and all rows of one head of V, are zeros. The scale of such a row is 0."""
+  """Returns inputs in which some rows of K and V are zeros, and all rows of one head of V."""
   k, v = rows_like(p, p.D), rows_like(p, p.Dv)
   k[:, :, 3::5] = v[:, :, 2::3] = 0
   v[:, -1] = 0
   return with_values(p, k, v)
 def equal_rows(p:Problem) -> Stored: return with_values(p, np.ones((p.B, p.Hkv, p.Sk, p.D)), np.full((p.B, p.Hkv, p.Sk, p.Dv), 3.0))
 def odd_rows_of_k(p:Problem) -> Stored:
-  """Returns inputs with a NaN in one row of K and an inf in another. Under a causal mask some queries see neither of these rows, some one, and some
-  both."""
+  """Returns inputs with a NaN in one row of K and an inf in another."""
+  # under a causal mask some queries see neither of these rows, some one, and some both
   k = rows_like(p, p.D)
   k[:, :, p.Sk - p.Sq + 5, 1], k[:, 0, p.Sk - 3, 0] = np.nan, np.inf
   return with_values(p, k)
@@ -228,8 +226,7 @@ def not_waited_for(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: a thread converts its part of a tile to 16 bits before the copies of the tile to shared memory are complete."""
   m.setattr(wgmma_forward.nv, "wait_copies", lambda after, but: commit(after))
 def scales_of_two_tiles(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: shared memory has room for the scales of only two tiles, so the scales of the next tile overwrite scales that are still needed.
-  """
+  """Plants a fault: shared memory has room for the scales of only two tiles, which the next tile's scales overwrite."""
   m.setattr(wgmma_tiles, "SCALE_STAGES", 2)
 def no_nans(m:pytest.MonkeyPatch) -> None: m.setattr(wgmma_forward, "zero_or_nan", lambda x: ops.splat(0.0, 2))
 def scales_of_any_size(m:pytest.MonkeyPatch) -> None:
@@ -240,7 +237,7 @@ def sums_without_factors(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: the kernel decides whether P has grown too large from the sum of P without the scales of V."""
   m.setattr(wgmma_forward, "FACTORS", LANE)
 def other_half_first(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: 16 numbers of 8 bits become two 16-byte units of 16-bit numbers, and these two units are stored in each other's place."""
+  """Plants a fault: the two 16-byte halves of 16 converted numbers are stored in each other's place."""
   def swapped(self:StoredKeys, shared:UOp, to:dict, pieces:list[UOp]) -> list[UOp]:
     class Elsewhere:
       def __init__(self, layout): self.layout, self.rows, self.units = layout, layout.rows, layout.units
@@ -283,7 +280,7 @@ def test_rows_beyond_the_lengths_have_no_effect_widened(arch:str) -> None:
   for page_size in (0, 16): check_widened(arch, lengths_with_garbage, B=2, Sk=128, page_size=page_size, extras=dict(kv_lengths=ints(37, 111)))
 
 def test_starts_of_rows_widened() -> None:
-  """If sequences begin at later rows of the cache (kv_starts), both ways of converting rows give the same results."""
+  # If sequences begin at later rows of the cache (kv_starts), both ways of converting rows give the same results.
   extras = dict(kv_lengths=ints(237, 300), kv_starts=ints(5, 130))
   p = stored_problem(B=2, Sq=70, Sk=300, causal=True, extras=extras, out_dtype="float32")
   x = normal_rows(p)
@@ -302,7 +299,7 @@ CHUNKS = dict(B=4, H=32, Hkv=8, Sk=4096, D=128, causal=True)
   ("batch_invariant", dict(Sq=512, batch_invariant=True)),
   ("", dict(Sq=512, page_size=16, extras=dict(kv_lengths=ints(1, 2, 3, 4), block_table=np.zeros((4, 256), np.int32))))))
 def test_which_kernel_converts_rows(why:str, options:dict) -> None:
-  """Another kernel converts the rows of chunks of many queries, if its results are not too large. Otherwise the choice says why not."""
+  # Another kernel converts the rows of chunks of many queries, if its results are not too large. Otherwise the choice says why not.
   found = choose(stored_problem(**{**CHUNKS, **options}), get_chip("sm_90"))
   assert found.kernel == ("forward_wgmma" if why else WIDENING)
   assert (found.why_not(WIDENING) or "").startswith(why)
@@ -377,7 +374,7 @@ def test_chips_without_floats_of_8_bits_refuse_them(arch:str) -> None:
 DECODE = dict(B=64, H=32, Hkv=8, Sq=1, Sk=4096, D=128, lse=False)
 
 def text_of(p:Problem, arch:str, llvm:int=22) -> str:
-  """Returns the source of the kernel that dispatch chooses for a problem on a chip, if the compiler is clang of the LLVM release `llvm`."""
+  """Returns the source of the kernel that dispatch chooses for a problem on a chip, for clang of the release `llvm`."""
   choice = choose(p, replace(get_chip(arch), llvm=llvm))
   names = arguments(p := replace(p, num_splits=choice.work.splits))
   tensors = [UOp.placeholder(shape, (FLOATS | INTS)[dtype], i) for i, (shape, dtype) in enumerate(names.values())]

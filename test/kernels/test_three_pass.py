@@ -1,5 +1,4 @@
-"""Tests of three_pass, the fallback that computes attention in tinygrad's tensor operations, with every kind of length, dtype, head dimension and
-option."""
+"""Tests of three_pass, the fallback in tinygrad's tensor operations, with every kind of length, dtype, head dimension and option."""
 import numpy as np
 import pytest
 import attn

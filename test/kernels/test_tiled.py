@@ -1,5 +1,5 @@
-"""Tests of `tiled`, the forward kernel of plain UOps, which needs no matrix unit: in every dtype, with many threads and with one thread, on the
-emulator and on real devices of this machine."""
+"""Tests of `tiled`, the forward kernel of plain UOps, in every dtype, with many threads and with one, on the emulator and on real devices of this
+machine."""
 from __future__ import annotations
 import contextlib, functools, os, subprocess, sys
 from collections.abc import Iterator
@@ -220,8 +220,7 @@ def test_rows_that_are_no_whole_units_are_not_copied_asynchronously() -> None:
 # ***** planted faults *****
 
 def fault(name:str, change) -> None:
-  """Replaces the method `name` of PlainForward, the steps of the forward kernel of plain UOps, by change(method), and checks the output of the
-  kernel. With a faulty method the check raises AssertionError."""
+  """Checks the kernel of plain UOps with change(method) in place of its method `name`; a fault raises AssertionError."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(PlainForward, name, change(getattr(PlainForward, name)))
     check(make=rising, tile=SMALL, H=1, Sq=20, Sk=70, D=16, dtype="float32", causal=True)
@@ -267,9 +266,7 @@ def test_kernels_for_attns_renderers_keep_their_vectors() -> None:
   assert len(ours) < len(others)*2/3
 
 def operations(x:UOp, y:UOp, word:UOp, place:UOp, dtype:str) -> list[UOp]:
-  """Applies each of attn's operations that can be written in plain UOps, such as exp2, softcap or the bits of dropout, and returns the list of
-  results. x and y are fp32 numbers, `word` is 32 random bits, and `place` a small int that is used as a position. `dtype` is the 16-bit dtype to
-  which numbers are packed."""
+  """Returns the results of each of attn's operations that can be written in plain UOps, such as exp2 or softcap."""
   four = ops.build(x, y, ops.mul(x, 3.0), ops.add(x, y))
   bits = dropout.kept_octet((word, word), place, place, place, word, 0.3)
   return [ops.exp2(x), ops.log2(ops.mul(x, x)), ops.rcp(y), ops.max_(x, y), ops.fma(x, 2.5, y), ops.sub(x, y),
@@ -355,8 +352,8 @@ for dtype, kind in (("float32", np.float32), ("float16", np.float16))[:{types}]:
 """
 
 def on(device:str, types:int, script:str=SCRIPT, **settings:str) -> None:
-  """Runs a script in a new process with DEV=`device` and the environment variables `settings`, and fails if the script fails. The script has a list
-  of dtypes, with float32 first, and tests the first `types` of them."""
+  """Runs a script in a new process with DEV=`device` and the environment variables `settings`, and fails if the script fails."""
+  # the script has a list of dtypes, with float32 first, and tests the first `types` of them
   root = Path(__file__).resolve().parent.parent.parent
   environment = {**os.environ, "DEV": device, "PYTHONPATH": str(root), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **settings}
   done = subprocess.run([sys.executable, "-c", script.replace("{types}", str(types))], capture_output=True, text=True, env=environment, timeout=600)

@@ -30,7 +30,7 @@ either = pytest.mark.parametrize("chip", ("sm_90", GPU))
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch) -> None:
-  """Makes the wgmma kernel run in every test, also for few queries and in the tests that this file takes from test_features.py."""
+  """Makes the wgmma kernel run in every test of this file, also for few queries."""
   monkeypatch.setenv("ATTN_KERNEL", "forward_wgmma")
   monkeypatch.setattr(cases, "choose_tile", wgmma_tile)
 
@@ -144,15 +144,13 @@ PLANTED = {
 }
 
 def of_weigh(monkeypatch, change) -> None:
-  """Replaces the emulator's numpy function for the operation `weigh`, which computes P of a tile of keys, by `change`. `change` gets the numpy
-  function and its arguments."""
+  """Replaces the emulator's numpy function for the operation `weigh`, which computes P of a tile, by `change`."""
   definition = OPERATIONS["weigh"].meaning
   changed = replace(OPERATIONS["weigh"], meaning=lambda lanes, *args, **static: change(definition, lanes, *args, **static))
   monkeypatch.setitem(OPERATIONS, "weigh", changed)
 
 def never_weighed(definition, lanes, reference, bias, p, scores, part, *rest, **static):
-  """Faulty version of the operation `weigh`, which computes P of a tile of keys. It computes P for the first tile only; for later tiles the kernel
-  then uses the old P again."""
+  """Faulty operation `weigh`, which computes P of a tile of keys: it computes P for the first tile only."""
   seen = (lanes.load_register(reference, 0) > LOWEST).any()
   if not seen: return definition(lanes, reference, bias, p, scores, part, *rest, **static)
   return np.zeros(len(lanes.active), np.float32)
