@@ -167,7 +167,7 @@ class UnitOf(Protocol):
     """Makes the operations of a backward kernel for one workgroup, or a list of them, one for each pass over the queries."""
 
 def backward_dq(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a maker of kernels that compute dq, and delta for the other kernels."""
+  """Returns a function of a problem, a chip and a tile that makes the kernel of dq, and of delta for the other kernels."""
   # The kernel takes the tensors of `tensors.dq_arguments(p, dlse, parts)`, in this order. `dlse` says whether lse has a gradient. dq of a query that
   # sees no key is 0. dq and delta of a row that belongs to no sequence are 0. If `parts` is above 0, the keys are divided into `parts` parts: the
   # kernel stores an fp32 dq for each part, and the caller adds them up.
@@ -177,7 +177,7 @@ def backward_dq(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
   return kernel_of
 
 def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a maker of kernels that compute dk and dv, from delta among other tensors."""
+  """Returns a function of a problem, a chip and a tile that makes the kernel of dk and dv, which reads delta."""
   # The kernel takes the tensors of `tensors.dkdv_arguments(p, parts)`, in this order. dk and dv of a key are 0 if no query sees the key, if the key
   # lies beyond kv_lengths, or if the key belongs to no sequence. If `parts` is above 0, the loop over the queries of all heads that share keys is
   # divided into `parts` parts, first by heads, then by queries: the kernel stores an fp32 dk and dv for each part, and the caller adds them up.
@@ -187,26 +187,28 @@ def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
   return kernel_of
 
 def backward_all(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a maker of kernels that compute dk and dv, and add dq, without the factor softmax_scale, to fp32 sums in memory."""
+  """Returns a function of a problem, a chip and a tile that makes the kernel of dk and dv, which also adds to sums of dq."""
   # The kernel takes the tensors of `tensors.all_arguments(p, parts)`, in this order. Many workgroups add to each sum of dq. If p.deterministic is
   # true, they add one after another in a fixed order. Otherwise they add in any order, and the last bits of dq differ from run to run. If `parts` is
-  # above 0, the kernel stores an fp32 dk and dv for each part of the queries, and the caller adds them up.
+  # above 0, the kernel stores an fp32 dk and dv for each part of the queries, and the caller adds them up. The sums of dq are fp32 numbers in memory,
+  # without the factor softmax_scale.
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv(passes(p, arch, tile, args, all_arguments(p, parts), parts))
   return kernel_of
 
 def backward_few(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a maker of kernels that compute dq, dk, dv and delta of a problem with few queries."""
+  """Returns a function of a problem, a chip and a tile that makes the kernel of all gradients for few queries."""
   # The kernel takes the tensors of `tensors.few_arguments(p, dlse, parts, key_parts)`, in this order. All gradients are the same in every run. If
-  # `parts` is above 0, the keys are divided into `parts` parts: the kernel stores an fp32 dq for each part, and the caller adds them up.
+  # `parts` is above 0, the keys are divided into `parts` parts: the kernel stores an fp32 dq for each part, and the caller adds them up. The kernel
+  # also writes delta.
   def kernel_of(p:Problem, arch:Chip, tile:Any, dlse:bool=False, parts:int=0, key_parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_few_queries(unit(p, arch, tile, args, few_arguments(p, dlse, parts, key_parts), parts))
   return kernel_of
 
 def backward_dbias(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a maker of kernels that compute the gradient of a bias."""
+  """Returns a function of a problem, a chip and a tile that makes the kernel of a bias's gradient."""
   # The kernel takes the tensors of `tensors.dbias_arguments(p, parts)`, in this order; delta is one of them. A workgroup owns a block of the bias. It
   # sums dS over all batches, heads and blocks of queries that use this block. If `parts` is above 0, this loop is divided into `parts` parts: the
   # kernel stores fp32 sums for each part, and the caller adds them up.

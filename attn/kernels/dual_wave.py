@@ -189,8 +189,8 @@ class DualWave:
 
   # ***** the four clusters of tile t, the i-th of its iteration *****
   def compute_scores(self, s:DualWaveState, t:UOp, scores:Scores, masked:Row|None) -> tuple[DualWaveState, list[UOp]]:
-    """Computes cluster C1 for tile t: P of tile t, and the scores of tile t+1; returns the state and P."""
-    # `masked` is this lane's query if masks may hide keys, and None otherwise
+    """Computes P of tile t and the scores of tile t+1 at the same time, and returns the state and P."""
+    # Cluster C1: P on the vector unit, the scores on the matrix unit. `masked` is this lane's query if masks may hide keys, and None otherwise.
     s = s.sync(amd.priority(1, s.done))
     x = [s.s[kt].load() for kt in range(self.k_tiles)]
     if masked is not None: x = scores.mask(x, masked, t)
@@ -206,16 +206,16 @@ class DualWave:
     return s.settled(amd.barrier(s.done)), weights
 
   def read_values(self, s:DualWaveState, t:UOp, i:int) -> tuple[DualWaveState, list[list[UOp]]]:
-    """Computes cluster M1 for tile t: reads V of tile t from LDS, starts loading K of tile t+3; returns the state and V."""
-    # `i` is 0 for the first of the two tiles of an iteration and 1 for the second; the two lie in different LDS buffers
+    """Reads V of tile t from LDS, starts to load K of tile t+3 to LDS, and returns the state and V as operands."""
+    # cluster M1; `i` is 0 for the first of the two tiles of an iteration and 1 for the second: the two lie in different LDS buffers
     values = self.read_v(s.v_lds(i))
     s = self.load_k(s, s.k_lds(i + 1), t + 3)
     s = s.begin(amd.wait_loads(BEHIND, *itertools.chain(*values), s.done))
     return s.sync(amd.barrier(s.done)), values
 
   def compute_output(self, s:DualWaveState, values:list[list[UOp]], weights:list[UOp]) -> DualWaveState:
-    """Computes cluster C2 for a tile of keys: adds the product of V and P to O, and returns the state."""
-    # `values` are the operands of V, and `weights` those of P
+    """Adds the product of V and P of a tile of keys to O, and returns the state."""
+    # cluster C2, on the matrix unit; `values` are the operands of V, and `weights` those of P
     s = s.sync(amd.priority(1, s.done))
     accs = [s.softmax.acc[dt].load() for dt in range(self.d_tiles)]
     for dt, v_operands in enumerate(values):
@@ -224,8 +224,8 @@ class DualWave:
     return s.settled(amd.barrier(s.done))
 
   def read_keys(self, s:DualWaveState, t:UOp, i:int) -> DualWaveState:
-    """Computes cluster M2 for tile t: reads K of tile t+2 to registers, starts loading V of tile t+2; returns the state."""
-    # `i` as in `read_values`
+    """Reads K of tile t+2 from LDS to registers, starts to load V of tile t+2 to LDS, and returns the state."""
+    # cluster M2; `i` as in `read_values`
     keys = self.read_k(s.k_lds(i))
     s = self.load_v(s.keep(*store_all(s.k, keys)), s.v_lds(i), t + 2)
     s = s.begin(amd.wait_loads(BEHIND, *keys, s.done))

@@ -49,7 +49,7 @@ def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]
   return ops.as_float(values), inside.where(number(1), NEG_INF), number(2) if p.wide_scores else None
 
 def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...]=()) -> Callable[..., UOp]:
-  """Returns the kernel that merges partial results, whose rows are `parts`, into the outputs of `p`."""
+  """Returns the kernel that merges partial results into the outputs of `p`; `parts` says which rows each result holds."""
   # The kernel takes one buffer for each partial result. A row that no partial result holds gives o = 0 and lse = -inf. With p.sinks, `there` says
   # which rows are real: the kernel adds the sinks only to these rows. All other rows are padding.
   for rows in (*parts, *there):

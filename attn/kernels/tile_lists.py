@@ -78,7 +78,7 @@ class ListedBlocks:
     return self.batches, self.heads[0], self.blocks, list_length(self.tiles, self.with_turns)
 
 def list_arguments(x:ListedBlocks) -> dict[str, Shapes]:
-  """Returns (shape, dtype) of each tensor of the kernels that make lists of tiles, by the name of the tensor that each writes."""
+  """Returns (shape, dtype) of the tensors, by name, of each kernel that makes lists; a kernel's key is the tensor that it writes."""
   in_tiles: Shapes = {"in_tiles": ((x.lists, x.blocks, x.tiles), "uint8")}
   read: Shapes = {name: of for name, of in x.p.extras.items() if name in x.read}
   return {"in_tiles": in_tiles | read, "tile_list": {"tile_list": (x.shape, "int32"), **in_tiles}}
@@ -100,13 +100,13 @@ class Items:
   def thread(self) -> UOp: return self.ranges[-1]
   @staticmethod
   def of_workgroups(*sizes:int) -> tuple[Items, tuple[UOp, ...]]:
-    """Divides prod(`sizes`) items over workgroups, and returns the division and the workgroup's position along each size."""
+    """Divides prod(`sizes`) items over workgroups, one each; returns the division, and the workgroup's position along each size."""
     new = Allocator()
     outer = tuple(new.range(n, AxisType.GLOBAL) for n in sizes)
     return Items(new, (*outer, new.range(THREADS_OF_A_LIST, AxisType.LOCAL))), outer
   @staticmethod
   def of_threads(*sizes:int) -> tuple[Items, UOp, list[UOp]]:
-    """Divides prod(`sizes`) items over threads, and returns the division, whether the thread's item exists, and its position."""
+    """Divides prod(`sizes`) items over threads, one each; returns the division, whether the thread has an item, and its position."""
     # a workgroup's threads take neighbouring items along the last of `sizes`
     items, outer = Items.of_workgroups(*sizes[:-1], ceildiv(sizes[-1], THREADS_OF_A_LIST))
     index = outer[-1]*THREADS_OF_A_LIST + items.thread
@@ -156,7 +156,7 @@ def extreme_of_all(dtype:DType, which:int) -> UOp:
   return UOp.const(MOST_INT if which == HIGH_END else LEAST_INT, dtype)
 
 def extended(extremes:list[UOp], value:UOp, there:UOp) -> list[UOp]:
-  """Returns the minimum and the maximum of `extremes` (a minimum and a maximum) and, if `there`, of `value`."""
+  """Returns `extremes`, a minimum and a maximum, extended by `value` if `there` is true."""
   # a NaN counts as both -inf and inf
   low, high = value, value
   if value.dtype == dtypes.float: low, high = (value.ne(value).where(extreme_of_all(value.dtype, which), value) for which in (LOW_END, HIGH_END))
@@ -220,7 +220,7 @@ class TilesTogether:
       return Extremes(low, high) if u.dtype in ORDERED else Extremes(low.ne(0), high.ne(0))      # conditions were compared as integers
     return {u: of_expression(u, *found[2*nth:2*nth + 2]) for nth, u in enumerate(side.expressions)}
   def evaluated(self, side:Side, n:UOp, width:int, threads:int, now:list[UOp], i:UOp) -> list[UOp]:
-    """Returns the lowest and highest values `now` after iteration i of a loop over the rows (or columns) of block (or tile) `n`."""
+    """Returns `now`, the lowest and highest value of each expression so far, after iteration i over block (or tile) `n`."""
     # this thread evaluates the expressions for `width` neighbouring rows or columns
     pieces, walk = side.size//width, self.walk(side.over)
     index = (i*threads + self.items.thread%threads).minimum(pieces*self.x.heads[1] - 1)
@@ -252,7 +252,7 @@ class TilesTogether:
     seen = (last_begin <= 0) & (first_end >= x.block_n - 1) & always
     return hidden.where(int32(HIDDEN), seen.where(int32(SEEN), int32(0)))
   def looked(self, tile:UOp, now:list[UOp], i:UOp) -> list[UOp]:
-    """Returns the bits SEEN and HIDDEN, `now`, after iteration i of a loop over the scores of a tile."""
+    """Returns `now`, the bits SEEN and HIDDEN of a tile so far, after iteration i over the tile's scores."""
     # this thread evaluates the mask for a few neighbouring scores of one row
     x, index, width = self.x, i*THREADS_OF_A_LIST + self.items.thread, math.gcd(self.x.block_n, OF_A_STEP)
     pieces = x.block_n//width

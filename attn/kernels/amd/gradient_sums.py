@@ -60,7 +60,7 @@ def pieces(group:Workgroup, tile:BackwardTile) -> list[tuple[UOp, UOp]]:
   return [(i//across, i%across*NUMBERS_OF_PIECE) for i in numbers]
 
 def sums_at(group:Workgroup, mat:Matrix, row:UOp, column:UOp) -> UOp:
-  """Returns the index in the fp32 accumulator of dQ of four neighbouring elements of a row, as a UOp to load or store."""
+  """Returns four neighbouring elements of a row in the fp32 accumulator of dQ, as a UOp to load from or store to."""
   # `row` is counted from the workgroup's first query
   tile = place_of_tile(group, mat, group.first_head, group.first_row + row//mat.M*mat.M, column//mat.N)
   in_lane = mat.column_of(row%mat.M)

@@ -148,7 +148,7 @@ class Products:
     return tiles
 
   def column_operands(self, tile:LdsTile|TurnedColumns, block_n:int, dt:int) -> list[UOp]:
-    """Returns A operands for group `dt` of M columns of a tile of `block_n` rows, which lies transposed in LDS."""
+    """Returns operand A for the `dt`-th group of columns of a tile of `block_n` rows, which lies transposed in LDS."""
     # M is the matrix instruction's number of rows; a product with these operands sums over the tile's rows
     mat = self.matrix
     return operands(mat, [tile.load(self.at.n + dt*mat.M, u) for u in units_of(mat, block_n, self.at.h)])

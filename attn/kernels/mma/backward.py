@@ -161,7 +161,7 @@ class MmaTrip(WarpTrip[SwizzledRows]):
   @property
   def mat(self) -> Mma: return self.of.tile.matrix
   def query_values(self, s:MmaBackwardState, kind:int) -> list[UOp]:
-    """Returns number `kind` of each query in the lane's columns of the scores: a vector for each C fragment."""
+    """Returns one of each query's numbers (`kind` 1: -delta) for the lane's columns: a vector for each C fragment."""
     # The numbers lie in shared memory. 1 is -delta. The others are the two numbers of the query's `Normaliser`, which turns scores into P: 0 is
     # `low`, and 2 is `high`, which only some problems have.
     pairs, tile = s.shared.bitcast(nv.F2), self.of.tile

@@ -148,8 +148,8 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return s.store(store_all(s.scales.value, map(scale_in_range, scales)), add_all(s.l, nans, range(first, first + q_tiles)))
 
   def factors(self, s:MmaState, p:UOp, tile:int) -> UOp:
-    """Returns the C fragment `p` of P, number `tile` of its row, as it is multiplied by V."""
-    # times the scales of V's rows if V is stored in 8 bits
+    """Returns P of a C fragment as the product with V needs it: times the scales of V's rows, if there are scales."""
+    # `tile` is the index of the fragment in its row of fragments
     return p if s.scales.value is None else scaled_weights(p, s.scales.value[tile].load(), nv.ROWS)
 
   def weigh(self, s:MmaState, x:None, t:UOp, steps:range, masked:bool) -> tuple[MmaState, None]:
@@ -258,12 +258,12 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return s.read(self.tile.layouts(self.p)[0], self.in_block[0] + row, unit, qt*self.mat.M, 2*step)
 
   def k_operand(self, s:MmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Returns operand B of S = Q K^T for this warp's 16 keys number `pair` and step `step`, read from tile t."""
+    """Returns operand B of S = Q K^T, read from tile t, for step `step` and the `pair`-th 16 keys of this warp."""
     row, unit = self.mat.b_address(self.warps.at.lane)
     def read(units:int) -> UOp: return s.read(self.k_rows(t), self.first_key + row, unit, pair*2*self.mat.N, units)
     return self.stored.k_operand(read(step//2*2), step) if self.p.stored else read(2*step)
   def v_operand(self, s:MmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Returns operand B of O += P V for the two C fragments number `pair` and step `step`, read from tile t."""
+    """Returns operand B of O += P V, read from tile t, for step `step` and the `pair`-th two C fragments of O."""
     # A step is one matrix instruction, for 16 keys (32 of 8-bit floats). If V is stored in 8 bits, one fragment has the even columns and the other
     # the odd columns; otherwise they are neighbours.
     row, unit = self.mat.b_transposed_address(self.warps.at.lane)

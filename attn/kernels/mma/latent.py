@@ -223,14 +223,14 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     if self.converts and step < self.latent_steps: return self.stored.q_operand(s.shared, q, self.own, step)
     return s.read(q, self.own + row, unit, 0, 2*step)
   def k_operand(self, s:LatentMmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Returns operand B of S = Q K^T for this warp's 16 keys number `pair` and step `step`, read from tile t."""
+    """Returns operand B of S = Q K^T, read from tile t, for step `step` and the `pair`-th 16 keys of this warp."""
     row, unit = self.mat.b_address(self.warps.at.lane)
     def read(rows:LongRows, units:int) -> UOp: return s.read(rows, self.share.part*self.share.keys + row, unit, pair*self.mat.K, units)
     if self.converts and step < self.latent_steps: return self.stored.k_operand(read(self.k_rows(t), step//2*2), step)
     if self.p.stored and step >= self.latent_steps: return read(self.rotary_rows(t), 2*(step - self.latent_steps))
     return read(self.k_rows(t), 2*step)
   def v_operand(self, s:LatentMmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Returns operand B of O += P V for this warp's 16 columns number `pair` and step `step` (16 keys)."""
+    """Returns operand B of O += P V, read from tile t, for step `step` (16 keys) and the `pair`-th 16 columns of this warp."""
     (row, unit), in_line = self.mat.b_transposed_address(self.warps.at.lane), LINE//2
     if not self.converts: return s.read(self.v_rows(t, pair//in_line), row, unit, step*self.mat.K, 2*(pair%in_line), transposed=True)
     first = (self.warps.at.wave*(self.columns//2) + pair//in_line*in_line).minimum(self.k_rows(t).units - in_line)
@@ -260,7 +260,7 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     return statements
 
   def v_rows(self, t:UOp, line:int) -> LongRows:
-    """Returns the layout, in shared memory, of this warp's line number `line` (128 bytes) of V's rows in tile t."""
+    """Returns the layout, in shared memory, of the `line`-th 128 bytes that this warp reads of each row of V in tile t."""
     # V is the first columns of K, so this is the layout of K, moved to the line. The last warp may have fewer lines. In place of a missing line it
     # reads the last line of V, and the results are not stored.
     k = self.k_rows(t)

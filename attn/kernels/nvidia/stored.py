@@ -133,7 +133,7 @@ class StoredKeys:
     return found
 
   def checked_scales(self, shared:UOp, base:UOp, to_log2:float) -> list[UOp]:
-    """Returns the statements that make all kinds of scales of the scales that this thread has copied to shared memory."""
+    """Returns the statements that check the scales that this thread has copied to shared memory, and store all kinds of them."""
     # so each scale is checked once, and not by each lane that uses it (`kinds_of_scales`)
     n, threads, floats, found = self.warps.group.tile.block_n, self.warps.group.tile.threads, shared.bitcast(dtypes.float), list[UOp]()
     for row in [self.warps.at.thread + i*threads for i in range(ceildiv(n, threads))]:

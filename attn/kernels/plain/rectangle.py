@@ -84,7 +84,7 @@ class Section:
   shape: SectionShape
   def place(self, row:UOp, column:UOp) -> UOp: return self.memory[row*self.shape.pitch + column + self.base]
   def rows_of_numbers(self, rows:list[UOp], columns:list[UOp]) -> list[list[tuple[UOp, int]]]:
-    """Loads the numbers in the given columns of each row, and returns for each (vector that contains it, index there)."""
+    """Loads the numbers in the given columns of each row, each as (vector that contains the number, index in the vector)."""
     # columns come in groups of four neighbours
     quads = [[self.quad(row, column) for column in columns[::QUAD]] for row in rows]
     return [[(quad, i) for quad in of_row for i in range(QUAD)] for of_row in quads]
@@ -97,7 +97,7 @@ class Section:
 class Turned(Section):
   """The transpose of a matrix in local memory."""
   def rows_of_numbers(self, rows:list[UOp], columns:list[UOp]) -> list[list[tuple[UOp, int]]]:
-    """Loads the numbers in the given columns of each row, and returns for each (vector that contains it, index there)."""
+    """Loads the numbers in the given columns of each row, each as (vector that contains the number, index in the vector)."""
     # rows come in groups of four neighbours
     quads = [[self.quad(column, row) for column in columns] for row in rows[::QUAD]]
     return [[(quad, i) for quad in of_rows] for of_rows in quads for i in range(QUAD)]
@@ -152,7 +152,7 @@ def place_in_rectangle(tile:RectangleTile, thread:UOp) -> tuple[UOp, UOp]:
   return number//(tile.across//across)*down + h, number%(tile.across//across)*across + x
 
 def grid_of(p:Problem, arch:Chip, tile:RectangleTile, blocks:int, heads:int) -> tuple[Grid, ThreadPlace]:
-  """Returns the grid, whose workgroups own one of `blocks` blocks of one of `heads` heads, and the thread's position in it."""
+  """Returns a grid with a workgroup for each of `blocks` blocks of each of `heads` heads, and the thread's position in it."""
   # Heads are counted over batches. A device without workgroups, such as a CPU, computes one part after another: a part owns one block of rows and
   # loops over some heads (`serial_items`).
   new, here, own = Allocator(), UOp.const(0), OwnKeys(tile.down, tile.walked)

@@ -32,7 +32,7 @@ def heads_of(p:Problem, tile:BlockTile) -> int:
   return p.H//p.Hkv if tile.pack_gqa else 1
 
 def blocks_of_queries(p:Problem, tile:BlockTile) -> tuple[int, int]:
-  """Returns (pieces, workgroups per piece) for the queries that a workgroup's heads have."""
+  """Returns into how many pieces the queries of a head are divided, and how many workgroups each piece has."""
   # There are two pieces if a device holds two pieces of a sequence: one from its front and one from its back (`DealtRows`). No workgroup has rows of
   # both pieces, because rows from the back see many keys that rows from the front do not see.
   pieces = 1 if p.dealt is None or not p.dealt.front else 2

@@ -59,7 +59,7 @@ def shared_memory(grid:Grid, p:Problem, tile:WgmmaBackwardTile) -> UOp: return g
 
 @dataclass(frozen=True)
 class RingPlace:
-  """A use of a tile by a block, which also tells where the tile lies in the ring buffer."""
+  """One use of a tile by a block: which tile, in which loop over tiles, and where in the ring buffer."""
   # the block loops over the tiles of one head after another, and twice if it makes two passes
   tile: UOp       # index of the tile among the tiles of a head
   loop: UOp|int   # index of this loop over tiles, counted over heads and passes
@@ -220,7 +220,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
   @property
   def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
   def query_values(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
-    """Returns a number of each query in the lane's columns of the scores: a vector for each C fragment."""
+    """Returns one of each query's numbers (lse, delta, lse_rest) for the lane's columns: a vector for each C fragment."""
     # from shared memory; `kind`: 0 for lse, 1 for delta, 2 for lse_rest (the part of lse that rounding to fp32 lost)
     pairs, n = s.shared.bitcast(nv.F2), self.of.tile.block_n
     first = self.of.place_of_query_values(self.ring_place)*2 + kind*n//2 + self.warp_rows.warps.at.h

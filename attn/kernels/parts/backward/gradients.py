@@ -46,7 +46,7 @@ class Normaliser:
     return Normaliser(log_sum.eq(NEG_INF).where(NEG_INF, low(ops.mul(log_sum, -LOG2E))))
   @staticmethod
   def joined(parts:Sequence[Normaliser], join:Callable[..., UOp]) -> Normaliser:
-    """Returns one normaliser for several queries, whose values `join` makes into vectors."""
+    """Joins the normalisers of several queries to one, whose values are vectors made by `join`."""
     def vector(numbers:list[UOp|None]) -> UOp|None:
       there = [x for x in numbers if x is not None]      # all of them or none
       return join(*there) if there else None
@@ -129,11 +129,11 @@ def reference(log_sum:UOp) -> UOp:
   return log_sum.eq(NEG_INF).where(math.inf, log_sum)
 
 def normaliser_of(group:Workgroup, row:Row) -> Normaliser:
-  """Loads the lse of query `row`, and returns it in the form in which P is computed."""
+  """Loads the lse of query `row`, and returns the query's normaliser."""
   return Normaliser.of(group.p, *[group.query_value(name, row) for name in log_sums(group.given)])
 
 def exact_normaliser(p:Problem, log_sum:UOp, *rest:UOp) -> Normaliser:
-  """Returns the lse of a query in the form in which P = e^(score - lse) is computed."""
+  """Returns the normaliser of a query with which P = e^(score - lse) is computed."""
   # `rest`, given with wide scores, is the part of the lse that rounding to fp32 lost
   return Normaliser.of(p, log_sum, *rest) if rest else Normaliser(None, reference(log_sum))
 

@@ -81,7 +81,7 @@ class Turns:
     return atomics.pass_turn(self.counter(head, tile), self.first & ends & (i >= self.group.walked.begin) & self.exists(tile), done)
 
   def sets(self, i:UOp) -> UOp|None:
-    """Returns whether the wave sets the sums of iteration i's tile, as the first that adds; None if it always adds."""
+    """Returns whether the wave sets the sums of iteration i's tile instead of adding, or None if it always adds."""
     return self.number(i, self.group.scores.tile(i)).eq(0) if set_by_first(self.group.p) else None
 
 def some_turn_ended(group:Workgroup, tile:BlockTile) -> UOp:

@@ -35,7 +35,7 @@ def extras_of_backward(p:Problem) -> Shapes:
   return {name: x for name, x in p.extras.items() if name != "sinks"}
 
 def in_parts(tensor:tuple[tuple[int, ...], str], parts:int) -> tuple[tuple[int, ...], str]:
-  """Returns (shape, dtype) of a gradient: `tensor` itself, or with `parts` above 0 fp32 partial sums."""
+  """Returns (shape, dtype) of the gradient `tensor` as a kernel writes it: as fp32 partial sums if `parts` is above 0."""
   return ((parts, *tensor[0]), "float32") if parts else tensor
 
 @cache_of_kernels
@@ -50,7 +50,7 @@ def of_backward(p:Problem) -> Problem:
   return replace(p, return_lse=True, lse_rest=p.wide_scores)
 
 def log_sums(tensors:Mapping[str, X]) -> dict[str, X]:
-  """Returns lse and, if there is one, lse_rest, out of `tensors`."""
+  """Returns the entries lse and, if there is one, lse_rest of `tensors`."""
   return {name: x for name, x in tensors.items() if name in ("lse", "lse_rest")}
 
 def dq_arguments(p:Problem, dlse:bool=False, parts:int=0) -> Shapes:
@@ -89,7 +89,7 @@ def dq_turns(p:Problem) -> Shapes:
   return {"dq_turns": ((math.prod(dq_sums(p)[0][:2])*TURNS_OF_SUMS + 1,), "int32")} if p.deterministic else {}
 
 def set_by_first(p:Problem) -> bool:
-  """Returns whether the first workgroup that adds to sums of dQ sets these sums, so that no kernel sets them to 0 before."""
+  """Returns whether the first workgroup sets the sums of dQ, so that no kernel has to set these sums to 0 before."""
   # the lists of tiles tell a workgroup whether it is the first
   return p.deterministic and p.tile_list is not None
 

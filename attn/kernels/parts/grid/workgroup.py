@@ -118,11 +118,11 @@ def scale_as_float(word:UOp, size:int) -> UOp:
   return ops.as_float(word) if size == 4 else ops.widen_to_float(word, 1, "float16")
 
 def ranges_of(grid:Grid, parts:int) -> tuple[UOp, ...]:
-  """Returns the range of the grid that counts `parts` parts of the work, or an empty tuple if there is one part."""
+  """Returns a tuple with the range of the grid over `parts` parts of the work, or an empty tuple for a single part."""
   return (grid.allocator.range(parts, AxisType.GLOBAL),) if parts > 1 else ()
 
 def part_of(split:tuple[UOp, ...], parts:int) -> UOp|None:
-  """Returns the index of the part that this workgroup computes, or None if the sum is not divided (`parts` is 0)."""
+  """Returns the index of the part that this workgroup computes, or None if the work is not divided (`parts` is 0)."""
   # `split` is what `ranges_of` returned
   if not parts: return None
   return split[0] if split else UOp.const(0)

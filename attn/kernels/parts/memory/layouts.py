@@ -47,7 +47,7 @@ class PaddedRows(SharedLayout):
     """Returns where row number `row` begins in its tile, counted in 16-byte units."""
     return row*self.stride + row//self.together*self.skew
   def place(self, row:UOp, unit:UOp, pieces:int=1) -> UOp:
-    """Returns the place of unit `unit` of a row; if units are cut into `pieces`, both numbers count pieces."""
+    """Returns the place in LDS of unit `unit` of a row, or of piece `unit` if each unit is cut into `pieces` pieces."""
     # `row` may be a sum x + c with a constant c. Rows lie in groups of `together` rows. Then c must be a multiple of `together`, or x and x + c must
     # lie in the same group. Constants are added last, so that tinygrad computes the common part of many places only once.
     (row, rows), (unit, units) = row.pop_const(), unit.pop_const()
@@ -56,7 +56,7 @@ class PaddedRows(SharedLayout):
 
 @dataclass(frozen=True)
 class ExchangedChunks(SharedLayout):
-  """Layout for direct loads from global memory to LDS, of which each fills a chunk without gaps."""
+  """Layout for loads straight from global memory to LDS, each of which fills a chunk of several whole rows."""
   # A chunk is 64 units of 16 bytes: several whole rows. There is padding between chunks. In row r of a chunk, unit u lies at place u ^ r*exchange of
   # the row. This xor has few different values, so few registers hold addresses; the rest of an address is a constant offset in the instruction.
   exchange: int = 1

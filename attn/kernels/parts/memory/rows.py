@@ -73,7 +73,7 @@ class GlobalRows:
     return ops.concat(*[ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)])
 
   def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
-    """Returns eight elements of row `first` + `row`, from element 8*`part` on, in fp32: two vectors of four."""
+    """Returns elements 8*`part` to 8*`part` + 7 of row `first` + `row` in fp32, as two vectors of four."""
     if self.size == 4: return [ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)]
     return halves(self.load_units(first, rows, row, part), dtype)
 
@@ -103,7 +103,7 @@ class GlobalRows:
     return ops.build(*parts) if len(parts) > 1 else parts[0]
 
 def columns_of_rows(x:GlobalRows, first:UOp, rows:int, column:UOp, units:list[UOp]) -> list[UOp]:
-  """Loads 16-bit elements of column `column`, and returns a vector of eight rows, from row `first` + 8*u, for each u in `units`."""
+  """Loads 16-bit elements of one column, and returns a vector of rows `first` + 8*u to `first` + 8*u + 7 for each u in `units`."""
   # rows beyond the last row of `x` read as zero
   records = (((x.count - first).maximum(0).minimum(rows) - 1)*x.stride + x.width).maximum(0)*x.size
   def one(unit:UOp, i:int) -> UOp:
@@ -122,13 +122,13 @@ class Table:
   whole: bool    # whether a tile that begins at a multiple of its own length never reaches into a second page
   checked: bool = True
   def page(self, row:UOp, there:UOp) -> UOp:
-    """Returns the index of the page in which row `row` lies; no table entry is read if the row is not `there`."""
+    """Returns the index of the page in which a row lies; if the row is not `there`, no table entry is read."""
     entry = self.entries[(self.first + row//self.size).valid(left_alone(there))].load()
     # if an entry is not the index of a page, the emulator stops; on a device the entry is clamped to the pages that exist
     if self.checked: entry = ops.page_number(entry, there, self.count)
     return bounded(ops.uniform(entry) if self.whole else entry, 0, self.count - 1)
   def start(self, row:UOp, stride:int, there:UOp) -> UOp:
-    """Returns the index of the first element of row `row`, counted from row 0 of page 0."""
+    """Returns the index of a row's first element, counted from row 0 of page 0."""
     return self.page(row, there)*self.apart + row%self.size*stride
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class PagedRows(GlobalRows):
   def origin(self, first:UOp) -> UOp:
     return self.base + self.pages.start(first, self.stride, first < self.count)
   def start_in_pages(self, first:UOp, row:UOp, there:UOp) -> UOp:
-    """Returns the flat index of the first element of row `first` + `row`; no table entry is read if not `there`."""
+    """Returns the flat index of the first element of row `first` + `row`, by the row's own table entry."""
     # the page is looked up for this row alone, because neighbouring rows can lie in different pages
     return self.base + self.pages.start(self.begin + first + row, self.stride, there)
   def start(self, first:UOp, row:UOp) -> UOp:
@@ -161,7 +161,7 @@ class PagedRows(GlobalRows):
 
 @dataclass(frozen=True)
 class PackedRows(GlobalRows):
-  """Rows of `heads` neighbouring heads as one list, in which heads alternate: row r//heads of head r%heads."""
+  """Rows of `heads` neighbouring heads as one list, in which heads alternate: entry r is row r//heads of head r%heads."""
   # `count` is the length of the list
   heads: int = 1
   head_stride: int = 0
@@ -178,7 +178,7 @@ class PackedRows(GlobalRows):
   def regular(self) -> bool: return False
   def start(self, first:UOp, row:UOp) -> UOp: return self.base + self.in_heads(first + row)
   def in_heads(self, packed:UOp) -> UOp:
-    """Returns where row `packed` of the list begins, counted in elements from row 0."""
+    """Returns where entry `packed` of the list begins in memory, counted in elements from entry 0."""
     return packed//self.heads*self.stride + packed%self.heads*self.head_stride
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
@@ -199,7 +199,7 @@ class ConvertedRows:
   def up_to(self, count:int|UOp) -> ConvertedRows: return replace(self, given=self.given.up_to(count))
   def after(self, *deps:UOp) -> ConvertedRows: return replace(self, given=self.given.after(*deps))
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Returns eight elements of row `first` + `row`, from element 8*`unit` on, as 16 bytes of the dtype `to`."""
+    """Returns elements 8*`unit` to 8*`unit` + 7 of row `first` + `row`, as 16 bytes of the dtype `to`."""
     # ignores `gate`: the caller must not use the result where the gate is false
     return ops.concat(*[ops.pack(x, self.to) for x in self.given.load_quads(first, rows, row, unit, self.dtype)])
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
@@ -207,7 +207,7 @@ class ConvertedRows:
     # `dtype` is equal to `to`
     return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
   def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
-    """Returns eight elements of row `first` + `row`, rounded to `to` and converted to fp32: two vectors of four."""
+    """Returns elements 8*`part` to 8*`part` + 7 of row `first` + `row`, rounded to `to`, as two fp32 vectors of four."""
     # `dtype` is equal to `to`
     return halves(self.load_units(first, rows, row, part), dtype)
 
@@ -221,7 +221,7 @@ class LatentRows:
   rotary: GlobalRows|None     # in units of 16 bytes
   widen: Callable[[UOp], UOp]   # converts eight stored numbers to 16 bits
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Loads eight elements of row `first` + `row`: four dwords of 16-bit numbers, or two dwords of 8-bit numbers."""
+    """Loads unit `unit` (eight elements) of a row: four dwords of 16-bit numbers, or two dwords of 8-bit numbers."""
     # `widened` converts the 8-bit numbers. Rows beyond the last one read as zero, and the whole unit where `gate` is false.
     if self.rotary is None or unit.vmax < (count := self.stored.width//self.stored.unit):
       return self.stored.load_units(first, rows, row, unit, gate)

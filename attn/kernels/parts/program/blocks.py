@@ -11,7 +11,7 @@ from attn.score.places import Walk
 from attn.tinygrad_compat import UOp
 
 def run_time(x:UOp, most:int) -> UOp:
-  """Returns a loaded number, equal in the whole workgroup, as an index that is clamped to 0..`most`."""
+  """Returns `x`, a number that is loaded at run time and equal in all threads, as an index clamped to 0..`most`."""
   # clamped, so that no access can leave a buffer
   return bounded(ops.uniform(x), 0, most)
 
@@ -68,7 +68,7 @@ def over_queries(p:Problem, x:Extent) -> Walk: return Walk(p, "queries", -x.offs
 
 @dataclass(frozen=True)
 class Outside:
-  """Rows of a packed tensor that belong to no sequence, and that the workgroups of one sequence clear."""
+  """Rows of a packed tensor that belong to no sequence: the workgroups of one sequence clear these rows."""
   # These are the rows after this sequence, up to the next sequence or the end of the tensor, and for the first sequence also the rows before it. If
   # cu_seqlens are valid, every row of the tensor belongs either to one sequence or to one `Outside`.
   count: UOp
@@ -101,13 +101,13 @@ class Blocks:
   masked_first: bool   # False if no tile lies before full_begin
 
   def share(self, index:UOp, of:int) -> Blocks:
-    """Returns part number `index` of the tiles, divided into `of` parts of almost equal size."""
+    """Divides the tiles into `of` parts of almost equal size, and returns part number `index`."""
     # if there are fewer than `of` tiles, the last parts are empty
     each = (self.end - self.begin + (of - 1))//of
     first = (self.begin + index*each).minimum(self.end)
     return self.between(first, (first + each).minimum(self.end))
   def range(self, index:UOp, tiles:int) -> Blocks:
-    """Returns the tiles from tile `index`*`tiles` on that belong to this loop, at most `tiles`."""
+    """Returns the tiles of this loop among tiles `index`*`tiles` to (`index` + 1)*`tiles` - 1 of the sequence."""
     first = (index*tiles).maximum(self.begin).minimum(self.end)
     return self.between(first, ((index + 1)*tiles).maximum(first).minimum(self.end))
   def between(self, first:UOp, last:UOp) -> Blocks:
@@ -134,7 +134,7 @@ class TileList:
     # beyond the list: a row beyond the sequence
     return self.entry((place//self.size).minimum(self.tiles) + OF_A_LIST)*self.size + place%self.size
   def turn(self, i:UOp) -> UOp:
-    """Returns how many blocks that start before the workgroup's block also list the tile of iteration i."""
+    """Returns how many blocks start before the workgroup's block and have the tile of iteration i in their lists, too."""
     return self.entries[self.first + list_length(self.tiles) + i//(self.size//self.block_n)].load()
   @property
   def blocks(self) -> Blocks:
@@ -156,7 +156,7 @@ class Descending:
     # after the loop: a row beyond the sequence
     return (tile < self.tiles.end).where(self.mirrored(tile) - 1, beyond)*self.size + place%self.size
   def mirrored(self, x:UOp) -> UOp:
-    """Converts a boundary between tiles, counted in ascending order, to the descending order, and back."""
+    """Converts a boundary between tiles from the ascending to the descending count, and back."""
     return self.tiles.begin + self.tiles.end - x
   @property
   def blocks(self) -> Blocks:

@@ -35,7 +35,7 @@ class Statements:
   def of(allocator:Allocator) -> Statements: return Statements(allocator.registers(1))
   def after(self, *deps:UOp) -> Statements: return replace(self, latest=(self.register if self.latest is None else self.latest).after(*deps))
   def do(self, statement:UOp, *after:UOp) -> UOp:
-    """Adds `statement` after the operations `after`, and returns its store; later statements do not wait for the store yet."""
+    """Returns a store that makes `statement` a part of the program, after the operations `after`."""
     # `ran` makes later statements wait
     return (self.register.after(*after) if after else self.register)[0].store(statement)
   @property
@@ -44,10 +44,11 @@ class Statements:
     # `done` may load the register before a statement has stored to it
     return self.do(UOp.const(0.0, dtypes.float))
   def begin(self, statement:UOp) -> Statements:
-    """Adds a statement after all statements so far, and returns all statements; other values of the kernel do not wait."""
+    """Returns all statements, with `statement` added as the last one."""
+    # other values of the kernel do not wait for the statement
     return self.ran(self.do(statement))
   def ran(self, stored:UOp) -> Statements:
-    """Returns all statements, such that later ones wait for `stored`, a store that `do` returned."""
+    """Returns the statements such that later ones come after `stored`, a store that `do` returned."""
     return replace(self, effects=(*self.effects, stored), latest=self.register.after(stored))
   def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
   @property
@@ -56,7 +57,7 @@ class Statements:
     return (self.register if self.latest is None else self.latest)[0].load()
   @property
   def before(self) -> tuple[UOp, ...]:
-    """Operands that make a new statement come after all statements so far."""
+    """Operands by which a new statement comes after all statements so far."""
     return (self.done,) if self.latest is not None else ()
 
 class InOrder(Carried):
@@ -83,7 +84,7 @@ class InOrder(Carried):
     return type(self)(*[(bare_of(x) if said[awaited_by(x)] else x).after(*deps) for x in carried])
 
 def bare_of(x:Any) -> Any:
-  """Returns a value of a kernel's state that waits for no operation."""
+  """Returns `x`, a value of a kernel's state, without the operations for which it waits."""
   # `Statements` must keep waiting: only through them does the kernel use the stores that end a loop, and tinygrad drops a loop that nothing uses
   while isinstance(x, UOp) and x.op is Ops.AFTER: x = x.src[0]
   return x

@@ -57,7 +57,7 @@ TileWork = Callable[[S, UOp, bool], UOp]     # the work on a tile in LDS, given 
 class StagedTripsTile(Protocol):
   """Fields of a tile description that say when and how a loop loads rows of keys or queries."""
   @property
-  def prefetch(self) -> int: """Number of iterations by which a tile is loaded before its use: 0 or 1; 2 is 1 with a second LDS buffer."""
+  def prefetch(self) -> int: """How many iterations before its use a tile is loaded: 0, or 1; the value 2 is 1 with a second LDS buffer."""
   @property
   def buffers(self) -> int: """Number of LDS buffers for the tiles of each tensor."""
   @property
@@ -137,7 +137,7 @@ class StagedTrips(Generic[S]):
     return tile_loops(tiles, self.new, lambda *which: StagedLoop(self, *which))
 
 class StagedLoop(TileLoop[S]):
-  """One of the loops of a `StagedTrips`; the iteration's tile is in LDS when the body begins."""
+  """A loop that `StagedTrips.loops` yields: the iteration's tile is in LDS when the body begins."""
   def __init__(self, trips:StagedTrips[S], first:UOp, count:UOp, masked:bool, new:Allocator) -> None:
     super().__init__(first, count, masked, new)
     self.trips = trips

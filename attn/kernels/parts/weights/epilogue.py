@@ -48,7 +48,7 @@ def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, 
   return rounded.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(rounded))), LogSum.of(safe, exact)
 
 def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
-  """Returns (index of the row in lse, flat index of the row's first element in o), or in lse_partial and o_partial."""
+  """Returns (index of the row in lse, flat index of the row's first element in o); with `split`, in the partial results."""
   # `split` is the index of a key range, if there are several
   number = row.head*p.total_q + x.q_start + row.index if p.varlen else (row.batch*p.H + row.head)*p.Sq + row.index
   for s in split: number = s*p.rows + number

@@ -149,7 +149,7 @@ class Scores:
     if found is None or not is_row_of_numbers(found[1]): return False
     return 4*math.prod(int(n) for n in tensor_of(found[1]).shape) <= ops.MAX_RECORDS
   def classes(self, rows:list[Row], tile:UOp) -> tuple[list[UOp], UOp, list[int]]:
-    """Returns the number of each of `rows`, the loaded number of the lane's first column, and the distance of each column's number."""
+    """Returns the numbers that mask_mod compares: of each row, of the lane's first column, and where its other columns' numbers lie."""
     # The mask compares the number of a row, a query, with the number of a column, a key. The distance is counted in elements of the tensor, from the
     # first column's number on.
     mask, lifted = self.p.mask_mod, [Lifted(self.fragment(row, tile), f"mask_mod={self.p.mask_mod}") for row in rows]
