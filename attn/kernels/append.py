@@ -51,12 +51,12 @@ class NewRow:
   a: Append
   allocator: Allocator
   rows: UOp
-  first: UOp       # index of the row's first element in `rows`
+  first: UOp             # index of the row's first element in `rows`
   thread: UOp
-  batch: UOp   # index of the row's batch, or of the page in a cache of pages
+  batch: UOp             # index of the row's batch, or of the page in a cache of pages
   head: UOp
-  place: UOp    # row number in the cache, or in the page
-  inside: UOp   # whether the row is stored
+  place: UOp             # row number in the cache, or in the page
+  inside: UOp            # whether the row is stored
 
   def element(self, part:UOp) -> tuple[UOp, UOp, UOp]:
     """Returns (column, whether the row has this column, the loaded element) for element number `part` of this thread."""

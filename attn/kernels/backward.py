@@ -187,7 +187,7 @@ def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
   return kernel_of
 
 def backward_all(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a function of a problem, a chip and a tile that makes the kernel of dk and dv, which also adds to sums of dq."""
+  """Returns a function of a problem, a chip and a tile that makes the kernel of dk and dv that also adds up dq."""
   # The kernel takes the tensors of `tensors.all_arguments(p, parts)`, in this order. Many workgroups add to each sum of dq. If p.deterministic is
   # true, they add one after another in a fixed order. Otherwise they add in any order, and the last bits of dq differ from run to run. If `parts` is
   # above 0, the kernel stores an fp32 dk and dv for each part of the queries, and the caller adds them up. The sums of dq are fp32 numbers in memory,

@@ -100,7 +100,7 @@ class Staggered:
     return StaggeredState(softmax, s.k, s.v, s.s, s.on_the_way).after(halfway), first
 
   def multiply(self, s:StaggeredState, t:UOp, first:list[UOp], renewed:bool) -> UOp:
-    """Computes the second half of iteration t: adds V P of tile t to O, computes the scores of tile t+1, and returns the last operation."""
+    """Computes the second half of iteration t: adds V P of tile t to O, and computes the scores of tile t+1."""
     # `first` holds the columns of V for the first matrix tile of O, which `weigh` has read; `renewed`: see `fragment_operands`
     one = self.common
     weights = s.softmax.operands(one.at, 0, one.k_tiles, Kept(one.at), renewed)

@@ -43,13 +43,12 @@ NOTHING_SEEN = UOp.const(0), UOp.const(-1)     # a row's first and last column
 class ListedBlocks:
   """Describes the lists of tiles that are made: one list for each block of `block_m` rows, with tiles of `block_n` columns."""
   p: Problem
-  over: str   # "keys": columns are keys and rows are queries; "queries": the other way round
+  over: str                  # "keys": columns are keys and rows are queries; "queries": the other way round
   block_m: int
   block_n: int
-  batches: int   # batches that have lists of their own; 1 if the mask is the same for all batches
-  # (heads that have lists of their own, query heads that share a list); (1, 1) if the mask is the same for all heads
-  heads: tuple[int, int]
-  checked: bool   # whether the emulator checks indices of the tensors that the mask reads
+  batches: int               # batches that have lists of their own; 1 if the mask is the same for all batches
+  heads: tuple[int, int]     # (heads that have lists of their own, query heads that share a list); (1, 1) if the mask is the same for all heads
+  checked: bool              # whether the emulator checks indices of the tensors that the mask reads
   # whether a list also says when the block has its turn (attn/kernels/parts/backward/turns.py): for each of the list's tiles, how many blocks that
   # start before this block have the tile in their lists
   with_turns: bool = False

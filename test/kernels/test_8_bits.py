@@ -118,7 +118,7 @@ def tiny(p:Problem) -> Inputs:
   x = normal(p)
   return of(p, x.q*2.0**-5, x.k*2.0**-5, x.v*2.0**-8)
 def nan_rows(p:Problem) -> Inputs:
-  """Puts a NaN into a query, into a key that a causal mask hides from some queries, and into a row of V that all queries see."""
+  """Puts a NaN into a query, into a key that some queries see, and into a row of V that all queries see."""
   x = normal(p)
   x.q[:, :, 3, 1], x.k[:, :, p.Sk - p.Sq + 9, 0], x.v[:, :, 0, 2] = np.nan, np.nan, np.nan
   return x

@@ -134,7 +134,7 @@ def test_keys_beyond_kv_lengths_get_exactly_0(arch:str) -> None:
 # ***** NaN *****
 
 class Reach(NamedTuple):
-  """Place of a NaN in a test (a row of a tensor), and the gradient in which the NaN also reaches rows that do not see it."""
+  """Place of a NaN (a row of a tensor), and the gradient in which the NaN also reaches rows that do not see it."""
   # In the gradient `gradient` it reaches other rows whose workgroup reads the tile with the NaN: they multiply it by a weight of 0, and 0 times NaN
   # is NaN.
   tensor: str

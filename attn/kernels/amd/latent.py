@@ -48,14 +48,10 @@ def latent_rows(group:Workgroup, mat:Matrix) -> LatentRows:
 @dataclass(frozen=True)
 class LatentState(TripState):
   """The values that the loop over keys carries from iteration to iteration."""
-  # a wave computes some columns of O for all queries of the workgroup: these columns, as rows of O^T
-  acc: UOp
-  # of the query whose scores the lane computes: the number that the softmax subtracts from the scores
-  m: UOp
-  # of the same query: sums of P over the wave's part of the keys
-  l: UOp
-  # within an iteration: the factors by which O is rescaled, one for each matrix tile of queries
-  factors: UOp
+  acc: UOp           # a wave computes some columns of O for all queries of the workgroup: these columns, as rows of O^T
+  m: UOp             # of the query whose scores the lane computes: the number that the softmax subtracts from the scores
+  l: UOp             # of the same query: sums of P over the wave's part of the keys
+  factors: UOp       # within an iteration: the factors by which O is rescaled, one for each matrix tile of queries
   k: StagedTile
   weights: LdsTile   # P
   told: RowScalars   # the numbers that waves exchange

@@ -101,7 +101,7 @@ class LdsColumns:
 
 @dataclass(frozen=True)
 class TurnedColumns:
-  """Columns of a tile that lies in LDS row by row, read by loads that transpose, as operand A of a product over the tile's rows."""
+  """Columns of a tile in LDS, read by loads that transpose, as operand A of a product that sums over the tile's rows."""
   # LDS needs no transposed copy
   tile: LdsTile
   at: Lane

@@ -41,16 +41,11 @@ ADDED_UP = 12
 class LatentMmaState(CopyGroups):
   """What the loop over keys carries from iteration to iteration."""
   shared: UOp
-  # the warp's columns of O for all queries
-  acc: UOp
-  # of the queries whose scores the warp computes: the number that the softmax subtracts from the scores of a row
-  m: UOp
-  # of the same queries: sums over the warp's part of the keys, of rounded P, and, if an LSE is written, of unrounded P
-  l: UOp
-  # within an iteration
-  scores: UOp
-  # within an iteration: by which the rows of O are rescaled
-  factors: UOp
+  acc: UOp                 # the warp's columns of O for all queries
+  m: UOp                   # of the queries whose scores the warp computes: the number that the softmax subtracts from the scores of a row
+  l: UOp                   # of the same queries: sums over the warp's part of the keys, of rounded P, and, if an LSE is written, of unrounded P
+  scores: UOp              # within an iteration
+  factors: UOp             # within an iteration: by which the rows of O are rescaled
   statements: Statements
 
 @dataclass(frozen=True)

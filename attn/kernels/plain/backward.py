@@ -32,21 +32,16 @@ Columns = list[list[UOp]]      # a list for each own row: vectors with one numbe
 @dataclass(frozen=True)
 class PlainState:
   """The values that the loop over tiles carries from iteration to iteration, and those that an iteration passes from step to step."""
-  # registers in which each gradient is summed
-  sums: tuple[UOp, ...]
+  sums: tuple[UOp, ...]                                       # registers in which each gradient is summed
   # if the workgroup owns queries, registers of the lse, which turn scores into P. If a score may be as large as fp32 allows (`wide_scores`), also
   # registers of lse_rest: the part of the lse that rounding to fp32 lost.
   normalisers: tuple[UOp, ...]
-  # if the workgroup owns queries, registers of -delta
-  minus_deltas: UOp
+  minus_deltas: UOp                                           # if the workgroup owns queries, registers of -delta
   # operations that must come before the next access to local memory, such as barriers, and the ranges of the loops around the access
   ready: tuple[UOp, ...] = ()
-  # the stores of delta to memory
-  stores: tuple[UOp, ...] = ()
-  # operations of this iteration that must come before the next matrix product
-  before: tuple[UOp, ...] = ()
-  # P and dS, the weights in the sums that make up the gradients
-  weights: dict[str, Columns] = field(default_factory=dict)
+  stores: tuple[UOp, ...] = ()                                # the stores of delta to memory
+  before: tuple[UOp, ...] = ()                                # operations of this iteration that must come before the next matrix product
+  weights: dict[str, Columns] = field(default_factory=dict)   # P and dS, the weights in the sums that make up the gradients
 
   def after(self, *deps:UOp) -> PlainState:
     sums, normalisers = (tuple(x.after(*deps) for x in registers) for registers in (self.sums, self.normalisers))

@@ -106,10 +106,8 @@ def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
 @dataclass(frozen=True)
 class KeptHere:
   """Bits that say which scores of a row dropout keeps, for a thread that exchanges no values with other threads."""
-  # a vector of dwords for each of the row's vectors of scores
-  words: tuple[UOp, ...]
-  # for each element of a vector: (index of the dword, position of the bit in the dword)
-  places: tuple[tuple[int, int], ...]
+  words: tuple[UOp, ...]                # a vector of dwords for each of the row's vectors of scores
+  places: tuple[tuple[int, int], ...]   # for each element of a vector: (index of the dword, position of the bit in the dword)
   def drop(self, vectors:list[UOp]) -> list[UOp]:
     """Returns fp32 vectors of all of this row's scores in a tile, with 0 in place of dropped elements."""
     if not self.words: return vectors

@@ -64,20 +64,13 @@ class Sums:
 @dataclass(frozen=True)
 class Softmax(Carried):
   """The state of the online softmax, in registers."""
-  # accumulators of O^T
-  acc: UOp
-  # reference of each matrix tile of queries: the number that is subtracted from the scores
-  m: UOp
-  # -m*to_log2, or NaN if the rounding error of this product is too large
-  addend: UOp
-  # this lane's part of the row sums, for each kind of sum (`Sums`)
-  l: UOp
-  # P of the current iteration, packed to 16 bits
-  p: UOp
-  # scores of the current iteration
-  scores: UOp
-  # what the current iteration adds to `l`
-  l_of_trip: UOp
+  acc: UOp           # accumulators of O^T
+  m: UOp             # reference of each matrix tile of queries: the number that is subtracted from the scores
+  addend: UOp        # -m*to_log2, or NaN if the rounding error of this product is too large
+  l: UOp             # this lane's part of the row sums, for each kind of sum (`Sums`)
+  p: UOp             # P of the current iteration, packed to 16 bits
+  scores: UOp        # scores of the current iteration
+  l_of_trip: UOp     # what the current iteration adds to `l`
   scales: Optional
 
   @staticmethod
