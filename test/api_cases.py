@@ -17,29 +17,29 @@ CLANG_OF_ZIG = str(ROOT/"examples/clang_of_zig.sh")
 
 @contextlib.contextmanager
 def computed_on(device:str, kernel:str="") -> Iterator[None]:
-  """Context in which tinygrad's DEV is `device` and the environment variable ATTN_KERNEL is `kernel`, a kernel's name. If `device` is CPU and there
-  is no clang, the clang of the package ziglang compiles."""
+  """Context in which tinygrad's device is `device`, and ATTN_KERNEL is `kernel`."""
   with Context(DEV=device), pytest.MonkeyPatch.context() as patch:
     patch.setenv("ATTN_KERNEL", kernel)
+    # Without a clang, the clang of the package ziglang compiles.
     if device == "CPU" and shutil.which("clang") is None: patch.setenv("CC", CLANG_OF_ZIG)
     yield
 
 def run_on_a_cpu(script:str, timeout:int=300) -> None:
-  """Runs a Python script in a new process with DEV=CPU and the clang of the package ziglang. The script may import test modules of the API and of
-  functions. It must end without an error within `timeout` seconds."""
+  """Runs a Python script in a new process with DEV=CPU and the clang of the package ziglang; the script must end without an error."""
   pytest.importorskip("ziglang")
+  # The script may import test modules of the API and of functions.
   environment = {**os.environ, "DEV": "CPU", "CC": CLANG_OF_ZIG, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
                  "PYTHONPATH": os.pathsep.join(str(ROOT/folder) for folder in ("", "test", "test/api", "test/functions"))}
   done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=timeout)
   assert done.returncode == 0, done.stderr[-2000:]
 
 def emulated(arch:str, kernel:str="") -> contextlib.AbstractContextManager[None]:
-  """Context in which tinygrad's device is the emulator of the chip `arch`, and the environment variable ATTN_KERNEL is `kernel`, a kernel's name."""
+  """Context in which tinygrad's device is the emulator of the chip `arch`, and ATTN_KERNEL is `kernel`."""
   return computed_on(f"EMU::{arch}", kernel)
 
 @contextlib.contextmanager
 def lists(wanted:bool) -> Iterator[None]:
-  """Context in which all kernels that can loop over a list of the visible tiles do so. If `wanted` is false, no kernel does."""
+  """Context in which every kernel that can loop over a list of visible tiles does so, or (unless `wanted`) none does."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(tile_lists, "LEAST_TILES", 0 if wanted else 2**62)
     patch.setattr(tile_lists, "LEAST_HEADS", 1)
@@ -49,8 +49,8 @@ def draw(*shape:int, dtype:str="float16", seed:int=0) -> Tensor:
   return tensor(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32), dtype).realize()
 
 def whole(t:Tensor) -> Tensor:
-  """Gathers a tensor that may be divided over devices onto the first device. Reading a divided tensor directly would make tinygrad move it to the
-  CPU."""
+  """Gathers a tensor that may be divided over devices onto the first device."""
+  # Reading a divided tensor directly would make tinygrad move it to the CPU.
   return t.to(t.device[0]).contiguous() if isinstance(t.device, tuple) else t
 
 def extra(name:str, x:np.ndarray, bias_dtype:str="float32") -> Tensor:
@@ -58,10 +58,10 @@ def extra(name:str, x:np.ndarray, bias_dtype:str="float32") -> Tensor:
 
 def check_attention(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
                     place:Callable[[str, Tensor], Tensor]=lambda _, t: t, **parameters:Any) -> tuple[np.ndarray, np.ndarray]:
-  """Runs `attention` and compares o and lse with float64: each element must be within its error limit (docs/contract.md). `parameters` are the
-  arguments of `problem`, `make` draws q, k and v, and `extras` holds optional tensors such as a bias by name. `kernel` is the name of the kernel to
-  run; "" leaves the choice to dispatch. `place` receives each tensor with its name, and may move it to other devices. Returns o as (B, H, Sq, Dv) and
-  lse as (B, H, Sq)."""
+  """Runs `attention` and checks that each element of o and lse is within its error limit (docs/contract.md); returns o and lse."""
+  # `parameters` are the arguments of `problem`, `make` draws q, k and v, and `extras` holds optional tensors such as a bias by name. `kernel` is the
+  # name of the kernel to run; "" leaves the choice to dispatch. `place` receives each tensor with its name, and may move it to other devices. o is
+  # returned as (B, H, Sq, Dv), lse as (B, H, Sq).
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, call = make(p), {name: value for name, value in parameters.items() if name in DEFAULTS and name != "out_dtype"}

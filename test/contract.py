@@ -54,18 +54,18 @@ class Case:
   def arch(self) -> str: return TILED_ON if self.unit == "tiled" else self.unit
   @property
   def kernel(self) -> str:
-    """Returns the value of the environment variable ATTN_KERNEL for this case: the names of the forward and the backward kernel. A case with splits
-    returns "", because its queries are too few for the wgmma kernel. On sm_90 with a float32 dO, the backward kernel is not named: wgmma kernels do
-    not support this dtype, and dispatch chooses another."""
+    """Returns the value of ATTN_KERNEL for this case: the names of the forward and the backward kernel."""
+    # The queries of a case with splits are too few for the wgmma kernel.
     if "splits" in self.shape: return ""
+    # On sm_90 with a float32 dO, the backward kernel is not named: wgmma kernels do not support this dtype, and dispatch chooses another.
     backward = BACKWARD.get(self.unit, "") if self.gradients and (self.unit != "sm_90" or self.out_dtype == self.dtype) else ""
     return ",".join(filter(None, (KERNELS.get(self.unit, ""), backward)))
   @property
   def key(self) -> tuple[str, ...]: return (self.shape, self.unit, self.dtype, self.out_dtype, self.kind)
 
 def cases_of(units:Iterable[str]) -> list[Case]:
-  """Returns all cases of these units. Cases that use the same kernel are neighbours in the list, because a process caches the kernels that it has
-  lowered."""
+  """Returns all cases of these units, with cases of the same kernel side by side."""
+  # A process caches the kernels that it has lowered.
   every = [Case(shape, unit, dtype, out, kind) for shape in SHAPES for unit in units for dtype in ("float16", "bfloat16")
            for out in (dtype, "float32") for kind in KINDS]
   return [case for case in every if case.gradients or not case.kind.startswith(BY_GRADIENTS)]
@@ -73,9 +73,7 @@ def cases_of(units:Iterable[str]) -> list[Case]:
 # ***** one case *****
 
 def judged(case:Case, n:int, seed:int, device:str=EMULATOR) -> dict[str, Verdict]:
-  """Runs n draws of random inputs for a case as one call, beginning with the random seed `seed`, and compares each output with float64. Returns a
-  `Verdict` for each output, by name: the largest error relative to its limit, and the root mean square of the errors. The draws run on the emulator
-  of the case's chip, or on a GPU."""
+  """Runs n draws of random inputs for a case as one call, and returns a `Verdict` for each output, by name."""
   options = dict(SHAPES[case.shape])
   extras = {"sinks": floats(options["H"], seed=seed + 3)} if case.gradients else {}
   if case.gradients and case.unit != "tiled": extras["bias"] = floats(n, 1, 1, options["Sk"], seed=seed + 2)     # `tiled` computes no dbias
@@ -96,11 +94,11 @@ def judged(case:Case, n:int, seed:int, device:str=EMULATOR) -> dict[str, Verdict
 
 @dataclass(frozen=True)
 class Line:
-  """One line of docs/contract.csv: the errors of one output over a number of draws. The contract limits the error of each element to 6 sigma + slack.
-  Sigma is the standard deviation of the rounding errors that these dtypes force; slack is for all other errors. `limit` is the largest ratio of an
-  error to its limit, and must be at most 1. `sigmas` is the largest error/sigma, and `rms` the root mean square of error/sigma. These two count only
-  elements with slack < sigma/4; `rms` is 0 if there are too few such elements. `resolved` is the percentage of such elements. `device` computed the
-  output."""
+  """One line of docs/contract.csv: the errors of one output over a number of draws."""
+  # The contract limits the error of each element to 6 sigma + slack. Sigma is the standard deviation of the rounding errors that these dtypes force;
+  # slack is for all other errors. `limit` is the largest ratio of an error to its limit, and must be at most 1. `sigmas` is the largest error/sigma,
+  # and `rms` the root mean square of error/sigma. These two count only elements with slack < sigma/4; `rms` is 0 if there are too few such elements.
+  # `resolved` is the percentage of such elements. `device` computed the output.
   output: str
   draws: int
   limit: float
@@ -119,16 +117,16 @@ class Line:
 HEADER = ["shape", "unit", "inputs", "output type", "kind", "output", "draws", "error/limit", "error/sigma", "rms", "resolved %", "device"]
 
 def line_of(output:str, draws:int, found:list[tuple[Verdict, int]], device:str) -> Line:
-  """Combines the results of several calls for one output into one line of the table. `draws` counts all draws. `found` has a comparison with float64
-  (`Verdict`) and a number of elements for each call."""
+  """Combines the results of several calls for one output into one line of the table."""
+  # `found` has a comparison with float64 and a number of elements for each call.
   resolved = sum(v.resolved for v, _ in found)
   rms = math.sqrt(sum(v.rms**2*v.resolved for v, _ in found)/resolved) if resolved >= ENOUGH_ELEMENTS else 0.0
   worst = max(math.inf if v.pattern else v.ratio for v, _ in found)
   return Line(output, draws, worst, max(v.furthest for v, _ in found), rms, 100*resolved/sum(n for _, n in found), device)
 
 def lines_of(case:Case, draws:int, device:str=EMULATOR, seed:int=0, together:int=TOGETHER) -> list[Line]:
-  """Runs the kernels of a case on this number of draws, `together` draws in one launch. Compares each element with float64, and returns one line of
-  docs/contract.csv for each output."""
+  """Runs the kernels of a case on `draws` draws, and returns one line of docs/contract.csv for each output."""
+  # There are `together` draws in one launch.
   runs = [judged(case, min(together, draws - first), seed + first, device) for first in range(0, draws, together)]
   return [line_of(name, draws, [(run[name], run[name].count) for run in runs], device) for name in runs[0]]
 
@@ -176,11 +174,12 @@ def with_table(page:str, lines:Lines) -> str:
 # ***** many cases *****
 
 def lines_until(case:Case, draws:int, device:str, until:float) -> list[Line]|None:
-  """Returns the lines of a case. Returns None, and computes nothing, if it is already later than `until`."""
+  """Returns the lines of a case, or None, without any computation, if it is already later than `until`."""
   return None if time.time() > until else lines_of(case, draws, device)
 
 def computed(cases:Iterable[Case], draws:int, device:str, jobs:int, seconds:float) -> Iterable[tuple[Case, list[Line]]]:
-  """Yields the lines of each case when they are ready. `jobs` processes compute the cases. No case begins later than `seconds` after the start."""
+  """Yields the lines of each case when they are ready, computed by `jobs` processes."""
+  # No case begins later than `seconds` after the start.
   os.environ["OMP_NUM_THREADS"] = "1"      # for the worker processes: each one has one core
   with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
     begun = {pool.submit(lines_until, case, draws, device, time.time() + seconds): case for case in cases}

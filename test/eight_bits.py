@@ -16,7 +16,7 @@ def numbers_of(name:str) -> np.ndarray:
   return found
 
 def nearest(name:str, x:np.ndarray) -> np.ndarray:
-  """Returns the number of the format `name` that is nearest to each x. If two are equally near, the number with the even byte is returned."""
+  """Returns the number of the format `name` that is nearest to each x; of two equally near ones the one with the even byte."""
   numbers = numbers_of(name)
   there = np.flatnonzero(np.isfinite(numbers) & (np.abs(numbers) <= MOST[name]) & ((np.arange(256) != 0x80) | (name == "int8")))
   distance = np.abs(np.clip(x.astype(np.float64), -1e4, 1e4)[:, None] - numbers[there])
@@ -24,8 +24,8 @@ def nearest(name:str, x:np.ndarray) -> np.ndarray:
   return numbers[there[np.argmax(best*(1 + (there % 2 == 0)), 1)]]
 
 def scales_of(name:str, x:np.ndarray, dtype:str="float32") -> np.ndarray:
-  """Returns the scale of each row of x (a row is the last axis): its largest absolute value divided by the largest number of the 8-bit format `name`.
-  NaN for a row with NaN or inf."""
+  """Returns the scale of each row of x: its largest absolute value divided by the largest number of the 8-bit format `name`."""
+  # A row is the last axis. A row with NaN or inf has the scale NaN.
   largest = np.abs(x.astype(np.float64)).max(-1)
   return np.where(np.isfinite(largest), largest/MOST[name], math.nan).astype(dtype)
 

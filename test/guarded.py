@@ -19,9 +19,9 @@ def closed(address:int) -> None:
 
 @contextlib.contextmanager
 def guarded(side:str) -> Iterator[None]:
-  """Context manager in which every CPU buffer has its own memory between two protected pages. With side "begin", the buffer begins directly after the
-  first page. With side "end", it ends directly before the second page, or a few bytes earlier, because it must begin at a multiple of ALIGNED bytes.
-  Memory that no kernel has written is NaN in every float type."""
+  """Context in which every CPU buffer has its own memory between two protected pages, and begins or ends (`side`) at a page."""
+  # With side "end", the buffer may end a few bytes before the page, because it must begin at a multiple of ALIGNED bytes. Memory that no kernel has
+  # written is NaN in every float type.
   own = CPUAllocator._alloc
   def alloc(self:Any, size:int, options:BufferSpec) -> HCQBuffer:
     if options.external_ptr is not None: return own(self, size, options)

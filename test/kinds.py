@@ -10,8 +10,9 @@ from cases import Inputs, normal
 def plain(p:Problem, seed:int) -> Inputs: return normal(p, seed)
 
 def peaked(p:Problem, seed:int, ramp:np.ndarray) -> Inputs:
-  """Makes inputs in which each row of P has one large weight. Key j is multiplied by ramp[j], and all keys of a batch by a random factor between 2
-  and 16. Queries are positive. So the scores of later keys are larger, in magnitude, with a rising `ramp`."""
+  """Makes inputs in which each row of P has one large weight: key j is multiplied by ramp[j] and by a factor of its batch."""
+  # Queries are positive, and the factor of a batch is random, between 2 and 16. So the scores of later keys are larger, in magnitude, with a rising
+  # `ramp`.
   x, rng = normal(p, seed), np.random.default_rng(seed + 1)
   longest = rng.uniform(2, 16, (p.B, 1, 1, 1)).astype(np.float32)
   return replace(x, q=np.abs(x.q), k=rounded(x.k*ramp[:, None]*longest, p.dtype))
@@ -41,8 +42,8 @@ def all_equal(p:Problem, seed:int) -> Inputs:
   return replace(x, q=np.zeros_like(x.q))
 
 def one_hot(p:Problem, seed:int) -> Inputs:
-  """Makes inputs in which each query gives one key nearly all of P. All other keys together get at most e^-5. Each query and each key lies on an
-  axis: all its elements but one are 0."""
+  """Makes inputs in which each query gives one key nearly all of P; all other keys together get at most e^-5."""
+  # Each query and each key lies on an axis: all its elements but one are 0.
   x, rng = normal(p, seed), np.random.default_rng(seed + 1)
   far = rng.uniform(5, 9, (p.B, p.H, p.Sq, 1)) + np.log(p.Sk)
   k = np.zeros((p.B, p.Hkv, p.Sk, p.D), np.float32)
@@ -57,7 +58,7 @@ def deep(p:Problem, seed:int) -> Inputs:
   return replace(x, q=np.full_like(x.q, 4), k=rounded(x.k*0.125 - 12, p.dtype))
 
 def level(p:Problem, seed:int) -> Inputs:
-  """Makes inputs in which all elements of V are near 3. dP and delta then nearly cancel in dS = P*(dP - delta)."""
+  """Makes inputs in which all elements of V are near 3, so that dP and delta nearly cancel in dS = P*(dP - delta)."""
   x = normal(p, seed)
   return replace(x, v=rounded(3 + 0.1*x.v, p.dtype))
 

@@ -1,5 +1,5 @@
-"""Expected results of random calls: computes attention sequence by sequence in float64 for every kind of call, and checks that each element of a
-call's results is within its error limit (docs/contract.md)."""
+"""Expected results of random calls: attention in float64, sequence by sequence, and the check that each element of a call's results is within its
+error limit (docs/contract.md)."""
 from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,10 +13,11 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Facts:
-  """Facts about a call that its arrays do not show. `wanted` names the results: o and lse, or the inputs whose gradients the call returns. If `v_dim`
-  is not 0, V is the first `v_dim` columns of K. `short` says how the matrix unit adds products of 8-bit floats, if it does not add in fp32. `types`
-  lists the inputs whose dtype is not `dtype`. `flushes`: the chip treats 16-bit denormals as zero. `emulates`: tinygrad may emulate float16 on the
-  device, and then reads and writes numbers below 2^-14 as 0 (docs/plain.md)."""
+  """Facts about a call that its arrays do not show."""
+  # `wanted` names the results: o and lse, or the inputs whose gradients the call returns. If `v_dim` is not 0, V is the first `v_dim` columns of K.
+  # `short` says how the matrix unit adds products of 8-bit floats, if it does not add in fp32. `types` lists the inputs whose dtype is not `dtype`.
+  # `flushes`: the chip treats 16-bit denormals as zero. `emulates`: tinygrad may emulate float16 on the device, and then reads and writes numbers
+  # below 2^-14 as 0 (docs/plain.md).
   dtype: str
   out_dtype: str
   scale: float
@@ -34,9 +35,9 @@ class Facts:
 
 @dataclass(frozen=True)
 class Sequence:
-  """One sequence: its queries (`rows`) and its `keys`, as slices of the rows of batch `batch`. In packed tensors `number` is the sequence's index."""
+  """One sequence: its queries `rows` and its `keys`, as slices of the rows of a batch."""
   batch: int
-  number: int
+  number: int  # index of a packed sequence
   rows: slice
   keys: slice
   @property
@@ -44,8 +45,7 @@ class Sequence:
   def offset(self, f:Facts) -> int: return 0 if f.top_left else self.counts[1] - self.counts[0]
 
 def sequences(x:Arrays) -> Iterator[Sequence]:
-  """Yields the sequences of q (B, H, Sq, D) and k (B, Hkv, Sk, D): the packed sequences if there are cu_seqlens, otherwise each batch, with its keys
-  from kv_starts to kv_lengths."""
+  """Yields the packed sequences if there are cu_seqlens, otherwise each batch, with its keys from kv_starts to kv_lengths."""
   if "cu_seqlens_q" in x:
     ends = x["cu_seqlens_q"], x["cu_seqlens_k"]
     for i in range(len(ends[0]) - 1):
@@ -76,9 +76,9 @@ def part(x:Arrays, s:Sequence) -> tuple[np.ndarray, ...]:
   return x["q"][one, :, s.rows], x["k"][one, :, s.keys], x["v"][one, :, s.keys]
 
 def forward(x:Arrays, f:Facts) -> dict[str, Law]:
-  """Returns o and lse in float64: for each the exact values and the error limit of each element. Rows that belong to no sequence have o 0 and lse
-  -inf."""
+  """Returns o and lse in float64: for each the exact values and the error limit of each element."""
   shape = x["q"].shape[:3]
+  # Rows that belong to no sequence have o 0 and lse -inf.
   total = {"o": without_error((*shape, x["v"].shape[-1])), "lse": without_error(shape, -np.inf)}
   for s in sequences(x):
     scales = x["v_scales"][s.batch:s.batch + 1, :, s.keys] if "v_scales" in x else None
@@ -88,8 +88,8 @@ def forward(x:Arrays, f:Facts) -> dict[str, Law]:
   return total
 
 def backward(x:Arrays, f:Facts) -> dict[str, Law]:
-  """Returns the gradients of sum(o*do) + sum(lse*dlse) in float64: for each wanted gradient the exact values and the error limit of each element. The
-  second sum takes only rows that see a key."""
+  """Returns the gradients of sum(o*do) + sum(lse*dlse) in float64: for each the exact values and the error limit of each element."""
+  # The second sum takes only rows that see a key.
   total = {name: without_error(x[name].shape) for name in f.wanted}
   for s in sequences(x):
     at, rows = slice(s.batch, s.batch + 1), (slice(s.batch, s.batch + 1), slice(None), s.rows)
@@ -116,15 +116,16 @@ def without_small(x:Arrays, f:Facts) -> Arrays:
   return {name: read(name, a) for name, a in x.items()}
 
 def hold(x:Arrays, f:Facts, found:Arrays) -> list[str]:
-  """Checks the results `found` of a call, and returns a list of errors: empty if each element is within its error limit (docs/contract.md). A device
-  for which tinygrad emulates float16 may read and write small numbers as 0. There, results are also right if they are right for inputs with 0 in
-  place of small numbers, and 0 is right in place of a small result."""
+  """Checks the results of a call, and returns a list of errors: empty if each element is within its error limit (docs/contract.md)."""
   wrong = errors(x, f, found, small=True)
+  # A device for which tinygrad emulates float16 may read and write small numbers as 0. There, results are also right if they are right for inputs
+  # with 0 in place of small numbers, and 0 is right in place of a small result.
   return errors(without_small(x, f), f, found, small=False) if wrong and f.emulates else wrong
 
 def errors(x:Arrays, f:Facts, found:Arrays, small:bool) -> list[str]:
-  """Returns a list of errors in the results `found`. If `small` is false, 0 counts as right in place of a float16 result below the normal range. The
-  gradient of v is 0 for a loss that uses only lse. So 0 is also right where the expected value is NaN because a NaN was multiplied by this 0."""
+  """Returns a list of errors in the results `found`."""
+  # If `small` is false, 0 counts as right in place of a float16 result below the normal range. The gradient of v is 0 for a loss that uses only lse.
+  # So 0 is also right where the expected value is NaN because a NaN was multiplied by this 0.
   expected = forward(x, f) if "o" in f.wanted or "lse" in f.wanted else backward(x, f)
   wrong = []
   for name in f.wanted:

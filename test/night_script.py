@@ -20,9 +20,8 @@ __all__ = ["DTYPES", "Context", "Tensor", "TinyJit", "Variable", "arrange", "arr
 
 @contextlib.contextmanager
 def on(device:str, kernel:str="", guard:str="", **settings:int) -> Iterator[None]:
-  """Context in which tinygrad computes on `device`, the environment variable ATTN_KERNEL is `kernel`, and tinygrad's `settings` have the given
-  values. tinygrad's generator starts with seed 0. If `guard` is "end" or "begin", a protected page of memory follows or precedes each CPU buffer: a
-  kernel that accesses it crashes."""
+  """Context in which tinygrad computes on `device` with `settings`, ATTN_KERNEL is `kernel`, and tinygrad's generator starts with seed 0."""
+  # If `guard` is "end" or "begin", a protected page of memory follows or precedes each CPU buffer: a kernel that accesses it crashes.
   with Context(DEV=device, **settings), pytest.MonkeyPatch.context() as patch, guarded(guard) if guard else contextlib.nullcontext():
     patch.setenv("ATTN_KERNEL", kernel)
     Tensor.manual_seed(0)
@@ -35,13 +34,12 @@ def lowest(dtype:str) -> float:
   return {"float16": -65504.0, "bfloat16": -3.3895313892515355e38, "float32": -3.4028234663852886e38}[dtype]
 
 def values(kind:str, shape:Sequence[int], dtype:str, seed:int, same:int|None=None) -> np.ndarray:
-  """Returns a float32 array of random numbers, rounded to `dtype`. A row is a vector along the last axis. If `same` is the number of an axis, all
-  slices along this axis are copies of the first slice. `kind` says which numbers are drawn:
-
-  normal; positive; constant (all elements are one number); zero; small (a thousandth of normal); falling, rising: for K, if q is positive: the
-  numbers shrink (grow) from the first row to the last, so that the largest score falls (rises); large: some rows are 100 times as large; huge: all
-  elements of one row are 512; nan, inf, -inf: all elements of one row are this value; masked: for a bias: some elements are -inf; blind: for a bias:
-  whole rows are -inf; lowest, -10000: for a bias: some elements are the lowest number of `dtype`, or -10000, as models write into masks."""
+  """Returns a float32 array of random numbers of a kind, rounded to `dtype`."""
+  # A row is a vector along the last axis. If `same` is the number of an axis, all slices along this axis are copies of the first slice. The kinds
+  # are: normal; positive; constant (all elements are one number); zero; small (a thousandth of normal); falling, rising: for K, if q is positive: the
+  # numbers shrink (grow) from the first row to the last, so that the largest score falls (rises); large: some rows are 100 times as large; huge: all
+  # elements of one row are 512; nan, inf, -inf: all elements of one row are this value; masked: for a bias: some elements are -inf; blind: for a
+  # bias: whole rows are -inf; lowest, -10000: for a bias: some elements are the lowest number of `dtype`, or -10000, as models write into masks.
   rng = np.random.default_rng(seed)
   x = rng.standard_normal(shape, dtype=np.float32)
   rows = x.shape[-2] if x.ndim > 1 else 1
@@ -83,7 +81,7 @@ def unseen(a:np.ndarray, x:dict[str, np.ndarray]) -> np.ndarray:
 Step = tuple[Any, ...]
 
 def base(a:np.ndarray, *steps:Step) -> np.ndarray:
-  """Builds the array from which the movement operations `steps` make `a`. Elements that the operations leave out are NaN."""
+  """Builds the array from which the movement operations `steps` make `a`, with NaN in elements that they leave out."""
   for name, *at in reversed(steps):
     match name, *at:
       case "permute", *axes: a = a.transpose(np.argsort(axes))
@@ -115,7 +113,7 @@ def view(t:Tensor, *steps:Step) -> Tensor:
 # ***** caches *****
 
 def paged(a:np.ndarray, table:np.ndarray, size:int, pages:int) -> np.ndarray:
-  """Stores rows (B, Hkv, S, D) in pages of `size` rows as the block table says. All other elements of the pages are NaN."""
+  """Stores rows (B, Hkv, S, D) in pages of `size` rows as the block table says, with NaN in all other elements."""
   B, heads, rows, width = a.shape
   found = np.full((pages, size, heads, width), np.nan, np.float32)
   for b in range(B):
@@ -124,7 +122,7 @@ def paged(a:np.ndarray, table:np.ndarray, size:int, pages:int) -> np.ndarray:
   return found
 
 def entries(table:np.ndarray, lengths:Sequence[int], size:int) -> np.ndarray:
-  """Copies a block table, and writes invalid page numbers beyond the last page of each length. `size` is the number of rows of a page."""
+  """Copies a block table, and writes invalid page numbers beyond the last page of each length, where a page has `size` rows."""
   found = table.copy()
   for b, n in enumerate(lengths): found[b, -(-n//size):] = 10**9
   return found
@@ -136,14 +134,14 @@ def until(a:np.ndarray, ends:Sequence[int]) -> np.ndarray:
   return found
 
 def in_8_bits(cache:Tensor, format:str, scale_dtype:str) -> attn.QuantizedRows:
-  """Converts a cache to the 8-bit format `format`. Each row with NaN gets the scale NaN."""
+  """Converts a cache to the 8-bit format `format`."""
   return attn.QuantizedRows(*(t.contiguous().realize() for t in attn.quantize_kv(cache, format, scale_dtype=scale_dtype)))
 
 def held_in_8_bits(caches:Sequence[attn.QuantizedRows], format:str, rows:dict[str, np.ndarray], ends:Sequence[int], layout:str,
                    table:np.ndarray|None=None, size:int=0) -> dict[str, np.ndarray]:
-  """Returns k and v in float64 as 8-bit caches hold them (numbers times scales), and the scales of v, on which the error limit of attention depends.
-  With `table`, the block table, the caches are in pages. Checks that the rows of each batch before its end equal `rows` up to the rounding to 8 bits.
-  """
+  """Returns k and v in float64 as 8-bit caches hold them (numbers times scales), and the scales of v."""
+  # The error limit of attention depends on the scales of v. With `table`, the block table, the caches are in pages. The rows of each batch before its
+  # end must equal `rows` up to the rounding to 8 bits.
   found, scales = {}, np.zeros(0)
   for (name, a), cache in zip(rows.items(), caches):
     stored, scales = numbers_of(format)[cache.values.numpy().view(np.uint8)], array(cache.scales).astype(np.float64)[..., None]
@@ -157,8 +155,8 @@ def held_in_8_bits(caches:Sequence[attn.QuantizedRows], format:str, rows:dict[st
   return found | {"v_scales": scales[..., 0]}
 
 def times_scales(x:dict[str, np.ndarray], B:int, Hkv:int) -> dict[str, np.ndarray]:
-  """Returns q, k and v times their scales, in float64. x has the 8-bit floats q, k and v as numbers, and some of the scales q_scale, k_scale and
-  v_scale, which broadcast to (B, Hkv)."""
+  """Returns q, k and v of 8-bit floats times their scales, in float64."""
+  # Some of the scales q_scale, k_scale and v_scale are in x; they broadcast to (B, Hkv).
   def scale(name:str) -> np.ndarray: return np.broadcast_to(x.get(f"{name}_scale", np.float64(1)), (B, Hkv)).astype(np.float64)
   return {name: x[name]*np.repeat(scale(name), x[name].shape[1]//Hkv, 1)[..., None, None] for name in "qkv"}
 
@@ -173,9 +171,10 @@ def indexed(a:np.ndarray, batches:np.ndarray, count:int) -> np.ndarray:
   return found
 
 def turned_back(a:np.ndarray, quarters:np.ndarray, at:Sequence[int], interleaved:bool, moving:bool) -> np.ndarray:
-  """Returns rows (B, H, S, D) that a rotary embedding turns into `a`. The embedding rotates pairs of columns by quarters of a circle: pair i of row j
-  of batch b by quarters[at[b] + j, i] quarters, or by quarters[at[b], i] if not `moving`. A pair is two neighbouring columns if `interleaved`;
-  otherwise its columns are half of the rotated width apart."""
+  """Returns rows (B, H, S, D) that a rotary embedding by quarter turns changes into `a`."""
+  # The embedding rotates pairs of columns by quarters of a circle: pair i of row j of batch b by quarters[at[b] + j, i] quarters, or by
+  # quarters[at[b], i] if not `moving`. A pair is two neighbouring columns if `interleaved`; otherwise its columns are half of the rotated width
+  # apart.
   found, half = a.copy(), quarters.shape[1]
   first, second = (slice(0, 2*half, 2), slice(1, 2*half, 2)) if interleaved else (slice(0, half), slice(half, 2*half))
   for b, start in enumerate(at):
@@ -189,19 +188,19 @@ def turned_back(a:np.ndarray, quarters:np.ndarray, at:Sequence[int], interleaved
 # ***** calls and results *****
 
 def by_attn(q:Tensor, *args:Any, **options:Any) -> Tensor:
-  """Calls Tensor.scaled_dot_product_attention with attn installed. Raises NotImplementedError if attn leaves the call to tinygrad."""
+  """Calls Tensor.scaled_dot_product_attention with attn installed, or raises NotImplementedError if attn leaves the call to tinygrad."""
   with attn.installed() as decisions: o = q.scaled_dot_product_attention(*args, **options)
   if decisions[-1].kernel is None: raise NotImplementedError(f"left to tinygrad's own: {decisions[-1].reason}")
   return o
 
 
 def whole(t:Tensor) -> Tensor:
-  """Gathers a tensor that may be divided over devices onto the first device. Reading a divided tensor directly would make tinygrad move it to the
-  CPU."""
+  """Gathers a tensor that may be divided over devices onto the first device."""
+  # Reading a divided tensor directly would make tinygrad move it to the CPU.
   return t.to(t.device[0]).contiguous() if isinstance(t.device, tuple) else t
 
 def read(results:dict[str, Tensor], order:Sequence[str], together:bool) -> dict[str, np.ndarray]:
-  """Reads results as arrays: one after another in this order, or all at once if `together`. The gradient of an input without effect is an array of
-  zeros."""
+  """Reads results as arrays: one after another in this order, or all at once if `together`."""
   if together and (computed := [results[name] for name in order if results[name].device is not None]): Tensor.realize(*computed)
+  # The gradient of an input without effect is an array of zeros.
   return {name: array(whole(t)) if (t := results[name]).device is not None else np.zeros(t.shape, np.float32) for name in order}

@@ -6,8 +6,9 @@ from attn.tinygrad_compat import Ops, UOp
 from tinygrad.engine.jit import MultiGraphRunner
 
 class StandInGraph(MultiGraphRunner):
-  """Stand-in for a GPU graph, such as a CUDA graph. A node is a kernel or a copy. The graph records the addresses of a call once, and replaces the
-  addresses of inputs in each later call. It also records for which nodes each node waits. Of the nodes that need not wait, the last runs first."""
+  """Stand-in for a GPU graph, such as a CUDA graph, whose nodes are kernels and copies."""
+  # The graph records the addresses of a call once, and replaces the addresses of inputs in each later call. It also records for which nodes each node
+  # waits. Of the nodes that need not wait, the last runs first.
   made: ClassVar[list[StandInGraph]] = []
   def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
     super().__init__(linear, input_uops)

@@ -1,5 +1,4 @@
-"""Tests of test/night.py, and with it: a few random calls with fixed seeds by default, many more with `-m thorough`. Other tests check which outcomes
-of a call night.py reports as failures."""
+"""Tests of test/night.py, and with it: a few random calls with fixed seeds by default, many more with `-m thorough`."""
 from __future__ import annotations
 import os, random, signal, sys, time
 from dataclasses import replace
@@ -50,7 +49,7 @@ def test_rows_before_a_rotary_embedding() -> None:
 # ***** what counts as a failure *****
 
 def changed(call:Any, line:str) -> Any:
-  """Returns a copy of a random call (from test/night.py) whose script ends in the additional code `line`."""
+  """Returns a copy of a random call whose script ends in the additional code `line`."""
   return night.Call(call.seed, call.on, call.direction, call.kind, call.script + line, call.facts)
 
 def a_right_call() -> Any:
@@ -114,8 +113,7 @@ def of_its_own(o:UOp, x:UOp) -> UOp:
 BEYOND = {"end": (of_a_number, 8, -signal.SIGSEGV), "begin": (of_a_number, -1, -signal.SIGSEGV), "array": (of_its_own, 8, -signal.SIGILL)}
 
 def reads(call:Any) -> Outcome:
-  """Runs a kernel that reads element 7 of an array of eight, or, if `call.seed` is 1, an element outside of the array. `call.on` chooses a kernel of
-  the table BEYOND."""
+  """Runs a kernel of the table BEYOND that reads element 7 of an array of eight, or, if `call.seed` is 1, an element outside."""
   with on("CPU", guard="begin" if call.on == "begin" else "end"):
     x = Tensor(np.full(8, BEYOND[call.on][1] if call.seed else 7, np.float32), device="CPU").realize()
     return Outcome(call.seed, str(Tensor.empty(8, device="CPU").custom_kernel(x, fxn=BEYOND[call.on][0])[0].numpy()[0]))

@@ -25,7 +25,7 @@ def run(command:str, folder:Path) -> str:
   return done.stdout
 
 def shape(line:str) -> str:
-  """Removes figures and widths from a line of output. What remains must be equal in README.md and in a real run."""
+  """Removes figures and widths from a line of output, so that lines of README.md and of a real run can be compared."""
   return " ".join(re.sub(r"[\d.]+", "#", line).split())
 
 def test_the_main_commands_are_there() -> None:

@@ -1,5 +1,4 @@
-"""Tests of attn/reference.py, attention in numpy. The gradients of its function `exact` agree with central differences, and with tinygrad's gradients
-of three_pass, attention in tensor operations."""
+"""Tests of attn/reference.py, attention in numpy: its gradients agree with central differences, and with tinygrad's gradients of three_pass."""
 from __future__ import annotations
 from dataclasses import replace
 from typing import Any
@@ -38,7 +37,7 @@ def inputs() -> dict[str, np.ndarray]:
 DO, DLSE = normal(B, H, SQ, DV, seed=4), normal(B, H, SQ, seed=5)
 
 def slope(f:Any, x:np.ndarray, h:float=1e-5) -> np.ndarray:
-  """Computes the gradient of f() with respect to each element of x by central differences. `h` is the step."""
+  """Computes the gradient of f() with respect to each element of x by central differences with the step `h`."""
   found = np.zeros_like(x)
   for i in np.ndindex(x.shape):
     at, ends = x[i], []

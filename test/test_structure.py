@@ -16,7 +16,7 @@ MODULES = sorted((ROOT/"attn").rglob("*.py"))
 ALLOWED = {"main", "Array"}     # the entry of a module that can be run; a type alias for numpy's array
 
 def defined(tree:ast.Module) -> set[str]:
-  """Returns the public names that a module defines at module level. Imported names do not count."""
+  """Returns the public names that a module defines, not imports, at module level."""
   names = set()
   for node in tree.body:
     if isinstance(node, ast.FunctionDef|ast.ClassDef): names.add(node.name)
@@ -64,7 +64,7 @@ def imports(path:Path) -> set[str]:
   return found & NAMES
 
 def room_of(module:str) -> str:
-  """Returns the innermost room of ROOMS that contains a module of attn. A room is a folder or module with its own import rules."""
+  """Returns the innermost room of ROOMS that contains a module of attn: a folder or module with its own import rules."""
   if module == "attn": return "__init__"
   return max((room for room in ROOMS if f"{module}.".startswith(f"attn.{room}.")), key=len)
 

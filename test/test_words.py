@@ -84,7 +84,7 @@ def test_names_in_backticks_are_in_code() -> None:
   assert not unknown_names("\n".join(page.read_text() for page in PAGES))
 
 def missing_members(text:str) -> list[str]:
-  """Returns the modules and members of the package attn that a text names but that do not exist. The text in code blocks counts, too."""
+  """Returns the modules and members of the package attn that a text, code blocks included, names but that do not exist."""
   def source(module:str) -> str:
     path = ROOT.joinpath(*module.split("."))
     return next((file.read_text() for file in (path.with_suffix(".py"), path/"__init__.py") if file.exists()), "")
