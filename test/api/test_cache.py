@@ -23,8 +23,7 @@ def poisoned(layout="bhsd", capacity=CAPACITY, dtype=dtypes.half):
   return [Tensor.full(shape, float("nan"), dtype=dtype, device="EMU").contiguous().realize() for _ in range(2)]
 
 def check_output(got, q, k, v, dtype="float16"):
-  """Checks `got`, the output of causal attention of `q` over `k` and `v`: each element must be within its error limit (docs/contract.md). The last
-  query stands at the position of the last key."""
+  """Checks that each element of `got`, causal attention of `q` over `k` and `v`, is within its error limit (docs/contract.md)."""
   args = (q.shape[-1]**-.5, (-1, 0), k.shape[2] - q.shape[2])
   verdict = judge(got, law_of(q, k, v, *args, dtype=dtype, out_dtype=dtype)[0])
   assert verdict.ok, verdict

@@ -42,8 +42,8 @@ P = 0.3
 def with_seed(**extras:np.ndarray) -> dict[str, Any]: return dict(dropout_p=P, extras={**extras, "dropout_seed": SEED})
 
 def in_turn_on(archs:tuple[str, ...], cases:dict[str, Any]) -> Any:
-  """Parametrizes a test over all pairs of one of `cases` and a chip. By default each case runs on one chip only, and the chips of `archs` take turns.
-  All other pairs get pytest's mark `thorough`, and run only with `-m thorough`."""
+  """Parametrizes a test over all pairs of one of `cases` and a chip: by default the chips of `archs` take turns."""
+  # All other pairs get pytest's mark `thorough`.
   return pytest.mark.parametrize("case, arch", [
     pytest.param(case, arch, marks=() if i % len(archs) == k else pytest.mark.thorough, id=f"{case}-{arch}")
     for i, case in enumerate(cases) for k, arch in enumerate(archs)])
@@ -82,9 +82,8 @@ def test_the_mask_of_sizes_that_are_no_powers_of_two(sizes:tuple[int, ...]) -> N
   with emulated("gfx942"): np.testing.assert_array_equal(attn.dropout_mask(Tensor(SEED, device="EMU"), P, *sizes).numpy(), kept_mask(SEED, P, *sizes))
 
 def elements_apart(mask:np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-  """Yields (label, a, b) for each axis of the mask (batch, head, query, key) and for several distances. a and b are arrays of equal shape: each
-  element of a lies, in the mask, this distance behind the element of b at the same place. Along the keys, two such elements lie in the same octet
-  (eight neighbouring keys), in neighbouring octets, or further apart."""
+  """Yields (label, a, b) for each axis of the mask and several distances: elements of a lie this distance behind those of b."""
+  # Along the keys, two such elements lie in the same octet (eight neighbouring keys), in neighbouring octets, or further apart.
   for axis, name in enumerate(("batch", "head", "query", "key")):
     for lag in (1, 2, 3, 4, 7, 8, 16, 32, 64):
       if lag < mask.shape[axis]:
@@ -130,8 +129,8 @@ def showing(p:Problem) -> Inputs:
   return Inputs(np.zeros((p.B, p.H, p.Sq, p.D), np.float32), np.zeros((p.B, p.Hkv, p.Sk, p.D), np.float32), v)
 
 def mask_of(arch:str, tile:Callable[[Any], Any]=lambda x: x, **parameters:Any) -> np.ndarray:
-  """Runs the forward kernel on inputs with which O shows the dropout mask, and returns the mask: true for each element of P that the kernel keeps.
-  `tile` maps the tile that dispatch chooses to the tile that is used; `parameters` change the problem."""
+  """Returns the dropout mask that the forward kernel applies: true for each element of P that it keeps."""
+  # O shows the mask. `tile` maps the tile that dispatch chooses to the tile that is used; `parameters` change the problem.
   p = problem(**{**dict(B=2, H=2, Sq=70, Sk=104, D=8, Dv=104, lse=False), **with_seed(), **parameters})
   o, _ = run_kernels(p, showing(p), arch, {"dropout_seed": SEED}, tile(choose_tile(p, get_chip(arch))))
   found = o != 0
@@ -200,8 +199,7 @@ def test_rates_near_0_and_1(p:float) -> None:
 def unscaled(self:Any, row:Any, m:Any, totals:Any) -> Any: return finish(m, totals, self.scores, None)
 
 def summed_after(self:Any, s:Any, tiles:Any, t:Any, part:Any, masked:bool) -> Any:
-  """Version of the forward kernel's step `weigh` with a fault: it computes row sums after dropout, of the elements that dropout keeps. Row sums must
-  contain all elements."""
+  """Version of the forward kernel's step `weigh` with a fault: row sums contain only the elements that dropout keeps."""
   scores = self.group.scores
   left = [kept_scores(scores, [row], t) for row in self.queries]
   softmax, addends = s.softmax.addends(self.dual)
@@ -241,8 +239,7 @@ ON_NVIDIA: dict[str, tuple[str, Any, str, Any]] = {
   "O without 1/(1 - p)": ("o", (Workgroup,), "normalised", unscaled)}
 
 def shared_by_units(fault:str) -> bool:
-  """Tells whether it is enough to test this fault on one of the two NVIDIA units: whether mma.sync and wgmma kernels share the faulty code, or have
-  the same faulty line."""
+  """Returns whether it is enough to test this fault on one of the two NVIDIA units, because both have the same faulty line."""
   return fault.startswith("O ") or len(ON_NVIDIA[fault][1]) == 1
 
 @pytest.mark.sample(5)
@@ -316,7 +313,7 @@ def test_shards_with_masks_of_their_own_are_caught(monkeypatch:pytest.MonkeyPatc
     with pytest.raises(AssertionError, match="error"): check_attention(**SMALL, place=shards(of, of), **with_seed())
 
 def drops(call:Callable[[], Tensor]) -> bool:
-  """Calls a function twice, and tells whether the two results differ, as they do with a new dropout seed in each call."""
+  """Calls a function twice, and returns whether the two results differ, as they do with a new dropout seed in each call."""
   return not np.array_equal(array(call()), array(call()))
 
 def test_a_seed_is_drawn() -> None:
@@ -338,9 +335,9 @@ def test_a_seed_is_drawn() -> None:
     np.testing.assert_allclose((array(dv)*array(v)).sum(), total.numpy(), atol=0.02)
 
 def seeds_by(draw_one:Callable[[], Tensor], random_dtype:str) -> list[list[float]]:
-  """Returns the values of eight seeds, drawn by `draw_one`, and of numbers that a user draws between them by `Tensor.rand`, in the order of the
-  draws. The first four seeds are realized one after another, with a user's numbers after each. The last four are realized together with a user's
-  numbers. `random_dtype` is tinygrad's default float dtype."""
+  """Returns the values of eight seeds, drawn by `draw_one`, and of a user's random numbers between them, in the order of the draws."""
+  # The first four seeds are realized one after another, with a user's numbers after each. The last four are realized together with a user's numbers.
+  # `random_dtype` is tinygrad's default float dtype.
   with Context(DEFAULT_FLOAT=random_dtype):
     Tensor.manual_seed(7)
     apart = [(draw_one().tolist(), Tensor.rand(3).tolist()) for _ in range(4)]

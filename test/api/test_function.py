@@ -22,8 +22,8 @@ Layer = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Call:
-  """Describes a call of attention that the tests make inside a tinygrad `@function`: the Python function, the shapes of its 16-bit arguments, and the
-  values of all other arguments. Every argument gets a gradient, except integers."""
+  """Call of attention that the tests make inside a tinygrad `@function`."""
+  # `layer` makes the call, of 16-bit tensors with these shapes and of the other arguments. Every argument gets a gradient, except integers.
   layer: Layer
   shapes: tuple[tuple[int, ...], ...] = ((1, 2, 24, 32), (1, 1, 24, 32), (1, 1, 24, 32))
   others: tuple[np.ndarray, ...] = ()
@@ -45,8 +45,8 @@ def twice(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
   return (*causal(first, k, v), first)
 def nested(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return causal(function(causal)(q, k, v)[0], k, v)
 def nested_apart(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
-  """Calls attention twice through a function that tinygrad compiles on its own (`@function(precompile=True)`). A test puts this function inside
-  another `@function`, which tinygrad alone cannot compile."""
+  """Calls attention twice through a function that tinygrad compiles on its own (`@function(precompile=True)`)."""
+  # A test puts this function inside another `@function`, which tinygrad alone cannot compile.
   layer = function(causal, precompile=True, precompile_backward=True)
   return layer(layer(q, k, v)[0], k, v)
 def part(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
@@ -81,8 +81,7 @@ def arguments(call:Call) -> list[Tensor]:
   return [t.shard(TWO, call.axis if t.ndim == 4 and not (call.whole_q and i == 0) else None).realize() for i, t in enumerate(drawn)]
 
 def results(call:Call, layer:Layer, jit:bool) -> list[np.ndarray]:
-  """Returns the outputs of `layer`, a function that calls attention on the arguments of `call`, and the gradients of a loss that depends on two calls
-  of `layer`. `jit` runs all of this under TinyJit."""
+  """Returns the outputs of `layer` on the arguments of `call`, and the gradients of a loss that depends on two calls of `layer`."""
   tensors = arguments(call)
   def step(*given:Tensor) -> tuple[Tensor, ...]:
     first, second = layer(*given), layer(given[0]*0.5, *given[1:])

@@ -26,8 +26,8 @@ def int32(x:Any, device:str="EMU") -> Tensor: return Tensor(np.array(x, np.int32
 
 @dataclass(frozen=True)
 class Paged:
-  """Keys and values of sequences with the given `lengths`: as plain arrays `k` and `v`, and in `pages` in random order with the block `table`.
-  Elements of pages that belong to no sequence are NaN."""
+  """Keys and values of sequences with the given `lengths`: as plain arrays, and in `pages` in random order."""
+  # Elements of pages that belong to no sequence are NaN.
   lengths: tuple[int, ...]
   k: np.ndarray
   v: np.ndarray
@@ -47,8 +47,8 @@ class Paged:
   def tensors(self, device:str="EMU") -> list[Tensor]: return [tensor(x, "float16", device).realize() for x in self.pages]
 
 def check_output(got:np.ndarray, q:np.ndarray, x:Paged, window:tuple[int, int]=(-1, 0), **options:Any) -> None:
-  """Checks `got` (B, H, Sq, D), the output of attention with queries `q` over the paged sequences `x`. Each element must be within its error limit
-  (docs/contract.md) of a float64 computation of its sequence under the mask `window`. `options` are score options, such as softcap."""
+  """Checks that each element of `got`, attention of `q` over the paged sequences `x`, is within its error limit (docs/contract.md)."""
+  # `options` are score options, such as softcap.
   for b, n in enumerate(x.lengths):
     one = [a.astype(np.float32) for a in (q[b:b+1], x.k[b:b+1, :, :n], x.v[b:b+1, :, :n])]
     args, more = (q.shape[-1]**-.5, window, n - q.shape[2]), {"options": Options(**options)} if options else {}
@@ -258,8 +258,8 @@ def test_flash_attn_varlen_func(arch:str) -> None:
 # ***** a single page: no kernel reads its block table *****
 
 def step_of_one_page(device:str) -> Callable[[int], tuple[Tensor, Paged, np.ndarray]]:
-  """Returns a function of i, to be called with i = 0, 1, 2, ... Under TinyJit, each call appends row i to a single page. It returns the output for
-  the query of row i, the keys and values stored so far, and the query."""
+  """Returns a function of i that appends row i to a single page under TinyJit, for i = 0, 1, 2, ..."""
+  # The function returns the output for the query of row i, the keys and values stored so far, and the query.
   rng, pages, table = np.random.default_rng(3), attn.empty_paged_cache(1, 8, HKV, D, device=device), int32([[0]], device)
   q, k, v = (rng.standard_normal((1, h, 4, D)).astype(np.float16) for h in (H, HKV, HKV))
   jitted = TinyJit(lambda q, k, v, n: attn.attention_with_kv_cache(q, k, v, *pages, n, block_table=table).realize())

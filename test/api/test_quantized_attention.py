@@ -30,21 +30,21 @@ def stale(dtype:str="int8", shape:tuple[int, ...]=(B, HKV, CAPACITY, D), device:
   return [made(), made()]
 
 def rows_in(cache:QuantizedRows, format:str="int8") -> tuple[np.ndarray, np.ndarray]:
-  """Returns the rows of an 8-bit cache in float64, multiplied by their scales, and the scales. `format` is the 8-bit format."""
+  """Returns the rows of an 8-bit cache in float64, multiplied by their scales, and the scales."""
   scales = array(whole(cache.scales)).astype(np.float64)
   with np.errstate(invalid="ignore"): return numbers_of(format)[whole(cache.values).numpy().view(np.uint8)]*scales[..., None], scales
 
 def close(got:np.ndarray, q:np.ndarray, k:tuple[np.ndarray, np.ndarray], v:tuple[np.ndarray, np.ndarray], n:int, dtype:str="float16") -> None:
-  """Checks `got`, the output of causal attention of `q` to the first `n` keys. Each element must agree with float64 up to its error limit
-  (docs/contract.md). k and v are pairs: the rows in float64, already multiplied by their scales, and the scales (B, Hkv, capacity)."""
+  """Checks that each element of `got`, causal attention of `q` to the first `n` keys, is within its error limit (docs/contract.md)."""
+  # k and v are pairs: the rows in float64, already multiplied by their scales, and the scales (B, Hkv, capacity).
   law = law_of(q.astype(np.float32), k[0][:, :, :n], v[0][:, :, :n], q.shape[-1]**-.5, (-1, 0), n - q.shape[2], dtype=dtype, out_dtype=dtype,
                v_scales=v[1][:, :, :n])[0]
   assert (verdict := judge(got, law)).ok, verdict
 
 def near(cache:tuple[np.ndarray, np.ndarray], x:np.ndarray, format:str="int8") -> None:
-  """Checks that the first rows of an 8-bit cache equal x up to rounding. `cache` is a pair: the rows in float64, multiplied by their scales, and the
-  scales. The error may be half a scale in int8. In fp8 it may be 1/16 of the number, or 1/1000 of the scale if that is more."""
+  """Checks that the first rows of an 8-bit cache, given in float64 with their scales, equal x up to rounding."""
   n = x.shape[2]
+  # The error may be half a scale in int8. In fp8 it may be 1/16 of the number, or 1/1000 of the scale if that is more.
   most = 0.5001*cache[1][:, :, :n, None] if format == "int8" else np.maximum(np.abs(x)/15.9, cache[1][:, :, :n, None]/1000)
   assert (np.abs(cache[0][:, :, :n] - x) <= most).all()
 
@@ -57,10 +57,10 @@ def given(xs:list[np.ndarray], i:int, j:int, layout:str="bhsd", dtype:str="float
 # ***** caches that grow *****
 
 def grow(device:str, dtype:str, format:str, width:int=D, scale_dtype:str="float32") -> None:
-  """Checks attention over 8-bit caches while they grow: by a prompt, by 16 rows, and by single rows under TinyJit at a position that a Variable
-  gives. The rest of the caches holds random numbers and bad scales, which must have no effect. Each step is checked twice. The cached rows must equal
-  the appended rows up to rounding to the 8-bit format `format`. The output must agree with float64 attention over the cached rows, within its error
-  limits."""
+  """Checks attention over 8-bit caches while they grow: by a prompt, by 16 rows, and by single rows under TinyJit."""
+  # The rest of the caches holds random numbers and bad scales, which must have no effect. Each step is checked twice. The cached rows must equal the
+  # appended rows up to rounding to the 8-bit format `format`. The output must agree with float64 attention over the cached rows, within its error
+  # limits.
   x, (k, v) = drawn(60, width=width), stale(dtype, (B, HKV, CAPACITY, width), device, scale_dtype)
   def step(q:Tensor, k_new:Tensor, v_new:Tensor, n:Any) -> Tensor: return attn.attention_with_kv_cache(q, k_new, v_new, k, v, n).realize()
   jitted, n = TinyJit(step), Variable("n", 0, CAPACITY - 1)
@@ -148,8 +148,8 @@ def buffers_of(o:Tensor, *known:Tensor) -> int:
   return sum(u.max_numel()*u.dtype.itemsize for u in found)
 
 def test_rows_that_another_kernel_converts(capsys:pytest.CaptureFixture[str]) -> None:
-  """If another kernel converts 8-bit rows before attention, results are right, also at a place that a Variable gives under TinyJit. `explain` names
-  this, and how many bytes the converted rows take: as many as the call allocates."""
+  # Results are right, also at a place that a Variable gives under TinyJit. `explain` names the conversion, and how many bytes the converted rows
+  # take: as many as the call allocates.
   with emulated("sm_90", "widened_wgmma"):
     x, (k, v), n = drawn(80), stale(), Variable("n", 0, CAPACITY - 1)
     attn.append_kv(*given(x[1:], 0, 80), k, v, 0)

@@ -15,8 +15,8 @@ from cases import EVERY_ARCH, array, in_turn, tensor
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
 def law(q, k, v, mask=None, is_causal=False, scale=None, dtype=""):
-  """Computes scaled_dot_product_attention by PyTorch's definition in float64, and returns the exact values with the error limit of each element. Axes
-  before the last two may broadcast. A row that sees no key gives 0."""
+  """Computes scaled_dot_product_attention by PyTorch's definition in float64, with the error limit of each element."""
+  # Axes before the last two may broadcast. A row that sees no key gives 0.
   if q.ndim > 2 and k.shape[-3] not in (1, q.shape[-3]): k, v = (np.repeat(x, q.shape[-3]//x.shape[-3], -3) for x in (k, v))
   lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], () if mask is None else mask.shape[:-2])
   flat = lambda x, *last: np.broadcast_to(x, (*lead, *(last or x.shape[-2:]))).reshape(-1, 1, *(last or x.shape[-2:]))
@@ -129,7 +129,7 @@ def test_a_transformer_both_ways(name, arch):
     assert np.abs(ours - own).max() > 0     # different kernels round differently
 
 def goes_through_ours(method=None) -> bool:
-  """Tells whether a call of tinygrad's method reaches attn. `method` may be a reference to the method that was taken earlier."""
+  """Returns whether a call of tinygrad's method, or of the reference `method` to it, reaches attn."""
   with emulated("gfx942"):
     q, before = draw(1, 1, 4, 16), len(sdpa.decisions)
     (method or Tensor.scaled_dot_product_attention)(q, q, q)

@@ -34,10 +34,10 @@ SMALL: dict[str, Any] = dict(H=2, Sq=20, Sk=40, D=16)
 def check_gradients(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
                     through:tuple[str, ...]=("o",), place:Callable[[str, Tensor], Tensor]=lambda _, t: t, training:int=1,
                     **parameters:Any) -> dict[str, np.ndarray]:
-  """Runs `attention`, and compares the gradient of every input with float64: each element must be within its error limit (docs/contract.md).
-  `parameters` are the arguments of `problem`, `make` draws q, k and v, and `extras` holds optional tensors by name. The loss is a weighted sum of the
-  outputs that `through` names: "o", "lse", or both. `training` is the value of tinygrad's setting TRAINING. `place` may move each tensor to other
-  devices. Returns the gradients by name in the shapes of the inputs; those of q, k and v are (B, H, S, D)."""
+  """Runs `attention`, checks that the gradients of all inputs are within their error limits (docs/contract.md), and returns them by name."""
+  # `parameters` are the arguments of `problem`, `make` draws q, k and v, and `extras` holds optional tensors by name. The loss is a weighted sum of
+  # the outputs that `through` names: "o", "lse", or both. `training` is the value of tinygrad's setting TRAINING. `place` may move each tensor to
+  # other devices. The gradients of q, k and v are (B, H, S, D).
   extras = extras or {}
   p = problem(extras=extras, lse="lse" in through, **{**SMALL, **parameters})
   x, B, rows = make(p), *((1, p.total_q) if p.varlen else (p.B, p.Sq))
@@ -311,7 +311,7 @@ def test_one_kernel_in_order_with_tiles_of_128_queries() -> None:
 
 def one_kernel_or_two(deterministic:bool, *, H:int=2, Hkv:int=2, Sk:int=2048, D:int=128, packed:bool=False, slopes:bool=False, lengths:bool=False,
                       longest:int=2048, **options:Any) -> BackwardChoice:
-  """Returns the kernels that dispatch chooses for the gradients on sm_90, for 66 batches or packed sequences of 2048 queries: one kernel, or two."""
+  """Returns the kernels that dispatch chooses on sm_90 for the gradients of 66 batches or packed sequences of 2048 queries."""
   q, k = (Tensor.empty(66, heads, rows, D, dtype="half") for heads, rows in ((H, 2048), (Hkv, Sk)))
   if packed:
     q, k = (Tensor.empty(66*2048, heads, D, dtype="half") for heads in (H, Hkv))

@@ -26,24 +26,23 @@ APPLIED: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 @dataclass(frozen=True)
 class View:
-  """A view of an array in memory. The movement operations `steps` make the view from `memory`, and `of` has the elements that the view must then
-  have."""
+  """A view of an array in memory."""
   memory: np.ndarray
-  steps: tuple[tuple[str, Any], ...]
-  of: np.ndarray
+  steps: tuple[tuple[str, Any], ...]  # movement operations that make the view
+  of: np.ndarray  # the elements that the view must have
   def tensors(self) -> tuple[Tensor, Tensor]:
     t = base = Tensor(np.ascontiguousarray(self.memory), device="EMU").realize()
     for name, argument in self.steps: t = APPLIED[name](t, argument)
     return base, t
 
 def larger(x:np.ndarray, before:list[int], after:list[int]) -> np.ndarray:
-  """Surrounds x with numbers that no kernel may read, `before[a]` of them before and `after[a]` of them after x along each axis a."""
+  """Surrounds x along each axis a with before[a] and after[a] numbers that no kernel may read."""
   lost: Any = np.nan if x.dtype.kind == "f" else 10**6
   return np.pad(x, list(zip(before, after)), constant_values=np.array(lost).astype(x.dtype))
 
 def before(d:Any, kind:str, x:np.ndarray) -> tuple[np.ndarray, Any]|None:
-  """Draws an array from which the movement operation `kind` makes x. Returns the array and the operation's argument, or None if no such array is
-  found. `d` is hypothesis's function that draws."""
+  """Draws an array from which the movement operation `kind` makes x; returns it with the operation's argument, or None."""
+  # `d` is hypothesis's function that draws.
   axes = range(x.ndim)
   def some(most:int) -> list[int]: return [d(st.integers(0, most)) for _ in axes]
   match kind:
@@ -84,9 +83,9 @@ def before(d:Any, kind:str, x:np.ndarray) -> tuple[np.ndarray, Any]|None:
 
 @st.composite
 def views(d:Any, x:np.ndarray, writable:bool=False) -> View:
-  """Draws a view with the elements x, made by up to four movement operations. `d` is hypothesis's function that draws. Some draws change x first:
-  they make all slices along an axis equal, so that the view can repeat a slice, or set the first slice to 0, so that the view can pad. Integers and
-  views that are written to (`writable`) are not changed."""
+  """Draws a view with the elements x, made by up to four movement operations."""
+  # Some draws change x first: they make all slices along an axis equal, so that the view can repeat a slice, or set the first slice to 0, so that the
+  # view can pad. Integers and views that are written to (`writable`) are not changed. `d` is hypothesis's function that draws.
   alter, axis = d(st.sampled_from(("", "", "alike", "zeros"))), d(st.integers(0, x.ndim - 1))
   of_floats = x.dtype.kind == "f" and not writable
   if alter == "alike" and of_floats: x = np.repeat(x.take([0], axis), x.shape[axis], axis)
@@ -99,8 +98,8 @@ def views(d:Any, x:np.ndarray, writable:bool=False) -> View:
   return View(memory, tuple(reversed(steps)), x)
 
 def drawn(examples:int) -> Callable[[Any], Any]:
-  """Runs a test on `examples` random draws. Fewer than 50 draws are the same in every run. A failing draw is not made smaller first, which would take
-  minutes."""
+  """Runs a test on `examples` random draws; fewer than 50 draws are the same in every run."""
+  # A failing draw is not made smaller first, which would take minutes.
   return settings(max_examples=examples, deadline=None, derandomize=examples < 50, suppress_health_check=list(HealthCheck), database=None,
                   phases=(Phase.generate,))
 
@@ -159,7 +158,7 @@ def cached(**t:Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Function:
-  """A function under test: how to call it, the arrays that it takes by name, and the names of the arguments that it writes."""
+  """A function under test: how to call it, the arrays that it takes, and the names of the arguments that it writes."""
   call: Callable[..., Any]
   takes: Callable[[], Arrays]
   writes: tuple[str, ...] = ()
@@ -212,7 +211,7 @@ def results(call:Callable[..., Any], tensors:dict[str, Any], writes:tuple[str, .
   return [array(t) if t.dtype.name != "bool" else t.numpy() for t in (*given, *(tensors[name] for name in writes))]
 
 def check_views(name:str, d:Any) -> None:
-  """Draws views for the arguments of the function `name`. Compares the call with views to the call with contiguous tensors of equal elements."""
+  """Compares a call of the function `name` with drawn views to a call with contiguous tensors of equal elements."""
   function = FUNCTIONS[name]
   with emulated("gfx942"):
     arrays = function.takes()

@@ -1,6 +1,4 @@
-"""Tests of a matrix unit that no chip of attn has: RDNA4's WMMA with 32 columns instead of 16, in the layout and with the arguments of gfx1250. Two
-table rows add it, one in attn's table of chips and one in the emulator's. The new chip has no dot products and no table of tiles, so dispatch must
-choose tiles without a table."""
+"""Tests of a matrix unit that no chip of attn has: RDNA4's WMMA with 32 columns instead of 16, in the layout and with the arguments of gfx1250."""
 from __future__ import annotations
 from dataclasses import replace
 import pytest
@@ -19,6 +17,9 @@ from attn.tinygrad_compat import UOp, dtypes
 from backward_cases import check_backward_kernels
 from cases import TYPES, check, problem
 
+# Two table rows add it, one in attn's table of chips and one in the emulator's. The new chip has no dot products and no table of tiles, so dispatch
+# must choose tiles without a table.
+
 ARCH, LDS = "gfx1250", 327680
 
 def deep(dtype:str, element:str) -> Matrix: return wmma(dtype, element, 8, K=32, arguments="false, {a}, false, {b}, (short)0, {c}, false, false")
@@ -28,8 +29,8 @@ DEEP = Family("deep", wave=32, vgprs=256, busy_waves=2, bf16_pack=True, descript
 
 @pytest.fixture(autouse=True)
 def with_unit(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Adds a chip with a new matrix unit to attn's table of chips and to the emulator's table. Half h of a wave's lanes holds the elements k = 16d + 8h
-  + e of A and B (d = 0, 1; e = 0 to 7), and the rows 8h + r of C."""
+  """Adds a chip with a new matrix unit to attn's table of chips and to the emulator's table."""
+  # Half h of a wave's lanes holds the elements k = 16d + 8h + e of A and B (d = 0, 1; e = 0 to 7), and the rows 8h + r of C.
   ab, c = Layout("de hi -> i dhe", d=2, e=8, h=2, i=16), Layout("r hn -> hr n", r=8, h=2, n=16)
   monkeypatch.setitem(CHIPS, ARCH, Chip(ARCH, DEEP, LDS, (Card("of this test", 256),), registers=1024, granule=16))
   monkeypatch.setitem(EMULATED, ARCH, EmulatedChip("deep", 32, LDS))

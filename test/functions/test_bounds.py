@@ -1,6 +1,5 @@
-"""Tests of how attn splits a mask function into an interval of keys for each query and a remaining condition. Interval and condition together must
-give the mask for each pair of a query and a key. The same is tested with an interval of queries for each key. The expected mask comes from a plain
-Python function, or from the mask's UOps, computed in numpy."""
+"""Tests of how attn splits a mask function into an interval of keys for each query (or of queries for each key) and a remaining condition: together
+they must give the mask for each pair of a query and a key."""
 from __future__ import annotations
 import functools, itertools, operator
 from collections.abc import Callable
@@ -13,6 +12,8 @@ from attn.functions.interval import Interval
 from attn.functions.symbols import FAR, QUERY_HEAD, KEY, QUERY, tensor_symbol
 from attn.reference import Array
 from attn.tinygrad_compat import Ops, Tensor, UOp, dtypes
+
+# The expected mask comes from a plain Python function, or from the mask's UOps, computed in numpy.
 
 I, J = np.arange(-20, 61)[:, None], np.arange(61)[None, :]
 TABLES = {0: np.array([3, 1, 4, 1, 5, 9, 2, 6]), 1: np.array([True, False, False, True, True, False, True, False])}
@@ -39,16 +40,15 @@ def value(u:UOp, i:Array, j:Array) -> Array:
 # ***** what is checked of each mask *****
 
 def columns_shown(interval:Callable[[int], Interval], rows:Array, columns:Array) -> Array:
-  """Returns a bool table (rows, columns): whether a column lies in the interval of a row. Checks that neither end of the interval decreases from one
-  row to the next."""
+  """Returns a bool table (rows, columns): whether a column lies in the interval of a row."""
   found = [interval(int(row)) for row in rows]
+  # Neither end of the interval may decrease from one row to the next.
   for numbers in zip(*found):
     assert all(x is None for x in numbers) or all(x <= y for x, y in itertools.pairwise(numbers)), numbers
   return np.stack([(columns >= (-FAR if first is None else first)) & (columns <= (FAR if last is None else last)) for first, last in found])
 
 def check_split(mask:UOp, want:Array) -> Bounds:
-  """Splits a mask into an interval of keys for each query and a remaining condition, and checks that both together give the mask `want`. Checks the
-  same for an interval of queries for each key. Returns the split mask."""
+  """Checks that the intervals and the remaining condition into which attn splits a mask give the mask `want`; returns the split mask."""
   found = mask_bounds(mask)
   rest = np.broadcast_to(True if found.rest is None else value(found.rest, I, J), want.shape)
   np.testing.assert_array_equal(columns_shown(found.keys_of, I[:, 0], J[0]) & rest, want)

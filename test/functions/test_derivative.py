@@ -31,7 +31,7 @@ def as_dtype(x:Any, u:UOp, real:Real) -> Any:
   return np.asarray(x).astype(real if dtypes.is_float(u.dtype) else bool if u.dtype == dtypes.bool else np.int64)
 
 def computed(value:UOp, numbers:Given, real:Real) -> Array:
-  """Computes the UOp `value` in numpy, with floats of the type `real`. `numbers` has the values of its symbols."""
+  """Computes the UOp `value` in numpy, with floats of the type `real`, from the values of its symbols."""
   found = {u: as_dtype(x, u, real) for u, x in numbers.items()}
   with np.errstate(all="ignore"):
     for u in value.toposort(lambda u: u not in numbers):
@@ -43,12 +43,12 @@ def computed(value:UOp, numbers:Given, real:Real) -> Array:
   return np.broadcast_to(found[value], np.broadcast(*(found[u] for u in numbers), found[value]).shape)
 
 def differences(value:UOp, of:UOp, numbers:Given) -> tuple[Array, Array]:
-  """Computes the derivative of the UOp `value` by the symbol `of` from central differences, and a bool array that says where the function is smooth:
-  where differences over two distances agree. `numbers` has the values of the symbols."""
+  """Computes the derivative of `value` by the symbol `of` from central differences, and where the function is smooth."""
   def over(step:float) -> Array:
     h = np.longdouble(step)
     after, before = (computed(value, {**numbers, of: np.asarray(numbers[of], np.longdouble) + x}, np.longdouble) for x in (h, -h))
     with np.errstate(all="ignore"): return (after - before)/(2*h)
+  # The function is smooth where differences over two distances agree.
   wide, narrow = over(2**-13), over(2**-15)
   with np.errstate(all="ignore"): return narrow + (narrow - wide)/15, np.abs(narrow - wide) <= 1e-6*(1 + np.abs(narrow))
 

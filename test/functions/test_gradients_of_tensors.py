@@ -18,8 +18,9 @@ UNIT = 2.0**-11        # half a unit in the last place of float16
 
 @dataclass(frozen=True)
 class Case:
-  """A score_mod, and `numpy`, which computes the same. `numpy` takes the scores, the tensor and the indices b, h, i and j. It returns the new scores,
-  and a list with an entry for each element that score_mod reads: (derivative of the score by the element, index of the element)."""
+  """A score_mod of one tensor, and `numpy`, which computes the same."""
+  # `numpy` takes the scores, the tensor and the indices b, h, i and j. It returns the new scores, and a list with an entry for each element that
+  # score_mod reads: (derivative of the score by the element, index of the element).
   shape: Callable[[int, int, int, int], tuple[int, ...]]
   function: Callable[..., UOp]
   numpy: Callable[..., tuple[Array, list[tuple[Any, tuple[Any, ...]]]]]
@@ -48,11 +49,9 @@ CASES = {
 }
 
 def expected(case:Case, q:Array, k:Array, v:Array, do:Array, t:Array, causal:bool, cap:float) -> tuple[Array, Array]:
-  """Returns the gradient of the tensor `t`, which the score_mod of `case` reads, in float64, and the error limit of each element: six standard
-  deviations. `cap` is the softcap, 0 for none.
-
-  The kernels round O to float16. This changes delta of a row by about the sum of these roundings, and so dS of all scores of the row. Errors of
-  different rows are independent."""
+  """Returns the gradient of the tensor `t`, which the score_mod of `case` reads, in float64, and the error limit of each element."""
+  # The limit is six standard deviations. `cap` is the softcap, 0 for none. The kernels round O to float16. This changes delta of a row by about the
+  # sum of these roundings, and so dS of all scores of the row. Errors of different rows are independent.
   q, k, v, do, t = (x.astype(np.float64) for x in (q, k, v, do, t))
   k, v = (np.repeat(x, q.shape[1]//x.shape[1], 1) for x in (k, v))
   (B, H, Sq, D), Sk = q.shape, k.shape[2]

@@ -34,7 +34,8 @@ def times(s:Array, x:Array) -> Scores: return s*x, np.broadcast_to(x, s.shape), 
 def capped(s:Array, cap:float) -> Scores: return cap*np.tanh(s/cap), np.cosh(s/cap)**-2, cap
 
 def in_reach(i:Any, j:Any) -> Any:
-  """Tells whether pixel j lies in the tile of pixel i or in one of the eight tiles around it. Tiles are 2 x 2 pixels of an image with 8 columns."""
+  """Returns whether pixel j lies in the tile of pixel i or in one of the eight tiles around it."""
+  # Tiles are 2 x 2 pixels of an image with 8 columns.
   (y, x), (at_y, at_x) = np.divmod(i, 8), np.divmod(j, 8)
   first_y, first_x = y - y % 2 - 2, x - x % 2 - 2
   return (first_y <= at_y) & (at_y < first_y + 6) & (first_x <= at_x) & (at_x < first_x + 6)

@@ -29,8 +29,8 @@ def as_dtype(x:Any, u:UOp) -> Any:
   return np.asarray(x).astype(np.float64 if dtypes.is_float(u.dtype) else bool if u.dtype == dtypes.bool else np.int64)
 
 def computed(value:UOp, places:Given, tensors:list[Array]) -> Array:
-  """Computes a score_mod or mask_mod, given as the UOp `value`, in numpy for all pairs of a query and a key. `places` has the values of its symbols,
-  such as the indices."""
+  """Computes a score_mod or mask_mod, given as the UOp `value`, in numpy for all pairs of a query and a key."""
+  # `places` has the values of the function's symbols, such as the indices.
   found = {u: as_dtype(x, u) for u, x in places.items()}
   with np.errstate(all="ignore"):
     for u in value.toposort(lambda u: u not in places):
@@ -42,9 +42,9 @@ def computed(value:UOp, places:Given, tensors:list[Array]) -> Array:
   return found[value]
 
 def element_at(u:UOp, found:dict[UOp, Any]) -> tuple[Array, ...]:
-  """Returns which element of a tensor a score_mod or mask_mod reads, for each pair of a query and a key: an array of indices for each axis of the
-  tensor. `u` is the UOp that reads the element, and `found` has the values of all UOps. For a pair that the mask hides, an index may lie outside of
-  its axis; it is moved to the nearest index in the axis."""
+  """Returns which element of a tensor the UOp `u` reads, for each pair of a query and a key: indices for each axis."""
+  # `found` has the values of all UOps. For a pair that the mask hides, an index may lie outside of its axis; it is moved to the nearest index in the
+  # axis.
   return tuple(np.clip(found[x], 0, size - 1) for x, size in zip(indices_of(u), tensor_of(u).shape))
 
 # ***** one call *****
@@ -53,8 +53,7 @@ EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-20}
 
 @dataclass(frozen=True)
 class Case:
-  """One random call of attention: its inputs, rounded to their dtypes, with a score_mod or mask_mod or both. `run` computes the call by attn, and
-  `expected` in float64."""
+  """One random call of attention: its inputs, rounded to their dtypes, with a score_mod or mask_mod or both."""
   dtype: str
   q: Array
   k: Array
@@ -73,12 +72,12 @@ class Case:
     return SCORE if found is None else found.value
   @functools.cached_property
   def elements(self) -> dict[int, list[UOp]]:
-    """Elements of float tensors that the score_mod reads, as UOps: a list for each tensor, by the tensor's number."""
+    """The elements of float tensors that the score_mod reads, as UOps: a list for each tensor, by the tensor's number."""
     of_floats = [u for u in elements_of(self.value) if dtypes.is_float(u.dtype)]
     return {n: [u for u in of_floats if number_of_tensor(u) == n] for n in sorted({number_of_tensor(u) for u in of_floats})}
 
   def run(self, arch:str, kernel:str="") -> list[Array]:
-    """Computes o and the gradients of q, k, v and of the float tensors that the score_mod reads, on the emulator of the chip `arch`."""
+    """Computes o and the gradients of q, k and v and of the float tensors that the score_mod reads, on the emulator of `arch`."""
     with emulated(arch, kernel):
       q, k, v, do = (tensor(x, self.dtype).realize() for x in (self.q, self.k, self.v, self.do))
       given = [Tensor(x, device="EMU").realize() for x in self.tensors]
@@ -93,9 +92,10 @@ class Case:
       assert worst <= 1, f"{name} on {arch}: {worst} of what is allowed"
 
   def expected(self) -> list[tuple[Array, Array]]:
-    """Returns o and the gradients in float64, as pairs (values, largest errors that the test allows). These errors follow from errors of single
-    steps: P, dS and each result may be off by 4 times the roundoff of the dtype, and a score by 2^-17 times (1 + the sum of the magnitudes of its
-    products q k). For a tensor that the score_mod reads, the allowed errors of dS are summed like dS itself."""
+    """Returns o and the gradients in float64, as pairs (values, largest errors that the test allows)."""
+    # These errors follow from errors of single steps: P, dS and each result may be off by 4 times the roundoff of the dtype, and a score by 2^-17
+    # times (1 + the sum of the magnitudes of its products q k). For a tensor that the score_mod reads, the allowed errors of dS are summed like dS
+    # itself.
     q, k, v, do = (x.astype(np.float64) for x in (self.q, self.k, self.v, self.do))
     (B, H, Sq, D), (Hkv, Sk) = q.shape, k.shape[1:3]
     scale, e = D**-.5, 4*EPSILON[self.dtype]
@@ -121,7 +121,7 @@ class Case:
     wrong_delta = (np.abs(do)*wrong_o).sum(-1, keepdims=True)
     apart = p*np.abs(dp - delta)*(wrong + e + 2.0**-12) + p*(wrong_delta + e*np.abs(do)@np.abs(v).swapaxes(-1, -2))
     def of_slope(slope:Array) -> tuple[Array, Array]:
-      """Returns P*(dP - delta)*slope and its largest error. `slope` is the derivative of the score_mod by the score or by an element."""
+      """Returns P*(dP - delta)*slope and its largest error, for a derivative `slope` of the score_mod."""
       slope = np.where(p > 0, slope, 0)
       return p*(dp - delta)*slope, apart*np.abs(slope)
     ds, wrong_ds = of_slope(slope)
@@ -162,8 +162,8 @@ class Draw:
     return list(zip(axes, made))
 
   def element(self, n:int, axes:list[str]) -> Callable[..., UOp]:
-    """Returns a function (score, b, h, i, j, *tensors) that reads an element of tensor number n. `axes` names the index along each axis, such as "h"
-    or "i - j"."""
+    """Returns a function (score, b, h, i, j, *tensors) that reads an element of tensor number n."""
+    # `axes` names the index along each axis, such as "h" or "i - j".
     def of(s:Any, b:UOp, h:UOp, i:UOp, j:UOp, *t:UOp) -> UOp:
       places = {"b": b, "h": h, "i": i + self.Sq, "j": j, "i - j": i - j + self.Sq + self.Sk, "0": UOp.const(2)}
       return t[n][tuple(places[x] for x in axes)]
@@ -182,8 +182,8 @@ class Draw:
     return self.one_of(*choices)
 
   def factor(self, elements:list[Callable[..., UOp]]) -> Callable[..., UOp]:
-    """Draws a function (score, b, h, i, j, *tensors) whose value does not depend on the score. `elements` has for each of the four tensors a function
-    that reads an element."""
+    """Draws a function (score, b, h, i, j, *tensors) whose value does not depend on the score."""
+    # `elements` has for each of the four tensors a function that reads an element.
     c = self.number()
     return self.one_of(elements[0], lambda *a: elements[1](*a).cast(dtypes.float), lambda *a: elements[2](*a).cast(dtypes.float)*c,
                        lambda s, b, h, i, j, *t: (i - j).cast(dtypes.float)*(c/32), lambda s, b, h, i, j, *t: (h + 2*b).cast(dtypes.float)*c + 0.5,
@@ -205,7 +205,8 @@ class Draw:
 UNITS = ("gfx942", "gfx1100", "gfx950", "sm_80", "sm_90", "gfx1030")     # gfx1030 has no matrix unit: tiled
 
 def rounded(x:Array, dtype:str) -> Array:
-  """Rounds numbers to `dtype`, and returns them as float32. For bfloat16 the lower 16 bits of float32 are cut off."""
+  """Rounds numbers to `dtype`, and returns them as float32."""
+  # For bfloat16 the lower 16 bits of float32 are cut off.
   if dtype == "bfloat16": return (x.astype(np.float32).view(np.uint32) & 0xffff0000).view(np.float32)
   return x.astype(dtype).astype(np.float32)
 

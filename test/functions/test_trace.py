@@ -23,7 +23,7 @@ def on_emulator(shape:tuple[int, ...]=(2, 5), dtype:Any=dtypes.float, device:str
   return Tensor.ones(*shape, dtype=dtype, device=device).contiguous().realize()
 
 def call(*tensors:Any, score:Any=None, mask:Any=None) -> Any:
-  """Checks the arguments of a call of `attention` with this score_mod and mask_mod, and returns dispatch's choice of a kernel. No kernel runs."""
+  """Checks the arguments of a call of `attention` with this score_mod and mask_mod, and returns dispatch's choice of a kernel."""
   q = on_emulator((1, 2, 5, 32), dtypes.half)
   return choice_of(q, q, q, arch="gfx942", score_mod=score, mask_mod=mask, mod_tensors=tensors)
 
@@ -250,7 +250,7 @@ def test_equality_outside_a_function_is_identity() -> None:
 
 @pytest.fixture
 def calls(monkeypatch:pytest.MonkeyPatch) -> list[str]:
-  """Returns a list. Whenever attn calls a score_mod or mask_mod to trace it, the name of the function is appended."""
+  """Returns a list to which a function's kind is added whenever attn calls a score_mod or mask_mod to trace it."""
   found: list[str] = []
   own = module.call_twice
   def counted(signature:Any, function:Any, tensors:Any) -> Traced:

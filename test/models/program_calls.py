@@ -12,9 +12,10 @@ D = WIDTH//HEADS
 BOUND_AT_IMPORT = Tensor.scaled_dot_product_attention      # as extra/models/unet.py binds the method
 
 class Program:
-  """Base class of the small programs. Weights and inputs are random and rounded to `dtype`. If `exact`, the rounded numbers are then converted to
-  float32. A program draws them one after another from one generator, so each run has the same numbers."""
+  """Base class of the small programs, whose weights and inputs are random and rounded to `dtype`."""
   def __init__(self, dtype:Any, exact:bool=False) -> None:
+    # If `exact`, the rounded numbers are then converted to float32. A program draws them one after another from one generator, so each run has the
+    # same numbers.
     self.rng, self.rounded, self.dtype = np.random.default_rng(1), dtype, dtypes.float if exact else dtype
   def draw(self, *shape:int, factor:float=1.0) -> Tensor:
     return Tensor((factor*self.rng.standard_normal(shape)).astype(np.float32)).cast(self.rounded).cast(self.dtype).realize()
@@ -26,17 +27,17 @@ def heads(x:Tensor) -> Tensor: return x.reshape(*x.shape[:2], HEADS, D).transpos
 def merged(x:Tensor) -> Tensor: return x.transpose(1, 2).flatten(2)
 
 class Bert(Program):
-  """Small program that calls attention as tinygrad's extra/models/bert.py does. Its mask is computed from Python numbers, so it has tinygrad's dtype
-  weakfloat, which takes the dtype of the tensor that it is added to. Its dropout does nothing outside training."""
+  """Calls attention as tinygrad's extra/models/bert.py does."""
   calls = 1
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")
     x, seen = self.draw(2, ROWS, WIDTH), Tensor(self.rng.integers(0, 2, (2, ROWS)).astype(np.int32))
+    # This mask is computed from Python numbers, so it has tinygrad's dtype weakfloat, which takes the dtype of the tensor to which it is added.
     mask = (1.0 - seen.unsqueeze(1).unsqueeze(2))*-10000.0
     return [merged(Tensor.scaled_dot_product_attention(heads(x @ self.q), heads(x @ self.k), heads(x @ self.v), mask, .1))]
 
 class Clip(Program):
-  """Small program that calls attention as the text model of tinygrad's extra/models/clip.py does, with a mask of -inf above the diagonal."""
+  """Calls attention as the text model of tinygrad's extra/models/clip.py does, with a mask of -inf above the diagonal."""
   calls = 1
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")
@@ -44,7 +45,7 @@ class Clip(Program):
     return [merged(Tensor.scaled_dot_product_attention(heads(x @ self.q), heads(x @ self.k), heads(x @ self.v), attn_mask=mask))]
 
 class Vit(Program):
-  """Small program that calls attention as tinygrad's extra/models/vit.py and extra/models/transformer.py do, without a mask."""
+  """Calls attention as tinygrad's extra/models/vit.py and extra/models/transformer.py do, without a mask."""
   calls = 1
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")
@@ -53,26 +54,25 @@ class Vit(Program):
     return [Tensor.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, -1, WIDTH)]
 
 class Unet(Program):
-  """Small program that calls attention as tinygrad's extra/models/unet.py does: over a picture, and over the words of a prompt. That file takes a
-  reference to Tensor.scaled_dot_product_attention when it is imported, before attn replaces this method. attn must still compute the calls."""
+  """Calls attention as tinygrad's extra/models/unet.py does: over a picture, and over the words of a prompt."""
   calls = 2
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")
     x, words = self.draw(1, 16, WIDTH), self.draw(1, 7, WIDTH)
+    # That file takes a reference to Tensor.scaled_dot_product_attention when it is imported, before attn replaces this method. attn must still
+    # compute the calls.
     for keys in (x, words): x = x + merged(BOUND_AT_IMPORT(heads(x @ self.q), heads(keys @ self.k), heads(keys @ self.v)))
     return [x]
 
 class Vae(Program):
-  """Small program that calls attention as the autoencoder of tinygrad's examples/stable_diffusion.py does: on tensors of three dimensions, with one
-  head as wide as the channels."""
+  """Calls attention as the autoencoder of tinygrad's examples/stable_diffusion.py does: on tensors of three dimensions, with one wide head."""
   calls = 1
   def run(self) -> list[Tensor]:
     q, k, v = (self.draw(1, WIDTH, 4, 4).reshape(1, WIDTH, 16).transpose(1, 2) for _ in range(3))
     return [Tensor.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(1, WIDTH, 4, 4)]
 
 class Gpt2(Program):
-  """Small program that calls attention as tinygrad's examples/gpt2.py does: K and V are in one cache, and a Variable says where the newest token
-  goes."""
+  """Calls attention as tinygrad's examples/gpt2.py does: K and V are in one cache, and a Variable says where the newest token goes."""
   calls = 3
   def start(self, at:int) -> int|UOp: return at if not at else Variable("start_pos", 1, ROWS - 1).bind(at)
   def step(self, x:Tensor, start:Any) -> Tensor:
@@ -94,14 +94,14 @@ class Gpt2(Program):
     return found
 
 class Llama(Gpt2):
-  """Small program that calls attention as tinygrad's extra/models/llama.py does without TinyJit: an int says where the newest token goes, and
-  key/value heads are repeated."""
+  """Calls attention as tinygrad's extra/models/llama.py does without TinyJit."""
   calls = 4
   def run(self) -> list[Tensor]:
     self.weights("q")
     self.k, self.v = (self.draw(WIDTH//2, WIDTH, factor=WIDTH**-.5).T for _ in range(2))
     self.cache = Tensor.zeros(2, 1, ROWS, HEADS//2, D, dtype=self.dtype).contiguous().realize()
     found, at = list[Tensor](), 0
+    # An int says where the newest token goes, and key/value heads are repeated.
     for n in (5, 1, 1, 1):
       found.append(self.step(self.draw(1, n, WIDTH), at))
       at += n
@@ -116,13 +116,13 @@ class Llama(Gpt2):
     return (x + merged(q.transpose(1, 2).scaled_dot_product_attention(keys.transpose(1, 2), values.transpose(1, 2), mask))).realize()
 
 class Whisper(Program):
-  """Small program that calls attention as tinygrad's examples/whisper.py does. Self-attention reads a float32 cache up to the newest row, and its
-  mask is a corner of a larger mask. Cross-attention to the output of the encoder follows."""
+  """Calls attention as tinygrad's examples/whisper.py does: self-attention over a float32 cache, then cross-attention to the encoder's output."""
   calls = 6
   def step(self, x:Tensor, start:Any) -> Tensor:
     q, k, v = x @ self.q, x @ self.k, x @ self.v
     k, v = (cache.shrink((None, (0, start), None)).cat(rows, dim=1) for cache, rows in zip(self.caches, (k, v)))
     for cache, rows in zip(self.caches, (k, v)): cache.assign(rows.pad((None, (0, ROWS - start - x.shape[1]), None)).contiguous()).realize()
+    # The mask is a corner of a larger mask.
     x = x + merged(Tensor.scaled_dot_product_attention(heads(q), heads(k), heads(v), self.mask[:x.shape[1], :x.shape[1]]))
     k, v = (self.heard @ w for w in (self.k, self.v))
     return (x + merged(Tensor.scaled_dot_product_attention(heads(x @ self.q), heads(k), heads(v), None))).realize()
@@ -139,8 +139,7 @@ class Whisper(Program):
     return found
 
 class T5(Program):
-  """Small program that calls attention as tinygrad's extra/models/t5.py does: written out in tensor operations, without a scale, with a learned bias
-  that depends on positions, and with softmax in float32."""
+  """Calls attention as tinygrad's extra/models/t5.py does: written out, without a scale, with a learned bias and softmax in float32."""
   calls = 1
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")
@@ -152,11 +151,11 @@ class T5(Program):
     return [Tensor.matmul(weights, v).transpose(1, 2).contiguous().view(2, -1, WIDTH)]
 
 class Mla(Program):
-  """Small program that computes latent attention (MLA) as tinygrad/llm/model.py does, written out in tensor operations. Values are the first columns
-  of the keys, all query heads use one head of keys, and the cache is read after the store of the newest rows."""
+  """Computes latent attention as tinygrad/llm/model.py does, written out in tensor operations."""
   calls = 3
   latent = 24
   def step(self, x:Tensor, start:Any) -> Tensor:
+    # Values are the first columns of the keys, all query heads use one head of keys, and the cache is read after the store of the newest rows.
     T = x.shape[1]
     q, row = (x @ self.q).reshape(1, T, HEADS, D).transpose(1, 2) @ self.absorbed, x @ self.k
     k = Tensor(self.cache.uop.after(self.cache[:, :, start:start + T, :].uop.store(row.reshape(1, 1, T, WIDTH).uop)))[:, :, 0:start + T, :]

@@ -51,8 +51,8 @@ def weights_of(scores:Tensor, sink:Tensor) -> Tensor:
   return e/(e.sum(-1, keepdim=True) + (sink - m).exp())
 
 def in_bands(xq:Tensor, xk:Tensor, xv:Tensor, sinks:Tensor) -> Tensor:
-  """Computes attention with a sliding window in tensor operations, band by band. A band has WINDOW queries, which see keys of their own band and of
-  the band before."""
+  """Computes attention with a sliding window in tensor operations, band by band."""
+  # A band has WINDOW queries, which see keys of their own band and of the band before.
   length, group, bands = xq.shape[1], HEADS//KV_HEADS, xq.shape[1]//WINDOW
   q = xq.reshape(-1, length, KV_HEADS, group, D).permute(0, 2, 3, 1, 4).reshape(-1, KV_HEADS, group, bands, WINDOW, D).float()
   k, v = (x.permute(0, 2, 1, 3).reshape(-1, KV_HEADS, 1, bands, WINDOW, D).float() for x in (xk, xv))
@@ -76,8 +76,7 @@ def gpt_oss_by_tinygrad(xqkv:Tensor, freqs:Tensor, sinks:Tensor, sliding:bool) -
   return (w @ v).permute(0, 3, 1, 2, 4), []
 
 class Trainer:
-  """A small language model of LAYERS layers that tests train. Each layer is a `@function(precompile=True)` with a normalization, attention with its
-  projections, and a product with a DIM x DIM matrix. `attend` computes the attention."""
+  """A small language model that tests train, whose layers are `@function(precompile=True)` and use `attend` for attention."""
   def __init__(self, attend:Attend, dtype:str, devices:tuple[str, ...], shared:str) -> None:
     self.attend, self.devices, self.shared = attend, devices, shared
     rng = np.random.default_rng(0)
@@ -146,12 +145,11 @@ def test_losses(program:str, dtype:str, on:str, shared:str) -> None:
   np.testing.assert_allclose(found, right, rtol=0, atol=NOISE[dtype])
 
 def names_of(t:Tensor) -> list[str]:
-  """Returns the names of the kernels that would compute a tensor. The kernels do not run, and afterwards the tensor can no longer be computed."""
+  """Returns the names of the kernels that would compute a tensor, which can no longer be computed afterwards."""
   return [getattr(call.src[0].arg, "name", "") for call in t.schedule_linear().src]
 
 def scheduled(attend:Attend, sliding:bool) -> list[tuple[str, list[int]]]:
-  """Returns the kernels of one layer's forward and backward pass, with the function `attend` as its attention: their names, and the numbers of
-  elements of their buffers, outputs first."""
+  """Returns the kernels of a layer's forward and backward pass with `attend`: names, and numbers of elements of their buffers."""
   trainer = Trainer(attend, "float16", ("EMU",), "")
   x = tensor(np.random.default_rng(3).standard_normal((B, S, DIM)).astype(np.float32), "float16").realize()
   outputs = trainer.layer(x, trainer.freqs[:, :S], sliding, trainer.wqkv[0], trainer.wo[0], trainer.w[0], trainer.sinks[0])

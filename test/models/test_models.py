@@ -22,16 +22,15 @@ def results(program:Any, dtype:str, exact:bool=False) -> list[np.ndarray]:
 NEVER_BY_DEFAULT = (Clip, Vit, Unet, Vae, Gpt2, Mla)      # whose calls other tests make as well
 
 def by_default(place:int, dtype:str, device:str) -> bool:
-  """Tells whether a case (a program, a dtype and a chip) runs without `-m thorough`. One case of each program does, except for programs in
-  NEVER_BY_DEFAULT: float16 in every other program and bfloat16 in the rest, with the emulated chips taking turns. `place` is the program's index in
-  PROGRAMS."""
+  """Returns whether a case (a program, a dtype and a chip) runs without `-m thorough`."""
+  # One case of each program does, except for programs in NEVER_BY_DEFAULT: float16 in every other program and bfloat16 in the rest, with the emulated
+  # chips taking turns. `place` is the program's index in PROGRAMS.
   return PROGRAMS[place] not in NEVER_BY_DEFAULT and dtype == ("half", "bfloat16")[place % 2] and device == DEVICES[place % 3]
 
 OWN = Tensor.scaled_dot_product_attention
 
 def own_of_rounded(q:Tensor, k:Tensor, v:Tensor, *args:Any, **kwargs:Any) -> Tensor:
-  """Computes tinygrad's own attention. If some of q, k and v are float32 and the others have 16 bits, all are rounded to 16 bits first and the result
-  is float32, as attn does it."""
+  """Computes tinygrad's own attention, of inputs rounded to 16 bits if some of q, k and v have 16 bits, as attn does it."""
   types = {t.dtype for t in (q, k, v)}
   if len(types) == 1: return OWN(q, k, v, *args, **kwargs)
   narrow = next(iter(types - {dtypes.float}))

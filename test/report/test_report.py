@@ -242,9 +242,9 @@ def test_the_matrix_loop_computes_what_it_counts(arch:str, dtype:str, monkeypatc
   assert abs(few.sum() - expected) < 1e-5*np.abs(few).sum(), (few.sum(), expected)
 
 def sums_of_operands(mat:Any, data:np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-  """Adds up the operands `data` of a matrix loop, the kernel that measures the rate of a matrix instruction alone. Returns for each step of an
-  iteration, and each k, the sum of A over its rows and the sum of B over its columns. Also returns the number of products that a wave computes in an
-  iteration."""
+  """Adds up the operands `data` of the kernel that measures the rate of a matrix instruction alone."""
+  # The results are: for each step of an iteration, and each k, the sum of A over its rows and the sum of B over its columns; and the number of
+  # products that a wave computes in an iteration.
   if isinstance(mat, Matrix):
     words, lanes = mat.operand, mat.wave
     fragments = data.reshape(-1, lanes, words)

@@ -48,8 +48,8 @@ def files_of_the_card(folder:Path) -> None:
   (folder/"module/amdgpu/version").write_text("6.10.5\n")
 
 def run(folder:Path, change:str="") -> tuple[subprocess.CompletedProcess[str], str, dict[str, Any]]:
-  """Runs attn.report in a new process, with a stand-in for the GPU. `change` is Python code that runs first. Returns the process, the JSON text of
-  the report, and what the stand-in counted."""
+  """Runs attn.report in a new process with a stand-in for the GPU; returns the process, the report, and what the stand-in counted."""
+  # `change` is Python code that runs first.
   files_of_the_card(folder/"sys")
   environment = os.environ | {"DEV": "AMD", "XDG_CACHE_HOME": str(folder), "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"}
   files = [str(folder/name) for name in ("sys", "report.json", "counted.json")]

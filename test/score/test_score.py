@@ -39,9 +39,9 @@ def test_dimensions_that_a_tensor_cannot_have(name:str, value:Any, message:str) 
   with pytest.raises(ValueError, match=message): replace(problem(), **{name: value})
 
 def applied(term:ScoreTerm, p:Problem, unit:ScoreUnit, to:ScoreUnit, given:dict[str, np.ndarray], x:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Applies a score term (bias, softcap, ...) to the scores x of one query. `given` has the tensors that the term reads, by name. `unit` is the unit
-  of x, such as base-2 logarithms, and `to` is the unit of the scores that the term returns. Returns these scores in natural logarithms, and the
-  term's derivative at each score."""
+  """Applies a score term to the scores x of one query; returns the scores in base e, and the term's derivative at each score."""
+  # `given` has the tensors that the term reads, by name. `unit` is the unit of x, such as base-2 logarithms, and `to` is the unit of the scores that
+  # the term returns.
   def kernel(out:UOp, scores:UOp, *tensors:UOp) -> UOp:
     r, zero = UOp.range(N//4, 0, AxisType.GLOBAL), UOp.const(0)
     row, first = (Row(zero, UOp.const(1), i, UOp.const(True)) for i in (UOp.const(3), zero))
@@ -74,8 +74,8 @@ def test_a_derivative_is_that_of_the_value(term:ScoreTerm, raw:bool, to:ScoreUni
 SIZE, SCALE = (1, 2, 8, 16), 0.25
 
 def replaced(m:pytest.MonkeyPatch, **changes:Any) -> None:
-  """Changes fields of softcap's row in the table of score terms, until the test ends. Each test needs its own softcap value, because attn caches its
-  choices for a problem."""
+  """Changes fields of softcap's row in the table of score terms, until the test ends."""
+  # Each test needs its own softcap value, because attn caches its choices for a problem.
   m.setattr(terms, "TERMS", tuple(replace(term, **changes) if term.name == "softcap" else term for term in TERMS))
 
 def loss_of(device:Any, **options:Any) -> tuple[list[Tensor], Tensor]:

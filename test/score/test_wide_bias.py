@@ -1,7 +1,4 @@
-"""Tests of rows whose biases are all large and negative, such as the lowest float32 or -1e9, with which models mask padding. Adding a score to such a
-bias changes nothing in fp32, and an fp32 lse of this size loses the logarithm of the number of keys. The expected values are float64 results from
-scores that were rounded to fp32. The error limits of docs/contract.md are no help here: they grow with a score's size, and would allow nearly any
-result."""
+"""Tests of rows whose biases are all large and negative, such as the lowest float32 or -1e9, with which models mask padding."""
 from __future__ import annotations
 import os, sys
 from dataclasses import dataclass
@@ -19,16 +16,20 @@ from cases import Inputs, array, normal, tensor
 from test_context import devices
 from test_tiled import on
 
+# Adding a score to such a bias changes nothing in fp32, and an fp32 lse of this size loses the logarithm of the number of keys. The expected values
+# are float64 results from scores that were rounded to fp32. The error limits of docs/contract.md are no help here: they grow with a score's size, and
+# would allow nearly any result.
+
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
 LEAST = float(np.finfo(np.float32).min)
 EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 def large_bias(shape:tuple[int, ...], dtype:str) -> Array:
-  """Makes a bias with ordinary numbers in its even rows. Large negative numbers mask the odd rows: in all columns, in some columns, or by a sum of
-  two such numbers."""
+  """Makes a bias with ordinary numbers in its even rows, and large negative numbers, which mask, in the odd rows."""
   bias = np.random.default_rng(5).standard_normal(shape).astype(np.float32)
   keys = shape[-1]
+  # All columns are masked, some columns, or columns by a sum of two such numbers.
   bias[..., 1::16, :], bias[..., 3::16, :], bias[..., 5::16, :], bias[..., 7::16, :], bias[..., 9::16, :] = LEAST, -1e9, LEAST, LEAST, -1e4
   bias[..., 5::16, ::3] = -np.inf                      # beside the sum of two lowest numbers
   bias[..., 7::16, keys//2:] = -2.5e38
@@ -87,7 +88,7 @@ def exact(x:Given) -> dict[str, Array]:
           "bias": of_bias}
 
 def check_results(x:Given, found:dict[str, Array]) -> None:
-  """Checks results, by name, against float64. The tolerance is a few roundings of the inputs' dtype, or of the bias's dtype for its gradient."""
+  """Checks results, by name, against float64, with a tolerance of a few roundings of their dtype."""
   want = exact(x)
   for name, got in found.items():
     if name == "lse":
@@ -97,7 +98,7 @@ def check_results(x:Given, found:dict[str, Array]) -> None:
     np.testing.assert_allclose(got, want[name], rtol=0, atol=4*coarse*np.abs(want[name]).max(), err_msg=name)
 
 def computed(x:Given, *training:int) -> dict[str, Array]:
-  """Computes o and lse by `attention`. Checks the gradients, once for each of the given values of tinygrad's setting TRAINING."""
+  """Computes o and lse by `attention`, and checks the gradients for each of the given values of tinygrad's setting TRAINING."""
   given, options = x.tensors, dict(x.options)
   if "alibi_slopes" in options: options["alibi_slopes"] = tensor(options["alibi_slopes"], "float32")
   o, lse = attn.attention(**given, **options, return_lse=True)

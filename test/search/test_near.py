@@ -19,8 +19,8 @@ SPEC = Spec("gfx942", 128, "bfloat16", "causal", "dq")
 BYTES = {"L2": 2e9, "memory": 1e9}
 
 def of_shape(ms:Any) -> Any:
-  """Returns a stand-in for `timed`, which predicts the time of a tile. `ms(spec, shape)` gives the time of a tile shape in a variant of the kernel,
-  or None if the kernel spills."""
+  """Returns a stand-in for `timed`, which predicts the time of a tile as `ms(spec, shape)`."""
+  # None: the kernel spills.
   def time(spec:Spec, row:UpTo[Any], shape:Shape) -> Timed|None:
     if (found := ms(spec, row.shape)) is None: return None
     prediction = Prediction(get_chip(spec.arch).cards[0], 1.0, 1.0, found/1e3, BYTES, {}, 1.0)

@@ -16,7 +16,7 @@ from attn.tinygrad_compat.compile_threads import LoweredHere, begin
 from cases import TYPES, problem
 
 class Noting(Compiler):
-  """Stand-in for a compiler. Its machine code is the source in capitals. It notes in which thread it compiles."""
+  """Stand-in for a compiler that notes in which thread it compiles; its machine code is the source in capitals."""
   def __init__(self, cachekey:str|None=None, wrong:str="no source") -> None:
     super().__init__(cachekey)
     self.wrong, self.threads = wrong, list[str]()
@@ -26,8 +26,8 @@ class Noting(Compiler):
     return src.upper().encode()
 
 def kernels(heads:tuple[int, ...], compiler:Compiler, arch:str="sm_90") -> tuple[list[UOp], Any]:
-  """Returns the ASTs of small kernels, one for each number of heads, and a renderer with this compiler. Every other kernel has a causal mask, so that
-  the kernel is larger."""
+  """Returns the ASTs of small kernels, one for each number of heads, and a renderer with this compiler."""
+  # Every other kernel has a causal mask, so that the kernel is larger.
   renderer = printer_of(arch)
   renderer.compiler = compiler
   found = []
@@ -37,7 +37,7 @@ def kernels(heads:tuple[int, ...], compiler:Compiler, arch:str="sm_90") -> tuple
   return found, renderer
 
 def compiled(asts:list[UOp], renderer:Any, pool:Any=None) -> list[bytes]:
-  """Compiles kernels as tinygrad does for a schedule, but with a stand-in for the pool of worker processes. Returns their machine code."""
+  """Compiles kernels as tinygrad does for a schedule, with a stand-in for the worker processes, and returns their machine code."""
   tasks = [(i, (ast, renderer), {}) for i, ast in enumerate(asts)]
   found = dict(LoweredHere(lambda: pool).imap_unordered(lambda task: (task[0], codegen.to_program(*task[1])), tasks))
   return [found[i].src[-1].arg for i in range(len(asts))]
