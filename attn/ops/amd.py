@@ -56,7 +56,7 @@ def _pair_text(printer:Any, out:str, step:int, exchange:str) -> Body:
 instruction("pair", lambda lanes, x, step, exchange: np.stack(Numbers(lanes).exchange(x, step, exchange)), _pair_text)
 
 def pair(x:UOp, step:int, matrix:Any) -> UOp:
-  """Returns a vector of x of this lane and x of the lane `step` lanes away, in an order that depends on `matrix.exchange`."""
+  """Returns a vector of two numbers: x of this lane, and x of the lane `step` lanes away, in the order of the exchange instruction."""
   # So combine the two by a commutative operation, such as a sum or a maximum. Lanes that share a query are at the distances `matrix.group_steps`.
   # The instruction is v_permlane16_swap_b32 or v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32.
   return emit("pair", f32(2), x, step=step, exchange=matrix.exchange)
@@ -87,7 +87,7 @@ def _low_lanes_text(printer:Any, out:str) -> Body:
 instruction("low_lanes", lambda lanes, x: np.arange(x.shape[-1])%lanes.wave < 16, _low_lanes_text)
 
 def low_lanes(x:UOp) -> UOp:
-  """Tells whether this lane is one of lanes 0-15, computed when the vector `x` is ready."""
+  """Tells whether this lane is one of lanes 0-15. The answer is computed after the vector `x`."""
   # The answer selects elements of x. It lies in the register VCC, so two selects by it can be one instruction (v_dual_cndmask_b32: RDNA3 ISA section
   # 7.6). Comparisons overwrite VCC, so each call computes the answer again.
   return emit("low_lanes", dtypes.bool, x)
@@ -132,7 +132,7 @@ def barrier(*after:UOp) -> UOp:
   """Returns a statement, executed after `after`: a barrier of the workgroup, across which the compiler moves no access to LDS."""
   return statement("barrier", *after)
 def barrier_of(waves:UOp, *after:UOp) -> UOp:
-  """Returns a statement, executed after `after`: a barrier that only the waves with `waves` != 0 execute."""
+  """Returns a statement, executed after `after`: a barrier for those waves alone in which the integer `waves` is not 0."""
   # These waves then run one barrier behind the others, which execute their next barrier at the same time: the two groups of waves take turns.
   return statement("barrier_of", integer(waves), *after)
 def wait_loads(n:int, *after:UOp) -> UOp:
@@ -159,7 +159,7 @@ def interleave(ahead:int, products:int, reads:int, steps:int, *after:UOp) -> UOp
   # puts them.
   return statement("interleave", *after, ahead=ahead, products=products, reads=reads, steps=steps)
 def opaque(x:UOp, trip:UOp) -> UOp:
-  """Returns the integer x, hidden from the compiler, which must load again from an address made of the result for every new `trip`."""
+  """Returns the integer x, whose value the compiler cannot know and must take as new for every `trip`, such as a loop's index."""
   # `trip` is usually the index of a loop's iteration: without the new load the compiler would keep the loaded value in registers
   return emit("opaque", dtypes.int, integer(x), trip if trip.dtype == dtypes.float else integer(trip))
 
@@ -219,13 +219,12 @@ def load_column(lds:UOp, steps:tuple[int, ...]) -> UOp:
   # such as a column of a tile that is stored by rows
   return emit("load_column", u32(len(steps)//2), lds, steps=steps)
 def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *after:UOp) -> UOp:
-  """Returns a statement that copies 16 bytes per lane from global memory, `base` + `offset` bytes, to LDS, `lds` + 16*lane. `wait_loads` waits for
-  the copy."""
-  # `base` and `lds` are equal in all lanes of the wave. The bytes are zero if offset + 16 exceeds `records`, the size of the buffer's range in
-  # bytes.
+  """Returns a statement that starts a copy of 16 bytes per lane, from `base` + `offset` bytes in global memory to `lds` + 16*lane bytes."""
+  # The copy is complete only after `wait_loads`. `base` and `lds` are equal in all lanes of the wave. The bytes are zero if offset + 16 exceeds
+  # `records`, the size of the buffer's range in bytes.
   return statement("load_to_lds", base, integer(records), offset.cast(dtypes.uint), lds, *after)
 def load_transposed(lds:UOp) -> UOp:
-  """Returns the four 16-bit elements of column l of a 4 x 16 matrix in LDS, for lane l of 16 (ds_read_b64_tr_b16)."""
+  """Returns column l of a 4 x 16 matrix of 16-bit elements in LDS, where l is the lane's index among 16 lanes (ds_read_b64_tr_b16)."""
   # in lane l `lds` is the address of 4 consecutive elements, columns 4*(l%4) to 4*(l%4)+3 of row l//4 (CDNA4 ISA section 11.4)
   return emit("load_transposed", u32(2), lds)
 

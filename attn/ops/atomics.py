@@ -39,7 +39,7 @@ def counts_as_loads(arch:str) -> bool:
   return (counters := get_chip(arch).unit.counters) is not None and counters.load == counters.store
 
 def with_scope(arch:str) -> list[str]:
-  """Returns lines of HIP text by which clang 19 refuses to compile for RDNA4; no lines for other chips."""
+  """Returns lines of HIP text that make clang 19 refuse to compile for RDNA4, or no lines for other chips."""
   # For RDNA4 clang 19 omits the scope of instructions that need one: an addition of float32 gets the scope of one compute unit, and there is no wait
   # for a cache that is written back.
   if (counters := get_chip(arch).unit.counters) is None or counters.store != "storecnt": return []
@@ -98,7 +98,7 @@ def _atomic_add_cuda(printer:Any, out:str, steps:tuple[int, ...], together:int) 
 instruction("atomic_add", _atomic_add, _atomic_add_hip, _atomic_add_cuda, atomic=True)
 
 def atomic_add(at:UOp, x:UOp, *after:UOp, gate:UOp=ALL_LANES, steps:tuple[int, ...]=(), together:int=1) -> UOp:
-  """Returns a statement that adds the elements of x to float32 numbers in global memory, `steps` elements after `at`, where `gate` is true."""
+  """Returns a statement that adds the elements of x to float32 numbers in global memory, at the distances `steps` from `at`, where `gate` is true."""
   # `steps` has a distance for each element of x, by default 0, 1, 2 and so on. If `together` is 2 or 4, one instruction adds this many neighbouring
   # elements, whose address is a multiple of their size; `steps` then has one distance for each instruction. Only NVIDIA's chips from sm_90 on can do
   # this.
@@ -134,7 +134,7 @@ instruction("ticket_of_all", _ticket_of_all,
                  "__syncthreads();\nreturn __shfl_sync(0xffffffffu, *(int*)lds, 0);", "counter lds first"), atomic=True)
 
 def ticket(counter:UOp, block:UOp, first:UOp, *after:UOp, lds:UOp|None=None) -> UOp:
-  """Returns, in all lanes of the workgroup, the number that the int32 at `counter` had before this operation adds 1 to it."""
+  """Returns this workgroup's ticket, in all its lanes: the number that the int32 at `counter` had before this operation added 1."""
   # `block` is computed from all block indices and has no effect on the result, but tinygrad launches workgroups along an axis only if an operation
   # has the axis's index. `first` is true in lane 0 of wave 0 only. A workgroup of several waves needs `lds`, an int32 in LDS: wave 0 writes the
   # number there, and the other waves read it. The operation then contains a barrier, and another barrier must come before the next use of this

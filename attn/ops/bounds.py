@@ -21,7 +21,7 @@ UNIFORM = ("uniform", "opaque_uniform", "ticket", "ticket_of_all")      # operat
 OF_LANES = (Ops.LOAD, Ops.CUSTOM, Ops.CUSTOMI)         # UOps whose result may differ between lanes even if the operands are equal
 
 def uniform_numbers(uops:list[UOp]) -> set[UOp]:
-  """Returns the UOps whose operands show that all threads of a workgroup have the same value."""
+  """Returns the UOps that have the same value in all threads of a workgroup, as far as their operands show."""
   found = set[UOp]()
   for u in uops:
     if u.op is Ops.SPECIAL: same = u.arg.startswith("g")
@@ -38,7 +38,7 @@ def is_maximum(u:UOp) -> bool:
   return u.src[0].src[0] is u.src[2] and u.src[0].src[1] is u.src[1]
 
 def is_minimum(u:UOp) -> bool:
-  """Tells whether a maximum `u` = max(y, c) is really part of a minimum, which renderers get as ~max(~x, ~n)."""
+  """Tells whether the maximum `u` = max(y, c) belongs to a minimum: renderers get min(x, n) as ~max(~x, ~n)."""
   y = u.src[2]
   # y = ~x shows a minimum, unless this ~ belongs to another minimum: in max(min(x, a), n) y is min(x, a), which begins with ~. In a minimum of a
   # minimum two ~ cancel, and the answer is False, too.

@@ -161,7 +161,7 @@ def mask_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
   """Returns the vector x of scores with -inf in place of scores whose column index in `offsets` is not in `first`..`last`."""
   return emit("mask_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *after:UOp) -> UOp:
-  """Returns a statement that sets scores of a register array to -inf: scores on the side `side` of their row's limit."""
+  """Returns a statement that sets the scores above (`side` "above") or below their row's limit to -inf, in a register array."""
   # Each vector of `scores` holds scores of one row, then as many of the next row. Score j of a row in vector i has the column index offsets[j] +
   # i*apart. It is masked if its index is above the limit of its row (`side` "above") or below it ("below").
   return statement(f"mask_rows_{side}", scores[0], *[integer(limit) for limit in limits], *after, offsets=offsets, apart=apart,
@@ -173,7 +173,7 @@ def clear_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
   """Returns the vector x with 0 in place of elements, even NaN, whose column index in `offsets` is not in `first`..`last`."""
   return emit("clear_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def select_each(conditions:list[UOp], x:UOp|float, y:UOp|float) -> UOp:
-  """Returns a vector with element i of x where conditions[i] is true, and of y elsewhere. A float is used for every element."""
+  """Returns a vector with element i of x where conditions[i] is true, and of y elsewhere. A float stands for a vector of equal elements."""
   def element(v:UOp|float, i:int) -> Any: return v if isinstance(v, float) else extract(v, i)
   return build(*[condition.where(element(x, i), element(y, i)) for i, condition in enumerate(conditions)])
 def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
@@ -190,7 +190,7 @@ OUT_OF_RANGE = 0x80000000   # an offset beyond every descriptor's range, which i
 MAX_RECORDS = 0x7ffffff0   # largest range of a buffer descriptor in bytes
 
 def flat(placeholder:UOp) -> UOp:
-  """Returns a kernel argument or register array as one dimension."""
+  """Returns a kernel argument or register array, reshaped to one dimension."""
   # its own `.flatten()` would make tinygrad compute each index twice, which makes lowering slow
   while placeholder.op is Ops.RESHAPE: placeholder = placeholder.src[0]
   return placeholder.flatten()
@@ -257,19 +257,19 @@ instruction("alone", _alone, "{0}", "{0}")
 instruction("at_least_0", lambda lanes, x: np.maximum(x, 0), *[Body("return x > 0 ? x : 0;", "x")]*2)
 
 def page_number(entry:UOp, there:UOp, count:int) -> UOp:
-  """Returns `entry`, a page's index in a block table. The emulator stops if it is not in 0..count-1 where `there` is true."""
+  """Returns `entry`, a page's index in a block table. The emulator stops if `entry` is not in 0..count-1 where `there` is true."""
   return emit("page_number", dtypes.int, entry, there, count=count)
 def element_number(index:UOp, limits:tuple[UOp, UOp], there:UOp, column:int, size:int, index_name:str) -> UOp:
-  """Returns `index`, by which a score_mod or mask_mod reads a tensor, unchanged. The emulator stops if it is not in 0..size-1."""
+  """Returns `index`, a score_mod's or mask_mod's index into a tensor. The emulator stops if `index` is not in 0..size-1."""
   # `index` is used along an axis of `size` elements for the score at column `column` of a row. The emulator checks lanes that use the score: those
   # where `there` is true, and whose row sees the column, which lies within `limits`. Its message calls the index `index_name`.
   return emit("element_number", dtypes.int, index, *limits, there, column=column, size=size, index_name=index_name)
 def at_least_0(x:UOp) -> UOp:
-  """Returns max(x, 0) of an integer x, in a form that the compiler cannot split into terms of a sum."""
+  """Returns max(x, 0) of an integer x, as one number that the compiler cannot split into the terms of a sum."""
   # an offset computed from the result then has no negative term (attn/emulator/offsets.py explains why this matters)
   return emit("at_least_0", dtypes.int, x)
 def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
-  """Returns `page`. The emulator stops if two lanes of the grid write to the same slot of a page, where `gate` is true."""
+  """Returns the page index `page`. The emulator stops if two lanes write to the same slot of a page where `gate` is true."""
   return emit("alone", dtypes.int, integer(page), slot, gate)
 
 # ***** what the compilers know about an integer *****
@@ -288,7 +288,7 @@ def opaque_uniform(x:UOp) -> UOp:
   """Returns the integer x, which is equal in the whole workgroup, and hides its value from tinygrad and from the compiler."""
   return emit("opaque_uniform", dtypes.int, integer(x))
 def not_negative(x:UOp, most:int) -> UOp:
-  """Returns the integer x, in 0..most, in a form that neither tinygrad nor the compiler can split into terms of a sum."""
+  """Returns the integer x, in 0..most, as one number that neither tinygrad nor the compiler can split into the terms of a sum."""
   # x must be equal in the whole workgroup. An offset computed from the result then has no negative term (attn/emulator/offsets.py explains why this
   # matters).
   bits = (1 << most.bit_length()) - 1     # lowering keeps the bounds of a mask, but loses the bounds of a maximum

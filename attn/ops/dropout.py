@@ -130,7 +130,7 @@ def drop_numbers(x:UOp, words:UOp, places:tuple[tuple[int, int], ...], vector:in
 # ***** dropout in tensor operations *****
 
 class TensorWords:
-  """Interpreter in which the random number generator `philox` computes on tensors of uint32."""
+  """Arithmetic on uint32 tensors for the random number generator `philox`."""
   @staticmethod
   def word(n:int) -> int: return n
   @staticmethod

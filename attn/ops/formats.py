@@ -72,7 +72,7 @@ def rounded_steps(x:Floats, step:float) -> Floats:
   return (x + 1.5*2.0**23*step).bitcast(dtypes.uint) - (pattern(2.0**23*step) + (1 << 22))
 
 def as_fp16(x:Floats) -> Floats:
-  """Returns a positive fp32 number, rounded as a conversion to fp16 rounds it, as fp32."""
+  """Returns the positive fp32 number x rounded to the nearest fp16 number, still as fp32."""
   # To 11 significant bits, or to a multiple of 2^-24, ties to even. tinygrad 0.14.0 would remove a cast to fp16 and back.
   bits = x.bitcast(dtypes.uint)
   normal = ((bits + 0xfff + ((bits >> 13) & 1)) & 0xffffe000).bitcast(dtypes.float)

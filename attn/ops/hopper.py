@@ -31,7 +31,7 @@ EVERYWHERE = UOp.const(True)
 # ***** the numpy functions *****
 
 def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], units:int, begin:Array|int=0) -> Array:
-  """Returns an operand of each warpgroup, read from a swizzled tile in shared memory: uint16 (warpgroups, lines, 8*units)."""
+  """Returns an operand of each warpgroup from a swizzled tile: `lines` runs of `units` 16-byte units, as uint16 (warpgroups, lines, 8*units)."""
   # A line has `units` neighbouring units of 16 bytes. `line` returns, from the line's index, the offset of the line's first byte from the start of
   # the tile, before the swizzle. `begin` is added to every offset; it may differ from thread to thread.
   lanes.check_alignment(pointer, ATOM)
@@ -114,7 +114,7 @@ def _descriptor(name:str, pointer:str, apart:int=16) -> str:
   return f"unsigned long long {name} = (unsigned long long)(((unsigned)__cvta_generic_to_shared({pointer}) & 0x3ffffu) >> 4) | {rest}ull;"
 
 def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str, there:int) -> str:
-  """Returns inline assembly that starts one group of products, `lines`, into `accs` C fragments, unless operand `there` is 0."""
+  """Returns inline assembly that runs `lines`, which start one group of products into `accs` C fragments, unless operand `there` is 0."""
   # `operands` are the operands after the C fragments. Where operand `there` is 0, a thread commits a group without products, so waits that count
   # groups are the same for all threads. The branch is inside the assembly: with a branch around the assembly, ptxas would wait for each wgmma,
   # warning C7511.
@@ -245,7 +245,7 @@ def arrive(barrier:UOp, after:UOp) -> UOp:
   # the thread does not wait
   return statement("arrive", barrier, after)
 def arrive_stored(barrier:UOp, after:UOp) -> UOp:
-  """Returns a statement that makes this thread arrive at the mbarrier, for what the thread has stored to shared memory."""
+  """Returns a statement that makes this thread arrive at the mbarrier now, without a wait for the copies that it has started."""
   # threads that wait for the phase see these stores, but not what this thread's copies under way write
   return statement("arrive_stored", barrier, after)
 def arrive_twice(barrier:UOp, after:UOp) -> UOp:
@@ -257,11 +257,11 @@ def arrived(barrier:UOp, phase:UOp, after:UOp, published:bool=False) -> UOp:
   # wgmma can then read the data that these threads have copied or stored; `published`: each thread has called `publish` before it arrived
   return statement("await_arrivals", barrier, integer(phase % 2), after, published=published)
 def begin_turn(group:UOp, groups:int, after:UOp) -> UOp:
-  """Returns a statement that waits until the warpgroup before warpgroup `group` has passed its turn on."""
+  """Returns a statement that makes warpgroup `group` wait until the warpgroup before it, of `groups`, has ended its turn."""
   # the turns go round all `groups` warpgroups of a block
   return statement("begin_turn", group, after, groups=groups)
 def end_turn(group:UOp, groups:int, gate:UOp, after:UOp) -> UOp:
-  """Returns a statement that passes the turn of warpgroup `group` on to the next of `groups` warpgroups, if `gate` is true."""
+  """Returns a statement that ends the turn of warpgroup `group`, so that the next of `groups` warpgroups may begin, if `gate` is true."""
   return statement("end_turn", group, gate, after, groups=groups)
 def scores(acc:UOp, q:UOp, k:UOp, after:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE, sums:int=1) -> UOp:
   """Returns a statement that starts acc = Q K^T, by `steps` asynchronous matrix instructions, in warpgroups where `there` is true."""

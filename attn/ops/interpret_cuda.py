@@ -1,4 +1,4 @@
-"""Interpreter that renders the definition of an operation as CUDA."""
+"""Interpreter that turns the Python definition of an operation into CUDA text."""
 from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -7,7 +7,7 @@ from attn.ops.operation import Value
 from attn.ops.printer import Printer, Term, bare, length_of, returned, vector_of
 
 class Cuda(Printer):
-  """Renders the definition of an operation as CUDA."""
+  """Interpreter that turns the Python definition of an operation into CUDA text."""
   # CUDA's vectors have named elements but no arithmetic, so the text computes element by element.
   header = "static __device__ __forceinline__ "
   functions_of_numbers: ClassVar[dict[str, str]] = {"log2": "log2f({0})", "max": "fmaxf({0}, {1})"}

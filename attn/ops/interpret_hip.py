@@ -1,4 +1,4 @@
-"""Interpreter that renders the definition of an operation as HIP for clang."""
+"""Interpreter that turns the Python definition of an operation into HIP text for clang."""
 from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ from attn.ops.operation import Value
 from attn.ops.printer import Printer, RegisterArray, Signature, Term, bare, element_of, float_literal, length_of, returned, vector_of, wrapped
 
 class Hip(Printer):
-  """Renders the definition of an operation as HIP."""
+  """Interpreter that turns the Python definition of an operation into HIP text for clang."""
   # clang's vector types have arithmetic and access to elements
   header = "static inline __attribute__((device, always_inline)) "
   functions_of_numbers: ClassVar[dict[str, str]] = {

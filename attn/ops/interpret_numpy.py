@@ -1,4 +1,4 @@
-"""Interpreter that computes the operations of kernels in numpy."""
+"""Interpreter that runs the Python definition of an operation in numpy."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from attn.ops.numerics import ONES_OF, Array
 from attn.ops.operation import Lanes, Value, LocalVariable
 
 class Numbers:
-  """Runs the definition of an operation on numpy arrays with one column per thread: (threads,) for a scalar, (n, threads) for a vector."""
+  """Interpreter that runs the definition of an operation on numpy arrays: (threads,) for a scalar, (n, threads) for a vector."""
   # a register array is any pointer that the emulator's `load_register` takes
   inf, nan = np.float32(np.inf), np.float32(np.nan)
   def __init__(self, lanes:Lanes): self.lanes, self.gate = lanes, lanes.active

@@ -1,4 +1,4 @@
-"""Interpreter that turns the definition of an operation into UOps."""
+"""Interpreter that turns the Python definition of an operation into UOps."""
 from __future__ import annotations
 import math, operator
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class Elements:
 def number_of(x:float|UOp) -> Elements: return Elements((x if isinstance(x, UOp) else UOp.const(float(x), dtypes.float),))
 
 def elementwise(f:Callable[..., UOp], *xs:Any) -> Elements:
-  """Returns the vector of `f` of the operands' elements; a scalar operand is used for every element."""
+  """Returns the vector of results of `f`, called for each element of the operands; a scalar operand is used for every element."""
   def value(x:Any) -> Elements:
     if isinstance(x, Elements): return x
     return number_of(x) if isinstance(x, float) else Elements((x,))

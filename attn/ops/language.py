@@ -22,7 +22,7 @@ LANGUAGES: dict[str, type[Printer]] = {"hip": Hip, "cuda": Cuda}
 
 @dataclass
 class KernelText:
-  """Text of the operations that one kernel calls, and of the functions that these calls need."""
+  """C++ text of the operations that one kernel calls, and of the functions that these calls need."""
   language: str
   arch: str
   functions: dict[str, str] = field(default_factory=dict)                          # by name and types; a function stands after its callees
@@ -62,7 +62,8 @@ def function_text(name:str, body:Body, printer:Printer, out:str, types:Sequence[
   return f"{name}{given}({', '.join(bare(x) for x in sources[:count])})"
 
 def operands_of(definition:Callable[..., Any]) -> list[str]:
-  """Returns the names of an operation's operands: the positional parameters of its definition, except the first, which is the interpreter."""
+  """Returns the names of an operation's operands: the positional parameters of the Python function that defines it, except the first (the
+  interpreter)."""
   # keyword-only parameters are constants (static parameters), not operands
   return [name for name, p in inspect.signature(definition).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
 

@@ -70,13 +70,13 @@ def _put_text(printer:Any, out:str, kind:str) -> Body:
 instruction("put", lambda lanes, to, value, gate, kind: _put(lanes, to, value, gate), cuda=_put_text)
 
 def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, piece:int) -> UOp:
-  """Returns a statement that copies `nbytes` (0..16) bytes from global to shared memory, if `gate` is true, and fills 16 bytes up with zeros."""
+  """Returns a statement that copies `nbytes` (0..16) bytes from global to shared memory, if `gate` is true, and sets the rest of 16 bytes to zero."""
   # `step` has two constants in bytes: the first is added to `to`, the second to `source`, so copies at several constant distances share one address
   # register. The copy is made in pieces of `piece` bytes (16, 2 or 1); `nbytes` and the address in `source` must be multiples of `piece`. If `piece`
   # is 16, the copy is asynchronous: the data have arrived only after `wait_copies`.
   return statement("copy", to, source, integer(nbytes), gate, step=step, piece=piece)
 def copy_number(to:UOp, source:UOp, there:UOp, gate:UOp) -> UOp:
-  """Returns a statement that copies 4 bytes to shared memory asynchronously, or 0 if `there` is false, where `gate` is true."""
+  """Returns a statement that copies a 4-byte number (0 if `there` is false) to shared memory asynchronously, where `gate` is true."""
   return statement("copy_number", to, source, there, gate)
 def put(to:UOp, value:UOp, gate:UOp) -> UOp:
   """Returns a statement that stores a number or a vector to shared memory at `to`, if `gate` is true."""
@@ -161,7 +161,7 @@ instruction("columns_apart", _columns_apart, cuda=Body(
                                    for selector in (EVEN_BYTES, ODD_BYTES) for x, y in ("xy", "zw")) + ");", "words"))
 
 def columns_apart(words:UOp) -> UOp:
-  """Returns B fragments of 32 keys of V of 8 bits: one of 8 even columns, and one of 8 odd columns."""
+  """Returns B fragments of 8 even and of 8 odd columns of V, for 32 keys of 8-bit numbers, made of the column pairs `words`."""
   # `words` is what ldmatrix returned for 32 rows of 16 columns, transposed. Because ldmatrix moves pairs of bytes, each dword has two neighbouring
   # columns of two keys. A lane's keys are in the order in which `pack_a` packs the weights.
   return emit("columns_apart", U4, words)
@@ -212,7 +212,7 @@ def row_unit(fragments:list[UOp], row:int, factor:UOp, dtype:str) -> UOp:
   # a lane has two of these elements in each of four neighbouring C fragments; `row` is 0 or 1, for the first or the second of the lane's two rows
   return emit("row_unit", U4, *fragments, factor, row=row, dtype=dtype)
 def pack_a(fragments:list[UOp], dtype:str) -> UOp:
-  """Returns C fragments of neighbouring tiles, two or (8 bits) four, rounded to `dtype` and packed into one A fragment."""
+  """Returns the C fragments of two neighbouring tiles (four for an 8-bit `dtype`), rounded to `dtype` and packed into one A fragment."""
   return emit("pack_a", U4, *fragments, dtype=dtype)
 
 # ***** across lanes *****

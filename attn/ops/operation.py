@@ -40,9 +40,9 @@ class Lanes(Protocol):
   def check_extent(self, pointer:Any, nbytes:Array) -> None:
     """Raises an error unless the `nbytes` bytes from `pointer` on are all inside the buffer."""
   def check_numbers(self, name:str, x:Array, gate:Array, count:int) -> None:
-    """Raises an error, in whose message x is called `name`, if x is not in 0..count-1 in a thread where `gate` is true."""
+    """Raises an error if x, called `name` in its message, is not in 0..count-1 in a thread where `gate` is true."""
   def check_alone(self, name:str, x:Array, gate:Array) -> None:
-    """Raises an error, in whose message x is called `name`, if two threads where `gate` is true have the same x."""
+    """Raises an error if two threads where `gate` is true have the same x, called `name` in the message."""
   def barrier(self, gate:Array) -> Array:
     """Executes a barrier in the waves of the threads where `gate` is true, and returns zeros."""
   def start_store(self, pointer:Any, offset:Array, data:Array, gate:Array) -> Array:
@@ -85,7 +85,7 @@ class Lanes(Protocol):
   def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array:
     """Returns c + a . b as AMD's dot product instructions compute it: each dword of a and b holds two or four numbers of `dtype`."""
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
-    """Returns c + A B of the matrix instruction `name`. Operands and result lie as the registers hold them."""
+    """Returns c + A B of the matrix instruction `name`. Operands and result are in the layout of registers."""
 
 @dataclass(frozen=True)
 class Body:
@@ -99,7 +99,7 @@ Text = str|Body             # text of an operation: an expression with {0}, {1} 
 
 @dataclass(frozen=True)
 class Call:
-  """Argument of a CUSTOM UOp: the name of an operation and its static parameters."""
+  """Argument of a CUSTOM UOp: the name of an operation and its compile-time parameters."""
   name: str
   static: tuple[tuple[str, Any], ...]
   @functools.cached_property

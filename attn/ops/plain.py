@@ -15,7 +15,7 @@ from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, UOp, dtypes, new_uop
 # operation's definition is run again with an interpreter whose values are UOps; an instruction becomes the UOps given by `MEANINGS`.
 
 def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
-  """Returns `width` bytes, as dwords of UOps, from `offset` bytes after `base`: zeros if offset + width exceeds `records`."""
+  """Returns UOps that load `width` bytes, as dwords, from `offset` bytes after `base`: zeros if offset + width exceeds `records`."""
   buffer, first = base.src
   size = buffer.dtype.itemsize
   further = (offset & (OUT_OF_RANGE - 1)).cast(dtypes.int)
@@ -27,7 +27,7 @@ def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
   return Elements(tuple(dword(bits[j:j + 2]) for j in range(0, len(bits), 2)))
 
 def plain_load_where(at:UOp, gate:UOp, *, width:int) -> Elements:
-  """Returns `width` bytes, as dwords of UOps, from `at`, which indexes 32-bit numbers: zeros if `gate` is false."""
+  """Returns UOps that load `width` bytes, as dwords, from `at`, an index of 32-bit numbers: zeros if `gate` is false."""
   buffer, first = at.src
   return Elements(tuple(buffer[(first + i).valid(gate)].load().bitcast(dtypes.uint) for i in range(width//buffer.dtype.itemsize)))
 
@@ -40,7 +40,7 @@ NUMBER_CHECKS = ("page_number", "element_number")     # instructions that return
 # ***** a kernel *****
 
 def as_value(x:Elements) -> UOp|Elements:
-  """Returns the UOp of a value's only element, or `x` itself if `x` has several elements."""
+  """Returns the only element of `x`, or `x` itself if it has several elements."""
   return x if len(x.each) > 1 else x.each[0]
 
 VECTOR_ELEMENT = {"float32": dtypes.float, "uint32": dtypes.uint}
@@ -69,7 +69,7 @@ class Plain:
     return new_uop(u.op, tuple(srcs), srcs[0].dtype, u.arg) if vector else u.replace(src=tuple(srcs))
 
   def indexed(self, u:UOp, at:UOp) -> Elements:
-    """Returns, for an index `u` into a buffer of vectors, the indices of the vector's numbers in a buffer of numbers."""
+    """Returns the indices of vector `at`'s numbers in a buffer of single numbers, in place of `u`, an index of a buffer of vectors."""
     buffer, index, there = self.found[u.src[0]], at.get_idx(), at.get_valid()
     n = 4*VECTORS[u.dtype][1]//buffer.dtype.itemsize
     def place(i:int) -> UOp:

@@ -96,7 +96,7 @@ SMALLEST_SCALE = 2.0**-100
 ALL_SET_BEFORE, SIGNS = 0x08080808, 0x80808080     # the first plus a byte has the sign bit if the byte is NaN or its exponent has all bits
 
 def lift_of(dtype:str, scale:float) -> float:
-  """Returns e where 2^e is the largest P of a row: above 0 for 8-bit floats, 0 for other dtypes."""
+  """Returns e, where a kernel makes the largest P of a row 2^e: above 0 for 8-bit floats, 0 for other dtypes."""
   # To make P larger, a kernel lowers the reference by e/scale, where `scale` is the factor of the scores. So e is 0 if `scale` is so small that fp32
   # cannot hold such a difference of references.
   return LIFT[dtype] if scale > SMALLEST_SCALE else 0.0
@@ -129,7 +129,7 @@ def row_totals(c:Any, total:Value, rows:int) -> Value:
   return c.element(total, 0) + c.element(total, 1) if rows == 1 else total
 
 def add_rounded(c:Any, total:LocalVariable|None, packed:Value, kind:str, matrix:Any, dtype:str) -> LocalVariable:
-  """Returns a lane's sums of P, `total`, increased by the rounded elements of P in `packed`. None begins new sums."""
+  """Returns a lane's sums of P, `total`, increased by the rounded elements of P in `packed`. `total` None begins new sums."""
   # DOT adds by dot products with ones, ONES by the chip's matrix instruction with a matrix of ones, UNPACKED by converting the elements back to fp32
   if kind == DOT: c.whole(packed)
   n = matrix.operand_words if kind == ONES else 1
@@ -181,7 +181,7 @@ IN_REGISTERS = ScalesAt()
 
 @dataclass(frozen=True)
 class RowScales:
-  """Scales of rows that are stored in 8 bits, as the definition of an operation uses them."""
+  """Scales of the rows of K and V that are stored in 8 bits, for use inside the definition of an operation."""
   # interpreter of the definition
   c: Any
   # register array with the scales of V's rows, or the place in shared memory where they begin: `at` says which
@@ -213,7 +213,7 @@ def with_scales(c:Any, x:Value, scales:Value, rows:int, operation:Callable[[Valu
   return c.join(*each) if rows > 1 else each[0]
 
 def without_scales(c:Any, packed:Value, p:Value, scales:Value, rows:int, dtype:str) -> Value:
-  """Returns a sum for each row of the rounded weights `packed`, each divided again by its row of V's scale."""
+  """Returns, for each row of scores, the sum of the rounded weights `packed`, each divided by the scale of V that it contains."""
   # The sum so has the same rounding errors as the product with V. The weights `p`, before the scales and the rounding, are used where the rounding
   # made a product 0 or denormal.
   n = c.length(p)//rows
@@ -235,7 +235,7 @@ def scaled_weights(p:UOp, scales:UOp, rows:int=1) -> UOp:
   """Returns the weights p, several rows one after another, multiplied by the scales of their rows of V."""
   return emit("scaled_weights", p.dtype, p, scales, rows=rows)
 def sum_without_scales(total:UOp, packed:UOp, p:UOp, scales:UOp, dtype:str) -> UOp:
-  """Returns `total` plus a sum for each row of the rounded weights `packed`, each divided again by its row of V's scale."""
+  """Returns `total` plus, for each row of scores, the sum of the rounded weights `packed`, each divided by the scale of V that it contains."""
   # `p` has the weights before the scales were multiplied in
   return emit("without_scales", total.dtype, total, packed, p, scales, rows=length(total), dtype=dtype)
 
