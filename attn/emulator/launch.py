@@ -60,7 +60,7 @@ class Resident:
   def can_run(self) -> bool: return self.frame is None or self.frame.can_run
 
 def run_together(make:Callable[[int], Frame], meeting:Meeting, workgroups:int, resident:int) -> None:
-  """Runs workgroups, whose frames `make` makes, at most `resident` of them at the same time."""
+  """Runs workgroups, at most `resident` of them at the same time. `make` returns the frame of a workgroup."""
   random = meeting.random
   waiting = list(range(workgroups))[::-1] if random is None else random.permutation(workgroups).tolist()
   keeping = 1.0 if random is None else float(random.choice(KEEPING))
@@ -76,7 +76,7 @@ def run_together(make:Callable[[int], Frame], meeting:Meeting, workgroups:int, r
   meeting.all_happen()
 
 def deadlock(frames:list[Frame], others:int) -> EmulatorError:
-  """Returns the error Deadlock for the frames of workgroups that all wait, while `others` workgroups have not started."""
+  """Returns the error Deadlock for started workgroups that all wait, given by their frames; `others` workgroups have not started."""
   told = [f"workgroup {f.workgroup(f.first)} {f.wait}" for f in frames[1:4]] + ["..."]*(len(frames) > 4)
   return frames[0].deadlock("; ".join([f"resident workgroups: {len(frames)}, all of them waiting; not started: {others}", *told]))
 

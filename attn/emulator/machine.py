@@ -29,7 +29,7 @@ class Suspended(Exception):
 
 @dataclass
 class Wait:
-  """Counters in global memory that threads of a workgroup wait for: each waiting thread's counter must become its `number`."""
+  """Counters in global memory for which threads of a workgroup wait: a thread waits until its counter is equal to its `number`."""
   space: Space
   memory: Array       # int32
   at: Array           # element for each waiting thread
@@ -142,7 +142,7 @@ class Frame(Threads):
     return np.asarray(sum((np.asarray(self.v[s], np.int64)*size for s, size in at.terms), np.int64(0)))
 
   def aligned(self, index:Array, per:int, name:str, active:Array|None) -> Array:
-    """Returns an index of elements of the buffer `name`, as an index of vectors of `per` elements."""
+    """Converts an index that counts elements of the buffer `name` to an index that counts vectors of `per` elements."""
     index, beyond = divided(index, per)
     if beyond.any() and (bad := (beyond != 0) if active is None else (beyond != 0) & active).any():
       at = self.full(index*per + beyond)
@@ -150,7 +150,7 @@ class Frame(Threads):
     return index
 
   def leave(self, to:int|None=None) -> int|None:
-    """Ends a loop: the threads that were active before the loop are active again. Returns `to`, the next step."""
+    """Ends a loop: the threads that were active before the loop are active again. Returns `to`, the index of the next step, unchanged."""
     self.pop()
     return to
 

@@ -66,7 +66,7 @@ class Meeting:
   # ***** the order of accesses *****
 
   def of_wave(self, wave:int) -> Array:
-    """Returns, for each wave, the time up to which its accesses come before the next accesses of wave `wave` (a vector clock)."""
+    """Returns a vector clock: for each wave, the time up to which its accesses come before the next accesses of wave `wave`."""
     return found if (found := self.known.get(wave)) is not None else np.zeros(self.count, np.int32)
 
   def waves_of(self, f:Threads, gate:Array) -> list[tuple[int, Array]]:

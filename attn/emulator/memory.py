@@ -198,7 +198,7 @@ class Pointer:
   def __init__(self, space:Space, buffer:UOp, offset:Array): self.space, self.buffer, self.offset = space, buffer, offset
 
   def chunks(self, offset:Array, nbytes:int, gate:Array) -> tuple[Array, int]:
-    """Returns each thread's first chunk of an access to `nbytes` bytes at `offset` bytes from the pointer, and a chunk's size in bytes."""
+    """Divides an access to `nbytes` bytes into chunks: returns the index of each thread's first chunk, and the size of a chunk in bytes."""
     # A chunk is the whole access if the addresses of all threads where `gate` is true are multiples of `nbytes`. Otherwise a chunk has at most 4
     # bytes, and the addresses must be multiples of its size.
     at = np.broadcast_to(self.offset + offset, self.space.f.T)
@@ -245,7 +245,7 @@ class Registers:
     return index
 
   def _settled(self, i:int, product:Product, active:Array|None, does:str, still:str) -> None:
-    """Raises NotWaitedFor if an active thread accesses element i before it has waited for the matrix product `product`."""
+    """Raises NotWaitedFor if an active thread accesses element i and has not waited for the matrix product `product`."""
     if not self.f.checks or not (bad := product.threads if active is None else product.threads & active).any(): return
     # `does` is what the thread does, such as "stores to"; `still` is what the product does: "reads" or "writes"
     raise self.f.error(NotWaitedFor, bad, lambda t: f"{does} {self.name}[{i}], which {self.f.operation(product.number)} still {still}: "
@@ -272,7 +272,7 @@ class Registers:
     return out
 
   def result(self, i:int, active:Array|None) -> Array:
-    """Returns element i in the active threads, with the results of products that are not complete yet, for a product that adds to it."""
+    """Returns element i in the active threads, including the results of matrix products that are not complete yet."""
     if (product := self.coming.get(i)) is None: return self.load(np.asarray(i), active)
     # a product need not wait for earlier products that add to the same element
     return np.where(product.threads, product.results[i], self.values[i])

@@ -69,7 +69,7 @@ class Plan(EmulatedProgram):
     self.uops.append(u)
 
   def _value(self, u:UOp, fn:Callable[..., Any], *srcs:UOp) -> None:
-    """Adds a step to the plan that computes `u` by the function `fn` of the values of `srcs`."""
+    """Adds a step to the plan that computes `u` by applying the function `fn` to the values of `srcs`."""
     ins, out = [self._slot(s) for s in srcs], self._new(u)
     if len(ins) == 1:
       a, = ins
@@ -274,7 +274,7 @@ class Plan(EmulatedProgram):
   # ***** lifetimes *****
 
   def _lifetimes(self, uops:list[UOp]) -> tuple[list[list[int]], int]:
-    """Returns the slots whose values are needed no more after each step, and the most bytes per thread that values occupy together."""
+    """Returns, for each step, the values that no later step needs, and the most bytes per thread that values occupy together."""
     position = {u: i for i, u in enumerate(self.uops)}
     loop_of: list[tuple[int, int]] = sorted((self.loops[r], self.ends[r]) for r in self.loops)
     born: dict[int, int] = {}

@@ -74,7 +74,7 @@ OF_CONDITIONS: dict[Ops, Callable[[Range, Range], Range]] = {
   Ops.CMPLT: lambda x, y: (int(x[1] < y[0]), int(x[0] < y[1])), Ops.AND: lambda x, y: (x[0] & y[0], x[1] & y[1])}
 
 class Ranges:
-  """Ranges of a program's integers."""
+  """Ranges of the values of a program's integers."""
   # `of` maps each integer's UOp to its range; `beyond` maps each integer that may overflow its type to the range that it would have without overflow
   def __init__(self, uops:list[UOp]):
     self.of, self.beyond, self.sums = dict[UOp, Range](), dict[UOp, Range](), dict[UOp, Sum]()
@@ -87,7 +87,7 @@ class Ranges:
     self.beyond = {u: exact for u, exact in self.beyond.items() if self.unguarded[u]}
 
   def _within(self, u:UOp, exact:Range) -> Range:
-    """Returns the range of the integer `u` in its type, given its range `exact` without overflow; notes an overflow in `beyond`."""
+    """Returns the range of the integer `u` in its type, where `exact` is its range without overflow. A possible overflow goes to `beyond`."""
     total = self._sum(u)
     # the terms of a sum may give a narrower range
     if len(total) > 1:

@@ -107,7 +107,7 @@ class LdsShadow:
   # chunk as fast as a number. If an access may be faulty, the `on_` methods check each location separately.
 
   def clean_read(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
-    """Records each active thread's read of `per` locations from `at*per` on, and returns True; if it may be faulty, returns False."""
+    """Records each active thread's read of `per` locations from `at*per` on, and returns True. Returns False for a read that may be faulty."""
     # `span` is the range of locations that all the threads read; a read that may be faulty is not recorded
     meets = self.waves > 1 and self.written_at.meet(span, self.f.since)
     if (coming := self.coming(span)) or meets or not self.all_written(span):
@@ -118,7 +118,7 @@ class LdsShadow:
     return True
 
   def clean_write(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
-    """Records each active thread's write to `per` locations from `at*per` on, and returns True; if it may be faulty, returns False."""
+    """Records each active thread's write to `per` locations from `at*per` on, and returns True. Returns False for a write that may be faulty."""
     # `span` is the range of locations that all the threads write; a write that may be faulty is not recorded
     f, writer = self.f, chunks(self.writer, per)
     if self.kept(span): return False
@@ -162,7 +162,7 @@ class LdsShadow:
     if len(self.pending) >= PENDING: self._settle_reads()
 
   def readers(self, span:Span) -> Array|None:
-    """Returns, for each wave and location, the interval in which the wave last read it; None if no read since the last barrier overlaps `span`."""
+    """Returns, for each wave and location, the interval of the wave's last read; None if no read since the last barrier overlaps `span`."""
     if self.reader is None or not self.read_at.meet(span, self.f.since): return None
     self._settle_reads()
     return self.reader
