@@ -99,7 +99,7 @@ HALVES = ("vcc", "exec")      # names that stand for two registers each
 _FEWER_LANES = re.compile(r"v_cmpx|s_and_saveexec|s_and(n2|_not1)?_b\d+ exec(_lo)?, exec(_lo)?,")      # any other write to EXEC may switch lanes on
 
 class KnownRegisters:
-  """Known ranges of the values of registers: each register has one range for the active lanes, and one range for all lanes."""
+  """Range of each register's values, as far as known: one for the active lanes, and one for all lanes."""
   def __init__(self, active:Known, every:Known): self.active, self.every = active, every
   def copy(self) -> KnownRegisters: return KnownRegisters(dict(self.active), dict(self.every))
 

@@ -30,7 +30,7 @@ SPECS += [Spec(arch, 576, dtype, MASKS[0], LATENT) for arch in MODELLED for dtyp
 SPECS += [Spec(arch, 128, "bfloat16", "causal", kernel, option) for arch in SEARCHED for kernel in (FORWARD, *BACKWARD) for option in COSTED_OPTIONS]
 
 def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:bool=False) -> Report:
-  """Returns a report on the loop number `rank` of a kernel of attn, given its source `kernel` and its machine code `text`."""
+  """Returns a report on one loop of a kernel of attn, given the kernel's source `kernel` and machine code `text`."""
   # Rank 0 is the loop with the most matrix work (the hot loop). The usual path through the loop is counted, or with `every_block` all instructions.
   # The figure `useful`, the share of the matrix unit's peak rate in useful products, is for this kernel alone.
   return analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec), products=kernel.products, rank=rank,
@@ -57,7 +57,7 @@ def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
   return [with_useful(found[spec], [found[x] for x in spec.together]) for spec in specs]
 
 def with_useful(report:Report, together:Sequence[Report]) -> Report:
-  """Returns the report with a figure `useful` that counts the kernels of all reports `together`."""
+  """Returns the report with its figure `useful`, the share of the peak rate in useful products, computed over all reports `together`."""
   # `useful` is the share of the matrix unit's peak rate that goes to useful products; the kernels run one after another, so their times are added
   shares = [r.loop.useful for r in together if r.loop is not None and r.loop.useful]
   if report.loop is None or len(shares) < len(together): return report

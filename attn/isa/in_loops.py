@@ -44,7 +44,7 @@ def _trip(blocks:Sequence[Block], loop:Loop) -> set[int]:
   return set(path_of_waits(blocks, loop, usual_path(blocks, loop, 0.0)))
 
 def _per_loop(blocks:Sequence[Block], wanted:set[int]) -> list[tuple[Loop, int]]:
-  """Returns (loop, number of `wanted` instructions in its iteration) for each loop that has some; `wanted` holds id() of instructions."""
+  """Returns (loop, number of its `wanted` instructions per iteration) for each loop that has any; `wanted` has their id()."""
   found, loops = list[tuple[Loop, int]](), loops_of(blocks)
   for loop in sorted(loops, key=lambda loop: loop.header):
     # an instruction in an inner loop counts for the inner loop alone

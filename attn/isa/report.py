@@ -174,7 +174,7 @@ def flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 
 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
-  """Returns the labels, one iteration's instructions and waits, and the counts of the kernel's loop with the most matrix work."""
+  """Returns (labels, instructions of an iteration, size of the loop, number of matrix loops, waits) for the loop with the most matrix work."""
   # None if no loop has matrix work, else (labels, instructions of an iteration, number of instructions in the whole loop, number of loops with
   # matrix work, waits of an iteration). `rank` 1, 2, ... takes the loop with the next most matrix work. An iteration takes the usual path through
   # the loop, without side blocks that few iterations enter; with `every_block` it takes all blocks. `d` and `dv` are the padded head dimensions.
@@ -196,7 +196,7 @@ def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_
   return " ".join(labels), trip, in_all, len(loops), waits
 
 def loops_with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most:int) -> list[Loop]:
-  """Returns the loops with `part`/`most` of the matrix work of the first loop."""
+  """Returns the loops whose matrix work is `part`/`most` of the first loop's matrix work."""
   # a kernel with several hot loops divides the matrix products among them; `most` is the work of the loop with the most products, which comes first
   flops = [sum(blocks[b].flops for b in loop.body) for loop in loops]
   return [loop for loop, x in zip(loops, flops) if x*most == flops[0]*part]

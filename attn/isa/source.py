@@ -69,7 +69,7 @@ class Spec:
     return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}" + f"+{self.option}"*(self.option != "") + f"/{self.kernel}"*(self.kernel != FORWARD)
   @property
   def together(self) -> tuple[Spec, ...]:
-    """Specs of all kernels that do one piece of work together: the two backward kernels, dq and dkdv; every other kernel alone."""
+    """Specs of the kernels that do one piece of work together: both backward kernels for dq or dkdv, otherwise this kernel alone."""
     return (self,) if self.kernel not in BACKWARD else tuple(replace(self, kernel=kernel) for kernel in BACKWARD)
 
   @classmethod
@@ -212,7 +212,7 @@ def text_of(spec:Spec) -> str:
   return _text(spec, replace(p, num_splits=splits), name, tile)
 
 def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=None, shape:Shape|None=None, lines:bool=False) -> Source:
-  """Returns the source of the kernel that `spec` names with `tile`, or of the kernel that dispatch chooses."""
+  """Returns the source of the kernel that `spec` names, with `tile`; without `tile`, of the kernel and tile that dispatch chooses."""
   # Dispatch chooses for compilers of the LLVM release `llvm` (by default the clang in use for reports). `shape` replaces the usual size of the
   # problem. `lines` also asks for the line of Python that emitted each line of the source.
   p = problem_of_spec(spec, shape)
@@ -229,7 +229,7 @@ def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=Non
   return Source(text, d, dv, used.block_n if used.keys else used.matrix.N, used.block_m, products, python=python)
 
 def products_of(wanted:Iterable[str]) -> tuple[int, int]:
-  """Returns two counts of matrix products in a backward loop for the gradients `wanted`: with D as a dimension, and with Dv."""
+  """Returns how many matrix products of a backward loop for the gradients `wanted` have D as a dimension, and how many have Dv."""
   # D: S, dQ, dK; Dv: dP, dV
   of_scores = {"dq", "dk"}.intersection(wanted)       # gradients that need dS, and therefore dP
   return 1 + len(of_scores), bool(of_scores) + ("dv" in wanted)

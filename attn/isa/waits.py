@@ -24,7 +24,7 @@ def counters_in(number:int, counters:Counters) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Awaited:
-  """Accesses that a wait waits for."""
+  """Memory accesses for which a wait instruction waits."""
   accesses: int                 # number of accesses
   last: str                     # text of the instruction of the last access
   kind: str                     # kind of that instruction

@@ -46,7 +46,7 @@ def makespan_in_order(work:Sequence[GroupWork], slots:int, dies:int, cycles:floa
   return max(ends)
 
 def rows_fetched(work:Sequence[GroupWork], slots:int, room:float, apart:bool=False) -> float:
-  """Returns how many rows of K and V a cache with `room` fetches from the next level, in units of one iteration's rows."""
+  """Returns how many rows of K and V a cache of size `room` fetches from the next level, in units of one iteration's rows."""
   # `slots` workgroups run at a time; they are a round. With `apart`, the workgroups of a round share fetched rows only if the cache has room for all
   # rows of the round.
   fetched, before = 0.0, dict[int, float]()

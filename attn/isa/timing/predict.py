@@ -80,7 +80,7 @@ def blocks_of_grid(p:Problem, own:int, keys:bool=False, heads:int=1) -> int:
   return ceildiv(rows, own)*copies*p.num_splits
 
 def walked_in_a_trip(timing:Timing, own:int) -> float:
-  """Returns the number of rows over which a workgroup that owns `own` rows goes in one loop iteration."""
+  """Returns the number of rows over which a workgroup that owns `own` rows loops in one iteration."""
   assert timing.loops[0].scores is not None
   # scores of an iteration, divided by own rows
   return timing.loops[0].scores*timing.waves/own
@@ -119,7 +119,7 @@ def work_of_grid(p:Problem, x:Division) -> list[GroupWork]:
   return cut_for_dies(order, x.dies)
 
 def bytes_of_levels(p:Problem, x:Division, work:list[GroupWork], chip:Chip, slots:int, apart:bool=False) -> dict[str, float]:
-  """Returns {level of memory: bytes that it delivers or takes}, if `slots` workgroups run at a time."""
+  """Returns {level of memory: bytes that this level delivers or takes}, if `slots` workgroups run at a time."""
   # `apart`: workgroups drift apart (memory.py); a level is missing if its size is not known
   caches, of_queries, of_keys = chip.caches, (p.D + p.Dv)*p.itemsize, p.key_bytes
   trip = x.walked*(of_queries if x.keys else of_keys)*len(x.products)

@@ -158,7 +158,8 @@ def predicted_rows(published:str, kernels:Iterable[PeerKernel]) -> list[Predicte
   return found
 
 def predictions_within(rows:Iterable[PredictedRow], share:float) -> Mapping[str, int]:
-  """Returns how many predictions at the "rated" and the "sustained" clock differ from the published figure by at most `share`, and "all"."""
+  """Returns how many predictions are within the fraction `share` of the published figure, at the "rated" and "sustained" clock, and how many in
+  "all"."""
   ratios = [x.ratios for x in rows if x.rated is not None]
   near = [[r is not None and abs(r - 1) <= share for r in pair] for pair in ratios]
   return {"rated": sum(x for x, _ in near), "sustained": sum(x for _, x in near), "all": len(ratios)}

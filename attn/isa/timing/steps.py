@@ -163,7 +163,7 @@ def _step(x:Instruction, chip:Chip, m:Machine, bank_cycles:int|None) -> TripStep
   return step
 
 def trip_steps(trip:Sequence[Instruction], chip:Chip, bank_cycles:Sequence[int|None], taken:Sequence[bool]) -> list[TripStep]:
-  """Returns a step for each instruction of a loop iteration, given its LDS bank cycles and whether it is a taken branch."""
+  """Returns a step for each instruction of a loop iteration, whose LDS bank cycles and taken branches are given."""
   # None in `bank_cycles`: the addresses of the access are not known
   machine, steps = chip.latencies, list[TripStep]()
   for x, needs, waits, banks, jumps in zip(trip, dependences(trip, chip), awaited(trip, chip), bank_cycles, taken, strict=True):

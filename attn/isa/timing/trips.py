@@ -125,7 +125,7 @@ def _groups_of_a_unit(resources:Resources, chip:Chip, waves:int, simds:int) -> i
   return max(1, room//waves)
 
 def _behind(blocks:Sequence[Block], prologue:Sequence[int], waves:int) -> int:
-  """Returns how many waves of a workgroup pass one barrier more than the others before the loop, in the basic blocks `prologue`."""
+  """Returns how many waves of a workgroup pass one barrier more than the others in the basic blocks `prologue`, before the loop."""
   # if one of these blocks can jump over a block with nothing but a barrier, half of the waves are assumed to take the barrier
   return waves//2 if any(len(blocks[b].successors) == 2 and b + 1 < len(blocks) and _only_a_barrier(blocks[b + 1]) and
                          b + 1 in blocks[b].successors for b in prologue) else 0
@@ -235,7 +235,7 @@ def _without_conflicts(trip:Sequence[Instruction], chip:Chip) -> list[int|None]:
   return [-(-max(4, access_bytes(x.op))*chip.wave//rate[x.kind]) if x.kind in rate else None for x in trip]
 
 def _edges(blocks:Sequence[Block], loops:Sequence[Loop], chip:Chip, waves:int, simds:int) -> int:
-  """Returns the cycles that a workgroup needs before its first loop and after its last, alone on its compute unit."""
+  """Returns the cycles that a workgroup, alone on its compute unit, needs before its first loop and after its last loop."""
   first, last = loops[0], loops[-1]
   out = next((s for b in sorted(last.body) for s in blocks[b].successors if s not in last.body), None)
   ends = [i for i, b in enumerate(blocks) if b.instructions and b.instructions[-1].op.startswith("s_endpgm")]
