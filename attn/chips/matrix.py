@@ -55,7 +55,7 @@ class Matrix:
     return self.operand if self.size == 2 else self.operand_words
   @property
   def span(self) -> int:
-    """Number of which the length of a sum must be a multiple, such as the head dimension D in S = Q K^T."""
+    """The length of a sum, such as the head dimension D in S = Q K^T, must be a multiple of this number."""
     # then each lane loads whole units of 16 bytes, and no operand of a matrix instruction is filled only in part
     return max(self.K, self.unit*self.groups)
   @property
@@ -146,7 +146,7 @@ class Mma:
   def tile_keys(self) -> int: return self.N                         # keys of a tile of scores
   def c_row(self, lane:Int, i:int) -> Int: return lane//self.groups + i*8     # i: which of the two rows
   def key_of(self, h:Int, n:int) -> Int:
-    """Returns the key of the n-th score of a row of S that lane `h` of the four lanes of this row holds."""
+    """Returns the key of the n-th score that lane `h`, of the four lanes that share a row of S, holds of this row."""
     # a lane holds two neighbouring scores of each tile of S: n first counts those of the first tile, then those of the next
     return n//self.block*self.N + h*self.block + n%self.block
   def a_address(self, lane:Int) -> tuple[Int, Int]:

@@ -167,15 +167,14 @@ class GradientsUpTo(UpTo[WgmmaBackwardShape]):
 # ***** tiles for a family without tables *****
 
 def cautious(mat:Matrix) -> tuple[UpTo[ForwardShape], ...]:
-  """Returns the table of forward tile shapes for a family whose shapes were neither searched nor measured: as few registers as possible."""
+  """Returns forward tile shapes that use as few registers as possible, for a family whose shapes were neither searched nor measured."""
   return (UpTo(256, ForwardShape(4, 1, mat.least_keys, q_in_lds=True, fenced=True, prefetch=0)),)
 
 def cautious_backward(mat:Matrix, keys:bool) -> tuple[UpTo[BackwardShape], ...]:
-  """Returns the table of backward tile shapes for a family whose shapes were neither searched nor measured. `keys`: workgroups own keys."""
-  # as few registers as possible
+  """Returns backward tile shapes that use as few registers as possible, for a family without searched shapes. `keys`: workgroups own keys."""
   return (UpTo(256, BackwardShape(2, mat.least_keys, BOTH, fenced=max(1, mat.operand//mat.unit), prefetch=0, sparing=True, passes=1 + keys,
                                   by_item=True)),)
 
 def cautious_latent(mat:Matrix) -> tuple[UpTo[MlaShape], ...]:
-  """Returns the table of tile shapes of `mla` for a family whose shapes were neither searched nor measured: as few registers as possible."""
+  """Returns tile shapes of `mla` that use as few registers as possible, for a family whose shapes were neither searched nor measured."""
   return (UpTo(576, MlaShape(2, 2*mat.least_keys, 2, q_reloaded=True, weight_parts=2, prefetch=0)),)
