@@ -120,7 +120,7 @@ def toolchain() -> Toolchain:
   raise NoCompiler(f"no clang of LLVM {OLDEST} or later for AMD's chips: {'; '.join(reasons)}; {INSTALL}")
 
 def found(tools:Toolchain) -> Found:
-  """Returns the record of a compiler for a clang and its linker, among which choice.py chooses."""
+  """Returns the clang `tools` as a `Found`, the record of compilers among which choice.py chooses."""
   return Found("clang", tools.version, lambda source, arch: code_object(source, arch, tools=tools))
 
 # ***** compilation *****
