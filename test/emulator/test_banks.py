@@ -13,7 +13,7 @@ from attn.kernels.tiles.amd import both_ways_layout, v_columns
 from cases import ARCHS, check_kernel, check_kernels, normal, problem, run
 
 def conflicts() -> dict[tuple[str, str], float]:
-  """Returns, for each (buffer, "read" or "write") of the last kernel, its LDS cycles over the cycles without conflicts."""
+  """Returns, for each (buffer, "read" or "write") of the last kernel, its LDS cycles divided by the cycles without conflicts."""
   launch = last_run()
   assert launch is not None and launch.bank_conflicts
   return {(use.buffer, use.verb): use.cycles/use.phases for use in launch.bank_conflicts}

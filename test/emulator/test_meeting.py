@@ -138,7 +138,7 @@ def test_higher_tickets_may_not_be_there(emulated):
       emulated(kernel, SUMS, X, COUNTERS, order=order, resident=GROUPS - 1)
 
 def ring(members):
-  """Returns a kernel in which each `members` workgroups with consecutive tickets add their rows to `members` sums."""
+  """Returns a kernel in which groups of `members` workgroups with consecutive tickets add their rows to the group's `members` sums."""
   # first to its own sum, then to the next, so that no two workgroups need the same sum at the same time
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
@@ -194,7 +194,7 @@ def test_turns_of_single_waves_need_no_barriers(emulated):
 # ***** atomic operations beside others *****
 
 def zeroed(ordered, also_settled=True):
-  """Returns a kernel in which the workgroup with ticket 0 sets the sums to zero, before (if `ordered`) the others add."""
+  """Returns a kernel in which the workgroup with ticket 0 sets the sums to zero; if `ordered`, before the others add."""
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     value = x[drawn*WIDTH + t].load()

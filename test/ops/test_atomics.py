@@ -176,7 +176,7 @@ def test_meaning_of_neighbours(together):
 
 def tickets(width):
   def kernel(o, counter):
-    """Kernel in which each workgroup gets a ticket, a number from an atomic counter, and writes it."""
+    """Kernel in which each workgroup gets a ticket and writes it."""
     g, t = UOp.range(8, 0, AxisType.GLOBAL), UOp.range(width, 1, AxisType.LOCAL)
     lds = UOp.placeholder((1,), dtypes.int, 0, AddrSpace.LOCAL)
     drawn = ticket(counter[0], g, t.eq(0), lds=lds[0] if width > 64 else None)
