@@ -59,5 +59,4 @@ class Machine:
   lds_load: Figure           # cycles by which a load to LDS takes longer than a load to registers
 
 def figures_of(machine:Machine) -> dict[str, Figure]:
-  """Returns the figures of a machine by the names of their fields."""
   return {f.name: getattr(machine, f.name) for f in fields(machine)}

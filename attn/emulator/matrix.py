@@ -113,7 +113,7 @@ def truncated_at(x:Array, size:Array, bits:int) -> Array:
   return np.trunc(x*places)/places
 
 def short_sum(a:Array, b:Array, c:Array, bits:int) -> Array:
-  """Returns c + A B as a matrix unit adds that keeps `bits` bits of a sum: A (waves, M, K), B (waves, K, N), c (waves, M, N)."""
+  """Returns c + A B as a matrix unit adds that keeps `bits` bits: A (waves, M, K), B (waves, K, N), c (waves, M, N)."""
   # An element of the result is a sum of products and an element of c. Let 2^e be the largest power of two that is not above the largest of these
   # addends. Each addend is rounded towards zero to a multiple of 2^(e - bits). Then they are added, and the sum is cut off to `bits` bits of
   # mantissa.

@@ -119,7 +119,8 @@ class LdsShadow:
 
   def clean_write(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
     """Records each active thread's write to `per` locations from `at*per` on, and returns True. Returns False for a write that may be faulty."""
-    # `span` is the range of locations that all the threads write; a write that may be faulty is not recorded
+    # `span` is the range of locations that all the threads write. A write that may be faulty is not recorded, except one in which two waves write the
+    # same location: recording it is what shows the fault.
     f, writer = self.f, chunks(self.writer, per)
     if self.kept(span): return False
     meets = self.waves > 1 and self.written_at.meet(span, f.since)

@@ -33,7 +33,7 @@ def uniform_numbers(uops:list[UOp]) -> set[UOp]:
 def is_constant(u:UOp) -> bool: return u.op is Ops.CAST and u.src[0].op is Ops.CONST
 
 def is_maximum(u:UOp) -> bool:
-  """Tells whether u is max(x, n) of an integer x and a constant n, in the form that renderers get: x < n ? n : x."""
+  """Tells whether u is max(x, n) of an integer x and a constant n, which renderers get as x < n ? n : x."""
   if u.op is not Ops.WHERE or u.dtype != dtypes.int or u.src[0].op is not Ops.CMPLT or not is_constant(u.src[1]): return False
   return u.src[0].src[0] is u.src[2] and u.src[0].src[1] is u.src[1]
 

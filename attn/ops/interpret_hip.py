@@ -111,7 +111,7 @@ class Hip(Printer):
     return self._words("pack_bfloat", x, [f"__builtin_bit_cast(unsigned, __builtin_convertvector((float2){{x[{i}], x[{i + 1}]}}, bfloat2))"
                                           for i in range(0, n, 2)])
   def pack_weights(self, x:Value, dtype:str) -> Value:
-    """Renders the rounding of P to 16 bits, packed into dwords."""
+    """Renders the rounding of P to 16 or 8 bits, packed into dwords."""
     if dtype != "bfloat16" or get_chip(self.arch).bf16_pack: return self.pack(x, dtype)
     # No instruction converts to bf16: two fp32 operations round x to the 8 significant bits of bf16, to nearest even: less = x*(1 - 2^16), and then
     # the fma x*2^16 + less. CDNA executes each of them for two elements at a time, and RDNA issues two of them together. x*2^16 has to be finite.
@@ -152,8 +152,7 @@ class Hip(Printer):
   def any_lane(self, condition:Value) -> Value:
     return Term(self, f"__builtin_amdgcn_ballot_w{get_chip(self.arch).wave}({bare(condition.text)}) != 0", "bool")
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
-    """Renders an exchange between lanes `step` apart by the instruction `how`. Returns x of both lanes, in an order that depends on the
-    instruction."""
+    """Renders an exchange of x between lanes `step` apart by the instruction `how`. Returns x of both lanes, in the instruction's order."""
     x = self.term(x)
     bits, pair = f"__builtin_bit_cast(unsigned, {x.text})", vector_of(x.type, 2)
     # v_permlane16_swap_b32 or v_permlane32_swap_b32 (CDNA4 ISA section 12)

@@ -30,8 +30,7 @@ class KernelText:
   def printer(self) -> Printer: return LANGUAGES[self.language](self.arch, self.functions)
 
   def call(self, call:Call, out:str, types:Sequence[str], sources:Sequence[str]) -> str:
-    """Returns the C++ expression for a call of an operation, with the operands' C types `types` and texts `sources`, and the result's C type
-    `out`."""
+    """Returns the C++ expression for a call of an operation on operands with the C types `types` and the texts `sources`."""
     operation, printer = call.operation, self.printer()
     if operation.inline: return inlined(operation, call.parameters, printer, types, sources)
     if operation.definition is not None: return self.compound(call, operation.definition, out, types, sources)
@@ -42,8 +41,7 @@ class KernelText:
     return function_text(call.name, found, printer, out, types, sources)
 
   def compound(self, call:Call, definition:Callable[..., Any], out:str, types:Sequence[str], sources:Sequence[str]) -> str:
-    """Returns the C++ expression that calls the function of a compound operation. The function is rendered once for each combination of operand
-    types."""
+    """Returns the C++ expression that calls the function of a compound operation, which is rendered once for each combination of types."""
     names = operands_of(definition)
     types, sources = types[:len(names)], [bare(x) for x in sources[:len(names)]]     # further sources only order the call after other statements
     key = (call, out, *types)

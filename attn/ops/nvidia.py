@@ -70,7 +70,7 @@ def _put_text(printer:Any, out:str, kind:str) -> Body:
 instruction("put", lambda lanes, to, value, gate, kind: _put(lanes, to, value, gate), cuda=_put_text)
 
 def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, piece:int) -> UOp:
-  """Returns a statement that copies `nbytes` (0..16) bytes from global to shared memory, if `gate` is true, and sets the rest of 16 bytes to zero."""
+  """Returns a statement that copies `nbytes` (0..16) bytes to shared memory and sets the rest of 16 bytes to zero, if `gate` is true."""
   # `step` has two constants in bytes: the first is added to `to`, the second to `source`, so copies at several constant distances share one address
   # register. The copy is made in pieces of `piece` bytes (16, 2 or 1); `nbytes` and the address in `source` must be multiples of `piece`. If `piece`
   # is 16, the copy is asynchronous: the data have arrived only after `wait_copies`.

@@ -357,7 +357,7 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, ro
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None, scales:UOp|None=None,
             at:ScalesAt=IN_REGISTERS) -> UOp:
-  """Returns a statement that raises the references of the wave's queries and computes P again, if a sum of P is too large, inf or NaN."""
+  """Returns a statement that, if a sum of P is too large, inf or NaN, raises the wave's references and computes P again."""
   # A sum of P in a lane is too large if it exceeds 2^above (`above` > 0), or if a score exceeds its query's reference (`above` = 0); with P of 8
   # bits, an element of P may be too large as well. Then the reference of every query of the wave becomes the query's largest score so far (for 8
   # bits a number below it, see `lift_of`). The correction is one statement, because tinygrad has no branch around stores to registers.
@@ -421,7 +421,7 @@ def _lane_sum(c:Any, total:Value, x:Value, *, rows:int) -> Value:
   return sums.value
 
 def lane_sum(total:UOp, p:UOp, rows:int) -> UOp:
-  """Returns the sums `total` of a lane, increased by P: one for each row, or if `rows` is 1 one of even and one of odd elements."""
+  """Returns a lane's sums `total` plus P: one sum for each row, or if `rows` is 1 one of even and one of odd elements."""
   return emit("lane_sum", total.dtype, total, p, rows=rows)
 
 @compound("rounded_sum")

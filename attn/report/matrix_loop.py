@@ -18,8 +18,8 @@ from attn.tinygrad_compat import AxisType, KernelInfo, Tensor, UOp, dynamic_shar
 from attn.values import FLOATS
 
 # A wave loads operands of normally distributed numbers once. Then it adds their products to several independent accumulators, again and again, so no
-# instruction waits for the one before it. Nothing is read from memory in the loop; wgmma reads one operand from shared memory. A GEMM also loads,
-# computes addresses and waits at barriers, so it is slower.
+# instruction waits for the one before it. (A warpgroup waits for its wgmma, but another one works meanwhile.) Nothing is read from memory in the
+# loop; wgmma reads one operand from shared memory. A GEMM also loads, computes addresses and waits at barriers, so it is slower.
 
 LOOP_STEPS = 2              # operands that each accumulator gets in an iteration
 REGISTERS = 64         # registers of a lane for accumulators

@@ -333,7 +333,7 @@ extern "C" int f{number}({", ".join([*parameters, f"{out}* out"])}) {{
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, str], UOp]]:
-  """Returns a library for HIP and one for CUDA, with the operations of all cases as functions f0, f1 and so on; and these operations as UOps."""
+  """Returns compiled libraries by language, with the operations of all cases as functions f0, f1 and so on; and these operations as UOps."""
   pytest.importorskip("ziglang")
   made = {case: make() for case, make in CASES.items()}
   texts:dict[str, list[str]] = {"hip": [], "cuda": []}

@@ -84,7 +84,6 @@ class WaveState:
     self.masks: dict[str, LaneValues] = {"exec": np.ones(chip.wave, bool)}
 
   def copy(self) -> WaveState:
-    """Returns a copy of the state, to follow another path through the code."""
     other = WaveState.__new__(WaveState)
     other.chip, other.values, other.masks = self.chip, dict(self.values), dict(self.masks)
     return other
