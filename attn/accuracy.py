@@ -249,7 +249,7 @@ def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Arra
   return _with_equals(_squares(r, x, factor, centre), values, x.shape[-1], terms)
 
 def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array|None]:
-  """Estimates the largest partial sums of w_j factor_j x_j and of w_j (factor_j x_j - centre), added term by term over j."""
+  """Estimates the largest partial sums of w_j factor_j x_j, and of w_j (factor_j x_j - centre) (None without `centre`), added over j."""
   # Partial sums at the ends of at most 32 blocks are computed exactly. Partial sums inside a block are estimated as a random walk: the root of the
   # sum of the squares of all terms. The results are (..., n, columns), the second None without `centre`.
   m = w.shape[-1]

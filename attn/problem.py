@@ -94,7 +94,7 @@ class TensorOfTerm:
                        f"({', '.join(SCORE_AXES[axis] for axis in self.axes)}) = {full}")
     return tuple(n == size for n, size in zip(shape, full))
   def check(self, name:str, x:Any) -> tuple[bool, ...]|None:
-    """Returns the value `x` of the tensor's field of Problem, or raises ValueError for a wrong value."""
+    """Returns the value `x` of the tensor's field of Problem (None: no such tensor), or raises ValueError for a wrong value."""
     # The value is None if the problem has no such tensor, otherwise a tuple with a bool for each dimension: True for full size, False for size 1.
     least, most = len(self.axes) if self.broadcasts else 1, len(self.axes)
     if x is None or (isinstance(x, tuple) and least <= len(x) <= most and all(isinstance(full, bool) for full in x)): return x
@@ -299,8 +299,7 @@ class Problem:
   def itemsize(self) -> int: return BYTES[self.dtype]            # bytes of an element of q
   @property
   def key_dtype(self) -> str:
-    """Dtype of the tensors k and v in a kernel."""
-    # This is the dtype of the stored format if k and v are stored in 8 bits, otherwise the dtype of the tensor q.
+    """Dtype of the tensors k and v in a kernel: that of their stored format if they have 8 bits, otherwise that of the tensor q."""
     return STORED.get(self.stored, self.bits_dtype)
   @property
   def of_8_bits(self) -> bool: return self.dtype in OF_8_BITS
@@ -448,8 +447,7 @@ class Problem:
     return (keys_before(right + 1) if right >= 0 else self.queries*self.Sk) - (keys_before(-left) if left >= 0 else 0)
   @property
   def ends_of_pieces(self) -> list[int]:
-    """Indices of the first and the last row of each piece of q, in one list."""
-    # A piece is a group of rows with consecutive positions in their sequence.
+    """Indices of the first and the last row of each piece of q (rows with consecutive positions in their sequence), in one list."""
     front = 0 if self.dealt is None or not self.dealt.jump else min(self.dealt.front, self.queries)
     return [row for begin, end in ((0, front), (front, self.queries)) if begin < end for row in (begin, end - 1)]
 

@@ -92,7 +92,7 @@ def in_a_buffer(c:CheckedCall, x:Tensor) -> Tensor:
 
 @lists_made_last()
 def launch_kernels(c:CheckedCall, choice:Choice) -> list[Tensor]:
-  """Launches the chosen kernel, and `combine` if there are key ranges; returns the list of o and of the sums that the call asks for."""
+  """Launches the chosen kernel, and `combine` if there are key ranges; returns o, and lse and lse_rest if the call asks for them."""
   p = split_into(c.problem, choice.work.splits)
   in_place = () if p.k_view is None else ("k", "v", "k_rotary", *p.scale_views)
   t = {name: flat_buffer(x) if name in in_place else in_a_buffer(c, x) for name, x in c.tensors.items()}
@@ -131,7 +131,7 @@ def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
   return deliver(c, *(plain_attention if c.problem.pages is None else plain_attention_of_pages)(c.problem, c.tensors))
 
 def run_across(c:CheckedCall) -> list[Tensor]:
-  """Runs a checked call in which several devices divide the rows of a sequence; returns the list of o and of the sums that the call asks for."""
+  """Runs a checked call in which several devices divide the rows of a sequence; returns o, and lse and lse_rest if the call asks for them."""
   def attend_part(p:Problem, tensors:dict[str, Tensor], device:str, into:Sequence[Tensor]) -> list[Tensor]:
     return run(CheckedCall(p, tensors, c.arch, Placement(device), into[0] if into else None, into=tuple(into[1:]), part=True))
   def graph(inputs:Graph) -> dict[str, UOp]:

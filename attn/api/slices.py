@@ -167,7 +167,7 @@ def is_part_of_a_buffer(t:Tensor) -> bool:
 def call_of_any_length(x:SdpaCall) -> SlicedCall|None:
   """Returns a checked call whose kernel serves all numbers of keys, or None if this number gets a kernel of its own."""
   if x.sliced: return sliced_call(x)
-  # A kernel for all numbers has no gradient.
+  # A kernel for all numbers has no gradient. While TinyJit captures, a number that is an int gets a kernel of its own, too.
   if TRAINING or capturing or not all(isinstance(t, Tensor) and is_part_of_a_buffer(t) for t in (x.key, x.value)): return None
   try: call = sliced_call(x)
   except (ValueError, NotImplementedError, RuntimeError): return None

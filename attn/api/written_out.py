@@ -99,7 +99,7 @@ class WrittenOut:
     finally: self.watching = True
 
   def scores(self, u:UOp) -> WrittenScores|None:
-    """Returns the q, keys, scale and masks of the scores `u`, or None if `u` is made in any other way."""
+    """Returns how a model computed the scores `u` (q, keys, scale and masks), or None if attn does not recognise the operations."""
     # The supported operations are a matrix product, then multiplication by a number, then addition of masks, then `where` with -inf.
     if (u := uncast(u)) in self.products: return self.products[u]
     if u.op is Ops.WHERE: return self.selected(*map(Tensor, u.src))

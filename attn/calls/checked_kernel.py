@@ -29,8 +29,7 @@ class KernelFunction(Protocol):
   def __call__(self, *placeholders:UOp) -> CheckedKernel: ...
 
 def region(u:UOp) -> tuple[UOp, int, int]|None:
-  """Returns the memory that holds the output `u` of a kernel as (buffer, first element, number of elements), or None if `u` has no memory of its
-  own."""
+  """Returns the memory that holds a kernel's output `u` as (buffer, first element, number of elements), or None if `u` has no memory of its own."""
   # `u` has memory if it is a buffer, or the `contiguous()` of a slice without gaps: tinygrad then makes no copy, but gives the kernel this part of
   # the buffer. Any other view, and a computed value, has none.
   count, sliced = u.max_numel(), False
@@ -88,7 +87,7 @@ def _checked_ast(program:Callable[..., UOp], arch:Chip, *placeholders:UOp) -> UO
 
 @dataclass(frozen=True)
 class CheckedKernel:
-  """A kernel's AST that checks the tensors on which the kernel is called."""
+  """A kernel for tinygrad, as an AST, with checks of the tensors on which the kernel is called."""
   # tinygrad alone would accept a view as an output, run the kernel, and drop the result.
   sink: UOp
   outputs: tuple[str, ...]   # names of the leading arguments, which the kernel writes

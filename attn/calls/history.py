@@ -37,7 +37,7 @@ class Origin:
     found = [(of(), shape) for of, shape in self.outputs]
     outputs = [buffer.reshape(shape) if buffer.shape != shape else buffer for buffer, shape in found if buffer is not None]
     if len(outputs) == len(found): return outputs, self.gradient
-    # Only the gradient function of a call with o and lse can do without some outputs.
+    # Only `AttentionGradient` can do without some outputs.
     if not hasattr(self.gradient, "without"):
       raise RuntimeError("the gradient through lse, which was computed before, needs o, which no longer exists: keep a reference to o")
     return outputs, self.gradient.without([i for i, (buffer, _) in enumerate(found) if buffer is None])
@@ -75,7 +75,7 @@ def depends_on(u:UOp) -> Iterable[UOp]:
 def is_after_a_call(u:UOp) -> bool: return u.op is Ops.AFTER and u.src[1].op is Ops.CALL
 
 def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
-  """Finds the calls of attention on whose outputs `root` depends although only the buffers of these outputs are left, oldest first."""
+  """Finds the calls of attention whose outputs are only bare buffers in the expression `root`, oldest first, and the AFTER UOps under `root`."""
   # The second list has the AFTER UOps under `root`. Such a UOp is a buffer after a call has written it.
   origins, seen, todo = dict[Origin, None](), set[UOp](), [root]
   while todo:
@@ -93,7 +93,7 @@ def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
 
 @contextlib.contextmanager
 def recalled(root:UOp) -> Iterator[None]:
-  """Context for taking gradients of `root`: the outputs on which `root` depends are calls of attention with inputs and gradient functions again."""
+  """Context in which gradients of `root` can be taken: bare buffers that hold outputs of attention are calls of attention again."""
   # When an output of attention is computed, tinygrad drops the output's expression and keeps only the buffer.
   origins, afters = forgotten(root) if made else ([], [])
   if not origins:

@@ -37,7 +37,7 @@ def within_tensor(x:Tensor, places:list[tuple[int, int]]) -> Tensor:
   return x.shrink(kept).pad(tuple((max(before, 0), max(after, 0)) for before, after in places))
 
 def sums_of_distances(sums:Tensor, of:Diagonals) -> Tensor:
-  """Adds up the gradients of all scores with the same distance i - j of query i and key j, for the distances 1 - Sk to Sq - 1."""
+  """Adds up the gradients of all scores with the same distance i - j of query i and key j, and returns a sum for each distance."""
   # `sums` (B, H, diagonals*block_m, block_n) has one tile for each diagonal of tiles: the sum of all tiles on this diagonal, element by element. The
   # result is (B, H, Sq + Sk - 1).
   batches, heads = (int(n) for n in sums.shape[:2])

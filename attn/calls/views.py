@@ -1,4 +1,4 @@
-"""Recognises tensors in which attention need not compute or copy anything: a slice of a cache, which is read in place, and a causal mask."""
+"""Recognises two kinds of tensors that a caller gives: a slice of a cache, which attention reads in place, and a causal mask."""
 from __future__ import annotations
 import functools, math
 from dataclasses import dataclass, replace

@@ -57,14 +57,14 @@ def finish_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
   return kernels_at_once(tile).finish(p, arch, tile)
 
 def at_once(p:Problem, arch:Chip) -> AtOnceTile|str|None:
-  """Returns the tile description of the kernel that computes dq, dk and dv at once, or the reason why two kernels compute these gradients."""
-  # None: the matrix unit has no such kernel.
+  """Returns the tile description of the kernel that computes dq, dk and dv at once, or the reason why attn uses two kernels. None: the matrix unit
+  has no such kernel."""
   found = GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].at_once
   return None if found is None else found.tile(p, arch)
 
 def few_queries(p:Problem, arch:Chip) -> WgmmaFewQueriesTile|str|None:
-  """Returns the tile description of the kernel that computes all gradients of few queries, or the reason why other kernels compute the gradients."""
-  # None: the matrix unit has no such kernel.
+  """Returns the tile description of the kernel for all gradients of few queries, or the reason why attn uses other kernels. None: the matrix unit has
+  no such kernel."""
   found = GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].few
   return None if found is None else found.tile(p, arch)
 
@@ -151,7 +151,7 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
 
 @cache_of_kernels
 def parts_with_tiles(p:Problem, arch:Chip, dq:AnyBackwardTile, dkdv:AnyBackwardTile) -> Parts:
-  """Does the same as `choose_parts` for given tile descriptions of the two backward kernels."""
+  """Chooses how many partial results the backward kernels with the tile descriptions `dq` and `dkdv` store of each gradient."""
   if arch.serial or not arch.cus: return Parts(0, 0, (0,)*len(kernel_sums(p, arch)))      # nothing is known of such a device
   return Parts(parts_of_kernel(p, arch, dq, "keys"), parts_of_kernel(p, arch, dkdv, "queries"),
                tuple(parts_of_sum(x, arch) for x in kernel_sums(p, arch)))
@@ -235,13 +235,13 @@ def memory_of(p:Problem, arch:Chip, parts:Parts) -> int:
 def nbytes(tensor:tuple[tuple[int, ...], str]) -> int: return (FLOATS | INTS)[tensor[1]].itemsize*math.prod(tensor[0])
 
 def tiles_of(p:Problem, arch:Chip) -> Tiles:
-  """Returns the tile descriptions of the kernel of dq and of the kernel of dk and dv, for a problem that the backward kernels can compute."""
+  """Returns the tile descriptions of the kernels of dq, and of dk and dv, for a problem that the backward kernels can compute."""
   found = can_differentiate(p, arch)
   assert not isinstance(found, str)
   return found
 
 def can_differentiate(p:Problem, arch:Chip|None) -> Tiles|str:
-  """Returns the tile descriptions of the kernel of dq and of the kernel of dk and dv, or the reason why neither kernel is used."""
+  """Returns the tile descriptions of the kernels of dq, and of dk and dv, or the reason why neither kernel is used."""
   # Raises NotImplementedError if ATTN_KERNEL asks for backward kernels that cannot compute the gradients.
   if (asked := asked_for()).backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} asks for another kernel"
   if isinstance(found := kernel_tiles(p, arch, asked.units), str): check_not_forced(found)
@@ -253,7 +253,7 @@ def check_not_forced(reason:str) -> None:
 
 @cache_of_kernels
 def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> Tiles|str:
-  """Returns the tile descriptions of the best kernel of dq and of the best kernel of dk and dv, or the reasons why no backward kernel can run."""
+  """Returns the tile descriptions of the best kernels of dq, and of dk and dv, or the reasons why no backward kernel can run."""
   # `units` has the endings of the names of the kernels that may be chosen.
   if arch is None: return NO_UNIT
   if p.of_8_bits: return f"q, k and v are {p.dtype}: attention of 8-bit floats has no gradient"

@@ -83,8 +83,7 @@ class GradientKernels:
   general: bool = False                                             # as in `dispatch.ForwardKernel`
 
   def tiles(self, p:Problem, arch:Chip) -> Tiles|str:
-    """Returns the tile descriptions of the kernel of dq and of the kernel of dk and dv, or the reason why the kernels cannot compute the
-    gradients."""
+    """Returns the tile descriptions of the kernels of dq, and of dk and dv, or the reason why the kernels cannot compute the gradients."""
     if (reason := self.lacks(arch) or self.refuses(p, arch)) is not None: return reason
     try:
       tiles = self.tile(p, arch, False), self.tile(p, arch, True)

@@ -29,7 +29,7 @@ def workgroups(p:Problem, tile:AnyTile) -> int:
   return p.all_heads//heads*ceildiv(p.Sq*heads, tile.block_m)
 
 def padding(p:Problem, tile:AnyTile) -> tuple[float, float]:
-  """Returns which part of the query rows and which part of the keys are padding, because the last tile is not full: two numbers from 0 to 1."""
+  """Returns which part of the query rows and of the keys is padding, because the last tile is not full: numbers from 0 to 1."""
   # Masks are ignored.
   rows = p.Sq*heads_of(p, tile)
   return 1 - rows/round_up(rows, tile.block_m), 1 - p.Sk/round_up(p.Sk, tile.block_n)

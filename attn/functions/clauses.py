@@ -49,7 +49,7 @@ def without_covered(clauses:Iterable[Clause]) -> Clauses:
 def conjoined(x:Clauses, y:Clauses) -> Clauses: return without_covered(x + y)
 
 def without_contradicted(clauses:Clauses) -> Clauses:
-  """Drops the literals of clauses that can never hold."""
+  """Drops those literals of each clause that can never hold beside the other clauses."""
   # For example, the clause [a] means that a always holds, so the clause [not a, b] becomes [b].
   while True:
     single = [x[0] for x in clauses if len(x) == 1]
@@ -195,7 +195,7 @@ class Reader:
     else: return None
     return edge if edge.known is not None or edge.fits else None
   def _chain(self, u:UOp) -> tuple[UOp, int, Steps]|None:
-    """Writes a term as sign * f(symbol), where the symbol is the position of the query or the key; returns (symbol, sign, steps of f), or None."""
+    """Writes a term as sign * f(symbol), with the position of the query or key as symbol; returns (symbol, sign, steps of f), or None."""
     # f is made of steps x -> (x*times + plus)//over.
     if u is QUERY or u is KEY: return u, 1, ()
     if (divided := _division(u)) is None: return None

@@ -39,11 +39,11 @@ def then(steps:Steps, step:FloorStep) -> Steps:
 def followed(steps:Steps, more:Steps) -> Steps: return functools.reduce(then, more, steps)
 
 def last_below(steps:Steps) -> Steps:
-  """Returns the steps of G such that F(x) <= y exactly if x <= G(y), for the function F of `steps`."""
+  """Returns the inverse G of the function F with these steps, for upper limits: F(x) <= y exactly if x <= G(y)."""
   return followed((), tuple(FloorStep(x.over, x.over - 1 - x.plus, x.times) for x in reversed(steps)))
 
 def first_above(steps:Steps) -> Steps:
-  """Returns the steps of G such that F(x) >= y exactly if x >= G(y), for the function F of `steps`."""
+  """Returns the inverse G of the function F with these steps, for lower limits: F(x) >= y exactly if x >= G(y)."""
   return followed((), tuple(FloorStep(x.over, x.times - 1 - x.plus, x.times) for x in reversed(steps)))
 
 def larger(x:Any, y:Any) -> Any:

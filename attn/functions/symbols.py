@@ -42,7 +42,7 @@ def number_of_tensor(element:UOp) -> int:
   return int(base.arg.slot)
 
 def elements_of(value:UOp) -> list[UOp]:
-  """Returns the elements of tensors that the function `value` reads, an element that is an index of another one before that one."""
+  """Returns the elements of tensors that the function `value` reads; an element used as an index comes before the element with this index."""
   return [u for u in value.toposort() if is_element(u)]
 
 def depends(value:UOp, *symbols:UOp) -> bool:

@@ -89,7 +89,7 @@ REFUSED = {"dropout_p": WHOLE_INSTEAD, "kv_lengths": LENGTHS_INSTEAD, "kv_starts
 
 def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
                     at:Placement) -> tuple[Placement, SequenceShards|None, tuple[int, int]]:
-  """Returns how the rows of q, k and v are divided among devices, and the numbers of rows of q and k without padding."""
+  """Returns the devices, how the rows of q, k and v are divided among them (None: not at all), and the numbers of rows without padding."""
   # Raises ValueError for an option that needs whole sequences; the message tells how to shard instead. The division is None if rows are not divided.
   order, lengths = options.sequence_order, options.sequence_lengths
   asked = f"sequence_order={order!r}" if order != "contiguous" else f"sequence_lengths={lengths}" if lengths is not None else None

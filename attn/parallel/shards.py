@@ -80,7 +80,8 @@ class ContextLaunch:
   seen: SeenKeys  # mask between queries and keys
 
 def pair_seen(p:Problem, queries:SequencePiece, keys:SequencePiece, offset:int|None=None) -> SeenKeys|None:
-  """Returns the mask between a piece of queries and a piece of keys, from their positions in the sequence, or from `offset`."""
+  """Returns the mask between a piece of queries and a piece of keys, from their positions in the sequence; None if it hides all."""
+  # `offset`, if given, stands in place of the positions.
   return seen_keys(p.window, p.offset + queries.start - keys.start if offset is None else offset, queries.rows, keys.rows, goes_by_distance(p))
 
 def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:

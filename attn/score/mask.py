@@ -28,7 +28,7 @@ def both_hold(x:Tensor|None, y:Tensor|None) -> Tensor|None:
 
 @dataclass(frozen=True)
 class Mask:
-  """One row of the table of masks."""
+  """A mask, such as the window, as a row of the table of masks: which keys a query sees, in kernels and in tensor operations."""
   name: str               # field of Problem that says what it hides, or "count"
   seen: SeenColumns  # interval of columns that a row sees: decides which tiles a kernel loops over, and which need a mask
   plain: PlainMask  # the mask in tensor operations

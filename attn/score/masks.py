@@ -98,6 +98,6 @@ def check_moves(p:Problem) -> None:
                               "or heads")
 
 def plain_masks(p:Problem, given:Mapping[str, Tensor]) -> Callable[[Positions], Tensor|None]:
-  """Returns a function that applies all masks of a problem in tensor operations: whether a query sees a key."""
-  # None: every query sees every key. `given` has the tensors that masks read, by name.
+  """Returns a function that applies all masks of a problem in tensor operations: whether a query sees a key (None: always)."""
+  # `given` has the tensors that masks read, by name.
   return lambda at: functools.reduce(both_hold, [mask.plain(p, at, given) for mask in SCORE_MASKS])

@@ -79,7 +79,7 @@ def is_of_attn(ast:UOp) -> bool:
 Task = tuple[int, tuple[UOp, Renderer], dict[str, Any]]      # number of a kernel in its schedule, what to compile, and tinygrad's settings
 
 class LoweredHere:
-  """Stand-in for tinygrad's pool of worker processes, which compile the kernels of a schedule."""
+  """Stand-in for tinygrad's pool of worker processes that lowers short schedules for CUDA with a kernel of attn in this process."""
   # `pool` starts tinygrad's processes. If a schedule has only a few kernels, all for CUDA, and one of them is of attn, its kernels are lowered one
   # after another in this process instead, and compiled in threads.
   def __init__(self, pool:Callable[[], Any]) -> None: self.pool = pool

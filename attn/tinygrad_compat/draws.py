@@ -12,7 +12,7 @@ STAND_IN = "stand-in of attn"     # stands for a device among tinygrad's generat
 
 @functools.cache
 def _recipe(device:str, shape:tuple[int, ...], then:Callable[[Tensor], Tensor]) -> Recipe:
-  """Returns how `then(Tensor.rand(*shape))`, and the counter afterwards, are made of the device's key and counter."""
+  """Returns how `then(Tensor.rand(*shape))`, and the counter afterwards, are made of the key and the counter of the device's random generator."""
   first, (key, counter) = next_buffer(), (Tensor.empty(2, dtype=dtypes.uint32, device=device) for _ in range(2))
   before, keys, counters = counter.uop, Tensor._device_seeds, Tensor._device_rng_counters
   keys[STAND_IN], counters[STAND_IN] = key, counter
@@ -33,6 +33,6 @@ def rand_then(shape:tuple[int, ...], device:str, then:Callable[[Tensor], Tensor]
   return Tensor(drawn)
 
 def realize_counters() -> None:
-  """Computes the counters of tinygrad's generators, as realizing the drawn numbers would."""
+  """Computes the counters of tinygrad's random generators, as realizing the drawn numbers would."""
   # Until then, the expressions of each draw contain those of all earlier ones.
   for counter in Tensor._device_rng_counters.values(): counter.realize()

@@ -82,7 +82,7 @@ def with_inlined_functions(body:UOp) -> UOp:
   return body.substitute({u: u.replace(arg=replace(u.arg, precompile=False)) for u in apart})
 
 def prepared_body(uret:UOp) -> UOp:
-  """Prepares the expression of a `@function`, in place of tinygrad's own function."""
+  """Returns the expression of a `@function` with numbered buffers, without outputs that are computed twice, and with inner functions inlined."""
   # The buffers inside get the numbers -1, -2 and so on, so that equal functions become the same UOp. tinygrad's function gives the numbers 0, 1 and
   # so on, one buffer after another: if another buffer still has such a number, the two buffers become one UOp.
   return with_shared_outputs(with_own_buffers(with_inlined_functions(uret), itertools.count(-1, -1)))
@@ -134,7 +134,7 @@ def path_to_targets(root:UOp, targets:set[UOp]) -> tuple[list[UOp], dict[UOp, bo
 gradient._deepwalk = path_to_targets
 
 def inlined_function(call:UOp) -> UOp|None:
-  """Inlines a call of a `@function` that is not compiled separately, with new buffers for each inlined call."""
+  """Inlines a call of a `@function`, with new buffers for each inlined call; returns None for a function that is compiled separately."""
   # Otherwise two such calls in one schedule would write to the same buffers, because equal numbers mean equal buffers.
   return rangeify.resolve_function(call.replace(src=(with_own_buffers(call.src[0], UOp.unique_num), *call.src[1:])))
 
