@@ -180,6 +180,7 @@ def _check_rotary(cos:Tensor|None, sin:Tensor|None, interleaved:bool, k:Tensor|N
 def _check_positions(cos:Tensor, cache:Tensor, table:Tensor|None) -> None:
   """Raises ValueError, as FlashAttention does, if rotary_cos has fewer positions than a sequence in the cache can have rows."""
   of_table = () if table is None else table.shape
+  if len(of_table) not in (0, 2): raise ValueError(f"block_table has shape {values.shown_shape(of_table)}: must be (B, max_blocks)")
   rows = math.prod([*static_shape("k_cache", cache.shape)[1:2], *static_shape("block_table", of_table)[1:2]])
   if (there := int(cos.shape[0])) < rows:
     raise ValueError(f"rotary_cos has {there} positions: must have at least {rows}, the rows that a sequence of the cache may have")
@@ -222,7 +223,8 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:GivenRows, v_cache:GivenRows, k:Te
   options = _options(locals())
   k, v = values.tensor_or_none("k", k), values.tensor_or_none("v", v)
   of_k, of_v = stored_rows("k_cache", k_cache), stored_rows("v_cache", v_cache)
-  for name, t in (("q", q), ("k_cache", of_k), ("v_cache", of_v)):
+  new = [(name, t) for name, t in (("k", k), ("v", v)) if t is not None]
+  for name, t in (("q", q), ("k_cache", of_k), ("v_cache", of_v), *new):
     if values.tensor(name, t).ndim != 4: raise ValueError(f"{name} has shape {values.shown_shape(t.shape)}: must be (B, S, H, D)")
   if (k is None) != (v is None): raise ValueError(f"k={values.shown(k)}, v={values.shown(v)}: must both be Tensors, or both None")
   _check_rotary(rotary_cos, rotary_sin, rotary_interleaved, k)
@@ -245,6 +247,7 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:GivenRows, v_cache:GivenRows, k:Te
       raise ValueError("cache_seqlens=None with new rows k and v: must be the number of rows filled, after which they go")
     if rotary_cos is not None and rotary_sin is not None:
       _check_positions(rotary_cos, of_k, options["block_table"])
+      if k.device != q.device: raise ValueError(f"k is on {k.device} but q on {q.device}: must be on the same device, or the same devices")
       moving, at = bool(options["causal"]) or options["window"] != (-1, -1), check_lengths("cache_seqlens", cache_seqlens)
       of_q = placement_of(q, q, q, "bshd")
       # raises if `at` is not one length per batch

@@ -118,6 +118,7 @@ def _check_new_rows(x:OfCache, layout:str) -> tuple[int, int]:
 
 def check_caches(q:Tensor, k_cache:GivenRows, v_cache:GivenRows, layout:str) -> None:
   """Raises ValueError if the shapes, dtypes or devices of q, k_cache and v_cache don't fit together."""
+  values.tensor("q", q)     # only a cache may be QuantizedRows
   shapes = []
   for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
     t = stored_rows(name, x)

@@ -171,6 +171,7 @@ def test_refused() -> None:
       (append(new=draw(B, HKV, 1, 8)), r"k_new has shape \(2, 2, 1, 8\): must be that of k_cache"),
       (append(new=new.cast(dtypes.int)), "k_new has dtype int32: must be one of float16, bfloat16, float32"),
       (lambda: attn.append_kv(new, None, k, None, 0), "k_cache is QuantizedRows and v_cache None"),
+      (lambda: attn.attention_with_kv_cache(k, new, new, k, v, 0), "q=QuantizedRows.*: must be a Tensor"),     # type: ignore[arg-type]
     ):
       with pytest.raises((ValueError, NotImplementedError), match=text): call()
     assert not k.scales.numpy().any() and not v.scales.numpy().any()
