@@ -99,7 +99,7 @@ def empty_paged_cache(num_pages:int, page_size:int, Hkv:int, D:int, Dv:int|None=
   return made(*sizes[:4]), made(*sizes[:3], sizes[4]) if v_dim is None else None
 
 def _check_new_rows(x:OfCache, layout:str) -> tuple[int, int]:
-  """Returns (number of new rows, number of rows that the cache holds), or raises ValueError if the new rows do not fit the cache."""
+  """Returns (number of new rows, number of rows for which the cache has room), or raises ValueError if the new rows do not fit."""
   rows, name, new, cache = AXES[layout].index("rows"), x.name, x.new, x.cache
   got, held = static_shape(f"{name}_new", new.shape), static_shape(f"{name}_cache", cache.shape)
   if len(held) != len(AXES[layout]): raise ValueError(f"{name}_cache has shape {held}; layout={layout!r} needs {LAYOUTS[layout]}")

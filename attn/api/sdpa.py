@@ -101,7 +101,7 @@ NAME = "scaled_dot_product_attention"
 decisions: deque[Decision] = deque(maxlen=1024)   # one for each call while installed, the latest calls
 @dataclass
 class Installed:
-  """State of `install`."""
+  """What `install` has changed, so that `uninstall` can undo it."""
   active: bool = False
   before: Any = None  # what `Tensor.scaled_dot_product_attention` was before
   rerouted: Rerouted|None = None  # redirects calls of tinygrad's own function; None if `before` is another library's function

@@ -13,7 +13,7 @@ from attn.tinygrad_compat import Ops, Tensor, UOp, around_gradients, capturing, 
 
 @dataclass(frozen=True, eq=False)
 class Input:
-  """Input of a call of attention."""
+  """Input of a call of attention, kept so that a gradient can be taken later."""
   tensor: Tensor
   copied: bool  # whether the kernel got a copy of `tensor`; the copy itself is not kept
   @staticmethod

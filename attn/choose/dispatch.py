@@ -287,7 +287,7 @@ def asked_for() -> Forced:
   return forced(tuple(KERNELS))
 
 def choose(p:Problem, arch:Chip|None) -> Choice:
-  """Chooses the kernel for `p` on `arch`: the one that ATTN_KERNEL names, otherwise the first of KERNELS that can compute `p` and is not slower."""
+  """Chooses the kernel for `p` on `arch`: the one that ATTN_KERNEL names, otherwise the first of KERNELS that computes `p` as fast as any other."""
   # `arch` is None for a device on which none of attn's kernels runs. Raises NotImplementedError, with every reason, if no kernel can compute `p` or
   # if the named kernel cannot, and ValueError if ATTN_KERNEL is not the name of a kernel.
   return _choose(p, arch, asked_for().forward)

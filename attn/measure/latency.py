@@ -24,7 +24,7 @@ DRAWN_ONCE = 2**20     # inputs repeat at most this many random numbers
 
 @dataclass(frozen=True)
 class FirstCall(MeasuredRow):
-  """First call of attention in float16."""
+  """First call of attention in float16 in a new process, which is timed."""
   backward: bool = False  # the call also computes the gradients of q, k and v
   def __str__(self) -> str:
     rows = f"{self.Sq}" if self.Sq == self.Sk else f"{self.Sq} x {self.Sk}"

@@ -21,7 +21,7 @@ CALLS = 21       # calls of each median
 
 @dataclass(frozen=True)
 class LaterCall:
-  """Call of attention in float16."""
+  """Call of attention in float16 whose time on the host is measured."""
   name: str
   q: tuple[int, ...] = (2, 8, 512, 64)  # shape of q
   kv: tuple[int, ...] = (2, 8, 512, 64)  # shape of k and v

@@ -32,7 +32,7 @@ UNFORCED, FORCED_MMA = "", "forward_mma,backward_dq_mma"      # values of ATTN_K
 
 @dataclass(frozen=True)
 class SmallCall:
-  """Call of attention with small tensors."""
+  """Call of attention with small tensors, which compute-sanitizer checks."""
   name: str
   q: tuple[int, ...] = (1, 2, 100, 64)
   kv: tuple[int, ...]|None = (1, 1, 130, 64)  # shape of k and v; None: the shape of q
