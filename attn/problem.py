@@ -186,7 +186,7 @@ class Problem:
   # ALiBi: arXiv 2108.12409; sinks: arXiv 2309.17453.)
   #
   # q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o (B, H, Sq, Dv), lse (B, H, Sq) float32, in the order of `layout`. Query head h reads
-  # key/value head h // (H // Hkv). All options are off by default.
+  # key/value head h // (H // Hkv). All options but `deterministic` are off by default.
   B: int
   H: int
   Hkv: int
