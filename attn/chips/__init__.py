@@ -27,7 +27,7 @@ def get_chip(name:str) -> Chip:
   return chip
 
 def modelled(name:str) -> Chip:
-  """Returns the chip of this name. Raises ValueError if attn does not know the rates of the chip's instructions."""
+  """Returns the chip `name`. Raises ValueError if attn does not know how many cycles the chip's instructions take."""
   # cycles of instructions and bandwidths, from which lower bounds of a kernel's time are computed
   if name not in MODELLED: raise ValueError(f"no rates of instructions are known for {name!r}; they are known for {', '.join(MODELLED)}")
   return CHIPS[name]

@@ -61,12 +61,12 @@ class Counters:
   number: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)    # counter -> its bits in the operand of s_waitcnt, where the chip
                                                                                      # has that: (first bit, number of bits), low bits first
   def most(self, name:str) -> int:
-    """Returns the largest value that the counter `name` can hold. A wait until a counter is at most this value ends at once."""
+    """Returns the largest value to which the counter `name` can count, e.g. 63 for a counter of 6 bits."""
     return (1 << sum(bits for _, bits in self.number.get(name, ((0, 6),)))) - 1
 
 @dataclass(frozen=True, eq=False)   # compared by identity: each family has one row
 class Family:
-  """Generation of matrix units: the properties that all chips with the same matrix unit share."""
+  """What all chips with the same matrix unit share, such as CDNA3: registers, matrix instructions, special instructions and tile shapes."""
   name: str
   wave: int               # lanes of a wave
   vgprs: int              # most vector registers of a wave, per lane
@@ -166,12 +166,12 @@ class Chip:
   def products(self) -> str: return ", ".join(card.name for card in self.cards)
   @property
   def pipes(self) -> Pipes:
-    """Costs of the chip's instructions. Only chips in MODELLED have them."""
+    """Costs of the chip's instructions. Raises an error for chips that are not listed in MODELLED."""
     assert self.unit.pipes is not None, f"{self.name} has no rates of instructions"
     return self.unit.pipes
   @property
   def counters(self) -> Counters:
-    """Counters of memory accesses for which a wave can wait. Only chips in MODELLED have them."""
+    """Counters of memory accesses for which a wave can wait. Raises an error for chips that are not listed in MODELLED."""
     assert self.unit.counters is not None, f"{self.name} has no counters"
     return self.unit.counters
   @property

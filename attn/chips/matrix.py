@@ -55,12 +55,12 @@ class Matrix:
     return self.operand if self.size == 2 else self.operand_words
   @property
   def span(self) -> int:
-    """The length of a sum, such as the head dimension D in S = Q K^T, must be a multiple of this number."""
+    """Number of which a product's length (such as the head dimension D in S = Q K^T) must be a multiple."""
     # then each lane loads whole units of 16 bytes, and no operand of a matrix instruction is filled only in part
     return max(self.K, self.unit*self.groups)
   @property
   def least_keys(self) -> int:
-    """Smallest number of keys in a tile."""
+    """Smallest number of keys that a tile of a kernel's loop over keys may have."""
     # at least M, because the M rows of S^T = K Q^T are keys, and at least `span`, because P V sums over keys
     return max(self.M, self.span)
   @property
@@ -96,7 +96,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class LaneSums:
-  """Matrix instruction by which a lane sums its elements: several small products D = A B + C at once, with A of ones."""
+  """AMD matrix instruction, D = A B + C with A full of ones, by which each lane gets the sums of its own elements of B."""
   # v_mfma_f32_4x4x4_16b (MI300 ISA section 7.1): a lane holds one column of B, C and D. If all elements of A are 1, each element of D is the element
   # of C plus the sum of the lane's elements of B.
   name: str             # name of the clang builtin after `__builtin_amdgcn_`
@@ -146,7 +146,7 @@ class Mma:
   def tile_keys(self) -> int: return self.N                         # keys of a tile of scores
   def c_row(self, lane:Int, i:int) -> Int: return lane//self.groups + i*8     # i: which of the two rows
   def key_of(self, h:Int, n:int) -> Int:
-    """Returns the key of the n-th score that lane `h`, of the four lanes that share a row of S, holds of this row."""
+    """Returns the key of a lane's n-th score in a row of S, where `h`, 0 to 3, numbers the four lanes that share the row."""
     # a lane holds two neighbouring scores of each tile of S: n first counts those of the first tile, then those of the next
     return n//self.block*self.N + h*self.block + n%self.block
   def a_address(self, lane:Int) -> tuple[Int, Int]:
@@ -165,9 +165,9 @@ MMA_OF_8_BITS: dict[str, Mma] = {"fp8e4m3": Mma("mma_m16n8k32_e4m3", "e4m3", K=3
 MMA: dict[str, Mma] = {"float16": Mma("mma_m16n8k16_f16", "f16"), "bfloat16": Mma("mma_m16n8k16_bf16", "bf16")}
 
 def contraction(matrix:Matrix, length:int) -> int:
-  """Returns the length of a sum, rounded up to a length that the matrix instruction can compute."""
+  """Returns `length`, such as a head dimension, rounded up to a number of elements over which the matrix instruction can sum."""
   return -(-length//matrix.span)*matrix.span
 
 def row_registers(matrix:Matrix, length:int) -> int:
-  """Returns the registers in which a lane holds its part of a row of `length` elements, an operand of the matrix instruction."""
+  """Returns how many registers of a lane an operand of the matrix instruction takes, made of rows of `length` elements."""
   return contraction(matrix, length)*matrix.size//4//(1 if matrix.duplicated else matrix.groups)

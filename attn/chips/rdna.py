@@ -5,7 +5,7 @@ from attn.chips.matrix import Matrix
 from attn.chips.shapes import BOTH, NO_BIAS, BackwardShape, MlaShape, UpTo
 
 def wmma(suffix:str, operand_type:str, block:int, duplicated:bool=False, K:int=16, arguments:str="{a}, {b}, {c}", size:int=2) -> Matrix:
-  """Returns the record of a WMMA instruction of RDNA: C (16 x 16) += A (16 x K) B (K x 16)."""
+  """Returns the record of the WMMA instruction C (16 x 16) += A (16 x K) B (K x 16), e.g. wmma_f32_16x16x16_f16_w32 for `suffix` "f16_w32"."""
   # `suffix` is the end of its builtin's name in clang, `operand_type` the builtin's type for an element of A and B, and `arguments` the text of the
   # builtin's arguments. `size` is the number of bytes of an element of A and B. A lane holds the rows of C in groups of `block` consecutive rows.
   # `duplicated` says whether both halves of a wave hold all of A and B.

@@ -13,7 +13,7 @@ from attn.chips.matrix import Matrix
 EVERY = 1000    # number above every release of LLVM: a table row for this release and older ones is for every release
 
 class Burden(IntEnum):
-  """What needs registers in a kernel's loop besides the matrix tiles: masks, options, and score terms (softcap, ALiBi, bias)."""
+  """What a kernel computes for each score besides the softmax, from PLAIN (nothing) to BIAS (needs the most registers)."""
   # Each member needs more registers than the one before it. So a kernel with enough registers for one member has enough for all members before it.
   PLAIN = 0
   MASK = 1
@@ -64,7 +64,7 @@ AT_MOST_ONE = ("", *ONE_OF_ALL)
 
 @dataclass(frozen=True)
 class BackwardShape:
-  """Tile shape of the backward kernels on AMD's matrix units, whose workgroups own rows and loop over tiles of the other rows."""
+  """Tile shape of the backward kernels on AMD's matrix units, whose workgroups own queries and loop over keys, or own keys and loop over queries."""
   # own rows: queries, or keys
   waves: int         # waves of a workgroup, each with its own rows
   block_n: int       # rows of an iteration
@@ -80,7 +80,7 @@ class BackwardShape:
 
 @dataclass(frozen=True)
 class ShapeAtOnce:
-  """Row of a table: a tile shape of AMD's kernel that computes all gradients at once, and the options for its use."""
+  """Row of a table: the tile shape with which one AMD kernel computes dq, dk and dv, and the attention options for which it is used."""
   shape: BackwardShape
   # with these options it spills no register in its loops, and is predicted to be faster than two kernels
   options: tuple[str, ...] = ("sinks", "kv_lengths", "alibi", "softcap", "dropout_p")
@@ -143,7 +143,7 @@ class MlaWgmmaShape:
 
 @dataclass(frozen=True)
 class MmaBackwardShape:
-  """Tile shape of the backward kernels with NVIDIA's mma.sync, whose blocks own rows and loop over tiles of the other rows."""
+  """Tile shape of the backward kernels with mma.sync, whose blocks own queries and loop over keys, or own keys and loop over queries."""
   row_tiles: int           # tiles of a warp, each with 16 rows: the tiles share the operands that the warp reads
   block_n: int             # rows of an iteration
   part_n: int              # rows of an iteration whose P and dS are computed and used at a time
@@ -152,14 +152,14 @@ class MmaBackwardShape:
 
 @dataclass(frozen=True)
 class WgmmaBackwardShape:
-  """Tile shape of the backward kernels with Hopper's wgmma, whose blocks own rows and loop over tiles of the other rows."""
+  """Tile shape of the backward kernels with wgmma, whose blocks own queries and loop over keys, or own keys and loop over queries."""
   groups: int              # warpgroups of a block
   block_n: int             # rows of an iteration
   passes: int = 1          # passes over the queries. 2: dv first and then dk, each with all registers for itself, and S is computed twice
 
 @dataclass(frozen=True)
 class GradientsUpTo(UpTo[WgmmaBackwardShape]):
-  """Row of a table of tile shapes for a backward kernel with Hopper's wgmma."""
+  """Row of a table: the tile shape of a backward kernel with Hopper's wgmma, and the problems for which it is used."""
   _: KW_ONLY
   varied: bool = True            # whether there are registers for a term whose derivative is not 1
   few_queries: int|None = None   # most queries that the table row is for: of one head, or if the kernel owns keys, of all heads that share the keys

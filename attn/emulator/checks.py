@@ -79,7 +79,7 @@ class OutOfScope(EmulatorError): pass
 
 @dataclass
 class Finding:
-  """Fault of several threads in an access to LDS."""
+  """A fault in an access to LDS: the class of the error, and which threads are at fault."""
   # kind of the fault, and the threads at fault
   error: type[EmulatorError]
   threads: Array

@@ -49,7 +49,7 @@ def last_run() -> Launch|None:
 # ***** workgroups that wait for each other *****
 
 class Resident:
-  """Workgroup that has started and not ended."""
+  """Workgroup that has started and not ended, with the point of the program at which it stopped."""
   def __init__(self, make:Callable[[], Frame]):
     self.frame: Frame|None = None
     self.parts = self._parts(make)
@@ -60,7 +60,7 @@ class Resident:
   def can_run(self) -> bool: return self.frame is None or self.frame.can_run
 
 def run_together(make:Callable[[int], Frame], meeting:Meeting, workgroups:int, resident:int) -> None:
-  """Runs workgroups, at most `resident` of them at the same time. `make` returns the frame of a workgroup."""
+  """Runs all workgroups of a launch, at most `resident` of them at the same time; make(i) returns the threads of workgroup i."""
   random = meeting.random
   waiting = list(range(workgroups))[::-1] if random is None else random.permutation(workgroups).tolist()
   keeping = 1.0 if random is None else float(random.choice(KEEPING))
@@ -76,12 +76,12 @@ def run_together(make:Callable[[int], Frame], meeting:Meeting, workgroups:int, r
   meeting.all_happen()
 
 def deadlock(frames:list[Frame], others:int) -> EmulatorError:
-  """Returns the error Deadlock for started workgroups that all wait, given by their frames; `others` workgroups have not started."""
+  """Returns the error Deadlock, in which all workgroups that have started (`frames`) wait, and `others` workgroups have not started."""
   told = [f"workgroup {f.workgroup(f.first)} {f.wait}" for f in frames[1:4]] + ["..."]*(len(frames) > 4)
   return frames[0].deadlock("; ".join([f"resident workgroups: {len(frames)}, all of them waiting; not started: {others}", *told]))
 
 def launch(plan:EmulatedProgram, views:list[View], values:tuple[int, ...], grid:tuple[int, ...], local:tuple[int, ...]) -> float:
-  """Runs a program with the buffers `views` and the Variables' `values` on a grid. Returns the seconds that the run took."""
+  """Runs a program on a grid of workgroups, with buffers `views` and values of the kernel's Variables; returns the seconds that the run took."""
   # grid, local: numbers of workgroups, and of threads in a workgroup, along the axes x, y and z
   start = time.perf_counter()
   grid, local = (*grid, 1, 1)[:3], (*local, 1, 1)[:3]

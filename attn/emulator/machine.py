@@ -101,7 +101,7 @@ class Frame(Threads):
       else: pc = jump
 
   def parts(self) -> Iterator[None]:
-    """Generator that runs the program: yields before each atomic operation, and when an operation has to wait for another workgroup."""
+    """Runs the program as a generator, which yields before each atomic operation, and where an operation must wait for another workgroup."""
     pc, steps, frees, v = 0, self.plan.steps, self.plan.frees, self.v
     with self._explained():
       try:
@@ -142,7 +142,7 @@ class Frame(Threads):
     return np.asarray(sum((np.asarray(self.v[s], np.int64)*size for s, size in at.terms), np.int64(0)))
 
   def aligned(self, index:Array, per:int, name:str, active:Array|None) -> Array:
-    """Converts an index that counts elements of the buffer `name` to an index that counts vectors of `per` elements."""
+    """Divides an index of elements of the buffer `name` by `per`, the elements of a vector. Raises Misaligned if it is no multiple of `per`."""
     index, beyond = divided(index, per)
     if beyond.any() and (bad := (beyond != 0) if active is None else (beyond != 0) & active).any():
       at = self.full(index*per + beyond)
@@ -150,12 +150,12 @@ class Frame(Threads):
     return index
 
   def leave(self, to:int|None=None) -> int|None:
-    """Ends a loop: the threads that were active before the loop are active again. Returns `to`, the index of the next step, unchanged."""
+    """Makes the threads active that were active before a loop, at the loop's end. Returns `to`, the index of the next operation."""
     self.pop()
     return to
 
   def iterate(self, slot:int, i:Any, bound:Array) -> bool:
-    """Begins iteration i of a loop, whose variable is in `slot`, in the threads with i < `bound`. Returns False if there are none."""
+    """Begins iteration i of a loop in the threads with i < `bound`. Returns False if there are no such threads."""
     self.v[slot] = i
     if not np.shape(bound): return bool(i < bound)
     self.mask = self.stack[-1]
@@ -210,7 +210,7 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def begin_turn(self, groups:int) -> Array:
-    """Makes each of the `groups` warpgroups of a block wait until the warpgroup before it has ended its turn. Returns zeros."""
+    """Makes each warpgroup of a block of `groups` warpgroups wait until the warpgroup before it has called `end_turn`. Returns zeros."""
     # The first warpgroup does not wait in its first turn. The emulator runs all warpgroups at the same time, so it lets the others begin one turn
     # too early.
     if self.taken.shape[1] != groups: self.taken = self.passed = np.zeros((self.workgroups, groups), np.int64)
@@ -219,12 +219,12 @@ class Frame(Threads):
       raise self.error(DivergentBarrier, np.repeat(late.ravel(), WARPGROUP), lambda t: "this thread waits for a turn that no warpgroup passes on")
     return np.zeros(self.T, np.float32)
   def end_turn(self, groups:int, gate:Array) -> Array:
-    """Ends the turn of the warpgroups where `gate` is true, so that the next warpgroup of each block may begin. Returns zeros."""
+    """Lets the next warpgroup of a block go on from `begin_turn`, in the warpgroups where `gate` is true. Returns zeros."""
     if self.taken.shape[1] != groups: self.taken = self.passed = np.zeros((self.workgroups, groups), np.int64)
     self.passed = self.passed + self._warpgroups(self.full(gate))
     return np.zeros(self.T, np.float32)
   def _warpgroups(self, gate:Array) -> Array:
-    """Returns which warpgroups have active threads where `gate` is true, as bool (workgroups, warpgroups of a workgroup)."""
+    """Returns a bool array (workgroups, warpgroups of a workgroup): True for warpgroups whose threads are active and have `gate` true."""
     with self.only(gate):
       found = self._whole(WARPGROUP, DivergentBarrier, "this thread does not reach a barrier that others of its warpgroup reach")
     return found.reshape(self.workgroups, -1)
@@ -283,7 +283,7 @@ class Frame(Threads):
       raise self.error(OutOfBounds, bad, lambda t: f"a descriptor of {self.full(nbytes)[t]} bytes from byte {self.full(pointer.offset)[t]} on "
                                                    f"reaches beyond {pointer.space.name} ({pointer.space.limit} bytes)")
   def check_term(self, slot:int, subtracted:bool) -> None:
-    """Raises NegativeTerm if the value in `slot`, or minus this value if `subtracted`, is negative in an active thread."""
+    """Raises NegativeTerm if value number `slot` of the program (or if `subtracted`, minus this value) is negative in an active thread."""
     # a term of a buffer instruction's offset
     term = self.full(-self.v[slot] if subtracted else self.v[slot])
     if self.checks and (bad := self.active & (term < 0)).any():

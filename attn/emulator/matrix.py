@@ -67,7 +67,7 @@ def _parts(x:Array, kind:str) -> Array:
   return np.ascontiguousarray(parts.transpose(0, 2, 1)).reshape(-1, x.shape[-1])
 
 def _fp8(bias:int, nans:tuple[int, ...]) -> Array:
-  """Returns the 256 values of an 8-bit float format with 4 bits of exponent, biased by `bias`. Bytes `nans` are NaN."""
+  """Returns the values of all 256 bytes in an 8-bit float format with 4 bits of exponent, biased by `bias`. The bytes `nans` are NaN."""
   # a sign, 4 bits of exponent and 3 of mantissa; there is no infinity
   bits = np.arange(256)
   exponent, mantissa = bits >> 3 & 15, bits & 7
@@ -108,12 +108,12 @@ def flushed(x:Array, dtype:str) -> Array:
   return np.where(np.abs(x) < _SMALLEST[dtype], np.float32(0), x)
 
 def truncated_at(x:Array, size:Array, bits:int) -> Array:
-  """Returns the fp32 numbers x rounded towards zero to multiples of 2^(e - bits), where 2^e is the largest power of two up to `size`."""
+  """Returns x rounded towards zero to `bits` binary places below the highest bit of `size`, e.g. to multiples of 1/8 for size 1 and 3 bits."""
   places = np.ldexp(np.float32(1), bits + 1 - np.frexp(size)[1])     # frexp counts the power of two from 1/2
   return np.trunc(x*places)/places
 
 def short_sum(a:Array, b:Array, c:Array, bits:int) -> Array:
-  """Returns c + A B as a matrix unit adds that keeps `bits` bits: A (waves, M, K), B (waves, K, N), c (waves, M, N)."""
+  """Returns c + A B for A (waves, M, K), B (waves, K, N) and c (waves, M, N), summed with only `bits` bits of mantissa."""
   # An element of the result is a sum of products and an element of c. Let 2^e be the largest power of two that is not above the largest of these
   # addends. Each addend is rounded towards zero to a multiple of 2^(e - bits). Then they are added, and the sum is cut off to `bits` bits of
   # mantissa.
@@ -131,7 +131,7 @@ def depth_of_wgmma(dtype:str) -> int:
   # PTX ISA 9.7.15.2: 32 bytes of a row of A
   return 32//_BYTES[dtype]
 def bits_of_sums(arch:str, dtype:str) -> int:
-  """Returns the bits after the binary point that a chip's matrix unit keeps of sums of products of `dtype`; 0: fp32."""
+  """Returns how many bits of mantissa a chip's matrix unit keeps when it sums products of `dtype`, or 0 if it sums in fp32."""
   return SHORT_SUMS.get(arch, 0) if dtype in _FP8 else 0
 
 @dataclass

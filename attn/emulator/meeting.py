@@ -29,7 +29,7 @@ Array = NDArray[Any]
 
 @dataclass
 class Trace:
-  """Record of an access of one wave to memory that is accessed both by atomic and by other operations."""
+  """Record of one access by one wave: which 4-byte elements of a buffer, and when."""
   wave: int
   clock: int
   step: int
@@ -38,7 +38,7 @@ class Trace:
 
 @dataclass
 class Traces:
-  """The accesses to one allocation: atomic operations and other accesses."""
+  """All recorded accesses to one allocation, divided into atomic operations and other accesses."""
   # for each element: the wave that last added to the element (-1: none), and that wave's clock at the time
   adder: Array
   added: Array
@@ -66,11 +66,11 @@ class Meeting:
   # ***** the order of accesses *****
 
   def of_wave(self, wave:int) -> Array:
-    """Returns a vector clock: for each wave, the time up to which its accesses come before the next accesses of wave `wave`."""
+    """Returns a vector clock, with a time for each wave: its accesses before that time come before the next access by wave `wave`."""
     return found if (found := self.known.get(wave)) is not None else np.zeros(self.count, np.int32)
 
   def waves_of(self, f:Threads, gate:Array) -> list[tuple[int, Array]]:
-    """Returns (index of a wave in the launch, indices of its threads where `gate` is true) for each wave that has such threads."""
+    """Returns (wave, its threads) for each wave with threads where `gate` is true, as an index in the launch and as indices of threads."""
     threads = np.flatnonzero(gate)
     return [(f.first*self.waves + int(w), threads[f.wave_of[threads] == w]) for w in np.unique(f.wave_of[threads])]
 
@@ -78,7 +78,7 @@ class Meeting:
     for wave, _ in self.waves_of(f, gate): self._settle(wave)
 
   def await_sent(self, f:Threads, gate:Array) -> None:
-    """Records that the waves of the threads where `gate` is true have waited for all additions that they have sent to the copy engine."""
+    """Records that the waves of the threads where `gate` is true have waited for all additions that they sent to the copy engine (TMA)."""
     for wave, _ in self.waves_of(f, gate):
       self.sent.pop(wave, None)
       self.happen(wave)
@@ -102,14 +102,14 @@ class Meeting:
     for wave in here: self.known[wave] = joint
 
   def take_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that the threads where `gate` is true have waited for their turn, whose counter is at `pointer`."""
+    """Records that threads have waited until the counter at `pointer` had the number of their turn, where `gate` is true."""
     # their waves now know which accesses were complete when earlier turns were passed on
     for wave, threads in self.waves_of(f, gate):
       for counter in self._counters(pointer, threads):
         if (left := self.left.get(counter)) is not None: self.known[wave] = np.maximum(self.of_wave(wave), left)
 
   def pass_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that the threads where `gate` is true pass a turn on. Raises NotWaitedFor if additions of the workgroup may be incomplete."""
+    """Records that threads increase the counter at `pointer`, for which others wait. Raises NotWaitedFor if additions may be incomplete."""
     passing = self.waves_of(f, gate)
     for wave, threads in passing:
       if f.checks and (step := self.sent.get(wave)) is not None:
@@ -140,7 +140,7 @@ class Meeting:
     return threads if self.random is None else self.random.permutation(threads)
 
   def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array, sent:bool=False, sets:Array|None=None) -> None:
-    """Adds each thread's number of `values` to the element `at` of `memory`, where `gate` is true; where `sets` is true, replaces the element."""
+    """Adds `values`, one for each thread where `gate` is true, to the elements `at` of `memory`; where `sets` is true, stores them instead."""
     traces, first = self.traces[_base(space)], space.begin//4
     for wave, threads in self.waves_of(f, gate):
       threads = self.in_order(threads)
@@ -184,7 +184,7 @@ class Meeting:
   # ***** accesses of both kinds *****
 
   def note(self, f:Threads, space:Space, elements:Array, active:Array|None, verb:str, atomic:bool) -> None:
-    """Records an access of the active threads to `elements` (elements of a thread, threads) of the buffer `space`."""
+    """Records that active threads accessed `elements` (elements of a thread, threads) of a buffer; `verb` names the access in errors."""
     # Raises AtomicRace if nothing orders this access and an earlier access to the same element, and just one of the two is atomic. `verb` says in
     # error messages what the access does.
     traces, elements = self.traces[_base(space)], elements + space.begin//4
@@ -222,7 +222,7 @@ class WatchedSpace(Space):
     self._note_plain(index, chunk, active, "writes")
     super().store(index, chunk, values, active)
   def note_atomic(self, at:Array, count:int, gate:Array, verb:str) -> None:
-    """Records an atomic operation on `count` 4-byte elements from `at` on, where `gate` is true; `verb` names the operation in errors."""
+    """Records that threads accessed `count` neighbouring 4-byte elements, from number `at` on, by an atomic operation where `gate` is true."""
     self.meeting.note(self.f, self, at + np.arange(count)[:, None], gate, verb, atomic=True)
   def _note_plain(self, index:Array, chunk:int, active:Array|None, verb:str) -> None:
     at = np.broadcast_to(self._at(index, chunk, active, verb), self.f.T).astype(np.int64)*chunk

@@ -57,7 +57,7 @@ class View:
   def written(self) -> Array|None: return None if self.base.written is None else self.base.written[self.offset:self.offset + self.size]
 
   def settle(self) -> None:
-    """Records that something was written to the allocation."""
+    """Records that a program or the host has written to the allocation, which therefore counts as initialised."""
     self.base.touched = True
     # if every byte is written by now, flags for single bytes are not needed any more
     if self.base.written is not None and self.base.written.all(): self.base.written = None
@@ -88,7 +88,7 @@ class View:
 # ***** buffers of a running kernel *****
 
 class Space:
-  """Buffer that threads address by index: in global memory (a kernel's parameter), or in LDS."""
+  """Buffer that threads address by an index: a kernel argument in global memory, or a buffer in LDS."""
   # an LDS buffer has one copy for each workgroup, `stride` bytes apart
   def __init__(self, f:Threads, name:str, data:Array, limit:int, stride:int=0, written:Array|None=None, guarded:bool=False,
                shadow:LdsShadow|None=None, base:Allocation|None=None, begin:int=0):
@@ -159,7 +159,7 @@ class Space:
     return self._view(4).view(np.uint32), at
 
   def note_atomic(self, at:Array, count:int, gate:Array, verb:str) -> None:
-    """Does nothing here. `WatchedSpace` records an atomic operation on `count` 4-byte elements from `at` on, where `gate` is true."""
+    """Does nothing. The subclass `WatchedSpace` records an atomic operation on `count` 4-byte elements, from number `at` on, where `gate` is true."""
 
   def _check_flags(self, at:Array, chunk:int, active:Array|None) -> None:
     bad = np.broadcast_to((np.atleast_1d(self._view(chunk, True).take(at)).view(np.uint8).reshape(-1, chunk) == 0).any(axis=1), self.f.T)
@@ -198,7 +198,7 @@ class Pointer:
   def __init__(self, space:Space, buffer:UOp, offset:Array): self.space, self.buffer, self.offset = space, buffer, offset
 
   def chunks(self, offset:Array, nbytes:int, gate:Array) -> tuple[Array, int]:
-    """Divides an access to `nbytes` bytes into chunks: returns the index of each thread's first chunk, and the size of a chunk in bytes."""
+    """Divides an access to `nbytes` bytes into aligned chunks: returns (index of each thread's first chunk, bytes of a chunk)."""
     # A chunk is the whole access if the addresses of all threads where `gate` is true are multiples of `nbytes`. Otherwise a chunk has at most 4
     # bytes, and the addresses must be multiples of its size.
     at = np.broadcast_to(self.offset + offset, self.space.f.T)
@@ -245,7 +245,7 @@ class Registers:
     return index
 
   def _settled(self, i:int, product:Product, active:Array|None, does:str, still:str) -> None:
-    """Raises NotWaitedFor if an active thread accesses element i and has not waited for the matrix product `product`."""
+    """Raises NotWaitedFor if an active thread accesses element i while the asynchronous matrix product `product` may still use it."""
     if not self.f.checks or not (bad := product.threads if active is None else product.threads & active).any(): return
     # `does` is what the thread does, such as "stores to"; `still` is what the product does: "reads" or "writes"
     raise self.f.error(NotWaitedFor, bad, lambda t: f"{does} {self.name}[{i}], which {self.f.operation(product.number)} still {still}: "

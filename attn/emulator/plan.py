@@ -82,7 +82,7 @@ class Plan(EmulatedProgram):
     self._emit(u, step)
 
   def _check_fits(self, u:UOp) -> None:
-    """Adds a step to the plan that checks, in each thread, whether the exact value of the integer `u` fits its type."""
+    """Adds a step to the plan that raises Overflow if the exact value of the integer `u` is out of the range of its type."""
     ins, (least, most) = [self._slot(s) for s in u.src], held_by(u.dtype)
     fn: Callable[..., Array] = alu(u.op, u.dtype, u.src[-1].dtype) if u.op in GroupOp.ALU else np.asarray
     exactly = np.dtype(np.int64 if u.dtype.itemsize < 8 else object)      # a type that holds the sum or product of two numbers of u's type
@@ -136,7 +136,7 @@ class Plan(EmulatedProgram):
     self._value(u, step, *u.src)
 
   def _index(self, at:Address, chunk:int) -> Callable[[Frame, Array|None], Array]:
-    """Returns a function that computes each thread's index for an access at `at`, counted in pieces of `chunk` bytes."""
+    """Returns a function that computes each thread's index for an access at the address `at`, counted in pieces of `chunk` bytes."""
     if not at.terms: return lambda f, active: np.asarray(0)
     if len(at.terms) == 1 and at.terms[0][1] == chunk:
       slot = at.terms[0][0]
@@ -148,7 +148,7 @@ class Plan(EmulatedProgram):
     return lambda f, active: f.aligned(f.offset(at), chunk, name, active)
 
   def _access(self, u:UOp) -> tuple[Address, int, int]:
-    """Returns what a LOAD or STORE accesses: the address, the number of bytes of each thread, and the number of elements."""
+    """Returns (address, bytes of each thread, elements of each thread) of an access, given as a LOAD or STORE."""
     target, at = u.src[0], self.addresses[u.src[0]]
     chunk = target.dtype.itemsize * target.max_numel()
     if at.buffer.addrspace is AddrSpace.LOCAL: self.units[at.buffer] = math.gcd(self.units.get(at.buffer, 0), chunk)

@@ -15,7 +15,7 @@ class Address:
   terms: tuple[tuple[int, int], ...] = ()
 
 class EmulatedProgram:
-  """Program for the emulator's interpreter: its steps (functions that run one operation each), buffers and values."""
+  """Program as the emulator runs it: a list of functions, each of which runs one operation for all threads, with buffers and values."""
   name: str
   arch: str
   chip: EmulatedChip

@@ -26,7 +26,7 @@ def held_by(dtype:DType) -> Range:
 def is_number(u:UOp) -> bool: return u.dtype in dtypes.ints or u.dtype == dtypes.bool
 
 def must_fit(u:UOp) -> bool:
-  """Tells whether it is an error if the integer `u` overflows its type."""
+  """Tells whether the emulator raises an error if the integer `u` overflows its type."""
   # no error: arithmetic on unsigned numbers, and conversions that keep the bits or leave fewer than 32
   if u.dtype not in dtypes.ints: return False
   if u.op in WRAPPING: return not dtypes.is_unsigned(u.dtype)
@@ -87,7 +87,7 @@ class Ranges:
     self.beyond = {u: exact for u, exact in self.beyond.items() if self.unguarded[u]}
 
   def _within(self, u:UOp, exact:Range) -> Range:
-    """Returns the range of the integer `u` in its type, where `exact` is its range without overflow. A possible overflow goes to `beyond`."""
+    """Returns the range `exact` of the integer `u`, or its type's whole range if `exact` exceeds it; then records the overflow in `beyond`."""
     total = self._sum(u)
     # the terms of a sum may give a narrower range
     if len(total) > 1:
@@ -149,7 +149,7 @@ class Ranges:
     return (min(low for low, _ in possible), max(high for _, high in possible)) if possible else None
 
   def _known_by(self, condition:UOp) -> tuple[NumberBounds, NumberBounds]:
-    """Returns the {number: range} that hold if a condition such as x < y is true, and those that hold if it is false."""
+    """Returns ({number: range}, {number: range}): what follows for numbers if a condition, such as x < y, is true, and if it is false."""
     if condition.op is Ops.CMPLT and all(s in self.of for s in condition.src):
       x, y = condition.src
       (a, b), (c, d) = self.of[x], self.of[y]
@@ -159,7 +159,7 @@ class Ranges:
     return (both(yes, other_yes), {}) if condition.op is Ops.AND else ({}, both(no, other_no))
 
   def _taken(self, branch:UOp, bounds:NumberBounds) -> Range:
-    """Returns the range that `branch`, one of the two values of a WHERE, has where the condition chooses it."""
+    """Returns the range of `branch`, one of the two values of a WHERE, if the numbers in `bounds` ({number: range}) have these ranges."""
     # `bounds` has the ranges of numbers there; elsewhere the value of `branch` does not matter
     if branch in bounds: return bounds[branch]
     if branch.op is not Ops.CAST or (exact := bounds.get(branch.src[0])) is None: return self.of[branch]
@@ -175,7 +175,7 @@ def gated(uops:list[UOp]) -> set[UOp]:
   return {u for u in places if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].max_numel() <= held_by(dtypes.int)[1] + 1}
 
 def both(x:NumberBounds, y:NumberBounds) -> NumberBounds:
-  """Returns the ranges that hold if the ranges x and the ranges y hold."""
+  """Returns the {number: range} that follow if both x and y hold: for numbers in both, the intersection of the two ranges."""
   return x | y | {u: (max(x[u][0], y[u][0]), min(x[u][1], y[u][1])) for u in x if u in y}
 
 def plus(x:Sum, y:Sum, factor:int) -> Sum:

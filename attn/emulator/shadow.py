@@ -17,7 +17,7 @@ class Spans:
   def add(self, span:Span, interval:int) -> None: self.last[span] = self.latest = interval
   def clear(self) -> None: self.last, self.latest = {}, 0
   def meet(self, span:Span, since:int) -> bool:
-    """Tells whether `span` overlaps a span that was accessed in interval (time between two barriers) `since` or later."""
+    """Tells whether `span` overlaps a span that was accessed since interval number `since`; a barrier ends an interval."""
     low, high = span
     return self.latest >= since and any(n >= since and a < high and low < b for (a, b), n in self.last.items())
 
@@ -71,7 +71,7 @@ class LdsShadow:
     """Tells whether an asynchronous copy that is not complete writes to a location of `span`, a range of locations."""
     return any(_overlap(x, span) for x in self.arriving)
   def kept(self, span:Span) -> bool:
-    """Tells whether an asynchronous product that is not complete reads a location of `span`, a range of locations."""
+    """Tells whether an asynchronous matrix product that is not complete reads a location of `span`, a range of locations."""
     return any(_overlap(x.span, span) for _, x in self.holding)
 
   def foreign(self, tag:Array) -> Array:
@@ -90,7 +90,7 @@ class LdsShadow:
     self.writer[at] = self.f.tag[by]
     self.written_at.add(span, self.f.last_interval)
   def held(self, at:Array) -> Array:
-    """Returns, for each location `at`, 1 plus the index of an asynchronous product that still reads it, or 0."""
+    """Returns, for each location `at`, 1 plus the number of an asynchronous matrix product that still reads it, or 0 if none does."""
     # before the product is waited for, a write to such a location is an error
     held = np.zeros(self.total, np.int32)
     for product, x in self.holding:
@@ -163,13 +163,13 @@ class LdsShadow:
     if len(self.pending) >= PENDING: self._settle_reads()
 
   def readers(self, span:Span) -> Array|None:
-    """Returns, for each wave and location, the interval of the wave's last read; None if no read since the last barrier overlaps `span`."""
+    """Returns an array with the interval (time between barriers) of each wave's last read of each location, or None if `span` was not read."""
     if self.reader is None or not self.read_at.meet(span, self.f.since): return None
     self._settle_reads()
     return self.reader
 
   def _settle_reads(self) -> None:
-    """Moves the list of the latest reads into the planes, the arrays that hold for each wave when it last read each location."""
+    """Enters the reads that are only listed so far into the array that holds when each wave last read each location."""
     assert self.reader is not None
     for at, per, active, interval, last in self.pending:
       # reads from before the last barrier are left out
@@ -209,7 +209,7 @@ class LdsOperand(Operand):
   def hold(self, product:Product) -> None: self.shadow.holding.append((product, self))
   def release(self, product:Product) -> None: self.shadow.holding = [x for x in self.shadow.holding if x[0] is not product]
   def read_until_now(self, threads:Array) -> None:
-    """Records that the product has read these locations until now, when `threads` have waited for it."""
+    """Records that the matrix product was reading these locations up to this moment, at which `threads` have waited for its end."""
     # without a barrier after that, a write to these locations by another wave is an error
     self.shadow.note_read(self.at, self.per, threads if self.active is None else threads & self.active, self.span)
 

@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 @dataclass(eq=False)
 class Product:
-  """Asynchronous matrix product (wgmma) that warpgroups have started."""
+  """Asynchronous matrix product (wgmma) that warpgroups have started, with its results, which appear when threads wait for it."""
   number: int
   results: dict[int, Array]      # element of the accumulators -> its value when the product is done
   threads: Array                 # mask of the threads that have started the product and not waited for it
@@ -29,7 +29,7 @@ class Operand:
   def release(self, product:Product) -> None: raise NotImplementedError
   # the product may read the operand at any time from its start until the threads have waited for it
   def read_until_now(self, threads:Array) -> None:
-    """Records that the product has read the operand until now, when `threads` have waited for the product."""
+    """Records that the matrix product was reading the operand up to this moment, at which `threads` have waited for its end."""
 
 class Threads:
   """The threads of a range of workgroups, which run together: their indices, the mask of active threads, and the barriers that they have passed."""
@@ -106,7 +106,7 @@ class Threads:
     self.note_intervals()
 
   def note_intervals(self) -> None:
-    """Recomputes the attributes that depend on `interval` and `seen`, after these have changed."""
+    """Recomputes what follows from `interval` and `seen`, which say between which barriers each wave is."""
     # An interval is the time of a wave between two barriers or arrivals at an mbarrier; later intervals have larger numbers. `interval` has the
     # number of each wave's current interval. `seen` has one number n for each wave: the wave has waited for everything that the other waves of its
     # workgroup did in intervals before n.

@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 @dataclass
 class Copy:
-  """Asynchronous store to LDS that threads have started, in groups of copies for which a thread can wait."""
+  """Asynchronous store to LDS that threads have started, with the number of the group in which each thread waits for it."""
   shadow: LdsShadow
   at: Array        # locations: (locations of a thread, threads)
   by: Array        # threads
@@ -26,12 +26,12 @@ class Copy:
   span: Span
 
   def split(self, arrived:Array) -> tuple[Copy, Copy]:
-    """Returns the part of this copy that has `arrived`, and the rest, divided by threads."""
+    """Returns two copies: of the threads where `arrived` is true, and of all other threads."""
     return tuple(Copy(self.shadow, self.at[:, x], self.by[x], self.group[x], self.span) for x in (arrived, ~arrived))   # type: ignore[return-value]
 
 @dataclass(eq=False)
 class Running:
-  """Asynchronous matrix product (wgmma) that warpgroups have started, with its accumulators and operands."""
+  """Asynchronous matrix product (wgmma) that some threads have not waited for, with its accumulators and operands."""
   product: Product
   accumulators: Registers
   operands: list[Operand]
@@ -94,7 +94,7 @@ class UnderWay:
     for x in running.operands: x.read_until_now(done)
 
   def _release(self, running:Running) -> None:
-    """Removes a matrix product from the records of its accumulators and operands, once all its threads have waited for it."""
+    """Removes a matrix product from the records of its accumulators and operands, after all its threads have waited for it."""
     for i in running.product.results:
       if running.accumulators.coming.get(i) is running.product: del running.accumulators.coming[i]
     for x in running.operands: x.release(running.product)

@@ -59,7 +59,7 @@ class NewRow:
   inside: UOp            # whether the row is stored
 
   def element(self, part:UOp) -> tuple[UOp, UOp, UOp]:
-    """Returns (column, whether the row has this column, the loaded element) for element number `part` of this thread."""
+    """Returns (column, whether the row has this column, the loaded element) for the thread's element number `part` of the row."""
     column = part*self.a.threads_of_row + self.thread
     there = column < self.a.width
     return column, there, self.rows[(self.first + column).valid(there)].load()

@@ -35,8 +35,9 @@ class BackwardTrip(Protocol[Carry]):
     """Applies score terms (bias, softcap, ...) and masks to S, and returns P = exp(S - lse) and the derivatives of the terms."""
   def dp(self, s:Carry) -> tuple[Carry, Any]: """Computes dP - delta, with dP = dO V^T after dropout, and returns the state and dP - delta."""
   def ds(self, weights:Any, dp:Any, derivatives:Collection[str]|None=None) -> Any:
-    """Returns dS = P * (dP - delta), times the derivatives of the score terms, or of those that `derivatives` names."""
-  def kept(self, weights:Any) -> Any: """Returns P after dropout, rounded to the inputs' dtype, as an operand of the product P^T dO."""
+    """Returns dS = P * (dP - delta), times the derivatives of all score terms, or only of the terms named in `derivatives`."""
+  def kept(self, weights:Any) -> Any:
+    """Returns P as an operand of the product P^T dO: rounded to the inputs' dtype, with 0 where dropout drops a weight."""
   def rounded(self, ds:Any) -> Any: """Returns dS, rounded to the inputs' dtype, as an operand of the products that give dQ and dK."""
   def add(self, s:Carry, name:str, p_or_ds:Any) -> Carry:
     """Adds the product P^T dO, dS^T Q or dS K of this iteration's tile to the gradient `name`, and returns the state."""
@@ -57,24 +58,25 @@ class FewQueriesTrip(BackwardTrip[Carry], Protocol[Carry]):
 class OwnUnit(Protocol[Carry]):
   """The rows (or the block of a bias) that one workgroup owns, and the loop over the tiles that they need."""
   @property
-  def group(self) -> Workgroup: """The part of the problem that belongs to this workgroup."""
+  def group(self) -> Workgroup: """The workgroup for which this object computes: its head, its rows, and its position in the grid."""
   def walk(self, s:Carry, work:Callable[[Carry, Any], Carry]) -> Carry:
     """Loops over the tiles with the body `work(state, trip)`, which returns the new state, and returns the last state."""
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
-    """Returns the kernel, which ends with `stores`, and stores 0 to rows of the tensors `cleared` that belong to no sequence."""
+    """Returns the finished kernel, which ends with `stores`. It also sets rows of the tensors `cleared` that belong to no sequence to 0."""
 
 class BackwardUnit(OwnUnit[Carry], Protocol[Carry]):
   """A workgroup that owns queries or keys, and computes the gradients that belong to these rows."""
   @property
   def wanted(self) -> tuple[str, ...]: """Names of the gradients that the workgroup computes (dq, dk, dv), in the order of their accumulators."""
   def begin(self, s:Carry|None=None, stores:list[UOp]|None=None) -> Carry:
-    """Returns the state before the first tile of a pass; `s` and `stores` are the state and the stores of an earlier pass."""
-  def gradient(self, s:Carry, name:str) -> list[UOp]: """Returns the stores of the gradient `name` to memory."""
+    """Returns the state before the first tile of a pass; for a second pass, `s` and `stores` are the results of the first one."""
+  def gradient(self, s:Carry, name:str) -> list[UOp]:
+    """Returns the stores of the gradient `name` ("dq", "dk" or "dv") of the workgroup's own rows to memory."""
 
 class FewQueriesUnit(OwnUnit[Carry], Protocol[Carry]):
   """A workgroup that holds all queries of a head, and loops over a part of the keys."""
   def begin(self) -> Carry: """Returns the state before the first tile: dQ is 0, the queries are on their way, and delta is stored."""
-  def gradient(self, s:Carry, name:str) -> list[UOp]: """Returns the stores of the gradient `name`, dq, to memory."""
+  def gradient(self, s:Carry, name:str) -> list[UOp]: """Returns the stores of the gradient `name`, which is "dq", to memory."""
 
 class QueriesUnit(BackwardUnit[Carry], Protocol[Carry]):
   def deltas(self, s:Carry) -> list[UOp]: """Returns the stores of delta to memory, from where the other kernels read it."""
@@ -164,7 +166,7 @@ def gradient_of_bias(unit:BiasUnit[Any]) -> UOp:
 
 class UnitOf(Protocol):
   def __call__(self, p:Problem, arch:Chip, tile:Any, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> Any:
-    """Makes the operations of a backward kernel for one workgroup, or a list of them, one for each pass over the queries."""
+    """Makes the object with the steps of a backward kernel for one workgroup, or a list with one object for each pass over the queries."""
 
 def backward_dq(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
   """Returns a function of a problem, a chip and a tile that makes the kernel of dq, and of delta for the other kernels."""

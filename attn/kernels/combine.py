@@ -42,7 +42,7 @@ def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
   return lambda *args: merged(p, arch, splits, args)
 
 def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
-  """Divides the key ranges into groups that are loaded at the same time: (surrounding loops, indices of key ranges) for each group."""
+  """Divides the indices of the partial results into groups to be loaded together; returns (loops around the group, its indices) for each."""
   # if there are many key ranges, the first group is a loop that loads PARTS_AT_ONCE partial results in each iteration, and the last group has the
   # rest
   found, looped = list[tuple[tuple[UOp, ...], list[UOp]]](), splits//PARTS_AT_ONCE*PARTS_AT_ONCE if splits >= 2*PARTS_AT_ONCE else 0

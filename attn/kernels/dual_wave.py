@@ -67,7 +67,7 @@ class DualWaveState(InOrder):
 
   # Statements keep their order. A statement waits only for the values that it is given.
   def begin(self, statement:UOp) -> DualWaveState:
-    """Returns the state after one more statement, which runs after the earlier statements."""
+    """Returns the state after one more statement. Statements keep their order, but loads of the state's values may move across them."""
     # other operations of the program may run before or after it
     return replace(self, statements=self.statements.begin(statement))
   def keep(self, *stores:UOp) -> DualWaveState:
@@ -75,11 +75,11 @@ class DualWaveState(InOrder):
     return replace(self, statements=self.statements.note(UOp.group(*stores)))
   def values_after(self, *deps:UOp) -> DualWaveState: return replace(self.after(*deps), statements=self.statements)
   def sync(self, statement:UOp) -> DualWaveState:
-    """Returns the state after one more statement; values that are read through the state come after this statement."""
+    """Returns the state after one more statement, such that all values of the returned state are read after this statement."""
     s = self.begin(statement)
     return s.values_after(s.statements.effects[-1])
   def settled(self, statement:UOp) -> DualWaveState:
-    """Returns the state after one more statement; values that are read through the state come after all statements and stores."""
+    """Returns the state after one more statement, such that all its values are read after this statement, all earlier ones, and all stores."""
     s = self.begin(statement)
     return s.values_after(s.statements.effects[-1], UOp.group(*s.statements.effects))
 
@@ -160,7 +160,7 @@ class DualWave:
     return self.load_v(s, s.v1, begin + 1)
 
   def trips(self, s:DualWaveState, first:UOp, count:UOp, scores:Scores, masked:Row|None) -> DualWaveState:
-    """Computes 2*`count` tiles of keys, from tile `first` on, in a loop, and returns the state after the loop."""
+    """Computes `count` pairs of tiles of keys, from tile `first` on, in a loop, and returns the state after the loop."""
     # `masked` is this lane's query if masks may hide keys of these tiles, and None otherwise
     if (n := trip_count(count)) is None: return s
     r = self.group.grid.allocator.range(n, AxisType.LOOP)
@@ -189,7 +189,7 @@ class DualWave:
 
   # ***** the four clusters of tile t, the i-th of its iteration *****
   def compute_scores(self, s:DualWaveState, t:UOp, scores:Scores, masked:Row|None) -> tuple[DualWaveState, list[UOp]]:
-    """Computes P of tile t and the scores of tile t+1 at the same time, and returns the state and P."""
+    """Computes P of tile t on the vector unit and the scores of tile t+1 on the matrix unit; returns the state and P."""
     # Cluster C1: P on the vector unit, the scores on the matrix unit. `masked` is this lane's query if masks may hide keys, and None otherwise.
     s = s.sync(amd.priority(1, s.done))
     x = [s.s[kt].load() for kt in range(self.k_tiles)]
@@ -206,7 +206,7 @@ class DualWave:
     return s.settled(amd.barrier(s.done)), weights
 
   def read_values(self, s:DualWaveState, t:UOp, i:int) -> tuple[DualWaveState, list[list[UOp]]]:
-    """Reads V of tile t from LDS, starts to load K of tile t+3 to LDS, and returns the state and V as operands."""
+    """Reads V of tile t from LDS, starts the load of K of tile t+3 to LDS, and returns the state and V as operands."""
     # cluster M1; `i` is 0 for the first of the two tiles of an iteration and 1 for the second: the two lie in different LDS buffers
     values = self.read_v(s.v_lds(i))
     s = self.load_k(s, s.k_lds(i + 1), t + 3)
@@ -233,7 +233,7 @@ class DualWave:
 
   # ***** the steps of clusters *****
   def weigh(self, s:DualWaveState, x:list[UOp], exps:list[UOp], scores:Scores, *deps:UOp) -> tuple[DualWaveState, list[UOp]]:
-    """Returns the state and P = exp2(x - m) of the scores `x`, as operands of the next product."""
+    """Adds P (`exps`) of the scores `x` to the row sums; returns the state and P as operands of the next product."""
     # `exps` is P for the present m. After the operations `deps`, a branch checks whether m is high enough. If m is too low, the branch raises m and
     # computes P again.
     corrected = list[UOp]()

@@ -42,7 +42,7 @@ from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 
 @dataclass(frozen=True)
 class TripStores:
-  """Stores to registers, LDS or memory that one iteration of the loop over tiles has made so far."""
+  """The stores to registers, LDS or memory that one iteration of a loop over tiles has made so far."""
   # all of them are done when the iteration ends, and, if the workgroup adds to dQ, before the product for dQ
   found: tuple[UOp, ...] = ()
   # an iteration begins without stores
@@ -67,7 +67,7 @@ class QueriesState(TripState):
 
 @dataclass(frozen=True)
 class AllState(QueriesState):
-  """The values that a loop over queries carries from iteration to iteration, if the kernel adds to dQ, too."""
+  """The values that a loop over queries carries from iteration to iteration, in a kernel that adds to dQ besides dK and dV."""
   ds: LdsTile   # through this tile waves exchange dS
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class AmdBackward:
   @property
   def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements, self.tile.read_ahead, self.tile.ahead > 0)
   def accumulators(self, name:str) -> range:
-    """Returns the indices of the accumulators of the gradient `name` (dq, dk or dv), among all accumulators of this pass."""
+    """Returns the range of indices, among the accumulators of this pass over the tiles, of the gradient `name` ("dq", "dk" or "dv")."""
     names = self.wanted[:self.wanted.index(name) + 1]
     *before, own = [round_up(self.group.rows_of(x).width, self.tile.matrix.M)//self.tile.matrix.M for x in names]
     return range(sum(before), sum(before) + own)
@@ -176,13 +176,13 @@ class AmdBackward:
   @functools.cached_property
   def turns(self) -> Turns|None: return Turns.of(self.group, self.at.wave, self.at.lane)
   def turn_ended(self, turns:Turns, t:UOp, done:UOp, last:bool=False) -> UOp:
-    """Returns a statement that ends the wave's turn to add to dQ with tile t, after the operation `done`."""
+    """Returns a statement, after the operation `done`, by which this wave lets the next workgroup add to dQ of tile t."""
     # It waits until this wave's additions to dQ in memory are complete, then adds 1 to the counter for which the next workgroup waits. A turn ends
     # with its last tile, or with the workgroup's last tile (`last`).
     return self.statements.do(turns.end(self.head, t, self.statements.begin(atomics.settle(done)).done, last))
 
   def trip(self, work:Callable[[Any, AmdTrip], Any]) -> Callable[[Any, UOp, bool], UOp]:
-    """Returns a function (state, tile index, masked) that makes the body of the loop over tiles by calling `work`."""
+    """Returns the body of the loop over tiles, a function (state, tile, masked) that calls `work(state, steps of this tile)`."""
     # `masked`: whether a mask may hide scores of the tile; the stores with which the iteration ends are the body's last operation
     return lambda s, t, masked: UOp.group(*work(s, AmdTrip(self, t, masked)).stores.found)
 
@@ -205,7 +205,7 @@ class AmdBackward:
 
 @dataclass(frozen=True)
 class AmdTrip:
-  """The steps of one iteration of a backward kernel, on tile `t` of walked rows in LDS."""
+  """The steps of one iteration of a backward kernel, on tile `t` of the queries or keys over which it loops."""
   of: AmdBackward
   t: UOp
   masked: bool
@@ -219,7 +219,7 @@ class AmdTrip:
   def lds(self, s:Any, name:str) -> Any: return self.of.trips.in_lds(s, self.t, name)
 
   def query_values(self, s:Any) -> tuple[list[Normaliser], list[UOp]]:
-    """Returns the normalisers and -delta of the queries of this lane's C fragments, as two lists."""
+    """Returns two lists with an entry for each C fragment: the lse of its queries, prepared for exp2, and -delta."""
     if self.of.known is None: return self.lds(s, "query_values").load(self.of.at)
     (normaliser, delta), n = self.of.known, self.of.tile.matrix.accumulator
     return [normaliser.each(lambda x: ops.splat(x, n))]*self.count, [ops.splat(scaled_delta(delta, self.of.group.p), n)]*self.count
@@ -269,7 +269,7 @@ class AmdTrip:
     return [ops.build(*[there.where(ops.extract(x, i), 0) for i in range(ops.length(x))]) for x in ds]
 
   def interleaved(self, mat:Matrix, products:int, *found:UOp) -> Statements:
-    """Makes clang interleave matrix instructions with the reads of their operands from LDS, and returns all statements."""
+    """Returns the kernel's statements so far and one more, which makes clang alternate matrix instructions with reads of their operands from LDS."""
     # `products` matrix instructions `mat` since the last barrier, whose results are `found`; only if the tile description asks for it
     tile, statements = self.of.tile, self.of.statements
     if not tile.ahead: return statements
@@ -292,7 +292,7 @@ class AmdTrip:
 
 @dataclass(frozen=True)
 class DqOfTile:
-  """What one wave needs to compute its part of dQ = dS K for a tile of queries, if the workgroup owns keys."""
+  """Where one wave finds the operands of its part of dQ = dS K for a tile of queries, in a kernel whose workgroups own keys."""
   # The sum goes over all keys of the workgroup. The wave computes some matrix tiles of dQ, which lie one below the other in the same columns, and
   # keeps these columns of K in registers.
   at: Lane
@@ -328,7 +328,7 @@ class DqOfTile:
     return stores
 
   def product(self, lds:LdsTile, tile:BackwardTile, statements:Statements) -> list[UOp]:
-    """Returns this wave's part of dQ = dS K for the queries whose dS is in `lds`, a C fragment for each matrix tile."""
+    """Returns this wave's part of dQ = dS K for the queries whose dS is in `lds`, as one C fragment for each matrix tile."""
     mat, found = self.here.matrix, list[UOp]()
     for row in self.rows:
       acc = zeros(mat, 1, 1)[0][0]
@@ -340,14 +340,14 @@ class DqOfTile:
     return found
 
   def added(self, group:Workgroup, head:UOp, first:UOp, found:list[UOp], *waited:UOp) -> list[UOp]:
-    """Returns statements that add `found`, this wave's C fragments of dQ, to the fp32 accumulator of dQ in memory."""
+    """Returns statements that add this wave's C fragments of dQ, `found`, to the fp32 sums of dQ in global memory."""
     # after the operations `waited`; `first` is the first query of the tile, and `head` its query head
     mat, sums = self.here.matrix, flat(group.given["dq_sums"])
     return [atomic_add(sums[place_of_tile(group, mat, head, first + row*mat.M, self.column) + self.at.lane], x,
                        *waited, steps=tuple(i*mat.wave for i in range(mat.accumulator))) for row, x in zip(self.rows, found)]
 
 def own_rows(group:Workgroup, tile:BackwardTile, at:Lane, statements:Statements, in_lds:tuple[bool, bool]) -> tuple[OwnRows, OwnRows]:
-  """Returns the lane's own rows of two tensors: of q and dO if the workgroup owns queries, of k and v if it owns keys."""
+  """Returns this lane's rows of two tensors: of q and dO in a kernel whose workgroups own queries, otherwise of k and v."""
   # `in_lds` says for each of the two tensors whether the rows stay in LDS; otherwise they stay in registers. If registers are short, the rows are
   # loaded a few units at a time, and `statements` orders these loads.
   own = OF_KEYS if tile.keys else OF_QUERIES
@@ -356,7 +356,7 @@ def own_rows(group:Workgroup, tile:BackwardTile, at:Lane, statements:Statements,
   return first, second
 
 def transposed_tiles(new:Allocator, tile:BackwardTile, *layouts:SharedLayout) -> list[LdsTile]|list[None]:
-  """Returns transposed tiles in LDS, one for each of `layouts`."""
+  """Allocates LDS for one transposed tile of each layout; returns [None, ...] if loads transpose instead."""
   if tile.turning: return [None]*len(layouts)
   # with two passes these tiles share one piece of LDS, because each pass uses only one of them
   if tile.passes == 1: return [LdsTile.of(new, x, tile.buffers) for x in layouts]

@@ -28,7 +28,7 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 # alone. Otherwise it has all keys that the queries see.
 
 def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward:
-  """Returns a copy of `of` for one iteration of the loop over blocks of queries, whose queries `group` owns."""
+  """Returns a copy of the kernel `of` whose own queries are those of `group`, for one iteration of the loop over blocks of queries."""
   # `number` is the iteration's index if every iteration reads the same tile of keys, and None otherwise. P is 0 for queries beyond the last query,
   # because dS may be summed over queries. Rows of q and dO that other kernels keep in LDS are loaded from global memory for each tile.
   own = own_rows(group, of.tile, of.at, of.statements, (False, False))
@@ -88,7 +88,7 @@ class AmdBias:
     return self.bias.stores(of.group, of.row, column, values, there)
 
   def stores(self, of:AmdBackward, t:UOp, ds:list[UOp]) -> list[UOp]:
-    """Returns the stores of dS (C fragments) to the bias's gradient, for the lane's query and keys of tile t."""
+    """Returns the stores of dS (`ds`, C fragments) to the bias's gradient, for this lane's query and the keys of tile t."""
     # one store writes the elements of several neighbouring keys
     n = of.tile.matrix.block
     return [x for values, keys in zip(ds, of.group.scores.walked) for i in range(0, len(keys), n)
@@ -111,7 +111,7 @@ class AmdBias:
     return self.stores_of_row(of, UOp.const(0), ds[0], of.row.there & of.at.h.eq(0))
 
   def sums_of_rows(self, ds:list[UOp]) -> list[UOp]:
-    """Sums `ds` over the workgroup's queries through LDS, and returns the stores of the sums."""
+    """Adds up `ds` over all queries of the workgroup, through LDS, and returns the stores of the sums to the bias's gradient."""
     # Each thread adds vectors of four numbers. The four numbers belong to four keys, or to four queries if `ds` is already summed over keys.
     of, tile, mat, new = self.of, self.of.tile, self.of.tile.matrix, self.of.new
     row, there = of.own[0].in_block[0], of.at.h.eq(0)

@@ -139,7 +139,7 @@ class AmdForward:
     return products.with_rows(k_tile, self.k_tiles, self.q, t, zeros(self.mat, self.tile.q_tiles, self.k_tiles))
 
   def weighed(self, softmax:Softmax, scores:list[list[UOp]], scales:list[UOp]|None=None) -> Softmax:
-    """Returns the state of the softmax with P = exp2(scores - m) of a tile of keys."""
+    """Computes P = exp2(scores - m) of a tile of keys and adds its sums to l; returns the softmax's state with P."""
     # m is the number that the softmax subtracts from the scores of a row. `softmax` is the state before, and `scores` has a list of C fragments for
     # each of the wave's matrix tiles of queries. If P of a row becomes too large, m is raised and P computed again. If the rows of V have `scales`, P
     # is multiplied by them.

@@ -54,7 +54,7 @@ def of_queries(p:Problem, arch:Chip, shapes:Shapes, args:tuple[UOp, ...]) -> tup
   return Workgroup.of(p, arch, tile, args, grid, at, shapes), tile, at
 
 def pieces(group:Workgroup, tile:BackwardTile) -> list[tuple[UOp, UOp]]:
-  """Returns (row, first column) of each piece of dQ, four neighbouring numbers of a row, that this thread handles."""
+  """Returns (row, first column) of each group of four neighbouring elements of dQ that this thread handles."""
   across = group.p.D//NUMBERS_OF_PIECE
   numbers = [group.thread + i*tile.threads for i in range(QUERIES_OF_SUMS*across//tile.threads)]
   return [(i//across, i%across*NUMBERS_OF_PIECE) for i in numbers]

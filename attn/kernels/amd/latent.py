@@ -112,7 +112,7 @@ class AmdLatent:
     rows = latent_rows(self.group, self.mat) if self.group.p.stored else self.group.rows_of("k")
     return StagedTrips(self.tile, self.new, self.statements, self.state, {"k": rows})
   def scales(self, t:UOp) -> list[UOp]:
-    """Returns the loaded scales of the 8-bit rows of K whose scores this lane computes, one vector for each vector of scores."""
+    """Loads the scales of the 8-bit rows of K whose scores this lane computes: one vector for each vector of scores."""
     # V, the first columns of K, has the same scales
     return self.group.scales("k_scales", t, self.share)
 
@@ -209,7 +209,7 @@ class AmdLatent:
 
   # ***** after the last iteration *****
   def totals(self, s:LatentState) -> LatentState:
-    """Stores each row's m and sums of P to LDS, from where all waves read them, and returns the state."""
+    """Stores m and the sums of P of each row to LDS, where all waves can read them, and returns the state."""
     # m: the number that the softmax subtracts from the row's scores
     first = self.at.h.eq(0)
     sums = [sum_over_groups(s.l[kind].load(), self.mat) for kind in range(s.l.max_numel())]
@@ -217,7 +217,7 @@ class AmdLatent:
     return s.lds_after(UOp.group(*stores, s.told.store(self.names.reference, self.own, s.m[0].load(), first & self.share.part.eq(0))))
 
   def outputs(self, s:LatentState, tile:int) -> list[UOp]:
-    """Returns the stores of O = O^T / l for the wave's columns and matrix tile `tile` of queries, and of LSE."""
+    """Returns the stores of O (divided by l) for this wave's columns and matrix tile number `tile` of queries, and of LSE."""
     # the first wave stores LSE = m + ln l
     mat, names, in_block = self.mat, self.names, self.in_block(tile)
     def total(kind:int) -> UOp:

@@ -21,7 +21,7 @@ WAITED_FOR = 4   # units of own rows that are loaded at the same time, if regist
 
 @dataclass(frozen=True)
 class OwnRows:
-  """The rows of a tensor that a workgroup owns, as operand B of products that sum over the elements of the rows."""
+  """The rows of a tensor that a workgroup owns, as operand B of products that sum along the rows."""
   # The rows form matrix tiles, and a lane has one row of each. The lane keeps its 16-byte units of these rows in registers, or in LDS if there are
   # too few registers.
   at: Lane
@@ -36,7 +36,7 @@ class OwnRows:
 
   @staticmethod
   def of(at:Lane, rows:Rows, first:UOp, block_m:int, new:Allocator, in_lds:bool, sparing:bool, statements:Statements) -> OwnRows:
-    """Makes the own rows of a kernel in which each wave owns one matrix tile of `rows`, in LDS or in registers."""
+    """Makes the workgroup's own rows, `block_m` from row `first` on: one matrix tile for each wave, kept in LDS or in registers."""
     # `sparing`: registers are short, so at most WAITED_FOR units are loaded at the same time, and `statements` orders the loads
     mat, layout = at.matrix, row_layout(at.matrix, block_m, rows.width)
     lds, units = LdsTile.of(new, layout) if in_lds else None, units_of(mat, contraction(mat, rows.width), at.h)
@@ -55,7 +55,7 @@ class OwnRows:
 
   @property
   def together(self) -> list[list[UOp]]:
-    """Indices of the lane's 16-byte units in a row, in groups whose units are loaded at the same time."""
+    """Indices of the 16-byte units of a row that this lane loads, as a list of groups; the units of a group are loaded together."""
     n = WAITED_FOR if self.statements is not None else len(self.units)
     return [self.units[i:i + n] for i in range(0, len(self.units), n)]
 
@@ -75,7 +75,7 @@ class OwnRows:
     return self.lds.after(workgroup_barrier(UOp.group(*stores)))
 
   def operands(self, t:UOp, steps:slice, *after:UOp) -> list[list[UOp]]:
-    """Returns operand B for each matrix tile of own rows, for the 16-byte units `steps` of a row."""
+    """Returns operand B for each matrix tile of own rows, made of the lane's 16-byte units number `steps` of each row."""
     # Rows that do not stay in registers are read again in each iteration t, after the operations `after`.
     mat = self.at.matrix
     if self.lds is None and not self.reloaded: return [operands(mat, units[steps]) for units in self.loaded]
@@ -101,7 +101,7 @@ class LdsColumns:
 
 @dataclass(frozen=True)
 class TurnedColumns:
-  """Columns of a tile in LDS, read by loads that transpose, as operand A of a product that sums over the tile's rows."""
+  """Columns of a tile that lies in LDS row by row, transposed by load instructions, as operand A of a product that sums over rows."""
   # LDS needs no transposed copy
   tile: LdsTile
   at: Lane
@@ -122,7 +122,7 @@ class TurnedColumns:
 
 @dataclass(frozen=True)
 class Products:
-  """The matrix products of a loop iteration, with fences that limit how many units of operand A are in registers."""
+  """The matrix products of a loop iteration, with scheduling fences that keep the compiler from reading too many operands at once."""
   # Operand A is read from LDS to registers. Without a limit, the compiler would read many units of A before it multiplies them, and run out of
   # registers. A read of A after a fence waits for the products before the fence. `with_rows` has a fence after every `fenced` 16-byte units of a row
   # of A, `with_columns` after each matrix tile of A. With `fenced` = 0 there are no fences.
@@ -148,14 +148,14 @@ class Products:
     return tiles
 
   def column_operands(self, tile:LdsTile|TurnedColumns, block_n:int, dt:int) -> list[UOp]:
-    """Returns operand A for the `dt`-th group of columns of a tile of `block_n` rows, which lies transposed in LDS."""
+    """Returns operand A, read from LDS, for matrix tile number `dt` of the columns of a tile of `block_n` rows."""
     # M is the matrix instruction's number of rows; a product with these operands sums over the tile's rows
     mat = self.matrix
     return operands(mat, [tile.load(self.at.n + dt*mat.M, u) for u in units_of(mat, block_n, self.at.h)])
 
   def with_columns(self, tile:LdsTile|TurnedColumns, block_n:int, weights:list[list[UOp]], accs:list[list[UOp]],
                    first:list[UOp]|None=None) -> list[list[UOp]]:
-    """Returns `accs` + A B, where A is a transposed tile of `block_n` rows, and B the weights of these rows (P or dS)."""
+    """Returns `accs` + A B, where A is the transpose of a tile in LDS, and B holds the weights of the tile's rows (P or dS)."""
     # `weights`, `accs` and the result have a list for each matrix tile of own rows: of B operands, or of C fragments. `first` is operand A of the
     # first matrix tile, if it has been read already.
     mat, accs = self.matrix, [list(column) for column in accs]

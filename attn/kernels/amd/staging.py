@@ -23,7 +23,7 @@ LOW_BYTES_IN_TURN, HIGH_BYTES_IN_TURN = 0x05010400, 0x07030602     # byte_perm: 
 
 @dataclass(frozen=True)
 class Staging:
-  """The part of a K or V tile that one thread copies from global memory to LDS, as a list of items."""
+  """The part of a tile that one thread copies from global memory to LDS, as a list of 16-byte items."""
   # An item is 16 bytes of one row. If the tile is transposed on the way, an item is the same 16 bytes of a quad, four neighbouring rows. Each entry
   # of `items` is (row or quad, which 16 bytes of the row, whether the item exists).
   rows: int
@@ -42,7 +42,7 @@ class Staging:
     if self.across: return ceildiv(self.rows, self.threads//self.across)*ceildiv(self.units, self.across)
     return ceildiv(self.rows//self.group*self.units, self.threads)
   def item(self, j:int) -> tuple[UOp, UOp, UOp]:
-    """Returns the j-th item that this thread copies: (row or quad, index of 16 bytes in the row, whether the item exists)."""
+    """Returns (row, which 16 bytes of the row, whether they exist) of this thread's j-th item; a transposed tile has groups of four rows."""
     if self.across:
       rows, parts = self.threads//self.across, ceildiv(self.units, self.across)
       row, unit = self.thread//self.across + j//parts*rows, self.thread%self.across + j%parts*self.across
@@ -76,11 +76,11 @@ def transpose_bytes(rows:list[UOp]) -> list[UOp]:
   return columns
 
 def quads_of_unit(matrix:Matrix) -> int:
-  """Returns the number of quads (four neighbouring rows) whose elements of one column form a 16-byte unit of V^T."""
+  """Returns how many groups of four neighbouring rows have their elements of one column in a 16-byte unit of V^T: 2 for 16-bit elements."""
   return matrix.unit//TURNED_ROWS
 
 def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
-  """Returns which four keys form quad `quad` (four neighbouring elements) of a row of V^T in LDS."""
+  """Returns which four keys stand at position `quad`, counted in groups of four, of a row of V^T in LDS."""
   # The keys of a row are not in ascending order: each lane group reads units of its own, and finds there exactly the keys whose weights it holds in
   # registers, in the same order. With g lane groups, group h reads units h, h + g, h + 2*g, ...
   unit, part = quad//quads_of_unit(matrix), quad%quads_of_unit(matrix)
@@ -90,7 +90,7 @@ def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
 
 @dataclass(frozen=True)
 class StagedTile(InLds):
-  """A tile of `block_n` rows that a workgroup copies to LDS: row by row to `lies`, transposed to `turned`, or both."""
+  """A tile of `block_n` rows that a workgroup copies to LDS: row by row (field `lies`), transposed (field `turned`), or both."""
   # for both forms, a thread loads its part of the tile only once
   matrix: Matrix
   block_n: int
@@ -103,7 +103,7 @@ class StagedTile(InLds):
   @staticmethod
   def of(mat:Matrix, block_n:int, threads:int, thread:UOp, lies:LdsTile|None, turned:LdsTile|None, across:int=0,
          convert:Callable[[UOp], UOp]|None=None) -> StagedTile:
-    """Makes a tile that `threads` threads copy to LDS: row by row to `lies`, and transposed to `turned`, unless one is None."""
+    """Makes a tile that `threads` threads copy to LDS: row by row to `lies` and transposed to `turned`. One of the two may be None."""
     # `across` is the number of threads that copy a row together; 0 means that this number does not matter. `convert` converts a unit of a row that is
     # stored in 8 bits to a unit of 16-bit numbers.
     units, fast = lies.layout.units if lies is not None else 0, v_columns(block_n)
@@ -134,12 +134,12 @@ class StagedTile(InLds):
   def items(self) -> list[tuple[UOp, UOp, UOp]]: return self.carried.items if self.only is None else [self.carried.item(self.only)]
   @property
   def single(self) -> list[StagedTile]:
-    """Parts of this tile, which are copied one after another; in each a thread copies a single item."""
+    """This tile as a list of tiles to be copied one after another, in each of which a thread copies 16 bytes or one group of four rows."""
     # saves registers
     return [replace(self, only=i) for i in range(self.carried.count)]
 
   def with_new_addresses(self, t:UOp) -> StagedTile:
-    """Returns this tile for iteration t, in which the thread computes the tile's addresses again."""
+    """Returns this tile with addresses that are computed again in iteration t, and so need no registers between iterations."""
     # else registers would hold the addresses during the whole loop
     thread = bounded(amd.opaque(self.carried.thread, t), 0, self.carried.threads - 1)
     return replace(self, carried=replace(self.carried, thread=thread))
@@ -151,7 +151,7 @@ class StagedTile(InLds):
     return [rows.load_units(first, n, row, unit, gate) for quad, unit, gate in self.items for row in key_rows(self.matrix, quad)]
 
   def store(self, parts:list[UOp]) -> list[UOp]:
-    """Returns the stores of `parts`, the registers that `fetch` returned, to LDS, transposed for the transposed tile."""
+    """Returns the stores of `parts`, the registers that `fetch` returned, to the tile in LDS and to the transposed tile in LDS."""
     if self.convert is not None: parts = [self.convert(x) for x in parts]
     if self.turned is None:
       return [self.row_tile.store(row, unit, part, gate) for part, (row, unit, gate) in zip(parts, self.items)]

@@ -114,7 +114,7 @@ class MmaBackward:
     return over_tiles(s, tiles, self.group.grid.allocator, trip)
 
   def over_parts(self, s:MmaBackwardState, t:UOp, masked:bool, work:MmaWork) -> MmaBackwardState:
-    """Calls `work(state, trip)` for each part of tile t, one after another, and returns the state afterwards."""
+    """Calls `work(state, steps)` for each part of tile t in turn, to save registers, and returns the last state."""
     # `trip` has the operations on a part; parts take fewer registers than a whole tile; `masked`: whether masks may hide scores of the tile
     parts, score = self.tile.block_n//self.tile.part_n, replace(self.warp_rows.scores, block_n=self.tile.part_n)
     for part in range(parts): s = work(s, MmaTrip(self.warp_rows, score, t*parts + part, masked, self, t, part))
@@ -141,7 +141,7 @@ class MmaBackward:
 
   @property
   def carried(self) -> list[UOp]:
-    """Indices, in a tile of queries, of the queries whose lse and delta this thread copies to shared memory."""
+    """Positions, in a tile of queries, of the queries whose lse and delta this thread copies to shared memory."""
     return [self.warp_rows.warps.at.thread + i*self.tile.threads for i in range(self.tile.carried)]
 
   # ***** gradients, and the kernel *****
@@ -152,7 +152,7 @@ class MmaBackward:
 
 @dataclass(frozen=True)
 class MmaTrip(WarpTrip[SwizzledRows]):
-  """The steps of a backward kernel on part number `part` of tile `t`."""
+  """The steps of a backward kernel on one part of tile `t` (`part_n` of its rows)."""
   # parts take fewer registers than a whole tile
   of: MmaBackward
   t: UOp
@@ -161,7 +161,7 @@ class MmaTrip(WarpTrip[SwizzledRows]):
   @property
   def mat(self) -> Mma: return self.of.tile.matrix
   def query_values(self, s:MmaBackwardState, kind:int) -> list[UOp]:
-    """Returns one of each query's numbers (`kind` 1: -delta) for the lane's columns: a vector for each C fragment."""
+    """Loads one number of each query in this part of a tile (kind 1: -delta, 0 and 2: its lse): a vector for each C fragment."""
     # The numbers lie in shared memory. 1 is -delta. The others are the two numbers of the query's `Normaliser`, which turns scores into P: 0 is
     # `low`, and 2 is `high`, which only some problems have.
     pairs, tile = s.shared.bitcast(nv.F2), self.of.tile
