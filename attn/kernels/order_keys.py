@@ -9,7 +9,7 @@ from attn.tinygrad_compat import AxisType, KernelInfo, UOp
 ROWS_OF_A_THREAD, ELEMENTS_OF_A_THREAD = 4, 8     # at most: the loads of a thread all run at the same time
 
 def order_keys(p:Problem, held:int, keys:DealtRows, width:int, gathered:UOp, shard:UOp) -> UOp:
-  """Returns the kernel that copies rows of k or v of one device, `shard`, to their places in the whole sequence, `gathered`."""
+  """Returns the kernel that copies one device's rows of k or v, `shard`, to where they belong in the whole sequence, `gathered`."""
   # `held`: rows of each head on this device. `keys`: which rows to copy: a range of the B*Hkv key/value heads, the number of rows, and the place of
   # each row in the sequence. `width`: elements of a row. `gathered`: (rows, heads, width). `shard`: in the layout of `p`. tinygrad divides the
   # copying among threads.

@@ -28,7 +28,7 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 # tiles pass through a ring buffer. The sums are fp32 numbers in registers.
 
 def _queries_of(group:Workgroup, at:MmaLane, tile:MmaBackwardTile, state:MmaBackwardState) -> MmaBackward:
-  """Returns the operations for one iteration of the loop over groups of queries, whose queries `group` owns."""
+  """Returns the steps of backward, in one iteration of the loop over groups of queries, for the queries that `group` owns."""
   # P is 0 for queries beyond the last query, because dS may be summed over queries
   queries: WarpRows[SwizzledRows] = WarpRows(Warps(group, at), tile, (), group.first_head)
   normalisers = [[x.where(row.there) for x, row in zip(own, rows)] for own, rows in zip(queries.normalisers, queries.of_lane)]
@@ -90,12 +90,12 @@ class MmaBias:
 
   # ***** the stores *****
   def of_rows(self, of:MmaBackward, ds:list[list[UOp]]) -> list[tuple[Row, list[UOp]]]:
-    """Splits C fragments into rows: returns (row, vectors of neighbouring keys) for each of the lane's rows."""
+    """Splits C fragments into rows: returns (row, its elements as vectors of two neighbouring keys) for each row that this lane holds."""
     # `ds` has a list of C fragments for each matrix tile of queries
     return [(row, [ops.slice_(x, 2*r, 2) for x in own]) for rows, own in zip(of.warp_rows.of_lane, ds) for r, row in enumerate(rows)]
 
   def stores(self, of:MmaBackward, t:UOp, ds:list[list[UOp]], part:int=0) -> list[UOp]:
-    """Returns the stores of dS (C fragments) to the bias's gradient, for the keys of part `part` of tile t."""
+    """Returns the stores of dS (`ds`, C fragments) to the bias's gradient, for the keys of part number `part` of tile t."""
     # `ds` has a list of C fragments for each matrix tile of queries
     first = t*of.tile.block_n + part*of.tile.part_n + self.at.h*of.tile.matrix.block
     return [x for row, columns in self.of_rows(of, ds) for n, values in enumerate(columns)

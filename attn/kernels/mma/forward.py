@@ -58,25 +58,25 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
   # ***** sizes *****
   @property
   def kinds(self) -> tuple[str, ...]:
-    """Names of the row sums of P that the kernel computes, in the order in which registers hold them."""
+    """Names of the sums of P that registers hold for each row, e.g. ONES (P after rounding) and LANE (P before rounding)."""
     # ONES: the sum of P in the form that is multiplied by V: rounded, and times the scales of V's rows if V is stored in 8 bits. UNSCALED, only if V
     # is stored in 8 bits: the sum of rounded P without these scales. LANE, only if an LSE is written: the sum of P before rounding.
     return (ONES, *[UNSCALED]*bool(self.p.stored), *[LANE]*(self.warps.group.lse is not None))
   @property
   def kinds_of_result(self) -> tuple[str, ...]:
-    """Names of the sums of P from which the results are computed: O is divided by the first, the last gives the LSE."""
+    """Names of the sums of P that the results need: O is divided by the first sum, and LSE is the logarithm of the last one."""
     # not ONES if V is stored in 8 bits, because this sum includes the scales of V's rows
     return self.kinds[1:] if self.p.stored else self.kinds
   @property
   def of_bytes(self) -> bool: return self.mat.size == 1
   @property
   def alternating(self) -> bool:
-    """Whether the first of two neighbouring C fragments of O has the even columns and the second one the odd columns."""
+    """Whether of two neighbouring C fragments of O the first has the even columns and the second the odd columns of 16 columns."""
     # so if V is stored in 8 bits
     return self.p.key_itemsize == 1
   @property
   def exact_steps(self) -> int:
-    """Number of steps of a product that the matrix unit may add up by itself; 0: any number."""
+    """Number of matrix instructions whose products may be summed in one accumulator before the sum is added in fp32; 0: any number."""
     # some chips add products of 8-bit floats with fewer bits than fp32; the kernel adds such partial sums in fp32
     return EXACT_PRODUCTS//self.mat.K if self.of_bytes and self.warps.group.arch.short_sums and not self.p.fast_accumulate else 0
   @property
@@ -89,7 +89,7 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return range(round_up(self.p.D, self.mat.K)//self.mat.K)
   @property
   def parts(self) -> list[range]:
-    """The parts into which a tile of keys is divided to save registers, as ranges of steps of O += P V."""
+    """The parts of a tile of keys that are computed one after another, each as a range of matrix instructions of O += P V."""
     # P of a part is computed and multiplied by V before P of the next part; in each step one matrix instruction multiplies 16 (of 8-bit floats: 32)
     # keys
     steps = self.tile.warp_keys//self.mat.K
@@ -101,7 +101,7 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return [(self.warps.at.wave//self.tile.key_waves*self.tile.q_tiles + t)*self.mat.M for t in range(self.tile.q_tiles)]
   @property
   def share(self) -> UOp:
-    """Index of this warp among the warps that compute the same queries and divide the keys of each tile."""
+    """Index of this warp among the warps that compute the same queries, each for other keys of a tile."""
     return self.warps.at.wave%self.tile.key_waves
   @property
   def first_key(self) -> UOp:
@@ -148,7 +148,7 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return s.store(store_all(s.scales.value, map(scale_in_range, scales)), add_all(s.l, nans, range(first, first + q_tiles)))
 
   def factors(self, s:MmaState, p:UOp, tile:int) -> UOp:
-    """Returns P of a C fragment as the product with V needs it: times the scales of V's rows, if there are scales."""
+    """Returns `p`, a C fragment of P, multiplied by the scales of V's 8-bit rows (if V has scales); `tile` numbers the fragment."""
     # `tile` is the index of the fragment in its row of fragments
     return p if s.scales.value is None else scaled_weights(p, s.scales.value[tile].load(), nv.ROWS)
 
@@ -194,13 +194,13 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
 
   # ***** sums over warps with the same queries *****
   def results_of_warp(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """Returns what this warp has computed for matrix tile `qt` of queries: m, the row sums of P, and the accumulators of O."""
+    """Returns what this warp has computed for matrix tile `qt` of queries: (m, row sums of P, C fragments of O)."""
     # m: the number that the softmax subtracts from a row's scores
     sums = [s.l[self.kinds.index(kind)*self.tile.q_tiles + qt].load() for kind in self.kinds_of_result]
     return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
 
   def place_of_result(self, share:UOp|int, qt:int, i:UOp|int) -> UOp:
-    """Returns the 16-byte unit of shared memory with part i of warp `share`'s results for matrix tile `qt` and this lane."""
+    """Returns the index of the 16-byte unit of shared memory for this lane's i-th vector of warp `share`'s results."""
     # `share` is the index of the warp among the warps that compute the same queries
     wave = self.warps.at.wave//self.tile.key_waves*self.tile.key_waves + share
     per = self.d_tiles + 2
@@ -216,7 +216,7 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return s.do(*puts).after_barrier()
 
   def merged_results(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """Returns m, the row sums of P, and O for matrix tile `qt` of queries, merged over the warps that compute these queries."""
+    """Returns (m, row sums of P, C fragments of O) for matrix tile `qt` of queries, merged over the warps that compute these queries."""
     # Each of these warps has results for other keys. m is the largest m of these warps. The row sums and O of each warp are rescaled to this m, and
     # added in the order of the warps' keys. The warps divide the columns of O: each warp returns only its columns.
     def unit(share:int, i:UOp|int) -> UOp: return ops.as_float(s.shared[self.place_of_result(share, qt, i)].load())
@@ -281,7 +281,7 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
 
   def multiplied(self, s:MmaState, tiles:list[list[UOp]], steps:range, a:Callable[[int, int], UOp], b:Callable[[int, int], UOp],
                  empty:bool=False) -> list[list[UOp]]:
-    """Returns `tiles` + A B over the product's steps `steps`, as a list of C fragments for each matrix tile of queries."""
+    """Returns `tiles` + A B over the matrix instructions `steps`, where a(tile, step) and b(step, pair) return the operands."""
     # `a(tile of queries, step)` returns an operand A, and `b(step, pair)` an operand B for two neighbouring C fragments. If the matrix unit adds with
     # too few bits (`exact_steps`), its sums over a few steps are added in fp32. `empty` says that `tiles` are 0, and few enough to be computed all at
     # once.

@@ -70,7 +70,7 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
   def columns(self) -> int: return self.tile.columns(self.p)
   @property
   def latent_steps(self) -> int:
-    """Number of steps of S = Q K^T (16 columns each) whose columns of K are stored in 8 bits; these steps come first."""
+    """Number of matrix instructions of S = Q K^T whose columns of K are stored in 8 bits; they come before the rotary columns."""
     return self.p.k_width//self.mat.K if self.p.stored else 0
   @property
   def converts(self) -> bool:
@@ -147,7 +147,7 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
 
   # ***** shared memory *****
   def k_rows(self, t:UOp) -> LongRows:
-    """Returns the layout, in shared memory, of K's rows in tile t, from where operands are read."""
+    """Returns the layout of K's rows of tile t in shared memory, from which matrix operands are read."""
     # If threads convert K from 8 to 16 bits in shared memory (`widens`), this is the place of the converted tile. If K is stored in 8 bits, the
     # rotary columns lie elsewhere (`rotary_rows`).
     q, k, _, _ = self.tile.layouts(self.p)
@@ -179,13 +179,13 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
   def row_scalars(self, s:LatentMmaState) -> RowScalars:
     return RowScalars(s.shared, self.tile.block_m, int(self.weight_rows.base) + self.weight_rows.size)
   def put_row_values(self, s:LatentMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
-    """Returns the statements that store `values`, one number for each of this lane's two rows, where all warps can read them."""
+    """Returns stores of `values`, a number for each of this lane's two rows, to table column `i` in shared memory."""
     # to a table in shared memory; `i` says what the number is, such as the maximum of a row: an index that `ScalarPlaces` defines; where `gate` is
     # false, nothing is stored
     told, to = self.row_scalars(s), s.shared.bitcast(dtypes.float)
     return [nv.put(to[told.place(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
   def load_row_values(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
-    """Returns the numbers that `put_row_values` stored for this lane's two rows of the 16 that begin at row `first`."""
+    """Returns the numbers that `put_row_values` stored in table column `i` for this lane's two rows of the 16 that begin at row `first`."""
     return ops.build(*[self.row_scalars(s).load(i, row) for row in self.in_block(first)])
   def fetch(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
     group, block_n = self.warps.group, self.tile.block_n
@@ -232,7 +232,7 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     return self.stored.v_operand(s.read(self.k_rows(t), row, first + unit, step*self.mat.K, pair%in_line//2*2, transposed=True), pair)
 
   def highest(self, s:LatentMmaState, scores:list[UOp], m:UOp) -> tuple[LatentMmaState, UOp]:
-    """Returns the state, and the maximum of m and all scores of each of the lane's two rows, over all lanes and warps."""
+    """Returns (state, the largest of m and all scores for each of the lane's two rows, over all lanes and warps)."""
     tops = []
     for r in range(nv.ROWS):
       top = functools.reduce(ops.max_, [ops.extract(x, 2*r + i) for x in scores for i in range(2)], ops.extract(m, r))
@@ -255,7 +255,7 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     return statements
 
   def v_rows(self, t:UOp, line:int) -> LongRows:
-    """Returns the layout, in shared memory, of the `line`-th 128 bytes that this warp reads of each row of V in tile t."""
+    """Returns the layout in shared memory of V's rows in tile t, from this warp's 128-byte line number `line` of each row on."""
     # V is the first columns of K, so this is the layout of K, moved to the line. The last warp may have fewer lines. In place of a missing line it
     # reads the last line of V, and the results are not stored.
     k = self.k_rows(t)

@@ -28,7 +28,7 @@ class SoftmaxState(InOrder):
 
   @classmethod
   def of(cls, new:Allocator, lds_bytes:int, *, accs:int, scores:int, operands:int, kinds:int, row_tiles:int=1, **others:Any) -> Self:
-    """Makes the state before the first iteration, for a warp with `row_tiles` tiles of 16 queries."""
+    """Makes the state before the first iteration: registers for 16*`row_tiles` queries of a warp, and shared memory of `lds_bytes` bytes."""
     # `accs` C fragments of O, `scores` C fragments of scores, `operands` A operands of P, and `kinds` different sums of P for each row (such as P
     # before and after rounding); `others` are the further fields of the state
     def of_rows(n:int) -> UOp: return new.registers(n*row_tiles, nv.F2)
@@ -36,7 +36,7 @@ class SoftmaxState(InOrder):
                new.registers(operands, nv.U4), Statements.of(new), of_rows(kinds), **others)
 
   def summed(self) -> Self:
-    """Adds the iteration's sums of P to l, and returns the state."""
+    """Adds the sums of P of this iteration to l, the sums of all iterations, and returns the state."""
     return self.store(add_all(self.l, load_all(self.l_of_trip)))
 
 TileT = TypeVar("TileT")

@@ -68,7 +68,7 @@ class WarpRows(Generic[L]):
   def scores(self) -> Scores: return self.warps.group.scores.of_head(self.head) if self.tile.keys else self.warps.group.scores
 
   def of_head(self, head:UOp) -> WarpRows[L]:
-    """Returns a copy that owns the same rows, but loops over the rows of another head."""
+    """Returns a copy with the same own rows, for a loop over the rows of query head `head`."""
     return replace(self, head=head)
 
   @functools.cached_property
@@ -89,7 +89,7 @@ class WarpRows(Generic[L]):
     """Returns the number of accumulators that a lane needs for the gradient `name` of 16 rows."""
     return fragments(self.p.Dv if name == "dv" else self.p.D, self.mat)
   def accumulators(self, name:str, i:int=0) -> range:
-    """Returns the indices of the accumulators of the gradient `name`, for the i-th tile of 16 rows that this warp owns."""
+    """Returns the range of indices, among all accumulators of a lane, of the gradient `name` for the warp's i-th tile of 16 rows."""
     before = sum(map(self.accs, self.wanted[:self.wanted.index(name)]))
     first = i*sum(map(self.accs, self.wanted)) + before
     return range(first, first + self.accs(name))
@@ -105,14 +105,14 @@ class WarpRows(Generic[L]):
     return self.layout_of(name, self.tile.block_m, 0)
   @property
   def size(self) -> int:
-    """Number of 16-byte units of shared memory for a block's own rows of two tensors."""
+    """Number of 16-byte units of shared memory for the block's own rows: of q and dO, or of k and v."""
     return sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m))
   def copies(self, shared:UOp) -> list[UOp]:
     """Returns the statements by which this thread copies its share of the block's own rows to shared memory."""
     group = self.warps.group
     return [x for name in self.own for x in self.warps.copies(group.operand_rows(name), shared, group.first_row, self.kept(name))]
   def walked_rows(self, name:str, head:UOp, count:UOp) -> Rows:
-    """Returns the first `count` rows of the tensor `name`, of query head `head`, over which the block loops."""
+    """Returns the first `count` rows of the tensor `name` for query head `head`, the rows over which the block loops."""
     return self.warps.group.operand_rows(name, head).up_to(count)
 
   # ***** values of own queries *****
@@ -144,7 +144,7 @@ class WarpRows(Generic[L]):
             for x in self.stores([acc[j].load() for j in self.accumulators(name, i)], name, own, list(map(known, own)))]
 
   def stores(self, accs:list[UOp], name:str, own:list[Row], known:list[UOp|None]) -> list[UOp]:
-    """Returns the stores of C fragments of the gradient `name` of 16 rows to memory, or of 0 where `known` is false."""
+    """Returns the stores of the gradient `name` of the lane's rows `own`, given as C fragments; a row is stored as 0 where its `known` is false."""
     # `own` are the two rows of this lane
     group, factor = self.warps.group, UOp.const(1.0 if name == "dv" else self.p.softmax_scale, dtypes.float)
     dtype, width = self.p.dtype if group.part is None else "float32", self.p.Dv if name == "dv" else self.p.D
@@ -176,7 +176,7 @@ class WarpTrip(Generic[L]):
 
   @property
   def columns(self) -> range:
-    """Indices of the C fragments with the scores of 16 own rows; a fragment has 8 rows of the iteration's tile."""
+    """Indices of the C fragments with the scores of 16 own rows; each fragment has 8 of the rows over which the block loops."""
     return range(self.score.block_n//self.warp_rows.mat.N)
   @functools.cached_property
   def left(self) -> list[Kept]: return [kept_scores(self.score, own, self.tile_number) for own in self.warp_rows.of_lane]
@@ -185,7 +185,7 @@ class WarpTrip(Generic[L]):
     return [[[e.each(lambda x: ops.splat(x, 2))]*len(self.columns) for e in own] for own in numbers.normalisers]
   def lse_of_walked(self, normalisers:list[Normaliser]) -> Lse: return [[normalisers]*nv.ROWS for _ in self.warp_rows.of_lane]
   def minus_delta_of_own(self, numbers:OwnQueryValues) -> list[list[UOp]]:
-    """Returns -delta of the queries that this lane owns, in vectors that match the C fragments of the scores."""
+    """Returns -delta of the queries that this lane owns, repeated to vectors like the C fragments of scores: a list for each 16 rows."""
     # with dropout -delta*(1 - dropout_p); there is a list for each tile of 16 rows
     return [[ops.concat(*[ops.splat(scaled_delta(x, self.warp_rows.p), nv.ROWS) for x in own])]*len(self.columns) for own in numbers.deltas]
   def minus_delta_of_walked(self, columns:list[UOp]) -> list[list[UOp]]: return [[ops.concat(x, x) for x in columns] for _ in self.warp_rows.of_lane]
@@ -196,7 +196,7 @@ class WarpTrip(Generic[L]):
   def ds(self, weights:list[Weights], dp:list[list[UOp]], derivatives:Collection[str]|None=None) -> list[list[UOp]]:
     return [gradients_of(w, x, derivatives) for w, x in zip(weights, dp)]
   def packed(self, x:list[UOp]) -> list[UOp]:
-    """Returns C fragments of 16 rows, packed to 16 bits, as A operands: one operand for every two fragments."""
+    """Returns the C fragments `x` of 16 rows as A operands of 16-bit numbers: one operand for every two fragments."""
     return [nv.pack_a([a, b], self.warp_rows.p.dtype) for a, b in zip(x[0::2], x[1::2])]
   def rounded(self, ds:list[list[UOp]]) -> list[list[UOp]]: return [self.packed(x) for x in ds]
   def kept(self, weights:list[Weights]) -> list[list[UOp]]:

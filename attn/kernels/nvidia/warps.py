@@ -48,7 +48,7 @@ class Warps:
     return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, shapes, parts, lds), at)
 
   def with_keys(self, keys:int) -> Warps:
-    """Returns a copy for a kernel whose warps divide the keys of a tile: each warp computes `keys` keys."""
+    """Returns a copy of this object in which a tile has only the `keys` keys that one warp computes."""
     return replace(self, group=replace(self.group, scores=replace(self.group.scores, block_n=keys)))
 
   def queries(self, first:UOp) -> list[Row]:
@@ -82,7 +82,7 @@ class Warps:
             for row, unit in places]
 
   def started(self, source:GlobalRows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None) -> list[UOp]:
-    """Returns the statements that start this thread's asynchronous copies of the tile from row `first` of `source`."""
+    """Returns the statements that start this thread's asynchronous copies of a tile, from row `first` of `source` on, to shared memory."""
     # in the layout `to`, without conversion; where `gate` is false, nothing is copied
     threads, apart, width, size = self.group.tile.threads, self.group.tile.threads//to.across, source.width, source.size
     regular = threads % to.across == 0 and apart % LINE == 0 and source.regular
@@ -105,7 +105,7 @@ class Warps:
 
   # ***** the softmax's registers, O and LSE *****
   def first_values(self, m:UOp, addend:UOp, l:UOp) -> list[UOp]:
-    """Returns the stores that give the registers of the online softmax their values before the first key."""
+    """Returns the stores that set the registers of the softmax before the first key: m, -m times the scale of the scores, and l = 0."""
     # m: the number that the softmax subtracts from scores; addend: -m*c if scores are multiplied by c; l: the row sums of P. `nv.clear` sets O to 0.
     scores = self.group.scores
     begin = ((m, LOWEST), (addend, math.nan if scores.natural else first_addend(scores.to_log2)), (l, 0.0))
@@ -130,7 +130,7 @@ class Warps:
     return stores
 
   def columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None, dtype:str="", width:int=0) -> list[tuple[UOp, UOp]]:
-    """Returns what this lane stores of a row of O, times `factor`: a list of (first column, values of neighbouring columns)."""
+    """Returns this lane's elements of row `r` of O, times `factor`, to be stored: (first column, values of neighbouring columns) of each vector."""
     # `r` is 0 or 1: which of the lane's two rows. `accs` are the C fragments of the row; if several warps divide the columns of O, those of warp
     # `share` only. `dtype` and `width` are the dtype and the number of columns of the row that is stored; by default those of O. Four lanes share a
     # row, and each has two of its elements in each fragment. If a row consists of whole 16-byte units, the four lanes first exchange elements, so
@@ -144,7 +144,7 @@ class Warps:
             *[(first + self.at.h*mat.block + (whole + i)*mat.N, ops.mul(ops.slice_(x, nv.ROWS*r, 2), factor)) for i, x in enumerate(accs[whole:])]]
 
   def alternating_columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
-    """Returns what this lane stores of a row of O, times `factor`: a list of (first column, values of four columns)."""
+    """Returns this lane's elements of row `r` of O, times `factor`, to be stored: (first column, values of four columns) of each vector."""
     # The parameters as in `columns`. Two neighbouring fragments have 16 columns of O together: the first one has the even columns, and the second one
     # the odd columns.
     mat, first = self.at.matrix, UOp.const(0) if share is None else share*(len(accs)*self.at.matrix.N)

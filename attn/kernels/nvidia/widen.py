@@ -26,7 +26,7 @@ OF_LENGTHS = ("kv_lengths", "kv_starts", "block_table")     # optional tensors t
 WIDENED_TENSORS = {"k": "wide_k", "v": "wide_v", "k_scales": "wide_scales"}     # inputs of the attention kernel, and the buffers that they get
 
 def widened_problem(p:Problem) -> Problem:
-  """Returns the problem of the attention kernel that reads the converted rows of `p`."""
+  """Returns `p` with 16-bit keys and values in new buffers, as the attention kernel reads them after the conversion."""
   # the rows lie in buffers of layout "bhsd", without pages
   def whole(width:int) -> Strided: return Strided(p.B*p.Hkv*p.Sk*width, 0, p.Hkv*p.Sk*width, p.Sk*width, width)
   of_scales = replace(whole(KINDS_OF_SCALES), row=1)
@@ -70,7 +70,7 @@ class Widening:
 
   @functools.cached_property
   def end(self) -> UOp:
-    """Number of rows of the block that the attention kernel reads."""
+    """Number of rows of this block that the attention kernel reads, and that must be converted."""
     # The attention kernel reads whole tiles of keys: those that any row of its blocks of queries sees. Rows of the last block may be padding.
     group, tile = self.warps.group, self.warps.group.tile
     assert isinstance(tile, WideningTile)
@@ -93,7 +93,7 @@ class Widening:
     return stores
 
   def scales(self) -> list[UOp]:
-    """Returns the stores of this thread's part of all kinds of scales."""
+    """Returns the stores of all forms (`kinds_of_scales`) of the scales of this thread's rows."""
     group, to, stores = self.warps.group, self.to.rows_of("k_scales", unit_bytes=4), list[UOp]()
     size, first = BYTES[group.p.scale_dtype], group.first_row
     for j in range(ceildiv(group.tile.block_m, group.tile.threads)):

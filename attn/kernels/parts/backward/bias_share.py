@@ -33,11 +33,11 @@ class BiasShare:
   def summed(self) -> Summed: return sum_over_scores(self.p)
   @property
   def shape(self) -> tuple[int, ...]:
-    """Shape of the sum that the kernel writes, or of one part if the sum is divided into parts."""
+    """Shape of the fp32 sum that the kernel writes: that of the bias, or (if tiles on a diagonal are summed) one tile for each diagonal."""
     return size_of_sum(self.p, self.block_m, self.block_n)
   @functools.cached_property
   def diagonals(self) -> Diagonals|None:
-    """The diagonals of tiles that workgroups own; None if workgroups own blocks."""
+    """The diagonals of tiles of scores, each owned by a workgroup; None if workgroups own blocks of queries and keys."""
     return Diagonals(self.p.Sq, self.p.Sk, self.block_m, self.block_n) if self.summed.diagonals else None
   @property
   def broadcast(self) -> tuple[bool, ...]:
@@ -49,7 +49,7 @@ class BiasShare:
   def blocks(self) -> int: return ceildiv(self.p.Sq, self.block_m)
   @property
   def walked(self) -> tuple[int, int, int]:
-    """Numbers of batches, heads, and blocks of queries over which a workgroup loops."""
+    """Over how many (batches, heads, blocks of queries) one workgroup loops, because their scores share a block of the bias."""
     batches, heads, rows, _ = self.broadcast
     # if workgroups own diagonals of tiles, the last number is that of the longest diagonal
     if self.diagonals is not None: blocks = self.diagonals.most
@@ -59,16 +59,16 @@ class BiasShare:
   def trips(self) -> int: return math.prod(self.walked)
   @property
   def owned(self) -> tuple[int, int, int]:
-    """Numbers of batches, heads, and blocks of queries (or diagonals) that are divided among the workgroups."""
+    """How many (batches, heads, blocks of queries or diagonals) of the bias are divided among the workgroups."""
     blocks = self.diagonals.count if self.diagonals is not None else self.blocks//self.walked[2]
     return self.p.B//self.walked[0], self.p.H//self.walked[1], blocks
   @property
   def owns_keys(self) -> bool:
-    """Whether a workgroup owns a tile of keys; otherwise each iteration loops over all tiles of keys."""
+    """Whether a workgroup owns a tile of keys; otherwise each iteration of its loop goes over all tiles of keys."""
     return self.summed.diagonals or (any(self.broadcast[:3]) and not self.broadcast[3])
   @property
   def uneven(self) -> bool:
-    """Whether iterations of a workgroup's loop need different tiles of keys."""
+    """Whether the iterations of a workgroup's loop need different tiles of keys, e.g. because their queries see different keys."""
     # Their queries see different keys, or batches have different numbers of keys. If each iteration looped over just the tiles that it needs, the
     # length of this inner loop would depend on the outer loop, and tinygrad's linearizer finds no order for such loops. So each iteration then loops
     # over all tiles of keys.
@@ -77,18 +77,18 @@ class BiasShare:
     return not self.owns_keys and ((blocks > 1 and any(hiding(self.p))) or (batches*blocks > 1 and ends))
   @property
   def key_tiles(self) -> int:
-    """Number of tiles of keys that are divided among the workgroups; 1 if each workgroup reads all keys, or owns a diagonal."""
+    """Number of tiles of keys, each owned by other workgroups; 1 if each workgroup reads all keys, or owns a diagonal."""
     return ceildiv(self.p.Sk, self.block_n) if self.owns_keys and not self.summed.diagonals else 1
   @property
   def stored_at_once(self) -> bool:
-    """Whether each element of the bias is added to only one score, so that there is nothing to sum."""
+    """Whether dS is stored without a sum, because each element of the bias is added to only one score."""
     # each tile of dS is then stored as it is
     return not any(self.broadcast) and not self.summed.diagonals
   @property
   def workgroups(self) -> int: return math.prod(self.owned)*self.key_tiles
 
   def check_parts(self, parts:int) -> None:
-    """Raises ValueError if the iterations of a workgroup's loop cannot be divided into `parts` parts."""
+    """Raises ValueError if the loop of a workgroup over batches, heads and queries has too few iterations for `parts` workgroups."""
     most = 1 if self.summed.diagonals else self.trips
     if not 0 <= parts <= most:
       raise ValueError(f"parts={parts}: must be from 0 (no parts) to {most}, the number of blocks of queries that a workgroup loops over")
@@ -114,19 +114,19 @@ class BiasPart:
   # ***** the iterations *****
   @property
   def one_trip(self) -> bool:
-    """Whether the workgroup has a single iteration, so that its kernel needs no loop."""
+    """Whether the workgroup's loop has a single iteration, so that the kernel contains no loop."""
     return self.share.trips == max(self.parts, 1)
 
   @property
   def first_place(self) -> Grid:
-    """Grid position (head, and block of queries) of the workgroup's first iteration."""
+    """Grid position (head, block of queries) that the workgroup reads in its first iteration."""
     return self.grid_of_trip(self.first_trip)
   @property
   def first_trip(self) -> UOp: return self.part if self.one_trip else UOp.const(0)
 
   @property
   def own_trips(self) -> tuple[UOp, UOp]:
-    """Index of the workgroup's first iteration, and number of its iterations."""
+    """Returns (index of the workgroup's first iteration, number of its iterations)."""
     trips, (batches, heads, _) = self.share.trips, self.share.walked
     if self.share.diagonals is not None: return UOp.const(0), self.share.diagonals.range(self.grid.block)[1]*(batches*heads)
     if self.parts <= 1: return UOp.const(0), UOp.const(trips)
@@ -135,7 +135,7 @@ class BiasPart:
     return first, (trips - first).maximum(0).minimum(each)
 
   def grid_of_trip(self, i:UOp) -> Grid:
-    """Returns the grid position of iteration i: the head, and the block of queries, that the workgroup reads."""
+    """Returns the grid position (head, block of queries) that the workgroup reads in iteration i."""
     heads = self.share.walked[1]
     of_heads, block, _ = self.place_of_trip(i)
     batch, head = self.grid.head//self.share.owned[1] + of_heads//heads, self.grid.head%self.share.owned[1] + of_heads%heads
@@ -156,7 +156,7 @@ class BiasPart:
     return head, in_order_of_start(self.share.p, block, self.share.blocks), key_tile
 
   def walked(self, group:Workgroup) -> Blocks:
-    """Returns the tiles of keys over which an iteration loops, for the queries of `group`."""
+    """Returns the tiles of keys over which one iteration loops: those that the queries of `group` see, or all."""
     if self.one_trip or not self.share.uneven: return group.walked
     # tiles in which a mask may hide scores
     none = UOp.const(0)
@@ -164,7 +164,7 @@ class BiasPart:
 
   # ***** the stores *****
   def stored(self, row:Row) -> UOp:
-    """Returns the condition under which sums of row `row` are stored."""
+    """Returns whether the sums for row `row` are stored: false for rows beyond the last query."""
     # a workgroup that sums along diagonals of the scores stores all its sums
     return UOp.const(True) if self.share.diagonals is not None else row.there
 
@@ -184,7 +184,7 @@ class BiasPart:
     return store_row(group.arch, gradient, dtype, self.share.shape[3], self.row_start(group, row), column, values, there)
 
   def outside(self, walked:Blocks, stores:Callable[[UOp], list[UOp]]) -> list[UOp]:
-    """Returns loops over the tiles of keys outside of `walked`, which no query of the workgroup's block sees."""
+    """Returns loops that call `stores(tile)` for each tile of keys not in `walked`, e.g. to store 0 where no query sees a key."""
     tiles, found = ceildiv(self.share.p.Sk, self.share.block_n), []
     for begin, end in ((UOp.const(0), walked.begin), (walked.end, UOp.const(tiles))):
       if (count := trip_count(end - begin)) is None: continue

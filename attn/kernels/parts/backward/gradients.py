@@ -24,12 +24,12 @@ WEIGHTED = {"dq": ("k", "ds"), "dk": ("q", "ds"), "dv": ("do", "p")}     # each 
 PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # by the number of passes over the queries: the gradients that each pass computes
 
 def gradients_of_passes(passes:int, adds_dq:bool=False) -> tuple[tuple[str, ...], ...]:
-  """Returns the names of the gradients that each pass over the queries computes, in a kernel whose workgroups own keys."""
+  """Returns the names of the gradients that each pass over the queries computes, e.g. (("dv",), ("dk",)) for two passes."""
   return (("dv", "dk", "dq"),) if adds_dq else PASSES[passes]
 
 @dataclass(frozen=True)
 class Normaliser:
-  """The lse of a query in the form in which P is computed: P = exp2((scores - high)*to_log2 + low)."""
+  """The lse of a query, prepared for exp2: P = exp2((scores - high)*to_log2 + low)."""
   # A missing `high` or `low` is 0. Each is a number, or a vector as long as those of the scores. With dropout, P includes the factor 1/(1 -
   # dropout_p). For scores in base e, with P = e^(score - lse), `high` is the lse. The kernel subtracts `high` first, because the difference is exact
   # where score and lse are close. With wide scores `low` holds the part of the lse that rounding lost.
@@ -46,7 +46,7 @@ class Normaliser:
     return Normaliser(log_sum.eq(NEG_INF).where(NEG_INF, low(ops.mul(log_sum, -LOG2E))))
   @staticmethod
   def joined(parts:Sequence[Normaliser], join:Callable[..., UOp]) -> Normaliser:
-    """Joins the normalisers of several queries to one, whose values are vectors made by `join`."""
+    """Joins normalisers, the lse of several queries, to one normaliser whose values are vectors made by `join`."""
     def vector(numbers:list[UOp|None]) -> UOp|None:
       there = [x for x in numbers if x is not None]      # all of them or none
       return join(*there) if there else None
@@ -59,7 +59,7 @@ class Normaliser:
     """Returns a normaliser with `change(low)` and `change(high)` in place of `low` and `high`."""
     return Normaliser.joined([self], change)
   def where(self, there:UOp) -> Normaliser:
-    """Returns a normaliser that gives P = 0 where `there` is false, because the query does not exist."""
+    """Returns this normaliser where `there` is true; elsewhere, for queries that do not exist, one with which P is 0."""
     assert self.low is not None
     return replace(self, low=there.where(self.low, NEG_INF))
   def weight(self, x:UOp, to_log2:float) -> UOp:
@@ -68,31 +68,31 @@ class Normaliser:
     return ops.exp2(ops.mul(x, to_log2) if self.low is None else ops.fma(x, to_log2, self.low))
 
 def shared_query_values(p:Problem, log_sum:UOp, delta:UOp, *rest:UOp) -> list[UOp]:
-  """Returns the numbers of a query that a kernel keeps in shared memory: its normaliser and -delta."""
+  """Returns the numbers that shared memory holds for a query: [low of its normaliser, -delta], and with wide scores also its high."""
   # The first is `low` of the normaliser. The second is -delta, or with dropout -delta*(1 - dropout_p). With wide scores the third is `high` of the
   # normaliser.
   normaliser = Normaliser.of(p, log_sum, *rest)
   return [x for x in (normaliser.low, scaled_delta(delta, p), normaliser.high) if x is not None]
 
 def kinds_of_normalisers(p:Problem) -> range:
-  """Returns the indices of the normaliser's numbers among the numbers of a query in shared memory."""
+  """Returns the indices of `low` and `high` of the normaliser in the list that `shared_query_values` returns."""
   # in the list of `shared_query_values`: all but 1, the index of delta
   return range(0, len(query_value_names(p)), 2)
 
 def scaled_delta(delta:UOp, p:Problem) -> UOp:
-  """Returns -delta, or with dropout -delta*(1 - dropout_p)."""
+  """Returns -delta of a query, as it is added to dP: with dropout -delta*(1 - dropout_p)."""
   # With dropout the kernels' P is the softmax weight divided by 1 - dropout_p, but in dS delta is multiplied by the weight itself. The factor 1 -
   # dropout_p makes up for the difference.
   return ops.mul(delta, -p.kept)
 
 def dp_start(minus_delta:list[UOp], kept:Kept) -> list[UOp]:
-  """Returns the values with which the accumulators of dP begin: -delta, or 0 with dropout."""
+  """Returns the first values of the accumulators of dP: -delta, so that they end as dP - delta, or 0 with dropout."""
   # dropout sets elements of dP to 0, but not the delta that is subtracted from them: so delta is then subtracted later (`less_delta`)
   return [ops.splat(0.0, ops.length(x)) for x in minus_delta] if kept.words else minus_delta
 
 @dataclass(frozen=True)
 class Weights:
-  """The weights P of a lane's scores, and the derivatives of the score terms at these scores."""
+  """The weights P of a lane's scores, and at each score the derivatives of the score terms (bias, softcap, ...)."""
   p: list[UOp]
   derivatives: dict[str, list[UOp]]                 # derivatives of the terms at each score, by the terms' names, in the terms' order
   # Returns the vectors with 0 for each score whose query does not see its key. P and dS must be exactly 0 there, because they are multiplied by rows
@@ -124,7 +124,7 @@ def weights_of_rows(scores:Scores, raw:list[UOp], normalisers:list[list[Normalis
   return Weights(visible(joined([p for p, _ in found])), derivatives, visible)
 
 def reference(log_sum:UOp) -> UOp:
-  """Returns the number that is subtracted from a query's scores before exp: its lse, or inf if it sees no key."""
+  """Returns the number that is subtracted from a query's scores before exp: its lse, or inf if the query sees no key."""
   # inf makes P 0
   return log_sum.eq(NEG_INF).where(math.inf, log_sum)
 
@@ -153,7 +153,7 @@ def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], ro
   return Weights(visible(weights), scores.derivatives(steps, row, tile), visible)
 
 def less_delta(dp:list[UOp], kept:Kept, minus_delta:list[UOp]) -> list[UOp]:
-  """Returns dP - delta, with dP = 0 for scores that dropout drops."""
+  """Returns dP - delta as C fragments. Where dropout drops a score, its dP is 0."""
   # without dropout `dp` itself, because its accumulators began with -delta (`dp_start`)
   return [ops.add(x, d) for x, d in zip(kept.drop(dp), minus_delta)] if kept.words else dp
 
@@ -168,7 +168,7 @@ def gradients_of(weights:Weights, dp:list[UOp], derivatives:Collection[str]|None
   return weights.visible(ds)
 
 def where_known(known:UOp|None, x:UOp, factor:float) -> UOp:
-  """Returns `x`*`factor`, or exactly 0 where `known` is false, even if `x` is inf or NaN there."""
+  """Returns `x`*`factor` where `known` is true, and exactly 0 elsewhere, even if `x` is inf or NaN there."""
   # `x` is elements of a row of a gradient; None means true
   if known is None: return ops.mul(x, factor)
   return ops.build(*[known.where(ops.mul(ops.extract(x, i), factor), 0.0) for i in range(ops.length(x))])
@@ -185,7 +185,7 @@ class QueryValueTensors:
 
 @dataclass(frozen=True)
 class QueryValues(InLds):
-  """LDS buffer for the numbers of each query of a tile, such as its normaliser and -delta."""
+  """LDS buffer with the numbers (such as lse and -delta) of each query of a tile, from which lanes load vectors for their C fragments."""
   # The queries are stored in the order in which a lane holds their scores in C, so the numbers for one lane lie side by side.
   p: Problem
   matrix: Matrix
@@ -201,7 +201,7 @@ class QueryValues(InLds):
   def nth(self, i:UOp) -> QueryValues: return replace(self, base=i*units_of_query_values(self.p, self.block_n))
   @property
   def single(self) -> list[QueryValues]:
-    """A list with only this object: each thread copies the values of one query."""
+    """A list with only this object; a tile of rows returns smaller tiles here, which are copied one after another."""
     # `StagedTile.single`, which the same loop calls, divides a tile into smaller tiles
     return [self]
 

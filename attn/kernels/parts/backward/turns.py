@@ -34,7 +34,7 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Turns:
-  """The turns of one wave: the periods in which the wave may add to the sums of dQ in memory."""
+  """The turns of one wave: the periods in which the wave may add to dQ in memory, so that workgroups add in a fixed order."""
   group: Workgroup
   wave: UOp
   first: UOp   # true in lane 0 of the wave
@@ -42,24 +42,24 @@ class Turns:
 
   @staticmethod
   def of(group:Workgroup, wave:UOp, lane:UOp) -> Turns|None:
-    """Makes the turns of a wave, or returns None if workgroups add to the sums of dQ in any order."""
+    """Makes the turns of a wave, or returns None if workgroups may add to dQ in any order."""
     # if the queries are divided into parts, a turn is for a single tile, because the next tile can belong to another part
     return Turns(group, wave, lane.eq(0), 1 if group.split else TILES_OF_TURN) if "dq_turns" in group.given else None
 
   def turn(self, tile:UOp) -> UOp:
-    """Returns the index of the first tile of the turn to which tile `tile` belongs."""
+    """Returns the first tile of queries of a turn, given one of its tiles; a turn is for one tile or several neighbouring ones."""
     return tile//self.tiles*self.tiles
   def counter(self, head:UOp, tile:UOp) -> UOp:
-    """Returns the wave's counter of the turn of tile `tile`: how many blocks of keys have ended this turn."""
+    """Returns the int32 in memory that counts how many workgroups have finished adding to dQ of the tile `tile`."""
     group = self.group
     return flat(group.given["dq_turns"])[group.first_sums(head)*TURNS_OF_SUMS + self.turn(tile)*group.tile.waves + self.wave]
   def exists(self, tile:UOp) -> UOp:
-    """Returns whether there is a turn for tile `tile`."""
+    """Returns whether tile `tile` has queries; the last tile of a list may lie beyond the sequence."""
     # the last tile of a list may be longer than the sequence
     if self.tiles > 1 or not isinstance(self.group.scores.order, TileList): return UOp.const(True)
     return below(tile*self.group.scores.block_n, self.group.sequence.n_q)
   def number(self, i:UOp, tile:UOp) -> UOp:
-    """Returns how many other blocks of keys add to dQ of tile `tile` before this workgroup; iteration `i` computes the tile."""
+    """Returns how many other workgroups add to dQ of tile `tile` before this one, which computes the tile in iteration `i`."""
     group, n, order = self.group, self.group.scores.block_n, self.group.scores.order
     if isinstance(order, TileList): return order.turn(i)
     first, block = self.turn(tile)*n, group.grid.block
@@ -81,11 +81,11 @@ class Turns:
     return atomics.pass_turn(self.counter(head, tile), self.first & ends & (i >= self.group.walked.begin) & self.exists(tile), done)
 
   def sets(self, i:UOp) -> UOp|None:
-    """Returns whether the wave sets the sums of iteration i's tile instead of adding, or None if it always adds."""
+    """Returns whether the wave is the first to add to dQ of iteration i's tile, and so stores instead; None if it always adds."""
     return self.number(i, self.group.scores.tile(i)).eq(0) if set_by_first(self.group.p) else None
 
 def some_turn_ended(group:Workgroup, tile:BlockTile) -> UOp:
-  """Returns whether some workgroup has added to the sums of dQ of the queries of `group`."""
+  """Returns whether any workgroup has added to dQ of the queries that `group` owns; otherwise memory holds no sums for them."""
   # `tile` describes the workgroups that add. They loop over lists, so whoever adds to a tile of a turn adds to all its tiles.
   first_tile = group.first_row//(tile.block_n*TILES_OF_TURN)*TILES_OF_TURN
   return flat(group.given["dq_turns"])[group.first_sums(group.first_head)*TURNS_OF_SUMS + first_tile*tile.waves].load() > 0

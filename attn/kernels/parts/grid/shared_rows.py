@@ -8,7 +8,7 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Share:
-  """The part of a tile's scores that one wave computes: one matrix tile of queries with one part of the keys."""
+  """Which scores of a tile one wave computes: those of one matrix tile of queries with one of `key_parts` parts of the keys."""
   wave: UOp
   row_tiles: int   # matrix tiles of queries of the workgroup
   block_n: int     # keys of a tile
@@ -23,10 +23,10 @@ class Share:
     return self.wave%self.row_tiles
   @property
   def part(self) -> UOp:
-    """Index of the part of each tile's keys whose scores this wave computes."""
+    """Which of the `key_parts` parts of each tile's keys belongs to this wave, as an index."""
     return self.wave//self.row_tiles
   def scores(self, of_all:Scores) -> Scores:
-    """Returns the scores that this wave computes, given `of_all`, the scores of the whole workgroup."""
+    """Returns an object like `of_all`, the scores of the whole workgroup, for the scores of this wave alone."""
     # a tile then has only the keys of one wave: in iteration t the wave computes tile number `tile_number(t)`
     return replace(of_all, block_n=self.keys)
   def tile_number(self, t:UOp) -> UOp: return t*self.key_parts + self.part

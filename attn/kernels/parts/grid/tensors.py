@@ -35,12 +35,12 @@ def extras_of_backward(p:Problem) -> Shapes:
   return {name: x for name, x in p.extras.items() if name != "sinks"}
 
 def in_parts(tensor:tuple[tuple[int, ...], str], parts:int) -> tuple[tuple[int, ...], str]:
-  """Returns (shape, dtype) of the gradient `tensor` as a kernel writes it: as fp32 partial sums if `parts` is above 0."""
+  """Returns (shape, dtype) of a gradient as a kernel writes it: itself, or `parts` fp32 partial sums if `parts` is above 0."""
   return ((parts, *tensor[0]), "float32") if parts else tensor
 
 @cache_of_kernels
 def split_into(p:Problem, number:int) -> Problem:
-  """Returns the problem with `number` key ranges."""
+  """Returns `p` with its keys divided into `number` key ranges, each for a workgroup of its own."""
   return replace(p, num_splits=number)
 
 @cache_of_kernels
@@ -50,7 +50,7 @@ def of_backward(p:Problem) -> Problem:
   return replace(p, return_lse=True, lse_rest=p.wide_scores)
 
 def log_sums(tensors:Mapping[str, X]) -> dict[str, X]:
-  """Returns the entries lse and, if there is one, lse_rest of `tensors`."""
+  """Returns only those of the kernel's tensors that hold the logarithm of the sum: lse and, if there is one, lse_rest."""
   return {name: x for name, x in tensors.items() if name in ("lse", "lse_rest")}
 
 def dq_arguments(p:Problem, dlse:bool=False, parts:int=0) -> Shapes:
@@ -89,7 +89,7 @@ def dq_turns(p:Problem) -> Shapes:
   return {"dq_turns": ((math.prod(dq_sums(p)[0][:2])*TURNS_OF_SUMS + 1,), "int32")} if p.deterministic else {}
 
 def set_by_first(p:Problem) -> bool:
-  """Returns whether the first workgroup sets the sums of dQ, so that no kernel has to set these sums to 0 before."""
+  """Returns whether the first workgroup that reaches a tile of dQ stores its sums, so that no kernel has to set them to 0 before."""
   # the lists of tiles tell a workgroup whether it is the first
   return p.deterministic and p.tile_list is not None
 
@@ -125,7 +125,7 @@ def dbias_arguments(p:Problem, parts:int=0, tile:BlockTile|None=None) -> Shapes:
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def size_of_sum(p:Problem, block_m:int, block_n:int) -> tuple[int, ...]:
-  """Returns the shape in which a kernel with tiles of `block_m` queries by `block_n` keys writes the gradient of a bias."""
+  """Returns the shape of the sum that a kernel with tiles of `block_m` queries by `block_n` keys writes for the gradient of a bias."""
   # The sum of dS that `sum_over_scores(p)` describes. A sum over diagonals adds dS of all scores with equal query number minus key number: the kernel
   # then adds up all tiles that lie on one diagonal, and writes one tile for each diagonal.
   found = sum_over_scores(p)

@@ -39,7 +39,7 @@ class Grid:
   wave: UOp
 
 def by_ticket(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[Grid, tuple[UOp, ...]]:
-  """Returns the position of the workgroup after it has taken a ticket: with ticket n it does the work of workgroup n."""
+  """Returns (grid position, part of the sum) for which this workgroup works: the n-th workgroup to start takes the n-th position of the grid."""
   # A ticket counts the workgroups in the order in which they start (attn/ops/atomics.py). So work begins in the order of the grid, even if the
   # hardware starts workgroups in another order. `split` is the range over the parts of a divided sum, or empty; `counter` counts the tickets; through
   # `lds`, an int32, the waves of a workgroup learn its ticket.
@@ -63,7 +63,7 @@ def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, heads_together(p, arch), tile, mat)
 
 def heads_together(p:Problem, arch:Chip, heads:int=0) -> int:
-  """Returns how many heads AMD's grid runs together, as a group."""
+  """Returns how many heads form a group, whose workgroups run at about the same time and share rows in the cache of an AMD chip."""
   # `heads` is the number of query heads of a workgroup that owns queries, or 0 if workgroups own keys. A group has as many heads as the cache of the
   # chip has room for, with the rows over which workgroups loop: K and V, or q and dO. On a chip that needs no groups, all heads are one group.
   n, room = (p.all_heads//heads if heads else p.B*p.Hkv), arch.caches.group
@@ -118,31 +118,31 @@ def scale_as_float(word:UOp, size:int) -> UOp:
   return ops.as_float(word) if size == 4 else ops.widen_to_float(word, 1, "float16")
 
 def ranges_of(grid:Grid, parts:int) -> tuple[UOp, ...]:
-  """Returns a tuple with the range of the grid over `parts` parts of the work, or an empty tuple for a single part."""
+  """Returns a tuple with a new axis of the grid, over `parts` parts of the work, or an empty tuple if there is a single part."""
   return (grid.allocator.range(parts, AxisType.GLOBAL),) if parts > 1 else ()
 
 def part_of(split:tuple[UOp, ...], parts:int) -> UOp|None:
-  """Returns the index of the part that this workgroup computes, or None if the work is not divided (`parts` is 0)."""
+  """Returns which part of the work this workgroup computes, as an index, or None if the work is not divided (`parts` is 0)."""
   # `split` is what `ranges_of` returned
   if not parts: return None
   return split[0] if split else UOp.const(0)
 
 @dataclass(frozen=True)
 class BlockRows:
-  """The queries that a workgroup owns: rows `first` to `last` of the tensor, without rows from `end` on."""
+  """The queries that a workgroup owns: rows `first` to `last` of a head, of which those from `end` on do not exist."""
   first: UOp
   last: UOp
   end: int|UOp
   further: int|UOp   # if devices share a sequence: row r of the device's tensor is query r + further of the sequence; otherwise 0
 
 def in_order_of_start(p:Problem, number:UOp, blocks:int) -> UOp:
-  """Converts the number of a block in the sequence to its number in the order in which blocks start, and back."""
+  """Converts a block's index in the sequence to its index in the order of start, or back, e.g. 0 to the last one under a causal mask."""
   # Under a causal mask the last block starts first, otherwise the first block. So blocks of queries with many keys start early. Blocks of keys start
   # in this order only if they add to dQ in a fixed order (attn/kernels/parts/backward/turns.py): those with few queries start early.
   return blocks - 1 - number if hiding(p).after else number
 
 def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool) -> BlockRows:
-  """Returns the rows of block `number` of queries, counted in the order in which blocks start."""
+  """Returns the queries of the block that starts as number `number`."""
   heads, (pieces, blocks), size = heads_of(p, tile), blocks_of_queries(p, tile), tile.block_m
   block, end, before = in_order_of_start(p, number, pieces*blocks), x.n_q*heads, UOp.const(0)
   further: int|UOp = 0 if p.dealt is None else p.dealt.start
@@ -167,7 +167,7 @@ def list_of(p:Problem, tile:BlockTile, given:Mapping[str, UOp], batch:UOp, head:
   return TileList(flat(given["tile_list"]), (number*blocks + block)*length, tiles_of_list(length, turns), size, tile.block_n, turns)
 
 def cut_off(walk:Walk, tile:BlockTile) -> bool:
-  """Returns whether the first or the last key that a row sees may lie inside a tile."""
+  """Returns whether tiles may be hidden in part by a limit on keys, such as a causal mask, and not only by mask_mod."""
   # if not, only mask_mod hides scores within tiles, and the kernel need not compare key numbers
   return not scattered(walk.p) or cuts_some(walk, tile.block_n)
 
@@ -247,14 +247,14 @@ class Workgroup:
                      part, heads)
 
   def moved(self, grid:Grid) -> Workgroup:
-    """Returns a copy of this workgroup that owns the block of queries at `grid` and loops over all keys."""
+    """Returns a copy of this workgroup for another grid position, where it owns a block of queries and loops over the keys."""
     return Workgroup.of(self.p, self.arch, self.tile, tuple(self.given.values()), grid, self.scores.at, dict.fromkeys(self.given, ((), "")))
 
   @property
   def heads(self) -> int: return heads_of(self.p, self.tile)
   @property
   def walked_end(self) -> UOp:
-    """Index of the row (key or query) at which the workgroup's loop ends; the loop reads only rows before it."""
+    """Index of the row (key or query) before which the workgroup's loop ends."""
     count = self.scores.walk.count
     return as_index(count) if self.scores.order is not None else (self.walked.end*self.tile.block_n).minimum(count)
   @property
@@ -265,7 +265,7 @@ class Workgroup:
   def lse_rest(self) -> UOp|None: return self.given.get("lse_rest", self.given.get("lse_rest_partial"))
 
   def row(self, *i:UOp) -> Row:
-    """Returns row number sum(`i`) of the workgroup's own rows."""
+    """Returns one of the workgroup's own rows: the row with index sum(`i`) in its block."""
     row = functools.reduce(UOp.__add__, i, self.first_row)
     return Row(self.batch, self.first_head + row%self.heads, row//self.heads, below(row, self.end_row))
 
@@ -302,7 +302,7 @@ class Workgroup:
                      unit_bytes, table, begin)
 
   def scales(self, name:str, t:UOp, share:Share|None=None) -> list[UOp]:
-    """Returns the scales, in fp32, of the 8-bit keys or values to which a lane's scores in tile t belong."""
+    """Loads the scales of the rows of K or V (`name`) to which a lane's scores in tile t belong, as fp32 vectors."""
     # One vector for each vector of scores. `name` is "k_scales" or "v_scales". If several waves divide the keys of a tile among them, `share` says
     # which keys belong to this wave.
     size, scores = BYTES[self.p.scale_dtype], self.scores
@@ -348,7 +348,7 @@ class Workgroup:
     return "float32" if self.split else self.p.out_dtype
 
   def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, LogSum]:
-    """Returns (the factor by which a row's O is multiplied, the row's LSE)."""
+    """Returns (the factor by which a row's O is multiplied, 1/l; the row's LSE), from m and the row's sums of P."""
     # `m` is the number that the softmax subtracts from the row's scores. `totals` has one or two sums of P over the row. O is divided by the first
     # one, the sum of P after rounding. The LSE is computed from the last one.
     sink = flat(self.given["sinks"])[row.head].load() if "sinks" in self.given else None
@@ -368,7 +368,7 @@ class Workgroup:
     return stores
 
   def cleared(self) -> list[UOp]:
-    """Returns the stores with which this workgroup clears its share of the rows of o and lse that belong to no sequence."""
+    """Returns the stores of 0 to this workgroup's share of the rows of o (in lse: -inf) that belong to no sequence."""
     blocks, threads = (self.grid.block, math.prod(blocks_of_queries(self.p, self.tile))), (self.thread, self.tile.threads)
     heads = [self.first_head + i for i in range(self.heads)]
     return clear_outside(self.p, self.arch, self.sequence, self.given, self.batch, heads, blocks, threads, self.grid.allocator, *self.split)
@@ -383,7 +383,7 @@ class Workgroup:
 
   # ***** gradients *****
   def first_sums(self, head:UOp) -> UOp:
-    """Returns the index of the tile at which the workgroup's sequence begins in the fp32 accumulator of dQ."""
+    """Returns the index of the first tile of the workgroup's sequence in the fp32 sums of dQ in memory."""
     # the accumulator is `tensors.dq_sums`
     p, tiles = self.p, dq_sums(self.p)[0][1]
     if not p.varlen: return (self.batch*p.H + head)*tiles
@@ -391,7 +391,7 @@ class Workgroup:
 
   @property
   def has_sums(self) -> UOp:
-    """Whether a tile of the accumulator of dQ belongs to the workgroup's queries."""
+    """Whether the fp32 sums of dQ in memory have a tile for the workgroup's queries; false beyond the end of a short sequence."""
     # in the grid, each packed sequence has as many workgroups as the longest one; a shorter sequence has fewer tiles
     return below(self.first_row, self.sequence.n_q) if self.p.varlen else UOp.const(True)
 
@@ -402,15 +402,14 @@ class Workgroup:
     return [x for column, values in columns for x in self.store_gradient(to, begin, column, values, row.there)]
 
   def in_part(self, name:str) -> UOp|int:
-    """Returns the flat index at which the part of the gradient `name` that this workgroup computes begins."""
+    """Returns the flat index at which this workgroup's partial sum of the gradient `name` begins."""
     return 0 if self.part is None else self.part*(math.prod(self.given[name].shape[1:]))
 
   def store_gradient(self, to:GlobalRows, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
     return store_row(self.arch, to.buffer, self.p.dtype if self.part is None else "float32", to.width, begin, column, values, there)
 
   def gradient_kernel(self, kind:str, names:tuple[str, ...], outputs:list[UOp], count:int, dynamic_shared:int=0) -> UOp:
-    """Returns the finished backward kernel, which ends with the stores `outputs`, and clears rows of the tensors `names` that belong to no
-    sequence."""
+    """Returns the finished kernel, which stores `outputs`, and 0 to rows of the gradients `names` that belong to no sequence."""
     # `count` is the kernel's number of floating-point operations
     tile, p = self.tile, self.p
     nbytes = sum(math.prod(x.shape)*x.dtype.itemsize for x in self.given.values())
@@ -421,7 +420,7 @@ class Workgroup:
 
   @property
   def is_first_part(self) -> UOp:
-    """Whether this workgroup computes the first part of a divided sum."""
+    """Whether this workgroup, of those that divide one sum among them, has the first part."""
     # results that all parts compute equally, such as delta, are stored by the first part only
     return UOp.const(True) if self.part is None else self.part.eq(0)
 

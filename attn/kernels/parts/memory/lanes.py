@@ -25,7 +25,7 @@ class Lane:
     return self.matrix.group_steps, self.matrix.exchange
   @property
   def neighbours(self) -> tuple[tuple[int, int, int], str]:
-    """Distances between the lanes that hold the rows of one octet, and the instruction by which these lanes exchange values."""
+    """Distances between the lanes that hold eight neighbouring rows of C, and the name of the instruction by which they exchange values."""
     return (1, 2, 4), "neighbours"
   @property
   def in_octet(self) -> UOp: return self.lane % 8
@@ -49,7 +49,7 @@ class MmaLane:
 
 @dataclass(frozen=True)
 class OwnKeys:
-  """The keys of a tile that one thread computes in the kernel `tiled`, which uses no matrix instruction."""
+  """The keys of a tile whose scores one thread computes in the kernel `tiled`, which uses no matrix instruction."""
   # The keys are divided into quads. Of `groups` threads, thread h computes quads h, h + groups, h + 2*groups, and so on. The fields have the names of
   # a matrix instruction's fields, so that the same code can read both.
   groups: int     # threads that share the keys of a tile
@@ -88,7 +88,7 @@ def sum_over_groups(x:UOp, matrix:Matrix) -> UOp:
 # Rows are read in units of 16 bytes. Of g lane groups, group h reads units h, h + g, h + 2*g, ... Duplicated lanes each read all units.
 
 def units_of(matrix:Matrix, length:int, h:UOp) -> list[UOp]:
-  """Returns the indices of the 16-byte units of a row that a lane of group `h` reads for a product over `length` elements."""
+  """Returns which 16-byte units of a row a lane of lane group `h` reads, as operand of a product over `length` elements."""
   if matrix.duplicated: return [UOp.const(u) for u in range(length//matrix.unit)]
   return [h + u*matrix.groups for u in range(length//(matrix.unit*matrix.groups))]
 
@@ -101,7 +101,7 @@ def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
   return [ops.concat(*parts) for parts in zip(*[iter(units)]*(words//held), strict=True)]
 
 def fragment_operands(at:Lane, packed:list[UOp], renewed:bool=False) -> list[UOp]:
-  """Returns operands B of the next matrix product, made of C fragments that are packed to 16 bits (or 8)."""
+  """Returns this lane's C fragments, packed to 16 bits (or 8), as operands B of the next matrix product."""
   # The next product sums over the rows of C, in the order in which a lane holds them.
   mat, words = at.matrix, UNIT_BYTES//4
   if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2], strict=True)]

@@ -47,7 +47,7 @@ class PaddedRows(SharedLayout):
     """Returns where row number `row` begins in its tile, counted in 16-byte units."""
     return row*self.stride + row//self.together*self.skew
   def place(self, row:UOp, unit:UOp, pieces:int=1) -> UOp:
-    """Returns the place in LDS of unit `unit` of a row, or of piece `unit` if each unit is cut into `pieces` pieces."""
+    """Returns the place in LDS of 16-byte unit `unit` of row `row`; with `pieces`, of the unit's piece, counted in pieces."""
     # `row` may be a sum x + c with a constant c. Rows lie in groups of `together` rows. Then c must be a multiple of `together`, or x and x + c must
     # lie in the same group. Constants are added last, so that tinygrad computes the common part of many places only once.
     (row, rows), (unit, units) = row.pop_const(), unit.pop_const()
@@ -56,7 +56,7 @@ class PaddedRows(SharedLayout):
 
 @dataclass(frozen=True)
 class ExchangedChunks(SharedLayout):
-  """Layout for loads straight from global memory to LDS, each of which fills a chunk of several whole rows."""
+  """Layout of chunks of whole rows, such as one AMD load instruction copies from global memory straight to LDS."""
   # A chunk is 64 units of 16 bytes: several whole rows. There is padding between chunks. In row r of a chunk, unit u lies at place u ^ r*exchange of
   # the row. This xor has few different values, so few registers hold addresses; the rest of an address is a constant offset in the instruction.
   exchange: int = 1
@@ -71,7 +71,7 @@ class ExchangedChunks(SharedLayout):
   @property
   def size(self) -> int: return self.rows//self.chunk*self.stride
   def exchanged(self, row:UOp, unit:UOp) -> UOp:
-    """Returns the place, in its row, of 16-byte unit `unit` of row `row` of a chunk."""
+    """Returns at which position of its row a 16-byte unit lies; `row` and the row's units are counted in a chunk."""
     # its own inverse: for a place it returns the unit that lies there
     return unit ^ row*self.exchange
   def place(self, row:UOp, unit:UOp) -> UOp:
@@ -83,19 +83,19 @@ class CopiedLayout(SharedLayout):
   """Layout for rows that threads copy with cp.async, 16 bytes in each copy."""
   @property
   def across(self) -> int:
-    """Number of threads that copy one row together."""
+    """Number of neighbouring threads that copy one row together, 16 bytes each at a time."""
     raise NotImplementedError
   @property
   def panels(self) -> int:
-    """Number of steps in which threads copy a row, 128 bytes in each step."""
+    """Number of 128-byte steps in which the threads of a row copy it; 1 if each thread copies only 16 bytes."""
     return 1
   @property
   def panel(self) -> int:
-    """Distance from one step's 128 bytes of a row to those of the next step, in 16-byte units."""
+    """Distance in shared memory, in 16-byte units, between what a thread copies in one step and in the next."""
     return LINE
   @property
   def pitch(self) -> int:
-    """Average distance from one row to the next, in 16-byte units."""
+    """Average distance between the beginnings of neighbouring rows, in 16-byte units; between rows r and r + 8 it is exact."""
     # the distance of rows r and r + 8 is exactly 8 times this number
     raise NotImplementedError
 
@@ -114,7 +114,7 @@ class SwizzledRows(CopiedLayout):
   def place(self, row:UOp, unit:UOp) -> UOp:
     return (self.base + row*self.stride).cast(dtypes.int) + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
   def further(self, row:UOp, unit:UOp, rows:int, units:int) -> tuple[UOp, int]:
-    """Returns the place of unit `unit` + `units` of row `row` + `rows`, as a sum (UOp, constant)."""
+    """Returns the place of 16-byte unit `unit` + `units` of row `row` + `rows` as (UOp, constant), whose sum it is."""
     # The UOp is equal for many units, so few registers hold it. `rows` must be a multiple of 8. `unit` must be 0; if `units` is even, it can also be
     # 1. The tile must begin at a multiple of 128 bytes.
     base = UOp.const(0) + self.base
@@ -125,7 +125,7 @@ class SwizzledRows(CopiedLayout):
 
 @dataclass(frozen=True)
 class LongRows(SwizzledRows):
-  """Layout `SwizzledRows` for long rows, which few threads copy in steps of 128 bytes."""
+  """Layout `SwizzledRows` for long rows: the eight threads that copy a row take 128 bytes of it at a time."""
   # everything that one thread copies then lies at constant distances from the first 16 bytes that it copies
   @property
   def across(self) -> int: return LINE
@@ -152,7 +152,7 @@ class SwizzledPanels(CopiedLayout):
 
 @dataclass(frozen=True)
 class LongPanels(SwizzledPanels):
-  """Layout `SwizzledPanels` for long rows, which few threads copy in steps of 128 bytes."""
+  """Layout `SwizzledPanels` for long rows: the eight threads that copy a row take 128 bytes of it at a time."""
   @property
   def across(self) -> int: return LINE
   @property
@@ -182,7 +182,7 @@ class LdsTile(InLds):
   def load(self, row:UOp, unit:UOp) -> UOp: return self.buffer[self.layout.place(row, unit)].load()
   def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[self.layout.place(row, unit).valid(gate)].store(value)
   def store_piece(self, row:UOp, piece:UOp, pieces:int, value:UOp, gate:UOp) -> UOp:
-    """Returns the store of `value` to piece `piece` of a row, whose 16-byte units have `pieces` pieces each."""
+    """Returns the store of `value` to the `piece`-th piece of a row, if `gate` is true; each 16 bytes have `pieces` pieces."""
     # the layout must keep the 16-byte units of a row side by side and in order
     assert isinstance(self.layout, PaddedRows)
     return self.in_pieces(pieces)[self.layout.place(row, piece, pieces).valid(gate)].store(value)

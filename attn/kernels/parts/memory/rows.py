@@ -54,7 +54,7 @@ class GlobalRows:
     """Returns the flat index of the first element of row `first` + `row`."""
     return self.origin(first) + row*self.stride
   def up_to(self, count:int|UOp) -> Self:
-    """Returns a copy of these rows that ends after the first `count` rows; rows beyond the end read as zero."""
+    """Returns a copy that has only the first `count` rows; rows beyond these read as zero."""
     return replace(self, count=count)
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
@@ -122,7 +122,7 @@ class Table:
   whole: bool    # whether a tile that begins at a multiple of its own length never reaches into a second page
   checked: bool = True
   def page(self, row:UOp, there:UOp) -> UOp:
-    """Returns the index of the page in which a row lies; if the row is not `there`, no table entry is read."""
+    """Returns the index of the page with row `row`, loaded from the block table if `there` is true."""
     entry = self.entries[(self.first + row//self.size).valid(left_alone(there))].load()
     # if an entry is not the index of a page, the emulator stops; on a device the entry is clamped to the pages that exist
     if self.checked: entry = ops.page_number(entry, there, self.count)
@@ -188,7 +188,7 @@ class PackedRows(GlobalRows):
 
 @dataclass(frozen=True)
 class ConvertedRows:
-  """Rows in global memory whose elements are converted from `dtype` to the 16-bit dtype `to` when they are loaded."""
+  """Rows in global memory that are loaded as 16-bit numbers, although they are stored in another dtype, such as float32."""
   given: GlobalRows
   dtype: str
   to: str
@@ -199,15 +199,15 @@ class ConvertedRows:
   def up_to(self, count:int|UOp) -> ConvertedRows: return replace(self, given=self.given.up_to(count))
   def after(self, *deps:UOp) -> ConvertedRows: return replace(self, given=self.given.after(*deps))
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Returns elements 8*`unit` to 8*`unit` + 7 of row `first` + `row`, as 16 bytes of the dtype `to`."""
+    """Returns elements 8*`unit` to 8*`unit` + 7 of row `first` + `row`, rounded to 16 bits and packed into four dwords."""
     # ignores `gate`: the caller must not use the result where the gate is false
     return ops.concat(*[ops.pack(x, self.to) for x in self.given.load_quads(first, rows, row, unit, self.dtype)])
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
-    """Returns elements `n`*`part` to `n`*`part` + `n` - 1 of row `first` + `row`, rounded to `to` and converted to fp32."""
+    """Returns elements `n`*`part` to `n`*`part` + `n` - 1 of row `first` + `row`, rounded to the 16-bit `dtype` and then converted to fp32."""
     # `dtype` is equal to `to`
     return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
   def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
-    """Returns elements 8*`part` to 8*`part` + 7 of row `first` + `row`, rounded to `to`, as two fp32 vectors of four."""
+    """Returns elements 8*`part` to 8*`part` + 7 of row `first` + `row`, rounded to the 16-bit `dtype`, as two fp32 vectors of four."""
     # `dtype` is equal to `to`
     return halves(self.load_units(first, rows, row, part), dtype)
 
@@ -221,7 +221,7 @@ class LatentRows:
   rotary: GlobalRows|None     # in units of 16 bytes
   widen: Callable[[UOp], UOp]   # converts eight stored numbers to 16 bits
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Loads unit `unit` (eight elements) of a row: four dwords of 16-bit numbers, or two dwords of 8-bit numbers."""
+    """Loads elements 8*`unit` to 8*`unit` + 7 of a row: two dwords of 8-bit numbers, or in the rotary columns four dwords of 16-bit numbers."""
     # `widened` converts the 8-bit numbers. Rows beyond the last one read as zero, and the whole unit where `gate` is false.
     if self.rotary is None or unit.vmax < (count := self.stored.width//self.stored.unit):
       return self.stored.load_units(first, rows, row, unit, gate)
@@ -231,5 +231,5 @@ class LatentRows:
     high = self.rotary.load_units(first, rows, row, bounded(amd.opaque(unit - count, row), 0, int(unit.vmax) - count), there & in_rotary)
     return ops.build(*[in_rotary.where(ops.extract(high, i), ops.extract(low, i)) for i in range(ops.length(low))])
   def widened(self, x:UOp) -> UOp:
-    """Returns the eight elements that `load_units` has loaded as 16-bit numbers."""
+    """Returns the result `x` of `load_units` as eight 16-bit numbers in four dwords."""
     return self.widen(x) if ops.length(x)*4 == self.stored.unit_bytes else x
