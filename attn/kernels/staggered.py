@@ -36,7 +36,7 @@ def staggered(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
 
 @dataclass(frozen=True)
 class StaggeredState(ForwardState):
-  """What the kernel carries from one half of an iteration to the next."""
+  """What the kernel carries from one half of an iteration to the next: scores, tiles of K and V on the way to LDS, and the softmax."""
   s: UOp            # S^T of the tile whose softmax comes next
   on_the_way: UOp   # parts of K and V tiles that are loaded to registers but not yet stored to LDS
 
@@ -86,7 +86,7 @@ class Staggered:
 
   # ***** the two halves of an iteration *****
   def weigh(self, s:StaggeredState, t:UOp, masked:bool) -> tuple[StaggeredState, list[UOp]]:
-    """Computes the first half of iteration t: P of tile t; returns the state and V's first columns as operand A."""
+    """Computes P of tile t, the first half of iteration t; returns (state, the first columns of V as operand A)."""
     # Also stores the tiles of K and V that are in registers to LDS, and starts the loads of the tiles after them. Before the barrier that ends this
     # half, the columns of V of tile t for the first matrix tile of O are read from LDS.
     one = self.common
@@ -100,7 +100,7 @@ class Staggered:
     return StaggeredState(softmax, s.k, s.v, s.s, s.on_the_way).after(halfway), first
 
   def multiply(self, s:StaggeredState, t:UOp, first:list[UOp], renewed:bool) -> UOp:
-    """Computes the second half of iteration t: adds V P of tile t to O, and computes the scores of tile t+1."""
+    """Adds V P of tile t to O and computes the scores of tile t+1, the second half of iteration t; returns the last operation."""
     # `first` holds the columns of V for the first matrix tile of O, which `weigh` has read; `renewed`: see `fragment_operands`
     one = self.common
     weights = s.softmax.operands(one.at, 0, one.k_tiles, Kept(one.at), renewed)

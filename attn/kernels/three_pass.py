@@ -11,7 +11,7 @@ from attn.tinygrad_compat import Tensor
 # device, for every option, and for sharded tensors. The scores take B*H*Sq*Sk*4 bytes of memory. The other kernels never store the scores to memory.
 
 def _lengths(B:int, head:Tensor, Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None, kv_starts:Tensor|None) -> Positions:
-  """Returns the positions of queries and keys in their sequences, if each batch is one sequence."""
+  """Returns at which positions queries and keys stand, and which keys exist, if each batch is one sequence."""
   # `head` has the indices of the query heads. The keys of batch b are rows kv_starts[b] to kv_lengths[b] - 1 of k, or all rows if no lengths are
   # given. `top_left` and `offset` say at which position query i stands: see `three_pass`.
   i, j = Tensor.arange(Sq).reshape(Sq, 1), Tensor.arange(Sk).reshape(1, Sk)
@@ -24,7 +24,7 @@ def _lengths(B:int, head:Tensor, Sq:int, Sk:int, top_left:bool, offset:int, kv_l
                    head)
 
 def _sequences(head:Tensor, Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:tuple[int, int]) -> Positions:
-  """Returns the positions of queries and keys in their sequences, if sequences lie one after another in a single batch."""
+  """Returns at which positions queries and keys stand, and which sequence they belong to, if a single batch holds packed sequences."""
   # A query sees only keys of its own sequence. `head` has the indices of the query heads. `longest` is (most queries, most keys) of one sequence. If
   # a sequence is longer, its further tokens belong to no sequence, as do tokens outside of all sequences.
   def rows_of_each(cu:Tensor, most:int) -> Tensor: return (cu[1:] - cu[:-1]).maximum(0).minimum(most)
@@ -43,7 +43,7 @@ def _sequences(head:Tensor, Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Ten
   return Positions(belongs, (i + shift).reshape(Sq, 1), j.reshape(1, Sk), counted, head, in_q)
 
 def for_each_query(rows:Tensor, sees:Tensor|None) -> Tensor:
-  """Returns the rows of k or v for each query, with 0 in rows that the query does not see."""
+  """Returns the rows of k or v repeated for each query, with 0 in place of rows that the query does not see."""
   # `rows` is (B, Hkv, Sk, width); the result broadcasts to (B, Hkv, query heads per key/value head, Sq, Sk, width). `sees` says which query sees
   # which key; None: all see all. Without the zeros, inf or NaN in a hidden row times the weight 0 would be NaN, also in the gradients.
   rows = rows.float().unsqueeze(2).unsqueeze(3)

@@ -41,7 +41,7 @@ NOTHING_SEEN = UOp.const(0), UOp.const(-1)     # a row's first and last column
 
 @dataclass(frozen=True)
 class ListedBlocks:
-  """Describes the lists of tiles that are made: one list for each block of `block_m` rows, with tiles of `block_n` columns."""
+  """Which lists of tiles are made: one for each block of `block_m` rows of scores, with tiles of `block_n` columns that the mask leaves."""
   p: Problem
   over: str                  # "keys": columns are keys and rows are queries; "queries": the other way round
   block_m: int
@@ -64,7 +64,7 @@ class ListedBlocks:
   def lists(self) -> int: return self.batches*self.heads[0]
   @property
   def read(self) -> tuple[str, ...]:
-    """Names of the tensors on which the lists depend."""
+    """Names of the tensors that the kernels read when they make the lists, e.g. the mask's tensors and "kv_lengths"."""
     # those that the mask reads, those that say which queries and keys exist, and the one that says which batches and heads a device has
     mask = self.p.mask_mod
     assert mask is not None
@@ -77,13 +77,13 @@ class ListedBlocks:
     return self.batches, self.heads[0], self.blocks, list_length(self.tiles, self.with_turns)
 
 def list_arguments(x:ListedBlocks) -> dict[str, Shapes]:
-  """Returns (shape, dtype) of the tensors, by name, of each kernel that makes lists; a kernel's key is the tensor that it writes."""
+  """Returns the tensors, {name: (shape, dtype)}, of the two kernels that make lists, by the name of the tensor that each kernel writes."""
   in_tiles: Shapes = {"in_tiles": ((x.lists, x.blocks, x.tiles), "uint8")}
   read: Shapes = {name: of for name, of in x.p.extras.items() if name in x.read}
   return {"in_tiles": in_tiles | read, "tile_list": {"tile_list": (x.shape, "int32"), **in_tiles}}
 
 def list_kernels(x:ListedBlocks) -> list[tuple[Callable[..., UOp], Shapes]]:
-  """Returns the kernels that make lists of tiles, in the order in which they run, each with (shape, dtype) of its tensors by name."""
+  """Returns the two kernels that make lists of tiles, in the order in which they run, each with its tensors {name: (shape, dtype)}."""
   kernels = {"in_tiles": seen_in_tiles, "tile_list": tiles_in_order}
   return [(kernels[written](x), shapes) for written, shapes in list_arguments(x).items()]
 
@@ -91,7 +91,7 @@ def list_kernels(x:ListedBlocks) -> list[tuple[Callable[..., UOp], Shapes]]:
 
 @dataclass(frozen=True)
 class Items:
-  """How a kernel that makes lists of tiles divides its work (items, such as tiles) over workgroups and threads."""
+  """Division of items (such as tiles) over workgroups and threads, in a kernel that makes lists of tiles."""
   # either each thread computes an item alone, or all threads of a workgroup compute an item together
   new: Allocator
   ranges: tuple[UOp, ...]
@@ -99,19 +99,19 @@ class Items:
   def thread(self) -> UOp: return self.ranges[-1]
   @staticmethod
   def of_workgroups(*sizes:int) -> tuple[Items, tuple[UOp, ...]]:
-    """Divides prod(`sizes`) items over workgroups, one each; returns the division, and the workgroup's position along each size."""
+    """Divides prod(`sizes`) items over workgroups, one each; returns (division, the workgroup's index along each size)."""
     new = Allocator()
     outer = tuple(new.range(n, AxisType.GLOBAL) for n in sizes)
     return Items(new, (*outer, new.range(THREADS_OF_A_LIST, AxisType.LOCAL))), outer
   @staticmethod
   def of_threads(*sizes:int) -> tuple[Items, UOp, list[UOp]]:
-    """Divides prod(`sizes`) items over threads, one each; returns the division, whether the thread has an item, and its position."""
+    """Divides prod(`sizes`) items over threads, one each; returns (division, whether the thread has an item, its index along each size)."""
     # a workgroup's threads take neighbouring items along the last of `sizes`
     items, outer = Items.of_workgroups(*sizes[:-1], ceildiv(sizes[-1], THREADS_OF_A_LIST))
     index = outer[-1]*THREADS_OF_A_LIST + items.thread
     return items, left_alone(index < sizes[-1]), [*outer[:-1], index.minimum(sizes[-1] - 1)]
   def totals(self, count:int|UOp, begin:list[UOp], work:Callable[[list[UOp], UOp], list[UOp]], *outer:UOp) -> list[UOp]:
-    """Loops `count` times over `work(results, i)`, which returns new results, and returns the last results."""
+    """Loops `count` times over `results = work(results, i)`, from `begin` on, and returns the last results."""
     # `begin` are the results before the first iteration; `outer` are the ranges of the loops around this loop
     if isinstance(count, int) and count == 1: return work(begin, UOp.const(0))      # tinygrad would lose what a loop of one iteration begins with
     registers = [self.new.registers(1, x.dtype) for x in begin]
@@ -135,13 +135,13 @@ LOW_END, HIGH_END = 0, 1
 
 @dataclass(frozen=True)
 class Side:
-  """The expressions in a mask that depend on the row alone, or those that depend on the column alone."""
+  """The parts of a mask function that depend on the row alone, or those that depend on the column alone, e.g. segment[query]."""
   expressions: tuple[UOp, ...]
   over: str   # what the rows or columns are: "keys" or "queries"
   size: int   # rows of a block, or columns of a tile
 
 def sides_of(x:ListedBlocks) -> tuple[Side, Side]:
-  """Returns the expressions in the mask that depend on the row alone, and those that depend on the column alone."""
+  """Returns the parts of the mask function (those that depend on the row alone, those that depend on the column alone)."""
   mask = x.p.mask_mod
   assert mask is not None
   walked, other = (KEY, "queries") if x.over == "keys" else (QUERY, "keys")
@@ -150,12 +150,12 @@ def sides_of(x:ListedBlocks) -> tuple[Side, Side]:
   return Side(tuple(u for u in both if u not in of_columns), other, x.block_m), Side(of_columns, x.over, x.block_n)
 
 def extreme_of_all(dtype:DType, which:int) -> UOp:
-  """Returns the highest number of the dtype if `which` is HIGH_END, and its lowest number if LOW_END."""
+  """Returns the largest number of a dtype if `which` is HIGH_END, or its smallest if LOW_END."""
   if dtype == dtypes.float: return UOp.const(math.inf if which == HIGH_END else -math.inf, dtype)
   return UOp.const(MOST_INT if which == HIGH_END else LEAST_INT, dtype)
 
 def extended(extremes:list[UOp], value:UOp, there:UOp) -> list[UOp]:
-  """Returns `extremes`, a minimum and a maximum, extended by `value` if `there` is true."""
+  """Returns [smallest, largest] of the numbers `extremes` ([smallest, largest] so far) and, if `there` is true, `value`."""
   # a NaN counts as both -inf and inf
   low, high = value, value
   if value.dtype == dtypes.float: low, high = (value.ne(value).where(extreme_of_all(value.dtype, which), value) for which in (LOW_END, HIGH_END))
@@ -165,7 +165,7 @@ def extended(extremes:list[UOp], value:UOp, there:UOp) -> list[UOp]:
 
 @dataclass(frozen=True)
 class TilesTogether:
-  """A block of rows and TILES_TOGETHER neighbouring tiles, for which one workgroup finds out what the mask leaves of them."""
+  """A block of rows and TILES_TOGETHER neighbouring tiles: one workgroup finds out of which tiles the mask hides nothing, a part, or all."""
   # THREADS_OF_A_TILE neighbouring threads belong to each tile. If several query heads share one list of tiles, the scores of all these heads count.
   x: ListedBlocks
   items: Items
@@ -181,7 +181,7 @@ class TilesTogether:
   def tiles(self) -> int: return min(self.x.tiles, TILES_TOGETHER)
   @property
   def own(self) -> UOp:
-    """Index, among the tiles of the workgroup, of the tile to which the thread belongs."""
+    """Index of this thread's tile among the tiles of the workgroup."""
     return self.items.thread//THREADS_OF_A_TILE
   @property
   def leads(self) -> UOp: return (self.items.thread%THREADS_OF_A_TILE).eq(0)
@@ -190,14 +190,14 @@ class TilesTogether:
     """Whether the thread's tile exists: the last workgroup of a list may have fewer tiles."""
     return self.group*TILES_TOGETHER + self.own < self.x.tiles
   def tile(self, n:UOp) -> UOp:
-    """Returns the index of the n-th tile of the workgroup, or of the last tile of all if there is no such tile."""
+    """Returns the index, in a row of tiles, of the workgroup's n-th tile, or of the last tile if there are fewer."""
     return (self.group*TILES_TOGETHER + n).minimum(self.x.tiles - 1)
   def walk(self, over:str) -> Walk:
     return (over_keys if over == "keys" else over_queries)(self.x.p, extent(self.x.p, self.batch, self.given))
 
   # ***** extremes *****
   def extremes(self, side:Side, n:UOp, threads:int) -> dict[UOp, Extremes]:
-    """Returns the lowest and the highest value of each expression of a side, in block (or tile) number `n`."""
+    """Returns {expression: (smallest, largest value)} for the expressions of `side` in block (or tile) number `n`."""
     # `threads` neighbouring threads look for them together, and each of these threads gets them
     kinds = [ORDERED.get(u.dtype, dtypes.int) for u in side.expressions for _ in (LOW_END, HIGH_END)]
     if not kinds: return {}
@@ -219,7 +219,7 @@ class TilesTogether:
       return Extremes(low, high) if u.dtype in ORDERED else Extremes(low.ne(0), high.ne(0))      # conditions were compared as integers
     return {u: of_expression(u, *found[2*nth:2*nth + 2]) for nth, u in enumerate(side.expressions)}
   def evaluated(self, side:Side, n:UOp, width:int, threads:int, now:list[UOp], i:UOp) -> list[UOp]:
-    """Returns `now`, the lowest and highest value of each expression so far, after iteration i over block (or tile) `n`."""
+    """Returns smallest and largest values so far of all expressions, `now` extended by those in iteration i over block (or tile) `n`."""
     # this thread evaluates the expressions for `width` neighbouring rows or columns
     pieces, walk = side.size//width, self.walk(side.over)
     index = (i*threads + self.items.thread%threads).minimum(pieces*self.x.heads[1] - 1)
@@ -234,12 +234,12 @@ class TilesTogether:
 
   # ***** scores *****
   def interval(self, row:UOp, tile:UOp) -> tuple[UOp, UOp]:
-    """Returns the first and the last column that a row sees, counted from the first column of a tile."""
+    """Returns (first, last column) that a row sees, counted from the first column of a tile."""
     walk, before = self.walk(self.x.over), tile*self.x.block_n
     first = first_seen(walk, row)
     return (UOp.const(0) if first is None else first - before), last_seen(walk, row) - before
   def by_extremes(self) -> UOp:
-    """Returns what the mask leaves of the thread's own tile, in the bits SEEN and HIDDEN, or 0 if extremes do not say it."""
+    """Decides from extremes of the mask's expressions whether it leaves this thread's tile whole (SEEN) or hides it (HIDDEN); 0: unknown."""
     x, tile, (of_rows, of_columns) = self.x, self.tile(self.own), sides_of(self.x)
     extremes = self.extremes(of_rows, self.block, THREADS_OF_A_LIST) | self.extremes(of_columns, tile, THREADS_OF_A_TILE)
     rows = self.block*x.block_m, (self.block*x.block_m + (x.block_m - 1)).minimum(x.rows - 1)
@@ -251,7 +251,7 @@ class TilesTogether:
     seen = (last_begin <= 0) & (first_end >= x.block_n - 1) & always
     return hidden.where(int32(HIDDEN), seen.where(int32(SEEN), int32(0)))
   def looked(self, tile:UOp, now:list[UOp], i:UOp) -> list[UOp]:
-    """Returns `now`, the bits SEEN and HIDDEN of a tile so far, after iteration i over the tile's scores."""
+    """Returns the bits `now` (SEEN: some score is visible, HIDDEN: some is hidden), extended by the scores of iteration i over the tile."""
     # this thread evaluates the mask for a few neighbouring scores of one row
     x, index, width = self.x, i*THREADS_OF_A_LIST + self.items.thread, math.gcd(self.x.block_n, OF_A_STEP)
     pieces = x.block_n//width
@@ -265,7 +265,7 @@ class TilesTogether:
     bits = functools.reduce(operator.or_, [c.where(int32(SEEN), int32(HIDDEN)) for c in each])
     return [now[0] | of.there.where(bits, int32(0))]
   def by_scores(self, known:UOp) -> UOp:
-    """Returns what the mask leaves of the thread's own tile, in the bits SEEN and HIDDEN, if `known` is 0."""
+    """Evaluates the mask for every score of this thread's tile if `known` is 0; returns bits: SEEN (some visible), HIDDEN (some hidden)."""
     # `known` is the result of `by_extremes`. If it is 0, all threads evaluate the mask for the scores of the tile; if not, the returned number is not
     # defined.
     new, thread, of_tiles = self.items.new, self.items.thread, self.items.new.lds(THREADS_OF_A_LIST, dtypes.int)
@@ -290,7 +290,7 @@ class TilesTogether:
 
 @cache_of_kernels
 def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the kernel that finds, for each block and tile, whether the mask leaves some scores visible, and hides some."""
+  """Returns the kernel that writes for each tile whether the mask leaves some scores visible, and whether it hides some."""
   def kernel(*args:UOp) -> UOp:
     given = by_name(list_arguments(x)["in_tiles"], args)
     items, (of_list, block, group) = Items.of_workgroups(x.lists, x.blocks, ceildiv(x.tiles, TILES_TOGETHER))
@@ -309,7 +309,7 @@ def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
 
 @cache_of_kernels
 def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the kernel that writes each block's list of tiles, in order (`TileList`)."""
+  """Returns the kernel that writes, for each block of rows, the list of tiles in which the mask leaves visible scores."""
   # There is one thread for each tile of a block. The thread counts the tiles that come before its tile: the count is the tile's position in the list.
   # Unused entries at the end of a list get the number of all tiles. If lists have turns, the thread also counts the blocks that start before its
   # block and have the tile in their lists.

@@ -31,7 +31,7 @@ Columns = list[list[UOp]]      # a list for each own row: vectors with one numbe
 
 @dataclass(frozen=True)
 class PlainState:
-  """The values that the loop over tiles carries from iteration to iteration, and those that an iteration passes from step to step."""
+  """The values that pass from iteration to iteration of the loop over tiles, and from step to step of an iteration."""
   sums: tuple[UOp, ...]                                       # registers in which each gradient is summed
   # if the workgroup owns queries, registers of the lse, which turn scores into P. If a score may be as large as fp32 allows (`wide_scores`), also
   # registers of lse_rest: the part of the lse that rounding to fp32 lost.
@@ -119,7 +119,7 @@ class PlainBackward(Rectangle):
     return s.after(done.end(trip).end(*heads))
 
   def trip(self, s:PlainState, t:UOp, ready:list[UOp], work:PlainWork) -> UOp:
-    """Computes one iteration: adds to the gradients what comes from tile t, and returns the last operation."""
+    """Adds the contributions of tile t to all gradients, where `work` computes P and dS, and returns the last operation."""
     # The tile is divided into parts. For one part after another, `work` computes P and dS, which are stored to local memory. Then the tile's rows,
     # times P or dS, are added to the gradients. Accesses to local memory come after the operations `ready`.
     tile, (part, loop) = self.tile, self.loop(self.tile.parts)
@@ -134,7 +134,7 @@ class PlainBackward(Rectangle):
 
   # ***** values of own queries *****
   def deltas_and_normalisers(self, ready:list[UOp]) -> tuple[UOp, PlainState]:
-    """Computes delta and the normaliser of each own query, and returns their stores to registers, and the state."""
+    """Computes delta and the prepared lse of each own query; returns (their stores to registers, state)."""
     # accesses to local memory come after the operations `ready`; the state has the stores of delta to memory
     group, p, s = self.group, self.p, self.state
     column, loop = self.loop(ceildiv(p.Dv, QUAD*self.tile.down))
@@ -182,7 +182,7 @@ class PlainBackward(Rectangle):
 
 @dataclass(frozen=True)
 class PlainTrip:
-  """The steps of a backward kernel on part `t` of the tiles, counted over all tiles."""
+  """The steps of a backward kernel on part number `t` of the keys (or queries), where each tile has `tile.parts` parts."""
   # accesses to local memory come after the operations `ready`
   of: PlainBackward
   t: UOp
@@ -190,24 +190,24 @@ class PlainTrip:
 
   @functools.cached_property
   def firsts(self) -> list[UOp]:
-    """Index, in the sequence, of the first row of each group of four neighbouring walked rows that this thread computes."""
+    """Index, in the sequence, of the first row of each group of four neighbouring rows of the tile that this thread computes."""
     return [self.of.part_scores.row(self.t*self.of.part_scores.block_n) + self.of.result_row(i) for i in range(0, self.of.tile.walked, QUAD)]
   @functools.cached_property
   def left(self) -> list[KeptHere]:
     return [x for rows in in_quads(self.of.own_rows) for x in kept_here(self.of.part_scores, list(rows), self.firsts)]
 
   def own(self, x:UOp, i:int) -> UOp:
-    """Returns a vector of four equal numbers: the number in the registers `x` for the i-th own row."""
+    """Returns a vector of four copies of a number of the i-th own row, which lies in the registers `x`."""
     return ops.splat(ops.extract(x[i//QUAD].load(), i%QUAD), QUAD)
   def of_walked(self, name:str) -> list[list[UOp]]:
-    """Loads a number, such as lse (`name`), of each query in this part of a tile: a list for each four neighbouring queries."""
+    """Loads one number, such as lse, of each query in this part of a tile: a list for each four neighbouring queries."""
     rows = self.of.group.query_value_rows(name, self.of.own_rows[0].head)
     return [[rows.buffer[(rows.base + first + e).valid(first + e < rows.count)].load() for e in range(QUAD)] for first in self.firsts]
   def minus_delta(self, s:PlainState) -> Columns:
     if self.of.keys: return [[ops.build(*[scaled_delta(x, self.of.p) for x in quad]) for quad in self.of_walked("delta")]]*len(self.of.own_rows)
     return [[self.own(s.minus_deltas, i)]*len(self.firsts) for i in range(len(self.of.own_rows))]
   def product(self, to:UOp, which:int, ready:list[UOp]) -> tuple[UOp, Columns]:
-    """Computes S (`which` 0) or dP (`which` 1) in the registers `to`, and returns the registers and the products of each own row."""
+    """Computes S (`which` 0) or dP (1) in the registers `to`, and returns (these registers, the products of each own row as vectors)."""
     # the rows of this part of a tile times the own rows; accesses to local memory come after the operations `ready`
     of = self.of
     x = of.product(to, of.walked[which], of.own[which], KEPT[which], self.t, ready)

@@ -30,7 +30,7 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Ready:
-  """The operations, such as stores and barriers, that must come before every access to local memory."""
+  """Operations, such as stores and barriers, after which local memory may be accessed."""
   deps: tuple[UOp, ...] = ()
   def after(self, *deps:UOp) -> Ready: return Ready((*self.deps, *deps))
 
@@ -46,7 +46,7 @@ class QueryState(Carried):
 
 @dataclass(frozen=True)
 class Weighed:
-  """What `weigh` has computed for a tile of keys, for the next operation, `add_to_o`."""
+  """Result of `weigh` for a tile of keys: where P is, and the factors by which O must be multiplied before P V is added."""
   done: UOp            # after this statement, P^T is in local memory
   rescale: list[UOp]   # factors by which O^T must be multiplied, because the rows' maxima may have grown
   stores: list[UOp]    # of the new maxima, and of keys that are loaded to registers before they are needed
@@ -90,7 +90,7 @@ class PlainForward(Rectangle):
     if (count := trip_count(walked.end - walked.begin)) is not None: yield TileLoop(walked.begin, count, self.masked, self.new)
 
   def scores(self, s:QueryState, t:UOp, masked:bool) -> tuple[QueryState, UOp]:
-    """Computes S^T of tile t, and returns the state and a statement after which S^T is in registers."""
+    """Computes S^T of tile t; returns (state, a statement after which S^T is in registers)."""
     # after the statement the registers `top` hold the maximum score of each query so far; if the kernel loads data to registers before it needs them
     # (`tile.ahead`), the loads of V start here
     s = s.after(*(self.fetched(self.first_of("v", t), s.v) if self.tile.ahead else []))
@@ -126,7 +126,7 @@ class PlainForward(Rectangle):
                      *[x.store(ops.splat(value, QUAD)) for of, value in ((s.m, LOWEST), (s.l, 0.0)) for x in self.all(of)])
 
   def scored(self, state:QueryState, t:UOp, ready:list[UOp]) -> UOp:
-    """Computes S^T of tile t, raises the thread's maxima to the new scores, and returns the last operation."""
+    """Computes S^T of tile t, updates the largest score of each of the thread's queries, and returns the last operation."""
     # On a CPU the workgroup is one thread, which computes a tile in parts. It stores S^T to its own memory, where P^T replaces it later.
     tile, began = self.tile, UOp.group(*[top.store(x.load()) for top, x in zip(self.each(self.top.after(*ready)), self.each(state.m))])
     part, loop = self.loop(tile.parts)
@@ -144,7 +144,7 @@ class PlainForward(Rectangle):
     return UOp.group(*stores).end(*loop)
 
   def finished(self, rows:list[list[UOp]], t:UOp) -> list[list[UOp]]:
-    """Applies score terms and masks to raw scores of part `t` of the tiles, and returns scores in base e."""
+    """Applies score terms and masks to raw scores of part number `t` of the keys, and returns scores in base e, a list for each key."""
     # `rows` and the result have a list for each key. The scores are regrouped by query for this, because parts/weights/scores.py works on one query
     # at a time.
     if self.part_scores.raw and not self.masked: return [[ops.mul(x, self.part_scores.unit.natural) for x in row] for row in rows]
@@ -156,7 +156,7 @@ class PlainForward(Rectangle):
     return ops.exp2(ops.mul(ops.sub(x, top), self.part_scores.to_log2))
 
   def weights(self, l:UOp, tops:list[UOp], t:UOp, ready:list[UOp]) -> UOp:
-    """Computes P^T of this thread's scores, adds it to the row sums `l`, stores it to local memory, and returns the last operation."""
+    """Computes P^T from this thread's scores in tile t, adds P to the row sums `l`, stores P^T to local memory; returns the last operation."""
     # `tops` are the maxima of the thread's queries; P^T is stored after dropout, and after the operations `ready`
     tile = self.tile
     four, loop = self.loop(tile.block_n//QUAD) if tile.alone else (UOp.const(0), [])
@@ -180,14 +180,14 @@ class PlainForward(Rectangle):
     return rows.buffer[rows.start(first, row).valid(first + row < rows.count)].load().cast(dtypes.float)
 
   def scaled(self, weights:UOp, scores:UOp, scale:UOp) -> UOp:
-    """Returns the weights P of a key, multiplied by the scale of its row of V."""
+    """Returns `weights`, P of a key, times the scale of its row of V, and exactly 0 where the score is hidden."""
     found = ops.mul(weights, scale)
     if not self.masked: return found
     # where the score is hidden (-inf), P stays 0 even if the scale is NaN
     return ops.select_each([ops.extract(scores, i).eq(-math.inf) for i in range(QUAD)], 0.0, found)
 
   def dropped(self, weights:list[list[UOp]], firsts:list[UOp]) -> list[list[UOp]]:
-    """Returns P after dropout, as a list for each key."""
+    """Returns `weights` with 0 in place of P that dropout drops, as a list for each key."""
     if not self.p.dropout_p: return weights
     # the keys come in groups of four neighbours; `firsts` has the first key of each group
     kept = [x for rows in in_quads(self.queries) for x in kept_here(self.part_scores, list(rows), firsts)]

@@ -69,7 +69,7 @@ OfQuad = TypeVar("OfQuad")
 def nth(quads:Sequence[UOp], i:int) -> UOp: return ops.extract(quads[i//QUAD], i%QUAD)
 def in_quads(x:Sequence[OfQuad]) -> list[Sequence[OfQuad]]: return [x[i:i + QUAD] for i in range(0, len(x), QUAD)]
 def turned_over(rows:list[list[UOp]]) -> list[list[UOp]]:
-  """Transposes a matrix whose rows are lists of quads."""
+  """Transposes a matrix whose rows are lists of vectors of four numbers."""
   # for example, scores with a list for each walked row, in quads of own rows, become scores with a list for each own row, in quads of walked rows
   columns = [[nth(row, i) for row in rows] for i in range(len(rows[0])*QUAD)]
   return [[ops.build(*quad) for quad in in_quads(column)] for column in columns]
@@ -78,13 +78,13 @@ def turned_over(rows:list[list[UOp]]) -> list[list[UOp]]:
 
 @dataclass(frozen=True)
 class Section:
-  """A matrix in local memory."""
+  """A matrix in local memory, with its first float and its shape."""
   memory: UOp
   base: int|UOp   # index of the matrix's first float
   shape: SectionShape
   def place(self, row:UOp, column:UOp) -> UOp: return self.memory[row*self.shape.pitch + column + self.base]
   def rows_of_numbers(self, rows:list[UOp], columns:list[UOp]) -> list[list[tuple[UOp, int]]]:
-    """Loads the numbers in the given columns of each row, each as (vector that contains the number, index in the vector)."""
+    """Loads numbers of `rows` and `columns`: a list for each row of (vector that contains the number, its index in the vector)."""
     # columns come in groups of four neighbours
     quads = [[self.quad(row, column) for column in columns[::QUAD]] for row in rows]
     return [[(quad, i) for quad in of_row for i in range(QUAD)] for of_row in quads]
@@ -97,7 +97,7 @@ class Section:
 class Turned(Section):
   """The transpose of a matrix in local memory."""
   def rows_of_numbers(self, rows:list[UOp], columns:list[UOp]) -> list[list[tuple[UOp, int]]]:
-    """Loads the numbers in the given columns of each row, each as (vector that contains the number, index in the vector)."""
+    """Loads numbers of `rows` and `columns`: a list for each row of (vector that contains the number, its index in the vector)."""
     # rows come in groups of four neighbours
     quads = [[self.quad(column, row) for column in columns] for row in rows[::QUAD]]
     return [[(quad, i) for quad in of_rows] for of_rows in quads for i in range(QUAD)]
@@ -122,7 +122,7 @@ class GlobalOperand:
 
 @dataclass(frozen=True)
 class Portion:
-  """The data that are copied at one time from rows of a tensor to a section, which is a matrix in local memory."""
+  """The rows and columns of a tensor that the threads copy at one time to one matrix in local memory."""
   section: str
   tensor: str
   first: UOp    # first row
@@ -132,7 +132,7 @@ class Portion:
 # ***** how the work is divided *****
 
 def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
-  """Returns (number of parts, heads in each part) of the work on a device without workgroups, which computes parts one after another."""
+  """Returns (number of parts, heads in each part) of the work on a device without workgroups, such as a CPU thread."""
   # The work is `blocks` blocks of rows of each of `heads` heads (counted over batches). A part loops over its heads. If batches have different
   # numbers of keys, no part has heads of two batches, because the length of the loop over keys must not depend on the loop over heads.
   parts = p.B if p.kv_lengths or p.varlen else 1
@@ -185,13 +185,13 @@ class Rectangle:
   def p(self) -> Problem: return self.group.p
   @property
   def quads(self) -> range:
-    """Indices of this thread's quads (four neighbouring rows) of the rows that the workgroup owns."""
+    """Indices of this thread's groups of four neighbouring rows, of those that the workgroup owns."""
     return range(self.tile.own//QUAD)
   @functools.cached_property
   def sections(self) -> Sections: return self.tile.sections(self.p)
   @property
   def part_scores(self) -> Scores:
-    """The scores of one part of a tile: the rows of a tile that the threads compute at one time."""
+    """The scores of one part of a tile: the rows of a tile that all threads together compute at one time."""
     scores = replace(self.group.scores, block_n=self.tile.down*self.tile.walked)
     return scores if self.head is None else scores.of_head(self.head)
   @property
@@ -208,15 +208,15 @@ class Rectangle:
     """Returns the index, among the workgroup's own rows, of the first row of this thread's j-th quad."""
     return (self.at.x + j*self.tile.across)*QUAD
   def result_row(self, i:int) -> UOp:
-    """Returns the index of the i-th row of a product that this thread computes, among all threads' rows."""
+    """Returns the index of a row of a product, among the rows of all threads, for the i-th row of this thread."""
     # In scores, a row of the product belongs to a walked row. O and gradients are computed transposed, so there a row of the product is a column of O
     # or of the gradient.
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
   def section(self, name:str, *deps:UOp) -> Section:
-    """Returns the matrix `name` in local memory, such that accesses to it come after the operations `deps`."""
+    """Returns the matrix `name` in local memory, to be accessed only after the operations `deps`."""
     return Section(self.memory.after(*deps), self.sections.places[name], self.sections.shapes[name])
   def loop(self, n:int) -> tuple[UOp, list[UOp]]:
-    """Makes a loop over n parts, and returns (index of the part, list with the loop); no loop if n is 1."""
+    """Makes a loop of n iterations: returns (index of the iteration, [the loop]), or (0, []) if n is 1."""
     if n == 1: return UOp.const(0), []
     part = self.new.range(n, AxisType.LOOP)
     return part, [part]
@@ -224,18 +224,18 @@ class Rectangle:
   # ***** registers *****
   def all(self, x:UOp) -> list[UOp]: return [x[i] for i in range(x.max_numel())]
   def each(self, x:UOp) -> list[UOp]:
-    """Returns the registers of `x`, which hold one number for each of this thread's own rows, in vectors of four."""
+    """Returns the registers `x`, with one number for each of this thread's own rows, as a list of vectors of four."""
     return [x[j] for j in self.quads]
   def zeroed(self, x:UOp) -> UOp: return UOp.group(*[y.store(ops.splat(0.0, QUAD)) for y in self.all(x)])
   def width(self, acc:UOp) -> int:
-    """Returns how many columns of the sum `acc` (O or a gradient) one thread computes."""
+    """Returns how many columns of O (or of a gradient) this thread sums in the registers `acc`."""
     return acc.max_numel()//len(self.quads)
   def blocks(self, acc:UOp) -> int:
-    """Returns into how many blocks a thread divides its columns of the sum `acc` (O or a gradient)."""
+    """Returns into how many groups, computed one after another, a thread divides its columns of the sum `acc` (O or a gradient)."""
     # the thread computes one block after another
     return self.width(acc)//(self.tile.columns or self.width(acc))
   def block_of(self, acc:UOp, block:UOp) -> list[UOp]:
-    """Returns the registers of block number `block` of this thread's columns of the sum `acc` (O or a gradient)."""
+    """Returns the registers of group number `block` of this thread's columns of the sum `acc` (O or a gradient)."""
     count = acc.max_numel()//self.blocks(acc)
     return [acc[block*count + i] for i in range(count)]
   def cleared(self, acc:UOp) -> UOp:
@@ -243,14 +243,15 @@ class Rectangle:
     block, loop = self.loop(self.blocks(acc))
     return UOp.group(*[x.store(ops.splat(0.0, QUAD)) for x in self.block_of(acc.after(*loop), block)]).end(*loop)
   def in_rows(self, registers:Sequence[UOp]) -> list[list[UOp]]:
-    """Loads `registers`, rows of a product, and returns a list for each row, with vectors of four own rows."""
+    """Loads `registers`, which hold a matrix row by row, and returns a list of vectors for each row."""
     n, found = len(self.quads), [x.load() for x in registers]
     return [found[i:i + n] for i in range(0, len(found), n)]
   def barrier(self, *deps:UOp) -> UOp: return UOp.group(*deps) if self.tile.alone else workgroup_barrier(UOp.group(*deps))
 
   # ***** products *****
   def product(self, to:UOp, walked:str, own:str, kept:str, t:UOp, ready:list[UOp], ahead:UOp|None=None) -> UOp:
-    """Multiplies part `t` of the walked rows of tensor `walked` by the own rows of `own`, and returns the registers `to` with the products."""
+    """Multiplies part number `t` of the rows of tensor `walked` by the workgroup's rows of tensor `own`; returns the registers `to` with the
+    products."""
     # Rows are copied to local memory a few columns at a time, after the operations `ready`. If the own rows stay in local memory, `kept` is the name
     # of the section (matrix) of local memory from which they are read. If the kernel loads data to registers before it needs them, the registers
     # `ahead` have the first walked rows.
@@ -277,7 +278,7 @@ class Rectangle:
 
   def summed(self, acc:UOp, tensor:str, weights:str, t:UOp, ready:list[UOp], weighed:list[UOp], rescale:list[UOp]|None=None,
              ahead:UOp|None=None) -> UOp:
-    """Computes acc = acc*rescale + X^T W, with X tile t of `tensor` and W its rows' weights, and returns the last operation."""
+    """Computes acc = acc*rescale + X^T W, where X is tile t of `tensor` and W holds P or dS; returns the last operation."""
     # W is P or dS. The rows are copied to local memory a few at a time, after the operations `ready`. `weights` is the name of the section (matrix)
     # of local memory that holds the weights after the operations `weighed`. If the kernel loads data to registers before it needs them, the registers
     # `ahead` have the first rows.
@@ -302,7 +303,7 @@ class Rectangle:
     return self.outer_products(begun.after(*loop), left, own, self.section(weights, *there), step*tile.values, tile.values).end(*loop)
 
   def outer_products(self, acc:UOp, left:Section|GlobalOperand, columns:list[UOp], right:Section, first:UOp, n:int) -> UOp:
-    """Adds to the registers `acc` the outer products of n rows of `left` and of `right`, and returns the last operation."""
+    """Adds to the registers `acc` the outer products of n rows of `left` with n rows of `right`; returns the last operation."""
     # of row i of `left` and row `first` + i of `right`; `columns` are the columns of `left` that this thread computes
     steps_of_iteration = math.gcd(n, self.tile.steps_at_once)
     unrolled = steps_of_iteration//math.gcd(steps_of_iteration, WRITTEN_STEPS) if self.tile.asynchronous else 1
@@ -318,7 +319,7 @@ class Rectangle:
 
   # ***** from global to local memory *****
   def first_of(self, tensor:str, t:UOp) -> Portion:
-    """Returns which data of tile t of K or V (`tensor`) are copied to local memory first."""
+    """Returns which rows and columns of tile t of K or V are copied to local memory first."""
     # a tile may be copied in several such portions
     tile, first = self.tile, self.group.scores.row(t*self.tile.block_n)
     if tensor == "k": return Portion("walked", "k", first, UOp.const(0), tile.block_n)
@@ -346,17 +347,17 @@ class Rectangle:
     return found if p.Dv == p.D else (column < p.Dv).where(found, loaded("k_rotary", (column - p.Dv).maximum(0)).cast(dtypes.float))
 
   def units(self, portion:Portion) -> int:
-    """Returns the number of quads (four neighbouring elements) in one row of the data `portion`."""
+    """Returns how many groups of four neighbouring elements one row of the copied data `portion` has."""
     shape = self.sections.shapes[portion.section]
     if self.tile.asynchronous and portion.section == "walked": return self.tile.depth_of(self.p.D)//QUAD
     return (shape.rows if shape.turned else self.tile.width(self.width_of(portion.tensor)))//QUAD
 
   def quads_carried(self, portion:Portion) -> int:
-    """Returns how many quads (four neighbouring elements) of the data `portion` each thread copies."""
+    """Returns how many groups of four neighbouring elements of the copied data `portion` each thread copies."""
     return ceildiv(portion.n*self.units(portion), self.tile.threads)
 
   def carried(self, portion:Portion, ready:list[UOp]) -> UOp:
-    """Copies this thread's quads of the data `portion` to local memory, after the operations `ready`; returns the last operation."""
+    """Copies this thread's elements of `portion` to local memory, after the operations `ready`, and returns the last operation."""
     # the data are transposed if the matrix in local memory is the transpose of the rows; elements that do not exist become 0
     to, count = self.section(portion.section, *ready), self.quads_carried(portion)
     item, loop = self.loop(count) if self.tile.alone or count > MOST_UNROLLED else (UOp.const(0), [])
@@ -364,7 +365,7 @@ class Rectangle:
     return UOp.group(*[to.memory[place].store(x) for i in items for x, place in self.quad_of(portion, i)]).end(*loop)
 
   def quad_of(self, portion:Portion, item:UOp) -> list[tuple[UOp, UOp]]:
-    """Loads this thread's quad number `item` of `portion`, and returns (element in fp32, index in local memory) for each element."""
+    """Loads this thread's group number `item` of four elements of `portion`; returns (fp32 element, its place in local memory) for each."""
     to, rows, threads, units = self.section(portion.section), self.rows_of(portion.tensor), self.tile.threads, self.units(portion)
     turned, width = to.shape.turned, self.width_of(portion.tensor)
     count, fast = portion.n*units, math.gcd(portion.n, ROWS_TOGETHER) if turned else 1
@@ -379,12 +380,12 @@ class Rectangle:
     return found
 
   def fetched(self, portion:Portion, ahead:UOp) -> list[UOp]:
-    """Returns the stores of this thread's quads of the data `portion` from global memory to the registers `ahead`."""
+    """Returns stores that load this thread's elements of `portion` from global memory to the registers `ahead`."""
     values = [x for j in range(self.quads_carried(portion)) for x, _ in self.quad_of(portion, UOp.const(j))]
     return [UOp.group(*[ahead[i].store(x) for i, x in enumerate(values)])]
 
   def brought(self, portion:Portion, then:Portion|None, ready:list[UOp], ahead:UOp|None) -> list[UOp]:
-    """Returns the stores of the data `portion` to local memory, after the operations `ready`."""
+    """Returns stores of `portion` to local memory, from global memory or from the registers `ahead`, which are then loaded with `then`."""
     # If `ahead` is None, the data comes from global memory. Otherwise it comes from the registers `ahead`, to which it was loaded earlier, and the
     # next data, `then`, is loaded to these registers afterwards.
     if ahead is None: return [self.carried(portion, ready)]
@@ -395,7 +396,7 @@ class Rectangle:
 
   # ***** asynchronous copies *****
   def started(self, portion:Portion, place:UOp, ready:list[UOp], gate:UOp|None=None) -> UOp:
-    """Returns the statements that start this thread's asynchronous copies of `portion` to its section, as one UOp."""
+    """Returns a statement that starts this thread's asynchronous copies of `portion` to its matrix in local memory."""
     # The copies come after the operations `ready`, and are made only if `gate` is true. The section has room for one or two portions: `place` is 1
     # for the second half of the section, and 0 otherwise. Elements beyond the tensor's last row or column become 0.
     threads, rows, to = self.tile.threads, self.rows_of(portion.tensor), self.section(portion.section, *ready)
@@ -418,7 +419,7 @@ class Rectangle:
 
   def arriving(self, now:Portion, later:Portion, other:Portion, at:tuple[UOp, int], ready:list[UOp], further:list[UOp],
                ahead:UOp|None) -> tuple[Section, list[UOp]]:
-    """Makes the data `now` ready in local memory, and returns its section, and the operations after which it may be read."""
+    """Makes the data `now` ready in local memory; returns (their matrix, operations after which it may be read)."""
     # For step s of n steps, where `at` = (s, n). The operations `ready` come first. The returned operations include `further`, operations that fill
     # other sections. With asynchronous copies, the step before has started the copies of `now`. This step waits for these copies, and starts the next
     # ones, which run during the products. The next copies are those of `later`, the data of the next step. In the last step they are those of
@@ -437,7 +438,7 @@ class Rectangle:
     return (Turned if now.section == "walked" else Section)(self.memory.after(*there), place, section), there
 
   def over_threads(self, parts:list[UOp], join:Callable[[UOp, UOp], UOp], ready:list[UOp], *done:UOp) -> tuple[list[UOp], list[UOp]]:
-    """Returns one number for each own row, made by `join` of several threads' numbers, and the operations after which local memory is free."""
+    """Returns (a number for each own row, joined by `join` from several threads' numbers; operations after which local memory is free)."""
     # `parts` has this thread's numbers, a vector for each four of its own rows. The threads exchange the numbers through local memory, after the
     # operations `ready` and the statements `done`. The second list has the operations after which local memory is free for other data.
     if self.tile.alone: return parts, [*ready, *done]

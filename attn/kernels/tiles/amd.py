@@ -17,7 +17,7 @@ WAVES_OF_DQ = 4     # fewest waves among which the columns of dQ are divided, in
 # Sixteen lanes store at the same time, 8 bytes each, to `v_columns` columns of V (rows of V^T). These columns must lie in different banks.
 def v_columns(block_n:int) -> int: return 16//math.gcd(block_n//4, 8)
 def v_skew(mat:Matrix, block_n:int) -> int:
-  """Returns the number of 16-byte units that stay empty after each matrix tile of V^T in LDS."""
+  """Returns how many 16-byte units stay empty after each matrix tile of V^T in LDS, to avoid bank conflicts."""
   # Sixteen lanes store to LDS at the same time. If matrix tiles have 16 rows, the columns of V that these lanes store lie in different tiles. The gap
   # puts these columns into different banks.
   return 8//v_columns(block_n) if mat.M == 16 and mat.accumulator == mat.unit else 0
@@ -44,7 +44,7 @@ def column_layout(mat:Matrix, block_n:int, width:int) -> PaddedRows:
   return PaddedRows(round_up(width, mat.M), block_n//mat.unit, v_skew(mat, block_n))
 
 def turned_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """Returns the LDS layout for rows of `width` elements whose columns are read by loads that transpose."""
+  """Returns the LDS layout of rows of `width` elements, from which loads that transpose read columns."""
   # such a load reaches four neighbouring rows, 64 bytes of each: these lie in different banks; so do sixteen neighbouring rows, of which other loads
   # read 16 bytes each
   units = contraction(mat, width)//mat.unit
@@ -76,7 +76,7 @@ class Tile(ForwardShape):
   def by_item(self) -> bool: return False
   @property
   def buffers(self) -> int:
-    """Number of tiles of K, and of V, for which LDS has room at the same time."""
+    """Number of LDS buffers for tiles of K, and for tiles of V: 1, or `prefetch` if more."""
     return max(1, self.prefetch)
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
@@ -114,13 +114,13 @@ class BackwardTile(BackwardShape):
   def new_addresses(self) -> bool: return True
   @property
   def torn(self) -> bool:
-    """Whether this tile description is invalid because a fence would separate two units of one operand."""
+    """Whether this tile description is invalid: a fence would separate the two 16-byte units that one matrix operand consists of."""
     # The compiler moves no read from LDS across a fence, and there is a fence after every `fenced` units of 16 bytes. The operand of a matrix
     # instruction must be read between two fences.
     return bool(self.fenced and self.fenced % max(1, self.matrix.operand//self.matrix.unit))
   @property
   def ds(self) -> PaddedRows:
-    """Layout, in LDS, of dS of a tile: a row for each query, or with `turning` for each key."""
+    """Layout of dS in LDS: a row for each query of the tile, or, if loads transpose (field `turning`), a row for each key."""
     return turned_layout(self.matrix, self.block_m, self.block_n) if self.turning else PaddedRows(self.block_n, self.block_m//self.matrix.unit)
   def row_layout(self, width:int) -> PaddedRows:
     """Returns the layout, in LDS, of a tile of rows of `width` elements, not transposed."""
@@ -128,19 +128,19 @@ class BackwardTile(BackwardShape):
   @property
   def adds_dq(self) -> bool: return self.dq_matrix is not None
   def dq_columns(self, p:Problem) -> int:
-    """Returns the number of matrix tiles side by side in a row of dQ."""
+    """Returns how many matrix tiles lie side by side in a row of dQ."""
     assert self.dq_matrix is not None
     # the number of waves is a multiple of this number
     return p.D//self.dq_matrix.N
   def dq_tiles(self, p:Problem) -> int:
-    """Returns the number of matrix tiles of dQ that each wave computes for a tile of queries."""
+    """Returns how many matrix tiles of dQ each wave computes for a tile of queries."""
     assert self.dq_matrix is not None
     return self.block_n//self.dq_matrix.M*self.dq_columns(p)//self.waves
   def products_of_trip(self, p:Problem) -> int:
-    """Returns the number of matrix instructions with which a wave that owns keys computes S, dP, dV and dK in an iteration."""
+    """Returns how many matrix instructions a wave that owns keys needs in one iteration for S, dP, dV and dK."""
     return 2*(p.D + p.Dv)*self.block_n//(self.matrix.M*self.matrix.K)
   def products_of_dq(self, p:Problem) -> int:
-    """Returns the number of matrix instructions with which a wave computes its part of dQ in an iteration."""
+    """Returns how many matrix instructions a wave needs in one iteration for its part of dQ."""
     assert self.dq_matrix is not None
     return self.dq_tiles(p)*self.block_m//self.dq_matrix.K
   def lds_bytes(self, p:Problem) -> int:

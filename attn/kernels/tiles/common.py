@@ -32,7 +32,7 @@ def heads_of(p:Problem, tile:BlockTile) -> int:
   return p.H//p.Hkv if tile.pack_gqa else 1
 
 def blocks_of_queries(p:Problem, tile:BlockTile) -> tuple[int, int]:
-  """Returns into how many pieces the queries of a head are divided, and how many workgroups each piece has."""
+  """Returns (pieces into which the queries of a head are divided, workgroups for each piece); there are 2 pieces in the order "zigzag"."""
   # There are two pieces if a device holds two pieces of a sequence: one from its front and one from its back (`DealtRows`). No workgroup has rows of
   # both pieces, because rows from the back see many keys that rows from the front do not see.
   pieces = 1 if p.dealt is None or not p.dealt.front else 2
@@ -49,7 +49,7 @@ def units_of_query_values(p:Problem, queries:int) -> int:
 
 @dataclass(frozen=True)
 class ScalarPlaces:
-  """Table in LDS through which waves exchange fp32 numbers of each row (query): the indices of these numbers."""
+  """Indices of a row's fp32 numbers (m, maxima, sums of P) in a table in LDS through which waves exchange them."""
   parts: int           # parts of a tile's keys
   kinds: int           # number of sums of P: of P as rounded to 16 bits and, if lse is written, of P before rounding
   factor: int = 0      # the number that rescales O after an iteration
@@ -65,7 +65,7 @@ class ScalarPlaces:
   def total(self, kind:int, part:int|UOp) -> int|UOp: return 2 + (1 + kind)*self.parts + part
 
 class SharingTile:
-  """Tile description of a kernel whose waves divide both the rows and the keys among them."""
+  """Base class for tile descriptions of latent attention, in which waves divide both the queries and the keys of a tile."""
   # The rows are the queries of all heads that share a key/value head. In each iteration a wave computes the scores of one of `row_tiles` matrix tiles
   # of rows with one of `key_parts` parts of the keys.
   matrix: Any

@@ -48,7 +48,7 @@ class MmaTile(MmaShape):
     found = self.waves*self.matrix.wave*self.units_of_results(p) if self.key_waves > 1 else 0
     return UNIT_BYTES*max(q.size + self.stages*(k.size + v.size + self.scales(p)), found)
   def units_of_results(self, p:Problem) -> int:
-    """Returns the number of 16-byte units of shared memory for the results of one lane."""
+    """Returns how many 16-byte units of shared memory one lane needs for its results: m, row sums and elements of O."""
     # the warps with the same queries exchange them: for each matrix tile of queries, elements of O, m and the row sums
     return self.q_tiles*(fragments(p.Dv, self.matrix) + 2)
   def __str__(self) -> str:
@@ -71,7 +71,7 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
     # their columns fill whole 128-byte lines of shared memory
     return round_up(ceildiv(fragments(p.Dv, self.matrix), self.waves), LINE)
   def widens(self, p:Problem) -> bool:
-    """Whether threads convert the 8-bit columns of a tile to 16 bits in shared memory, once for all warps."""
+    """Whether threads convert the 8-bit columns of a tile in shared memory, once for all warps, instead of each warp when it reads them."""
     # if there is only one matrix tile of queries, no two warps compute scores of the same keys: then each warp converts what it reads
     return bool(p.stored) and self.row_tiles > 1
   def layouts(self, p:Problem) -> tuple[LongRows, LongRows, LongRows, SwizzledRows]:
@@ -81,12 +81,12 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
     return (rows(self.block_m, p.D, p.itemsize), rows(self.block_n, p.k_width, p.itemsize if self.widens(p) else p.key_itemsize),
             rows(self.block_n, p.D - p.k_width, p.itemsize), SwizzledRows(self.block_m, self.block_n//self.matrix.unit))
   def stage(self, p:Problem) -> int:
-    """Returns the number of 16-byte units of shared memory for one tile of K, with scales, in the ring buffer."""
+    """Returns the size of one stage of the ring buffer, a tile of K with its scales, in 16-byte units of shared memory."""
     # if threads convert K in shared memory (`widens`), K itself is not counted: it lies outside of the ring buffer
     _, k, rotary, _ = self.layouts(p)
     return (0 if self.widens(p) else k.size) + rotary.size + (round_up(self.block_n*4//UNIT_BYTES, LINE) if p.stored else 0)
   def raw(self, p:Problem) -> int:
-    """Returns the number of 16-byte units of shared memory for the 8-bit numbers of a tile of K, before conversion."""
+    """Returns how many 16-byte units of shared memory the 8-bit numbers of one tile of K take before they are converted."""
     # only if threads convert them in shared memory (`widens`)
     return round_up(self.layouts(p)[1].size//2, self.threads) if self.widens(p) else 0
   def weights_at(self, p:Problem) -> int:

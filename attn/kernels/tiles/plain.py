@@ -13,7 +13,7 @@ LONG_SUM = 128       # a score with more products than this is summed in parts: 
 SHORTEST_PART = 16   # least products of such a part: with shorter parts the kernel would be slower
 
 def summed_together(width:int) -> int:
-  """Returns how many products of elements a thread adds up before it adds their sum to a score."""
+  """Returns how many products of elements, e.g. of a row of Q and one of K, a thread sums before it adds the sum to a score."""
   # All `width` products of a short row, or a divisor of `width` for a long row: a sum of such partial sums has a smaller rounding error than one long
   # sum.
   part = max(n for n in range(1, LONG_SUM + 1) if width % n == 0)
@@ -25,7 +25,7 @@ KEPT = ("kept", "kept of dp")      # sections for the own rows of a backward ker
 
 @dataclass(frozen=True)
 class SectionShape:
-  """Shape of a matrix in local memory."""
+  """Shape of a matrix in local memory, in floats."""
   rows: int
   pitch: int             # floats from one row to the next
   turned: bool = False   # whether the matrix is the transpose of the rows that are copied there
@@ -53,7 +53,7 @@ class Sections:
 END = ""     # name, among the places, of the end of the last section
 
 def after_each(shapes:dict[str, SectionShape], first:int) -> dict[str, int]:
-  """Returns the index of the first float of each section, by name, and of the end, if the sections begin at float `first`."""
+  """Returns {name: index of its first float} for matrices that lie one after another from float `first` on; END is the end of all."""
   found = {END: first}
   for name, shape in shapes.items(): found |= {name: found[END], END: found[END] + shape.floats}
   return found
@@ -92,21 +92,21 @@ class RectangleTile:
   @property
   def pack_gqa(self) -> bool: return False
   def width(self, of:int) -> int:
-    """Returns the number `of` of columns of a result, such as O or dK, rounded up to what the workgroup computes."""
+    """Returns `of`, a number of columns of a result such as O, rounded up to what the threads compute."""
     # a multiple of `columns`, the columns that a thread computes at a time, or, if a thread computes all its columns at once, of 4 columns for each
     # of the `down` threads
     return round_up(of, self.columns or QUAD*self.down)
   def depth_of(self, width:int) -> int: return self.depth or summed_together(width)
   def steps(self, width:int) -> int:
-    """Returns in how many steps rows of `width` elements are copied to local memory, some elements of every row in each."""
+    """Returns the number of steps in which rows of `width` elements are copied to local memory, each with some columns of all rows."""
     return ceildiv(width, self.depth_of(width))
   def kept_rows(self, width:int) -> SectionShape:
-    """Returns the shape of the section of local memory that holds the own rows of `width` elements, transposed, for the whole kernel."""
+    """Returns the shape of the matrix in local memory that holds the workgroup's own rows, transposed, during the whole kernel."""
     # 0 rows if the kernel does not keep these rows in local memory
     elements = round_up(self.steps(width)*self.depth_of(width), QUAD)
     return SectionShape(elements*self.keeps_own, self.block_m + (0 if self.alone else TURNED_PADDING), turned=True)
   def turns(self, width:int) -> tuple[dict[str, SectionShape], ...]:
-    """Returns two groups of sections that use the same part of local memory, one group after the other."""
+    """Returns two groups of matrices, {name: shape} each, which use the same local memory one after the other."""
     # The first group holds some elements of the own rows and of the walked rows, both transposed. The second group holds walked rows of at most
     # `width` elements, not transposed.
     shared = 0 if self.alone else 1
@@ -114,7 +114,7 @@ class RectangleTile:
     walked = SectionShape(self.depth*shared, self.block_n + TURNED_PADDING, turned=True)
     return {"own": own, "walked": walked}, {"rows": SectionShape(self.values*shared, self.width(width))}
   def copied(self, p:Problem) -> dict[str, SectionShape]:
-    """Returns the shapes of the sections of local memory, by name, for walked rows that are copied asynchronously."""
+    """Returns {name: shape} of the matrices in local memory to which tiles of K and V are copied asynchronously."""
     # "walked" for some elements of each key of a tile, "rows" for some rows of V; if a tile is copied in several portions, a section has room for
     # two: one is copied while the kernel reads the other
     places_of_k, places_of_v = (min(2, n) for n in (self.steps(p.D), self.block_n//self.values))

@@ -45,16 +45,16 @@ class WgmmaTile(WgmmaShape):
     of_v = SwizzledPanels(columns + ONES_ROWS, self.block_n//mat.unit) if p.of_8_bits else SwizzledPanels(self.block_n, columns//mat.unit)
     return SwizzledPanels(self.block_m, k_units), SwizzledPanels(self.block_n, k_units), of_v
   def given_v(self, p:Problem) -> SwizzledRows:
-    """Returns the layout of V in shared memory before V is transposed there, if the inputs are 8-bit floats."""
+    """Returns the layout in which 8-bit floats of V arrive in shared memory, before the kernel transposes them there."""
     return SwizzledRows(self.block_n, round_up(p.Dv, WGMMA[p.dtype].K)//WGMMA[p.dtype].unit)
   def converts(self, p:Problem) -> bool:
     """Whether the kernel converts k and v from 8 to 16 bits."""
     return p.stored in STORED
   def stages(self, p:Problem) -> int:
-    """Returns the number of tiles of K, and of V, for which shared memory has room at the same time."""
+    """Returns how many tiles of K, and how many of V, fit into shared memory at the same time."""
     return STAGES if self.converts(p) or p.of_8_bits else min(STAGES, ceildiv(p.Sk, self.block_n))
   def scale_stages(self, p:Problem) -> int:
-    """Returns the number of tiles for whose scales shared memory has room at the same time."""
+    """Returns for how many tiles shared memory has room for the scales at the same time."""
     return SCALE_STAGES if self.converts(p) else self.stages(p)
   def ahead(self, p:Problem) -> bool:
     """Whether the copies of a tile of 8-bit floats start two iterations before the tile is used."""
@@ -67,7 +67,7 @@ class WgmmaTile(WgmmaShape):
     q, k, _ = self.layouts(p)
     return q.size + self.key_stages(p)*k.size
   def pieces(self, p:Problem) -> int:
-    """Returns the number of 16-byte units of a tile of K and V that each thread converts from 8 to 16 bits."""
+    """Returns how many 16-byte units of a tile of K and V each thread converts from 8 to 16 bits."""
     return sum(ceildiv(self.block_n*width//UNIT_BYTES, self.threads) for width in (p.D, p.Dv)) if self.converts(p) else 0
   def scales(self, p:Problem) -> int:
     """Returns the number of 16-byte units of shared memory for the scales of a tile's 8-bit rows."""
@@ -76,7 +76,7 @@ class WgmmaTile(WgmmaShape):
   def lds_bytes(self, p:Problem) -> int:
     return self.bytes_with(p, self.ahead(p))
   def bytes_with(self, p:Problem, ahead:bool) -> int:
-    """Returns the number of bytes of shared memory of a block."""
+    """Returns how many bytes of shared memory a block needs; `ahead`: if copies start two iterations before a tile is used."""
     # with `ahead`, copies start two iterations before a tile is used, otherwise one
     q, k, v = self.layouts(p)
     given = (GIVEN_STAGES + ahead)*self.given_v(p).size if p.of_8_bits else 0
@@ -101,7 +101,7 @@ class MlaWgmmaTile(MlaWgmmaShape):
   handed: ClassVar[int] = wgmma.GROUP     # 16-byte units of shared memory for the numbers that each thread of a warpgroup hands over
 
   def columns(self, p:Problem) -> int:
-    """Returns the number of columns of O that a warpgroup computes: whole panels."""
+    """Returns how many columns of O each warpgroup computes, in whole panels of 128 bytes of each row."""
     return ceildiv(p.Dv, PANEL_COLUMNS*LATENT_GROUPS)*PANEL_COLUMNS
   def layouts(self, p:Problem) -> tuple[LongPanels, LongPanels, SwizzledPanels]:
     """Returns the layouts in shared memory of Q, of K, and of P."""
@@ -147,7 +147,7 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     return of_d, of_dv
   @property
   def stay(self) -> tuple[str, ...]:
-    """Names of the tensors whose rows stay in shared memory during a loop over tiles."""
+    """Names of the tensors whose rows stay in shared memory during the whole loop, e.g. ("k", "v") if the block owns keys."""
     # the rows of the other tensors pass through the ring buffer
     return OF_KEYS if self.keys else OF_QUERIES
   @property
@@ -155,10 +155,10 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
   @property
   def passing_rows(self) -> int: return self.block_n
   def stay_size(self, p:Problem) -> int:
-    """Returns the number of 16-byte units of shared memory for the rows that stay there."""
+    """Returns how many 16-byte units of shared memory the rows that stay there during the loop take."""
     return sum(x.size for x in self.layouts(p, self.stay_rows))
   def stage(self, p:Problem) -> int:
-    """Returns the number of 16-byte units of shared memory for one tile of the rows that pass through the ring buffer."""
+    """Returns the size of one stage of the ring buffer: one tile of the rows over which the block loops, in 16-byte units."""
     # without lse and delta of queries (`units_of_query_values`)
     return sum(x.size for x in self.layouts(p, self.passing_rows))
   @property
@@ -180,7 +180,7 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     return 2*self.ds.size
   @property
   def dq_panels(self) -> int:
-    """Number of parts into which a tile of queries is divided for dQ, 64 queries each."""
+    """Number of groups of 64 queries in a tile of queries, among which warpgroups divide dQ."""
     # a part has as many queries as a product of wgmma has rows; the warpgroups share the parts equally; if there are fewer parts than warpgroups, the
     # warpgroups of a part share its columns
     return self.block_n//wgmma.M
@@ -199,10 +199,10 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     if self.waves > TURNS_OF_SUMS*self.dq_panels: return f"{shape}: there are counters of turns for {TURNS_OF_SUMS*self.dq_panels} warps"
     return None
   def sent(self, p:Problem) -> int:
-    """Returns the number of 16-byte units of shared memory for one warp's part of dQ, before it is added to global memory."""
+    """Returns how many 16-byte units of shared memory hold one warp's part of dQ until it is added to global memory."""
     return self.matrix.M*self.dq_columns(p)*4//UNIT_BYTES
   def shared_dq(self, p:Problem) -> int:
-    """Returns the number of 16-byte units of shared memory that a block needs to add to dQ."""
+    """Returns how many 16-byte units of shared memory a block needs for dS and dQ if it adds to dQ, otherwise 0."""
     # for dS, and for dQ of a tile of queries
     return self.ds_size + self.waves*self.sent(p) if self.adds_dq else 0
   def lds_bytes(self, p:Problem) -> int:

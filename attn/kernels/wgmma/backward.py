@@ -59,7 +59,7 @@ def shared_memory(grid:Grid, p:Problem, tile:WgmmaBackwardTile) -> UOp: return g
 
 @dataclass(frozen=True)
 class RingPlace:
-  """One use of a tile by a block: which tile, in which loop over tiles, and where in the ring buffer."""
+  """One use of a tile by a block: which tile, in which of its loops, and how many tiles the block has used before."""
   # the block loops over the tiles of one head after another, and twice if it makes two passes
   tile: UOp       # index of the tile among the tiles of a head
   loop: UOp|int   # index of this loop over tiles, counted over heads and passes
@@ -115,7 +115,7 @@ class WgmmaBackward:
 
   # ***** shared memory *****
   def in_shared(self, name:str, place:RingPlace) -> SwizzledPanels:
-    """Returns the layout, in shared memory, of the rows of the tensor `name` that belong to the tile `place`."""
+    """Returns the layout in shared memory of rows of the tensor `name`: the rows that stay there, or those of the tile `place`."""
     # rows that stay there, or the tile's rows in the ring buffer
     tile, p = self.tile, self.group.p
     if name in tile.stay: return self.warp_rows.layout_of(name, tile.stay_rows, 0)
@@ -147,7 +147,7 @@ class WgmmaBackward:
 
   def ring_at(self, t:UOp, loop:UOp|int) -> RingPlace: return RingPlace(t, loop, loop*(self.walked.end - self.walked.begin) + t - self.walked.begin)
   def next(self, place:RingPlace) -> RingPlace:
-    """Returns the `RingPlace` of the tile that the block uses after the tile `place`."""
+    """Returns the `RingPlace` of the tile that the block uses next, after the tile `place`."""
     t, index = place.tile + 1, place.index + 1
     if self.loops == 1: return RingPlace(t, place.loop, index)
     same = t < self.walked.end
@@ -220,7 +220,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
   @property
   def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
   def query_values(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
-    """Returns one of each query's numbers (lse, delta, lse_rest) for the lane's columns: a vector for each C fragment."""
+    """Returns one number of each query of the tile (kind 0: lse, 1: delta, 2: lse_rest), as a vector for each C fragment of scores."""
     # from shared memory; `kind`: 0 for lse, 1 for delta, 2 for lse_rest (the part of lse that rounding to fp32 lost)
     pairs, n = s.shared.bitcast(nv.F2), self.of.tile.block_n
     first = self.of.place_of_query_values(self.ring_place)*2 + kind*n//2 + self.warp_rows.warps.at.h
@@ -275,7 +275,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
   # ***** dQ of a block that owns keys *****
   @property
   def dq_part(self) -> tuple[UOp, UOp]:
-    """Part of dQ that this warpgroup computes in an iteration: the number of its 64 queries in the tile, and its first column."""
+    """Part of dQ that this warpgroup computes in an iteration: (which 64 queries of the tile, first column)."""
     group, tile = wgmma.group(self.warp_rows.warps.at.wave), self.of.tile
     together, columns = tile.groups//tile.dq_panels, tile.dq_columns(self.warp_rows.p)
     return (UOp.const(0), group*columns) if tile.dq_panels == 1 else (group//together, group%together*columns)

@@ -37,7 +37,7 @@ from attn.tinygrad_compat import UOp, dtypes
 # converts the part of the next tile that it has loaded, and stores it to the ring buffer in 16 bits.
 
 def sums_of(p:Problem) -> tuple[str, ...]:
-  """Returns which sums of P the kernel computes for each row."""
+  """Returns the names of the sums of P that the kernel computes for each row, e.g. LANE for P before rounding."""
   # The sum of P as rounded to 16 bits is computed only if O is stored in a finer type than P. Dividing O by this sum avoids an error as large as the
   # rounding error of P. If O is stored in a coarser type, the rounding of O hides that error anyway. (On an H200 this sum costs 2 to 8 % of the speed
   # by vector additions, and 4 to 15 % by mma.sync. Kernels for the other matrix units always compute it.) If V is stored in 8 bits, the first sum is
@@ -49,7 +49,7 @@ def sums_of(p:Problem) -> tuple[str, ...]:
   return (*[FACTORS]*bool(p.stored), kind, *[LANE]*(kind != LANE and p.writes_lse))
 
 def parts_of_o(p:Problem) -> list[range]:
-  """Divides the C fragments of P V of 8-bit floats into parts of neighbouring columns, and returns each part's indices."""
+  """Returns the C fragments of O in groups of neighbouring columns that are computed one after another, each as a range of indices."""
   # The last fragment has the row sums of P. Parts have equal sizes if possible: with different sizes ptxas may make the products wait for each other
   # (its warning C7511).
   whole = fragments(p.Dv, WGMMA[p.dtype]) + ONES_ROWS//WGMMA[p.dtype].N
@@ -87,7 +87,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
 
   @functools.cached_property
   def there(self) -> UOp:
-    """Whether the warpgroup has queries; otherwise it only copies tiles, so that the other warpgroups have the tensor cores."""
+    """Whether this warpgroup owns any query; a warpgroup without queries only copies tiles, and skips the products."""
     # a product that may be skipped needs registers for its old results, and there are not enough
     if self.p.of_8_bits: return wgmma.EVERYWHERE
     group, n_q, front = self.warps.group, self.warps.group.sequence.n_q, 0 if self.p.dealt is None else self.p.dealt.front
@@ -123,7 +123,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
 
   @functools.cached_property
   def in_one_loop(self) -> bool:
-    """Whether a single loop computes the tiles of which the mask hides some scores and those of which it hides none."""
+    """Whether one loop computes all tiles, those of which the mask hides some scores and those of which it hides none."""
     # With lists of tiles and a mask that only compares a number of the query with an element of a tensor for the key. A branch in the loop then
     # decides whether the numbers are compared. With one loop the kernel has half of the code, and the compiler takes less time.
     scores = self.warps.group.scores
@@ -161,7 +161,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(s.p.max_numel())])), None
 
   def with_scales(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
-    """Multiplies S by the scales of K's 8-bit rows in tile t, unless `weigh` does so, and returns the state."""
+    """Multiplies S by the scales of K's 8-bit rows in tile t, if `weigh` does not do so later, and returns the state."""
     of_k, of_v = (self.stored.scales(s.shared, self.first_scale(t), kind, UOp.const(0), self.tile.block_n) for kind in (OF_K, OF_V))
     if not self.weighs_keys(masked): s = s.store(store_all(s.scores, [ops.mul(s.scores[i].load(), ops.concat(x, x)) for i, x in enumerate(of_k)]))
     # in a masked tile, if a query sees a key whose scale of V is NaN, one of the query's row sums (number `of_nans`) becomes NaN, and so does its O
@@ -171,22 +171,22 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
 
   @property
   def of_nans(self) -> int:
-    """Index of the row sum that passes on a NaN among V's scales in masked tiles."""
+    """Index of the row sum that becomes NaN if a query sees a key whose scale of V is NaN."""
     # see `nans_apart`
     return 0 if self.nans_apart else 1
   @property
   def nans_apart(self) -> bool:
-    """Whether the first row sum passes on a NaN among V's scales; otherwise the second one does, by which O is divided."""
+    """Whether a NaN scale of V goes to the first row sum, which results do not use, instead of the second, by which O is divided."""
     # The first row sum has no other use in the results. It is needed if an LSE is written, which must stay finite, or if dropout may remove the
     # weight with the NaN.
     return bool(self.p.writes_lse or self.p.dropout_p)
   def weighs_keys(self, masked:bool) -> bool:
-    """Whether `weigh` multiplies S by the scales of K's rows; otherwise `with_scales` does so earlier."""
+    """Whether the operation `weigh` multiplies S by the scales of K's rows. Otherwise `with_scales` has already done so."""
     # in the same step as by softmax_scale*log2(e); masks and score terms need S with these scales
     scores = self.warps.group.scores
     return not masked and scores.in_place and scores.to_log2 > SMALLEST_SCALE
   def scales_at(self, s:WgmmaState, t:UOp, masked:bool) -> dict[str, Any]:
-    """Returns where the scales of the rows in tile t lie in shared memory, as arguments of `weigh` and `correct`."""
+    """Returns the keyword arguments `scales` and `at` of the operations `weigh` and `correct`, for the scales of tile t in shared memory."""
     # If the tile is not masked, all queries see all keys, and a scale of V that is NaN may simply make P NaN. In a masked tile NaN scales are
     # replaced, and `with_scales` passes the NaN on to the queries that see its key.
     def first(kind:int) -> UOp: return self.stored.first_scales(self.first_scale(t), kind, UOp.const(0))
@@ -204,7 +204,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return s.do(*scores.masks(s.scores, self.queries, t, s.done)) if masked else s
 
   def turn_passed(self, s:WgmmaState, gate:UOp) -> WgmmaState:
-    """Passes the turn to start products on to the next warpgroup, if `gate` is true and the warpgroups take turns."""
+    """Lets the next warpgroup start its products, if `gate` is true and warpgroups take turns; returns the state."""
     # A turn is P V of a tile and S of the next tile. The first warpgroup gets its first turn when the last warpgroup has started S of the first tile.
     if not self.tile.turns: return s
     return s.do(wgmma.end_turn(wgmma.group(self.warps.at.wave), self.tile.groups, gate, s.done))
@@ -217,7 +217,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return s.do(wgmma.wait_products(s.acc, s.done)).done
 
   def add_in_parts(self, s:WgmmaState, t:UOp) -> UOp:
-    """Adds P V of tile t of 8-bit floats to O, and returns the last operation."""
+    """Adds P V of tile t of 8-bit floats to O, some columns at a time, and returns the last operation."""
     # if the tensor cores add with too few bits, each part of the columns is computed separately, and then added to O in fp32
     v = self.v_panels(t)
     for columns in parts_of_o(self.p):
@@ -266,7 +266,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return s.do(nv.commit(s.done))
 
   def fetch_bytes(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Prepares tile t of 8-bit floats, starts the next copies, and returns the state."""
+    """Starts the next copies, and prepares tile t of 8-bit floats for the products: transposes this warp's part of V. Returns the state."""
     # First starts the next copies: of tile t + 1 if shared memory has room (`ahead`), otherwise of tile t. Then transposes this warp's part of V of
     # tile t, which has arrived. With `ahead`, waits for the copies of tile t. Arrives at the mbarrier.
     ahead = self.tile.ahead(self.p)
@@ -278,7 +278,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return s.do(wgmma.arrive_stored(s.arrivals, s.done))
 
   def ones(self, shared:UOp) -> list[UOp]:
-    """Returns the stores that write rows of ones below each of the transposed tiles of V."""
+    """Returns stores of ones to rows below each transposed tile of V, so that the product P V also gives the row sums of P."""
     # with them, the last C fragment of the product P V has the row sums of P
     ones = ops.build(*[UOp.const(ONES_OF[self.p.dtype], dtypes.uint)]*(UNIT_BYTES//4))
     across, stores = self.tile.block_n//self.mat.unit, list[UOp]()
@@ -332,7 +332,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     s = s.do(*self.stored.copies(s.shared, t, self.first_scale(t)))
     return s.do(nv.commit(s.done))
   def widened(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Stores this thread's part of tile t in 16 bits, loads its part of the next tile, and returns the state."""
+    """Stores this thread's part of tile t, converted to 16 bits, to shared memory, and loads its part of tile t+1; returns the state."""
     # the scales that the thread has copied are checked; then it arrives at the mbarrier
     own, s = s.pieces.value, s.do(nv.wait_copies(s.done, 0))
     assert own is not None

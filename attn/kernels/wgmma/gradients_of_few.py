@@ -34,7 +34,7 @@ from attn.tinygrad_compat import UOp, dtypes
 QUERIES = UOp.const(0)     # the only tile of queries
 
 def every_tile(group:Workgroup, parts:int) -> Blocks:
-  """Returns the tiles of keys over which the workgroup `group` loops: all tiles, or one of `parts` parts of them."""
+  """Returns the tiles of keys over which the workgroup loops: all tiles, or its share if `parts` workgroups divide them."""
   # tiles that no query sees are among those in which a mask may hide scores; their dK and dV are 0
   p, size, queries = group.p, group.tile.block_m, group.tile.block_n
   seen = blocks_seen(over_keys(p, group.sequence), group.first_row, group.first_row + (queries - 1), size)
@@ -43,7 +43,7 @@ def every_tile(group:Workgroup, parts:int) -> Blocks:
   return tiles.share(group.split[0], parts) if group.split else tiles
 
 def as_owner_of_keys(group:Workgroup, tiles:Blocks, in_parts:bool) -> Workgroup:
-  """Returns the workgroup `group`, which owns queries, as one that owns the first tile of keys of the sequence."""
+  """Returns a copy of `group`, whose rows are queries, that owns the first tile of keys instead, as dK and dV need it."""
   # `tiles` are all tiles over which it loops; `in_parts`: whether dk and dv are fp32 sums
   p, own = group.p, Row(group.batch, group.first_head, UOp.const(0), UOp.const(True))
   walk = over_queries(p, group.sequence)
@@ -58,7 +58,7 @@ class WgmmaFewQueries(WgmmaBackward):
 
   @staticmethod
   def of_block(p:Problem, arch:Chip, tile:WgmmaFewQueriesTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> WgmmaFewQueries:
-    """Makes the object for a kernel whose blocks hold all queries of a head, and that takes the tensors `args`."""
+    """Makes the kernel's object for a block that holds all queries of a head; `args` are the tensors that `shapes` names."""
     # `shapes` has the names, shapes and dtypes of `args`, in the same order; if `parts` is above 0, the keys are divided into `parts` parts, and each
     # block loops over one part
     if (reason := tile.cannot_add_dq(p)) is not None: raise NotImplementedError(f"backward_few_wgmma: {reason}")
@@ -81,7 +81,7 @@ class WgmmaFewQueries(WgmmaBackward):
     return s.after(workgroup_barrier(s.done))
 
   def copies_of_query_values(self, shared:UOp, place:RingPlace) -> list[UOp]:
-    """Returns the statements that bring lse and delta of the queries to shared memory."""
+    """Returns the statements that copy or store lse and delta of all queries to shared memory."""
     # lse is copied, and delta is stored as soon as it is computed
     rows, group, n, at = self.queries, self.queries.warps.group, self.tile.block_n, self.queries.warps.at
     floats, first = shared.bitcast(dtypes.float), self.place_of_query_values(place)*4
@@ -93,7 +93,7 @@ class WgmmaFewQueries(WgmmaBackward):
                      for begin, deltas in zip(rows.in_block, rows.deltas) for r, delta in enumerate(deltas)]
 
   def fetch(self, s:WgmmaBackwardState, place:RingPlace) -> WgmmaBackwardState:
-    """Starts this thread's copies of the tile of keys `place`, if the block has this tile, and returns the state."""
+    """Starts this thread's copies of K and V of the tile of keys `place`, if it exists, and returns the state."""
     # the thread arrives at the mbarrier when its copies are complete
     group, size = self.group, self.tile.block_m
     there = (self.walked.end*size).minimum(group.sequence.n_k)
@@ -110,7 +110,7 @@ class WgmmaFewQueries(WgmmaBackward):
     return s.do(wgmma.wait_products(s.dq, s.done))
 
   def keys_of_tile(self, t:UOp, masked:bool) -> WarpRows[SwizzledPanels]:
-    """Returns the keys of tile `t` as the rows that the warps own."""
+    """Returns an object for the keys of tile `t`, as rows that this block's warps own and for which they sum dK and dV."""
     # without a mask (`masked` is false) all of them exist
     group, size = self.group, self.tile.block_m
     first = (t if masked else bounded(t, 0, group.p.Sk//size - 1))*size
@@ -136,7 +136,7 @@ class WgmmaFewQueriesTrip(WgmmaTrip):
     return self.of.fetch(s, self.of.next(self.ring_place))
 
   def finish_keys(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
-    """Stores dV and dK, and returns the state after all products of the iteration."""
+    """Stores dV and dK of the tile's keys to memory, once their products are complete, and returns the state."""
     own, = self.warp_rows.of_lane
     known = [self.seen(key) if self.masked else None for key in own]
     # dV while dQ and dK are computed
@@ -147,5 +147,5 @@ class WgmmaFewQueriesTrip(WgmmaTrip):
     return s
 
   def seen(self, key:Row) -> UOp:
-    """Returns whether a key exists and a query may see it; otherwise its dK and dV are 0."""
+    """Returns whether the row `key` exists and some query may see it. If not, its dK and dV are stored as 0."""
     return self.score.seen_by(key.index, key.index, QUERIES) & (key.index < self.of.group.sequence.n_k)

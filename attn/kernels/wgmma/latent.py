@@ -124,7 +124,7 @@ class WgmmaLatent(WarpsForward[MlaWgmmaTile, LatentWgmmaState]):
 
   # ***** scores *****
   def added_up(self, s:LatentWgmmaState) -> LatentWgmmaState:
-    """Waits for S, adds up its partial sums, and returns the state."""
+    """Waits for S, whose product was computed as several partial sums, adds them up, and returns the state."""
     s, n = s.do(wgmma.wait_products(s.sums, s.done)), s.scores.max_numel()
     sums = load_all(s.sums)
     return s.store(store_all(s.scores, [functools.reduce(ops.add, sums[i::n]) for i in range(n)]))
@@ -137,11 +137,11 @@ class WgmmaLatent(WarpsForward[MlaWgmmaTile, LatentWgmmaState]):
 
   # ***** shared memory *****
   def k_panels(self, t:UOp) -> LongPanels:
-    """Returns the layout, in shared memory, of the rows of tile t, which lie in the ring buffer behind Q."""
+    """Returns the layout of K's rows of tile t in the ring buffer, which lies behind Q in shared memory."""
     q, k, _ = self.tile.layouts(self.p)
     return k.moved_to(q.size + (t - self.warps.group.walked.begin)%self.tile.stages*k.size)
   def v_panels(self, t:UOp) -> LongPanels:
-    """Returns the layout, in shared memory, of this warpgroup's columns of V in tile t."""
+    """Returns the layout, in shared memory, of those columns of V in tile t that this warpgroup multiplies."""
     # V is the first columns of K: the layout of K's rows, moved to these columns
     k = self.k_panels(t)
     return k.moved_to(k.base + self.group*(self.tile.columns(self.p)//PANEL_COLUMNS*k.panel))
@@ -156,7 +156,7 @@ class WgmmaLatent(WarpsForward[MlaWgmmaTile, LatentWgmmaState]):
     row, unit = self.own + lane%self.mat.M, lane//self.mat.M
     return [nv.stmatrix_where(s.shared[to.place(row, unit + 2*i)], s.p[i].load(), self.in_first) for i in range(s.p.max_numel())]
   def put(self, s:LatentWgmmaState, place:int, values:UOp) -> UOp:
-    """Returns the statement by which the first warpgroup stores a number for each of a thread's two rows."""
+    """Returns the store of `values`, a number for each of the thread's two rows, by the first warpgroup for the second one."""
     # It hands the numbers to the thread of the second warpgroup that has the same rows. `place` is the 16-byte unit of shared memory at which such
     # numbers of all threads begin.
     return nv.put(s.shared[place + self.warps.at.thread%wgmma.GROUP], ops.concat(values, values), self.in_first)
@@ -164,5 +164,5 @@ class WgmmaLatent(WarpsForward[MlaWgmmaTile, LatentWgmmaState]):
     """Returns the two numbers that the first warpgroup has stored by `put`."""
     return ops.slice_(ops.as_float(s.shared[place + self.warps.at.thread%wgmma.GROUP].load()), 0, nv.ROWS)
   def if_first(self, x:UOp) -> UOp:
-    """Returns the two numbers `x` in the first warpgroup, and 0 in the second one."""
+    """Returns `x`, a number for each of the thread's two rows, in the first warpgroup, and 0 in the second one."""
     return ops.build(*[self.in_first.where(ops.extract(x, r), 0.0) for r in range(nv.ROWS)])

@@ -19,7 +19,7 @@ class Allocator:
   # nothing else orders, the one with the lower number comes first in the program.
   def __init__(self) -> None: self._axes, self._slots = itertools.count(), itertools.count()
   def range(self, n:int|UOp, kind:AxisType, unrolled:int=1) -> UOp:
-    """Returns a new index from 0 to n - 1: of a loop's iteration, a workgroup or a thread, as `kind` says."""
+    """Returns a new range UOp from 0 to n - 1: the index of a loop's iteration, a workgroup or a thread, as `kind` says."""
     # Without simplify() tinygrad would simplify n in the expressions that use the range, but not in the operation that ends its loop, and would take
     # the two for different ranges.
     made = UOp.range(n.simplify() if isinstance(n, UOp) else n, number := next(self._axes), kind)

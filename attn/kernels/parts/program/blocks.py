@@ -18,7 +18,7 @@ def run_time(x:UOp, most:int) -> UOp:
 FEW, MANY = 3, 1000    # numbers of iterations
 
 def trip_count(n:UOp) -> UOp|None:
-  """Returns the number of iterations of a loop, or None if the loop never runs."""
+  """Returns n as a loop's number of iterations, in a form that is safe for short loops, or None if n is always 0."""
   # If tinygrad knew that a loop runs at most once, it would move values from before the loop into the loop, and code after the loop could not use
   # them. If clang knew that a loop runs at most three times, it would keep more values in registers than fit: dual_wave spilled 106 registers with
   # 200 keys and a mask, and 52 with 250 queries and 515 keys.
@@ -28,7 +28,7 @@ def trip_count(n:UOp) -> UOp|None:
 
 @dataclass(frozen=True)
 class Extent:
-  """The sequence that a workgroup works on: its numbers of queries and keys, and where they begin in the tensors."""
+  """One sequence: its numbers of queries and keys, and the rows at which it begins in the tensors of packed sequences."""
   n_q: int|UOp
   n_k: int|UOp
   q_start: int|UOp   # row of the tensor q at which the sequence begins
@@ -68,7 +68,7 @@ def over_queries(p:Problem, x:Extent) -> Walk: return Walk(p, "queries", -x.offs
 
 @dataclass(frozen=True)
 class Outside:
-  """Rows of a packed tensor that belong to no sequence: the workgroups of one sequence clear these rows."""
+  """Rows of a packed tensor that belong to no sequence, and that the workgroups of one sequence set to 0."""
   # These are the rows after this sequence, up to the next sequence or the end of the tensor, and for the first sequence also the rows before it. If
   # cu_seqlens are valid, every row of the tensor belongs either to one sequence or to one `Outside`.
   count: UOp
@@ -130,15 +130,15 @@ class TileList:
   with_turns: bool   # whether the list also has turns
   def entry(self, i:int|UOp) -> UOp: return run_time(self.entries[self.first + i].load(), self.tiles)
   def row(self, place:UOp) -> UOp:
-    """Returns the index, in the sequence, of row `place` of the listed tiles."""
+    """Returns the index, in the sequence, of the row at position `place`, counted over the listed tiles in the order of the list."""
     # beyond the list: a row beyond the sequence
     return self.entry((place//self.size).minimum(self.tiles) + OF_A_LIST)*self.size + place%self.size
   def turn(self, i:UOp) -> UOp:
-    """Returns how many blocks start before the workgroup's block and have the tile of iteration i in their lists, too."""
+    """Returns how many workgroups that start earlier also loop over the tile of iteration i."""
     return self.entries[self.first + list_length(self.tiles) + i//(self.size//self.block_n)].load()
   @property
   def blocks(self) -> Blocks:
-    """The tiles that the workgroup loops over, numbered in the order of the list."""
+    """The tiles that the workgroup loops over, as positions in the list: 0 is the first listed tile."""
     (first, count), none = (self.entry(i)*(self.size//self.block_n) for i in range(2)), UOp.const(0)
     return Blocks(none, none, first, count, False) if self.with_turns else Blocks(none, first, count, count, True)
 
@@ -151,27 +151,27 @@ class Descending:
   count: UOp      # number of rows of the sequence
   size: int       # rows of a tile
   def row(self, place:UOp) -> UOp:
-    """Returns the index, in the sequence, of the row that the loop reaches at position `place`."""
+    """Returns the index, in the sequence, of the row at position `place`, counted over the tiles from the last one to the first."""
     tile, beyond = place//self.size, (self.count + (self.size - 1))//self.size
     # after the loop: a row beyond the sequence
     return (tile < self.tiles.end).where(self.mirrored(tile) - 1, beyond)*self.size + place%self.size
   def mirrored(self, x:UOp) -> UOp:
-    """Converts a boundary between tiles from the ascending to the descending count, and back."""
+    """Converts a boundary between tiles, counted from the first tile, to one counted from the last tile, or back."""
     return self.tiles.begin + self.tiles.end - x
   @property
   def blocks(self) -> Blocks:
-    """The tiles that the workgroup loops over, numbered in descending order."""
+    """The tiles that the workgroup loops over, counted from the last tile of the loop: 0 is the last tile."""
     x = self.tiles
     return Blocks(x.begin, self.mirrored(x.full_end), self.mirrored(x.full_begin) if x.masked_first else x.end, x.end, True)
 
 OF_A_LIST = 2      # numbers before the first tile of a list
 
 def list_length(tiles:int, with_turns:bool=False) -> int:
-  """Returns the number of entries of a list for `tiles` tiles, with or without turns."""
+  """Returns the number of entries of a list for `tiles` tiles. With turns, each tile has one more: which workgroup adds when."""
   return OF_A_LIST + tiles + 1 + tiles*with_turns
 
 def tiles_of_list(length:int, with_turns:bool) -> int:
-  """Returns for how many tiles a list of `length` entries has room."""
+  """Returns the largest number of tiles that a list of `length` entries can hold."""
   return (length - list_length(0))//(1 + with_turns)
 
 def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:

@@ -11,7 +11,7 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Diagonals:
-  """The diagonals of a problem of `queries` by `keys` scores, divided into tiles of `block_m` by `block_n`."""
+  """Diagonals of tiles, each with equal i - j (query minus key) at equal positions; tiles have `block_m` queries and `block_n` keys."""
   # The n-th tile of a diagonal has the block of queries `phase + n*step_m` and the tile of keys `n*step_n + offset - offset_0`. The numbers `phase`
   # and `offset` choose the diagonal. `offset_0` makes every `offset` nonnegative. A diagonal has only those n for which both the block and the tile
   # exist.
@@ -42,12 +42,12 @@ class Diagonals:
   def count(self) -> int: return self.phases*self.offsets
 
   def place(self, number:UOp, n:UOp) -> tuple[UOp, UOp]:
-    """Returns (block of queries, tile of keys) of the n-th tile of diagonal `number`."""
+    """Returns (block of queries, tile of keys) of the n-th tile on diagonal number `number`."""
     block, tile = number//self.offsets + n*self.step_m, n*self.step_n + number%self.offsets - self.offset_0
     # if the diagonal has no such tile: some tile that exists
     return block.minimum(self.blocks - 1), tile.maximum(0).minimum(self.tiles - 1)
   def range(self, number:UOp) -> tuple[UOp, UOp]:
-    """Returns (first n for which diagonal `number` has a tile, number of its tiles)."""
+    """Returns (first n for which diagonal number `number` has a tile, number of tiles on the diagonal)."""
     phase, offset = number//self.offsets, number%self.offsets - self.offset_0
     first = ((self.step_n - 1 - offset)//self.step_n).maximum(0)
     of_queries, of_keys = (self.blocks - phase + (self.step_m - 1))//self.step_m, (self.tiles - offset + (self.step_n - 1))//self.step_n

@@ -18,7 +18,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class Optional:
-  """A field of a state that only some kernels need."""
+  """A field of a state, such as an array of registers, that is None in kernels that do not need it."""
   value: UOp|None = None   # None in the other kernels
   def after(self, *deps:UOp) -> Optional: return Optional(None if self.value is None else self.value.after(*deps))
 
@@ -35,12 +35,12 @@ class Statements:
   def of(allocator:Allocator) -> Statements: return Statements(allocator.registers(1))
   def after(self, *deps:UOp) -> Statements: return replace(self, latest=(self.register if self.latest is None else self.latest).after(*deps))
   def do(self, statement:UOp, *after:UOp) -> UOp:
-    """Returns a store that makes `statement` a part of the program, after the operations `after`."""
+    """Returns a store that makes the UOp `statement` a part of the program, to be executed after the operations `after`."""
     # `ran` makes later statements wait
     return (self.register.after(*after) if after else self.register)[0].store(statement)
   @property
   def first(self) -> UOp:
-    """A store of 0 to the statements' register, with which a kernel begins."""
+    """The store of 0 with which a kernel begins, to the register through which later statements keep their order."""
     # `done` may load the register before a statement has stored to it
     return self.do(UOp.const(0.0, dtypes.float))
   def begin(self, statement:UOp) -> Statements:
@@ -48,16 +48,16 @@ class Statements:
     # other values of the kernel do not wait for the statement
     return self.ran(self.do(statement))
   def ran(self, stored:UOp) -> Statements:
-    """Returns the statements such that later ones come after `stored`, a store that `do` returned."""
+    """Returns the statements so far with one more, `stored`, which `do` returned: later statements come after it."""
     return replace(self, effects=(*self.effects, stored), latest=self.register.after(stored))
   def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
   @property
   def done(self) -> UOp:
-    """A number that is loaded after all statements so far: a statement with this operand comes after them."""
+    """A loaded number that exists only after all statements so far, so that a statement with this operand comes after them."""
     return (self.register if self.latest is None else self.latest)[0].load()
   @property
   def before(self) -> tuple[UOp, ...]:
-    """Operands by which a new statement comes after all statements so far."""
+    """Operands for a new statement, by which it comes after all statements so far; none at the beginning of a kernel."""
     return (self.done,) if self.latest is not None else ()
 
 class InOrder(Carried):
@@ -84,7 +84,7 @@ class InOrder(Carried):
     return type(self)(*[(bare_of(x) if said[awaited_by(x)] else x).after(*deps) for x in carried])
 
 def bare_of(x:Any) -> Any:
-  """Returns `x`, a value of a kernel's state, without the operations for which it waits."""
+  """Returns `x`, a value of a kernel's state, without the AFTER UOps around it."""
   # `Statements` must keep waiting: only through them does the kernel use the stores that end a loop, and tinygrad drops a loop that nothing uses
   while isinstance(x, UOp) and x.op is Ops.AFTER: x = x.src[0]
   return x

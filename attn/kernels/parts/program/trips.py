@@ -20,7 +20,7 @@ class TileLoop(Generic[Crossing]):
   def __init__(self, first:UOp, count:UOp, masked:bool, new:Allocator) -> None:   # `masked`: whether a mask may hide scores of these tiles
     self.first, self.count, self.masked, self.new = first, count, masked, new
   def begin(self, s:Crossing) -> tuple[Crossing, UOp]:
-    """Begins the loop's body: returns the state inside the loop, and the index of the iteration's tile."""
+    """Begins the loop's body: returns (state inside the loop, index of the iteration's tile)."""
     self.before, self.trip = s, self.new.range(self.count, AxisType.LOOP)
     return s.after(self.trip), self.first + self.trip
   def end(self, done:UOp) -> Crossing:
@@ -28,7 +28,7 @@ class TileLoop(Generic[Crossing]):
     return self.before.after(done.end(self.trip))
 
 def tile_loops(tiles:Blocks, new:Allocator, loop:Callable[..., TileLoop[Crossing]]=TileLoop) -> Iterator[TileLoop[Crossing]]:
-  """Yields up to three loops that together cover `tiles`, made by `loop(first tile, number of tiles, masked, new)`."""
+  """Yields up to three loops over `tiles`, those with and those without masks, each made by `loop(first tile, count, masked, new)`."""
   # up to three loops: over the first tiles, where a mask may hide scores; over the tiles where no mask hides scores; and over the last tiles, where a
   # mask may hide scores. A loop that never runs is left out.
   parts = [(tiles.begin, tiles.full_begin, True)]*tiles.masked_first + [(tiles.full_begin, tiles.full_end, False), (tiles.full_end, tiles.end, True)]
@@ -57,13 +57,14 @@ TileWork = Callable[[S, UOp, bool], UOp]     # the work on a tile in LDS, given 
 class StagedTripsTile(Protocol):
   """Fields of a tile description that say when and how a loop loads rows of keys or queries."""
   @property
-  def prefetch(self) -> int: """How many iterations before its use a tile is loaded: 0, or 1; the value 2 is 1 with a second LDS buffer."""
+  def prefetch(self) -> int: """How many iterations before its use a tile is loaded: 0, 1, or 2 (as 1, but with two LDS buffers)."""
   @property
   def buffers(self) -> int: """Number of LDS buffers for the tiles of each tensor."""
   @property
-  def by_tensor(self) -> bool: """Whether an iteration loads its tensors (such as K and V) one after another; needs prefetch 0."""
+  def by_tensor(self) -> bool:
+    """Whether an iteration loads its tensors (such as K and V) one after another. Only for prefetch 0, i.e. without loads ahead."""
   @property
-  def by_item(self) -> bool: """Whether a thread loads its 16-byte items of a tensor one after another, to save registers; needs prefetch 0."""
+  def by_item(self) -> bool: """Whether a thread loads its 16-byte items of a tensor one after another, to save registers. Only for prefetch 0."""
   @property
   def new_addresses(self) -> bool: """Whether each iteration computes the addresses of loads again, instead of keeping them in registers."""
 
@@ -78,7 +79,7 @@ class StagedTrips(Generic[S]):
   tile_of: Callable[[UOp], UOp]=lambda t: t      # which tile of these rows iteration t brings
 
   def fetch(self, t:UOp) -> list[list[UOp]]:
-    """Loads this thread's part of tile t of each tensor, and returns the registers."""
+    """Loads this thread's part of tile t from global memory, and returns a list of registers for each tensor."""
     return [getattr(self.start, name).fetch(rows, self.tile_of(t)) for name, rows in self.loaded.items()]
 
   def to_lds(self, s:S, t:UOp, parts:list[list[UOp]]) -> UOp:
@@ -101,7 +102,7 @@ class StagedTrips(Generic[S]):
     return UOp.group(*stores)
 
   def in_lds(self, s:S, t:UOp, name:str) -> Any:
-    """Returns the LDS buffer with tile t of the tensor whose field in the state is `name`."""
+    """Returns tile t of the tensor `name`, a field of the state, in the LDS buffer where it lies."""
     return getattr(s, name).nth(t%self.tile.buffers)
 
   def first(self, s:S, tiles:Blocks) -> S:
@@ -109,14 +110,14 @@ class StagedTrips(Generic[S]):
     return s.lds_after(self.to_lds(s, tiles.begin, self.fetch(tiles.begin))) if self.tile.prefetch else s
 
   def arrive(self, s:S, t:UOp) -> tuple[S, list[list[UOp]]]:
-    """Begins an iteration, with tile t in LDS: returns the state, and the registers to which the next tile is loaded."""
+    """Begins iteration t, with its tile in LDS: returns (state, registers to which the next tile is being loaded)."""
     # without prefetch, tile t itself is loaded and stored to LDS here
     if not self.tile.prefetch: return s.lds_after(self.load_by_tensor(s, t) if self.tile.by_tensor else self.to_lds(s, t, self.fetch(t))), []
     parts = self.fetch(t + 1)
     return s.lds_after(self.statements.do(amd.sched_barrier(*itertools.chain(*parts)))), parts     # else the compiler delays the loads
 
   def leave(self, s:S, t:UOp, worked:UOp, parts:list[list[UOp]]) -> UOp:
-    """Ends an iteration: stores the next tile, `parts`, to LDS after the work `worked`; returns the last operation."""
+    """Ends iteration t after the operation `worked`: stores the next tile from the registers `parts` to LDS, and returns the last operation."""
     if not self.tile.prefetch: return worked
     # With a single LDS buffer, a barrier before the stores waits until all waves have finished their work. With two buffers, the only barrier is the
     # one at the end of the iteration.

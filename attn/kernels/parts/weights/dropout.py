@@ -18,7 +18,7 @@ from attn.tinygrad_compat import UOp, dtypes
 OCTETS = WORD//OCTET     # octets whose bits fill a dword
 
 def bit_of(row:int) -> int:
-  """Returns the position of the bit for row `row` in a dword that holds the bits of 32 rows."""
+  """Returns which bit of a dword says whether dropout keeps the score of row `row`, for 32 rows."""
   # see attn/ops/dropout.py
   return row//OCTET*4 + row % OCTET//2 + row % 2*16
 
@@ -34,19 +34,19 @@ class Kept:
     """Number of pairs of neighbouring scores of the same row in one vector of scores."""
     return self.at.matrix.row_part//2
   def bit(self, n:int) -> tuple[int, int]:
-    """Returns where the bit of the n-th score of a row is: (index of the dword, position in this dword)."""
+    """Returns where the bit for the n-th score of a row is: (index of the dword, position of the bit in it)."""
     word, row = divmod(self.at.matrix.key_of(0, n), WORD)
     return word, row//OCTET*4 + row % OCTET//4*2 + row//2 % 2*16 if alternate(self.at) else bit_of(row)
 
   def _of(self, at:list[tuple[int, int]]) -> tuple[UOp, tuple[tuple[int, int], ...]]:
-    """Returns (vector of the dwords with the bits of the scores `at`, (index of the dword, position of the bit) of each score)."""
+    """Returns (the dwords with the bits of the scores `at`, as a vector; for each score the index of its dword and the position of its bit)."""
     # `at` has a pair (row, n) for each score: the n-th score of a row
     found = [(r, *self.bit(n)) for r, n in at]
     used = sorted({(r, word) for r, word, _ in found})
     return ops.build(*[self.words[r][word] for r, word in used]), tuple((used.index((r, word)), place) for r, word, place in found)
 
   def packed(self, x:UOp, first:int) -> UOp:
-    """Returns `x`, weights P that are packed to 16 bits (or 8), with 0 in place of dropped weights."""
+    """Returns `x`, weights P packed to 16 bits (or 8), with 0 in place of weights that dropout drops."""
     if not self.words: return x
     # `x` is one or more of the lane's vectors of P, from the vector with the index `first` on. Each vector has elements of all of the lane's rows,
     # one row after another.
@@ -69,7 +69,7 @@ def alternate(at:Lane|MmaLane|ThreadPlace) -> bool:
   return at.matrix.block == 1
 
 def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
-  """Returns which scores of the lane's own rows `rows` in tile `tile` dropout keeps."""
+  """Returns bits that say which of this lane's scores dropout keeps, for its rows `rows` in tile `tile`."""
   if not scores.p.dropout_p: return Kept(scores.at)
   count = scores.block_n//OCTET      # groups of eight keys, or of eight queries, in a tile
   def words(row:Row) -> tuple[UOp, ...]:
@@ -77,7 +77,7 @@ def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
   return Kept(scores.at, tuple(map(words, rows)))
 
 def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
-  """Returns the numbers from which dropout makes the bits of a row: the seed (two dwords), the batch, and the head."""
+  """Returns what the random bits of a row depend on: (seed of two dwords, batch, head)."""
   seed, first = scores.given["dropout_seed"], scores.given.get("first_batch_and_head")
   seed0, seed1 = (ops.uniform(flat(seed)[i].load()) for i in range(2))
   if first is None: return (seed0, seed1), row.batch, row.head
@@ -86,7 +86,7 @@ def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
   return (seed0, seed1), batch, head
 
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
-  """Returns a dword of bits that say which scores of a lane's row, with `count` octets of a tile's rows, dropout keeps."""
+  """Returns a dword of random bits for a row: which of its scores with 8*`count` keys (or queries) dropout keeps."""
   # an octet is eight neighbouring rows; the first one has the index `first`
   at, p = scores.at, scores.p
   assert not isinstance(at, ThreadPlace)
@@ -105,7 +105,7 @@ def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
 
 @dataclass(frozen=True)
 class KeptHere:
-  """Bits that say which scores of a row dropout keeps, for a thread that exchanges no values with other threads."""
+  """Bits that say which scores of a row dropout keeps, for one thread of the kernel of plain UOps, which computes them alone."""
   words: tuple[UOp, ...]                # a vector of dwords for each of the row's vectors of scores
   places: tuple[tuple[int, int], ...]   # for each element of a vector: (index of the dword, position of the bit in the dword)
   def drop(self, vectors:list[UOp]) -> list[UOp]:
@@ -115,7 +115,7 @@ class KeptHere:
     return [bits.drop_numbers(x, words, self.places, first_bit) for x, words in zip(vectors, self.words, strict=True)]
 
 def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
-  """Returns which scores dropout keeps of each of `rows`, four neighbouring rows that a thread owns."""
+  """Returns, for each of four neighbouring rows `rows`, bits that say which scores of the thread dropout keeps."""
   # The rows are queries and the rows of a tile are keys, or the other way round. The thread computes scores with groups of four neighbouring rows of
   # the tile; `firsts` has the first row of each group.
   if not scores.p.dropout_p: return [KeptHere((), ()) for _ in rows]

@@ -35,7 +35,7 @@ class LogSum:
     return LogSum(total.eq(0.0).where(NEG_INF, found), total.eq(0.0).where(0.0, ops.sub(more, ops.sub(found, reference))))
 
 def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, LogSum]:
-  """Returns (the factor by which a row of O is multiplied, the row's LSE)."""
+  """Returns (the factor by which a row of O is multiplied, 1/l; the row's LSE) from m and the row's sums of P."""
   # `m` is the number that the softmax subtracted from the row's scores. `totals` are sums of the resulting P: the first one, of P rounded to 16 bits,
   # is the sum by which O is divided, and the last one gives the LSE. A sink adds a term to both sums.
   m, rounded, exact = ops.mul(m, scores.to_natural), totals[0], totals[-1]
@@ -48,7 +48,7 @@ def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, 
   return rounded.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(rounded))), LogSum.of(safe, exact)
 
 def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
-  """Returns (index of the row in lse, flat index of the row's first element in o); with `split`, in the partial results."""
+  """Returns where a row is stored: (its index in lse, flat index of its first element in o), or in the partial results if `split` is given."""
   # `split` is the index of a key range, if there are several
   number = row.head*p.total_q + x.q_start + row.index if p.varlen else (row.batch*p.H + row.head)*p.Sq + row.index
   for s in split: number = s*p.rows + number
@@ -82,7 +82,7 @@ def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, va
 
 def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch:UOp, heads:list[UOp], block:tuple[UOp, int], thread:tuple[UOp, int],
                   new:Allocator, *split:UOp) -> list[UOp]:
-  """Returns a loop that stores o = 0 and lse = -inf to the rows that belong to no sequence, for each of `heads`."""
+  """Returns loops that store o = 0 and lse = -inf, for each of `heads`, to rows of the outputs that belong to no sequence."""
   # Such rows exist if sequences are packed or if devices share a sequence. The work is divided over blocks and threads: `block` is (index of the
   # block, number of blocks), `thread` is (index of the thread, number of threads). If the keys are split into key ranges, the lse of these rows is
   # OF_NO_SEQUENCE instead of -inf, and so `combine` adds no sink to them. A row of a sequence that sees no key has lse -inf, and gets a sink.
@@ -102,7 +102,7 @@ def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch
 
 def clear_rows(rows:Outside, columns:int, vec:int, block:tuple[UOp, int], thread:tuple[UOp, int], new:Allocator,
                stores:Callable[[UOp, UOp, UOp], list[UOp]]) -> list[UOp]:
-  """Returns a loop over the pieces of `vec` elements of `rows`, which belong to no sequence; `stores` makes its body."""
+  """Returns a loop over `rows`, which belong to no sequence, that calls `stores` for each `vec` elements of a row."""
   # Each row has `columns` pieces; `stores(row, first element, whether the piece exists)` makes the stores to one piece. The work is divided over
   # blocks and threads: `block` is (index of the block, number of blocks), `thread` is (index of the thread, number of threads).
   together = block[1]*thread[1]

@@ -21,7 +21,7 @@ from attn.values import LOG2E
 COMBINE_THREADS = 256       # largest number of threads in a workgroup
 
 def rows_together(p:Problem, arch:Chip, columns:int) -> int:
-  """Returns how many rows a workgroup merges, with `columns` threads for each row."""
+  """Returns how many rows of the output a workgroup merges, with `columns` threads for each row."""
   # If there are few rows in all, a workgroup merges fewer rows, so that more compute units have work; but it merges at least as many as fill a wave
   # with threads.
   return max(1, min(COMBINE_THREADS//columns, max(ceildiv(p.rows, max(1, arch.cus)), arch.wave//columns)))

@@ -27,7 +27,7 @@ NEG_INF = -math.inf
 
 @dataclass(frozen=True)
 class Scores:
-  """The scores of one own row in one tile, as a lane holds them, with the score terms and masks of the problem."""
+  """The scores of one query (or key) with one tile, as this lane holds them, with the problem's score terms and masks."""
   # The scores form a list of vectors. The walked rows are keys if the workgroup owns queries, and queries if it owns keys. Element n, counted over
   # all vectors, is the score of walked row `tile*block_n + matrix.key_of(h, n)`.
   p: Problem
@@ -46,7 +46,7 @@ class Scores:
   def raw(self) -> bool: return not self.terms
   @property
   def unit(self) -> ScoreUnit:
-    """The base of the scores after all score terms: exponents of base 2 or of base e, or raw scores."""
+    """Base of the scores after all score terms: exponents of 2, exponents of e, or raw scores without softmax_scale."""
     return raw_unit(self.p) if self.raw else self.unit_of_terms
   @property
   def unit_of_terms(self) -> ScoreUnit: return NATURAL if self.natural else BASE2
@@ -58,7 +58,7 @@ class Scores:
   def to_natural(self) -> float: return 1.0 if self.natural else self.unit.natural
   @property
   def walked(self) -> list[tuple[int, ...]]:
-    """Indices, in a tile, of the rows to which a lane's scores belong, in lane group 0: a tuple for each vector of scores."""
+    """Indices, in a tile, of the keys (or queries) whose scores this lane holds: a tuple for each vector of scores, in lane group 0."""
     # in lane group h each index is larger by h*matrix.block, because a lane holds matrix.block neighbouring rows
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
@@ -75,7 +75,7 @@ class Scores:
   def begin(self, tile:UOp) -> UOp: return self.tile(tile)*self.block_n + self.at.h*self.at.matrix.block
 
   def fragment(self, row:Row, tile:UOp) -> Fragment:
-    """Returns the query and the key of each of a row's scores in a tile, from which score terms compute their values."""
+    """Returns which query and key each of a row's scores in a tile belongs to, as score terms and masks need it."""
     mat = self.at.matrix
     return Fragment(self.p, self.given, row, self.first, self.walk, self.tile(tile), self.block_n, self.at.h, mat.block, self.walked, mat.tile_keys,
                     self.unit_of_terms, self.limits(row, tile))
@@ -117,13 +117,13 @@ class Scores:
     return self._seen(self._beyond(x, row, tile, ops.clear_above, ops.clear_beyond), row, tile, 0.0)
 
   def limits(self, row:Row, tile:UOp) -> tuple[UOp|None, UOp]:
-    """Returns the first and the last column that a row sees, counted from the first column that this lane has in a tile."""
+    """Returns (first, last) column that a row sees, counted from this lane's first column in the tile. First is None if no mask limits it."""
     # Columns are keys if the row is a query, and queries if the row is a key. The first is None if no mask hides columns at the beginning of a row.
     first, here = first_seen(self.walk, row.index), self.begin(tile)
     return None if first is None else first - here, last_seen(self.walk, row.index) - here
 
   def seen_by(self, first:UOp, last:UOp, tile:UOp) -> UOp:
-    """Returns whether one of the rows from `first` to `last` may see a column of a tile."""
+    """Returns whether any of the rows `first` to `last` may see any column of the tile."""
     # columns are keys if rows are queries, and queries if rows are keys
     begin, first_column = self.tile(tile)*self.block_n, first_seen(self.walk, first)
     seen = begin <= last_seen(self.walk, last)
@@ -142,14 +142,14 @@ class Scores:
 
   @property
   def in_classes(self) -> bool:
-    """Whether a score is visible exactly where a number of its query equals a number of its key (as with document numbers)."""
+    """Whether the mask only compares two numbers: a query sees a key if their numbers are equal (e.g. document numbers)."""
     # the number of the key is an element of a tensor, and the elements for neighbouring keys are neighbours (`classes`)
     if self.p.mask_mod is None or len(scattered(self.p)) > 1 or self.cut: return False
     found = classes_of(self.p.mask_mod.value)
     if found is None or not is_row_of_numbers(found[1]): return False
     return 4*math.prod(int(n) for n in tensor_of(found[1]).shape) <= ops.MAX_RECORDS
   def classes(self, rows:list[Row], tile:UOp) -> tuple[list[UOp], UOp, list[int]]:
-    """Returns the numbers that mask_mod compares: of each row, of the lane's first column, and where its other columns' numbers lie."""
+    """Returns (each row's number, address of the first column's number, offsets of all columns' numbers) for a mask that compares numbers."""
     # The mask compares the number of a row, a query, with the number of a column, a key. The distance is counted in elements of the tensor, from the
     # first column's number on.
     mask, lifted = self.p.mask_mod, [Lifted(self.fragment(row, tile), f"mask_mod={self.p.mask_mod}") for row in rows]
@@ -161,19 +161,19 @@ class Scores:
 
   @property
   def in_place(self) -> bool:
-    """Whether masks can be applied to the raw scores in their registers, without a copy."""
+    """Whether masks can be applied where the raw scores lie, in their registers, without a copy."""
     # needs a problem without score terms and without a mask_mod that is computed for every score
     return self.raw and not scattered(self.p)
 
   def masks(self, scores:UOp, rows:list[Row], tile:UOp, *done:UOp) -> list[UOp]:
-    """Returns statements that apply masks to raw scores of two rows in the registers `scores`, after the operations `done`."""
+    """Returns statements that set hidden scores in the registers `scores`, raw scores of two rows, to -inf, after the operations `done`."""
     # the statements are independent of each other
     of_rows = [self.limits(row, tile) for row in rows]
     limits = {"above": [last for _, last in of_rows], "below": [first for first, _ in of_rows if first is not None]}
     return [ops.mask_rows(scores, each, side, self.walked[0], self.at.matrix.tile_keys, *done) for side, each in limits.items() if each]
 
   def finished(self, tiles:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> list[UOp]:
-    """Makes the input of the softmax from raw scores: applies the score terms (softcap, ALiBi, bias), and if `masked` the masks."""
+    """Applies score terms (softcap, ALiBi, bias) to raw scores and, if `masked`, sets hidden scores to -inf; returns the softmax's input."""
     # `tiles` are vectors of raw scores. Each vector has elements of all `rows`, one row after another. The result has the same form.
     if self.raw and not masked and not self.natural: return tiles
     n = ops.length(tiles[0])//len(rows)

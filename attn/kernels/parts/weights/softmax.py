@@ -27,7 +27,7 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Sums:
-  """The sums of P that a kernel computes for each row."""
+  """Which sums of P a kernel computes for each row, e.g. of P before and after rounding, and by which instructions."""
   # `kinds` names the sums (attn/ops/softmax.py), in this order: the sum of P after rounding; UNSCALED, if P includes the scales of V's rows: the sum
   # of P without the scales (the first sum then only shows whether P is too large); LANE, if an LSE is written: the sum of P before rounding.
   dtype: str
@@ -38,7 +38,7 @@ class Sums:
 
   @staticmethod
   def of(arch:Chip, dtype:str, lse:bool, scaled:bool=False) -> Sums:
-    """Returns which sums of P a kernel computes for each row; with `lse` also the sum before rounding."""
+    """Returns the sums of P that a kernel computes: of rounded P; with `scaled` without V's scales; with `lse` before rounding."""
     # with `scaled`, P includes the scales of V's rows, and the kernel also computes the sum of P without them
     matrix = arch.unit.sums.get(dtype)
     if dtype in arch.unit.dots: kind = DOT
@@ -46,7 +46,7 @@ class Sums:
     return Sums(dtype, (kind, *[UNSCALED]*scaled, *[LANE]*lse), matrix, dtype in arch.unit.dual_dots)
 
   def rounded(self, packed:list[list[UOp]]) -> list[UOp]:
-    """Returns this lane's sums of the rounded weights P: one sum for each of the wave's matrix tiles of queries."""
+    """Returns this lane's sums of P after rounding, one for each matrix tile of queries, given P in packed dwords."""
     # `packed` has a list for each matrix tile of queries, with a vector for each of its matrix tiles of S^T. A vector holds P rounded to 16 bits (or
     # 8), several numbers in each 32-bit element.
     def total(column:list[UOp]) -> UOp: return rounded_sum(column, self.kinds[0], self.matrix, self.dtype, rows=1)
@@ -89,7 +89,7 @@ class Softmax(Carried):
     return UOp.group(*[x[i].store(ops.splat(value, ops.length(x))) for x, value in begin for i in range(x.max_numel())])
 
   def addends(self, dual:bool) -> tuple[Softmax, list[UOp]]:
-    """Returns the state, and -m*to_log2 for each matrix tile of queries, as the method `weights` takes it."""
+    """Returns (state, -m*to_log2 for each matrix tile of queries); `dual`: arranged for chips that issue two instructions at once."""
     found = load_all(self.addend)
     # `dual`: the chip issues two instructions at once if their operands are in neighbouring registers. Then two addends are moved to neighbouring
     # registers, and a single addend becomes a vector of two copies.
@@ -99,7 +99,7 @@ class Softmax(Carried):
     return kept, [kept.addend[i].load() for i in range(2)] if len(found) == 2 else [both]
 
   def weights(self, scores:list[UOp], addend:UOp, to_log2:float) -> list[UOp]:
-    """Returns P of a matrix tile of queries; `addend` is -m*to_log2, where m is subtracted from the scores."""
+    """Returns P = exp2(scores*to_log2 + addend) of a matrix tile of queries; `addend` is -m*to_log2."""
     if ops.length(addend) == 1: return [ops.weights(x, addend, to_log2) for x in scores]
     # the first of two addends is for the first half of each vector of scores, and the second for the second half
     def exponents(x:UOp) -> UOp:
@@ -109,7 +109,7 @@ class Softmax(Carried):
 
   def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, sums:Sums, above:float,
               do:Callable[[UOp], UOp], *before:UOp, scales:list[UOp]|None=None) -> Softmax:
-    """Adds the weights P of this iteration to the row sums, raises the references m that are too low, and returns the state."""
+    """Adds P (`weights`) to the row sums. If a sum exceeds `above`, raises m and corrects P and O. Returns the state."""
     # `scores` are the scores from which P was computed. A sum of P above the limit `above` (see attn/ops/softmax.py) means that the reference m of a
     # row is too low. Then m is raised, and P and the whole state are corrected for the new m. `do` adds a statement to the program; the correction
     # comes after the operations `before`. If the rows of V have `scales`, a vector for each vector of P, P is multiplied by them before it is
@@ -130,7 +130,7 @@ class Softmax(Carried):
     return s.after(UOp.group(*add_all(s.l, load_all(s.l_of_trip))))
 
   def spoiled(self, nans:list[UOp]) -> Softmax:
-    """Returns the state after adding `nans`, one number for each matrix tile of queries, to the sums by which O is divided."""
+    """Adds `nans` (0 or NaN) to the sums by which O is divided, one for each matrix tile of queries, and returns the state."""
     # NaN for a row that sees a key whose scale of V is NaN, otherwise 0 (`nans_of_scales`)
     q_tiles = self.m.max_numel()
     return self.after(UOp.group(*add_all(self.l, nans, range(q_tiles, 2*q_tiles))))
@@ -142,36 +142,36 @@ class Softmax(Carried):
     return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt + first*q_tiles, self.l.max_numel(), q_tiles)]
 
   def operands(self, at:Lane, qt:int, k_tiles:int, kept:Kept, renewed:bool=False) -> list[UOp]:
-    """Returns P of matrix tile `qt` of queries, after dropout, as B operands of O^T = V^T P^T."""
+    """Returns P of matrix tile `qt` of queries, after dropout, as operands B of O^T = V^T P^T."""
     # `renewed`: see `fragment_operands`
     return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)], renewed)
 
 def nans_of_scales(scores:Scores, scales:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> UOp:
-  """Returns for each of `rows` NaN if the row sees a key whose scale of V is NaN, otherwise 0."""
+  """Returns a vector with NaN for each of `rows` that sees a key whose scale of V is NaN, and 0 for other rows."""
   # Such a NaN reaches O, but not the LSE. `scales` has the scales of V's rows in the tile, a vector for each vector of scores.
   return sum_of_nans(scores, [zero_or_nan(x) for x in scales], rows, tile, masked)
 
 def sum_of_nans(scores:Scores, nans:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> UOp:
-  """Returns for each of `rows` NaN if the row sees a key of tile `tile` for which `nans` has NaN, otherwise 0."""
+  """Returns a vector with NaN for each of `rows` that sees a key with NaN in `nans`, and 0 for other rows."""
   # `nans` has NaN or 0 for each key of the tile, a vector for each vector of scores; `masked`: whether masks may hide keys of the tile
   seen = [scores.clear(nans, row, tile) if masked else nans for row in rows]
   # fma, not add: if rows of V share a scale, all vectors are one UOp x, and tinygrad 0.14.0 would rewrite x + x to x*2, which fails for vectors
   return ops.build(*[row_sum([functools.reduce(lambda a, b: ops.fma(a, 1.0, b), x)], False) for x in seen])
 
 def sum_of_unscaled(packed:list[UOp], p:list[UOp], scales:list[UOp], dtype:str, rows:int=1) -> UOp:
-  """Returns the sum of P without the scales of V's rows, for each of the lane's `rows` rows."""
+  """Returns the sum of P over keys for each of the lane's `rows` rows, where `packed` holds P times V's scales, rounded."""
   # `packed` is P times `scales`, rounded to 16 bits
   total = ops.splat(0.0, rows)
   for x, y, scale in zip(packed, p, scales): total = sum_without_scales(total, x, y, scale, dtype)
   return total
 
 def compared_scores(scores:list[UOp], scales:list[UOp], to_log2:float) -> list[UOp]:
-  """Returns scores plus the logarithms of the scales of V's rows, one vector of scales for each vector of scores."""
+  """Returns s + log(scale of V's row) for each score s, the exponent of P times the scale."""
   # if P includes these scales, the softmax must subtract the largest of these numbers from the scores of a row
   return [ops.add(x, ops.mul(ops.log2(y), 1/to_log2)) for x, y in zip(scores, scales)]
 
 def row_sum(x:list[UOp], pairs:bool) -> UOp:
-  """Returns the sum of all elements of a list of vectors."""
+  """Returns the sum of all elements of the vectors `x`; `pairs`: as far as possible by additions of two numbers at once."""
   def tree(x:list[UOp]) -> UOp:
     while len(x) > 1: x = [ops.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
     return x[0]
