@@ -41,7 +41,7 @@ NOTHING_SEEN = UOp.const(0), UOp.const(-1)     # a row's first and last column
 
 @dataclass(frozen=True)
 class ListedBlocks:
-  """Which lists of tiles are made: one for each block of `block_m` rows of scores, with tiles of `block_n` columns that the mask leaves."""
+  """Lists of tiles to be made: one for each block of `block_m` rows of scores, with those tiles of `block_n` columns that the mask leaves."""
   p: Problem
   over: str                  # "keys": columns are keys and rows are queries; "queries": the other way round
   block_m: int

@@ -35,7 +35,7 @@ def _byte_perm_cuda(printer:Any, out:str, selector:int) -> str:
 instruction("byte_perm", _byte_perm, lambda printer, out, selector: f"__builtin_amdgcn_perm({{0}}, {{1}}, 0x{selector:08x}u)", _byte_perm_cuda)
 
 def byte_perm(hi:UOp, lo:UOp, selector:int) -> UOp:
-  """Returns a dword of four bytes of lo and hi (v_perm_b32). Byte i of `selector` selects byte i: 0 to 3 from lo, 4 to 7 from hi."""
+  """Returns a dword of four bytes of lo and hi (v_perm_b32). Byte i of `selector` chooses result byte i: 0 to 3 from lo, 4 to 7 from hi."""
   return emit("byte_perm", dtypes.uint, hi, lo, selector=selector)
 
 instruction("side_by_side", lambda lanes, x: x, Body('asm("" : "+v"(x));\nreturn x;', "x"))
@@ -56,7 +56,7 @@ def _pair_text(printer:Any, out:str, step:int, exchange:str) -> Body:
 instruction("pair", lambda lanes, x, step, exchange: np.stack(Numbers(lanes).exchange(x, step, exchange)), _pair_text)
 
 def pair(x:UOp, step:int, matrix:Any) -> UOp:
-  """Returns a vector of two numbers: x of this lane, and x of the lane `step` lanes away, in the order of the exchange instruction."""
+  """Returns a vector of x in this lane and x in the lane `step` lanes away, equal or swapped in the two lanes, as the chip does it."""
   # So combine the two by a commutative operation, such as a sum or a maximum. Lanes that share a query are at the distances `matrix.group_steps`.
   # The instruction is v_permlane16_swap_b32 or v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32.
   return emit("pair", f32(2), x, step=step, exchange=matrix.exchange)
@@ -75,7 +75,7 @@ def _share_halves_text(printer:Any, out:str) -> Body:
 instruction("share_halves", _share_halves, _share_halves_text)
 
 def share_halves(x:UOp, low:UOp) -> UOp:
-  """Returns, in lane l and in lane l+16, lane l's vector followed by lane l+16's vector. `low` is true in lanes 0-15."""
+  """Returns in both lanes l and l+16 the same vector: x of lane l, then x of lane l+16. `low` is true in lanes 0 to 15."""
   return emit("share_halves", u32(2*length(x)), x, low)
 
 def _low_lanes_text(printer:Any, out:str) -> Body:
@@ -87,7 +87,7 @@ def _low_lanes_text(printer:Any, out:str) -> Body:
 instruction("low_lanes", lambda lanes, x: np.arange(x.shape[-1])%lanes.wave < 16, _low_lanes_text)
 
 def low_lanes(x:UOp) -> UOp:
-  """Tells whether this lane is one of lanes 0-15. The answer is computed after the vector `x`."""
+  """Tells whether this lane is one of lanes 0 to 15. Each call computes this anew, after the vector `x` is computed."""
   # The answer selects elements of x. It lies in the register VCC, so two selects by it can be one instruction (v_dual_cndmask_b32: RDNA3 ISA section
   # 7.6). Comparisons overwrite VCC, so each call computes the answer again.
   return emit("low_lanes", dtypes.bool, x)
@@ -136,7 +136,7 @@ def barrier_of(waves:UOp, *after:UOp) -> UOp:
   # These waves then run one barrier behind the others, which execute their next barrier at the same time: the two groups of waves take turns.
   return statement("barrier_of", integer(waves), *after)
 def wait_loads(n:int, *after:UOp) -> UOp:
-  """Returns a statement, executed after `after`, that waits until at most `n` of this wave's loads to LDS are under way."""
+  """Returns a statement, executed after `after`, that waits until at most `n` of this wave's loads from memory to LDS are not complete."""
   return statement("wait_loads", *after, n=n)
 def priority(level:int, *after:UOp) -> UOp:
   """Returns a statement, executed after `after`, that sets this wave's priority on its SIMD to `level`, 0 to 3 (s_setprio)."""
@@ -146,20 +146,19 @@ def fp32_apart(*after:UOp) -> UOp:
   # GLOBAL_UNPACKED in ops.renderers says why
   return statement("fp32_apart", *after)
 def written_here(*after:UOp) -> UOp:
-  """Returns a statement that comes after `after` in the kernel's source. clang may still move everything."""
+  """Returns a statement that stands in the kernel's source after `after`. It gives no order to clang."""
   return statement("written_here", *after)
 def sched_barrier(*after:UOp) -> UOp:
   """Returns a statement, executed after `after`, across which clang moves no instruction."""
   # loads then don't start long before their use
   return statement("sched_barrier", *after)
 def interleave(ahead:int, products:int, reads:int, steps:int, *after:UOp) -> UOp:
-  """Returns a statement that makes clang place `ahead` LDS reads, then `steps` times `products` matrix instructions and `reads` LDS reads, before
-  this point."""
+  """Returns a statement that makes clang place `ahead` LDS reads, then `steps` groups of `products` matrix instructions and `reads` LDS reads."""
   # Operands are then read long before their use. The order holds back to the last barrier or branch; instructions of other kinds stand where clang
   # puts them.
   return statement("interleave", *after, ahead=ahead, products=products, reads=reads, steps=steps)
 def opaque(x:UOp, trip:UOp) -> UOp:
-  """Returns the integer x, whose value the compiler cannot know and must take as new for every `trip`, such as a loop's index."""
+  """Returns the integer x such that the compiler must compute what depends on it again for each value of `trip`, a loop's index."""
   # `trip` is usually the index of a loop's iteration: without the new load the compiler would keep the loaded value in registers
   return emit("opaque", dtypes.int, integer(x), trip if trip.dtype == dtypes.float else integer(trip))
 
@@ -167,7 +166,7 @@ instruction("made_here", nothing, lambda printer, out, n: Body("\n".join([f'asm 
                                                                         + ["return 0.0f;"]), " ".join("abcdefghijklmnop"[:n])))
 
 def made_here(*values:UOp) -> UOp:
-  """Returns a statement that makes the compiler compute the vectors `values` at this point."""
+  """Returns a statement that makes the compiler compute the vectors `values` here, before the code that follows."""
   # otherwise the compiler may move their computation behind a barrier, into a later branch
   return statement("made_here", *values, n=len(values))
 
@@ -215,7 +214,7 @@ def _load_column_text(printer:Any, out:str, steps:tuple[int, ...]) -> Body:
 instruction("load_column", _load_column, _load_column_text)
 
 def load_column(lds:UOp, steps:tuple[int, ...]) -> UOp:
-  """Returns 16-bit numbers at the distances `steps` (in bytes) from `lds`, two of them packed into each dword (ds_read_u16)."""
+  """Loads 16-bit numbers from LDS at the byte distances `steps` from the address `lds`, and packs two of them into each dword (ds_read_u16)."""
   # such as a column of a tile that is stored by rows
   return emit("load_column", u32(len(steps)//2), lds, steps=steps)
 def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *after:UOp) -> UOp:

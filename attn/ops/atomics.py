@@ -39,20 +39,20 @@ def counts_as_loads(arch:str) -> bool:
   return (counters := get_chip(arch).unit.counters) is not None and counters.load == counters.store
 
 def with_scope(arch:str) -> list[str]:
-  """Returns lines of HIP text that make clang 19 refuse to compile for RDNA4, or no lines for other chips."""
+  """Returns HIP lines that make compilation for RDNA4 fail with clang 19, whose additions to memory are wrong; none for other chips."""
   # For RDNA4 clang 19 omits the scope of instructions that need one: an addition of float32 gets the scope of one compute unit, and there is no wait
   # for a cache that is written back.
   if (counters := get_chip(arch).unit.counters) is None or counters.store != "storecnt": return []
   return ["#if __clang_major__ < 20", f'#error "{arch} needs clang 20 to add to global memory and to pass a turn"', "#endif"]
 
 def in_global(at:UOp, dtype:DType, name:str) -> UOp:
-  """Returns `at`. Raises ValueError, with the operand's name `name`, unless `at` indexes global memory with elements of `dtype`."""
+  """Returns `at`. Raises ValueError, in which it is called `name`, unless it is an index of global memory with elements of `dtype`."""
   if at.op is not Ops.INDEX or at.addrspace is not AddrSpace.GLOBAL or at.dtype != dtype:
     raise ValueError(f"{name}: must be an INDEX of {dtype.name} in global memory, not {at.op.name} of {at.dtype.name} in {at.addrspace}")
   return at
 
 def shared_tensors(u:UOp) -> set[int]:
-  """Returns the indices, among the kernel's arguments, of the tensors that an atomic operation `u` works on."""
+  """Returns which kernel arguments the UOp `u` accesses atomically, as indices of arguments; none if `u` is not atomic."""
   if not isinstance(u.arg, Call) or not u.arg.operation.atomic: return set()
   return {x.buf_uop.arg.slot for x in u.src if x.op is Ops.INDEX and x.buf_uop.op is Ops.PARAM}
 
@@ -134,7 +134,7 @@ instruction("ticket_of_all", _ticket_of_all,
                  "__syncthreads();\nreturn __shfl_sync(0xffffffffu, *(int*)lds, 0);", "counter lds first"), atomic=True)
 
 def ticket(counter:UOp, block:UOp, first:UOp, *after:UOp, lds:UOp|None=None) -> UOp:
-  """Returns this workgroup's ticket, in all its lanes: the number that the int32 at `counter` had before this operation added 1."""
+  """Returns this workgroup's ticket in all lanes: the int32 at `counter`, which this operation increases by 1 for the next workgroup."""
   # `block` is computed from all block indices and has no effect on the result, but tinygrad launches workgroups along an axis only if an operation
   # has the axis's index. `first` is true in lane 0 of wave 0 only. A workgroup of several waves needs `lds`, an int32 in LDS: wave 0 writes the
   # number there, and the other waves read it. The operation then contains a barrier, and another barrier must come before the next use of this

@@ -1,4 +1,4 @@
-"""Finds integers, equal in all lanes, that are clamped between two bounds. Without help clang would compute them in vector registers."""
+"""Finds integers, equal in all lanes, that are clamped between two bounds, so that renderers can keep clang from using vector registers."""
 from __future__ import annotations
 from attn.ops.operation import Call
 from attn.tinygrad_compat import Ops, UOp, dtypes
@@ -21,7 +21,7 @@ UNIFORM = ("uniform", "opaque_uniform", "ticket", "ticket_of_all")      # operat
 OF_LANES = (Ops.LOAD, Ops.CUSTOM, Ops.CUSTOMI)         # UOps whose result may differ between lanes even if the operands are equal
 
 def uniform_numbers(uops:list[UOp]) -> set[UOp]:
-  """Returns the UOps that have the same value in all threads of a workgroup, as far as their operands show."""
+  """Returns the UOps that are known to have the same value in all threads of a workgroup."""
   found = set[UOp]()
   for u in uops:
     if u.op is Ops.SPECIAL: same = u.arg.startswith("g")
@@ -33,19 +33,19 @@ def uniform_numbers(uops:list[UOp]) -> set[UOp]:
 def is_constant(u:UOp) -> bool: return u.op is Ops.CAST and u.src[0].op is Ops.CONST
 
 def is_maximum(u:UOp) -> bool:
-  """Tells whether u is max(x, n) of an integer x and a constant n, which renderers get as x < n ? n : x."""
+  """Tells whether u is max(x, n) of an integer x and a constant n, which the renderer receives as the UOp x < n ? n : x."""
   if u.op is not Ops.WHERE or u.dtype != dtypes.int or u.src[0].op is not Ops.CMPLT or not is_constant(u.src[1]): return False
   return u.src[0].src[0] is u.src[2] and u.src[0].src[1] is u.src[1]
 
 def is_minimum(u:UOp) -> bool:
-  """Tells whether the maximum `u` = max(y, c) belongs to a minimum: renderers get min(x, n) as ~max(~x, ~n)."""
+  """Tells whether the UOp u = max(y, c) is part of a minimum, because the renderer receives min(x, n) as ~max(~x, ~n)."""
   y = u.src[2]
   # y = ~x shows a minimum, unless this ~ belongs to another minimum: in max(min(x, a), n) y is min(x, a), which begins with ~. In a minimum of a
   # minimum two ~ cancel, and the answer is False, too.
   return y.op is Ops.XOR and not (is_maximum(y.src[0]) and is_minimum(y.src[0]))
 
 def second_bounds(uops:list[UOp]) -> set[UOp]:
-  """Returns the maxima that apply the second of two bounds to an integer that is equal in all threads of a workgroup."""
+  """Returns the outer of the two maxima by which an integer, equal in all threads, is clamped between two bounds; min counts as max."""
   found, uniform = set[UOp](), uniform_numbers(uops)
   for outer in filter(is_maximum, uops):
     inner = outer.src[2]

@@ -43,7 +43,7 @@ def concat(x:UOp, y:UOp) -> UOp: return emit("concat", resized(x, length(x) + le
 # ***** fp32 arithmetic, element by element *****
 
 def widest(*xs:UOp) -> tuple[DType, list[UOp]]:
-  """Returns the type of the longest vector, and the operands as vectors of this type: scalars are repeated."""
+  """Returns (type of the longest vector, the operands as vectors of this type); scalars are repeated."""
   n = max(map(length, xs))
   return f32(n), [x if length(x) == n else splat(x, n) for x in xs]
 
@@ -86,7 +86,7 @@ def rcp(x:UOp) -> UOp: return emit("rcp", x.dtype, x)
 def absolute(x:UOp) -> UOp: return emit("absolute", x.dtype, x)
 def max_(x:UOp, y:UOp) -> UOp: return emit("max", x.dtype, x, y)
 def as_float(x:UOp) -> UOp:
-  """Returns the bits of dwords as fp32 numbers."""
+  """Returns x, a vector of dwords, reinterpreted as fp32 numbers with the same bits."""
   return emit("as_float", f32(length(x)), x)
 
 # ***** 16-bit floats *****
@@ -107,7 +107,8 @@ def pack(x:UOp, dtype:str) -> UOp:
   """Returns fp32 numbers rounded to `dtype`, of 16 or 8 bits, to nearest even, and packed into dwords."""
   return emit("pack", u32(length(x)//IN_A_DWORD[dtype]), x, dtype=dtype)
 def pack_weights(x:UOp, dtype:str) -> UOp:
-  """Returns elements of P rounded to `dtype`, of 16 or 8 bits, and packed into dwords, with fewer instructions than `pack`."""
+  """Returns elements of P rounded to `dtype` (16 or 8 bits) and packed into dwords, with fewer instructions than `pack`, but other rules for inf and
+  NaN."""
   # for an element that is not finite, or above LARGEST_WEIGHT (2^111), the result is any value that is not finite, or the largest 8-bit float
   return emit("pack_weights", u32(length(x)//IN_A_DWORD[dtype]), x, dtype=dtype)
 def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:
@@ -161,7 +162,7 @@ def mask_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
   """Returns the vector x of scores with -inf in place of scores whose column index in `offsets` is not in `first`..`last`."""
   return emit("mask_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *after:UOp) -> UOp:
-  """Returns a statement that sets the scores above (`side` "above") or below their row's limit to -inf, in a register array."""
+  """Returns a statement that sets scores in registers to -inf if their column index is above (`side` "above") or below their row's limit."""
   # Each vector of `scores` holds scores of one row, then as many of the next row. Score j of a row in vector i has the column index offsets[j] +
   # i*apart. It is masked if its index is above the limit of its row (`side` "above") or below it ("below").
   return statement(f"mask_rows_{side}", scores[0], *[integer(limit) for limit in limits], *after, offsets=offsets, apart=apart,
@@ -181,7 +182,7 @@ def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
   # vectors of scores whose indices then agree can be masked by one rendered C function
   return tuple(x - offsets[0] for x in offsets)
 def weights(scores:UOp, addend:UOp, scale:float) -> UOp:
-  """Returns P = exp2(scores*scale + addend). The vector `scores` holds several rows one after another; `addend` has one number for each row."""
+  """Returns P = exp2(scores*scale + addend), where `scores` holds several rows one after another, and `addend` a number for each row."""
   return emit("weights", scores.dtype, scores, addend, rows=length(addend), scale=scale)
 
 # ***** memory *****
@@ -190,7 +191,7 @@ OUT_OF_RANGE = 0x80000000   # an offset beyond every descriptor's range, which i
 MAX_RECORDS = 0x7ffffff0   # largest range of a buffer descriptor in bytes
 
 def flat(placeholder:UOp) -> UOp:
-  """Returns a kernel argument or register array, reshaped to one dimension."""
+  """Returns a kernel argument or register array as one dimension."""
   # its own `.flatten()` would make tinygrad compute each index twice, which makes lowering slow
   while placeholder.op is Ops.RESHAPE: placeholder = placeholder.src[0]
   return placeholder.flatten()
@@ -257,19 +258,19 @@ instruction("alone", _alone, "{0}", "{0}")
 instruction("at_least_0", lambda lanes, x: np.maximum(x, 0), *[Body("return x > 0 ? x : 0;", "x")]*2)
 
 def page_number(entry:UOp, there:UOp, count:int) -> UOp:
-  """Returns `entry`, a page's index in a block table. The emulator stops if `entry` is not in 0..count-1 where `there` is true."""
+  """Returns `entry`, the index of a page, and makes the emulator stop if it is not in 0..count-1 where `there` is true."""
   return emit("page_number", dtypes.int, entry, there, count=count)
 def element_number(index:UOp, limits:tuple[UOp, UOp], there:UOp, column:int, size:int, index_name:str) -> UOp:
-  """Returns `index`, a score_mod's or mask_mod's index into a tensor. The emulator stops if `index` is not in 0..size-1."""
+  """Returns `index`, at which a score_mod or mask_mod reads a tensor, and makes the emulator stop if it is not in 0..size-1."""
   # `index` is used along an axis of `size` elements for the score at column `column` of a row. The emulator checks lanes that use the score: those
   # where `there` is true, and whose row sees the column, which lies within `limits`. Its message calls the index `index_name`.
   return emit("element_number", dtypes.int, index, *limits, there, column=column, size=size, index_name=index_name)
 def at_least_0(x:UOp) -> UOp:
-  """Returns max(x, 0) of an integer x, as one number that the compiler cannot split into the terms of a sum."""
+  """Returns max(x, 0) of an integer x as a number that is opaque to the compiler, so that it cannot become a sum with negative terms."""
   # an offset computed from the result then has no negative term (attn/emulator/offsets.py explains why this matters)
   return emit("at_least_0", dtypes.int, x)
 def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
-  """Returns the page index `page`. The emulator stops if two lanes write to the same slot of a page where `gate` is true."""
+  """Returns `page`, and makes the emulator stop if two lanes with a true `gate` write to the same slot of a page."""
   return emit("alone", dtypes.int, integer(page), slot, gate)
 
 # ***** what the compilers know about an integer *****
@@ -288,7 +289,7 @@ def opaque_uniform(x:UOp) -> UOp:
   """Returns the integer x, which is equal in the whole workgroup, and hides its value from tinygrad and from the compiler."""
   return emit("opaque_uniform", dtypes.int, integer(x))
 def not_negative(x:UOp, most:int) -> UOp:
-  """Returns the integer x, in 0..most, as one number that neither tinygrad nor the compiler can split into the terms of a sum."""
+  """Returns the integer x, in 0..most, as a number that is opaque to tinygrad and the compiler, which so cannot split it into terms."""
   # x must be equal in the whole workgroup. An offset computed from the result then has no negative term (attn/emulator/offsets.py explains why this
   # matters).
   bits = (1 << most.bit_length()) - 1     # lowering keeps the bounds of a mask, but loses the bounds of a maximum

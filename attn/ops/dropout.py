@@ -30,7 +30,7 @@ BUMPS = (0x9e3779b9, 0xbb67ae85)       # added to the key from round to round: t
 PHILOX_ROUNDS = 7                      # the fewest rounds that pass all tests of BigCrush, according to the authors (section 5.1)
 
 def threshold(p:float) -> int:
-  """Returns the smallest 16-bit random number that keeps an element of P, if elements are dropped with probability p."""
+  """Returns the smallest 16-bit random number with which an element of P is kept, for a dropout probability p."""
   return min(round(p*STEPS_OF_P), STEPS_OF_P - 1)
 
 def philox(c:Any, counter:Sequence[Value], key:Sequence[Value]) -> list[Value]:
@@ -53,7 +53,7 @@ def _kept_octet(c:Any, seed0:Value, seed1:Value, batch:Value, head:Value, query:
   return functools.reduce(operator.or_, [c.at_least(c.let("word", x), least) << c.word(i) for i, x in enumerate(words)])
 
 def kept_octet(seed:tuple[UOp, UOp], batch:UOp, head:UOp, query:UOp, octet:UOp, p:float) -> UOp:
-  """Returns the dropout bits of eight neighbouring keys of a query: bit i + 16*h tells whether dropout keeps key 2*i + h."""
+  """Returns random bits for eight neighbouring keys of a query, number `octet`: bit i + 16*h is 1 if dropout keeps key 2*i + h."""
   # `octet` is the index of the octet among the keys; `batch`, `head` and `query` are the indices of the query
   operands = [x.cast(dtypes.uint) for x in (*seed, batch, head, query, octet)]
   return emit("kept_octet", dtypes.uint, *operands, least=threshold(p))
@@ -67,7 +67,7 @@ def _together(c:Any, x:Value, place:Value, *, steps:tuple[int, ...], exchange:st
   return x
 
 def together(x:UOp, place:UOp, steps:tuple[int, ...], exchange:str) -> UOp:
-  """Returns, in all lanes that share a query, one dword with the dropout bits of these lanes."""
+  """Joins the dropout bits of all lanes that share a query to one dword, which each of these lanes gets."""
   # `x` has this lane's bits in its lowest bits, `place` is their position in the dword. Lanes whose indices differ by a distance in `steps` exchange
   # their bits, by the instruction `exchange` (`Matrix.exchange`).
   return emit("together", dtypes.uint, x, place.cast(dtypes.uint), steps=steps, exchange=exchange)
@@ -85,7 +85,7 @@ def _transposed_bits(c:Any, x:Value, row:Value, *, steps:tuple[int, int, int], e
   return x
 
 def transposed_bits(x:UOp, row:UOp, steps:tuple[int, int, int], exchange:str) -> UOp:
-  """Transposes four 8 x 8 matrices of bits across eight lanes: takes row `row` of each matrix, and returns column `row` of each matrix."""
+  """Transposes four 8 x 8 matrices of bits across eight lanes: this lane gives row `row` of each matrix and gets column `row` of each."""
   # Element 2*i + h of a row (or column) of matrix j is bit 4*j + i + 16*h. `steps` has one distance between lanes for each of the three bits of
   # `row`: two lanes at this distance differ in this bit. The lanes exchange blocks of 1 x 1, then 2 x 2, then 4 x 4 bits (Warren, Hacker's Delight,
   # 7-3), by the instruction `exchange` (`Lane.neighbours`).
@@ -99,7 +99,7 @@ def _lane_bits(c:Any, x:Value, place:Value, *, alternate:bool) -> Value:
   return x | x << c.word(SPREAD)
 
 def lane_bits(x:UOp, place:UOp, alternate:bool) -> UOp:
-  """Returns the dropout bits `x` shifted right by `place`, so that bit 0 belongs to the lane's first score."""
+  """Returns the dropout bits `x` shifted right by `place`, after which bit 0 belongs to this lane's first score."""
   # With `alternate` the lane has scores of pairs of consecutive rows, whose bits are neighbours in `x`; the result has the bit of a pair's second
   # row in the upper half of the dword.
   return emit("lane_bits", dtypes.uint, x, place.cast(dtypes.uint), alternate=alternate)
@@ -118,12 +118,12 @@ def _drop_numbers(c:Any, x:Value, words:Value, *, places:tuple[tuple[int, int], 
   return c.vector(*[c.where_bit(c.element(words, word), place, c.element(x, i)) for i, (word, place) in enumerate(places)])
 
 def drop_packed(packed:UOp, words:UOp, places:tuple[tuple[int, int], ...], vector:int) -> UOp:
-  """Returns the pairs of 16-bit numbers `packed` with 0 in place of elements that the dropout bits `words` drop."""
+  """Returns pairs of 16-bit numbers, with 0 in place of those whose bit (`places`) in the dropout bits `words` is 0."""
   # For each pair, `places` has (index in `words` of the dword with the pair's two bits, position of the bits in the two halves of this dword). The
   # rendered function has `vector` in its name: a kernel gives vectors with different `places` different numbers.
   return emit("drop_packed", u32(length(packed)), packed, words, places=places, vector=vector)
 def drop_numbers(x:UOp, words:UOp, places:tuple[tuple[int, int], ...], vector:int) -> UOp:
-  """Returns the fp32 numbers `x` with 0 in place of elements that the dropout bits `words` drop."""
+  """Returns the fp32 numbers `x`, with 0 in place of those whose bit (`places`) in the dropout bits `words` is 0."""
   # For each number, `places` has (index in `words` of the dword with the number's bit, position of the bit); `vector` is as for `drop_packed`.
   return emit("drop_numbers", f32(length(x)), x, words, places=places, vector=vector)
 

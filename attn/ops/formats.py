@@ -19,7 +19,7 @@ def pattern(x:float) -> int:
 
 @dataclass(frozen=True)
 class Format:
-  """A format of 8 bits: whole numbers, or floats with a sign, four bits of exponent and three bits of mantissa (e4m3)."""
+  """A format of 8 bits: whole numbers (int8), or floats with a sign, four bits of exponent and three bits of mantissa (e4m3)."""
   # tinygrad stores whole numbers as int8, and floats as bytes
   name: str
   most: float        # the largest number
@@ -29,7 +29,7 @@ class Format:
   def dtype(self) -> DType: return dtypes.uchar if self.bias else dtypes.char
   @property
   def normal(self) -> float:
-    """The smallest normal number of the float format. Numbers below it are multiples of normal/8."""
+    """The smallest normal number of the float format. Smaller numbers, the denormals, are multiples of normal/8."""
     return 2.0**(1 - self.bias)
 
   def encode(self, x:Floats) -> Floats:
@@ -54,7 +54,7 @@ class Format:
     return number
 
   def scale_of(self, largest:Floats, dtype:DType) -> Floats:
-    """Returns the fp32 scale of a row whose largest absolute value is `largest`, rounded to a number that `dtype` can represent."""
+    """Returns the scale with which a row of largest absolute value `largest` fits the format, rounded to `dtype`, in fp32."""
     # 0 for a row of zeros, or of numbers so small that the scale would be a denormal of fp32; NaN if `largest` is infinite, or if the scale is
     # beyond the range of `dtype`
     scale = (largest < self.most*FP32_LEAST).where(0.0, largest*(1/self.most))
@@ -67,7 +67,7 @@ class Format:
     return self.encode(there.where(x*there.where(scale, 1.0).reciprocal(), 0.0))
 
 def rounded_steps(x:Floats, step:float) -> Floats:
-  """Returns x/step rounded to the nearest whole number, ties to even, as uint32 (a negative number in two's complement)."""
+  """Returns x/step rounded to the nearest whole number, ties to even, as uint32 (negative numbers in two's complement)."""
   # the addition of 1.5 * 2^23 * step rounds: the last bit of the fp32 sum stands for one step, so the whole number lies in the low bits of the sum
   return (x + 1.5*2.0**23*step).bitcast(dtypes.uint) - (pattern(2.0**23*step) + (1 << 22))
 

@@ -31,7 +31,7 @@ EVERYWHERE = UOp.const(True)
 # ***** the numpy functions *****
 
 def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], units:int, begin:Array|int=0) -> Array:
-  """Returns an operand of each warpgroup from a swizzled tile: `lines` runs of `units` 16-byte units, as uint16 (warpgroups, lines, 8*units)."""
+  """Reads `lines` lines of `units` 16-byte units from a swizzled tile, for each warpgroup: uint16 (warpgroups, lines, 8*units)."""
   # A line has `units` neighbouring units of 16 bytes. `line` returns, from the line's index, the offset of the line's first byte from the start of
   # the tile, before the swizzle. `begin` is added to every offset; it may differ from thread to thread.
   lanes.check_alignment(pointer, ATOM)
@@ -51,7 +51,7 @@ def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], un
   return bits.reshape(groups, -1, 8)[:, :lines*units].reshape(groups, lines, units*8)
 
 def _rows(lanes:Lanes, pointer:Any, rows:int, steps:int, panel:int) -> Array:
-  """Returns rows of a tile in shared memory, for a product that sums over the columns: 16-bit numbers (warpgroups, rows, 16*steps)."""
+  """Reads rows of a tile in shared memory as an operand of wgmma: 16-bit numbers (warpgroups, rows, 16*steps)."""
   # `panel` is the distance in bytes between panels, which hold 128 bytes of each row; a number of 16 bits may be a pair of 8-bit floats
   def line(i:Array) -> Array: return i//steps//8*ATOM + i//steps % 8*PANEL + i % steps//4*panel + i % steps % 4*2*K
   return _read(lanes, pointer, rows*steps, line, 2).reshape(-1, rows, steps*K)
@@ -61,7 +61,7 @@ def _elements(bits:Array, dtype:str) -> Array:
   return np.ascontiguousarray(bits).view(np.uint8) if IN_A_DWORD[dtype] == 4 else bits
 
 def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int, begin:Array|int=0) -> Array:
-  """Returns rows of a tile in shared memory, transposed, for a product that sums over the rows: 16-bit numbers (warpgroups, width, keys)."""
+  """Reads rows of a tile in shared memory, transposed, as an operand of wgmma: 16-bit numbers (warpgroups, width, keys)."""
   # `panel` is the distance in bytes between panels, which hold 64 columns; `begin` is an offset in bytes from the start of the tile
   blocks = width//8
   def line(i:Array) -> Array: return i//blocks//8*ATOM + i//blocks % 8*PANEL + i % blocks//8*panel + i % blocks % 8*16
@@ -100,11 +100,11 @@ def _sums(lanes:Lanes, acc:Any, x:Any, y:Any, unit:Array, _:Array, accs:int, ste
 # ***** the CUDA text *****
 
 def accumulators(accs:range) -> str:
-  """Returns the names that the registers of the C fragments `accs` have in inline assembly, separated by commas."""
+  """Returns the operand names, in inline assembly, of the registers of the C fragments `accs`, e.g. "%0, %1, %2, %3"."""
   return ", ".join(f"%{i}" for i in range(4*accs.start, 4*accs.stop))
 
 def both_ways(n:int) -> str:
-  """Returns the operands of inline assembly for the registers of n C fragments, which the assembly both reads and writes."""
+  """Returns the constraints of inline assembly for the registers of n C fragments that it reads and writes, e.g. "+f"(acc[0].x)."""
   return wrapped(", ".join(f'"+f"(acc[{i}].{e})' for i in range(n) for e in "xyzw"), "      ")
 
 def _descriptor(name:str, pointer:str, apart:int=16) -> str:
@@ -114,7 +114,7 @@ def _descriptor(name:str, pointer:str, apart:int=16) -> str:
   return f"unsigned long long {name} = (unsigned long long)(((unsigned)__cvta_generic_to_shared({pointer}) & 0x3ffffu) >> 4) | {rest}ull;"
 
 def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str, there:int) -> str:
-  """Returns inline assembly that runs `lines`, which start one group of products into `accs` C fragments, unless operand `there` is 0."""
+  """Returns inline assembly that runs the `lines`, wgmma instructions into `accs` C fragments, or nothing if operand number `there` is 0."""
   # `operands` are the operands after the C fragments. Where operand `there` is 0, a thread commits a group without products, so waits that count
   # groups are the same for all threads. The branch is inside the assembly: with a branch around the assembly, ptxas would wait for each wgmma,
   # warning C7511.
@@ -143,14 +143,14 @@ def _send_text(printer:Any, out:str, accs:int, sets:bool) -> Body:
     f"acc stage to lane there{' sets'*sets}", name=f"send_{accs}{'_or_set'*sets}")
 
 def _wgmma(accs:range, dtype:str, a:str, more:str, transposed:str) -> str:
-  """Returns the text of one wgmma with the C fragments `accs`, operand A `a` and the predicate `more` (PTX ISA 9.7.15.5.2)."""
+  """Returns the text of one wgmma instruction into the C fragments `accs`, with operand A `a`; predicate `more`: adds to the fragments."""
   # `transposed` says which operands in shared memory are transposed; operands of 8 bits cannot be
   lies = f", {transposed}" if IN_A_DWORD[dtype] == 2 else ""
   return (f"wgmma.mma_async.sync.aligned.m64n{8*len(accs)}k{K*IN_A_DWORD[dtype]//2}.f32.{PTX[dtype]}.{PTX[dtype]} {{{accumulators(accs)}}}, "
           f"{a}, b, {more}, 1, 1{lies};")
 
 def _shared_product(accs:int, steps:list[tuple[int, int]], transposed:tuple[int, int], operands:str, dtype:str, sums:int=1) -> str:
-  """Returns inline assembly of a product into `accs` C fragments whose two operands both lie in shared memory."""
+  """Returns inline assembly of a product into `accs` C fragments, with both operands in shared memory, as `sums` separate partial sums."""
   # `steps` has for each instruction the distances in bytes at which it reads A and B. `transposed` has 1 for a transposed operand, else 0.
   # `operands` are the two descriptors, and the numbers that say whether to add to the accumulators and whether to start the product. The steps, and
   # the fragments, are divided into `sums` partial sums, one after another.
@@ -253,7 +253,7 @@ def arrive_twice(barrier:UOp, after:UOp) -> UOp:
   # The first arrival is for what the thread has stored to shared memory. The thread does not wait.
   return statement("arrive_twice", barrier, after)
 def arrived(barrier:UOp, phase:UOp, after:UOp, published:bool=False) -> UOp:
-  """Returns a statement that waits until all threads have arrived at the mbarrier in phase number `phase`, counted from 0."""
+  """Returns a statement that waits for the end of phase number `phase` of the mbarrier: until all its threads have arrived."""
   # wgmma can then read the data that these threads have copied or stored; `published`: each thread has called `publish` before it arrived
   return statement("await_arrivals", barrier, integer(phase % 2), after, published=published)
 def begin_turn(group:UOp, groups:int, after:UOp) -> UOp:
@@ -285,13 +285,13 @@ def shared_output(acc:UOp, p:UOp, v:UOp, after:UOp, keys:int, panel:int, dtype:s
   # distance in bytes between panels (128 bytes of each row) of V.
   return statement("start_shared_output", acc[0], p, v, after, accs=acc.max_numel(), steps=keys//K, panel=panel, dtype=dtype)
 def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, after:UOp, rows:int, panel:int, dtype:str, more:bool=False) -> UOp:
-  """Returns a statement that starts acc = X^T Y, or with `more` acc += X^T Y, over `rows` rows, as asynchronous products."""
+  """Returns a statement that starts acc = X^T Y (with `more`: acc += X^T Y) over the first `rows` rows of X and Y in shared memory."""
   # `rows` is a multiple of 16. X has 64 columns, and Y has 8 columns for each fragment in `acc`. `x` and `y` index shared memory at the first 16
   # bytes of a panel (64 columns). Y begins at the 16-byte unit with index `unit` of its panel. Y ends in this panel, or consists of whole panels,
   # which lie `panel` bytes apart.
   return statement("start_sums", acc[0], x, y, integer(unit), after, accs=acc.max_numel(), steps=rows//K, panel=panel, dtype=dtype, more=more)
 def send(acc:UOp, stage:UOp, to:UOp, lane:UOp, there:UOp, after:UOp, sets:UOp|None=None) -> UOp:
-  """Returns a statement by which the copy engine (TMA) adds a warp's C fragments to float32 sums in global memory, where `there` is true."""
+  """Returns a statement by which TMA, the copy engine, adds a warp's C fragments to fp32 sums in global memory, where `there` is true."""
   # Each number is added atomically, in no fixed order. `to` indexes this lane's first sum: the first fragment has four neighbouring sums for each
   # lane, lane after lane; then the next fragment follows. The warp copies the fragments to shared memory at `stage`, and TMA adds them from there.
   # `sent` waits for the additions. In warps where `sets` is true, the numbers replace the sums.
@@ -301,7 +301,7 @@ def sent(after:UOp) -> UOp:
   """Returns a statement that waits until all additions that this thread has started by `send` are complete."""
   return statement("sent", after)
 def may_send(after:UOp) -> UOp:
-  """Returns a statement that orders this thread's later additions by `send` after everything that the thread has waited for."""
+  """Returns a statement after which this thread's additions by `send` come after everything that the thread has waited for."""
   # PTX ISA 9.7.13.4, fence.proxy.async
   return statement("may_send", after)
 def publish(after:UOp) -> UOp:
@@ -309,10 +309,10 @@ def publish(after:UOp) -> UOp:
   # PTX ISA 9.7.13.4, fence.proxy.async
   return statement("publish", after)
 def wait_products(acc:UOp, after:UOp, but:int=0, place:range|None=None) -> UOp:
-  """Returns a statement that waits for all products that this thread has started, except the last `but` products."""
+  """Returns a statement that waits for this thread's asynchronous products, except the last `but`, before `acc` may be read."""
   # A use of the accumulators `acc` must come after this; `place` selects some of them, all of which are computed then.
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
   return statement("wait_products", acc[first], after, accs=accs, but=but)
 def group(wave:UOp) -> UOp:
-  """Returns the index of the warpgroup to which warp `wave` belongs, known to the compiler to be equal in the whole warp."""
+  """Returns the index of the warpgroup of warp `wave`, in a form by which the compiler knows that it is equal in the whole warp."""
   return emit("warpgroup", dtypes.int, integer(wave//4))

@@ -19,7 +19,7 @@ class Hip(Printer):
   def at(self, text:str, ctype:str, i:int) -> str: return text if length_of(ctype) == 1 else f"{text}[{i}]"
   def vector_text(self, out:str, values:Sequence[str]) -> str: return f"({out}){{{', '.join(values)}}}"
   def same(self, *xs:Value) -> tuple[str, list[Term]]:
-    """Returns the widest type of the operands, and the operands converted to that type."""
+    """Returns (widest C type of the operands, the operands converted to that type)."""
     # clang's elementwise builtins need operands of one type
     terms = [self.term(x) for x in xs]
     wide = max((t.type for t in terms), key=length_of)
@@ -123,13 +123,13 @@ class Hip(Printer):
     # the lines `rounded` compute the dwords u from x; each v_perm packs the upper halves of two of them
     return self._words(name, x, [f"__builtin_amdgcn_perm(u[{i + 1}], u[{i}], 0x07060302u)" for i in range(0, length_of(x.type), 2)], rounded)
   def _words(self, name:str, x:Value, words:list[str], before:str="") -> Value:
-    """Declares a C++ function `name` that runs the lines `before` and returns the dwords `words` of x. Renders a call of this function."""
+    """Renders a call of a new C++ function `name`, which returns the expressions `words` of its parameter x, after the lines `before`."""
     out = vector_of("unsigned", len(words))
     result = returned(self.vector_text(out, words) if len(words) > 1 else words[0])
     self.declare(f"{name}({x.type})", f"{self.header}{out} {name}({x.type} x) {{\n{before}{result}\n}}")
     return self.call(name, out, x)
   def at_least(self, x:Value, least:int) -> Value:
-    """Renders a dword whose halves are 1 where this half of x is at least `least`, and else 0."""
+    """Renders a dword whose lower half is 1 if the lower half of x is at least `least`, and else 0, and likewise the upper half."""
     # The text subtracts least - 1, saturated at 0 (v_pk_sub_u16 with clamp), and limits the difference to 1 (v_pk_min_u16). The 1 is hidden from
     # clang, which would otherwise compare the halves one by one.
     self.declare(f"at_least_{least}(unsigned)", f"{self.header}unsigned at_least_{least}(unsigned x) {{\n"
@@ -168,11 +168,11 @@ class Hip(Printer):
     return x, self.let("other", Term(self, f"__builtin_bit_cast({x.type}, {other})", x.type))
   # sums of packed numbers
   def whole(self, x:Value) -> None:
-    """Renders a hint that keeps each packed dword of x in its register."""
+    """Renders a hint to keep each packed dword of x in its register, instead of packing it again later."""
     # on these chips clang would pack a dword again at each use; on other chips the hint would cost registers
     if get_chip(self.arch).unit.packs_again: self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
-    """Renders c plus the numbers of `dtype` in each dword of x, by dot products with ones."""
+    """Renders c plus the sum of all numbers of `dtype` in the dword x, by a dot product with ones."""
     if IN_A_DWORD[dtype] == 4: return self.call("__builtin_amdgcn_dot4_f32_fp8_fp8", "float", x, self.word(ONES_OF[dtype]), c)
     # The function takes the dword as a scalar, because clang's __builtin_bit_cast of an element of a vector such as v[1] wrongly takes v[0].
     name, pair = {"float16": ("fdot2", "half2"), "bfloat16": ("fdot2_f32_bf16", "bfloat2")}[dtype]

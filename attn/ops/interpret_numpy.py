@@ -73,11 +73,11 @@ class Numbers:
     """Returns a vector of `count` dwords, each equal to `n`."""
     return np.full((count, len(self.gate)), n, np.uint32)
   def wide_product(self, x:Value, y:int) -> tuple[Value, Value]:
-    """Returns the low dword and the high dword of the product of two dwords."""
+    """Returns (low dword, high dword) of the 64-bit product of two dwords."""
     product = np.asarray(x).astype(np.uint64)*np.uint64(y)
     return product.astype(np.uint32), (product >> np.uint64(32)).astype(np.uint32)
   def at_least(self, x:Value, least:int) -> Value:
-    """Returns a dword whose halves are 1 where this half of x is at least `least`, and else 0."""
+    """Returns a dword whose lower half is 1 if the lower half of x is at least `least`, and else 0, and likewise the upper half."""
     low, high = ((half >= least).astype(np.uint32) for half in (x & np.uint32(0xffff), x >> np.uint32(16)))
     return low | high << np.uint32(16)
   def sign_halves(self, x:Value) -> Value:
@@ -91,7 +91,7 @@ class Numbers:
   def load(self, registers:Any, i:int) -> Value: return self.lanes.load_register(registers, i)
   def store(self, registers:Any, i:int, x:Value) -> None: self.lanes.store_register(registers, i, x, self.gate)
   def read(self, pointer:Any, i:int, n:int) -> Value:
-    """Returns the i-th of the vectors of `n` numbers in shared memory from `pointer` on."""
+    """Loads a vector of `n` fp32 numbers from shared memory: the i-th vector from `pointer` on."""
     raw = self.lanes.load_bytes(pointer, np.full(len(self.gate), 4*n*i), 4*n, self.gate)
     return numerics.bits_as(numerics.words_of(raw), "float32")
   # lanes

@@ -83,7 +83,7 @@ def put(to:UOp, value:UOp, gate:UOp) -> UOp:
   # `store` of the UOp would make tinygrad add a barrier
   return statement("put", to, value, gate, kind="float" if value.dtype == dtypes.float else value.dtype.name)
 def commit(after:UOp) -> UOp:
-  """Returns a statement that makes one group of the copies that this thread has started since its last `commit`."""
+  """Returns a statement that closes a group of copies: those that this thread has started since its last `commit`."""
   return statement("commit", after)
 def wait_copies(after:UOp, but:int) -> UOp:
   """Returns a statement that waits for this thread's groups of copies, except the last `but` groups."""
@@ -161,7 +161,7 @@ instruction("columns_apart", _columns_apart, cuda=Body(
                                    for selector in (EVEN_BYTES, ODD_BYTES) for x, y in ("xy", "zw")) + ");", "words"))
 
 def columns_apart(words:UOp) -> UOp:
-  """Returns B fragments of 8 even and of 8 odd columns of V, for 32 keys of 8-bit numbers, made of the column pairs `words`."""
+  """Returns B fragments for 8 even and 8 odd columns of V and 32 keys, made of 8-bit numbers that ldmatrix loaded as column pairs."""
   # `words` is what ldmatrix returned for 32 rows of 16 columns, transposed. Because ldmatrix moves pairs of bytes, each dword has two neighbouring
   # columns of two keys. A lane's keys are in the order in which `pack_a` packs the weights.
   return emit("columns_apart", U4, words)
@@ -203,7 +203,7 @@ def clear(acc:UOp, *after:UOp) -> UOp:
   """Returns a statement that sets all C fragments in the register array `acc` to zero."""
   return statement("clear", acc[0], *after, count=acc.max_numel())
 def keep_equal(acc:UOp, gate:UOp, own:list[UOp], numbers:UOp, distances:list[int], after:UOp) -> UOp:
-  """Returns a statement that sets scores in `acc` to -inf where the numbers of the score's row and column differ, if `gate` is true."""
+  """Returns a statement that sets scores in `acc` to -inf unless their row and their column have equal numbers, where `gate` is true."""
   # `own` has the numbers of the lane's two rows. `numbers` loads the number of the lane's first column, by `ops.buffer_load`; `distances` says how
   # many elements after it the number of each of the lane's columns lies. The numbers are loaded only if `gate` is true.
   return statement("keep_equal", acc[0], gate, *own, *numbers.src[:3], after, distances=tuple(distances))
@@ -212,7 +212,7 @@ def row_unit(fragments:list[UOp], row:int, factor:UOp, dtype:str) -> UOp:
   # a lane has two of these elements in each of four neighbouring C fragments; `row` is 0 or 1, for the first or the second of the lane's two rows
   return emit("row_unit", U4, *fragments, factor, row=row, dtype=dtype)
 def pack_a(fragments:list[UOp], dtype:str) -> UOp:
-  """Returns the C fragments of two neighbouring tiles (four for an 8-bit `dtype`), rounded to `dtype` and packed into one A fragment."""
+  """Returns one A fragment, made of the C fragments of two neighbouring matrix tiles (four if `dtype` has 8 bits), rounded to `dtype`."""
   return emit("pack_a", U4, *fragments, dtype=dtype)
 
 # ***** across lanes *****
@@ -238,5 +238,5 @@ instruction("transposed", _transposed, cuda=Body("\n".join([
   "return words;"]), "words lane"))
 
 def transposed(words:UOp, in_quad:UOp) -> UOp:
-  """Returns column `in_quad` of a 4 x 4 matrix of words, of which each of four neighbouring lanes has a row in `words`."""
+  """Transposes a 4 x 4 matrix of words across four neighbouring lanes: this lane gives a row, `words`, and gets column `in_quad`."""
   return emit("transposed", U4, words, integer(in_quad))

@@ -19,7 +19,7 @@ Array = NDArray[Any]
 Value = Any            # value in a definition: an array, a Term of the rendered text, or Elements (UOps)
 
 class LocalVariable:
-  """Variable of an operation's definition. A branch of the definition may assign a new value to the variable."""
+  """Variable in an operation's definition, to which the definition may assign new values, also in a branch."""
   def __init__(self, value:Value): self.value = value
 
 class Lanes(Protocol):
@@ -61,7 +61,7 @@ class Lanes(Protocol):
   def warpgroup_operand(self, a:Array, dtype:str) -> Array:
     """Returns operand A of a wgmma as bits of `dtype` (warpgroups, 64, k), from its threads' registers `a`, uint32 (registers, threads)."""
   def start_product(self, acc:Any, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
-    """Starts a wgmma: A B^T goes to the `count` C fragments from `acc` on; with `more`, A B^T is added to these fragments. Returns zeros."""
+    """Starts a wgmma in which `count` C fragments, from `acc` on, become A B^T, or with `more` their old values plus A B^T. Returns zeros."""
   def start_nothing(self, acc:Any) -> None:
     """Starts an empty group of wgmma products in the active threads, for a warpgroup that skips a product into `acc`."""
   def wait_products(self, but:int) -> Array:
@@ -89,7 +89,7 @@ class Lanes(Protocol):
 
 @dataclass(frozen=True)
 class Body:
-  """Statements of a C++ function, one per line. The last statement is a return."""
+  """Text of a C++ function's body, one statement a line, of which the last is a return; and its parameters."""
   statements: str
   parameters: str                            # names of the parameters, separated by spaces
   template: tuple[tuple[str, int], ...] = () # template parameters (name, value): numbers that must be compile-time constants
@@ -117,7 +117,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Operation:
-  """Definition of an operation of kernels: how numpy computes the operation, and its HIP and CUDA text."""
+  """Definition of an operation: the numpy function that computes it, and its HIP and CUDA text or the function that makes them."""
   # meaning(lanes, *operands, **static) computes the operation in numpy
   meaning: Callable[..., Any]
   # hip, cuda: the texts of an instruction; None if the language cannot express the instruction

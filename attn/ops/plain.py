@@ -69,7 +69,7 @@ class Plain:
     return new_uop(u.op, tuple(srcs), srcs[0].dtype, u.arg) if vector else u.replace(src=tuple(srcs))
 
   def indexed(self, u:UOp, at:UOp) -> Elements:
-    """Returns the indices of vector `at`'s numbers in a buffer of single numbers, in place of `u`, an index of a buffer of vectors."""
+    """Returns indices, one for each number of the vector that `u` indexes, in a buffer that now has single numbers as elements."""
     buffer, index, there = self.found[u.src[0]], at.get_idx(), at.get_valid()
     n = 4*VECTORS[u.dtype][1]//buffer.dtype.itemsize
     def place(i:int) -> UOp:
@@ -78,13 +78,13 @@ class Plain:
     return Elements(tuple(place(i) for i in range(n)))
 
   def stored(self, to:tuple[UOp, ...], x:Elements) -> UOp:
-    """Returns the stores of the value x, element by element, to the indexed places `to`."""
+    """Returns the stores of the elements of x to `to`, one index in a buffer for each of them."""
     values, dtype = x.each, to[0].dtype
     if dtype.itemsize == 2: values = [(w >> 16*i).cast(dtypes.ushort).bitcast(dtype) for w in values for i in range(2)]   # type: ignore[assignment]
     return UOp.group(*[place.store(x) for place, x in zip(to, values, strict=True)])
 
   def operation(self, u:UOp, srcs:list[Any]) -> Any:
-    """Returns the plain UOps of the operation `u`, whose operands have the values `srcs`."""
+    """Returns the plain UOps of `u`, an operation of attn, given the plain UOps `srcs` of its operands."""
     call = u.arg
     if call.name in self.kept: return u.replace(src=tuple(srcs))
     if call.name == "opaque_uniform":     # tinygrad does not know the value of a number that is loaded from a register

@@ -90,7 +90,7 @@ class RegisterArray:
 
 @dataclass(frozen=True)
 class Signature:
-  """Parameters and result of a generated C++ function whose operands are arrays of registers."""
+  """Parameters and result of a generated C++ function that takes register arrays."""
   parameters: Sequence[str]
   declaration: str = ""  # declaration of a struct that the function takes and returns
   type: str = ""         # type of the result, if not the operation's own
@@ -145,7 +145,7 @@ class Printer:
     """Declares a C++ operator between operands of types x and y, if the language does not have it."""
   def call(self, name:str, out:str, *xs:Value) -> Term: return Term(self, f"{name}({', '.join(bare(self.term(x).text) for x in xs)})", out)
   def elementwise(self, name:str, scalar:str, *xs:Value) -> Term:
-    """Renders a call of a function `name` that applies the expression `scalar`, with {0} and {1} for operands, to each element."""
+    """Renders a call of the C++ function `name`, which computes the text `scalar` (operands {0}, {1}) for each element of its operands."""
     terms = [self.term(x) for x in xs]
     n = max(length_of(t.type) for t in terms)
     if n == 1: return Term(self, scalar.format(*[bare(t.text) for t in terms]), "float")
@@ -156,7 +156,7 @@ class Printer:
     self.declare(f"{name}({', '.join(t.type for t in terms)})", f"{self.header}{out} {name}({parameters}) {{\n{result}\n}}")
     return self.call(name, out, *terms)
   def declare(self, key:str, text:str) -> None:
-    """Declares a C++ function with the text `text`. `key` has the function's name and the types of its parameters."""
+    """Adds the C++ function `text` to those declared before the kernel, once for each `key` (its name and parameter types)."""
     # different functions with one key are a mistake in the text of an operation
     if self.functions.setdefault(key, text) != text: raise ValueError(f"two different functions {key}:\n{self.functions[key]}\n{text}")
   def log2(self, x:Value) -> Value: return self.elementwise("log2_of", self.functions_of_numbers["log2"], x)

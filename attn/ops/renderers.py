@@ -33,11 +33,11 @@ POINTERS = {AddrSpace.GLOBAL: "const void*", AddrSpace.LOCAL: "void*"}
 C_NAMES = {dtypes.uint: "unsigned", dtypes.int: "int", dtypes.float: "float", dtypes.bool: "bool"}
 
 def readable(line:str) -> str:
-  """Returns a line of the source, broken into several lines if the line is longer than LONGEST."""
+  """Returns a line of the source, wrapped after commas if it is longer than LONGEST."""
   return wrapped(line, line[:len(line) - len(line.lstrip())] + " "*6) if len(line) > LONGEST else line
 
 def vector_types(text:str, before:list[str]) -> list[str]:
-  """Returns declarations of the vector types that a HIP text names and that the lines `before` do not declare."""
+  """Returns declarations of the vector types that appear in a HIP text and are not declared in the lines `before`."""
   declared = set(re.findall(r"^typedef .* (\w+) __attribute__", "\n".join(before), re.MULTILINE))
   names = set(re.findall(rf"\b(({'|'.join(VECTOR_ELEMENTS)})(\d+))\b", text))
   return [f"typedef {VECTOR_ELEMENTS[element]} {name} __attribute__((ext_vector_type({n})));"
@@ -51,7 +51,7 @@ def c_type(u:UOp) -> str:
 class OperationsPrinter(CStyleLanguage):
   language: ClassVar[str]
   def learn(self) -> None:
-    """Makes the renderer render attn's operations. Each constructor calls `learn` after the constructor of tinygrad's class."""
+    """Makes this renderer render attn's operations, too. Each subclass calls it at the end of its constructor."""
     self.string_rewrite = print_calls + self.string_rewrite
   def _render(self, uops:list[UOp]) -> Any:
     self.operations = KernelText(self.language, self.target.arch)
@@ -61,7 +61,7 @@ class OperationsPrinter(CStyleLanguage):
     types = [c_type(u) for u in x.src]
     return self.operations.call(x.arg, C_NAMES.get(x.dtype, x.dtype.name), types, [self[u] for u in x.src])
   def need_operator(self, x:UOp) -> None:
-    """Declares a C++ operator between vectors, if the language does not have it."""
+    """Declares the C++ operator (such as +) that `x` uses on vectors, if the language has none."""
     # tinygrad renders its own operators unchanged and expects the language to define them on vectors
     self.operations.printer().vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
@@ -69,7 +69,7 @@ class OperationsPrinter(CStyleLanguage):
     # tinygrad declares a type only if a kernel computes with it
     raise NotImplementedError
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
-    """Returns the source of a kernel. The source of a kernel of attn begins with the line MARK."""
+    """Returns the source of a kernel; for kernels of attn with the functions that their operations need, and the line MARK on top."""
     if not is_ours(function_name, uops):
       return super().render_kernel(function_name, kernel, bufs, uops, prefix)
     functions = list(self.operations.functions.values())
@@ -98,7 +98,7 @@ class HipOperations(OperationsPrinter):
     self.held, self.before = second_bounds(uops) if is_ours(name, uops) else set[UOp](), made_before_branches(uops)
     return super()._render(uops)
   def held_text(self, x:UOp) -> str:
-    """Returns the text of a maximum or minimum whose constant bound is hidden from clang."""
+    """Returns the text of max(y, n) or min(y, n), written so that clang does not know the constant bound n."""
     bound, of = x.src[1].src[0].arg, x.src[2]
     least = is_minimum(x)
     name = "not_above" if least else "not_below"
@@ -106,7 +106,7 @@ class HipOperations(OperationsPrinter):
     # a minimum min(x, n) comes as ~max(~x, ~n): `x` is the maximum in it
     return f"~not_above({bare(self[of.src[0]])}, {~bound})" if least else f"not_below({bare(self[of])}, {bound})"
   def branch_text(self, x:UOp) -> str:
-    """Returns the first line of a branch, preceded by inline assembly that reads the values to be computed before the branch."""
+    """Returns the "if" line of a branch, after inline assembly that makes clang compute before it the values that need all lanes."""
     # clang takes inline assembly in HIP for an operation across lanes, so it moves neither the assembly nor the values into the branch
     return "\n".join([*(f'asm volatile("" :: "v"({self[value]}));' for value in self.before[x]), f"if ({self[x.src[0]]}) {{"])
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:

@@ -29,7 +29,7 @@ LOWEST = -float(np.finfo(np.float32).max)   # finite, and not above any finite s
 
 @dataclass(frozen=True)
 class RowLanes:
-  """How rows lie in vectors of scores: `rows` rows in each vector, one after another, shared by lanes at the distances `steps`."""
+  """Layout of rows in vectors of scores: each vector holds `rows` rows one after another, which lanes at the distances `steps` share."""
   rows: int
   steps: tuple[int, ...]
   # kind of instruction by which the lanes that share a row exchange values
@@ -54,7 +54,7 @@ def highest(c:Any, start:Value, scores:list[Value]) -> Value:
 
 def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Value],
                     scale:float, lift:float=0.0) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
-  """Returns each row's new reference m, addend and accumulator factor, and a function that computes P of scores with the new m."""
+  """Raises m to each row's largest score; returns (m, -m*scale, factors for O, function that computes P with the new m)."""
   # P = exp2((score - m)*scale). The new m is the row's largest score so far, so that the largest P is 1; if `lift` is above 0, m is lower, so that
   # the largest P is 2^lift. The addend is -m*scale, or NaN if its rounding error is too large.
   split, tops, addends, factors, nears, shifts = [by_row(c, x, rows.rows) for x in scores], [], [], [], [], []
@@ -96,7 +96,7 @@ SMALLEST_SCALE = 2.0**-100
 ALL_SET_BEFORE, SIGNS = 0x08080808, 0x80808080     # the first plus a byte has the sign bit if the byte is NaN or its exponent has all bits
 
 def lift_of(dtype:str, scale:float) -> float:
-  """Returns e, where a kernel makes the largest P of a row 2^e: above 0 for 8-bit floats, 0 for other dtypes."""
+  """Returns e, where the largest P of a row is to be 2^e: above 0 if P is rounded to 8-bit floats, otherwise 0."""
   # To make P larger, a kernel lowers the reference by e/scale, where `scale` is the factor of the scores. So e is 0 if `scale` is so small that fp32
   # cannot hold such a difference of references.
   return LIFT[dtype] if scale > SMALLEST_SCALE else 0.0
@@ -104,19 +104,19 @@ def lift_of(dtype:str, scale:float) -> float:
 def of_bytes(dtype:str) -> bool: return IN_A_DWORD[dtype] == 4
 
 def packed_together(c:Any, vectors:list[Value], rows:int, dtype:str) -> Value:
-  """Returns vectors of weights, each with `rows` rows one after another, rounded to `dtype` and packed into dwords."""
+  """Returns the vectors of P rounded to `dtype` and packed into dwords, each dword with elements of one row; a vector has `rows` rows."""
   # a dword has elements of one row only: two 16-bit elements of one vector, or four of 8 bits, two from each of two neighbouring vectors
   if rows == 1 or not of_bytes(dtype): return c.join(*[c.pack_weights(x, dtype) for x in vectors])
   split = [by_row(c, x, rows) for x in vectors]
   return c.vector(*[c.pack_weights(c.join(*row), dtype) for pair in zip(split[0::2], split[1::2]) for row in zip(*pair)])
 
 def too_large(c:Any, packed:list[Value]) -> Value:
-  """Tells whether a weight in the packed dwords of 8-bit floats is too large or NaN, so that a reference must be raised."""
+  """Tells whether any 8-bit float of P in the dwords `packed` is NaN or so large that m, which is subtracted from scores, is too low."""
   words = [c.element(x, i) for x in packed for i in range(c.length(x))]
   return ~((functools.reduce(operator.or_, [x + c.word(ALL_SET_BEFORE) for x in words]) & c.word(SIGNS)) == c.word(0))
 
 def lane_sums(c:Any, total:LocalVariable, x:Value, rows:int) -> None:
-  """Adds P to a lane's sums: one for each row, or if `rows` is 1 one of the even and one of the odd elements."""
+  """Adds the vector x of P to a lane's sums `total`: one for each of `rows` rows, or for a single row one of even and one of odd elements."""
   # two sums of one row, so that additions are packed in pairs
   if rows == 1:
     for i in range(0, c.length(x), 2): c.assign(total, total.value + c.part(x, i, 2))
@@ -125,11 +125,11 @@ def lane_sums(c:Any, total:LocalVariable, x:Value, rows:int) -> None:
     c.assign(total, c.vector(*[c.element(total.value, r) + y for r, y in enumerate(each)]))
 
 def row_totals(c:Any, total:Value, rows:int) -> Value:
-  """Returns one sum of P for each row, from the sums that `lane_sums` keeps in a lane."""
+  """Returns a lane's sum of P for each of `rows` rows, from the sums that `lane_sums` made."""
   return c.element(total, 0) + c.element(total, 1) if rows == 1 else total
 
 def add_rounded(c:Any, total:LocalVariable|None, packed:Value, kind:str, matrix:Any, dtype:str) -> LocalVariable:
-  """Returns a lane's sums of P, `total`, increased by the rounded elements of P in `packed`. `total` None begins new sums."""
+  """Adds the elements of P in `packed`, after rounding, to a lane's sums `total` by the method `kind`, e.g. DOT (dot products with ones)."""
   # DOT adds by dot products with ones, ONES by the chip's matrix instruction with a matrix of ones, UNPACKED by converting the elements back to fp32
   if kind == DOT: c.whole(packed)
   n = matrix.operand_words if kind == ONES else 1
@@ -150,7 +150,7 @@ def add_rounded(c:Any, total:LocalVariable|None, packed:Value, kind:str, matrix:
   return total
 
 def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
-  """Returns one sum of packed P for each of `rows` rows, from the sums `total` that `add_rounded` has made."""
+  """Returns a lane's sum of rounded P for each of `rows` rows, from the sums `total` that `add_rounded` made."""
   # with ONES, the sum of row r is element 2*r
   return total if kind != ONES else c.vector(*[c.element(total, 2*r) for r in range(rows)])
 
@@ -160,7 +160,7 @@ LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**122     # a scale and its reciprocal, 
 OF_NO_ROW = 2.0**-40     # instead of a scale that is no positive number. It is below the scale of any row of float16 numbers
 
 def in_range(c:Any, x:Value) -> Value:
-  """Returns the scales `x`, brought into a range in which weights can be multiplied and divided by them."""
+  """Returns scales `x` with too small, too large, zero and NaN scales replaced, so that P can be multiplied and divided by them."""
   # see `stored.scale_in_range`
   def element(i:int) -> Value:
     scale = c.element(x, i)
@@ -169,7 +169,7 @@ def in_range(c:Any, x:Value) -> Value:
 
 @dataclass(frozen=True)
 class ScalesAt:
-  """Where one lane finds the scales of V's rows: in a register array (`apart` 0) or in shared memory."""
+  """Where a lane finds the scales of V's rows: in a register array if `apart` is 0, otherwise in shared memory."""
   # distance in shared memory from the scales for one vector of scores to those for the next one, counted in vectors of two scales
   apart: int = 0
   # If not 0, the scores have not yet been multiplied by the scales of K's rows. It is the distance from the scales of V to K's factors: the scales
@@ -181,7 +181,7 @@ IN_REGISTERS = ScalesAt()
 
 @dataclass(frozen=True)
 class RowScales:
-  """Scales of the rows of K and V that are stored in 8 bits, for use inside the definition of an operation."""
+  """The scales of 8-bit rows of K and V, as the definition of an operation reads them for each vector of scores."""
   # interpreter of the definition
   c: Any
   # register array with the scales of V's rows, or the place in shared memory where they begin: `at` says which
@@ -197,10 +197,10 @@ class RowScales:
     # a scale in shared memory may be NaN
     return self.c.rough_log2(in_range(self.c, self.of_v(i)) if self.at.apart else self.of_v(i))
   def factors(self, i:int) -> Value|None:
-    """Returns the factors of K's rows for the i-th vector of scores; None if the scores include K's scales already."""
+    """Returns the factors of K's rows for the i-th vector of scores, or None if the scores are already multiplied by K's scales."""
     return self.c.read(self.scales, i*self.at.apart + self.at.factors, 2) if self.at.factors else None
   def score(self, x:Value, i:int, scale:float) -> Value:
-    """Returns the i-th vector `x` of scores, multiplied by the scales of K's rows."""
+    """Returns `x`, the i-th vector of scores, times the scales of K's rows, or unchanged if the scores include them."""
     # K's factors include `scale`, the number by which all scores are multiplied later
     if (factors := self.factors(i)) is None: return x
     return self.c.let("score", with_scales(self.c, x, self.c.let("factor", factors*(1/scale)), self.rows, operator.mul))
@@ -208,12 +208,12 @@ class RowScales:
 NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}     # smallest normal numbers
 
 def with_scales(c:Any, x:Value, scales:Value, rows:int, operation:Callable[[Value, Value], Value]) -> Value:
-  """Returns the vector of `operation`(element of x, scale of the element's key), where x holds `rows` rows one after another."""
+  """Returns operation(x, scale of its key) for each element of `x`, which holds `rows` rows one after another."""
   each = [operation(y, scales) for y in by_row(c, x, rows)]
   return c.join(*each) if rows > 1 else each[0]
 
 def without_scales(c:Any, packed:Value, p:Value, scales:Value, rows:int, dtype:str) -> Value:
-  """Returns, for each row of scores, the sum of the rounded weights `packed`, each divided by the scale of V that it contains."""
+  """Returns for each row the sum of P, where `packed` holds P times the scales of V, rounded: each element is divided by its scale."""
   # The sum so has the same rounding errors as the product with V. The weights `p`, before the scales and the rounding, are used where the rounding
   # made a product 0 or denormal.
   n = c.length(p)//rows
@@ -235,7 +235,7 @@ def scaled_weights(p:UOp, scales:UOp, rows:int=1) -> UOp:
   """Returns the weights p, several rows one after another, multiplied by the scales of their rows of V."""
   return emit("scaled_weights", p.dtype, p, scales, rows=rows)
 def sum_without_scales(total:UOp, packed:UOp, p:UOp, scales:UOp, dtype:str) -> UOp:
-  """Returns `total` plus, for each row of scores, the sum of the rounded weights `packed`, each divided by the scale of V that it contains."""
+  """Returns `total` plus the sum of P for each row, where `packed` holds P times the scales of V, rounded."""
   # `p` has the weights before the scales were multiplied in
   return emit("without_scales", total.dtype, total, packed, p, scales, rows=length(total), dtype=dtype)
 
@@ -268,7 +268,7 @@ def weigh_rows(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part
 
 def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:int, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
                   tiles:int, stride:int, count:int, together:int, stored:RowScales|None=None) -> None:
-  """Computes P of the wave's t-th tile of queries, and stores P, packed to `dtype`, to `p`, and sums of P to `part`."""
+  """Computes P of the wave's tile number `t` of queries, stores it to `p`, rounded to `dtype`, and its sums to the registers `part`."""
   # `weigh(i)` computes P for the tile's i-th vector of scores. The tile has `stride` vectors, of which the first `count` are used. Each element of
   # `p` holds `together` vectors. If V's rows have scales (`stored`), P is multiplied by them before it is packed. `part` has a sum for each tile and
   # each kind in `sums`, such as sums in fp32 (LANE) or of P after rounding (DOT).
@@ -342,7 +342,7 @@ def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Val
 
 def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
           scale:float, scales:UOp|None=None, at:ScalesAt=IN_REGISTERS) -> UOp:
-  """Returns a statement that computes P of one loop iteration into `p`, packed to `dtype`, and the sums of P into `part`."""
+  """Returns a statement that computes P of one tile of keys into `p`, rounded to `dtype`, and the sums of P into `part`."""
   # `part` gets one sum for each constant in `sums`: LANE is the fp32 sum of P, DOT the sum of P after rounding. `correct` describes all operands. If
   # no row of the wave has seen a key, there is no reference yet, and the sums become inf. `correct`, which runs next, takes inf as a sign to find a
   # reference and to compute P again.
@@ -357,7 +357,7 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, ro
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None, scales:UOp|None=None,
             at:ScalesAt=IN_REGISTERS) -> UOp:
-  """Returns a statement that, if a sum of P is too large, inf or NaN, raises the wave's references and computes P again."""
+  """Returns a statement that, if a sum of P in `part` is too large, inf or NaN, raises the references and computes P again."""
   # A sum of P in a lane is too large if it exceeds 2^above (`above` > 0), or if a score exceeds its query's reference (`above` = 0); with P of 8
   # bits, an element of P may be too large as well. Then the reference of every query of the wave becomes the query's largest score so far (for 8
   # bits a number below it, see `lift_of`). The correction is one statement, because tinygrad has no branch around stores to registers.
@@ -410,7 +410,7 @@ def weights_from(scores:UOp, reference:UOp, scale:float) -> UOp:
   # the subtraction comes first, so that large scores lose no accuracy
   return emit("weights_from", scores.dtype, scores, reference, rows=length(reference), scale=scale)
 def rescale(acc:UOp, factors:UOp, *after:UOp) -> UOp:
-  """Returns a statement that multiplies the wave's accumulators by their rows' factors, if any factor in the wave is not 1."""
+  """Returns a statement that multiplies the accumulators of O by their rows' factors, unless all factors in the wave are 1."""
   tiles = factors.max_numel()
   return statement("rescale", acc[0], factors[0], *after, rows=length(factors[0]), tiles=tiles, accs=acc.max_numel()//tiles)
 
@@ -435,7 +435,7 @@ def _first_sum(c:Any, packed:Value, *, kind:str, matrix:Any, dtype:str) -> Value
 def _row_sums(c:Any, total:Value, *, kind:str, rows:int) -> Value: return rounded_sums(c, total, kind, rows)
 
 def rounded_sum(packed:list[UOp], kind:str, matrix:Any, dtype:str, rows:int, zero:UOp|None=None) -> UOp:
-  """Returns the sum of P for each of `rows` rows, computed from P packed to `dtype`."""
+  """Returns the sum of P for each of `rows` rows, from P rounded to `dtype` in packed dwords; `kind` is the method, e.g. DOT."""
   # `kind` says how to add (see `add_rounded`); the sums begin with the UOp of zeros `zero`, and are computed after it
   how = {"kind": kind, "matrix": matrix, "dtype": dtype}
   if zero is None: zero, packed = emit("first_sum", f32(4 if kind == ONES else 1), packed[0], **how), packed[1:]

@@ -18,7 +18,7 @@ def _scale_in_range(c:Any, x:Value) -> Value: return in_range(c, x)
 def _zero_or_nan(c:Any, x:Value) -> Value: return x*0.0
 
 def scale_in_range(x:UOp) -> UOp:
-  """Returns scales `x` of rows of V, brought into a range in which weights can be multiplied and divided by them."""
+  """Returns scales `x` of rows of V with too small, too large, zero and NaN scales replaced, so that P can be multiplied and divided by them."""
   # At least 2^-100. A scale that is not positive, is NaN, or is above 2^122 becomes OF_NO_ROW, which is 2^-40: a row of zeros has the scale 0, and
   # in place of the scale of a missing row memory may hold any number.
   return emit("scale_in_range", x.dtype, x)

@@ -8,7 +8,7 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Share:
-  """Which scores of a tile one wave computes: those of one matrix tile of queries with one of `key_parts` parts of the keys."""
+  """The scores of a tile that one wave computes: those of one matrix tile of queries with one of `key_parts` parts of the keys."""
   wave: UOp
   row_tiles: int   # matrix tiles of queries of the workgroup
   block_n: int     # keys of a tile
@@ -23,7 +23,7 @@ class Share:
     return self.wave%self.row_tiles
   @property
   def part(self) -> UOp:
-    """Which of the `key_parts` parts of each tile's keys belongs to this wave, as an index."""
+    """Index of the part of each tile's keys (one of `key_parts`) that belongs to this wave."""
     return self.wave//self.row_tiles
   def scores(self, of_all:Scores) -> Scores:
     """Returns an object like `of_all`, the scores of the whole workgroup, for the scores of this wave alone."""
