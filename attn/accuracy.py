@@ -36,7 +36,7 @@ SHORT_CAP = 64.0                # up to this softcap, kernels of 16-bit inputs c
 
 @dataclass(frozen=True)
 class ShortSums:
-  """How a matrix unit adds products of 8-bit floats, if it adds with fewer bits than fp32."""
+  """How a matrix unit sums products of 8-bit floats, if it keeps fewer bits of a sum than fp32 has."""
   # The unit drops the bits of a product below 2^-bits times the largest partial sum. After `run` products the unit's sum is added to an fp32 sum; 0:
   # the unit adds all products without fp32.
   bits: int
@@ -55,14 +55,14 @@ class Law:
   # few roundings or equals the error of another element, and an element below the smallest normal number of the dtype.
   left_out: Array
   def of(self, change:Callable[[Array], Array]) -> Law:
-    """Returns the law of a part or a rearrangement of the output, which the function `change` makes of an array."""
+    """Returns the law of a part or a rearrangement of the output; `change`, e.g. a transpose, is applied to each array of this law."""
     return Law(*[change(getattr(self, x.name)) for x in fields(self)])
   def __getitem__(self, at:Any) -> Law: return self.of(lambda a: a[at])
   def put(self, at:Any, law:Law) -> None:
     """Overwrites the exact values and error limits of the elements `at` (a numpy index) with those of `law`."""
     for x in fields(self): getattr(self, x.name)[at] = getattr(law, x.name)
   def add(self, at:Any, law:Law) -> None:
-    """Adds the elements of `law` to the elements `at` (a numpy index), which then are sums of two results."""
+    """Adds the results of `law` to the elements `at` (a numpy index), so that the law is now of the two results' sum."""
     # The errors of the two results must be independent: the variances (sigma^2) and the slacks add up.
     self.exact[at] += law.exact
     self.sigma[at] = np.hypot(self.sigma[at], law.sigma)
@@ -81,7 +81,7 @@ def without_error(shape:tuple[int, ...], value:float=0.0) -> Law:
 
 @dataclass(frozen=True)
 class Laws:
-  """Exact values and error limits (a `Law`) of each gradient; None for a tensor that the call does not have."""
+  """Exact values and error limits (a `Law`) of each gradient; None for a gradient of a tensor, such as a bias, that the call was not given."""
   q: Law
   k: Law
   v: Law
@@ -150,13 +150,13 @@ def _in_dtype(x:Array, dtype:str) -> Array:
 def _flushed(x:Array, dtype:str) -> Array: return np.where(np.abs(x) < SMALLEST[dtype], 0, x)
 
 def _largest_error(x:Array, dtype:str) -> Array:
-  """Returns the largest error of rounding each element of x to `dtype`."""
+  """Returns, for each element of x, the largest error that rounding the element to `dtype` can make."""
   # This is the roundoff times |x|, or times the smallest normal number if |x| is smaller.
   return ROUNDOFF[dtype]*np.maximum(np.abs(x), SMALLEST[dtype])
 
 @dataclass(frozen=True)
 class _Moments:
-  """Errors that an array of results has before its elements are rounded to the output's dtype."""
+  """Errors that each element of a result has before the element is rounded to the output's dtype."""
   variance: Array  # of an element's rounding errors
   slack: Array  # limit of the element's other errors
   alike: Array  # some terms of the element have equal rounding errors, which cannot cancel
@@ -168,7 +168,7 @@ class _Moments:
     self.alike[at] |= x.alike
 
 def _stored(x:Array, errors:_Moments, dtype:str) -> Law:
-  """Makes the law of results x that are stored in `dtype`, with the errors that they have before this rounding."""
+  """Makes the `Law` (exact values and error limits) of results x that are rounded to `dtype`; `errors` are the errors before this rounding."""
   x = _in_dtype(x, dtype)
   finite = _finite(x)
   sigma = np.sqrt(errors.variance + np.square(_largest_error(finite, dtype))/3)
@@ -178,7 +178,7 @@ def _stored(x:Array, errors:_Moments, dtype:str) -> Law:
   return Law(x, sigma, slack, errors.alike | (np.abs(finite) < SMALLEST[dtype]))
 
 def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Array, Array|None]:
-  """Returns the limits of the random and of the systematic errors of rounding weights w to `dtype`; None for no systematic errors."""
+  """Returns the limits of two errors of rounding weights w to `dtype`: the random error, and the systematic error (None if there is none)."""
   # Random errors partly cancel when weights are added. Systematic errors don't: for example, many small weights become 0. float32 weights are not
   # rounded.
   if dtype == "float32": return np.zeros_like(w), None
@@ -208,14 +208,14 @@ EQUAL, NOTHING = 1e-11, 1e-12    # relative tolerances: float64 may add up equal
 TOGETHER = 2**21                # most numbers that are grouped at a time
 
 def _rows_with_equals(values:Array) -> Array:
-  """Returns which rows of `values` (..., n, m) have two values of equal magnitude."""
+  """Returns, for each row of m numbers in `values` (..., n, m), whether two numbers of the row have equal magnitude."""
   size = np.sort(np.abs(values), axis=-1)
   # A value below 1e-12 times the largest magnitude of its row does not count.
   if size.shape[-1] < 2: return np.zeros(size.shape[:-1], np.bool_)
   return ((size[..., 1:] - size[..., :-1] <= EQUAL*size[..., 1:]) & (size[..., 1:] > NOTHING*size[..., -1:])).any(-1)
 
 def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[Array, ...], Array], Array]) -> tuple[Array, Array]:
-  """Corrects sums of squared errors for equal errors; returns the corrected sums, and which rows were corrected, as bool (..., n, 1)."""
+  """Adds errors of equal numbers in a row before they are squared; returns the corrected sums of squares, and whether each row was corrected."""
   # `values` (..., n, m) has n rows of m numbers. A row stands for a sum of m terms, one for each number. `total` (..., n, columns) is the sum of the
   # squares of a row's terms, as if their errors were independent. But terms with equal numbers have equal errors, so they must be added first and
   # squared then. `terms(rows, order)` returns the terms of some rows (a numpy index), (count, m, columns); `order` (count, m) says in which order.
@@ -235,7 +235,7 @@ def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[A
   return total, equals[..., None]
 
 def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array]:
-  """Computes the variance of the error of the sum over j of weight_j (factor_j x_j - centre), if equal weights have equal errors."""
+  """Computes the variance of the error of sum_j weight_j (factor_j x_j - centre), and whether each row has equal weights, whose errors are equal."""
   # The error of weight_j has the standard deviation r_j. Two weights i and j of a row have equal errors if values_i and values_j are equal, and
   # independent errors otherwise. `values`, r and `factor` (None: 1) are (..., n, m), x is (..., m, columns), `centre` (None: 0) and the variance are
   # (..., n, columns). The second result, bool (..., n, 1), says which rows have two equal values.
@@ -249,7 +249,7 @@ def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Arra
   return _with_equals(_squares(r, x, factor, centre), values, x.shape[-1], terms)
 
 def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array|None]:
-  """Estimates the largest partial sums of w_j factor_j x_j, and of w_j (factor_j x_j - centre) (None without `centre`), added over j."""
+  """Estimates the largest magnitude that the running sums of w_j factor_j x_j, and of w_j (factor_j x_j - centre), reach; the second may be None."""
   # Partial sums at the ends of at most 32 blocks are computed exactly. Partial sums inside a block are estimated as a random walk: the root of the
   # sum of the squares of all terms. The results are (..., n, columns), the second None without `centre`.
   m = w.shape[-1]
@@ -274,22 +274,22 @@ def _roundings(w:Array) -> Array:
   return np.maximum(2*np.ceil(terms/STEP), SIGMAS/2*np.sqrt(terms))
 
 def _added(w:Array, largest:Array) -> Array:
-  """Bounds the error of an fp32 sum of products with the first factors w and the largest partial sum `largest`."""
+  """Bounds the rounding error of an fp32 sum of products w_j x_j; `largest` is the largest magnitude that the running sum reaches."""
   return FP32*_roundings(w)*largest
 
 def _dot_error(n:int, size:Array, squares:Array) -> Array:
-  """Estimates the standard deviation of the error of an fp32 dot product of n terms with the result `size`."""
+  """Estimates the standard deviation of the error of fp32 dot products; `size` are the results, `squares` the sums of their n squared terms."""
   # `squares` is the sum of the squares of the terms.
   return FP32*math.sqrt(n)/2*(np.abs(size) + np.sqrt(squares))
 
 def _short_dot_errors(short:ShortSums, q:Array, k_transposed:Array, products:Array) -> tuple[Array, Array]:
-  """Estimates the errors of q k^T in a matrix unit that cuts bits off products: a standard deviation, and a limit of what does not cancel."""
+  """Estimates two errors of q k^T in a matrix unit that cuts bits off products: a standard deviation, and a limit of the systematic error."""
   # A cut moves a product towards zero, so the cuts of positive and of negative products partly cancel.
   unit = short.unit*(np.abs(products) + np.sqrt((q*q) @ (k_transposed*k_transposed)))
   return unit*EVENLY_SPREAD*math.sqrt(q.shape[-1]), unit*np.abs(np.sign(q) @ np.sign(k_transposed))/2
 
 def _short_sum_errors(short:ShortSums, w:Array, x:Array, cut_below:float=2.0) -> Array:
-  """Bounds the error of the sums w @ x in a matrix unit that drops low bits of each product."""
+  """Bounds the error of the sums w @ x in a matrix unit that cuts low bits off each product."""
   # Only products with weights below `cut_below` times the sum of the weights are assumed to lose bits. The default 2 includes every weight.
   random, signed = np.zeros((*w.shape[:-1], x.shape[-1])), np.zeros((*w.shape[:-1], x.shape[-1]))
   for here in short.runs(w.shape[-1]):
@@ -305,7 +305,7 @@ def _clean(x:Array) -> Array: return _finite(x.astype(np.float64))
 
 @dataclass(frozen=True)
 class _Pairs:
-  """Values in float64, for each pair of a query and a key or for each row, that determine the errors of forward."""
+  """Values in float64 from which the error limits of o and lse are computed, such as the weights P."""
   # An array is (..., H, Sq, Sk), or (..., H, Sq, 1). The heads of k and v are repeated, so that q, k and v have equal numbers of heads.
   dtype: str
   flushes: bool
@@ -420,7 +420,7 @@ def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -
   return _stored(o, of_o, out_dtype), _stored(lse, of_lse, "float32")
 
 def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
-  """Yields groups of sequences that can be computed together: (slice of the batch axis, number of keys, shift of query 0, options)."""
+  """Yields groups of sequences with equal numbers of keys: (slice of the batch axis, number of keys, number added to query 0's position, options)."""
   # With kv_lengths, each sequence has its own number of keys, and is a group.
   if x.kv_lengths is None: yield slice(None), k.shape[-2], 0, x
   else:
@@ -488,7 +488,7 @@ def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, 
 
 @dataclass(frozen=True)
 class _Gradients:
-  """Values in float64, for each pair of a query and a key or for each row, that determine the gradients and their error limits."""
+  """Values in float64 from which the exact gradients and their error limits are computed, such as dS."""
   t: _Pairs
   do: Array
   heads: int                 # key/value heads
@@ -528,7 +528,7 @@ class _Gradients:
     return a.reshape(*a.shape[:-3], self.heads, a.shape[-3]//self.heads*a.shape[-2], a.shape[-1])
 
   def product(self, w:Array, off:Array, x:Array, of_delta:Array|float=0.0) -> _Moments:
-    """Returns the errors of the matrix product w @ x, where w is rounded to the inputs' dtype."""
+    """Returns the errors of w @ x, where w is rounded to the inputs' dtype and has errors of variance `off` before."""
     # `off` and `of_delta` are the variances of the errors that each element of w has before it is rounded. Errors of `off` are independent. Errors of
     # `of_delta` come from delta, and all elements of one query share them. Here `of_delta` only decides which elements may round to 0; the caller
     # adds the other effects of an error of delta.
@@ -554,7 +554,7 @@ class _Gradients:
     return self.product(self.by_key(p), self.by_key(np.square(p*self.p_off)), self.rows(self.do))
 
   def of_scores(self, weights:Array, shape:tuple[int, ...]) -> _Moments:
-    """Returns the errors of the gradient of a score term (a bias, or ALiBi slopes) with the given `shape`."""
+    """Returns the errors of the gradient of a bias or of ALiBi slopes of this `shape`, the sum over scores of `weights` * dS."""
     # The gradient of an element is an fp32 sum of `weights` * dS, over all scores (B, H, Sq, Sk) to which the element is broadcast. `weights` (Sq,
     # Sk) is the derivative of a score by the term: 1 for a bias, the distance |i - j| for slopes.
     mass = weights*self.t.p

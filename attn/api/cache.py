@@ -33,7 +33,7 @@ Length = int|UOp|Tensor   # rows filled: for all batches, as a number or a Varia
 def one_or_several(names:tuple[str, ...]) -> str|tuple[str, ...]: return names if len(names) > 1 else names[0]
 
 def cache_maker(dtype:Any, scale_dtype:Any, device:Any, v_dim:int|None, rotary_dtype:Any, axis:int|None=None) -> Callable[..., Any]:
-  """Returns a function that makes a cache of zeros of a given shape, after checks of dtypes and devices."""
+  """Checks dtypes and devices of a new cache, and returns a function that allocates such a cache, filled with zeros, for a given shape."""
   # The cache is a Tensor; for a `dtype` of 8 bits QuantizedRows, or QuantizedLatent if `v_dim` is given. On several devices it is sharded along
   # `axis`, or copied to each device if `axis` is None.
   on = Device.DEFAULT if device is None else one_or_several(device_names("device", device))
@@ -99,7 +99,7 @@ def empty_paged_cache(num_pages:int, page_size:int, Hkv:int, D:int, Dv:int|None=
   return made(*sizes[:4]), made(*sizes[:3], sizes[4]) if v_dim is None else None
 
 def _check_new_rows(x:OfCache, layout:str) -> tuple[int, int]:
-  """Returns (number of new rows, number of rows for which the cache has room), or raises ValueError if the new rows do not fit."""
+  """Returns (number of new rows, number of rows that the cache can hold), or raises ValueError if the new rows do not fit."""
   rows, name, new, cache = AXES[layout].index("rows"), x.name, x.new, x.cache
   got, held = static_shape(f"{name}_new", new.shape), static_shape(f"{name}_cache", cache.shape)
   if len(held) != len(AXES[layout]): raise ValueError(f"{name}_cache has shape {held}; layout={layout!r} needs {LAYOUTS[layout]}")
@@ -141,7 +141,7 @@ def has_threads(device:str|tuple[str, ...]|None) -> bool:
   return device is None or device_of(device if isinstance(device, str) else device[0]).renderer.has_local
 
 def buffer_of(u:UOp) -> UOp:
-  """Returns the buffer that the view `u` reads, even if writes to this buffer are pending."""
+  """Returns the buffer of which the UOp `u` is a view, even if writes to this buffer are pending."""
   while u.op is not Ops.BUFFER and u.src: u = u.src[0]
   return u
 
@@ -178,7 +178,7 @@ class NewRows:
     return filled
 
 def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
-  """Returns where a cache's rows lie in the buffer of which the cache is a view, or None for a whole buffer."""
+  """Returns the start and strides of a cache's rows in the buffer of which the cache is a view, or None if the cache is a whole buffer."""
   # A cache on several devices counts as a whole buffer.
   found = in_buffer(bhsd(cache, layout)) if isinstance(cache.device, str) else None
   if found is None:
@@ -197,13 +197,13 @@ def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
 
 @dataclass(frozen=True)
 class Output:
-  """A tensor that an append writes: a cache, or the scales of a cache of rows of 8-bit numbers."""
+  """A tensor that `append_kv` writes: a cache, or the scales of a cache of 8-bit numbers."""
   name: str
   tensor: Tensor
   layout: str
   @property
   def rows(self) -> Tensor:
-    """The tensor with as many axes as the layout has: a tensor of scales gets a last axis of size 1."""
+    """The tensor with one axis for each letter of the layout: a tensor of scales gets a last axis of size 1."""
     return self.tensor if self.tensor.ndim == len(AXES[self.layout]) else self.tensor.unsqueeze(-1)
   @functools.cached_property
   def view(self) -> Strided|None:
@@ -229,14 +229,14 @@ class OfCache:
   @property
   def width(self) -> int: return int(self.cache.shape[-1]) if self.quantized is None else self.quantized.width
   def outputs(self, layout:str) -> list[Output]:
-    """Returns the tensors that an append to this cache writes."""
+    """Returns the tensors that appending rows to this cache writes: the cache, and its scales if it has some."""
     # Rows of 8 bits have scales, too, and a latent cache of 8 bits also has rotary columns of 16 bits.
     x = self.quantized
     further = {} if x is None else {"scales": x.scales, **({} if x.rotary is None else {"rotary": x.rotary})}
     return [Output(f"{self.name}_cache", self.cache, layout), *[Output(f"{self.name}_cache.{part}", t, layout) for part, t in further.items()]]
 
 def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_table:Tensor) -> NewRows:
-  """Returns the new rows of `append_kv` for caches in pages (blocks of rows), checked and ready to be written."""
+  """Checks the new rows of `append_kv` for caches in pages (blocks of rows), and returns them with the launches that write them."""
   options = AttentionOptions(layout=layout, block_table=block_table, kv_lengths=cache_seqlens)
   k_new, k_cache = parts[0].new, parts[0].cache
   pages = check_pages(k_new, k_cache, parts[-1].cache, options, "cache_seqlens", ("k_new", "k_cache", f"{parts[-1].name}_cache"))
@@ -264,7 +264,7 @@ def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_tab
 
 def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tuple[int, int, int], layout_of_new:str,
               layout_of_cache:str, pages:Pages|None=None, table:tuple[Tensor, ...]=()) -> NewRows:
-  """Returns the kernel launches that append the new rows of `parts` to their caches."""
+  """Returns the kernel launches that write the new rows of k and v into their caches; `sizes` is (batches, new rows, rows that a cache can hold)."""
   # `sizes` are for one device: batches, new rows of each batch, and rows of each batch for which a cache has room. `table` is the block table of
   # caches in `pages`.
   B, new, capacity = sizes
@@ -286,7 +286,7 @@ def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tup
 def filled(start:Tensor, new:int, capacity:int) -> Tensor: return (start.minimum(capacity) + new).maximum(0).minimum(capacity).contiguous()
 
 def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenRows|None) -> list[OfCache]:
-  """Pairs the new rows of k and v with their caches, or raises ValueError if they don't fit together."""
+  """Pairs the new rows of k and of v with their caches; raises ValueError if k and v don't fit together."""
   # Without v_new and v_cache there is one pair, of k: latent attention, where V is the first columns of K.
   for one, other, a, b in (("v_new", "v_cache", v_new, v_cache), ("v_cache", "v_new", v_cache, v_new)):
     if a is None and b is not None: raise ValueError(f"{one}=None with {other}: both must be Tensors, or both None if V is part of K")

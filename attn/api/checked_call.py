@@ -27,7 +27,7 @@ from attn.values import FLOATS, static_shape
 
 @dataclass(frozen=True)
 class CheckedCall:
-  """A checked call of `attention`: its tensors by name, and the problem that each device computes."""
+  """A checked call of `attention`: its tensors by name, and the `Problem` that each device computes."""
   # If several devices divide the rows of a sequence, `problem` is the whole call, and `shards` says which rows each device has.
   problem: Problem
   tensors: dict[str, Tensor]
@@ -40,7 +40,7 @@ class CheckedCall:
   into: tuple[Tensor, ...] = ()   # buffers for lse and lse_rest (`out` is for o), then the whole buffers that these lie in
   @property
   def log_sums(self) -> tuple[str, ...]:
-    """Names of the outputs besides o: (), ("lse",) or ("lse", "lse_rest")."""
+    """Names of the outputs besides o, all logarithms of sums: (), ("lse",) or ("lse", "lse_rest")."""
     # lse_rest is what rounding to float32 removed from lse.
     return self.problem.outputs[1:]
   def choice(self) -> Choice:
@@ -117,7 +117,7 @@ def as_bytes(dtype:str, tensors:dict[str, Tensor], options:AttentionOptions, in_
   return {name: Tensor(bits_under_views(t.uop, dtypes.uchar)) if values.dtype_text(t.dtype) in OF_8_BITS else t for name, t in tensors.items()}
 
 def input_scale(name:str, t:Tensor, x:PlacedInputs, sequences:int) -> Tensor:
-  """Returns the factor of q, k or v of 8-bit floats in the shape (1, 1), or (B, Hkv) for one factor each."""
+  """Returns `t`, the scale of q, k or v of 8-bit floats, as (1, 1), or as (B, Hkv) if each key/value head has its own."""
   values.dtype_name(name, t.dtype, ("float32",))
   if x.types[0] not in OF_8_BITS: raise ValueError(f"{name} with q of {x.types[0]}: it is for {' and '.join(OF_8_BITS)} only")
   sizes = dict(zip(AXES[x.layout], static_shape("k", x.tensors["k"].shape)))
@@ -160,7 +160,7 @@ def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, le
   return with_places_of_scales(PlacedInputs(tensors, shapes, types, at, layout, views=views, shards=shards), quantized)
 
 def with_places_of_scales(x:PlacedInputs, quantized:dict[str, Quantized]) -> PlacedInputs:
-  """Adds the scales of k and v, and the start and strides of k, v and scales in memory, to the inputs `x`."""
+  """Adds to the inputs `x` the scales of 8-bit k and v, and the start and strides of k, v and scales in memory."""
   # `quantized` has the records of k and v by name, and is empty if k and v have no 8-bit numbers.
   if not quantized: return x
   if x.shards is not None:
@@ -257,7 +257,7 @@ def out_dtype_of(x:PlacedInputs, options:AttentionOptions) -> str:
   return "bfloat16" if x.types[0] in OF_8_BITS else x.types[0]
 
 def tensor_kind(name:str, t:Tensor) -> TensorKind:
-  """Returns the shape and the dtype name of a tensor that score_mod or mask_mod reads, after a check."""
+  """Checks a tensor that score_mod or mask_mod reads, and returns its shape and dtype name."""
   return static_shape(name, t.shape), values.dtype_name(name, t.dtype, FUNCTION_TENSOR_DTYPES)
 
 def prepare(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, lengths_name:str="kv_lengths", in_place:bool=False) -> CheckedCall:

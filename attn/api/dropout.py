@@ -15,17 +15,17 @@ def check_seed(name:str, x:Any) -> Tensor:
   return x
 
 def seed_from(x:Tensor) -> Tensor:
-  """Makes a dropout seed, uint32 (2), of four random fp32 numbers."""
+  """Makes a dropout seed, uint32 (2), from four random fp32 numbers in 0..1."""
   halves = (x*STEPS_OF_P).cast(dtypes.uint)
   return (halves[0]*STEPS_OF_P + halves[1]).contiguous()
 
 def drawn_seed(at:Placement) -> Tensor:
-  """Draws a dropout seed, uint32 (2), from tinygrad's random generator."""
+  """Makes a random dropout seed, uint32 (2), with tinygrad's generator of random numbers."""
   # The generator gives fp32 numbers, each with only 16 usable random bits, so each uint32 is made of two of them.
   return rand_then((2, 2), at.device if isinstance(at.device, str) else at.device[0], seed_from)
 
 def first_of_each(at:Placement, p:Problem) -> Tensor:
-  """Returns the index of the first batch and of the first head on each device, as uint32 (2) on the device."""
+  """Returns a tensor sharded over the devices: each holds, as uint32 (2), the index of its first batch and of its first head."""
   # For example, with 8 heads sharded over 2 devices, device 1 gets (0, 4). `p` is the problem of one device.
   batch, head = (p.B, 0) if at.shared == "batch" else (0, p.H)
   firsts = [n for i in range(at.count) for n in (i*batch, i*head)]

@@ -63,7 +63,7 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   return [checked(program, takes, given) for (program, takes), given in zip(programs, launched(p, choice))]
 
 def launched(p:Problem, choice:Choice) -> list[tuple[str, ...]]:
-  """Returns the names of the tensors that each kernel launch gets."""
+  """Returns, for each kernel launch, the names of its tensors, such as ("o", "lse", "q", "k", "v")."""
   if choice.kernel == WIDENING: return [tuple(widen_arguments(p)), tuple(WIDENED_TENSORS.get(name, name) for name in arguments(read_by(p, choice)))]
   if p.num_splits == 1: return [tuple(arguments(p))]
   # The kernel `combine`, which merges the results of key ranges, also gets the inputs that need a gradient.
@@ -76,7 +76,7 @@ def deliver(c:CheckedCall, o:Tensor, *log_sums:Tensor) -> list[Tensor]:
   return [o if c.out is None else c.out.assign(o), *log_sums[:len(c.log_sums)]]
 
 def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
-  """Returns the buffer for a kernel's output, such as "lse": the one that the call gives, or a new one."""
+  """Returns the buffer for a kernel's output, such as "lse": the buffer `out` that the caller gave, or a new buffer."""
   if name == "o":
     if c.out is not None: return c.out
     axes: tuple[str|None, ...] = AXES[p.layout]
@@ -113,7 +113,7 @@ def launch_kernels(c:CheckedCall, choice:Choice) -> list[Tensor]:
   return [o if c.out is None else c.out.replace(o), *[Tensor(found[name]) for name in c.log_sums]]
 
 def kernels_launched(c:CheckedCall, p:Problem, choice:Choice, given:dict[str, Tensor]) -> dict[str, UOp]:
-  """Launches the kernels that compute the problem `p` on the tensors `given`, and returns everything that they write by name."""
+  """Launches the kernels that compute the problem `p` on the tensors `given`, and returns their outputs by name, such as "o" and "lse"."""
   t = {name: x.uop for name, x in given.items()}
   for names, fxn in zip(launched(p, choice), kernels(p, choice)):
     srcs = [t[name] if name in t else output_buffer(c, name, p).uop for name in names]
@@ -131,7 +131,7 @@ def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
   return deliver(c, *(plain_attention if c.problem.pages is None else plain_attention_of_pages)(c.problem, c.tensors))
 
 def run_across(c:CheckedCall) -> list[Tensor]:
-  """Runs a checked call in which several devices divide the rows of a sequence; returns o, and lse and lse_rest if the call asks for them."""
+  """Runs a checked call whose q, k or v are sharded along the rows of a sequence; returns o, and lse and lse_rest if the call asks for them."""
   def attend_part(p:Problem, tensors:dict[str, Tensor], device:str, into:Sequence[Tensor]) -> list[Tensor]:
     return run(CheckedCall(p, tensors, c.arch, Placement(device), into[0] if into else None, into=tuple(into[1:]), part=True))
   def graph(inputs:Graph) -> dict[str, UOp]:

@@ -8,7 +8,8 @@ Axes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Leading:
-  """All axes of a call's tensors before the last two, sorted into batch axes, head axes and `shared` axes."""
+  """The leading axes of a call's tensors (all but the last two), divided into batch axes, head axes, and axes whose queries share a key/value
+  head."""
   sizes: tuple[int, ...]      # size of query and output along each leading axis
   kv_sizes: tuple[int, ...]   # size of key and value along each leading axis
   batch: Axes
@@ -17,7 +18,7 @@ class Leading:
 
   @staticmethod
   def of(q:Tensor, k:Tensor, v:Tensor, sinks:Tensor|None, enable_gqa:bool) -> Leading:
-    """Sorts the leading axes of q, k, v and `sinks`, which have equal ranks, or raises ValueError if the heads don't fit."""
+    """Decides for each leading axis of q, k, v and `sinks`, which have equal numbers of axes, what it is; raises ValueError if heads don't fit."""
     last = q.ndim - 3
     sizes = [max(map(int, n)) for n in zip(*(t.shape[:-2] for t in (q, k, v)))]
     if enable_gqa:
@@ -34,7 +35,7 @@ class Leading:
 
   def size(self, axes:Axes) -> int: return math.prod(self.sizes[a] for a in axes)
   def ordered(self, t:Tensor) -> Tensor:
-    """Returns `t` with the batch axes first, then the head axes, then the `shared` axes."""
+    """Returns `t` with the batch axes first, then the head axes, then the axes whose queries share a key/value head."""
     # So queries with the same key/value head lie side by side.
     return t.permute(*self.batch, *self.heads, *self.shared, t.ndim - 2, t.ndim - 1)
 
@@ -42,21 +43,22 @@ class Leading:
     """Returns queries as (B, H, Sq, D)."""
     return self.ordered(q.expand(*self.sizes, *q.shape[-2:])).reshape(self.size(self.batch), self.size(self.heads + self.shared), *q.shape[-2:])
   def of_keys(self, name:str, t:Tensor) -> Tensor:
-    """Returns keys or values, called `name`, as (B, Hkv, Sk, D). Raises ValueError if their leading axes do not broadcast to those of the call."""
+    """Returns keys or values as (B, Hkv, Sk, D); raises ValueError, with the argument's `name`, if their leading axes do not broadcast to those of
+    the call."""
     try: whole = self.ordered(t.expand(*self.kv_sizes, *t.shape[-2:]))
     except (ValueError, RuntimeError) as e:
       hint = "; enable_gqa=True lets query heads share a key/value head" if self.sizes == self.kv_sizes else ""
       raise ValueError(f"{name} has batch and head dimensions {t.shape[:-2]}: must broadcast to {self.kv_sizes}{hint}") from e
     return whole.reshape(self.size(self.batch), math.prod(self.kv_sizes[a] for a in self.heads), *t.shape[-2:])
   def of_scores(self, mask:Tensor) -> Tensor:
-    """Returns a mask that broadcasts to the call's scores as (B or 1, H or 1, Sq or 1, Sk or 1)."""
+    """Reshapes a mask with the call's leading axes to four axes, each full or of size 1: (B or 1, H or 1, Sq or 1, Sk or 1)."""
     mask = mask.reshape(*[1]*(len(self.sizes) + 2 - mask.ndim), *mask.shape)
     for axes in (self.batch, self.heads + self.shared):
       if any(mask.shape[a] > 1 for a in axes): mask = mask.expand(*(self.sizes[a] if a in axes else n for a, n in enumerate(mask.shape)))
     batch, heads = (math.prod(mask.shape[a] for a in axes) for axes in (self.batch, self.heads + self.shared))
     return self.ordered(mask).reshape(batch, heads, *mask.shape[-2:])
   def of_heads(self, sinks:Tensor) -> Tensor:
-    """Returns sinks (..., 1, 1) that broadcast to the call's scores as (H,)."""
+    """Reshapes sinks (..., 1, 1) with the call's leading axes to (H), one number for each query head."""
     return self.ordered(sinks.expand(*(1 if a in self.batch else n for a, n in enumerate(self.sizes)), 1, 1)).flatten()
   def restored(self, o:Tensor) -> Tensor:
     """Returns the output o (B, H, Sq, Dv) with the leading axes of the call in place of B and H."""

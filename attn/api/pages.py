@@ -57,7 +57,7 @@ def check_only_page(table:Tensor, rows:int|UOp|Tensor, lengths_name:str, pages:P
     raise ValueError(f"block_table has an entry {wrong[0]} for rows that {lengths_name} counts: there is one page, so it must be 0")
 
 def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str, str, str]=("q", "k", "v")) -> Placement:
-  """Returns where q and the pages lie: on one device, or sharded along heads. Raises NotImplementedError for any other sharding."""
+  """Returns how q and the pages lie on devices: on one, or sharded along heads. Raises NotImplementedError for any other sharding."""
   if q.device is None: raise ValueError(f"{names[0]} is a constant without a device: call .contiguous() on a device first")
   if isinstance(q.device, str): return Placement(q.device)
   axes = (AXES[layout], AXES["bshd"], AXES["bshd"])
@@ -71,7 +71,7 @@ def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str
                             "sharded, because it joins the heads of all sequences")
 
 def in_a_cache(t:Tensor, layout:str) -> tuple[Tensor, Strided]:
-  """Returns rows of k or v as a tensor that kernels can read, with the start and strides of the rows in its buffer."""
+  """Returns keys or values as a buffer that kernels can read, and the start and strides of the rows in this buffer."""
   # `t` may also be scales, which have one number for each row and lack the last axis of `layout`.
   rows = t if t.ndim == len(AXES[layout]) else t.unsqueeze(-1)
   # A view of a larger buffer is read in place if each row is contiguous and the rows lie a constant stride apart. Any other view is copied.

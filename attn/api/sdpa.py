@@ -16,7 +16,7 @@ from attn.tinygrad_compat import TRAINING, Rerouted, Tensor, UOp, dtypes, levels
 from attn.values import static_shape
 
 def _broadcast(name:str, mask:Tensor, q:Tensor, k:Tensor, leading:Leading) -> Tensor:
-  """Returns a mask as (B or 1, H or 1, Sq or 1, Sk or 1), or raises ValueError if the mask does not fit the scores."""
+  """Returns a mask with four axes, (B or 1, H or 1, Sq or 1, Sk or 1), or raises ValueError if the mask does not broadcast to the scores."""
   if mask.device not in (None, q.device) and (isinstance(q.device, str) or not isinstance(mask.device, str)):
     raise ValueError(f"{name} is on {mask.device} but query on {q.device}: must be on the same device, or the same devices")
   shape, whole = static_shape(name, mask.shape), (*leading.sizes, int(q.shape[-2]), int(k.shape[-2]))
@@ -25,7 +25,7 @@ def _broadcast(name:str, mask:Tensor, q:Tensor, k:Tensor, leading:Leading) -> Te
   return leading.of_scores(mask)
 
 def _shown_by(seen:Tensor, offset:int) -> dict[str, Any]:
-  """Returns options of `attention` that apply a bool mask (B or 1, H or 1, Sq or 1, Sk or 1): mask_mod and mod_tensors."""
+  """Returns the options mask_mod and mod_tensors of `attention` for a bool tensor `seen` (True: the query sees the key), with `offset` Sk - Sq."""
   # `seen` is True where the query sees the key. `offset` is Sk - Sq.
   wide = tuple(int(n) > 1 for n in seen.shape)
   def mask_mod(b:UOp, h:UOp, i:UOp, j:UOp, mask:UOp) -> UOp:
@@ -101,7 +101,7 @@ NAME = "scaled_dot_product_attention"
 decisions: deque[Decision] = deque(maxlen=1024)   # one for each call while installed, the latest calls
 @dataclass
 class Installed:
-  """What `install` has changed, so that `uninstall` can undo it."""
+  """What `install` has replaced in tinygrad, so that `uninstall` can restore it."""
   active: bool = False
   before: Any = None  # what `Tensor.scaled_dot_product_attention` was before
   rerouted: Rerouted|None = None  # redirects calls of tinygrad's own function; None if `before` is another library's function

@@ -20,7 +20,7 @@ from attn.values import FLOATS, static_shape
 
 @dataclass(frozen=True, eq=False)
 class SdpaCall:
-  """The arguments of a call of `scaled_dot_product_attention`, unchecked."""
+  """The arguments of a call of `scaled_dot_product_attention`, not checked yet."""
   query: Tensor
   key: Tensor
   value: Tensor
@@ -68,7 +68,7 @@ def dtypes_of(query:Tensor, key:Tensor, value:Tensor) -> tuple[str, str]:
   return (narrow.pop() if narrow else "float32"), "float32" if "float32" in types else types[0]
 
 def hidden_by(o:Tensor, column:Tensor) -> Tensor:
-  """Applies a mask of one column (..., rows, 1) to the output o: a row whose keys are all hidden becomes 0."""
+  """Applies to the output o a mask with one number for each query instead of each score: a query whose number is -inf or False gets 0."""
   # A column treats all keys alike, so a finite number leaves the weights of a row as they are. -inf or False hides all keys of a row. NaN and +inf
   # give NaN.
   if column.dtype == dtypes.bool: return column.where(o, 0)
@@ -80,7 +80,7 @@ def _heads(H:int, of_k:int, of_v:int, enable_gqa:bool) -> None:
                               "that of query" + ("" if enable_gqa else "; enable_gqa=True lets query heads share a key/value head"))
 
 def _column(mask:Tensor, queries:tuple[Size, ...], device:str) -> Tensor:
-  """Returns a mask with a single column, which applies to all keys, after checks; `queries` has the sizes B, H and Sq."""
+  """Checks and returns a mask whose last axis has size 1, so that it masks all keys of a query or none; `queries` is (B, H, Sq)."""
   if mask.dtype != dtypes.bool: values.dtype_name("attn_mask", mask.dtype, FLOATS)
   if mask.device not in (None, device): raise ValueError(f"attn_mask is on {mask.device} but query on {device}: must be on the same device")
   if mask.ndim > 4 or any(n != 1 and not same_size(n, full) for n, full in zip(mask.shape[-2::-1], queries[::-1])):
@@ -102,7 +102,7 @@ def _mask(mask:Tensor|None, is_causal:bool, n_q:Size, n_k:Size) -> tuple[tuple[i
                             "Tensor.full(shape, -inf).triu(keys - queries + 1), and masks of one column")
 
 def _copied(t:Tensor, rows:int) -> tuple[Tensor, InBuffer]:
-  """Returns a copy of keys or values (B, heads, S, D) in a buffer with room for `rows` rows, and where the rows lie there."""
+  """Copies keys or values (B, heads, S, D) to a buffer that can hold `rows` rows; returns the copy, and where its rows lie in the buffer."""
   B, heads, _, width = t.shape
   shape = int(B), rows, int(heads), int(width)
   return t.transpose(1, 2).pad_to(shape).contiguous(), InBuffer(whole_places(shape, "bshd"), 1, rows)
@@ -165,7 +165,7 @@ def is_part_of_a_buffer(t:Tensor) -> bool:
   return base is not None and base.has_buffer_identity() and base.max_numel() > t.uop.max_numel()
 
 def call_of_any_length(x:SdpaCall) -> SlicedCall|None:
-  """Returns a checked call whose kernel serves all numbers of keys, or None if this number gets a kernel of its own."""
+  """Checks a call and returns it in a form in which one kernel serves all numbers of keys, or None if its number of keys gets its own kernel."""
   if x.sliced: return sliced_call(x)
   # A kernel for all numbers has no gradient. While TinyJit captures, a number that is an int gets a kernel of its own, too.
   if TRAINING or capturing or not all(isinstance(t, Tensor) and is_part_of_a_buffer(t) for t in (x.key, x.value)): return None

@@ -33,7 +33,7 @@ def thunder_attention(xq:Tensor, xk:Tensor, xv:Tensor, attn_mask:None=None, is_c
   return o, o, lse
 
 def written_as(o:Tensor, lse:Tensor, shapes:tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
-  """Returns o and lse, as outputs of their kernel, in the two given `shapes`."""
+  """Returns o and lse reshaped to the two `shapes`, as if their kernel had written them in these shapes."""
   # tinygrad's `@function` keeps only outputs of kernels for the gradient. With reshaped views, the gradient would run the kernel again. So the
   # kernel's call gets output buffers of these shapes.
   if o.uop.op is not Ops.AFTER or o.uop.src[1].op is not Ops.CALL: return o.reshape(shapes[0]), lse.reshape(shapes[1])

@@ -12,7 +12,7 @@ from attn.tinygrad_compat import GroupOp, Ops, Rerouted, Tensor, UOp, dtypes, ma
 # Such models are tinygrad's models with latent attention (MLA), extra/models/t5.py and examples/mlperf/models/gpt_oss.py.
 
 def stored_in_its_dtype(t:Tensor) -> Tensor:
-  """Returns the view `t` of a cache, whose pending stores now cast rows to the cache's dtype; any other tensor unchanged."""
+  """Returns `t`; if `t` views a cache whose pending stores write rows of another dtype, these stores now cast the rows to the cache's dtype."""
   # Without a cast, tinygrad renders a store of a vector such as *(half4*)p = make_float4(...), which the compilers of CUDA and HIP refuse.
   after = t.uop
   while after.op in GroupOp.Movement: after = after.src[0]
@@ -23,7 +23,7 @@ def stored_in_its_dtype(t:Tensor) -> Tensor:
   return t if view is None else Tensor(view)
 
 class WrittenScores(NamedTuple):
-  """Scores that a model computes by operations of Tensor: q times the transposed keys, times `scale`, plus `masks`."""
+  """Scores that a model computes by operations of Tensor: q @ k^T * `scale` + `masks`."""
   q: UOp
   keys: UOp
   scale: float = 1.0
@@ -43,7 +43,7 @@ def joined(operation:Callable[[Tensor, Tensor], Tensor], parts:tuple[UOp, ...]) 
   return functools.reduce(operation, map(Tensor, parts)) if parts else None
 
 def uncast(u:UOp) -> UOp:
-  """Returns the UOp that `u` casts from one floating-point dtype to another, through all such casts and assignments."""
+  """Removes casts between floating-point dtypes, and assignments such as scores += bias, from the top of `u`: returns the value below."""
   while True:
     if u.op is Ops.CAST and dtypes.is_float(u.src[0].dtype): u = u.src[0]
     # In scores += bias, the assigned value is the sum.
@@ -57,7 +57,7 @@ def exponents(u:UOp) -> tuple[UOp, ...]:
   return total.src if (total := uncast(power.src[0].src[0])).op is Ops.ADD else ()
 
 def weights_with_sink(u:UOp) -> WrittenWeights|None:
-  """Returns the scores and the sink (..., 1, 1) of softmax weights `u` whose sum includes a sink, or None for any other `u`."""
+  """If `u` is softmax weights whose sum includes a sink, returns their scores and the sink (..., 1, 1), otherwise None."""
   # The weights are e/(e.sum(-1, keepdim=True) + (sink - m).exp()), with e = (scores - m).exp(). Any tensor m is accepted, because m cancels. The
   # weights are recognised by the exact expression that tinygrad builds, so no other expression is mistaken for weights.
   if u.op is not Ops.MUL or u.src[1].op is not Ops.RECIPROCAL or u.src[1].src[0].op is not Ops.ADD: return None
@@ -99,7 +99,7 @@ class WrittenOut:
     finally: self.watching = True
 
   def scores(self, u:UOp) -> WrittenScores|None:
-    """Returns how a model computed the scores `u` (q, keys, scale and masks), or None if attn does not recognise the operations."""
+    """Returns the q, keys, scale and masks from which a model computed the scores `u`, or None if attn does not recognise the operations."""
     # The supported operations are a matrix product, then multiplication by a number, then addition of masks, then `where` with -inf.
     if (u := uncast(u)) in self.products: return self.products[u]
     if u.op is Ops.WHERE: return self.selected(*map(Tensor, u.src))
@@ -142,7 +142,7 @@ class WrittenOut:
 
   @staticmethod
   def init_state(before:Callable[..., None], block:Any, x:Tensor) -> None:
-    """Replaces the method by which a latent attention block of tinygrad.llm makes its cache: the new cache is float16."""
+    """Replaces tinygrad's method `before`, by which a latent attention block of tinygrad.llm makes its cache: the new cache is float16."""
     # `before` is tinygrad's method. It makes the cache in float32, but no kernel reads float32 rows of 576 numbers. float16 is the dtype of the
     # caches of tinygrad's other blocks.
     new = not hasattr(block, "cache_k")

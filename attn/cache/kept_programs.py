@@ -18,12 +18,12 @@ PRINTING = ("chips", "compilers", "ops", "tinygrad_compat", "cache/kept_programs
 LOWERING = ("codegen", "dtype.py", "renderer", "uop")                                    # files and folders of tinygrad
 
 def files(folder:Path, names:tuple[str, ...]) -> list[Path]:
-  """Returns the paths of the Python modules `names` in a folder, where a subfolder stands for all modules below."""
+  """Returns the paths of the Python files `names` in a folder; a name of a subfolder stands for all Python files below it."""
   return [path for name in names for path in sorted((folder/name).rglob("*.py") if (folder/name).is_dir() else [folder/name])]
 
 @functools.cache
 def printed_by() -> str:
-  """Returns a digest of all files of attn and tinygrad that decide which source is rendered for a kernel."""
+  """Returns a hash of all source files of attn and tinygrad on which the rendered source of a kernel depends."""
   # Of attn's files the contents count, of tinygrad's files the names, sizes and times.
   digest = hashlib.sha256()
   for path in files(Path(__file__).parent.parent, PRINTING): digest.update(path.read_bytes())
@@ -31,13 +31,13 @@ def printed_by() -> str:
   return digest.hexdigest()
 
 def key_of(ast:UOp, renderer:Renderer) -> tuple[str, ...]|None:
-  """Returns the key under which a kernel's source is kept, or None if the source is not kept."""
+  """Returns the key under which the cache keeps a kernel's source, or None if this kernel's source is not kept."""
   ours = ast.op is Ops.SINK and ast.arg.name.startswith("attn_") and isinstance(renderer, OperationsPrinter) and renderer.target.device in KEPT_ON
   # VIZ, and DEBUG of at least 3, show how a kernel is lowered. CCACHE=0 switches caches off.
   return (printed_by(), *program_key(ast, renderer)) if ours and CCACHE and not VIZ and DEBUG < 3 and not ast.variables() else None
 
 def kept_program(make_program:ToProgram, ast:UOp, renderer:Renderer) -> UOp:
-  """Returns a compiled kernel (PROGRAM), from the kept source if there is one, otherwise by tinygrad's function `make_program`."""
+  """Returns a compiled kernel (PROGRAM): from its kept source if the cache has one, otherwise by tinygrad's function `make_program`."""
   if (key := key_of(ast, renderer)) is None: return make_program(ast, renderer)
   made = list[UOp]()
   def make() -> bytes:

@@ -25,14 +25,14 @@ from attn.tinygrad_compat import TINYGRAD_VERSION, Device, device_of
 CLASSES = (64, 128, 192, 256)   # the largest head dimension of each class
 
 def head_class(p:Problem) -> int:
-  """Returns the head dimension of a problem's class: the smallest of CLASSES that is at least D and Dv."""
+  """Returns the head dimension by which problems are grouped in the file: the smallest number in CLASSES that is at least D and Dv."""
   # Beyond CLASSES it is the larger of D and Dv.
   return next((x for x in CLASSES if max(p.D, p.Dv) <= x), max(p.D, p.Dv))
 
 OPTIONS_OF_A_CACHE = ("v_in_k", "k_view", "kv_lengths", "pages")     # if v is part of k, problems with and without these options share a class
 
 def problem_class(p:Problem) -> str|None:
-  """Returns the name of the problem's class, whose problems all use the same tile; None for options that are not tuned."""
+  """Returns the name of the group of similar problems to which `p` belongs, which all use one tile; None for options that are not tuned."""
   # TUNE=1 does not measure tiles for options such as a bias or dropout.
   if any(x not in OPTIONS_OF_A_CACHE or not p.v_in_k for x in p.options): return None
   hidden = hiding(p)
@@ -74,11 +74,11 @@ LIMITS: dict[type, Limits] = {
   TiledTile: RECTANGLES, TiledBackwardTile: {**RECTANGLES, "ahead": (False,), "asynchronous": (False,), "keys": (False, True)}}
 
 def fields_of(row:UpTo[Any]) -> dict[str, Any]:
-  """Returns the fields of a tile by name, in the form of the file of fastest tiles."""
+  """Returns the fields of a tile shape by name, as the file of fastest tiles stores them."""
   return {**asdict(row.shape), **({"matrix": row.matrix} if "matrix" in LIMITS[type(row.shape)] else {})}
 
 def row_in_entry(found:Any, kind:type[AnyShape], up_to:int) -> UpTo[AnyShape]|None:
-  """Reads a tile of the class `kind` from an entry of the file, as a table row; None if attn's own choice is fastest."""
+  """Reads a tile shape of type `kind` from an entry of the file, for head dimensions up to `up_to`; None if attn's own choice is fastest."""
   # Raises ValueError if the entry has no valid tile.
   if not isinstance(found, dict) or "tile" not in found: raise ValueError("an entry without a tile: needs the field 'tile'")
   if (tile := found["tile"]) is None: return None
@@ -96,14 +96,14 @@ def row_in_entry(found:Any, kind:type[AnyShape], up_to:int) -> UpTo[AnyShape]|No
 RowCheck = Callable[[UpTo[Any], Chip, Problem], object]     # raises ValueError if a row has no valid tile for a problem on a chip
 
 def check_matrix(row:UpTo[Any], arch:Chip, p:Problem) -> None:
-  """Raises ValueError unless the tile of a table row is valid for a kernel that uses a matrix unit."""
+  """Raises ValueError unless a kernel that uses the chip's matrix unit can run with the tile shape in `row`."""
   if row.matrix >= len(matrices := arch.matrix.get(p.dtype, ())):
     raise ValueError(f"matrix={row.matrix}: {arch.name} has {len(matrices)} matrix instructions for {p.dtype}")
   mat, block_n = matrices[row.matrix], row.shape.block_n
   if block_n % mat.M or block_n % mat.span: raise ValueError(f"block_n={block_n}: must be a multiple of {mat.M} and of {mat.span} keys")
 
 def check_threads(row:UpTo[Any], arch:Chip, p:Problem) -> None:
-  """Raises ValueError unless the tile of a table row is valid for a kernel of plain UOps, which uses no matrix unit."""
+  """Raises ValueError unless a kernel that uses no matrix unit can run with the tile shape in `row`."""
   tile = row.shape
   if tile.alone == bool(arch.lds): raise ValueError(f"tile {tile}: a workgroup of {arch.name} has {arch.lds} bytes of local memory")
   if tile.alone: whole = tile.keeps_own and not tile.ahead and tile.columns
@@ -140,7 +140,7 @@ def load() -> dict[str, Any]:
   return found
 
 def kept_rows(p:Problem, arch:Chip, kernel:str, kind:type[AnyShape], check:RowCheck) -> list[UpTo[AnyShape]]:
-  """Returns a list with the fastest measured tile of a kernel for the problem's class, or an empty list if none is known."""
+  """Returns a list with a kernel's fastest measured tile description for problems like `p`, or an empty list if none is known."""
   # `kernel` is the kernel's name ("" for forward), and `check` raises ValueError for a row that the kernel cannot use. Dispatch tries the row before
   # the rows of attn's tables. On the emulator no tile counts.
   if not arch.tuned or (name := entry_of(p, kernel)) is None: return []
@@ -154,15 +154,16 @@ def kept_rows(p:Problem, arch:Chip, kernel:str, kind:type[AnyShape], check:RowCh
   return [row] if row is not None else []
 
 def winner(p:Problem, arch:Chip) -> list[UpTo[ForwardShape]]:
-  """Returns a list with the fastest measured tile of AMD's forward kernel for the problem's class, or an empty list."""
+  """Returns a list with the fastest measured tile description of AMD's forward kernel for problems like `p`, or an empty list."""
   return kept_rows(p, arch, "", ForwardShape, check_matrix)
 
 def entry_of(p:Problem, kernel:str) -> str|None:
-  """Returns the name of the entry of a problem and a kernel ("" for forward) in the file of fastest tiles, or None."""
+  """Returns the name of the entry in the file of fastest tiles for problems like `p`; `kernel` is "" for forward. None if the problem is not
+  tuned."""
   return None if (kind := problem_class(p)) is None else f"{kind} {kernel}".rstrip()
 
 def store(p:Problem, arch:Chip, row:UpTo[Any]|None, seconds:float, kernel:str="") -> Path:
-  """Writes the fastest tile for the problem's class to the file of fastest tiles, and returns the file's path."""
+  """Writes the fastest tile description for problems like `p`, with its time in seconds, to the file of fastest tiles; returns the file's path."""
   # `row` has the tile, which took `seconds`; None: attn's own choice is fastest. Raises ValueError if `p` belongs to no class, OSError if the file
   # can't be written.
   file, kind = path(), entry_of(p, kernel)

@@ -27,7 +27,7 @@ def content_of(path:Path) -> bytes:
     return f.read(MOST_BYTES)
 
 def write(path:Path, data:bytes) -> None:
-  """Makes `data` the content of a file in one step: another process sees either the old file or the new one."""
+  """Replaces the content of a file by `data` in one step: another process sees either the old content or the new content."""
   # No temporary file is left behind, even when the write is interrupted.
   path.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
@@ -52,11 +52,12 @@ def _place(kind:str, key:tuple[str, ...]) -> Path:
   return directory()/"compilers"/f"{hashlib.sha256(chr(0).join((kind, *key)).encode()).hexdigest()}.{kind}"
 
 def is_kept(kind:str, key:tuple[str, ...]) -> bool:
-  """Returns whether the cache contains a file, which may be damaged, for data of this `kind`, such as "program", with this key."""
+  """Returns whether the cache has a file, perhaps damaged, with this key; `kind` says of what, such as "program"."""
   return os.path.isfile(_place(kind, key))     # also False if the directory cannot be entered
 
 def kept(kind:str, key:tuple[str, ...], make:Callable[[], bytes]) -> bytes:
-  """Returns the data of a `kind`, such as "program", with a key from the cache, or makes and caches the data."""
+  """Returns the bytes that the cache has for a `kind` of data, such as "program", and a key; if it has none, `make` makes them and the cache keeps
+  them."""
   path = _place(kind, key)
   # A cache that can't be read or written is ignored.
   with contextlib.suppress(OSError):

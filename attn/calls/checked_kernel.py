@@ -160,7 +160,7 @@ def check_device(arch:str, device:str) -> None:
   if found.name != arch.split(":")[0]: raise ValueError(f"arch={arch!r}: must be {found.name!r}, the chip of device {device}")
 
 def numbers_at_hand(t:Tensor) -> np.ndarray|None:
-  """Returns the numbers in a tensor if reading them costs nothing, otherwise None."""
+  """Returns the numbers in a tensor if the host can read them at once (a realized tensor on the emulator), otherwise None."""
   # Reading costs nothing for a realized tensor on the emulator. Under TinyJit the captured code will run on other numbers.
   there = isinstance(t.device, str) and t.device.split(":")[0] == "EMU" and t.uop.is_realized and not capturing
   return t.numpy() if there and all(isinstance(n, int) for n in t.shape) else None

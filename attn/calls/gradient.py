@@ -51,7 +51,7 @@ def no_gradient(what:str) -> Any:
   return refuse
 
 def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, UOp]:
-  """Returns the gradients that tinygrad passed, by the name of their output, "o" or "lse"."""
+  """Returns the gradients that tinygrad passed without names as {"o": gradient, "lse": gradient}, as far as they exist."""
   # tinygrad passes only gradients that exist, without names. The shape of a gradient tells its output, because o and lse have different shapes.
   of_shape = {u.shape: name for name, u in outputs.items()}
   found = {of_shape.get(g.shape, ""): g for g in gradients}
@@ -63,7 +63,7 @@ def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, U
 # ***** gradients that tinygrad computes *****
 
 def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Returns the gradients of all float inputs by name, computed by tinygrad from `three_pass` (attention in plain tensor operations)."""
+  """Returns the gradients of all float inputs by name, which tinygrad computes by differentiating `three_pass`; `given` has those of o and lse."""
   # `given` has the gradients of o and lse. Inputs on which neither o nor lse depends are left out.
   params = {name: Tensor(u.param_like(slot)) for slot, (name, u) in enumerate(inputs.items())}
   o, lse, _ = plain_attention(p, params)
@@ -71,7 +71,7 @@ def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> d
   return {list(inputs)[slot]: g for slot, g in found.items()}
 
 def gradients_by_tinygrad(p:Problem, arch:Chip) -> list[str]:
-  """Returns the names of the tensors of score terms, such as ALiBi slopes, whose gradients tinygrad computes because no kernel does."""
+  """Returns the names of the inputs, such as alibi_slopes, whose gradients tinygrad computes because no kernel does."""
   return [*(name for name, tensor in TERM_TENSORS.items() if not tensor.summed), *tensors_by_tinygrad(p, arch)]
 
 # ***** gradients that kernels compute *****
@@ -86,7 +86,7 @@ class BackwardLaunch:
 Lists = tuple[ListedBlocks|None, ListedBlocks|None]     # lists of tiles that the kernels "dq" and "dkdv" get, or None and the lists of "all"
 
 def lists_of_backward(p:Problem, arch:Chip) -> Lists:
-  """Returns which lists of visible tiles the kernels "dq" and "dkdv" loop over, each None for a kernel that needs no list."""
+  """Returns which lists of visible tiles the kernels "dq" and "dkdv" read, in this order; None for a kernel that needs no list."""
   # The kernel "all" takes the place of "dkdv". Without a list, a kernel loops over all tiles between a first and a last one.
   if (one := instead_of_two(p, arch)) is not None: return None, listing(p, arch, one, "queries", p.deterministic)
   dq, dkdv = tiles_of(p, arch)
@@ -131,7 +131,7 @@ def kernels_with_tiles(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists
   return found
 
 def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str, UOp]:
-  """Runs a launch on the tensors `t`, and returns `t` with the outputs of the launch added."""
+  """Runs a launch on the tensors `t` (by name; `layout` is that of q), and returns `t` with the launch's outputs added."""
   # An output that is not in `t` gets a new buffer. `layout` is the layout of q.
   def buffer(name:str) -> UOp:
     shape, dtype = launch.shapes[name]
@@ -155,14 +155,14 @@ def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str,
 def lse_axes(layout:str) -> tuple[str, ...]: return ("heads", "rows") if layout in ("nsd", "thd") else ("batch", "heads", "rows")
 
 def like(g:UOp, out:UOp) -> UOp:
-  """Returns the gradient `g` of the output `out` in a new buffer, with the dtype and the sharding of `out`."""
+  """Returns the gradient `g` in a new buffer, with the dtype and the sharding of `out`, the output whose gradient it is."""
   g = g.cast(out.dtype)
   return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
 
 def of_list(kernel:str) -> str: return f"tile_list of {kernel}"
 
 def lists_by_kernel(p:Problem, arch:Chip, inputs:dict[str, UOp], written:Container[str]) -> dict[str, UOp]:
-  """Returns the tensors with the lists of visible tiles that the backward kernels loop over, by name (`of_list`)."""
+  """Returns the tensors with lists of visible tiles that the kernels of a gradient read, by name; `written` names the outputs that already exist."""
   p = split_into(of_backward(p), 1)
   dq, keys = lists_of_backward(p, arch)
   wanted = {"dq": dq, "dkdv" if instead_of_two(p, arch) is None else "all": keys}
@@ -191,7 +191,7 @@ def kernel_gradients(p:Problem, arch:Chip, t:Mapping[str, UOp]) -> dict[str, UOp
   return found
 
 def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch], inputs:dict[str, UOp], t:dict[str, UOp]) -> dict[str, UOp]:
-  """Returns the gradients of a bias and of the tensors that score_mod reads, by the name of the tensor, for tensors whose gradient a kernel sums."""
+  """Returns by name the gradients of a bias and of the tensors that score_mod reads, as far as a kernel computes them."""
   found = dict[str, UOp]()
   # A gradient is a sum of dS over the scores that one element of the tensor changes. If score_mod reads a tensor in several expressions, as in
   # table[i - j] + table[h], a kernel computes the sums for each expression, and the results are added.
@@ -205,7 +205,7 @@ def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch]
   return {name: g.cast(inputs[name].dtype) for name, g in found.items()}
 
 def over_devices(parts:Parts, sums:tuple[KernelSum, ...], inputs:dict[str, UOp]) -> Parts:
-  """Returns the number of fp32 partial results that each device stores of each gradient; 0 means the gradient itself."""
+  """Raises the numbers of partial results in `parts` to at least 1 for each gradient whose tensor is copied to all devices while q is sharded."""
   # If q is sharded but another tensor, such as k, is copied to each device, each device computes a part of this tensor's gradient. The parts are
   # added in fp32, so the number is at least 1. `parts` has the numbers for one device.
   def least(name:str, chosen:int) -> int:
@@ -213,7 +213,7 @@ def over_devices(parts:Parts, sums:tuple[KernelSum, ...], inputs:dict[str, UOp])
   return replace(parts, dkdv=least("k", parts.dkdv), sums=tuple(least(x.tensor, number) for x, number in zip(sums, parts.sums)))
 
 def added(gradient:UOp, of:UOp) -> UOp:
-  """Returns the complete gradient of the tensor `of`: the sum of its parts if kernels wrote several."""
+  """Returns the gradient of the tensor `of`: adds the partial results on axis 0 of `gradient`, if a kernel stored several."""
   return gradient if len(gradient.shape) == len(of.shape) else Tensor(gradient).sum(0).cast(of.dtype).uop
 
 def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None) -> Tensor:
@@ -226,7 +226,7 @@ def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None)
 # ***** the grad_fxn: with the kernels or with tinygrad *****
 
 def after(u:UOp, call:UOp) -> UOp:
-  """Returns the output buffer `u` of attention as a UOp with the value after `call`."""
+  """Returns the UOp of the buffer `u` with the values that it has after the kernel launch `call`."""
   # If `call` has already run, attn/calls/history.py has replaced it by an empty call, and `u` itself has the value.
   return u.after(call) if call.src[0].src else u
 
@@ -246,7 +246,7 @@ class AttentionGradient:
   arch: Chip|None
   names: tuple[str, ...]  # of the tensors on which the kernel was called
   def without(self, missing:Sequence[int]) -> AttentionGradient:
-    """Returns the gradient function for a call of the kernel without the tensors at the positions `missing`."""
+    """Returns the gradient function for the same kernel, called without the tensors at the argument positions `missing`."""
     return gradient_of(self.problem, self.arch, tuple(name for i, name in enumerate(self.names) if i not in missing))
   @lists_made_last()
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
@@ -268,7 +268,7 @@ class AttentionGradient:
       found = kept_graph((self, tiles, asked_for(), plain), t, functools.partial(self.graph, plain=plain))
     return tuple(found.get(name) for name in self.names)
   def graph(self, t:Graph, plain:bool) -> dict[str, UOp]:
-    """Returns the gradients by name, for a problem whose gradients kernels compute."""
+    """Returns the gradients by name that kernels compute from the tensors `t`; with `plain` also the others, which tinygrad computes."""
     # `t` has the tensors for `kernel_gradients`. With `plain` tinygrad computes the gradients that no kernel computes.
     assert self.arch is not None
     found = kernel_gradients(self.problem, self.arch, t)

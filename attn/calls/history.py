@@ -24,7 +24,7 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-  """Call of attention whose gradient may be taken later."""
+  """Record of one call of attention, from which a gradient can be taken later."""
   outputs: tuple[tuple[ref[UOp], tuple[int|UOp, ...]], ...]  # (weak reference to the buffer, shape) of each output
   inputs: tuple[Input|int, ...]  # a number n stands for the call's own output n
   gradient: Callable[..., Any]
@@ -44,14 +44,14 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-  """Record of an output of attention: the call `origin` that computed it, and other outputs of this call that the gradient needs."""
+  """Record of an output of attention: the call that computed it, and the other outputs of this call that a gradient reads."""
   origin: Origin
   needs: tuple[UOp, ...]  # kept alive by this record
 
 made: WeakKeyDictionary[UOp, Made] = WeakKeyDictionary()    # keys: the buffers of outputs
 
 def lies_in(u:UOp) -> UOp:
-  """Returns the UOp of the buffer, or of the buffers on several devices, that hold an output of attention."""
+  """Returns the UOp of the buffer (or of one buffer for each device) that holds an output of attention."""
   while u.op in (Ops.RESHAPE, Ops.AFTER): u = u.src[0]
   return u
 
@@ -75,7 +75,8 @@ def depends_on(u:UOp) -> Iterable[UOp]:
 def is_after_a_call(u:UOp) -> bool: return u.op is Ops.AFTER and u.src[1].op is Ops.CALL
 
 def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
-  """Finds the calls of attention whose outputs are only bare buffers in the expression `root`, oldest first, and the AFTER UOps under `root`."""
+  """Finds under `root` the calls of attention of which tinygrad has kept only the output buffers, oldest first; also returns all AFTER UOps under
+  `root`."""
   # The second list has the AFTER UOps under `root`. Such a UOp is a buffer after a call has written it.
   origins, seen, todo = dict[Origin, None](), set[UOp](), [root]
   while todo:
@@ -93,7 +94,7 @@ def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
 
 @contextlib.contextmanager
 def recalled(root:UOp) -> Iterator[None]:
-  """Context in which gradients of `root` can be taken: bare buffers that hold outputs of attention are calls of attention again."""
+  """Context in which gradients of `root` can be taken: each output buffer of attention is again the result of the call that wrote it."""
   # When an output of attention is computed, tinygrad drops the output's expression and keeps only the buffer.
   origins, afters = forgotten(root) if made else ([], [])
   if not origins:

@@ -13,19 +13,20 @@ Graph = Mapping[str, UOp]     # UOps by name
 
 @dataclass
 class KeptGraph:
-  """What is known of a graph after the first call has made it."""
+  """Record of one graph of UOps: how to make an equal graph again, after the first call has made it."""
   names: tuple[str, ...]|None = None  # of its results; None before the first call
   recipe: Recipe|None = None  # makes an equal graph; None if no recipe is possible
 
 @functools.lru_cache(MOST_GRAPHS)
 def recipes(key:Hashable, names:tuple[str, ...], form:tuple[Any, ...]) -> KeptGraph:
-  """Returns the record of one graph: the same object in each call with equal arguments."""
+  """Returns the record of the graph that `key` names, for inputs with these names and this `form` (shapes, dtypes, devices): the same record each
+  time."""
   # `key` says what the graph computes, `names` are the names of its inputs, and `form` is everything about the inputs that does not change from call
   # to call.
   return KeptGraph()
 
 def kept_graph(key:Hashable, inputs:Graph, make:Callable[[Graph], dict[str, UOp]]) -> dict[str, UOp]:
-  """Returns the results of the graph that `make` makes of `inputs`, by name; later calls make an equal graph from a recipe."""
+  """Returns by name the results of `make(inputs)`, the UOps of a call; after the first call with `key`, a recipe makes equal UOps faster."""
   # `make` must depend on nothing but `key` and the form of its inputs.
   # No recipe is possible inside tinygrad's `@function`, for inputs that are views of buffers, and for a graph that reads other buffers than those of
   # its inputs.

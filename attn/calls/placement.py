@@ -22,7 +22,7 @@ class Placement:
   @property
   def count(self) -> int: return 1 if isinstance(self.device, str) else len(self.device)
   def axis(self, names:tuple[str|None, ...]) -> int|None:
-    """Returns the index of the sharded axis of a tensor whose axes have these names, or None if the tensor is not sharded."""
+    """Returns the index of the sharded axis in a tensor with these names of axes, such as "heads", or None if the tensor is not sharded."""
     return None if self.shared is None or self.shared not in names else names.index(self.shared)
 
 def opened(name:str, device:str) -> str:
@@ -60,7 +60,7 @@ def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
                    "their rows with q whole, or all three whole")
 
 def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
-  """Returns along what each axis of the optional tensor `name` may be sharded: "batch", "heads", or None for not at all."""
+  """Returns for each axis of the optional tensor `name` whether it may be sharded: "batch" or "heads" (as that axis of q), or None."""
   if (tensor := TERM_TENSORS.get(name)) is not None: return tuple(axis if axis in ("batch", "heads") else None for axis in tensor.names(shape))
   if name in INPUT_SCALES: return tuple(axis if n > 1 else None for axis, n in zip(("batch", "heads"), shape))
   return {"sinks": ("heads",), "kv_lengths": ("batch",), "kv_starts": ("batch",), "cache_seqlens": ("batch",)}.get(name, (None,))
@@ -81,7 +81,7 @@ def sharded_with_gradient(t:Tensor, devices:tuple[str, ...], axis:int|None) -> T
   return Tensor(UOp.maketuple(sharded).call(t.uop, grad_fxn=gradient_of_shards).gettuple(0))
 
 def place(name:str, t:Tensor, at:Placement) -> Tensor:
-  """Returns an optional tensor on the devices of q, k and v (`at`), sharded or copied; raises ValueError if it lies on other devices."""
+  """Moves an optional tensor to the devices `at` of q, k and v, sharded or copied; raises ValueError if it lies on other devices."""
   if t.device is None: t = t.clone(at.device if isinstance(at.device, str) else at.device[0])
   if isinstance(at.device, str):
     if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same device")
@@ -95,7 +95,7 @@ def place(name:str, t:Tensor, at:Placement) -> Tensor:
   return sharded_with_gradient(t, at.device, axis)
 
 def of_each_device(t:Tensor, axis:int|None) -> Tensor:
-  """Makes one tensor, sharded along `axis`, of each device's part `t`; returns `t` itself if `axis` is None."""
+  """Returns the tensor, sharded along `axis`, whose shard on each device is `t`; returns `t` itself if `axis` is None."""
   return t if axis is None else Tensor(t.uop.unshard(axis))
 
 def empty(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...], axis:int|None) -> Tensor:

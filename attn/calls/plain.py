@@ -12,7 +12,7 @@ from attn.values import FLOATS
 BATCHED = ("bhsd", "bshd")               # layouts with lse (B, H, S)
 
 def bhsd(x:Tensor, layout:str) -> Tensor:
-  """Returns a tensor in `layout`, rearranged to (B, H, S, D)."""
+  """Rearranges a tensor of the given `layout` to (B, H, S, D)."""
   if layout == "thd": return x.transpose(0, 1).unsqueeze(0)
   return x.transpose(1, 2) if layout == "bshd" else x.unsqueeze(0) if layout == "nsd" else x
 

@@ -11,7 +11,7 @@ from attn.score.sums import sum_over_scores
 from attn.tinygrad_compat import Tensor
 
 def gradient_of_element(p:Problem, sums:Tensor, block_m:int, block_n:int) -> Tensor:
-  """Returns the fp32 gradient of a tensor that score_mod reads, through one of the expressions by which score_mod reads it."""
+  """Returns the fp32 gradient of a tensor through one expression, such as table[i - j], by which score_mod reads it; `sums` are sums of dS."""
   # If score_mod reads the tensor in several expressions, as in table[i - j] + table[h], the caller adds the gradients. `p.by_element` is the number
   # of the expression. `sums` come from the kernel `backward_dbias`, whose workgroup owns block_m queries and block_n keys.
   assert p.by_element is not None
@@ -31,13 +31,13 @@ def gradient_of_element(p:Problem, sums:Tensor, block_m:int, block_n:int) -> Ten
   return within_tensor(sums, places)
 
 def within_tensor(x:Tensor, places:list[tuple[int, int]]) -> Tensor:
-  """Returns a tensor padded with zeros, or cut off where a number is negative: `places` has a pair (before, after) for each axis."""
+  """Pads each axis of x with zeros by the pair (before, after) in `places`; a negative number cuts elements off."""
   sizes = [int(n) for n in x.shape]
   kept = tuple((min(max(-before, 0), n), max(n - max(-after, 0), min(max(-before, 0), n))) for n, (before, after) in zip(sizes, places))
   return x.shrink(kept).pad(tuple((max(before, 0), max(after, 0)) for before, after in places))
 
 def sums_of_distances(sums:Tensor, of:Diagonals) -> Tensor:
-  """Adds up the gradients of all scores with the same distance i - j of query i and key j, and returns a sum for each distance."""
+  """Returns, for each distance i - j of a query i and a key j, the sum of the gradients of all scores with this distance."""
   # `sums` (B, H, diagonals*block_m, block_n) has one tile for each diagonal of tiles: the sum of all tiles on this diagonal, element by element. The
   # result is (B, H, Sq + Sk - 1).
   batches, heads = (int(n) for n in sums.shape[:2])

@@ -15,7 +15,7 @@ MOST_KEPT = 64     # most results of `kept_lists` that a process keeps
 
 @cache_of_kernels
 def list_launches(x:ListedBlocks) -> list[tuple[KernelFunction, Shapes]]:
-  """Returns the kernels that make lists of visible tiles, each with the (shape, dtype) of its tensors by name."""
+  """Returns the launches that make lists of visible tiles: for each the kernel, and (shape, dtype) of its tensors by name."""
   # A list names the tiles in which a mask_mod leaves scores visible. Each workgroup of an attention kernel loops over the tiles of its list. Equal
   # arguments return identical objects, because tinygrad's schedule cache compares by identity.
   def checked(program:Callable[..., UOp], names:tuple[str, ...]) -> KernelFunction:
@@ -28,7 +28,7 @@ def tile_lists(x:ListedBlocks, device:Devices, given:Mapping[str, Tensor]) -> Te
   return new_lists(x, device, given) if x.read or capturing or inside_function() else kept_lists(x, device)
 
 class KeptLists:
-  """Lists of visible tiles that a process keeps for later calls."""
+  """Lists of visible tiles that are made once and kept for later calls of the process."""
   # `waiting` has functions that fill buffers which `kept_lists` has already returned. The functions run when the outermost context `lists_made_last`
   # ends; `delays` such contexts are open.
   lock = threading.RLock()
@@ -45,7 +45,7 @@ class KeptLists:
 
 @contextlib.contextmanager
 def lists_made_last() -> Iterator[None]:
-  """Context that makes the kept lists of tiles when it ends, not before."""
+  """Context that delays making the kept lists of visible tiles until the context ends."""
   # So code in the context can start to compile the kernels that read the lists before the kernels that make the lists.
   with KeptLists.lock:
     KeptLists.delays += 1

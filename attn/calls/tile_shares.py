@@ -29,7 +29,7 @@ SKIPPED, WITH_MASK, NO_MASK = range(3)     # what a kernel does in a tile: nothi
 
 @dataclass(frozen=True)
 class Neighbours:
-  """Tiles that workgroups visit, if each workgroup loops over one interval of tiles. The arrays have the shape (sequences, blocks of rows)."""
+  """For each workgroup, the interval of tiles that it visits; all arrays are (sequences, blocks of rows, one for each workgroup)."""
   tiles: int  # number of all tiles, visited or not
   begin: Array  # the workgroup computes the tiles from `begin` up to `end`
   full_begin: Array  # no mask is computed in the tiles from `full_begin` up to `full_end`
@@ -49,7 +49,7 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class Listed:
-  """Tiles that workgroups visit, if each workgroup loops over a list of tiles (attn/kernels/tile_lists.py)."""
+  """For each workgroup, the list of tiles that it visits (attn/kernels/tile_lists.py)."""
   tiles: int  # number of all tiles, visited or not
   # Shape (batches, heads, blocks, length). A list has the number of tiles that need a mask, the number of all tiles in the list, and the tiles: first
   # all that need a mask.
@@ -73,7 +73,7 @@ TILES_OF = {"keys": "key", "queries": "query"}
 
 @dataclass(frozen=True)
 class Shares:
-  """Numbers of tiles that all workgroups of a kernel together skip, mask, and compute without a mask (`plain`)."""
+  """Numbers of tiles that all workgroups of a kernel together skip, compute with a mask (`masked`), and compute without one (`plain`)."""
   over: str  # tiles of "keys" or of "queries"
   skipped: int
   masked: int
@@ -105,7 +105,7 @@ def on_host(value:UOp, given:Mapping[UOp, Array]) -> Array:
   return found[value]
 
 def tiles_of_intervals(p:Problem, tile:BlockTile, width:int, over:str, lengths:Mapping[str, Array]) -> Neighbours:
-  """Returns the tiles that each workgroup visits if it loops over one interval of tiles, of `width` keys or queries (`over`) each."""
+  """Returns the interval of tiles that each workgroup visits, where a tile is `width` keys or queries; `over` says which."""
   # `lengths` has the contents of the tensors that say which queries and keys exist (LENGTH_TENSORS).
   shapes: Shapes = {name: p.extras[name] for name in lengths}
   tensors = {name: UOp.placeholder(shape, INTS[dtype], slot) for slot, (name, (shape, dtype)) in enumerate(shapes.items())}

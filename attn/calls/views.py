@@ -24,11 +24,11 @@ def same_size(x:Size, y:Size) -> bool:
   return difference == 0 if isinstance(difference, int) else difference.op is Ops.CONST and difference.val == 0
 
 def terms_of(x:UOp) -> list[UOp]:
-  """Returns the summands of an expression of Variables."""
+  """Returns the summands of a sum of Variables and constants."""
   return [term for part in x.src for term in terms_of(part)] if x.op is Ops.ADD else [x]
 
 def count_of(n:Size) -> tuple[Count, tuple[UOp, ...]]|None:
-  """Splits a number of rows into a constant and bound Variables, as (count, variables); None if it is no such sum."""
+  """Splits a number of rows into (constant and ranges of Variables, bound Variables); None if it is no sum of a constant and Variables."""
   if isinstance(n, int): return Count((), n), ()
   terms = terms_of(n)
   constants, bound = [x for x in terms if x.op is Ops.CONST], sorted((x for x in terms if x.is_bound_var), key=lambda x: x.src[0].expr)
@@ -38,7 +38,7 @@ def count_of(n:Size) -> tuple[Count, tuple[UOp, ...]]|None:
   return Count(variables, sum(int(x.val) for x in constants)), tuple(bound)
 
 def as_a_variable(n:Size) -> tuple[Size, dict[UOp, UOp]]:
-  """Returns one Variable in place of a size that is a sum of Variables, and the substitution that puts the Variable into expressions."""
+  """Replaces a size that is a sum of Variables by one Variable; returns it, and the substitution that makes the change in expressions."""
   # For any other size nothing changes. tinygrad can divide a multiple of a Variable by the Variable, but not a multiple of a sum by the sum.
   if isinstance(n, int) or (found := count_of(n)) is None: return n, {}
   whole, one = UOp.variable("rows", n.vmin, n.vmax), found[1][0]
@@ -64,12 +64,12 @@ def flat_buffer(t:Tensor) -> Tensor:
   return t.contiguous().flatten() if buffer is None else Tensor(buffer.flatten())
 
 def whole_places(shape:tuple[int, ...], layout:str) -> Strided:
-  """Returns the start and the strides of the rows of a tensor that fills a buffer without gaps."""
+  """Returns the start (0) and the strides of the rows of a tensor that is a whole buffer without gaps."""
   sizes = dict(zip(AXES[layout], shape))
   return Strided(math.prod(shape), 0, *strides(layout, sizes["heads"], sizes["rows"], sizes["width"]))
 
 def meet(distance:int, steps:list[tuple[int, int]]) -> bool:
-  """Returns whether steps of the sizes in `steps`, each up to n times, forward or back, can add up to `distance`."""
+  """Returns whether `distance` is a sum of steps; `steps` has pairs (size, n): at most n steps of this size, forward or back."""
   # `steps` has pairs (size, n). For example, with steps [(4, 1), (10, 2)] distance 16 is 10 + 10 - 4.
   if not steps: return distance == 0
   (step, most_), rest = steps[0], steps[1:]
@@ -79,7 +79,7 @@ def meet(distance:int, steps:list[tuple[int, int]]) -> bool:
   return any(meet(distance - i*step, rest) for i in times)
 
 def room_for_rows(places:Strided, batches:int, heads:int, width:int) -> int:
-  """Returns the largest number of rows of each head for which a cache at `places` in a buffer has room."""
+  """Returns the largest number of rows that each head of a cache in a buffer can have, before another head's rows or the buffer's end."""
   if not places.row: raise ValueError("a cache of one row: nothing says how far apart its rows lie")
   # The rows must end within the buffer, and before the rows of the next head or batch begin. `width` is the number of elements of a row.
   end = places.start + (batches - 1)*places.batch + (heads - 1)*places.head + width
@@ -96,7 +96,7 @@ def overlapping(x:Strided, y:Strided, counts:tuple[int, int, int, int]) -> bool:
   return (x.batch, x.head, x.row) != (y.batch, y.head, y.row) or meet(y.start - x.start, sorted(steps, reverse=True))
 
 def coefficients(where:UOp, indices:list[UOp]) -> tuple[int, list[int]]|None:
-  """Writes an index expression as a linear function: returns (c, [a0, a1, ...]) with where = c + a0*indices[0] + ..., or None."""
+  """Writes an index as c + a0*indices[0] + a1*indices[1] + ..., and returns (c, [a0, a1, ...]), or None if the index is not linear."""
   if where.op is Ops.CONST: return int(where.val), [0]*len(indices)
   if where in indices: return 0, [int(i is where) for i in indices]
   parts = [coefficients(x, indices) for x in where.src] if where.op in (Ops.ADD, Ops.MUL) else []
@@ -116,13 +116,14 @@ def rows_there(u:UOp, n:Size) -> int:
   return fewest
 
 def in_buffer(t:Tensor, group:int=1) -> InBuffer|None:
-  """Returns where the rows of a tensor (B, heads, S, D) lie in a buffer, or None if the tensor is no view with constant strides."""
+  """Returns where rows of a tensor (B, heads, S, D) lie in its buffer, or None if it is no view with constant strides; `group` heads may share
+  rows."""
   # Each `group` of neighbouring heads of the tensor must be one head of the buffer, repeated.
   return None if (view := view_of_placeholder(t.uop)) is None else places_of_view(view, group)
 
 @functools.lru_cache(MOST_VIEWS)
 def places_of_view(view:UOp, group:int) -> InBuffer|None:
-  """Returns where the rows of a view (B, heads, S, D) of a placeholder lie, or None if the view has no constant strides."""
+  """Returns where rows of a view (B, heads, S, D) of a placeholder lie, or None without constant strides; `group` neighbouring heads share rows."""
   # Each `group` of neighbouring heads of the view must be one head of the placeholder, repeated.
   batch, heads, n, width = view.shape
   there, (rows, instead) = rows_there(view, n), as_a_variable(n)
@@ -145,7 +146,7 @@ def cache_of(k:Tensor, v:Tensor) -> tuple[InBuffer, InBuffer]|None:
   return None
 
 def is_all_of_its_buffer(t:Tensor, places:Strided, layout:str) -> bool:
-  """Returns whether a tensor whose rows lie at `places` is its whole buffer, in order."""
+  """Returns whether a tensor is its whole buffer in order; `places` says where its rows lie."""
   shape = tuple(map(int, t.shape))
   sizes, whole = dict(zip(AXES[layout], shape)), whole_places(shape, layout)
   # The stride of an axis of size 1 does not matter.
@@ -153,7 +154,7 @@ def is_all_of_its_buffer(t:Tensor, places:Strided, layout:str) -> bool:
   return replace(places, **{step: getattr(whole, step) for step in single}) == whole
 
 def places_in_cache(k:Tensor, v:Tensor, layout:str) -> tuple[Strided, Strided]|None:
-  """Returns start and strides of the rows of k and of v in their buffers; None if both are whole buffers, or one is computed."""
+  """Returns start and strides of the rows of k, and those of v; None if k and v are whole buffers, or one is no view of a buffer."""
   found = [in_buffer(bhsd(t, layout)) for t in (k, v)]
   if found[0] is None or found[1] is None: return None
   if all(x is not None and is_all_of_its_buffer(t, x.places, layout) for x, t in zip(found, (k, v))): return None
@@ -162,7 +163,7 @@ def places_in_cache(k:Tensor, v:Tensor, layout:str) -> tuple[Strided, Strided]|N
 # ***** the causal mask *****
 
 def just_stored(u:UOp) -> UOp|None:
-  """Returns the value that the only pending store of the graph writes to all of a tensor, or None."""
+  """Returns the value that a pending store writes to the whole tensor `u`, if this store is the only one, otherwise None."""
   if u.op is not Ops.AFTER or len(u.src) != 2 or u.src[1].op is not Ops.STORE: return None
   stored_to, value = u.src[1].src[:2]
   return value if stored_to is u.src[0] else None

@@ -25,12 +25,12 @@ from attn.tinygrad_compat import UOp
 from attn.values import FLOATS, INTS, cache_of_kernels
 
 def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
-  """Makes the kernel that computes dq and delta."""
+  """Returns the function that builds the kernel for dq and delta."""
   # With `dlse` lse has a gradient, too. With `parts` above 0 the kernel stores this number of fp32 partial results in place of dq.
   return GRADIENT_KERNELS[tile.suffix].dq(p, arch, tile, dlse, parts)
 
 def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """Makes the kernel that computes dk and dv."""
+  """Returns the function that builds the kernel for dk and dv."""
   # With `parts` above 0 the kernel stores this number of fp32 partial results in place of dk, and as many in place of dv.
   return GRADIENT_KERNELS[tile.suffix].dkdv(p, arch, tile, parts)
 
@@ -40,36 +40,36 @@ def kernels_at_once(tile:AnyBackwardTile) -> AtOnce:
   return found
 
 def delta_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False) -> Callable[..., UOp]:
-  """Makes the kernel that computes delta and clears the fp32 sum of dQ, before the kernel of `all_of` runs."""
+  """Returns the function that builds the kernel that computes delta and clears the fp32 sum of dQ, before the kernel of `all_of` runs."""
   return kernels_at_once(tile).delta(p, arch, dlse)
 def all_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """Makes the kernel that stores dk and dv, and adds dQ to an fp32 sum in memory."""
+  """Returns the function that builds the kernel that stores dk and dv, and adds dQ to an fp32 sum in memory."""
   # With `parts` above 0 the kernel stores this number of fp32 partial results in place of dk, and as many in place of dv.
   return kernels_at_once(tile).all(p, arch, tile, parts)
 def few_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0, key_parts:int=0) -> Callable[..., UOp]:
-  """Makes the kernel that computes dq, dk, dv and delta of a problem with few queries."""
+  """Returns the function that builds the kernel that computes dq, dk, dv and delta of a problem with few queries."""
   # With `parts` above 0 the kernel stores this number of fp32 partial results in place of dq. With key_parts=1 it stores dk and dv in fp32.
   found = GRADIENT_KERNELS[tile.suffix].few
   assert found is not None
   return found.program(p, arch, tile, dlse, parts, key_parts)
 def finish_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
-  """Makes the kernel that multiplies the fp32 sum of dQ by softmax_scale and stores the rounded products as dq, after the kernel of `all_of`."""
+  """Returns the function that builds the kernel that stores the fp32 sum of dQ times softmax_scale as dq, after the kernel of `all_of`."""
   return kernels_at_once(tile).finish(p, arch, tile)
 
 def at_once(p:Problem, arch:Chip) -> AtOnceTile|str|None:
-  """Returns the tile description of the kernel that computes dq, dk and dv at once, or the reason why attn uses two kernels. None: the matrix unit
-  has no such kernel."""
+  """Returns the tile description of the single kernel for dq, dk and dv, or the reason why attn uses two kernels, or None if the matrix unit has no
+  such kernel."""
   found = GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].at_once
   return None if found is None else found.tile(p, arch)
 
 def few_queries(p:Problem, arch:Chip) -> WgmmaFewQueriesTile|str|None:
-  """Returns the tile description of the kernel for all gradients of few queries, or the reason why attn uses other kernels. None: the matrix unit has
-  no such kernel."""
+  """Returns the tile description of the single kernel for all gradients of few queries, or the reason why attn uses others, or None if there is
+  none."""
   found = GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].few
   return None if found is None else found.tile(p, arch)
 
 def instead_of_two(p:Problem, arch:Chip) -> AtOnceTile|None:
-  """Returns the tile description of the single kernel that attn chooses for dq, dk and dv, or None if attn chooses two kernels."""
+  """Returns the tile description of the single kernel for dq, dk and dv if attn chooses it, or None if attn chooses two kernels."""
   return next((tile for choose in (few_queries, at_once) if isinstance(tile := choose(p, arch), AtOnceTile)), None)
 
 def choose_bias_tile(p:Problem, arch:Chip) -> BackwardTile|MmaBackwardTile:
@@ -79,7 +79,7 @@ def choose_bias_tile(p:Problem, arch:Chip) -> BackwardTile|MmaBackwardTile:
   raise NotImplementedError(no_tiles(arch))
 
 def dbias_of(p:Problem, arch:Chip, tile:BackwardTile|MmaBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """Makes the kernel that computes dbias."""
+  """Returns the function that builds the kernel for dbias."""
   # With `parts` above 0 the kernel stores this number of fp32 partial results in place of dbias.
   bias = GRADIENT_KERNELS[tile.suffix].bias
   assert bias is not None
@@ -110,7 +110,7 @@ class BackwardChoice:
   others: tuple[tuple[str, str], ...] = ()  # (names of kernels that attn would prefer, why not)
   by_tinygrad: tuple[tuple[str, str], ...] = ()  # (tensor that score_mod reads, why no kernel computes its gradient)
   def why_not(self, kernel:str) -> str|None:
-    """Returns the reason why attn did not choose a backward kernel that it prefers, such as "backward_dq_mma", or None."""
+    """Returns why attn did not choose the named backward kernel, which it would prefer, such as "backward_dq_mma"; None if no reason is recorded."""
     return next((reason for names, reason in self.others if kernel in names.split(", ")), None)
   @property
   def kernels(self) -> tuple[str, ...]: return tuple(x.name for x in self.chosen)
@@ -196,7 +196,7 @@ def parts_of_sum(x:KernelSum, arch:Chip) -> int:
 
 @dataclass(frozen=True)
 class KernelSum:
-  """A sum of dS (the gradient of the scores) that the kernel `backward_dbias` computes, such as dbias of a bias that is broadcast over the batch."""
+  """A sum of dS (the gradient of the scores) over the scores to which one element of a tensor is added; the kernel `backward_dbias` computes it."""
   p: Problem  # problem for which the kernel is made
   tile: BackwardTile|MmaBackwardTile
   @property
@@ -248,7 +248,7 @@ def can_differentiate(p:Problem, arch:Chip|None) -> Tiles|str:
   return found
 
 def check_not_forced(reason:str) -> None:
-  """Raises NotImplementedError, with the given reason, if ATTN_KERNEL asks for the backward kernels."""
+  """Raises NotImplementedError with the given reason if the environment variable ATTN_KERNEL demands the backward kernels."""
   if (wanted := asked_for().backward) in WAYS: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {reason}")
 
 @cache_of_kernels
@@ -269,8 +269,7 @@ def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> Tile
   return "; ".join(dict.fromkeys(reasons))
 
 def by_tinygrad(arch:Chip|None, reason:str) -> BackwardChoice:
-  """Returns the choice that tinygrad computes the gradients from `three_pass`. Raises NotImplementedError if ATTN_KERNEL asks for the backward
-  kernels."""
+  """Returns the choice that tinygrad computes the gradients; raises NotImplementedError if ATTN_KERNEL demands the backward kernels."""
   check_not_forced(reason)
   return BackwardChoice((), arch, reason)
 
@@ -296,7 +295,7 @@ def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   return BackwardChoice((*kernels, *sums), arch, None, memory_of(p, arch, parts), others, tuple(tensors_by_tinygrad(p, arch).items()))
 
 def others_of(p:Problem, arch:Chip, chosen:str) -> tuple[tuple[str, str], ...]:
-  """Returns (names of kernels, reason) for each matrix unit that attn prefers to the unit `chosen`: why these kernels were not chosen."""
+  """Returns pairs (names of kernels, reason why not chosen), one for each matrix unit that attn prefers to the unit `chosen`."""
   asked, p, found = asked_for(), replace(p, num_splits=1), []
   for suffix, gradient in itertools.takewhile(lambda x: x[0] != chosen, GRADIENT_KERNELS.items()):
     if not isinstance(reason := gradient.tiles(p, arch), str): reason = f"ATTN_KERNEL={asked.backward} asks for another kernel"
