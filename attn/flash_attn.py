@@ -148,7 +148,7 @@ def flash_attn_varlen_qkvpacked_func(qkv:Tensor, cu_seqlens:Tensor, max_seqlen:i
 # ***** a cache *****
 
 def _rotary(name:str, x:Tensor, cos:Tensor, sin:Tensor, at:Tensor|UOp|int, interleaved:bool, moving:bool) -> Tensor:
-  """Rotates the first rotary_dim columns of x (B, S, H, D), as RoPE does (arXiv 2104.09864)."""
+  """Rotates the first columns of x (B, S, H, D) by their positions, as RoPE does (arXiv 2104.09864); batch b begins at position at[b]."""
   # cos and sin are (positions, rotary_dim/2). With `moving`, row i of batch b has the position at[b] + i, otherwise all rows of batch b have the
   # position at[b]. `interleaved` says which columns make a pair: 0 and 1, 2 and 3, ...; or else column n and column n + rotary_dim/2.
   half, rows = int(cos.shape[1]), int(x.shape[1])
@@ -178,7 +178,8 @@ def _check_rotary(cos:Tensor|None, sin:Tensor|None, interleaved:bool, k:Tensor|N
   if 0 in cos.shape: raise ValueError(f"rotary_cos has shape {cos.shape}: both dimensions must be at least 1")
 
 def _check_positions(cos:Tensor, cache:Tensor, table:Tensor|None) -> None:
-  """Raises ValueError, as FlashAttention does, if rotary_cos has fewer positions than a sequence in the cache can have rows."""
+  """Raises ValueError, as FlashAttention does, if rotary_cos has fewer rows than a sequence in the cache may have; `table` is the block table or
+  None."""
   of_table = () if table is None else table.shape
   if len(of_table) not in (0, 2): raise ValueError(f"block_table has shape {values.shown_shape(of_table)}: must be (B, max_blocks)")
   rows = math.prod([*static_shape("k_cache", cache.shape)[1:2], *static_shape("block_table", of_table)[1:2]])

@@ -70,7 +70,7 @@ def check_splits(name:str, x:Any) -> int:
   return values.whole_number(name, x, 0, MAX_SPLITS, supported)
 
 def of_term(default:Any, check:values.Check|None=None) -> Any:
-  """Makes a field of the class Problem for a score term (an operation on scores, such as softcap)."""
+  """Makes a field of the class Problem for an option that adds a score term (an operation on scores, such as softcap)."""
   # The field's value says whether the problem has the term, or is the term's parameter, such as the cap of softcap. `check` checks the value.
   return field(default=default, metadata={"check": check, "of": "term"})
 
@@ -85,7 +85,7 @@ class TensorOfTerm:
   # the first ones may be missing, as in alibi_slopes (B, H) or (H).
   broadcasts: bool = False
   def dimensions(self, shape:Sequence[int], sizes:dict[str, int]) -> tuple[bool, ...]:
-    """Returns a bool for each dimension of a tensor with this `shape`: True for full size, False for size 1."""
+    """Returns for each dimension of a tensor with this `shape` whether it has the full size in `sizes` (True) or size 1 (False)."""
     # `sizes` has the full size of each axis, by the axis's name. Raises ValueError if `shape` does not broadcast to these sizes.
     if not self.broadcasts: return (True,)*min(max(len(shape), 1), len(self.axes))
     full = tuple(sizes[axis] for axis in self.axes)
@@ -94,24 +94,24 @@ class TensorOfTerm:
                        f"({', '.join(SCORE_AXES[axis] for axis in self.axes)}) = {full}")
     return tuple(n == size for n, size in zip(shape, full))
   def check(self, name:str, x:Any) -> tuple[bool, ...]|None:
-    """Returns the value `x` of the tensor's field of Problem (None: no such tensor), or raises ValueError for a wrong value."""
+    """Returns `x`, the value of the field `name` of Problem, unchanged, or raises ValueError unless it is None or a tuple of bools."""
     # The value is None if the problem has no such tensor, otherwise a tuple with a bool for each dimension: True for full size, False for size 1.
     least, most = len(self.axes) if self.broadcasts else 1, len(self.axes)
     if x is None or (isinstance(x, tuple) and least <= len(x) <= most and all(isinstance(full, bool) for full in x)): return x
     raise values.wrong(name, x, f"None, or a tuple with True (full size) or False (size 1) for each dimension of {self.name}, {least} to {most}")
   def shape(self, dimensions:tuple[bool, ...], sizes:dict[str, int]) -> tuple[int, ...]:
-    """Returns the shape of the tensor, where `dimensions` says for each dimension whether it has full size or size 1."""
+    """Returns the shape of the tensor; `dimensions` has True for each dimension of the full size in `sizes`, False for size 1."""
     return tuple(sizes[axis] if full else 1 for axis, full in zip(self.axes[len(self.axes) - len(dimensions):], dimensions))
 
 def of_tensor(name:str, *axes:str, **more:Any) -> Any:
-  """Makes a field of the class Problem for a score term that reads the tensor `name`, such as a bias."""
+  """Makes a field of the class Problem for a score term that reads the tensor `name`, such as a bias; the field says which dimensions are full."""
   # The field is None if the problem has no such tensor. Otherwise it has a bool for each dimension of the tensor: True for full size, False for size
   # 1.
   tensor = TensorOfTerm(name, axes, **more)
   return field(default=None, metadata={"check": tensor.check, "of": "term", "tensor": tensor})
 
 def of_mask(default:Any, check:values.Check) -> Any:
-  """Makes a field of the class Problem whose value says what a mask hides."""
+  """Makes a field of the class Problem for an option of a mask, such as the window."""
   return field(default=default, metadata={"check": check, "of": "mask"})
 
 def check_function(name:str, x:Any) -> Traced|None:
@@ -130,7 +130,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Strided:
-  """Place of the rows of k or v in a one-dimensional buffer of `size` elements."""
+  """Where the rows of k or v are in a one-dimensional buffer of `size` elements: start and strides, in elements."""
   # Row s of head h of batch b begins at element start + b*batch + h*head + s*row. `batch`, `head` and `row` are distances in elements: from one
   # batch, head or row to the next.
   size: int
@@ -156,7 +156,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class DealtRows:
-  """Work of one launch if several devices share the rows of a sequence: for some heads, one device's queries over all keys."""
+  """Work of a launch on one of several devices that share the rows of a sequence: some heads of the device's queries, over all keys."""
   # See attn/parallel/shards.py. A device holds one piece of the sequence, or two pieces, one from the front half of the sequence and one from the
   # back half. Pieces are equally long on all devices. q, o, lse and a bias have the rows that the device holds, in the order in which the device
   # holds them. K and V have the rows of the whole sequence, in the sequence's order; k_view and v_view of the Problem say where these rows lie in the
@@ -169,7 +169,7 @@ class DealtRows:
   queries: int  # rows of q that are real; behind them is padding, for which o is 0 and lse is -inf
   heads: tuple[int, int]  # (first, count) of the key/value heads that the launch computes, counted over all batches
   def place(self, row:Any) -> Any:
-    """Returns the position in the sequence of row `row` of q, as an int, or as a UOp in a kernel."""
+    """Returns the position in the sequence of row `row` of q, as an int, or in a kernel as a UOp."""
     if not self.jump: return row + self.start
     further = self.jump*(row >= self.front) if isinstance(row, int) else (row >= self.front).where(self.jump, 0)
     return row + self.start + further
@@ -299,13 +299,13 @@ class Problem:
   def itemsize(self) -> int: return BYTES[self.dtype]            # bytes of an element of q
   @property
   def key_dtype(self) -> str:
-    """Dtype of the tensors k and v in a kernel: that of their stored format if they have 8 bits, otherwise that of the tensor q."""
+    """Dtype in which a kernel takes k and v: int8, or uint8 for fp8, if they are stored in 8 bits, otherwise the dtype of q."""
     return STORED.get(self.stored, self.bits_dtype)
   @property
   def of_8_bits(self) -> bool: return self.dtype in OF_8_BITS
   @property
   def bits_dtype(self) -> str:
-    """Dtype of the tensor q in a kernel: uint8 if q has 8-bit floats, otherwise the problem's dtype."""
+    """Dtype in which a kernel takes q: uint8 if q has 8-bit floats, otherwise the problem's dtype."""
     return STORED[self.dtype] if self.of_8_bits else self.dtype
   @property
   def key_itemsize(self) -> int: return BYTES[self.key_dtype]    # bytes of an element of k and v
@@ -329,7 +329,7 @@ class Problem:
     return tuple(x for x in (*OF_TERMS, *names) if getattr(self, x))
   @property
   def functions(self) -> tuple[Traced, ...]:
-    """Functions of the caller (score_mod, mask_mod) that a kernel computes for each score."""
+    """The caller's own functions that a kernel computes for each score: score_mod, mask_mod, both or none."""
     return tuple(x for x in (self.score_mod, self.mask_mod) if x is not None)
   @property
   def kept(self) -> float:
@@ -341,13 +341,13 @@ class Problem:
     return self.alibi is not None and len(self.alibi) > 1
   @property
   def wide_scores(self) -> bool:
-    """Whether a score may be as large as the largest numbers of fp32."""
+    """Whether a score, with its bias or after score_mod, may be as large as the largest numbers of fp32."""
     # This is so if the bias has a dtype with the range of fp32, or if a score_mod may return such a score. lse is then stored as two numbers: it is a
     # large score plus a small logarithm, which rounding to one fp32 number would lose.
     return (self.bias is not None and self.bias_dtype != "float16") or (self.score_mod is not None and self.score_mod.huge)
   @property
   def writes_lse(self) -> bool:
-    """Whether the forward kernel writes an lse, either of whole rows or of one key range (KV split)."""
+    """Whether the forward kernel writes an lse: because the caller asks for it, or because partial results of key ranges need it."""
     return self.return_lse or self.num_splits > 1
   @property
   def outputs(self) -> tuple[str, ...]:
@@ -355,7 +355,7 @@ class Problem:
     return ("o", *["lse"]*self.return_lse, *["lse_rest"]*self.lse_rest)
   @property
   def has_rows_of_none(self) -> bool:
-    """Whether q may have rows that belong to no sequence, such as padding; such a row has 0 in o and -inf in lse."""
+    """Whether q may have rows outside all sequences, such as padding; their o is 0, and their lse -inf."""
     return self.varlen or (self.dealt is not None and self.dealt.queries < self.Sq)
   def place(self, row:Any) -> Any:
     """Returns the position of row `row` of q in the row's sequence, as an int, or as a UOp in a kernel."""
@@ -374,7 +374,7 @@ class Problem:
     return 0 if self.dealt is None else self.dealt.heads[0]*(self.H//self.Hkv)
   @property
   def rows_before(self) -> int:
-    """Number of rows in the heads before `first_head`."""
+    """Number of output rows of all heads before `first_head`."""
     # lse does not have these rows. q and o have these rows only in the layout "bshd".
     return self.first_head*self.Sq
   @property
@@ -428,7 +428,7 @@ class Problem:
 
   @property
   def scale_views(self) -> dict[str, Strided|None]:
-    """Positions of the scales of rows stored in 8 bits in the tensors k_scales and v_scales; None for a tensor that does not exist."""
+    """Start and strides of the tensors k_scales and v_scales in their buffers, by name; None for a scale tensor that is absent or a whole buffer."""
     # The tensors may be large buffers, of which the scales are only a part.
     return {"k_scales": self.k_scale_view, "v_scales": self.v_scale_view}
 
@@ -441,13 +441,13 @@ class Problem:
     """Number of scores of one head, in one batch, that the window leaves visible, if all sequences are as long as the longest one."""
     left, right = self.window
     def keys_before(further:int) -> int:
-      """Returns the sum, over the positions i of all queries, of the number of keys j < i + offset + `further`."""
+      """Returns the number of pairs of a query i and a key j with j < i + offset + `further`."""
       ends = [self.place(row) + self.offset + further for row in self.ends_of_pieces]
       return sum(held_sum(end + 1, self.Sk) - held_sum(begin, self.Sk) for begin, end in zip(ends[0::2], ends[1::2]))
     return (keys_before(right + 1) if right >= 0 else self.queries*self.Sk) - (keys_before(-left) if left >= 0 else 0)
   @property
   def ends_of_pieces(self) -> list[int]:
-    """Indices of the first and the last row of each piece of q (rows with consecutive positions in their sequence), in one list."""
+    """Indices of the first and last row of each part of q in which positions are consecutive: [first, last] or [first, last, first, last]."""
     front = 0 if self.dealt is None or not self.dealt.jump else min(self.dealt.front, self.queries)
     return [row for begin, end in ((0, front), (front, self.queries)) if begin < end for row in (begin, end - 1)]
 
@@ -670,7 +670,7 @@ def _longest(name:str, value:int|None, total:int) -> int:
   return min(total, values.whole_number(name, value, 1, None, "the rows of the longest sequence, at least 1"))
 
 def _extras(extras:GivenExtras, B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
-  """Returns the fields of Problem that say which optional tensors are given, {field: value}."""
+  """Returns {field of Problem: value} for the fields that say which optional tensors are given."""
   if unknown := [name for name in extras if name not in EXTRAS]:
     raise ValueError(f"{unknown[0]} is not an optional tensor of attention: must be one of {', '.join(EXTRAS)}")
   there: dict[str, Any] = {name: name in extras for name in ("sinks", "kv_lengths", "kv_starts", "first_batch_and_head")}

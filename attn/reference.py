@@ -77,7 +77,7 @@ def same(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1)
   return rounded(o, out_dtype), lse
 
 def batch_options(x:Options, b:int, keys:int) -> Options:
-  """Returns the options of batch b alone, which has `keys` keys."""
+  """Returns the options for batch b alone; `keys` is the number of its keys."""
   assert x.score_mod is None and x.mask_mod is None
   slopes = x.alibi_slopes if x.alibi_slopes is None or x.alibi_slopes.ndim == 1 else x.alibi_slopes[b:b+1]
   bias = x.bias if x.bias is None or len(x.bias) == 1 else x.bias[b:b+1]
@@ -102,7 +102,7 @@ def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], o
     return _output(s, v, visible(q.shape[-2], k.shape[-2], window, offset), x, types), softmax_of(s, x)[1]
 
 def _output(s:Array, v:Array, seen:Array, x:Options, types:Types|None) -> Array:
-  """Returns o, not yet rounded, from the scores `s`, with P rounded to the first of `types`."""
+  """Returns o, not yet rounded, from the scores `s`; `seen` hides products, and P is rounded to the first of the two `types` if they are given."""
   # `seen` says which query sees which key. With `types` None P is not rounded.
   weights, own, _ = _weights(s, x)
   total = weights.sum(-1, keepdims=True)
@@ -118,7 +118,7 @@ def with_heads(q:Array, k:Array, v:Array, work:Any) -> tuple[Array, Array, Array
   return q.astype(work), np.repeat(k, ratio, -3).astype(work), np.repeat(v, ratio, -3).astype(work)
 
 def _of_visible(weights:Array, rows:Array, seen:Array) -> Array:
-  """Computes weights @ rows, where a product that `seen` hides counts as exactly 0, even if the weight or the row is NaN."""
+  """Computes weights @ rows, but a product where `seen` is False counts as 0, even if the weight or the row is NaN."""
   nothing, weights = weights.dtype.type(0), np.where(seen, weights, 0)
   odd = np.asarray(~np.isfinite(rows).all(-1, keepdims=True))
   total = np.asarray(weights @ np.where(odd, nothing, rows))
@@ -131,7 +131,7 @@ def _of_visible(weights:Array, rows:Array, seen:Array) -> Array:
 
 @dataclass(frozen=True)
 class TermStep:
-  """Effect of one score term (softcap, ALiBi, bias, score_mod): the scores before and after, and the derivative at each score."""
+  """One score term (softcap, ALiBi, bias or score_mod) applied to scores: the scores before and after, and the derivative at each score."""
   name: str
   before: Array
   after: Array
@@ -170,7 +170,7 @@ def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
   return found
 
 def slope_of(steps:list[TermStep], after:str|None=None) -> Any:
-  """Returns the derivative of the finished score by the raw score, or by the score after the term `after`, at each score."""
+  """Returns, at each score, the derivative of the score after all terms by the raw score, or by the score just after the term named `after`."""
   names = [step.name for step in steps]
   some = steps if after is None else steps[names.index(after) + 1:]
   slopes: list[Any] = [step.slope for step in some if step.slope is not None]
@@ -187,7 +187,7 @@ def finished_scores(s:Array, window:tuple[int, int], offset:int, x:Options) -> t
   return np.where(seen, steps[-1].after if steps else s, s.dtype.type(-np.inf)), steps
 
 def _weights(s:Array, x:Options) -> tuple[Array, Array, Array]:
-  """Returns P before the division by its sum, the weight of the sink, and the number subtracted from the scores of each row."""
+  """Returns three arrays for rows of scores: exp(score - m), exp(sink - m), and m, the number subtracted (the row's maximum)."""
   work = s.dtype.type
   sink = np.full((*s.shape[:-1], 1), -np.inf, work) if x.sinks is None else np.broadcast_to(x.sinks.astype(work)[:, None, None], (*s.shape[:-1], 1))
   m = np.fmax(np.fmax.reduce(s, axis=-1, keepdims=True, initial=-np.inf), sink)
@@ -205,7 +205,7 @@ def softmax_of(s:Array, x:Options) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class Gradients:
-  """Gradients of a loss, one for each input and in the input's shape; None for an input that is not given."""
+  """Gradients of a loss by each input, in the input's shape; None for an input that was not given."""
   q: Array
   k: Array
   v: Array
@@ -262,7 +262,7 @@ def _of_slopes(ds:Array, offset:int, shape:tuple[int, ...]) -> Array:
   return -summed_to((ds*away).sum((-1, -2)), shape)
 
 def summed_to(a:Array, shape:tuple[int, ...]) -> Array:
-  """Undoes a broadcast for a gradient: sums `a` over the dimensions along which a tensor of this `shape` was broadcast."""
+  """Returns the gradient of a tensor of this `shape` that was broadcast to the shape of `a`: the sum of `a` over the broadcast dimensions."""
   a = a.sum(tuple(range(a.ndim - len(shape))))
   return a.sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)
 

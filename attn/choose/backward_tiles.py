@@ -76,7 +76,7 @@ REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of
 
 @dataclass(frozen=True)
 class FasterAtOnce:
-  """Problems for which one kernel for all gradients was measured to be faster than two kernels: a row of the table FASTER_ON_WGMMA."""
+  """Problems for which one kernel for all gradients was measured to be faster than two: a row of the table FASTER_ON_WGMMA."""
   # The row's key in the table is (head dimension, option): its problems have this head dimension, and no option besides this one ("": none) and those
   # in USED_AT_ONCE. One kernel is faster with the values `windows` of `Problem.window` if workgroups add to dq in any order, and with the values
   # `in_order` if they add in a fixed order (deterministic=True).
@@ -152,15 +152,15 @@ def short_of_registers(p:Problem, tile:WgmmaBackwardTile) -> str|None:
   return None
 
 def slowing_options(p:Problem) -> list[str]:
-  """Returns the names of the problem's options that change the time of a kernel for all gradients."""
+  """Returns the names of the options of `p` with which a kernel for all gradients was not measured, or is slower."""
   return [x for x in p.options if x not in USED_AT_ONCE]
 
 def faster_at_once(p:Problem) -> FasterAtOnce:
-  """Returns the row of FASTER_ON_WGMMA for the head dimension and the options of `p`, or a row without any mask if there is none."""
+  """Returns the row of FASTER_ON_WGMMA for D and the options of `p`; if the table has none, a row that says "never faster"."""
   return FASTER_ON_WGMMA.get((p.D, " with ".join(slowing_options(p))), FasterAtOnce())
 
 def not_faster_at_once(p:Problem, tile:WgmmaBackwardTile, faster:FasterAtOnce) -> str|None:
-  """Returns the reason if one kernel for all gradients of `p` was not measured to be faster than two kernels, otherwise None."""
+  """Returns why attn does not use one kernel for all gradients of `p`: it was not measured to be faster than two. None: it was."""
   options, hidden, not_faster = slowing_options(p), hiding(p), "right, but was not measured to be faster than two kernels"
   if not faster.windows: return f"{' with '.join((*options, f'D={p.D}'))}: {not_faster}"
   window, mask = p.window, " with ".join((f"window={p.window}", *options))
@@ -195,7 +195,7 @@ def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   return not_in_order(p, tile, IN_ORDER_MFMA) or too_few_blocks(p, arch, tile) or not_in_lds(p, arch, tile) or tile
 
 def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterAtOnce) -> str|None:
-  """Returns the reason why deterministic=True rules out one kernel for all gradients of `p`, or None if nothing does."""
+  """Returns why one kernel for all gradients of `p` cannot be used with deterministic=True, or None if it can."""
   # One kernel would have to add to dq in a fixed order (attn/kernels/parts/backward/turns.py), which is faster only for the problems of `faster`.
   if not p.deterministic: return None
   order = "deterministic=True: adding to dq in a fixed order"
@@ -213,13 +213,13 @@ def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterAtOnce) -> str|None:
 def blocks_of_keys(p:Problem, tile:AtOnceTile) -> int: return p.B*p.Hkv*ceildiv(p.Sk, tile.block_m)
 
 def too_few_blocks(p:Problem, arch:Chip, tile:AtOnceTile, parts:int=1) -> str|None:
-  """Returns the reason if one kernel for all gradients would leave compute units idle, otherwise None."""
+  """Returns why one kernel for all gradients has too few workgroups to keep all compute units busy, or None if it has enough."""
   # Up to `parts` workgroups may share a block of keys.
   if (blocks := blocks_of_keys(p, tile))*parts >= arch.cus: return None
   return f"{blocks} blocks of {tile.block_m} keys: fewer than the {arch.cus} compute units of {arch.name}"
 
 def not_in_lds(p:Problem, arch:Chip, tile:AtOnceTile) -> str|None:
-  """Returns the reason if the tile needs more LDS than a workgroup has, otherwise None."""
+  """Returns why a kernel with this tile description needs more LDS than a workgroup has, or None if the LDS is large enough."""
   need = tile.lds_bytes(p)
   return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}" if need > arch.lds else None
 
@@ -233,7 +233,7 @@ def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[MmaBackwardSh
   return next(fitting(kernel, p, arch, table, tile, load))
 
 def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> BackwardTile:
-  """Returns the tile description that a table row gives for a problem."""
+  """Makes a backward kernel's tile description for the problem `p` from `row`, a row of the table of tile shapes."""
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
   # A workgroup has no more waves than its own rows need: keys with `keys`, otherwise queries.
   waves = max(1, min(c.waves, ceildiv(p.Sk if keys else p.Sq, mat.N)))

@@ -58,7 +58,7 @@ class Choice:
   memory: tuple[tuple[str, int], ...] = ()    # (kernel, bytes besides inputs and outputs) for the chosen kernel and for three_pass
   grid: str = ""                              # how the kernel's workgroups fill the chip, in words
   def why_not(self, kernel:str) -> str|None:
-    """Returns the reason why attn did not choose a kernel that it prefers to the chosen one, or None."""
+    """Returns why attn did not choose the named kernel, which it prefers to the chosen one; None if no reason is recorded."""
     return dict(self.refused).get(kernel)
   def __str__(self) -> str:
     packed = ", GQA packed" if self.work.tile is not None and self.work.tile.pack_gqa else ""
@@ -73,7 +73,7 @@ class Choice:
 # ***** problems that a kernel cannot compute, on a chip that has the kernel's unit *****
 
 def plain_only(p:Problem, *supported:str) -> str|None:
-  """Returns the reason why a kernel for 16-bit inputs and only the options `supported` cannot compute `p`, or None if it can."""
+  """Returns why a kernel that takes only 16-bit inputs, and of all options only those in `supported`, cannot compute `p`; None if it can."""
   if p.of_8_bits: return f"q, k and v are {p.dtype}: this kernel multiplies only {' and '.join(MMA)}"
   options = [x for x in (*p.options, *["num_splits"]*(p.num_splits > 1)) if x not in supported]
   return f"{options[0]}: this kernel does not support it" if options else None
@@ -107,14 +107,14 @@ def never(p:Problem, arch:Chip) -> None: return None
 TileOf = Callable[[Problem, Chip], Any]     # returns a kernel's tile for a problem, or raises NotImplementedError if none fits
 
 def whole(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the kernel's `Work` with one key range, or the reason why the kernel cannot compute the problem with one key range."""
+  """Returns the kernel's `Work` if it computes the problem without dividing the keys, or the reason why it cannot; `tile_of` chooses its tiles."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if (asked := min(p.num_splits, splits.key_tiles(p, tile))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
   return Work(tile)
 
 def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the kernel's `Work` with at least two key ranges, or the reason why the keys are not divided."""
+  """Returns the kernel's `Work` if it divides the keys into at least two ranges, or the reason why it does not; `tile_of` chooses its tiles."""
   if p.num_splits == 1: return "num_splits=1 asks for no split"
   if isinstance(work := whole(replace(p, num_splits=1), arch, tile_of), str): return work
   assert work.tile is not None
@@ -147,7 +147,7 @@ def of_grid(p:Problem, arch:Chip, tile:AnyTile) -> str:
   return f"{splits.workgroups(p, tile)} workgroups, {splits.key_tiles(p, tile)} key tiles, {arch.cus} compute units"
 
 def grid_told(p:Problem, arch:Chip|None, work:Work) -> str:
-  """Returns a sentence for `attn.explain`: how many workgroups and waves the kernel has, and how much of its work is padding."""
+  """Returns a sentence for `attn.explain`: how many workgroups and waves the kernel has, and which percentage of its rows is padding."""
   if arch is None or (tile := work.tile) is None: return ""
   rows, keys = (f"{100*x:.0f} %" for x in splits.padding(p, tile))
   units = f" on {arch.cus} compute units" if arch.cus else ""
@@ -217,7 +217,7 @@ def choose_tile(p:Problem, arch:Chip) -> AnyTile:
   raise NotImplementedError(most_telling(refusals))
 
 def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
-  """Makes the forward kernel with the tile description `tile`."""
+  """Returns the function that builds the forward kernel with the tile description `tile`."""
   program = KERNELS[tile.kernel].program
   assert program is not None
   return program(p, arch, tile)
@@ -225,7 +225,7 @@ def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
 WIDENING = "widened_wgmma"     # the kernel before which another one converts k and v from 8 to 16 bits
 
 def over_widened(p:Problem, arch:Chip, tile:WgmmaTile) -> Callable[..., UOp]:
-  """Makes the wgmma forward kernel that reads K and V after another kernel has converted them to 16 bits."""
+  """Returns the function that builds the wgmma forward kernel that reads K and V after another kernel has converted them from 8 to 16 bits."""
   return forward(WgmmaForward.of)(widened_problem(p), arch, tile)
 
 # best first: a problem gets the first kernel that can compute it and that would not be slower than another
@@ -253,7 +253,7 @@ def read_by(p:Problem, choice:Choice) -> Problem:
 
 @cache_of_kernels
 def program_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
-  """Makes the kernel chosen for `p`, or raises NotImplementedError if tensor operations are chosen instead."""
+  """Returns the function that builds the kernel chosen for `p`, or raises NotImplementedError if tensor operations are chosen instead."""
   # The kernel is a function of placeholders, in the order of `tensors.arguments(p)`. Equal arguments return the identical function.
   program = KERNELS[choice.kernel].program
   if program is None or choice.arch is None:
@@ -261,21 +261,21 @@ def program_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
   return program(p, choice.arch, choice.work.tile)
 
 def combine_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
-  """Makes the kernel that merges the results of the key ranges (KV splits) of `p`."""
+  """Returns the function that builds the kernel that merges the results of the key ranges (KV splits) of `p`."""
   assert choice.arch is not None
   merge = combine(p, choice.arch, p.num_splits)
   # It is made of plain UOps if the forward kernel is.
   return (lambda *args: plain(merge(*args))) if choice.kernel == "tiled" else merge
 
 def memory_of_forward(name:str, p:Problem, work:Work) -> int:
-  """Returns the fewest bytes of memory that the forward kernel `name` needs besides inputs and outputs."""
+  """Returns the bytes of memory that the forward kernel `name` needs besides inputs and outputs."""
   # `three_pass` needs the score matrix, WIDENING the rows converted from 8 to 16 bits, and key ranges need their partial results.
   if name == "three_pass": return 4*p.H*(p.total_q*p.total_k if p.varlen else p.B*p.Sq*p.Sk)
   if name == WIDENING: return bytes_of_widened(p)
   return 4*p.rows*(p.Dv + 1)*work.splits if work.splits > 1 else 0
 
 def single_kernel(p:Problem, arch:Chip) -> tuple[Callable[..., UOp], AnyTile]:
-  """Returns the kernel that computes `p` without dividing the keys, and its tile description."""
+  """Returns the function that builds the kernel that computes `p` without dividing the keys, and the kernel's tile description."""
   # Raises NotImplementedError if tensor operations would compute `p`.
   choice = choose(p := replace(p, num_splits=1), arch)
   if choice.work.tile is None:
@@ -287,7 +287,7 @@ def asked_for() -> Forced:
   return forced(tuple(KERNELS))
 
 def choose(p:Problem, arch:Chip|None) -> Choice:
-  """Chooses the kernel for `p` on `arch`: the one that ATTN_KERNEL names, otherwise the first of KERNELS that computes `p` as fast as any other."""
+  """Chooses the kernel for `p` on `arch`: the one that ATTN_KERNEL names, otherwise the first in KERNELS than which no other is faster."""
   # `arch` is None for a device on which none of attn's kernels runs. Raises NotImplementedError, with every reason, if no kernel can compute `p` or
   # if the named kernel cannot, and ValueError if ATTN_KERNEL is not the name of a kernel.
   return _choose(p, arch, asked_for().forward)
@@ -295,7 +295,7 @@ def choose(p:Problem, arch:Chip|None) -> Choice:
 LONG_SEQUENCE = 256     # queries of a sequence that counts as long
 
 def one_of_any_batch(p:Problem) -> Problem:
-  """Returns the problem by which dispatch chooses a kernel: `p`, or with batch_invariant=True the same problem with a single sequence."""
+  """Returns the problem for which a kernel is chosen: `p` itself, or with batch_invariant=True the same problem with one sequence."""
   # Results must not depend on the batch, so all batches must get the same kernel.
   if not p.batch_invariant: return p
   if not p.varlen: return replace(p, B=1)

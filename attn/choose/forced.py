@@ -10,7 +10,7 @@ BY_TINYGRAD = "backward_three_pass"      # tinygrad computes the gradient from t
 UNITS = tuple(GRADIENT_KERNELS)          # units that have backward kernels, as the endings of the kernels' names
 
 def together_on(unit:str) -> Iterator[str]:
-  """Yields the names by which ATTN_KERNEL can ask for the backward kernels of a matrix unit, such as "backward_dq_mma" and "backward_dq"."""
+  """Yields the names of a matrix unit's backward kernels that ATTN_KERNEL may contain, such as "backward_dq_mma" and "backward_dq"."""
   # `unit` is the ending of the kernels' names. A name without an ending allows every unit that has such a kernel.
   for suffix in ("", unit): yield from (name + suffix for name in BACKWARD_KERNELS)
   if (bias := GRADIENT_KERNELS[unit].bias) is not None:

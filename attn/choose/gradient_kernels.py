@@ -39,7 +39,7 @@ Tiles = tuple[AnyBackwardTile, AnyBackwardTile]     # tiles of the kernel of dq,
 LEAST_KEPT = 2.0**-14     # least probability with which dropout may keep an element, if P is rounded to float16
 
 def beyond_float16(p:Problem) -> str|None:
-  """Returns the reason if weights after dropout, P/(1 - dropout_p), can be too large for float16, otherwise None."""
+  """Returns why weights after dropout, P/(1 - dropout_p), can be too large for float16, or None if they cannot."""
   if p.kept >= LEAST_KEPT: return None
   return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be too large for float16 if dropout_p is above {1 - LEAST_KEPT}"
 

@@ -24,7 +24,7 @@ MOST_ROWS_OF_MMA = 16
 UP_TO = {"D": 576, "Dv": 512}      # longest rows of K and of O for which the tiles have registers
 
 def latent_refuses(p:Problem, arch:Chip) -> str|None:
-  """Returns the reason why the kernels of latent attention cannot compute `p`, or None if they can."""
+  """Returns why the kernels of latent attention cannot compute `p` on this chip, or None if they can."""
   # Whether the chip has their matrix unit is not checked.
   if not p.v_in_k: return "v_dim=None: this kernel is for latent attention, where V is the first v_dim columns of K"
   if p.dtype not in MMA: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MMA)}"
@@ -44,7 +44,7 @@ def latent_wgmma_refuses(p:Problem, arch:Chip) -> str|None:
   return None
 
 def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
-  """Makes the tile description of mla (latent attention on AMD) from a table row, or raises ValueError if the row is impossible on the chip."""
+  """Makes the tile description of mla (latent attention on AMD) from a table row, or raises ValueError if the chip cannot run a kernel with it."""
   if row.matrix >= len(matrices := arch.matrix[p.dtype]): raise ValueError(f"matrix={row.matrix}: {arch.name} has {len(matrices)} for {p.dtype}")
   tile = MlaTile(**vars(row.shape), matrix=matrices[row.matrix])
   # The waves of a workgroup divide the keys of an iteration: each part must fill whole matrix instructions.
@@ -54,7 +54,8 @@ def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
   return tile
 
 def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:
-  """Makes the tile description of mla_mma (latent attention with mma.sync) from a table row, or raises ValueError if the row is impossible."""
+  """Makes the tile description of mla_mma (latent attention with mma.sync) from a table row, or raises ValueError if the chip cannot run a kernel
+  with it."""
   tile = MlaMmaTile(**vars(row.shape), matrix=MMA[p.dtype])
   # The warps of a block divide the keys of an iteration: each part must fill whole matrix instructions.
   if tile.block_n//tile.key_parts % (least := 2*tile.matrix.N):
@@ -62,8 +63,8 @@ def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:
   return tile
 
 def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
-  """Makes the tile description of a kernel of latent attention from a tile shape of unknown origin, or raises ValueError if the shape is
-  impossible."""
+  """Makes the tile description of a kernel of latent attention from a row that a search or a file gave, or raises ValueError if the chip cannot run
+  it."""
   # The shape was found by a search, or was read from the file of the fastest shapes.
   tile = of_mla_mma(row, arch, p) if arch.unit.mma else of_mla(row, arch, p)
   if isinstance(tile, MlaMmaTile) and tile.waves > (most := max(1, fragments(p.Dv, tile.matrix)//LINE)):

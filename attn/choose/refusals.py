@@ -33,12 +33,12 @@ NO_UNIT = f"none of the kernels runs on this device; they know {', '.join(CHIPS)
 CONVERTED = ("int8", "fp8e4m3", "fp8e4m3fnuz")     # formats of stored rows that kernels convert: int8 on every chip, a chip's own floats on this chip
 
 def unconverted(p:Problem, arch:Chip) -> str|None:
-  """Returns the reason if K and V are stored in an 8-bit format that no kernel on the chip converts, otherwise None."""
+  """Returns why no kernel on the chip can read K and V in the 8-bit format in which they are stored, or None if one can."""
   able = [x for x in CONVERTED if x in ("int8", arch.fp8)]
   return f"stored={p.stored!r}: {arch.name} converts {' and '.join(able)}" if p.stored not in ("", *able) else None
 
 def bits_refused(p:Problem, arch:Chip, able:bool) -> str|None:
-  """Returns the reason if q, k and v are 8-bit floats that no kernel on the chip multiplies, otherwise None."""
+  """Returns why no kernel on the chip can multiply q, k and v of 8-bit floats, or None if one can or they have 16 or more bits; `able`: one can."""
   # A chip has one format of 8-bit floats. `able` says whether there is a kernel that multiplies numbers of this format.
   if not p.of_8_bits or (able and p.dtype == arch.fp8): return None
   if able: return f"q, k and v are {p.dtype}: the 8-bit floats of {arch.name} are {arch.fp8}"
@@ -47,12 +47,12 @@ def bits_refused(p:Problem, arch:Chip, able:bool) -> str|None:
 def latent_of_8_bits(p:Problem) -> str|None:
   return f"stored={p.stored!r} with v_dim: the kernels for latent attention read such a cache" if p.stored and p.v_in_k else None
 def torn_rows(p:Problem, unit:int) -> str|None:
-  """Returns the reason if rows of q, k or v are not whole units of 16 bytes, which have `unit` elements; otherwise None."""
+  """Returns why rows of q, k or v cannot be read 16 bytes (`unit` elements) at a time, or None if D and Dv are multiples of `unit`."""
   found = [f"{name}={width}: must be a multiple of {unit}" for name, width in (("D", p.D), ("Dv", p.Dv)) if width % unit]
   return found[0] if found else None
 
 def torn_views(p:Problem, unit:int) -> str|None:
-  """Returns the reason if rows of the view k or v begin inside a unit of 16 bytes, which has `unit` elements; otherwise None."""
+  """Returns why rows of the view k or v cannot be read 16 bytes (`unit` elements) at a time, or None if each row begins at a multiple of 16 bytes."""
   found = [(name, view) for name, view in (("k", p.k_view), ("v", p.v_view)) if view is not None and not view.whole(unit)]
   return f"{found[0][0]} is a view, {found[0][1]}: its start and strides must be multiples of {unit} elements" if found else None
 
@@ -76,14 +76,14 @@ def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
 MOST_PARTS = 8192    # half of the commands that tinygrad's queue for a CPU holds
 
 def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
-  """Returns the reason if a kernel has too many blocks for a device that computes one block after another, such as a CPU; otherwise None."""
+  """Returns why a kernel has too many blocks of rows for a device that runs one block after another, such as a CPU; None if it has not."""
   # Each block is a command in tinygrad's queue, which has limited room. `blocks` counts for each head, `heads` in all batches.
   if (parts := serial_items(p, blocks, heads)[0]) <= MOST_PARTS: return None
   return f"{parts} blocks of rows: {arch.name} takes at most {MOST_PARTS}, because tinygrad gives each its own command"
 
 @dataclass(frozen=True)
 class Refusal:
-  """The reason why a kernel cannot compute a problem, with two facts by which `most_telling` picks the most helpful of several reasons."""
+  """The reason why a kernel cannot compute a problem, and what decides how helpful this reason is to a user."""
   present: bool     # whether the chip has the kernel's unit
   general: bool     # as in `dispatch.ForwardKernel`
   reason: str

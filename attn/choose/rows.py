@@ -57,7 +57,7 @@ PLAIN_LLVM = 22      # tables for plain problems are chosen from the code of thi
 FEWEST_WAVES = 2     # fewest waves of a workgroup in these tables: such a tile is for small grids as well
 
 def plain_rows(p:Problem, arch:Chip, table:Iterable[UpTo[Any]], tile_of:Callable[[UpTo[Any]], Tile|BackwardTile]) -> Iterator[UpTo[Any]]:
-  """Yields the rows of a table for plain problems that fit the problem `p`."""
+  """Yields the rows of a table, made for problems with at most one option, that fit the problem `p`."""
   # Such a row is for a class of head dimensions, and for no option or one of the row's `options`. Rows of K and V must be whole 16-byte units, the
   # queries of a head must fill a tile, and there must be enough workgroups to fill the chip.
   if arch.llvm < PLAIN_LLVM: return

@@ -24,7 +24,7 @@ AnyTile = Tile|MmaTile|WgmmaTile|MlaTile|MlaMmaTile|MlaWgmmaTile|TiledTile
 def key_tiles(p:Problem, tile:AnyTile) -> int: return ceildiv(p.Sk, tile.block_n)
 
 def workgroups(p:Problem, tile:AnyTile) -> int:
-  """Returns the number of workgroups of the forward kernel with one key range."""
+  """Returns how many workgroups the forward kernel has if the keys are not divided."""
   heads = heads_of(p, tile)
   return p.all_heads//heads*ceildiv(p.Sq*heads, tile.block_m)
 
@@ -48,11 +48,11 @@ def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
   return quickest(choices or [1], workgroups(p, tile), trips, tile.block_n, places_of(p, arch, tile), p.rows*(p.Dv + 1))
 
 def places_of(p:Problem, arch:Chip, tile:BlockTile) -> int:
-  """Returns the number of workgroups on which a chip works at the same time."""
+  """Returns how many workgroups of a kernel run on the chip at the same time."""
   return arch.cus*max(1, min(busy(p, arch, tile), arch.lds//tile.lds_bytes(p)))
 
 def busy(p:Problem, arch:Chip, tile:BlockTile) -> int:
-  """Returns how many workgroups keep a compute unit busy."""
+  """Returns how many workgroups a compute unit must run at the same time to be busy."""
   # Usually these workgroups have `Chip.busy_waves` waves together. If the warps of a workgroup divide the keys among them, one workgroup is enough,
   # because it has many loads in flight. But two are needed if tiles of keys cross the borders of pages, so that the warps also wait for entries of
   # the block table.
@@ -60,7 +60,7 @@ def busy(p:Problem, arch:Chip, tile:BlockTile) -> int:
   return 2 if p.pages is not None and p.pages.size % tile.block_n else 1
 
 def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, places:int, numbers:int, longest:int=0) -> int:
-  """Returns which of the numbers `choices` is the fastest number of parts of each workgroup's loop, by the occupancy model of `split_heuristic`."""
+  """Returns into how many parts to divide each workgroup's loop, so that the kernel ends soonest by an occupancy model; one of `choices`."""
   # Undivided, there are `workgroups` workgroups with `trips` iterations each (with a mask: on average) of `block_n` rows. The chip works on `places`
   # workgroups at a time. For one part of all loops the workgroups write `numbers` fp32 numbers, whose merging takes time.
   def one(trips:int, parts:int) -> int: return ceildiv(trips, parts)*block_n + PROLOGUE

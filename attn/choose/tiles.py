@@ -29,7 +29,7 @@ LONG = 128     # beyond this head dimension O takes a good part of the registers
 WIDE = 192     # beyond this head dimension O takes most of the registers of a wave that shares its SIMD
 
 class Economy(Flag):
-  """Ways to make the loop of a kernel need fewer registers."""
+  """Ways to save registers in the loop of a forward kernel, such as no prefetch; values may be combined."""
   NONE = 0
   FENCED = auto()         # the work on one tile is done before the next one is read from LDS
   NO_PREFETCH = auto()    # no tile is being loaded during the work on another tile
@@ -56,7 +56,7 @@ TWO_ON_A_SIMD = "two on a SIMD"  # two waves on a SIMD, each with half of the re
 
 @dataclass(frozen=True)
 class Shortage:
-  """Problems whose kernel must save registers in its loop: those with all of `burdens`, if D or Dv is above `beyond`."""
+  """Problems whose forward kernel must save registers in its loop: those that have everything in `burdens`, and D or Dv above `beyond`."""
   beyond: int
   burdens: tuple[str, ...]  # properties that need registers, such as "window"
   means: Economy  # ways in which the loop saves registers
@@ -94,7 +94,7 @@ def burdens_of(p:Problem, mat:Matrix, waves:int, few_queries:bool) -> set[str]:
   return {name for name, there in found.items() if there}
 
 def economy_of(p:Problem, arch:Chip, mat:Matrix, waves:int, few_queries:bool) -> Economy:
-  """Returns the ways in which a kernel's loop must save registers, so that the problem fits into the registers of the chip."""
+  """Returns in which ways the kernel's loop must save registers, so that all its values fit into the chip's registers."""
   # With `few_queries` a workgroup has fewer waves than its table row says, because the problem has few queries. Each wave then loads more of K and V.
   table = WHERE_A_WAVE_HAS_ALL if arch.vgprs == arch.registers else WHERE_A_WAVE_HAS_A_PART
   burdens, longest = burdens_of(p, mat, waves, few_queries), max(p.D, p.Dv)
@@ -147,7 +147,7 @@ WARPS = 4     # warps of a block of forward_mma: two or three blocks share a mul
 BLOCK_LDS = 1024  # bytes of shared memory that CUDA takes for itself in each block (CUDA C++ Programming Guide, compute capability 8.0 and later)
 
 def blocks_in_lds(p:Problem, arch:Chip, tile:MmaTile|WgmmaTile) -> int:
-  """Returns how many blocks with the tile description `tile` fit into the shared memory of a multiprocessor at the same time."""
+  """Returns how many workgroups with this tile description fit into the shared memory of a multiprocessor at the same time."""
   return (arch.lds + BLOCK_LDS)//(tile.lds_bytes(p) + BLOCK_LDS)
 
 def mma_tile(p:Problem, arch:Chip) -> MmaTile:

@@ -20,7 +20,7 @@ def widened_refuses(p:Problem, arch:Chip) -> str|None:
 def widened_tile(p:Problem, arch:Chip) -> WgmmaTile: return wgmma_tile(widened_problem(p), arch)
 
 def keys_that_some_query_sees(p:Problem) -> int:
-  """Returns the number of keys of a head that at least one query sees, if sequences are as long as possible."""
+  """Returns the number of keys of a head that at least one query sees, if each sequence has the largest length that the problem allows."""
   left, right = p.window
   return p.Sk if left < 0 else min(p.Sk, p.Sq + left + (right if right >= 0 else p.Sk))
 

@@ -1,4 +1,4 @@
-"""Compiles kernels by comgr, ROCm's compiler library, which tinygrad loads, and finds out comgr's version."""
+"""Compiles kernels with comgr, ROCm's compiler library, which tinygrad loads, and finds out comgr's version."""
 from __future__ import annotations
 import contextlib, functools, io, re
 from attn.compilers.found import Found, base_arch
@@ -10,7 +10,7 @@ from attn.cache.user_cache import kept
 EMPTY_KERNEL, ANY_ARCH = 'extern "C" __attribute__((global)) void attn_empty(float* x) { *x = 0.0f; }', "gfx900"
 
 def _compile(compiler:Compiler, source:str) -> bytes:
-  """Compiles a source by comgr. An error contains comgr's messages."""
+  """Compiles a source with comgr; the error for a wrong source contains comgr's messages."""
   # tinygrad only prints comgr's messages
   printed = io.StringIO()
   try:

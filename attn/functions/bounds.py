@@ -14,7 +14,7 @@ Edges = tuple[Edge, ...]     # a clause made of edges of one direction: it shows
 
 @dataclass(frozen=True)
 class Bounds:
-  """Mask as clauses of edges (limits such as j <= i): query i sees key j if every clause has an edge that holds, and `rest` holds."""
+  """A mask: query i sees key j if, in every clause, at least one edge (a limit such as j <= i) holds, and if `rest` holds."""
   # The keys that query i sees under all clauses are an interval. From query i to query i + 1, neither end of this interval decreases. The clauses
   # `before` hide the keys before a limit, such as j >= i - 5; the clauses `after` hide the keys after a limit, such as j <= i.
   before: tuple[Edges, ...]
@@ -33,7 +33,7 @@ NO_BOUNDS = Bounds((), (), None)     # a mask that hides no pair
 Combine = Callable[[Any, Any], Any]
 
 def _combined(clauses:tuple[Edges, ...], at:Callable[[Edge], Any], one_of:Combine, all_of:Combine) -> Any:
-  """Returns one end of the interval of keys or queries that all clauses allow; None without clauses."""
+  """Returns one end of the interval of keys or queries that all clauses leave visible, or None without clauses; `at` gives the limit of one edge."""
   # A clause allows what at least one of its edges allows. `at` returns the limit of one edge. `one_of` combines the limits of a clause's edges, and
   # `all_of` the limits of all clauses: for upper limits the maximum and the minimum, for lower limits the reverse.
   return functools.reduce(all_of, [functools.reduce(one_of, map(at, edges)) for edges in clauses]) if clauses else None
@@ -48,7 +48,7 @@ def _condition(clauses:list[Clause]) -> UOp:
   return functools.reduce(UOp.__and__, [functools.reduce(UOp.__or__, map(of, clause)) for clause in clauses])
 
 def _direction(clause:Clause) -> bool|None:
-  """Returns True if a clause hides only the keys after limits, False if only the keys before limits, and None for any other clause."""
+  """Returns True if all parts of a clause are upper limits of the key (j <= ...), False if all are lower limits, otherwise None."""
   found = {x.upper if isinstance(x, Edge) else None for x in clause}
   return found.pop() if len(found) == 1 else None
 

@@ -23,11 +23,11 @@ def not_(literal:Literal) -> Literal:
   return literal.src[0] if literal.op is Ops.CMPNE and literal.src[1].op is Ops.CONST and literal.src[1].arg is True else literal.logical_not()
 
 def implies(x:Literal, y:Literal) -> bool:
-  """Returns whether the condition `y` is known to hold wherever the condition `x` holds."""
+  """Returns whether it is certain that the condition `y` holds wherever the condition `x` holds."""
   return x.implies(y) if isinstance(x, Edge) and isinstance(y, Edge) else x is y
 
 def covers(x:Clause, y:Clause) -> bool:
-  """Returns whether the clause `y` is known to hold wherever the clause `x` holds."""
+  """Returns whether it is certain that the clause `y` holds wherever the clause `x` holds."""
   return all(any(implies(a, b) for b in y) for a in x)
 
 def _joined(x:Clause, y:Clause) -> Clause|None:
@@ -40,7 +40,7 @@ def _joined(x:Clause, y:Clause) -> Clause|None:
   return tuple(a for k, a in enumerate(found) if not needless(a, k))
 
 def without_covered(clauses:Iterable[Clause]) -> Clauses:
-  """Drops each clause that follows from another one."""
+  """Drops each clause that holds wherever another of the clauses holds."""
   kept: list[Clause] = []
   for x in clauses:
     if not any(covers(y, x) for y in kept): kept = [y for y in kept if not covers(x, y)] + [x]
@@ -49,7 +49,7 @@ def without_covered(clauses:Iterable[Clause]) -> Clauses:
 def conjoined(x:Clauses, y:Clauses) -> Clauses: return without_covered(x + y)
 
 def without_contradicted(clauses:Clauses) -> Clauses:
-  """Drops those literals of each clause that can never hold beside the other clauses."""
+  """Drops from each clause the literals that contradict the other clauses: beside [a], the clause [not a, b] becomes [b]."""
   # For example, the clause [a] means that a always holds, so the clause [not a, b] becomes [b].
   while True:
     single = [x[0] for x in clauses if len(x) == 1]
@@ -129,7 +129,7 @@ class Reader:
       case Ops.CMPEQ: return self._chosen(x, is_(y), is_(y, False))
     return None
   def _comparison(self, u:UOp, holds:bool) -> Clauses|None:
-    """Returns the clauses of a comparison of integers, or of its negation; None if they are too many or limit no keys."""
+    """Returns the clauses of a comparison of integers, or of its negation; None if they are too many or if none is a limit of the key."""
     if sum(x.op in (Ops.WHERE, Ops.MAX) for x in u.toposort()) > MOST_CHOICES: return None
     x, y = (self.sum(v) for v in u.src)
     at_most, at_least = _plus(x, y, -1), _plus(y, x, -1)
@@ -195,7 +195,7 @@ class Reader:
     else: return None
     return edge if edge.known is not None or edge.fits else None
   def _chain(self, u:UOp) -> tuple[UOp, int, Steps]|None:
-    """Writes a term as sign * f(symbol), with the position of the query or key as symbol; returns (symbol, sign, steps of f), or None."""
+    """Writes u as sign * f(symbol), where symbol is the position of the query or of the key; returns (symbol, sign, steps of f), or None."""
     # f is made of steps x -> (x*times + plus)//over.
     if u is QUERY or u is KEY: return u, 1, ()
     if (divided := _division(u)) is None: return None

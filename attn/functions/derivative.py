@@ -52,7 +52,7 @@ def _exponent_of_sigmoid(u:UOp) -> UOp|None:
   return power.src[0] if one.op is Ops.CONST and one.val == 1 and power.op is Ops.EXP2 else None
 
 def _limit_of_operand(u:UOp) -> float:
-  """Returns an upper limit for the absolute value of an operand of an expression."""
+  """Returns an upper limit for the absolute value of `u`, a constant, symbol or tensor element in an expression."""
   # The score may be -inf.
   if u is SCORE: return math.inf
   return _LARGEST if u.op is Ops.INDEX and dtypes.is_float(u.dtype) else max(abs(u.vmin), abs(u.vmax))
@@ -71,7 +71,7 @@ def _limit(value:UOp) -> float:
   return found[value] if value in found else _limit_of_operand(value)
 
 def may_be_infinite(value:UOp) -> bool:
-  """Returns whether an expression may be infinite in float32, as the score may, which may be -inf."""
+  """Returns whether an expression may be infinite in float32; the score itself may be -inf."""
   return not _limit(value.simplify()) < _OVERFLOW
 
 # ***** a rule for each operation *****

@@ -67,12 +67,12 @@ def _applied(step:FloorStep, x:Any) -> Any:
   return x//over if over > 1 else x
 
 def applied(steps:Steps, x:Any) -> Any:
-  """Applies the function of `steps` to a number, a UOp or a Tensor; FAR in the result stands for infinity."""
+  """Returns f(x) for the function f of `steps`; x is a number, a UOp or a Tensor, and FAR in the result stands for infinity."""
   # If the function is constant, the result is an int.
   return functools.reduce(lambda y, step: _applied(step, y), steps, x)
 
 def exact_range(steps:Steps) -> tuple[int, int]:
-  """Returns the first and the last x at which the function of `steps` needs no number outside -2^30..2^30 (MOST_INSIDE)."""
+  """Returns the first and the last x at which all numbers in the function of `steps` lie in -2^30..2^30 (MOST_INSIDE)."""
   first, last = -MOST_INSIDE, MOST_INSIDE
   for times, plus, over in reversed(steps):
     if times == 0 or over == 0: first, last = -MOST_INSIDE, MOST_INSIDE
@@ -80,7 +80,7 @@ def exact_range(steps:Steps) -> tuple[int, int]:
   return first, last
 
 def fits(steps:Steps) -> bool:
-  """Returns whether a mask stays the same if x is clamped to `exact_range` before the function of `steps` is computed."""
+  """Returns whether clamping x to `exact_range` before the function of `steps` changes no mask (no comparison with a position)."""
   first, last = exact_range(steps)
   # Positions lie between -FAR and FAR. So the mask stays the same if first or f(first) is at most -FAR, and last or f(last) is at least FAR.
   return (first <= -FAR or applied(steps, first) <= -FAR) and (last >= FAR or applied(steps, last) >= FAR)
@@ -93,7 +93,7 @@ def clamped(steps:Steps, x:Any) -> Any:
   return applied(steps, x)
 
 def _band(steps:Steps) -> tuple[Fraction, Fraction, Fraction]|None:
-  """Returns (slope, least, most) such that F(x) - slope*x lies between least and most, for the function F of `steps`; None if F is infinite."""
+  """Returns (slope, least, most) such that least <= F(x) - slope*x <= most for every x, for the function F of `steps`; None if F is infinite."""
   slope, least, most = Fraction(1), Fraction(0), Fraction(0)
   for times, plus, over in steps:
     if over == 0: return None

@@ -27,7 +27,7 @@ class Extremes(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskSpan:
-  """Limits of the values of an expression in a mask, on one tile and on all tiles."""
+  """Lowest and highest value of an expression in a mask: on one tile (`extremes`, as UOps), and on every tile of every problem (`least`, `most`)."""
   extremes: Extremes  # on one tile of queries and keys
   # Limits of an int expression that hold on every tile of every problem. For a float or a condition they are 0 and not used.
   least: int = 0
@@ -47,7 +47,7 @@ def is_one_sided(u:UOp) -> bool:
   return not (depends(u, QUERY) and depends(u, KEY))
 
 class MaskSpans:
-  """Lowest and highest value of each expression in a mask_mod on a tile of queries and keys."""
+  """Finds the lowest and the highest value of each expression in a mask_mod on a tile of queries and keys."""
   # `extremes_of` returns the lowest and the highest value of an expression of the query alone or of the key alone: two bools for a condition, two
   # int32 for an int expression, two float32 for a float expression. The extremes of a float expression that is NaN somewhere on the tile are -inf and
   # inf. The span of a comparison with such an expression then includes the value that the comparison has for NaN.
@@ -100,7 +100,7 @@ class MaskSpans:
     return None
 
   def _integer(self, u:UOp) -> MaskSpan|None:
-    """Returns the span of an int32 expression that depends on both query and key; None if it is not known or may overflow."""
+    """Returns the lowest and highest value of an int32 expression of both query and key; None if they are not known or it may overflow."""
     if u.dtype != dtypes.int: return None
     if u.op is Ops.CAST and u.src[0].dtype == dtypes.bool:
       return MaskSpan(Extremes(*[n.cast(u.dtype) for n in self.condition(u.src[0]).extremes]), 0, 1)
@@ -120,7 +120,7 @@ class MaskSpans:
     return None
 
   def _chosen(self, u:UOp) -> MaskSpan|None:
-    """Returns the span of a WHERE, which chooses one of two values by a condition; None if the span of a value is not known."""
+    """Returns the lowest and highest value of a WHERE, which chooses one of two values by a condition; None if those of a value are not known."""
     c, yes, no = self.condition(u.src[0]), self.of(u.src[1]), self.of(u.src[2])
     if yes is None or no is None: return None
     if u.dtype == dtypes.bool: either = Extremes(yes.low & no.low, yes.high | no.high)
@@ -131,7 +131,7 @@ class MaskSpans:
 def _negated(x:MaskSpan) -> MaskSpan: return MaskSpan(Extremes(x.high.logical_not(), x.low.logical_not()))
 
 def _within_int(u:UOp) -> tuple[int, int]:
-  """Returns bounds of an integer expression that hold in every problem."""
+  """Returns the least and the largest value that an integer expression can have in any problem."""
   inside = all(x.vmin >= LEAST_INT and x.vmax <= MOST_INT for x in u.toposort() if dtypes.is_int(x.dtype))
   # If a number in the expression may overflow, the bounds are those of int32.
   return (int(u.vmin), int(u.vmax)) if inside else (LEAST_INT, MOST_INT)
@@ -140,7 +140,7 @@ def _in_int(extremes:Extremes, least:int, most:int) -> MaskSpan|None:
   return MaskSpan(extremes, least, most) if least >= LEAST_INT and most <= MOST_INT else None
 
 def classes_of(mask:UOp) -> tuple[UOp, UOp]|None:
-  """Returns an expression of the query and one of the key, if the mask shows a key where both are equal; otherwise None."""
+  """If the mask is x == y, with x computed from the query and y from the key (e.g. document numbers), returns (x, y), otherwise None."""
   # Such a mask divides queries and keys into classes, for example into documents.
   negated = 0
   while mask.op is Ops.CMPNE and mask.src[1] is TRUE: mask, negated = mask.src[0], negated + 1
@@ -155,7 +155,7 @@ def is_row_of_numbers(u:UOp) -> bool:
   return last is KEY and not any(depends(x, KEY) for x in others)
 
 def one_sided_expressions(mask:UOp) -> list[UOp]:
-  """Returns the expressions of the query alone or of the key alone whose values on a tile decide whether the mask is constant there."""
+  """Returns the expressions of the query alone and of the key alone of which the mask is made: i//64 and tokens[j] for i//64 == tokens[j]."""
   # For `i//64 == tokens[j]` these expressions are i//64 and tokens[j].
   found = dict[UOp, None]()
   def taken(u:UOp) -> Extremes:
@@ -165,6 +165,7 @@ def one_sided_expressions(mask:UOp) -> list[UOp]:
   return list(found)
 
 def span_of(mask:UOp, extremes_of:Callable[[UOp], Extremes]) -> Extremes:
-  """Returns the lowest and the highest value of a mask on a tile: whether it shows all scores, and whether it shows some."""
+  """Returns the lowest and highest value of a mask on a tile (whether all scores are visible, whether some are); `extremes_of` knows its
+  expressions."""
   # `extremes_of` returns the lowest and the highest value of an expression of the query alone or of the key alone.
   return MaskSpans(extremes_of).condition(mask).extremes

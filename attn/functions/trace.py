@@ -16,7 +16,7 @@ MOST_TENSORS = 8      # most tensors in mod_tensors
 
 @dataclass(frozen=True)
 class Traced:
-  """A score_mod or mask_mod as a UOp; two functions that compute the same are equal."""
+  """A traced score_mod or mask_mod: the UOp that the function returned; functions that compute the same are equal."""
   value: UOp  # what the function returned for the UOps in attn/functions/symbols.py
   told: str = field(default="", compare=False)  # the function's name, file and line, for error messages
   @cached_property
@@ -128,7 +128,7 @@ def unable(what:str, uses:str) -> NotImplementedError:
   return NotImplementedError(f"{what} uses {uses}: a function is computed for each score by itself, from scalars and elements of mod_tensors")
 
 def plainer(value:UOp) -> UOp:
-  """Rewrites absolute values as max(x, -x)."""
+  """Rewrites each absolute value in an expression, which tinygrad writes as x times its sign, as max(x, -x)."""
   # tinygrad writes x times the sign of x. If an absolute value of an int is cast to fp32, x is cast first: on fp32 numbers a GPU computes max(x, -x)
   # in one instruction.
   made = dict[UOp, UOp]()
@@ -204,7 +204,7 @@ Names = tuple[str, ...]
 Holders = tuple[tuple[Any, Names], ...]     # functions and modules whose keys are being made, the outermost first, with the names that are read
 
 def of_value(x:Any, names:Names, within:Holders) -> Hashable:
-  """Returns a key for a value that the code of a function reads, or raises TypeError if the value may change unnoticed."""
+  """Returns a hashable key that identifies a value which a function's code reads, or raises TypeError if the value may change unnoticed."""
   # `names` are the names of globals and attributes in the code. `within` are the functions and modules through which x was reached, the outermost
   # first. If x is one of them, as in a recursive function, its key is its index in `within`.
   if type(x) in SIMPLE: return type(x), repr(x) if isinstance(x, float) else x     # 1, 1.0 and True are equal, and -0.0 and 0.0

@@ -293,7 +293,7 @@ def check_command(what:tuple[str, ...], arch:tuple[str, ...], compilers:bool) ->
 @main.command()
 @click.option("--arch", type=click.Choice(list(MODELLED)), default="gfx942", show_default=True, help="The chip of DEV=AMD.")
 def version(arch:str) -> None:
-  """Show the compiler of these reports, and the compiler of attn's kernels with DEV=AMD."""
+  """Show which compiler makes the machine code for these commands, and which compiler compiles attn's kernels with DEV=AMD."""
   click.echo(f"reports: {clang.toolchain().version}")
   click.echo(f"DEV=AMD: {in_use(arch)}")
 

@@ -1,4 +1,4 @@
-"""Finds instructions that need every lane of a wave, at places where a lane may be switched off. Begin with `across_lanes`."""
+"""Finds instructions that need every lane of a wave to be active, in code that a wave may run with inactive lanes. Begin with `across_lanes`."""
 from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,7 +49,7 @@ def _operands(x:Instruction) -> list[str]: return [a.strip() for a in x.args.spl
 def _without(facts:Facts, registers:Iterable[str]) -> Facts: return frozenset(f for f in facts if f.isdisjoint(registers))
 
 def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:str) -> Facts:
-  """Returns the facts about lane masks after an operation sets the bits of the scalar register `out` by `rules`."""
+  """Returns what is known of lane masks after an operation writes the register `out`; `rules` say how its bits follow from `operands`."""
   # "" names the new value of `out` here, because facts about the old value are still needed
   # A rule (all_of, none_of) says which bits the operation sets: those that are set in all operands of `all_of` and clear in all operands of
   # `none_of`. Both are strings of letters. `operands` maps each letter to a register.
@@ -65,7 +65,7 @@ def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:st
   return _least(frozenset(out if x == "" else x for x in f) for f in _without(frozenset(known), {out, "-1"}))
 
 def _after_scalar(facts:Facts, m:re.Match[str], operands:list[str]) -> Facts:
-  """Returns the facts about lane masks after a logical scalar instruction; `m` is the match of its mnemonic."""
+  """Returns what is known of lane masks after a logical scalar instruction; `m` is the match of its mnemonic."""
   # An instruction with _saveexec or _wrexec combines its operand with EXEC and stores the result in EXEC. The result register gets the old value of
   # EXEC (_saveexec) or the new value (_wrexec).
   def halves(operand:str) -> tuple[str, ...]: return (_dwords(operand)*2)[:int(m[3])//32]
@@ -96,14 +96,15 @@ def _after(facts:Facts, x:Instruction) -> Facts:
   return _without(facts, set(_written(x, operands)))
 
 def _on_edge(facts:Facts, block:Block, taken:bool) -> Facts:
-  """Returns the facts about lane masks on one of the two paths after the branch at the end of `block`: `taken` or not."""
+  """Returns what is known of lane masks on one path after the branch at the end of `block`: where the branch is `taken`, or where it is not."""
   last = block.instructions[-1].op if block.instructions else ""
   # If the branch tests EXEC, no lane is active on one of the paths. There the result contains the empty fact, which can never hold: it marks a path
   # that no wave takes.
   return _least(f - set(EXEC) for f in facts) if last == ("s_cbranch_execz" if taken else "s_cbranch_execnz") else facts
 
 def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
-  """Returns the facts about lane masks at the beginning of each basic block, or None where no path leads. `entry` holds in block 0."""
+  """Returns what is known of lane masks at the beginning of each basic block, None for a block that cannot be reached; `entry` is known at block
+  0."""
   known: list[Facts|None] = [None]*len(blocks)
   known[0], waiting = entry, [0]
   while waiting:
@@ -136,7 +137,7 @@ def whole_waves(blocks:Sequence[Block], wave:int) -> list[list[bool]|None]:
   return found
 
 def across_lanes(blocks:Sequence[Block], wave:int) -> list[str]:
-  """Returns a line for each instruction that needs every lane of a wave and lies where a lane may be switched off."""
+  """Returns a line for each instruction that needs every lane of a wave to be active, and that a wave may run with inactive lanes."""
   found, label = [], "the entry"
   for block, whole in zip(blocks, whole_waves(blocks, wave)):
     label = block.labels[-1] if block.labels else label

@@ -73,7 +73,7 @@ def _rule(op:str) -> Callable[..., Range]|None:
   return next((fn for pattern, fn in _RULES if re.fullmatch(pattern, name)), None)
 
 def _range(operand:str, known:Known) -> Range:
-  """Returns the range of an operand, given the ranges of known registers."""
+  """Returns the range (least, largest) of an operand's value; `known` has the ranges of registers."""
   # a register with a minus sign or an absolute value holds a float
   if named := registers(operand): return known.get(named[0], UNKNOWN) if len(named) == 1 and re.search(r"[-|(]", operand) is None else UNKNOWN
   try: number = int(operand, 0) & LARGEST_WORD
@@ -99,12 +99,12 @@ HALVES = ("vcc", "exec")      # names that stand for two registers each
 _FEWER_LANES = re.compile(r"v_cmpx|s_and_saveexec|s_and(n2|_not1)?_b\d+ exec(_lo)?, exec(_lo)?,")      # any other write to EXEC may switch lanes on
 
 class KnownRegisters:
-  """Range of each register's values, as far as known: one for the active lanes, and one for all lanes."""
+  """Ranges of the values that registers can have: `active` holds for the active lanes, `every` for all lanes."""
   def __init__(self, active:Known, every:Known): self.active, self.every = active, every
   def copy(self) -> KnownRegisters: return KnownRegisters(dict(self.active), dict(self.every))
 
   def follow(self, x:Instruction, whole:bool) -> None:
-    """Updates the known ranges by one instruction. `whole` says whether all lanes are known to be active."""
+    """Updates the ranges of registers by the effect of one instruction; `whole` says that all lanes are active."""
     read = self.every if x.op.startswith("v_readfirstlane") and not whole else self.active      # if no lane is active, it reads an inactive lane
     results = {r: found for op, args in issued_together(x.text) for r, found in _results(op, args, read).items()}
     for r, found in results.items():
@@ -115,7 +115,8 @@ class KnownRegisters:
     if "exec" in results and not _FEWER_LANES.match(x.text): self.active = dict(self.every)
 
   def meet(self, other:KnownRegisters, often:bool) -> bool:
-    """Widens these ranges to include the ranges of `other`, where two paths meet. Returns whether a range has changed."""
+    """Widens these ranges so that they include those of `other`, a second path to the same code. Returns whether a range has changed; `often`: drops
+    it then."""
     changed = False
     for known, more in ((self.active, other.active), (self.every, other.every)):
       for r, before in list(known.items()):

@@ -57,7 +57,7 @@ def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
   return [with_useful(found[spec], [found[x] for x in spec.together]) for spec in specs]
 
 def with_useful(report:Report, together:Sequence[Report]) -> Report:
-  """Returns the report with its figure `useful`, the share of the peak rate in useful products, computed over all reports `together`."""
+  """Returns the report with `useful` computed for all kernels in `together` as one: useful products as a share of what the peak rate allows."""
   # `useful` is the share of the matrix unit's peak rate that goes to useful products; the kernels run one after another, so their times are added
   shares = [r.loop.useful for r in together if r.loop is not None and r.loop.useful]
   if report.loop is None or len(shares) < len(together): return report
@@ -112,7 +112,7 @@ def knows(tools:Toolchain, arch:str) -> bool:
   return tools.llvm >= oldest_for(arch)
 
 def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]:
-  """Returns the cells of the columns CELLS for each kernel whose chip the compiler `tools` supports."""
+  """Returns, for each kernel whose chip the compiler `tools` supports, its values for the columns CELLS, such as registers and spills."""
   # block sizes (queries x keys), registers, spills, and the waves per SIMD that registers allow
   found = [spec for spec in specs if knows(tools, spec.arch)]
   cells = {}

@@ -104,7 +104,7 @@ def matrix_loops(blocks:Sequence[Block]) -> list[Loop]:
   return [loop for _, loop in sorted(loops, key=lambda x: (-x[0], sum(len(blocks[i].instructions) for i in x[1].body)))]
 
 def usual_path(blocks:Sequence[Block], loop:Loop, flops_per_exp:float) -> list[int]:
-  """Returns the basic blocks through which an iteration of a loop usually goes, from the loop's header to its end."""
+  """Returns the basic blocks through which most iterations of a loop go, in order from the loop's header to its end."""
   # The path with the fewest instructions that has all of the loop's matrix work and 97 % of its exponentials. So it avoids side blocks that few
   # iterations enter, such as a rescale of the accumulator, even if they have a few exponentials. The path goes through an inner loop once.
   # `flops_per_exp` is the matrix work for each v_exp instruction, or 0 if that is not known.

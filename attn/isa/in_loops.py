@@ -38,13 +38,13 @@ def waterfalls(blocks:Sequence[Block]) -> list[str]:
           for header in sorted(found)]
 
 def _trip(blocks:Sequence[Block], loop:Loop) -> set[int]:
-  """Returns the basic blocks that an iteration of a loop usually runs through."""
+  """Returns the basic blocks through which most iterations of a loop go."""
   if not any(blocks[b].flops for b in loop.body): return loop.body
   # of a loop with matrix work, without rare side blocks such as a rescale
   return set(path_of_waits(blocks, loop, usual_path(blocks, loop, 0.0)))
 
 def _per_loop(blocks:Sequence[Block], wanted:set[int]) -> list[tuple[Loop, int]]:
-  """Returns (loop, number of its `wanted` instructions per iteration) for each loop that has any; `wanted` has their id()."""
+  """Returns pairs (loop, number of its instructions in an iteration whose id() is in `wanted`), for each loop with at least one."""
   found, loops = list[tuple[Loop, int]](), loops_of(blocks)
   for loop in sorted(loops, key=lambda loop: loop.header):
     # an instruction in an inner loop counts for the inner loop alone

@@ -131,7 +131,7 @@ def matrix_cycles(instructions:Sequence[Instruction], chip:Chip) -> tuple[float,
 
 def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|None, dv:int|None, queries:int|None,
             products:LoopProducts=PRODUCTS) -> HotLoop:
-  """Counts the instructions of one iteration, `trip`, and computes from them upper bounds on the use of the matrix unit."""
+  """Counts the instructions in `trip`, one iteration of a loop, and computes upper bounds on the use of the matrix unit."""
   # `in_all` is the number of instructions in all blocks of the loop, `queries` the number of queries of a wave, `label` the loop's name in the
   # result. `d` and `dv` are the head dimensions. `products`: for each hot loop, how many matrix products have D as one of their three dimensions
   # (such as S = Q K^T), and how many have Dv (such as O = P V).
@@ -174,7 +174,8 @@ def flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 
 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
-  """Returns (labels, instructions of an iteration, size of the loop, number of matrix loops, waits) for the loop with the most matrix work."""
+  """Returns (labels, one iteration's instructions, number of the loop's instructions, number of loops with matrix work, waits), or None without such
+  a loop."""
   # None if no loop has matrix work, else (labels, instructions of an iteration, number of instructions in the whole loop, number of loops with
   # matrix work, waits of an iteration). `rank` 1, 2, ... takes the loop with the next most matrix work. An iteration takes the usual path through
   # the loop, without side blocks that few iterations enter; with `every_block` it takes all blocks. `d` and `dv` are the padded head dimensions.
@@ -196,7 +197,7 @@ def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_
   return " ".join(labels), trip, in_all, len(loops), waits
 
 def loops_with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most:int) -> list[Loop]:
-  """Returns the loops whose matrix work is `part`/`most` of the first loop's matrix work."""
+  """Returns the loops with exactly `part`/`most` as many matrix operations as the first of `loops`."""
   # a kernel with several hot loops divides the matrix products among them; `most` is the work of the loop with the most products, which comes first
   flops = [sum(blocks[b].flops for b in loop.body) for loop in loops]
   return [loop for loop, x in zip(loops, flops) if x*most == flops[0]*part]

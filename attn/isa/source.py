@@ -69,7 +69,7 @@ class Spec:
     return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}" + f"+{self.option}"*(self.option != "") + f"/{self.kernel}"*(self.kernel != FORWARD)
   @property
   def together(self) -> tuple[Spec, ...]:
-    """Specs of the kernels that do one piece of work together: both backward kernels for dq or dkdv, otherwise this kernel alone."""
+    """Specs of the kernels whose times are added for one result: both backward kernels if this is one of them, otherwise this kernel alone."""
     return (self,) if self.kernel not in BACKWARD else tuple(replace(self, kernel=kernel) for kernel in BACKWARD)
 
   @classmethod
@@ -87,7 +87,7 @@ PythonLine = tuple[str, int]    # file and line
 
 @dataclass(frozen=True)
 class Source:
-  """A kernel's HIP text, and facts about the kernel that its machine code doesn't show."""
+  """A kernel's HIP or CUDA text, and facts about the kernel that its machine code doesn't show."""
   text: str
   d: int         # head dimension of q and k as computed (padded)
   dv: int        # head dimension of v as computed (padded)
@@ -120,7 +120,7 @@ ROTARY, DECODED = 64, 2     # latent attention: number of columns of K that are 
 
 def usual_shape(spec:Spec) -> Shape: return {**dict.fromkeys(DECODING, SHAPE_OF_DECODE), LATENT: SHAPE_OF_LATENT}.get(spec.kernel, SHAPE)
 def uneven_shape(spec:Spec) -> Shape:
-  """Returns a problem size for a kernel, with numbers of queries and keys that are not powers of two."""
+  """Returns a size of problem for a kernel, in which numbers of queries and keys are no powers of two."""
   # dispatch does not choose the kernel of all gradients at once for one batch
   if spec.kernel == ALL: return replace(UNEVEN, b=2)
   # the number of queries is fixed

@@ -1,4 +1,4 @@
-"""Waits of an iteration of the hot loop: each wait with the accesses that it waits for, and the accesses that are not complete at each barrier."""
+"""Waits of an iteration of the hot loop: which memory accesses each wait is for, and which accesses are still incomplete at each barrier."""
 from __future__ import annotations
 import re
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from attn.isa.instruction import Instruction
 # the vector ALU (depctr) is listed without what it waits for.
 
 def counters_in(number:int, counters:Counters) -> dict[str, int]:
-  """Decodes the number in s_waitcnt: returns {counter: most accesses still incomplete after the wait}."""
+  """Decodes the number in s_waitcnt: returns {counter: number of accesses that may still be incomplete after the wait}."""
   found = {}
   for name, fields in counters.number.items():
     value = shift = 0
@@ -24,7 +24,7 @@ def counters_in(number:int, counters:Counters) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Awaited:
-  """Memory accesses for which a wait instruction waits."""
+  """The memory accesses that a wait instruction waits for."""
   accesses: int                 # number of accesses
   last: str                     # text of the instruction of the last access
   kind: str                     # kind of that instruction
@@ -33,7 +33,7 @@ class Awaited:
 
 @dataclass(frozen=True)
 class Stop:
-  """A wait for one counter, or a barrier, in an iteration of the hot loop."""
+  """A wait instruction, for one counter, or a barrier, in an iteration of the hot loop."""
   at: int                       # index among the instructions of the iteration
   matrix: int                   # matrix instructions of the iteration before it
   what: str                     # such as "vmcnt(4)", "s_barrier", or the text of a wait for the vector ALU
@@ -53,7 +53,7 @@ def raised_by(x:Instruction, counters:Counters) -> set[str]:
   return {counters.store if stores else counters.load} | ({counters.lds} if x.op.startswith("flat_") else set())
 
 def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
-  """Returns {counter: most accesses still incomplete after the instruction's wait}; empty for a wait for the vector ALU."""
+  """Returns {counter: number of accesses that may still be incomplete after the instruction's wait}; empty for a wait for the vector ALU."""
   named = {name: int(n) for name, n in re.findall(r"(\w+cnt)\((\d+)\)", x.args)}
   number = re.search(r"(?:^|\s)(0x[0-9a-f]+|\d+)$", x.args)
   if named or number is None: return named
@@ -64,7 +64,7 @@ def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
   return {one[1]: value} if one is not None else {}
 
 def path_of_waits(blocks:Sequence[Block], loop:Loop, usual:Sequence[int]) -> list[int]:
-  """Returns the basic blocks in which the waits of an iteration lie: the path `usual`, and blocks beside the path."""
+  """Returns the basic blocks of an iteration in which its waits are: those of the path `usual`, and those that only waves with active lanes run."""
   path = []
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)
@@ -109,5 +109,5 @@ def waits_of(trip:Sequence[Instruction], chip:Chip) -> list[Stop]:
   return stops
 
 def time_of_loads(stops:Sequence[Stop]) -> int|None:
-  """Returns the fewest matrix instructions between a load from memory and the wait for this load, or None."""
+  """Returns the smallest number of matrix instructions between a load from memory and the wait for it; None if nothing waits for a load."""
   return min((x.awaited.matrix for x in stops if x.awaited is not None and x.awaited.kind in ("load", "load_to_lds")), default=None)

@@ -42,7 +42,7 @@ TWO, NO_ORDER, IN_ORDER, OF_FEW = ALL_WAYS = "two kernels", "in no order", "in o
 Launches = list[tuple[BackwardLaunch, ListedBlocks|None]]     # one after another, each with the lists of tiles that it gets
 
 def launches_of(p:Problem, arch:Chip, way:str, shape:WgmmaBackwardShape|None=None) -> Launches:
-  """Returns the launches that compute dq, dk and dv in one of the ways ALL_WAYS."""
+  """Returns the launches that compute dq, dk and dv in the way named `way`, one of ALL_WAYS."""
   # `shape` is the tile shape of the one kernel; None: the shape that attn uses.
   one: AtOnceTile|None = None
   if way == OF_FEW: one = WgmmaFewQueriesTile(**vars(shape or FEW_QUERIES_WGMMA), matrix=MMA[p.dtype])
@@ -55,7 +55,7 @@ def launches_of(p:Problem, arch:Chip, way:str, shape:WgmmaBackwardShape|None=Non
   return [(launch, of_kernel.get(name)) for name, launch in found.items() if name != "forward"]
 
 def computed_gradients(launches:Launches, have:dict[str, Tensor]) -> dict[str, Tensor]:
-  """Returns dq, dk and dv, not computed yet, as tensors that the launches compute from the tensors `have`."""
+  """Returns dq, dk and dv as lazy tensors, which the launches compute from the tensors `have`."""
   there, device = dict(have), have["q"].device
   assert isinstance(device, str)
   for x, lists in launches:
@@ -69,7 +69,7 @@ WaysSizes = tuple[int, int, int, int, int, int]     # batch, heads, heads of key
 
 @dataclass(frozen=True)
 class WaysRow:
-  """A problem of the comparison: its sizes, words that name its options, and the options."""
+  """A problem of the comparison: its sizes, its options, and a text that names the options (`told`)."""
   sizes: WaysSizes
   told: str
   options: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +101,7 @@ MASKS_TIMED = ("documents", "dilated", "neighbours")
 FURTHER_SIZES = ((4, 16, 16, 4000, 4000, 128), (8, 16, 16, 2048, 2048, 128), (16, 16, 16, 1024, 1024, 128))
 
 def extras_of(told:str, sizes:WaysSizes) -> dict[str, np.ndarray]:
-  """Returns the optional tensors, by name, of a problem whose options are named by the words `told`, such as "ALiBi"."""
+  """Returns the optional tensors by name for the options that the text `told` names, such as "ALiBi"."""
   B, H, _, Sq, Sk, _ = sizes
   if "dropout" in told: return {"dropout_seed": np.array([1, 2], np.uint32)}
   if told.endswith("documents"): return {"mod_tensor0": np.arange(Sk, dtype=np.int32)//DOCUMENT}
@@ -119,11 +119,11 @@ def rows_of_ways(words:list[str]) -> list[WaysRow]:
   return [row for row in found if all(word in row.name for word in words)]
 
 def as_laid(t:Tensor, p:Problem) -> Tensor:
-  """Returns a tensor (B, heads, rows, D) in the layout of the problem."""
+  """Rearranges a tensor (B, heads, rows, D) to the layout of the problem."""
   return t.permute(0, 2, 1, 3).reshape(-1, t.shape[1], t.shape[3]).contiguous().realize() if p.varlen else t
 
 def flex_backward(row:FunctionRow, q:Any, k:Any, v:Any, do:Any) -> Callable[[], tuple[Any, ...]]:
-  """Returns a function that computes dq, dk and dv by PyTorch's compiled flex_attention, with the mask_mod of `row`."""
+  """Returns a function that computes dq, dk and dv from q, k, v and do by PyTorch's compiled flex_attention, with the mask_mod of `row`."""
   import torch
   torch._dynamo.reset()
   inputs = [x.detach().requires_grad_(True) for x in (q, k, v)]

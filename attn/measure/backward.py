@@ -39,7 +39,7 @@ def shape_of(p:Problem) -> str:
 def name_of(p:Problem, causal:bool) -> str: return f"{shape_of(p)} {'causal' if causal else 'full'} {p.dtype}"
 
 def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[str, Callable[[], tuple[Any, ...]]]:
-  """Returns functions that compute dq, dk and dv with PyTorch, by the name of the backend, without backends that refuse the problem."""
+  """Returns functions that compute dq, dk and dv with PyTorch, by the name of the backend; a backend that refuses the problem is left out."""
   import torch
   from torch.nn.attention import sdpa_kernel
   found = dict[str, Callable[[], tuple[Any, ...]]]()
@@ -56,7 +56,7 @@ def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[
   return found
 
 def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
-  """Returns a timer of PyTorch: a function that returns the mean seconds of one call of `run` in a round."""
+  """Returns a timer: a function that runs `run` for about a quarter of a second and returns the mean seconds of one run."""
   import torch
   def seconds(count:int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -69,19 +69,19 @@ def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
   return lambda: seconds(count)
 
 def outputs_of(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) -> dict[str, Tensor]:
-  """Returns the tensors, not computed yet, that the kernel `fxn` writes, by name."""
+  """Returns by name, as lazy tensors, what the kernel `fxn` writes; `have` are the kernel's tensors that exist, `shapes` says which it has."""
   # `shapes` has shape and dtype of all tensors of the kernel, and `have` those that exist already.
   found = Tensor.custom_kernel(*tensors_of_kernel(shapes, have), fxn=fxn)
   return {name: t for name, t in zip(shapes, found) if name not in have}
 
 def our_seconds(*outputs:Tensor) -> Callable[[], float]:
-  """Returns a timer of attn's kernels: a function that returns the mean seconds to compute `outputs` once in a round."""
+  """Returns a timer: a function that computes `outputs` again and again for about a quarter of a second, and returns the mean seconds of once."""
   schedule = compiled(*outputs)
   count = runs_of_a_round(lambda: device_seconds(schedule))
   return lambda: cuda_seconds(schedule, count)
 
 def compare_backward(p:Problem, causal:bool) -> dict[str, Any]:
-  """Times the gradients of one problem with attn's kernels and with PyTorch's, and returns a row of the table."""
+  """Times the gradients of one problem with attn's kernels and with PyTorch's, and returns the results as a row of the table."""
   import torch
   torch.cuda.init()
   inputs = random_inputs(p, 0, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))

@@ -22,7 +22,7 @@ MEASURED_SECONDS, MEASURED_ROUNDS = .25, 5     # long rounds measure a sustained
 
 @dataclass(frozen=True)
 class SharedProblem:
-  """Problem whose tensors are sharded over devices."""
+  """A problem to time, whose tensors are sharded over devices along rows, keys or heads."""
   shared: str  # what is divided: "rows", "keys" or "heads"
   H: int
   Hkv: int
@@ -47,7 +47,7 @@ def small(row:SharedProblem) -> SharedProblem:
   return replace(row, H=4, Hkv=4 if row.Hkv == row.H else 1, Sq=min(row.Sq, 64), Sk=128 if row.Sq == 1 else 64, D=16)
 
 def inputs_of(row:SharedProblem, devices:tuple[str, ...]) -> list[Tensor]:
-  """Returns q, k and v, sharded over the devices as `row` says, or on one device."""
+  """Returns q, k and v with the sizes of `row`, sharded over the devices as `row` says, or whole if there is one device."""
   shapes = (1, row.H, row.Sq, row.D), *[(1, row.Hkv, row.Sk, row.D)]*2
   def placed(x:Tensor, is_q:bool) -> Tensor:
     if len(devices) == 1: return x.to(devices[0])
@@ -58,7 +58,7 @@ def inputs_of(row:SharedProblem, devices:tuple[str, ...]) -> list[Tensor]:
 def order_of(row:SharedProblem) -> str: return "zigzag" if row.shared == "rows" and row.causal else "contiguous"
 
 def computes(row:SharedProblem, devices:tuple[str, ...]) -> Callable[..., list[Tensor]]:
-  """Returns a function of q, k and v that makes one call of attention for `row`, whose results are not realized."""
+  """Returns a function of q, k and v that calls attention with the options of `row` and returns lazy results."""
   options: dict[str, Any] = {"causal": row.causal}
   if len(devices) > 1: options["sequence_order"] = order_of(row)
   def call(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]:
@@ -73,7 +73,7 @@ def used(devices:tuple[str, ...]) -> list[int]: return [GlobalCounters.mem_used_
 
 @dataclass(frozen=True)
 class MeasuredCall:
-  """Measurements of a call of attention."""
+  """Time and memory of a call of attention."""
   ms: float
   launch_ms: float  # the host's time to launch the call
   inputs: list[int]  # bytes of the inputs on each device
@@ -89,7 +89,8 @@ def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
   def step(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]: return [x.realize() for x in call(q, k, v)]
   for _ in range(3): step(*tensors)
   def timed(calls:int) -> tuple[float, float]:
-    """Returns the mean seconds of `calls` calls until the devices have finished, and the host's seconds to launch the first call."""
+    """Calls attention `calls` times; returns the mean seconds of a call until the devices are done, and the host's seconds to launch the first
+    call."""
     synchronize(devices)
     start = time.perf_counter()
     step(*tensors)
@@ -105,7 +106,7 @@ def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
 
 @dataclass(frozen=True)
 class TimedPiece:
-  """Kernel, or copy to a device, that was timed with nothing running beside it."""
+  """A kernel, or a copy to a device, with its time if nothing runs beside it."""
   device: str
   name: str
   ms: float
@@ -129,7 +130,7 @@ def pieces_alone(row:SharedProblem, devices:tuple[str, ...]) -> list[TimedPiece]
 def piece_name(call:UOp) -> str: return f"copy from {call.src[2].device}" if call.src[0].op is Ops.COPY else str(call.src[0].arg.function_name)
 
 def timeline(row:SharedProblem, devices:tuple[str, ...], ms:float) -> list[str]:
-  """Returns lines that say how long each kernel and each copy takes, and between which sums the measured time `ms` should lie."""
+  """Returns lines for printing: the time of each kernel and copy alone, and two sums of them between which the measured time `ms` should lie."""
   pieces = pieces_alone(row, devices)
   def total(device:str, copied:bool) -> float:
     return sum(x.ms for x in pieces if x.copied == copied and Device.canonicalize(device) in x.device.split())

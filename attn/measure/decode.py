@@ -78,14 +78,14 @@ DECODES = (DecodeStep(1, 32, 8, 16384), DecodeStep(1, 32, 8, 2048), DecodeStep(1
            *(replace(row, bits=bits) for row in CHUNKS for bits in (16, 8)))
 
 def normal(*shape:int) -> Tensor:
-  """Returns a tensor of normally distributed random numbers, of which at most REPEATED are drawn and then repeat."""
+  """Returns a tensor of normally distributed random numbers; it repeats after REPEATED numbers."""
   count = math.prod(shape)
   drawn = np.random.default_rng(0).standard_normal(min(count, REPEATED), np.float32).astype(np.float16)
   x = Tensor(drawn)
   return (x if count <= REPEATED else x.expand(count//REPEATED, REPEATED)).reshape(shape).contiguous().realize()
 
 def call_of(row:DecodeStep) -> CheckedCall:
-  """Prepares a checked call of `attention` that does the decode step `row` on random numbers."""
+  """Returns the checked call of `attention` for the decode step `row`, on random numbers."""
   q, blocks, options = normal(row.B, row.H, row.queries, row.D), row.keys//row.page if row.page else 0, dict[str, Any]()
   shape = (row.B*blocks, row.page, row.Hkv, row.D) if row.page else (row.B, row.Hkv, row.keys, row.D)
   if row.page:
@@ -99,16 +99,16 @@ def call_of(row:DecodeStep) -> CheckedCall:
   return prepare(q, k, v, options_of("attention", options))
 
 def cache_of_bits(rows:Tensor, bits:int) -> GivenRows:
-  """Returns rows of a cache unchanged if `bits` is 16, or rounded to int8, with a scale for each row, if it is 8."""
+  """Returns rows of a cache as they are if `bits` is 16; if it is 8, rounds them to int8, with a scale for each row."""
   return rows if bits == 16 else QuantizedRows(*(t.contiguous().realize() for t in quantize_kv(rows)))
 
 def latent_of_bits(rows:Tensor, v_dim:int, bits:int) -> GivenRows:
-  """Returns rows of a latent cache unchanged if `bits` is 16, or with their first `v_dim` columns rounded to int8 if it is 8."""
+  """Returns rows of a latent cache as they are if `bits` is 16; if it is 8, rounds their first `v_dim` columns to int8."""
   if bits == 16: return rows
   return QuantizedLatent(*(t.contiguous().realize() for t in (*quantize_kv(rows[..., :v_dim]), rows[..., v_dim:])))
 
 def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
-  """Returns a timer of one decode step, with the tile and the key ranges of `work`, by default those that attn chooses."""
+  """Returns a timer of one decode step: a function that returns seconds; `work` has the tiles and key ranges, by default those that attn chooses."""
   choice = call.choice()
   o, = launch_kernels(call, choice if work is None else replace(choice, work=work))
   schedule = compiled(o)
@@ -116,7 +116,7 @@ def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
   return cuda_graph_seconds(schedule, STEPS) if str(call.at.device).startswith("CUDA") else lambda: device_seconds(schedule)
 
 def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
-  """Returns a timer of one call of `run`, which runs a CUDA graph of STEPS calls."""
+  """Returns a timer of one call of `run`: a function that launches a CUDA graph of STEPS calls and returns the mean seconds of one."""
   import torch
   for _ in range(3): run()
   torch.cuda.synchronize()
@@ -134,7 +134,8 @@ def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
   return seconds
 
 def peer_timers(row:DecodeStep) -> dict[str, Callable[[], float]]:
-  """Returns timers of a decode step by PyTorch's kernels, by the name of the backend; none for what PyTorch cannot compute."""
+  """Returns timers (functions that return seconds) of a decode step by PyTorch's kernels, by backend; a backend that cannot compute it is left
+  out."""
   import torch
   if row.page or row.v_dim or row.queries > 1: return {}
   q, k, v = (torch.randn(row.B, h, n, row.D, device="cuda", dtype=torch.float16) for h, n in ((row.H, 1), (row.Hkv, row.keys), (row.Hkv, row.keys)))
@@ -160,7 +161,7 @@ def compare(row:DecodeStep) -> dict[str, Any]:
 Timer = Callable[[CheckedCall, Work], float]
 
 def fastest_step(call:CheckedCall, work:Work) -> float:
-  """Returns the least seconds of a decode step over several rounds."""
+  """Returns the seconds of a decode step with the tiles and key ranges of `work`: the least of several rounds."""
   seconds = our_timer(call, work)
   return min(seconds() for _ in range(ROUNDS))
 

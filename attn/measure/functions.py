@@ -80,7 +80,7 @@ def tensors_of_functions() -> Tensors:
           "slopes": 2.0**(-8*(torch.arange(HEADS, device="cuda") + 1)/HEADS)}
 
 def seconds_of(run:Callable[[], Any], wait:Callable[[], Any]) -> float:
-  """Returns the seconds of one call of `run`, including everything that the call starts on the device."""
+  """Returns the seconds that one call of `run` takes until everything that it starts on the device is done; `wait` waits for the device."""
   # `wait` waits for the device in the CUDA context of `run`.
   begin = time.perf_counter()
   run()
@@ -88,12 +88,12 @@ def seconds_of(run:Callable[[], Any], wait:Callable[[], Any]) -> float:
   return time.perf_counter() - begin
 
 def graph_timer(*outputs:Tensor) -> Callable[[], float]:
-  """Returns a timer of the kernels that compute `outputs`: a CUDA graph repeats them for about a quarter of a second."""
+  """Returns a timer of the kernels that compute `outputs`: a function that repeats them in a CUDA graph and returns the mean seconds of once."""
   schedule = compiled(*outputs)
   return cuda_graph_seconds(schedule, runs_of_a_round(lambda: device_seconds(schedule)))
 
 def our_timers(inputs:list[Tensor], **options:Any) -> tuple[dict[str, Callable[[], float]], Tensor, dict[str, float]]:
-  """Returns attn's timers of forward and of the gradients, the output, and the seconds of the first calls."""
+  """Returns (timers of attn's "forward" and "backward", the output, the seconds of the first call of each)."""
   (q, k, v, do), wait = inputs, device_of(Device.DEFAULT).synchronize
   first = {"forward": seconds_of(lambda: attention(q, k, v, **options).realize(), wait)}
   with Context(TRAINING=1):
@@ -107,7 +107,7 @@ def in_thd(x:Tensor) -> Tensor:
   return x[0].permute(1, 0, 2).contiguous().realize()
 
 def flex_forward(inputs:list[Any], mask:Callable[..., Any], score:Callable[..., Any]|None=None) -> Callable[[], Any]:
-  """Returns a function that computes attention of q, k and v by PyTorch's compiled flex_attention."""
+  """Returns a function that computes attention of `inputs` (q, k, v) by PyTorch's compiled flex_attention."""
   import torch
   from torch.nn.attention.flex_attention import create_block_mask, flex_attention
   # The block mask is made here, before the returned function is called.

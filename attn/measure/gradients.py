@@ -14,12 +14,12 @@ GRADIENT_NAMES = ("dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Backward:
-  """Backward kernels of a problem, ready to run: their inputs, and their launches by name."""
+  """The backward kernels of a problem, ready to be run one by one: tensors and launches by name."""
   arrays: list[np.ndarray]       # q, k, v and dO, (B, H, S, D)
   tensors: dict[str, Tensor]     # the inputs, o and lse
   launches: dict[str, BackwardLaunch]
   def run(self, name:str) -> dict[str, Tensor]:
-    """Calls the kernel `name`, and returns the tensors, not computed yet, that the kernel writes, by name."""
+    """Launches the kernel `name`, and returns its outputs by name, as lazy tensors."""
     shapes = self.launches[name].shapes
     written = Tensor.custom_kernel(*tensors_of_kernel(shapes, self.tensors), fxn=self.launches[name].kernel)
     found = {n: t for n, t in zip(shapes, written) if n not in self.tensors}

@@ -22,14 +22,14 @@ def to_tensor(x:np.ndarray, dtype:str) -> Tensor:
   return Tensor((np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)).bitcast(dtypes.bfloat16).realize()
 
 def tensors_of_kernel(shapes:Shapes, have:Mapping[str, Tensor]) -> list[Tensor]:
-  """Returns the tensors of a kernel in their order: those of `have`, and empty tensors for the others, which the kernel writes."""
+  """Returns the tensors of a kernel in the order of `shapes`: those in `have`, and new empty tensors for all others, which the kernel writes."""
   return [have[name] if name in have else Tensor.empty(*shape, dtype=(FLOATS | INTS)[dtype]) for name, (shape, dtype) in shapes.items()]
 
 def to_array(t:Tensor) -> np.ndarray:
   return t.numpy() if t.dtype != dtypes.bfloat16 else (t.bitcast(dtypes.ushort).numpy().astype(np.uint32) << 16).view(np.float32)
 
 def normal_numbers(rng:np.random.Generator, shape:tuple[int, ...], dtype:str) -> np.ndarray:
-  """Returns normally distributed random numbers as rounded to `dtype`."""
+  """Returns an array of normally distributed random numbers, rounded to `dtype` and held as float32."""
   # In a large tensor, NUMBERS_DRAWN numbers repeat.
   return np.resize(rounded(rng.standard_normal(min(math.prod(shape), NUMBERS_DRAWN), np.float32), dtype), shape)
 

@@ -36,7 +36,7 @@ FIRST_CALLS = (FirstCall(4, 16, 16, 4096, 4096, 128), FirstCall(4, 16, 16, 4096,
                FirstCall(4, 16, 16, 4096, 4096, 128, True, True))
 
 def repeated(*shape:int) -> Tensor:
-  """Returns a tensor of random numbers on the device, of which at most DRAWN_ONCE are drawn and then repeat."""
+  """Returns a tensor of random numbers on the device; it repeats after DRAWN_ONCE numbers."""
   # No kernel runs to make the tensor.
   drawn = np.random.default_rng(0).standard_normal(min(math.prod(shape), DRAWN_ONCE), np.float32).astype(np.float16)
   return Tensor(np.resize(drawn, shape)).realize()
@@ -76,7 +76,7 @@ def in_new_process(row:FirstCall, caches:Path) -> dict[str, float]:
   return found
 
 def latency(row:FirstCall, runs:int=RUNS) -> dict[str, Any]:
-  """Measures the first and the second call of a problem in several runs; returns medians, and the times of each run."""
+  """Measures the first and the second call of a problem in several runs; returns the medians and each run's times, in seconds."""
   found = []
   for _ in range(runs):
     with tempfile.TemporaryDirectory() as caches: found.append([in_new_process(row, Path(caches)) for _ in range(2)])

@@ -72,7 +72,7 @@ def empty_input(row:LaterCall, shape:tuple[int, ...]) -> Tensor:
   return empty((batch, heads, rows//2, width), dtypes.half, two_devices(), AXES["bhsd"].index("rows"))
 
 def milliseconds(call:Callable[[], Any], calls:int=CALLS) -> float:
-  """Returns the median milliseconds of a call, without the first call."""
+  """Returns the host's milliseconds for a call: the median of `calls` calls after a first one."""
   seconds = list[float]()
   for _ in range(calls + 1):
     begin = time.perf_counter()
@@ -82,7 +82,7 @@ def milliseconds(call:Callable[[], Any], calls:int=CALLS) -> float:
   return 1e3*statistics.median(seconds[1:])
 
 def times(attend:Callable[..., Tensor], row:LaterCall, calls:int=CALLS) -> dict[str, float]:
-  """Times the calls of `row` with the function `attend`; returns milliseconds by column of the table."""
+  """Times the calls of `row`, made by the function `attend`; returns {column of the table: milliseconds}."""
   q, k, v = (empty_input(row, shape) for shape in (row.q, row.kv, row.kv))
   kept = row.options | {name: make() for name, make in row.tensors.items()}
   def forward() -> Tensor: return attend(q, k, v, **kept, **{name: make() for name, make in row.made_each_call.items()})

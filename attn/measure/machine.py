@@ -7,7 +7,7 @@ from attn.tinygrad_compat import Device, device_of
 GPU, ANY = "a GPU (DEV=CUDA or DEV=AMD)", "a device (DEV=CUDA, DEV=AMD or DEV=EMU::gfx942)"
 
 def need(program:str, *packages:str, device:str|None=None, kind:str=GPU) -> None:
-  """Raises SystemExit, naming the command `program`, if one of `packages` is not installed or `device` does not open."""
+  """Raises SystemExit with a sentence for the user of `program` if one of `packages` is not installed or `device` does not open."""
   # `device` None is tinygrad's default device. `kind` says which devices the program can use.
   if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
     raise SystemExit(f"{program}: needs {' and '.join(missing)}, and an NVIDIA GPU: it times PyTorch's attention beside attn's")

@@ -23,7 +23,7 @@ WIDTHS = (64, 128)
 ERROR_COLUMNS = ("D", "keys", "stored as", "scales", "rotated", "error of scores", "error of output")
 
 def through(x:NDArray[np.float64], change:Callable[[Tensor], Tensor]) -> NDArray[np.float64]:
-  """Applies `change`, a function of an fp32 Tensor, to a float64 array."""
+  """Applies `change`, a function of an fp32 Tensor, to a float64 array, which is rounded to fp32 before; returns float64."""
   return change(Tensor(x.astype(np.float32))).float().numpy().astype(np.float64)
 
 def to_format(format:Format, scale_dtype:DType) -> Rounding:

@@ -1,4 +1,4 @@
-"""Rows of the tables that the measurements print: the base class of their problems, and a row's text."""
+"""Base class of the problems in the tables that measurements print, and functions that make text of a table row."""
 from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass

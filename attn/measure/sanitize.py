@@ -70,7 +70,7 @@ class SmallCall:
     return [o, lse, *(o*do).sum().gradient(*wanted)]
 
   def outputs_of_stored(self, q:Tensor, *rows:QuantizedRows) -> list[Tensor]:
-    """Returns o and lse of attention over `rows`, keys and values of 8 bits."""
+    """Returns o and lse, as lazy tensors, of attention over `rows`: keys and values stored in 8 bits."""
     Tensor.realize(*(x for each in rows for x in (each.values, each.scales)))
     return list(attention(q, *rows, return_lse=True, **self.options))
 
@@ -133,7 +133,7 @@ def with_kernel(kernel:str) -> Iterator[None]:
   with patch.dict(os.environ, {"ATTN_KERNEL": kernel}): yield
 
 def kernels_in(schedule:UOp) -> list[str]:
-  """Returns the names of attn's kernels, lowered or not, in a schedule."""
+  """Returns the names of attn's kernels in a schedule."""
   names = [getattr(call.src[0].arg, "name", "") or getattr(getattr(call.src[0].src[0], "arg", None), "name", "") for call in schedule.src if call.src
            and call.src[0].src]
   return [name for name in names if name.startswith("attn_")]
@@ -181,7 +181,7 @@ HEADER, SUMMARY, KERNEL = re.compile(r"COMPUTE-SANITIZER$"), re.compile(r"(?:ERR
 
 @dataclass(frozen=True)
 class ToolReport:
-  """One finding of compute-sanitizer: its first line, and the name of the kernel ("" if no line names a kernel)."""
+  """One finding in the output of compute-sanitizer: its first line, and the name of the kernel ("" if the output names none)."""
   text: str
   kernel: str
   def __str__(self) -> str: return f"{self.text}, in {self.kernel}" if self.kernel else self.text
@@ -203,7 +203,7 @@ def reports_in(output:str) -> list[ToolReport]:
 
 @dataclass(frozen=True)
 class ToolRun:
-  """Results of one process that ran kernels under a tool of compute-sanitizer."""
+  """What a tool of compute-sanitizer found in one process, and which of attn's kernels ran in it."""
   findings: list[ToolReport]
   kernels: list[str]  # names of attn's kernels that ran
   seconds: float

@@ -26,7 +26,7 @@ class ShortRow(MeasuredRow):
     return f"{self.B}, {self.heads}, {self.Sq} x {self.Sk}, {self.D} {'causal' if self.causal else 'full'}"
   @property
   def problem(self) -> Problem:
-    """The problem of this row, which attn's kernel and the kernels of the other libraries compute."""
+    """The Problem (shapes, dtype and mask) of this row of the table."""
     return Problem(self.B, self.H, self.Hkv, self.Sq, self.Sk, self.D, self.D, dtype="bfloat16", out_dtype="bfloat16", softmax_scale=self.D**-0.5,
                    window=(-1, 0 if self.causal else -1), num_splits=1)
 

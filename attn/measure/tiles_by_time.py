@@ -1,5 +1,5 @@
-"""Times a kernel with every possible tile description (here: tile), and keeps the fastest in the user's cache directory, where dispatch finds it.
-bench.py does this with TUNE=1. The caller passes the function that times a kernel with a tile, so tests need no GPU."""
+"""Times a kernel with every possible tile description (here called tile), and stores the fastest in the user's cache directory, where attn looks for
+it. bench.py does this with TUNE=1. The caller passes the function that times a kernel with a tile, so tests need no GPU."""
 from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ def spills(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> bool:
 Seconds = Callable[[Callable[..., UOp], Tile|TiledTile], float]   # times a kernel with its tile, in seconds
 
 def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
-  """Times the forward kernel with its default tile and with all others that don't spill, and keeps the fastest; returns rows for printing."""
+  """Times the forward kernel with its default tile and with all other tiles that don't spill, and stores the fastest; returns rows for printing."""
   # Raises NotImplementedError if dispatch chooses a kernel whose tiles cannot be timed.
   from attn.search.forward import candidates
   arch = replace(arch, tuned=False)
@@ -70,7 +70,7 @@ def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
            "chosen by": "the table" if found is None else ""} for x, kernel, tile, found in timed]
 
 def time_tiled(p:Problem, arch:Chip, own:TiledTile, seconds:Seconds) -> list[dict[str, Any]]:
-  """Times the kernel `tiled` with its default tile `own` and with all others, and keeps the fastest; returns rows for printing."""
+  """Times the kernel `tiled` with its default tile `own` and with all other tiles, and stores the fastest; returns rows for printing."""
   # Tiles that spill are timed too, because the compilers of this kernel don't report spills.
   make = KERNELS["tiled"].program
   assert make is not None
@@ -80,7 +80,7 @@ PlainTile = TypeVar("PlainTile", TiledTile, TiledBackwardTile)
 
 def time_plain(p:Problem, arch:Chip, kernel:str, own:PlainTile, space:Sequence[PlainTile], seconds:Callable[[PlainTile], float],
                flops:int) -> list[dict[str, Any]]:
-  """Times a kernel of plain UOps with its default tile `own` and with the tiles `space`, and keeps the fastest; returns rows for printing."""
+  """Times a kernel of plain UOps with its default tile `own` and with the tiles `space`, and stores the fastest; returns rows for printing."""
   timed = [(seconds(own), own)]
   for tile in tqdm([x for x in space if x != own], unit="tile"):
     try: timed.append((seconds(tile), tile))
@@ -103,7 +103,7 @@ def backward_launch(p:Problem, arch:Chip, name:str, tile:TimedBackwardTile) -> B
   return BackwardLaunch(dkdv_of(p, arch, tile), dkdv_arguments(p), ("dk", "dv"))
 
 def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, TimedBackwardTile]:
-  """Returns the tiles of the backward kernels dq and dkdv that the chip's tables give for a problem."""
+  """Returns the default tiles of the backward kernels dq and dkdv for a problem; raises NotImplementedError if their tiles cannot be timed here."""
   if isinstance(tiles := can_differentiate(p, replace(arch, tuned=False)), str):
     raise NotImplementedError(f"TUNE=1 with BWD=1: no backward kernel takes this problem: {tiles}")
   dq, dkdv = tiles
@@ -113,7 +113,7 @@ def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, Tim
                             "tiles of NVIDIA's matrix units were measured")
 
 def time_backward(p:Problem, arch:Chip, name:str, seconds:BackwardSeconds) -> list[dict[str, Any]]:
-  """Times a backward kernel with its default tile and with all others that don't spill, and keeps the fastest; returns rows for printing."""
+  """Times a backward kernel with its default tile and with all other tiles that don't spill, and stores the fastest; returns rows for printing."""
   from attn.search.backward import backward_candidates
   arch, keys = replace(arch, tuned=False), name == "dkdv"
   own, flops = backward_tiles_to_tune(p, arch)[keys], (4 if keys else 3)*p.flops//2

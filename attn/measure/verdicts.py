@@ -10,7 +10,7 @@ from attn.problem import Problem
 SAMPLE = 1 << 24   # most scores that are computed in float64 if only a sample is checked
 
 def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray], most:int|None=SAMPLE) -> tuple[Verdict, float]:
-  """Compares o, or o and lse, with float64; returns the worst verdict, and the share of the rows that was checked."""
+  """Checks o, or o and lse, against float64; returns the worst verdict, and the share of the rows that was checked (at most `most` rows)."""
   # All arrays have the shape (B, H, ...). The sample has about `most` scores in all; None: all rows. The worst block of rows has the largest
   # error/limit.
   (q, k, v), rows = inputs, max(1, min(p.Sq, (most or SAMPLE)//4//p.Sk))
@@ -24,7 +24,7 @@ def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray],
   return max(verdicts, key=lambda x: (not x.ok, x.ratio)), len(parts[::step])/len(parts)
 
 def verify_backward(p:Problem, inputs:Sequence[np.ndarray], gradients:Sequence[np.ndarray], most:int|None=SAMPLE) -> tuple[Verdict, float]:
-  """Compares dq, dk and dv with float64; returns the worst verdict, and the share of the key/value heads that was checked."""
+  """Checks dq, dk and dv against float64; returns the worst verdict, and the share of the key/value heads that was checked."""
   # All arrays have the shape (B, H, ...). The sample has about `most` scores in all, but at least one head; None: all heads.
   group = p.H//p.Hkv
   heads = [(b, h) for b in range(p.B) for h in range(p.Hkv)]

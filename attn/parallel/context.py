@@ -39,7 +39,7 @@ Attend = Callable[[Problem, dict[str, Tensor], str, Sequence[Tensor]], list[Tens
 
 @dataclass(frozen=True)
 class SharedRows:
-  """A problem whose rows are sharded over devices."""
+  """A problem whose rows are sharded over devices, with the devices and what each holds."""
   problem: Problem  # the whole problem, without the padding that the devices hold
   arch: Chip
   at: Placement
@@ -48,10 +48,10 @@ class SharedRows:
   def devices(self) -> tuple[str, ...]: return (self.at.device,) if isinstance(self.at.device, str) else self.at.device
   @property
   def own(self) -> Problem:
-    """The problem as one device stores its outputs: the queries are the device's rows, padding included."""
+    """The problem whose outputs have one device's shapes: Sq is the number of rows that a device holds, padding included."""
     return of_backward(replace(self.problem, Sq=self.shards.queries or self.problem.Sq))
   def gathering(self, device:int) -> list[tuple[tuple[int, int], Problem]]:
-    """Returns the launches of a device that gathers the keys of all devices, as (heads, problem), where heads is (first, count)."""
+    """Returns the launches of a device that gathers all keys, as pairs ((first key/value head, number of heads), problem of the launch)."""
     p, shards = self.problem, self.shards
     # Heads are key/value heads, counted over all batches. Each launch has the same heads on all devices.
     heads = (0, p.B*p.Hkv)
@@ -67,7 +67,7 @@ class SharedRows:
   def first_gathering(self) -> Problem: return self.gathering(0)[0][1]
   @property
   def gathers(self) -> bool:
-    """Whether each device gathers the keys of all devices."""
+    """Whether each device copies the keys of all devices to itself, instead of exchanging results."""
     # No device gathers if every device has all of q, or if only tinygrad's tensor operations can compute the problem (`three_pass`).
     if self.shards.queries is None or choose(self.first_gathering, self.arch).kernel == "three_pass": return False
     # OpenCL can't pass a region of a buffer to a kernel.
@@ -77,7 +77,7 @@ class SharedRows:
     """Sentence in which `attn.explain` says how rows are divided among devices."""
     return self.shards.explanation(self.problem, len(self.gathering(0)) if self.gathers else 0)
   def real_rows(self, device:int) -> tuple[RowRange, ...]:
-    """Returns the ranges of rows of q on a device that are not padding, counted from the device's first row."""
+    """Returns which rows of q on a device are no padding, as ranges counted from the device's first row."""
     return tuple(RowRange(piece.at, piece.rows) for piece in self.shards.queries_of(self.problem, device))
 
 # ***** division of a problem *****
@@ -89,7 +89,8 @@ REFUSED = {"dropout_p": WHOLE_INSTEAD, "kv_lengths": LENGTHS_INSTEAD, "kv_starts
 
 def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
                     at:Placement) -> tuple[Placement, SequenceShards|None, tuple[int, int]]:
-  """Returns the devices, how the rows of q, k and v are divided among them (None: not at all), and the numbers of rows without padding."""
+  """Returns (placement on devices, division of rows among them or None, (Sq, Sk) without padding), or raises ValueError for options that don't
+  fit."""
   # Raises ValueError for an option that needs whole sequences; the message tells how to shard instead. The division is None if rows are not divided.
   order, lengths = options.sequence_order, options.sequence_lengths
   asked = f"sequence_order={order!r}" if order != "contiguous" else f"sequence_lengths={lengths}" if lengths is not None else None
@@ -121,7 +122,7 @@ def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
   return at, shared, lengths or rows
 
 def lies_as_q(name:str, t:Tensor|None, rows:int, at:Placement) -> bool:
-  """Returns whether the rows of an optional tensor, such as a bias, are divided among devices like the rows of q, with padding."""
+  """Returns whether the rows of an optional tensor, such as a bias, are sharded like those of q, padding included."""
   axes = TERM_TENSORS[name].axes
   if t is None or "rows" not in axes or at.shared != "rows" or (axis := t.ndim - len(axes) + axes.index("rows")) < 0: return False
   if isinstance(at.device, str): return int(t.shape[axis]) == rows
@@ -132,7 +133,7 @@ def with_rows(shape:tuple[int, ...], layout:str, rows:int) -> tuple[int, ...]:
   return tuple(rows if axis == "rows" else n for axis, n in zip(AXES[layout], shape))
 
 def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> tuple[int, ...]:
-  """Returns the shape that an optional tensor, such as a bias or sinks, has for the whole problem of `queries` queries."""
+  """Returns the shape that an optional tensor, such as a bias or sinks, would have on a single device, for `queries` queries."""
   # A tensor whose rows are divided among devices like those of q has all rows of the sequence, without the padding. Every other tensor is complete on
   # each device.
   shape = local_shape(t)
@@ -144,7 +145,7 @@ def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> 
 # ***** shards *****
 
 def in_buffers(u:UOp) -> UOp:
-  """Returns a tensor that lies in a buffer on each of its devices: the tensor itself, or a copy."""
+  """Returns the tensor `u` if each of its shards is a buffer, otherwise a copy that has this property."""
   # Without buffers, one kernel might read the tensor as an expression that is not computed yet, and another read one device's buffer. tinygrad would
   # take the expression and the buffer for the same value.
   if inside_function(): return copied(u)      # a function's argument has no shards yet
@@ -152,18 +153,18 @@ def in_buffers(u:UOp) -> UOp:
   return u.contiguous() if isinstance(u.device, str) else copied(u)
 
 def shards_of(u:UOp) -> list[UOp]:
-  """Returns the parts of a tensor in buffers, one for each of its devices."""
+  """Returns the shards of a tensor that lies in buffers, one for each device."""
   if isinstance(u.device, str): return [u]
   if u.op is Ops.UNSHARD: u = u.src[0]
   elif u.op is Ops.AFTER and u.src[0].op is Ops.UNSHARD: u = u.replace(src=(u.src[0].src[0], *u.src[1:]))
   return [u.mselect(i) for i in range(len(u.device or ()))]
 
 def of_device(u:UOp, i:int) -> UOp:
-  """Returns the part of a tensor on its i-th device, or the tensor itself if it is on one device."""
+  """Returns the shard of a tensor on its i-th device, or the tensor itself if it is on one device."""
   return u if isinstance(u.device, str) else u.mselect(i)
 
 def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) -> Iterator[dict[str, UOp]]:
-  """Brings the shards (parts of tensors) of several devices, one after another, to one device: yields {tensor name: shard}."""
+  """Yields {tensor name: shard}, one after another, with the shard of each of `owners` copied to the device with this index and name."""
   # `held` has all shards of each tensor. `device` and `name` are the index and the name of the receiving device, and `owners` the devices whose
   # shards come, in order. Shards of other devices are copied into SLOTS buffers of each tensor, used in turn, so a buffer holds a shard only for a
   # while. Each copy is marked (`remembered`), so that a later computation with the shard copies it again.
@@ -193,18 +194,18 @@ def rows_in_buffer(u:UOp, axis:int, first:int, count:int) -> UOp:
   return u if count == u.shape[axis] else filled_with_rows(cut(u, axis, first, count))
 
 def filled_with_rows(u:UOp) -> UOp:
-  """Copies a tensor to a new buffer, and returns the buffer."""
+  """Returns a new buffer into which the tensor `u` is copied."""
   buffer = new_buffer(u.max_shape, u.dtype, u.device)
   return buffer.after(buffer.store(u))
 
 def launch_problem(p:Problem, launch:ContextLaunch) -> Problem:
-  """Returns the problem that one launch computes: some queries over some keys."""
+  """Returns the problem that one launch computes: some queries of `p` over some of its keys, without sinks."""
   # It has no sinks, because a sink must count once, not in each launch.
   return of_backward(replace(p, Sq=launch.queries.count, Sk=launch.keys.count, window=launch.seen.window, offset=launch.seen.offset, top_left=False,
                              sinks=False))
 
 def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> dict[str, UOp]:
-  """Returns the tensors that score terms read, such as a bias, cut to the queries and keys of one launch, by name."""
+  """Returns the tensors of score terms, such as a bias, by name, each cut to the queries and keys of one launch."""
   def part(name:str, u:UOp, axis:int|None, run:PieceRun) -> UOp:
     if axis is None or u.shape[axis] == 1: return u
     if name in c.shards.as_q and run is launch.queries: return cut(u, axis, run.first, run.count)
@@ -220,12 +221,12 @@ def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> d
   return found
 
 def with_views(p:Problem, arch:Chip, held:dict[str, tuple[int, ...]], keys:PieceRun) -> Problem:
-  """Changes the problem of a launch so that the kernel reads the keys `keys` in place, from k and v of the shapes `held`."""
+  """Returns the problem of a launch, changed so that its kernel reads the rows `keys` of k and v (of shapes `held`) in place."""
   # Nothing changes if the launch uses all rows that the device holds.
   axis = AXES[p.layout].index("rows")
   if all(shape[axis] == keys.count for shape in held.values()): return p
   def of(name:str) -> Strided|None:
-    """Returns start and strides of the launch's rows of k or v in the device's buffer; None without such a tensor."""
+    """Returns start and strides of the launch's rows of the tensor `name` in the device's buffer; None if there is no such tensor."""
     return None if name not in held else replace(place := whole_places(held[name], p.layout), start=keys.first*place.row)
   # Nothing changes if another kernel would be needed to read keys in place, or if no kernel computes the problem.
   viewed = replace(p, k_view=of("k"), v_view=of("v"))
@@ -238,13 +239,13 @@ def region_of(u:UOp, first:int, count:int) -> UOp:
   return u.flatten().shrink(((first, first + count),)).contiguous()
 
 def bare_buffer(u:UOp) -> UOp:
-  """Returns the buffer of a tensor, without waiting for pending writes to the buffer."""
+  """Returns the buffer of a tensor without the writes to it that are still pending."""
   while u.op in (Ops.RESHAPE, Ops.UNSHARD, Ops.AFTER): u = u.src[0]
   return u
 
 @cache_of_kernels
 def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first:int, heads:tuple[int, int], width:int) -> KernelFunction:
-  """Returns a kernel that copies a device's own keys into the buffer in which the device gathers all keys."""
+  """Returns a kernel function that copies the keys which a device holds (`pieces`) into the buffer where it gathers the keys of all devices."""
   # The kernel's arguments are (gathered, shard). `shard` is the device's k or v, with `held` rows per head and `width` elements per row; `pieces` are
   # the pieces of the sequence that the device holds. Heads are key/value heads (first, count), counted over all batches. Rows in `gathered` are in
   # the order of the sequence, from row `first` of the sequence on. Equal arguments return the identical object, because tinygrad's schedule cache
@@ -256,7 +257,7 @@ def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first
 
 @dataclass
 class GatheringDevice:
-  """A device that gathers the keys of all devices, while its launches are made one after another."""
+  """State of a device that gathers the keys of all devices: its buffers, and its launches so far."""
   c: SharedRows
   number: int
   tensors: dict[str, UOp]
@@ -274,12 +275,12 @@ class GatheringDevice:
              for _ in launches[:SLOTS]]
     return GatheringDevice(c, number, t, launches, slots, [{} for _ in slots])
   def keys(self, n:int, name:str, rows:range) -> UOp:
-    """Returns the rows `rows` of the sequence of the gathered k or v as a region of the buffer that launch n reads."""
+    """Returns the part of a buffer of launch n that holds these `rows` of the whole sequence; `name` is "k" or "v"."""
     (_, heads), p = self.launches[n][0], self.c.problem
     row, first = heads*(p.D if name == "k" else p.Dv), self.c.shards.keys_gathered(p, self.number).start
     return region_of(bare_buffer(self.slots[n % SLOTS][name]), (rows.start - first)*row, len(rows)*row)
   def order_own(self, n:int) -> None:
-    """Copies the device's own keys into the buffers of launch n."""
+    """Copies the keys and values that the device holds into the buffers of launch n."""
     # The copies wait until the own keys are copied for launch n - 1, which runs earlier.
     before, called = (self.own_keys(n - 1), tuple(self.own_copies[(n - 1) % SLOTS].values())) if n else ([], ())
     p, shards, slot = self.c.problem, self.c.shards, self.slots[n % SLOTS]
@@ -290,12 +291,12 @@ class GatheringDevice:
       self.own_copies[n % SLOTS][name] = call = written.src[1]
       slot[name] = u.after(call)
   def own_keys(self, n:int) -> list[UOp]:
-    """Returns the regions with the device's own keys in the buffers of launch n, which `order_own` fills."""
+    """Returns the parts of the buffers of launch n that hold the device's own keys and values, which `order_own` copies there."""
     held = self.c.shards.keys_held(self.c.problem, self.number)
     return [self.keys(n, name, rows) for name in self.slots[n % SLOTS] for rows in held]
 
 def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
-  """Copies keys between devices, for launch n of each device."""
+  """Copies keys and values from device to device, as launch n of each device needs them."""
   # A device copies from the other devices' buffers for this launch, into which they have copied their own keys.
   copied = [(x, y, name, rows) for x in devices for owner, rows in c.shards.keys_copied(c.problem, x.number)
             for y in [devices[owner]] for name in x.slots[n % SLOTS]]
@@ -310,7 +311,7 @@ def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
   for y, name, call in taken: y.slots[n % SLOTS][name] = also_after(y.slots[n % SLOTS][name], call)
 
 def gathered_over(c:SharedRows, inputs:Mapping[str, UOp], held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
-  """Computes attention by gathering keys: fills the `outputs` on each device, and returns the UOp of the last launch."""
+  """Computes attention after each device has gathered all keys: fills the buffers `outputs`, and returns the UOp of the last launch."""
   # `held` has the part of each tensor on each device, and `attend` makes one launch. A launch computes all queries of a device over all keys, for
   # some heads. While it runs, the keys for the next heads are copied from other devices. A device copies its own keys for the next heads before the
   # launch, because it is busy during the launch.
@@ -336,13 +337,13 @@ def gathered_over(c:SharedRows, inputs:Mapping[str, UOp], held:dict[str, list[UO
   return call
 
 def heads_in(p:Problem, name:str, u:UOp, heads:tuple[int, int], device:int) -> UOp:
-  """Returns the part of q, o or lse that a launch of the key/value heads (first, count) reads or writes on a device."""
+  """Returns the part of q, o or lse on a device that belongs to the key/value heads (first, count) of one launch."""
   size = math.prod(p.shapes[name][0])
   if size == math.prod(u.max_shard_shape): return shards_of(u)[device] if name == "q" else of_device(u, device)
   return of_device(region_of(bare_buffer(u), heads[0]//heads[1]*size, size), device)
 
 def dealt_rows(c:SharedRows, name:str, u:UOp, device:int) -> UOp:
-  """Returns the tensor of a score term, such as a bias, with one row for each query of a device, padding included."""
+  """Returns a tensor of a score term, such as a bias, with the rows of the queries that a device holds, padding included."""
   # Nothing changes for a tensor without an axis of queries, or whose rows are already divided like those of q.
   queries, axis, rows = c.shards.queries, rows_dimension(name), c.problem.Sq
   if name in c.shards.as_q or axis is None or (u.shape[axis] == 1 and rows > 1) or queries is None: return u
@@ -357,7 +358,7 @@ def packed(p:Problem, results:Sequence[Tensor]) -> UOp:
   return first.cat(*rest).contiguous().uop
 
 def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
-  """Makes a buffer that holds all results of a launch: o, lse, and lse_rest if there is one."""
+  """Returns a buffer into which `write` writes all results of a launch: o, lse, and lse_rest if there is one."""
   # `write` makes the launch: it gets the regions for the results and the whole buffer, and returns the UOp of the launch. The whole buffer is an
   # argument of the launch, so that tinygrad's memory planner knows that the buffer is in use.
   shapes, (*places, size) = [p.shapes[name][0] for name in p.outputs], part_places(p, p.Sq)
@@ -370,7 +371,7 @@ def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
   return packed(p, [Tensor(u.after(call)) for u in results])
 
 def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:int, attend:Attend) -> UOp:
-  """Runs a launch on the tensors `held` of its device, and returns one buffer with its results."""
+  """Makes one launch of attention on the device's tensors `held`, and returns the buffer with its results."""
   name, axis = c.devices[device], AXES[c.problem.layout].index("rows")
   p = replace(launch_problem(c.problem, launch), out_dtype="float32")
   p = with_views(p, c.arch, {x: held[x].max_shape for x in ("k", "v") if x in held}, launch.keys)
@@ -383,7 +384,7 @@ def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:i
 
 @cache_of_kernels
 def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], real_rows:tuple[RowRange, ...], only_plain_uops:bool) -> KernelFunction:
-  """Returns the kernel that merges partial results, of one device or of several, into the outputs of `p`."""
+  """Returns the kernel function that merges partial results into the outputs of `p`; `parts` says which rows each partial result has."""
   # Its arguments are the outputs, one buffer for each partial result, and the sinks if p.sinks. `parts` lists which rows each partial result holds.
   # `real_rows` lists the rows that are no padding; only these get the sinks. With `only_plain_uops` any device can run the kernel. Equal arguments
   # return the identical object, because tinygrad's schedule cache compares by identity.
@@ -394,7 +395,7 @@ def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], real_rows:tup
 
 @dataclass(frozen=True)
 class ContextPart:
-  """Partial result of a device: o and lse of the rows `rows`, over some of the keys, in the buffer `found`."""
+  """A partial result on a device: o and lse of the rows `rows`, over some of the keys, in the buffer `found`."""
   rows: RowRange
   found: UOp
 
@@ -418,7 +419,7 @@ def merged_part(c:SharedRows, parts:list[ContextPart], device:int) -> ContextPar
 # ***** all devices *****
 
 def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend) -> list[ContextPart]:
-  """Runs all launches of a device, and returns their partial results."""
+  """Makes all launches of a device, each over the keys of one device, and returns their partial results."""
   plan, parts = c.shards.plan(c.problem, device), list[ContextPart]()
   keys = {name: shards for name, shards in held.items() if name in ("k", "v")}
   others = {name: shards[device] for name, shards in held.items() if name not in ("k", "v", "sinks")}
@@ -431,7 +432,7 @@ def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend)
   return parts
 
 def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
-  """Computes attention by merging: fills `outputs` from the partial results of each device, and returns the UOp of the last launch."""
+  """Computes attention by merging partial results of all devices: fills the buffers `outputs`, and returns the UOp of the last launch."""
   parts = [found_by(c, held, device, attend) for device in range(len(c.devices))]
   if c.shards.queries is None: parts = exchanged(c, parts)
   states = outputs
@@ -442,7 +443,7 @@ def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:
   return call
 
 def run_shared_rows(c:SharedRows, inputs:Mapping[str, UOp], attend:Attend) -> dict[str, UOp]:
-  """Computes attention of `inputs`, whose rows are sharded over devices; returns tensors by name for `with_context_gradient`."""
+  """Computes attention of `inputs`, whose rows are sharded over devices; returns by name o, lse, and the tensors that a gradient needs."""
   # o and lse, sharded like q, are buffers that are still to be filled. merged_o, merged_lse and merged_lse_rest are the filled outputs, which a
   # gradient needs. `attend` makes one launch.
   held = {name: shards_of(u) for name, u in inputs.items()}
@@ -456,13 +457,13 @@ def run_shared_rows(c:SharedRows, inputs:Mapping[str, UOp], attend:Attend) -> di
   return {name: on_all(name) for name in OUTPUTS} | {f"merged_{name}": u.after(call) for name, u in buffers.items()}
 
 def exchanged(c:SharedRows, parts:list[list[ContextPart]]) -> list[list[ContextPart]]:
-  """Exchanges the results between devices, one from each, and returns the partial results that each device then has."""
+  """Merges each device's partial results into one, copies it to every device, and returns for each device the list that it then has."""
   # A device whose queries see no key has no result.
   found = [(i, merged_part(c, some, i)) for i, some in enumerate(parts) if some]
   return [[ContextPart(part.rows, part.found if i == to else part.found.copy_to_device(name)) for i, part in found]
           for to, name in enumerate(c.devices)]
 
 def first_launch(p:Problem, shards:SequenceShards) -> Problem:
-  """Returns the problem of the first launch over the keys of one device, or `p` if no device has a launch."""
+  """Returns the problem of the first launch in which a device computes over the keys of a single device; `p` if there is no such launch."""
   some = [launch for device in range(shards.count) for _, launches in shards.plan(p, device) for launch in launches]
   return replace(launch_problem(p, some[0]), out_dtype="float32") if some else p

@@ -33,11 +33,11 @@ def by_kernels(c:SharedRows) -> bool:
   return not any(isinstance(can_differentiate(replace(launch_problem(c.problem, x), num_splits=1), c.arch), str) for x in all_launches(c))
 
 def rows_axis(c:SharedRows, name:str) -> int:
-  """Returns which axis of a tensor counts rows; the tensor is q, k, v, o, lse, lse_rest, or the gradient of one of these."""
+  """Returns the index of the axis that counts rows in q, k, v, o, lse, lse_rest, or the gradient of one of these."""
   return (lse_axes if "lse" in name else AXES.__getitem__)(c.problem.layout).index("rows")
 
 def lying_as(g:UOp, out:UOp) -> UOp:
-  """Returns the gradient `g` with the dtype, the devices and the sharding of the output `out`."""
+  """Returns the gradient `g` with the dtype, devices and sharding of `out`, the output whose gradient it is."""
   g = g.cast(out.dtype)
   if g.axis == out.axis: return g
   if out.axis is None and out.device is not None: return g.copy_to_device(out.device)
@@ -49,12 +49,12 @@ def lying_as(g:UOp, out:UOp) -> UOp:
 
 @dataclass(frozen=True)
 class RowGradient:
-  """Part of a gradient, in float32: `found` has the gradient of the rows `run` of a tensor that a device holds."""
+  """A part of a gradient, in float32: `found` is the gradient of the rows `run` of a device's tensor."""
   run: PieceRun
   found: Tensor
 
 def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:str) -> Tensor:
-  """Adds up parts of the gradient of a tensor of shape `shape` on a device, in order; `axis` counts rows."""
+  """Adds the parts of a gradient, each for some rows, to a tensor of this `shape` on a device; `axis` counts rows."""
   # A part is padded with zeros to all rows. The additions run one after another, so that at most two padded parts are in memory at a time.
   total = None
   for part in parts:
@@ -77,17 +77,17 @@ def launch_gradients(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp]) ->
   return {name: Tensor(t[name]).sum(0).contiguous() for name in ("dq", "dk", "dv")}
 
 def on_every(c:SharedRows, each:list[Tensor], axis:int|None) -> UOp:
-  """Joins tensors, one on each device, into one tensor that is sharded along `axis`, or whole on each device."""
+  """Makes one tensor of the tensors `each`, one on each device: sharded along `axis`, or, if `axis` is None, equal on all devices."""
   first, *rest = [x.contiguous().uop for x in each]
   if isinstance(c.at.device, str): return first
   return first.mstack(*rest) if axis is None else first.mstack(*rest).unshard(axis)
 
 def summed(c:SharedRows, each:list[Tensor]) -> list[Tensor]:
-  """Sums tensors, one on each device, in the order of the devices, and returns the sum on each device."""
+  """Adds the tensors `each`, one on each device, in the order of the devices, and returns a copy of the sum for each device."""
   return [functools.reduce(Tensor.add, [x.to(device) for x in each]) for device in c.devices]
 
 def passed_gradients(c:SharedRows, inputs:dict[str, UOp], merged:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Computes the gradients of q, k, v and sinks by the backward kernels, while parts of k and v go from device to device."""
+  """Computes the gradients of q, k, v and sinks by the backward kernels, to which shards of k and v come from device to device."""
   p, held = c.problem, {name: shards_of(u) for name, u in (inputs | merged).items()}
   for name, g in given.items(): held[f"d{name}"] = shards_of(g)
   if "do" not in held: held["do"] = [filled_with_rows(Tensor.zeros(*u.shape, dtype=u.dtype, device=u.device).uop) for u in held["o"]]
@@ -126,7 +126,7 @@ def sinks_gradient(c:SharedRows, held:dict[str, list[UOp]]) -> UOp:
 # ***** gradients that tinygrad computes *****
 
 def gathered_gradients(c:SharedRows, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Returns the gradients of all float inputs, computed by tinygrad from whole tensors on the first device."""
+  """Computes the gradients of all float inputs by tinygrad's differentiation, on the first device, where all shards are gathered."""
   # All inputs are gathered in the order of the sequence, and tinygrad differentiates `three_pass` (attention in plain tensor operations). The
   # gradients are then sharded like the inputs.
   p, order, first = c.problem, c.shards.order, c.devices[0]
@@ -163,7 +163,7 @@ class ContextGradient:
     found = kept_graph((self, asked_for()), of_call | {f"d{name}": in_buffers(g) for name, g in given.items()}, self.graph)
     return tuple(found.get(name) for name in self.names)
   def graph(self, t:Graph) -> dict[str, UOp]:
-    """Returns the gradients by the names of the inputs."""
+    """Returns the gradients of the inputs by name; `t` has inputs, outputs, and the gradients of the outputs."""
     # `t` has the inputs, the filled outputs of the call, and the gradients `do` and `dlse` of its outputs, if they exist.
     c, given = self.shared, {name: t[f"d{name}"] for name in OUTPUTS if f"d{name}" in t}
     inputs, merged = {name: t[name] for name in INPUTS if name in t}, {name: t[f"merged_{name}"] for name in c.own.outputs}
@@ -179,7 +179,7 @@ def context_gradient(c:SharedRows, names:tuple[str, ...]) -> ContextGradient:
   return ContextGradient(c, names)
 
 def with_context_gradient(c:SharedRows, outputs:dict[str, UOp], sources:dict[str, UOp]) -> tuple[Tensor, Tensor]:
-  """Attaches a gradient function to o and lse, however they were computed."""
+  """Returns o and lse with a gradient function attached, which reads the tensors `sources`."""
   gradient = context_gradient(c, (*outputs, *sources))
   # o and lse become results of an empty launch, which has this function as tinygrad's `grad_fxn`. `sources` are the tensors on which the gradient
   # depends.

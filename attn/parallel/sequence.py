@@ -14,7 +14,7 @@ def check_axis(x:Tensor, axis:object) -> int:
   return values.whole_number("axis", axis, -x.ndim, x.ndim - 1, supported) % x.ndim
 
 def pieces_by_device(count:int, order:str) -> list[int]:
-  """Returns the indices of the pieces of a sequence in the order in which `count` devices hold them."""
+  """Returns the numbers of all pieces of a sequence, device by device: [0, 3, 1, 2] for two devices and the order "zigzag"."""
   return [number for device in range(count) for number in numbers_of(device, count, order)]
 
 def rearranged(x:Tensor, axis:int, numbers:Sequence[int]) -> Tensor:
@@ -26,7 +26,7 @@ def rearranged(x:Tensor, axis:int, numbers:Sequence[int]) -> Tensor:
   return first.cat(*rest, dim=axis)
 
 def in_order(x:Tensor, axis:int, length:int, count:int, order:str) -> Tensor:
-  """Returns the first `length` rows of a sequence, whose pieces lie in the order of `count` devices, in their natural order."""
+  """Puts the pieces of a sequence, which lie in the order of `count` devices, into their natural order; returns the first `length` rows."""
   numbers = pieces_by_device(count, order)
   whole = rearranged(x, axis, [numbers.index(n) for n in range(len(numbers))])
   return whole.shrink(tuple((0, length) if i == axis else None for i in range(x.ndim)))

@@ -19,13 +19,14 @@ REACH = 512     # more rows than a block of queries may read before or after its
 
 @dataclass(frozen=True)
 class SequencePiece:
-  """Piece of a sequence on a device: `rows` rows from row `start` of the sequence on, without padding."""
+  """A piece of a sequence on a device: `rows` rows from row `start` of the sequence on, at row `at` of the device; without padding."""
   start: int
   rows: int
   at: int  # first row in the device's tensor
 
 def numbers_of(device:int, count:int, order:str) -> tuple[int, ...]:
-  """Returns the indices of the pieces that one of `count` devices holds, in the order in which they lie there."""
+  """Returns the numbers of the pieces that one of `count` devices holds, in the order in which it holds them: (0, 3) for device 0 of 2 and
+  "zigzag"."""
   return (device,) if order == "contiguous" else (device, 2*count - 1 - device)
 
 def pieces_of(device:int, count:int, order:str, held:int, length:int) -> tuple[SequencePiece, ...]:
@@ -36,20 +37,20 @@ def pieces_of(device:int, count:int, order:str, held:int, length:int) -> tuple[S
   return tuple(piece for piece in of if piece.rows)
 
 def rows_held(length:int, count:int, order:str) -> int:
-  """Returns how many rows of a padded sequence of `length` rows each of `count` devices holds."""
+  """Returns how many rows each of `count` devices holds of a sequence of `length` rows, padding included."""
   return -(-length//(count*ORDERS[order]))*ORDERS[order]
 
 # ***** keys that a mask leaves visible *****
 
 @dataclass(frozen=True)
 class SeenKeys:
-  """Mask between some queries and some keys: query i sees key j if i + offset - left <= j <= i + offset + right."""
+  """Which of some queries see which of some keys: query i sees key j if i + offset - left <= j <= i + offset + right."""
   # (left, right); a bound of -1 hides nothing. i and j count from the first of these queries and keys.
   window: tuple[int, int]
   offset: int
 
 def seen_keys(window:tuple[int, int], offset:int, queries:int, keys:int, by_distance:bool) -> SeenKeys|None:
-  """Makes the mask of `queries` queries and `keys` keys, such that equal masks are equal objects; None if no query sees a key."""
+  """Returns which of `queries` queries see which of `keys` keys, as the same value for all equal masks; None if no query sees a key."""
   left, right = window
   first, last = offset - left, queries - 1 + offset + right      # first visible key of the first query, last visible key of the last query
   if (left >= 0 and first >= keys) or (right >= 0 and last < 0): return None
@@ -62,7 +63,7 @@ def seen_keys(window:tuple[int, int], offset:int, queries:int, keys:int, by_dist
 
 @dataclass(frozen=True)
 class PieceRun:
-  """Pieces of a sequence that one launch computes or reads, in the order in which they lie on the device."""
+  """The pieces of a sequence whose queries one launch computes, or whose keys it reads, in their order on the device."""
   pieces: tuple[SequencePiece, ...]
   @property
   # `first` is the first row in the device's tensor; `unbroken`: no other rows lie between the pieces.
@@ -74,22 +75,22 @@ class PieceRun:
 
 @dataclass(frozen=True)
 class ContextLaunch:
-  """Launch of attention on one device: some queries of the device over keys of one device."""
+  """A launch of attention on one device: some of its queries, over keys that one device holds."""
   queries: PieceRun
   keys: PieceRun
   seen: SeenKeys  # mask between queries and keys
 
 def pair_seen(p:Problem, queries:SequencePiece, keys:SequencePiece, offset:int|None=None) -> SeenKeys|None:
-  """Returns the mask between a piece of queries and a piece of keys, from their positions in the sequence; None if it hides all."""
+  """Returns which queries of one piece see which keys of another, or None if none does."""
   # `offset`, if given, stands in place of the positions.
   return seen_keys(p.window, p.offset + queries.start - keys.start if offset is None else offset, queries.rows, keys.rows, goes_by_distance(p))
 
 def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
-  """Returns one mask for several pieces of queries and keys together, so that one launch can compute them; None if there is none."""
+  """Returns a single mask for all these pieces of queries and keys, so that one launch can compute them; None if no single mask is right."""
   # The window and offset of the mask count from the first query and the first key.
   if not (queries.unbroken and keys.unbroken): return None
   def moved(x:SequencePiece, y:SequencePiece) -> int:
-    """Returns how much the offset of the mask changes if rows count from the first rows of the pieces `x` and `y`."""
+    """Returns by how much the mask's offset changes if rows count from the beginning of the runs instead of the pieces `x` and `y`."""
     return (x.at - queries.first) - (y.at - keys.first)
   pairs = {(x, y): pair_seen(p, x, y) for x in queries.pieces for y in keys.pieces}
   bounded = [(x, y) for (x, y), seen in pairs.items() if seen is not None and (goes_by_distance(p) or seen.window != (-1, -1))]
@@ -111,7 +112,7 @@ def launches(p:Problem, queries:Sequence[SequencePiece], keys:Sequence[SequenceP
   return min(ways, key=len)
 
 def owners(device:int, count:int) -> tuple[int, ...]:
-  """Returns the devices whose keys a device needs, in order, itself first."""
+  """Returns the devices in the order in which a device takes their keys, itself first: (1, 2, 0) for device 1 of 3."""
   # No two devices read from the same device at the same time.
   return tuple((device + i) % count for i in range(count))
 
@@ -128,13 +129,13 @@ class SequenceShards:
     return (SequencePiece(0, p.Sq, 0),) if self.queries is None else pieces_of(device, self.count, self.order, self.queries, p.Sq)
   def keys_of(self, p:Problem, device:int) -> tuple[SequencePiece, ...]: return pieces_of(device, self.count, self.order, self.keys, p.Sk)
   def plan(self, p:Problem, device:int) -> tuple[tuple[int, tuple[ContextLaunch, ...]], ...]:
-    """Returns the launches of a device, in order, as pairs (device that owns the keys, launches over these keys)."""
+    """Returns the launches of a device, in order, as pairs (device that holds the keys, launches over these keys)."""
     # If every device has all queries, each device computes them only over its own keys.
     seen = owners(device, self.count) if self.queries is not None else (device,)
     found = [(owner, launches(p, self.queries_of(p, device), self.keys_of(p, owner))) for owner in seen]
     return tuple((owner, some) for owner, some in found if some)
   def keys_read(self, p:Problem, device:int) -> tuple[range, ...]:
-    """Returns the ranges of rows of k and v that a kernel may read when it computes all queries of a device."""
+    """Returns the ranges of rows of the whole sequence of k and v that kernels may read to compute a device's queries."""
     (left, right), found = p.window, list[range]()
     for piece in self.queries_of(p, device) or (SequencePiece(0, 0, 0),):
       first, last = p.offset + piece.start, p.offset + piece.start + piece.rows - 1
@@ -146,20 +147,20 @@ class SequenceShards:
       found.append(read)
     return tuple(found)
   def keys_held(self, p:Problem, device:int) -> tuple[range, ...]:
-    """Returns the ranges of the sequence whose rows of k and v a device holds."""
+    """Returns the ranges of rows of the whole sequence of k and v that a device holds."""
     return tuple(range(piece.start, piece.start + piece.rows) for piece in self.keys_of(p, device))
   def keys_copied(self, p:Problem, device:int) -> tuple[tuple[int, range], ...]:
-    """Returns what a device must copy from other devices, in order, as pairs (owner, range of rows of k and v)."""
+    """Returns what a device must copy from other devices, in order, as pairs (device that holds the rows, range of rows of the whole sequence)."""
     found = [(owner, range(max(x.start, y.start), min(x.stop, y.stop))) for owner in owners(device, self.count)[1:]
              for x in self.keys_held(p, owner) for y in self.keys_read(p, device)]
     return tuple((owner, rows) for owner, rows in found if rows)
   def keys_gathered(self, p:Problem, device:int) -> range:
-    """Returns the range of the sequence for which the buffers of a device that gathers keys have room."""
+    """Returns the range of rows of the whole sequence for which a device's buffers for gathered keys have room."""
     # These are the rows of k and v that it reads, the rows that it holds, and the rows between them.
     some = (*self.keys_read(p, device), *self.keys_held(p, device))
     return range(min(x.start for x in some), max(x.stop for x in some))
   def dealt(self, p:Problem, device:int, heads:tuple[int, int]) -> Problem:
-    """Returns the problem of one launch, of the key/value heads (first, count), on a device that gathers keys."""
+    """Returns the problem of one launch on a device that has gathered all keys, for the key/value heads (first, count)."""
     # Heads count over all batches. k and v are the gathered rows (rows, heads, width), or all of k and v if there is only one device.
     assert self.queries is not None
     pieces, first, jump = self.queries_of(p, device), 0, 0

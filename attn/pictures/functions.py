@@ -1,4 +1,4 @@
-"""Draws the functions of attn.mods from the functions themselves. A panel shows which keys the queries see, or how a score changes."""
+"""Draws what the functions of attn.mods do, by calling them: which keys each query sees, or how a score changes."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass

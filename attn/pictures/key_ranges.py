@@ -25,7 +25,7 @@ CASES: dict[str, Problem] = {
 
 @dataclass(frozen=True)
 class KeyRange:
-  """Range of key tiles `begin`..`end` over which a block of queries loops. In `full_begin`..`full_end` no key is hidden by the mask."""
+  """Range `begin`..`end` of key tiles over which a block of queries loops. In the tiles `full_begin`..`full_end` the mask hides no key."""
   # kernels compute these four numbers as UOps (`Blocks`); here they are ints
   begin: int
   full_begin: int

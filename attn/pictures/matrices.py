@@ -17,7 +17,7 @@ SHOWN_LANE = 5     # the lane whose elements show their indices
 
 @dataclass(frozen=True)
 class Holder:
-  """Place of a matrix element: the lane, the matrix instruction that multiplies the element, and the element in the lane's registers."""
+  """Where a matrix element is: in which lane, for which of a product's matrix instructions, and at which index in the lane's operand."""
   lane: int
   step: int
   element: int
@@ -27,14 +27,14 @@ Cells = dict[tuple[int, int], list[Holder]]    # (row, column) -> holders of thi
 # ***** AMD: S^T = K Q^T *****
 
 def steps_of(mat:Matrix, h:int) -> dict[int, tuple[int, int]]:
-  """Returns {k: (matrix instruction, element of its operand)} for the elements of an operand's row that lane group h holds."""
+  """Returns {k: (number of the matrix instruction, index in its operand)} for the elements k of an operand's row that lane group h holds."""
   # k counts the elements over which a product sums. A lane reads its operands in units of 16 bytes. The row is as short as possible with whole units
   # and whole operands.
   units = [u.simplify().vmin for u in units_of(mat, contraction(mat, 1), UOp.const(h))]
   return {unit*UNIT + i: divmod(n*UNIT + i, mat.operand) for n, unit in enumerate(units) for i in range(UNIT)}
 
 def operand_cells(mat:Matrix) -> Cells:
-  """Returns where each element A[row][k] of operand A lies. A comes from K, and the product sums over k."""
+  """Returns which lane holds each element A[row][k] of operand A. A comes from K, and the product sums over k."""
   # the picture of the operand B, which comes from Q^T, is the mirror image
   cells: Cells = {}
   for h in range(mat.groups):
@@ -43,11 +43,11 @@ def operand_cells(mat:Matrix) -> Cells:
   return cells
 
 def accumulator_cells(mat:Matrix) -> Cells:
-  """Returns where each element C[row][column] of S^T lies. A row is a key, and a column is a query."""
+  """Returns which lane holds each element C[row][column] of S^T. A row is a key, and a column is a query."""
   return {(mat.c_row(h, i), n): [Holder(h*mat.N + n, 0, i)] for h in range(mat.groups) for i in range(mat.accumulator) for n in range(mat.N)}
 
 def key_order(mat:Matrix) -> list[tuple[int, int]]:
-  """Returns (lane group, key) for each element along a row of V^T in LDS."""
+  """Returns the order of keys in a row of V^T in LDS: for each element (number of the lane group that reads it, key)."""
   # the keys have the order in which the lanes hold P^T
   return [(u % mat.groups, mat.key_of(u % mat.groups, u//mat.groups*UNIT + i)) for u in range(contraction(mat, mat.M)//UNIT) for i in range(UNIT)]
 
@@ -55,13 +55,13 @@ def key_order(mat:Matrix) -> list[tuple[int, int]]:
 # ldmatrix (PTX ISA 9.7.14.5.15): lanes 8j..8j+7 give the addresses of the eight rows of matrix j, and lane 4r + c gets elements 2c and 2c+1 of row r.
 
 def loaded(addresses:list[tuple[int, int]]) -> Cells:
-  """Returns where each element (row, column) of some matrices lies after an ldmatrix, given each lane's row and 16-byte unit."""
+  """Returns which lane holds each matrix element (row, column) after an ldmatrix; `addresses` has each lane's row and 16-byte unit."""
   return {(row, unit*UNIT + column): [Holder(n % UNIT*4 + column//2, 0, n//UNIT*2 + column % 2)]
           for n, (row, unit) in enumerate(addresses) for column in range(UNIT)}
 
 def mma_a(mat:Mma) -> Cells: return loaded([mat.a_address(lane) for lane in range(mat.wave)])
 def mma_b(mat:Mma) -> Cells:
-  """Returns where each element B[k][key] of the operand B of mma.sync lies. The product sums over k."""
+  """Returns which lane holds each element B[k][key] of the operand B of mma.sync. The product sums over k."""
   # one ldmatrix reads the operands B of two tiles; the result is for the first tile
   cells = loaded([mat.b_address(lane) for lane in range(mat.wave)])
   return {(d, key): holders for (key, d), holders in cells.items() if key < mat.N}

@@ -22,14 +22,14 @@ HEIGHT = 18                  # height of a cell, in pixels
 
 @dataclass(frozen=True)
 class Access:
-  """One phase of an access to LDS: the pieces (cells of the picture) that some lanes of a wave read or write at the same time."""
+  """The pieces of a tile (cells of the picture) in LDS that some lanes of a wave read or write at the same time."""
   words: str
   # they must lie in different banks
   pieces: list[Piece]
 
 @dataclass(frozen=True)
 class Panel:
-  """Drawing of a part of a tile: `rows` rows of `columns` pieces of 8 or 16 bytes, one cell for each piece."""
+  """Picture of a part of a tile in LDS: `rows` rows of `columns` pieces of 8 or 16 bytes, one cell for each piece."""
   title: str
   words: tuple[str, ...]
   rows: int
@@ -41,7 +41,7 @@ class Panel:
   accesses: tuple[Access, ...]
   width: float = 24
   def group(self, piece:Piece) -> int:
-    """Returns the index of the group of banks that holds a piece."""
+    """Returns the number of the group of LDS banks in which a piece lies."""
     x = self.place(*piece)
     return (x if isinstance(x, int) else int(x.simplify().vmin)) % self.groups
 
@@ -80,7 +80,7 @@ def dual_wave_k(mat:Matrix) -> Panel:
                (Access("read in one phase", [(lane % mat.N, lane//mat.N) for lane in lanes]),), 20)
 
 def dual_wave_v(mat:Matrix) -> Panel:
-  """Returns the picture of V for CDNA4's load that transposes while it reads LDS."""
+  """Returns the picture of V in LDS for CDNA4's load instruction that transposes."""
   # 32 lanes load at the same time. Groups of four lanes read the same row of V (one key), 4 elements each. After the load, these four lanes hold
   # rows of V^T whose indices differ by four.
   def piece(lane:int) -> Piece:

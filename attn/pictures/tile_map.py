@@ -88,7 +88,7 @@ def tile_map(title:str, mask:Callable[..., Any], tensors:Sequence[Array]=(), siz
   return d
 
 def sizes_of_parts(n:int, part:int, scale:float) -> list[float]:
-  """Returns the sizes, in pixels, of the parts of `part` rows into which n rows are divided; the last part may be smaller."""
+  """Divides n rows into parts of `part` rows (the last may be smaller), and returns the size of each part in pixels."""
   return [scale*min(part, n - first) for first in range(0, n, part)]
 
 def draw_cells(d:Drawing, kinds:Array, heights:list[float], widths:list[float]) -> None:

@@ -19,7 +19,7 @@ def shards_in(order:str) -> SequenceShards:
   return SequenceShards(DEVICES, order, held, held)
 
 def computed(order:str) -> tuple[Array, list[int]]:
-  """Returns the device that computes each pair of a query and a key (-1: none), and each device's number of pairs."""
+  """Returns an array with the device that computes each pair of a query and a key (-1: no device), and the number of pairs of each device."""
   owner, pairs = np.full((LENGTH, LENGTH), -1), [0]*DEVICES
   for device in range(DEVICES):
     p = shards_in(order).dealt(causal_problem(), device, (0, 1))
@@ -50,7 +50,7 @@ def draw_order(d:Drawing, x:float, y:float, order:str) -> None:
     d.text(x + 18, y + side + 34 + 19*device, words)
 
 def runs_of(row:Array) -> list[tuple[int, int]]:
-  """Returns (first, end) for each run of equal neighbouring elements in a row."""
+  """Returns (first index, end index) of each run of equal neighbouring elements in a row."""
   ends = [0, *(int(n) + 1 for n in np.flatnonzero(np.diff(row))), len(row)]
   return list(itertools.pairwise(ends))
 

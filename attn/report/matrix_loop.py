@@ -30,7 +30,7 @@ EVERYONE = UOp.const(True)
 
 @dataclass(frozen=True)
 class MatrixLoop:
-  """Measuring kernel that executes only matrix instructions in a loop."""
+  """A kernel that only executes matrix instructions in a loop, to measure their rate."""
   what: str                # the instruction
   # kernel(groups, trips): for `groups` workgroups and `trips` iterations, a function of the tensors (results, operands)
   kernel: Callable[[int, int], Callable[..., UOp]]
@@ -72,7 +72,7 @@ def register_loop(mat:Matrix|Mma, dtype:str) -> MatrixLoop:
       group, lane, wave = new.range(groups, AxisType.GLOBAL), new.range(mat.wave, AxisType.WARP), new.range(LOOP_WAVES, AxisType.WARP)
       read, multiply = amd_steps(mat, lane, data, operand) if isinstance(mat, Matrix) else mma_steps(mat, lane, data, operand)
       def by_step(first:int, each:int) -> list[list[UOp]]:
-        """Reads `each` fragments for each step, from fragment number `first` on."""
+        """Reads, for each step of the loop's body, a list of `each` fragments, the first of all being fragment number `first`."""
         return [[read(first + step*each + i) for i in range(each)] for step in range(LOOP_STEPS)]
       of_a, of_b = by_step(0, rows), by_step(LOOP_STEPS*rows, fragments//LOOP_STEPS - rows)
       acc = new.registers(count, ops.f32(words))
@@ -91,7 +91,7 @@ def instruction_name(mat:Matrix|Mma, dtype:str) -> str:
   return f"{mat.name} on {dtype}" if isinstance(mat, Matrix) else f"mma.sync.m{mat.M}n{mat.N}k{mat.K} on {dtype}"
 
 def amd_steps(mat:Matrix, lane:UOp, data:UOp, nbytes:int) -> tuple[Callable[[int], UOp], Callable[..., UOp]]:
-  """Returns two functions: one loads an operand by its index, the other multiplies two operands and adds the product to an accumulator."""
+  """Returns two functions: one loads operand number n; the other multiplies two operands and adds the product to an accumulator."""
   at = Lane(lane, UOp.const(0), mat)
   # lanes that must hold the same operands load the same data
   source = at.n if mat.duplicated else lane
@@ -105,7 +105,7 @@ def mma_steps(mat:Mma, lane:UOp, data:UOp, nbytes:int) -> tuple[Callable[[int], 
   return read, multiply
 
 def loaded_operand(data:UOp, first:UOp, nbytes:int, size:int) -> UOp:
-  """Loads `nbytes` bytes of the buffer `data` per lane, from element `first` of `size` bytes on, as a vector of dwords."""
+  """Loads `nbytes` bytes for each lane from the buffer `data`, beginning at the index `first`, as a vector of dwords."""
   width = min(nbytes, UNIT_BYTES)
   return functools.reduce(ops.concat, [ops.load_where(flat(data)[first + i//size], EVERYONE, width) for i in range(0, nbytes, width)])
 
@@ -120,7 +120,7 @@ def finished(name:str, results:UOp, ranges:tuple[UOp, ...], thread:UOp, threads:
 
 @dataclass(frozen=True)
 class WgmmaSums(InOrder):
-  """State of the kernel that measures wgmma: operand B in shared memory, the accumulators, and operand A in registers."""
+  """State of the kernel that measures wgmma: operand B in shared memory, the accumulators `acc`, and operand `a` in registers."""
   shared: UOp
   acc: UOp
   a: UOp

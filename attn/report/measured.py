@@ -59,7 +59,7 @@ def judged(shape:ReportedShape, arch:Chip) -> JudgedShape:
 def failed(text:str) -> JudgedResult: return JudgedResult(False, text, None, None, 0.0)
 
 def first_run(found:JudgedShape, name:str, tile:Any, *outputs:Any) -> None:
-  """Compiles the kernel that computes `outputs`, runs it once, and adds it, with the time of this run, to `found`."""
+  """Compiles and runs once the kernel that computes `outputs`, and appends it to the kernels in `found`, with the seconds of this run."""
   schedule = compiled(*outputs)
   found.kernels.append(ReportedKernel(name, str(tile), schedule, device_seconds(schedule)))
 
@@ -91,7 +91,8 @@ def kernel_time(x:ReportedKernel, how:str, sensors:Sensors) -> KernelTime:
   return KernelTime(x.name, x.tile, runs, rounds, median_reading(readings))
 
 def timed_row(x:JudgedShape, how:str, sensors:Sensors) -> ReportRow:
-  """Times the kernels of a problem whose results were checked before. A kernel that fails now makes the results count as wrong."""
+  """Returns the table row of a problem whose results were checked before, with the times of its kernels. A kernel that fails now makes the results
+  count as wrong."""
   try: return ReportRow(x.shape, x.verdict, tuple(kernel_time(k, how, sensors) for k in x.kernels), x.refused)
   except Exception as e: return ReportRow(x.shape, failed(f"failed while it was timed: {first_line(e)}"))
 
@@ -126,7 +127,8 @@ def measure_report(sizes:str, card_name:str|None=None) -> CardReport:
                     tuple(rows), (*refusals, *notes_on(card, before)))
 
 def notes_on(card:FoundCard, before:Any) -> list[str]:
-  """Returns remarks for the reader of a report, such as that the driver gives no clocks of the card."""
+  """Returns remarks for the reader of a report, such as that the driver gives no clocks; `before` is a sensor reading from before the
+  measurements."""
   # `before` is a reading of the card's sensors before the measurements
   several = len(card.may_be) > 1 and card.text.kind == "AMD"
   return [*[f"the card may be {' or '.join(x.name for x in card.may_be)}: predictions are for the first; --card names the right one"]*several,

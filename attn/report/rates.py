@@ -28,7 +28,7 @@ class WrongProducts(RuntimeError):
 
 @dataclass(frozen=True)
 class RateToMeasure:
-  """A rate to measure, such as TFLOP/s of matrix instructions or GB/s of a copy."""
+  """Something to measure, such as TFLOP/s of matrix instructions or GB/s of a copy: its name, its unit, and how it is timed."""
   what: str
   unit: str
   # operations or bytes of one run

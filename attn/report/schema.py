@@ -24,7 +24,7 @@ def limited(least:float|None=None, among:Sequence[Any]|None=None, matching:str|N
 
 @dataclass(frozen=True)
 class SensorReading:
-  """Clocks, power and temperature of a card at one moment; None if the driver does not give a value."""
+  """Clocks, power and temperature of a card at one moment; a field is None if the driver does not give its value."""
   core_mhz: float|None = limited(0, default=None)
   memory_mhz: float|None = limited(0, default=None)
   watts: float|None = limited(0, default=None)
@@ -91,7 +91,7 @@ class KernelTime:
   def seconds(self) -> float: return statistics.median(self.rounds)
   @property
   def expected(self) -> PredictedTime|None:
-    """Prediction with which the measured time is compared."""
+    """The first of the predictions, with which the measured time is compared; None without predictions."""
     # at the clock that the card sustains in GEMMs if this clock is known, otherwise at the rated clock
     return self.predicted[-1] if self.predicted else None
   @property
@@ -101,7 +101,7 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class JudgedResult:
-  """Result of the comparison with float64 (docs/contract.md)."""
+  """Result of a check of outputs against float64 (docs/contract.md)."""
   ok: bool
   text: str
   # Error and limit of the element with the largest error relative to its limit. Both are None if NaN or inf are at wrong places, or if a kernel gave
@@ -125,7 +125,7 @@ class ReportRow:
   def seconds(self) -> float|None: return sum(x.seconds for x in self.kernels) if self.kernels else None
   @property
   def predicted(self) -> float|None:
-    """Predicted seconds of all kernels together, if all were predicted."""
+    """Predicted seconds of all kernels together; None unless each kernel has a prediction."""
     found = [x.expected.seconds for x in self.kernels if x.expected is not None]
     return sum(found) if found and len(found) == len(self.kernels) else None
 
@@ -172,7 +172,7 @@ def checked_report(data:Any) -> CardReport:
 def shown_value(x:Any) -> str: return text if len(text := repr(x)) <= 60 else f"{text[:57]}..."
 
 def made_from(kind:Any, x:Any, at:str) -> Any:
-  """Returns a value of the type `kind` from a value of JSON. `at` is the name of the field in error messages."""
+  """Converts a value from JSON to the type `kind`, or raises BadReport; `at` is the field's name in the message."""
   if isinstance(kind, types.UnionType):
     if x is None and types.NoneType in kind.__args__: return None
     kind, = (k for k in kind.__args__ if k is not types.NoneType)
@@ -186,7 +186,7 @@ def made_from(kind:Any, x:Any, at:str) -> Any:
   return kind(x)
 
 def made_record(kind:Any, x:Any, at:str) -> Any:
-  """Returns a dataclass made from an object of JSON, which must have all fields and no others."""
+  """Converts an object from JSON, which must have exactly the fields of the dataclass `kind`, or raises BadReport."""
   # `at` says in the message where the object stands in the report
   if not isinstance(x, dict): raise BadReport(f"{at}: must be an object, not {shown_value(x)}")
   types_of, names, dot = typing.get_type_hints(kind), [f.name for f in fields(kind)], f"{at}." if at else ""
@@ -200,7 +200,7 @@ def made_record(kind:Any, x:Any, at:str) -> Any:
   except ValueError as e: raise BadReport(f"{at}: {e}") from None
 
 def check_limits(limits:typing.Mapping[str, Any], x:Any, at:str) -> None:
-  """Raises BadReport if a value is outside of the limits of its field. None is always inside."""
+  """Raises BadReport if a field's value lies outside the field's `limits`; None is allowed."""
   least, among, matching = (limits.get(name) for name in ("least", "among", "matching"))
   if x is None: return
   if least is not None and x < least: raise BadReport(f"{at}: must be at least {least}, not {shown_value(x)}")

@@ -10,7 +10,7 @@ COUNTED_AS = {OF_FORWARD: 1.0, OF_DECODE: 1.0, OF_BACKWARD: 2.5}     # operation
 
 @dataclass(frozen=True)
 class ReportedShape:
-  """Problem of a report: its sizes, dtype and mask."""
+  """A problem of a report: its sizes, dtype and mask."""
   # forward, the gradients of q, k and v (backward), or one query for each sequence (decode)
   kind: str
   B: int

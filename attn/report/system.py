@@ -71,7 +71,7 @@ class FoundCard:
   sensors: Sensors
 
 def find_card(device:str, arch:Chip, name:str|None=None) -> FoundCard:
-  """Returns the card of a device, whose name in attn's table of cards may be given by `name`."""
+  """Finds the card of a device, for a report; `name` may give the card's name in attn's table of cards."""
   kind, facts = device.split(":")[0], card_facts(device)
   known = {card.name: card for card in arch.cards}
   if name is not None and name not in known: raise ValueError(f"--card {name!r}: the cards with {arch.name} are {', '.join(known)}")

@@ -17,7 +17,7 @@ from attn.values import FLOATS
 
 @compound("rounded")
 def _rounded(c:Any, x:Value) -> Value:
-  """Returns the fp32 numbers x unchanged, but in a way that compilers cannot see through."""
+  """Returns x unchanged, by operations that compilers cannot remove, so that they don't fuse x with the next addition."""
   # Otherwise compilers could fuse the multiplication that makes x and the addition that follows into a multiply-add, which would not round x.
   n = c.length(x)
   bounded = c.let("bounded", c.max(x, c.splat(c.number(LOWEST), n)))
@@ -30,7 +30,7 @@ def _added(x:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
   return [ops.fma(b, at.unit.of_natural, y) for b, y in zip(_loaded(at), changed(x, unit, at.unit))]
 
 def _loaded(at:Fragment) -> list[UOp]:
-  """Loads the bias of each score that a lane holds, as fp32."""
+  """Loads the bias of each score that a lane holds, as fp32 vectors."""
   p, size, row, first = at.p, BYTES[at.p.bias_dtype], at.row, at.first
   shape = p.shapes["bias"][0]
   b, h, i, j = (math.prod(shape[d+1:]) if n > 1 else 0 for d, n in enumerate(shape))   # strides, 0 where the bias is broadcast

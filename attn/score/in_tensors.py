@@ -8,7 +8,8 @@ from attn.score.places import Positions
 from attn.tinygrad_compat import Ops, Tensor, UOp, dtypes
 
 def parts_in_tensors(value:UOp, s:Tensor|None, at:Positions, given:Mapping[str, Tensor]) -> dict[UOp, Tensor]:
-  """Returns a tensor for each UOp inside a score_mod or mask_mod `value`, broadcastable to the scores (B, Hkv, H/Hkv, Sq, Sk)."""
+  """Returns the tensor of each UOp inside the traced function `value`, for all pairs of queries and keys: broadcastable to (B, Hkv, H/Hkv, Sq,
+  Sk)."""
   # `s` are the scores that the function gets; None for a mask_mod.
   places = {BATCH: at.counted[0], QUERY_HEAD: at.head, QUERY: at.place_of_query, KEY: at.place_of_key}
   made = {symbol: x.cast(dtypes.int) for symbol, x in places.items()} | ({} if s is None else {SCORE: s})
@@ -19,13 +20,13 @@ def parts_in_tensors(value:UOp, s:Tensor|None, at:Positions, given:Mapping[str, 
   return made
 
 def gathered(t:Tensor, indices:list[Tensor]) -> Tensor:
-  """Returns the elements of a tensor at the given indices, each index clamped to its axis."""
+  """Returns the elements of a tensor at the given indices, one index tensor for each axis, clamped to the axis."""
   flat = Tensor(0, dtype=dtypes.int, device=t.device)
   for index, size in zip(indices, map(int, t.shape)): flat = flat*size + index.clamp(0, size - 1)
   return t.flatten()[flat]
 
 def with_gradients(value:UOp, s:Tensor, at:Positions, given:Mapping[str, Tensor]) -> Tensor:
-  """Computes a score_mod `value` of the scores s in tensor operations, with gradients by attn/functions/derivative.py."""
+  """Computes the traced score_mod `value` of the scores s in tensor operations; its gradient is that of attn/functions/derivative.py."""
   made = parts_in_tensors(value, s, at, given)
   found = made[value].detach()
   for part in (SCORE, *[u for u in elements_of(value) if dtypes.is_float(u.dtype)]):

@@ -27,17 +27,17 @@ Elementwise = list[list[UOp]]     # scalars: for each vector of the fragment, on
 
 @dataclass(frozen=True)
 class Evaluated:
-  """The value of a caller's function, or of a part of it, on a fragment; two of the three fields are None."""
+  """The values of a caller's function, or of one UOp inside it, for the scores that a lane holds; exactly one field is set."""
   same: UOp|None = None  # one scalar for all columns
   each: Elementwise|None = None  # a scalar for each element
   vectors: list[UOp]|None = None  # vectors of fp32 numbers
 
 def elementwise_of(u:UOp, found:Elementwise) -> Evaluated:
-  """Returns the value of the UOp u from the values of its elements: vectors if its dtype is float32."""
+  """Makes an `Evaluated` of the UOp u from a scalar for each element; scalars of float32 are joined to vectors."""
   return Evaluated(vectors=[ops.build(*x) for x in found]) if u.dtype == dtypes.float else Evaluated(each=found)
 
 class Line(NamedTuple):
-  """Numbers that grow evenly from column to column: (start + step*column)*weight, with columns counted from the lane's first column."""
+  """A number for each column, (start + step*column)*weight, where column 0 is the lane's first."""
   start: UOp
   step: int
   weight: UOp
@@ -66,13 +66,13 @@ class Lifted:
 
   # ***** parts *****
   def part(self, u:UOp) -> Evaluated:
-    """Computes the whole function, or one UOp inside it, on the fragment."""
+    """Returns the values of one UOp of the caller's function for the scores of the lane; computes the UOps that it needs before."""
     for x in u.toposort(gate=lambda x: x not in self.parts) if u not in self.parts else ():
       if x not in self.parts and x._shape == () and x.op is not Ops.STACK: self.parts[x] = self.computed(x)
     return self.parts[u]
 
   def computed(self, u:UOp) -> Evaluated:
-    """Computes one UOp of the caller's function on the fragment from the values of its sources, computed before."""
+    """Computes one UOp of the caller's function for the scores of the lane, from the values of its sources."""
     if u in self.symbols: return Evaluated(same=self.symbols[u])
     if u is SCORE:
       assert self.raw is not None
@@ -92,7 +92,7 @@ class Lifted:
     return elementwise_of(u, [[u.replace(src=tuple(xs)) for xs in zip(*vector)] for vector in operands])
 
   def each(self, u:UOp) -> Elementwise:
-    """Returns the values of a UOp of the caller's function as one scalar for each element of the fragment."""
+    """Returns the values of a UOp of the caller's function as a scalar for each score of the lane."""
     x = self.part(u)
     if x.same is not None: return [[x.same]*n for n in self.lengths]
     if x.each is not None: return x.each
@@ -100,7 +100,7 @@ class Lifted:
     return [[ops.extract(y, i) for i in range(n)] for y, n in zip(x.vectors, self.lengths)]
 
   def vectors(self, u:UOp) -> list[UOp]:
-    """Returns the values of a UOp of the caller's function as vectors of fp32 numbers."""
+    """Returns the values of a UOp of the caller's function as fp32 vectors, one number for each score of the lane."""
     x = self.part(u)
     if x.vectors is not None: return x.vectors
     if x.same is not None: return [ops.splat(as_fp32(x.same), n) for n in self.lengths]
@@ -111,12 +111,12 @@ class Lifted:
     """Returns how many columns element `i` of vector `vector` lies after the first column of which the lane holds a score."""
     return self.at.columns[0][i] + vector*self.at.apart - self.at.columns[0][0]
   def step(self, u:UOp) -> int|None:
-    """Returns by how much a UOp grows from one column to the next, or None."""
+    """Returns by how much a UOp grows from one column to the next, or None if it does not grow evenly, or not exactly in fp32."""
     # The UOp must be an integer expression that is converted to fp32, grow by the same amount in each column, and be exact in fp32.
     if u.op is not Ops.CAST or u.dtype != dtypes.float or not dtypes.is_int(u.src[0].dtype): return None
     return step if (step := linear_in(u.src[0], self.walked)) and self.is_exact(u.src[0], step) else None
   def numbers_from(self, first:UOp, step:int) -> list[UOp]:
-    """Returns first + step*column for each element, as fp32 vectors."""
+    """Returns fp32 vectors with first + step*column for each score of the lane."""
     # All vectors use the same few constants.
     steps = [UOp.const(float(step*self.column(0, i)), dtypes.float) for i in range(self.lengths[0])]
     start = first.cast(dtypes.float)                # one conversion for all: on NVIDIA it takes the time of eight additions
@@ -137,7 +137,7 @@ class Lifted:
         return line._replace(weight=ops.mul(as_fp32(same), line.weight))
     return None
   def plus_line(self, x:UOp, line:Line, k:float) -> list[UOp]:
-    """Returns k*x + line on the fragment, as fp32 vectors."""
+    """Returns fp32 vectors with k*x + line for each score of the lane."""
     def at(n:int) -> UOp:
       """Returns the value of `line` at the first column of vector n."""
       start = ops.add(line.start, UOp.const(float(line.step*n*self.at.apart), dtypes.float)) if max(self.lengths) > 2 else line.start
@@ -152,7 +152,7 @@ class Lifted:
       return ops.build(*[UOp.const(float(line.step*self.column(of, i)), dtypes.float) for i in range(size)])
     return [ops.fma(steps(n, size), line.weight, y) for (n, size), y in zip(enumerate(self.lengths), begun)]
   def at_first(self, u:UOp) -> UOp:
-    """Computes an int expression of the caller's function at the lane's first column."""
+    """Computes an integer expression of the caller's function for the lane's first column."""
     return u.substitute({**self.symbols, self.walked: self.first})
   def is_exact(self, u:UOp, step:int) -> bool:
     """Returns whether fp32 holds exactly every value of an int expression that grows by `step` from column to column."""
@@ -172,7 +172,7 @@ class Lifted:
     return elementwise_of(u, [vector(n, indices) for n, indices in enumerate(each)])
 
   def loaded(self, u:UOp, indices:list[UOp], column:int|None=None) -> UOp:
-    """Loads an element of a caller's tensor, for one column of the fragment, or for all columns if `column` is None."""
+    """Loads an element of a caller's tensor at `indices`, for one column of the lane's scores, or for all columns if `column` is None."""
     number, shape = number_of_tensor(u), [int(n) for n in tensor_of(u).shape]
     buffer, count = ops.flat(self.at.given[f"mod_tensor{number}"]), math.prod(shape)
     checked = [self.checked(x, column, size, number, axis) for axis, (x, size) in enumerate(zip(indices, shape))]
@@ -189,7 +189,7 @@ class Lifted:
     return words if u.dtype == dtypes.uint else words.bitcast(u.dtype)
 
   def of_device(self, index:UOp) -> bool:
-    """Returns whether `index` depends on a batch or head that is counted over all devices."""
+    """Returns whether an index of a caller's tensor contains the batch or head, which must be counted over all devices."""
     # The kernel loads the numbers of the device's first batch and head.
     return "first_batch_and_head" in self.at.given and any(depends(index, symbol) for symbol in (BATCH, QUERY_HEAD))
 
@@ -205,7 +205,7 @@ class Lifted:
 
   # ***** with a factor *****
   def scaled(self, u:UOp, k:float) -> list[UOp]:
-    """Returns k times the UOp u, which has a float dtype, as vectors."""
+    """Returns k times the UOp u, which has a float dtype, as fp32 vectors, one number for each score of the lane."""
     self.part(u)
     if (u, k) not in self.factors: self.factors[u, k] = self._scaled(u, k)
     return self.factors[u, k]
@@ -238,7 +238,7 @@ def is_magnitude(u:UOp) -> bool:
   return u.op is Ops.MAX and u.dtype == dtypes.float and u.src[1].op is Ops.MUL and constant_factor(u.src[1]) == (u.src[0], -1.0)
 
 def takes_factor(u:UOp) -> bool:
-  """Returns whether a factor of a UOp costs no instruction, because it can be multiplied into the UOp's own constants."""
+  """Returns whether u can be multiplied by a constant at no cost, because a constant inside u can take in the factor."""
   if u is SCORE or u.op is Ops.CONST: return True
   if u.op is Ops.MUL: return any(s.op is Ops.CONST for s in u.src)
   return u.op in (Ops.ADD, Ops.WHERE) and all(takes_factor(s) for s in u.src if s.dtype != dtypes.bool)
@@ -251,7 +251,7 @@ def flat_index(indices:list[UOp], shape:list[int]) -> UOp:
   return functools.reduce(lambda flat, of: flat*of[1] + of[0], zip(indices, shape), UOp.const(0, dtypes.int))
 
 def has_negative_term(x:UOp) -> bool:
-  """Returns whether an integer expression, or a summand of it, may be negative."""
+  """Returns whether an integer expression, or one of the terms that it adds, may be negative."""
   return any(map(has_negative_term, x.src)) if x.op is Ops.ADD else x.vmin < 0
 
 def within(index:UOp, size:int) -> UOp:
@@ -260,7 +260,7 @@ def within(index:UOp, size:int) -> UOp:
   return index if index.vmax < size else index.minimum(size - 1)
 
 def by_vector(operation:Any) -> Any:
-  """Returns `operation`, which takes vectors, as an operation on lists of vectors, applied to the first vectors, the second vectors, and so on."""
+  """Returns a function on lists of vectors that applies `operation` to the first vectors of all lists, then to the second ones, and so on."""
   return lambda *lists: [operation(*xs) for xs in zip(*lists)]
 
 # operations of traced functions that attn/ops has for vectors

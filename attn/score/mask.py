@@ -1,4 +1,5 @@
-"""Definition of a mask: each row of the score matrix sees an interval of columns. A row is a query and a column is a key, or the reverse."""
+"""Definition of a mask: each row of the score matrix sees an interval of columns. In a loop over keys, rows are queries and columns are keys; in a
+loop over queries, the reverse."""
 from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ PlainMask = Callable[[Problem, Positions, Mapping[str, Tensor]], Tensor|None]   
 SeenEach = Callable[[Fragment], list[list[UOp]]]
 
 def by_places(seen:SeenColumns) -> PlainMask:
-  """Makes the tensor form of a mask that depends only on the places of query and key."""
+  """Returns a mask in tensor operations, for a mask that depends only on the positions of query and key."""
   # The result is a bool tensor, whether a query sees a key, or None if every query sees every key.
   def sees(p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor|None:
     first, last = seen(Walk(p, "keys", 0, p.Sk, p.Sq), at.query)
@@ -22,7 +23,7 @@ def by_places(seen:SeenColumns) -> PlainMask:
   return sees
 
 def both_hold(x:Tensor|None, y:Tensor|None) -> Tensor|None:
-  """Joins two conditions into the condition that both hold, where None always holds."""
+  """Returns the condition that x and y both hold; None stands for a condition that always holds."""
   if x is None or y is None: return y if x is None else x
   return x & y
 

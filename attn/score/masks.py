@@ -17,7 +17,7 @@ from attn.tinygrad_compat import Tensor, UOp
 SCORE_MASKS: tuple[Mask, ...] = (WINDOW_MASK, MASK_MOD, COUNT)
 
 def intervals(walk:Walk, row:UOp) -> list[Interval]:
-  """Returns, for each mask, the interval of columns that a row sees, both ends included."""
+  """Returns, for each mask of the problem, the interval of columns that a row sees, both ends included."""
   # The row is a query and the columns are keys, or the reverse, as `walk` says.
   return [mask.seen(walk, row) for mask in SCORE_MASKS]
 
@@ -40,7 +40,7 @@ def seen_up_to(walk:Walk, row:UOp) -> UOp:
   return functools.reduce(UOp.minimum, [(x + 1).maximum(0) for x in lasts(walk, row)])
 
 def nearest_first(walk:Walk) -> bool:
-  """Returns whether forward loops over keys in descending order."""
+  """Returns whether the forward kernel loops over keys from the last to the first."""
   # It does so if the last key that a query sees depends on the query, as under a causal mask, and scores depend on the distance, as with ALiBi. Such
   # scores mostly fall with the distance.
   row = UOp.variable("row", 0, 2**31 - 1)
@@ -57,11 +57,11 @@ def hides_some(walk:Walk, columns:int) -> bool:
   return bool(scattered(walk.p)) or cuts_some(walk, columns)
 
 def scattered(p:Problem) -> tuple[Mask, ...]:
-  """Returns the masks of a problem that may hide a key between keys that a query sees."""
+  """Returns the masks of a problem, such as mask_mod, that may hide single keys between visible ones."""
   return tuple(mask for mask in SCORE_MASKS if mask.each is not None and getattr(p, mask.name) is not None)
 
 def seen_each(at:Fragment) -> list[list[UOp]]|None:
-  """Returns whether each score that a lane holds is visible under the masks of `scattered`; None without such masks."""
+  """Returns for each score that a lane holds whether the masks of `scattered` leave it visible; None if there are no such masks."""
   found = [mask.each(at) for mask in scattered(at.p) if mask.each is not None]
   if not found: return None
   return [[functools.reduce(UOp.__and__, conditions) for conditions in zip(*vectors)] for vectors in zip(*found)]
@@ -79,11 +79,11 @@ def hiding(p:Problem) -> Hiding:
   return Hiding(before, tuple(mask for mask, seen in found.items() if isinstance(seen.last, UOp)))
 
 def options_of_masks(p:Problem, masks:tuple[Mask, ...]) -> str:
-  """Returns a text for messages: the names and values of the problem's options from which the given masks come."""
+  """Returns the options behind the given masks as a text for messages, such as "window=(128, 0), kv_lengths=True"."""
   return ", ".join(f"{mask.name}={getattr(p, mask.name)}" for mask in masks)
 
 def fixed_in_sequence(p:Problem) -> tuple[str, ...]:
-  """Returns the names of the score terms and masks that depend on where query and key stand in the whole sequence."""
+  """Returns the names of a problem's score terms and masks that need the positions of query and key in the whole sequence."""
   walk, row, each = Walk(p, "keys", p.offset, p.Sk, p.Sq), UOp.const(0), scattered(p)
   def hides(mask:Mask) -> bool: return mask in each or any(x is not None for x in mask.seen(walk, row))
   masks = [mask.name for mask in SCORE_MASKS if not mask.moves and hides(mask)]
@@ -98,6 +98,6 @@ def check_moves(p:Problem) -> None:
                               "or heads")
 
 def plain_masks(p:Problem, given:Mapping[str, Tensor]) -> Callable[[Positions], Tensor|None]:
-  """Returns a function that applies all masks of a problem in tensor operations: whether a query sees a key (None: always)."""
+  """Returns a function that computes, in tensor operations, which query sees which key under all masks of a problem (None: every key)."""
   # `given` has the tensors that masks read, by name.
   return lambda at: functools.reduce(both_hold, [mask.plain(p, at, given) for mask in SCORE_MASKS])

@@ -76,7 +76,7 @@ def _followed(text:str) -> tuple[_Followed, ...]:
   return tuple(half(op, args) for op, args in issued_together(text))
 
 class WaveState:
-  """Known values of a wave's registers: an array over the lanes for a vector register or a mask, a number for a scalar register."""
+  """Values of a wave's registers, as far as known: an array over the lanes for a vector register or a mask, a number for a scalar register."""
   def __init__(self, chip:Chip, wave:int, two_dimensional:bool):
     self.chip, lanes = chip, np.arange(chip.wave, dtype=np.int64)
     # v0 is the thread's index in its workgroup: one number, or (lane, wave) packed with ten bits each

@@ -46,10 +46,10 @@ class ControlCase:
   @property
   def slots(self) -> int: return MULTIPROCESSORS*int(self.cells["blocks of a multiprocessor"])
   def iterations(self) -> float:
-    """Returns the time from the start of the first workgroup to the end of the last one, in units of one loop iteration."""
+    """Returns the time from the start of the first workgroup to the end of the last one, as a number of loop iterations."""
     return makespan_in_order(work_of_grid(self.problem, self.division), self.slots, 1, 1.0, 0.0)
   def memory_ms(self, apart:bool) -> float:
-    """Returns the time in ms in which memory delivers what the L2 fetches. With `apart`, workgroups read shared rows at different times."""
+    """Returns the ms that memory takes to deliver what L2 fetches; `apart`: workgroups that read the same rows do so at different times."""
     # then they share fewer rows in the L2 (memory.py)
     work = work_of_grid(self.problem, self.division)
     return 1e3*bytes_of_levels(self.problem, self.division, work, h100(), self.slots, apart)["memory"]/(MEMORY_GBS*1e9)

@@ -14,7 +14,7 @@ from attn.isa.timing.kernels import of_source
 TIMES = ("ms", "ms at GEMM's clock")
 
 def cells_of_times(spec:Spec) -> list[str]:
-  """Returns the cells of TIMES for a kernel: predicted ms at the rated clock, and at the clock sustained under matrix work."""
+  """Returns two texts for the columns TIMES of docs/costs.txt: predicted ms at the rated clock, and at the clock sustained under matrix work."""
   # "-": no forward kernel, or the clock is not known
   if spec.kernel != FORWARD: return ["-"]*len(TIMES)
   kernel = source.kernel_source(spec, llvm=toolchain().llvm)

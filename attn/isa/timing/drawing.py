@@ -41,7 +41,7 @@ def _window(loop:LoopTiming, trips:int) -> tuple[int, int]:
   return (starts[0], starts[min(trips, len(starts) - 1)]) if len(starts) > 1 else (loop.run.begin, loop.run.end)
 
 def _shown(loop:LoopTiming) -> list[int]:
-  """Returns the waves that the picture shows: the waves of the first workgroup, sorted by SIMD."""
+  """Returns the indices of the waves that the picture shows: those of the first workgroup, sorted by SIMD."""
   return sorted((i for i, w in enumerate(loop.run.waves) if w.group == 0), key=lambda i: (loop.run.waves[i].simd, i))
 
 def svg_of(timing:Timing, loop:LoopTiming, trips:int=_SHOWN) -> str:

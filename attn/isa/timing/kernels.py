@@ -17,7 +17,7 @@ ASKED = source.Shape(4, 16, 16, 8192)     # shape of the predicted problem by de
 
 @dataclass(frozen=True)
 class Predicted:
-  """Predicted time of an iteration of a kernel's hot loops, from which the time of a whole problem follows."""
+  """Predicted time of a kernel's hot loops, with what is needed to predict the time of a whole problem."""
   timing: Timing
   problem: Problem|None
   # how the problem is divided among workgroups

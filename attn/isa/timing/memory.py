@@ -16,12 +16,12 @@ from dataclasses import dataclass
 # rows.
 
 class GroupWork:
-  """Rows over which one workgroup loops, and its number of iterations."""
+  """Work of one workgroup: which rows it loops over, and in how many iterations."""
   rows: int         # index of the set of rows that it loops over
   trips: float      # iterations
 
 def starting_order(trips:Sequence[float], heads:int, sharing:int, together:int, splits:int=1) -> list[GroupWork]:
-  """Returns the workgroups of a problem in the order in which they start; `trips` has the iterations of each block of a head."""
+  """Returns the workgroups of a problem in the order in which they start; `trips` has the number of iterations of each workgroup of one head."""
   # `sharing` consecutive heads read the same rows of K and V. `splits` workgroups share the keys of each block. A group of `together` heads comes
   # after another. In a group, the blocks with the most iterations come first. For each block, its heads follow one another.
   blocks = sorted(trips, reverse=True)
@@ -35,7 +35,7 @@ def cut_for_dies(work:Sequence[GroupWork], dies:int) -> list[GroupWork]:
   return [work[i] for first in range(part) for i in range(first, len(work), part)]
 
 def makespan_in_order(work:Sequence[GroupWork], slots:int, dies:int, cycles:float, edges:float) -> float:
-  """Returns the cycles until all workgroups have ended, on a chip with room for `slots` workgroups at a time."""
+  """Returns the cycles until the last workgroup has ended, if the chip runs `slots` workgroups at a time, started in the order of `work`."""
   # Each die has room for slots//dies workgroups, and starts its next one when one ends. A workgroup takes `cycles` cycles for each iteration, and
   # `edges` cycles for what comes before and after its iterations.
   ends = []
@@ -46,7 +46,8 @@ def makespan_in_order(work:Sequence[GroupWork], slots:int, dies:int, cycles:floa
   return max(ends)
 
 def rows_fetched(work:Sequence[GroupWork], slots:int, room:float, apart:bool=False) -> float:
-  """Returns how many rows of K and V a cache of size `room` fetches from the next level, in units of one iteration's rows."""
+  """Returns how much a cache of size `room` fetches from the next level; both are counted in iterations: the rows of K and V that one iteration
+  reads."""
   # `slots` workgroups run at a time; they are a round. With `apart`, the workgroups of a round share fetched rows only if the cache has room for all
   # rows of the round.
   fetched, before = 0.0, dict[int, float]()

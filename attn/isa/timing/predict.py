@@ -21,7 +21,7 @@ from attn.problem import BYTES, Problem, Shapes
 # memory, every tensor once, and rows that no cache still has, at the memory's bandwidth.
 
 class CodeTime(Protocol):
-  """Figures of a kernel's machine code from which the time of a problem is predicted, as in a `Timing`."""
+  """Figures of a kernel's machine code from which `predict` computes the time of a problem; a `Timing` has them."""
   @property
   def chip(self) -> Chip: ...
   @property
@@ -35,7 +35,7 @@ class CodeTime(Protocol):
 
 @dataclass(frozen=True)
 class Division:
-  """Division of a problem among workgroups: the rows that each workgroup owns, and the rows that it reads in each loop iteration."""
+  """How a problem is divided: the rows that each workgroup owns (`own`), and the rows that it reads in each loop iteration (`walked`)."""
   own: int
   walked: float
   keys: bool = False                     # a workgroup owns keys, and loops over the queries of every head that shares them
@@ -75,18 +75,18 @@ class Prediction:
   def tflops(self) -> float: return self.flops/self.seconds/1e12
 
 def blocks_of_grid(p:Problem, own:int, keys:bool=False, heads:int=1) -> int:
-  """Returns the number of workgroups if each owns `own` rows: queries of `heads` heads, or keys if `keys` is true."""
+  """Returns the number of workgroups if each owns `own` rows: rows of keys if `keys`, otherwise rows of queries of `heads` heads together."""
   rows, copies = (p.Sk, p.B*p.Hkv) if keys else (p.Sq*heads, p.B*p.H//heads)
   return ceildiv(rows, own)*copies*p.num_splits
 
 def walked_in_a_trip(timing:Timing, own:int) -> float:
-  """Returns the number of rows over which a workgroup that owns `own` rows loops in one iteration."""
+  """Returns how many keys (or queries, if the workgroup owns keys) a workgroup that owns `own` rows reads in one loop iteration."""
   assert timing.loops[0].scores is not None
   # scores of an iteration, divided by own rows
   return timing.loops[0].scores*timing.waves/own
 
 def trips_of_blocks(p:Problem, x:Division) -> list[float]:
-  """Returns the number of loop iterations of each workgroup of one head."""
+  """Returns the number of loop iterations of each workgroup of one head, in the order of the rows that they own."""
   # a workgroup that owns queries loops over the keys that these queries see; one that owns keys over the queries that see these keys
   left, right = p.window
   mine, others = (p.Sk, p.Sq) if x.keys else (p.Sq, p.Sk)
@@ -101,7 +101,7 @@ def trips_of_blocks(p:Problem, x:Division) -> list[float]:
   return found
 
 def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
-  """Returns how fast L2 can deliver a loop's data, as a fraction of what the matrix units need at their peak rate."""
+  """Returns how fast L2 can deliver what a loop reads (`row` bytes for each row), as a fraction of what the matrix units need at their peak rate."""
   # `row` is the number of bytes that one row of the loop needs: a row of K and one of V, or of Q and one of dO. The speed of L2 is that of the card
   # with the least L2 bandwidth per compute unit.
   given = [card.l2/card.cus for card in timing.chip.cards if card.l2]
@@ -109,7 +109,7 @@ def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
   return min(given, default=math.inf)*flops/(x.walked*row*len(x.products)*timing.chip.pipes.flops)
 
 def heads_of_grid(p:Problem, x:Division) -> int:
-  """Returns the number of heads, or of groups of heads that workgroups own together, over which the grid of a kernel goes."""
+  """Returns the number of heads in all batches over which a kernel's grid goes; heads whose queries one workgroup owns together count as one."""
   return p.B*(p.Hkv if x.keys else p.H//x.heads)
 
 def work_of_grid(p:Problem, x:Division) -> list[GroupWork]:
@@ -119,7 +119,7 @@ def work_of_grid(p:Problem, x:Division) -> list[GroupWork]:
   return cut_for_dies(order, x.dies)
 
 def bytes_of_levels(p:Problem, x:Division, work:list[GroupWork], chip:Chip, slots:int, apart:bool=False) -> dict[str, float]:
-  """Returns {level of memory: bytes that this level delivers or takes}, if `slots` workgroups run at a time."""
+  """Returns {"L2" or another level of memory: bytes that it delivers or takes}, if `slots` workgroups run at a time."""
   # `apart`: workgroups drift apart (memory.py); a level is missing if its size is not known
   caches, of_queries, of_keys = chip.caches, (p.D + p.Dv)*p.itemsize, p.key_bytes
   trip = x.walked*(of_queries if x.keys else of_keys)*len(x.products)

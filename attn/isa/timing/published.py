@@ -45,13 +45,13 @@ class PeerKernel:
   def whole_processor(self) -> bool: return self.whole == "yes"
   @property
   def of_each_dimension(self) -> tuple[int, int]:
-    """Numbers of matrix products in an iteration with D as one of their three dimensions, and with Dv."""
+    """Numbers of matrix products in an iteration: those with D as one of their three dimensions, and those with Dv."""
     of_d, of_dv = map(int, self.products.split())
     return of_d, of_dv
 
 @dataclass(frozen=True)
 class StepsOfPeer:
-  """Cycles that the timing model found in the code of another project's kernel."""
+  """What the timing model found in the machine code of another project's kernel, such as the cycles of an iteration."""
   chip: Chip
   groups: int
   whole_processor: bool
@@ -83,14 +83,14 @@ class PredictedRow:
 # ***** what the model finds in machine code *****
 
 def stepped_peer(kernel:PeerKernel, text:str) -> PeerKernel:
-  """Returns the row `kernel` with the cycles that the timing model finds in the kernel's assembly `text`."""
+  """Returns the row `kernel` of the table with new cycles, which the timing model finds in the kernel's assembly `text`."""
   lds, threads = (int(x) if x else None for x in (kernel.lds, kernel.threads))
   timing = timing_of(text, kernel.chip, kernel.D, lds=lds, threads=threads, products=(kernel.of_each_dimension,))
   return replace(kernel, walked=walked_in_a_trip(timing, kernel.own), groups=timing.groups, whole="yes" if timing.whole_processor else "no",
                  cycles=timing.cycles, edges=timing.edges)
 
 def restepped(kernels:Iterable[PeerKernel], folder:Path, read:Callable[[Path], str]) -> list[PeerKernel]:
-  """Returns the rows `kernels`, with new cycles where the machine code lies in `folder`; `read` returns a file's assembly."""
+  """Returns the rows `kernels`, with new cycles for each kernel whose machine code lies in `folder`; `read` returns the assembly of such a file."""
   return [stepped_peer(x, read(folder/x.code)) if x.own and (folder/x.code).is_file() else x for x in kernels]
 
 # ***** the two tables that are read *****
@@ -133,7 +133,7 @@ def of_peer(kernel:PeerKernel, shape:str, card:Card) -> tuple[Prediction, Predic
   return at_both_clocks(problem_of_cell(shape, kernel), steps, division, card)
 
 def cycles_of_mfma(kernel:PeerKernel) -> float:
-  """Returns the predicted cycles that pass on a SIMD for each matrix instruction of MFMA_FLOPS operations in the kernel's hot loop."""
+  """Returns the predicted cycles of a SIMD for one matrix instruction of MFMA_FLOPS operations, in the kernel's hot loop."""
   flops = kernel.walked*kernel.own*4*kernel.D*kernel.groups/get_chip(kernel.chip).pipes.simds
   return kernel.cycles*MFMA_FLOPS/flops
 

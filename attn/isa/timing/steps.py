@@ -1,5 +1,5 @@
-"""Converts each instruction of a loop iteration to a step: what it holds, what it waits for, and when its result is ready. Begin with
-`trip_steps`."""
+"""Converts each instruction of a loop iteration to a step of the simulation: which unit it occupies, what it waits for, and when its result is ready.
+Begin with `trip_steps`."""
 from __future__ import annotations
 import re
 from collections import Counter
@@ -31,14 +31,14 @@ _UNIT_OF_KIND = {
 
 @dataclass(frozen=True)
 class Dependence:
-  """Dependence of an instruction on the result of an earlier instruction."""
+  """One wait of an instruction: for the result of the instruction that stands `back` instructions before it."""
   back: int       # distance of the earlier instruction, in instructions
   latency: int    # least number of cycles from the issue of the earlier instruction
   register: str   # one of the registers waited for
 
 @dataclass
 class TripStep:
-  """One instruction of a loop iteration, with all that is needed to simulate its time."""
+  """One instruction of a loop iteration, with the numbers from which its time is simulated."""
   instruction: Instruction
   unit: Pipe
   hold: int = 0                    # cycles for which the instruction holds vector issue, or its unit
@@ -63,7 +63,8 @@ _DOT = re.compile(r"v_dot")
 def _is_slow(x:Instruction) -> bool: return _SLOW.match(x.op) is not None
 
 def _latency(producer:Instruction, cycles:int, consumer:Instruction, as_sum:bool, m:Machine) -> int:
-  """Returns the cycles from the issue of `producer`, which holds the matrix unit for `cycles`, to the issue of `consumer`, which uses its result."""
+  """Returns the cycles from the issue of `producer`, which occupies the matrix unit for `cycles`, to the issue of `consumer`, which reads its
+  result."""
   # `as_sum`: `consumer` uses the result only as its accumulator operand C
   unit, user = _UNIT_OF_KIND[producer.kind], _UNIT_OF_KIND[consumer.kind]
   if unit == Pipe.MATRIX:
@@ -78,13 +79,13 @@ def _latency(producer:Instruction, cycles:int, consumer:Instruction, as_sum:bool
   return m.vector.value + (m.slow.value - 4//m.turn.value if _is_slow(producer) and m.turn.value == 1 else 0)
 
 def matrix_cycles_of(x:Instruction, chip:Chip) -> int:
-  """Returns the number of cycles for which an instruction holds the matrix unit."""
+  """Returns the number of cycles for which an instruction occupies the matrix unit."""
   shape, flops = matrix_shape(x.op)
   # a shape that is not in the chip's table is assumed to run at the peak rate
   return chip.pipes.matrix.get(shape, max(1, round(flops*chip.pipes.simds/(chip.pipes.flops*speed_of_products(x.op)))))
 
 def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]:
-  """Returns, for each instruction of a loop iteration, the earlier instructions whose results it waits for."""
+  """Returns, for each instruction of a loop iteration, the results of earlier instructions that it waits for."""
   # for each register that an instruction reads: the last instruction that wrote it, in the same iteration or in the iteration before
   machine, written = chip.latencies, dict[str, int]()
   found: list[list[Dependence]] = []
@@ -107,7 +108,7 @@ def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]
 # ***** accesses *****
 
 def awaited(trip:Sequence[Instruction], chip:Chip) -> list[list[int]]:
-  """Returns, for each instruction of a loop iteration, the memory accesses that it waits for, as distances in instructions."""
+  """Returns, for each instruction of a loop iteration, the memory accesses that it waits for: 3 stands for the access 3 instructions before it."""
   # The iteration is one in the steady state, not one of the first. The number in s_waitcnt says how many of the latest accesses need not be
   # complete: the instruction waits for all accesses before these. A memory access waits for earlier accesses if its counter would overflow
   # otherwise.
@@ -163,7 +164,8 @@ def _step(x:Instruction, chip:Chip, m:Machine, bank_cycles:int|None) -> TripStep
   return step
 
 def trip_steps(trip:Sequence[Instruction], chip:Chip, bank_cycles:Sequence[int|None], taken:Sequence[bool]) -> list[TripStep]:
-  """Returns a step for each instruction of a loop iteration, whose LDS bank cycles and taken branches are given."""
+  """Returns a step of the simulation for each instruction of a loop iteration; the lists say each one's LDS bank cycles, and whether it is a taken
+  branch."""
   # None in `bank_cycles`: the addresses of the access are not known
   machine, steps = chip.latencies, list[TripStep]()
   for x, needs, waits, banks, jumps in zip(trip, dependences(trip, chip), awaited(trip, chip), bank_cycles, taken, strict=True):

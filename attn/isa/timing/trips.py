@@ -20,7 +20,7 @@ MOST_ISSUES = 60000        # rough limit of instructions to step: a long loop is
 
 @dataclass(frozen=True)
 class Stall:
-  """Simulated time that waves wait at one instruction, as a mean over the iterations of a wave."""
+  """Time that waves wait at one instruction in the simulation, as a mean over iterations."""
   step: TripStep
   cycles: float      # cycles from the earliest cycle that the instruction before allowed until the issue
   idle: float        # part of these cycles in which the SIMD's matrix unit was idle
@@ -68,7 +68,7 @@ class Timing:
 # ***** paths *****
 
 def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[int]:
-  """Returns a path from basic block `first` up to but without `last` that avoids the blocks `avoid`; empty if there is none."""
+  """Returns the basic blocks of a path from block `first` up to but without `last` that avoids the blocks `avoid`; empty if there is none."""
   def reaches(b:int, seen:set[int]) -> bool:
     stack, seen = [b], set(seen)
     while stack:
@@ -89,7 +89,7 @@ def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[in
   return way
 
 def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:WaveState) -> list[int]:
-  """Returns the basic blocks that a wave runs through in one iteration, and updates `state` by their instructions."""
+  """Returns the basic blocks that a wave runs in one iteration, and follows the values of its registers (`state`) through them."""
   path = list[int]()
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)
@@ -106,7 +106,7 @@ def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:
 def _instructions(blocks:Sequence[Block], path:Sequence[int]) -> list[Instruction]: return [x for b in path for x in blocks[b].instructions]
 
 def _taken(blocks:Sequence[Block], path:Sequence[int], closed:bool) -> list[bool]:
-  """Returns, for each instruction of a path, whether it is a taken branch. A `closed` path ends with a jump to its beginning."""
+  """Returns, for each instruction in the basic blocks `path`, whether it is a taken branch; `closed`: after the last block comes the first again."""
   found = list[bool]()
   for b, after in zip(path, [*path[1:], path[0] if closed else -1]):
     found += [False]*len(blocks[b].instructions)
@@ -125,7 +125,7 @@ def _groups_of_a_unit(resources:Resources, chip:Chip, waves:int, simds:int) -> i
   return max(1, room//waves)
 
 def _behind(blocks:Sequence[Block], prologue:Sequence[int], waves:int) -> int:
-  """Returns how many waves of a workgroup pass one barrier more than the others in the basic blocks `prologue`, before the loop."""
+  """Returns how many waves pass one barrier more than the other waves of their workgroup in the basic blocks before the loop."""
   # if one of these blocks can jump over a block with nothing but a barrier, half of the waves are assumed to take the barrier
   return waves//2 if any(len(blocks[b].successors) == 2 and b + 1 < len(blocks) and _only_a_barrier(blocks[b + 1]) and
                          b + 1 in blocks[b].successors for b in prologue) else 0
@@ -137,7 +137,7 @@ def _only_a_barrier(block:Block) -> bool:
 # ***** timing *****
 
 def _stalls(found:Run, steps:Sequence[TripStep]) -> tuple[Stall, ...]:
-  """Returns the waits at each instruction, as means over all waves that take the same path as the first wave."""
+  """Returns the time that waves wait at each instruction, as means over all waves that take the same path as the first wave."""
   same = [i for i, w in enumerate(found.waves) if w.steps is found.waves[0].steps or len(w.steps) == len(steps)]
   sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
   reasons: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -167,12 +167,12 @@ class _Busy:
   def idle(self, a:int, b:int) -> int: return b - a - (self._until(b) - self._until(a))
 
 def _use(found:Run) -> float:
-  """Returns the share of the timed cycles of the simulation in which the matrix units are in use."""
+  """Returns the share of the simulation's measured time in which the matrix units work."""
   used = [_Busy(x) for x in found.matrix]
   return sum(1 - u.idle(found.begin, found.end)/(found.end - found.begin) for u in used)/len(used)
 
 def _beside(blocks:Sequence[Block], loops:Sequence[Loop], loop:Loop) -> Loop:
-  """Returns the loop that one half of a workgroup's waves runs while the other half runs `loop`, or `loop` itself."""
+  """Returns the loop that half of a workgroup's waves runs while the other half runs `loop`; `loop` itself if all waves run it."""
   # such a loop has the same matrix work and the same number of barriers, and no wave runs both loops in one iteration of an outer loop
   def traits(x:Loop) -> tuple[int, int]:
     return sum(blocks[b].flops for b in x.body), sum(i.kind == "barrier" for b in x.body for i in blocks[b].instructions)
@@ -183,7 +183,7 @@ def _beside(blocks:Sequence[Block], loops:Sequence[Loop], loop:Loop) -> Loop:
   return next(others, loop)
 
 def _reachable(blocks:Sequence[Block], first:int, avoid:set[int]) -> set[int]:
-  """Returns the basic blocks that can be reached from basic block `first` without going through a basic block of `avoid`."""
+  """Returns the basic blocks that can be reached from block `first` on paths that avoid the blocks `avoid`."""
   found, stack = set[int](), [first]
   while stack:
     if (b := stack.pop()) not in found:
@@ -193,7 +193,7 @@ def _reachable(blocks:Sequence[Block], first:int, avoid:set[int]) -> set[int]:
 
 def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[int, int], kernel:Kernel, chip:Chip, shape:tuple[int, int, int, int],
                  d:int|None, dv:int|None) -> LoopTiming:
-  """Predicts the time of one iteration of a loop, where each half of the waves runs one loop of `pair`."""
+  """Predicts the time of one iteration of a loop; one half of a workgroup's waves runs the first loop of `pair`, the other half the second."""
   # In most kernels both loops are the same. `products`: two numbers of matrix products in an iteration, those with d (the head dimension) as one of
   # their three dimensions, and those with dv. `shape`: workgroups on a compute unit, waves of a workgroup, SIMDs, and waves of a workgroup that
   # begin the loop one barrier behind the others.
@@ -235,7 +235,7 @@ def _without_conflicts(trip:Sequence[Instruction], chip:Chip) -> list[int|None]:
   return [-(-max(4, access_bytes(x.op))*chip.wave//rate[x.kind]) if x.kind in rate else None for x in trip]
 
 def _edges(blocks:Sequence[Block], loops:Sequence[Loop], chip:Chip, waves:int, simds:int) -> int:
-  """Returns the cycles that a workgroup, alone on its compute unit, needs before its first loop and after its last loop."""
+  """Returns the cycles that a workgroup alone on its compute unit takes for the code before its first loop and after its last loop."""
   first, last = loops[0], loops[-1]
   out = next((s for b in sorted(last.body) for s in blocks[b].successors if s not in last.body), None)
   ends = [i for i, b in enumerate(blocks) if b.instructions and b.instructions[-1].op.startswith("s_endpgm")]

@@ -40,7 +40,7 @@ class Issue:
 
 @dataclass
 class Run:
-  """Result of a simulation: when each instruction was issued, and when the matrix units were in use."""
+  """Result of a simulation: the cycle in which each instruction was issued, and the spans in which the matrix units were in use."""
   waves: Sequence[Wave]
   trips: int                                             # timed iterations of a wave, in the mean
   begin: int = 0                                         # cycle where the timed iterations began
@@ -51,11 +51,11 @@ class Run:
 
   @property
   def cycles(self) -> float:
-    """Simulated cycles in which every wave makes one iteration, as a mean over the timed iterations."""
+    """Simulated cycles of one iteration, in which every wave runs its instructions once; a mean over the measured iterations."""
     return (self.end - self.begin)/self.trips
 
 class _Groups:
-  """State of the barriers of each workgroup."""
+  """Barriers of all workgroups in the simulation: which waves have arrived, and which wait."""
   def __init__(self, waves:Sequence[Wave]):
     self.members = {g: [i for i, w in enumerate(waves) if w.group == g] for g in {w.group for w in waves}}
     self.arrived = [0]*len(waves)
