@@ -112,7 +112,7 @@ def settings(default:Mapping[str, Any]) -> Settings:
   return found
 
 def check_verified(s:Settings) -> None:
-  """Raises BadSetting if checking the gradients of a problem would take too much memory."""
+  """Raises BadSetting if a check of the gradients would need too much memory, because a key head has too many scores."""
   p = s.problem
   if s.backward and s.verify and (scores := p.H//p.Hkv*p.Sq*p.Sk) > MOST_SCORES:
     raise BadSetting(f"VERIFY={s.verify} with BWD=1: a key head has {scores} scores, and at most {MOST_SCORES} can be checked; "
@@ -242,7 +242,7 @@ def show_bounds(s:Settings) -> None:
 # ***** tuning by time *****
 
 def device_timer(s:Settings) -> Seconds:
-  """Returns a function of a forward kernel and its tile description that returns the seconds of the fastest run."""
+  """Returns a function that runs a forward kernel with a given tile description, and returns the seconds of the fastest run."""
   _, tensors, outs = random_operands(s.problem, s.seed)
   def seconds(program:Callable[..., UOp], tile:Tile|TiledTile) -> float:
     schedule = compiled(*Tensor.custom_kernel(*outs, *tensors, fxn=program)[:len(outs)])
@@ -250,7 +250,7 @@ def device_timer(s:Settings) -> Seconds:
   return seconds
 
 def backward_timer(s:Settings, arch:Chip) -> BackwardSeconds:
-  """Returns a function of a backward kernel ("dq" or "dkdv") and its tile description that returns the seconds of the fastest run."""
+  """Returns a function that runs a backward kernel ("dq" or "dkdv") with a given tile description, and returns the seconds of the fastest run."""
   # A gradient is never a sum of several workgroups' partial sums here, because their number would depend on the tile description.
   call = prepared_backward(s, arch)
   call.tensors["delta"], p = call.run("dq")["delta"].realize(), s.problem
@@ -336,7 +336,7 @@ def compare_all_backward(x:Task, card:str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Task:
-  """What bench.py is to do with the problems, such as tuning or a comparison, and which files it writes."""
+  """What one run of bench.py does besides timing attn, such as tuning or a comparison, and the files that it writes."""
   figures: bool
   sweep: bool
   tune: bool

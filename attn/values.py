@@ -23,7 +23,7 @@ Check = Callable[[str, Any], Any]
 Public = TypeVar("Public", bound=Callable[..., Any])
 
 def names_itself(function:Public) -> Public:
-  """Decorator for a function that users call: errors begin with the name of the function that the user called."""
+  """Decorator of a public function: a ValueError or RuntimeError raised in it begins with the function's name."""
   @functools.wraps(function)
   def called(*args:Any, **kwargs:Any) -> Any:
     try: return function(*args, **kwargs)
@@ -34,7 +34,7 @@ def names_itself(function:Public) -> Public:
   return called     # type: ignore[return-value]
 
 def option(default:Any, check:Check, meaning:str) -> Any:
-  """Makes a dataclass field for an option."""
+  """Makes a dataclass field for an option: with default value, check of a given value, and meaning."""
   # `check` checks the option's value. `meaning` is the option's text in the table of options in docs.
   return field(default=default, metadata={"check": check, "meaning": meaning})
 
@@ -84,7 +84,7 @@ def word(name:str, x:Any, known:Iterable[str], supported:str="") -> str:
   raise wrong(name, x, supported or f"one of {', '.join(map(repr, known))}")
 
 def strong(x:Tensor) -> Tensor:
-  """Casts a tensor of a weak dtype to the ordinary dtype in which tinygrad stores it."""
+  """Casts a tensor of a weak dtype, such as that of Tensor(1.5), to the ordinary dtype in which tinygrad stores it."""
   # A weak dtype yields to the dtype of the other operand. Examples are the dtypes of Tensor(1.5) and, for an int tensor `mask`, of (1.0 -
   # mask)*-10000.0.
   return x.cast(strong_dtype(x.dtype)) if x.dtype in dtypes.weaks else x

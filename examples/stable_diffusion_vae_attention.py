@@ -26,7 +26,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 most, allocate = 0, Buffer.allocate
 def watched(self:Buffer, *args:Any, **kwargs:Any) -> Buffer:
-  """Allocates a buffer as Buffer.allocate does, and also records the largest memory use so far."""
+  """Allocates a buffer like Buffer.allocate, and records the most memory in use so far."""
   global most
   found = allocate(self, *args, **kwargs)
   most = max(most, GlobalCounters.mem_used)

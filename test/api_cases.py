@@ -17,7 +17,7 @@ CLANG_OF_ZIG = str(ROOT/"examples/clang_of_zig.sh")
 
 @contextlib.contextmanager
 def computed_on(device:str, kernel:str="") -> Iterator[None]:
-  """Context in which tinygrad's device is `device`, and ATTN_KERNEL is `kernel`."""
+  # Context in which tinygrad's device is `device`, and ATTN_KERNEL is `kernel`.
   with Context(DEV=device), pytest.MonkeyPatch.context() as patch:
     patch.setenv("ATTN_KERNEL", kernel)
     # Without a clang, the clang of the package ziglang compiles.
@@ -25,7 +25,7 @@ def computed_on(device:str, kernel:str="") -> Iterator[None]:
     yield
 
 def run_on_a_cpu(script:str, timeout:int=300) -> None:
-  """Runs a Python script in a new process with DEV=CPU and the clang of the package ziglang; the script must end without an error."""
+  # Runs a Python script in a new process with DEV=CPU and the clang of the package ziglang; the script must end without an error.
   pytest.importorskip("ziglang")
   # The script may import test modules of the API and of functions.
   environment = {**os.environ, "DEV": "CPU", "CC": CLANG_OF_ZIG, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -34,12 +34,12 @@ def run_on_a_cpu(script:str, timeout:int=300) -> None:
   assert done.returncode == 0, done.stderr[-2000:]
 
 def emulated(arch:str, kernel:str="") -> contextlib.AbstractContextManager[None]:
-  """Context in which tinygrad's device is the emulator of the chip `arch`, and ATTN_KERNEL is `kernel`."""
+  # Context in which tinygrad's device is the emulator of the chip `arch`, and ATTN_KERNEL is `kernel`.
   return computed_on(f"EMU::{arch}", kernel)
 
 @contextlib.contextmanager
 def lists(wanted:bool) -> Iterator[None]:
-  """Context in which every kernel that can loop over a list of visible tiles does so, or (unless `wanted`) none does."""
+  # Context in which every kernel that can loop over a list of visible tiles does so, or (unless `wanted`) none does.
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(tile_lists, "LEAST_TILES", 0 if wanted else 2**62)
     patch.setattr(tile_lists, "LEAST_HEADS", 1)
@@ -49,7 +49,7 @@ def draw(*shape:int, dtype:str="float16", seed:int=0) -> Tensor:
   return tensor(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32), dtype).realize()
 
 def whole(t:Tensor) -> Tensor:
-  """Gathers a tensor that may be divided over devices onto the first device."""
+  # Gathers a tensor that may be divided over devices onto the first device.
   # Reading a divided tensor directly would make tinygrad move it to the CPU.
   return t.to(t.device[0]).contiguous() if isinstance(t.device, tuple) else t
 
@@ -58,7 +58,7 @@ def extra(name:str, x:np.ndarray, bias_dtype:str="float32") -> Tensor:
 
 def check_attention(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
                     place:Callable[[str, Tensor], Tensor]=lambda _, t: t, **parameters:Any) -> tuple[np.ndarray, np.ndarray]:
-  """Runs `attention` and checks that each element of o and lse is within its error limit (docs/contract.md); returns o and lse."""
+  # Runs `attention` and checks that each element of o and lse is within its error limit (docs/contract.md); returns o and lse.
   # `parameters` are the arguments of `problem`, `make` draws q, k and v, and `extras` holds optional tensors such as a bias by name. `kernel` is the
   # name of the kernel to run; "" leaves the choice to dispatch. `place` receives each tensor with its name, and may move it to other devices. o is
   # returned as (B, H, Sq, Dv), lse as (B, H, Sq).

@@ -21,7 +21,7 @@ from cases import DTYPES, SCORE_OPTIONS, TYPES, Inputs, array, chip, dropped, no
 
 @dataclass(frozen=True)
 class Loss:
-  """Gradients of the loss by o (B, H, Sq, Dv), in the dtype of o, and by lse (B, H, Sq), or None."""
+  # Gradients of the loss by o (B, H, Sq, Dv), in the dtype of o, and by lse (B, H, Sq), or None.
   do: np.ndarray
   dlse: np.ndarray|None
 
@@ -31,7 +31,7 @@ def loss_of(p:Problem, dlse:bool=False, size:float=1.0) -> Loss:
   return Loss(do, rng.standard_normal(rows, dtype=np.float32) if dlse else None)
 
 def forward_results(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-  """Computes o and lse in numpy by FlashAttention-2's arithmetic (attn/reference.py)."""
+  # Computes o and lse in numpy by FlashAttention-2's arithmetic (attn/reference.py).
   if not p.varlen: return same(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset, options_of(p, extras), dtype=p.dtype, out_dtype=p.out_dtype)
   # Rows that belong to no sequence get o 0 and lse -inf.
   o, lse = np.zeros((1, p.H, p.total_q, p.Dv), np.float32), np.full((1, p.H, p.total_q), -np.inf, np.float32)
@@ -43,13 +43,13 @@ def forward_results(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[
   return o, lse
 
 def options_of(p:Problem, extras:dict[str, np.ndarray], sequence:tuple[int, int, int]|None=None) -> Options:
-  """Returns the options of a problem, or of one packed sequence, in the form that attn/reference.py takes."""
+  # Returns the options of a problem, or of one packed sequence, in the form that attn/reference.py takes.
   # `sequence` is the index of the packed sequence, its number of queries and its number of keys.
   found: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras, *(sequence or ()))
   return Options(top_left=p.top_left, **numbers_of_rows(p), **found)
 
 def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarray]) -> dict[str, Law]:
-  """Returns the exact values and error limits of dq, dk, dv, and of dbias if p has a bias."""
+  # Returns the exact values and error limits of dq, dk, dv, and of dbias if p has a bias.
   return {f"d{n}": law for n, law in cases.expected_gradients(p, x, extras, loss.do, loss.dlse).items()}
 
 # shapes of CDNA's kernel that computes dq, dk and dv at once, by head dimension, for chips on which dispatch does not choose it
@@ -57,7 +57,7 @@ AT_ONCE_ON_AMD = {64: BackwardShape(4, 32, fenced=2), 128: BackwardShape(4, 32, 
 
 def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.ndarray],
                  tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0) -> dict[str, np.ndarray]:
-  """Runs the backward kernels on the emulator, or on the GPU if `arch` is "CUDA", and returns dq, dk and dv."""
+  # Runs the backward kernels on the emulator, or on the GPU if `arch` is "CUDA", and returns dq, dk and dv.
   # The kernels get o and lse from a forward pass in numpy, and the gradients of o and lse from `loss`. `tiles` maps the tile that dispatch chooses to
   # the tile that is used. `only` runs a single kernel: "dq", "dkdv" or "dbias"; the last two get delta from numpy. `only` = "all" runs the kernel
   # that computes dq, dk and dv at once, between a kernel for delta and one that finishes dq. If `parts` is not 0, the kernels write that many partial
@@ -103,7 +103,7 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
 def check_backward_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None, dlse:bool=False,
                            size:float=1.0, tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0,
                            **parameters:Any) -> dict[str, np.ndarray]:
-  """Runs the backward kernels on drawn inputs, and checks that each element of dq, dk and dv is within its error limit (docs/contract.md)."""
+  # Runs the backward kernels on drawn inputs, and checks that each element of dq, dk and dv is within its error limit (docs/contract.md).
   # `parameters` are the arguments of `problem`. Gradients must be exactly 0 for a query that sees no key, for a key that no query sees, and for a row
   # of no sequence. The loss uses o, and with `dlse` also lse. `size` scales dO. `run_backward` explains `tiles`, `only` and `parts`.
   p, extras = problem(extras=extras, **parameters), dict(extras or {})

@@ -35,7 +35,7 @@ WIDTHS = (64, 80, 96, 128, 192, 256)                     # head dimensions for w
 DTYPES_AND_MASKS = (("bfloat16", True), ("float16", "top-left"), ("float16", False))
 
 def on_two(name:str, on:Sequence[Any], always:Sequence[Any]=()) -> Callable[[Any], Any]:
-  """Parametrizes a test over the chips `on`: by default it runs on two of them and on all chips of `always`."""
+  # Decorator: runs a test on the chips `on`; by default on two of them and on all chips of `always`.
   # The test's name decides on which two. The other chips get pytest's mark `thorough`.
   def parametrized(test:Any) -> Any:
     first = zlib.crc32(test.__name__.encode()) % len(on)
@@ -48,7 +48,7 @@ every_arch = on_two("arch", EVERY_ARCH, [GPU])
 on_the_emulator = on_two("arch", EVERY_ARCH)
 def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0, among:int=0,
             besides:Container[Any]=()) -> Any:
-  """Parametrizes a test over all pairs of a case and a chip: by default each case runs on one chip, and the chips take turns."""
+  # Decorator: runs a test for every pair of a case and a chip; by default each case runs on one chip, and the chips take turns.
   # All other pairs get pytest's mark `thorough`. Case i runs by default on chip k if (i - k) % n is `turn`. n is `among`, or the number of chips if
   # `among` is 0. Every case also runs on the chips of `always`, and the cases of `besides` also on the last chip of `on`.
   def label(x:Any) -> str: return " ".join(map(label, x)) if isinstance(x, tuple) else getattr(x, "__name__", None) or str(x)
@@ -61,7 +61,7 @@ def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[An
   return pytest.mark.parametrize(names, found)
 
 def drawn(test:Any) -> Any:
-  """Parametrizes a test by `draws`, the number of random problems: 6 by default, 100 with pytest's mark `thorough`."""
+  # Decorator: gives a test the argument `draws`, the number of random problems: 6 by default, 100 with pytest's mark `thorough`.
   return pytest.mark.parametrize("draws", (6, pytest.param(100, marks=pytest.mark.thorough)))(test)
 
 # Runs each case on one of the matrix units.
@@ -100,7 +100,7 @@ def array(t:Tensor) -> np.ndarray:
 def problem(B:int=1, H:int=2, Hkv:int|None=None, Sq:int=64, Sk:int|None=None, D:int=32, Dv:int|None=None, dtype:str="float16",
             out_dtype:str|None=None, layout:str="bhsd", lse:bool=True, extras:dict[str, np.ndarray]|None=None, bias_dtype:str="float32",
             **options:Any) -> Problem:
-  """Builds a Problem (sizes and options of a call)."""
+  # Builds a Problem (sizes and options of a call).
   # `extras` holds the optional tensors by name. With layout "thd" (packed sequences), Sq and Sk count the rows of all sequences. D is small by
   # default, because the time to lower a kernel grows with D.
   Hkv, Sk, Dv = Hkv or H, Sk or Sq, Dv or D
@@ -111,7 +111,7 @@ def problem(B:int=1, H:int=2, Hkv:int|None=None, Sq:int=64, Sk:int|None=None, D:
                     extras={n: (x.shape, bias_dtype if n == "bias" else str(x.dtype)) for n, x in (extras or {}).items()})
 
 def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.ndarray|None]:
-  """Runs the kernel that `flash_attention_fn(**options)` returns; returns o (B, H, Sq, Dv) and lse (None if p asks for none)."""
+  # Runs the kernel that `flash_attention_fn(**options)` returns; returns o (B, H, Sq, Dv) and lse (None if p asks for none).
   # The kernel runs on the emulator, or on the GPU if `arch` is "CUDA".
   device = "CUDA" if arch == "CUDA" else "EMU"
   with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
@@ -129,12 +129,12 @@ def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.nd
 # ***** kernels without the API, with every option *****
 
 def change_kernel(monkeypatch:pytest.MonkeyPatch, name:str, **fields:Any) -> None:
-  """Replaces fields, such as `lacks`, in the row of the forward kernel `name` in dispatch's table, until the test ends."""
+  # Replaces fields, such as `lacks`, in the row of the forward kernel `name` in dispatch's table, until the test ends.
   monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], **fields))
   monkeypatch.setattr(dispatch, "_choose", inspect.unwrap(dispatch._choose))
 
 def count_products(monkeypatch:pytest.MonkeyPatch) -> list[int]:
-  """Makes the emulator count products by wgmma: returns a list that gets the number of warpgroups of each product that starts."""
+  # Makes the emulator count products by wgmma: returns a list that gets the number of warpgroups of each product that starts.
   started, start = list[int](), Frame.start_product
   def counted(frame:Frame, *args:Any) -> np.ndarray:
     started.append(int(frame.active.reshape(-1, GROUP).any(axis=1).sum()))
@@ -143,7 +143,7 @@ def count_products(monkeypatch:pytest.MonkeyPatch) -> list[int]:
   return started
 
 def compute_all_gradients_at_once(monkeypatch:pytest.MonkeyPatch, suffix:str="_wgmma") -> None:
-  """Makes dispatch choose a kernel for all gradients at once, also for small problems and with deterministic=True."""
+  # Makes dispatch choose a kernel for all gradients at once, also for small problems and with deterministic=True.
   # This holds for kernels whose names end with `suffix`: "_wgmma", or "" for the kernels of AMD's matrix units.
   for name in ("LEAST_QUERIES", "LEAST_KEYS"): monkeypatch.setattr(backward_tiles, name, 64)
   everywhere = FasterAtOnce(((-1, -1), (-1, 0)), ((-1, -1), (-1, 0)), 0, 0)
@@ -156,13 +156,13 @@ def compute_all_gradients_at_once(monkeypatch:pytest.MonkeyPatch, suffix:str="_w
   monkeypatch.setitem(GRADIENT_KERNELS, suffix, replace(row, at_once=at_once))
 
 def chip(arch:str) -> Chip:
-  """Returns the chip `arch`, or the GPU of this machine if `arch` is "CUDA"."""
+  # Returns the chip `arch`, or the GPU of this machine if `arch` is "CUDA".
   if arch != "CUDA": return get_chip(arch)
   with Context(DEV=arch): return device_arch()
 
 def outputs_of_launches(p:Problem, choice:Choice, inputs:dict[str, Tensor], extras:dict[str, np.ndarray],
                         device:str) -> tuple[np.ndarray, np.ndarray|None]:
-  """Runs the forward kernels of `choice`; returns o (B, H, Sq, Dv) and lse (None if p asks for none)."""
+  # Runs the forward kernels of `choice`; returns o (B, H, Sq, Dv) and lse (None if p asks for none).
   # With packed sequences o is (1, H, total_q, Dv). `inputs` holds q, k and v by name, and `extras` the optional tensors.
   done = dict(inputs)
   for n, a in extras.items():
@@ -178,7 +178,7 @@ def outputs_of_launches(p:Problem, choice:Choice, inputs:dict[str, Tensor], extr
   return o, done["lse"].numpy().reshape(B, p.H, length) if p.return_lse else None
 
 def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], tile:Tile|MmaTile|None=None) -> tuple[np.ndarray, np.ndarray|None]:
-  """Runs the forward kernel with the tile `tile`, and `combine` if p has splits; returns o (B, H, Sq, Dv) and lse."""
+  # Runs the forward kernel with the tile `tile`, and `combine` if p has splits; returns o (B, H, Sq, Dv) and lse.
   # By default dispatch chooses the tile. The kernels run on the emulator, or on the GPU if `arch` is "CUDA".
   tile, device = tile or choose_tile(p, chip(arch)), "CUDA" if arch == "CUDA" else "EMU"
   choice = Choice("split_kv", Work(tile, p.num_splits), chip(arch), ())
@@ -187,7 +187,7 @@ def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], til
     return outputs_of_launches(p, choice, done, extras, device)
 
 def check_kernel(kernel:Callable[..., UOp], p:Problem, x:Inputs, arch:str) -> None:
-  """Runs a forward kernel without options on the emulator, and checks that o and lse are within their error limits (docs/contract.md)."""
+  # Runs a forward kernel without options on the emulator, and checks that o and lse are within their error limits (docs/contract.md).
   with Context(DEV=f"EMU::{arch}"):
     q, k, v = (tensor(arrange(a, p.layout), p.dtype).realize() for a in (x.q, x.k, x.v))
     o = Tensor.empty(*arrange(np.empty((p.B, p.H, p.Sq, p.Dv), np.bool_), p.layout).shape, dtype=DTYPES[p.out_dtype], device="EMU")
@@ -208,7 +208,7 @@ ONE_OPTION: dict[str, dict[str, Any]] = {
 # ***** dropout *****
 
 def philox4x32(counter:Sequence[Any], key:Sequence[int]) -> list[np.ndarray]:
-  """Computes Philox4x32 with 7 rounds by the definition of its authors (Random123, philox.h)."""
+  # Computes Philox4x32 with 7 rounds by the definition of its authors (Random123, philox.h).
   low32 = 0xffffffff
   x, (k0, k1) = [np.asarray(c, np.uint64) for c in counter], key
   for _ in range(7):
@@ -218,7 +218,7 @@ def philox4x32(counter:Sequence[Any], key:Sequence[int]) -> list[np.ndarray]:
   return x
 
 def kept_mask(seed:Sequence[int], p:float, B:int, H:int, Sq:int, Sk:int, batch:int=0, head:int=0) -> np.ndarray:
-  """Returns the elements of P that dropout keeps, bool (B, H, Sq, Sk)."""
+  # Returns the elements of P that dropout keeps, bool (B, H, Sq, Sk).
   # Philox with the key `seed` gives four 32-bit words for the counter (i, j//8, head, batch), which are eight 16-bit numbers. Dropout keeps key j of
   # query i if number j%8 is at least p*2^16.
   b, h, i, j = np.meshgrid(np.arange(B) + batch, np.arange(H) + head, np.arange(Sq), np.arange(Sk), indexing="ij")
@@ -227,7 +227,7 @@ def kept_mask(seed:Sequence[int], p:float, B:int, H:int, Sq:int, Sk:int, batch:i
   return (word >> (j % 2*16).astype(np.uint64) & 0xffff) >= round(p*65536)
 
 def dropped(p:Problem, extras:dict[str, np.ndarray], sequence:int|None=None, Sq:int=0, Sk:int=0) -> dict[str, Any]:
-  """Returns the dropout options, of the whole problem or of one packed sequence, in the form that attn/reference.py takes."""
+  # Returns the dropout options, of the whole problem or of one packed sequence, in the form that attn/reference.py takes.
   if not p.dropout_p: return {}
   batch, head = map(int, extras.get("first_batch_and_head", (0, 0)))
   B, Sq, Sk = (p.B, p.Sq, p.Sk) if sequence is None else (1, Sq, Sk)
@@ -236,18 +236,18 @@ def dropped(p:Problem, extras:dict[str, np.ndarray], sequence:int|None=None, Sq:
 SCORE_OPTIONS = (*TERM_TENSORS, "sinks", "kv_lengths")
 
 def numbers_of_rows(p:Problem) -> dict[str, float]:
-  """Returns the options of score terms and masks that are single numbers, such as softcap, in the form that attn/reference.py takes."""
+  # Returns the options of score terms and masks that are single numbers, such as softcap, in the form that attn/reference.py takes.
   return {name: x for name in (*OF_TERMS, *OF_MASKS) if isinstance(x := getattr(p, name), int|float) and not isinstance(x, bool)}
 
 def hold(p:Problem, x:Inputs, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None, short:ShortSums|None=None) -> None:
-  """Checks that each element of a kernel's o and lse is within its error limit (docs/contract.md)."""
+  # Checks that each element of a kernel's o and lse is within its error limit (docs/contract.md).
   # `short` describes how the matrix unit adds, if it does not add in fp32.
   law, of_lse = expected(p, x, extras, short)
   assert (verdict := judge(o, law)).ok, f"o: {verdict}"
   if lse is not None: assert (verdict := judge(lse, of_lse)).ok, f"lse: {verdict}"
 
 def with_input_scales(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> Inputs:
-  """Multiplies q, k and v of 8 bits by their scales, which are in `extras`, in float64."""
+  # Multiplies q, k and v of 8 bits by their scales, which are in `extras`, in float64.
   def scaled(a:np.ndarray, name:str) -> np.ndarray:
     if name not in extras: return a
     factors = np.broadcast_to(extras[name].astype(np.float64), (p.B, p.Hkv))
@@ -255,7 +255,7 @@ def with_input_scales(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> Inpu
   return Inputs(*(scaled(a, name) for a, name in ((x.q, "q_scale"), (x.k, "k_scale"), (x.v, "v_scale"))))
 
 def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray], short:ShortSums|None=None) -> tuple[Law, Law]:
-  """Computes o and lse in float64: returns for each the exact values and the error limit of each element."""
+  # Computes o and lse in float64: returns for each the exact values and the error limit of each element.
   # `short` describes how the matrix unit adds, if it does not add in fp32. Packed sequences are computed one at a time. Rows that belong to no
   # sequence have o 0 and lse -inf.
   options: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras)
@@ -273,13 +273,13 @@ def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray], short:ShortSums|
   return found
 
 def packed_sequences(p:Problem, extras:dict[str, np.ndarray]) -> list[tuple[slice, slice]]:
-  """Returns, for each sequence, the range of its rows in q and the range of its rows in k."""
+  # Returns, for each sequence, the range of its rows in q and the range of its rows in k.
   if not p.varlen: return [(slice(None), slice(None))]
   q_ends, k_ends = extras["cu_seqlens_q"], extras["cu_seqlens_k"]
   return [(slice(*q_ends[b:b+2]), slice(*k_ends[b:b+2])) for b in range(p.B)]
 
 def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.ndarray|None, dlse:np.ndarray|None) -> dict[str, Law]:
-  """Computes the gradients of all inputs in float64: returns for each the exact values and the error limit of each element."""
+  # Computes the gradients of all inputs in float64: returns for each the exact values and the error limit of each element.
   # `do` and `dlse` are the gradients of o and lse: (B, H, Sq, Dv) and (B, H, Sq), or (1, H, total_q, ...) for packed sequences. Packed sequences are
   # computed one at a time. Rows that belong to no sequence get gradient 0.
   def laws(q:np.ndarray, k:np.ndarray, v:np.ndarray, rows:slice, offset:int, **more:Any) -> dict[str, Law]:
@@ -299,7 +299,7 @@ def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.
 
 def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Callable[[Any], Any]|None=None, extras:dict[str, np.ndarray]|None=None,
                   **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
-  """Runs the forward kernels on drawn inputs, and checks that o and lse are within their error limits (docs/contract.md); returns both."""
+  # Runs the forward kernels on drawn inputs, and checks that o and lse are within their error limits (docs/contract.md); returns both.
   # `parameters` are the arguments of `problem`. `tile` maps the tile that dispatch chooses to the tile that is used.
   p, extras = problem(extras=extras, **parameters), dict(extras or {})
   if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
@@ -311,7 +311,7 @@ def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Cal
   return o, lse
 
 def check(arch:str, make:Callable[[Problem], Inputs]=normal, **parameters:Any) -> None:
-  """Runs the kernel of `flash_attention_fn` on drawn inputs, and checks that o and lse are within their error limits (docs/contract.md)."""
+  # Runs the kernel of `flash_attention_fn` on drawn inputs, and checks that o and lse are within their error limits (docs/contract.md).
   p = problem(**parameters)
   options = {name: parameters[name] for name in ("causal", "window") if name in parameters}
   x = make(p)

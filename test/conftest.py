@@ -22,13 +22,13 @@ def pytest_sessionfinish() -> None: gc.freeze()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config:pytest.Config) -> None:
-  """Lets a worker of pytest-xdist that has no test left take tests of another worker."""
+  # Lets a worker of pytest-xdist that has no test left take tests of another worker.
   # So all workers end at about the same time.
   if getattr(config.option, "dist", "no") == "load": config.option.dist = "worksteal"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items:list[pytest.Item]) -> None:
-  """Applies the mark `sample(n)` of a test: all but n of its cases get the mark `thorough`."""
+  # Applies the mark `sample(n)` of a test: all but n of its cases get the mark `thorough`.
   # A checksum of their names chooses the n cases.
   cases = collections.defaultdict[str, list[pytest.Item]](list)
   for item in items:
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items:list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def offsets_of_our_kernels() -> Iterator[None]:
-  """Fails a test that emulates an attn kernel whose AMD buffer instructions have an offset with a term that may be negative."""
+  # Fails a test that emulates an attn kernel whose AMD buffer instructions have an offset with a term that may be negative.
   # A GPU may then load zeros (attn/emulator/offsets.py says why), but the emulator loads the right numbers. The terms are checked when the emulator
   # reads the lowered program.
   own = plan.Plan.__init__
@@ -53,20 +53,20 @@ def offsets_of_our_kernels() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_kept_kernels() -> None:
-  """Clears attn's caches of kernels and of graphs before each test."""
+  # Clears attn's caches of kernels and of graphs before each test.
   # A test that changes code would otherwise get what the old code made.
   ast_of.cache_clear()
   recipes.cache_clear()
 
 @pytest.fixture
 def not_unrolled(request:pytest.FixtureRequest) -> Iterator[None]:
-  """Makes tinygrad lower its own kernels without unrolling loops, except on real devices."""
+  # Makes tinygrad lower its own kernels without unrolling loops, except on real devices.
   # Unrolling takes most of the time of a test with many kernels.
   on_a_gpu = request.node.get_closest_marker("gpu") is not None
   with Context(NOOPT=NOOPT.value if on_a_gpu else 1): yield
 
 @pytest.fixture
 def without_places(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Switches off the emulator's search for the Python line that made a faulty operation, for tests that need only the fault."""
+  # Switches off the emulator's search for the Python line that made a faulty operation, for tests that need only the fault.
   # The search lowers the kernel a second time.
   monkeypatch.setattr(plan.Plan, "place", lambda self, u: NOWHERE)

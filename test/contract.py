@@ -54,7 +54,7 @@ class Case:
   def arch(self) -> str: return TILED_ON if self.unit == "tiled" else self.unit
   @property
   def kernel(self) -> str:
-    """Returns the value of ATTN_KERNEL for this case: the names of the forward and the backward kernel."""
+    # Returns the value of ATTN_KERNEL for this case: the names of the forward and the backward kernel.
     # The queries of a case with splits are too few for the wgmma kernel.
     if "splits" in self.shape: return ""
     # On sm_90 with a float32 dO, the backward kernel is not named: wgmma kernels do not support this dtype, and dispatch chooses another.
@@ -64,7 +64,7 @@ class Case:
   def key(self) -> tuple[str, ...]: return (self.shape, self.unit, self.dtype, self.out_dtype, self.kind)
 
 def cases_of(units:Iterable[str]) -> list[Case]:
-  """Returns all cases of these units, with cases of the same kernel side by side."""
+  # Returns all cases of these units, with cases of the same kernel side by side.
   # A process caches the kernels that it has lowered.
   every = [Case(shape, unit, dtype, out, kind) for shape in SHAPES for unit in units for dtype in ("float16", "bfloat16")
            for out in (dtype, "float32") for kind in KINDS]
@@ -73,7 +73,7 @@ def cases_of(units:Iterable[str]) -> list[Case]:
 # ***** one case *****
 
 def judged(case:Case, n:int, seed:int, device:str=EMULATOR) -> dict[str, Verdict]:
-  """Runs n draws of random inputs for a case as one call, and returns a `Verdict` for each output, by name."""
+  # Runs n draws of random inputs for a case as one call, and returns a `Verdict` for each output, by name.
   options = dict(SHAPES[case.shape])
   extras = {"sinks": floats(options["H"], seed=seed + 3)} if case.gradients else {}
   if case.gradients and case.unit != "tiled": extras["bias"] = floats(n, 1, 1, options["Sk"], seed=seed + 2)     # `tiled` computes no dbias
@@ -94,7 +94,7 @@ def judged(case:Case, n:int, seed:int, device:str=EMULATOR) -> dict[str, Verdict
 
 @dataclass(frozen=True)
 class Line:
-  """One line of docs/contract.csv: the errors of one output over a number of draws."""
+  # One line of docs/contract.csv: the errors of one output over a number of draws.
   # The contract limits the error of each element to 6 sigma + slack. Sigma is the standard deviation of the rounding errors that these dtypes force;
   # slack is for all other errors. `limit` is the largest ratio of an error to its limit, and must be at most 1. `sigmas` is the largest error/sigma,
   # and `rms` the root mean square of error/sigma. These two count only elements with slack < sigma/4; `rms` is 0 if there are too few such elements.
@@ -117,7 +117,7 @@ class Line:
 HEADER = ["shape", "unit", "inputs", "output type", "kind", "output", "draws", "error/limit", "error/sigma", "rms", "resolved %", "device"]
 
 def line_of(output:str, draws:int, found:list[tuple[Verdict, int]], device:str) -> Line:
-  """Combines the results of several calls for one output into one line of the table."""
+  # Combines the results of several calls for one output into one line of the table.
   # `found` has a comparison with float64 and a number of elements for each call.
   resolved = sum(v.resolved for v, _ in found)
   rms = math.sqrt(sum(v.rms**2*v.resolved for v, _ in found)/resolved) if resolved >= ENOUGH_ELEMENTS else 0.0
@@ -125,7 +125,7 @@ def line_of(output:str, draws:int, found:list[tuple[Verdict, int]], device:str) 
   return Line(output, draws, worst, max(v.furthest for v, _ in found), rms, 100*resolved/sum(n for _, n in found), device)
 
 def lines_of(case:Case, draws:int, device:str=EMULATOR, seed:int=0, together:int=TOGETHER) -> list[Line]:
-  """Runs the kernels of a case on `draws` draws, and returns one line of docs/contract.csv for each output."""
+  # Runs the kernels of a case on `draws` draws, and returns one line of docs/contract.csv for each output.
   # There are `together` draws in one launch.
   runs = [judged(case, min(together, draws - first), seed + first, device) for first in range(0, draws, together)]
   return [line_of(name, draws, [(run[name], run[name].count) for run in runs], device) for name in runs[0]]
@@ -152,13 +152,13 @@ BEGIN, END = "<!-- of docs/contract.csv -->\n", "<!-- end -->\n"
 OUTPUTS = ("o", "lse", "dq", "dk", "dv", "dbias", "dsinks")
 
 def worst_of(lines:list[Line]) -> str:
-  """Formats the largest error/limit of all lines, followed by the largest rms if a line has an rms."""
+  # Formats the largest error/limit of all lines, followed by the largest rms if a line has an rms.
   if not lines: return ""
   of_many = [line.rms for line in lines if line.rms]
   return f"{max(line.limit for line in lines):.2f}" + (f", {max(of_many):.2f}" if of_many else "")
 
 def table(lines:Lines) -> str:
-  """Makes the table of the worst results over all shapes and types, by kind of input and by matrix unit."""
+  # Makes the table of the worst results over all shapes and types, by kind of input and by matrix unit.
   def rows(names:Iterable[str], field:str) -> Iterator[str]:
     for name in names:
       every = [line for case, of in lines.items() if getattr(case, field) == name for line in of]
@@ -174,11 +174,11 @@ def with_table(page:str, lines:Lines) -> str:
 # ***** many cases *****
 
 def lines_until(case:Case, draws:int, device:str, until:float) -> list[Line]|None:
-  """Returns the lines of a case, or None, without any computation, if it is already later than `until`."""
+  # Returns the lines of a case, or None, without any computation, if it is already later than `until`.
   return None if time.time() > until else lines_of(case, draws, device)
 
 def computed(cases:Iterable[Case], draws:int, device:str, jobs:int, seconds:float) -> Iterable[tuple[Case, list[Line]]]:
-  """Yields the lines of each case when they are ready, computed by `jobs` processes."""
+  # Yields the lines of each case when they are ready, computed by `jobs` processes.
   # No case begins later than `seconds` after the start.
   os.environ["OMP_NUM_THREADS"] = "1"      # for the worker processes: each one has one core
   with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:

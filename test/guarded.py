@@ -14,12 +14,12 @@ SIDES = ("end", "begin")
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 def closed(address:int) -> None:
-  """Protects the memory page at `address`: any access to it kills the process."""
+  # Protects the memory page at `address`: any access to it kills the process.
   if LIBC.mprotect(ctypes.c_void_p(address), PAGE, 0): raise OSError(ctypes.get_errno(), "mprotect")
 
 @contextlib.contextmanager
 def guarded(side:str) -> Iterator[None]:
-  """Context in which every CPU buffer has its own memory between two protected pages, and begins or ends (`side`) at a page."""
+  # Context in which every CPU buffer has its own memory between two protected pages, and begins or ends (`side`) at a page.
   # With side "end", the buffer may end a few bytes before the page, because it must begin at a multiple of ALIGNED bytes. Memory that no kernel has
   # written is NaN in every float type.
   own = CPUAllocator._alloc

@@ -10,7 +10,7 @@ from cases import Inputs, normal
 def plain(p:Problem, seed:int) -> Inputs: return normal(p, seed)
 
 def peaked(p:Problem, seed:int, ramp:np.ndarray) -> Inputs:
-  """Makes inputs in which each row of P has one large weight: key j is multiplied by ramp[j] and by a factor of its batch."""
+  # Makes inputs in which each row of P has one large weight: key j is multiplied by ramp[j] and by a factor of its batch.
   # Queries are positive, and the factor of a batch is random, between 2 and 16. So the scores of later keys are larger, in magnitude, with a rising
   # `ramp`.
   x, rng = normal(p, seed), np.random.default_rng(seed + 1)
@@ -25,24 +25,24 @@ def steep(p:Problem, seed:int) -> Inputs:
   return replace(x, q=rounded(8*x.q, p.dtype))
 
 def constant_rows(p:Problem, seed:int) -> Inputs:
-  """Makes inputs with identical keys: all scores of a row are equal."""
+  # Makes inputs with identical keys: all scores of a row are equal.
   x = normal(p, seed)
   return replace(x, k=np.broadcast_to(x.k[:, :, :1], x.k.shape).copy())
 
 def huge_key(p:Problem, seed:int) -> Inputs:
-  """Makes inputs in which one key is 30 times as large as usual, so that its score is the largest or the smallest of each query."""
+  # Makes inputs in which one key is 30 times as large as usual, so that its score is the largest or the smallest of each query.
   x, rng = normal(p, seed), np.random.default_rng(seed + 1)
   k = x.k.copy()
   k[np.arange(p.B), :, rng.integers(0, p.Sk, p.B)] *= 30
   return replace(x, k=rounded(k, p.dtype))
 
 def all_equal(p:Problem, seed:int) -> Inputs:
-  """Makes inputs whose queries are 0, so that every score is 0."""
+  # Makes inputs whose queries are 0, so that every score is 0.
   x = normal(p, seed)
   return replace(x, q=np.zeros_like(x.q))
 
 def one_hot(p:Problem, seed:int) -> Inputs:
-  """Makes inputs in which each query gives one key nearly all of P; all other keys together get at most e^-5."""
+  # Makes inputs in which each query gives one key nearly all of P; all other keys together get at most e^-5.
   # Each query and each key lies on an axis: all its elements but one are 0.
   x, rng = normal(p, seed), np.random.default_rng(seed + 1)
   far = rng.uniform(5, 9, (p.B, p.H, p.Sq, 1)) + np.log(p.Sk)
@@ -53,12 +53,12 @@ def one_hot(p:Problem, seed:int) -> Inputs:
   return replace(x, q=rounded(q.astype(np.float32), p.dtype), k=rounded(k, p.dtype))
 
 def deep(p:Problem, seed:int) -> Inputs:
-  """Makes inputs with such low scores that every lse is below -100."""
+  # Makes inputs with such low scores that every lse is below -100.
   x = normal(p, seed)
   return replace(x, q=np.full_like(x.q, 4), k=rounded(x.k*0.125 - 12, p.dtype))
 
 def level(p:Problem, seed:int) -> Inputs:
-  """Makes inputs in which all elements of V are near 3, so that dP and delta nearly cancel in dS = P*(dP - delta)."""
+  # Makes inputs in which all elements of V are near 3, so that dP and delta nearly cancel in dS = P*(dP - delta).
   x = normal(p, seed)
   return replace(x, v=rounded(3 + 0.1*x.v, p.dtype))
 

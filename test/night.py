@@ -36,7 +36,7 @@ CALLS_OF_A_WORKER = 60      # then a new process takes over, because memory that
 
 @dataclass(frozen=True)
 class Outcome:
-  """The outcome of a random call: "right", "refused" or "failed", and why."""
+  # The outcome of a random call: "right", "refused" or "failed", and why.
   seed: int
   state: str
   why: str = ""
@@ -45,7 +45,7 @@ class Outcome:
 # ***** one call *****
 
 def in_attn(error:BaseException) -> bool:
-  """Returns whether attn raised an error."""
+  # Returns whether attn raised an error.
   last = traceback.extract_tb(error.__traceback__)[-1]
   # An error of `by_attn` (night_script.py) counts, too: it says that attn has left a call to tinygrad.
   return last.filename.startswith(str(ROOT/"attn")) or last.name == "by_attn"
@@ -62,7 +62,7 @@ def run(call:Call) -> Outcome:
   return outcome("failed" if wrong else "right", "; ".join(wrong))
 
 def work(pipe:Connection, does:Callable[[Call], Outcome]) -> None:
-  """Receives calls through the pipe, does each, and sends the outcome back, without end."""
+  # Receives calls through the pipe, does each, and sends the outcome back, without end.
   import gc
   gc.disable()
   while True:
@@ -70,7 +70,7 @@ def work(pipe:Connection, does:Callable[[Call], Outcome]) -> None:
     pipe.send(does(drawn(seed, on)))
 
 class Worker:
-  """Process that runs calls; if it crashes, hangs, or has run many calls, a new process takes its place."""
+  # Process that runs calls; if it crashes, hangs, or has run many calls, a new process takes its place.
   def __init__(self, limit:float, does:Callable[[Call], Outcome]=run) -> None:
     self.limit, self.does, self.ran = limit, does, list[int]()
     self.process: Any = None
@@ -108,7 +108,7 @@ def opens(device:str) -> bool:
   return subprocess.run([sys.executable, "-c", script], capture_output=True, env={**os.environ, "DEV": device}).returncode == 0
 
 def seeds(first:int, wanted:dict[str, int], chips:tuple[str, ...], device:str) -> Iterator[Call]:
-  """Yields calls of the seeds from `first` on that run on one of `chips`, until each direction has the wanted number of calls."""
+  # Yields calls of the seeds from `first` on that run on one of `chips`, until each direction has the wanted number of calls.
   left, seed = dict(wanted), first
   while any(left.values()):
     call = drawn(seed, device)
@@ -118,7 +118,7 @@ def seeds(first:int, wanted:dict[str, int], chips:tuple[str, ...], device:str) -
     yield call
 
 def night(calls:list[Call], jobs:int, limit:float, until:float) -> Iterator[tuple[Call, Outcome]]:
-  """Runs calls in `jobs` threads, each call for at most `limit` seconds, and yields each call with its outcome."""
+  # Runs calls in `jobs` threads, each call for at most `limit` seconds, and yields each call with its outcome.
   # No call begins after the time `until`. Each device of this machine has worker processes of its own, because drivers conflict within one process.
   own = threading.local()
   def worker(call:Call) -> Worker:
@@ -137,12 +137,12 @@ def night(calls:list[Call], jobs:int, limit:float, until:float) -> Iterator[tupl
   with ThreadPoolExecutor(jobs) as pool: yield from pool.map(one, calls)
 
 def reason(why:str) -> str:
-  """Shortens the message of a refusal, with # in place of numbers, so that equal reasons can be counted."""
+  # Shortens the message of a refusal, with # in place of numbers, so that equal reasons can be counted.
   # If several kernels refused the call, the reason of `tiled` is taken: it supports the most problems.
   return re.sub(r"-?\d+(\.\d+)?(e[-+]\d+)?", "#", why[max(why.find("tiled: "), 0):])[:170]
 
 def table(done:list[tuple[Call, Outcome]]) -> str:
-  """Makes the table of the calls that were right, were refused and failed, by chip and by kind of call."""
+  # Makes the table of the calls that were right, were refused and failed, by chip and by kind of call.
   lines = []
   for title, of in (("chip", lambda c: c.on), ("kind", lambda c: f"{c.kind} {c.direction}")):
     lines.append(f"{title:24}{'run':>8}{'right':>8}{'refused':>8}{'failed':>8}{'seconds':>9}")

@@ -19,7 +19,7 @@ LENGTHS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 48, 64, 65, 70, 100, 127, 128, 129
 WORK = {"tiled": 2e6, "": 1.2e7}                                          # products of a call, at most: without and with a matrix unit
 
 def longest(ends:list[int]) -> int:
-  """Returns the number of rows of the longest packed sequence, at least 1."""
+  # Returns the number of rows of the longest packed sequence, at least 1.
   return max(1, *(after - before for before, after in itertools.pairwise(ends)))
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Call:
 
 @dataclass
 class DrawnCall:
-  """A random call of attention while it is being drawn: the parts of a script whose function `step` makes the call."""
+  # A random call of attention while it is being drawn: the parts of a script whose function `step` makes the call.
   # Four fields hold lines of the script. `arrays`: the inputs as numpy arrays (B, H, S, D), by name. `outside`: the arguments of `step`, tensors made
   # from these arrays. `inside`: the lines of `step`; the first make views of its arguments. `restored`: how to bring each result to the shape of its
   # expected values.
@@ -95,7 +95,7 @@ class DrawnCall:
     self.Dv = self.D if self.chance(.75) else self.width()
 
   def held_to_work(self) -> None:
-    """Makes the drawn problem smaller until the call needs at most about a second."""
+    # Makes the drawn problem smaller until the call needs at most about a second.
     most = WORK["tiled" if self.plain_uops and self.on not in MACHINE else ""]/(2.5 if self.backward else 1)
     def work() -> int: return self.B*self.H*(self.Sq + 32)*(self.Sk + 32)*(self.D + self.Dv)
     # First the longer sequence is halved, and then the head dimensions.
@@ -105,13 +105,13 @@ class DrawnCall:
   # ***** inputs *****
 
   def values(self, name:str, kind:str, shape:tuple[int, ...]|str, dtype:str, same:int|None=None) -> None:
-    """Adds an input to the drawn call: random numbers of a kind that the function `values` of night_script.py knows."""
+    # Adds an input to the drawn call: random numbers of a kind that the function `values` of night_script.py knows.
     # With `same`, all slices along that axis are equal. Each call of a TinyJit gets other numbers.
     seed = f"{self.rng.randrange(10**6)}" + (" + turn" if self.turns > 1 else "")
     self.arrays[name] = f"values({kind!r}, {shape}, {dtype!r}, {seed}{f', same={same}' if same is not None else ''})"
 
   def profile(self) -> dict[str, str]:
-    """Draws which kinds of numbers q, k and v have, such as "large" or "nan"."""
+    # Chooses at random which kinds of numbers q, k and v have, such as "large" or "nan".
     hard = [{"q": "positive", "k": "rising"}, {"q": "positive", "k": "falling"}, {"q": "large"}, {"k": "large"}, {"v": "large"}, {"k": "huge"},
             {"q": "constant", "k": "constant"}, {"k": "zero"}, {"q": "small", "v": "small"}, {"v": "constant"}]
     # v never has NaN or inf, because these would spread to other rows if the problem has a mask (docs/attention.md).
@@ -120,7 +120,7 @@ class DrawnCall:
     return self.one(*odd) if self.chance(.15) and not self.backward else self.one(*hard)
 
   def inputs(self, may_be_same:bool=False, kinds:dict[str, str]|None=None) -> None:
-    """Adds q, k and v, with numbers of the kinds `kinds`, to the drawn call."""
+    # Adds q, k and v, with numbers of the kinds `kinds`, to the drawn call.
     if kinds is None: kinds = self.profile()
     shapes = {"q": (self.B, self.H, self.Sq, self.D), "k": (self.B, self.Hkv, self.Sk, self.D), "v": (self.B, self.Hkv, self.Sk, self.Dv)}
     # In some draws all batches, or all heads, of k and v are equal, and k and v become views of one batch or head.
@@ -131,14 +131,14 @@ class DrawnCall:
     if same is not None: self.settings["same"] = same
 
   def far_reaching(self) -> dict[str, str]:
-    """Draws an input that gets a row of NaN or inf which affects other rows, as {input: "nan", "inf" or "-inf"}."""
+    # Chooses at random an input that gets a row of NaN or inf which affects other rows; returns {input: "nan", "inf" or "-inf"}.
     # In forward the input is v, whose row affects all queries that see it.
     return {self.one("q", "k", "v"): "nan"} if self.backward else {"v": self.one("nan", "inf", "-inf")}
 
   def ndim(self, layout:str="") -> int: return len(AXES[layout or self.layout])
 
   def steps(self, name:str, shape:tuple[int, ...], dtype:str) -> list[tuple[Any, ...]]:
-    """Draws movement operations that make a view of this shape from a larger tensor."""
+    # Returns random movement operations that make a view of this shape from a larger tensor.
     # The last operation is drawn first, because each is drawn from the shape that it must produce.
     found: list[tuple[Any, ...]] = []
     if (same := self.settings.get("same")) is not None and name in "kv" and self.layout == "bhsd":
@@ -172,7 +172,7 @@ class DrawnCall:
     return tuple(sizes[axis] for axis in AXES[layout])
 
   def place(self, name:str, text:str, dtype:str, shape:tuple[int, ...], views:bool=True, after:str="") -> None:
-    """Adds a tensor to the drawn script, from the code `text` of its array."""
+    # Adds a tensor to the drawn script, from the code `text` of its array.
     # With `views`, the tensor may become a view of a larger one. `after` is code that follows the tensor before the call gets it, for example to
     # divide it over devices.
     steps = ", ".join(map(repr, self.steps(name, shape, dtype))) if views else ""
@@ -185,11 +185,11 @@ class DrawnCall:
       self.inside.append(f"{name} = view({name}, {steps})")
 
   def tensor(self, text:str) -> str:
-    """Returns the code of a realized tensor of the problem's dtype, from the code `text` of its array."""
+    # Returns the code of a realized tensor of the problem's dtype, from the code `text` of its array.
     return f"tensor({text}, {self.dtype!r}, {self.device!r}).realize()"
 
   def three(self, views:bool=True) -> None:
-    """Adds the code that makes q, k and v in the drawn layout; with `views`, they may become views of larger tensors."""
+    # Adds the code that makes q, k and v in the drawn layout; with `views`, they may become views of larger tensors.
     for name, h, s, d in (("q", self.H, self.Sq, self.D), ("k", self.Hkv, self.Sk, self.D), ("v", self.Hkv, self.Sk, self.Dv)):
       if name == "v" and self.facts.get("v_dim"): continue
       self.place(name, f"arrange(x[{name!r}], {self.layout!r})", self.dtype, self.shape_in(self.layout, h, s, d), views)
@@ -246,7 +246,7 @@ class DrawnCall:
   # ***** the call *****
 
   def call(self, text:str, lse:bool|None=None, between:str="") -> None:
-    """Adds a call to the drawn script, and draws what it returns: o, lse, both, or gradients of a loss through them."""
+    # Adds a call to the drawn script, and draws what it returns: o, lse, both, or gradients of a loss through them.
     # `text` is the code of the call, and `between` a line of code that follows it. `lse` says whether the call returns lse; None draws this.
     lse = self.chance(.5) if lse is None else lse
     if self.backward: return self.gradients(text, lse, between)
@@ -294,12 +294,12 @@ class DrawnCall:
   def of_shards(self, name:str) -> str: return self.settings.get("shards", {}).get(name, "")
 
   def attention(self, more:str="") -> str:
-    """Returns the code of a call of attn.attention with all drawn options and the further arguments `more`."""
+    # Returns the code of a call of attn.attention with all drawn options and the further arguments `more`.
     options = "".join(f", {name}={value}" for name, value in self.options.items())
     return f"attn.attention(q, k, {'None' if self.facts.get('v_dim') else 'v'}{options}{more})"
 
   def common(self, lse:bool|None=None, between:str="") -> None:
-    """Adds a call of attn.attention with all drawn options, layout and dtype of the output; `lse` and `between` are as in `call`."""
+    # Adds a call of attn.attention with all drawn options, layout and dtype of the output; `lse` and `between` are as in `call`.
     if self.layout != "bhsd": self.options["layout"] = repr(self.layout)
     if self.out_dtype != self.dtype: self.options["out_dtype"] = self.one(repr(self.out_dtype), f"DTYPES[{self.out_dtype!r}]")
     lse = self.chance(.5) if lse is None else lse
@@ -324,7 +324,7 @@ class DrawnCall:
     self.common()
 
   def eight(self) -> None:
-    """Draws a call with q, k and v of the chip's 8-bit floats, or a dense call if the chip has none."""
+    # Draws a call with q, k and v of the chip's 8-bit floats, or a dense call if the chip has none.
     if self.on in MACHINE or not (own := get_chip(self.on).fp8): return self.dense()
     self.dtype, self.out_dtype, self.layout = own, self.one("float16", "bfloat16", "float32"), self.one("bhsd", "bhsd", "bshd", "nsd")
     if self.layout == "nsd": self.B = 1
@@ -351,7 +351,7 @@ class DrawnCall:
     self.common()
 
   def lengths(self) -> None:
-    """Draws a call with kv_lengths, as a tensor, a number or a Variable, and in some draws kv_starts."""
+    # Draws a call with kv_lengths, as a tensor, a number or a Variable, and in some draws kv_starts.
     self.layout = self.one("bhsd", "bshd")
     self.held_to_work()
     self.inputs()
@@ -378,13 +378,13 @@ class DrawnCall:
     self.common()
 
   def poison(self) -> None:
-    """Writes NaN to rows of k and v that must have no effect: rows beyond the length, or before the start, of each sequence."""
+    # Writes NaN to rows of k and v that must have no effect: rows beyond the length, or before the start, of each sequence.
     for name in ("k", "v"):
       if name == "v" and self.facts.get("v_dim"): continue
       self.outside[name] = self.outside[name].replace(f"x[{name!r}]", f"unseen(x[{name!r}], x)")
 
   def ends(self, count:int, total:int) -> list[int]:
-    """Draws where packed sequences begin and end: `count` + 1 numbers in ascending order, up to `total` rows."""
+    # Draws where packed sequences begin and end: `count` + 1 numbers in ascending order, up to `total` rows.
     inner = sorted(self.rng.randint(0, total) for _ in range(count - 1))
     # Some rows may belong to no sequence, and a sequence may be empty.
     first, last = (0, total) if self.chance(.7) else (min(2, total), max(total - 3, min(2, total)))
@@ -410,7 +410,7 @@ class DrawnCall:
     self.common()
 
   def latent(self) -> None:
-    """Draws a call of multi-head latent attention (MLA): V is the first columns of K."""
+    # Draws a call of multi-head latent attention (MLA): V is the first columns of K.
     self.layout = self.one("bhsd", "bshd", "bhsd")
     if self.chance(.15) and not self.backward: self.B, self.Hkv, self.H, self.D, self.Dv, self.Sq, self.Sk = 1, 1, 16, 576, 512, self.one(1, 2), 40
     else: self.Dv = self.rng.randint(1, self.D)
@@ -427,7 +427,7 @@ class DrawnCall:
     self.common()
 
   def flash(self) -> None:
-    """Draws a call of one of FlashAttention's functions, for whole or packed sequences, with q, k and v in separate tensors or in one."""
+    # Draws a call of one of FlashAttention's functions, for whole or packed sequences, with q, k and v in separate tensors or in one.
     self.out_dtype = self.dtype
     form, varlen = self.one("", "kv", "qkv"), self.chance(.5)
     if form: self.Dv = self.D
@@ -462,7 +462,7 @@ class DrawnCall:
     self.call(f"{function}({names}, {sequences}{options})".replace(", )", ")") + ("[:2]" if lse else ""), lse)
 
   def sdpa(self) -> None:
-    """Draws a call of scaled_dot_product_attention: attn's function, or tinygrad's method while attn is installed."""
+    # Draws a call of scaled_dot_product_attention: attn's function, or tinygrad's method while attn is installed.
     self.out_dtype = self.dtype
     self.held_to_work()
     self.inputs()
@@ -493,7 +493,7 @@ class DrawnCall:
     self.call(f"{function}({three}{given})", False, between=back)
 
   def custom(self) -> None:
-    """Draws a call that runs attn's kernel function by tinygrad's Tensor.custom_kernel."""
+    # Draws a call that runs attn's kernel function by tinygrad's Tensor.custom_kernel.
     self.layout = self.one("bhsd", "bshd", "nsd")
     if self.layout == "nsd": self.B = 1
     self.held_to_work()
@@ -520,7 +520,7 @@ class DrawnCall:
   # ***** several devices *****
 
   def shards(self) -> None:
-    """Draws a call over several devices, each of which holds a part of the batches, heads, rows or keys, or all of them."""
+    # Draws a call over several devices, each of which holds a part of the batches, heads, rows or keys, or all of them.
     self.device_count = n = self.one(*COUNTS)
     shared = self.one("batch", "heads", "rows", "rows", "rows", "keys", "keys", "none", "one head")
     self.layout = self.one("bhsd", "bhsd", "bshd") if shared in ("batch", "none") else self.one("bhsd", "bshd", "nsd")
@@ -574,7 +574,7 @@ class DrawnCall:
     self.common(lse, back)
 
   def dealt(self, name:str, text:str, dtype:str, shape:tuple[int, ...], axis:int, order:str) -> None:
-    """Adds q, k or v to the drawn script, as a tensor whose sequence is divided over devices in the given `order`."""
+    # Adds q, k or v to the drawn script, as a tensor whose sequence is divided over devices in the given `order`.
     # `attn.shard_sequence` divides the tensor either before the call of `step` or inside `step`. If inside, the script checks the gradient of the
     # tensor before it is divided.
     if self.jit or (not self.backward and self.chance(.5)):
@@ -594,7 +594,7 @@ class DrawnCall:
   # ***** caches *****
 
   def cache(self) -> None:
-    """Draws several steps, each of which appends rows to a cache, in pages or not, and attends to the cache."""
+    # Draws several steps, each of which appends rows to a cache, in pages or not, and attends to the cache.
     self.out_dtype = self.dtype
     paged, form = self.chance(.45), self.one("kv_cache", "append", "flash")
     self.layout = "bshd" if form == "flash" else self.one("bhsd", "bshd")
@@ -684,7 +684,7 @@ class DrawnCall:
     self.after += [f"for name, cache in (('k', k_cache), ('v', v_cache)): np.testing.assert_array_equal(array(cache), {want}, f'{{name}}_cache')"]
 
   def turned(self, positions:int) -> None:
-    """Makes the drawn call compute a rotary embedding, with `positions` rows of tables of angles."""
+    # Makes the drawn call compute a rotary embedding, with `positions` rows of tables of angles.
     # q and the new rows of k are rotated backwards first, so that the embedding gives the rows from which the expected result is computed. Angles are
     # quarter turns, so that the embedding is exact in every dtype.
     half, interleaved = self.rng.randint(1, max(self.D//2, 1)), self.one(True, False)
@@ -698,7 +698,7 @@ class DrawnCall:
     self.options |= {"rotary_cos": "rotary_cos", "rotary_sin": "rotary_sin", "rotary_interleaved": repr(interleaved)}
 
   def pages(self) -> None:
-    """Draws a call over keys and values in pages, in some draws with packed queries."""
+    # Draws a call over keys and values in pages, in some draws with packed queries.
     self.layout = self.one("bhsd", "bshd", "nsd", "bhsd")
     self.held_to_work()
     # The block table also has invalid page numbers, which no kernel may use.
@@ -725,7 +725,7 @@ class DrawnCall:
     self.common()
 
   def sliced(self) -> None:
-    """Draws a call of scaled_dot_product_attention over slices of a cache whose length is a Variable, as in tinygrad's models."""
+    # Draws a call of scaled_dot_product_attention over slices of a cache whose length is a Variable, as in tinygrad's models.
     self.out_dtype, self.B, self.layout = self.dtype, self.one(1, 1, 2), "bhsd"
     self.Dv = self.D
     self.held_to_work()
@@ -769,7 +769,7 @@ KINDS = {   # weights of each kind, forward and backward
   "shards": (16, 22), "custom": (4, 4), "sliced": (3, 0), "eight": (8, 0)}
 
 def drawn(seed:int, on:str="") -> Call:
-  """Draws the random call that belongs to a seed; `on` replaces the drawn chip or device."""
+  # Draws the random call that belongs to a seed; `on` replaces the drawn chip or device.
   rng = random.Random(seed)
   direction = "backward" if rng.random() < 1/3 else "forward"
   chosen = rng.choice((*CHIPS, "CPU", "CL"))

@@ -13,7 +13,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Facts:
-  """Facts about a call that its arrays do not show."""
+  # Facts about a call that its arrays do not show.
   # `wanted` names the results: o and lse, or the inputs whose gradients the call returns. If `v_dim` is not 0, V is the first `v_dim` columns of K.
   # `short` says how the matrix unit adds products of 8-bit floats, if it does not add in fp32. `types` lists the inputs whose dtype is not `dtype`.
   # `flushes`: the chip treats 16-bit denormals as zero. `emulates`: tinygrad may emulate float16 on the device, and then reads and writes numbers
@@ -35,7 +35,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Sequence:
-  """One sequence: its queries `rows` and its `keys`, as slices of the rows of a batch."""
+  # One sequence: its queries `rows` and its `keys`, as slices of the rows of a batch.
   batch: int
   number: int  # index of a packed sequence
   rows: slice
@@ -45,7 +45,7 @@ class Sequence:
   def offset(self, f:Facts) -> int: return 0 if f.top_left else self.counts[1] - self.counts[0]
 
 def sequences(x:Arrays) -> Iterator[Sequence]:
-  """Yields the packed sequences if there are cu_seqlens, otherwise each batch, with its keys from kv_starts to kv_lengths."""
+  # Yields the packed sequences if there are cu_seqlens, otherwise each batch, with its keys from kv_starts to kv_lengths.
   if "cu_seqlens_q" in x:
     ends = x["cu_seqlens_q"], x["cu_seqlens_k"]
     for i in range(len(ends[0]) - 1):
@@ -60,7 +60,7 @@ def sequences(x:Arrays) -> Iterator[Sequence]:
 def four(bias:np.ndarray) -> np.ndarray: return bias.reshape((1,)*(4 - bias.ndim) + bias.shape)
 
 def where_of_bias(bias:np.ndarray, s:Sequence) -> tuple[Any, ...]:
-  """Returns the index of the part of a 4-dimensional bias that one sequence uses."""
+  # Returns the index of the part of a 4-dimensional bias that one sequence uses.
   return slice(s.batch, s.batch + 1) if len(bias) > 1 else slice(None), slice(None), slice(None), s.keys if bias.shape[3] > 1 else slice(None)
 
 def bias_of(bias:np.ndarray, s:Sequence) -> np.ndarray: return four(bias)[where_of_bias(four(bias), s)]
@@ -76,7 +76,7 @@ def part(x:Arrays, s:Sequence) -> tuple[np.ndarray, ...]:
   return x["q"][one, :, s.rows], x["k"][one, :, s.keys], x["v"][one, :, s.keys]
 
 def forward(x:Arrays, f:Facts) -> dict[str, Law]:
-  """Returns o and lse in float64: for each the exact values and the error limit of each element."""
+  # Returns o and lse in float64: for each the exact values and the error limit of each element.
   shape = x["q"].shape[:3]
   # Rows that belong to no sequence have o 0 and lse -inf.
   total = {"o": without_error((*shape, x["v"].shape[-1])), "lse": without_error(shape, -np.inf)}
@@ -88,7 +88,7 @@ def forward(x:Arrays, f:Facts) -> dict[str, Law]:
   return total
 
 def backward(x:Arrays, f:Facts) -> dict[str, Law]:
-  """Returns the gradients of sum(o*do) + sum(lse*dlse) in float64: for each the exact values and the error limit of each element."""
+  # Returns the gradients of sum(o*do) + sum(lse*dlse) in float64: for each the exact values and the error limit of each element.
   # The second sum takes only rows that see a key.
   total = {name: without_error(x[name].shape) for name in f.wanted}
   for s in sequences(x):
@@ -109,21 +109,21 @@ def backward(x:Arrays, f:Facts) -> dict[str, Law]:
 # ***** the judge *****
 
 def without_small(x:Arrays, f:Facts) -> Arrays:
-  """Replaces numbers below the normal range of float16 by 0 in the float16 inputs."""
+  # Replaces numbers below the normal range of float16 by 0 in the float16 inputs.
   def read(name:str, a:np.ndarray) -> np.ndarray:
     half = name != "dlse" and a.dtype.kind == "f" and f.type_of(name) == "float16"
     return np.where(np.abs(a) < SMALLEST["float16"], np.float32(0), a) if half else a
   return {name: read(name, a) for name, a in x.items()}
 
 def hold(x:Arrays, f:Facts, found:Arrays) -> list[str]:
-  """Checks the results of a call, and returns a list of errors: empty if each element is within its error limit (docs/contract.md)."""
+  # Checks the results of a call, and returns a list of errors: empty if each element is within its error limit (docs/contract.md).
   wrong = errors(x, f, found, small=True)
   # A device for which tinygrad emulates float16 may read and write small numbers as 0. There, results are also right if they are right for inputs
   # with 0 in place of small numbers, and 0 is right in place of a small result.
   return errors(without_small(x, f), f, found, small=False) if wrong and f.emulates else wrong
 
 def errors(x:Arrays, f:Facts, found:Arrays, small:bool) -> list[str]:
-  """Returns a list of errors in the results `found`."""
+  # Returns a list of errors in the results `found`.
   # If `small` is false, 0 counts as right in place of a float16 result below the normal range. The gradient of v is 0 for a loss that uses only lse.
   # So 0 is also right where the expected value is NaN because a NaN was multiplied by this 0.
   expected = forward(x, f) if "o" in f.wanted or "lse" in f.wanted else backward(x, f)

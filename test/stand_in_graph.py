@@ -6,7 +6,7 @@ from attn.tinygrad_compat import Ops, UOp
 from tinygrad.engine.jit import MultiGraphRunner
 
 class StandInGraph(MultiGraphRunner):
-  """Stand-in for a GPU graph, such as a CUDA graph, whose nodes are kernels and copies."""
+  # Stand-in for a GPU graph, such as a CUDA graph, whose nodes are kernels and copies.
   # The graph records the addresses of a call once, and replaces the addresses of inputs in each later call. It also records for which nodes each node
   # waits. Of the nodes that need not wait, the last runs first.
   made: ClassVar[list[StandInGraph]] = []
@@ -49,9 +49,9 @@ class StandInGraph(MultiGraphRunner):
       found.append(max(n for n, waits in enumerate(self.waits) if n not in found and waits <= {*found}))
     return found
   def launches_on(self, device:str) -> list[int]:
-    """Returns the numbers of the graph's nodes that are attention kernels on a device."""
+    # Returns the numbers of the graph's nodes that are attention kernels on a device.
     return [n for n, (_, ast, buffers, _) in enumerate(self.calls)
             if ast.op is Ops.PROGRAM and buffers[0].device == device and "in_order" not in ast.arg.name]
   def before(self, node:int) -> set[int]:
-    """Returns the nodes for which a node waits, directly or through other nodes."""
+    # Returns the nodes for which a node waits, directly or through other nodes.
     return self.waits[node].union(*map(self.before, self.waits[node]))

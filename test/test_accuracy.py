@@ -19,7 +19,7 @@ def gradient_of_o(p:Problem, seed:int, size:float=1.0) -> np.ndarray:
   return rounded(floats(p.B, p.H, p.Sq, p.Dv, seed=seed)*np.float32(size), p.dtype)
 
 def verdicts(p:Problem, x:Inputs, do:np.ndarray, options:Options, dlse:np.ndarray|None=None) -> dict[str, Verdict]:
-  """Compares FlashAttention-2's arithmetic in numpy with float64, and returns a `Verdict` for each output, by name."""
+  # Compares FlashAttention-2's arithmetic in numpy with float64, and returns a `Verdict` for each output, by name.
   of = (p.softmax_scale, p.window, p.offset, options)
   found = {n: judge(got, law) for n, got, law in zip(("o", "lse"), same(x.q, x.k, x.v, *of, dtype=p.dtype, out_dtype=p.out_dtype),
                                                      law_of(x.q, x.k, x.v, *of, dtype=p.dtype, out_dtype=p.out_dtype), strict=True)}
@@ -222,7 +222,7 @@ def arrays(Sq:int, Sk:int, dtype:str, heads:int=1, near:float=0.0) -> tuple[np.n
 
 def forward(x:tuple[np.ndarray, ...], dtype:str, out:str="", *, wrong:tuple[np.ndarray, ...]=(), scale:float=SCALE, offset:int=0,
             window:tuple[int, int]=(-1, -1)) -> Found:
-  """Returns o and lse of FlashAttention-2's arithmetic, possibly with a fault, and the law of the right problem."""
+  # Returns o and lse of FlashAttention-2's arithmetic, possibly with a fault, and the law of the right problem.
   # The fault is inputs `wrong` instead of x, a wrong `scale`, or a wrong diagonal (`offset`).
   how = dict(dtype=dtype, out_dtype=out or dtype)
   laws = law_of(*x, SCALE, window, **how)
@@ -235,7 +235,7 @@ def dropped_key(dtype:str) -> Found:
   return {"o": forward((q, k, v), dtype, wrong=(q, k[:, :, left], v[:, :, left]))["o"]}
 
 def truncated(dtype:str) -> Found:
-  """Computes o and lse with a fault: P is rounded towards zero, but O is divided by the sum of P before rounding."""
+  # Computes o and lse with a fault: P is rounded towards zero, but O is divided by the sum of P before rounding.
   q, k, v = arrays(512, 300, dtype, near=3.0)
   s = q @ k.swapaxes(2, 3)*np.float32(SCALE)
   weights = np.exp(s - s.max(-1, keepdims=True))
@@ -244,7 +244,7 @@ def truncated(dtype:str) -> Found:
   return {"o": (rounded(down @ v/weights.sum(-1, keepdims=True), dtype), law_of(q, k, v, SCALE, dtype=dtype, out_dtype=dtype)[0])}
 
 def wrong_split(dtype:str) -> Found:
-  """Merges two key ranges with a fault: the weight of the first range is too large by a factor of 1 + 2^-10."""
+  # Merges two key ranges with a fault: the weight of the first range is too large by a factor of 1 + 2^-10.
   # The values of the two ranges are near 1 and near -1.
   q, k, v = arrays(200, 256, dtype)
   v = rounded(v*np.float32(0.1) + np.where(np.arange(256) < 128, 1, -1)[:, None].astype(np.float32), dtype)

@@ -25,7 +25,7 @@ ON_EVERY_KERNEL = pytest.mark.parametrize("arch, kernel", KERNELS)
 def int32(*values:int) -> Tensor: return Tensor(np.array(values, np.int32), device="EMU")
 def half(*shape:int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.half, device="EMU")
 def check_output(q:Tensor, k:Tensor, v:Tensor, o:Tensor, **options:Any) -> None:
-  """Checks that each element of o is within its error limit (docs/contract.md)."""
+  # Checks that each element of o is within its error limit (docs/contract.md).
   x = [array(t) for t in (q, k, v)]
   args = (x[0].shape[-1]**-.5, options.get("window", (-1, -1)), options.get("offset", 0))
   assert (verdict := judge(array(o), law_of(*x, *args, dtype="float16", out_dtype="float16")[0])).ok, verdict
@@ -35,7 +35,7 @@ def check_output(q:Tensor, k:Tensor, v:Tensor, o:Tensor, **options:Any) -> None:
 ROWS = 200     # two key tiles or more in every kernel
 
 def check_packed(arch:str, kernel:str, ends:tuple[int, ...], longest:int|None, sinks:bool) -> None:
-  """Runs packed sequences that begin and end at rows `ends`, and compares each with a call of this sequence alone."""
+  # Runs packed sequences that begin and end at rows `ends`, and compares each with a call of this sequence alone.
   # Rows that belong to no sequence must be 0 with lse -inf, also if the output buffer held other numbers before. `longest` is max_seqlen_q. With
   # `sinks`, the call has sinks.
   with emulated(arch, kernel):
@@ -173,7 +173,7 @@ def test_a_refused_call_appends_nothing() -> None:
     assert (array(k) == 0).all() and (array(v) == 0).all()
 
 def clang(folder:Path) -> str:
-  """Returns a value for PATH with which the command `clang` runs the clang of the PyPI package ziglang."""
+  # Returns a value for PATH with which the command `clang` runs the clang of the PyPI package ziglang.
   pytest.importorskip("ziglang")
   (script := folder/"clang").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang clang "$@"\n')
   script.chmod(0o755)
@@ -281,7 +281,7 @@ def test_numbers_of_numpy_and_lists_are_accepted() -> None:
 # ***** error messages *****
 
 def refusal(call:Callable[[], Any]) -> str:
-  """Returns the error message of a call that attn refuses before any kernel; the message must be short and contain no UOps."""
+  # Returns the error message of a call that attn refuses before any kernel; the message must be short and contain no UOps.
   before = GlobalCounters.kernel_count
   with pytest.raises(REFUSALS) as e: call()
   assert GlobalCounters.kernel_count == before and "UOp(" not in str(e.value) and "<UOp" not in str(e.value) and len(str(e.value)) < 500, str(e.value)

@@ -14,7 +14,7 @@ from night_script import base, on, turned_back, view
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, Tensor, UOp, dtypes
 
 def emulated_seeds(first:int, count:int) -> list[int]:
-  """Returns the first `count` seeds, counting from `first`, whose random calls run on emulated chips."""
+  # Returns the first `count` seeds, counting from `first`, whose random calls run on emulated chips.
   return [seed for seed in range(first, first + 3*count) if drawn(seed).on in CHIPS][:count]
 
 CHEAP = (1003, 1004)     # each takes about a second
@@ -49,7 +49,7 @@ def test_rows_before_a_rotary_embedding() -> None:
 # ***** what counts as a failure *****
 
 def changed(call:Any, line:str) -> Any:
-  """Returns a copy of a random call whose script ends in the additional code `line`."""
+  # Returns a copy of a random call whose script ends in the additional code `line`.
   return night.Call(call.seed, call.on, call.direction, call.kind, call.script + line, call.facts)
 
 def a_right_call() -> Any:
@@ -66,7 +66,7 @@ def test_wrong_numbers_and_errors_are_failures() -> None:
     assert outcome.state == state and why in outcome.why, outcome
 
 def with_values(*of:float) -> dict[str, np.ndarray]:
-  """Returns the arrays of a call in which both rows of v have the numbers `of` and all weights are equal, so that o is `of`, too."""
+  # Returns the arrays of a call in which both rows of v have the numbers `of` and all weights are equal, so that o is `of`, too.
   q, v = np.zeros((1, 1, 2, 2), np.float32), np.float32([[[of, of]]])
   return {"q": q, "k": q, "v": v}
 
@@ -101,11 +101,11 @@ def test_a_crash_and_a_call_that_hangs_have_a_seed(does:Any, why:str) -> None:
 # ***** memory that a kernel on a CPU must not touch *****
 
 def of_a_number(o:UOp, x:UOp) -> UOp:
-  """Test kernel that reads element x[x[0]]."""
+  # Test kernel that reads element x[x[0]].
   return o[0].store(x[x[0].load().cast(dtypes.int)].load()).sink(arg=KernelInfo("of_a_number", opts_to_apply=()))
 
 def of_its_own(o:UOp, x:UOp) -> UOp:
-  """Test kernel that copies x into a private array of eight elements, and reads element x[0] of this array."""
+  # Test kernel that copies x into a private array of eight elements, and reads element x[0] of this array.
   own, i = UOp.placeholder((8,), dtypes.float, 3, AddrSpace.REG), UOp.range(8, 0, AxisType.LOOP)
   filled = own.after(own[i].store(x[i].load()).end(i))
   return o[0].store(filled[x[0].load().cast(dtypes.int)].load()).sink(arg=KernelInfo("of_its_own", opts_to_apply=()))
@@ -113,7 +113,7 @@ def of_its_own(o:UOp, x:UOp) -> UOp:
 BEYOND = {"end": (of_a_number, 8, -signal.SIGSEGV), "begin": (of_a_number, -1, -signal.SIGSEGV), "array": (of_its_own, 8, -signal.SIGILL)}
 
 def reads(call:Any) -> Outcome:
-  """Runs a kernel of the table BEYOND that reads element 7 of an array of eight, or, if `call.seed` is 1, an element outside."""
+  # Runs a kernel of the table BEYOND that reads element 7 of an array of eight, or, if `call.seed` is 1, an element outside.
   with on("CPU", guard="begin" if call.on == "begin" else "end"):
     x = Tensor(np.full(8, BEYOND[call.on][1] if call.seed else 7, np.float32), device="CPU").realize()
     return Outcome(call.seed, str(Tensor.empty(8, device="CPU").custom_kernel(x, fxn=BEYOND[call.on][0])[0].numpy()[0]))

@@ -25,7 +25,7 @@ def run(command:str, folder:Path) -> str:
   return done.stdout
 
 def shape(line:str) -> str:
-  """Removes figures and widths from a line of output, so that lines of README.md and of a real run can be compared."""
+  # Removes figures and widths from a line of output, so that lines of README.md and of a real run can be compared.
   return " ".join(re.sub(r"[\d.]+", "#", line).split())
 
 def test_the_main_commands_are_there() -> None:
@@ -108,7 +108,7 @@ def costs_by_kernel() -> dict[str, dict[str, str]]:
   return {row[0]: dict(zip(header, row, strict=True)) for row in rows}
 
 def table_after(words:str) -> list[list[str]]:
-  """Returns the rows of the first table in README.md that follows the text `words`, without the table's header."""
+  # Returns the rows of the first table in README.md that follows the text `words`, without the table's header.
   found = re.search(re.escape(words) + r"[^|]*?\n\n\|.*\n\|[-|]+\n((?:\|.*\n)+)", README)
   assert found is not None, words
   return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[1].splitlines()]

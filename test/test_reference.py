@@ -37,7 +37,7 @@ def inputs() -> dict[str, np.ndarray]:
 DO, DLSE = normal(B, H, SQ, DV, seed=4), normal(B, H, SQ, seed=5)
 
 def slope(f:Any, x:np.ndarray, h:float=1e-5) -> np.ndarray:
-  """Computes the gradient of f() with respect to each element of x by central differences with the step `h`."""
+  # Computes the gradient of f() with respect to each element of x by central differences with the step `h`.
   found = np.zeros_like(x)
   for i in np.ndindex(x.shape):
     at, ends = x[i], []

@@ -16,7 +16,7 @@ MODULES = sorted((ROOT/"attn").rglob("*.py"))
 ALLOWED = {"main", "Array"}     # the entry of a module that can be run; a type alias for numpy's array
 
 def defined(tree:ast.Module) -> set[str]:
-  """Returns the public names that a module defines, not imports, at module level."""
+  # Returns the public names that a module defines, not imports, at module level.
   names = set()
   for node in tree.body:
     if isinstance(node, ast.FunctionDef|ast.ClassDef): names.add(node.name)
@@ -55,7 +55,7 @@ def module_of(path:Path) -> str: return ".".join(path.relative_to(ROOT).with_suf
 NAMES = {module_of(path) for path in MODULES}
 
 def imports(path:Path) -> set[str]:
-  """Returns the modules of attn that a file imports anywhere, also inside functions and for type annotations only."""
+  # Returns the modules of attn that a file imports anywhere, also inside functions and for type annotations only.
   found = set()
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.ImportFrom) and node.module:
@@ -64,7 +64,7 @@ def imports(path:Path) -> set[str]:
   return found & NAMES
 
 def room_of(module:str) -> str:
-  """Returns the innermost room of ROOMS that contains a module of attn: a folder or module with its own import rules."""
+  # Returns the innermost room of ROOMS that contains a module of attn: a folder or module with its own import rules.
   if module == "attn": return "__init__"
   return max((room for room in ROOMS if f"{module}.".startswith(f"attn.{room}.")), key=len)
 
@@ -150,7 +150,7 @@ def test_a_family_is_known_in_its_own_file() -> None:
 # ***** which tests run by default *****
 
 class Case:
-  """A stand-in for a collected test case with the marks `marks`."""
+  # A stand-in for a collected test case with the marks `marks`.
   def __init__(self, name:str, *marks:pytest.MarkDecorator) -> None:
     self.name, self.nodeid, self.marks = name, f"test_a.py::{name}", list(marks)
   def get_closest_marker(self, name:str) -> pytest.Mark|None: return next((x.mark for x in self.marks if x.name == name), None)

@@ -20,7 +20,7 @@ def docstrings(program:str) -> Iterator[tuple[int, str]]:
     if isinstance(node, ast.Module|ast.ClassDef|ast.FunctionDef) and (text := ast.get_docstring(node)): yield getattr(node, "lineno", 1), text
 
 def points_elsewhere(program:str) -> list[int]:
-  """Returns the line numbers of docstrings that begin with a pronoun or a preposition."""
+  # Returns the line numbers of docstrings that begin with a pronoun or a preposition.
   return [line for line, text in docstrings(program) if POINTS_ELSEWHERE.match(text)]
 
 def test_docstrings_begin_with_what_they_describe() -> None:
@@ -31,7 +31,7 @@ def test_docstrings_begin_with_what_they_describe() -> None:
 # ***** how long the pages are *****
 
 def prose(page:str) -> list[str]:
-  """Returns the words of a page, except those in code blocks, tables, pictures, comments and addresses of links."""
+  # Returns the words of a page, except those in code blocks, tables, pictures, comments and addresses of links.
   for pattern in (BLOCK, r"<!--.*?-->", r"!\[[^\]]*\]\([^)]*\)", r"(?<=\])\([^)]*\)"): page = re.sub(pattern, "", page, flags=TEXT_BLOCK)
   return " ".join(line for line in page.splitlines() if not line.lstrip().startswith("|")).split()
 
@@ -50,7 +50,7 @@ ELSEWHERE = {"examples/gpt2.py", "examples/llama.py", "examples/whisper.py", "ex
              "docs/mem_latency.md", "docs/mfma-valu-coissue.md", "h200.csv", "h200.png", "f.csv", "f.png", "trip.svg", "map.svg"}
 
 def missing_files(text:str) -> list[str]:
-  """Returns the file names in a text for which no file exists. A name may omit the first folders of the path."""
+  # Returns the file names in a text for which no file exists. A name may omit the first folders of the path.
   there = {"/".join(path.parts[i:]) for path in FILES for i in range(len(path.parts))}
   named = re.findall(rf"(?<![\w/.*-])([\w.][\w./-]*\.(?:{TYPES}))(?![\w*])", re.sub(r"https?://\S+", "", text))
   return sorted({name for name in named if (bare := name.removeprefix("../")) not in there and bare not in ELSEWHERE})
@@ -71,7 +71,7 @@ OTHERS = {"compilersupport", "ds_bpermute", "ds_permute", "ds_swizzle", "every_k
           "UPAT_COMPILE", "v_cos", "v_log", "v_pk_add_f32", "v_rcp", "v_rsq", "v_sin", "v_sqrt", "__launch_bounds__"}
 
 def unknown_names(text:str) -> list[str]:
-  """Returns the names in backticks in a text that occur nowhere in the project's programs."""
+  # Returns the names in backticks in a text that occur nowhere in the project's programs.
   sources = [path.read_text() for path in [*PROGRAMS, ROOT/".ci/run", ROOT/"pyproject.toml"] if path != Path(__file__)]
   known = set(re.findall(r"\w+", " ".join(sources)))
   for name in ELSEWHERE: text = text.replace(name, "")
@@ -84,7 +84,7 @@ def test_names_in_backticks_are_in_code() -> None:
   assert not unknown_names("\n".join(page.read_text() for page in PAGES))
 
 def missing_members(text:str) -> list[str]:
-  """Returns the modules and members of the package attn that a text, code blocks included, names but that do not exist."""
+  # Returns the modules and members of the package attn that a text, code blocks included, names but that do not exist.
   def source(module:str) -> str:
     path = ROOT.joinpath(*module.split("."))
     return next((file.read_text() for file in (path.with_suffix(".py"), path/"__init__.py") if file.exists()), "")
@@ -99,12 +99,12 @@ def test_members_exist(page:Path) -> None:
   assert not missing_members(page.read_text())
 
 def anchors(page:str) -> set[str]:
-  """Returns the anchors of a page's headings, as GitHub makes them."""
+  # Returns the anchors of a page's headings, as GitHub makes them.
   heads = re.findall(r"^#+ (.*)$", re.sub(BLOCK, "", page, flags=TEXT_BLOCK), re.MULTILINE)
   return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 def broken_links(page:Path, text:str) -> list[str]:
-  """Returns the relative links of a page that lead nowhere."""
+  # Returns the relative links of a page that lead nowhere.
   def leads_somewhere(link:str) -> bool:
     name, _, anchor = link.partition("#")
     target = page.parent/name if name else page

@@ -29,7 +29,7 @@ SKIPPED, WITH_MASK, NO_MASK = range(3)     # what a kernel does in a tile: nothi
 
 @dataclass(frozen=True)
 class Neighbours:
-  """For each workgroup, the interval of tiles that it visits; all arrays are (sequences, blocks of rows, one for each workgroup)."""
+  """Interval of tiles that each workgroup visits; all arrays are (sequences, blocks of rows), with one block for each workgroup."""
   tiles: int  # number of all tiles, visited or not
   begin: Array  # the workgroup computes the tiles from `begin` up to `end`
   full_begin: Array  # no mask is computed in the tiles from `full_begin` up to `full_end`
@@ -49,7 +49,7 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class Listed:
-  """For each workgroup, the list of tiles that it visits (attn/kernels/tile_lists.py)."""
+  """List of tiles that each workgroup visits (attn/kernels/tile_lists.py)."""
   tiles: int  # number of all tiles, visited or not
   # Shape (batches, heads, blocks, length). A list has the number of tiles that need a mask, the number of all tiles in the list, and the tiles: first
   # all that need a mask.

@@ -32,11 +32,11 @@ def float_elements(p:Problem) -> list[UOp]:
   return [u for u in elements_of(score_function(p).value) if dtypes.is_float(u.dtype)]
 
 def _variable(p:Problem) -> UOp:
-  """Returns the symbol by which a kernel differentiates the score_mod of a problem: the score, or an element of a mod_tensor."""
+  """Returns the symbol by which a kernel differentiates score_mod: the score, or the element of a tensor that `p.by_element` names."""
   return SCORE if p.by_element is None else float_elements(p)[p.by_element]
 
 def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
-  """Computes the derivative of a score_mod at the scores `before`, by the score or by the element that `Problem.by_element` names."""
+  """Computes the derivative of score_mod at the scores `before`; `after` are its results. It is by the score, or by an element of a tensor."""
   mod = score_function(at.p)
   slopes = Lifted(at, f"score_mod={mod}", before, unit.natural).scaled(derivative(mod.value, _variable(at.p)), 1.0)
   if not may_be_infinite(mod.value) and not float_elements(at.p): return slopes     # without tensors, which may hold -inf
@@ -48,7 +48,7 @@ def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Ten
   return with_gradients(score_function(p).value, s, at, given)
 
 def _of(p:Problem) -> ScoreTerm:
-  """Returns the row of the table of score terms for the score_mod of one problem."""
+  """Returns the row for score_mod in the table of score terms, for one problem."""
   mod = score_function(p)
   # A function that attn cannot differentiate is marked as not differentiable. A function that only adds to the score has the derivative 1.
   if why_no_derivative(mod.value, SCORE) is not None: return replace(SCORE_MOD, differentiable=False)

@@ -8,17 +8,17 @@ from attn.tinygrad_compat import Tensor, UOp
 
 @dataclass(frozen=True)
 class Walk:
-  """The rows that a workgroup owns and the columns over which it loops: queries and keys, or the reverse."""
+  """Loop of a workgroup over the score matrix: it owns rows and goes over columns, which are queries and keys, or keys and queries (`over`)."""
   p: Problem
   over: str            # "keys" or "queries"
   offset: int|UOp      # from the index of a row to the column where the diagonal meets it
   count: int|UOp  # columns
   own: int|UOp  # rows
   def place(self, row:Any) -> Any:
-    """Returns the place of a row on the axis that queries and keys share."""
+    """Returns the position of a row on the axis that queries and keys share."""
     return row + self.offset if self.over == "keys" else row
   def column(self, place:Any) -> Any:
-    """Returns the index of the column, a key or a query, that stands at `place`."""
+    """Returns the index of the column, a key or a query, whose position is `place`."""
     return place if self.over == "keys" else place + self.offset
   def diagonal(self, row:UOp) -> UOp:
     """Returns the column where the diagonal meets a row."""
@@ -36,7 +36,8 @@ class Positions:
   head: Tensor                             # query heads, broadcastable to (Hkv, query heads of each, 1, 1)
   member: Tensor|None = None   # (sequences, Sq): whether a query belongs to a sequence
   def counted_from(self, first:Tensor) -> Positions:
-    """Returns the positions for a piece of a larger problem, whose first batch and first head are `first`."""
+    """Returns the positions for a part of a larger problem; `first` has the part's first batch and first head, which batch and head then count
+    from."""
     batch, query, key = self.counted
     return replace(self, counted=(batch + first[0], query, key), head=self.head + first[1])
   @property
@@ -45,5 +46,5 @@ class Positions:
     return self.counted[2]
   @property
   def place_of_query(self) -> Tensor:
-    """Place of a query in its sequence, on the axis where key 0 of the sequence has place 0."""
+    """Position of a query on the axis where key 0 of its sequence has position 0."""
     return self.query - (self.key - self.counted[2])[..., :1]

@@ -17,7 +17,7 @@ SMALL_CAP = 64.0           # up to this softcap the short formula has an error o
 
 @functools.cache
 def tanh_series(terms:int) -> tuple[tuple[float, ...], float]:
-  """Returns the first coefficients of tanh(y)/y as a series in y^2, and the largest y^2 at which the series is exact in fp32."""
+  """Returns `terms` coefficients of tanh(y)/y as a series in y^2, and the largest y^2 at which their sum is exact in fp32."""
   # Each coefficient follows from the coefficients before it, by tanh' = 1 - tanh^2. At the largest y^2 the next term of the series is below half a
   # unit in the last place of fp32.
   found = [Fraction(1)]
@@ -26,7 +26,7 @@ def tanh_series(terms:int) -> tuple[tuple[float, ...], float]:
 
 @compound("softcap")
 def _softcap(c:Any, x:Value, inner:Value, outer:Value, *, terms:int) -> Value:
-  """Computes outer*tanh(x*inner), near 0 by `terms` terms of the series of tanh."""
+  """Computes outer*tanh(x*inner); near 0 it uses the first `terms` terms of the series of tanh."""
   # tanh(y) = 1 - 2/(1 + exp2(2*log2(e)*y)) gives exactly 1 and -1 for large |y|, but near 0 it loses digits by cancellation.
   y = c.let("y", x*inner)
   far = c.let("far", 1.0 - 2.0*c.rcp(c.let("above", 1.0 + c.exp2(c.let("power", y*(2*LOG2E))))))
@@ -51,7 +51,7 @@ def _capped(x:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
   return [softcap(y, unit.natural/p.softcap, p.softcap*at.unit.of_natural, terms) for y in x]
 
 def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
-  """Computes the derivative of softcap * tanh(score / softcap), which is 1 - tanh^2, from the scores `after` the term."""
+  """Computes the derivative of a softcap, 1 - tanh^2, from `after`, the scores after the softcap."""
   tanhs = [ops.mul(y, 1/(at.p.softcap*at.unit.of_natural)) for y in after]
   return [ops.sub(ops.splat(1.0, ops.length(y)), ops.mul(y, y)) for y in tanhs]
 

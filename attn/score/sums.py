@@ -26,7 +26,7 @@ class Summed:
   diagonals: bool = False
 
 def sum_over_scores(p:Problem) -> Summed:
-  """Returns the sum of dS (gradients of scores) that the kernel `backward_dbias` computes for a problem."""
+  """Returns which sum of dS (gradients of scores) the kernel `backward_dbias` computes for a problem."""
   if p.by_element is not None: return _of_element(p, float_elements(p)[p.by_element])
   (term, tensor), = ((term, tensor) for term in score_terms(p) for tensor in term.tensors if tensor.summed)
   return Summed(tensor.name, *p.extras[tensor.name], tuple(terms_after(term)))
@@ -44,7 +44,7 @@ def has_sum(p:Problem) -> bool:
   return any(tensor.summed for term in score_terms(p) for tensor in term.tensors)
 
 def problems_of_sums(p:Problem) -> tuple[Problem, ...]:
-  """Returns a problem for each sum of dS that a kernel must compute for the gradients of this problem's tensors."""
+  """Returns the problems for which the kernel `backward_dbias` must run, one for each sum of dS that the gradients of p's tensors need."""
   # For the sum of a bias this is the problem itself, for an element of mod_tensors a copy with `by_element`. Elements of tensors for which
   # `why_not_summed` gives a reason are left out.
   elements = [] if p.score_mod is None else float_elements(p)
@@ -52,7 +52,7 @@ def problems_of_sums(p:Problem) -> tuple[Problem, ...]:
   return (*[p]*has_sum(p), *(replace(p, by_element=n) for n in wanted))
 
 def why_not_summed(p:Problem, number:int) -> str|None:
-  """Returns the reason why no kernel sums the gradient of the tensor `number` of mod_tensors, or None if a kernel does."""
+  """Returns why no kernel computes the gradient of mod_tensors[number], or None if one does."""
   if p.first_batch_and_head or p.dealt is not None: return "the problem lies on several devices"
   for index in (simple_index(u) for u in float_elements(p) if number_of_tensor(u) == number):
     if index is None: return OTHER_INDEX

@@ -13,7 +13,7 @@ from attn.values import LN2, LOG2E
 
 @dataclass(frozen=True)
 class Row:
-  """A row of the score matrix: a query of one head, or a key of one head if lanes own keys."""
+  """A row of the score matrix: a query of one head, or, in a kernel whose lanes own keys, a key of one head."""
   batch: UOp
   head: UOp
   index: UOp
@@ -21,7 +21,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ScoreUnit:
-  """Unit of scores: a score s stands for the weight e^(s*natural) = 2^(s*base2) in the softmax."""
+  """Unit in which scores are counted: a score s has the weight e^(s*natural) = 2^(s*base2) in the softmax."""
   # For example, scores in base 2 have natural = ln 2 and base2 = 1.
   natural: float
   base2: float
@@ -33,17 +33,17 @@ class ScoreUnit:
 BASE2, NATURAL = ScoreUnit(LN2, 1.0), ScoreUnit(1.0, LOG2E)
 
 def raw_unit(p:Problem) -> ScoreUnit:
-  """Returns the unit of the raw scores Q K^T."""
+  """Returns the unit of raw scores Q K^T, which still lack the factor softmax_scale."""
   # It includes softmax_scale, so no instruction multiplies scores by softmax_scale alone.
   return ScoreUnit(p.softmax_scale, p.softmax_scale*LOG2E)
 
 def changed(x:list[UOp], unit:ScoreUnit, to:ScoreUnit) -> list[UOp]:
-  """Converts scores from the unit `unit` to the unit `to`, for example from base 2 to base e."""
+  """Converts scores from one unit to another, for example from base 2 to base e."""
   return x if unit == to else [ops.mul(y, unit.base2/to.base2) for y in x]
 
 @dataclass(frozen=True)
 class Fragment:
-  """Positions of the scores of one row that a lane holds in one tile: which row, and which column each score has."""
+  """Which scores a lane holds of one tile: their row, and the column of each."""
   # The scores themselves are a list of vectors, which is passed beside this object. Rows are queries and columns are keys, or the reverse (`over`).
   p: Problem
   given: Mapping[str, UOp]            # the problem's optional tensors, by name
@@ -74,7 +74,7 @@ class Fragment:
 # ***** terms *****
 
 class TermRegisters(IntEnum):
-  """Classes of the number of registers that a score term (softcap, ALiBi, bias) needs besides the scores."""
+  """How many registers a score term (softcap, ALiBi, bias, score_mod) needs besides the scores themselves."""
   FEW = 0        # one or two numbers
   COLUMNS = 1    # a number for each column
   SCORES = 2     # a number for each score
@@ -94,7 +94,7 @@ def tensor_as_given(name:str, t:Tensor) -> Tensor: return t
 
 @dataclass(frozen=True)
 class TermTensor:
-  """An optional tensor of Problem that a score term reads, such as a bias."""
+  """An optional tensor that a score term reads, such as a bias, and what backward does with its gradient."""
   given: TensorOfTerm  # name, axes and dtypes; along an axis of size 1 all scores share the elements
   # Whether a kernel computes the gradient of the tensor: the gradient of the scores after the term, summed over the axes that the tensor lacks. A
   # problem has at most one such tensor. tinygrad computes the gradients of other tensors.
@@ -108,16 +108,16 @@ class TermTensor:
   @property
   def dtypes(self) -> tuple[str, ...]: return self.given.dtypes
   def dimension(self, axis:str) -> int|None:
-    """Returns the index of an axis among the dimensions of a tensor that has all its axes; None if the tensor never has this axis."""
+    """Returns the index of the axis named `axis` in a tensor that has all its axes; None if the tensor never has this axis."""
     return self.axes.index(axis) if axis in self.axes else None
   def names(self, shape:tuple[int, ...]) -> tuple[str|None, ...]:
-    """Returns the axis of each dimension of a tensor of this shape, None for a dimension of size 1."""
+    """Returns the name of each axis of a tensor with this shape, None for an axis of size 1."""
     axes = self.axes[len(self.axes) - len(shape):]      # the first axes may be missing
     return tuple(axis if n > 1 else None for axis, n in zip(axes, shape))
 
 @dataclass(frozen=True)
 class ScoreTerm:
-  """An operation on scores between Q K^T and the softmax: a row of the table of score terms (softcap, ALiBi, bias, score_mod)."""
+  """A score term: an operation on scores between Q K^T and the softmax, as a row of the table (softcap, ALiBi, bias, score_mod)."""
   name: str                           # field of Problem that says whether the term is in use
   value: TermValue
   # None: the backward kernels cannot compute the derivative, and tinygrad differentiates `plain`.

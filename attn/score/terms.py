@@ -21,7 +21,7 @@ def score_terms(p:Problem) -> tuple[ScoreTerm, ...]:
   return tuple(term if term.of is None else term.of(p) for term in TERMS if getattr(p, term.name) not in (None, False, 0.0))
 
 def heaviest(p:Problem) -> TermRegisters|None:
-  """Returns how many registers the most expensive score term of a problem needs; None if the problem has no score term."""
+  """Returns how many registers the most expensive of a problem's score terms needs; None if it has no score term."""
   return max((term.registers for term in score_terms(p)), default=None)
 
 def crowded(p:Problem) -> bool:
@@ -49,10 +49,10 @@ def check_derivatives(p:Problem) -> None:
     if term.derivative is None: raise NotImplementedError(f"{term.name}={getattr(p, term.name)}: the backward kernels cannot compute its derivative")
 
 def terms_after(term:ScoreTerm) -> set[str]:
-  """Returns the names of the score terms that apply to a score after `term`."""
+  """Returns the names of the score terms that change a score later than `term` does."""
   names = [x.name for x in TERMS]
   return {*names[names.index(term.name) + 1:]}
 
 def plain_terms(p:Problem, given:Mapping[str, Tensor]) -> Callable[[Tensor, Positions], Tensor]:
-  """Returns a function that applies all score terms of a problem in tensor operations, to softmax_scale * Q K^T and the positions."""
+  """Returns a function of (softmax_scale * Q K^T, positions) that applies all score terms of a problem in tensor operations."""
   return lambda s, at: functools.reduce(lambda x, term: term.plain(x, p, at, given), score_terms(p), s)

@@ -33,7 +33,7 @@ class RankedBackwardTile:
   bound: Bound
 
 def backward_held(tile:BackwardTile, d:int) -> int:
-  """Returns a lower estimate of the vector registers that a lane of a backward kernel needs."""
+  """Estimates from below how many vector registers a lane of a backward kernel needs; `d` is the head dimension."""
   # for accumulators, S and dP, the workgroup's own rows (those that do not lie in LDS), and a part of the tiles that are being loaded
   mat = tile.matrix
   row = row_registers(mat, d)
@@ -42,7 +42,7 @@ def backward_held(tile:BackwardTile, d:int) -> int:
   return RESERVE + accumulators + 2*tile.block_n//mat.groups + row*tile.own_in_lds.count(False) + on_the_way
 
 def backward_candidates(arch:Chip, d:int, keys:bool) -> list[UpTo[BackwardShape]]:
-  """Returns table rows for the usable shapes of BACKWARD_SPACE. `keys`: the kernel's workgroups own keys, otherwise queries."""
+  """Returns the tile shapes of BACKWARD_SPACE that a kernel can use, as table rows; `keys`: for the kernel of dk and dv, otherwise of dq."""
   found, p = list[UpTo[BackwardShape]](), problem_of_spec(Spec(arch.name, d))
   for *numbers, matrix in itertools.product(*BACKWARD_SPACE.values(), MATRICES):
     c = BackwardShape(**dict(zip(BACKWARD_SPACE, numbers)))
@@ -59,7 +59,7 @@ def backward_candidates(arch:Chip, d:int, keys:bool) -> list[UpTo[BackwardShape]
   return found
 
 def backward_bound(arch:str, row:UpTo[BackwardShape], kernel:str, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
-  """Compiles the kernel "dq" or "dkdv" with the tile of a table row, and returns the figures by which tiles are ranked."""
+  """Compiles the kernel "dq" or "dkdv" with the tile shape in `row`, and returns the figures by which tile shapes are compared; None if it spills."""
   spec = Spec(arch, row.up_to, dtype, mask, kernel)
   tile = backward_tile(problem_of_spec(spec), get_chip(arch), row, kernel == "dkdv")
   source = kernel_source(spec, tile)
@@ -72,7 +72,7 @@ def backward_bound(arch:str, row:UpTo[BackwardShape], kernel:str, dtype:str=VARI
   return found._replace(predicted=round(found.predicted*needed), serial=round(found.serial*needed), issued=round(found.issued*needed))
 
 def ranked_backward(arch:str, d:int, kernel:str, each:Each=map) -> list[RankedBackwardTile]:
-  """Returns the backward tiles for head dimensions up to `d`, the best tile first, without tiles that spill registers."""
+  """Returns the tiles of a backward kernel for head dimensions up to `d`, best first, without those whose kernel spills registers."""
   found = candidates = backward_candidates(get_chip(arch), d, kernel == "dkdv")
   # a tile's figures are the worst over all variants of the kernel
   worst: dict[UpTo[BackwardShape], Bound] = {}

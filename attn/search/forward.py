@@ -53,7 +53,7 @@ RESERVE = 16    # registers for addresses, operands that are being read, and the
 Each = Callable[..., Iterable[Any]]   # map, or the map of a pool of processes
 
 class Bound(NamedTuple):
-  """Figures by which tiles are ranked, the most important one first. Greater is better."""
+  """Predicted figures of a kernel by which tiles are compared, the most important figure first. Greater is better."""
   # Shares of the matrix unit's dense rate are rounded to half percents: smaller differences come from details of the compiler's output, and say
   # nothing about the tile.
   predicted: int  # predicted share of the dense rate in the hot loop, limited by what L2 feeds
@@ -74,7 +74,7 @@ class RankedTile:
 # ***** the tiles to try *****
 
 def held(row:UpTo[ForwardShape], arch:Chip, d:int) -> int:
-  """Returns a lower estimate of the vector registers that a lane of a forward kernel needs."""
+  """Estimates from below how many vector registers a lane of a forward kernel needs; `d` is the head dimension."""
   # accumulators and scores, Q (unless it lies in LDS), and a part of the tiles of K and V that are being loaded
   mat, c = arch.matrix[MATRIX_DTYPES[0]][row.matrix], row.shape
   of_q = 0 if c.q_in_lds else row_registers(mat, d)
@@ -82,7 +82,7 @@ def held(row:UpTo[ForwardShape], arch:Chip, d:int) -> int:
   return RESERVE + c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + on_the_way
 
 def conflict(family:str, mat:Matrix, stride:int) -> bool:
-  """Returns whether lanes of a wave access the same bank of LDS when they read operands of a matrix instruction."""
+  """Returns whether lanes that read a matrix operand at the same time access the same bank of LDS, with rows `stride` 16-byte units apart."""
   # Lane group h (the lanes that hold the same rows of a result) reads the h-th 16-byte unit of row n. `stride` is the number of units from one row
   # to the next. CDNA's 16x16 instructions have such conflicts, because lanes of two lane groups, with different rows, read at the same time.
   banks, groups = phases(family, mat.wave, True, 16)
@@ -90,12 +90,12 @@ def conflict(family:str, mat:Matrix, stride:int) -> bool:
   return any(len(set(u)) != len(set(u % (banks//4))) for u in unit[groups])
 
 def whole_and_smooth(arch:Chip, mat:Matrix, rows:int, d:int) -> bool:
-  """Returns whether `rows` are a number of whole matrix tiles, and lanes read them from LDS without bank conflicts."""
+  """Returns whether `rows` rows divide into whole matrix tiles, and whether lanes read them from LDS without bank conflicts."""
   divides = rows % mat.M == 0 and rows % mat.span == 0
   return divides and not any(conflict(arch.family, mat, n//mat.unit | 1) for n in (contraction(mat, d), rows))
 
 def candidates(arch:Chip, d:int) -> list[UpTo[ForwardShape]]:
-  """Returns table rows for all usable tile shapes that the search tries."""
+  """Returns the tile shapes that the search tries on a chip, as table rows; `d` is the head dimension."""
   found, p = list[UpTo[ForwardShape]](), problem_of_spec(Spec(arch.name, d))
   for *numbers, matrix in itertools.product(*SPACE.values(), MATRICES):
     if matrix >= len(arch.matrix[MATRIX_DTYPES[0]]): continue
@@ -112,7 +112,7 @@ def candidates(arch:Chip, d:int) -> list[UpTo[ForwardShape]]:
 # ***** the bound of one tile *****
 
 def waves_of(report:Report, tile:Tile|BackwardTile, chip:Chip) -> int:
-  """Returns how many waves can run on a SIMD at the same time."""
+  """Returns how many waves of the kernel fit on a SIMD at the same time."""
   r = report.resources
   assert r.waves_by_registers is not None and r.waves_by_lds is not None
   simds = chip.pipes.simds
@@ -120,7 +120,7 @@ def waves_of(report:Report, tile:Tile|BackwardTile, chip:Chip) -> int:
   return int(min(r.waves_by_registers, r.waves_by_lds)*simds)//tile.waves*tile.waves//simds
 
 def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile) -> Bound|None:
-  """Returns the figures of a kernel from its machine code `text`, or None if the kernel spills or has no loop to analyse."""
+  """Returns the figures by which tiles are compared, from a kernel's machine code `text`; None if the kernel spills or has no loop."""
   if report is None or (loop := report.loop) is None: return None
   r, chip = report.resources, get_chip(report.arch)
   # clang also counts moves from vector registers to accumulation registers as spills. These moves stay in the register file, so they are allowed,
@@ -138,7 +138,7 @@ def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile
                -tile.block_m, -tile.block_n)
 
 def tile_bound(spec:Spec, tile:Tile) -> Bound|None:
-  """Compiles a forward kernel with a tile, and returns its figures; None if the kernel doesn't compile, or spills registers."""
+  """Compiles a forward kernel with `tile`, and returns the figures by which tiles are compared; None if it doesn't compile, or spills."""
   kernel = kernel_source(spec, tile)
   try: text = assembly(kernel.text, spec.arch)
   except CompileError: return None
@@ -154,14 +154,15 @@ def why_none(arch:str, d:int) -> str:
   return "all of them spill registers"
 
 def first_bound(arch:str, row:UpTo[ForwardShape], dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
-  """Compiles the forward kernel with the tile of a table row, for one dtype and mask, and returns the figures by which tiles are ranked."""
+  """Compiles the forward kernel with the tile shape in `row`, for one dtype and mask; returns the figures by which tiles are compared, or None if it
+  spills."""
   spec = Spec(arch, row.up_to, dtype, mask)
   tile = amd_tile(problem_of_spec(spec), get_chip(arch), row)
   # by default with the first of VARIANTS, with which the kernel is slowest; None if the kernel doesn't compile, or spills registers
   return tile_bound(spec, tile)
 
 def worst_bound(arch:str, row:UpTo[ForwardShape], each:Each=map) -> Bound|None:
-  """Returns the figures of a table row's tile, each the worst over the dtypes and masks of VARIANTS."""
+  """Returns the figures of the tile shape in `row`, each the smallest over the dtypes and masks of VARIANTS; None if one of them spills."""
   found = [x for x in each(first_bound, *zip(*[(arch, row, dtype, mask) for dtype, mask in VARIANTS])) if x is not None]
   # None if a kernel doesn't compile, or spills registers
   return Bound(*map(min, zip(*found, strict=True))) if len(found) == len(VARIANTS) else None
@@ -169,7 +170,7 @@ def worst_bound(arch:str, row:UpTo[ForwardShape], each:Each=map) -> Bound|None:
 # ***** the best of a class *****
 
 def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound|None]) -> RankedTile|None:
-  """Returns the tile whose worst figures over all variants (dtypes and masks) are the greatest."""
+  """Returns the tile whose worst figures over all dtypes and masks are the greatest; `ranked` is sorted by figures, the greatest first."""
   found: RankedTile|None = None
   for x in ranked:
     # The worst figures are never greater than those of one variant, and `ranked` has the tiles by those, the greatest first: the search stops at the
@@ -181,7 +182,8 @@ def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound
 def queries(x:RankedTile) -> int: return -x.bound.small
 
 def rows_of_class(arch:str, ranked:list[RankedTile], each:Each=map) -> list[RankedTile]:
-  """Returns the table rows for a class of head dimensions: the best tile of `ranked`, and the best small one."""
+  """Returns the table rows for one range of head dimensions: the best tile of `ranked`, and, if it is large, the best small tile for few
+  workgroups."""
   worst = functools.cache(lambda row: worst_bound(arch, row, each))
   first = best(ranked, worst)
   if first is None or queries(first) <= SMALL_TILE: return [first] if first is not None else []
@@ -197,7 +199,7 @@ class Class:
   rows: tuple[RankedTile, ...]
 
 def search_class(arch:str, d:int, each:Each=map) -> Class:
-  """Searches for the best tile descriptions for head dimensions up to `d` on a chip."""
+  """Searches for the best tile descriptions for head dimensions up to `d` (64, 128, 192 or 256) on a chip."""
   chip, ranked, rows = get_chip(arch), list[RankedTile](), list[RankedTile]()
   space = candidates(chip, d)
   def look(tiles:list[UpTo[ForwardShape]]) -> list[RankedTile]:
@@ -217,7 +219,7 @@ def search_class(arch:str, d:int, each:Each=map) -> Class:
   return Class(arch, d, tuple(ranked), tuple(rows))
 
 def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Class]:
-  """Searches for the best tiles for every class of head dimensions on every chip, in `jobs` processes, and shows a progress line."""
+  """Searches for the best tiles for each chip and each of the largest head dimensions `classes`, in `jobs` processes; shows a progress line."""
   kinds = list(itertools.product(archs, classes))
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
     for arch, d in (bar := tqdm(kinds, unit="class")):
@@ -233,7 +235,7 @@ def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Cla
 ALONGSIDE = 78     # the column of a line where the comment with the figures begins
 
 def row_of(x:RankedTile, llvm:int=EVERY) -> str:
-  """Returns a table row as a line of source text, with the tile's figures in a comment, for releases of LLVM up to `llvm`."""
+  """Returns the table row of a tile as a line of Python, with its figures in a comment, for LLVM releases up to `llvm`."""
   row, shape = replace(x.row, llvm=llvm), x.row.shape
   def named(of:Any) -> list[str]:
     return [f"{f.name}={value}" for f in fields(of) if f.default is not MISSING and (value := getattr(of, f.name)) != f.default]
@@ -248,11 +250,11 @@ TableRows = dict[str, dict[RowsKey, list[str]]]   # family -> key -> lines
 TABLE = re.compile(r"^(FORWARD_ON_\w+: tuple\[UpTo\[ForwardShape\], \.\.\.\] = \(\n)(.*?)^\)$", re.MULTILINE | re.DOTALL)
 
 def file_of(family:str) -> Path:
-  """Returns the path of the module of a chip family that contains the family's table of forward tiles."""
+  """Returns the path of the Python file with the table of forward tiles for a family of chips."""
   return Path(chips.__file__).parent/f"{family}.py"
 
 def table_rows_in(text:str) -> dict[RowsKey, list[str]]:
-  """Returns the lines of the table of forward tiles in the source text of a chip family's module."""
+  """Returns the lines of the table of forward tiles in a Python file's `text`, by (largest head dimension, -LLVM release)."""
   if (table := TABLE.search(text)) is None: raise ValueError("a family's file has no table FORWARD_ON_...: tuple[UpTo[ForwardShape], ...] = (")
   rows: dict[RowsKey, list[str]] = {}
   for line in table[2].splitlines():
@@ -261,15 +263,15 @@ def table_rows_in(text:str) -> dict[RowsKey, list[str]]:
   return rows
 
 def all_tables() -> TableRows:
-  """Returns the tables of forward tiles of all families that have a chip for which tiles are searched."""
+  """Returns the tables of forward tiles of all families of chips for which tiles are searched, as lines of Python."""
   return {family: table_rows_in(file_of(family).read_text()) for family in (get_chip(a).family for a in SEARCHED)}
 
 def tiles_in(lines:Iterable[str]) -> list[str]:
-  """Returns the tiles in some lines of a table of tiles, without their figures and LLVM releases."""
+  """Returns the lines of a tile table without comments and LLVM releases, so that equal tiles give equal text."""
   return [re.sub(r", llvm=\d+", "", line.partition("#")[0]).strip() for line in lines]
 
 def merged_rows(old:TableRows, found:Iterable[Class], llvm:int) -> TableRows:
-  """Returns the tables of tiles `old`, with the result `found` of a search under the LLVM release `llvm` in place of older lines."""
+  """Returns the tile tables `old`, in which the lines that a search under the LLVM release `llvm` has `found` replace older ones."""
   rows = {family: dict(lines) for family, lines in old.items()}
   up_to = llvm if llvm < LLVM else EVERY
   for x in found:
@@ -282,7 +284,7 @@ def merged_rows(old:TableRows, found:Iterable[Class], llvm:int) -> TableRows:
   return rows
 
 def with_table(text:str, rows:Mapping[RowsKey, list[str]]) -> str:
-  """Returns the source text of a chip family's module, with these rows in its tile table."""
+  """Returns the text of a Python file, in which the lines of its tile table are replaced by `rows`."""
   lines = "".join(f"{line}\n" for key in sorted(rows) for line in rows[key])
   return TABLE.sub(lambda table: f"{table[1]}{lines})", text)
 

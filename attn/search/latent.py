@@ -14,14 +14,14 @@ from attn.problem import Problem
 LATENT_NUMBERS = {64: 384, 32: 240}      # most registers of a lane for Q, S and O, by the lanes of a wave; a lane also needs other registers
 
 def latent_numbers(p:Problem, tile:MlaTile|MlaMmaTile) -> int:
-  """Returns a lower estimate of the registers that a lane needs for its part of Q, S and O in a kernel for latent attention."""
+  """Estimates from below how many registers a lane needs for Q, S and O in a kernel for latent attention."""
   if isinstance(tile, MlaMmaTile): return 4*(tile.row_tiles*tile.columns(p) + tile.block_n//tile.key_parts//tile.matrix.N)
   mat = tile.matrix
   own = 0 if tile.q_reloaded else row_registers(mat, p.D)
   return own + tile.row_tiles*tile.columns(p)*mat.accumulator + tile.block_n//tile.key_parts//mat.groups
 
 def latent_space(p:Problem, arch:Chip) -> dict[MlaTile|MlaMmaTile, UpTo[Any]]:
-  """Returns the tiles of latent attention to time, each with its table row."""
+  """Returns the tiles of latent attention to time, each with the table row that has its shape."""
   kind, found = MlaMmaShape if arch.unit.mma else MlaShape, dict[MlaTile|MlaMmaTile, UpTo[Any]]()
   for matrix, *numbers in itertools.product(*LIMITS[kind].values()):
     row: UpTo[Any] = UpTo(head_class(p), kind(*numbers), matrix=matrix)

@@ -1,4 +1,5 @@
-"""Searches for tiles by the predicted time of a whole problem (attn/isa/timing), near the tile in use. `python -m attn.tune --near` prints it."""
+"""Searches for tiles that differ in a few sizes from the tile in use, by the predicted time of a whole problem. `python -m attn.tune --near` prints
+the result."""
 from __future__ import annotations
 import csv, functools, io, itertools, math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,7 +35,7 @@ NUMBERS_CHANGED: dict[str, Mapping[str, tuple[Any, ...]]] = {     # by kernel: t
 
 @dataclass(frozen=True)
 class Timed:
-  """A tile with the predicted time of a problem, and the bytes that the problem moves."""
+  """A tile with the predicted time of a problem and the predicted number of bytes that its kernel reads and writes."""
   row: UpTo[Any]
   tile: Tile|BackwardTile
   prediction: Prediction
@@ -45,7 +46,7 @@ class Timed:
   def ms_apart(self) -> float: return 1e3*self.prediction.seconds_apart     # if workgroups drift apart (attn/isa/timing/memory.py)
   @property
   def read(self) -> float:
-    """Bytes that a workgroup reads and writes on average: the rows over which it loops, and its own rows."""
+    """Mean number of bytes that a workgroup reads from L2 and writes to it."""
     return self.prediction.bytes["L2"]/self.workgroups
 
 # ***** the tiles to try *****
@@ -55,27 +56,27 @@ def tile_of(spec:Spec, row:UpTo[Any], shape:Shape=ASKED) -> Tile|BackwardTile:
   return amd_tile(p, chip, row) if spec.kernel == FORWARD else backward_tile(p, chip, row, spec.kernel == "dkdv")
 
 def row_in_use(spec:Spec, shape:Shape=ASKED) -> UpTo[Any]:
-  """Returns the table row whose tile is in use for a problem of size `shape`, with the sizes that the tile has for this problem."""
+  """Returns the tile that attn uses for a problem of size `shape`, as a table row."""
   p, chip = problem_of_spec(spec, shape), replace(get_chip(spec.arch), llvm=toolchain().llvm)
   tile = choose_amd_tile(p, chip) if spec.kernel == FORWARD else amd_backward_tile(p, chip, spec.kernel == "dkdv")
   return row_of_tile(spec, tile)
 
 def row_of_tile(spec:Spec, tile:Tile|BackwardTile) -> UpTo[Any]:
-  """Returns a table row with the sizes of a tile."""
+  """Returns the table row that has a tile's sizes."""
   # a tile may be smaller than the row from which it was made
   kind = ForwardShape if spec.kernel == FORWARD else BackwardShape
   shape = kind(**{f.name: getattr(tile, f.name) for f in fields(kind)})
   return UpTo(spec.d, shape, matrix=get_chip(spec.arch).matrix[spec.dtype].index(tile.matrix))
 
 def usable(spec:Spec, row:UpTo[Any]) -> bool:
-  """Returns whether a tile consists of whole matrix tiles, has no bank conflicts, and fits into LDS and registers."""
+  """Returns whether a kernel can use the tile: whole matrix tiles, no bank conflicts, few enough LDS bytes and registers."""
   chip, p, tile = get_chip(spec.arch), problem_of_spec(spec, ASKED), tile_of(spec, row)
   if misfit(p, chip, row, tile) is not None or not whole_and_smooth(chip, tile.matrix, row.shape.block_n, spec.d): return False
   if isinstance(tile, BackwardTile): return backward_held(tile, spec.d) <= chip.vgprs
   return held(row, chip, spec.d) <= chip.vgprs and tile.block_m <= LARGEST_TILE
 
 def near_rows(spec:Spec, row:UpTo[Any]) -> Iterator[UpTo[Any]]:
-  """Yields the usable table rows that differ from `row` in one number of the shape, with the sizes of their tiles."""
+  """Yields table rows of usable tiles that differ from `row` in one number."""
   for name, values in NUMBERS_CHANGED[spec.kernel].items():
     for value in values:
       if value == getattr(row.shape, name) or not usable(spec, near := replace(row, shape=replace(row.shape, **{name: value}))): continue
@@ -85,7 +86,7 @@ def near_rows(spec:Spec, row:UpTo[Any]) -> Iterator[UpTo[Any]]:
 
 @functools.cache
 def timed(spec:Spec, row:UpTo[Any], shape:Shape=ASKED) -> Timed|None:
-  """Compiles a kernel with the tile of a table row, and predicts the time of a problem of size `shape`; None if the kernel spills."""
+  """Compiles a kernel with the tile shape in `row`, and predicts the time of a problem of size `shape`; None if the kernel spills."""
   chip, tile = get_chip(spec.arch), tile_of(spec, row, shape)
   kernel = kernel_source(spec, tile, shape=shape)
   try: text = assembly(kernel.text, spec.arch)
@@ -102,7 +103,7 @@ def timed(spec:Spec, row:UpTo[Any], shape:Shape=ASKED) -> Timed|None:
 TileTimer = Callable[[Spec, UpTo[Any], Shape], Timed|None]     # predicts the time of a kernel with a tile, for a problem of this size
 
 def climb(spec:Spec, time:TileTimer=timed) -> list[Timed]:
-  """Returns the tiles that the search from the tile in use has tried, the fastest first. `time` predicts the time of one tile."""
+  """Searches from the tile in use, step by step, for faster tiles; returns all that were tried, the fastest first. `time` predicts a tile's time."""
   tried: dict[UpTo[Any], Timed|None] = {}
   def look(row:UpTo[Any]) -> None:
     if row not in tried: tried[row] = time(spec, row, ASKED)
@@ -116,7 +117,7 @@ def climb(spec:Spec, time:TileTimer=timed) -> list[Timed]:
     best = ranked[0].row
 
 def gain_of(spec:Spec, row:UpTo[Any], time:TileTimer=timed, enough:float=-math.inf) -> float:
-  """Returns by which fraction a tile is faster than the tile in use, in the worst variant: 0.05 means 5 %."""
+  """Returns by what fraction the tile in `row` is faster than the tile in use, in the worst of several dtypes and masks: 0.05 means 5 %."""
   found = math.inf
   # The smallest fraction over the dtypes and masks of VARIANTS, for forward without and with an lse, and whether workgroups run together or drift
   # apart. Minus infinity if a kernel with the tile doesn't compile or spills, or if the fraction is not more than `enough`.
@@ -128,7 +129,7 @@ def gain_of(spec:Spec, row:UpTo[Any], time:TileTimer=timed, enough:float=-math.i
   return found
 
 def surest(spec:Spec, used:Timed, tried:Iterable[Timed], time:TileTimer=timed) -> tuple[Timed, float]|None:
-  """Returns the tile that gains the most in its worst variant, with this gain; None if no tile gains more than GAIN."""
+  """Returns (tile, gain) for the tile in `tried` whose smallest gain over several dtypes and masks is the greatest; None if no gain exceeds GAIN."""
   found = None
   for x in tried:
     if x.ms > (1 - GAIN)*used.ms: continue
@@ -156,14 +157,14 @@ NOT_TAKEN = {("gfx950", "128", FORWARD, ""): "kept: the other spills with option
              ("gfx1100", "128", "dkdv", "softcap"): "kept: the other spills if query heads share keys"}
 
 def result_of(spec:Spec, gain:float) -> str:
-  """Returns whether a table row should get the best tile that the search found, and if not, why."""
+  """Returns "better" if the table should get the best tile that the search found, otherwise the reason why it keeps its own."""
   # `gain` is the share by which this tile is faster in the worst variant of `spec`
   if gain == -math.inf: return "kept: the other spills in a variant"
   if gain < GAIN: return f"kept: the gain is below {GAIN:.0%} in a variant"
   return NOT_TAKEN.get((spec.arch, str(spec.d), spec.kernel, spec.option), "better")
 
 def near_table(spec:Spec, time:TileTimer=timed) -> list[tuple[str, ...]]:
-  """Returns the table lines of the tile in use, and of the best tile that the search finds."""
+  """Returns two rows of a printed table: the tile in use, and the best tile that the search finds."""
   # The line of the tile in use is left out if it does not compile or spills. The best tile's line is left out if it is not clearly faster
   # (FASTER_BY). If no tile gains enough in every variant, the best tile is the fastest one.
   used = time(spec, row_in_use(spec), ASKED)

@@ -17,12 +17,12 @@ DEPTHS_OF_TILED = (16, 32, 64)
 AnyTiledTile = TypeVar("AnyTiledTile", TiledTile, TiledBackwardTile)
 
 def space_alone(kind:type[AnyTiledTile]) -> list[AnyTiledTile]:
-  """Returns the tiles, of the Python class `kind`, to time on a device without local memory, where a workgroup is one thread."""
+  """Returns the tiles (objects of the class `kind`) to time on a device without local memory, where a workgroup is one thread."""
   return [kind(1, 1, walked, own, 0, 0, parts=parts, columns=columns)
           for (walked, own), parts, columns in itertools.product(ROWS_OF_TILED, (2, 4, 8, 16), (4, 8, 16))]
 
 def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
-  """Returns the tile descriptions to time for `tiled`, the forward kernel without matrix instructions."""
+  """Returns the tile descriptions to time for `tiled`, the forward kernel of plain UOps."""
   if not arch.lds: return space_alone(TiledTile)
   found = []
   ways: list[dict[str, Any]] = [{"ahead": True}, {}]
@@ -37,7 +37,7 @@ def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
   return found
 
 def tiled_backward_space(p:Problem, arch:Chip, keys:bool) -> list[TiledBackwardTile]:
-  """Returns the tile descriptions to time for a backward kernel without matrix instructions. `keys`: its workgroups own keys."""
+  """Returns the tile descriptions to time for a backward kernel of plain UOps: the kernel of dk and dv if `keys`, otherwise of dq."""
   if not arch.lds: return [replace(tile, keys=keys) for tile in space_alone(TiledBackwardTile)]
   found, products = [], 3 if max(p.D, p.Dv) > LONG_SUM else 2
   for (down, across), (walked, own), depth, parts in itertools.product(THREADS_OF_TILED, ROWS_OF_TILED, DEPTHS_OF_TILED, (1, 2)):

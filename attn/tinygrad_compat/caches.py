@@ -14,13 +14,13 @@ from attn.tinygrad_compat.uops import MOST_ASTS, new_uop
 
 @functools.lru_cache(MOST_ASTS)
 def ast_of(make:Callable[..., UOp], *args:Any) -> UOp:
-  """Returns the AST of a kernel, `make(*args)`, from a cache of the latest ASTs."""
+  """Returns `make(*args)`, a kernel's AST; the ASTs of the latest calls come from a cache."""
   # Making an AST takes 10 to 150 ms, and tinygrad asks for it in each call of `Tensor.custom_kernel`. `make` must be the identical object for the
   # same kernel.
   return make(*args)
 
 def forget_oldest_kernels(prefix:str, most:int) -> None:
-  """Drops the oldest kernels from tinygrad's caches if more than `most` kernels have names that begin with `prefix`."""
+  """Drops the oldest kernels whose names begin with `prefix` from tinygrad's caches, until `most`//2 are left, if there are more than `most`."""
   # tinygrad itself would keep every kernel forever. A kernel that a TinyJit or another object has captured stays in use there.
   if len(codegen.to_program_cache) <= most: return
   ours = [key for key, program in codegen.to_program_cache.items() if program.src[0].arg.name.startswith(prefix)]
@@ -35,13 +35,13 @@ def forget_oldest_kernels(prefix:str, most:int) -> None:
   for schedule_key in launched: del schedule.schedule_cache[schedule_key]
 
 def program_key(ast:UOp, renderer:Renderer) -> tuple[str, ...]:
-  """Returns a key, valid in all processes, for the compiled kernel (PROGRAM) that `renderer` makes of an AST."""
+  """Returns a key for the kernel that `renderer` compiles from an AST, the same in every process."""
   # The key contains everything that tinygrad's own key contains.
   key, kind, *rest = to_program_key(ast, renderer)
   return (key.hex(), f"{kind.__module__}.{kind.__qualname__}", *map(str, rest))
 
 def launch_of(program:UOp) -> dict[str, Any]|None:
-  """Describes the source and the launch of a compiled kernel (PROGRAM) by values that JSON can store, or returns None if that is impossible."""
+  """Returns source and launch sizes of a compiled kernel (PROGRAM) as values that JSON can store, or None if that is impossible."""
   info, own = program.arg, program.src[0].arg
   estimates, sizes = own.estimates, (info.global_size, info.local_size)
   numbers = (*info.global_size, *(info.local_size or ()), estimates.ops, estimates.lds, estimates.mem)
@@ -51,7 +51,7 @@ def launch_of(program:UOp) -> dict[str, Any]|None:
           "slots": [u.arg.slot for u in program.src[1].src if u.op is Ops.PARAM], "globals": info.globals, "outs": info.outs, "ins": info.ins}
 
 def program_of_launch(launch:dict[str, Any], ast:UOp, renderer:Renderer) -> UOp:
-  """Makes a kernel's PROGRAM, with source but without machine code, from its AST and the description by `launch_of`."""
+  """Makes a PROGRAM, with source but without machine code, from a kernel's AST and the values that `launch_of` returned in an earlier process."""
   params = {u.arg.slot: u for u in ast.toposort() if u.op is Ops.PARAM}
   sink = new_uop(Ops.SINK, arg=replace(ast.arg, name=launch["name"], estimates=Estimates(*launch["estimates"])))
   linear = new_uop(Ops.LINEAR, tuple(params[slot] for slot in launch["slots"]))

@@ -28,7 +28,7 @@ MOST_LOWERED_HERE = 12
 def threads() -> ThreadPoolExecutor: return ThreadPoolExecutor(COMPILER_THREADS, "attn_compile")
 
 class InThread(Compiler):
-  """Stand-in for the compiler `own` that begins to compile a source in a thread, and returns no machine code."""
+  """Compiler for tinygrad that passes a source to the compiler `own` in a thread, and returns empty machine code at once."""
   def __init__(self, own:Compiler) -> None:
     super().__init__()
     self.own, self.code = own, Future[bytes]()
@@ -40,11 +40,11 @@ class InThread(Compiler):
 
 @dataclass(frozen=True)
 class Begun:
-  """A lowered kernel that `compiler` is compiling; `program` is its PROGRAM without machine code."""
+  """A kernel whose compilation has begun in a thread; `program` is its PROGRAM, still without machine code."""
   program: UOp
   compiler: InThread
   def finished(self) -> UOp:
-    """Waits for the machine code, keeps it in tinygrad's cache on disk, and returns the PROGRAM with it."""
+    """Waits for the thread; returns the PROGRAM with machine code, and stores the machine code in tinygrad's cache on disk."""
     *rest, source, _ = self.program.src
     code, table = self.compiler.code.result(), self.compiler.own.cachekey
     if table is not None: diskcache_put(table, source.arg, code)
@@ -53,21 +53,21 @@ class Begun:
 begun = dict[tuple[Any, ...], Begun]()     # kernels that are being compiled, by tinygrad's key of a PROGRAM
 
 def in_threads(renderer:Renderer) -> bool:
-  """Returns whether kernels of this renderer are compiled in threads."""
+  """Returns whether kernels of this renderer (those for CUDA) are compiled in threads."""
   return renderer.target.device in IN_THREADS and DEBUG < SHOWS_MACHINE_CODE
 
 def begin(ast:UOp, renderer:Renderer) -> None:
-  """Lowers a kernel's AST and begins to compile the kernel in a thread; `finished_program` waits for the thread."""
+  """Lowers a kernel's AST and begins to compile it in a thread. `finished_program` returns the result."""
   if (key := to_program_key(ast, renderer)) in codegen.to_program_cache or key in begun: return
   compiler = InThread(renderer.compiler)
   with with_attributes(renderer, compiler=compiler): begun[key] = Begun(codegen.do_to_program(ast, renderer), compiler)
 
 def finished_program(ast:UOp, renderer:Renderer) -> UOp|None:
-  """Returns the PROGRAM of a kernel that `begin` has started to compile, once it is compiled; None for any other kernel."""
+  """Waits until a kernel that `begin` has started is compiled, and returns its PROGRAM; None if `begin` was not called for it."""
   return None if (found := begun.pop(to_program_key(ast, renderer), None)) is None else found.finished()
 
 def compile_at_once(launch:UOp, device:str) -> None:
-  """Lowers the kernel of a launch in this process, and compiles it or begins to compile it in a thread."""
+  """Lowers the kernel of a launch in this process, without worker processes, and compiles it, for CUDA in a thread."""
   # `launch` is tinygrad's CALL. Without this, tinygrad would start worker processes for a schedule with several kernels, which takes longer than
   # compiling a small kernel.
   (begin if in_threads(renderer := device_of(device).renderer) else to_program)(launch.src[0], renderer)
@@ -79,7 +79,7 @@ def is_of_attn(ast:UOp) -> bool:
 Task = tuple[int, tuple[UOp, Renderer], dict[str, Any]]      # number of a kernel in its schedule, what to compile, and tinygrad's settings
 
 class LoweredHere:
-  """Stand-in for tinygrad's pool of worker processes that lowers short schedules for CUDA with a kernel of attn in this process."""
+  """Object in place of tinygrad's pool of worker processes: schedules of a few CUDA kernels with one of attn are lowered in this process instead."""
   # `pool` starts tinygrad's processes. If a schedule has only a few kernels, all for CUDA, and one of them is of attn, its kernels are lowered one
   # after another in this process instead, and compiled in threads.
   def __init__(self, pool:Callable[[], Any]) -> None: self.pool = pool
@@ -94,7 +94,7 @@ class LoweredHere:
 
 @functools.cache
 def lower_few_kernels_here() -> None:
-  """Makes tinygrad lower short schedules for CUDA with a kernel of attn in this process, from now on."""
+  """Makes tinygrad lower schedules of a few CUDA kernels, one of them attn's, in this process instead of worker processes, from now on."""
   pool = realize.get_worker_pool
   def through(make_program:ToProgram, ast:UOp, renderer:Renderer) -> UOp:
     return make_program(ast, renderer) if (program := finished_program(ast, renderer)) is None else program

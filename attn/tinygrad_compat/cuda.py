@@ -19,12 +19,12 @@ from attn.tinygrad_compat.patches import input_of, resolved
 STATIC_SHARED = 49152
 
 def dynamic_shared_name(name:str, nbytes:int) -> str:
-  """Returns the name under which a kernel with `nbytes` of shared memory is compiled."""
+  """Returns a kernel's name for compilation, which contains its bytes of dynamic shared memory if static shared memory is too small."""
   # Static shared memory is limited to STATIC_SHARED bytes. A kernel with more uses dynamic shared memory, and `nbytes` becomes a part of its name.
   return name if nbytes <= STATIC_SHARED else f"{name}_smem{nbytes}"
 
 def shared_memory_text(x:UOp, text:str) -> str:
-  """Returns the CUDA declaration of a buffer: tinygrad's `text`, or a declaration of dynamic shared memory if the buffer is too large."""
+  """Returns the CUDA declaration of a buffer: tinygrad's own `text`, or for a large buffer in shared memory a dynamic declaration."""
   if x.addrspace is not AddrSpace.LOCAL or x.max_numel()*x.dtype.itemsize <= STATIC_SHARED: return text
   return f"extern {text[:text.rindex('[')]}[];".replace("__align__(16)", "__align__(1024)")    # wgmma's swizzle depends on the address
 
@@ -36,7 +36,7 @@ def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:
 # **** graphs under TinyJit ****
 @contextlib.contextmanager
 def at_least_one_block() -> Iterator[None]:
-  """Context in which tinygrad can make a CUDA graph of kernels whose grids depend on Variables."""
+  """Context in which a grid whose size depends on Variables has at least one block, as CUDA requires when tinygrad makes a graph."""
   # tinygrad sets every Variable to 0 then, and CUDA refuses a grid without blocks ("CUDA Error 1, invalid argument"). Here such a grid gets one
   # block. The graph gets the real sizes before each launch.
   sizes = ProgramInfo.launch_dims
@@ -48,7 +48,7 @@ def at_least_one_block() -> Iterator[None]:
   finally: ProgramInfo.launch_dims = sizes   # type: ignore[method-assign]
 
 def renew_copies(graph:Any, moved:list[int]) -> None:
-  """Gives the copy nodes `moved` of a CUDA graph their current addresses."""
+  """Updates the addresses of a CUDA graph's copy nodes with the numbers in `moved`."""
   # The whole graph is instantiated again. Changing a copy in the existing instance would be slower: the copy would then run on multiprocessors
   # instead of the copy engine, and wait until a kernel leaves some of them free (measured on H200s, driver 580).
   from tinygrad.runtime.autogen import cuda
@@ -59,7 +59,7 @@ def renew_copies(graph:Any, moved:list[int]) -> None:
 
 @functools.cache
 def with_selected_inputs(graph:type, renew:Callable[[Any, list[int]], None]=renew_copies) -> type:
-  """Returns a subclass of tinygrad's graph class `graph` whose nodes use the inputs of the current call, also regions and parts of inputs."""
+  """Returns a subclass of tinygrad's class `graph` of GPU graphs, in which nodes that use a part of an input also use the current call's input."""
   # tinygrad itself renews only a node that uses an input as a whole: a node that uses one device's part of an input, or a region of it, would keep
   # the buffer of the first call. A node stays unchanged if its input has the same address as in the call before, because finding the region takes the
   # host a tenth of a millisecond, and changing the graph takes time too.
@@ -79,7 +79,7 @@ def with_selected_inputs(graph:type, renew:Callable[[Any, list[int]], None]=rene
       self.copied = {(node, i): address_of(self.calls[node][2][i]) for node, i, *_ in self.selected if self.nodes[node][3]}
       self.lay = [list[Any]() for _ in input_uops]      # addresses of the inputs in the call before, on each device
     def _access_resources(self, bufs:list[Buffer], write:list[int], new_dependency:Any) -> Any:
-      """Returns the earlier nodes for which a graph node must wait, computed from the regions of buffers that it uses."""
+      """Returns the earlier graph nodes for which a new node must wait, by the parts of buffers that it reads and writes."""
       # tinygrad's own method looks at whole buffers, and at only two buffers of a copy. A node that writes a region may also have the whole buffer as
       # an argument, which tells the memory planner that the buffer is used. It does not read the whole buffer, so this argument is ignored.
       call = self.calls[len(self.nodes)]
@@ -110,16 +110,16 @@ def holds(whole:Buffer, part:Buffer) -> bool:
   return whole.base is part.base and ends[0] != ends[1] and ends[0][0] <= ends[1][0] and ends[1][1] <= ends[0][1]
 
 def address_of(buffer:Any) -> Any:
-  """Returns the address of a buffer, or, on a device without addresses, another value that changes when the buffer moves."""
+  """Returns a buffer's address, or, on a device without addresses, something else that changes if the buffer is moved."""
   return getattr(buffer._buf, "value", buffer._buf)
 
 def addresses_of(buffer:Any) -> list[Any]:
-  """Returns the address of a buffer on each of its devices."""
+  """Returns the buffer's address, one for each device if it is a buffer on several."""
   return [address_of(b.ensure_allocated()) for b in (buffer.bufs if isinstance(buffer, MultiBuffer) else [buffer])]
 
 # **** installation of both changes ****
 def adapt_cuda(devices:str|tuple[str, ...]|None, renderers:dict[type[Renderer], type[Renderer]]) -> None:
-  """Changes the CUDA devices among `devices` for the rest of the process: renderers, dynamic shared memory, and graphs by `with_selected_inputs`."""
+  """Changes tinygrad's CUDA devices among `devices`, for the rest of the process: renderers, large shared memory, and graphs under TinyJit."""
   for name in (devices,) if isinstance(devices, str) else devices or ():
     if name.split(":")[0] != "CUDA" or (dev := device_of(name)).runtime_t is dynamic_shared_program: continue
     dev.runtime_t, dev.cached_renderer = dynamic_shared_program, {}   # type: ignore[assignment]

@@ -34,12 +34,12 @@ def opened_devices(name:str) -> list[Compiled]:
 # **** properties for kernels of plain UOps ****
 @dataclass(frozen=True)
 class DeviceAbilities:
-  """Abilities of a device that matter to kernels without matrix instructions."""
+  """What a device offers to kernels of plain UOps: local memory and workgroups."""
   local_memory: int  # bytes that a workgroup may use; 0 if threads are faster without
   serial: bool = False  # the device has no workgroups
 
 def workgroups_of(device:str) -> DeviceAbilities|None:
-  """Returns the abilities of a device for kernels without matrix instructions, or None if tinygrad renders neither C nor LLVM for it."""
+  """Returns what a device offers to kernels of plain UOps, or None if tinygrad renders neither C nor LLVM for it."""
   opened = device_of(device)
   if not opened.renderers or not isinstance(renderer := opened.renderer, CStyleLanguage|LLVMRenderer): return None
   if not renderer.has_local: return DeviceAbilities(0, serial=True)
@@ -56,7 +56,7 @@ def is_cpu(device:Any) -> bool:
 # **** the card ****
 @dataclass(frozen=True)
 class CardFacts:
-  """Facts about a card that its device tells; None for what the device does not tell."""
+  """Facts that a device tells about its card, such as its name; None for what it does not tell."""
   name: str|None = None
   compute_units: int|None = None
   driver: str|None = None

@@ -1,4 +1,4 @@
-"""Random numbers of tinygrad's generator, without building tinygrad's expressions again for each draw."""
+"""Random numbers by tinygrad's generator, without building tinygrad's expressions again for each call."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ STAND_IN = "stand-in of attn"     # stands for a device among tinygrad's generat
 
 @functools.cache
 def _recipe(device:str, shape:tuple[int, ...], then:Callable[[Tensor], Tensor]) -> Recipe:
-  """Returns how `then(Tensor.rand(*shape))`, and the counter afterwards, are made of the key and the counter of the device's random generator."""
+  """Returns a recipe that makes `then(Tensor.rand(*shape))`, and the generator's next counter, from the generator's key and counter."""
   first, (key, counter) = next_buffer(), (Tensor.empty(2, dtype=dtypes.uint32, device=device) for _ in range(2))
   before, keys, counters = counter.uop, Tensor._device_seeds, Tensor._device_rng_counters
   keys[STAND_IN], counters[STAND_IN] = key, counter
@@ -23,7 +23,7 @@ def _recipe(device:str, shape:tuple[int, ...], then:Callable[[Tensor], Tensor]) 
   return found
 
 def rand_then(shape:tuple[int, ...], device:str, then:Callable[[Tensor], Tensor]) -> Tensor:
-  """Returns `then(x)` for new random fp32 numbers x of the given shape, drawn as `Tensor.rand` draws them."""
+  """Returns `then(Tensor.rand(*shape))`, new numbers in each call, from expressions that were built in the first call."""
   # tinygrad takes 5 ms to build the expressions of a draw. They differ from draw to draw only in the generator's counter, so they are built once, and
   # then get the current counter. `then` must be the identical object in each call.
   device = str(canonicalize_device(device))
@@ -33,6 +33,6 @@ def rand_then(shape:tuple[int, ...], device:str, then:Callable[[Tensor], Tensor]
   return Tensor(drawn)
 
 def realize_counters() -> None:
-  """Computes the counters of tinygrad's random generators, as realizing the drawn numbers would."""
+  """Computes the pending counters of tinygrad's random generators, which otherwise grow with each use of the generator."""
   # Until then, the expressions of each draw contain those of all earlier ones.
   for counter in Tensor._device_rng_counters.values(): counter.realize()

@@ -1,4 +1,4 @@
-"""Kernels inside tinygrad's `@function`: buffers that belong to the function, and corrected gradients."""
+"""Kernels inside tinygrad's `@function`: buffers that exist once for each call of the function, and corrections of its gradients."""
 from __future__ import annotations
 import functools, importlib, itertools, math
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +17,7 @@ from attn.tinygrad_compat.uops import new_uop
 # The buffers of `new_buffer` are no arguments: they belong to the function, which fills them before it reads them.
 
 def inside_function() -> bool:
-  """Returns whether `@function` is calling a Python function now, or is differentiating one."""
+  """Returns whether the running code is inside a `@function` of tinygrad, or inside the differentiation of one."""
   return _function.depth > 0
 
 own_buffers: WeakSet[UOp] = WeakSet()     # made inside `@function`, before they have their final numbers
@@ -26,16 +26,16 @@ MOST_SHAPES = 1024     # shapes that are kept
 
 @functools.lru_cache(MOST_SHAPES)
 def kept_shape(shape:tuple[int, ...]) -> UOp:
-  """Returns a shape as a UOp, in the form that tinygrad's operation RESHAPE takes, from a cache."""
+  """Returns a shape as the UOp that tinygrad's operation RESHAPE takes; the same shape gives the same UOp."""
   return UOp.sink(shape_to_shape_arg(shape)).simplify().src[0]
 
 def in_shape(buffer:UOp, shape:tuple[int, ...]) -> UOp:
-  """Reshapes a flat buffer, as UOp.reshape does, but faster."""
+  """Reshapes a flat buffer like UOp.reshape, but in less time."""
   # UOp.reshape simplifies the shape again in each call, which takes 0.1 ms.
   return buffer if len(shape) == 1 else new_uop(Ops.RESHAPE, (buffer, kept_shape(shape)))
 
 def new_buffer(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...]) -> UOp:
-  """Makes a buffer on each device for a kernel to fill; inside `@function` the buffer belongs to the function."""
+  """Makes a new, unfilled buffer on each device; inside `@function` each call of the function gets buffers of its own."""
   made = in_shape(UOp.new_buffer(canonicalize_device(device), math.prod(shape), dtype), shape)
   if inside_function(): own_buffers.add(made.buf_uop)
   return made
@@ -47,13 +47,13 @@ def copied(u:UOp) -> UOp:
   return buffer.after(buffer.store(u))
 
 def buffers_of_function(uret:UOp) -> set[UOp]:
-  """Returns the buffers that belong to a call of a `@function`, given as tinygrad's UOp FUNCTION."""
+  """Returns the buffers that were made inside a `@function`, of which each call gets its own; `uret` is tinygrad's UOp of the call."""
   # These are the buffers that `new_buffer` made, and those without initial content that tinygrad's own code makes inside the function
   # (`Tensor.invalids`).
   return of_tinygrad(uret) | {u for u in uret.backward_slice_with_self if u in own_buffers}
 
 def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
-  """Gives new numbers from `slots` to the buffers that belong to the `@function` whose expression is `body`."""
+  """Renumbers the buffers that were made inside a `@function` with the numbers from `slots`; `body` is the function's expression."""
   own = buffers_of_function(body)
   buffers = {u: u.replace(arg=replace(u.arg, slot=next(slots))) for u in body.toposort(enter_calls=False)
              if u.op is Ops.BUFFER and (u in own or u.arg.slot < 0)}
@@ -61,7 +61,7 @@ def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
   return body.substitute(buffers, walk=True)
 
 def with_shared_outputs(body:UOp) -> UOp:
-  """Returns the expression `body` of a `@function` with outputs that tinygrad does not compute twice."""
+  """Returns the expression `body` of a `@function`, changed so that tinygrad computes each output only once."""
   if body.op is not Ops.TUPLE: return body
   inside = body.toposort(enter_calls=False)
   buffers = {u.src[0]: u for u in inside if u.op is Ops.CONTIGUOUS}
@@ -76,13 +76,13 @@ def with_shared_outputs(body:UOp) -> UOp:
   return body.replace(src=tuple(map(shared, body.src)))
 
 def with_inlined_functions(body:UOp) -> UOp:
-  """Marks every `@function` that the `@function` with the expression `body` calls as inlined."""
+  """Marks each `@function` that another `@function` calls (its expression is `body`) as to be inlined there."""
   # tinygrad compiles only the outermost function separately, and fails at an inner one with the option `precompile`.
   apart = [u for u in body.toposort(enter_calls=False) if u.op is Ops.FUNCTION and u.arg.precompile]
   return body.substitute({u: u.replace(arg=replace(u.arg, precompile=False)) for u in apart})
 
 def prepared_body(uret:UOp) -> UOp:
-  """Returns the expression of a `@function` with numbered buffers, without outputs that are computed twice, and with inner functions inlined."""
+  """Returns the expression of a `@function` with numbered buffers, with each output computed once, and with inner functions inlined."""
   # The buffers inside get the numbers -1, -2 and so on, so that equal functions become the same UOp. tinygrad's function gives the numbers 0, 1 and
   # so on, one buffer after another: if another buffer still has such a number, the two buffers become one UOp.
   return with_shared_outputs(with_own_buffers(with_inlined_functions(uret), itertools.count(-1, -1)))
@@ -92,7 +92,7 @@ tinygrad_function.invalid_outputs = buffers_of_function     # type: ignore[attr-
 for module in (tinygrad_function, gradient): module.renumber_invalid_outputs = prepared_body   # type: ignore[attr-defined]
 
 def compact_params(body:UOp, all_args:tuple[UOp, ...]) -> tuple[UOp, tuple[UOp, ...]]:
-  """Renumbers the arguments (PARAMs) of an expression for a gradient from 0 on, and returns the expression with the arguments that it uses."""
+  """Renumbers the PARAMs in an expression as 0, 1, ..., and returns it with the arguments that these PARAMs stand for."""
   # tinygrad's own function also counts the PARAMs inside kernels, which have nothing to do with these arguments, and raises an IndexError if a kernel
   # has more PARAMs than there are arguments.
   used = sorted((u for u in body.toposort(enter_calls=False) if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
@@ -103,13 +103,13 @@ gradient._compact_params = compact_params   # type: ignore[assignment]
 _wanted: list[set[int]] = []     # for each call being differentiated: indices of the sources whose gradients are wanted. The innermost is last
 
 def wanted_of(names:Iterable[str]) -> set[str]:
-  """Returns which gradients of a call tinygrad needs, by the names of the call's inputs."""
+  """Returns those of the names of a call's inputs whose gradients tinygrad needs; all names outside a gradient function."""
   # tinygrad knows which gradients are needed, but does not tell the grad_fxn. Outside of a grad_fxn all names are returned, because every input may
   # need a gradient.
   return {name for i, name in enumerate(names) if not _wanted or i in _wanted[-1]}
 
 def inside(own:Callable[..., Any]) -> Callable[..., Any]:
-  """Wraps tinygrad's function that differentiates a call, so that `inside_function` and `wanted_of` know about the call."""
+  """Wraps `own`, tinygrad's function that differentiates a call, so that `inside_function` and `wanted_of` know what it is doing."""
   @functools.wraps(own)
   def differentiate(ctx:UOp, call:UOp, needed:set[int]) -> tuple[UOp|None, ...]:
     # The gradient of a `@function` becomes a `@function`, too.
@@ -125,7 +125,7 @@ def inside(own:Callable[..., Any]) -> Callable[..., Any]:
 gradient.call_gradient = inside(gradient.call_gradient)
 
 def path_to_targets(root:UOp, targets:set[UOp]) -> tuple[list[UOp], dict[UOp, bool]]:
-  """Returns the UOps of an expression through which gradients flow to the tensors `targets`, and for each UOp whether it lies on a path."""
+  """Returns the UOps on paths from `root` to the tensors `targets`, and for each UOp below `root` whether it lies on such a path."""
   # tinygrad's own function also walks through the AST of every kernel, which takes half of the time of a gradient.
   on_path: dict[UOp, bool] = {}
   for u in root.toposort(enter_calls=False): on_path[u] = any(x in targets or on_path.get(x, False) for x in u.src)
@@ -134,7 +134,7 @@ def path_to_targets(root:UOp, targets:set[UOp]) -> tuple[list[UOp], dict[UOp, bo
 gradient._deepwalk = path_to_targets
 
 def inlined_function(call:UOp) -> UOp|None:
-  """Inlines a call of a `@function`, with new buffers for each inlined call; returns None for a function that is compiled separately."""
+  """Replaces a call of a `@function` by the function's expression, with new buffers; returns None if tinygrad compiles the function separately."""
   # Otherwise two such calls in one schedule would write to the same buffers, because equal numbers mean equal buffers.
   return rangeify.resolve_function(call.replace(src=(with_own_buffers(call.src[0], UOp.unique_num), *call.src[1:])))
 

@@ -14,7 +14,7 @@ from attn.tinygrad_compat.caches import ast_of
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-  """Context in which Python's garbage collector does not search for reference cycles."""
+  """Context in which Python's garbage collector does not run."""
   # UOps form no cycles, and the search took a sixth of the time of a kernel's lowering.
   enabled = gc.isenabled()
   gc.disable()
@@ -34,7 +34,7 @@ Places = dict[UOp, "tuple[str, int]|None"]   # UOp -> file and line that it come
 
 @contextlib.contextmanager
 def with_attributes(owner:Any, **new:Any) -> Iterator[None]:
-  """Context in which some attributes of the object `owner` have other values."""
+  """Context in which the attributes `new` of the object `owner` have other values."""
   old = {name: getattr(owner, name) for name in new}
   for name, value in new.items(): setattr(owner, name, value)
   try: yield
@@ -42,7 +42,8 @@ def with_attributes(owner:Any, **new:Any) -> Iterator[None]:
     for name, value in old.items(): setattr(owner, name, value)
 
 def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> tuple[Any, Places]:
-  """Returns the result of `make`, and the place (file, line) at which each UOp was made."""
+  """Returns the result of `make`, and for each UOp made in it the (file, line) of the Python code that made it; files that `internal` accepts don't
+  count."""
   # UOps of a cached AST would not be made again.
   ast_of.cache_clear()
   places, create = Places(), UOpMetaClass.__call__
@@ -57,7 +58,7 @@ def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> 
   with with_attributes(UOpMetaClass, __call__=noted): return make(), places
 
 def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]:
-  """Lowers a kernel as `lower` does, and adds the places of new UOps to `places`."""
+  """Lowers a kernel as `lower` does, and adds to `places` the Python (file, line) behind each new UOp."""
   unified, walk, replace = RewriteContext.unified_rewrite, RewriteContext.walk_rewrite, UOp.replace
   # A UOp that replaces another one gets its place.
   def inherit(new:UOp, old:UOp) -> UOp:
@@ -74,7 +75,7 @@ def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]
     return lower(sink, renderer)
 
 def statements(renderer:Any, uops:list[UOp]) -> tuple[str, dict[UOp, int]]:
-  """Returns the rendered source of a program, and for each UOp its line in the source, counted from 0."""
+  """Returns the source that a renderer makes of a program, and for each UOp its line in the source, counted from 0."""
   # This is the line of the UOp's own statement, or of the statement of the first UOp that uses it in an expression.
   printed: list[tuple[UOp, str]] = []
   rules = renderer.string_rewrite

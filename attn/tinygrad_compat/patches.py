@@ -18,7 +18,7 @@ from attn.tinygrad_compat.uops import with_outputs
 ToProgram = Callable[[UOp, Renderer], UOp]   # (AST, or PROGRAM with a source; renderer) -> PROGRAM with machine code
 
 def programs_through(through:Callable[[ToProgram, UOp, Renderer], UOp]) -> None:
-  """Makes tinygrad compile kernels by `through(own, ast, renderer)`, where `own` is its own function, for the rest of the process."""
+  """Makes tinygrad compile each kernel by `through(own, ast, renderer)`, from now on; `own` is tinygrad's own function for this."""
   own = codegen.do_to_program
   @functools.wraps(own)
   def asked(ast:UOp, renderer:Renderer) -> UOp:
@@ -59,13 +59,13 @@ TINYGRAD = str(Path(helpers.__file__).parent)
 INSIDE = (str(Path(__file__).parents[1]), TINYGRAD)     # folders of attn and of tinygrad
 
 def levels_to_caller() -> int:
-  """Returns the `stacklevel` with which a warning names the user's line: the number of frames up to the first one outside attn and tinygrad."""
+  """Returns the `stacklevel` with which warnings.warn names the user's line: the first one outside attn and tinygrad."""
   frame, level = sys._getframe(1), 1
   while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE): frame, level = frame.f_back, level + 1
   return level
 
 class Rerouted:
-  """Redirects every call of a function to the function `to`, until `end` is called."""
+  """Replacement of a function by the function `to`, wherever it is called, until `end` is called."""
   # Calls through names that were bound earlier are redirected too. `before` is a copy of the original function.
   def __init__(self, function:FunctionType, to:Callable[..., Any]) -> None:
     self.function, self.before = function, FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
@@ -77,13 +77,13 @@ class Rerouted:
     self.function.__code__, self.function.__defaults__, self.function.__kwdefaults__ = own.__code__, own.__defaults__, own.__kwdefaults__
 
 def input_of(u:UOp) -> int|None:
-  """Returns the index of the TinyJit input to which an argument of a call belongs, or None if it belongs to none."""
+  """Returns the number of the TinyJit input of which the UOp `u`, an argument of a launch, is a part; None if it is no input."""
   # The argument may be the whole input, a region of it, or one device's part.
   while u.op in (Ops.MSELECT, Ops.SHRINK, Ops.RESHAPE, Ops.BITCAST): u = u.src[0]
   return int(u.arg.slot) if u.op is Ops.PARAM else None
 
 def resolved(u:UOp, inputs:tuple[UOp, ...]) -> UOp:
-  """Puts the TinyJit input in place of the placeholder (PARAM) in an argument of a call."""
+  """Returns a launch's argument `u` with the TinyJit input in place of its placeholder (PARAM)."""
   # The argument may be the placeholder itself, a region of it, or one device's part. Without a placeholder it is returned unchanged.
   if u.op is Ops.PARAM: return inputs[u.arg.slot]
   if u.op is Ops.MSTACK: return u.replace(src=tuple(resolved(x, inputs) for x in u.src))
@@ -93,7 +93,7 @@ def resolved(u:UOp, inputs:tuple[UOp, ...]) -> UOp:
 realize._resolve = resolved   # type: ignore[assignment]
 
 def with_used_tensors(graph:UOp) -> UOp:
-  """Removes from the kernel calls of a graph under TinyJit the tensors that the kernels do not take."""
+  """Removes from the launches in a graph under TinyJit the tensors that their compiled kernels do not use."""
   # A kernel lacks the parameter for a tensor if tinygrad's simplification has removed all loads of the tensor.
   def used(call:UOp) -> UOp:
     program, tensors = call.src[0], realize.get_call_arg_uops(call)
@@ -113,7 +113,7 @@ def of_used_tensors(own:Callable[..., None]) -> Callable[..., None]:
 jit.GraphRunner.__init__ = of_used_tensors(jit.GraphRunner.__init__)   # type: ignore[method-assign]
 
 def around_gradients(within:Callable[[UOp], contextlib.AbstractContextManager[None]]) -> None:
-  """Makes tinygrad compute gradients of a Tensor inside the context `within(uop)`, for the rest of the process."""
+  """Makes tinygrad compute the gradients of a Tensor inside the context `within(uop of the Tensor)`, from now on."""
   for name in ("gradient", "backward"): setattr(Tensor, name, _around(getattr(Tensor, name), within))
 
 def _around(own:Callable[..., Any], within:Callable[[UOp], contextlib.AbstractContextManager[None]]) -> Callable[..., Any]:
@@ -123,7 +123,8 @@ def _around(own:Callable[..., Any], within:Callable[[UOp], contextlib.AbstractCo
   return taken
 
 def watch_kernels(device:str, built:Callable[[UOp, Callable[[], Any]], None]) -> None:
-  """Makes tinygrad call `built(ast, again)` for each kernel of `Tensor.custom_kernel` on `device`, from now on."""
+  """Makes tinygrad call `built(ast, again)` for each kernel of `Tensor.custom_kernel` on `device`, from now on; `again()` makes the kernel once
+  more."""
   # `again()` makes the kernel a second time. The outputs of each such kernel become sources of the AST's root, so an output stays a parameter of the
   # program even if simplification removes all its stores.
   making: list[Callable[[], Any]] = []
@@ -149,7 +150,7 @@ MOST_PLACEHOLDERS = 1024
 def kept_placeholder(*args:Any) -> UOp: return UOp.placeholder(*args)
 
 def placeholder_like(self:UOp, slot:int, addrspace:AddrSpace=AddrSpace.GLOBAL) -> UOp:
-  """Makes a placeholder as tinygrad's method of this name does, but keeps the latest ones for later calls."""
+  """Makes a placeholder like tinygrad's method of this name, but returns the identical UOp for equal arguments."""
   # Making them took half of the time of a call of attention.
   assert helpers.all_int(self.shape), "no placeholder-like on symbolic shape"
   return kept_placeholder(self.max_shard_shape, self.dtype, slot, addrspace)

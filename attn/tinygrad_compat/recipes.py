@@ -14,12 +14,12 @@ OF_SHAPE = vars(UOp)["_shape"].nm     # under this name a UOp keeps its shape
 
 @dataclass(frozen=True)
 class DividedInputs:
-  """Inputs of an expression, divided into UOps that change from call to call and everything else."""
+  """Inputs of an expression, divided into the UOps that change from call to call, and everything that does not (`form`)."""
   changing: tuple[UOp, ...]  # buffers of the inputs, and calls and stores after which these have their values; each once
   form: tuple[Any, ...]  # inputs of equal form differ in nothing but `changing`
 
 def divided_inputs(tensors:Iterable[UOp]) -> DividedInputs|None:
-  """Divides inputs into the UOps that change from call to call and the inputs' form, or returns None if that is impossible."""
+  """Divides inputs into the UOps that change from call to call, and everything that does not (`form`); None if that is impossible."""
   # An input must be a buffer, or the `contiguous()` of an expression, and may be reshaped, sharded, or wait for calls.
   changing, form = dict[UOp, int](), list[Any]()
   for u in tensors:
@@ -34,7 +34,7 @@ def divided_inputs(tensors:Iterable[UOp]) -> DividedInputs|None:
 
 @dataclass(frozen=True)
 class RecipeStep:
-  """One UOp of an expression: its fields, where its sources are, and what tinygrad has found out about it."""
+  """Record of one UOp of an expression, from which an equal UOp is made: its fields, and the indices of its sources."""
   # `src` has indices of values: of the UOps that change, then of the constant parts of the expression, then of the steps so far.
   op: Ops
   dtype: Any
@@ -43,7 +43,7 @@ class RecipeStep:
   tag: Any
   shape: tuple[int, ...]|None
   def made(self, values:Sequence[UOp]) -> UOp:
-    """Makes the UOp; a buffer becomes a new one."""
+    """Makes the recorded UOp with sources from `values`; a buffer is made new."""
     arg = replace(self.arg, slot=next(UOp.unique_num)) if self.op is Ops.BUFFER else self.arg
     u = new_uop(self.op, tuple([values[i] for i in self.src]), self.dtype, arg)
     if self.tag is not None: u = u.rtag(self.tag)
@@ -52,12 +52,12 @@ class RecipeStep:
 
 @dataclass(frozen=True)
 class Recipe:
-  """How an expression is made of the UOps that change from call to call."""
+  """Record of how an expression is made from the UOps that change from call to call: one step for each other UOp."""
   constant: tuple[UOp, ...]  # parts that don't depend on these UOps, such as kernels
   steps: tuple[RecipeStep, ...]  # make the rest
   results: tuple[int, ...]  # indices of the results among all values
   def made(self, changing:Sequence[UOp]) -> Iterator[UOp]:
-    """Makes the recorded expression from the inputs `changing`, with new buffers, and yields the results."""
+    """Makes the recorded expression again, from the UOps `changing` and with new buffers; yields its results."""
     values = [*changing, *self.constant]
     for step in self.steps: values.append(step.made(values))
     return (values[i] for i in self.results)
@@ -67,7 +67,7 @@ def next_buffer() -> int:
   return int(next(UOp.unique_num))
 
 def recipe_of(results:Iterable[UOp], changing:tuple[UOp, ...], first:int) -> Recipe|None:
-  """Records how the expression with these `results` is made of the UOps `changing`; returns None if that is impossible."""
+  """Records how `results` are made from the UOps `changing`; buffers from number `first` on are made new. None if that is impossible."""
   results, known = tuple(results), frozenset(changing)
   *nodes, _ = UOp.sink(*results).toposort(gate=lambda u: u not in known, enter_calls=False)
   # Buffers with numbers from `first` on belong to the expression. Any other buffer may be another one in the next call. A shape must have no

@@ -14,7 +14,7 @@ RELEASED = {
   "tinygrad.codegen:full_rewrite_to_sink": ("ast", "ren", "optimize"), "tinygrad.codegen.late.linearizer:linearize": ("sink",)}
 
 def difference(name:str, parameters:tuple[str, ...]) -> str|None:
-  """Returns a text that says how tinygrad's function `name` differs from the release, or None if its parameters are `parameters`."""
+  """Returns how the parameters of tinygrad's function `name` differ from `parameters`, as text, or None if they don't."""
   module, path = name.split(":")
   try:
     found:Any = importlib.import_module(module)

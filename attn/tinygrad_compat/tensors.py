@@ -1,4 +1,4 @@
-"""Updates Tensors after a kernel has written to their buffers, and differentiates functions."""
+"""Changes the UOps of existing Tensors, for example after a kernel has written to their buffers; and differentiates expressions."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,18 +9,19 @@ from tinygrad.uop.ops import Ops, UOp
 from attn.tinygrad_compat.uops import new_uop, on_top
 
 def written_to(buffer:UOp, kernel:UOp) -> None:
-  """Makes every Tensor that is `buffer`, or a view of it, refer to the buffer's content after `kernel`, which writes there."""
+  """Makes every Tensor that is a view of `buffer` see what `kernel` writes to the buffer."""
   # A Tensor that is computed from such a view, but not realized yet, keeps the old content. (Tensor.assign would change such a Tensor too.)
   after = buffer.after(kernel)
   for t in [t for ref in list(all_tensors) if (t := ref()) is not None]:
     if (view := on_top(t.uop, buffer, after)) is not None: t.uop = view
 
 def put_into_tensors(instead:dict[UOp, UOp]) -> None:
-  """Replaces UOps in all Tensors: each key of `instead` by its value."""
+  """Replaces, in all existing Tensors, each UOp that is a key of `instead` by its value."""
   _apply_map_to_tensors(instead, name="history")
 
 def differentiated(outputs:UOp, sources:Sequence[UOp], gradients:Sequence[UOp|None], again:Callable[..., Any]) -> dict[int, UOp]:
-  """Returns the gradients of the float `sources` from which `outputs` is computed, by the index of the source."""
+  """Returns the gradients of the float `sources`, {index of the source: gradient}, given the gradients of the `outputs` that are computed from
+  them."""
   # `outputs` is a tuple computed from placeholders (PARAMs) whose values are `sources`. `gradients` has the gradients of the outputs; None stands for
   # 0. Each result can be computed separately. `again` is the function by which tinygrad would differentiate these gradients once more.
   slot, given = len(sources), []

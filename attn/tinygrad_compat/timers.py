@@ -10,7 +10,7 @@ from tinygrad.uop.ops import Ops, UOp
 from attn.tinygrad_compat.uops import new_uop
 
 def compiled(*outputs:Tensor) -> UOp:
-  """Returns the schedule, with compiled kernels, that computes `outputs` from realized tensors."""
+  """Returns the schedule that computes `outputs` from realized tensors, with its kernels compiled."""
   return compile_linear(outputs[0].schedule_linear(*outputs[1:]))
 
 def make_current(device:str) -> None:
@@ -28,11 +28,11 @@ def device_seconds(schedule:UOp) -> float:
   return GlobalCounters.time_sum_s - before
 
 def run_alone(call:UOp) -> None:
-  """Runs one kernel or copy of a compiled schedule."""
+  """Runs a single kernel or copy of a compiled schedule; `call` is its launch."""
   run_linear(new_uop(Ops.LINEAR, (call,)), jit=True)
 
 def cuda_seconds(schedule:UOp, count:int) -> float:
-  """Returns the seconds of one launch of the only kernel of a compiled schedule, by CUDA events around `count` launches."""
+  """Launches the only kernel of a compiled schedule `count` times, and returns the mean seconds of a launch, by CUDA events."""
   from tinygrad.runtime.ops_cuda import cu_time_execution
   call, = (u for u in schedule.toposort() if u.op is Ops.CALL and u.src[0].op is Ops.PROGRAM)
   info, buffers = call.src[0].arg, [call.src[1 + i].buffer for i in call.src[0].arg.globals]
@@ -43,7 +43,7 @@ def cuda_seconds(schedule:UOp, count:int) -> float:
   return (cu_time_execution(launch, True) or math.nan)/count
 
 def cuda_graph_seconds(schedule:UOp, count:int) -> Callable[[], float]:
-  """Returns a function that runs a compiled schedule `count` times as a CUDA graph, and returns the seconds of one repetition."""
+  """Returns a function that launches a CUDA graph with `count` runs of a compiled schedule, and returns the mean seconds of one run."""
   # All repetitions use the same buffers. The time is measured by events.
   from tinygrad.runtime.autogen import cuda
   from tinygrad.runtime.ops_cuda import check, cu_time_execution, encode_args
@@ -73,7 +73,7 @@ def cuda_graph_seconds(schedule:UOp, count:int) -> Callable[[], float]:
 
 @contextlib.contextmanager
 def foreign_cuda_context() -> Iterator[Callable[[Callable[[], Any]], Callable[[], Any]]]:
-  """Context that keeps another library's CUDA context, and yields a function that wraps functions so that they run in it."""
+  """Context that yields a wrapper of functions: a wrapped function runs in the CUDA context that was current at the beginning, such as PyTorch's."""
   from tinygrad.runtime.autogen import cuda
   theirs = cuda.CUcontext()
   cuda.cuCtxGetCurrent(ctypes.byref(theirs))

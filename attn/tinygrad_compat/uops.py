@@ -14,7 +14,7 @@ from tinygrad.uop.symbolic import symbolic
 from tinygrad.uop.weak import pm_cast_weak, pm_commit_weak
 
 def new_uop(op:Ops, src:tuple[UOp, ...]=(), dtype:DType|None=None, arg:Any=None) -> UOp:
-  """Makes a UOp of these fields; without a dtype tinygrad infers it."""
+  """Makes a UOp from its fields; if `dtype` is None, tinygrad infers it."""
   # No other function uses UOp's constructor, because its fields change between versions.
   return UOp(op, dtype, src, arg)   # type: ignore[arg-type] # its metaclass accepts None
 
@@ -22,7 +22,7 @@ def new_uop(op:Ops, src:tuple[UOp, ...]=(), dtype:DType|None=None, arg:Any=None)
 _COMMIT = pm_commit_weak + pm_cast_weak
 
 def committed(u:UOp) -> UOp:
-  """Gives a dtype to each Python number in an expression: the dtype of the operation that uses the number."""
+  """Gives each Python number in an expression a dtype: that of the operation that uses it."""
   return graph_rewrite(u, _COMMIT)
 
 Number = TypeVar("Number", UOp, Tensor)
@@ -58,14 +58,14 @@ spec_names["VectorDType"] = lambda name: next(dtype for dtype in VECTORS if dtyp
 
 # **** buffers and their views (attn/calls/views.py) ****
 def buffer_under(u:UOp) -> UOp|None:
-  """Returns the buffer that `u` is, or is a view of, with its pending writes; None for a computed value."""
+  """Returns the buffer of which `u` is a view, or `u` itself if it is a buffer, with pending writes; None for a computed value."""
   while not u.has_buffer_identity() and u.op in GroupOp.Movement: u = u.src[0]
   inner = u
   while inner.op is Ops.CONTIGUOUS: inner = inner.src[0]
   return u if inner.has_buffer_identity(after_ok=True) and all(isinstance(n, int) for n in u.shape) else None
 
 def on_top(u:UOp, base:UOp, other:UOp) -> UOp|None:
-  """Returns the view of `other` that `u` is of `base`, or None if `u` is not a view of `base`."""
+  """If `u` is a view of `base`, returns the same view of `other` (same slices and reshapes), otherwise None."""
   views = []
   while u is not base and u.op in GroupOp.Movement:
     views.append(u)
@@ -75,7 +75,7 @@ def on_top(u:UOp, base:UOp, other:UOp) -> UOp|None:
   return other
 
 def bits_under_views(u:UOp, dtype:DType) -> UOp:
-  """Reinterprets the bits of a tensor as another dtype of the same size, and keeps a view a view."""
+  """Reinterprets the bits of a tensor as another dtype of the same size; a view stays a view, without a copy."""
   # Otherwise tinygrad might copy the view first, and on devices where it emulates 8-bit floats, a copy loses denormal numbers.
   views = []
   while u.op in GroupOp.Movement:
@@ -86,18 +86,18 @@ def bits_under_views(u:UOp, dtype:DType) -> UOp:
   return bits
 
 def view_of_placeholder(u:UOp) -> UOp|None:
-  """Replaces the buffer under a view by a placeholder of the same size; returns None if `u` is not a view of a buffer."""
+  """Returns the view `u` with a placeholder in place of its buffer, so that equal views of different buffers are equal; None if it is no view."""
   # So equal views of different buffers become the identical UOp.
   if (base := buffer_under(u)) is None: return None
   return on_top(u, base, UOp.placeholder((base.max_numel(),), dtypes.uchar, 0).reshape(base.shape))
 
 def flat_element(index:UOp) -> UOp|None:
-  """Rewrites an element of a view of a kernel's parameter as an element of the flat parameter; returns None if that is impossible."""
+  """Rewrites an element of a view of a kernel's parameter as an element of the parameter itself, with one index; None if that is impossible."""
   found = graph_rewrite(index, pm_mops + symbolic, name="attn element")
   return found if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
 
 def copy_call(to:UOp, source:UOp, *held:UOp) -> UOp:
-  """Returns the launch (tinygrad's CALL) that copies one buffer, or a region of one, to another, on any devices."""
+  """Returns the launch (tinygrad's CALL) that copies `source` to `to`, each a buffer or a part of one, on any devices."""
   # The launch takes the buffers `held` as arguments only so that they stay in use; `to` and `source` may be regions of them.
   srcs = (to, source, *held)
   params = [UOp.param(i, x.dtype, x.max_shape, x.device) for i, x in enumerate(srcs)]
@@ -105,13 +105,13 @@ def copy_call(to:UOp, source:UOp, *held:UOp) -> UOp:
   return new_uop(Ops.LINEAR, (copy,)).call(*srcs)
 
 def also_after(u:UOp, *calls:UOp) -> UOp:
-  """Makes uses of a buffer wait for the launches `calls`, and for the launches for which they already wait."""
+  """Returns the buffer `u` such that its users also wait for the launches `calls`."""
   # One AFTER, tinygrad's UOp for this order, does both. With nested AFTERs tinygrad 0.14.0 would wait only for the launches of the outermost one; if
   # these don't read what the inner launches have written, nothing would wait for the inner ones.
   return u.after(*dict.fromkeys((*(u.src[1:] if u.op is Ops.AFTER else ()), *calls)))
 
 def remembered(u:UOp) -> UOp:
-  """Tags an AFTER, tinygrad's UOp for the value of a buffer after a kernel, so that it stays in every expression."""
+  """Marks the AFTER `u`, tinygrad's UOp for a buffer's value after a kernel, so that tinygrad never replaces it by the bare buffer."""
   # When a value that depends on the AFTER is computed, tinygrad 0.14.0 replaces the AFTER by the bare buffer in all expressions. A later write by
   # another kernel would then be mistaken for the write of this kernel. tinygrad does not replace a UOp that has a tag, even an empty one.
   return u.rtag(())
@@ -126,17 +126,17 @@ def output_params(sink:UOp) -> tuple[UOp, ...]:
   return tuple(sorted(found, key=lambda u: u.arg.slot))
 
 def with_outputs(sink:UOp) -> UOp:
-  """Makes a kernel's outputs sources of its AST's root (SINK), so that they stay parameters of the compiled kernel."""
+  """Adds a kernel's outputs to the sources of its AST's root (SINK), so that the compiled kernel takes them even if it does not write them."""
   return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
 
 def with_accesses(program:UOp, slots:Collection[int]) -> UOp:
-  """Makes a compiled kernel (PROGRAM) count as reading and writing the tensors of the parameters `slots`, too."""
+  """Marks the parameters with numbers in `slots` as read and written by a compiled kernel, so that other kernels wait for it."""
   # In a graph under TinyJit, kernels then wait for other kernels that read or write these tensors.
   info = program.arg
   return program.replace(arg=replace(info, outs=tuple(sorted({*info.outs, *slots})), ins=tuple(sorted({*info.ins, *slots})))) if slots else program
 
 def begins_at(u:UOp) -> int:
-  """Returns the byte of its buffer, on each device, at which a kernel's argument begins."""
+  """Returns the byte offset in its buffer, on each device, at which a kernel's argument begins."""
   # The argument may be a slice without gaps: tinygrad passes it in place, without a copy.
   while u.op in (Ops.CONTIGUOUS, Ops.MSELECT): u = u.src[0]
   under = u.base
@@ -149,13 +149,13 @@ def begins_at(u:UOp) -> int:
 MOST_ASTS = 128     # number of kernels' ASTs that a cache of this package keeps; tinygrad's own caches hold the ASTs of more kernels
 
 def with_params(sink:UOp, tensors:Sequence[UOp]) -> UOp:
-  """Adds tensors to the parameters of a kernel's AST, whether the kernel uses them or not."""
+  """Makes a kernel's AST depend on `tensors`, as parameters 0, 1, ..., whether the kernel uses them or not."""
   # In a graph under TinyJit the kernel then waits for everything that writes these tensors. (`with_used_tensors` later removes tensors from a call if
   # its program does not take them.)
   return _with_params_of(sink, *(UOp.placeholder_like(u, slot) for slot, u in enumerate(tensors) if not (u.is_variable or u.is_bound_var)))
 
 @functools.lru_cache(MOST_ASTS)
 def _with_params_of(sink:UOp, *placeholders:UOp) -> UOp:
-  """Adds the PARAMs of placeholders to the sources of the root (SINK) of a kernel's AST."""
+  """Adds the PARAMs in `placeholders` to the sources of the root (SINK) of a kernel's AST."""
   params = dict.fromkeys(u for x in placeholders for u in x.toposort() if u.op is Ops.PARAM)
   return sink.replace(src=sink.src + tuple(u for u in params if u not in sink.src))

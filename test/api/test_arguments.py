@@ -73,7 +73,7 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 def packed_but(*names:str) -> dict[str, Any]: return {name: x for name, x in packed().items() if name not in names}
 def pages(k:str, v:str) -> dict[str, Any]:
-  """Makes the cache arguments of a call: caches, with the argument names `k` and `v`, of one page of four rows, and the block table."""
+  # Makes the cache arguments of a call: caches, with the argument names `k` and `v`, of one page of four rows, and the block table.
   # A function that does not know pages can take the same tensors as a cache of one batch.
   found = [draw(1, 4, 4, 16, seed=i).contiguous().realize() for i in range(2)]
   return {k: found[0], v: found[1], "block_table": Tensor([[0]], dtype=dtypes.int, device="EMU").realize()}
@@ -119,7 +119,7 @@ def parameters(name:str) -> list[str]:
   return [p.name for p in inspect.signature(FUNCTIONS[name][0]).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 def mentions(value:Any, text:str) -> bool:
-  """Returns whether the error message `text` shows the wrong value of an argument."""
+  # Returns whether the error message `text` shows the wrong value of an argument.
   # A Tensor or an array need not be shown. The value None need not be shown if the message has the word "needs": it then says which argument is
   # missing.
   if isinstance(value, (Tensor, np.ndarray)): return True
@@ -130,7 +130,7 @@ def mentions(value:Any, text:str) -> bool:
   return any(x in text for x in told)
 
 def check_result(name:str, given:dict[str, Any], result:Any) -> None:
-  """Checks the result of a call of the function `name` with the arguments `given`."""
+  # Checks the result of a call of the function `name` with the arguments `given`.
   # Each element of the output o of `attention` in layout bhsd must be within its error limit (docs/contract.md); all other results must be finite.
   tensors = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
   if tensors: Tensor.realize(*tensors)
@@ -152,7 +152,7 @@ def check_result(name:str, given:dict[str, Any], result:Any) -> None:
       assert np.isfinite(array(t) if dtypes.is_float(t.dtype) else t.numpy()).all()
 
 def result_of(name:str, argument:str, label:str) -> tuple[dict[str, Any], Any]|None:
-  """Calls the function `name` with `argument`=VALUES[label]; returns the arguments and the result, or None after a good error."""
+  # Calls the function `name` with VALUES[label] as `argument`; returns (arguments, result), or None if a good error was raised.
   # A good error names the function and the argument. The result is not computed yet.
   function, make = FUNCTIONS[name]
   given, before = make() | {argument: VALUES[label]()}, GlobalCounters.kernel_count
@@ -171,7 +171,7 @@ def result_of(name:str, argument:str, label:str) -> tuple[dict[str, Any], Any]|N
 ARGUMENTS = [(name, argument) for name in FUNCTIONS for argument in parameters(name)]
 
 def check_argument(name:str, argument:str, computed:slice) -> None:
-  """Calls the function `name` once for each test value of `argument`, and checks the results of the accepted calls `computed`."""
+  # Calls the function `name` once for each test value of `argument`, and checks the results of the accepted calls `computed`.
   # `computed` is a slice of the accepted calls.
   with emulated("gfx942"):
     accepted = [(label, found) for label in VALUES if (found := result_of(name, argument, label)) is not None]
@@ -223,7 +223,7 @@ def random_problems(d:Any) -> dict[str, Any]:
   return p | {"extras": extras}
 
 def drawn(examples:int) -> Callable[[Any], Any]:
-  """Runs a test on `examples` random problems, each on a random chip."""
+  # Decorator: runs a test on `examples` random problems, each on a random chip.
   # If `examples` is at most 25, every run draws the same problems.
   problems = given(random_problems(), st.sampled_from(("gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_90")))
   many = settings(max_examples=examples, deadline=None, derandomize=examples <= 25, suppress_health_check=list(HealthCheck))

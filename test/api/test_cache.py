@@ -18,12 +18,12 @@ DEVICES = ("EMU:0", "EMU:1")
 def lengths(*n): return Tensor(list(n), dtype=dtypes.int, device="EMU").realize()
 
 def poisoned(layout="bhsd", capacity=CAPACITY, dtype=dtypes.half):
-  """Creates a key cache and a value cache full of NaN."""
+  # Creates a key cache and a value cache full of NaN.
   shape = {"bhsd": (B, HKV, capacity, D), "bshd": (B, capacity, HKV, D), "nsd": (B*HKV, capacity, D)}[layout]
   return [Tensor.full(shape, float("nan"), dtype=dtype, device="EMU").contiguous().realize() for _ in range(2)]
 
 def check_output(got, q, k, v, dtype="float16"):
-  """Checks that each element of `got`, causal attention of `q` over `k` and `v`, is within its error limit (docs/contract.md)."""
+  # Checks that each element of `got`, causal attention of `q` over `k` and `v`, is within its error limit (docs/contract.md).
   args = (q.shape[-1]**-.5, (-1, 0), k.shape[2] - q.shape[2])
   verdict = judge(got, law_of(q, k, v, *args, dtype=dtype, out_dtype=dtype)[0])
   assert verdict.ok, verdict

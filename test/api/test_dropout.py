@@ -42,7 +42,7 @@ P = 0.3
 def with_seed(**extras:np.ndarray) -> dict[str, Any]: return dict(dropout_p=P, extras={**extras, "dropout_seed": SEED})
 
 def in_turn_on(archs:tuple[str, ...], cases:dict[str, Any]) -> Any:
-  """Parametrizes a test over all pairs of one of `cases` and a chip: by default the chips of `archs` take turns."""
+  # Decorator: runs a test for every pair of one of `cases` and a chip; by default each case runs on one chip, and the chips take turns.
   # All other pairs get pytest's mark `thorough`.
   return pytest.mark.parametrize("case, arch", [
     pytest.param(case, arch, marks=() if i % len(archs) == k else pytest.mark.thorough, id=f"{case}-{arch}")
@@ -82,7 +82,7 @@ def test_the_mask_of_sizes_that_are_no_powers_of_two(sizes:tuple[int, ...]) -> N
   with emulated("gfx942"): np.testing.assert_array_equal(attn.dropout_mask(Tensor(SEED, device="EMU"), P, *sizes).numpy(), kept_mask(SEED, P, *sizes))
 
 def elements_apart(mask:np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-  """Yields (label, a, b) for each axis of the mask and several distances: elements of a lie this distance behind those of b."""
+  # Yields (label, a, b) for each axis of the mask and several distances: elements of a lie this distance behind those of b.
   # Along the keys, two such elements lie in the same octet (eight neighbouring keys), in neighbouring octets, or further apart.
   for axis, name in enumerate(("batch", "head", "query", "key")):
     for lag in (1, 2, 3, 4, 7, 8, 16, 32, 64):
@@ -123,13 +123,13 @@ def test_a_rate_that_is_wrong_is_noticed() -> None:
 UNITS = (*ARCHS, "sm_80", "sm_90")      # sm_90 uses wgmma from 64 queries on
 
 def showing(p:Problem) -> Inputs:
-  """Makes inputs with which O shows the dropout mask: all keys have equal weight, and column j of O is the weight of key j."""
+  # Makes inputs with which O shows the dropout mask: all keys have equal weight, and column j of O is the weight of key j.
   assert p.Dv >= p.Sk
   v = np.broadcast_to(np.eye(p.Sk, p.Dv, dtype=np.float32), (p.B, p.Hkv, p.Sk, p.Dv)).copy()
   return Inputs(np.zeros((p.B, p.H, p.Sq, p.D), np.float32), np.zeros((p.B, p.Hkv, p.Sk, p.D), np.float32), v)
 
 def mask_of(arch:str, tile:Callable[[Any], Any]=lambda x: x, **parameters:Any) -> np.ndarray:
-  """Returns the dropout mask that the forward kernel applies: true for each element of P that it keeps."""
+  # Returns the dropout mask that the forward kernel applies: true for each element of P that it keeps.
   # O shows the mask. `tile` maps the tile that dispatch chooses to the tile that is used; `parameters` change the problem.
   p = problem(**{**dict(B=2, H=2, Sq=70, Sk=104, D=8, Dv=104, lse=False), **with_seed(), **parameters})
   o, _ = run_kernels(p, showing(p), arch, {"dropout_seed": SEED}, tile(choose_tile(p, get_chip(arch))))
@@ -199,7 +199,7 @@ def test_rates_near_0_and_1(p:float) -> None:
 def unscaled(self:Any, row:Any, m:Any, totals:Any) -> Any: return finish(m, totals, self.scores, None)
 
 def summed_after(self:Any, s:Any, tiles:Any, t:Any, part:Any, masked:bool) -> Any:
-  """Version of the forward kernel's step `weigh` with a fault: row sums contain only the elements that dropout keeps."""
+  # Version of the forward kernel's step `weigh` with a fault: row sums contain only the elements that dropout keeps.
   scores = self.group.scores
   left = [kept_scores(scores, [row], t) for row in self.queries]
   softmax, addends = s.softmax.addends(self.dual)
@@ -239,7 +239,7 @@ ON_NVIDIA: dict[str, tuple[str, Any, str, Any]] = {
   "O without 1/(1 - p)": ("o", (Workgroup,), "normalised", unscaled)}
 
 def shared_by_units(fault:str) -> bool:
-  """Returns whether it is enough to test this fault on one of the two NVIDIA units, because both have the same faulty line."""
+  # Returns whether it is enough to test this fault on one of the two NVIDIA units, because both have the same faulty line.
   return fault.startswith("O ") or len(ON_NVIDIA[fault][1]) == 1
 
 @pytest.mark.sample(5)
@@ -313,7 +313,7 @@ def test_shards_with_masks_of_their_own_are_caught(monkeypatch:pytest.MonkeyPatc
     with pytest.raises(AssertionError, match="error"): check_attention(**SMALL, place=shards(of, of), **with_seed())
 
 def drops(call:Callable[[], Tensor]) -> bool:
-  """Calls a function twice, and returns whether the two results differ, as they do with a new dropout seed in each call."""
+  # Calls a function twice, and returns whether the two results differ, as they do with a new dropout seed in each call.
   return not np.array_equal(array(call()), array(call()))
 
 def test_a_seed_is_drawn() -> None:
@@ -335,7 +335,7 @@ def test_a_seed_is_drawn() -> None:
     np.testing.assert_allclose((array(dv)*array(v)).sum(), total.numpy(), atol=0.02)
 
 def seeds_by(draw_one:Callable[[], Tensor], random_dtype:str) -> list[list[float]]:
-  """Returns the values of eight seeds, drawn by `draw_one`, and of a user's random numbers between them, in the order of the draws."""
+  # Makes eight seeds with `draw_one`, and a user's random numbers between them; returns all values in the order in which they were made.
   # The first four seeds are realized one after another, with a user's numbers after each. The last four are realized together with a user's numbers.
   # `random_dtype` is tinygrad's default float dtype.
   with Context(DEFAULT_FLOAT=random_dtype):

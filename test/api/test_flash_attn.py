@@ -33,7 +33,7 @@ CU_Q, CU_K = [(0, n, 2*n) for n in (SQ, SK)]
 # ***** the functions on the same numbers: each returns out (B, SQ, H, D), and lse where wanted *****
 
 def call_without_cache(function:str, **more:Any) -> Any:
-  """Calls the FlashAttention function named `function`, one without a cache, on the inputs of this file."""
+  # Calls the FlashAttention function named `function`, one without a cache, on the inputs of this file.
   q, k, v = qkv()
   if function == "flash_attn_func": return flash_attn.flash_attn_func(q, k, v, **more)
   if function == "flash_attn_kvpacked_func": return flash_attn.flash_attn_kvpacked_func(q, half(np.stack([K, V], 2)), **more)
@@ -60,7 +60,7 @@ def agrees(ours_:dict[str, Any], **theirs:Any) -> Callable[[str], None]:
   return run
 
 def check_packed(function:str) -> None:
-  """Checks that causal attention by `function` on packed sequences is within its error limits (docs/contract.md)."""
+  # Checks that causal attention by `function` on packed sequences is within its error limits (docs/contract.md).
   # Packed and separate results may differ in their bits, because dispatch may choose another tile for packed sequences.
   o = array(call_without_cache(function, causal=True)).reshape(B, SQ, H, D).swapaxes(1, 2)
   k, v = (x[:, :SQ].repeat(2, 2) if "qkvpacked" in function else x for x in (K, V))
@@ -88,19 +88,19 @@ def dropped(function:str) -> None:
 SEED, DROPPED_P = np.array([7, 11], np.uint32), .4
 
 def kept_by_mask(mask:Tensor) -> np.ndarray:
-  """Returns a bool array, true for each element of P that dropout kept, from S_dmask, FlashAttention's third result."""
+  # Returns a bool array, true for each element of P that dropout kept, from S_dmask, FlashAttention's third result.
   # Tests run with NOOPT=1. Without tinygrad's optimizations the kernel that computes S_dmask cannot be lowered.
   with Context(NOOPT=0): return array(mask) >= 0
 
 def check_seed(function:str) -> None:
-  """Checks that `function` with dropout_seed gives the result of `attention` with this seed."""
+  # Checks that `function` with dropout_seed gives the result of `attention` with this seed.
   seed = Tensor(SEED, device="EMU")
   got = array(call_without_cache(function, dropout_p=DROPPED_P, dropout_seed=seed))
   want = array(ours(function, dropout_p=DROPPED_P, dropout_seed=seed))
   np.testing.assert_allclose(got.reshape(want.shape), want, rtol=0, atol=2e-3)     # another tile rounds otherwise
 
 def check_shown_mask(function:str) -> None:
-  """Checks that the output of `function` is P V, where P has only the elements that the returned S_dmask shows as kept."""
+  # Checks that the output of `function` is P V, where P has only the elements that the returned S_dmask shows as kept.
   # tinygrad's generator draws the seed.
   q, k, v = (x.astype(np.float64).swapaxes(1, 2) for x in (Q, *((x[:, :SQ].repeat(2, 2) for x in (K, V)) if "qkvpacked" in function else (K, V))))
   k, v = (x.repeat(H//x.shape[1], 1) for x in (k, v))
@@ -120,12 +120,12 @@ def softcap(function:str) -> None:
   agrees({}, softcap=-1.0)(function)
 
 def check_longest(function:str) -> None:
-  """Checks that a max_seqlen larger than the number of rows does not change the result of `function`."""
+  # Checks that a max_seqlen larger than the number of rows does not change the result of `function`.
   q = function == "flash_attn_varlen_qkvpacked_func"
   agrees({}, **({"max_seqlen": 99} if q else {"max_seqlen_q": 99, "max_seqlen_k": 999}))(function)
 
 def check_pages(function:str) -> None:
-  """Checks that keys and values in pages of 6 rows, in another order, give the same result as without pages."""
+  # Checks that keys and values in pages of 6 rows, in another order, give the same result as without pages.
   pages = [half(x.reshape(2*B, 6, HKV, D)[[3, 0, 1, 2]]) for x in (K, V)]
   o = flash_attn.flash_attn_varlen_func(half(packed_rows(Q)), *pages, int32(*CU_Q), int32(*CU_K), SQ, SK, block_table=int32([1, 2], [3, 0]))
   x = [a.astype(np.float32).swapaxes(1, 2) for a in (Q, K, V)]
@@ -165,7 +165,7 @@ TABLE["flash_attn_varlen_func", "block_table"] = ("int32 (B, max_blocks); k and 
 START = (5, 8)       # rows already in the cache
 
 def call_with_cache(causal:bool=True, start:Any=None, caches:tuple[Tensor, Tensor]|None=None, new:int=2, **more:Any) -> Tensor:
-  """Calls `flash_attn_with_kvcache` on the inputs of this file with `new` new rows, and returns the output."""
+  # Calls `flash_attn_with_kvcache` on the inputs of this file with `new` new rows, and returns the output.
   # `start` has the old length of each batch, and `caches` the key and value caches.
   k_cache, v_cache = caches or [half(x) for x in (K, V)]
   at = int32(*START) if start is None else start
@@ -173,7 +173,7 @@ def call_with_cache(causal:bool=True, start:Any=None, caches:tuple[Tensor, Tenso
                                             causal=causal, **more)
 
 def caches_after_append(start:tuple[int, ...]=START, new:int=2, k_new:np.ndarray|None=None) -> list[np.ndarray]:
-  """Returns the expected contents of the key and value caches after `flash_attn_with_kvcache` has appended `new` rows to each batch."""
+  # Returns the expected contents of the key and value caches after `flash_attn_with_kvcache` has appended `new` rows to each batch.
   # `start` has the first new row of each batch. `k_new` are the new keys.
   out = []
   for cache, rows in ((K, Q[:, :new, :HKV] if k_new is None else k_new), (V, Q[:, :new, 2:])):
@@ -198,7 +198,7 @@ def cache_full(_:str) -> None:
   o = flash_attn.flash_attn_with_kvcache(*qkv(), causal=True)
   judged(o, Q, K, V, (SK, SK))
 def check_more_batches_in_cache(_:str) -> None:
-  """Checks calls in which the caches have three batches and the queries two."""
+  # Checks calls in which the caches have three batches and the queries two.
   # cache_batch_idx selects two batches of the caches in another order. Without cache_batch_idx, the queries belong to the first two batches.
   larger = [np.concatenate([x[1:], numbers(1, SK, HKV, D, seed=9).astype(np.float16), x[:1]]) for x in (K, V)]
   caches = [half(x) for x in larger]
@@ -214,7 +214,7 @@ def cache_in_pages(_:str) -> None:
   judged(call_with_cache(caches=(k_pages, v_pages), block_table=int32([1, 2], [3, 0])), Q[:, :2], *caches_after_append(), ENDS)
 
 def rotated(x:np.ndarray, places:np.ndarray, cos:np.ndarray, sin:np.ndarray, interleaved:bool) -> np.ndarray:
-  """Computes the rotary embedding of x in float64 with complex numbers."""
+  # Computes the rotary embedding of x in float64 with complex numbers.
   # Two columns are the real and the imaginary part of one complex number, which is multiplied by cos + i sin. `places` has each row's position, the
   # index into `cos` and `sin`. `interleaved` pairs neighbouring columns; otherwise column j is paired with the column half the rotary width further.
   half_, y = cos.shape[1], x.astype(np.float64)
@@ -282,7 +282,7 @@ def test_argument(function:str, argument:str) -> None:
   with emulated("gfx942"): TABLE[function, argument][1](function)
 
 def table_of_arguments() -> str:
-  """Builds the table of arguments in docs/flash_attention.md."""
+  # Builds the table of arguments in docs/flash_attention.md.
   lines = ["| function | argument | here |", "|---|---|---|"]
   return "\n".join([*lines, *(f"| {function} | {argument} | {text} |" for (function, argument), (text, _) in TABLE.items())]) + "\n"
 

@@ -14,7 +14,7 @@ B, H, HKV, SQ, SK, D = 2, 4, 2, 20, 40, 32
 KINDS = {"gfx942": "fp8e4m3fnuz", "sm_120": "fp8e4m3"}
 
 def drawn(kind:str, *shape:int, seed:int=0, device:Any="EMU") -> tuple[Tensor, np.ndarray]:
-  """Draws normal random numbers of an 8-bit float format `kind`, as a tensor and as float64 numbers."""
+  # Returns random numbers of the 8-bit float format `kind`, as a tensor and in float64.
   stored = rounded_bytes(np.random.default_rng(seed).standard_normal(shape).astype(np.float32), kind, True)
   return Tensor(stored, device=device).bitcast(getattr(dtypes, kind)), numbers(stored, kind).astype(np.float64)
 
@@ -23,7 +23,7 @@ def inputs(kind:str) -> tuple[list[Tensor], list[np.ndarray]]:
   return [t for t, _ in found], [x for _, x in found]
 
 def check(o:Tensor, numbers_of:list[np.ndarray], scales:list[Any], kind:str, causal:bool=True) -> None:
-  """Checks that each element of o, float32 (B, H, Sq, D), is within its error limit (docs/contract.md)."""
+  # Checks that each element of o, float32 (B, H, Sq, D), is within its error limit (docs/contract.md).
   # `numbers_of` has q, k and v as float64 numbers of the 8-bit format `kind`, and `scales` their scales, each of a shape that broadcasts to (B, Hkv).
   def scaled(x:np.ndarray, s:Any) -> np.ndarray:
     return x*np.repeat(np.broadcast_to(np.asarray(s, np.float64), (B, HKV)), x.shape[1]//HKV, 1)[..., None, None]

@@ -22,7 +22,7 @@ Layer = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Call:
-  """Call of attention that the tests make inside a tinygrad `@function`."""
+  # A call of attention that the tests make inside a tinygrad `@function`.
   # `layer` makes the call, of 16-bit tensors with these shapes and of the other arguments. Every argument gets a gradient, except integers.
   layer: Layer
   shapes: tuple[tuple[int, ...], ...] = ((1, 2, 24, 32), (1, 1, 24, 32), (1, 1, 24, 32))
@@ -45,17 +45,17 @@ def twice(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
   return (*causal(first, k, v), first)
 def nested(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return causal(function(causal)(q, k, v)[0], k, v)
 def nested_apart(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
-  """Calls attention twice through a function that tinygrad compiles on its own (`@function(precompile=True)`)."""
+  # Calls attention twice through a function that tinygrad compiles on its own (`@function(precompile=True)`).
   # A test puts this function inside another `@function`, which tinygrad alone cannot compile.
   layer = function(causal, precompile=True, precompile_backward=True)
   return layer(layer(q, k, v)[0], k, v)
 def part(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
-  """Calls attention with kv_lengths on a K that is a slice of a buffer and does not begin at a multiple of 16 bytes."""
+  # Calls attention with kv_lengths on a K that is a slice of a buffer and does not begin at a multiple of 16 bytes.
   return (attn.attention(q, k.flatten()[3:3 + 24*32].reshape(v.shape), v, kv_lengths=20),)
 def splits(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (attn.attention(q[:, :, :1], k, v, num_splits=2),)
 def by_tinygrad(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (attn.attention(q, k, v),)
 def dealt(q:Tensor, k:Tensor, v:Tensor, bias:Tensor, sinks:Tensor) -> tuple[Tensor, ...]:
-  """Calls attention on 13 rows in the order "zigzag", followed by padding rows, with sinks, softcap, and a bias that gets a gradient."""
+  # Calls attention on 13 rows in the order "zigzag", followed by padding rows, with sinks, softcap, and a bias that gets a gradient.
   return (attn.attention(q, k, v, causal=True, softcap=20.0, bias=bias, sinks=sinks, sequence_order="zigzag", sequence_lengths=(13, 13)),)
 def sunk(q:Tensor, k:Tensor, v:Tensor, sinks:Tensor) -> tuple[Tensor, ...]: return (attn.attention(q, k, v, causal=True, sinks=sinks),)
 
@@ -81,7 +81,7 @@ def arguments(call:Call) -> list[Tensor]:
   return [t.shard(TWO, call.axis if t.ndim == 4 and not (call.whole_q and i == 0) else None).realize() for i, t in enumerate(drawn)]
 
 def results(call:Call, layer:Layer, jit:bool) -> list[np.ndarray]:
-  """Returns the outputs of `layer` on the arguments of `call`, and the gradients of a loss that depends on two calls of `layer`."""
+  # Returns the outputs of `layer` on the arguments of `call`, and the gradients of a loss that depends on two calls of `layer`.
   tensors = arguments(call)
   def step(*given:Tensor) -> tuple[Tensor, ...]:
     first, second = layer(*given), layer(given[0]*0.5, *given[1:])

@@ -26,7 +26,7 @@ def int32(x:Any, device:str="EMU") -> Tensor: return Tensor(np.array(x, np.int32
 
 @dataclass(frozen=True)
 class Paged:
-  """Keys and values of sequences with the given `lengths`: as plain arrays, and in `pages` in random order."""
+  # Keys and values of sequences with the given `lengths`: as plain arrays, and in `pages` in random order.
   # Elements of pages that belong to no sequence are NaN.
   lengths: tuple[int, ...]
   k: np.ndarray
@@ -47,7 +47,7 @@ class Paged:
   def tensors(self, device:str="EMU") -> list[Tensor]: return [tensor(x, "float16", device).realize() for x in self.pages]
 
 def check_output(got:np.ndarray, q:np.ndarray, x:Paged, window:tuple[int, int]=(-1, 0), **options:Any) -> None:
-  """Checks that each element of `got`, attention of `q` over the paged sequences `x`, is within its error limit (docs/contract.md)."""
+  # Checks that each element of `got`, attention of `q` over the paged sequences `x`, is within its error limit (docs/contract.md).
   # `options` are score options, such as softcap.
   for b, n in enumerate(x.lengths):
     one = [a.astype(np.float32) for a in (q[b:b+1], x.k[b:b+1, :, :n], x.v[b:b+1, :, :n])]
@@ -258,7 +258,7 @@ def test_flash_attn_varlen_func(arch:str) -> None:
 # ***** a single page: no kernel reads its block table *****
 
 def step_of_one_page(device:str) -> Callable[[int], tuple[Tensor, Paged, np.ndarray]]:
-  """Returns a function of i that appends row i to a single page under TinyJit, for i = 0, 1, 2, ..."""
+  # Returns a function of i that appends row i to a single page under TinyJit, for i = 0, 1, 2, ...
   # The function returns the output for the query of row i, the keys and values stored so far, and the query.
   rng, pages, table = np.random.default_rng(3), attn.empty_paged_cache(1, 8, HKV, D, device=device), int32([[0]], device)
   q, k, v = (rng.standard_normal((1, h, 4, D)).astype(np.float16) for h in (H, HKV, HKV))

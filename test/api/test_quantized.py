@@ -24,7 +24,7 @@ def int32(x:Any, device:str="EMU") -> Tensor: return Tensor(np.array(x, np.int32
 def format_of(dtype:str, arch:str) -> str: return "int8" if dtype == "int8" else FORMAT_OF[arch]
 
 def rows(*shape:int, seed:int=0) -> np.ndarray:
-  """Draws float16 numbers whose rows (the last axis) differ in magnitude by factors of up to 2^16."""
+  # Returns random float16 numbers whose rows (the last axis) differ in magnitude by factors of up to 2^16.
   rng = np.random.default_rng(seed)
   x = (rng.standard_normal(shape)*2.0**rng.integers(-8, 9, (*shape[:-1], 1))).astype(np.float16)
   # The first row is 0, the second contains a NaN, and the third contains -inf.
@@ -33,11 +33,11 @@ def rows(*shape:int, seed:int=0) -> np.ndarray:
   return x
 
 def numbers(x:QuantizedRows, format:str) -> np.ndarray:
-  """Returns the 8-bit numbers of `x`, of the 8-bit format `format`, in float64, without the scales of the rows."""
+  # Returns the 8-bit numbers of `x`, of the 8-bit format `format`, in float64, without the scales of the rows.
   return numbers_of(format)[whole(x.values).numpy().view(np.uint8)]
 
 def check_rounded_rows(got:np.ndarray, scales:np.ndarray, x:np.ndarray, format:str) -> None:
-  """Checks that the rows x were rounded correctly to the 8-bit numbers `got` with `scales`."""
+  # Checks that the rows x were rounded correctly to the 8-bit numbers `got` with `scales`.
   # Each number times its scale must be as near to x as the nearest number of the format. Rows with NaN or inf must be stored as zeros.
   want = scales_of(format, x, str(scales.dtype))
   np.testing.assert_allclose(scales, want, rtol=2e-7 if scales.dtype == np.float32 else 2.0**-10)

@@ -20,7 +20,7 @@ B, H, HKV, D, CAPACITY = 2, 4, 2, 32, 80
 UNITS = ("gfx942", "gfx1100", "gfx1201", "sm_80", "sm_90")
 
 def stale(dtype:str="int8", shape:tuple[int, ...]=(B, HKV, CAPACITY, D), device:Any="EMU", scale_dtype:str="float32") -> list[QuantizedRows]:
-  """Makes an 8-bit key cache and an 8-bit value cache as if from old memory: random numbers, with scales that are NaN, infinity or 1e4."""
+  # Makes an 8-bit key cache and an 8-bit value cache as if from old memory: random numbers, with scales that are NaN, infinity or 1e4.
   rng = np.random.default_rng(7)
   def made() -> QuantizedRows:
     stored = rng.integers(0, 256, shape).astype(np.uint8)
@@ -30,19 +30,19 @@ def stale(dtype:str="int8", shape:tuple[int, ...]=(B, HKV, CAPACITY, D), device:
   return [made(), made()]
 
 def rows_in(cache:QuantizedRows, format:str="int8") -> tuple[np.ndarray, np.ndarray]:
-  """Returns the rows of an 8-bit cache in float64, multiplied by their scales, and the scales."""
+  # Returns the rows of an 8-bit cache in float64, multiplied by their scales, and the scales.
   scales = array(whole(cache.scales)).astype(np.float64)
   with np.errstate(invalid="ignore"): return numbers_of(format)[whole(cache.values).numpy().view(np.uint8)]*scales[..., None], scales
 
 def close(got:np.ndarray, q:np.ndarray, k:tuple[np.ndarray, np.ndarray], v:tuple[np.ndarray, np.ndarray], n:int, dtype:str="float16") -> None:
-  """Checks that each element of `got`, causal attention of `q` to the first `n` keys, is within its error limit (docs/contract.md)."""
+  # Checks that each element of `got`, causal attention of `q` to the first `n` keys, is within its error limit (docs/contract.md).
   # k and v are pairs: the rows in float64, already multiplied by their scales, and the scales (B, Hkv, capacity).
   law = law_of(q.astype(np.float32), k[0][:, :, :n], v[0][:, :, :n], q.shape[-1]**-.5, (-1, 0), n - q.shape[2], dtype=dtype, out_dtype=dtype,
                v_scales=v[1][:, :, :n])[0]
   assert (verdict := judge(got, law)).ok, verdict
 
 def near(cache:tuple[np.ndarray, np.ndarray], x:np.ndarray, format:str="int8") -> None:
-  """Checks that the first rows of an 8-bit cache, given in float64 with their scales, equal x up to rounding."""
+  # Checks that the first rows of an 8-bit cache, given in float64 with their scales, equal x up to rounding.
   n = x.shape[2]
   # The error may be half a scale in int8. In fp8 it may be 1/16 of the number, or 1/1000 of the scale if that is more.
   most = 0.5001*cache[1][:, :, :n, None] if format == "int8" else np.maximum(np.abs(x)/15.9, cache[1][:, :, :n, None]/1000)
@@ -57,7 +57,7 @@ def given(xs:list[np.ndarray], i:int, j:int, layout:str="bhsd", dtype:str="float
 # ***** caches that grow *****
 
 def grow(device:str, dtype:str, format:str, width:int=D, scale_dtype:str="float32") -> None:
-  """Checks attention over 8-bit caches while they grow: by a prompt, by 16 rows, and by single rows under TinyJit."""
+  # Checks attention over 8-bit caches while they grow: by a prompt, by 16 rows, and by single rows under TinyJit.
   # The rest of the caches holds random numbers and bad scales, which must have no effect. Each step is checked twice. The cached rows must equal the
   # appended rows up to rounding to the 8-bit format `format`. The output must agree with float64 attention over the cached rows, within its error
   # limits.
@@ -143,7 +143,7 @@ def test_a_chunk_of_a_prompt_by_wgmma() -> None:
     assert "forward_wgmma on sm_90" in str(told)
 
 def buffers_of(o:Tensor, *known:Tensor) -> int:
-  """Returns the bytes of all buffers that a call with the result `o` uses, without those of `o` and of the tensors `known`."""
+  # Returns the bytes of all buffers that a call with the result `o` uses, without those of `o` and of the tensors `known`.
   found = {u for u in o.uop.toposort() if u.op is Ops.BUFFER and u.addrspace is AddrSpace.GLOBAL} - {t.uop.buf_uop for t in (o, *known)}
   return sum(u.max_numel()*u.dtype.itemsize for u in found)
 

@@ -18,13 +18,13 @@ B, H, V, R, CAPACITY = 2, 16, 32, 16, 70
 UNITS = ("gfx942", "gfx1100", "gfx1201", "gfx950", "sm_80", "sm_90", "gfx1030")
 
 def stale_latent(dtype:str="int8", shape:tuple[int, ...]=(B, 1, CAPACITY), device:str="EMU", of_rotary:str="float16") -> QuantizedLatent:
-  """Makes an 8-bit latent cache as if from old memory, with NaN, infinity or large numbers as scales and in the rotary columns."""
+  # Makes an 8-bit latent cache as if from old memory, with NaN, infinity or large numbers as scales and in the rotary columns.
   # `of_rotary` is the dtype of the rotary columns.
   rotary = np.random.default_rng(3).choice(np.array([np.nan, np.inf, 9], np.float32), (*shape, R))
   return QuantizedLatent(*stale(dtype, (*shape, V), device)[0], tensor(rotary, of_rotary, device).realize())
 
 def latent_rows(cache:QuantizedLatent, format:str="int8") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Returns the keys, the values and the scales of the rows that a latent cache holds, in float64."""
+  # Returns the keys, the values and the scales of the rows that a latent cache holds, in float64.
   # The keys are latent and rotary columns, the values latent columns.
   v, scales = rows_in(QuantizedRows(*cache[:2]), format)
   return np.concatenate([v, array(whole(cache.rotary)).astype(np.float64)], -1), v, scales
@@ -36,12 +36,12 @@ def check_step(o:np.ndarray, q:np.ndarray, cache:tuple[np.ndarray, np.ndarray, n
 def inputs(n:int=60) -> list[np.ndarray]: return drawn(n, (H, 1), width=V + R)
 
 def check_appended(cache:tuple[np.ndarray, np.ndarray, np.ndarray], x:np.ndarray, format:str="int8") -> None:
-  """Checks that the first rows of a latent cache equal x: in the latent columns up to rounding, in the rotary columns exactly."""
+  # Checks that the first rows of a latent cache equal x: in the latent columns up to rounding, in the rotary columns exactly.
   near((cache[1], cache[2]), x[..., :V], format)
   np.testing.assert_array_equal(cache[0][:, :, :x.shape[2], V:], x[..., V:])
 
 def check_growing_cache(cache:QuantizedLatent, device:str, format:str) -> None:
-  """Checks attention over an 8-bit latent cache while it grows by a prompt, by a chunk and by single rows under TinyJit."""
+  # Checks attention over an 8-bit latent cache while it grows by a prompt, by a chunk and by single rows under TinyJit.
   x = inputs()
   def step(q:Tensor, new:Tensor, n:Any) -> Tensor: return attn.attention_with_kv_cache(q, new, None, cache, None, n, v_dim=V).realize()
   jitted, n = TinyJit(step), Variable("n", 0, CAPACITY - 1)

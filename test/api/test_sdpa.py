@@ -15,7 +15,7 @@ from cases import EVERY_ARCH, array, in_turn, tensor
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
 def law(q, k, v, mask=None, is_causal=False, scale=None, dtype=""):
-  """Computes scaled_dot_product_attention by PyTorch's definition in float64, with the error limit of each element."""
+  # Computes scaled_dot_product_attention by PyTorch's definition in float64, with the error limit of each element.
   # Axes before the last two may broadcast. A row that sees no key gives 0.
   if q.ndim > 2 and k.shape[-3] not in (1, q.shape[-3]): k, v = (np.repeat(x, q.shape[-3]//x.shape[-3], -3) for x in (k, v))
   lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], () if mask is None else mask.shape[:-2])
@@ -92,7 +92,7 @@ def test_a_bool_mask_is_added(arch, number):
 # ***** in place of tinygrad's own method *****
 
 class Block:
-  """A layer of a transformer with grouped queries, written as a user of tinygrad would write it."""
+  # A layer of a transformer with grouped queries, written as a user of tinygrad would write it.
   def __init__(self, width=64, heads=4, kv_heads=2, dtype=dtypes.half):
     self.heads, self.kv_heads, self.head = heads, kv_heads, width//heads
     draw = lambda out, inp, seed: np.random.default_rng(seed).standard_normal((out, inp), np.float32)/inp**.5
@@ -129,7 +129,7 @@ def test_a_transformer_both_ways(name, arch):
     assert np.abs(ours - own).max() > 0     # different kernels round differently
 
 def goes_through_ours(method=None) -> bool:
-  """Returns whether a call of tinygrad's method, or of the reference `method` to it, reaches attn."""
+  # Returns whether a call of tinygrad's method, or of the reference `method` to it, reaches attn.
   with emulated("gfx942"):
     q, before = draw(1, 1, 4, 16), len(sdpa.decisions)
     (method or Tensor.scaled_dot_product_attention)(q, q, q)

@@ -21,7 +21,7 @@ def causal_mask(T:Any, start:Any, buffer:bool=True) -> Tensor:
   return Tensor.full((1, 1, T, start + T), -math.inf, dtype=dtypes.half, buffer=buffer).triu(start + 1)
 
 class Gpt2:
-  """A model step with the cache of tinygrad's examples/gpt2.py: one tensor (2, B, S, H, D) for K and V."""
+  # A model step with the cache of tinygrad's examples/gpt2.py: one tensor (2, B, S, H, D) for K and V.
   def __init__(self, dtype:str, device:str) -> None:
     # The heads are repeated as in examples/llama.py.
     self.cache = Tensor.zeros(2, 1, CAPACITY, HKV, D, dtype=dtype, device=device).contiguous().realize()
@@ -33,7 +33,7 @@ class Gpt2:
     return q.scaled_dot_product_attention(keys, values, causal_mask(T, start) if T > 1 else None).realize()
 
 class Llm:
-  """A model step that uses its cache as tinygrad/llm/model.py does: one tensor (2, B, H, S, D) in half holds K and V."""
+  # A model step that uses its cache as tinygrad/llm/model.py does: one tensor (2, B, H, S, D) in half holds K and V.
   def __init__(self, dtype:str, device:str) -> None:
     # Queries are float32. The prompt comes in chunks; the length of a chunk is a Variable. The step on a chunk runs inside tinygrad's
     # `@function(precompile=True)`.

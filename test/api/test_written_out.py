@@ -29,7 +29,7 @@ def hiding(seen:Tensor) -> Tensor: return seen.where(0.0, -math.inf)
 def sinks() -> Tensor: return draw(4, dtype="float32", seed=5)
 
 def over_sinks(scores:Tensor, sink:Tensor, m:Tensor) -> Tensor:
-  """Computes the softmax weights of `scores` with a sink, an extra score in each row that has no key."""
+  # Computes the softmax weights of `scores` with a sink, an extra score in each row that has no key.
   # `m` is subtracted before the exponential. The operations are those of tinygrad's examples/mlperf/models/gpt_oss.py.
   e = (scores - m).exp()
   return e/(e.sum(-1, keepdim=True) + (sink - m).exp())
@@ -39,14 +39,14 @@ def with_sinks(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
   return over_sinks(scores, sink, scores.max(-1, keepdim=True).maximum(sink)).cast(v.dtype) @ v
 
 def with_groups(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
-  """Computes attention with sinks for four query heads, two for each key/value head."""
+  # Computes attention with sinks for four query heads, two for each key/value head.
   # q is reshaped to (batch, key/value head, 2, row, D). k and v get an axis of size 1 in the place of the 2, along which they broadcast.
   q, k, v = q.reshape(2, 2, 2, ROWS, D), k[:, :2].unsqueeze(2), v[:, :2].unsqueeze(2)
   scores, sink = (q @ k.transpose(-1, -2)).float()*0.3 + hiding(shown()).unsqueeze(0), sinks().reshape(2, 2, 1, 1)
   return (over_sinks(scores, sink, scores.max(-1, keepdim=True)) @ v.float()).cast(q.dtype).reshape(2, 4, ROWS, D)
 
 def in_bands(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
-  """Computes attention with sinks in two bands: the first three queries see some of the first six keys, the last three some of the last six."""
+  # Computes attention with sinks in two bands: the first three queries see some of the first six keys, the last three some of the last six.
   q, seen = q.reshape(2, 4, 2, 3, D), shown()[0, 0, :, :6].reshape(2, 3, 6)
   k, v = (x[:, :, :6].stack(x[:, :, 3:], dim=2) for x in (k, v))
   scores, sink = seen.where((q.float() @ k.float().transpose(-1, -2))*0.3, -math.inf), sinks().reshape(1, 4, 1, 1, 1)
@@ -90,7 +90,7 @@ def other_scores(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
   return (scores*scores).softmax(-1) @ v
 
 def with_sinks_at(q:Tensor, k:Tensor, v:Tensor, sink:Tensor, shift:float=0.0, square:bool=False) -> Tensor:
-  """Writes out attention with sinks in tensor operations, or (with `shift` or `square`) a formula that is not attention."""
+  # Writes out attention with sinks in tensor operations, or (with `shift` or `square`) a formula that is not attention.
   scores = (q @ k.transpose(-1, -2)).float()
   # attn must not take the formula for attention: `shift` subtracts more from the sink than from the scores, and with `square` the denominator sums
   # the squares of the exponentials.

@@ -60,13 +60,13 @@ def cache(tmp_path, monkeypatch):
   return tmp_path/"attn/compilers"
 
 def kernel(arch:str, **options:Any) -> tuple[UOp, Any]:
-  """Returns the UOps of a small kernel, and a renderer for `arch` that needs no compiler."""
+  # Returns the UOps of a small kernel, and a renderer for `arch` that needs no compiler.
   p, renderer = problem(H=1, Sq=64, Sk=64, D=64, lse=False, **options), printer_of(arch)
   renderer.compiler = Echo()
   return single_kernel(p, get_chip(arch))[0](*[UOp.placeholder(s, TYPES[d], i) for i, (s, d) in enumerate(arguments(p).values())]), renderer
 
 def lowerings(monkeypatch) -> list[str]:
-  """Returns a list to which the name of each kernel is added that tinygrad lowers during the test."""
+  # Returns a list to which the name of each kernel is added that tinygrad lowers during the test.
   seen, own = [], codegen.full_rewrite_to_sink
   def lower(ast:UOp, *args:Any, **kwargs:Any) -> UOp:
     seen.append(ast.arg.name)
@@ -152,7 +152,7 @@ def test_cached_kernels_are_compiled_when_called(monkeypatch) -> None:
 
 @dataclass(frozen=True)
 class SmallState(InOrder):
-  """State of a small test kernel: two register arrays, and the operations on them so far."""
+  # State of a small test kernel: two register arrays, and the operations on them so far.
   a: UOp
   b: UOp
   statements: Statements

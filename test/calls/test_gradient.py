@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = dict(H=2, Sq=20, Sk=40, D=16)
 def check_gradients(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
                     through:tuple[str, ...]=("o",), place:Callable[[str, Tensor], Tensor]=lambda _, t: t, training:int=1,
                     **parameters:Any) -> dict[str, np.ndarray]:
-  """Runs `attention`, checks that the gradients of all inputs are within their error limits (docs/contract.md), and returns them by name."""
+  # Runs `attention`, checks that the gradients of all inputs are within their error limits (docs/contract.md), and returns them by name.
   # `parameters` are the arguments of `problem`, `make` draws q, k and v, and `extras` holds optional tensors by name. The loss is a weighted sum of
   # the outputs that `through` names: "o", "lse", or both. `training` is the value of tinygrad's setting TRAINING. `place` may move each tensor to
   # other devices. The gradients of q, k and v are (B, H, S, D).
@@ -102,13 +102,13 @@ def test_warpgroups() -> None:
 def test_where_no_matrix_kernel_takes_it(dtype:str, D:int) -> None: check_gradients(dtype=dtype, D=D, Sq=4, Sk=6, causal=True)
 
 def hidden_keys(p:Problem, seed:int=0) -> Inputs:
-  """Makes inputs in which some keys are -inf and their values NaN. No query sees these keys."""
+  # Makes inputs in which some keys are -inf and their values NaN. No query sees these keys.
   x = normal(p, seed)
   x.k[:, :, :p.Sk - p.Sq], x.v[:, :, :p.Sk - p.Sq] = -np.inf, np.nan
   return x
 
 def keys_of_minus_inf(p:Problem, seed:int=0) -> Inputs:
-  """Makes inputs in which one key that all queries see is -inf. A softcap makes its scores finite."""
+  # Makes inputs in which one key that all queries see is -inf. A softcap makes its scores finite.
   x = normal(p, seed)
   x.k[:, :, 1] = -np.inf
   return Inputs(np.abs(x.q), x.k, x.v)
@@ -145,7 +145,7 @@ def test_rows_that_see_no_key_get_exactly_0() -> None:
 # ***** ways to call *****
 
 def expected_of_sum(*tensors:Tensor, **options:Any) -> tuple[Law, ...]:
-  """Returns dq, dk and dv of the loss sum(o) in float64: for each the exact values and the error limit of each element."""
+  # Returns dq, dk and dv of the loss sum(o) in float64: for each the exact values and the error limit of each element.
   p = problem(**options)
   return tuple(expected_gradients(p, Inputs(*map(array, tensors)), {}, np.ones((p.B, p.H, p.Sq, p.Dv), np.float32), None)[n] for n in "qkv")
 
@@ -311,7 +311,7 @@ def test_one_kernel_in_order_with_tiles_of_128_queries() -> None:
 
 def one_kernel_or_two(deterministic:bool, *, H:int=2, Hkv:int=2, Sk:int=2048, D:int=128, packed:bool=False, slopes:bool=False, lengths:bool=False,
                       longest:int=2048, **options:Any) -> BackwardChoice:
-  """Returns the kernels that dispatch chooses on sm_90 for the gradients of 66 batches or packed sequences of 2048 queries."""
+  # Returns the kernels that dispatch chooses on sm_90 for the gradients of 66 batches or packed sequences of 2048 queries.
   q, k = (Tensor.empty(66, heads, rows, D, dtype="half") for heads, rows in ((H, 2048), (Hkv, Sk)))
   if packed:
     q, k = (Tensor.empty(66*2048, heads, D, dtype="half") for heads in (H, Hkv))
@@ -599,7 +599,7 @@ def test_words_that_name_no_kernel(kernel:str, said:str) -> None:
 # ***** cost and limits *****
 
 def launches(*names:str, arch:str="gfx942", kernel:str="", training:int=1, **more:Tensor) -> int:
-  """Counts the kernels, forward included, that run when the gradients of the inputs `names` are computed for a random dO."""
+  # Counts the kernels, forward included, that run when the gradients of the inputs `names` are computed for a random dO.
   with emulated(arch, kernel), Context(TRAINING=training):
     t = dict(zip("qkv", three())) | {name: x.realize() for name, x in more.items()}
     gradients = attn.attention(**t).gradient(*[t[name] for name in names], gradient=draw(1, 2, 32, 16, seed=9))

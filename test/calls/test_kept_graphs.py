@@ -34,12 +34,12 @@ CALLS: dict[str, Call] = {
   "rows on two devices, computed inputs": lambda q, k, v: in_order("zigzag")(q*2, k + 1, v)}
 
 def placed(name:str, x:Tensor) -> Tensor:
-  """Returns an input of the call `name`, divided over two devices if the name says so."""
+  # Returns an input of the call `name`, divided over two devices if the name says so.
   if name.startswith("batches"): return x.shard(DEVICES, 0).realize()
   return attn.shard_sequence(x, DEVICES, 2, "zigzag" if "rows on two devices," in name else "contiguous").realize() if "rows" in name else x
 
 def numbers(name:str, seed:int) -> list[np.ndarray]:
-  """Returns the result of a call and the gradients of q, k and v, for random inputs of the seed."""
+  # Returns the result of a call and the gradients of q, k and v, for random inputs of the seed.
   q, k, v = (placed(name, draw(2, 2, 32, 16, seed=10*seed + i)) for i in range(3))
   with Context(TRAINING=1): o = CALLS[name](q, k, v)
   found = [o, *o.float().square().sum().gradient(q, k, v)]
@@ -47,7 +47,7 @@ def numbers(name:str, seed:int) -> list[np.ndarray]:
   return [whole(x).numpy() for x in found]
 
 def check_later(call:Callable[[int], list[np.ndarray]]) -> None:
-  """Checks that the second call gives the bits that a first call with the same inputs gives, for seeds of the inputs."""
+  # Checks that the second call gives the bits that a first call with the same inputs gives, for seeds of the inputs.
   before, later = call(1), call(2)
   recipes.cache_clear()
   first = call(2)
@@ -55,7 +55,7 @@ def check_later(call:Callable[[int], list[np.ndarray]]) -> None:
 
 @pytest.fixture
 def made(monkeypatch:pytest.MonkeyPatch) -> list[str]:
-  """Returns a list to which a name is added for each graph of a call or a gradient that attn makes without a recipe."""
+  # Returns a list to which a name is added for each graph of a call or a gradient that attn makes without a recipe.
   found = list[str]()
   def noted(name:str, own:Callable[..., Any]) -> Callable[..., Any]: return lambda *args: found.append(name) or own(*args)     # type: ignore[func-returns-value]
   for module, name in ((launch, "kernels_launched"), (launch, "run_shared_rows"), (gradient, "kernel_gradients"), (context_gradient, "by_kernels")):

@@ -40,7 +40,7 @@ CACHED: dict[str, Call] = {
                                           kv_lengths=whole([7, 30]))}
 
 def made_by(call:Callable[[], object]) -> int:
-  """Calls a function, and returns for how many kernels it builds the UOps."""
+  # Calls a function, and returns for how many kernels it builds the UOps.
   before = ast_of.cache_info().misses
   call()
   return ast_of.cache_info().misses - before

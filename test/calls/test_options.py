@@ -19,7 +19,7 @@ def keywords(function:Any) -> dict[str, Any]:
   return {name: x.default for name, x in inspect.signature(function).parameters.items() if x.kind is x.KEYWORD_ONLY}
 
 def rows(text:str, header:str) -> dict[str, list[str]]:
-  """Returns the rows of all Markdown tables in a text that have this header, by their first cell."""
+  # Returns the rows of all Markdown tables in a text that have this header, by their first cell.
   found = {}
   for table in re.findall(rf"^\| {re.escape(header)} \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE):
     for line in table.splitlines():

@@ -26,7 +26,7 @@ from cases import problem
 
 @dataclass(frozen=True)
 class Mask:
-  """A mask, written several times: in numpy, as a mask_mod, and as options of a problem."""
+  # A mask, written several times: in numpy, as a mask_mod, and as options of a problem.
   # `hull` computes whether a key lies in an interval that contains all keys that the query sees; it is None if the keys that a query sees are an
   # interval. `documents` says whether the mask reads the document of each key.
   sees: Callable[..., Any]
@@ -74,13 +74,13 @@ def problem_and_documents(mask:Mask, sizes:dict[str, int]) -> tuple[Problem, Arr
 # ***** all pairs *****
 
 def seen(p:Problem, sees:Callable[..., Any], tensors:list[Array], rows:int) -> Array:
-  """Computes in numpy whether the query of each row sees each key: (B, H, rows, keys)."""
+  # Computes in numpy whether the query of each row sees each key: (B, H, rows, keys).
   # `rows` may exceed the number of queries: the mask is then computed for positions beyond the last query, too.
   b, h, i, j = np.ogrid[:p.B, :p.H, p.offset:p.offset + rows, :p.Sk]
   return np.broadcast_to(sees(b, h, i, j, *tensors), (p.B, p.H, rows, p.Sk))
 
 def expected(p:Problem, mask:Mask, d:Array, tile:BlockTile, width:int, over:str, listed:bool, always:bool) -> Array:
-  """Returns whether a kernel skips each tile, masks it, or computes it without the mask: an array (B, H, blocks, tiles)."""
+  # Returns whether a kernel skips each tile, masks it, or computes it without the mask: an array (B, H, blocks, tiles).
   # If `over` is "keys", a workgroup owns a block of queries and loops over tiles of `width` keys; otherwise it owns keys and loops over queries. `d`
   # (B, rows) has the document of each row, for a mask that reads documents. With `listed`, the kernel has a list of the tiles that a block sees.
   # Without a list, it visits all tiles in the mask's `hull`. Then the rows of the last block that lie beyond the last row also see tiles. With
@@ -164,7 +164,7 @@ def test_two_tiles_of_dual_wave_are_one() -> None:
 # ***** lengths *****
 
 def check_causal_batches(p:Problem, tensors:dict[str, Array], queries:Array, keys:Array) -> None:
-  """Checks which tiles `visited_tiles` reports as skipped, masked, or without a mask, if each sequence has its own lengths."""
+  # Checks which tiles `visited_tiles` reports as skipped, masked, or without a mask, if each sequence has its own lengths.
   # The mask is causal, and the last query of a sequence sees all its keys.
   chip = get_chip("gfx942")
   tile = choose(p, chip).work.tile

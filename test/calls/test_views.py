@@ -26,7 +26,7 @@ APPLIED: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 @dataclass(frozen=True)
 class View:
-  """A view of an array in memory."""
+  # A view of an array in memory.
   memory: np.ndarray
   steps: tuple[tuple[str, Any], ...]  # movement operations that make the view
   of: np.ndarray  # the elements that the view must have
@@ -36,12 +36,12 @@ class View:
     return base, t
 
 def larger(x:np.ndarray, before:list[int], after:list[int]) -> np.ndarray:
-  """Surrounds x along each axis a with before[a] and after[a] numbers that no kernel may read."""
+  # Surrounds x along each axis a with before[a] and after[a] numbers that no kernel may read.
   lost: Any = np.nan if x.dtype.kind == "f" else 10**6
   return np.pad(x, list(zip(before, after)), constant_values=np.array(lost).astype(x.dtype))
 
 def before(d:Any, kind:str, x:np.ndarray) -> tuple[np.ndarray, Any]|None:
-  """Draws an array from which the movement operation `kind` makes x; returns it with the operation's argument, or None."""
+  # Returns a random array from which the movement operation `kind` makes x, and the operation's argument; or None if there is none.
   # `d` is hypothesis's function that draws.
   axes = range(x.ndim)
   def some(most:int) -> list[int]: return [d(st.integers(0, most)) for _ in axes]
@@ -83,7 +83,7 @@ def before(d:Any, kind:str, x:np.ndarray) -> tuple[np.ndarray, Any]|None:
 
 @st.composite
 def views(d:Any, x:np.ndarray, writable:bool=False) -> View:
-  """Draws a view with the elements x, made by up to four movement operations."""
+  # Returns a random view with the elements x, made by up to four movement operations.
   # Some draws change x first: they make all slices along an axis equal, so that the view can repeat a slice, or set the first slice to 0, so that the
   # view can pad. Integers and views that are written to (`writable`) are not changed. `d` is hypothesis's function that draws.
   alter, axis = d(st.sampled_from(("", "", "alike", "zeros"))), d(st.integers(0, x.ndim - 1))
@@ -98,7 +98,7 @@ def views(d:Any, x:np.ndarray, writable:bool=False) -> View:
   return View(memory, tuple(reversed(steps)), x)
 
 def drawn(examples:int) -> Callable[[Any], Any]:
-  """Runs a test on `examples` random draws; fewer than 50 draws are the same in every run."""
+  # Decorator: runs a test on `examples` random inputs; fewer than 50 are the same in every run.
   # A failing draw is not made smaller first, which would take minutes.
   return settings(max_examples=examples, deadline=None, derandomize=examples < 50, suppress_health_check=list(HealthCheck), database=None,
                   phases=(Phase.generate,))
@@ -158,7 +158,7 @@ def cached(**t:Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Function:
-  """A function under test: how to call it, the arrays that it takes, and the names of the arguments that it writes."""
+  # A function under test: how to call it, the arrays that it takes, and the names of the arguments that it writes.
   call: Callable[..., Any]
   takes: Callable[[], Arrays]
   writes: tuple[str, ...] = ()
@@ -204,14 +204,14 @@ FUNCTIONS = {
 def placed(x:np.ndarray|None) -> Tensor|None: return None if x is None else Tensor(np.ascontiguousarray(x), device="EMU").realize()
 
 def results(call:Callable[..., Any], tensors:dict[str, Any], writes:tuple[str, ...]) -> list[np.ndarray]:
-  """Calls a function, and returns its results and the tensors that it has written, as arrays."""
+  # Calls a function, and returns its results and the tensors that it has written, as arrays.
   found = call(**tensors)
   given = [t for t in (found if isinstance(found, (tuple, list)) else (found,)) if isinstance(t, Tensor)]
   Tensor.realize(*given)
   return [array(t) if t.dtype.name != "bool" else t.numpy() for t in (*given, *(tensors[name] for name in writes))]
 
 def check_views(name:str, d:Any) -> None:
-  """Compares a call of the function `name` with drawn views to a call with contiguous tensors of equal elements."""
+  # Compares a call of the function `name` on random views with a call on contiguous tensors of equal elements.
   function = FUNCTIONS[name]
   with emulated("gfx942"):
     arrays = function.takes()

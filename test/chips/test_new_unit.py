@@ -29,7 +29,7 @@ DEEP = Family("deep", wave=32, vgprs=256, busy_waves=2, bf16_pack=True, descript
 
 @pytest.fixture(autouse=True)
 def with_unit(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Adds a chip with a new matrix unit to attn's table of chips and to the emulator's table."""
+  # Adds a chip with a new matrix unit to attn's table of chips and to the emulator's table.
   # Half h of a wave's lanes holds the elements k = 16d + 8h + e of A and B (d = 0, 1; e = 0 to 7), and the rows 8h + r of C.
   ab, c = Layout("de hi -> i dhe", d=2, e=8, h=2, i=16), Layout("r hn -> hr n", r=8, h=2, n=16)
   monkeypatch.setitem(CHIPS, ARCH, Chip(ARCH, DEEP, LDS, (Card("of this test", 256),), registers=1024, granule=16))

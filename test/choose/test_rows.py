@@ -74,7 +74,7 @@ def test_a_row_of_forward_for_problems_with_one_option(given:dict[str, Any], llv
   assert choose_amd_tile(problem(**sizes), replace(with_rows("dropout_p"), llvm=llvm)).block_n == keys
 
 def with_rows(option:str) -> Chip:
-  """Returns gfx950 with one tile in each table of forward."""
+  # Returns gfx950 with one tile in each table of forward.
   # The tile has 64 keys for plain problems with this option, 32 keys for every other problem, and 128 keys for 8-bit floats.
   rows = tuple(UpTo(256, ForwardShape(4, 1, keys)) for keys in (32, 128))
   row = UpTo(128, ForwardShape(4, 1, 64, fenced=True), options=(option,))

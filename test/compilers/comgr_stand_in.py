@@ -56,7 +56,7 @@ int amd_comgr_do_action(int kind, handle x, handle in, handle out) {
 
 @functools.cache
 def build(folder:Path, name:str, script:str, major:int=2) -> str:
-  """Builds a stand-in for comgr with the interface version `major`.7, which compiles by `script`. Returns its path."""
+  # Builds a stand-in for comgr with the interface version `major`.7, which compiles by `script`. Returns its path.
   (folder/f"{name}.sh").write_text(script)
   (folder/f"{name}.c").write_text(SOURCE)
   subprocess.run([sys.executable, "-m", "ziglang", "cc", "-shared", "-fPIC", "-O1", "-w", f"-DMAJOR={major}", f'-DSCRIPT="{folder}/{name}.sh"',
@@ -68,9 +68,9 @@ def build(folder:Path, name:str, script:str, major:int=2) -> str:
 
 VERSION = "AMD clang version {} (roc-test)"
 def compiles(version:str) -> str:
-  """Returns a compile script that accepts every source."""
+  # Returns a compile script that accepts every source.
   # its "code object" is a text with the version, the chip and a checksum of the source
   return f'printf "\\177ELF\\000{VERSION.format(version)}\\000for %s: %s" "$1" "$(cksum)"\n'
 def too_old(version:str) -> str:
-  """Returns a compile script that rejects buffer descriptors, as LLVM 18 and older do."""
+  # Returns a compile script that rejects buffer descriptors, as LLVM 18 and older do.
   return f'if grep -q make_buffer_rsrc; then echo "x.hip:1:2: error: use of undeclared identifier"; exit 1; fi\n{compiles(version)}'

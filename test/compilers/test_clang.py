@@ -19,7 +19,7 @@ LOADED = [arch for arch in MODELLED if arch != "gfx90a"]   # chips that tinygrad
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-  """Gives the test an empty cache. attn forgets, before and after the test, which compiler it found."""
+  # Gives the test an empty cache. attn forgets, before and after the test, which compiler it found.
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path/"cache"))
   monkeypatch.delenv("ATTN_CLANG", raising=False)
   def forget():
@@ -132,7 +132,7 @@ def test_no_compiler_is_an_error_that_says_what_to_install(fresh, monkeypatch):
 # ***** the code object in the form that the runtime reads *****
 
 class FakeDevice:
-  """Stand-in for an AMD GPU, into which tinygrad's AMDProgram loads a program."""
+  # Stand-in for an AMD GPU, into which tinygrad's AMDProgram loads a program.
   # records the loaded bytes and the size of scratch memory
   device, sqtt_enabled = "AMD", False
   def __init__(self, arch:str):

@@ -52,7 +52,7 @@ def compilers() -> dict[int, Toolchain]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ThreadPoolExecutor]:
-  """Returns a thread pool that runs clang on every core."""
+  # Returns a thread pool that runs clang on every core.
   # the test's own thread lowers the kernels one after another
   with ThreadPoolExecutor(os.cpu_count()) as threads: yield threads
 
@@ -110,7 +110,7 @@ def other_text(name:str, arch:str) -> str:
 
 @functools.cache
 def gradient_texts(name:str, arch:str, tiles:tuple[AnyBackwardTile, AnyBackwardTile]) -> list[str]:
-  """Returns the sources of the backward kernels for the problem GRADIENTS[name], with the tiles of dq and of dk and dv."""
+  # Returns the sources of the backward kernels for the problem GRADIENTS[name], with the tiles of dq and of dk and dv.
   p, chip = replace(problem(**GRADIENTS[name]), return_lse=True), get_chip(arch)
   dq, dkdv = tiles
   assert isinstance(dq, BackwardTile)
@@ -118,7 +118,7 @@ def gradient_texts(name:str, arch:str, tiles:tuple[AnyBackwardTile, AnyBackwardT
   return texts if p.bias is None else [*texts, text_of(dbias_of(p, chip, dq), dbias_arguments(p), arch)]
 
 def kernel_text(name:str, arch:str, llvm:int) -> str:
-  """Returns the source of a kernel with the tile that dispatch chooses for this LLVM release."""
+  # Returns the source of a kernel with the tile that dispatch chooses for this LLVM release.
   if name not in OPTIONS: return other_text(name, arch)
   choice = choose(problem(**OPTIONS[name]), replace(get_chip(arch), llvm=llvm))
   assert choice.work.tile is not None and (name not in ("split", "pages") or choice.kernel == "split_kv")
@@ -126,13 +126,13 @@ def kernel_text(name:str, arch:str, llvm:int) -> str:
   return forward_text(name, arch, choice.kernel, choice.work.tile)
 
 def known(compilers:dict[int, Toolchain], arch:str) -> dict[int, Toolchain]:
-  """Returns those of the compilers that support the instructions of the chip, by LLVM release."""
+  # Returns those of the compilers that support the instructions of the chip, by LLVM release.
   return {llvm: tools for llvm, tools in compilers.items() if costs.knows(tools, arch)}
 
 Jobs = dict[tuple[Any, ...], Future[str]]
 
 def check_compiled(jobs:Jobs, arch:str, checks:tuple[str, ...]=("waterfall", "across lanes")) -> None:
-  """Checks that clang has compiled every kernel of `jobs`, and that the `checks` of machine code find nothing."""
+  # Checks that clang has compiled every kernel of `jobs`, and that the `checks` of machine code find nothing.
   assert {key: str(error) for key, job in jobs.items() if (error := job.exception()) is not None} == {}
   # "waterfall" finds loops that access memory for one lane after another, "across lanes" operations across lanes that run while some lanes of the
   # wave are inactive
@@ -164,7 +164,7 @@ def test_every_backward_kernel_compiles(arch:str, compilers:dict[int, Toolchain]
 
 @functools.cache
 def dbias_text(arch:str, causal:bool) -> str:
-  """Returns the source of the kernel of a bias's gradient, where queries do not fill the last tile."""
+  # Returns the source of the kernel of a bias's gradient, where queries do not fill the last tile.
   # the bias has a row for each query
   p = replace(problem(Sq=83, Sk=71, causal=causal, extras=dict(bias=np.zeros((1, 2, 83, 71), np.float32))), return_lse=True)
   tile = choose_bias_tile(p, get_chip(arch))
@@ -196,7 +196,7 @@ def waves(report:Report, tile:AnyTile) -> int:
   return waves_of(report, tile, get_chip(report.arch))
 
 def small_grid(spec:Spec, llvm:int) -> Tile:
-  """Returns the tile that dispatch chooses for the problem of `spec` with only two heads."""
+  # Returns the tile that dispatch chooses for the problem of `spec` with only two heads.
   # a smaller tile, because a large one would leave compute units idle
   tile = choose_tile(replace(problem_of_spec(spec), H=2, Hkv=2, num_splits=1), replace(get_chip(spec.arch), llvm=llvm))
   assert isinstance(tile, Tile)

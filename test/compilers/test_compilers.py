@@ -36,7 +36,7 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Without
 
 @pytest.fixture(scope="session")
 def machine(tmp_path_factory) -> Path:
-  """Returns a folder that stands for a machine: stand-ins for comgr, and a `sitecustomize.py` that hides packages."""
+  # Returns a folder with stand-ins for comgr and a `sitecustomize.py` that hides packages: with it, a process runs as on another machine.
   folder = tmp_path_factory.mktemp("machine")
   # hides the packages named in the environment variable WITHOUT from every Python process
   (folder/"sitecustomize.py").write_text(WITHOUT)
@@ -47,7 +47,7 @@ def machine(tmp_path_factory) -> Path:
   return folder
 
 def environment(machine:Path, comgr:str="broken", without:str="", path:str="/bin:/usr/bin", **env:str) -> dict[str, str]:
-  """Returns the environment variables of a process that uses the stand-in `comgr` and does not find the packages in `without`."""
+  # Returns the environment variables of a process that uses the stand-in `comgr` and does not find the packages in `without`.
   # "broken" cannot be loaded
   library = str(machine/f"{comgr}.so")
   keep = {k: v for k, v in os.environ.items() if k in ("HOME", "TMPDIR", "LANG", "VIRTUAL_ENV")}
@@ -83,7 +83,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def say(machine) -> Iterator[Callable[..., str]]:
-  """Returns a function that runs Python code with the packages and libraries of a folder, and returns the code's output."""
+  # Returns a function that runs Python code with the packages and libraries of a folder, and returns the code's output.
   # The code runs in a fork of a process that has imported attn, to save time. So it must not depend on settings that tinygrad reads during its
   # import.
   with subprocess.Popen([sys.executable, "-c", COPIED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
@@ -361,7 +361,7 @@ def test_bench_without_a_compiler_for_bounds(machine):
 # ***** the renderers *****
 
 def elementwise(op, dtype, renderer) -> str:
-  """Returns the source of a kernel that computes out[i] = op(x[i]), as `renderer` renders it."""
+  # Returns the source of a kernel that computes out[i] = op(x[i]), as `renderer` renders it.
   out, x, i = UOp.placeholder((256,), dtype, 0), UOp.placeholder((256,), dtype, 1), UOp.range(256, 0, AxisType.GLOBAL)
   return renderer.render(lower(out[i].store(x[i].load().alu(op)).end(i).sink(arg=KernelInfo("E", opts_to_apply=())), renderer))
 

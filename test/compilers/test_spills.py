@@ -32,12 +32,12 @@ pytest.importorskip("ziglang")
 OF_LOOPS = ("waterfall", "scratch", "scalar spills")
 
 def found_in_code(program:Callable[..., UOp], shapes:Shapes, arch:str) -> list[str]:
-  """Compiles a kernel for tensors of these shapes, and returns the faults that the checks OF_LOOPS find in its machine code."""
+  # Compiles a kernel for tensors of these shapes, and returns the faults that the checks OF_LOOPS find in its machine code.
   tensors = [UOp.placeholder(shape, TYPES[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
   return [x for x in findings(assembly(render(program(*tensors), arch), arch), arch) if x.startswith(OF_LOOPS)]
 
 def found_in_forward(p:Problem, arch:str) -> list[str]:
-  """Returns the faults in the machine code of the forward kernel that dispatch chooses; none if dispatch chooses tensor operations."""
+  # Returns the faults in the machine code of the forward kernel that dispatch chooses; none if dispatch chooses tensor operations.
   choice = choose(p, replace(get_chip(arch), llvm=toolchain().llvm))
   if choice.work.tile is None: return []
   p = replace(p, num_splits=choice.work.splits)
@@ -45,7 +45,7 @@ def found_in_forward(p:Problem, arch:str) -> list[str]:
   return found_in_code(program_of(choice, p), arguments(p), arch)
 
 def found_in_backward(p:Problem, arch:str, kernel:str) -> list[str]:
-  """Returns the faults in the machine code of the backward kernel `kernel` ("dq", "dkdv" or "dbias")."""
+  # Returns the faults in the machine code of the backward kernel `kernel` ("dq", "dkdv" or "dbias").
   chip = replace(get_chip(arch), llvm=toolchain().llvm)
   if kernel == "dbias": return found_in_code(dbias_of(p, chip, choose_bias_tile(p, chip)), dbias_arguments(p), arch)
   tiles = can_differentiate(p, chip)
@@ -153,18 +153,18 @@ OPTIONS = ("softcap", "bias", "alibi_slopes", "sinks", "kv_lengths", "dropout_se
 def any_width(rng:random.Random) -> int: return rng.choice((rng.randint(1, 256), rng.choice((32, 64, 96, 128, 192, 256))))
 
 def edge_of_a_class(rng:random.Random) -> int:
-  """Returns a random head dimension 1 to 15 below one of CLASSES, the head dimensions for which tables store a tile."""
+  # Returns a random head dimension 1 to 15 below one of CLASSES, the head dimensions for which tables store a tile.
   # a kernel for such a head dimension has the fewest free registers, and reads each row in several pieces
   return rng.choice(CLASSES) - rng.randint(1, 15)
 
 def edge_of_the_grid(rng:random.Random, arch:str, heads:int) -> int:
-  """Returns a random number of queries near which dispatch changes to larger tiles, for `heads` heads in all batches."""
+  # Returns a random number of queries near which dispatch changes to larger tiles, for `heads` heads in all batches.
   # with tiles of LARGEST_TILE queries, the number of workgroups lies between FILLS, the least for which dispatch takes a large tile, and the number
   # of compute units
   return LARGEST_TILE*rng.randint(*sorted((FILLS, get_chip(arch).cus)))//heads
 
 def drawn_option(rng:random.Random, sizes:dict[str, int]) -> dict[str, Any]:
-  """Returns one of OPTIONS or no option, drawn at random, as parameters of `problem`."""
+  # Returns one of OPTIONS or no option, drawn at random, as parameters of `problem`.
   if (option := rng.choice((None, *OPTIONS))) is None: return {}
   if option == "softcap": return {"softcap": 30.0}
   shapes = {"bias": (1, 1, sizes["Sq"], sizes["Sk"]), "alibi_slopes": (sizes["H"],), "sinks": (sizes["H"],), "kv_lengths": (sizes["B"],),
@@ -173,7 +173,7 @@ def drawn_option(rng:random.Random, sizes:dict[str, int]) -> dict[str, Any]:
   return {"extras": {option: np.empty(shapes[option], dtype)}, **({"dropout_p": 0.1} if option == "dropout_seed" else {})}
 
 def drawn_problem(rng:random.Random, edge:bool) -> tuple[str, dict[str, Any]]:
-  """Returns a random chip and problem. With `edge`, dispatch changes to another tile near this problem."""
+  # Returns a random chip and problem. With `edge`, dispatch changes to another tile near this problem.
   arch, heads, batch, width = rng.choice(CHIPS_DRAWN), rng.choice((8, 32)), rng.choice((1, 8)), edge_of_a_class if edge else any_width
   d, queries = width(rng), edge_of_the_grid(rng, arch, batch*heads) if edge else rng.choice((1, rng.randint(2, 64), rng.randint(64, 5000)))
   sizes = {"B": batch, "H": heads, "Hkv": rng.choice((heads, heads//4)), "Sq": queries, "Sk": rng.randint(1, 5000), "D": d,
@@ -264,12 +264,12 @@ def test_backward_kernels_that_once_spilled(case:str) -> None:
   assert found_in_backward(problem(lse=True, **parameters), arch, kernel) == []
 
 def with_bias(rng:random.Random, parameters:dict[str, Any]) -> dict[str, Any]:
-  """Returns a problem's parameters with a bias, which broadcasts along random dimensions, in place of its option."""
+  # Returns a problem's parameters with a bias, which broadcasts along random dimensions, in place of its option.
   shape = tuple(rng.choice((1, n, n)) for n in (parameters[x] for x in ("B", "H", "Sq", "Sk")))
   return {**{n: x for n, x in parameters.items() if n not in ("extras", "dropout_p")}, **option("bias", *shape)}
 
 def drawn_backward(seed:int) -> tuple[str, str, dict[str, Any]]:
-  """Returns a random chip, a backward kernel, and a problem for this kernel."""
+  # Returns a random chip, a backward kernel, and a problem for this kernel.
   rng, kernel = random.Random(seed), ("dq", "dkdv", "dbias")[seed % 3]
   # half of the problems have a head dimension at which dispatch changes to another tile
   arch, parameters = drawn_problem(rng, seed // 3 % 2 == 1)
@@ -289,7 +289,7 @@ FUNCTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {     # the functi
   "tanh_softcap": ({"score_mod": mods.tanh_softcap(30.0)}, {})}
 
 def with_functions(name:str, D:int, kernel:str) -> Problem:
-  """Returns a problem with the score_mod or mask_mod called `name`."""
+  # Returns a problem with the score_mod or mask_mod called `name`.
   given, tensors = FUNCTIONS[name]
   traced = functions_of(given.get("score_mod"), given.get("mask_mod"), tuple((t.shape, str(t.dtype)) for t in tensors.values()))
   # Its lengths are multiples of every tile, so that only the function can cause spills. With a mask_mod that leaves a query several intervals of
@@ -311,7 +311,7 @@ def test_kernels_with_functions(arch:str, D:int, kernel:str, name:str) -> None:
   assert (found_in_forward(p, arch) if kernel == "forward" else found_in_backward(p, arch, kernel)) == []
 
 def loop_of(p:Problem, arch:str, kernel:str, like:Problem) -> HotLoop:
-  """Returns the counts of the hot loop of the forward or dq kernel of `p`, compiled with the tile of the problem `like`."""
+  # Returns the counts of the hot loop of the forward or dq kernel of `p`, compiled with the tile of the problem `like`.
   chip = replace(get_chip(arch), llvm=toolchain().llvm)
   choice, tiles = choose(like, chip), can_differentiate(like, chip)
   assert isinstance(choice.work.tile, Tile) and choice.work.splits == 1 and not isinstance(tiles, str)

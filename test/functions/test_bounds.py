@@ -27,7 +27,7 @@ VALUES: dict[Ops, Callable[..., Any]] = {
   Ops.SHL: np.left_shift, Ops.SHR: np.right_shift, Ops.CDIV: lambda x, y: np.trunc(x/y).astype(np.int64)}
 
 def value(u:UOp, i:Array, j:Array) -> Array:
-  """Computes a mask function, given as the UOp `u`, in numpy for queries with the indices i and keys with the indices j, for head 2."""
+  # Computes a mask function, given as the UOp `u`, in numpy for queries with the indices i and keys with the indices j, for head 2.
   found: dict[UOp, Array] = {QUERY: i, KEY: j, QUERY_HEAD: np.array(2)}
   for x in u.toposort():
     if x in found: continue
@@ -40,7 +40,7 @@ def value(u:UOp, i:Array, j:Array) -> Array:
 # ***** what is checked of each mask *****
 
 def columns_shown(interval:Callable[[int], Interval], rows:Array, columns:Array) -> Array:
-  """Returns a bool table (rows, columns): whether a column lies in the interval of a row."""
+  # Returns a bool table (rows, columns): whether a column lies in the interval of a row.
   found = [interval(int(row)) for row in rows]
   # Neither end of the interval may decrease from one row to the next.
   for numbers in zip(*found):
@@ -48,7 +48,7 @@ def columns_shown(interval:Callable[[int], Interval], rows:Array, columns:Array)
   return np.stack([(columns >= (-FAR if first is None else first)) & (columns <= (FAR if last is None else last)) for first, last in found])
 
 def check_split(mask:UOp, want:Array) -> Bounds:
-  """Checks that the intervals and the remaining condition into which attn splits a mask give the mask `want`; returns the split mask."""
+  # Checks that the intervals and the remaining condition into which attn splits a mask give the mask `want`; returns the split mask.
   found = mask_bounds(mask)
   rest = np.broadcast_to(True if found.rest is None else value(found.rest, I, J), want.shape)
   np.testing.assert_array_equal(columns_shown(found.keys_of, I[:, 0], J[0]) & rest, want)

@@ -27,11 +27,11 @@ OPERATIONS: dict[Ops, Callable[..., Any]] = {
   Ops.AND: np.bitwise_and, Ops.OR: np.bitwise_or, Ops.XOR: np.bitwise_xor, Ops.FLOORDIV: np.floor_divide, Ops.FLOORMOD: np.mod}
 
 def as_dtype(x:Any, u:UOp, real:Real) -> Any:
-  """Converts x to a numpy array of the dtype of the UOp `u`, except that any float dtype becomes `real`."""
+  # Converts x to a numpy array of the dtype of the UOp `u`, except that any float dtype becomes `real`.
   return np.asarray(x).astype(real if dtypes.is_float(u.dtype) else bool if u.dtype == dtypes.bool else np.int64)
 
 def computed(value:UOp, numbers:Given, real:Real) -> Array:
-  """Computes the UOp `value` in numpy, with floats of the type `real`, from the values of its symbols."""
+  # Computes the UOp `value` in numpy, with floats of the type `real`, from the values of its symbols.
   found = {u: as_dtype(x, u, real) for u, x in numbers.items()}
   with np.errstate(all="ignore"):
     for u in value.toposort(lambda u: u not in numbers):
@@ -43,7 +43,7 @@ def computed(value:UOp, numbers:Given, real:Real) -> Array:
   return np.broadcast_to(found[value], np.broadcast(*(found[u] for u in numbers), found[value]).shape)
 
 def differences(value:UOp, of:UOp, numbers:Given) -> tuple[Array, Array]:
-  """Computes the derivative of `value` by the symbol `of` from central differences, and where the function is smooth."""
+  # Computes the derivative of `value` by the symbol `of` from central differences, and where the function is smooth.
   def over(step:float) -> Array:
     h = np.longdouble(step)
     after, before = (computed(value, {**numbers, of: np.asarray(numbers[of], np.longdouble) + x}, np.longdouble) for x in (h, -h))
@@ -57,7 +57,7 @@ def hold_near(found:Array, expected:Array, tolerance:float) -> None:
 
 @contextmanager
 def exact_constants() -> Iterator[None]:
-  """Context in which constants in derivatives stay Python numbers. Otherwise they are rounded to float32."""
+  # Context in which constants in derivatives stay Python numbers. Otherwise they are rounded to float32.
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(module, "committed", lambda u: u)
     derivative_or_reason.cache_clear()
@@ -271,7 +271,7 @@ TWO_ARGUMENTS: tuple[Callable[[UOp, UOp], UOp], ...] = (
   lambda x, y: (QUERY < KEY).where(x, y), lambda x, y: (x.abs() + 1)**y.tanh())
 
 def larger(inner:st.SearchStrategy[UOp]) -> st.SearchStrategy[UOp]:
-  """Returns a hypothesis strategy that draws an operation whose operands are functions drawn by `inner`."""
+  # Returns a hypothesis strategy for an operation whose operands are functions that `inner` makes.
   return st.one_of(st.builds(lambda f, x: f(x), st.sampled_from(ONE_ARGUMENT), inner),
                    st.builds(lambda f, x, y: f(x, y), st.sampled_from(TWO_ARGUMENTS), inner, inner))
 
@@ -280,7 +280,7 @@ FUNCTIONS = st.recursive(st.sampled_from(LEAVES), larger, max_leaves=8).map(lamb
 RANDOM:dict[UOp, Any] = {**NUMBERS, ELEMENT: 1.4371, HALF: -0.7613, SCORE: SCORES/4 + 0.0123}     # numbers at which few functions have a tie
 
 def random_functions(check:Callable[[UOp], None]) -> None:
-  """Runs `check` with 150 random functions, which are the same in each run."""
+  # Runs `check` with 150 random functions, which are the same in each run.
   @settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
   @given(FUNCTIONS)
   def checked(value:UOp) -> None: check(value)

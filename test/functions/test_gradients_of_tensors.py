@@ -18,7 +18,7 @@ UNIT = 2.0**-11        # half a unit in the last place of float16
 
 @dataclass(frozen=True)
 class Case:
-  """A score_mod of one tensor, and `numpy`, which computes the same."""
+  # A score_mod of one tensor, and `numpy`, which computes the same.
   # `numpy` takes the scores, the tensor and the indices b, h, i and j. It returns the new scores, and a list with an entry for each element that
   # score_mod reads: (derivative of the score by the element, index of the element).
   shape: Callable[[int, int, int, int], tuple[int, ...]]
@@ -49,7 +49,7 @@ CASES = {
 }
 
 def expected(case:Case, q:Array, k:Array, v:Array, do:Array, t:Array, causal:bool, cap:float) -> tuple[Array, Array]:
-  """Returns the gradient of the tensor `t`, which the score_mod of `case` reads, in float64, and the error limit of each element."""
+  # Returns the gradient of the tensor `t`, which the score_mod of `case` reads, in float64, and the error limit of each element.
   # The limit is six standard deviations. `cap` is the softcap, 0 for none. The kernels round O to float16. This changes delta of a row by about the
   # sum of these roundings, and so dS of all scores of the row. Errors of different rows are independent.
   q, k, v, do, t = (x.astype(np.float64) for x in (q, k, v, do, t))

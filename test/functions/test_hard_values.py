@@ -22,7 +22,7 @@ def on(x:Array) -> Tensor: return Tensor(x, device="EMU").realize()
 def drawn(Sq:int, Sk:int) -> list[Array]: return [floats(B, H, n, D, seed=m).astype(np.float16) for m, n in enumerate((Sq, Sk, Sk, Sq))]
 
 def weighted(x:Array, v:Array) -> Array:
-  """Computes softmax(x) V in float64. A row without keys gives 0."""
+  # Computes softmax(x) V in float64. A row without keys gives 0.
   with np.errstate(invalid="ignore"):
     m = x.max(-1, keepdims=True)
     p = np.exp(x - np.where(m == -np.inf, 0, m))

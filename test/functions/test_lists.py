@@ -38,7 +38,7 @@ UNITS = ("gfx942", "gfx1100", "sm_80", "sm_90", "gfx1030")     # the last one ha
 
 @dataclass(frozen=True)
 class Case:
-  """A mask_mod in UOps (`mask`) and the same mask in numpy (`of_numbers`)."""
+  # A mask_mod in UOps (`mask`) and the same mask in numpy (`of_numbers`).
   mask: Callable[..., Any]
   of_numbers: Callable[..., Any]
   documents: bool = False  # whether the mask reads the document of each key, int32 (B, Sk)
@@ -55,11 +55,11 @@ CASES = {
                            lambda b, h, i, j: ((i//32 + j//32)%3 == h%3) | ((h == 3) & ((i + j)%2 == 0)))}
 
 def documents(p:Problem, seed:int=0, rows:int=20) -> np.ndarray:
-  """Returns for each key the index of its document, int32 (B, Sk). A document has about `rows` keys."""
+  # Returns for each key the index of its document, int32 (B, Sk). A document has about `rows` keys.
   return np.sort(np.random.default_rng(seed).integers(0, p.Sk//rows, (p.B, p.Sk)), 1).astype(np.int32)
 
 def seen(p:Problem, case:Case, d:np.ndarray) -> np.ndarray:
-  """Returns whether each query sees each key under the mask of a case, bool (B, H, Sq, Sk), computed in numpy."""
+  # Returns whether each query sees each key under the mask of a case, bool (B, H, Sq, Sk), computed in numpy.
   b, h, i, j = np.ogrid[:p.B, :p.H, p.offset:p.offset + p.Sq, :p.Sk]
   return np.broadcast_to(case.of_numbers(b, h, i, j, *[d]*case.documents), (p.B, p.H, p.Sq, p.Sk))
 
@@ -72,13 +72,13 @@ def sized(case:Case, **sizes:Any) -> Problem:
 # ***** the lists *****
 
 def expected_turns(lists:np.ndarray, block:int, started:Callable[[int], int]) -> list[int]:
-  """Returns, for each tile in the list of the block `block`, how many blocks that start earlier have the tile in their lists, too."""
+  # Returns, for each tile in the list of the block `block`, how many blocks that start earlier have the tile in their lists, too.
   # `lists` has the lists of all blocks of a head. `started` maps a block to its place in the order in which blocks start.
   def tiles_of(b:int) -> list[int]: return lists[b][2:2 + lists[b][1]].tolist()
   return [sum(tile in tiles_of(b) for b in range(len(lists)) if started(b) < started(block)) for tile in tiles_of(block)]
 
 def expected_list(mask:np.ndarray, block_n:int, tiles:int) -> list[int]:
-  """Returns the list of visible tiles that the kernels must make for a block of which `mask` shows some scores."""
+  # Returns the list of visible tiles that the kernels must make for a block of which `mask` shows some scores.
   # `mask` is (..., rows, columns), in `tiles` tiles of `block_n` columns. The list begins with the number of partly masked tiles and the number of
   # all visible tiles. Then come the partly masked tiles, then the tiles without a hidden score.
   parts = [mask[..., t*block_n:(t + 1)*block_n] for t in range(tiles)]
@@ -88,7 +88,7 @@ def expected_list(mask:np.ndarray, block_n:int, tiles:int) -> list[int]:
   return [len(some), len(some) + len(full), *some, *full, *[tiles]*(tiles + 1 - len(some) - len(full))]
 
 def with_turns_from(usual:list[int], descending:bool) -> list[int]:
-  """Converts a list of visible tiles to the list for blocks that add to dq in a fixed order."""
+  # Converts a list of visible tiles to the list for blocks that add to dq in a fixed order.
   # The tiles without a hidden score come first, and both kinds of tiles are in descending or in ascending order.
   parts, visible, *tiles = usual
   some, full = (sorted(x, reverse=descending) for x in (tiles[:parts], tiles[parts:visible]))
@@ -135,7 +135,7 @@ def test_lists_say_when_a_block_has_its_turn(name:str, keys:int) -> None:
 
 @dataclass(frozen=True)
 class TensorCase:
-  """A mask_mod that reads tensors, in UOps (`mask`), and the same mask in numpy (`of_numbers`)."""
+  # A mask_mod that reads tensors, in UOps (`mask`), and the same mask in numpy (`of_numbers`).
   mask: Callable[..., Any]
   of_numbers: Callable[..., Any]
   tensors: Callable[[int, int], tuple[np.ndarray, ...]]  # makes the tensors for given numbers of queries and keys
@@ -143,7 +143,7 @@ class TensorCase:
 def ids(n:int, least:int=-4, most:int=5, seed:int=3) -> np.ndarray: return np.random.default_rng(seed).integers(least, most, n).astype(np.int32)
 def with_nan(n:int) -> np.ndarray: return np.where(np.arange(n) % 70 == 69, np.nan, np.arange(n)//64).astype(np.float32)
 def by_rows(mask:Callable[..., Any], rows:int, keys:int) -> Callable[..., Any]:
-  """Wraps a mask function that reads tensors by the query's row in q as a mask_mod."""
+  # Wraps a mask function that reads tensors by the query's row in q as a mask_mod.
   # attn calls a mask_mod with the query's position among the keys: row r has position r + keys - rows.
   return lambda b, h, i, j, *t: mask(b, h, i + (rows - keys), j, *t)
 
@@ -189,7 +189,7 @@ def test_lists_of_masks_that_read_tensors(name:str, rows:int, keys:int, over:str
 # ***** attention over them *****
 
 def computed(p:Problem, x:Inputs, do:np.ndarray, arch:str, case:Case, d:np.ndarray, **options:Any) -> list[np.ndarray]:
-  """Computes o and the gradients of q, k and v by `attention` with the mask of a case, on the emulator of the chip `arch`."""
+  # Computes o and the gradients of q, k and v by `attention` with the mask of a case, on the emulator of the chip `arch`.
   with emulated(arch):
     q, k, v, of_o = (tensor(a, p.dtype).realize() for a in (x.q, x.k, x.v, do))
     given = {name: Tensor(a, device="EMU").realize() if isinstance(a, np.ndarray) else a for name, a in options.items()}
@@ -242,14 +242,14 @@ def test_forward_over_lists_of_classes(monkeypatch:pytest.MonkeyPatch, plant:Cal
   assert judge(o, expected(problem(**sizes, extras=extras), x, extras)[0]).ok == (plant is None)
 
 def one_kernel(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Makes dispatch choose the wgmma kernel that computes all gradients at once, for every problem."""
+  # Makes dispatch choose the wgmma kernel that computes all gradients at once, for every problem.
   row = GRADIENT_KERNELS["_wgmma"]
   assert row.at_once is not None
   def tile(p:Problem, arch:Chip) -> WgmmaBackwardTile: return WgmmaBackwardTile(2, 64, matrix=MMA[p.dtype], keys=True, adds_dq=True)
   monkeypatch.setitem(GRADIENT_KERNELS, "_wgmma", replace(row, at_once=replace(row.at_once, tile=tile)))
 
 def gradients_by_one_kernel(name:str, deterministic:bool=True) -> list[np.ndarray]:
-  """Computes the gradients of q, k and v by the kernel for all gradients, over lists of visible tiles, and compares them with float64."""
+  # Computes the gradients of q, k and v by the kernel for all gradients, over lists of visible tiles, and compares them with float64.
   case, sizes = CASES[name], {"H": 2, "Hkv": 1, "Sq": 300, "Sk": 400, "D": 16}
   p = sized(case, **sizes)
   x, d = normal(p), documents(p, rows=150)
@@ -346,7 +346,7 @@ def test_the_first_lists_start_no_workers(name:str, monkeypatch:pytest.MonkeyPat
   assert (verdict := judge(o, expected(problem(Sq=132, extras=extras), x, extras)[0])).ok, verdict
 
 def neighbourhood(seed:int) -> tuple[Problem, Inputs, Callable[..., Any]]:
-  """Returns a problem with a mask that reads no tensor, its inputs, and the mask."""
+  # Returns a problem with a mask that reads no tensor, its inputs, and the mask.
   # Each seed gives another number of rows, so attn has not yet cached the problem's lists of visible tiles.
   p = sized(CASES["neighbourhood"], Sq=140 + seed, Sk=140 + seed)
   return p, normal(p), CASES["neighbourhood"].mask
@@ -397,7 +397,7 @@ STRIPES = Case(lambda b, h, i, j, d: (((i - j + 4096)//64) % 3).eq(0) & (d[b, j]
 
 @pytest.fixture
 def made(monkeypatch:pytest.MonkeyPatch) -> list[ListedBlocks]:
-  """Returns a list that records every list of tiles that attn makes during a test."""
+  # Returns a list that records every list of tiles that attn makes during a test.
   found, of = list[ListedBlocks](), calls_tile_lists.new_lists
   def noted(x:ListedBlocks, *args:Any) -> Tensor:
     found.append(x)

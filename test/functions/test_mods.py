@@ -34,7 +34,7 @@ def times(s:Array, x:Array) -> Scores: return s*x, np.broadcast_to(x, s.shape), 
 def capped(s:Array, cap:float) -> Scores: return cap*np.tanh(s/cap), np.cosh(s/cap)**-2, cap
 
 def in_reach(i:Any, j:Any) -> Any:
-  """Returns whether pixel j lies in the tile of pixel i or in one of the eight tiles around it."""
+  # Returns whether pixel j lies in the tile of pixel i or in one of the eight tiles around it.
   # Tiles are 2 x 2 pixels of an image with 8 columns.
   (y, x), (at_y, at_x) = np.divmod(i, 8), np.divmod(j, 8)
   first_y, first_x = y - y % 2 - 2, x - x % 2 - 2
@@ -42,7 +42,7 @@ def in_reach(i:Any, j:Any) -> Any:
 
 @dataclass(frozen=True)
 class Example:
-  """A function of attn.mods with its tensors, and its meaning in numpy: `sees` for a mask_mod, `scores` for a score_mod."""
+  # A function of attn.mods with its tensors, and its meaning in numpy: `sees` for a mask_mod, `scores` for a score_mod.
   function: Callable[..., Any]
   sees: Array|None = None
   scores: Callable[[Array], Scores]|None = None
@@ -69,7 +69,7 @@ EXAMPLES = {
 # ***** the check *****
 
 def check(example:Example, device:str, kernel:str="", D:int=64, gradients:bool=True, dtype:str="float16") -> None:
-  """Compares o, lse and the gradients of q, k and v with float64: each element must be within its error limit (docs/contract.md)."""
+  # Compares o, lse and the gradients of q, k and v with float64: each element must be within its error limit (docs/contract.md).
   p = problem(B, H, HKV, SQ, SK, D, dtype=dtype, causal=example.causal)
   x = normal(p)
   do = normal(problem(B, H, HKV, SQ, SQ, D, dtype=dtype), seed=5).q

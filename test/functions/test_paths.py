@@ -22,7 +22,7 @@ def drawn(*shape:int, seed:int) -> Array: return floats(*shape, seed=seed).astyp
 def on(x:Array, device:str="EMU") -> Tensor: return Tensor(x, device=device).realize()
 
 def expected(q:Array, k:Array, v:Array, table:Array=TABLE) -> Array:
-  """Computes attention of arrays (B, H, Sq, D) in float64, with the score_mod and the mask_mod of these tests in numpy."""
+  # Computes attention of arrays (B, H, Sq, D) in float64, with the score_mod and the mask_mod of these tests in numpy.
   q, k, v = (x.astype(np.float64) for x in (q, k, v))
   k, v = (np.repeat(x, q.shape[1]//x.shape[1], 1) for x in (k, v))
   i, j = np.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2], np.arange(k.shape[2])

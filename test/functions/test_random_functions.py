@@ -29,7 +29,7 @@ def as_dtype(x:Any, u:UOp) -> Any:
   return np.asarray(x).astype(np.float64 if dtypes.is_float(u.dtype) else bool if u.dtype == dtypes.bool else np.int64)
 
 def computed(value:UOp, places:Given, tensors:list[Array]) -> Array:
-  """Computes a score_mod or mask_mod, given as the UOp `value`, in numpy for all pairs of a query and a key."""
+  # Computes a score_mod or mask_mod, given as the UOp `value`, in numpy for all pairs of a query and a key.
   # `places` has the values of the function's symbols, such as the indices.
   found = {u: as_dtype(x, u) for u, x in places.items()}
   with np.errstate(all="ignore"):
@@ -42,7 +42,7 @@ def computed(value:UOp, places:Given, tensors:list[Array]) -> Array:
   return found[value]
 
 def element_at(u:UOp, found:dict[UOp, Any]) -> tuple[Array, ...]:
-  """Returns which element of a tensor the UOp `u` reads, for each pair of a query and a key: indices for each axis."""
+  # Returns which element of a tensor the UOp `u` reads, for each pair of a query and a key: indices for each axis.
   # `found` has the values of all UOps. For a pair that the mask hides, an index may lie outside of its axis; it is moved to the nearest index in the
   # axis.
   return tuple(np.clip(found[x], 0, size - 1) for x, size in zip(indices_of(u), tensor_of(u).shape))
@@ -53,7 +53,7 @@ EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-20}
 
 @dataclass(frozen=True)
 class Case:
-  """One random call of attention: its inputs, rounded to their dtypes, with a score_mod or mask_mod or both."""
+  # One random call of attention: its inputs, rounded to their dtypes, with a score_mod or mask_mod or both.
   dtype: str
   q: Array
   k: Array
@@ -67,17 +67,17 @@ class Case:
   def kinds(self) -> tuple[tuple[tuple[int, ...], str], ...]: return tuple((x.shape, str(x.dtype)) for x in self.tensors)
   @functools.cached_property
   def value(self) -> UOp:
-    """The score_mod as a UOp, or the symbol of the score if there is no score_mod."""
+    # The score_mod as a UOp, or the symbol of the score if there is no score_mod.
     found = None if self.score is None else trace(SCORE_FUNCTION, self.score, self.kinds)
     return SCORE if found is None else found.value
   @functools.cached_property
   def elements(self) -> dict[int, list[UOp]]:
-    """The elements of float tensors that the score_mod reads, as UOps: a list for each tensor, by the tensor's number."""
+    # The elements of float tensors that the score_mod reads, as UOps: a list for each tensor, by the tensor's number.
     of_floats = [u for u in elements_of(self.value) if dtypes.is_float(u.dtype)]
     return {n: [u for u in of_floats if number_of_tensor(u) == n] for n in sorted({number_of_tensor(u) for u in of_floats})}
 
   def run(self, arch:str, kernel:str="") -> list[Array]:
-    """Computes o and the gradients of q, k and v and of the float tensors that the score_mod reads, on the emulator of `arch`."""
+    # Computes o and the gradients of q, k and v and of the float tensors that the score_mod reads, on the emulator of `arch`.
     with emulated(arch, kernel):
       q, k, v, do = (tensor(x, self.dtype).realize() for x in (self.q, self.k, self.v, self.do))
       given = [Tensor(x, device="EMU").realize() for x in self.tensors]
@@ -92,7 +92,7 @@ class Case:
       assert worst <= 1, f"{name} on {arch}: {worst} of what is allowed"
 
   def expected(self) -> list[tuple[Array, Array]]:
-    """Returns o and the gradients in float64, as pairs (values, largest errors that the test allows)."""
+    # Returns o and the gradients in float64, as pairs (values, largest errors that the test allows).
     # These errors follow from errors of single steps: P, dS and each result may be off by 4 times the roundoff of the dtype, and a score by 2^-17
     # times (1 + the sum of the magnitudes of its products q k). For a tensor that the score_mod reads, the allowed errors of dS are summed like dS
     # itself.
@@ -121,7 +121,7 @@ class Case:
     wrong_delta = (np.abs(do)*wrong_o).sum(-1, keepdims=True)
     apart = p*np.abs(dp - delta)*(wrong + e + 2.0**-12) + p*(wrong_delta + e*np.abs(do)@np.abs(v).swapaxes(-1, -2))
     def of_slope(slope:Array) -> tuple[Array, Array]:
-      """Returns P*(dP - delta)*slope and its largest error, for a derivative `slope` of the score_mod."""
+      # Returns P*(dP - delta)*slope and its largest error, for a derivative `slope` of the score_mod.
       slope = np.where(p > 0, slope, 0)
       return p*(dp - delta)*slope, apart*np.abs(slope)
     ds, wrong_ds = of_slope(slope)
@@ -142,7 +142,7 @@ class Case:
 
 @dataclass
 class Draw:
-  """Draws random score_mods and mask_mods: Python functions of (score, b, h, i, j) and four tensors."""
+  # Draws random score_mods and mask_mods: Python functions of (score, b, h, i, j) and four tensors.
   rng: np.random.Generator
   B: int
   H: int
@@ -153,7 +153,7 @@ class Draw:
   def axes(self) -> list[str]: return [self.one_of("b", "h", "i", "j", "i - j", "0") for _ in range(self.rng.integers(1, 4))]
 
   def tensors(self) -> list[tuple[list[str], Array]]:
-    """Tensors of four dtypes, each with the names of the indices that select an element, such as "h" or "i - j"."""
+    # Tensors of four dtypes, each with the names of the indices that select an element, such as "h" or "i - j".
     sizes = {"b": self.B, "h": self.H, "i": self.Sq + self.Sk, "j": self.Sk, "i - j": self.Sq + 2*self.Sk, "0": 3}
     axes = [self.axes() for _ in range(4)]
     shapes = [tuple(sizes[x] for x in each) for each in axes]
@@ -162,7 +162,7 @@ class Draw:
     return list(zip(axes, made))
 
   def element(self, n:int, axes:list[str]) -> Callable[..., UOp]:
-    """Returns a function (score, b, h, i, j, *tensors) that reads an element of tensor number n."""
+    # Returns a function (score, b, h, i, j, *tensors) that reads an element of tensor number n.
     # `axes` names the index along each axis, such as "h" or "i - j".
     def of(s:Any, b:UOp, h:UOp, i:UOp, j:UOp, *t:UOp) -> UOp:
       places = {"b": b, "h": h, "i": i + self.Sq, "j": j, "i - j": i - j + self.Sq + self.Sk, "0": UOp.const(2)}
@@ -182,7 +182,7 @@ class Draw:
     return self.one_of(*choices)
 
   def factor(self, elements:list[Callable[..., UOp]]) -> Callable[..., UOp]:
-    """Draws a function (score, b, h, i, j, *tensors) whose value does not depend on the score."""
+    # Returns a random function (score, b, h, i, j, *tensors) whose value does not depend on the score.
     # `elements` has for each of the four tensors a function that reads an element.
     c = self.number()
     return self.one_of(elements[0], lambda *a: elements[1](*a).cast(dtypes.float), lambda *a: elements[2](*a).cast(dtypes.float)*c,
@@ -205,7 +205,7 @@ class Draw:
 UNITS = ("gfx942", "gfx1100", "gfx950", "sm_80", "sm_90", "gfx1030")     # gfx1030 has no matrix unit: tiled
 
 def rounded(x:Array, dtype:str) -> Array:
-  """Rounds numbers to `dtype`, and returns them as float32."""
+  # Rounds numbers to `dtype`, and returns them as float32.
   # For bfloat16 the lower 16 bits of float32 are cut off.
   if dtype == "bfloat16": return (x.astype(np.float32).view(np.uint32) & 0xffff0000).view(np.float32)
   return x.astype(dtype).astype(np.float32)

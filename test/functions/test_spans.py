@@ -31,7 +31,7 @@ RULES: dict[Ops, Callable[..., Any]] = {
 NUMPY = {dtypes.int: np.int32, dtypes.bool: np.bool_, dtypes.float: np.float32, dtypes.uchar: np.uint8}
 
 def value(u:UOp, tensors:list[Array], i:Array, j:Array) -> Array:
-  """Computes a mask function, given as the UOp `u`, in numpy for queries with the indices i and keys with the indices j."""
+  # Computes a mask function, given as the UOp `u`, in numpy for queries with the indices i and keys with the indices j.
   found: dict[UOp, Array] = {QUERY: i, KEY: j}
   for x in u.toposort():
     if x in found or x._shape != () or x.op is Ops.STACK: continue
@@ -42,7 +42,7 @@ def value(u:UOp, tensors:list[Array], i:Array, j:Array) -> Array:
   return found[u]
 
 def limits_on(mask:UOp, tensors:list[Array], i:Array, j:Array) -> tuple[bool, bool]:
-  """Returns what attn derives about a mask on queries i and keys j: whether all pairs are visible, and whether some may be."""
+  # Returns what attn derives about a mask on queries i and keys j: whether all pairs are visible, and whether some may be.
   # The lowest and highest values of the mask's parts come from numpy.
   def limits(u:UOp) -> Extremes:
     x = value(u, tensors, i, j)
@@ -55,7 +55,7 @@ def limits_on(mask:UOp, tensors:list[Array], i:Array, j:Array) -> tuple[bool, bo
 BLOCKS = list(itertools.product(range(0, LENGTH, BLOCK), repeat=2))
 
 def known(function:Mask, *names:str) -> list[tuple[bool, bool]]:
-  """Returns what attn derives about a mask function for each test block of queries and keys, and fails if an answer is wrong."""
+  # Returns what attn derives about a mask function for each test block of queries and keys, and fails if an answer is wrong.
   # An answer is a pair of bools: whether the mask is true for all pairs of the block, and whether it may be true for any. `names` selects the tensors
   # that the mask reads.
   tensors, found = [TENSORS[name] for name in names], []

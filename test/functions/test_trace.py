@@ -23,7 +23,7 @@ def on_emulator(shape:tuple[int, ...]=(2, 5), dtype:Any=dtypes.float, device:str
   return Tensor.ones(*shape, dtype=dtype, device=device).contiguous().realize()
 
 def call(*tensors:Any, score:Any=None, mask:Any=None) -> Any:
-  """Checks the arguments of a call of `attention` with this score_mod and mask_mod, and returns dispatch's choice of a kernel."""
+  # Checks the arguments of a call of `attention` with this score_mod and mask_mod, and returns dispatch's choice of a kernel.
   q = on_emulator((1, 2, 5, 32), dtypes.half)
   return choice_of(q, q, q, arch="gfx942", score_mod=score, mask_mod=mask, mod_tensors=tensors)
 
@@ -39,7 +39,7 @@ def masked(function:Any) -> UOp:
 # ***** what is refused *****
 
 def mod(function:Callable[..., Any]) -> Callable[..., Any]:
-  """Makes a score_mod of one tensor from `function(score, h, i, j, tensor)`: the argument b is left out."""
+  # Makes a score_mod of one tensor from `function(score, h, i, j, tensor)`: the argument b is left out.
   return lambda s, b, h, i, j, t: function(s, h, i, j, t)
 
 RETURNED = {"None": None, "True": True, "1.0": 1.0, "3": 3, "'x'": "x", r"\(1,\)": (1,), "nan": float("nan")}
@@ -138,7 +138,7 @@ def test_python_that_needs_a_number(name:str) -> None:
   with pytest.raises(ValueError, match=rf"(?s)^mask_mod=\S+ \(.*test_trace.py:\d+\) raised \w+: .*{advice}"): call(mask=PYTHON[name])
 
 class Scaled:
-  """A score_mod that is an object: it multiplies the score by `factor`, which tests change after a first call."""
+  # A score_mod that is an object: it multiplies the score by `factor`, which tests change after a first call.
   def __init__(self, factor:float) -> None: self.factor = factor
   def __call__(self, s:UOp, b:UOp, h:UOp, i:UOp, j:UOp) -> UOp: return s*self.factor
 
@@ -250,7 +250,7 @@ def test_equality_outside_a_function_is_identity() -> None:
 
 @pytest.fixture
 def calls(monkeypatch:pytest.MonkeyPatch) -> list[str]:
-  """Returns a list to which a function's kind is added whenever attn calls a score_mod or mask_mod to trace it."""
+  # Returns a list to which a function's kind is added whenever attn calls a score_mod or mask_mod to trace it.
   found: list[str] = []
   own = module.call_twice
   def counted(signature:Any, function:Any, tensors:Any) -> Traced:

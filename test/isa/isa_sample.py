@@ -29,7 +29,7 @@ BARRIER = ('    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");__builtin_
            '__builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");')
 
 def sample(arch:str, d:int=64, exp:str="__builtin_amdgcn_exp2f", maximum:str="__builtin_fmaxf(x, y)") -> str:
-  """Returns the HIP source of a kernel with a small attention loop over tiles of keys, in the form in which tinygrad renders kernels."""
+  # Returns the HIP source of a kernel with a small attention loop over tiles of keys, in the form in which tinygrad renders kernels.
   # `exp` is the C function for 2^x, and `maximum` the C expression for the larger of x and y
   u = UNITS[arch]
   tiles, steps, parts, key_steps = KEYS//u.m, d//u.k, d//u.m, KEYS//u.k

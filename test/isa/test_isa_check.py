@@ -77,7 +77,7 @@ def test_what_needs_all_lanes_is_found_where_some_are_off(arch:str, text:str) ->
 def test_whole_waves_are_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
 
 def branches(depth:int, inside:str, i:int=0) -> str:
-  """Returns assembly text of if-else, nested to `depth` as clang compiles them, with `inside` in the innermost branches."""
+  # Returns assembly text of if-else, nested to `depth` as clang compiles them, with `inside` in the innermost branches.
   own, (then, other) = f"s{10 + i}", (branches(depth - 1, inside, i + 1) if depth > 1 else inside for _ in range(2))
   return (f"s_and_saveexec_b32 {own}, s{20 + i}; s_xor_b32 {own}, exec_lo, {own}; {then}; s_and_not1_saveexec_b32 {own}, {own}; {other}; "
           f"s_or_b32 exec_lo, exec_lo, {own}")
@@ -207,7 +207,7 @@ def test_other_loops_are_left_alone(arch:str, text:str) -> None: assert of(text,
 # ***** kernels *****
 
 def dbias_text(arch:str) -> str:
-  """Returns the source of the kernel of a bias's gradient, where queries do not fill the last tile."""
+  # Returns the source of the kernel of a bias's gradient, where queries do not fill the last tile.
   # the bias has a row for each query
   p = replace(problem(Sq=83, Sk=71, extras=dict(bias=np.zeros((1, 2, 83, 71), np.float32))), return_lse=True)
   chip = get_chip(arch)
@@ -239,7 +239,7 @@ def run(*args:object) -> tuple[int, list[str]]:
 
 @pytest.fixture
 def ours(monkeypatch:pytest.MonkeyPatch) -> list[Spec]:
-  """Replaces attn's kernels by three small sample kernels, of which two have a fault."""
+  # Replaces attn's kernels by three small sample kernels, of which two have a fault.
   specs = [Spec("gfx942", 64), Spec("gfx1100", 64), Spec("gfx1201", 64)]
   def kernel_source(spec:Spec, llvm:int, shape:Shape|None) -> source.Source:
     text, leave = sample(spec.arch, spec.d), "  if (t&1) return;\n  l = __builtin_amdgcn_update_dpp(0.0f, l, 0xb1, 15, 15, true);\n"

@@ -162,12 +162,12 @@ def test_of_two_ways_with_the_same_work_the_cheaper_is_taken():
 # ***** waits *****
 
 def _counted(report):
-  """Returns (kind, pending accesses) for each wait for memory and each barrier in a report."""
+  # Returns (kind, pending accesses) for each wait for memory and each barrier in a report.
   # other waits differ between the assembly text and the code object
   return [(x.what.split()[0], x.under_way) for x in report.waits if not x.what.startswith(("s_wait_alu", "s_waitcnt_depctr"))]
 
 def stops(arch, text):
-  """Returns a tuple for each wait and each barrier of an assembly text."""
+  # Returns a tuple for each wait and each barrier of an assembly text.
   trip = parse(f".amdgcn_target \"amdgcn-amd-amdhsa--{arch}\"\nk:\n{text}\n.type k,@function")[0].instructions
   # (text, accesses that it waits for, instructions since the last of them was issued, matrix instructions among these, {counter: accesses still
   # pending after it}); if it waits for no access, a single 0 in place of the three numbers
@@ -384,7 +384,7 @@ def test_selects_that_are_no_maximum_are_not_found():
 
 @pytest.fixture
 def ours(monkeypatch):
-  """Replaces the sources of attn's kernels by the small sample kernels of isa_sample.py."""
+  # Replaces the sources of attn's kernels by the small sample kernels of isa_sample.py.
   def kernel_source(spec, llvm=None):
     maximum = "x > y ? x : y" if spec.mask == "causal" else "__builtin_fmaxf(x, y)"
     return source.Source(sample(spec.arch, spec.d, maximum=maximum), spec.d, spec.d, UNITS[spec.arch].m, 4*UNITS[spec.arch].m)

@@ -55,13 +55,13 @@ def test_the_page_has_the_files_figures() -> None:
     assert (useful, int(spilled)) == (dq["useful"], int(dq["spill"]) + int(dkdv["spill"])), name
 
 def wrong_waits(spec:Spec, report:Report) -> list[str]:
-  """Returns the waits and barriers in the hot loop of the forward kernel for `spec` that differ from the kernel's design."""
+  # Returns the waits and barriers in the hot loop of the forward kernel for `spec` that differ from the kernel's design.
   name, tile = chosen(spec)
   if name == "staggered": return wrong_in_staggered(report)
   return wrong_in_dual_wave(report) if name == "dual_wave" else wrong_in_forward(report, tile)
 
 def wrong_in_staggered(report:Report) -> list[str]:
-  """Returns the wrong waits and barriers of the staggered kernel."""
+  # Returns the wrong waits and barriers of the staggered kernel.
   # One half of the waves multiplies while the other computes the softmax. Loads of two tiles must be pending during all matrix instructions of an
   # iteration and at its two barriers. The first half of the next iteration waits for them.
   assert report.loop is not None
@@ -75,7 +75,7 @@ def wrong_in_staggered(report:Report) -> list[str]:
   return [what for what in right if not right[what]]
 
 def wrong_in_dual_wave(report:Report) -> list[str]:
-  """Returns the wrong waits and barriers of the dual_wave kernel."""
+  # Returns the wrong waits and barriers of the dual_wave kernel.
   # One group of waves computes while the other reads LDS. An iteration computes two tiles of keys. Each tile takes four steps, two of computation
   # and two of memory access, and a barrier ends each step. A step of memory access ends with a wait for loads that were issued four steps before, so
   # that the two matrix products of a tile hide them. Loads of two later tiles are always pending.
@@ -90,7 +90,7 @@ def wrong_in_dual_wave(report:Report) -> list[str]:
   return [what for what in right if not right[what]]
 
 def wrong_in_forward(report:Report, tile:Tile) -> list[str]:
-  """Returns the wrong waits and barriers of a forward kernel."""
+  # Returns the wrong waits and barriers of a forward kernel.
   # With prefetch, the next tile's loads must be pending from before the first matrix instruction of an iteration until after the last. Without
   # prefetch, an iteration waits for its loads before the first matrix instruction. Barriers separate stores to LDS from reads by other waves.
   assert report.loop is not None
@@ -153,7 +153,7 @@ def test_lane_groups_meet_by_the_chips_own_instruction(arch:str, matrix:int) -> 
   assert set(found) == EXCHANGES[arch, matrix]
 
 def hot_loop_of(spec:Spec, **tile:Any) -> list[Instruction]:
-  """Returns the instructions of the forward kernel's hot loop, with the fields `tile` of its tile changed."""
+  # Returns the instructions of the forward kernel's hot loop, with the fields `tile` of its tile changed.
   p, arch = problem_of_spec(spec), get_chip(spec.arch)
   kernel = kernel_source(spec, replace(choose_tile(p, arch), **tile))
   found = hot_loop(parse(assembly(kernel.text, spec.arch))[0], get_chip(spec.arch), kernel.d, kernel.dv)
@@ -202,7 +202,7 @@ def test_one_option(spec:Spec) -> None:
 
 @functools.cache
 def both(spec:Spec) -> list[tuple[Report, list[str]]]:
-  """Returns, for the dq kernel and for the dk and dv kernel, a report on the machine code and its slow instruction sequences."""
+  # Returns, for the dq kernel and for the dk and dv kernel, a report on the machine code and its slow instruction sequences.
   sources = [kernel_source(x) for x in spec.together]
   texts = [assembly(source.text, spec.arch) for source in sources]
   reports = [costs.report_of_text(x, source, text) for x, source, text in zip(spec.together, sources, texts)]

@@ -54,7 +54,7 @@ def test_size(chip:str) -> None: assert len(text_of(Spec(chip, 128))) <= SHORT[c
 # ***** integers between two bounds *****
 
 def printed_bounds(x:UOp, name:str, value:Callable[[UOp], UOp]) -> str:
-  """Returns the source of a kernel called `name` that stores, in a loop over x, the integer that `value` makes from x."""
+  # Returns the source of a kernel called `name` that stores, in a loop over x, the integer that `value` makes from x.
   store = UOp.placeholder((64,), dtypes.int, 0)[x].store(value(x).cast(dtypes.int))
   return render(store.end(x).sink(arg=KernelInfo(name, opts_to_apply=()), tag=OPTIMISED), "gfx942")
 

@@ -33,7 +33,7 @@ def steps(text:str, arch:str, banks:int|None=None) -> list[TripStep]:
   return trip_steps(trip, get_chip(arch), [banks]*len(trip), [False]*len(trip))
 
 def cycles(arch:str, *texts:str, simds:list[int]|None=None, banks:int|None=None, group:bool=False) -> float:
-  """Returns the predicted cycles of one loop iteration, when one wave runs each assembly text."""
+  # Returns the predicted cycles of one loop iteration, when one wave runs each assembly text.
   # `simds` has the SIMD of each wave; by default all waves share one SIMD. Each wave is a workgroup of its own, or with `group` all waves are one
   # workgroup. `banks` is the number of cycles that the LDS banks need for each access; None: the smallest possible number.
   waves = [Wave(0 if group else i, (simds or [0]*len(texts))[i], steps(text, arch, banks)) for i, text in enumerate(texts)]

@@ -19,7 +19,7 @@ def run(*program:str, **settings:str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def bench_here(monkeypatch:pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
-  """Returns a function that runs bench.py with the given settings in this process, and returns the exit status."""
+  # Returns a function that runs bench.py with the given settings in this process, and returns the exit status.
   monkeypatch.setattr(bench, "find_device", lambda: os.environ["DEV"])
   def with_settings(**settings:str) -> int:
     for name, value in settings.items(): monkeypatch.setenv(name, value)

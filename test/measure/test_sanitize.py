@@ -25,7 +25,7 @@ SEVERAL_DEVICES = {"merge", "in_order"}      # kernels of tensors that are shard
 WITHOUT_CUDA = {"dual_wave", "textbook"}
 
 def kernels_for_nvidia() -> set[str]:
-  """Returns the beginnings of the names of all kernels that an NVIDIA GPU may run."""
+  # Returns the beginnings of the names of all kernels that an NVIDIA GPU may run.
   # The names of forward and backward kernels come from dispatch's tables. Other names are quoted texts in attn/kernels that begin with "attn_".
   chip = get_chip("sm_90")
   programs = {"forward_wgmma": "wgmma", "widened_wgmma": "wgmma", "forward_mma": "mma", "mla_mma": "mla"}

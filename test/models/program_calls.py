@@ -12,7 +12,7 @@ D = WIDTH//HEADS
 BOUND_AT_IMPORT = Tensor.scaled_dot_product_attention      # as extra/models/unet.py binds the method
 
 class Program:
-  """Base class of the small programs, whose weights and inputs are random and rounded to `dtype`."""
+  # Base class of the small programs, whose weights and inputs are random and rounded to `dtype`.
   def __init__(self, dtype:Any, exact:bool=False) -> None:
     # If `exact`, the rounded numbers are then converted to float32. A program draws them one after another from one generator, so each run has the
     # same numbers.
@@ -27,7 +27,7 @@ def heads(x:Tensor) -> Tensor: return x.reshape(*x.shape[:2], HEADS, D).transpos
 def merged(x:Tensor) -> Tensor: return x.transpose(1, 2).flatten(2)
 
 class Bert(Program):
-  """Calls attention as tinygrad's extra/models/bert.py does."""
+  # Calls attention as tinygrad's extra/models/bert.py does.
   calls = 1
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")
@@ -37,7 +37,7 @@ class Bert(Program):
     return [merged(Tensor.scaled_dot_product_attention(heads(x @ self.q), heads(x @ self.k), heads(x @ self.v), mask, .1))]
 
 class Clip(Program):
-  """Calls attention as the text model of tinygrad's extra/models/clip.py does, with a mask of -inf above the diagonal."""
+  # Calls attention as the text model of tinygrad's extra/models/clip.py does, with a mask of -inf above the diagonal.
   calls = 1
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")
@@ -45,7 +45,7 @@ class Clip(Program):
     return [merged(Tensor.scaled_dot_product_attention(heads(x @ self.q), heads(x @ self.k), heads(x @ self.v), attn_mask=mask))]
 
 class Vit(Program):
-  """Calls attention as tinygrad's extra/models/vit.py and extra/models/transformer.py do, without a mask."""
+  # Calls attention as tinygrad's extra/models/vit.py and extra/models/transformer.py do, without a mask.
   calls = 1
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")
@@ -54,7 +54,7 @@ class Vit(Program):
     return [Tensor.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, -1, WIDTH)]
 
 class Unet(Program):
-  """Calls attention as tinygrad's extra/models/unet.py does: over a picture, and over the words of a prompt."""
+  # Calls attention as tinygrad's extra/models/unet.py does: over a picture, and over the words of a prompt.
   calls = 2
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")
@@ -65,14 +65,14 @@ class Unet(Program):
     return [x]
 
 class Vae(Program):
-  """Calls attention as the autoencoder of tinygrad's examples/stable_diffusion.py does: on tensors of three dimensions, with one wide head."""
+  # Calls attention as the autoencoder of tinygrad's examples/stable_diffusion.py does: on tensors of three dimensions, with one wide head.
   calls = 1
   def run(self) -> list[Tensor]:
     q, k, v = (self.draw(1, WIDTH, 4, 4).reshape(1, WIDTH, 16).transpose(1, 2) for _ in range(3))
     return [Tensor.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(1, WIDTH, 4, 4)]
 
 class Gpt2(Program):
-  """Calls attention as tinygrad's examples/gpt2.py does: K and V are in one cache, and a Variable says where the newest token goes."""
+  # Calls attention as tinygrad's examples/gpt2.py does: K and V are in one cache, and a Variable says where the newest token goes.
   calls = 3
   def start(self, at:int) -> int|UOp: return at if not at else Variable("start_pos", 1, ROWS - 1).bind(at)
   def step(self, x:Tensor, start:Any) -> Tensor:
@@ -94,7 +94,7 @@ class Gpt2(Program):
     return found
 
 class Llama(Gpt2):
-  """Calls attention as tinygrad's extra/models/llama.py does without TinyJit."""
+  # Calls attention as tinygrad's extra/models/llama.py does without TinyJit.
   calls = 4
   def run(self) -> list[Tensor]:
     self.weights("q")
@@ -116,7 +116,7 @@ class Llama(Gpt2):
     return (x + merged(q.transpose(1, 2).scaled_dot_product_attention(keys.transpose(1, 2), values.transpose(1, 2), mask))).realize()
 
 class Whisper(Program):
-  """Calls attention as tinygrad's examples/whisper.py does: self-attention over a float32 cache, then cross-attention to the encoder's output."""
+  # Calls attention as tinygrad's examples/whisper.py does: self-attention over a float32 cache, then cross-attention to the encoder's output.
   calls = 6
   def step(self, x:Tensor, start:Any) -> Tensor:
     q, k, v = x @ self.q, x @ self.k, x @ self.v
@@ -139,7 +139,7 @@ class Whisper(Program):
     return found
 
 class T5(Program):
-  """Calls attention as tinygrad's extra/models/t5.py does: written out, without a scale, with a learned bias and softmax in float32."""
+  # Calls attention as tinygrad's extra/models/t5.py does: written out, without a scale, with a learned bias and softmax in float32.
   calls = 1
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")
@@ -151,7 +151,7 @@ class T5(Program):
     return [Tensor.matmul(weights, v).transpose(1, 2).contiguous().view(2, -1, WIDTH)]
 
 class Mla(Program):
-  """Computes latent attention as tinygrad/llm/model.py does, written out in tensor operations."""
+  # Computes latent attention as tinygrad/llm/model.py does, written out in tensor operations.
   calls = 3
   latent = 24
   def step(self, x:Tensor, start:Any) -> Tensor:

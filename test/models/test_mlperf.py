@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("not_unrolled")
 DIM, HEADS, KV_HEADS, D, LAYERS, VOCAB, B, S, WINDOW, STEPS = 32, 4, 2, 16, 2, 32, 2, 24, 8, 20
 
 def rotated(x:Tensor, freqs:Tensor) -> Tensor:
-  """Computes the rotary embedding as tinygrad's extra/models/llama.py does, with pairs of neighbouring elements."""
+  # Computes the rotary embedding as tinygrad's extra/models/llama.py does, with pairs of neighbouring elements.
   a, b = x.reshape(*x.shape[:-1], D//2, 2).split(1, -1)
   cosine, sine = freqs[..., :1], freqs[..., 1:]
   return (a*cosine - b*sine).cat(a*sine + b*cosine, dim=-1).flatten(3)
@@ -51,7 +51,7 @@ def weights_of(scores:Tensor, sink:Tensor) -> Tensor:
   return e/(e.sum(-1, keepdim=True) + (sink - m).exp())
 
 def in_bands(xq:Tensor, xk:Tensor, xv:Tensor, sinks:Tensor) -> Tensor:
-  """Computes attention with a sliding window in tensor operations, band by band."""
+  # Computes attention with a sliding window in tensor operations, band by band.
   # A band has WINDOW queries, which see keys of their own band and of the band before.
   length, group, bands = xq.shape[1], HEADS//KV_HEADS, xq.shape[1]//WINDOW
   q = xq.reshape(-1, length, KV_HEADS, group, D).permute(0, 2, 3, 1, 4).reshape(-1, KV_HEADS, group, bands, WINDOW, D).float()
@@ -76,7 +76,7 @@ def gpt_oss_by_tinygrad(xqkv:Tensor, freqs:Tensor, sinks:Tensor, sliding:bool) -
   return (w @ v).permute(0, 3, 1, 2, 4), []
 
 class Trainer:
-  """A small language model that tests train, whose layers are `@function(precompile=True)` and use `attend` for attention."""
+  # A small language model that tests train, whose layers are `@function(precompile=True)` and use `attend` for attention.
   def __init__(self, attend:Attend, dtype:str, devices:tuple[str, ...], shared:str) -> None:
     self.attend, self.devices, self.shared = attend, devices, shared
     rng = np.random.default_rng(0)
@@ -145,11 +145,11 @@ def test_losses(program:str, dtype:str, on:str, shared:str) -> None:
   np.testing.assert_allclose(found, right, rtol=0, atol=NOISE[dtype])
 
 def names_of(t:Tensor) -> list[str]:
-  """Returns the names of the kernels that would compute a tensor, which can no longer be computed afterwards."""
+  # Returns the names of the kernels that would compute a tensor, which can no longer be computed afterwards.
   return [getattr(call.src[0].arg, "name", "") for call in t.schedule_linear().src]
 
 def scheduled(attend:Attend, sliding:bool) -> list[tuple[str, list[int]]]:
-  """Returns the kernels of a layer's forward and backward pass with `attend`: names, and numbers of elements of their buffers."""
+  # Returns the kernels of a layer's forward and backward pass with `attend`: names, and numbers of elements of their buffers.
   trainer = Trainer(attend, "float16", ("EMU",), "")
   x = tensor(np.random.default_rng(3).standard_normal((B, S, DIM)).astype(np.float32), "float16").realize()
   outputs = trainer.layer(x, trainer.freqs[:, :S], sliding, trainer.wqkv[0], trainer.wo[0], trainer.w[0], trainer.sinks[0])

@@ -22,7 +22,7 @@ def results(program:Any, dtype:str, exact:bool=False) -> list[np.ndarray]:
 NEVER_BY_DEFAULT = (Clip, Vit, Unet, Vae, Gpt2, Mla)      # whose calls other tests make as well
 
 def by_default(place:int, dtype:str, device:str) -> bool:
-  """Returns whether a case (a program, a dtype and a chip) runs without `-m thorough`."""
+  # Returns whether a case (a program, a dtype and a chip) runs without `-m thorough`.
   # One case of each program does, except for programs in NEVER_BY_DEFAULT: float16 in every other program and bfloat16 in the rest, with the emulated
   # chips taking turns. `place` is the program's index in PROGRAMS.
   return PROGRAMS[place] not in NEVER_BY_DEFAULT and dtype == ("half", "bfloat16")[place % 2] and device == DEVICES[place % 3]
@@ -30,7 +30,7 @@ def by_default(place:int, dtype:str, device:str) -> bool:
 OWN = Tensor.scaled_dot_product_attention
 
 def own_of_rounded(q:Tensor, k:Tensor, v:Tensor, *args:Any, **kwargs:Any) -> Tensor:
-  """Computes tinygrad's own attention, of inputs rounded to 16 bits if some of q, k and v have 16 bits, as attn does it."""
+  # Computes tinygrad's own attention, of inputs rounded to 16 bits if some of q, k and v have 16 bits, as attn does it.
   types = {t.dtype for t in (q, k, v)}
   if len(types) == 1: return OWN(q, k, v, *args, **kwargs)
   narrow = next(iter(types - {dtypes.float}))

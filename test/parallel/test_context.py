@@ -45,14 +45,14 @@ def shards(p:Problem, count:int, order:str, whole_q:bool=False) -> SequenceShard
   return SequenceShards(count, order, rows_held(p.Sk, count, order), None if whole_q else rows_held(p.Sq, count, order))
 
 def held(s:SequenceShards, rows:int, length:int, device:int) -> np.ndarray:
-  """Returns the position in the sequence of each row on a device, -1 for padding."""
+  # Returns the position in the sequence of each row on a device, -1 for padding.
   # This follows docs/sharding.md, and uses none of the functions under test. `rows` is the number of rows on a device, `length` that of the sequence.
   places = np.arange(rows*s.count)
   pieces = np.split(np.where(places < length, places, -1), s.count if s.order == "contiguous" else 2*s.count)
   return pieces[device] if s.order == "contiguous" else np.concatenate([pieces[device], pieces[-1 - device]])
 
 def counted(p:Problem, s:SequenceShards) -> np.ndarray:
-  """Counts for each pair (query, key) how many launches on all devices see it; the array (Sq, Sk) should equal the mask."""
+  # Counts for each pair (query, key) how many launches on all devices see it; the array (Sq, Sk) should equal the mask.
   seen = np.zeros((p.Sq, p.Sk), int)
   for device in range(s.count):
     mine = np.arange(p.Sq) if s.queries is None else held(s, s.queries, p.Sq, device)
@@ -129,7 +129,7 @@ def test_a_kernel_knows_where_queries_are(count:int, order:str, block_m:int) -> 
     assert places_of_blocks(q, block_m) == mine[mine >= 0].tolist()
 
 def check_keys(p:Problem, s:SequenceShards) -> None:
-  """Checks that each device gets the keys that its queries see, and REACH rows around them, at the addresses that its kernel reads."""
+  # Checks that each device gets the keys that its queries see, and REACH rows around them, at the addresses that its kernel reads.
   keys, heads = np.arange(p.Sk), np.arange(p.B*p.Hkv)[:, None]
   for device in range(s.count):
     mine = held(s, s.queries or 0, p.Sq, device)
@@ -157,7 +157,7 @@ def test_keys_are_where_kernels_look_for_them(monkeypatch:pytest.MonkeyPatch) ->
     for p, s in some: check_keys(p, s)
 
 def places_of_blocks(p:Problem, block_m:int) -> list[int]:
-  """Returns the position in the sequence of each query, from the blocks of `block_m` rows; fails if a query is in two blocks."""
+  # Returns the position in the sequence of each query, from the blocks of `block_m` rows; fails if a query is in two blocks.
   tile: Any = SimpleNamespace(block_m=block_m, pack_gqa=False)
   places = dict[int, int]()
   for number in range(math.prod(blocks_of_queries(p, tile))):
@@ -187,7 +187,7 @@ def test_zigzag_deals_out_front_and_back() -> None:
 
 def check(count:int, order:str="zigzag", arch:str="gfx942", kernel:str="", *, keys:bool=False, extras:dict[str, np.ndarray]|None=None,
           shared_bias:bool=False, **parameters:Any) -> None:
-  """Checks that o and lse of `attention` on `count` devices are within their error limits (docs/contract.md)."""
+  # Checks that o and lse of `attention` on `count` devices are within their error limits (docs/contract.md).
   # The rows of q, k and v are sharded over the devices. With `keys` only k and v are, and each device has all of q. `extras` are optional inputs,
   # such as a bias, by name; each device has all of them. With `shared_bias`, the rows of the bias are sharded like those of q.
   extras = extras or {}
@@ -317,7 +317,7 @@ def test_sharded_keys_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None
 
 def check_gradients(count:int, order:str="zigzag", arch:str="gfx942", *, keys:bool=False, extras:dict[str, np.ndarray]|None=None,
                     shared_bias:bool=False, **parameters:Any) -> None:
-  """Checks that the gradients of a loss that uses o and lse, on `count` devices, are within their error limits (docs/contract.md)."""
+  # Checks that the gradients of a loss that uses o and lse, on `count` devices, are within their error limits (docs/contract.md).
   # The arguments are those of `check`.
   extras = extras or {}
   p = problem(extras=extras, **parameters)
@@ -391,7 +391,7 @@ def groups(names:list[str], seed:int) -> list[list[str]]:
 
 def check_reading(count:int, shared:str, reading:Callable[[list[str]], list[list[str]]], *, order:str="zigzag", calls:int=1, arch:str="gfx942",
                   extras:dict[str, np.ndarray]|None=None, **parameters:Any) -> None:
-  """Checks o, lse and all gradients on `count` devices, where `reading` says which of these results are realized together."""
+  # Checks o, lse and all gradients on `count` devices, where `reading` says which of these results are realized together.
   # `shared` says what is sharded over the devices: "rows", "keys", "heads" or "batch". `reading` divides the names of the results into groups, which
   # are realized one after another. With `calls` above 1, everything is computed that many times under TinyJit, with other inputs each time.
   p, at, extras = problem(extras=extras, **parameters), devices(count), extras or {}
@@ -434,7 +434,7 @@ def test_gradients_are_read_one_by_one(monkeypatch:pytest.MonkeyPatch) -> None:
   check_reading(3, "rows", one_by_one, order="contiguous", calls=3, Sq=48, H=1, D=16)
 
 class AnyOrder(collections.deque[Any]):
-  """Queue of the kernels that tinygrad's scheduler may take next, which gives a random one instead of the first."""
+  # Queue of the kernels that tinygrad's scheduler may take next, which gives a random one instead of the first.
   def __init__(self, ready:Iterable[Any], rng:random.Random) -> None:
     super().__init__(ready)
     self.rng = rng
@@ -443,7 +443,7 @@ class AnyOrder(collections.deque[Any]):
     return super().popleft()
 
 def in_any_order(monkeypatch:pytest.MonkeyPatch, seed:int) -> Context:
-  """Makes tinygrad schedule kernels in random orders that their dependencies allow."""
+  # Makes tinygrad schedule kernels in random orders that their dependencies allow.
   rng = random.Random(seed)
   monkeypatch.setattr(tinygrad.schedule, "deque", lambda ready: AnyOrder(ready, rng))
   return Context(SCACHE=0)
@@ -470,7 +470,7 @@ READ: dict[str, dict[str, Any]] = {
   "slopes": {"causal": True, "extras": {"alibi_slopes": SLOPES}}}
 
 def scaled_up(shared:str, count:int, *, extras:dict[str, np.ndarray]|None=None, Hkv:int=2, **parameters:Any) -> dict[str, Any]:
-  """Returns the parameters of a problem of the table READ, changed so that it can be sharded evenly over `count` devices."""
+  # Returns the parameters of a problem of the table READ, changed so that it can be sharded evenly over `count` devices.
   # Every device gets the same number of rows, batches or heads. `shared` says what is sharded: "rows", "keys", "heads" or "batch".
   rows, heads = 80//(2*count)*2*count, count if shared == "heads" else 1
   def scaled(name:str, a:np.ndarray) -> np.ndarray:
@@ -542,7 +542,7 @@ def heads_at_a_time(monkeypatch:pytest.MonkeyPatch, count:int) -> None:
   monkeypatch.setattr(context, "head_chunks", lambda p, shards: [(first, count) for first in range(0, p.B*p.Hkv, count)])
 
 def graph_of_heads(monkeypatch:pytest.MonkeyPatch) -> tuple[StandInGraph, bool]:
-  """Captures a call on two devices, three heads one after another; returns the graph, and whether its results are right for other inputs."""
+  # Captures a call on two devices, three heads one after another; returns the graph, and whether its results are right for other inputs.
   heads_at_a_time(monkeypatch, 1)
   with emulated("gfx942", "tiled"), Context(JIT_BATCH_SIZE=0):
     for name in devices(2): monkeypatch.setattr(Device[name], "graph", with_selected_inputs(StandInGraph, lambda *_: None))
@@ -578,7 +578,7 @@ def test_a_graph_that_forgets_what_is_read_is_seen(monkeypatch:pytest.MonkeyPatc
 # ***** what is copied *****
 
 def copies(o:Tensor) -> list[tuple[str, str, int]]:
-  """Returns the copies between devices that computing o needs, each as (from, to, bytes)."""
+  # Returns the copies between devices that computing o needs, each as (from, to, bytes).
   calls = [u for u in o.schedule_linear().src if u.src[0].op is Ops.COPY and u.src[1].device != u.src[2].device]
   return [(u.src[2].device, u.src[1].device, u.src[1].max_numel()*u.src[1].dtype.itemsize) for u in calls]
 

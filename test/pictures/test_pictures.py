@@ -132,7 +132,7 @@ def test_panels_show_the_functions() -> None:
 # ***** maps of masks *****
 
 def cells_of(picture:str) -> dict[tuple[float, float, float, float], str]:
-  """Returns the colour of each cell (x, y, width, height) of a picture."""
+  # Returns the colour of each cell (x, y, width, height) of a picture.
   root = ElementTree.fromstring(picture)
   return {tuple(map(float, cell)): path.attrib["fill"] for path in root.iter("{http://www.w3.org/2000/svg}path")     # type: ignore[misc]
           for cell in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)", path.attrib["d"])}
@@ -145,7 +145,7 @@ def numbers_equal(b, h, i, j, numbers): return numbers[i] == numbers[j]
 """
 
 def drawn_map(folder:Path, *arguments:str) -> str:
-  """Runs `python -m attn.pictures map`, which draws which tiles a kernel skips under a mask, and returns the picture as SVG text."""
+  # Runs `python -m attn.pictures map`, which draws which tiles a kernel skips under a mask, and returns the picture as SVG text.
   (folder/"own.py").write_text(OWN_MASKS)
   assert command.main(["map", *[x.replace("own.py", str(folder/"own.py")) for x in arguments], "--out", str(folder/"map.svg")]) == 0
   return (folder/"map.svg").read_text(encoding="utf-8")

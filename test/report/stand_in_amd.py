@@ -38,7 +38,7 @@ class AMDDevice(emulated.EMUDevice):
   def device_props(self) -> dict[str, int]: return PROPERTIES
 
 def install() -> None:
-  """Makes tinygrad use the stand-in of this module as its device AMD. Must be called before tinygrad opens AMD."""
+  # Makes tinygrad use the stand-in of this module as its device AMD. Must be called before tinygrad opens AMD.
   module: Any = types.ModuleType("tinygrad.runtime.ops_amd")
   module.AMDDevice = AMDDevice
   sys.modules[module.__name__] = module

@@ -120,12 +120,12 @@ def test_the_full_shapes_fit_into_the_memory_that_the_help_names() -> None:
 
 @pytest.fixture
 def example() -> dict[str, Any]:
-  """Returns a valid report: one of docs/reports."""
+  # Returns a valid report: one of docs/reports.
   data: dict[str, Any] = json.loads(sorted(FOLDER.glob("*.json"))[0].read_text())
   return data
 
 def put(*path:str|int, to:Any) -> Callable[[Any], None]:
-  """Returns a function that changes one value of a report. `path` leads to the value: keys and indices, from the outside in."""
+  # Returns a function that changes one value of a report. `path` leads to the value: keys and indices, from the outside in.
   def change(data:Any) -> None:
     for name in path[:-1]: data = data[name]
     data[path[-1]] = to
@@ -242,7 +242,7 @@ def test_the_matrix_loop_computes_what_it_counts(arch:str, dtype:str, monkeypatc
   assert abs(few.sum() - expected) < 1e-5*np.abs(few).sum(), (few.sum(), expected)
 
 def sums_of_operands(mat:Any, data:np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-  """Adds up the operands `data` of the kernel that measures the rate of a matrix instruction alone."""
+  # Adds up the operands `data` of the kernel that measures the rate of a matrix instruction alone.
   # The results are: for each step of an iteration, and each k, the sum of A over its rows and the sum of B over its columns; and the number of
   # products that a wave computes in an iteration.
   if isinstance(mat, Matrix):
@@ -271,7 +271,7 @@ def test_the_copy_copies(arch:str) -> None:
 # ***** the picture and the table *****
 
 def with_predictions(report:CardReport) -> CardReport:
-  """Returns a copy of a report in which every kernel has a predicted time: half of its measured time."""
+  # Returns a copy of a report in which every kernel has a predicted time: half of its measured time.
   def halved(x:Any) -> Any: return replace(x, predicted=(PredictedTime("a card", 1.0, x.seconds/2, "compute"),), unpredicted=None)
   return replace(report, rows=tuple(replace(row, kernels=tuple(map(halved, row.kernels))) for row in report.rows))
 

@@ -38,7 +38,7 @@ measured.backward_of = stopped
 SERIAL = "9c5d1f0c77e1a2b3"
 
 def files_of_the_card(folder:Path) -> None:
-  """Writes the files in which the driver amdgpu shows a card in sysfs, with the card's serial number."""
+  # Writes the files in which the driver amdgpu shows a card in sysfs, with the card's serial number.
   card = folder/"class/drm/renderD128/device"
   sensors = {"freq1_input": 2700000000, "freq2_input": 1000000000, "power1_average": 54000000, "temp1_input": 61000}
   for name, text in {**{f"hwmon/hwmon3/{name}": x for name, x in sensors.items()}, "serial_number": SERIAL, "unique_id": SERIAL}.items():
@@ -48,7 +48,7 @@ def files_of_the_card(folder:Path) -> None:
   (folder/"module/amdgpu/version").write_text("6.10.5\n")
 
 def run(folder:Path, change:str="") -> tuple[subprocess.CompletedProcess[str], str, dict[str, Any]]:
-  """Runs attn.report in a new process with a stand-in for the GPU; returns the process, the report, and what the stand-in counted."""
+  # Runs attn.report in a new process with a stand-in for the GPU; returns the process, the report, and what the stand-in counted.
   # `change` is Python code that runs first.
   files_of_the_card(folder/"sys")
   environment = os.environ | {"DEV": "AMD", "XDG_CACHE_HOME": str(folder), "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"}

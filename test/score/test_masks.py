@@ -33,20 +33,20 @@ BLOCK, TILE = 8, 4     # rows of a block; columns of a tile
 def number(x:UOp|int) -> int: return x if isinstance(x, int) else int(x.simplify().arg)
 
 def walks(p:Problem) -> list[tuple[Walk, Array]]:
-  """Returns a problem's score matrix in two forms (rows are queries, or keys), with a table of which columns each row sees."""
+  # Returns a problem's score matrix in two forms (rows are queries, or keys), with a table of which columns each row sees.
   # The table is from attn/reference.py.
   seen, sequence = visible(p.Sq, p.Sk, p.window, p.offset), Extent(p.Sq, p.Sk, 0, 0, p.offset)
   return [(over_keys(p, sequence), seen), (over_queries(p, sequence), seen.T)]
 
 def check_columns(walk:Walk, seen:Array) -> None:
-  """Checks that the masks together show each row exactly the columns that `seen` shows, and no column beyond the last one."""
+  # Checks that the masks together show each row exactly the columns that `seen` shows, and no column beyond the last one.
   j = np.arange(number(walk.count) + 1)
   for row, want in enumerate(np.pad(seen, ((0, 0), (0, 1)))):
     first, last = first_seen(walk, UOp.const(row)), last_seen(walk, UOp.const(row))
     np.testing.assert_array_equal((j >= (0 if first is None else number(first))) & (j <= number(last)), want)
 
 def check_tiles(walk:Walk, seen:Array) -> None:
-  """Checks that a block loops over every tile in which one of its rows sees a column, and which tiles it computes without the mask."""
+  # Checks that a block loops over every tile in which one of its rows sees a column, and which tiles it computes without the mask.
   # The mask is left out exactly in tiles where all rows see all columns. `seen` says for each row which columns it sees.
   rows, count = seen.shape
   for begin in range(0, rows, BLOCK):
@@ -85,7 +85,7 @@ def test_which_masks_a_problem_has() -> None:
 # ***** planted faults *****
 
 def moved(before:int, after:int) -> Callable[[pytest.MonkeyPatch], None]:
-  """Returns a function that plants a fault: the first and the last column of a window are moved by `before` and `after` columns."""
+  # Returns a function that plants a fault: the first and the last column of a window are moved by `before` and `after` columns.
   def seen(walk:Walk, row:Any) -> Interval:
     x = WINDOW_MASK.seen(walk, row)
     return Interval(None if x.first is None else x.first + before, None if x.last is None else x.last + after)
@@ -96,12 +96,12 @@ def moved(before:int, after:int) -> Callable[[pytest.MonkeyPatch], None]:
 def with_row(row:Mask) -> tuple[Mask, ...]: return tuple(row if mask.name == row.name else mask for mask in SCORE_MASKS)
 
 def uncounted(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the mask of lengths shows one column beyond the last."""
+  # Plants a fault: the mask of lengths shows one column beyond the last.
   row = next(mask for mask in SCORE_MASKS if mask.name == "count")
   m.setattr(masks, "SCORE_MASKS", with_row(replace(row, seen=lambda walk, i: Interval(last=walk.count))))
 
 def shifted(**by:int) -> Callable[[pytest.MonkeyPatch], None]:
-  """Returns a function that plants a fault: it adds numbers to fields of `Blocks`, which says over which tiles a workgroup loops."""
+  # Returns a function that plants a fault: it adds numbers to fields of `Blocks`, which says over which tiles a workgroup loops.
   original = blocks_seen
   # A workgroup loops over the tiles from `begin` to `end`, of which `full_begin` to `full_end` need no mask.
   def plant(m:pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def test_dimensions_that_a_tensor_cannot_have(name:str, value:Any, message:str) 
   with pytest.raises(ValueError, match=message): replace(problem(), **{name: value})
 
 def applied(term:ScoreTerm, p:Problem, unit:ScoreUnit, to:ScoreUnit, given:dict[str, np.ndarray], x:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Applies a score term to the scores x of one query; returns the scores in base e, and the term's derivative at each score."""
+  # Applies a score term to the scores x of one query; returns the scores in base e, and the term's derivative at each score.
   # `given` has the tensors that the term reads, by name. `unit` is the unit of x, such as base-2 logarithms, and `to` is the unit of the scores that
   # the term returns.
   def kernel(out:UOp, scores:UOp, *tensors:UOp) -> UOp:
@@ -74,7 +74,7 @@ def test_a_derivative_is_that_of_the_value(term:ScoreTerm, raw:bool, to:ScoreUni
 SIZE, SCALE = (1, 2, 8, 16), 0.25
 
 def replaced(m:pytest.MonkeyPatch, **changes:Any) -> None:
-  """Changes fields of softcap's row in the table of score terms, until the test ends."""
+  # Changes fields of softcap's row in the table of score terms, until the test ends.
   # Each test needs its own softcap value, because attn caches its choices for a problem.
   m.setattr(terms, "TERMS", tuple(replace(term, **changes) if term.name == "softcap" else term for term in TERMS))
 

@@ -26,7 +26,7 @@ LEAST = float(np.finfo(np.float32).min)
 EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 def large_bias(shape:tuple[int, ...], dtype:str) -> Array:
-  """Makes a bias with ordinary numbers in its even rows, and large negative numbers, which mask, in the odd rows."""
+  # Makes a bias with ordinary numbers in its even rows, and large negative numbers, which mask, in the odd rows.
   bias = np.random.default_rng(5).standard_normal(shape).astype(np.float32)
   keys = shape[-1]
   # All columns are masked, some columns, or columns by a sum of two such numbers.
@@ -39,7 +39,7 @@ def large_bias(shape:tuple[int, ...], dtype:str) -> Array:
 
 @dataclass(frozen=True)
 class Given:
-  """Inputs as numpy arrays: q (B, H, Sq, D), k and v (B, Hkv, Sk, D), the bias, dO and options."""
+  # Inputs as numpy arrays: q (B, H, Sq, D), k and v (B, Hkv, Sk, D), the bias, dO and options.
   q: Array
   k: Array
   v: Array
@@ -63,7 +63,7 @@ class Given:
     return {name: x.realize() for name, x in (found | {"bias": tensor(self.bias, self.bias_dtype)}).items()}
 
 def exact(x:Given) -> dict[str, Array]:
-  """Computes o, lse and the gradients of sum(o*do) in float64. Scores are rounded to fp32 after the bias is added."""
+  # Computes o, lse and the gradients of sum(o*do) in float64. Scores are rounded to fp32 after the bias is added.
   q, k, v, do, bias = (a.astype(np.float64) for a in (x.q, x.k, x.v, x.do, x.bias))
   (_, H, Sq, D), (_, Hkv, Sk, _) = q.shape, k.shape
   k, v = np.repeat(k, H//Hkv, 1), np.repeat(v, H//Hkv, 1)
@@ -88,7 +88,7 @@ def exact(x:Given) -> dict[str, Array]:
           "bias": of_bias}
 
 def check_results(x:Given, found:dict[str, Array]) -> None:
-  """Checks results, by name, against float64, with a tolerance of a few roundings of their dtype."""
+  # Checks results, by name, against float64, with a tolerance of a few roundings of their dtype.
   want = exact(x)
   for name, got in found.items():
     if name == "lse":
@@ -98,7 +98,7 @@ def check_results(x:Given, found:dict[str, Array]) -> None:
     np.testing.assert_allclose(got, want[name], rtol=0, atol=4*coarse*np.abs(want[name]).max(), err_msg=name)
 
 def computed(x:Given, *training:int) -> dict[str, Array]:
-  """Computes o and lse by `attention`, and checks the gradients for each of the given values of tinygrad's setting TRAINING."""
+  # Computes o and lse by `attention`, and checks the gradients for each of the given values of tinygrad's setting TRAINING.
   given, options = x.tensors, dict(x.options)
   if "alibi_slopes" in options: options["alibi_slopes"] = tensor(options["alibi_slopes"], "float32")
   o, lse = attn.attention(**given, **options, return_lse=True)

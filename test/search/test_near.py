@@ -19,7 +19,7 @@ SPEC = Spec("gfx942", 128, "bfloat16", "causal", "dq")
 BYTES = {"L2": 2e9, "memory": 1e9}
 
 def of_shape(ms:Any) -> Any:
-  """Returns a stand-in for `timed`, which predicts the time of a tile as `ms(spec, shape)`."""
+  # Returns a stand-in for `timed`, which predicts the time of a tile as `ms(spec, shape)`.
   # None: the kernel spills.
   def time(spec:Spec, row:UpTo[Any], shape:Shape) -> Timed|None:
     if (found := ms(spec, row.shape)) is None: return None

@@ -99,7 +99,7 @@ def test_operands_that_meet_in_a_bank(family:str, matrix:int, meet:bool) -> None
 def test_an_even_stride_conflicts() -> None: assert search.conflict("rdna4", FAMILIES["rdna4"].matrix["float16"][0], 8)
 
 class Bounds:
-  """Stand-in for the compiler in the search for tiles: it returns the figures that `rule` gives, and records the tiles asked for."""
+  # Stand-in for the compiler in the search for tiles: it returns the figures that `rule` gives, and records the tiles asked for.
   def __init__(self, monkeypatch:pytest.MonkeyPatch, rule:Callable[[UpTo[ForwardShape]], dict[str, int]|None]):
     self.seen, self.rule = list[UpTo[ForwardShape]](), rule
     monkeypatch.setattr(search, "first_bound", self)
@@ -295,7 +295,7 @@ def settings(monkeypatch:pytest.MonkeyPatch, **values:str) -> bench.Settings:
   finally: bench.getenv.cache_clear()
 
 def clock(s:bench.Settings, fastest:Callable[[Tile], bool]) -> tiles_by_time.Seconds:
-  """Returns a stand-in for the timer: it runs a kernel, and returns a short time for tiles that `fastest` selects."""
+  # Returns a stand-in for the timer: it runs a kernel, and returns a short time for tiles that `fastest` selects.
   run = bench.device_timer(s)
   def seconds(program:Callable[..., UOp], tile:Tile) -> float:
     assert run(program, tile) >= 0

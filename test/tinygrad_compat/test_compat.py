@@ -193,7 +193,7 @@ def test_one_function_constructs_uops_by_their_fields() -> None:
 
 @pytest.fixture
 def reopened(tmp_path:Path, monkeypatch:pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
-  """Returns a function that makes tinygrad use a given file as its disk cache, opened as a new process would open it."""
+  # Returns a function that makes tinygrad use a given file as its disk cache, opened as a new process would open it.
   def reopen(file:Path) -> None:
     for name, value in (("CACHEDB", str(file)), ("_db_connection", None), ("_db_tables", set())): monkeypatch.setattr(helpers, name, value)
     helpers.db_connection.cache_clear()

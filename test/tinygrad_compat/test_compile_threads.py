@@ -16,7 +16,7 @@ from attn.tinygrad_compat.compile_threads import LoweredHere, begin
 from cases import TYPES, problem
 
 class Noting(Compiler):
-  """Stand-in for a compiler that notes in which thread it compiles; its machine code is the source in capitals."""
+  # Stand-in for a compiler that notes in which thread it compiles; its machine code is the source in capitals.
   def __init__(self, cachekey:str|None=None, wrong:str="no source") -> None:
     super().__init__(cachekey)
     self.wrong, self.threads = wrong, list[str]()
@@ -26,7 +26,7 @@ class Noting(Compiler):
     return src.upper().encode()
 
 def kernels(heads:tuple[int, ...], compiler:Compiler, arch:str="sm_90") -> tuple[list[UOp], Any]:
-  """Returns the ASTs of small kernels, one for each number of heads, and a renderer with this compiler."""
+  # Returns the ASTs of small kernels, one for each number of heads, and a renderer with this compiler.
   # Every other kernel has a causal mask, so that the kernel is larger.
   renderer = printer_of(arch)
   renderer.compiler = compiler
@@ -37,13 +37,13 @@ def kernels(heads:tuple[int, ...], compiler:Compiler, arch:str="sm_90") -> tuple
   return found, renderer
 
 def compiled(asts:list[UOp], renderer:Any, pool:Any=None) -> list[bytes]:
-  """Compiles kernels as tinygrad does for a schedule, with a stand-in for the worker processes, and returns their machine code."""
+  # Compiles kernels as tinygrad does for a schedule, with a stand-in for the worker processes, and returns their machine code.
   tasks = [(i, (ast, renderer), {}) for i, ast in enumerate(asts)]
   found = dict(LoweredHere(lambda: pool).imap_unordered(lambda task: (task[0], codegen.to_program(*task[1])), tasks))
   return [found[i].src[-1].arg for i in range(len(asts))]
 
 class NoWorkers:
-  """Stand-in for a pool of worker processes that must not be used."""
+  # Stand-in for a pool of worker processes that must not be used.
   def imap_unordered(self, *args:Any) -> Any: raise AssertionError("worker processes are used")
 
 def test_few_kernels_are_lowered_here_and_compiled_in_threads(monkeypatch:pytest.MonkeyPatch) -> None:
