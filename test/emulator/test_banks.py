@@ -13,7 +13,7 @@ from attn.kernels.tiles.amd import both_ways_layout, v_columns
 from cases import ARCHS, check_kernel, check_kernels, normal, problem, run
 
 def conflicts() -> dict[tuple[str, str], float]:
-  """Returns, for each (buffer, "read" or "write") of the last kernel, its LDS cycles divided by the cycles without conflicts."""
+  # returns, for each (buffer, "read" or "write") of the last kernel, its LDS cycles divided by the cycles without conflicts
   launch = last_run()
   assert launch is not None and launch.bank_conflicts
   return {(use.buffer, use.verb): use.cycles/use.phases for use in launch.bank_conflicts}
@@ -67,7 +67,7 @@ def test_rows_that_lie_both_ways(arch:str, width:int, block_n:int) -> None:
     return all(len({x % (banks//4) for x in some}) == len(set(some)) for some in found)
   fast, groups = v_columns(block_n), block_n//4
   def item(thread:int) -> tuple[int, int]:
-    """Returns what a thread copies: the number of a group of four rows, and a 16-byte unit of these rows."""
+    # returns what a thread copies: the number of a group of four rows, and a 16-byte unit of these rows
     # as `Staging.item` computes it: up to 8 neighbouring threads copy the same unit of different groups; the next threads copy the next unit of
     # these groups
     near = min(groups, 8)

@@ -20,14 +20,14 @@ def _device():
 
 @pytest.fixture(autouse=True)
 def _operations():
-  """Removes the operations that a test has defined, when the test ends."""
+  # removes the operations that a test has defined, when the test ends
   before = dict(OPERATIONS)
   yield
   OPERATIONS.clear()
   OPERATIONS.update(before)
 
 def define(name, meaning):
-  """Defines the operation `name` for the emulator, with the numpy function `meaning`."""
+  # defines the operation `name` for the emulator, with the numpy function `meaning`
   OPERATIONS[name] = Operation(meaning, f"{name}()", f"{name}()")
 
 def sink(name, *stores, ranges=()):
@@ -44,7 +44,7 @@ def run(fxn, out, *inputs):
   return o.custom_kernel(*[Tensor(x).realize() for x in inputs], fxn=fxn)[0].numpy()
 
 def says(error, *patterns):
-  """Expects an exception of the class `error` whose text matches every pattern, in any order."""
+  # expects an exception of the class `error` whose text matches every pattern, in any order
   return pytest.raises(error, match="".join(f"(?=.*{p})" for p in patterns))
 
 X = np.arange(256, dtype=np.float32)
@@ -155,7 +155,7 @@ def test_untouched_buffer_reads_as_nan():
 # ***** races *****
 
 def rotate(barrier):
-  """Returns a kernel in which each thread stores a value to LDS and reads a value of the other wave."""
+  # a kernel in which each thread stores a value to LDS and reads a value of the other wave
   def kernel(o, x):
     g, t = threads(128)
     tile = lds(128)
@@ -167,7 +167,7 @@ def rotate(barrier):
 def barrier(*after): return UOp(Ops.BARRIER, src=after)
 
 def no_barriers(fxn):
-  """Calls `fxn`, which runs a kernel, without the barriers that tinygrad inserts."""
+  # calls `fxn`, which runs a kernel, without the barriers that tinygrad inserts
   from tinygrad.codegen import pm_implicit_barriers
   from tinygrad.uop.ops import PatternMatcher
   import tinygrad.codegen
@@ -196,7 +196,7 @@ def test_lds_race_of_two_stores():
   with says(checks.LdsRace, "two_stores", "writes lds0 at byte 0", "wave"): run(kernel, (128,), X)
 
 def tile_over_tile(waits):
-  """Returns a kernel that stores V to the LDS in which K was; with `waits`, a barrier comes before."""
+  # a kernel that stores V to the LDS in which K was; with `waits`, a barrier comes before
   # Without the barrier a fast wave stores V while a slow wave still reads K. tinygrad's former amd_flash_attention.py had this fault.
   def kernel(o, k, v):
     g, t = threads(128)
@@ -234,7 +234,7 @@ def test_divergent_barrier():
   with says(checks.DivergentBarrier, "barrier_in_loop", "wave 0, lane 0"): run(barrier_in_loop(False), (256,), X)
 
 def matrix_in_loop(uniform):
-  """Returns a kernel with one MFMA in each iteration of a loop, which lanes leave together if `uniform`."""
+  # a kernel with one MFMA in each iteration of a loop, which lanes leave together if `uniform`
   def kernel(o, x):
     g, t = threads(64)
     r = UOp.range(2 if uniform else t % 2 + 1, 2, AxisType.LOOP)
@@ -292,7 +292,7 @@ def test_buffers_that_begin_between_units():
 # ***** parts of offsets *****
 
 def loaded_at(offset):
-  """Returns the numbers that AMD's buffer instruction loads from x, at the byte offset that `offset` computes from the thread's number."""
+  # the numbers that AMD's buffer instruction loads from x, at the byte offset that `offset` computes from the thread's number
   def kernel(o, x):
     g, t = threads(64)
     return sink("loaded_at", o[t].store(buffer_load(x[0], UOp.const(256), offset(t), 4).bitcast(dtypes.float)), ranges=(g, t))
@@ -361,7 +361,7 @@ def test_bank_conflicts(monkeypatch):
 # ***** values out of their scope *****
 
 def at_most_once(bound):
-  """Returns a kernel that uses exp2(x) in a loop of `bound` iterations, and once more after the loop."""
+  # a kernel that uses exp2(x) in a loop of `bound` iterations, and once more after the loop
   def kernel(o, x):
     g, t = threads(64, 2)
     # if tinygrad can prove that `bound` is 0 or 1, it computes exp2 inside the loop: the use after the loop is then a fault
@@ -385,7 +385,7 @@ def test_value_used_after_its_loop():
 def ones(): return build(*[UOp.const(0x3c003c00, dtypes.uint)]*4)
 
 def multiplied(*steps):
-  """Returns the accumulator of one warpgroup of sm_90 whose matrix operands are all ones, after the operations `steps`."""
+  # the accumulator of one warpgroup of sm_90 whose matrix operands are all ones, after the operations `steps`
   # Before `steps` the kernel computes acc = Q K^T over 16 columns, and acc += P V over 16 keys. A step is a function with the keyword arguments acc,
   # p, tile, thread and order. It adds operations that run after the UOp `order`, and returns the UOp after which the next step runs.
   def kernel(o, x):
@@ -402,7 +402,7 @@ def multiplied(*steps):
 
 def wait(acc, order, **_): return hopper.wait_products(acc, order)
 def ordered(slot, order, store):
-  """Puts a store after the UOp `order`, and returns a UOp after which later steps can be put."""
+  # puts a store after the UOp `order`, and returns a UOp after which later steps can be put
   # `store` builds the store, given a function that makes a buffer depend on `order`; no other code uses the registers `slot` and `slot` + 1
   before, after = reg(1, slot=slot), reg(1, slot=slot + 1)
   return after.after(after[0].store(0.0), store(lambda buffer: buffer.after(before[0].store(order))))[0].load()
@@ -427,7 +427,7 @@ def test_products_under_way(steps, text):
 def test_what_a_product_had_may_be_changed_after_the_wait(step): multiplied(wait, step)
 
 def copied(n, but):
-  """Returns what n threads on sm_80 read: 16 bytes that another thread copied asynchronously into a tile full of ones."""
+  # returns what n threads on sm_80 read: 16 bytes that another thread copied asynchronously into a tile full of ones
   def kernel(o, x):
     g, t = threads(n)
     tile, order = lds(n, nvidia.U4), reg(1)
@@ -464,7 +464,7 @@ def test_a_copy_that_was_waited_for_is_no_more_than_a_store():
 # ***** integers that overflow their type *****
 
 def far(name, factor):
-  """Returns a kernel that reads x at a loaded index, multiplied and divided by `factor` in 32 bits."""
+  # a kernel that reads x at a loaded index, multiplied and divided by `factor` in 32 bits
   def kernel(o, x, idx):
     g, t = threads(32)
     # the product may overflow; the result is limited to the size of x

@@ -42,7 +42,7 @@ def unit_of(name):
 def bits16(x, dtype): return x.astype(np.float16).view(np.uint16) if dtype == "float16" else float_to_bf16(x)
 
 def place(m, where, elements, lanes, dtype=np.float32):
-  """Returns matrices (waves, rows, columns) as registers (elements, waves*lanes), where `where` maps (row, column) to (lane, element)."""
+  # returns matrices (waves, rows, columns) as registers (elements, waves*lanes), where `where` maps (row, column) to (lane, element)
   out = np.zeros((elements, m.shape[0], lanes), dtype)
   for r in range(m.shape[1]):
     for c in range(m.shape[2]):
@@ -51,19 +51,19 @@ def place(m, where, elements, lanes, dtype=np.float32):
   return out.reshape(elements, -1)
 
 def pack(elements):
-  """Packs numbers of 8 or 16 bits (elements, lanes) into 32-bit registers."""
+  # packs numbers of 8 or 16 bits (elements, lanes) into 32-bit registers
   return np.ascontiguousarray(elements.T).view(np.uint32).T.copy()
 
 def bits(x, dtype): return bits16(x, dtype) if "float16" in dtype else bytes_of(dtype, x)
 def bytes_of(dtype, x):
-  """Returns the bytes of numbers that the 8-bit float format `dtype` holds exactly."""
+  # the bytes of numbers that the 8-bit float format `dtype` holds exactly
   numbers = numbers_of(dtype)
   order = np.argsort(np.where(np.arange(256) == 128, np.nan, numbers))
   found = order[np.searchsorted(numbers[order][:254], x)].astype(np.uint8)
   return np.where(np.isnan(x), 0x80 if dtype == "fp8e4m3fnuz" else 0x7f, found).astype(np.uint8)
 
 def operands(name, a, b, c):
-  """Returns a (waves, M, K), b (waves, K, N) and c (waves, M, N) as registers for the matrix instruction `name`."""
+  # a (waves, M, K), b (waves, K, N) and c (waves, M, N) as registers for the matrix instruction `name`
   i, (fa, fb, fc) = INSTRUCTIONS[name], FORMULAS[name]
   _, lanes = unit_of(name)
   kind = np.uint16 if "float16" in i.dtype else np.uint8

@@ -30,7 +30,7 @@ def threads(n, groups=1): return UOp.range(groups, 0, AxisType.GLOBAL), UOp.rang
 def run(fxn, *inputs, out=(64,)): return Tensor.empty(*out).custom_kernel(*[Tensor(x).realize() for x in inputs], fxn=fxn)[0].numpy()
 
 def line_of(text:str) -> int:
-  """Returns the number of the line of this file that ends in the comment `text`."""
+  # the number of the line of this file that ends in the comment `text`
   return next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.endswith(f"# {text}"))
 
 def places(e:pytest.ExceptionInfo[BaseException]) -> list[str]: return str(e.value).splitlines()[1:]
@@ -169,7 +169,7 @@ def test_an_output_that_was_written_before_may_be_left_as_it_is() -> None:
 # ***** probes *****
 
 def probed(o, x):
-  """Kernel with two workgroups of 70 threads each: a full wave of 64 lanes and a wave of 6 lanes."""
+  # kernel with two workgroups of 70 threads each: a full wave of 64 lanes and a wave of 6 lanes
   g, t = threads(70, 2)
   i = emulator.probe("index", g*70 + t)
   pair = common.build(x[t].load(), x[t].load() + 1.0)

@@ -29,14 +29,13 @@ class Steps:
   def end(self, name, *ranges): return self.latest.end(*ranges).sink(arg=KernelInfo(name, opts_to_apply=()))
 
 def begin(counters):
-  """Begins a kernel with tickets from counters[0]. Returns workgroup, thread, whether the thread is the first, the ticket, and an empty list of
-  steps."""
+  # Begins a kernel with tickets from counters[0]. Returns workgroup, thread, whether the thread is the first, the ticket, and an empty list of steps.
   g, t = UOp.range(GROUPS, 0, AxisType.GLOBAL), UOp.range(WIDTH, 1, AxisType.WARP)
   steps, lds = Steps(), UOp.placeholder((1,), dtypes.int, 0, AddrSpace.LOCAL)
   return g, t, t.eq(0), ticket(counters[0], g, t.eq(0), lds=lds[0]), steps
 
 def run(kernel, *tensors, arch="gfx942"):
-  """Runs a kernel on the emulator with `tensors` as arguments, and returns the value of the first tensor after the run."""
+  # runs a kernel on the emulator with `tensors` as arguments, and returns the value of the first tensor after the run
   with Context(DEV=f"EMU::{arch}"):
     found = Tensor(tensors[0]).realize().custom_kernel(*[Tensor(x).realize() for x in tensors[1:]], fxn=kernel)
     Tensor.realize(*found)
@@ -44,7 +43,7 @@ def run(kernel, *tensors, arch="gfx942"):
 
 @pytest.fixture
 def emulated(monkeypatch):
-  """Returns a function that runs a kernel on the emulator, with a choice of order and of resident workgroups."""
+  # a function that runs a kernel on the emulator, with a choice of order and of resident workgroups
   def emulate(kernel, *tensors, order=0, resident=0, arch="gfx942"):
     monkeypatch.setenv("ATTN_EMU_ORDER", str(order))
     monkeypatch.setenv("ATTN_EMU_RESIDENT", str(resident))
@@ -60,7 +59,7 @@ ORDERS, RESIDENTS = range(6), (1, 2, GROUPS - 1, GROUPS, 0)
 # ***** sums *****
 
 def summed(*without, number=lambda g, drawn: drawn, twice=False):
-  """Returns a kernel whose workgroups add rows to the same sums in turns, without the steps named in `without`."""
+  # a kernel whose workgroups add rows to the same sums in turns, without the steps named in `without`
   # `number` computes the number of a workgroup's turn from its index and its ticket; with `twice` one workgroup passes its turn on twice
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
@@ -138,7 +137,7 @@ def test_higher_tickets_may_not_be_there(emulated):
       emulated(kernel, SUMS, X, COUNTERS, order=order, resident=GROUPS - 1)
 
 def ring(members):
-  """Returns a kernel in which groups of `members` workgroups with consecutive tickets add their rows to the group's `members` sums."""
+  # a kernel in which groups of `members` workgroups with consecutive tickets add their rows to the group's `members` sums
   # first to its own sum, then to the next, so that no two workgroups need the same sum at the same time
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
@@ -194,7 +193,7 @@ def test_turns_of_single_waves_need_no_barriers(emulated):
 # ***** atomic operations beside others *****
 
 def zeroed(ordered, also_settled=True):
-  """Returns a kernel in which the workgroup with ticket 0 sets the sums to zero; if `ordered`, before the others add."""
+  # a kernel in which the workgroup with ticket 0 sets the sums to zero; if `ordered`, before the others add
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     value = x[drawn*WIDTH + t].load()
@@ -222,7 +221,7 @@ def test_plain_stores_beside_additions(emulated):
     emulated(zeroed(True, also_settled=False), junk, X, COUNTERS)
 
 def rounded(waits):
-  """Returns a kernel in which all workgroups add to sums, and the one with the last ticket writes the result."""
+  # a kernel in which all workgroups add to sums, and the one with the last ticket writes the result
   def kernel(o, sums, x, counters):
     g, t, first, drawn, steps = begin(counters)
     steps.do(atomic_add(sums[t], x[drawn*WIDTH + t].load(), steps.done))

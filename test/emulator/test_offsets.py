@@ -71,7 +71,7 @@ BACKWARD = ("causal, bias, dropout", "odd widths", "window of packed sequences")
 def placeholders(shapes:Shapes) -> list[UOp]: return [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(shapes.values())]
 
 def forward_kernel(p:Problem, arch:str) -> UOp:
-  """Returns the forward kernel that dispatch chooses, or for latent attention `mla`."""
+  # the forward kernel that dispatch chooses, or for latent attention `mla`
   chip = get_chip(arch)
   choice = choose(p, chip)
   # dispatch would give short rows to another kernel than mla, but kernels of short rows are quick to lower
@@ -90,7 +90,7 @@ def backward_kernels(p:Problem, arch:str) -> Iterator[UOp]:
   if p.bias is not None: yield dbias_of(p, chip, choose_bias_tile(p, chip))(*placeholders(dbias_arguments(p)))
 
 def not_shown(kernel:UOp, arch:str) -> list[OffsetTerm]:
-  """Returns the terms in the offsets of a kernel's buffer loads that are not proven to be at least 0."""
+  # the terms in the offsets of a kernel's buffer loads that are not proven to be at least 0
   uops = lower(kernel, printer_of(arch))
   assert any(isinstance(u.arg, Call) and u.arg.name in ("buffer_load", "load_to_lds") for u in uops)
   ranges = Ranges(uops)

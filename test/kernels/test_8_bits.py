@@ -34,14 +34,14 @@ WITH_WGMMA = (*UNITS, "sm_90")
 RUN = 128       # products that a matrix unit with short sums adds up before the sum goes to fp32
 
 def short_sums(arch:str, fast:bool=False) -> ShortSums|None:
-  """Returns how the chip's matrix unit adds 8-bit products if its sums have fewer bits than fp32, otherwise None."""
+  # how the chip's matrix unit adds 8-bit products if its sums have fewer bits than fp32, otherwise None
   name = chip(arch).name
   # with `fast` (the option fast_accumulate) the unit adds all products of a sum without fp32 additions between
   return ShortSums(SHORT_SUMS[name], 0 if fast else RUN) if name in SHORT_SUMS else None
 
 def check_8_bits(arch:str, make:Any=normal, *, extras:dict[str, np.ndarray]|None=None, out_dtype:str="float32", tile:WgmmaTile|None=None,
                  **parameters:Any) -> None:
-  """Runs the kernels on 8-bit floats of the chip, and compares each element of o and lse with float64."""
+  # runs the kernels on 8-bit floats of the chip, and compares each element of o and lse with float64
   extras = dict(extras or {})
   p = problem(dtype=chip(arch).fp8, out_dtype=out_dtype, extras=extras, **parameters)
   x = make(p)
@@ -86,7 +86,7 @@ def test_every_tile_of_wgmma(row:RatedUpTo, arch:str) -> None:
 def of(p:Problem, q:np.ndarray, k:np.ndarray, v:np.ndarray) -> Inputs: return Inputs(*(rounded(a, p.dtype) for a in (q, k, v)))
 
 def rising(p:Problem, by:float) -> Inputs:
-  """Makes scores that rise from each group of 16 keys to the next, by a factor of 2^`by` in exp(score)."""
+  # makes scores that rise from each group of 16 keys to the next, by a factor of 2^`by` in exp(score)
   x = normal(p)
   k = np.zeros_like(x.k)
   steps = np.arange(p.Sk)//16*by*np.log(2)/p.softmax_scale      # q k, which is the product of the first two elements of the rows
@@ -101,7 +101,7 @@ def falling(p:Problem) -> Inputs:
   x = just_below_the_headroom(p)
   return Inputs(x.q, x.k[:, :, ::-1].copy(), x.v)
 def large(p:Problem) -> Inputs:
-  """Makes queries and keys with numbers up to the largest number of the 8-bit format."""
+  # makes queries and keys with numbers up to the largest number of the 8-bit format
   x = normal(p)
   return of(p, x.q*100, x.k*100, x.v*100)
 def one_huge_key(p:Problem) -> Inputs:
@@ -110,15 +110,15 @@ def one_huge_key(p:Problem) -> Inputs:
   return of(p, x.q, x.k, x.v)
 def constants(p:Problem) -> Inputs: return Inputs(*(np.full_like(a, c) for a, c in zip((normal(p).q, normal(p).k, normal(p).v), (1, 1, 3))))
 def positive(p:Problem) -> Inputs:
-  """Makes inputs without negative numbers: the errors of their sums have one sign and do not cancel."""
+  # inputs without negative numbers: the errors of their sums have one sign and do not cancel
   x = normal(p)
   return Inputs(*map(np.abs, (x.q, x.k, x.v)))
 def tiny(p:Problem) -> Inputs:
-  """Makes inputs in which many numbers are denormal in the 8-bit format."""
+  # inputs in which many numbers are denormal in the 8-bit format
   x = normal(p)
   return of(p, x.q*2.0**-5, x.k*2.0**-5, x.v*2.0**-8)
 def nan_rows(p:Problem) -> Inputs:
-  """Puts a NaN into a query, into a key that some queries see, and into a row of V that all queries see."""
+  # puts a NaN into a query, into a key that some queries see, and into a row of V that all queries see
   x = normal(p)
   x.q[:, :, 3, 1], x.k[:, :, p.Sk - p.Sq + 9, 0], x.v[:, :, 0, 2] = np.nan, np.nan, np.nan
   return x
@@ -196,7 +196,7 @@ def test_large_grids(shape:dict[str, int]) -> None:
 # ***** planted faults *****
 
 def left_out(name:str) -> Any:
-  """Returns a planted fault (class, method, faulty replacement): the kernel does not multiply by the scale `name`."""
+  # a planted fault (class, method, faulty replacement): the kernel does not multiply by the scale `name`
   right = Workgroup.input_scale
   return Workgroup, "input_scale", lambda group, given: None if given == name else right(group, given)
 
@@ -241,7 +241,7 @@ LARGE: dict[str, dict[str, Any]] = {
   "softcap": dict(Sq=4096, softcap=3.0, causal=True)}
 
 def text_of(arch:str, D:int, shape:dict[str, Any]) -> str:
-  """Returns the source of the kernel that dispatch chooses on a chip for large problems with scales of q, k and v."""
+  # the source of the kernel that dispatch chooses on a chip for large problems with scales of q, k and v
   p = problem(dtype=get_chip(arch).fp8, out_dtype="bfloat16", B=4, H=32, D=D, lse=shape.get("window") is not None, extras=scales_of(1, 1), **shape)
   tensors = [UOp.placeholder(shape, (FLOATS | INTS)[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
   return render(forward_of(p, get_chip(arch), choose_tile(p, get_chip(arch)))(*tensors), arch)

@@ -105,7 +105,7 @@ def scale_of_dq(m:pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Bare:
-  """Planted fault: a wrapper of a tile in LDS that drops the order of operations."""
+  # planted fault: a wrapper of a tile in LDS that drops the order of operations
   lds: LdsTile
   # reads may then run before the stores and barriers that they depend on
   def after(self, *deps:UOp) -> LdsTile: return self.lds

@@ -107,12 +107,12 @@ def peaked(p:Problem) -> Inputs:
   return Inputs(rounded(x.q*8, p.dtype), rounded(x.k*4, p.dtype), x.v)
 
 def deep(p:Problem) -> Inputs:
-  """Makes inputs with such low scores that every lse is below -100."""
+  # inputs with such low scores that every lse is below -100
   x = normal(p)
   return Inputs(np.full_like(x.q, 4), rounded(x.k*0.125 - 12, p.dtype), x.v)
 
 def level(p:Problem) -> Inputs:
-  """Makes inputs in which all elements of V are near 3. dP and delta then nearly cancel in dS = P*(dP - delta)."""
+  # inputs in which all elements of V are near 3. dP and delta then nearly cancel in dS = P*(dP - delta)
   x = normal(p)
   return Inputs(x.q, x.k, rounded(3 + 0.1*x.v, p.dtype))
 
@@ -134,7 +134,7 @@ def test_keys_beyond_kv_lengths_get_exactly_0(arch:str) -> None:
 # ***** NaN *****
 
 class Reach(NamedTuple):
-  """Place of a NaN (a row of a tensor), and the gradient in which the NaN also reaches rows that do not see it."""
+  # place of a NaN (a row of a tensor), and the gradient in which the NaN also reaches rows that do not see it
   # In the gradient `gradient` it reaches other rows whose workgroup reads the tile with the NaN: they multiply it by a weight of 0, and 0 times NaN
   # is NaN.
   tensor: str
@@ -144,7 +144,7 @@ class Reach(NamedTuple):
 REACHES = (Reach("q", 70, "dk"), Reach("k", 70, "dq"), Reach("do", 70, "dv"), Reach("v", 70, ""))
 
 def same_tiles(p:Problem, tile:Any, row:int, of_queries:bool) -> np.ndarray:
-  """Returns which rows of a gradient have a workgroup that reads the tile with row number `row`."""
+  # which rows of a gradient have a workgroup that reads the tile with row number `row`
   # With `of_queries` the workgroups own queries, and `row` is a key; otherwise they own keys, and `row` is a query. A workgroup reads a tile if a
   # pair of one of its own rows and a row of the tile is visible.
   seen = visible(p.Sq, p.Sk, p.window, p.offset)
@@ -581,7 +581,7 @@ def without_delta(m:pytest.MonkeyPatch) -> None:
 def without_dlse(m:pytest.MonkeyPatch) -> None:
   wrong(m, Workgroup, "query_value", lambda value: lambda self, name, row: NOTHING if name == "dlse" else value(self, name, row))
 def scaled(*names:str, power:int) -> Callable[[pytest.MonkeyPatch], None]:
-  """Returns a function that plants a fault: the gradients `names` get an additional factor softmax_scale^power."""
+  # a function that plants a fault: the gradients `names` get an additional factor softmax_scale^power
   # with power 1 the scale counts twice, with -1 not at all
   def plant(m:pytest.MonkeyPatch) -> None:
     def gradient(original:Any) -> Any:
@@ -608,11 +608,11 @@ def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   plant.__name__ = f"{wanted}_of_head_0"
   return plant
 def lanes_swapped(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: a lane loads lse and delta of the queries in the order of the tile, not of its elements."""
+  # plants a fault: a lane loads lse and delta of the queries in the order of the tile, not of its elements
   wrong(m, QueryValues, "fetch", lambda fetch: lambda self, rows, t: [x.load_number(t*self.block_n, self.block_n, self.thread,
                                                                                    self.thread < self.block_n) for x in rows.each])
 def columns_swapped(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: a lane takes the query values (lse, delta) of its columns in reverse order."""
+  # plants a fault: a lane takes the query values (lse, delta) of its columns in reverse order
   for of in (MmaTrip, WgmmaTrip): wrong(m, of, "query_values", lambda values: lambda self, *args: values(self, *args)[::-1])
 def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
@@ -622,7 +622,7 @@ def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
 def unwritten(m:pytest.MonkeyPatch) -> None: m.setattr(Workgroup, "cleared_gradients", lambda self, names: [])
 
 def blind_row(Sq:int) -> np.ndarray:
-  """Makes a bias that is -inf for all keys of query 7, so that the query sees no key."""
+  # makes a bias that is -inf for all keys of query 7, so that the query sees no key
   bias = floats(1, 1, Sq, 1)
   bias[0, 0, 7] = -np.inf
   return bias
@@ -646,7 +646,7 @@ FOR_WARPGROUPS: dict[str, dict[str, Any]] = {     # sizes that wgmma takes: it h
   "unmasked_queries": dict(Sq=100, Sk=133, extras=dict(bias=floats(1, 1, 1, 133) + 200))}
 
 def fault_on(plant:Any, arch:str) -> Any:
-  """Makes the pytest case of a planted fault, which the function `plant` plants, on a chip."""
+  # makes the pytest case of a planted fault, which the function `plant` plants, on a chip
   by_default = arch == "gfx942" or (arch == "sm_80" and not plant.__name__.startswith(("scale_of", "unmasked", "lse_of")))
   return pytest.param(plant, arch, id=f"{plant.__name__}-{arch}", marks=() if by_default else pytest.mark.thorough)
 
@@ -683,7 +683,7 @@ def test_planted_fault_of_the_ring(monkeypatch:pytest.MonkeyPatch, fault:str) ->
     check_backward_kernels("sm_80", **{**SMALL, "Sq": 72}, only="dkdv")
 
 def compiled_by_nvcc(arch:str, names:Shapes, program:Callable[..., UOp], to:Path) -> str:
-  """Compiles the kernel `program` with nvcc in the folder `to`, and returns the messages of ptxas."""
+  # compiles the kernel `program` with nvcc in the folder `to`, and returns the messages of ptxas
   target = "90a" if arch == "sm_90" else arch.removeprefix("sm_")
   placeholders = [UOp.placeholder(shape, (FLOATS | INTS)[kind], i) for i, (shape, kind) in enumerate(names.values())]
   source = to/"kernel.cu"

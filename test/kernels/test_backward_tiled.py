@@ -51,7 +51,7 @@ SMALL: dict[str, Any] = dict(H=1, Sq=20, Sk=33, D=16, dtype="float32")
 SEED = np.array([3, 5], np.uint32)
 
 def check(arch:str="gfx1030", tile:TiledBackwardTile=FEW, **parameters:Any) -> dict[str, np.ndarray]:
-  """Launches the backward kernels of plain UOps with the given tile, without `attention`, and checks the gradients."""
+  # launches the backward kernels of plain UOps with the given tile, without `attention`, and checks the gradients
   return check_backward_kernels(arch, tiles=lambda t: replace(tile, keys=t.keys), **{**SMALL, **parameters})
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def with_tiles(tile:TiledBackwardTile) -> Iterator[None]:
     finally: kernel_tiles.cache_clear()
 
 def check_all(arch:str="gfx1030", tile:TiledBackwardTile|None=FEW, **parameters:Any) -> dict[str, np.ndarray]:
-  """Checks the outputs and gradients of `attention`, computed by kernels of plain UOps, with `tile` in backward."""
+  # checks the outputs and gradients of `attention`, computed by kernels of plain UOps, with `tile` in backward
   with contextlib.ExitStack() as small:
     if tile is not None:
       small.enter_context(with_tiles(tile))
@@ -169,7 +169,7 @@ def test_same_in_every_run() -> None:
 
 def without_delta(m:pytest.MonkeyPatch) -> None: m.setattr(plain_backward, "scaled_delta", lambda delta, p: UOp.const(0.0, dtypes.float))
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the kernel does not set P and dS of hidden keys to 0."""
+  # plants a fault: the kernel does not set P and dS of hidden keys to 0
   # For a query that sees no key, with lse = -inf, right kernels compute P with +inf in place of lse, which also gives 0. Without this, too, the
   # gradients become NaN.
   m.setattr(gradients, "reference", lambda x: x)

@@ -77,7 +77,7 @@ Arrays = tuple[np.ndarray, np.ndarray]
 def arch_of(unit:str) -> str: return TILED_ON if unit == "tiled" else unit
 
 def forward(unit:str, p:Problem, x:Inputs, kernel:bool=True, **call:Any) -> Arrays:
-  """Computes o and lse by `attention` on the emulator of the chip that `unit` names."""
+  # computes o and lse by `attention` on the emulator of the chip that `unit` names
   with emulated(arch_of(unit), KERNELS.get(unit, "") if kernel else ""):
     q, k, v = (tensor(a, p.dtype) for a in (x.q, x.k, x.v))
     o, lse = attn.attention(q, k, v, return_lse=True, out_dtype=DTYPES[p.out_dtype], **call)
@@ -102,7 +102,7 @@ def scale_twice(unit:str, monkeypatch) -> Found:
 def near_3(p:Problem) -> Inputs: return replace(x := normal(p), v=rounded(3 + 0.1*x.v, p.dtype))
 
 def truncated(unit:str, monkeypatch) -> Found:
-  """Plants a fault: P is rounded towards 0, but O is divided by the sum of P before this rounding."""
+  # plants a fault: P is rounded towards 0, but O is divided by the sum of P before this rounding
   def down(x:np.ndarray) -> np.ndarray:
     bits = nearest(x)
     return np.where(numerics.widen(bits, "float16") > x, bits - np.uint32(1), bits)     # P is never negative
@@ -126,7 +126,7 @@ def lse_off(unit:str, monkeypatch) -> Found:
   return against(p, x := normal(p), forward(unit, p, x), "lse")
 
 def wrong_split(unit:str, monkeypatch) -> Found:
-  """Plants a fault: the merge multiplies the weight of each key range, except the one with the largest lse, by 1 + 2^-10."""
+  # plants a fault: the merge multiplies the weight of each key range, except the one with the largest lse, by 1 + 2^-10
   monkeypatch.setattr(combine, "weight_of", lambda *of: ops.mul(w := weight_of(*of), w.eq(1.0).where(1.0, 1 + 2.0**-10)))
   p = problem(H=4, Sq=1, Sk=193, D=32, num_splits=2, out_dtype="float32")
   x = normal(p)
@@ -134,7 +134,7 @@ def wrong_split(unit:str, monkeypatch) -> Found:
   return against(p, x := replace(x, v=rounded(v, p.dtype)), forward(unit, p, x, False, num_splits=2), "o")
 
 def backward(unit:str, p:Problem, x:Inputs, loss:Loss, right:Loss, *names:str) -> Found:
-  """Computes gradients of the faulty `loss` by kernels, and returns them with the expected ones of the loss `right`."""
+  # computes gradients of the faulty `loss` by kernels, and returns them with the expected ones of the loss `right`
   got, laws = run_backward(p, x, loss, arch_of(unit), {}), expected_gradients(p, x, right, {})
   return {name: (got[name], laws[name]) for name in names}
 
@@ -172,7 +172,7 @@ def test_fault(fault:str, unit:str, monkeypatch) -> None:
 # ***** the two sums of P *****
 
 def two_keys(p:Problem, seed:int) -> Inputs:
-  """Makes inputs in which only two keys have weight, and the last one weighs 2^6 to 2^7.9 times as much as the first."""
+  # inputs in which only two keys have weight, and the last one weighs 2^6 to 2^7.9 times as much as the first
   # too little for the softmax to raise the number that it subtracts from the scores; the rounding error of P cancels only if O is divided by the sum
   # of the rounded P; all rows are equal
   x, q, k = normal(p, seed), np.zeros((p.B, 1, p.Sq, p.D), np.float32), np.zeros((p.B, 1, p.Sk, p.D), np.float32)

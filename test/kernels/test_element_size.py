@@ -23,7 +23,7 @@ from attn.tinygrad_compat import AxisType, Context, KernelInfo, Tensor, UOp, dty
 FP8 = Matrix("mfma_f32_32x32x16_fp8_fp8", 32, 32, 16, 64, 8, 4, "long", "{a}, {b}, {c}, 0, 0, 0", size=1)
 
 def encoded(x:np.ndarray) -> np.ndarray:
-  """Encodes whole numbers up to 15 as CDNA3's 8-bit floats: a sign bit, the exponent plus 8, three bits of mantissa."""
+  # encodes whole numbers up to 15 as CDNA3's 8-bit floats: a sign bit, the exponent plus 8, three bits of mantissa
   exponent = np.floor(np.log2(np.maximum(np.abs(x), 1)))
   bits = (exponent + 8)*8 + (np.abs(x)/2.0**exponent - 1)*8 + 128*(x < 0)
   return np.where(x == 0, 0, bits).astype(np.uint8)
@@ -51,7 +51,7 @@ def test_the_emulators_matrix_unit(name:str, M:int, K:int) -> None:
   np.testing.assert_array_equal(got, [[want[row(lane, e), lane%M] for lane in range(64)] for e in range(M*M//64)])
 
 def scores(width:int):
-  """Makes a kernel of one wave that computes S^T = K Q^T for 32 keys and 32 queries of `width` bytes."""
+  # makes a kernel of one wave that computes S^T = K Q^T for 32 keys and 32 queries of `width` bytes
   depth = contraction(FP8, width)
   def kernel(s:UOp, k:UOp, q:UOp) -> UOp:
     lane, wave = UOp.range(64, 0, AxisType.WARP), UOp.range(1, 1, AxisType.WARP)

@@ -127,7 +127,7 @@ def test_causal_rows_that_see_nothing(arch:str) -> None:
   assert lse is not None and (o[:, :, :3] == 0).all() and np.isneginf(lse[:, :, :3]).all() and np.isfinite(lse[:, :, 3:]).all()
 
 def dirty(p:Problem) -> Inputs:
-  """Makes inputs in which the keys and values beyond each sequence's length are NaN."""
+  # inputs in which the keys and values beyond each sequence's length are NaN
   x = normal(p)
   for b, n in enumerate((32, 64, 96, 48)): x.k[b, :, n:] = x.v[b, :, n:] = np.nan
   return x
@@ -148,7 +148,7 @@ def test_lengths_beyond_the_buffer(arch:str) -> None:
   assert (verdict := judge(o, expected(p, x, dict(kv_lengths=ints(40, 40, 0)))[0])).ok, str(verdict)
 
 def even(p:Problem) -> Inputs:
-  """Makes inputs with equal scores, for which each output is the mean of the values that its query sees."""
+  # inputs with equal scores, for which each output is the mean of the values that its query sees
   return replace(normal(p), q=np.zeros((p.B, p.H, p.Sq, p.D), np.float32))
 
 @every_arch
@@ -188,7 +188,7 @@ def test_nan_in_a_masked_bias(arch:str) -> None:
   assert np.isfinite(check_kernels(arch, Sq=40, Sk=150, causal=True, extras=dict(bias=bias))[0]).all()
 
 def low(p:Problem) -> Inputs:
-  """Makes inputs with scores near -1e5, at which a kernel with a finite number in place of -inf might show hidden keys."""
+  # inputs with scores near -1e5, at which a kernel with a finite number in place of -inf might show hidden keys
   x = normal(p)
   return Inputs(np.full_like(x.q, 112), np.full_like(x.k, -112), x.v)
 
@@ -201,7 +201,7 @@ def test_scores_far_below_zero(arch:str, option:dict[str, Any]) -> None:
   assert lse is not None and (lse < -5e4).all()
 
 def huge(p:Problem) -> Inputs:
-  """Makes inputs with scores of 1.3e10 whose products with softmax_scale are inexact."""
+  # inputs with scores of 1.3e10 whose products with softmax_scale are inexact
   # In exp(score*scale - maximum*scale), a kernel may round the product of the maximum but not that of the score, as an fma does. Then the difference
   # is wrong by hundreds, and P by hundreds of powers of two.
   x = normal(p)
@@ -223,14 +223,14 @@ def uops_of(p:Problem, arch:str, tile:Tile|MmaTile) -> list[UOp]:
   return lower(forward_of(p, get_chip(arch), tile)(*tensors), renderer(Target("EMU", "HIP", arch)))
 
 def sparse(nbytes:int) -> View:
-  """Returns a view of emulated device memory, `nbytes` of zeros, of which only written parts use physical memory."""
+  # a view of emulated device memory, `nbytes` of zeros, of which only written parts use physical memory
   a = Allocation.__new__(Allocation)
   memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))   # since Python 3.13
   a.data, a.written, a.touched, a.outputs = np.frombuffer(memory, np.uint8), None, True, {}
   return View(a, 0, nbytes)
 
 def run_alone(p:Problem, arch:str, views:list[View], number:int) -> None:
-  """Runs the workgroup with the index `number` (-1: the last) of the forward kernel on the emulator."""
+  # runs the workgroup with the index `number` (-1: the last) of the forward kernel on the emulator
   uops = uops_of(p, arch, choose_tile(p, get_chip(arch)))
   plan, sizes = Plan(uops, "attn_large", arch), {u.arg: u.vmax + 1 for u in uops if u.op is Ops.SPECIAL}
   grid, local = (tuple(sizes.get(f"{kind}idx{i}", 1) for i in range(3)) for kind in "gl")
@@ -238,7 +238,7 @@ def run_alone(p:Problem, arch:str, views:list[View], number:int) -> None:
   with np.errstate(all="ignore"): Frame(plan, number % (p.B*p.H), 1, grid, local, dict(zip(plan.params, views, strict=True)), {}).run()
 
 def run_last_workgroup(p:Problem, arch:str) -> tuple[np.ndarray, Inputs]:
-  """Runs the workgroup of the forward kernel for the last head of the last batch, and returns its o and its inputs."""
+  # runs the workgroup of the forward kernel for the last head of the last batch, and returns its o and its inputs
   # the rows that this workgroup reads are random numbers; all others are zeros
   views, x = [sparse(math.prod(shape)*2) for shape, _ in arguments(p).values()], normal(replace(p, B=1, H=1, Hkv=1))
   for view, tensor in zip(views[1:], (x.q, x.k, x.v), strict=True): view.data[-2*tensor.size:] = tensor.astype(np.float16).ravel().view(np.uint8)

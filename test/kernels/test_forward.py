@@ -82,41 +82,41 @@ def test_grouped_heads(arch:str, ratio:int) -> None:
 # ***** inputs that break a wrong online softmax *****
 
 def falling(p:Problem) -> Inputs:
-  """Makes inputs in which the largest score of a row falls: each tile of keys has a lower maximum than the tiles before."""
+  # inputs in which the largest score of a row falls: each tile of keys has a lower maximum than the tiles before
   x = normal(p)
   return Inputs(np.abs(x.q), rounded(x.k*np.linspace(3, 0.01, p.Sk, dtype=np.float32)[:, None], p.dtype), x.v)
 
 def rising(p:Problem) -> Inputs:
-  """Makes inputs in which a row's largest score rises from tile to tile by more than the threshold for rescaling."""
+  # inputs in which a row's largest score rises from tile to tile by more than the threshold for rescaling
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//16*8).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.25), k, x.v)
 
 def creeping(p:Problem) -> Inputs:
-  """Makes inputs in which a row's largest score rises from tile to tile by less than the threshold for rescaling, but far in total."""
+  # inputs in which a row's largest score rises from tile to tile by less than the threshold for rescaling, but far in total
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//32).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.25), k, x.v)
 
 def climbing(p:Problem) -> Inputs:
-  """Makes inputs in which the scores rise by more than 89 from each 64 keys to the next: exp(89) overflows float32."""
+  # inputs in which the scores rise by more than 89 from each 64 keys to the next: exp(89) overflows float32
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//64*64 - 64).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.5), k, x.v)
 
 def deep(p:Problem) -> Inputs:
-  """Makes inputs with such low scores that exp of any score underflows."""
+  # inputs with such low scores that exp of any score underflows
   x = normal(p)
   return Inputs(np.full_like(x.q, 1), rounded(x.k*0.125 - 48, p.dtype), x.v)
 
 def late_key(p:Problem) -> Inputs:
-  """Makes inputs in which the last key has more weight than all earlier keys, in some rows only."""
+  # inputs in which the last key has more weight than all earlier keys, in some rows only
   x = normal(p)
   x.k[..., -1, :] = 64
   return Inputs(np.where(np.arange(p.Sq)[:, None] % 7 == 2, np.abs(x.q), x.q*np.float32(0.125)), x.k, x.v)
 
 def masked_first(p:Problem) -> Inputs:
-  """Makes inputs in which some waves see only scores of -inf in the first tiles of keys."""
+  # inputs in which some waves see only scores of -inf in the first tiles of keys
   x = normal(p)
   return Inputs(rounded(np.abs(x.q) + 1, p.dtype), np.where(np.arange(p.Sk)[:, None] < p.Sk*2//3, np.float32(-np.inf), x.k), x.v)
 
@@ -136,7 +136,7 @@ def huge_key(p:Problem) -> Inputs:
   return x
 
 def minus_inf_keys(p:Problem) -> Inputs:
-  """Makes inputs in which some scores are -inf, and in some rows all scores."""
+  # inputs in which some scores are -inf, and in some rows all scores
   x = normal(p)
   x.q[..., 3, :] = 1
   x.q[..., 5, :] = 1
@@ -154,7 +154,7 @@ def inf_query(p:Problem) -> Inputs:
   return x
 
 def nan_neighbour(p:Problem) -> Inputs:
-  """Makes inputs in which all keys and values of the heads after head 0 are NaN."""
+  # inputs in which all keys and values of the heads after head 0 are NaN
   # the NaN reach the output if a kernel reads beyond the last key of head 0
   x = normal(p)
   x.k[:, 1:], x.v[:, 1:] = np.nan, np.nan

@@ -13,7 +13,7 @@ from cases import check, problem
 ROW = 2*(64 + 64)     # bytes of a row of K and V together, D = 64
 
 def order(make, p, tile:BlockTile, arch:str) -> list[tuple[int, int]]:
-  """Returns the head and the block of each workgroup of the grid that `make` builds, in the order in which workgroups start."""
+  # the head and the block of each workgroup of the grid that `make` builds, in the order in which workgroups start
   # the last axis of the grid varies fastest
   grid = make(p, tile, tile.matrix, CHIPS[arch])
   ranges, found = grid.ranges[:-2], [{}]
@@ -22,7 +22,7 @@ def order(make, p, tile:BlockTile, arch:str) -> list[tuple[int, int]]:
 
 @pytest.fixture
 def two_heads(monkeypatch:pytest.MonkeyPatch):
-  """Returns a function change(rows, *archs) that gives these chips a cache for K and V of two heads."""
+  # a function change(rows, *archs) that gives these chips a cache for K and V of two heads
   def change(rows:int, *archs:str) -> None:
     for arch in archs: monkeypatch.setitem(CHIPS, arch, replace(CHIPS[arch], caches=replace(CHIPS[arch].caches, group=2*rows*ROW)))
   return change

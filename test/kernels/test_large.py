@@ -25,17 +25,17 @@ MANY = 2**33      # elements
 CHIPS = ("gfx942", "sm_80")
 
 def unproven(sink:UOp, arch:str) -> list[str]:
-  """Returns a line for each integer of a kernel whose value may exceed the range of its type."""
+  # a line for each integer of a kernel whose value may exceed the range of its type
   return [f"{u.op.name} of {u.dtype.name}: {low}..{high}" for u, (low, high) in Ranges(lower(sink, printer_of(arch))).beyond.items()]
 
 def types_of_indices(uops:Iterable[UOp], slot:int) -> set[str]:
-  """Returns the types of the integers with which a program indexes its argument number `slot`."""
+  # the types of the integers with which a program indexes its argument number `slot`
   return {u.src[1].dtype.name for u in uops if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].op is Ops.PARAM and u.src[0].arg.slot == slot}
 
 # ***** rows that are appended *****
 
 def tensors_of(a:Append) -> list[UOp]:
-  """Makes placeholders for the tensors of the append kernel."""
+  # makes placeholders for the tensors of the append kernel
   sizes = [(a.places.size, dtypes.half), (a.B*a.H*a.new*a.width, dtypes.half), (a.B, dtypes.int)]
   if a.pages is not None: sizes.append((a.B*a.pages.most, dtypes.int))
   return [UOp.placeholder((n,), dtype, slot) for slot, (n, dtype) in enumerate(sizes)]
@@ -99,7 +99,7 @@ def sized(**options:Any) -> Problem:
   return Problem(**sizes)
 
 def in_views(rows:int, size:int, apart:int, **options:Any) -> Problem:
-  """Makes a problem whose K and V are views of larger buffers: batches take `size` elements, rows are `apart` elements apart."""
+  # makes a problem whose K and V are views of larger buffers: batches take `size` elements, rows are `apart` elements apart
   view = Strided(size, 0, 16, 32, apart)
   return sized(B=2, H=2, Sq=64, Sk=rows, k_view=view, v_view=view, **options)
 

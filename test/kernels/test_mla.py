@@ -41,7 +41,7 @@ NARROW = dict(H=40, Hkv=1, D=48, Dv=40)     # small, so that lowering is quick; 
 Maker = Callable[[Problem], Inputs]
 
 def latent(make:Maker) -> Maker:
-  """Returns a function that makes inputs as `make` does, except that V is the first columns of K."""
+  # a function that makes inputs as `make` does, except that V is the first columns of K
   def made(p:Problem) -> Inputs:
     x = make(p)
     return Inputs(x.q, x.k, x.k[..., :p.Dv])
@@ -50,7 +50,7 @@ def latent(make:Maker) -> Maker:
 def tile_for(arch:str, p:Problem) -> MlaTile|MlaMmaTile: return (mla_mma_tile if arch.startswith("sm") else mla_tile)(p, get_chip(arch))
 
 def check_mla(arch:str, make:Maker=normal, **parameters:Any) -> np.ndarray|None:
-  """Compares o and lse of a latent kernel (mla or mla_mma) with float64, and returns lse."""
+  # compares o and lse of a latent kernel (mla or mla_mma) with float64, and returns lse
   # the latent kernel runs, although dispatch would choose another kernel for so small a head dimension; its tile fits the number of query rows
   # (queries times heads)
   parameters = {**NARROW, "Sq": 1, "v_in_k": True, **parameters}
@@ -95,7 +95,7 @@ def test_whole_rows(heads:int, arch:str) -> None:
 def test_hard_inputs(kind:str, arch:str) -> None: check_mla(arch, lambda p: KINDS[kind](p, 3), Sq=2, Sk=150)
 
 def not_a_number(p:Problem) -> Inputs:
-  """Makes inputs in which one query is NaN and one query contains an inf."""
+  # inputs in which one query is NaN and one query contains an inf
   x = normal(p)
   x.q[0, 3, 0], x.q[0, 7, 0, 0] = np.nan, np.inf
   return x
@@ -106,7 +106,7 @@ def test_a_nan_stays_in_its_row(arch:str, make:Maker) -> None: check_mla(arch, m
 def wrong(m:pytest.MonkeyPatch, of:Any, name:str, make:Callable[[Any], Any]) -> None: m.setattr(of, name, make(getattr(of, name)))
 
 def sums_cut_off(m:pytest.MonkeyPatch) -> None:
-  """Makes the emulated matrix unit round sums towards 0, as the matrix unit of an H200 does."""
+  # makes the emulated matrix unit round sums towards 0, as the matrix unit of an H200 does
   def cut(add:Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     def added(self:Any, c:np.ndarray, product:np.ndarray) -> np.ndarray:
       exactly = add(self, c.astype(np.float64), product.astype(np.float64))
@@ -125,7 +125,7 @@ def test_sums_that_are_cut_off(monkeypatch:pytest.MonkeyPatch) -> None:
   def steep(p:Problem) -> Inputs: return KINDS["q times 8"](p, 1)
   exact = expected(p, latent(steep)(p), {})[1].exact
   def lost(added_up:int) -> float:
-    """Returns the mean relative error of lse, positive if lse is too small, with sums of `added_up` matrix instructions."""
+    # the mean relative error of lse, positive if lse is too small, with sums of `added_up` matrix instructions
     # the kernel adds the products of `added_up` instructions in the matrix unit, which cuts off the sum's low bits, before it adds them in fp32
     monkeypatch.setattr(mma_latent, "ADDED_UP", added_up)
     ast_of.cache_clear(), recipes.cache_clear()      # an AST and a graph with another ADDED_UP are kept for the same problem
@@ -139,11 +139,11 @@ def test_sums_that_are_cut_off(monkeypatch:pytest.MonkeyPatch) -> None:
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 def first_columns_only(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: every wave multiplies P by the first wave's columns of V."""
+  # plants a fault: every wave multiplies P by the first wave's columns of V
   m.setattr(amd_latent, "LdsColumns", lambda tile, mat, first: LdsColumns(tile, mat, UOp.const(0)))
   wrong(m, MmaLatent, "v_rows", lambda rows: lambda self, t, line: self.k_rows(t))
 def weights_of_another_wave(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: a wave stores its P in the place of another wave, which computes the next queries."""
+  # plants a fault: a wave stores its P in the place of another wave, which computes the next queries
   def of_next(x:Any) -> Any:
     wave, tiles = x.share.wave, x.share.row_tiles
     return replace(x, share=replace(x.share, wave=wave//tiles*tiles + (wave + 1)%tiles))
@@ -154,11 +154,11 @@ def never_rescaled(m:pytest.MonkeyPatch) -> None:
   for of in (amd_latent, mma_latent): m.setattr(of, "rescale", of_none)
 def unmasked(m:pytest.MonkeyPatch) -> None: m.setattr(Scores, "mask", lambda self, x, row, tile: x)
 def own_keys_alone(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: a wave takes the largest score of its own keys for the largest score of the row."""
+  # plants a fault: a wave takes the largest score of its own keys for the largest score of the row
   def alone(highest:Any) -> Any: return lambda self, *x: highest(replace(self, share=replace(self.share, key_parts=1)), *x)
   for of in (AmdLatent, MmaLatent): wrong(m, of, "highest", alone)
 def first_part_of_sums(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the kernel adds the first wave's sum of P several times, and leaves the other waves' sums out."""
+  # plants a fault: the kernel adds the first wave's sum of P several times, and leaves the other waves' sums out
   wrong(m, ScalarPlaces, "total", lambda total: lambda self, kind, part: total(self, kind, part if isinstance(part, UOp) else 0))
 
 AMD = tuple(unit for unit in UNITS if unit.startswith("gfx"))
@@ -177,7 +177,7 @@ def test_planted_fault(monkeypatch:pytest.MonkeyPatch, plant:Plant, arch:str) ->
   with pytest.raises(AssertionError, match="o: "): check_mla(arch, lambda p: make(p, 0), Sk=139, D=80, Dv=72, lse=False)
 
 def barriers_but(m:pytest.MonkeyPatch, left_out:int) -> Callable[[], int]:
-  """Makes the emulator skip barrier `left_out` of the next program, and returns a function that counts the program's barriers."""
+  # makes the emulator skip barrier `left_out` of the next program, and returns a function that counts the program's barriers
   seen, barrier = [0], Plan.barrier
   def some(self:Plan, u:UOp) -> None:
     if seen[0] != left_out: barrier(self, u)
@@ -202,7 +202,7 @@ def test_without_a_barrier(monkeypatch:pytest.MonkeyPatch, arch:str, left_out:in
 # ***** attention and caches *****
 
 def check_against_exact(o:np.ndarray, q:np.ndarray, k:np.ndarray, Dv:int, **options:Any) -> None:
-  """Checks o (B, H, Sq, Dv) of causal latent attention with queries q and keys k against float64."""
+  # checks o (B, H, Sq, Dv) of causal latent attention with queries q and keys k against float64
   args = q.astype(np.float32), k.astype(np.float32), k[..., :Dv].astype(np.float32), q.shape[-1]**-0.5, (-1, 0), k.shape[-2] - q.shape[-2]
   assert (verdict := judge(o, law_of(*args, dtype="float16", out_dtype="float16")[0])).ok, verdict
 
@@ -246,7 +246,7 @@ def test_gradient(arch:str, D:int, Dv:int) -> None:
     for x, y in zip(found, want): np.testing.assert_allclose(x.numpy(), y.numpy(), atol=2e-2)
 
 def check_cache(heads:int, D:int, Dv:int, capacity:int, filled:int, page:int, **options:Any) -> None:
-  """Checks latent attention of two new rows over a cache, and what the cache contains after the call."""
+  # checks latent attention of two new rows over a cache, and what the cache contains after the call
   # `filled` of `capacity` rows are filled, the others are NaN; with `page` > 0 the cache consists of pages with this many rows, in random order
   q, k = drawn(1, heads, 2, D), drawn(1, 1, filled + 2, D, seed=1)
   held = np.full((1, 1, capacity, D), np.nan, np.float16)

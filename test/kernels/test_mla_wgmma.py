@@ -26,7 +26,7 @@ ARCH = "sm_90"
 NARROW = dict(H=40, Hkv=1, D=136, Dv=120)     # small, so that lowering is quick: two panels of V, one for each warpgroup, and a further one of K
 
 def check_mla(make:Maker=normal, **parameters:Any) -> np.ndarray|None:
-  """Compares each element of o and lse of mla_wgmma with float64, and returns lse."""
+  # compares each element of o and lse of mla_wgmma with float64, and returns lse
   parameters = {**NARROW, "Sq": 1, "v_in_k": True, **parameters}
   return check_kernels(ARCH, latent(make), tile=lambda _: mla_wgmma_tile(problem(**parameters), get_chip(ARCH)), **parameters)[1]
 
@@ -61,20 +61,20 @@ def test_a_nan_stays_in_its_row() -> None: check_mla(not_a_number, Sk=90)
 # ***** planted faults: each is caught *****
 
 def first_columns_only(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: both warpgroups multiply P by the first columns of V."""
+  # plants a fault: both warpgroups multiply P by the first columns of V
   m.setattr(WgmmaLatent, "v_panels", WgmmaLatent.k_panels)
 def weights_of_another_warp(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: a warp stores its P in the place of another warp, which computes the next queries."""
+  # plants a fault: a warp stores its P in the place of another warp, which computes the next queries
   def of_next(x:WgmmaLatent) -> WgmmaLatent:
     at = x.warps.at
     return replace(x, warps=replace(x.warps, at=replace(at, wave=at.wave//4*4 + (at.wave + 1)%4)))
   wrong(m, WgmmaLatent, "put_weights", lambda put: lambda self, s: put(of_next(self), s))
 def never_rescaled(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the second warpgroup does not rescale its columns of O when the first one raises m."""
+  # plants a fault: the second warpgroup does not rescale its columns of O when the first one raises m
   m.setattr(wgmma_latent, "rescale", lambda acc, factors, *done: statement("rescale", acc[0], factors[0], *done, rows=1, tiles=1, accs=0))
 def unmasked(m:pytest.MonkeyPatch) -> None: m.setattr(Scores, "masks", lambda self, x, rows, tile, done: [])
 def sums_of_second(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the second warpgroup divides O by its own sums of P, which it has not computed."""
+  # plants a fault: the second warpgroup divides O by its own sums of P, which it has not computed
   wrong(m, WgmmaLatent, "load", lambda load: lambda self, s, place: load(self, s, place) if place == self.tile.factors_at(self.p) else s.l[0].load())
 def one_sum(m:pytest.MonkeyPatch) -> None:
   # Of the partial sums of a score only the first one counts.
@@ -124,7 +124,7 @@ def test_cache(page:int) -> None:
 # ***** choice *****
 
 def reasons(**parameters:Any) -> tuple[str, str]:
-  """Returns the name of the kernel that is chosen on sm_90 without key ranges, and the reason why it is not mla_wgmma."""
+  # the name of the kernel that is chosen on sm_90 without key ranges, and the reason why it is not mla_wgmma
   p = problem(**{**dict(H=128, Hkv=1, Sq=1, Sk=4096, D=576, Dv=512, v_in_k=True, lse=False), **parameters})
   choice = choose(replace(p, num_splits=1), get_chip(ARCH))
   return choice.kernel, choice.why_not("mla_wgmma") or ""

@@ -27,7 +27,7 @@ either = pytest.mark.parametrize("chip", ("sm_90", GPU))
 
 @pytest.fixture(autouse=True)
 def without_wgmma(monkeypatch) -> None:
-  """Makes dispatch choose mma.sync kernels on sm_90. Clears dispatch's cached choices before and after each test."""
+  # Makes dispatch choose mma.sync kernels on sm_90. Clears dispatch's cached choices before and after each test.
   change_kernel(monkeypatch, "forward_wgmma", lacks=lambda arch: "this tests mma.sync")
 
 @pytest.mark.sample(3)

@@ -40,7 +40,7 @@ widened_stores = StoredKeys.widened_stores
 def along_keys(p:Problem) -> np.ndarray: return np.arange(p.Sk)/p.Sk
 
 def with_values(p:Problem, k:np.ndarray|None=None, v:np.ndarray|None=None) -> Stored:
-  """Returns normally distributed inputs, except that the rows of k or v are quantised from the given float arrays."""
+  # normally distributed inputs, except that the rows of k or v are quantised from the given float arrays
   x = normal_rows(p)
   # latent attention: the values are the first columns of k
   if p.v_in_k:
@@ -53,23 +53,23 @@ def with_values(p:Problem, k:np.ndarray|None=None, v:np.ndarray|None=None) -> St
 def rows_like(p:Problem, width:int, seed:int=5) -> np.ndarray: return np.random.default_rng(seed).standard_normal((p.B, p.Hkv, p.Sk, width))
 
 def tiny_values(p:Problem) -> Stored:
-  """Returns inputs whose rows of V have scales of about 1e-8, so small that P times a scale is 0 in float16."""
+  # inputs whose rows of V have scales of about 1e-8, so small that P times a scale is 0 in float16
   return with_values(p, v=rows_like(p, p.Dv)*4e-7)
 def large_values(p:Problem) -> Stored:
-  """Returns inputs in which the largest element of each row of V is 65504, the largest number of float16."""
+  # inputs in which the largest element of each row of V is 65504, the largest number of float16
   v = rows_like(p, p.Dv)
   return with_values(p, v=v/np.abs(v).max(-1, keepdims=True)*65504)
 def values_of_all_sizes(p:Problem) -> Stored:
-  """Returns inputs whose rows of V have random magnitudes: their scales lie between 1e-8 and 516."""
+  # inputs whose rows of V have random magnitudes: their scales lie between 1e-8 and 516
   sizes = np.exp(np.random.default_rng(2).uniform(np.log(4e-7), np.log(2e4), (p.B, p.Hkv, p.Sk, 1)))
   return with_values(p, v=rows_like(p, p.Dv)*sizes)
 def growing_values(p:Problem) -> Stored:
-  """Returns inputs whose rows of V grow by a factor of about 2^40 from the first key to the last."""
+  # inputs whose rows of V grow by a factor of about 2^40 from the first key to the last
   # P times the scale of a row then outgrows any fixed number that the kernel could subtract from the exponents
   return with_values(p, v=rows_like(p, p.Dv)*2.0**(along_keys(p)*40 - 30)[:, None])
 def falling_values(p:Problem) -> Stored: return with_values(p, v=rows_like(p, p.Dv)*2.0**(10 - along_keys(p)*40)[:, None])
 def tiny_values_of_the_best_key(p:Problem) -> Stored:
-  """Returns inputs in which key 7 has nearly all of the first query's weight, and a row of V that is 10^7 times smaller."""
+  # inputs in which key 7 has nearly all of the first query's weight, and a row of V that is 10^7 times smaller
   k, v, x = rows_like(p, p.D), rows_like(p, p.Dv), normal_rows(p)
   k[:, :, 7] = 3*np.repeat(x.q.reshape(p.B, p.Hkv, -1, p.Sq, p.D)[:, :, 0, :1], 1, 2)[:, :, 0]
   v[:, :, 7] *= 1e-7
@@ -78,24 +78,24 @@ def keys_of_all_sizes(p:Problem) -> Stored:
   sizes = np.exp(np.random.default_rng(2).uniform(np.log(1e-6), np.log(20), (p.B, p.Hkv, p.Sk, 1)))
   return with_values(p, k=rows_like(p, p.D)*sizes)
 def large_keys(p:Problem) -> Stored:
-  """Returns inputs in which the largest element of each row of K is 65504, and the queries are small."""
+  # inputs in which the largest element of each row of K is 65504, and the queries are small
   k = rows_like(p, p.D)
   x = with_values(p, k=k/np.abs(k).max(-1, keepdims=True)*65504)
   return replace(x, q=np.sign(x.q)*2.0**-10)
 def rising_scores(p:Problem) -> Stored:
-  """Returns inputs whose scores rise from key to key, so that each tile of keys has a new maximum."""
+  # inputs whose scores rise from key to key, so that each tile of keys has a new maximum
   q = normal_rows(p).q
   k = np.repeat((q.mean((1, 2)) if p.H else q)[:, None, None, :], p.Hkv, 1)*(300*along_keys(p))[:, None] + rows_like(p, p.D)
   return with_values(p, k=k)
 def zero_rows(p:Problem) -> Stored:
-  """Returns inputs in which some rows of K and V are zeros, and all rows of one head of V."""
+  # inputs in which some rows of K and V are zeros, and all rows of one head of V
   k, v = rows_like(p, p.D), rows_like(p, p.Dv)
   k[:, :, 3::5] = v[:, :, 2::3] = 0
   v[:, -1] = 0
   return with_values(p, k, v)
 def equal_rows(p:Problem) -> Stored: return with_values(p, np.ones((p.B, p.Hkv, p.Sk, p.D)), np.full((p.B, p.Hkv, p.Sk, p.Dv), 3.0))
 def odd_rows_of_k(p:Problem) -> Stored:
-  """Returns inputs with a NaN in one row of K and an inf in another."""
+  # inputs with a NaN in one row of K and an inf in another
   # under a causal mask some queries see neither of these rows, some one, and some both
   k = rows_like(p, p.D)
   k[:, :, p.Sk - p.Sq + 5, 1], k[:, 0, p.Sk - 3, 0] = np.nan, np.inf
@@ -129,7 +129,7 @@ def test_hard_rows_in_plain_uops(make) -> None:
 # ***** what users have beside the rows *****
 
 def lengths_with_garbage(p:Problem) -> Stored:
-  """Makes caches in which the rows beyond each length hold random numbers, and scales that are NaN, inf, 0, very large or very small."""
+  # makes caches in which the rows beyond each length hold random numbers, and scales that are NaN, inf, 0, very large or very small
   x, rng = normal_rows(p), np.random.default_rng(4)
   for b, n in enumerate((37, 111)):
     for a in (x.k_scales, x.v_scales): a[b, :, n:] = rng.choice(np.array([np.nan, np.inf, 0, 3e38, 1e-40], np.float32), a[b, :, n:].shape)
@@ -223,21 +223,21 @@ def test_odd_rows_of_v_without_an_lse_by_wgmma() -> None:
   check_wgmma("sm_90", odd_rows_of_v, D=32, H=2, lse=False, **FOR_PROMPTS["dropout"])
 
 def not_waited_for(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: a thread converts its part of a tile to 16 bits before the copies of the tile to shared memory are complete."""
+  # plants a fault: a thread converts its part of a tile to 16 bits before the copies of the tile to shared memory are complete
   m.setattr(wgmma_forward.nv, "wait_copies", lambda after, but: commit(after))
 def scales_of_two_tiles(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: shared memory has room for the scales of only two tiles, which the next tile's scales overwrite."""
+  # plants a fault: shared memory has room for the scales of only two tiles, which the next tile's scales overwrite
   m.setattr(wgmma_tiles, "SCALE_STAGES", 2)
 def no_nans(m:pytest.MonkeyPatch) -> None: m.setattr(wgmma_forward, "zero_or_nan", lambda x: ops.splat(0.0, 2))
 def scales_of_any_size(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: scales of V are used as they are, also those of rows of zeros."""
+  # plants a fault: scales of V are used as they are, also those of rows of zeros
   m.setattr(stored_keys, "scale_in_range", lambda x: x)
   m.setattr(softmax, "in_range", lambda c, x: x)
 def sums_without_factors(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the kernel decides whether P has grown too large from the sum of P without the scales of V."""
+  # plants a fault: the kernel decides whether P has grown too large from the sum of P without the scales of V
   m.setattr(wgmma_forward, "FACTORS", LANE)
 def other_half_first(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the two 16-byte halves of 16 converted numbers are stored in each other's place."""
+  # plants a fault: the two 16-byte halves of 16 converted numbers are stored in each other's place
   def swapped(self:StoredKeys, shared:UOp, to:dict, pieces:list[UOp]) -> list[UOp]:
     class Elsewhere:
       def __init__(self, layout): self.layout, self.rows, self.units = layout, layout.rows, layout.units
@@ -305,16 +305,16 @@ def test_which_kernel_converts_rows(why:str, options:dict) -> None:
   assert (found.why_not(WIDENING) or "").startswith(why)
 
 def rows_of_queries_only(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the kernel converts the rows that queries see, but not those that the last block's padding sees."""
+  # plants a fault: the kernel converts the rows that queries see, but not those that the last block's padding sees
   m.setattr(widen, "round_up", lambda n, to: n)
 def no_first_rows(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the kernel converts no rows that only the first queries see."""
+  # plants a fault: the kernel converts no rows that only the first queries see
   m.setattr(widen, "blocks_seen", lambda walk, first, last, keys: blocks_seen(walk, last, last, keys))
 def kinds_in_another_order(m:pytest.MonkeyPatch) -> None:
   m.setattr(widen, "kinds_of_scales", lambda *given: stored_keys.kinds_of_scales(*given)[::-1])
 def scales_of_one_tile(m:pytest.MonkeyPatch) -> None: m.setattr(WgmmaTile, "scale_stages", lambda self, p: 1)
 def columns_exchanged(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the eight numbers of a piece are stored with their halves exchanged."""
+  # plants a fault: the eight numbers of a piece are stored with their halves exchanged
   widened_unit = StoredKeys.widened_unit
   m.setattr(StoredKeys, "widened_unit", lambda self, words: widened_unit(self, ops.build(*[ops.extract(words, i) for i in (1, 0)])))
 
@@ -374,7 +374,7 @@ def test_chips_without_floats_of_8_bits_refuse_them(arch:str) -> None:
 DECODE = dict(B=64, H=32, Hkv=8, Sq=1, Sk=4096, D=128, lse=False)
 
 def text_of(p:Problem, arch:str, llvm:int=22) -> str:
-  """Returns the source of the kernel that dispatch chooses for a problem on a chip, for clang of the release `llvm`."""
+  # the source of the kernel that dispatch chooses for a problem on a chip, for clang of the release `llvm`
   choice = choose(p, replace(get_chip(arch), llvm=llvm))
   names = arguments(p := replace(p, num_splits=choice.work.splits))
   tensors = [UOp.placeholder(shape, (FLOATS | INTS)[dtype], i) for i, (shape, dtype) in enumerate(names.values())]

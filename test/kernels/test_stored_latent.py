@@ -95,19 +95,19 @@ def weights_without_scales(m:pytest.MonkeyPatch) -> None:
 def reference_without_scales(m:pytest.MonkeyPatch) -> None:
   for module in MODULES: m.setattr(module, "compared_scores", lambda scores, scales, to_log2: scores)
 def sums_with_scales(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: O is divided by a sum of P times the scales of the rows. The right sum is that of P."""
+  # Plants a fault: O is divided by a sum of P times the scales of the rows. The right sum is that of P.
   def of_ones(packed:list[UOp], p:list[UOp], scales:list[UOp], dtype:str, rows:int=1) -> UOp:
     return sum_of_unscaled(packed, p, [ops.splat(1.0, ops.length(x)) for x in scales], dtype, rows)
   for module in MODULES: m.setattr(module, "sum_of_unscaled", of_ones)
 def rotary_columns_of_one_row(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the kernel uses the rotary columns of the first key for all keys."""
+  # plants a fault: the kernel uses the rotary columns of the first key for all keys
   own = Workgroup.rows_of
   def first_only(self:Workgroup, name:str, *how:Any, **named:Any) -> Any:
     rows = own(self, name, *how, **named)
     return replace(rows, stride=0) if name == "k_rotary" else rows
   m.setattr(Workgroup, "rows_of", first_only)
 def scores_without_scales(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the scores of the latent columns are not multiplied by the scales."""
+  # plants a fault: the scores of the latent columns are not multiplied by the scales
   for of in (AmdLatent, MmaLatent):
     own = of.raw_scores
     def raw(self:Any, *state:Any, own:Any=own, of:Any=of) -> Any:

@@ -18,7 +18,7 @@ with patch.dict(os.environ):   # the example sets DEV itself
   import removed_example_defects as defects
 
 def check(make:Callable[[Problem], Inputs]=normal, **parameters) -> None:
-  """Runs the textbook kernel, and compares each element of o with float64."""
+  # runs the textbook kernel, and compares each element of o with float64
   p = problem(lse=False, out_dtype="float32", **parameters)
   x, dtype = make(p), {"float16": np.float16, "float32": np.float32}[p.dtype]
   inputs = [a.astype(dtype) for a in (x.q, x.k, x.v)]

@@ -46,7 +46,7 @@ ONE_THREAD = replace(ALONE, walked=4, own=4, parts=2, columns=4)
 
 @contextlib.contextmanager
 def with_tile(tile:TiledTile|None, patch:pytest.MonkeyPatch) -> Iterator[None]:
-  """Context in which dispatch uses `tile` for every problem. With None, dispatch chooses as usual."""
+  # Context in which dispatch uses `tile` for every problem. With None, dispatch chooses as usual.
   if tile is not None: patch.setitem(KERNELS, "tiled", replace(KERNELS["tiled"], tile=lambda p, arch: tile))
   _choose.cache_clear(), kernels.cache_clear()
   try: yield
@@ -220,7 +220,7 @@ def test_rows_that_are_no_whole_units_are_not_copied_asynchronously() -> None:
 # ***** planted faults *****
 
 def fault(name:str, change) -> None:
-  """Checks the kernel of plain UOps with change(method) in place of its method `name`; a fault raises AssertionError."""
+  # checks the kernel of plain UOps with change(method) in place of its method `name`; a fault raises AssertionError
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(PlainForward, name, change(getattr(PlainForward, name)))
     check(make=rising, tile=SMALL, H=1, Sq=20, Sk=70, D=16, dtype="float32", causal=True)
@@ -266,7 +266,7 @@ def test_kernels_for_attns_renderers_keep_their_vectors() -> None:
   assert len(ours) < len(others)*2/3
 
 def operations(x:UOp, y:UOp, word:UOp, place:UOp, dtype:str) -> list[UOp]:
-  """Returns the results of each of attn's operations that can be written in plain UOps, such as exp2 or softcap."""
+  # the results of each of attn's operations that can be written in plain UOps, such as exp2 or softcap
   four = ops.build(x, y, ops.mul(x, 3.0), ops.add(x, y))
   bits = dropout.kept_octet((word, word), place, place, place, word, 0.3)
   return [ops.exp2(x), ops.log2(ops.mul(x, x)), ops.rcp(y), ops.max_(x, y), ops.fma(x, 2.5, y), ops.sub(x, y),
@@ -352,7 +352,7 @@ for dtype, kind in (("float32", np.float32), ("float16", np.float16))[:{types}]:
 """
 
 def on(device:str, types:int, script:str=SCRIPT, **settings:str) -> None:
-  """Runs a script in a new process with DEV=`device` and the environment variables `settings`, and fails if the script fails."""
+  # runs a script in a new process with DEV=`device` and the environment variables `settings`, and fails if the script fails
   # the script has a list of dtypes, with float32 first, and tests the first `types` of them
   root = Path(__file__).resolve().parent.parent.parent
   environment = {**os.environ, "DEV": device, "PYTHONPATH": str(root), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **settings}

@@ -30,7 +30,7 @@ either = pytest.mark.parametrize("chip", ("sm_90", GPU))
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch) -> None:
-  """Makes the wgmma kernel run in every test of this file, also for few queries."""
+  # makes the wgmma kernel run in every test of this file, also for few queries
   monkeypatch.setenv("ATTN_KERNEL", "forward_wgmma")
   monkeypatch.setattr(cases, "choose_tile", wgmma_tile)
 
@@ -144,13 +144,13 @@ PLANTED = {
 }
 
 def of_weigh(monkeypatch, change) -> None:
-  """Replaces the emulator's numpy function for the operation `weigh`, which computes P of a tile, by `change`."""
+  # replaces the emulator's numpy function for the operation `weigh`, which computes P of a tile, by `change`
   definition = OPERATIONS["weigh"].meaning
   changed = replace(OPERATIONS["weigh"], meaning=lambda lanes, *args, **static: change(definition, lanes, *args, **static))
   monkeypatch.setitem(OPERATIONS, "weigh", changed)
 
 def never_weighed(definition, lanes, reference, bias, p, scores, part, *rest, **static):
-  """Faulty operation `weigh`, which computes P of a tile of keys: it computes P for the first tile only."""
+  # faulty operation `weigh`, which computes P of a tile of keys: it computes P for the first tile only
   seen = (lanes.load_register(reference, 0) > LOWEST).any()
   if not seen: return definition(lanes, reference, bias, p, scores, part, *rest, **static)
   return np.zeros(len(lanes.active), np.float32)

@@ -19,7 +19,7 @@ GROUPS, WIDTH = 4, 256
 AMD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 
 def in_turn(o, x, counters):
-  """Kernel in which workgroups add the rows of x (GROUPS, WIDTH) to o in turns, in the order of their tickets."""
+  # kernel in which workgroups add the rows of x (GROUPS, WIDTH) to o in turns, in the order of their tickets
   # counters[0] gives the tickets, counters[1] says whose turn it is
   g, t = UOp.range(GROUPS, 0, AxisType.GLOBAL), UOp.range(WIDTH, 1, AxisType.LOCAL)
   first, lds, done = t.eq(0), UOp.placeholder((1,), dtypes.int, 0, AddrSpace.LOCAL), UOp.placeholder((1,), dtypes.float, 1, AddrSpace.REG)
@@ -41,13 +41,13 @@ SUMS = (WIDTH, dtypes.float), (GROUPS*WIDTH, dtypes.float), (2, dtypes.int)
 # ***** machine code *****
 
 def instructions(text, arch, name):
-  """Compiles HIP source, and returns the instructions of the kernel `name` that access memory or LDS, wait, or are barriers."""
+  # compiles HIP source, and returns the instructions of the kernel `name` that access memory or LDS, wait, or are barriers
   asm = assembly(text, arch)
   lines = [line.split("//")[0].strip() for line in asm[asm.index(f"\n{name}:"):asm.index("s_endpgm")].splitlines()]
   return [x for x in lines if re.match(r"(global|flat|buffer|ds|s_barrier|s_wait|s_sleep)", x)]
 
 def appear_in_order(found, *patterns):
-  """Tells whether `found` contains instructions that match the patterns, in this order."""
+  # whether `found` contains instructions that match the patterns, in this order
   at = iter(found)
   return all(any(re.match(p, x) for x in at) for p in patterns)
 
@@ -78,7 +78,7 @@ def test_clang_19_is_refused_for_rdna4(release):
   assert "__clang_major__" not in text_of(in_turn, "gfx1100", *SUMS) + text_of(in_turn, "gfx942", *SUMS)
 
 def four(o, x):
-  """Kernel in which one atomic addition of each lane adds to four elements that are 64 elements apart."""
+  # kernel in which one atomic addition of each lane adds to four elements that are 64 elements apart
   t = UOp.range(64, 0, AxisType.WARP)
   values = build(*[x[t*4 + i].load() for i in range(4)])
   r = UOp.placeholder((1,), dtypes.float, 1, AddrSpace.REG)
@@ -93,7 +93,7 @@ def test_constant_distances_are_in_the_instruction(arch):
   assert all(x.startswith("global_atomic_add_f32 ") and "glc" not in x and "sc0" not in x and "RETURN" not in x for x in found)
 
 def backwards(o, x):
-  """Kernel in which one atomic addition of each lane adds to two elements: at an index, and 64 elements before this index."""
+  # kernel in which one atomic addition of each lane adds to two elements: at an index, and 64 elements before this index
   t, r = UOp.range(64, 0, AxisType.WARP), UOp.placeholder((1,), dtypes.float, 1, AddrSpace.REG)
   both = build(x[t].load(), x[t + 64].load())
   return r[0].store(atomic_add(o[t + 64], both, steps=(-64, 0))).end(t).sink(arg=KernelInfo("backwards", opts_to_apply=()))
@@ -105,7 +105,7 @@ def test_a_distance_may_be_negative():
   assert "[%0+-256]" in text_of(backwards, "sm_80", *FOUR)
 
 def neighbours(together, shift=0):
-  """Returns a kernel in which each lane adds to four neighbouring elements, `together` of them by one instruction."""
+  # a kernel in which each lane adds to four neighbouring elements, `together` of them by one instruction
   # `shift` is the index of the first element of lane 0
   def kernel(o, x):
     g, t = UOp.range(2, 0, AxisType.GLOBAL), UOp.range(32, 1, AxisType.WARP)
@@ -176,7 +176,7 @@ def test_meaning_of_neighbours(together):
 
 def tickets(width):
   def kernel(o, counter):
-    """Kernel in which each workgroup gets a ticket and writes it."""
+    # kernel in which each workgroup gets a ticket and writes it
     g, t = UOp.range(8, 0, AxisType.GLOBAL), UOp.range(width, 1, AxisType.LOCAL)
     lds = UOp.placeholder((1,), dtypes.int, 0, AddrSpace.LOCAL)
     drawn = ticket(counter[0], g, t.eq(0), lds=lds[0] if width > 64 else None)

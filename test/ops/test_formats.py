@@ -8,7 +8,7 @@ from attn.tinygrad_compat import Context, Tensor, dtypes
 from eight_bits import nearest, numbers_of
 
 def drawn(name:str) -> np.ndarray:
-  """Returns numbers of all sizes: random ones, all numbers of the format `name`, midpoints between neighbours, and numbers out of range."""
+  # numbers of all sizes: random ones, all numbers of the format `name`, midpoints between neighbours, and numbers out of range
   known = np.unique(numbers_of(name)[np.isfinite(numbers_of(name))])
   known, rng = known[np.abs(known) <= FORMATS[name].most], np.random.default_rng(0)
   some = [rng.standard_normal(500)*size for size in (1e-4, 1e-2, 1.0, 30.0, 200.0)]

@@ -37,7 +37,7 @@ NUMPY = {dtypes.float: np.float32, dtypes.uint: np.uint32, dtypes.int: np.int32,
 # ***** the cases *****
 
 def value(dtype, slot:int) -> UOp:
-  """Returns an operand in a register; each operand of an operation needs another `slot`."""
+  # an operand in a register; each operand of an operation needs another `slot`
   return UOp.placeholder((1,), dtype, slot, AddrSpace.REG)[0].load()
 
 def f(n:int=1, slot:int=0) -> UOp: return value(ops.f32(n), slot)
@@ -45,7 +45,7 @@ def u(n:int=1, slot:int=0) -> UOp: return value(ops.u32(n), slot)
 def i(slot:int=0) -> UOp: return value(dtypes.int, slot)
 
 def array(count:int, n:int, slot:int) -> UOp:
-  """Returns an operand that is a register array of `count` vectors of n fp32 elements; each operand needs another `slot`."""
+  # an operand that is a register array of `count` vectors of n fp32 elements; each operand needs another `slot`
   return UOp.placeholder((count,), ops.f32(n), slot, AddrSpace.REG)
 
 AMD, RDNA, NATIVE, NVIDIA = "gfx942", "gfx1201", "gfx950", "sm_80"     # NATIVE has an instruction that rounds to bf16
@@ -53,7 +53,7 @@ HIPS, ALL = (AMD, RDNA), (AMD, RDNA, NVIDIA)
 OFFSETS = (0, 1, 2, 3, 8, 9, 10, 11)
 
 def common(n:int) -> dict[str, Callable[[], UOp]]:
-  """Returns {name: case} of the operations that all vendors' kernels use, on vectors of n elements."""
+  # test cases by name: for each operation that all vendors' kernels use, a function that makes its UOp on vectors of n elements
   offsets = OFFSETS[:n]
   return {
     "splat": lambda: ops.splat(1.5, n), "splat of a value": lambda: ops.splat(f(), n), "build": lambda: ops.build(f(1, 0), f(1, 1)),
@@ -88,7 +88,7 @@ def common(n:int) -> dict[str, Callable[[], UOp]]:
   }
 
 def of_dropout(n:int) -> dict[str, Callable[[], UOp]]:
-  """Returns {name: case} of the operations of dropout, on vectors of n elements."""
+  # test cases by name: for each operation of dropout, a function that makes its UOp on vectors of n elements
   return {
     "kept_octet": lambda: dropout.kept_octet((u(1, 0), u(1, 1)), *[u(1, slot) for slot in range(2, 6)], 0.3),
     "drop_packed": lambda: dropout.drop_packed(u(n//2, 0), u(2, 1), tuple((j % 2, 3*j) for j in range(n//2)), 0),
@@ -97,7 +97,7 @@ def of_dropout(n:int) -> dict[str, Callable[[], UOp]]:
   }
 
 def of_scales(n:int) -> dict[str, Callable[[], UOp]]:
-  """Returns {name: case} of the operations for scales of 8-bit rows, on vectors of n elements."""
+  # test cases by name: for each operation on scales of 8-bit rows, a function that makes its UOp on vectors of n elements
   return {
     "scale_in_range": lambda: scale_in_range(f(n)), "zero_or_nan": lambda: zero_or_nan(f(n)),
     "scaled_weights": lambda: scaled_weights(f(n, 0), f(n, 1)), "scaled_weights of two rows": lambda: scaled_weights(f(4, 0), f(2, 1), 2),
@@ -107,7 +107,7 @@ def of_scales(n:int) -> dict[str, Callable[[], UOp]]:
   }
 
 def corrected(rows:RowLanes, tiles:int, shapes:dict[str, tuple[int, int]], matrix:Any=None, **options:Any) -> UOp:
-  """Returns a case of the operation `correct` on `tiles` tiles of scores, whose operands have the sizes `shapes`."""
+  # the operation `correct` as a UOp to be tested, on `tiles` tiles of scores, with operands of the sizes `shapes`
   # `shapes` has for each operand the number of vectors in a tile, and of elements in a vector. `matrix` is the matrix instruction that sums P, or
   # None.
   def place(slot:int, name:str) -> UOp:
@@ -118,12 +118,12 @@ def corrected(rows:RowLanes, tiles:int, shapes:dict[str, tuple[int, int]], matri
   return correct(*operands.values(), rows=rows, matrix=matrix, **options)
 
 def sum_of(arch:str, dtype:str) -> tuple[str, Any]:
-  """Returns how kernels for an AMD chip sum the rounded P: the kind of sum, and its matrix instruction (None: dot products)."""
+  # how kernels for an AMD chip sum the rounded P: the kind of sum, and its matrix instruction (None: dot products)
   sums = Sums.of(get_chip(arch), dtype, False)
   return sums.kinds[0], sums.matrix
 
 def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, lse:bool=True, scaled:bool=False) -> UOp:
-  """Returns a case of the operation `correct` as AMD's kernels use it, where all scores of a lane belong to one row."""
+  # the operation `correct` as a UOp to be tested, as AMD's kernels use it: all scores of a lane belong to one row
   # With above=0, P is computed again if a score exceeds the reference. `tiles` is the number of tiles of queries. With `lse`, the unrounded P is
   # summed, too. With `scaled`, packed P includes the scales of V's rows.
   matrix = get_chip(arch).matrix[dtype][0]
@@ -135,7 +135,7 @@ def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, ls
   return corrected(rows, tiles, shapes, sums, dtype=dtype, sums=kinds, scale=scale, above=above)
 
 def by_rows(sums:tuple[str, ...], dtype:str="float16", scale:float=0.18, above:float=8.0, tiles:int=2, **part:int) -> UOp:
-  """Returns a case of the operation `correct` as NVIDIA's kernels use it, where a lane has elements of two rows."""
+  # the operation `correct` as a UOp to be tested, as NVIDIA's kernels use it: a lane has scores of two rows
   # two tiles of scores become one tile of P; `sums` names the sums of P
   kinds = len(sums)
   shapes = dict(reference=(1, 2), bias=(1, 2), l=(kinds, 2), acc=(3, 4), p=(4//IN_A_DWORD[dtype], 4), scores=(4, 4), part=(kinds, 2))
@@ -143,7 +143,7 @@ def by_rows(sums:tuple[str, ...], dtype:str="float16", scale:float=0.18, above:f
   return corrected(nv.ROW_LANES, tiles, shapes, WGMMA[dtype], dtype=dtype, sums=sums, scale=scale, above=above, **part)
 
 def weighed(sums:tuple[str, ...], dtype:str) -> UOp:
-  """Returns a case of the operation `weigh` as the wgmma kernel uses it."""
+  # the operation `weigh` as a UOp to be tested, as the wgmma kernel uses it
   # a lane has elements of two rows, and two tiles of scores become one tile of P
   shapes = dict(reference=(1, 2), bias=(1, 2), p=(4//IN_A_DWORD[dtype], 4), scores=(4, 4), part=(len(sums), 2))
   registers = [UOp.placeholder((2*count,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
@@ -214,11 +214,11 @@ CASES:dict[tuple[str, str], Callable[[], UOp]] = {
 # ***** operands *****
 
 def parts(x:UOp) -> bool:
-  """Tells whether a UOp belongs to the operation under test, and is not one of its operands."""
+  # whether a UOp belongs to the operation under test, and is not one of its operands
   return isinstance(x.arg, Call) or (x.op in (Ops.ADD, Ops.SUB, Ops.MUL) and x.dtype not in (dtypes.int, dtypes.weakint))
 
 def operands(x:UOp) -> Iterator[UOp]:
-  """Yields the operands of an operation under test, given as a UOp, in order."""
+  # yields the operands of an operation under test, given as a UOp, in order
   seen = dict[UOp, None]()
   def visit(y:UOp) -> None:
     if not parts(y): seen[y] = None
@@ -228,18 +228,18 @@ def operands(x:UOp) -> Iterator[UOp]:
   return iter(seen)
 
 def constant(x:UOp) -> float|None:
-  """Returns the value of an operand that is a constant, or None."""
+  # the value of an operand that is a constant, or None
   while x.op is Ops.CAST: x = x.src[0]
   return x.arg if x.op is Ops.CONST else None
 
 @dataclass(frozen=True)
 class Registers:
-  """Array of registers, from its element `first` on, in the form in which the emulator passes registers to an operation."""
+  # array of registers, from its element `first` on, in the form in which the emulator passes registers to an operation
   elements: list[np.ndarray]
   first: int
 
 class Wave:
-  """Stand-in for the object (`Lanes`) through which operations use the emulator."""
+  # stand-in for the object (`Lanes`) through which operations use the emulator
   def __init__(self, arch:str):
     self.wave, self.unit = EMULATED[arch].wave, MatrixUnit(EMULATED[arch].family, arch)
     self.active, self.saturates = np.ones(WAVES*self.wave, np.bool_), EMULATED[arch].family in SATURATING
@@ -253,7 +253,7 @@ def size(dtype) -> int: return VECTORS[dtype][1] if dtype in VECTORS else 1
 def numpy_type(dtype) -> np.dtype: return np.dtype(VECTORS[dtype][0] if dtype in VECTORS else NUMPY[dtype])
 
 def draw(dtype, wave:int, rng:np.random.Generator) -> np.ndarray:
-  """Returns random values (threads, elements)."""
+  # random values (threads, elements)
   n, threads = size(dtype), WAVES*wave
   if dtype is dtypes.bool: return rng.integers(0, 2, (threads, 1)).astype(np.bool_)
   if dtype is dtypes.int: return rng.integers(-4, 14, (threads, 1), dtype=np.int32)
@@ -267,7 +267,7 @@ def draw(dtype, wave:int, rng:np.random.Generator) -> np.ndarray:
   return x
 
 def given(x:UOp, place:int, arch:str, rng:np.random.Generator) -> np.ndarray:
-  """Returns random values of an operand: (threads, elements), or (threads, count, elements) for an array of registers."""
+  # random values of an operand: (threads, elements), or (threads, count, elements) for an array of registers
   wave = EMULATED[arch].wave
   if (number := constant(x)) is not None: return np.full((WAVES*wave, 1), number, numpy_type(x.dtype))
   if x.op is not Ops.INDEX: return draw(x.dtype, wave, rng)
@@ -276,7 +276,7 @@ def given(x:UOp, place:int, arch:str, rng:np.random.Generator) -> np.ndarray:
   return np.ascontiguousarray(drawn)
 
 def columns(x:np.ndarray) -> np.ndarray:
-  """Transposes (threads, elements) to (elements, threads), the form that an operation's numpy function takes."""
+  # transposes (threads, elements) to (elements, threads), the form that an operation's numpy function takes
   return x.T.copy() if x.shape[1] > 1 else x[:, 0].copy()
 
 def rows(x:np.ndarray, n:int, threads:int) -> np.ndarray: return np.broadcast_to(x, (n, threads)).T if n > 1 else np.broadcast_to(x, threads)[:, None]
@@ -294,7 +294,7 @@ def language(arch:str) -> str: return "cuda" if arch.startswith("sm_") else "hip
 def ctype(dtype) -> str: return C_NAMES.get(dtype, dtype.name)
 
 def function(number:int, arch:str, x:UOp) -> str:
-  """Returns the text of a C++ function that computes the operation x in every thread, from its HIP or CUDA source."""
+  # the text of a C++ function that computes the operation x in every thread, from its HIP or CUDA source
   # the text is a namespace of its own, so that the functions of different operations do not clash
   if language(arch) == "cuda": renderer:Any = OperationsNVCCRenderer(Target("CUDA", "NVCC", arch))
   else: renderer = OperationsHIPCCRenderer(Target("AMD", "HIPCC", arch))
@@ -333,7 +333,7 @@ extern "C" int f{number}({", ".join([*parameters, f"{out}* out"])}) {{
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, str], UOp]]:
-  """Returns compiled libraries by language, with the operations of all cases as functions f0, f1 and so on; and these operations as UOps."""
+  # compiled libraries by language, with the operations of all cases as functions f0, f1 and so on; and these operations as UOps
   pytest.importorskip("ziglang")
   made = {case: make() for case, make in CASES.items()}
   texts:dict[str, list[str]] = {"hip": [], "cuda": []}
@@ -399,7 +399,7 @@ RELATIVE = {"correct": 5e-7, "correct with scales": 5e-7, "weigh": 5e-7}      # 
 ABSOLUTE = {"softcap": 30*4e-7, "mma": 16*10*2.0**-24, "rounded_sum": 16*10*2.0**-24}
 
 def aligned(x:np.ndarray) -> np.ndarray:
-  """Returns a copy of an array that is aligned for the widest vector."""
+  # a copy of an array that is aligned for the widest vector
   room = np.zeros(x.nbytes + 64, np.uint8)
   start = -room.ctypes.data % 64
   copy = room[start:start + x.nbytes].view(x.dtype).reshape(x.shape)
@@ -407,7 +407,7 @@ def aligned(x:np.ndarray) -> np.ndarray:
   return copy
 
 def close(a:np.ndarray, b:np.ndarray, absolute:float=2e-38, relative:float=TWO_UNITS) -> None:
-  """Compares two arrays: NaN equals NaN, and fp32 numbers may differ by the errors of the C math library."""
+  # compares two arrays: NaN equals NaN, and fp32 numbers may differ by the errors of the C math library
   if a.dtype == np.float32: np.testing.assert_allclose(a, b, rtol=relative, atol=absolute)
   else: np.testing.assert_array_equal(a, b)
 
