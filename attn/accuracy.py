@@ -215,7 +215,7 @@ def _rows_with_equals(values:Array) -> Array:
   return ((size[..., 1:] - size[..., :-1] <= EQUAL*size[..., 1:]) & (size[..., 1:] > NOTHING*size[..., -1:])).any(-1)
 
 def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[Array, ...], Array], Array]) -> tuple[Array, Array]:
-  """Adds errors of equal numbers in a row before they are squared; returns the corrected sums of squares, and whether each row was corrected."""
+  # Adds errors of equal numbers in a row before they are squared; returns the corrected sums of squares, and whether each row was corrected.
   # `values` (..., n, m) has n rows of m numbers. A row stands for a sum of m terms, one for each number. `total` (..., n, columns) is the sum of the
   # squares of a row's terms, as if their errors were independent. But terms with equal numbers have equal errors, so they must be added first and
   # squared then. `terms(rows, order)` returns the terms of some rows (a numpy index), (count, m, columns); `order` (count, m) says in which order.
@@ -235,7 +235,7 @@ def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[A
   return total, equals[..., None]
 
 def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array]:
-  """Computes the variance of the error of sum_j weight_j (factor_j x_j - centre), and whether each row has equal weights, whose errors are equal."""
+  # Computes the variance of the error of sum_j weight_j (factor_j x_j - centre), and whether each row has equal weights.
   # The error of weight_j has the standard deviation r_j. Two weights i and j of a row have equal errors if values_i and values_j are equal, and
   # independent errors otherwise. `values`, r and `factor` (None: 1) are (..., n, m), x is (..., m, columns), `centre` (None: 0) and the variance are
   # (..., n, columns). The second result, bool (..., n, 1), says which rows have two equal values.
@@ -249,7 +249,7 @@ def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Arra
   return _with_equals(_squares(r, x, factor, centre), values, x.shape[-1], terms)
 
 def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array|None]:
-  """Estimates the largest magnitude that the running sums of w_j factor_j x_j, and of w_j (factor_j x_j - centre), reach; the second may be None."""
+  # Estimates the largest magnitude that the running sums of w_j factor_j x_j, and of w_j (factor_j x_j - centre), reach.
   # Partial sums at the ends of at most 32 blocks are computed exactly. Partial sums inside a block are estimated as a random walk: the root of the
   # sum of the squares of all terms. The results are (..., n, columns), the second None without `centre`.
   m = w.shape[-1]

@@ -441,7 +441,7 @@ class Problem:
     """Number of scores of one head, in one batch, that the window leaves visible, if all sequences are as long as the longest one."""
     left, right = self.window
     def keys_before(further:int) -> int:
-      """Returns the number of pairs of a query i and a key j with j < i + offset + `further`."""
+      # Returns the number of pairs of a query i and a key j with j < i + offset + `further`.
       ends = [self.place(row) + self.offset + further for row in self.ends_of_pieces]
       return sum(held_sum(end + 1, self.Sk) - held_sum(begin, self.Sk) for begin, end in zip(ends[0::2], ends[1::2]))
     return (keys_before(right + 1) if right >= 0 else self.queries*self.Sk) - (keys_before(-left) if left >= 0 else 0)
@@ -507,7 +507,7 @@ def check_scores(p:Problem) -> None:
     raise ValueError("first_batch_and_head=True with dropout_p=0.0: dropout_p must be positive, or score_mod or mask_mod be given")
 
 def check_packed(p:Problem) -> None:
-  """Raises an error if options contradict packed sequences (layout "thd"), or if only packed sequences have them."""
+  """Raises an error if options contradict packed sequences (layout "thd"), or if an option needs packed sequences and there are none."""
   if not p.varlen:
     if p.total_q or p.total_k:
       raise ValueError(f"total_q={p.total_q}, total_k={p.total_k} are for layout='thd' only, not {p.layout!r}")

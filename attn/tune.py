@@ -55,7 +55,8 @@ def backward_table(arch:str, d:int, kernel:str, jobs:int, everything:bool) -> Ta
   return table
 
 def search_near(specs:list[Spec], jobs:int, path:Path|None) -> None:
-  """Searches near the tile in use for each kernel of `specs`, and prints the tiles as CSV or writes them into `path`."""
+  """Searches, for each kernel of `specs`, for faster tiles that differ little from the tile in use, and prints them as CSV or writes them to
+  `path`."""
   rows = read_near(path.read_text()) if path is not None and path.exists() else []
   if path is None: click.echo(near_text([]), nl=False)
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:

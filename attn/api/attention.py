@@ -170,7 +170,8 @@ def text_of_8_bits(p:Problem, arch:Chip|None) -> str:
   return f"q, k and v: {p.dtype}, {', '.join(scales) or 'without scales'}; sums in {sums}"
 
 def text_of_tiles(c:CheckedCall, kernel:str, p:Problem, tile:BlockTile|None, over:str="keys") -> str:
-  """Returns a text for `explain`: which percentages of tiles a kernel skips because of masks, and in which it computes masks; "" without a mask."""
+  """Returns a text for `explain`: the percentage of tiles that a kernel skips because of masks, and of tiles that it computes with a mask; "" without
+  masks."""
   # `over` says what the kernel loops over: tiles of "keys", or of "queries" in backward. Nothing is said if several devices divide the rows of a
   # sequence.
   return shares_told(kernel, p, c.arch, tile, over, c.at.device, c.tensors) if c.shards is None else ""

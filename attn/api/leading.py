@@ -18,7 +18,8 @@ class Leading:
 
   @staticmethod
   def of(q:Tensor, k:Tensor, v:Tensor, sinks:Tensor|None, enable_gqa:bool) -> Leading:
-    """Decides for each leading axis of q, k, v and `sinks`, which have equal numbers of axes, what it is; raises ValueError if heads don't fit."""
+    """Finds out which leading axes of q, k, v and `sinks` are batch axes and which are head axes; raises ValueError if the numbers of heads don't
+    fit."""
     last = q.ndim - 3
     sizes = [max(map(int, n)) for n in zip(*(t.shape[:-2] for t in (q, k, v)))]
     if enable_gqa:

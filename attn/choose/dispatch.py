@@ -50,7 +50,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Choice:
-  """The kernel that attn chose for a problem, and the reason for each preferred kernel that attn did not choose."""
+  """The kernel that attn chose for a problem, and why attn did not choose each kernel that it would prefer."""
   kernel: str
   work: Work
   arch: Chip|None
@@ -287,7 +287,8 @@ def asked_for() -> Forced:
   return forced(tuple(KERNELS))
 
 def choose(p:Problem, arch:Chip|None) -> Choice:
-  """Chooses the kernel for `p` on `arch`: the one that ATTN_KERNEL names, otherwise the first in KERNELS than which no other is faster."""
+  """Chooses the kernel for `p` on `arch`: the one that ATTN_KERNEL names, otherwise the first in the table KERNELS that can compute `p` and that no
+  other beats."""
   # `arch` is None for a device on which none of attn's kernels runs. Raises NotImplementedError, with every reason, if no kernel can compute `p` or
   # if the named kernel cannot, and ValueError if ATTN_KERNEL is not the name of a kernel.
   return _choose(p, arch, asked_for().forward)

@@ -1,5 +1,5 @@
-"""The table GRADIENT_KERNELS has a row for each kind of matrix unit: which problems the unit's backward kernels refuse, which tile descriptions they
-use, and which functions make them."""
+"""The table GRADIENT_KERNELS has a row for each kind of matrix unit: which problems its backward kernels refuse, which tile descriptions the kernels
+use, and which functions build the kernels."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable

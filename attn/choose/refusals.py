@@ -38,7 +38,8 @@ def unconverted(p:Problem, arch:Chip) -> str|None:
   return f"stored={p.stored!r}: {arch.name} converts {' and '.join(able)}" if p.stored not in ("", *able) else None
 
 def bits_refused(p:Problem, arch:Chip, able:bool) -> str|None:
-  """Returns why no kernel on the chip can multiply q, k and v of 8-bit floats, or None if one can or they have 16 or more bits; `able`: one can."""
+  """Returns why no kernel can multiply q, k and v of 8-bit floats, or None if one can; `able` says whether one multiplies the chip's own 8-bit
+  format."""
   # A chip has one format of 8-bit floats. `able` says whether there is a kernel that multiplies numbers of this format.
   if not p.of_8_bits or (able and p.dtype == arch.fp8): return None
   if able: return f"q, k and v are {p.dtype}: the 8-bit floats of {arch.name} are {arch.fp8}"
@@ -89,6 +90,6 @@ class Refusal:
   reason: str
 
 def most_telling(refusals:Sequence[Refusal]) -> str:
-  """Returns the reason that helps a user most."""
+  """Returns the one of several reasons that helps a user most."""
   # Best is the reason of a kernel whose matrix unit the chip has, and which takes every problem that this unit can compute.
   return max(refusals, key=lambda x: (x.present, x.general)).reason

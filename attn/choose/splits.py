@@ -83,6 +83,6 @@ def fixed_ranges(p:Problem, tile:AnyTile) -> int:
   return ranges
 
 def resolve(p:Problem, arch:Chip, tile:AnyTile) -> Problem:
-  """Returns a copy of `p` with the final number of key ranges, at most as many as tiles of keys."""
+  """Returns a copy of `p` in which num_splits is the final number of key ranges, at most the number of tiles of keys."""
   if p.batch_invariant: return replace(p, num_splits=fixed_ranges(p, tile) if p.num_splits != 1 else 1)
   return replace(p, num_splits=min(p.num_splits or split_heuristic(p, arch, tile), key_tiles(p, tile)))

@@ -11,7 +11,7 @@ LEAST_TILES = 2048     # tiles of the scores of all heads: to make lists of fewe
 LEAST_HEADS = 4        # heads that share a list of a mask that reads tensors: such a list is made in every call
 
 def no_lists(p:Problem, arch:Chip, tile:BlockTile) -> str|None:
-  """Returns the reason why a kernel never loops over lists of the tiles that mask_mod leaves visible, or None."""
+  """Returns why a kernel cannot loop over lists of the tiles that mask_mod leaves visible, or None if it can."""
   # None is returned, too, if a problem is only too small for lists.
   reasons = ((p.v_in_k, "V is a part of K"), (p.pages is not None, "K and V lie in pages"),
              (p.sk_variable is not None, "a Variable says how many keys there are"), (p.dealt is not None, "devices share the rows of a sequence"),

@@ -86,7 +86,7 @@ def _choice(u:UOp) -> tuple[UOp, UOp, UOp]|None:
   return None
 
 def _all(*found:Clauses|None) -> Clauses|None:
-  """Returns one list of clauses that says the same as the given lists together; None if one of them is None."""
+  """Returns one list of clauses that all hold exactly where all the given lists hold; None if one of the lists is None."""
   # None stands for a list that would be too long.
   return functools.reduce(lambda x, y: None if x is None or y is None else conjoined(x, y), found)
 
@@ -182,7 +182,7 @@ class Reader:
     if (edge := self._edge(terms, plus)) is None: return ((functools.reduce(UOp.__add__, [u*n for u, n in terms]) <= -plus,),)
     return ((edge,),) if edge.known is None else ALWAYS if edge.known else NEVER
   def _edge(self, terms:list[tuple[UOp, int]], plus:int) -> Edge|None:
-    """Returns the edge that holds exactly where the sum of `terms` and the constant `plus` is at most 0, or None."""
+    """Returns the edge that holds exactly where the sum of `terms` and the constant `plus` is at most 0, or None if that is no limit of the key."""
     # The sum must have the form f(i) + g(j) with the positions i of the query and j of the key. A limit must not decrease from one query to the next,
     # and the numbers of the edge must fit int32.
     found: dict[UOp, tuple[int, Steps]] = {}

@@ -165,7 +165,7 @@ def one_sided_expressions(mask:UOp) -> list[UOp]:
   return list(found)
 
 def span_of(mask:UOp, extremes_of:Callable[[UOp], Extremes]) -> Extremes:
-  """Returns the lowest and highest value of a mask on a tile (whether all scores are visible, whether some are); `extremes_of` knows its
-  expressions."""
+  """Returns the lowest and highest value of a mask on a tile (whether all scores are visible, whether some are); `extremes_of` gives those of its
+  parts."""
   # `extremes_of` returns the lowest and the highest value of an expression of the query alone or of the key alone.
   return MaskSpans(extremes_of).condition(mask).extremes

@@ -115,8 +115,8 @@ class KnownRegisters:
     if "exec" in results and not _FEWER_LANES.match(x.text): self.active = dict(self.every)
 
   def meet(self, other:KnownRegisters, often:bool) -> bool:
-    """Widens these ranges so that they include those of `other`, a second path to the same code. Returns whether a range has changed; `often`: drops
-    it then."""
+    """Widens these ranges to include those of `other`, a second path to the same code; returns whether a range changed. `often`: it becomes unknown
+    then."""
     changed = False
     for known, more in ((self.active, other.active), (self.every, other.every)):
       for r, before in list(known.items()):

@@ -1,4 +1,5 @@
-"""The cost of every kernel of attn on every chip, one line each: registers, spills, bounds. Also finds slow idioms that no kernel may contain."""
+"""The cost of every kernel of attn on every chip, one line each: registers, spills, bounds. Also finds slow instruction sequences that no kernel may
+contain."""
 from __future__ import annotations
 import os, re
 from concurrent.futures import ThreadPoolExecutor
@@ -69,7 +70,7 @@ COMMAND = "python -m attn.isa costs"
 
 @dataclass(frozen=True)
 class Costs:
-  """File with one line of costs for each kernel, such as docs/costs.txt."""
+  """Description of a file with one line of costs for each kernel, such as docs/costs.txt: its header, its columns, and how its lines are made."""
   header: str
   # the first column names the kernel
   columns: tuple[str, ...]
@@ -151,7 +152,7 @@ def _uses(code:Sequence[tuple[str, list[str]]], register:str) -> Iterator[tuple[
     if "store" not in op and "write" not in op and _overwrites(operands[0], register): return
 
 def defects(kernel:Kernel) -> list[str]:
-  """Returns a line for each slow idiom in a kernel."""
+  """Returns a line for each slow instruction sequence in a kernel."""
   code, found = [half for x in kernel.instructions for half in _halves(x)], []
   for i, (op, operands) in enumerate(code):
     text = f"{op} {', '.join(operands)}"

@@ -120,7 +120,7 @@ ROTARY, DECODED = 64, 2     # latent attention: number of columns of K that are 
 
 def usual_shape(spec:Spec) -> Shape: return {**dict.fromkeys(DECODING, SHAPE_OF_DECODE), LATENT: SHAPE_OF_LATENT}.get(spec.kernel, SHAPE)
 def uneven_shape(spec:Spec) -> Shape:
-  """Returns a size of problem for a kernel, in which numbers of queries and keys are no powers of two."""
+  """Returns a problem size for a kernel, in which the numbers of queries and keys are no powers of two."""
   # dispatch does not choose the kernel of all gradients at once for one batch
   if spec.kernel == ALL: return replace(UNEVEN, b=2)
   # the number of queries is fixed

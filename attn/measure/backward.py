@@ -69,13 +69,14 @@ def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
   return lambda: seconds(count)
 
 def outputs_of(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) -> dict[str, Tensor]:
-  """Returns by name, as lazy tensors, what the kernel `fxn` writes; `have` are the kernel's tensors that exist, `shapes` says which it has."""
+  """Returns by name, as lazy tensors, what the kernel `fxn` writes; `shapes` lists all its tensors, `have` those that exist already."""
   # `shapes` has shape and dtype of all tensors of the kernel, and `have` those that exist already.
   found = Tensor.custom_kernel(*tensors_of_kernel(shapes, have), fxn=fxn)
   return {name: t for name, t in zip(shapes, found) if name not in have}
 
 def our_seconds(*outputs:Tensor) -> Callable[[], float]:
-  """Returns a timer: a function that computes `outputs` again and again for about a quarter of a second, and returns the mean seconds of once."""
+  """Returns a timer: a function that computes `outputs` again and again for about a quarter of a second, and returns the mean seconds of one
+  computation."""
   schedule = compiled(*outputs)
   count = runs_of_a_round(lambda: device_seconds(schedule))
   return lambda: cuda_seconds(schedule, count)

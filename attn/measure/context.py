@@ -89,8 +89,7 @@ def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
   def step(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]: return [x.realize() for x in call(q, k, v)]
   for _ in range(3): step(*tensors)
   def timed(calls:int) -> tuple[float, float]:
-    """Calls attention `calls` times; returns the mean seconds of a call until the devices are done, and the host's seconds to launch the first
-    call."""
+    # Calls attention `calls` times; returns the mean seconds of a call until the devices are done, and the host's seconds to launch the first call.
     synchronize(devices)
     start = time.perf_counter()
     step(*tensors)

@@ -88,7 +88,8 @@ def seconds_of(run:Callable[[], Any], wait:Callable[[], Any]) -> float:
   return time.perf_counter() - begin
 
 def graph_timer(*outputs:Tensor) -> Callable[[], float]:
-  """Returns a timer of the kernels that compute `outputs`: a function that repeats them in a CUDA graph and returns the mean seconds of once."""
+  """Returns a timer of the kernels that compute `outputs`: a function that repeats them in a CUDA graph and returns the mean seconds of one
+  repetition."""
   schedule = compiled(*outputs)
   return cuda_graph_seconds(schedule, runs_of_a_round(lambda: device_seconds(schedule)))
 

@@ -226,7 +226,7 @@ def with_views(p:Problem, arch:Chip, held:dict[str, tuple[int, ...]], keys:Piece
   axis = AXES[p.layout].index("rows")
   if all(shape[axis] == keys.count for shape in held.values()): return p
   def of(name:str) -> Strided|None:
-    """Returns start and strides of the launch's rows of the tensor `name` in the device's buffer; None if there is no such tensor."""
+    # Returns start and strides of the launch's rows of the tensor `name` in the device's buffer; None if there is no such tensor.
     return None if name not in held else replace(place := whole_places(held[name], p.layout), start=keys.first*place.row)
   # Nothing changes if another kernel would be needed to read keys in place, or if no kernel computes the problem.
   viewed = replace(p, k_view=of("k"), v_view=of("v"))

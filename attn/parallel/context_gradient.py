@@ -26,7 +26,7 @@ def all_launches(c:SharedRows) -> list[ContextLaunch]:
   return [launch for device in range(c.shards.count) for _, some in c.shards.plan(c.problem, device) for launch in some]
 
 def by_kernels(c:SharedRows) -> bool:
-  """Returns whether the backward kernels can compute every launch."""
+  """Returns whether the backward kernels can compute the gradients of every launch."""
   # A launch over the keys of one device counts keys from the first key of this device, but a score term or mask needs their positions in the whole
   # sequence.
   if fixed_in_sequence(c.problem): return False
@@ -77,7 +77,7 @@ def launch_gradients(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp]) ->
   return {name: Tensor(t[name]).sum(0).contiguous() for name in ("dq", "dk", "dv")}
 
 def on_every(c:SharedRows, each:list[Tensor], axis:int|None) -> UOp:
-  """Makes one tensor of the tensors `each`, one on each device: sharded along `axis`, or, if `axis` is None, equal on all devices."""
+  """Makes one tensor of the tensors `each`, one on each device: sharded along `axis`, or, if `axis` is None, with a whole copy on each device."""
   first, *rest = [x.contiguous().uop for x in each]
   if isinstance(c.at.device, str): return first
   return first.mstack(*rest) if axis is None else first.mstack(*rest).unshard(axis)
@@ -87,7 +87,7 @@ def summed(c:SharedRows, each:list[Tensor]) -> list[Tensor]:
   return [functools.reduce(Tensor.add, [x.to(device) for x in each]) for device in c.devices]
 
 def passed_gradients(c:SharedRows, inputs:dict[str, UOp], merged:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Computes the gradients of q, k, v and sinks by the backward kernels, to which shards of k and v come from device to device."""
+  """Computes the gradients of q, k, v and sinks by the backward kernels; shards of k and v are passed from device to device."""
   p, held = c.problem, {name: shards_of(u) for name, u in (inputs | merged).items()}
   for name, g in given.items(): held[f"d{name}"] = shards_of(g)
   if "do" not in held: held["do"] = [filled_with_rows(Tensor.zeros(*u.shape, dtype=u.dtype, device=u.device).uop) for u in held["o"]]

@@ -50,7 +50,7 @@ class SeenKeys:
   offset: int
 
 def seen_keys(window:tuple[int, int], offset:int, queries:int, keys:int, by_distance:bool) -> SeenKeys|None:
-  """Returns which of `queries` queries see which of `keys` keys, as the same value for all equal masks; None if no query sees a key."""
+  """Returns which of `queries` queries see which of `keys` keys, or None if no query sees a key; equal masks give equal objects."""
   left, right = window
   first, last = offset - left, queries - 1 + offset + right      # first visible key of the first query, last visible key of the last query
   if (left >= 0 and first >= keys) or (right >= 0 and last < 0): return None
@@ -90,7 +90,7 @@ def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
   # The window and offset of the mask count from the first query and the first key.
   if not (queries.unbroken and keys.unbroken): return None
   def moved(x:SequencePiece, y:SequencePiece) -> int:
-    """Returns by how much the mask's offset changes if rows count from the beginning of the runs instead of the pieces `x` and `y`."""
+    # Returns by how much the mask's offset changes if rows count from the beginning of the runs instead of the pieces `x` and `y`.
     return (x.at - queries.first) - (y.at - keys.first)
   pairs = {(x, y): pair_seen(p, x, y) for x in queries.pieces for y in keys.pieces}
   bounded = [(x, y) for (x, y), seen in pairs.items() if seen is not None and (goes_by_distance(p) or seen.window != (-1, -1))]

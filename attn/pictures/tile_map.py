@@ -48,7 +48,7 @@ def problem_with(mask:Callable[..., Any], tensors:Sequence[Array], x:Sizes) -> P
   return problem_of(q, q, k, k, dtypes=["float16"]*4, extras=dict(zip(MOD_TENSORS, kinds)), **functions_of(None, mask, kinds))
 
 def kernel_of_map(p:Problem, chip:Chip, kernel:str) -> tuple[str, Problem, BlockTile]:
-  """Returns (name, problem, tile description) of the kernel that dispatch chooses for `p`: "forward", or the gradients "dq" or "dkdv"."""
+  """Returns (name, problem, tile description) of the kernel that dispatch chooses for `p`; `kernel` is "forward", "dq" or "dkdv"."""
   choice = choose(p, chip)
   if choice.work.tile is None: raise ValueError(f"{choice.kernel} on {chip.name}: tensor operations have no tiles")
   if kernel == "forward": return choice.kernel, p, choice.work.tile

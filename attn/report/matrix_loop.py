@@ -72,7 +72,7 @@ def register_loop(mat:Matrix|Mma, dtype:str) -> MatrixLoop:
       group, lane, wave = new.range(groups, AxisType.GLOBAL), new.range(mat.wave, AxisType.WARP), new.range(LOOP_WAVES, AxisType.WARP)
       read, multiply = amd_steps(mat, lane, data, operand) if isinstance(mat, Matrix) else mma_steps(mat, lane, data, operand)
       def by_step(first:int, each:int) -> list[list[UOp]]:
-        """Reads, for each step of the loop's body, a list of `each` fragments, the first of all being fragment number `first`."""
+        # Reads, for each step of the loop's body, a list of `each` fragments, the first of all being fragment number `first`.
         return [[read(first + step*each + i) for i in range(each)] for step in range(LOOP_STEPS)]
       of_a, of_b = by_step(0, rows), by_step(LOOP_STEPS*rows, fragments//LOOP_STEPS - rows)
       acc = new.registers(count, ops.f32(words))

@@ -139,7 +139,7 @@ class Lifted:
   def plus_line(self, x:UOp, line:Line, k:float) -> list[UOp]:
     """Returns fp32 vectors with k*x + line for each score of the lane."""
     def at(n:int) -> UOp:
-      """Returns the value of `line` at the first column of vector n."""
+      # Returns the value of `line` at the first column of vector n.
       start = ops.add(line.start, UOp.const(float(line.step*n*self.at.apart), dtypes.float)) if max(self.lengths) > 2 else line.start
       return ops.mul(start, line.weight)
     # Each element takes two operations: one adds the line's value at the first column of its vector, and one adds the growth from there to the

@@ -36,8 +36,7 @@ class Positions:
   head: Tensor                             # query heads, broadcastable to (Hkv, query heads of each, 1, 1)
   member: Tensor|None = None   # (sequences, Sq): whether a query belongs to a sequence
   def counted_from(self, first:Tensor) -> Positions:
-    """Returns the positions for a part of a larger problem; `first` has the part's first batch and first head, which batch and head then count
-    from."""
+    """Returns the positions for a part of a larger problem, in which batches and heads count from `first`, the part's first batch and head."""
     batch, query, key = self.counted
     return replace(self, counted=(batch + first[0], query, key), head=self.head + first[1])
   @property

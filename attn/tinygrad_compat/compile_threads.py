@@ -79,7 +79,8 @@ def is_of_attn(ast:UOp) -> bool:
 Task = tuple[int, tuple[UOp, Renderer], dict[str, Any]]      # number of a kernel in its schedule, what to compile, and tinygrad's settings
 
 class LoweredHere:
-  """Object in place of tinygrad's pool of worker processes: schedules of a few CUDA kernels with one of attn are lowered in this process instead."""
+  """Object in place of tinygrad's pool of worker processes: it lowers schedules of a few CUDA kernels, one of them attn's, in this process
+  instead."""
   # `pool` starts tinygrad's processes. If a schedule has only a few kernels, all for CUDA, and one of them is of attn, its kernels are lowered one
   # after another in this process instead, and compiled in threads.
   def __init__(self, pool:Callable[[], Any]) -> None: self.pool = pool

@@ -19,7 +19,8 @@ from attn.tinygrad_compat.patches import input_of, resolved
 STATIC_SHARED = 49152
 
 def dynamic_shared_name(name:str, nbytes:int) -> str:
-  """Returns a kernel's name for compilation, which contains its bytes of dynamic shared memory if static shared memory is too small."""
+  """Returns the name under which a kernel is compiled; it contains `nbytes` if the kernel needs more shared memory than a static declaration may
+  have."""
   # Static shared memory is limited to STATIC_SHARED bytes. A kernel with more uses dynamic shared memory, and `nbytes` becomes a part of its name.
   return name if nbytes <= STATIC_SHARED else f"{name}_smem{nbytes}"
 
@@ -79,7 +80,7 @@ def with_selected_inputs(graph:type, renew:Callable[[Any, list[int]], None]=rene
       self.copied = {(node, i): address_of(self.calls[node][2][i]) for node, i, *_ in self.selected if self.nodes[node][3]}
       self.lay = [list[Any]() for _ in input_uops]      # addresses of the inputs in the call before, on each device
     def _access_resources(self, bufs:list[Buffer], write:list[int], new_dependency:Any) -> Any:
-      """Returns the earlier graph nodes for which a new node must wait, by the parts of buffers that it reads and writes."""
+      # Returns the earlier graph nodes for which a new node must wait, by the parts of buffers that it reads and writes.
       # tinygrad's own method looks at whole buffers, and at only two buffers of a copy. A node that writes a region may also have the whole buffer as
       # an argument, which tells the memory planner that the buffer is used. It does not read the whole buffer, so this argument is ignored.
       call = self.calls[len(self.nodes)]
