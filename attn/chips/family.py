@@ -53,7 +53,7 @@ class Pipes:
 
 @dataclass(frozen=True)
 class Counters:
-  """Names of the counters in which a wave counts its own memory accesses that are not complete yet, one for each kind of access."""
+  """Names of the hardware counters, such as vmcnt, in which a wave counts its own memory accesses that are not complete yet."""
   load: str
   store: str
   lds: str

@@ -55,7 +55,7 @@ class Matrix:
     return self.operand if self.size == 2 else self.operand_words
   @property
   def span(self) -> int:
-    """Number of which a product's length (such as the head dimension D in S = Q K^T) must be a multiple."""
+    """Length of products, such as the head dimension D in S = Q K^T, must be a multiple of this number."""
     # then each lane loads whole units of 16 bytes, and no operand of a matrix instruction is filled only in part
     return max(self.K, self.unit*self.groups)
   @property
@@ -80,7 +80,7 @@ class Matrix:
     """Returns the row of C to which element i of a lane in lane group h belongs."""
     return i//self.block*(self.block*self.groups) + h*self.block + i%self.block
   def key_of(self, h:Int, n:Int) -> Int:
-    """Returns the key of the n-th score that a lane in lane group h holds."""
+    """Returns which key of a tile the n-th score of a lane in lane group h belongs to."""
     # a lane holds scores of one query with several keys, from one or more matrix tiles: n first counts the scores of the first tile, then those of
     # the next
     return self.c_row(h, n % self.accumulator) + n//self.accumulator*self.M
@@ -146,7 +146,7 @@ class Mma:
   def tile_keys(self) -> int: return self.N                         # keys of a tile of scores
   def c_row(self, lane:Int, i:int) -> Int: return lane//self.groups + i*8     # i: which of the two rows
   def key_of(self, h:Int, n:int) -> Int:
-    """Returns the key of a lane's n-th score in a row of S, where `h`, 0 to 3, numbers the four lanes that share the row."""
+    """Returns which key the n-th score of a lane in a row of S belongs to; `h`, 0 to 3, numbers the four lanes that share the row."""
     # a lane holds two neighbouring scores of each tile of S: n first counts those of the first tile, then those of the next
     return n//self.block*self.N + h*self.block + n%self.block
   def a_address(self, lane:Int) -> tuple[Int, Int]:
@@ -165,7 +165,7 @@ MMA_OF_8_BITS: dict[str, Mma] = {"fp8e4m3": Mma("mma_m16n8k32_e4m3", "e4m3", K=3
 MMA: dict[str, Mma] = {"float16": Mma("mma_m16n8k16_f16", "f16"), "bfloat16": Mma("mma_m16n8k16_bf16", "bf16")}
 
 def contraction(matrix:Matrix, length:int) -> int:
-  """Returns `length`, such as a head dimension, rounded up to a number of elements over which the matrix instruction can sum."""
+  """Returns `length`, such as a head dimension, rounded up to a multiple of what the kernel's matrix instructions sum over."""
   return -(-length//matrix.span)*matrix.span
 
 def row_registers(matrix:Matrix, length:int) -> int:

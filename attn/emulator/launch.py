@@ -30,7 +30,7 @@ OVERHEAD = 64            # bytes per thread of the frame itself: numbers of thre
 
 @dataclass
 class Launch:
-  """Record of one run of a kernel."""
+  """Record of one run of a kernel on the emulator: its sizes, the time, and bank conflicts if these were counted."""
   kernel: str
   arch: str
   workgroups: int

@@ -20,7 +20,7 @@ THREADS = 64
 
 @dataclass(frozen=True)
 class Scales:
-  """The scales of a cache that stores 8-bit numbers."""
+  """Scales of a cache that stores 8-bit numbers: their dtype and place, and the format of the 8-bit numbers."""
   format: str       # format of the 8-bit numbers (attn/ops/formats.py)
   dtype: str        # dtype of the scales
   places: Strided   # where the scales lie in their buffer

@@ -174,7 +174,7 @@ class DualWave:
     return s.after(UOp.group(*inside.statements.effects).end(r))
 
   def late(self, s:DualWaveState) -> tuple[Lane, Row]:
-    """Returns the lane's position in its wave, and the lane's query, computed once more after a loop."""
+    """Returns (the lane's position in its wave, the lane's query), computed again after a loop, so that no register keeps them during it."""
     # else registers would hold the two during the loop
     lane = bounded(amd.opaque(self.at.lane, s.done), 0, self.mat.wave - 1)
     here, wave = replace(self.at, lane=lane), bounded(self.wave, 0, WAVES - 1)

@@ -158,7 +158,7 @@ def interleave(ahead:int, products:int, reads:int, steps:int, *after:UOp) -> UOp
   # puts them.
   return statement("interleave", *after, ahead=ahead, products=products, reads=reads, steps=steps)
 def opaque(x:UOp, trip:UOp) -> UOp:
-  """Returns the integer x such that the compiler must compute what depends on it again for each value of `trip`, a loop's index."""
+  """Returns the integer x, hidden from the compiler, so that what depends on it is computed again for each value of `trip`, a loop's index."""
   # `trip` is usually the index of a loop's iteration: without the new load the compiler would keep the loaded value in registers
   return emit("opaque", dtypes.int, integer(x), trip if trip.dtype == dtypes.float else integer(trip))
 

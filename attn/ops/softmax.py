@@ -54,7 +54,7 @@ def highest(c:Any, start:Value, scores:list[Value]) -> Value:
 
 def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Value],
                     scale:float, lift:float=0.0) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
-  """Raises m to each row's largest score; returns (m, -m*scale, factors for O, function that computes P with the new m)."""
+  """Raises m, which is subtracted from scores, to each row's maximum; returns (m, -m*scale, factors for O, function for P with the new m)."""
   # P = exp2((score - m)*scale). The new m is the row's largest score so far, so that the largest P is 1; if `lift` is above 0, m is lower, so that
   # the largest P is 2^lift. The addend is -m*scale, or NaN if its rounding error is too large.
   split, tops, addends, factors, nears, shifts = [by_row(c, x, rows.rows) for x in scores], [], [], [], [], []
@@ -357,7 +357,7 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, ro
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None, scales:UOp|None=None,
             at:ScalesAt=IN_REGISTERS) -> UOp:
-  """Returns a statement that, if a sum of P in `part` is too large, inf or NaN, raises the references and computes P again."""
+  """Returns a statement that, if a sum of P in `part` is too large, inf or NaN, raises the numbers `reference` and computes P again."""
   # A sum of P in a lane is too large if it exceeds 2^above (`above` > 0), or if a score exceeds its query's reference (`above` = 0); with P of 8
   # bits, an element of P may be too large as well. Then the reference of every query of the wave becomes the query's largest score so far (for 8
   # bits a number below it, see `lift_of`). The correction is one statement, because tinygrad has no branch around stores to registers.
@@ -401,7 +401,8 @@ def _rescale(c:Any, acc:Value, factors:Value, *, rows:int, tiles:int, accs:int) 
   return c.number(0.0)
 
 def raised(reference:UOp, top:UOp, scale:float, above:float) -> UOp:
-  """Returns each row's new reference: its largest score `top` if exp2((top - reference)*scale) exceeds 2^above, else the old one."""
+  """Returns for each row the number to subtract from scores: `top`, the maximum, if exp2((top - reference)*scale) exceeds 2^above, else
+  `reference`."""
   # a row that has seen no key before gets `top`, too
   return emit("raised", reference.dtype, reference, top, rows=length(reference), scale=scale, above=above)
 def weights_from(scores:UOp, reference:UOp, scale:float) -> UOp:

@@ -50,7 +50,7 @@ class TripStores:
 
 @dataclass(frozen=True)
 class KeysState(TripState):
-  """The values that a loop over keys carries from iteration to iteration."""
+  """The values that a loop over keys carries from iteration to iteration: tiles of K and V in LDS, and the sums of the gradient."""
   k: StagedTile
   v: StagedTile
   acc: UOp   # sums of the gradient, as C fragments
@@ -58,7 +58,7 @@ class KeysState(TripState):
 
 @dataclass(frozen=True)
 class QueriesState(TripState):
-  """The values that a loop over queries carries from iteration to iteration."""
+  """The values that a loop over queries carries from iteration to iteration: tiles of Q and dO in LDS, lse, delta, and sums of gradients."""
   q: StagedTile
   do: StagedTile
   query_values: QueryValues   # lse and delta of the tile's queries
@@ -67,7 +67,7 @@ class QueriesState(TripState):
 
 @dataclass(frozen=True)
 class AllState(QueriesState):
-  """The values that a loop over queries carries from iteration to iteration, in a kernel that adds to dQ besides dK and dV."""
+  """The values that a loop over queries carries from iteration to iteration, in a kernel that adds to dQ: those of the base class, and dS in LDS."""
   ds: LdsTile   # through this tile waves exchange dS
 
 @dataclass(frozen=True)

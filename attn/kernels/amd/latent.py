@@ -47,7 +47,7 @@ def latent_rows(group:Workgroup, mat:Matrix) -> LatentRows:
 
 @dataclass(frozen=True)
 class LatentState(TripState):
-  """The values that the loop over keys carries from iteration to iteration."""
+  """The values that the loop over keys carries from iteration to iteration: sums of O, m, l, the tile of K and P in LDS."""
   acc: UOp           # a wave computes some columns of O for all queries of the workgroup: these columns, as rows of O^T
   m: UOp             # of the query whose scores the lane computes: the number that the softmax subtracts from the scores
   l: UOp             # of the same query: sums of P over the wave's part of the keys

@@ -32,7 +32,7 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 @dataclass(frozen=True)
 class MmaBackwardState(CopyGroups):
-  """What the loop over tiles carries from iteration to iteration."""
+  """The values that the loop over tiles carries from iteration to iteration: shared memory, sums of gradients, lse and delta of the next tile."""
   shared: UOp
   acc: UOp            # accumulators of the gradients
   query_values: UOp   # lse and delta of the next tile's queries, until they are stored to shared memory

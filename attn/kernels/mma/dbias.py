@@ -118,7 +118,7 @@ class MmaBias:
     return [x for row, (total,) in rows for x in self.bias.stores(self.group, row, UOp.const(0), total, row.there & first)]
 
   def sums_of_rows(self, s:MmaBackwardState, rows:list[list[UOp]]) -> list[UOp]:
-    """Sums `rows` over all queries of the block, and returns the stores of the sums to the bias's gradient."""
+    """Sums dS (`rows`, a list of vectors for each of the lane's rows) over all queries of the block, and returns the stores of the sums."""
     # First over the rows of a lane, then over the lanes of a warp, then, through shared memory, over the warps. `rows` has for each of the lane's
     # rows a list of vectors of neighbouring keys.
     at, tile, mat, one = self.at, self.of.tile, self.of.tile.matrix, self.share.broadcast[3]

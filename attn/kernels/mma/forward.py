@@ -38,7 +38,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class MmaState(CopyGroups, SoftmaxState):
-  """What the loop over keys carries from iteration to iteration."""
+  """The values that the loop over keys carries from iteration to iteration: those of the softmax, operands of Q, and scales of V's rows."""
   # `MmaForward.kinds` names the sums of P that l holds
   q: Operands
   scales: Optional     # of the iteration's rows of V, if V is stored in 8 bits

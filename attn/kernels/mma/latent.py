@@ -39,7 +39,7 @@ ADDED_UP = 12
 
 @dataclass(frozen=True)
 class LatentMmaState(CopyGroups):
-  """What the loop over keys carries from iteration to iteration."""
+  """The values that the loop over keys carries from iteration to iteration: shared memory, sums of O, m, l, and the scores."""
   shared: UOp
   acc: UOp                 # the warp's columns of O for all queries
   m: UOp                   # of the queries whose scores the warp computes: the number that the softmax subtracts from the scores of a row

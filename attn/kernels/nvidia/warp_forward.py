@@ -15,7 +15,7 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class SoftmaxState(InOrder):
-  """Base class for what the loop over keys carries from iteration to iteration."""
+  """Base class for what the loop over keys carries from iteration to iteration: shared memory, sums of O, m, l, the scores and P."""
   shared: UOp
   acc: UOp      # accumulators of O
   m: UOp        # of each row: the number that the softmax subtracts from the scores

@@ -44,7 +44,7 @@ Lse = list[Normalisers]                  # one entry for each tile of own rows
 
 @dataclass(frozen=True)
 class OwnQueryValues:
-  """The normaliser and the delta of each query that this lane owns, in lists with an entry for each tile of 16 rows."""
+  """The lse (prepared for exp2) and the delta of each query that this lane owns, in lists with an entry for each tile of 16 rows."""
   normalisers: list[list[Normaliser]]
   deltas: list[list[UOp]]
 
@@ -73,7 +73,7 @@ class WarpRows(Generic[L]):
 
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """First row, counted in the block, of each tile of 16 rows that this warp owns."""
+    """Indices, in the block, of the first row of each tile of 16 rows that this warp owns."""
     return [(self.warps.at.wave*self.tile.row_tiles + i)*self.mat.M for i in range(self.tile.row_tiles)]
   @functools.cached_property
   def of_lane(self) -> list[list[Row]]:

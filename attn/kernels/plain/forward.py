@@ -36,7 +36,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class QueryState(Carried):
-  """The values that the loop over keys carries from iteration to iteration."""
+  """The values that the loop over keys carries from iteration to iteration: sums of O, m, l, and keys and values that are loaded ahead."""
   acc: UOp   # the thread's part of O^T
   m: UOp     # of each query: the maximum of the scores so far
   l: UOp     # of each query: the sum of the P that this thread has computed

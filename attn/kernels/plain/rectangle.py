@@ -205,7 +205,7 @@ class Rectangle:
     return [x for x in self.group.grid.ranges if x.arg[-1] is AxisType.LOOP]
   def rows_of(self, tensor:str) -> GlobalRows: return self.group.rows_of(tensor, self.head)
   def in_block(self, j:int) -> UOp:
-    """Returns the index, among the workgroup's own rows, of the first row of this thread's j-th quad."""
+    """Returns the index, among the workgroup's own rows, of the first row of this thread's j-th group of four rows."""
     return (self.at.x + j*self.tile.across)*QUAD
   def result_row(self, i:int) -> UOp:
     """Returns the index of a row of a product, among the rows of all threads, for the i-th row of this thread."""

@@ -90,7 +90,7 @@ class Tile(ForwardShape):
 
 @dataclass(frozen=True)
 class BackwardTile(BackwardShape):
-  """Tile description of a backward kernel on AMD's matrix units, with `block_m` own rows and `block_n` walked rows at a time."""
+  """Tile description of a backward kernel on AMD's matrix units: a workgroup owns `block_m` rows and loops over tiles of `block_n` rows."""
   # own rows: queries in backward_dq, keys in backward_dkdv; walked rows: of the other kind
   _: KW_ONLY
   matrix: Matrix

@@ -100,7 +100,7 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
 
 @dataclass(frozen=True)
 class MmaBackwardTile(MmaBackwardShape):
-  """Tile description of a backward kernel on mma.sync, with `block_m` own rows and `block_n` walked rows at a time."""
+  """Tile description of a backward kernel on mma.sync: a block owns `block_m` rows and loops over tiles of `block_n` rows."""
   # own rows: queries in backward_dq_mma, keys in backward_dkdv_mma; walked rows: of the other kind
   _: KW_ONLY
   matrix: Mma
@@ -130,7 +130,7 @@ class MmaBackwardTile(MmaBackwardShape):
     """Number of queries of a tile whose lse and delta one thread copies to shared memory."""
     return ceildiv(self.block_n, self.threads)
   def stage(self, p:Problem) -> int:
-    """Returns the number of 16-byte units of shared memory for one tile of walked rows, with lse and delta of its queries."""
+    """Returns the size of one stage of the ring buffer, a tile of rows with lse and delta of its queries, in 16-byte units of shared memory."""
     return sum(x.size for x in self.layouts(p, self.block_n)) + self.units_of_query_values(p)
   def lds_bytes(self, p:Problem) -> int:
     return UNIT_BYTES*(sum(x.size for x in self.layouts(p, self.block_m)) + self.stages*self.stage(p))

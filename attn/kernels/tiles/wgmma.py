@@ -120,7 +120,7 @@ class MlaWgmmaTile(MlaWgmmaShape):
 
 @dataclass(frozen=True)
 class WgmmaBackwardTile(WgmmaBackwardShape):
-  """Tile description of a backward kernel on wgmma, with 64 own rows for each warpgroup and `block_n` walked rows at a time."""
+  """Tile description of a backward kernel on wgmma: each warpgroup owns 64 rows, and the block loops over tiles of `block_n` rows."""
   # own rows: queries in backward_dq_wgmma, keys in backward_dkdv_wgmma; walked rows: of the other kind
   _: KW_ONLY
   matrix: Mma

@@ -38,7 +38,7 @@ from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 
 @dataclass(frozen=True)
 class WgmmaBackwardState(Arrivals):
-  """What the loop over tiles carries from iteration to iteration."""
+  """The values that the loop over tiles carries from iteration to iteration: shared memory, sums of gradients, and scores, P and dS."""
   shared: UOp
   acc: UOp      # accumulators of the gradients
   scores: UOp   # within an iteration, as dp, p, ds and dq

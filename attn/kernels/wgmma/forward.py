@@ -58,7 +58,7 @@ def parts_of_o(p:Problem) -> list[range]:
 
 @dataclass(frozen=True)
 class WgmmaState(Arrivals, SoftmaxState):
-  """What the loop over keys carries from iteration to iteration."""
+  """The values that the loop over keys carries from iteration to iteration: those of the softmax, and Q and 8-bit tiles in registers."""
   pieces: Optional     # this thread's part of the next tile of K and V, if they are stored in 8 bits
   q: Optional     # the warpgroup's rows of Q as A fragments, if registers keep them
   sums: Optional     # a part of P V of one tile, if the tensor cores add with few bits: it is then added to O in fp32

@@ -37,7 +37,7 @@ def sums_of_scores(p:Problem) -> int: return ceildiv(steps_of_scores(p), ADDED_U
 
 @dataclass(frozen=True)
 class LatentWgmmaState(Arrivals, SoftmaxState):
-  """What the loop over keys carries from iteration to iteration."""
+  """The values that the loop over keys carries from iteration to iteration: those of the softmax, and factors that rescale O."""
   # each warpgroup has its own columns of O; only the first one has m, `addend` and l
   factors: UOp     # by which the rows of O are rescaled in an iteration
   sums: UOp        # partial sums of the scores

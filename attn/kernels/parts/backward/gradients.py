@@ -201,7 +201,7 @@ class QueryValues(InLds):
   def nth(self, i:UOp) -> QueryValues: return replace(self, base=i*units_of_query_values(self.p, self.block_n))
   @property
   def single(self) -> list[QueryValues]:
-    """A list with only this object; a tile of rows returns smaller tiles here, which are copied one after another."""
+    """A list of this object alone: unlike a tile of rows (`StagedTile.single`), it is copied all at once."""
     # `StagedTile.single`, which the same loop calls, divides a tile into smaller tiles
     return [self]
 

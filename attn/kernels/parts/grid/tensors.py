@@ -45,7 +45,7 @@ def split_into(p:Problem, number:int) -> Problem:
 
 @cache_of_kernels
 def of_backward(p:Problem) -> Problem:
-  """Returns the problem whose forward kernel also writes lse (and with wide scores lse_rest), which backward reads."""
+  """Returns `p` with lse (and with wide scores lse_rest) as outputs, as the forward kernel needs it before a backward pass."""
   # lse_rest: the part of the lse that rounding to fp32 lost
   return replace(p, return_lse=True, lse_rest=p.wide_scores)
 

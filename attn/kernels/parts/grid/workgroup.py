@@ -77,7 +77,7 @@ def largest_divisor(n:int, most:int) -> int:
   return max(divisor for pair in pairs for divisor in pair if divisor <= max(1, most))
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
-  """Returns NVIDIA's grid over blocks of queries, in which the blocks of a group of heads run together."""
+  """Returns NVIDIA's grid over blocks of queries, in which all blocks of one group of heads start before those of the next group."""
   # Under a causal mask a group has as many heads as fit, with K and V, into the cache; otherwise a group is a single head. If a device holds two
   # pieces of a sequence, the blocks of one piece come before all blocks of the other piece, so that blocks with many keys start early.
   heads = heads_of(p, tile)
@@ -86,7 +86,7 @@ def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   return _in_group_fastest(blocks_of_queries(p, tile), p.all_heads//heads, cached, tile, mat)
 
 def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma, fixed_order:bool=False) -> Grid:
-  """Returns NVIDIA's grid over blocks of keys, in which the blocks of a group of key/value heads run together."""
+  """Returns NVIDIA's grid over blocks of keys, in which all blocks of one group of key/value heads start before those of the next group."""
   # Usually a group is a single head. Under a causal mask a group has as many heads as fit, with their queries, into the cache. If the blocks of a
   # head add to dQ in a fixed order (`fixed_order`), groups are as large, so that fewer of the blocks that run at the same time wait for each other.
   # With lists of tiles, neighbouring blocks of a head loop over the same few tiles: groups then have at least HEADS_IN_ORDER heads, if there are as
@@ -167,7 +167,7 @@ def list_of(p:Problem, tile:BlockTile, given:Mapping[str, UOp], batch:UOp, head:
   return TileList(flat(given["tile_list"]), (number*blocks + block)*length, tiles_of_list(length, turns), size, tile.block_n, turns)
 
 def cut_off(walk:Walk, tile:BlockTile) -> bool:
-  """Returns whether tiles may be hidden in part by a limit on keys, such as a causal mask, and not only by mask_mod."""
+  """Returns whether a limit on keys, such as that of a causal mask, may lie inside a tile; false if only mask_mod hides scores."""
   # if not, only mask_mod hides scores within tiles, and the kernel need not compare key numbers
   return not scattered(walk.p) or cuts_some(walk, tile.block_n)
 

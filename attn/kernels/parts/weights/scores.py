@@ -100,7 +100,7 @@ class Scores:
     return found
 
   def derivatives(self, steps:list[list[UOp]], row:Row, tile:UOp) -> dict[str, list[UOp]]:
-    """Returns, by the name of each score term, the derivative of the term's result with respect to its input."""
+    """Returns {name of the score term: its derivative with respect to its input, at each score}."""
     # `steps` is what the method `steps` returned; terms whose derivative is always 1 are left out
     found, at, unit = dict[str, list[UOp]](), self.fragment(row, tile), raw_unit(self.p)
     for term, before, after in zip(self.terms, steps, steps[1:]):

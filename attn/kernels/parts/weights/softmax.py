@@ -63,7 +63,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Softmax(Carried):
-  """The state of the online softmax, in registers."""
+  """The registers of the online softmax: sums of O, m, l, and P and the scores of the iteration."""
   acc: UOp           # accumulators of O^T
   m: UOp             # reference of each matrix tile of queries: the number that is subtracted from the scores
   addend: UOp        # -m*to_log2, or NaN if the rounding error of this product is too large
@@ -109,7 +109,7 @@ class Softmax(Carried):
 
   def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, sums:Sums, above:float,
               do:Callable[[UOp], UOp], *before:UOp, scales:list[UOp]|None=None) -> Softmax:
-    """Adds P (`weights`) to the row sums. If a sum exceeds `above`, raises m and corrects P and O. Returns the state."""
+    """Adds P (`weights`) to the row sums. If a sum is too large (`above`), raises m and corrects P and O. Returns the state."""
     # `scores` are the scores from which P was computed. A sum of P above the limit `above` (see attn/ops/softmax.py) means that the reference m of a
     # row is too low. Then m is raised, and P and the whole state are corrected for the new m. `do` adds a statement to the program; the correction
     # comes after the operations `before`. If the rows of V have `scales`, a vector for each vector of P, P is multiplied by them before it is
