@@ -295,7 +295,7 @@ def show_figures() -> None:
   print(f"  first call with imports  {first:.2f} s   a new process, B1 H2 256x256 D64 float16")
 
 def compare_all(x:Task) -> list[dict[str, Any]]:
-  """Times attn, PyTorch and tinygrad's own attention on each problem (COMPARE=1), and returns the rows of the table."""
+  """Times attn, PyTorch and tinygrad's own attention on each problem (COMPARE=1), and returns the rows of the printed table."""
   if Device.DEFAULT != "CUDA": raise BadSetting(f"COMPARE=1 on {Device.DEFAULT}: it is for DEV=CUDA only")
   try: import torch
   except ImportError: raise BadSetting("COMPARE=1 needs PyTorch, which is not installed") from None
@@ -318,7 +318,7 @@ def compare_all(x:Task) -> list[dict[str, Any]]:
   return rows
 
 def compare_all_backward(x:Task, card:str) -> list[dict[str, Any]]:
-  """Times the gradients of attn and of PyTorch on each problem (COMPARE=1 with BWD=1), and returns the rows of the table."""
+  """Times the gradients of attn and of PyTorch on each problem (COMPARE=1 with BWD=1), and returns the rows of the printed table."""
   from attn.measure import backward, peers
   if x.sweep: todo = backward.problems(["float32"]*(choice("DTYPE", "float16", NAMES) == "float32"))
   else:

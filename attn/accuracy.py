@@ -55,28 +55,29 @@ class Law:
   # few roundings or equals the error of another element, and an element below the smallest normal number of the dtype.
   left_out: Array
   def of(self, change:Callable[[Array], Array]) -> Law:
-    """Returns the law of a part or a rearrangement of the output; `change`, e.g. a transpose, is applied to each array of this law."""
+    """Returns the exact values and error limits of a part or a rearrangement of the output: applies `change`, e.g. a transpose, to each array."""
     return Law(*[change(getattr(self, x.name)) for x in fields(self)])
   def __getitem__(self, at:Any) -> Law: return self.of(lambda a: a[at])
   def put(self, at:Any, law:Law) -> None:
     """Overwrites the exact values and error limits of the elements `at` (a numpy index) with those of `law`."""
     for x in fields(self): getattr(self, x.name)[at] = getattr(law, x.name)
   def add(self, at:Any, law:Law) -> None:
-    """Adds the results of `law` to the elements `at` (a numpy index), so that the law is now of the two results' sum."""
+    """Adds the exact values of `law` to the elements `at` (a numpy index) and widens their error limits: each element becomes a sum of two
+    results."""
     # The errors of the two results must be independent: the variances (sigma^2) and the slacks add up.
     self.exact[at] += law.exact
     self.sigma[at] = np.hypot(self.sigma[at], law.sigma)
     self.slack[at] += law.slack
     self.left_out[at] |= law.left_out
   def rounded_to(self, dtype:str) -> Law:
-    """Returns the law of the output after one more rounding, to `dtype`."""
+    """Returns the exact values and error limits of the output after one more rounding, to `dtype`."""
     exact = _in_dtype(self.exact, dtype)
     return replace(self, exact=exact, sigma=np.hypot(self.sigma, _largest_error(_finite(exact), dtype)/math.sqrt(3)))
   @property
   def limit(self) -> Array: return SIGMAS*self.sigma + self.slack
 
 def without_error(shape:tuple[int, ...], value:float=0.0) -> Law:
-  """Makes the law of an output that must be exactly `value`."""
+  """Makes the `Law` (exact values and error limits) of an output each of whose elements must be exactly `value`."""
   return Law(np.full(shape, value), np.zeros(shape), np.zeros(shape), np.zeros(shape, np.bool_))
 
 @dataclass(frozen=True)
@@ -326,7 +327,7 @@ class _Pairs:
   weights: Array         # P; with rows of 8 bits, P times the scale of the key's row of V. Forward rounds these numbers times a factor of each row
   short: ShortSums|None = None           # how the matrix unit adds, if not in fp32
   def kept(self, a:Array) -> Array:
-    """Applies dropout to an array with one value for each pair of a query and a key."""
+    """Sets to 0 the values of those pairs of a query and a key that dropout removes, and scales all others; `a` has a value for each pair."""
     return a if self.factor is None else a*self.factor
 
 def _off_by_the_cap(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Array, Array]:
@@ -431,7 +432,7 @@ def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
       yield slice(b, b + 1), n, shift, batch_options(x, b, n)
 
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
-  """Returns the limit of all errors of o except the roundings that the dtypes force (the slack of o), where `o` is exact."""
+  """Returns the slack of o: the limit of all its errors except the roundings that the dtypes force; `o` has the exact values."""
   # The slack is the sum of four limits:
   # 1. fp32 errors of the scores. Independent errors partly cancel in the sum over the keys, but equal errors add up, so keys with equal errors are
   # added first. These are keys with equal q.k for the error of this product, and keys with equal weights for the error of all later operations

@@ -229,7 +229,7 @@ class OfCache:
   @property
   def width(self) -> int: return int(self.cache.shape[-1]) if self.quantized is None else self.quantized.width
   def outputs(self, layout:str) -> list[Output]:
-    """Returns the tensors that appending rows to this cache writes: the cache, and its scales if it has some."""
+    """Returns the tensors that appending rows to this cache writes: the cache, and in 8 bits also its scales and rotary columns."""
     # Rows of 8 bits have scales, too, and a latent cache of 8 bits also has rotary columns of 16 bits.
     x = self.quantized
     further = {} if x is None else {"scales": x.scales, **({} if x.rotary is None else {"rotary": x.rotary})}

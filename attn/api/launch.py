@@ -76,7 +76,7 @@ def deliver(c:CheckedCall, o:Tensor, *log_sums:Tensor) -> list[Tensor]:
   return [o if c.out is None else c.out.assign(o), *log_sums[:len(c.log_sums)]]
 
 def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
-  """Returns the buffer for a kernel's output, such as "lse": the buffer `out` that the caller gave, or a new buffer."""
+  """Returns the buffer for a kernel's output, such as "lse": one that the checked call brings along, such as `out`, or a new one."""
   if name == "o":
     if c.out is not None: return c.out
     axes: tuple[str|None, ...] = AXES[p.layout]

@@ -195,7 +195,7 @@ def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   return not_in_order(p, tile, IN_ORDER_MFMA) or too_few_blocks(p, arch, tile) or not_in_lds(p, arch, tile) or tile
 
 def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterAtOnce) -> str|None:
-  """Returns why one kernel for all gradients of `p` cannot be used with deterministic=True, or None if it can."""
+  """Returns why attn does not use one kernel for all gradients of `p` with deterministic=True, or None if nothing speaks against it."""
   # One kernel would have to add to dq in a fixed order (attn/kernels/parts/backward/turns.py), which is faster only for the problems of `faster`.
   if not p.deterministic: return None
   order = "deterministic=True: adding to dq in a fixed order"

@@ -129,7 +129,7 @@ def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile_of(replace(p, num_splits=number), arch), number)
 
 def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the `Work` of the kernel `tiled`, or the reason why this kernel cannot compute the problem."""
+  """Returns the `Work` of `tiled`, the kernel without matrix instructions, or the reason why it cannot compute the problem."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if arch.serial and (reason := too_many_parts(p, arch, math.prod(blocks_of_queries(p, tile)), p.all_heads)) is not None: return reason

@@ -44,7 +44,8 @@ def latent_wgmma_refuses(p:Problem, arch:Chip) -> str|None:
   return None
 
 def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
-  """Makes the tile description of mla (latent attention on AMD) from a table row, or raises ValueError if the chip cannot run a kernel with it."""
+  """Makes the tile description of mla (latent attention on AMD) from a table row, or raises ValueError if the row does not fit the matrix
+  instruction."""
   if row.matrix >= len(matrices := arch.matrix[p.dtype]): raise ValueError(f"matrix={row.matrix}: {arch.name} has {len(matrices)} for {p.dtype}")
   tile = MlaTile(**vars(row.shape), matrix=matrices[row.matrix])
   # The waves of a workgroup divide the keys of an iteration: each part must fill whole matrix instructions.
@@ -54,8 +55,8 @@ def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
   return tile
 
 def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:
-  """Makes the tile description of mla_mma (latent attention with mma.sync) from a table row, or raises ValueError if the chip cannot run a kernel
-  with it."""
+  """Makes the tile description of mla_mma (latent attention with mma.sync) from a table row, or raises ValueError if the row does not fit the
+  instruction."""
   tile = MlaMmaTile(**vars(row.shape), matrix=MMA[p.dtype])
   # The warps of a block divide the keys of an iteration: each part must fill whole matrix instructions.
   if tile.block_n//tile.key_parts % (least := 2*tile.matrix.N):
@@ -63,8 +64,8 @@ def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:
   return tile
 
 def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
-  """Makes the tile description of a kernel of latent attention from a row that a search or a file gave, or raises ValueError if the chip cannot run
-  it."""
+  """Makes the tile description of a kernel of latent attention from a row that a search or a file gave, or raises ValueError if it does not fit the
+  chip."""
   # The shape was found by a search, or was read from the file of the fastest shapes.
   tile = of_mla_mma(row, arch, p) if arch.unit.mma else of_mla(row, arch, p)
   if isinstance(tile, MlaMmaTile) and tile.waves > (most := max(1, fragments(p.Dv, tile.matrix)//LINE)):

@@ -13,7 +13,7 @@ WITH_TILES = [name for name, family in FAMILIES.items() if family.matrix]
 
 # The functions like this one for other kernels return a text that says what the chip lacks.
 def lacks_nothing(arch:Chip) -> None:
-  """Returns None, because kernels of plain UOps run on every chip."""
+  """Returns None: kernels without matrix instructions run on every chip."""
 
 def no_tiles(arch:Chip) -> str|None:
   return None if arch.matrix else f"{arch.name}: AMD's kernels have no tile for its matrix unit; they have some for {', '.join(WITH_TILES)}"

@@ -1,4 +1,5 @@
-"""Choice of tile descriptions for the kernels of plain UOps: the first row of a table whose tiles fit into the chip's local memory."""
+"""Choice of tile descriptions for the kernels of plain UOps, which use no matrix instructions: the first row of a table whose tiles fit into the
+chip's local memory."""
 from __future__ import annotations
 from dataclasses import replace
 from attn.cache import tuned
@@ -45,13 +46,13 @@ TILED = (
 ALONE = TiledTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # for workgroups of one thread
 
 def copies_asynchronously(p:Problem, arch:Chip) -> bool:
-  """Returns whether a kernel of plain UOps can bring K and V to local memory by asynchronous copies, as only NVIDIA's chips can."""
+  """Returns whether a kernel without matrix instructions can bring K and V to local memory by asynchronous copies, as only NVIDIA's chips can."""
   # A copy moves 16 bytes and converts nothing, so all rows must be whole units of 16 bytes.
   views = [view for view in (p.k_view, p.v_view) if view is not None]
   return bool(arch.unit.mma) and p.dtype == "float32" and not p.stored and in_units(p, QUAD) and all(view.whole(QUAD) for view in views)
 
 def tiled_tile(p:Problem, arch:Chip) -> TiledTile:
-  """Chooses the tile description of the forward kernel of plain UOps."""
+  """Chooses the tile description of `tiled`, the forward kernel without matrix instructions."""
   # A tile found by a search (TUNE=1) comes first; the first row that fits is taken.
   rows = (*tuned.kept_rows(p, arch, "tiled", TiledTile, tuned.check_threads), *(TILED if arch.lds else [UpTo(MAX_WIDTH, ALONE)]))
   able = copies_asynchronously(p, arch)
@@ -83,7 +84,7 @@ DKDV_TILED = (
 BACKWARD_ALONE = TiledBackwardTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # for workgroups of one thread
 
 def tiled_backward_tile(p:Problem, arch:Chip, keys:bool) -> TiledBackwardTile:
-  """Chooses the tile description of the plain UOp kernel of dk and dv if `keys` is true, otherwise of the kernel of dq."""
+  """Chooses the tile description of the backward kernel without matrix instructions: the one of dk and dv if `keys` is true, otherwise of dq."""
   kernel, table = ("backward_dkdv_tiled", DKDV_TILED) if keys else ("backward_dq_tiled", DQ_TILED)
   # A tile found by a search (TUNE=1) comes first; the first row that fits is taken.
   rows = (*tuned.kept_rows(p, arch, kernel, TiledBackwardTile, tuned.check_threads), *(table if arch.lds else [UpTo(MAX_WIDTH, BACKWARD_ALONE)]))

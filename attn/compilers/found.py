@@ -24,7 +24,7 @@ class Found:
     return llvm_release(self.version)
 
 def llvm_release(version:str) -> int|None:
-  """Returns the LLVM release in a version text, such as 22 for "clang version 22.1.8", or None."""
+  """Returns the LLVM release in a version text, such as 22 for "clang version 22.1.8", or None if the text has none."""
   found = re.search(r"clang version (\d+)\.", version)
   return int(found[1]) if found is not None else None
 

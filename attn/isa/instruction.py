@@ -53,7 +53,7 @@ VECTOR = ("valu", "packed", "dual", "acc_move", "lane")   # the vector ALU witho
 
 @functools.lru_cache(maxsize=8192)
 def kind_of(op:str, args:str="") -> str:
-  """Returns the kind of an instruction, one of KINDS."""
+  """Returns the kind of an instruction, such as "matrix" or "load": one of KINDS."""
   kind = next(kind for kind, pattern in _KINDS if pattern.match(op))
   if kind == "load" and ("_lds_" in op or re.search(r"\blds\b", args)): return "load_to_lds"
   # CDNA2 has no other instruction for scratch (a lane's own memory, for spilled registers) than a buffer access without a per-lane address

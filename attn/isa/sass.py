@@ -17,7 +17,7 @@ def toolkit_program(*names:str, also:Iterable[str]=()) -> str|None:
   return next((found for name in names if (found := shutil.which(name, path=where)) is not None), None)
 
 def missing() -> str|None:
-  """Returns a sentence that names the programs which SASS needs and which are not installed, or None."""
+  """Returns a sentence that names the programs which SASS needs and which are not installed, or None if all are installed."""
   lacking = [words for names, words in ((("nvcc",), "nvcc"), (DISASSEMBLERS, "cuobjdump or nvdisasm")) if toolkit_program(*names) is None]
   return f"no {' and no '.join(lacking)} on PATH, in CUDA_HOME or in /usr/local/cuda: SASS needs a CUDA toolkit" if lacking else None
 

@@ -46,7 +46,7 @@ def show(value:Cell) -> str:
   return f"{value:.2f}" if value < 20 else f"{value:.1f}"
 
 def rows_of(reports:Sequence[Report]) -> list[tuple[str, list[tuple[str, list[Cell]]]]]:
-  """Returns the figures of reports in groups: (heading, [(name of a figure, its value in each report)])."""
+  """Returns the numbers in reports, in groups: (heading of the group, [(name of a number, its value in each report)])."""
   def of_loop(table:dict[str, Callable[[HotLoop], Cell]]) -> list[tuple[str, list[Cell]]]:
     return [(name, [f(r.loop) if r.loop is not None else None for r in reports]) for name, f in table.items()]
   return [("resources", [(name, [f(r) for r in reports]) for name, f in RESOURCES.items()]), ("hot loop, one iteration of a wave", of_loop(LOOP)),
@@ -57,7 +57,7 @@ def _change(a:Cell, b:Cell) -> str:
   return "" if a == b else "differs"
 
 def full(reports:Sequence[Report], change:bool=False) -> Table:
-  """Returns a table with all figures, one column per kernel. With `change`, the last column is the second kernel minus the first."""
+  """Returns a table with all numbers in the reports, one column per kernel. With `change`, the last column is the second kernel minus the first."""
   table = Table("", *(f"{r.name}\n{r.arch}" for r in reports), *(["change"] if change else []))
   for heading, rows in rows_of(reports):
     table.add_section()

@@ -131,7 +131,7 @@ def flex_backward(row:FunctionRow, q:Any, k:Any, v:Any, do:Any) -> Callable[[], 
   return lambda: tuple(torch.autograd.grad(o, inputs, do, retain_graph=True))
 
 def compare_ways(row:WaysRow) -> dict[str, Any]:
-  """Times the gradients of a problem in each way and by PyTorch; returns milliseconds and a verdict as a row of the table."""
+  """Times the gradients of a problem in each way and by PyTorch; returns milliseconds and a verdict as a row of the printed table."""
   import torch
   torch.cuda.init()
   p = row.p

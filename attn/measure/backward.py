@@ -82,7 +82,7 @@ def our_seconds(*outputs:Tensor) -> Callable[[], float]:
   return lambda: cuda_seconds(schedule, count)
 
 def compare_backward(p:Problem, causal:bool) -> dict[str, Any]:
-  """Times the gradients of one problem with attn's kernels and with PyTorch's, and returns the results as a row of the table."""
+  """Times the gradients of one problem with attn's kernels and with PyTorch's, and returns the results as a row of the printed table."""
   import torch
   torch.cuda.init()
   inputs = random_inputs(p, 0, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))

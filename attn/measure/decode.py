@@ -143,7 +143,7 @@ def peer_timers(row:DecodeStep) -> dict[str, Callable[[], float]]:
   return {name: torch_graph_timer(run) for name, (run, _) in torch_peers(p, False, q, k, v).items()}
 
 def compare(row:DecodeStep) -> dict[str, Any]:
-  """Times a decode step with attn's kernel and with PyTorch's kernels, and returns a row of the table."""
+  """Times a decode step with attn's kernel and with PyTorch's kernels, and returns a row of the printed table."""
   import torch
   torch.cuda.init()
   torch.zeros(1, device="cuda")

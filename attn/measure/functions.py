@@ -31,7 +31,7 @@ Tensors = dict[str, Any]     # PyTorch's tensors that functions read, by name
 
 @dataclass(frozen=True)
 class FunctionRow:
-  """A problem of the table, with the same score_mod and mask_mod for attn and for PyTorch."""
+  """A problem to time, with the same score_mod and mask_mod for attn and for PyTorch."""
   name: str
   mask_mod: Callable[..., UOp]
   torch_mask: Callable[[Tensors], Callable[..., Any]]
@@ -116,7 +116,7 @@ def flex_forward(inputs:list[Any], mask:Callable[..., Any], score:Callable[..., 
   return lambda: flex(*inputs, score_mod=score, block_mask=blocks)
 
 def compare_functions(row:FunctionRow) -> dict[str, Any]:
-  """Times attention with the functions of `row`, by attn and by PyTorch's flex_attention, and returns a row of the table."""
+  """Times attention with the functions of `row`, by attn and by PyTorch's flex_attention, and returns a row of the printed table."""
   import torch
   from torch.nn.attention.flex_attention import create_block_mask
   torch.cuda.init()

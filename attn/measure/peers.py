@@ -84,7 +84,7 @@ def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
   return lambda: seconds(graph.replay)/count
 
 def compare_problem(p:Problem, causal:bool, seed:int, name:str) -> dict[str, Any]:
-  """Times attn's kernel, PyTorch's kernels and tinygrad's own attention on one problem, and returns a row of the table."""
+  """Times attn's kernel, PyTorch's kernels and tinygrad's own attention on one problem, and returns a row of the printed table."""
   import torch
   torch.cuda.init()
   inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk))

@@ -47,7 +47,7 @@ def exact_attention(q:NDArray[np.float64], k:NDArray[np.float64], v:NDArray[np.f
   return scores - scores.mean(-1, keepdims=True), p/p.sum(-1, keepdims=True) @ v
 
 def error_rows(widths:tuple[int, ...]=WIDTHS) -> Iterator[tuple[str, ...]]:
-  """Yields the rows of the table of rounding errors as tuples of strings, for each head dimension, kind of keys, and format."""
+  """Yields the rows of docs/data/rounding.csv as tuples of strings, for each head dimension, kind of keys, and format."""
   heads, queries, count = DRAWN_COUNTS
   for width in widths:
     for keys in ("normal", "outliers"):

@@ -235,7 +235,7 @@ def compute_sanitizer() -> str|None:
   return toolkit_program("compute-sanitizer", also=[f"{x}/nvidia/cu13/bin" for x in sys.path if x])
 
 def lacking(sanitizer:str|None) -> str|None:
-  """Returns a sentence that says what the machine lacks for a run of compute-sanitizer, or None."""
+  """Returns a sentence that says what the machine lacks for a run of compute-sanitizer, or None if it lacks nothing."""
   if sanitizer is None:
     return "needs NVIDIA's compute-sanitizer, which is part of the CUDA toolkit and of the package nvidia-cuda-sanitizer-api, and an NVIDIA GPU"
   try: device_of("CUDA")

@@ -55,7 +55,7 @@ def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS, dtype:
     return timer_of_jit(launches, str(q.device), steps), out
 
 def compare_short(row:ShortRow) -> dict[str, Any]:
-  """Times attn's kernel and PyTorch's kernels on one problem, and returns a row of the table."""
+  """Times attn's kernel and PyTorch's kernels on one problem, and returns a row of the printed table."""
   import torch
   torch.cuda.init()
   p = row.problem

@@ -70,7 +70,8 @@ def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
            "chosen by": "the table" if found is None else ""} for x, kernel, tile, found in timed]
 
 def time_tiled(p:Problem, arch:Chip, own:TiledTile, seconds:Seconds) -> list[dict[str, Any]]:
-  """Times the kernel `tiled` with its default tile `own` and with all other tiles, and stores the fastest; returns rows for printing."""
+  """Times `tiled`, the kernel without matrix instructions, with its default tile `own` and with all other tiles; stores the fastest; returns rows for
+  printing."""
   # Tiles that spill are timed too, because the compilers of this kernel don't report spills.
   make = KERNELS["tiled"].program
   assert make is not None
@@ -80,7 +81,8 @@ PlainTile = TypeVar("PlainTile", TiledTile, TiledBackwardTile)
 
 def time_plain(p:Problem, arch:Chip, kernel:str, own:PlainTile, space:Sequence[PlainTile], seconds:Callable[[PlainTile], float],
                flops:int) -> list[dict[str, Any]]:
-  """Times a kernel of plain UOps with its default tile `own` and with the tiles `space`, and stores the fastest; returns rows for printing."""
+  """Times a kernel without matrix instructions with its default tile `own` and with the tiles `space`, and stores the fastest; returns rows for
+  printing."""
   timed = [(seconds(own), own)]
   for tile in tqdm([x for x in space if x != own], unit="tile"):
     try: timed.append((seconds(tile), tile))

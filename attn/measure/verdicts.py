@@ -10,7 +10,8 @@ from attn.problem import Problem
 SAMPLE = 1 << 24   # most scores that are computed in float64 if only a sample is checked
 
 def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray], most:int|None=SAMPLE) -> tuple[Verdict, float]:
-  """Checks o, or o and lse, against float64; returns the worst verdict, and the share of the rows that was checked (at most `most` rows)."""
+  """Checks o, or o and lse, against float64; returns the worst verdict, and the share of the rows that was checked: a sample of about `most`
+  scores."""
   # All arrays have the shape (B, H, ...). The sample has about `most` scores in all; None: all rows. The worst block of rows has the largest
   # error/limit.
   (q, k, v), rows = inputs, max(1, min(p.Sq, (most or SAMPLE)//4//p.Sk))

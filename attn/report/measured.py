@@ -91,8 +91,8 @@ def kernel_time(x:ReportedKernel, how:str, sensors:Sensors) -> KernelTime:
   return KernelTime(x.name, x.tile, runs, rounds, median_reading(readings))
 
 def timed_row(x:JudgedShape, how:str, sensors:Sensors) -> ReportRow:
-  """Returns the table row of a problem whose results were checked before, with the times of its kernels. A kernel that fails now makes the results
-  count as wrong."""
+  """Returns a report's row for a problem whose results were checked before, with its kernels' times. If a kernel fails now, the results count as
+  wrong."""
   try: return ReportRow(x.shape, x.verdict, tuple(kernel_time(k, how, sensors) for k in x.kernels), x.refused)
   except Exception as e: return ReportRow(x.shape, failed(f"failed while it was timed: {first_line(e)}"))
 

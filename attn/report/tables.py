@@ -51,7 +51,7 @@ def verdict_cells(row:ReportRow) -> tuple[str, ...]:
   return str(row.shape), v.text, *exact, f"{100*v.checked:.3g}%"
 
 def times_table(x:CardReport) -> str:
-  """Returns the table of times. On the emulator it has the emulator's times, and no ratios."""
+  """Returns a report's table of times. For the emulator it has the emulator's times, and no ratios."""
   measured = "emulated s" if x.emulated else "measured ms (of rounds)"
   head = ("shape", "kernel", "tile", measured, "rate", "of the card's", "clock, power", "predicted ms", "limit", "measured/predicted")
   rows = [time_cells(x, row, kernel) for row in x.rows for kernel in row.kernels]

@@ -120,7 +120,7 @@ def waves_of(report:Report, tile:Tile|BackwardTile, chip:Chip) -> int:
   return int(min(r.waves_by_registers, r.waves_by_lds)*simds)//tile.waves*tile.waves//simds
 
 def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile) -> Bound|None:
-  """Returns the figures by which tiles are compared, from a kernel's machine code `text`; None if the kernel spills or has no loop."""
+  """Returns the predicted figures by which tiles are compared, from a kernel's machine code `text`; None if the kernel spills or has no loop."""
   if report is None or (loop := report.loop) is None: return None
   r, chip = report.resources, get_chip(report.arch)
   # clang also counts moves from vector registers to accumulation registers as spills. These moves stay in the register file, so they are allowed,
@@ -138,7 +138,7 @@ def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile
                -tile.block_m, -tile.block_n)
 
 def tile_bound(spec:Spec, tile:Tile) -> Bound|None:
-  """Compiles a forward kernel with `tile`, and returns the figures by which tiles are compared; None if it doesn't compile, or spills."""
+  """Compiles a forward kernel with `tile`, and returns the predicted figures by which tiles are compared; None if it doesn't compile, or spills."""
   kernel = kernel_source(spec, tile)
   try: text = assembly(kernel.text, spec.arch)
   except CompileError: return None

@@ -62,7 +62,7 @@ def row_in_use(spec:Spec, shape:Shape=ASKED) -> UpTo[Any]:
   return row_of_tile(spec, tile)
 
 def row_of_tile(spec:Spec, tile:Tile|BackwardTile) -> UpTo[Any]:
-  """Returns the table row that has a tile's sizes."""
+  """Makes a table row with a tile's sizes."""
   # a tile may be smaller than the row from which it was made
   kind = ForwardShape if spec.kernel == FORWARD else BackwardShape
   shape = kind(**{f.name: getattr(tile, f.name) for f in fields(kind)})
@@ -164,7 +164,7 @@ def result_of(spec:Spec, gain:float) -> str:
   return NOT_TAKEN.get((spec.arch, str(spec.d), spec.kernel, spec.option), "better")
 
 def near_table(spec:Spec, time:TileTimer=timed) -> list[tuple[str, ...]]:
-  """Returns two rows of a printed table: the tile in use, and the best tile that the search finds."""
+  """Returns one or two rows of a printed table: the tile in use, and the best tile that the search finds if it is faster."""
   # The line of the tile in use is left out if it does not compile or spills. The best tile's line is left out if it is not clearly faster
   # (FASTER_BY). If no tile gains enough in every variant, the best tile is the fastest one.
   used = time(spec, row_in_use(spec), ASKED)

@@ -1,4 +1,4 @@
-"""Tile descriptions that bench.py times with TUNE=1 for the kernels of plain UOps: all that fit into local memory and registers."""
+"""Tile descriptions that bench.py times with TUNE=1 for the kernels without matrix instructions: all that fit into local memory and registers."""
 from __future__ import annotations
 import itertools
 from dataclasses import replace
@@ -22,7 +22,7 @@ def space_alone(kind:type[AnyTiledTile]) -> list[AnyTiledTile]:
           for (walked, own), parts, columns in itertools.product(ROWS_OF_TILED, (2, 4, 8, 16), (4, 8, 16))]
 
 def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
-  """Returns the tile descriptions to time for `tiled`, the forward kernel of plain UOps."""
+  """Returns the tile descriptions to time for `tiled`, the forward kernel without matrix instructions."""
   if not arch.lds: return space_alone(TiledTile)
   found = []
   ways: list[dict[str, Any]] = [{"ahead": True}, {}]
@@ -37,7 +37,7 @@ def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
   return found
 
 def tiled_backward_space(p:Problem, arch:Chip, keys:bool) -> list[TiledBackwardTile]:
-  """Returns the tile descriptions to time for a backward kernel of plain UOps: the kernel of dk and dv if `keys`, otherwise of dq."""
+  """Returns the tile descriptions to time for a backward kernel without matrix instructions: the kernel of dk and dv if `keys`, otherwise of dq."""
   if not arch.lds: return [replace(tile, keys=keys) for tile in space_alone(TiledBackwardTile)]
   found, products = [], 3 if max(p.D, p.Dv) > LONG_SUM else 2
   for (down, across), (walked, own), depth, parts in itertools.product(THREADS_OF_TILED, ROWS_OF_TILED, DEPTHS_OF_TILED, (1, 2)):

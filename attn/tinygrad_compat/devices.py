@@ -34,12 +34,12 @@ def opened_devices(name:str) -> list[Compiled]:
 # **** properties for kernels of plain UOps ****
 @dataclass(frozen=True)
 class DeviceAbilities:
-  """What a device offers to kernels of plain UOps: local memory and workgroups."""
+  """What a device offers to kernels without matrix instructions: local memory and workgroups."""
   local_memory: int  # bytes that a workgroup may use; 0 if threads are faster without
   serial: bool = False  # the device has no workgroups
 
 def workgroups_of(device:str) -> DeviceAbilities|None:
-  """Returns what a device offers to kernels of plain UOps, or None if tinygrad renders neither C nor LLVM for it."""
+  """Returns what a device offers to kernels without matrix instructions, or None if tinygrad renders neither C nor LLVM for it."""
   opened = device_of(device)
   if not opened.renderers or not isinstance(renderer := opened.renderer, CStyleLanguage|LLVMRenderer): return None
   if not renderer.has_local: return DeviceAbilities(0, serial=True)

@@ -26,7 +26,7 @@ def h100() -> Chip: return replace(get_chip("sm_90"), caches=Caches(l2=L2_BYTES)
 
 @dataclass(frozen=True)
 class ControlCase:
-  """A measured problem: the cells of its row of the table."""
+  """A problem whose time was measured: the cells of its row of docs/data/nvidia_order_of_heads.csv."""
   # its shape, the order of heads in the grid, and the tile (queries of a block and keys of an iteration)
   cells: Mapping[str, str]
   @property

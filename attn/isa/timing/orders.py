@@ -29,7 +29,7 @@ def orders_of(x:Division, heads:int, dies:int) -> dict[str, Division|None]:
   return found | {DIES: replace(x, together=1, dies=dies) if dies > 1 else None}
 
 def order_row(card:str, kernel:str, mask:str, shape:Shape) -> tuple[str, ...]:
-  """Compiles the kernel for a problem, and returns the problem's row of the table."""
+  """Compiles the kernel for a problem, and returns the problem's row of docs/data/order_of_heads_amd.csv."""
   chip = get_chip(CARDS_OF_ORDERS[card])
   found = predicted_kernel(Spec(chip.name, HEAD_WIDTH, "bfloat16", mask, kernel), shape, lines=False)
   assert found.problem is not None and found.division is not None

@@ -83,7 +83,7 @@ class PredictedRow:
 # ***** what the model finds in machine code *****
 
 def stepped_peer(kernel:PeerKernel, text:str) -> PeerKernel:
-  """Returns the row `kernel` of the table with new cycles, which the timing model finds in the kernel's assembly `text`."""
+  """Returns the row `kernel` of docs/data/timing_kernels.csv with new cycles, which the timing model finds in the kernel's assembly `text`."""
   lds, threads = (int(x) if x else None for x in (kernel.lds, kernel.threads))
   timing = timing_of(text, kernel.chip, kernel.D, lds=lds, threads=threads, products=(kernel.of_each_dimension,))
   return replace(kernel, walked=walked_in_a_trip(timing, kernel.own), groups=timing.groups, whole="yes" if timing.whole_processor else "no",
@@ -158,8 +158,8 @@ def predicted_rows(published:str, kernels:Iterable[PeerKernel]) -> list[Predicte
   return found
 
 def predictions_within(rows:Iterable[PredictedRow], share:float) -> Mapping[str, int]:
-  """Returns how many predictions are within the fraction `share` of the published figure, at the "rated" and "sustained" clock, and how many in
-  "all"."""
+  """Returns how many predictions differ from the published speed by at most the fraction `share`, at the "rated" and "sustained" clock, and how many
+  in "all"."""
   ratios = [x.ratios for x in rows if x.rated is not None]
   near = [[r is not None and abs(r - 1) <= share for r in pair] for pair in ratios]
   return {"rated": sum(x for x, _ in near), "sustained": sum(x for _, x in near), "all": len(ratios)}
