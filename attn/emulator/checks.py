@@ -80,7 +80,6 @@ class OutOfScope(EmulatorError): pass
 @dataclass
 class Finding:
   """A fault in an access to LDS: the class of the error, and which threads are at fault."""
-  # kind of the fault, and the threads at fault
   error: type[EmulatorError]
   threads: Array
   # for each thread in a race: the wave that accessed the location before; for NotWaitedFor: the index of the asynchronous operation

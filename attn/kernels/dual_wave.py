@@ -175,7 +175,6 @@ class DualWave:
 
   def late(self, s:DualWaveState) -> tuple[Lane, Row]:
     """Returns (the lane's position in its wave, the lane's query), computed again after a loop, so that no register keeps them during it."""
-    # else registers would hold the two during the loop
     lane = bounded(amd.opaque(self.at.lane, s.done), 0, self.mat.wave - 1)
     here, wave = replace(self.at, lane=lane), bounded(self.wave, 0, WAVES - 1)
     return here, self.group.row(wave*self.mat.N, here.n)

@@ -130,7 +130,7 @@ class Warps:
     return stores
 
   def columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None, dtype:str="", width:int=0) -> list[tuple[UOp, UOp]]:
-    """Returns this lane's elements of row `r` of O, times `factor`, to be stored: (first column, values of neighbouring columns) of each vector."""
+    """Returns what this lane stores of its row `r` (0 or 1) of O, times `factor`: a list of (first column, values of neighbouring columns)."""
     # `r` is 0 or 1: which of the lane's two rows. `accs` are the C fragments of the row; if several warps divide the columns of O, those of warp
     # `share` only. `dtype` and `width` are the dtype and the number of columns of the row that is stored; by default those of O. Four lanes share a
     # row, and each has two of its elements in each fragment. If a row consists of whole 16-byte units, the four lanes first exchange elements, so
@@ -144,7 +144,7 @@ class Warps:
             *[(first + self.at.h*mat.block + (whole + i)*mat.N, ops.mul(ops.slice_(x, nv.ROWS*r, 2), factor)) for i, x in enumerate(accs[whole:])]]
 
   def alternating_columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
-    """Returns this lane's elements of row `r` of O, times `factor`, to be stored: (first column, values of four columns) of each vector."""
+    """Returns what this lane stores of its row `r` (0 or 1) of O, times `factor`: a list of (first column, values of four columns)."""
     # The parameters as in `columns`. Two neighbouring fragments have 16 columns of O together: the first one has the even columns, and the second one
     # the odd columns.
     mat, first = self.at.matrix, UOp.const(0) if share is None else share*(len(accs)*self.at.matrix.N)

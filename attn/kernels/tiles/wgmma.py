@@ -77,7 +77,6 @@ class WgmmaTile(WgmmaShape):
     return self.bytes_with(p, self.ahead(p))
   def bytes_with(self, p:Problem, ahead:bool) -> int:
     """Returns how many bytes of shared memory a block needs; `ahead`: if copies start two iterations before a tile is used."""
-    # with `ahead`, copies start two iterations before a tile is used, otherwise one
     q, k, v = self.layouts(p)
     given = (GIVEN_STAGES + ahead)*self.given_v(p).size if p.of_8_bits else 0
     units = q.size + (self.stages(p) + ahead)*k.size + self.stages(p)*v.size + given + self.scale_stages(p)*self.scales(p)

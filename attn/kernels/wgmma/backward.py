@@ -221,7 +221,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
   def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
   def query_values(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
     """Returns one number of each query of the tile (kind 0: lse, 1: delta, 2: lse_rest), as a vector for each C fragment of scores."""
-    # from shared memory; `kind`: 0 for lse, 1 for delta, 2 for lse_rest (the part of lse that rounding to fp32 lost)
+    # from shared memory; lse_rest is the part of lse that rounding to fp32 lost
     pairs, n = s.shared.bitcast(nv.F2), self.of.tile.block_n
     first = self.of.place_of_query_values(self.ring_place)*2 + kind*n//2 + self.warp_rows.warps.at.h
     return [pairs[first + i*self.warp_rows.mat.N//2].load() for i in self.columns]

@@ -55,7 +55,7 @@ class Turns:
     return flat(group.given["dq_turns"])[group.first_sums(head)*TURNS_OF_SUMS + self.turn(tile)*group.tile.waves + self.wave]
   def exists(self, tile:UOp) -> UOp:
     """Returns whether tile `tile` has queries; the last tile of a list may lie beyond the sequence."""
-    # the last tile of a list may be longer than the sequence
+    # an entry of a list stands for several tiles, and the last ones of them may lie beyond the sequence
     if self.tiles > 1 or not isinstance(self.group.scores.order, TileList): return UOp.const(True)
     return below(tile*self.group.scores.block_n, self.group.sequence.n_q)
   def number(self, i:UOp, tile:UOp) -> UOp:

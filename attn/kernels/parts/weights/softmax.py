@@ -38,7 +38,7 @@ class Sums:
 
   @staticmethod
   def of(arch:Chip, dtype:str, lse:bool, scaled:bool=False) -> Sums:
-    """Returns the sums of P that a kernel computes: of rounded P; with `scaled` without V's scales; with `lse` before rounding."""
+    """Returns the sums of P that a kernel computes: of rounded P; with `scaled`, also without V's scales; with `lse`, also before rounding."""
     # with `scaled`, P includes the scales of V's rows, and the kernel also computes the sum of P without them
     matrix = arch.unit.sums.get(dtype)
     if dtype in arch.unit.dots: kind = DOT
