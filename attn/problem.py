@@ -262,6 +262,9 @@ class Problem:
   v_scale: int = 0
   # Only with q, k and v of 8 bits: leave all sums of products to the matrix unit, even if the matrix unit adds coarsely.
   fast_accumulate: bool = False
+  # Only with q, k and v of 8 bits, and above 0: another kernel has transposed V (attn/kernels/nvidia/turn.py). The tensor v is (B, Hkv, number of
+  # tiles, Dv, turned): a tile has `turned` keys, and a row for each column of V.
+  turned: int = 0
   # Tensor kv_starts int32 (B), only with kv_lengths: batch b has only the keys kv_starts[b] <= j < kv_lengths[b]. For masks and score terms, key
   # kv_starts[b] has the position 0.
   kv_starts: bool = False
@@ -421,10 +424,14 @@ class Problem:
       ("lse_rest", self.lse_rest, of_lse, "float32"),
       ("q", True, of_q, self.bits_dtype),
       ("k", True, of_keys(self.D, self.k_view), self.key_dtype),
-      ("v", not self.v_in_k, of_keys(self.Dv, self.v_view), self.key_dtype),
+      ("v", not self.v_in_k, of_keys(self.Dv, self.v_view) if not self.turned else self.turned_shape(self.turned), self.key_dtype),
       *[(name, view is not None, (view.size if view else 0,), self.scale_dtype) for name, view in self.scale_views.items()],
       ("k_rotary", (of_rotary := self.k_rotary_view) is not None, (of_rotary.size if of_rotary else 0,), self.dtype))
     return {name: (shape, dtype) for name, there, shape, dtype in tensors if there} | self.extras
+
+  def turned_shape(self, keys:int) -> tuple[int, ...]:
+    """Returns the shape of V that is transposed in tiles of `keys` keys."""
+    return self.B, self.Hkv, -(-self.Sk//keys), self.Dv, keys
 
   @property
   def scale_views(self) -> dict[str, Strided|None]:

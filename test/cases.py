@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from attn import flash_attention_fn
 from attn.accuracy import Law, ShortSums, judge, law_of, law_of_gradients, without_error
-from attn.api.launch import kernels, launched
+from attn.api.launch import kernels, launched, tensors_of
 from attn.calls.checked_kernel import CheckedKernel, device_arch
 from attn.chips import Chip, get_chip
 from attn.choose import backward_tiles, dispatch
@@ -15,9 +15,6 @@ from attn.choose.backward_tiles import FasterAtOnce
 from attn.choose.dispatch import KERNELS, Choice, Work, choose_tile
 from attn.choose.gradient_kernels import GRADIENT_KERNELS
 from attn.emulator.machine import Frame
-from attn.kernels.combine import combine_arguments
-from attn.kernels.nvidia.widen import widen_arguments
-from attn.kernels.parts.grid.tensors import arguments
 from attn.kernels.tiles.amd import Tile
 from attn.kernels.tiles.mma import MmaTile
 from attn.ops.eight_bits import rounded_bytes
@@ -26,7 +23,7 @@ from attn.problem import OF_8_BITS, OF_MASKS, OF_TERMS, Problem, problem_of
 from attn.reference import Options, arrange, restore, rounded
 from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
-from attn.values import FLOATS as DTYPES
+from attn.values import FLOATS as DTYPES, INTS
 
 ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1201")       # one chip for each of AMD's matrix units
 EVERY_ARCH = (*ARCHS, "sm_80")                           # and one chip for NVIDIA's mma.sync
@@ -168,20 +165,21 @@ def outputs_of_launches(p:Problem, choice:Choice, inputs:dict[str, Tensor], extr
   for n, a in extras.items():
     done[n] = Tensor(a, device=device) if a.dtype in (np.int32, np.uint32) else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
   for t in done.values(): t.realize()
-  shapes = widen_arguments(p) | arguments(p) | combine_arguments(p)
+  shapes = tensors_of(p, choice)
   for names, fxn in zip(launched(p, choice), kernels(p, choice)):
-    given = [done[n] if n in done else Tensor.empty(*shapes[n][0], dtype=DTYPES[shapes[n][1]], device=device) for n in names]
+    given = [done[n] if n in done else Tensor.empty(*shapes[n][0], dtype=(DTYPES | INTS)[shapes[n][1]], device=device) for n in names]
     done |= zip(names, Tensor.custom_kernel(*given, fxn=fxn))
   Tensor.realize(done["o"], *[done[n] for n in ("lse",) if n in done])
   B, length = (1, p.total_q) if p.varlen else (p.B, p.Sq)
   o = restore(array(done["o"]), p.layout, (B, p.H, length, p.Dv))
   return o, done["lse"].numpy().reshape(B, p.H, length) if p.return_lse else None
 
-def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], tile:Tile|MmaTile|None=None) -> tuple[np.ndarray, np.ndarray|None]:
-  # Runs the forward kernel with the tile `tile`, and `combine` if p has splits; returns o (B, H, Sq, Dv) and lse.
+def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], tile:Tile|MmaTile|None=None,
+                kernel:str="split_kv") -> tuple[np.ndarray, np.ndarray|None]:
+  # Runs the forward kernel `kernel` with the tile `tile`, and `combine` if p has splits; returns o (B, H, Sq, Dv) and lse.
   # By default dispatch chooses the tile. The kernels run on the emulator, or on the GPU if `arch` is "CUDA".
   tile, device = tile or choose_tile(p, chip(arch)), "CUDA" if arch == "CUDA" else "EMU"
-  choice = Choice("split_kv", Work(tile, p.num_splits), chip(arch), ())
+  choice = Choice(kernel, Work(tile, p.num_splits), chip(arch), ())
   with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
     done = {n: tensor(arrange(a, p.layout), p.dtype, device) for n, a in (("q", x.q), ("k", x.k), ("v", x.v))}
     return outputs_of_launches(p, choice, done, extras, device)

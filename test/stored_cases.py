@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from attn.accuracy import judge, law_of
 from attn.choose.dispatch import WIDENING, Choice, Work, choose_tile
-from attn.choose.widening import widened_tile
+from attn.choose.preparation import widened_tile
 from attn.problem import STORED, Pages, Problem, Strided, problem_of
 from attn.reference import Options, arrange, rounded
 from attn.tinygrad_compat import Context, Tensor

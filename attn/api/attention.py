@@ -12,7 +12,7 @@ from attn.calls.quantized import GivenRows, stored_rows
 from attn.calls.tile_shares import shares_told
 from attn.chips import Chip
 from attn.choose.backward import BackwardChoice, choose_backward
-from attn.choose.dispatch import WIDENING, Choice
+from attn.choose.dispatch import TURNING, WIDENING, Choice
 from attn.compilers.choice import in_use
 from attn.kernels.parts.grid.tensors import of_backward
 from attn.kernels.tiles.common import BlockTile
@@ -192,7 +192,7 @@ def explain(q:Tensor, k:GivenRows, v:GivenRows|None, *, backward:bool=False, **o
   print(choice := call.choice())
   if told := text_of_tiles(call, choice.kernel, replace(call.problem, num_splits=choice.work.splits), choice.work.tile): print(f"  {told}")
   if call.shards is not None: print(f"  {call.shared_rows.explanation}")
-  if call.problem.of_8_bits: print(f"  {text_of_8_bits(call.problem, choice.arch)}")
+  if call.problem.of_8_bits: print(f"  {text_of_8_bits(call.problem, choice.arch)}" + "; V transposed by another kernel"*(choice.kernel == TURNING))
   if call.problem.stored:
     by = "another kernel, once for all blocks of queries" if choice.kernel == WIDENING else "the kernel"
     print(f"  k and v: {call.problem.stored}, with {call.problem.scale_dtype} scales, converted by {by}")

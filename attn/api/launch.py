@@ -15,20 +15,20 @@ from attn.calls.plain import plain_attention
 from attn.calls.tile_lists import lists_made_last, tile_lists
 from attn.calls.views import flat_buffer
 from attn.choose.backward import can_differentiate, choose_backward
-from attn.choose.dispatch import WIDENING, Choice, asked_for, combine_of, program_of, read_by
+from attn.choose.dispatch import KERNELS, Choice, asked_for, combine_of, program_of, read_by
 from attn.choose.tile_lists import listing, with_lists
 from attn.kernels.combine import combine_arguments
-from attn.kernels.nvidia.widen import WIDENED_TENSORS, widen_arguments, widen_rows
 from attn.kernels.parts.grid.tensors import arguments, of_backward, split_into
 from attn.parallel.context import first_launch, in_buffers, run_shared_rows
 from attn.parallel.context_gradient import with_context_gradient
-from attn.problem import Problem
+from attn.problem import Problem, Shapes
 from attn.tinygrad_compat import TRAINING, Tensor, UOp, forget_oldest_kernels
-from attn.values import FLOATS, MOST_KERNELS, cache_of_kernels
+from attn.values import FLOATS, INTS, MOST_KERNELS, cache_of_kernels
 
 OF_STORED_ROWS = "k and v are QuantizedRows: rows of 8 bits have no gradient; train with k and v of 16 bits or float32"
 OF_A_CACHE = "attention over part of a cache has no gradient: train with attn.attention of whole k and v"
-WRITTEN = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial", *WIDENED_TENSORS.values())
+PREPARED = tuple(x for kernel in KERNELS.values() if kernel.before is not None for x in kernel.before.buffers.values())
+WRITTEN = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial", *PREPARED)
 
 def seeded(c:CheckedCall) -> CheckedCall:
   """Returns the checked call with the tensors that dropout and the caller's own functions need: a seed, and each device's first batch and head."""
@@ -58,13 +58,14 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
                            ahead=p.tile_list is not None)
     return kernel
   programs = [(program_of(choice, p), arguments(read_by(p, choice)))]
-  if choice.kernel == WIDENING: programs.insert(0, (widen_rows(p, arch, tile.block_n, tile.block_m), widen_arguments(p)))
+  if (before := KERNELS[choice.kernel].before) is not None: programs.insert(0, (before.program(p, arch, tile), before.arguments(p, tile)))
   if p.num_splits > 1: programs.append((combine_of(choice, p), combine_arguments(p)))
   return [checked(program, takes, given) for (program, takes), given in zip(programs, launched(p, choice))]
 
 def launched(p:Problem, choice:Choice) -> list[tuple[str, ...]]:
   """Returns, for each kernel launch, the names of its tensors, such as ("o", "lse", "q", "k", "v")."""
-  if choice.kernel == WIDENING: return [tuple(widen_arguments(p)), tuple(WIDENED_TENSORS.get(name, name) for name in arguments(read_by(p, choice)))]
+  if (before := KERNELS[choice.kernel].before) is not None:
+    return [tuple(before.arguments(p, choice.work.tile)), tuple(before.buffers.get(name, name) for name in arguments(read_by(p, choice)))]
   if p.num_splits == 1: return [tuple(arguments(p))]
   # The kernel `combine`, which merges the results of key ranges, also gets the inputs that need a gradient.
   merging = tuple(combine_arguments(p))
@@ -75,16 +76,21 @@ def deliver(c:CheckedCall, o:Tensor, *log_sums:Tensor) -> list[Tensor]:
   # lse_rest is what rounding to float32 removed from lse.
   return [o if c.out is None else c.out.assign(o), *log_sums[:len(c.log_sums)]]
 
-def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
+def tensors_of(p:Problem, choice:Choice) -> Shapes:
+  """Returns (shape, dtype) of all tensors that the kernels of `choice` take, by name."""
+  before = KERNELS[choice.kernel].before
+  return arguments(p) | combine_arguments(p) | (before.arguments(p, choice.work.tile) if before is not None else {})
+
+def output_buffer(c:CheckedCall, name:str, p:Problem, choice:Choice) -> Tensor:
   """Returns the buffer for a kernel's output, such as "lse": one that the checked call brings along, such as `out`, or a new one."""
   if name == "o":
     if c.out is not None: return c.out
     axes: tuple[str|None, ...] = AXES[p.layout]
-  elif name in WIDENED_TENSORS.values(): axes = AXES["bhsd"]
+  elif name in PREPARED: axes = AXES["bhsd"]
   elif c.into and name in c.log_sums: return c.into[c.log_sums.index(name)]
   else: axes = (*[None]*name.endswith("partial"), *lse_axes(p.layout))
-  shape, dtype = (arguments(p) | combine_arguments(p) | widen_arguments(p))[name]
-  return empty(shape, FLOATS[dtype], c.at.device, c.at.axis(axes))
+  shape, dtype = tensors_of(p, choice)[name]
+  return empty(shape, (FLOATS | INTS)[dtype], c.at.device, c.at.axis(axes))
 
 def in_a_buffer(c:CheckedCall, x:Tensor) -> Tensor:
   """Returns the input `x` if it is a whole buffer, otherwise a copy of it in a new buffer."""
@@ -116,7 +122,7 @@ def kernels_launched(c:CheckedCall, p:Problem, choice:Choice, given:dict[str, Te
   """Launches the kernels that compute the problem `p` on the tensors `given`, and returns their outputs by name, such as "o" and "lse"."""
   t = {name: x.uop for name, x in given.items()}
   for names, fxn in zip(launched(p, choice), kernels(p, choice)):
-    srcs = [t[name] if name in t else output_buffer(c, name, p).uop for name in names]
+    srcs = [t[name] if name in t else output_buffer(c, name, p, choice).uop for name in names]
     srcs += [x.uop for x in c.into[len(c.log_sums):]]     # whole buffers behind the regions: the kernel takes no argument for them
     written = UOp.custom_kernel(*srcs, fxn=with_variables(fxn, c.variables))
     t = dict(zip(names, written)) | t      # inputs keep their own UOps, because gradients go there

@@ -11,12 +11,13 @@ from attn.choose import splits
 from attn.choose.forced import Forced, forced
 from attn.choose.mla_tiles import (latent_refuses, latent_wgmma_refuses, latent_wgmma_slower, mla_mma_tile, mla_tile,
                                    mla_wgmma_tile)
+from attn.choose.preparation import (TURN, WIDEN, Preparation, turned_refuses, turned_slower, turned_tile, widened_refuses, widened_slower,
+                                     widened_tile)
 from attn.choose.refusals import (ABLE_WITH_8_BITS, NO_UNIT, Refusal, amd_refuses, bits_refused, lacks_nothing, mma_refuses, most_telling,
                                   no_latent_tiles, no_mma, no_tiles, no_wgmma, too_many_parts, unconverted, wgmma_refuses)
 from attn.choose.splits import AnyTile
 from attn.choose.tiled_tiles import tiled_tile
 from attn.choose.tiles import choose_amd_tile, dual_wave_tile, mma_tile, staggered_tile, wgmma_tile
-from attn.choose.widening import widened_refuses, widened_slower, widened_tile
 from attn.kernels import dual_wave, staggered
 from attn.kernels.amd.forward import AmdForward
 from attn.kernels.amd.latent import AmdLatent
@@ -24,7 +25,6 @@ from attn.kernels.combine import combine
 from attn.kernels.forward import forward
 from attn.kernels.mma.forward import MmaForward
 from attn.kernels.mma.latent import MmaLatent
-from attn.kernels.nvidia.widen import bytes_of_widened, widened_problem
 from attn.kernels.parts.grid.tensors import check_range
 from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.plain.forward import PlainForward
@@ -201,6 +201,7 @@ class ForwardKernel:
   slower: Callable[[Problem, Chip], str|None] = never                       # why another kernel is faster where this one can, or None
   divide: Callable[[Problem, Chip, TileOf], Work|str] = whole               # divides a problem that the kernel does not refuse
   ranges: bool = False      # whether split_kv may give it ranges of the keys
+  before: Preparation|None = None     # the kernel that runs before it, and writes buffers that it reads in place of its inputs
   general: bool = False     # whether it takes every problem that its unit can compute: then its reason says more than those of other kernels
   def can(self, p:Problem, arch:Any) -> Work|str:
     """Returns the kernel's `Work` for a problem on a chip, or the reason why the kernel cannot compute the problem."""
@@ -222,11 +223,11 @@ def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
   assert program is not None
   return program(p, arch, tile)
 
-WIDENING = "widened_wgmma"     # the kernel before which another one converts k and v from 8 to 16 bits
+WIDENING, TURNING = "widened_wgmma", "turned_wgmma"     # kernels before which another one converts k and v to 16 bits, or transposes V
 
-def over_widened(p:Problem, arch:Chip, tile:WgmmaTile) -> Callable[..., UOp]:
-  """Returns the function that builds the wgmma forward kernel that reads K and V after another kernel has converted them from 8 to 16 bits."""
-  return forward(WgmmaForward.of)(widened_problem(p), arch, tile)
+def prepared(before:Preparation) -> Callable[[Problem, Chip, Any], Callable[..., UOp]]:
+  """Returns a function that makes the wgmma forward kernel which reads the buffers that the kernel `before` has written."""
+  return lambda p, arch, tile: forward(WgmmaForward.of)(before.problem(p, tile), arch, tile)
 
 # best first: a problem gets the first kernel that can compute it and that would not be slower than another
 KERNELS: dict[str, ForwardKernel] = {
@@ -234,7 +235,8 @@ KERNELS: dict[str, ForwardKernel] = {
   "dual_wave": ForwardKernel(dual_wave_refuses, dual_wave_tile, dual_wave.dual_wave, no_tiles, dual_wave_slower),
   "staggered": ForwardKernel(staggered_refuses, staggered_tile, staggered.staggered, no_tiles, staggered_slower),
   "forward": ForwardKernel(amd_refuses, choose_amd_tile, forward(AmdForward.of), no_tiles, ranges=True, general=True),
-  WIDENING: ForwardKernel(widened_refuses, widened_tile, over_widened, no_wgmma, widened_slower),
+  WIDENING: ForwardKernel(widened_refuses, widened_tile, prepared(WIDEN), no_wgmma, widened_slower, before=WIDEN),
+  TURNING: ForwardKernel(turned_refuses, turned_tile, prepared(TURN), no_wgmma, turned_slower, before=TURN),
   "forward_wgmma": ForwardKernel(wgmma_refuses, wgmma_tile, forward(WgmmaForward.of), no_wgmma, wgmma_slower, ranges=True),
   "forward_mma": ForwardKernel(mma_refuses, mma_tile, forward(MmaForward.of), no_mma, mma_slower, ranges=True, general=True),
   "mla": ForwardKernel(latent_refuses, mla_tile, forward(AmdLatent.of), no_latent_tiles, ranges=True),
@@ -248,8 +250,8 @@ def can(name:str, p:Problem, arch:Chip|None) -> Work|str:
   return NO_UNIT if arch is None and KERNELS[name].program is not None else KERNELS[name].can(p, arch)
 
 def read_by(p:Problem, choice:Choice) -> Problem:
-  """Returns the problem as the chosen kernel reads it: with K and V of 16 bits if another kernel converts them first."""
-  return widened_problem(p) if choice.kernel == WIDENING else p
+  """Returns the problem as the chosen kernel reads it, if another kernel prepares k or v before."""
+  return p if (before := KERNELS[choice.kernel].before) is None else before.problem(p, choice.work.tile)
 
 @cache_of_kernels
 def program_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
@@ -271,13 +273,13 @@ def memory_of_forward(name:str, p:Problem, work:Work) -> int:
   """Returns the bytes of memory that the forward kernel `name` needs besides inputs and outputs."""
   # `three_pass` needs the score matrix, WIDENING the rows converted from 8 to 16 bits, and key ranges need their partial results.
   if name == "three_pass": return 4*p.H*(p.total_q*p.total_k if p.varlen else p.B*p.Sq*p.Sk)
-  if name == WIDENING: return bytes_of_widened(p)
+  if (before := KERNELS[name].before) is not None: return before.size(p, work.tile)
   return 4*p.rows*(p.Dv + 1)*work.splits if work.splits > 1 else 0
 
 def single_kernel(p:Problem, arch:Chip) -> tuple[Callable[..., UOp], AnyTile]:
   """Returns the function that builds the kernel that computes `p` without dividing the keys, and the kernel's tile description."""
   # Raises NotImplementedError if tensor operations would compute `p`.
-  choice = choose(p := replace(p, num_splits=1), arch)
+  choice = _choose(p := replace(p, num_splits=1), arch, asked_for().forward, alone=True)
   if choice.work.tile is None:
     raise NotImplementedError(f"no single kernel takes this problem: {'; '.join(f'{name}: {reason}' for name, reason in choice.refused)}")
   return program_of(choice, p), choice.work.tile
@@ -303,11 +305,12 @@ def one_of_any_batch(p:Problem) -> Problem:
   return replace(p, B=1, Sq=LONG_SEQUENCE, offset=p.offset + p.Sq - LONG_SEQUENCE if not p.top_left else 0)
 
 @cache_of_kernels
-def _choose(p:Problem, arch:Chip|None, wanted:str) -> Choice:
+def _choose(p:Problem, arch:Chip|None, wanted:str, alone:bool=False) -> Choice:
   refused, p = [], one_of_any_batch(p)
   for name, kernel in KERNELS.items():
     work, slower = can(name, p, arch), None
     if isinstance(work, str): refused.append((name, work))
+    elif alone and kernel.before is not None: refused.append((name, "another kernel must run before it"))
     elif wanted and name != wanted: refused.append((name, f"ATTN_KERNEL={wanted} asks for another kernel"))
     elif not wanted and arch is not None and (slower := kernel.slower(p, arch)) is not None: refused.append((name, slower))
     else:

@@ -164,9 +164,9 @@ def _ast(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) -> UOp:
     if spec.kernel == "dq": return dq_of(p, arch, tile)(*_placeholders(dq_arguments(p)))
     if spec.kernel == ALL: return all_of(p, arch, tile)(*_placeholders(all_arguments(p)))
     return dkdv_of(p, arch, tile)(*_placeholders(dkdv_arguments(p)))
-  program = KERNELS[kernel].program
+  program, before = KERNELS[kernel].program, KERNELS[kernel].before
   assert program is not None
-  return program(p, arch, tile)(*_placeholders(arguments(p)))
+  return program(p, arch, tile)(*_placeholders(arguments(p if before is None else before.problem(p, tile))))
 
 @functools.cache
 def _text(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) -> str: return render(_ast(spec, p, kernel, tile), spec.arch)

@@ -15,7 +15,7 @@ import numpy as np
 from attn.api.attention import attention
 from attn.api.cache import attention_with_kv_cache
 from attn.calls.quantized import QuantizedRows, quantize_kv
-from attn.choose import backward_tiles, tile_lists, widening
+from attn.choose import backward_tiles, preparation, tile_lists
 from attn.isa.sass import toolkit_program
 from attn.kernels.mma import forward as mma_forward
 from attn.kernels.parts.grid import workgroup
@@ -26,6 +26,7 @@ PROGRAM = "python -m attn.measure.sanitize"
 # Tools, with their arguments. racecheck (2025.3) reports the hazard of the kernel that lacks a barrier only with the argument `hazard`.
 TOOLS = {"racecheck": ("--racecheck-report", "hazard"), "memcheck": (), "initcheck": (), "synccheck": ()}
 PARTS = 4                                            # processes of each tool
+CALLED_WITH = FLOATS | {"fp8e4m3": dtypes.fp8e4m3}
 UNFORCED, FORCED_MMA = "", "forward_mma,backward_dq_mma"      # values of ATTN_KERNEL: UNFORCED makes dispatch choose wgmma on sm_90
 
 # ***** the calls *****
@@ -48,7 +49,7 @@ class SmallCall:
   def outputs(self) -> list[Tensor]:
     """Returns the outputs of the call and its gradients, not computed yet, of random inputs on the default device."""
     rng = np.random.default_rng(0)
-    def made(shape:tuple[int, ...], dtype:str) -> Tensor: return Tensor(rng.standard_normal(shape, np.float32)).cast(FLOATS[dtype]).contiguous()
+    def made(shape:tuple[int, ...], dtype:str) -> Tensor: return Tensor(rng.standard_normal(shape, np.float32)).cast(CALLED_WITH[dtype]).contiguous()
     def given(x:Any) -> Any:
       if isinstance(x, tuple): return [given(y) for y in x]
       return Tensor(x) if x.dtype.kind in "iu" else Tensor(x.astype(np.float32))
@@ -113,6 +114,8 @@ SMALL_CALLS = (
   SmallCall("few queries", (1, 2, 64, 128), (1, 2, 200, 128), options={"causal": True}),
   SmallCall("decode", **ONE_QUERY | {"options": {"num_splits": 1}}), SmallCall("decode in splits", **ONE_QUERY | {"options": {"num_splits": 3}}),
   SmallCall("int8", stored="int8", gradients=False), SmallCall("int8 causal", stored="int8", options={"causal": True}, gradients=False),
+  SmallCall("8-bit floats", dtype="fp8e4m3", options={"causal": True}, gradients=False),
+  SmallCall("8-bit floats, one kernel", dtype="fp8e4m3", kernel="forward_wgmma", gradients=False),
   SmallCall("wgmma in splits", gradients=False, options={"num_splits": 2}),
   SmallCall("pages", **PAGED_CALL), SmallCall("append to pages", **PAGED_CALL, new=3),
   SmallCall("append", (2, 8, 1, 64), (2, 2, 300, 64), tensors={"kv_lengths": ints(40, 100)}, gradients=False, new=1),
@@ -122,11 +125,12 @@ SMALL_CALLS = (
 @contextlib.contextmanager
 def at_any_size() -> Iterator[None]:
   """Context in which small problems get kernels that dispatch usually chooses only for large problems."""
-  # These are kernels that loop over lists of visible tiles, that compute all gradients at once, or that convert 8-bit rows for another kernel. Each
+  # These are kernels that loop over lists of visible tiles, that compute all gradients at once, or that prepare k or v for another kernel. Each
   # tensor gets separate memory, so that compute-sanitizer sees accesses outside of the tensor.
   with (patch.object(tile_lists, "LEAST_TILES", 0), patch.object(tile_lists, "LEAST_HEADS", 0), patch.object(backward_tiles, "LEAST_QUERIES", 0),
         patch.object(backward_tiles, "LEAST_KEYS", 0), patch.object(backward_tiles, "too_few_blocks", lambda p, arch, tile, parts=1: None),
-        patch.object(backward_tiles, "FEW_QUERIES_KEYS", 0), patch.object(widening, "LEAST_READERS", 0), Context(NO_MEMORY_PLANNER=1, LRU=0)): yield
+        patch.object(backward_tiles, "FEW_QUERIES_KEYS", 0), patch.object(preparation.Preparation, "slower", lambda self, p, tile: None),
+        Context(NO_MEMORY_PLANNER=1, LRU=0)): yield
 
 @contextlib.contextmanager
 def with_kernel(kernel:str) -> Iterator[None]:

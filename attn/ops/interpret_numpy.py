@@ -69,9 +69,6 @@ class Numbers:
     low, high = (self.widen(f(x), dtype) + self.widen(f(y), dtype) for f in (np.asarray, self.high_half))
     return numerics.pack_pairs(np.stack([low, high]), dtype)[0]
   def word(self, n:int) -> Value: return np.uint32(n)
-  def words(self, n:int, count:int) -> Value:
-    """Returns a vector of `count` dwords, each equal to `n`."""
-    return np.full((count, len(self.gate)), n, np.uint32)
   def wide_product(self, x:Value, y:int) -> tuple[Value, Value]:
     """Returns (low dword, high dword) of the 64-bit product of two dwords."""
     product = np.asarray(x).astype(np.uint64)*np.uint64(y)

@@ -187,7 +187,6 @@ class Printer:
   def constants(self, xs:Sequence[float]) -> Value: return self.vector(*xs)
   # bits
   def word(self, n:int) -> Value: return Term(self, f"{n}u", "unsigned")
-  def words(self, n:int, count:int) -> Value: return self.vector(*[self.word(n)]*count)
   def wide_product(self, x:Value, y:int) -> tuple[Value, Value]:
     product = self.let("product", Term(self, f"(unsigned long long){x.text} * {y}u", "unsigned long long"))
     return Term(self, f"(unsigned){product.text}", "unsigned"), Term(self, f"(unsigned)({product.text} >> 32)", "unsigned")

@@ -247,21 +247,26 @@ def _weigh(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part:Val
 def _weigh_scaled(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part:Value, scales:Value, **how:Any) -> Value:
   return weigh_rows(c, reference, addend, p, scores, part, scales, **how)
 
-def weigh_rows(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part:Value, scales:Value|None, *, rows:RowLanes, dtype:str,
-               sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, together:int, scale:float,
+@compound("weigh_raw", suffix="_{count}")
+def _weigh_raw(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part:Value, factor:Value, **how:Any) -> Value:
+  return weigh_rows(c, reference, addend, p, scores, part, None, factor, **how)
+
+def weigh_rows(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part:Value, scales:Value|None, factor:Value|None=None, *, rows:RowLanes,
+               dtype:str, sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, together:int, scale:float,
                at:ScalesAt=IN_REGISTERS) -> Value:
   stored = None if scales is None else RowScales(c, scales, at, rows.rows)
+  of_all = c.number(scale) if factor is None else c.let("of_all", factor*c.number(scale))
   def weights(t:int, i:int) -> Value:
     x, b = c.load(scores, t*stride + i), c.load(addend, t)
     by = None if stored is None else stored.factors(i)
-    if by is None: by = c.number(scale)
+    if by is None: by = of_all
     return c.let("weights", c.join(*[c.exp2(c.let("x", c.fma(y, by, c.element(b, r)))) for r, y in enumerate(by_row(c, x, rows.rows))]))
   def weigh_all() -> None:
     for t in range(tiles): store_weights(c, p, part, lambda i: weights(t, i), t, rows, dtype, sums, matrix, tiles, stride, count, together, stored)
+  if of_bytes(dtype):     # without a reference, P of 8 bits is too large or NaN, which `correct` sees
+    weigh_all()
+    return c.number(0.0)
   for i in range(len(sums)*tiles): c.store(part, i, c.splat(c.inf, rows.rows))
-  if of_bytes(dtype):
-    words = c.length(c.load(scores, 0))*together//IN_A_DWORD[dtype]
-    for i in range(tiles*stride//together): c.store(p, i, c.words(SIGNS, words))     # as weights that are too large
   seen = [c.element(c.load(reference, t), r) > LOWEST for t in range(tiles) for r in range(rows.rows)]
   c.when(c.any_lane(functools.reduce(operator.or_, seen)), weigh_all)
   return c.number(0.0)
@@ -299,6 +304,10 @@ def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:in
   if rounded is not None: c.store(part, sums.index(kind)*tiles + t, rounded_sums(c, rounded.value, kind, rows.rows))
   if unscaled is not None: c.store(part, sums.index(UNSCALED)*tiles + t, unscaled.value)
 
+def scaled_score(c:Any, x:Value, factor:Value) -> Value:
+  """Returns the vector x of raw scores, multiplied by the scales of q and k."""
+  return c.let("score", x*factor)
+
 @compound("correct", suffix="_{count}")
 def _correct(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, **how:Any) -> Value:
   return correct_rows(c, reference, addend, l, acc, p, scores, part, None, **how)
@@ -307,12 +316,17 @@ def _correct(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, 
 def _correct_scaled(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, scales:Value, **how:Any) -> Value:
   return correct_rows(c, reference, addend, l, acc, p, scores, part, scales, **how)
 
-def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, scales:Value|None, *,
-                 rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int,
-                 scale:float, above:float, at:ScalesAt=IN_REGISTERS) -> Value:
+@compound("correct_raw", suffix="_{count}")
+def _correct_raw(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, factor:Value, **how:Any) -> Value:
+  return correct_rows(c, reference, addend, l, acc, p, scores, part, None, factor, **how)
+
+def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, scales:Value|None,
+                 factor:Value|None=None, *, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, accs:int,
+                 together:int, scale:float, above:float, at:ScalesAt=IN_REGISTERS) -> Value:
   stored = None if scales is None else RowScales(c, scales, at, rows.rows)
   def score(t:int, i:int) -> Value:
     x = c.load(scores, t*stride + i)
+    if factor is not None: return scaled_score(c, x, factor)
     return x if stored is None else stored.score(x, i, scale)
   def compared(t:int) -> list[Value]:
     # The scores of tile t that compete to be the new reference. If P includes the scales of V's rows, the logarithms of the scales are added, so that
@@ -341,22 +355,23 @@ def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Val
   return c.number(0.0)
 
 def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
-          scale:float, scales:UOp|None=None, at:ScalesAt=IN_REGISTERS) -> UOp:
+          scale:float, scales:UOp|None=None, at:ScalesAt=IN_REGISTERS, factor:UOp|None=None) -> UOp:
   """Returns a statement that computes P of one tile of keys into `p`, rounded to `dtype`, and the sums of P into `part`."""
   # `part` gets one sum for each constant in `sums`: LANE is the fp32 sum of P, DOT the sum of P after rounding. `correct` describes all operands. If
-  # no row of the wave has seen a key, there is no reference yet, and the sums become inf. `correct`, which runs next, takes inf as a sign to find a
-  # reference and to compute P again.
+  # no row of the wave has seen a key, there is no reference yet, and the sums become inf, or P of 8 bits too large. `correct`, which runs next, takes
+  # this as a sign to find a reference and to compute P again.
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   name, operands = "weigh", [x[0] for x in (reference, addend, p, scores, part)]
   how: dict[str, Any] = dict(rows=rows, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles, stride=stride, count=stride, together=together,
                              scale=scale)
   if scales is not None: name, operands, how = "weigh_scaled", [*operands, scales if at.apart else scales[0]], how | {"at": at}
+  if factor is not None: name, operands = "weigh_raw", [*operands, factor]
   return statement(name, *operands, *after, **how)
 
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None, scales:UOp|None=None,
-            at:ScalesAt=IN_REGISTERS) -> UOp:
+            at:ScalesAt=IN_REGISTERS, factor:UOp|None=None) -> UOp:
   """Returns a statement that, if a sum of P in `part` is too large, inf or NaN, raises the numbers `reference` and computes P again."""
   # A sum of P in a lane is too large if it exceeds 2^above (`above` > 0), or if a score exceeds its query's reference (`above` = 0); with P of 8
   # bits, an element of P may be too large as well. Then the reference of every query of the wave becomes the query's largest score so far (for 8
@@ -371,12 +386,14 @@ def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:U
   #   part: the sums of P of this iteration, for each kind in `sums`
   #   scales: if P includes the scales of V's rows, these scales, for the keys of each vector of scores. If they lie in shared memory, `scales`
   #     indexes shared memory at the first vector. `at` says where they lie, and whether those of K's rows do, too
+  #   factor: the scales of q and k of 8-bit floats, multiplied, if the scores have not yet been multiplied by them
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   name, operands = "correct", [x[0] for x in (reference, addend, l, acc)] + [p[first//together], scores[first], part[0]]
   how: dict[str, Any] = dict(rows=rows, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles, stride=stride, count=stride if count is None else count,
                              accs=acc.max_numel()//tiles, together=together, scale=scale, above=above)
   if scales is not None: name, operands, how = "correct_scaled", [*operands, scales if at.apart else scales[first]], how | {"at": at}
+  if factor is not None: name, operands = "correct_raw", [*operands, factor]
   return statement(name, *operands, *after, **how)
 
 # ***** the correction where several waves share a row's scores: all of them raise its reference together *****

@@ -76,6 +76,25 @@ def test_shards(axis:int) -> None:
     o = attn.attention(q, k, v, causal=True, k_scale=scale, v_scale=scale, out_dtype="float32")
     check(o.to("EMU"), known, [1, of_heads, of_heads], "fp8e4m3")
 
+@pytest.mark.parametrize("axis", (None, 0, 1))
+def test_another_kernel_transposes_v(axis:int|None, capsys:pytest.CaptureFixture[str]) -> None:
+  # On sm_90 another kernel may transpose V before attention, also if tensors are divided over devices along batch or heads. `explain` says so, and
+  # how many bytes the transposed V takes.
+  of_heads = np.float32([[0.5, 2], [1, 3]])
+  with emulated("sm_90", "turned_wgmma"):
+    (q, k, v), known = inputs("fp8e4m3")
+    scale = Tensor(of_heads, device="EMU").realize()
+    if axis is not None:
+      devices = ("EMU:0", "EMU:1")
+      q, k, v = (t.bitcast(dtypes.uchar).contiguous().realize().shard(devices, axis).bitcast(dtypes.fp8e4m3) for t in (q, k, v))
+      scale = scale.to("EMU:0").shard(devices, None)
+    o = attn.attention(q, k, v, causal=True, k_scale=scale, v_scale=scale, out_dtype="float32")
+    check(o.to("EMU"), known, [1, of_heads, of_heads], "fp8e4m3")
+    told = attn.explain(q, k, v, causal=True)
+    assert "V transposed by another kernel" in capsys.readouterr().out
+    batch, heads = (1 if axis == i else n for i, n in enumerate((B, HKV)))
+    assert dict(told.memory)[told.kernel] == batch*heads*D*128      # one tile of 128 keys on each device
+
 def test_what_explain_says(capsys:pytest.CaptureFixture[str]) -> None:
   with emulated("sm_89"):
     (q, k, v), _ = inputs("fp8e4m3")

@@ -28,7 +28,7 @@ def kernels_for_nvidia() -> set[str]:
   # Returns the beginnings of the names of all kernels that an NVIDIA GPU may run.
   # The names of forward and backward kernels come from dispatch's tables. Other names are quoted texts in attn/kernels that begin with "attn_".
   chip = get_chip("sm_90")
-  programs = {"forward_wgmma": "wgmma", "widened_wgmma": "wgmma", "forward_mma": "mma", "mla_mma": "mla"}
+  programs = {"forward_wgmma": "wgmma", "widened_wgmma": "wgmma", "turned_wgmma": "wgmma", "forward_mma": "mma", "mla_mma": "mla"}
   found = {programs.get(name, name) for name, kernel in KERNELS.items()
            if kernel.program is not None and kernel.lacks(chip) is None and name != "split_kv"}
   for suffix, row in GRADIENT_KERNELS.items():

@@ -3,23 +3,20 @@ from __future__ import annotations
 import functools, math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from attn.chips.matrix import UNIT_BYTES, Matrix
+from attn.chips.matrix import Matrix
 from attn.kernels.parts.memory.layouts import LdsTile
 from attn.kernels.parts.memory.rows import LatentRows, Rows
+from attn.kernels.parts.memory.transposed import TURNED_ROWS, transpose, transpose_bytes
 from attn.kernels.parts.program.allocator import InLds
 from attn.kernels.parts.program.counts import bounded, ceildiv, left_alone
 from attn.kernels.tiles.amd import v_columns
-from attn.ops import amd, common as ops
+from attn.ops import amd
 from attn.tinygrad_compat import UOp
 
 # If a tile is transposed, an item is one unit of each of four rows, a quad. Of each column the item stores four elements, a half or a quarter of a
 # unit.
-TURNED_ROWS = 4                   # rows of an item
 UNITS_APART = 2                   # units between an item and its neighbour, if this puts their columns into different banks
 FAST_QUADS = 8                    # quads that vary fastest over threads: their stores fill a row of V^T
-FIRST_OF_FOUR = 0x05040100        # byte_perm: the low halves of two dwords side by side
-SECOND_OF_FOUR = 0x07060302       # byte_perm: the high halves of two dwords side by side
-LOW_BYTES_IN_TURN, HIGH_BYTES_IN_TURN = 0x05010400, 0x07030602     # byte_perm: alternating bytes of two dwords, of the low halves or the high ones
 
 @dataclass(frozen=True)
 class Staging:
@@ -56,24 +53,6 @@ class Staging:
     row, unit = index%fast, index//fast
     if groups > fast: row, unit = row + unit//self.units*fast, unit%self.units      # otherwise all quads lie in the first FAST_QUADS
     return row, unit//block*block + unit%self.together*self.apart + unit%block//self.together, gate
-
-def transpose(rows:list[UOp]) -> list[UOp]:
-  """Transposes four rows of eight 16-bit elements in registers, and returns eight columns of two dwords each."""
-  columns = []
-  for dword in range(UNIT_BYTES//4):
-    r0, r1, r2, r3 = [ops.extract(r, dword) for r in rows]
-    for selector in (FIRST_OF_FOUR, SECOND_OF_FOUR): columns.append(ops.build(amd.byte_perm(r1, r0, selector), amd.byte_perm(r3, r2, selector)))
-  return columns
-
-def transpose_bytes(rows:list[UOp]) -> list[UOp]:
-  """Transposes four rows of sixteen 8-bit elements in registers, and returns sixteen columns of one dword each."""
-  columns = []
-  for dword in range(UNIT_BYTES//4):
-    r0, r1, r2, r3 = [ops.extract(r, dword) for r in rows]
-    for pairs in (LOW_BYTES_IN_TURN, HIGH_BYTES_IN_TURN):
-      first, second = amd.byte_perm(r1, r0, pairs), amd.byte_perm(r3, r2, pairs)
-      columns += [amd.byte_perm(second, first, selector) for selector in (FIRST_OF_FOUR, SECOND_OF_FOUR)]
-  return columns
 
 def quads_of_unit(matrix:Matrix) -> int:
   """Returns how many groups of four neighbouring rows have their elements of one column in a 16-byte unit of V^T: 2 for 16-bit elements."""

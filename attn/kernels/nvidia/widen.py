@@ -1,6 +1,6 @@
 """A kernel that converts keys and values of 8 bits to 16 bits before the attention kernel runs."""
 from __future__ import annotations
-import functools, math
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -40,13 +40,9 @@ def widen_arguments(p:Problem) -> Shapes:
   written = {"wide_k": ((*rows, p.D), p.dtype), "wide_v": ((*rows, p.Dv), p.dtype), "wide_scales": ((*rows[:2], KINDS_OF_SCALES, p.Sk), "float32")}
   return written | {name: x for name, x in p.shapes.items() if name in ("k", "v", "k_scales", "v_scales", *OF_LENGTHS)}
 
-def bytes_of_widened(p:Problem) -> int:
-  """Returns the number of bytes of the three buffers that the kernel `widen_rows` writes."""
-  return sum(math.prod(shape)*BYTES[dtype] for name, (shape, dtype) in widen_arguments(p).items() if name in WIDENED_TENSORS.values())
-
 @dataclass(frozen=True)
-class WideningTile:
-  """Tile description of the kernel `widen_rows`: a block owns `block_m` rows of K and of V."""
+class PreparingTile:
+  """Tile description of a kernel that prepares K or V for the attention kernel: a block owns `block_m` rows of K and of V."""
   block_m: int
   queries: int   # queries of a block of the attention kernel
   waves: ClassVar[int] = 8
@@ -56,6 +52,16 @@ class WideningTile:
   def block_n(self) -> int: return self.block_m
   def lds_bytes(self, p:Problem) -> int: return 0
 
+def rows_read(group:Workgroup) -> UOp:
+  """Returns the number of rows of this block that the attention kernel reads."""
+  # The attention kernel reads whole tiles of keys: those that any row of its blocks of queries sees. Rows of the last block may be padding.
+  tile = group.tile
+  assert isinstance(tile, PreparingTile)
+  last = round_up(group.p.Sq, tile.queries) - 1
+  tiles = blocks_seen(over_keys(group.p, group.sequence), UOp.const(0), UOp.const(last), tile.block_m)
+  read = (group.grid.block >= tiles.begin) & (group.grid.block < tiles.end)
+  return read.where((group.sequence.n_k - group.first_row).maximum(0).minimum(tile.block_m), 0)
+
 @dataclass(frozen=True)
 class Widening:
   """The rows of K and V that a block converts to 16 bits, as one of its threads sees them."""
@@ -63,21 +69,13 @@ class Widening:
   to: Workgroup   # the same block in the attention kernel's problem
 
   @staticmethod
-  def of(p:Problem, arch:Chip, tile:WideningTile, args:tuple[UOp, ...]) -> Widening:
+  def of(p:Problem, arch:Chip, tile:PreparingTile, args:tuple[UOp, ...]) -> Widening:
     warps = Warps.of_keys(p, arch, tile, MMA[p.dtype], args, widen_arguments(p))
     given = warps.group.given
     return Widening(warps, replace(warps.group, p=widened_problem(p), given={name: given[wide] for name, wide in WIDENED_TENSORS.items()}))
 
   @functools.cached_property
-  def end(self) -> UOp:
-    """Number of rows of this block that the attention kernel reads, and that must be converted."""
-    # The attention kernel reads whole tiles of keys: those that any row of its blocks of queries sees. Rows of the last block may be padding.
-    group, tile = self.warps.group, self.warps.group.tile
-    assert isinstance(tile, WideningTile)
-    last = round_up(group.p.Sq, tile.queries) - 1
-    tiles = blocks_seen(over_keys(group.p, group.sequence), UOp.const(0), UOp.const(last), tile.block_m)
-    read = (group.grid.block >= tiles.begin) & (group.grid.block < tiles.end)
-    return read.where((group.sequence.n_k - group.first_row).maximum(0).minimum(tile.block_m), 0)
+  def end(self) -> UOp: return rows_read(self.warps.group)
 
   def numbers(self, name:str) -> list[UOp]:
     """Returns the stores of this thread's part of the rows of the tensor `name`, "k" or "v", in 16 bits."""
@@ -110,7 +108,8 @@ def widen_rows(p:Problem, arch:Chip, keys:int, queries:int) -> Callable[..., UOp
   # it takes the tensors of `widen_arguments(p)`, in this order; the attention kernel has blocks of `queries` queries, and rows that it does not read
   # are not written
   def kernel(*args:UOp) -> UOp:
-    x, written = Widening.of(p, arch, WideningTile(keys, queries), args), bytes_of_widened(p)
-    stores, counted = [*x.numbers("k"), *x.numbers("v"), *x.scales()], Estimates(0, written, written + p.B*p.Hkv*p.Sk*p.key_bytes)
+    x, rows = Widening.of(p, arch, PreparingTile(keys, queries), args), p.B*p.Hkv*p.Sk
+    stores, written = [*x.numbers("k"), *x.numbers("v"), *x.scales()], rows*((p.D + p.Dv)*BYTES[p.dtype] + KINDS_OF_SCALES*BYTES["float32"])
+    counted = Estimates(0, written, written + rows*p.key_bytes)
     return x.warps.group.named(f"attn_widen_{arch.name}_{p.stored}_{p.dtype}_{keys}_{p.D}", stores, counted)
   return kernel

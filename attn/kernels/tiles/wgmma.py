@@ -44,6 +44,9 @@ class WgmmaTile(WgmmaShape):
     # if the inputs are 8-bit floats, V lies there transposed, with rows of ones below it
     of_v = SwizzledPanels(columns + ONES_ROWS, self.block_n//mat.unit) if p.of_8_bits else SwizzledPanels(self.block_n, columns//mat.unit)
     return SwizzledPanels(self.block_m, k_units), SwizzledPanels(self.block_n, k_units), of_v
+  def transposes(self, p:Problem) -> bool:
+    """Whether the kernel transposes V. wgmma can read 8-bit floats only with the keys of a column side by side."""
+    return p.of_8_bits and not p.turned
   def given_v(self, p:Problem) -> SwizzledRows:
     """Returns the layout in which 8-bit floats of V arrive in shared memory, before the kernel transposes them there."""
     return SwizzledRows(self.block_n, round_up(p.Dv, WGMMA[p.dtype].K)//WGMMA[p.dtype].unit)
@@ -52,14 +55,14 @@ class WgmmaTile(WgmmaShape):
     return p.stored in STORED
   def stages(self, p:Problem) -> int:
     """Returns how many tiles of K, and how many of V, fit into shared memory at the same time."""
-    return STAGES if self.converts(p) or p.of_8_bits else min(STAGES, ceildiv(p.Sk, self.block_n))
+    return STAGES if self.converts(p) or self.transposes(p) else min(STAGES, ceildiv(p.Sk, self.block_n))
   def scale_stages(self, p:Problem) -> int:
     """Returns for how many tiles shared memory has room for the scales at the same time."""
     return SCALE_STAGES if self.converts(p) else self.stages(p)
   def ahead(self, p:Problem) -> bool:
     """Whether the copies of a tile of 8-bit floats start two iterations before the tile is used."""
     # if shared memory has room for it
-    return p.of_8_bits and self.bytes_with(p, True) <= MOST_SHARED
+    return self.transposes(p) and self.bytes_with(p, True) <= MOST_SHARED
   def key_stages(self, p:Problem) -> int: return self.stages(p) + self.ahead(p)
   def given_stages(self, p:Problem) -> int: return GIVEN_STAGES + self.ahead(p)
   def first_v(self, p:Problem) -> int:
@@ -78,7 +81,7 @@ class WgmmaTile(WgmmaShape):
   def bytes_with(self, p:Problem, ahead:bool) -> int:
     """Returns how many bytes of shared memory a block needs; `ahead`: if copies start two iterations before a tile is used."""
     q, k, v = self.layouts(p)
-    given = (GIVEN_STAGES + ahead)*self.given_v(p).size if p.of_8_bits else 0
+    given = (GIVEN_STAGES + ahead)*self.given_v(p).size if self.transposes(p) else 0
     units = q.size + (self.stages(p) + ahead)*k.size + self.stages(p)*v.size + given + self.scale_stages(p)*self.scales(p)
     return UNIT_BYTES*(units + 1)   # 1: mbarrier
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}"

@@ -11,7 +11,7 @@ from attn.kernels.nvidia.ring import Arrivals
 from attn.kernels.nvidia.warp_forward import SoftmaxState, WarpsForward
 from attn.kernels.nvidia.stored import FACTORS_OF_K, OF_K, OF_V, OF_V_WITHOUT_NANS
 from attn.kernels.nvidia.warps import Warps, always
-from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels, SwizzledRows
+from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels, SwizzledRows, WholeRows
 from attn.kernels.parts.program.counts import below, ceildiv, round_up
 from attn.kernels.parts.program.statements import Optional, Statements, store_all, workgroup_barrier
 from attn.kernels.parts.program.trips import TileLoop
@@ -102,10 +102,12 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     s = s.do(nv.clear(s.acc, s.done))
     if self.there is not wgmma.EVERYWHERE:      # a warpgroup without queries computes no products
       s = s.do(nv.clear(s.scores, s.done))
-    s, first = s.expected(warps.at, self.tile.threads*(1 + (self.p.of_8_bits and not self.tile.ahead(self.p)))), warps.group.walked.begin
+    if self.p.turned: s = s.do(*self.ones(s.shared))
+    twice = self.transposes and not self.tile.ahead(self.p)
+    s, first = s.expected(warps.at, self.tile.threads*(1 + twice)), warps.group.walked.begin
     s = s.do(*warps.copies_of_q(s.shared, self.tile.layouts(self.p)[0]))
     if self.converts: return self.fetch(self.with_q(self.loaded(s, first)), first)
-    if not self.p.of_8_bits: return self.fetch(self.with_q(s), first)
+    if not self.transposes: return self.fetch(self.with_q(s), first)
     s = s.do(*warps.copies_of("v", s.shared, first, self.given_v(first)), *self.ones(s.shared))
     s = s.do(nv.commit(s.done))
     s = s.after(workgroup_barrier(s.statements.do(nv.wait_copies(s.done, 0))))
@@ -144,7 +146,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
                             self.there))
     else: s = s.do(wgmma.output(s.scores, s.q.value, of_k, s.done, UNIT_BYTES*k.panel, self.p.dtype, None, self.there, more=False, by_rows=True))
     s = self.turn_passed(s, group.eq(self.tile.groups - 1) | (t > self.warps.group.walked.begin))
-    if self.p.of_8_bits: return self.fetch_bytes(s, t + 1), None
+    if self.transposes: return self.fetch_bytes(s, t + 1), None
     return (self.fetch(s, t + 1) if self.stages > 1 else s), None
 
   def weigh(self, s:WgmmaState, x:None, t:UOp, part:None, masked:bool) -> tuple[WgmmaState, None]:
@@ -153,6 +155,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     scores, mat = self.warps.group.scores, self.mat
     how: dict[str, Any] = {"rows": nv.ROW_LANES, "dtype": self.p.dtype, "sums": sums_of(self.p), "matrix": mat, "scale": scores.to_log2}
     if self.p.stored: how |= self.scales_at(s, t, masked)
+    if (factor := self.factor(masked)) is not None: how["factor"] = factor
     s = s.do(weigh(s.m, s.addend, s.p, s.scores, s.l_of_trip, s.done, **how))
     s = s.do(correct(s.m, s.addend, s.l, s.acc, s.p, s.scores, s.l_of_trip, **how, above=self.tile.rescale_above))
     if sums_of(self.p): s = s.summed()
@@ -194,11 +197,16 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     factors = (FACTORS_OF_K - of_v)*of_kind if self.weighs_keys(masked) else 0
     return {"scales": s.shared.bitcast(nv.F2)[first(of_v)], "at": ScalesAt(self.stored.apart, factors)}
 
+  def factor(self, masked:bool) -> UOp|None:
+    """Returns the factor by which `weigh` multiplies raw scores: the scales of q and k of 8-bit floats, or None."""
+    # Masks and score terms need S with these scales: there `finished` multiplies S earlier.
+    return None if masked or not self.warps.group.scores.in_place else self.warps.group.scale_of_scores
+
   def finished(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
     """Applies score terms (bias, softcap, ...) and masks to S, and returns the state."""
     scores = self.warps.group.scores
     if self.in_one_loop: return s.do(nv.keep_equal(s.scores, t < self.warps.group.walked.full_begin, *scores.classes(self.queries, t), s.done))
-    if not scores.in_place or self.p.q_scale or self.p.k_scale:
+    if not scores.in_place or ((self.p.q_scale or self.p.k_scale) and self.factor(masked) is None):
       tiles, = self.warps.group.scaled([[s.scores[kt].load() for kt in range(s.scores.max_numel())]])
       return s.store(store_all(s.scores, scores.finished(tiles, self.queries, t, masked)))
     return s.do(*scores.masks(s.scores, self.queries, t, s.done)) if masked else s
@@ -242,11 +250,13 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     if self.p.stored:     # with `nans_apart`, O is NaN by a scale, lse is not
       divisor = ops.add(sums[1], zero_or_nan(sums[0])) if self.nans_apart else sums[1]
       kinds, sums = (kinds[1], *kinds[1:]), [divisor, *sums[1:]]
-    return self.warps.outputs(self.queries, accs, s.m[0].load(), sums, kinds, alternating=self.p.of_8_bits)
+    return self.warps.outputs(self.queries, accs, s.m[0].load(), sums, kinds, alternating=self.transposes)
 
   # ***** global -> shared memory *****
   @property
   def stages(self) -> int: return self.tile.stages(self.p)
+  @property
+  def transposes(self) -> bool: return self.tile.transposes(self.p)
   def stage(self, t:UOp, of:int) -> UOp: return (t - self.warps.group.walked.begin)%of
   def k_panels(self, t:UOp) -> SwizzledPanels:
     q, k, _ = self.tile.layouts(self.p)
@@ -313,9 +323,17 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     if self.converts: return self.widened(s, t)
     # The compiler must not know the last tile: ptxas 13.0 derives from `t < 2` that t is 1, and then computes the place of tile 1, (~0 & 1), as 0
     there = None if self.stages == STAGES else t < ops.opaque_uniform(self.warps.group.walked.end)
-    s = s.do(*self.warps.copies_of_keys(s.shared, t, self.k_panels(t), self.v_panels(t), there),
+    s = s.do(*self.copies_of_tile(s.shared, t, there),
              *(self.stored.checked_copies(s.shared, t, self.first_scale(t), always(there)) if self.p.stored else []))
     return s.do(wgmma.arrive(s.arrivals, s.done))
+
+  def copies_of_tile(self, shared:UOp, t:UOp, gate:UOp|None) -> list[UOp]:
+    """Returns the statements that start this thread's copies of tile t of K and V, where `gate` is true."""
+    if not self.p.turned: return self.warps.copies_of_keys(shared, t, self.k_panels(t), self.v_panels(t), gate)
+    to = self.v_panels(t)
+    columns = WholeRows(to.rows - ONES_ROWS, to.units, base=to.base)
+    return [*self.warps.copies_of("k", shared, t, self.k_panels(t), gate),
+            *self.warps.copies(self.warps.group.turned_rows(t), shared, UOp.const(0), columns, gate)]
 
   # ***** keys and values that are stored in 8 bits *****
   @property

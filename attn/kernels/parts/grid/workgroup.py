@@ -291,6 +291,14 @@ class Workgroup:
     rows = GlobalRows(flat(self.given[within]), self.batch*sb + head*sh + start, ss, count, width, size, pin, whole, unit_bytes)
     return PackedRows.of(rows, self.heads, sh) if name == "q" and self.heads > 1 else rows
 
+  def turned_rows(self, t:UOp) -> GlobalRows:
+    """Returns the rows of tile t of transposed V, one for each column of V."""
+    # a tile that the workgroup does not walk over has no rows
+    p, keys = self.p, self.p.turned
+    _, _, tiles, columns, _ = p.turned_shape(keys)
+    number = (self.batch*p.Hkv + self.kv_head)*tiles + self.scores.row(t*keys)//keys
+    return GlobalRows(flat(self.given["v"]), number*(columns*keys), keys, (t < self.walked.end).where(columns, 0), keys, 1)
+
   def paged_rows(self, name:str, width:int, view:Strided, unit_bytes:int) -> PagedRows:
     """Returns the first `width` columns of the workgroup's rows of tensor `name`, in a cache of pages."""
     pages, buffer = self.p.pages, flat(self.given[name])
@@ -321,9 +329,13 @@ class Workgroup:
 
   def scaled(self, raw:list[list[UOp]]) -> list[list[UOp]]:
     """Returns the raw scores multiplied by the scales of q and k, if the problem has these scales."""
-    if not (factors := [x for name in ("q_scale", "k_scale") if (x := self.input_scale(name)) is not None]): return raw
-    factor = functools.reduce(ops.mul, factors)
+    if (factor := self.scale_of_scores) is None: return raw
     return [[ops.mul(x, factor) for x in row] for row in raw]
+  @property
+  def scale_of_scores(self) -> UOp|None:
+    """The scales of q and k, multiplied, or None if the problem has no such scales."""
+    factors = [x for name in ("q_scale", "k_scale") if (x := self.input_scale(name)) is not None]
+    return functools.reduce(ops.mul, factors) if factors else None
 
   def operand_rows(self, name:str, head:UOp|None=None) -> Rows:
     """Returns the rows of tensor `name` for the workgroup's sequence and head, loaded in the dtype that the matrix unit multiplies."""

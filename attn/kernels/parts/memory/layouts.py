@@ -151,6 +151,12 @@ class SwizzledPanels(CopiedLayout):
     return line.cast(dtypes.int) + ((unit%LINE).cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
 
 @dataclass(frozen=True)
+class WholeRows(SwizzledPanels):
+  """Layout like `SwizzledPanels`, for rows of at most 128 bytes, of which threads copy one after another without a gap."""
+  @property
+  def across(self) -> int: return self.units
+
+@dataclass(frozen=True)
 class LongPanels(SwizzledPanels):
   """Layout `SwizzledPanels` for long rows: the eight threads that copy a row take 128 bytes of it at a time."""
   @property
