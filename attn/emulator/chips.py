@@ -83,7 +83,8 @@ class Layout:
     self.by_rows, self.by_columns = ([len(e), *[place[x] for x in order]] for order in (rows + cols, cols + rows))
 
   def to_matrices(self, x:Array, unpack:Callable[[Array], Array]) -> Array:
-    """Returns one matrix per wave, (waves, columns, rows), of the registers x (registers, threads), which `unpack` converts to elements."""
+    """Returns the transposed matrix of each wave, (waves, columns, rows), from its registers x (registers, threads); `unpack` makes elements of
+    them."""
     e, l = self.split
     # On RDNA3, lanes 16-31 must hold the same elements of A and B as lanes 0-15.
     if self.duplicated is not None:

@@ -20,7 +20,7 @@ THE_SAME = ("uniform", "opaque_uniform", "opaque", "page_number", "element_numbe
 WRAPPING = (Ops.ADD, Ops.SUB, Ops.MUL, Ops.SHL, Ops.NEG)
 
 def held_by(dtype:DType) -> Range:
-  """Returns the range of numbers that an integer type can hold."""
+  """Returns (smallest, largest) of the numbers that an integer type can hold."""
   return (0, 1) if dtype == dtypes.bool else (int(dtype.min), int(dtype.max))
 
 def is_number(u:UOp) -> bool: return u.dtype in dtypes.ints or u.dtype == dtypes.bool
@@ -36,7 +36,7 @@ def must_fit(u:UOp) -> bool:
 # ***** operations *****
 
 def extremes(f:Callable[[int, int], int], x:Range, y:Range) -> Range:
-  """Returns the range of f(x, y) over the ranges x and y, where f is monotone in each operand."""
+  """Returns (smallest, largest) value of f(x, y) over the ranges x and y, where f is monotone in each operand."""
   found = [f(a, b) for a in x for b in y]
   return min(found), max(found)
 
@@ -74,7 +74,7 @@ OF_CONDITIONS: dict[Ops, Callable[[Range, Range], Range]] = {
   Ops.CMPLT: lambda x, y: (int(x[1] < y[0]), int(x[0] < y[1])), Ops.AND: lambda x, y: (x[0] & y[0], x[1] & y[1])}
 
 class Ranges:
-  """Ranges of the values of a program's integers."""
+  """The smallest and the largest value that each integer of a program can have."""
   # `of` maps each integer's UOp to its range; `beyond` maps each integer that may overflow its type to the range that it would have without overflow
   def __init__(self, uops:list[UOp]):
     self.of, self.beyond, self.sums = dict[UOp, Range](), dict[UOp, Range](), dict[UOp, Sum]()
@@ -140,7 +140,7 @@ class Ranges:
 
   # ***** choices *****
   def _chosen(self, u:UOp) -> Range|None:
-    """Returns the range of the integer `u`, a choice between two values by a condition."""
+    """Returns the range of the integer `u`, which is one of two values, as a condition chooses."""
     condition, *branches = u.src
     if any(b not in self.of for b in branches): return None
     # where x < y holds, x is below the largest y; where it doesn't, y is at most the largest x: so the ranges of x and y, or of casts of them, are

@@ -134,7 +134,7 @@ class PlainBackward(Rectangle):
 
   # ***** values of own queries *****
   def deltas_and_normalisers(self, ready:list[UOp]) -> tuple[UOp, PlainState]:
-    """Computes delta and the prepared lse of each own query; returns (their stores to registers, state)."""
+    """Computes delta and lse (prepared for exp2) of each query that the workgroup owns; returns (their stores to registers, state)."""
     # accesses to local memory come after the operations `ready`; the state has the stores of delta to memory
     group, p, s = self.group, self.p, self.state
     column, loop = self.loop(ceildiv(p.Dv, QUAD*self.tile.down))

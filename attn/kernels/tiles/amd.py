@@ -76,7 +76,7 @@ class Tile(ForwardShape):
   def by_item(self) -> bool: return False
   @property
   def buffers(self) -> int:
-    """Number of LDS buffers for tiles of K, and for tiles of V: 1, or `prefetch` if more."""
+    """Number of LDS buffers for tiles of K, and also for tiles of V: 2 if `prefetch` is 2, otherwise 1."""
     return max(1, self.prefetch)
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)

@@ -100,7 +100,7 @@ class Scores:
     return found
 
   def derivatives(self, steps:list[list[UOp]], row:Row, tile:UOp) -> dict[str, list[UOp]]:
-    """Returns {name of the score term: its derivative with respect to its input, at each score}."""
+    """Returns {name of the score term: derivative of the term's result with respect to the term's input, for each score}."""
     # `steps` is what the method `steps` returned; terms whose derivative is always 1 are left out
     found, at, unit = dict[str, list[UOp]](), self.fragment(row, tile), raw_unit(self.p)
     for term, before, after in zip(self.terms, steps, steps[1:]):
