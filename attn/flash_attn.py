@@ -42,7 +42,7 @@ def _options(arguments:dict[str, Any]) -> dict[str, Any]:
   return options
 
 def _check_starts(name:str, starts:Any) -> Tensor:
-  """Returns the tensor of the first row of each packed sequence, called `name`, or raises an error for a wrong dtype or shape."""
+  """Checks and returns the tensor, called `name`, with the first row of each packed sequence; raises an error for a wrong dtype or shape."""
   values.dtype_name(name, values.tensor(name, starts).dtype, ("int32",))
   if starts.ndim != 1 or starts.shape[0] < 2:
     raise ValueError(f"{name} has shape {values.shown_shape(starts.shape)}: must be (sequences + 1,)")

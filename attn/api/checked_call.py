@@ -110,7 +110,7 @@ class PlacedInputs:
     return self.shapes["k"][axes.index(axis)] if axis in axes else 1
 
 def as_bytes(dtype:str, tensors:dict[str, Tensor], options:AttentionOptions, in_place:bool) -> dict[str, Tensor]:
-  """Returns q, k and v with 8-bit floats reinterpreted as bytes, which kernels take."""
+  """Returns q, k and v; those of 8-bit floats are reinterpreted as bytes, the form that kernels take."""
   # `dtype` is the dtype of q, for messages. With `in_place` k and v are a cache, which 8-bit floats do not support.
   for name, there in (("block_table", options.block_table is not None), ("v_dim", options.v_dim is not None), ("a cache", in_place)):
     if there: raise NotImplementedError(f"{name} with q of {dtype}: a cache of 8 bits is QuantizedRows, and its queries have 16 bits")

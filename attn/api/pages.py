@@ -47,7 +47,7 @@ def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_
   return pages
 
 def check_only_page(table:Tensor, rows:int|UOp|Tensor, lengths_name:str, pages:Pages) -> None:
-  """Raises ValueError if a cache has one page, and the block table names another page for existing rows."""
+  """Raises ValueError if a cache has a single page, page 0, and the block table names another page for rows that exist."""
   # A kernel for a single page does not read the block table, so only this check finds a wrong entry. The check runs only where the host can read the
   # table at no cost, as on the emulator.
   entries, counts = numbers_at_hand(table), numbers_at_hand(rows) if isinstance(rows, Tensor) else rows

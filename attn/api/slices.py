@@ -88,7 +88,7 @@ def _column(mask:Tensor, queries:tuple[Size, ...], device:str) -> Tensor:
   return mask
 
 def _sinks(sinks:Tensor, heads:int) -> Tensor:
-  """Returns sinks (..., 1, 1) as float32 (heads), or raises NotImplementedError if two batches have different sinks."""
+  """Reshapes sinks (..., 1, 1) to (heads), one number for each query head in float32; raises NotImplementedError if each batch has its own sinks."""
   if sinks.ndim > 3 and any(n != 1 for n in sinks.shape[:-3]):
     raise NotImplementedError(f"attention sinks of shape {sinks.shape} with a symbolic length: must be one number for each head, (H, 1, 1)")
   return sinks.reshape(-1).expand(heads).cast(dtypes.float)

@@ -118,7 +118,7 @@ class WrittenOut:
     return None
 
   def weights_of(self, u:UOp) -> WrittenWeights|None:
-    """Returns how the attention weights `u` were computed, or None if `u` is not the weights of an attention."""
+    """Returns the scores and the sink from which the attention weights `u` were computed, or None if `u` is not the weights of an attention."""
     return found if (found := self.weights.get(u)) is not None else weights_with_sink(u)
 
   def softmax(self, own:Callable[..., Tensor], x:Any, axis:int=-1, dtype:Any=None) -> Any:

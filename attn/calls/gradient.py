@@ -233,7 +233,7 @@ def after(u:UOp, call:UOp) -> UOp:
 def in_this_shape(u:UOp, shape:tuple[Any, ...]) -> UOp: return u if u.shape == shape else u.reshape(shape)
 
 def output_shapes(p:Problem, q:UOp) -> dict[str, tuple[Any, ...]]:
-  """Returns the shapes of o, lse and lse_rest over all devices, by name."""
+  """Returns the whole shapes of o, lse and lse_rest, all shards together, by name."""
   # The buffers that the kernel wrote may have other shapes, because a caller may have provided them.
   sizes = dict(zip(AXES[p.layout], q.shape))
   log_sum = tuple(sizes[axis] for axis in lse_axes(p.layout))

@@ -28,7 +28,7 @@ def terms_of(x:UOp) -> list[UOp]:
   return [term for part in x.src for term in terms_of(part)] if x.op is Ops.ADD else [x]
 
 def count_of(n:Size) -> tuple[Count, tuple[UOp, ...]]|None:
-  """Splits a number of rows into (constant and ranges of Variables, bound Variables); None if it is no sum of a constant and Variables."""
+  """Returns a number of rows as (`Count`: a constant, and the range of each Variable; the bound Variables), or None if it is no sum of these."""
   if isinstance(n, int): return Count((), n), ()
   terms = terms_of(n)
   constants, bound = [x for x in terms if x.op is Ops.CONST], sorted((x for x in terms if x.is_bound_var), key=lambda x: x.src[0].expr)

@@ -196,7 +196,7 @@ def parts_of_sum(x:KernelSum, arch:Chip) -> int:
 
 @dataclass(frozen=True)
 class KernelSum:
-  """A sum of dS (the gradient of the scores) over the scores to which one element of a tensor is added; the kernel `backward_dbias` computes it."""
+  """A sum of dS (the gradient of the scores) over all scores that one element of a tensor, such as a bias, changes; `backward_dbias` computes it."""
   p: Problem  # problem for which the kernel is made
   tile: BackwardTile|MmaBackwardTile
   @property

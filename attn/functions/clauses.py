@@ -195,8 +195,8 @@ class Reader:
     else: return None
     return edge if edge.known is not None or edge.fits else None
   def _chain(self, u:UOp) -> tuple[UOp, int, Steps]|None:
-    """Writes u as sign * f(symbol), where symbol is the position of the query or of the key; returns (symbol, sign, steps of f), or None if it
-    cannot."""
+    """Writes u as sign * f(symbol), where symbol is the position of the query or of the key; returns (symbol, sign, steps of f), or None if u has no
+    such form."""
     # f is made of steps x -> (x*times + plus)//over.
     if u is QUERY or u is KEY: return u, 1, ()
     if (divided := _division(u)) is None: return None

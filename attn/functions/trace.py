@@ -194,7 +194,8 @@ SIMPLE = (int, float, str, bytes, bool, type(None), DType, type(dtypes))
 BY_NAME = frozenset(("__dict__", "__import__", "eval", "exec", "getattr", "globals", "import_module", "vars"))     # these read what a text names
 
 def identity(function:Any) -> Hashable|None:
-  """Returns a key for what a Python function computes, or None if something that it reads may change unnoticed."""
+  """Returns a key for a Python function: two functions with equal keys compute the same. None if something that the function reads may change
+  unnoticed."""
   # The key is made of the function's code, and of the values that the code reads from closures, defaults, globals and modules. An object, a class or
   # a list may change unnoticed.
   try: return of_value(function, (), ())
