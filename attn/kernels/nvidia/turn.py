@@ -1,8 +1,4 @@
-"""A kernel that transposes V of 8-bit floats before the attention kernel runs.
-
-wgmma reads 8-bit floats only with the keys of a column side by side. If the attention kernel transposes V, each block of queries transposes all of V
-again. This kernel transposes V once. It writes V in tiles: a tile has as many keys as a tile of the attention kernel, and a row for each column of V.
-Each 32 keys of a row lie in the order in which `nv.pack_a` packs their weights."""
+"""A kernel that transposes V of 8-bit floats once, before the attention kernel runs. Begin with `turn_values`."""
 from __future__ import annotations
 import itertools
 from collections.abc import Callable
@@ -18,10 +14,14 @@ from attn.ops.common import flat
 from attn.problem import Problem, Shapes
 from attn.tinygrad_compat import Estimates, UOp
 
+# wgmma reads 8-bit floats only with the keys of a column side by side. If the attention kernel transposes V, each block of queries transposes all of
+# V again. This kernel writes V in tiles: a tile has as many keys as a tile of the attention kernel, and a row for each column of V. Each 32 keys of a
+# row lie in the order in which `nv.pack_a` packs their weights.
+
 TURNED_TENSORS = {"v": "turned_v"}     # input of the attention kernel, and the buffer that it gets
 
 def turned_problem(p:Problem, keys:int) -> Problem:
-  """Returns the problem of the attention kernel that reads V transposed in tiles of `keys` keys."""
+  """Returns `p` with V transposed in tiles of `keys` keys, as the attention kernel reads it."""
   return replace(p, turned=keys)
 
 def turn_arguments(p:Problem, keys:int) -> Shapes:
@@ -30,7 +30,7 @@ def turn_arguments(p:Problem, keys:int) -> Shapes:
   return written | {name: x for name, x in p.shapes.items() if name in ("v", *OF_LENGTHS)}
 
 def key_in_unit(mat:Mma, h:int, n:int) -> int:
-  """Returns which of 16 keys is number 4*h + n in 16 bytes of transposed V."""
+  """Returns which of 16 neighbouring keys stands at byte 4*`h` + `n` of the 16 bytes that hold these keys in a row of transposed V."""
   return mat.key_of(h, n)      # the n-th key whose weights lane h of a row holds
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Turning:
     return Turning(Warps.of_keys(p, arch, tile, MMA_OF_8_BITS[p.dtype], args, turn_arguments(p, tile.block_m)))
 
   def stores(self) -> list[UOp]:
-    """Returns the stores of this thread's pieces."""
+    """Returns the stores of this thread's part of the transposed tile to memory."""
     # neighbouring threads have neighbouring keys, so what they store at the same time is side by side
     group, (_, _, tiles, columns, keys), stores = self.warps.group, self.warps.group.p.turned_shape(self.warps.group.tile.block_m), list[UOp]()
     across, end, to = keys//UNIT_BYTES, rows_read(group), flat(group.given["turned_v"]).bitcast(ops.u32(4))
@@ -58,7 +58,7 @@ class Turning:
     return stores
 
   def piece(self, unit:UOp, quad:UOp, inside:UOp, end:UOp) -> list[UOp]:
-    """Returns 16 bytes of each of four columns: the piece with the 16 keys number `unit` and the four columns number `quad`."""
+    """Loads V for the `unit`-th 16 keys and the `quad`-th four columns of the tile, and returns 16 bytes for each of these columns."""
     # Keys from key `end` of the tile on are zeros. Where `inside` is false, there is no such piece.
     group, mat = self.warps.group, self.warps.at.matrix
     rows, fours = group.rows_of("v", unit_bytes=TURNED_ROWS), []

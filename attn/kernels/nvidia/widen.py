@@ -53,7 +53,7 @@ class PreparingTile:
   def lds_bytes(self, p:Problem) -> int: return 0
 
 def rows_read(group:Workgroup) -> UOp:
-  """Returns the number of rows of this block that the attention kernel reads."""
+  """Returns how many rows of this block of K and V the attention kernel reads; only these must be prepared."""
   # The attention kernel reads whole tiles of keys: those that any row of its blocks of queries sees. Rows of the last block may be padding.
   tile = group.tile
   assert isinstance(tile, PreparingTile)

@@ -292,7 +292,7 @@ class Workgroup:
     return PackedRows.of(rows, self.heads, sh) if name == "q" and self.heads > 1 else rows
 
   def turned_rows(self, t:UOp) -> GlobalRows:
-    """Returns the rows of tile t of transposed V, one for each column of V."""
+    """Returns tile t of transposed V as rows in global memory, one for each column of V."""
     # a tile that the workgroup does not walk over has no rows
     p, keys = self.p, self.p.turned
     _, _, tiles, columns, _ = p.turned_shape(keys)
@@ -333,7 +333,7 @@ class Workgroup:
     return [[ops.mul(x, factor) for x in row] for row in raw]
   @property
   def scale_of_scores(self) -> UOp|None:
-    """The scales of q and k, multiplied, or None if the problem has no such scales."""
+    """The product of the scales of q and k, by which raw scores are multiplied, or None if the problem has no such scales."""
     factors = [x for name in ("q_scale", "k_scale") if (x := self.input_scale(name)) is not None]
     return functools.reduce(ops.mul, factors) if factors else None
 

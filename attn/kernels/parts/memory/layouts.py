@@ -152,7 +152,7 @@ class SwizzledPanels(CopiedLayout):
 
 @dataclass(frozen=True)
 class WholeRows(SwizzledPanels):
-  """Layout like `SwizzledPanels`, for rows of at most 128 bytes, of which threads copy one after another without a gap."""
+  """Layout like `SwizzledPanels`, for rows of at most 128 bytes, each copied by exactly as many threads as it has 16-byte units."""
   @property
   def across(self) -> int: return self.units
 
