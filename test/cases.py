@@ -199,7 +199,7 @@ def check_kernel(kernel:Callable[..., UOp], p:Problem, x:Inputs, arch:str) -> No
 
 # By the option's name in Problem.options, for a head with 150 queries and 200 keys. The tables for plain problems have rows for these options.
 ONE_OPTION: dict[str, dict[str, Any]] = {
-  "": {}, "softcap": dict(softcap=3.0), "alibi": dict(extras=dict(alibi_slopes=floats(1)**2)),
+  "": {}, "window": dict(window=(70, -1)), "softcap": dict(softcap=3.0), "alibi": dict(extras=dict(alibi_slopes=floats(1)**2)),
   "bias": dict(extras=dict(bias=floats(1, 1, 150, 200))),
   "dropout_p": dict(dropout_p=0.1, extras=dict(dropout_seed=np.array([7, 9], np.uint32)))}
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from attn.chips.cdna import COUNTERS_ON_CDNA, DKDV_ON_CDNA, DQ_ON_CDNA, LATENT_ON_CDNA, PLAIN_DQ_128, SUMS, mfma, mfma_of_bytes
 from attn.chips.family import Caches, Card, Chip, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure, Machine
-from attn.chips.shapes import AT_MOST_ONE, NO_BIAS, BackwardShape, ForwardShape, ShapeAtOnce, UpTo
+from attn.chips.shapes import AT_MOST_ONE, NO_BIAS, NO_OPTION, BackwardShape, ForwardShape, ShapeAtOnce, UpTo
 
 # On CDNA software has to wait for the results of MFMA: the compiler puts enough other instructions, or s_nop, between two dependent instructions.
 CDNA3_MACHINE = Machine(
@@ -58,7 +58,8 @@ CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000,
     "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8, "32x32x16_fp8": 32, "16x16x32_fp8": 16}),
   apart=("float16",), forward=FORWARD_ON_CDNA3, forward_of_bytes=BYTES_ON_CDNA3, dq=DQ_ON_CDNA, dkdv=DKDV_ON_CDNA,
   plain_forward=(UpTo(128, ForwardShape(4, 1, 32, fenced=True), options=("bias",)),),
-  plain_dq=(UpTo(64, BackwardShape(4, 64, fenced=2), options=("", "softcap", "alibi")), PLAIN_DQ_128,
+  plain_dq=(UpTo(64, BackwardShape(4, 64, fenced=2), options=(*NO_OPTION, "softcap")),
+            UpTo(64, BackwardShape(4, 64, prefetch=0), options=("alibi",)), PLAIN_DQ_128,
             UpTo(128, BackwardShape(4, 64, fenced=8), options=NO_BIAS), *(UpTo(d, BackwardShape(4, 64), options=("bias",)) for d in (64, 128)),
             *(UpTo(d, BackwardShape(4, 32, fenced=8, sparing=True, read_ahead=1), options=AT_MOST_ONE) for d in (192, 256))),
   plain_dkdv=(UpTo(192, BackwardShape(4, 32, fenced=8, read_ahead=1)),),

@@ -5,7 +5,7 @@ from attn.chips.cdna import COUNTERS_ON_CDNA, DKDV_OF_256_ON_CDNA, DKDV_ON_CDNA,
 from attn.chips.cdna3 import CACHES_OF_CDNA3, CDNA3_MACHINE
 from attn.chips.family import Card, Chip, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure
-from attn.chips.shapes import AT_MOST_ONE, NO_BIAS, ONE_OF_ALL, BackwardShape, ForwardShape, ShapeAtOnce, UpTo
+from attn.chips.shapes import AT_MOST_ONE, NO_BIAS, NO_OPTION, ONE_OF_ALL, BackwardShape, ForwardShape, ShapeAtOnce, UpTo
 
 CDNA4_MACHINE = replace(CDNA3_MACHINE, transcendental=Figure(12, "cdna4"), matrix=Figure(20, "hazard"), memory=Figure(650, ASSUMED),
                         memory_bytes=Figure(64, ASSUMED), memory_queue=Figure(16, ASSUMED), lds=Figure(48, ASSUMED))
@@ -51,16 +51,19 @@ CDNA4 = Family("cdna4", wave=64, vgprs=512, busy_waves=4, bf16_pack=True, descri
     "32x32x16": 32, "16x16x32": 16, "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8,
     "32x32x64": 64, "16x16x128": 32, "32x32x16_fp8": 32, "16x16x32_fp8": 16}),
   apart=("float16", "bfloat16"), loads_to_lds=True, forward=FORWARD_ON_CDNA4, forward_of_bytes=BYTES_ON_CDNA4,
-  plain_forward=(UpTo(128, ForwardShape(4, 1, 64, fenced=True), options=("dropout_p",)),
+  plain_forward=(UpTo(64, ForwardShape(4, 1, 32, prefetch=2), options=("",)),
+                 UpTo(128, ForwardShape(4, 1, 64, fenced=True), options=("dropout_p",)),
                  UpTo(128, ForwardShape(4, 1, 32, prefetch=2), options=("bias",)),
                  UpTo(128, ForwardShape(4, 1, 64, fenced=True, prefetch=2), options=("softcap",))),
   dq=DQ_ON_CDNA, dkdv=(DKDV_ON_CDNA[0], UpTo(128, BackwardShape(4, 32)), *DKDV_OF_256_ON_CDNA),
   plain_dq=(UpTo(64, BackwardShape(4, 64, prefetch=2), options=AT_MOST_ONE), PLAIN_DQ_128,
             UpTo(128, BackwardShape(4, 64, prefetch=2), options=ONE_OF_ALL),
             UpTo(192, BackwardShape(4, 32, fenced=8, prefetch=2, read_ahead=3), options=AT_MOST_ONE),
-            UpTo(256, BackwardShape(4, 32, fenced=8, prefetch=2, read_ahead=3), options=("", *NO_BIAS))),
-  plain_dkdv=(UpTo(128, BackwardShape(4, 64, fenced=8, prefetch=2), options=("", *NO_BIAS)),
-              UpTo(192, BackwardShape(4, 32, fenced=4, sparing=True, read_ahead=1))),
+            UpTo(256, BackwardShape(4, 32, fenced=8, prefetch=2, read_ahead=3), options=(*NO_OPTION, *NO_BIAS))),
+  plain_dkdv=(UpTo(64, BackwardShape(4, 32, fenced=4, prefetch=2), options=("alibi",)),
+              UpTo(128, BackwardShape(4, 64, fenced=8, prefetch=2), options=(*NO_OPTION, *NO_BIAS)),
+              UpTo(192, BackwardShape(4, 32, fenced=8, prefetch=2, sparing=True, read_ahead=3), options=("",)),
+              UpTo(192, BackwardShape(4, 32, fenced=4, sparing=True, read_ahead=1), options=("window",))),
   latent=LATENT_ON_CDNA, at_once=AT_ONCE_ON_CDNA4,
   counters=COUNTERS_ON_CDNA, machine=CDNA4_MACHINE)
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 from attn.chips.family import Caches
 from attn.chips.matrix import Matrix
-from attn.chips.shapes import BOTH, NO_BIAS, BackwardShape, MlaShape, UpTo
+from attn.chips.shapes import BOTH, NO_BIAS, NO_OPTION, BackwardShape, MlaShape, UpTo
 
 def wmma(suffix:str, operand_type:str, block:int, duplicated:bool=False, K:int=16, arguments:str="{a}, {b}, {c}", size:int=2) -> Matrix:
   """Returns the record of the WMMA instruction C (16 x 16) += A (16 x K) B (K x 16), e.g. wmma_f32_16x16x16_f16_w32 for `suffix` "f16_w32"."""
@@ -23,7 +23,7 @@ DBIAS_IN_PIECES = UpTo(128, BackwardShape(4, 16, BOTH, fenced=2, prefetch=0, spa
 
 # With (4, 16, 8192, 192) it is predicted to be 27 to 39% faster than the rows with `sparing` on gfx1100 and gfx1201, without options and with
 # softcap, ALiBi or dropout, and no register is spilled.
-PLAIN_DKDV_192_ON_RDNA = UpTo(192, BackwardShape(2, 16, BOTH, fenced=4, prefetch=0, passes=2, read_ahead=3), options=("", *NO_BIAS))
+PLAIN_DKDV_192_ON_RDNA = UpTo(192, BackwardShape(2, 16, BOTH, fenced=4, prefetch=0, passes=2, read_ahead=3), options=(*NO_OPTION, *NO_BIAS))
 
 def caches_of_one_die(l2:int, shared:int, gbs:float) -> Caches:
   """Returns the record of the caches of a chip of one die: `l2` MB of L2, `shared` MB of Infinity Cache, `gbs` GB/s."""

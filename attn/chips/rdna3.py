@@ -3,7 +3,7 @@ from __future__ import annotations
 from attn.chips.family import Card, Chip, Counters, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure, Machine
 from attn.chips.rdna import DBIAS_IN_PIECES, LATENT_ON_RDNA, PLAIN_DKDV_192_ON_RDNA, caches_of_one_die, wmma
-from attn.chips.shapes import AT_MOST_ONE, BOTH, BackwardShape, ForwardShape, UpTo
+from attn.chips.shapes import AT_MOST_ONE, BOTH, NO_OPTION, BackwardShape, ForwardShape, UpTo
 
 RDNA3_MACHINE = Machine(
   turn=Figure(1, "isa"), step=Figure(1, "isa"), vector=Figure(5, "schedule"), vector_to_matrix=Figure(5, ASSUMED),
@@ -41,7 +41,7 @@ DKDV_ON_RDNA3 = (
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2, read_ahead=3), whole=True),
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)))
 PLAIN_DQ_ON_RDNA3 = (
-  UpTo(64, BackwardShape(4, 32, fenced=2), options=("", "alibi", "bias", "dropout_p")),
+  UpTo(64, BackwardShape(4, 32, fenced=2), options=(*NO_OPTION, "alibi", "bias", "dropout_p")),
   UpTo(192, BackwardShape(2, 16, BOTH, fenced=4, prefetch=0, sparing=True, read_ahead=3), options=AT_MOST_ONE),
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3, by_item=True), options=AT_MOST_ONE))
 
@@ -52,6 +52,7 @@ RDNA3 = Family("rdna3", wave=32, vgprs=256, busy_waves=2, dual_issue=True, dual_
               matrix={"16x16x16": 32}),
   forward=FORWARD_ON_RDNA3, dq=DQ_ON_RDNA3, dkdv=DKDV_ON_RDNA3, dbias=DBIAS_ON_RDNA3,
   plain_forward=(UpTo(64, ForwardShape(4, 1, 64, fenced=True, prefetch=0), options=("softcap", "dropout_p")),
+                 UpTo(64, ForwardShape(4, 1, 64, fenced=True), options=("window",)),
                  UpTo(128, ForwardShape(4, 1, 32, fenced=True, prefetch=0), options=("softcap", "alibi")),),
   plain_dq=PLAIN_DQ_ON_RDNA3, plain_dkdv=(PLAIN_DKDV_192_ON_RDNA,), latent=LATENT_ON_RDNA,
   counters=Counters("vmcnt", "vscnt", "lgkmcnt", "lgkmcnt", {"vmcnt": ((10, 6),), "lgkmcnt": ((4, 6),)}), machine=RDNA3_MACHINE)

@@ -5,7 +5,7 @@ from attn.chips.family import Card, Chip, Counters, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure
 from attn.chips.rdna import DBIAS_IN_PIECES, LATENT_ON_RDNA, PLAIN_DKDV_192_ON_RDNA, caches_of_one_die, wmma
 from attn.chips.rdna3 import RDNA3_MACHINE
-from attn.chips.shapes import AT_MOST_ONE, BOTH, NO_BIAS, BackwardShape, ForwardShape, UpTo
+from attn.chips.shapes import AT_MOST_ONE, BOTH, NO_BIAS, NO_OPTION, BackwardShape, ForwardShape, UpTo
 
 RDNA4_MACHINE = replace(RDNA3_MACHINE, memory=Figure(446, ASSUMED))     # RDNA3's latency in time, in cycles of 2.97 GHz
 
@@ -32,11 +32,12 @@ DKDV_ON_RDNA4 = (
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2, read_ahead=3), whole=True),
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=1, prefetch=0, sparing=True, passes=2)))
 PLAIN_DQ_ON_RDNA4 = (
-  UpTo(64, BackwardShape(8, 32, prefetch=2)),
+  UpTo(64, BackwardShape(8, 32, prefetch=2)), UpTo(64, BackwardShape(4, 32), options=("bias",)),
   UpTo(128, BackwardShape(4, 32, fenced=2, read_ahead=1), options=NO_BIAS),
   UpTo(128, BackwardShape(4, 16, fenced=2, sparing=True, read_ahead=3), options=("bias",)),
-  UpTo(192, BackwardShape(2, 16, BOTH, fenced=2, sparing=True, read_ahead=3), options=("", *NO_BIAS)),
+  UpTo(192, BackwardShape(2, 16, BOTH, fenced=2, sparing=True, read_ahead=3), options=(*NO_OPTION, *NO_BIAS)),
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3), options=AT_MOST_ONE))
+PLAIN_DKDV_ON_RDNA4 = (UpTo(64, BackwardShape(4, 16, fenced=2, prefetch=0, read_ahead=1), options=("window",)), PLAIN_DKDV_192_ON_RDNA)
 
 # Tiles for q, k and v of 8-bit floats: the best of about 30 by the time that is predicted from machine code of clang 22, with scales and a causal
 # mask. None was measured.
@@ -53,7 +54,7 @@ RDNA4 = Family("rdna4", wave=32, vgprs=256, busy_waves=2, dual_issue=True, descr
   pipes=Pipes(simds=2, valu=1, trans=4, lds_read=128, lds_write=128, coissue=False, matrix_issue=0, max_waves=16, lds_granule=1024, flops=1024,
               matrix={"16x16x16": 16, "16x16x16_fp8": 8}),
   packs_again=True, forward=FORWARD_ON_RDNA4, forward_of_bytes=BYTES_ON_RDNA4, dq=DQ_ON_RDNA4, dkdv=DKDV_ON_RDNA4, dbias=DBIAS_ON_RDNA4,
-  plain_dq=PLAIN_DQ_ON_RDNA4, plain_dkdv=(PLAIN_DKDV_192_ON_RDNA,), latent=LATENT_ON_RDNA,
+  plain_dq=PLAIN_DQ_ON_RDNA4, plain_dkdv=PLAIN_DKDV_ON_RDNA4, latent=LATENT_ON_RDNA,
   counters=Counters("loadcnt", "storecnt", "dscnt", "kmcnt"), machine=RDNA4_MACHINE)
 
 CHIPS_OF_RDNA4 = (

@@ -21,6 +21,14 @@ class Burden(IntEnum):
   ALIBI = 3
   BIAS = 4
 
+# Names in the tables for problems with at most one option, besides those of Problem.options: "" for no option; "window" for no option, but a window
+# that hides a query's first keys.
+NO_OPTION = ("", "window")
+# options for which tiles were searched
+NO_BIAS = ("softcap", "alibi", "dropout_p")
+ONE_OF_ALL = (*NO_BIAS, "bias")
+AT_MOST_ONE = (*NO_OPTION, *ONE_OF_ALL)
+
 AnyShape = TypeVar("AnyShape")
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ class UpTo(Generic[AnyShape]):
   spills_on: tuple[str, ...] = ()  # chips on which the shape spills registers, whatever the burden
   whole: bool = False              # whether registers are enough only if tensor rows consist of whole 16-byte units and workgroups have all of the
                                    # shape's waves: rows in pieces have more addresses, and with fewer waves each wave loads more
-  options: tuple[str, ...] = ("",) # in a table for problems with at most one option: which options, "" for none
+  options: tuple[str, ...] = NO_OPTION    # in a table for problems with at most one option: which options (above)
   llvm: int = EVERY                # newest release of LLVM that the table row is for. Among table rows with the same `up_to`, only those are used
                                    # whose `llvm` is the oldest release that is not older than the compiler
 
@@ -56,11 +64,6 @@ class ForwardShape:
                                # LDS buffer
 
 BOTH = (True, True)     # both tensors of the rows that a workgroup owns are in LDS
-
-# options for which tiles of problems with one option were searched (Problem.options)
-NO_BIAS = ("softcap", "alibi", "dropout_p")
-ONE_OF_ALL = (*NO_BIAS, "bias")
-AT_MOST_ONE = ("", *ONE_OF_ALL)
 
 @dataclass(frozen=True)
 class BackwardShape:

@@ -61,7 +61,8 @@ def plain_rows(p:Problem, arch:Chip, table:Iterable[UpTo[Any]], tile_of:Callable
   # Such a row is for a class of head dimensions, and for no option or one of the row's `options`. Rows of K and V must be whole 16-byte units, the
   # queries of a head must fill a tile, and there must be enough workgroups to fill the chip.
   if arch.llvm < PLAIN_LLVM: return
-  for row in (x for x in table if x.up_to == head_class(p) and "".join(p.options) in x.options):
+  option = "".join(p.options) or "window"*bool(hiding(p).before)
+  for row in (x for x in table if x.up_to == head_class(p) and option in x.options):
     tile, waves = tile_of(row), row.shape.waves
     owned, heads = (p.Sk, p.Hkv) if isinstance(tile, BackwardTile) and tile.keys else (p.Sq, p.H)
     filled = waves <= ceildiv(owned, tile.block_m//tile.waves)

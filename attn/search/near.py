@@ -151,9 +151,11 @@ def cells_of(spec:Spec, which:str, x:Timed, gain:str="", result:str="") -> tuple
 def tile_text(tile:Tile|BackwardTile) -> str: return ", ".join(filter(None, (str(tile), tile.options)))
 
 # Why a table row stays although the search finds a tile that is better: chip, D, kernel and option -> what the search does not compile
-NOT_TAKEN = {("gfx950", "128", FORWARD, ""): "kept: the other spills with options",
+NOT_TAKEN = {("gfx90a", "64", "dkdv", ""): "kept: LDS has room for only six waves of the other on four SIMDs",
+             ("gfx950", "128", FORWARD, ""): "kept: the other spills with uneven rows",
              ("gfx1100", "128", FORWARD, ""): "kept: it loads nothing ahead, and is to be measured first",
-             ("gfx1100", "64", FORWARD, "window"): "kept: a table has no rows for a window alone",
+             ("gfx950", "128", "dkdv", "bias"): "kept: the other spills if query heads share keys",
+             ("gfx1201", "128", "dkdv", "bias"): "kept: the other spills if query heads share keys",
              ("gfx1100", "128", "dkdv", "softcap"): "kept: the other spills if query heads share keys"}
 
 def result_of(spec:Spec, gain:float) -> str:

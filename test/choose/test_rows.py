@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from attn.chips import Chip, get_chip
 from attn.chips.matrix import MMA
-from attn.chips.shapes import BackwardShape, Burden, ForwardShape, MmaShape, UpTo
+from attn.chips.shapes import AT_MOST_ONE, BackwardShape, Burden, ForwardShape, MmaShape, UpTo
 from attn.choose.backward_tiles import amd_backward_tile, backward_tile
-from attn.choose.rows import burden, fitting, misfit
-from attn.choose.tiles import choose_amd_tile
+from attn.choose.rows import burden, fitting, misfit, plain_rows
+from attn.choose.tiles import amd_tile, choose_amd_tile
 from attn.kernels.tiles.mma import MmaTile
 from attn.problem import Problem
 from cases import problem
@@ -72,6 +72,16 @@ def test_a_row_of_forward_for_problems_with_one_option(given:dict[str, Any], llv
   # a workgroup: 40 queries fill two of four waves, 100 queries fill all four.
   sizes = {"B": 4, "H": 16, "Sq": 4096, "Sk": 4096, "D": 128, **given}
   assert choose_amd_tile(problem(**sizes), replace(with_rows("dropout_p"), llvm=llvm)).block_n == keys
+
+@pytest.mark.parametrize("given, names", [
+  ({}, [""]), ({"causal": True}, [""]), ({"window": (-1, 5)}, [""]),
+  ({"window": (5, -1)}, ["window"]), ({"causal": True, "window": (5, 0)}, ["window"]), (SOFTCAP | {"window": (5, 5)}, ["softcap"])])
+def test_a_row_for_windows(given:dict[str, Any], names:list[str]) -> None:
+  # A window that hides a query's first keys counts as an option if the problem has no other option.
+  p, shape = problem(B=4, H=16, Sq=4096, Sk=4096, D=128, **given), ForwardShape(4, 1, 64, fenced=True)
+  chip = with_rows("")
+  rows = [UpTo(128, shape, options=(name,)) for name in AT_MOST_ONE]
+  assert [row.options for row in plain_rows(p, replace(chip, llvm=22), rows, lambda row: amd_tile(p, chip, row))] == [tuple(names)]
 
 def with_rows(option:str) -> Chip:
   # Returns gfx950 with one tile in each table of forward.

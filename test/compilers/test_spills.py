@@ -135,17 +135,20 @@ def test_kernels_that_once_spilled(case:str) -> None:
 LARGE: dict[str, Any] = {"B": 4, "H": 16, "Hkv": 4, "Sq": 4133, "Sk": 4000, "dtype": "bfloat16"}
 # by the option's name in Problem.options, for the sizes LARGE
 ONE_OPTION: dict[str, dict[str, Any]] = {
-  "": {}, "softcap": {"softcap": 30.0}, "alibi": option("alibi_slopes", 4, 16), "bias": option("bias", 4, 16, 4133, 4000),
-  "dropout_p": {"dropout_p": 0.1, "extras": {"dropout_seed": np.empty(2, np.uint32)}}}
+  "": {}, "window": {"window": (500, -1)}, "softcap": {"softcap": 30.0}, "alibi": option("alibi_slopes", 4, 16),
+  "bias": option("bias", 4, 16, 4133, 4000), "dropout_p": {"dropout_p": 0.1, "extras": {"dropout_seed": np.empty(2, np.uint32)}}}
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("mask", ({"causal": "top-left"}, {"window": (500, 300)}, {}), ids=("causal", "window", "full"))
-@pytest.mark.parametrize("arch, D, option", [(arch, row.up_to, option) for arch in SEARCHED for row in get_chip(arch).unit.plain_forward
-                                             for option in row.options])
-def test_forward_with_one_option(arch:str, D:int, option:str, mask:dict[str, Any]) -> None:
-  # Tiles of forward's tables for problems with at most one option spill no register with uneven rows, shared keys, and Dv unlike D.
-  for width, lse in ((D, True), (D - 8, False)):
-    assert found_in_forward(problem(**LARGE, D=width, Dv=width - 48*(not lse), lse=lse, **mask, **ONE_OPTION[option]), arch) == []
+TABLES = {"forward": "plain_forward", "dq": "plain_dq", "dkdv": "plain_dkdv"}     # for problems with at most one option
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("mask", ({"causal": "top-left"}, {"window": (500, 300)}, {}), ids=("causal", "both masks", "full"))
+@pytest.mark.parametrize("arch, kernel, D, option", [(arch, kernel, row.up_to, option) for arch in SEARCHED for kernel, table in TABLES.items()
+                                                     for row in getattr(get_chip(arch).unit, table) for option in row.options])
+def test_tiles_for_one_option(arch:str, kernel:str, D:int, option:str, mask:dict[str, Any]) -> None:
+  # Tiles of the tables for problems with at most one option spill no register with uneven rows, shared keys, and Dv unlike D.
+  for width, lse in ((D, True), (D - 8, kernel != "forward")):
+    p = problem(**{**LARGE, **mask, **ONE_OPTION[option]}, D=width, Dv=width - 48*(width < D), lse=lse)
+    assert (found_in_forward(p, arch) if kernel == "forward" else found_in_backward(p, arch, kernel)) == []
 
 CHIPS_DRAWN = ("gfx90a", *ARCHS)
 OPTIONS = ("softcap", "bias", "alibi_slopes", "sinks", "kv_lengths", "dropout_seed")
@@ -239,23 +242,12 @@ SPILLED_BACKWARD = {
     ("D=176", {"H": 8, "Sq": 4393, "Sk": 3910, "D": 176, "causal": "top-left", "dtype": "bfloat16"}),
     ("D=184", {"H": 16, "Sq": 3000, "Sk": 3050, "D": 184, "window": (500, -1)}),
     ("D=128", {"H": 16, "Sq": 4133, "Sk": 4000, "D": 128, "causal": "top-left"}))},
-  # Tiles of the tables for problems with one option: long tiles of keys leave few registers.
-  **{f"one option on {arch}, {what}": (arch, "dq", {"B": 4, "H": 16, "Hkv": 4, "Sq": 4133, "Sk": 4000, "D": 120, "Dv": 72, "dtype": "bfloat16",
-                                                   "causal": "top-left", **given})
-     for arch in ("gfx942", "gfx950", "gfx1201") for what, given in (
-       ("softcap", {"softcap": 30.0}), ("slopes", option("alibi_slopes", 4, 16)), ("a bias", option("bias", 4, 16, 1, 4000)),
-       ("dropout", {"dropout_p": 0.1, "extras": {"dropout_seed": np.empty(2, np.uint32)}}))},
-  **{f"one option beside wide rows, {kernel} of D={d} on {arch}": (
-    arch, kernel, {"B": 4, "H": 16, "Hkv": 4, "Sq": 4133, "Sk": 4000, "D": d, "dtype": "bfloat16", "causal": True, **option("alibi_slopes", 4, 16)})
-     for arch, kernel, d in (("gfx1100", "dq", 184), ("gfx1100", "dq", 256), ("gfx1201", "dq", 184), ("gfx1201", "dq", 256), ("gfx1100", "dkdv", 184),
-                             ("gfx1201", "dkdv", 192), ("gfx942", "dq", 248), ("gfx950", "dq", 192), ("gfx950", "dkdv", 120))},
   "no option, D=192 on RDNA": ("gfx1201", "dkdv", {"B": 4, "H": 16, "Sq": 4000, "Sk": 4133, "D": 192, "window": (50, 20), "dtype": "bfloat16"}),
   "no option, wide rows": ("gfx950", "dq", GQA | {"Sq": 4133, "Sk": 4000, "D": 200, "Dv": 256, "causal": "top-left"}),
   "one query and a window": ("gfx90a", "dkdv", {"H": 8, "Sq": 1, "Sk": 2970, "D": 49, "window": (145, 118), "softcap": 30.0}),
 }
 BACKWARD_BY_DEFAULT = ("short rows in pieces", "one trip under a mask", "more keys than queries on gfx942", "several heads and a mask on gfx90a",
-                       "a bias of D=128 and rows that do not fill a tile", "one option on gfx942, a bias",
-                       "one option beside wide rows, dq of D=256 on gfx1201")
+                       "a bias of D=128 and rows that do not fill a tile")
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("case", [pytest.param(x, marks=() if x in BACKWARD_BY_DEFAULT else pytest.mark.thorough) for x in SPILLED_BACKWARD])

@@ -214,7 +214,7 @@ def test_tiles_for_problems_with_at_most_one_option(arch:str, row:UpTo[ForwardSh
   # Each tile in the tables for plain problems gives right results, also with a last tile that is not full, with a causal mask and with a window. For
   # grids that are small enough to emulate, dispatch itself would choose other tiles.
   for mask in (dict(causal=True), dict(window=(70, 30))):
-    sizes = dict(H=1, Sq=150, Sk=200, D=row.up_to, dtype="bfloat16", **mask, **ONE_OPTION[option])
+    sizes = dict(H=1, Sq=150, Sk=200, D=row.up_to, dtype="bfloat16", **{**mask, **ONE_OPTION[option]})
     check_kernels(arch, tile=lambda t: amd_tile(problem(**sizes), get_chip(arch), row), **sizes)
 
 # ***** loading tiles *****
