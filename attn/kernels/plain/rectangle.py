@@ -41,6 +41,7 @@ ROWS_TOGETHER = 8    # rows of a portion: neighbouring threads copy one quad of 
 # Steps of a product that the source has one after another, on NVIDIA. The compiler unrolls the loop over them. With 16 steps in the source, Python
 # takes 0.4 s more to make it (D = 128).
 WRITTEN_STEPS = 4
+JOINED_AT_ONCE = 3   # threads whose numbers the compiler joins in one iteration: with more it takes longer, and the kernel is no faster
 MOST_UNROLLED = 8    # most quads that a thread copies without a loop: their loads run at the same time
 
 def beyond_registers(p:Problem) -> str|None:
@@ -449,7 +450,7 @@ class Rectangle:
     if not self.tile.asynchronous:
       of_threads = [quads(UOp.const(h)) for h in range(down)]
       return [functools.reduce(join, column) for column in zip(*of_threads)], [met]
-    joined, h = self.new.registers(len(self.quads), ops.f32(QUAD)), self.new.range(down - 1, AxisType.LOOP, down - 1)     # unrolled by the compiler
+    joined, h = self.new.registers(len(self.quads), ops.f32(QUAD)), self.new.range(down - 1, AxisType.LOOP, JOINED_AT_ONCE)
     began = UOp.group(*[to.store(x) for to, x in zip(self.each(joined), quads(UOp.const(0)))])
     so_far = self.each(joined.after(began, h))
     ended = UOp.group(*[to.store(join(to.load(), x)) for to, x in zip(so_far, quads(h + 1))]).end(h)
