@@ -41,7 +41,7 @@ NOTHING_SEEN = UOp.const(0), UOp.const(-1)     # a row's first and last column
 
 @dataclass(frozen=True)
 class ListedBlocks:
-  """Lists of tiles to be made: one for each block of `block_m` rows of scores, with those tiles of `block_n` columns that the mask leaves."""
+  """Which lists of tiles a mask needs: for each `block_m` rows of scores, the tiles of `block_n` columns in which the mask leaves visible scores."""
   p: Problem
   over: str                  # "keys": columns are keys and rows are queries; "queries": the other way round
   block_m: int
@@ -77,7 +77,7 @@ class ListedBlocks:
     return self.batches, self.heads[0], self.blocks, list_length(self.tiles, self.with_turns)
 
 def list_arguments(x:ListedBlocks) -> dict[str, Shapes]:
-  """Returns the tensors, {name: (shape, dtype)}, of the two kernels that make lists, by the name of the tensor that each kernel writes."""
+  """Returns {tensor that the kernel writes: {name: (shape, dtype)} of all its tensors}, for each of the two kernels that make lists."""
   in_tiles: Shapes = {"in_tiles": ((x.lists, x.blocks, x.tiles), "uint8")}
   read: Shapes = {name: of for name, of in x.p.extras.items() if name in x.read}
   return {"in_tiles": in_tiles | read, "tile_list": {"tile_list": (x.shape, "int32"), **in_tiles}}
@@ -111,7 +111,7 @@ class Items:
     index = outer[-1]*THREADS_OF_A_LIST + items.thread
     return items, left_alone(index < sizes[-1]), [*outer[:-1], index.minimum(sizes[-1] - 1)]
   def totals(self, count:int|UOp, begin:list[UOp], work:Callable[[list[UOp], UOp], list[UOp]], *outer:UOp) -> list[UOp]:
-    """Loops `count` times over `results = work(results, i)`, from `begin` on, and returns the last results."""
+    """Loops `count` times over `results = work(results, i)`, where `begin` are the first `results`; returns the last `results`."""
     # `begin` are the results before the first iteration; `outer` are the ranges of the loops around this loop
     if isinstance(count, int) and count == 1: return work(begin, UOp.const(0))      # tinygrad would lose what a loop of one iteration begins with
     registers = [self.new.registers(1, x.dtype) for x in begin]
@@ -122,7 +122,7 @@ class Items:
     end = UOp.group(*[r[0].store(x) for r, x in zip(now, results)]).end(i)
     return [r.after(end)[0].load() for r in registers]
   def kernel(self, name:str, stores:list[UOp], operations:int) -> UOp:
-    """Returns the kernel, which ends with `stores`."""
+    """Returns the kernel named `name`, which ends with the operations `stores`."""
     # `operations` is an upper estimate: tinygrad needs the number, and cannot estimate loops whose length a kernel loads from memory
     info = KernelInfo(name, opts_to_apply=(), estimates=Estimates(ops=operations, lds=operations, mem=operations))
     return UOp.group(*stores).end(*self.ranges).sink(arg=info, tag=OPTIMISED)
@@ -135,13 +135,13 @@ LOW_END, HIGH_END = 0, 1
 
 @dataclass(frozen=True)
 class Side:
-  """The parts of a mask function that depend on the row alone, or those that depend on the column alone, e.g. segment[query]."""
+  """Parts of a mask function whose values depend only on the row of a score, or only on its column, e.g. segment[query]."""
   expressions: tuple[UOp, ...]
   over: str   # what the rows or columns are: "keys" or "queries"
   size: int   # rows of a block, or columns of a tile
 
 def sides_of(x:ListedBlocks) -> tuple[Side, Side]:
-  """Returns the parts of the mask function (those that depend on the row alone, those that depend on the column alone)."""
+  """Returns two parts of the mask function: (expressions that depend only on the row of a score, those that depend only on its column)."""
   mask = x.p.mask_mod
   assert mask is not None
   walked, other = (KEY, "queries") if x.over == "keys" else (QUERY, "keys")
@@ -155,7 +155,7 @@ def extreme_of_all(dtype:DType, which:int) -> UOp:
   return UOp.const(MOST_INT if which == HIGH_END else LEAST_INT, dtype)
 
 def extended(extremes:list[UOp], value:UOp, there:UOp) -> list[UOp]:
-  """Returns [smallest, largest] of the numbers `extremes` ([smallest, largest] so far) and, if `there` is true, `value`."""
+  """Returns [smallest, largest] of all numbers seen: `extremes` is [smallest, largest] so far, and `value` counts if `there` is true."""
   # a NaN counts as both -inf and inf
   low, high = value, value
   if value.dtype == dtypes.float: low, high = (value.ne(value).where(extreme_of_all(value.dtype, which), value) for which in (LOW_END, HIGH_END))
@@ -165,7 +165,7 @@ def extended(extremes:list[UOp], value:UOp, there:UOp) -> list[UOp]:
 
 @dataclass(frozen=True)
 class TilesTogether:
-  """A block of rows and TILES_TOGETHER neighbouring tiles: one workgroup finds out of which tiles the mask hides nothing, a part, or all."""
+  """What one workgroup examines: a block of rows and TILES_TOGETHER neighbouring tiles, to find which of these tiles the mask hides or cuts."""
   # THREADS_OF_A_TILE neighbouring threads belong to each tile. If several query heads share one list of tiles, the scores of all these heads count.
   x: ListedBlocks
   items: Items
@@ -190,14 +190,14 @@ class TilesTogether:
     """Whether the thread's tile exists: the last workgroup of a list may have fewer tiles."""
     return self.group*TILES_TOGETHER + self.own < self.x.tiles
   def tile(self, n:UOp) -> UOp:
-    """Returns the index, in a row of tiles, of the workgroup's n-th tile, or of the last tile if there are fewer."""
+    """Returns the index, among all tiles of the block of rows, of the workgroup's n-th tile, or of the last tile if there are fewer."""
     return (self.group*TILES_TOGETHER + n).minimum(self.x.tiles - 1)
   def walk(self, over:str) -> Walk:
     return (over_keys if over == "keys" else over_queries)(self.x.p, extent(self.x.p, self.batch, self.given))
 
   # ***** extremes *****
   def extremes(self, side:Side, n:UOp, threads:int) -> dict[UOp, Extremes]:
-    """Returns {expression: (smallest, largest value)} for the expressions of `side` in block (or tile) number `n`."""
+    """Returns {expression: (smallest, largest value)} for the expressions in `side`, over the rows of block `n` or the columns of tile `n`."""
     # `threads` neighbouring threads look for them together, and each of these threads gets them
     kinds = [ORDERED.get(u.dtype, dtypes.int) for u in side.expressions for _ in (LOW_END, HIGH_END)]
     if not kinds: return {}
@@ -219,7 +219,7 @@ class TilesTogether:
       return Extremes(low, high) if u.dtype in ORDERED else Extremes(low.ne(0), high.ne(0))      # conditions were compared as integers
     return {u: of_expression(u, *found[2*nth:2*nth + 2]) for nth, u in enumerate(side.expressions)}
   def evaluated(self, side:Side, n:UOp, width:int, threads:int, now:list[UOp], i:UOp) -> list[UOp]:
-    """Returns smallest and largest values so far of all expressions, `now` extended by those in iteration i over block (or tile) `n`."""
+    """Returns `now`, the smallest and the largest value so far of each expression in `side`, updated with the values of loop iteration i."""
     # this thread evaluates the expressions for `width` neighbouring rows or columns
     pieces, walk = side.size//width, self.walk(side.over)
     index = (i*threads + self.items.thread%threads).minimum(pieces*self.x.heads[1] - 1)
@@ -234,12 +234,12 @@ class TilesTogether:
 
   # ***** scores *****
   def interval(self, row:UOp, tile:UOp) -> tuple[UOp, UOp]:
-    """Returns (first, last column) that a row sees, counted from the first column of a tile."""
+    """Returns (first, last) column that a row sees, counted from the first column of the tile `tile`."""
     walk, before = self.walk(self.x.over), tile*self.x.block_n
     first = first_seen(walk, row)
     return (UOp.const(0) if first is None else first - before), last_seen(walk, row) - before
   def by_extremes(self) -> UOp:
-    """Decides from extremes of the mask's expressions whether it leaves this thread's tile whole (SEEN) or hides it (HIDDEN); 0: unknown."""
+    """Returns SEEN if the mask hides no score of this thread's tile, HIDDEN if it hides all, judged by the ranges of its expressions; else 0."""
     x, tile, (of_rows, of_columns) = self.x, self.tile(self.own), sides_of(self.x)
     extremes = self.extremes(of_rows, self.block, THREADS_OF_A_LIST) | self.extremes(of_columns, tile, THREADS_OF_A_TILE)
     rows = self.block*x.block_m, (self.block*x.block_m + (x.block_m - 1)).minimum(x.rows - 1)
@@ -251,7 +251,7 @@ class TilesTogether:
     seen = (last_begin <= 0) & (first_end >= x.block_n - 1) & always
     return hidden.where(int32(HIDDEN), seen.where(int32(SEEN), int32(0)))
   def looked(self, tile:UOp, now:list[UOp], i:UOp) -> list[UOp]:
-    """Returns the bits `now` (SEEN: some score is visible, HIDDEN: some is hidden), extended by the scores of iteration i over the tile."""
+    """Returns now[0], bits (SEEN: a score is visible, HIDDEN: one is hidden), updated with the scores that loop iteration i evaluates."""
     # this thread evaluates the mask for a few neighbouring scores of one row
     x, index, width = self.x, i*THREADS_OF_A_LIST + self.items.thread, math.gcd(self.x.block_n, OF_A_STEP)
     pieces = x.block_n//width

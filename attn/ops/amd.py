@@ -14,7 +14,7 @@ from attn.ops.operation import Body, emit, integer, statement
 from attn.tinygrad_compat import UOp, dtypes
 
 def nothing(lanes:Any, *_:Any, **static:Any) -> Array:
-  """Returns 0 for each thread: the numpy function of operations that change no value, such as a scheduling barrier."""
+  """Returns 0 for each thread. This is the numpy function of operations that compute no value, such as a scheduling barrier."""
   return np.zeros(lanes.active.shape, np.float32)
 
 # ***** vectors and bits *****
@@ -41,7 +41,7 @@ def byte_perm(hi:UOp, lo:UOp, selector:int) -> UOp:
 instruction("side_by_side", lambda lanes, x: x, Body('asm("" : "+v"(x));\nreturn x;', "x"))
 
 def side_by_side(x:UOp) -> UOp:
-  """Returns the vector x unchanged, in neighbouring registers."""
+  """Returns the vector x unchanged, and makes the compiler keep its elements in neighbouring registers."""
   # Neighbouring registers lie in different banks, and two instructions issue together only if their operands, and their results, lie in different
   # banks (VOPD: RDNA3 ISA section 7.6). The compiler might otherwise choose any registers.
   return emit("side_by_side", x.dtype, x)
@@ -56,7 +56,7 @@ def _pair_text(printer:Any, out:str, step:int, exchange:str) -> Body:
 instruction("pair", lambda lanes, x, step, exchange: np.stack(Numbers(lanes).exchange(x, step, exchange)), _pair_text)
 
 def pair(x:UOp, step:int, matrix:Any) -> UOp:
-  """Returns a vector of x in this lane and x in the lane `step` lanes away, equal or swapped in the two lanes, as the chip does it."""
+  """Returns a vector of x from two lanes, this lane and the lane `step` away, in the order in which the chip's instruction returns them."""
   # So combine the two by a commutative operation, such as a sum or a maximum. Lanes that share a query are at the distances `matrix.group_steps`.
   # The instruction is v_permlane16_swap_b32 or v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32.
   return emit("pair", f32(2), x, step=step, exchange=matrix.exchange)
@@ -87,7 +87,7 @@ def _low_lanes_text(printer:Any, out:str) -> Body:
 instruction("low_lanes", lambda lanes, x: np.arange(x.shape[-1])%lanes.wave < 16, _low_lanes_text)
 
 def low_lanes(x:UOp) -> UOp:
-  """Tells whether this lane is one of lanes 0 to 15. Each call computes this anew, after the vector `x` is computed."""
+  """Returns whether this lane is one of lanes 0 to 15, computed after the vector `x` and not shared with other calls."""
   # The answer selects elements of x. It lies in the register VCC, so two selects by it can be one instruction (v_dual_cndmask_b32: RDNA3 ISA section
   # 7.6). Comparisons overwrite VCC, so each call computes the answer again.
   return emit("low_lanes", dtypes.bool, x)
@@ -95,7 +95,7 @@ def low_lanes(x:UOp) -> UOp:
 # ***** order *****
 
 def waitcnt(vmcnt:int=63, lgkmcnt:int=15) -> str:
-  """Returns the C++ text that waits until at most `vmcnt` loads and `lgkmcnt` LDS accesses of this wave are under way (s_waitcnt of CDNA)."""
+  """Returns C++ text that waits until at most `vmcnt` loads and `lgkmcnt` LDS accesses of this wave are incomplete (s_waitcnt of CDNA)."""
   # the encoding is in LLVM's AMDGPUBaseInfo.cpp
   return f"__builtin_amdgcn_s_waitcnt(0x{vmcnt & 15 | 7 << 4 | lgkmcnt << 8 | vmcnt >> 4 << 14:04x});"
 
@@ -132,7 +132,7 @@ def barrier(*after:UOp) -> UOp:
   """Returns a statement, executed after `after`: a barrier of the workgroup, across which the compiler moves no access to LDS."""
   return statement("barrier", *after)
 def barrier_of(waves:UOp, *after:UOp) -> UOp:
-  """Returns a statement, executed after `after`: a barrier for those waves alone in which the integer `waves` is not 0."""
+  """Returns a statement, executed after `after`: a barrier that only those waves execute in which the integer `waves` is not 0."""
   # These waves then run one barrier behind the others, which execute their next barrier at the same time: the two groups of waves take turns.
   return statement("barrier_of", integer(waves), *after)
 def wait_loads(n:int, *after:UOp) -> UOp:
@@ -142,23 +142,23 @@ def priority(level:int, *after:UOp) -> UOp:
   """Returns a statement, executed after `after`, that sets this wave's priority on its SIMD to `level`, 0 to 3 (s_setprio)."""
   return statement("priority", *after, level=level)
 def fp32_apart(*after:UOp) -> UOp:
-  """Returns a statement that keeps clang from packing two fp32 operations of this kernel into one instruction."""
+  """Returns a statement that keeps clang, in the whole kernel, from packing two fp32 operations into one instruction."""
   # GLOBAL_UNPACKED in ops.renderers says why
   return statement("fp32_apart", *after)
 def written_here(*after:UOp) -> UOp:
-  """Returns a statement that stands in the kernel's source after `after`. It gives no order to clang."""
+  """Returns a statement that does nothing, but is written in the kernel's source after the statements `after`."""
   return statement("written_here", *after)
 def sched_barrier(*after:UOp) -> UOp:
   """Returns a statement, executed after `after`, across which clang moves no instruction."""
   # loads then don't start long before their use
   return statement("sched_barrier", *after)
 def interleave(ahead:int, products:int, reads:int, steps:int, *after:UOp) -> UOp:
-  """Returns a statement that makes clang place `ahead` LDS reads, then `steps` groups of `products` matrix instructions and `reads` LDS reads."""
+  """Returns a statement for clang's scheduler: first `ahead` LDS reads, then `steps` times `products` matrix instructions and `reads` LDS reads."""
   # Operands are then read long before their use. The order holds back to the last barrier or branch; instructions of other kinds stand where clang
   # puts them.
   return statement("interleave", *after, ahead=ahead, products=products, reads=reads, steps=steps)
 def opaque(x:UOp, trip:UOp) -> UOp:
-  """Returns the integer x, hidden from the compiler, so that what depends on it is computed again for each value of `trip`, a loop's index."""
+  """Returns the integer x. The compiler cannot know that x is equal for all `trip`, a loop's index, so it computes again what depends on x."""
   # `trip` is usually the index of a loop's iteration: without the new load the compiler would keep the loaded value in registers
   return emit("opaque", dtypes.int, integer(x), trip if trip.dtype == dtypes.float else integer(trip))
 
@@ -166,7 +166,7 @@ instruction("made_here", nothing, lambda printer, out, n: Body("\n".join([f'asm 
                                                                         + ["return 0.0f;"]), " ".join("abcdefghijklmnop"[:n])))
 
 def made_here(*values:UOp) -> UOp:
-  """Returns a statement that makes the compiler compute the vectors `values` here, before the code that follows."""
+  """Returns a statement before which the compiler must have computed the vectors `values`."""
   # otherwise the compiler may move their computation behind a barrier, into a later branch
   return statement("made_here", *values, n=len(values))
 
@@ -214,7 +214,7 @@ def _load_column_text(printer:Any, out:str, steps:tuple[int, ...]) -> Body:
 instruction("load_column", _load_column, _load_column_text)
 
 def load_column(lds:UOp, steps:tuple[int, ...]) -> UOp:
-  """Loads 16-bit numbers from LDS at the byte distances `steps` from the address `lds`, and packs two of them into each dword (ds_read_u16)."""
+  """Loads 16-bit numbers from LDS, `steps` bytes after the address `lds`, and packs each two into a dword (ds_read_u16)."""
   # such as a column of a tile that is stored by rows
   return emit("load_column", u32(len(steps)//2), lds, steps=steps)
 def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *after:UOp) -> UOp:
@@ -238,7 +238,7 @@ def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
 instruction("matrix", lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a, b, c), _matrix_text)
 
 def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
-  """Returns acc + A B of one matrix instruction. `a`, `b` and `acc` are vectors with this lane's part of each matrix."""
+  """Returns acc + A B, computed by the matrix instruction `matrix`. `a`, `b` and `acc` are vectors: this lane's part of each matrix."""
   # tinygrad's own operation, `Ops.WMMA`, is not used: tinygrad wraps each operand of it in further UOps (RESHAPE, STACK, INDEX), and lowering takes
   # 25 to 60 % longer (gfx942, D=64: 0.54 s instead of 0.39 s). Besides, HIPRenderer's `#define` names compiler builtins that do not exist for the
   # 32x32 matrix shapes.

@@ -29,7 +29,7 @@ IN_GLOBAL, IN_LDS = (f"__attribute__((address_space({n})))" for n in (1, 3))
 AGENT = "__HIP_MEMORY_SCOPE_AGENT"
 
 def of_global(pointer:str) -> str:
-  """Returns the text of an operand of inline assembly: the address in global memory that the pointer named `pointer` holds."""
+  """Returns the text of an operand of inline assembly: the address in global memory that the C++ variable `pointer` holds."""
   return f'"l"(__cvta_generic_to_global({pointer}))'
 
 def fence(order:str, scope:str) -> str: return f'__builtin_amdgcn_fence(__ATOMIC_{order}, "{scope}");'
@@ -46,13 +46,13 @@ def with_scope(arch:str) -> list[str]:
   return ["#if __clang_major__ < 20", f'#error "{arch} needs clang 20 to add to global memory and to pass a turn"', "#endif"]
 
 def in_global(at:UOp, dtype:DType, name:str) -> UOp:
-  """Returns `at`. Raises ValueError, in which it is called `name`, unless it is an index of global memory with elements of `dtype`."""
+  """Returns `at`, if it is an index of `dtype` elements in global memory. Otherwise raises ValueError with `name` as the argument's name."""
   if at.op is not Ops.INDEX or at.addrspace is not AddrSpace.GLOBAL or at.dtype != dtype:
     raise ValueError(f"{name}: must be an INDEX of {dtype.name} in global memory, not {at.op.name} of {at.dtype.name} in {at.addrspace}")
   return at
 
 def shared_tensors(u:UOp) -> set[int]:
-  """Returns which kernel arguments the UOp `u` accesses atomically, as indices of arguments; none if `u` is not atomic."""
+  """Returns the indices of the kernel arguments that the UOp `u` accesses atomically; an empty set if `u` is not atomic."""
   if not isinstance(u.arg, Call) or not u.arg.operation.atomic: return set()
   return {x.buf_uop.arg.slot for x in u.src if x.op is Ops.INDEX and x.buf_uop.op is Ops.PARAM}
 
@@ -98,7 +98,7 @@ def _atomic_add_cuda(printer:Any, out:str, steps:tuple[int, ...], together:int) 
 instruction("atomic_add", _atomic_add, _atomic_add_hip, _atomic_add_cuda, atomic=True)
 
 def atomic_add(at:UOp, x:UOp, *after:UOp, gate:UOp=ALL_LANES, steps:tuple[int, ...]=(), together:int=1) -> UOp:
-  """Returns a statement that adds the elements of x to float32 numbers in global memory, at the distances `steps` from `at`, where `gate` is true."""
+  """Returns a statement that adds element i of x to the float32 number steps[i] elements after `at` in global memory, where `gate` is true."""
   # `steps` has a distance for each element of x, by default 0, 1, 2 and so on. If `together` is 2 or 4, one instruction adds this many neighbouring
   # elements, whose address is a multiple of their size; `steps` then has one distance for each instruction. Only NVIDIA's chips from sm_90 on can do
   # this.
@@ -134,7 +134,7 @@ instruction("ticket_of_all", _ticket_of_all,
                  "__syncthreads();\nreturn __shfl_sync(0xffffffffu, *(int*)lds, 0);", "counter lds first"), atomic=True)
 
 def ticket(counter:UOp, block:UOp, first:UOp, *after:UOp, lds:UOp|None=None) -> UOp:
-  """Returns this workgroup's ticket in all lanes: the int32 at `counter`, which this operation increases by 1 for the next workgroup."""
+  """Returns in all lanes the int32 at `counter`, and adds 1 to it: workgroups get 0, 1, 2, ... in the order in which they start."""
   # `block` is computed from all block indices and has no effect on the result, but tinygrad launches workgroups along an axis only if an operation
   # has the axis's index. `first` is true in lane 0 of wave 0 only. A workgroup of several waves needs `lds`, an int32 in LDS: wave 0 writes the
   # number there, and the other waves read it. The operation then contains a barrier, and another barrier must come before the next use of this
@@ -180,7 +180,7 @@ instruction("pass_turn", _pass_turn, _pass_text, Body(
   "counter first"), atomic=True)
 
 def await_turn(counter:UOp, number:UOp, first:UOp, *after:UOp) -> UOp:
-  """Returns a statement that waits, in lanes where `first` is true, until the int32 at `counter` is equal to `number`."""
+  """Returns a statement that waits, in lanes where `first` is true, until other workgroups have raised the int32 at `counter` to `number`."""
   # what other workgroups did before they passed the turn is then visible: to this wave at once, to the other waves of the workgroup after a barrier
   return statement("await_turn", in_global(counter, dtypes.int, "counter"), integer(number), first, *after)
 def settle(*after:UOp) -> UOp:

@@ -38,14 +38,14 @@ def is_maximum(u:UOp) -> bool:
   return u.src[0].src[0] is u.src[2] and u.src[0].src[1] is u.src[1]
 
 def is_minimum(u:UOp) -> bool:
-  """Tells whether the UOp u = max(y, c) is part of a minimum, because the renderer receives min(x, n) as ~max(~x, ~n)."""
+  """Returns whether u, max(y, c), belongs to a minimum: the renderer receives min(x, n) as ~max(~x, ~n)."""
   y = u.src[2]
   # y = ~x shows a minimum, unless this ~ belongs to another minimum: in max(min(x, a), n) y is min(x, a), which begins with ~. In a minimum of a
   # minimum two ~ cancel, and the answer is False, too.
   return y.op is Ops.XOR and not (is_maximum(y.src[0]) and is_minimum(y.src[0]))
 
 def second_bounds(uops:list[UOp]) -> set[UOp]:
-  """Returns the outer of the two maxima by which an integer, equal in all threads, is clamped between two bounds; min counts as max."""
+  """Returns those maxima max(x, n) whose x has a bound already, e.g. max(min(i, 7), 0), with i equal in all threads. A minimum counts, too."""
   found, uniform = set[UOp](), uniform_numbers(uops)
   for outer in filter(is_maximum, uops):
     inner = outer.src[2]

@@ -26,7 +26,7 @@ def _written(u:UOp) -> Iterator[UOp]:
     if s.op is Ops.INDEX and s.addrspace is AddrSpace.REG: yield s.buf_uop
 
 def from_all_lanes(uops:list[UOp]) -> set[UOp]:
-  """Returns the values and register arrays that depend on values of other lanes, e.g. on a lane exchange."""
+  """Returns the values and register arrays that depend on numbers from other lanes, e.g. on a lane exchange."""
   found, before = set[UOp](), -1
   while len(found) > before:      # registers carry values from one iteration of a loop to the next
     before = len(found)
@@ -36,7 +36,7 @@ def from_all_lanes(uops:list[UOp]) -> set[UOp]:
   return found
 
 def made_before_branches(uops:list[UOp]) -> dict[UOp, dict[UOp, None]]:
-  """Returns {IF: stored values that must be computed before it, because they need all lanes}."""
+  """Returns {IF: values stored in its branch that must be computed before it}, because computing them needs all lanes."""
   made, found, first = from_all_lanes(uops), dict[UOp, dict[UOp, None]](), new_uop(Ops.NOOP)
   for before, u, store in zip([first, *uops], uops, uops[1:]):
     if u.op is not Ops.IF: continue

@@ -13,7 +13,7 @@ def f32(n:int) -> DType: return dtypes.float if n == 1 else vector_dtype("float3
 def u32(n:int) -> DType: return dtypes.uint if n == 1 else vector_dtype("uint32", n)
 def length(x:UOp) -> int: return VECTORS[x.dtype][1] if x.dtype in VECTORS else 1
 def resized(x:UOp, n:int) -> DType:
-  """Returns the type of a vector of n elements that have the type of x's elements."""
+  """Returns the type of a vector of n elements that have the same type as the elements of x."""
   return (u32 if x.dtype == dtypes.uint or VECTORS.get(x.dtype, ("",))[0] == "uint32" else f32)(n)
 
 # ***** vectors *****
@@ -43,7 +43,7 @@ def concat(x:UOp, y:UOp) -> UOp: return emit("concat", resized(x, length(x) + le
 # ***** fp32 arithmetic, element by element *****
 
 def widest(*xs:UOp) -> tuple[DType, list[UOp]]:
-  """Returns (type of the longest vector, the operands as vectors of this type); scalars are repeated."""
+  """Returns (type of the longest vector in `xs`, all operands as vectors of this type). A scalar is repeated."""
   n = max(map(length, xs))
   return f32(n), [x if length(x) == n else splat(x, n) for x in xs]
 
@@ -77,7 +77,7 @@ def _as_float(c:Any, x:Value) -> Value: return c.as_float(x)
 def _add_product(c:Any, x:Value, y:Value, numbers:Value, *, i:int) -> Value: return x + y*c.element(numbers, i)
 
 def add_product(x:UOp, y:UOp, numbers:UOp, i:int) -> UOp:
-  """Returns x + y*numbers[i], for vectors x and y."""
+  """Returns x + y*numbers[i], for vectors x and y. If `numbers` is a scalar, it is the factor."""
   return emit("add_product", x.dtype, x, y, numbers, i=i) if length(numbers) > 1 else add(x, mul(y, numbers))
 def fma(x:UOp, y:UOp|float, z:UOp) -> UOp: return emit("fma", z.dtype, x, y if isinstance(y, UOp) else UOp.const(y, dtypes.float), z)
 def exp2(x:UOp) -> UOp: return emit("exp2", x.dtype, x)
@@ -156,33 +156,33 @@ def _weights(c:Any, scores:Value, addend:Value, *, rows:int, scale:float) -> Val
   return c.join(*[c.exp2(c.let("x", c.fma(c.part(scores, r*n, n), c.number(scale), c.element(addend, r)))) for r in range(rows)])
 
 def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Returns the vector x of scores with -inf in place of scores whose column index in `offsets` is above `limit`."""
+  """Returns the scores x, with -inf in place of x[i] if its column offsets[i] is above `limit`."""
   return emit("mask_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))
 def mask_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Returns the vector x of scores with -inf in place of scores whose column index in `offsets` is not in `first`..`last`."""
+  """Returns the scores x, with -inf in place of x[i] if its column offsets[i] is not in `first`..`last`."""
   return emit("mask_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *after:UOp) -> UOp:
-  """Returns a statement that sets scores in registers to -inf if their column index is above (`side` "above") or below their row's limit."""
+  """Returns a statement that sets scores in registers to -inf where their column is above (`side` "above") or below ("below") their row's limit."""
   # Each vector of `scores` holds scores of one row, then as many of the next row. Score j of a row in vector i has the column index offsets[j] +
   # i*apart. It is masked if its index is above the limit of its row (`side` "above") or below it ("below").
   return statement(f"mask_rows_{side}", scores[0], *[integer(limit) for limit in limits], *after, offsets=offsets, apart=apart,
                    vectors=scores.max_numel())
 def clear_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Returns the vector x with 0 in place of elements, even NaN, whose column index in `offsets` is above `limit`."""
+  """Returns the vector x, with 0 in place of x[i], even if NaN, if its column offsets[i] is above `limit`."""
   return emit("clear_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))
 def clear_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Returns the vector x with 0 in place of elements, even NaN, whose column index in `offsets` is not in `first`..`last`."""
+  """Returns the vector x, with 0 in place of x[i], even if NaN, if its column offsets[i] is not in `first`..`last`."""
   return emit("clear_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def select_each(conditions:list[UOp], x:UOp|float, y:UOp|float) -> UOp:
   """Returns a vector with element i of x where conditions[i] is true, and of y elsewhere. A float stands for a vector of equal elements."""
   def element(v:UOp|float, i:int) -> Any: return v if isinstance(v, float) else extract(v, i)
   return build(*[condition.where(element(x, i), element(y, i)) for i, condition in enumerate(conditions)])
 def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
-  """Returns the column indices `offsets` minus the first of them."""
+  """Returns the column indices `offsets`, each minus the first of them, e.g. (0, 1, 8) for (16, 17, 24)."""
   # vectors of scores whose indices then agree can be masked by one rendered C function
   return tuple(x - offsets[0] for x in offsets)
 def weights(scores:UOp, addend:UOp, scale:float) -> UOp:
-  """Returns P = exp2(scores*scale + addend), where `scores` holds several rows one after another, and `addend` a number for each row."""
+  """Returns P = exp2(scores*scale + addend[r]), where `scores` is one vector of several rows of equal length, and r is the row."""
   return emit("weights", scores.dtype, scores, addend, rows=length(addend), scale=scale)
 
 # ***** memory *****
@@ -191,7 +191,7 @@ OUT_OF_RANGE = 0x80000000   # an offset beyond every descriptor's range, which i
 MAX_RECORDS = 0x7ffffff0   # largest range of a buffer descriptor in bytes
 
 def flat(placeholder:UOp) -> UOp:
-  """Returns a kernel argument or register array as one dimension."""
+  """Returns a kernel argument or register array, reshaped to one dimension."""
   # its own `.flatten()` would make tinygrad compute each index twice, which makes lowering slow
   while placeholder.op is Ops.RESHAPE: placeholder = placeholder.src[0]
   return placeholder.flatten()
@@ -203,7 +203,7 @@ def loaded_within(lanes:Any, pointer:Any, records:Array, offset:Array, width:int
   return words_of(lanes.load_bytes(pointer, offset, width, lanes.active & (offset + width <= records)))
 
 def descriptor(arch:str) -> str:
-  """Returns the C++ expression of a buffer descriptor for the `records` bytes from `base` on, two variables of the surrounding function."""
+  """Returns the C++ expression of a buffer descriptor for `records` bytes at `base`; the C++ function around it has variables of these names."""
   return f"__builtin_amdgcn_make_buffer_rsrc((void*)base, 0, records, 0x{get_chip(arch).unit.descriptor:08x})"
 
 def _buffer_load_hip(printer:Any, out:str, width:int) -> Body:
@@ -258,19 +258,19 @@ instruction("alone", _alone, "{0}", "{0}")
 instruction("at_least_0", lambda lanes, x: np.maximum(x, 0), *[Body("return x > 0 ? x : 0;", "x")]*2)
 
 def page_number(entry:UOp, there:UOp, count:int) -> UOp:
-  """Returns `entry`, the index of a page, and makes the emulator stop if it is not in 0..count-1 where `there` is true."""
+  """Returns `entry`, the index of a page. The emulator stops with an error if it is not in 0..count-1 in a lane where `there` is true."""
   return emit("page_number", dtypes.int, entry, there, count=count)
 def element_number(index:UOp, limits:tuple[UOp, UOp], there:UOp, column:int, size:int, index_name:str) -> UOp:
-  """Returns `index`, at which a score_mod or mask_mod reads a tensor, and makes the emulator stop if it is not in 0..size-1."""
+  """Returns `index`, at which a score_mod or mask_mod reads a tensor. The emulator stops with an error if it is not in 0..size-1."""
   # `index` is used along an axis of `size` elements for the score at column `column` of a row. The emulator checks lanes that use the score: those
   # where `there` is true, and whose row sees the column, which lies within `limits`. Its message calls the index `index_name`.
   return emit("element_number", dtypes.int, index, *limits, there, column=column, size=size, index_name=index_name)
 def at_least_0(x:UOp) -> UOp:
-  """Returns max(x, 0) of an integer x as a number that is opaque to the compiler, so that it cannot become a sum with negative terms."""
+  """Returns max(x, 0) of an integer x, hidden from the compiler, which so cannot rewrite it as a sum with negative terms."""
   # an offset computed from the result then has no negative term (attn/emulator/offsets.py explains why this matters)
   return emit("at_least_0", dtypes.int, x)
 def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
-  """Returns `page`, and makes the emulator stop if two lanes with a true `gate` write to the same slot of a page."""
+  """Returns `page`. The emulator stops with an error if two lanes with a true `gate` write to the same `slot` of one page."""
   return emit("alone", dtypes.int, integer(page), slot, gate)
 
 # ***** what the compilers know about an integer *****
@@ -282,14 +282,14 @@ instruction("opaque_uniform", lambda lanes, x: x, Body('asm volatile("" : "+v"(x
             Body('asm volatile("" : "+r"(x));\nreturn x;', "x"))
 
 def uniform(x:UOp) -> UOp:
-  """Returns the integer x, which is equal in all lanes, and tells the compiler that x is equal."""
+  """Returns the integer x, and tells the compiler that x is equal in all lanes."""
   # on AMD's chips (v_readfirstlane_b32) the integer goes to a scalar register
   return emit("uniform", dtypes.int, integer(x))
 def opaque_uniform(x:UOp) -> UOp:
-  """Returns the integer x, which is equal in the whole workgroup, and hides its value from tinygrad and from the compiler."""
+  """Returns the integer x, equal in all threads of the workgroup, and hides from tinygrad and the compiler how it is computed."""
   return emit("opaque_uniform", dtypes.int, integer(x))
 def not_negative(x:UOp, most:int) -> UOp:
-  """Returns the integer x, in 0..most, as a number that is opaque to tinygrad and the compiler, which so cannot split it into terms."""
+  """Returns the integer x, in 0..most, hidden from tinygrad and the compiler, which so cannot split it into a sum of terms."""
   # x must be equal in the whole workgroup. An offset computed from the result then has no negative term (attn/emulator/offsets.py explains why this
   # matters).
   bits = (1 << most.bit_length()) - 1     # lowering keeps the bounds of a mask, but loses the bounds of a maximum

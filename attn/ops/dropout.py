@@ -53,7 +53,7 @@ def _kept_octet(c:Any, seed0:Value, seed1:Value, batch:Value, head:Value, query:
   return functools.reduce(operator.or_, [c.at_least(c.let("word", x), least) << c.word(i) for i, x in enumerate(words)])
 
 def kept_octet(seed:tuple[UOp, UOp], batch:UOp, head:UOp, query:UOp, octet:UOp, p:float) -> UOp:
-  """Returns random bits for eight neighbouring keys of a query, number `octet`: bit i + 16*h is 1 if dropout keeps key 2*i + h."""
+  """Returns random bits for the eight keys 8*octet + j of a query: bit i + 16*h is 1 if dropout keeps key j = 2*i + h."""
   # `octet` is the index of the octet among the keys; `batch`, `head` and `query` are the indices of the query
   operands = [x.cast(dtypes.uint) for x in (*seed, batch, head, query, octet)]
   return emit("kept_octet", dtypes.uint, *operands, least=threshold(p))
@@ -67,7 +67,7 @@ def _together(c:Any, x:Value, place:Value, *, steps:tuple[int, ...], exchange:st
   return x
 
 def together(x:UOp, place:UOp, steps:tuple[int, ...], exchange:str) -> UOp:
-  """Joins the dropout bits of all lanes that share a query to one dword, which each of these lanes gets."""
+  """Returns one dword with the dropout bits of all lanes that share a query; this lane gives the bits `x`, which begin at bit `place`."""
   # `x` has this lane's bits in its lowest bits, `place` is their position in the dword. Lanes whose indices differ by a distance in `steps` exchange
   # their bits, by the instruction `exchange` (`Matrix.exchange`).
   return emit("together", dtypes.uint, x, place.cast(dtypes.uint), steps=steps, exchange=exchange)
@@ -85,7 +85,7 @@ def _transposed_bits(c:Any, x:Value, row:Value, *, steps:tuple[int, int, int], e
   return x
 
 def transposed_bits(x:UOp, row:UOp, steps:tuple[int, int, int], exchange:str) -> UOp:
-  """Transposes four 8 x 8 matrices of bits across eight lanes: this lane gives row `row` of each matrix and gets column `row` of each."""
+  """Transposes four 8 x 8 bit matrices that eight lanes hold: this lane gives row `row` of each matrix, and gets column `row` of each."""
   # Element 2*i + h of a row (or column) of matrix j is bit 4*j + i + 16*h. `steps` has one distance between lanes for each of the three bits of
   # `row`: two lanes at this distance differ in this bit. The lanes exchange blocks of 1 x 1, then 2 x 2, then 4 x 4 bits (Warren, Hacker's Delight,
   # 7-3), by the instruction `exchange` (`Lane.neighbours`).
@@ -99,7 +99,7 @@ def _lane_bits(c:Any, x:Value, place:Value, *, alternate:bool) -> Value:
   return x | x << c.word(SPREAD)
 
 def lane_bits(x:UOp, place:UOp, alternate:bool) -> UOp:
-  """Returns the dropout bits `x` shifted right by `place`, after which bit 0 belongs to this lane's first score."""
+  """Returns the dropout bits `x` shifted right by `place`, so that bit 0 belongs to the first score that this lane holds."""
   # With `alternate` the lane has scores of pairs of consecutive rows, whose bits are neighbours in `x`; the result has the bit of a pair's second
   # row in the upper half of the dword.
   return emit("lane_bits", dtypes.uint, x, place.cast(dtypes.uint), alternate=alternate)
@@ -118,12 +118,12 @@ def _drop_numbers(c:Any, x:Value, words:Value, *, places:tuple[tuple[int, int], 
   return c.vector(*[c.where_bit(c.element(words, word), place, c.element(x, i)) for i, (word, place) in enumerate(places)])
 
 def drop_packed(packed:UOp, words:UOp, places:tuple[tuple[int, int], ...], vector:int) -> UOp:
-  """Returns pairs of 16-bit numbers, with 0 in place of those whose bit (`places`) in the dropout bits `words` is 0."""
+  """Returns packed pairs of 16-bit numbers, each replaced by 0 if its bit in the dropout bits `words` is 0; `places` says where the bits are."""
   # For each pair, `places` has (index in `words` of the dword with the pair's two bits, position of the bits in the two halves of this dword). The
   # rendered function has `vector` in its name: a kernel gives vectors with different `places` different numbers.
   return emit("drop_packed", u32(length(packed)), packed, words, places=places, vector=vector)
 def drop_numbers(x:UOp, words:UOp, places:tuple[tuple[int, int], ...], vector:int) -> UOp:
-  """Returns the fp32 numbers `x`, with 0 in place of those whose bit (`places`) in the dropout bits `words` is 0."""
+  """Returns fp32 numbers, each replaced by 0 if its bit in the dropout bits `words` is 0; `places` says where the bits are."""
   # For each number, `places` has (index in `words` of the dword with the number's bit, position of the bit); `vector` is as for `drop_packed`.
   return emit("drop_numbers", f32(length(x)), x, words, places=places, vector=vector)
 

@@ -10,7 +10,7 @@ Array = NDArray[Any]
 
 @functools.cache
 def numbers_of_bytes(kind:str) -> Array:
-  """Returns the fp32 numbers that the 256 bytes stand for in the format `kind`, such as "int8"."""
+  """Returns 256 fp32 numbers: element i is the number that byte i stands for in the format `kind`, such as "int8"."""
   of, byte = FORMATS[kind], np.arange(256)
   if not of.bias: return byte.astype(np.uint8).view(np.int8).astype(np.float32)
   exponent, mantissa = byte >> 3 & 15, (byte & 7)/8

@@ -54,7 +54,8 @@ class Format:
     return number
 
   def scale_of(self, largest:Floats, dtype:DType) -> Floats:
-    """Returns the scale with which a row of largest absolute value `largest` fits the format, rounded to `dtype`, in fp32."""
+    """Returns the scale by which a row is divided so that its largest absolute value `largest` fits the format: an fp32 number, rounded to
+    `dtype`."""
     # 0 for a row of zeros, or of numbers so small that the scale would be a denormal of fp32; NaN if `largest` is infinite, or if the scale is
     # beyond the range of `dtype`
     scale = (largest < self.most*FP32_LEAST).where(0.0, largest*(1/self.most))

@@ -31,7 +31,8 @@ EVERYWHERE = UOp.const(True)
 # ***** the numpy functions *****
 
 def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], units:int, begin:Array|int=0) -> Array:
-  """Reads `lines` lines of `units` 16-byte units from a swizzled tile, for each warpgroup: uint16 (warpgroups, lines, 8*units)."""
+  """Reads `lines` lines, each of `units` neighbouring 16-byte units, from a swizzled tile in shared memory, as uint16 (warpgroups, lines,
+  8*units)."""
   # A line has `units` neighbouring units of 16 bytes. `line` returns, from the line's index, the offset of the line's first byte from the start of
   # the tile, before the swizzle. `begin` is added to every offset; it may differ from thread to thread.
   lanes.check_alignment(pointer, ATOM)
@@ -51,7 +52,7 @@ def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], un
   return bits.reshape(groups, -1, 8)[:, :lines*units].reshape(groups, lines, units*8)
 
 def _rows(lanes:Lanes, pointer:Any, rows:int, steps:int, panel:int) -> Array:
-  """Reads rows of a tile in shared memory as an operand of wgmma: 16-bit numbers (warpgroups, rows, 16*steps)."""
+  """Reads rows of a tile in shared memory that wgmma multiplies, 16*steps numbers of 16 bits of each: uint16 (warpgroups, rows, 16*steps)."""
   # `panel` is the distance in bytes between panels, which hold 128 bytes of each row; a number of 16 bits may be a pair of 8-bit floats
   def line(i:Array) -> Array: return i//steps//8*ATOM + i//steps % 8*PANEL + i % steps//4*panel + i % steps % 4*2*K
   return _read(lanes, pointer, rows*steps, line, 2).reshape(-1, rows, steps*K)
@@ -61,7 +62,7 @@ def _elements(bits:Array, dtype:str) -> Array:
   return np.ascontiguousarray(bits).view(np.uint8) if IN_A_DWORD[dtype] == 4 else bits
 
 def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int, begin:Array|int=0) -> Array:
-  """Reads rows of a tile in shared memory, transposed, as an operand of wgmma: 16-bit numbers (warpgroups, width, keys)."""
+  """Reads `keys` rows of `width` 16-bit numbers of a tile in shared memory that wgmma multiplies, and transposes them: (warpgroups, width, keys)."""
   # `panel` is the distance in bytes between panels, which hold 64 columns; `begin` is an offset in bytes from the start of the tile
   blocks = width//8
   def line(i:Array) -> Array: return i//blocks//8*ATOM + i//blocks % 8*PANEL + i % blocks//8*panel + i % blocks % 8*16
@@ -100,11 +101,11 @@ def _sums(lanes:Lanes, acc:Any, x:Any, y:Any, unit:Array, _:Array, accs:int, ste
 # ***** the CUDA text *****
 
 def accumulators(accs:range) -> str:
-  """Returns the operand names, in inline assembly, of the registers of the C fragments `accs`, e.g. "%0, %1, %2, %3"."""
+  """Returns names of registers in inline assembly: those of the C fragments with the indices `accs`, e.g. "%0, %1, %2, %3" for range(1)."""
   return ", ".join(f"%{i}" for i in range(4*accs.start, 4*accs.stop))
 
 def both_ways(n:int) -> str:
-  """Returns the constraints of inline assembly for the registers of n C fragments that it reads and writes, e.g. "+f"(acc[0].x)."""
+  """Returns the constraints of inline assembly for the registers of n C fragments that the assembly reads and writes, e.g. "+f"(acc[0].x)."""
   return wrapped(", ".join(f'"+f"(acc[{i}].{e})' for i in range(n) for e in "xyzw"), "      ")
 
 def _descriptor(name:str, pointer:str, apart:int=16) -> str:
@@ -114,7 +115,7 @@ def _descriptor(name:str, pointer:str, apart:int=16) -> str:
   return f"unsigned long long {name} = (unsigned long long)(((unsigned)__cvta_generic_to_shared({pointer}) & 0x3ffffu) >> 4) | {rest}ull;"
 
 def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str, there:int) -> str:
-  """Returns inline assembly that runs the `lines`, wgmma instructions into `accs` C fragments, or nothing if operand number `there` is 0."""
+  """Returns inline assembly that runs wgmma instructions, the `lines`, into `accs` C fragments. It skips them if operand number `there` is 0."""
   # `operands` are the operands after the C fragments. Where operand `there` is 0, a thread commits a group without products, so waits that count
   # groups are the same for all threads. The branch is inside the assembly: with a branch around the assembly, ptxas would wait for each wgmma,
   # warning C7511.
@@ -143,14 +144,14 @@ def _send_text(printer:Any, out:str, accs:int, sets:bool) -> Body:
     f"acc stage to lane there{' sets'*sets}", name=f"send_{accs}{'_or_set'*sets}")
 
 def _wgmma(accs:range, dtype:str, a:str, more:str, transposed:str) -> str:
-  """Returns the text of one wgmma instruction into the C fragments `accs`, with operand A `a`; predicate `more`: adds to the fragments."""
+  """Returns the text of one wgmma instruction: C fragments `accs` = A B, or += A B if the predicate `more` is true; `a` is the text of A."""
   # `transposed` says which operands in shared memory are transposed; operands of 8 bits cannot be
   lies = f", {transposed}" if IN_A_DWORD[dtype] == 2 else ""
   return (f"wgmma.mma_async.sync.aligned.m64n{8*len(accs)}k{K*IN_A_DWORD[dtype]//2}.f32.{PTX[dtype]}.{PTX[dtype]} {{{accumulators(accs)}}}, "
           f"{a}, b, {more}, 1, 1{lies};")
 
 def _shared_product(accs:int, steps:list[tuple[int, int]], transposed:tuple[int, int], operands:str, dtype:str, sums:int=1) -> str:
-  """Returns inline assembly of a product into `accs` C fragments, with both operands in shared memory, as `sums` separate partial sums."""
+  """Returns inline assembly for a product of two operands in shared memory, split into `sums` partial sums; `accs` counts the C fragments of all."""
   # `steps` has for each instruction the distances in bytes at which it reads A and B. `transposed` has 1 for a transposed operand, else 0.
   # `operands` are the two descriptors, and the numbers that say whether to add to the accumulators and whether to start the product. The steps, and
   # the fragments, are divided into `sums` partial sums, one after another.
@@ -237,34 +238,34 @@ instruction("wait_products", lambda lanes, *_, accs, but: lanes.wait_products(bu
 instruction("warpgroup", lambda lanes, x: x, cuda="__shfl_sync(0xffffffffu, {0}, 0)")
 
 def init(barrier:UOp, first:UOp, threads:int) -> UOp:
-  """Returns a statement that initialises the mbarrier at `barrier` for `threads` threads, in the thread where `first` is true."""
+  """Returns a statement that makes the thread where `first` is true initialise the mbarrier at `barrier`, for arrivals of `threads` threads."""
   # a block barrier must follow
   return statement("init_arrivals", barrier, first, threads=threads)
 def arrive(barrier:UOp, after:UOp) -> UOp:
-  """Returns a statement that makes this thread arrive at the mbarrier as soon as the copies that the thread has started are complete."""
+  """Returns a statement that makes this thread arrive at the mbarrier when all its asynchronous copies so far are complete."""
   # the thread does not wait
   return statement("arrive", barrier, after)
 def arrive_stored(barrier:UOp, after:UOp) -> UOp:
-  """Returns a statement that makes this thread arrive at the mbarrier now, without a wait for the copies that it has started."""
+  """Returns a statement that makes this thread arrive at the mbarrier at once, even if its asynchronous copies are not complete."""
   # threads that wait for the phase see these stores, but not what this thread's copies under way write
   return statement("arrive_stored", barrier, after)
 def arrive_twice(barrier:UOp, after:UOp) -> UOp:
-  """Returns a statement that makes this thread arrive at the mbarrier twice: now, and as soon as its copies are complete."""
+  """Returns a statement that makes this thread arrive at the mbarrier twice: at once, and when its asynchronous copies are complete."""
   # The first arrival is for what the thread has stored to shared memory. The thread does not wait.
   return statement("arrive_twice", barrier, after)
 def arrived(barrier:UOp, phase:UOp, after:UOp, published:bool=False) -> UOp:
-  """Returns a statement that waits for the end of phase number `phase` of the mbarrier: until all its threads have arrived."""
+  """Returns a statement that waits until all threads have arrived in phase number `phase` of the mbarrier."""
   # wgmma can then read the data that these threads have copied or stored; `published`: each thread has called `publish` before it arrived
   return statement("await_arrivals", barrier, integer(phase % 2), after, published=published)
 def begin_turn(group:UOp, groups:int, after:UOp) -> UOp:
-  """Returns a statement that makes warpgroup `group` wait until the warpgroup before it, of `groups`, has ended its turn."""
+  """Returns a statement that makes warpgroup `group` wait until the warpgroup before it has called `end_turn`; `groups` warpgroups take turns."""
   # the turns go round all `groups` warpgroups of a block
   return statement("begin_turn", group, after, groups=groups)
 def end_turn(group:UOp, groups:int, gate:UOp, after:UOp) -> UOp:
-  """Returns a statement that ends the turn of warpgroup `group`, so that the next of `groups` warpgroups may begin, if `gate` is true."""
+  """Returns a statement that, if `gate` is true, ends the turn of warpgroup `group`, so that the next of `groups` warpgroups may begin."""
   return statement("end_turn", group, gate, after, groups=groups)
 def scores(acc:UOp, q:UOp, k:UOp, after:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE, sums:int=1) -> UOp:
-  """Returns a statement that starts acc = Q K^T, by `steps` asynchronous matrix instructions, in warpgroups where `there` is true."""
+  """Returns a statement that starts the product acc = Q K^T, made of `steps` wgmma instructions, in warpgroups where `there` is true."""
   # Q has 64 rows, and K has 8 rows for each fragment in `acc`. Each instruction multiplies 16 columns of Q and K, or 32 columns of 8-bit floats. `q`
   # and `k` index shared memory at the first 16 bytes of Q and of K. `panels` has the distances in bytes between panels (128 bytes of each row) of Q,
   # and of K. If `sums` is above 1, `acc` has the fragments of several partial sums, one sum after another: each is over neighbouring columns. Where
@@ -272,7 +273,7 @@ def scores(acc:UOp, q:UOp, k:UOp, after:UOp, steps:int, panels:tuple[int, int], 
   return statement("start_scores", acc[0], q, k, there, after, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype, sums=sums)
 def output(acc:UOp, p:UOp, v:UOp, after:UOp, panel:int, dtype:str, place:range|None=None, there:UOp=EVERYWHERE, more:bool=True,
            by_rows:bool=False) -> UOp:
-  """Returns a statement that starts acc += P V, or with `more` False acc = P V, as asynchronous products, where `there` is true."""
+  """Returns a statement that starts the product acc += P V, or acc = P V if `more` is False, in warpgroups where `there` is true."""
   # `place` selects some of the C fragments in `acc`. `p` has one A fragment for each 16 keys, or 32 keys of 8-bit floats. `v` indexes shared memory
   # at the first 16 bytes of V, which has one row for each key, or of V^T if `by_rows` is true or `dtype` has 8 bits. `panel` is the distance in
   # bytes between panels (128 bytes of each row). Where `there` is false `wait_products` counts a product, too.
@@ -280,39 +281,39 @@ def output(acc:UOp, p:UOp, v:UOp, after:UOp, panel:int, dtype:str, place:range|N
   return statement("start_output", acc[first], p[0], v, there, after, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype,
                    more=more, by_rows=by_rows or IN_A_DWORD[dtype] == 4)
 def shared_output(acc:UOp, p:UOp, v:UOp, after:UOp, keys:int, panel:int, dtype:str) -> UOp:
-  """Returns a statement that starts acc += P V, as asynchronous products, with P and V in shared memory."""
+  """Returns a statement that starts the product acc += P V; P and V, with `keys` keys, lie in shared memory."""
   # P has 64 rows of at most 64 columns, one for each of the `keys` rows of V. `p` and `v` index the first 16 bytes of P and of V. `panel` is the
   # distance in bytes between panels (128 bytes of each row) of V.
   return statement("start_shared_output", acc[0], p, v, after, accs=acc.max_numel(), steps=keys//K, panel=panel, dtype=dtype)
 def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, after:UOp, rows:int, panel:int, dtype:str, more:bool=False) -> UOp:
-  """Returns a statement that starts acc = X^T Y (with `more`: acc += X^T Y) over the first `rows` rows of X and Y in shared memory."""
+  """Returns a statement that starts the product acc = X^T Y (acc += X^T Y if `more`) of X and Y, `rows` rows each, in shared memory."""
   # `rows` is a multiple of 16. X has 64 columns, and Y has 8 columns for each fragment in `acc`. `x` and `y` index shared memory at the first 16
   # bytes of a panel (64 columns). Y begins at the 16-byte unit with index `unit` of its panel. Y ends in this panel, or consists of whole panels,
   # which lie `panel` bytes apart.
   return statement("start_sums", acc[0], x, y, integer(unit), after, accs=acc.max_numel(), steps=rows//K, panel=panel, dtype=dtype, more=more)
 def send(acc:UOp, stage:UOp, to:UOp, lane:UOp, there:UOp, after:UOp, sets:UOp|None=None) -> UOp:
-  """Returns a statement by which TMA, the copy engine, adds a warp's C fragments to fp32 sums in global memory, where `there` is true."""
+  """Returns a statement that starts the addition of the C fragments `acc` to fp32 numbers in global memory by TMA, the copy engine."""
   # Each number is added atomically, in no fixed order. `to` indexes this lane's first sum: the first fragment has four neighbouring sums for each
   # lane, lane after lane; then the next fragment follows. The warp copies the fragments to shared memory at `stage`, and TMA adds them from there.
   # `sent` waits for the additions. In warps where `sets` is true, the numbers replace the sums.
   given = (acc[0], stage, in_global(to, dtypes.float, "to"), integer(lane), there, *([] if sets is None else [sets]), after)
   return statement("send", *given, accs=acc.max_numel(), sets=sets is not None)
 def sent(after:UOp) -> UOp:
-  """Returns a statement that waits until all additions that this thread has started by `send` are complete."""
+  """Returns a statement that waits until all additions that this thread has started with `send` are complete."""
   return statement("sent", after)
 def may_send(after:UOp) -> UOp:
-  """Returns a statement after which this thread's additions by `send` come after everything that the thread has waited for."""
+  """Returns a statement (a fence) that orders additions by a later `send` after everything that this thread has waited for."""
   # PTX ISA 9.7.13.4, fence.proxy.async
   return statement("may_send", after)
 def publish(after:UOp) -> UOp:
-  """Returns a statement that makes this thread's stores to shared memory visible to products that start after a barrier."""
+  """Returns a statement (a fence) that makes this thread's stores to shared memory visible to wgmma after the next barrier."""
   # PTX ISA 9.7.13.4, fence.proxy.async
   return statement("publish", after)
 def wait_products(acc:UOp, after:UOp, but:int=0, place:range|None=None) -> UOp:
-  """Returns a statement that waits for this thread's asynchronous products, except the last `but`, before `acc` may be read."""
+  """Returns a statement that waits for the wgmma products that this thread has started, except the last `but`. Then `acc` may be read."""
   # A use of the accumulators `acc` must come after this; `place` selects some of them, all of which are computed then.
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
   return statement("wait_products", acc[first], after, accs=accs, but=but)
 def group(wave:UOp) -> UOp:
-  """Returns the index of the warpgroup of warp `wave`, in a form by which the compiler knows that it is equal in the whole warp."""
+  """Returns the index of the warpgroup of warp `wave`, so computed that the compiler knows it to be equal in all lanes of the warp."""
   return emit("warpgroup", dtypes.int, integer(wave//4))

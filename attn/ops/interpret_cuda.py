@@ -1,4 +1,4 @@
-"""Interpreter that turns the Python definition of an operation into CUDA text."""
+"""Renders compound operations, which are defined by Python functions, as CUDA text."""
 from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -7,7 +7,7 @@ from attn.ops.operation import Value
 from attn.ops.printer import Printer, Term, bare, length_of, returned, vector_of
 
 class Cuda(Printer):
-  """Interpreter that turns the Python definition of an operation into CUDA text."""
+  """Renders a compound operation, which is defined by a Python function, as CUDA text."""
   # CUDA's vectors have named elements but no arithmetic, so the text computes element by element.
   header = "static __device__ __forceinline__ "
   functions_of_numbers: ClassVar[dict[str, str]] = {"log2": "log2f({0})", "max": "fmaxf({0}, {1})"}
@@ -33,7 +33,7 @@ class Cuda(Printer):
     self.declare(f"operator{operator}({x}, {y})",
                  f"{self.header}{out} operator{operator}({x} x, {y} y) {{\n{returned(self.vector_text(out, values))}\n}}")
   def approximate(self, name:str, instruction:str, x:Value) -> Value:
-    """Renders a call of the function `name`, one PTX instruction with one operand, for each element of x."""
+    """Renders a call of the C++ function `name`, for each element of x, and declares the function: one PTX instruction."""
     self.declare(f"{name}(float)", f'{self.header}float {name}(float x) {{\n  float y;\n  asm("{instruction} %0, %1;" : "=f"(y) : "f"(x));\n'
                                    "  return y;\n}")
     return self.elementwise(name, f"{name}({{0}})", x)

@@ -1,4 +1,4 @@
-"""Interpreter that turns the Python definition of an operation into HIP text for clang."""
+"""Renders compound operations, which are defined by Python functions, as HIP text for clang."""
 from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ from attn.ops.operation import Value
 from attn.ops.printer import Printer, RegisterArray, Signature, Term, bare, element_of, float_literal, length_of, returned, vector_of, wrapped
 
 class Hip(Printer):
-  """Interpreter that turns the Python definition of an operation into HIP text for clang."""
+  """Renders a compound operation, which is defined by a Python function, as HIP text for clang."""
   # clang's vector types have arithmetic and access to elements
   header = "static inline __attribute__((device, always_inline)) "
   functions_of_numbers: ClassVar[dict[str, str]] = {
@@ -19,7 +19,7 @@ class Hip(Printer):
   def at(self, text:str, ctype:str, i:int) -> str: return text if length_of(ctype) == 1 else f"{text}[{i}]"
   def vector_text(self, out:str, values:Sequence[str]) -> str: return f"({out}){{{', '.join(values)}}}"
   def same(self, *xs:Value) -> tuple[str, list[Term]]:
-    """Returns (widest C type of the operands, the operands converted to that type)."""
+    """Returns (widest C type among the operands `xs`, the operands converted to this type)."""
     # clang's elementwise builtins need operands of one type
     terms = [self.term(x) for x in xs]
     wide = max((t.type for t in terms), key=length_of)
@@ -29,13 +29,13 @@ class Hip(Printer):
     return self.call("__builtin_elementwise_fma", wide, *terms)
   def abs(self, x:Value) -> Value: return self.call("__builtin_elementwise_abs", self.term(x).type, x)
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
-    """Renders x with `instead` for each element whose column index in `offsets` is above `limit` (`operator` ">") or below `limit` ("<")."""
+    """Renders x with `instead` in place of x[i] if offsets[i] is above `limit` (`operator` ">") or below `limit` ("<")."""
     # one comparison of vectors: of single comparisons clang would keep all results in scalar registers, of which there are too few
     n = len(offsets)
     keys = self.let("keys", Term(self, f"(int{n}){{{', '.join(map(str, offsets))}}}", f"int{n}"))
     return Term(self, f"(({keys.text} {operator} (int{n})({bare(limit.text)})) ? (float{n})({bare(self.term(instead).text)}) : {x.text})", x.type)
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
-    """Renders x with `instead` for each element whose column index in `offsets` is not in `first`..`last`."""
+    """Renders x with `instead` in place of x[i] if offsets[i], a column, is not in `first`..`last`."""
     # In a wave of 64 lanes the result of a comparison takes two scalar registers. So the text makes one comparison instead of two, of unsigned
     # distances from `first`: an index below `first` has a huge distance.
     if get_chip(self.arch).wave == 32: return super().beyond(x, offsets, first, last, instead)
@@ -123,7 +123,7 @@ class Hip(Printer):
     # the lines `rounded` compute the dwords u from x; each v_perm packs the upper halves of two of them
     return self._words(name, x, [f"__builtin_amdgcn_perm(u[{i + 1}], u[{i}], 0x07060302u)" for i in range(0, length_of(x.type), 2)], rounded)
   def _words(self, name:str, x:Value, words:list[str], before:str="") -> Value:
-    """Renders a call of a new C++ function `name`, which returns the expressions `words` of its parameter x, after the lines `before`."""
+    """Renders a call f(x), and declares f as a C++ function `name` that executes the lines `before` and returns the vector of expressions `words`."""
     out = vector_of("unsigned", len(words))
     result = returned(self.vector_text(out, words) if len(words) > 1 else words[0])
     self.declare(f"{name}({x.type})", f"{self.header}{out} {name}({x.type} x) {{\n{before}{result}\n}}")
@@ -168,7 +168,7 @@ class Hip(Printer):
     return x, self.let("other", Term(self, f"__builtin_bit_cast({x.type}, {other})", x.type))
   # sums of packed numbers
   def whole(self, x:Value) -> None:
-    """Renders a hint to keep each packed dword of x in its register, instead of packing it again later."""
+    """Renders inline assembly that keeps packed dwords of x in their registers, on chips for which clang would pack them at each use."""
     # on these chips clang would pack a dword again at each use; on other chips the hint would cost registers
     if get_chip(self.arch).unit.packs_again: self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:

@@ -1,4 +1,4 @@
-"""Interpreter that runs the Python definition of an operation in numpy."""
+"""Runs compound operations, which are defined by Python functions, in numpy."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from attn.ops.numerics import ONES_OF, Array
 from attn.ops.operation import Lanes, Value, LocalVariable
 
 class Numbers:
-  """Interpreter that runs the definition of an operation on numpy arrays: (threads,) for a scalar, (n, threads) for a vector."""
+  """Runs a compound operation, which is defined by a Python function, on numpy arrays: (threads,) for a scalar, (n, threads) for a vector."""
   # a register array is any pointer that the emulator's `load_register` takes
   inf, nan = np.float32(np.inf), np.float32(np.nan)
   def __init__(self, lanes:Lanes): self.lanes, self.gate = lanes, lanes.active
@@ -35,11 +35,11 @@ class Numbers:
   def select(self, condition:Value, x:Value, y:Value) -> Value: return np.where(condition, np.asarray(x, np.float32), np.asarray(y, np.float32))
   def number(self, x:float) -> Value: return np.float32(x)
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
-    """Returns x with `instead` for each element whose column index in `offsets` is above `limit` (`operator` ">") or below `limit` ("<")."""
+    """Returns x with `instead` in place of x[i] if offsets[i] is above `limit` (`operator` ">") or below `limit` ("<")."""
     beyond = {">": np.greater, "<": np.less}[operator](np.array(offsets)[:, None], limit)
     return np.where(beyond, instead, x)
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
-    """Returns x with `instead` for each element whose column index in `offsets` is not in `first`..`last`."""
+    """Returns x with `instead` in place of x[i] if offsets[i], a column, is not in `first`..`last`."""
     return self.masked(self.masked(x, offsets, ">", last, instead), offsets, "<", first, instead)
   # vectors
   def length(self, x:Value) -> int: return x.shape[0] if x.ndim > 1 else 1
@@ -88,7 +88,7 @@ class Numbers:
   def load(self, registers:Any, i:int) -> Value: return self.lanes.load_register(registers, i)
   def store(self, registers:Any, i:int, x:Value) -> None: self.lanes.store_register(registers, i, x, self.gate)
   def read(self, pointer:Any, i:int, n:int) -> Value:
-    """Loads a vector of `n` fp32 numbers from shared memory: the i-th vector from `pointer` on."""
+    """Loads `n` fp32 numbers from shared memory as a vector, from number i*n after `pointer` on."""
     raw = self.lanes.load_bytes(pointer, np.full(len(self.gate), 4*n*i), 4*n, self.gate)
     return numerics.bits_as(numerics.words_of(raw), "float32")
   # lanes
@@ -104,12 +104,12 @@ class Numbers:
     odd = lane//step % 2 == 1     # the odd rows (of `step` lanes) of the first operand are swapped with the even rows of the second
     return np.where(odd, other, x), np.where(odd, x, other)
   def whole(self, x:Value) -> None:
-    """Does nothing. In rendered text `whole` is a hint that all of x is in its registers at this point."""
+    """Does nothing in numpy. The other interpreters render a hint that all of x is in registers at this point."""
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
-    """Returns c plus the numbers of `dtype` in each dword of x."""
+    """Returns c plus the two or four numbers of type `dtype` in each dword of x."""
     return self.lanes.dot(x, np.full(x.shape, ONES_OF[dtype], np.uint32), c, dtype)
   def times_ones(self, matrix:Any, p:Value, c:Value, dtype:str) -> Value:
-    """Returns c plus the product of P and a matrix of ones: sums of P."""
+    """Returns c + P times a matrix of ones, computed by the instruction `matrix`: each element is a sum over a row of P."""
     ones = np.full((2, p.shape[-1]), ONES_OF[dtype], np.uint32)
     # whether P is A or B depends on the matrix instruction
     a, b = matrix.with_ones(p, ones)

@@ -1,4 +1,4 @@
-"""Interpreter that turns the Python definition of an operation into UOps."""
+"""Converts compound operations, which are defined by Python functions, to UOps."""
 from __future__ import annotations
 import math, operator
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ def elementwise(f:Callable[..., UOp], *xs:Any) -> Elements:
   return Elements(tuple(map(f, *[each if len(each) > 1 else each*n for each in values])))
 
 class PlainUOps:
-  """Interpreter whose values are UOps, with those primitives of attn/ops/language.py that need only one thread."""
+  """Converts a compound operation, which is defined by a Python function, to UOps, if the operation needs only one thread."""
   inf, nan = number_of(math.inf), number_of(math.nan)
   def let(self, name:str, x:Elements) -> Elements: return x
   def variable(self, name:str, x:Elements) -> LocalVariable: return LocalVariable(x)

@@ -1,5 +1,5 @@
-"""Small language in which compound operations are defined. Running a definition gives HIP text, CUDA text, numpy results or plain UOps. Begin with
-`compound` and `instruction`."""
+"""Small language for compound operations: a Python function defines one, and gives HIP text, CUDA text, numpy results or UOps. Begin with
+`compound`."""
 from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class KernelText:
   def printer(self) -> Printer: return LANGUAGES[self.language](self.arch, self.functions)
 
   def call(self, call:Call, out:str, types:Sequence[str], sources:Sequence[str]) -> str:
-    """Returns the C++ expression for a call of an operation on operands with the C types `types` and the texts `sources`."""
+    """Returns the C++ expression that computes the operation `call` from operands, given as texts (`sources`) and their C types (`types`)."""
     operation, printer = call.operation, self.printer()
     if operation.inline: return inlined(operation, call.parameters, printer, types, sources)
     if operation.definition is not None: return self.compound(call, operation.definition, out, types, sources)
@@ -41,7 +41,7 @@ class KernelText:
     return function_text(call.name, found, printer, out, types, sources)
 
   def compound(self, call:Call, definition:Callable[..., Any], out:str, types:Sequence[str], sources:Sequence[str]) -> str:
-    """Returns the C++ expression that calls the function of a compound operation, which is rendered once for each combination of types."""
+    """Returns the C++ expression that calls the function of a compound operation. The function is rendered once for each combination of types."""
     names = operands_of(definition)
     types, sources = types[:len(names)], [bare(x) for x in sources[:len(names)]]     # further sources only order the call after other statements
     key = (call, out, *types)
@@ -60,8 +60,7 @@ def function_text(name:str, body:Body, printer:Printer, out:str, types:Sequence[
   return f"{name}{given}({', '.join(bare(x) for x in sources[:count])})"
 
 def operands_of(definition:Callable[..., Any]) -> list[str]:
-  """Returns the names of an operation's operands: the positional parameters of the Python function that defines it, except the first (the
-  interpreter)."""
+  """Returns the names of a compound operation's operands: the positional parameters of its Python function, except the first, the interpreter."""
   # keyword-only parameters are constants (static parameters), not operands
   return [name for name, p in inspect.signature(definition).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
 
@@ -86,7 +85,7 @@ def compound_function(call:Call, definition:Callable[..., Any], printer:Printer,
   return name, operands
 
 def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """Decorator that makes a Python function the definition of the operation `name`."""
+  """Decorator that registers the compound operation `name`: the decorated Python function defines what it computes."""
   # If the text depends on static parameters, `suffix` must be a format string of them, such as "_{dtype}": it ends the C++ function's name.
   def define(definition:Callable[..., Any]) -> Callable[..., Any]:
     taken = None if inline else len(operands_of(definition))

@@ -70,13 +70,13 @@ def _put_text(printer:Any, out:str, kind:str) -> Body:
 instruction("put", lambda lanes, to, value, gate, kind: _put(lanes, to, value, gate), cuda=_put_text)
 
 def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, piece:int) -> UOp:
-  """Returns a statement that copies `nbytes` (0..16) bytes to shared memory and sets the rest of 16 bytes to zero, if `gate` is true."""
+  """Returns a statement that copies `nbytes` (0 to 16) bytes from global to shared memory and zeros up to 16 bytes, if `gate` is true."""
   # `step` has two constants in bytes: the first is added to `to`, the second to `source`, so copies at several constant distances share one address
   # register. The copy is made in pieces of `piece` bytes (16, 2 or 1); `nbytes` and the address in `source` must be multiples of `piece`. If `piece`
   # is 16, the copy is asynchronous: the data have arrived only after `wait_copies`.
   return statement("copy", to, source, integer(nbytes), gate, step=step, piece=piece)
 def copy_number(to:UOp, source:UOp, there:UOp, gate:UOp) -> UOp:
-  """Returns a statement that copies a 4-byte number (0 if `there` is false) to shared memory asynchronously, where `gate` is true."""
+  """Returns a statement that starts a copy of 4 bytes from global to shared memory, where `gate` is true: of 0 if `there` is false."""
   return statement("copy_number", to, source, there, gate)
 def put(to:UOp, value:UOp, gate:UOp) -> UOp:
   """Returns a statement that stores a number or a vector to shared memory at `to`, if `gate` is true."""
@@ -93,7 +93,7 @@ def wait_copies(after:UOp, but:int) -> UOp:
 # ***** fragments: 9.7.14.5.8 (mma.m16n8k16), 9.7.14.5.15 (ldmatrix) *****
 
 def _ldmatrix(lanes:Any, pointer:Any, step:int, transposed:bool) -> Array:
-  """Returns two neighbouring elements of each of four 8x8 matrices in shared memory for each thread, as ldmatrix does."""
+  """Returns, for each thread, its part of four 8x8 matrices in shared memory, two neighbouring elements of each, as ldmatrix does."""
   # lane l gives the address of row l%8 of matrix l//8, `step` bytes after `pointer`
   raw = lanes.load_bytes(pointer, np.full(len(lanes.active), step, np.int64), 16, lanes.active)
   m = np.ascontiguousarray(raw.T).view(np.uint16).reshape(-1, 4, 8, 8)                    # warp, matrix, row, column
@@ -137,7 +137,7 @@ def stmatrix(row:UOp, words:UOp) -> UOp:
   # each matrix, in the layout of an A fragment of mma.m16n8k16.
   return statement("stmatrix", row, words)
 def stmatrix_where(row:UOp, words:UOp, gate:UOp) -> UOp:
-  """Returns a statement that stores four 8x8 matrices as `stmatrix` does, in the warps where `gate` is true."""
+  """Returns a statement that stores four 8x8 matrices as `stmatrix` does, only in warps where `gate` is true."""
   # the gate must be equal in the whole warp
   return statement("stmatrix_where", row, words, gate)
 def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
@@ -161,7 +161,7 @@ instruction("columns_apart", _columns_apart, cuda=Body(
                                    for selector in (EVEN_BYTES, ODD_BYTES) for x, y in ("xy", "zw")) + ");", "words"))
 
 def columns_apart(words:UOp) -> UOp:
-  """Returns B fragments for 8 even and 8 odd columns of V and 32 keys, made of 8-bit numbers that ldmatrix loaded as column pairs."""
+  """Returns B fragments of 16 columns of V and 32 keys, first the 8 even columns, then the 8 odd ones, from the 8-bit pairs that ldmatrix loaded."""
   # `words` is what ldmatrix returned for 32 rows of 16 columns, transposed. Because ldmatrix moves pairs of bytes, each dword has two neighbouring
   # columns of two keys. A lane's keys are in the order in which `pack_a` packs the weights.
   return emit("columns_apart", U4, words)
@@ -197,22 +197,22 @@ instruction("keep_equal", _keep_equal, cuda=_keep_equal_text)
 def _zero(c:Any, order:Value) -> Value: return c.splat(c.number(0.0), 4)
 
 def zero(after:UOp) -> UOp:
-  """Returns a C fragment of zeros, made after the UOp `after`."""
+  """Returns a C fragment of zeros that is made after the UOp `after`."""
   return emit("zero", F4, after)
 def clear(acc:UOp, *after:UOp) -> UOp:
   """Returns a statement that sets all C fragments in the register array `acc` to zero."""
   return statement("clear", acc[0], *after, count=acc.max_numel())
 def keep_equal(acc:UOp, gate:UOp, own:list[UOp], numbers:UOp, distances:list[int], after:UOp) -> UOp:
-  """Returns a statement that sets scores in `acc` to -inf unless their row and their column have equal numbers, where `gate` is true."""
+  """Returns a statement that, where `gate` is true, sets each score in `acc` to -inf whose row and column have different numbers (segments)."""
   # `own` has the numbers of the lane's two rows. `numbers` loads the number of the lane's first column, by `ops.buffer_load`; `distances` says how
   # many elements after it the number of each of the lane's columns lies. The numbers are loaded only if `gate` is true.
   return statement("keep_equal", acc[0], gate, *own, *numbers.src[:3], after, distances=tuple(distances))
 def row_unit(fragments:list[UOp], row:int, factor:UOp, dtype:str) -> UOp:
-  """Returns 16 bytes of a result: eight elements of one row, multiplied by `factor`, rounded to `dtype` and packed."""
+  """Returns 8 neighbouring elements of a row of a result, multiplied by `factor`, rounded to the 16-bit `dtype` and packed into 16 bytes."""
   # a lane has two of these elements in each of four neighbouring C fragments; `row` is 0 or 1, for the first or the second of the lane's two rows
   return emit("row_unit", U4, *fragments, factor, row=row, dtype=dtype)
 def pack_a(fragments:list[UOp], dtype:str) -> UOp:
-  """Returns one A fragment, made of the C fragments of two neighbouring matrix tiles (four if `dtype` has 8 bits), rounded to `dtype`."""
+  """Returns one A fragment, made by rounding two neighbouring C fragments to 16-bit `dtype`, or four to 8-bit `dtype`."""
   return emit("pack_a", U4, *fragments, dtype=dtype)
 
 # ***** across lanes *****

@@ -19,7 +19,7 @@ Array = NDArray[Any]
 Value = Any            # value in a definition: an array, a Term of the rendered text, or Elements (UOps)
 
 class LocalVariable:
-  """Variable in an operation's definition, to which the definition may assign new values, also in a branch."""
+  """Variable of the Python function that defines a compound operation. The function may assign to it, also in a branch."""
   def __init__(self, value:Value): self.value = value
 
 class Lanes(Protocol):
@@ -40,9 +40,9 @@ class Lanes(Protocol):
   def check_extent(self, pointer:Any, nbytes:Array) -> None:
     """Raises an error unless the `nbytes` bytes from `pointer` on are all inside the buffer."""
   def check_numbers(self, name:str, x:Array, gate:Array, count:int) -> None:
-    """Raises an error if x, called `name` in its message, is not in 0..count-1 in a thread where `gate` is true."""
+    """Raises an error if x is not in 0..count-1 in a thread where `gate` is true; the message calls x `name`."""
   def check_alone(self, name:str, x:Array, gate:Array) -> None:
-    """Raises an error if two threads where `gate` is true have the same x, called `name` in the message."""
+    """Raises an error if two threads where `gate` is true have equal x; the message calls x `name`."""
   def barrier(self, gate:Array) -> Array:
     """Executes a barrier in the waves of the threads where `gate` is true, and returns zeros."""
   def start_store(self, pointer:Any, offset:Array, data:Array, gate:Array) -> Array:
@@ -52,22 +52,21 @@ class Lanes(Protocol):
   def wait_stores(self, but:int) -> Array:
     """Makes each active thread wait for its groups of stores, except the last `but` groups. Returns zeros."""
   def arrive(self, with_copies:bool=True) -> Array:
-    """Makes the active threads arrive at the next phase of their workgroup's mbarrier. `with_copies`: only when their asynchronous stores are
-    complete. Returns zeros."""
+    """Makes the active threads arrive at their workgroup's mbarrier, with `with_copies` only when their stores are complete. Returns zeros."""
   def await_arrivals(self, parity:Array) -> Array:
-    """Makes the active threads wait for the next phase of their mbarrier, whose number has the parity `parity`. Returns zeros."""
+    """Makes the active threads wait for the end of the mbarrier's next phase, whose number is even or odd as `parity` says. Returns zeros."""
   def only(self, gate:Array) -> AbstractContextManager[None]:
     """Context manager in which an active thread stays active only if `gate` is true."""
   def warpgroup_operand(self, a:Array, dtype:str) -> Array:
-    """Returns operand A of a wgmma as bits of `dtype` (warpgroups, 64, k), from its threads' registers `a`, uint32 (registers, threads)."""
+    """Returns operand A of a wgmma, (warpgroups, 64, k) numbers of `dtype` as bits, from the threads' registers `a`, uint32 (registers, threads)."""
   def start_product(self, acc:Any, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
-    """Starts a wgmma in which `count` C fragments, from `acc` on, become A B^T, or with `more` their old values plus A B^T. Returns zeros."""
+    """Starts a wgmma that sets `count` C fragments, from `acc` on, to A B^T, or with `more` adds A B^T to them. Returns zeros."""
   def start_nothing(self, acc:Any) -> None:
     """Starts an empty group of wgmma products in the active threads, for a warpgroup that skips a product into `acc`."""
   def wait_products(self, but:int) -> Array:
     """Makes each active thread wait for the wgmma products that the thread has started, except the last `but` products. Returns zeros."""
   def atomic_add(self, pointer:Any, steps:Sequence[int], x:Array, gate:Array, sent:bool=False, sets:Array|None=None) -> None:
-    """Adds float32 x (instructions, elements, threads) to global memory at `pointer` + `steps` elements, where `gate` is true."""
+    """Adds the float32 numbers x (instructions, elements, threads) to global memory, instruction i at steps[i] elements after `pointer`."""
   def sent(self) -> Array:
     """Makes the active waves wait until their additions through the copy engine (TMA) are complete. Returns zeros."""
   def fetch_add(self, pointer:Any, gate:Array) -> Array:
@@ -89,7 +88,7 @@ class Lanes(Protocol):
 
 @dataclass(frozen=True)
 class Body:
-  """Text of a C++ function's body, one statement a line, of which the last is a return; and its parameters."""
+  """Body of a generated C++ function, as text: one statement a line, the last of them a return; with the names of the function's parameters."""
   statements: str
   parameters: str                            # names of the parameters, separated by spaces
   template: tuple[tuple[str, int], ...] = () # template parameters (name, value): numbers that must be compile-time constants
@@ -133,7 +132,7 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {}
 
 def is_ours(name:str, uops:Iterable[UOp]) -> bool:
-  """Tells whether a kernel is attn's: whether its name begins with "attn_", or its UOps contain an operation or a vector type of attn."""
+  """Returns whether a kernel is from attn: its name begins with "attn_", or its UOps contain an operation or vector type of attn."""
   return name.startswith("attn_") or any(isinstance(u.dtype, VectorDType) or isinstance(u.arg, Call) for u in uops)
 
 def integer(x:UOp) -> UOp:

@@ -69,7 +69,7 @@ class Plain:
     return new_uop(u.op, tuple(srcs), srcs[0].dtype, u.arg) if vector else u.replace(src=tuple(srcs))
 
   def indexed(self, u:UOp, at:UOp) -> Elements:
-    """Returns indices, one for each number of the vector that `u` indexes, in a buffer that now has single numbers as elements."""
+    """Returns, for the vector that `u` indexes, the indices of its single numbers, because plain buffers have no vectors as elements."""
     buffer, index, there = self.found[u.src[0]], at.get_idx(), at.get_valid()
     n = 4*VECTORS[u.dtype][1]//buffer.dtype.itemsize
     def place(i:int) -> UOp:
@@ -78,13 +78,13 @@ class Plain:
     return Elements(tuple(place(i) for i in range(n)))
 
   def stored(self, to:tuple[UOp, ...], x:Elements) -> UOp:
-    """Returns the stores of the elements of x to `to`, one index in a buffer for each of them."""
+    """Returns stores of the elements of x, each to the index of a buffer in `to`."""
     values, dtype = x.each, to[0].dtype
     if dtype.itemsize == 2: values = [(w >> 16*i).cast(dtypes.ushort).bitcast(dtype) for w in values for i in range(2)]   # type: ignore[assignment]
     return UOp.group(*[place.store(x) for place, x in zip(to, values, strict=True)])
 
   def operation(self, u:UOp, srcs:list[Any]) -> Any:
-    """Returns the plain UOps of `u`, an operation of attn, given the plain UOps `srcs` of its operands."""
+    """Returns plain UOps that compute `u`, an operation of attn, from plain UOps `srcs` of its operands."""
     call = u.arg
     if call.name in self.kept: return u.replace(src=tuple(srcs))
     if call.name == "opaque_uniform":     # tinygrad does not know the value of a number that is loaded from a register
@@ -99,7 +99,7 @@ class Plain:
 ARITHMETIC = {Ops.ADD: operator.add, Ops.SUB: operator.sub, Ops.MUL: operator.mul}
 
 def plain(sink:UOp, checked:bool=False) -> UOp:
-  """Returns the kernel `sink` in plain UOps. With `checked`, operations whose operands the emulator checks stay as they are."""
+  """Returns the kernel `sink` in plain UOps. `checked`: operations whose operands the emulator checks are not converted."""
   work = Plain(sink, checked)
   for u in sink.toposort(): work.found[u] = work.of(u)
   return work.found[sink]

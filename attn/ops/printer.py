@@ -1,5 +1,5 @@
-"""Base class of the interpreters that render the definition of an operation as C++ text. interpret_hip.py and interpret_cuda.py define what HIP and
-CUDA write differently."""
+"""Base class for rendering compound operations, which are defined by Python functions, as C++ text; interpret_hip.py and interpret_cuda.py extend
+it."""
 from __future__ import annotations
 import functools, math, re
 from collections import Counter
@@ -77,7 +77,7 @@ class Term:
 
 @dataclass
 class RegisterArray:
-  """Operand that is an array of registers."""
+  """Operand of a compound operation that is an array of registers, with a record of the elements that the operation reads and writes."""
   text: str
   type: str      # type of an element
   # elements that a definition reads
@@ -97,7 +97,7 @@ class Signature:
   result: str = ""       # expression that is returned, if not the operation's value
 
 class Printer:
-  """Runs the definition of an operation, and collects the statements of its C++ function."""
+  """Runs the Python function that defines a compound operation, and collects the C++ statements that it stands for."""
   header: str           # first words of every function's declaration
   functions_of_numbers: ClassVar[dict[str, str]]      # the language's expressions for functions of scalars, with {0} and {1} for the operands
   infinity: ClassVar[str]
@@ -145,7 +145,7 @@ class Printer:
     """Declares a C++ operator between operands of types x and y, if the language does not have it."""
   def call(self, name:str, out:str, *xs:Value) -> Term: return Term(self, f"{name}({', '.join(bare(self.term(x).text) for x in xs)})", out)
   def elementwise(self, name:str, scalar:str, *xs:Value) -> Term:
-    """Renders a call of the C++ function `name`, which computes the text `scalar` (operands {0}, {1}) for each element of its operands."""
+    """Renders a call of the C++ function `name`, and declares the function: it computes the text `scalar`, e.g. "{0} + {1}", for each element."""
     terms = [self.term(x) for x in xs]
     n = max(length_of(t.type) for t in terms)
     if n == 1: return Term(self, scalar.format(*[bare(t.text) for t in terms]), "float")
@@ -156,7 +156,7 @@ class Printer:
     self.declare(f"{name}({', '.join(t.type for t in terms)})", f"{self.header}{out} {name}({parameters}) {{\n{result}\n}}")
     return self.call(name, out, *terms)
   def declare(self, key:str, text:str) -> None:
-    """Adds the C++ function `text` to those declared before the kernel, once for each `key` (its name and parameter types)."""
+    """Adds the C++ function `text` to the declarations before the kernel, unless one with this `key` (name and parameter types) is there."""
     # different functions with one key are a mistake in the text of an operation
     if self.functions.setdefault(key, text) != text: raise ValueError(f"two different functions {key}:\n{self.functions[key]}\n{text}")
   def log2(self, x:Value) -> Value: return self.elementwise("log2_of", self.functions_of_numbers["log2"], x)
@@ -201,6 +201,6 @@ class Printer:
     kind = vector_of("float", n)
     return Term(self, f"((const {kind}*){pointer.text})[{i}]", kind)
   def registers_signature(self, name:str, registers:list[RegisterArray]) -> Signature:
-    """Returns the signature of a C++ function that gets register arrays as pointers."""
+    """Returns the parameters and result of a C++ function that gets each array in `registers` as a pointer."""
     return Signature([f"{x.type}* {x.text}" for x in registers])
   def registers_call(self, name:str, sources:dict[str, str], operands:list[Any]) -> str: return f"{name}({', '.join(sources.values())})"

@@ -44,7 +44,7 @@ def vector_types(text:str, before:list[str]) -> list[str]:
           for name, element, n in sorted(names, key=lambda x: (x[1], int(x[2]))) if name not in declared]
 
 def c_type(u:UOp) -> str:
-  """Returns the C type of an operand: for a pointer to registers the type of their elements, for other pointers void."""
+  """Returns the C type of an operand: if the operand is a pointer to registers, the type of one register, and void for other pointers."""
   name = C_NAMES.get(u.dtype, u.dtype.name)
   return POINTERS.get(u.addrspace, f"{name}*" if u.addrspace is AddrSpace.REG and u.op is Ops.INDEX else name)
 
@@ -98,7 +98,7 @@ class HipOperations(OperationsPrinter):
     self.held, self.before = second_bounds(uops) if is_ours(name, uops) else set[UOp](), made_before_branches(uops)
     return super()._render(uops)
   def held_text(self, x:UOp) -> str:
-    """Returns the text of max(y, n) or min(y, n), written so that clang does not know the constant bound n."""
+    """Returns the text of a maximum or minimum of a number and a constant, which is hidden from clang."""
     bound, of = x.src[1].src[0].arg, x.src[2]
     least = is_minimum(x)
     name = "not_above" if least else "not_below"
@@ -106,7 +106,7 @@ class HipOperations(OperationsPrinter):
     # a minimum min(x, n) comes as ~max(~x, ~n): `x` is the maximum in it
     return f"~not_above({bare(self[of.src[0]])}, {~bound})" if least else f"not_below({bare(self[of])}, {bound})"
   def branch_text(self, x:UOp) -> str:
-    """Returns the "if" line of a branch, after inline assembly that makes clang compute before it the values that need all lanes."""
+    """Returns the "if" line of a branch. Inline assembly before the line makes clang compute values first that need all lanes."""
     # clang takes inline assembly in HIP for an operation across lanes, so it moves neither the assembly nor the values into the branch
     return "\n".join([*(f'asm volatile("" :: "v"({self[value]}));' for value in self.before[x]), f"if ({self[x.src[0]]}) {{"])
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
@@ -123,7 +123,7 @@ class CudaOperations(OperationsPrinter):
   """Base class of the CUDA renderers."""
   language = "cuda"
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
-    """Declares the 16-bit types that the source uses and tinygrad does not declare, as structs of the right size."""
+    """Returns declarations of the 16-bit types that the source uses and tinygrad does not declare, as structs of 2 bytes."""
     # A struct is enough, because a kernel only has pointers to such a type: tinygrad includes the type's header if a kernel computes with it. A
     # header would take NVRTC a tenth of a second.
     used = {u.dtype for _, (u, _) in bufs}
@@ -147,7 +147,7 @@ class OperationsHIPCCRenderer(HIPCCRenderer, HipOperations):
     super().__init__(target)
     self.learn()
 class OperationsHIPTextRenderer(OperationsHIPCCRenderer):
-  """Renderer for HIP, without a compiler."""
+  """Renderer for HIP that only makes text and has no compiler."""
   def __init__(self, target:Target):
     with without_comgr(): super().__init__(target)
 
@@ -163,7 +163,7 @@ class OperationsNVCCRenderer(NVCCRenderer, CudaOperations):
     self.compiler = machine_code(self.compiler, target.arch)
 
 def machine_code(compiler:Any, arch:str) -> Any:
-  """Returns tinygrad's CUDA compiler, set to make machine code for `arch` instead of PTX."""
+  """Returns tinygrad's CUDA compiler, set to make machine code for `arch` instead of PTX, NVIDIA's intermediate code."""
   # The driver would have to compile PTX once more. sm_90a has wgmma; the renderer's target stays sm_90, because tinygrad expects a number after
   # "sm_".
   return type(compiler)("sm_90a" if arch == "sm_90" else arch, ptx=False, cache_key="cuda_machine_code")

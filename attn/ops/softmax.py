@@ -1,4 +1,5 @@
-"""Correction of the online softmax, for all matrix units: the rare branch that raises the reference values of a wave's rows. Begin with `correct`."""
+"""The rare branch of the online softmax, for all matrix units, that raises m, the numbers subtracted from the scores of a wave's rows. Begin with
+`correct`."""
 from __future__ import annotations
 import functools, operator
 from collections.abc import Callable
@@ -29,18 +30,18 @@ LOWEST = -float(np.finfo(np.float32).max)   # finite, and not above any finite s
 
 @dataclass(frozen=True)
 class RowLanes:
-  """Layout of rows in vectors of scores: each vector holds `rows` rows one after another, which lanes at the distances `steps` share."""
+  """How rows lie in vectors of scores: each lane's vector has parts of `rows` rows, concatenated; lanes `steps` apart have other parts of them."""
   rows: int
   steps: tuple[int, ...]
   # kind of instruction by which the lanes that share a row exchange values
   exchange: str = "shuffle"
 
 def first_addend(scale:float) -> float:
-  """Returns the addend of a row that has seen no key: exp2(s*scale + addend) is inf for a finite score s, and 0 for -inf."""
+  """Returns -m*scale for the m of a row that has seen no key: exp2(s*scale + result) is inf for a finite score s, and 0 for -inf."""
   return -LOWEST*min(scale, 1.0)
 
 def by_row(c:Any, x:Value, rows:int) -> list[Value]:
-  """Splits the vector `x`, which holds `rows` rows one after another, into one vector for each row."""
+  """Splits the vector `x` into `rows` vectors of equal length, one for each row."""
   n = c.length(x)//rows
   return [c.part(x, r*n, n) for r in range(rows)]
 
@@ -54,7 +55,7 @@ def highest(c:Any, start:Value, scores:list[Value]) -> Value:
 
 def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Value],
                     scale:float, lift:float=0.0) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
-  """Raises m, which is subtracted from scores, to each row's maximum; returns (m, -m*scale, factors for O, function for P with the new m)."""
+  """Returns (new m, -m*scale, factors for O, function from scores to P), where m, the number to subtract from scores, is each row's maximum."""
   # P = exp2((score - m)*scale). The new m is the row's largest score so far, so that the largest P is 1; if `lift` is above 0, m is lower, so that
   # the largest P is 2^lift. The addend is -m*scale, or NaN if its rounding error is too large.
   split, tops, addends, factors, nears, shifts = [by_row(c, x, rows.rows) for x in scores], [], [], [], [], []
@@ -76,7 +77,7 @@ def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Val
   return c.vector(*tops), c.vector(*addends), factors, weigh
 
 def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
-  """Returns x with the elements of each row multiplied by the factor of this row."""
+  """Returns x, a vector of len(factors) rows of equal length, with each row multiplied by its factor."""
   if len(factors) == 1: return x*factors[0]
   return c.join(*[y*factor for y, factor in zip(by_row(c, x, len(factors)), factors)])
 
@@ -96,7 +97,7 @@ SMALLEST_SCALE = 2.0**-100
 ALL_SET_BEFORE, SIGNS = 0x08080808, 0x80808080     # the first plus a byte has the sign bit if the byte is NaN or its exponent has all bits
 
 def lift_of(dtype:str, scale:float) -> float:
-  """Returns e, where the largest P of a row is to be 2^e: above 0 if P is rounded to 8-bit floats, otherwise 0."""
+  """Returns e, such that the largest P of a row shall be 2^e: above 0 if P is rounded to 8-bit floats, otherwise 0."""
   # To make P larger, a kernel lowers the reference by e/scale, where `scale` is the factor of the scores. So e is 0 if `scale` is so small that fp32
   # cannot hold such a difference of references.
   return LIFT[dtype] if scale > SMALLEST_SCALE else 0.0
@@ -104,19 +105,19 @@ def lift_of(dtype:str, scale:float) -> float:
 def of_bytes(dtype:str) -> bool: return IN_A_DWORD[dtype] == 4
 
 def packed_together(c:Any, vectors:list[Value], rows:int, dtype:str) -> Value:
-  """Returns the vectors of P rounded to `dtype` and packed into dwords, each dword with elements of one row; a vector has `rows` rows."""
+  """Returns the vectors of P, with `rows` rows each, rounded to `dtype` and packed into dwords; no dword mixes two rows."""
   # a dword has elements of one row only: two 16-bit elements of one vector, or four of 8 bits, two from each of two neighbouring vectors
   if rows == 1 or not of_bytes(dtype): return c.join(*[c.pack_weights(x, dtype) for x in vectors])
   split = [by_row(c, x, rows) for x in vectors]
   return c.vector(*[c.pack_weights(c.join(*row), dtype) for pair in zip(split[0::2], split[1::2]) for row in zip(*pair)])
 
 def too_large(c:Any, packed:list[Value]) -> Value:
-  """Tells whether any 8-bit float of P in the dwords `packed` is NaN or so large that m, which is subtracted from scores, is too low."""
+  """Returns whether an 8-bit P in the dwords `packed` is NaN, or so large that m, the number subtracted from scores, must be raised."""
   words = [c.element(x, i) for x in packed for i in range(c.length(x))]
   return ~((functools.reduce(operator.or_, [x + c.word(ALL_SET_BEFORE) for x in words]) & c.word(SIGNS)) == c.word(0))
 
 def lane_sums(c:Any, total:LocalVariable, x:Value, rows:int) -> None:
-  """Adds the vector x of P to a lane's sums `total`: one for each of `rows` rows, or for a single row one of even and one of odd elements."""
+  """Adds the elements of x, a lane's vector of P, to `total`: one sum for each of `rows` rows; for one row, sums of even and of odd elements."""
   # two sums of one row, so that additions are packed in pairs
   if rows == 1:
     for i in range(0, c.length(x), 2): c.assign(total, total.value + c.part(x, i, 2))
@@ -125,11 +126,11 @@ def lane_sums(c:Any, total:LocalVariable, x:Value, rows:int) -> None:
     c.assign(total, c.vector(*[c.element(total.value, r) + y for r, y in enumerate(each)]))
 
 def row_totals(c:Any, total:Value, rows:int) -> Value:
-  """Returns a lane's sum of P for each of `rows` rows, from the sums that `lane_sums` made."""
+  """Returns a lane's sum of P for each of `rows` rows; `total` is the result of `lane_sums`."""
   return c.element(total, 0) + c.element(total, 1) if rows == 1 else total
 
 def add_rounded(c:Any, total:LocalVariable|None, packed:Value, kind:str, matrix:Any, dtype:str) -> LocalVariable:
-  """Adds the elements of P in `packed`, after rounding, to a lane's sums `total` by the method `kind`, e.g. DOT (dot products with ones)."""
+  """Adds P, rounded and packed in `packed`, to a lane's sums `total`; `kind` names the instruction, e.g. DOT (dot products with ones)."""
   # DOT adds by dot products with ones, ONES by the chip's matrix instruction with a matrix of ones, UNPACKED by converting the elements back to fp32
   if kind == DOT: c.whole(packed)
   n = matrix.operand_words if kind == ONES else 1
@@ -150,7 +151,7 @@ def add_rounded(c:Any, total:LocalVariable|None, packed:Value, kind:str, matrix:
   return total
 
 def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
-  """Returns a lane's sum of rounded P for each of `rows` rows, from the sums `total` that `add_rounded` made."""
+  """Returns a lane's sum of rounded P for each of `rows` rows; `total` is the result of `add_rounded`."""
   # with ONES, the sum of row r is element 2*r
   return total if kind != ONES else c.vector(*[c.element(total, 2*r) for r in range(rows)])
 
@@ -160,7 +161,7 @@ LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**122     # a scale and its reciprocal, 
 OF_NO_ROW = 2.0**-40     # instead of a scale that is no positive number. It is below the scale of any row of float16 numbers
 
 def in_range(c:Any, x:Value) -> Value:
-  """Returns scales `x` with too small, too large, zero and NaN scales replaced, so that P can be multiplied and divided by them."""
+  """Returns the scales `x`, with those replaced that are too small, too large, zero or NaN, so that P can be multiplied and divided by all."""
   # see `stored.scale_in_range`
   def element(i:int) -> Value:
     scale = c.element(x, i)
@@ -169,7 +170,7 @@ def in_range(c:Any, x:Value) -> Value:
 
 @dataclass(frozen=True)
 class ScalesAt:
-  """Where a lane finds the scales of V's rows: in a register array if `apart` is 0, otherwise in shared memory."""
+  """Where a lane finds the scales of rows of V: in registers if `apart` is 0, otherwise in shared memory."""
   # distance in shared memory from the scales for one vector of scores to those for the next one, counted in vectors of two scales
   apart: int = 0
   # If not 0, the scores have not yet been multiplied by the scales of K's rows. It is the distance from the scales of V to K's factors: the scales
@@ -181,7 +182,7 @@ IN_REGISTERS = ScalesAt()
 
 @dataclass(frozen=True)
 class RowScales:
-  """The scales of 8-bit rows of K and V, as the definition of an operation reads them for each vector of scores."""
+  """The scales of 8-bit rows of K and V, from which a compound operation reads those that belong to a vector of scores."""
   # interpreter of the definition
   c: Any
   # register array with the scales of V's rows, or the place in shared memory where they begin: `at` says which
@@ -190,17 +191,17 @@ class RowScales:
   # rows in a vector of scores
   rows: int
   def of_v(self, i:int) -> Value:
-    """Returns the scales of V's rows for the i-th vector of scores."""
+    """Returns two scales of V, for the keys of the i-th vector of scores."""
     return self.c.read(self.scales, i*self.at.apart, 2) if self.at.apart else self.c.load(self.scales, i)
   def logarithms(self, i:int) -> Value:
-    """Returns the logarithms, to base 2, of the scales of V's rows for the i-th vector of scores."""
+    """Returns the base-2 logarithms of two scales of V, for the keys of the i-th vector of scores."""
     # a scale in shared memory may be NaN
     return self.c.rough_log2(in_range(self.c, self.of_v(i)) if self.at.apart else self.of_v(i))
   def factors(self, i:int) -> Value|None:
-    """Returns the factors of K's rows for the i-th vector of scores, or None if the scores are already multiplied by K's scales."""
+    """Returns two factors of K, for the keys of the i-th vector of scores, or None if the scores include K's scales."""
     return self.c.read(self.scales, i*self.at.apart + self.at.factors, 2) if self.at.factors else None
   def score(self, x:Value, i:int, scale:float) -> Value:
-    """Returns `x`, the i-th vector of scores, times the scales of K's rows, or unchanged if the scores include them."""
+    """Returns `x`, the i-th vector of scores, multiplied by the scales of K, if the scores do not include them."""
     # K's factors include `scale`, the number by which all scores are multiplied later
     if (factors := self.factors(i)) is None: return x
     return self.c.let("score", with_scales(self.c, x, self.c.let("factor", factors*(1/scale)), self.rows, operator.mul))
@@ -208,12 +209,12 @@ class RowScales:
 NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}     # smallest normal numbers
 
 def with_scales(c:Any, x:Value, scales:Value, rows:int, operation:Callable[[Value, Value], Value]) -> Value:
-  """Returns operation(x, scale of its key) for each element of `x`, which holds `rows` rows one after another."""
+  """Returns operation(row, scales) for each of `rows` rows of scores, concatenated in `x`; `scales` has one scale for each key."""
   each = [operation(y, scales) for y in by_row(c, x, rows)]
   return c.join(*each) if rows > 1 else each[0]
 
 def without_scales(c:Any, packed:Value, p:Value, scales:Value, rows:int, dtype:str) -> Value:
-  """Returns for each row the sum of P, where `packed` holds P times the scales of V, rounded: each element is divided by its scale."""
+  """Returns the sum of P for each row. `packed` holds P times the scales of V, rounded; each element is divided by its key's scale first."""
   # The sum so has the same rounding errors as the product with V. The weights `p`, before the scales and the rounding, are used where the rounding
   # made a product 0 or denormal.
   n = c.length(p)//rows
@@ -232,10 +233,10 @@ def _without_scales(c:Any, total:Value, packed:Value, p:Value, scales:Value, *, 
   return total + without_scales(c, packed, p, scales, rows, dtype)
 
 def scaled_weights(p:UOp, scales:UOp, rows:int=1) -> UOp:
-  """Returns the weights p, several rows one after another, multiplied by the scales of their rows of V."""
+  """Returns P, a vector of `rows` rows, concatenated, where each element is multiplied by the scale of its key's row of V."""
   return emit("scaled_weights", p.dtype, p, scales, rows=rows)
 def sum_without_scales(total:UOp, packed:UOp, p:UOp, scales:UOp, dtype:str) -> UOp:
-  """Returns `total` plus the sum of P for each row, where `packed` holds P times the scales of V, rounded."""
+  """Returns `total` plus each row's sum of P. `packed` holds P times the scales of V, rounded; each element is divided by its key's scale first."""
   # `p` has the weights before the scales were multiplied in
   return emit("without_scales", total.dtype, total, packed, p, scales, rows=length(total), dtype=dtype)
 
@@ -273,7 +274,7 @@ def weigh_rows(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part
 
 def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:int, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
                   tiles:int, stride:int, count:int, together:int, stored:RowScales|None=None) -> None:
-  """Computes P of the wave's tile number `t` of queries, stores it to `p`, rounded to `dtype`, and its sums to the registers `part`."""
+  """Computes P for tile `t` of the wave's queries, stores it to `p`, rounded to `dtype`, and stores sums of P to the registers `part`."""
   # `weigh(i)` computes P for the tile's i-th vector of scores. The tile has `stride` vectors, of which the first `count` are used. Each element of
   # `p` holds `together` vectors. If V's rows have scales (`stored`), P is multiplied by them before it is packed. `part` has a sum for each tile and
   # each kind in `sums`, such as sums in fp32 (LANE) or of P after rounding (DOT).
@@ -305,7 +306,7 @@ def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:in
   if unscaled is not None: c.store(part, sums.index(UNSCALED)*tiles + t, unscaled.value)
 
 def scaled_score(c:Any, x:Value, factor:Value) -> Value:
-  """Returns the vector x of raw scores, multiplied by the scales of q and k."""
+  """Returns the vector x of scores, multiplied by `factor`, the product of the scales of q and k."""
   return c.let("score", x*factor)
 
 @compound("correct", suffix="_{count}")
@@ -356,7 +357,7 @@ def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Val
 
 def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
           scale:float, scales:UOp|None=None, at:ScalesAt=IN_REGISTERS, factor:UOp|None=None) -> UOp:
-  """Returns a statement that computes P of one tile of keys into `p`, rounded to `dtype`, and the sums of P into `part`."""
+  """Returns a statement that computes P of one tile of keys, stores it to `p`, rounded to `dtype`, and stores its row sums to `part`."""
   # `part` gets one sum for each constant in `sums`: LANE is the fp32 sum of P, DOT the sum of P after rounding. `correct` describes all operands. If
   # no row of the wave has seen a key, there is no reference yet, and the sums become inf, or P of 8 bits too large. `correct`, which runs next, takes
   # this as a sign to find a reference and to compute P again.
@@ -372,7 +373,8 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, ro
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None, scales:UOp|None=None,
             at:ScalesAt=IN_REGISTERS, factor:UOp|None=None) -> UOp:
-  """Returns a statement that, if a sum of P in `part` is too large, inf or NaN, raises the numbers `reference` and computes P again."""
+  """Returns a statement that, if any sum of P in `part` is too large, inf or NaN, raises `reference`, which scores are reduced by, and recomputes
+  P."""
   # A sum of P in a lane is too large if it exceeds 2^above (`above` > 0), or if a score exceeds its query's reference (`above` = 0); with P of 8
   # bits, an element of P may be too large as well. Then the reference of every query of the wave becomes the query's largest score so far (for 8
   # bits a number below it, see `lift_of`). The correction is one statement, because tinygrad has no branch around stores to registers.
@@ -418,17 +420,15 @@ def _rescale(c:Any, acc:Value, factors:Value, *, rows:int, tiles:int, accs:int) 
   return c.number(0.0)
 
 def raised(reference:UOp, top:UOp, scale:float, above:float) -> UOp:
-  """Returns for each row the number to subtract from scores: `top`, the maximum, if exp2((top - reference)*scale) exceeds 2^above, else
-  `reference`."""
+  """Returns each row's new reference: its maximum `top`, if exp2((top - reference)*scale) exceeds 2^above, otherwise `reference`."""
   # a row that has seen no key before gets `top`, too
   return emit("raised", reference.dtype, reference, top, rows=length(reference), scale=scale, above=above)
 def weights_from(scores:UOp, reference:UOp, scale:float) -> UOp:
-  """Returns P = exp2((scores - reference)*scale). The vector `scores` holds several rows one after another; `reference` has one number for each
-  row."""
+  """Returns P = exp2((scores - reference[r])*scale), where `scores` is one vector of rows of equal length, and r is the row."""
   # the subtraction comes first, so that large scores lose no accuracy
   return emit("weights_from", scores.dtype, scores, reference, rows=length(reference), scale=scale)
 def rescale(acc:UOp, factors:UOp, *after:UOp) -> UOp:
-  """Returns a statement that multiplies the accumulators of O by their rows' factors, unless all factors in the wave are 1."""
+  """Returns a statement that multiplies each row of O, in the accumulators `acc`, by its factor, unless all factors in the wave are 1."""
   tiles = factors.max_numel()
   return statement("rescale", acc[0], factors[0], *after, rows=length(factors[0]), tiles=tiles, accs=acc.max_numel()//tiles)
 
@@ -439,7 +439,7 @@ def _lane_sum(c:Any, total:Value, x:Value, *, rows:int) -> Value:
   return sums.value
 
 def lane_sum(total:UOp, p:UOp, rows:int) -> UOp:
-  """Returns a lane's sums `total` plus P: one sum for each row, or if `rows` is 1 one of even and one of odd elements."""
+  """Returns a lane's sums `total`, increased by P: one sum for each row, or, if `rows` is 1, one of even and one of odd elements."""
   return emit("lane_sum", total.dtype, total, p, rows=rows)
 
 @compound("rounded_sum")
@@ -453,7 +453,7 @@ def _first_sum(c:Any, packed:Value, *, kind:str, matrix:Any, dtype:str) -> Value
 def _row_sums(c:Any, total:Value, *, kind:str, rows:int) -> Value: return rounded_sums(c, total, kind, rows)
 
 def rounded_sum(packed:list[UOp], kind:str, matrix:Any, dtype:str, rows:int, zero:UOp|None=None) -> UOp:
-  """Returns the sum of P for each of `rows` rows, from P rounded to `dtype` in packed dwords; `kind` is the method, e.g. DOT."""
+  """Returns a sum for each of `rows` rows of P, which is rounded to `dtype` and packed into dwords; `kind` names the instruction, e.g. DOT."""
   # `kind` says how to add (see `add_rounded`); the sums begin with the UOp of zeros `zero`, and are computed after it
   how = {"kind": kind, "matrix": matrix, "dtype": dtype}
   if zero is None: zero, packed = emit("first_sum", f32(4 if kind == ONES else 1), packed[0], **how), packed[1:]

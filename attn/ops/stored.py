@@ -1,4 +1,4 @@
-"""Rows of K and V that are stored in 8 bits with a scale for each row: the conversion of their numbers to 16 bits, and the use of their scales."""
+"""Rows of K and V that are stored in 8 bits, with a scale for each row: conversion of the numbers to 16 bits, and use of the scales."""
 from __future__ import annotations
 from typing import Any
 from attn.ops.common import length, u32
@@ -18,12 +18,12 @@ def _scale_in_range(c:Any, x:Value) -> Value: return in_range(c, x)
 def _zero_or_nan(c:Any, x:Value) -> Value: return x*0.0
 
 def scale_in_range(x:UOp) -> UOp:
-  """Returns scales `x` of rows of V with too small, too large, zero and NaN scales replaced, so that P can be multiplied and divided by them."""
+  """Returns scales `x` of rows of V, with those replaced that are too small, too large, zero or NaN, so that P can be divided by them."""
   # At least 2^-100. A scale that is not positive, is NaN, or is above 2^122 becomes OF_NO_ROW, which is 2^-40: a row of zeros has the scale 0, and
   # in place of the scale of a missing row memory may hold any number.
   return emit("scale_in_range", x.dtype, x)
 def zero_or_nan(x:UOp) -> UOp:
-  """Returns NaN for each scale that is NaN, else 0."""
+  """Returns NaN for each scale in `x` that is NaN, otherwise 0."""
   return emit("zero_or_nan", x.dtype, x)
 
 # ***** numbers of 8 bits *****
@@ -73,10 +73,10 @@ instruction("widen_all", _widen_all, _widen_all_hip)
 instruction("widen_pair", _widen_pair, cuda=_widen_pair_cuda)
 
 def widen_all(words:UOp, kind:str, dtype:str, in_order:bool=False) -> UOp:
-  """Returns eight stored numbers of the format `kind`, in two dwords, converted to the 16-bit `dtype`, in four dwords."""
+  """Returns eight 8-bit numbers of the format `kind` (2 dwords), converted to the 16-bit type `dtype` (4 dwords)."""
   # With `in_order` the compiler makes one conversion after another: fewer registers then hold numbers that are half converted. No conversion has an
   # error.
   return emit("widen_all", u32(2*length(words)), words, kind=kind, dtype=dtype, in_order=in_order)
 def widen_pair(word:UOp, places:tuple[int, int], kind:str, dtype:str) -> UOp:
-  """Returns bytes `places` of a dword of stored numbers of the format `kind`, converted to two 16-bit numbers of `dtype`."""
+  """Returns bytes places[0] and places[1] of a dword, numbers of the 8-bit format `kind`, converted to a pair of 16-bit `dtype`."""
   return emit("widen_pair", dtypes.uint, word, places=places, kind=kind, dtype=dtype)

@@ -114,7 +114,7 @@ class BackwardTile(BackwardShape):
   def new_addresses(self) -> bool: return True
   @property
   def torn(self) -> bool:
-    """Whether this tile description is invalid, because a fence would separate the 16-byte units of one matrix operand."""
+    """Whether this tile description is invalid: the compiler could not read all 16-byte units of a matrix operand between two fences."""
     # The compiler moves no read from LDS across a fence, and there is a fence after every `fenced` units of 16 bytes. The operand of a matrix
     # instruction must be read between two fences.
     return bool(self.fenced and self.fenced % max(1, self.matrix.operand//self.matrix.unit))

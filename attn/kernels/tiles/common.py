@@ -23,7 +23,8 @@ class BlockTile(Protocol):
   @property
   def threads(self) -> int: ...
   @property
-  def pack_gqa(self) -> bool: """Whether the rows of a workgroup are the queries of all heads that share a key/value head, a row for each head."""
+  def pack_gqa(self) -> bool:
+    """Whether the rows of a workgroup belong to all query heads that share a key/value head: for each query, one row from each head."""
   def lds_bytes(self, p:Problem) -> int: ...
 
 def heads_of(p:Problem, tile:BlockTile) -> int:
@@ -32,7 +33,7 @@ def heads_of(p:Problem, tile:BlockTile) -> int:
   return p.H//p.Hkv if tile.pack_gqa else 1
 
 def blocks_of_queries(p:Problem, tile:BlockTile) -> tuple[int, int]:
-  """Returns (pieces into which the queries of a head are divided, workgroups for each piece); there are 2 pieces in the order "zigzag"."""
+  """Returns (pieces into which the queries of a head are divided, workgroups for each piece): 2 pieces in the order "zigzag", otherwise 1."""
   # There are two pieces if a device holds two pieces of a sequence: one from its front and one from its back (`DealtRows`). No workgroup has rows of
   # both pieces, because rows from the back see many keys that rows from the front do not see.
   pieces = 1 if p.dealt is None or not p.dealt.front else 2
@@ -49,7 +50,7 @@ def units_of_query_values(p:Problem, queries:int) -> int:
 
 @dataclass(frozen=True)
 class ScalarPlaces:
-  """Indices of a row's fp32 numbers (m, maxima, sums of P) in a table in LDS through which waves exchange them."""
+  """Indices, in a table in LDS, of the fp32 numbers (m, maxima, sums of P) of a row. Waves exchange these numbers through the table."""
   parts: int           # parts of a tile's keys
   kinds: int           # number of sums of P: of P as rounded to 16 bits and, if lse is written, of P before rounding
   factor: int = 0      # the number that rescales O after an iteration

@@ -53,7 +53,7 @@ class Sections:
 END = ""     # name, among the places, of the end of the last section
 
 def after_each(shapes:dict[str, SectionShape], first:int) -> dict[str, int]:
-  """Returns {name: index of its first float} for matrices that lie one after another from float `first` on; END is the end of all."""
+  """Returns {name: index of its first float} for matrices that lie one after another from float `first` on; key END: index after the last."""
   found = {END: first}
   for name, shape in shapes.items(): found |= {name: found[END], END: found[END] + shape.floats}
   return found
@@ -92,7 +92,7 @@ class RectangleTile:
   @property
   def pack_gqa(self) -> bool: return False
   def width(self, of:int) -> int:
-    """Returns `of`, a number of columns of a result such as O, rounded up to what the threads compute."""
+    """Returns `of`, a number of columns of a result such as O, rounded up to a multiple of the columns that the threads compute together."""
     # a multiple of `columns`, the columns that a thread computes at a time, or, if a thread computes all its columns at once, of 4 columns for each
     # of the `down` threads
     return round_up(of, self.columns or QUAD*self.down)

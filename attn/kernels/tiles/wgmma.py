@@ -60,7 +60,7 @@ class WgmmaTile(WgmmaShape):
     """Returns for how many tiles shared memory has room for the scales at the same time."""
     return SCALE_STAGES if self.converts(p) else self.stages(p)
   def ahead(self, p:Problem) -> bool:
-    """Whether the copies of a tile of 8-bit floats start two iterations before the tile is used."""
+    """Whether the copy of each tile of 8-bit floats to shared memory starts two iterations before its use, instead of one."""
     # if shared memory has room for it
     return self.transposes(p) and self.bytes_with(p, True) <= MOST_SHARED
   def key_stages(self, p:Problem) -> int: return self.stages(p) + self.ahead(p)
@@ -79,7 +79,7 @@ class WgmmaTile(WgmmaShape):
   def lds_bytes(self, p:Problem) -> int:
     return self.bytes_with(p, self.ahead(p))
   def bytes_with(self, p:Problem, ahead:bool) -> int:
-    """Returns how many bytes of shared memory a block needs; `ahead`: if copies start two iterations before a tile is used."""
+    """Returns how many bytes of shared memory a block needs. `ahead`: whether a tile's copy starts two iterations before its use."""
     q, k, v = self.layouts(p)
     given = (GIVEN_STAGES + ahead)*self.given_v(p).size if self.transposes(p) else 0
     units = q.size + (self.stages(p) + ahead)*k.size + self.stages(p)*v.size + given + self.scale_stages(p)*self.scales(p)
@@ -103,7 +103,7 @@ class MlaWgmmaTile(MlaWgmmaShape):
   handed: ClassVar[int] = wgmma.GROUP     # 16-byte units of shared memory for the numbers that each thread of a warpgroup hands over
 
   def columns(self, p:Problem) -> int:
-    """Returns how many columns of O each warpgroup computes, in whole panels of 128 bytes of each row."""
+    """Returns how many columns of O each warpgroup computes, a multiple of the columns that fit into 128 bytes."""
     return ceildiv(p.Dv, PANEL_COLUMNS*LATENT_GROUPS)*PANEL_COLUMNS
   def layouts(self, p:Problem) -> tuple[LongPanels, LongPanels, SwizzledPanels]:
     """Returns the layouts in shared memory of Q, of K, and of P."""
@@ -182,7 +182,7 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     return 2*self.ds.size
   @property
   def dq_panels(self) -> int:
-    """Number of groups of 64 queries in a tile of queries, among which warpgroups divide dQ."""
+    """Number of groups of 64 queries in a tile of queries. One or more warpgroups compute dQ of each group."""
     # a part has as many queries as a product of wgmma has rows; the warpgroups share the parts equally; if there are fewer parts than warpgroups, the
     # warpgroups of a part share its columns
     return self.block_n//wgmma.M

@@ -38,7 +38,7 @@ from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 
 @dataclass(frozen=True)
 class WgmmaBackwardState(Arrivals):
-  """The values that the loop over tiles carries from iteration to iteration: shared memory, sums of gradients, and scores, P and dS."""
+  """The values that the loop over tiles carries from iteration to iteration: contents of shared memory, sums of gradients, scores, P and dS."""
   shared: UOp
   acc: UOp      # accumulators of the gradients
   scores: UOp   # within an iteration, as dp, p, ds and dq
@@ -59,7 +59,7 @@ def shared_memory(grid:Grid, p:Problem, tile:WgmmaBackwardTile) -> UOp: return g
 
 @dataclass(frozen=True)
 class RingPlace:
-  """One use of a tile by a block: which tile, in which of its loops, and how many tiles the block has used before."""
+  """One iteration of a block's loops over tiles: index of the tile, index of the loop, and number of iterations before this one."""
   # the block loops over the tiles of one head after another, and twice if it makes two passes
   tile: UOp       # index of the tile among the tiles of a head
   loop: UOp|int   # index of this loop over tiles, counted over heads and passes
@@ -69,7 +69,7 @@ WgmmaWork = Callable[[WgmmaBackwardState, "WgmmaTrip"], WgmmaBackwardState]
 
 @dataclass(frozen=True)
 class WgmmaBackward:
-  """A backward kernel for one problem, as one thread sees it, with a method for each operation of the algorithm."""
+  """Builder of a backward kernel with wgmma for one problem: its methods return the UOps of the kernel's steps, as one thread runs them."""
   # no field changes during the loop over the tiles of one head
   warp_rows: WarpRows[SwizzledPanels]
   tile: WgmmaBackwardTile
@@ -115,17 +115,18 @@ class WgmmaBackward:
 
   # ***** shared memory *****
   def in_shared(self, name:str, place:RingPlace) -> SwizzledPanels:
-    """Returns the layout in shared memory of rows of the tensor `name`: the rows that stay there, or those of the tile `place`."""
+    """Returns the layout in shared memory of the rows of tensor `name`: rows that stay there all the time, or rows of the tile in iteration
+    `place`."""
     # rows that stay there, or the tile's rows in the ring buffer
     tile, p = self.tile, self.group.p
     if name in tile.stay: return self.warp_rows.layout_of(name, tile.stay_rows, 0)
     return self.warp_rows.layout_of(name, tile.passing_rows, place.index%tile.ring*tile.stage(p) + tile.stay_size(p))
   def place_of_query_values(self, place:RingPlace) -> UOp:
-    """Returns the index of the 16-byte unit of shared memory at which lse and delta of the queries of the tile `place` begin."""
+    """Returns the index of the 16-byte unit of shared memory at which lse and delta lie for the queries of the tile in iteration `place`."""
     p, stage = self.group.p, place.index%self.tile.stages_of_query_values
     return stage*self.tile.units_of_query_values(p) + (self.tile.after_ring(p) + self.tile.shared_dq(p))
   def ds_in_shared(self, place:RingPlace) -> SwizzledPanels:
-    """Returns the layout of dS in shared memory for the tile `place`, in a kernel whose blocks add to dQ."""
+    """Returns the layout in shared memory of dS in iteration `place`, for a kernel whose blocks add to dQ."""
     # there is room for dS of two tiles: while one warpgroup stores dS of a tile, another warpgroup may still read dS of the previous tile
     ds = self.tile.ds
     return ds.moved_to(place.index%2*ds.size + self.tile.after_ring(self.group.p))
@@ -147,14 +148,14 @@ class WgmmaBackward:
 
   def ring_at(self, t:UOp, loop:UOp|int) -> RingPlace: return RingPlace(t, loop, loop*(self.walked.end - self.walked.begin) + t - self.walked.begin)
   def next(self, place:RingPlace) -> RingPlace:
-    """Returns the `RingPlace` of the tile that the block uses next, after the tile `place`."""
+    """Returns the iteration that follows iteration `place`, in the same loop over tiles or in the next one."""
     t, index = place.tile + 1, place.index + 1
     if self.loops == 1: return RingPlace(t, place.loop, index)
     same = t < self.walked.end
     return RingPlace(same.where(t, self.walked.begin), same.where(place.loop, place.loop + 1), index)
 
   def fetch(self, s:WgmmaBackwardState, place:RingPlace) -> WgmmaBackwardState:
-    """Starts this thread's copies of the tile `place`, if it exists, to shared memory, and returns the state."""
+    """Starts this thread's copies to shared memory for iteration `place`, if its tile exists, and returns the state."""
     # If the block owns keys, lse and delta of the tile's queries are copied, too. The thread arrives at the mbarrier when its copies are complete.
     group, n, i, floats = self.group, self.tile.block_n, self.warp_rows.warps.at.thread, s.shared.bitcast(dtypes.float)
     there, first_row = group.walked_end, group.scores.row(place.tile*n)
@@ -187,7 +188,7 @@ class WgmmaBackward:
     return self.turn_ended(s, rows.head, self.walked.end - 1, True)
 
   def turn_ended(self, s:WgmmaBackwardState, head:UOp, t:UOp, last:bool=False) -> WgmmaBackwardState:
-    """Ends the wave's turn to add to dQ with tile t, if blocks add in a fixed order, and returns the state."""
+    """Ends the turn of this block to add to dQ, if blocks add in a fixed order and tile t is the last of the turn; returns the state."""
     if self.turns is None: return s
     # Waits until everything that this warp has sent to dQ in memory is added there, then adds 1 to the counter for which the next block waits. A turn
     # ends with its last tile, or with the block's last tile of the query head `head` (`last`).
@@ -211,7 +212,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   @functools.cached_property
   def there(self) -> UOp:
-    """Whether one of this warpgroup's rows may see a row of this iteration's tile; otherwise the warpgroup skips products."""
+    """Whether the mask lets any of this warpgroup's rows see a row of the tile; otherwise the warpgroup skips its products."""
     # The tensor cores are then free for the other warpgroups. In a block that owns keys, the predicate is always true if a score term (bias, softcap,
     # ALiBi) changes scores, because no registers are left for it.
     if not self.masked or self.of.tile.groups == 1 or (self.of.tile.keys and not self.score.raw): return wgmma.EVERYWHERE
@@ -220,14 +221,14 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
   @property
   def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
   def query_values(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
-    """Returns one number of each query of the tile (kind 0: lse, 1: delta, 2: lse_rest), as a vector for each C fragment of scores."""
+    """Returns one number of each query in the tile (`kind` 0: lse, 1: delta, 2: lse_rest) that this lane needs, two for each C fragment of scores."""
     # from shared memory; lse_rest is the part of lse that rounding to fp32 lost
     pairs, n = s.shared.bitcast(nv.F2), self.of.tile.block_n
     first = self.of.place_of_query_values(self.ring_place)*2 + kind*n//2 + self.warp_rows.warps.at.h
     return [pairs[first + i*self.warp_rows.mat.N//2].load() for i in self.columns]
 
   def product(self, s:WgmmaBackwardState, acc:UOp, which:int, there:UOp) -> WgmmaBackwardState:
-    """Starts the product S (`which` 0) or dP (`which` 1) to the registers `acc`, and returns the state."""
+    """Starts the product S (`which` 0) or dP (`which` 1), whose result goes to the registers `acc`, and returns the state."""
     # A is the rows that the warpgroup owns, and B the rows of this iteration's tile, transposed. If `there` is false, the warpgroup starts an empty
     # group of products instead, so that later waits, which count groups, are the same in all warpgroups.
     a, b = (self.of.in_shared(names[which], self.ring_place) for names in (self.warp_rows.own, self.warp_rows.walked))
@@ -275,7 +276,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
   # ***** dQ of a block that owns keys *****
   @property
   def dq_part(self) -> tuple[UOp, UOp]:
-    """Part of dQ that this warpgroup computes in an iteration: (which 64 queries of the tile, first column)."""
+    """Which part of dQ this warpgroup computes in an iteration: (index of 64 queries in the tile, first column)."""
     group, tile = wgmma.group(self.warp_rows.warps.at.wave), self.of.tile
     together, columns = tile.groups//tile.dq_panels, tile.dq_columns(self.warp_rows.p)
     return (UOp.const(0), group*columns) if tile.dq_panels == 1 else (group//together, group%together*columns)

@@ -37,7 +37,7 @@ from attn.tinygrad_compat import UOp, dtypes
 # converts the part of the next tile that it has loaded, and stores it to the ring buffer in 16 bits.
 
 def sums_of(p:Problem) -> tuple[str, ...]:
-  """Returns the names of the sums of P that the kernel computes for each row, e.g. LANE for P before rounding."""
+  """Returns the names of the sums of P that the kernel computes for each row, e.g. LANE: the sum of P before rounding."""
   # The sum of P as rounded to 16 bits is computed only if O is stored in a finer type than P. Dividing O by this sum avoids an error as large as the
   # rounding error of P. If O is stored in a coarser type, the rounding of O hides that error anyway. (On an H200 this sum costs 2 to 8 % of the speed
   # by vector additions, and 4 to 15 % by mma.sync. Kernels for the other matrix units always compute it.) If V is stored in 8 bits, the first sum is
@@ -49,7 +49,7 @@ def sums_of(p:Problem) -> tuple[str, ...]:
   return (*[FACTORS]*bool(p.stored), kind, *[LANE]*(kind != LANE and p.writes_lse))
 
 def parts_of_o(p:Problem) -> list[range]:
-  """Returns the C fragments of O in groups of neighbouring columns that are computed one after another, each as a range of indices."""
+  """Returns the C fragments of O as ranges of indices. Fragments of one range are neighbouring columns, and are computed together."""
   # The last fragment has the row sums of P. Parts have equal sizes if possible: with different sizes ptxas may make the products wait for each other
   # (its warning C7511).
   whole = fragments(p.Dv, WGMMA[p.dtype]) + ONES_ROWS//WGMMA[p.dtype].N
@@ -58,14 +58,14 @@ def parts_of_o(p:Problem) -> list[range]:
 
 @dataclass(frozen=True)
 class WgmmaState(Arrivals, SoftmaxState):
-  """The values that the loop over keys carries from iteration to iteration: those of the softmax, and Q and 8-bit tiles in registers."""
+  """The values that the loop over keys carries from iteration to iteration: those of the softmax, Q, and tiles of 8-bit K and V in registers."""
   pieces: Optional     # this thread's part of the next tile of K and V, if they are stored in 8 bits
   q: Optional     # the warpgroup's rows of Q as A fragments, if registers keep them
   sums: Optional     # a part of P V of one tile, if the tensor cores add with few bits: it is then added to O in fp32
 
 @dataclass(frozen=True)
 class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
-  """The forward kernel with wgmma for one problem, as one thread sees it."""
+  """Builder of the forward kernel with wgmma for one problem: its methods return the UOps of the kernel's steps, as one thread runs them."""
   parts = (None,)        # a tile's keys are not divided
 
   @staticmethod
@@ -114,7 +114,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return self.fetch_bytes(self.copied_bytes(s, first) if self.tile.ahead(self.p) else s, first)
 
   def with_q(self, s:WgmmaState) -> WgmmaState:
-    """Loads the warp's rows of Q to registers, if registers keep Q, and returns the state."""
+    """Loads this warp's rows of Q from shared memory to registers, if the kernel keeps Q in registers, and returns the state."""
     if (own := s.q.value) is None: return s
     s = s.do(nv.commit(s.done))
     s = s.after(workgroup_barrier(s.statements.do(nv.wait_copies(s.done, 0))))
@@ -125,7 +125,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
 
   @functools.cached_property
   def in_one_loop(self) -> bool:
-    """Whether one loop computes all tiles, those of which the mask hides some scores and those of which it hides none."""
+    """Whether a single loop goes over all tiles: those in which the mask hides scores, and those in which it hides none."""
     # With lists of tiles and a mask that only compares a number of the query with an element of a tensor for the key. A branch in the loop then
     # decides whether the numbers are compared. With one loop the kernel has half of the code, and the compiler takes less time.
     scores = self.warps.group.scores
@@ -164,7 +164,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(s.p.max_numel())])), None
 
   def with_scales(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
-    """Multiplies S by the scales of K's 8-bit rows in tile t, if `weigh` does not do so later, and returns the state."""
+    """Multiplies S by the scales of K's 8-bit rows in tile t, unless the later operation `weigh` does that; returns the state."""
     of_k, of_v = (self.stored.scales(s.shared, self.first_scale(t), kind, UOp.const(0), self.tile.block_n) for kind in (OF_K, OF_V))
     if not self.weighs_keys(masked): s = s.store(store_all(s.scores, [ops.mul(s.scores[i].load(), ops.concat(x, x)) for i, x in enumerate(of_k)]))
     # in a masked tile, if a query sees a key whose scale of V is NaN, one of the query's row sums (number `of_nans`) becomes NaN, and so does its O
@@ -174,22 +174,22 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
 
   @property
   def of_nans(self) -> int:
-    """Index of the row sum that becomes NaN if a query sees a key whose scale of V is NaN."""
+    """Index of the row sum of P that becomes NaN if the row's query sees a key whose V has the scale NaN."""
     # see `nans_apart`
     return 0 if self.nans_apart else 1
   @property
   def nans_apart(self) -> bool:
-    """Whether a NaN scale of V goes to the first row sum, which results do not use, instead of the second, by which O is divided."""
+    """Whether a scale of V that is NaN makes only row sum 0 NaN, which no result uses, instead of row sum 1, which divides O."""
     # The first row sum has no other use in the results. It is needed if an LSE is written, which must stay finite, or if dropout may remove the
     # weight with the NaN.
     return bool(self.p.writes_lse or self.p.dropout_p)
   def weighs_keys(self, masked:bool) -> bool:
-    """Whether the operation `weigh` multiplies S by the scales of K's rows. Otherwise `with_scales` has already done so."""
+    """Whether the operation `weigh` multiplies S by the scales of K's rows, so that `with_scales` need not do so."""
     # in the same step as by softmax_scale*log2(e); masks and score terms need S with these scales
     scores = self.warps.group.scores
     return not masked and scores.in_place and scores.to_log2 > SMALLEST_SCALE
   def scales_at(self, s:WgmmaState, t:UOp, masked:bool) -> dict[str, Any]:
-    """Returns the keyword arguments `scales` and `at` of the operations `weigh` and `correct`, for the scales of tile t in shared memory."""
+    """Returns {"scales": ..., "at": ...}, arguments of the operations `weigh` and `correct`: where the scales of tile t lie in shared memory."""
     # If the tile is not masked, all queries see all keys, and a scale of V that is NaN may simply make P NaN. In a masked tile NaN scales are
     # replaced, and `with_scales` passes the NaN on to the queries that see its key.
     def first(kind:int) -> UOp: return self.stored.first_scales(self.first_scale(t), kind, UOp.const(0))
@@ -198,12 +198,12 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return {"scales": s.shared.bitcast(nv.F2)[first(of_v)], "at": ScalesAt(self.stored.apart, factors)}
 
   def factor(self, masked:bool) -> UOp|None:
-    """Returns the factor by which `weigh` multiplies raw scores: the scales of q and k of 8-bit floats, or None."""
+    """Returns the factor by which `weigh` multiplies scores: the product of the scales of q and k, if they are 8-bit floats, or None."""
     # Masks and score terms need S with these scales: there `finished` multiplies S earlier.
     return None if masked or not self.warps.group.scores.in_place else self.warps.group.scale_of_scores
 
   def finished(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
-    """Applies score terms (bias, softcap, ...) and masks to S, and returns the state."""
+    """Applies score terms (bias, softcap, ...) and masks to the scores S of tile t, and returns the state."""
     scores = self.warps.group.scores
     if self.in_one_loop: return s.do(nv.keep_equal(s.scores, t < self.warps.group.walked.full_begin, *scores.classes(self.queries, t), s.done))
     if not scores.in_place or ((self.p.q_scale or self.p.k_scale) and self.factor(masked) is None):
@@ -212,7 +212,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return s.do(*scores.masks(s.scores, self.queries, t, s.done)) if masked else s
 
   def turn_passed(self, s:WgmmaState, gate:UOp) -> WgmmaState:
-    """Lets the next warpgroup start its products, if `gate` is true and warpgroups take turns; returns the state."""
+    """Lets the next warpgroup start its products, if warpgroups take turns and `gate` is true; returns the state."""
     # A turn is P V of a tile and S of the next tile. The first warpgroup gets its first turn when the last warpgroup has started S of the first tile.
     if not self.tile.turns: return s
     return s.do(wgmma.end_turn(wgmma.group(self.warps.at.wave), self.tile.groups, gate, s.done))
@@ -225,7 +225,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return s.do(wgmma.wait_products(s.acc, s.done)).done
 
   def add_in_parts(self, s:WgmmaState, t:UOp) -> UOp:
-    """Adds P V of tile t of 8-bit floats to O, some columns at a time, and returns the last operation."""
+    """Adds the product P V of tile t, whose elements are 8-bit floats, to O, one group of columns at a time; returns the last operation."""
     # if the tensor cores add with too few bits, each part of the columns is computed separately, and then added to O in fp32
     v = self.v_panels(t)
     for columns in parts_of_o(self.p):
@@ -276,7 +276,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return s.do(nv.commit(s.done))
 
   def fetch_bytes(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Starts the next copies, and prepares tile t of 8-bit floats for the products: transposes this warp's part of V. Returns the state."""
+    """Starts the next copies, and transposes this warp's part of V in tile t, in 8-bit floats, in shared memory. Returns the state."""
     # First starts the next copies: of tile t + 1 if shared memory has room (`ahead`), otherwise of tile t. Then transposes this warp's part of V of
     # tile t, which has arrived. With `ahead`, waits for the copies of tile t. Arrives at the mbarrier.
     ahead = self.tile.ahead(self.p)
@@ -288,7 +288,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return s.do(wgmma.arrive_stored(s.arrivals, s.done))
 
   def ones(self, shared:UOp) -> list[UOp]:
-    """Returns stores of ones to rows below each transposed tile of V, so that the product P V also gives the row sums of P."""
+    """Returns stores of ones that extend each transposed tile of V by rows of ones: the product P V then has columns with the row sums of P."""
     # with them, the last C fragment of the product P V has the row sums of P
     ones = ops.build(*[UOp.const(ONES_OF[self.p.dtype], dtypes.uint)]*(UNIT_BYTES//4))
     across, stores = self.tile.block_n//self.mat.unit, list[UOp]()
@@ -301,7 +301,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return stores
 
   def transposed(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Transposes this warp's part of V of tile t of 8-bit floats in shared memory, and returns the state."""
+    """Transposes this warp's part of V in tile t, in 8-bit floats, in shared memory, and returns the state."""
     # wgmma can read 8-bit floats only with the keys of a column side by side. A warp's part consists of pieces of 32 keys by 16 columns. The even
     # columns of a piece come before the odd ones. The keys get the order in which `nv.pack_a` packs their weights.
     (lane, wave), mat, rows, to = (self.warps.at.lane, self.warps.at.wave), self.mat, self.given_v(t), self.v_panels(t)
@@ -339,12 +339,12 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
   @property
   def converts(self) -> bool: return self.tile.converts(self.p)
   def first_scale(self, t:UOp) -> UOp:
-    """Returns where the scales of the 8-bit rows of tile t begin in shared memory, counted in floats."""
+    """Returns the index in shared memory, counted in floats, of the first scale of the 8-bit rows of tile t."""
     _, _, v = self.tile.layouts(self.p)
     place = (t - self.warps.group.walked.begin)%self.tile.scale_stages(self.p)
     return (self.tile.first_v(self.p) + self.stages*v.size + place*self.tile.scales(self.p))*(UNIT_BYTES//4)
   def loaded(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Loads this thread's part of tile t to registers in 8 bits, starts its copies of scales, and returns the state."""
+    """Loads this thread's part of tile t, 8-bit numbers, to registers, starts copies of the tile's scales, and returns the state."""
     assert s.pieces.value is not None
     s = s.store(store_all(s.pieces.value, self.stored.loaded(t, self.panels(t))))
     s = s.do(*self.stored.copies(s.shared, t, self.first_scale(t)))

@@ -34,7 +34,7 @@ from attn.tinygrad_compat import UOp, dtypes
 QUERIES = UOp.const(0)     # the only tile of queries
 
 def every_tile(group:Workgroup, parts:int) -> Blocks:
-  """Returns the tiles of keys over which the workgroup loops: all tiles, or its share if `parts` workgroups divide them."""
+  """Returns the indices of the tiles of keys over which the workgroup loops: all tiles, or its share if `parts` workgroups divide them."""
   # tiles that no query sees are among those in which a mask may hide scores; their dK and dV are 0
   p, size, queries = group.p, group.tile.block_m, group.tile.block_n
   seen = blocks_seen(over_keys(p, group.sequence), group.first_row, group.first_row + (queries - 1), size)
@@ -43,7 +43,7 @@ def every_tile(group:Workgroup, parts:int) -> Blocks:
   return tiles.share(group.split[0], parts) if group.split else tiles
 
 def as_owner_of_keys(group:Workgroup, tiles:Blocks, in_parts:bool) -> Workgroup:
-  """Returns a copy of `group`, whose rows are queries, that owns the first tile of keys instead, as dK and dV need it."""
+  """Returns `group`, which owns queries, as a workgroup that owns the keys of the first tile instead, for code that sums dK and dV."""
   # `tiles` are all tiles over which it loops; `in_parts`: whether dk and dv are fp32 sums
   p, own = group.p, Row(group.batch, group.first_head, UOp.const(0), UOp.const(True))
   walk = over_queries(p, group.sequence)
@@ -52,13 +52,13 @@ def as_owner_of_keys(group:Workgroup, tiles:Blocks, in_parts:bool) -> Workgroup:
 
 @dataclass(frozen=True)
 class WgmmaFewQueries(WgmmaBackward):
-  """A kernel for all gradients of one problem with few queries, as one thread sees it; the block loops over tiles of keys."""
+  """Builder of a kernel that computes all gradients of few queries: a block holds all queries of a head and loops over tiles of keys."""
   _: KW_ONLY
   queries: WarpRows[SwizzledPanels]   # the queries that the block holds
 
   @staticmethod
   def of_block(p:Problem, arch:Chip, tile:WgmmaFewQueriesTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> WgmmaFewQueries:
-    """Makes the kernel's object for a block that holds all queries of a head; `args` are the tensors that `shapes` names."""
+    """Makes the object for a block that holds all queries of a head; `args` are the tensors that `shapes` names."""
     # `shapes` has the names, shapes and dtypes of `args`, in the same order; if `parts` is above 0, the keys are divided into `parts` parts, and each
     # block loops over one part
     if (reason := tile.cannot_add_dq(p)) is not None: raise NotImplementedError(f"backward_few_wgmma: {reason}")
@@ -93,7 +93,7 @@ class WgmmaFewQueries(WgmmaBackward):
                      for begin, deltas in zip(rows.in_block, rows.deltas) for r, delta in enumerate(deltas)]
 
   def fetch(self, s:WgmmaBackwardState, place:RingPlace) -> WgmmaBackwardState:
-    """Starts this thread's copies of K and V of the tile of keys `place`, if it exists, and returns the state."""
+    """Starts this thread's copies of K and V for iteration `place`, if its tile of keys exists, and returns the state."""
     # the thread arrives at the mbarrier when its copies are complete
     group, size = self.group, self.tile.block_m
     there = (self.walked.end*size).minimum(group.sequence.n_k)
@@ -110,7 +110,7 @@ class WgmmaFewQueries(WgmmaBackward):
     return s.do(wgmma.wait_products(s.dq, s.done))
 
   def keys_of_tile(self, t:UOp, masked:bool) -> WarpRows[SwizzledPanels]:
-    """Returns an object for the keys of tile `t`, as rows that this block's warps own and for which they sum dK and dV."""
+    """Returns `WarpRows` of the keys in tile `t`: the rows for which this block's warps sum dK and dV."""
     # without a mask (`masked` is false) all of them exist
     group, size = self.group, self.tile.block_m
     first = (t if masked else bounded(t, 0, group.p.Sk//size - 1))*size
@@ -147,5 +147,5 @@ class WgmmaFewQueriesTrip(WgmmaTrip):
     return s
 
   def seen(self, key:Row) -> UOp:
-    """Returns whether the row `key` exists and some query may see it. If not, its dK and dV are stored as 0."""
+    """Returns whether the row `key` exists and any query sees it. If not, its dK and dV are stored as 0."""
     return self.score.seen_by(key.index, key.index, QUERIES) & (key.index < self.of.group.sequence.n_k)

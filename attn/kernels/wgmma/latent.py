@@ -37,14 +37,14 @@ def sums_of_scores(p:Problem) -> int: return ceildiv(steps_of_scores(p), ADDED_U
 
 @dataclass(frozen=True)
 class LatentWgmmaState(Arrivals, SoftmaxState):
-  """The values that the loop over keys carries from iteration to iteration: those of the softmax, and factors that rescale O."""
+  """The values that the loop over keys carries from iteration to iteration: those of the softmax, partial sums of S, and factors for O."""
   # each warpgroup has its own columns of O; only the first one has m, `addend` and l
   factors: UOp     # by which the rows of O are rescaled in an iteration
   sums: UOp        # partial sums of the scores
 
 @dataclass(frozen=True)
 class WgmmaLatent(WarpsForward[MlaWgmmaTile, LatentWgmmaState]):
-  """The forward kernel of latent attention with wgmma for one problem, as one thread sees it."""
+  """Builder of the forward kernel of latent attention with wgmma: its methods return the UOps of the kernel's steps, as one thread runs them."""
   parts = (None,)    # a tile's keys are not divided
 
   @staticmethod
@@ -66,7 +66,7 @@ class WgmmaLatent(WarpsForward[MlaWgmmaTile, LatentWgmmaState]):
   def queries(self) -> list[Row]: return self.warps.queries(self.own)
   @property
   def own(self) -> UOp:
-    """Index, among the rows that the block owns, of the first of this warp's 16 rows."""
+    """Index, among the rows that the block owns, of the first of the 16 rows that this warp computes."""
     return self.warps.at.wave%(wgmma.M//self.mat.M)*self.mat.M
 
   # ***** the steps *****
@@ -124,7 +124,7 @@ class WgmmaLatent(WarpsForward[MlaWgmmaTile, LatentWgmmaState]):
 
   # ***** scores *****
   def added_up(self, s:LatentWgmmaState) -> LatentWgmmaState:
-    """Waits for S, whose product was computed as several partial sums, adds them up, and returns the state."""
+    """Waits for the product S = Q K^T, adds up the partial sums in which it was computed, and returns the state."""
     s, n = s.do(wgmma.wait_products(s.sums, s.done)), s.scores.max_numel()
     sums = load_all(s.sums)
     return s.store(store_all(s.scores, [functools.reduce(ops.add, sums[i::n]) for i in range(n)]))
@@ -156,13 +156,13 @@ class WgmmaLatent(WarpsForward[MlaWgmmaTile, LatentWgmmaState]):
     row, unit = self.own + lane%self.mat.M, lane//self.mat.M
     return [nv.stmatrix_where(s.shared[to.place(row, unit + 2*i)], s.p[i].load(), self.in_first) for i in range(s.p.max_numel())]
   def put(self, s:LatentWgmmaState, place:int, values:UOp) -> UOp:
-    """Returns the store of `values`, a number for each of the thread's two rows, by the first warpgroup for the second one."""
+    """Returns the store of `values`, one number for each of two rows, by which a thread of the first warpgroup sends them to the second."""
     # It hands the numbers to the thread of the second warpgroup that has the same rows. `place` is the 16-byte unit of shared memory at which such
     # numbers of all threads begin.
     return nv.put(s.shared[place + self.warps.at.thread%wgmma.GROUP], ops.concat(values, values), self.in_first)
   def load(self, s:LatentWgmmaState, place:int) -> UOp:
-    """Returns the two numbers that the first warpgroup has stored by `put`."""
+    """Returns the two numbers that a thread of the first warpgroup has stored by `put`."""
     return ops.slice_(ops.as_float(s.shared[place + self.warps.at.thread%wgmma.GROUP].load()), 0, nv.ROWS)
   def if_first(self, x:UOp) -> UOp:
-    """Returns `x`, a number for each of the thread's two rows, in the first warpgroup, and 0 in the second one."""
+    """Returns `x`, one number for each of the thread's two rows, in threads of the first warpgroup, and 0 in the second."""
     return ops.build(*[self.in_first.where(ops.extract(x, r), 0.0) for r in range(nv.ROWS)])
