@@ -85,7 +85,7 @@ class TensorOfTerm:
   # the first ones may be missing, as in alibi_slopes (B, H) or (H).
   broadcasts: bool = False
   def dimensions(self, shape:Sequence[int], sizes:dict[str, int]) -> tuple[bool, ...]:
-    """Returns for each dimension of a tensor with this `shape` whether it has the full size in `sizes` (True) or size 1 (False)."""
+    """Returns for each dimension of a tensor of this `shape` whether it has its full size in `sizes` (True), or size 1 and is broadcast (False)."""
     # `sizes` has the full size of each axis, by the axis's name. Raises ValueError if `shape` does not broadcast to these sizes.
     if not self.broadcasts: return (True,)*min(max(len(shape), 1), len(self.axes))
     full = tuple(sizes[axis] for axis in self.axes)
@@ -156,7 +156,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class DealtRows:
-  """Work of a launch on one of several devices that share the rows of a sequence: some heads of the device's queries, over all keys."""
+  """What one launch computes if several devices share the rows of a sequence: the queries of its device, some of the heads, all keys."""
   # See attn/parallel/shards.py. A device holds one piece of the sequence, or two pieces, one from the front half of the sequence and one from the
   # back half. Pieces are equally long on all devices. q, o, lse and a bias have the rows that the device holds, in the order in which the device
   # holds them. K and V have the rows of the whole sequence, in the sequence's order; k_view and v_view of the Problem say where these rows lie in the
@@ -377,7 +377,7 @@ class Problem:
     return 0 if self.dealt is None else self.dealt.heads[0]*(self.H//self.Hkv)
   @property
   def rows_before(self) -> int:
-    """Number of output rows of all heads before `first_head`."""
+    """Number of output rows that belong to heads before `first_head`."""
     # lse does not have these rows. q and o have these rows only in the layout "bshd".
     return self.first_head*self.Sq
   @property
@@ -430,7 +430,7 @@ class Problem:
     return {name: (shape, dtype) for name, there, shape, dtype in tensors if there} | self.extras
 
   def turned_shape(self, keys:int) -> tuple[int, ...]:
-    """Returns the shape of V that is transposed in tiles of `keys` keys."""
+    """Returns the shape of a copy of V that is transposed tile by tile, with `keys` keys in a tile."""
     return self.B, self.Hkv, -(-self.Sk//keys), self.Dv, keys
 
   @property
@@ -454,7 +454,7 @@ class Problem:
     return (keys_before(right + 1) if right >= 0 else self.queries*self.Sk) - (keys_before(-left) if left >= 0 else 0)
   @property
   def ends_of_pieces(self) -> list[int]:
-    """Indices of the first and last row of each part of q in which positions are consecutive: [first, last] or [first, last, first, last]."""
+    """Rows of q where runs of consecutive positions begin and end: [first, last], or [first, last, first, last] for two runs."""
     front = 0 if self.dealt is None or not self.dealt.jump else min(self.dealt.front, self.queries)
     return [row for begin, end in ((0, front), (front, self.queries)) if begin < end for row in (begin, end - 1)]
 
@@ -541,7 +541,7 @@ def check_numbers_of_rows(p:Problem) -> None:
     raise ValueError("kv_starts without kv_lengths: give both, keys kv_starts[b] <= j < kv_lengths[b] exist")
 
 def check_places(p:Problem) -> None:
-  """Raises ValueError if the fields that say where k and v lie contradict each other."""
+  """Raises ValueError if the fields that say where k and v lie in memory (k_view, v_view, pages, v_in_k) contradict each other."""
   # k and v lie in tensors of their own, in larger buffers (k_view, v_view) or in pages, or V is columns of K (v_in_k).
   if p.v_in_k and (p.Dv > p.D or p.v_view is not None):
     raise ValueError(f"v_in_k with D={p.D}, Dv={p.Dv}, v_view={p.v_view}: V is the first Dv columns of K, so Dv must be at most D and v_view None")

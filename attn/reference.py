@@ -102,7 +102,7 @@ def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], o
     return _output(s, v, visible(q.shape[-2], k.shape[-2], window, offset), x, types), softmax_of(s, x)[1]
 
 def _output(s:Array, v:Array, seen:Array, x:Options, types:Types|None) -> Array:
-  """Returns o, not yet rounded, from the scores `s`; `seen` hides products, and P is rounded to the first of the two `types` if they are given."""
+  """Computes o, not yet rounded, from the scores `s`. Products where `seen` is False count as 0; P is rounded to types[0] if `types` is given."""
   # `seen` says which query sees which key. With `types` None P is not rounded.
   weights, own, _ = _weights(s, x)
   total = weights.sum(-1, keepdims=True)
@@ -170,7 +170,7 @@ def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
   return found
 
 def slope_of(steps:list[TermStep], after:str|None=None) -> Any:
-  """Returns, at each score, the derivative of the score after all terms by the raw score, or by the score just after the term named `after`."""
+  """Returns the derivative, at each score, of the final score by the raw score, or by the score after the term named `after`."""
   names = [step.name for step in steps]
   some = steps if after is None else steps[names.index(after) + 1:]
   slopes: list[Any] = [step.slope for step in some if step.slope is not None]

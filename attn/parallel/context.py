@@ -39,7 +39,7 @@ Attend = Callable[[Problem, dict[str, Tensor], str, Sequence[Tensor]], list[Tens
 
 @dataclass(frozen=True)
 class SharedRows:
-  """A problem whose rows are sharded over devices, with the devices and what each holds."""
+  """An attention problem with sharded rows: the problem, the devices, and which rows each device holds."""
   problem: Problem  # the whole problem, without the padding that the devices hold
   arch: Chip
   at: Placement
@@ -48,10 +48,10 @@ class SharedRows:
   def devices(self) -> tuple[str, ...]: return (self.at.device,) if isinstance(self.at.device, str) else self.at.device
   @property
   def own(self) -> Problem:
-    """The problem whose outputs have one device's shapes: Sq is the number of rows that a device holds, padding included."""
+    """The problem with Sq replaced by the number of query rows on one device, padding included. It gives the shapes of a device's o and lse."""
     return of_backward(replace(self.problem, Sq=self.shards.queries or self.problem.Sq))
   def gathering(self, device:int) -> list[tuple[tuple[int, int], Problem]]:
-    """Returns the launches of a device that gathers all keys, as pairs ((first key/value head, number of heads), problem of the launch)."""
+    """Returns the launches of a device that copies all keys to itself: ((first key/value head, number of heads), problem) for each launch."""
     p, shards = self.problem, self.shards
     # Heads are key/value heads, counted over all batches. Each launch has the same heads on all devices.
     heads = (0, p.B*p.Hkv)
@@ -60,7 +60,7 @@ class SharedRows:
     return [(heads, replace(shards.dealt(p, device, heads), num_splits=1)) for heads in head_chunks(p, shards)]
   @functools.cached_property
   def divides_keys(self) -> bool:
-    """Whether the kernel would divide the keys into ranges if a device computed all heads in one launch."""
+    """Whether a launch over all heads and all keys would be split over several workgroups per query tile (split-KV) on some device."""
     p, shards = self.problem, self.shards
     return any(choose(shards.dealt(p, device, (0, p.B*p.Hkv)), self.arch).work.splits > 1 for device in range(shards.count))
   @property
@@ -145,7 +145,7 @@ def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> 
 # ***** shards *****
 
 def in_buffers(u:UOp) -> UOp:
-  """Returns the tensor `u` if each of its shards is a buffer, otherwise a copy that has this property."""
+  """Returns a tensor whose data lie in a buffer on each device: `u` itself, or a copy of `u`."""
   # Without buffers, one kernel might read the tensor as an expression that is not computed yet, and another read one device's buffer. tinygrad would
   # take the expression and the buffer for the same value.
   if inside_function(): return copied(u)      # a function's argument has no shards yet
@@ -164,7 +164,7 @@ def of_device(u:UOp, i:int) -> UOp:
   return u if isinstance(u.device, str) else u.mselect(i)
 
 def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) -> Iterator[dict[str, UOp]]:
-  """Yields {tensor name: shard}, one after another, with the shard of each of `owners` copied to the device with this index and name."""
+  """Yields {tensor name: shard} for each device in `owners`; a shard of another device is first copied to device number `device`, called `name`."""
   # `held` has all shards of each tensor. `device` and `name` are the index and the name of the receiving device, and `owners` the devices whose
   # shards come, in order. Shards of other devices are copied into SLOTS buffers of each tensor, used in turn, so a buffer holds a shard only for a
   # while. Each copy is marked (`remembered`), so that a later computation with the shard copies it again.
@@ -194,12 +194,12 @@ def rows_in_buffer(u:UOp, axis:int, first:int, count:int) -> UOp:
   return u if count == u.shape[axis] else filled_with_rows(cut(u, axis, first, count))
 
 def filled_with_rows(u:UOp) -> UOp:
-  """Returns a new buffer into which the tensor `u` is copied."""
+  """Copies the tensor `u` to a new buffer, and returns the buffer."""
   buffer = new_buffer(u.max_shape, u.dtype, u.device)
   return buffer.after(buffer.store(u))
 
 def launch_problem(p:Problem, launch:ContextLaunch) -> Problem:
-  """Returns the problem that one launch computes: some queries of `p` over some of its keys, without sinks."""
+  """Returns the problem of one launch: its queries and keys are those of `launch`, and it has no sinks."""
   # It has no sinks, because a sink must count once, not in each launch.
   return of_backward(replace(p, Sq=launch.queries.count, Sk=launch.keys.count, window=launch.seen.window, offset=launch.seen.offset, top_left=False,
                              sinks=False))
@@ -221,7 +221,7 @@ def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> d
   return found
 
 def with_views(p:Problem, arch:Chip, held:dict[str, tuple[int, ...]], keys:PieceRun) -> Problem:
-  """Returns the problem of a launch, changed so that its kernel reads the rows `keys` of k and v (of shapes `held`) in place."""
+  """Changes `p` so that the kernel reads the rows `keys` directly in the device's k and v (shapes in `held`), without copying these rows first."""
   # Nothing changes if the launch uses all rows that the device holds.
   axis = AXES[p.layout].index("rows")
   if all(shape[axis] == keys.count for shape in held.values()): return p
@@ -245,7 +245,7 @@ def bare_buffer(u:UOp) -> UOp:
 
 @cache_of_kernels
 def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first:int, heads:tuple[int, int], width:int) -> KernelFunction:
-  """Returns a kernel function that copies the keys which a device holds (`pieces`) into the buffer where it gathers the keys of all devices."""
+  """Returns a kernel function that copies a device's rows of k or v (`pieces`) into a larger buffer, in the order of the whole sequence."""
   # The kernel's arguments are (gathered, shard). `shard` is the device's k or v, with `held` rows per head and `width` elements per row; `pieces` are
   # the pieces of the sequence that the device holds. Heads are key/value heads (first, count), counted over all batches. Rows in `gathered` are in
   # the order of the sequence, from row `first` of the sequence on. Equal arguments return the identical object, because tinygrad's schedule cache
@@ -257,7 +257,7 @@ def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first
 
 @dataclass
 class GatheringDevice:
-  """State of a device that gathers the keys of all devices: its buffers, and its launches so far."""
+  """What one device needs to attend to the keys of all devices: tensors, launches, and buffers into which all keys are copied."""
   c: SharedRows
   number: int
   tensors: dict[str, UOp]
@@ -275,12 +275,12 @@ class GatheringDevice:
              for _ in launches[:SLOTS]]
     return GatheringDevice(c, number, t, launches, slots, [{} for _ in slots])
   def keys(self, n:int, name:str, rows:range) -> UOp:
-    """Returns the part of a buffer of launch n that holds these `rows` of the whole sequence; `name` is "k" or "v"."""
+    """Returns the region of a buffer of launch n that has the rows `rows` of k or v (`name`), counted in the whole sequence."""
     (_, heads), p = self.launches[n][0], self.c.problem
     row, first = heads*(p.D if name == "k" else p.Dv), self.c.shards.keys_gathered(p, self.number).start
     return region_of(bare_buffer(self.slots[n % SLOTS][name]), (rows.start - first)*row, len(rows)*row)
   def order_own(self, n:int) -> None:
-    """Copies the keys and values that the device holds into the buffers of launch n."""
+    """Copies this device's rows of k and v into the buffers of launch n, in the order of the whole sequence."""
     # The copies wait until the own keys are copied for launch n - 1, which runs earlier.
     before, called = (self.own_keys(n - 1), tuple(self.own_copies[(n - 1) % SLOTS].values())) if n else ([], ())
     p, shards, slot = self.c.problem, self.c.shards, self.slots[n % SLOTS]
@@ -291,7 +291,7 @@ class GatheringDevice:
       self.own_copies[n % SLOTS][name] = call = written.src[1]
       slot[name] = u.after(call)
   def own_keys(self, n:int) -> list[UOp]:
-    """Returns the parts of the buffers of launch n that hold the device's own keys and values, which `order_own` copies there."""
+    """Returns the regions of launch n's buffers into which `order_own` copies this device's rows of k and v."""
     held = self.c.shards.keys_held(self.c.problem, self.number)
     return [self.keys(n, name, rows) for name in self.slots[n % SLOTS] for rows in held]
 
@@ -337,13 +337,13 @@ def gathered_over(c:SharedRows, inputs:Mapping[str, UOp], held:dict[str, list[UO
   return call
 
 def heads_in(p:Problem, name:str, u:UOp, heads:tuple[int, int], device:int) -> UOp:
-  """Returns the part of q, o or lse on a device that belongs to the key/value heads (first, count) of one launch."""
+  """Returns a device's part of `u` (q, o or lse) for one launch, which computes the key/value heads `heads`, (first, count)."""
   size = math.prod(p.shapes[name][0])
   if size == math.prod(u.max_shard_shape): return shards_of(u)[device] if name == "q" else of_device(u, device)
   return of_device(region_of(bare_buffer(u), heads[0]//heads[1]*size, size), device)
 
 def dealt_rows(c:SharedRows, name:str, u:UOp, device:int) -> UOp:
-  """Returns a tensor of a score term, such as a bias, with the rows of the queries that a device holds, padding included."""
+  """Returns a tensor that a score term reads, such as a bias, cut to the query rows that a device holds, and padded like them."""
   # Nothing changes for a tensor without an axis of queries, or whose rows are already divided like those of q.
   queries, axis, rows = c.shards.queries, rows_dimension(name), c.problem.Sq
   if name in c.shards.as_q or axis is None or (u.shape[axis] == 1 and rows > 1) or queries is None: return u
@@ -384,7 +384,7 @@ def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:i
 
 @cache_of_kernels
 def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], real_rows:tuple[RowRange, ...], only_plain_uops:bool) -> KernelFunction:
-  """Returns the kernel function that merges partial results into the outputs of `p`; `parts` says which rows each partial result has."""
+  """Returns the kernel function that merges partial results into the outputs of `p`. Partial result n holds the rows parts[n]."""
   # Its arguments are the outputs, one buffer for each partial result, and the sinks if p.sinks. `parts` lists which rows each partial result holds.
   # `real_rows` lists the rows that are no padding; only these get the sinks. With `only_plain_uops` any device can run the kernel. Equal arguments
   # return the identical object, because tinygrad's schedule cache compares by identity.
@@ -395,7 +395,7 @@ def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], real_rows:tup
 
 @dataclass(frozen=True)
 class ContextPart:
-  """A partial result on a device: o and lse of the rows `rows`, over some of the keys, in the buffer `found`."""
+  """A partial result on one device: the buffer `found` has o and lse of the rows `rows`, computed over some of the keys."""
   rows: RowRange
   found: UOp
 
@@ -464,6 +464,6 @@ def exchanged(c:SharedRows, parts:list[list[ContextPart]]) -> list[list[ContextP
           for to, name in enumerate(c.devices)]
 
 def first_launch(p:Problem, shards:SequenceShards) -> Problem:
-  """Returns the problem of the first launch in which a device computes over the keys of a single device; `p` if there is no such launch."""
+  """Returns the problem of the first launch that any device makes over one device's keys; `p` if no query sees a key."""
   some = [launch for device in range(shards.count) for _, launches in shards.plan(p, device) for launch in launches]
   return replace(launch_problem(p, some[0]), out_dtype="float32") if some else p

@@ -49,7 +49,7 @@ def lying_as(g:UOp, out:UOp) -> UOp:
 
 @dataclass(frozen=True)
 class RowGradient:
-  """A part of a gradient, in float32: `found` is the gradient of the rows `run` of a device's tensor."""
+  """Gradient of some rows in float32: `found` is added to the gradient of the rows `run` of a device's tensor."""
   run: PieceRun
   found: Tensor
 
@@ -77,13 +77,13 @@ def launch_gradients(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp]) ->
   return {name: Tensor(t[name]).sum(0).contiguous() for name in ("dq", "dk", "dv")}
 
 def on_every(c:SharedRows, each:list[Tensor], axis:int|None) -> UOp:
-  """Makes one tensor of the tensors `each`, one on each device: sharded along `axis`, or, if `axis` is None, with a whole copy on each device."""
+  """Joins the tensors `each`, one per device, to one tensor that is sharded along `axis`; if `axis` is None, they are equal copies."""
   first, *rest = [x.contiguous().uop for x in each]
   if isinstance(c.at.device, str): return first
   return first.mstack(*rest) if axis is None else first.mstack(*rest).unshard(axis)
 
 def summed(c:SharedRows, each:list[Tensor]) -> list[Tensor]:
-  """Adds the tensors `each`, one on each device, in the order of the devices, and returns a copy of the sum for each device."""
+  """Returns the sum of the tensors `each`, one per device, as a copy on every device; adds in the order of the devices."""
   return [functools.reduce(Tensor.add, [x.to(device) for x in each]) for device in c.devices]
 
 def passed_gradients(c:SharedRows, inputs:dict[str, UOp], merged:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
@@ -163,7 +163,7 @@ class ContextGradient:
     found = kept_graph((self, asked_for()), of_call | {f"d{name}": in_buffers(g) for name, g in given.items()}, self.graph)
     return tuple(found.get(name) for name in self.names)
   def graph(self, t:Graph) -> dict[str, UOp]:
-    """Returns the gradients of the inputs by name; `t` has inputs, outputs, and the gradients of the outputs."""
+    """Returns {input name: gradient}; `t` has the inputs, the outputs, and the gradients of the outputs, as UOps by name."""
     # `t` has the inputs, the filled outputs of the call, and the gradients `do` and `dlse` of its outputs, if they exist.
     c, given = self.shared, {name: t[f"d{name}"] for name in OUTPUTS if f"d{name}" in t}
     inputs, merged = {name: t[name] for name in INPUTS if name in t}, {name: t[f"merged_{name}"] for name in c.own.outputs}
@@ -179,7 +179,7 @@ def context_gradient(c:SharedRows, names:tuple[str, ...]) -> ContextGradient:
   return ContextGradient(c, names)
 
 def with_context_gradient(c:SharedRows, outputs:dict[str, UOp], sources:dict[str, UOp]) -> tuple[Tensor, Tensor]:
-  """Returns o and lse with a gradient function attached, which reads the tensors `sources`."""
+  """Returns o and lse as Tensors that tinygrad differentiates by `context_gradient`; `sources` are the tensors that the gradient needs."""
   gradient = context_gradient(c, (*outputs, *sources))
   # o and lse become results of an empty launch, which has this function as tinygrad's `grad_fxn`. `sources` are the tensors on which the gradient
   # depends.

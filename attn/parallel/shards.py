@@ -19,14 +19,13 @@ REACH = 512     # more rows than a block of queries may read before or after its
 
 @dataclass(frozen=True)
 class SequencePiece:
-  """A piece of a sequence on a device: `rows` rows from row `start` of the sequence on, at row `at` of the device; without padding."""
+  """A piece of a sequence on one device: rows start..start+rows-1 of the sequence are rows at..at+rows-1 of the device's tensor."""
   start: int
   rows: int
   at: int  # first row in the device's tensor
 
 def numbers_of(device:int, count:int, order:str) -> tuple[int, ...]:
-  """Returns the numbers of the pieces that one of `count` devices holds, in the order in which it holds them: (0, 3) for device 0 of 2 and
-  "zigzag"."""
+  """Returns the indices of the pieces that device number `device` of `count` holds: (0, 3) for device 0 of 2 in the order "zigzag"."""
   return (device,) if order == "contiguous" else (device, 2*count - 1 - device)
 
 def pieces_of(device:int, count:int, order:str, held:int, length:int) -> tuple[SequencePiece, ...]:
@@ -44,13 +43,13 @@ def rows_held(length:int, count:int, order:str) -> int:
 
 @dataclass(frozen=True)
 class SeenKeys:
-  """Which of some queries see which of some keys: query i sees key j if i + offset - left <= j <= i + offset + right."""
+  """Mask between some queries and some keys: query i sees key j if i + offset - left <= j <= i + offset + right, with window = (left, right)."""
   # (left, right); a bound of -1 hides nothing. i and j count from the first of these queries and keys.
   window: tuple[int, int]
   offset: int
 
 def seen_keys(window:tuple[int, int], offset:int, queries:int, keys:int, by_distance:bool) -> SeenKeys|None:
-  """Returns which of `queries` queries see which of `keys` keys, or None if no query sees a key; equal masks give equal objects."""
+  """Returns the mask between `queries` queries and `keys` keys, simplified so that equal masks are equal objects; None if no query sees a key."""
   left, right = window
   first, last = offset - left, queries - 1 + offset + right      # first visible key of the first query, last visible key of the last query
   if (left >= 0 and first >= keys) or (right >= 0 and last < 0): return None
@@ -63,7 +62,7 @@ def seen_keys(window:tuple[int, int], offset:int, queries:int, keys:int, by_dist
 
 @dataclass(frozen=True)
 class PieceRun:
-  """The pieces of a sequence whose queries one launch computes, or whose keys it reads, in their order on the device."""
+  """Pieces of q that one launch computes, or pieces of k that it reads, in their order in the device's tensor."""
   pieces: tuple[SequencePiece, ...]
   @property
   # `first` is the first row in the device's tensor; `unbroken`: no other rows lie between the pieces.
@@ -86,7 +85,7 @@ def pair_seen(p:Problem, queries:SequencePiece, keys:SequencePiece, offset:int|N
   return seen_keys(p.window, p.offset + queries.start - keys.start if offset is None else offset, queries.rows, keys.rows, goes_by_distance(p))
 
 def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
-  """Returns a single mask for all these pieces of queries and keys, so that one launch can compute them; None if no single mask is right."""
+  """Returns one mask that is right for all these pieces together, so that a single launch can compute them; None if no such mask exists."""
   # The window and offset of the mask count from the first query and the first key.
   if not (queries.unbroken and keys.unbroken): return None
   def moved(x:SequencePiece, y:SequencePiece) -> int:
@@ -101,7 +100,7 @@ def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
   return seen_keys(window, offset, queries.count, keys.count, goes_by_distance(p))
 
 def launches(p:Problem, queries:Sequence[SequencePiece], keys:Sequence[SequencePiece]) -> tuple[ContextLaunch, ...]:
-  """Returns the fewest launches that compute some pieces of queries over some pieces of keys."""
+  """Returns the shortest list of launches that compute the pieces `queries` of q over the pieces `keys` of k."""
   # If no query of a piece sees a key of another piece, this pair has no launch.
   if all(pair_seen(p, x, y) is None for x in queries for y in keys): return ()
   if (seen := as_one(p, PieceRun(tuple(queries)), PieceRun(tuple(keys)))) is not None:
@@ -112,7 +111,7 @@ def launches(p:Problem, queries:Sequence[SequencePiece], keys:Sequence[SequenceP
   return min(ways, key=len)
 
 def owners(device:int, count:int) -> tuple[int, ...]:
-  """Returns the devices in the order in which a device takes their keys, itself first: (1, 2, 0) for device 1 of 3."""
+  """Returns the order in which a device takes the keys of all devices, beginning with its own: (1, 2, 0) for device 1 of 3."""
   # No two devices read from the same device at the same time.
   return tuple((device + i) % count for i in range(count))
 
@@ -129,13 +128,13 @@ class SequenceShards:
     return (SequencePiece(0, p.Sq, 0),) if self.queries is None else pieces_of(device, self.count, self.order, self.queries, p.Sq)
   def keys_of(self, p:Problem, device:int) -> tuple[SequencePiece, ...]: return pieces_of(device, self.count, self.order, self.keys, p.Sk)
   def plan(self, p:Problem, device:int) -> tuple[tuple[int, tuple[ContextLaunch, ...]], ...]:
-    """Returns the launches of a device, in order, as pairs (device that holds the keys, launches over these keys)."""
+    """Returns the launches of a device in order, as pairs (number of the device whose keys are read, launches over these keys)."""
     # If every device has all queries, each device computes them only over its own keys.
     seen = owners(device, self.count) if self.queries is not None else (device,)
     found = [(owner, launches(p, self.queries_of(p, device), self.keys_of(p, owner))) for owner in seen]
     return tuple((owner, some) for owner, some in found if some)
   def keys_read(self, p:Problem, device:int) -> tuple[range, ...]:
-    """Returns the ranges of rows of the whole sequence of k and v that kernels may read to compute a device's queries."""
+    """Returns the rows of k and v, counted in the whole sequence, that kernels may read to compute a device's queries."""
     (left, right), found = p.window, list[range]()
     for piece in self.queries_of(p, device) or (SequencePiece(0, 0, 0),):
       first, last = p.offset + piece.start, p.offset + piece.start + piece.rows - 1
@@ -147,7 +146,7 @@ class SequenceShards:
       found.append(read)
     return tuple(found)
   def keys_held(self, p:Problem, device:int) -> tuple[range, ...]:
-    """Returns the ranges of rows of the whole sequence of k and v that a device holds."""
+    """Returns the rows of k and v, counted in the whole sequence, that a device holds."""
     return tuple(range(piece.start, piece.start + piece.rows) for piece in self.keys_of(p, device))
   def keys_copied(self, p:Problem, device:int) -> tuple[tuple[int, range], ...]:
     """Returns what a device must copy from other devices, in order, as pairs (device that holds the rows, range of rows of the whole sequence)."""
@@ -155,12 +154,12 @@ class SequenceShards:
              for x in self.keys_held(p, owner) for y in self.keys_read(p, device)]
     return tuple((owner, rows) for owner, rows in found if rows)
   def keys_gathered(self, p:Problem, device:int) -> range:
-    """Returns the range of rows of the whole sequence for which a device's buffers for gathered keys have room."""
+    """Returns the rows of k and v, counted in the whole sequence, for which a device that gathers keys has buffers."""
     # These are the rows of k and v that it reads, the rows that it holds, and the rows between them.
     some = (*self.keys_read(p, device), *self.keys_held(p, device))
     return range(min(x.start for x in some), max(x.stop for x in some))
   def dealt(self, p:Problem, device:int, heads:tuple[int, int]) -> Problem:
-    """Returns the problem of one launch on a device that has gathered all keys, for the key/value heads (first, count)."""
+    """Returns the problem of a launch that computes a device's queries over all keys, for the key/value heads `heads`, (first, count)."""
     # Heads count over all batches. k and v are the gathered rows (rows, heads, width), or all of k and v if there is only one device.
     assert self.queries is not None
     pieces, first, jump = self.queries_of(p, device), 0, 0
@@ -197,7 +196,7 @@ AT_ONCE = 1 << 29     # most bytes of k and v that a device gathers for the head
 LONG_COPIES = 1 << 27 # with at least so many bytes of k and v, a device has two or more launches: it then waits only for the keys of the first
 
 def head_chunks(p:Problem, shards:SequenceShards) -> list[tuple[int, int]]:
-  """Divides the key/value heads among the launches of a device that gathers keys: returns (first head, number of heads) of each."""
+  """Returns the key/value heads of each launch on a device that gathers keys, as (first head, number of heads)."""
   heads, of_head = p.B*p.Hkv, shards.count*shards.keys*(p.D + p.Dv)*BYTES[p.dtype]
   # All launches have the same number of heads, so that one kernel serves them all. It is the largest number for which k and v of a launch have at
   # most AT_ONCE bytes, and for which each launch's heads of q, o and lse begin at a multiple of 16 bytes. If k and v have LONG_COPIES bytes or more

@@ -20,7 +20,7 @@ FURTHEST = 6.0                  # the scores of a curve run from -FURTHEST to FU
 SHADES = ("#ffffff", "#d6e8f3", "#aed1e7", "#85badb", "#5da3cf", "#348cc3")     # colours, from the lowest value to the highest
 
 def value_of(form:FunctionForm, function:Callable[..., Any], tensors:tuple[Array, ...], scores:Array, i:Array, j:Array, h:Array) -> Array:
-  """Returns the values of a caller's `function`, a score_mod or mask_mod, for arrays of scores, queries i, keys j and heads h."""
+  """Computes a caller's function, a score_mod or mask_mod as `form` says, on arrays of scores, query indices i, key indices j and heads h."""
   found = trace(form, function, tuple((t.shape, str(t.dtype)) for t in tensors))
   assert found is not None
   # tinygrad computes the values on its device PYTHON; `tensors` are the tensors that the function reads
@@ -61,7 +61,7 @@ class Curve:
   # the first has a number for each head, which the score_mod reads; without tensors there is one line
   tensors: tuple[Array, ...] = ()
   def values(self) -> tuple[Array, Array]:
-    """Returns scores, and the values of the score_mod for these scores in each head."""
+    """Returns two arrays: the scores along the x axis, and the score_mod's values at these scores, of shape (heads, scores)."""
     x, heads = np.linspace(-FURTHEST, FURTHEST, 49), len(self.tensors[0]) if self.tensors else 1
     found = value_of(SCORE_FUNCTION, self.function, self.tensors, x[None], np.zeros((1, 1)), np.zeros((1, 1)), np.arange(heads)[:, None])
     return x, np.broadcast_to(found, (heads, len(x)))

@@ -17,7 +17,7 @@ SHOWN_LANE = 5     # the lane whose elements show their indices
 
 @dataclass(frozen=True)
 class Holder:
-  """Where a matrix element is: in which lane, for which of a product's matrix instructions, and at which index in the lane's operand."""
+  """Where a matrix element is: number of the lane, number of the matrix instruction that takes the element, and index in that lane's operand."""
   lane: int
   step: int
   element: int
@@ -27,7 +27,7 @@ Cells = dict[tuple[int, int], list[Holder]]    # (row, column) -> holders of thi
 # ***** AMD: S^T = K Q^T *****
 
 def steps_of(mat:Matrix, h:int) -> dict[int, tuple[int, int]]:
-  """Returns {k: (number of the matrix instruction, index in its operand)} for the elements k of an operand's row that lane group h holds."""
+  """Returns {k: (number of the matrix instruction, index in the lane's operand)} for the columns k of an operand's row that lane group h holds."""
   # k counts the elements over which a product sums. A lane reads its operands in units of 16 bytes. The row is as short as possible with whole units
   # and whole operands.
   units = [u.simplify().vmin for u in units_of(mat, contraction(mat, 1), UOp.const(h))]
@@ -47,7 +47,7 @@ def accumulator_cells(mat:Matrix) -> Cells:
   return {(mat.c_row(h, i), n): [Holder(h*mat.N + n, 0, i)] for h in range(mat.groups) for i in range(mat.accumulator) for n in range(mat.N)}
 
 def key_order(mat:Matrix) -> list[tuple[int, int]]:
-  """Returns the order of keys in a row of V^T in LDS: for each element (number of the lane group that reads it, key)."""
+  """Returns, for each element of a row of V^T in LDS, (number of the lane group that reads the element, key of the element)."""
   # the keys have the order in which the lanes hold P^T
   return [(u % mat.groups, mat.key_of(u % mat.groups, u//mat.groups*UNIT + i)) for u in range(contraction(mat, mat.M)//UNIT) for i in range(UNIT)]
 
@@ -55,7 +55,7 @@ def key_order(mat:Matrix) -> list[tuple[int, int]]:
 # ldmatrix (PTX ISA 9.7.14.5.15): lanes 8j..8j+7 give the addresses of the eight rows of matrix j, and lane 4r + c gets elements 2c and 2c+1 of row r.
 
 def loaded(addresses:list[tuple[int, int]]) -> Cells:
-  """Returns which lane holds each matrix element (row, column) after an ldmatrix; `addresses` has each lane's row and 16-byte unit."""
+  """Returns which lane holds each matrix element (row, column) after an ldmatrix; lane n gives the address (row, 16-byte unit) addresses[n]."""
   return {(row, unit*UNIT + column): [Holder(n % UNIT*4 + column//2, 0, n//UNIT*2 + column % 2)]
           for n, (row, unit) in enumerate(addresses) for column in range(UNIT)}
 

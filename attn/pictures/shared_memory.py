@@ -1,5 +1,5 @@
-"""Draws where the parts of a tile lie in LDS (shared memory), and in which banks, from the kernels' own layouts. A cell of a picture is one part: 16
-or 8 bytes of a row."""
+"""Draws where the rows of a tile lie in LDS (shared memory), and in which banks, from the kernels' own layouts. A cell of a picture is a piece of a
+row: 16 or 8 bytes."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ HEIGHT = 18                  # height of a cell, in pixels
 
 @dataclass(frozen=True)
 class Access:
-  """The pieces of a tile (cells of the picture) in LDS that some lanes of a wave read or write at the same time."""
+  """Cells of a picture, pieces of a tile of 8 or 16 bytes, that some lanes of a wave read or write in LDS at the same time."""
   words: str
   # they must lie in different banks
   pieces: list[Piece]
 
 @dataclass(frozen=True)
 class Panel:
-  """Picture of a part of a tile in LDS: `rows` rows of `columns` pieces of 8 or 16 bytes, one cell for each piece."""
+  """Picture of a tile in LDS as a grid of cells: a cell is a piece of 8 or 16 bytes of a row."""
   title: str
   words: tuple[str, ...]
   rows: int
@@ -41,7 +41,7 @@ class Panel:
   accesses: tuple[Access, ...]
   width: float = 24
   def group(self, piece:Piece) -> int:
-    """Returns the number of the group of LDS banks in which a piece lies."""
+    """Returns which LDS banks hold a piece of the tile, as a number from 0 to groups - 1; a group is as many banks as a piece fills."""
     x = self.place(*piece)
     return (x if isinstance(x, int) else int(x.simplify().vmin)) % self.groups
 
@@ -80,7 +80,7 @@ def dual_wave_k(mat:Matrix) -> Panel:
                (Access("read in one phase", [(lane % mat.N, lane//mat.N) for lane in lanes]),), 20)
 
 def dual_wave_v(mat:Matrix) -> Panel:
-  """Returns the picture of V in LDS for CDNA4's load instruction that transposes."""
+  """Returns the picture of V in LDS, with the pieces that CDNA4's transposing LDS load reads in one phase."""
   # 32 lanes load at the same time. Groups of four lanes read the same row of V (one key), 4 elements each. After the load, these four lanes hold
   # rows of V^T whose indices differ by four.
   def piece(lane:int) -> Piece:

@@ -110,7 +110,7 @@ def loaded_operand(data:UOp, first:UOp, nbytes:int, size:int) -> UOp:
   return functools.reduce(ops.concat, [ops.load_where(flat(data)[first + i//size], EVERYONE, width) for i in range(0, nbytes, width)])
 
 def finished(name:str, results:UOp, ranges:tuple[UOp, ...], thread:UOp, threads:int, values:list[UOp], words:int) -> UOp:
-  """Returns a kernel's program whose threads store their `values`, vectors of `words` numbers, to `results`."""
+  """Returns a kernel's program, in which each thread at the end stores its `values`, vectors of `words` numbers, to `results`."""
   # `ranges` are the loops and axes of the kernel, `thread` is the index of the thread among `threads`
   first = (ranges[0]*threads + thread)*(len(values)*words)
   stores = [flat(results)[first + i*words + e].store(ops.extract(x, e)) for i, x in enumerate(values) for e in range(words)]

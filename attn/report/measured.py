@@ -26,7 +26,7 @@ SCORES = {OF_FORWARD: 1 << 20, OF_DECODE: 1 << 18, OF_BACKWARD: 1 << 20}
 
 @dataclass
 class ReportedKernel:
-  """Kernel of one of the report's problems, ready to run: its name, its tile, and the compiled schedule."""
+  """A kernel of one of a report's problems, compiled and ready to run."""
   name: str
   tile: str
   schedule: UOp
@@ -91,7 +91,7 @@ def kernel_time(x:ReportedKernel, how:str, sensors:Sensors) -> KernelTime:
   return KernelTime(x.name, x.tile, runs, rounds, median_reading(readings))
 
 def timed_row(x:JudgedShape, how:str, sensors:Sensors) -> ReportRow:
-  """Returns a report's row for a problem whose results were checked before, with its kernels' times. If a kernel fails now, the results count as
+  """Times the kernels of a problem whose results were checked before, and returns the report's row. If a kernel fails now, the results count as
   wrong."""
   try: return ReportRow(x.shape, x.verdict, tuple(kernel_time(k, how, sensors) for k in x.kernels), x.refused)
   except Exception as e: return ReportRow(x.shape, failed(f"failed while it was timed: {first_line(e)}"))

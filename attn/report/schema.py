@@ -91,8 +91,7 @@ class KernelTime:
   def seconds(self) -> float: return statistics.median(self.rounds)
   @property
   def expected(self) -> PredictedTime|None:
-    """The last of the predictions (at the clock sustained under matrix work, if known), with which the measured time is compared; None without
-    predictions."""
+    """Prediction with which the measured time is compared: at the clock sustained under matrix work if known, else at the rated clock."""
     # at the clock that the card sustains in GEMMs if this clock is known, otherwise at the rated clock
     return self.predicted[-1] if self.predicted else None
   @property
@@ -227,7 +226,7 @@ def contradictions(report:CardReport) -> typing.Iterator[tuple[str, str]]:
     if not rate.rounds: yield f"rates[{i}].rounds", "must have at least one round"
 
 def of_verdict(x:JudgedResult|None) -> list[str]:
-  """Returns messages about a result that is called right although its error is not given or is above its limit; none for any other result."""
+  """Returns what contradicts the verdict "right" on a result: the error is missing, or above its limit. An empty list if nothing does."""
   # a result may be called right only if its error is given and within the limit
   if x is None or not x.ok: return []
   if x.error is None or x.limit is None: return ["is true, but there is no error and limit"]

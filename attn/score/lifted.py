@@ -27,17 +27,17 @@ Elementwise = list[list[UOp]]     # scalars: for each vector of the fragment, on
 
 @dataclass(frozen=True)
 class Evaluated:
-  """The values of a caller's function, or of one UOp inside it, for the scores that a lane holds; exactly one field is set."""
+  """Values of a UOp inside score_mod or mask_mod for the scores that a lane holds; exactly one field is set."""
   same: UOp|None = None  # one scalar for all columns
   each: Elementwise|None = None  # a scalar for each element
   vectors: list[UOp]|None = None  # vectors of fp32 numbers
 
 def elementwise_of(u:UOp, found:Elementwise) -> Evaluated:
-  """Makes an `Evaluated` of the UOp u from a scalar for each element; scalars of float32 are joined to vectors."""
+  """Makes an `Evaluated` for the UOp u from one scalar for each score of the lane; joins float32 scalars to vectors."""
   return Evaluated(vectors=[ops.build(*x) for x in found]) if u.dtype == dtypes.float else Evaluated(each=found)
 
 class Line(NamedTuple):
-  """A number for each column, (start + step*column)*weight, where column 0 is the lane's first."""
+  """A number for each column of the score matrix, (start + step*n)*weight; n counts columns from the lane's first one."""
   start: UOp
   step: int
   weight: UOp
@@ -66,13 +66,13 @@ class Lifted:
 
   # ***** parts *****
   def part(self, u:UOp) -> Evaluated:
-    """Returns the values of one UOp of the caller's function for the scores of the lane; computes the UOps that it needs before."""
+    """Returns the values of u, a UOp inside score_mod or mask_mod, for the scores that the lane holds; computes u's sources first."""
     for x in u.toposort(gate=lambda x: x not in self.parts) if u not in self.parts else ():
       if x not in self.parts and x._shape == () and x.op is not Ops.STACK: self.parts[x] = self.computed(x)
     return self.parts[u]
 
   def computed(self, u:UOp) -> Evaluated:
-    """Computes one UOp of the caller's function for the scores of the lane, from the values of its sources."""
+    """Computes the values of u, a UOp inside score_mod or mask_mod, for the scores that the lane holds, from the values of u's sources."""
     if u in self.symbols: return Evaluated(same=self.symbols[u])
     if u is SCORE:
       assert self.raw is not None
@@ -92,7 +92,7 @@ class Lifted:
     return elementwise_of(u, [[u.replace(src=tuple(xs)) for xs in zip(*vector)] for vector in operands])
 
   def each(self, u:UOp) -> Elementwise:
-    """Returns the values of a UOp of the caller's function as a scalar for each score of the lane."""
+    """Returns the values of u, a UOp inside score_mod or mask_mod, as one scalar for each score that the lane holds."""
     x = self.part(u)
     if x.same is not None: return [[x.same]*n for n in self.lengths]
     if x.each is not None: return x.each
@@ -100,7 +100,7 @@ class Lifted:
     return [[ops.extract(y, i) for i in range(n)] for y, n in zip(x.vectors, self.lengths)]
 
   def vectors(self, u:UOp) -> list[UOp]:
-    """Returns the values of a UOp of the caller's function as fp32 vectors, one number for each score of the lane."""
+    """Returns the values of u, a UOp inside score_mod or mask_mod, as fp32 vectors with one element for each score that the lane holds."""
     x = self.part(u)
     if x.vectors is not None: return x.vectors
     if x.same is not None: return [ops.splat(as_fp32(x.same), n) for n in self.lengths]
@@ -108,15 +108,15 @@ class Lifted:
 
   # ***** columns *****
   def column(self, vector:int, i:int) -> int:
-    """Returns how many columns element `i` of vector `vector` lies after the first column of which the lane holds a score."""
+    """Returns the column of the score at element `i` of vector number `vector`, counted from the lane's first column."""
     return self.at.columns[0][i] + vector*self.at.apart - self.at.columns[0][0]
   def step(self, u:UOp) -> int|None:
-    """Returns by how much a UOp grows from one column to the next, or None if it does not grow evenly, or not exactly in fp32."""
+    """Returns by how much the value of u grows from each column to the next; None if this differs between columns, or fp32 would round a value."""
     # The UOp must be an integer expression that is converted to fp32, grow by the same amount in each column, and be exact in fp32.
     if u.op is not Ops.CAST or u.dtype != dtypes.float or not dtypes.is_int(u.src[0].dtype): return None
     return step if (step := linear_in(u.src[0], self.walked)) and self.is_exact(u.src[0], step) else None
   def numbers_from(self, first:UOp, step:int) -> list[UOp]:
-    """Returns fp32 vectors with first + step*column for each score of the lane."""
+    """Returns fp32 vectors with first + step*n for each score that the lane holds; n is the score's column, counted from the lane's first one."""
     # All vectors use the same few constants.
     steps = [UOp.const(float(step*self.column(0, i)), dtypes.float) for i in range(self.lengths[0])]
     start = first.cast(dtypes.float)                # one conversion for all: on NVIDIA it takes the time of eight additions
@@ -126,7 +126,7 @@ class Lifted:
       return ops.add(ops.splat(moved(n*self.at.apart), size), ops.build(*steps[:size]))
     return [vector(n, size) for n, size in enumerate(self.lengths)]
   def line(self, u:UOp, k:float) -> Line|None:
-    """Returns k times the UOp u as a `Line`, or None if u does not grow evenly from column to column."""
+    """Returns k*u as a `Line`, or None if u does not grow by the same amount from each column to the next."""
     # The product of all factors could overflow in fp32. Elements of tensors are assumed to be at most 2^64 (MODERATE).
     if not abs(k) <= MODERATE: return None
     if (step := self.step(u)) is not None: return Line(self.at_first(u.src[0]).cast(dtypes.float), step, UOp.const(k, dtypes.float))
@@ -137,7 +137,7 @@ class Lifted:
         return line._replace(weight=ops.mul(as_fp32(same), line.weight))
     return None
   def plus_line(self, x:UOp, line:Line, k:float) -> list[UOp]:
-    """Returns fp32 vectors with k*x + line for each score of the lane."""
+    """Returns fp32 vectors with k*x plus the value of `line` at the score's column, for each score that the lane holds."""
     def at(n:int) -> UOp:
       # Returns the value of `line` at the first column of vector n.
       start = ops.add(line.start, UOp.const(float(line.step*n*self.at.apart), dtypes.float)) if max(self.lengths) > 2 else line.start
@@ -152,17 +152,17 @@ class Lifted:
       return ops.build(*[UOp.const(float(line.step*self.column(of, i)), dtypes.float) for i in range(size)])
     return [ops.fma(steps(n, size), line.weight, y) for (n, size), y in zip(enumerate(self.lengths), begun)]
   def at_first(self, u:UOp) -> UOp:
-    """Computes an integer expression of the caller's function for the lane's first column."""
+    """Returns the value of u, an integer UOp inside score_mod or mask_mod, at the lane's first column."""
     return u.substitute({**self.symbols, self.walked: self.first})
   def is_exact(self, u:UOp, step:int) -> bool:
-    """Returns whether fp32 holds exactly every value of an int expression that grows by `step` from column to column."""
+    """Returns whether fp32 represents the integer u exactly at all columns of the lane; u grows by `step` from each column to the next."""
     first = self.at_first(u)
     reach = abs(step)*(self.column(len(self.lengths) - 1, self.lengths[-1] - 1) + 1)
     return first.vmin - reach > -EXACT and first.vmax + reach < EXACT
 
   # ***** elements of tensors *****
   def element(self, u:UOp) -> Evaluated:
-    """Loads an element of a caller's tensor: one element for all columns, or one per column."""
+    """Loads what u reads, an element of one of mod_tensors: once, if all scores of the lane read the same element, otherwise for each score."""
     # For a query or key that does not exist, the index may lie outside the tensor. Then some other element is loaded, and its value is not used.
     parts = [self.parts[s] for s in indices_of(u)]
     if all(x.same is not None for x in parts): return Evaluated(same=self.loaded(u, [x.same for x in parts if x.same is not None]))
@@ -172,7 +172,7 @@ class Lifted:
     return elementwise_of(u, [vector(n, indices) for n, indices in enumerate(each)])
 
   def loaded(self, u:UOp, indices:list[UOp], column:int|None=None) -> UOp:
-    """Loads an element of a caller's tensor at `indices`, for one column of the lane's scores, or for all columns if `column` is None."""
+    """Loads the element at `indices` of the tensor that u reads. `column` is the column of the score, or None if all scores share the element."""
     number, shape = number_of_tensor(u), [int(n) for n in tensor_of(u).shape]
     buffer, count = ops.flat(self.at.given[f"mod_tensor{number}"]), math.prod(shape)
     checked = [self.checked(x, column, size, number, axis) for axis, (x, size) in enumerate(zip(indices, shape))]
@@ -189,12 +189,12 @@ class Lifted:
     return words if u.dtype == dtypes.uint else words.bitcast(u.dtype)
 
   def of_device(self, index:UOp) -> bool:
-    """Returns whether an index of a caller's tensor contains the batch or head, which must be counted over all devices."""
+    """Returns whether an index into one of mod_tensors depends on batch or head, which count from the first batch and head of all devices."""
     # The kernel loads the numbers of the device's first batch and head.
     return "first_batch_and_head" in self.at.given and any(depends(index, symbol) for symbol in (BATCH, QUERY_HEAD))
 
   def checked(self, index:UOp, column:int|None, size:int, number:int, axis:int) -> UOp:
-    """Returns an index into the caller's tensor `number`, with a check by the emulator that the index lies in 0..size-1."""
+    """Returns `index`, which indexes axis `axis` of mod_tensors[number]; on the emulator with a check that it lies in 0..size-1."""
     if index.vmin >= 0 and index.vmax < size: return index
     first, last = self.at.limits
     # The check is made for pairs of a query and a key that are visible: in column `column` of the fragment, or in any column.
@@ -205,7 +205,7 @@ class Lifted:
 
   # ***** with a factor *****
   def scaled(self, u:UOp, k:float) -> list[UOp]:
-    """Returns k times the UOp u, which has a float dtype, as fp32 vectors, one number for each score of the lane."""
+    """Returns k*u, for a UOp u of a float dtype, as fp32 vectors with one element for each score that the lane holds."""
     self.part(u)
     if (u, k) not in self.factors: self.factors[u, k] = self._scaled(u, k)
     return self.factors[u, k]
@@ -228,7 +228,7 @@ class Lifted:
     return [ops.mul(x, k) for x in self.vectors(u)]
 
 def constant_factor(u:UOp) -> tuple[UOp, float]|None:
-  """Returns (the other operand, the constant) of a product with a finite constant, and None for another product."""
+  """Returns (the other factor, the constant) if one factor of the product u is a finite constant, otherwise None."""
   for x, y in (u.src, u.src[::-1]):
     if x.op is Ops.CONST and math.isfinite(x.val): return y, float(x.val)
   return None
@@ -238,7 +238,7 @@ def is_magnitude(u:UOp) -> bool:
   return u.op is Ops.MAX and u.dtype == dtypes.float and u.src[1].op is Ops.MUL and constant_factor(u.src[1]) == (u.src[0], -1.0)
 
 def takes_factor(u:UOp) -> bool:
-  """Returns whether u can be multiplied by a constant at no cost, because a constant inside u can take in the factor."""
+  """Returns whether u times a constant takes no operation more than u, because constants inside u can be multiplied instead."""
   if u is SCORE or u.op is Ops.CONST: return True
   if u.op is Ops.MUL: return any(s.op is Ops.CONST for s in u.src)
   return u.op in (Ops.ADD, Ops.WHERE) and all(takes_factor(s) for s in u.src if s.dtype != dtypes.bool)

@@ -24,12 +24,12 @@ def intervals(walk:Walk, row:UOp) -> list[Interval]:
 def as_index(x:int|UOp) -> UOp: return x if isinstance(x, UOp) else UOp.const(x)
 
 def first_seen(walk:Walk, row:UOp) -> UOp|None:
-  """Returns the first column that a row sees, or None if no mask hides columns at the beginning."""
+  """Returns the first column that a row sees, or None if no mask hides the first columns of rows."""
   found = [as_index(x.first) for x in intervals(walk, row) if x.first is not None]
   return functools.reduce(UOp.maximum, found) if found else None
 
 def lasts(walk:Walk, row:UOp) -> list[UOp]:
-  """Returns for each mask the last column that a row may see."""
+  """Returns for each mask that hides the last columns of a row the last column that it leaves visible."""
   # The list is never empty, because the end of the sequence counts as a mask, too (COUNT).
   return [as_index(x.last) for x in intervals(walk, row) if x.last is not None]
 
@@ -57,7 +57,7 @@ def hides_some(walk:Walk, columns:int) -> bool:
   return bool(scattered(walk.p)) or cuts_some(walk, columns)
 
 def scattered(p:Problem) -> tuple[Mask, ...]:
-  """Returns the masks of a problem, such as mask_mod, that may hide single keys between visible ones."""
+  """Returns the masks of a problem, such as mask_mod, that may hide a key between two visible keys."""
   return tuple(mask for mask in SCORE_MASKS if mask.each is not None and getattr(p, mask.name) is not None)
 
 def seen_each(at:Fragment) -> list[list[UOp]]|None:
@@ -67,7 +67,7 @@ def seen_each(at:Fragment) -> list[list[UOp]]|None:
   return [[functools.reduce(UOp.__and__, conditions) for conditions in zip(*vectors)] for vectors in zip(*found)]
 
 class Hiding(NamedTuple):
-  """The masks of a problem that hide keys `before` the first key that a query sees, and those that hide keys `after` the last."""
+  """Masks of a problem in two groups: `before` hide keys ahead of a query's first visible key, `after` hide keys behind the last one."""
   # COUNT, the mask beyond the last key of a sequence, is in neither group.
   before: tuple[Mask, ...]
   after: tuple[Mask, ...]
@@ -90,7 +90,8 @@ def fixed_in_sequence(p:Problem) -> tuple[str, ...]:
   return (*[term.name for term in score_terms(p) if not term.moves], *masks)
 
 def check_moves(p:Problem) -> None:
-  """Raises NotImplementedError if a score term or mask needs the positions of query and key in the whole sequence."""
+  """Raises NotImplementedError if a score term or mask needs positions in the whole sequence, which a device with a shard of the keys does not
+  know."""
   # Keys are sharded over devices here and not gathered, so a device does not know these positions.
   if names := fixed_in_sequence(p):
     raise NotImplementedError(f"{' and '.join(names)} with k and v sharded along their rows: needs the positions of keys in the whole sequence, but "

@@ -32,11 +32,11 @@ def float_elements(p:Problem) -> list[UOp]:
   return [u for u in elements_of(score_function(p).value) if dtypes.is_float(u.dtype)]
 
 def _variable(p:Problem) -> UOp:
-  """Returns the symbol by which a kernel differentiates score_mod: the score, or the element of a tensor that `p.by_element` names."""
+  """Returns the UOp by which a kernel differentiates score_mod: the score, or the tensor element with the number `p.by_element`."""
   return SCORE if p.by_element is None else float_elements(p)[p.by_element]
 
 def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
-  """Computes the derivative of score_mod at the scores `before`; `after` are its results. It is by the score, or by an element of a tensor."""
+  """Computes the derivative of score_mod by the score, or by a tensor element, at the scores `before`; `after` are score_mod's results."""
   mod = score_function(at.p)
   slopes = Lifted(at, f"score_mod={mod}", before, unit.natural).scaled(derivative(mod.value, _variable(at.p)), 1.0)
   if not may_be_infinite(mod.value) and not float_elements(at.p): return slopes     # without tensors, which may hold -inf

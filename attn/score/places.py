@@ -8,7 +8,7 @@ from attn.tinygrad_compat import Tensor, UOp
 
 @dataclass(frozen=True)
 class Walk:
-  """Loop of a workgroup over the score matrix: it owns rows and goes over columns, which are queries and keys, or keys and queries (`over`)."""
+  """How a workgroup goes through the score matrix: it owns rows and loops over columns. Columns are keys or queries (`over`), rows the others."""
   p: Problem
   over: str            # "keys" or "queries"
   offset: int|UOp      # from the index of a row to the column where the diagonal meets it
@@ -21,7 +21,7 @@ class Walk:
     """Returns the index of the column, a key or a query, whose position is `place`."""
     return place if self.over == "keys" else place + self.offset
   def diagonal(self, row:UOp) -> UOp:
-    """Returns the column where the diagonal meets a row."""
+    """Returns the column whose position equals that of a row: there the diagonal of the score matrix crosses the row."""
     return row + self.offset
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Positions:
   head: Tensor                             # query heads, broadcastable to (Hkv, query heads of each, 1, 1)
   member: Tensor|None = None   # (sequences, Sq): whether a query belongs to a sequence
   def counted_from(self, first:Tensor) -> Positions:
-    """Returns the positions for a part of a larger problem, in which batches and heads count from `first`, the part's first batch and head."""
+    """Returns positions in which batches and heads count from `first`, (first batch, first head), for one device's part of a larger problem."""
     batch, query, key = self.counted
     return replace(self, counted=(batch + first[0], query, key), head=self.head + first[1])
   @property

@@ -16,7 +16,7 @@ OTHER_INDEX = "an index is more than b, h, i, j or i - j and a constant; index b
 
 @dataclass(frozen=True)
 class Summed:
-  """A sum of dS (the gradients of scores) that a kernel computes for the gradient of a tensor, such as a bias."""
+  """Describes a sum of dS (gradients of scores) that a kernel computes as the gradient of a tensor, such as a bias."""
   name: str  # of the tensor
   sizes: tuple[int, ...]  # along batches, heads, queries and keys; 1 along an axis over which dS is added up
   dtype: str  # in which the kernel stores a complete sum
@@ -44,7 +44,7 @@ def has_sum(p:Problem) -> bool:
   return any(tensor.summed for term in score_terms(p) for tensor in term.tensors)
 
 def problems_of_sums(p:Problem) -> tuple[Problem, ...]:
-  """Returns the problems for which the kernel `backward_dbias` must run, one for each sum of dS that the gradients of p's tensors need."""
+  """Returns a problem for each run of the kernel `backward_dbias`; a run computes the gradient of the bias, or of one element of mod_tensors."""
   # For the sum of a bias this is the problem itself, for an element of mod_tensors a copy with `by_element`. Elements of tensors for which
   # `why_not_summed` gives a reason are left out.
   elements = [] if p.score_mod is None else float_elements(p)

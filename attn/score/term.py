@@ -21,7 +21,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ScoreUnit:
-  """Unit in which scores are counted: a score s has the weight e^(s*natural) = 2^(s*base2) in the softmax."""
+  """Unit of measure of scores: in the softmax a score s has the weight e^(s*natural) = 2^(s*base2)."""
   # For example, scores in base 2 have natural = ln 2 and base2 = 1.
   natural: float
   base2: float
@@ -43,7 +43,7 @@ def changed(x:list[UOp], unit:ScoreUnit, to:ScoreUnit) -> list[UOp]:
 
 @dataclass(frozen=True)
 class Fragment:
-  """Which scores a lane holds of one tile: their row, and the column of each."""
+  """Describes the scores that a lane holds of one tile: the row that they share, and the column of each."""
   # The scores themselves are a list of vectors, which is passed beside this object. Rows are queries and columns are keys, or the reverse (`over`).
   p: Problem
   given: Mapping[str, UOp]            # the problem's optional tensors, by name
@@ -64,7 +64,7 @@ class Fragment:
     return self.walk.over
   @property
   def diagonal(self) -> UOp:
-    """Column at which the diagonal meets the row."""
+    """Column at which the diagonal of the score matrix crosses the row."""
     return self.walk.diagonal(self.row.index)
   @property
   def begin(self) -> UOp:
@@ -108,7 +108,7 @@ class TermTensor:
   @property
   def dtypes(self) -> tuple[str, ...]: return self.given.dtypes
   def dimension(self, axis:str) -> int|None:
-    """Returns the index of the axis named `axis` in a tensor that has all its axes; None if the tensor never has this axis."""
+    """Returns the index of the axis named `axis` in the tensor's full shape; None if the tensor has no such axis."""
     return self.axes.index(axis) if axis in self.axes else None
   def names(self, shape:tuple[int, ...]) -> tuple[str|None, ...]:
     """Returns the name of each axis of a tensor with this shape, None for an axis of size 1."""

@@ -25,7 +25,7 @@ def heaviest(p:Problem) -> TermRegisters|None:
   return max((term.registers for term in score_terms(p)), default=None)
 
 def crowded(p:Problem) -> bool:
-  """Returns whether a score term of a problem needs a register for each score, so that registers are short."""
+  """Returns whether a score term of a problem needs one more register for each score, which leaves few registers for tiles."""
   return heaviest(p) == TermRegisters.SCORES
 
 def goes_by_distance(p:Problem) -> bool:

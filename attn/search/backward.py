@@ -59,8 +59,8 @@ def backward_candidates(arch:Chip, d:int, keys:bool) -> list[UpTo[BackwardShape]
   return found
 
 def backward_bound(arch:str, row:UpTo[BackwardShape], kernel:str, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
-  """Compiles the kernel "dq" or "dkdv" with the tile shape in `row`, and returns the predicted figures by which tiles are compared; None if it
-  spills."""
+  """Compiles the kernel "dq" or "dkdv" with the tile shape in `row`; returns predicted figures of its speed, or None if it spills or does not
+  compile."""
   spec = Spec(arch, row.up_to, dtype, mask, kernel)
   tile = backward_tile(problem_of_spec(spec), get_chip(arch), row, kernel == "dkdv")
   source = kernel_source(spec, tile)

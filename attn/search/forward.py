@@ -53,7 +53,7 @@ RESERVE = 16    # registers for addresses, operands that are being read, and the
 Each = Callable[..., Iterable[Any]]   # map, or the map of a pool of processes
 
 class Bound(NamedTuple):
-  """Predicted figures of a kernel by which tiles are compared, the most important figure first. Greater is better."""
+  """Predicted figures of a kernel's speed, by which tiles are compared: the first field counts most, and greater is better."""
   # Shares of the matrix unit's dense rate are rounded to half percents: smaller differences come from details of the compiler's output, and say
   # nothing about the tile.
   predicted: int  # predicted share of the dense rate in the hot loop, limited by what L2 feeds
@@ -120,7 +120,7 @@ def waves_of(report:Report, tile:Tile|BackwardTile, chip:Chip) -> int:
   return int(min(r.waves_by_registers, r.waves_by_lds)*simds)//tile.waves*tile.waves//simds
 
 def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile) -> Bound|None:
-  """Returns the predicted figures by which tiles are compared, from a kernel's machine code `text`; None if the kernel spills or has no loop."""
+  """Predicts the figures of a kernel's speed from its machine code `text`; None if the kernel spills or has no loop."""
   if report is None or (loop := report.loop) is None: return None
   r, chip = report.resources, get_chip(report.arch)
   # clang also counts moves from vector registers to accumulation registers as spills. These moves stay in the register file, so they are allowed,
@@ -138,7 +138,7 @@ def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile
                -tile.block_m, -tile.block_n)
 
 def tile_bound(spec:Spec, tile:Tile) -> Bound|None:
-  """Compiles a forward kernel with `tile`, and returns the predicted figures by which tiles are compared; None if it doesn't compile, or spills."""
+  """Compiles a forward kernel with `tile` and predicts the figures of its speed; None if it does not compile, or spills."""
   kernel = kernel_source(spec, tile)
   try: text = assembly(kernel.text, spec.arch)
   except CompileError: return None
@@ -154,7 +154,7 @@ def why_none(arch:str, d:int) -> str:
   return "all of them spill registers"
 
 def first_bound(arch:str, row:UpTo[ForwardShape], dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
-  """Compiles the forward kernel with the tile shape in `row`, for one dtype and mask; returns the figures by which tiles are compared, or None if it
+  """Compiles the forward kernel with the tile shape in `row`, for one dtype and mask; returns predicted figures of its speed, or None if it
   spills."""
   spec = Spec(arch, row.up_to, dtype, mask)
   tile = amd_tile(problem_of_spec(spec), get_chip(arch), row)
@@ -162,7 +162,7 @@ def first_bound(arch:str, row:UpTo[ForwardShape], dtype:str=VARIANTS[0][0], mask
   return tile_bound(spec, tile)
 
 def worst_bound(arch:str, row:UpTo[ForwardShape], each:Each=map) -> Bound|None:
-  """Returns the figures of the tile shape in `row`, each the smallest over the dtypes and masks of VARIANTS; None if one of them spills."""
+  """Returns each figure of `Bound` at its smallest over the dtypes and masks of VARIANTS; None if a kernel spills or does not compile."""
   found = [x for x in each(first_bound, *zip(*[(arch, row, dtype, mask) for dtype, mask in VARIANTS])) if x is not None]
   # None if a kernel doesn't compile, or spills registers
   return Bound(*map(min, zip(*found, strict=True))) if len(found) == len(VARIANTS) else None
@@ -170,7 +170,7 @@ def worst_bound(arch:str, row:UpTo[ForwardShape], each:Each=map) -> Bound|None:
 # ***** the best of a class *****
 
 def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound|None]) -> RankedTile|None:
-  """Returns the tile whose worst figures over all dtypes and masks are the greatest; `ranked` is sorted by figures, the greatest first."""
+  """Returns the tile whose speed in its slowest dtype and mask (`worst`) is the greatest; `ranked` is sorted, the fastest tile first."""
   found: RankedTile|None = None
   for x in ranked:
     # The worst figures are never greater than those of one variant, and `ranked` has the tiles by those, the greatest first: the search stops at the
@@ -182,8 +182,7 @@ def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound
 def queries(x:RankedTile) -> int: return -x.bound.small
 
 def rows_of_class(arch:str, ranked:list[RankedTile], each:Each=map) -> list[RankedTile]:
-  """Returns the table rows for one range of head dimensions: the best tile of `ranked`, and, if it is large, the best small tile for few
-  workgroups."""
+  """Returns the table rows for one range of head dimensions: the best tile, and, if it has many queries, also a smaller one for few workgroups."""
   worst = functools.cache(lambda row: worst_bound(arch, row, each))
   first = best(ranked, worst)
   if first is None or queries(first) <= SMALL_TILE: return [first] if first is not None else []
@@ -254,7 +253,7 @@ def file_of(family:str) -> Path:
   return Path(chips.__file__).parent/f"{family}.py"
 
 def table_rows_in(text:str) -> dict[RowsKey, list[str]]:
-  """Returns the lines of the table of forward tiles in a Python file's `text`, by (largest head dimension, -LLVM release)."""
+  """Returns the lines of the table of forward tiles in a Python file's `text`, as {(largest head dimension, -LLVM release): lines}."""
   if (table := TABLE.search(text)) is None: raise ValueError("a family's file has no table FORWARD_ON_...: tuple[UpTo[ForwardShape], ...] = (")
   rows: dict[RowsKey, list[str]] = {}
   for line in table[2].splitlines():
@@ -271,7 +270,7 @@ def tiles_in(lines:Iterable[str]) -> list[str]:
   return [re.sub(r", llvm=\d+", "", line.partition("#")[0]).strip() for line in lines]
 
 def merged_rows(old:TableRows, found:Iterable[Class], llvm:int) -> TableRows:
-  """Returns the tile tables `old`, in which the lines that a search under the LLVM release `llvm` has `found` replace older ones."""
+  """Returns the tables `old`, with lines replaced by the tiles `found` in a search under the LLVM release `llvm`."""
   rows = {family: dict(lines) for family, lines in old.items()}
   up_to = llvm if llvm < LLVM else EVERY
   for x in found:

@@ -76,7 +76,7 @@ def usable(spec:Spec, row:UpTo[Any]) -> bool:
   return held(row, chip, spec.d) <= chip.vgprs and tile.block_m <= LARGEST_TILE
 
 def near_rows(spec:Spec, row:UpTo[Any]) -> Iterator[UpTo[Any]]:
-  """Yields table rows of usable tiles that differ from `row` in one number."""
+  """Yields table rows of usable tiles that differ in one size from the tile in `row`."""
   for name, values in NUMBERS_CHANGED[spec.kernel].items():
     for value in values:
       if value == getattr(row.shape, name) or not usable(spec, near := replace(row, shape=replace(row.shape, **{name: value}))): continue
@@ -129,7 +129,7 @@ def gain_of(spec:Spec, row:UpTo[Any], time:TileTimer=timed, enough:float=-math.i
   return found
 
 def surest(spec:Spec, used:Timed, tried:Iterable[Timed], time:TileTimer=timed) -> tuple[Timed, float]|None:
-  """Returns (tile, gain) for the tile in `tried` whose smallest gain over several dtypes and masks is the greatest; None if no gain exceeds GAIN."""
+  """Returns (tile, gain) of the tile in `tried` that gains most in its worst dtype and mask; None if no tile gains more than GAIN."""
   found = None
   for x in tried:
     if x.ms > (1 - GAIN)*used.ms: continue
@@ -159,7 +159,7 @@ NOT_TAKEN = {("gfx90a", "64", "dkdv", ""): "kept: LDS has room for only six wave
              ("gfx1100", "128", "dkdv", "softcap"): "kept: the other spills if query heads share keys"}
 
 def result_of(spec:Spec, gain:float) -> str:
-  """Returns "better" if the table should get the best tile that the search found, otherwise the reason why it keeps its own."""
+  """Returns "better" if a faster tile that the search found should replace the table's tile, otherwise why the table keeps its tile."""
   # `gain` is the share by which this tile is faster in the worst variant of `spec`
   if gain == -math.inf: return "kept: the other spills in a variant"
   if gain < GAIN: return f"kept: the gain is below {GAIN:.0%} in a variant"

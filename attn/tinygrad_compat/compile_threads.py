@@ -28,7 +28,7 @@ MOST_LOWERED_HERE = 12
 def threads() -> ThreadPoolExecutor: return ThreadPoolExecutor(COMPILER_THREADS, "attn_compile")
 
 class InThread(Compiler):
-  """Compiler for tinygrad that passes a source to the compiler `own` in a thread, and returns empty machine code at once."""
+  """Compiler for tinygrad that hands the source to the compiler `own` in another thread, and at once returns empty machine code."""
   def __init__(self, own:Compiler) -> None:
     super().__init__()
     self.own, self.code = own, Future[bytes]()
@@ -79,8 +79,7 @@ def is_of_attn(ast:UOp) -> bool:
 Task = tuple[int, tuple[UOp, Renderer], dict[str, Any]]      # number of a kernel in its schedule, what to compile, and tinygrad's settings
 
 class LoweredHere:
-  """Object in place of tinygrad's pool of worker processes: it lowers schedules of a few CUDA kernels, one of them attn's, in this process
-  instead."""
+  """Replaces tinygrad's pool of worker processes: lowers a schedule of a few CUDA kernels, one of them attn's, in this process instead."""
   # `pool` starts tinygrad's processes. If a schedule has only a few kernels, all for CUDA, and one of them is of attn, its kernels are lowered one
   # after another in this process instead, and compiled in threads.
   def __init__(self, pool:Callable[[], Any]) -> None: self.pool = pool

@@ -25,7 +25,7 @@ def dynamic_shared_name(name:str, nbytes:int) -> str:
   return name if nbytes <= STATIC_SHARED else f"{name}_smem{nbytes}"
 
 def shared_memory_text(x:UOp, text:str) -> str:
-  """Returns the CUDA declaration of a buffer: tinygrad's own `text`, or for a large buffer in shared memory a dynamic declaration."""
+  """Returns the CUDA declaration of a buffer: tinygrad's `text`, or, for more shared memory than a static array may have, an extern array."""
   if x.addrspace is not AddrSpace.LOCAL or x.max_numel()*x.dtype.itemsize <= STATIC_SHARED: return text
   return f"extern {text[:text.rindex('[')]}[];".replace("__align__(16)", "__align__(1024)")    # wgmma's swizzle depends on the address
 
@@ -49,7 +49,7 @@ def at_least_one_block() -> Iterator[None]:
   finally: ProgramInfo.launch_dims = sizes   # type: ignore[method-assign]
 
 def renew_copies(graph:Any, moved:list[int]) -> None:
-  """Updates the addresses of a CUDA graph's copy nodes with the numbers in `moved`."""
+  """Updates the addresses in copy nodes of a CUDA graph; `moved` has the numbers of these nodes."""
   # The whole graph is instantiated again. Changing a copy in the existing instance would be slower: the copy would then run on multiprocessors
   # instead of the copy engine, and wait until a kernel leaves some of them free (measured on H200s, driver 580).
   from tinygrad.runtime.autogen import cuda
@@ -60,7 +60,7 @@ def renew_copies(graph:Any, moved:list[int]) -> None:
 
 @functools.cache
 def with_selected_inputs(graph:type, renew:Callable[[Any, list[int]], None]=renew_copies) -> type:
-  """Returns a subclass of tinygrad's class `graph` of GPU graphs, in which nodes that use a part of an input also use the current call's input."""
+  """Returns a subclass of tinygrad's class `graph`, in which nodes that use a slice or shard of an input also get the current call's input."""
   # tinygrad itself renews only a node that uses an input as a whole: a node that uses one device's part of an input, or a region of it, would keep
   # the buffer of the first call. A node stays unchanged if its input has the same address as in the call before, because finding the region takes the
   # host a tenth of a millisecond, and changing the graph takes time too.
@@ -111,7 +111,7 @@ def holds(whole:Buffer, part:Buffer) -> bool:
   return whole.base is part.base and ends[0] != ends[1] and ends[0][0] <= ends[1][0] and ends[1][1] <= ends[0][1]
 
 def address_of(buffer:Any) -> Any:
-  """Returns a buffer's address, or, on a device without addresses, something else that changes if the buffer is moved."""
+  """Returns a buffer's address; on a device without addresses, an object that differs after the buffer has moved."""
   return getattr(buffer._buf, "value", buffer._buf)
 
 def addresses_of(buffer:Any) -> list[Any]:

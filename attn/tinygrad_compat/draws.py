@@ -12,7 +12,7 @@ STAND_IN = "stand-in of attn"     # stands for a device among tinygrad's generat
 
 @functools.cache
 def _recipe(device:str, shape:tuple[int, ...], then:Callable[[Tensor], Tensor]) -> Recipe:
-  """Returns a recipe that makes `then(Tensor.rand(*shape))`, and the generator's next counter, from the generator's key and counter."""
+  """Records how `then(Tensor.rand(*shape))` and the generator's next counter are computed from the generator's key and counter."""
   first, (key, counter) = next_buffer(), (Tensor.empty(2, dtype=dtypes.uint32, device=device) for _ in range(2))
   before, keys, counters = counter.uop, Tensor._device_seeds, Tensor._device_rng_counters
   keys[STAND_IN], counters[STAND_IN] = key, counter
@@ -23,7 +23,7 @@ def _recipe(device:str, shape:tuple[int, ...], then:Callable[[Tensor], Tensor]) 
   return found
 
 def rand_then(shape:tuple[int, ...], device:str, then:Callable[[Tensor], Tensor]) -> Tensor:
-  """Returns `then(Tensor.rand(*shape))`, new numbers in each call, from expressions that were built in the first call."""
+  """Returns `then(Tensor.rand(*shape))` with other random numbers in each call; only the first call builds the expression."""
   # tinygrad takes 5 ms to build the expressions of a draw. They differ from draw to draw only in the generator's counter, so they are built once, and
   # then get the current counter. `then` must be the identical object in each call.
   device = str(canonicalize_device(device))
@@ -33,6 +33,6 @@ def rand_then(shape:tuple[int, ...], device:str, then:Callable[[Tensor], Tensor]
   return Tensor(drawn)
 
 def realize_counters() -> None:
-  """Computes the pending counters of tinygrad's random generators, which otherwise grow with each use of the generator."""
+  """Computes the counters of tinygrad's random generators, whose lazy expressions otherwise grow with each use of a generator."""
   # Until then, the expressions of each draw contain those of all earlier ones.
   for counter in Tensor._device_rng_counters.values(): counter.realize()

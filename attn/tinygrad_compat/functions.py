@@ -35,7 +35,7 @@ def in_shape(buffer:UOp, shape:tuple[int, ...]) -> UOp:
   return buffer if len(shape) == 1 else new_uop(Ops.RESHAPE, (buffer, kept_shape(shape)))
 
 def new_buffer(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...]) -> UOp:
-  """Makes a new, unfilled buffer on each device; inside `@function` each call of the function gets buffers of its own."""
+  """Makes an unfilled buffer on each device; inside `@function`, each call of the decorated function gets another buffer."""
   made = in_shape(UOp.new_buffer(canonicalize_device(device), math.prod(shape), dtype), shape)
   if inside_function(): own_buffers.add(made.buf_uop)
   return made
@@ -47,13 +47,13 @@ def copied(u:UOp) -> UOp:
   return buffer.after(buffer.store(u))
 
 def buffers_of_function(uret:UOp) -> set[UOp]:
-  """Returns the buffers that were made inside a `@function`, of which each call gets its own; `uret` is tinygrad's UOp of the call."""
+  """Returns the buffers made inside a `@function`, which each call replaces by new ones; `uret` is tinygrad's UOp of the call."""
   # These are the buffers that `new_buffer` made, and those without initial content that tinygrad's own code makes inside the function
   # (`Tensor.invalids`).
   return of_tinygrad(uret) | {u for u in uret.backward_slice_with_self if u in own_buffers}
 
 def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
-  """Renumbers the buffers that were made inside a `@function` with the numbers from `slots`; `body` is the function's expression."""
+  """Gives the buffers that were made inside a `@function` the numbers from `slots`; `body` is the function's expression."""
   own = buffers_of_function(body)
   buffers = {u: u.replace(arg=replace(u.arg, slot=next(slots))) for u in body.toposort(enter_calls=False)
              if u.op is Ops.BUFFER and (u in own or u.arg.slot < 0)}
@@ -92,7 +92,7 @@ tinygrad_function.invalid_outputs = buffers_of_function     # type: ignore[attr-
 for module in (tinygrad_function, gradient): module.renumber_invalid_outputs = prepared_body   # type: ignore[attr-defined]
 
 def compact_params(body:UOp, all_args:tuple[UOp, ...]) -> tuple[UOp, tuple[UOp, ...]]:
-  """Renumbers the PARAMs in an expression as 0, 1, ..., and returns it with the arguments that these PARAMs stand for."""
+  """Renumbers the PARAMs in an expression as 0, 1, ...; returns (expression, arguments that these PARAMs stand for, in the same order)."""
   # tinygrad's own function also counts the PARAMs inside kernels, which have nothing to do with these arguments, and raises an IndexError if a kernel
   # has more PARAMs than there are arguments.
   used = sorted((u for u in body.toposort(enter_calls=False) if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
@@ -103,13 +103,13 @@ gradient._compact_params = compact_params   # type: ignore[assignment]
 _wanted: list[set[int]] = []     # for each call being differentiated: indices of the sources whose gradients are wanted. The innermost is last
 
 def wanted_of(names:Iterable[str]) -> set[str]:
-  """Returns those of the names of a call's inputs whose gradients tinygrad needs; all names outside a gradient function."""
+  """Returns the names of those inputs whose gradients tinygrad needs of the call that it differentiates; outside of this, all `names`."""
   # tinygrad knows which gradients are needed, but does not tell the grad_fxn. Outside of a grad_fxn all names are returned, because every input may
   # need a gradient.
   return {name for i, name in enumerate(names) if not _wanted or i in _wanted[-1]}
 
 def inside(own:Callable[..., Any]) -> Callable[..., Any]:
-  """Wraps `own`, tinygrad's function that differentiates a call, so that `inside_function` and `wanted_of` know what it is doing."""
+  """Wraps `own`, tinygrad's function that differentiates a call, so that `inside_function` and `wanted_of` know which call this is."""
   @functools.wraps(own)
   def differentiate(ctx:UOp, call:UOp, needed:set[int]) -> tuple[UOp|None, ...]:
     # The gradient of a `@function` becomes a `@function`, too.
@@ -125,7 +125,7 @@ def inside(own:Callable[..., Any]) -> Callable[..., Any]:
 gradient.call_gradient = inside(gradient.call_gradient)
 
 def path_to_targets(root:UOp, targets:set[UOp]) -> tuple[list[UOp], dict[UOp, bool]]:
-  """Returns the UOps on paths from `root` to the tensors `targets`, and for each UOp below `root` whether it lies on such a path."""
+  """Returns the UOps through which `root` depends on the tensors `targets`, and {UOp under root: whether it depends on one}."""
   # tinygrad's own function also walks through the AST of every kernel, which takes half of the time of a gradient.
   on_path: dict[UOp, bool] = {}
   for u in root.toposort(enter_calls=False): on_path[u] = any(x in targets or on_path.get(x, False) for x in u.src)

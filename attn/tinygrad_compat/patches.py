@@ -65,7 +65,7 @@ def levels_to_caller() -> int:
   return level
 
 class Rerouted:
-  """Replacement of a function by the function `to`, wherever it is called, until `end` is called."""
+  """Redirection of every call of a function to the function `to`, until `end` is called."""
   # Calls through names that were bound earlier are redirected too. `before` is a copy of the original function.
   def __init__(self, function:FunctionType, to:Callable[..., Any]) -> None:
     self.function, self.before = function, FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
@@ -77,7 +77,7 @@ class Rerouted:
     self.function.__code__, self.function.__defaults__, self.function.__kwdefaults__ = own.__code__, own.__defaults__, own.__kwdefaults__
 
 def input_of(u:UOp) -> int|None:
-  """Returns the number of the TinyJit input of which the UOp `u`, an argument of a launch, is a part; None if it is no input."""
+  """Returns the number of the TinyJit input to which `u`, an argument of a launch, belongs whole or as a part; None if to no input."""
   # The argument may be the whole input, a region of it, or one device's part.
   while u.op in (Ops.MSELECT, Ops.SHRINK, Ops.RESHAPE, Ops.BITCAST): u = u.src[0]
   return int(u.arg.slot) if u.op is Ops.PARAM else None

@@ -14,12 +14,13 @@ OF_SHAPE = vars(UOp)["_shape"].nm     # under this name a UOp keeps its shape
 
 @dataclass(frozen=True)
 class DividedInputs:
-  """Inputs of an expression, divided into the UOps that change from call to call, and everything that does not (`form`)."""
+  """Inputs of an expression in two groups: `changing`, the UOps that differ from call to call, and `form`, all that stays equal."""
   changing: tuple[UOp, ...]  # buffers of the inputs, and calls and stores after which these have their values; each once
   form: tuple[Any, ...]  # inputs of equal form differ in nothing but `changing`
 
 def divided_inputs(tensors:Iterable[UOp]) -> DividedInputs|None:
-  """Divides inputs into the UOps that change from call to call, and everything that does not (`form`); None if that is impossible."""
+  """Divides an expression's inputs into UOps that differ from call to call, and all that stays equal; None if an input is neither a buffer nor a
+  stored value."""
   # An input must be a buffer, or the `contiguous()` of an expression, and may be reshaped, sharded, or wait for calls.
   changing, form = dict[UOp, int](), list[Any]()
   for u in tensors:
@@ -34,7 +35,7 @@ def divided_inputs(tensors:Iterable[UOp]) -> DividedInputs|None:
 
 @dataclass(frozen=True)
 class RecipeStep:
-  """Record of one UOp of an expression, from which an equal UOp is made: its fields, and the indices of its sources."""
+  """Record of one UOp of an expression: its fields, and the indices of its sources in a list of values."""
   # `src` has indices of values: of the UOps that change, then of the constant parts of the expression, then of the steps so far.
   op: Ops
   dtype: Any
@@ -43,7 +44,7 @@ class RecipeStep:
   tag: Any
   shape: tuple[int, ...]|None
   def made(self, values:Sequence[UOp]) -> UOp:
-    """Makes the recorded UOp with sources from `values`; a buffer is made new."""
+    """Makes the recorded UOp with sources from `values`; a recorded BUFFER becomes another buffer of the same size."""
     arg = replace(self.arg, slot=next(UOp.unique_num)) if self.op is Ops.BUFFER else self.arg
     u = new_uop(self.op, tuple([values[i] for i in self.src]), self.dtype, arg)
     if self.tag is not None: u = u.rtag(self.tag)
@@ -52,22 +53,23 @@ class RecipeStep:
 
 @dataclass(frozen=True)
 class Recipe:
-  """Record of how an expression is made from the UOps that change from call to call: one step for each other UOp."""
+  """Record of an expression's UOps, from which the same expression is built on the buffers of another call."""
   constant: tuple[UOp, ...]  # parts that don't depend on these UOps, such as kernels
   steps: tuple[RecipeStep, ...]  # make the rest
   results: tuple[int, ...]  # indices of the results among all values
   def made(self, changing:Sequence[UOp]) -> Iterator[UOp]:
-    """Makes the recorded expression again, from the UOps `changing` and with new buffers; yields its results."""
+    """Builds the recorded expression on the UOps `changing`, with other buffers for its own results; yields these results."""
     values = [*changing, *self.constant]
     for step in self.steps: values.append(step.made(values))
     return (values[i] for i in self.results)
 
 def next_buffer() -> int:
-  """Returns a number below the numbers of all buffers that are made later."""
+  """Returns tinygrad's next number for a buffer; buffers that are made later have greater numbers."""
   return int(next(UOp.unique_num))
 
 def recipe_of(results:Iterable[UOp], changing:tuple[UOp, ...], first:int) -> Recipe|None:
-  """Records how `results` are made from the UOps `changing`; buffers from number `first` on are made new. None if that is impossible."""
+  """Records how `results` are computed from the UOps `changing`; buffers numbered from `first` on belong to the record. None if it cannot be
+  recorded."""
   results, known = tuple(results), frozenset(changing)
   *nodes, _ = UOp.sink(*results).toposort(gate=lambda u: u not in known, enter_calls=False)
   # Buffers with numbers from `first` on belong to the expression. Any other buffer may be another one in the next call. A shape must have no

@@ -16,7 +16,7 @@ def written_to(buffer:UOp, kernel:UOp) -> None:
     if (view := on_top(t.uop, buffer, after)) is not None: t.uop = view
 
 def put_into_tensors(instead:dict[UOp, UOp]) -> None:
-  """Replaces, in all existing Tensors, each UOp that is a key of `instead` by its value."""
+  """Replaces UOps in all existing Tensors: each key of `instead` by its value."""
   _apply_map_to_tensors(instead, name="history")
 
 def differentiated(outputs:UOp, sources:Sequence[UOp], gradients:Sequence[UOp|None], again:Callable[..., Any]) -> dict[int, UOp]:

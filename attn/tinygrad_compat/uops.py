@@ -97,7 +97,7 @@ def flat_element(index:UOp) -> UOp|None:
   return found if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
 
 def copy_call(to:UOp, source:UOp, *held:UOp) -> UOp:
-  """Returns the launch (tinygrad's CALL) that copies `source` to `to`, each a buffer or a part of one, on any devices."""
+  """Returns the launch that copies `source` to `to`, buffers or regions of buffers, and keeps the buffers `held` allocated until then."""
   # The launch takes the buffers `held` as arguments only so that they stay in use; `to` and `source` may be regions of them.
   srcs = (to, source, *held)
   params = [UOp.param(i, x.dtype, x.max_shape, x.device) for i, x in enumerate(srcs)]
@@ -105,7 +105,7 @@ def copy_call(to:UOp, source:UOp, *held:UOp) -> UOp:
   return new_uop(Ops.LINEAR, (copy,)).call(*srcs)
 
 def also_after(u:UOp, *calls:UOp) -> UOp:
-  """Returns the buffer `u` such that its users also wait for the launches `calls`."""
+  """Returns the buffer `u`, changed so that every reader of it also waits for the launches `calls`."""
   # One AFTER, tinygrad's UOp for this order, does both. With nested AFTERs tinygrad 0.14.0 would wait only for the launches of the outermost one; if
   # these don't read what the inner launches have written, nothing would wait for the inner ones.
   return u.after(*dict.fromkeys((*(u.src[1:] if u.op is Ops.AFTER else ()), *calls)))
@@ -149,7 +149,7 @@ def begins_at(u:UOp) -> int:
 MOST_ASTS = 128     # number of kernels' ASTs that a cache of this package keeps; tinygrad's own caches hold the ASTs of more kernels
 
 def with_params(sink:UOp, tensors:Sequence[UOp]) -> UOp:
-  """Makes a kernel's AST depend on `tensors`, as parameters 0, 1, ..., whether the kernel uses them or not."""
+  """Adds `tensors` to a kernel's AST as parameters 0, 1, ..., so that the kernel waits for their writers even if it does not use them."""
   # In a graph under TinyJit the kernel then waits for everything that writes these tensors. (`with_used_tensors` later removes tensors from a call if
   # its program does not take them.)
   return _with_params_of(sink, *(UOp.placeholder_like(u, slot) for slot, u in enumerate(tensors) if not (u.is_variable or u.is_bound_var)))
