@@ -41,6 +41,7 @@ class UpTo(Generic[AnyShape]):
   fills: int = 0                   # least number of workgroups: with fewer, a large tile would leave compute units idle
   pages: int = 0                   # if not 0, K and V must lie in pages of at most this many rows
   large: bool = False              # whether there must be a workgroup for every compute unit
+  at_once: int = 1                 # workgroups whose LDS must fit a compute unit at the same time
   beyond: int = 0                  # the problem must have more query rows than this, over all heads that share a key/value head
   burden: Burden = Burden.BIAS     # heaviest burden for which the shape has registers
   spills_on: tuple[str, ...] = ()  # chips on which the shape spills registers, whatever the burden

@@ -48,7 +48,8 @@ def misfit(p:Problem, arch:Chip, row:UpTo[Any], tile:Any, load:Burden=Burden.PLA
     return f"tile {tile} makes {blocks} workgroups, {wanted} are wanted to fill the chip"
   if row.whole and not in_units(p, tile.matrix.unit): return f"tile {tile} needs D and Dv to be multiples of {tile.matrix.unit}"
   if row.whole and tile.waves < row.shape.waves: return f"tile {tile} has enough registers only with {row.shape.waves} waves"
-  if (need := tile.lds_bytes(p)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
+  if (need := tile.lds_bytes(p)*row.at_once) > arch.lds:
+    return f"tile {tile} needs {need} bytes of LDS{f' for {row.at_once} workgroups'*(row.at_once > 1)}, {arch.name} has {arch.lds}"
   return None
 
 T = TypeVar("T", bound=BlockTile)

@@ -27,8 +27,8 @@ def copied_by(down:int, across:int, walked:int, own:int, depth:int, values:int, 
 TILED = (
   UpTo(64, copied_by(8, 16, 8, 8, 64, 64, 8), fills=MANY_BLOCKS),
   UpTo(64, copied_by(16, 8, 8, 8, 32, 32, 8)),
-  UpTo(128, copied_by(16, 8, 8, 8, 16, 8, 16), fills=MANY_BLOCKS),
-  UpTo(128, copied_by(16, 8, 8, 8, 16, 16, 8)),
+  UpTo(128, copied_by(16, 8, 8, 8, 16, 8, 16), fills=MANY_BLOCKS, at_once=2),     # a workgroup of 4 warps does not fill a multiprocessor alone
+  UpTo(128, copied_by(16, 8, 8, 8, 16, 16, 8), at_once=2),
   UpTo(256, copied_by(16, 16, 8, 4, 32, 32, 16), large=True),
   UpTo(64, TiledTile(8, 16, 8, 8, 64, 64, ahead=True, steps_at_once=STEPS_AT_ONCE), large=True),
   UpTo(64, TiledTile(16, 16, 4, 4, 64, 64)),

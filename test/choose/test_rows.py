@@ -30,6 +30,7 @@ CONDITIONS: list[tuple[dict[str, Any], str, dict[str, Any]|None]] = [
   (dict(fills=9), "makes 6 workgroups, 9 are wanted", dict(B=2)),
   (dict(pages=64), "is for keys in pages of at most 64 rows", None),
   (dict(large=True), "makes 6 workgroups, 108 are wanted", dict(B=18)),
+  (dict(at_once=4), "bytes of LDS for 4 workgroups, sm_80 has 166912", dict(D=16, Dv=16)),
   (dict(shape=MmaShape(1, 256)), "bytes of LDS, sm_80 has 166912", dict(D=16, Dv=16))]
 
 @pytest.mark.parametrize("condition, said, holds", CONDITIONS, ids=str)

@@ -333,6 +333,13 @@ def test_local_memory_that_has_no_room() -> None:
   assert tiled_tile(p, other_chip("CL", 49152)).lds_bytes(p) <= 49152
   with pytest.raises(NotImplementedError, match="needs 26624 bytes of LDS, CL has 1024"): tiled_tile(p, other_chip("CL", 1024))
 
+def test_workgroups_of_four_warps_lie_two_to_a_multiprocessor() -> None:
+  # sm_80 has room for one such workgroup: it takes a tile of more warps
+  p = problem(H=16, Sq=4096, Sk=4096, D=128, dtype="float32")
+  hopper, ampere = (tiled_tile(p, get_chip(arch)) for arch in ("sm_90", "sm_80"))
+  assert hopper.asynchronous and hopper.threads == 128 and 2*hopper.lds_bytes(p) <= get_chip("sm_90").lds
+  assert hopper.lds_bytes(p) <= get_chip("sm_80").lds < 2*hopper.lds_bytes(p) and ampere.threads == 256
+
 # ***** real devices *****
 
 SCRIPT = """
