@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from attn.chips import Chip
+from attn.kernels.combine import PARTS_AT_ONCE
 from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.kernels.tiles.amd import MlaTile, Tile
 from attn.kernels.tiles.common import BlockTile, heads_of
@@ -17,6 +18,7 @@ from attn.problem import INVARIANT_KEYS, MAX_SPLITS, Problem
 # The unit of these times is the time that a workgroup takes for one key.
 PROLOGUE = 1280     # time of a workgroup's work besides its trips: loading Q, waiting for its first K and V, storing O
 COMBINE = 320       # time of launching `combine`
+PAGED_KEYS = 2048       # keys of a compute unit from which more key ranges than `combine` loads at once pay, if tiles of keys cross pages
 COMBINE_BYTES = 2**14   # bytes of scratch that the whole chip writes and reads again in the time for one key
 
 AnyTile = Tile|MmaTile|WgmmaTile|MlaTile|MlaMmaTile|MlaWgmmaTile|TiledTile
@@ -55,9 +57,11 @@ def busy(p:Problem, arch:Chip, tile:BlockTile) -> int:
   """Returns how many workgroups a compute unit must run at the same time to be busy."""
   # Usually these workgroups have `Chip.busy_waves` waves together. If the warps of a workgroup divide the keys among them, one workgroup is enough,
   # because it has many loads in flight. But two are needed if tiles of keys cross the borders of pages, so that the warps also wait for entries of
-  # the block table.
+  # the block table. This does not pay if there are few keys and more ranges than `combine` loads at once.
   if not isinstance(tile, MmaTile) or tile.key_waves == 1: return arch.busy_waves//tile.waves
-  return 2 if p.pages is not None and p.pages.size % tile.block_n else 1
+  if p.pages is None or p.pages.size % tile.block_n == 0: return 1
+  number, keys = 2*arch.cus//workgroups(p, tile), workgroups(p, tile)*p.Sk//arch.cus     # key ranges, and keys of a compute unit
+  return 2 if number <= PARTS_AT_ONCE or keys > PAGED_KEYS else 1
 
 def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, places:int, numbers:int, longest:int=0) -> int:
   """Returns into how many parts to divide each workgroup's loop, so that the kernel ends soonest by an occupancy model; one of `choices`."""

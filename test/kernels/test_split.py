@@ -16,7 +16,7 @@ from attn.compilers import clang
 from attn.kernels.combine import combine, combine_arguments
 from attn.kernels.parts.grid.tensors import arguments
 from attn.ops.renderers import render
-from attn.problem import Count, Problem
+from attn.problem import Count, Pages, Problem, Strided
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
 from cases import (ARCHS, DTYPES, TYPES, Inputs, array, check_kernels, chip, chips_in_turn, every_arch, expected, floats, in_turn, ints, on_two,
                    normal, on_the_emulator, problem, run_kernels, tensor)
@@ -177,6 +177,14 @@ def test_heuristic_leaves_a_full_chip_alone() -> None:
   # start and end more often.
   p, arch = problem(B=64, H=32, Sq=1, Sk=1024, D=128), get_chip("gfx942")
   assert split_heuristic(p, arch, choose_tile(p, arch)) == 1
+
+@pytest.mark.parametrize(("B", "Sk", "page", "splits"), ((1, 4096, 16, 16), (1, 8192, 16, 16), (1, 16384, 16, 16), (1, 65536, 16, 32),
+                                                        (1, 16384, 64, 16), (2, 4096, 16, 16), (2, 16384, 16, 16)))
+def test_ranges_over_pages_on_an_h200(B:int, Sk:int, page:int, splits:int) -> None:
+  # These numbers of key ranges were the fastest ones on an H200, for 32 query heads on 8 key heads (docs/tried.md).
+  view = Strided(B*8*Sk*128, 0, page*8*128, 128, 8*128)
+  p = Problem(B, 32, 8, 1, Sk, 128, 128, softmax_scale=0.1, kv_lengths=True, pages=Pages(page, B*Sk//page, Sk//page), k_view=view, v_view=view)
+  assert split_heuristic(p, get_chip("sm_90"), choose_tile(p, get_chip("sm_90"))) == splits
 
 # ***** machine code *****
 
