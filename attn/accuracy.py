@@ -36,7 +36,7 @@ SHORT_CAP = 64.0                # up to this softcap, kernels of 16-bit inputs c
 
 @dataclass(frozen=True)
 class ShortSums:
-  """How a matrix unit sums products of 8-bit floats, if it keeps fewer bits of a sum than fp32 has."""
+  """How precisely a matrix unit sums products of 8-bit floats, if its sums have fewer bits than fp32."""
   # The unit drops the bits of a product below 2^-bits times the largest partial sum. After `run` products the unit's sum is added to an fp32 sum; 0:
   # the unit adds all products without fp32.
   bits: int
@@ -112,7 +112,7 @@ class Verdict:
     return self.error/self.limit if self.limit else math.inf if self.error else 0.0
   @property
   def scattered(self) -> bool:
-    """Whether the errors are too large on average: whether the root mean square of error/sigma is above 1."""
+    """Whether the errors are too large as a whole: the root mean square of error/sigma over all elements is above 1."""
     # A mean of few errors says nothing.
     return self.resolved >= ENOUGH_ELEMENTS and self.rms > 1
   @property
@@ -157,7 +157,8 @@ def _largest_error(x:Array, dtype:str) -> Array:
 
 @dataclass(frozen=True)
 class _Moments:
-  """Errors that each element of a result has before the element is rounded to the output's dtype."""
+  """Errors of each element of a result before the element is rounded to the output's dtype: variance of rounding errors, and limit of all other
+  errors."""
   variance: Array  # of an element's rounding errors
   slack: Array  # limit of the element's other errors
   alike: Array  # some terms of the element have equal rounding errors, which cannot cancel
@@ -179,7 +180,7 @@ def _stored(x:Array, errors:_Moments, dtype:str) -> Law:
   return Law(x, sigma, slack, errors.alike | (np.abs(finite) < SMALLEST[dtype]))
 
 def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Array, Array|None]:
-  """Returns the limits of two errors of rounding weights w to `dtype`: the random error, and the systematic error (None if there is none)."""
+  """Returns two limits for the error of rounding the weights w to `dtype`: of the random error, and of the systematic error (None: no such error)."""
   # Random errors partly cancel when weights are added. Systematic errors don't: for example, many small weights become 0. float32 weights are not
   # rounded.
   if dtype == "float32": return np.zeros_like(w), None
@@ -196,7 +197,7 @@ def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Ar
 # ***** sums *****
 
 def _squares(r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> Array:
-  """Computes the sum over j of (r_j (factor_j x_j - centre))^2."""
+  """Computes for each row and column the sum over j of (r_j (factor_j x_j - centre))^2, a variance; `factor` None means 1, `centre` None means 0."""
   # This is the variance of the error of the sum over j of weight_j (factor_j x_j - centre), if the weights of a row have independent errors with the
   # standard deviations r_j. r and `factor` (None: 1) are (..., n, m), x is (..., m, columns), `centre` (None: 0) and the result are (..., n,
   # columns).
@@ -209,7 +210,7 @@ EQUAL, NOTHING = 1e-11, 1e-12    # relative tolerances: float64 may add up equal
 TOGETHER = 2**21                # most numbers that are grouped at a time
 
 def _rows_with_equals(values:Array) -> Array:
-  """Returns, for each row of m numbers in `values` (..., n, m), whether two numbers of the row have equal magnitude."""
+  """Returns for each row of `values` (..., n, m) whether two of the row's m numbers have equal magnitude."""
   size = np.sort(np.abs(values), axis=-1)
   # A value below 1e-12 times the largest magnitude of its row does not count.
   if size.shape[-1] < 2: return np.zeros(size.shape[:-1], np.bool_)
@@ -268,7 +269,7 @@ def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) 
   return largest, centred
 
 def _roundings(w:Array) -> Array:
-  """Returns a factor (..., 1) that bounds the error of an fp32 sum of products: error <= factor * fp32 roundoff * largest partial sum."""
+  """Returns for each row of w a factor (..., 1) for the error of an fp32 sum of products: error <= factor * fp32 roundoff * largest partial sum."""
   # w (..., m) has the first factor of each product; a product with w = 0 does not count. The bound holds for two ways to add: a matrix instruction
   # that adds 16 products at a time and may truncate the sum, and a chain of multiply-adds that round to nearest.
   terms = (w != 0).sum(-1, keepdims=True)
@@ -284,13 +285,13 @@ def _dot_error(n:int, size:Array, squares:Array) -> Array:
   return FP32*math.sqrt(n)/2*(np.abs(size) + np.sqrt(squares))
 
 def _short_dot_errors(short:ShortSums, q:Array, k_transposed:Array, products:Array) -> tuple[Array, Array]:
-  """Estimates two errors of q k^T in a matrix unit that cuts bits off products: a standard deviation, and a limit of the systematic error."""
+  """Estimates for q k^T in a matrix unit that cuts low bits off products: (standard deviation of the error, limit of the systematic error)."""
   # A cut moves a product towards zero, so the cuts of positive and of negative products partly cancel.
   unit = short.unit*(np.abs(products) + np.sqrt((q*q) @ (k_transposed*k_transposed)))
   return unit*EVENLY_SPREAD*math.sqrt(q.shape[-1]), unit*np.abs(np.sign(q) @ np.sign(k_transposed))/2
 
 def _short_sum_errors(short:ShortSums, w:Array, x:Array, cut_below:float=2.0) -> Array:
-  """Bounds the error of the sums w @ x in a matrix unit that cuts low bits off each product."""
+  """Returns a limit for the error of the sums w @ x in a matrix unit that cuts low bits off each product."""
   # Only products with weights below `cut_below` times the sum of the weights are assumed to lose bits. The default 2 includes every weight.
   random, signed = np.zeros((*w.shape[:-1], x.shape[-1])), np.zeros((*w.shape[:-1], x.shape[-1]))
   for here in short.runs(w.shape[-1]):
@@ -327,7 +328,8 @@ class _Pairs:
   weights: Array         # P; with rows of 8 bits, P times the scale of the key's row of V. Forward rounds these numbers times a factor of each row
   short: ShortSums|None = None           # how the matrix unit adds, if not in fp32
   def kept(self, a:Array) -> Array:
-    """Sets to 0 the values of those pairs of a query and a key that dropout removes, and scales all others; `a` has a value for each pair."""
+    """Applies dropout to `a`, which has a value for each pair of a query and a key: 0 for a dropped pair, otherwise the value times 1/(1 -
+    dropout_p)."""
     return a if self.factor is None else a*self.factor
 
 def _off_by_the_cap(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Array, Array]:
@@ -525,7 +527,7 @@ class _Gradients:
     """Rearranges values of pairs of a query and a key to (..., Hkv, Sk, queries of all heads that share the key)."""
     return self.rows(a).swapaxes(-1, -2)
   def rows(self, a:Array) -> Array:
-    """Rearranges rows of queries (..., H, Sq, D) to (..., Hkv, rows, D): joins the queries of all heads that share a key/value head."""
+    """Rearranges queries (..., H, Sq, D) to (..., Hkv, rows, D): the rows of all query heads that share a key/value head, one head after another."""
     return a.reshape(*a.shape[:-3], self.heads, a.shape[-3]//self.heads*a.shape[-2], a.shape[-1])
 
   def product(self, w:Array, off:Array, x:Array, of_delta:Array|float=0.0) -> _Moments:
@@ -555,7 +557,7 @@ class _Gradients:
     return self.product(self.by_key(p), self.by_key(np.square(p*self.p_off)), self.rows(self.do))
 
   def of_scores(self, weights:Array, shape:tuple[int, ...]) -> _Moments:
-    """Returns the errors of the gradient of a bias or of ALiBi slopes of this `shape`, the sum over scores of `weights` * dS."""
+    """Returns the errors of the gradient of a bias or of ALiBi slopes: of the sum of `weights` * dS over all scores, as a tensor of this `shape`."""
     # The gradient of an element is an fp32 sum of `weights` * dS, over all scores (B, H, Sq, Sk) to which the element is broadcast. `weights` (Sq,
     # Sk) is the derivative of a score by the term: 1 for a bias, the distance |i - j| for slopes.
     mass = weights*self.t.p

@@ -262,7 +262,7 @@ def _of_slopes(ds:Array, offset:int, shape:tuple[int, ...]) -> Array:
   return -summed_to((ds*away).sum((-1, -2)), shape)
 
 def summed_to(a:Array, shape:tuple[int, ...]) -> Array:
-  """Returns the gradient of a tensor of this `shape` that was broadcast to the shape of `a`: the sum of `a` over the broadcast dimensions."""
+  """Sums `a`, a gradient, to `shape`: adds up the dimensions along which a tensor of this shape was broadcast."""
   a = a.sum(tuple(range(a.ndim - len(shape))))
   return a.sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)
 

@@ -156,7 +156,7 @@ def _kernel(names:tuple[str, ...], a:Append) -> KernelFunction:
 
 @dataclass(frozen=True)
 class NewRows:
-  """Checked new rows, ready to be written into caches."""
+  """Checked new rows of k and v, with the kernel launches that write them into the caches."""
   # An entry for k and, unless V is part of K, one for v: the tensors to write (the cache and, for rows of 8 bits, the scales), the new rows, and the
   # kernel that writes them.
   launches: tuple[tuple[list[Tensor], Tensor, KernelFunction], ...]
@@ -264,7 +264,7 @@ def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_tab
 
 def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tuple[int, int, int], layout_of_new:str,
               layout_of_cache:str, pages:Pages|None=None, table:tuple[Tensor, ...]=()) -> NewRows:
-  """Returns the kernel launches that write the new rows of k and v into their caches; `sizes` is (batches, new rows, rows that a cache can hold)."""
+  """Prepares the kernel launches that write the new rows of k and v into their caches; `sizes` is (batches, new rows, rows that a cache can hold)."""
   # `sizes` are for one device: batches, new rows of each batch, and rows of each batch for which a cache has room. `table` is the block table of
   # caches in `pages`.
   B, new, capacity = sizes

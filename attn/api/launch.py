@@ -82,7 +82,7 @@ def tensors_of(p:Problem, choice:Choice) -> Shapes:
   return arguments(p) | combine_arguments(p) | (before.arguments(p, choice.work.tile) if before is not None else {})
 
 def output_buffer(c:CheckedCall, name:str, p:Problem, choice:Choice) -> Tensor:
-  """Returns the buffer for a kernel's output, such as "lse": one that the checked call brings along, such as `out`, or a new one."""
+  """Returns the buffer into which a kernel writes the output `name`, such as "lse": one that the caller gave, such as `out`, or a new one."""
   if name == "o":
     if c.out is not None: return c.out
     axes: tuple[str|None, ...] = AXES[p.layout]

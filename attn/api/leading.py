@@ -8,8 +8,7 @@ Axes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Leading:
-  """The leading axes of a call's tensors (all but the last two), divided into batch axes, head axes, and axes whose queries share a key/value
-  head."""
+  """Leading axes of q, k and v (all but the last two) in three groups: batch, key/value heads, and query heads that share a key/value head."""
   sizes: tuple[int, ...]      # size of query and output along each leading axis
   kv_sizes: tuple[int, ...]   # size of key and value along each leading axis
   batch: Axes

@@ -68,7 +68,7 @@ def dtypes_of(query:Tensor, key:Tensor, value:Tensor) -> tuple[str, str]:
   return (narrow.pop() if narrow else "float32"), "float32" if "float32" in types else types[0]
 
 def hidden_by(o:Tensor, column:Tensor) -> Tensor:
-  """Applies to the output o a mask with one number for each query instead of each score: a query whose number is -inf or False gets 0."""
+  """Applies a mask with one number for each query to the output o: a query whose number is -inf or False sees no key and gets 0."""
   # A column treats all keys alike, so a finite number leaves the weights of a row as they are. -inf or False hides all keys of a row. NaN and +inf
   # give NaN.
   if column.dtype == dtypes.bool: return column.where(o, 0)
@@ -102,7 +102,7 @@ def _mask(mask:Tensor|None, is_causal:bool, n_q:Size, n_k:Size) -> tuple[tuple[i
                             "Tensor.full(shape, -inf).triu(keys - queries + 1), and masks of one column")
 
 def _copied(t:Tensor, rows:int) -> tuple[Tensor, InBuffer]:
-  """Copies keys or values (B, heads, S, D) to a buffer that can hold `rows` rows; returns the copy, and where its rows lie in the buffer."""
+  """Copies keys or values (B, heads, S, D) to a buffer with room for `rows` rows; returns (copy, where its rows lie in the buffer)."""
   B, heads, _, width = t.shape
   shape = int(B), rows, int(heads), int(width)
   return t.transpose(1, 2).pad_to(shape).contiguous(), InBuffer(whole_places(shape, "bshd"), 1, rows)
@@ -165,7 +165,8 @@ def is_part_of_a_buffer(t:Tensor) -> bool:
   return base is not None and base.has_buffer_identity() and base.max_numel() > t.uop.max_numel()
 
 def call_of_any_length(x:SdpaCall) -> SlicedCall|None:
-  """Checks a call and returns it in a form in which one kernel serves all numbers of keys, or None if its number of keys gets its own kernel."""
+  """Returns the call with its number of keys as a Variable, so that one kernel serves all numbers; None if a kernel for this number alone is
+  better."""
   if x.sliced: return sliced_call(x)
   # A kernel for all numbers has no gradient. While TinyJit captures, a number that is an int gets a kernel of its own, too.
   if TRAINING or capturing or not all(isinstance(t, Tensor) and is_part_of_a_buffer(t) for t in (x.key, x.value)): return None

@@ -31,7 +31,7 @@ def printed_by() -> str:
   return digest.hexdigest()
 
 def key_of(ast:UOp, renderer:Renderer) -> tuple[str, ...]|None:
-  """Returns the key under which the cache keeps a kernel's source, or None if this kernel's source is not kept."""
+  """Returns the key of a kernel in the cache of kernel sources, or None if the cache does not keep this kernel's source."""
   ours = ast.op is Ops.SINK and ast.arg.name.startswith("attn_") and isinstance(renderer, OperationsPrinter) and renderer.target.device in KEPT_ON
   # VIZ, and DEBUG of at least 3, show how a kernel is lowered. CCACHE=0 switches caches off.
   return (printed_by(), *program_key(ast, renderer)) if ours and CCACHE and not VIZ and DEBUG < 3 and not ast.variables() else None

@@ -78,8 +78,7 @@ def fields_of(row:UpTo[Any]) -> dict[str, Any]:
   return {**asdict(row.shape), **({"matrix": row.matrix} if "matrix" in LIMITS[type(row.shape)] else {})}
 
 def row_in_entry(found:Any, kind:type[AnyShape], up_to:int) -> UpTo[AnyShape]|None:
-  """Reads a tile shape of type `kind` from an entry of the file of fastest tiles, for head dimensions up to `up_to`; None if attn's own choice is
-  fastest."""
+  """Reads the tile shape, of type `kind`, in an entry of the file of fastest tiles; None if the entry says that attn's default choice is fastest."""
   # Raises ValueError if the entry has no valid tile.
   if not isinstance(found, dict) or "tile" not in found: raise ValueError("an entry without a tile: needs the field 'tile'")
   if (tile := found["tile"]) is None: return None

@@ -52,7 +52,7 @@ def _place(kind:str, key:tuple[str, ...]) -> Path:
   return directory()/"compilers"/f"{hashlib.sha256(chr(0).join((kind, *key)).encode()).hexdigest()}.{kind}"
 
 def is_kept(kind:str, key:tuple[str, ...]) -> bool:
-  """Returns whether the cache has a file, perhaps damaged, with this key; `kind` says of what, such as "program"."""
+  """Returns whether the cache directory has a file, perhaps damaged, with this key, for this `kind` of data, such as "program"."""
   return os.path.isfile(_place(kind, key))     # also False if the directory cannot be entered
 
 def kept(kind:str, key:tuple[str, ...], make:Callable[[], bytes]) -> bytes:

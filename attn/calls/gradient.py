@@ -63,7 +63,8 @@ def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, U
 # ***** gradients that tinygrad computes *****
 
 def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Returns the gradients of all float inputs by name, which tinygrad computes by differentiating `three_pass`; `given` has those of o and lse."""
+  """Returns {input name: gradient} for all float inputs, computed by tinygrad's differentiation of `three_pass`; `given` has the gradients of o and
+  lse."""
   # `given` has the gradients of o and lse. Inputs on which neither o nor lse depends are left out.
   params = {name: Tensor(u.param_like(slot)) for slot, (name, u) in enumerate(inputs.items())}
   o, lse, _ = plain_attention(p, params)
@@ -155,7 +156,7 @@ def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str,
 def lse_axes(layout:str) -> tuple[str, ...]: return ("heads", "rows") if layout in ("nsd", "thd") else ("batch", "heads", "rows")
 
 def like(g:UOp, out:UOp) -> UOp:
-  """Returns the gradient `g` in a new buffer, with the dtype and the sharding of `out`, the output whose gradient it is."""
+  """Returns the gradient `g` of the output `out` in a new buffer, cast and sharded like `out`."""
   g = g.cast(out.dtype)
   return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
 
@@ -205,7 +206,7 @@ def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch]
   return {name: g.cast(inputs[name].dtype) for name, g in found.items()}
 
 def over_devices(parts:Parts, sums:tuple[KernelSum, ...], inputs:dict[str, UOp]) -> Parts:
-  """Raises the numbers of partial results in `parts` to at least 1 for each gradient whose tensor is copied to all devices while q is sharded."""
+  """Makes the number of partial results at least 1 for each gradient whose tensor is copied to all devices while q is sharded."""
   # If q is sharded but another tensor, such as k, is copied to each device, each device computes a part of this tensor's gradient. The parts are
   # added in fp32, so the number is at least 1. `parts` has the numbers for one device.
   def least(name:str, chosen:int) -> int:
@@ -268,7 +269,8 @@ class AttentionGradient:
       found = kept_graph((self, tiles, asked_for(), plain), t, functools.partial(self.graph, plain=plain))
     return tuple(found.get(name) for name in self.names)
   def graph(self, t:Graph, plain:bool) -> dict[str, UOp]:
-    """Returns the gradients by name that kernels compute from the tensors `t`; with `plain` also the others, which tinygrad computes."""
+    """Returns {input name: gradient} as far as kernels compute gradients from the tensors `t`; if `plain`, also the gradients that tinygrad
+    computes."""
     # `t` has the tensors for `kernel_gradients`. With `plain` tinygrad computes the gradients that no kernel computes.
     assert self.arch is not None
     found = kernel_gradients(self.problem, self.arch, t)

@@ -13,7 +13,7 @@ from attn.tinygrad_compat import Ops, Tensor, UOp, around_gradients, capturing, 
 
 @dataclass(frozen=True, eq=False)
 class Input:
-  """Input of a call of attention, kept so that a gradient can be taken later."""
+  """Input of a call of attention, kept as long as a gradient of the call may be needed."""
   tensor: Tensor
   copied: bool  # whether the kernel got a copy of `tensor`; the copy itself is not kept
   @staticmethod
@@ -24,7 +24,7 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-  """Record of one call of attention, from which a gradient can be taken later."""
+  """Record of one call of attention (inputs, outputs, gradient function), from which its gradient can be computed later."""
   outputs: tuple[tuple[ref[UOp], tuple[int|UOp, ...]], ...]  # (weak reference to the buffer, shape) of each output
   inputs: tuple[Input|int, ...]  # a number n stands for the call's own output n
   gradient: Callable[..., Any]
@@ -33,7 +33,7 @@ class Origin:
   @property
   def tensors(self) -> list[Tensor]: return [x.tensor for x in self.inputs if isinstance(x, Input)]
   def existing_outputs(self) -> tuple[list[UOp], Callable[..., Any]]:
-    """Returns the outputs of the call that still exist, and a gradient function for a call with these outputs alone."""
+    """Returns (outputs of the call that still exist, gradient function that needs only these outputs)."""
     found = [(of(), shape) for of, shape in self.outputs]
     outputs = [buffer.reshape(shape) if buffer.shape != shape else buffer for buffer, shape in found if buffer is not None]
     if len(outputs) == len(found): return outputs, self.gradient
@@ -44,19 +44,19 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-  """Record of an output of attention: the call that computed it, and the other outputs of this call that a gradient reads."""
+  """Record of one output buffer of attention: which call wrote it, and which other outputs of the call must stay in memory with it."""
   origin: Origin
   needs: tuple[UOp, ...]  # kept alive by this record
 
 made: WeakKeyDictionary[UOp, Made] = WeakKeyDictionary()    # keys: the buffers of outputs
 
 def lies_in(u:UOp) -> UOp:
-  """Returns the UOp of the buffer (or of one buffer for each device) that holds an output of attention."""
+  """Returns the UOp of the buffer that holds an output of attention, without the reshapes and launches around it."""
   while u.op in (Ops.RESHAPE, Ops.AFTER): u = u.src[0]
   return u
 
 def keep_inputs(outputs:Sequence[UOp], inputs:Sequence[UOp], gradient:Callable[..., Any]) -> None:
-  """Keeps the inputs of a call of attention as long as the first output of the call exists."""
+  """Records a call of attention, so that its inputs stay in memory as long as its first output does."""
   buffers = [lies_in(u) for u in outputs]
   def kept(u:UOp) -> Input|int: return buffers.index(lies_in(u)) if lies_in(u) in buffers else Input.of(u)
   # Under TinyJit no inputs are kept, because each replay of the captured call has other inputs.
@@ -65,7 +65,7 @@ def keep_inputs(outputs:Sequence[UOp], inputs:Sequence[UOp], gradient:Callable[.
   for i, buffer in enumerate(buffers): made[buffer] = Made(origin, tuple(buffers[1:]) if i == 0 else ())
 
 def depends_on(u:UOp) -> Iterable[UOp]:
-  """Returns the UOps on which the value and the gradient of `u` depend, without the buffers that a call of attention writes."""
+  """Returns the UOps from which `u` and its gradient are computed, except buffers that a call of attention writes."""
   if u.op is Ops.DETACH: return ()
   if is_after_a_call(u): return u.src[1:]
   if u.op not in (Ops.CALL, Ops.FUNCTION): return u.src
@@ -75,8 +75,7 @@ def depends_on(u:UOp) -> Iterable[UOp]:
 def is_after_a_call(u:UOp) -> bool: return u.op is Ops.AFTER and u.src[1].op is Ops.CALL
 
 def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
-  """Finds under `root` the calls of attention of which tinygrad has kept only the output buffers, oldest first; also returns all AFTER UOps under
-  `root`."""
+  """Returns (calls of attention under `root` of which tinygrad has kept only the output buffers, oldest first; all AFTER UOps under `root`)."""
   # The second list has the AFTER UOps under `root`. Such a UOp is a buffer after a call has written it.
   origins, seen, todo = dict[Origin, None](), set[UOp](), [root]
   while todo:
@@ -94,7 +93,8 @@ def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
 
 @contextlib.contextmanager
 def recalled(root:UOp) -> Iterator[None]:
-  """Context in which gradients of `root` can be taken: each output buffer of attention is again the result of the call that wrote it."""
+  """Context in which tinygrad can differentiate `root`: inside it, Tensors show outputs of attention as results of their calls, not as bare
+  buffers."""
   # When an output of attention is computed, tinygrad drops the output's expression and keeps only the buffer.
   origins, afters = forgotten(root) if made else ([], [])
   if not origins:

@@ -1,5 +1,5 @@
-"""Recipes for graphs of calls. The graph of a call is the UOps of its results: attn's code makes it in the first call of a problem, and a recipe
-makes an equal graph in a fraction of the time in later calls."""
+"""Records of the UOps of a call. In the first call attn's code makes these UOps; in later calls a record (`Recipe`) makes the same UOps in a fraction
+of the time."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Mapping
@@ -13,20 +13,19 @@ Graph = Mapping[str, UOp]     # UOps by name
 
 @dataclass
 class KeptGraph:
-  """Record of one graph of UOps: how to make an equal graph again, after the first call has made it."""
+  """Record of the UOps that one kind of call makes, from which later calls make the same UOps on other inputs."""
   names: tuple[str, ...]|None = None  # of its results; None before the first call
   recipe: Recipe|None = None  # makes an equal graph; None if no recipe is possible
 
 @functools.lru_cache(MOST_GRAPHS)
 def recipes(key:Hashable, names:tuple[str, ...], form:tuple[Any, ...]) -> KeptGraph:
-  """Returns the record of the graph that `key` names, for inputs with these names and this `form` (shapes, dtypes, devices): the same record each
-  time."""
+  """Returns the record for calls that compute `key` from inputs with these names and this `form` (shapes, dtypes, devices); an empty one at first."""
   # `key` says what the graph computes, `names` are the names of its inputs, and `form` is everything about the inputs that does not change from call
   # to call.
   return KeptGraph()
 
 def kept_graph(key:Hashable, inputs:Graph, make:Callable[[Graph], dict[str, UOp]]) -> dict[str, UOp]:
-  """Returns by name the results of `make(inputs)`, the UOps of a call; after the first call with `key`, a recipe makes equal UOps faster."""
+  """Returns the results of `make(inputs)`, {name: UOp}. After the first call with this `key` they are built from a record, which is faster."""
   # `make` must depend on nothing but `key` and the form of its inputs.
   # No recipe is possible inside tinygrad's `@function`, for inputs that are views of buffers, and for a graph that reads other buffers than those of
   # its inputs.

@@ -95,7 +95,7 @@ def place(name:str, t:Tensor, at:Placement) -> Tensor:
   return sharded_with_gradient(t, at.device, axis)
 
 def of_each_device(t:Tensor, axis:int|None) -> Tensor:
-  """Returns the tensor, sharded along `axis`, whose shard on each device is `t`; returns `t` itself if `axis` is None."""
+  """Joins the shards `t` of all devices to one tensor that is sharded along `axis`; if `axis` is None, returns `t` itself."""
   return t if axis is None else Tensor(t.uop.unshard(axis))
 
 def empty(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...], axis:int|None) -> Tensor:

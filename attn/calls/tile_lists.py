@@ -28,7 +28,7 @@ def tile_lists(x:ListedBlocks, device:Devices, given:Mapping[str, Tensor]) -> Te
   return new_lists(x, device, given) if x.read or capturing or inside_function() else kept_lists(x, device)
 
 class KeptLists:
-  """Lists of visible tiles that are made once and kept for later calls of the process."""
+  """Lists of visible tiles that are computed once and stay in memory for later calls of the process."""
   # `waiting` has functions that fill buffers which `kept_lists` has already returned. The functions run when the outermost context `lists_made_last`
   # ends; `delays` such contexts are open.
   lock = threading.RLock()
@@ -45,7 +45,7 @@ class KeptLists:
 
 @contextlib.contextmanager
 def lists_made_last() -> Iterator[None]:
-  """Context that delays making the kept lists of visible tiles until the context ends."""
+  """Context at whose end the waiting lists of visible tiles are computed, instead of at once."""
   # So code in the context can start to compile the kernels that read the lists before the kernels that make the lists.
   with KeptLists.lock:
     KeptLists.delays += 1

@@ -29,7 +29,7 @@ SKIPPED, WITH_MASK, NO_MASK = range(3)     # what a kernel does in a tile: nothi
 
 @dataclass(frozen=True)
 class Neighbours:
-  """Interval of tiles that each workgroup visits; all arrays are (sequences, blocks of rows), with one block for each workgroup."""
+  """The interval of tiles that each workgroup visits, as arrays (sequences, blocks of rows): one workgroup for each block."""
   tiles: int  # number of all tiles, visited or not
   begin: Array  # the workgroup computes the tiles from `begin` up to `end`
   full_begin: Array  # no mask is computed in the tiles from `full_begin` up to `full_end`
@@ -49,7 +49,7 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class Listed:
-  """List of tiles that each workgroup visits (attn/kernels/tile_lists.py)."""
+  """The list of tiles that each workgroup visits, for kernels that loop over lists (attn/kernels/tile_lists.py)."""
   tiles: int  # number of all tiles, visited or not
   # Shape (batches, heads, blocks, length). A list has the number of tiles that need a mask, the number of all tiles in the list, and the tiles: first
   # all that need a mask.
@@ -152,7 +152,7 @@ def columns_of_trip(kernel:str, tile:BlockTile) -> int:
 
 def visited_tiles(kernel:str, p:Problem, arch:Chip, tile:BlockTile, over:str, device:str|tuple[str, ...],
                   given:Mapping[str, Tensor]) -> Neighbours|Listed:
-  """Returns the tiles of keys or queries (`over`) over which a kernel's workgroups loop, or raises NotCounted if they are not known yet."""
+  """Returns which tiles each workgroup of a kernel visits (tiles of keys, or of queries: `over`); raises NotCounted if this is not known yet."""
   # `device` and `given` are the device and the optional tensors of a call.
   if p.dealt is not None: raise NotCounted("devices share the rows of a sequence")
   if p.sk_variable is not None: raise NotCounted("Variables say how many keys there are")

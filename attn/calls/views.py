@@ -28,7 +28,7 @@ def terms_of(x:UOp) -> list[UOp]:
   return [term for part in x.src for term in terms_of(part)] if x.op is Ops.ADD else [x]
 
 def count_of(n:Size) -> tuple[Count, tuple[UOp, ...]]|None:
-  """Returns a number of rows as (`Count`: a constant, and the range of each Variable; the bound Variables), or None if it is no sum of these."""
+  """Returns (number of rows as a `Count`, Variables in it with their values) if `n` is a sum of Variables and constants, otherwise None."""
   if isinstance(n, int): return Count((), n), ()
   terms = terms_of(n)
   constants, bound = [x for x in terms if x.op is Ops.CONST], sorted((x for x in terms if x.is_bound_var), key=lambda x: x.src[0].expr)
@@ -38,7 +38,7 @@ def count_of(n:Size) -> tuple[Count, tuple[UOp, ...]]|None:
   return Count(variables, sum(int(x.val) for x in constants)), tuple(bound)
 
 def as_a_variable(n:Size) -> tuple[Size, dict[UOp, UOp]]:
-  """Replaces a size that is a sum of Variables by one Variable; returns it, and the substitution that makes the change in expressions."""
+  """Replaces a size that is a sum of Variables by a single Variable; returns (this Variable, substitution that puts it into expressions)."""
   # For any other size nothing changes. tinygrad can divide a multiple of a Variable by the Variable, but not a multiple of a sum by the sum.
   if isinstance(n, int) or (found := count_of(n)) is None: return n, {}
   whole, one = UOp.variable("rows", n.vmin, n.vmax), found[1][0]
@@ -69,7 +69,7 @@ def whole_places(shape:tuple[int, ...], layout:str) -> Strided:
   return Strided(math.prod(shape), 0, *strides(layout, sizes["heads"], sizes["rows"], sizes["width"]))
 
 def meet(distance:int, steps:list[tuple[int, int]]) -> bool:
-  """Returns whether `distance` is a sum of steps; `steps` has pairs (size, n): at most n steps of this size, forward or back."""
+  """Returns whether `distance` is a sum of steps forward or back, with at most n steps of each (size, n) in `steps`."""
   # `steps` has pairs (size, n). For example, with steps [(4, 1), (10, 2)] distance 16 is 10 + 10 - 4.
   if not steps: return distance == 0
   (step, most_), rest = steps[0], steps[1:]
@@ -106,7 +106,7 @@ def coefficients(where:UOp, indices:list[UOp]) -> tuple[int, list[int]]|None:
   return (c*d, [c*j + d*i for i, j in zip(x, y)]) if not any(x) or not any(y) else None
 
 def rows_there(u:UOp, n:Size) -> int:
-  """Returns the largest number of rows that a view can have, if its number of rows `n` depends on Variables."""
+  """Returns the largest number of rows that a view can have, where its number of rows `n` depends on Variables."""
   # This is the largest value of `n`, or the size of the tensor from which the view was cut, if that is smaller.
   fewest = most(n)
   while u.op in GroupOp.Movement:
@@ -116,15 +116,15 @@ def rows_there(u:UOp, n:Size) -> int:
   return fewest
 
 def in_buffer(t:Tensor, group:int=1) -> InBuffer|None:
-  """Returns where rows of a tensor (B, heads, S, D) lie in its buffer, or None if it is no view with constant strides; `group` heads share each
-  row."""
+  """Returns where the rows of a tensor (B, heads, S, D) lie in its buffer; None unless it is a view with constant strides. Each `group` of heads is
+  one head, repeated."""
   # Each `group` of neighbouring heads of the tensor must be one head of the buffer, repeated.
   return None if (view := view_of_placeholder(t.uop)) is None else places_of_view(view, group)
 
 @functools.lru_cache(MOST_VIEWS)
 def places_of_view(view:UOp, group:int) -> InBuffer|None:
-  """Returns where rows of a view (B, heads, S, D) of a placeholder lie, or None without constant strides; `group` neighbouring heads share each
-  row."""
+  """Returns where the rows of `view` (B, heads, S, D) lie in its buffer; None without constant strides. Each `group` of heads is one head,
+  repeated."""
   # Each `group` of neighbouring heads of the view must be one head of the placeholder, repeated.
   batch, heads, n, width = view.shape
   there, (rows, instead) = rows_there(view, n), as_a_variable(n)

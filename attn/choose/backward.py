@@ -40,10 +40,10 @@ def kernels_at_once(tile:AnyBackwardTile) -> AtOnce:
   return found
 
 def delta_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False) -> Callable[..., UOp]:
-  """Returns the function that builds the kernel that computes delta and clears the fp32 sum of dQ, before the kernel of `all_of` runs."""
+  """Returns the function that builds the first of three backward kernels: it computes delta and sets the fp32 sum of dQ to 0."""
   return kernels_at_once(tile).delta(p, arch, dlse)
 def all_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """Returns the function that builds the kernel that stores dk and dv, and adds dQ to an fp32 sum in memory."""
+  """Returns the function that builds the second of three backward kernels: it stores dk and dv, and adds dQ to an fp32 sum in memory."""
   # With `parts` above 0 the kernel stores this number of fp32 partial results in place of dk, and as many in place of dv.
   return kernels_at_once(tile).all(p, arch, tile, parts)
 def few_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0, key_parts:int=0) -> Callable[..., UOp]:
@@ -53,7 +53,7 @@ def few_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:in
   assert found is not None
   return found.program(p, arch, tile, dlse, parts, key_parts)
 def finish_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
-  """Returns the function that builds the kernel that stores the fp32 sum of dQ times softmax_scale as dq, after the kernel of `all_of`."""
+  """Returns the function that builds the last of three backward kernels: it multiplies the fp32 sum of dQ by softmax_scale and stores it as dq."""
   return kernels_at_once(tile).finish(p, arch, tile)
 
 def at_once(p:Problem, arch:Chip) -> AtOnceTile|str|None:
@@ -87,7 +87,7 @@ def dbias_of(p:Problem, arch:Chip, tile:BackwardTile|MmaBackwardTile, parts:int=
 
 @dataclass(frozen=True)
 class ChosenKernel:
-  """A kernel that attn chose to compute gradients of a problem, or to compute a part of these gradients."""
+  """A kernel that attn chose to compute some or all of a problem's gradients, with its tile description."""
   name: str
   # `tile` is None if the kernel leaves nothing to choose. `over` says what the kernel loops over, "keys" or "queries", and is "" if `attn.explain`
   # does not count the kernel's tiles. The kernel stores `parts` fp32 partial results of each gradient (0: the gradient itself). `tensor` names the
@@ -196,12 +196,13 @@ def parts_of_sum(x:KernelSum, arch:Chip) -> int:
 
 @dataclass(frozen=True)
 class KernelSum:
-  """A sum of dS (the gradient of the scores) over all scores that one element of a tensor, such as a bias, changes; `backward_dbias` computes it."""
+  """The problem and tile description of a run of `backward_dbias`, which sums dS (the gradient of the scores) to the gradient of a tensor such as a
+  bias."""
   p: Problem  # problem for which the kernel is made
   tile: BackwardTile|MmaBackwardTile
   @property
   def tensor(self) -> str:
-    """Name of the tensor whose gradient this sum is, such as "bias"."""
+    """Name of the tensor whose gradient the kernel computes, such as "bias"."""
     return sum_over_scores(self.p).name
 
 @cache_of_kernels
@@ -295,7 +296,7 @@ def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   return BackwardChoice((*kernels, *sums), arch, None, memory_of(p, arch, parts), others, tuple(tensors_by_tinygrad(p, arch).items()))
 
 def others_of(p:Problem, arch:Chip, chosen:str) -> tuple[tuple[str, str], ...]:
-  """Returns pairs (names of kernels, reason why not chosen), one for each matrix unit that attn prefers to the unit `chosen`."""
+  """Returns (names of kernels, reason why not chosen) for each matrix unit that attn would prefer to the unit `chosen`."""
   asked, p, found = asked_for(), replace(p, num_splits=1), []
   for suffix, gradient in itertools.takewhile(lambda x: x[0] != chosen, GRADIENT_KERNELS.items()):
     if not isinstance(reason := gradient.tiles(p, arch), str): reason = f"ATTN_KERNEL={asked.backward} asks for another kernel"

@@ -219,7 +219,7 @@ def too_few_blocks(p:Problem, arch:Chip, tile:AtOnceTile, parts:int=1) -> str|No
   return f"{blocks} blocks of {tile.block_m} keys: fewer than the {arch.cus} compute units of {arch.name}"
 
 def not_in_lds(p:Problem, arch:Chip, tile:AtOnceTile) -> str|None:
-  """Returns why a kernel with this tile description needs more LDS than a workgroup has, or None if the LDS is large enough."""
+  """Returns a message if this tile description needs more LDS than a workgroup of the chip has, otherwise None."""
   need = tile.lds_bytes(p)
   return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}" if need > arch.lds else None
 

@@ -73,7 +73,7 @@ class Choice:
 # ***** problems that a kernel cannot compute, on a chip that has the kernel's unit *****
 
 def plain_only(p:Problem, *supported:str) -> str|None:
-  """Returns why a kernel that takes only 16-bit inputs, and of all options only those in `supported`, cannot compute `p`; None if it can."""
+  """Returns why a kernel for 16-bit inputs that supports no option but those in `supported` cannot compute `p`; None if it can."""
   if p.of_8_bits: return f"q, k and v are {p.dtype}: this kernel multiplies only {' and '.join(MMA)}"
   options = [x for x in (*p.options, *["num_splits"]*(p.num_splits > 1)) if x not in supported]
   return f"{options[0]}: this kernel does not support it" if options else None
@@ -107,14 +107,14 @@ def never(p:Problem, arch:Chip) -> None: return None
 TileOf = Callable[[Problem, Chip], Any]     # returns a kernel's tile for a problem, or raises NotImplementedError if none fits
 
 def whole(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the kernel's `Work` if it computes the problem without dividing the keys, or the reason why it cannot; `tile_of` chooses its tiles."""
+  """Returns how a kernel divides the problem (`Work`) without splitting the keys, or the reason why it cannot; `tile_of` chooses its tiles."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if (asked := min(p.num_splits, splits.key_tiles(p, tile))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
   return Work(tile)
 
 def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the kernel's `Work` if it divides the keys into at least two ranges, or the reason why it does not; `tile_of` chooses its tiles."""
+  """Returns how a kernel divides the problem (`Work`) with the keys split into at least two ranges, or the reason why it does not."""
   if p.num_splits == 1: return "num_splits=1 asks for no split"
   if isinstance(work := whole(replace(p, num_splits=1), arch, tile_of), str): return work
   assert work.tile is not None
@@ -129,7 +129,7 @@ def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile_of(replace(p, num_splits=number), arch), number)
 
 def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the `Work` of `tiled`, the kernel without matrix instructions, or the reason why it cannot compute the problem."""
+  """Returns how the kernel `tiled`, which uses no matrix instructions, divides the problem (`Work`), or the reason why it cannot compute it."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if arch.serial and (reason := too_many_parts(p, arch, math.prod(blocks_of_queries(p, tile)), p.all_heads)) is not None: return reason
@@ -137,7 +137,7 @@ def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile, splits.resolve(replace(p, num_splits=p.num_splits or int(not arch.cus)), arch, tile).num_splits)
 
 def by_tensors(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the `Work` of `three_pass` (attention in plain tensor operations), or the reason why `three_pass` cannot compute the problem."""
+  """Returns the `Work` (how a problem is divided) of attention in plain tensor operations, or the reason why it cannot compute the problem."""
   if p.num_splits > 1: return f"num_splits={p.num_splits}: three_pass supports no key ranges"
   return Work(None)
 
@@ -204,7 +204,7 @@ class ForwardKernel:
   before: Preparation|None = None     # the kernel that runs before it, and writes buffers that it reads in place of its inputs
   general: bool = False     # whether it takes every problem that its unit can compute: then its reason says more than those of other kernels
   def can(self, p:Problem, arch:Any) -> Work|str:
-    """Returns the kernel's `Work` for a problem on a chip, or the reason why the kernel cannot compute the problem."""
+    """Returns how the kernel divides a problem on a chip (`Work`), or the reason why the kernel cannot compute the problem."""
     return self.lacks(arch) or self.refuses(p, arch) or self.divide(p, arch, self.tile)
 
 def choose_tile(p:Problem, arch:Chip) -> AnyTile:
@@ -226,7 +226,7 @@ def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
 WIDENING, TURNING = "widened_wgmma", "turned_wgmma"     # kernels before which another one converts k and v to 16 bits, or transposes V
 
 def prepared(before:Preparation) -> Callable[[Problem, Chip, Any], Callable[..., UOp]]:
-  """Returns a function that makes the wgmma forward kernel which reads the buffers that the kernel `before` has written."""
+  """Returns a function that makes the wgmma forward kernel for the buffers that an earlier kernel, `before`, has written."""
   return lambda p, arch, tile: forward(WgmmaForward.of)(before.problem(p, tile), arch, tile)
 
 # best first: a problem gets the first kernel that can compute it and that would not be slower than another
@@ -246,11 +246,11 @@ KERNELS: dict[str, ForwardKernel] = {
   "three_pass": ForwardKernel(tensors_refuse, never, None, divide=by_tensors)}
 
 def can(name:str, p:Problem, arch:Chip|None) -> Work|str:
-  """Returns the `Work` of the kernel `name` for `p`, or the reason why this kernel cannot compute `p` on `arch`."""
+  """Returns how the kernel `name` divides `p` on `arch` (`Work`), or the reason why the kernel cannot compute `p` there."""
   return NO_UNIT if arch is None and KERNELS[name].program is not None else KERNELS[name].can(p, arch)
 
 def read_by(p:Problem, choice:Choice) -> Problem:
-  """Returns the problem as the chosen kernel reads it, if another kernel prepares k or v before."""
+  """Returns the problem for the chosen kernel, which reads converted k and v if another kernel converts them before; otherwise `p` itself."""
   return p if (before := KERNELS[choice.kernel].before) is None else before.problem(p, choice.work.tile)
 
 @cache_of_kernels
@@ -289,8 +289,8 @@ def asked_for() -> Forced:
   return forced(tuple(KERNELS))
 
 def choose(p:Problem, arch:Chip|None) -> Choice:
-  """Chooses the kernel for `p` on `arch`: the one that ATTN_KERNEL names, otherwise the first in the table KERNELS that can compute `p` and that no
-  other beats."""
+  """Chooses the kernel for `p` on `arch`: the one that ATTN_KERNEL names, otherwise the first in the table KERNELS that can compute `p` and is not
+  slower than another."""
   # `arch` is None for a device on which none of attn's kernels runs. Raises NotImplementedError, with every reason, if no kernel can compute `p` or
   # if the named kernel cannot, and ValueError if ATTN_KERNEL is not the name of a kernel.
   return _choose(p, arch, asked_for().forward)

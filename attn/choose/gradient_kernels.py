@@ -56,7 +56,7 @@ class BiasKernel:
 
 @dataclass(frozen=True)
 class AtOnce:
-  """Three kernels that compute dq, dk and dv with an fp32 sum of dQ in memory, in place of two kernels."""
+  """Three kernels that together compute dq, dk and dv, with an fp32 sum of dQ in memory, instead of one kernel for dq and one for dk and dv."""
   # `delta` computes delta and clears the sum of dQ. `all` computes dk and dv, and adds dQ to the sum. `finish` turns the sum into dq.
   tile: Callable[[Problem, Chip], AtOnceTile|str]            # the tile of the second one, or the reason why two kernels compute the gradients
   delta: Callable[..., Callable[..., UOp]]

@@ -38,8 +38,8 @@ def unconverted(p:Problem, arch:Chip) -> str|None:
   return f"stored={p.stored!r}: {arch.name} converts {' and '.join(able)}" if p.stored not in ("", *able) else None
 
 def bits_refused(p:Problem, arch:Chip, able:bool) -> str|None:
-  """Returns why no kernel can multiply q, k and v of 8-bit floats, or None if one can; `able` says whether one multiplies the chip's own 8-bit
-  format."""
+  """Returns why no kernel can multiply q, k and v of 8-bit floats, or None if one can; `able` says whether the chip has kernels for its 8-bit
+  floats."""
   # A chip has one format of 8-bit floats. `able` says whether there is a kernel that multiplies numbers of this format.
   if not p.of_8_bits or (able and p.dtype == arch.fp8): return None
   if able: return f"q, k and v are {p.dtype}: the 8-bit floats of {arch.name} are {arch.fp8}"
@@ -84,7 +84,7 @@ def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
 
 @dataclass(frozen=True)
 class Refusal:
-  """The reason why a kernel cannot compute a problem, and what decides how helpful this reason is to a user."""
+  """Reason why a kernel cannot compute a problem, and facts by which the reason that helps a user most is found."""
   present: bool     # whether the chip has the kernel's unit
   general: bool     # as in `dispatch.ForwardKernel`
   reason: str

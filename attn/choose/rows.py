@@ -17,7 +17,7 @@ from attn.score.term import TermRegisters
 from attn.score.terms import crowded, heaviest
 
 def burden(p:Problem) -> Burden:
-  """Returns what in a problem needs the most registers in the kernel's loop: a mask, an option or a score term."""
+  """Returns which property of the problem, such as a mask or a bias, takes the most registers in the kernel's loop."""
   if crowded(p): return Burden.BIAS
   if heaviest(p) == TermRegisters.COLUMNS: return Burden.ALIBI
   if p.options or p.writes_lse: return Burden.OPTIONS
@@ -58,7 +58,7 @@ PLAIN_LLVM = 22      # tables for plain problems are chosen from the code of thi
 FEWEST_WAVES = 2     # fewest waves of a workgroup in these tables: such a tile is for small grids as well
 
 def plain_rows(p:Problem, arch:Chip, table:Iterable[UpTo[Any]], tile_of:Callable[[UpTo[Any]], Tile|BackwardTile]) -> Iterator[UpTo[Any]]:
-  """Yields the rows of a table, made for problems with at most one option, that fit the problem `p`."""
+  """Yields the rows of `table` that fit `p`; they are for problems with rows of whole 16-byte units and at most one option."""
   # Such a row is for a class of head dimensions, and for no option or one of the row's `options`. Rows of K and V must be whole 16-byte units, the
   # queries of a head must fill a tile, and there must be enough workgroups to fill the chip.
   if arch.llvm < PLAIN_LLVM: return

@@ -56,7 +56,7 @@ TWO_ON_A_SIMD = "two on a SIMD"  # two waves on a SIMD, each with half of the re
 
 @dataclass(frozen=True)
 class Shortage:
-  """Problems whose forward kernel must save registers in its loop: those that have everything in `burdens`, and D or Dv above `beyond`."""
+  """Problems for which a forward kernel saves registers (`means`): those with all properties in `burdens`, and D or Dv above `beyond`."""
   beyond: int
   burdens: tuple[str, ...]  # properties that need registers, such as "window"
   means: Economy  # ways in which the loop saves registers

@@ -113,11 +113,12 @@ class Reader:
     if x is None or y is None or len(x)*len(y) > MOST_CLAUSES: return None
     return without_covered(c for a in x for b in y if (c := _joined(a, b)) is not None)
   def _chosen(self, c:UOp, yes:Clauses|None, no:Clauses|None) -> Clauses|None:
-    """Returns the clauses of "yes if c, else no"; None if there would be too many."""
+    """Returns the clauses of the condition "if c then `yes`, else `no`"; None if they are too many."""
     # These are (not c or yes) and (c or no) and (yes or no). "yes or no" follows from the rest, but may give an edge if c is no edge.
     return _all(self._either(self.clauses(c, False), yes), self._either(self.clauses(c), no), self._either(yes, no))
   def _logic(self, u:UOp, holds:bool) -> Clauses|None:
-    """Returns the clauses of a condition that combines conditions, such as an AND, or of its negation; None if there are none or too many."""
+    """Returns the clauses of a condition `u` that combines two conditions (AND, OR, ...), or of its negation; None for another operation or too many
+    clauses."""
     def is_(x:UOp, so:bool=True) -> Clauses: return self.clauses(x, so is holds)
     if u.op is Ops.WHERE: return self._chosen(u.src[0], is_(u.src[1]), is_(u.src[2]))
     if len(u.src) != 2: return None
@@ -129,7 +130,7 @@ class Reader:
       case Ops.CMPEQ: return self._chosen(x, is_(y), is_(y, False))
     return None
   def _comparison(self, u:UOp, holds:bool) -> Clauses|None:
-    """Returns the clauses of a comparison of integers, or of its negation; None if they are too many or if none is a limit of the key."""
+    """Returns the clauses of a comparison of integers, or of its negation; None if none of them limits the key, or they are too many."""
     if sum(x.op in (Ops.WHERE, Ops.MAX) for x in u.toposort()) > MOST_CHOICES: return None
     x, y = (self.sum(v) for v in u.src)
     at_most, at_least = _plus(x, y, -1), _plus(y, x, -1)
@@ -195,8 +196,7 @@ class Reader:
     else: return None
     return edge if edge.known is not None or edge.fits else None
   def _chain(self, u:UOp) -> tuple[UOp, int, Steps]|None:
-    """Writes u as sign * f(symbol), where symbol is the position of the query or of the key; returns (symbol, sign, steps of f), or None if u has no
-    such form."""
+    """Writes u as sign * f(x), where x is the query's or the key's position; returns (x, sign, steps of f), or None if u has another form."""
     # f is made of steps x -> (x*times + plus)//over.
     if u is QUERY or u is KEY: return u, 1, ()
     if (divided := _division(u)) is None: return None

@@ -24,7 +24,7 @@ from attn.values import LN2, LOG2E
 _ZERO, _ONE = UOp.const(0.0), UOp.const(1.0)     # Python numbers: constants are rounded to float32 once, at the end
 
 class Slope(NamedTuple):
-  """Derivative of an operation in a score_mod, by the score or by an element of a tensor."""
+  """Derivative of one operation in a score_mod, as a UOp, and whether it may be infinite."""
   # `steep`: the derivative may be infinite although the operation's value is finite and no intermediate result overflows. An example is a square
   # root, whose derivative at 0 is infinite.
   value: UOp
@@ -139,7 +139,7 @@ def _has_slope_zero(u:UOp) -> bool:
   return u.op in (Ops.CMPLT, Ops.CMPNE, Ops.CMPEQ, Ops.TRUNC, Ops.INDEX)
 
 def _shown_part(value:UOp) -> UOp:
-  """Returns the function `value` without its masks: each WHERE with -inf as one value becomes its other value."""
+  """Returns the function `value` without its masks: a WHERE between x and -inf becomes x."""
   made = dict[UOp, UOp]()
   for u in value.toposort(lambda u: u.op in (Ops.WHERE, Ops.ADD)):
     src = tuple(made.get(x, x) for x in u.src)

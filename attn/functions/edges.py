@@ -80,7 +80,7 @@ def exact_range(steps:Steps) -> tuple[int, int]:
   return first, last
 
 def fits(steps:Steps) -> bool:
-  """Returns whether clamping x to `exact_range` before the function of `steps` changes no mask (no comparison with a position)."""
+  """Returns whether a mask stays the same if x is clamped to `exact_range` before the function of `steps` is computed."""
   first, last = exact_range(steps)
   # Positions lie between -FAR and FAR. So the mask stays the same if first or f(first) is at most -FAR, and last or f(last) is at least FAR.
   return (first <= -FAR or applied(steps, first) <= -FAR) and (last >= FAR or applied(steps, last) >= FAR)
@@ -115,13 +115,13 @@ class Edge:
 
   @functools.cached_property
   def inverse(self) -> Steps:
-    """Steps of the function G for which the condition is `i >= G(j)` if `upper`, otherwise `i <= G(j)`."""
+    """The condition solved for the query: steps of the function G such that i >= G(j) if `upper`, otherwise i <= G(j)."""
     return first_above(self.steps) if self.upper else last_below(self.steps)
   def key(self, i:Any) -> Any:
-    """Returns the last key (or, unless `upper`, the first key) that the query at position i sees."""
+    """Returns the last key that the query at position i sees under this condition; if not `upper`, the first key."""
     return clamped(self.steps, i)
   def query(self, j:Any) -> Any:
-    """Returns the first query (or, unless `upper`, the last query) that sees the key at position j."""
+    """Returns the first query that sees the key at position j under this condition; if not `upper`, the last query."""
     return clamped(self.inverse, j)
   @property
   def known(self) -> bool|None:

@@ -6,7 +6,7 @@ from attn.functions.symbols import BATCH, KEY, QUERY, QUERY_HEAD, depends, eleme
 from attn.tinygrad_compat import Ops, UOp, dtypes
 
 class Along(NamedTuple):
-  """Index along one axis of a tensor: `sign*what + plus`."""
+  """Index along one axis of a tensor: `sign*what + plus`, such as i - j + 3."""
   what: str|None  # "b", "h", "i", "j" or "i - j"; None: a constant index
   sign: int
   plus: int
@@ -36,7 +36,7 @@ def _along(index:UOp) -> Along|None:
   return Along(what, sign, int(plus.val)) if plus.op is Ops.CONST else None
 
 def simple_index(element:UOp) -> tuple[Along, ...]|None:
-  """Returns the index of an element along each axis of its tensor; None if kernels do not support one of them."""
+  """Returns for each axis of a tensor the index by which an element of it is read; None if kernels do not support one of the indices."""
   found = [_along(index) for index in indices_of(element)]
   known = tuple(x for x in found if x is not None)
   # None of b, h, i and j may occur in the indices of two axes.

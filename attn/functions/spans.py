@@ -120,7 +120,7 @@ class MaskSpans:
     return None
 
   def _chosen(self, u:UOp) -> MaskSpan|None:
-    """Returns the lowest and highest value of a WHERE, which chooses one of two values by a condition; None if those of a value are not known."""
+    """Returns the lowest and highest value of the WHERE `u`; None if they are not known for one of its two alternatives."""
     c, yes, no = self.condition(u.src[0]), self.of(u.src[1]), self.of(u.src[2])
     if yes is None or no is None: return None
     if u.dtype == dtypes.bool: either = Extremes(yes.low & no.low, yes.high | no.high)
@@ -155,7 +155,7 @@ def is_row_of_numbers(u:UOp) -> bool:
   return last is KEY and not any(depends(x, KEY) for x in others)
 
 def one_sided_expressions(mask:UOp) -> list[UOp]:
-  """Returns the expressions of the query alone and of the key alone of which the mask is made: i//64 and tokens[j] for i//64 == tokens[j]."""
+  """Returns the expressions in a mask that depend on the query alone or on the key alone: [i//64, tokens[j]] for i//64 == tokens[j]."""
   # For `i//64 == tokens[j]` these expressions are i//64 and tokens[j].
   found = dict[UOp, None]()
   def taken(u:UOp) -> Extremes:
@@ -165,7 +165,7 @@ def one_sided_expressions(mask:UOp) -> list[UOp]:
   return list(found)
 
 def span_of(mask:UOp, extremes_of:Callable[[UOp], Extremes]) -> Extremes:
-  """Returns the lowest and highest value of a mask on a tile (whether all scores are visible, whether some are); `extremes_of` gives those of its
-  parts."""
+  """Returns the lowest and highest value of a mask on a tile: whether all scores are visible, and whether any is. `extremes_of` tells them for
+  one-sided expressions."""
   # `extremes_of` returns the lowest and the highest value of an expression of the query alone or of the key alone.
   return MaskSpans(extremes_of).condition(mask).extremes

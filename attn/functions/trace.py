@@ -61,7 +61,7 @@ def trace(signature:FunctionForm, function:Any, tensors:TensorKinds) -> Traced|N
 
 @dataclass(frozen=True)
 class Held:
-  """Wrapper around a caller's function, for an argument that an `lru_cache` must ignore: all wrappers are equal."""
+  """Holds score_mod or mask_mod for an argument that `lru_cache` ignores: all objects of this class are equal."""
   function: Callable[..., Any] = field(compare=False)
 
 @lru_cache(256)
@@ -147,7 +147,7 @@ def is_absolute(u:UOp) -> bool:
 def greater_of_signs(x:UOp) -> UOp: return committed(x.maximum(-x))
 
 def element(what:str, u:UOp, rewritten:dict[UOp, UOp]) -> UOp:
-  """Rewrites an element of a tensor, or of a view of one, as the tensor itself with an int32 index for each axis."""
+  """Rewrites `u`, an element of a tensor or of a view of one, as an element of the tensor itself with an int32 index for each axis."""
   # If a view was first permuted or sliced, and then reshaped, the result has one index into the flattened tensor. `rewritten` maps UOps of the
   # caller's function to their new forms. `what` names the function in error messages.
   u = unmoved(u)

@@ -49,7 +49,8 @@ def _operands(x:Instruction) -> list[str]: return [a.strip() for a in x.args.spl
 def _without(facts:Facts, registers:Iterable[str]) -> Facts: return frozenset(f for f in facts if f.isdisjoint(registers))
 
 def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:str) -> Facts:
-  """Returns what is known of lane masks after an operation writes the register `out`; `rules` say how its bits follow from `operands`."""
+  """Returns the facts about lane masks (registers with a bit per lane) after an operation writes `out`; `rules` say how its bits follow from
+  `operands`."""
   # "" names the new value of `out` here, because facts about the old value are still needed
   # A rule (all_of, none_of) says which bits the operation sets: those that are set in all operands of `all_of` and clear in all operands of
   # `none_of`. Both are strings of letters. `operands` maps each letter to a register.
@@ -65,7 +66,7 @@ def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:st
   return _least(frozenset(out if x == "" else x for x in f) for f in _without(frozenset(known), {out, "-1"}))
 
 def _after_scalar(facts:Facts, m:re.Match[str], operands:list[str]) -> Facts:
-  """Returns what is known of lane masks after a logical scalar instruction; `m` is the match of its mnemonic."""
+  """Returns the facts about lane masks after a bitwise scalar instruction, such as s_and_b64; `m` is the match of its mnemonic."""
   # An instruction with _saveexec or _wrexec combines its operand with EXEC and stores the result in EXEC. The result register gets the old value of
   # EXEC (_saveexec) or the new value (_wrexec).
   def halves(operand:str) -> tuple[str, ...]: return (_dwords(operand)*2)[:int(m[3])//32]
@@ -103,8 +104,7 @@ def _on_edge(facts:Facts, block:Block, taken:bool) -> Facts:
   return _least(f - set(EXEC) for f in facts) if last == ("s_cbranch_execz" if taken else "s_cbranch_execnz") else facts
 
 def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
-  """Returns what is known of lane masks at the beginning of each basic block, None for a block that cannot be reached; `entry` is known at block
-  0."""
+  """Returns the facts about lane masks at the beginning of each basic block, None for a block that no path reaches; `entry` are those of block 0."""
   known: list[Facts|None] = [None]*len(blocks)
   known[0], waiting = entry, [0]
   while waiting:
@@ -123,7 +123,7 @@ def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
   return known
 
 def whole_waves(blocks:Sequence[Block], wave:int) -> list[list[bool]|None]:
-  """Returns, for each instruction of each basic block, whether all lanes of a wave are known to be active."""
+  """Returns, for each instruction of each basic block, whether all lanes are certainly active; None for a block that no path reaches."""
   # None for a block that no path leads to
   whole = frozenset(frozenset({half}) for half in EXEC[:wave//32])
   found = list[list[bool]|None]()

@@ -99,7 +99,7 @@ HALVES = ("vcc", "exec")      # names that stand for two registers each
 _FEWER_LANES = re.compile(r"v_cmpx|s_and_saveexec|s_and(n2|_not1)?_b\d+ exec(_lo)?, exec(_lo)?,")      # any other write to EXEC may switch lanes on
 
 class KnownRegisters:
-  """Ranges of the values that registers can have: `active` holds for the active lanes, `every` for all lanes."""
+  """Range of values that each register can have: `active` in the active lanes, `every` in all lanes."""
   def __init__(self, active:Known, every:Known): self.active, self.every = active, every
   def copy(self) -> KnownRegisters: return KnownRegisters(dict(self.active), dict(self.every))
 
@@ -115,8 +115,8 @@ class KnownRegisters:
     if "exec" in results and not _FEWER_LANES.match(x.text): self.active = dict(self.every)
 
   def meet(self, other:KnownRegisters, often:bool) -> bool:
-    """Widens these ranges to include those of `other`, a second path to the same code; returns whether a range changed. `often`: it becomes unknown
-    then."""
+    """Widens the ranges to include those of `other`, from another path to the same code; returns whether one changed. If `often`, changed ranges
+    become unknown."""
     changed = False
     for known, more in ((self.active, other.active), (self.every, other.every)):
       for r, before in list(known.items()):

@@ -54,6 +54,7 @@ def issued_together(text:str) -> Iterator[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=16384)
 def uses(x:Instruction) -> tuple[tuple[str, ...], tuple[str, ...]]:
-  """Returns (registers that an instruction writes, registers that it reads), for a pair that issues together those of both."""
+  """Returns (registers that an instruction writes, registers that it reads); for a pair of instructions that issue together, the registers of
+  both."""
   found = [_half_uses(op, args) for op, args in issued_together(x.text)]
   return tuple(r for writes, _ in found for r in writes), tuple(r for _, reads in found for r in reads)

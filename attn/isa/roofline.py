@@ -45,8 +45,7 @@ def trips(p:Problem, tile:Tile) -> list[int]:
   return found
 
 def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
-  """Returns a lower bound on the time until `machines` compute units have run all jobs: `copies` jobs for each number in `sizes`, which is the job's
-  time."""
+  """Returns a lower bound on the time in which `machines` compute units run all jobs: `copies` jobs of each duration in `sizes`."""
   jobs = sorted(sizes, reverse=True)
   count, total = len(jobs)*copies, sum(jobs)*copies
   # The bound is the largest of several. One is the mean time of the units. The others follow from the longest jobs: of 2*machines + 1 jobs, some

@@ -24,7 +24,7 @@ def counters_in(number:int, counters:Counters) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Awaited:
-  """The memory accesses that a wait instruction waits for."""
+  """Memory accesses that a wait instruction waits for: their number, and facts about the last one."""
   accesses: int                 # number of accesses
   last: str                     # text of the instruction of the last access
   kind: str                     # kind of that instruction
@@ -33,7 +33,7 @@ class Awaited:
 
 @dataclass(frozen=True)
 class Stop:
-  """A wait instruction, for one counter, or a barrier, in an iteration of the hot loop."""
+  """A barrier, or a wait instruction for one counter such as vmcnt, in an iteration of the hot loop."""
   at: int                       # index among the instructions of the iteration
   matrix: int                   # matrix instructions of the iteration before it
   what: str                     # such as "vmcnt(4)", "s_barrier", or the text of a wait for the vector ALU
@@ -44,7 +44,7 @@ _NO_ACCESS = ("buffer_inv", "buffer_gl", "global_inv", "global_wb", "s_dcache") 
 _WITH_RESULT = re.compile(r"\b(glc|sc0|TH_ATOMIC_RETURN)\b")
 
 def raised_by(x:Instruction, counters:Counters) -> set[str]:
-  """Returns the counters that an instruction increments."""
+  """Returns the counters of memory accesses, such as vmcnt, that an instruction increments."""
   if x.op.startswith(_NO_ACCESS): return set()
   if x.kind.startswith("lds_"): return {counters.lds}
   if x.kind == "scalar_load": return {counters.scalar}
@@ -64,7 +64,7 @@ def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
   return {one[1]: value} if one is not None else {}
 
 def path_of_waits(blocks:Sequence[Block], loop:Loop, usual:Sequence[int]) -> list[int]:
-  """Returns the basic blocks of an iteration in which its waits are: those of the path `usual`, and those that only waves with active lanes run."""
+  """Returns the basic blocks of an iteration that can have waits: those of the path `usual`, and those that waves without active lanes skip."""
   path = []
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)

@@ -42,7 +42,7 @@ TWO, NO_ORDER, IN_ORDER, OF_FEW = ALL_WAYS = "two kernels", "in no order", "in o
 Launches = list[tuple[BackwardLaunch, ListedBlocks|None]]     # one after another, each with the lists of tiles that it gets
 
 def launches_of(p:Problem, arch:Chip, way:str, shape:WgmmaBackwardShape|None=None) -> Launches:
-  """Returns the launches that compute dq, dk and dv in the way named `way`, one of ALL_WAYS."""
+  """Returns the launches that compute dq, dk and dv in one of ALL_WAYS, such as two kernels, or one kernel."""
   # `shape` is the tile shape of the one kernel; None: the shape that attn uses.
   one: AtOnceTile|None = None
   if way == OF_FEW: one = WgmmaFewQueriesTile(**vars(shape or FEW_QUERIES_WGMMA), matrix=MMA[p.dtype])

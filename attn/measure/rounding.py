@@ -23,11 +23,11 @@ WIDTHS = (64, 128)
 ERROR_COLUMNS = ("D", "keys", "stored as", "scales", "rotated", "error of scores", "error of output")
 
 def through(x:NDArray[np.float64], change:Callable[[Tensor], Tensor]) -> NDArray[np.float64]:
-  """Applies `change`, a function of an fp32 Tensor, to a float64 array, which is rounded to fp32 before; returns float64."""
+  """Rounds a float64 array to fp32, applies `change`, a function of a Tensor, and returns the result as float64."""
   return change(Tensor(x.astype(np.float32))).float().numpy().astype(np.float64)
 
 def to_format(format:Format, scale_dtype:DType) -> Rounding:
-  """Returns a function that rounds rows to an 8-bit format, with scales of dtype `scale_dtype`, and back to float64."""
+  """Returns a function that rounds rows to an 8-bit format with scales of dtype `scale_dtype`, and converts them back to float64."""
   def changed(x:Tensor) -> Tensor:
     scale = format.scale_of(sizes_of(x).max(-1, keepdim=True), scale_dtype)
     return format.decode(format.stored(x, scale))*scale

@@ -188,7 +188,7 @@ def cut(u:UOp, axis:int, first:int, count:int) -> UOp:
   return u.shrink(tuple((first, first + count) if i == axis else (0, n) for i, n in enumerate(u.max_shape)))
 
 def rows_in_buffer(u:UOp, axis:int, first:int, count:int) -> UOp:
-  """Copies `count` rows along an axis, from row `first` on, to a new buffer; returns `u` itself if these are all its rows."""
+  """Copies rows first..first+count-1 along an axis of `u` to a new buffer; returns `u` itself if it has no other rows."""
   # tinygrad's `contiguous()` would make a view of a buffer that is already contiguous, and tinygrad's memory planner would not know that the buffer
   # is still in use
   return u if count == u.shape[axis] else filled_with_rows(cut(u, axis, first, count))

@@ -54,7 +54,7 @@ class RowGradient:
   found: Tensor
 
 def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:str) -> Tensor:
-  """Adds the parts of a gradient, each for some rows, to a tensor of this `shape` on a device; `axis` counts rows."""
+  """Adds gradients of single runs of rows to a gradient of all rows, of this `shape`, on a device; `axis` counts rows."""
   # A part is padded with zeros to all rows. The additions run one after another, so that at most two padded parts are in memory at a time.
   total = None
   for part in parts:

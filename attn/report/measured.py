@@ -59,7 +59,7 @@ def judged(shape:ReportedShape, arch:Chip) -> JudgedShape:
 def failed(text:str) -> JudgedResult: return JudgedResult(False, text, None, None, 0.0)
 
 def first_run(found:JudgedShape, name:str, tile:Any, *outputs:Any) -> None:
-  """Compiles and runs once the kernel that computes `outputs`, and appends it to the kernels in `found`, with the seconds of this run."""
+  """Compiles the kernel that computes `outputs`, runs it once, and appends it to the list of kernels in `found`."""
   schedule = compiled(*outputs)
   found.kernels.append(ReportedKernel(name, str(tile), schedule, device_seconds(schedule)))
 

@@ -28,7 +28,7 @@ class WrongProducts(RuntimeError):
 
 @dataclass(frozen=True)
 class RateToMeasure:
-  """Something to measure, such as TFLOP/s of matrix instructions or GB/s of a copy: its name, its unit, and how it is timed."""
+  """A speed to measure, such as TFLOP/s of matrix instructions or GB/s of a copy, and the function that measures it."""
   what: str
   unit: str
   # operations or bytes of one run
@@ -37,7 +37,7 @@ class RateToMeasure:
   timer: Callable[[], Callable[[int], float]]
 
 def loop_rate(arch:Chip, dtype:str, trips:int, compute_units:int) -> RateToMeasure|None:
-  """Returns the measurement, still to be made, of how fast a chip executes matrix instructions alone; None if attn knows no such instruction."""
+  """Prepares the measurement of how fast a chip executes matrix instructions alone; None if attn knows no matrix instruction of the chip."""
   if (loop := matrix_loop(arch, dtype)) is None: return None
   # `trips` is the number of loop iterations of a wave, and `compute_units` says how many compute units get workgroups
   groups = compute_units*loop.workgroups
@@ -58,7 +58,7 @@ def gemm_rate(n:int, dtype:str) -> RateToMeasure:
   return RateToMeasure(f"tinygrad's GEMM ({n} x {n} x {n}, {dtype}, fp32 sums, as tinygrad schedules it, no search)", TFLOPS, 2*n**3, timer)
 
 def copy_rate(nbytes:int, by_attn:bool) -> RateToMeasure:
-  """Returns the measurement, still to be made, of how fast the card copies `nbytes` bytes in memory, by a kernel of attn or by tinygrad."""
+  """Prepares the measurement of how fast the card copies `nbytes` bytes in memory, by a kernel of attn or by tinygrad."""
   # `nbytes` should be more than every cache holds; tinygrad computes x + 1
   def timer() -> Callable[[int], float]:
     x = Tensor.ones(nbytes//4).contiguous().realize()

@@ -145,7 +145,7 @@ class CardReport:
   @property
   def right(self) -> bool: return all(x.right for x in self.rows)
   def best_rate(self, unit:str) -> MeasuredRate|None:
-    """Returns the highest of the card's measured rates in this unit (TFLOP/s or GB/s), with which the kernels' rates are compared."""
+    """Returns the highest of the card's measured rates in this unit, TFLOP/s or GB/s."""
     return max((x for x in self.rates if x.unit == unit), key=lambda x: x.rate, default=None)
 
 # ***** to text and back *****

@@ -106,7 +106,7 @@ def with_selected_inputs(graph:type, renew:Callable[[Any, list[int]], None]=rene
   return SelectedInputs
 
 def holds(whole:Buffer, part:Buffer) -> bool:
-  """Returns whether `part` is a region of the buffer `whole`, and smaller than it."""
+  """Returns whether `part` is a region of the buffer `whole` and smaller than `whole`."""
   ends = [(b.offset, b.offset + b.nbytes) for b in (whole, part)]
   return whole.base is part.base and ends[0] != ends[1] and ends[0][0] <= ends[1][0] and ends[1][1] <= ends[0][1]
 

@@ -76,7 +76,7 @@ def with_shared_outputs(body:UOp) -> UOp:
   return body.replace(src=tuple(map(shared, body.src)))
 
 def with_inlined_functions(body:UOp) -> UOp:
-  """Marks each `@function` that another `@function` calls (its expression is `body`) as to be inlined there."""
+  """Marks the calls of `@function`s inside `body`, the expression of another `@function`, so that tinygrad inlines them."""
   # tinygrad compiles only the outermost function separately, and fails at an inner one with the option `precompile`.
   apart = [u for u in body.toposort(enter_calls=False) if u.op is Ops.FUNCTION and u.arg.precompile]
   return body.substitute({u: u.replace(arg=replace(u.arg, precompile=False)) for u in apart})

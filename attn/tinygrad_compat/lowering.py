@@ -42,8 +42,7 @@ def with_attributes(owner:Any, **new:Any) -> Iterator[None]:
     for name, value in old.items(): setattr(owner, name, value)
 
 def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> tuple[Any, Places]:
-  """Returns the result of `make`, and for each UOp made in it the (file, line) of the Python code that made it; files that `internal` accepts don't
-  count."""
+  """Returns (result of `make`, {UOp: (file, line) of the Python code that made it}); code in files that `internal` accepts does not count."""
   # UOps of a cached AST would not be made again.
   ast_of.cache_clear()
   places, create = Places(), UOpMetaClass.__call__
@@ -58,7 +57,7 @@ def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> 
   with with_attributes(UOpMetaClass, __call__=noted): return make(), places
 
 def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]:
-  """Lowers a kernel as `lower` does, and adds to `places` the Python (file, line) behind each new UOp."""
+  """Lowers a kernel as `lower` does; gives each UOp that replaces another one the other's (file, line) in `places`."""
   unified, walk, replace = RewriteContext.unified_rewrite, RewriteContext.walk_rewrite, UOp.replace
   # A UOp that replaces another one gets its place.
   def inherit(new:UOp, old:UOp) -> UOp:

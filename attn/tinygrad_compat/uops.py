@@ -58,7 +58,7 @@ spec_names["VectorDType"] = lambda name: next(dtype for dtype in VECTORS if dtyp
 
 # **** buffers and their views (attn/calls/views.py) ****
 def buffer_under(u:UOp) -> UOp|None:
-  """Returns the buffer of which `u` is a view, or `u` itself if it is a buffer, with pending writes; None for a computed value."""
+  """Returns the buffer that `u` is, or of which `u` is a view, with the writes to it that are pending; None for a computed value."""
   while not u.has_buffer_identity() and u.op in GroupOp.Movement: u = u.src[0]
   inner = u
   while inner.op is Ops.CONTIGUOUS: inner = inner.src[0]

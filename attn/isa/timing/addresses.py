@@ -60,7 +60,7 @@ def _name(op:str) -> str:
 
 @dataclass(frozen=True)
 class _Followed:
-  """A parsed instruction, from which its effect on registers with known values is computed."""
+  """A parsed instruction, with the function that computes its result from known register values."""
   # each line of assembly is parsed only once for all waves
   instruction: Instruction
   operands: tuple[str, ...]                       # operands as written

@@ -46,7 +46,7 @@ class ControlCase:
   @property
   def slots(self) -> int: return MULTIPROCESSORS*int(self.cells["blocks of a multiprocessor"])
   def iterations(self) -> float:
-    """Returns the time from the start of the first workgroup to the end of the last one, as a number of loop iterations."""
+    """Returns the predicted duration of the kernel, from the start of the first workgroup to the end of the last, in loop iterations."""
     return makespan_in_order(work_of_grid(self.problem, self.division), self.slots, 1, 1.0, 0.0)
   def memory_ms(self, apart:bool) -> float:
     """Returns the ms that memory takes to deliver what L2 fetches; `apart`: workgroups that read the same rows do so at different times."""

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 # rows.
 
 class GroupWork:
-  """Work of one workgroup: which rows it loops over, and in how many iterations."""
+  """Work of one workgroup: a number for the rows over which it loops (the same number: the same rows), and its iterations."""
   rows: int         # index of the set of rows that it loops over
   trips: float      # iterations
 
 def starting_order(trips:Sequence[float], heads:int, sharing:int, together:int, splits:int=1) -> list[GroupWork]:
-  """Returns the workgroups of a problem in the order in which they start; `trips` has the number of iterations of each workgroup of one head."""
+  """Returns the workgroups of a problem in the order in which they start. `trips` has the iterations of each workgroup of one head."""
   # `sharing` consecutive heads read the same rows of K and V. `splits` workgroups share the keys of each block. A group of `together` heads comes
   # after another. In a group, the blocks with the most iterations come first. For each block, its heads follow one another.
   blocks = sorted(trips, reverse=True)
@@ -29,7 +29,7 @@ def starting_order(trips:Sequence[float], heads:int, sharing:int, together:int, 
           for head in range(together) for split in range(splits)]
 
 def cut_for_dies(work:Sequence[GroupWork], dies:int) -> list[GroupWork]:
-  """Returns an order of workgroups in which each die gets a consecutive part of `work`."""
+  """Reorders the workgroups `work` so that each die gets consecutive ones, although the hardware deals workgroups to the dies in turn."""
   # the hardware gives workgroups to the dies in turn
   part = -(-len(work)//dies)
   return [work[i] for first in range(part) for i in range(first, len(work), part)]
@@ -46,8 +46,7 @@ def makespan_in_order(work:Sequence[GroupWork], slots:int, dies:int, cycles:floa
   return max(ends)
 
 def rows_fetched(work:Sequence[GroupWork], slots:int, room:float, apart:bool=False) -> float:
-  """Returns how much a cache of size `room` fetches from the next level; both are counted in iterations: the rows of K and V that one iteration
-  reads."""
+  """Returns how much a cache of size `room` fetches from the next level. The unit of both is the rows of K and V that one iteration reads."""
   # `slots` workgroups run at a time; they are a round. With `apart`, the workgroups of a round share fetched rows only if the cache has room for all
   # rows of the round.
   fetched, before = 0.0, dict[int, float]()

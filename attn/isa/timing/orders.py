@@ -23,7 +23,7 @@ KERNELS_OF_ORDERS = (FORWARD, *BACKWARD)
 ORDER_COLUMNS = ("card", "kernel", "B, H/Hkv, N, mask", "order in use", *HEAD_ORDERS)
 
 def orders_of(x:Division, heads:int, dies:int) -> dict[str, Division|None]:
-  """Returns, for each name in HEAD_ORDERS, the division `x` with this order of heads, or None if the numbers of heads or dies don't allow it."""
+  """Returns the division `x` with each order of heads, by the order's name; None if the numbers of heads or dies do not allow this order."""
   found: dict[str, Division|None] = {HEAD_ORDERS[0]: x, ALTERNATE: replace(x, together=heads)}
   found |= {name: replace(x, together=n) if heads % n == 0 else None for name, n in zip(HEAD_ORDERS[2:], HEADS_TOGETHER)}
   return found | {DIES: replace(x, together=1, dies=dies) if dies > 1 else None}

@@ -21,7 +21,7 @@ from attn.problem import BYTES, Problem, Shapes
 # memory, every tensor once, and rows that no cache still has, at the memory's bandwidth.
 
 class CodeTime(Protocol):
-  """Figures of a kernel's machine code from which `predict` computes the time of a problem; a `Timing` has them."""
+  """What `predict` must know of a kernel's machine code, such as the cycles of an iteration; a `Timing` has it."""
   @property
   def chip(self) -> Chip: ...
   @property
@@ -35,7 +35,7 @@ class CodeTime(Protocol):
 
 @dataclass(frozen=True)
 class Division:
-  """How a problem is divided: the rows that each workgroup owns (`own`), and the rows that it reads in each loop iteration (`walked`)."""
+  """How a kernel divides a problem over workgroups: rows that each one owns (`own`), rows that it reads in a loop iteration (`walked`)."""
   own: int
   walked: float
   keys: bool = False                     # a workgroup owns keys, and loops over the queries of every head that shares them
@@ -86,7 +86,7 @@ def walked_in_a_trip(timing:Timing, own:int) -> float:
   return timing.loops[0].scores*timing.waves/own
 
 def trips_of_blocks(p:Problem, x:Division) -> list[float]:
-  """Returns the number of loop iterations of each workgroup of one head, in the order of the rows that they own."""
+  """Returns the number of loop iterations of each workgroup of one head, the workgroup with the first rows first."""
   # a workgroup that owns queries loops over the keys that these queries see; one that owns keys over the queries that see these keys
   left, right = p.window
   mine, others = (p.Sk, p.Sq) if x.keys else (p.Sq, p.Sk)
@@ -101,7 +101,7 @@ def trips_of_blocks(p:Problem, x:Division) -> list[float]:
   return found
 
 def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
-  """Returns how fast L2 can deliver what a loop reads (`row` bytes for each row), as a fraction of what the matrix units need at their peak rate."""
+  """Returns how fast L2 delivers what a loop reads, relative to the matrix units' need at their peak rate; `row` is the number of bytes of a row."""
   # `row` is the number of bytes that one row of the loop needs: a row of K and one of V, or of Q and one of dO. The speed of L2 is that of the card
   # with the least L2 bandwidth per compute unit.
   given = [card.l2/card.cus for card in timing.chip.cards if card.l2]
@@ -119,7 +119,7 @@ def work_of_grid(p:Problem, x:Division) -> list[GroupWork]:
   return cut_for_dies(order, x.dies)
 
 def bytes_of_levels(p:Problem, x:Division, work:list[GroupWork], chip:Chip, slots:int, apart:bool=False) -> dict[str, float]:
-  """Returns {"L2" or another level of memory: bytes that it delivers or takes}, if `slots` workgroups run at a time."""
+  """Returns the bytes that pass through each level of memory, such as {"L2": 1e9, "memory": 1e8}, if `slots` workgroups run at a time."""
   # `apart`: workgroups drift apart (memory.py); a level is missing if its size is not known
   caches, of_queries, of_keys = chip.caches, (p.D + p.Dv)*p.itemsize, p.key_bytes
   trip = x.walked*(of_queries if x.keys else of_keys)*len(x.products)

@@ -51,7 +51,7 @@ class PeerKernel:
 
 @dataclass(frozen=True)
 class StepsOfPeer:
-  """What the timing model found in the machine code of another project's kernel, such as the cycles of an iteration."""
+  """Figures that the timing model found in the machine code of another project's kernel, such as the cycles of an iteration."""
   chip: Chip
   groups: int
   whole_processor: bool
@@ -133,7 +133,7 @@ def of_peer(kernel:PeerKernel, shape:str, card:Card) -> tuple[Prediction, Predic
   return at_both_clocks(problem_of_cell(shape, kernel), steps, division, card)
 
 def cycles_of_mfma(kernel:PeerKernel) -> float:
-  """Returns the predicted cycles of a SIMD for one matrix instruction of MFMA_FLOPS operations, in the kernel's hot loop."""
+  """Returns the predicted cycles of a SIMD for MFMA_FLOPS operations of matrix work (one matrix instruction), in the kernel's hot loop."""
   flops = kernel.walked*kernel.own*4*kernel.D*kernel.groups/get_chip(kernel.chip).pipes.simds
   return kernel.cycles*MFMA_FLOPS/flops
 
@@ -158,8 +158,8 @@ def predicted_rows(published:str, kernels:Iterable[PeerKernel]) -> list[Predicte
   return found
 
 def predictions_within(rows:Iterable[PredictedRow], share:float) -> Mapping[str, int]:
-  """Returns how many predictions differ from the published speed by at most the fraction `share`, at the "rated" and "sustained" clock, and how many
-  in "all"."""
+  """Returns how many predictions lie within the fraction `share` of the published speed, at the "rated" and the "sustained" clock, and how many there
+  are ("all")."""
   ratios = [x.ratios for x in rows if x.rated is not None]
   near = [[r is not None and abs(r - 1) <= share for r in pair] for pair in ratios]
   return {"rated": sum(x for x, _ in near), "sustained": sum(x for _, x in near), "all": len(ratios)}

@@ -31,7 +31,7 @@ _UNIT_OF_KIND = {
 
 @dataclass(frozen=True)
 class Dependence:
-  """One wait of an instruction: for the result of the instruction that stands `back` instructions before it."""
+  """A wait of one instruction for the result of another, which stands `back` instructions before it."""
   back: int       # distance of the earlier instruction, in instructions
   latency: int    # least number of cycles from the issue of the earlier instruction
   register: str   # one of the registers waited for
@@ -164,8 +164,7 @@ def _step(x:Instruction, chip:Chip, m:Machine, bank_cycles:int|None) -> TripStep
   return step
 
 def trip_steps(trip:Sequence[Instruction], chip:Chip, bank_cycles:Sequence[int|None], taken:Sequence[bool]) -> list[TripStep]:
-  """Returns a step of the simulation for each instruction of a loop iteration; the lists say each one's LDS bank cycles, and whether it is a taken
-  branch."""
+  """Returns a step of the simulation for each instruction of a loop iteration, given its LDS bank cycles and whether it is a taken branch."""
   # None in `bank_cycles`: the addresses of the access are not known
   machine, steps = chip.latencies, list[TripStep]()
   for x, needs, waits, banks, jumps in zip(trip, dependences(trip, chip), awaited(trip, chip), bank_cycles, taken, strict=True):

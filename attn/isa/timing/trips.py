@@ -20,7 +20,7 @@ MOST_ISSUES = 60000        # rough limit of instructions to step: a long loop is
 
 @dataclass(frozen=True)
 class Stall:
-  """Time that waves wait at one instruction in the simulation, as a mean over iterations."""
+  """Mean time per iteration that waves wait at one instruction of the simulated loop."""
   step: TripStep
   cycles: float      # cycles from the earliest cycle that the instruction before allowed until the issue
   idle: float        # part of these cycles in which the SIMD's matrix unit was idle
@@ -61,7 +61,7 @@ class Timing:
   def matrix_use(self) -> float: return sum(x.matrix_use*x.cycles for x in self.loops)/self.cycles
   @property
   def share(self) -> float:
-    """Matrix operations of the loops, as a share of what the chip could do in the same cycles at its dense 16-bit peak rate."""
+    """Matrix operations of the loops divided by those that the chip could do in the same cycles at its dense 16-bit peak rate."""
     rate = self.chip.pipes.flops*(2 if self.whole_processor else 1)
     return sum(x.flops for x in self.loops)*self.waves*self.groups/(self.cycles*rate)
 
@@ -89,7 +89,7 @@ def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[in
   return way
 
 def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:WaveState) -> list[int]:
-  """Returns the basic blocks that a wave runs in one iteration, and follows the values of its registers (`state`) through them."""
+  """Returns the basic blocks that a wave runs in one iteration; updates `state`, the values of the wave's registers, by their instructions."""
   path = list[int]()
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)
@@ -106,7 +106,7 @@ def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:
 def _instructions(blocks:Sequence[Block], path:Sequence[int]) -> list[Instruction]: return [x for b in path for x in blocks[b].instructions]
 
 def _taken(blocks:Sequence[Block], path:Sequence[int], closed:bool) -> list[bool]:
-  """Returns, for each instruction in the basic blocks `path`, whether it is a taken branch; `closed`: after the last block comes the first again."""
+  """Returns, for each instruction in the basic blocks `path`, whether it is a taken branch; `closed`: the first block follows the last one."""
   found = list[bool]()
   for b, after in zip(path, [*path[1:], path[0] if closed else -1]):
     found += [False]*len(blocks[b].instructions)
@@ -167,7 +167,7 @@ class _Busy:
   def idle(self, a:int, b:int) -> int: return b - a - (self._until(b) - self._until(a))
 
 def _use(found:Run) -> float:
-  """Returns the share of the simulation's measured time in which the matrix units work."""
+  """Returns in what share of the simulation's recorded cycles the matrix units work."""
   used = [_Busy(x) for x in found.matrix]
   return sum(1 - u.idle(found.begin, found.end)/(found.end - found.begin) for u in used)/len(used)
 

@@ -55,7 +55,7 @@ class Run:
     return (self.end - self.begin)/self.trips
 
 class _Groups:
-  """Barriers of all workgroups in the simulation: which waves have arrived, and which wait."""
+  """Barriers of the simulated workgroups: how many barriers each wave has reached, and which waves wait."""
   def __init__(self, waves:Sequence[Wave]):
     self.members = {g: [i for i, w in enumerate(waves) if w.group == g] for g in {w.group for w in waves}}
     self.arrived = [0]*len(waves)
