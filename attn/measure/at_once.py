@@ -3,14 +3,13 @@ one whose workgroups add in a fixed order, and the kernel for few queries. Also 
 
 `DEV=CUDA python -m attn.measure.at_once [WORD ...]` prints the problems whose name has each WORD; CSV=path writes them to a file."""
 from __future__ import annotations
-import csv, itertools, os, sys
+import itertools, os, sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 import numpy as np
 from attn.calls.checked_kernel import device_arch
-from attn.calls.gradient import BackwardLaunch, kernels_with_tiles
-from attn.calls.tile_lists import tile_lists
+from attn.calls.gradient import kernels_with_tiles
 from attn.chips import Chip
 from attn.chips.matrix import MMA
 from attn.chips.nvidia import FEW_QUERIES_WGMMA
@@ -20,15 +19,14 @@ from attn.choose.backward_tiles import AtOnceTile, faster_at_once
 from attn.choose.dispatch import single_kernel
 from attn.choose.tile_lists import listing
 from attn.functions.trace import functions_of
-from attn.kernels.tile_lists import ListedBlocks
 from attn.kernels.tiles.wgmma import WgmmaBackwardTile, WgmmaFewQueriesTile
-from attn.measure.backward import APART, SIZES, outputs_of, shape_of, torch_backward, torch_seconds
-from attn.measure.functions import (DOCUMENT, FLEX, FUNCTION_ROWS, HEAD_DIMENSION, HEADS, ROWS_OF_ALL, FunctionRow, flex_forward, graph_timer,
+from attn.measure.backward import (APART, SIZES, Launches, computed_gradients, graph_timer, outputs_of, shape_of, torch_backward,
+                                   torch_seconds)
+from attn.measure.functions import (DOCUMENT, FLEX, FUNCTION_ROWS, HEAD_DIMENSION, HEADS, ROWS_OF_ALL, FunctionRow, flex_forward,
                                     tensors_of_functions)
-from attn.measure.inputs import tensors_of_kernel
 from attn.measure.machine import need
-from attn.measure.peers import CUDNN, FLASH, as_tensor, in_turn, on_the_host, random_inputs
-from attn.measure.rows import line_of_row
+from attn.measure.peers import CUDNN, as_tensor, in_turn, on_the_host, random_inputs
+from attn.measure.rows import line_of_row, write_rows
 from attn.ops import renderers
 from attn.problem import Problem, problem_of
 from attn.tinygrad_compat import Device, Tensor, foreign_cuda_context
@@ -38,8 +36,6 @@ from attn.tinygrad_compat import Device, Tensor, foreign_cuda_context
 
 MOST_COLUMNS = 128     # largest head dimension of this kernel
 TWO, NO_ORDER, IN_ORDER, OF_FEW = ALL_WAYS = "two kernels", "in no order", "in order", "few queries"
-
-Launches = list[tuple[BackwardLaunch, ListedBlocks|None]]     # one after another, each with the lists of tiles that it gets
 
 def launches_of(p:Problem, arch:Chip, way:str, shape:WgmmaBackwardShape|None=None) -> Launches:
   """Returns the launches that compute dq, dk and dv in one of ALL_WAYS, such as two kernels, or one kernel."""
@@ -53,17 +49,6 @@ def launches_of(p:Problem, arch:Chip, way:str, shape:WgmmaBackwardShape|None=Non
   elif one is not None: parts, lists = Parts(0, parts.dkdv), (None, listing(p, arch, one, "queries", p.deterministic))
   found, of_kernel = kernels_with_tiles(p, arch, False, parts, lists, dq, dkdv, one), {"dq": lists[0], "dkdv": lists[1], "all": lists[1]}
   return [(launch, of_kernel.get(name)) for name, launch in found.items() if name != "forward"]
-
-def computed_gradients(launches:Launches, have:dict[str, Tensor]) -> dict[str, Tensor]:
-  """Returns dq, dk and dv as lazy tensors, which the launches compute from the tensors `have`."""
-  there, device = dict(have), have["q"].device
-  assert isinstance(device, str)
-  for x, lists in launches:
-    if lists is not None: there["tile_list"] = tile_lists(lists, device, have)
-    after = Tensor.custom_kernel(*tensors_of_kernel(x.shapes, there), fxn=x.kernel)
-    there |= {name: t for name, t in zip(x.shapes, after) if name in x.outputs}
-  parts = {name: there[f"d{name}"] for name in ("q", "k", "v")}
-  return {f"d{name}": t if t.ndim == have[name].ndim else t.sum(0).cast(have[name].dtype) for name, t in parts.items()}
 
 WaysSizes = tuple[int, int, int, int, int, int]     # batch, heads, heads of keys, queries, keys, head dimension
 
@@ -159,18 +144,12 @@ def compare_ways(row:WaysRow) -> dict[str, Any]:
   found_row = {"shape": shape_of(p), "options": row.told, "dtype": p.dtype} | {f"{name} ms": round(x*1e3, 3) for name, x in times.items()}
   return found_row | {"verdict": "ok" if apart <= APART[p.dtype] else "WRONG"}
 
-WAYS_COLUMNS = ("shape", "options", "dtype", *(f"{name} ms" for name in (*ALL_WAYS, FLASH, CUDNN, FLEX)), "verdict")
-
 def main(words:list[str], path:str|None) -> None:
   rows = []
   for row in rows_of_ways(words):
     rows.append(compare_ways(row))
     print(line_of_row(rows[-1]), flush=True)
-    if path is not None:
-      with open(path, "w", newline="") as file:
-        table = csv.DictWriter(file, WAYS_COLUMNS, lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
+    if path is not None: write_rows(rows, path)
 
 if __name__ == "__main__":
   need("python -m attn.measure.at_once", "torch", device="CUDA")

@@ -1,29 +1,37 @@
 """Compares the backward kernels with PyTorch's SDPA backward (FlashAttention-2 and cuDNN; in float32 the memory-efficient backend) on the same NVIDIA
 GPU, in one process and on the same inputs.
 
-`DEV=CUDA COMPARE=1 BWD=1 python bench.py` times one problem (SWEEP=1: all shapes of the table; CSV=path, PLOT=path). `DEV=CUDA python -m
-attn.measure.backward [WORD ...]` prints the problems whose names contain every WORD."""
+`DEV=CUDA COMPARE=1 BWD=1 python bench.py` times one problem (SWEEP=1: all shapes of the table; CSV=path, PLOT=path). `DEV=CUDA [CSV=path] python -m
+attn.measure.backward [WORD ...]` prints the problems whose names contain every WORD, and writes them to a file."""
 from __future__ import annotations
-import itertools, sys
+import itertools, os, sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 import numpy as np
 from attn.calls.checked_kernel import device_arch
-from attn.choose.backward import choose_parts, dkdv_of, dq_of, tiles_of
+from attn.calls.gradient import GRADIENTS_OF_INPUTS, BackwardLaunch, backward_kernels
+from attn.calls.tile_lists import tile_lists
+from attn.chips import Chip
+from attn.choose.backward import parts_of_chosen
 from attn.choose.dispatch import single_kernel
-from attn.kernels.parts.grid.tensors import Shapes, dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.tensors import Shapes, of_backward, split_into
+from attn.kernels.tile_lists import ListedBlocks
 from attn.measure.inputs import tensors_of_kernel
 from attn.measure.machine import need
-from attn.measure.peers import OURS, as_tensor, backends, on_the_host, random_inputs
+from attn.measure.peers import OURS, OURS_IN_NO_ORDER, as_tensor, backends, on_the_host, random_inputs
 from attn.measure.rounds import in_turn, runs_of_a_round
-from attn.measure.rows import line_of_row
+from attn.measure.rows import line_of_row, write_rows
 from attn.ops import renderers
 from attn.problem import Problem
-from attn.tinygrad_compat import Device, Tensor, UOp, compiled, cuda_seconds, device_seconds, foreign_cuda_context
-from attn.values import FLOATS
+from attn.tinygrad_compat import Device, Tensor, UOp, compiled, cuda_graph_seconds, device_seconds, foreign_cuda_context
 
-# Every rate counts 2.5 times the operations of forward (five matrix products), although attn's kernels compute seven products. Times are device
+# Attn's times are those of all kernels that a call's gradients launch, with the default `deterministic=True` and with `deterministic=False`. Every
+# rate counts 2.5 times the operations of forward: five matrix products, although two of attn's kernels together compute seven. Times are device
 # times, measured by events. Each time is a median over rounds. In a round attn and each peer are timed once, one after another.
+
+Launches = list[tuple[BackwardLaunch, ListedBlocks|None]]     # one after another, each with the lists of tiles that it gets
+WAYS_OF_A_CALL = {OURS: True, OURS_IN_NO_ORDER: False}        # attn's name in the table -> deterministic
 
 SIZES: tuple[tuple[int, int, int, int, int, int], ...] = (     # B, H, Hkv, Sq, Sk, D
   (1, 64, 64, 8192, 8192, 128), (4, 16, 16, 4096, 4096, 128), (4, 32, 8, 4096, 4096, 128), (4, 32, 32, 4096, 4096, 64), (1, 16, 16, 16384, 16384, 64),
@@ -74,12 +82,27 @@ def outputs_of(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) ->
   found = Tensor.custom_kernel(*tensors_of_kernel(shapes, have), fxn=fxn)
   return {name: t for name, t in zip(shapes, found) if name not in have}
 
-def our_seconds(*outputs:Tensor) -> Callable[[], float]:
-  """Returns a timer: a function that computes `outputs` again and again for about a quarter of a second, and returns the mean seconds of one
-  computation."""
+def computed_gradients(launches:Launches, have:dict[str, Tensor]) -> dict[str, Tensor]:
+  """Returns dq, dk and dv as lazy tensors, which the launches compute from the tensors `have`."""
+  there, device = dict(have), have["q"].device
+  assert isinstance(device, str)
+  for x, lists in launches:
+    if lists is not None: there["tile_list"] = tile_lists(lists, device, have)
+    after = Tensor.custom_kernel(*tensors_of_kernel(x.shapes, there), fxn=x.kernel)
+    there |= {name: t for name, t in zip(x.shapes, after) if name in x.outputs}
+  parts = {name: there[f"d{name}"] for name in ("q", "k", "v")}
+  return {f"d{name}": t if t.ndim == have[name].ndim else t.sum(0).cast(have[name].dtype) for name, t in parts.items()}
+
+def graph_timer(*outputs:Tensor) -> Callable[[], float]:
+  """Returns a timer of the kernels that compute `outputs`: a function that repeats them in a CUDA graph and returns the mean seconds of one
+  repetition."""
   schedule = compiled(*outputs)
-  count = runs_of_a_round(lambda: device_seconds(schedule))
-  return lambda: cuda_seconds(schedule, count)
+  return cuda_graph_seconds(schedule, runs_of_a_round(lambda: device_seconds(schedule)))
+
+def launches_of_call(p:Problem, arch:Chip) -> dict[str, BackwardLaunch]:
+  """Returns the launches that compute dq, dk and dv of a call of attention, by name, such as "dq" and "dkdv"."""
+  p = split_into(of_backward(p), 1)
+  return {name: x for name, x in backward_kernels(p, arch, False, parts_of_chosen(p, arch)).items() if name in GRADIENTS_OF_INPUTS}
 
 def compare_backward(p:Problem, causal:bool) -> dict[str, Any]:
   """Times the gradients of one problem with attn's kernels and with PyTorch's, and returns the results as a row of the printed table."""
@@ -89,33 +112,23 @@ def compare_backward(p:Problem, causal:bool) -> dict[str, Any]:
   theirs_run = torch_backward(p, causal, *inputs)
   expected = {name: [x.float().cpu().numpy() for x in run()] for name, run in theirs_run.items()}
   arrays = [on_the_host(x) for x in inputs]
-  timers = {name: torch_seconds(run) for name, run in theirs_run.items()}
+  theirs_timers = {name: torch_seconds(run) for name, run in theirs_run.items()}
   with foreign_cuda_context() as theirs:
     renderers.adapt(Device.DEFAULT)
     arch, have = device_arch(), {name: as_tensor(x, p.dtype) for name, x in zip(("q", "k", "v", "do"), arrays)}
-    (dq_tile, dkdv_tile), parts = tiles_of(p, arch), choose_parts(p, arch)
-    steps = {"forward": (p.shapes, single_kernel(p, arch)[0], 0),
-             "dq": (dq_arguments(p, parts=parts.dq), dq_of(p, arch, dq_tile, parts=parts.dq), parts.dq),
-             "dkdv": (dkdv_arguments(p, parts.dkdv), dkdv_of(p, arch, dkdv_tile, parts.dkdv), parts.dkdv)}
-    ours = {}
-    for name, (arguments, fxn, in_parts) in steps.items():
-      found = outputs_of(arguments, fxn, have)
-      ours[name] = our_seconds(*found.values())
-      have |= {n: t.realize() for n, t in found.items()}
-      for n in [n for n in found if in_parts and n != "delta"]:
-        ours[f"sum of {n}"] = our_seconds(whole := found[n].sum(0).cast(FLOATS[p.dtype]))
-        have[n] = whole.realize()
-    all_timers = ours | {name: theirs(timer) for name, timer in timers.items()}
-    times = in_turn(all_timers)
-    got = [have[n].float().numpy() for n in ("dq", "dk", "dv")]
-  apart = max(float((np.abs(x - y)/np.abs(y).max()).max()) for others in expected.values() for x, y in zip(got, others))
-  times[OURS] = sum(times[name] for name in ours if name != "forward")
-  products = p.flops/2      # operations of one matrix product
-  row: dict[str, Any] = {"shape": shape_of(p), "causal": causal, "dtype": p.dtype, "tiles": f"{dq_tile}; {dkdv_tile}"}
-  row["parts"] = f"{parts.dq}, {parts.dkdv}"
-  row |= {name: count*products/times[name]/1e12 for name, count in (("dq", 3), ("dkdv", 4), ("forward", 2))}
-  row |= {f"TFLOP/s {name}": 5*products/times[name]/1e12 for name in (OURS, *timers)} | {"of seven products": 7*products/times[OURS]/1e12}
-  row |= {f"x {name}": times[name]/times[OURS] for name in timers}
+    have |= {name: t.realize() for name, t in outputs_of(p.shapes, single_kernel(p, arch)[0], have).items()}
+    kernels, timers, apart = dict[str, str](), dict[str, Callable[[], float]](), 0.0
+    for name, deterministic in WAYS_OF_A_CALL.items():
+      launches = launches_of_call(replace(p, deterministic=deterministic), arch)
+      found = computed_gradients([(x, None) for x in launches.values()], have)
+      kernels[name], timers[name] = ", ".join(launches), graph_timer(*found.values())
+      got = [t.float().numpy() for t in found.values()]
+      apart = max(apart, *[float((np.abs(x - y)/np.abs(y).max()).max()) for others in expected.values() for x, y in zip(got, others)])
+    times = in_turn(timers | {name: theirs(timer) for name, timer in theirs_timers.items()})
+  row: dict[str, Any] = {"shape": shape_of(p), "causal": causal, "dtype": p.dtype}
+  row |= {f"kernels of {name}": launches for name, launches in kernels.items()}
+  row |= {f"TFLOP/s {name}": 2.5*p.flops/seconds/1e12 for name, seconds in times.items()}
+  row |= {f"{ours} x {name}": times[name]/times[ours] for ours in WAYS_OF_A_CALL for name in theirs_run}
   return row | {"apart": apart, "verdict": "ok" if apart <= APART[p.dtype] else "WRONG"}
 
 def problems(words:list[str]) -> list[tuple[Problem, bool]]:
@@ -130,10 +143,13 @@ def problems(words:list[str]) -> list[tuple[Problem, bool]]:
     if all(word in name_of(p, causal) for word in words): found.append((p, causal))
   return found
 
-def main(words:list[str]) -> None:
+def main(words:list[str], path:str|None) -> None:
+  rows = []
   for p, causal in problems(words):
-    print(line_of_row(compare_backward(p, causal), digits=3), flush=True)
+    rows.append(compare_backward(p, causal))
+    print(line_of_row(rows[-1], digits=3), flush=True)
+    if path is not None: write_rows(rows, path)
 
 if __name__ == "__main__":
   need("python -m attn.measure.backward", "torch", device="CUDA")
-  main(sys.argv[1:])
+  main(sys.argv[1:], os.environ.get("CSV"))

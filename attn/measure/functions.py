@@ -3,19 +3,19 @@ backward. If attn has a built-in option that computes the same result, the optio
 
 `DEV=CUDA [CSV=functions.csv] python -m attn.measure.functions [NAME ...]` prints all rows, or the rows with these names, and writes them to a CSV."""
 from __future__ import annotations
-import csv, os, sys, time
+import os, sys, time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 import numpy as np
 from attn.api.attention import attention
-from attn.measure.backward import torch_seconds
+from attn.measure.backward import graph_timer, torch_seconds
 from attn.measure.machine import need
 from attn.measure.peers import OURS, as_tensor, on_the_host, random_inputs
-from attn.measure.rounds import in_turn, runs_of_a_round
-from attn.measure.rows import line_of_row
+from attn.measure.rounds import in_turn
+from attn.measure.rows import line_of_row, write_rows
 from attn.problem import Problem
-from attn.tinygrad_compat import Context, Device, Tensor, UOp, compiled, cuda_graph_seconds, device_of, device_seconds, dtypes, foreign_cuda_context
+from attn.tinygrad_compat import Context, Device, Tensor, UOp, device_of, dtypes, foreign_cuda_context
 
 # Times are device times, measured by events. Each time is a median over rounds. In a round attn and PyTorch are timed once, one after the other.
 # Backward computes dq, dk and dv from the outputs of forward. PyTorch's block mask is made before these measurements; its time, and the seconds of
@@ -87,12 +87,6 @@ def seconds_of(run:Callable[[], Any], wait:Callable[[], Any]) -> float:
   wait()
   return time.perf_counter() - begin
 
-def graph_timer(*outputs:Tensor) -> Callable[[], float]:
-  """Returns a timer of the kernels that compute `outputs`: a function that repeats them in a CUDA graph and returns the mean seconds of one
-  repetition."""
-  schedule = compiled(*outputs)
-  return cuda_graph_seconds(schedule, runs_of_a_round(lambda: device_seconds(schedule)))
-
 def our_timers(inputs:list[Tensor], **options:Any) -> tuple[dict[str, Callable[[], float]], Tensor, dict[str, float]]:
   """Returns (timers of attn's "forward" and "backward", the output, the seconds of the first call of each)."""
   (q, k, v, do), wait = inputs, device_of(Device.DEFAULT).synchronize
@@ -160,11 +154,7 @@ def main(names:list[str], path:str) -> None:
     if names and row.name not in names: continue
     rows.append({name: f"{x:.4g}" if isinstance(x, float) else x for name, x in compare_functions(row).items()})
     print(line_of_row(rows[-1]), flush=True)
-    if not path: continue
-    with open(path, "w", newline="") as file:
-      writer = csv.DictWriter(file, list(dict.fromkeys(name for x in rows for name in x)))
-      writer.writeheader()
-      writer.writerows(rows)
+    if path: write_rows(rows, path)
 
 if __name__ == "__main__":
   need("python -m attn.measure.functions", "torch", device="CUDA")

@@ -12,7 +12,7 @@ from attn.choose.dispatch import choose, single_kernel
 from attn.chips import get_chip
 from attn.functions.trace import functions_of
 from attn.measure import at_once, inputs, later_calls, latency, machine, short
-from attn.measure.backward import outputs_of
+from attn.measure.backward import computed_gradients, launches_of_call, outputs_of
 from attn.measure.latency import FIRST_CALLS, FirstCall
 from attn.measure.inputs import NUMBERS_DRAWN, normal_numbers
 from attn.measure.rounds import GRAPH_LAUNCHES, ROUND_SECONDS, ROUNDS, in_turn, timed_rounds
@@ -34,13 +34,30 @@ def test_ways_of_backward_give_the_same_gradients(documents:bool) -> None:
     arch = get_chip("sm_90")
     have |= {name: t.realize() for name, t in outputs_of(p.shapes, single_kernel(p, arch)[0], have).items()}
     ways = [at_once.launches_of(p, arch, way) for way in (at_once.TWO, at_once.NO_ORDER, at_once.IN_ORDER)]
-    found = [at_once.computed_gradients(x, have) for x in ways]
+    found = [computed_gradients(x, have) for x in ways]
     for x in found: Tensor.realize(*x.values())
     two, *others = [{name: t.float().numpy() for name, t in x.items()} for x in found]
   assert [len(x) for x in ways] == [2, 3, 3] and ["dq_turns" in x[1][0].shapes for x in ways] == [False, False, True]
   assert [[lists is not None for _, lists in x] for x in ways] == [[documents]*2, *[[False, documents, False]]*2]
   for other in others:
     for name, x in two.items(): np.testing.assert_allclose(other[name], x, atol=5e-3*np.abs(x).max())
+
+@pytest.mark.parametrize("rows,names", ((100, ["dq", "dkdv"]), (64, ["few"])))
+def test_the_timed_launches_are_those_of_a_call(rows:int, names:list[str]) -> None:
+  # attn.measure.backward times the launches that the gradients of a call of attention run: both give the same bits.
+  keys = 100 if rows == 100 else 2**15
+  p, arch = problem(H=8, Sq=rows, Sk=keys, D=64, dtype="float16"), get_chip("sm_90")
+  launches = launches_of_call(p, arch)
+  assert list(launches) == names
+  if names == ["few"]: return      # too large for the emulator
+  with emulated("sm_90"):
+    have = {name: Tensor.randn(1, 8, n, 64, device="EMU").half().realize() for name, n in (("q", rows), ("k", keys), ("v", keys), ("do", rows))}
+    with Context(TRAINING=1): o = attention(have["q"], have["k"], have["v"])
+    of_call = o.gradient(have["q"], have["k"], have["v"], gradient=have["do"])
+    have |= {name: t.realize() for name, t in outputs_of(p.shapes, single_kernel(p, arch)[0], have).items()}
+    timed = computed_gradients([(x, None) for x in launches.values()], have)
+    Tensor.realize(*of_call, *timed.values())
+    for one, other in zip(of_call, timed.values()): np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 def test_rows_of_ways_have_the_options_that_they_name() -> None:
   # attn.measure.at_once measures a list of problems. The name of each problem says its options, and the problem has exactly these options and their
