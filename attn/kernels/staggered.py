@@ -36,13 +36,13 @@ def staggered(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
 
 @dataclass(frozen=True)
 class StaggeredState(ForwardState):
-  """What the kernel carries from one half of an iteration to the next: scores, tiles of K and V on the way to LDS, and the softmax."""
+  """What the kernel carries from one half of an iteration to the next: scores, the softmax, and registers with tiles that LDS gets next."""
   s: UOp            # S^T of the tile whose softmax comes next
   on_the_way: UOp   # parts of K and V tiles that are loaded to registers but not yet stored to LDS
 
 @dataclass(frozen=True)
 class Staggered:
-  """The kernel that `staggered` returns, for one problem, as one thread sees it."""
+  """Builder of the kernel that `staggered` returns: its methods make the UOps of half an iteration, as one thread runs them."""
   # no field changes during the loop over tiles of keys
   tile: Tile
   state: StaggeredState      # before the first iteration

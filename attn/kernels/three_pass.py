@@ -11,7 +11,7 @@ from attn.tinygrad_compat import Tensor
 # device, for every option, and for sharded tensors. The scores take B*H*Sq*Sk*4 bytes of memory. The other kernels never store the scores to memory.
 
 def _lengths(B:int, head:Tensor, Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None, kv_starts:Tensor|None) -> Positions:
-  """Returns at which positions queries and keys stand, and which keys exist, if each batch is one sequence."""
+  """Returns the positions of queries and keys, and which keys exist, if each batch is one sequence."""
   # `head` has the indices of the query heads. The keys of batch b are rows kv_starts[b] to kv_lengths[b] - 1 of k, or all rows if no lengths are
   # given. `top_left` and `offset` say at which position query i stands: see `three_pass`.
   i, j = Tensor.arange(Sq).reshape(Sq, 1), Tensor.arange(Sk).reshape(1, Sk)
@@ -24,7 +24,7 @@ def _lengths(B:int, head:Tensor, Sq:int, Sk:int, top_left:bool, offset:int, kv_l
                    head)
 
 def _sequences(head:Tensor, Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:tuple[int, int]) -> Positions:
-  """Returns at which positions queries and keys stand, and which sequence they belong to, if a single batch holds packed sequences."""
+  """Returns the positions of queries and keys, and the sequence to which each belongs, if a single batch holds packed sequences."""
   # A query sees only keys of its own sequence. `head` has the indices of the query heads. `longest` is (most queries, most keys) of one sequence. If
   # a sequence is longer, its further tokens belong to no sequence, as do tokens outside of all sequences.
   def rows_of_each(cu:Tensor, most:int) -> Tensor: return (cu[1:] - cu[:-1]).maximum(0).minimum(most)
@@ -43,7 +43,7 @@ def _sequences(head:Tensor, Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Ten
   return Positions(belongs, (i + shift).reshape(Sq, 1), j.reshape(1, Sk), counted, head, in_q)
 
 def for_each_query(rows:Tensor, sees:Tensor|None) -> Tensor:
-  """Returns the rows of k or v repeated for each query, with 0 in place of rows that the query does not see."""
+  """Returns the rows of k or v, repeated for each query, with 0 in place of rows that the query does not see (`sees`)."""
   # `rows` is (B, Hkv, Sk, width); the result broadcasts to (B, Hkv, query heads per key/value head, Sq, Sk, width). `sees` says which query sees
   # which key; None: all see all. Without the zeros, inf or NaN in a hidden row times the weight 0 would be NaN, also in the gradients.
   rows = rows.float().unsqueeze(2).unsqueeze(3)
@@ -61,7 +61,7 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Calla
                terms:Callable[[Tensor, Positions], Tensor]=unchanged, sinks:Tensor|None=None, kv_lengths:Tensor|None=None, kv_starts:Tensor|None=None,
                cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None,
                dropout_p:float=0.0, dropout_seed:Tensor|None=None, first_batch_and_head:Tensor|None=None) -> tuple[Tensor, Tensor, Tensor]:
-  """Computes attention in tensor operations, and returns (o, lse, lse_rest), all float32."""
+  """Computes attention in tensor operations, and returns (o, lse, lse_rest: what rounding lost of lse), all float32."""
   # o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm, and lse_rest, the part of lse that rounding to float32 removed. A query that sees no key
   # gives o = 0 and lse = -inf.
   #

@@ -31,7 +31,7 @@ Columns = list[list[UOp]]      # a list for each own row: vectors with one numbe
 
 @dataclass(frozen=True)
 class PlainState:
-  """The values that pass from iteration to iteration of the loop over tiles, and from step to step of an iteration."""
+  """The values that a backward kernel in plain UOps carries from step to step and from iteration to iteration: sums of gradients, lse, delta."""
   sums: tuple[UOp, ...]                                       # registers in which each gradient is summed
   # if the workgroup owns queries, registers of the lse, which turn scores into P. If a score may be as large as fp32 allows (`wide_scores`), also
   # registers of lse_rest: the part of the lse that rounding to fp32 lost.
@@ -51,7 +51,7 @@ PlainWork = Callable[[PlainState, "PlainTrip"], PlainState]
 
 @dataclass(frozen=True)
 class PlainBackward(Rectangle):
-  """A backward kernel for one problem, as one thread sees it."""
+  """Builder of a backward kernel in plain UOps for one problem: its methods return the UOps of the kernel's steps, as one thread runs them."""
   # if the workgroup owns keys, it loops over the queries of one head after another: `head` is the present one
   s: UOp               # S^T of the walked keys of a part, or S of the walked queries of a part
   dp: UOp              # dP of these keys or queries, transposed if they are keys
@@ -134,7 +134,7 @@ class PlainBackward(Rectangle):
 
   # ***** values of own queries *****
   def deltas_and_normalisers(self, ready:list[UOp]) -> tuple[UOp, PlainState]:
-    """Computes delta and lse (prepared for exp2) of each query that the workgroup owns; returns (their stores to registers, state)."""
+    """Computes delta, and lse as exp2 needs it, of each query that the workgroup owns; returns (stores of both to registers, state)."""
     # accesses to local memory come after the operations `ready`; the state has the stores of delta to memory
     group, p, s = self.group, self.p, self.state
     column, loop = self.loop(ceildiv(p.Dv, QUAD*self.tile.down))
@@ -197,17 +197,17 @@ class PlainTrip:
     return [x for rows in in_quads(self.of.own_rows) for x in kept_here(self.of.part_scores, list(rows), self.firsts)]
 
   def own(self, x:UOp, i:int) -> UOp:
-    """Returns a vector of four copies of a number of the i-th own row, which lies in the registers `x`."""
+    """Returns four copies, as a vector, of the i-th number in the registers `x`, which have one number for each row that this thread owns."""
     return ops.splat(ops.extract(x[i//QUAD].load(), i%QUAD), QUAD)
   def of_walked(self, name:str) -> list[list[UOp]]:
-    """Loads one number, such as lse, of each query in this part of a tile: a list for each four neighbouring queries."""
+    """Loads one number of each query in this part of a tile, such as lse, as a list for each four neighbouring queries."""
     rows = self.of.group.query_value_rows(name, self.of.own_rows[0].head)
     return [[rows.buffer[(rows.base + first + e).valid(first + e < rows.count)].load() for e in range(QUAD)] for first in self.firsts]
   def minus_delta(self, s:PlainState) -> Columns:
     if self.of.keys: return [[ops.build(*[scaled_delta(x, self.of.p) for x in quad]) for quad in self.of_walked("delta")]]*len(self.of.own_rows)
     return [[self.own(s.minus_deltas, i)]*len(self.firsts) for i in range(len(self.of.own_rows))]
   def product(self, to:UOp, which:int, ready:list[UOp]) -> tuple[UOp, Columns]:
-    """Computes S (`which` 0) or dP (1) in the registers `to`, and returns (these registers, the products of each own row as vectors)."""
+    """Computes S (`which` 0) or dP (1) in the registers `to`; returns (`to`, the results of each row that this thread owns, as vectors)."""
     # the rows of this part of a tile times the own rows; accesses to local memory come after the operations `ready`
     of = self.of
     x = of.product(to, of.walked[which], of.own[which], KEPT[which], self.t, ready)

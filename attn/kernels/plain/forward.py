@@ -30,7 +30,7 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Ready:
-  """Operations, such as stores and barriers, after which local memory may be accessed."""
+  """Operations, such as stores and barriers, that must come before the next access to local memory."""
   deps: tuple[UOp, ...] = ()
   def after(self, *deps:UOp) -> Ready: return Ready((*self.deps, *deps))
 
@@ -46,14 +46,14 @@ class QueryState(Carried):
 
 @dataclass(frozen=True)
 class Weighed:
-  """Result of `weigh` for a tile of keys: where P is, and the factors by which O must be multiplied before P V is added."""
+  """Result of `weigh` for a tile of keys: the operation after which P is in local memory, and the factors that rescale O."""
   done: UOp            # after this statement, P^T is in local memory
   rescale: list[UOp]   # factors by which O^T must be multiplied, because the rows' maxima may have grown
   stores: list[UOp]    # of the new maxima, and of keys that are loaded to registers before they are needed
 
 @dataclass(frozen=True)
 class PlainForward(Rectangle):
-  """The forward kernel for one problem, as one thread sees it, with a method for each operation of `online_softmax`."""
+  """Builder of the forward kernel in plain UOps for one problem: its methods return the UOps of the steps of `online_softmax`, for one thread."""
   s: UOp             # S^T of the keys of a part of a tile
   top: UOp           # the maximum of each query's scores, including this iteration's scores
   state: QueryState
@@ -144,7 +144,7 @@ class PlainForward(Rectangle):
     return UOp.group(*stores).end(*loop)
 
   def finished(self, rows:list[list[UOp]], t:UOp) -> list[list[UOp]]:
-    """Applies score terms and masks to raw scores of part number `t` of the keys, and returns scores in base e, a list for each key."""
+    """Returns scores in base e, after score terms and masks, of the raw scores `rows` of part number `t` of the keys; one list for each key."""
     # `rows` and the result have a list for each key. The scores are regrouped by query for this, because parts/weights/scores.py works on one query
     # at a time.
     if self.part_scores.raw and not self.masked: return [[ops.mul(x, self.part_scores.unit.natural) for x in row] for row in rows]

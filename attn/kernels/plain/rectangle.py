@@ -51,14 +51,14 @@ def beyond_registers(p:Problem) -> str|None:
                for name, value in widths if value > MAX_WIDTH), None)
 
 def for_rectangles(kernel_of:Callable[..., Callable[..., UOp]]) -> Callable[..., Callable[..., UOp]]:
-  """Wraps a function that makes kernels in plain UOps: rows that are too long raise NotImplementedError."""
+  """Returns `kernel_of`, a function that makes kernels, with a check: rows that are too long raise NotImplementedError."""
   def checked(p:Problem, *how:Any) -> Callable[..., UOp]:
     if (reason := beyond_registers(p)) is not None: raise NotImplementedError(reason)
     return kernel_of(p, *how)
   return checked
 
 def as_rendered(sink:UOp, arch:Chip, tile:RectangleTile) -> UOp:
-  """Returns the kernel `sink` in a form that the chip's renderer takes."""
+  """Returns the kernel `sink` with operations of attn, if the chip's renderer knows them, otherwise in plain UOps."""
   # attn's own renderers take the operations of attn/ops, which work on vectors. All other renderers take plain UOps only: then each operation is
   # replaced by plain UOps. This is also done for a kernel of a single thread.
   ours = arch.name in CHIPS
@@ -79,13 +79,13 @@ def turned_over(rows:list[list[UOp]]) -> list[list[UOp]]:
 
 @dataclass(frozen=True)
 class Section:
-  """A matrix in local memory, with its first float and its shape."""
+  """A matrix in local memory: the index of its first float, and its shape."""
   memory: UOp
   base: int|UOp   # index of the matrix's first float
   shape: SectionShape
   def place(self, row:UOp, column:UOp) -> UOp: return self.memory[row*self.shape.pitch + column + self.base]
   def rows_of_numbers(self, rows:list[UOp], columns:list[UOp]) -> list[list[tuple[UOp, int]]]:
-    """Loads numbers of `rows` and `columns`: a list for each row of (vector that contains the number, its index in the vector)."""
+    """Loads the elements at `rows` x `columns`: for each row a list of (vector that contains the element, its index in the vector)."""
     # columns come in groups of four neighbours
     quads = [[self.quad(row, column) for column in columns[::QUAD]] for row in rows]
     return [[(quad, i) for quad in of_row for i in range(QUAD)] for of_row in quads]
@@ -98,14 +98,14 @@ class Section:
 class Turned(Section):
   """The transpose of a matrix in local memory."""
   def rows_of_numbers(self, rows:list[UOp], columns:list[UOp]) -> list[list[tuple[UOp, int]]]:
-    """Loads numbers of `rows` and `columns`: a list for each row of (vector that contains the number, its index in the vector)."""
+    """Loads the elements at `rows` x `columns`: for each row a list of (vector that contains the element, its index in the vector)."""
     # rows come in groups of four neighbours
     quads = [[self.quad(column, row) for column in columns] for row in rows[::QUAD]]
     return [[(quad, i) for quad in of_rows] for of_rows in quads for i in range(QUAD)]
 
 @dataclass(frozen=True)
 class GlobalOperand:
-  """Left operand of a product that a workgroup of a single thread reads directly from global memory."""
+  """Left operand of a product in a kernel of single threads, which read it directly from global memory."""
   # The operand is rows of a tensor, transposed if `turned`. In place of a row that does not exist, the last row is read: masks hide its scores, and
   # in a sum over rows its weights are 0.
   source: GlobalRows
@@ -123,7 +123,7 @@ class GlobalOperand:
 
 @dataclass(frozen=True)
 class Portion:
-  """The rows and columns of a tensor that the threads copy at one time to one matrix in local memory."""
+  """Rows and columns of a tensor that all threads together copy at one time to a matrix in local memory."""
   section: str
   tensor: str
   first: UOp    # first row
@@ -133,7 +133,7 @@ class Portion:
 # ***** how the work is divided *****
 
 def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
-  """Returns (number of parts, heads in each part) of the work on a device without workgroups, such as a CPU thread."""
+  """Returns (number of independent parts of the work, heads that each part loops over) for a device without workgroups, such as a CPU."""
   # The work is `blocks` blocks of rows of each of `heads` heads (counted over batches). A part loops over its heads. If batches have different
   # numbers of keys, no part has heads of two batches, because the length of the loop over keys must not depend on the loop over heads.
   parts = p.B if p.kv_lengths or p.varlen else 1
@@ -153,7 +153,7 @@ def place_in_rectangle(tile:RectangleTile, thread:UOp) -> tuple[UOp, UOp]:
   return number//(tile.across//across)*down + h, number%(tile.across//across)*across + x
 
 def grid_of(p:Problem, arch:Chip, tile:RectangleTile, blocks:int, heads:int) -> tuple[Grid, ThreadPlace]:
-  """Returns a grid with a workgroup for each of `blocks` blocks of each of `heads` heads, and the thread's position in it."""
+  """Returns (grid of `blocks` workgroups for each of `heads` heads, position of the thread in its workgroup)."""
   # Heads are counted over batches. A device without workgroups, such as a CPU, computes one part after another: a part owns one block of rows and
   # loops over some heads (`serial_items`).
   new, here, own = Allocator(), UOp.const(0), OwnKeys(tile.down, tile.walked)
@@ -170,7 +170,7 @@ def grid_of(p:Problem, arch:Chip, tile:RectangleTile, blocks:int, heads:int) -> 
 
 @dataclass(frozen=True)
 class Rectangle:
-  """A kernel for one problem, as one thread of the rectangle of threads sees it."""
+  """Builder of a kernel in plain UOps for one problem, whose threads form a rectangle: its methods return UOps for one thread."""
   tile: RectangleTile
   new: Allocator
   group: Workgroup
@@ -186,13 +186,13 @@ class Rectangle:
   def p(self) -> Problem: return self.group.p
   @property
   def quads(self) -> range:
-    """Indices of this thread's groups of four neighbouring rows, of those that the workgroup owns."""
+    """Indices of the groups of four neighbouring rows that this thread computes, of the rows that the workgroup owns."""
     return range(self.tile.own//QUAD)
   @functools.cached_property
   def sections(self) -> Sections: return self.tile.sections(self.p)
   @property
   def part_scores(self) -> Scores:
-    """The scores of one part of a tile: the rows of a tile that all threads together compute at one time."""
+    """The scores of one part of a tile: of those rows of the tile that all threads together compute at one time."""
     scores = replace(self.group.scores, block_n=self.tile.down*self.tile.walked)
     return scores if self.head is None else scores.of_head(self.head)
   @property
@@ -202,14 +202,14 @@ class Rectangle:
     return hides_some(self.group.scores.walk, self.tile.block_n)
   @property
   def items(self) -> list[UOp]:
-    """A list with the loop over heads if the device has no workgroups, otherwise an empty list."""
+    """A list with the range of the loop over heads, if the device has no workgroups, otherwise an empty list."""
     return [x for x in self.group.grid.ranges if x.arg[-1] is AxisType.LOOP]
   def rows_of(self, tensor:str) -> GlobalRows: return self.group.rows_of(tensor, self.head)
   def in_block(self, j:int) -> UOp:
-    """Returns the index, among the workgroup's own rows, of the first row of this thread's j-th group of four rows."""
+    """Returns the index, among the rows that the workgroup owns, of the first row of this thread's j-th group of four rows."""
     return (self.at.x + j*self.tile.across)*QUAD
   def result_row(self, i:int) -> UOp:
-    """Returns the index of a row of a product, among the rows of all threads, for the i-th row of this thread."""
+    """Returns the index of this thread's i-th row of a product, among the rows that all threads compute."""
     # In scores, a row of the product belongs to a walked row. O and gradients are computed transposed, so there a row of the product is a column of O
     # or of the gradient.
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
@@ -225,14 +225,14 @@ class Rectangle:
   # ***** registers *****
   def all(self, x:UOp) -> list[UOp]: return [x[i] for i in range(x.max_numel())]
   def each(self, x:UOp) -> list[UOp]:
-    """Returns the registers `x`, with one number for each of this thread's own rows, as a list of vectors of four."""
+    """Returns the registers `x`, which have one number for each row that this thread owns, as vectors of four numbers."""
     return [x[j] for j in self.quads]
   def zeroed(self, x:UOp) -> UOp: return UOp.group(*[y.store(ops.splat(0.0, QUAD)) for y in self.all(x)])
   def width(self, acc:UOp) -> int:
     """Returns how many columns of O (or of a gradient) this thread sums in the registers `acc`."""
     return acc.max_numel()//len(self.quads)
   def blocks(self, acc:UOp) -> int:
-    """Returns into how many groups, computed one after another, a thread divides its columns of the sum `acc` (O or a gradient)."""
+    """Returns the number of groups into which a thread divides its columns of `acc` (O or a gradient), to compute one group after another."""
     # the thread computes one block after another
     return self.width(acc)//(self.tile.columns or self.width(acc))
   def block_of(self, acc:UOp, block:UOp) -> list[UOp]:
@@ -251,8 +251,7 @@ class Rectangle:
 
   # ***** products *****
   def product(self, to:UOp, walked:str, own:str, kept:str, t:UOp, ready:list[UOp], ahead:UOp|None=None) -> UOp:
-    """Multiplies part number `t` of the rows of tensor `walked` by the workgroup's rows of tensor `own`; returns the registers `to` with the
-    products."""
+    """Multiplies part number `t` of the rows of tensor `walked` by the rows of tensor `own` that the workgroup owns; returns the registers `to`."""
     # Rows are copied to local memory a few columns at a time, after the operations `ready`. If the own rows stay in local memory, `kept` is the name
     # of the section (matrix) of local memory from which they are read. If the kernel loads data to registers before it needs them, the registers
     # `ahead` have the first walked rows.
@@ -320,7 +319,7 @@ class Rectangle:
 
   # ***** from global to local memory *****
   def first_of(self, tensor:str, t:UOp) -> Portion:
-    """Returns which rows and columns of tile t of K or V are copied to local memory first."""
+    """Returns which rows and columns of tile t of K or V the threads copy to local memory first."""
     # a tile may be copied in several such portions
     tile, first = self.tile, self.group.scores.row(t*self.tile.block_n)
     if tensor == "k": return Portion("walked", "k", first, UOp.const(0), tile.block_n)
@@ -335,7 +334,7 @@ class Rectangle:
   def width_of(self, tensor:str) -> int: return self.p.D if tensor == "k" else self.rows_of(tensor).width
 
   def element(self, tensor:str, first:UOp, row:UOp, column:UOp, *there:UOp) -> UOp:
-    """Loads an element of row `first` + `row` of `tensor` in fp32, or 0 where a condition of `there` is false."""
+    """Loads one element of row `first` + `row` of `tensor` in fp32: 0 if any condition in `there` is false."""
     def loaded(name:str, column:UOp|int) -> UOp:
       rows = self.rows_of(name)
       at = rows.start(first, row) + column
@@ -348,13 +347,13 @@ class Rectangle:
     return found if p.Dv == p.D else (column < p.Dv).where(found, loaded("k_rotary", (column - p.Dv).maximum(0)).cast(dtypes.float))
 
   def units(self, portion:Portion) -> int:
-    """Returns how many groups of four neighbouring elements one row of the copied data `portion` has."""
+    """Returns the number of groups of four neighbouring elements that each row of `portion` has."""
     shape = self.sections.shapes[portion.section]
     if self.tile.asynchronous and portion.section == "walked": return self.tile.depth_of(self.p.D)//QUAD
     return (shape.rows if shape.turned else self.tile.width(self.width_of(portion.tensor)))//QUAD
 
   def quads_carried(self, portion:Portion) -> int:
-    """Returns how many groups of four neighbouring elements of the copied data `portion` each thread copies."""
+    """Returns the number of groups of four neighbouring elements that each thread copies of `portion`."""
     return ceildiv(portion.n*self.units(portion), self.tile.threads)
 
   def carried(self, portion:Portion, ready:list[UOp]) -> UOp:
@@ -366,7 +365,7 @@ class Rectangle:
     return UOp.group(*[to.memory[place].store(x) for i in items for x, place in self.quad_of(portion, i)]).end(*loop)
 
   def quad_of(self, portion:Portion, item:UOp) -> list[tuple[UOp, UOp]]:
-    """Loads this thread's group number `item` of four elements of `portion`; returns (fp32 element, its place in local memory) for each."""
+    """Loads four elements of `portion`, this thread's group number `item`; returns (fp32 element, index in local memory) for each."""
     to, rows, threads, units = self.section(portion.section), self.rows_of(portion.tensor), self.tile.threads, self.units(portion)
     turned, width = to.shape.turned, self.width_of(portion.tensor)
     count, fast = portion.n*units, math.gcd(portion.n, ROWS_TOGETHER) if turned else 1
@@ -386,7 +385,7 @@ class Rectangle:
     return [UOp.group(*[ahead[i].store(x) for i, x in enumerate(values)])]
 
   def brought(self, portion:Portion, then:Portion|None, ready:list[UOp], ahead:UOp|None) -> list[UOp]:
-    """Returns stores of `portion` to local memory, from global memory or from the registers `ahead`, which are then loaded with `then`."""
+    """Returns stores of `portion` to local memory, from global memory or, if given, from the registers `ahead`, into which `then` is loaded next."""
     # If `ahead` is None, the data comes from global memory. Otherwise it comes from the registers `ahead`, to which it was loaded earlier, and the
     # next data, `then`, is loaded to these registers afterwards.
     if ahead is None: return [self.carried(portion, ready)]
@@ -397,7 +396,7 @@ class Rectangle:
 
   # ***** asynchronous copies *****
   def started(self, portion:Portion, place:UOp, ready:list[UOp], gate:UOp|None=None) -> UOp:
-    """Returns a statement that starts this thread's asynchronous copies of `portion` to its matrix in local memory."""
+    """Returns a statement that starts this thread's asynchronous copies of `portion` to local memory, where `gate` is true."""
     # The copies come after the operations `ready`, and are made only if `gate` is true. The section has room for one or two portions: `place` is 1
     # for the second half of the section, and 0 otherwise. Elements beyond the tensor's last row or column become 0.
     threads, rows, to = self.tile.threads, self.rows_of(portion.tensor), self.section(portion.section, *ready)
@@ -415,12 +414,12 @@ class Rectangle:
     return UOp.group(*map(self.statements.do, copies))
 
   def committed(self, *copies:UOp) -> UOp:
-    """Makes one group of asynchronous copies, for which a thread can wait, and returns the statement."""
+    """Returns a statement that closes a group of asynchronous `copies`, for which threads can wait together."""
     return self.statements.do(nv.commit(self.statements.after(*copies).done), *copies)
 
   def arriving(self, now:Portion, later:Portion, other:Portion, at:tuple[UOp, int], ready:list[UOp], further:list[UOp],
                ahead:UOp|None) -> tuple[Section, list[UOp]]:
-    """Makes the data `now` ready in local memory; returns (their matrix, operations after which it may be read)."""
+    """Returns (matrix in local memory with the data `now`, operations after which it may be read), and starts to fetch `later` or `other`."""
     # For step s of n steps, where `at` = (s, n). The operations `ready` come first. The returned operations include `further`, operations that fill
     # other sections. With asynchronous copies, the step before has started the copies of `now`. This step waits for these copies, and starts the next
     # ones, which run during the products. The next copies are those of `later`, the data of the next step. In the last step they are those of
@@ -439,7 +438,7 @@ class Rectangle:
     return (Turned if now.section == "walked" else Section)(self.memory.after(*there), place, section), there
 
   def over_threads(self, parts:list[UOp], join:Callable[[UOp, UOp], UOp], ready:list[UOp], *done:UOp) -> tuple[list[UOp], list[UOp]]:
-    """Returns (a number for each own row, joined by `join` from several threads' numbers; operations after which local memory is free)."""
+    """Returns (one number for each row of this thread, made by `join` from all threads' `parts`; operations after which local memory is free)."""
     # `parts` has this thread's numbers, a vector for each four of its own rows. The threads exchange the numbers through local memory, after the
     # operations `ready` and the statements `done`. The second list has the operations after which local memory is free for other data.
     if self.tile.alone: return parts, [*ready, *done]

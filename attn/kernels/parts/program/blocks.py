@@ -11,14 +11,14 @@ from attn.score.places import Walk
 from attn.tinygrad_compat import UOp
 
 def run_time(x:UOp, most:int) -> UOp:
-  """Returns `x`, a number that is loaded at run time and equal in all threads, as an index clamped to 0..`most`."""
+  """Returns `x`, a number that the kernel loads and that is equal in all threads, as an index clamped to 0..`most`."""
   # clamped, so that no access can leave a buffer
   return bounded(ops.uniform(x), 0, most)
 
 FEW, MANY = 3, 1000    # numbers of iterations
 
 def trip_count(n:UOp) -> UOp|None:
-  """Returns n as a loop's number of iterations, in a form that is safe for short loops, or None if n is always 0."""
+  """Returns n as the number of iterations of a loop, hidden from the compilers if n is small, or None if n is always 0."""
   # If tinygrad knew that a loop runs at most once, it would move values from before the loop into the loop, and code after the loop could not use
   # them. If clang knew that a loop runs at most three times, it would keep more values in registers than fit: dual_wave spilled 106 registers with
   # 200 keys and a mask, and 52 with 250 queries and 515 keys.
@@ -28,7 +28,7 @@ def trip_count(n:UOp) -> UOp|None:
 
 @dataclass(frozen=True)
 class Extent:
-  """One sequence: its numbers of queries and keys, and the rows at which it begins in the tensors of packed sequences."""
+  """One sequence: its numbers of queries and keys, and the first rows that it has in the tensors q, k and v."""
   n_q: int|UOp
   n_k: int|UOp
   q_start: int|UOp   # row of the tensor q at which the sequence begins
@@ -68,7 +68,7 @@ def over_queries(p:Problem, x:Extent) -> Walk: return Walk(p, "queries", -x.offs
 
 @dataclass(frozen=True)
 class Outside:
-  """Rows of a packed tensor that belong to no sequence, and that the workgroups of one sequence set to 0."""
+  """Those rows of a packed tensor that belong to no sequence and that the workgroups of one sequence set to 0."""
   # These are the rows after this sequence, up to the next sequence or the end of the tensor, and for the first sequence also the rows before it. If
   # cu_seqlens are valid, every row of the tensor belongs either to one sequence or to one `Outside`.
   count: UOp
@@ -101,13 +101,13 @@ class Blocks:
   masked_first: bool   # False if no tile lies before full_begin
 
   def share(self, index:UOp, of:int) -> Blocks:
-    """Divides the tiles into `of` parts of almost equal size, and returns part number `index`."""
+    """Divides the tiles into `of` shares of almost equal size, and returns share number `index`."""
     # if there are fewer than `of` tiles, the last parts are empty
     each = (self.end - self.begin + (of - 1))//of
     first = (self.begin + index*each).minimum(self.end)
     return self.between(first, (first + each).minimum(self.end))
   def range(self, index:UOp, tiles:int) -> Blocks:
-    """Returns the tiles of this loop among tiles `index`*`tiles` to (`index` + 1)*`tiles` - 1 of the sequence."""
+    """Returns those of these tiles that are among tiles `index`*`tiles` to (`index` + 1)*`tiles` - 1 of the sequence."""
     first = (index*tiles).maximum(self.begin).minimum(self.end)
     return self.between(first, ((index + 1)*tiles).maximum(first).minimum(self.end))
   def between(self, first:UOp, last:UOp) -> Blocks:
@@ -116,7 +116,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class TileList:
-  """List of the tiles in which a mask leaves scores, over which one workgroup loops."""
+  """A list of tiles, those in which a mask leaves visible scores, over which one workgroup loops."""
   # attn/kernels/tile_lists.py makes the list. A list begins with two numbers: how many tiles its first group has, and how many tiles the list has.
   # Then come the indices of the tiles. The first group has the tiles of which the mask hides some scores, and the second group those of which it
   # hides none. With turns, the two groups are in the other order. The entries left over, at least one, are filled with the number `tiles`. A list
@@ -130,11 +130,11 @@ class TileList:
   with_turns: bool   # whether the list also has turns
   def entry(self, i:int|UOp) -> UOp: return run_time(self.entries[self.first + i].load(), self.tiles)
   def row(self, place:UOp) -> UOp:
-    """Returns the index, in the sequence, of the row at position `place`, counted over the listed tiles in the order of the list."""
+    """Returns the index in the sequence of row number `place`, where only the rows of the listed tiles are counted, in the order of the list."""
     # beyond the list: a row beyond the sequence
     return self.entry((place//self.size).minimum(self.tiles) + OF_A_LIST)*self.size + place%self.size
   def turn(self, i:UOp) -> UOp:
-    """Returns how many workgroups that start earlier also loop over the tile of iteration i."""
+    """Returns how many of the workgroups that start earlier also loop over the tile of iteration i."""
     return self.entries[self.first + list_length(self.tiles) + i//(self.size//self.block_n)].load()
   @property
   def blocks(self) -> Blocks:
@@ -151,23 +151,23 @@ class Descending:
   count: UOp      # number of rows of the sequence
   size: int       # rows of a tile
   def row(self, place:UOp) -> UOp:
-    """Returns the index, in the sequence, of the row at position `place`, counted over the tiles from the last one to the first."""
+    """Returns the index in the sequence of row number `place`, where rows are counted tile by tile, from the last tile to the first."""
     tile, beyond = place//self.size, (self.count + (self.size - 1))//self.size
     # after the loop: a row beyond the sequence
     return (tile < self.tiles.end).where(self.mirrored(tile) - 1, beyond)*self.size + place%self.size
   def mirrored(self, x:UOp) -> UOp:
-    """Converts a boundary between tiles, counted from the first tile, to one counted from the last tile, or back."""
+    """Converts a boundary between tiles from a count that begins at the first tile to one that begins at the last tile, or back."""
     return self.tiles.begin + self.tiles.end - x
   @property
   def blocks(self) -> Blocks:
-    """The tiles that the workgroup loops over, counted from the last tile of the loop: 0 is the last tile."""
+    """The tiles over which the workgroup loops, numbered from the last tile of the loop: 0 is the last tile."""
     x = self.tiles
     return Blocks(x.begin, self.mirrored(x.full_end), self.mirrored(x.full_begin) if x.masked_first else x.end, x.end, True)
 
 OF_A_LIST = 2      # numbers before the first tile of a list
 
 def list_length(tiles:int, with_turns:bool=False) -> int:
-  """Returns the number of entries of a list for `tiles` tiles. With turns, each tile has one more: which workgroup adds when."""
+  """Returns how many entries the list of a workgroup with `tiles` tiles has; with turns one more for each tile: after how many workgroups it adds."""
   return OF_A_LIST + tiles + 1 + tiles*with_turns
 
 def tiles_of_list(length:int, with_turns:bool) -> int:

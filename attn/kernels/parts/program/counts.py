@@ -16,7 +16,7 @@ def below(x:UOp, limit:int|UOp) -> UOp:
   return UOp.const(True) if isinstance(limit, int) and x.vmax < limit else left_alone(x < limit)
 
 def left_alone(gate:UOp) -> UOp:
-  """Returns the condition `gate` of a load or store, written so that tinygrad does not use it to simplify addresses."""
+  """Returns `gate`, the condition of a load or store, written so that tinygrad does not simplify addresses by it."""
   # The condition as a number, compared with 0: tinygrad derives nothing from such a comparison. Simplifying addresses by gates, in three passes,
   # takes up to a third of the lowering time.
   return gate if gate.op is Ops.CONST else gate.where(UOp.const(1, dtypes.int), UOp.const(0, dtypes.int)).ne(0)

@@ -1,4 +1,4 @@
-"""Diagonals of tiles: lists of tiles of scores in which equal positions have equal i - j (query number minus key number)."""
+"""Lists of tiles of scores along diagonals: i - j (query number minus key number) is the same at the same element of all tiles in a list."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Diagonals:
-  """Diagonals of tiles, each with equal i - j (query minus key) at equal positions; tiles have `block_m` queries and `block_n` keys."""
+  """Lists of tiles along diagonals: i - j (query minus key) is the same at the same element of all tiles in a list."""
   # The n-th tile of a diagonal has the block of queries `phase + n*step_m` and the tile of keys `n*step_n + offset - offset_0`. The numbers `phase`
   # and `offset` choose the diagonal. `offset_0` makes every `offset` nonnegative. A diagonal has only those n for which both the block and the tile
   # exist.
@@ -42,12 +42,12 @@ class Diagonals:
   def count(self) -> int: return self.phases*self.offsets
 
   def place(self, number:UOp, n:UOp) -> tuple[UOp, UOp]:
-    """Returns (block of queries, tile of keys) of the n-th tile on diagonal number `number`."""
+    """Returns (index of the block of queries, index of the tile of keys) of the n-th tile on diagonal number `number`."""
     block, tile = number//self.offsets + n*self.step_m, n*self.step_n + number%self.offsets - self.offset_0
     # if the diagonal has no such tile: some tile that exists
     return block.minimum(self.blocks - 1), tile.maximum(0).minimum(self.tiles - 1)
   def range(self, number:UOp) -> tuple[UOp, UOp]:
-    """Returns (first n for which diagonal number `number` has a tile, number of tiles on the diagonal)."""
+    """Returns (n of the first tile on diagonal number `number`, number of tiles on it)."""
     phase, offset = number//self.offsets, number%self.offsets - self.offset_0
     first = ((self.step_n - 1 - offset)//self.step_n).maximum(0)
     of_queries, of_keys = (self.blocks - phase + (self.step_m - 1))//self.step_m, (self.tiles - offset + (self.step_n - 1))//self.step_n

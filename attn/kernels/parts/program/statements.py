@@ -9,10 +9,10 @@ from attn.ops import common as ops
 from attn.tinygrad_compat import Ops, UOp, dtypes, new_uop
 
 class Carried:
-  """Base class of states: dataclasses with the values that a kernel passes from step to step."""
+  """Base class of a kernel's states: dataclasses of the values (registers, tiles in LDS) that one step of the kernel passes to the next."""
   # every field has a method `after`
   def after(self, *deps:UOp) -> Self:
-    """Returns the state whose values are used only after the operations `deps`."""
+    """Returns this state with values that may be used only after the operations `deps`."""
     self_: Any = self
     return type(self)(*[getattr(self, f.name).after(*deps) for f in fields(self_)])
 
@@ -35,29 +35,29 @@ class Statements:
   def of(allocator:Allocator) -> Statements: return Statements(allocator.registers(1))
   def after(self, *deps:UOp) -> Statements: return replace(self, latest=(self.register if self.latest is None else self.latest).after(*deps))
   def do(self, statement:UOp, *after:UOp) -> UOp:
-    """Returns a store that makes the UOp `statement` a part of the program, to be executed after the operations `after`."""
+    """Returns a store that puts the UOp `statement` into the program, where it is executed after the operations `after`."""
     # `ran` makes later statements wait
     return (self.register.after(*after) if after else self.register)[0].store(statement)
   @property
   def first(self) -> UOp:
-    """The store of 0 with which a kernel begins, to the register through which later statements keep their order."""
+    """A store of 0 with which a kernel begins: to the register that all later statements use, so that they stay in order."""
     # `done` may load the register before a statement has stored to it
     return self.do(UOp.const(0.0, dtypes.float))
   def begin(self, statement:UOp) -> Statements:
-    """Returns all statements, with `statement` added as the last one."""
+    """Returns these statements, with `statement` as a new last one."""
     # other values of the kernel do not wait for the statement
     return self.ran(self.do(statement))
   def ran(self, stored:UOp) -> Statements:
-    """Returns the statements so far with one more, `stored`, which `do` returned: later statements come after it."""
+    """Returns these statements with `stored`, a result of `do`, as a new last one: later statements come after it."""
     return replace(self, effects=(*self.effects, stored), latest=self.register.after(stored))
   def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
   @property
   def done(self) -> UOp:
-    """A loaded number that exists only after all statements so far, so that a statement with this operand comes after them."""
+    """A value that is loaded after all these statements: an operation that takes it as operand comes after them, too."""
     return (self.register if self.latest is None else self.latest)[0].load()
   @property
   def before(self) -> tuple[UOp, ...]:
-    """Operands for a new statement, by which it comes after all statements so far; none at the beginning of a kernel."""
+    """Operands that make a new statement come after all these statements; an empty tuple if there are none."""
     return (self.done,) if self.latest is not None else ()
 
 class InOrder(Carried):
@@ -66,16 +66,16 @@ class InOrder(Carried):
   @property
   def done(self) -> UOp: return self.statements.done
   def do(self, *statements:UOp) -> Self:
-    """Adds statements, in no order among themselves, and returns the state after all of them."""
+    """Adds `statements`, in any order, and returns the state after all of them."""
     return self.after(UOp.group(*map(self.statements.do, statements)))
   def store(self, *stores:Iterable[UOp]) -> Self:
-    """Adds stores, in no order among themselves, and returns the state after all of them."""
+    """Adds `stores`, in any order, and returns the state after all of them."""
     return self.after(UOp.group(*[x for xs in stores for x in xs]))
   def after_barrier(self) -> Self:
     """Returns the state after a barrier at which all threads of the workgroup wait for each other."""
     return self.after(workgroup_barrier(self.done))
   def after(self, *deps:UOp) -> Self:
-    """Returns the state whose values are used only after the operations `deps`."""
+    """Returns this state with values that may be used only after the operations `deps`."""
     # If `deps` come after everything that a value already waits for, these older waits of the value (tinygrad's AFTER) are removed, because they say
     # nothing new. This leaves fewer UOps to lower.
     self_: Any = self
@@ -84,13 +84,13 @@ class InOrder(Carried):
     return type(self)(*[(bare_of(x) if said[awaited_by(x)] else x).after(*deps) for x in carried])
 
 def bare_of(x:Any) -> Any:
-  """Returns `x`, a value of a kernel's state, without the AFTER UOps around it."""
+  """Returns `x`, a value of a kernel's state, without tinygrad's AFTER UOps around it."""
   # `Statements` must keep waiting: only through them does the kernel use the stores that end a loop, and tinygrad drops a loop that nothing uses
   while isinstance(x, UOp) and x.op is Ops.AFTER: x = x.src[0]
   return x
 
 def awaited_by(x:Any) -> frozenset[UOp]:
-  """Returns all operations that `x`, a value of a kernel's state, must come after."""
+  """Returns the operations that `x`, a value of a kernel's state, waits for (those in the AFTER UOps around it)."""
   found, u = set[UOp](), x
   while isinstance(u, UOp) and u.op is Ops.AFTER:
     found.update(u.src[1:])
@@ -98,7 +98,7 @@ def awaited_by(x:Any) -> frozenset[UOp]:
   return frozenset(found)
 
 def comes_after(xs:tuple[UOp, ...], deps:frozenset[UOp]) -> bool:
-  """Returns whether one of the values `xs` already comes after all of the operations `deps`."""
+  """Returns whether one of the UOps `xs` waits for all of the operations `deps`, by itself or through its operands."""
   # The search goes from `xs` to their operands, and stops at each UOp that waits for something itself (tinygrad's AFTER).
   stack, seen = list(xs), set[UOp]()
   while stack and deps:

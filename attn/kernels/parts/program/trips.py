@@ -13,14 +13,14 @@ from attn.tinygrad_compat import AxisType, UOp
 Crossing = TypeVar("Crossing", bound=Carried)
 
 class TileLoop(Generic[Crossing]):
-  """A loop over neighbouring tiles, with one tile in each iteration."""
+  """A loop over consecutive tiles, one in each iteration."""
   before: Crossing
   trip: UOp
 
   def __init__(self, first:UOp, count:UOp, masked:bool, new:Allocator) -> None:   # `masked`: whether a mask may hide scores of these tiles
     self.first, self.count, self.masked, self.new = first, count, masked, new
   def begin(self, s:Crossing) -> tuple[Crossing, UOp]:
-    """Begins the loop's body: returns (state inside the loop, index of the iteration's tile)."""
+    """Begins the loop's body: returns (state inside the loop, index of the tile that the iteration computes)."""
     self.before, self.trip = s, self.new.range(self.count, AxisType.LOOP)
     return s.after(self.trip), self.first + self.trip
   def end(self, done:UOp) -> Crossing:
@@ -28,7 +28,7 @@ class TileLoop(Generic[Crossing]):
     return self.before.after(done.end(self.trip))
 
 def tile_loops(tiles:Blocks, new:Allocator, loop:Callable[..., TileLoop[Crossing]]=TileLoop) -> Iterator[TileLoop[Crossing]]:
-  """Yields up to three loops over `tiles`, those with and those without masks, each made by `loop(first tile, count, masked, new)`."""
+  """Yields up to three loops over consecutive `tiles`: those with masks, those without, and those with masks at the end, each made by `loop`."""
   # up to three loops: over the first tiles, where a mask may hide scores; over the tiles where no mask hides scores; and over the last tiles, where a
   # mask may hide scores. A loop that never runs is left out.
   parts = [(tiles.begin, tiles.full_begin, True)]*tiles.masked_first + [(tiles.full_begin, tiles.full_end, False), (tiles.full_end, tiles.end, True)]
@@ -36,16 +36,16 @@ def tile_loops(tiles:Blocks, new:Allocator, loop:Callable[..., TileLoop[Crossing
     if (count := trip_count(last - first)) is not None: yield loop(first, count, masked, new)
 
 def over_tiles(s:Crossing, tiles:Blocks, new:Allocator, trip:Callable[[Crossing, UOp, bool], UOp]) -> Crossing:
-  """Loops over `tiles` with the body `trip(state, tile, masked)`, and returns the state after the loop."""
+  """Makes loops over `tiles` with the body `trip(state, tile, masked)`, and returns the state after them."""
   # `trip` returns the last operation of the body; `masked` is False for tiles in which no mask hides scores
   loops:Iterator[TileLoop[Crossing]] = tile_loops(tiles, new)
   for loop in loops: s = loop.end(trip(*loop.begin(s), loop.masked))
   return s
 
 class TripState(Carried):
-  """The state of an AMD kernel between iterations over tiles: tiles in LDS, and registers."""
+  """Base class of an AMD kernel's state between two iterations over tiles: tiles in LDS, and registers."""
   def lds_after(self, *deps:UOp) -> Self:
-    """Returns the state whose tiles in LDS, but no other values, wait for the operations `deps`."""
+    """Returns this state where the tiles in LDS, but no other values, may be used only after the operations `deps`."""
     # if `deps` store to these tiles, tinygrad adds a barrier
     self_: Any = self
     found = {f.name: getattr(self, f.name) for f in fields(self_)}
@@ -55,22 +55,23 @@ S = TypeVar("S", bound=TripState)
 TileWork = Callable[[S, UOp, bool], UOp]     # the work on a tile in LDS, given the state, the tile's number, and whether masks touch the tile
 
 class StagedTripsTile(Protocol):
-  """Fields of a tile description that say when and how a loop loads rows of keys or queries."""
+  """What a tile description says about when and how a loop loads its rows of keys or queries."""
   @property
-  def prefetch(self) -> int: """How many iterations before its use a tile is loaded: 0, 1, or 2 (as 1, but with two LDS buffers)."""
+  def prefetch(self) -> int:
+    """How tiles are loaded: 0 in the iteration that uses them, 1 one iteration earlier, 2 one iteration earlier and to a second LDS buffer."""
   @property
-  def buffers(self) -> int: """Number of LDS buffers for the tiles of each tensor."""
+  def buffers(self) -> int: """Number of LDS buffers that each tensor's tiles use in turns, 1 or 2."""
   @property
   def by_tensor(self) -> bool:
     """Whether an iteration loads its tensors (such as K and V) one after another. Only for prefetch 0, i.e. without loads ahead."""
   @property
   def by_item(self) -> bool: """Whether a thread loads its 16-byte items of a tensor one after another, to save registers. Only for prefetch 0."""
   @property
-  def new_addresses(self) -> bool: """Whether each iteration computes the addresses of loads again, instead of keeping them in registers."""
+  def new_addresses(self) -> bool: """Whether each iteration computes the addresses of its loads, so that no registers keep them."""
 
 @dataclass(frozen=True)
 class StagedTrips(Generic[S]):
-  """A loop over tiles that travel from global memory through registers to LDS."""
+  """A loop over tiles that are loaded from global memory to registers and then stored to LDS."""
   tile: StagedTripsTile   # says when each tile is loaded
   new: Allocator
   statements: Statements
@@ -79,7 +80,7 @@ class StagedTrips(Generic[S]):
   tile_of: Callable[[UOp], UOp]=lambda t: t      # which tile of these rows iteration t brings
 
   def fetch(self, t:UOp) -> list[list[UOp]]:
-    """Loads this thread's part of tile t from global memory, and returns a list of registers for each tensor."""
+    """Loads this thread's part of tile t from global memory, and returns one list of registers for each tensor."""
     return [getattr(self.start, name).fetch(rows, self.tile_of(t)) for name, rows in self.loaded.items()]
 
   def to_lds(self, s:S, t:UOp, parts:list[list[UOp]]) -> UOp:
@@ -102,15 +103,15 @@ class StagedTrips(Generic[S]):
     return UOp.group(*stores)
 
   def in_lds(self, s:S, t:UOp, name:str) -> Any:
-    """Returns tile t of the tensor `name`, a field of the state, in the LDS buffer where it lies."""
+    """Returns tile t of the tensor `name`, a field of the state, in the LDS buffer that holds the tile."""
     return getattr(s, name).nth(t%self.tile.buffers)
 
   def first(self, s:S, tiles:Blocks) -> S:
-    """Brings the first of `tiles` to LDS before the loop, if the loop prefetches, and returns the state."""
+    """Brings the first of `tiles` to LDS before the loop, if tiles are loaded an iteration ahead, and returns the state."""
     return s.lds_after(self.to_lds(s, tiles.begin, self.fetch(tiles.begin))) if self.tile.prefetch else s
 
   def arrive(self, s:S, t:UOp) -> tuple[S, list[list[UOp]]]:
-    """Begins iteration t, with its tile in LDS: returns (state, registers to which the next tile is being loaded)."""
+    """Begins iteration t, whose tile is in LDS: returns (state, registers into which the next tile is being loaded)."""
     # without prefetch, tile t itself is loaded and stored to LDS here
     if not self.tile.prefetch: return s.lds_after(self.load_by_tensor(s, t) if self.tile.by_tensor else self.to_lds(s, t, self.fetch(t))), []
     parts = self.fetch(t + 1)

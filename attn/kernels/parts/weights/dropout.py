@@ -18,13 +18,13 @@ from attn.tinygrad_compat import UOp, dtypes
 OCTETS = WORD//OCTET     # octets whose bits fill a dword
 
 def bit_of(row:int) -> int:
-  """Returns which bit of a dword says whether dropout keeps the score of row `row`, for 32 rows."""
+  """Returns the index of the bit, in a dword for 32 rows, that says whether dropout keeps the score of row `row`."""
   # see attn/ops/dropout.py
   return row//OCTET*4 + row % OCTET//2 + row % 2*16
 
 @dataclass(frozen=True)
 class Kept:
-  """Bits that say which of a lane's scores in a tile dropout keeps."""
+  """Bits that say which of a lane's scores dropout keeps, in one tile."""
   at: Lane|MmaLane|ThreadPlace
   # a tuple for each row that the lane owns, with a dword of bits for every 32 of the tile's rows; empty without dropout
   words: tuple[tuple[UOp, ...], ...] = ()
@@ -34,19 +34,19 @@ class Kept:
     """Number of pairs of neighbouring scores of the same row in one vector of scores."""
     return self.at.matrix.row_part//2
   def bit(self, n:int) -> tuple[int, int]:
-    """Returns where the bit for the n-th score of a row is: (index of the dword, position of the bit in it)."""
+    """Returns (index of the dword, index of the bit in it) of the bit that says whether dropout keeps the n-th score of a row."""
     word, row = divmod(self.at.matrix.key_of(0, n), WORD)
     return word, row//OCTET*4 + row % OCTET//4*2 + row//2 % 2*16 if alternate(self.at) else bit_of(row)
 
   def _of(self, at:list[tuple[int, int]]) -> tuple[UOp, tuple[tuple[int, int], ...]]:
-    """Returns (the dwords with the bits of the scores `at`, as a vector; for each score the index of its dword and the position of its bit)."""
+    """Returns (vector of the dwords with bits of the scores `at`, for each score (index of its dword in the vector, index of its bit))."""
     # `at` has a pair (row, n) for each score: the n-th score of a row
     found = [(r, *self.bit(n)) for r, n in at]
     used = sorted({(r, word) for r, word, _ in found})
     return ops.build(*[self.words[r][word] for r, word in used]), tuple((used.index((r, word)), place) for r, word, place in found)
 
   def packed(self, x:UOp, first:int) -> UOp:
-    """Returns `x`, weights P packed to 16 bits (or 8), with 0 in place of weights that dropout drops."""
+    """Returns `x`, packed elements of P, with 0 in place of those that dropout drops; `first` is the index of the first vector of P in `x`."""
     if not self.words: return x
     # `x` is one or more of the lane's vectors of P, from the vector with the index `first` on. Each vector has elements of all of the lane's rows,
     # one row after another.
@@ -77,7 +77,7 @@ def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
   return Kept(scores.at, tuple(map(words, rows)))
 
 def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
-  """Returns what the random bits of a row depend on: (seed of two dwords, batch, head)."""
+  """Returns what the random bits for a row are computed from: (two dwords of the seed, batch, head)."""
   seed, first = scores.given["dropout_seed"], scores.given.get("first_batch_and_head")
   seed0, seed1 = (ops.uniform(flat(seed)[i].load()) for i in range(2))
   if first is None: return (seed0, seed1), row.batch, row.head
@@ -86,7 +86,7 @@ def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
   return (seed0, seed1), batch, head
 
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
-  """Returns a dword of random bits for a row: which of its scores with 8*`count` keys (or queries) dropout keeps."""
+  """Returns a dword of bits that say which of this lane's scores in a row dropout keeps, for `count` groups of eight keys (or queries)."""
   # an octet is eight neighbouring rows; the first one has the index `first`
   at, p = scores.at, scores.p
   assert not isinstance(at, ThreadPlace)
@@ -105,7 +105,7 @@ def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
 
 @dataclass(frozen=True)
 class KeptHere:
-  """Bits that say which scores of a row dropout keeps, for one thread of the kernel of plain UOps, which computes them alone."""
+  """Bits that say which scores of a row dropout keeps, for a thread of a kernel in plain UOps, which exchanges no bits with other threads."""
   words: tuple[UOp, ...]                # a vector of dwords for each of the row's vectors of scores
   places: tuple[tuple[int, int], ...]   # for each element of a vector: (index of the dword, position of the bit in the dword)
   def drop(self, vectors:list[UOp]) -> list[UOp]:
@@ -115,7 +115,7 @@ class KeptHere:
     return [bits.drop_numbers(x, words, self.places, first_bit) for x, words in zip(vectors, self.words, strict=True)]
 
 def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
-  """Returns, for each of four neighbouring rows `rows`, bits that say which scores of the thread dropout keeps."""
+  """Returns for each of four neighbouring `rows` the bits that say which of this thread's scores dropout keeps."""
   # The rows are queries and the rows of a tile are keys, or the other way round. The thread computes scores with groups of four neighbouring rows of
   # the tile; `firsts` has the first row of each group.
   if not scores.p.dropout_p: return [KeptHere((), ()) for _ in rows]

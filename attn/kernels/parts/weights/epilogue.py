@@ -22,7 +22,7 @@ OF_NO_SEQUENCE = (2 - 2.0**-23)*2.0**127   # partial lse of a row of no sequence
 
 @dataclass(frozen=True)
 class LogSum:
-  """LSE of a row as a sum of two numbers: `rounded`, the LSE rounded to fp32, and `rest`, what this rounding lost."""
+  """LSE of a row, as a sum of two fp32 numbers: `rounded`, the nearest fp32 number, and `rest`, the rounding error."""
   # The LSE is m + ln(total), where m is the number that the softmax subtracted from the row's scores, and `total` the row's sum of P. If m is large,
   # `rest` is all of ln(total). If the total is 0, the LSE is -inf and `rest` is 0.
   rounded: UOp
@@ -48,7 +48,7 @@ def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, 
   return rounded.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(rounded))), LogSum.of(safe, exact)
 
 def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
-  """Returns where a row is stored: (its index in lse, flat index of its first element in o), or in the partial results if `split` is given."""
+  """Returns (index of a row in lse, index in o of its first element), in the tensors of partial results if `split`, the key range, is given."""
   # `split` is the index of a key range, if there are several
   number = row.head*p.total_q + x.q_start + row.index if p.varlen else (row.batch*p.H + row.head)*p.Sq + row.index
   for s in split: number = s*p.rows + number
@@ -102,7 +102,7 @@ def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch
 
 def clear_rows(rows:Outside, columns:int, vec:int, block:tuple[UOp, int], thread:tuple[UOp, int], new:Allocator,
                stores:Callable[[UOp, UOp, UOp], list[UOp]]) -> list[UOp]:
-  """Returns a loop over `rows`, which belong to no sequence, that calls `stores` for each `vec` elements of a row."""
+  """Returns a loop over `rows`, rows that belong to no sequence, in which `stores` makes the stores of 0 to `vec` elements at a time."""
   # Each row has `columns` pieces; `stores(row, first element, whether the piece exists)` makes the stores to one piece. The work is divided over
   # blocks and threads: `block` is (index of the block, number of blocks), `thread` is (index of the thread, number of threads).
   together = block[1]*thread[1]

@@ -67,7 +67,7 @@ def reference_of(largest:UOp) -> UOp:
   return largest.eq(NEG_INF).where(0.0, largest)
 
 def weight_of(lse:UOp, reference:UOp, rest:UOp|None=None) -> UOp:
-  """Returns the weight of a partial result, exp(lse - reference); `rest` is what rounding the lse to fp32 lost."""
+  """Returns the weight of a partial result, exp(lse + rest - reference), where lse + `rest` is the exact LSE."""
   # the difference first, because it is exact where lse and reference are close
   found = ops.mul(ops.sub(lse, reference), LOG2E)
   return ops.exp2(found if rest is None else ops.fma(rest, LOG2E, found))

@@ -27,7 +27,7 @@ NEG_INF = -math.inf
 
 @dataclass(frozen=True)
 class Scores:
-  """The scores of one query (or key) with one tile, as this lane holds them, with the problem's score terms and masks."""
+  """The scores that this lane holds, of one query with a tile of keys (or one key with a tile of queries), and the score terms and masks."""
   # The scores form a list of vectors. The walked rows are keys if the workgroup owns queries, and queries if it owns keys. Element n, counted over
   # all vectors, is the score of walked row `tile*block_n + matrix.key_of(h, n)`.
   p: Problem
@@ -46,36 +46,36 @@ class Scores:
   def raw(self) -> bool: return not self.terms
   @property
   def unit(self) -> ScoreUnit:
-    """Base of the scores after all score terms: exponents of 2, exponents of e, or raw scores without softmax_scale."""
+    """Form of the scores after all score terms: exponents of 2, exponents of e, or raw Q K^T without softmax_scale."""
     return raw_unit(self.p) if self.raw else self.unit_of_terms
   @property
   def unit_of_terms(self) -> ScoreUnit: return NATURAL if self.natural else BASE2
   @property
   def to_log2(self) -> float:
-    """Factor that turns the scores that the softmax gets into exponents of base 2."""
+    """Factor by which the scores that the softmax gets are multiplied to become exponents of 2."""
     return LOG2E if self.natural else self.unit.base2
   @property
   def to_natural(self) -> float: return 1.0 if self.natural else self.unit.natural
   @property
   def walked(self) -> list[tuple[int, ...]]:
-    """Indices, in a tile, of the keys (or queries) whose scores this lane holds: a tuple for each vector of scores, in lane group 0."""
+    """Indices in a tile of the keys (or queries) whose scores a lane of lane group 0 holds, one tuple for each vector of scores."""
     # in lane group h each index is larger by h*matrix.block, because a lane holds matrix.block neighbouring rows
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
   def of_head(self, head:UOp) -> Scores:
     return replace(self, first=replace(self.first, head=head))
   def row(self, place:UOp) -> UOp:
-    """Returns the index, in the sequence, of the row that the workgroup's loop reaches at position `place`."""
+    """Returns the index in the sequence of row number `place` of the workgroup's loop, which may leave out or reverse tiles."""
     # `place` itself unless the loop leaves tiles out or takes them in descending order
     return place if self.order is None else self.order.row(place)
   def tile(self, number:UOp) -> UOp:
-    """Returns the index, in the sequence, of the tile that iteration `number` of the workgroup's loop computes."""
+    """Returns the index in the sequence of the tile that iteration `number` of the workgroup's loop computes."""
     # `number` itself unless the loop leaves tiles out or takes them in descending order
     return number if self.order is None else self.order.row(number*self.block_n)//self.block_n
   def begin(self, tile:UOp) -> UOp: return self.tile(tile)*self.block_n + self.at.h*self.at.matrix.block
 
   def fragment(self, row:Row, tile:UOp) -> Fragment:
-    """Returns which query and key each of a row's scores in a tile belongs to, as score terms and masks need it."""
+    """Returns, for score terms and masks, which query and which key each of this lane's scores belongs to."""
     mat = self.at.matrix
     return Fragment(self.p, self.given, row, self.first, self.walk, self.tile(tile), self.block_n, self.at.h, mat.block, self.walked, mat.tile_keys,
                     self.unit_of_terms, self.limits(row, tile))
@@ -86,13 +86,13 @@ class Scores:
     return self.final(self.steps(x, row, tile))
 
   def final(self, steps:list[list[UOp]]) -> list[UOp]:
-    """Returns the scores that the softmax uses, before masks; `steps` is the list that the method `steps` returned."""
+    """Returns the last of `steps`, lists of scores that the method `steps` returned, as input of the masks and the softmax."""
     if not (self.natural and self.raw): return steps[-1]
     # without score terms the last entry is the raw scores
     return [ops.mul(y, self.unit.natural) for y in steps[-1]]
 
   def steps(self, x:list[UOp], row:Row, tile:UOp) -> list[list[UOp]]:
-    """Returns the raw scores `x` of a row, then the scores after the first score term (softcap, ALiBi, bias), after the second, and so on."""
+    """Returns the raw scores `x` of a row, then the scores after the first score term (softcap, ALiBi, bias, ...), after the second, and so on."""
     found, at, unit = [x], self.fragment(row, tile), raw_unit(self.p)
     for term in self.terms:
       found.append(term.value(found[-1], at, unit))
@@ -100,7 +100,7 @@ class Scores:
     return found
 
   def derivatives(self, steps:list[list[UOp]], row:Row, tile:UOp) -> dict[str, list[UOp]]:
-    """Returns {name of the score term: derivative of the term's result with respect to the term's input, for each score}."""
+    """Returns {name of the score term: derivative of its output with respect to its input, at each score}."""
     # `steps` is what the method `steps` returned; terms whose derivative is always 1 are left out
     found, at, unit = dict[str, list[UOp]](), self.fragment(row, tile), raw_unit(self.p)
     for term, before, after in zip(self.terms, steps, steps[1:]):
@@ -117,7 +117,7 @@ class Scores:
     return self._seen(self._beyond(x, row, tile, ops.clear_above, ops.clear_beyond), row, tile, 0.0)
 
   def limits(self, row:Row, tile:UOp) -> tuple[UOp|None, UOp]:
-    """Returns (first, last) column that a row sees, counted from this lane's first column in the tile. First is None if no mask limits it."""
+    """Returns (first, last) column that a row sees, minus this lane's first column in the tile. The first is None if no mask sets one."""
     # Columns are keys if the row is a query, and queries if the row is a key. The first is None if no mask hides columns at the beginning of a row.
     first, here = first_seen(self.walk, row.index), self.begin(tile)
     return None if first is None else first - here, last_seen(self.walk, row.index) - here
@@ -142,14 +142,14 @@ class Scores:
 
   @property
   def in_classes(self) -> bool:
-    """Whether the mask only compares two numbers: a query sees a key if their numbers are equal (e.g. document numbers)."""
+    """Whether a mask_mod compares two numbers: a query sees a key if the number of the query equals the number of the key, e.g. of its document."""
     # the number of the key is an element of a tensor, and the elements for neighbouring keys are neighbours (`classes`)
     if self.p.mask_mod is None or len(scattered(self.p)) > 1 or self.cut: return False
     found = classes_of(self.p.mask_mod.value)
     if found is None or not is_row_of_numbers(found[1]): return False
     return 4*math.prod(int(n) for n in tensor_of(found[1]).shape) <= ops.MAX_RECORDS
   def classes(self, rows:list[Row], tile:UOp) -> tuple[list[UOp], UOp, list[int]]:
-    """Returns (each row's number, address of the first column's number, offsets of all columns' numbers) for a mask that compares numbers."""
+    """Returns (number of each row, load of the first column's number, distances in the tensor to all columns' numbers), see `in_classes`."""
     # The mask compares the number of a row, a query, with the number of a column, a key. The distance is counted in elements of the tensor, from the
     # first column's number on.
     mask, lifted = self.p.mask_mod, [Lifted(self.fragment(row, tile), f"mask_mod={self.p.mask_mod}") for row in rows]
@@ -161,19 +161,19 @@ class Scores:
 
   @property
   def in_place(self) -> bool:
-    """Whether masks can be applied where the raw scores lie, in their registers, without a copy."""
+    """Whether masks can overwrite the raw scores in their registers, so that no copy of the scores is needed."""
     # needs a problem without score terms and without a mask_mod that is computed for every score
     return self.raw and not scattered(self.p)
 
   def masks(self, scores:UOp, rows:list[Row], tile:UOp, *done:UOp) -> list[UOp]:
-    """Returns statements that set hidden scores in the registers `scores`, raw scores of two rows, to -inf, after the operations `done`."""
+    """Returns statements that overwrite hidden scores of two rows with -inf in the registers `scores`, after the operations `done`."""
     # the statements are independent of each other
     of_rows = [self.limits(row, tile) for row in rows]
     limits = {"above": [last for _, last in of_rows], "below": [first for first, _ in of_rows if first is not None]}
     return [ops.mask_rows(scores, each, side, self.walked[0], self.at.matrix.tile_keys, *done) for side, each in limits.items() if each]
 
   def finished(self, tiles:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> list[UOp]:
-    """Applies score terms (softcap, ALiBi, bias) to raw scores and, if `masked`, sets hidden scores to -inf; returns the softmax's input."""
+    """Returns the softmax's input: raw scores changed by the score terms (softcap, ALiBi, bias), with -inf for hidden scores if `masked`."""
     # `tiles` are vectors of raw scores. Each vector has elements of all `rows`, one row after another. The result has the same form.
     if self.raw and not masked and not self.natural: return tiles
     n = ops.length(tiles[0])//len(rows)

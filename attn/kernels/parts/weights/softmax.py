@@ -27,7 +27,7 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Sums:
-  """Which sums of P a kernel computes for each row, e.g. of P before and after rounding, and by which instructions."""
+  """Which sums of P a kernel computes for each row (of P before rounding, after rounding), and by which instructions."""
   # `kinds` names the sums (attn/ops/softmax.py), in this order: the sum of P after rounding; UNSCALED, if P includes the scales of V's rows: the sum
   # of P without the scales (the first sum then only shows whether P is too large); LANE, if an LSE is written: the sum of P before rounding.
   dtype: str
@@ -38,7 +38,7 @@ class Sums:
 
   @staticmethod
   def of(arch:Chip, dtype:str, lse:bool, scaled:bool=False) -> Sums:
-    """Returns the sums of P that a kernel computes: of rounded P; with `scaled`, also without V's scales; with `lse`, also before rounding."""
+    """Returns which sums of P a kernel computes: after rounding; if `scaled`, also without V's scales; if `lse`, also before rounding."""
     # with `scaled`, P includes the scales of V's rows, and the kernel also computes the sum of P without them
     matrix = arch.unit.sums.get(dtype)
     if dtype in arch.unit.dots: kind = DOT
@@ -89,7 +89,8 @@ class Softmax(Carried):
     return UOp.group(*[x[i].store(ops.splat(value, ops.length(x))) for x, value in begin for i in range(x.max_numel())])
 
   def addends(self, dual:bool) -> tuple[Softmax, list[UOp]]:
-    """Returns (state, -m*to_log2 for each matrix tile of queries); `dual`: arranged for chips that issue two instructions at once."""
+    """Returns (state, -m*to_log2 of each matrix tile of queries); `dual`: in neighbouring registers, for chips that issue two instructions at
+    once."""
     found = load_all(self.addend)
     # `dual`: the chip issues two instructions at once if their operands are in neighbouring registers. Then two addends are moved to neighbouring
     # registers, and a single addend becomes a vector of two copies.
@@ -99,7 +100,7 @@ class Softmax(Carried):
     return kept, [kept.addend[i].load() for i in range(2)] if len(found) == 2 else [both]
 
   def weights(self, scores:list[UOp], addend:UOp, to_log2:float) -> list[UOp]:
-    """Returns P = exp2(scores*to_log2 + addend) of a matrix tile of queries; `addend` is -m*to_log2."""
+    """Returns P = exp2(scores*to_log2 + addend) of a matrix tile of queries, where `addend` is -m*to_log2."""
     if ops.length(addend) == 1: return [ops.weights(x, addend, to_log2) for x in scores]
     # the first of two addends is for the first half of each vector of scores, and the second for the second half
     def exponents(x:UOp) -> UOp:
@@ -109,7 +110,7 @@ class Softmax(Carried):
 
   def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, sums:Sums, above:float,
               do:Callable[[UOp], UOp], *before:UOp, scales:list[UOp]|None=None) -> Softmax:
-    """Adds P (`weights`) to the row sums. If a sum is too large (`above`), raises m and corrects P and O. Returns the state."""
+    """Adds P (`weights`) to the row sums. If a sum exceeds 2^`above`, raises m and computes P, the sums and O for the new m. Returns the state."""
     # `scores` are the scores from which P was computed. A sum of P above the limit `above` (see attn/ops/softmax.py) means that the reference m of a
     # row is too low. Then m is raised, and P and the whole state are corrected for the new m. `do` adds a statement to the program; the correction
     # comes after the operations `before`. If the rows of V have `scales`, a vector for each vector of P, P is multiplied by them before it is
@@ -130,7 +131,7 @@ class Softmax(Carried):
     return s.after(UOp.group(*add_all(s.l, load_all(s.l_of_trip))))
 
   def spoiled(self, nans:list[UOp]) -> Softmax:
-    """Adds `nans` (0 or NaN) to the sums by which O is divided, one for each matrix tile of queries, and returns the state."""
+    """Adds `nans`, 0 or NaN for each matrix tile of queries, to the sums of P by which O is divided, and returns the state."""
     # NaN for a row that sees a key whose scale of V is NaN, otherwise 0 (`nans_of_scales`)
     q_tiles = self.m.max_numel()
     return self.after(UOp.group(*add_all(self.l, nans, range(q_tiles, 2*q_tiles))))
@@ -142,7 +143,7 @@ class Softmax(Carried):
     return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt + first*q_tiles, self.l.max_numel(), q_tiles)]
 
   def operands(self, at:Lane, qt:int, k_tiles:int, kept:Kept, renewed:bool=False) -> list[UOp]:
-    """Returns P of matrix tile `qt` of queries, after dropout, as operands B of O^T = V^T P^T."""
+    """Returns P of matrix tile `qt` of queries, after dropout, as fragments of B in O^T = V^T P^T."""
     # `renewed`: see `fragment_operands`
     return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)], renewed)
 
@@ -152,7 +153,7 @@ def nans_of_scales(scores:Scores, scales:list[UOp], rows:list[Row], tile:UOp, ma
   return sum_of_nans(scores, [zero_or_nan(x) for x in scales], rows, tile, masked)
 
 def sum_of_nans(scores:Scores, nans:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> UOp:
-  """Returns a vector with NaN for each of `rows` that sees a key with NaN in `nans`, and 0 for other rows."""
+  """Returns a vector with NaN for each of `rows` that sees a key whose number in `nans` is NaN, and 0 for other rows."""
   # `nans` has NaN or 0 for each key of the tile, a vector for each vector of scores; `masked`: whether masks may hide keys of the tile
   seen = [scores.clear(nans, row, tile) if masked else nans for row in rows]
   # fma, not add: if rows of V share a scale, all vectors are one UOp x, and tinygrad 0.14.0 would rewrite x + x to x*2, which fails for vectors
@@ -166,12 +167,12 @@ def sum_of_unscaled(packed:list[UOp], p:list[UOp], scales:list[UOp], dtype:str, 
   return total
 
 def compared_scores(scores:list[UOp], scales:list[UOp], to_log2:float) -> list[UOp]:
-  """Returns s + log(scale of V's row) for each score s, the exponent of P times the scale."""
+  """Returns s + log(scale) for each score s, where `scale` belongs to the key's row of V: the logarithm of P times the scale."""
   # if P includes these scales, the softmax must subtract the largest of these numbers from the scores of a row
   return [ops.add(x, ops.mul(ops.log2(y), 1/to_log2)) for x, y in zip(scores, scales)]
 
 def row_sum(x:list[UOp], pairs:bool) -> UOp:
-  """Returns the sum of all elements of the vectors `x`; `pairs`: as far as possible by additions of two numbers at once."""
+  """Returns the sum of all elements of the vectors `x`. `pairs`: with instructions that add two numbers at once."""
   def tree(x:list[UOp]) -> UOp:
     while len(x) > 1: x = [ops.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
     return x[0]
