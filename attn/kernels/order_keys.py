@@ -1,4 +1,4 @@
-"""Copies the rows of k or v that one device holds to a buffer for the rows of all devices, in the order of the sequence."""
+"""Kernel that copies the rows of k or v that one device holds into a buffer for the rows of all devices, in the order of the sequence."""
 from __future__ import annotations
 import math
 from attn.kernels.parts.memory.rows import strides

@@ -73,7 +73,7 @@ class WarpRows(Generic[L]):
 
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """Indices, in the block, of the first row of each tile of 16 rows that this warp owns."""
+    """Indices of the first row of each tile of 16 rows that this warp owns, counted from the first row of the thread block."""
     return [(self.warps.at.wave*self.tile.row_tiles + i)*self.mat.M for i in range(self.tile.row_tiles)]
   @functools.cached_property
   def of_lane(self) -> list[list[Row]]:
@@ -101,14 +101,14 @@ class WarpRows(Generic[L]):
     of_d, of_dv = self.tile.layouts(self.p, rows)
     return of_d.moved_to(first) if name in ("q", "k") else of_dv.moved_to(first + of_d.size)
   def kept(self, name:str) -> L:
-    """Returns the layout, in shared memory, of the rows of the tensor `name` that the thread block owns."""
+    """Returns the layout, in shared memory, of those rows of the tensor `name` that the thread block owns."""
     return self.layout_of(name, self.tile.block_m, 0)
   @property
   def size(self) -> int:
-    """Number of 16-byte units of shared memory for the block's own rows: of q and dO, or of k and v."""
+    """Number of 16-byte units of shared memory for the rows that the thread block owns: rows of q and dO, or of k and v."""
     return sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m))
   def copies(self, shared:UOp) -> list[UOp]:
-    """Returns the statements by which this thread copies its share of the block's own rows to shared memory."""
+    """Returns the statements by which this thread copies its part of the rows that the block owns to shared memory."""
     group = self.warps.group
     return [x for name in self.own for x in self.warps.copies(group.operand_rows(name), shared, group.first_row, self.kept(name))]
   def walked_rows(self, name:str, head:UOp, count:UOp) -> Rows:
@@ -124,7 +124,7 @@ class WarpRows(Generic[L]):
             for first, own in zip(self.in_block, self.of_lane)]
 
   def delta(self, in_block:UOp, row:Row) -> UOp:
-    """Returns delta = rowsum(dO * O) - dLSE of the query `row`, summed over the lanes that share the query."""
+    """Returns delta of the query `row`: the sum of dO * O over all columns, minus the gradient of the query's lse, if there is one."""
     # `in_block` is the index of the query in the block. dO is first rounded to the inputs' dtype, because the product dP = dO V^T uses rounded dO.
     group, mat = self.warps.group, self.mat
     rows = (group.rows_of("o"), self.p.out_dtype), (group.operand_rows("do"), self.p.dtype)
@@ -144,7 +144,7 @@ class WarpRows(Generic[L]):
             for x in self.stores([acc[j].load() for j in self.accumulators(name, i)], name, own, list(map(known, own)))]
 
   def stores(self, accs:list[UOp], name:str, own:list[Row], known:list[UOp|None]) -> list[UOp]:
-    """Returns the stores of the gradient `name` of the lane's rows `own`, given as C fragments; a row is stored as 0 where its `known` is false."""
+    """Returns the stores of two rows of the gradient `name`, given as C fragments `accs`; zeros where the row's condition in `known` is false."""
     # `own` are the two rows of this lane
     group, factor = self.warps.group, UOp.const(1.0 if name == "dv" else self.p.softmax_scale, dtypes.float)
     dtype, width = self.p.dtype if group.part is None else "float32", self.p.Dv if name == "dv" else self.p.D
@@ -168,7 +168,7 @@ def where_there(there:UOp, x:UOp) -> UOp:
 
 @dataclass(frozen=True)
 class WarpTrip(Generic[L]):
-  """What a backward kernel computes between the matrix products, in one iteration."""
+  """Base class for one iteration of a backward kernel: the computations between the matrix products."""
   warp_rows: WarpRows[L]
   score: Scores
   tile_number: UOp   # counts the tiles over which the block loops; a tile has `score.block_n` rows
@@ -176,7 +176,7 @@ class WarpTrip(Generic[L]):
 
   @property
   def columns(self) -> range:
-    """Indices of the C fragments with the scores of 16 own rows; each fragment has 8 of the rows over which the block loops."""
+    """Indices of the C fragments with the scores of 16 rows that the warp owns; each fragment has scores with 8 rows of the tile."""
     return range(self.score.block_n//self.warp_rows.mat.N)
   @functools.cached_property
   def left(self) -> list[Kept]: return [kept_scores(self.score, own, self.tile_number) for own in self.warp_rows.of_lane]
@@ -185,7 +185,7 @@ class WarpTrip(Generic[L]):
     return [[[e.each(lambda x: ops.splat(x, 2))]*len(self.columns) for e in own] for own in numbers.normalisers]
   def lse_of_walked(self, normalisers:list[Normaliser]) -> Lse: return [[normalisers]*nv.ROWS for _ in self.warp_rows.of_lane]
   def minus_delta_of_own(self, numbers:OwnQueryValues) -> list[list[UOp]]:
-    """Returns -delta of the queries that this lane owns, repeated to vectors like the C fragments of scores: a list for each 16 rows."""
+    """Returns -delta of the queries that this lane owns, repeated so that it can be added to C fragments of dP; one list for each 16 queries."""
     # with dropout -delta*(1 - dropout_p); there is a list for each tile of 16 rows
     return [[ops.concat(*[ops.splat(scaled_delta(x, self.warp_rows.p), nv.ROWS) for x in own])]*len(self.columns) for own in numbers.deltas]
   def minus_delta_of_walked(self, columns:list[UOp]) -> list[list[UOp]]: return [[ops.concat(x, x) for x in columns] for _ in self.warp_rows.of_lane]

@@ -26,7 +26,7 @@ def always(gate:UOp|None) -> UOp: return UOp.const(True) if gate is None else ga
 
 @dataclass(frozen=True)
 class Warps:
-  """The warps of a thread block, as one thread sees them."""
+  """The warps of a thread block: the part of the problem that the block computes, and this thread's position."""
   group: Workgroup   # the part of the problem that the block computes
   at: MmaLane        # position of this thread in the block
 
@@ -48,7 +48,7 @@ class Warps:
     return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, shapes, parts, lds), at)
 
   def with_keys(self, keys:int) -> Warps:
-    """Returns a copy of this object in which a tile has only the `keys` keys that one warp computes."""
+    """Returns a copy of this object for tiles of only `keys` keys: those that one warp computes."""
     return replace(self, group=replace(self.group, scores=replace(self.group.scores, block_n=keys)))
 
   def queries(self, first:UOp) -> list[Row]:
@@ -105,7 +105,7 @@ class Warps:
 
   # ***** the softmax's registers, O and LSE *****
   def first_values(self, m:UOp, addend:UOp, l:UOp) -> list[UOp]:
-    """Returns the stores that set the registers of the softmax before the first key: m, -m times the scale of the scores, and l = 0."""
+    """Returns the stores with which the softmax's registers begin: m below every score, `addend` = -m times the scores' scale, l = 0."""
     # m: the number that the softmax subtracts from scores; addend: -m*c if scores are multiplied by c; l: the row sums of P. `nv.clear` sets O to 0.
     scores = self.group.scores
     begin = ((m, LOWEST), (addend, math.nan if scores.natural else first_addend(scores.to_log2)), (l, 0.0))
@@ -130,7 +130,7 @@ class Warps:
     return stores
 
   def columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None, dtype:str="", width:int=0) -> list[tuple[UOp, UOp]]:
-    """Returns what this lane stores of its row `r` (0 or 1) of O, times `factor`: a list of (first column, values of neighbouring columns)."""
+    """Returns (first column, values of neighbouring columns) for all that this lane stores of its row `r` (0 or 1) of O, multiplied by `factor`."""
     # `r` is 0 or 1: which of the lane's two rows. `accs` are the C fragments of the row; if several warps divide the columns of O, those of warp
     # `share` only. `dtype` and `width` are the dtype and the number of columns of the row that is stored; by default those of O. Four lanes share a
     # row, and each has two of its elements in each fragment. If a row consists of whole 16-byte units, the four lanes first exchange elements, so
@@ -144,7 +144,7 @@ class Warps:
             *[(first + self.at.h*mat.block + (whole + i)*mat.N, ops.mul(ops.slice_(x, nv.ROWS*r, 2), factor)) for i, x in enumerate(accs[whole:])]]
 
   def alternating_columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
-    """Returns what this lane stores of its row `r` (0 or 1) of O, times `factor`: a list of (first column, values of four columns)."""
+    """Returns (first column, values of four columns) for all that this lane stores of its row `r` (0 or 1) of O, multiplied by `factor`."""
     # The parameters as in `columns`. Two neighbouring fragments have 16 columns of O together: the first one has the even columns, and the second one
     # the odd columns.
     mat, first = self.at.matrix, UOp.const(0) if share is None else share*(len(accs)*self.at.matrix.N)

@@ -34,7 +34,7 @@ def widened_problem(p:Problem) -> Problem:
                  v_scale_view=None)
 
 def widen_arguments(p:Problem) -> Shapes:
-  """Returns (shape, dtype) of the tensors that the kernel `widen_rows` takes, by name and in order."""
+  """Returns {name: (shape, dtype)} of the tensors that the kernel `widen_rows` takes, in order."""
   # the three buffers that it writes; K, V and their scales; and tensors that say which rows there are
   rows = (p.B, p.Hkv, p.Sk)
   written = {"wide_k": ((*rows, p.D), p.dtype), "wide_v": ((*rows, p.Dv), p.dtype), "wide_scales": ((*rows[:2], KINDS_OF_SCALES, p.Sk), "float32")}
@@ -53,7 +53,7 @@ class PreparingTile:
   def lds_bytes(self, p:Problem) -> int: return 0
 
 def rows_read(group:Workgroup) -> UOp:
-  """Returns how many rows of this block of K and V the attention kernel reads; only these must be prepared."""
+  """Returns how many rows of this block of K and V the attention kernel reads. Only these rows must be prepared."""
   # The attention kernel reads whole tiles of keys: those that any row of its blocks of queries sees. Rows of the last block may be padding.
   tile = group.tile
   assert isinstance(tile, PreparingTile)
@@ -64,7 +64,7 @@ def rows_read(group:Workgroup) -> UOp:
 
 @dataclass(frozen=True)
 class Widening:
-  """The rows of K and V that a block converts to 16 bits, as one of its threads sees them."""
+  """A block of rows of K and V that is converted from 8 to 16 bits: where it is read and where it is stored."""
   warps: Warps
   to: Workgroup   # the same block in the attention kernel's problem
 
@@ -91,7 +91,7 @@ class Widening:
     return stores
 
   def scales(self) -> list[UOp]:
-    """Returns the stores of all forms (`kinds_of_scales`) of the scales of this thread's rows."""
+    """Returns the stores of the scales of this thread's rows, in each form that `kinds_of_scales` lists."""
     group, to, stores = self.warps.group, self.to.rows_of("k_scales", unit_bytes=4), list[UOp]()
     size, first = BYTES[group.p.scale_dtype], group.first_row
     for j in range(ceildiv(group.tile.block_m, group.tile.threads)):

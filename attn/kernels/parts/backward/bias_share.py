@@ -1,4 +1,4 @@
-"""Division of the gradient of a bias over workgroups: each workgroup owns a block of the bias, and sums its gradient in a loop."""
+"""Division of the gradient of a bias over workgroups: each workgroup sums dS for one block of the bias, over all scores that use this block."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from attn.tinygrad_compat import AxisType, UOp
 
 @dataclass(frozen=True)
 class BiasShare:
-  """How the gradient of a bias is divided into blocks of `block_m` queries by `block_n` keys, one for each workgroup."""
+  """How workgroups divide the gradient of a bias: each owns a block of `block_m` queries by `block_n` keys of it."""
   # a workgroup loops over the batches, heads, queries and keys that share its block
   p: Problem
   block_m: int
@@ -33,15 +33,15 @@ class BiasShare:
   def summed(self) -> Summed: return sum_over_scores(self.p)
   @property
   def shape(self) -> tuple[int, ...]:
-    """Shape of the fp32 sum that the kernel writes: that of the bias, or (if tiles on a diagonal are summed) one tile for each diagonal."""
+    """Shape of the fp32 sum that the kernel writes: that of the bias, or, if a bias depends on i - j only, one tile for each diagonal."""
     return size_of_sum(self.p, self.block_m, self.block_n)
   @functools.cached_property
   def diagonals(self) -> Diagonals|None:
-    """The diagonals of tiles of scores, each owned by a workgroup; None if workgroups own blocks of queries and keys."""
+    """The diagonals of tiles of scores, if each workgroup owns one; None if each workgroup owns a block of queries and keys."""
     return Diagonals(self.p.Sq, self.p.Sk, self.block_m, self.block_n) if self.summed.diagonals else None
   @property
   def broadcast(self) -> tuple[bool, ...]:
-    """Whether all batches, all heads, all queries, and all keys share the elements of the bias: four bools."""
+    """Four bools: whether the bias is the same for all batches, all heads, all queries, all keys."""
     # true if the bias has the size 1 along this axis, and the problem a larger size
     found = tuple(size == 1 and n > 1 for size, n in zip(self.summed.sizes, (self.p.B, self.p.H, self.p.Sq, self.p.Sk)))
     return (*found[:2], False, False) if self.summed.diagonals else found
@@ -49,7 +49,7 @@ class BiasShare:
   def blocks(self) -> int: return ceildiv(self.p.Sq, self.block_m)
   @property
   def walked(self) -> tuple[int, int, int]:
-    """Numbers of (batches, heads, blocks of queries) over which one workgroup loops, because their scores share a block of the bias."""
+    """Returns (batches, heads, blocks of queries) over which one workgroup loops, because all of them add the same block of the bias."""
     batches, heads, rows, _ = self.broadcast
     # if workgroups own diagonals of tiles, the last number is that of the longest diagonal
     if self.diagonals is not None: blocks = self.diagonals.most
@@ -59,16 +59,16 @@ class BiasShare:
   def trips(self) -> int: return math.prod(self.walked)
   @property
   def owned(self) -> tuple[int, int, int]:
-    """Numbers of (batches, heads, blocks of queries or diagonals) of the bias that are divided among the workgroups."""
+    """Returns (batches, heads, blocks of queries or diagonals) of the bias that the workgroups divide among them."""
     blocks = self.diagonals.count if self.diagonals is not None else self.blocks//self.walked[2]
     return self.p.B//self.walked[0], self.p.H//self.walked[1], blocks
   @property
   def owns_keys(self) -> bool:
-    """Whether a workgroup owns a tile of keys; otherwise each iteration of its loop goes over all tiles of keys."""
+    """Whether a workgroup owns one tile of keys. Otherwise each iteration of its loop goes over all tiles of keys."""
     return self.summed.diagonals or (any(self.broadcast[:3]) and not self.broadcast[3])
   @property
   def uneven(self) -> bool:
-    """Whether the iterations of a workgroup's loop need different tiles of keys, e.g. because their queries see different keys."""
+    """Whether a workgroup's iterations need different tiles of keys, e.g. because a causal mask hides other keys from other queries."""
     # Their queries see different keys, or batches have different numbers of keys. If each iteration looped over just the tiles that it needs, the
     # length of this inner loop would depend on the outer loop, and tinygrad's linearizer finds no order for such loops. So each iteration then loops
     # over all tiles of keys.
@@ -77,25 +77,25 @@ class BiasShare:
     return not self.owns_keys and ((blocks > 1 and any(hiding(self.p))) or (batches*blocks > 1 and ends))
   @property
   def key_tiles(self) -> int:
-    """Number of tiles of keys, each owned by other workgroups; 1 if each workgroup reads all keys, or owns a diagonal."""
+    """Number of tiles of keys that different workgroups own; 1 if each workgroup reads all keys, or owns a diagonal."""
     return ceildiv(self.p.Sk, self.block_n) if self.owns_keys and not self.summed.diagonals else 1
   @property
   def stored_at_once(self) -> bool:
-    """Whether dS is stored without a sum, because each element of the bias is added to only one score."""
+    """Whether dS itself is the gradient of the bias: each element of the bias belongs to one score, and nothing is summed."""
     # each tile of dS is then stored as it is
     return not any(self.broadcast) and not self.summed.diagonals
   @property
   def workgroups(self) -> int: return math.prod(self.owned)*self.key_tiles
 
   def check_parts(self, parts:int) -> None:
-    """Raises ValueError if the loop of a workgroup over batches, heads and queries has too few iterations for `parts` workgroups."""
+    """Raises ValueError if a workgroup's loop has too few iterations to be divided among `parts` workgroups."""
     most = 1 if self.summed.diagonals else self.trips
     if not 0 <= parts <= most:
       raise ValueError(f"parts={parts}: must be from 0 (no parts) to {most}, the number of blocks of queries that a workgroup loops over")
 
 @dataclass(frozen=True)
 class BiasPart:
-  """The part of a bias's gradient that one workgroup computes: its block of the bias, and the iterations of its loop."""
+  """What one workgroup computes of the gradient of a bias: its block of the bias, and the iterations of its loop."""
   share: BiasShare
   grid: Grid             # with indices of a head and a block among the owned heads and the owned blocks of queries
   key_tile: UOp          # index of the owned tile of keys; 0 where a workgroup loops over all tiles, or over a diagonal
@@ -119,14 +119,14 @@ class BiasPart:
 
   @property
   def first_place(self) -> Grid:
-    """Grid position (head, block of queries) that the workgroup reads in its first iteration."""
+    """Grid position (indices of head and block of queries) that the workgroup reads in the first iteration of its loop."""
     return self.grid_of_trip(self.first_trip)
   @property
   def first_trip(self) -> UOp: return self.part if self.one_trip else UOp.const(0)
 
   @property
   def own_trips(self) -> tuple[UOp, UOp]:
-    """Returns (index of the workgroup's first iteration, number of its iterations)."""
+    """Returns (index of the first iteration that this workgroup computes, number of its iterations)."""
     trips, (batches, heads, _) = self.share.trips, self.share.walked
     if self.share.diagonals is not None: return UOp.const(0), self.share.diagonals.range(self.grid.block)[1]*(batches*heads)
     if self.parts <= 1: return UOp.const(0), UOp.const(trips)
@@ -135,7 +135,7 @@ class BiasPart:
     return first, (trips - first).maximum(0).minimum(each)
 
   def grid_of_trip(self, i:UOp) -> Grid:
-    """Returns the grid position (head, block of queries) that the workgroup reads in iteration i."""
+    """Returns the grid position (indices of head and block of queries) that the workgroup reads in iteration i."""
     heads = self.share.walked[1]
     of_heads, block, _ = self.place_of_trip(i)
     batch, head = self.grid.head//self.share.owned[1] + of_heads//heads, self.grid.head%self.share.owned[1] + of_heads%heads
@@ -146,7 +146,7 @@ class BiasPart:
     return self.place_of_trip(i)[2]
 
   def place_of_trip(self, i:UOp) -> tuple[UOp, UOp, UOp]:
-    """Returns the indices of the head, the block of queries, and the tile of keys of iteration i."""
+    """Returns (index of the head, of the block of queries, of the tile of keys) that the workgroup reads in iteration i."""
     # the head among the heads that the workgroup loops over; the block in the order in which blocks start
     (batches, heads, most), diagonals = self.share.walked, self.share.diagonals
     if diagonals is None: return i//most, self.grid.block + i%most, self.key_tile
@@ -156,7 +156,7 @@ class BiasPart:
     return head, in_order_of_start(self.share.p, block, self.share.blocks), key_tile
 
   def walked(self, group:Workgroup) -> Blocks:
-    """Returns the tiles of keys over which one iteration loops: those that the queries of `group` see, or all."""
+    """Returns the tiles of keys over which one iteration loops: those that the queries of `group` see, or all tiles."""
     if self.one_trip or not self.share.uneven: return group.walked
     # tiles in which a mask may hide scores
     none = UOp.const(0)
@@ -184,7 +184,7 @@ class BiasPart:
     return store_row(group.arch, gradient, dtype, self.share.shape[3], self.row_start(group, row), column, values, there)
 
   def outside(self, walked:Blocks, stores:Callable[[UOp], list[UOp]]) -> list[UOp]:
-    """Returns loops that call `stores(tile)` for each tile of keys not in `walked`, e.g. to store 0 where no query sees a key."""
+    """Returns loops that make `stores(tile)` for each tile of keys that is not in `walked`, e.g. stores of 0 where no query sees a key."""
     tiles, found = ceildiv(self.share.p.Sk, self.share.block_n), []
     for begin, end in ((UOp.const(0), walked.begin), (walked.end, UOp.const(tiles))):
       if (count := trip_count(end - begin)) is None: continue

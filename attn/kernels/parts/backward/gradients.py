@@ -24,12 +24,12 @@ WEIGHTED = {"dq": ("k", "ds"), "dk": ("q", "ds"), "dv": ("do", "p")}     # each 
 PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # by the number of passes over the queries: the gradients that each pass computes
 
 def gradients_of_passes(passes:int, adds_dq:bool=False) -> tuple[tuple[str, ...], ...]:
-  """Returns the names of the gradients that each pass over the queries computes, e.g. (("dv",), ("dk",)) for two passes."""
+  """Returns the gradients that each loop over the queries computes, e.g. (("dv",), ("dk",)): dV in the first loop, dK in the second."""
   return (("dv", "dk", "dq"),) if adds_dq else PASSES[passes]
 
 @dataclass(frozen=True)
 class Normaliser:
-  """The lse of a query, prepared for exp2: P = exp2((scores - high)*to_log2 + low)."""
+  """The lse of a query, as two numbers that turn its scores into P: P = exp2((score - high)*to_log2 + low)."""
   # A missing `high` or `low` is 0. Each is a number, or a vector as long as those of the scores. With dropout, P includes the factor 1/(1 -
   # dropout_p). For scores in base e, with P = e^(score - lse), `high` is the lse. The kernel subtracts `high` first, because the difference is exact
   # where score and lse are close. With wide scores `low` holds the part of the lse that rounding lost.
@@ -38,7 +38,7 @@ class Normaliser:
 
   @staticmethod
   def of(p:Problem, log_sum:UOp, rest:UOp|None=None) -> Normaliser:
-    """Makes the normaliser of a query from its lse, `log_sum`, and with wide scores its lse_rest, `rest`."""
+    """Makes the object from a query's lse, `log_sum`, and, with wide scores, its lse_rest, `rest` (what rounding lost of lse)."""
     kept = UOp.const(-math.log2(p.kept), dtypes.float)
     def low(x:UOp) -> UOp: return ops.add(x, kept) if p.dropout_p else x
     if rest is not None: return Normaliser(low(ops.mul(rest, -LOG2E)), reference(log_sum))
@@ -46,36 +46,36 @@ class Normaliser:
     return Normaliser(log_sum.eq(NEG_INF).where(NEG_INF, low(ops.mul(log_sum, -LOG2E))))
   @staticmethod
   def joined(parts:Sequence[Normaliser], join:Callable[..., UOp]) -> Normaliser:
-    """Joins normalisers, the lse of several queries, to one normaliser whose values are vectors made by `join`."""
+    """Makes one object from those of several queries: `high` and `low` become vectors made by `join`."""
     def vector(numbers:list[UOp|None]) -> UOp|None:
       there = [x for x in numbers if x is not None]      # all of them or none
       return join(*there) if there else None
     return Normaliser(vector([x.low for x in parts]), vector([x.high for x in parts]))
   @property
   def values(self) -> list[UOp]:
-    """The values `high` and `low` in this order, without a value that is None."""
+    """Returns [high, low], without a number that is None."""
     return [x for x in (self.high, self.low) if x is not None]
   def each(self, change:Callable[[UOp], UOp]) -> Normaliser:
-    """Returns a normaliser with `change(low)` and `change(high)` in place of `low` and `high`."""
+    """Returns a copy with `change(high)` and `change(low)` in place of `high` and `low`."""
     return Normaliser.joined([self], change)
   def where(self, there:UOp) -> Normaliser:
-    """Returns this normaliser where `there` is true; elsewhere, for queries that do not exist, one with which P is 0."""
+    """Returns a copy that makes P 0 for queries that do not exist, those where `there` is false."""
     assert self.low is not None
     return replace(self, low=there.where(self.low, NEG_INF))
   def weight(self, x:UOp, to_log2:float) -> UOp:
-    """Returns P of the scores `x`; `to_log2` turns these scores into exponents of 2."""
+    """Returns P of the scores `x`. The factor `to_log2` turns the scores into exponents of 2."""
     if self.high is not None: x = ops.sub(x, self.high)
     return ops.exp2(ops.mul(x, to_log2) if self.low is None else ops.fma(x, to_log2, self.low))
 
 def shared_query_values(p:Problem, log_sum:UOp, delta:UOp, *rest:UOp) -> list[UOp]:
-  """Returns the numbers that shared memory holds for a query: [low of its normaliser, -delta], and with wide scores also its high."""
+  """Returns what shared memory holds for a query: [`low` of the `Normaliser` made from its lse, -delta], and with wide scores also `high`."""
   # The first is `low` of the normaliser. The second is -delta, or with dropout -delta*(1 - dropout_p). With wide scores the third is `high` of the
   # normaliser.
   normaliser = Normaliser.of(p, log_sum, *rest)
   return [x for x in (normaliser.low, scaled_delta(delta, p), normaliser.high) if x is not None]
 
 def kinds_of_normalisers(p:Problem) -> range:
-  """Returns the indices of `low` and `high` of the normaliser in the list that `shared_query_values` returns."""
+  """Returns the indices of `low` and `high` in the list that `shared_query_values` returns."""
   # in the list of `shared_query_values`: all but 1, the index of delta
   return range(0, len(query_value_names(p)), 2)
 
@@ -86,7 +86,7 @@ def scaled_delta(delta:UOp, p:Problem) -> UOp:
   return ops.mul(delta, -p.kept)
 
 def dp_start(minus_delta:list[UOp], kept:Kept) -> list[UOp]:
-  """Returns the first values of the accumulators of dP: -delta, so that they end as dP - delta, or 0 with dropout."""
+  """Returns the initial accumulators of dP: -delta, so that the product ends as dP - delta, or 0 with dropout."""
   # dropout sets elements of dP to 0, but not the delta that is subtracted from them: so delta is then subtracted later (`less_delta`)
   return [ops.splat(0.0, ops.length(x)) for x in minus_delta] if kept.words else minus_delta
 
@@ -100,12 +100,12 @@ class Weights:
   visible: Callable[[list[UOp]], list[UOp]]
 
 def weights_of(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], row:Row, tile:UOp, masked:bool) -> Weights:
-  """Returns P and the derivatives of the score terms for the raw scores of row `row` in tile `tile`."""
+  """Returns P and the derivatives of the score terms for the raw scores `raw` of one row in tile `tile`."""
   # `normalisers` has one entry for each vector of `raw`; `masked`: whether masks may hide some of the scores
   return weights_of_rows(scores, raw, [normalisers], [row], tile, masked)
 
 def weights_of_rows(scores:Scores, raw:list[UOp], normalisers:list[list[Normaliser]], rows:list[Row], tile:UOp, masked:bool) -> Weights:
-  """Returns P and the derivatives of the score terms for the raw scores of several rows in tile `tile`."""
+  """Returns P and the derivatives of the score terms for the raw scores `raw` of several rows in tile `tile`."""
   # Each vector of `raw` has elements of all rows, one row after another. `normalisers` has a list for each row, with one entry for each vector.
   # `masked`: whether masks may hide some of the scores.
   def by_row(x:list[UOp]) -> list[list[UOp]]:
@@ -124,16 +124,16 @@ def weights_of_rows(scores:Scores, raw:list[UOp], normalisers:list[list[Normalis
   return Weights(visible(joined([p for p, _ in found])), derivatives, visible)
 
 def reference(log_sum:UOp) -> UOp:
-  """Returns the number that is subtracted from a query's scores before exp: its lse, or inf if the query sees no key."""
+  """Returns the number that is subtracted from a query's scores: its lse, or inf (so that P is 0) if the query sees no key."""
   # inf makes P 0
   return log_sum.eq(NEG_INF).where(math.inf, log_sum)
 
 def normaliser_of(group:Workgroup, row:Row) -> Normaliser:
-  """Loads the lse of query `row`, and returns the query's normaliser."""
+  """Loads the lse of query `row`, and returns it as `Normaliser`, the numbers that turn scores into P."""
   return Normaliser.of(group.p, *[group.query_value(name, row) for name in log_sums(group.given)])
 
 def exact_normaliser(p:Problem, log_sum:UOp, *rest:UOp) -> Normaliser:
-  """Returns the normaliser of a query with which P = e^(score - lse) is computed."""
+  """Returns the lse of a query as `Normaliser`, for kernels that compute P = e^(score - lse) in base e."""
   # `rest`, given with wide scores, is the part of the lse that rounding to fp32 lost
   return Normaliser.of(p, log_sum, *rest) if rest else Normaliser(None, reference(log_sum))
 
@@ -153,12 +153,12 @@ def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], ro
   return Weights(visible(weights), scores.derivatives(steps, row, tile), visible)
 
 def less_delta(dp:list[UOp], kept:Kept, minus_delta:list[UOp]) -> list[UOp]:
-  """Returns dP - delta as C fragments. Where dropout drops a score, its dP is 0."""
+  """Returns dP - delta as C fragments, where `dp` is dP; with dropout, dP of a dropped score counts as 0."""
   # without dropout `dp` itself, because its accumulators began with -delta (`dp_start`)
   return [ops.add(x, d) for x, d in zip(kept.drop(dp), minus_delta)] if kept.words else dp
 
 def gradients_of(weights:Weights, dp:list[UOp], derivatives:Collection[str]|None=None) -> list[UOp]:
-  """Returns dS = P * (dP - delta) times the derivatives of the score terms; `dp` is dP - delta."""
+  """Returns dS = P * (dP - delta) * derivatives of the score terms. `dp` already is dP - delta."""
   # P * (dP - delta) is the gradient of the finished scores, after all score terms. Times the derivatives of all terms, it is the gradient of the raw
   # scores, without the factor softmax_scale. Times only those that `derivatives` names, it is the gradient of a bias, or of a tensor's element that
   # score_mod reads.
@@ -175,7 +175,7 @@ def where_known(known:UOp|None, x:UOp, factor:float) -> UOp:
 
 @dataclass(frozen=True)
 class QueryValueTensors:
-  """The tensors in global memory that have one number for each query, such as lse and delta."""
+  """Tensors in global memory with one number for each query: lse, delta and, with wide scores, lse_rest."""
   # in the order of `query_value_names`
   each: tuple[GlobalRows, ...]
   # computes the index of a tile's first query in a scalar register: from a vector register, clang would load for one lane after another
@@ -185,7 +185,7 @@ class QueryValueTensors:
 
 @dataclass(frozen=True)
 class QueryValues(InLds):
-  """LDS buffer with the numbers (such as lse and -delta) of each query of a tile, from which lanes load vectors for their C fragments."""
+  """LDS buffer with lse and -delta of each query of a tile, from which a lane loads the numbers that its C fragments need."""
   # The queries are stored in the order in which a lane holds their scores in C, so the numbers for one lane lie side by side.
   p: Problem
   matrix: Matrix
@@ -201,12 +201,12 @@ class QueryValues(InLds):
   def nth(self, i:UOp) -> QueryValues: return replace(self, base=i*units_of_query_values(self.p, self.block_n))
   @property
   def single(self) -> list[QueryValues]:
-    """A list of this object alone: unlike a tile of rows (`StagedTile.single`), it is copied all at once."""
+    """A list of this object alone. A tile of rows returns several smaller tiles here (`StagedTile.single`)."""
     # `StagedTile.single`, which the same loop calls, divides a tile into smaller tiles
     return [self]
 
   def fetch(self, rows:QueryValueTensors, t:UOp) -> list[UOp]:
-    """Loads the numbers (such as lse and delta) of the query of tile t that this thread copies to LDS."""
+    """Loads lse and delta of one query of tile t, the query that this thread copies to LDS."""
     mat, thread, gate = self.matrix, self.thread, self.thread < self.block_n
     row = thread//mat.M*mat.M + mat.c_row(thread%mat.M//mat.accumulator, thread%mat.accumulator)
     first = ops.opaque_uniform(t*self.block_n) if rows.pin else t*self.block_n
@@ -218,7 +218,7 @@ class QueryValues(InLds):
             for i, x in enumerate(shared_query_values(self.p, *parts))]
 
   def load(self, at:Lane) -> tuple[list[Normaliser], list[UOp]]:
-    """Loads the query values for a lane's C fragments from LDS, and returns (normalisers, -delta), an entry for each fragment."""
+    """Loads lse and -delta from LDS for this lane's C fragments; returns (list of `Normaliser`, list of -delta), one entry for each fragment."""
     # with dropout -delta*(1 - dropout_p)
     mat, units = self.matrix, self.matrix.accumulator//4
     def fragment(kind:int, kt:int) -> UOp:

@@ -1,4 +1,4 @@
-"""The fixed order in which workgroups that own keys add to the sums of dQ in memory: each adds in its turn."""
+"""The fixed order in which workgroups that own keys add to dQ in memory: each waits for its turn."""
 from __future__ import annotations
 from dataclasses import dataclass
 from attn.kernels.parts.grid.tensors import dq_sums, set_by_first
@@ -34,7 +34,7 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Turns:
-  """The turns of one wave: the periods in which the wave may add to dQ in memory, so that workgroups add in a fixed order."""
+  """The turns of one wave to add to dQ in memory. A turn is the period in which only this wave may add to certain queries."""
   group: Workgroup
   wave: UOp
   first: UOp   # true in lane 0 of the wave
@@ -47,19 +47,19 @@ class Turns:
     return Turns(group, wave, lane.eq(0), 1 if group.split else TILES_OF_TURN) if "dq_turns" in group.given else None
 
   def turn(self, tile:UOp) -> UOp:
-    """Returns the first tile of queries of a turn, given one of its tiles; a turn is for one tile or several neighbouring ones."""
+    """Returns the first of the neighbouring tiles of queries, including `tile`, for which a wave has one turn."""
     return tile//self.tiles*self.tiles
   def counter(self, head:UOp, tile:UOp) -> UOp:
-    """Returns the int32 in memory that counts how many workgroups have finished adding to dQ of the tile `tile`."""
+    """Returns the int32 in memory that counts how many workgroups have ended their turn to add to dQ of tile `tile`."""
     group = self.group
     return flat(group.given["dq_turns"])[group.first_sums(head)*TURNS_OF_SUMS + self.turn(tile)*group.tile.waves + self.wave]
   def exists(self, tile:UOp) -> UOp:
-    """Returns whether tile `tile` has queries; the last tile of a list may lie beyond the sequence."""
+    """Returns whether tile `tile` has any queries: the last tiles in a list may lie beyond the sequence."""
     # an entry of a list stands for several tiles, and the last ones of them may lie beyond the sequence
     if self.tiles > 1 or not isinstance(self.group.scores.order, TileList): return UOp.const(True)
     return below(tile*self.group.scores.block_n, self.group.sequence.n_q)
   def number(self, i:UOp, tile:UOp) -> UOp:
-    """Returns how many other workgroups add to dQ of tile `tile` before this one, which computes the tile in iteration `i`."""
+    """Returns how many workgroups add to dQ of tile `tile` before this workgroup, which computes the tile in iteration `i`."""
     group, n, order = self.group, self.group.scores.block_n, self.group.scores.order
     if isinstance(order, TileList): return order.turn(i)
     first, block = self.turn(tile)*n, group.grid.block
@@ -67,13 +67,13 @@ class Turns:
     return seen.end - 1 - block if hiding(group.p).after else block - seen.begin
 
   def begin(self, head:UOp, i:UOp, done:UOp) -> UOp:
-    """Returns a statement that waits, after the operation `done`, for the wave's turn to add to dQ of iteration i's tile."""
+    """Returns a statement that, after the operation `done`, waits for the wave's turn to add to dQ of the tile of iteration i."""
     tile = self.group.scores.tile(i)
     # only the first tile of the turn, or the workgroup's first tile, waits
     begins = tile.eq(self.turn(tile)) | i.eq(self.group.walked.begin)
     return atomics.await_turn(self.counter(head, tile), self.number(i, tile), self.first & begins & self.exists(tile), done)
   def end(self, head:UOp, i:UOp, done:UOp, last:bool=False) -> UOp:
-    """Returns a statement that ends, after the operation `done`, the wave's turn to add to dQ of iteration i's tile."""
+    """Returns a statement that, after the operation `done`, ends the wave's turn to add to dQ of the tile of iteration i."""
     tile = self.group.scores.tile(i)
     # It adds 1 to the counter for which the next block waits, after the last tile of the turn, or if `last` says that it is the workgroup's last
     # iteration; for an `i` before the workgroup's first iteration it adds nothing. At `done` the wave's additions to this tile are complete.
@@ -81,11 +81,11 @@ class Turns:
     return atomics.pass_turn(self.counter(head, tile), self.first & ends & (i >= self.group.walked.begin) & self.exists(tile), done)
 
   def sets(self, i:UOp) -> UOp|None:
-    """Returns whether the wave is the first to add to dQ of iteration i's tile, and so stores instead; None if it always adds."""
+    """Returns whether the wave is the first to add to dQ of the tile of iteration i, and so overwrites it; None if every wave adds."""
     return self.number(i, self.group.scores.tile(i)).eq(0) if set_by_first(self.group.p) else None
 
 def some_turn_ended(group:Workgroup, tile:BlockTile) -> UOp:
-  """Returns whether any workgroup has added to dQ of the queries that `group` owns; otherwise memory holds no sums for them."""
+  """Returns whether any workgroup has added to dQ of the queries that `group` owns. If none has, memory holds no dQ for them."""
   # `tile` describes the workgroups that add. They loop over lists, so whoever adds to a tile of a turn adds to all its tiles.
   first_tile = group.first_row//(tile.block_n*TILES_OF_TURN)*TILES_OF_TURN
   return flat(group.given["dq_turns"])[group.first_sums(group.first_head)*TURNS_OF_SUMS + first_tile*tile.waves].load() > 0

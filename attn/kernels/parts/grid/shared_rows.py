@@ -8,7 +8,7 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Share:
-  """The scores of a tile that one wave computes: those of one matrix tile of queries with one of `key_parts` parts of the keys."""
+  """The scores of a tile that one wave computes: of one matrix tile of queries, with one of `key_parts` parts of the tile's keys."""
   wave: UOp
   row_tiles: int   # matrix tiles of queries of the workgroup
   block_n: int     # keys of a tile
@@ -19,21 +19,21 @@ class Share:
     return self.block_n//self.key_parts
   @property
   def tile(self) -> UOp:
-    """Index of the matrix tile of queries whose scores this wave computes."""
+    """Index of the wave's matrix tile, among the matrix tiles of queries that the workgroup owns."""
     return self.wave%self.row_tiles
   @property
   def part(self) -> UOp:
-    """Index of the part of each tile's keys (one of `key_parts`) that belongs to this wave."""
+    """Index of the wave's part, among the `key_parts` parts of the keys of each tile."""
     return self.wave//self.row_tiles
   def scores(self, of_all:Scores) -> Scores:
-    """Returns an object like `of_all`, the scores of the whole workgroup, for the scores of this wave alone."""
+    """Returns `of_all`, the scores of the whole workgroup, restricted to the scores that this wave computes."""
     # a tile then has only the keys of one wave: in iteration t the wave computes tile number `tile_number(t)`
     return replace(of_all, block_n=self.keys)
   def tile_number(self, t:UOp) -> UOp: return t*self.key_parts + self.part
 
 @dataclass(frozen=True)
 class RowScalars(InLds):
-  """Table of fp32 numbers in LDS, through which waves exchange numbers of rows, such as maxima and sums."""
+  """LDS buffer through which the waves of a workgroup exchange fp32 numbers of rows, such as maxima and sums."""
   buffer: UOp       # in units of 16 bytes
   rows: int   # the table has this many numbers of each kind, one for each row
   base: UOp|int = 0

@@ -19,7 +19,7 @@ X = TypeVar("X")
 MAX_D = 256      # elements of the longest row of O that fits in registers
 
 def arguments(p:Problem) -> Shapes:
-  """Returns (shape, dtype) of the tensors that the kernel `forward` takes, by name and in order."""
+  """Returns {name: (shape, dtype)} of the tensors that the kernel `forward` takes, in order."""
   # With G = p.num_splits > 1 key ranges, the kernel writes the results of each range instead of o, lse and lse_rest. These are float32 tensors, and
   # their shapes do not depend on the layout: o_partial (G, B, H, Sq, Dv) and lse_partial (G, B, H, Sq). For "thd" total_q replaces B and Sq:
   # o_partial is (G, H, total_q, Dv). The kernel then takes no sinks.
@@ -30,17 +30,17 @@ def arguments(p:Problem) -> Shapes:
           **{name: x for name, x in p.shapes.items() if name not in ("o", "lse", "lse_rest", "sinks")}}
 
 def extras_of_backward(p:Problem) -> Shapes:
-  """Returns the optional tensors that backward kernels take."""
+  """Returns {name: (shape, dtype)} of the optional tensors that backward kernels take, such as bias and kv_lengths."""
   # sinks act only through the lse
   return {name: x for name, x in p.extras.items() if name != "sinks"}
 
 def in_parts(tensor:tuple[tuple[int, ...], str], parts:int) -> tuple[tuple[int, ...], str]:
-  """Returns (shape, dtype) of a gradient as a kernel writes it: itself, or `parts` fp32 partial sums if `parts` is above 0."""
+  """Returns (shape, dtype) of a gradient in memory: `tensor` itself, or `parts` fp32 partial sums if `parts` is above 0."""
   return ((parts, *tensor[0]), "float32") if parts else tensor
 
 @cache_of_kernels
 def split_into(p:Problem, number:int) -> Problem:
-  """Returns `p` with its keys divided into `number` key ranges, each for a workgroup of its own."""
+  """Returns `p` with its keys divided into `number` key ranges, which different workgroups compute."""
   return replace(p, num_splits=number)
 
 @cache_of_kernels
@@ -54,28 +54,28 @@ def log_sums(tensors:Mapping[str, X]) -> dict[str, X]:
   return {name: x for name, x in tensors.items() if name in ("lse", "lse_rest")}
 
 def dq_arguments(p:Problem, dlse:bool=False, parts:int=0) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_dq` takes, by name and in order."""
+  """Returns {name: (shape, dtype)} of the tensors that `backward_dq` takes, in order."""
   # The kernel writes delta, and dq; with `parts` above 0 it writes `parts` partial sums of dq in fp32 instead of dq. It reads the others.
   x = of_backward(p).shapes
   return {"dq": in_parts(x["q"], parts), "delta": x["lse"], "q": x["q"], "k": x["k"], "v": x["v"], "o": x["o"], **log_sums(x), "do": x["o"],
           **extras_of_backward(p), **({"dlse": x["lse"]} if dlse else {})}
 
 def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_dkdv` takes, by name and in order."""
+  """Returns {name: (shape, dtype)} of the tensors that `backward_dkdv` takes, in order."""
   # The kernel writes dk and dv; with `parts` above 0 it writes `parts` partial sums of each in fp32 instead. It reads the others.
   x = of_backward(p).shapes
   return {"dk": in_parts(x["k"], parts), "dv": in_parts(x["v"], parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def few_arguments(p:Problem, dlse:bool=False, parts:int=0, key_parts:int=0) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_few` takes, by name and in order."""
+  """Returns {name: (shape, dtype)} of the tensors that `backward_few` takes, in order."""
   # The kernel writes dq, dk, dv and delta, and reads what `backward_dq` reads. With `parts` above 0 it writes `parts` partial sums of dq in fp32
   # instead of dq, and with `key_parts` equal to 1 a sum of dk and one of dv in fp32.
   dk, dv = (in_parts(p.shapes[name], key_parts) for name in ("k", "v"))
   return {"dq": in_parts(p.shapes["q"], parts), "dk": dk, "dv": dv, **dq_arguments(p, dlse, parts)}
 
 def dq_sums(p:Problem) -> tuple[tuple[int, ...], str]:
-  """Returns (shape, dtype) of the fp32 accumulator of dQ in memory, to which every workgroup that owns keys adds."""
+  """Returns (shape, dtype) of the fp32 tensor to which every workgroup that owns keys adds its part of dQ."""
   # For each head, the accumulator consists of tiles of QUERIES_OF_SUMS queries. Each packed sequence begins at a tile of its own: tile
   # r//QUERIES_OF_SUMS + b for sequence number b, if its first row has the index r. The added b leaves room, because the last tile of each sequence
   # before it may not be full.
@@ -83,13 +83,13 @@ def dq_sums(p:Problem) -> tuple[tuple[int, ...], str]:
   return ((heads, tiles, QUERIES_OF_SUMS*p.D), "float32")
 
 def dq_turns(p:Problem) -> Shapes:
-  """Returns (shape, dtype), by name, of the int32 counters with which workgroups add to dQ in a fixed order, if they do."""
+  """Returns {"dq_turns": (shape, dtype)}, int32 counters, if workgroups add to dQ in a fixed order, otherwise {}."""
   # The counters of turns say how many blocks of keys have added to a tile of queries. The last counter counts the tickets: a workgroup's ticket, the
   # number of workgroups that have asked before, decides which block of keys it owns.
   return {"dq_turns": ((math.prod(dq_sums(p)[0][:2])*TURNS_OF_SUMS + 1,), "int32")} if p.deterministic else {}
 
 def set_by_first(p:Problem) -> bool:
-  """Returns whether the first workgroup that reaches a tile of dQ stores its sums, so that no kernel has to set them to 0 before."""
+  """Returns whether the workgroup that adds to a tile of dQ first overwrites it, so that no kernel must set dQ to 0 before."""
   # the lists of tiles tell a workgroup whether it is the first
   return p.deterministic and p.tile_list is not None
 
@@ -97,7 +97,7 @@ def lengths_of(p:Problem) -> Shapes:
   return {name: x for name, x in p.extras.items() if name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k")}
 
 def delta_arguments(p:Problem, dlse:bool=False) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_delta` takes, by name and in order."""
+  """Returns {name: (shape, dtype)} of the tensors that `backward_delta` takes, in order."""
   # The kernel writes delta. It sets the fp32 accumulator of dQ (the tensor dq_sums) to 0, unless `set_by_first(p)` is true, and the counters of turns
   # (dq_turns), if there are any. Later `backward_all` adds to the accumulator, and `backward_finish` makes dq from it.
   x = of_backward(p).shapes
@@ -105,17 +105,17 @@ def delta_arguments(p:Problem, dlse:bool=False) -> Shapes:
   return {**sums, **dq_turns(p), "delta": x["lse"], "o": x["o"], "do": x["o"], **lengths_of(p), **({"dlse": x["lse"]} if dlse else {})}
 
 def all_arguments(p:Problem, parts:int=0) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_all` takes, by name and in order."""
+  """Returns {name: (shape, dtype)} of the tensors that `backward_all` takes, in order."""
   # the kernel adds to dq_sums, the fp32 accumulator of dQ
   return {"dq_sums": dq_sums(p), **dq_turns(p), **dkdv_arguments(p, parts)}
 
 def finish_arguments(p:Problem) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_finish` takes, by name and in order."""
+  """Returns {name: (shape, dtype)} of the tensors that `backward_finish` takes, in order."""
   # the kernel makes dq from the fp32 accumulator dq_sums
   return {"dq": p.shapes["q"], "dq_sums": dq_sums(p), **(dq_turns(p) if set_by_first(p) else {}), **lengths_of(p)}
 
 def dbias_arguments(p:Problem, parts:int=0, tile:BlockTile|None=None) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_dbias` takes, by name and in order; without `tile`, of the finished sum."""
+  """Returns {name: (shape, dtype)} of the tensors that `backward_dbias` takes, in order; without `tile`, the sum has its final shape."""
   # The first tensor is the kernel's output: the sum of dS that `sum_over_scores(p)` describes, from which the gradient of a bias, or of a tensor that
   # score_mod reads, is made. If `parts` is above 0, the kernel writes `parts` partial sums. A sum over diagonals (scores with equal query number
   # minus key number) has a shape that depends on `tile`.

@@ -30,7 +30,7 @@ HEADS_IN_ORDER = 32   # key/value heads whose blocks run together if they loop o
 
 @dataclass(frozen=True)
 class Grid:
-  """The position of a thread in a kernel's grid: its workgroup's head and block, its wave and its lane."""
+  """The work and the position of one thread: the workgroup's head and block of rows, and the thread's wave and lane."""
   allocator: Allocator
   ranges: tuple[UOp, ...]     # the ranges over the grid and over a workgroup's threads
   head: UOp                   # index of the workgroup's head, or group of heads, among all that are computed
@@ -39,7 +39,7 @@ class Grid:
   wave: UOp
 
 def by_ticket(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[Grid, tuple[UOp, ...]]:
-  """Returns (grid position, part of the sum) for which this workgroup works: the n-th workgroup to start takes the n-th position of the grid."""
+  """Returns (grid position, indices of parts of a sum) for which this workgroup works: the n-th workgroup to start takes the n-th position."""
   # A ticket counts the workgroups in the order in which they start (attn/ops/atomics.py). So work begins in the order of the grid, even if the
   # hardware starts workgroups in another order. `split` is the range over the parts of a divided sum, or empty; `counter` counts the tickets; through
   # `lds`, an int32, the waves of a workgroup learn its ticket.
@@ -51,19 +51,19 @@ def by_ticket(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[G
   return replace(grid, head=head, block=block), tuple(digits[axis] for axis in split)
 
 def head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
-  """Returns AMD's grid over blocks of queries, in which neighbouring workgroups have neighbouring heads."""
+  """Returns the grid of an AMD kernel whose workgroups own queries. Consecutive workgroups compute consecutive heads."""
   # The hardware gives neighbouring workgroups to different XCDs (dies of the GPU), in turn. So the blocks of one head share the cache of one XCD.
   # After a group of heads comes the next block. A group has as many heads as fit, with K and V, into the cache that all XCDs share.
   heads = heads_of(p, tile)
   return _in_group_fastest((1, math.prod(blocks_of_queries(p, tile))), p.all_heads//heads, heads_together(p, arch, heads), tile, mat)
 
 def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
-  """Returns AMD's grid over blocks of keys, in which neighbouring workgroups have neighbouring key/value heads."""
+  """Returns the grid of an AMD kernel whose workgroups own keys. Consecutive workgroups compute consecutive key/value heads."""
   # as in `head_fastest`; a group has as many heads as fit, with their rows of q and dO, into the cache that all XCDs share
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, heads_together(p, arch), tile, mat)
 
 def heads_together(p:Problem, arch:Chip, heads:int=0) -> int:
-  """Returns how many heads form a group, whose workgroups run at about the same time and share rows in the cache of an AMD chip."""
+  """Returns how many heads form a group, whose workgroups run at about the same time because their rows fit into an AMD chip's cache."""
   # `heads` is the number of query heads of a workgroup that owns queries, or 0 if workgroups own keys. A group has as many heads as the cache of the
   # chip has room for, with the rows over which workgroups loop: K and V, or q and dO. On a chip that needs no groups, all heads are one group.
   n, room = (p.all_heads//heads if heads else p.B*p.Hkv), arch.caches.group
@@ -77,7 +77,7 @@ def largest_divisor(n:int, most:int) -> int:
   return max(divisor for pair in pairs for divisor in pair if divisor <= max(1, most))
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
-  """Returns NVIDIA's grid over blocks of queries, in which all blocks of one group of heads start before those of the next group."""
+  """Returns the grid of an NVIDIA kernel whose blocks own queries: all blocks of a group of heads start before those of the next group."""
   # Under a causal mask a group has as many heads as fit, with K and V, into the cache; otherwise a group is a single head. If a device holds two
   # pieces of a sequence, the blocks of one piece come before all blocks of the other piece, so that blocks with many keys start early.
   heads = heads_of(p, tile)
@@ -86,7 +86,7 @@ def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   return _in_group_fastest(blocks_of_queries(p, tile), p.all_heads//heads, cached, tile, mat)
 
 def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma, fixed_order:bool=False) -> Grid:
-  """Returns NVIDIA's grid over blocks of keys, in which all blocks of one group of key/value heads start before those of the next group."""
+  """Returns the grid of an NVIDIA kernel whose blocks own keys: all blocks of a group of key/value heads start before those of the next group."""
   # Usually a group is a single head. Under a causal mask a group has as many heads as fit, with their queries, into the cache. If the blocks of a
   # head add to dQ in a fixed order (`fixed_order`), groups are as large, so that fewer of the blocks that run at the same time wait for each other.
   # With lists of tiles, neighbouring blocks of a head loop over the same few tiles: groups then have at least HEADS_IN_ORDER heads, if there are as
@@ -114,35 +114,35 @@ def by_name(shapes:Shapes, args:tuple[UOp, ...]) -> dict[str, UOp]:
   return dict(zip(shapes, args))
 
 def scale_as_float(word:UOp, size:int) -> UOp:
-  """Returns a loaded scale in fp32; `word` holds float32 if `size` is 4 bytes, float16 if 2."""
+  """Returns the scale in the loaded dword `word`, a float32 if `size` is 4 bytes or a float16 if 2, as fp32."""
   return ops.as_float(word) if size == 4 else ops.widen_to_float(word, 1, "float16")
 
 def ranges_of(grid:Grid, parts:int) -> tuple[UOp, ...]:
-  """Returns a tuple with a new axis of the grid, over `parts` parts of the work, or an empty tuple if there is a single part."""
+  """Returns (a new axis of the grid,), of size `parts`, or an empty tuple if `parts` is at most 1."""
   return (grid.allocator.range(parts, AxisType.GLOBAL),) if parts > 1 else ()
 
 def part_of(split:tuple[UOp, ...], parts:int) -> UOp|None:
-  """Returns which part of the work this workgroup computes, as an index, or None if the work is not divided (`parts` is 0)."""
+  """Returns the index of the part of the work that this workgroup computes, or None if the work is not divided (`parts` is 0)."""
   # `split` is what `ranges_of` returned
   if not parts: return None
   return split[0] if split else UOp.const(0)
 
 @dataclass(frozen=True)
 class BlockRows:
-  """The queries that a workgroup owns: rows `first` to `last` of a head, of which those from `end` on do not exist."""
+  """The rows of queries that a workgroup owns: `first` to `last`, without those from `end` on, which do not exist."""
   first: UOp
   last: UOp
   end: int|UOp
   further: int|UOp   # if devices share a sequence: row r of the device's tensor is query r + further of the sequence; otherwise 0
 
 def in_order_of_start(p:Problem, number:UOp, blocks:int) -> UOp:
-  """Converts a block's index in the sequence to its index in the order of start, or back, e.g. 0 to the last one under a causal mask."""
+  """Converts a block's position in the sequence to its position in the order of start, or back: under a causal mask the last block starts first."""
   # Under a causal mask the last block starts first, otherwise the first block. So blocks of queries with many keys start early. Blocks of keys start
   # in this order only if they add to dQ in a fixed order (attn/kernels/parts/backward/turns.py): those with few queries start early.
   return blocks - 1 - number if hiding(p).after else number
 
 def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool) -> BlockRows:
-  """Returns the queries of the block that starts as number `number`."""
+  """Returns the rows of queries of the block that starts as the `number`-th one."""
   heads, (pieces, blocks), size = heads_of(p, tile), blocks_of_queries(p, tile), tile.block_m
   block, end, before = in_order_of_start(p, number, pieces*blocks), x.n_q*heads, UOp.const(0)
   further: int|UOp = 0 if p.dealt is None else p.dealt.start
@@ -167,13 +167,13 @@ def list_of(p:Problem, tile:BlockTile, given:Mapping[str, UOp], batch:UOp, head:
   return TileList(flat(given["tile_list"]), (number*blocks + block)*length, tiles_of_list(length, turns), size, tile.block_n, turns)
 
 def cut_off(walk:Walk, tile:BlockTile) -> bool:
-  """Returns whether a limit on keys, such as that of a causal mask, may lie inside a tile; false if only mask_mod hides scores."""
+  """Returns whether a limit on keys, such as the diagonal of a causal mask, may lie inside a tile. If not, only mask_mod hides scores."""
   # if not, only mask_mod hides scores within tiles, and the kernel need not compare key numbers
   return not scattered(walk.p) or cuts_some(walk, tile.block_n)
 
 @dataclass(frozen=True)
 class Workgroup:
-  """The part of a problem that one workgroup computes, as one of its threads sees it."""
+  """The part of a problem that one workgroup computes: its tensors, head, rows, and the tiles over which it loops."""
   p: Problem
   arch: Chip
   tile: BlockTile
@@ -194,7 +194,7 @@ class Workgroup:
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace,
          shapes:Shapes|None=None, parts:int=0) -> Workgroup:
-    """Makes the workgroup that owns the block of queries at `grid`, in a kernel that takes the tensors `args`."""
+    """Makes the object for a workgroup that owns the block of queries at `grid`, in a kernel that takes the tensors `args`."""
     # `shapes` has the names, shapes and dtypes of `args`, in the same order; by default they are `arguments(p)`. If `parts` is above 1, the keys are
     # divided into `parts` parts, and each workgroup loops over one part.
     heads, given = heads_of(p, tile), by_name(shapes or arguments(p), args)
@@ -225,7 +225,7 @@ class Workgroup:
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace, shapes:Shapes,
               parts:int=0, lds:UOp|None=None) -> Workgroup:
-    """Makes the workgroup that owns the block of keys at `grid`, and loops over the queries of all query heads that share these keys."""
+    """Makes the object for a workgroup that owns the block of keys at `grid`, and loops over the queries of all heads that share these keys."""
     # If `parts` is above 0, the queries are divided into `parts` parts, first by heads, then by queries of a head, and each workgroup loops over one
     # part. If workgroups add to dQ in a fixed order, a workgroup takes a ticket (`by_ticket`): the ticket, not its position in the grid, then decides
     # the block and the head. `lds` is an int32 in LDS through which the waves of the workgroup learn the ticket.
@@ -247,14 +247,14 @@ class Workgroup:
                      part, heads)
 
   def moved(self, grid:Grid) -> Workgroup:
-    """Returns a copy of this workgroup for another grid position, where it owns a block of queries and loops over the keys."""
+    """Returns a copy of this workgroup at another grid position, where it owns queries and loops over keys."""
     return Workgroup.of(self.p, self.arch, self.tile, tuple(self.given.values()), grid, self.scores.at, dict.fromkeys(self.given, ((), "")))
 
   @property
   def heads(self) -> int: return heads_of(self.p, self.tile)
   @property
   def walked_end(self) -> UOp:
-    """Index of the row (key or query) before which the workgroup's loop ends."""
+    """Index of the first row (key or query) after those over which the workgroup loops."""
     count = self.scores.walk.count
     return as_index(count) if self.scores.order is not None else (self.walked.end*self.tile.block_n).minimum(count)
   @property
@@ -265,7 +265,7 @@ class Workgroup:
   def lse_rest(self) -> UOp|None: return self.given.get("lse_rest", self.given.get("lse_rest_partial"))
 
   def row(self, *i:UOp) -> Row:
-    """Returns one of the workgroup's own rows: the row with index sum(`i`) in its block."""
+    """Returns row number sum(`i`) of the rows that the workgroup owns."""
     row = functools.reduce(UOp.__add__, i, self.first_row)
     return Row(self.batch, self.first_head + row%self.heads, row//self.heads, below(row, self.end_row))
 
@@ -292,7 +292,7 @@ class Workgroup:
     return PackedRows.of(rows, self.heads, sh) if name == "q" and self.heads > 1 else rows
 
   def turned_rows(self, t:UOp) -> GlobalRows:
-    """Returns tile t of transposed V as rows in global memory, one for each column of V."""
+    """Returns tile t of V^T in global memory, as rows: one row for each column of V."""
     # a tile that the workgroup does not walk over has no rows
     p, keys = self.p, self.p.turned
     _, _, tiles, columns, _ = p.turned_shape(keys)
@@ -310,7 +310,7 @@ class Workgroup:
                      unit_bytes, table, begin)
 
   def scales(self, name:str, t:UOp, share:Share|None=None) -> list[UOp]:
-    """Loads the scales of the rows of K or V (`name`) to which a lane's scores in tile t belong, as fp32 vectors."""
+    """Loads the scales of K ("k_scales") or V ("v_scales") for the keys of this lane's scores in tile t: one fp32 vector for each score vector."""
     # One vector for each vector of scores. `name` is "k_scales" or "v_scales". If several waves divide the keys of a tile among them, `share` says
     # which keys belong to this wave.
     size, scores = BYTES[self.p.scale_dtype], self.scores
@@ -333,22 +333,22 @@ class Workgroup:
     return [[ops.mul(x, factor) for x in row] for row in raw]
   @property
   def scale_of_scores(self) -> UOp|None:
-    """The product of the scales of q and k, by which raw scores are multiplied, or None if the problem has no such scales."""
+    """Product of the scales of q and k, by which raw scores must be multiplied, or None if the problem has no such scales."""
     factors = [x for name in ("q_scale", "k_scale") if (x := self.input_scale(name)) is not None]
     return functools.reduce(ops.mul, factors) if factors else None
 
   def operand_rows(self, name:str, head:UOp|None=None) -> Rows:
-    """Returns the rows of tensor `name` for the workgroup's sequence and head, loaded in the dtype that the matrix unit multiplies."""
+    """Returns the rows of tensor `name` for the workgroup's sequence and head, converted to the dtype of the matrix products when they are loaded."""
     rows, dtype = self.rows_of(name, head), self.p.shapes["o"][1]
     return ConvertedRows(rows, dtype, self.p.dtype) if name == "do" and dtype != self.p.dtype else rows
 
   def query_value_rows(self, name:str, head:UOp) -> GlobalRows:
-    """Returns tensor `name`, which has one fp32 number (such as the lse) for each query, as rows of the workgroup's sequence."""
+    """Returns tensor `name`, which has one fp32 number (such as lse) for each query, as rows of one number."""
     first = place_of_row(self.p, self.sequence, Row(self.batch, head, UOp.const(0), UOp.const(True)))[0]
     return GlobalRows(flat(self.given[name]), first, 1, self.sequence.n_q, 1, 4, isinstance(self.sequence.n_q, UOp))
 
   def query_value(self, name:str, row:Row) -> UOp:
-    """Returns a query's number, such as its lse, loaded from tensor `name`, or 0 if the query does not exist."""
+    """Loads the number of query `row` from tensor `name`, such as its lse: 0 if the query does not exist."""
     rows = self.query_value_rows(name, row.head)
     return rows.buffer[(rows.base + row.index).valid(row.there)].load()
 
@@ -360,7 +360,7 @@ class Workgroup:
     return "float32" if self.split else self.p.out_dtype
 
   def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, LogSum]:
-    """Returns (the factor by which a row's O is multiplied, 1/l; the row's LSE), from m and the row's sums of P."""
+    """Returns (factor 1/l by which the row's O is multiplied, LSE of the row), made from m and the row's sums of P."""
     # `m` is the number that the softmax subtracts from the row's scores. `totals` has one or two sums of P over the row. O is divided by the first
     # one, the sum of P after rounding. The LSE is computed from the last one.
     sink = flat(self.given["sinks"])[row.head].load() if "sinks" in self.given else None
@@ -369,7 +369,7 @@ class Workgroup:
     return (ops.mul(factor, 1/self.p.kept) if self.p.dropout_p else factor), log_sum
 
   def outputs(self, row:Row, o:list[tuple[UOp, UOp]], log_sum:LogSum|None) -> list[UOp]:
-    """Returns the stores of this lane's elements (first column, values) of a row of O, and of the row's LSE."""
+    """Returns the stores of a row of O, where `o` lists (first column, values) that this lane has, and of the row's LSE."""
     p, to = self.p, flat(self.given["o_partial" if self.split else "o"])
     number, begin = place_of_row(p, self.sequence, row, *self.split)
     stores = []
@@ -380,13 +380,13 @@ class Workgroup:
     return stores
 
   def cleared(self) -> list[UOp]:
-    """Returns the stores of 0 to this workgroup's share of the rows of o (in lse: -inf) that belong to no sequence."""
+    """Returns the stores that this workgroup makes to rows of the outputs that belong to no sequence: 0 in o, -inf in lse."""
     blocks, threads = (self.grid.block, math.prod(blocks_of_queries(self.p, self.tile))), (self.thread, self.tile.threads)
     heads = [self.first_head + i for i in range(self.heads)]
     return clear_outside(self.p, self.arch, self.sequence, self.given, self.batch, heads, blocks, threads, self.grid.allocator, *self.split)
 
   def kernel(self, kind:str, outputs:list[UOp], dynamic_shared:int=0) -> UOp:
-    """Returns the finished forward kernel, which ends with the stores `outputs`; `kind` becomes a part of its name."""
+    """Returns the finished forward kernel, which ends with the stores `outputs`. `kind` is a part of the kernel's name."""
     tile, p = self.tile, self.p
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}" + f"_split{p.num_splits}"*len(self.split)
     # bytes of shared memory on NVIDIA, 0 on other chips: a size that is too large for static shared memory becomes a part of the name
@@ -395,7 +395,7 @@ class Workgroup:
 
   # ***** gradients *****
   def first_sums(self, head:UOp) -> UOp:
-    """Returns the index of the first tile of the workgroup's sequence in the fp32 sums of dQ in memory."""
+    """Returns the index of the tile of dQ sums in memory with which the workgroup's sequence begins, for query head `head`."""
     # the accumulator is `tensors.dq_sums`
     p, tiles = self.p, dq_sums(self.p)[0][1]
     if not p.varlen: return (self.batch*p.H + head)*tiles
@@ -403,25 +403,25 @@ class Workgroup:
 
   @property
   def has_sums(self) -> UOp:
-    """Whether the fp32 sums of dQ in memory have a tile for the workgroup's queries; false beyond the end of a short sequence."""
+    """Whether memory has dQ sums for the queries that the workgroup owns: false beyond the end of a short sequence."""
     # in the grid, each packed sequence has as many workgroups as the longest one; a shorter sequence has fewer tiles
     return below(self.first_row, self.sequence.n_q) if self.p.varlen else UOp.const(True)
 
   def gradient(self, name:str, row:Row, columns:list[tuple[UOp, UOp]]) -> list[UOp]:
-    """Returns the stores of this lane's elements (first column, values) of a row of the gradient `name`."""
+    """Returns the stores of a row of the gradient `name`, where `columns` lists (first column, values) that this lane has."""
     to = self.rows_of(name)
     begin = self.in_part(name) + to.start(UOp.const(0), row.index)
     return [x for column, values in columns for x in self.store_gradient(to, begin, column, values, row.there)]
 
   def in_part(self, name:str) -> UOp|int:
-    """Returns the flat index at which this workgroup's partial sum of the gradient `name` begins."""
+    """Returns the flat index, in the tensor of the gradient `name`, at which the partial sum of this workgroup begins."""
     return 0 if self.part is None else self.part*(math.prod(self.given[name].shape[1:]))
 
   def store_gradient(self, to:GlobalRows, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
     return store_row(self.arch, to.buffer, self.p.dtype if self.part is None else "float32", to.width, begin, column, values, there)
 
   def gradient_kernel(self, kind:str, names:tuple[str, ...], outputs:list[UOp], count:int, dynamic_shared:int=0) -> UOp:
-    """Returns the finished kernel, which stores `outputs`, and 0 to rows of the gradients `names` that belong to no sequence."""
+    """Returns the finished backward kernel, which stores `outputs`, and zeros to rows of the gradients `names` that belong to no sequence."""
     # `count` is the kernel's number of floating-point operations
     tile, p = self.tile, self.p
     nbytes = sum(math.prod(x.shape)*x.dtype.itemsize for x in self.given.values())
@@ -432,7 +432,7 @@ class Workgroup:
 
   @property
   def is_first_part(self) -> UOp:
-    """Whether this workgroup, of those that divide one sum among them, has the first part."""
+    """Whether this workgroup computes the first part of a sum that several workgroups divide among them."""
     # results that all parts compute equally, such as delta, are stored by the first part only
     return UOp.const(True) if self.part is None else self.part.eq(0)
 

@@ -21,18 +21,18 @@ class Lane:
   # the lanes with which this lane exchanges values: distances to them, and the instruction (`exchange` of the interpreters in attn/ops)
   @property
   def sharing(self) -> tuple[tuple[int, ...], str]:
-    """Distances between the lanes that hold scores of the same row, and the instruction by which these lanes exchange values."""
+    """Returns (distances between the lanes that hold scores of the same row, name of the instruction by which these lanes exchange values)."""
     return self.matrix.group_steps, self.matrix.exchange
   @property
   def neighbours(self) -> tuple[tuple[int, int, int], str]:
-    """Distances between the lanes that hold eight neighbouring rows of C, and the name of the instruction by which they exchange values."""
+    """Returns (distances between the lanes that hold eight neighbouring rows of C, name of the instruction by which they exchange values)."""
     return (1, 2, 4), "neighbours"
   @property
   def in_octet(self) -> UOp: return self.lane % 8
 
 @dataclass(frozen=True)
 class MmaLane:
-  """A thread's position in a matrix tile of mma.sync: lane number `h` of the four lanes that share a row of C."""
+  """A thread's position in a matrix tile of mma.sync, where four lanes share each row of C: `h` is 0 to 3."""
   lane: UOp
   wave: UOp
   matrix: Mma
@@ -49,7 +49,7 @@ class MmaLane:
 
 @dataclass(frozen=True)
 class OwnKeys:
-  """The keys of a tile whose scores one thread computes in the kernel `tiled`, which uses no matrix instruction."""
+  """The keys of a tile whose scores one thread computes, in a kernel in plain UOps."""
   # The keys are divided into quads. Of `groups` threads, thread h computes quads h, h + groups, h + 2*groups, and so on. The fields have the names of
   # a matrix instruction's fields, so that the same code can read both.
   groups: int     # threads that share the keys of a tile
@@ -64,7 +64,7 @@ class OwnKeys:
 
 @dataclass(frozen=True)
 class ThreadPlace:
-  """A thread's position in the kernel `tiled`, whose threads form a rectangle over a tile of scores."""
+  """A thread's position in a kernel in plain UOps, where threads form a rectangle over a tile of scores."""
   h: UOp   # index along the keys
   x: UOp   # index along the queries
   thread: UOp
@@ -93,7 +93,7 @@ def units_of(matrix:Matrix, length:int, h:UOp) -> list[UOp]:
   return [h + u*matrix.groups for u in range(length//(matrix.unit*matrix.groups))]
 
 def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
-  """Returns the operands of successive matrix instructions, made of 16-byte units in registers."""
+  """Returns the operands of successive matrix instructions, cut out of (or joined from) the 16-byte `units` in registers."""
   # if operands are shorter than a unit, each unit is cut; if operands are longer, units are joined
   held, words = UNIT_BYTES//4, matrix.operand_words
   if words < held: return [ops.slice_(u, i, words) for u in units for i in range(0, held, words)]
@@ -101,7 +101,7 @@ def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
   return [ops.concat(*parts) for parts in zip(*[iter(units)]*(words//held), strict=True)]
 
 def fragment_operands(at:Lane, packed:list[UOp], renewed:bool=False) -> list[UOp]:
-  """Returns this lane's C fragments, packed to 16 bits (or 8), as operands B of the next matrix product."""
+  """Returns `packed`, this lane's C fragments rounded to 16 or 8 bits, as operands B of the matrix product that follows."""
   # The next product sums over the rows of C, in the order in which a lane holds them.
   mat, words = at.matrix, UNIT_BYTES//4
   if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2], strict=True)]

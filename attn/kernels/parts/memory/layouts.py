@@ -1,5 +1,4 @@
-"""Layouts of the rows of a tile in LDS (on NVIDIA: shared memory), which avoid bank conflicts: docs/algorithm.md. A layout says at which place each
-16-byte unit of a row lies."""
+"""Layouts of a tile's rows in LDS (on NVIDIA: shared memory) that avoid bank conflicts. A layout says where each 16-byte unit of a row lies."""
 from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -25,7 +24,7 @@ class SharedLayout:
     """Number of 16-byte units that a tile takes in shared memory, including gaps."""
     raise NotImplementedError
   def place(self, row:UOp, unit:UOp) -> UOp:
-    """Returns the place in shared memory of 16-byte unit number `unit` of a row, counted in units."""
+    """Returns where 16-byte unit number `unit` of a row lies in shared memory, counted in 16-byte units."""
     raise NotImplementedError
   def moved_to(self, base:UOp|int) -> Self:
     """Returns the same layout for a tile that begins at the 16-byte unit `base` of shared memory."""
@@ -47,7 +46,7 @@ class PaddedRows(SharedLayout):
     """Returns where row number `row` begins in its tile, counted in 16-byte units."""
     return row*self.stride + row//self.together*self.skew
   def place(self, row:UOp, unit:UOp, pieces:int=1) -> UOp:
-    """Returns the place in LDS of 16-byte unit `unit` of row `row`; with `pieces`, of the unit's piece, counted in pieces."""
+    """Returns where 16-byte unit `unit` of a row lies in LDS, counted in units; with `pieces`, both count pieces of 16/`pieces` bytes."""
     # `row` may be a sum x + c with a constant c. Rows lie in groups of `together` rows. Then c must be a multiple of `together`, or x and x + c must
     # lie in the same group. Constants are added last, so that tinygrad computes the common part of many places only once.
     (row, rows), (unit, units) = row.pop_const(), unit.pop_const()
@@ -56,13 +55,13 @@ class PaddedRows(SharedLayout):
 
 @dataclass(frozen=True)
 class ExchangedChunks(SharedLayout):
-  """Layout of chunks of whole rows, such as one AMD load instruction copies from global memory straight to LDS."""
+  """Layout in chunks of 1024 bytes: the rows that one load instruction of a wave brings from global memory straight to LDS."""
   # A chunk is 64 units of 16 bytes: several whole rows. There is padding between chunks. In row r of a chunk, unit u lies at place u ^ r*exchange of
   # the row. This xor has few different values, so few registers hold addresses; the rest of an address is a constant offset in the instruction.
   exchange: int = 1
   @property
   def chunk(self) -> int:
-    """Number of rows in a chunk, which one load of a wave fills."""
+    """Number of rows in a chunk, the 1024 bytes that one load instruction of a wave brings to LDS."""
     return WAVE_UNITS//self.units
   @property
   def stride(self) -> int:
@@ -71,7 +70,7 @@ class ExchangedChunks(SharedLayout):
   @property
   def size(self) -> int: return self.rows//self.chunk*self.stride
   def exchanged(self, row:UOp, unit:UOp) -> UOp:
-    """Returns at which position of its row a 16-byte unit lies; `row` and the row's units are counted in a chunk."""
+    """Returns the position, in its row, of 16-byte unit number `unit`; `row` is counted from the first row of its chunk."""
     # its own inverse: for a place it returns the unit that lies there
     return unit ^ row*self.exchange
   def place(self, row:UOp, unit:UOp) -> UOp:
@@ -87,15 +86,15 @@ class CopiedLayout(SharedLayout):
     raise NotImplementedError
   @property
   def panels(self) -> int:
-    """Number of 128-byte steps in which the threads of a row copy it; 1 if each thread copies only 16 bytes."""
+    """Number of steps in which the threads that share a row copy it, 128 bytes in each step; 1 if each thread makes a single copy."""
     return 1
   @property
   def panel(self) -> int:
-    """Distance in shared memory, in 16-byte units, between what a thread copies in one step and in the next."""
+    """Distance in shared memory, in 16-byte units, from the bytes that a thread copies in one step to those of its next step."""
     return LINE
   @property
   def pitch(self) -> int:
-    """Average distance between the beginnings of neighbouring rows, in 16-byte units; between rows r and r + 8 it is exact."""
+    """Average distance between neighbouring rows, in 16-byte units: rows r and r + 8 lie exactly 8 times this distance apart."""
     # the distance of rows r and r + 8 is exactly 8 times this number
     raise NotImplementedError
 
@@ -114,7 +113,7 @@ class SwizzledRows(CopiedLayout):
   def place(self, row:UOp, unit:UOp) -> UOp:
     return (self.base + row*self.stride).cast(dtypes.int) + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
   def further(self, row:UOp, unit:UOp, rows:int, units:int) -> tuple[UOp, int]:
-    """Returns the place of 16-byte unit `unit` + `units` of row `row` + `rows` as (UOp, constant), whose sum it is."""
+    """Returns where unit `unit` + `units` of row `row` + `rows` lies, as (UOp, constant): the sum of both is the index of the 16-byte unit."""
     # The UOp is equal for many units, so few registers hold it. `rows` must be a multiple of 8. `unit` must be 0; if `units` is even, it can also be
     # 1. The tile must begin at a multiple of 128 bytes.
     base = UOp.const(0) + self.base
@@ -125,7 +124,7 @@ class SwizzledRows(CopiedLayout):
 
 @dataclass(frozen=True)
 class LongRows(SwizzledRows):
-  """Layout `SwizzledRows` for long rows: the eight threads that copy a row take 128 bytes of it at a time."""
+  """`SwizzledRows` for long rows: eight threads copy each row, 128 bytes in each step."""
   # everything that one thread copies then lies at constant distances from the first 16 bytes that it copies
   @property
   def across(self) -> int: return LINE
@@ -134,7 +133,7 @@ class LongRows(SwizzledRows):
 
 @dataclass(frozen=True)
 class SwizzledPanels(CopiedLayout):
-  """Layout that wgmma reads: panels, one after another, each with 128 bytes of every row."""
+  """Layout that wgmma reads: one panel after another, where a panel has 128 bytes of every row."""
   # attn/ops/hopper.py; there must be a multiple of 8 rows
   @property
   def across(self) -> int: return 1 << (self.units - 1).bit_length()
@@ -152,13 +151,13 @@ class SwizzledPanels(CopiedLayout):
 
 @dataclass(frozen=True)
 class WholeRows(SwizzledPanels):
-  """Layout like `SwizzledPanels`, for rows of at most 128 bytes, each copied by exactly as many threads as it has 16-byte units."""
+  """`SwizzledPanels` for rows of at most 128 bytes: as many threads copy a row as it has 16-byte units."""
   @property
   def across(self) -> int: return self.units
 
 @dataclass(frozen=True)
 class LongPanels(SwizzledPanels):
-  """Layout `SwizzledPanels` for long rows: the eight threads that copy a row take 128 bytes of it at a time."""
+  """`SwizzledPanels` for long rows: eight threads copy each row, 128 bytes in each step."""
   @property
   def across(self) -> int: return LINE
   @property
@@ -188,7 +187,7 @@ class LdsTile(InLds):
   def load(self, row:UOp, unit:UOp) -> UOp: return self.buffer[self.layout.place(row, unit)].load()
   def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[self.layout.place(row, unit).valid(gate)].store(value)
   def store_piece(self, row:UOp, piece:UOp, pieces:int, value:UOp, gate:UOp) -> UOp:
-    """Returns the store of `value` to the `piece`-th piece of a row, if `gate` is true; each 16 bytes have `pieces` pieces."""
+    """Returns the store of `value`, of 16/`pieces` bytes, to the `piece`-th such place of a row, if `gate` is true."""
     # the layout must keep the 16-byte units of a row side by side and in order
     assert isinstance(self.layout, PaddedRows)
     return self.in_pieces(pieces)[self.layout.place(row, piece, pieces).valid(gate)].store(value)

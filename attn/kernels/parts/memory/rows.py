@@ -34,7 +34,7 @@ class GlobalRows:
 
   @property
   def in_units(self) -> bool:
-    """Whether rows consist of whole, aligned units, so that a row can be loaded one unit at a time."""
+    """Whether start and length of every row are multiples of `unit_bytes`, so that one load brings a whole unit of `unit_bytes`."""
     return self.width % self.unit == 0 and self.stride % self.unit == 0 and self.begins_whole
   @property
   def unit(self) -> int: return self.unit_bytes//self.size   # elements of a unit
@@ -48,17 +48,17 @@ class GlobalRows:
     """Whether every row begins `stride` elements after the row before it."""
     return True
   def origin(self, first:UOp) -> UOp:
-    """Returns the flat index of the first element of row `first`, the first row of a tile."""
+    """Returns the index, in the tensor's buffer, of the first element of row `first`, with which a tile begins."""
     return self.base + first*self.stride
   def start(self, first:UOp, row:UOp) -> UOp:
-    """Returns the flat index of the first element of row `first` + `row`."""
+    """Returns the index, in the tensor's buffer, of the first element of row `first` + `row`."""
     return self.origin(first) + row*self.stride
   def up_to(self, count:int|UOp) -> Self:
-    """Returns a copy that has only the first `count` rows; rows beyond these read as zero."""
+    """Returns a copy that has only the first `count` rows: later rows are read as zeros."""
     return replace(self, count=count)
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Returns loaded unit number `unit` of row `first` + `row`, or zeros if no such unit exists or `gate` is false."""
+    """Loads unit number `unit` (of `unit_bytes` bytes, usually 16) of row `first` + `row`: zeros if it does not exist or `gate` is false."""
     # `first` is equal in the whole workgroup; `row`, which is below `rows`, differs between threads. A row that does not consist of whole, aligned
     # units is read element by element.
     left = (self.count - first).maximum(0).minimum(rows)
@@ -67,24 +67,24 @@ class GlobalRows:
     return self._load(self.buffer[self.origin(first)], records, row*self.stride, unit, gate)
 
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
-    """Returns elements `n`*`part` to `n`*`part` + `n` - 1 of row `first` + `row`, loaded and converted to fp32."""
+    """Loads n elements of row `first` + `row`, from element n*`part` on, converted to fp32."""
     # `n` elements fill one 16-byte unit, or two units if `dtype` is float32
     if self.size == 2: return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
     return ops.concat(*[ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)])
 
   def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
-    """Returns elements 8*`part` to 8*`part` + 7 of row `first` + `row` in fp32, as two vectors of four."""
+    """Loads eight elements of row `first` + `row`, from element 8*`part` on, in fp32, as two vectors of four."""
     if self.size == 4: return [ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)]
     return halves(self.load_units(first, rows, row, part), dtype)
 
   def load_number(self, first:UOp, rows:int, row:UOp, gate:UOp) -> UOp:
-    """Returns the only fp32 number of row `first` + `row`, or 0 if the row does not exist or `gate` is false."""
+    """Loads the only number of row `first` + `row` in fp32: 0 if the row does not exist or `gate` is false."""
     records = (self.count - first).maximum(0).minimum(rows)*self.size
     if self.pin: records = ops.uniform(records)
     return ops.as_float(ops.buffer_load(self.buffer[self.base + first], records, gate.where(row*self.size, ops.OUT_OF_RANGE), self.size))
 
   def _load(self, base:UOp, records:UOp, start:UOp, unit:UOp, gate:UOp|None) -> UOp:
-    """Returns one loaded unit of a row."""
+    """Loads one unit (`unit_bytes` bytes, usually 16) of the row that begins `start` elements after `base`."""
     # Addresses count from `base`. Elements beyond `records` bytes from there, and elements beyond the row's width, read as zero. `start` is the
     # number of elements from `base` to the row.
     offset = (start + unit*self.unit)*self.size
@@ -93,7 +93,7 @@ class GlobalRows:
     return self._unit_of(unit, gate, load)
 
   def _unit_of(self, unit:UOp, gate:UOp|None, load:Callable[[int, UOp, int], UOp]) -> UOp:
-    """Returns unit `unit` of a row, loaded by `load` in one access, or element by element if rows have no whole units."""
+    """Returns one unit (`unit_bytes` bytes) of a row, loaded by `load`: in one access, or element by element if rows are not aligned."""
     # `load(i, exists, n)` loads n bytes from element i of the unit on, or zeros where the condition `exists` is false
     def inside(place:UOp, width:int) -> UOp: return below(place, width) if gate is None else gate & below(place, width)
     if self.in_units: return load(0, inside(unit, self.width//self.unit), self.unit_bytes)
@@ -103,7 +103,7 @@ class GlobalRows:
     return ops.build(*parts) if len(parts) > 1 else parts[0]
 
 def columns_of_rows(x:GlobalRows, first:UOp, rows:int, column:UOp, units:list[UOp]) -> list[UOp]:
-  """Loads 16-bit elements of one column, and returns a vector of rows `first` + 8*u to `first` + 8*u + 7 for each u in `units`."""
+  """Loads 16-bit elements of one column: for each u in `units` a vector of the rows `first` + 8*u to `first` + 8*u + 7."""
   # rows beyond the last row of `x` read as zero
   records = (((x.count - first).maximum(0).minimum(rows) - 1)*x.stride + x.width).maximum(0)*x.size
   def one(unit:UOp, i:int) -> UOp:
@@ -128,7 +128,7 @@ class Table:
     if self.checked: entry = ops.page_number(entry, there, self.count)
     return bounded(ops.uniform(entry) if self.whole else entry, 0, self.count - 1)
   def start(self, row:UOp, stride:int, there:UOp) -> UOp:
-    """Returns the index of a row's first element, counted from row 0 of page 0."""
+    """Returns the index, in the cache of pages, of the first element of row `row`."""
     return self.page(row, there)*self.apart + row%self.size*stride
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class PagedRows(GlobalRows):
   def origin(self, first:UOp) -> UOp:
     return self.base + self.pages.start(first, self.stride, first < self.count)
   def start_in_pages(self, first:UOp, row:UOp, there:UOp) -> UOp:
-    """Returns the flat index of the first element of row `first` + `row`, by the row's own table entry."""
+    """Returns the index, in the cache of pages, of the first element of row `first` + `row`, whose page is looked up for this row alone."""
     # the page is looked up for this row alone, because neighbouring rows can lie in different pages
     return self.base + self.pages.start(self.begin + first + row, self.stride, there)
   def start(self, first:UOp, row:UOp) -> UOp:
@@ -161,7 +161,7 @@ class PagedRows(GlobalRows):
 
 @dataclass(frozen=True)
 class PackedRows(GlobalRows):
-  """Rows of `heads` neighbouring heads as one list, in which heads alternate: entry r is row r//heads of head r%heads."""
+  """Rows of `heads` neighbouring heads as one list: entry r is row r//heads of head r%heads."""
   # `count` is the length of the list
   heads: int = 1
   head_stride: int = 0
@@ -178,7 +178,7 @@ class PackedRows(GlobalRows):
   def regular(self) -> bool: return False
   def start(self, first:UOp, row:UOp) -> UOp: return self.base + self.in_heads(first + row)
   def in_heads(self, packed:UOp) -> UOp:
-    """Returns where entry `packed` of the list begins in memory, counted in elements from entry 0."""
+    """Returns the distance, in elements, from entry 0 of the list to entry `packed`."""
     return packed//self.heads*self.stride + packed%self.heads*self.head_stride
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
@@ -199,15 +199,15 @@ class ConvertedRows:
   def up_to(self, count:int|UOp) -> ConvertedRows: return replace(self, given=self.given.up_to(count))
   def after(self, *deps:UOp) -> ConvertedRows: return replace(self, given=self.given.after(*deps))
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Returns elements 8*`unit` to 8*`unit` + 7 of row `first` + `row`, rounded to 16 bits and packed into four dwords."""
+    """Loads eight elements of row `first` + `row`, from element 8*`unit` on, rounded to 16 bits and packed into four dwords."""
     # ignores `gate`: the caller must not use the result where the gate is false
     return ops.concat(*[ops.pack(x, self.to) for x in self.given.load_quads(first, rows, row, unit, self.dtype)])
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
-    """Returns elements `n`*`part` to `n`*`part` + `n` - 1 of row `first` + `row`, rounded to the 16-bit `dtype` and then converted to fp32."""
+    """Loads n elements of row `first` + `row`, from element n*`part` on, rounded to the 16-bit `dtype` and then converted to fp32."""
     # `dtype` is equal to `to`
     return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
   def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
-    """Returns elements 8*`part` to 8*`part` + 7 of row `first` + `row`, rounded to the 16-bit `dtype`, as two fp32 vectors of four."""
+    """Loads eight elements of row `first` + `row`, from element 8*`part` on, rounded to the 16-bit `dtype`, as two fp32 vectors of four."""
     # `dtype` is equal to `to`
     return halves(self.load_units(first, rows, row, part), dtype)
 
@@ -221,7 +221,7 @@ class LatentRows:
   rotary: GlobalRows|None     # in units of 16 bytes
   widen: Callable[[UOp], UOp]   # converts eight stored numbers to 16 bits
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Loads elements 8*`unit` to 8*`unit` + 7 of a row: two dwords of 8-bit numbers, or in the rotary columns four dwords of 16-bit numbers."""
+    """Loads eight elements of row `first` + `row`, from element 8*`unit` on: 8-bit numbers in two dwords, or 16-bit (rotary) ones in four dwords."""
     # `widened` converts the 8-bit numbers. Rows beyond the last one read as zero, and the whole unit where `gate` is false.
     if self.rotary is None or unit.vmax < (count := self.stored.width//self.stored.unit):
       return self.stored.load_units(first, rows, row, unit, gate)
