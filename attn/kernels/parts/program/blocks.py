@@ -68,7 +68,7 @@ def over_queries(p:Problem, x:Extent) -> Walk: return Walk(p, "queries", -x.offs
 
 @dataclass(frozen=True)
 class Outside:
-  """Those rows of a packed tensor that belong to no sequence and that the workgroups of one sequence set to 0."""
+  """Rows of a packed tensor that lie in no sequence, such as padding, and that the workgroups of one sequence set to 0."""
   # These are the rows after this sequence, up to the next sequence or the end of the tensor, and for the first sequence also the rows before it. If
   # cu_seqlens are valid, every row of the tensor belongs either to one sequence or to one `Outside`.
   count: UOp
