@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from attn.cache import tuned
 from attn.chips import Chip
 from attn.chips.matrix import MMA
-from attn.chips.nvidia import AT_ONCE_WGMMA, DBIAS_MMA, DKDV_MMA, DKDV_WGMMA, DQ_MMA, DQ_WGMMA, FEW_QUERIES_WGMMA, LONG_AT_ONCE_WGMMA
+from attn.chips.nvidia import (AT_ONCE_WGMMA, DBIAS_MMA, DKDV_MMA, DKDV_WGMMA, DQ_MMA, DQ_WGMMA, FEW_QUERIES_WGMMA, LONG_AT_ONCE_WGMMA,
+                               HALVES_WGMMA)
 from attn.chips.shapes import BOTH, BackwardShape, Burden, MmaBackwardShape, UpTo, WgmmaBackwardShape, cautious_backward
 from attn.choose.refusals import wgmma_refuses
 from attn.choose.rows import PLAIN_LLVM, burden, fitting, plain_rows, rows_for
@@ -15,7 +16,7 @@ from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.tiles.amd import BackwardTile, at_once_tile
 from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.kernels.tiles.plain import TiledBackwardTile
-from attn.kernels.tiles.wgmma import WgmmaBackwardTile, WgmmaFewQueriesTile
+from attn.kernels.tiles.wgmma import WgmmaHalvesTile, WgmmaBackwardTile, WgmmaFewQueriesTile
 from attn.ops import hopper as wgmma
 from attn.problem import Problem
 from attn.score.masks import hiding, scattered
@@ -28,6 +29,8 @@ from attn.score.terms import varies
 
 AnyBackwardTile = BackwardTile|MmaBackwardTile|WgmmaBackwardTile|TiledBackwardTile
 AtOnceTile = BackwardTile|WgmmaBackwardTile      # of a kernel that computes dq, dk and dv at once
+
+MOST_OF_BOTH = 128     # largest head dimension with which a warpgroup on wgmma has registers for dK and dV of 64 keys
 
 # ***** tiles of the kernel of dq, which owns queries, and with `keys` of the kernel of dk and dv, which owns keys *****
 
@@ -48,12 +51,19 @@ def mma_bias_tile(p:Problem, arch:Chip) -> MmaBackwardTile: return _chosen_mma("
 
 def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
   """Returns the tile description of the wgmma kernel of dk and dv if `keys` is true, otherwise of the kernel of dq."""
+  if keys and (shape := in_halves(p)) is not None: return WgmmaHalvesTile(**vars(shape), matrix=MMA[p.dtype])
   queries, rows = (p.Sq*(p.H//p.Hkv), p.Sk) if keys else (p.Sq, p.Sq)
   table = DKDV_WGMMA if keys else DQ_WGMMA
   # The first row for the problem's head dimensions is taken. There is such a row for every problem that the wgmma kernels can compute.
   found = next(row for row in table if max(p.D, p.Dv) <= row.up_to and (row.varied or not varies(p)) and
                (row.few_queries is None or queries <= row.few_queries)).shape
   return WgmmaBackwardTile(**vars(replace(found, groups=min(found.groups, ceildiv(rows, wgmma.M)))), matrix=MMA[p.dtype], keys=keys)
+
+def in_halves(p:Problem) -> WgmmaBackwardShape|None:
+  """Returns the tile shape of the kernel of dk and dv whose two warpgroups share P, or None if another kernel computes `p`."""
+  # The second warpgroup has no S, so it cannot compute a derivative that depends on S, and it does not know what dropout drops.
+  if p.D <= MOST_OF_BOTH or p.Dv != p.D or varies(p) or p.dropout_p or p.wide_scores: return None
+  return next(row.shape for row in HALVES_WGMMA if row.up_to >= p.D)
 
 def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
   """Returns the reason why the wgmma kernels do not compute the gradients of `p`, or None if they do."""

@@ -11,7 +11,7 @@ from attn.choose.tiled_tiles import tiled_backward_tile
 from attn.kernels.amd.backward import AmdBackward
 from attn.kernels.amd.dbias import AmdBias
 from attn.kernels.amd.gradient_sums import amd_delta_kernel, amd_finish_kernel
-from attn.kernels.backward import backward_all, backward_dbias, backward_dkdv, backward_dq, backward_few
+from attn.kernels.backward import backward_all, backward_dbias, backward_dkdv, backward_dkdv_in_halves, backward_dq, backward_few
 from attn.kernels.mma.backward import MmaBackward
 from attn.kernels.mma.dbias import MmaBias
 from attn.kernels.nvidia.gradient_sums import delta_kernel, finish_kernel
@@ -22,9 +22,10 @@ from attn.kernels.plain.rectangle import beyond_registers, for_rectangles
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.kernels.tiles.plain import TiledBackwardTile
-from attn.kernels.tiles.wgmma import WgmmaBackwardTile, WgmmaFewQueriesTile
+from attn.kernels.tiles.wgmma import WgmmaHalvesTile, WgmmaBackwardTile, WgmmaFewQueriesTile
 from attn.kernels.wgmma.backward import WgmmaBackward
 from attn.kernels.wgmma.gradients_of_few import WgmmaFewQueries
+from attn.kernels.wgmma.gradients_in_halves import WgmmaHalves
 from attn.problem import Problem
 from attn.score.sums import has_sum, sum_over_scores
 from attn.tinygrad_compat import UOp
@@ -95,6 +96,11 @@ class GradientKernels:
       if arch.serial and (reason := too_many_parts(p, arch, ceildiv(rows, tile.block_m), heads)) is not None: return reason
     return tiles
 
+def wgmma_dkdv(p:Problem, arch:Chip, tile:WgmmaBackwardTile, parts:int=0) -> Callable[..., UOp]:
+  """Returns the kernel on wgmma that computes dk and dv, with the tile description `tile`. See `backward_dkdv`."""
+  of_tile = backward_dkdv_in_halves(WgmmaHalves.of_block) if isinstance(tile, WgmmaHalvesTile) else backward_dkdv(WgmmaBackward.of_keys)
+  return of_tile(p, arch, tile, parts)
+
 BIAS_BY_MMA = BiasKernel(MmaBackwardTile.suffix, mma_bias_tile, backward_dbias(MmaBias.of_block))
 
 # by the ending of the names of a unit's kernels, best first
@@ -105,7 +111,7 @@ GRADIENT_KERNELS: dict[str, GradientKernels] = {
     AtOnce(amd_at_once, amd_delta_kernel, backward_all(AmdBackward.of_keys), lambda p, arch, _: amd_finish_kernel(p, arch)), None, no_tiles, True),
   WgmmaBackwardTile.suffix: GradientKernels(
     lambda p, arch: wgmma_backward_refuses(p, arch) or beyond_float16(p), wgmma_backward_tile, backward_dq(WgmmaBackward.of_queries),
-    backward_dkdv(WgmmaBackward.of_keys), BIAS_BY_MMA,
+    wgmma_dkdv, BIAS_BY_MMA,
     AtOnce(wgmma_at_once, delta_kernel, backward_all(WgmmaBackward.of_keys), finish_kernel),
     FewQueries(wgmma_few_queries, backward_few(WgmmaFewQueries.of_block)), no_wgmma),
   MmaBackwardTile.suffix: GradientKernels(

@@ -49,6 +49,18 @@ class SharingTrip(BackwardTrip[Carry], Protocol[Carry]):
     """Starts the product dS K for the queries of this iteration's tile, and returns the state; `ds` is dS, rounded."""
   def add_dq(self, s:Carry) -> Carry: """Adds the product that `start_dq` started to the fp32 accumulator of dQ in memory, and returns the state."""
 
+class HalfTrip(Protocol[Carry]):
+  """The operations of `gradients_of_kv_in_halves` on one tile of queries, as one thread sees them."""
+  def start(self, s:Carry) -> Carry: """Starts the product S in the first half of the workgroup, and dP in the second half. Returns the state."""
+  def numbers(self, s:Carry) -> Any: """Returns lse of the tile's queries in the first half of the workgroup, and delta in the second half."""
+  def products(self, s:Carry) -> tuple[Carry, Any]: """Waits for S, or dP. Returns the state and the product."""
+  def weights_of_half(self, products:Any, numbers:Any) -> Any: """Applies score terms and masks to S. Returns P = exp(S - lse)."""
+  def share(self, s:Carry, weights:Any) -> tuple[Carry, Any]:
+    """Brings P of the first half to the second half of the workgroup. Returns the state and P, in both halves."""
+  def operand(self, weights:Any, products:Any, numbers:Any) -> Any:
+    """Returns P, or in the second half dS = P * (dP - delta), rounded to the inputs' dtype, as an operand of the next product."""
+  def add_half(self, s:Carry, operand:Any) -> Carry: """Adds P^T dO to dV, or in the second half dS^T Q to dK. Returns the state."""
+
 class FewQueriesTrip(BackwardTrip[Carry], Protocol[Carry]):
   """The steps of `gradients_of_few_queries` on one tile of keys, whose workgroup holds all queries that see these keys."""
   def start_dq(self, s:Carry, ds:Any) -> Carry:
@@ -129,6 +141,20 @@ def gradients_of_kv(passes:list[BackwardUnit[Any]]) -> UOp:
   p, together = passes[0].group.p, "dq" in passes[0].wanted
   return passes[0].kernel("all" if together else "dkdv", ("dk", "dv"), stores, p.flops*5//2 if together else 2*p.flops)
 
+def gradients_of_kv_in_halves(unit:BackwardUnit[Any]) -> UOp:
+  """Returns the kernel for the gradients of k and v whose workgroups consist of two halves that own the same keys and divide the products."""
+  # Each line says what the first half does, and after the semicolon what the second half does.
+  def work(s:Any, tile:HalfTrip[Any]) -> Any:
+    s = tile.start(s)                                        # starts S; or dP
+    numbers = tile.numbers(s)                                # lse; or delta
+    s, products = tile.products(s)                           # S = K Q^T; or dP = V dO^T
+    weights = tile.weights_of_half(products, numbers)        # P = exp(S - lse); the second half does not use the result
+    s, weights = tile.share(s, weights)                      # P, in both halves
+    return tile.add_half(s, tile.operand(weights, products, numbers))      # dV += P^T dO; or dK += (P * (dP - delta))^T Q
+  p = unit.group.p
+  s = unit.walk(unit.begin(), work)
+  return unit.kernel("dkdv", ("dk", "dv"), [x for name in unit.wanted for x in unit.gradient(s, name)], 2*p.flops)
+
 def gradients_of_few_queries(unit:FewQueriesUnit[Any]) -> UOp:
   """Returns the kernel for all gradients of a problem with few queries, all of which a workgroup holds while it loops over keys."""
   # An iteration finishes dK and dV of its tile of keys, because it has all queries that see these keys. dQ is summed over the iterations.
@@ -186,6 +212,13 @@ def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv(passes(p, arch, tile, args, dkdv_arguments(p, parts), parts))
+  return kernel_of
+
+def backward_dkdv_in_halves(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
+  """Returns a function like the one that `backward_dkdv` returns, for the kernel of `gradients_of_kv_in_halves`."""
+  def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
+    check_backward(p, tile)
+    return lambda *args: gradients_of_kv_in_halves(unit(p, arch, tile, args, dkdv_arguments(p, parts), parts))
   return kernel_of
 
 def backward_all(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:

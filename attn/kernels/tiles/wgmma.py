@@ -216,6 +216,20 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {self.ring} stages"
 
 @dataclass(frozen=True)
+class WgmmaHalvesTile(WgmmaBackwardTile):
+  """Tile description of the kernel of dk and dv whose two warpgroups own the same 64 keys."""
+  keys: bool = True
+
+  @property
+  def options(self) -> str: return "P in shared memory"
+  @property
+  def block_m(self) -> int: return wgmma.M
+  def weights_at(self, p:Problem) -> int:
+    """The 16-byte unit of shared memory at which P of a tile begins."""
+    return self.after_ring(p)
+  def shared_dq(self, p:Problem) -> int: return self.block_m*self.block_n*4//UNIT_BYTES
+
+@dataclass(frozen=True)
 class WgmmaFewQueriesTile(WgmmaBackwardTile):
   """Tile description of the kernel that computes all gradients of a problem with few queries (backward_few_wgmma)."""
   # a block holds all queries of a head, `block_n` at most, and loops over tiles of `block_m` keys

@@ -156,7 +156,13 @@ class WgmmaBackward:
 
   def fetch(self, s:WgmmaBackwardState, place:RingPlace) -> WgmmaBackwardState:
     """Starts this thread's copies to shared memory for iteration `place`, if its tile exists, and returns the state."""
-    # If the block owns keys, lse and delta of the tile's queries are copied, too. The thread arrives at the mbarrier when its copies are complete.
+    # The thread arrives at the mbarrier when its copies are complete.
+    s = s.do(*self.copies(s, place))
+    return s.do(wgmma.arrive(s.arrivals, s.done))
+
+  def copies(self, s:WgmmaBackwardState, place:RingPlace) -> list[UOp]:
+    """Returns the statements that start this thread's copies to shared memory for iteration `place`, if its tile exists."""
+    # If the block owns keys, lse and delta of the tile's queries are copied, too.
     group, n, i, floats = self.group, self.tile.block_n, self.warp_rows.warps.at.thread, s.shared.bitcast(dtypes.float)
     there, first_row = group.walked_end, group.scores.row(place.tile*n)
     if self.loops > 1: there = (place.index < self.loops*(self.walked.end - self.walked.begin)).where(there, 0)
@@ -167,8 +173,7 @@ class WgmmaBackward:
       first, row = self.place_of_query_values(place)*4 + i, first_row + i
       rows = [group.query_value_rows(name, head) for name in query_value_names(group.p)]
       copies += [nv.copy_number(floats[first + kind*n], x.buffer[x.base + row], row < there, i < n) for kind, x in enumerate(rows)]
-    s = s.do(*copies)
-    return s.do(wgmma.arrive(s.arrivals, s.done))
+    return copies
 
   def walk(self, s:WgmmaBackwardState, work:WgmmaWork) -> WgmmaBackwardState:
     # At the end waits for all products that `work` has started.
@@ -220,7 +225,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return self.score.seen_by(first, first + (wgmma.M - 1), self.tile_number)
   @property
   def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
-  def query_values(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
+  def query_values(self, s:WgmmaBackwardState, kind:int|UOp) -> list[UOp]:
     """Returns one number of each query in the tile (`kind` 0: lse, 1: delta, 2: lse_rest) that this lane needs, two for each C fragment of scores."""
     # from shared memory; lse_rest is the part of lse that rounding to fp32 lost
     pairs, n = s.shared.bitcast(nv.F2), self.of.tile.block_n
@@ -247,9 +252,10 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   def lse(self, s:WgmmaBackwardState) -> Lse:
     if self.of.known is not None: return self.lse_of_own(self.of.known)
-    numbers = zip(*[self.query_values(s, kind) for kind in kinds_of_normalisers(self.warp_rows.p)])
-    return self.lse_of_walked([Normaliser.joined([Normaliser.of(self.warp_rows.p, *[ops.extract(x, i) for x in xs]) for i in range(2)], ops.build)
-                               for xs in numbers])
+    return self.lse_of_walked(self.normalisers(list(zip(*[self.query_values(s, kind) for kind in kinds_of_normalisers(self.warp_rows.p)]))))
+  def normalisers(self, numbers:list[tuple[UOp, ...]]) -> list[Normaliser]:
+    """Returns the normalisers of the queries of the lane's columns. `numbers` has lse, and lse_rest if the problem has it, for each C fragment."""
+    return [Normaliser.joined([Normaliser.of(self.warp_rows.p, *[ops.extract(x, i) for x in xs]) for i in range(2)], ops.build) for xs in numbers]
 
   def scores(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
     # When S is done, the products of the previous iteration are done, too: the warpgroup no longer reads the previous tile, so the copies of the next
