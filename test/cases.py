@@ -11,7 +11,7 @@ from attn.api.launch import kernels, launched, tensors_of
 from attn.calls.checked_kernel import CheckedKernel, device_arch
 from attn.chips import Chip, get_chip
 from attn.choose import backward_tiles, dispatch
-from attn.choose.backward_tiles import FasterAtOnce
+from attn.choose.backward_tiles import FasterAtOnce, FasterInOrder
 from attn.choose.dispatch import KERNELS, Choice, Work, choose_tile
 from attn.choose.gradient_kernels import GRADIENT_KERNELS
 from attn.emulator.machine import Frame
@@ -143,7 +143,8 @@ def compute_all_gradients_at_once(monkeypatch:pytest.MonkeyPatch, suffix:str="_w
   # Makes dispatch choose a kernel for all gradients at once, also for small problems and with deterministic=True.
   # This holds for kernels whose names end with `suffix`: "_wgmma", or "" for the kernels of AMD's matrix units.
   for name in ("LEAST_QUERIES", "LEAST_KEYS"): monkeypatch.setattr(backward_tiles, name, 64)
-  everywhere = FasterAtOnce(((-1, -1), (-1, 0)), ((-1, -1), (-1, 0)), 0, 0)
+  windows = (-1, -1), (-1, 0)
+  everywhere = FasterAtOnce(windows, tuple(FasterInOrder(window, 0, 0) for window in windows))
   monkeypatch.setattr(backward_tiles, "IN_ORDER_MFMA", everywhere)
   for D in (64, 128): monkeypatch.setitem(backward_tiles.FASTER_ON_WGMMA, (D, ""), everywhere)
   row = GRADIENT_KERNELS[suffix]

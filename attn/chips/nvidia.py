@@ -187,7 +187,7 @@ DQ_WGMMA = (
 # Tile shapes of the kernel that computes all gradients at once. Registers suffice for the longer tiles of queries only with D up to 64.
 AT_ONCE_WGMMA, LONG_AT_ONCE_WGMMA = WgmmaBackwardShape(2, 64), WgmmaBackwardShape(2, 128)
 FEW_QUERIES_WGMMA = WgmmaBackwardShape(1, 64)      # of the kernel for few queries: two blocks share a multiprocessor
-# Tile shapes of the kernel of dk and dv whose two warpgroups own the same keys (attn/kernels/wgmma/gradients_in_halves.py), for head dimensions above 128
+# Tile shapes of the kernel of dk and dv whose two warpgroups own the same keys, for head dimensions above 128
 HALVES_WGMMA = (GradientsUpTo(192, WgmmaBackwardShape(2, 64)), GradientsUpTo(256, WgmmaBackwardShape(2, 48)))
 DKDV_WGMMA = (
   GradientsUpTo(64, WgmmaBackwardShape(2, 96)),

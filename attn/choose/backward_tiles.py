@@ -85,17 +85,21 @@ USED_AT_ONCE = ("sinks", "kv_lengths", "alibi")     # options that hardly change
 REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of K and V
 
 @dataclass(frozen=True)
+class FasterInOrder:
+  """Problems for which one kernel that adds to dq in a fixed order was measured to be faster than two: those with this window."""
+  window: tuple[int, int]
+  keys: int = 2048       # least number of keys, and of queries
+  blocks: int = 2048     # least number of blocks of keys, in all batches and heads
+
+@dataclass(frozen=True)
 class FasterAtOnce:
   """Problems for which one kernel for all gradients was measured to be faster than two: a row of the table FASTER_ON_WGMMA."""
   # The row's key in the table is (head dimension, option): its problems have this head dimension, and no option besides this one ("": none) and those
-  # in USED_AT_ONCE. One kernel is faster with the values `windows` of `Problem.window` if workgroups add to dq in any order, and with the values
-  # `in_order` if they add in a fixed order (deterministic=True).
+  # in USED_AT_ONCE. One kernel is faster with the values `windows` of `Problem.window` if workgroups add to dq in any order, and for the problems
+  # `in_order` if they add in a fixed order (deterministic=True). With any other window and in any order, it is faster if a query sees `window_keys`
+  # keys on average; None: with no other window.
   windows: tuple[tuple[int, int], ...] = ()
-  in_order: tuple[tuple[int, int], ...] = ()
-  # With a fixed order, one kernel is faster from `keys` keys and as many queries on, and from `blocks` blocks of keys on (in all batches and heads).
-  # With any other window and in any order, it is faster if a query sees `window_keys` keys on average; None: with no other window.
-  keys: int = 2048
-  blocks: int = 2048
+  in_order: tuple[FasterInOrder, ...] = ()
   window_keys: int|None = None
   shape: WgmmaBackwardShape = AT_ONCE_WGMMA  # tile shape with which one kernel is faster
 
@@ -103,14 +107,15 @@ class FasterAtOnce:
 # without options, two kernels take 1.04 to 1.10 times as long from 2048 blocks and 2048 keys on, 0.98 times as long with 1024 keys or with 512
 # blocks, and 0.97 to 1.03 times with causal=True.
 FASTER_ON_WGMMA = {
-  (128, ""): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW,), window_keys=3500),
-  (128, "dropout_p"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW, CAUSAL_WINDOW)),
-  (128, "softcap"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW,)),
+  (128, ""): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FasterInOrder(FULL_WINDOW),), window_keys=3500),
+  (128, "dropout_p"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FasterInOrder(FULL_WINDOW), FasterInOrder(CAUSAL_WINDOW))),
+  (128, "softcap"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FasterInOrder(FULL_WINDOW),)),
   (128, "varlen"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW)),
-  (128, "mask_mod"): FasterAtOnce((FULL_WINDOW,), (FULL_WINDOW,)),
-  (64, ""): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW,), keys=4096, blocks=4096, shape=LONG_AT_ONCE_WGMMA),
+  (128, "mask_mod"): FasterAtOnce((FULL_WINDOW,), (FasterInOrder(FULL_WINDOW),)),
+  (64, ""): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FasterInOrder(FULL_WINDOW, 4096, 4096),), shape=LONG_AT_ONCE_WGMMA),
   (64, "varlen"): FasterAtOnce((CAUSAL_WINDOW,), shape=LONG_AT_ONCE_WGMMA),
-  (64, "dropout_p"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FULL_WINDOW, CAUSAL_WINDOW), blocks=1024, shape=LONG_AT_ONCE_WGMMA),
+  (64, "dropout_p"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW), (FasterInOrder(FULL_WINDOW, 2048, 1024), FasterInOrder(CAUSAL_WINDOW, 2048, 1024)),
+                                  shape=LONG_AT_ONCE_WGMMA),
   (64, "softcap"): FasterAtOnce((FULL_WINDOW, CAUSAL_WINDOW))}
 # The kernel for few queries: its head dimensions, the least number of keys that a query sees on average, and its options, with which it has enough
 # registers. On an H200 it takes 0.44 to 0.77 times as long as two kernels (docs/nvidia.md).
@@ -210,14 +215,15 @@ def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterAtOnce) -> str|None:
   if not p.deterministic: return None
   order = "deterministic=True: adding to dq in a fixed order"
   classes = p.mask_mod is not None and not any(hiding(p)) and classes_of(p.mask_mod.value) is not None
-  if p.window not in faster.in_order or (p.mask_bounds is not None and not classes) or p.Hkv != p.H:
+  found = next((x for x in faster.in_order if x.window == p.window), None)
+  if found is None or (p.mask_bounds is not None and not classes) or p.Hkv != p.H:
     return f"{order} was not measured to be faster with this mask, these options and these heads"
   if classes and (heads := p.B*p.H) < HEADS_IN_ORDER:
     return f"{order} is faster with this mask from {HEADS_IN_ORDER} heads in all batches on, here {heads}"
   if p.Sk % tile.block_m: return f"{order} was not measured with Sk={p.Sk}, no multiple of {tile.block_m}"
-  if p.Sq < faster.keys: return f"{order} is faster from {faster.keys} queries on, here {p.Sq}"
-  if (blocks := blocks_of_keys(p, tile)) < faster.blocks or p.Sk < faster.keys:
-    return f"{order} is faster from {faster.keys} keys and {faster.blocks} blocks of keys on, here {p.Sk} and {blocks}"
+  if p.Sq < found.keys: return f"{order} is faster from {found.keys} queries on, here {p.Sq}"
+  if (blocks := blocks_of_keys(p, tile)) < found.blocks or p.Sk < found.keys:
+    return f"{order} is faster from {found.keys} keys and {found.blocks} blocks of keys on, here {p.Sk} and {blocks}"
   return None
 
 def blocks_of_keys(p:Problem, tile:AtOnceTile) -> int: return p.B*p.Hkv*ceildiv(p.Sk, tile.block_m)
