@@ -301,7 +301,7 @@ class Frame(Threads):
       raise self.error(SharedSlot, bad, lambda t: f"{name} {found[twice[0]]} is written {count[twice[0]]} times in one launch")
   def atomic_add(self, pointer:Pointer, steps:Sequence[int], x:Array, gate:Array, sent:bool=False, sets:Array|None=None) -> None:
     for step, values in zip(steps, x):
-      memory, at = self._atomic(pointer, 4*step, 4*len(values), gate, "adds to")
+      memory, at = self._atomic(pointer, 4*step, 4*len(values), gate, "adds to", sets)
       for i, value in enumerate(values): self._meeting.add(self, pointer.space, memory.view(np.float32), at + i, value, gate, sent, sets)
   def sent(self) -> Array:
     self._meeting.await_sent(self, self.active)
@@ -330,9 +330,9 @@ class Frame(Threads):
       name = self.plan.uops[self.pc].arg.name
       raise ValueError(f"the operation {name} works on global memory that workgroups share: it must be defined with atomic=True")
     return self.meeting
-  def _atomic(self, pointer:Pointer, offset:int, nbytes:int, gate:Array, verb:str) -> tuple[Array, Array]:
+  def _atomic(self, pointer:Pointer, offset:int, nbytes:int, gate:Array, verb:str, sets:Array|None=None) -> tuple[Array, Array]:
     self.plan.stored.setdefault(pointer.buffer, 4)
-    return pointer.space.atomic(np.asarray(pointer.offset + offset), nbytes, gate, verb)
+    return pointer.space.atomic(np.asarray(pointer.offset + offset), nbytes, gate, verb, sets)
   def start_product(self, acc:RegisterPointer, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
     self._whole(WARPGROUP, DivergentMatrix, "this thread does not reach a wgmma that others of its warpgroup execute")
     self.operands = operands = list[Operand]()

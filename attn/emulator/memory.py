@@ -146,13 +146,14 @@ class Space:
       flags = self._view(chunk, True)
       flags[at] = np.full(chunk, 1, np.uint8).view(chunk_type(chunk))[0]
 
-  def atomic(self, index:Array, nbytes:int, gate:Array, verb:str) -> tuple[Array, Array]:
+  def atomic(self, index:Array, nbytes:int, gate:Array, verb:str, sets:Array|None=None) -> tuple[Array, Array]:
     """Prepares atomic operations on `nbytes` bytes at byte `index`: returns the memory as uint32, and each thread's first number in it."""
+    # where `sets` is true, the thread replaces the numbers without reading them
     index, beyond = divided(index, nbytes)
     if (bad := gate & (beyond != 0)).any():
       raise self.f.error(Misaligned, bad, lambda t: f"{verb} {nbytes} bytes of {self.name} at once, but the address is no multiple of {nbytes}")
     at = np.broadcast_to(self._at(index, nbytes, gate, verb), self.f.T)
-    if self.f.checks and self.guarded: self._check_flags(at, nbytes, gate)
+    if self.f.checks and self.guarded: self._check_flags(at, nbytes, gate if sets is None else gate & ~sets)
     if self.written is not None: self._view(nbytes, True)[at[gate]] = np.full(nbytes, 1, np.uint8).view(chunk_type(nbytes))[0]
     at = at*(nbytes//4)
     self.note_atomic(at, nbytes//4, gate, verb)
