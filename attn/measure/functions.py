@@ -3,7 +3,7 @@ backward. If attn has a built-in option that computes the same result, the optio
 
 `DEV=CUDA [CSV=functions.csv] python -m attn.measure.functions [NAME ...]` prints all rows, or the rows with these names, and writes them to a CSV."""
 from __future__ import annotations
-import os, sys, time
+import functools, os, sys, time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +15,11 @@ from attn.measure.peers import OURS, as_tensor, on_the_host, random_inputs
 from attn.measure.rounds import in_turn
 from attn.measure.rows import line_of_row, write_rows
 from attn.problem import Problem
-from attn.tinygrad_compat import Context, Device, Tensor, UOp, device_of, dtypes, foreign_cuda_context
+from attn.tinygrad_compat import Context, Tensor, UOp, dtypes, foreign_cuda_context
 
 # Times are device times, measured by events. Each time is a median over rounds. In a round attn and PyTorch are timed once, one after the other.
-# Backward computes dq, dk and dv from the outputs of forward. PyTorch's block mask is made before these measurements; its time, and the seconds of
-# first calls, are in separate columns. If the mask reads a tensor, attn makes its lists of visible tiles in each call, and attn's times include this.
+# Backward computes dq, dk and dv from the outputs of forward. PyTorch's block mask is made before these measurements; its time is in a separate
+# column. If the mask reads a tensor, attn makes its lists of visible tiles in each call, and attn's times include this.
 
 HEADS, ROWS_OF_ALL, HEAD_DIMENSION = 32, 16384, 128
 NEAR, PREFIX, DOCUMENT, COLUMNS, RADIUS = 1024, 4096, 1024, 128, 6
@@ -71,13 +71,15 @@ FUNCTION_ROWS = (
               {"causal": True, "alibi_slopes": "slopes"}),
   FunctionRow("softcap", not_after, of_causal, lambda s, b, h, i, j: (s/30).tanh()*30, torch_softcap, built_in={"causal": True, "softcap": 30.0}))
 
+def arrays_of_functions() -> dict[str, np.ndarray]:
+  """Returns by name the tensors that functions read, and "starts", the first rows of documents that are packed."""
+  places, heads = np.arange(ROWS_OF_ALL, dtype=np.int32), np.arange(HEADS, dtype=np.float32)
+  return {"table": np.random.default_rng(1).standard_normal((HEADS, 2*ROWS_OF_ALL), np.float32), "documents": places//DOCUMENT,
+          "starts": np.arange(0, ROWS_OF_ALL + 1, DOCUMENT, dtype=np.int32), "slopes": 2.0**(-8*(heads + 1)/HEADS)}
+
 def tensors_of_functions() -> Tensors:
   import torch
-  generator = torch.Generator("cuda").manual_seed(1)
-  return {"table": torch.randn(HEADS, 2*ROWS_OF_ALL, device="cuda", generator=generator),
-          "documents": (torch.arange(ROWS_OF_ALL, device="cuda")//DOCUMENT).int(),
-          "starts": torch.arange(0, ROWS_OF_ALL + 1, DOCUMENT, device="cuda").int(),
-          "slopes": 2.0**(-8*(torch.arange(HEADS, device="cuda") + 1)/HEADS)}
+  return {name: torch.from_numpy(x).cuda() for name, x in arrays_of_functions().items()}
 
 def seconds_of(run:Callable[[], Any], wait:Callable[[], Any]) -> float:
   """Returns the seconds that one call of `run` takes until everything that it starts on the device is done; `wait` waits for the device."""
@@ -87,15 +89,12 @@ def seconds_of(run:Callable[[], Any], wait:Callable[[], Any]) -> float:
   wait()
   return time.perf_counter() - begin
 
-def our_timers(inputs:list[Tensor], **options:Any) -> tuple[dict[str, Callable[[], float]], Tensor, dict[str, float]]:
-  """Returns (timers of attn's "forward" and "backward", the output, the seconds of the first call of each)."""
-  (q, k, v, do), wait = inputs, device_of(Device.DEFAULT).synchronize
-  first = {"forward": seconds_of(lambda: attention(q, k, v, **options).realize(), wait)}
+def our_timers(inputs:list[Tensor], **options:Any) -> tuple[dict[str, Callable[[], float]], Tensor]:
+  """Returns (timers of attn's "forward" and "backward", the output)."""
+  q, k, v, do = inputs
   with Context(TRAINING=1):
     o = attention(q, k, v, **options).realize()
-    first["backward"] = seconds_of(lambda: Tensor.realize(*o.gradient(q, k, v, gradient=do)), wait)
-    timers = {"forward": graph_timer(attention(q, k, v, **options)), "backward": graph_timer(*o.gradient(q, k, v, gradient=do))}
-  return timers, o, first
+    return {"forward": graph_timer(attention(q, k, v, **options)), "backward": graph_timer(*o.gradient(q, k, v, gradient=do))}, o
 
 def in_thd(x:Tensor) -> Tensor:
   """Converts a tensor (1, H, S, D) to the layout thd, (S, H, D)."""
@@ -109,43 +108,43 @@ def flex_forward(inputs:list[Any], mask:Callable[..., Any], score:Callable[..., 
   flex, blocks = torch.compile(flex_attention), create_block_mask(mask, None, None, *[x.shape[2] for x in inputs[:2]], device="cuda")
   return lambda: flex(*inputs, score_mod=score, block_mask=blocks)
 
+@functools.cache
+def inputs_of_both(dtype:str) -> tuple[list[Any], list[np.ndarray]]:
+  """Returns q, k, v and dO of every row, as PyTorch's tensors and as arrays on the host."""
+  sizes = (1, HEADS, HEADS, ROWS_OF_ALL, ROWS_OF_ALL, HEAD_DIMENSION, HEAD_DIMENSION)
+  found = random_inputs(Problem(*sizes, dtype=dtype, out_dtype=dtype, softmax_scale=HEAD_DIMENSION**-0.5), 0, *[(HEADS, ROWS_OF_ALL)]*4)
+  return list(found), [on_the_host(x) for x in found]
+
 def compare_functions(row:FunctionRow) -> dict[str, Any]:
   """Times attention with the functions of `row`, by attn and by PyTorch's flex_attention, and returns a row of the printed table."""
   import torch
   from torch.nn.attention.flex_attention import create_block_mask
   torch.cuda.init()
   torch._dynamo.reset()
-  sizes = (1, HEADS, HEADS, ROWS_OF_ALL, ROWS_OF_ALL, HEAD_DIMENSION, HEAD_DIMENSION)
-  p = Problem(*sizes, dtype="bfloat16", out_dtype="bfloat16", softmax_scale=HEAD_DIMENSION**-0.5)
-  q, k, v, do = random_inputs(p, 0, *[(HEADS, ROWS_OF_ALL)]*4)
-  t = tensors_of_functions()
+  dtype, t = "bfloat16", tensors_of_functions()
+  (q, k, v, do), arrays = inputs_of_both(dtype)
   mask, score = row.torch_mask(t), None if row.torch_score is None else row.torch_score(t)
   create_block_mask(mask, None, None, ROWS_OF_ALL, ROWS_OF_ALL, device="cuda")
   of_mask = seconds_of(lambda: create_block_mask(mask, None, None, ROWS_OF_ALL, ROWS_OF_ALL, device="cuda"), torch.cuda.synchronize)
   inputs = [x.requires_grad_(True) for x in (q, k, v)]
   forward = flex_forward(inputs, mask, score)
-  first = {"forward": seconds_of(forward, torch.cuda.synchronize)}
   o = forward()
   def backward() -> Any: return torch.autograd.grad(o, inputs, do, retain_graph=True)
-  first["backward"] = seconds_of(backward, torch.cuda.synchronize)
   theirs_timers = {"forward": torch_seconds(forward), "backward": torch_seconds(backward)}
-  expected, arrays, given = o.detach().float().cpu().numpy(), [on_the_host(x.detach()) for x in (q, k, v, do)], {x: t[x].cpu().numpy() for x in t}
+  expected, given = o.detach().float().cpu().numpy(), arrays_of_functions()
   with foreign_cuda_context() as theirs:
-    ours_inputs, tensors = [as_tensor(x, p.dtype) for x in arrays], {x: Tensor(a).realize() for x, a in given.items()}
+    ours_inputs, tensors = [as_tensor(x, dtype) for x in arrays], {x: Tensor(a).realize() for x, a in given.items()}
     options = {"score_mod": row.score_mod, "mask_mod": row.mask_mod, "mod_tensors": tuple(tensors[x] for x in row.tensors)}
-    ours, out, our_first = our_timers(ours_inputs, **options)
+    ours, out = our_timers(ours_inputs, **options)
     timers = {f"{OURS} {way}": timer for way, timer in ours.items()} | {f"{FLEX} {way}": theirs(timer) for way, timer in theirs_timers.items()}
     if row.built_in:
       same = {name: tensors[x] if isinstance(x, str) else x for name, x in row.built_in.items()}
       if row.packed: same["layout"], ours_inputs = "thd", [in_thd(x) for x in ours_inputs]
-      built_in, _, first_built_in = our_timers(ours_inputs, **same)
-      timers |= {f"{BUILT_IN} {way}": timer for way, timer in built_in.items()}
-      our_first |= {f"{BUILT_IN} {way}": seconds for way, seconds in first_built_in.items()}
+      timers |= {f"{BUILT_IN} {way}": timer for way, timer in our_timers(ours_inputs, **same)[0].items()}
     times = in_turn(timers)
     apart = float(np.abs(out.float().numpy() - expected).max())
   found: dict[str, Any] = {"row": row.name} | {f"ms {name}": 1e3*seconds for name, seconds in times.items()}
   found |= {f"x {way}": times[f"{FLEX} {way}"]/times[f"{OURS} {way}"] for way in ours}
-  found |= {f"first s {way}": seconds for way, seconds in our_first.items()} | {f"first s {FLEX} {way}": seconds for way, seconds in first.items()}
   return found | {"ms block mask": 1e3*of_mask, "apart": apart}
 
 def main(names:list[str], path:str) -> None:

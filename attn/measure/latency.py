@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 import numpy as np
 from attn.api.attention import attention
+from attn.measure.functions import FUNCTION_ROWS, HEAD_DIMENSION, HEADS, ROWS_OF_ALL, arrays_of_functions
 from attn.measure.machine import need
 from attn.measure.rows import MeasuredRow, line_of_row
 from attn.ops.renderers import adapt
-from attn.tinygrad_compat import Device, Tensor, device_of
+from attn.tinygrad_compat import Context, Device, Tensor, device_of
 
 # Before the call, imports are done, the device is open and the inputs are on the device. For the first call the table also shows the time of
 # compiling in the same process. This time is not complete if there are several kernels to compile, because tinygrad then compiles in other processes
@@ -26,14 +27,29 @@ DRAWN_ONCE = 2**20     # inputs repeat at most this many random numbers
 class FirstCall(MeasuredRow):
   """First call of attention in float16 in a new process, which is timed."""
   backward: bool = False  # the call also computes the gradients of q, k and v
+  function: str = ""      # name of a row of attn.measure.functions, whose score_mod and mask_mod the call has
+  alone: bool = False     # the output is computed before, so that only the gradients are timed
   def __str__(self) -> str:
     rows = f"{self.Sq}" if self.Sq == self.Sk else f"{self.Sq} x {self.Sk}"
-    return f"({self.B}, {self.heads}, {rows}, {self.D}){' causal'*self.causal}{' backward'*self.backward}"
+    words = [*["causal"]*self.causal, *[f"{self.function} by functions"]*bool(self.function), *["backward"]*self.backward, *["alone"]*self.alone]
+    return " ".join([f"({self.B}, {self.heads}, {rows}, {self.D})", *words])
+  def options(self) -> dict[str, Any]:
+    """Returns the options of the call; tensors among them are on the device."""
+    row = next((x for x in FUNCTION_ROWS if x.name == self.function), None)
+    if row is None: return {"causal": self.causal}
+    tensors = tuple(Tensor(arrays_of_functions()[name]).realize() for name in row.tensors)
+    return {"score_mod": row.score_mod, "mask_mod": row.mask_mod, "mod_tensors": tensors}
+
+def calls_of_functions() -> Iterator[FirstCall]:
+  """Yields first calls without and with functions: of forward, and of the gradients alone."""
+  sizes = (1, HEADS, HEADS, ROWS_OF_ALL, ROWS_OF_ALL, HEAD_DIMENSION)
+  for causal, function in ((False, ""), (True, ""), *((False, name) for name in ("documents", "neighbours", "dilated", "prefix", "softcap"))):
+    for backward in (False, True): yield FirstCall(*sizes, causal, backward, function, backward)
 
 FIRST_CALLS = (FirstCall(4, 16, 16, 4096, 4096, 128), FirstCall(4, 16, 16, 4096, 4096, 128, True), FirstCall(4, 32, 32, 4096, 4096, 64),
                FirstCall(4, 32, 32, 4096, 4096, 64, True), FirstCall(2, 16, 16, 4096, 4096, 256, True), FirstCall(2, 10, 10, 4096, 77, 64),
                FirstCall(64, 16, 16, 256, 256, 64, True), FirstCall(1, 32, 8, 1, 16384, 128), FirstCall(1, 32, 8, 1, 2048, 128),
-               FirstCall(4, 16, 16, 4096, 4096, 128, True, True))
+               FirstCall(4, 16, 16, 4096, 4096, 128, True, True), *calls_of_functions())
 
 def repeated(*shape:int) -> Tensor:
   """Returns a tensor of random numbers on the device; it repeats after DRAWN_ONCE numbers."""
@@ -58,10 +74,13 @@ def first_call(row:FirstCall) -> dict[str, float]:
   device = device_of(Device.DEFAULT)
   q, k, v, do = (repeated(row.B, h, n, row.D) for h, n in ((row.H, row.Sq), (row.Hkv, row.Sk), (row.Hkv, row.Sk), (row.H, row.Sq)))
   adapt(Device.DEFAULT)
+  options = row.options()
+  def output() -> Tensor: return attention(q, k, v, **options)
+  with Context(TRAINING=int(row.alone)): done = output().realize() if row.alone else None
   with compiler_timed(device.renderer.compiler) as compiling:
     device.synchronize()
     begin = time.perf_counter()
-    o = attention(q, k, v, causal=row.causal)
+    o = output() if done is None else done
     Tensor.realize(*([o] if not row.backward else o.gradient(q, k, v, gradient=do)))
     device.synchronize()
     return {"seconds": time.perf_counter() - begin, "compiling": sum(compiling)}

@@ -80,7 +80,8 @@ def test_first_calls_are_timed() -> None:
   with Context(DEV="EMU::gfx942"):
     compiler = Device["EMU"].renderer.compiler
     found = latency.first_call(FirstCall(1, 2, 1, 33, 40, 16, True))
-  assert 0 < found["compiling"] < found["seconds"] and "compile" not in vars(compiler)
+    alone = latency.first_call(FirstCall(1, 2, 1, 33, 40, 16, False, True, "documents", True))
+  for x in (found, alone): assert 0 < x["compiling"] < x["seconds"] and "compile" not in vars(compiler)
   assert len({str(row) for row in FIRST_CALLS}) == len(FIRST_CALLS) and any(row.backward for row in FIRST_CALLS)
 
 def test_later_calls_are_timed(capsys) -> None:
