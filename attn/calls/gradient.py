@@ -10,14 +10,14 @@ from attn.calls.kept_graphs import Graph, kept_graph
 from attn.calls.placement import AXES, empty
 from attn.calls.plain import plain_attention
 from attn.calls.sums import gradient_of_element
-from attn.calls.tile_lists import lists_made_last, tile_lists
+from attn.calls.tile_lists import Tables, lists_made_last, tile_lists
 from attn.chips import Chip
 from attn.choose.backward import (KernelSum, Parts, all_of, can_differentiate, dbias_of, delta_of, dkdv_of, dq_of, few_of, finish_of, instead_of_two,
                                   kernel_sums, parts_of_chosen, tensors_by_tinygrad, tiles_of)
 from attn.choose.backward_tiles import AnyBackwardTile, AtOnceTile
 from attn.choose.dispatch import asked_for, single_kernel
 from attn.choose.tile_lists import listing, with_lists
-from attn.kernels.tile_lists import ListedBlocks
+from attn.kernels.tile_lists import ListedBlocks, sharing_a_table
 from attn.kernels.tiles.wgmma import WgmmaFewQueriesTile
 from attn.kernels.parts.grid.tensors import (Shapes, all_arguments, dbias_arguments, delta_arguments, dkdv_arguments, dq_arguments, dq_turns,
                                              few_arguments, finish_arguments, log_sums, of_backward, set_by_first, split_into)
@@ -91,7 +91,8 @@ def lists_of_backward(p:Problem, arch:Chip) -> Lists:
   # The kernel "all" takes the place of "dkdv". Without a list, a kernel loops over all tiles between a first and a last one.
   if (one := instead_of_two(p, arch)) is not None: return None, listing(p, arch, one, "queries", p.deterministic)
   dq, dkdv = tiles_of(p, arch)
-  return listing(p, arch, dq), listing(p, arch, dkdv, "queries")
+  of_dq, of_dkdv = listing(p, arch, dq), listing(p, arch, dkdv, "queries")
+  return (of_dq, of_dkdv) if of_dq is None or of_dkdv is None else sharing_a_table(of_dq, of_dkdv)
 
 def lists_of_forward(p:Problem, arch:Chip) -> ListedBlocks|None:
   """Returns which list of visible tiles the kernel "forward" loops over, or None if it needs no list."""
@@ -169,8 +170,8 @@ def lists_by_kernel(p:Problem, arch:Chip, inputs:dict[str, UOp], written:Contain
   wanted = {"dq": dq, "dkdv" if instead_of_two(p, arch) is None else "all": keys}
   # `written` has the names of the outputs that forward wrote. If one is missing, the kernel "forward" runs again.
   if not all(name in written for name in p.outputs): wanted["forward"] = lists_of_forward(p, arch)
-  tensors = {name: Tensor(u) for name, u in inputs.items()}
-  return {of_list(name): tile_lists(x, inputs["q"].device, tensors).uop for name, x in wanted.items() if x is not None}
+  tensors, tables = {name: Tensor(u) for name, u in inputs.items()}, Tables()
+  return {of_list(name): tile_lists(x, inputs["q"].device, tensors, tables).uop for name, x in wanted.items() if x is not None}
 
 def kernel_gradients(p:Problem, arch:Chip, t:Mapping[str, UOp]) -> dict[str, UOp]:
   """Returns the gradients that kernels compute, by the names of the inputs: of q, k, v and sinks, and the sums of dS, such as dbias."""

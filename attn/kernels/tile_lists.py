@@ -3,9 +3,9 @@ lists."""
 from __future__ import annotations
 import functools, math, operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from attn.functions.spans import LEAST_INT, MOST_INT, ORDERED, Extremes, larger_of, one_sided_expressions, smaller_of, span_of
-from attn.functions.symbols import BATCH, KEY, QUERY, QUERY_HEAD, depends, elements_of, number_of_tensor
+from attn.functions.symbols import BATCH, KEY, QUERY_HEAD, depends, elements_of, number_of_tensor
 from attn.kernels.parts.grid.workgroup import by_name, in_order_of_start
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.program.blocks import OF_A_LIST, extent, list_length, over_keys, over_queries
@@ -22,22 +22,49 @@ from attn.score.term import NATURAL, Fragment, Row
 from attn.tinygrad_compat import AxisType, DType, Estimates, KernelInfo, UOp, dtypes
 from attn.values import cache_of_kernels
 
+
 # A workgroup of attention owns a block of rows (queries or keys) and loops over tiles of columns (keys or queries). There is a list for each block.
 #
-# 1. `seen_in_tiles` says which tiles have visible and hidden scores. It looks at the expressions in the mask that depend on the row alone or on the
-# column alone, such as i//64 and tokens[j] in the mask i//64 == tokens[j]. The kernel finds the lowest and the highest value of each of these
-# expressions, in a block of rows and in each tile of columns. For most tiles these extremes already prove that the mask hides all of their scores, or
-# none of them (attn/functions/spans.py). For the other tiles the kernel evaluates the mask for each score, as the kernels of attention do.
+# 1. `seen_in_tiles` makes a table: which tiles of queries and keys have visible and hidden scores. It looks at the expressions in the mask that
+# depend on the query alone or on the key alone, such as i//64 and tokens[j] in the mask i//64 == tokens[j]. The kernel finds the lowest and the
+# highest value of each of these expressions, in a block of queries and in each tile of keys. For most tiles these extremes already prove that the
+# mask hides all of their scores, or none of them (attn/functions/spans.py). For the other tiles the kernel evaluates the mask for each score, as the
+# kernels of attention do.
 #
-# 2. `tiles_in_order` puts the tiles of each block in order (`TileList`). If the mask hides all scores of a tile, the tile is not in the list.
+# 2. `tiles_in_order` puts the tiles of each block in order (`TileList`). If the mask hides all scores of a tile, the tile is not in the list. Lists
+# over keys and lists over queries come from tables of the same form, so several kernels of attention can share one table.
 
 THREADS_OF_A_LIST = 64
 THREADS_OF_A_TILE = 4      # threads that look for the extremes of a tile together
 TILES_TOGETHER = THREADS_OF_A_LIST//THREADS_OF_A_TILE      # tiles of a workgroup that says what a mask leaves of tiles
 BANKED = THREADS_OF_A_LIST + 1      # numbers in LDS that belong to a tile: threads of other tiles read them in other banks
 OF_A_STEP = 4              # rows, columns or tiles of one iteration of a thread
-SEEN, HIDDEN = 1, 2        # bits of what a mask leaves of a tile: some scores are seen, some are hidden
+# bits of an entry of the table: of the scores that exist some are seen, some are hidden; some queries, some keys of the tile do not exist
+SEEN, HIDDEN, NO_QUERY, NO_KEY = 1, 2, 4, 8
 NOTHING_SEEN = UOp.const(0), UOp.const(-1)     # a row's first and last column
+
+@dataclass(frozen=True)
+class SeenTiles:
+  """The table that says what a mask leaves of tiles of `queries` queries by `keys` keys."""
+  p: Problem
+  queries: int
+  keys: int
+  batches: int     # batches that have tables of their own; 1 if the mask is the same for all batches
+  heads: int       # query heads that have tables of their own; 1 if the mask is the same for all heads
+  checked: bool    # whether the emulator checks indices of the tensors that the mask reads
+  @property
+  def shape(self) -> tuple[int, int, int]:
+    """Shape of the table: (batches and heads, blocks of queries, tiles of keys)."""
+    return self.batches*self.heads, ceildiv(self.p.Sq, self.queries), ceildiv(self.p.Sk, self.keys)
+  @property
+  def read(self) -> tuple[str, ...]:
+    """Names of the tensors on which the table depends, e.g. the mask's tensors and "kv_lengths"."""
+    # those that the mask reads, those that say which queries and keys exist, and the one that says which batches and heads a device has
+    mask = self.p.mask_mod
+    assert mask is not None
+    others = ["kv_lengths", "kv_starts", "cu_seqlens_q", "cu_seqlens_k"]
+    if any(depends(mask.value, symbol) for symbol in (BATCH, QUERY_HEAD)): others.append("first_batch_and_head")
+    return (*(f"mod_tensor{number_of_tensor(u)}" for u in elements_of(mask.value)), *(name for name in others if name in self.p.extras))
 
 @dataclass(frozen=True)
 class ListedBlocks:
@@ -52,6 +79,8 @@ class ListedBlocks:
   # whether a list also says when the block has its turn (attn/kernels/parts/backward/turns.py): for each of the list's tiles, how many blocks that
   # start before this block have the tile in their lists
   with_turns: bool = False
+  # queries and keys of a tile of the table from which the lists are made; both divide the sizes of blocks and tiles. None: as large as these
+  of_table: tuple[int, int]|None = None
   @property
   def rows(self) -> int: return self.p.Sq if self.over == "keys" else self.p.Sk
   @property
@@ -63,29 +92,30 @@ class ListedBlocks:
   @property
   def lists(self) -> int: return self.batches*self.heads[0]
   @property
-  def read(self) -> tuple[str, ...]:
-    """Names of the tensors that the kernels read when they make the lists, e.g. the mask's tensors and "kv_lengths"."""
-    # those that the mask reads, those that say which queries and keys exist, and the one that says which batches and heads a device has
-    mask = self.p.mask_mod
-    assert mask is not None
-    others = ["kv_lengths", "kv_starts", "cu_seqlens_q", "cu_seqlens_k"]
-    if any(depends(mask.value, symbol) for symbol in (BATCH, QUERY_HEAD)): others.append("first_batch_and_head")
-    return (*(f"mod_tensor{number_of_tensor(u)}" for u in elements_of(mask.value)), *(name for name in others if name in self.p.extras))
+  def sizes(self) -> tuple[int, int]:
+    """Queries and keys that a tile of a block has."""
+    return (self.block_m, self.block_n) if self.over == "keys" else (self.block_n, self.block_m)
+  @property
+  def table(self) -> SeenTiles: return SeenTiles(self.p, *(self.of_table or self.sizes), self.batches, math.prod(self.heads), self.checked)
+  @property
+  def read(self) -> tuple[str, ...]: return self.table.read
   @property
   def shape(self) -> tuple[int, int, int, int]:
     """Shape of the tensor with all lists: (batches, heads, blocks, entries of a list)."""
     return self.batches, self.heads[0], self.blocks, list_length(self.tiles, self.with_turns)
 
-def list_arguments(x:ListedBlocks) -> dict[str, Shapes]:
-  """Returns {tensor that the kernel writes: {name: (shape, dtype)} of all its tensors}, for each of the two kernels that make lists."""
-  in_tiles: Shapes = {"in_tiles": ((x.lists, x.blocks, x.tiles), "uint8")}
-  read: Shapes = {name: of for name, of in x.p.extras.items() if name in x.read}
-  return {"in_tiles": in_tiles | read, "tile_list": {"tile_list": (x.shape, "int32"), **in_tiles}}
+def sharing_a_table(x:ListedBlocks, y:ListedBlocks) -> tuple[ListedBlocks, ListedBlocks]:
+  """Returns `x` and `y`, changed such that both are made from one table."""
+  sizes = math.gcd(x.sizes[0], y.sizes[0]), math.gcd(x.sizes[1], y.sizes[1])
+  return replace(x, of_table=sizes), replace(y, of_table=sizes)
 
-def list_kernels(x:ListedBlocks) -> list[tuple[Callable[..., UOp], Shapes]]:
-  """Returns the two kernels that make lists of tiles, in the order in which they run, each with its tensors {name: (shape, dtype)}."""
-  kernels = {"in_tiles": seen_in_tiles, "tile_list": tiles_in_order}
-  return [(kernels[written](x), shapes) for written, shapes in list_arguments(x).items()]
+IN_TILES = "in_tiles"      # name of the table
+def table_arguments(x:SeenTiles) -> Shapes:
+  """Returns the tensors, {name: (shape, dtype)}, of the kernel that makes a table: first the table."""
+  return {IN_TILES: (x.shape, "uint8")} | {name: of for name, of in x.p.extras.items() if name in x.read}
+def list_arguments(x:ListedBlocks) -> Shapes:
+  """Returns the tensors, {name: (shape, dtype)}, of the kernel that makes lists from a table: first the lists."""
+  return {"tile_list": (x.shape, "int32"), IN_TILES: (x.table.shape, "uint8")}
 
 # ***** items of work *****
 
@@ -135,19 +165,18 @@ LOW_END, HIGH_END = 0, 1
 
 @dataclass(frozen=True)
 class Side:
-  """Parts of a mask function whose values depend only on the row of a score, or only on its column, e.g. segment[query]."""
+  """Parts of a mask function whose values depend only on the query, or only on the key, e.g. segment[query]."""
   expressions: tuple[UOp, ...]
   over: str   # what the rows or columns are: "keys" or "queries"
   size: int   # rows of a block, or columns of a tile
 
-def sides_of(x:ListedBlocks) -> tuple[Side, Side]:
-  """Returns two parts of the mask function: (expressions that depend only on the row of a score, those that depend only on its column)."""
+def sides_of(x:SeenTiles) -> tuple[Side, Side]:
+  """Returns two parts of the mask function: (expressions that depend only on the query, those that depend only on the key)."""
   mask = x.p.mask_mod
   assert mask is not None
-  walked, other = (KEY, "queries") if x.over == "keys" else (QUERY, "keys")
   both = one_sided_expressions(mask.value)
-  of_columns = tuple(u for u in both if depends(u, walked))
-  return Side(tuple(u for u in both if u not in of_columns), other, x.block_m), Side(of_columns, x.over, x.block_n)
+  of_keys = tuple(u for u in both if depends(u, KEY))
+  return Side(tuple(u for u in both if u not in of_keys), "queries", x.queries), Side(of_keys, "keys", x.keys)
 
 def extreme_of_all(dtype:DType, which:int) -> UOp:
   """Returns the largest number of a dtype if `which` is HIGH_END, or its smallest if LOW_END."""
@@ -165,20 +194,22 @@ def extended(extremes:list[UOp], value:UOp, there:UOp) -> list[UOp]:
 
 @dataclass(frozen=True)
 class TilesTogether:
-  """What one workgroup examines: a block of rows and TILES_TOGETHER neighbouring tiles, to find which of these tiles the mask hides or cuts."""
-  # THREADS_OF_A_TILE neighbouring threads belong to each tile. If several query heads share one list of tiles, the scores of all these heads count.
-  x: ListedBlocks
+  """What one workgroup examines: a block of queries and TILES_TOGETHER neighbouring tiles, to find which of these the mask hides or cuts."""
+  # THREADS_OF_A_TILE neighbouring threads belong to each tile
+  x: SeenTiles
   items: Items
   given: Mapping[str, UOp]
-  of_list: UOp   # index of the list
-  block: UOp     # index of the block of rows
+  of_table: UOp  # index of the table among those of all batches and heads
+  block: UOp     # index of the block of queries
   group: UOp     # index of the tiles, counted in groups of TILES_TOGETHER
   @property
-  def batch(self) -> UOp: return self.of_list//self.x.heads[0]
+  def all_tiles(self) -> int: return self.x.shape[-1]
   @property
-  def first_head(self) -> UOp: return self.of_list%self.x.heads[0]*self.x.heads[1]
+  def batch(self) -> UOp: return self.of_table//self.x.heads
   @property
-  def tiles(self) -> int: return min(self.x.tiles, TILES_TOGETHER)
+  def head(self) -> UOp: return self.of_table%self.x.heads
+  @property
+  def tiles(self) -> int: return min(self.all_tiles, TILES_TOGETHER)
   @property
   def own(self) -> UOp:
     """Index of this thread's tile among the tiles of the workgroup."""
@@ -187,13 +218,21 @@ class TilesTogether:
   def leads(self) -> UOp: return (self.items.thread%THREADS_OF_A_TILE).eq(0)
   @property
   def there(self) -> UOp:
-    """Whether the thread's tile exists: the last workgroup of a list may have fewer tiles."""
-    return self.group*TILES_TOGETHER + self.own < self.x.tiles
+    """Whether the thread's tile exists: the last workgroup of a block may have fewer tiles."""
+    return self.group*TILES_TOGETHER + self.own < self.all_tiles
   def tile(self, n:UOp) -> UOp:
-    """Returns the index, among all tiles of the block of rows, of the workgroup's n-th tile, or of the last tile if there are fewer."""
-    return (self.group*TILES_TOGETHER + n).minimum(self.x.tiles - 1)
+    """Returns the index, among all tiles of the block of queries, of the workgroup's n-th tile, or of the last tile if there are fewer."""
+    return (self.group*TILES_TOGETHER + n).minimum(self.all_tiles - 1)
   def walk(self, over:str) -> Walk:
     return (over_keys if over == "keys" else over_queries)(self.x.p, extent(self.x.p, self.batch, self.given))
+  def with_missing(self, left:UOp) -> UOp:
+    """Returns the thread's entry of the table: `left`, what the mask leaves of its tile, with the bits NO_QUERY and NO_KEY."""
+    # if none of the scores exist, the bits `left` are not used
+    exist, missing = UOp.const(True), int32(0)
+    for over, n, size, flag in (("queries", self.block, self.x.queries, NO_QUERY), ("keys", self.tile(self.own), self.x.keys, NO_KEY)):
+      count = self.walk(over).count
+      exist, missing = exist & (n*size < count), missing | ((n + 1)*size > count).where(int32(flag), int32(0))
+    return exist.where(left, int32(0)) | missing
 
   # ***** extremes *****
   def extremes(self, side:Side, n:UOp, threads:int) -> dict[UOp, Extremes]:
@@ -202,7 +241,7 @@ class TilesTogether:
     kinds = [ORDERED.get(u.dtype, dtypes.int) for u in side.expressions for _ in (LOW_END, HIGH_END)]
     if not kinds: return {}
     begin, width = [extreme_of_all(kind, 1 - place % 2) for place, kind in enumerate(kinds)], math.gcd(side.size, OF_A_STEP)
-    items = side.size//width*self.x.heads[1]
+    items = side.size//width
     mine = self.items.totals(ceildiv(items, threads), begin, functools.partial(self.evaluated, side, n, width, threads))
     shared = [self.items.new.lds(THREADS_OF_A_LIST, kind) for kind in kinds]
     stored = UOp.group(*[to[self.items.thread].store(x) for to, x in zip(shared, mine)])
@@ -222,8 +261,8 @@ class TilesTogether:
     """Returns `now`, the smallest and the largest value so far of each expression in `side`, updated with the values of loop iteration i."""
     # this thread evaluates the expressions for `width` neighbouring rows or columns
     pieces, walk = side.size//width, self.walk(side.over)
-    index = (i*threads + self.items.thread%threads).minimum(pieces*self.x.heads[1] - 1)
-    piece, of = n*pieces + index%pieces, Row(self.batch, self.first_head + index//pieces, UOp.const(0), UOp.const(True))
+    piece = n*pieces + (i*threads + self.items.thread%threads).minimum(pieces - 1)
+    of = Row(self.batch, self.head, UOp.const(0), UOp.const(True))
     at = Fragment(self.x.p, self.given, of, of, walk, piece, width, UOp.const(0), width, [tuple(range(width))], width, NATURAL, NOTHING_SEEN)
     lifted, found = Lifted(at, "mask_mod"), list[UOp]()
     for nth, u in enumerate(side.expressions):
@@ -233,37 +272,38 @@ class TilesTogether:
     return found
 
   # ***** scores *****
-  def interval(self, row:UOp, tile:UOp) -> tuple[UOp, UOp]:
-    """Returns (first, last) column that a row sees, counted from the first column of the tile `tile`."""
-    walk, before = self.walk(self.x.over), tile*self.x.block_n
-    first = first_seen(walk, row)
-    return (UOp.const(0) if first is None else first - before), last_seen(walk, row) - before
+  def interval(self, query:UOp, tile:UOp) -> tuple[UOp, UOp]:
+    """Returns (first, last) key that a query sees, counted from the first key of the tile `tile`."""
+    walk, before = self.walk("keys"), tile*self.x.keys
+    first = first_seen(walk, query)
+    return (UOp.const(0) if first is None else first - before), last_seen(walk, query) - before
   def by_extremes(self) -> UOp:
     """Returns SEEN if the mask hides no score of this thread's tile, HIDDEN if it hides all, judged by the ranges of its expressions; else 0."""
-    x, tile, (of_rows, of_columns) = self.x, self.tile(self.own), sides_of(self.x)
-    extremes = self.extremes(of_rows, self.block, THREADS_OF_A_LIST) | self.extremes(of_columns, tile, THREADS_OF_A_TILE)
-    rows = self.block*x.block_m, (self.block*x.block_m + (x.block_m - 1)).minimum(x.rows - 1)
-    (begin, first_end), (last_begin, end) = (self.interval(row, tile) for row in rows)      # neither end decreases from one row to the next
+    x, tile, (of_queries, of_keys) = self.x, self.tile(self.own), sides_of(self.x)
+    extremes = self.extremes(of_queries, self.block, THREADS_OF_A_LIST) | self.extremes(of_keys, tile, THREADS_OF_A_TILE)
+    rows = self.block*x.queries, (self.block*x.queries + (x.queries - 1)).minimum(x.p.Sq - 1)
+    (begin, first_end), (last_begin, end) = (self.interval(row, tile) for row in rows)      # neither end decreases from one query to the next
     assert x.p.mask_mod is not None
     always, possibly = span_of(x.p.mask_mod.value, extremes.__getitem__)
     # HIDDEN for a tile that does not exist
-    hidden = self.there.logical_not() | (begin >= x.block_n) | (end < 0) | possibly.logical_not()
-    seen = (last_begin <= 0) & (first_end >= x.block_n - 1) & always
+    hidden = self.there.logical_not() | (begin >= x.keys) | (end < 0) | possibly.logical_not()
+    seen = (last_begin <= 0) & (first_end >= x.keys - 1) & always
     return hidden.where(int32(HIDDEN), seen.where(int32(SEEN), int32(0)))
   def looked(self, tile:UOp, now:list[UOp], i:UOp) -> list[UOp]:
     """Returns now[0], bits (SEEN: a score is visible, HIDDEN: one is hidden), updated with the scores that loop iteration i evaluates."""
-    # this thread evaluates the mask for a few neighbouring scores of one row
-    x, index, width = self.x, i*THREADS_OF_A_LIST + self.items.thread, math.gcd(self.x.block_n, OF_A_STEP)
-    pieces = x.block_n//width
-    row, piece, head = self.block*x.block_m + index%x.block_m, index//x.block_m%pieces, self.first_head + index//x.block_m//pieces
-    of = Row(self.batch, head.minimum(self.first_head + x.heads[1] - 1), row.minimum(x.rows - 1), row < x.rows)
+    # this thread evaluates the mask for a few neighbouring scores of one query
+    x, index, width = self.x, i*THREADS_OF_A_LIST + self.items.thread, math.gcd(self.x.keys, OF_A_STEP)
+    pieces, walk = x.keys//width, self.walk("keys")
+    query, piece = self.block*x.queries + index%x.queries, (index//x.queries).minimum(pieces - 1)
+    of = Row(self.batch, self.head, query.minimum(x.p.Sq - 1), query < self.walk("queries").count)
     first, last = (end - piece*width for end in self.interval(of.index, tile))
-    at = Fragment(x.p, self.given, of, of, self.walk(x.over), tile*pieces + piece, width, UOp.const(0), width, [tuple(range(width))], width, NATURAL,
-                  (first, last))
+    piece = tile*pieces + piece
+    at = Fragment(x.p, self.given, of, of, walk, piece, width, UOp.const(0), width, [tuple(range(width))], width, NATURAL, (first, last))
     conditions, = seen_each(at) or [[UOp.const(True)]*width]
-    each = [c & (last >= n) & (first <= n) for n, c in enumerate(conditions)]
-    bits = functools.reduce(operator.or_, [c.where(int32(SEEN), int32(HIDDEN)) for c in each])
-    return [now[0] | of.there.where(bits, int32(0))]
+    def bit(n:int, c:UOp) -> UOp:
+      exists = piece*width + n < walk.count
+      return (c & (last >= n) & (first <= n)).where(int32(SEEN), exists.where(int32(HIDDEN), int32(0)))
+    return [now[0] | of.there.where(functools.reduce(operator.or_, map(bit, range(width), conditions)), int32(0))]
   def by_scores(self, known:UOp) -> UOp:
     """Evaluates the mask for every score of this thread's tile if `known` is 0; returns bits: SEEN (some visible), HIDDEN (some hidden)."""
     # `known` is the result of `by_extremes`. If it is 0, all threads evaluate the mask for the scores of the tile; if not, the returned number is not
@@ -280,7 +320,7 @@ class TilesTogether:
     listed = order[before.valid(left_alone(known.eq(0) & self.leads))].store(self.own.cast(dtypes.int))
     n = new.range(wanted, AxisType.LOOP)
     tile = self.tile(bounded(ops.uniform(order.after(listed)[n].load()), 0, self.tiles - 1))
-    trips = ceildiv(self.x.block_m*self.x.block_n*self.x.heads[1], math.gcd(self.x.block_n, OF_A_STEP)*THREADS_OF_A_LIST)
+    trips = ceildiv(self.x.queries*self.x.keys, math.gcd(self.x.keys, OF_A_STEP)*THREADS_OF_A_LIST)
     mine = self.items.totals(trips, [int32(0)], functools.partial(self.looked, tile), n)[0]
     stored = bits[n*BANKED + thread].store(mine).end(n)
     def joined(now:list[UOp], i:UOp) -> list[UOp]:
@@ -289,23 +329,32 @@ class TilesTogether:
     return self.items.totals(wanted.minimum(1)*(THREADS_OF_A_LIST//OF_A_STEP), [int32(0)], joined)[0]
 
 @cache_of_kernels
-def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the kernel that writes for each tile whether the mask leaves some scores visible, and whether it hides some."""
+def seen_in_tiles(x:SeenTiles) -> Callable[..., UOp]:
+  """Returns the kernel that writes for each tile of the table whether the mask leaves some scores visible, and whether it hides some."""
   def kernel(*args:UOp) -> UOp:
-    given = by_name(list_arguments(x)["in_tiles"], args)
-    items, (of_list, block, group) = Items.of_workgroups(x.lists, x.blocks, ceildiv(x.tiles, TILES_TOGETHER))
-    here = TilesTogether(x, items, given, of_list, block, group)
+    given, (tables, blocks, tiles) = by_name(table_arguments(x), args), x.shape
+    items, (of_table, block, group) = Items.of_workgroups(tables, blocks, ceildiv(tiles, TILES_TOGETHER))
+    here = TilesTogether(x, items, given, of_table, block, group)
     # Simplified here, as other numbers on which counts of iterations depend: `Allocator.range` simplifies a count, and would make a simplified copy
     # of the stores that the count depends on, beside the stores themselves.
     known = here.by_extremes().simplify()
-    found = known.eq(0).where(here.by_scores(known), known)
+    found = here.with_missing(known.eq(0).where(here.by_scores(known), known))
     there = left_alone(here.leads & here.there)
-    to = flat(given["in_tiles"])[((of_list*x.blocks + block)*x.tiles + here.tile(here.own)).valid(there)]
-    name, pairs = f"attn_tiles_seen_{x.over}_{x.block_m}x{x.block_n}", x.lists*x.heads[1]*x.rows*x.columns
+    to = flat(given[IN_TILES])[((of_table*blocks + block)*tiles + here.tile(here.own)).valid(there)]
+    name, pairs = f"attn_tiles_seen_{x.queries}x{x.keys}", tables*x.p.Sq*x.p.Sk
     return plain(items.kernel(name, [to.store(found.cast(dtypes.uchar))], pairs), x.checked)
   return kernel
 
 # ***** the order of tiles *****
+
+def entry_of_table(x:ListedBlocks, table:UOp, of_list:UOp, block:UOp, tile:UOp) -> UOp:
+  """Returns the bits of all entries of the table that lie in a tile of a block, joined."""
+  (queries, keys), (_, blocks, tiles) = (x.of_table or x.sizes), x.table.shape
+  row, column = (block, tile) if x.over == "keys" else (tile, block)
+  def places(first:UOp, size:int, part:int, count:int) -> list[UOp]: return [(first*(size//part) + n).minimum(count - 1) for n in range(size//part)]
+  entries = [((of_list*x.heads[1] + head)*blocks + i)*tiles + j for head in range(x.heads[1])
+             for i in places(row, x.sizes[0], queries, blocks) for j in places(column, x.sizes[1], keys, tiles)]
+  return functools.reduce(operator.or_, [table[i].load().cast(dtypes.int) for i in entries])
 
 @cache_of_kernels
 def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
@@ -316,11 +365,12 @@ def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
   some_hidden, none_hidden = (1, 0) if x.with_turns else (0, 1)      # numbers of groups of tiles, in their order
   def kernel(tile_list:UOp, in_tiles:UOp) -> UOp:
     items, there, (of_list, block, tile) = Items.of_threads(x.lists, x.blocks, x.tiles)
-    line = (of_list*x.blocks + block)*x.tiles
-    def group(t:UOp, line:UOp=line) -> UOp:
-      # the group of tile t: whether the mask hides some of its scores, none, or all (2); `line` is where the block's tiles begin in `in_tiles`
-      bits = flat(in_tiles)[line + t].load()
-      return bits.eq(SEEN | HIDDEN).where(int32(some_hidden), bits.eq(SEEN).where(int32(none_hidden), int32(2)))
+    def group(t:UOp, block:UOp=block) -> UOp:
+      # the group of tile t of a block: whether the mask hides some of its scores, none, or all (2)
+      bits = entry_of_table(x, flat(in_tiles), of_list, block, t)
+      hidden = (bits & (HIDDEN | (NO_KEY if x.over == "keys" else NO_QUERY))).ne(0)
+      if x.columns % x.block_n: hidden = hidden | t.eq(x.tiles - 1)
+      return (bits & SEEN).eq(0).where(int32(2), hidden.where(int32(some_hidden), int32(none_hidden)))
     def number(t:UOp) -> UOp:
       # the number of tile t in the order in which a group is sorted: with turns, opposite to the order in which blocks start
       return (x.tiles - 1) - in_order_of_start(x.p, t, x.tiles) if x.with_turns else t
@@ -337,7 +387,7 @@ def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
       # how many blocks start before this block and have this thread's tile in their lists
       started = functools.partial(in_order_of_start, x.p, blocks=x.blocks)
       def earlier(b:UOp) -> UOp:
-        listed = group(tile, (of_list*x.blocks + b.minimum(x.blocks - 1))*x.tiles) < 2
+        listed = group(tile, b.minimum(x.blocks - 1)) < 2
         return ((b < x.blocks) & (started(b) < started(block)) & listed).where(int32(1), int32(0))
       def work(now:list[UOp], i:UOp) -> list[UOp]: return [sum((earlier(i*OF_A_STEP + n) for n in range(OF_A_STEP)), now[0])]
       return items.totals(ceildiv(x.blocks, OF_A_STEP), [int32(0)], work)[0]
